@@ -42,7 +42,7 @@ setuptools.setup(
         't5x_lite.data': ['corpora/*'],
         **{package: ['*.gin'] for package in ('t5x_lite.gin_files', *_GIN_FOLDERS)},
     },
-    entry_points={'console_scripts': ['t5x_lite = t5x_lite.cli:run_program']},
+    entry_points={'console_scripts': ['t5x_lite = t5x_lite.__main__:run']},
     install_requires=[
         'absl-py>=2.1',
         'clu>=0.0.12',

@@ -129,18 +129,20 @@ def _statistics(num_steps: int = 10) -> Iterator[Measured]:
            for name, running in trainers.items()}
 
 
-def _compile(layers: int, **config_fields: object) -> Iterator[Measured]:
+def _compile(layers: int, has_statistics: bool = False, **config_fields: object) -> Iterator[Measured]:
   """Yield the seconds for tracing and compiling the step of `Trainer` for `layers` layers in each stack."""
   import jax
   from t5x_lite import trainer
   setup = common.t5_small(
       argparse.Namespace(layers=layers, batch=8, inputs=128, targets=64, optimizer='adafactor'), **config_fields)
   state, axes = setup.initializer.global_train_state_shape, setup.initializer.train_state_axes
-  name = f'trace and compilation, {layers}+{layers} layers'
+  computer = trainer.WeightMetricsComputer() if has_statistics else None
+  name = f'trace and compilation, {layers}+{layers} layers' + ', statistics of parameters' * has_statistics
   name += ''.join(f', {field}={value}' for field, value in config_fields.items())
   while True:
     jax.clear_caches()
-    compiling = trainer.Trainer(setup.model, state, setup.partitioner, [], None, axes, jax.random.key(0))
+    compiling = trainer.Trainer(
+        setup.model, state, setup.partitioner, [], None, axes, jax.random.key(0), None, None, computer)
     yield {f'{name}, s': common.timed(lambda: compiling.compile_train(setup.batch))[0]}
     compiling.close()
 
@@ -191,7 +193,7 @@ _PHASES = {
     'step': _step, 'statistics': _statistics, 'compile': lambda: _compile(8),
     'compile_scan': lambda: _compile(8, scan_layers=True), 'compile_scan_32': lambda: _compile(32, scan_layers=True),
     'compile_scalable': lambda: _compile(8, **_SCALABLE), 'compile_scalable_32': lambda: _compile(32, **_SCALABLE),
-    'decode': _decode, 'save': _save}
+    'compile_statistics': lambda: _compile(8, has_statistics=True), 'decode': _decode, 'save': _save}
 
 
 class _Worker:

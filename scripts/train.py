@@ -16,4 +16,4 @@ from t5x_lite import cli  # noqa: E402  (the checkout comes first)
 
 if __name__ == '__main__':
   sys.argv.insert(1, 'train')
-  cli.run_program()
+  cli.run_program(may_restart=True)

@@ -142,9 +142,14 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
       sys.unraisablehook = before
 
 
-def run_program() -> NoReturn:
-  """Run the command line of this process and end the process, even if a stalled data source blocks a thread."""
-  if _computes_from_the_start():
+def run_program(may_restart: bool = False) -> NoReturn:
+  """Run the command line of this process and end the process, even if a stalled data source blocks a thread.
+
+  Args:
+    may_restart: True if the process has done nothing else; commands that compute then begin by
+      `runtime.restart_with_huge_pages`.
+  """
+  if may_restart and sys.argv[1:2] and sys.argv[1] in _COMPUTING:
     runtime.restart_with_huge_pages()
   # Imports and traces create a million objects that stay; the default threshold is 700.
   gc.set_threshold(50_000, 10, 10)
@@ -160,14 +165,6 @@ def run_program() -> NoReturn:
         stream.flush()
     os._exit(status)
   sys.exit(status)
-
-
-def _computes_from_the_start() -> bool:
-  """Return whether this process has been started for a command that computes, so that it may start again."""
-  flags = sys.argv[2:]
-  # A program that sets `sys.argv` and calls `run_program` may have done other work. A script adds the command only.
-  is_own = sys.orig_argv[len(sys.orig_argv) - len(flags):] == flags
-  return sys.argv[1:2] != [] and sys.argv[1] in _COMPUTING and is_own
 
 
 def _report(error: Exception, argv: Sequence[str], program: Program) -> int | None:

@@ -63,7 +63,7 @@ class Embed(nn.Module):
     if self.one_hot:
       rows = lax.broadcasted_iota(inputs.dtype, (*inputs.shape, self.num_embeddings), inputs.ndim)
       return jnp.dot((inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype))
-    # The gather precedes the cast, so that the table is not copied and its gradient is summed in float32.
+    # The gather precedes the cast, so that the table is not copied and its gradient is summed in the table's dtype.
     take = _take_bits if self.embedding.dtype == jnp.bfloat16 else functools.partial(jnp.take, axis=0)
     return take(self.embedding, inputs).astype(self.dtype)
 

@@ -60,7 +60,7 @@ class StackConfig(_FieldsBeforeDepth):
       them to `dtype` before the softmax.
     remat_policy: intermediate results that the backward pass keeps. 'none': all, with `scan_layers` all but those of
       simple operations on elements; 'minimal': outputs of matrix products with parameters; 'full': only the input of
-      each layer.
+      each layer. With results that are not kept, `jax.debug` callbacks of a layer run again in the backward pass.
     scan_layers: True to compile each stack as one loop over its layers, with the same parameter tree and results, a
       program size independent of the depth, and a somewhat slower step. With the 't5' layout the trainer holds the
       parameters of equal layers stacked, if the optimizer supports it (see `OptimizerDef.stacking_key`); otherwise each

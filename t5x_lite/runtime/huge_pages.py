@@ -10,6 +10,8 @@ import sys
 
 # The switch of the GNU C library (2.35 and later), in the environment of a process from its start.
 _VARIABLE, _TUNABLE = 'GLIBC_TUNABLES', 'glibc.malloc.hugetlb'
+# The id of a process that has restarted.
+_RESTARTED = 'T5X_LITE_RESTARTED_PROCESS'
 _KERNEL = pathlib.Path('/sys/kernel/mm/transparent_hugepage/enabled')
 
 
@@ -18,15 +20,21 @@ def restart_with_huge_pages() -> None:
 
   It has one on Linux if programs have to ask for huge pages (`madvise`, the default of many distributions) and the
   environment does not say whether to. `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` disables it. The process keeps its id,
-  arguments and open files. To be called before anything is read, written or imported that takes time.
+  arguments and open files. A program that is not a file, such as one from a pipe, does not restart, since it could not
+  be read again. To be called before anything is read, written or imported that takes time.
   """
   tunables = os.environ.get(_VARIABLE, '')
-  if _TUNABLE in tunables or not sys.executable or not _programs_must_ask():
+  # Something may drop the tunable in each start: the system for a program with capabilities, or a `sitecustomize`.
+  process = str(os.getpid())
+  if _TUNABLE in tunables or os.environ.get(_RESTARTED) == process or not _programs_must_ask():
     return
-  environment = {**os.environ, _VARIABLE: f'{tunables}:{_TUNABLE}=1'.lstrip(':')}
+  program = getattr(sys.modules['__main__'], '__file__', None)
+  if not sys.executable or program is None or not os.path.isfile(program):
+    return
+  environment = {**os.environ, _VARIABLE: f'{tunables}:{_TUNABLE}=1'.lstrip(':'), _RESTARTED: process}
   try:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-  except OSError:  # 4 KB pages work too
+  except (OSError, ValueError):  # 4 KB pages work too. ValueError: an odd name in the environment.
     return
 
 

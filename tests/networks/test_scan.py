@@ -77,10 +77,9 @@ def test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat(num_d
       np.array(jax.devices()[:num_devices]).reshape(num_devices, 1), ('data', 'model')))
   traced = partitioner.partition(jax.grad(loss), (None, None), None).trace(params, jax.random.key(1))
   encoder = next(equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'scan')
-  carry = encoder.params['num_carry']
-  stored = [(x.aval.shape, x.aval.dtype) for x in encoder.outvars[carry:]]
-  weights = {jnp.moveaxis(leaf, 1, 0).shape if leaf.ndim > 1 else leaf.shape
-             for leaf in jax.tree.leaves(jax.tree.map(jnp.zeros_like, params['encoder']['encoder']))}
+  stored = [(x.aval.shape, x.aval.dtype) for x in encoder.outvars[encoder.params['num_carry']:]]
+  # The dim over layers is the second one in parameters and the first one in a loop.
+  weights = {(leaf.shape[1], leaf.shape[0], *leaf.shape[2:]) for leaf in jax.tree.leaves(params['encoder']['encoder'])}
   assert not [shape for shape, _ in stored if shape in weights]
   # Hidden units: both projections and the hyperbolic tangent of the activation. Dropout's mask is stored as bool.
   hidden = [dtype for shape, dtype in stored if shape[-1] == config.mlp_dim]
