@@ -172,7 +172,7 @@ def test_programs_outside_the_wheel_are_said_to_be_a_checkouts(built):
 
 def test_every_script_of_a_user_is_a_command(built):
   """`scripts/` holds commands under T5X's names, and tools of developers."""
-  assert 't5x_lite = t5x_lite.cli:' in built.entry_points
+  assert 't5x_lite = t5x_lite.__main__:' in built.entry_points
   scripts = {path.stem for path in (_ROOT / 'scripts').glob('*.py')}
   assert scripts - set(commands.COMMANDS) == {'build_corpora'}
 

@@ -23,6 +23,7 @@ _ROOT = pathlib.Path(__file__).parents[2]
 ])
 def test_a_process_restarts_where_huge_pages_have_to_be_asked_for(tmp_path, monkeypatch, kernel, tunables, expected):
   monkeypatch.setattr(huge_pages, '_KERNEL', tmp_path / 'enabled')
+  monkeypatch.setattr(sys.modules['__main__'], '__file__', __file__, raising=False)  # a worker of pytest-xdist has none
   if kernel is not None:
     (tmp_path / 'enabled').write_text(f'{kernel}\n')
   monkeypatch.delenv('GLIBC_TUNABLES', raising=False)
