@@ -46,8 +46,7 @@ class PjittedFnWithContext:
     self._pjitted_fn = pjitted_fn
     self._mesh = partition_mesh
     self._abstract_mesh = partition_mesh.abstract_mesh
-    # On one device constraints have no effect, but JAX would store weights for the backward pass before and after one.
-    self._logical_axis_rules = tuple(logical_axis_rules) if partition_mesh.size > 1 else ()
+    self._logical_axis_rules = tuple(logical_axis_rules)
 
   def __call__(self, *args, **kwargs):
     with self._context():

@@ -4,12 +4,6 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        'one_device_has_constraints',
-        't5x_lite/partitioning/partitioner.py',
-        'if partition_mesh.size > 1 else ()',
-        '',
-        'tests/partitioning/test_partitioner.py::test_one_device_has_no_constraints'),
-    Mutant(
         'misaligned_blocks_are_taken',
         't5x_lite/partitioning/chunks.py',
         ' or (start % extent).any()',

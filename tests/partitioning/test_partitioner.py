@@ -233,12 +233,6 @@ def test_logical_constraints_hold_in_partitioned_functions():
   assert jax.jit(logical_double).lower(x).as_text().count('sdy.sharding_constraint') == 0
 
 
-def test_one_device_has_no_constraints():
-  one_device = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('data', 'model'))
-  double = partitioning.PjitPartitioner(mesh=one_device).partition(logical_double, (P('data'),), P('data', 'model'))
-  assert count_constraints(double, np.ones([8, 4], np.float32)) == 0
-
-
 def test_traces_of_two_partitioners_do_not_mix():
   """The cache of jit, by function, must not return the trace with the first partitioner's rules."""
   x = np.ones([8, 8], np.float32)
