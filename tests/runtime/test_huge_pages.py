@@ -41,6 +41,7 @@ def test_a_process_that_cannot_restart_goes_on(tmp_path, monkeypatch):
   monkeypatch.setattr(huge_pages, '_KERNEL', tmp_path / 'enabled')
   (tmp_path / 'enabled').write_text('[madvise]')
   monkeypatch.delenv('GLIBC_TUNABLES', raising=False)
+  monkeypatch.setattr(sys.modules['__main__'], '__file__', __file__, raising=False)
   monkeypatch.setattr(sys, 'executable', str(tmp_path / 'missing'))
   runtime.restart_with_huge_pages()
 
