@@ -223,7 +223,7 @@ def _work(tree: pathlib.Path, phase: str) -> None:
   found = pathlib.Path(t5x_lite.__file__).parent.parent
   if found != tree:
     raise SystemExit(f'{found} was imported instead of {tree}')
-  common.use_huge_pages()
+  common.start_like_commands()
   measurements = _PHASES[phase]()
   for _ in sys.stdin:
     print(json.dumps(next(measurements)), flush=True)

@@ -57,10 +57,11 @@ def in_turn(timed_fns: Sequence[Callable[[], float]], num_turns: int) -> list[li
   return seconds
 
 
-def use_huge_pages() -> None:
-  """Restart this process as the commands that compute do, see `runtime.restart_with_huge_pages`, if they do."""
+def start_like_commands() -> None:
+  """Use huge pages and XLA's options as the commands that compute do, in a version whose commands do."""
   from t5x_lite import runtime
-  getattr(runtime, 'restart_with_huge_pages', lambda: None)()
+  for name in ('restart_with_huge_pages', 'compile_faster'):
+    getattr(runtime, name, lambda: None)()
 
 
 def checkpoint_arrays(megabytes: int) -> dict:

@@ -176,5 +176,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  common.use_huge_pages()
+  common.start_like_commands()
   main()

@@ -230,5 +230,5 @@ def _part(text):
 
 
 if __name__ == '__main__':
-  common.use_huge_pages()
+  common.start_like_commands()
   main()

@@ -95,5 +95,5 @@ def _seconds_per_call(fn, repeats: int = 1000) -> float:
 
 
 if __name__ == '__main__':
-  common.use_huge_pages()
+  common.start_like_commands()
   main()

@@ -246,5 +246,5 @@ def _steps(params, grads, args):
 
 
 if __name__ == '__main__':
-  common.use_huge_pages()
+  common.start_like_commands()
   main()

@@ -85,6 +85,10 @@ class NonFiniteMetricError(T5xLiteError, ArithmeticError):
   exit_code = ExitCode.NAN
 
 
+class PreemptionError(Exception):
+  """Error to raise, e.g. from a data iterator, for the run to save a checkpoint and exit with status 75."""
+
+
 class StoppedOnSignalError(T5xLiteError, RuntimeError):
   """Error of a run that a signal has stopped, and that has saved the state needed to resume."""
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 
 PyTree = Any
@@ -165,9 +166,8 @@ class LayerStacks:
 
 def single_shapes(tree: PyTree) -> PyTree:
   """Return a tree of arrays with a subtree per layer and a `jax.ShapeDtypeStruct` for each array."""
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
   return jax.tree.map(
-      lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node, shapes,
+      lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node, tree_utils.shapes(tree),
       is_leaf=lambda node: isinstance(node, Mapping) and any(layers_of(str(name)) for name in node))
 
 
@@ -192,15 +192,16 @@ def _in_order(paths: Iterable[str]) -> tuple[str, ...]:
 class HeldState:
   """A train state, as single layers or stacked, which is converted array by array when the other form is asked for."""
 
-  def __init__(self, state: Any, stacks: LayerStacks = LayerStacks()):
-    """Hold a state with a subtree per layer.
+  def __init__(self, state: Any, stacks: LayerStacks = LayerStacks(), *, is_stacked: bool = False):
+    """Hold a state.
 
     Args:
       state: a state with the methods `stack_layers` and `unstack_layers`, if anything is stacked.
       stacks: the layers that are stacked.
+      is_stacked: True if `state` has these layers stacked, False if it has a subtree per layer.
     """
     self.stacks = stacks
-    self._state, self._is_stacked = state, False
+    self._state, self._is_stacked = state, is_stacked and bool(stacks)
 
   @property
   def single(self) -> Any:
@@ -219,7 +220,7 @@ class HeldState:
   @property
   def stacked_shapes(self) -> Any:
     """The shapes of `stacked`, without a conversion of arrays."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state)
+    shapes = tree_utils.shapes(self._state)
     return shapes if self._is_stacked or not self.stacks else shapes.stack_layers(self.stacks)
 
   def _converted(self, *, is_stacked: bool) -> Any:
@@ -272,7 +273,10 @@ def _stack(leaves: Sequence[Any]) -> Any:
       return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     case np.ndarray():
       return np.stack(leaves)
-  return _stack_program(_sharding_of(first, lambda spec: (None, *spec)))(leaves)
+  sharding = _sharding_of(first, lambda spec: (None, *spec))
+  if all(map(_is_on_one_cpu, leaves)):
+    return _copy(np.stack(leaves), first, sharding)
+  return _stack_program(sharding)(leaves)
 
 
 def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
@@ -287,8 +291,24 @@ def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
       return [leaf[i, ...] for i in range(num_layers)]  # arrays, also without dims
     case jax.core.Tracer():
       return jnp.unstack(leaf)
-  index = _index_program(_sharding_of(leaf, lambda spec: spec[1:]))
+  sharding = _sharding_of(leaf, lambda spec: spec[1:])
+  if _is_on_one_cpu(leaf):
+    layers = np.asarray(leaf)
+    return [_copy(layers[i, ...], leaf, sharding) for i in range(num_layers)]
+  index = _index_program(sharding)
   return [index(leaf, np.int32(i)) for i in range(num_layers)]
+
+
+def _copy(values: np.ndarray, like: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+  """Return an array of its own memory, which a step may overwrite, on the device of `like`."""
+  # `jax.device_put` reads a NumPy array in place, even with may_alias=False.
+  return jnp.array(values, copy=True, device=sharding or (like.sharding if like.committed else None))
+
+
+def _is_on_one_cpu(array: jax.Array) -> bool:
+  """Return whether NumPy can read an array in place, so that no program for its shape has to be compiled."""
+  devices = array.sharding.device_set
+  return len(devices) == 1 and next(iter(devices)).platform == 'cpu' and isinstance(array.dtype, np.dtype)
 
 
 def _sharding_of(array: jax.Array, convert: Callable[[tuple[Any, ...]], Iterable[Any]]) -> NamedSharding | None:

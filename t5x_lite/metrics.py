@@ -30,6 +30,7 @@ __all__ = [
     'is_metric_obj',
     'is_time_metric',
     'layer_prefixes',
+    'merge_metrics',
     'report_worst_layer',
     'separate',
     'set_step_metrics_num_steps',
@@ -312,6 +313,13 @@ def set_time_metrics_duration(metrics: PyTree, duration: float | np.ndarray | Ar
   return jax.tree.map(
       lambda metric: metric.replace_duration(duration) if is_time_metric(metric) else metric,
       metrics, is_leaf=is_metric_obj)
+
+
+@jax.jit
+def merge_metrics(
+    a: Mapping[str, clu_metrics.Metric], b: Mapping[str, clu_metrics.Metric]) -> dict[str, clu_metrics.Metric]:
+  """Return the metrics of `a` merged with those of `b` by name, on the device."""
+  return {name: a[name].merge(b[name]) for name in a}
 
 
 def set_step_metrics_num_steps(metrics: PyTree, num_steps: int) -> PyTree:

@@ -12,8 +12,10 @@ import clu.metrics
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import tree_utils
 from t5x_lite.types import Array, PyTree
@@ -203,22 +205,26 @@ def find_in_state(state_dict: PyTree) -> list[str]:
   Scalars of the optimizer's state may be infinite, which is the initial value of a minimum in several optimizers.
 
   Args:
-    state_dict: nested dict of global arrays, the result of `TrainState.state_dict`. All processes call this together.
+    state_dict: nested dict of global arrays, the result of `TrainState.state_dict`; layers may be stacked. All
+      processes call this together.
   """
   flat = {name: leaf for name, leaf in tree_utils.flatten_dict(state_dict).items()
           if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size}
   if not flat:
     return []
   bad = jax.device_get(_bad_arrays(flat))
-  return [name for name in flat if bad[name]]
+  return [path for name in flat
+          for path, is_bad in zip(layer_stacks.paths_of(name), np.atleast_1d(bad[name]), strict=True) if is_bad]
 
 
 @jax.jit
 def _bad_arrays(flat: dict[str, Array]) -> dict[str, Array]:
   def is_bad(name, x):
-    if name.startswith('state/') and x.ndim == 0:
+    first = int(layer_stacks.is_stacked(name))  # dim of the result, one number per layer
+    if name.startswith('state/') and x.ndim == first:
       return jnp.isnan(x)
-    return ~jnp.all(jnp.all(jnp.isfinite(x), axis=-1) if x.ndim else jnp.isfinite(x))
+    is_finite = jnp.all(jnp.isfinite(x), axis=-1) if x.ndim > first else jnp.isfinite(x)
+    return ~jnp.all(is_finite, axis=range(first, is_finite.ndim))
 
   return {name: is_bad(name, x) for name, x in flat.items()}
 

@@ -1,6 +1,6 @@
 """Initialisation of train states, with every array on the devices of its sharding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import train_state as train_state_lib
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers import OptimizerDef
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.types import PyTree
@@ -28,6 +29,8 @@ class TrainStateInitializer:
     global_train_state_shape: the state with a `jax.ShapeDtypeStruct` for each array.
     train_state_axes: the state with a PartitionSpec of mesh axes for each array.
   """
+
+  ACCEPTS_STACKED_LAYERS = True
 
   def __init__(self,
                optimizer_def: OptimizerDef | None,
@@ -57,15 +60,20 @@ class TrainStateInitializer:
     self.global_train_state_shape = jax.eval_shape(init_train_state, jax.random.key(0))
     self._partitioner = partitioner
     self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
-    self._init_fn = partitioner.partition(
-        init_train_state, in_axis_resources=None, out_axis_resources=self.train_state_axes)
+    self._init_train_state = init_train_state
     self._params_on_devices = partitioner.params_on_devices
 
-  def lower(self, init_rng: jax.Array) -> jax.stages.Lowered:
-    """Return the program of `from_scratch` for ahead-of-time compilation; compute nothing."""
-    return self._init_fn.lower(init_rng)
+  def _init_fn(self, stacks: LayerStacks) -> Callable[[jax.Array], PyTree]:
+    init_fn, axes = self._init_train_state, self.train_state_axes
+    if stacks:
+      init_fn, axes = (lambda rng: self._init_train_state(rng).stack_layers(stacks)), axes.stack_layers(stacks)
+    return self._partitioner.partition(init_fn, in_axis_resources=None, out_axis_resources=axes)
 
-  def from_scratch(self, init_rng: jax.Array) -> PyTree:
+  def lower(self, init_rng: jax.Array, stacks: LayerStacks = LayerStacks()) -> jax.stages.Lowered:
+    """Return the program of `from_scratch` for ahead-of-time compilation; compute nothing."""
+    return self._init_fn(stacks).lower(init_rng)
+
+  def from_scratch(self, init_rng: jax.Array, stacks: LayerStacks = LayerStacks()) -> PyTree:
     """Return a newly initialised state.
 
     One program computes each array directly as the shards of the devices, without communication. The values depend on
@@ -74,6 +82,7 @@ class TrainStateInitializer:
 
     Args:
       init_rng: a PRNG key, typed or raw.
+      stacks: layers whose arrays are stacked in the result, with the same values.
 
     Returns:
       The state: sharded arrays, or NumPy arrays in host memory if the partitioner has `params_on_devices=False`.
@@ -85,11 +94,11 @@ class TrainStateInitializer:
       raise errors.ConfigError('With jax_threefry_partitionable off, initial values depend on the mesh. Unset '
                                'JAX_THREEFRY_PARTITIONABLE.')
     if self._params_on_devices:
-      return self._init_fn(init_rng)
+      return self._init_fn(stacks)(init_rng)
     if jax.process_count() > 1:
       raise errors.ConfigError(f'params_on_devices=False needs one process, got {jax.process_count()}. Set '
                                'params_on_devices=True.')
-    return jax.tree.map(np.asarray, self._init_fn(init_rng))
+    return jax.tree.map(np.asarray, self._init_fn(stacks)(init_rng))
 
   def begin_from_params(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the initial optimizer state, and average of the parameters, for given parameters.

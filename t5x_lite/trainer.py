@@ -26,8 +26,8 @@ from t5x_lite import train_step as train_step_lib
 from t5x_lite import tree_utils
 from t5x_lite.actions import (
     ActionMode, BaseAction, EarlyStoppingAction, run_actions, Stop, TerminateOnNanAction, TRAIN_METRIC_KEY)
-from t5x_lite.errors import ConfigError, DataError
-from t5x_lite.metrics import OfLastStep
+from t5x_lite.errors import ConfigError, DataError, PreemptionError
+from t5x_lite.metrics import merge_metrics, OfLastStep
 from t5x_lite.models import BaseModel
 from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
@@ -49,16 +49,6 @@ __all__ = [
 Metrics = Mapping[str, clu.metrics.Metric]
 # Number of steps in flight besides the one being dispatched. One keeps the device busy; more keep more batches alive.
 _MAX_STEPS_AHEAD = 1
-
-
-class PreemptionError(Exception):
-  """Error to raise, e.g. from a data iterator, for the run to save a checkpoint and exit with status 75."""
-
-
-@jax.jit
-def merge_metrics(a: Metrics, b: Metrics) -> dict[str, clu.metrics.Metric]:
-  """Return the metrics of `a` merged with those of `b` by name, on the device."""
-  return {name: a[name].merge(b[name]) for name in a}
 
 
 class BaseTrainer(abc.ABC):
@@ -96,8 +86,10 @@ class BaseTrainer(abc.ABC):
     self.step: int | None = None
     self._stacks = self.find_layer_stacks(train_state)
     self.train_state = train_state  # sets `step` too
+    self._step_shapes = self._held.stacked_shapes
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
+    self._compilation_seconds: float | None = None  # until they are written
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
     self._compiled_eval_by_spec: dict[tuple, PartitionedEvalCallable] = {}
     self._in_flight: list[tuple[int, Metrics]] = []  # metrics of steps that are not read yet, oldest first
@@ -184,8 +176,20 @@ class BaseTrainer(abc.ABC):
   @train_state.setter
   def train_state(self, train_state: TrainState) -> None:
     self._held = layer_stacks.HeldState(train_state, self._stacks)
-    shapes_only = isinstance(train_state.step, jax.ShapeDtypeStruct)
-    self.step = None if shapes_only else int(train_state.step)
+    self._set_step(train_state)
+
+  @step_state.setter
+  def step_state(self, step_state: TrainState) -> None:
+    self._held = layer_stacks.HeldState(step_state, self._stacks, is_stacked=True)
+    self._set_step(step_state)
+
+  def _set_step(self, state: TrainState) -> None:
+    self.step = None if isinstance(state.step, jax.ShapeDtypeStruct) else int(state.step)
+
+  @property
+  def stacked_layers(self) -> layer_stacks.LayerStacks:
+    """Layers whose arrays are stacked in `step_state`."""
+    return self._stacks
 
   def __enter__(self) -> 'BaseTrainer':
     return self
@@ -218,7 +222,7 @@ class BaseTrainer(abc.ABC):
     return self.partitioned_eval_step()
 
   def compile_train(self, batch: Mapping[str, Any]) -> None:
-    """Compile the training step ahead of time; otherwise the first step compiles.
+    """Compile the training step ahead of time, also while another thread makes the state.
 
     Args:
       batch: array or `jax.ShapeDtypeStruct` of a global batch, by feature.
@@ -226,9 +230,8 @@ class BaseTrainer(abc.ABC):
     self.check_batch(batch)
     start = time.perf_counter()
     self._compiled_train_step = self._partitioner.compile(
-        self._train_step, self._held.stacked_shapes, _specs(batch), *self.step_arguments(is_last=False))
-    self.train_metrics_manager.write_scalars(
-        self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
+        self._train_step, self._step_shapes, tree_utils.shapes(batch), *self.step_arguments(is_last=False))
+    self._compilation_seconds = time.perf_counter() - start
 
   def train(
       self,
@@ -266,6 +269,10 @@ class BaseTrainer(abc.ABC):
     end = first + num_steps
     step_fn = self._compiled_train_step or self._train_step
     metrics, num_done = None, 0
+    if self._compilation_seconds is not None:  # Files are written by the thread that trains.
+      self.train_metrics_manager.write_scalars(
+          first, {'timing/compilation_seconds': self._compilation_seconds}, events_only=True)
+      self._compilation_seconds = None
     self.train_metrics_manager.start_duration_timer()
     for step in range(first, end):
       if self.stop_training or self.non_finite.finding or (should_stop is not None and should_stop()):
@@ -285,7 +292,9 @@ class BaseTrainer(abc.ABC):
       self._in_flight.append((self.step, step_metrics))
       self._observe(_MAX_STEPS_AHEAD, on_step)
     if metrics is None:
-      return _done({})
+      nothing = concurrent.futures.Future()
+      nothing.set_result({})
+      return nothing
     if num_done < num_steps:  # Its last step was not known to be the last.
       metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, OfLastStep)}
     metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(
@@ -325,12 +334,12 @@ class BaseTrainer(abc.ABC):
     """
     compiled = self._compiled_eval_by_spec
     for name, batch in batches.items():
-      specs = _specs(batch)
+      specs = tree_utils.shapes(batch)
       key = tree_utils.shapes_key(specs)
       if key not in compiled:
         train_step_lib.check_microbatches(_batch_size(specs), None, self._partitioner.data_mesh_size)
         start = time.perf_counter()
-        compiled[key] = self._partitioner.compile(self._eval_step, self._held.stacked_shapes, specs)
+        compiled[key] = self._partitioner.compile(self._eval_step, self._step_shapes, specs)
         self.eval_metrics_managers[name].write_scalars(
             self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
       self._compiled_eval_steps[name] = compiled[key]
@@ -429,7 +438,8 @@ class Trainer(BaseTrainer):
     if not accepts or not (loops := self._model.scanned_layers):
       return layer_stacks.LayerStacks()
     stacks = train_state.find_layer_stacks(loops, self._train_state_axes)
-    logging.getLogger(__name__).info('Layers that the training step takes as stacked arrays: %s.', stacks)
+    if stacks:
+      logging.getLogger(__name__).info('Equal layers are compiled as loops: %s.', stacks)
     return stacks
 
   @property
@@ -488,13 +498,3 @@ class Trainer(BaseTrainer):
 
 def _batch_size(element_spec: Mapping[str, Any]) -> int:
   return next(iter(element_spec.values())).shape[0]
-
-
-def _specs(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def _done(value: Mapping[str, clu.values.Value]) -> MetricValueMapFuture:
-  future = concurrent.futures.Future()
-  future.set_result(value)
-  return future

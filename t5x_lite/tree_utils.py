@@ -88,6 +88,11 @@ def to_dict(tree: PyTree) -> PyTree:
   return flax.core.unfreeze(tree) if isinstance(tree, flax.core.FrozenDict) else tree
 
 
+def shapes(tree: PyTree) -> PyTree:
+  """Return `tree` with a `jax.ShapeDtypeStruct` for each array."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 def shapes_key(batch: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
   """Return name, shape and dtype of the arrays of `batch`, or of their shapes, which identify a compiled program."""
   return tuple(sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in batch.items()))

@@ -11,6 +11,7 @@ import gin
 import pytest
 
 from t5x_lite import module_imports
+from t5x_lite import runtime
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 _DEVICES = '--xla_force_host_platform_device_count=8'
@@ -18,12 +19,13 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 # Tests compile much and compute little: programs are compiled with few optimizations, in one piece each (in parallel
 # pieces they cost a third more) and without XLA's newer code generator for fusions, which costs a quarter more, and
-# equal programs only once, in this process, its workers and the programs that tests start. Set
-# JAX_COMPILATION_CACHE_DIR to keep them from one session to the next.
+# equal programs only once, in this process, its workers and the programs that tests start, which have the flag of the
+# commands. Set JAX_COMPILATION_CACHE_DIR to keep them from one session to the next.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', 'true')
 for _flag in ('--xla_cpu_use_fusion_emitters=false', '--xla_cpu_parallel_codegen_split_count=1'):
   if _flag.split('=')[0] not in os.environ['XLA_FLAGS']:
     os.environ['XLA_FLAGS'] += f' {_flag}'
+runtime.compile_faster()
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:

@@ -254,7 +254,7 @@ def test_training_is_that_of_single_layers_and_users_see_single_layers(caplog):
     return {**grads, 'encoder': {**encoder, 'layers_1': jax.tree.map(lambda g: -g, encoder['layers_1'])}}
 
   stacked, plain = _trainer(gradient_transform=transform), _trainer(_OwnStep, gradient_transform=transform)
-  assert 'Layers that the training step takes as stacked arrays: decoder 0-2.' in caplog.messages
+  assert 'Equal layers are compiled as loops: decoder 0-2.' in caplog.messages
   initial = jax.device_get(stacked.train_state)
   paths = [path for path, _ in tree_utils.named_leaves(initial.params)]
   assert set(stacked.step_state.params['encoder']) == {
@@ -341,6 +341,45 @@ def test_a_run_of_single_layers_is_continued_with_stacked_ones(optimizer_def):
 _PARTS = optimizers.partition(
     {'a': optimizers.Adafactor(), 'b': optimizers.distributed_shampoo(block_size=4),
      'c': optimizers.scaled_adam(clipping_scale=2.0)}, [('mlp/wi', 'a'), ('mlp/wo', 'b'), ('.*', 'c')])
+
+
+@pytest.mark.parametrize('num_devices', [1, 8])
+def test_a_new_state_can_begin_with_stacked_layers(num_devices):
+  trainer = _trainer(optimizer_def=_PARTS, num_devices=num_devices, holds_shapes=True)
+  initializer = state_init.TrainStateInitializer(
+      _PARTS, trainer._model.get_initial_variables, {name: x.shape for name, x in _batch(0).items()},
+      trainer.partitioner)
+  trainer.train_state = single = initializer.from_scratch(jax.random.key(0))
+  expected, key = trainer.step_state, jax.random.key(0)
+  stacked = initializer.from_scratch(key, trainer.stacked_layers)
+  _assert_equal(jax.device_get(stacked), jax.device_get(expected))
+  trainer.step_state = stacked
+  assert trainer.step == 0
+  _assert_equal(jax.device_get(trainer.train_state), jax.device_get(single))
+  for a, b in zip(jax.tree.leaves(stacked), jax.tree.leaves(expected), strict=True):
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.parametrize('num_layers, scan_layers, is_stacked', [
+    (5, None, False), (6, None, True), (2, True, True), (6, False, False)])
+def test_the_trainer_stacks_long_loops_unless_told_otherwise(num_layers, scan_layers, is_stacked):
+  trainer = _trainer(
+      optimizer_def=optimizers.sgd(), num_layers=num_layers, scan_layers=scan_layers, holds_shapes=True)
+  layers = tuple(range(num_layers))
+  assert trainer.stacked_layers == LayerStacks((('encoder', layers), ('decoder', layers)) if is_stacked else ())
+  text = trainer.partitioned_train_step().lower(trainer.step_state, _batch(0)).as_text()
+  assert ('stablehlo.while' in text) == is_stacked
+
+
+def test_copies_on_one_cpu_share_no_memory():
+  # The next step writes to the arrays of one form, while the other may be in use.
+  state = jax.tree.map(jnp.asarray, _random(0))
+  stacked = _STACKS.stack(state)
+  single = _STACKS.unstack(stacked)
+  pointers = [{x.unsafe_buffer_pointer() for path, x in tree_utils.named_leaves(tree) if 'layers_' in path}
+              for tree in (state, stacked, single)]
+  assert all(pointers) and not set.intersection(*pointers[:2]) and not set.intersection(*pointers[1:])
+  _assert_equal(single, state)
 
 
 def _num_lines(num_layers):

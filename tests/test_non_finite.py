@@ -147,6 +147,17 @@ def test_non_finite_arrays_of_a_state_are_named():
   assert non_finite.find_in_state(state) == ['target/scale', 'state/param_states/best', 'state/param_states/m']
 
 
+def test_non_finite_arrays_of_stacked_layers_are_named_by_layer():
+  matrices, best = np.ones((3, 2, 4)), np.asarray([np.inf, 1, np.nan])
+  matrices[1, 1, 3] = matrices[2, 0, 0] = np.nan
+  state = {'target': {'encoder': {'layers_0,2,4': {'w': jnp.asarray(matrices), 'scale': jnp.ones(3)}}},
+           'state': {'param_states': {'encoder': {'layers_0,2,4': {'best': jnp.asarray(best)}}}}}
+  assert non_finite.find_in_state(state) == [
+      'target/encoder/layers_2/w', 'target/encoder/layers_4/w', 'state/param_states/encoder/layers_4/best']
+  state['target']['encoder']['layers_0,2,4'] = {'scale': jnp.asarray([np.inf, 1, 2])}
+  assert non_finite.find_in_state(state)[0] == 'target/encoder/layers_0/scale'
+
+
 def test_metrics_of_a_skipped_step_are_passed_over():
   good = {'loss': clu.metrics.Average.from_model_output(jnp.asarray([2.0])), 'n': non_finite.NonFiniteSteps(
       loss=jnp.float32(0), gradient=jnp.float32(0)), 'count': clu.metrics.Average.from_model_output(jnp.asarray([7]))}

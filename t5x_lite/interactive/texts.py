@@ -14,6 +14,7 @@ from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.data import features as features_lib
 from t5x_lite.data import text_examples
 from t5x_lite.errors import ConfigError, DataError
@@ -190,8 +191,7 @@ class TextInference:
 
   def compile(self, kind: str, train_state: TrainState, **options: Any) -> None:
     """Compile 'predict' or 'score' with these options ahead of time; otherwise the first call compiles."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), train_state)
-    self._runner.compile(_KINDS[kind], self.element_spec, shapes, self._axes, options)
+    self._runner.compile(_KINDS[kind], self.element_spec, tree_utils.shapes(train_state), self._axes, options)
 
   def _run(self, kind: str, train_state: TrainState, examples: Sequence[Mapping[str, Any]], seed: int, first: int,
            options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -38,6 +38,9 @@ REMAT_POLICIES = ('none', 'minimal', 'full')
 _CHEAP_PRIMITIVES = frozenset((
     'abs', 'add', 'broadcast_in_dim', 'convert_element_type', 'div', 'integer_pow', 'max', 'min', 'mul', 'neg', 'reshape',
     'rsqrt', 'select_n', 'sharding_constraint', 'sign', 'slice', 'sqrt', 'square', 'squeeze', 'sub', 'transpose'))
+# Least number of layers that the trainer stacks if the configuration does not say whether to: shorter loops compile in
+# about the time of their layers.
+MIN_LAYERS_OF_A_LOOP = 6
 # Logical name of the dim over layers.
 LAYERS_AXIS = 'layers'
 _UNEQUAL_LAYERS_REMEDY = "Set param_layout='t5', or let feed_forward_fn return equal objects for every layer."
@@ -156,6 +159,11 @@ class _Store:
       return {}
     parts = unstack_tree(tree_utils.to_dict(tree[self._tree.name]), self._num_layers, self._axis(collection))
     return dict(enumerate(parts))
+
+  @property
+  def has_stacked_params(self) -> bool:
+    """True if the parameters of some layers are stacked."""
+    return any(map(layer_stacks.layers_of, self._owner.variables.get('params', {})))
 
   def read_layers(self) -> list[Variables]:
     """Return the variables of each layer."""
@@ -321,7 +329,7 @@ class _Runner:
 
 
 def run_layers(
-    owner: nn.Module, layers: Sequence[nn.Module], x: PyTree, *operands: PyTree, tree: LayerTree, scan: bool,
+    owner: nn.Module, layers: Sequence[nn.Module], x: PyTree, *operands: PyTree, tree: LayerTree, scan: bool | None,
     remat_policy: str, method: str = '__call__', fresh: Sequence[str] = (), **options: Any) -> PyTree:
   """Apply `layers` one after the other: x = layer(x, *operands, **options).
 
@@ -335,7 +343,8 @@ def run_layers(
     x: input of the first layer, a pytree of arrays; layers keep shapes and dtypes.
     *operands: pytrees of arrays, inputs of all layers.
     tree: positions of the variables.
-    scan: True to run equal layers as one loop, and other layers as one loop per repeated segment.
+    scan: True to run equal layers as one loop, and other layers as one loop per repeated segment. None does so if the
+      parameters of layers are stacked, False never.
     remat_policy: one of `REMAT_POLICIES`.
     method: name of the layers' method.
     fresh: collections that are hidden from the layers, which initialize them again.
@@ -360,6 +369,8 @@ def run_layers(
   elif 'cache' in owner.variables and 'cache' not in fresh:
     # A step of decoding is always unrolled, so that it does not copy the cache.
     in_loop, is_step = False, True
+  elif scan is None:
+    in_loop = alike if tree.stacked else store.has_stacked_params
   else:
     in_loop = scan
   if in_loop and alike:

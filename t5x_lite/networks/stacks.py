@@ -324,13 +324,14 @@ class StackNetwork(Network):
   @property
   def scanned_layers(self) -> dict[str, list[tuple[int, ...]]]:
     """Numbers of the layers that a loop runs at one position of its body, by stack, as `scan.run_layers` does."""
-    result = {}
-    if self.config.scan_layers and not self.config.stacked_params:
+    result, scan_layers = {}, self.config.scan_layers
+    if scan_layers is not False and not self.config.stacked_params:
       for stack in self.config.LAYER_COUNTS:
         layers_of_stack = range(self.config.num_layers_of(stack))
         kinds = kinds_of([(self.feed_forward_fn(stack, i), self.attention_fn(stack, i)) for i in layers_of_stack])
-        result[stack] = [tuple(segment.layers_at(offset)) for segment in find_segments(kinds) if segment.repeats > 1
-                         for offset in range(segment.period)]
+        min_repeats = 2 if scan_layers else scan.MIN_LAYERS_OF_A_LOOP
+        result[stack] = [tuple(segment.layers_at(offset)) for segment in find_segments(kinds)
+                         if segment.repeats >= min_repeats for offset in range(segment.period)]
     return result
 
   @staticmethod

@@ -61,11 +61,13 @@ class StackConfig(_FieldsBeforeDepth):
     remat_policy: intermediate results that the backward pass keeps. 'none': all, with `scan_layers` all but those of
       simple operations on elements; 'minimal': outputs of matrix products with parameters; 'full': only the input of
       each layer. With results that are not kept, `jax.debug` callbacks of a layer run again in the backward pass.
-    scan_layers: True to compile each stack as one loop over its layers, with the same parameter tree and results, a
-      program size independent of the depth, and a somewhat slower step. With the 't5' layout the trainer holds the
-      parameters of equal layers stacked, if the optimizer supports it (see `OptimizerDef.stacking_key`); otherwise each
-      step stacks them. Layers with different feed-forward blocks ('t5' layout only) run as one loop per repeated
-      segment.
+    scan_layers: True to compile each stack as one loop over its layers, False to compile each layer. A loop has the
+      same parameter tree and results, and a program whose size does not grow with the depth. None compiles loops where
+      the parameters of equal layers are stacked in any case: in the training and evaluation steps of the trainer, which
+      holds them so for loops of at least `MIN_LAYERS_OF_A_LOOP` layers if the optimizer supports it (see
+      `OptimizerDef.stacking_key`), and with the layout 'scalable_t5'. With True, other programs stack the parameters in
+      each run. Layers with different feed-forward blocks ('t5' layout only) run as one loop per repeated segment.
+      Decoding steps are never loops.
     param_layout: form of the parameter tree. 't5': one subtree per layer, attention kernels as matrices. 'scalable_t5':
       one subtree with a dim over layers in position 1, attention kernels with dims for heads and kv.
       `param_layouts.convert` converts between them.
@@ -90,7 +92,7 @@ class StackConfig(_FieldsBeforeDepth):
   _: dataclasses.KW_ONLY
   float32_attention_logits: bool = False
   remat_policy: str = 'none'
-  scan_layers: bool = False
+  scan_layers: bool | None = None
   param_layout: str = 't5'
   relpos_bias_tables: str | None = None
   attention_kernel: str = 'auto'

@@ -13,4 +13,5 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.runtime.progress': ('Progress',),
     't5x_lite.runtime.stacks': ('print_stacks',),
     't5x_lite.runtime.watchdog': ('Watchdog', 'awake_seconds'),
+    't5x_lite.runtime.xla_options': ('FAST_COMPILATION_FLAG', 'compile_faster'),
 })

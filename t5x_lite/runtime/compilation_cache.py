@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import sys
+import threading
 import time
 import zlib
 
@@ -161,12 +162,13 @@ class CacheCounts:
 
 @contextlib.contextmanager
 def count_cache_use() -> Iterator[CacheCounts]:
-  """Count the use of the persistent cache within the context, in all threads."""
-  counts = CacheCounts()
+  """Count the use of the persistent cache within the context, in this thread."""
+  counts, thread = CacheCounts(), threading.get_ident()
 
   def listen(event: str, **_) -> None:
-    counts.hits += event == _HIT
-    counts.misses += event == _MISS
+    if threading.get_ident() == thread:
+      counts.hits += event == _HIT
+      counts.misses += event == _MISS
 
   jax.monitoring.register_event_listener(listen)
   try:

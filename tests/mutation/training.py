@@ -228,9 +228,39 @@ MUTANTS = (
     Mutant(
         'infinite_scalars_among_parameters_pass',
         't5x_lite/non_finite.py',
-        "if name.startswith('state/') and x.ndim == 0:",
-        'if x.ndim == 0:',
+        "if name.startswith('state/') and x.ndim == first:",
+        'if x.ndim == first:',
         'tests/test_non_finite.py::test_non_finite_arrays_of_a_state_are_named'),
+    Mutant(
+        'layers_of_stacked_arrays_are_not_told_apart',
+        't5x_lite/non_finite.py',
+        'return ~jnp.all(is_finite, axis=range(first, is_finite.ndim))',
+        'return ~jnp.all(is_finite) & jnp.ones(x.shape[:first], bool)',
+        'tests/test_non_finite.py::test_non_finite_arrays_of_stacked_layers_are_named_by_layer'),
+    Mutant(
+        'layers_of_a_new_state_are_stacked_for_any_initializer',
+        't5x_lite/apps/common/start.py',
+        'return trainer.stacked_layers if layer_stacks.is_accepted_by(initializer) else LayerStacks()',
+        'return trainer.stacked_layers',
+        'tests/apps/common/test_start.py::test_a_new_state_is_stacked_from_the_beginning_by_our_initializer'),
+    Mutant(
+        'copies_of_layers_alias',
+        't5x_lite/layer_stacks.py',
+        'jnp.array(values, copy=True, device=',
+        'jax.device_put(values, device=',
+        'tests/test_layer_stacks.py::test_copies_on_one_cpu_share_no_memory'),
+    Mutant(
+        'short_loops_are_stacked',
+        't5x_lite/networks/stacks.py',
+        'min_repeats = 2 if scan_layers else scan.MIN_LAYERS_OF_A_LOOP',
+        'min_repeats = 2',
+        'tests/test_layer_stacks.py::test_the_trainer_stacks_long_loops_unless_told_otherwise'),
+    Mutant(
+        'options_of_the_user_are_replaced',
+        't5x_lite/runtime/xla_options.py',
+        "if _OPTION not in flags and flags[:1] in ('', '-'):",
+        "if flags[:1] in ('', '-'):",
+        'tests/runtime/test_xla_options.py::test_the_flag_is_added_to_flags_without_such_options'),
     Mutant(
         'bad_steps_are_counted_over_the_whole_run',
         't5x_lite/non_finite.py',

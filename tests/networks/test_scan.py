@@ -44,6 +44,12 @@ def test_a_looped_program_does_not_grow_with_depth(layout, remat_policy):
     assert len(deep) < 2.5 * len(shallow)
 
 
+def test_by_default_loops_run_where_parameters_are_stacked():
+  assert 'stablehlo.while' in _step_text(4, param_layout='scalable_t5')
+  assert 'stablehlo.while' not in _step_text(4, param_layout='scalable_t5', scan_layers=False)
+  assert 'stablehlo.while' not in _step_text(8)  # a subtree per layer
+
+
 def test_an_unrolled_program_traces_each_kind_of_layer_once():
   """Equal layers are calls of one function, so tracing and lowering do not grow with depth."""
   shallow, deep = (_step_text(n) for n in (4, 12))

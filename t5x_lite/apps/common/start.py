@@ -16,6 +16,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import layer_stacks
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import non_finite
@@ -27,6 +28,7 @@ from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import output_folder
 from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
 from t5x_lite.train_state import InferenceState, TrainState
@@ -287,6 +289,27 @@ def make_state(
   if not partitioner.params_on_devices:
     state = partitioner.move_params_to_devices(state, axes)
   return state, restored
+
+
+def set_state(
+    trainer: trainer_lib.BaseTrainer, start: StartingPoint, initializer: state_init.TrainStateInitializer,
+    partitioner: partitioning.PjitPartitioner, model: models.BaseModel, init_rng: jax.Array
+) -> checkpoints.RestoredCheckpoint | None:
+  """Give a trainer the state of `make_state`, and return the restored checkpoint or None.
+
+  A new state has the layers stacked from the beginning that the trainer stacks.
+  """
+  stacks = initial_stacks(trainer, initializer)
+  if start.path is None and stacks and partitioner.params_on_devices:
+    trainer.step_state, restored = initializer.from_scratch(init_rng, stacks), None
+  else:
+    trainer.train_state, restored = make_state(start, initializer, partitioner, model, init_rng)
+  return restored
+
+
+def initial_stacks(trainer: trainer_lib.BaseTrainer, initializer: state_init.TrainStateInitializer) -> LayerStacks:
+  """Return the layers that the initializer stacks for the trainer; none if its class is a user's."""
+  return trainer.stacked_layers if layer_stacks.is_accepted_by(initializer) else LayerStacks()
 
 
 def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:

@@ -116,7 +116,8 @@ def precompile(
       note_fn(f'compiling: {name}')
       programs.append(_compile(name, lower_fn, folder))
 
-    compile_program('initial state', lambda: initializer.lower(init_rng))
+    compile_program('initial state', lambda: initializer.lower(
+        init_rng, start_lib.initial_stacks(trainer, initializer)))
     compile_program('training step', lambda: trainer.partitioned_train_step().lower(
         trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
     by_spec: dict[tuple[Any, ...], list[str]] = {}

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import shlex
 import sys
-import time
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.common.plan import Stretch
 from t5x_lite.apps.train.batches import TrainBatches
+from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.errors import CheckpointDamagedError, NonFiniteMetricError, StoppedOnSignalError
@@ -38,6 +38,7 @@ class TrainLoop:
     trainer: trainer, which holds the state.
     initializer: initializer of the state after a rollback.
     init_rng: key for new parameters.
+    compilation: compilation of the training step; None for a run without steps.
     batches: training batches.
     evaluations: evaluations of the run.
     saves: saves the state; None for a run without checkpoints.
@@ -58,6 +59,7 @@ class TrainLoop:
   trainer: trainer_lib.BaseTrainer
   initializer: state_init.TrainStateInitializer
   init_rng: jax.Array
+  compilation: StepCompilation | None
   batches: TrainBatches
   evaluations: RunEvaluations
   saves: TrainSaves | None
@@ -91,16 +93,10 @@ class TrainLoop:
   # ---- Before the first step -----------------------------------------------------------------------------------------
 
   def begin(self) -> None:
-    """Compile the training step; compute the evaluation and the save that are due before the first step."""
-    if self._first_step < self.last_step:
+    """Wait for the compiled training step; compute the evaluation and the save that are due before the first step."""
+    if self.compilation is not None:
       self.progress.note('compiling the training step')
-      started = time.perf_counter()
-      with runtime.count_cache_use() as counts:
-        self.trainer.compile_train(self.batches.element_spec)
-      seconds = time.perf_counter() - started
-      self.progress.log(
-          f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {seconds:.1f} s.'
-          if counts.hits and not counts.misses else f'Compiled the training step in {seconds:.1f} s.')
+      self.progress.log(self.compilation.finish())
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
@@ -282,8 +278,8 @@ class TrainLoop:
     self.evaluations.close_files()
     if multihost.is_lead():
       summaries.discard_after(cfg.model_dir, point.step)
-    trainer.train_state, restored = start_lib.make_state(
-        point, self.initializer, cfg.partitioner, cfg.model, self.init_rng)
+    restored = start_lib.set_state(
+        trainer, point, self.initializer, cfg.partitioner, cfg.model, self.init_rng)
     facts = point.metadata.get('run', {}) if point.resumes else {}
     actions_lib.set_actions_state(cfg.actions_by_mode, facts.get('actions', self._first_actions_state))
     trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)

@@ -34,6 +34,7 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.evaluations import due_kinds, EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
+from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.loop import TrainLoop
 from t5x_lite.apps.train.saves import TrainSaves
@@ -215,11 +216,12 @@ def train(
           stretches=list(plan_fn(first_step)), num_microbatches=trainer.num_microbatches))
       return first_step, state_shape
 
-    # State: restored or new, before anything is written, since a checkpoint may not match.
+    # State: restored or new, before anything is written, since a checkpoint may not match. The step compiles meanwhile.
+    compilation = StepCompilation(stack, trainer, batches.element_spec) if first_step < last_step else None
     progress.note(f'making the state: {start.description}')
-    trainer.train_state, restored = start_lib.make_state(start, initializer, cfg.partitioner, cfg.model, init_rng)
+    restored = start_lib.set_state(trainer, start, initializer, cfg.partitioner, cfg.model, init_rng)
     if restored is not None and trainer.non_finite.policy.tests:
-      start_lib.check_finite(start, trainer.train_state)
+      start_lib.check_finite(start, trainer.step_state)
     has_position = restored is not None and restored.data_state is not None
     if has_position:
       batches.set_state(restored.data_state)
@@ -238,7 +240,7 @@ def train(
     # The run may have been stopped before this step's evaluation.
     evaluation_due = due_kinds(facts.get('evaluation_due', False), evaluations.kinds)
     if multihost.is_lead():
-      _begin_files(cfg, start, run_data, trainer, progress, redo_evaluation=bool(evaluation_due))
+      _begin_files(cfg, start, run_data, trainer, progress, state_shape, redo_evaluation=bool(evaluation_due))
     if cfg.run_eval_before_training and not start.resumes:
       evaluation_due = evaluations.kinds
 
@@ -261,10 +263,10 @@ def train(
     stack.callback(watchdog.close)
     stack.callback(profiler.close)
     loop = TrainLoop(
-        cfg=cfg, trainer=trainer, initializer=initializer, init_rng=init_rng, batches=train_batches,
-        evaluations=evaluations, saves=saves, start=start, plan_fn=plan_fn, last_step=last_step, facts=facts,
-        first_data_state=first_data_state, progress=progress, watchdog=watchdog, profiler=profiler, signals=signals,
-        collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
+        cfg=cfg, trainer=trainer, initializer=initializer, init_rng=init_rng, compilation=compilation,
+        batches=train_batches, evaluations=evaluations, saves=saves, start=start, plan_fn=plan_fn, last_step=last_step,
+        facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, profiler=profiler,
+        signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
     loop.begin()
     while (stretch := loop.next_stretch()) is not None:
       loop.train(stretch)
@@ -278,19 +280,21 @@ def train(
 
 
 def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: parts_lib.RunData,
-                 trainer: trainer_lib.BaseTrainer, progress: runtime.Progress, *, redo_evaluation: bool) -> None:
+                 trainer: trainer_lib.BaseTrainer, progress: runtime.Progress, state_shape: TrainState, *,
+                 redo_evaluation: bool) -> None:
   """Delete results after the starting point, and write everything that is known before the first step.
 
   Args:
     cfg: configuration of the run.
     start: the starting point.
     run_data: data of the run, sampled once to report truncated texts.
-    trainer: trainer, which holds the state.
+    trainer: trainer, whose metrics are written.
     progress: log.
+    state_shape: shapes of the state.
     redo_evaluation: whether the evaluations at the starting point are repeated.
   """
   summaries.discard_after(cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation)
-  partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), trainer.train_state, cfg.partitioner)
+  partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner)
   if not start.resumes:
     report.report_truncation(
         run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, start.step)

@@ -76,9 +76,9 @@ class TrainSaves:
       SaveError: this save failed, and as many before it as the configuration allows.
     """
     trainer = self._trainer
-    state = trainer.train_state.state_dict()
-    if not trainer.non_finite.test_state(trainer.step, state):
+    if not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
       return
+    state = trainer.train_state.state_dict()
     self._progress.note(f'saving step {trainer.step:,}')
     self.wait()
     facts = {**self._run_facts, **self._batches.facts,

@@ -16,7 +16,7 @@ from t5x_lite.networks.t5_config import T5Config
 
 def network_config(
     folder: str | os.PathLike[str], *, dtype: str = 'bfloat16', dropout_rate: float = 0.1,
-    float32_attention_logits: bool = False, remat_policy: str = 'none', scan_layers: bool = False,
+    float32_attention_logits: bool = False, remat_policy: str = 'none', scan_layers: bool | None = None,
     param_layout: str = 't5', attention_kernel: str = 'auto') -> T5Config:
   """Return the configuration of the network in a Hugging Face folder.
 
@@ -31,7 +31,7 @@ def network_config(
     dropout_rate: dropout rate; T5 was pretrained with 0 and is fine-tuned with 0.1.
     float32_attention_logits: whether attention scores are float32.
     remat_policy: intermediate results that the backward pass keeps: 'none', 'minimal' or 'full'.
-    scan_layers: whether each stack is compiled as one loop, for deep models.
+    scan_layers: whether each stack is compiled as one loop; None where its parameters are stacked.
     param_layout: layout of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
     attention_kernel: implementation of attention: 'auto', 'dot' or 'cudnn'.
 

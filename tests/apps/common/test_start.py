@@ -10,10 +10,12 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import layer_stacks
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
+from t5x_lite import trainer as trainer_lib
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.convert import run as convert
@@ -23,11 +25,12 @@ from t5x_lite.networks import t5
 _SPEC = {'encoder_input_tokens': (4, 8), 'decoder_input_tokens': (4, 6), 'decoder_target_tokens': (4, 6)}
 
 
-def _model(layout, optimizer_def=None):
+def _model(layout, optimizer_def=None, **fields):
   vocabulary = data.PassThroughVocabulary(32, eos_id=1)
   network = t5.Transformer(t5.T5Config(
       vocab_size=32, emb_dim=8, num_heads=4, num_encoder_layers=2, num_decoder_layers=2, head_dim=2, mlp_dim=16,
-      mlp_activations=('gelu', 'linear'), dropout_rate=0.0, param_layout=layout))
+      mlp_activations=('gelu', 'linear'), dropout_rate=0.0, param_layout=layout,
+      **fields))
   return models.EncoderDecoderModel(network, vocabulary, vocabulary, optimizer_def or optimizers.adamw())
 
 
@@ -104,6 +107,29 @@ def test_factored_moments_cannot_follow_and_say_so(saved, tmp_path):
   other = _model('scalable_t5', optimizers.Adafactor(logical_factor_rules=optimizers.standard_logical_factor_rules()))
   with pytest.raises(CheckpointError, match='assignment_map'):
     start_lib.make_state(_start(tmp_path), _initializer(other), _partitioner(2), other, jax.random.key(1))
+
+
+class _OwnInitializer(state_init.TrainStateInitializer):
+  """A user's initializer, which knows nothing of stacked layers."""
+
+  def from_scratch(self, init_rng):
+    return super().from_scratch(init_rng).replace_step(7)
+
+
+@pytest.mark.parametrize('initializer_cls, is_stacked', [
+    (state_init.TrainStateInitializer, True), (_OwnInitializer, False)])
+def test_a_new_state_is_stacked_from_the_beginning_by_our_initializer(initializer_cls, is_stacked):
+  model, partitioner, key = _model('t5', scan_layers=True), _partitioner(2), jax.random.key(1)
+  initializer = initializer_cls(model.optimizer_def, model.get_initial_variables, _SPEC, partitioner)
+  trainer = trainer_lib.Trainer(
+      model, initializer.global_train_state_shape, partitioner, [], None, initializer.train_state_axes, key,
+      lambda step: 1e-3)
+  assert start_lib.initial_stacks(trainer, initializer) == (
+      trainer.stacked_layers if is_stacked else layer_stacks.LayerStacks())
+  made = start_lib.set_state(trainer, start_lib.StartingPoint(), initializer, partitioner, model, key)
+  assert made is None and trainer.stacked_layers and trainer.step == (0 if is_stacked else 7)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.train_state),
+               jax.device_get(initializer.from_scratch(key)))
 
 
 @pytest.mark.full  # by default, tests/checkpoints/sources/test_sources.py restores into it

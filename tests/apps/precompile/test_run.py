@@ -96,11 +96,12 @@ def test_a_run_loads_precompiled_programs(compiled, tmp_path, jax_cache_settings
   _, cache, _ = compiled
   filled = set(cache.iterdir())
   code = textwrap.dedent('''
-      from t5x_lite import runtime
+      import jax
       from tests.apps.train import toy_run
-      with runtime.count_cache_use() as counts:
-        toy_run.main()
-      print('hits', counts.hits)
+      events = []  # of all threads
+      jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+      toy_run.main()
+      print('hits', events.count('/jax/compilation_cache/cache_hits'))
   ''')
   # JAX reads these environment variables; the flag of the commands is tested below.
   environment = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': str(cache),
