@@ -190,7 +190,7 @@ def _save() -> Iterator[Measured]:
 
 _SCALABLE = {'scan_layers': True, 'param_layout': 'scalable_t5'}
 _PHASES = {
-    'step': _step, 'statistics': _statistics, 'compile': lambda: _compile(8),
+    'step': _step, 'statistics': _statistics, 'compile': lambda: _compile(8, scan_layers=False),
     'compile_scan': lambda: _compile(8, scan_layers=True), 'compile_scan_32': lambda: _compile(32, scan_layers=True),
     'compile_scalable': lambda: _compile(8, **_SCALABLE), 'compile_scalable_32': lambda: _compile(32, **_SCALABLE),
     'compile_statistics': lambda: _compile(8, has_statistics=True), 'decode': _decode, 'save': _save}
