@@ -61,13 +61,21 @@ class TrainStateInitializer:
     self._partitioner = partitioner
     self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
     self._init_train_state = init_train_state
+    self._init_fns: dict[LayerStacks, Callable[[jax.Array], PyTree]] = {}
     self._params_on_devices = partitioner.params_on_devices
 
   def _init_fn(self, stacks: LayerStacks) -> Callable[[jax.Array], PyTree]:
-    init_fn, axes = self._init_train_state, self.train_state_axes
-    if stacks:
-      init_fn, axes = (lambda rng: self._init_train_state(rng).stack_layers(stacks)), axes.stack_layers(stacks)
-    return self._partitioner.partition(init_fn, in_axis_resources=None, out_axis_resources=axes)
+    if stacks not in self._init_fns:
+      init_train_state, axes = self._init_train_state, self.train_state_axes
+      if stacks:
+        axes = axes.stack_layers(stacks)
+
+        def init_train_state(rng):
+          return self._init_train_state(rng).stack_layers(stacks)
+
+      self._init_fns[stacks] = self._partitioner.partition(
+          init_train_state, in_axis_resources=None, out_axis_resources=axes)
+    return self._init_fns[stacks]
 
   def lower(self, init_rng: jax.Array, stacks: LayerStacks = LayerStacks()) -> jax.stages.Lowered:
     """Return the program of `from_scratch` for ahead-of-time compilation; compute nothing."""

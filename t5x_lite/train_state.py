@@ -243,7 +243,8 @@ class FlaxOptimTrainState(struct.PyTreeNode):
         flax_mutables_axes=self.flax_mutables_axes)
 
   def find_layer_stacks(
-      self, loops: Mapping[str, Sequence[tuple[int, ...]]], axes: 'FlaxOptimTrainState') -> LayerStacks:
+      self, loops: Mapping[str, Sequence[tuple[int, ...]]], axes: 'FlaxOptimTrainState', min_layers: int = 2
+  ) -> LayerStacks:
     """Return the layers whose arrays can be stacked: those with equal shapes, dtypes, mesh axes and options.
 
     Nothing is stacked if the optimizer does not support it for a parameter of these layers.
@@ -251,6 +252,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     Args:
       loops: candidates by stack, see `Network.scanned_layers`.
       axes: this state with a PartitionSpec of mesh axes for each array.
+      min_layers: least number of layers that are stacked.
     """
     if not layer_stacks.is_accepted_by(self, self.optimizer_def):
       return LayerStacks()
@@ -280,7 +282,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
         while group:  # divide the group into layers with equal facts
           first = facts[stack, layer_stacks.layer_name(group[0])]
           equal = tuple(layer for layer in group if facts[stack, layer_stacks.layer_name(layer)] == first)
-          stacks += [(stack, equal)] if len(equal) > 1 else []
+          stacks += [(stack, equal)] if len(equal) >= min_layers else []
           group = tuple(layer for layer in group if layer not in equal)
     return LayerStacks(tuple(stacks))
 

@@ -6,6 +6,7 @@
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import time
@@ -51,12 +52,13 @@ Metrics = Mapping[str, clu.metrics.Metric]
 _MAX_STEPS_AHEAD = 1
 
 
-class BaseTrainer(abc.ABC):
+class BaseTrainer(contextlib.AbstractContextManager):
   """Loops for training and teacher-forced evaluation around the steps of a subclass.
 
   Attributes:
     stop_training: set it to True to end `train` before its next step; the trainer never resets it.
     step: number of dispatched steps since the model's first one, known without waiting for the device.
+    stacked_layers: layers whose arrays are stacked in `step_state`.
     non_finite: monitor of non-finite steps; `train` ends if it has a `finding`.
     learning_rate_fn: learning-rate schedule of the trainer; None if the optimizer gets no rate from it.
     train_metrics_manager: writer of MODEL_DIR/train.
@@ -84,9 +86,8 @@ class BaseTrainer(abc.ABC):
     self.stop_training = False
     self.learning_rate_fn: LearningRateCallable | None = None
     self.step: int | None = None
-    self._stacks = self.find_layer_stacks(train_state)
+    self.stacked_layers = self.find_layer_stacks(train_state)
     self.train_state = train_state  # sets `step` too
-    self._step_shapes = self._held.stacked_shapes
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compilation_seconds: float | None = None  # until they are written
@@ -111,7 +112,7 @@ class BaseTrainer(abc.ABC):
   @property
   def step_state_axes(self) -> PyTree:
     """Mesh PartitionSpecs of `step_state`."""
-    return self._train_state_axes.stack_layers(self._stacks) if self._stacks else self._train_state_axes
+    return self._train_state_axes.stack_layers(self.stacked_layers) if self.stacked_layers else self._train_state_axes
 
   # ---- Methods of subclasses -----------------------------------------------------------------------------------------
 
@@ -175,24 +176,16 @@ class BaseTrainer(abc.ABC):
 
   @train_state.setter
   def train_state(self, train_state: TrainState) -> None:
-    self._held = layer_stacks.HeldState(train_state, self._stacks)
-    self._set_step(train_state)
+    self._hold(train_state, is_stacked=False)
 
   @step_state.setter
   def step_state(self, step_state: TrainState) -> None:
-    self._held = layer_stacks.HeldState(step_state, self._stacks, is_stacked=True)
-    self._set_step(step_state)
+    self._hold(step_state, is_stacked=True)
 
-  def _set_step(self, state: TrainState) -> None:
+  def _hold(self, state: TrainState, *, is_stacked: bool) -> None:
+    self._held = layer_stacks.HeldState(state, self.stacked_layers, is_stacked=is_stacked)
+    self._step_shapes = self._held.stacked_shapes
     self.step = None if isinstance(state.step, jax.ShapeDtypeStruct) else int(state.step)
-
-  @property
-  def stacked_layers(self) -> layer_stacks.LayerStacks:
-    """Layers whose arrays are stacked in `step_state`."""
-    return self._stacks
-
-  def __enter__(self) -> 'BaseTrainer':
-    return self
 
   def __exit__(self, *exc_info) -> None:
     self.close()
@@ -222,7 +215,7 @@ class BaseTrainer(abc.ABC):
     return self.partitioned_eval_step()
 
   def compile_train(self, batch: Mapping[str, Any]) -> None:
-    """Compile the training step ahead of time, also while another thread makes the state.
+    """Compile the training step ahead of time; otherwise the first step compiles.
 
     Args:
       batch: array or `jax.ShapeDtypeStruct` of a global batch, by feature.
@@ -232,6 +225,19 @@ class BaseTrainer(abc.ABC):
     self._compiled_train_step = self._partitioner.compile(
         self._train_step, self._step_shapes, tree_utils.shapes(batch), *self.step_arguments(is_last=False))
     self._compilation_seconds = time.perf_counter() - start
+
+  def lower_train(self, batch: Mapping[str, Any]) -> Callable[[], None]:
+    """Trace the training step, and return a function that compiles it, for any thread; see `compile_train`."""
+    self.check_batch(batch)
+    start = time.perf_counter()
+    lowered = self._train_step.lower(
+        self._step_shapes, tree_utils.shapes(batch), *self.step_arguments(is_last=False))
+
+    def compile_step() -> None:
+      self._compiled_train_step = lowered.compile()
+      self._compilation_seconds = time.perf_counter() - start
+
+    return compile_step
 
   def train(
       self,
@@ -292,9 +298,9 @@ class BaseTrainer(abc.ABC):
       self._in_flight.append((self.step, step_metrics))
       self._observe(_MAX_STEPS_AHEAD, on_step)
     if metrics is None:
-      nothing = concurrent.futures.Future()
-      nothing.set_result({})
-      return nothing
+      empty = concurrent.futures.Future()
+      empty.set_result({})
+      return empty
     if num_done < num_steps:  # Its last step was not known to be the last.
       metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, OfLastStep)}
     metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(
@@ -398,13 +404,7 @@ class Trainer(BaseTrainer):
     """Construct the trainer; see `BaseTrainer` for the first seven arguments.
 
     Args:
-      model: see `BaseTrainer`.
-      train_state: see `BaseTrainer`.
-      partitioner: see `BaseTrainer`.
-      eval_names: see `BaseTrainer`.
-      summary_dir: see `BaseTrainer`.
-      train_state_axes: see `BaseTrainer`.
-      rng: see `BaseTrainer`.
+      model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng: see `BaseTrainer`.
       learning_rate_fn: learning-rate schedule. If the optimizer has a learning rate too, only one of them has an
         effect: the trainer warns which one, and the command `train` raises an error (see `has_two_learning_rates`).
       num_microbatches: number of micro-batches whose gradients a step accumulates; None or 1 for none. Loss, gradients
@@ -437,7 +437,7 @@ class Trainer(BaseTrainer):
     accepts = layer_stacks.is_accepted_by(self) and isinstance(train_state, FlaxOptimTrainState)
     if not accepts or not (loops := self._model.scanned_layers):
       return layer_stacks.LayerStacks()
-    stacks = train_state.find_layer_stacks(loops, self._train_state_axes)
+    stacks = train_state.find_layer_stacks(loops, self._train_state_axes, self._model.min_stacked_layers)
     if stacks:
       logging.getLogger(__name__).info('Equal layers are compiled as loops: %s.', stacks)
     return stacks
@@ -470,7 +470,7 @@ class Trainer(BaseTrainer):
       logging.getLogger(__name__).warning(
           'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.')
     data_spec = self._partitioner.data_partition_spec
-    stacks, transform, computer = self._stacks, self._gradient_transform, self._weight_metrics_computer
+    stacks, transform, computer = self.stacked_layers, self._gradient_transform, self._weight_metrics_computer
     if stacks:  # functions of users get a subtree per layer
       transform = transform and (lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads))))
       computer = computer and unstacking(computer, stacks)

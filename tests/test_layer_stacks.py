@@ -371,6 +371,35 @@ def test_the_trainer_stacks_long_loops_unless_told_otherwise(num_layers, scan_la
   assert ('stablehlo.while' in text) == is_stacked
 
 
+def test_parts_of_a_loop_are_stacked_by_default_if_each_is_long():
+  def stacks(num_frozen):
+    optimizer_def = optimizers.partition({'frozen': None, 'trained': optimizers.sgd()}, [
+        (f'layers_({"|".join(map(str, range(num_frozen)))})/', 'frozen'), ('.*', 'trained')])
+    return _trainer(optimizer_def=optimizer_def, num_layers=12, scan_layers=None, holds_shapes=True)
+
+  both, one = stacks(6), stacks(8)
+  assert [layers for stack, layers in both.stacked_layers.groups if stack == 'decoder'] == [
+      tuple(range(6)), tuple(range(6, 12))]
+  assert [layers for stack, layers in one.stacked_layers.groups if stack == 'decoder'] == [tuple(range(8))]
+  # A loop for each stack, forward and backward; the four other layers are compiled one by one.
+  num_loops = [trainer.partitioned_train_step().trace(trainer.step_state, _batch(0)).jaxpr.pretty_print().count('scan[')
+               for trainer in (both, one)]
+  assert num_loops[1] > 0 and num_loops[0] == 2 * num_loops[1]
+
+
+def test_a_second_new_state_is_not_compiled_again():
+  trainer = _trainer(optimizer_def=optimizers.sgd(), holds_shapes=True)
+  initializer = state_init.TrainStateInitializer(
+      optimizers.sgd(), trainer._model.get_initial_variables, {name: x.shape for name, x in _batch(0).items()},
+      trainer.partitioner)
+  initializer.from_scratch(jax.random.key(0), trainer.stacked_layers)
+  compiled = []
+  with pytest.MonkeyPatch.context() as context:
+    context.setattr(trainer.partitioner, 'partition', lambda *args, **kwargs: compiled.append(args))
+    initializer.from_scratch(jax.random.key(1), trainer.stacked_layers)
+  assert not compiled
+
+
 def test_copies_on_one_cpu_share_no_memory():
   # The next step writes to the arrays of one form, while the other may be in use.
   state = jax.tree.map(jnp.asarray, _random(0))

@@ -52,6 +52,11 @@ class BaseModel(abc.ABC):
     """Layers whose parameters `loss_fn` and `eval_fn` also take stacked; see `Network.scanned_layers`."""
     return {}
 
+  @property
+  def min_stacked_layers(self) -> int:
+    """Least number of layers that are stacked; see `Network.min_stacked_layers`."""
+    return 2
+
   def for_microbatches(self, batch: Batch, num_microbatches: int) -> tuple['BaseModel', Batch, Batch]:
     """Return (model, batch, fixed) whose losses over the slices of that batch sum to this model's loss over `batch`.
 
@@ -239,6 +244,11 @@ class BaseTransformerModel(BaseModel):
     """See base class; those of a network, if network and model accept stacked layers."""
     accepts = isinstance(self.module, Network) and layer_stacks.is_accepted_by(self, self.module)
     return self.module.scanned_layers if accepts else {}
+
+  @property
+  def min_stacked_layers(self) -> int:
+    """See base class."""
+    return self.module.min_stacked_layers if isinstance(self.module, Network) else super().min_stacked_layers
 
   @property
   def input_vocabulary(self) -> Any:

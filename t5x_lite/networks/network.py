@@ -21,6 +21,11 @@ class Network(nn.Module):
     return {}
 
   @property
+  def min_stacked_layers(self) -> int:
+    """Least number of layers that are stacked."""
+    return 2
+
+  @property
   def vocab_size(self) -> int | None:
     """Number of ids with an embedding and a logit; None if only the shape of the logits is known."""
     return None

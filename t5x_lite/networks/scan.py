@@ -3,8 +3,8 @@
 A parameter tree has one subtree per layer (`layers_0`, `layers_1`, ...), or one subtree whose arrays have a `layers`
 dim. Independently of that, the layers are compiled unrolled, or as a `lax.scan` whose program does not grow with the
 number of layers; the results are equal, including random numbers. Layers that differ, for instance in their
-feed-forward blocks, run as one loop per repeated segment; see `segments`. In the training step, the subtrees of equal
-layers are stacked, see `t5x_lite.layer_stacks`: a loop reads them as they are.
+feed-forward blocks, run as one loop per repeated segment; see `segments`. In the steps of the trainer, the subtrees of
+equal layers are stacked, see `t5x_lite.layer_stacks`: a loop reads them as they are.
 
 Layers are applied as functions of their variables, which are read from and written to the scope of the module that owns
 the stack. So every collection (parameters, their axes, caches, intermediates) keeps the variables of each layer.
@@ -38,8 +38,8 @@ REMAT_POLICIES = ('none', 'minimal', 'full')
 _CHEAP_PRIMITIVES = frozenset((
     'abs', 'add', 'broadcast_in_dim', 'convert_element_type', 'div', 'integer_pow', 'max', 'min', 'mul', 'neg', 'reshape',
     'rsqrt', 'select_n', 'sharding_constraint', 'sign', 'slice', 'sqrt', 'square', 'squeeze', 'sub', 'transpose'))
-# Least number of layers that the trainer stacks if the configuration does not say whether to: shorter loops compile in
-# about the time of their layers.
+# Least number of repetitions of a loop for which the trainer stacks layers if the configuration does not say whether to.
+# Shorter loops compile in about the time of their layers.
 MIN_LAYERS_OF_A_LOOP = 6
 # Logical name of the dim over layers.
 LAYERS_AXIS = 'layers'
@@ -160,10 +160,14 @@ class _Store:
     parts = unstack_tree(tree_utils.to_dict(tree[self._tree.name]), self._num_layers, self._axis(collection))
     return dict(enumerate(parts))
 
-  @property
-  def has_stacked_params(self) -> bool:
-    """True if the parameters of some layers are stacked."""
-    return any(map(layer_stacks.layers_of, self._owner.variables.get('params', {})))
+  def kinds_by_stack(self, kinds: Sequence[int]) -> tuple[int, ...]:
+    """Return kinds as by `kinds_of` for which layers are equal only if their parameters are in one stack.
+
+    Args:
+      kinds: kind of each layer.
+    """
+    stack_of = {layer: name for name in self._owner.variables.get('params', {}) for layer in layer_stacks.layers_of(name)}
+    return kinds_of([(kind, stack_of.get(layer, layer)) for layer, kind in enumerate(kinds)])
 
   def read_layers(self) -> list[Variables]:
     """Return the variables of each layer."""
@@ -343,8 +347,8 @@ def run_layers(
     x: input of the first layer, a pytree of arrays; layers keep shapes and dtypes.
     *operands: pytrees of arrays, inputs of all layers.
     tree: positions of the variables.
-    scan: True to run equal layers as one loop, and other layers as one loop per repeated segment. None does so if the
-      parameters of layers are stacked, False never.
+    scan: True to run equal layers as one loop, and other layers as one loop per repeated segment; None to do so for
+      layers whose parameters are stacked; False for no loops.
     remat_policy: one of `REMAT_POLICIES`.
     method: name of the layers' method.
     fresh: collections that are hidden from the layers, which initialize them again.
@@ -369,8 +373,11 @@ def run_layers(
   elif 'cache' in owner.variables and 'cache' not in fresh:
     # A step of decoding is always unrolled, so that it does not copy the cache.
     in_loop, is_step = False, True
+  elif scan is None and tree.stacked:
+    in_loop = alike
   elif scan is None:
-    in_loop = alike if tree.stacked else store.has_stacked_params
+    kinds = store.kinds_by_stack(kinds)
+    in_loop, alike = len(set(kinds)) < len(kinds), not any(kinds)
   else:
     in_loop = scan
   if in_loop and alike:

@@ -329,10 +329,14 @@ class StackNetwork(Network):
       for stack in self.config.LAYER_COUNTS:
         layers_of_stack = range(self.config.num_layers_of(stack))
         kinds = kinds_of([(self.feed_forward_fn(stack, i), self.attention_fn(stack, i)) for i in layers_of_stack])
-        min_repeats = 2 if scan_layers else scan.MIN_LAYERS_OF_A_LOOP
         result[stack] = [tuple(segment.layers_at(offset)) for segment in find_segments(kinds)
-                         if segment.repeats >= min_repeats for offset in range(segment.period)]
+                         if segment.repeats >= self.min_stacked_layers for offset in range(segment.period)]
     return result
+
+  @property
+  def min_stacked_layers(self) -> int:
+    """Least number of layers that are stacked."""
+    return 2 if self.config.scan_layers else scan.MIN_LAYERS_OF_A_LOOP
 
   @staticmethod
   def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:

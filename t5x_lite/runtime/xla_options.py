@@ -3,8 +3,8 @@
 import os
 
 _VARIABLE, _OPTION = 'XLA_FLAGS', '--xla_backend_extra_options='
-# Unrolled loops and code in tiles take a fifth of the time of compilation, and neither makes training, decoding or
-# experts faster: their time is in matrix products, which have code of their own, and in memory.
+# Unrolled loops and code in tiles take a fifth of the time of compilation. Training, decoding and experts of T5 small
+# measured the same without them: most of their time is in matrix products, which have separate code, and in memory.
 FAST_COMPILATION_FLAG = f'{_OPTION}xla_cpu_disable_loop_unrolling,xla_cpu_disable_tiled_emitter'
 
 

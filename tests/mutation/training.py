@@ -252,8 +252,8 @@ MUTANTS = (
     Mutant(
         'short_loops_are_stacked',
         't5x_lite/networks/stacks.py',
-        'min_repeats = 2 if scan_layers else scan.MIN_LAYERS_OF_A_LOOP',
-        'min_repeats = 2',
+        'return 2 if self.config.scan_layers else scan.MIN_LAYERS_OF_A_LOOP',
+        'return 2',
         'tests/test_layer_stacks.py::test_the_trainer_stacks_long_loops_unless_told_otherwise'),
     Mutant(
         'options_of_the_user_are_replaced',

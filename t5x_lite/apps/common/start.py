@@ -295,21 +295,24 @@ def set_state(
     trainer: trainer_lib.BaseTrainer, start: StartingPoint, initializer: state_init.TrainStateInitializer,
     partitioner: partitioning.PjitPartitioner, model: models.BaseModel, init_rng: jax.Array
 ) -> checkpoints.RestoredCheckpoint | None:
-  """Give a trainer the state of `make_state`, and return the restored checkpoint or None.
+  """Give a trainer the state of `make_state`, and return the restored checkpoint without its state, or None.
 
   A new state has the layers stacked from the beginning that the trainer stacks.
   """
-  stacks = initial_stacks(trainer, initializer)
-  if start.path is None and stacks and partitioner.params_on_devices:
-    trainer.step_state, restored = initializer.from_scratch(init_rng, stacks), None
-  else:
-    trainer.train_state, restored = make_state(start, initializer, partitioner, model, init_rng)
-  return restored
+  stacks = initial_stacks(trainer, initializer, partitioner)
+  if start.path is None and stacks:
+    trainer.step_state = initializer.from_scratch(init_rng, stacks)
+    return None
+  trainer.train_state, restored = make_state(start, initializer, partitioner, model, init_rng)
+  # The trainer alone holds the arrays, so that it can convert them one by one.
+  return restored and dataclasses.replace(restored, state={})
 
 
-def initial_stacks(trainer: trainer_lib.BaseTrainer, initializer: state_init.TrainStateInitializer) -> LayerStacks:
-  """Return the layers that the initializer stacks for the trainer; none if its class is a user's."""
-  return trainer.stacked_layers if layer_stacks.is_accepted_by(initializer) else LayerStacks()
+def initial_stacks(trainer: trainer_lib.BaseTrainer, initializer: state_init.TrainStateInitializer,
+                   partitioner: partitioning.PjitPartitioner) -> LayerStacks:
+  """Return the layers that a new state has stacked; none in host memory or if the initializer's class is a user's."""
+  accepts = layer_stacks.is_accepted_by(initializer) and partitioner.params_on_devices
+  return trainer.stacked_layers if accepts else LayerStacks()
 
 
 def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:

@@ -117,7 +117,7 @@ def precompile(
       programs.append(_compile(name, lower_fn, folder))
 
     compile_program('initial state', lambda: initializer.lower(
-        init_rng, start_lib.initial_stacks(trainer, initializer)))
+        init_rng, start_lib.initial_stacks(trainer, initializer, cfg.partitioner)))
     compile_program('training step', lambda: trainer.partitioned_train_step().lower(
         trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
     by_spec: dict[tuple[Any, ...], list[str]] = {}

@@ -1,46 +1,57 @@
 """Compilation of the training step while the state is restored or initialized."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import concurrent.futures
 import contextlib
+import logging
 import time
 from typing import Any
 
 import jax
 
+from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 
 
 class StepCompilation:
-  """Compilation of a trainer's step, in a thread if there is one process and the trainer's class is ours.
+  """Compilation of a trainer's step, in a thread if there is one process and trainer and partitioner compile as ours.
 
-  A subclass may read the state when its step is traced, and several processes compile in one order.
+  The step is traced in the calling thread, so the thread runs no code of users. A subclass of `Trainer` may read the
+  state when its step is traced, and several processes compile in one order.
   """
 
   def __init__(self, stack: contextlib.ExitStack, trainer: trainer_lib.BaseTrainer, batch: Mapping[str, Any]):
-    """Begin to compile, or leave it to `finish`.
+    """Trace the step and begin to compile it, or leave both to `finish`.
 
     Args:
       stack: exit stack that waits for the thread.
       trainer: trainer, which may still hold shapes instead of a state.
       batch: `jax.ShapeDtypeStruct` of a global batch, by feature.
     """
-    self._trainer, self._batch = trainer, batch
+    self._trainer, self._batch, self._started = trainer, batch, time.perf_counter()
     self._compiling = None
-    if jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer:
+    compiles_as_usual = type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
+    if jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
       executor = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation'))
-      self._compiling = executor.submit(self._compile)
+      self._compiling = executor.submit(self._run, trainer.lower_train(batch))
+      stack.callback(self._report_wait)  # before the executor waits
 
-  def _compile(self) -> str:
-    started = time.perf_counter()
+  def _run(self, compile_fn: Callable[[], None]) -> str:
     with runtime.count_cache_use() as counts:
-      self._trainer.compile_train(self._batch)
-    seconds = time.perf_counter() - started
+      compile_fn()
+    seconds = time.perf_counter() - self._started
     if counts.hits and not counts.misses:
       return f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {seconds:.1f} s.'
     return f'Compiled the training step in {seconds:.1f} s.'
 
+  def _report_wait(self) -> None:
+    if not self._compiling.done():
+      logging.getLogger(__name__).warning('Waiting for XLA, which cannot be interrupted while it compiles the step.')
+
   def finish(self) -> str:
-    """Wait until the step is compiled, raise the errors of its compilation, and return a line for the log."""
-    return self._compile() if self._compiling is None else self._compiling.result()
+    """Wait until the step is compiled, raise the error of its compilation, and return a line for the log."""
+    if self._compiling is not None:
+      return self._compiling.result()
+    self._started = time.perf_counter()
+    return self._run(lambda: self._trainer.compile_train(self._batch))

@@ -221,7 +221,7 @@ def train(
     progress.note(f'making the state: {start.description}')
     restored = start_lib.set_state(trainer, start, initializer, cfg.partitioner, cfg.model, init_rng)
     if restored is not None and trainer.non_finite.policy.tests:
-      start_lib.check_finite(start, trainer.step_state)
+      start_lib.check_finite(start, trainer.train_state if compilation is None else trainer.step_state)
     has_position = restored is not None and restored.data_state is not None
     if has_position:
       batches.set_state(restored.data_state)

@@ -76,7 +76,8 @@ class TrainSaves:
       SaveError: this save failed, and as many before it as the configuration allows.
     """
     trainer = self._trainer
-    if not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
+    tests = trainer.non_finite.policy.tests
+    if tests and not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
       return
     state = trainer.train_state.state_dict()
     self._progress.note(f'saving step {trainer.step:,}')

@@ -2,6 +2,7 @@
 
 import functools
 import types
+import weakref
 
 import jax
 import numpy as np
@@ -109,6 +110,17 @@ def test_factored_moments_cannot_follow_and_say_so(saved, tmp_path):
     start_lib.make_state(_start(tmp_path), _initializer(other), _partitioner(2), other, jax.random.key(1))
 
 
+def test_a_restored_state_is_held_once(saved):
+  model, partitioner, initializer = _model('t5', scan_layers=True), _partitioner(2), _initializer(_model('t5'))
+  trainer = trainer_lib.Trainer(
+      model, initializer.global_train_state_shape, partitioner, [], None, initializer.train_state_axes,
+      jax.random.key(0), lambda step: 1e-3)
+  restored = start_lib.set_state(trainer, _start(saved[0]), initializer, partitioner, model, jax.random.key(1))
+  assert restored.step == trainer.step == 1 and not restored.state
+  single = [weakref.ref(x) for path, x in tree_utils.named_leaves(trainer.train_state.params) if 'layers_' in path]
+  assert trainer.step_state and not any(reference() for reference in single)
+
+
 class _OwnInitializer(state_init.TrainStateInitializer):
   """A user's initializer, which knows nothing of stacked layers."""
 
@@ -124,8 +136,10 @@ def test_a_new_state_is_stacked_from_the_beginning_by_our_initializer(initialize
   trainer = trainer_lib.Trainer(
       model, initializer.global_train_state_shape, partitioner, [], None, initializer.train_state_axes, key,
       lambda step: 1e-3)
-  assert start_lib.initial_stacks(trainer, initializer) == (
+  assert start_lib.initial_stacks(trainer, initializer, partitioner) == (
       trainer.stacked_layers if is_stacked else layer_stacks.LayerStacks())
+  in_host_memory = partitioning.PjitPartitioner(num_partitions=2, params_on_devices=False)
+  assert not start_lib.initial_stacks(trainer, initializer, in_host_memory)
   made = start_lib.set_state(trainer, start_lib.StartingPoint(), initializer, partitioner, model, key)
   assert made is None and trainer.stacked_layers and trainer.step == (0 if is_stacked else 7)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.train_state),

@@ -6,6 +6,7 @@ import threading
 import jax
 import pytest
 
+from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.train.compilation import StepCompilation
@@ -17,50 +18,86 @@ class _Subclass(trainer_lib.Trainer):
   """A trainer whose step may read the state."""
 
 
-def _make(trainer_cls, tmp_path):
-  model, partitioner, batch = toy_run.model(), toy_run.partitioner(), toy_model.make_batch()
+class _OwnPartitioner(partitioning.PjitPartitioner):
+  """A partitioner that compiles in its own way."""
+
+  def compile(self, partitioned_fn, *args):
+    return super().compile(partitioned_fn, *args)
+
+
+def _make(trainer_cls=trainer_lib.Trainer, partitioner=None, summary_dir=None):
+  model, partitioner, batch = toy_run.model(), partitioner or toy_run.partitioner(), toy_model.make_batch()
   initializer = state_init.TrainStateInitializer(
       model.optimizer_def, model.get_initial_variables, {name: x.shape for name, x in batch.items()}, partitioner)
   return trainer_cls(
-      model, initializer.global_train_state_shape, partitioner, [], str(tmp_path), initializer.train_state_axes,
+      model, initializer.global_train_state_shape, partitioner, [], summary_dir, initializer.train_state_axes,
       jax.random.key(0), lambda step: 1e-3), initializer, batch
 
 
-@pytest.mark.parametrize('trainer_cls, in_thread', [(trainer_lib.Trainer, True), (_Subclass, False)])
-def test_our_trainer_compiles_in_a_thread_and_writes_nothing(tmp_path, monkeypatch, trainer_cls, in_thread):
-  trainer, _, batch = _make(trainer_cls, tmp_path)
-  threads, may_compile, compile_train = [], threading.Event(), trainer.compile_train
+def test_our_step_is_traced_here_and_compiles_in_a_thread_that_writes_nothing(tmp_path, monkeypatch):
+  trainer, _, batch = _make(summary_dir=str(tmp_path))
+  begun, may_compile, lower_train = threading.Event(), threading.Event(), trainer.lower_train
 
-  def compile_later(batch):
-    threads.append(threading.current_thread())
-    assert may_compile.wait(60)
-    compile_train(batch)
+  def lower_later(batch):
+    assert threading.current_thread() is threading.main_thread()
+    compile_fn = lower_train(batch)
 
-  monkeypatch.setattr(trainer, 'compile_train', compile_later)
+    def compile_later():
+      assert threading.current_thread() is not threading.main_thread()
+      begun.set()
+      assert may_compile.wait(60)
+      compile_fn()
+
+    return compile_later
+
+  monkeypatch.setattr(trainer, 'lower_train', lower_later)
   with contextlib.closing(trainer), contextlib.ExitStack() as stack:
     compilation = StepCompilation(stack, trainer, batch)
-    may_compile.set()  # in a thread, compilation has begun without `finish`
-    line = compilation.finish()
-    assert line.startswith(('Compiled the training step in ', 'Loaded the training step from '))
-    assert [thread is not threading.main_thread() for thread in threads] == [in_thread]
+    assert begun.wait(60) and trainer._compiled_train_step is None
+    may_compile.set()
+    assert compilation.finish().startswith(('Compiled the training step in ', 'Loaded the training step from '))
     assert trainer._compiled_train_step is not None and not list(tmp_path.iterdir())
 
 
-def test_an_error_of_compilation_is_raised_where_the_step_is_needed(tmp_path, monkeypatch):
-  trainer, _, batch = _make(trainer_lib.Trainer, tmp_path)
+@pytest.mark.parametrize('trainer_cls, partitioner', [
+    (_Subclass, None), (trainer_lib.Trainer, _OwnPartitioner(num_partitions=2))])
+def test_what_others_compile_is_compiled_when_it_is_needed(trainer_cls, partitioner):
+  trainer, _, batch = _make(trainer_cls, partitioner)
+  with contextlib.closing(trainer), contextlib.ExitStack() as stack:
+    compilation = StepCompilation(stack, trainer, batch)
+    assert trainer._compiled_train_step is None and not any(
+        thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate())
+    assert ' the training step ' in compilation.finish()
+    assert trainer._compiled_train_step is not None
 
-  def fail(batch):
+
+def test_an_error_of_compilation_is_raised_where_the_step_is_needed(monkeypatch):
+  trainer, _, batch = _make()
+
+  def fail():
     raise ValueError('cannot be compiled')
 
-  monkeypatch.setattr(trainer, 'compile_train', fail)
+  monkeypatch.setattr(trainer, 'lower_train', lambda batch: fail)
   with contextlib.closing(trainer), contextlib.ExitStack() as stack:
     compilation = StepCompilation(stack, trainer, batch)
     with pytest.raises(ValueError, match='cannot be compiled'):
       compilation.finish()
 
 
-def test_the_time_of_compilation_is_written_with_the_first_steps(tmp_path):
-  trainer, initializer, batch = _make(trainer_lib.Trainer, tmp_path)
+def test_a_run_that_ends_before_the_first_step_says_that_it_waits(monkeypatch, caplog):
+  trainer, _, batch = _make()
+  may_compile = threading.Event()
+  monkeypatch.setattr(trainer, 'lower_train', lambda batch: lambda: may_compile.wait(60))
+  with contextlib.closing(trainer), pytest.raises(OSError, match='no such checkpoint'):
+    with contextlib.ExitStack() as stack:
+      StepCompilation(stack, trainer, batch)
+      threading.Timer(0.2, may_compile.set).start()
+      raise OSError('no such checkpoint')
+  assert may_compile.is_set() and 'Waiting for XLA, which cannot be interrupted' in caplog.text
+
+
+def test_the_time_of_compilation_is_written_with_the_first_steps():
+  trainer, initializer, batch = _make()
   written = []
   with contextlib.closing(trainer):
     trainer.compile_train(batch)
