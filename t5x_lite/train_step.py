@@ -71,7 +71,7 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
     nearest = f'{below} or {above}' if below else f'{above}'
     raise ConfigError(
         f'A batch of {batch_size} rows cannot be divided into {num_microbatches} micro-batches on {data_mesh_size} '
-        f'devices of the data axes. Set BATCH_SIZE to a multiple of {divisor}, for instance {nearest}.')
+        f'device(s) of the data axes. Set BATCH_SIZE to a multiple of {divisor}, for instance {nearest}.')
 
 
 def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:

@@ -59,15 +59,16 @@ class StackConfig(_FieldsBeforeDepth):
     float32_attention_logits: True to keep attention scores in float32 in half-precision computation, False to round
       them to `dtype` before the softmax.
     remat_policy: intermediate results that the backward pass keeps. 'none': all, in loops (see `scan_layers`) all but
-      those of simple operations on elements; 'minimal': outputs of matrix products with parameters; 'full': only the input of
-      each layer. With results that are not kept, `jax.debug` callbacks of a layer run again in the backward pass.
+      those of simple operations on elements; 'minimal': outputs of matrix products with parameters; 'full': only the
+      input of each layer. With results that are not kept, `jax.debug` callbacks of a layer run again in the backward
+      pass.
     scan_layers: True to compile each stack as one loop over its layers, False to compile each layer. A loop has the
-      same parameter tree and results, and a program whose size does not grow with the depth. None compiles loops where
-      the parameters of equal layers are stacked in any case: with the layout 'scalable_t5', and in the training and
-      evaluation steps of the trainer, which stacks six or more equal layers if the optimizer supports it (see
-      `OptimizerDef.stacking_key`). With True the trainer stacks two or more, and other programs stack the parameters in
-      each run. Layers with different feed-forward blocks ('t5' layout only) run as one loop per repeated segment.
-      Decoding steps are never loops.
+      same parameter tree, the same results up to rounding, and a program whose size does not grow with the depth. None
+      compiles loops where the parameters of equal layers are stacked in any case: with the layout 'scalable_t5', and in
+      the training and evaluation steps of the trainer, which stacks six or more equal layers if the optimizer supports
+      it (see `OptimizerDef.stacking_key`). With True the trainer stacks two or more, and other programs stack the
+      parameters in each run. Layers with different feed-forward blocks ('t5' layout only) run as one loop per repeated
+      segment. Decoding steps are never loops.
     param_layout: form of the parameter tree. 't5': one subtree per layer, attention kernels as matrices. 'scalable_t5':
       one subtree with a dim over layers in position 1, attention kernels with dims for heads and kv.
       `param_layouts.convert` converts between them.

@@ -240,9 +240,27 @@ MUTANTS = (
     Mutant(
         'layers_of_a_new_state_are_stacked_for_any_initializer',
         't5x_lite/apps/common/start.py',
-        'return trainer.stacked_layers if layer_stacks.is_accepted_by(initializer) else LayerStacks()',
+        'return trainer.stacked_layers if accepts else LayerStacks()',
         'return trainer.stacked_layers',
         'tests/apps/common/test_start.py::test_a_new_state_is_stacked_from_the_beginning_by_our_initializer'),
+    Mutant(
+        'a_restored_state_is_held_twice',
+        't5x_lite/apps/common/start.py',
+        'return restored and dataclasses.replace(restored, state={})',
+        'return restored',
+        'tests/apps/common/test_start.py::test_a_restored_state_is_held_once'),
+    Mutant(
+        'loops_join_layers_that_are_not_stacked_together',
+        't5x_lite/networks/scan.py',
+        'return kinds_of([(kind, stack_of.get(layer, layer)) for layer, kind in enumerate(kinds)])',
+        'return tuple(kinds)',
+        'tests/test_layer_stacks.py::test_parts_of_a_loop_are_stacked_by_default_if_each_is_long'),
+    Mutant(
+        'the_step_of_a_subclass_is_traced_without_a_state',
+        't5x_lite/apps/train/compilation.py',
+        'type(trainer) is trainer_lib.Trainer and compiles_as_usual',
+        'compiles_as_usual',
+        'tests/apps/train/test_compilation.py::test_what_others_compile_is_compiled_when_it_is_needed'),
     Mutant(
         'copies_of_layers_alias',
         't5x_lite/layer_stacks.py',
