@@ -55,7 +55,8 @@ _COMMANDS = {
     'resume': [_small('pretrain', 'run', 3), _small('pretrain', 'run', 4)],
     'other_layout': [_small('pretrain', 'run', 3), _small(
         'continue_pretrain', 'other', 4, "--gin.INITIAL_CHECKPOINT_PATH='FOLDER/run/checkpoint_3'",
-        "--gin.network.T5Config.param_layout='scalable_t5'")],
+        "--gin.network.T5Config.param_layout='scalable_t5'",
+        "--gin.checkpoints.RestoreCheckpointConfig.assignment_map=[('state/param_states.*', None)]")],
     'convert': [_small('pretrain', 'run', 3), ['-m', 't5x_lite', 'convert', 'FOLDER/run', 'FOLDER/hf',
                                                '--to=hugging_face']],
 }

@@ -159,8 +159,9 @@ def run_program(may_restart: bool = False) -> NoReturn:
   except Exception:  # An error of this package's code.
     traceback.print_exc()
     status = 1
-  # Python would wait forever for threads of a stalled source. Everything else is closed.
-  if any(thread.name.startswith('t5x_lite-data') for thread in threading.enumerate()):
+  # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
+  # else is closed.
+  if any(thread.name.startswith(('t5x_lite-data', 't5x_lite-compilation')) for thread in threading.enumerate()):
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(AttributeError, OSError, ValueError):
         stream.flush()

@@ -220,11 +220,11 @@ def find_in_state(state_dict: PyTree) -> list[str]:
 @jax.jit
 def _bad_arrays(flat: dict[str, Array]) -> dict[str, Array]:
   def is_bad(name, x):
-    first = int(layer_stacks.is_stacked(name))  # dim of the result, one number per layer
-    if name.startswith('state/') and x.ndim == first:
+    num_layer_dims = int(layer_stacks.is_stacked(name))
+    if name.startswith('state/') and x.ndim == num_layer_dims:
       return jnp.isnan(x)
-    is_finite = jnp.all(jnp.isfinite(x), axis=-1) if x.ndim > first else jnp.isfinite(x)
-    return ~jnp.all(is_finite, axis=range(first, is_finite.ndim))
+    is_finite = jnp.all(jnp.isfinite(x), axis=-1) if x.ndim > num_layer_dims else jnp.isfinite(x)
+    return ~jnp.all(is_finite, axis=range(num_layer_dims, is_finite.ndim))
 
   return {name: is_bad(name, x) for name, x in flat.items()}
 

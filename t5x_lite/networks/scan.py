@@ -38,8 +38,8 @@ REMAT_POLICIES = ('none', 'minimal', 'full')
 _CHEAP_PRIMITIVES = frozenset((
     'abs', 'add', 'broadcast_in_dim', 'convert_element_type', 'div', 'integer_pow', 'max', 'min', 'mul', 'neg', 'reshape',
     'rsqrt', 'select_n', 'sharding_constraint', 'sign', 'slice', 'sqrt', 'square', 'squeeze', 'sub', 'transpose'))
-# Least number of repetitions of a loop for which the trainer stacks layers if the configuration does not say whether to.
-# Shorter loops compile in about the time of their layers.
+# Least number of repetitions of a loop for which the trainer stacks layers if the configuration does not say whether to
+# stack them. Shorter loops compile in about the time of their layers.
 MIN_LAYERS_OF_A_LOOP = 6
 # Logical name of the dim over layers.
 LAYERS_AXIS = 'layers'
@@ -166,7 +166,8 @@ class _Store:
     Args:
       kinds: kind of each layer.
     """
-    stack_of = {layer: name for name in self._owner.variables.get('params', {}) for layer in layer_stacks.layers_of(name)}
+    params = self._owner.variables.get('params', {})
+    stack_of = {layer: name for name in params for layer in layer_stacks.layers_of(name)}
     return kinds_of([(kind, stack_of.get(layer, layer)) for layer, kind in enumerate(kinds)])
 
   def read_layers(self) -> list[Variables]:

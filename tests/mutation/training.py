@@ -228,14 +228,14 @@ MUTANTS = (
     Mutant(
         'infinite_scalars_among_parameters_pass',
         't5x_lite/non_finite.py',
-        "if name.startswith('state/') and x.ndim == first:",
-        'if x.ndim == first:',
+        "if name.startswith('state/') and x.ndim == num_layer_dims:",
+        'if x.ndim == num_layer_dims:',
         'tests/test_non_finite.py::test_non_finite_arrays_of_a_state_are_named'),
     Mutant(
         'layers_of_stacked_arrays_are_not_told_apart',
         't5x_lite/non_finite.py',
-        'return ~jnp.all(is_finite, axis=range(first, is_finite.ndim))',
-        'return ~jnp.all(is_finite) & jnp.ones(x.shape[:first], bool)',
+        'return ~jnp.all(is_finite, axis=range(num_layer_dims, is_finite.ndim))',
+        'return ~jnp.all(is_finite) & jnp.ones(x.shape[:num_layer_dims], bool)',
         'tests/test_non_finite.py::test_non_finite_arrays_of_stacked_layers_are_named_by_layer'),
     Mutant(
         'layers_of_a_new_state_are_stacked_for_any_initializer',

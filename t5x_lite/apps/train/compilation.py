@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 import concurrent.futures
 import contextlib
-import logging
 import time
 from typing import Any
 
@@ -25,17 +24,16 @@ class StepCompilation:
     """Trace the step and begin to compile it, or leave both to `finish`.
 
     Args:
-      stack: exit stack that waits for the thread.
+      stack: exit stack that abandons the compilation if the run ends before; XLA cannot be interrupted.
       trainer: trainer, which may still hold shapes instead of a state.
       batch: `jax.ShapeDtypeStruct` of a global batch, by feature.
     """
     self._trainer, self._batch, self._started = trainer, batch, time.perf_counter()
-    self._compiling = None
+    self._compiling, self._executor = None, concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
+    stack.callback(self._executor.shutdown, wait=False)
     compiles_as_usual = type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
     if jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
-      executor = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation'))
-      self._compiling = executor.submit(self._run, trainer.lower_train(batch))
-      stack.callback(self._report_wait)  # before the executor waits
+      self._compiling = self._executor.submit(self._run, trainer.lower_train(batch))
 
   def _run(self, compile_fn: Callable[[], None]) -> str:
     with runtime.count_cache_use() as counts:
@@ -45,13 +43,10 @@ class StepCompilation:
       return f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {seconds:.1f} s.'
     return f'Compiled the training step in {seconds:.1f} s.'
 
-  def _report_wait(self) -> None:
-    if not self._compiling.done():
-      logging.getLogger(__name__).warning('Waiting for XLA, which cannot be interrupted while it compiles the step.')
-
   def finish(self) -> str:
     """Wait until the step is compiled, raise the error of its compilation, and return a line for the log."""
-    if self._compiling is not None:
-      return self._compiling.result()
-    self._started = time.perf_counter()
-    return self._run(lambda: self._trainer.compile_train(self._batch))
+    if self._compiling is None:
+      self._started = time.perf_counter()
+      return self._run(lambda: self._trainer.compile_train(self._batch))
+    self._executor.shutdown()
+    return self._compiling.result()

@@ -1,6 +1,8 @@
 """The training step compiles while the state is made, and errors and times of compilation reach the run."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 
 import jax
@@ -56,6 +58,8 @@ def test_our_step_is_traced_here_and_compiles_in_a_thread_that_writes_nothing(tm
     assert begun.wait(60) and trainer._compiled_train_step is None
     may_compile.set()
     assert compilation.finish().startswith(('Compiled the training step in ', 'Loaded the training step from '))
+    # Otherwise the process would end without Python's own clean-up.
+    assert not any(thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate())
     assert trainer._compiled_train_step is not None and not list(tmp_path.iterdir())
 
 
@@ -84,16 +88,30 @@ def test_an_error_of_compilation_is_raised_where_the_step_is_needed(monkeypatch)
       compilation.finish()
 
 
-def test_a_run_that_ends_before_the_first_step_says_that_it_waits(monkeypatch, caplog):
+def test_a_run_that_ends_before_the_first_step_does_not_wait(monkeypatch):
   trainer, _, batch = _make()
   may_compile = threading.Event()
   monkeypatch.setattr(trainer, 'lower_train', lambda batch: lambda: may_compile.wait(60))
   with contextlib.closing(trainer), pytest.raises(OSError, match='no such checkpoint'):
     with contextlib.ExitStack() as stack:
-      StepCompilation(stack, trainer, batch)
-      threading.Timer(0.2, may_compile.set).start()
+      compilation = StepCompilation(stack, trainer, batch)
       raise OSError('no such checkpoint')
-  assert may_compile.is_set() and 'Waiting for XLA, which cannot be interrupted' in caplog.text
+  assert not may_compile.is_set() and not compilation._compiling.done()
+  may_compile.set()
+  compilation._compiling.result(60)
+
+
+def test_a_process_ends_while_a_step_is_compiled():
+  code = """
+import concurrent.futures, sys, time
+from t5x_lite import cli
+executor = concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
+executor.submit(time.sleep, 300)
+sys.argv = ['t5x_lite', '--version']
+cli.run_program()
+"""
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=False)
+  assert done.returncode == 0 and done.stdout.startswith('t5x_lite ')
 
 
 def test_the_time_of_compilation_is_written_with_the_first_steps():

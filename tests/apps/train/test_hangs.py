@@ -16,6 +16,7 @@ from t5x_lite import checkpoints
 from t5x_lite import non_finite
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
+from t5x_lite.apps.train.compilation import StepCompilation
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -55,11 +56,11 @@ def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
   record(checkpoints.CheckpointManager, 'wait')
   record(non_finite.Monitor, 'observe')
   record(trainer_lib.Trainer, 'eval')
-  record(trainer_lib.Trainer, 'compile_train')
+  record(StepCompilation, 'finish')
   toy_run.train(tmp_path, 4, save={'period': 2}, eval_period=2, infer_eval_dataset_cfg=None, max_step_seconds=700,
                 max_evaluation_seconds=800, max_saving_seconds=900)
   assert seen.pop('wait') <= {'saving', None}  # without a limit where nothing is left to wait for
-  assert seen == {'observe': {'step'}, 'eval': {'evaluation'}, 'save': {'saving'}, 'compile_train': {None}}
+  assert seen == {'observe': {'step'}, 'eval': {'evaluation'}, 'save': {'saving'}, 'finish': {None}}
   names = ('max_step_seconds', 'max_evaluation_seconds', 'max_saving_seconds')
   assert [limits[name] for name in names] == [700, 800, 900]
   completed = [(name, step) for name, step in steps if step is not None]
