@@ -228,7 +228,7 @@ def test_evaluation_averages_over_batches_and_leaves_the_state(tmp_path):
 
 def test_indivisible_batches_are_rejected_before_compiling():
   trainer = _trainer(num_microbatches=3)
-  with pytest.raises(ConfigError, match='16 rows cannot be divided into 3 micro-batches on 2 device\(s\)'):
+  with pytest.raises(ConfigError, match=r'16 rows cannot be divided into 3 micro-batches on 2 device\(s\)'):
     trainer.compile_train(_specs(toy_model.make_batch()))
   with pytest.raises(ConfigError, match='num_microbatches` must be an integer >= 1'):
     _trainer(num_microbatches=0)
