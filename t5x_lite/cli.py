@@ -152,8 +152,10 @@ def run_program(may_restart: bool = False) -> NoReturn:
   if may_restart and sys.argv[1:2] and sys.argv[1] in _COMPUTING:
     runtime.restart_with_huge_pages()
   runtime.compile_faster()
-  # Imports and traces create a million objects that stay; the default threshold is 700.
-  gc.set_threshold(50_000, 10, 10)
+  # Imports and traces create a million objects that stay; the default threshold is 700. Arrays that `convert` has read
+  # are in reference cycles, of which the default keeps few.
+  if sys.argv[1:2] != ['convert']:
+    gc.set_threshold(50_000, 10, 10)
   try:
     status = main()
   except Exception:  # An error of this package's code.

@@ -314,6 +314,17 @@ def test_only_processes_of_commands_that_compute_restart(monkeypatch, arguments,
   assert called == [1] * restarts
 
 
+@pytest.mark.parametrize('command, thresholds', [('train', [(50_000, 10, 10)]), ('convert', [])])
+def test_garbage_is_collected_early_in_conversions_alone(monkeypatch, command, thresholds):
+  found = []
+  monkeypatch.setattr(sys, 'argv', ['t5x_lite', command])
+  monkeypatch.setattr(cli, 'main', lambda: 0)
+  monkeypatch.setattr(gc, 'set_threshold', lambda *args: found.append(args))
+  with pytest.raises(SystemExit):
+    cli.run_program()
+  assert found == thresholds
+
+
 def test_entry_point_of_the_installed_command():
   text = (_ROOT / 'setup.py').read_text()
   module, _, function = text.partition('t5x_lite = ')[2].partition("'")[0].partition(':')
