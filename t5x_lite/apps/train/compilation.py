@@ -20,19 +20,21 @@ class StepCompilation:
   state when its step is traced, and several processes compile in one order.
   """
 
-  def __init__(self, stack: contextlib.ExitStack, trainer: trainer_lib.BaseTrainer, batch: Mapping[str, Any]):
+  def __init__(self, stack: contextlib.ExitStack, trainer: trainer_lib.BaseTrainer, batch: Mapping[str, Any],
+               is_needed: bool = True):
     """Trace the step and begin to compile it, or leave both to `finish`.
 
     Args:
       stack: exit stack that abandons the compilation if the run ends before; XLA cannot be interrupted.
       trainer: trainer, which may still hold shapes instead of a state.
       batch: `jax.ShapeDtypeStruct` of a global batch, by feature.
+      is_needed: False for a run without steps, which does not call `finish`.
     """
     self._trainer, self._batch, self._started = trainer, batch, time.perf_counter()
     self._compiling, self._executor = None, concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
     stack.callback(self._executor.shutdown, wait=False)
     compiles_as_usual = type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
-    if jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
+    if is_needed and jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
       self._compiling = self._executor.submit(self._run, trainer.lower_train(batch))
 
   def _run(self, compile_fn: Callable[[], None]) -> str:

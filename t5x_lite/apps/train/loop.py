@@ -38,7 +38,7 @@ class TrainLoop:
     trainer: trainer, which holds the state.
     initializer: initializer of the state after a rollback.
     init_rng: key for new parameters.
-    compilation: compilation of the training step; None for a run without steps.
+    compilation: compilation of the training step.
     batches: training batches.
     evaluations: evaluations of the run.
     saves: saves the state; None for a run without checkpoints.
@@ -59,7 +59,7 @@ class TrainLoop:
   trainer: trainer_lib.BaseTrainer
   initializer: state_init.TrainStateInitializer
   init_rng: jax.Array
-  compilation: StepCompilation | None
+  compilation: StepCompilation
   batches: TrainBatches
   evaluations: RunEvaluations
   saves: TrainSaves | None
@@ -94,7 +94,7 @@ class TrainLoop:
 
   def begin(self) -> None:
     """Wait for the compiled training step; compute the evaluation and the save that are due before the first step."""
-    if self.compilation is not None:
+    if self._first_step < self.last_step:
       self.progress.note('compiling the training step')
       self.progress.log(self.compilation.finish())
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'

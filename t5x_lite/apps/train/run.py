@@ -217,11 +217,11 @@ def train(
       return first_step, state_shape
 
     # State: restored or new, before anything is written, since a checkpoint may not match. The step compiles meanwhile.
-    compilation = StepCompilation(stack, trainer, batches.element_spec) if first_step < last_step else None
+    compilation = StepCompilation(stack, trainer, batches.element_spec, is_needed=first_step < last_step)
     progress.note(f'making the state: {start.description}')
     restored = start_lib.set_state(trainer, start, initializer, cfg.partitioner, cfg.model, init_rng)
     if restored is not None and trainer.non_finite.policy.tests:
-      start_lib.check_finite(start, trainer.train_state if compilation is None else trainer.step_state)
+      start_lib.check_finite(start, trainer.step_state)
     has_position = restored is not None and restored.data_state is not None
     if has_position:
       batches.set_state(restored.data_state)
