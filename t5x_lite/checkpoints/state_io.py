@@ -43,6 +43,8 @@ class _QuietOrbax(py_logging.Filter):
     files = [record.pathname]
     if record.exc_info and record.exc_info[2] is not None:  # logged by the threading module
       files += [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
+    if record.name == 'asyncio' and record.exc_info and 'OCDBT' in str(record.exc_info[1]):
+      return False  # Orbax raises the first error of several writes of TensorStore, and never asks for the others.
     return not any(f'{os.sep}orbax{os.sep}' in file for file in files)
 
 

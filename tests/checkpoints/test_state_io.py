@@ -1,5 +1,7 @@
 """Real train states through a checkpoint: every optimizer's state, both parameter layouts."""
 
+import asyncio
+import gc
 import json
 
 import jax
@@ -159,6 +161,20 @@ def _save(folder):
   with checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(1, {'target': {'a': np.arange(6.0, dtype=np.float32).reshape(2, 3)}, 'state': {'step': np.int32(1)}})
   return folder / 'checkpoint_1'
+
+
+@pytest.mark.parametrize('message, is_logged', [
+    ('OUT_OF_RANGE: Error writing "w/c/0" in OCDBT database at local file "/x/": File too large', False),
+    ('another error', True)])
+def test_only_later_errors_of_a_failed_write_are_not_logged(message, is_logged, caplog):
+  state_io.orbax()
+
+  async def drop_a_failed_future():
+    asyncio.get_running_loop().create_future().set_exception(ValueError(message))
+
+  asyncio.run(drop_a_failed_future())
+  gc.collect()
+  assert ('never retrieved' in caplog.text) == is_logged
 
 
 def test_folders_may_have_the_characters_of_urls(tmp_path):
