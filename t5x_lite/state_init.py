@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from t5x_lite import averaging
 from t5x_lite import errors
 from t5x_lite import train_state as train_state_lib
 from t5x_lite.layer_stacks import LayerStacks
@@ -37,7 +38,8 @@ class TrainStateInitializer:
                init_fn: InitFnCallable,
                input_shapes: Mapping[str, Sequence[int]],
                partitioner: BasePartitioner,
-               input_types: Mapping[str, Any] | None = None):
+               input_types: Mapping[str, Any] | None = None,
+               param_ema: averaging.ParamEma | None = None):
     """Trace the initialisation; compute nothing.
 
     Args:
@@ -46,6 +48,7 @@ class TrainStateInitializer:
       input_shapes: feature name to the shape of a global batch.
       partitioner: partitioner with the rules of the sharding.
       input_types: feature name to dtype; None for the model's defaults.
+      param_ema: average of the parameters in the state, or None.
 
     Raises:
       ConfigError: the state cannot be sharded by the rules; see `PjitPartitioner.get_mesh_axes`.
@@ -55,7 +58,7 @@ class TrainStateInitializer:
       variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
       if optimizer_def is None:
         return train_state_lib.InferenceState.create(variables)
-      return train_state_lib.FlaxOptimTrainState.create(optimizer_def, variables)
+      return train_state_lib.FlaxOptimTrainState.create(optimizer_def, variables, param_ema)
 
     self.global_train_state_shape = jax.eval_shape(init_train_state, jax.random.key(0))
     self._partitioner = partitioner
@@ -128,9 +131,7 @@ class TrainStateInitializer:
 
     def begin(params):
       variables = {'params': params} | ({} if shape.params_axes is None else {'params_axes': shape.params_axes})
-      state = train_state_lib.FlaxOptimTrainState.create(shape.optimizer_def, variables)
-      if shape.param_average is not None:
-        state = state.replace(param_average=params)
+      state = train_state_lib.FlaxOptimTrainState.create(shape.optimizer_def, variables, shape.param_ema)
       return only(state.state_dict())
 
     axes = self.train_state_axes.state_dict()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from t5x_lite import averaging
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
@@ -97,8 +98,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     params_axes: the model's `params_axes` collection (metadata without arrays), or None.
     flax_mutables: the model's other collections by name; plain dicts.
     flax_mutables_axes: axes metadata by collection name, of collections with axes, or None.
-    param_average: running average of the parameters, a tree like them, or None. Updates do not change it; it is saved,
-      restored, and sharded like the parameters.
+    param_average: running average of the parameters, a tree like them, or None. It is saved, restored, and sharded like
+      the parameters.
+    param_ema: how updates change `param_average`; None keeps it.
   """
 
   ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
@@ -108,27 +110,37 @@ class FlaxOptimTrainState(struct.PyTreeNode):
   flax_mutables: Mapping[str, Any] = struct.field(default_factory=dict)
   flax_mutables_axes: Mapping[str, Any] | None = None
   param_average: PyTree | None = None
+  param_ema: averaging.ParamEma | None = struct.field(pytree_node=False, default=None)
 
   @classmethod
-  def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> 'FlaxOptimTrainState':
+  def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any],
+             param_ema: averaging.ParamEma | None = None) -> 'FlaxOptimTrainState':
     """Return the state before the first step.
 
     Args:
       optimizer_def: the optimizer; if the model has axes, the state has its `with_param_axes`.
       model_variables: result of `module.init`: `params`, `params_axes` if the model has axes, and any other collection
         `x`, with its axes in `x_axes`.
+      param_ema: average of the parameters to keep, or None.
 
     Raises:
-      ConfigError: no `params`, or axes that do not fit the variables.
+      ConfigError: no `params`, or axes that do not fit the variables; or an average of the parameters for an optimizer
+        that evaluates other parameters than it trains.
     """
     variables, axes = _split_variables(model_variables)
     params = variables.pop('params')
     params_axes = axes.pop('params', None)
     if params_axes is not None:
       optimizer_def = optimizer_def.with_param_axes(_axis_names(params_axes, params, 'parameter'), params)
-    return cls(
-        optimizer_def.create(params), params_axes=params_axes, flax_mutables=variables,
+    state = cls(
+        optimizer_def.create(params), params_axes=params_axes, flax_mutables=tree_utils.prune_empty(variables),
         flax_mutables_axes=axes or None)
+    if param_ema is None:
+      return state
+    if state.evaluates_other_params:
+      raise ConfigError(f'`train.param_ema` must be None with the optimizer {optimizer_def.name}, which has its own '
+                        'average of the parameters for evaluation. Remove one of them.')
+    return state.replace(param_average=param_ema.init(params), param_ema=param_ema)
 
   @property
   def step(self) -> Array:
@@ -142,7 +154,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   @property
   def eval_params(self) -> Params:
-    """Parameters for evaluation, decoding and export; see `OptimizerDef.eval_params`."""
+    """Parameters for evaluation, decoding and export: the average if there is one, else `OptimizerDef.eval_params`."""
+    if self.param_average is not None and (self.param_ema is None or self.param_ema.evaluate):
+      return jax.tree.map(lambda average, param: average.astype(param.dtype), self.param_average, self.params)
     return self.optimizer_def.eval_params(self._optimizer.target, self._optimizer.state)
 
   @property
@@ -226,10 +240,12 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       **extra_args: values of the step that the optimizer needs, e.g. `value`; see `OptimizerDef.extra_args`.
 
     Returns:
-      A new state with the same `param_average`.
+      A new state, also with the new `param_average`.
     """
     overrides = {} if learning_rate is None else {'learning_rate': learning_rate}
     state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **overrides, **extra_args))
+    if self.param_ema is not None:
+      state = state.replace(param_average=self.param_ema.update(self.param_average, state.params, state.step))
     return state if flax_mutables is None else state.replace_flax_mutables(flax_mutables)
 
   def optimizer_metrics(self) -> dict[str, Array]:
@@ -243,8 +259,8 @@ class FlaxOptimTrainState(struct.PyTreeNode):
         flax_mutables_axes=self.flax_mutables_axes)
 
   def find_layer_stacks(
-      self, loops: Mapping[str, Sequence[tuple[int, ...]]], axes: 'FlaxOptimTrainState', min_layers: int = 2
-  ) -> LayerStacks:
+      self, loops: Mapping[str, Sequence[tuple[int, ...]]], axes: 'FlaxOptimTrainState', min_layers: int = 2,
+      option_fn: Callable[[str], Any] = lambda path: None) -> LayerStacks:
     """Return the layers whose arrays can be stacked: those with equal shapes, dtypes, mesh axes and options.
 
     Nothing is stacked if the optimizer does not support it for a parameter of these layers.
@@ -253,6 +269,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       loops: candidates by stack, see `Network.scanned_layers`.
       axes: this state with a PartitionSpec of mesh axes for each array.
       min_layers: least number of layers that are stacked.
+      option_fn: from the '/'-joined path of a parameter to a value that must be equal for stacked layers.
     """
     if not layer_stacks.is_accepted_by(self, self.optimizer_def):
       return LayerStacks()
@@ -274,7 +291,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       add(name, (array.shape, array.dtype, spec))
     for path, param in tree_utils.named_leaves(self.params):
       key = self.optimizer_def.stacking_key(path, param, self._optimizer.state)
-      if add(f'stacking_key/{path}', key) and key is None:
+      if add(f'stacking_key/{path}', (key, option_fn(path))) and key is None:
         return LayerStacks()
     stacks = []
     for stack, groups in loops.items():
@@ -346,7 +363,7 @@ class InferenceState(struct.PyTreeNode):
     variables, axes = _split_variables(model_variables)
     params = variables.pop('params')
     return cls(
-        step=_as_step(0), params=params, params_axes=axes.pop('params', None), flax_mutables=variables,
+        step=_as_step(0), params=params, params_axes=axes.pop('params', None), flax_mutables=tree_utils.prune_empty(variables),
         flax_mutables_axes=axes or None)
 
   @property

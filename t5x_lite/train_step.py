@@ -6,6 +6,7 @@ argument order are those of T5X.
 
 from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
+import dataclasses
 import logging
 from typing import Any, Protocol
 
@@ -20,8 +21,10 @@ from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers import EXTRA_ARGS, OptimizerDef, OptimizerState
 from t5x_lite.schedules import check_learning_rate_fn, check_learning_rate_values
+from t5x_lite.step_params import StepParams
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Array, Batch, PyTree
 from t5x_lite.weight_metrics import WeightMetricsComputer
@@ -72,6 +75,24 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
     raise ConfigError(
         f'A batch of {batch_size} rows cannot be divided into {num_microbatches} micro-batches on {data_mesh_size} '
         f'device(s) of the data axes. Set BATCH_SIZE to a multiple of {divisor}, for instance {nearest}.')
+
+
+def batch_size(batch: Mapping[str, Any]) -> int:
+  """Return the number of rows of a batch of arrays or shapes."""
+  return next(iter(batch.values())).shape[0]
+
+
+def step_params_of(train_state: TrainState, step_params: StepParams, stacks: LayerStacks) -> StepParams:
+  """Return `step_params` for the parameters of a state, of which the optimizer's frozen ones get no gradients.
+
+  Args:
+    train_state: the state as steps take it; its leaves may be shapes.
+    step_params: options.
+    stacks: layers that are stacked in the state.
+  """
+  optimizer_state = OptimizerState(train_state.step, train_state.param_states)
+  frozen = train_state.optimizer_def.frozen_paths(train_state.params, optimizer_state)
+  return dataclasses.replace(step_params, frozen=frozen, stacks=stacks)
 
 
 def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:
@@ -187,6 +208,7 @@ def make_value_fn(
     dropout_rng: Array | None,
     num_microbatches: int | None,
     data_partition_spec: PartitionSpec = PartitionSpec('data'),
+    step_params: StepParams = StepParams(),
 ) -> Callable[[PyTree], Array]:
   """Return the function from parameters to the loss whose gradients `accumulate_grads_microbatched` computes.
 
@@ -200,13 +222,17 @@ def make_value_fn(
     dropout_rng: key for dropout, the same in each call.
     num_microbatches: None or 1 for one pass.
     data_partition_spec: sharding of dim 0 of the batch.
+    step_params: what the loss gets for parameters and batch.
 
   Returns:
     A function from parameters to a float32 scalar. Nothing is traced before it is called.
   """
   mutables = tree_utils.to_dict(train_state.flax_mutables)
+  batch = step_params.cast_batch(batch)
 
   def value_fn(params):
+    trained, merge = step_params.split(params)
+    params = step_params.for_loss(merge(trained, jax.lax.stop_gradient))
     if num_microbatches is None or num_microbatches <= 1:
       return _loss(model, params, batch, dropout_rng, mutables)[0].astype(jnp.float32)
     part_model, parts, fixed = model.for_microbatches(batch, num_microbatches)
@@ -228,7 +254,8 @@ def make_value_fn(
 def _loss(model, params, batch, rng, mutables):
   """Return (loss, (metrics, mutable collections after the pass))."""
   if mutables:
-    return model.loss_fn(params, batch, rng, mutables)
+    loss, (metrics, mutables) = model.loss_fn(params, batch, rng, mutables)
+    return loss, (metrics, tree_utils.prune_empty(mutables))
   loss, metrics = model.loss_fn(params, batch, rng)
   return loss, (metrics, mutables)
 
@@ -239,14 +266,23 @@ def _fold_in(rng: Array | None, index: Array) -> Array | None:
 
 def accumulate_gradients(
     model: Any, train_state: Any, batch: Batch, dropout_rng: Array | None, num_microbatches: int | None,
-    data_partition_spec: Any) -> tuple[Array, PyTree, Metrics, PyTree | None]:
-  """Return (loss, float32 scalar, *results of `accumulate_grads_microbatched`); see there for the arguments."""
-  params = train_state.params
-  grads_of = jax.value_and_grad(_loss, argnums=1, has_aux=True)
-  mutables = tree_utils.to_dict(train_state.flax_mutables)
+    data_partition_spec: Any, step_params: StepParams = StepParams()) -> tuple[Array, PyTree, Metrics, PyTree | None]:
+  """Return (loss, float32 scalar, *results of `accumulate_grads_microbatched`); see there for the arguments.
+
+  Args:
+    model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec: see above.
+    step_params: what the loss gets for parameters and batch. Gradients of frozen parameters are zeros that are not
+      computed.
+  """
+  # Only parameters with gradients are differentiated, so that nothing is computed or accumulated for the others.
+  trained, merge = step_params.split(train_state.params)
+  grads_of = jax.value_and_grad(
+      lambda trained, *arguments: _loss(
+          arguments[0], step_params.for_loss(merge(trained, lambda param: param)), *arguments[1:]), has_aux=True)
+  mutables, batch = tree_utils.to_dict(train_state.flax_mutables), step_params.cast_batch(batch)
   if num_microbatches is None or num_microbatches <= 1:
-    (loss, (metrics, mutables)), grads = grads_of(model, params, batch, dropout_rng, mutables)
-    return loss.astype(jnp.float32), grads, metrics, mutables or None
+    (loss, (metrics, mutables)), grads = grads_of(trained, model, batch, dropout_rng, mutables)
+    return loss.astype(jnp.float32), merge(grads, jnp.zeros_like), metrics, mutables or None
 
   # Only the micro-batch forms of model and batch are used from here.
   model, batch, fixed = model.for_microbatches(batch, num_microbatches)
@@ -256,17 +292,18 @@ def accumulate_gradients(
     total, mutables = carry
     index, microbatch = indexed_microbatch
     (loss, (metrics, mutables)), grads = grads_of(
-        model, params, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables)
+        trained, model, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables)
     total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
     return (total, mutables), (loss.astype(jnp.float32), metrics)
 
-  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
   (grads, mutables), (losses, stacked) = jax.lax.scan(
       accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch))
   metrics = jax.tree.map(lambda metric: merge_stacked(metric, num_microbatches), stacked,
                          is_leaf=metrics_lib.is_metric_obj)
   # All micro-batches are one step in averages over steps.
   metrics = metrics_lib.set_step_metrics_num_steps(model.metrics_of_microbatches(metrics), 1)
+  grads = merge(grads, lambda param: jnp.zeros(param.shape, jnp.float32))
   return jnp.sum(losses), grads, metrics, mutables or None
 
 
@@ -324,6 +361,7 @@ def train_with_lr(
     gradient_transform: Callable[[PyTree], PyTree] | None = None,
     non_finite_action: str = 'ignore',
     computes_weight_metrics: Array | None = None,
+    step_params: StepParams = StepParams(),
 ) -> tuple[Any, Metrics]:
   """Return the result of one training step: gradients of the batch, then the update.
 
@@ -346,12 +384,13 @@ def train_with_lr(
     computes_weight_metrics: bool scalar. If it is False, the metrics of `weight_metrics_computer` are zeros, which cost
       nothing; with either value they are one `metrics.OfLastStep` named 'weight_metrics'. None computes them in every
       step.
+    step_params: what the loss gets for parameters and batch, and which parameters get no gradients.
 
   Returns:
     (new state, metrics).
   """
   transform = gradient_transform or (lambda grads: grads)
-  arguments = (model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
+  arguments = (model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec, step_params)
   loss, grads, metrics, mutables = accumulate_gradients(*arguments)
   grads = transform(grads)
   value_fn = make_value_fn(*arguments)

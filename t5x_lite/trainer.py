@@ -32,6 +32,7 @@ from t5x_lite.metrics import merge_metrics, OfLastStep
 from t5x_lite.models import BaseModel
 from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
+from t5x_lite.step_params import check_train_dtype, ParamNoise, StepParams
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
 from t5x_lite.train_state import FlaxOptimTrainState, InferenceState, TrainState
 from t5x_lite.train_step import (
@@ -149,7 +150,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
     return False
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
-    """Raise if the batch size is not divisible by the data axes of the mesh.
+    """Raise if the batch size is not divisible by the micro-batches and the data axes of the mesh.
 
     Args:
       element_spec: array or shape of a global batch, by feature.
@@ -157,7 +158,8 @@ class BaseTrainer(contextlib.AbstractContextManager):
     Raises:
       ConfigError: the batch size is not divisible.
     """
-    train_step_lib.check_microbatches(_batch_size(element_spec), None, self._partitioner.data_mesh_size)
+    train_step_lib.check_microbatches(
+        train_step_lib.batch_size(element_spec), self.num_microbatches, self._partitioner.data_mesh_size)
 
   # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -215,19 +217,15 @@ class BaseTrainer(contextlib.AbstractContextManager):
     return self.partitioned_eval_step()
 
   def compile_train(self, batch: Mapping[str, Any]) -> None:
-    """Compile the training step ahead of time; otherwise the first step compiles.
+    """Compile the training step ahead of time, otherwise the first step compiles; see `lower_train`."""
+    self.lower_train(batch)()
+
+  def lower_train(self, batch: Mapping[str, Any]) -> Callable[[], None]:
+    """Trace the training step, and return a function that compiles it, for any thread.
 
     Args:
       batch: array or `jax.ShapeDtypeStruct` of a global batch, by feature.
     """
-    self.check_batch(batch)
-    start = time.perf_counter()
-    self._compiled_train_step = self._partitioner.compile(
-        self._train_step, self._step_shapes, tree_utils.shapes(batch), *self.step_arguments(is_last=False))
-    self._compilation_seconds = time.perf_counter() - start
-
-  def lower_train(self, batch: Mapping[str, Any]) -> Callable[[], None]:
-    """Trace the training step, and return a function that compiles it, for any thread; see `compile_train`."""
     self.check_batch(batch)
     start = time.perf_counter()
     lowered = self._train_step.lower(
@@ -343,7 +341,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
       specs = tree_utils.shapes(batch)
       key = tree_utils.shapes_key(specs)
       if key not in compiled:
-        train_step_lib.check_microbatches(_batch_size(specs), None, self._partitioner.data_mesh_size)
+        train_step_lib.check_microbatches(train_step_lib.batch_size(specs), None, self._partitioner.data_mesh_size)
         start = time.perf_counter()
         compiled[key] = self._partitioner.compile(self._eval_step, self._step_shapes, specs)
         self.eval_metrics_managers[name].write_scalars(
@@ -400,7 +398,8 @@ class Trainer(BaseTrainer):
                learning_rate_fn: LearningRateCallable | None = None, num_microbatches: int | None = None,
                weight_metrics_computer: WeightMetricsComputer | None = None, *,
                gradient_transform: Callable[[PyTree], PyTree] | None = None,
-               non_finite_policy: NonFinitePolicy = NonFinitePolicy()):
+               non_finite_policy: NonFinitePolicy = NonFinitePolicy(),
+               train_dtype: Any = None, param_noise: ParamNoise | None = None):
     """Construct the trainer; see `BaseTrainer` for the first seven arguments.
 
     Args:
@@ -413,10 +412,16 @@ class Trainer(BaseTrainer):
         of the last step before metrics are written. A call of `train` that is stopped earlier writes none.
       gradient_transform: function applied to the gradients before the optimizer.
       non_finite_policy: reaction to a step whose loss or gradient norm is not finite; default: stop the run.
+      train_dtype: floating dtype to which parameters and float inputs are cast for the loss; or pairs (regular
+        expression, dtype or None), of which the first that is found in a parameter's path, or in 'batch/<feature>',
+        applies. The update uses the parameters themselves, and gradients in their dtype.
+      param_noise: adds noise to the parameters for the loss, after the cast, e.g. `step_params.GaussianParamNoise`.
 
     Raises:
-      ConfigError: see `train_step.check_trainable`, or `num_microbatches` is below 1.
+      ConfigError: see `train_step.check_trainable`, or `num_microbatches` or `train_dtype` is invalid.
     """
+    check_train_dtype(train_dtype)
+    self._step_params = StepParams(train_dtype=train_dtype, noise=param_noise)
     super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
     checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none())
     # A state without an optimizer is only evaluated, without a learning rate.
@@ -437,7 +442,8 @@ class Trainer(BaseTrainer):
     accepts = layer_stacks.is_accepted_by(self) and isinstance(train_state, FlaxOptimTrainState)
     if not accepts or not (loops := self._model.scanned_layers):
       return layer_stacks.LayerStacks()
-    stacks = train_state.find_layer_stacks(loops, self._train_state_axes, self._model.min_stacked_layers)
+    stacks = train_state.find_layer_stacks(loops, self._train_state_axes, self._model.min_stacked_layers,
+                                           self._step_params.dtype_of)
     if stacks:
       logging.getLogger(__name__).info('Equal layers are compiled as loops: %s.', stacks)
     return stacks
@@ -451,11 +457,6 @@ class Trainer(BaseTrainer):
   def has_two_learning_rates(self) -> bool:
     """See base class."""
     return self._has_two_learning_rates
-
-  def check_batch(self, element_spec: Mapping[str, Any]) -> None:
-    """Raise if the batch size is not divisible by micro-batches and data axes; see `BaseTrainer.check_batch`."""
-    train_step_lib.check_microbatches(
-        _batch_size(element_spec), self._num_microbatches, self._partitioner.data_mesh_size)
 
   def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
     """Return (bool scalar, True to compute the statistics of parameters), or () without `weight_metrics_computer`."""
@@ -475,6 +476,8 @@ class Trainer(BaseTrainer):
       transform = transform and (lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads))))
       computer = computer and unstacking(computer, stacks)
 
+    step_params = train_step_lib.step_params_of(self._step_shapes, self._step_params, stacks)
+
     def step_fn(train_state, batch, computes_weight_metrics=None):
       rate_fn = self.learning_rate_fn
       learning_rate = None if rate_fn is None else jnp.asarray(rate_fn(train_state.step), jnp.float32)
@@ -483,7 +486,8 @@ class Trainer(BaseTrainer):
           dropout_rng=jax.random.fold_in(self._base_rng, train_state.step), model=self._model,
           num_microbatches=self._num_microbatches, weight_metrics_computer=computer,
           data_partition_spec=data_spec, gradient_transform=transform,
-          non_finite_action=self.non_finite.policy.action, computes_weight_metrics=computes_weight_metrics)
+          non_finite_action=self.non_finite.policy.action, computes_weight_metrics=computes_weight_metrics,
+          step_params=step_params.at_step(self._base_rng, train_state.step))
 
     return self._partitioner.partition(
         step_fn, in_axis_resources=(self.step_state_axes, data_spec, *(None for _ in self.step_arguments(False))),
@@ -494,7 +498,3 @@ class Trainer(BaseTrainer):
     return self._partitioner.partition(
         functools.partial(eval_step, self._model),
         in_axis_resources=(self.step_state_axes, self._partitioner.data_partition_spec), out_axis_resources=None)
-
-
-def _batch_size(element_spec: Mapping[str, Any]) -> int:
-  return next(iter(element_spec.values())).shape[0]

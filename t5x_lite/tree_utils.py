@@ -83,6 +83,16 @@ def unflatten_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
   return tree
 
 
+def prune_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
+  """Return nested mappings as dicts without empty mappings, and without those that this makes empty.
+
+  >>> prune_empty({'a': {'b': {}, 'c': {'d': {}}}, 'e': {'f': 0, 'g': {}}})
+  {'e': {'f': 0}}
+  """
+  pruned = {key: prune_empty(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+  return {key: value for key, value in pruned.items() if not (isinstance(value, dict) and not value)}
+
+
 def to_dict(tree: PyTree) -> PyTree:
   """Return `tree` with every `FrozenDict` replaced by a plain dict; other nodes are kept."""
   return flax.core.unfreeze(tree) if isinstance(tree, flax.core.FrozenDict) else tree

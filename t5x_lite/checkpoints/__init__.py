@@ -20,8 +20,9 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.checkpoints.manager': ('CheckpointManager', 'ParameterInfo'),
     't5x_lite.checkpoints.manifest': ('Manifest', 'read as read_manifest', 'verify as verify_checkpoint'),
     't5x_lite.checkpoints.policies': (
-        'AnySavePolicy', 'AtSteps', 'EveryNSteps', 'KeepAll', 'KeepBest', 'KeepEvery', 'KeepLast', 'OnRequest',
-        'RetentionPolicy', 'SavePolicy', 'steps_to_delete'),
+        'AnySavePolicy', 'AtSteps', 'EveryNMinutes', 'EveryNSteps', 'KeepAll', 'KeepBest', 'KeepEvery', 'KeepLast',
+        'OnRequest', 'RetentionPolicy', 'SavePoint', 'SavePolicy', 'WhenBest', 'metric_names',
+        'save_policies_from_config', 'steps_to_delete'),
     't5x_lite.checkpoints.restore': (
         'RestoredCheckpoint', 'check_fits', 'load', 'read_metadata', 'read_shapes', 'restore_checkpoint'),
     't5x_lite.checkpoints.sources': ('StateSource', 'T5xNativeWriter', 'detect_format', 'open_source'),

@@ -82,6 +82,7 @@ class SaveCheckpointConfig:
     keep_checkpoints_without_metrics: whether `keep_best` keeps checkpoints whose metric is unknown.
     max_failures_in_a_row: number of consecutive failed saves that ends the run. Until then training continues and the
       next save tries again; a failure of the last save always ends the run.
+    policies: further policies of when to save, e.g. `WhenBest` or `EveryNMinutes`; see `policies.SavePolicy`.
   """
 
   dtype: str = 'float32'
@@ -100,6 +101,7 @@ class SaveCheckpointConfig:
   metric_mode: str = 'max'
   keep_checkpoints_without_metrics: bool = True
   max_failures_in_a_row: int = 3
+  policies: Sequence[Any] = ()
 
   def __post_init__(self):
     optional, has_metric = _COUNT.or_none(), self.metric_name_to_monitor is not None
@@ -112,7 +114,9 @@ class SaveCheckpointConfig:
             f'{_COUNT.text if has_metric else None} with metric_name_to_monitor={self.metric_name_to_monitor!r}',
             lambda keep: _COUNT.holds(keep) if has_metric else keep is None,
             "Set both, e.g. keep_best=3, metric_name_to_monitor='training_eval/task/accuracy'."),
-        metric_mode=checks.one_of(METRIC_MODES), max_failures_in_a_row=_COUNT)
+        metric_mode=checks.one_of(METRIC_MODES), max_failures_in_a_row=_COUNT, policies=checks.Expectation(
+            'a list of save policies', lambda policies: all(
+                callable(getattr(policy, 'should_save', None)) for policy in policies), 'For example [@WhenBest()].'))
 
 
 @dataclasses.dataclass(frozen=True)

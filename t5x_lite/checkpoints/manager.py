@@ -113,9 +113,9 @@ class CheckpointManager:
 
   # ---- when and what ------------------------------------------------------------------------------------------------
 
-  def should_save(self, step: int) -> bool:
-    """Return True if the configuration requests a save after `step` steps."""
-    return self._save_policy.should_save(step)
+  def should_save(self, step: int, point: policies.SavePoint | None = None) -> bool:
+    """Return True if the configuration requests a save after `step` steps; see `SavePolicy`."""
+    return self._save_policy.should_save(step, point)
 
   def next_save_step(self, step: int) -> int | None:
     """Return the first step after `step` at which the configuration requests a save, or None."""

@@ -1,25 +1,56 @@
 """Policies of saving and keeping checkpoints.
 
-A save policy decides whether a step is saved; a retention policy selects the checkpoints to keep. A checkpoint is kept
-if any policy selects it.
+A save policy decides whether a step is saved. Policies of fixed steps say so in advance, and a run pauses at these
+steps; others decide at each pause, from what is known then (`SavePoint`). A retention policy selects the checkpoints to
+keep. A checkpoint is kept if any policy selects it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, final
 
 from t5x_lite import checks
 from t5x_lite.checkpoints import config as config_lib
 
 
+_COUNT = checks.number(at_least=1, integer=True)
+_STEP = checks.number(at_least=0, integer=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavePoint:
+  """What is known at a pause of a run.
+
+  Attributes:
+    metrics_fn: returns the metrics of the evaluations of this step, by full name, and waits for them.
+    best: best value of a metric in earlier evaluations of the run, by (full name, 'max' or 'min').
+    seconds_since_save: seconds since the last save, or since the first step of the process.
+  """
+
+  metrics_fn: Callable[[], Mapping[str, float]] = dict
+  best: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+  seconds_since_save: float = 0.0
+
+  @functools.cached_property
+  def metrics(self) -> Mapping[str, float]:
+    """Result of `metrics_fn`."""
+    return self.metrics_fn()
+
+
 class SavePolicy(Protocol):
   """Policy that decides whether a step is saved."""
 
-  def should_save(self, step: int) -> bool:
-    """Return True if the state after `step` steps should be saved."""
+  def should_save(self, step: int, point: SavePoint | None = None) -> bool:
+    """Return True if the state after `step` steps should be saved.
+
+    Args:
+      step: number of completed steps.
+      point: what is known at a pause; None asks for fixed steps only.
+    """
 
   def next_step(self, step: int) -> int | None:
     """Return the first step after `step` that should be saved, or None if unknown."""
@@ -28,36 +59,108 @@ class SavePolicy(Protocol):
 @final
 @dataclasses.dataclass(frozen=True)
 class EveryNSteps:
-  """Policy that saves each step > 0 that `period` divides; use `AtSteps` for step 0."""
+  """Policy that saves each step > 0 that `period` divides, from `from_step` on; use `AtSteps` for step 0."""
 
   period: int
+  from_step: int = 0
 
   def __post_init__(self):
-    checks.check('EveryNSteps', vars(self), period=checks.number(at_least=1, integer=True))
+    checks.check('EveryNSteps', vars(self), period=_COUNT, from_step=_STEP)
 
-  def should_save(self, step: int) -> bool:
+  def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
-    return step > 0 and step % self.period == 0
+    del point
+    return step > 0 and step >= self.from_step and step % self.period == 0
 
   def next_step(self, step: int) -> int | None:
     """See `SavePolicy`."""
-    return (step // self.period + 1) * self.period
+    return (max(step, self.from_step - 1) // self.period + 1) * self.period
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class AtSteps:
-  """Policy that saves the given steps."""
+  """Policy that saves the given steps; step 0 is saved before the first step of a new run."""
 
   steps: Collection[int]
 
-  def should_save(self, step: int) -> bool:
+  def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
+    del point
     return step in self.steps
 
   def next_step(self, step: int) -> int | None:
     """See `SavePolicy`."""
     return min((s for s in self.steps if s > step), default=None)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class WhenBest:
+  """Policy that saves a step whose evaluation has a better value of a metric than all earlier ones of the run.
+
+  To keep these checkpoints, set `SaveCheckpointConfig.keep_best` for the same metric.
+
+  Attributes:
+    metric_name: full name of the metric, e.g. 'inference_eval/my_task/exact_match'.
+    mode: 'max' if larger values are better, or 'min'.
+    from_step: first step at which it applies.
+  """
+
+  metric_name: str
+  mode: str = 'max'
+  from_step: int = 0
+
+  def __post_init__(self):
+    checks.check('WhenBest', vars(self), mode=checks.one_of(config_lib.METRIC_MODES), from_step=_STEP)
+
+  @property
+  def key(self) -> tuple[str, str]:
+    """Key of the metric in `SavePoint.best`."""
+    return self.metric_name, self.mode
+
+  def is_better(self, value: float, than: float | None) -> bool:
+    """Return whether a value is better than another one, of which None is the worst; NaN is not."""
+    if than is None:
+      return math.isfinite(value)
+    return value > than if self.mode == 'max' else value < than
+
+  def should_save(self, step: int, point: SavePoint | None = None) -> bool:
+    """See `SavePolicy`."""
+    if point is None or step < self.from_step or self.metric_name not in point.metrics:
+      return False
+    return self.is_better(point.metrics[self.metric_name], point.best.get(self.key))
+
+  def next_step(self, step: int) -> int | None:
+    """See `SavePolicy`; the step of the next improvement is unknown."""
+    del step
+    return None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class EveryNMinutes:
+  """Policy that saves at the first pause `minutes` after the last save; a run pauses after each training summary.
+
+  Attributes:
+    minutes: minutes between two saves.
+    from_step: first step at which it applies.
+  """
+
+  minutes: float
+  from_step: int = 0
+
+  def __post_init__(self):
+    checks.check('EveryNMinutes', vars(self), minutes=checks.number(above=0), from_step=_STEP)
+
+  def should_save(self, step: int, point: SavePoint | None = None) -> bool:
+    """See `SavePolicy`."""
+    return point is not None and step >= self.from_step and point.seconds_since_save >= 60 * self.minutes
+
+  def next_step(self, step: int) -> int | None:
+    """See `SavePolicy`; the step is unknown."""
+    del step
+    return None
 
 
 @final
@@ -75,9 +178,9 @@ class OnRequest:
     """Clear the request after the save."""
     self._requested = False
 
-  def should_save(self, step: int) -> bool:
+  def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
-    del step
+    del step, point
     return self._requested
 
   def next_step(self, step: int) -> int | None:
@@ -93,9 +196,9 @@ class AnySavePolicy:
 
   policies: Sequence[SavePolicy]
 
-  def should_save(self, step: int) -> bool:
+  def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
-    return any(policy.should_save(step) for policy in self.policies)
+    return any(policy.should_save(step, point) for policy in self.policies)
 
   def next_step(self, step: int) -> int | None:
     """See `SavePolicy`."""
@@ -181,7 +284,13 @@ def save_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> AnySavePo
     policies.append(EveryNSteps(cfg.period))
   if cfg.checkpoint_steps:
     policies.append(AtSteps(frozenset(cfg.checkpoint_steps)))
-  return AnySavePolicy(tuple(policies))
+  return AnySavePolicy((*policies, *cfg.policies))
+
+
+def metric_names(cfg: config_lib.SaveCheckpointConfig) -> dict[str, str]:
+  """Return the full names of the metrics on which saving or keeping depends, by the option that contains the name."""
+  names = {} if cfg.keep_best is None else {'SaveCheckpointConfig.metric_name_to_monitor': cfg.metric_name_to_monitor}
+  return names | {'WhenBest.metric_name': policy.metric_name for policy in cfg.policies if isinstance(policy, WhenBest)}
 
 
 def retention_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> tuple[RetentionPolicy, ...]:

@@ -1,6 +1,7 @@
 """Evaluation by decoding: predictions for every example of a split, and the metrics of the task.
 
-`InferenceEvaluator` evaluates, with the options `InferenceEvalConfig`. `outputs` is the part that runs on devices,
+`InferenceEvaluator` evaluates, with the options `InferenceEvalConfig`. An `Evaluation` of a run has data, options and
+`When` it is due. `outputs` is the part that runs on devices,
 `judging` the part that runs on the host, and `batching` groups examples into batches. `runner` computes outputs for
 inference too. Teacher-forced evaluation is in `trainer`.
 """
@@ -8,7 +9,7 @@ inference too. Teacher-forced evaluation is in `trainer`.
 from t5x_lite.lazy_names import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(globals(), {
-    't5x_lite.evaluation.config': ('InferenceEvalConfig',),
+    't5x_lite.evaluation.config': ('Evaluation', 'InferenceEvalConfig'),
     't5x_lite.evaluation.evaluator': (
         'AllMetricsFuture', 'InferenceEvaluator', 'NoMetricsError', 'check_eval_batch', 'check_evaluator_cls'),
     't5x_lite.evaluation.judging': ('EvaluationResult', 'as_number', 'compute_metrics', 'judge', 'write_predictions'),
@@ -17,5 +18,6 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'mean_over_tasks', 'names_of_metrics'),
     't5x_lite.evaluation.outputs': ('OutputRunner',),
     't5x_lite.evaluation.runner': ('PredictRunner',),
+    't5x_lite.evaluation.when': ('When',),
     't5x_lite.summaries': ('PREDICTIONS_PREFIX',),
 })

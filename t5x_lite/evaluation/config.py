@@ -1,8 +1,14 @@
-"""Options of an evaluation by decoding."""
+"""Options of evaluations."""
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import re
+from typing import Any
 
 from t5x_lite import checks
+from t5x_lite import data
+from t5x_lite.evaluation import metric_names
+from t5x_lite.evaluation.when import When
 
 _COUNT = checks.number(at_least=1, integer=True)
 
@@ -17,6 +23,8 @@ class InferenceEvalConfig:
     batch_by_length: group examples of similar length, and cut padding. Texts and metrics do not change, except with
       sampling, whose random numbers depend on the row. False keeps the order and the full length.
     max_num_lengths: maximum number of lengths of inputs to compile; fewer are used if more would save little.
+    metric_fns: functions of (targets, predictions), lists after the task's postprocessing, that return metrics by name.
+      They replace all metrics of the tasks; None keeps those of the tasks.
 
   Raises:
     ConfigError: a number is out of range.
@@ -26,9 +34,58 @@ class InferenceEvalConfig:
   num_examples_to_write: int | None = 1000
   batch_by_length: bool = True
   max_num_lengths: int = 4
+  metric_fns: Sequence[Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]] | None = None
 
   def __post_init__(self):
     checks.check(
         'InferenceEvalConfig', vars(self), num_examples=_COUNT.or_none(), max_num_lengths=_COUNT,
         num_examples_to_write=checks.number(at_least=0, integer=True).or_none(),
-        batch_by_length=checks.instance(bool, 'True or False'))
+        batch_by_length=checks.instance(bool, 'True or False'), metric_fns=checks.Expectation(
+            'functions of (targets, predictions), or None',
+            lambda fns: fns is None or (len(fns) > 0 and all(map(callable, fns)))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+  """An evaluation of a run, with a name.
+
+  Its results are in the folders `training_eval/<name>/<task>/` or, by decoding, `inference_eval/<name>/<task>/`, and
+  these are the names of its metrics: `training_eval/<name>/<task>/<metric>`.
+
+  Attributes:
+    name: name, of letters, digits, '_' and '-'.
+    dataset_cfg: data and batch size.
+    when: when to evaluate.
+    decode: evaluate by decoding, with the metrics of the tasks or of `infer_eval_cfg`; False is teacher-forced, with the
+      metrics of the model.
+    num_batches: maximum number of batches of a teacher-forced evaluation; None for the entire split.
+    infer_eval_cfg: options of an evaluation by decoding.
+
+  Raises:
+    ConfigError: an option is out of range or has no effect.
+  """
+
+  name: str
+  dataset_cfg: data.DatasetConfig
+  when: When = When(at_end=True)
+  decode: bool = False
+  num_batches: int | None = None
+  infer_eval_cfg: InferenceEvalConfig = InferenceEvalConfig()
+
+  def __post_init__(self):
+    kinds = (metric_names.TRAINING_EVAL, metric_names.INFERENCE_EVAL, metric_names.MEAN)
+    checks.check(
+        'Evaluation', vars(self), name=checks.Expectation(
+            f"a name of letters, digits, '_' and '-' other than {', '.join(kinds)}",
+            lambda name: isinstance(name, str) and re.fullmatch(r'[\w-]+', name, re.ASCII) and name not in kinds),
+        dataset_cfg=checks.instance(data.DatasetConfig, 'a DatasetConfig'), when=checks.instance(When, 'a When'),
+        num_batches=checks.Expectation('None with decode=True', lambda number: number is None,
+                                       'Set InferenceEvalConfig.num_examples.') if self.decode else _COUNT.or_none(),
+        infer_eval_cfg=checks.Expectation('an InferenceEvalConfig, unset without decode=True', lambda cfg: (
+            isinstance(cfg, InferenceEvalConfig) and (self.decode or cfg == InferenceEvalConfig()))))
+
+  @property
+  def folder(self) -> str:
+    """Folder of the results, below the run directory."""
+    kind = metric_names.INFERENCE_EVAL if self.decode else metric_names.TRAINING_EVAL
+    return f'{kind}/{self.name}'

@@ -11,6 +11,7 @@ training continues.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
 import contextlib
+import dataclasses
 import pathlib
 import time
 from typing import Any, Protocol
@@ -58,7 +59,8 @@ class InferenceEvaluator:
                partitioner: partitioning.BasePartitioner, log_dir: str | None = None,
                verify_matching_vocabs_fn: Callable[[data.DatasetConfig, BaseModel], None] | None = (
                    data.verify_matching_vocabs), *,
-               cfg: InferenceEvalConfig = InferenceEvalConfig(), concurrent_metrics: bool = False):
+               cfg: InferenceEvalConfig = InferenceEvalConfig(), concurrent_metrics: bool = False,
+               folder: str = metric_names.INFERENCE_EVAL):
     """Read the examples; compute and write nothing.
 
     Args:
@@ -71,6 +73,7 @@ class InferenceEvaluator:
       verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
       cfg: options of the evaluation.
       concurrent_metrics: compute metrics in a thread.
+      folder: folder of the results in `log_dir`.
 
     Raises:
       ConfigError: an option is out of range, or the model does not support the data.
@@ -80,7 +83,7 @@ class InferenceEvaluator:
     if verify_matching_vocabs_fn is not None:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
     layout = partitioner.get_data_layout(infer_eval_dataset_cfg.batch_size)
-    self._log_dir = None if log_dir is None else pathlib.Path(log_dir)
+    self._folder = None if log_dir is None else pathlib.Path(log_dir) / folder
     self._seqio = None
     if inference_evaluator_cls is None:
       self._tasks = data.open_eval_tasks(infer_eval_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER,
@@ -89,8 +92,11 @@ class InferenceEvaluator:
       from t5x_lite.data import seqio_evaluator
       self._seqio = seqio_evaluator.SeqioEvaluator(
           inference_evaluator_cls, infer_eval_dataset_cfg, layout, model.FEATURE_CONVERTER,
-          log_dir=self._log_dir and self._log_dir / metric_names.INFERENCE_EVAL, writes=multihost.is_lead())
+          log_dir=self._folder, writes=multihost.is_lead())
       self._tasks = self._seqio.tasks
+    if cfg.metric_fns is not None:
+      self._tasks = [dataclasses.replace(task, metric_fns=tuple(cfg.metric_fns), score_metric_fns=(),
+                                         predict_with_aux_metric_fns=(), output_metrics=()) for task in self._tasks]
     if not self._tasks:
       raise NoMetricsError(f'No task of {infer_eval_dataset_cfg.name!r} has metrics for evaluation by decoding. Add '
                            'metric functions to the task, or remove this evaluation.')
@@ -104,7 +110,7 @@ class InferenceEvaluator:
     self._num_examples_to_write = cfg.num_examples_to_write
     self._runner = OutputRunner(model, partitioner, cfg)
     self._managers = {
-        name: summaries.MetricsManager(f'{metric_names.INFERENCE_EVAL}/{name}', log_dir) for name in names}
+        name: summaries.MetricsManager(f'{folder}/{name}', log_dir) for name in names}
     self._worker = None
     if concurrent_metrics:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='inference-eval')
@@ -233,9 +239,8 @@ class InferenceEvaluator:
 
   def _write(self, name: str, step: int, metrics: Mapping[str, clu.values.Value], predictions: Any) -> None:
     self._managers[name].write_values(step, metrics)
-    if self._log_dir is not None and multihost.is_lead():
-      folder = self._log_dir / metric_names.INFERENCE_EVAL / name
-      self._unwritten.append((folder / f'{summaries.PREDICTIONS_PREFIX}{step}.jsonl', predictions))
+    if self._folder is not None and multihost.is_lead():
+      self._unwritten.append((self._folder / name / f'{summaries.PREDICTIONS_PREFIX}{step}.jsonl', predictions))
       with contextlib.suppress(OSError):  # `flush` raises it.
         self._write_predictions()
 
@@ -278,12 +283,14 @@ def check_evaluator_cls(inference_evaluator_cls: Any, dataset_cfg: data.DatasetC
     expectation = 'None or a class such as seqio.Evaluator (in gin @seqio.Evaluator, without parentheses)'
   elif dataset_cfg is not None and not data.get_source(dataset_cfg).supports_seqio_evaluator:
     expectation = f"None unless `DatasetConfig.source` is 'seqio' (it is {dataset_cfg.source!r})"
-  checks.check('', {'inference_evaluator_cls': inference_evaluator_cls, 'num_examples': cfg.num_examples}, **{
+  checks.check('', {'inference_evaluator_cls': inference_evaluator_cls, 'num_examples': cfg.num_examples,
+                    'metric_fns': cfg.metric_fns}, **{
       'inference_evaluator_cls': checks.Expectation(
           expectation, lambda _: not expectation, 'With None, t5x_lite computes the same metrics.'),
       'num_examples': checks.Expectation(
           'None with an inference_evaluator_cls', lambda number: number is None,
-          'Set seqio.Evaluator.num_examples instead.')})
+          'Set seqio.Evaluator.num_examples instead.'),
+      'metric_fns': checks.Expectation('None with an inference_evaluator_cls', lambda fns: fns is None)})
 
 
 def check_eval_batch(cfg: data.DatasetConfig | None, partitioner: partitioning.BasePartitioner) -> None:

@@ -1,4 +1,4 @@
-"""Full names of metrics, `<kind>/<task>/<metric>`: means over tasks, and the check of a configured name."""
+"""Full names of metrics, `<folder of the evaluation>/<task>/<metric>`: means over tasks, and the check of a configured name."""
 
 from collections.abc import Iterable, Mapping
 import contextlib
@@ -33,10 +33,10 @@ def mean_over_tasks(metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]
   return {name: clu.values.Scalar(float(np.mean(values))) for name, values in numbers.items()}
 
 
-def full_names(kind: str, metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, float]:
+def full_names(folder: str, metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, float]:
   """Return the numbers of each task, and their means, by full name, without rates and times."""
   everything = {**metrics_by_task, MEAN: mean_over_tasks(metrics_by_task)}
-  return {f'{kind}/{task}/{name}': float(np.asarray(value.value)) for task, metrics in everything.items()
+  return {f'{folder}/{task}/{name}': float(np.asarray(value.value)) for task, metrics in everything.items()
           for name, value in metrics.items()
           if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING)}
 
@@ -71,23 +71,22 @@ def names_of_metrics(task: data.EvalTask) -> set[str] | None:
   return None
 
 
-def check_metric_name(option: str, name: Any, known: Mapping[str, set[str] | None]) -> None:
+def check_metric_name(option: str, name: Any, known: Mapping[str, Mapping[str, set[str] | None]]) -> None:
   """Raise if the run does not compute a metric.
 
   Args:
     option: option that contains the name.
     name: full name of a metric.
-    known: names of metrics by `<kind>/<task>`, None if they are not known in advance.
+    known: names of metrics by folder of the evaluation and task, None if they are not known in advance.
 
   Raises:
     ConfigError: with the known names.
   """
   name = str(name)
-  folders = dict(known)
-  for kind in (TRAINING_EVAL, INFERENCE_EVAL):
-    of_kind = [names for folder, names in known.items() if folder.startswith(f'{kind}/')]
-    if of_kind:
-      folders[f'{kind}/{MEAN}'] = None if None in of_kind else set().union(*of_kind)
+  folders = {}
+  for folder, tasks in known.items():
+    folders |= {f'{folder}/{task}': names for task, names in tasks.items()}
+    folders[f'{folder}/{MEAN}'] = None if None in tasks.values() else set().union(*tasks.values())
   of_folder = [folder for folder in folders if name.startswith(f'{folder}/')]
   if any(folders[folder] is None or name.removeprefix(f'{folder}/') in folders[folder] for folder in of_folder):
     return

@@ -3,6 +3,7 @@
 import pytest
 
 from t5x_lite import checkpoints
+from t5x_lite import errors
 
 
 @pytest.mark.parametrize('period, at, saved, next_after_3', [
@@ -28,6 +29,36 @@ def test_policies_compose():
   request.done()
   assert not policy.should_save(7) and policy.should_save(20)
   assert policy.next_step(0) == 10
+
+
+def test_policies_begin_at_a_step():
+  every = checkpoints.EveryNSteps(3, from_step=5)
+  assert [step for step in range(10) if every.should_save(step)] == [6, 9]
+  assert [every.next_step(step) for step in (0, 5, 6)] == [6, 6, 9]
+  late = checkpoints.EveryNMinutes(2, from_step=5)
+  points = [checkpoints.SavePoint(seconds_since_save=seconds) for seconds in (119.9, 120)]
+  assert [late.should_save(step, point) for step in (4, 5) for point in points] == [False, False, False, True]
+  assert not late.should_save(9) and late.next_step(0) is None
+
+
+def test_the_best_value():
+  best = checkpoints.WhenBest('f1', 'max', from_step=2)
+
+  def should_save(step, value, before=None):
+    return best.should_save(step, checkpoints.SavePoint(
+        metrics_fn=lambda: {'f1': value}, best={} if before is None else {('f1', 'max'): before}))
+
+  assert should_save(2, 0.0) and should_save(2, 0.5, 0.4) and not should_save(1, 0.5)
+  assert not should_save(2, 0.4, 0.4) and not should_save(2, float('nan')) and not should_save(2, float('nan'), 0.1)
+  assert not best.should_save(2, checkpoints.SavePoint()) and not best.should_save(2)
+
+
+@pytest.mark.parametrize('make', [
+    lambda: checkpoints.EveryNSteps(0), lambda: checkpoints.EveryNSteps(1, -1), lambda: checkpoints.EveryNMinutes(0),
+    lambda: checkpoints.WhenBest('f1', 'largest'), lambda: checkpoints.SaveCheckpointConfig(policies=['best'])])
+def test_errors(make):
+  with pytest.raises(errors.ConfigError):
+    make()
 
 
 def test_retention_against_brute_force():

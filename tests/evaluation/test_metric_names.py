@@ -40,11 +40,12 @@ def test_names_of_metrics_before_anything_is_predicted():
   assert evaluation.names_of_metrics(particular) is None
 
 
-_KNOWN = {'training_eval/a': {'loss', 'accuracy'}, 'inference_eval/a': {'exact_match'}, 'inference_eval/b': {'f1'}}
+_KNOWN = {'training_eval': {'a': {'loss', 'accuracy'}}, 'inference_eval': {'a': {'exact_match'}, 'b': {'f1'}},
+          'training_eval/held_out': {'a': {'loss'}}}
 
 
 @pytest.mark.parametrize('name', ['training_eval/a/loss', 'training_eval/mean/accuracy', 'inference_eval/mean/f1',
-                                  'inference_eval/a/exact_match'])
+                                  'inference_eval/a/exact_match', 'training_eval/held_out/mean/loss'])
 def test_known_metrics_pass(name):
   evaluation.check_metric_name('best_metric', name, _KNOWN)
 
@@ -52,14 +53,14 @@ def test_known_metrics_pass(name):
 @pytest.mark.parametrize('name, fragment', [
     ('inference_eval/a/exact_mach', "Did you mean 'inference_eval/a/exact_match'"), ('f1', 'inference_eval/b/f1'),
     ('inference_eval/b/exact_match', 'Did you mean'), ('train/loss', 'must be the full name of a metric of this run'),
-    (3, 'full name')])
+    (3, 'full name'), ('training_eval/held_out/a/accuracy', 'Did you mean')])
 def test_unknown_metrics_are_rejected(name, fragment):
   with pytest.raises(ConfigError, match=fragment):
     evaluation.check_metric_name('best_metric', name, _KNOWN)
 
 
 def test_a_task_whose_metrics_are_not_known_beforehand():
-  known = {'inference_eval/a': None}
+  known = {'inference_eval': {'a': None}}
   for name in ('inference_eval/a/anything', 'inference_eval/mean/anything'):
     evaluation.check_metric_name('best_metric', name, known)
   for name in ('inference_eval/b/anything', 'training_eval/a/loss'):

@@ -1,10 +1,11 @@
 """Evaluations of a run, teacher-forced and by decoding, and their results.
 
-Metrics have full names, `<kind>/<task>/<metric>`; the task `mean` holds the means over tasks.
+Metrics have full names, `<folder of the evaluation>/<task>/<metric>`; the task `mean` holds the means over tasks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 from typing import Any
 
 import clu.values
@@ -17,13 +18,40 @@ from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import ActionMode, Stop
 from t5x_lite.apps.common import report
-from t5x_lite.evaluation import INFERENCE_EVAL, MEAN, TRAINING_EVAL
+from t5x_lite.evaluation import MEAN
 
 MetricsByTask = Mapping[str, Mapping[str, clu.values.Value]]
 
 
 class EvaluationInterrupted(Exception):
   """Error that `note_fn` or `read_fn` raise to interrupt an evaluation, which is repeated later."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenEvaluation:
+  """An evaluation with its data opened.
+
+  Attributes:
+    name: name, unique in a run: 'training_eval' and 'inference_eval' for the evaluations of
+      `train_eval_dataset_cfg` and `infer_eval_dataset_cfg`.
+    folder: folder of the results, the beginning of the names of its metrics.
+    batches: batches by task name, of a teacher-forced evaluation.
+    evaluator: evaluator, of an evaluation by decoding.
+  """
+
+  name: str
+  folder: str
+  batches: Mapping[str, data.EvalBatches] = dataclasses.field(default_factory=dict)
+  evaluator: evaluation.InferenceEvaluator | None = None
+
+  @property
+  def tasks(self) -> list[str]:
+    """Names of the tasks."""
+    return [task.name for task in self.evaluator.eval_tasks] if self.evaluator else list(self.batches)
+
+  def task_of_run(self, task: str) -> str:
+    """Return the name of a task among all tasks of its kind, for the trainer and actions: '<name>/<task>'."""
+    return '/'.join([*self.folder.split('/')[1:], task])
 
 
 class RunEvaluations:
@@ -33,9 +61,8 @@ class RunEvaluations:
   concurrently and no action needs them. `numbers` and `flush` wait for them.
   """
 
-  def __init__(self, *, trainer: trainer_lib.BaseTrainer, eval_batches: Mapping[str, data.EvalBatches],
-               evaluator: evaluation.InferenceEvaluator | None, summary_dir: str | None, progress: runtime.Progress,
-               note_fn: Callable[[str], None],
+  def __init__(self, *, trainer: trainer_lib.BaseTrainer, evaluations: Sequence[OpenEvaluation],
+               summary_dir: str | None, progress: runtime.Progress, note_fn: Callable[[str], None],
                compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
                read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
                actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] | None = None):
@@ -43,8 +70,7 @@ class RunEvaluations:
 
     Args:
       trainer: trainer that holds the state; computes teacher-forced evaluations.
-      eval_batches: batches of each teacher-forced evaluation by task name; may be empty.
-      evaluator: evaluator by decoding, or None.
+      evaluations: the evaluations, in the order in which they are computed.
       summary_dir: the run directory; None writes no metrics.
       progress: log of the results.
       note_fn: called before each batch with a description of the work; may raise `EvaluationInterrupted`.
@@ -54,76 +80,88 @@ class RunEvaluations:
       actions: actions that are called with the results and may stop the run.
     """
     self._trainer = trainer
-    self._eval_batches = eval_batches
-    self._evaluator = evaluator
+    self._evaluations = {each.name: each for each in evaluations}
     self._progress = progress
     self._note = note_fn
     self._compiling = compiling_fn
     self._read = read_fn
     self._actions = actions or {}
-    self._mean_manager = None
-    if len(eval_batches) > 1:
-      evaluation.check_task_names(eval_batches)
-      self._mean_manager = summaries.MetricsManager(f'{TRAINING_EVAL}/{MEAN}', summary_dir)
+    self._mean_managers = {}
+    for each in evaluations:
+      if len(each.batches) > 1:
+        evaluation.check_task_names(each.batches)
+        self._mean_managers[each.name] = summaries.MetricsManager(f'{each.folder}/{MEAN}', summary_dir)
     # State of the last evaluation: its step, the known metrics, and the metrics that are still being computed.
     self._step: int | None = None
     self._numbers: dict[str, float] = {}
-    self._pending: evaluation.AllMetricsFuture | None = None
+    self._pending: list[tuple[OpenEvaluation, evaluation.AllMetricsFuture]] = []
 
   @property
-  def kinds(self) -> tuple[str, ...]:
-    """Configured kinds of evaluation."""
-    return ((TRAINING_EVAL,) if self._eval_batches else ()) + ((INFERENCE_EVAL,) if self._evaluator else ())
+  def names(self) -> tuple[str, ...]:
+    """Names of the evaluations, in their order."""
+    return tuple(self._evaluations)
 
   @property
   def tasks(self) -> dict[str, list[str]]:
-    """Names of the evaluated tasks, by kind."""
-    names = {TRAINING_EVAL: list(self._eval_batches),
-             INFERENCE_EVAL: [task.name for task in self._evaluator.eval_tasks] if self._evaluator else []}
-    return {kind: names[kind] for kind in self.kinds}
+    """Names of the evaluated tasks, by folder of the evaluation."""
+    return {each.folder: each.tasks for each in self._evaluations.values()}
 
   @property
   def num_batches(self) -> int:
     """Number of batches per evaluation."""
-    return sum(map(len, self._eval_batches.values())) + (self._evaluator.num_batches if self._evaluator else 0)
+    return sum(each.evaluator.num_batches if each.evaluator else sum(map(len, each.batches.values()))
+               for each in self._evaluations.values())
 
-  def evaluate(self, kinds: Collection[str]) -> Stop:
+  @property
+  def _evaluators(self) -> list[evaluation.InferenceEvaluator]:
+    return [each.evaluator for each in self._evaluations.values() if each.evaluator is not None]
+
+  def evaluate(self, names: Collection[str]) -> Stop:
     """Evaluate the trainer's state, which may be overwritten when this returns.
 
     Args:
-      kinds: kinds of evaluation to compute.
+      names: names of the evaluations to compute.
 
     Returns:
       Request of the actions: continue or stop.
     """
     self._collect_pending()
     self._step, self._numbers = None, {}
-    numbers, stop, pending = {}, Stop.CONTINUE, None
+    numbers, stop, pending = {}, Stop.CONTINUE, []
     trainer = self._trainer
-    if TRAINING_EVAL in kinds:
+    # Decoding takes the state of single layers, to which stacked ones are converted once.
+    due = sorted((each for name, each in self._evaluations.items() if name in names),
+                 key=lambda each: each.evaluator is not None)
+    for each in due:
+      if each.evaluator is not None:
+        pending.append((each, each.evaluator.evaluate(
+            trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
+            compiling_fn=self._compiling, read_fn=self._read)))
+        continue
+      batches_of = {each.task_of_run(task): batches for task, batches in each.batches.items()}
       with self._compiling():
-        trainer.compile_eval({name: batches.element_spec for name, batches in self._eval_batches.items()})
-      results = trainer.eval({name: self._global_batches(name) for name in self._eval_batches})
-      if self._mean_manager is not None:
-        self._mean_manager.write_values(trainer.step, evaluation.mean_over_tasks(results))
-      numbers |= self._report(trainer.step, TRAINING_EVAL, results)
-      stop = actions_lib.run_actions(
-          ActionMode.TRAIN_EVAL, self._actions, lambda: trainer.train_state, _with_mean(results))
-    if INFERENCE_EVAL in kinds:
-      pending = self._evaluator.evaluate(
-          trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
-          compiling_fn=self._compiling, read_fn=self._read)
+        trainer.compile_eval({name: batches.element_spec for name, batches in batches_of.items()})
+      found = trainer.eval({name: self._global_batches(name, batches) for name, batches in batches_of.items()})
+      results = {task: found[each.task_of_run(task)] for task in each.batches}
+      if each.name in self._mean_managers:
+        self._mean_managers[each.name].write_values(trainer.step, evaluation.mean_over_tasks(results))
+      numbers |= self._report(trainer.step, each, results)
+      stop = max(stop, self._run_actions(ActionMode.TRAIN_EVAL, each, results))
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
-    if pending is not None and (ActionMode.INFER_EVAL in self._actions or pending.done()):
-      results = pending.result()
+    is_done = all(future.done() for _, future in pending)
+    if pending and (ActionMode.INFER_EVAL in self._actions or is_done):
       self._collect_pending()
-      stop = max(stop, actions_lib.run_actions(
-          ActionMode.INFER_EVAL, self._actions, lambda: trainer.train_state, _with_mean(results)))
+      for each, future in pending:
+        stop = max(stop, self._run_actions(ActionMode.INFER_EVAL, each, future.result()))
     return stop
+
+  def _run_actions(self, mode: ActionMode, each: OpenEvaluation, results: MetricsByTask) -> Stop:
+    by_task = {each.task_of_run(task): values for task, values in _with_mean(results).items()}
+    return actions_lib.run_actions(mode, self._actions, lambda: self._trainer.train_state, by_task)
 
   def poll(self) -> None:
     """Report results that have become available; do not wait."""
-    if self._pending is not None and self._pending.done():
+    if self._pending and all(future.done() for _, future in self._pending):
       self._collect_pending()
 
   def numbers(self, step: int) -> dict[str, float]:
@@ -138,10 +176,8 @@ class RunEvaluations:
       OSError: e.g. the disk is full; no result is lost, and the next flush tries again.
     """
     self._collect_pending()
-    if self._evaluator is not None:
-      self._evaluator.flush()
-    if self._mean_manager is not None:
-      self._mean_manager.flush()
+    for each in (*self._evaluators, *self._mean_managers.values()):
+      each.flush()
 
   def close_files(self) -> None:
     """Wait for all results, discard them and close the metrics files, which the next evaluation opens again.
@@ -151,75 +187,72 @@ class RunEvaluations:
     """
     self._collect_pending()
     self._step, self._numbers = None, {}
-    if self._evaluator is not None:
-      self._evaluator.close_files()
-    if self._mean_manager is not None:
-      self._mean_manager.close_files()
+    for each in (*self._evaluators, *self._mean_managers.values()):
+      each.close_files()
 
   def close(self) -> None:
     """Finish pending writes."""
-    if self._evaluator is not None:
-      self._evaluator.close()
-    if self._mean_manager is not None:
-      self._mean_manager.close()
+    for each in (*self._evaluators, *self._mean_managers.values()):
+      each.close()
 
-  def check_metric_name(self, option: str, name: str) -> None:
-    """Raise if no evaluation computes the metric; compute nothing.
+  def check_metric_names(self, names: Mapping[str, str]) -> None:
+    """Raise if no evaluation computes a metric; compute nothing.
 
     The trainer may hold the shapes of a state.
 
     Args:
-      option: option that contains the name.
-      name: full name of a metric.
+      names: full names of metrics, by the option that contains the name.
 
     Raises:
-      ConfigError: the metric is unknown.
+      ConfigError: a metric is unknown.
     """
-    # Only names of the metric's own kind are collected: this traces the model or calls the metric functions.
-    known: dict[str, set[str] | None] = dict.fromkeys(f'{TRAINING_EVAL}/{task}' for task in self._eval_batches)
-    if self._evaluator is not None:
-      known |= dict.fromkeys(f'{INFERENCE_EVAL}/{task.name}' for task in self._evaluator.eval_tasks)
-    if str(name).startswith(f'{TRAINING_EVAL}/') and self._eval_batches:
-      step_fn = self._trainer.partitioned_eval_step()
-      for task, batches in self._eval_batches.items():
-        known[f'{TRAINING_EVAL}/{task}'] = set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
-    if str(name).startswith(f'{INFERENCE_EVAL}/') and self._evaluator is not None:
-      known |= {f'{INFERENCE_EVAL}/{task.name}': evaluation.names_of_metrics(task)
-                for task in self._evaluator.eval_tasks}
-    evaluation.check_metric_name(option, name, known)
+    for option, name in names.items():
+      # Only names of the metric's own evaluation are collected: this traces the model or calls the metric functions.
+      known: dict[str, dict[str, set[str] | None]] = {}
+      for each in self._evaluations.values():
+        known[each.folder] = dict.fromkeys(each.tasks)
+        if not str(name).startswith(f'{each.folder}/'):
+          continue
+        if each.evaluator is not None:
+          known[each.folder] = {task.name: evaluation.names_of_metrics(task) for task in each.evaluator.eval_tasks}
+        else:
+          step_fn = self._trainer.partitioned_eval_step()
+          known[each.folder] = {
+              task: set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
+              for task, batches in each.batches.items()}
+      evaluation.check_metric_name(option, name, known)
 
   def _collect_pending(self) -> None:
     """Wait for pending metrics and report them."""
-    if self._pending is not None:
-      pending, self._pending = self._pending, None
-      self._numbers |= self._report(self._step, INFERENCE_EVAL, pending.result())
+    pending, self._pending = self._pending, []
+    for each, future in pending:
+      self._numbers |= self._report(self._step, each, future.result())
 
-  def _report(self, step: int, kind: str, results: MetricsByTask) -> dict[str, float]:
+  def _report(self, step: int, each: OpenEvaluation, results: MetricsByTask) -> dict[str, float]:
     """Log results by task and return them as numbers by full name."""
     for task, values in _with_mean(results).items():
-      self._progress.log(f'step {step:,}  {kind}/{task}: {report.format_metrics(values)}')
-    return evaluation.full_names(kind, results)
+      self._progress.log(f'step {step:,}  {each.folder}/{task}: {report.format_metrics(values)}')
+    return evaluation.full_names(each.folder, results)
 
-  def _global_batches(self, name: str) -> Iterator[dict[str, Any]]:
-    batches = self._eval_batches[name]
+  def _global_batches(self, name: str, batches: data.EvalBatches) -> Iterator[dict[str, Any]]:
     for number, batch in enumerate(self._read(batches, f'reading a batch of the evaluation data {name!r}')):
       self._note(f'evaluating {name}: batch {number + 1} of {len(batches)}')
       yield data.to_global_arrays(batch, self._trainer.partitioner, batches.element_spec)
 
 
-def due_kinds(recorded: Any, kinds: Sequence[str]) -> tuple[str, ...]:
-  """Return those of `kinds` that a checkpoint lists as not yet computed at its step.
+def due_names(recorded: Any, names: Sequence[str]) -> tuple[str, ...]:
+  """Return those of `names` that a checkpoint lists as not yet computed at its step.
 
   Args:
-    recorded: names of kinds; older checkpoints have a bool for all kinds.
-    kinds: kinds of evaluation of the run.
+    recorded: names of evaluations; older checkpoints have a bool for all.
+    names: names of the evaluations of the run.
 
-  >>> due_kinds(['inference_eval'], ['training_eval', 'inference_eval']), due_kinds(True, ['training_eval'])
+  >>> due_names(['inference_eval'], ['training_eval', 'inference_eval']), due_names(True, ['training_eval'])
   (('inference_eval',), ('training_eval',))
   """
   if isinstance(recorded, bool):
-    return tuple(kinds) if recorded else ()
-  return tuple(kind for kind in kinds if kind in recorded)
+    return tuple(names) if recorded else ()
+  return tuple(name for name in names if name in recorded)
 
 
 def _with_mean(results: MetricsByTask) -> MetricsByTask:

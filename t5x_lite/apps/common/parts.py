@@ -3,13 +3,14 @@
 `train` and `precompile` share them, so that precompiled programs are exactly those of a run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 from typing import Any
 
 import jax
 
+from t5x_lite import averaging
 from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
@@ -19,6 +20,7 @@ from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common.evaluations import OpenEvaluation
 from t5x_lite.types import Batch
 
 
@@ -46,13 +48,23 @@ class RunConfig:
   train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer
   verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs
   infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig()
+  evaluations: Sequence[evaluation.Evaluation] = ()
+  param_ema: averaging.ParamEma | None = None
 
   def __post_init__(self):
     start_lib.check_model_dir('train', 'model_dir', self.model_dir)
     start_lib.check_optimizer(self.model)
     checks.check('train', vars(self), eval_steps=checks.number(at_least=1, integer=True).or_none(),
-                 random_seed=start_lib.SEED)
+                 random_seed=start_lib.SEED, param_ema=checks.instance(
+                     (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'))
+    names = [each.name for each in self.evaluations if isinstance(each, evaluation.Evaluation)]
+    checks.check('train', vars(self), evaluations=checks.Expectation(
+        'a list of Evaluations with different names',
+        lambda given: len(names) == len(given) == len(set(names)), 'In gin: [@a/evaluation.Evaluation(), ...].'))
     evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)
+    for each in self.evaluations:
+      if each.decode:
+        evaluation.check_evaluator_cls(self.inference_evaluator_cls, each.dataset_cfg, each.infer_eval_cfg)
 
   @property
   def rng_impl(self) -> str:
@@ -66,23 +78,27 @@ class RunData:
 
   Attributes:
     batches: global training batches; nothing is read before the first batch is requested.
-    eval_batches: finite batches of each teacher-forced evaluation, by task name.
-    evaluator: evaluator by decoding, or None.
+    evaluations: the evaluations, those of `train_eval_dataset_cfg` and `infer_eval_dataset_cfg` first.
     sample_truncation_fn: see `data.HostIterator.sample_truncation`.
   """
 
   batches: data.GlobalBatches
-  eval_batches: Mapping[str, data.EvalBatches]
-  evaluator: evaluation.InferenceEvaluator | None
+  evaluations: Sequence[OpenEvaluation]
   sample_truncation_fn: Callable[[], data.Truncation | None]
+
+  @property
+  def eval_batches(self) -> dict[str, data.EvalBatches]:
+    """Batches of the teacher-forced evaluations, by the trainer's name of the task."""
+    return {each.task_of_run(task): batches for each in self.evaluations for task, batches in each.batches.items()}
 
   @property
   def element_specs(self) -> dict[str, Batch]:
     """Shapes and dtypes of global batches, by dataset and feature name."""
     specs = {'training': self.batches.element_spec}
-    specs |= {f'{evaluation.TRAINING_EVAL}/{name}': b.element_spec for name, b in self.eval_batches.items()}
-    if self.evaluator is not None:
-      specs |= {f'{evaluation.INFERENCE_EVAL}/{task.name}': task.element_spec for task in self.evaluator.eval_tasks}
+    for each in self.evaluations:
+      specs |= {f'{each.folder}/{name}': batches.element_spec for name, batches in each.batches.items()}
+      if each.evaluator is not None:
+        specs |= {f'{each.folder}/{task.name}': task.element_spec for task in each.evaluator.eval_tasks}
     return specs
 
 
@@ -110,15 +126,15 @@ def open_data(
   """
   partitioner, converter = cfg.partitioner, cfg.model.FEATURE_CONVERTER
   layout = partitioner.get_data_layout(cfg.train_dataset_cfg.batch_size)
-  evaluation.check_eval_batch(cfg.train_eval_dataset_cfg, partitioner)
-  evaluation.check_eval_batch(cfg.infer_eval_dataset_cfg, partitioner)
+  for _, _, each in _evaluations(cfg):
+    evaluation.check_eval_batch(each.dataset_cfg, partitioner)
   note_fn(f'opening the data: {cfg.train_dataset_cfg.name}')
 
   def open_training() -> data.HostIterator:
     if cfg.verify_matching_vocabs_fn is not None:
-      for dataset_cfg in (cfg.train_dataset_cfg, cfg.train_eval_dataset_cfg):
-        if dataset_cfg is not None:
-          cfg.verify_matching_vocabs_fn(dataset_cfg, cfg.model)
+      teacher_forced = [each.dataset_cfg for _, _, each in _evaluations(cfg) if not each.decode]
+      for dataset_cfg in (cfg.train_dataset_cfg, *teacher_forced):
+        cfg.verify_matching_vocabs_fn(dataset_cfg, cfg.model)
     return cfg.get_dataset_fn(cfg.train_dataset_cfg, layout, feature_converter=converter)
 
   host_iterator = open_fn(open_training, 'opening the training data', lambda opened: opened.close())
@@ -126,23 +142,36 @@ def open_data(
   knows_truncation = isinstance(host_iterator, data.HostIterator)
   batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
       host_iterator, partitioner, num_prefetched_batches, num_retries=num_retries)))
-  eval_batches: Mapping[str, data.EvalBatches] = {}
-  eval_cfg = cfg.train_eval_dataset_cfg
-  if eval_cfg is not None:
-    eval_layout = partitioner.get_data_layout(eval_cfg.batch_size)
-    eval_batches = open_fn(lambda: cfg.train_eval_get_dataset_fn(
-        eval_cfg, eval_layout, cfg.eval_steps, feature_converter=converter), 'opening the evaluation data')
-  evaluator = None
-  if cfg.infer_eval_dataset_cfg is not None:
-    evaluator = open_fn(lambda: evaluation.InferenceEvaluator(
-        cfg.infer_eval_dataset_cfg, cfg.inference_evaluator_cls, cfg.model, partitioner, log_dir=log_dir,
-        verify_matching_vocabs_fn=cfg.verify_matching_vocabs_fn, cfg=cfg.infer_eval_cfg,
-        concurrent_metrics=concurrent_metrics), 'opening the data to evaluate by decoding',
-        lambda opened: opened.close())
-    stack.callback(evaluator.close)
+  opened = []
+  for name, folder, each in _evaluations(cfg):
+    if each.decode:
+      evaluator = open_fn(lambda each=each, folder=folder: evaluation.InferenceEvaluator(
+          each.dataset_cfg, cfg.inference_evaluator_cls, cfg.model, partitioner, log_dir=log_dir,
+          verify_matching_vocabs_fn=cfg.verify_matching_vocabs_fn, cfg=each.infer_eval_cfg,
+          concurrent_metrics=concurrent_metrics, folder=folder), f'opening the evaluation data of {name}',
+          lambda opened: opened.close())
+      stack.callback(evaluator.close)
+      opened.append(OpenEvaluation(name=name, folder=folder, evaluator=evaluator))
+    else:
+      batches_by_task = open_fn(lambda each=each: cfg.train_eval_get_dataset_fn(
+          each.dataset_cfg, partitioner.get_data_layout(each.dataset_cfg.batch_size), each.num_batches,
+          feature_converter=converter), f'opening the evaluation data of {name}')
+      opened.append(OpenEvaluation(name=name, folder=folder, batches=batches_by_task))
   return RunData(
-      batches=batches, eval_batches=eval_batches, evaluator=evaluator,
+      batches=batches, evaluations=opened,
       sample_truncation_fn=host_iterator.sample_truncation if knows_truncation else lambda: None)
+
+
+def _evaluations(cfg: RunConfig) -> list[tuple[str, str, evaluation.Evaluation]]:
+  """Return (name, folder, evaluation) of all evaluations; `when` is not set for those of the short form."""
+  found = []
+  if cfg.train_eval_dataset_cfg is not None:
+    found.append((evaluation.TRAINING_EVAL, evaluation.TRAINING_EVAL, evaluation.Evaluation(
+        name='short_form', dataset_cfg=cfg.train_eval_dataset_cfg, num_batches=cfg.eval_steps)))
+  if cfg.infer_eval_dataset_cfg is not None:
+    found.append((evaluation.INFERENCE_EVAL, evaluation.INFERENCE_EVAL, evaluation.Evaluation(
+        name='short_form', dataset_cfg=cfg.infer_eval_dataset_cfg, decode=True, infer_eval_cfg=cfg.infer_eval_cfg)))
+  return found + [(each.name, each.folder, each) for each in cfg.evaluations]
 
 
 def make_trainer(
@@ -170,12 +199,15 @@ def make_trainer(
   init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed, impl=cfg.rng_impl))
   initializer = cfg.train_state_initializer_cls(
       cfg.model.optimizer_def, cfg.model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()},
-      cfg.partitioner, {name: leaf.dtype for name, leaf in spec.items()})
+      cfg.partitioner, {name: leaf.dtype for name, leaf in spec.items()},
+      **({} if cfg.param_ema is None else {'param_ema': cfg.param_ema}))
   trainer = stack.enter_context(cfg.trainer_cls(
       model=cfg.model, train_state=initializer.global_train_state_shape, partitioner=cfg.partitioner,
       eval_names=list(run_data.eval_batches), summary_dir=summary_dir, train_state_axes=initializer.train_state_axes,
       rng=trainer_rng))
   start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, max(first_step, last_step - 1)])
+  if cfg.param_ema is not None:
+    cfg.param_ema.check_decay([first_step, max(first_step, last_step - 1)])
   trainer.check_batch(spec)
   return trainer, initializer, init_rng
 

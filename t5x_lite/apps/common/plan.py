@@ -1,9 +1,12 @@
 """Plan of a run: stretches of training steps and the work at each pause. Pure functions of numbers."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import types
+from typing import Protocol
 
-from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL
+from t5x_lite import checkpoints
+from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,16 +16,14 @@ class Stretch:
   Attributes:
     first: number of completed steps before the stretch.
     last: number of completed steps at its end.
-    evaluate: whether a teacher-forced evaluation follows.
-    infer: whether an evaluation by decoding follows.
+    evaluations: names of the evaluations that follow.
     save: whether a checkpoint is saved, after evaluating.
     collect_garbage: whether garbage is collected.
   """
 
   first: int
   last: int
-  evaluate: bool = False
-  infer: bool = False
+  evaluations: tuple[str, ...] = ()
   save: bool = False
   collect_garbage: bool = False
 
@@ -31,34 +32,39 @@ class Stretch:
     """Number of steps in the stretch."""
     return self.last - self.first
 
-  @property
-  def evaluations(self) -> tuple[str, ...]:
-    """Kinds of evaluation at the end of the stretch."""
-    return (TRAINING_EVAL,) * self.evaluate + (INFERENCE_EVAL,) * self.infer
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class When:
-  """Steps after which a run does something.
-
-  Attributes:
-    period: number of steps between two times, counted from step 0 of the model; None or 0 for no period.
-    steps: additional steps.
-    at_end: also after the last step.
-  """
-
-  period: int | None = None
-  steps: Collection[int] = ()
-  at_end: bool = False
+class Times(Protocol):
+  """Steps after which a run does something, such as `evaluation.When`."""
 
   def is_due(self, step: int, last_step: int) -> bool:
     """Return whether it is due after `step` of a run that ends at `last_step`."""
-    return (self.at_end and step == last_step) or _is_due(step, self.period) or step in self.steps
+
+  def next_step(self, step: int) -> int | None:
+    """Return the first step after `step` at which it may be due, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveTimes:
+  """Steps at which the policy of a configuration saves, and the last step.
+
+  Attributes:
+    policy: the policy.
+  """
+
+  policy: checkpoints.SavePolicy
+
+  def is_due(self, step: int, last_step: int) -> bool:
+    """See `Times`."""
+    return step == last_step or self.policy.should_save(step)
+
+  def next_step(self, step: int) -> int | None:
+    """See `Times`."""
+    return self.policy.next_step(step)
 
 
 def plan_steps(
-    first_step: int, last_step: int, *, evaluate: When = When(at_end=True), infer: When = When(),
-    save: When = When(at_end=True), collect_garbage: When = When(), pause: When = When()) -> Iterator[Stretch]:
+    first_step: int, last_step: int, *, evaluations: Mapping[str, Times] = types.MappingProxyType({}),
+    save: Times = When(at_end=True), collect_garbage: Times = When(), pause: Times = When()) -> Iterator[Stretch]:
   """Yield the stretches of a run.
 
   Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses at the same
@@ -67,26 +73,23 @@ def plan_steps(
   Args:
     first_step: number of completed steps at the start.
     last_step: number of completed steps at the end.
-    evaluate: when to compute teacher-forced evaluations.
-    infer: when to evaluate by decoding.
+    evaluations: when to evaluate, by name.
     save: when to save.
     collect_garbage: when to collect garbage.
     pause: when to pause only for a summary.
 
-  >>> [(s.last, s.evaluate, s.save)
-  ...  for s in plan_steps(0, 10, evaluate=When(period=4, at_end=True), save=When(period=6, at_end=True))]
-  [(4, True, False), (6, False, True), (8, True, False), (10, True, True)]
+  >>> [(s.last, s.evaluations, s.save) for s in plan_steps(
+  ...     0, 10, evaluations={'a': When(period=4, at_end=True)}, save=When(period=6, at_end=True))]
+  [(4, ('a',), False), (6, (), True), (8, ('a',), False), (10, ('a',), True)]
   """
-  actions = {'evaluate': evaluate, 'infer': infer, 'save': save, 'collect_garbage': collect_garbage}
-  whens = (*actions.values(), pause)
-  explicit = sorted({s for when in whens for s in when.steps if first_step < s <= last_step}, reverse=True)
-  periods = [when.period for when in whens if when.period]
   step = first_step
   while step < last_step:
-    while explicit and explicit[-1] <= step:
-      explicit.pop()
-    stop = min([last_step, *((step // p + 1) * p for p in periods), *explicit[-1:]])
-    yield Stretch(first=step, last=stop, **{name: when.is_due(stop, last_step) for name, when in actions.items()})
+    known = (when.next_step(step) for when in (*evaluations.values(), save, collect_garbage, pause))
+    stop = min([last_step, *(each for each in known if each is not None)])
+    yield Stretch(
+        first=step, last=stop, save=save.is_due(stop, last_step),
+        collect_garbage=collect_garbage.is_due(stop, last_step),
+        evaluations=tuple(name for name, when in evaluations.items() if when.is_due(stop, last_step)))
     step = stop
 
 
@@ -104,27 +107,32 @@ def total_steps_of_run(total_steps: int | None, relative_steps: int | None, star
 def describe_plan(stretches: Sequence[Stretch]) -> str:
   """Return the plan as text: number and steps of the pauses of each kind.
 
-  >>> print(describe_plan(list(plan_steps(0, 10, evaluate=When(period=5, at_end=True), pause=When(period=2)))))
+  >>> whens = {'training_eval': When(period=5, at_end=True), 'inference_eval': When(at_end=True), 'held_out': When(
+  ...     steps=[4])}
+  >>> print(describe_plan(list(plan_steps(0, 10, evaluations=whens, pause=When(period=2)))))
   steps        1 to 10
   summaries    6: 2, 4, 5, 6, 8, 10
   evaluations  2: 5, 10
+  decodings    1: 10
+  held_out     1: 4
   checkpoints  1: 10
   """
   if not stretches:
     return 'steps        none: the run is complete'
-  evaluations, decodings = ([s.last for s in stretches if s.evaluate], [s.last for s in stretches if s.infer])
+  steps: dict[str, list[int]] = {TRAINING_EVAL: [], INFERENCE_EVAL: []}
+  for stretch in stretches:
+    for name in stretch.evaluations:
+      steps.setdefault(name, []).append(stretch.last)
+  evaluations, decodings = steps.pop(TRAINING_EVAL), steps.pop(INFERENCE_EVAL)
   if not evaluations or not decodings or evaluations == decodings:
     evaluations, decodings = evaluations or decodings, []
   rows = [('summaries', [s.last for s in stretches]), ('evaluations', evaluations), ('decodings', decodings),
-          ('checkpoints', [s.last for s in stretches if s.save]),
+          *steps.items(), ('checkpoints', [s.last for s in stretches if s.save]),
           ('collections', [s.last for s in stretches if s.collect_garbage])]
-  lines = [f'{"steps":<13}{stretches[0].first + 1:,} to {stretches[-1].last:,}']
-  lines += [f'{name:<13}{len(steps):,}: {_shortened(steps)}' for name, steps in rows if steps]
+  width = max(13, *(len(name) + 2 for name, _ in rows))
+  lines = [f'{"steps":<{width}}{stretches[0].first + 1:,} to {stretches[-1].last:,}']
+  lines += [f'{name:<{width}}{len(steps):,}: {_shortened(steps)}' for name, steps in rows if steps]
   return '\n'.join(lines)
-
-
-def _is_due(step: int, period: int | None) -> bool:
-  return bool(period) and step % period == 0
 
 
 def _shortened(steps: Sequence[int], limit: int = 8) -> str:

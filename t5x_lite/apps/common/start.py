@@ -356,7 +356,7 @@ def check_finite(start: StartingPoint, state: TrainState) -> None:
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:
   """Return the checkpoint metadata about the optimizer; the leaves of `train_state` may be shapes."""
   return {'optimizer': {'name': train_state.optimizer_def.name,
-                        'evaluates_other_params': train_state.evaluates_other_params}}
+                        'evaluates_other_params': train_state.replace(param_average=None).evaluates_other_params}}
 
 
 def layout_metadata(model: models.BaseModel) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluations
+from t5x_lite.apps.common.evaluations import EvaluationInterrupted, OpenEvaluation, RunEvaluations
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.apps.evaluate.config import EvaluateConfig
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
@@ -143,11 +143,11 @@ def evaluate(
         model=cfg.model, train_state=shapes, partitioner=cfg.partitioner, eval_names=list(eval_batches),
         summary_dir=cfg.summary_dir, train_state_axes=initializer.train_state_axes, rng=jax.random.key(0)))
     evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
-        trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, summary_dir=cfg.summary_dir,
+        trainer=trainer, evaluations=_open_evaluations(evaluator, eval_batches), summary_dir=cfg.summary_dir,
         progress=progress, note_fn=_BatchNotes(signals, progress),
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))
     if cfg.best_metric is not None:
-      evaluations.check_metric_name('best_metric', cfg.best_metric)
+      evaluations.check_metric_names({'best_metric': cfg.best_metric})
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints: the configured ones, without those that are evaluated already
@@ -197,7 +197,7 @@ def evaluate(
         trainer.train_state = state
         del state
         progress.log(f'Evaluating {path or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.')
-        evaluations.evaluate(evaluations.kinds)
+        evaluations.evaluate(evaluations.names)
         unfinished.append((step, path))
         trainer.train_state = shapes  # The devices need not hold two states.
         if multihost.any_process(signals.requested):
@@ -242,6 +242,19 @@ def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[..., Any],
       raise
     progress.log(f'{error} Computing only the teacher-forced evaluation.')
     return None
+
+
+def _open_evaluations(
+    evaluator: InferenceEvaluator | None, eval_batches: Mapping[str, data.EvalBatches]) -> list[OpenEvaluation]:
+  """Return the teacher-forced evaluation and that by decoding, if they are configured."""
+  found = []
+  if eval_batches:
+    found.append(OpenEvaluation(
+        name=evaluation.TRAINING_EVAL, folder=evaluation.TRAINING_EVAL, batches=eval_batches))
+  if evaluator is not None:
+    found.append(OpenEvaluation(
+        name=evaluation.INFERENCE_EVAL, folder=evaluation.INFERENCE_EVAL, evaluator=evaluator))
+  return found
 
 
 def _input_spec(evaluator: InferenceEvaluator | None, eval_batches: Mapping[str, data.EvalBatches],

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import evaluation
 from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -127,9 +128,10 @@ def precompile(
       spec_of_eval = eval_batches[names[0]].element_spec
       compile_program(f'evaluation step ({", ".join(names)})',
                       lambda spec=spec_of_eval: trainer.partitioned_eval_step().lower(trainer.step_state, spec))
-    if run_data.evaluator is not None:
-      for name, lower_fn in run_data.evaluator.programs(state_shape, state_axes).items():
-        compile_program(name, lower_fn)
+    for each in run_data.evaluations:
+      if each.evaluator is not None:
+        for name, lower_fn in each.evaluator.programs(state_shape, state_axes).items():
+          compile_program(name if each.name == evaluation.INFERENCE_EVAL else f'{each.name}: {name}', lower_fn)
   return programs
 
 

@@ -10,8 +10,7 @@ from t5x_lite import checks
 from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.parts import RunConfig
-from t5x_lite.apps.common.plan import When
-from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL
+from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 
 _COUNT = checks.number(at_least=1, below=2**31, integer=True, remedy='Steps are int32.')
 _STEPS = _COUNT.or_none()
@@ -74,22 +73,27 @@ class TrainConfig(RunConfig):
     """Number of steps between two summaries."""
     return self.stats_period or max(1, (self.eval_period or self.total_steps or self.relative_steps) // 10)
 
-  def plan(self, first_step: int, *, last_step: int, kinds: Sequence[str],
-           pause_steps: Sequence[int]) -> Iterator[plan_lib.Stretch]:
+  @property
+  def whens(self) -> dict[str, When]:
+    """When each evaluation is due, by its name."""
+    at_start, found = self.run_eval_before_training, {}
+    if self.train_eval_dataset_cfg is not None:
+      found[TRAINING_EVAL] = When(period=self.eval_period, at_start=at_start, at_end=True)
+    if self.infer_eval_dataset_cfg is not None:
+      period = self.infer_eval_period or self.eval_period
+      found[INFERENCE_EVAL] = When(period=period, at_start=at_start, at_end=True)
+    return found | {each.name: each.when for each in self.evaluations}
+
+  def plan(self, first_step: int, *, last_step: int, pause_steps: Sequence[int]) -> Iterator[plan_lib.Stretch]:
     """Yield the stretches of steps after `first_step`.
 
     Args:
       first_step: number of completed steps.
       last_step: step at which the run ends.
-      kinds: kinds of evaluation of the run.
       pause_steps: additional steps at which to pause.
     """
-    save_cfg, never = self.checkpoint_cfg.save, When()
-    infer_period = self.infer_eval_period or self.eval_period
+    save_cfg = self.checkpoint_cfg.save
     return plan_lib.plan_steps(
-        first_step, last_step,
-        evaluate=When(period=self.eval_period, at_end=True) if TRAINING_EVAL in kinds else never,
-        infer=When(period=infer_period, at_end=True) if INFERENCE_EVAL in kinds else never,
-        save=never if save_cfg is None else When(
-            period=save_cfg.period, steps=save_cfg.checkpoint_steps or (), at_end=True),
+        first_step, last_step, evaluations=self.whens,
+        save=When() if save_cfg is None else plan_lib.SaveTimes(checkpoints.save_policies_from_config(save_cfg)),
         collect_garbage=When(period=self.gc_period), pause=When(period=self.summary_period, steps=pause_steps))

@@ -8,10 +8,12 @@ import shlex
 import sys
 from typing import Any
 
+import clu.values
 import jax
 import numpy as np
 
 from t5x_lite import actions as actions_lib
+from t5x_lite import checks
 from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite import state_init
@@ -52,7 +54,7 @@ class TrainLoop:
     profiler: profiler of the configured steps.
     signals: stop signals.
     collect_garbage_fn: collects garbage at the configured steps.
-    evaluation_due: kinds of evaluation that are due at the current step.
+    evaluation_due: names of the evaluations that are due at the current step.
   """
 
   cfg: TrainConfig
@@ -136,8 +138,22 @@ class TrainLoop:
       self._request_stop(run_actions(
           ActionMode.TRAIN, actions, lambda: trainer.train_state, {TRAIN_METRIC_KEY: values}))
     if trainer.step > stretch.first:
-      every = self.evaluations.kinds if self._stop == Stop.EARLY else stretch.evaluations
-      self.evaluation_due = every if self._is_complete else ()
+      self.evaluation_due = self._due_evaluations(stretch, summary) if self._is_complete else ()
+
+  def _due_evaluations(self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture) -> tuple[str, ...]:
+    """Return the names of the evaluations at the end of a stretch whose condition holds."""
+    whens, step = self.cfg.whens, stretch.last
+    if self._stop == Stop.EARLY:
+      return tuple(name for name, when in whens.items() if when.at_end)
+
+    def holds(when):
+      if when.condition is None or when.is_due_at_end(step, self.last_step):
+        return True
+      numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
+                 if isinstance(value, clu.values.Scalar)}
+      return bool(checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers))
+
+    return tuple(name for name in stretch.evaluations if holds(whens[name]))
 
   def evaluate(self) -> None:
     """Compute the evaluations that are due, unless the run must stop."""
@@ -151,8 +167,10 @@ class TrainLoop:
   def save(self) -> None:
     """Save the state if a save is due or the run ends."""
     is_last = self.trainer.stop_training or self.trainer.step == self.last_step
-    is_due = (self._is_complete and self._stretch.save) or self.trainer.stop_training
-    if self.saves is not None and is_due and self._is_sound and self.trainer.step > self._first_step:
+    if self.saves is None or not self._is_sound or self.trainer.step <= self._first_step:
+      return
+    is_due = self._is_complete and (self.saves.is_due(self.trainer.step, self.evaluation_due) or self._stretch.save)
+    if is_due or self.trainer.stop_training:
       with self.watchdog.watching('saving'):
         self.saves.save(self.evaluation_due, is_last=is_last and not self._interrupted)
         self.watchdog.beat(self.trainer.step)

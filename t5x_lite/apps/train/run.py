@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from t5x_lite import actions as actions_lib
+from t5x_lite import averaging
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
@@ -32,7 +33,7 @@ from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import due_kinds, EvaluationInterrupted, RunEvaluations
+from t5x_lite.apps.common.evaluations import due_names, EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
@@ -81,6 +82,8 @@ def train(
     infer_eval_period: int | None = None,
     infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
     concurrent_metrics: bool = True,
+    evaluations: Sequence[evaluation.Evaluation] = (),
+    param_ema: averaging.ParamEma | None = None,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
   """Train a model, with evaluations and checkpoints.
@@ -131,6 +134,8 @@ def train(
     infer_eval_cfg: options of evaluations by decoding.
     concurrent_metrics: compute and write the metrics of decoded texts while training continues. The run waits for them
       before it saves, evaluates again or calls actions with them.
+    evaluations: further evaluations, each with its data, batch size, metrics and steps.
+    param_ema: running average of the parameters, saved and by default used for evaluations; None keeps none.
     dry_run: print the plan of the run without training.
 
   Returns:
@@ -201,14 +206,12 @@ def train(
       progress.note(text)
 
     evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
-        trainer=trainer, eval_batches=run_data.eval_batches, evaluator=run_data.evaluator,
-        summary_dir=None if cfg.dry_run else cfg.model_dir, progress=progress, note_fn=note,
+        trainer=trainer, evaluations=run_data.evaluations, summary_dir=None if cfg.dry_run else cfg.model_dir,
+        progress=progress, note_fn=note,
         compiling_fn=functools.partial(watchdog.watching, None), actions=cfg.actions_by_mode,
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=watchdog.beat).iterate)))
-    if save_cfg is not None and save_cfg.keep_best is not None:
-      evaluations.check_metric_name('SaveCheckpointConfig.metric_name_to_monitor', save_cfg.metric_name_to_monitor)
-    plan_fn = functools.partial(
-        cfg.plan, last_step=last_step, kinds=evaluations.kinds, pause_steps=profiler.pause_steps)
+    evaluations.check_metric_names({} if save_cfg is None else checkpoints.metric_names(save_cfg))
+    plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
       parts_lib.trace_steps(trainer, run_data)
       print(report.describe(
@@ -238,11 +241,11 @@ def train(
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')
     progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
     # The run may have been stopped before this step's evaluation.
-    evaluation_due = due_kinds(facts.get('evaluation_due', False), evaluations.kinds)
+    evaluation_due = due_names(facts.get('evaluation_due', False), evaluations.names)
     if multihost.is_lead():
       _begin_files(cfg, start, run_data, trainer, progress, state_shape, redo_evaluation=bool(evaluation_due))
-    if cfg.run_eval_before_training and not start.resumes:
-      evaluation_due = evaluations.kinds
+    if not start.resumes:
+      evaluation_due = tuple(name for name, when in cfg.whens.items() if when.at_start)
 
     # Loop: train, evaluate, save; roll back non-finite states if the policy allows it.
     train_batches = TrainBatches(

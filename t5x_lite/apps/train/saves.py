@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 import logging
 import math
+import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
@@ -56,10 +58,33 @@ class TrainSaves:
     self._is_writing = False
     self._failures_in_a_row = 0
     self._last_failure: Exception | None = None
+    self._saved_at = time.monotonic()
+    # Policies that look for a new best value; the best values are facts of the run.
+    self._best_policies = [p for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
 
-  def is_due(self, step: int) -> bool:
-    """Return whether the configuration asks for a checkpoint of `step`."""
-    return self._manager.should_save(step)
+  def is_due(self, step: int, evaluation_due: Sequence[str] = ()) -> bool:
+    """Return whether the configuration asks for a checkpoint of `step`; all processes must call this together.
+
+    Args:
+      step: number of completed steps.
+      evaluation_due: evaluations of this step that are not yet computed.
+    """
+    if not self._cfg.policies:
+      return self._manager.should_save(step)
+    best = {(name, mode): value for name, mode, value in self._run_facts.get('best_metrics', ())}
+    point = checkpoints.SavePoint(
+        metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step), best=best,
+        # All processes must decide equally.
+        seconds_since_save=float(multihost.broadcast_from_lead(np.float32(time.monotonic() - self._saved_at))))
+    is_due = self._manager.should_save(step, point)
+    new = dict(best)
+    for policy in self._best_policies:
+      value = point.metrics.get(policy.metric_name, math.nan)
+      if policy.is_better(value, best.get(policy.key)):
+        new[policy.key] = value
+    if new:
+      self._run_facts['best_metrics'] = [[*key, value] for key, value in new.items()]
+    return is_due
 
   def record_metrics(self, step: int) -> None:
     """Add the metrics of the last evaluation to the checkpoint of `step`, which was saved earlier."""
@@ -79,6 +104,7 @@ class TrainSaves:
     tests = trainer.non_finite.policy.tests
     if tests and not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
       return
+    self._saved_at = time.monotonic()
     state = trainer.train_state.state_dict()
     self._progress.note(f'saving step {trainer.step:,}')
     self.wait()

@@ -200,6 +200,16 @@ class OptimizerDef(abc.ABC):
     del state
     return params
 
+  def frozen_paths(self, params: Params, state: OptimizerState) -> frozenset[str]:
+    """Return the '/'-joined paths of parameters that updates never change, so that no gradients are computed for them.
+
+    Args:
+      params: the parameters; leaves may be shapes.
+      state: the state; leaves may be shapes.
+    """
+    del params, state
+    return frozenset()
+
   def unsupported_reason(self, state: OptimizerState) -> str | None:
     """Return why the trainer cannot train with this optimizer, and the remedy; None if it can.
 

@@ -180,6 +180,14 @@ class MultiOptimizer(definition.OptimizerDef):
       new_leaves |= _paths.by_path(part.optimizer_def.eval_params(_paths.subtree(leaves, part.paths), part.state))
     return _paths.like(params, new_leaves)
 
+  def frozen_paths(self, params: Params, state: definition.OptimizerState) -> frozenset[str]:
+    """See base class: parameters of no part, and those that their part does not change."""
+    leaves = _paths.by_path(params)
+    changed = set()
+    for part in self._parts(state):
+      changed |= set(part.paths) - part.optimizer_def.frozen_paths(_paths.subtree(leaves, part.paths), part.state)
+    return frozenset(leaves) - changed
+
   def unsupported_reason(self, state: definition.OptimizerState) -> str | None:
     """See base class; the reason of the first part that has one."""
     for part in self._parts(state):

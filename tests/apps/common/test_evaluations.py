@@ -15,6 +15,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import evaluation
 from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
 from t5x_lite.apps.common import evaluations as train_evaluations
@@ -158,8 +159,8 @@ def test_a_run_that_rolls_back_forgets_the_last_evaluation(tmp_path):
   evaluator = types.SimpleNamespace(evaluate=lambda *args, **kwargs: future, flush=lambda: None,
                                     close_files=lambda: None)
   evaluations = train_evaluations.RunEvaluations(
-      trainer=trainer, eval_batches={}, evaluator=evaluator, summary_dir=None,
-      progress=runtime.Progress(enabled=False), note_fn=str)
+      trainer=trainer, summary_dir=None, progress=runtime.Progress(enabled=False), note_fn=str, evaluations=[
+          train_evaluations.OpenEvaluation(name='inference_eval', folder='inference_eval', evaluator=evaluator)])
   evaluations.evaluate(['inference_eval'])
   assert evaluations.numbers(6)['inference_eval/letters/number'] == 0.5
   evaluations.close_files()
@@ -244,10 +245,146 @@ def test_invalid_periods(tmp_path, kwargs, fragment):
 
 def test_plans():
   every = lambda period: plan_lib.When(period=period, at_end=True)
-  stretches = list(plan_lib.plan_steps(0, 12, evaluate=every(6), infer=every(4)))
+  evaluations = {'training_eval': every(6), 'inference_eval': every(4)}
+  stretches = list(plan_lib.plan_steps(0, 12, evaluations=evaluations))
   assert [(s.last, s.evaluations) for s in stretches] == [
       (4, ('inference_eval',)), (6, ('training_eval',)), (8, ('inference_eval',)),
       (12, ('training_eval', 'inference_eval'))]
   text = plan_lib.describe_plan(stretches)
   assert 'evaluations  2: 6, 12\n' in text and 'decodings    3: 4, 8, 12\n' in text
-  assert 'decodings' not in plan_lib.describe_plan(list(plan_lib.plan_steps(0, 12, evaluate=every(6))))
+  del evaluations['inference_eval']
+  assert 'decodings' not in plan_lib.describe_plan(list(plan_lib.plan_steps(0, 12, evaluations=evaluations)))
+
+
+# ---- Evaluations by name ---------------------------------------------------------------------------------------------
+
+
+def _count(targets, predictions):
+  return {'count': float(len(predictions)), 'same': float(np.mean([t == p for t, p in zip(targets, predictions)]))}
+
+
+def _named(asked=None, **options):
+  """Return three evaluations, of which the condition of one appends what it is asked to `asked`."""
+
+  def condition(step, metrics):
+    if asked is not None:
+      asked.append((step, metrics['loss']))
+    return step >= 8
+
+  return [
+      evaluation.Evaluation(name='at_steps', dataset_cfg=toy_run.dataset('train', batch_size=4), num_batches=2,
+                            when=evaluation.When(steps=[3, 10], at_start=True)),
+      evaluation.Evaluation(name='judged', dataset_cfg=toy_run.dataset('validation', batch_size=12), decode=True,
+                            when=evaluation.When(period=4, from_step=5, at_end=True),
+                            infer_eval_cfg=evaluation.InferenceEvalConfig(metric_fns=[_count], num_examples=16)),
+      evaluation.Evaluation(name='on-condition', dataset_cfg=toy_run.dataset('validation'),
+                            when=evaluation.When(condition=condition, **options))]
+
+
+@pytest.fixture(scope='module')
+def named(tmp_path_factory):
+  """A run of 12 steps with the evaluations of the short form and three others, and what the condition was asked."""
+  model_dir, asked = tmp_path_factory.mktemp('named'), []
+  _train(model_dir, evaluations=_named(asked))
+  return model_dir, asked
+
+
+def test_each_evaluation_has_its_steps_data_and_metrics(named, whole):
+  model_dir, asked = named
+  lines, usual = toy_run.lines(model_dir), toy_run.lines(whole)
+  steps = {name: [row['step'] for row in rows] for name, rows in lines.items()}
+  pauses = [3, 4, 6, 8, 10, 12]  # the steps of all evaluations and saves, and summaries every 4 steps
+  assert steps == {
+      'train': pauses, 'training_eval/letters': [6, 12], 'inference_eval/letters': [4, 8, 12],
+      'training_eval/at_steps/letters': [0, 3, 10], 'inference_eval/judged/letters': [8, 12],
+      'training_eval/on-condition/letters': [8, 10, 12]}
+  assert [step for step, _ in asked] == pauses
+  assert dict(asked) == {row['step']: pytest.approx(row['loss']) for row in lines['train']}
+  # Evaluations do not change training, nor each other.
+  for name in ('training_eval/letters', 'inference_eval/letters'):
+    assert lines[name] == usual[name]
+  (state, _), (expected, _) = toy_run.saved(model_dir, 12), toy_run.saved(whole, 12)
+  np.testing.assert_array_equal(state['target']['hidden'], expected['target']['hidden'])
+  assert lines['training_eval/on-condition/letters'][-1] == lines['training_eval/letters'][-1]
+  assert [row['count'] for row in lines['inference_eval/judged/letters']] == [16, 16]
+  assert set(lines['inference_eval/judged/letters'][0]) == {'step', 'count', 'same'}
+  rows = (model_dir / 'inference_eval/judged/letters/predictions-12.jsonl').read_text().splitlines()
+  assert len(rows) == 16
+  metrics = checkpoints.read_manifest(model_dir / 'checkpoint_12').metrics
+  assert metrics['training_eval/on-condition/letters/loss'] == pytest.approx(metrics['training_eval/letters/loss'])
+  assert metrics['inference_eval/judged/letters/count'] == 16
+
+
+def test_a_resumed_run_evaluates_by_name_like_an_uninterrupted_one(named, tmp_path):
+  for steps in (9, 12):
+    _train(tmp_path, steps, evaluations=_named(), run_eval_before_training=False)
+  lines, expected = toy_run.lines(tmp_path), toy_run.lines(named[0])
+  for name in ('training_eval/at_steps/letters', 'training_eval/letters'):
+    assert [row for row in lines[name] if row['step'] != 9] == expected[name]
+  assert [row['step'] for row in lines['inference_eval/judged/letters']] == [8, 9, 12]
+
+
+def test_an_evaluation_by_name_selects_and_stops(tmp_path):
+  seen = []
+
+  class StopAt8(BaseAction):
+
+    def run(self, train_state, metrics_by_task):
+      seen.append((int(train_state.step), *metrics_by_task))
+      return int(train_state.step) == 8
+
+  _train(tmp_path, evaluations=_named(), actions={'TRAIN_EVAL': [StopAt8()]}, save={
+      'period': 3, 'keep': 1, 'keep_best': 1, 'metric_name_to_monitor': 'training_eval/at_steps/letters/accuracy'})
+  assert seen == [(0, 'at_steps/letters'), (3, 'at_steps/letters'), (6, 'letters'), (8, 'on-condition/letters')]
+  assert 8 in checkpoints.all_steps(tmp_path)
+
+
+@pytest.mark.parametrize('evaluations, fragment', [
+    (lambda: [_named()[0], _named()[0]], 'evaluations` must be a list of Evaluations with different names'),
+    (lambda: ['x'], 'evaluations` must be a list of Evaluations'),
+    (lambda: [dataclasses.replace(_named()[0], dataset_cfg=toy_run.dataset('train', batch_size=3))], '3 rows')])
+def test_invalid_evaluations(tmp_path, evaluations, fragment):
+  with pytest.raises(ConfigError, match=fragment):
+    _train(tmp_path, evaluations=evaluations())
+
+
+# ---- Saving by what evaluations and clocks say -----------------------------------------------------------------------
+
+
+def _saved_by(tmp_path, policies, values=(0.1, 0.5, 0.2, 0.7), **kwargs):
+  """Return the steps that a run saves, whose evaluations every 3 steps have the metric `values` in turn."""
+  given = iter(values)
+  _train(tmp_path, infer_eval_period=3, infer_eval_dataset_cfg=_judged_by(lambda t, p: {'f1': next(given)}),
+         save={'policies': policies}, **kwargs)
+  return checkpoints.all_steps(tmp_path)
+
+
+def test_saving_when_a_metric_is_best(tmp_path):
+  best = checkpoints.WhenBest('inference_eval/letters/f1')
+  check = 0.0  # the first value is asked for the name of the metric
+  assert _saved_by(tmp_path / 'max', [best], (check, 0.1, 0.5, 0.2, 0.7)) == [3, 6, 12]
+  lowest = checkpoints.WhenBest('inference_eval/letters/f1', 'min', from_step=4)
+  assert _saved_by(tmp_path / 'min', [lowest], (check, 0.3, 0.5, 0.2, 0.7)) == [9, 12]
+  # A resumed run knows the best value of before.
+  assert _saved_by(tmp_path / 'again', [best], (check, 0.1, 0.5), total_steps=6) == [3, 6]
+  assert _saved_by(tmp_path / 'again', [best], (check, 0.4, 0.3)) == [3, 6, 12]
+
+
+def test_saving_by_the_clock_and_at_step_0(tmp_path, monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr('t5x_lite.apps.train.saves.time', types.SimpleNamespace(monotonic=lambda: now[0]))
+
+  class Clock(BaseAction):
+
+    def run(self, train_state, metrics_by_task):
+      now[0] += 25.0  # per pause: every 4 steps, and for evaluations at 3, 6, 9
+      return False
+
+  policies = [checkpoints.EveryNMinutes(1), checkpoints.AtSteps([0])]
+  steps = _saved_by(tmp_path, policies, [0.0] * 9, actions={'TRAIN': [Clock()]})
+  assert steps == [0, 6, 12]  # pauses at 3, 4, 6, 8, 9, 12
+
+
+def test_the_metric_of_a_save_policy_must_exist(tmp_path):
+  with pytest.raises(ConfigError, match='`WhenBest.metric_name` must be the full name of a metric'):
+    _saved_by(tmp_path, [checkpoints.WhenBest('inference_eval/letters/f2')])

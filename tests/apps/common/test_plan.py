@@ -4,28 +4,45 @@ import itertools
 
 import pytest
 
+from t5x_lite import checkpoints
 from t5x_lite.apps.common import plan as plan_lib
 
 
 @pytest.mark.parametrize('periods', [
     {}, {'pause': {'period': 3}}, {'pause': {'steps': [3, 7]}, 'save': {'steps': [7], 'at_end': True}},
-    {'evaluate': {'period': 4, 'at_end': True}, 'save': {'period': 6, 'at_end': True}},
-    {'save': {'steps': [0, 5, 5, 19, 30]}, 'collect_garbage': {'period': 7}, 'infer': {'period': 8, 'steps': [9]}},
-    {'pause': {'period': 100}, 'evaluate': {'period': 100}, 'save': {'period': 100}}])
+    {'a': {'period': 4, 'at_end': True}, 'save': {'period': 6, 'at_end': True}},
+    {'save': {'steps': [0, 5, 5, 19, 30]}, 'collect_garbage': {'period': 7}, 'b': {'period': 8, 'steps': [9]}},
+    {'a': {'period': 3, 'from_step': 9}, 'b': {'steps': [2, 11], 'from_step': 6, 'at_end': True}},
+    {'pause': {'period': 100}, 'a': {'period': 100}, 'save': {'period': 100}}])
 @pytest.mark.parametrize('first', [0, 4, 5, 18, 20])
 def test_plan_against_every_single_step(first, periods):
   last = 20
-  stretches = list(plan_lib.plan_steps(first, last, **{name: plan_lib.When(**when) for name, when in periods.items()}))
-  whens = {'evaluate': {'at_end': True}, 'save': {'at_end': True}, **periods}
+  made = {name: plan_lib.When(**when) for name, when in periods.items()}
+  evaluations = {name: made.pop(name) for name in ('a', 'b') if name in made}
+  stretches = list(plan_lib.plan_steps(first, last, evaluations=evaluations, **made))
+  whens = {'save': {'at_end': True}, **periods}
   expected = []
   for step in range(first + 1, last + 1):
-    due = {name for name, when in whens.items() if step in when.get('steps', ()) or (
-        when.get('period') and step % when['period'] == 0) or (step == last and when.get('at_end'))}
+    due = {name for name, when in whens.items() if step >= when.get('from_step', 0) and (
+        step in when.get('steps', ()) or (when.get('period') and step % when['period'] == 0)) or (
+            step == last and when.get('at_end'))}
     if due or step == last:
       expected.append((step, due - {'pause'}))
-  names = ('evaluate', 'infer', 'save', 'collect_garbage')
-  assert [(s.last, {name for name in names if getattr(s, name)}) for s in stretches] == expected
+  names = ('save', 'collect_garbage')
+  assert [(s.last, {name for name in names if getattr(s, name)} | set(s.evaluations)) for s in stretches] == expected
   assert [s.first for s in stretches] == [first, *(s.last for s in stretches)][:len(stretches)]
+
+
+def test_a_condition_alone_is_asked_at_every_pause():
+  plan = plan_lib.plan_steps(0, 9, evaluations={'a': plan_lib.When(condition=lambda step, metrics: True)},
+                             pause=plan_lib.When(period=4))
+  assert [(s.last, s.evaluations) for s in plan] == [(4, ('a',)), (8, ('a',)), (9, ('a',))]
+
+
+def test_a_policy_of_unknown_steps_adds_no_pause():
+  policy = checkpoints.AnySavePolicy((checkpoints.EveryNSteps(3, from_step=5), checkpoints.WhenBest('x')))
+  plan = plan_lib.plan_steps(0, 10, save=plan_lib.SaveTimes(policy))
+  assert [(s.last, s.save) for s in plan] == [(6, True), (9, True), (10, True)]
 
 
 def test_a_long_plan_is_made_lazily():

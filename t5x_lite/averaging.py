@@ -1,0 +1,101 @@
+"""Running averages of the parameters, for evaluation."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_lite import checks
+from t5x_lite.types import Array, ArrayLike, Params
+
+_DECAY = checks.number(at_least=0, below=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamEma:
+  """Exponential moving average (EMA) of the parameters.
+
+  After each update of the parameters, `average = decay * average + (1 - decay) * params`. Up to `start_step` the
+  average is a copy of the parameters. It has at least the precision of float32.
+
+  With `debias`, the average has no part of the parameters at `start_step`: it is the mean of the parameters after each
+  later update, weighted by powers of the decay (Adam, https://arxiv.org/abs/1412.6980, section 3, for moments).
+
+  Attributes:
+    decay: a number in [0, 1), or a schedule: a function, which can be traced, from the number of updates that the
+      average contains to such a number.
+    debias: see above; needs a constant decay.
+    start_step: number of updates before the first one that is averaged.
+    evaluate: whether evaluations during training, and commands that read the run's checkpoints, use the average; else
+      it is only saved.
+
+  Raises:
+    ConfigError: options are out of range or contradict each other.
+  """
+
+  decay: float | Callable[[ArrayLike], ArrayLike]
+  debias: bool = False
+  start_step: int = 0
+  evaluate: bool = True
+
+  def __post_init__(self):
+    checks.check(
+        'ParamEma', vars(self),
+        decay=checks.Expectation(f'{_DECAY.text}, or a schedule', lambda decay: callable(decay) or _DECAY.holds(decay)),
+        debias=checks.Expectation(
+            'False if decay is a schedule', lambda debias: not (debias and callable(self.decay)),
+            'A schedule that begins at 0, such as averaging.warmup(0.999), needs no correction.'),
+        start_step=checks.number(at_least=0, integer=True))
+
+  def check_decay(self, steps: Sequence[int]) -> None:
+    """Raise ConfigError if the schedule leaves [0, 1) when some numbers of updates have been made."""
+    for step in steps if callable(self.decay) else ():
+      count = max(0, step - self.start_step)
+      decay = float(checks.call_custom('ParamEma', 'decay', 'count', self.decay, np.int32(count)))
+      if not 0 <= decay < 1:
+        raise checks.invalid('ParamEma', 'decay', f'in [0, 1) after {count} updates', decay)
+
+  def init(self, params: Params) -> Params:
+    """Return the average before the first update: copies of `params`, in float32 at least."""
+    return jax.tree.map(lambda p: jnp.array(p, _average_dtype(p.dtype), copy=True), params)
+
+  def update(self, average: Params, params: Params, step: Array) -> Params:
+    """Return the average after an update of the parameters.
+
+    Args:
+      average: average before the update, a tree like the parameters.
+      params: parameters after the update.
+      step: number of updates with this one, int32 scalar.
+    """
+    count = step - self.start_step
+    if callable(self.decay):
+      decay = jnp.asarray(self.decay(jnp.maximum(count - 1, 0)), jnp.float32)
+      weight = 1 - decay
+    else:
+      decay, weight = np.float32(self.decay), np.float32(1 - self.decay)
+    if self.debias:
+      # The parts of the updates add up to 1 - decay ** count.
+      weight = weight / -jnp.expm1(count.astype(jnp.float32) * np.float32(np.log(max(self.decay, 1e-30))))
+      decay = 1 - weight
+    decay, weight = jnp.where(count < 1, 0, decay), jnp.where(count < 1, 1, weight)
+    return jax.tree.map(
+        lambda a, p: decay * a + weight * p.astype(a.dtype) if jnp.issubdtype(a.dtype, jnp.inexact) else p,
+        average, params)
+
+
+def warmup(decay: float) -> Callable[[ArrayLike], Array]:
+  """Return the schedule `min(decay, (1 + n) / (10 + n))` of the number n of updates, for `ParamEma.decay`.
+
+  It forgets the first parameters quickly, as TensorFlow's ExponentialMovingAverage does with `num_updates`.
+
+  Args:
+    decay: final decay, in [0, 1).
+  """
+  checks.check('warmup', locals(), decay=_DECAY)
+  return lambda count: jnp.minimum(decay, (1.0 + count) / (10.0 + count))
+
+
+def _average_dtype(dtype) -> np.dtype:
+  return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype

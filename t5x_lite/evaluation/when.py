@@ -1,0 +1,59 @@
+"""Policies of when a run evaluates."""
+
+from collections.abc import Callable, Collection, Mapping
+import dataclasses
+
+from t5x_lite import checks
+
+_STEP = checks.number(at_least=0, integer=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class When:
+  """Steps after which a run does something.
+
+  Attributes:
+    period: number of steps between two times, counted from step 0 of the model; None or 0 for no period.
+    steps: additional steps.
+    from_step: first step at which `period`, `steps` and `condition` apply.
+    at_start: also before the first step of a new run.
+    at_end: also after the last step.
+    condition: function of (step, means of the training metrics since the last summary, by name). Where `period` or
+      `steps` apply, it must return true; without both it is called after every training summary, every
+      `train.stats_period` steps and at each other pause. `at_start` and `at_end` do not need it.
+
+  Raises:
+    ConfigError: an option is out of range.
+  """
+
+  period: int | None = None
+  steps: Collection[int] = ()
+  from_step: int = 0
+  at_start: bool = False
+  at_end: bool = False
+  condition: Callable[[int, Mapping[str, float]], bool] | None = None
+
+  def __post_init__(self):
+    checks.check(
+        'When', vars(self), period=checks.number(at_least=0, integer=True).or_none(), from_step=_STEP,
+        steps=checks.Expectation('steps, integers >= 0', lambda steps: all(map(_STEP.holds, steps))),
+        condition=checks.Expectation('None or a function of (step, metrics)',
+                                     lambda condition: condition is None or callable(condition)))
+
+  def is_due(self, step: int, last_step: int | None) -> bool:
+    """Return whether it is due after `step` of a run that ends at `last_step`, if the condition holds."""
+    return self.is_due_at_end(step, last_step) or (step >= self.from_step and (
+        bool(self.period) and step % self.period == 0 or step in self.steps
+        or self.condition is not None and not self.period and not self.steps))
+
+  def is_due_at_end(self, step: int, last_step: int | None) -> bool:
+    """Return whether it is due at `step` because the run ends there."""
+    return self.at_end and step == last_step
+
+  def next_step(self, step: int) -> int | None:
+    """Return the first step after `step` of `period` and `steps`, or None."""
+    after = max(step, self.from_step - 1)
+    steps = [s for s in self.steps if s > after]
+    if self.period:
+      steps.append((after // self.period + 1) * self.period)
+    return min(steps, default=None)

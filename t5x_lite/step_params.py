@@ -1,0 +1,178 @@
+"""Parameters and inputs that the loss of a training step gets: in another dtype, with noise, or without gradients.
+
+The trained parameters, the master copy, keep their dtype. The loss gets a copy, and the gradients, in the dtype of the
+master copy, are those of the master copy.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import re
+from typing import Any, Protocol
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_lite import checks
+from t5x_lite import layer_stacks
+from t5x_lite import tree_utils
+from t5x_lite.types import Array, Batch, Params, PyTree
+
+# Name of the inputs among the paths that patterns of dtypes are searched in: 'batch/<feature>'.
+_BATCH = 'batch'
+# Keys of steps are folded with numbers below 2**31, so these are never among them.
+_NOISE_FOLD = 2**31 + 1
+
+
+class ParamNoise(Protocol):
+  """Noise that is added to the parameters in each training step."""
+
+  def __call__(self, key: Array, params: Params) -> Params:
+    """Return the parameters with noise, a tree like `params` with the same shapes and dtypes.
+
+    Args:
+      key: PRNG key of the step, the same in all its micro-batches and on all processes.
+      params: nested dict with a subtree per layer, in the dtype of the computation.
+    """
+
+
+def _are_rules(rules: Any, is_value: Callable[[Any], bool]) -> bool:
+  try:
+    return all(re.compile(pattern) and is_value(value) for pattern, value in rules)
+  except (TypeError, ValueError, re.error):
+    return False
+
+
+def first_match(rules: Sequence[tuple[str, Any]], path: str, default: Any = None) -> Any:
+  """Return the value of the first pair whose regular expression is found in `path`, or `default`.
+
+  >>> first_match([('norm', 'float32'), ('.*', 'bfloat16')], 'encoder/norm/scale')
+  'float32'
+  """
+  return next((value for pattern, value in rules if re.search(pattern, path)), default)
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianParamNoise:
+  """Normally distributed noise with a standard deviation by parameter; see `ParamNoise`.
+
+  The noise of a parameter depends on the key and its path, not on the other parameters or on the mesh.
+
+  Attributes:
+    stddevs: pairs (regular expression, standard deviation). The first expression that is found in the '/'-joined path
+      of a parameter applies; a parameter without one gets no noise.
+
+  Raises:
+    ConfigError: not such pairs.
+  """
+
+  stddevs: Sequence[tuple[str, float]]
+
+  def __post_init__(self):
+    checks.check('GaussianParamNoise', vars(self), stddevs=checks.Expectation(
+        'pairs of a regular expression and a standard deviation >= 0', lambda rules: (
+            len(rules) > 0 and _are_rules(rules, checks.number(at_least=0).holds)),
+        "For noise on all parameters: [('.*', 0.01)]."))
+
+  def __call__(self, key: Array, params: Params) -> Params:
+    """See `ParamNoise`."""
+
+    def add(path, param):
+      stddev = first_match(self.stddevs, path)
+      if not stddev or not jnp.issubdtype(param.dtype, jnp.inexact):
+        return param
+      noise = jax.random.normal(jax.random.fold_in(key, zlib.crc32(path.encode())), param.shape, param.dtype)
+      return param + jnp.asarray(stddev, param.dtype) * noise
+
+    return tree_utils.map_with_names(add, params)
+
+
+def check_train_dtype(train_dtype: Any) -> None:
+  """Raise ConfigError unless `Trainer.train_dtype` is None, a floating dtype, or pairs of expression and dtype."""
+
+  def is_dtype(dtype):
+    try:
+      return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+      return False
+
+  checks.check('Trainer', {'train_dtype': train_dtype}, train_dtype=checks.Expectation(
+      'None, a floating dtype, or pairs of a regular expression and a floating dtype or None', lambda given: (
+          given is None or is_dtype(given) or not isinstance(given, str) and _are_rules(
+              given, lambda dtype: dtype is None or is_dtype(dtype))), "For example 'bfloat16'."))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepParams:
+  """What the loss of a step gets for the trained parameters and the batch. Without options: the same arrays.
+
+  Attributes:
+    train_dtype: see `Trainer`.
+    noise: see `Trainer.param_noise`.
+    frozen: '/'-joined paths of parameters that get no gradients.
+    stacks: layers that the step takes stacked.
+    key: PRNG key of the noise in this step.
+  """
+
+  train_dtype: Any = None
+  noise: ParamNoise | None = None
+  frozen: frozenset[str] = frozenset()
+  stacks: layer_stacks.LayerStacks = layer_stacks.LayerStacks()
+  key: Array | None = None
+
+  def at_step(self, run_key: Array, step: Array) -> 'StepParams':
+    """Return the value with the key of a step.
+
+    Args:
+      run_key: base key of the run.
+      step: int32 scalar, number of updates made.
+    """
+    if self.noise is None:
+      return self
+    return dataclasses.replace(self, key=jax.random.fold_in(jax.random.fold_in(run_key, _NOISE_FOLD), step))
+
+  def dtype_of(self, path: str) -> np.dtype | None:
+    """Return the dtype for a float array at a path, which may be that of stacked layers; None for its own dtype."""
+    rules = self.train_dtype or ()
+    if isinstance(rules, (str, np.dtype, type)):
+      rules = [('', rules)]
+    dtype = first_match(rules, layer_stacks.paths_of(path)[0])
+    return None if dtype is None else jnp.dtype(dtype)
+
+  def cast(self, tree: PyTree, prefix: str = '') -> PyTree:
+    """Return the tree with its float arrays in the dtypes of their paths, which begin with `prefix`."""
+    if self.train_dtype is None:
+      return tree
+
+    def convert(path, x):
+      dtype = self.dtype_of(prefix + path) if jnp.issubdtype(x.dtype, jnp.floating) else None
+      return x if dtype is None else x.astype(dtype)
+
+    return tree_utils.map_with_names(convert, tree)
+
+  def cast_batch(self, batch: Batch) -> Batch:
+    """Return the batch with its float arrays in the dtypes of their names, 'batch/<feature>'."""
+    return self.cast(dict(batch), f'{_BATCH}/') if self.train_dtype is not None else batch
+
+  def for_loss(self, params: Params) -> Params:
+    """Return the parameters that the loss gets for the trained `params`."""
+    params = self.cast(params)
+    return params if self.noise is None else self.stacks.stack(self.noise(self.key, self.stacks.unstack(params)))
+
+  def split(self, params: Params) -> tuple[PyTree, Callable[[PyTree, Callable[[Array], Array]], Params]]:
+    """Divide the parameters into those with gradients and the others.
+
+    Returns:
+      (the parameters with gradients; a function from these, or a tree like them, and a function for each other
+      parameter to a tree like `params`).
+    """
+    if not self.frozen:
+      return params, lambda trained, fill: trained
+    leaves = dict(tree_utils.named_leaves(params))
+    trained = {path: leaf for path, leaf in leaves.items() if path not in self.frozen}
+
+    def merge(trained: Mapping[str, Any], fill: Callable[[Array], Array]) -> Params:
+      return tree_utils.map_with_names(lambda path, leaf: trained[path] if path in trained else fill(leaf), params)
+
+    return trained, merge
