@@ -132,6 +132,8 @@ class TrainStateInitializer:
     def begin(params):
       variables = {'params': params} | ({} if shape.params_axes is None else {'params_axes': shape.params_axes})
       state = train_state_lib.FlaxOptimTrainState.create(shape.optimizer_def, variables, shape.param_ema)
+      if shape.param_average is not None and state.param_average is None:  # an average that updates do not change
+        state = state.replace(param_average=params)
       return only(state.state_dict())
 
     axes = self.train_state_axes.state_dict()

@@ -92,6 +92,13 @@ def step_params_of(train_state: TrainState, step_params: StepParams, stacks: Lay
   """
   optimizer_state = OptimizerState(train_state.step, train_state.param_states)
   frozen = train_state.optimizer_def.frozen_paths(train_state.params, optimizer_state)
+  notes = [f'{option} = {value}' for option, value in (
+      ('train_dtype', step_params.train_dtype), ('param_noise', step_params.noise)) if value is not None]
+  if frozen:
+    num_arrays = len(jax.tree.leaves(train_state.params))
+    notes.append(f'no gradients for {len(frozen)} of {num_arrays} arrays of parameters')
+  if notes:
+    logging.getLogger(__name__).info('Training step: %s.', '; '.join(notes))
   return dataclasses.replace(step_params, frozen=frozen, stacks=stacks)
 
 

@@ -75,7 +75,8 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
 
 
 def _warn_of_unknown_metric(name: str, metrics: Mapping[int, Mapping[str, float]]) -> None:
-  known = {other for of_step in metrics.values() for other in of_step}
+  kind = name.partition('/')[0]  # an evaluation of another kind may have come first
+  known = {other for of_step in metrics.values() for other in of_step if other.partition('/')[0] == kind}
   if known and name not in known:
     _logger.warning('SaveCheckpointConfig.metric_name_to_monitor is %r, and no checkpoint has a metric of that name.%s',
                     name, errors.did_you_mean(name, known))

@@ -18,6 +18,6 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'mean_over_tasks', 'names_of_metrics'),
     't5x_lite.evaluation.outputs': ('OutputRunner',),
     't5x_lite.evaluation.runner': ('PredictRunner',),
-    't5x_lite.evaluation.when': ('When',),
+    't5x_lite.evaluation.when': ('Threshold', 'When'),
     't5x_lite.summaries': ('PREDICTIONS_PREFIX',),
 })

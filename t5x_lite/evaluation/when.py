@@ -57,3 +57,33 @@ class When:
     if self.period:
       steps.append((after // self.period + 1) * self.period)
     return min(steps, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Threshold:
+  """Condition for `When`: a training metric is below or above a number.
+
+  Attributes:
+    metric: name of a training metric, e.g. 'loss'; a summary without it does not satisfy the condition.
+    below: upper bound, exclusive; None for none.
+    above: lower bound, exclusive; None for none.
+
+  Raises:
+    ConfigError: both bounds are None, or a bound is no number.
+  """
+
+  metric: str
+  below: float | None = None
+  above: float | None = None
+
+  def __post_init__(self):
+    number = checks.number()
+    checks.check('Threshold', vars(self), metric=checks.instance(str, 'the name of a metric'), below=number.or_none(),
+                 above=number if self.below is None else number.or_none())
+
+  def __call__(self, step: int, metrics: Mapping[str, float]) -> bool:
+    """Return whether the condition holds for these training metrics."""
+    del step
+    value = metrics.get(self.metric)
+    return value is not None and (self.below is None or value < self.below) and (
+        self.above is None or value > self.above)

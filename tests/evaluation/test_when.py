@@ -28,3 +28,15 @@ def test_next_step():
 def test_errors(options):
   with pytest.raises(ConfigError, match=f'When.{next(iter(options))}` must be'):
     When(**options)
+
+
+@pytest.mark.parametrize('bounds, holds', [({'below': 2.0}, True), ({'below': 1.5}, False), ({'above': 1.0}, True),
+                                           ({'above': 1.0, 'below': 1.2}, False)])
+def test_threshold(bounds, holds):
+  assert evaluation.Threshold(metric='loss', **bounds)(3, {'loss': 1.5}) is holds
+  assert not evaluation.Threshold(metric='accuracy', **bounds)(3, {'loss': 1.5})
+
+
+def test_a_threshold_needs_a_bound():
+  with pytest.raises(ConfigError, match='Threshold.above` must be'):
+    evaluation.Threshold(metric='loss')

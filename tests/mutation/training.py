@@ -315,4 +315,52 @@ MUTANTS = (
         'leaf, self._leaf = self._leaf, None',
         'leaf = self._leaf',
         'tests/test_layer_stacks.py::test_each_array_is_freed_when_it_is_converted'),
+    Mutant(
+        'the_average_forgets_at_the_wrong_rate',
+        't5x_lite/averaging.py',
+        'lambda a, p: decay * a + weight * p.astype(a.dtype)',
+        'lambda a, p: weight * a + decay * p.astype(a.dtype)',
+        'tests/test_averaging.py::test_definition'),
+    Mutant(
+        'the_average_begins_one_update_late',
+        't5x_lite/averaging.py',
+        'jnp.where(count < 1, 0, decay)',
+        'jnp.where(count < 2, 0, decay)',
+        'tests/test_averaging.py::test_definition'),
+    Mutant(
+        'evaluations_take_the_trained_parameters',
+        't5x_lite/train_state.py',
+        'if self.param_average is not None and (self.param_ema is None or self.param_ema.evaluate):',
+        'if False:',
+        'tests/test_averaging.py::test_a_run_evaluates_its_average'),
+    Mutant(
+        'noise_is_the_same_in_every_step',
+        't5x_lite/step_params.py',
+        'jax.random.fold_in(jax.random.fold_in(run_key, _NOISE_FOLD), step)',
+        'jax.random.fold_in(run_key, _NOISE_FOLD)',
+        'tests/test_step_params.py::test_noise_of_a_step'),
+    Mutant(
+        'frozen_parameters_are_differentiated',
+        't5x_lite/train_step.py',
+        'dataclasses.replace(step_params, frozen=frozen, stacks=stacks)',
+        'dataclasses.replace(step_params, stacks=stacks)',
+        'tests/test_step_params.py::test_frozen_parameters_of_parts_and_value_functions'),
+    Mutant(
+        'layers_of_different_dtypes_are_stacked',
+        't5x_lite/train_state.py',
+        "add(f'stacking_key/{path}', (key, option_fn(path)))",
+        "add(f'stacking_key/{path}', key)",
+        'tests/test_step_params.py::test_layers_of_different_dtypes_are_stacked_apart'),
+    Mutant(
+        'conditions_of_evaluations_are_not_asked',
+        't5x_lite/apps/train/loop.py',
+        'if when.condition is None or when.is_due_at_end(step, self.last_step):',
+        'if True:',
+        'tests/apps/common/test_evaluations.py::test_each_evaluation_has_its_steps_data_and_metrics'),
+    Mutant(
+        'a_resumed_run_forgets_the_best_value',
+        't5x_lite/apps/train/saves.py',
+        "self._run_facts.get('best_metrics', ())",
+        '()',
+        'tests/apps/common/test_evaluations.py::test_saving_when_a_metric_is_best'),
 )

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -208,6 +209,8 @@ def make_trainer(
   start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, max(first_step, last_step - 1)])
   if cfg.param_ema is not None:
     cfg.param_ema.check_decay([first_step, max(first_step, last_step - 1)])
+    logging.getLogger(__name__).info('An average of the parameters is kept%s: %s.', (
+        ' and evaluated' if cfg.param_ema.evaluate else ''), cfg.param_ema)
   trainer.check_batch(spec)
   return trainer, initializer, init_rng
 
