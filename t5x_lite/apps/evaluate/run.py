@@ -188,7 +188,7 @@ def evaluate(
     signals.doing = 'finishing the batch'
     progress.begin(max(len(todo.paths), 1) * evaluations.num_batches, 0)
     try:
-      for state, _, path, step in restored_models:
+      for state, _, path, step, origin in restored_models:
         finish()
         if is_first and multihost.is_lead():
           # Delete partial results before the files are opened. `todo` does not include random parameters.
@@ -196,7 +196,7 @@ def evaluate(
         is_first = False
         trainer.train_state = state
         del state
-        progress.log(f'Evaluating {path or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.')
+        progress.log(f'Evaluating {origin or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.')
         evaluations.evaluate(evaluations.kinds)
         unfinished.append((step, path))
         trainer.train_state = shapes  # The devices need not hold two states.
