@@ -125,7 +125,7 @@ def restore_checkpoint(
   del arrays
   built = built.replace(arrays={}, initialized=built.initialized | set(missing))  # frees the results of functions
   if begun:
-    _logger.info('Missing in the checkpoint and made from the restored parameters: %s.',
+    _logger.info('New, made from the restored parameters: %s.',
                  _sections_or_names(begun, state))
     made = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
     state |= state_io.place({name: made[name] for name in begun}, goal.wanted, flat_shardings)
@@ -262,7 +262,7 @@ def _initial_arrays(missing: Sequence[str], arrays: Mapping[str, Any],
         f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial '
         'state. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
   if missing:
-    _logger.info('Missing in the checkpoint and initialised from scratch: %s.', first_names(missing))
+    _logger.info('New, initialised from scratch: %s.', first_names(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return {name: initial[name] for name in dict.fromkeys((*missing, *sorted(needed)))}
 

@@ -34,6 +34,7 @@ from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.apps.evaluate.config import EvaluateConfig
+from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
 from t5x_lite.formatting import format_number
 from t5x_lite.evaluation import InferenceEvaluator
@@ -154,7 +155,7 @@ def evaluate(
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking for checkpoints')
     record = eval_record.EvalRecord(cfg.output_dir, cfg.identity(evaluator, eval_batches))
-    todo = _ToDo(record)
+    todo = _ToDo(record, cfg.restore_checkpoint_cfg)
     restored_models = restore_lib.restore_for_inference(
         cfg.model, cfg.restore_checkpoint_cfg, cfg.partitioner, input_shapes, input_types, cfg.fallback_init_rng,
         train_state_initializer_cls=cfg.train_state_initializer_cls, is_done=todo.is_done,
@@ -274,8 +275,8 @@ class _BatchNotes:
 class _ToDo:
   """Paths by step of the checkpoints to evaluate, in the order in which they are found."""
 
-  def __init__(self, record: eval_record.EvalRecord):
-    self._record = record
+  def __init__(self, record: eval_record.EvalRecord, restore_cfg: checkpoints.RestoreCheckpointConfig | None):
+    self._record, self._restore_cfg = record, restore_cfg
     self.paths: dict[int, str] = {}
     self.num_done = 0
 
@@ -291,10 +292,14 @@ class _ToDo:
 
   def describe(self, num_batches: int, output_dir: str) -> str:
     """Return the text of a dry run."""
+    cfg = self._restore_cfg
+    built = cfg is not None and cfg.builders and not cfg.paths
+    origins = [builders.describe(path, cfg) for path in ([None] if built else self.paths.values())]
     return '\n'.join([
         f'Results will be written to {output_dir}.', f'{self.num_done} checkpoint(s) are already evaluated.',
-        f'{len(self.paths)} checkpoint(s) will be evaluated on {num_batches} batches each:',
-        *(f'  {path}' for path in self.paths.values())])
+        f'{len(origins)} {"built state" if built else "checkpoint"}(s) will be evaluated on {num_batches} batches '
+        'each:',
+        *(f'  {origin}' for origin in origins)])
 
 
 def _best(cfg: EvaluateConfig, record: eval_record.EvalRecord) -> int | None:

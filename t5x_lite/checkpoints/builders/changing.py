@@ -260,7 +260,7 @@ class StartAtStep(base.StateBuilder):
   @property
   def description(self) -> str:
     """See `StateBuilder.description`."""
-    return f'steps counted from {self.step}'
+    return 'a new first step'
 
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""

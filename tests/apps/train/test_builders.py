@@ -1,6 +1,7 @@
 """Runs by the command whose first state is built by a chain: average, prefix, larger vocabulary, experts."""
 
 import logging
+import re
 import shutil
 
 import gin
@@ -118,10 +119,15 @@ def test_average_prefix_vocabulary_and_experts(dense, tmp_path, capsys, caplog):
   shutil.rmtree(copied)
   assert _train(copied, run, steps=2) == 0
   assert f'Starting from {run}/checkpoint_1 (this run) at step 1, to step 2.' in capsys.readouterr().err
+  # An evaluation restores the run's checkpoints, unless it has builders of its own.
+  evaluate = ['eval', str(run), f'--gin.EVAL_OUTPUT_DIR={tmp_path}/out', '--dry_run']
+  assert cli.main(evaluate) == 0
+  assert f'{run}/checkpoint_2' in capsys.readouterr().out
   paths = {name: str(run / f'checkpoint_{step}') for name, step in (('first', 1), ('second', 2))}
   (tmp_path / 'eval.gin').write_text(_EVAL.format(**paths))
-  assert cli.main(['eval', str(run), f'--gin_file={tmp_path}/eval.gin', f'--gin.EVAL_OUTPUT_DIR={tmp_path}/out',
-                   '--dry_run']) == 0
+  assert cli.main([*evaluate, f'--gin_file={tmp_path}/eval.gin']) == 0
+  out = capsys.readouterr().out
+  assert re.search(r'1 built state.s. will be evaluated on \d+ batches each:\n  the average of 2', out)
 
 
 def test_a_prefix_that_does_not_fit_is_an_error_before_the_first_step(dense, tmp_path, capsys):

@@ -58,7 +58,7 @@ def test_a_configuration_is_the_short_form_of_a_chain(saved):
   assert builders.first_step(builders.chain_of(path, cfg)) == 4
   assert builders.first_step(builders.chain_of(path, Restore(str(saved), assignment_map=rules))) is None
   assert builders.first_step(builders.chain_of(path, Restore(str(saved)))) == 2
-  assert builders.describe(path, cfg) == f'{path}, then steps counted from 4'
+  assert builders.describe(path, cfg) == f'{path}, then a new first step'
 
 
 def test_a_complete_state_is_used_as_it_is(saved):
@@ -110,12 +110,14 @@ def test_parameters_are_never_made_up(saved):
   with pytest.raises(errors.CheckpointError, match='8 missing from the checkpoint'):
     restore_with(part, states.target(), initial_state_fn=_initial)
   new = tree_utils.flatten_dict(states.target()) | {'target/new': jax.ShapeDtypeStruct((2,), np.float32)}
+  chain, target = [builders.Reinitialize(['decoder/.*'])], tree_utils.unflatten_dict(new)
   with pytest.raises(errors.CheckpointError, match='missing from the checkpoint:\n    target/new'):
-    restore_with([builders.Reinitialize(['decoder/.*'])], tree_utils.unflatten_dict(new), saved / 'checkpoint_2', **begin)
+    restore_with(chain, target, saved / 'checkpoint_2', **begin)
 
 
 def test_a_chain_that_builds_nothing_is_not_a_run_from_scratch():
-  with pytest.raises(errors.CheckpointError, match="must build parameters, got 'a new vocabulary, then steps counted from 3', which"):
+  message = "must build parameters, got 'a new vocabulary, then a new first step', which builds none"
+  with pytest.raises(errors.CheckpointError, match=message):
     restore_with([builders.NewVocabulary(), builders.StartAtStep(3)], states.target(), initial_state_fn=_initial,
                  from_params_fn=_begin)
 
