@@ -203,7 +203,7 @@ def _build(builders: chain.Chain, goal: base.TargetState, cfg: config_lib.Restor
     built = built.at_step(built.step or 0)
   sections = (base.FROM_PARAMS if begins else ()) + (base.FROM_SCRATCH if initializes else ())
   fresh = tuple(section for section in sections if section in absent and not goal.is_resuming)
-  # A part of which only some arrays are built is made anew.
+  # A part of which only some arrays are built is replaced.
   partial = {name for name in goal.wanted if name.startswith(fresh) and name not in built.arrays}
   built = built.without(*(section for section in fresh if any(name.startswith(section) for name in partial)))
   # Builders without a checkpoint of the entire model may build some of the parameters, and nothing else.

@@ -45,7 +45,9 @@ from t5x_lite.checkpoints import builders
 eval/checkpoints.RestoreCheckpointConfig:
   path = None
   builders = [@builders.Average()]
-builders.Average.path = ['{first}', '{second}']
+builders.Average:
+  path = ['{first}', '{second}']
+  last = None
 """
 
 
@@ -119,7 +121,7 @@ def test_average_prefix_vocabulary_and_experts(dense, tmp_path, capsys, caplog):
   shutil.rmtree(copied)
   assert _train(copied, run, steps=2) == 0
   assert f'Starting from {run}/checkpoint_1 (this run) at step 1, to step 2.' in capsys.readouterr().err
-  # An evaluation restores the run's checkpoints, unless it has builders of its own.
+  # An evaluation restores the run's checkpoints, unless it has builders too.
   evaluate = ['eval', str(run), f'--gin.EVAL_OUTPUT_DIR={tmp_path}/out', '--dry_run']
   assert cli.main(evaluate) == 0
   assert f'{run}/checkpoint_2' in capsys.readouterr().out

@@ -52,7 +52,7 @@ def test_a_configuration_is_the_short_form_of_a_chain(saved):
   cfg = Restore(str(saved), assignment_map=rules, state_transformation_fns=[fn, Add('a')], builders=[own])
   assert builders.chain_of(path, cfg) == (
       builders.Restore(path, rules), builders.Transform(fn), Add('a'), own)
-  # A run that resumes is neither renamed nor built anew.
+  # A run that resumes is neither renamed nor changed.
   assert builders.chain_of(path, cfg, is_resuming=True) == (
       builders.Restore(path), builders.Transform(fn), Add('a'))
   assert builders.first_step(builders.chain_of(path, cfg)) == 4
