@@ -233,7 +233,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
     if is_other:
       raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.') from error
     raise
-  if is_other:
+  if is_other and not start.restore_cfg.builders:  # most builders drop the state of the optimizer
     logging.getLogger(__name__).warning(
         '%s was saved with the optimizer %s; this run continues from its state with %s.', start.path, saved_with, own)
 
