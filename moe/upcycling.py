@@ -1,13 +1,14 @@
-"""Sparse upcycling: a sparse model starts from a dense checkpoint, by one option of the restore.
+"""Sparse upcycling: a sparse model starts from a dense checkpoint, by a builder of the state.
 
 Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.org/abs/2212.05055, section 2; granular experts: He et
 al. 2024, https://arxiv.org/abs/2410.07524, section 4.
 
-  checkpoints.RestoreCheckpointConfig.state_transformation_fns = [@moe.upcycle()]
+  checkpoints.RestoreCheckpointConfig.builders = [@moe.upcycle()]
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -16,7 +17,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from moe import expert_state
@@ -25,6 +25,7 @@ from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
+from t5x_lite.checkpoints import builders, lazy_arrays
 from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ _EXTRA_BLOCKS = ((re.compile(r'/mlp/shared_mlp/'), '/mlp/'), (re.compile(r'/extr
 
 
 def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev: float = _ROUTER_STDDEV,
-            seed: int = 0) -> Callable[..., dict[str, Any]]:
-  """Return a restore transform that copies the feed-forward blocks of a dense model to experts of a sparse model.
+            seed: int = 0) -> checkpoints.StateBuilder:
+  """Return a builder that copies the feed-forward blocks of a dense model to experts of a sparse model.
 
   Each expert `<layer>/mlp/expert/wi/kernel` is a copy of `<layer>/mlp/wi/kernel`, or with `granularity` g the s-th of g
   slices of its hidden units: expert r * g + s is slice s of copy r. Routers are new; other parameters are unchanged.
@@ -68,9 +69,9 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
     seed: seed of noise and routers.
 
   Returns:
-    `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays, or of
-    `jax.ShapeDtypeStruct`s; it does nothing if a run resumes from its own checkpoint. It raises CheckpointError if the
-    checkpoint does not fit the sparse model.
+    A builder on shapes, which is also a function with T5X's signature, `fn(state_dict, target_state_dict, *,
+    is_resuming) -> state_dict`, on nested dicts of NumPy arrays. It does nothing if a run resumes from its own
+    checkpoint, and raises CheckpointError if the checkpoint does not fit the sparse model.
 
   Raises:
     ConfigError: an invalid option.
@@ -82,21 +83,37 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Upcycle(checkpoints.AcceptsShapes):
-  """The transform that `upcycle` returns."""
+class _Upcycle(checkpoints.StateBuilder):
+  """The builder that `upcycle` returns."""
 
   granularity: int
   noise_stddev: float
   router_init_stddev: float
   seed: int
 
+  @property
+  def description(self) -> str:
+    """See `StateBuilder.description`."""
+    return 'upcycling'
+
+  def build(self, state: builders.BuiltState, target: builders.TargetState) -> builders.BuiltState:
+    """See `StateBuilder.build`."""
+    if target.is_resuming:
+      return state
+    upcycling = _Upcycling(self, state.arrays, target.wanted)
+    result = state.replace(arrays=upcycling.run())
+    if target.has_values:
+      upcycling.log()
+    return result
+
   def __call__(self, state_dict, target_state_dict, *, is_resuming=False):
     """See `upcycle`."""
     if is_resuming:
       return dict(state_dict)
-    stored, wanted = tree_utils.flatten_dict(state_dict), tree_utils.flatten_dict(target_state_dict)
-    wanted = {name: leaf for name, leaf in wanted.items() if leaf is not None}
-    return tree_utils.unflatten_dict(_Upcycling(self, stored, wanted).run())
+    wanted = {name: leaf for name, leaf in tree_utils.flatten_dict(target_state_dict).items() if leaf is not None}
+    target = builders.TargetState(state_dict=target_state_dict, wanted=wanted)
+    built = self.build(builders.BuiltState(arrays=tree_utils.flatten_dict(state_dict)), target)
+    return tree_utils.unflatten_dict(lazy_arrays.read(built.arrays, {}))
 
   def rng(self, path: str) -> np.random.Generator:
     """Return the random generator of a parameter, the same for all arrays with values of it."""
@@ -108,7 +125,10 @@ class _Upcycling:
 
   def __init__(self, options: _Upcycle, stored: Mapping[str, Any], wanted: Mapping[str, Any]):
     self._options, self._stored, self._wanted = options, stored, wanted
-    self._has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in stored.values())
+    # Values of dense arrays by name while a new array is computed; None while only shapes are computed.
+    self._values: Mapping[str, np.ndarray] | None = None
+    self._used: list[str] = []  # names of the dense arrays of which the shapes of a new array were computed
+    self._copied, self._new, self._left = [], [], []  # names of optimizer state
     self._dense, self._sparse = expert_state.params_of(stored), expert_state.params_of(wanted)
     # Path of each new parameter -> path of its dense source, None for routers and biases.
     self._sources = {path: self._source(path) for path in self._sparse if self._is_new(path)}
@@ -134,16 +154,16 @@ class _Upcycling:
     return None if path.endswith('/bias') and dense not in self._dense else dense
 
   def run(self) -> dict[str, Any]:
-    """Return the flat sparse state."""
+    """Return the flat sparse state; its new arrays are lazy."""
     self._check()
     new_names, dense_names = expert_state.ArrayNames(self._sources), expert_state.ArrayNames(self._replaced)
-    result, copied, new, left = {}, [], [], []
+    result = {}
     for name, leaf in self._stored.items():
       if name.startswith(PARAM_STATES):
         if dense_names.split(name) is not None and name not in self._wanted:
           continue
         if name in self._wanted and tuple(self._wanted[name].shape) != tuple(leaf.shape):
-          left.append(name)  # For example one number for each parameter of the model.
+          self._left.append(name)  # For example one number for each parameter of the model.
           continue
       elif name.startswith(PARAM_TREES) and name.split('/', 1)[1] in self._replaced:
         continue
@@ -152,26 +172,41 @@ class _Upcycling:
       split = new_names.split(name)
       if split is None:
         if name.startswith(expert_state.MUTABLES) and name not in self._stored and expert_state.split_path(name):
-          result[name] = self._leaf(np.zeros(leaf.shape, leaf.dtype))
+          result[name] = _zeros(leaf)
       elif name.startswith(PARAM_TREES):
-        result[name] = self._leaf(self._param(split.param, f'{name.split("/", 1)[0]}/', leaf))
+        prefix = f'{name.split("/", 1)[0]}/'
+        result[name] = self._lazy(lambda each, s=split, p=prefix, w=leaf: each._param(s.param, p, w))
       elif name.startswith(PARAM_STATES):
-        value, is_copied = self._state(split, leaf)
-        (left if value is None else copied if is_copied else new).append(name)
+        _, is_copied = self._state(split, leaf)
+        value = self._lazy(lambda each, s=split, w=leaf: each._state(s, w)[0])
+        (self._left if value is None else self._copied if is_copied else self._new).append(name)
         if value is not None:
-          result[name] = self._leaf(value)
-    if self._has_values:
-      self._log(copied, new, left)
+          result[name] = value
     return result
 
-  def _leaf(self, array: np.ndarray) -> np.ndarray | jax.ShapeDtypeStruct:
-    """Return `array`, or its shape and dtype if the transform runs on shapes."""
-    return array if self._has_values else jax.ShapeDtypeStruct(array.shape, array.dtype)
+  def _lazy(self, make_fn: Callable[[_Upcycling], np.ndarray | None]) -> lazy_arrays.ComputedArray | None:
+    """Return the array that `make_fn` makes; None if it makes none."""
+    self._used.clear()
+    blank = make_fn(self)
+    if blank is None:
+      return None
+    names = tuple(dict.fromkeys(self._used))
+
+    def compute(*arrays):
+      with_values = copy.copy(self)
+      with_values._values = dict(zip(names, arrays, strict=True))
+      return make_fn(with_values)
+
+    return lazy_arrays.ComputedArray(shape=blank.shape, dtype=blank.dtype, compute_fn=compute,
+                                     inputs=tuple(self._stored[name] for name in names))
 
   def _stored_array(self, name: str) -> np.ndarray:
-    """Return a stored array, or a blank array if the transform runs on shapes."""
+    """Return a dense array, or a blank array while only shapes are computed."""
+    if self._values is not None:
+      return self._values[name]
+    self._used.append(name)
     leaf = self._stored[name]
-    return np.asarray(leaf) if self._has_values else _blank(leaf.shape, leaf.dtype)
+    return _blank(tuple(leaf.shape), leaf.dtype)
 
   def _param(self, path: str, prefix: str, wanted: Any) -> np.ndarray:
     """Return a new parameter, made of the arrays of the state whose names start with `prefix`."""
@@ -189,7 +224,7 @@ class _Upcycling:
         lifted is not None and shape == self._expert_shape(lifted, dims, shape[0]), path, dense.shape, shape,
         f'granularity={granularity} must divide the number of experts, and expert_dim must be the dense block\'s '
         f'divided by {granularity}. Change the sizes of the sparse model, or granularity.')
-    if not self._has_values:
+    if self._values is None:
       return _blank(shape, dense.dtype)
     experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
     experts = np.ascontiguousarray(experts)
@@ -217,7 +252,7 @@ class _Upcycling:
       return np.zeros(shape, dense.dtype)
     self._check_shapes(len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1], path, dense.shape, shape,
                        'give the checkpoint of a dense model of the same width.')
-    if not self._has_values:
+    if self._values is None:
       return _blank(shape, dense.dtype)
     return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
 
@@ -230,7 +265,7 @@ class _Upcycling:
   def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return a new router; the slices of a copy have equal columns."""
     granularity = self._options.granularity
-    if not self._has_values:
+    if self._values is None:
       return _blank(shape, dtype)
     columns = self._options.rng(path).standard_normal((*shape[:-1], shape[-1] // granularity), np.float32)
     return np.repeat(columns * self._options.router_init_stddev, granularity, axis=-1).astype(dtype)
@@ -271,7 +306,7 @@ class _Upcycling:
       change = self._slices(shape[0])
       experts = lifted if change.slices == 1 else expert_state.change_state(name, lifted, unsliced, change)
       if experts is not None and experts.shape == shape:
-        return np.ascontiguousarray(experts)
+        return _blank(shape, experts.dtype) if self._values is None else np.ascontiguousarray(experts)
     return None
 
   def _check(self) -> None:
@@ -281,7 +316,7 @@ class _Upcycling:
       problem = (f'the checkpoint already has experts ({already[0]}); `python -m moe surgery` changes their number'
                  if already else 'the network has no experts; give it sparse layers (moe.SparseFeedForward)')
       raise errors.CheckpointError(f'Cannot upcycle: {problem}. To restore without upcycling, remove moe.upcycle '
-                                   'from state_transformation_fns.')
+                                   'from the builders of RestoreCheckpointConfig.')
     if self._options.granularity > 1:
       layers = {expert_state.split_path(path)[0] for path in self._experts}
       expert_state.check_routers(f'upcycle with granularity={self._options.granularity}', self._sparse, layers)
@@ -300,13 +335,20 @@ class _Upcycling:
           f'Cannot upcycle: the models differ not only in their experts; {"; ".join(problems)}. Give the checkpoint of '
           'a dense model with the same layers, sizes and activations; assignment_map renames or drops names.')
 
-  def _log(self, copied: list[str], new: list[str], left: list[str]) -> None:
+  def log(self) -> None:
+    """Log what `run` has done."""
     layers = {expert_state.split_path(path)[0] for path in self._experts}
     _logger.info('Upcycled the feed-forward blocks of %d layer%s.', len(layers), 's' if len(layers) > 1 else '')
-    for what, names in (('copied from the dense blocks', copied), ('new', new),
-                        ('unknown; fallback_to_scratch=True initialises it', left)):
+    for what, names in (('copied from the dense blocks', self._copied), ('new', self._new),
+                        ('unknown; fallback_to_scratch=True initialises it', self._left)):
       if names:
         _logger.info('Optimizer state %s: %s.', what, first_names(names))
+
+
+def _zeros(leaf: Any) -> lazy_arrays.ComputedArray:
+  """Return zeros of the shape and dtype of `leaf`."""
+  return lazy_arrays.ComputedArray(shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), inputs=(),
+                                   compute_fn=lambda: np.zeros(leaf.shape, leaf.dtype))
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

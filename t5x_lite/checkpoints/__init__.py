@@ -1,12 +1,14 @@
 """Checkpoints, written atomically while training continues and verified when they are restored.
 
-`CheckpointManager` saves and restores below a model directory; `restore_checkpoint` and `load` read any checkpoint. The
-configurations have the options; `discovery` describes the layout on disk.
+`CheckpointManager` saves and restores below a model directory; `restore_checkpoint` and `load` read any checkpoint;
+`builders` make the first state of a run from checkpoints. The configurations have the options; `discovery` describes
+the layout on disk.
 """
 
 from t5x_lite.lazy_names import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.checkpoints.builders': ('StateBuilder',),
     't5x_lite.checkpoints.choice': (
         'get_first_valid_restore_config_and_paths', 'newest_of_others', 'newest_sound_step'),
     't5x_lite.checkpoints.commit': ('remove_dataset_checkpoint',),

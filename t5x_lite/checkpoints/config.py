@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints.builders import base
 
 RESTORE_MODES = ('specific', 'latest', 'all')
 METRIC_MODES = ('max', 'min')
@@ -45,6 +46,9 @@ _FLOAT_DTYPE = checks.Expectation("a floating dtype such as 'float32' or 'bfloat
 _STEPS = checks.Expectation('integers >= 0', lambda steps: all(type(step) is int and step >= 0 for step in steps or ()))
 _FUNCTIONS = checks.Expectation('a sequence of functions', lambda fns: (
     isinstance(fns, Sequence) and not isinstance(fns, str) and all(map(callable, fns))))
+_FUNCTIONS_OR_BUILDERS = checks.Expectation('a sequence of functions or builders', lambda fns: (
+    isinstance(fns, Sequence) and not isinstance(fns, str)
+    and all(callable(fn) or isinstance(fn, base.StateBuilder) for fn in fns)))
 _NO_CLASS = checks.Expectation('None', lambda value: value is None, (
     'There is one manager and one format; for the best checkpoints set SaveCheckpointConfig.keep_best.'))
 _ASSIGNMENT_MAP = checks.Expectation(
@@ -53,6 +57,12 @@ _ASSIGNMENT_MAP = checks.Expectation(
 _PATHS = checks.Expectation('the path of a model directory or checkpoint, or several paths', lambda paths: (
     isinstance(paths, Sequence) and all(isinstance(path, str) and path for path in (
         [paths] if isinstance(paths, str) else paths))))
+_BUILDERS = checks.Expectation(
+    'a sequence of builders, those on shapes before those on arrays', lambda builders: (
+        isinstance(builders, Sequence) and all(isinstance(builder, base.StateBuilder) for builder in builders)
+        and [builder.INPUT for builder in builders] == sorted(
+            (builder.INPUT for builder in builders), key=(base.SHAPES, base.ARRAYS).index)),
+    'In gin, write @builders.NewVocabulary() with parentheses.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +136,7 @@ class RestoreCheckpointConfig:
   Attributes:
     path: a model directory (modes 'latest' and 'all') or checkpoint directories (mode 'specific'); a sequence is
       searched in order, and an empty one restores nothing. Supported formats: t5x_lite, T5X (native or Orbax) and
-      Hugging Face folders; see `checkpoints.open_source`.
+      Hugging Face folders; see `checkpoints.open_source`. Optional with `builders`.
     mode: 'latest' restores the newest intact checkpoint below `path` (checkpoints of T5X cannot be verified),
       'specific' restores `path` itself, 'all' restores each checkpoint below `path` in order of step. If `path` is a
       Hugging Face folder, all modes restore this folder.
@@ -135,17 +145,20 @@ class RestoreCheckpointConfig:
       None the name is not restored. Ignored when a run resumes from its own directory.
     strict: whether stored arrays that are not in the target state are an error.
     fallback_to_scratch: whether arrays that are missing in the checkpoint are initialised, and stored arrays that are
-      not in the target state are ignored.
+      not in the target state are ignored. Training also initialises the rest if `builders` without a path build only
+      parameters.
     dtype: floating dtype for the restored `target` and `param_average`; None for the dtypes of the target state. With
       'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in float32.
     restore_dataset: whether to return the stored position of the data iterator too.
     checkpointer_cls: must be None; unlike in T5X, the checkpointer cannot be chosen.
     state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, applied in
-      order after `assignment_map`, on nested dicts of NumPy arrays.
+      order after `assignment_map`, on nested dicts of NumPy arrays; or builders.
     checkpoint_manager_cls: must be None; see `checkpointer_cls`.
+    builders: further builders of the state, applied in order after all other options, such as
+      `builders.NewVocabulary()`; see `checkpoints.StateBuilder`. Ignored when a run resumes from its own directory.
   """
 
-  path: str | Sequence[str]
+  path: str | Sequence[str] | None = None
   mode: str = 'latest'
   assignment_map: Sequence[tuple[str, str | None]] | None = None
   strict: bool = True
@@ -155,19 +168,22 @@ class RestoreCheckpointConfig:
   checkpointer_cls: Any = None
   state_transformation_fns: Sequence[Any] = ()
   checkpoint_manager_cls: Any = None
+  _: dataclasses.KW_ONLY
+  builders: Sequence[base.StateBuilder] = ()
 
   def __post_init__(self):
     checks.check(
-        'RestoreCheckpointConfig', vars(self), path=_PATHS, mode=checks.one_of(RESTORE_MODES),
+        'RestoreCheckpointConfig', vars(self), builders=_BUILDERS,
+        path=_PATHS.or_none() if self.builders else _PATHS, mode=checks.one_of(RESTORE_MODES),
         assignment_map=_ASSIGNMENT_MAP, dtype=_FLOAT_DTYPE.or_none(), checkpointer_cls=_NO_CLASS,
-        state_transformation_fns=_FUNCTIONS, checkpoint_manager_cls=_NO_CLASS)
+        state_transformation_fns=_FUNCTIONS_OR_BUILDERS, checkpoint_manager_cls=_NO_CLASS)
     for path in self.paths:
       discovery.check_local_path(path, 'RestoreCheckpointConfig.path')
 
   @property
   def paths(self) -> tuple[str, ...]:
     """`path` as a tuple, also if it is a single string."""
-    return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+    return (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Restoring a stored state of any format of `sources` into a target state.
+"""Restoring a state into a target state, by a chain of builders over stored states of any format.
 
-The checkpoint is verified and compared with the target, and only the needed arrays are read.
+Checkpoints are verified, the result is compared with the target, and only the needed arrays are read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +17,15 @@ import jax.numpy as jnp
 
 from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import discovery, manifest, sources, state_io, transforms
+from t5x_lite.checkpoints import discovery, lazy_arrays, manifest, sources, state_io, transforms
+from t5x_lite.checkpoints.builders import base, chain
 from t5x_lite.formatting import first_names
+from t5x_lite.networks.t5_config import StackConfig
 
 _logger = logging.getLogger(__name__)
 
 # Arrays to which the dtype options apply; the optimizer's state keeps its dtypes.
 _CAST_SECTIONS = ('target/', 'param_average/')
-# Parts of a state that can be made from the parameters, and parts that come from a newly initialised state.
-_FROM_PARAMS = ('state/param_states/', 'param_average/')
-_FROM_SCRATCH = ('flax_mutables/',)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class RestoredCheckpoint:
       processes has changed, it is that of process 0: see `num_data_processes`.
     num_data_processes: number of processes that stored dataset state; 0 without dataset state.
     step: the training step.
-    path: path of the checkpoint.
+    path: path of the checkpoint; None if builders made the state from other checkpoints.
     is_resuming: whether the checkpoint is one of the run's own.
     is_verified: whether the files were compared with their hashes; False without a manifest.
     metadata: values recorded by the caller of `save`; for other programs see `StateSource.metadata`.
@@ -51,7 +50,7 @@ class RestoredCheckpoint:
   data_state: dict[str, bytes] | None
   num_data_processes: int
   step: int
-  path: str
+  path: str | None
   is_resuming: bool = False
   is_verified: bool = False
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -65,39 +64,42 @@ def is_cast(name: str) -> bool:
 
 
 def restore_checkpoint(
-    path: discovery.PathLike,
+    path: discovery.PathLike | None,
     target: transforms.StateDict,
     *,
     shardings: Any = None,
     restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
-    transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
+    transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
     initial_state_fn: Callable[[], transforms.StateDict] | None = None,
     from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
     is_resuming: bool = False,
+    network: StackConfig | None = None,
 ) -> RestoredCheckpoint:
   """Restore a checkpoint into the structure of `target`. All processes must call this together.
 
-  With several processes each reads only the parts of its devices. If there are transforms, or the format is not
-  Orbax's, each process reads entire arrays into host memory, as a single process does.
+  Arrays that no builder computes are read together; with several processes each reads only the parts of its devices if
+  the format is Orbax's. Computed arrays are read and placed a few at a time. A function with T5X's signature gets the
+  entire state in host memory.
 
   If no optimizer state is stored (Hugging Face folders), `from_params_fn` makes it from the restored parameters, and
   also the average of the parameters. If no mutable collections are stored, they come from `initial_state_fn`. A run
   that resumes (`is_resuming`) requires all arrays in the checkpoint.
 
   Args:
-    path: path of the checkpoint, in any format.
+    path: path of the checkpoint, in any format; None if `restore_cfg.builders` read the checkpoints.
     target: nested dict of arrays or `jax.ShapeDtypeStruct`s with the names, shapes and dtypes of the result;
       `restore_cfg.dtype` overrides the dtypes of parameters.
     shardings: a sharding for all arrays, or a nested dict of shardings with the names of `target`. None: the sharding
       of each leaf of `target`, and a NumPy array for a leaf without a sharding.
-    restore_cfg: renaming, strictness, dtype, dataset state and transforms; its path and mode are ignored.
-    transformation_fns: further transforms, applied before those of `restore_cfg` and also when resuming, e.g. a change
-      of parameter layout (`transforms.convert_param_trees`).
+    restore_cfg: renaming, strictness, dtype, dataset state, functions and builders; its path and mode are ignored.
+    transformation_fns: further builders or functions, applied before those of `restore_cfg` and also when resuming,
+      e.g. a change of parameter layout (`param_layout_fns`).
     initial_state_fn: function that returns an initialised state with the names of `target`, for `fallback_to_scratch`
       and for mutable collections; called only if an array is missing.
     from_params_fn: function from the restored state, as nested dict, to a state with initial `state/param_states` and
       `param_average`; called only if such an array is missing. With None, `fallback_to_scratch` applies to them.
-    is_resuming: whether the checkpoint is the run's own; `assignment_map` is then ignored.
+    is_resuming: whether the checkpoint is the run's own; `assignment_map` and `builders` are then ignored.
+    network: configuration of the network, whose parameter layout the result gets; None keeps the stored layout.
 
   Returns:
     The restored state and the values stored with it.
@@ -108,129 +110,167 @@ def restore_checkpoint(
     ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
   cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
-  source = sources.open_source(path)
-  is_verified = source.verify()
-  stored = source.shapes()
-  wanted = _wanted_leaves(target, cfg.dtype)
-  flat_shardings = _flat_shardings(shardings, target, wanted)
-  names = _sources(stored, wanted, cfg, is_resuming)
-  fresh = _fresh_sections(names, is_resuming, from_params_fn is not None, initial_state_fn is not None)
-  fns = (*transformation_fns, *cfg.state_transformation_fns)
-  if fns:
-    values = source.read({stored_name: (stored[stored_name].dtype, None) for stored_name in names.values()})
-    tree = tree_utils.unflatten_dict({name: values[stored_name] for name, stored_name in names.items()})
-    del values
-    for fn in fns:
-      tree = fn(tree, target, is_resuming=is_resuming)
-    leaves = _without_partial_sections(tree_utils.flatten_dict(tree), wanted, fresh)
-    del tree
-    _check_fit(leaves, wanted, fresh, cfg, path)
-    state = state_io.place({name: leaf for name, leaf in leaves.items() if name in wanted}, wanted, flat_shardings)
-    del leaves
-  else:
-    _check_fit({name: stored[stored_name] for name, stored_name in names.items()}, wanted, fresh, cfg, path)
-    names = {name: stored_name for name, stored_name in names.items() if name in wanted}
-    state = _read_sharded(source, names, wanted, flat_shardings)
-  state = _completed(state, wanted, flat_shardings, initial_state_fn, None if is_resuming else from_params_fn)
-  found = source.manifest
-  data_state = read_data_state(path, found) if cfg.restore_dataset else None
-  return RestoredCheckpoint(
-      state=_like_target(target, state), data_state=data_state,
-      num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
-      step=_step(source, state), path=os.fspath(path), is_resuming=is_resuming, is_verified=is_verified,
-      metadata=source.metadata, metrics=found.metrics if found else {}, format=source.format)
+  builders = chain.chain_of(path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming)
+  goal = base.TargetState(state_dict=target, wanted=_wanted_leaves(target, cfg.dtype), network=network,
+                          is_resuming=is_resuming)
+  flat_shardings = _flat_shardings(shardings, target, goal.wanted)
+  built = _build(builders, goal, cfg, path, begins=from_params_fn is not None,
+                 initializes=initial_state_fn is not None)
+  missing = [name for name in goal.wanted if name not in built.arrays]
+  begun = [] if from_params_fn is None or is_resuming else [
+      name for name in missing if name.startswith(base.FROM_PARAMS)]
+  arrays = {name: array for name, array in built.arrays.items() if name in goal.wanted}
+  state = _placed(arrays, [name for name in missing if name not in begun], goal, flat_shardings,
+                  initial_state_fn)
+  del arrays
+  built = built.replace(arrays={}, initialized=built.initialized | set(missing))  # frees the results of functions
+  if begun:
+    _logger.info('New, made from the restored parameters: %s.',
+                 _sections_or_names(begun, state))
+    made = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
+    state |= state_io.place({name: made[name] for name in begun}, goal.wanted, flat_shardings)
+  if any(builder.INPUT == base.ARRAYS for builder in builders):
+    complete = chain.run_on_arrays(builders, built.replace(arrays=state), goal)
+    state = state_io.place(complete, goal.wanted, flat_shardings)
+  if _has_builders(cfg, goal):
+    _logger.info('Built the state of step %d from %s: %d of %d arrays; the others are new.', built.step or 0,
+                 chain.describe(path and os.fspath(path), cfg), len(goal.wanted) - len(built.initialized),
+                 len(goal.wanted))
+  return _restored(state, built.step or 0, path and os.fspath(path), goal, cfg)
 
 
-def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
+def check_fits(path: discovery.PathLike | None, target: transforms.StateDict, *,
                restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
-               transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (), is_resuming: bool = False,
-               may_begin: bool = False) -> None:
-  """Raise if a checkpoint cannot be restored into the structure of `target`; reads no values.
+               transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
+               is_resuming: bool = False, may_begin: bool = False, network: StackConfig | None = None) -> None:
+  """Raise if a state cannot be restored into the structure of `target`; reads no values.
 
-  Transforms are applied to shapes, see `transforms.transform_shapes`.
+  Functions with T5X's signature are applied to shapes, see `transforms.transform_shapes`.
 
   Args:
-    path: path of the checkpoint.
+    path: see `restore_checkpoint`.
     target: see `restore_checkpoint`.
     restore_cfg: see `restore_checkpoint`.
     transformation_fns: see `restore_checkpoint`.
     is_resuming: see `restore_checkpoint`.
     may_begin: whether the restore will have `initial_state_fn` and `from_params_fn`.
+    network: see `restore_checkpoint`.
 
   Raises:
     CheckpointError: the checkpoint does not exist or does not fit.
-    ValuesNeededError: a transform needs values, so the result is unknown.
+    ValuesNeededError: a function needs values, so the result is unknown.
   """
   cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
-  stored, wanted = read_shapes(path), _wanted_leaves(target, cfg.dtype)
-  names = _sources(stored, wanted, cfg, is_resuming)
-  fresh = _fresh_sections(names, is_resuming, may_begin, may_begin)
-  leaves = {name: stored[stored_name] for name, stored_name in names.items()}
-  if fns := (*transformation_fns, *cfg.state_transformation_fns):
-    tree = tree_utils.unflatten_dict(leaves)
-    for fn in fns:
-      tree = transforms.transform_shapes(fn, tree, target, is_resuming=is_resuming)
-    leaves = _without_partial_sections(tree_utils.flatten_dict(tree), wanted, fresh)
-  _check_fit(leaves, wanted, fresh, cfg, path)
+  builders = chain.chain_of(path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming)
+  goal = base.TargetState(state_dict=target, wanted=_wanted_leaves(target, cfg.dtype), network=network,
+                          is_resuming=is_resuming, has_values=False)
+  built = _build(builders, goal, cfg, path, begins=may_begin, initializes=may_begin)
   # An optimizer without state looks like an inference state, for which stored optimizer state is not an error.
-  prefix = 'state/param_states'
-  left = [name for name in leaves if name.startswith(prefix)]
-  if is_resuming and left and not any(name.startswith(prefix) for name in wanted):
+  prefix = base.FROM_PARAMS[0]
+  left = [name for name in built.arrays if name.startswith(prefix)]
+  if is_resuming and left and not any(name.startswith(prefix) for name in goal.wanted):
     raise errors.CheckpointError(
         f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), but the configured '
         'optimizer has no state. Use the optimizer of the checkpoint, or start a new run from the checkpoint in '
         'another MODEL_DIR.')
 
 
-def _sources(stored, wanted, cfg: config_lib.RestoreCheckpointConfig, is_resuming: bool) -> dict[str, str]:
-  if cfg.assignment_map and not is_resuming:
-    return transforms.assignment(list(stored), list(wanted), cfg.assignment_map)
-  return {name: name for name in stored}
+def _has_builders(cfg: config_lib.RestoreCheckpointConfig, goal: base.TargetState) -> bool:
+  return bool(cfg.builders) and not goal.is_resuming
 
 
-def _fresh_sections(stored: Iterable[str], is_resuming: bool, from_params: bool, from_scratch: bool) -> tuple[str, ...]:
-  """Return the parts of a state that are not stored and may be made instead."""
-  if is_resuming:
-    return ()
-  stored = list(stored)
-  sections = (_FROM_PARAMS if from_params else ()) + (_FROM_SCRATCH if from_scratch else ())
-  return tuple(section for section in sections if not any(name.startswith(section) for name in stored))
+def _build(builders: chain.Chain, goal: base.TargetState, cfg: config_lib.RestoreCheckpointConfig,
+           path: discovery.PathLike | None, *, begins: bool, initializes: bool) -> base.BuiltState:
+  """Return the state that the builders on shapes build, after comparing it with the wanted one.
 
+  Args:
+    builders: the chain.
+    goal: the wanted state.
+    cfg: strictness.
+    path: the checkpoint, None without one.
+    begins: whether an optimizer and an average can begin from the parameters.
+    initializes: whether missing arrays can be initialised.
 
-def _without_partial_sections(
-    leaves: Mapping[str, Any], wanted: Iterable[str], fresh: tuple[str, ...]) -> dict[str, Any]:
-  """Return `leaves` without the sections of which a transform has made only some of the wanted names."""
-  partial = tuple(section for section in fresh
-                  if any(name.startswith(section) and name not in leaves for name in wanted))
-  return {name: leaf for name, leaf in leaves.items() if not name.startswith(partial)}
-
-
-def _check_fit(leaves, wanted, fresh, cfg: config_lib.RestoreCheckpointConfig, path: discovery.PathLike) -> None:
-  wanted = {name: leaf for name, leaf in wanted.items() if name in leaves or not name.startswith(fresh)}
+  Raises:
+    CheckpointError: the state does not fit.
+  """
+  built, absent = chain.run_on_shapes(builders, goal)
+  if path is None and not any(name.startswith(base.PARAMS) for name in built.arrays):
+    raise errors.CheckpointError(
+        f'`RestoreCheckpointConfig.builders` must build parameters, got {chain.describe(None, cfg)!r}, which builds '
+        'none. Set RestoreCheckpointConfig.path, or begin with builders.Average.')
+  if _has_builders(cfg, goal) and base.STEP in goal.wanted and base.STEP not in built.arrays:
+    built = built.at_step(built.step or 0)
+  sections = (base.FROM_PARAMS if begins else ()) + (base.FROM_SCRATCH if initializes else ())
+  fresh = tuple(section for section in sections if section in absent and not goal.is_resuming)
+  # A part of which only some arrays are built is replaced.
+  partial = {name for name in goal.wanted if name.startswith(fresh) and name not in built.arrays}
+  built = built.without(*(section for section in fresh if any(name.startswith(section) for name in partial)))
+  # Builders without a checkpoint of the entire model may build some of the parameters, and nothing else.
+  is_partial = path is None and initializes and not any(name.startswith(base.FROM_PARAMS) for name in built.arrays)
+  is_lenient = cfg.fallback_to_scratch
   transforms.check_fit(
-      leaves, wanted, allow_surplus=not cfg.strict or cfg.fallback_to_scratch, allow_missing=cfg.fallback_to_scratch,
-      where=os.fspath(path))
+      built.arrays,
+      {name: leaf for name, leaf in goal.wanted.items() if name in built.arrays or not name.startswith(fresh)},
+      allow_surplus=is_lenient or not cfg.strict, allow_missing=is_lenient or is_partial,
+      where=chain.describe(path and os.fspath(path), cfg),
+      what='state built from' if _has_builders(cfg, goal) else 'checkpoint')
+  return built
 
 
-def _completed(state, wanted, shardings, initial_state_fn, from_params_fn) -> dict[str, Any]:
-  """Return `state` with the missing arrays of `wanted`."""
-  missing = [name for name in wanted if name not in state]
-  made = [name for name in missing if from_params_fn is not None and name.startswith(_FROM_PARAMS)]
-  rest = [name for name in missing if name not in made]
-  if rest:
-    state = state | _from_scratch(rest, initial_state_fn, wanted, shardings)
-  if made:
-    _logger.info('Missing in the checkpoint and made from the restored parameters: %s.',
-                 _sections_or_names(made, state))
-    fresh = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
-    state = state | state_io.place({name: fresh[name] for name in made}, wanted, shardings)
-  return state
+def _placed(arrays: Mapping[str, Any], missing: Sequence[str], goal: base.TargetState,
+            shardings: Mapping[str, jax.sharding.Sharding | None],
+            initial_state_fn: Callable[[], transforms.StateDict] | None) -> dict[str, Any]:
+  """Return the built arrays, and the initial arrays that are `missing`, on their devices."""
+  initial = _initial_arrays(missing, arrays, initial_state_fn)
+  state = lazy_arrays.place(arrays, goal.wanted, shardings, initial)
+  return state | state_io.place({name: initial[name] for name in missing}, goal.wanted, shardings)
+
+
+def _restored(state: Mapping[str, Any], step: int, path: str | None, goal: base.TargetState,
+              cfg: config_lib.RestoreCheckpointConfig) -> RestoredCheckpoint:
+  """Return a complete state with the values stored next to the checkpoint of `path`."""
+  nested = _like_target(goal.state_dict, state)
+  if path is None:
+    return RestoredCheckpoint(state=nested, data_state=None, num_data_processes=0, step=step, path=None)
+  source = goal.open(path)
+  found = source.manifest
+  return RestoredCheckpoint(
+      state=nested, data_state=read_data_state(path, found) if cfg.restore_dataset else None,
+      num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
+      step=step if _has_builders(cfg, goal) else _step(source, state), path=path, is_resuming=goal.is_resuming,
+      is_verified=goal.is_verified(path), metadata=source.metadata, metrics=found.metrics if found else {},
+      format=source.format)
+
+
+def _initial_arrays(missing: Sequence[str], arrays: Mapping[str, Any],
+                    initial_state_fn: Callable[[], transforms.StateDict] | None) -> dict[str, Any]:
+  """Return the initial arrays that are missing, and those that `arrays` need; {} if there are none.
+
+  Raises:
+    ConfigError: some are needed, and there is no function for the initial state.
+  """
+  needed = lazy_arrays.initial_names(arrays)
+  if not missing and not needed:
+    return {}
+  if initial_state_fn is None:
+    if needed:
+      raise errors.ConfigError(
+          f'The builders need initial values of {first_names(sorted(needed))}, and there is no seed for them. Set '
+          'fallback_init_rng, or use builders without initial values.')
+    raise errors.ConfigError(
+        f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial '
+        'state. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
+  if missing:
+    _logger.info('New, initialised from scratch: %s.', first_names(missing))
+  initial = tree_utils.flatten_dict(initial_state_fn())
+  return {name: initial[name] for name in dict.fromkeys((*missing, *sorted(needed)))}
 
 
 def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
   """Return the `missing` names for a message, with one entry for a section of which `state` has no array."""
   parts = []
-  for section, words in zip(_FROM_PARAMS, ("the optimizer's state", 'averages of parameters'), strict=True):
+  for section, words in zip(base.FROM_PARAMS, ("the optimizer's state", 'averages of parameters'), strict=True):
     names = [name for name in missing if name.startswith(section)]
     if names and not any(name.startswith(section) for name in state):
       parts.append(f'{words} ({len(names)} arrays)')
@@ -330,25 +370,6 @@ def _flat_shardings(shardings: Any, target: transforms.StateDict, wanted: Mappin
             for name in wanted}
   flat = tree_utils.flatten_dict(shardings)
   return {name: flat[name] for name in wanted}
-
-
-def _read_sharded(source: sources.StateSource, names, wanted, shardings) -> dict[str, Any]:
-  # A stored array that several names need is read with the sharding of the first name and copied for the others.
-  first: dict[str, str] = {}
-  for name, stored_name in names.items():
-    first.setdefault(stored_name, name)
-  arrays = source.read({stored_name: (wanted[name].dtype, shardings[name]) for stored_name, name in first.items()})
-  return state_io.place({name: arrays[stored_name] for name, stored_name in names.items()}, wanted, shardings)
-
-
-def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any]:
-  if initial_state_fn is None:
-    raise errors.ConfigError(
-        f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial '
-        'state. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
-  _logger.info('Missing in the checkpoint and initialised from scratch: %s.', first_names(missing))
-  initial = tree_utils.flatten_dict(initial_state_fn())
-  return state_io.place({name: initial[name] for name in missing}, wanted, shardings)
 
 
 def _like_target(target: transforms.StateDict, flat_state: Mapping[str, Any]) -> dict[str, Any]:

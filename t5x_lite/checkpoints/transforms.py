@@ -34,8 +34,8 @@ _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
 class AcceptsShapes(abc.ABC):
   """A restore transform that also maps `jax.ShapeDtypeStruct`s instead of arrays.
 
-  A transform that uses NumPy derives from this class so that `--dry_run` can check its result. A transform that uses
-  only `jax.numpy` need not derive from it.
+  A transform that uses NumPy derives from this class so that its result is checked before the first step. A transform
+  that uses only `jax.numpy` need not derive from it for `--dry_run`.
   """
 
   @abc.abstractmethod
@@ -71,9 +71,13 @@ def transform_shapes(fn: RestoreStateTransformationFn, state_dict: StateDict, ta
   except errors.T5xLiteError:
     raise
   except Exception as error:  # tracing a custom function may raise any exception
-    name = f'{getattr(fn, "__module__", "")}.{getattr(fn, "__qualname__", repr(fn))}'.lstrip('.')
     reason = next(iter(str(error).splitlines()), '')
-    raise ValuesNeededError(f'{name} ({type(error).__name__}: {reason})') from error
+    raise ValuesNeededError(f'{name_of(fn)} ({type(error).__name__}: {reason})') from error
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+  """Return the full name of a function, for messages."""
+  return f'{getattr(fn, "__module__", "")}.{getattr(fn, "__qualname__", repr(fn))}'.lstrip('.')
 
 
 def flatten_state_dict(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
@@ -256,7 +260,7 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
 
 
 def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_surplus: bool, allow_missing: bool,
-              where: str) -> None:
+              where: str, what: str = 'checkpoint') -> None:
   """Raise if a stored state does not fit the target state in names, shapes or kinds of numbers.
 
   Dtypes of the same kind may differ in width: they are cast at restore.
@@ -267,6 +271,7 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     allow_surplus: whether stored names that are not wanted are accepted.
     allow_missing: whether wanted names that are not stored are accepted.
     where: path of the checkpoint, for the message.
+    what: what `where` describes.
 
   Raises:
     CheckpointError: the message has the first few names of each kind.
@@ -303,7 +308,7 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     if is_training:
       remedy += ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
     raise errors.CheckpointError('\n'.join([
-        f'The checkpoint {where!r} does not fit the state of the model:', *lines, remedy]))
+        f'The {what} {where!r} does not fit the state of the model:', *lines, remedy]))
 
 
 def _expert_hints(stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]) -> list[str]:
@@ -311,7 +316,7 @@ def _expert_hints(stored: Iterable[str], wanted: Iterable[str], misshapen: Itera
   has, wants = (any('/expert/' in name for name in names) for names in (stored, wanted))
   if wants and not has:
     return ['The checkpoint is of a dense model. To start a sparse model from it: --gin_file=runs/sparse_upcycle.gin, '
-            'or RestoreCheckpointConfig.state_transformation_fns = [@moe.upcycle()].']
+            'or RestoreCheckpointConfig.builders = [@moe.upcycle()].']
   if has and not wants:
     return ['The checkpoint is of a sparse model, which cannot be converted to a dense one.']
   if any('/expert/' in name for name in misshapen):

@@ -15,7 +15,7 @@ PROGRAM = '''
     import jax.numpy as jnp
     import numpy as np
     from t5x_lite import checkpoints, errors, multihost
-    from t5x_lite.checkpoints import manifest, state_io
+    from t5x_lite.checkpoints import builders, manifest, state_io
 
     P = jax.sharding.PartitionSpec
     auto = (jax.sharding.AxisType.Auto,)
@@ -69,6 +69,18 @@ PROGRAM = '''
     restored = manager.restore(2, target, shardings=shardings('x'),
                                transformation_fns=[lambda tree, target, *, is_resuming: tree])
     check(restored, 2)
+    # Through builders: the mean of two checkpoints, with new rows of an initial state that both processes hold.
+    larger = {**target, 'target': {**target['target'], 'w': jax.ShapeDtypeStruct((12, 8), np.float32)}}
+    initial = jax.tree.map(lambda leaf, sharding: jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: np.full(leaf.shape, 7, leaf.dtype)[index]), larger, shardings('x'))
+    cfg = checkpoints.RestoreCheckpointConfig(builders=[
+        builders.Average(str(directory)), builders.NewVocabulary('initializer', params=['w'])])
+    restored = checkpoints.restore_checkpoint(
+        None, larger, shardings=shardings('x'), restore_cfg=cfg, initial_state_fn=lambda: initial)
+    rows = np.concatenate([host_state(2.5)['target']['w'], np.full((4, 8), 7, np.float32)])
+    assert restored.step == 3 and restored.state['target']['w'].sharding == shardings('x')['target']['w']
+    for shard in restored.state['target']['w'].addressable_shards:
+      np.testing.assert_array_equal(shard.data, rows[shard.index])
 
     # Whichever process reads the damaged file, both resume from the older checkpoint.
     multihost.sync('restored')

@@ -259,7 +259,7 @@ def test_the_run_file_binds_it():
     configured = gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(names, flags)).argument('checkpoint_cfg')
   finally:
     gin.clear_config()
-  transform, = configured.restore.state_transformation_fns
+  transform, = configured.restore.builders
   wanted = up.state_shapes(up.sparse_network('decoder_only')).state_dict()
   with pytest.raises(CheckpointError, match='granularity=3'):
     transform(up.state_of(up.dense_network('decoder_only')).state_dict(), wanted)

@@ -1,4 +1,4 @@
-"""`--dry_run` of an upcycling: the transforms of the restore are applied to shapes, and raise the errors of the run."""
+"""`--dry_run` of an upcycling: the builder runs on shapes, and raises the errors of the run."""
 
 import gin
 import jax
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from moe import upcycling
-from t5x_lite import checkpoints, cli, errors, gin_utils, train_state, tree_utils
+from t5x_lite import cli, errors, gin_utils, train_state, tree_utils
 from t5x_lite.apps.common import start as start_lib
+from t5x_lite.checkpoints import builders
 from t5x_lite.configuration import syntax as gin_syntax
 from tests.moe import test_upcycling
 from tests.moe import upcycling_cases as up
@@ -24,7 +25,7 @@ checkpoints.RestoreCheckpointConfig:
   mode = 'specific'
   dtype = 'float32'
   restore_dataset = False
-  state_transformation_fns = [@moe.upcycle()]
+  builders = [@moe.upcycle()]
 """
 
 
@@ -88,7 +89,9 @@ def test_shapes_are_those_of_the_values(optimizer, granularity):
   wanted = up.state_shapes(sparse, make()).state_dict()
   fn = upcycling.upcycle(granularity, noise_stddev=0.1)
   expected = tree_utils.flatten_dict(fn(stored, wanted))
-  got = tree_utils.flatten_dict(checkpoints.transform_shapes(fn, _structs(stored), wanted))
+  target = builders.TargetState(state_dict=wanted, wanted=tree_utils.flatten_dict(wanted), has_values=False)
+  got = builders.BuiltState(arrays=tree_utils.flatten_dict(_structs(stored)))
+  got = fn.build(got, target).arrays
   assert {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in got.items()} == {
       name: (np.shape(leaf), leaf.dtype) for name, leaf in expected.items()}
-  assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in got.values())
+  assert not any(isinstance(leaf, np.ndarray | jax.Array) for leaf in got.values())

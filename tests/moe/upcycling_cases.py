@@ -99,7 +99,7 @@ def save(state, directory, step=7, **facts):
 def restore(path, shapes, *transforms, **options):
   """Return the state that `shapes` wants, from a checkpoint."""
   cfg = checkpoints.RestoreCheckpointConfig(
-      path=path, mode='specific', state_transformation_fns=transforms, **options)
+      path=path, mode='specific', builders=transforms, **options)
   restored = checkpoints.restore_checkpoint(path, shapes.state_dict(), restore_cfg=cfg)
   return shapes.restore_state(restored.state)
 

@@ -83,15 +83,15 @@ MUTANTS = (
         'tests/checkpoints/test_transforms.py::test_assignment_map_rejects'),
     Mutant(
         'transforms_run_in_reverse',
-        't5x_lite/checkpoints/restore.py',
-        'for fn in fns:\n      tree = fn(',
-        'for fn in reversed(fns):\n      tree = fn(',
+        't5x_lite/checkpoints/builders/chain.py',
+        'for fn in (*transformation_fns, *cfg.state_transformation_fns)',
+        'for fn in (*cfg.state_transformation_fns, *transformation_fns)',
         'tests/checkpoints/test_transforms.py::test_transformation_fns_run_in_order'),
     Mutant(
         'a_resumed_run_is_renamed',
-        't5x_lite/checkpoints/restore.py',
-        'if cfg.assignment_map and not is_resuming:',
-        'if cfg.assignment_map:',
+        't5x_lite/checkpoints/builders/chain.py',
+        'rules = () if is_resuming else tuple(cfg.assignment_map or ())',
+        'rules = tuple(cfg.assignment_map or ())',
         'tests/checkpoints/test_transforms.py::test_assignment_map_drops_with_none'),
     Mutant(
         'merge_shards_compares_sizes_only',
@@ -99,4 +99,40 @@ MUTANTS = (
         "paths_lib.describe(shard.result) != {name: result[name] for name in ('size', 'sha256', 'lines')}",
         "paths_lib.describe(shard.result)['size'] != result['size']",
         'tests/apps/infer/test_merge.py::test_a_shard_changed_to_other_results_of_the_same_size_is_not_merged'),
+    Mutant(
+        'builders_run_again_when_a_run_resumes',
+        't5x_lite/checkpoints/builders/chain.py',
+        '*(() if is_resuming else cfg.builders)',
+        '*cfg.builders',
+        'tests/checkpoints/builders/test_chain.py::test_a_configuration_is_the_short_form_of_a_chain'),
+    Mutant(
+        'parameters_that_a_checkpoint_lacks_are_made_up',
+        't5x_lite/checkpoints/restore.py',
+        'is_partial = path is None and initializes',
+        'is_partial = initializes',
+        'tests/checkpoints/builders/test_chain.py::test_parameters_are_never_made_up'),
+    Mutant(
+        'an_average_has_the_step_of_the_oldest',
+        't5x_lite/checkpoints/builders/reading.py',
+        'newest = max(opened',
+        'newest = min(opened',
+        'tests/checkpoints/builders/test_reading.py::test_an_average_is_the_mean_of_the_parameters_alone'),
+    Mutant(
+        'a_new_vocabulary_keeps_the_statistics_of_the_optimizer',
+        't5x_lite/checkpoints/builders/changing.py',
+        'kept = state.without(*base.FROM_PARAMS)\n    return kept.replace(arrays={**kept.arrays, **resized})',
+        'kept = state\n    return kept.replace(arrays={**kept.arrays, **resized})',
+        'tests/checkpoints/builders/test_changing.py::test_a_smaller_vocabulary_drops_rows_and_the_same_changes_nothing'),
+    Mutant(
+        'all_computed_arrays_are_in_memory_at_once',
+        't5x_lite/checkpoints/lazy_arrays.py',
+        'if group and size + num_bytes > _BATCH_BYTES:',
+        'if group and size < 0:',
+        'tests/checkpoints/test_lazy_arrays.py::test_computed_arrays_are_in_memory_a_group_at_a_time'),
+    Mutant(
+        'an_array_of_a_wrong_shape_from_a_builder_on_arrays',
+        't5x_lite/checkpoints/builders/chain.py',
+        'if before.get(name) != after.get(name)]',
+        'if name not in after]',
+        'tests/checkpoints/builders/test_changing.py::test_a_function_of_the_complete_state_on_its_devices'),
 )

@@ -129,7 +129,7 @@ class Chat:
       restored = next(restore_lib.restore_for_inference(
           model, restore_checkpoint_cfg, partitioner, {name: leaf.shape for name, leaf in spec.items()}))
       self._state: InferenceState = restored.train_state
-      progress.log(f'{restored.path}: {report.run_header(self._state, partitioner)}, step {restored.step:,}.')
+      progress.log(f'{restored.origin}: {report.run_header(self._state, partitioner)}, step {restored.step:,}.')
       self._inference = text_inference.TextInference(
           model, partitioner, restored.train_state_axes, lengths, batch_size,
           {'inputs': not continues_text, 'targets': True},

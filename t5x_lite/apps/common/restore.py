@@ -34,14 +34,16 @@ class RestoredModel(NamedTuple):
   Attributes:
     train_state: step, parameters and mutable collections.
     train_state_axes: tree of the same structure with the mesh PartitionSpec of each array.
-    path: the checkpoint; None for random parameters.
+    path: the checkpoint; None for random parameters, and for builders without a path.
     step: number of completed training steps; 0 for random parameters.
+    origin: the checkpoint and the builders, for the log and reports; None for random parameters.
   """
 
   train_state: InferenceState
   train_state_axes: PyTree
   path: str | None
   step: int
+  origin: str | None
 
 
 def restore_for_inference(
@@ -101,9 +103,11 @@ def restore_for_inference(
     if step is not None and is_done(start.path, step):
       continue
     start_initializer = initializer
-    if cfg is not None and (cfg.mode != 'all' or (step is not None and os.path.isdir(start.path))):
+    is_there = start.path is None or (step is not None and os.path.isdir(start.path))
+    if cfg is not None and (cfg.mode != 'all' or is_there):
       shape = initializer.global_train_state_shape
-      if start.path is not None and _needs_optimizer_state(start.path, model, shape):
+      paths = dict.fromkeys(path for builder in start.chain for path in builder.paths_of_model)
+      if any(_needs_optimizer_state(path, model, shape) for path in paths):
         start_initializer = full_state_initializer()
       start_lib.check_start(start, start_initializer.global_train_state_shape, model, for_training=False,
                             applies_transforms=applies_transforms)
@@ -160,6 +164,8 @@ def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) 
     _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   if paths:
     return [start_lib.StartingPoint(path=path, restore_cfg=cfg) for path in paths]
+  if cfg is not None and cfg.builders and not cfg.paths:
+    return [start_lib.StartingPoint(restore_cfg=cfg)]
   where = 'No checkpoint is configured' if cfg is None or not cfg.paths else (
       f'No checkpoint found below {", ".join(cfg.paths)} (mode={cfg.mode!r})')
   if not may_be_random:
@@ -196,8 +202,8 @@ def _restore_each(todo, axes, partitioner, model, init_rng, cfg, is_done) -> Ite
       if not multihost.broadcast_from_lead(os.path.isdir(start.path)):
         _logger.warning('Skipping the checkpoint %s, which has been deleted in the meantime.', start.path)
         continue
-    # Without `fallback_to_scratch`, the checkpoint must contain all parameters.
-    rng = init_rng if start.path is None or cfg.fallback_to_scratch else None
+    # Without `fallback_to_scratch`, all parameters must be restored; builders may initialise parts of them.
+    rng = init_rng if start.is_new or cfg.fallback_to_scratch or cfg.builders else None
     try:
       state, restored = start_lib.make_state(start, initializer, partitioner, model, rng)
     except CheckpointDamagedError as error:
@@ -213,7 +219,7 @@ def _restore_each(todo, axes, partitioner, model, init_rng, cfg, is_done) -> Ite
       state = partitioner.partition(
           FlaxOptimTrainState.for_inference, in_axis_resources=(initializer.train_state_axes,),
           out_axis_resources=axes)(state)
-    result = RestoredModel(state, axes, start.path, step)
+    result = RestoredModel(state, axes, start.path, step, None if start.is_new else start.description)
     del state, restored
     yield result
     del result

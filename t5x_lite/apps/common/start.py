@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
 import os
-import re
 import time
 from typing import Any
 
@@ -27,6 +26,7 @@ from t5x_lite import summaries
 from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import output_folder
+from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks.stacks import StackNetwork
@@ -45,9 +45,9 @@ class StartingPoint:
   """Starting point of a run.
 
   Attributes:
-    path: the checkpoint, or None to start from scratch.
+    path: the checkpoint; None to start from scratch, or from the checkpoints that builders read.
     resumes: whether the checkpoint was saved by this run.
-    restore_cfg: how to restore it.
+    restore_cfg: how to restore it, with the builders of the state.
     metadata: metadata of the checkpoint.
   """
 
@@ -57,24 +57,26 @@ class StartingPoint:
   metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
+  def is_new(self) -> bool:
+    """True if all parameters are new: there is neither a checkpoint nor a builder."""
+    return self.path is None and (self.restore_cfg is None or not self.restore_cfg.builders)
+
+  @property
   def description(self) -> str:
     """Text for the log."""
-    if self.path is None:
+    if self.is_new:
       return 'new parameters'
-    return f'{self.path} (this run)' if self.resumes else self.path
+    return f'{self.path} (this run)' if self.resumes else builders.describe(self.path, self.restore_cfg)
+
+  @property
+  def chain(self) -> builders.Chain:
+    """Builders of the state; empty for new parameters."""
+    return () if self.is_new else builders.chain_of(self.path, self.restore_cfg, is_resuming=self.resumes)
 
   @property
   def step(self) -> int:
-    """Step at which training begins: that of the checkpoint; 0 if it has none or its step is not restored."""
-    if self.path is None:
-      return 0
-    if not self.resumes:
-      for pattern, replacement in self.restore_cfg.assignment_map or ():
-        if re.fullmatch(pattern, 'state/step'):
-          if replacement is None:
-            return 0
-          break
-    return checkpoints.open_source(self.path).step or 0
+    """Step at which training begins: that of the chain of builders; 0 if no builder knows it."""
+    return builders.first_step(self.chain) or 0
 
 
 def check_model_dir(owner: str, option: str, model_dir: str) -> None:
@@ -177,7 +179,7 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   configured = checkpoint_cfg.restore
   if configured is None or not configured.paths:
-    return StartingPoint()
+    return StartingPoint(restore_cfg=configured)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
   if len(paths) != 1 or configured.mode == 'all':
     found = f'got {", ".join(paths)}' if paths else f'found none below {", ".join(configured.paths)}'
@@ -192,50 +194,46 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
                 applies_transforms: bool = False) -> None:
   """Raise if names or shapes of a checkpoint do not match the state.
 
-  If the parameter layouts differ, only parameters are checked here, unless the checkpoint is transformed.
+  The builders run on shapes, and read no values.
 
   Args:
     start: the starting point.
     state_shape: shapes of the state.
     model: the model, whose parameter layout the state has.
     for_training: whether `make_state` may initialize missing state other than parameters.
-    applies_transforms: apply the transforms of the restore to shapes, for `--dry_run`, with a warning for transforms
-      that need values. Otherwise a transformed checkpoint is checked when it is restored.
+    applies_transforms: apply functions of `state_transformation_fns` to shapes, for `--dry_run`, with a warning for
+      functions that need values. Otherwise a state that such a function changes is checked when it is restored.
 
   Raises:
     CheckpointError: with the arrays that differ, and the optimizers if they differ.
   """
-  if start.path is None:
+  if start.is_new:
     return
-  config, metadata = _stack_config(model), checkpoints.read_metadata(start.path)
-  if config is not None:
-    _check_tied_logits(start.path, config, metadata.get('network') or {})
-  is_transformed = bool(start.restore_cfg.state_transformation_fns)
-  if is_transformed and not applies_transforms:
+  config, chain = _stack_config(model), start.chain
+  for path in dict.fromkeys(path for builder in chain for path in builder.paths_of_model):
+    if config is not None:
+      _check_tied_logits(path, config, checkpoints.read_metadata(path).get('network') or {})
+  if any(builder.needs_values for builder in chain) and not applies_transforms:
     return
-  if not is_transformed and config is not None and metadata.get('param_layout') != config.param_layout:
-    if not start.resumes:  # `assignment_map` and the like do not apply to a resumed run.
-      checkpoints.check_other_layout_fits(start.path, state_shape.state_dict(), config, start.restore_cfg)
-    return
-  saved_with, own = metadata.get('optimizer', {}).get('name'), None
-  if not isinstance(state_shape, InferenceState):
+  saved_with, own = None, None
+  if start.path is not None and not isinstance(state_shape, InferenceState):
+    saved_with = checkpoints.read_metadata(start.path).get('optimizer', {}).get('name')
     own = state_shape.optimizer_def.name
   is_other = saved_with is not None and own is not None and saved_with != own
   try:
     checkpoints.check_fits(
-        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg,
-        transformation_fns=checkpoints.param_layout_fns(start.path, config) if is_transformed and config else (),
-        is_resuming=start.resumes, may_begin=for_training)
+        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes,
+        may_begin=for_training, network=config)
   except checkpoints.ValuesNeededError as error:
     logging.getLogger(__name__).warning(
         '--dry_run cannot tell whether %s fits: this transform of RestoreCheckpointConfig.state_transformation_fns '
-        'needs values: %s. The run checks its result before the first step.', start.path, error)
+        'needs values: %s. The run checks its result before the first step.', start.description, error)
     return
   except CheckpointError as error:
     if is_other:
       raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.') from error
     raise
-  if is_other:
+  if is_other and not start.restore_cfg.builders:  # most builders drop the state of the optimizer
     logging.getLogger(__name__).warning(
         '%s was saved with the optimizer %s; this run continues from its state with %s.', start.path, saved_with, own)
 
@@ -256,8 +254,7 @@ def make_state(
     model: models.BaseModel, init_rng: jax.Array | None) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
   """Restore or initialize the state, with each array on its devices.
 
-  All formats of `checkpoints.open_source` are supported; if a checkpoint has no optimizer state, the optimizer starts
-  with the restored parameters.
+  The state is that of the chain of builders. If it has parameters alone, the optimizer starts with them.
 
   Args:
     start: the starting point.
@@ -272,7 +269,7 @@ def make_state(
   axes = initializer.train_state_axes
   restored = None
   config = _stack_config(model)
-  if start.path is None:
+  if start.is_new:
     state = initializer.from_scratch(init_rng)
   else:
     shapes = initializer.global_train_state_shape
@@ -280,8 +277,7 @@ def make_state(
     restored = checkpoints.restore_checkpoint(
         start.path, shapes.state_dict(),
         shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
-        restore_cfg=start.restore_cfg,
-        transformation_fns=() if config is None else checkpoints.param_layout_fns(start.path, config),
+        restore_cfg=start.restore_cfg, network=config,
         initial_state_fn=None if init_rng is None else lambda: initializer.from_scratch(init_rng).state_dict(),
         from_params_fn=None if isinstance(shapes, InferenceState) else initializer.begin_from_params,
         is_resuming=start.resumes)
@@ -300,7 +296,7 @@ def set_state(
   A new state has the layers stacked from the beginning that the trainer stacks.
   """
   stacks = initial_stacks(trainer, initializer, partitioner)
-  if start.path is None and stacks:
+  if start.is_new and stacks:
     trainer.step_state = initializer.from_scratch(init_rng, stacks)
     return None
   trainer.train_state, restored = make_state(start, initializer, partitioner, model, init_rng)
@@ -332,7 +328,7 @@ def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.Datas
   if changes:
     logging.getLogger(__name__).warning(
         'The training data differs from that of %s: %s. If this is not intended, set the former values of '
-        '`DatasetConfig`.', start.path, ', '.join(changes))
+        '`DatasetConfig`.', start.description, ', '.join(changes))
   run_facts['data'] = now
 
 
@@ -349,7 +345,7 @@ def check_finite(start: StartingPoint, state: TrainState) -> None:
   names = non_finite.find_in_state(state.state_dict())
   if names:
     more = f' and {len(names) - 1} more arrays' if len(names) > 1 else ''
-    raise CheckpointError(f'{start.path} has non-finite values in {names[0]}{more}. Start from another '
+    raise CheckpointError(f'{start.description} has non-finite values in {names[0]}{more}. Start from another '
                           "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values.")
 
 

@@ -14,6 +14,7 @@ from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import output_folder
+from t5x_lite.checkpoints import builders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,8 @@ class EvaluateConfig:
                     **{name: getattr(dataset_cfg, name) for name in names}},
         'restore': {'fallback_init_rng': self.fallback_init_rng, **({} if restore_cfg is None else {
             'dtype': restore_cfg.dtype, 'assignment_map': repr(restore_cfg.assignment_map),
-            'strict': restore_cfg.strict, 'fallback_to_scratch': restore_cfg.fallback_to_scratch})},
+            'strict': restore_cfg.strict, 'fallback_to_scratch': restore_cfg.fallback_to_scratch,
+            **builders.identity(restore_cfg)})},
         'settings': dict(self.settings or {}),
     }
     if evaluator is not None:

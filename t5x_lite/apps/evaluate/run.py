@@ -34,6 +34,7 @@ from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.evaluations import EvaluationInterrupted, OpenEvaluation, RunEvaluations
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.apps.evaluate.config import EvaluateConfig
+from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
 from t5x_lite.formatting import format_number
 from t5x_lite.evaluation import InferenceEvaluator
@@ -154,7 +155,7 @@ def evaluate(
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking for checkpoints')
     record = eval_record.EvalRecord(cfg.output_dir, cfg.identity(evaluator, eval_batches))
-    todo = _ToDo(record)
+    todo = _ToDo(record, cfg.restore_checkpoint_cfg)
     restored_models = restore_lib.restore_for_inference(
         cfg.model, cfg.restore_checkpoint_cfg, cfg.partitioner, input_shapes, input_types, cfg.fallback_init_rng,
         train_state_initializer_cls=cfg.train_state_initializer_cls, is_done=todo.is_done,
@@ -188,7 +189,7 @@ def evaluate(
     signals.doing = 'finishing the batch'
     progress.begin(max(len(todo.paths), 1) * evaluations.num_batches, 0)
     try:
-      for state, _, path, step in restored_models:
+      for state, _, path, step, origin in restored_models:
         finish()
         if is_first and multihost.is_lead():
           # Delete partial results before the files are opened. `todo` does not include random parameters.
@@ -196,7 +197,7 @@ def evaluate(
         is_first = False
         trainer.train_state = state
         del state
-        progress.log(f'Evaluating {path or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.')
+        progress.log(f'Evaluating {origin or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.')
         evaluations.evaluate(evaluations.names)
         unfinished.append((step, path))
         trainer.train_state = shapes  # The devices need not hold two states.
@@ -287,8 +288,8 @@ class _BatchNotes:
 class _ToDo:
   """Paths by step of the checkpoints to evaluate, in the order in which they are found."""
 
-  def __init__(self, record: eval_record.EvalRecord):
-    self._record = record
+  def __init__(self, record: eval_record.EvalRecord, restore_cfg: checkpoints.RestoreCheckpointConfig | None):
+    self._record, self._restore_cfg = record, restore_cfg
     self.paths: dict[int, str] = {}
     self.num_done = 0
 
@@ -304,10 +305,14 @@ class _ToDo:
 
   def describe(self, num_batches: int, output_dir: str) -> str:
     """Return the text of a dry run."""
+    cfg = self._restore_cfg
+    built = cfg is not None and cfg.builders and not cfg.paths
+    origins = [builders.describe(path, cfg) for path in ([None] if built else self.paths.values())]
     return '\n'.join([
         f'Results will be written to {output_dir}.', f'{self.num_done} checkpoint(s) are already evaluated.',
-        f'{len(self.paths)} checkpoint(s) will be evaluated on {num_batches} batches each:',
-        *(f'  {path}' for path in self.paths.values())])
+        f'{len(origins)} {"built state" if built else "checkpoint"}(s) will be evaluated on {num_batches} batches '
+        'each:',
+        *(f'  {origin}' for origin in origins)])
 
 
 def _best(cfg: EvaluateConfig, record: eval_record.EvalRecord) -> int | None:

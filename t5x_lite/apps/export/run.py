@@ -189,7 +189,7 @@ def save(
     manifest = {
         'format': FORMAT, 'format_version': _FORMAT_VERSION, 'name': model_name,
         'versions': {'t5x_lite': t5x_lite.__version__, 'jax': jax.__version__},
-        'model': type(model).__name__, 'checkpoint': restored.path, 'step': restored.step,
+        'model': type(model).__name__, 'checkpoint': restored.origin, 'step': restored.step,
         'task_feature_lengths': dict(task_feature_lengths), 'batch_size': batch_size, 'functions': functions,
         'vocabularies': {'inputs': _vocabulary(model.input_vocabulary, 'inputs', temporary),
                          'targets': _vocabulary(model.output_vocabulary, 'targets', temporary)},

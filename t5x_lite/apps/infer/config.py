@@ -15,6 +15,7 @@ from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite.apps.common import output_folder, start
 from t5x_lite.apps.infer.paths import ResultPaths
+from t5x_lite.checkpoints import builders
 
 MODES = ('predict', 'predict_with_aux', 'score')
 _FILE_NAME = checks.Expectation(
@@ -102,7 +103,8 @@ class InferConfig:
     """
     return {**(self.settings or {}), 'checkpoint': _checkpoint_identity(path, step), 'mode': self.mode,
             'dtype': self.restore_checkpoint_cfg.dtype, 'random_seed': self.random_seed,
-            'fallback_init_rng': self.fallback_init_rng, 'source': source.identity}
+            'fallback_init_rng': self.fallback_init_rng, 'source': source.identity,
+            **builders.identity(self.restore_checkpoint_cfg)}
 
 
 def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def infer(
     # Infer, batch by batch; no checkpoint is restored if all results are on disk
     # ------------------------------------------------------------------------------------------------------------------
     runner = evaluation.PredictRunner(cfg.model, cfg.partitioner)
-    for train_state, train_state_axes, path, step in restored_models:
+    for train_state, train_state_axes, path, step, origin in restored_models:
       if not stores:
         open_stores(path, step)
       for source, store, outcome in zip(sources, stores, outcomes, strict=True):
@@ -161,7 +161,7 @@ def infer(
         started = time.perf_counter()
         runner.compile(cfg.mode, source.element_spec(cfg.layout.batch_size), train_state, train_state_axes)
         progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {cfg.mode} {source.name} with '
-                     f'{path or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.')
+                     f'{origin or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.')
         # Recorded after compiling, which raises for invalid decoding options.
         _on_lead(lambda s=store: _begin(s, cfg, step))
         counter = _Counter(progress, source, cfg, 0 if store is None else store.totals['num_examples'])

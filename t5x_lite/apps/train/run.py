@@ -183,9 +183,9 @@ def train(
     first_step, facts = start.step, start_lib.facts_of_run(start, cfg.random_seed)
     last_step = plan_lib.total_steps_of_run(cfg.total_steps, cfg.relative_steps, facts['start_step'])
     if first_step > last_step:
-      raise ConfigError(f'{start.path} is at step {first_step}, past the end of the run at step {last_step}. Raise '
-                        'total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose another '
-                        'model_dir.')
+      raise ConfigError(f'{start.description} is at step {first_step}, past the end of the run at step {last_step}. '
+                        'Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose '
+                        'another model_dir.')
     profiler.check(facts['start_step'], last_step)
 
     # Trainer: built from the state's shapes, so that everything is checked before anything is computed.

@@ -11,6 +11,7 @@ from t5x_lite import checkpoints
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import restore as restore_lib
+from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from t5x_lite.train_state import InferenceState
 from tests.apps.train import toy_run
@@ -153,6 +154,37 @@ def test_missing_parameters_are_initialized_from_the_seed(run):
   expected = toy_run.model().get_initial_variables(jax.random.key(3), _SHAPES)['params']
   np.testing.assert_allclose(result.train_state.params['hidden'], expected['hidden'], rtol=1e-6)
   np.testing.assert_array_equal(result.train_state.params['logits'], run[1][10]['logits'])
+
+
+def _restore_built(chain, path=None, **kwargs):
+  cfg = checkpoints.RestoreCheckpointConfig(path and str(path), builders=chain)
+  return list(restore_lib.restore_for_inference(
+      toy_run.model(), cfg, toy_run.partitioner(), _SHAPES, **kwargs))
+
+
+def test_builders_make_the_parameters(run, tmp_path):
+  model_dir, params = run
+  two = [str(model_dir / f'checkpoint_{step}') for step in (2, 10)]
+  result, = _restore_built([builders.Average(two)])
+  mean = jax.tree.map(lambda a, b: ((a.astype(np.float64) + b) / 2).astype(a.dtype), params[2], params[10])
+  assert (result.step, result.path) == (10, None)
+  assert result.origin == f'the average of 2 checkpoints ({two[0]}, {two[1]})'
+  _assert_params(result, mean)
+  # The running average of a checkpoint, whose step names the results.
+  average = jax.tree.map(lambda x: x + 1, params[4])
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(4, {**checkpoints.load(model_dir / 'checkpoint_4'), 'param_average': average})
+  result, = _restore_built([builders.ParamAverage()], tmp_path)
+  assert (result.step, result.path) == (4, str(tmp_path / 'checkpoint_4'))
+  assert result.origin == f'{tmp_path}/checkpoint_4, then param_average as parameters'
+  _assert_params(result, average)
+
+
+def test_builders_must_make_all_parameters_for_inference(run):
+  chain = [builders.Subtree('', path=str(run[0] / 'checkpoint_2'), into='other')]
+  for seed in (None, 3):
+    with pytest.raises(CheckpointError, match='missing from the checkpoint'):
+      _restore_built(chain, fallback_init_rng=seed)
 
 
 @pytest.mark.parametrize('seed', [-1, 2**32, True, 'x'])
