@@ -28,8 +28,7 @@ class ParamEma:
       average contains to such a number.
     debias: see above; needs a constant decay.
     start_step: number of updates before the first one that is averaged.
-    evaluate: whether evaluations during training, and commands that read the run's checkpoints, use the average; else
-      it is only saved.
+    evaluate: whether evaluations during training use the average; else it is only saved.
 
   Raises:
     ConfigError: options are out of range or contradict each other.

@@ -156,6 +156,9 @@ class RestoreCheckpointConfig:
     checkpoint_manager_cls: must be None; see `checkpointer_cls`.
     builders: further builders of the state, applied in order after all other options, such as
       `builders.NewVocabulary()`; see `checkpoints.StateBuilder`. Ignored when a run resumes from its own directory.
+    use_param_average: restore the running average of the parameters, if the checkpoint has one, as the parameters. None
+      is True in `eval`, `infer`, `chat`, `export` and notebooks, and False in training. Ignored when a run resumes from
+      its own directory.
   """
 
   path: str | Sequence[str] | None = None
@@ -170,12 +173,14 @@ class RestoreCheckpointConfig:
   checkpoint_manager_cls: Any = None
   _: dataclasses.KW_ONLY
   builders: Sequence[base.StateBuilder] = ()
+  use_param_average: bool | None = None
 
   def __post_init__(self):
     checks.check(
         'RestoreCheckpointConfig', vars(self), builders=_BUILDERS,
         path=_PATHS.or_none() if self.builders else _PATHS, mode=checks.one_of(RESTORE_MODES),
         assignment_map=_ASSIGNMENT_MAP, dtype=_FLOAT_DTYPE.or_none(), checkpointer_cls=_NO_CLASS,
+        use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
         state_transformation_fns=_FUNCTIONS_OR_BUILDERS, checkpoint_manager_cls=_NO_CLASS)
     for path in self.paths:
       discovery.check_local_path(path, 'RestoreCheckpointConfig.path')

@@ -90,7 +90,8 @@ def restore_for_inference(
   checks.check('', locals(), fallback_init_rng=_seed(cfg))
   if cfg is not None:
     # Inference does not use the position in the training data.
-    cfg = dataclasses.replace(cfg, restore_dataset=False)
+    averages = cfg.use_param_average is None and not cfg.builders
+    cfg = dataclasses.replace(cfg, restore_dataset=False, use_param_average=True if averages else cfg.use_param_average)
   initializer = train_state_initializer_cls(
       None, model.get_initial_variables, input_shapes, partitioner, input_types)
   starts = _find(cfg, fallback_init_rng is not None)

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--dtype', metavar='DTYPE',
                       help='dtype of the parameters: float32, bfloat16 or float16; default: that of each tensor. The '
                       'optimizer state keeps its dtypes')
+  parser.add_argument('--param_average', action='store_true',
+                      help='convert the running average of the parameters instead of the parameters, without the '
+                      'optimizer state')
   states = parser.add_argument_group('for --to=t5x_lite and --to=t5x')
   states.add_argument('--param_layout', metavar='LAYOUT',
                       help='t5 (a subtree per layer) or scalable_t5 (stacked layers); default: that of SOURCE')

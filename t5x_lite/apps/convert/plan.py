@@ -228,7 +228,7 @@ def _check_hugging_face(source: sources.StateSource, shapes: Mapping[str, Any], 
     notes.append(f"The network has a custom {custom}: attention kernels are converted like T5's, and programs that "
                  'read the result need the same custom code.')
   if to == 'hugging_face' and any(name.startswith(AVERAGE) for name in shapes):
-    notes.append('The folder has the trained parameters; their running average (param_average) is not converted.')
+    notes.append('The folder has the trained parameters. For their running average, add --param_average.')
 
 
 def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> int | None:
@@ -272,7 +272,8 @@ def _param_average(shapes, to: str, change: ChangeFn, notes: list[str]) -> dict[
   if not average:
     return {}
   if to == 't5x':
-    notes.append('The running average of the parameters (param_average) is not converted: T5X does not support it.')
+    notes.append('The running average of the parameters (param_average) is not converted: T5X does not support it. To '
+                 'convert it instead of the parameters, add --param_average.')
     return {}
   return _prefixed(AVERAGE, change(average))
 

@@ -89,6 +89,7 @@ class ConvertConfig:
     optimizer_state: 'keep' or 'drop'; None keeps it if the output format supports it.
     max_shard_size: for 'hugging_face', maximum number of bytes of a file of weights.
     step: number of training steps to record; None for the source's.
+    param_average: convert the running average of the parameters instead of the parameters.
 
   Raises:
     ConfigError: a value is not supported, or has no effect with the others.
@@ -102,6 +103,7 @@ class ConvertConfig:
   optimizer_state: str | None = None
   max_shard_size: int | None = None
   step: int | None = None
+  param_average: bool = False
 
   def __post_init__(self) -> None:
     flags = {f'--{name}': value for name, value in vars(self).items()}
@@ -113,7 +115,10 @@ class ConvertConfig:
     checks.check('', flags, **{
         '--to': checks.one_of(FORMATS), '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
         '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
-        '--optimizer_state': checks.one_of(OPTIMIZER_STATE).or_none(),
+        '--optimizer_state': checks.Expectation(
+            "absent or 'drop' with --param_average", lambda value: value in (None, 'drop'),
+            'The state belongs to the trained parameters.') if self.param_average
+                             else checks.one_of(OPTIMIZER_STATE).or_none(),
         '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
         '--max_shard_size': checks.number(at_least=1, integer=True).or_none()} | dict.fromkeys(
             others, checks.Expectation(f'absent with --to={self.to}', lambda value: value is None,
@@ -142,6 +147,8 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
   _check_output(source, output)
   progress.note('reading the source')
   opened = open_newest(source)
+  if cfg.param_average:
+    opened = sources.AverageSource(opened)
   family = convert_hugging_face.known_family(opened) if cfg.family is None else hugging_face.get_family(cfg.family)
   plan = convert_plan.plan_state(
       opened, to=cfg.to, dtype=cfg.dtype, param_layout=cfg.param_layout,

@@ -9,7 +9,7 @@ from typing import Any
 
 from t5x_lite import errors
 from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints import sources, transforms
 from t5x_lite.checkpoints.builders import base, changing, reading
 from t5x_lite.formatting import first_names
 
@@ -32,6 +32,8 @@ def chain_of(
   """
   rules = () if is_resuming else tuple(cfg.assignment_map or ())
   chain = [] if path is None else [reading.Restore(os.fspath(path), rules)]
+  if _uses_average(path, cfg) and not is_resuming:
+    chain.append(changing.ParamAverage())
   chain += [fn if isinstance(fn, base.StateBuilder) else changing.Transform(fn)
             for fn in (*transformation_fns, *cfg.state_transformation_fns)]
   return (*chain, *(() if is_resuming else cfg.builders))
@@ -47,13 +49,23 @@ def first_step(chain: Chain) -> int | None:
 
 def describe(path: str | None, cfg: config_lib.RestoreCheckpointConfig) -> str:
   """Return a text about the origin of a state for the log."""
-  parts = [*([] if path is None else [path]), *(builder.description for builder in cfg.builders)]
+  parts = [] if path is None else [path]
+  if _uses_average(path, cfg):
+    parts.append(changing.ParamAverage().description)
+  parts += [builder.description for builder in cfg.builders]
   return ', then '.join(parts)
 
 
 def identity(cfg: config_lib.RestoreCheckpointConfig) -> dict[str, list[str]]:
   """Return what the builders of `cfg` add to the identity of results, as JSON values; {} without builders."""
-  return {'builders': [f'{builder!r}: {builder.description}' for builder in cfg.builders]} if cfg.builders else {}
+  average = {} if cfg.use_param_average is None else {'use_param_average': cfg.use_param_average}
+  return average | ({'builders': [f'{builder!r}: {builder.description}' for builder in cfg.builders]}
+                    if cfg.builders else {})
+
+
+def _uses_average(path: str | os.PathLike[str] | None, cfg: config_lib.RestoreCheckpointConfig) -> bool:
+  """Return whether the stored average of the parameters becomes the parameters."""
+  return path is not None and bool(cfg.use_param_average) and sources.has_param_average(sources.open_source(path))
 
 
 def run_on_shapes(chain: Chain, target: base.TargetState) -> tuple[base.BuiltState, frozenset[str]]:

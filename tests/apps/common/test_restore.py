@@ -180,6 +180,18 @@ def test_builders_make_the_parameters(run, tmp_path):
   _assert_params(result, average)
 
 
+def test_the_average_of_a_checkpoint_is_the_default(run, tmp_path):
+  average = jax.tree.map(lambda x: x + 1, run[1][4])
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(4, {**checkpoints.load(run[0] / 'checkpoint_4'), 'param_average': average})
+  for option, params in ((None, average), (True, average), (False, run[1][4])):
+    result, = _restore(tmp_path, use_param_average=option)
+    _assert_params(result, params)
+    assert result.origin.endswith('checkpoint_4' if option is False else 'param_average as parameters')
+  result, = _restore(run[0], use_param_average=True)  # a checkpoint without an average
+  _assert_params(result, run[1][10])
+
+
 def test_builders_must_make_all_parameters_for_inference(run):
   chain = [builders.Subtree('', path=str(run[0] / 'checkpoint_2'), into='other')]
   for seed in (None, 3):

@@ -89,6 +89,29 @@ def test_tables_that_differ_stay_in_the_layers(tmp_path):
   assert not (tmp_path / 'no').exists()
 
 
+def test_the_average_instead_of_the_parameters(tmp_path):
+  state = given.make_state() | _trees_like_params('state/param_states/0/mu/', 'param_average/')
+  run = given.save(tmp_path / 'run', state)
+  done = convert.convert(run, str(tmp_path / 'average'), to='t5x_lite', param_average=True)
+  found = tree_utils.flatten_dict(checkpoints.load(done.path))
+  wanted = {f'target/{name.removeprefix("param_average/")}': value for name, value in state.items()
+            if name.startswith('param_average/')}
+  assert set(found) == {*wanted, 'state/step'}
+  for name, value in wanted.items():
+    np.testing.assert_array_equal(found[name], value)
+  assert 'optimizer' not in checkpoints.read_metadata(done.path)
+  folder = convert.convert(run, str(tmp_path / 'folder'), to='hugging_face', param_average=True)
+  direct = convert.convert(done.path, str(tmp_path / 'direct'), to='hugging_face')
+  assert given.tensor_bits(folder.path) == given.tensor_bits(direct.path)
+  assert not any('average' in note for note in folder.notes)
+  assert any('add --param_average' in note for note in convert.convert(
+      run, str(tmp_path / 'trained'), to='hugging_face').notes)
+  with pytest.raises(CheckpointError, match='must have a running average of the parameters'):
+    convert.convert(done.path, str(tmp_path / 'no'), to='hugging_face', param_average=True)
+  with pytest.raises(ConfigError, match="--optimizer_state` must be absent or 'drop' with --param_average"):
+    convert.convert(run, str(tmp_path / 'no'), to='t5x_lite', param_average=True, optimizer_state='keep')
+
+
 # dtypes
 
 
