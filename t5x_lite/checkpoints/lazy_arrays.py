@@ -17,7 +17,7 @@ import numpy as np
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import sources, state_io
 
-# Bytes of stored arrays that are in host memory at a time while arrays are computed.
+# Bytes of arrays that are in host memory at a time while they are read, computed and placed.
 _BATCH_BYTES = 2**28
 
 
@@ -124,8 +124,9 @@ def place(arrays: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
           shardings: Mapping[str, jax.sharding.Sharding | None], initial: Mapping[str, Any]) -> dict[str, Any]:
   """Return arrays cast to dtypes and placed with shardings; all processes must call this together.
 
-  Stored arrays that are used as they are, are read together; with several processes each reads only the parts of its
-  devices if the format allows it. Computed arrays are computed and placed in groups with a limited size.
+  Arrays are read, computed and placed in groups of limited size, so that the host holds no second copy of a large state.
+  With several processes each reads only the parts of its devices of an array that is not computed, if the format allows
+  it.
 
   Args:
     arrays: name -> array with values, of any kind.
@@ -137,17 +138,19 @@ def place(arrays: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
     name -> array, of the same shape.
   """
   result: dict[str, Any] = {}
-  by_source: dict[sources.StateSource, dict[str, str]] = collections.defaultdict(dict)
+  by_source: dict[sources.StateSource, dict[str, StoredArray]] = collections.defaultdict(dict)
   computed, others = {}, {}
   for name, array in arrays.items():
     if isinstance(array, StoredArray):
-      by_source[array.source][name] = array.name
+      by_source[array.source][name] = array
     elif isinstance(array, ComputedArray):
       computed[name] = array
     else:
       others[name] = initial[array.name] if isinstance(array, InitialArray) else array
-  for source, names in by_source.items():
-    result |= _read_sharded(source, names, wanted, shardings)
+  for source, stored_arrays in by_source.items():
+    for group in _groups(stored_arrays):
+      names = {name: array.name for name, array in group.items()}
+      result |= _read_sharded(source, names, wanted, shardings)
   result |= state_io.place(others, wanted, shardings)
   for group in _groups(computed):
     result |= state_io.place(read(group, initial), wanted, shardings)
@@ -163,11 +166,12 @@ def _inputs(array: Any) -> Iterator[Any]:
     yield array
 
 
-def _groups(arrays: Mapping[str, ComputedArray]) -> Iterator[dict[str, ComputedArray]]:
-  """Yield `arrays` in groups, each with inputs of at most `_BATCH_BYTES` unless it is a single array."""
+def _groups(arrays: Mapping[str, LazyArray]) -> Iterator[dict[str, Any]]:
+  """Yield `arrays` in groups, each of at most `_BATCH_BYTES` with its inputs unless it is a single array."""
   group, size = {}, 0
   for name, array in arrays.items():
-    num_bytes = sum(untrusted.num_bytes(leaf.shape, leaf.dtype) for leaf in (array, *_inputs(array)))
+    leaves = {id(leaf): leaf for leaf in (array, *_inputs(array))}.values()
+    num_bytes = sum(untrusted.num_bytes(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
     if group and size + num_bytes > _BATCH_BYTES:
       yield group
       group, size = {}, 0

@@ -57,3 +57,8 @@ def test_computed_arrays_are_in_memory_a_group_at_a_time(saved, monkeypatch):
   monkeypatch.setattr(lazy_arrays, '_BATCH_BYTES', 1)
   lazy_arrays.place(arrays, wanted, dict.fromkeys(arrays), {})
   assert reads == [[name] for name in moments] and len(moments) == 3
+  # The same for arrays that are used as they are.
+  reads.clear()
+  wanted = {name: jax.ShapeDtypeStruct(stored[name].shape, stored[name].dtype) for name in moments}
+  lazy_arrays.place({name: stored[name] for name in moments}, wanted, dict.fromkeys(moments), {})
+  assert reads == [[name] for name in moments]
