@@ -21,7 +21,6 @@ from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.configuration.syntax import MESH_RULES, Binding, Import, Location, Text
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.types import ChoosesMesh
 
 _KEY = (MESH_RULES, 'gin.macro', 'value')
 _EXAMPLE = "Example: MESH_RULES = [('gpu-h100-.*', 'h100.gin'), ('cpu-.*', 'NUM_PARTITIONS = 2'), ('.*', None)]."
@@ -56,7 +55,7 @@ def hardware_selector(platform: str, device_kind: str, num_devices: int) -> str:
 
 def detected_selector() -> str:
   """Return the selector of the devices of this job. This initializes JAX."""
-  import jax  # The other functions of this module are used before JAX is imported.
+  import jax  # Files are read before JAX is imported.
   devices = jax.devices()
   return hardware_selector(devices[0].platform, devices[0].device_kind, len(devices))
 
@@ -246,7 +245,7 @@ def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]
   chosen = detected_selector() if selector is None else selector
   rule = rules.first_match(chosen)
   texts = () if rule is None else tuple(
-      _automatic_mesh(rule) if change is None else _with_imports(change, imports) for change in rule.changes)
+      _automatic_mesh(rule) if change is None else change for change in _changes_with_imports(rule, imports))
   if rule is not None and None in rule.changes and not any(text.statements for text in texts):
     raise ConfigError(f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
                       'the partitioner, or replace None by bindings.')
@@ -255,6 +254,7 @@ def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]
 
 def _automatic_mesh(rule: MeshRule) -> Text:
   """Return bindings with which the configured partitioners choose the mesh themselves."""
+  from t5x_lite.types import ChoosesMesh  # Imports JAX, too.
   source = f'automatic mesh of mesh rule {rule.pattern!r}'
   table, classes = gin_check.bindings(), gin_check.configurables()
   statements = []
@@ -267,6 +267,17 @@ def _automatic_mesh(rule: MeshRule) -> Text:
       statements += [Binding(scope, selector, name, value, Location(source, 1))
                      for name, value in cls.automatic_mesh(configured).items()]
   return Text(source, tuple(statements))
+
+
+def _changes_with_imports(rule: MeshRule, imports: Mapping[str, Import]) -> list[Text | None]:
+  """Return the changes of a rule; a text without imports may use those of the files and of earlier changes."""
+  known, changes = dict(imports), []
+  for change in rule.changes:
+    changes.append(None if change is None else _with_imports(change, known))
+    for statement in change.walk() if change is not None else ():
+      if isinstance(statement, Import) and not statement.statement.module.startswith('__gin__'):
+        known[statement.statement.bound_name()] = statement
+  return changes
 
 
 def _with_imports(text: Text, imports: Mapping[str, Import]) -> Text:
@@ -383,9 +394,9 @@ def _recorded_rules(rules: MeshRules, files_imports: Mapping[str, Import], impor
   for rule in rules.rules:
     changes: list[Text | None] = []
     targets = []
-    for change in rule.changes:
+    for change in _changes_with_imports(rule, files_imports):
       targets += gin_syntax.bindings_of([_automatic_mesh(rule) if change is None else change])
-      changes += [None] if change is None else _pieces(_with_imports(change, files_imports))
+      changes += [None] if change is None else _pieces(change)
     overriding = {binding.target: flags[binding.target] for binding in targets if binding.target in flags}
     if overriding:
       changes.append(_with_imports(Text(MESH_RULES, tuple(overriding.values())), imports))
