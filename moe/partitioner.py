@@ -6,7 +6,7 @@ and copies. `num_expert_partitions` is the newer form: experts have a separate a
 number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import logging
 import math
@@ -97,6 +97,16 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     self._experts_per_layer = experts_per_layer
     self._state_filter_fn = state_filter_fn
     self._has_default_rules = logical_axis_rules is None
+
+  @classmethod
+  def automatic_mesh(cls, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments for a mesh without model parallelism; the second form chooses the size of the expert axis.
+
+    Args:
+      configured: the configured arguments by name.
+    """
+    has_expert_axis = configured.get('num_expert_partitions') is not None
+    return super().automatic_mesh(configured) | ({'num_expert_partitions': AUTO} if has_expert_axis else {})
 
   @functools.cached_property
   def two_data_axes(self) -> bool:

@@ -18,6 +18,7 @@ import gin
 from t5x_lite import files
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, T5xLiteError
 
@@ -46,11 +47,13 @@ class Configuration:
     entry: function to run.
     text: the entire configuration as gin text.
     uses: configurables that `entry` reaches, itself first.
+    mesh_rule: selector, mesh rule and its changes in one line; empty for a configuration without mesh rules.
   """
 
   entry: Callable[..., Any]
   text: str
   uses: Sequence[gin_check.Use]
+  mesh_rule: str = ''
 
   def settings(self, left_out: Sequence[str]) -> dict[str, str]:
     """Return the values of all bindings that the entry point reaches, as text by name.
@@ -115,29 +118,42 @@ def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search
     placeholders: gin text of values for missing macros that the caller does not use.
 
   Raises:
-    ConfigError: a file is missing, gin syntax is invalid, or a macro is missing or not used.
+    ConfigError: a file is missing, gin syntax is invalid, or a macro is missing or not used. With mesh rules, `load`
+      raises for missing and unused macros.
   """
-  texts = [gin_syntax.read_file(name, search_paths) for name in gin_files] + list(flags)
+  texts, rules = mesh_rules.take(
+      [gin_syntax.read_file(name, search_paths) for name in gin_files] + list(flags), search_paths)
   unset = gin_syntax.missing_macros(texts)
-  texts += [gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
-            for name, value in (placeholders or {}).items() if name in unset]
-  gin_syntax.check_macros(texts, _REMEDIES)
-  for sentence in gin_syntax.misspelt_macros(texts):
-    logging.getLogger(__name__).warning(sentence)
+  if rules is not None:
+    mesh_rules.check_macros(rules, texts)
+  additional = [gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
+                for name, value in (placeholders or {}).items() if name in unset]
+  # Rules override files and placeholders, and flags override rules.
+  texts[len(gin_files):len(gin_files)] = additional if rules is None else [*additional, rules]
+  if rules is None:  # The rule that applies, which may set macros, is known after the imports of the files.
+    _check_macros(texts)
   return texts
 
 
-def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
+def _check_macros(texts: Sequence[gin_syntax.Text]) -> None:
+  gin_syntax.check_macros(texts, _REMEDIES)
+  for sentence in gin_syntax.misspelt_macros(texts):
+    logging.getLogger(__name__).warning(sentence)
+
+
+def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None = None) -> Configuration:
   """Return the configuration of an entry point.
 
   Args:
     entry: dotted name of the function to configure, e.g. `t5x_lite.apps.train.train`.
     texts: result of `read`, in the order of application.
+    mesh_selector: selector of the mesh rules; None detects the hardware if there are rules, which initializes JAX.
 
   Raises:
-    ConfigError: a name is misspelt or missing, or a binding has no effect or the wrong type.
+    ConfigError: a name is misspelt or missing, or a binding has no effect or the wrong type; or a selector is given
+      without mesh rules.
   """
-  locations, replaced = gin_apply.apply(texts)
+  binder, texts, choice, changes = _bind(texts, mesh_selector)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   if not any(configurable.wrapped is function for configurable in gin_check.configurables().values()):
@@ -145,10 +161,31 @@ def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
   macros_of_files = {statement.macro_name for text in texts for statement in text.walk()
                      if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line}
-  uses = gin_check.check(function, locations, macros_of_files, replaced)
+  uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
   text = get_gin_config_str()
   _finalize()
-  return Configuration(function, text, uses)
+  read_keys = {key for use in uses for key in use.bound.values()}
+  mesh_rule = '' if choice is None else mesh_rules.describe(choice, changes, read_keys)
+  return Configuration(function, text, uses, mesh_rule)
+
+
+def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None) -> tuple[
+    gin_apply.Binder, Sequence[gin_syntax.Text], mesh_rules.Choice | None, dict[gin_check.Key, gin_syntax.Binding]]:
+  """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes."""
+  binder = gin_apply.Binder()
+  position = next((index for index, text in enumerate(texts) if isinstance(text, mesh_rules.MeshRules)), None)
+  if position is None:
+    if mesh_selector is not None:
+      raise ConfigError(f'--mesh_selector={mesh_selector} has no effect: the configuration has no '
+                        f'{gin_syntax.MESH_RULES}. Remove the flag, or add rules.')
+    binder.bind(texts)
+    return binder, texts, None, {}
+  files, rest = texts[:position], texts[position + 1:]
+  binder.bind(files)
+  choice = mesh_rules.choose(texts[position], mesh_selector, binder.imports)
+  texts = [*files, *choice.texts, *rest]
+  _check_macros(texts)
+  return binder, texts, choice, mesh_rules.bind(choice, binder, rest)
 
 
 def _finalize() -> None:
@@ -216,15 +253,17 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
   """
   gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
-  texts = read(gin_files, flags, gin_search_paths)
-  gin_apply.apply(texts)
+  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None)
   if finalize_config:
     _finalize()
 
 
 def get_gin_config_str() -> str:
-  """Return the current configuration as complete gin text: imports, macros, and all bindings."""
-  return _HEADER + gin.config_str()
+  """Return the current configuration as complete gin text: imports, macros, and all bindings.
+
+  Of a configuration with mesh rules, it is the text to which the rules apply, with all rules.
+  """
+  return _HEADER + mesh_rules.configuration_text()
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) -> None:

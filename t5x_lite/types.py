@@ -1,5 +1,6 @@
-"""Names of types that all layers share."""
+"""Names of types, and contracts, that all layers share."""
 
+import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,3 +23,19 @@ LogicalAxes = PyTree
 MeshAxes = PyTree
 # Ordered pairs (logical axis, mesh axis or axes or None); the first applicable rule wins.
 LogicalAxisRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
+
+
+class ChoosesMesh(abc.ABC):
+  """Contract of a class that gin configures with a device mesh and that can choose one itself."""
+
+  @classmethod
+  @abc.abstractmethod
+  def automatic_mesh(cls, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of the constructor with which the class chooses the mesh for any number of devices.
+
+    Args:
+      configured: the configured arguments by name; values may be references of gin.
+
+    Returns:
+      Arguments that replace those about the mesh in `configured`; all others are kept.
+    """

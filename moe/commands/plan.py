@@ -135,7 +135,9 @@ def _num_selected(run) -> tuple[int, str]:
   """Return (number of experts of a token in a run, source of this number in words)."""
   path = run / 'config.gin'
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines() if path.is_file() else ()
-  values = {name.strip(): value.strip() for name, _, value in (line.partition('=') for line in lines)}
+  # Indented lines are not bindings of the run, e.g. those of mesh rules.
+  values = {name.strip(): value.strip() for name, _, value in (line.partition('=') for line in lines)
+            if not name.startswith(' ')}
   bound = [value for name, value in values.items() if name.rpartition('.')[2] == 'num_selected']
   found = sorted({values.get(value[1:], value) if value.startswith('%') else value for value in bound})
   if not found:

@@ -4,7 +4,7 @@ gin's parser is not used for this, since it does not keep the locations of state
 private names of gin-config 0.5, the last release, are used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 import inspect
 import pkgutil
 import sys
@@ -25,58 +25,99 @@ _EXTRAS = {
 }
 
 
-def apply(
-    texts: Sequence[gin_syntax.Text],
-) -> tuple[dict[gin_check.Key, gin_syntax.Location], dict[str, gin_syntax.Location]]:
-  """Bind all statements.
+class Binder:
+  """Binds statements in gin, which a new binder clears first.
+
+  Attributes:
+    bound: statement of each binding.
+    replaced: for each macro that lost its last reader, the location of the binding that replaced it.
+    imports: import statements by the names that they define.
+  """
+
+  def __init__(self):
+    gin.clear_config()
+    self.bound: dict[gin_check.Key, gin_syntax.Binding] = {}
+    self.replaced: dict[str, gin_syntax.Location] = {}
+    self.imports: dict[str, gin_syntax.Import] = {}
+
+  @property
+  def locations(self) -> dict[gin_check.Key, gin_syntax.Location]:
+    """Location of each binding."""
+    return {key: statement.location for key, statement in self.bound.items()}
+
+  def bind(self, texts: Sequence[gin_syntax.Text]) -> None:
+    """Bind all statements, after those of earlier calls.
+
+    Args:
+      texts: texts in the order of application.
+
+    Raises:
+      ConfigError: a module or name does not exist.
+    """
+    for text in texts:
+      on_command_line = all(statement.location.on_command_line for statement in text.walk())
+      # A flag may use every name that files have imported.
+      self._bind_text(text, tuple(self.imports.values()) if on_command_line else ())
+
+  def _bind_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
+    names = _Names(text.source)
+    contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
+    contexts.append(names)
+    try:
+      if preamble:
+        names.enable_dynamic_registration()
+        for statement in preamble:
+          names.add_import(statement)
+      for statement in text.statements:
+        match statement:
+          case gin_syntax.Text():
+            self._bind_text(statement, ())
+          case gin_syntax.Import():
+            names.add_import(statement)
+            if not statement.statement.module.startswith('__gin__'):
+              self.imports[statement.statement.bound_name()] = statement
+          case gin_syntax.Block():
+            names.configurable(statement.selector, statement.location)
+          case gin_syntax.Binding():
+            key = names.bind(statement)
+            if key in self.bound:
+              forgotten = {*gin_syntax.macros_in(self.bound[key].value)} - {*gin_syntax.macros_in(statement.value)}
+              self.replaced |= dict.fromkeys(forgotten, statement.location)
+            self.bound[key] = statement
+    finally:
+      contexts.pop()
+    gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
+
+
+# Value of `text_with` for a parameter that is not bound.
+UNBOUND = object()
+
+
+def imports() -> frozenset[Any]:
+  """Return gin's import statements of the current configuration."""
+  return frozenset(gin_config._IMPORTS)  # pylint: disable=protected-access
+
+
+def text_with(values: Mapping[gin_check.Key, Any], without_imports: Collection[Any]) -> str:
+  """Return `gin.config_str()` of a configuration that differs from the current one, which does not change.
 
   Args:
-    texts: texts in the order of application.
-
-  Returns:
-    (location of each binding; for each macro that lost its last reader, the location of the binding that replaced it).
+    values: values that differ, or UNBOUND.
+    without_imports: imports of the current configuration that the other one does not have.
   """
-  gin.clear_config()
-  bound: dict[gin_check.Key, gin_syntax.Binding] = {}
-  replaced: dict[str, gin_syntax.Location] = {}
-  imports: dict[str, gin_syntax.Import] = {}
-  for text in texts:
-    on_command_line = all(statement.location.on_command_line for statement in text.walk())
-    # A flag may use every name that files have imported.
-    _apply_text(text, bound, replaced, imports, tuple(imports.values()) if on_command_line else ())
-  return {key: statement.location for key, statement in bound.items()}, replaced
-
-
-def _apply_text(text: gin_syntax.Text, bound: dict[gin_check.Key, gin_syntax.Binding],
-                replaced: dict[str, gin_syntax.Location], imports: dict[str, gin_syntax.Import],
-                preamble: Sequence[gin_syntax.Import]) -> None:
-  names = _Names(text.source)
-  contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
-  contexts.append(names)
+  table = {name: dict(bound) for name, bound in gin_check.bindings().items()}
+  for (scope, selector, parameter), value in values.items():
+    if value is UNBOUND:
+      del table[scope, selector][parameter]
+    else:
+      table[scope, selector][parameter] = value
+  current = gin_config._IMPORTS  # pylint: disable=protected-access
+  gin_config._IMPORTS = {each for each in current if each not in without_imports}  # pylint: disable=protected-access
   try:
-    if preamble:
-      names.enable_dynamic_registration()
-      for statement in preamble:
-        names.add_import(statement)
-    for statement in text.statements:
-      match statement:
-        case gin_syntax.Text():
-          _apply_text(statement, bound, replaced, imports, ())
-        case gin_syntax.Import():
-          names.add_import(statement)
-          if not statement.statement.module.startswith('__gin__'):
-            imports[statement.statement.bound_name()] = statement
-        case gin_syntax.Block():
-          names.configurable(statement.selector, statement.location)
-        case gin_syntax.Binding():
-          key = names.bind(statement)
-          if key in bound:
-            forgotten = {*gin_syntax.macros_in(bound[key].value)} - {*gin_syntax.macros_in(statement.value)}
-            replaced |= dict.fromkeys(forgotten, statement.location)
-          bound[key] = statement
+    bound_ones = {name: bound for name, bound in table.items() if bound}
+    return gin_config._config_str(bound_ones)  # pylint: disable=protected-access
   finally:
-    contexts.pop()
-  gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
+    gin_config._IMPORTS = current  # pylint: disable=protected-access
 
 
 class _Names(gin_config.ParseContext):

@@ -24,6 +24,8 @@ _KEY = re.compile(r'^[A-Za-z_][\w./]*$')
 # Words of other languages for Python's constants.
 _LOWER_CASE_CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None', 'nil': 'None'}
 REQUIRED = 'gin.REQUIRED'
+# Macro with the rules of `mesh_rules`.
+MESH_RULES = 'MESH_RULES'
 # First characters of values in gin's syntax.
 _OPENING = '\'"([{@%'
 
@@ -50,6 +52,9 @@ class Macro:
 
   name: str
 
+  def __repr__(self) -> str:
+    return f'%{self.name}'
+
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
@@ -57,6 +62,9 @@ class Reference:
 
   scoped_selector: str
   evaluate: bool
+
+  def __repr__(self) -> str:
+    return f'@{self.scoped_selector}{"()" if self.evaluate else ""}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +90,14 @@ class Binding:
     selector = f'{self.scope}/{self.selector}' if self.scope else self.selector
     return f'{selector}.{self.arg_name}' if self.arg_name else selector
 
+  @property
+  def target(self) -> str | tuple[str, str, str]:
+    """Value that two bindings share if they bind the same: files may import a module under several names."""
+    return self.macro_name or (self.scope, self.selector.rpartition('.')[2], self.arg_name)
+
+  def __str__(self) -> str:
+    return f'{self.key} = {self.value!r}'
+
 
 @dataclasses.dataclass(frozen=True)
 class Block:
@@ -105,6 +121,7 @@ class Text:
 
   source: str
   statements: tuple['Binding | Block | Import | Text', ...]
+  path: pathlib.Path | None = None
 
   def walk(self) -> Iterator[Binding | Block | Import]:
     """Yield all statements in the order in which they take effect."""
@@ -187,17 +204,20 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: pathli
   raise ConfigError(f'The gin file {name!r} does not exist in {searched}.{hint}')
 
 
-def read_file(name: str, search_paths: Sequence[str] = ()) -> Text:
+def read_file(name: str, search_paths: Sequence[str] = (), *, included_from: pathlib.Path | None = None,
+              source: str | None = None) -> Text:
   """Return the statements of a gin file and of the files that it includes.
 
   Args:
     name: name of the file, see `find_file`.
     search_paths: additional folders for this file and its includes.
+    included_from: the file that names this file, or None.
+    source: name of the file in messages; default: `name`.
 
   Raises:
     ConfigError: a file is missing, not UTF-8 or not gin; the message has file and line.
   """
-  return _read_path(find_file(name, search_paths), name, search_paths, ())
+  return _read_path(find_file(name, search_paths, included_from), source or name, search_paths, ())
 
 
 def _read_path(path: pathlib.Path, name: str, search_paths: Sequence[str], stack: tuple[pathlib.Path, ...]) -> Text:
@@ -243,7 +263,7 @@ def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Pat
           statements.append(_read_path(included, statement.filename, search_paths, stack))
   except (SyntaxError, tokenize.TokenError, RecursionError) as error:
     raise ConfigError(_syntax_message(error, text, source, not is_flag)) from None
-  return Text(source, tuple(statements))
+  return Text(source, tuple(statements), path)
 
 
 def _syntax_message(error: SyntaxError | tokenize.TokenError | RecursionError, text: str, source: str,
@@ -334,6 +354,11 @@ def macros_in(value: Any) -> Iterator[str]:
       yield part.name
 
 
+def mentioned_macros(texts: Sequence[Text]) -> set[str]:
+  """Return the names of the macros in the values of all bindings."""
+  return {name for binding in bindings_of(texts) for name in macros_in(binding.value)}
+
+
 def parts_of(value: Any) -> Iterator[Any]:
   """Yield the leaves of nested lists, tuples and dicts, including keys."""
   if isinstance(value, dict):
@@ -358,9 +383,9 @@ def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = Non
     ConfigError: with all missing macros.
   """
   remedies = remedies or {}
-  bindings = _bindings(texts)
+  bindings = bindings_of(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
-  mentioned = {name for binding in bindings for name in macros_in(binding.value) if name != REQUIRED}
+  mentioned = mentioned_macros(texts) - {REQUIRED}
   missing = missing_macros(texts)
   problems = [f'{binding.location}: the macro {name!r} is not used in the configuration.{did_you_mean(name, mentioned)}'
               for name, binding in definitions.items()
@@ -381,8 +406,8 @@ def misspelt_macros(texts: Sequence[Text]) -> list[str]:
 
   Unused macros are allowed, since a file may be used for several commands.
   """
-  bindings = _bindings(texts)
-  mentioned = {name for binding in bindings for name in macros_in(binding.value)}
+  bindings = bindings_of(texts)
+  mentioned = mentioned_macros(texts) | {MESH_RULES}
   unread = {binding.macro_name: binding.location for binding in bindings
             if binding.macro_name and binding.macro_name not in mentioned and not binding.location.on_command_line}
   sentences = []
@@ -406,12 +431,9 @@ def _check_cycles(definitions: Mapping[str, Binding]) -> None:
 
 def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
   """Return the macros without a value, with the location that requires each."""
-  bindings = _bindings(texts)
+  bindings = bindings_of(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
-  # The last binding of a parameter applies. Files may import a module under several names, so the class name is used.
-  effective = {}
-  for binding in bindings:
-    effective[binding.macro_name or (binding.scope, binding.selector.rpartition('.')[2], binding.arg_name)] = binding
+  effective = {binding.target: binding for binding in bindings}  # The last binding of a parameter applies.
   missing = {name: binding.location for name, binding in definitions.items() if binding.value == Macro(REQUIRED)}
   for binding in effective.values():
     for name in macros_in(binding.value):
@@ -420,7 +442,8 @@ def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
   return missing
 
 
-def _bindings(texts: Sequence[Text]) -> list[Binding]:
+def bindings_of(texts: Sequence[Text]) -> list[Binding]:
+  """Return all bindings in the order in which they take effect."""
   return [statement for text in texts for statement in text.walk() if isinstance(statement, Binding)]
 
 

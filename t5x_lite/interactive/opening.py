@@ -17,7 +17,7 @@ from t5x_lite.interactive.model import InteractiveModel
 
 def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None = None,
              save_period: int | None = None, gin_files: Sequence[str] = (), gin_bindings: Sequence[str] = (),
-             allowed_modules: str | None = None, **overrides: Any) -> Any:
+             allowed_modules: str | None = None, mesh_selector: str | None = None, **overrides: Any) -> Any:
   """Return an `InteractiveModel` of a run, with the run's optimizer and learning-rate schedule.
 
   Opening a run executes code: the functions and classes of its config.gin are imported and called. Afterwards, gin's
@@ -33,6 +33,7 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
     gin_bindings: gin text that is applied last, e.g. 'DROPOUT_RATE = 0.0'.
     allowed_modules: names of modules, separated by commas, that the configuration may import in addition to jax, flax,
       optax, seqio, t5x_lite and moe; None allows any.
+    mesh_selector: selector of the run's mesh rules; None detects the hardware.
     **overrides: further arguments of `InteractiveModel`.
 
   Raises:
@@ -42,7 +43,8 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
   run = find_run(path)
   configuration = load_run(run, argparse.Namespace(
       command='open_run', entry=ENTRY, gin_file=list(gin_files), gin_bindings=list(gin_bindings), gin_flags=[],
-      gin_search_paths=[], compilation_cache_dir=NO_CACHE, allowed_modules=allowed_modules))
+      gin_search_paths=[], compilation_cache_dir=NO_CACHE, allowed_modules=allowed_modules,
+      mesh_selector=mesh_selector))
   dataset_cfg = configuration.argument('train_dataset_cfg')
   arguments = {
       'batch_size': dataset_cfg.batch_size if batch_size is None else batch_size,

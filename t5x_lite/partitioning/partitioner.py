@@ -6,7 +6,7 @@ array of a train state (`get_mesh_axes`); `partition` compiles a function with t
 """
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ from t5x_lite.partitioning import layout
 from t5x_lite.partitioning import mesh as mesh_lib
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.partitioning.chunks import LocalChunker, LocalChunkInfo
-from t5x_lite.types import LogicalAxisRules, PyTree
+from t5x_lite.types import ChoosesMesh, LogicalAxisRules, PyTree
 
 
 class PjittedFnWithContext:
@@ -72,7 +72,7 @@ class PjittedFnWithContext:
         yield
 
 
-class BasePartitioner(metaclass=abc.ABCMeta):
+class BasePartitioner(ChoosesMesh):
   """Interface of all partitioners, with the methods that depend only on the mesh."""
 
   def __init__(self,
@@ -130,6 +130,16 @@ class BasePartitioner(metaclass=abc.ABCMeta):
     self._given_mesh = mesh
     self._data_axes = data_axes if isinstance(data_axes, str) else tuple(data_axes)
     self.params_on_devices = params_on_devices
+
+  @classmethod
+  def automatic_mesh(cls, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments for a mesh with all devices along the data axis, which every number of devices has.
+
+    Args:
+      configured: the configured arguments by name.
+    """
+    others = ('model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape', 'mesh', 'data_axes')
+    return {'num_partitions': 1, **{name: None for name in others if name in configured}}
 
   @property
   def use_shardy_partitioner(self) -> bool:

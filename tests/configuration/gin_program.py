@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from t5x_lite.errors import ConfigError
+from t5x_lite.types import ChoosesMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,3 +62,15 @@ def unused(value: int = 1) -> int:
 
 
 NOT_CALLABLE = 3
+
+
+class Mesh(ChoosesMesh):
+  """A mesh that is configured, or chosen by the class."""
+
+  def __init__(self, extents: Sequence[int] | None = None, num_partitions: int | None = None, names: str = 'data'):
+    self.extents, self.num_partitions, self.names = extents, num_partitions, names
+
+  @classmethod
+  def automatic_mesh(cls, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments without extents, if there were any."""
+    return {'num_partitions': -1, **({'extents': None} if configured.get('extents') else {})}

@@ -28,4 +28,28 @@ MUTANTS = (
         'in range(len(scope) + 1):  # Inner',
         'in reversed(range(len(scope) + 1)):  # Inner',
         'tests/configuration/test_syntax.py::test_rejected_flags'),
+    Mutant(
+        'mesh_rules_match_a_part_of_the_selector',
+        't5x_lite/configuration/mesh_rules.py',
+        'if re.fullmatch(rule.pattern, selector)',
+        'if re.search(rule.pattern, selector)',
+        'tests/configuration/test_mesh_rules.py::test_the_first_match_of_the_entire_selector_decides'),
+    Mutant(
+        'a_run_records_the_changes_of_its_mesh_rule',
+        't5x_lite/configuration/mesh_rules.py',
+        'former = {key: values.get(key, gin_apply.UNBOUND) for key in effective}',
+        'former = {key: gin_check.value_of(key) for key in effective}',
+        'tests/configuration/test_mesh_rules.py::test_a_recorded_configuration_applies_its_rules_on_other_hardware'),
+    Mutant(
+        'recorded_mesh_rules_override_flags_of_the_run',
+        't5x_lite/configuration/mesh_rules.py',
+        'for binding in targets if binding.target in flags}',
+        'for binding in targets[:0]}',
+        'tests/configuration/test_mesh_rules.py::test_flags_of_a_run_stay_above_its_rules_on_other_hardware'),
+    Mutant(
+        'an_automatic_mesh_keeps_the_size_of_the_expert_axis',
+        'moe/partitioner.py',
+        '({\'num_expert_partitions\': AUTO} if has_expert_axis else {})',
+        '({} if has_expert_axis else {})',
+        'tests/apps/test_mesh_rules.py::test_meshes_of_both_partitioners'),
 )

@@ -339,8 +339,9 @@ class _Accepted(BaseException):
 def accept(monkeypatch):
   """Makes a function that runs a command up to the point where gin has accepted its configuration."""
 
-  def load(entry, texts):
-    loaded = original(entry, [*texts, gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)])
+  def load(entry, texts, mesh_selector=None):
+    texts = [*texts, gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)]
+    loaded = original(entry, texts, mesh_selector)
     assert loaded.uses
     raise _Accepted
 

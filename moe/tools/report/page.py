@@ -182,6 +182,8 @@ def gin_settings(run: pathlib.Path) -> list[tuple[str, str]]:
     return []
   found = {}
   for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+    if line.startswith(' '):  # Not a binding of the run, e.g. of a mesh rule.
+      continue
     name, _, value = (part.strip() for part in line.partition('='))
     owner, _, parameter = name.rpartition('.')
     # The values of macros and the members of objects are on other lines; long values have several lines.

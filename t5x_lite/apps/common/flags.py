@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+import logging
 from typing import Any, NamedTuple
 
 from t5x_lite.errors import ConfigError
@@ -53,6 +54,9 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True)
                      help='modules that the configuration may import in addition to jax, flax, optax, seqio, t5x_lite '
                      'and moe, separated by commas. Default: all modules, each with a log line. This is '
                      'not a sandbox')
+  group.add_argument('--mesh_selector', metavar='NAME',
+                     help='apply the first rule of the macro MESH_RULES that matches NAME, after the files and before '
+                     'the other flags. Default: the hardware, e.g. gpu-h100-8, tpu-v5e-256, cpu-8')
   if compiles:
     parser.add_argument('--compilation_cache_dir', metavar='FOLDER',
                         help='save compiled programs in this folder and load them from it, so that the next process '
@@ -150,9 +154,27 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
-  configuration = gin_utils.load(arguments.entry, texts)
+  configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
   if cache is None:
     # Errors of the configuration do not wait for JAX; and an imported module may have initialized several processes.
     from t5x_lite import runtime
     runtime.use_default_compilation_cache()
+  if configuration.mesh_rule:
+    _log_mesh(configuration)
   return configuration
+
+
+def _log_mesh(configuration: Any) -> None:
+  """Log the mesh rule of a configuration, its changes and the mesh in one line.
+
+  Raises:
+    ConfigError: the devices have no such mesh.
+  """
+  from t5x_lite import multihost
+  try:
+    mesh = configuration.argument('partitioner').mesh
+  except ConfigError as error:
+    raise ConfigError(f'{error} ({configuration.mesh_rule})') from error
+  if multihost.is_lead():
+    axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
+    logging.getLogger(__name__).info('%s. Mesh: %s.', configuration.mesh_rule, axes)

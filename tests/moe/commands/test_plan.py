@@ -141,7 +141,9 @@ def test_plan_over_shards(capsys, tmp_path):
 def test_plan_of_a_run(capsys, tmp_path):
   run = tmp_path / 'run'
   loads = recorded_runs.write(run, num_steps=20)
-  (run / 'config.gin').write_text('moe.TokensChooseRouter.num_selected = 2\n')
+  (run / 'config.gin').write_text("MESH_RULES = \\\n    [\n      ('gpu-.*', [\n        '''\n"
+                                  "        moe.TokensChooseRouter.num_selected = 1\n        ''',\n      ]),\n    ]\n"
+                                  'moe.TokensChooseRouter.num_selected = 2\n')
   argv = ('plan', f'--run={run}', '--tokens_per_group=256')
   plan, out = _json(capsys, tmp_path, *argv)
   assert [layer['name'] for layer in plan['layers']] == list(loads)
