@@ -1,15 +1,18 @@
-"""Cost of default safety checks: test of loss and gradient norm in each step, its late read, and the watchdog.
+"""Cost of default safety checks: test of loss and gradient norm in each step, its late read, watchdog and events.
 
     python benchmarks/safety.py [--pairs 40] [--layers 8] [--batch 8] [--inputs 128] [--targets 64]
         [--optimizer adafactor]
 
 Steps of the 77 M-parameter T5 1.1 small with the test ('stop') and without it ('ignore') are run in turn from the same
-state. Steps differ by several percent from one to the next, so the fastest of both are compared too, and the test is timed
-alone, as a separate program. The work of the host per step (reading the metric, the watchdog) is timed separately.
+state. Steps differ by several percent from one to the next, so the fastest of both are compared too, and the test is
+timed alone, as a separate program. The work of the host per step (reading the metric, the watchdog, the log of events)
+is timed separately, and so is the writing of an event.
 """
 
 import argparse
+import os
 import statistics
+import tempfile
 import time
 
 import common
@@ -63,6 +66,11 @@ def main() -> None:
   with watchdog.watching():
     beat_seconds = _seconds_per_call(lambda: watchdog.beat(1))
   watchdog.close()
+  with tempfile.TemporaryDirectory() as folder, runtime.EventLog(os.path.join(folder, runtime.EVENTS_FILE)) as log:
+    log.open()
+    with log.phase('step'):
+      event_step_seconds = _seconds_per_call(lambda: log.on_step(1))
+      event_seconds = _seconds_per_call(lambda: log.emit('progress'))
   after = common.matmul_gflops()
 
   ratios = [with_test / without for with_test, without in zip(seconds['stop'], seconds['ignore'], strict=True)]
@@ -79,7 +87,9 @@ def main() -> None:
       ('the test alone, share of a step', f'{test_seconds / median:.1e}'),
       ('reading the metric of a step, µs', 1e6 * read_seconds),
       ('telling the watchdog, µs', 1e6 * beat_seconds),
-      ('both, share of a step', f'{(read_seconds + beat_seconds) / median:.1e}'),
+      ('telling the log of events, µs', 1e6 * event_step_seconds),
+      ('the last three, share of a step', f'{(read_seconds + beat_seconds + event_step_seconds) / median:.1e}'),
+      ('writing an event, µs', 1e6 * event_seconds),
       ('matmul before and after, GFLOP/s', f'{before:.0f}, {after:.0f}'),
   ]
   common.print_table(f'Cost of the safety defaults ({args.optimizer})', rows, ['what', 't5x_lite'])

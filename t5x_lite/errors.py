@@ -90,9 +90,17 @@ class PreemptionError(Exception):
 
 
 class StoppedOnSignalError(T5xLiteError, RuntimeError):
-  """Error of a run that a signal has stopped, and that has saved the state needed to resume."""
+  """Error of a run that a signal has stopped, and that has saved the state needed to resume.
+
+  Attributes:
+    signal: name of the signal, such as 'SIGTERM'.
+  """
 
   exit_code = ExitCode.SAVED_ON_SIGNAL
+
+  def __init__(self, message: str, *, signal: str = ''):
+    super().__init__(message)
+    self.signal = signal
 
 
 def is_disk_full(error: BaseException) -> bool:

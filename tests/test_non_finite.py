@@ -17,6 +17,7 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import metrics
 from t5x_lite import non_finite
+from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError, NonFiniteMetricError
 from t5x_lite.non_finite import NonFinitePolicy
@@ -332,6 +333,10 @@ def test_roll_back_leaves_out_the_bad_batches(tmp_path, bad, num):
   assert rows(tmp_path / 'rolled') == rows(tmp_path / 'without')
   facts = checkpoints.read_metadata(checkpoints.get_checkpoint_dir(tmp_path / 'rolled', 12))['run']
   assert (facts['num_roll_backs'], facts['left_out_batches'], facts['batch_number']) == (num, list(bad), 12 + len(bad))
+  events = list(runtime.read_events(tmp_path / 'rolled' / runtime.EVENTS_FILE))
+  rollbacks = [event for event in events if event.kind == 'rollback']
+  assert len(rollbacks) == num and all(event.details['to_step'] <= event.step for event in rollbacks)
+  assert events[-1].details['total_seconds']['repeated'] > 0
 
 
 class _Disk(actions.BaseAction):

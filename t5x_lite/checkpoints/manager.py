@@ -65,12 +65,14 @@ class CheckpointManager:
   writing threads when the main program ends, and an unfinished save is then lost.
   """
 
-  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None):
+  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None,
+               on_commit: Callable[[int], None] = lambda step: None):
     """Open `directory`.
 
     Args:
       directory: the model directory.
       save_cfg: options of saving; None for a manager that only reads.
+      on_commit: called with the step of each checkpoint after its commit, by the thread that wrote it.
 
     Raises:
       DirectoryInUseError: another run, or another manager of this process, holds the directory.
@@ -80,6 +82,7 @@ class CheckpointManager:
     discovery.check_local_path(directory, 'model directory')
     self._directory = pathlib.Path(directory).absolute()
     self._save_cfg = save_cfg
+    self._on_commit = on_commit
     self._thread: threading.Thread | None = None
     self._error: tuple[int, BaseException] | None = None
     self._own_steps: set[int] = set()
@@ -406,6 +409,7 @@ class CheckpointManager:
       failed = failed or e  # a barrier timed out because a process died
     if failed is None:
       self._own_steps.add(pending.step)
+      self._on_commit(pending.step)
     else:
       self._error = (pending.step, failed)
 

@@ -47,6 +47,9 @@ class DatasetConfig:
       also reads array records), 'synthetic' (random ids for benchmarks), or the name of a custom source
       (`data.register_source`).
     num_workers: number of processes that prepare batches; 0 for threads of this process (grain only).
+    num_epochs: number of times that training reads each example; the data then ends, and with it the run. Rows that do
+      not fill a batch at the end are left out, and a mixture ends with its first task. None repeats the data forever.
+      For training data only.
   """
 
   mixture_or_task_name: Any
@@ -64,13 +67,15 @@ class DatasetConfig:
   _: dataclasses.KW_ONLY
   source: str = 'seqio'
   num_workers: int = 0
+  num_epochs: int | None = None
 
   def __post_init__(self) -> None:
     checks.check(
         'DatasetConfig', vars(self), mixture_or_task_name=_TASK, module=_MODULE, split=_SPLIT,
         task_feature_lengths=_LENGTHS, batch_size=checks.number(at_least=1, integer=True),
         seed=checks.number(at_least=0, below=2**62, integer=True).or_none(),
-        num_workers=checks.number(at_least=0, integer=True), shuffle=_BOOL, use_cached=_BOOL, pack=_BOOL,
+        num_workers=checks.number(at_least=0, integer=True),
+        num_epochs=checks.number(at_least=1, integer=True).or_none(), shuffle=_BOOL, use_cached=_BOOL, pack=_BOOL,
         use_custom_packing_ops=_BOOL, use_memory_cache=_BOOL, trim_output_features=_BOOL)
     longest = max(self.task_feature_lengths.values(), default=1)
     checks.check(

@@ -267,6 +267,19 @@ class _Producer:
       self._stalls = True
       return None
 
+  def knows_next(self, timeout: float | None = None) -> bool:
+    """Return True if it is known within `timeout` seconds whether `take` will return a batch."""
+    with self._changed:
+      self._start()
+      self._is_read = True
+      self._changed.notify_all()
+      return bool(self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed, timeout))
+
+  def has_ended(self) -> bool:
+    """Return True if the source has raised StopIteration and all of its batches were returned."""
+    with self._changed:
+      return not self._ready and isinstance(self._error, StopIteration)
+
   def get_state(self) -> DataState:
     """Return the position after the last returned batch."""
     with self._changed:
@@ -342,7 +355,7 @@ class _Producer:
 
 
 class GlobalBatches:
-  """An endless iterator of global batches, prepared by a background thread.
+  """An iterator of global batches, prepared by a background thread; endless if that of the rows is.
 
   The saved position counts only returned batches; batches in the queue are part of the position or prepared again. Use
   it as a context manager, or close it; otherwise it is closed when it is collected or when Python exits.
@@ -363,6 +376,8 @@ class GlobalBatches:
     checks.check('GlobalBatches', {'prefetch': prefetch, 'num_retries': num_retries},
                  prefetch=checks.number(at_least=1, at_most=MAX_UNDELIVERED, integer=True),
                  num_retries=checks.number(at_least=0, at_most=_MAX_RETRIES, integer=True))
+    # A user's `get_dataset_fn` may return an iterator of another class.
+    self.ends_together = isinstance(host_iterator, HostIterator) and host_iterator.ends_together
     self.element_spec = dict(host_iterator.element_spec)
     spec = self.element_spec
     self._producer = _Producer(
@@ -377,8 +392,20 @@ class GlobalBatches:
     """Return the next batch; raises errors of the source with their traceback."""
     return self._producer.take()
 
+  def knows_next(self, timeout: float) -> bool:
+    """Return True if it is known within `timeout` seconds whether another batch follows; takes no batch."""
+    return self._producer.knows_next(timeout)
+
+  @property
+  def has_ended(self) -> bool:
+    """True if the data has ended and the last batch was returned, as far as it is known; see `knows_next`."""
+    return self._producer.has_ended()
+
   def take(self, timeout: float) -> dict[str, jax.Array] | None:
-    """Return the next batch, arrays [batch, ...], or None after `timeout` seconds; raise like `next`."""
+    """Return the next batch, arrays [batch, ...], or None after `timeout` seconds; raise like `next`.
+
+    At the end of the data it raises StopIteration.
+    """
     return self._producer.take(timeout)
 
   def get_state(self) -> DataState:

@@ -37,7 +37,7 @@ class _Sequence:
     self._first = first
 
   def __len__(self) -> int:
-    return (sys.maxsize - self._first) // self._pieces.step
+    return self._pieces.num_from(self._first)
 
   def __getitem__(self, index: int) -> HostBatch:
     return self._pieces.make(self._first + index * self._pieces.step)

@@ -20,17 +20,21 @@ MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
 
 
 class HostIterator(abc.ABC):
-  """An endless iterator of this process's rows of each global batch, with a position that can be saved and set.
+  """An iterator of this process's rows of each global batch, with a position that can be saved and set.
 
-  A source that is empty or exhausted raises `DataError`. A source whose data may be available later (network, other
+  It is endless, or raises `StopIteration` after its last batch, if that is wanted (`DatasetConfig.num_epochs`). A
+  source that is empty or exhausted otherwise raises `DataError`. A source whose data may be available later (network, other
   machines) raises `DataUnavailableError` or an `OSError` and is read again at its last position.
 
   Attributes:
     has_cheap_state: True if `get_state` is fast enough to be called after every batch. Other sources are asked for
       their position when the run saves; if they then stall or fail, batches are counted from the last position.
+    ends_together: True if all processes have the same number of batches. Otherwise processes agree before each step
+      whether the data of one of them has ended, which costs time, but only if the data may end.
   """
 
   has_cheap_state = False
+  ends_together = False
 
   @property
   @abc.abstractmethod

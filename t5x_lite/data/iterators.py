@@ -13,7 +13,7 @@ from t5x_lite.partitioning import DataLayout
 
 def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
                         feature_converter: Any = 'encoder_decoder') -> HostIterator:
-  """Return an endless iterator of this process's rows of each global batch.
+  """Return an iterator of this process's rows of each global batch, which is endless without `cfg.num_epochs`.
 
   Args:
     cfg: options of the dataset.
@@ -50,6 +50,7 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
     ConfigError, DataError: see `open_train_iterator`.
   """
   _check_layout(cfg, layout)
+  _check_reads_once(cfg, 'for evaluation')
   checks.check('', {'eval_steps': eval_steps}, eval_steps=checks.number(at_least=1, integer=True).or_none())
   source = get_source(cfg)
   return _checked(source, 'open_eval_iterators', source.open_eval_iterators(layout, eval_steps, feature_converter),
@@ -71,6 +72,7 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
   """
   _check_layout(cfg, layout)
   _check_false(cfg, ('pack',), 'for evaluation by decoding')
+  _check_reads_once(cfg, 'for evaluation by decoding')
   source = get_source(cfg)
   return _checked(source, 'open_eval_tasks', source.open_eval_tasks(layout, feature_converter, num_examples), EvalTask,
                   list)
@@ -93,6 +95,7 @@ def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -
     return [TextSource(cfg, model.FEATURE_CONVERTER, model.input_vocabulary, model.output_vocabulary,
                        needs_targets=needs_targets)]
   _check_false(cfg, ('shuffle', 'pack'), 'for inference')
+  _check_reads_once(cfg, 'for inference')
   reader = get_source(cfg)
   sources = _checked(reader, 'open_example_sources', reader.open_example_sources(model.FEATURE_CONVERTER),
                      ExampleSource, list)
@@ -152,6 +155,12 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
 def _check_false(cfg: DatasetConfig, options: tuple[str, ...], use: str) -> None:
   checks.check('DatasetConfig', vars(cfg), **dict.fromkeys(
       options, checks.Expectation(f'False {use}', lambda value: value is False)))
+
+
+def _check_reads_once(cfg: DatasetConfig, use: str) -> None:
+  checks.check('DatasetConfig', vars(cfg), num_epochs=checks.Expectation(
+      f'None {use}', lambda value: value is None,
+      'Each example is read once. In gin, bind it with the scope `train/`.'))
 
 
 def _checked(source: DataSource, method: str, result: Any, cls: type, container: type | None = None) -> Any:

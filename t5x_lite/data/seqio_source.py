@@ -107,7 +107,9 @@ class SeqioIterator(HostIterator):
     own = positions.shard_rows(layout)
     shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards) if layout.num_shards > 1 else None
     _check_tasks(provider, cfg, shard_info)
-    dataset = task_dataset(provider, cfg, num_epochs=None, shard_info=shard_info)
+    dataset = task_dataset(provider, cfg, num_epochs=cfg.num_epochs, shard_info=shard_info)
+    # Shards may have different numbers of rows.
+    self.ends_together = cfg.num_epochs is None or layout.num_shards == 1
     self._cfg, self._provider = cfg, provider
     self._num_rows = own.stop - own.start
     dataset = convert(converter, dataset, cfg, provider).batch(self._num_rows, drop_remainder=True)
@@ -128,7 +130,9 @@ class SeqioIterator(HostIterator):
         'seed': cfg.effective_seed, 'shuffle': cfg.shuffle, 'pack': cfg.pack,
         'use_custom_packing_ops': cfg.use_custom_packing_ops, 'use_cached': cfg.use_cached,
         'trim_output_features': cfg.trim_output_features, 'feature_converter': type(converter).__name__,
-        'rates': task_rates}
+        'rates': task_rates,
+        # TensorFlow reads ahead, so its position may already contain the end of the data.
+        'num_epochs': cfg.num_epochs}
 
   def sample_truncation(self) -> Truncation | None:
     """See base class; the sample is the first examples in the order of the files.
@@ -163,6 +167,8 @@ class SeqioIterator(HostIterator):
     try:
       return {name: value.numpy() for name, value in next(self._iterator).items()}
     except StopIteration:
+      if self._cfg.num_epochs is not None:
+        raise
       raise DataError(f'{self._description} is exhausted after {self._num_batches} batches of {self._num_rows} rows '
                       'per process: its pipeline does not repeat. Train for fewer steps, or let it repeat.') from None
     except tf.errors.OpError as error:

@@ -8,6 +8,7 @@ readers may prefetch.
 
 import abc
 from collections.abc import Callable, Sequence
+import sys
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class _Recent:
 
 class Stream(abc.ABC):
   """An endless sequence of examples by position; may be shared by threads and pickled."""
+
+  @abc.abstractmethod
+  def num_examples(self, num_epochs: int) -> int:
+    """Return the number of positions before the first example that comes after `num_epochs` epochs of its table."""
 
   @abc.abstractmethod
   def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
@@ -84,6 +89,10 @@ class TaskStream(Stream):
       numbers[rows] = epoch * size + (order[offsets[rows]] if size <= _LARGEST_KEPT_ORDER else
                                       philox.permuted(order, size, offsets[rows]))
     return numbers
+
+  def num_examples(self, num_epochs: int) -> int:
+    """See base class."""
+    return num_epochs * len(self._table)
 
   def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
     """See base class."""
@@ -127,6 +136,15 @@ class MixtureStream(Stream):
       ranks[chosen == stream] = np.arange(quota)
     return chosen, ranks
 
+  def num_examples(self, num_epochs: int) -> int:
+    """See base class."""
+    ends = []
+    for s, stream in enumerate(self._streams):
+      block, rank = divmod(stream.num_examples(num_epochs), self._quotas[s])
+      chosen, ranks = self._drawn(int(block))
+      ends.append(int(block) * _MIXTURE_BLOCK + int(np.flatnonzero((chosen == s) & (ranks == rank))[0]))
+    return min(ends)
+
   def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
     """See base class."""
     results: list[dict[str, Any]] = [{} for _ in positions]
@@ -164,6 +182,17 @@ class Pieces:
     self._group_size = converter.pack_group_size(self._lengths)
     # Difference between the numbers of consecutive pieces.
     self.step = 1 if cfg.pack else cfg.batch_size
+    self._num_examples = None if cfg.num_epochs is None else stream.num_examples(cfg.num_epochs)
+
+  def num_from(self, number: int) -> int:
+    """Return the number of pieces from `number` on; of endless data, as many as can be counted.
+
+    The last group may have fewer examples than the others; a batch is complete.
+    """
+    if self._num_examples is None:
+      return (sys.maxsize - number) // self.step
+    end = -(-self._num_examples // self._group_size) if self._pack else self._num_examples
+    return max(0, (end - number) // self.step)
 
   def make(self, number: int) -> HostBatch:
     """Return a piece.
@@ -176,6 +205,7 @@ class Pieces:
     """
     if self._pack:
       positions = number * self._group_size + np.arange(self._group_size)
+      positions = positions[:None if self._num_examples is None else self._num_examples - int(positions[0])]
     else:
       positions = number + np.arange(self._own.start, self._own.stop)
     examples = self._stream.examples(positions)

@@ -32,6 +32,7 @@ class TableIterator(HostIterator):
   """Iterator of batches of one or several tables, which are mixed in proportion to rates."""
 
   has_cheap_state = True
+  ends_together = True
 
   def __init__(self, cfg: DatasetConfig, layout: Any, tables: Mapping[str, TrimmedExamples], rates: Sequence[float],
                converter: FeatureConverter, converter_name: str,
@@ -61,7 +62,8 @@ class TableIterator(HostIterator):
 
     stream = stream_of(tables)
     self._whole_stream = stream_of({name: table.whole for name, table in tables.items()})
-    self._reader = open_reader_fn(Pieces(stream, self._converter, cfg, self._own))
+    self._pieces = Pieces(stream, self._converter, cfg, self._own)
+    self._reader = open_reader_fn(self._pieces)
     self._cursor: _Cursor = (0, 0)
     self._num_batches = 0
     self._past_cursors: collections.deque[_Cursor] = collections.deque(maxlen=positions.MAX_UNDELIVERED)
@@ -94,7 +96,12 @@ class TableIterator(HostIterator):
 
   def _read(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
     """Return this process's rows of the batch at `cursor`, and the cursor after it."""
-    return self._reader.read(cursor[0]), (cursor[0] + self._batch_size, 0)
+    return self._read_piece(cursor[0]), (cursor[0] + self._batch_size, 0)
+
+  def _read_piece(self, number: int) -> HostBatch:
+    if not self._pieces.num_from(number):
+      raise StopIteration
+    return self._reader.read(number)
 
   def _read_packed(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
     """Return the same as `_read`, from the rows of one or several groups."""
@@ -102,7 +109,7 @@ class TableIterator(HostIterator):
     parts: list[HostBatch] = []
     num_missing = self._batch_size
     while num_missing:
-      rows = self._reader.read(group)
+      rows = self._read_piece(group)
       part = {name: array[offset:offset + num_missing] for name, array in rows.items()}
       num_taken, num_rows = (len(next(iter(features.values()))) for features in (part, rows))
       parts.append(part)

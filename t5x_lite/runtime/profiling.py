@@ -30,12 +30,12 @@ class StepProfiler:
     self._folder = folder
     self._tracing = False
 
-  def check(self, start_step: int, last_step: int) -> None:
+  def check(self, start_step: int, last_step: float) -> None:
     """Raise ConfigError if the run does not contain the steps to profile.
 
     Args:
       start_step: step at which the run first started.
-      last_step: last step of the run.
+      last_step: last step of the run; `math.inf` if it is unknown.
     """
     if self._steps and not start_step <= self._steps[0] < self._steps[1] <= last_step:
       raise checks.invalid('train', 'profile_steps', f'within the steps of the run, {start_step} to {last_step}',

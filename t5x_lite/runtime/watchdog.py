@@ -49,13 +49,14 @@ class Watchdog:
   It warns once, with the stacks of all threads, and ends the process if the activity has a limit. Time in which this
   process was stopped (SIGSTOP) does not count.
 
-  Activities are 'step', 'evaluation' (one of its batches) and 'saving', with separate limits. Compiling, restoring and
-  waiting for training data are not watched.
+  Activities are 'step', 'evaluation' (one of its batches) and 'saving', with separate limits. 'compiling' has no limit;
+  restoring and waiting for training data are not watched either.
   """
 
   def __init__(self, max_step_seconds: float | None = None, on_timeout: Callable[[str], None] | None = None, *,
                max_evaluation_seconds: float | None = None, max_saving_seconds: float | None = None,
                on_warning: Callable[[str], None] = print_stacks,
+               phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
                warning_seconds: Mapping[str, float] = WARNING_SECONDS):
     """Configure the watchdog; the first `watching` starts the thread.
 
@@ -66,6 +67,7 @@ class Watchdog:
       max_evaluation_seconds: maximum time of a batch of an evaluation, including its metrics; None for no limit.
       max_saving_seconds: maximum time that training waits for a save; None for no limit.
       on_warning: called with a warning; by default writes it and the stacks of all threads to stderr.
+      phase_fn: returns a context that is entered with each activity, from its name; `EventLog.phase` for the goodput.
       warning_seconds: seconds until a warning by activity, or 20 times the median if that is longer.
 
     Raises:
@@ -75,15 +77,17 @@ class Watchdog:
     checks.check(
         'train', locals(), max_step_seconds=seconds, max_evaluation_seconds=seconds, max_saving_seconds=seconds)
     self._activities = {
+        'compiling': None,
         'step': _Activity('step', 'max_step_seconds', max_step_seconds, warning_seconds['step']),
         'evaluation': _Activity('batch of an evaluation', 'max_evaluation_seconds', max_evaluation_seconds,
                                 warning_seconds['evaluation']),
         'saving': _Activity('save', 'max_saving_seconds', max_saving_seconds, warning_seconds['saving'])}
-    limits = [*warning_seconds.values(), *(activity.max_seconds for activity in self._activities.values()
-                                           if activity.max_seconds is not None)]
+    limits = [*warning_seconds.values(), *(limit for limit in (
+        max_step_seconds, max_evaluation_seconds, max_saving_seconds) if limit is not None)]
     self._period = min(min(limits) / _CHECKS_PER_LIMIT, _MAX_PERIOD)
     self._on_timeout = on_timeout or _print_stacks_and_exit
     self._on_warning = on_warning
+    self._phase_fn = phase_fn
     # (activity, last step): replaced at each beat, so that the thread needs no lock.
     self._watched: tuple[_Activity | None, int | None] = (None, None)
     self._alive_at = 0.0
@@ -104,20 +108,21 @@ class Watchdog:
     self._watched = (activity, last if step is None else step)
 
   @contextlib.contextmanager
-  def watching(self, name: str | None = 'step') -> Iterator[None]:
+  def watching(self, name: str = 'step') -> Iterator[None]:
     """Watch an activity within the context; entering it counts as a beat. The outer activity is not watched meanwhile.
 
     Args:
-      name: 'step', 'evaluation' or 'saving'; None watches nothing, e.g. while a program is compiled.
+      name: 'step', 'evaluation', 'saving', or 'compiling', which watches nothing.
     """
     if self._thread is None:
       self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
       self._thread.start()
     outer, step = self._watched
-    self._watched = (None if name is None else self._activities[name], step)
+    self._watched = (self._activities[name], step)
     self.beat()
     try:
-      yield
+      with self._phase_fn(name):
+        yield
     finally:
       self._watched = (outer, self._watched[1])
       self.beat()

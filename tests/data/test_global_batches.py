@@ -76,6 +76,29 @@ def test_batches_are_global_and_sharded(partitioner):
   np.testing.assert_array_equal(x[:, 0], np.arange(16) + 100)
 
 
+def test_the_end_is_known_without_taking_a_batch(partitioner):
+  class Ending(_Counter):
+
+    def _give_up(self):
+      raise StopIteration
+
+  source = Ending(fail_at=2, delay=0.05)
+  with data.GlobalBatches(source, partitioner, prefetch=1) as batches:
+    assert not batches.knows_next(0) and not batches.has_ended and not batches.ends_together
+    for number in (1, 2):
+      assert batches.knows_next(60) and batches.knows_next(0) and not batches.has_ended
+      assert _number(batches.take(60)) == number
+    state = batches.get_state()
+    assert batches.knows_next(60) and batches.has_ended and state == batches.get_state()
+    for _ in range(2):
+      with pytest.raises(StopIteration):
+        batches.take(60)
+    batches.set_state({'position': b'1'})
+    assert not batches.has_ended and _number(batches.take(60)) == 2
+  with data.GlobalBatches(_Counter(fail_at=0), partitioner) as failing:
+    assert failing.knows_next(60) and not failing.has_ended  # `take` raises the error
+
+
 def test_the_state_counts_delivered_batches(partitioner):
   source = _Counter()
   with data.GlobalBatches(source, partitioner, prefetch=4) as batches:

@@ -41,6 +41,14 @@ def test_batches_are_those_of_the_builtin_source(cloze, format, shuffle, pack):
   theirs.close()
 
 
+@pytest.mark.parametrize('pack', [False, True])
+def test_data_ends_where_that_of_the_builtin_source_ends(cloze, pack):
+  cfg = cases.make_cfg(cloze['jsonl'], shuffle=True, pack=pack, batch_size=300, num_epochs=2)
+  ours, theirs = list(cases.open(dataclasses.replace(cfg, source='builtin'))), list(cases.open(cfg))
+  assert len(ours) == len(theirs) and (pack or len(ours) == 6)
+  assert_equal(ours[-1], theirs[-1])
+
+
 def test_mixtures_and_tasks_in_memory(cloze):
   mixture = data.BuiltinMixture(name='mix', rates={'python_keyword_cloze': 2, 'python_docs_span_corruption': 1})
   cfg = cases.make_cfg(mixture, shuffle=True, pack=True, task_feature_lengths={'inputs': 64, 'targets': 32})

@@ -372,6 +372,29 @@ def test_empty_and_exhausted_sources_say_so():
     next(finite)
 
 
+def test_data_ends_after_its_epochs():
+  task = _task('ends', texts='abcdefg')
+  cfg = _cfg(task, {'inputs': 2, 'targets': 2}, split='train', batch_size=4, num_epochs=3)
+  shuffled = [row for batch in _open(dataclasses.replace(cfg, shuffle=True)) for row in batch['encoder_input_tokens']]
+  counts = np.unique(np.stack(shuffled)[:, 0], return_counts=True)[1]
+  assert sorted(counts) == [2] + 6 * [3]  # of 21 examples, the last does not fill a batch
+  iterator, endless = _open(cfg), _open(dataclasses.replace(cfg, num_epochs=None))
+  batches = _take(iterator, 3)
+  middle = iterator.get_state()
+  batches += list(iterator)
+  assert len(batches) == 5 and next(iterator, None) is None
+  for batch in batches:
+    _assert_equal(batch, next(endless))
+  resumed = _open(cfg)
+  resumed.set_state(iterator.get_state())
+  assert next(resumed, None) is None
+  with pytest.raises(DataError, match='num_epochs: saved 3, now 4'):
+    _open(dataclasses.replace(cfg, num_epochs=4)).set_state(middle)
+  # Shards of 4 and 3 examples need not end together.
+  shards = [_open(cfg, index, 2) for index in range(2)]
+  assert [len(list(shard)) for shard in shards] == [6, 4] and not shards[0].ends_together and iterator.ends_together
+
+
 def test_failing_preprocessors_are_named():
   def fail(ds):
     return ds.map(lambda ex: {**ex, 'inputs': tf.ensure_shape(ex['inputs'], [7])})

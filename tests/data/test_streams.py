@@ -83,8 +83,12 @@ def test_large_tables_are_shuffled_position_by_position(monkeypatch):
 class _Positions(streams.Stream):
   """Examples that tell whose they are and at which position."""
 
-  def __init__(self, name):
+  def __init__(self, name, size=10):
     self._name = name
+    self._size = size
+
+  def num_examples(self, num_epochs):
+    return num_epochs * self._size
 
   def examples(self, positions):
     return [{self._name: position} for position in positions.tolist()]
@@ -101,3 +105,15 @@ def test_blocks_of_a_mixture_continue_each_stream(monkeypatch, seed):
     for block in range(3):
       assert sum(name in example for example in examples[8 * block:8 * block + 8]) == quota
   assert mixture.examples(np.array([13, 2])) == [examples[13], examples[2]]
+
+
+@pytest.mark.parametrize('sizes', [(3, 20), (100, 7), (4, 12), (6, 18)])
+@pytest.mark.parametrize('num_epochs', [1, 3])
+def test_a_mixture_ends_before_the_first_example_beyond_the_epochs_of_its_task(monkeypatch, sizes, num_epochs):
+  monkeypatch.setattr(streams, '_MIXTURE_BLOCK', 8)
+  mixture = streams.MixtureStream(
+      'mix', [_Positions(name, size) for name, size in zip('ab', sizes, strict=True)], [1.0, 3.0], 0)
+  ends = dict(zip('ab', sizes, strict=True))
+  examples = mixture.examples(np.arange(400))
+  first = next(i for i, example in enumerate(examples) for name in example if example[name] == num_epochs * ends[name])
+  assert mixture.num_examples(num_epochs) == first

@@ -93,4 +93,11 @@ MUTANTS = (
         'value > previous + margin',
         'value >= previous + margin',
         'tests/test_actions.py::test_early_stopping'),
+    Mutant(
+        'a_mixture_ends_with_its_last_task',
+        't5x_lite/data/streams.py',
+        'return min(ends)',
+        'return max(ends)',
+        'tests/data/test_streams.py::'
+        'test_a_mixture_ends_before_the_first_example_beyond_the_epochs_of_its_task[1-sizes0]'),
 )

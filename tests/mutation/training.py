@@ -354,7 +354,7 @@ MUTANTS = (
     Mutant(
         'conditions_of_evaluations_are_not_asked',
         't5x_lite/apps/train/loop.py',
-        'if when.condition is None or when.is_due_at_end(step, self.last_step):',
+        'if when.condition is None or when.is_due_at_end(step, last_step):',
         'if True:',
         'tests/apps/common/test_evaluations.py::test_each_evaluation_has_its_steps_data_and_metrics'),
     Mutant(
@@ -363,4 +363,40 @@ MUTANTS = (
         "self._run_facts.get('best_metrics', ())",
         '()',
         'tests/apps/common/test_evaluations.py::test_saving_when_a_metric_is_best'),
+        'repeated_steps_count_as_goodput',
+        't5x_lite/runtime/goodput.py',
+        'while kept and kept[-1][0] > step:',
+        'while kept and kept[-1][0] > step + 1000:',
+        'tests/runtime/test_goodput.py::test_work_after_the_checkpoint_of_a_killed_process_is_repeated_work'),
+    Mutant(
+        'a_line_that_was_cut_off_swallows_the_next_event',
+        't5x_lite/runtime/event_log.py',
+        'return file.read() != b\'\\n\'',
+        'return False',
+        'tests/runtime/test_event_log.py::test_the_next_process_appends_to_a_line_that_was_cut_off'),
+    Mutant(
+        'the_devices_time_counts_as_a_wait_for_data',
+        't5x_lite/apps/train/batches.py',
+        'while not found and self._is_computing():',
+        'while False:',
+        'tests/apps/train/test_batches.py::test_the_wait_for_data_begins_when_the_device_has_finished'),
+    Mutant(
+        'a_checkpoint_at_the_end_of_the_data_is_taken_for_evaluated',
+        't5x_lite/apps/train/run.py',
+        'return start.step, due if is_known else tuple(',
+        'return start.step, due if True else tuple(',
+        'tests/apps/train/test_length.py::'
+        'test_a_run_that_was_stopped_at_the_end_of_the_data_before_it_was_known_evaluates'),
+    Mutant(
+        'the_end_of_the_data_is_known_a_step_late',
+        't5x_lite/apps/train/batches.py',
+        'if self._may_end and not self.has_ended and self.error is None:',
+        'if False:',
+        'tests/apps/train/test_length.py::test_batches_of_bad_steps_at_the_end_are_left_out'),
+    Mutant(
+        'each_process_ends_with_its_own_data',
+        't5x_lite/apps/train/batches.py',
+        'if self._agrees and multihost.any_process(batch is None):',
+        'if batch is None:',
+        'tests/apps/train/test_length.py::test_processes_agree_on_the_end[2]'),
 )

@@ -96,7 +96,7 @@ def test_the_watchdog_has_a_limit_for_each_activity():
     watchdog.beat(5)
     with watchdog.watching('evaluation'):
       time.sleep(0.6)
-    with watchdog.watching(None):
+    with watchdog.watching('compiling'):
       time.sleep(0.3)
     assert not timeouts
     with watchdog.watching('saving'):

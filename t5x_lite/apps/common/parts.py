@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import jax
@@ -177,7 +178,7 @@ def _evaluations(cfg: RunConfig) -> list[tuple[str, str, evaluation.Evaluation]]
 
 def make_trainer(
     stack: contextlib.ExitStack, cfg: RunConfig, run_data: RunData, *, random_seed: int, summary_dir: str | None,
-    first_step: int = 0, last_step: int = 0
+    first_step: int = 0, last_step: float = 0
 ) -> tuple[trainer_lib.BaseTrainer, state_init.TrainStateInitializer, jax.Array]:
   """Return a trainer that holds shapes instead of arrays, so that everything is checked before computation starts.
 
@@ -188,7 +189,7 @@ def make_trainer(
     random_seed: seed of parameters and dropout.
     summary_dir: folder for training metrics; None writes nothing.
     first_step: number of steps before the run; schedules are checked at this step.
-    last_step: number of steps at the end of the run; schedules are checked at its last step too.
+    last_step: number of steps at the end of the run; schedules are checked at its last step too, if it is finite.
 
   Returns:
     (trainer with shapes, state initializer, key for new parameters).
@@ -206,9 +207,10 @@ def make_trainer(
       model=cfg.model, train_state=initializer.global_train_state_shape, partitioner=cfg.partitioner,
       eval_names=list(run_data.eval_batches), summary_dir=summary_dir, train_state_axes=initializer.train_state_axes,
       rng=trainer_rng))
-  start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, max(first_step, last_step - 1)])
+  last_steps = [last_step - 1] if first_step < last_step < math.inf else []
+  start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, *last_steps])
   if cfg.param_ema is not None:
-    cfg.param_ema.check_decay([first_step, max(first_step, last_step - 1)])
+    cfg.param_ema.check_decay([first_step, *last_steps])
     logging.getLogger(__name__).info('An average of the parameters is kept%s: %s.', (
         ' and evaluated' if cfg.param_ema.evaluate else ''), cfg.param_ema)
   trainer.check_batch(spec)

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import itertools
+import math
 import types
 from typing import Protocol
 
 from t5x_lite import checkpoints
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
+
+# Maximum number of steps that the description of a plan shows of each kind.
+_NUM_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +41,8 @@ class Stretch:
 class Times(Protocol):
   """Steps after which a run does something, such as `evaluation.When`."""
 
-  def is_due(self, step: int, last_step: int) -> bool:
-    """Return whether it is due after `step` of a run that ends at `last_step`."""
+  def is_due(self, step: int, last_step: float) -> bool:
+    """Return whether it is due after `step` of a run that ends at `last_step`, or never if that is `math.inf`."""
 
   def next_step(self, step: int) -> int | None:
     """Return the first step after `step` at which it may be due, or None."""
@@ -53,7 +58,7 @@ class SaveTimes:
 
   policy: checkpoints.SavePolicy
 
-  def is_due(self, step: int, last_step: int) -> bool:
+  def is_due(self, step: int, last_step: float) -> bool:
     """See `Times`."""
     return step == last_step or self.policy.should_save(step)
 
@@ -63,7 +68,7 @@ class SaveTimes:
 
 
 def plan_steps(
-    first_step: int, last_step: int, *, evaluations: Mapping[str, Times] = types.MappingProxyType({}),
+    first_step: int, last_step: float, *, evaluations: Mapping[str, Times] = types.MappingProxyType({}),
     save: Times = When(at_end=True), collect_garbage: Times = When(), pause: Times = When()) -> Iterator[Stretch]:
   """Yield the stretches of a run.
 
@@ -72,7 +77,8 @@ def plan_steps(
 
   Args:
     first_step: number of completed steps at the start.
-    last_step: number of completed steps at the end.
+    last_step: number of completed steps at the end; `math.inf` for stretches without an end, for which a period must be
+      set.
     evaluations: when to evaluate, by name.
     save: when to save.
     collect_garbage: when to collect garbage.
@@ -93,23 +99,62 @@ def plan_steps(
     step = stop
 
 
-def total_steps_of_run(total_steps: int | None, relative_steps: int | None, start_step: int) -> int:
-  """Return the step at which a run ends.
+def last_step_of_run(total_steps: int | None, relative_steps: int | None, start_step: int) -> float:
+  """Return the step at which a run ends; `math.inf` if no number of steps ends it.
 
   Args:
     total_steps: number of steps counted from the model's first step.
-    relative_steps: number of steps counted from `start_step`; exactly one of the two is given.
+    relative_steps: number of steps counted from `start_step`; at most one of the two is given.
     start_step: step at which the run first started; a restart does not change it.
   """
-  return total_steps if relative_steps is None else start_step + relative_steps
+  if relative_steps is not None:
+    return start_step + relative_steps
+  return math.inf if total_steps is None else total_steps
 
 
-def describe_plan(stretches: Sequence[Stretch]) -> str:
+def describe_end(last_step: float, num_epochs: int | None) -> str:
+  """Return when a run ends, as text.
+
+  Args:
+    last_step: see `last_step_of_run`.
+    num_epochs: number of epochs after which the training data ends; None if it does not end.
+
+  >>> describe_end(1000, None), describe_end(1000, 3)
+  ('to step 1,000', 'to step 1,000 or the end of the data (num_epochs = 3)')
+  >>> describe_end(math.inf, 3), describe_end(math.inf, None)
+  ('to the end of the data (num_epochs = 3)', 'until the run is stopped')
+  """
+  ends = [f'step {last_step:,}'] * (last_step < math.inf)
+  ends += [f'the end of the data (num_epochs = {num_epochs})'] * (num_epochs is not None)
+  return f'to {" or ".join(ends)}' if ends else 'until the run is stopped'
+
+
+def list_stretches(stretches: Iterator[Stretch], last_step: float, longest_period: int) -> list[Stretch]:
+  """Return all stretches of a run; of one without a last step, those of the first eight of its longest periods.
+
+  Args:
+    stretches: the stretches of the run.
+    last_step: see `last_step_of_run`.
+    longest_period: the longest period of the run.
+  """
+  if last_step < math.inf:
+    return list(stretches)
+  first = next(stretches)
+  end = first.first + _NUM_SHOWN * longest_period
+  return [first, *itertools.takewhile(lambda stretch: stretch.last <= end, stretches)]
+
+
+def describe_plan(stretches: Sequence[Stretch], last_step: float, num_epochs: int | None = None) -> str:
   """Return the plan as text: number and steps of the pauses of each kind.
+
+  Args:
+    stretches: see `list_stretches`.
+    last_step: see `last_step_of_run`.
+    num_epochs: see `describe_end`.
 
   >>> whens = {'training_eval': When(period=5, at_end=True), 'inference_eval': When(at_end=True), 'held_out': When(
   ...     steps=[4])}
-  >>> print(describe_plan(list(plan_steps(0, 10, evaluations=whens, pause=When(period=2)))))
+  >>> print(describe_plan(list(plan_steps(0, 10, evaluations=whens, pause=When(period=2))), 10))
   steps        1 to 10
   summaries    6: 2, 4, 5, 6, 8, 10
   evaluations  2: 5, 10
@@ -130,12 +175,16 @@ def describe_plan(stretches: Sequence[Stretch]) -> str:
           *steps.items(), ('checkpoints', [s.last for s in stretches if s.save]),
           ('collections', [s.last for s in stretches if s.collect_garbage])]
   width = max(13, *(len(name) + 2 for name, _ in rows))
-  lines = [f'{"steps":<{width}}{stretches[0].first + 1:,} to {stretches[-1].last:,}']
-  lines += [f'{name:<{width}}{len(steps):,}: {_shortened(steps)}' for name, steps in rows if steps]
+  end = describe_end(last_step, num_epochs).replace('to step ', 'to ')
+  lines = [f'{"steps":<{width}}{stretches[0].first + 1:,}{" " if end.startswith("to ") else ", "}{end}']
+  lines += [f'{name:<{width}}{_shortened(steps, last_step == math.inf)}' for name, steps in rows if steps]
   return '\n'.join(lines)
 
 
-def _shortened(steps: Sequence[int], limit: int = 8) -> str:
-  if len(steps) <= limit:
-    return ', '.join(f'{step:,}' for step in steps)
-  return f'{", ".join(f"{step:,}" for step in steps[:limit - 2])}, ..., {steps[-1]:,}'
+def _shortened(steps: Sequence[int], is_endless: bool) -> str:
+  first = ', '.join(f'{step:,}' for step in steps[:_NUM_SHOWN - 2])
+  if is_endless:
+    return f'{first}, ...'
+  if len(steps) <= _NUM_SHOWN:
+    return f'{len(steps):,}: {", ".join(f"{step:,}" for step in steps)}'
+  return f'{len(steps):,}: {first}, ..., {steps[-1]:,}'

@@ -20,7 +20,6 @@ from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import summaries
 from t5x_lite import tree_utils
-from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.formatting import format_bytes, format_cell, format_number, format_table
 from t5x_lite.types import PyTree
@@ -36,7 +35,7 @@ _SAMPLE_SECONDS = 5.0
 
 def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner,
              specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]], start: start_lib.StartingPoint,
-             stretches: Sequence[plan_lib.Stretch], num_microbatches: int) -> str:
+             plan: str, num_microbatches: int) -> str:
   """Return the description of a run before it starts: parameters, memory, batches and plan.
 
   Args:
@@ -44,7 +43,7 @@ def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartiti
     partitioner: partitioner of the run.
     specs: shape and dtype of global batches, by dataset and feature name.
     start: starting point of the run.
-    stretches: plan of the run.
+    plan: plan of the run, see `plan.describe_plan`.
     num_microbatches: number of micro-batches per step.
   """
   report = partitioner.explain(train_state_shape)
@@ -59,7 +58,7 @@ def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartiti
       f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
       'Batches\n' + format_table(rows)
       + (f'\nTraining batches are split into {num_microbatches} micro-batches.' if num_microbatches > 1 else ''),
-      f'Plan\nstart        {start.description}\n' + plan_lib.describe_plan(stretches),
+      f'Plan\nstart        {start.description}\n{plan}',
   ]
   return '\n\n'.join(parts)
 

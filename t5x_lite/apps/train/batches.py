@@ -1,14 +1,16 @@
-"""Waiting for training batches: if a source stalls or fails, the loop ends with a state that can be saved."""
+"""Waiting for training batches: if a source stalls, fails or ends, the loop ends with a state that can be saved."""
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import math
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from t5x_lite import data
+from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import waiting
@@ -16,25 +18,36 @@ from t5x_lite.errors import DataError, DataStalledError
 from t5x_lite.types import Batch
 
 
+T = TypeVar('T')
+
+# Interval at which the device is looked at while it computes and no batch is ready.
+_COMPUTING_SECONDS = 0.002
+
+
 class _StopRequested(Exception):
   """Ends the wait for a batch because the run must stop."""
 
 
 class TrainBatches:
-  """Iterator over a run's batches. It ends early if the run must stop, or if the source stalls or fails.
+  """Iterator over a run's batches. It ends early if the run must stop, or if the source ends, stalls or fails.
 
   The first batch of the run and after a rollback has no limit, since shuffle buffers and caches are filled.
   With several processes, errors are raised at once and stop requests wait for the batch, since no process can stop
-  alone.
+  alone. If the data may end earlier on one process than on another, they agree on the end before each step, and batches
+  that the others have beyond it are not used.
 
   Batches are counted from the beginning of the data, so that a run that rolls back skips the batches of bad steps.
 
   Attributes:
     error: error that ended the iteration, to be raised after saving; None after a stop request.
+    has_ended: whether the data ended after the newest batch, as far as `reached_end` has told.
   """
 
   def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool], facts: Mapping[str, Any],
-               first_step: int, max_batch_seconds: float | None = None, on_wait: Callable[[], None] = lambda: None,
+               first_step: int, may_end: bool = False, max_batch_seconds: float | None = None,
+               on_wait: Callable[[], None] = lambda: None,
+               is_computing: Callable[[], bool] = lambda: False,
+               phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
                warning_seconds: float = waiting.WARNING_SECONDS,
                clock: Callable[[], float] = time.monotonic):
     """Store the arguments; read nothing.
@@ -44,22 +57,32 @@ class TrainBatches:
       should_stop: returns whether the run must stop.
       facts: `facts` at the save that the run resumes from; empty for a new run.
       first_step: step at which the run begins.
+      may_end: whether the data may end; otherwise its end is an error.
       max_batch_seconds: maximum wait for a batch after the first; None for no limit.
       on_wait: called repeatedly during a wait.
+      is_computing: returns whether the device still computes a step, so that no time is lost by waiting.
+      phase_fn: returns a context, entered with the name 'data' while only the data is waited for.
       warning_seconds: interval of the warnings about a long wait.
       clock: returns seconds.
     """
     self.error: Exception | None = None
+    self.has_ended = False
+    self._may_end = may_end
+    self._agrees = may_end and jax.process_count() > 1 and not batches.ends_together
     self._batches = batches
     self._should_stop = should_stop
     self._max_batch_seconds = max_batch_seconds
     self._on_wait = on_wait
+    self._is_computing = is_computing
+    self._phase_fn = phase_fn
     self._warning_seconds = warning_seconds
     self._clock = clock
     self._num_batches = 0
     # True until the first batch after the source was opened.
     self._is_opening = True
-    # Positions in the data of the newest batches, in order, and of the batches to skip.
+    # Number of the newest batch that was taken from the source.
+    self._number = 0
+    # Numbers of the batches of the newest steps, in order, and of the batches to skip.
     self._numbers: collections.deque[int] = collections.deque(maxlen=16)
     self._skipped: set[int] = set()
     self._resume(facts, first_step)
@@ -67,7 +90,8 @@ class TrainBatches:
   @property
   def facts(self) -> dict[str, Any]:
     """Position of the newest batch and of skipped ones, as JSON values for the next checkpoint."""
-    return {'batch_number': self._numbers[-1], 'left_out_batches': sorted(self._skipped)}
+    end = {'data_ended_at': self._number} if self.has_ended else {}
+    return {'batch_number': self._number, 'left_out_batches': sorted(self._skipped), **end}
 
   @property
   def element_spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -97,45 +121,90 @@ class TrainBatches:
       return
     bad = self._numbers[-1 - bad_step_age]
     self._batches.set_state(data_state)
-    self._is_opening = True
+    self._is_opening, self.has_ended = True, False
     self._resume(facts, step)
     self._skipped.add(bad)
 
   def _resume(self, facts: Mapping[str, Any], step: int) -> None:
+    self._number = facts.get('batch_number', step)
     self._numbers.clear()
-    self._numbers.append(facts.get('batch_number', step))
+    self._numbers.append(self._number)
     self._skipped.update(facts.get('left_out_batches', ()))
 
   def should_stop(self) -> bool:
     """Return whether training must stop before the next step."""
-    return self.error is not None or self._should_stop()
+    return self.has_ended or self.error is not None or self._should_stop()
+
+  def reached_end(self) -> bool:
+    """Return whether the data has ended; if it may end, wait until it is known whether another batch follows.
+
+    With several processes, all must call it together. A stop request ends the wait, and so does an error, as in
+    `__next__`.
+    """
+    if self._may_end and not self.has_ended and self.error is None:
+      try:
+        self._skip()
+        self._wait(self._batches.knows_next)
+        self.has_ended = self._batches.has_ended
+      except StopIteration:
+        self.has_ended = True
+      except _StopRequested:
+        pass
+      except Exception as error:
+        self._keep(error)
+      if self._agrees:
+        self.has_ended = multihost.any_process(self.has_ended)
+    return self.has_ended
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   def __next__(self) -> Batch:
-    number = self._numbers[-1] + 1
     try:
-      batch = self._wait()
-      while number in self._skipped:
-        number += 1
-        batch = self._wait()
+      self._skip()
+      batch = self._take()
     except _StopRequested:
       raise StopIteration from None
     except Exception as error:
-      if jax.process_count() > 1 or isinstance(error, trainer_lib.PreemptionError):
+      if isinstance(error, StopIteration) and self._may_end:
+        self.has_ended = True
         raise
-      self.error = error
-      if isinstance(error, StopIteration):
-        self.error = DataError('The training data must repeat, got the end of the data after '
-                               f"{self._num_batches} of the run's batches. Let the iterator repeat its data.")
+      self._keep(error)
       raise StopIteration from None
     self._num_batches += 1
-    self._numbers.append(number)
+    self._numbers.append(self._number)
     return batch
 
-  def _wait(self) -> Batch:
-    """Return the next batch; raise `_StopRequested` if the run must stop before it is available."""
+  def _keep(self, error: Exception) -> None:
+    """Keep an error, which the run raises after saving; raise it at once if the run cannot save because of it."""
+    if jax.process_count() > 1 or isinstance(error, trainer_lib.PreemptionError):
+      raise error
+    self.error = error
+    if isinstance(error, StopIteration):
+      self.error = DataError(
+          f"The training data must repeat, got the end of the data after {self._num_batches} of the run's batches. Let "
+          'the iterator repeat its data, or set DatasetConfig.num_epochs for data that ends the run.')
+
+  def _skip(self) -> None:
+    """Take the next batches as long as they belong to bad steps."""
+    while self._number + 1 in self._skipped:
+      self._take()
+
+  def _take(self) -> Batch:
+    """Return the next batch; raise StopIteration if the data has ended on this or, if they agree, on any process."""
+    batch = None
+    try:
+      batch = self._wait(self._batches.take)
+    except StopIteration:
+      if not self._agrees:
+        raise
+    if self._agrees and multihost.any_process(batch is None):
+      raise StopIteration
+    self._number += 1
+    return batch
+
+  def _wait(self, poll_fn: Callable[[float], T]) -> T:
+    """Poll until there is a result and return it; raise `_StopRequested` if the run must stop before."""
     limit = None if self._is_opening else self._max_batch_seconds
 
     def check(waited: float) -> None:
@@ -153,7 +222,12 @@ class TrainBatches:
                 'saves it; set `max_batch_seconds` to limit the wait')
       return f'No training batch for {waited:.0f} s. The run is waiting; SIGTERM or Ctrl-C {remedy}.'
 
-    batch = waiting.wait_for(
-        self._batches.take, check, warning, warning_seconds=self._warning_seconds, clock=self._clock)
+    found = poll_fn(0)
+    while not found and self._is_computing():
+      found = poll_fn(_COMPUTING_SECONDS)
+    if not found:
+      with self._phase_fn('data'):
+        found = waiting.wait_for(
+            poll_fn, check, warning, warning_seconds=self._warning_seconds, clock=self._clock)
     self._is_opening = False
-    return batch
+    return found

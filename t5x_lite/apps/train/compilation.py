@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 import concurrent.futures
 import contextlib
+import dataclasses
 import time
 from typing import Any
 
@@ -13,6 +14,24 @@ from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 
 
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """Result of a compilation; as text, a line for the log.
+
+  Attributes:
+    seconds: time from the begin of tracing until the program could run.
+    cache_hit: whether the program was loaded from the compilation cache.
+  """
+
+  seconds: float
+  cache_hit: bool
+
+  def __str__(self) -> str:
+    if self.cache_hit:
+      return f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {self.seconds:.1f} s.'
+    return f'Compiled the training step in {self.seconds:.1f} s.'
+
+
 class StepCompilation:
   """Compilation of a trainer's step, in a thread if there is one process and trainer and partitioner compile as ours.
 
@@ -21,7 +40,8 @@ class StepCompilation:
   """
 
   def __init__(self, stack: contextlib.ExitStack, trainer: trainer_lib.BaseTrainer, batch: Mapping[str, Any],
-               is_needed: bool = True):
+               is_needed: bool = True,
+               phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext):
     """Trace the step and begin to compile it, or leave both to `finish`.
 
     Args:
@@ -29,26 +49,27 @@ class StepCompilation:
       trainer: trainer, which may still hold shapes instead of a state.
       batch: `jax.ShapeDtypeStruct` of a global batch, by feature.
       is_needed: False for a run without steps, which does not call `finish`.
+      phase_fn: returns a context, entered with the name 'compiling' while the calling thread traces or waits.
     """
+    self._phase_fn = phase_fn
     self._trainer, self._batch, self._started = trainer, batch, time.perf_counter()
     self._compiling, self._executor = None, concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
     stack.callback(self._executor.shutdown, wait=False)
     compiles_as_usual = type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
     if is_needed and jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
-      self._compiling = self._executor.submit(self._run, trainer.lower_train(batch))
+      with phase_fn('compiling'):
+        self._compiling = self._executor.submit(self._run, trainer.lower_train(batch))
 
-  def _run(self, compile_fn: Callable[[], None]) -> str:
+  def _run(self, compile_fn: Callable[[], None]) -> CompiledStep:
     with runtime.count_cache_use() as counts:
       compile_fn()
-    seconds = time.perf_counter() - self._started
-    if counts.hits and not counts.misses:
-      return f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {seconds:.1f} s.'
-    return f'Compiled the training step in {seconds:.1f} s.'
+    return CompiledStep(time.perf_counter() - self._started, cache_hit=bool(counts.hits and not counts.misses))
 
-  def finish(self) -> str:
-    """Wait until the step is compiled, raise the error of its compilation, and return a line for the log."""
-    if self._compiling is None:
-      self._started = time.perf_counter()
-      return self._run(lambda: self._trainer.compile_train(self._batch))
-    self._executor.shutdown()
-    return self._compiling.result()
+  def finish(self) -> CompiledStep:
+    """Wait until the step is compiled, and raise the error of its compilation."""
+    with self._phase_fn('compiling'):
+      if self._compiling is None:
+        self._started = time.perf_counter()
+        return self._run(lambda: self._trainer.compile_train(self._batch))
+      self._executor.shutdown()
+      return self._compiling.result()

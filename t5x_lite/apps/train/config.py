@@ -7,6 +7,7 @@ from typing import Any
 from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
 from t5x_lite import checks
+from t5x_lite import runtime
 from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.parts import RunConfig
@@ -15,7 +16,13 @@ from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 _COUNT = checks.number(at_least=1, below=2**31, integer=True, remedy='Steps are int32.')
 _STEPS = _COUNT.or_none()
 _PERIOD = checks.number(at_least=1, integer=True).or_none()
+# Number of steps between two summaries if nothing else tells it.
+_SUMMARY_PERIOD = 100
 _SECONDS = checks.number(above=0).or_none()
+_EVENT_FNS = checks.Expectation(
+    'a function of an Event, or a list of them',
+    lambda fns: callable(fns) or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
+    'In gin, write [@name] without parentheses.').or_none()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,7 @@ class TrainConfig(RunConfig):
 
   Attributes:
     actions_by_mode: `actions`, by `ActionMode`.
+    event_hooks: `event_fns` as a tuple.
 
   Raises:
     ConfigError: options are out of range or contradict each other.
@@ -47,16 +55,18 @@ class TrainConfig(RunConfig):
   max_saving_seconds: float | None
   profile_steps: Sequence[int] | None
   infer_eval_period: int | None
+  event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None
   dry_run: bool
   actions_by_mode: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] = dataclasses.field(init=False)
+  event_hooks: Sequence[Callable[[runtime.Event], None]] = dataclasses.field(init=False)
 
   def __post_init__(self):
     super().__post_init__()
     is_relative = self.relative_steps is not None
     total_steps = checks.Expectation(
-        f'{None if is_relative else _COUNT.text}, since relative_steps is {self.relative_steps}',
-        lambda steps: steps is None if is_relative else _COUNT.holds(steps), f'{_COUNT.remedy} It counts from step 0 '
-        'of the model; relative_steps counts from the checkpoint that the run starts from.')
+        f'{None if is_relative else _STEPS.text}, since relative_steps is {self.relative_steps}',
+        lambda steps: steps is None or (not is_relative and _STEPS.holds(steps)), f'{_COUNT.remedy} It counts from '
+        'step 0 of the model; relative_steps counts from the checkpoint that the run starts from.')
     has_infer_eval = self.infer_eval_dataset_cfg is not None
     has_eval = has_infer_eval or self.train_eval_dataset_cfg is not None
     checks.check(
@@ -65,13 +75,16 @@ class TrainConfig(RunConfig):
             'unset without `infer_eval_dataset_cfg`', lambda period: not period),
         run_eval_before_training=checks.Expectation(
             'unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`', lambda run: has_eval or not run),
-        gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS)
+        gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS, event_fns=_EVENT_FNS)
+    object.__setattr__(self, 'event_hooks', (self.event_fns,) if callable(self.event_fns) else tuple(
+        self.event_fns or ()))
     object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))
 
   @property
   def summary_period(self) -> int:
     """Number of steps between two summaries."""
-    return self.stats_period or max(1, (self.eval_period or self.total_steps or self.relative_steps) // 10)
+    return self.stats_period or max(1, (
+        self.eval_period or self.total_steps or self.relative_steps or 10 * _SUMMARY_PERIOD) // 10)
 
   @property
   def whens(self) -> dict[str, When]:
@@ -84,12 +97,25 @@ class TrainConfig(RunConfig):
       found[INFERENCE_EVAL] = When(period=period, at_start=at_start, at_end=True)
     return found | {each.name: each.when for each in self.evaluations}
 
-  def plan(self, first_step: int, *, last_step: int, pause_steps: Sequence[int]) -> Iterator[plan_lib.Stretch]:
+  @property
+  def may_end(self) -> bool:
+    """Whether the end of the training data ends the run; otherwise it is an error."""
+    return self.train_dataset_cfg.num_epochs is not None or (self.total_steps is None and self.relative_steps is None)
+
+  @property
+  def longest_period(self) -> int:
+    """Largest number of steps between two pauses of the same kind."""
+    save_cfg = self.checkpoint_cfg.save
+    saving = None if save_cfg is None else checkpoints.save_policies_from_config(save_cfg).next_step(0)
+    periods = [self.summary_period, self.gc_period, saving, *(when.period for when in self.whens.values())]
+    return max(period or 1 for period in periods)
+
+  def plan(self, first_step: int, *, last_step: float, pause_steps: Sequence[int]) -> Iterator[plan_lib.Stretch]:
     """Yield the stretches of steps after `first_step`.
 
     Args:
       first_step: number of completed steps.
-      last_step: step at which the run ends.
+      last_step: step at which the run ends; `math.inf` if no number of steps ends it.
       pause_steps: additional steps at which to pause.
     """
     save_cfg = self.checkpoint_cfg.save

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 import copy
 import dataclasses
 import logging
+import math
 import shlex
 import sys
 from typing import Any
@@ -27,7 +28,7 @@ from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
-from t5x_lite.errors import CheckpointDamagedError, NonFiniteMetricError, StoppedOnSignalError
+from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
 
@@ -46,11 +47,12 @@ class TrainLoop:
     saves: saves the state; None for a run without checkpoints.
     start: starting point of the run.
     plan_fn: returns the stretches after a step.
-    last_step: step at which the run ends.
+    last_step: step at which the run ends; `math.inf` if no number of steps ends it.
     facts: facts of the run that checkpoints record.
     first_data_state: position in the data at the start; None if no rollback can need it.
     progress: log and progress line.
     watchdog: notified of each step.
+    events: log of the run's events.
     profiler: profiler of the configured steps.
     signals: stop signals.
     collect_garbage_fn: collects garbage at the configured steps.
@@ -67,11 +69,12 @@ class TrainLoop:
   saves: TrainSaves | None
   start: start_lib.StartingPoint
   plan_fn: Callable[[int], Iterator[Stretch]]
-  last_step: int
+  last_step: float
   facts: dict[str, Any]
   first_data_state: Any
   progress: runtime.Progress
   watchdog: runtime.Watchdog
+  events: runtime.EventLog
   profiler: runtime.StepProfiler
   signals: runtime.StopSignals
   collect_garbage_fn: Callable[[], None]
@@ -98,7 +101,9 @@ class TrainLoop:
     """Wait for the compiled training step; compute the evaluation and the save that are due before the first step."""
     if self._first_step < self.last_step:
       self.progress.note('compiling the training step')
-      self.progress.log(self.compilation.finish())
+      compiled = self.compilation.finish()
+      self.progress.log(str(compiled))
+      self.events.emit('compiled', compilation_seconds=compiled.seconds, cache_hit=compiled.cache_hit)
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
@@ -109,7 +114,7 @@ class TrainLoop:
 
   def next_stretch(self) -> Stretch | None:
     """Return the next stretch of steps; None at the end of the run."""
-    if self._stop or self._has_given_up or self.trainer.stop_training:
+    if self._stop or self._has_given_up or self.trainer.stop_training or self.batches.has_ended:
       return None
     return next(self._stretches, None)
 
@@ -124,36 +129,40 @@ class TrainLoop:
       try:
         summary = trainer.train(self.batches, stretch.num_steps, stretch.first, on_step=self._on_step,
                                 should_stop=self.batches.should_stop)
+        self._look_for_end()
       except trainer_lib.PreemptionError as error:
         self._interrupted = f'PreemptionError: {error}'
       self._look_for_signals()
       self.profiler.after(trainer.step, lambda: trainer.finish_steps(self._on_step))
     actions = self.cfg.actions_by_mode
     may_stop = ActionMode.TRAIN in actions or bool(self._interrupted) or not self._is_complete
-    if stretch.evaluations or stretch.save or may_stop:
+    if stretch.evaluations or stretch.save or may_stop or self.batches.has_ended:
       # Metrics are read one step late: read the last ones before evaluating or saving.
       with self.watchdog.watching():
         trainer.finish_steps(self._on_step)
     if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
       self._request_stop(run_actions(
           ActionMode.TRAIN, actions, lambda: trainer.train_state, {TRAIN_METRIC_KEY: values}))
-    if trainer.step > stretch.first:
+    if trainer.step > stretch.first or self.batches.has_ended:
       self.evaluation_due = self._due_evaluations(stretch, summary) if self._is_complete else ()
 
   def _due_evaluations(self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture) -> tuple[str, ...]:
     """Return the names of the evaluations at the end of a stretch whose condition holds."""
-    whens, step = self.cfg.whens, stretch.last
+    whens, step = self.cfg.whens, self.trainer.step
     if self._stop == Stop.EARLY:
       return tuple(name for name, when in whens.items() if when.at_end)
+    last_step, names = self.last_step, stretch.evaluations
+    if self.batches.has_ended:
+      last_step, names = step, tuple(name for name, when in whens.items() if when.is_due(step, step))
 
     def holds(when):
-      if when.condition is None or when.is_due_at_end(step, self.last_step):
+      if when.condition is None or when.is_due_at_end(step, last_step):
         return True
       numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
                  if isinstance(value, clu.values.Scalar)}
       return bool(checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers))
 
-    return tuple(name for name in stretch.evaluations if holds(whens[name]))
+    return tuple(name for name in names if holds(whens[name]))
 
   def evaluate(self) -> None:
     """Compute the evaluations that are due, unless the run must stop."""
@@ -166,11 +175,11 @@ class TrainLoop:
 
   def save(self) -> None:
     """Save the state if a save is due or the run ends."""
-    is_last = self.trainer.stop_training or self.trainer.step == self.last_step
+    is_last = self.trainer.stop_training or self._has_last_step
     if self.saves is None or not self._is_sound or self.trainer.step <= self._first_step:
       return
     is_due = self._is_complete and (self.saves.is_due(self.trainer.step, self.evaluation_due) or self._stretch.save)
-    if is_due or self.trainer.stop_training:
+    if is_due or is_last:
       with self.watchdog.watching('saving'):
         self.saves.save(self.evaluation_due, is_last=is_last and not self._interrupted)
         self.watchdog.beat(self.trainer.step)
@@ -220,19 +229,26 @@ class TrainLoop:
       raise NonFiniteMetricError(self._describe_divergence(saved))
     where = f'step {saved:,} is saved in {self.cfg.model_dir}' if saved is not None else 'no checkpoint was saved'
     where += f'. To resume:\n  {shlex.join(sys.orig_argv)}'
-    if self._interrupted and (trainer.step < self.last_step or self.evaluation_due or finding is not None):
+    if self._interrupted and (not self._has_last_step or self.evaluation_due or finding is not None):
+      of_steps = f' of {self.last_step:,}' if self.last_step < math.inf else ''
       raise StoppedOnSignalError(
-          f'Stopped after step {trainer.step:,} of {self.last_step:,} by {self._interrupted}; {where}')
+          f'Stopped after step {trainer.step:,}{of_steps} by {self._interrupted}; {where}', signal=self._interrupted)
     if self.batches.error is not None:
       self.progress.log(f'The training data failed after step {trainer.step:,}; {where}')
       raise self.batches.error
+    self.events.stop('completed' if self._has_last_step else 'action')
     return trainer.step, trainer.train_state
 
   # ---- Parts ---------------------------------------------------------------------------------------------------------
 
   @property
   def _is_complete(self) -> bool:
-    return self.trainer.step == self._stretch.last
+    return self.trainer.step == self._stretch.last or self.batches.has_ended
+
+  @property
+  def _has_last_step(self) -> bool:
+    """Whether the state is that of the last step of the run, as far as it is known."""
+    return self.trainer.step >= self.last_step or self.batches.has_ended
 
   @property
   def _is_sound(self) -> bool:
@@ -244,6 +260,7 @@ class TrainLoop:
 
   def _on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
     self.watchdog.beat(step)
+    self.events.on_step(step)
     self.evaluations.poll()
     if self.saves is not None:
       self.saves.confirm()
@@ -254,6 +271,8 @@ class TrainLoop:
   def _evaluate(self, *, record_metrics: bool = False) -> None:
     """Compute the evaluations that are due; `record_metrics` adds the results to the checkpoint of this step."""
     remembered = copy.deepcopy(actions_lib.get_actions_state(self.cfg.actions_by_mode))
+    names, is_interrupted = list(self.evaluation_due), False
+    self.events.emit('evaluation_begun', evaluations=names)
     with self.watchdog.watching('evaluation'):
       try:
         self._request_stop(self.evaluations.evaluate(self.evaluation_due))
@@ -263,6 +282,8 @@ class TrainLoop:
       except EvaluationInterrupted:
         # The evaluation will be repeated, so actions must forget this one.
         actions_lib.set_actions_state(self.cfg.actions_by_mode, remembered)
+        is_interrupted = True
+    self.events.emit('evaluation_ended', evaluations=names, is_interrupted=is_interrupted)
 
   def _request_stop(self, stop: Stop) -> None:
     self._stop = max(self._stop, stop)
@@ -271,8 +292,24 @@ class TrainLoop:
     if multihost.any_process(self.signals.requested):
       self._interrupted = self.signals.name or 'a signal to another process'
 
+  def _look_for_end(self) -> None:
+    """Find out whether the data has ended, which ends the run.
+
+    Raises:
+      DataError: the run has no step.
+    """
+    step = self.trainer.step
+    if step >= self.last_step or not self.batches.reached_end():
+      return
+    if step == self.facts['start_step']:
+      raise DataError(f'The training data {self.cfg.train_dataset_cfg.name!r} must have at least one batch of '
+                      f'{self.cfg.train_dataset_cfg.batch_size} rows, got its end before the first step. Reduce the '
+                      'batch size or raise DatasetConfig.num_epochs.')
+    self.progress.log(f'The training data ended after step {step:,}.')
+
   def _begin_progress(self, step: int) -> None:
-    self.progress.begin(self.last_step, step, tokens_per_step=self.batches.tokens_per_step)
+    last_step = self.last_step if self.last_step < math.inf else 0
+    self.progress.begin(last_step, step, tokens_per_step=self.batches.tokens_per_step)
 
   def _roll_back(self) -> None:
     """Restore the newest sound checkpoint, or else the run's starting point, and plan from there."""
@@ -307,6 +344,8 @@ class TrainLoop:
     self.batches.rewind(data_state, facts, point.step, bad_step_age=bad_step_age)
     if self.saves is not None:
       self.saves.rewind(point.step)
+    self.events.emit('rollback', to_step=point.step, source=point.description, reason=f'{finding.what} is not finite')
+    self.events.step = point.step
     self._first_step, self.evaluation_due = point.step, ()
     self._stretches = self.plan_fn(point.step)
     self._begin_progress(point.step)

@@ -84,6 +84,7 @@ def train(
     concurrent_metrics: bool = True,
     evaluations: Sequence[evaluation.Evaluation] = (),
     param_ema: averaging.ParamEma | None = None,
+    event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None = None,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
   """Train a model, with evaluations and checkpoints.
@@ -100,7 +101,9 @@ def train(
     partitioner: the mesh and the sharding rules.
     trainer_cls: constructor of the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound.
     model_dir: the run directory; only one running process may use it.
-    total_steps: step at which the run ends, counted from the model's first step; None with `relative_steps`.
+    total_steps: step at which the run ends, counted from the model's first step; None with `relative_steps`, or to
+      train until the data ends (`DatasetConfig.num_epochs`), an action ends the run, or a signal stops it. Data that
+      ends before this step ends the run in the same way: with an evaluation and a save.
     eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
     eval_period: number of steps between evaluations; None evaluates only after the last step, which is always
       evaluated.
@@ -136,6 +139,8 @@ def train(
       before it saves, evaluates again or calls actions with them.
     evaluations: further evaluations, each with its data, batch size, metrics and steps.
     param_ema: running average of the parameters, saved and by default used for evaluations; None keeps none.
+    event_fns: a function or a list of functions that are called with each event of the run, a `runtime.Event`, in every
+      process; the lead process also writes it to `model_dir/events.jsonl`. Their exceptions do not end the run.
     dry_run: print the plan of the run without training.
 
   Returns:
@@ -155,18 +160,24 @@ def train(
       resume.
   """
   cfg = TrainConfig(**locals())
-  watchdog = runtime.Watchdog(cfg.max_step_seconds, max_evaluation_seconds=cfg.max_evaluation_seconds,
-                              max_saving_seconds=cfg.max_saving_seconds)
   profiler = runtime.StepProfiler(cfg.profile_steps, os.path.join(cfg.model_dir, 'train'))
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir))
-    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
-    opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
-        f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.'))
     progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run)
     stack.callback(progress.clear)
+    events = runtime.EventLog(
+        os.path.join(cfg.model_dir, runtime.EVENTS_FILE), process=jax.process_index(), event_fns=cfg.event_hooks,
+        log_fn=progress.log)
+    if not cfg.dry_run:
+      stack.enter_context(events)
+    watchdog = runtime.Watchdog(cfg.max_step_seconds, max_evaluation_seconds=cfg.max_evaluation_seconds,
+                                max_saving_seconds=cfg.max_saving_seconds, phase_fn=events.phase)
+    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
+    opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
+        f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.',
+        signal=signals.name))
 
     # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
@@ -181,11 +192,8 @@ def train(
     progress.note('looking for checkpoints')
     start = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     first_step, facts = start.step, start_lib.facts_of_run(start, cfg.random_seed)
-    last_step = plan_lib.total_steps_of_run(cfg.total_steps, cfg.relative_steps, facts['start_step'])
-    if first_step > last_step:
-      raise ConfigError(f'{start.description} is at step {first_step}, past the end of the run at step {last_step}. '
-                        'Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose '
-                        'another model_dir.')
+    last_step = _find_last_step(cfg, start, facts['start_step'])
+    num_epochs = cfg.train_dataset_cfg.num_epochs
     profiler.check(facts['start_step'], last_step)
 
     # Trainer: built from the state's shapes, so that everything is checked before anything is computed.
@@ -199,28 +207,36 @@ def train(
       # A single process may stop after any step; several processes agree at the end of a stretch.
       return signals.requested and jax.process_count() == 1
 
+    def on_wait() -> None:
+      watchdog.beat()
+      events.tick()
+
     def note(text: str) -> None:
       if should_stop():
         raise EvaluationInterrupted
       watchdog.beat(trainer.step)
+      events.tick()
       progress.note(text)
 
     evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
         trainer=trainer, evaluations=run_data.evaluations, summary_dir=None if cfg.dry_run else cfg.model_dir,
         progress=progress, note_fn=note,
-        compiling_fn=functools.partial(watchdog.watching, None), actions=cfg.actions_by_mode,
-        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=watchdog.beat).iterate)))
+        compiling_fn=functools.partial(watchdog.watching, 'compiling'), actions=cfg.actions_by_mode,
+        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait).iterate)))
     evaluations.check_metric_names({} if save_cfg is None else checkpoints.metric_names(save_cfg))
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
       parts_lib.trace_steps(trainer, run_data)
       print(report.describe(
           train_state_shape=state_shape, partitioner=cfg.partitioner, specs=run_data.element_specs, start=start,
-          stretches=list(plan_fn(first_step)), num_microbatches=trainer.num_microbatches))
+          plan=plan_lib.describe_plan(
+              plan_lib.list_stretches(plan_fn(first_step), last_step, cfg.longest_period), last_step, num_epochs),
+          num_microbatches=trainer.num_microbatches))
       return first_step, state_shape
 
     # State: restored or new, before anything is written, since a checkpoint may not match. The step compiles meanwhile.
-    compilation = StepCompilation(stack, trainer, batches.element_spec, is_needed=first_step < last_step)
+    compilation = StepCompilation(
+        stack, trainer, batches.element_spec, is_needed=first_step < last_step, phase_fn=events.phase)
     progress.note(f'making the state: {start.description}')
     restored = start_lib.set_state(trainer, start, initializer, cfg.partitioner, cfg.model, init_rng)
     if restored is not None and trainer.non_finite.policy.tests:
@@ -233,24 +249,30 @@ def train(
       logging.getLogger(__name__).warning(
           'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.')
     start_lib.record_data(start, facts, cfg.train_dataset_cfg)
+    train_batches = TrainBatches(
+        batches, should_stop=should_stop, facts=facts if has_position else {}, first_step=first_step,
+        may_end=cfg.may_end, max_batch_seconds=cfg.max_batch_seconds, on_wait=on_wait,
+        is_computing=lambda: not trainer.step_state.step.is_ready(), phase_fn=events.phase)
+    # The run may have been stopped before this step's evaluation.
+    last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
     manager = None
     if save_cfg is not None:
-      manager = stack.enter_context(checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg))
+      manager = stack.enter_context(checkpoints.CheckpointManager(
+          cfg.model_dir, save_cfg=save_cfg, on_commit=lambda step: events.emit('save_committed', checkpoint=step)))
 
     # Files: results after the starting point are deleted, since they will be written again.
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')
-    progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
-    # The run may have been stopped before this step's evaluation.
-    evaluation_due = due_names(facts.get('evaluation_due', False), evaluations.names)
+    progress.log(f'Starting from {start.description} at step {first_step:,}, '
+                 f'{plan_lib.describe_end(last_step, num_epochs)}.')
+    events.step = first_step
+    events.emit('restored', source=start.description, resumes=start.resumes)
+    events.open()
     if multihost.is_lead():
       _begin_files(cfg, start, run_data, trainer, progress, state_shape, redo_evaluation=bool(evaluation_due))
     if not start.resumes:
       evaluation_due = tuple(name for name, when in cfg.whens.items() if when.at_start)
 
     # Loop: train, evaluate, save; roll back non-finite states if the policy allows it.
-    train_batches = TrainBatches(
-        batches, should_stop=should_stop, facts=facts if has_position else {}, first_step=first_step,
-        max_batch_seconds=cfg.max_batch_seconds, on_wait=watchdog.beat)
     first_data_state = None
     if not start.resumes and trainer.non_finite.policy.roll_back_limit:
       opening.until(batches.open, 'reading the position in the training data')
@@ -258,9 +280,10 @@ def train(
     saves = None
     if manager is not None:
       saves = TrainSaves(manager, cfg, trainer=trainer, evaluations=evaluations, batches=train_batches, run_facts=facts,
-                         progress=progress)
+                         progress=progress, events=events)
     if should_stop():
-      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.')
+      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.',
+                                 signal=signals.name)
     del restored, run_data, state_shape  # Frees their memory for the loop.
     collect_garbage = stack.enter_context(runtime.manual_gc(cfg.gc_period > 0))
     stack.callback(watchdog.close)
@@ -268,8 +291,8 @@ def train(
     loop = TrainLoop(
         cfg=cfg, trainer=trainer, initializer=initializer, init_rng=init_rng, compilation=compilation,
         batches=train_batches, evaluations=evaluations, saves=saves, start=start, plan_fn=plan_fn, last_step=last_step,
-        facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, profiler=profiler,
-        signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
+        facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, events=events,
+        profiler=profiler, signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
     loop.begin()
     while (stretch := loop.next_stretch()) is not None:
       loop.train(stretch)
@@ -280,6 +303,37 @@ def train(
     if multihost.is_lead():
       print(report.final_report(cfg.model_dir, bad_steps_in_a_row=trainer.non_finite.bad_steps_in_a_row), flush=True)
     return step, train_state
+
+
+def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step: int) -> float:
+  """Return the last step of the configuration, see `plan.last_step_of_run`; raise if `start` is at a later step."""
+  last_step = plan_lib.last_step_of_run(cfg.total_steps, cfg.relative_steps, start_step)
+  if start.step > last_step:
+    raise ConfigError(f'{start.description} is at step {start.step}, past the end of the run at step {last_step}. '
+                      'Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose another '
+                      'model_dir.')
+  return last_step
+
+
+def _find_end(last_step: float, batches: TrainBatches, facts: Mapping[str, Any], start: start_lib.StartingPoint,
+              whens: Mapping[str, evaluation.When]) -> tuple[float, tuple[str, ...]]:
+  """Return the last step of the run, and the names of the evaluations that are due before the next step.
+
+  A resumed run whose data has ended has no further step. If the run was stopped before that was known, the
+  evaluations at the end of the run are due.
+
+  Args:
+    last_step: step at which the run ends if its data does not end before.
+    batches: training batches.
+    facts: facts of the run.
+    start: the starting point.
+    whens: when each evaluation is due, by its name.
+  """
+  due = due_names(facts.get('evaluation_due', False), tuple(whens))
+  if not start.resumes or not facts['start_step'] < start.step < last_step or not batches.reached_end():
+    return last_step, due
+  is_known = 'data_ended_at' in facts and facts['data_ended_at'] == facts['batch_number']
+  return start.step, due if is_known else tuple(name for name, when in whens.items() if when.at_end)
 
 
 def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: parts_lib.RunData,

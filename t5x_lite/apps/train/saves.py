@@ -34,7 +34,7 @@ class TrainSaves:
 
   def __init__(self, manager: checkpoints.CheckpointManager, cfg: TrainConfig, *, trainer: trainer_lib.BaseTrainer,
                evaluations: RunEvaluations, batches: TrainBatches, run_facts: dict[str, Any],
-               progress: runtime.Progress):
+               progress: runtime.Progress, events: runtime.EventLog):
     """Store the arguments; save nothing.
 
     Args:
@@ -45,6 +45,7 @@ class TrainSaves:
       batches: training batches, which provide the position in the data.
       run_facts: facts of the run that each checkpoint records.
       progress: log and progress line.
+      events: log of the run's events.
     """
     self._manager = manager
     self._run_cfg = cfg
@@ -54,6 +55,7 @@ class TrainSaves:
     self._batches = batches
     self._run_facts = run_facts
     self._progress = progress
+    self._events = events
     self._unconfirmed: int | None = None
     self._is_writing = False
     self._failures_in_a_row = 0
@@ -120,6 +122,7 @@ class TrainSaves:
     # Evaluation parameters may be an average, which does not show that the parameters are finite.
     is_sound = is_last and bool(losses) and all(map(math.isfinite, losses)) and (
         not trainer.train_state.evaluates_other_params)
+    self._events.emit('save_begun', checkpoint=trainer.step)
     try:
       self._is_writing = self._manager.save(
           trainer.step, state, data_state=data_state,

@@ -12,7 +12,7 @@ from t5x_lite.errors import ConfigError
 # Options of `DatasetConfig` that only some sources support, and the remedy if another source is used.
 SPECIAL_OPTIONS = {
     'use_cached': 'Set use_cached = False', 'use_custom_packing_ops': 'Set use_custom_packing_ops = False',
-    'num_workers': 'Omit it'}
+    'num_workers': 'Omit it', 'num_epochs': 'Omit it'}
 
 
 class DataSource(abc.ABC):
@@ -48,7 +48,9 @@ class DataSource(abc.ABC):
     """Return the (input, output) vocabularies, which are compared with those of the model."""
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
-    """Return an endless iterator of this process's rows of each global batch, with a position.
+    """Return an iterator of this process's rows of each global batch, with a position.
+
+    It is endless, unless the source supports `num_epochs` and it is set.
 
     Args:
       layout: the partitioner's `DataLayout` for `cfg.batch_size`.

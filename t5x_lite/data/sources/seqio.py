@@ -9,7 +9,7 @@ from t5x_lite.data.sources import base
 class SeqioSource(base.DataSource):
   """Tasks and Mixtures of seqio."""
 
-  options = ('use_cached', 'use_custom_packing_ops')
+  options = ('use_cached', 'use_custom_packing_ops', 'num_epochs')
   supports_seqio_evaluator = True
 
   def get_vocabulary(self) -> tuple[Any, Any]:

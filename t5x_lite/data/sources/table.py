@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -168,6 +168,8 @@ class TableSource(base.DataSource):
 class BuiltinSource(TableSource):
   """Embedded and registered tasks without TensorFlow."""
 
+  options: ClassVar[tuple[str, ...]] = ('num_epochs',)
+
   def tasks(self) -> Sequence[BuiltinTask]:
     """See base class."""
     found = self._task_or_mixture()
@@ -186,7 +188,7 @@ class BuiltinSource(TableSource):
 class GrainSource(BuiltinSource):
   """The batches of the builtin source, prefetched by grain."""
 
-  options = ('num_workers',)
+  options = ('num_workers', 'num_epochs')
 
   def open_reader(self, pieces: Pieces) -> PieceReader:
     """See base class."""
@@ -196,6 +198,8 @@ class GrainSource(BuiltinSource):
 
 class RandomTableSource(TableSource):
   """Random ids, or random features of any shape, as described by a `SyntheticSource`."""
+
+  options = ('num_epochs',)
 
   @classmethod
   def check(cls, cfg: Any) -> None:

@@ -147,7 +147,7 @@ def test_compiling_inside_an_evaluation_is_not_watched(tmp_path, monkeypatch):
                 loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
   _train(tmp_path, 4, model=model, eval_period=2, infer_eval_period=2, concurrent_metrics=False,
          infer_eval_dataset_cfg=_judged_by(metric))
-  assert set(traced) == {('training_eval', None), ('inference_eval', None), ('metric', 'evaluation')}
+  assert set(traced) == {('training_eval', 'compiling'), ('inference_eval', 'compiling'), ('metric', 'evaluation')}
   assert traced.count(('metric', 'evaluation')) == 2
 
 
@@ -250,10 +250,10 @@ def test_plans():
   assert [(s.last, s.evaluations) for s in stretches] == [
       (4, ('inference_eval',)), (6, ('training_eval',)), (8, ('inference_eval',)),
       (12, ('training_eval', 'inference_eval'))]
-  text = plan_lib.describe_plan(stretches)
+  text = plan_lib.describe_plan(stretches, 12)
   assert 'evaluations  2: 6, 12\n' in text and 'decodings    3: 4, 8, 12\n' in text
   del evaluations['inference_eval']
-  assert 'decodings' not in plan_lib.describe_plan(list(plan_lib.plan_steps(0, 12, evaluations=evaluations)))
+  assert 'decodings' not in plan_lib.describe_plan(list(plan_lib.plan_steps(0, 12, evaluations=evaluations)), 12)
 
 
 # ---- Evaluations by name ---------------------------------------------------------------------------------------------

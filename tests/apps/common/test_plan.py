@@ -1,6 +1,7 @@
 """Plans of runs against every single step."""
 
 import itertools
+import math
 
 import pytest
 
@@ -43,6 +44,26 @@ def test_a_policy_of_unknown_steps_adds_no_pause():
   policy = checkpoints.AnySavePolicy((checkpoints.EveryNSteps(3, from_step=5), checkpoints.WhenBest('x')))
   plan = plan_lib.plan_steps(0, 10, save=plan_lib.SaveTimes(policy))
   assert [(s.last, s.save) for s in plan] == [(6, True), (9, True), (10, True)]
+
+
+def test_a_plan_without_an_end_has_the_pauses_of_a_longer_one():
+  whens = {'evaluations': {'training_eval': plan_lib.When(period=10, at_end=True)},
+           'save': plan_lib.When(steps=(7,), at_end=True), 'pause': plan_lib.When(period=4)}
+  endless, long = plan_lib.plan_steps(3, math.inf, **whens), plan_lib.plan_steps(3, 1000, **whens)
+  assert list(itertools.islice(endless, 50)) == list(itertools.islice(long, 50))
+  shown = plan_lib.list_stretches(plan_lib.plan_steps(3, math.inf, **whens), math.inf, 10)
+  assert shown[-1].last == 80
+  assert plan_lib.describe_plan(shown, math.inf, 2).splitlines() == [
+      'steps        4 to the end of the data (num_epochs = 2)',
+      'summaries    4, 7, 8, 10, 12, 16, ...', 'evaluations  10, 20, 30, 40, 50, 60, ...', 'checkpoints  7, ...']
+  assert plan_lib.describe_plan(shown, math.inf).startswith('steps        4, until the run is stopped\n')
+  few = list(plan_lib.plan_steps(0, 10))
+  assert plan_lib.describe_plan(few, 10, 2).startswith('steps        1 to 10 or the end of the data (num_epochs = 2)\n')
+
+
+def test_the_last_step():
+  assert plan_lib.last_step_of_run(10, None, 4) == 10 and plan_lib.last_step_of_run(None, 10, 4) == 14
+  assert plan_lib.last_step_of_run(None, None, 4) == math.inf
 
 
 def test_a_long_plan_is_made_lazily():

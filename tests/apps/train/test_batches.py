@@ -1,5 +1,6 @@
 """Training sources that stall or raise: the state is saved, and the resumed run is bitwise the same."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -438,6 +439,21 @@ def test_a_slow_source_is_reported_every_five_minutes(monkeypatch):
   assert [line.partition(' for ')[2].partition(' s.')[0] for line in printed[2:]] == ['300', '600', '900']
   assert all('set `max_batch_seconds` to limit' in line for line in printed[2:])
   assert batches.error is None
+
+
+def test_the_wait_for_data_begins_when_the_device_has_finished():
+  """A batch that is ready, or ready before the device is, costs nothing."""
+  source, waits = _Scripted(0, 2.5, 6), []
+
+  @contextlib.contextmanager
+  def phase(name):
+    begun = source.now
+    yield
+    waits.append((name, round(source.now - begun, 1)))
+
+  batches = _train_batches(source, clock=lambda: source.now, is_computing=lambda: source.now < 5, phase_fn=phase)
+  assert [round(next(batches)['batch'], 1) for _ in range(3)] == [0, 2.5, 8.5]
+  assert waits == [('data', 3.5)]
 
 
 def test_max_batch_seconds_exempts_the_first_batch(monkeypatch):

@@ -57,7 +57,7 @@ def test_our_step_is_traced_here_and_compiles_in_a_thread_that_writes_nothing(tm
     compilation = StepCompilation(stack, trainer, batch)
     assert begun.wait(60) and trainer._compiled_train_step is None
     may_compile.set()
-    assert compilation.finish().startswith(('Compiled the training step in ', 'Loaded the training step from '))
+    assert str(compilation.finish()).startswith(('Compiled the training step in ', 'Loaded the training step from '))
     # Otherwise the process would end without Python's own clean-up.
     assert not any(thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate())
     assert trainer._compiled_train_step is not None and not list(tmp_path.iterdir())
@@ -71,7 +71,7 @@ def test_what_others_compile_is_compiled_when_it_is_needed(trainer_cls, partitio
     compilation = StepCompilation(stack, trainer, batch)
     assert trainer._compiled_train_step is None and not any(
         thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate())
-    assert ' the training step ' in compilation.finish()
+    assert ' the training step ' in str(compilation.finish())
     assert trainer._compiled_train_step is not None
 
 

@@ -12,8 +12,10 @@ from tests.apps.train import toy_run
 
 @pytest.mark.parametrize('kwargs, error, message', [
     ({'relative_steps': 5}, ConfigError, 'total_steps` must be None, since relative_steps is 5, got 20'),
-    ({'total_steps': None}, ConfigError,
-     'total_steps` must be an integer .*, since relative_steps is None, got None'),
+    ({'total_steps': 0.5}, ConfigError,
+     'total_steps` must be an integer .* or None, since relative_steps is None, got 0.5'),
+    ({'event_fns': [print, 1]}, ConfigError, r'event_fns` must be a function of an Event.*without parentheses'),
+    ({'train_eval_dataset_cfg': toy_run.dataset('validation', num_epochs=1)}, ConfigError, 'num_epochs` must be None'),
     ({'total_steps': 0}, ConfigError, 'total_steps` must be .* got 0'),
     ({'eval_period': 0}, ConfigError, 'eval_period` must be .* got 0'),
     ({'stats_period': -1}, ConfigError, 'stats_period` must be .* got -1'),

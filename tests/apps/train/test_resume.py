@@ -11,6 +11,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
 from t5x_lite.errors import StoppedOnSignalError
 from tests.apps.train import toy_run
@@ -73,6 +74,9 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
   with pytest.raises(StoppedOnSignalError, match='of 20 by SIGTERM') as stopped:
     toy_run.train(tmp_path, get_dataset_fn=open_iterator)
   assert stopped.value.exit_code == 75
+  *_, stop, summary = runtime.read_events(tmp_path / 'events.jsonl')
+  assert stop.kind == 'stop' and stop.details == {'cause': 'signal', 'signal': 'SIGTERM'}
+  assert summary.details['num_starts'] == 1
   assert 'To resume:\n' in str(stopped.value) and 'To resume' not in capsys.readouterr().err
   step = checkpoints.latest_step(tmp_path)
   assert step is None or 0 < step <= count

@@ -1,5 +1,6 @@
 """Training runs: files, errors, starting points, and reasons to stop."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -12,6 +13,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import BaseAction, EarlyStoppingAction, TerminateOnNanAction
@@ -24,7 +26,10 @@ from tests.models import toy_model
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
   """A run of 20 steps with all options, its output, and the arguments of its hooks."""
-  model_dir, told = tmp_path_factory.mktemp('finished'), []
+  model_dir, told, events = tmp_path_factory.mktemp('finished'), [], []
+
+  def fail(event):
+    raise ValueError(event.kind)
 
   def summarize_config(where, writer, step):
     told.append((where, step))
@@ -41,16 +46,19 @@ def finished(tmp_path_factory):
     patch.setattr('builtins.print', lambda *args, **kwargs: printed.append(' '.join(map(str, args))))
     step, state = toy_run.train(
         model_dir, save={'period': 6, 'checkpoint_steps': [0, 7]}, summarize_config_fn=summarize_config,
-        run_eval_before_training=True, gc_period=8,
+        run_eval_before_training=True, gc_period=8, event_fns=[fail, events.append],
         actions={'TRAIN': [Look()], 'TRAIN_EVAL': [Look()], 'INFER_EVAL': [Look()]})
   assert step == int(state.step) == 20
+  assert list(runtime.read_events(model_dir / 'events.jsonl')) == [
+      dataclasses.replace(event, wall_time=round(event.wall_time, 3), seconds={
+          phase: round(seconds, 6) for phase, seconds in event.seconds.items()}) for event in events]
   return model_dir, '\n'.join(printed), told
 
 
 def test_layout(finished):
   model_dir, _, _ = finished
   names = {path.name for path in model_dir.iterdir()} - {'.lock'}
-  assert names == {'model-info.txt', 'train', 'training_eval', 'inference_eval',
+  assert names == {'model-info.txt', 'events.jsonl', 'train', 'training_eval', 'inference_eval',
                    *(f'checkpoint_{step}' for step in (0, 6, 7, 12, 18, 20))}
   for folder in ('train', 'training_eval/letters', 'inference_eval/letters'):
     found = [path.name for path in (model_dir / folder).iterdir()]
@@ -112,6 +120,29 @@ def test_hooks(finished):
   assert 'loss' in looks[2][1]['train'] and 'exact_match' in looks[1][1]['letters']
 
 
+def test_events(finished):
+  model_dir, printed, _ = finished
+  events = list(runtime.read_events(model_dir / 'events.jsonl'))
+  events = events[:[event.kind for event in events].index('summary') + 1]
+  shown = [(event.kind, event.step) for event in events if event.kind not in ('save_committed', 'warning')]
+  evaluation = ['evaluation_begun', 'evaluation_ended']
+  assert shown == [
+      ('start', None), ('restored', 0), ('compiled', 0), *((kind, 0) for kind in evaluation), ('save_begun', 0),
+      ('first_step', 1), ('save_begun', 6), ('save_begun', 7), *((kind, 10) for kind in evaluation), ('save_begun', 12),
+      ('save_begun', 18), *((kind, 20) for kind in evaluation), ('save_begun', 20), ('stop', 20), ('summary', 20)]
+  assert [event.details['checkpoint'] for event in events if event.kind == 'save_committed'] == [0, 6, 7, 12, 18, 20]
+  by_kind = {event.kind: event for event in events}
+  assert by_kind['stop'].details == {'cause': 'completed'} and by_kind['evaluation_ended'].details == {
+      'evaluations': ['training_eval', 'inference_eval'], 'is_interrupted': False}
+  assert 'ValueError: start' in by_kind['warning'].details['message']  # of the hook that fails
+  # The time of the run is all of the time between its first and its last event.
+  total = by_kind['summary'].details['total_seconds']
+  assert sum(total.values()) == pytest.approx(events[-1].wall_time - events[0].wall_time, abs=0.05)
+  assert all(total[share] > 0 for share in ('step', 'evaluation', 'saving', 'compiling', 'starting'))
+  assert total['repeated'] == total['down'] == 0
+  assert f"{100 * total['step'] / sum(total.values()):.0f}" in printed and '% training steps' in printed
+
+
 def test_final_report(finished):
   model_dir, printed, _ = finished
   final = printed[printed.index('Outputs are in'):]
@@ -130,8 +161,12 @@ def test_a_complete_run_is_not_trained_again(finished, capsys):
   assert toy_run.train(model_dir)[0] == 20
   out = capsys.readouterr()
   assert 'Compiled' not in out.err and 'Predictions of letters at step 20' in out.out
-  changed = [path.name for path, time in before.items() if path.stat().st_mtime_ns != time]
-  assert changed in ([], ['model-info.txt'])
+  changed = {path.name for path, time in before.items() if path.stat().st_mtime_ns != time}
+  assert changed - {'model-info.txt'} == {'events.jsonl'}
+  # The time since the run was complete does not count.
+  events = list(runtime.read_events(model_dir / 'events.jsonl'))
+  assert [event.kind for event in events][-4:] == ['start', 'restored', 'stop', 'summary']
+  assert events[-1].details['num_starts'] == 2 and events[-1].details['total_seconds']['down'] == 0
 
 
 def test_the_runs_own_checkpoint_comes_before_the_configured_one(finished, tmp_path, capsys):

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from t5x_lite import checkpoints
+from t5x_lite import runtime
 from tests import processes
 from tests.apps.train import stopped_run, toy_run
 
@@ -12,6 +14,7 @@ _PROGRAM = '''
     process, port, model_dir = int(sys.argv[1]), *sys.argv[2:]
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+    from t5x_lite import data
     from t5x_lite import partitioning
     from t5x_lite.errors import NonFiniteMetricError
     from t5x_lite.trainer import NonFinitePolicy
@@ -19,6 +22,27 @@ _PROGRAM = '''
     # Both the rows of a batch and the parameters are spread over the processes.
     partitioner = partitioning.PjitPartitioner(num_partitions=2)
     stopped_run.train_and_evaluate(model_dir, partitioner)
+
+    def open_ending(*args, **kwargs):
+      iterator = data.open_train_iterator(*args, **kwargs)
+
+      class Ending(type(iterator)):
+        """Data that ends after 5 batches in one process and after 4 in the other."""
+        ends_together = False
+
+        def __next__(self):
+          if self._num_batches == (5, 4)[process]:
+            raise StopIteration
+          return super().__next__()
+
+      iterator.__class__ = Ending
+      return iterator
+
+    for _ in range(2):
+      step, _ = toy_run.train(
+          model_dir + '-ended', None, get_dataset_fn=open_ending, infer_eval_dataset_cfg=None, partitioner=partitioner,
+          **{**stopped_run.COMMON, 'eval_period': None})
+      print('ended at step', step, flush=True)
     # Both see that the loss is not finite, roll back to the same checkpoint, and end alike.
     diverging = {'learning_rate_fn': lambda step: 1e30,
                  'non_finite_policy': NonFinitePolicy(action='roll_back', max_roll_backs=1)}
@@ -39,6 +63,11 @@ def test_two_processes_equal_one(tmp_path):
     assert 'the loss of step 10 is not finite' in output
     assert 'resumes from step 8, the newest sound checkpoint' in output
     assert f'process {process} is done' in output
+    assert output.count('ended at step 4') == 2
+  assert checkpoints.all_steps(tmp_path / 'two-ended') == [3, 4]
+  assert [row['step'] for row in toy_run.lines(tmp_path / 'two-ended')['training_eval/letters']] == [4]
+  events = list(runtime.read_events(tmp_path / 'two-ended' / runtime.EVENTS_FILE))
+  assert [(event.process, event.details['cause']) for event in events if event.kind == 'stop'] == [(0, 'completed')] * 2
   outputs = [output.partition('now diverging')[0] for output in outputs]
   assert (tmp_path / 'two/checkpoint_9/UNSOUND').exists()
   # One process speaks for both.

@@ -1,5 +1,6 @@
 """Sources of tables: the builtin one and its iterator, and the checks before compute."""
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -77,6 +78,48 @@ def test_rows_close_only_when_full():
     fits = all(sum(len(pair[f]) for pair in row) + len(following[0][f]) <= length
                for f, length in enumerate(cases.LENGTHS.values()))
     assert not fits or taken % max(cases.LENGTHS.values()) == 0
+
+
+@pytest.mark.parametrize('pack', [False, True])
+@pytest.mark.parametrize('batch_size, num_epochs', [(8, 1), (8, 3), (2, 2), (21, 1)])
+def test_data_ends_after_its_epochs(pack, batch_size, num_epochs):
+  """The batches are the first of the endless data, with all examples but those that do not fill a batch."""
+  cfg = cases.make_cfg(pack=pack, batch_size=batch_size, num_epochs=num_epochs)
+  batches, endless = list(cases.open(cfg)), cases.open(dataclasses.replace(cfg, num_epochs=None))
+  num_examples = 21 * num_epochs  # of `make_task`
+  if pack:
+    # The last group may be smaller, so its rows may differ from those of the endless data.
+    stream = cases.open(dataclasses.replace(cfg, pack=False, batch_size=1))
+    num_left = num_examples - sum(len(list(cases.unpack(batch))) for batch in batches)
+    assert len(list(stream)) == num_examples and 0 <= num_left < batch_size * max(cases.LENGTHS.values())
+    batches = batches[:num_examples // max(cases.LENGTHS.values()) // batch_size]
+  else:
+    assert len(batches) == num_examples // batch_size
+  for batch in batches:
+    cases.assert_equal(batch, next(endless))
+
+
+def test_a_position_at_and_after_the_end(mixture):
+  cfg = cases.make_cfg(num_epochs=1)
+  iterator, twice = cases.open(cfg), cases.open(dataclasses.replace(cfg, num_epochs=2))
+  assert len(list(iterator)) == 2 and next(iterator, None) is None
+  # 16 of 21 examples were read; with another epoch the data continues there.
+  twice.set_state(iterator.get_state())
+  batches = list(twice)
+  assert len(batches) == 3
+  endless = cases.open(dataclasses.replace(cfg, num_epochs=None))
+  for batch in cases.take(endless, 5)[2:]:
+    cases.assert_equal(batch, batches.pop(0))
+  iterator.set_state(twice.get_state())  # the data has become shorter
+  assert next(iterator, None) is None and iterator.ends_together
+  # The first task of the mixture has 5 examples, a quarter of the rows.
+  assert 2 <= len(list(cases.open(cases.make_cfg(mixture, num_epochs=2, batch_size=8)))) <= 8
+
+
+@pytest.mark.parametrize('open_fn', [data.open_eval_iterators, data.open_eval_tasks])
+def test_evaluation_reads_each_example_once(open_fn):
+  with pytest.raises(ConfigError, match='num_epochs` must be None for evaluation.*got 2. Each example is read once'):
+    open_fn(cases.make_cfg(num_epochs=2), cases.layout())
 
 
 def test_mixture_draws_by_rates_and_keeps_each_tasks_order(mixture):

@@ -1,0 +1,239 @@
+"""Log of the events of a process: the file `events.jsonl`, hooks, the clock of phases, and the goodput at the end.
+
+Unlike metrics, events are never deleted: a resumed run appends to the file, also to one whose last line was cut off
+when the process was killed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import logging
+import os
+import pathlib
+import shlex
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+
+import t5x_lite
+from t5x_lite import files
+from t5x_lite.errors import NonFiniteMetricError, StoppedOnSignalError
+from t5x_lite.runtime import goodput
+from t5x_lite.runtime.events import Event, read_events
+
+# After this fraction of the time of the process without events, within these seconds, 'progress' is written, so that
+# little is unknown about a process that is killed, and the file of a week has 10,000 lines.
+_PROGRESS_FRACTION = 0.01
+_PROGRESS_SECONDS = (2.0, 60.0)
+# Loggers whose warnings are events.
+_LOGGERS = ('t5x_lite', 'moe')
+_MAX_MESSAGE = 1000  # characters
+
+
+class EventLog(contextlib.AbstractContextManager):
+  """Log of the events of one process of a run, and clock of its phases.
+
+  Entering it emits 'start', leaving it 'stop' if `stop` was not called before. Warnings of the loggers of t5x_lite and
+  moe become events in between. `emit` may be called by any thread, `phase` only by one. No method raises if a hook
+  fails or the file cannot be written: a hook that raises is reported once, and a full disk loses events at most.
+
+  Attributes:
+    step: number of completed steps, for the next event; None before the run has its state.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], *, process: int = 0,
+               event_fns: Sequence[Callable[[Event], None]] = (), log_fn: Callable[[str], None] = lambda text: None,
+               clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time):
+    """Start the clock; nothing is written before `open`.
+
+    Args:
+      path: path of the file, which process 0 alone writes.
+      process: index of this process.
+      event_fns: functions that are called with each event, in every process.
+      log_fn: called with the goodput, one line, when the run stops.
+      clock: returns seconds, for durations.
+      wall_clock: returns seconds since 1970.
+    """
+    self.step: int | None = None
+    self._path = pathlib.Path(path)
+    self._process = process
+    self._event_fns = event_fns
+    self._log_fn = log_fn
+    self._clock = clock
+    self._wall_clock = wall_clock
+    # Reentrant: a hook that raises or logs a warning causes an event.
+    self._lock = threading.RLock()
+    self._phase = 'starting'
+    self._seconds: dict[str, float] = {}
+    self._started = self._counted_at = self._emitted_at = clock()
+    self._pending: list[Event] = []
+    self._file: files.AppendedFile | None = None
+    self._handler = _WarningHandler(self)
+    self._failed_fns: list[Callable[[Event], None]] = []
+    self._is_calling = self._has_trained = self._has_stopped = False
+
+  def __enter__(self) -> 'EventLog':
+    for name in _LOGGERS:
+      logging.getLogger(name).addHandler(self._handler)
+    self.emit('start', host=socket.gethostname(), pid=os.getpid(), version=t5x_lite.__version__,
+              num_processes=jax.process_count(), command=shlex.join(sys.orig_argv))
+    return self
+
+  def __exit__(self, exc_type, error: BaseException | None, traceback) -> None:
+    if not self._has_stopped:
+      # A start that fails in a new run directory leaves no file; one that fails in a run adds to its file.
+      if self._path.exists():
+        self.open()
+      self.stop(**_cause(error))
+    for name in _LOGGERS:
+      logging.getLogger(name).removeHandler(self._handler)
+    if self._file is not None:
+      with contextlib.suppress(OSError):
+        self._file.close()
+
+  def open(self) -> None:
+    """Write the events so far to the file, and all further ones when they happen."""
+    with self._lock:
+      if self._process or self._file is not None:
+        return
+      self._file = files.AppendedFile(self._path)
+      if _is_cut(self._path):
+        self._file.append(b'\n', at_once=False)
+      for event in self._pending:
+        self._write(event)
+      self._pending.clear()
+
+  @contextlib.contextmanager
+  def phase(self, name: str) -> Iterator[None]:
+    """Count the time within the context for a phase, one of `PHASES`, except for the time of phases within it."""
+    outer = self._change_phase(name)
+    try:
+      yield
+    finally:
+      self._change_phase('other' if name == 'step' and outer == 'starting' else outer)
+
+  def _change_phase(self, name: str) -> str:
+    with self._lock:
+      self._count()
+      outer, self._phase = self._phase, name
+      return outer
+
+  def _count(self) -> None:
+    now = self._clock()
+    self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._counted_at
+    self._counted_at = now
+
+  def on_step(self, step: int) -> None:
+    """Set the number of completed steps; emit 'first_step', or the same as `tick`."""
+    self.step = step
+    if not self._has_trained:
+      self._has_trained = True
+      self.emit('first_step')
+    self.tick()
+
+  def tick(self) -> None:
+    """Emit 'progress' after some time without events; for calls within long phases."""
+    now, (shortest, longest) = self._clock(), _PROGRESS_SECONDS
+    if now - self._emitted_at >= min(longest, max(shortest, _PROGRESS_FRACTION * (now - self._started))):
+      self.emit('progress')
+
+  def emit(self, kind: str, **details: Any) -> None:
+    """Write an event and pass it to the hooks.
+
+    Args:
+      kind: see `Event`.
+      **details: JSON values.
+    """
+    with self._lock:
+      self._count()
+      event = Event(kind=kind, wall_time=self._wall_clock(), step=self.step, process=self._process,
+                    seconds={phase: seconds for phase, seconds in self._seconds.items() if seconds}, details=details)
+      self._seconds = {}
+      self._emitted_at = self._counted_at
+      if self._file is None:
+        self._pending += [] if self._process else [event]
+      else:
+        self._write(event)
+      if not self._is_calling:  # A hook that logs a warning would be called without end.
+        self._call(event)
+
+  def stop(self, cause: str, **details: Any) -> None:
+    """Emit 'stop', and the goodput of the run with its earlier processes as 'summary'; only the first call counts.
+
+    Args:
+      cause: 'completed', 'action', 'signal', 'non_finite' or 'error'.
+      **details: JSON values.
+    """
+    if self._has_stopped:
+      return
+    self._has_stopped = True
+    self.emit('stop', cause=cause, **details)
+    if self._file is None:
+      return
+    try:
+      measured = goodput.measure(read_events(self._path))
+    except (OSError, KeyError, TypeError, ValueError) as error:  # e.g. somebody has changed the file
+      logging.getLogger(__name__).warning(
+          'The goodput is unknown, because %s cannot be read (%s: %s).', self._path, type(error).__name__, error)
+      return
+    self.emit('summary', **measured.details)
+    self._log_fn(measured.describe())
+
+  def _write(self, event: Event) -> None:
+    self._file.append(event.to_line().encode(), at_once=True)
+
+  def _call(self, event: Event) -> None:
+    errors = []
+    self._is_calling = True
+    for event_fn in self._event_fns:
+      try:
+        event_fn(event)
+      except Exception as error:  # users' functions may raise anything, and must not end the run
+        if event_fn not in self._failed_fns:
+          self._failed_fns.append(event_fn)
+          errors.append(error)
+    self._is_calling = False
+    for error in errors:
+      logging.getLogger(__name__).warning(
+          'A function of `train.event_fns` failed for the event %r (%s: %s). Training continues, and further errors of '
+          'this function are not shown.', event.kind, type(error).__name__, error)
+
+
+class _WarningHandler(logging.Handler):
+  """Emits an event for each log record of level WARNING or above."""
+
+  def __init__(self, log: EventLog):
+    self._log = log
+    super().__init__(logging.WARNING)
+
+  def createLock(self) -> None:
+    """See base class; with a second lock, two threads could wait for each other."""
+    self.lock = self._log._lock
+
+  def emit(self, record: logging.LogRecord) -> None:
+    """See base class."""
+    self._log.emit('warning', level=record.levelname.lower(), logger=record.name,
+                   message=record.getMessage()[:_MAX_MESSAGE])
+
+
+def _cause(error: BaseException | None) -> dict[str, Any]:
+  """Return the arguments of `EventLog.stop` for a run that ended with `error`, or without one."""
+  if error is None:
+    return {'cause': 'completed'}
+  if isinstance(error, StoppedOnSignalError):
+    return {'cause': 'signal', 'signal': error.signal}
+  cause = 'non_finite' if isinstance(error, NonFiniteMetricError) else 'error'
+  return {'cause': cause, 'error': type(error).__name__, 'message': str(error)[:_MAX_MESSAGE]}
+
+
+def _is_cut(path: pathlib.Path) -> bool:
+  """Return True if the last line of a file has no end."""
+  try:
+    with open(path, 'rb') as file:
+      file.seek(-1, os.SEEK_END)
+      return file.read() != b'\n'
+  except OSError:  # missing or empty
+    return False

@@ -1,0 +1,99 @@
+"""Goodput of a run: how its time divides into training steps, other work, repeated work and downtime."""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+from typing import Any
+
+from t5x_lite.formatting import format_duration
+from t5x_lite.runtime.events import Event, PHASES
+
+# Shares of the time of a run, and their names for people.
+SHARES: Mapping[str, str] = {
+    'step': 'training steps', 'data': 'waiting for data', 'evaluation': 'evaluation', 'saving': 'saving',
+    'compiling': 'compiling', 'starting': 'starting', 'other': 'other', 'repeated': 'repeated work', 'down': 'down'}
+# Causes of a stop after which the run was complete: the time until somebody continues it does not count.
+_COMPLETE = ('completed', 'action')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goodput:
+  """Time of a run, over all of its processes one after the other.
+
+  Attributes:
+    seconds: share, a key of `SHARES`, to its seconds. 'repeated' is all work after the checkpoint to which a restart or
+      a rollback returned, of any phase; 'down' is the time between the last event of a process that did not complete
+      the run and the start of the next process. The other shares do not contain these.
+    num_starts: number of processes.
+  """
+
+  seconds: Mapping[str, float]
+  num_starts: int
+
+  @property
+  def total_seconds(self) -> float:
+    """Sum of all shares."""
+    return sum(self.seconds.values())
+
+  @property
+  def details(self) -> dict[str, Any]:
+    """JSON values for the event 'summary'."""
+    return {'goodput': round(self.seconds['step'] / max(self.total_seconds, 1e-9), 6), 'num_starts': self.num_starts,
+            'total_seconds': {name: round(seconds, 3) for name, seconds in self.seconds.items()}}
+
+  def describe(self) -> str:
+    """Return one line; its percentages add up to 100.
+
+    >>> print(Goodput(seconds={'step': 50.0, 'data': 0.0, 'saving': 25.0, 'down': 25.0}, num_starts=2).describe())
+    Time of the run 1:40, started 2 times: 50.0% training steps, 25.0% saving, 25.0% down.
+    """
+    tenths = _rounded([1000 * seconds / max(self.total_seconds, 1e-9) for seconds in self.seconds.values()])
+    shares = ', '.join(f'{tenth // 10}.{tenth % 10}% {SHARES[name]}'
+                       for name, tenth in zip(self.seconds, tenths, strict=True) if tenth)
+    starts = f', started {self.num_starts} times' if self.num_starts > 1 else ''
+    return f'Time of the run {format_duration(self.total_seconds)}{starts}: {shares}.'
+
+
+def measure(events: Iterable[Event]) -> Goodput:
+  """Return the goodput of the events of a run, in order, of one process at a time."""
+  total = dict.fromkeys(SHARES, 0.0)
+  # Time by phase that a restart may turn into repeated work, with the steps at its end, which never decrease.
+  kept: list[tuple[int, Mapping[str, float]]] = []
+  num_starts, previous, is_complete = 0, None, True
+
+  def repeat_after(step: int) -> None:
+    while kept and kept[-1][0] > step:
+      total['repeated'] += sum(kept.pop()[1].values())
+
+  def add(seconds: Mapping[str, float]) -> None:
+    for phase, value in seconds.items():
+      total[phase if phase in PHASES else 'other'] += value
+
+  for event in events:
+    if event.kind == 'start':
+      num_starts += 1
+      if not is_complete:
+        total['down'] += max(0.0, event.wall_time - previous)
+      is_complete = False
+    elif event.kind == 'stop':
+      is_complete = event.details.get('cause') in _COMPLETE
+    elif event.kind == 'restored':
+      repeat_after(event.step)
+    if event.step is None or event.kind == 'restored':  # the time of a start, which is not repeated work
+      add(event.seconds)
+    else:
+      kept.append((event.step, event.seconds))
+    if event.kind == 'rollback':
+      repeat_after(event.details['to_step'])
+    previous = event.wall_time
+  for _, seconds in kept:
+    add(seconds)
+  return Goodput(seconds=total, num_starts=num_starts)
+
+
+def _rounded(values: list[float]) -> list[int]:
+  """Round to integers whose sum is the rounded sum of `values`."""
+  whole = [int(value) for value in values]
+  by_remainder = sorted(range(len(values)), key=lambda i: whole[i] - values[i])
+  for i in by_remainder[:round(sum(values)) - sum(whole)]:
+    whole[i] += 1
+  return whole
