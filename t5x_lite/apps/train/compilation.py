@@ -1,6 +1,6 @@
-"""Compilation of the training step while the state is restored or initialized."""
+"""Compilation of the training step while the state is restored or initialized, and log lines about compilations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import concurrent.futures
 import contextlib
 import time
@@ -33,6 +33,7 @@ class StepCompilation:
     self._trainer, self._batch, self._started = trainer, batch, time.perf_counter()
     self._compiling, self._executor = None, concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
     stack.callback(self._executor.shutdown, wait=False)
+    self._all_counts = stack.enter_context(runtime.count_cache_use(all_threads=True))
     compiles_as_usual = type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
     if is_needed and jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
       self._compiling = self._executor.submit(self._run, trainer.lower_train(batch))
@@ -42,13 +43,32 @@ class StepCompilation:
       compile_fn()
     seconds = time.perf_counter() - self._started
     if counts.hits and not counts.misses:
-      return f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {seconds:.1f} s.'
-    return f'Compiled the training step in {seconds:.1f} s.'
+      return f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {seconds:.1f} s'
+    return f'Compiled the training step in {seconds:.1f} s'
 
   def finish(self) -> str:
-    """Wait until the step is compiled, raise the error of its compilation, and return a line for the log."""
+    """Wait until the step is compiled, raise the error of its compilation, and return a line for the log.
+
+    The line also counts the programs that were compiled since the construction, such as those of the state.
+    """
     if self._compiling is None:
       self._started = time.perf_counter()
-      return self._run(lambda: self._trainer.compile_train(self._batch))
-    self._executor.shutdown()
-    return self._compiling.result()
+      line = self._run(lambda: self._trainer.compile_train(self._batch))
+    else:
+      self._executor.shutdown()
+      line = self._compiling.result()
+    return f'{line}; with the state {self._all_counts}.'
+
+
+@contextlib.contextmanager
+def log_compilation(watchdog: runtime.Watchdog, progress: runtime.Progress) -> Iterator[None]:
+  """Context in which the programs of an evaluation are compiled, without a limit of time; logs a line if there are any.
+
+  Args:
+    watchdog: watchdog, which does not expect progress in the context.
+    progress: log.
+  """
+  with watchdog.watching(None), runtime.count_cache_use() as counts:
+    yield
+  if counts.programs:
+    progress.log(f'Prepared the evaluation: {counts}.')

@@ -27,6 +27,7 @@ from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
+from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import CheckpointDamagedError, NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
@@ -52,6 +53,7 @@ class TrainLoop:
     progress: log and progress line.
     watchdog: notified of each step.
     profiler: profiler of the configured steps.
+    step_log: log of batches and steps.
     signals: stop signals.
     collect_garbage_fn: collects garbage at the configured steps.
     evaluation_due: names of the evaluations that are due at the current step.
@@ -73,6 +75,7 @@ class TrainLoop:
   progress: runtime.Progress
   watchdog: runtime.Watchdog
   profiler: runtime.StepProfiler
+  step_log: StepLog
   signals: runtime.StopSignals
   collect_garbage_fn: Callable[[], None]
   evaluation_due: tuple[str, ...]
@@ -99,6 +102,7 @@ class TrainLoop:
     if self._first_step < self.last_step:
       self.progress.note('compiling the training step')
       self.progress.log(self.compilation.finish())
+      self.progress.note('waiting for the first step')
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
@@ -119,10 +123,11 @@ class TrainLoop:
     """Train a stretch, unless the run must stop earlier, and call the training actions with its metrics."""
     trainer, summary = self.trainer, None
     self._stretch = stretch
-    self.profiler.before(stretch.first)
+    self.step_log.start_clock()
     with self.watchdog.watching():
+      self.profiler.before(stretch.first, lambda: trainer.finish_steps(self._on_step))
       try:
-        summary = trainer.train(self.batches, stretch.num_steps, stretch.first, on_step=self._on_step,
+        summary = trainer.train(self.step_log.logged(self.batches), stretch.num_steps, stretch.first, on_step=self._on_step,
                                 should_stop=self.batches.should_stop)
       except trainer_lib.PreemptionError as error:
         self._interrupted = f'PreemptionError: {error}'
@@ -244,6 +249,7 @@ class TrainLoop:
 
   def _on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
     self.watchdog.beat(step)
+    self.step_log.on_step(step, metrics)
     self.evaluations.poll()
     if self.saves is not None:
       self.saves.confirm()
@@ -272,6 +278,7 @@ class TrainLoop:
       self._interrupted = self.signals.name or 'a signal to another process'
 
   def _begin_progress(self, step: int) -> None:
+    self.progress.step = step
     self.progress.begin(self.last_step, step, tokens_per_step=self.batches.tokens_per_step)
 
   def _roll_back(self) -> None:

@@ -35,10 +35,11 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.evaluations import due_names, EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
-from t5x_lite.apps.train.compilation import StepCompilation
+from t5x_lite.apps.train.compilation import log_compilation, StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.loop import TrainLoop
 from t5x_lite.apps.train.saves import TrainSaves
+from t5x_lite.apps.train.step_log import LogConfig, StepLog
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
@@ -78,7 +79,8 @@ def train(
     max_step_seconds: float | None = None,
     max_evaluation_seconds: float | None = None,
     max_saving_seconds: float | None = None,
-    profile_steps: Sequence[int] | None = None,
+    profile_steps: Sequence[int] | runtime.ProfileConfig | None = None,
+    log_cfg: LogConfig = LogConfig(),
     infer_eval_period: int | None = None,
     infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
     concurrent_metrics: bool = True,
@@ -129,7 +131,9 @@ def train(
       step takes longer than 10 minutes and than 20 times the median.
     max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
     max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
-    profile_steps: (first, last); the steps after `first` up to `last` are profiled into `model_dir/train`.
+    profile_steps: `runtime.ProfileConfig` with the steps to profile into `model_dir/train`; or (first, last) for the
+      steps after `first` up to `last`.
+    log_cfg: log lines about batches, steps and the memory of devices.
     infer_eval_period: number of steps between evaluations by decoding; None for `eval_period`.
     infer_eval_cfg: options of evaluations by decoding.
     concurrent_metrics: compute and write the metrics of decoded texts while training continues. The run waits for them
@@ -165,8 +169,10 @@ def train(
     signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
         f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.'))
-    progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run)
+    progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
     stack.callback(progress.clear)
+    stack.enter_context(progress.above_line())
+    memory = runtime.DeviceMemory(cfg.partitioner.mesh.local_devices, is_enabled=cfg.log_cfg.device_memory)
 
     # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
@@ -182,6 +188,7 @@ def train(
     start = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     first_step, facts = start.step, start_lib.facts_of_run(start, cfg.random_seed)
     last_step = plan_lib.total_steps_of_run(cfg.total_steps, cfg.relative_steps, facts['start_step'])
+    progress.step = first_step
     if first_step > last_step:
       raise ConfigError(f'{start.description} is at step {first_step}, past the end of the run at step {last_step}. '
                         'Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose '
@@ -208,7 +215,7 @@ def train(
     evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
         trainer=trainer, evaluations=run_data.evaluations, summary_dir=None if cfg.dry_run else cfg.model_dir,
         progress=progress, note_fn=note,
-        compiling_fn=functools.partial(watchdog.watching, None), actions=cfg.actions_by_mode,
+        compiling_fn=functools.partial(log_compilation, watchdog, progress), actions=cfg.actions_by_mode,
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=watchdog.beat).iterate)))
     evaluations.check_metric_names({} if save_cfg is None else checkpoints.metric_names(save_cfg))
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
@@ -269,7 +276,8 @@ def train(
         cfg=cfg, trainer=trainer, initializer=initializer, init_rng=init_rng, compilation=compilation,
         batches=train_batches, evaluations=evaluations, saves=saves, start=start, plan_fn=plan_fn, last_step=last_step,
         facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, profiler=profiler,
-        signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
+        step_log=StepLog(cfg.log_cfg, progress, memory, trainer.train_metrics_manager, first_step), signals=signals,
+        collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
     loop.begin()
     while (stretch := loop.next_stretch()) is not None:
       loop.train(stretch)
@@ -298,7 +306,13 @@ def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: par
   """
   summaries.discard_after(cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation)
   partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner)
+  partitioning.write_state_tree(
+      os.path.join(cfg.model_dir, 'trainer_state_tree.txt'), state_shape.state_dict(),
+      trainer.train_state_axes.state_dict())
+  size = report.state_size(state_shape, cfg.partitioner)
+  progress.log(size.describe())
   if not start.resumes:
+    trainer.train_metrics_manager.write_scalars(start.step, size.metrics(), events_only=True)
     report.report_truncation(
         run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, start.step)
   if cfg.summarize_config_fn is not None:
