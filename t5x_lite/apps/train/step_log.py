@@ -113,8 +113,15 @@ class StepLog:
 
 
 def _describe(metrics: Mapping[str, Any]) -> str:
-  """Return the metrics of one step as text, without rates, statistics of single parameters and non-finite steps."""
-  chosen = {name: metric for name, metric in metrics.items()
-            if not isinstance(metric, metrics_lib.OfLastStep) and not metrics_lib.is_time_metric(metric)
-            and name != NON_FINITE_STEPS}  # the trainer warns of them
-  return report.format_metrics(summaries.compute_values(jax.device_get(chosen), num_steps=1))
+  """Return the metrics of one step as text, with the parts of the loss if it has several.
+
+  Rates, statistics of single parameters and the number of non-finite steps, of which the trainer warns, are left out.
+  """
+  chosen = {name: metric for name, metric in metrics.items() if name != NON_FINITE_STEPS
+            and not isinstance(metric, metrics_lib.OfLastStep) and not metrics_lib.is_time_metric(metric)}
+  values = summaries.compute_values(jax.device_get(chosen), num_steps=1)
+  text = report.format_metrics(values)
+  parts = {name: float(value.value) for name, value in values.items() if name.endswith('_loss') and name.count('/') < 2}
+  parts = {name: value for name, value in parts.items() if value and f'{name} ' not in text}
+  return text if len(parts) < 2 else '  '.join(
+      [text, *(f'{name} {format_number(value)}' for name, value in parts.items())])

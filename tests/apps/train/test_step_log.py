@@ -1,8 +1,8 @@
 """Log of batches and steps, and a run of the command with all that a run says about itself."""
 
 import io
-import pathlib
 import re
+import time
 import types
 
 import clu.metrics
@@ -16,12 +16,12 @@ from t5x_lite import cli
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import runtime
 from t5x_lite import summaries
+from t5x_lite.actions import BaseAction
 from t5x_lite.apps import train as train_script
 from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import ConfigError
 from tests import event_files
-
-_ROOT = pathlib.Path(__file__).parents[3]
+from tests.apps.train import toy_run
 
 
 @pytest.fixture
@@ -75,6 +75,17 @@ def test_steps_after_the_start_and_then_every_period(make, clock, tmp_path):
   assert not summaries.read_metrics(tmp_path / 'train/metrics.jsonl')
 
 
+def test_parts_of_a_loss_are_shown_if_it_has_several(make):
+  log, stream, _ = make()
+  parts = {'cross_ent_loss': 2.0, 'z_loss': 0.0, 'experts/auxiliary_loss': 0.5, 'experts/encoder/layers_0/router_loss': 1.0}
+  log.on_step(1, {'loss': metrics_lib.Sum(2.5), **{name: metrics_lib.Sum(value) for name, value in parts.items()}})
+  parts.update({'experts/auxiliary_loss': 0.0})
+  log.on_step(2, {'loss': metrics_lib.Sum(2.5), **{name: metrics_lib.Sum(value) for name, value in parts.items()}})
+  assert stream.getvalue().splitlines() == [
+      '[process 0] step 1  loss 2.5  cross_ent_loss 2  experts/auxiliary_loss 0.5  0 s/step',
+      '[process 0] step 2  loss 2.5  0 s/step']
+
+
 def test_no_lines_on_request(make, clock, tmp_path):
   log, stream, manager = make(num_first_steps=0, period=None, num_batches=0)
   batches = iter([{'x': np.zeros((2, 3))}] * 4)
@@ -107,6 +118,23 @@ def test_memory_joins_the_metrics_and_the_lines(make, clock, tmp_path):
       '  memory 2.00 KiB, peak 0 B', '  memory 4.00 KiB, peak 0 B']
   (row,) = summaries.read_metrics(tmp_path / 'train' / 'metrics.jsonl')
   assert row['loss'] == 96 and row['memory/bytes_in_use/device_0'] == 4096 and row['memory/num_devices'] == 1
+
+
+def test_the_time_of_a_step_excludes_evaluations(tmp_path):
+  slept = []
+
+  class Sleep(BaseAction):
+
+    def run(self, train_state, metrics_by_task):
+      if not slept:
+        slept.append(time.sleep(4))
+      return False
+
+  toy_run.train(tmp_path, 6, eval_period=5, infer_eval_dataset_cfg=None, actions={'TRAIN_EVAL': [Sleep()]},
+                log_cfg=train_script.LogConfig(num_first_steps=0, period=6))
+  ((step, seconds),) = [(step, value) for step, name, value in event_files.scalars(tmp_path / 'train')
+                        if name == 'timing/average_step_seconds']
+  assert step == 6 and 0 < seconds < 4 / 6
 
 
 @pytest.mark.parametrize('options', [{'period': 0}, {'num_batches': -1}, {'num_first_steps': 1.5}])
