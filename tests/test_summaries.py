@@ -35,7 +35,8 @@ def test_scalars_are_in_both_files(tmp_path):
   for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():  # Strict JSON: other readers must not stumble.
     json.loads(line, parse_constant=lambda name: pytest.fail(f'{name} is not JSON'))
   assert event_files.scalars(tmp_path)[:2] == [(3, 'loss', 0.5), (3, 'accuracy', 0.25)]
-  texts = [v.tensor.string_val[0] for e in event_files.read(tmp_path) for v in e.summary.value if v.tag.startswith('config')]
+  texts = [v.tensor.string_val[0] for e in event_files.read(tmp_path) for v in e.summary.value
+           if v.tag.startswith('config')]
   assert texts == [b'x = 1']
 
 

@@ -127,8 +127,8 @@ class TrainLoop:
     with self.watchdog.watching():
       self.profiler.before(stretch.first, lambda: trainer.finish_steps(self._on_step))
       try:
-        summary = trainer.train(self.step_log.logged(self.batches), stretch.num_steps, stretch.first, on_step=self._on_step,
-                                should_stop=self.batches.should_stop)
+        summary = trainer.train(self.step_log.logged(self.batches), stretch.num_steps, stretch.first,
+                                on_step=self._on_step, should_stop=self.batches.should_stop)
       except trainer_lib.PreemptionError as error:
         self._interrupted = f'PreemptionError: {error}'
       self._look_for_signals()

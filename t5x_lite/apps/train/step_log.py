@@ -27,8 +27,8 @@ class LogConfig:
     num_first_steps: number of steps whose metrics are logged at the start of a process.
     period: number of steps between later lines, which are counted from step 0 of the model. The average time of a step
       is then written too, as `timing/average_step_seconds` to the TensorBoard events. None for no such lines.
-    device_memory: whether the memory of the devices is logged, and written with the training metrics; None if devices
-      other than CPUs report it.
+    device_memory: whether to log the memory of the devices, and to write it with the training metrics; None does so if
+      the devices report it and are not CPUs.
 
   Raises:
     ConfigError: an option is out of range.

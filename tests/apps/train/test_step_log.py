@@ -77,7 +77,8 @@ def test_steps_after_the_start_and_then_every_period(make, clock, tmp_path):
 
 def test_parts_of_a_loss_are_shown_if_it_has_several(make):
   log, stream, _ = make()
-  parts = {'cross_ent_loss': 2.0, 'z_loss': 0.0, 'experts/auxiliary_loss': 0.5, 'experts/encoder/layers_0/router_loss': 1.0}
+  parts = {'cross_ent_loss': 2.0, 'z_loss': 0.0, 'experts/auxiliary_loss': 0.5,
+           'experts/encoder/layers_0/router_loss': 1.0}
   log.on_step(1, {'loss': metrics_lib.Sum(2.5), **{name: metrics_lib.Sum(value) for name, value in parts.items()}})
   parts.update({'experts/auxiliary_loss': 0.0})
   log.on_step(2, {'loss': metrics_lib.Sum(2.5), **{name: metrics_lib.Sum(value) for name, value in parts.items()}})
@@ -186,7 +187,8 @@ def test_log_and_files_of_a_run_of_the_command(tmp_path, capsys):
   assert all(re.match(r'\[process 0\] step +\d+', line) for line in after_start)
   text = '\n'.join(lines)
   for step in (1, 2, 4, 8):
-    assert re.search(rf'^\[process 0\] step {step}  loss \S+  accuracy \S+  learning_rate \S+  \S+ s/step$', text, re.M)
+    assert re.search(rf'^\[process 0\] step {step}  loss \S+  accuracy \S+  learning_rate \S+  '
+                     r'cross_ent_loss \S+  z_loss \S+  \S+ s/step$', text, re.M)
   assert text.count('s/step') == 4
   assert re.search(r' Batch 1: decoder_input_tokens int32\[8, 4\]  .*\n.* Batch 2: the same', text)
   for line in (r'the training step .*; with the state \d+ programs in \S+ s, \w+ from the', r'State: \d+ arrays of ',
@@ -205,6 +207,8 @@ def test_log_and_files_of_a_run_of_the_command(tmp_path, capsys):
                                                            for row in rows)}
   saved = checkpoints.read_shapes(model_dir / 'checkpoint_9')
   assert found == {name: (np.dtype(leaf.dtype).name, str(list(leaf.shape))) for name, leaf in saved.items()}
+  (row,) = (row for row in rows if row.startswith('target/encoder/layers_0/mlp/wi_0/kernel '))
+  assert row.endswith('  (None, model)')
   assert {path.name for path in (model_dir / 'train/plugins/profile').iterdir()} == {'step_2', 'step_6'}
 
   # Without debug, compiled programs have no names; at the level of warnings nothing is said.
