@@ -38,6 +38,7 @@ _QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'A
                       'TF_ENABLE_ONEDNN_OPTS': '0'}
 # Commands that compute for long.
 _COMPUTING = ('train', 'eval', 'infer')
+_LOG_LEVELS = ('debug', 'info', 'warning', 'error')
 _EPILOG = """\
 commands (each has a --help):
 {commands}
@@ -206,7 +207,13 @@ def _run(argv: Sequence[str], program: Program) -> int:
   if os.environ.get('XLA_FLAGS'):
     from t5x_lite import cli_platform
     cli_platform.check_xla_flags()
-  return program.commands[arguments.command].run(arguments)
+  level = getattr(logging, arguments.log_level.upper())
+  for logger in _our_loggers():
+    logger.setLevel(level)
+  with contextlib.ExitStack() as stack:
+    if level == logging.DEBUG:
+      stack.enter_context(runtime.log_compilations())
+    return program.commands[arguments.command].run(arguments)
 
 
 def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespace:
@@ -273,6 +280,8 @@ def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
     if argv and argv[0] == name:
       command.add_arguments(sub)
     sub.add_argument('--debug', action='store_true', help='show the entire traceback of errors')
+    sub.add_argument('--log_level', choices=_LOG_LEVELS, default='info', help='lowest level of log lines: debug adds '
+                     'the name and time of each compiled program; warning and error also hide progress. Default: info')
   return parser
 
 
@@ -290,7 +299,7 @@ def _plain_messages() -> Iterator[None]:
     os.environ.setdefault(name, value)
   handler = logging.StreamHandler()
   handler.setFormatter(_Formatter())
-  ours = [logging.getLogger('t5x_lite'), logging.getLogger('moe')]
+  ours = _our_loggers()
   propagated = [logger.propagate for logger in ours]
   levels = _logger_levels()
   with warnings.catch_warnings():
@@ -314,20 +323,27 @@ def _plain_messages() -> Iterator[None]:
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
 
 
+def _our_loggers() -> list[logging.Logger]:
+  return [logging.getLogger('t5x_lite'), logging.getLogger('moe')]
+
+
 def _logger_levels() -> dict[str, int]:
   loggers = logging.root.manager.loggerDict.items()
   return {name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger)}
 
 
 class _Formatter(logging.Formatter):
-  """Formats records as plain lines; warnings and errors have their level in front."""
+  """Formats records as plain lines; warnings and errors have their level in front.
+
+  In a run, `runtime.Progress` sets the attribute `prefix` of records.
+  """
 
   def format(self, record: logging.LogRecord) -> str:
     """See base class."""
-    text = super().format(record)
-    return text if record.levelno < logging.WARNING else f'{record.levelname.lower()}: {text}'
+    level = '' if record.levelno < logging.WARNING else f'{record.levelname.lower()}: '
+    return f'{getattr(record, "prefix", "")}{level}{super().format(record)}'
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-  del category, line
-  print(f'warning: {message} ({os.path.basename(filename)}:{lineno})', file=file or sys.stderr)
+  del category, file, line
+  logging.getLogger('t5x_lite').warning('%s (%s:%d)', message, os.path.basename(filename), lineno)

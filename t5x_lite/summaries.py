@@ -193,12 +193,32 @@ def _by_layer(metrics: Mapping[str, clu.metrics.Metric]) -> dict[str, clu.metric
   return result
 
 
+def compute_values(metrics: Mapping[str, clu.metrics.Metric], *, num_steps: int,
+                   duration: float | None = None) -> dict[str, clu.values.Value]:
+  """Return the values of metrics by name, separately for each of stacked layers.
+
+  Args:
+    metrics: metrics of NumPy arrays, merged over `num_steps` steps.
+    num_steps: divisor of averages per step.
+    duration: seconds of these steps; None if no metric needs them.
+  """
+  if duration is not None:
+    metrics = metrics_lib.set_time_metrics_duration(metrics, duration)
+  metrics = _by_layer(metrics_lib.separate(metrics_lib.set_step_metrics_num_steps(metrics, num_steps)))
+  with np.errstate(divide='ignore', invalid='ignore'):  # a period with only skipped steps has no means
+    return {name: metric.compute_value() for name, metric in metrics.items()}
+
+
 class MetricsManager:
   """Computes the values of device metrics and writes them, in order, in a background thread.
 
   All processes compute the values, because decisions may depend on them; only the lead process writes. Errors of the
   thread are raised by the future's `result()` and by `flush()`. If the disk is full, data waits in memory, and
   `flush()` raises OSError until everything is written.
+
+  Attributes:
+    host_metrics_fn: returns further numbers by name, which are written with those of `write_metrics_summary`. All
+      processes call it in the background thread, when the device has computed the metrics.
   """
 
   def __init__(self, name: str, summary_dir: str | os.PathLike[str] | None = None):
@@ -217,6 +237,7 @@ class MetricsManager:
     self._pending: list[concurrent.futures.Future] = []
     self._start: float | None = None
     self._last_end = -math.inf
+    self.host_metrics_fn: Callable[[], Mapping[str, float]] = dict
 
   @property
   def summary_writer(self) -> SummaryWriter | None:
@@ -273,11 +294,8 @@ class MetricsManager:
       end = time.perf_counter()
       # Dispatch is asynchronous: the device starts these steps after those of the last period have ended.
       duration, self._last_end = end - max(start, self._last_end), end
-      host_metrics = metrics_lib.set_time_metrics_duration(host_metrics, duration)
-      host_metrics = metrics_lib.set_step_metrics_num_steps(host_metrics, num_steps)
-      host_metrics = _by_layer(metrics_lib.separate(host_metrics))
-      with np.errstate(divide='ignore', invalid='ignore'):  # a period with only skipped steps has no means
-        values = {name: metric.compute_value() for name, metric in host_metrics.items()}
+      values = compute_values(host_metrics, num_steps=num_steps, duration=duration)
+      values |= {name: clu.values.Scalar(value) for name, value in self.host_metrics_fn().items()}
       if self._folder is not None:
         self.summary_writer.write_values(step, values)
       return values

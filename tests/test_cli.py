@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 
+import jax
 import pytest
 
 import t5x_lite
@@ -129,6 +130,7 @@ def test_script_and_command_are_one_program():
     (['--dry_run'], ['arguments are required: COMMAND']),
     (['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'],
      ['must be an integer in [1, 2048]']),
+    (['explain_sharding', '--log_level=loud'], ["invalid choice: 'loud'", 'debug']),
     (['explain_sharding', '--num_devices=x'], ["invalid int value: 'x'"]),
 ])
 def test_misspelt_command_lines_are_rejected(capsys, argv, fragments):
@@ -284,6 +286,39 @@ def test_our_messages_are_plain_and_others_are_silent(capsys, fake):
     status, out, err = _main(capsys, 'fake')
   assert status == 0 and not out
   assert err.splitlines() == ['saved step 3', 'warning: disk nearly full', 'warning: look here (y.py:7)']
+
+
+@pytest.mark.parametrize('level, shown', [
+    ('debug', ['found', 'saved', 'warning: full', 'warning: look here (y.py:7)', 'error: lost']),
+    ('info', ['saved', 'warning: full', 'warning: look here (y.py:7)', 'error: lost']),
+    ('warning', ['warning: full', 'warning: look here (y.py:7)', 'error: lost']), ('error', ['error: lost'])])
+def test_level_of_log_lines(capsys, fake, level, shown):
+
+  def run(arguments):
+    log = logging.getLogger('t5x_lite.some_module')
+    log.debug('found')
+    log.info('saved')
+    log.warning('full')
+    warnings.warn_explicit('look here', UserWarning, '/far/away/y.py', 7, module='my_task')
+    log.error('lost')
+    return 0
+
+  fake(run)
+  with warnings.catch_warnings():
+    warnings.resetwarnings()
+    found = _main(capsys, 'fake', f'--log_level={level}')
+  assert found == (0, '', ''.join(f'{line}\n' for line in shown))
+
+
+def test_debug_level_names_compilations(capsys, fake):
+
+  def run(arguments):
+    jax.jit(lambda x: x * 0.125).lower(1.0).compile()
+    return 0
+
+  fake(run)
+  assert 'lambda' in _main(capsys, 'fake', '--log_level=debug')[2]
+  assert _main(capsys, 'fake') == (0, '', '')
 
 
 def test_logging_is_as_before_afterwards(capsys, fake):

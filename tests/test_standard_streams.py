@@ -191,7 +191,7 @@ def test_a_run_survives_the_reader_of_its_output(tmp_path, environment):
   process = _start(_TRAINS, tmp_path, 4, environment=environment, stdout=writer, stderr=writer)
   os.close(writer)
   with open(reader) as f:  # head -2
-    assert f.readline().startswith('Training in ') and f.readline().startswith('Starting from ')
+    assert '  Training in ' in f.readline() and '  Starting from ' in f.readline()
   assert process.wait(timeout=300) == 0
   assert checkpoints.all_steps(tmp_path) == [4]
 

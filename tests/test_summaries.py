@@ -13,27 +13,12 @@ import clu.values
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorboardX.proto.event_pb2 as event_pb2
 
 from t5x_lite import files
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import summaries
 from t5x_lite.errors import DataError
-
-
-def _events(folder):
-  """Yields the TensorBoard events of a folder, oldest file first, from the record format itself."""
-  for path in sorted(folder.glob('events.out.tfevents.*'), key=os.path.getmtime):
-    data = path.read_bytes()
-    while data:
-      length = int.from_bytes(data[:8], 'little')
-      yield event_pb2.Event.FromString(data[12:12 + length])
-      data = data[12 + length + 4:]
-
-
-def _scalars(folder):
-  return [(e.step, v.tag, v.simple_value)
-          for e in _events(folder) for v in e.summary.value if v.HasField('simple_value')]
+from tests import event_files
 
 
 def test_scalars_are_in_both_files(tmp_path):
@@ -49,8 +34,9 @@ def test_scalars_are_in_both_files(tmp_path):
   assert abs(rows[0]['wall_time'] - os.path.getmtime(tmp_path / 'metrics.jsonl')) < 60
   for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():  # Strict JSON: other readers must not stumble.
     json.loads(line, parse_constant=lambda name: pytest.fail(f'{name} is not JSON'))
-  assert _scalars(tmp_path)[:2] == [(3, 'loss', 0.5), (3, 'accuracy', 0.25)]
-  texts = [v.tensor.string_val[0] for e in _events(tmp_path) for v in e.summary.value if v.tag.startswith('config')]
+  assert event_files.scalars(tmp_path)[:2] == [(3, 'loss', 0.5), (3, 'accuracy', 0.25)]
+  texts = [v.tensor.string_val[0] for e in event_files.read(tmp_path) for v in e.summary.value
+           if v.tag.startswith('config')]
   assert texts == [b'x = 1']
 
 
@@ -60,7 +46,7 @@ def test_flushed_lines_survive_a_kill(tmp_path):
     writer.write_scalars(step, {'loss': float(step)})
   writer.flush()  # And not closed, as after a kill that follows a checkpoint.
   expected = [(step, 'loss', float(step)) for step in range(1, 301)]
-  assert _scalars(tmp_path) == expected
+  assert event_files.scalars(tmp_path) == expected
   assert len(summaries.read_metrics(tmp_path / 'metrics.jsonl')) == 300
   writer.close()
 
@@ -89,7 +75,7 @@ manager.close_files()
   done = subprocess.run([sys.executable, '-c', script, str(tmp_path)], capture_output=True, text=True, timeout=60,
                         check=False)
   assert done.stdout.startswith('told: '), done
-  written = [(step, name) for step, name, _ in _scalars(tmp_path / 'train')]
+  written = [(step, name) for step, name, _ in event_files.scalars(tmp_path / 'train')]
   assert written == [(1, 'loss'), *((step, f'metric_{i}') for step in range(200) for i in range(10)), (200, 'loss')]
   assert [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')] == [1, 200]
 
@@ -113,7 +99,7 @@ def test_a_first_write_waits_for_a_disk_with_free_space(tmp_path):
   manager.flush()
   assert [(row['step'], row['loss']) for row in summaries.read_metrics(folder / 'metrics.jsonl')] == [
       (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-  assert [(step, value) for step, name, value in _scalars(folder) if name == 'loss'] == [
+  assert [(step, value) for step, name, value in event_files.scalars(folder) if name == 'loss'] == [
       (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
   manager.close()
 
@@ -219,7 +205,7 @@ def test_a_resumed_writer_purges_later_events(tmp_path):
   writer.write_scalars(10, {'loss': 0.5})
   writer.close()
   assert len(list(folder.glob('events*'))) == 2
-  assert [e.step for e in _events(folder) if e.HasField('session_log')] == [6]
+  assert [e.step for e in event_files.read(folder) if e.HasField('session_log')] == [6]
   assert [row['step'] for row in summaries.read_metrics(folder / 'metrics.jsonl')] == [5, 10]
 
 
@@ -228,7 +214,7 @@ def test_facts_of_a_process_stay_out_of_the_lines(tmp_path):
   assert not (tmp_path / 'train').exists()
   manager.write_scalars(0, {'timing/compilation_seconds': 1.5}, events_only=True)
   manager.close()
-  assert _scalars(tmp_path / 'train') == [(0, 'timing/compilation_seconds', 1.5)]
+  assert event_files.scalars(tmp_path / 'train') == [(0, 'timing/compilation_seconds', 1.5)]
   assert summaries.read_metrics(tmp_path / 'train/metrics.jsonl') == []
 
 
@@ -301,4 +287,4 @@ def test_arrays_are_only_in_lines(tmp_path):
   assert [row['step'] for row in arrays] == [4, 6]
   np.testing.assert_array_equal(arrays[0]['load'], [0.5, 0.25, np.nan])
   np.testing.assert_array_equal(arrays[1]['load'], np.ones([2, 1]))
-  assert {name for _, name, _ in _scalars(tmp_path)} == {'loss'}
+  assert {name for _, name, _ in event_files.scalars(tmp_path)} == {'loss'}

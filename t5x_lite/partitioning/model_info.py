@@ -1,11 +1,13 @@
-"""Sharding report of a run, in its log and in its `model-info.txt`."""
+"""Sharding report of a run, in its log and in its `model-info.txt`, and the list of arrays in `trainer_state_tree.txt`."""
 
 from collections.abc import Mapping
 import pathlib
 
 from absl import logging
+import numpy as np
 
-from t5x_lite import files, multihost
+from t5x_lite import files, multihost, tree_utils
+from t5x_lite.formatting import format_table
 from t5x_lite.partitioning.partitioner import PjitPartitioner
 from t5x_lite.types import PyTree
 
@@ -29,6 +31,20 @@ def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner:
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   files.write(path, text, durable=False)
+
+
+def write_state_tree(path: str | pathlib.Path, state_dict: PyTree, axes: PyTree) -> None:
+  """Write one line per array of a state: name, dtype, shape and PartitionSpec over mesh axes, separated by spaces.
+
+  Args:
+    path: file to write; its directory must exist.
+    state_dict: state dict of a train state, with the names that checkpoints have; arrays or shapes.
+    axes: PartitionSpecs of mesh axes, a tree of the same structure.
+  """
+  specs = tree_utils.flatten_dict(axes)
+  rows = [(name, np.dtype(leaf.dtype).name, str(list(leaf.shape)), f'({", ".join(map(str, specs[name]))})')
+          for name, leaf in tree_utils.flatten_dict(state_dict).items()]
+  files.write(pathlib.Path(path), format_table([('name', 'dtype', 'shape', 'mesh axes'), *rows]) + '\n', durable=False)
 
 
 def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: PjitPartitioner) -> None:

@@ -1,9 +1,10 @@
 """JAX's persistent compilation cache: a folder of compiled programs that later processes load instead of compiling."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import pathlib
 import platform
@@ -23,6 +24,8 @@ _REMOTE = ('9p', 'afs', 'beegfs', 'ceph', 'cifs', 'glusterfs', 'gpfs', 'lustre',
            'smb3', 'smbfs', 'sshfs', 'virtiofs')
 _HIT = '/jax/compilation_cache/cache_hits'
 _MISS = '/jax/compilation_cache/cache_misses'
+# Also reported for programs from the cache.
+_COMPILATION = '/jax/core/compile/backend_compile_duration'
 
 
 def use_compilation_cache(folder: str) -> None:
@@ -149,29 +152,82 @@ def _is_complete(path: pathlib.Path) -> bool:
 
 @dataclasses.dataclass
 class CacheCounts:
-  """Use of the compilation cache.
+  """Compilations and the use of the compilation cache.
 
   Attributes:
     hits: number of programs loaded from the cache.
     misses: number of programs compiled and saved in the cache.
+    programs: number of programs compiled or loaded.
+    seconds: time spent on them, without tracing.
   """
 
   hits: int = 0
   misses: int = 0
+  programs: int = 0
+  seconds: float = 0.0
+
+  def __str__(self) -> str:
+    """Return e.g. '3 programs in 1.5 s, 2 from the compilation cache'."""
+    hits = 'none' if not self.hits else 'all' if self.hits == self.programs else f'{self.hits:,}'
+    return (f'{self.programs:,} program{"" if self.programs == 1 else "s"} in {self.seconds:.1f} s, {hits} from the '
+            'compilation cache')
 
 
 @contextlib.contextmanager
-def count_cache_use() -> Iterator[CacheCounts]:
-  """Count the use of the persistent cache within the context, in this thread."""
+def count_cache_use(*, all_threads: bool = False) -> Iterator[CacheCounts]:
+  """Count compilations and the use of the persistent cache within the context.
+
+  Args:
+    all_threads: count those of all threads instead of this thread alone.
+  """
   counts, thread = CacheCounts(), threading.get_ident()
 
+  def is_counted() -> bool:
+    return all_threads or threading.get_ident() == thread
+
   def listen(event: str, **_) -> None:
-    if threading.get_ident() == thread:
+    if is_counted():
       counts.hits += event == _HIT
       counts.misses += event == _MISS
 
-  jax.monitoring.register_event_listener(listen)
-  try:
+  def listen_to_durations(event: str, seconds: float, **_) -> None:
+    if event == _COMPILATION and is_counted():
+      counts.programs += 1
+      counts.seconds += seconds
+
+  with _listening(listen, listen_to_durations):
     yield counts
+
+
+@contextlib.contextmanager
+def log_compilations() -> Iterator[None]:
+  """Context in which each program is logged with its name at the level DEBUG, when it is compiled or loaded.
+
+  JAX's own option, jax_log_compiles, logs three records per program, with all shapes.
+  """
+  loaded = threading.local()
+
+  def listen(event: str, **_) -> None:
+    if event == _HIT:
+      loaded.value = True
+
+  def listen_to_durations(event: str, seconds: float, **details) -> None:
+    if event == _COMPILATION:
+      verb = 'Loaded' if getattr(loaded, 'value', False) else 'Compiled'
+      loaded.value = False
+      logging.getLogger(__name__).debug('%s %s in %.3f s.', verb, details.get('fun_name', 'a program'), seconds)
+
+  with _listening(listen, listen_to_durations):
+    yield
+
+
+@contextlib.contextmanager
+def _listening(listen: Callable[..., None], listen_to_durations: Callable[..., None]) -> Iterator[None]:
+  """Context in which JAX passes its events, and their durations, to functions."""
+  jax.monitoring.register_event_listener(listen)
+  jax.monitoring.register_event_duration_secs_listener(listen_to_durations)
+  try:
+    yield
   finally:
     jax.monitoring.unregister_event_listener(listen)
+    jax.monitoring.unregister_event_duration_listener(listen_to_durations)

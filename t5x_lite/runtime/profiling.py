@@ -1,65 +1,140 @@
-"""Profile of chosen steps, for TensorBoard's profiler or Perfetto."""
+"""Profiles of chosen steps, for TensorBoard's profiler and Perfetto."""
 
 from collections.abc import Callable, Sequence
+import dataclasses
+import logging
+import os
 
 import jax
 
 from t5x_lite import checks
 
 _STEPS = checks.Expectation(
-    '(first, last), such as (100, 105) for five steps, or None',
-    lambda steps: steps is None or (isinstance(steps, (list, tuple)) and len(steps) == 2
-                                    and all(isinstance(s, int) for s in steps) and 0 <= steps[0] < steps[1]))
+    '(first, last), such as (100, 105) for five steps, a ProfileConfig or None',
+    lambda steps: steps is None or isinstance(steps, ProfileConfig) or (
+        isinstance(steps, (list, tuple)) and len(steps) == 2 and all(isinstance(s, int) for s in steps)
+        and 0 <= steps[0] < steps[1]))
+_NUMBERS = checks.Expectation(
+    'a list of integers >= 0', lambda numbers: isinstance(numbers, (list, tuple)) and len(numbers) > 0 and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+  """Profiles of a few steps each, at several points of a run.
+
+  Attributes:
+    start_steps: numbers of completed steps after which a profile starts. A start within the steps of the previous
+      profile is skipped, with a warning.
+    num_steps: number of steps per profile.
+    processes: indices of the processes that write a profile; None for all.
+    host_tracer_level: level of detail of the host: 0 for nothing, 1 for annotations such as those of steps, 2 adds
+      expensive operations of XLA, 3 all operations.
+    python_tracer_level: 1 records all calls of Python functions, which makes steps slower and files larger; 0 none.
+
+  Raises:
+    ConfigError: an option is out of range.
+  """
+
+  start_steps: Sequence[int]
+  num_steps: int = 3
+  processes: Sequence[int] | None = None
+  host_tracer_level: int = 2
+  python_tracer_level: int = 0
+
+  def __post_init__(self):
+    checks.check(
+        'ProfileConfig', vars(self), start_steps=_NUMBERS, num_steps=checks.number(at_least=1, integer=True),
+        processes=_NUMBERS.or_none(), host_tracer_level=checks.one_of((0, 1, 2, 3)),
+        python_tracer_level=checks.one_of((0, 1)))
 
 
 class StepProfiler:
-  """Profiles the steps of a run between two step counts; the loop pauses at both."""
+  """Profiles the chosen steps of a run; the loop pauses before and after them."""
 
-  def __init__(self, steps: Sequence[int] | None, folder: str):
+  def __init__(self, steps: Sequence[int] | ProfileConfig | None, folder: str):
     """Configure the profiler.
 
     Args:
-      steps: (first, last); the steps after `first` up to `last` are profiled; None profiles nothing.
-      folder: folder of the profile, which is written to its `plugins/profile`.
+      steps: a configuration, or (first, last) for one profile of the steps after `first` up to `last` by all processes;
+        None profiles nothing.
+      folder: folder of the profiles: the one that starts after step 100 is in its `plugins/profile/step_100`.
 
     Raises:
-      ConfigError: `steps` is not such a pair.
+      ConfigError: `steps` is neither.
     """
     checks.check('train', {'profile_steps': steps}, profile_steps=_STEPS)
-    self._steps = tuple(steps or ())
+    if isinstance(steps, (list, tuple)):
+      steps = ProfileConfig(start_steps=[steps[0]], num_steps=steps[1] - steps[0])
+    self._cfg = steps
     self._folder = folder
-    self._tracing = False
+    self._starts, self._skipped = [], []
+    for start in sorted(set(steps.start_steps)) if steps else ():
+      is_too_close = self._starts and start < self._starts[-1] + steps.num_steps
+      (self._skipped if is_too_close else self._starts).append(start)
+    self._start: int | None = None  # of the running profile
 
   def check(self, start_step: int, last_step: float) -> None:
-    """Raise ConfigError if the run does not contain the steps to profile.
+    """Check the steps and processes against those of the run; warn of starts that are skipped.
 
     Args:
       start_step: step at which the run first started.
       last_step: last step of the run; `math.inf` if it is unknown.
+
+    Raises:
+      ConfigError: the run does not contain the steps of a profile, or has no such process.
     """
-    if self._steps and not start_step <= self._steps[0] < self._steps[1] <= last_step:
-      raise checks.invalid('train', 'profile_steps', f'within the steps of the run, {start_step} to {last_step}',
-                           self._steps)
+    for start in self._starts:
+      if not start_step <= start < start + self._cfg.num_steps <= last_step:
+        raise checks.invalid('train', 'profile_steps', f'within the steps of the run, {start_step} to {last_step}',
+                             (start, start + self._cfg.num_steps))
+    if self._cfg is not None and self._cfg.processes is not None:
+      checks.check('ProfileConfig', vars(self._cfg), processes=checks.Expectation(
+          f'indices of processes of the run, below {jax.process_count()}',
+          lambda processes: max(processes) < jax.process_count()))
+    if self._skipped:
+      logging.getLogger(__name__).warning(
+          'No profile starts after step %s: each must start at least %d steps after the previous one '
+          '(`ProfileConfig.num_steps`).', ', '.join(f'{step:,}' for step in self._skipped), self._cfg.num_steps)
 
   @property
   def pause_steps(self) -> tuple[int, ...]:
     """Steps at which the loop must pause."""
-    return self._steps
+    return tuple(step for start in self._starts for step in (start, start + self._cfg.num_steps))
 
-  def before(self, step: int) -> None:
-    """Start the profile if it begins after `step`; call this before the next step is dispatched."""
-    if self._steps and step == self._steps[0] and not self._tracing:
-      jax.profiler.start_trace(self._folder)
-      self._tracing = True
+  def before(self, step: int, wait_fn: Callable[[], None]) -> None:
+    """Start a profile if one starts after `step`; call this before the next step is dispatched.
+
+    Args:
+      step: number of dispatched steps.
+      wait_fn: waits for these steps, so that they are not in the profile.
+    """
+    is_chosen = step in self._starts and (self._cfg.processes is None or jax.process_index() in self._cfg.processes)
+    if not is_chosen or self._start is not None:
+      return
+    wait_fn()
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = self._cfg.host_tracer_level
+    options.python_tracer_level = self._cfg.python_tracer_level
+    # The default is the current second, in which another profile or process may start.
+    options.session_id = f'step_{step}'
+    jax.profiler.start_trace(self._folder, profiler_options=options)
+    self._start = step
+    logging.getLogger(__name__).info(
+        'Profiling the steps %s to %s.', f'{step + 1:,}', f'{step + self._cfg.num_steps:,}')
 
   def after(self, step: int, wait_fn: Callable[[], None]) -> None:
     """End the profile if it ends at `step`, which was dispatched, after `wait_fn` has waited for it."""
-    if self._tracing and step >= self._steps[1]:
+    if self._start is not None and step >= self._start + self._cfg.num_steps:
       wait_fn()
       self.close()
 
   def close(self) -> None:
-    """End a running profile."""
-    if self._tracing:
-      self._tracing = False
+    """End a running profile and write it."""
+    if self._start is not None:
+      start, self._start = self._start, None
       jax.profiler.stop_trace()
+      path = os.path.join(self._folder, 'plugins', 'profile', f'step_{start}')
+      logging.getLogger(__name__).info(
+          'The profile is in %s. Open it with `tensorboard --logdir=%s`, or a file *.trace.json.gz in Perfetto.',
+          path, self._folder)

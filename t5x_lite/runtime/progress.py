@@ -1,5 +1,9 @@
 """Progress of a run: one line that is updated in place on a terminal, and separate lines elsewhere."""
 
+from collections.abc import Iterator
+import contextlib
+import logging
+import re
 import shutil
 import sys
 import time
@@ -13,6 +17,8 @@ _REDRAW_SECONDS = 0.2
 # the log file of a week stays readable.
 _LINE_SECONDS = 10.0
 _LINE_FRACTION = 0.02
+# Beginning of a line that names its step.
+_STEP = re.compile(r'step +[\d,]+')
 # Weight of the newest interval in the displayed rate, per second of its length.
 _RATE_MEMORY_SECONDS = 5.0
 
@@ -20,10 +26,15 @@ _RATE_MEMORY_SECONDS = 5.0
 class Progress:
   """Shows the progress of a loop, in the lead process only.
 
-  Nothing here waits for a device: callers pass Python numbers, and only when `due`.
+  Nothing here waits for a device: callers pass Python numbers, and only when `due`. Nothing is shown if the level of
+  the logger `t5x_lite` is above INFO.
+
+  Attributes:
+    step: number of completed steps, for the prefix of lines; None if unknown.
   """
 
-  def __init__(self, *, enabled: bool = True, stream: TextIO | None = None, clock=time.monotonic, unit: str = 'step'):
+  def __init__(self, *, enabled: bool = True, stream: TextIO | None = None, clock=time.monotonic, unit: str = 'step',
+               process: int | None = None):
     """Start the clock; the number of steps is unknown until `begin`.
 
     Args:
@@ -31,14 +42,22 @@ class Progress:
       stream: output stream; default: stderr.
       clock: returns seconds.
       unit: name of a step.
+      process: index of this process, with which lines that stay then begin, followed by the step.
     """
+    self.step: int | None = None
     self._unit = unit
-    self._enabled = enabled
+    self._process = process
+    self._enabled = enabled and logging.getLogger('t5x_lite').level <= logging.INFO
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
-    self._in_place = enabled and self._stream.isatty()
+    self._in_place = self._enabled and self._stream.isatty()
     self._line = ''
     self.begin(0, 0)
+
+  @property
+  def enabled(self) -> bool:
+    """True if lines are shown."""
+    return self._enabled
 
   @property
   def due(self) -> bool:
@@ -119,9 +138,41 @@ class Progress:
       return
     line = self._line
     self.clear()
-    print(text, file=self._stream, flush=True)
+    print(self.prefix(text) + text, file=self._stream, flush=True)
     if line:
       self._draw(line, keep=False)
+
+  def prefix(self, text: str) -> str:
+    """Return the beginning of a line with `text`: the process and the step, unless the text begins with its own step.
+
+    Returns:
+      E.g. '[process 0] step 120  '; empty without `process`.
+    """
+    if self._process is None:
+      return ''
+    step = '' if self.step is None or _STEP.match(text) else f'step {self.step:,}  '
+    return f'[process {self._process}] {step}'
+
+  @contextlib.contextmanager
+  def above_line(self) -> Iterator[None]:
+    """Context in which records of the package's loggers have the attribute `prefix`, and do not join the progress line.
+
+    The handlers that the program has installed print the attribute.
+    """
+
+    def prepare(record: logging.LogRecord) -> bool:
+      self.clear()  # The next update draws it again.
+      record.prefix = self.prefix(record.getMessage())
+      return True
+
+    handlers = logging.getLogger('t5x_lite').handlers[:]
+    for handler in handlers:
+      handler.addFilter(prepare)
+    try:
+      yield
+    finally:
+      for handler in handlers:
+        handler.removeFilter(prepare)
 
   def clear(self) -> None:
     """Remove the line from the terminal."""
@@ -141,8 +192,10 @@ class Progress:
 
   def _draw(self, line: str, keep: bool) -> None:
     if not self._in_place:
-      print(line, file=self._stream, flush=True)
+      print(self.prefix(line) + line, file=self._stream, flush=True)
       return
+    if keep:
+      line = self.prefix(line) + line
     columns = shutil.get_terminal_size().columns
     shown = line if len(line) < columns else line[:max(columns - 2, 0)] + '…'
     print(f'\r{shown}\x1b[K', end='\n' if keep else '', file=self._stream, flush=True)

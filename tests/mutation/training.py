@@ -4,6 +4,84 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'profiles_overlap',
+        't5x_lite/runtime/profiling.py',
+        'start < self._starts[-1] + steps.num_steps',
+        'start < self._starts[-1]',
+        'tests/runtime/test_profiling.py::test_profiles_of_a_run_have_exactly_their_steps'),
+    Mutant(
+        'a_profile_has_steps_before_its_start',
+        't5x_lite/runtime/profiling.py',
+        '    wait_fn()\n    options',
+        '    options',
+        'tests/runtime/test_profiling.py::test_the_chosen_process_alone_writes_after_waiting'),
+    Mutant(
+        'a_profile_ends_before_its_steps',
+        't5x_lite/runtime/profiling.py',
+        '      wait_fn()\n      self.close()',
+        '      self.close()',
+        'tests/runtime/test_profiling.py::test_the_chosen_process_alone_writes_after_waiting'),
+    Mutant(
+        'all_processes_profile',
+        't5x_lite/runtime/profiling.py',
+        'jax.process_index() in self._cfg.processes)',
+        'self._cfg.processes)',
+        'tests/runtime/test_profiling.py::test_the_chosen_process_alone_writes_after_waiting'),
+    Mutant(
+        'profiles_replace_each_other',
+        't5x_lite/runtime/profiling.py',
+        "f'step_{step}'\n    jax",
+        "'steps'\n    jax",
+        'tests/runtime/test_profiling.py::test_profiles_of_a_run_have_exactly_their_steps'),
+    Mutant(
+        'the_average_time_is_since_the_start',
+        't5x_lite/apps/train/step_log.py',
+        '    self._seconds, self._num_steps = 0.0, 0\n    if',
+        '    if',
+        'tests/apps/train/test_step_log.py::test_steps_after_the_start_and_then_every_period'),
+    Mutant(
+        'steps_before_the_start_are_logged',
+        't5x_lite/apps/train/step_log.py',
+        'not 0 < step - self._first_step <=',
+        'not step - self._first_step <=',
+        'tests/apps/train/test_step_log.py::test_steps_after_the_start_and_then_every_period'),
+    Mutant(
+        'evaluations_count_as_steps',
+        't5x_lite/apps/train/loop.py',
+        '    self.step_log.start_clock()\n',
+        '',
+        'tests/apps/train/test_step_log.py::test_the_time_of_a_step_excludes_evaluations'),
+    Mutant(
+        'log_records_join_the_progress_line',
+        't5x_lite/runtime/progress.py',
+        '      self.clear()  # The next update draws it again.\n',
+        '',
+        'tests/runtime/test_progress.py::test_log_records_do_not_join_the_line_and_have_process_and_step'),
+    Mutant(
+        'progress_ignores_the_level_of_the_log',
+        't5x_lite/runtime/progress.py',
+        "enabled and logging.getLogger('t5x_lite').level <= logging.INFO",
+        'enabled',
+        'tests/runtime/test_progress.py::test_nothing_is_shown_above_the_level_of_the_log[WARNING-False]'),
+    Mutant(
+        'memory_of_cpus_is_read',
+        't5x_lite/runtime/device_memory.py',
+        "is_enabled is None and devices[0].platform != 'cpu'",
+        'is_enabled is None',
+        'tests/runtime/test_device_memory.py::test_nothing_on_cpus_and_without_statistics'),
+    Mutant(
+        'a_lost_device_ends_the_run',
+        't5x_lite/runtime/device_memory.py',
+        'except jax.errors.JaxRuntimeError',
+        'except ZeroDivisionError',
+        'tests/runtime/test_device_memory.py::test_warnings_come_once'),
+    Mutant(
+        'loaded_programs_count_as_compiled',
+        't5x_lite/runtime/compilation_cache.py',
+        'loaded.value = True',
+        'loaded.value = False',
+        'tests/runtime/test_compilation_cache.py::test_compilations_are_counted_and_named'),
+    Mutant(
         'a_process_restarts_again_and_again',
         't5x_lite/runtime/huge_pages.py',
         ' or os.environ.get(_RESTARTED) == process',

@@ -12,8 +12,14 @@ import pytest
 from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import optimizers
+from t5x_lite import state_init
+from t5x_lite import summaries
+from t5x_lite import trainer as trainer_lib
 from t5x_lite.data import vocabularies
 from t5x_lite.networks import t5
+from tests import event_files
+from tests.apps.train import toy_run
+from tests.models import toy_model
 
 _BENCHMARKS = pathlib.Path(__file__).parents[2] / 'benchmarks'
 _CONFIG = t5.T5Config(vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, head_dim=8,
@@ -160,6 +166,32 @@ def test_without_a_checkout_the_peer_is_named_rebuilt(monkeypatch, capsys):
        '--vocab', '40', '--only', 'greedy, batch', '--beams', '1')
   shown = capsys.readouterr().out
   assert '| rebuilt peer, s | ratio |' in shown and '| greedy, batch 1 |' in shown
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_records_make_their_records_in_every_step(monkeypatch, tmp_path):
+  model, partitioner, batch = toy_run.model(), toy_run.partitioner(), toy_model.make_batch()
+  initializer = state_init.TrainStateInitializer(
+      model.optimizer_def, model.get_initial_variables, {name: x.shape for name, x in batch.items()}, partitioner)
+  trainer = trainer_lib.Trainer(model, initializer.from_scratch(jax.random.key(0)), partitioner, [], None,
+                                initializer.train_state_axes, jax.random.key(0), lambda step: 1e-3)
+  rows = _peer(monkeypatch, 'observation')._rows(trainer, batch, str(tmp_path))
+
+  def written():
+    steps = [step for step, name, _ in event_files.scalars(tmp_path / 'train') if name == 'timing/average_step_seconds']
+    return [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')], steps
+
+  for row in rows:
+    row.train(2)
+  # Two steps before the rows, and two of each row.
+  assert [row.name for row in rows] == ['nothing', 'summaries', 'log lines', 'both'] and trainer.step == 10
+  assert written() == ([5, 6, 9, 10], [7, 8, 9, 10])
+  rows[3].work()
+  trainer.train_metrics_manager.flush()
+  assert written() == ([5, 6, 9, 10, 2], [7, 8, 9, 10, 2])
+  trainer.close()
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The compilation cache that commands use by default."""
 
+import logging
 import os
+import threading
 import time
 import zlib
 
@@ -58,6 +60,31 @@ def test_programs_are_kept_and_incomplete_ones_deleted():
   assert _programs() == [complete]
   assert compile_two() == (1, 1)
   zlib.decompress(broken.read_bytes())
+
+
+def test_compilations_are_counted_and_named(caplog):
+  caplog.set_level(logging.DEBUG, 't5x_lite')
+  runtime.use_default_compilation_cache()
+
+  def triple(x):
+    return x * 3 + 0.25
+
+  def compile_in_a_thread():
+    thread = threading.Thread(target=lambda: jax.jit(triple).lower(1.0).compile())
+    thread.start()
+    thread.join()
+
+  with runtime.log_compilations(), runtime.count_cache_use(all_threads=True) as counts:
+    with runtime.count_cache_use() as counts_here:
+      compile_in_a_thread()
+      jax.clear_caches()
+      compile_in_a_thread()
+  assert (counts.programs, counts.hits, counts.misses) == (2, 1, 1) and counts.seconds > 0
+  assert str(counts).startswith('2 programs in 0.') and str(counts).endswith(' s, 1 from the compilation cache')
+  assert counts_here == runtime.CacheCounts()
+  compile_in_a_thread()  # outside of the context
+  first, second = (record.getMessage() for record in caplog.records if 'triple' in record.getMessage())
+  assert first.startswith('Compiled ') and second.startswith('Loaded ')
 
 
 def test_old_programs_are_deleted(tmp_path):

@@ -1,6 +1,9 @@
 """Progress lines: on a terminal, on a narrow one, and in a file."""
 
 import io
+import logging
+
+import pytest
 
 from t5x_lite import runtime
 
@@ -111,3 +114,63 @@ def test_the_plural_of_a_batch():
   clock.now += 4
   progress.update(4, {}, last=True)
   assert '  1 batches/s' in stream.getvalue()
+
+
+def test_lines_that_stay_have_process_and_step():
+  terminal, stream = _Terminal(), io.StringIO()
+  for shown in (terminal, stream):
+    progress = runtime.Progress(stream=shown, clock=_Clock(), process=3)
+    progress.log('opening')
+    progress.step = 1200
+    progress.begin(2000, 1200)
+    progress.log('training')
+    progress.log('step 1,000  evaluated')  # a line with its own step
+    progress.update(1201, {'loss': 1.0}, last=True)
+  lines = stream.getvalue().splitlines()
+  assert terminal.screen() == [*lines, '']
+  assert lines[:3] == [
+      '[process 3] opening', '[process 3] step 1,200  training', '[process 3] step 1,000  evaluated']
+  assert lines[3].startswith('[process 3] step 1,201/2,000 ( 60%)  loss 1')
+
+
+@pytest.fixture
+def log():
+  """A logger of the package that writes to a terminal as the program does, and this terminal."""
+  terminal, logger = _Terminal(), logging.getLogger('t5x_lite')
+  handler = logging.StreamHandler(terminal)
+  handler.setFormatter(logging.Formatter('{prefix}{message}', style='{', defaults={'prefix': ''}))
+  before = logger.level, logger.propagate
+  logger.addHandler(handler)
+  logger.setLevel(logging.INFO)
+  logger.propagate = False
+  yield logger, terminal
+  logger.removeHandler(handler)
+  logger.level, logger.propagate = before
+
+
+def test_log_records_do_not_join_the_line_and_have_process_and_step(log):
+  logger, terminal = log
+  progress = runtime.Progress(stream=terminal, clock=_Clock(), process=0)
+  with progress.above_line():
+    progress.begin(10, 0)
+    progress.step = 5
+    progress.update(5, {})
+    logger.getChild('somewhere').info('%d of %d files', 1, 2)
+    logger.warning('step 3  optimizer: slow')
+    progress.update(6, {})
+  progress.clear()
+  logger.info('afterwards')
+  assert terminal.screen() == [
+      '[process 0] step 5  1 of 2 files', '[process 0] step 3  optimizer: slow', 'afterwards', '']
+
+
+@pytest.mark.parametrize('level, shows', [('INFO', True), ('WARNING', False)])
+def test_nothing_is_shown_above_the_level_of_the_log(log, level, shows):
+  logger, terminal = log
+  logger.setLevel(level)
+  progress = runtime.Progress(stream=terminal, clock=_Clock())
+  progress.begin(10, 0)
+  progress.log('training')
+  progress.note('saving')
+  progress.update(5, {}, last=True)
+  assert bool(terminal.getvalue()) == shows == progress.enabled

@@ -5,7 +5,7 @@ import contextlib
 import math
 import pathlib
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import clu.values
 import jax
@@ -71,6 +71,39 @@ def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitio
   kind = mesh.devices.ravel()[0].device_kind
   devices = f'{mesh.size} {kind} device' + ('s' if mesh.size > 1 else '')
   return f'{num_params:,} parameters on {devices} ({axes})'
+
+
+class StateSize(NamedTuple):
+  """Size of a train state.
+
+  Attributes:
+    num_params: number of elements of the parameters.
+    num_arrays: number of arrays of the entire state.
+    num_bytes: bytes of one copy of the state.
+    bytes_per_device: bytes of the state on each device.
+  """
+
+  num_params: int
+  num_arrays: int
+  num_bytes: int
+  bytes_per_device: int
+
+  def describe(self) -> str:
+    """Return a line for the log."""
+    return (f'State: {self.num_arrays:,} arrays of {format_bytes(self.num_bytes)}, '
+            f'{format_bytes(self.bytes_per_device)} on each device.')
+
+  def metrics(self) -> dict[str, float]:
+    """Return the metrics of the first step of a run."""
+    return {'state/num_params': float(self.num_params), 'state/bytes': float(self.num_bytes),
+            'state/bytes_per_device': float(self.bytes_per_device)}
+
+
+def state_size(train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner) -> StateSize:
+  """Return the size of a train state of arrays or shapes."""
+  totals = partitioner.explain(train_state_shape).totals()
+  return StateSize(tree_utils.num_elements(train_state_shape.params), totals.num_arrays, totals.bytes_total,
+                   totals.bytes_per_device)
 
 
 def report_truncation(

@@ -1,6 +1,6 @@
-"""Compilation of the training step while the state is restored or initialized."""
+"""Compilation of the training step while the state is restored or initialized, and log lines about compilations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -21,15 +21,18 @@ class CompiledStep:
   Attributes:
     seconds: time from the begin of tracing until the program could run.
     cache_hit: whether the program was loaded from the compilation cache.
+    all_programs: number and time of the programs of step and state, as text.
   """
 
   seconds: float
   cache_hit: bool
+  all_programs: str = ''
 
   def __str__(self) -> str:
+    what = 'Compiled the training step'
     if self.cache_hit:
-      return f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {self.seconds:.1f} s.'
-    return f'Compiled the training step in {self.seconds:.1f} s.'
+      what = f'Loaded the training step from {jax.config.jax_compilation_cache_dir}'
+    return f'{what} in {self.seconds:.1f} s; with the state {self.all_programs}.'
 
 
 class StepCompilation:
@@ -55,6 +58,7 @@ class StepCompilation:
     self._trainer, self._batch, self._started = trainer, batch, time.perf_counter()
     self._compiling, self._executor = None, concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
     stack.callback(self._executor.shutdown, wait=False)
+    self._all_counts = stack.enter_context(runtime.count_cache_use(all_threads=True))
     compiles_as_usual = type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
     if is_needed and jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
       with phase_fn('compiling'):
@@ -66,10 +70,29 @@ class StepCompilation:
     return CompiledStep(time.perf_counter() - self._started, cache_hit=bool(counts.hits and not counts.misses))
 
   def finish(self) -> CompiledStep:
-    """Wait until the step is compiled, and raise the error of its compilation."""
+    """Wait until the step is compiled, and raise the error of its compilation.
+
+    The result also counts the programs that were compiled since the construction, such as those of the state.
+    """
     with self._phase_fn('compiling'):
       if self._compiling is None:
         self._started = time.perf_counter()
-        return self._run(lambda: self._trainer.compile_train(self._batch))
-      self._executor.shutdown()
-      return self._compiling.result()
+        done = self._run(lambda: self._trainer.compile_train(self._batch))
+      else:
+        self._executor.shutdown()
+        done = self._compiling.result()
+    return dataclasses.replace(done, all_programs=str(self._all_counts))
+
+
+@contextlib.contextmanager
+def log_compilation(watchdog: runtime.Watchdog, progress: runtime.Progress) -> Iterator[None]:
+  """Context in which the programs of an evaluation are compiled, without a limit of time; logs a line if there are any.
+
+  Args:
+    watchdog: watchdog, which does not expect progress in the context.
+    progress: log.
+  """
+  with watchdog.watching('compiling'), runtime.count_cache_use() as counts:
+    yield
+  if counts.programs:
+    progress.log(f'Prepared the evaluation: {counts}.')

@@ -11,6 +11,7 @@ from t5x_lite import runtime
 from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.parts import RunConfig
+from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 
 _COUNT = checks.number(at_least=1, below=2**31, integer=True, remedy='Steps are int32.')
@@ -53,7 +54,8 @@ class TrainConfig(RunConfig):
   max_step_seconds: float | None
   max_evaluation_seconds: float | None
   max_saving_seconds: float | None
-  profile_steps: Sequence[int] | None
+  profile_steps: Sequence[int] | runtime.ProfileConfig | None
+  log_cfg: LogConfig
   infer_eval_period: int | None
   event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None
   dry_run: bool

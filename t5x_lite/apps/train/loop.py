@@ -28,6 +28,7 @@ from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
+from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
@@ -54,6 +55,7 @@ class TrainLoop:
     watchdog: notified of each step.
     events: log of the run's events.
     profiler: profiler of the configured steps.
+    step_log: log of batches and steps.
     signals: stop signals.
     collect_garbage_fn: collects garbage at the configured steps.
     evaluation_due: names of the evaluations that are due at the current step.
@@ -76,6 +78,7 @@ class TrainLoop:
   watchdog: runtime.Watchdog
   events: runtime.EventLog
   profiler: runtime.StepProfiler
+  step_log: StepLog
   signals: runtime.StopSignals
   collect_garbage_fn: Callable[[], None]
   evaluation_due: tuple[str, ...]
@@ -104,6 +107,7 @@ class TrainLoop:
       compiled = self.compilation.finish()
       self.progress.log(str(compiled))
       self.events.emit('compiled', compilation_seconds=compiled.seconds, cache_hit=compiled.cache_hit)
+      self.progress.note('waiting for the first step')
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
@@ -124,11 +128,12 @@ class TrainLoop:
     """Train a stretch, unless the run must stop earlier, and call the training actions with its metrics."""
     trainer, summary = self.trainer, None
     self._stretch = stretch
-    self.profiler.before(stretch.first)
+    self.step_log.start_clock()
     with self.watchdog.watching():
+      self.profiler.before(stretch.first, lambda: trainer.finish_steps(self._on_step))
       try:
-        summary = trainer.train(self.batches, stretch.num_steps, stretch.first, on_step=self._on_step,
-                                should_stop=self.batches.should_stop)
+        summary = trainer.train(self.step_log.logged(self.batches), stretch.num_steps, stretch.first,
+                                on_step=self._on_step, should_stop=self.batches.should_stop)
         self._look_for_end()
       except trainer_lib.PreemptionError as error:
         self._interrupted = f'PreemptionError: {error}'
@@ -261,6 +266,7 @@ class TrainLoop:
   def _on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
     self.watchdog.beat(step)
     self.events.on_step(step)
+    self.step_log.on_step(step, metrics)
     self.evaluations.poll()
     if self.saves is not None:
       self.saves.confirm()
@@ -309,6 +315,7 @@ class TrainLoop:
 
   def _begin_progress(self, step: int) -> None:
     last_step = self.last_step if self.last_step < math.inf else 0
+    self.progress.step = step
     self.progress.begin(last_step, step, tokens_per_step=self.batches.tokens_per_step)
 
   def _roll_back(self) -> None:

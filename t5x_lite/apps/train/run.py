@@ -35,10 +35,11 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.evaluations import due_names, EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
-from t5x_lite.apps.train.compilation import StepCompilation
+from t5x_lite.apps.train.compilation import log_compilation, StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.loop import TrainLoop
 from t5x_lite.apps.train.saves import TrainSaves
+from t5x_lite.apps.train.step_log import LogConfig, StepLog
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
@@ -78,7 +79,8 @@ def train(
     max_step_seconds: float | None = None,
     max_evaluation_seconds: float | None = None,
     max_saving_seconds: float | None = None,
-    profile_steps: Sequence[int] | None = None,
+    profile_steps: Sequence[int] | runtime.ProfileConfig | None = None,
+    log_cfg: LogConfig = LogConfig(),
     infer_eval_period: int | None = None,
     infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
     concurrent_metrics: bool = True,
@@ -132,7 +134,9 @@ def train(
       step takes longer than 10 minutes and than 20 times the median.
     max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
     max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
-    profile_steps: (first, last); the steps after `first` up to `last` are profiled into `model_dir/train`.
+    profile_steps: `runtime.ProfileConfig` with the steps to profile into `model_dir/train`; or (first, last) for the
+      steps after `first` up to `last`.
+    log_cfg: log lines about batches, steps and the memory of devices.
     infer_eval_period: number of steps between evaluations by decoding; None for `eval_period`.
     infer_eval_cfg: options of evaluations by decoding.
     concurrent_metrics: compute and write the metrics of decoded texts while training continues. The run waits for them
@@ -165,8 +169,9 @@ def train(
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir))
-    progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run)
+    progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
     stack.callback(progress.clear)
+    stack.enter_context(progress.above_line())
     events = runtime.EventLog(
         os.path.join(cfg.model_dir, runtime.EVENTS_FILE), process=jax.process_index(), event_fns=cfg.event_hooks,
         log_fn=progress.log)
@@ -178,6 +183,7 @@ def train(
     opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
         f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.',
         signal=signals.name))
+    memory = runtime.DeviceMemory(cfg.partitioner.mesh.local_devices, is_enabled=cfg.log_cfg.device_memory)
 
     # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
@@ -194,6 +200,7 @@ def train(
     first_step, facts = start.step, start_lib.facts_of_run(start, cfg.random_seed)
     last_step = _find_last_step(cfg, start, facts['start_step'])
     num_epochs = cfg.train_dataset_cfg.num_epochs
+    progress.step = first_step
     profiler.check(facts['start_step'], last_step)
 
     # Trainer: built from the state's shapes, so that everything is checked before anything is computed.
@@ -221,7 +228,7 @@ def train(
     evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
         trainer=trainer, evaluations=run_data.evaluations, summary_dir=None if cfg.dry_run else cfg.model_dir,
         progress=progress, note_fn=note,
-        compiling_fn=functools.partial(watchdog.watching, 'compiling'), actions=cfg.actions_by_mode,
+        compiling_fn=functools.partial(log_compilation, watchdog, progress), actions=cfg.actions_by_mode,
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait).iterate)))
     evaluations.check_metric_names({} if save_cfg is None else checkpoints.metric_names(save_cfg))
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
@@ -292,7 +299,8 @@ def train(
         cfg=cfg, trainer=trainer, initializer=initializer, init_rng=init_rng, compilation=compilation,
         batches=train_batches, evaluations=evaluations, saves=saves, start=start, plan_fn=plan_fn, last_step=last_step,
         facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, events=events,
-        profiler=profiler, signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
+        profiler=profiler, step_log=StepLog(cfg.log_cfg, progress, memory, trainer.train_metrics_manager, first_step),
+        signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
     loop.begin()
     while (stretch := loop.next_stretch()) is not None:
       loop.train(stretch)
@@ -352,7 +360,13 @@ def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: par
   """
   summaries.discard_after(cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation)
   partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner)
+  partitioning.write_state_tree(
+      os.path.join(cfg.model_dir, 'trainer_state_tree.txt'), state_shape.state_dict(),
+      trainer.train_state_axes.state_dict())
+  size = report.state_size(state_shape, cfg.partitioner)
+  progress.log(size.describe())
   if not start.resumes:
+    trainer.train_metrics_manager.write_scalars(start.step, size.metrics(), events_only=True)
     report.report_truncation(
         run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, start.step)
   if cfg.summarize_config_fn is not None:

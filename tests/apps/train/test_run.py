@@ -58,7 +58,7 @@ def finished(tmp_path_factory):
 def test_layout(finished):
   model_dir, _, _ = finished
   names = {path.name for path in model_dir.iterdir()} - {'.lock'}
-  assert names == {'model-info.txt', 'events.jsonl', 'train', 'training_eval', 'inference_eval',
+  assert names == {'model-info.txt', 'trainer_state_tree.txt', 'events.jsonl', 'train', 'training_eval', 'inference_eval',
                    *(f'checkpoint_{step}' for step in (0, 6, 7, 12, 18, 20))}
   for folder in ('train', 'training_eval/letters', 'inference_eval/letters'):
     found = [path.name for path in (model_dir / folder).iterdir()]
@@ -162,7 +162,7 @@ def test_a_complete_run_is_not_trained_again(finished, capsys):
   out = capsys.readouterr()
   assert 'Compiled' not in out.err and 'Predictions of letters at step 20' in out.out
   changed = {path.name for path, time in before.items() if path.stat().st_mtime_ns != time}
-  assert changed - {'model-info.txt'} == {'events.jsonl'}
+  assert changed - {'model-info.txt', 'trainer_state_tree.txt'} == {'events.jsonl'}
   # The time since the run was complete does not count.
   events = list(runtime.read_events(model_dir / 'events.jsonl'))
   assert [event.kind for event in events][-4:] == ['start', 'restored', 'stop', 'summary']
@@ -175,7 +175,8 @@ def test_the_runs_own_checkpoint_comes_before_the_configured_one(finished, tmp_p
     assert toy_run.train(tmp_path, total, restore=restore, infer_eval_dataset_cfg=None)[0] == total
     assert checkpoints.all_steps(tmp_path) == steps
     # One line for the last step, with the time of the run, although the step was read before its evaluation.
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f'step {total}/{total} (100%)')]
+    (line,) = [line for line in capsys.readouterr().err.splitlines()
+               if line.startswith(f'[process 0] step {total}/{total} (100%)')]
     assert 'loss' in line and 'took' in line
   (a, _), (b, _) = toy_run.saved(tmp_path, 21), toy_run.saved(finished[0], 20)
   assert np.max(np.abs(a['target']['embedding'] - b['target']['embedding'])) < 0.1  # one step away, not a new start

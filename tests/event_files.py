@@ -1,0 +1,20 @@
+"""Reader of TensorBoard's event files, from the record format itself."""
+
+import os
+
+import tensorboardX.proto.event_pb2 as event_pb2
+
+
+def read(folder):
+  """Yield the events of a folder, oldest file first."""
+  for path in sorted(folder.glob('events.out.tfevents.*'), key=os.path.getmtime):
+    data = path.read_bytes()
+    while data:
+      length = int.from_bytes(data[:8], 'little')
+      yield event_pb2.Event.FromString(data[12:12 + length])
+      data = data[12 + length + 4:]
+
+
+def scalars(folder):
+  """Return (step, name, value) of all scalars of a folder."""
+  return [(e.step, v.tag, v.simple_value) for e in read(folder) for v in e.summary.value if v.HasField('simple_value')]
