@@ -13,8 +13,10 @@ Optimizers that need the loss, or a function that computes it, get it from the t
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import dataclasses
 import functools
 import inspect
+import re
 from typing import Any
 
 import jax
@@ -24,8 +26,10 @@ import optax.contrib
 from t5x_lite import checks
 from t5x_lite import layer_stacks
 from t5x_lite.errors import ConfigError, T5xLiteError
-from t5x_lite.optimizers.base import definition
-from t5x_lite.optimizers.optax_adapter import constructors, option_checks
+from t5x_lite.optimizers.base import definition, scalars
+from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales
+from t5x_lite.optimizers.optax_adapter import constructors, option_checks, param_scales
+from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath, Scaling
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper, StackingKeyFn
 
 _RATE = 'learning_rate'
@@ -37,8 +41,8 @@ _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
 def wrap_optax_optimizer(
     optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
-    unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
+    unsupported_reason_fn: UnsupportedReasonFn | None = None, stacking_key_fn: StackingKeyFn | None = None,
+    scaling: Scaling = Scaling()) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
@@ -49,6 +53,8 @@ def wrap_optax_optimizer(
     unsupported_reason_fn: from the arguments of a call, by name, to the reason why the trainer cannot train with them,
       with the remedy, or to None.
     stacking_key_fn: see `OptaxWrapper`.
+    scaling: how learning rate and weight decay are scaled by parameter; by default updates are multiplied for the one,
+      and options with the names in `param_scales.WEIGHT_DECAYS` for the other.
 
   Returns:
     A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for unknown or missing
@@ -68,14 +74,15 @@ def wrap_optax_optimizer(
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
   return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown',
-               unsupported_reason_fn=unsupported_reason_fn, stacking_key_fn=stacking_key_fn, checks_options=False)
+               unsupported_reason_fn=unsupported_reason_fn, stacking_key_fn=stacking_key_fn, checks_options=False,
+               scaling=scaling)
 
 
 def _wrap(
     optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
     unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    checks_options: bool = True, is_elementwise: bool = False,
-    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
+    checks_options: bool = True, is_elementwise: bool = False, stacking_key_fn: StackingKeyFn | None = None,
+    scaling: Scaling = Scaling()) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
 
   Args:
@@ -87,6 +94,7 @@ def _wrap(
     checks_options: check the options by `option_checks`, as is right for optax's own constructors.
     is_elementwise: see `OptaxWrapper`; ignored if the user gives a mask, which may depend on dims.
     stacking_key_fn: see `OptaxWrapper`.
+    scaling: see `wrap_optax_optimizer`.
   """
   name = name or _name_of(optax_optimizer)
   signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
@@ -103,36 +111,68 @@ def _wrap(
     bound = checks.bind_arguments(name, signature, args, kwargs)
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
-      definition.check_learning_rate(given_rate, name)
+      scalars.check_learning_rate(given_rate, name)
     if checks_options:
       option_checks.check_options(name, bound.arguments)
     inner = tuple(_wrapped_in(bound.arguments))
+    for part in inner:
+      part.update_options.check_part(name)
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(name, key, bound.arguments[key])
     reason = None if unsupported_reason_fn is None else unsupported_reason_fn(bound.arguments)
     takes_rate = owner == 'trainer' and given_rate is None
 
-    def build(learning_rate: Any) -> optax.GradientTransformation:
-      arguments = _unwrapped(bound.arguments, learning_rate)
+    def build(arguments: Mapping[str, Any], learning_rate: Any, rate_scale: float = 1.0,
+              decay_scale: float = 1.0) -> optax.GradientTransformation:
+      arguments = _unwrapped(arguments, learning_rate)
+      arguments = {**arguments, _RATE: learning_rate} if takes_rate else arguments
       try:
-        return call(optax_optimizer, {**arguments, _RATE: learning_rate} if takes_rate else arguments)
+        return call(optax_optimizer, scaling.apply(arguments, rate_scale, decay_scale))
       except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, T5xLiteError):
           raise
         message = str(error).partition('\n')[0].rstrip('.')
         raise ConfigError(f'The optimizer {name} has invalid options: {message}.') from error
 
-    rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
+    complete = _with_defaults(bound)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
-    common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name,
-                  is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn)
-    if takes_rate or any(part.uses_learning_rate for part in inner):
-      build(0.0)  # Raises now for invalid options, instead of in the first step.
-      return OptaxWrapper(learning_rate_factory=build, **common)
+    takes_trainers_rate = takes_rate or any(part.uses_learning_rate for part in inner)
     own_rate = given_rate if owner in ('trainer', 'optimizer') else _own_rate_of(inner)
-    owns = owner != 'unknown' and given_rate is not None
-    owns = owns or any(part.owns_learning_rate for part in inner)
-    return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=own_rate, **common)
+    owns = (owner != 'unknown' and given_rate is not None) or any(part.owns_learning_rate for part in inner)
+
+    def wrap(build_fn: Callable[[Any], optax.GradientTransformation], rebuild: Any) -> OptaxWrapper:
+      common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name,
+                    is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn, scale_fn=scale,
+                    has_weight_decay=(_as_wrapper(complete[scaling.inner]).has_weight_decay if scaling.inner else
+                                      param_scales.has_weight_decay(complete)))
+      if takes_trainers_rate:
+        build_fn(0.0)  # Raises now for invalid options, instead of in the first step.
+        return OptaxWrapper(learning_rate_factory=build_fn, **common)
+      return OptaxWrapper(build_fn(None), owns_learning_rate=owns, own_learning_rate=own_rate, **common)
+
+    def scale(scales: ParamScales) -> OptaxWrapper:
+      scaling.check(name, scales)
+      if scaling.inner:
+        scales = dataclasses.replace(scales, path_fn=scaling.path_fn or scales.path_fn)
+        scaled = _as_wrapper(complete[scaling.inner]).with_param_scales(scales)
+        return call(wrapped, {**bound.arguments, scaling.inner: scaled})
+      arguments, by_variant = complete, scales
+      if scaling.decay_by_path:
+        arguments = {**complete, 'weight_decay': DecayByPath(complete['weight_decay'], scales)}
+        by_variant = dataclasses.replace(scales, weight_decays=())
+      state_fn = None
+      if scaling.state_fn is not None:
+        state_fn = lambda state, rate: scaling.state_fn(state, rate, complete)
+
+      def build_scaled(learning_rate: Any) -> optax.GradientTransformation:
+        return param_scales.scale_per_parameter(
+            functools.partial(build, arguments, learning_rate), by_variant,
+            multiplies_updates=not scaling.rate_options, state_fn=state_fn)
+
+      return wrap(build_scaled, rebuild and (lambda axes, params: rebuild(axes, params).with_param_scales(scales)))
+
+    rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
+    return wrap(functools.partial(build, bound.arguments), rebuild)
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -141,6 +181,17 @@ def _wrap(
   wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
   wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
   return wrapped
+
+
+def _with_defaults(bound: inspect.BoundArguments) -> dict[str, Any]:
+  """Return the arguments by name, defaults included."""
+  complete = inspect.BoundArguments(bound.signature, dict(bound.arguments))
+  complete.apply_defaults()
+  return complete.arguments
+
+
+def _as_wrapper(optimizer: optax.GradientTransformation | OptaxWrapper) -> OptaxWrapper:
+  return optimizer if isinstance(optimizer, OptaxWrapper) else OptaxWrapper(optimizer)
 
 
 def _name_of(constructor: Callable[..., Any]) -> str:
@@ -277,6 +328,8 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     return optax.chain(*_unwrapped(list(transformations), learning_rate))
 
   wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
+  for element in wrapped:
+    element.update_options.check_part('chain')
   takers = [element.name for element in wrapped if element.uses_learning_rate]
   if len(takers) > 1:
     raise ConfigError(
@@ -289,9 +342,20 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
             for element, param_states in zip(transformations, state.param_states, strict=True)]
     return None if None in keys else tuple(keys)
 
+  # The elements whose learning rate and weight decay are scaled by parameter; without any, the updates of the chain are.
+  with_rate = [element for element in wrapped if element.uses_learning_rate or element.owns_learning_rate]
+
+  def scale(scales: ParamScales) -> OptaxWrapper:
+    if len(with_rate) > 1:
+      raise ConfigError(f'`{OWNER}` needs a chain with one learning rate, got '
+                        f'{" and ".join(element.name for element in with_rate)}.')
+    return chain([element.with_param_scales(scales) if element is with_rate[0] else element
+                  for element in transformations])
+
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
   common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name,
-                stacking_key_fn=stacking_key)
+                stacking_key_fn=stacking_key, scale_fn=scale if with_rate else None,
+                has_weight_decay=any(element.has_weight_decay for element in with_rate))
   if any(element.uses_learning_rate for element in wrapped):
     return OptaxWrapper(learning_rate_factory=build, **common)
   owns = any(element.owns_learning_rate for element in wrapped)
@@ -311,11 +375,24 @@ def _stacking_key(
 
 _CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)
 
+# ---- Scales by parameter where multiplied updates are not those of a multiplied learning rate ------------------------
+
+
+def _with_weights_at(state: optax.contrib.ScheduleFreeState, rate_scale: float, arguments: Mapping[str, Any]) -> Any:
+  """Return a state whose weights of averaging are those at a multiplied learning rate, so that averages are the same."""
+  return state._replace(max_lr=rate_scale * state.max_lr,
+                        weight_sum=rate_scale ** arguments['weight_lr_power'] * state.weight_sum)
+
+
+_BY_ARGUMENT = Scaling(rate_options=(_RATE,))
+_SCHEDULE_FREE = Scaling(rate_options=(_RATE,), state_fn=_with_weights_at)
+_JOINT_DECAY = Scaling(decay_reason='the weight decay of all parameters is part of the step that it estimates')
+
 # ---- optax -----------------------------------------------------------------------------------------------------------
 
 adabelief = _wrap(optax.adabelief, 'trainer', is_elementwise=True)
 adadelta = _wrap(optax.adadelta, 'trainer', is_elementwise=True)
-adafactor = _wrap(optax.adafactor, 'trainer')
+adafactor = _wrap(optax.adafactor, 'trainer', scaling=_BY_ARGUMENT)  # its decay does not depend on the rate
 adagrad = _wrap(optax.adagrad, 'trainer', is_elementwise=True)
 adam = _wrap(optax.adam, 'trainer', is_elementwise=True)
 adamax = _wrap(optax.adamax, 'trainer', is_elementwise=True)
@@ -323,10 +400,10 @@ adamaxw = _wrap(optax.adamaxw, 'trainer', is_elementwise=True)
 adamw = _wrap(optax.adamw, 'trainer', is_elementwise=True)
 adan = _wrap(optax.adan, 'trainer', is_elementwise=True)
 amsgrad = _wrap(optax.amsgrad, 'trainer', is_elementwise=True)
-fromage = _wrap(optax.fromage, 'trainer')
+fromage = _wrap(optax.fromage, 'trainer', scaling=_BY_ARGUMENT)
 lamb = _wrap(optax.lamb, 'trainer')
 lars = _wrap(optax.lars, 'trainer')
-lbfgs = _wrap(optax.lbfgs, 'optimizer')
+lbfgs = _wrap(optax.lbfgs, 'optimizer', scaling=Scaling(rate_reason='a line search finds one step for all parameters'))
 lion = _wrap(optax.lion, 'trainer', is_elementwise=True)
 nadam = _wrap(optax.nadam, 'trainer', 'nadam', is_elementwise=True)
 nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw', is_elementwise=True)
@@ -338,7 +415,8 @@ optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer'
 polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
 radam = _wrap(optax.radam, 'trainer', is_elementwise=True)
 rmsprop = _wrap(optax.rmsprop, 'trainer', is_elementwise=True)
-rprop = _wrap(constructors.rprop, 'start', is_elementwise=True)
+rprop = _wrap(constructors.rprop, 'start', is_elementwise=True, scaling=Scaling(
+    rate_reason='its learning rate is the initial step size, which the signs of gradients change'))
 sgd = _wrap(optax.sgd, 'trainer', is_elementwise=True)
 sign_sgd = _wrap(optax.sign_sgd, 'trainer', is_elementwise=True)
 signum = _wrap(optax.signum, 'trainer', is_elementwise=True)
@@ -350,23 +428,26 @@ yogi = _wrap(optax.yogi, 'trainer', is_elementwise=True)
 acprop = _wrap(optax.contrib.acprop, 'trainer', is_elementwise=True)
 ademamix = _wrap(optax.contrib.ademamix, 'trainer', is_elementwise=True)
 adopt = _wrap(optax.contrib.adopt, 'trainer', is_elementwise=True)
-cocob = _wrap(optax.contrib.cocob, 'trainer')
+cocob = _wrap(optax.contrib.cocob, 'trainer', scaling=Scaling(
+    rate_reason='its steps do not depend on the size of gradients, which its learning rate multiplies'))
 dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
-dog = _wrap(optax.contrib.dog, 'trainer')
-dowg = _wrap(optax.contrib.dowg, 'trainer')
+dog = _wrap(optax.contrib.dog, 'trainer', scaling=_JOINT_DECAY)
+dowg = _wrap(optax.contrib.dowg, 'trainer', scaling=_JOINT_DECAY)
 dpsgd = _wrap(constructors.dpsgd, 'trainer')
 galore = _wrap(optax.contrib.galore, 'trainer')
-madgrad = _wrap(optax.contrib.madgrad, 'trainer', is_elementwise=True)
-mechanize = _wrap(optax.contrib.mechanize, 'unknown')
-momo = _wrap(optax.contrib.momo, 'trainer')
-momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
+madgrad = _wrap(optax.contrib.madgrad, 'trainer', is_elementwise=True, scaling=_BY_ARGUMENT)
+mechanize = _wrap(optax.contrib.mechanize, 'unknown', scaling=Scaling(inner='base_optimizer'))
+momo = _wrap(optax.contrib.momo, 'trainer', scaling=_JOINT_DECAY)
+momo_adam = _wrap(optax.contrib.momo_adam, 'trainer', scaling=_JOINT_DECAY)
 muon = _wrap(optax.contrib.muon, 'trainer')
 prodigy = _wrap(optax.contrib.prodigy, 'trainer')
 reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
-sam = _wrap(constructors.sam, 'unknown', unsupported_reason_fn=_reason_against_mapped_axis)
-schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
-schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
-schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')
+sam = _wrap(constructors.sam, 'unknown', unsupported_reason_fn=_reason_against_mapped_axis,
+            scaling=Scaling(inner='optimizer'))
+schedule_free = _wrap(optax.contrib.schedule_free, 'trainer', scaling=Scaling(inner='base_optimizer'))
+schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer', scaling=_SCHEDULE_FREE)
+schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer', scaling=_SCHEDULE_FREE)
 simplified_ademamix = _wrap(optax.contrib.simplified_ademamix, 'trainer', is_elementwise=True)
 sophia = _wrap(optax.contrib.sophia, 'trainer')
-split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown')
+split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown', scaling=Scaling(
+    inner='inner', path_fn=functools.partial(re.sub, '/(real|imaginary)$', '')))
