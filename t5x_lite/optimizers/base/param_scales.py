@@ -78,9 +78,10 @@ class ParamScales:
               f'`{OWNER}.{option}`: {pattern!r} is the first match of no parameter{kind}, such as '
               f'{(among or paths)[0]!r}. Correct it, move it up, or remove it.')
         if found:
-          self._log(f'The {what} is multiplied by {scale:g} for {len(found)} parameter(s), such as {found[0]}.')
+          self.log_once(f'The {what} is multiplied by {scale:g} for {len(found)} parameter(s), such as {found[0]}.')
 
-  def _log(self, text: str) -> None:
+  def log_once(self, text: str) -> None:
+    """Write a text to the log, unless it was written for these options before."""
     if text not in self._logged:
       self._logged.add(text)
       logging.getLogger(__name__).info(text)
@@ -98,7 +99,7 @@ class UpdateOptions:
     """Raise if the options are not supported for an optimizer that is an argument of another one, the owner."""
     for option in ('param_dtype', 'stochastic_rounding'):
       if getattr(self, option):
-        raise ConfigError(f'`{OWNER}.{option}` applies to all parameters, and cannot be set for an argument of {owner}. '
+        raise ConfigError(f'`{OWNER}.{option}` applies to all parameters and cannot be set for an argument of {owner}. '
                           f'Apply {OWNER} to the result of {owner}.')
 
   def rounding_key(self, step_key: Array | None) -> Array | None:
@@ -117,6 +118,9 @@ class UpdateOptions:
     if self.stochastic_rounding and not rounding.has_bfloat16(params):
       raise ConfigError(f'`{OWNER}.stochastic_rounding` has no effect: no parameter is bfloat16. Set '
                         f"`{OWNER}.param_dtype` to 'bfloat16', or remove stochastic_rounding.")
+    if self.param_dtype is not None or self.stochastic_rounding:
+      self.scales.log_once(f'Parameters are {self.param_dtype or "bfloat16"}, rounded '
+                           f'{"stochastically" if self.stochastic_rounding else "to nearest"} in updates.')
     return params
 
 

@@ -106,7 +106,8 @@ class MultiOptimizer(definition.OptimizerDef):
     if self is other:
       return True
     return (type(other) is type(self) and self.part_names == other.part_names and self.traversals == other.traversals
-            and self.update_options == other.update_options and self.sub_optimizers == other.sub_optimizers and self._param_axes == other._param_axes)
+            and self.sub_optimizers == other.sub_optimizers and self.update_options == other.update_options
+            and self._param_axes == other._param_axes)
 
   def __hash__(self) -> int:
     return hash((type(self), self.part_names, self.sub_optimizers))

@@ -12,8 +12,7 @@ Learning rates:
 Optimizers that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import functools
 import inspect
 import re
@@ -25,14 +24,14 @@ import optax.contrib
 
 from t5x_lite import checks
 from t5x_lite import layer_stacks
-from t5x_lite.errors import ConfigError, T5xLiteError
+from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.base import definition, scalars
 from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales
-from t5x_lite.optimizers.optax_adapter import constructors, option_checks, param_scales
-from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath, Scaling
+from t5x_lite.optimizers.optax_adapter import calls, constructors, option_checks, param_scales
+from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper, StackingKeyFn
 
-_RATE = 'learning_rate'
+_RATE = calls.RATE
 # Function from arguments by name to the reason why the trainer cannot train with them, or None.
 UnsupportedReasonFn = Callable[[Mapping[str, Any]], str | None]
 # Arguments of constructors that are optimizers.
@@ -102,10 +101,6 @@ def _wrap(
     # The errors of `option_checks` are clearer than gin's, which show annotations of all kinds of arrays.
     annotations = {key: value for key, value in annotations.items() if not option_checks.has_check(name, key)}
 
-  def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    bound = inspect.BoundArguments(signature, arguments)
-    return function(*bound.args, **bound.kwargs)
-
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
     bound = checks.bind_arguments(name, signature, args, kwargs)
@@ -114,65 +109,17 @@ def _wrap(
       scalars.check_learning_rate(given_rate, name)
     if checks_options:
       option_checks.check_options(name, bound.arguments)
-    inner = tuple(_wrapped_in(bound.arguments))
-    for part in inner:
+    for part in calls.wrapped_in(bound.arguments):
       part.update_options.check_part(name)
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(name, key, bound.arguments[key])
     reason = None if unsupported_reason_fn is None else unsupported_reason_fn(bound.arguments)
-    takes_rate = owner == 'trainer' and given_rate is None
-
-    def build(arguments: Mapping[str, Any], learning_rate: Any, rate_scale: float = 1.0,
-              decay_scale: float = 1.0) -> optax.GradientTransformation:
-      arguments = _unwrapped(arguments, learning_rate)
-      arguments = {**arguments, _RATE: learning_rate} if takes_rate else arguments
-      try:
-        return call(optax_optimizer, scaling.apply(arguments, rate_scale, decay_scale))
-      except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, T5xLiteError):
-          raise
-        message = str(error).partition('\n')[0].rstrip('.')
-        raise ConfigError(f'The optimizer {name} has invalid options: {message}.') from error
-
-    complete = _with_defaults(bound)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
-    takes_trainers_rate = takes_rate or any(part.uses_learning_rate for part in inner)
-    own_rate = given_rate if owner in ('trainer', 'optimizer') else _own_rate_of(inner)
-    owns = (owner != 'unknown' and given_rate is not None) or any(part.owns_learning_rate for part in inner)
-
-    def wrap(build_fn: Callable[[Any], optax.GradientTransformation], rebuild: Any) -> OptaxWrapper:
-      common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name,
-                    is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn, scale_fn=scale,
-                    has_weight_decay=(_as_wrapper(complete[scaling.inner]).has_weight_decay if scaling.inner else
-                                      param_scales.has_weight_decay(complete)))
-      if takes_trainers_rate:
-        build_fn(0.0)  # Raises now for invalid options, instead of in the first step.
-        return OptaxWrapper(learning_rate_factory=build_fn, **common)
-      return OptaxWrapper(build_fn(None), owns_learning_rate=owns, own_learning_rate=own_rate, **common)
-
-    def scale(scales: ParamScales) -> OptaxWrapper:
-      scaling.check(name, scales)
-      if scaling.inner:
-        scales = dataclasses.replace(scales, path_fn=scaling.path_fn or scales.path_fn)
-        scaled = _as_wrapper(complete[scaling.inner]).with_param_scales(scales)
-        return call(wrapped, {**bound.arguments, scaling.inner: scaled})
-      arguments, by_variant = complete, scales
-      if scaling.decay_by_path:
-        arguments = {**complete, 'weight_decay': DecayByPath(complete['weight_decay'], scales)}
-        by_variant = dataclasses.replace(scales, weight_decays=())
-      state_fn = None
-      if scaling.state_fn is not None:
-        state_fn = lambda state, rate: scaling.state_fn(state, rate, complete)
-
-      def build_scaled(learning_rate: Any) -> optax.GradientTransformation:
-        return param_scales.scale_per_parameter(
-            functools.partial(build, arguments, learning_rate), by_variant,
-            multiplies_updates=not scaling.rate_options, state_fn=state_fn)
-
-      return wrap(build_scaled, rebuild and (lambda axes, params: rebuild(axes, params).with_param_scales(scales)))
-
-    rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
-    return wrap(functools.partial(build, bound.arguments), rebuild)
+    return calls.Call(
+        constructor=optax_optimizer, factory=wrapped, name=name, bound=bound, scaling=scaling,
+        rate_owner=owner, options=dict(
+            unsupported_reason=reason, is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn)
+        ).wrapper()
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -181,17 +128,6 @@ def _wrap(
   wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
   wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
   return wrapped
-
-
-def _with_defaults(bound: inspect.BoundArguments) -> dict[str, Any]:
-  """Return the arguments by name, defaults included."""
-  complete = inspect.BoundArguments(bound.signature, dict(bound.arguments))
-  complete.apply_defaults()
-  return complete.arguments
-
-
-def _as_wrapper(optimizer: optax.GradientTransformation | OptaxWrapper) -> OptaxWrapper:
-  return optimizer if isinstance(optimizer, OptaxWrapper) else OptaxWrapper(optimizer)
 
 
 def _name_of(constructor: Callable[..., Any]) -> str:
@@ -246,56 +182,10 @@ def _reason_against_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
           'that name; the trainer runs it in jax.jit, with gradients of the entire batch. Leave it out')
 
 
-def _own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
-  """Return the configured learning rate of `parts`; None unless exactly one has one."""
-  rates = [rate for part in parts for rate in part.configured_learning_rates.values()]
-  return rates[0] if len(rates) == 1 else None
-
-
 def _check_inner(owner: str, option: str, value: Any) -> None:
   if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
     raise checks.invalid(owner, option, 'an optax transformation or an optimizer such as optimizers.adamw()', value,
                          'Call the function first.' if callable(value) else '')
-
-
-def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
-  """Yield the wrapped optimizers in an argument, which may be nested lists, tuples and dicts."""
-  if isinstance(value, OptaxWrapper):
-    yield value
-  elif isinstance(value, Mapping):
-    for child in value.values():
-      yield from _wrapped_in(child)
-  elif isinstance(value, (list, tuple)):
-    for child in value:
-      yield from _wrapped_in(child)
-
-
-def _map_wrapped(fn: Callable[[OptaxWrapper], Any], value: Any) -> Any:
-  """Return an argument with `fn` applied to each wrapped optimizer; the argument itself if it has none."""
-  if isinstance(value, OptaxWrapper):
-    return fn(value)
-  if not any(_wrapped_in(value)):
-    return value
-  if isinstance(value, Mapping):
-    return {key: _map_wrapped(fn, child) for key, child in value.items()}
-  return [_map_wrapped(fn, child) for child in value]
-
-
-def _unwrapped(value: Any, learning_rate: Any) -> Any:
-  """Return an argument with its wrapped optimizers as transformations, built for the learning rate if they take it."""
-
-  def transformation_of(wrapper: OptaxWrapper) -> optax.GradientTransformation:
-    takes_rate = wrapper.learning_rate_factory is not None
-    return wrapper.learning_rate_factory(learning_rate) if takes_rate else wrapper.optax_optimizer
-
-  return _map_wrapped(transformation_of, value)
-
-
-def _rebuild_fn(make: Callable[[Any], OptaxWrapper], arguments: Any) -> Callable[..., OptaxWrapper] | None:
-  """Return the `rebuild` of a wrapper made by `make(arguments)`; None if no optimizer in them depends on the axes."""
-  if not any(part.depends_on_axes for part in _wrapped_in(arguments)):
-    return None
-  return lambda axes, params: make(_map_wrapped(lambda part: part.with_param_axes(axes, params), arguments))
 
 
 @checks.checks_arguments('chain')
@@ -325,7 +215,7 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     _check_inner('chain', f'transformations[{index}]', element if element is not None else ())
 
   def build(learning_rate: Any) -> optax.GradientTransformation:
-    return optax.chain(*_unwrapped(list(transformations), learning_rate))
+    return optax.chain(*calls.unwrapped(list(transformations), learning_rate))
 
   wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
   for element in wrapped:
@@ -342,8 +232,20 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
             for element, param_states in zip(transformations, state.param_states, strict=True)]
     return None if None in keys else tuple(keys)
 
-  # The elements whose learning rate and weight decay are scaled by parameter; without any, the updates of the chain are.
+  # The elements whose rates are scaled by parameter; without any, the updates of the chain are.
   with_rate = [element for element in wrapped if element.uses_learning_rate or element.owns_learning_rate]
+  name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
+  common = dict(parts=wrapped, rebuild=calls.rebuild_fn(chain, list(transformations)), name=name,
+                stacking_key_fn=stacking_key, scale_support=_scale_support(transformations, with_rate))
+  if any(element.uses_learning_rate for element in wrapped):
+    return OptaxWrapper(learning_rate_factory=build, **common)
+  owns = any(element.owns_learning_rate for element in wrapped)
+  return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=calls.own_rate_of(wrapped), **common)
+
+
+def _scale_support(
+    transformations: Sequence[Any], with_rate: Sequence[OptaxWrapper]) -> param_scales.ScaleSupport | None:
+  """Return the support of scales by parameter of a chain, of which some elements have a learning rate."""
 
   def scale(scales: ParamScales) -> OptaxWrapper:
     if len(with_rate) > 1:
@@ -352,14 +254,8 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     return chain([element.with_param_scales(scales) if element is with_rate[0] else element
                   for element in transformations])
 
-  name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
-  common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name,
-                stacking_key_fn=stacking_key, scale_fn=scale if with_rate else None,
-                has_weight_decay=any(element.has_weight_decay for element in with_rate))
-  if any(element.uses_learning_rate for element in wrapped):
-    return OptaxWrapper(learning_rate_factory=build, **common)
-  owns = any(element.owns_learning_rate for element in wrapped)
-  return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), **common)
+  has_decay = any(element.has_weight_decay for element in with_rate)
+  return param_scales.ScaleSupport(scale, has_decay) if with_rate else None
 
 
 def _stacking_key(
@@ -379,7 +275,7 @@ _CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)
 
 
 def _with_weights_at(state: optax.contrib.ScheduleFreeState, rate_scale: float, arguments: Mapping[str, Any]) -> Any:
-  """Return a state whose weights of averaging are those at a multiplied learning rate, so that averages are the same."""
+  """Return a state with the weights of a multiplied learning rate, so that averages have the same proportions."""
   return state._replace(max_lr=rate_scale * state.max_lr,
                         weight_sum=rate_scale ** arguments['weight_lr_power'] * state.weight_sum)
 

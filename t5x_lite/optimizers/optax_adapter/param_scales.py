@@ -7,7 +7,7 @@ computations and removes those whose results are not taken.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -71,6 +71,18 @@ class Scaling:
     """
     factors = {**dict.fromkeys(self.rate_options, rate_scale), **dict.fromkeys(WEIGHT_DECAYS, decay_scale)}
     return {name: _times(value, factors.get(name, 1.0)) for name, value in arguments.items()}
+
+
+class ScaleSupport(NamedTuple):
+  """Support of scales by parameter of an optimizer.
+
+  Attributes:
+    scale_fn: function from `ParamScales` to the optimizer with them.
+    has_weight_decay: True if the optimizer has a weight decay that it scales.
+  """
+
+  scale_fn: Callable[[ParamScales], Any]
+  has_weight_decay: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
 from t5x_lite.optimizers.base import definition, scalars, state_hooks
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.optax_adapter import state_structure
-from t5x_lite.optimizers.optax_adapter.param_scales import scale_per_parameter
+from t5x_lite.optimizers.optax_adapter.param_scales import scale_per_parameter, ScaleSupport
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 # Function with the arguments and result of `OptimizerDef.stacking_key`.
@@ -71,8 +71,7 @@ class OptaxWrapper(definition.OptimizerDef):
       unsupported_reason: str | None = None,
       is_elementwise: bool = False,
       stacking_key_fn: StackingKeyFn | None = None,
-      scale_fn: Callable[[ParamScales], 'OptaxWrapper'] | None = None,
-      has_weight_decay: bool = False,
+      scale_support: ScaleSupport | None = None,
       name: str = 'OptaxWrapper'):
     """Wrap a transformation, or a function that builds one from the trainer's learning rate.
 
@@ -95,9 +94,8 @@ class OptaxWrapper(definition.OptimizerDef):
         values of the entire tree such as a global norm. Then the parameters of equal layers may be stacked.
       stacking_key_fn: `stacking_key` of a transformation that updates stacked parameters layer by layer: a function of
         the same arguments. None means that such parameters are not supported, unless `is_elementwise` is True.
-      scale_fn: function from `ParamScales` to this optimizer with them; None multiplies the updates, which is right if
-        they are proportional to the learning rate and the state does not depend on it.
-      has_weight_decay: True if `scale_fn` scales a weight decay.
+      scale_support: support of scales by parameter; None multiplies the updates, which is right if they are
+        proportional to the learning rate and the state does not depend on it.
       name: name for messages.
 
     Raises:
@@ -128,7 +126,7 @@ class OptaxWrapper(definition.OptimizerDef):
     self._parts = tuple(parts)
     self._rebuild = rebuild
     self._stacking_key_fn = (lambda *_: 'elementwise') if is_elementwise else stacking_key_fn
-    self._scale_fn, self._has_weight_decay = scale_fn, has_weight_decay
+    self._scale_support = scale_support
     self._name = name
     super().__init__(OptaxHyperParams())
 
@@ -181,12 +179,12 @@ class OptaxWrapper(definition.OptimizerDef):
   @property
   def has_weight_decay(self) -> bool:
     """See base class; False if it is unknown."""
-    return self._has_weight_decay
+    return self._scale_support is not None and self._scale_support.has_weight_decay
 
   def _for_param_scales(self, scales: ParamScales) -> 'OptaxWrapper':
-    """See base class and the argument `scale_fn` of the constructor."""
-    if self._scale_fn is not None:
-      return self._scale_fn(scales)
+    """See base class and the argument `scale_support` of the constructor."""
+    if self._scale_support is not None:
+      return self._scale_support.scale_fn(scales)
 
     def scaled(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
       return scale_per_parameter(lambda rate_scale, decay_scale: transformation, scales)
@@ -200,6 +198,12 @@ class OptaxWrapper(definition.OptimizerDef):
     if self._rebuild is not None:
       new._rebuild = lambda axes, params: self._rebuild(axes, params).with_param_scales(scales)
     return new
+
+  def check_param_scales(self, params: Params) -> None:
+    """See base class; optimizers in the transformation may have scales too."""
+    super().check_param_scales(params)
+    for part in self._parts:
+      part.check_param_scales(params)
 
   @property
   def depends_on_axes(self) -> bool:

@@ -1,7 +1,6 @@
 """Options of every optimizer: each file of gin/optimizers/ honours scales by parameter, or says why it cannot."""
 
 import inspect
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +40,14 @@ _DECAY_OPTIONS = {
     **{stem: ['optimizers__adamw__weight_decay', 'adafactor__Adafactor__weight_decay_rate'] for stem in (
         'multi_optimizer', 'multi_optimizer_by_label')},
 }
-_OPTIONS = {'distributed_shampoo': {'optimizers__distributed_shampoo__block_size': 4,
-                                    'optimizers__distributed_shampoo__start_preconditioning_step': 1},
+# Shampoo without roots, which take long to compile: neither factor changes them.
+_OPTIONS = {'distributed_shampoo': {'optimizers__distributed_shampoo__skip_preconditioning_dim_size_gt': 1},
             'galore': {'optimizers__galore__rank': 2}}
 # One file for each way of scaling; all others in `make test-full`.
 _BY_DEFAULT = {
-    'adafactor', 'adafactor_optax', 'adamw', 'chain', 'distributed_shampoo', 'dog', 'fromage', 'lamb', 'lbfgs', 'madgrad',
-    'mechanize', 'multi_optimizer', 'muon', 'prodigy', 'scaled_adam', 'schedule_free', 'schedule_free_adamw', 'sgd',
-    'split_real_and_imaginary'}
+    'adafactor', 'adafactor_optax', 'adamw', 'chain', 'distributed_shampoo', 'dog', 'fromage', 'lamb', 'lbfgs',
+    'madgrad', 'mechanize', 'multi_optimizer', 'muon', 'prodigy', 'scaled_adam', 'schedule_free', 'schedule_free_adamw',
+    'sgd', 'split_real_and_imaginary'}
 _FILES = [stem if stem in _BY_DEFAULT else pytest.param(stem, marks=pytest.mark.full)
           for stem in optimizer_files.FILES if stem not in ('dpsgd', 'reduce_on_plateau')] + ['reduce_on_plateau']
 
@@ -120,8 +119,8 @@ def test_every_file_honours_scales_by_parameter(stem):
     runs |= {'decay': (_definition(stem, _DECAY), rate), 'other decay': (_definition(stem, _DECAY * _FACTOR), rate),
              'scaled decay': (_definition(stem, _DECAY, **decay_scales), rate)}
   else:
-    message = 'cannot be used with .* is part of the step' if stem in _JOINT_DECAY else 'no effect: .* no .*weight decay'
-    with pytest.raises(ConfigError, match=f'weight_decay_scales` {message}|weight_decay_scales` has {message}'):
+    message = 'cannot be used .* is part of the step' if stem in _JOINT_DECAY else 'has no effect: .* no known weight'
+    with pytest.raises(ConfigError, match=f'weight_decay_scales` {message}'):
       _definition(stem, _DECAY if stem in _JOINT_DECAY else None, **decay_scales)
 
   results = jax.jit(lambda start: {
