@@ -379,7 +379,7 @@ def train_with_lr(
     train_state: state before the step.
     batch: feature name to array `[batch, ...]`.
     learning_rate: see `apply_grads`.
-    dropout_rng: key for dropout, different in each step.
+    dropout_rng: key for dropout and, folded, for stochastic rounding; different in each step.
     model: a `BaseModel`.
     num_microbatches: see `accumulate_grads_microbatched`.
     weight_metrics_computer: see `apply_grads`.
@@ -406,6 +406,8 @@ def train_with_lr(
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
     others['flax_mutables'] = mutables
+  if (options := train_state.optimizer_def.update_options).stochastic_rounding:
+    others['rounding_key'] = options.rounding_key(dropout_rng)
 
   is_optional = computes_weight_metrics is not None
   new_state, metrics = apply_grads(

@@ -154,7 +154,7 @@ def _is_stacked(definition):
       definition.stacking_key(path, leaf, state) for path, leaf in tree_utils.named_leaves(_random(0)))
 
 
-_BY_DEFAULT = ('adafactor_all_options', 'adamw', 'multi_by_label')
+_BY_DEFAULT = ('adafactor_all_options', 'adamw', 'multi_by_label', 'multi_scaled')
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,12 @@ _ALL = {'decoder': [(0, 1, 2, 3)]}
         'encoder': 'default', 'embedding': 'default',
         'decoder': {'layers_1': 'other', **{f'layers_{i}': 'default' for i in (0, 2, 3)}}}),
     optimizers.chain([optax.clip_by_global_norm(1.0), optimizers.scaled_adam(batch_dims=(('layers_1/mlp', 0),))]),
-    'dtype', 'axes'], ids=['scale', 'factors', 'part', 'label', 'batched dims', 'dtype', 'axes'])
+    *(optimizers.with_update_options(optimizer_def, learning_rate_scales=[('layers_1/', 0.5)]) for optimizer_def in (
+        optimizers.Adafactor(factored=False), optimizers.adamw(), optimizers.distributed_shampoo(),
+        optimizers.scaled_adam(), optimizers.chain([optimizers.sgd()]),
+        optimizers.MultiOptimizer([('.', optimizers.lion())]))),
+    'dtype', 'axes'], ids=[
+        'scale', 'factors', 'part', 'label', 'batched dims', *(f'options {i}' for i in range(6)), 'dtype', 'axes'])
 def test_layers_that_differ_are_stacked_apart(optimizer_def):
   params, spec = _random(0), optimizer_def == 'axes'
   if optimizer_def == 'dtype':

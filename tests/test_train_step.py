@@ -20,6 +20,7 @@ from t5x_lite import train_step
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import t5
+from t5x_lite.optimizers.base import rounding
 from tests.models import toy_model
 
 
@@ -241,3 +242,23 @@ def test_weight_metrics():
                              ('weight_update_divided_by_weight_rms', rms(relative)), ('weight_max', np.abs(new).max())):
       assert got[f'{metric}/{name}'] == pytest.approx(expected, rel=1e-4), metric
   assert got['weight_gradient_norm'] == pytest.approx(np.sqrt(squares), rel=1e-5)
+
+
+def test_stochastic_rounding_depends_on_the_key_of_the_step_but_not_on_dropout():
+  optimizer_def = optimizers.with_update_options(optimizers.sgd(), param_dtype='bfloat16', stochastic_rounding=True)
+  model = toy_model.make_model(optimizer_def)
+  state, batch = toy_model.make_state(model), toy_model.make_batch()
+  step = jax.jit(lambda key: train_step.train_with_lr(state, batch, jnp.float32(0.1), key, model, None)[0].params)
+  first, again, other = (step(jax.random.key(seed)) for seed in (1, 1, 2))
+  grads, _, _ = _grads(model, state, batch, None)
+  expected = jax.jit(lambda key: state.apply_gradient(grads, 0.1, rounding_key=rounding.key_of_step(key)).params)(
+      jax.random.key(1))
+  jax.tree.map(np.testing.assert_array_equal, first, again)
+  jax.tree.map(np.testing.assert_array_equal, first, expected)
+  assert first['logits'].dtype == jnp.bfloat16 and np.any(first['logits'] != other['logits'])
+  # Dropout folds the numbers of micro-batches into the same key.
+  keys = [rounding.key_of_step(jax.random.key(1)), jax.random.key(1), *(
+      jax.random.fold_in(jax.random.key(1), i) for i in range(8))]
+  assert len({tuple(np.asarray(jax.random.key_data(key)).tolist()) for key in keys}) == len(keys)
+  with pytest.raises(ConfigError, match='rounding_key'):
+    train_step.train_with_lr(state, batch, jnp.float32(0.1), None, model, None)

@@ -19,6 +19,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.optimizers.base.state_dicts': ('restore_from_state_dict', 'to_state_dict'),
     't5x_lite.optimizers.base.state_hooks': (
         'register_eval_params', 'register_schedule_count', 'register_state_metrics'),
+    't5x_lite.optimizers.base.update_options': ('with_update_options',),
     't5x_lite.optimizers.multi.labels': ('partition',),
     't5x_lite.optimizers.multi.optimizer': ('MultiOptimizer', 'MultiOptimizerState'),
     't5x_lite.optimizers.multi.traversals': ('ModelParamTraversal', 'PathTraversal', 'Traversal'),

@@ -65,6 +65,58 @@ MUTANTS = (
         'tests/optimizers/adafactor_rule/test_factor_rules.py'
         '::test_matrices_are_factored_by_size_whatever_their_rule'),
     Mutant(
+        'stochastic_rounding_is_biased',
+        't5x_lite/optimizers/base/rounding.py',
+        'jax.random.bits(key, values.shape, jnp.uint16)',
+        'jax.random.bits(key, values.shape, jnp.uint8)',
+        'tests/optimizers/base/test_rounding.py::test_the_mean_of_rounded_numbers_is_the_number[-3.1416]'),
+    Mutant(
+        'stochastic_rounding_loses_nan',
+        't5x_lite/optimizers/base/rounding.py',
+        'jnp.where(jnp.isfinite(values), rounded',
+        'jnp.where(jnp.isfinite(values) | True, rounded',
+        'tests/optimizers/base/test_rounding.py::test_numbers_of_bfloat16_infinities_and_nan_are_kept'),
+    Mutant(
+        'stochastic_rounding_is_that_of_dropout',
+        't5x_lite/optimizers/base/rounding.py',
+        'else jax.random.fold_in(step_key, _STREAM)',
+        'else step_key',
+        'tests/test_train_step.py::test_stochastic_rounding_depends_on_the_key_of_the_step_but_not_on_dropout'),
+    Mutant(
+        'all_parameters_are_rounded_alike',
+        't5x_lite/optimizers/base/rounding.py',
+        'zlib.crc32(single.encode())',
+        'zlib.crc32(b"")',
+        'tests/optimizers/base/test_rounding.py'
+        '::test_random_numbers_depend_on_the_path_alone_not_on_other_parameters_stacks_or_meshes'),
+    Mutant(
+        'the_last_match_scales_a_parameter',
+        't5x_lite/optimizers/base/param_scales.py',
+        'next((rule for rule in rules if',
+        'next((rule for rule in reversed(rules) if',
+        'tests/optimizers/base/test_param_scales.py'
+        '::test_the_first_match_applies_and_stacked_layers_have_the_factors_of_their_first'),
+    Mutant(
+        'states_are_those_without_scales',
+        't5x_lite/optimizers/optax_adapter/param_scales.py',
+        'columns[index][i] for i, index',
+        'columns[0][i] for i, index',
+        'tests/optimizers/optax_adapter/test_param_scales.py'
+        '::test_each_parameter_has_the_values_and_the_state_of_its_factors[False]'),
+    Mutant(
+        'a_lower_rate_averages_less',
+        't5x_lite/optimizers/optax_adapter/factories.py',
+        "rate_scale ** arguments['weight_lr_power'] * state.weight_sum",
+        'state.weight_sum',
+        'tests/optimizers/base/test_update_options.py'
+        '::test_every_file_honours_scales_by_parameter[schedule_free_adamw]'),
+    Mutant(
+        'layers_with_other_scales_are_stacked',
+        't5x_lite/optimizers/optax_adapter/wrapper.py',
+        'if key is not None and self.param_scales else key',
+        'if key is None else key',
+        'tests/test_layer_stacks.py::test_layers_that_differ_are_stacked_apart[options 1]'),
+    Mutant(
         'optax_takes_the_rate_of_the_next_step',
         't5x_lite/optimizers/optax_adapter/wrapper.py',
         'rate(state.step) if callable(rate)',

@@ -1,18 +1,14 @@
 """Every file of gin/optimizers/: a run that stops and restarts is bitwise equal to an uninterrupted run."""
 
-import pathlib
-
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
-import gin
 import jax
 import jax.numpy as jnp
 import pytest
 
-from t5x_lite import gin_utils
-from t5x_lite.configuration import syntax as gin_syntax
 from tests.apps.train import toy_run
 from tests.models import toy_model
+from tests.optimizers import optimizer_files
 
 # Work that files have done now and then comes before and after the stop, but not in the step after it.
 _SOONER = {
@@ -23,7 +19,7 @@ _SOONER = {
 }
 _STOP, _END = 6, 10
 # The trainer rejects it (tests/optimizers/base/test_state_hooks.py).
-_FILES = sorted({pathlib.PurePath(name).stem for name in gin_syntax.packaged_files('optimizers')} - {'dpsgd'})
+_FILES = [stem for stem in optimizer_files.FILES if stem != 'dpsgd']
 
 
 class _Parameter(nn.Module):
@@ -55,14 +51,8 @@ class _Network(nn.Module):
 
 def _optimizer_def(stem):
   """Return a new optimizer as the file configures it."""
-  flags = {'MODEL_DIR': "'runs/x'"}
-  flags |= {f'optimizers.{stem}.{key}': str(value) for key, value in _SOONER.get(stem, {}).items()}
-  texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{stem}.gin'],
-                         [gin_syntax.read_flag(key, value, f'--gin.{key}={value}') for key, value in flags.items()])
-  try:
-    return gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
-  finally:
-    gin.clear_config()
+  return optimizer_files.definition(
+      stem, **{f'optimizers__{stem}__{key}': value for key, value in _SOONER.get(stem, {}).items()})
 
 
 def _train(stem, model_dir, total_steps):

@@ -25,24 +25,26 @@ from t5x_lite.optimizers.adafactor_rule import update as update_lib
 from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorDim, HParamMap
 from t5x_lite.optimizers.adafactor_rule.update import AdafactorHyperParams, AdafactorParamState
 from t5x_lite.optimizers.axes import names
-from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base import definition, scalars
+from t5x_lite.optimizers.base.param_scales import ParamScales
+from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.types import Array, LogicalAxes, Params
 
 # Hyper-parameters that determine the structure of the state, which is fixed when the state is made.
 _STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'logical_factor_rules')
 
-_NOT_NEGATIVE, _POSITIVE = definition.scalar(at_least=0), definition.scalar(above=0)
+_NOT_NEGATIVE, _POSITIVE = scalars.scalar(at_least=0), scalars.scalar(above=0)
 _OPTIONS = dict(
     multiply_by_parameter_scale=checks.instance((bool, HParamMap), 'a bool or an HParamMap'),
-    beta1=definition.scalar(at_least=0, below=1).or_none(),
+    beta1=scalars.scalar(at_least=0, below=1).or_none(),
     decay_rate=_NOT_NEGATIVE,
-    step_offset=definition.scalar(),
+    step_offset=scalars.scalar(),
     clipping_threshold=_POSITIVE.or_none(),
     weight_decay_rate=_NOT_NEGATIVE.or_none(),
-    min_dim_size_to_factor=definition.scalar(at_least=1),
+    min_dim_size_to_factor=scalars.scalar(at_least=1),
     epsilon1=_NOT_NEGATIVE,
     epsilon2=_NOT_NEGATIVE,
-    dtype_momentum=definition.FLOATING_DTYPE,
+    dtype_momentum=scalars.FLOATING_DTYPE,
     factor_map=checks.instance((HParamMap, Mapping), 'an HParamMap').or_none(),
     weight_decay_rate_lr_exponent=_NOT_NEGATIVE.or_none(),
     global_norm_clip_threshold=_POSITIVE.or_none(),
@@ -125,7 +127,7 @@ class Adafactor(definition.OptimizerDef):
       ConfigError: a value out of range or of the wrong type, or an option without effect.
     """
     options = dict(locals())
-    definition.check_learning_rate(learning_rate, 'Adafactor')
+    scalars.check_learning_rate(learning_rate, 'Adafactor')
     checks.check('Adafactor', options, **_OPTIONS)
     has_momentum_dtype = jnp.dtype(dtype_momentum) != jnp.float32
     for option, condition, other in (
@@ -154,7 +156,8 @@ class Adafactor(definition.OptimizerDef):
     if self is other:
       return True
     return (type(other) is type(self) and self.hyper_params == other.hyper_params
-            and self.dtype_momentum == other.dtype_momentum)
+            and self.dtype_momentum == other.dtype_momentum and self.update_options == other.update_options
+            and self.param_scales == other.param_scales)
 
   def __hash__(self) -> int:
     hp = self.hyper_params
@@ -165,6 +168,12 @@ class Adafactor(definition.OptimizerDef):
   def has_param_wise_state(self) -> bool:
     """True: the state has an `AdafactorParamState` at the path of each parameter."""
     return True
+
+  @property
+  def has_weight_decay(self) -> bool:
+    """True if parameters are decayed at a rate other than 0."""
+    rate = self.hyper_params.weight_decay_rate
+    return bool(self.hyper_params.weight_decay_rate_lr_exponent) if rate is None else rate != 0
 
   @property
   def needs_learning_rate(self) -> bool:
@@ -240,6 +249,11 @@ class Adafactor(definition.OptimizerDef):
     if learning_rate is None:
       raise ConfigError(
           'Adafactor has no learning rate. Give the trainer a learning_rate_fn, or Adafactor a learning_rate.')
+    rate_scale, decay_scale = self.param_scales.of(path)
+    if rate_scale != 1.0:
+      learning_rate = learning_rate * rate_scale
+    if decay_scale != 1.0:
+      hp = hp.replace(weight_decay_rate=decay_scale * (1.0 if hp.weight_decay_rate is None else hp.weight_decay_rate))
     use_parameter_scale = hp.multiply_by_parameter_scale
     if isinstance(use_parameter_scale, HParamMap):
       use_parameter_scale = use_parameter_scale[path]
@@ -274,7 +288,12 @@ class Adafactor(definition.OptimizerDef):
     use_parameter_scale = self.hyper_params.multiply_by_parameter_scale
     if isinstance(use_parameter_scale, HParamMap):
       use_parameter_scale = use_parameter_scale[path]
-    return self._plan(tuple(param.shape), path), bool(use_parameter_scale)
+    return self._plan(tuple(param.shape), path), bool(use_parameter_scale), self.param_scales.of(path)
+
+  def _for_param_scales(self, scales: ParamScales) -> 'Adafactor':
+    """See base class; updates read `param_scales`."""
+    del scales
+    return copy.copy(self)
 
   def gradient_evidence(self, grads: Params, new_state: definition.OptimizerState) -> Any:
     """See base class; returns the means of squared gradients over the columns, which are smaller than the gradients."""

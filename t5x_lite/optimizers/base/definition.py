@@ -23,14 +23,12 @@ import flax.core
 from flax.core import FrozenDict
 from flax import struct
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers.base import state_dicts
-from t5x_lite.schedules import check_learning_rate_fn
+from t5x_lite.optimizers.base import rounding, state_dicts
+from t5x_lite.optimizers.base.scalars import check_learning_rate, learning_rates_at
+from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales, UpdateOptions
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 # Values of a step that an optimizer may need:
@@ -60,8 +58,13 @@ class OptimizerDef(abc.ABC):
 
   Attributes:
     hyper_params: frozen dataclass with the defaults of the values that `update_hyper_params` may override.
+    update_options: options that every optimizer has; see `with_update_options`.
+    param_scales: factors of learning rate and weight decay by parameter, from these options or from those of an
+      optimizer that has this one as a part.
   """
 
+  update_options = UpdateOptions()
+  param_scales = ParamScales()
   # The definition from which `with_param_axes` made this one, and the axes.
   _origin: tuple['OptimizerDef', Any] | None = None
 
@@ -108,6 +111,15 @@ class OptimizerDef(abc.ABC):
     The names are 'learning_rate', or '<part>/learning_rate' for an optimizer with parts.
     """
     return {}
+
+  @property
+  def has_weight_decay(self) -> bool:
+    """True if this optimizer decays parameters, so that factors of the weight decay have an effect."""
+    return False
+
+  def decaying_paths(self, params: Params) -> frozenset[str]:
+    """Return the '/'-joined paths of the parameters, or of their shapes, whose optimizer has a weight decay."""
+    return frozenset(path for path, _ in tree_utils.named_leaves(params)) if self.has_weight_decay else frozenset()
 
   @property
   def has_param_wise_state(self) -> bool:
@@ -280,6 +292,7 @@ class OptimizerDef(abc.ABC):
     else:
       definition = origin._for_param_axes(param_logical_axes, params)
     if definition is not origin:
+      definition.update_options, definition.param_scales = origin.update_options, origin.param_scales
       definition._origin = (origin, tuple(tree_utils.named_leaves(param_logical_axes)))
     return definition
 
@@ -320,8 +333,46 @@ class OptimizerDef(abc.ABC):
       check_learning_rate(hyper_param_overrides['learning_rate'], type(self).__name__)
     return dataclasses.replace(hyper_params, **hyper_param_overrides)
 
+  def with_update_options(self, options: UpdateOptions) -> 'OptimizerDef':
+    """Return this definition with options that every optimizer has; see the function `with_update_options`.
+
+    Raises:
+      ConfigError: scales that are not supported or have no effect, or options that are set already.
+    """
+    if self.update_options != UpdateOptions():
+      raise ConfigError(f'{self.name} has `{OWNER}` already. Set all options in one call.')
+    if options.scales.weight_decays and not self.has_weight_decay:
+      raise ConfigError(f'`{OWNER}.weight_decay_scales` has no effect: {self.name} has no known weight decay. Set '
+                        'the option of its weight decay, or remove the scales. The weight decay of a transformation '
+                        "that OptaxWrapper wraps is not known: use t5x_lite.optimizers' form of it.")
+    definition = self.with_param_scales(options.scales) if options.scales else copy.copy(self)
+    definition.update_options, definition._origin = options, None
+    return definition
+
+  def with_param_scales(self, scales: ParamScales) -> 'OptimizerDef':
+    """Return this definition with other learning rates and weight decays by parameter, see `_for_param_scales`."""
+    if self.param_scales:
+      raise ConfigError(f'{self.name} has scales by parameter already. Set them in one place.')
+    definition = self._for_param_scales(scales)
+    definition.param_scales, definition._origin = scales, None
+    return definition
+
+  def _for_param_scales(self, scales: ParamScales) -> 'OptimizerDef':
+    """Return a new definition for `with_param_scales`, which updates a parameter as if its rates were `scales.of(path)`
+    times those of this definition, with the same state."""
+    del scales
+    raise ConfigError(f'{self.name} does not support scales by parameter. Implement _for_param_scales(scales) in '
+                      f'{type(self).__name__}.')
+
+  def check_param_scales(self, params: Params) -> None:
+    """Raise if a scale of the options has no effect for these parameters, and log the effect of scales."""
+    if self.update_options.scales:
+      self.update_options.scales.check(params, self.decaying_paths(params))
+
   def create(self, target: Params) -> 'Optimizer':
-    """Return an `Optimizer` of the parameters `target` with an initial state."""
+    """Return an `Optimizer` of the parameters `target`, in their dtype of the options, with an initial state."""
+    self.check_param_scales(target)
+    target = self.update_options.prepare(target)
     return Optimizer(optimizer_def=self, state=self.init_state(target), target=target)
 
   def state_dict(self, target: Params, state: OptimizerState) -> dict[str, Any]:
@@ -379,15 +430,20 @@ class Optimizer(struct.PyTreeNode):
     Args:
       grads: gradients, a tree like `target`; plain and frozen dicts are interchangeable.
       **overrides: hyper-parameters of this update, for instance `learning_rate=...`, and the values that the
-        definition's `extra_args` name, for instance `value=loss`.
+        definition's `extra_args` name, for instance `value=loss`; with stochastic rounding, `rounding_key=...`.
 
     Returns:
       A new `Optimizer`.
     """
     extra_args = {name: overrides.pop(name) for name in self.optimizer_def.extra_args if name in overrides}
+    rounds, rounding_key = self.optimizer_def.update_options.stochastic_rounding, overrides.pop('rounding_key', None)
     hyper_params = self.optimizer_def.update_hyper_params(**overrides)
-    grads = _in_containers_of(self.target, grads)
-    target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads, **extra_args)
+    grads, target = _in_containers_of(self.target, grads), self.target
+    if rounds:
+      target, extra_args = rounding.widen(target, extra_args)
+    target, state = self.optimizer_def.apply_gradient(hyper_params, target, self.state, grads, **extra_args)
+    if rounds:
+      target = rounding.round_params(rounding_key, target, self.target)
     return self.replace(target=target, state=state)
 
   def state_dict(self) -> dict[str, Any]:
@@ -412,61 +468,3 @@ def _in_containers_of(target: PyTree, grads: PyTree) -> PyTree:
 # T5X's names for use in annotations.
 OptimizerType = Optimizer
 OptimizerDefType = OptimizerDef
-
-
-def scalar(**bounds: Any) -> checks.Expectation:
-  """Expect a number or a scalar array; see `checks.number` for the bounds.
-
-  Args:
-    **bounds: arguments of `checks.number`. Arrays on a device are not compared with them: reading one would wait for
-      the device.
-  """
-  expected = checks.number(**bounds)
-
-  def holds(value: Any) -> bool:
-    if isinstance(value, jax.Array):
-      return value.ndim == 0 and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
-    return expected.holds(value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
-
-  return expected._replace(holds=holds)
-
-
-def _is_floating_dtype(value: Any) -> bool:
-  try:
-    return jnp.issubdtype(jnp.dtype(value), jnp.floating)
-  except TypeError:
-    return False
-
-
-FLOATING_DTYPE = checks.Expectation("a floating-point dtype such as 'bfloat16'", _is_floating_dtype)
-_LEARNING_RATE = scalar(at_least=0).or_none()._replace(text='a number >= 0 or a schedule')
-
-
-def check_learning_rate(learning_rate: Any, owner: str, option: str = 'learning_rate') -> None:
-  """Raise if a value is not a learning rate.
-
-  Args:
-    learning_rate: None, a number, a scalar array, a tracer, or a schedule (a function of the step).
-    owner: optimizer that takes the learning rate, for the error message.
-    option: name of its option.
-
-  Raises:
-    ConfigError: a negative or non-finite number, an invalid schedule, or a value of another type.
-  """
-  if callable(learning_rate):
-    check_learning_rate_fn(learning_rate, f'{owner}.{option}')
-  else:
-    checks.check(owner, {option: learning_rate}, **{option: _LEARNING_RATE})
-
-
-def learning_rates_at(rates: Mapping[str, Any], step: jax.Array) -> dict[str, jax.Array]:
-  """Return the values of learning rates at a step.
-
-  Args:
-    rates: numbers or schedules by name.
-    step: int32 scalar.
-
-  Returns:
-    Float32 scalars by the same names.
-  """
-  return {name: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32) for name, rate in rates.items()}

@@ -25,6 +25,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.axes import names as _axes
 from t5x_lite.optimizers.base import definition, state_dicts
+from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.multi import (
     parts as _multi_parts,
     state_dict as _multi_state_dict,
@@ -105,7 +106,8 @@ class MultiOptimizer(definition.OptimizerDef):
     if self is other:
       return True
     return (type(other) is type(self) and self.part_names == other.part_names and self.traversals == other.traversals
-            and self.sub_optimizers == other.sub_optimizers and self._param_axes == other._param_axes)
+            and self.sub_optimizers == other.sub_optimizers and self.update_options == other.update_options
+            and self._param_axes == other._param_axes)
 
   def __hash__(self) -> int:
     return hash((type(self), self.part_names, self.sub_optimizers))
@@ -121,6 +123,15 @@ class MultiOptimizer(definition.OptimizerDef):
   def has_param_wise_state(self) -> bool:
     """True if every part has per-parameter state."""
     return all(part.has_param_wise_state for part in self.sub_optimizers)
+
+  @property
+  def has_weight_decay(self) -> bool:
+    """True if a part has a weight decay."""
+    return any(part.has_weight_decay for part in self.sub_optimizers)
+
+  def decaying_paths(self, params: Params) -> frozenset[str]:
+    """See base class."""
+    return frozenset().union(*(part.decaying_paths(part_params) for part, part_params in self._with_params(params)))
 
   @property
   def uses_learning_rate(self) -> bool:
@@ -225,6 +236,8 @@ class MultiOptimizer(definition.OptimizerDef):
 
   def create(self, target: Params) -> definition.Optimizer:
     """Return an `Optimizer` of the parameters `target` with an initial state."""
+    self.check_param_scales(target)
+    target = self.update_options.prepare(target)
     optimizer_def = self if self._param_axes is None else self._for_param_axes(self._param_axes, target)
     return definition.Optimizer(optimizer_def=optimizer_def, state=optimizer_def.init_state(target), target=target)
 
@@ -281,6 +294,27 @@ class MultiOptimizer(definition.OptimizerDef):
     parts = (part.rename_params(state, rename_fn)
              for part, state in zip(self.sub_optimizers, param_states.parts, strict=True))
     return MultiOptimizerState(parts=tuple(parts), paths=tuple(map(rename_fn, param_states.paths)))
+
+  def _for_param_scales(self, scales: ParamScales) -> 'MultiOptimizer':
+    """See base class; the weight decay is scaled in the parts that have one."""
+    new = copy.copy(self)
+    new.sub_optimizers = tuple(
+        part.with_param_scales(of_part) if (of_part := scales.for_optimizer(part.has_weight_decay)) else part
+        for part in self.sub_optimizers)
+    return new
+
+  def check_param_scales(self, params: Params) -> None:
+    """See base class; the parts may have scales too."""
+    super().check_param_scales(params)
+    if any(part.param_scales for part in self.sub_optimizers):
+      for part, part_params in self._with_params(params):
+        part.check_param_scales(part_params)
+
+  def _with_params(self, params: Params) -> list[tuple[definition.OptimizerDef, Params]]:
+    """Return the optimizer and the parameters of each part."""
+    leaves = _paths.by_path(params)
+    selected = self._select(tree_utils.unflatten_dict(leaves))
+    return [(part, _paths.subtree(leaves, paths)) for part, paths in zip(self.sub_optimizers, selected, strict=True)]
 
   # ---- Axes. ----
 

@@ -90,4 +90,5 @@ def _as_optimizer_def(optimizer_def: Any, where: str) -> definition.OptimizerDef
     elif optimizer_def is None:
       remedy = 'To freeze parameters, omit the pair.'
     raise checks.invalid('MultiOptimizer', where, 'an optimizer such as optimizers.adamw()', optimizer_def, remedy)
+  optimizer_def.update_options.check_part('MultiOptimizer')
   return optimizer_def

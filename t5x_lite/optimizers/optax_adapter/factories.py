@@ -12,9 +12,10 @@ Learning rates:
 Optimizers that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import functools
 import inspect
+import re
 from typing import Any
 
 import jax
@@ -23,12 +24,14 @@ import optax.contrib
 
 from t5x_lite import checks
 from t5x_lite import layer_stacks
-from t5x_lite.errors import ConfigError, T5xLiteError
-from t5x_lite.optimizers.base import definition
-from t5x_lite.optimizers.optax_adapter import constructors, option_checks
+from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.base import definition, scalars
+from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales
+from t5x_lite.optimizers.optax_adapter import calls, constructors, option_checks, param_scales
+from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper, StackingKeyFn
 
-_RATE = 'learning_rate'
+_RATE = calls.RATE
 # Function from arguments by name to the reason why the trainer cannot train with them, or None.
 UnsupportedReasonFn = Callable[[Mapping[str, Any]], str | None]
 # Arguments of constructors that are optimizers.
@@ -37,8 +40,8 @@ _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
 def wrap_optax_optimizer(
     optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
-    unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
+    unsupported_reason_fn: UnsupportedReasonFn | None = None, stacking_key_fn: StackingKeyFn | None = None,
+    scaling: Scaling = Scaling()) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
@@ -49,6 +52,8 @@ def wrap_optax_optimizer(
     unsupported_reason_fn: from the arguments of a call, by name, to the reason why the trainer cannot train with them,
       with the remedy, or to None.
     stacking_key_fn: see `OptaxWrapper`.
+    scaling: how learning rate and weight decay are scaled by parameter; by default updates are multiplied for the one,
+      and options with the names in `param_scales.WEIGHT_DECAYS` for the other.
 
   Returns:
     A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for unknown or missing
@@ -68,14 +73,15 @@ def wrap_optax_optimizer(
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
   return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown',
-               unsupported_reason_fn=unsupported_reason_fn, stacking_key_fn=stacking_key_fn, checks_options=False)
+               unsupported_reason_fn=unsupported_reason_fn, stacking_key_fn=stacking_key_fn, checks_options=False,
+               scaling=scaling)
 
 
 def _wrap(
     optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
     unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    checks_options: bool = True, is_elementwise: bool = False,
-    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
+    checks_options: bool = True, is_elementwise: bool = False, stacking_key_fn: StackingKeyFn | None = None,
+    scaling: Scaling = Scaling()) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
 
   Args:
@@ -87,6 +93,7 @@ def _wrap(
     checks_options: check the options by `option_checks`, as is right for optax's own constructors.
     is_elementwise: see `OptaxWrapper`; ignored if the user gives a mask, which may depend on dims.
     stacking_key_fn: see `OptaxWrapper`.
+    scaling: see `wrap_optax_optimizer`.
   """
   name = name or _name_of(optax_optimizer)
   signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
@@ -94,45 +101,25 @@ def _wrap(
     # The errors of `option_checks` are clearer than gin's, which show annotations of all kinds of arrays.
     annotations = {key: value for key, value in annotations.items() if not option_checks.has_check(name, key)}
 
-  def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    bound = inspect.BoundArguments(signature, arguments)
-    return function(*bound.args, **bound.kwargs)
-
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
     bound = checks.bind_arguments(name, signature, args, kwargs)
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
-      definition.check_learning_rate(given_rate, name)
+      scalars.check_learning_rate(given_rate, name)
     if checks_options:
       option_checks.check_options(name, bound.arguments)
-    inner = tuple(_wrapped_in(bound.arguments))
+    for part in calls.wrapped_in(bound.arguments):
+      part.update_options.check_part(name)
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(name, key, bound.arguments[key])
     reason = None if unsupported_reason_fn is None else unsupported_reason_fn(bound.arguments)
-    takes_rate = owner == 'trainer' and given_rate is None
-
-    def build(learning_rate: Any) -> optax.GradientTransformation:
-      arguments = _unwrapped(bound.arguments, learning_rate)
-      try:
-        return call(optax_optimizer, {**arguments, _RATE: learning_rate} if takes_rate else arguments)
-      except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, T5xLiteError):
-          raise
-        message = str(error).partition('\n')[0].rstrip('.')
-        raise ConfigError(f'The optimizer {name} has invalid options: {message}.') from error
-
-    rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
-    common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name,
-                  is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn)
-    if takes_rate or any(part.uses_learning_rate for part in inner):
-      build(0.0)  # Raises now for invalid options, instead of in the first step.
-      return OptaxWrapper(learning_rate_factory=build, **common)
-    own_rate = given_rate if owner in ('trainer', 'optimizer') else _own_rate_of(inner)
-    owns = owner != 'unknown' and given_rate is not None
-    owns = owns or any(part.owns_learning_rate for part in inner)
-    return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=own_rate, **common)
+    return calls.Call(
+        constructor=optax_optimizer, factory=wrapped, name=name, bound=bound, scaling=scaling,
+        rate_owner=owner, options=dict(
+            unsupported_reason=reason, is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn)
+        ).wrapper()
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -195,56 +182,10 @@ def _reason_against_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
           'that name; the trainer runs it in jax.jit, with gradients of the entire batch. Leave it out')
 
 
-def _own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
-  """Return the configured learning rate of `parts`; None unless exactly one has one."""
-  rates = [rate for part in parts for rate in part.configured_learning_rates.values()]
-  return rates[0] if len(rates) == 1 else None
-
-
 def _check_inner(owner: str, option: str, value: Any) -> None:
   if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
     raise checks.invalid(owner, option, 'an optax transformation or an optimizer such as optimizers.adamw()', value,
                          'Call the function first.' if callable(value) else '')
-
-
-def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
-  """Yield the wrapped optimizers in an argument, which may be nested lists, tuples and dicts."""
-  if isinstance(value, OptaxWrapper):
-    yield value
-  elif isinstance(value, Mapping):
-    for child in value.values():
-      yield from _wrapped_in(child)
-  elif isinstance(value, (list, tuple)):
-    for child in value:
-      yield from _wrapped_in(child)
-
-
-def _map_wrapped(fn: Callable[[OptaxWrapper], Any], value: Any) -> Any:
-  """Return an argument with `fn` applied to each wrapped optimizer; the argument itself if it has none."""
-  if isinstance(value, OptaxWrapper):
-    return fn(value)
-  if not any(_wrapped_in(value)):
-    return value
-  if isinstance(value, Mapping):
-    return {key: _map_wrapped(fn, child) for key, child in value.items()}
-  return [_map_wrapped(fn, child) for child in value]
-
-
-def _unwrapped(value: Any, learning_rate: Any) -> Any:
-  """Return an argument with its wrapped optimizers as transformations, built for the learning rate if they take it."""
-
-  def transformation_of(wrapper: OptaxWrapper) -> optax.GradientTransformation:
-    takes_rate = wrapper.learning_rate_factory is not None
-    return wrapper.learning_rate_factory(learning_rate) if takes_rate else wrapper.optax_optimizer
-
-  return _map_wrapped(transformation_of, value)
-
-
-def _rebuild_fn(make: Callable[[Any], OptaxWrapper], arguments: Any) -> Callable[..., OptaxWrapper] | None:
-  """Return the `rebuild` of a wrapper made by `make(arguments)`; None if no optimizer in them depends on the axes."""
-  if not any(part.depends_on_axes for part in _wrapped_in(arguments)):
-    return None
-  return lambda axes, params: make(_map_wrapped(lambda part: part.with_param_axes(axes, params), arguments))
 
 
 @checks.checks_arguments('chain')
@@ -274,9 +215,11 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     _check_inner('chain', f'transformations[{index}]', element if element is not None else ())
 
   def build(learning_rate: Any) -> optax.GradientTransformation:
-    return optax.chain(*_unwrapped(list(transformations), learning_rate))
+    return optax.chain(*calls.unwrapped(list(transformations), learning_rate))
 
   wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
+  for element in wrapped:
+    element.update_options.check_part('chain')
   takers = [element.name for element in wrapped if element.uses_learning_rate]
   if len(takers) > 1:
     raise ConfigError(
@@ -289,13 +232,30 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
             for element, param_states in zip(transformations, state.param_states, strict=True)]
     return None if None in keys else tuple(keys)
 
+  # The elements whose rates are scaled by parameter; without any, the updates of the chain are.
+  with_rate = [element for element in wrapped if element.uses_learning_rate or element.owns_learning_rate]
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
-  common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name,
-                stacking_key_fn=stacking_key)
+  common = dict(parts=wrapped, rebuild=calls.rebuild_fn(chain, list(transformations)), name=name,
+                stacking_key_fn=stacking_key, scale_support=_scale_support(transformations, with_rate))
   if any(element.uses_learning_rate for element in wrapped):
     return OptaxWrapper(learning_rate_factory=build, **common)
   owns = any(element.owns_learning_rate for element in wrapped)
-  return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), **common)
+  return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=calls.own_rate_of(wrapped), **common)
+
+
+def _scale_support(
+    transformations: Sequence[Any], with_rate: Sequence[OptaxWrapper]) -> param_scales.ScaleSupport | None:
+  """Return the support of scales by parameter of a chain, of which some elements have a learning rate."""
+
+  def scale(scales: ParamScales) -> OptaxWrapper:
+    if len(with_rate) > 1:
+      raise ConfigError(f'`{OWNER}` needs a chain with one learning rate, got '
+                        f'{" and ".join(element.name for element in with_rate)}.')
+    return chain([element.with_param_scales(scales) if element is with_rate[0] else element
+                  for element in transformations])
+
+  has_decay = any(element.has_weight_decay for element in with_rate)
+  return param_scales.ScaleSupport(scale, has_decay) if with_rate else None
 
 
 def _stacking_key(
@@ -311,11 +271,24 @@ def _stacking_key(
 
 _CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)
 
+# ---- Scales by parameter where multiplied updates are not those of a multiplied learning rate ------------------------
+
+
+def _with_weights_at(state: optax.contrib.ScheduleFreeState, rate_scale: float, arguments: Mapping[str, Any]) -> Any:
+  """Return a state with the weights of a multiplied learning rate, so that averages have the same proportions."""
+  return state._replace(max_lr=rate_scale * state.max_lr,
+                        weight_sum=rate_scale ** arguments['weight_lr_power'] * state.weight_sum)
+
+
+_BY_ARGUMENT = Scaling(rate_options=(_RATE,))
+_SCHEDULE_FREE = Scaling(rate_options=(_RATE,), state_fn=_with_weights_at)
+_JOINT_DECAY = Scaling(decay_reason='the weight decay of all parameters is part of the step that it estimates')
+
 # ---- optax -----------------------------------------------------------------------------------------------------------
 
 adabelief = _wrap(optax.adabelief, 'trainer', is_elementwise=True)
 adadelta = _wrap(optax.adadelta, 'trainer', is_elementwise=True)
-adafactor = _wrap(optax.adafactor, 'trainer')
+adafactor = _wrap(optax.adafactor, 'trainer', scaling=_BY_ARGUMENT)  # its decay does not depend on the rate
 adagrad = _wrap(optax.adagrad, 'trainer', is_elementwise=True)
 adam = _wrap(optax.adam, 'trainer', is_elementwise=True)
 adamax = _wrap(optax.adamax, 'trainer', is_elementwise=True)
@@ -323,10 +296,10 @@ adamaxw = _wrap(optax.adamaxw, 'trainer', is_elementwise=True)
 adamw = _wrap(optax.adamw, 'trainer', is_elementwise=True)
 adan = _wrap(optax.adan, 'trainer', is_elementwise=True)
 amsgrad = _wrap(optax.amsgrad, 'trainer', is_elementwise=True)
-fromage = _wrap(optax.fromage, 'trainer')
+fromage = _wrap(optax.fromage, 'trainer', scaling=_BY_ARGUMENT)
 lamb = _wrap(optax.lamb, 'trainer')
 lars = _wrap(optax.lars, 'trainer')
-lbfgs = _wrap(optax.lbfgs, 'optimizer')
+lbfgs = _wrap(optax.lbfgs, 'optimizer', scaling=Scaling(rate_reason='a line search finds one step for all parameters'))
 lion = _wrap(optax.lion, 'trainer', is_elementwise=True)
 nadam = _wrap(optax.nadam, 'trainer', 'nadam', is_elementwise=True)
 nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw', is_elementwise=True)
@@ -338,7 +311,8 @@ optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer'
 polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
 radam = _wrap(optax.radam, 'trainer', is_elementwise=True)
 rmsprop = _wrap(optax.rmsprop, 'trainer', is_elementwise=True)
-rprop = _wrap(constructors.rprop, 'start', is_elementwise=True)
+rprop = _wrap(constructors.rprop, 'start', is_elementwise=True, scaling=Scaling(
+    rate_reason='its learning rate is the initial step size, which the signs of gradients change'))
 sgd = _wrap(optax.sgd, 'trainer', is_elementwise=True)
 sign_sgd = _wrap(optax.sign_sgd, 'trainer', is_elementwise=True)
 signum = _wrap(optax.signum, 'trainer', is_elementwise=True)
@@ -350,23 +324,26 @@ yogi = _wrap(optax.yogi, 'trainer', is_elementwise=True)
 acprop = _wrap(optax.contrib.acprop, 'trainer', is_elementwise=True)
 ademamix = _wrap(optax.contrib.ademamix, 'trainer', is_elementwise=True)
 adopt = _wrap(optax.contrib.adopt, 'trainer', is_elementwise=True)
-cocob = _wrap(optax.contrib.cocob, 'trainer')
+cocob = _wrap(optax.contrib.cocob, 'trainer', scaling=Scaling(
+    rate_reason='its steps do not depend on the size of gradients, which its learning rate multiplies'))
 dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
-dog = _wrap(optax.contrib.dog, 'trainer')
-dowg = _wrap(optax.contrib.dowg, 'trainer')
+dog = _wrap(optax.contrib.dog, 'trainer', scaling=_JOINT_DECAY)
+dowg = _wrap(optax.contrib.dowg, 'trainer', scaling=_JOINT_DECAY)
 dpsgd = _wrap(constructors.dpsgd, 'trainer')
 galore = _wrap(optax.contrib.galore, 'trainer')
-madgrad = _wrap(optax.contrib.madgrad, 'trainer', is_elementwise=True)
-mechanize = _wrap(optax.contrib.mechanize, 'unknown')
-momo = _wrap(optax.contrib.momo, 'trainer')
-momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
+madgrad = _wrap(optax.contrib.madgrad, 'trainer', is_elementwise=True, scaling=_BY_ARGUMENT)
+mechanize = _wrap(optax.contrib.mechanize, 'unknown', scaling=Scaling(inner='base_optimizer'))
+momo = _wrap(optax.contrib.momo, 'trainer', scaling=_JOINT_DECAY)
+momo_adam = _wrap(optax.contrib.momo_adam, 'trainer', scaling=_JOINT_DECAY)
 muon = _wrap(optax.contrib.muon, 'trainer')
 prodigy = _wrap(optax.contrib.prodigy, 'trainer')
 reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
-sam = _wrap(constructors.sam, 'unknown', unsupported_reason_fn=_reason_against_mapped_axis)
-schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
-schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
-schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')
+sam = _wrap(constructors.sam, 'unknown', unsupported_reason_fn=_reason_against_mapped_axis,
+            scaling=Scaling(inner='optimizer'))
+schedule_free = _wrap(optax.contrib.schedule_free, 'trainer', scaling=Scaling(inner='base_optimizer'))
+schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer', scaling=_SCHEDULE_FREE)
+schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer', scaling=_SCHEDULE_FREE)
 simplified_ademamix = _wrap(optax.contrib.simplified_ademamix, 'trainer', is_elementwise=True)
 sophia = _wrap(optax.contrib.sophia, 'trainer')
-split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown')
+split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown', scaling=Scaling(
+    inner='inner', path_fn=functools.partial(re.sub, '/(real|imaginary)$', '')))

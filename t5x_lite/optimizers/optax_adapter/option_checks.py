@@ -13,7 +13,8 @@ import optax.contrib
 
 from t5x_lite import checks
 from t5x_lite.checks import Expectation
-from t5x_lite.optimizers.base.definition import FLOATING_DTYPE, check_learning_rate, check_learning_rate_fn, scalar
+from t5x_lite.optimizers.base.scalars import FLOATING_DTYPE, check_learning_rate, scalar
+from t5x_lite.schedules import check_learning_rate_fn
 
 
 def check_options(factory: str, arguments: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ the trainer's has no effect on it, as in T5X; a function from a learning rate to
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+import copy
 import re
 from typing import Any
 
@@ -20,8 +21,10 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.optimizers.axes import names as _axes
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
-from t5x_lite.optimizers.base import definition, state_hooks
+from t5x_lite.optimizers.base import definition, scalars, state_hooks
+from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.optax_adapter import state_structure
+from t5x_lite.optimizers.optax_adapter.param_scales import scale_per_parameter, ScaleSupport
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 # Function with the arguments and result of `OptimizerDef.stacking_key`.
@@ -68,6 +71,7 @@ class OptaxWrapper(definition.OptimizerDef):
       unsupported_reason: str | None = None,
       is_elementwise: bool = False,
       stacking_key_fn: StackingKeyFn | None = None,
+      scale_support: ScaleSupport | None = None,
       name: str = 'OptaxWrapper'):
     """Wrap a transformation, or a function that builds one from the trainer's learning rate.
 
@@ -90,6 +94,8 @@ class OptaxWrapper(definition.OptimizerDef):
         values of the entire tree such as a global norm. Then the parameters of equal layers may be stacked.
       stacking_key_fn: `stacking_key` of a transformation that updates stacked parameters layer by layer: a function of
         the same arguments. None means that such parameters are not supported, unless `is_elementwise` is True.
+      scale_support: support of scales by parameter; None multiplies the updates, which is right if they are
+        proportional to the learning rate and the state does not depend on it.
       name: name for messages.
 
     Raises:
@@ -113,13 +119,14 @@ class OptaxWrapper(definition.OptimizerDef):
     self.optax_optimizer = optax_optimizer
     self.learning_rate_factory = learning_rate_factory
     self._owns_learning_rate = owns_learning_rate
-    definition.check_learning_rate(own_learning_rate, name)
+    scalars.check_learning_rate(own_learning_rate, name)
     self._own_learning_rate = own_learning_rate
     self._unsupported_reason = unsupported_reason
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
     self._parts = tuple(parts)
     self._rebuild = rebuild
     self._stacking_key_fn = (lambda *_: 'elementwise') if is_elementwise else stacking_key_fn
+    self._scale_support = scale_support
     self._name = name
     super().__init__(OptaxHyperParams())
 
@@ -152,7 +159,7 @@ class OptaxWrapper(definition.OptimizerDef):
     """See base class; a schedule is evaluated at the transformation's own count of updates."""
     del is_passed  # no effect on the transformation's learning rate
     count = state_hooks.schedule_count_of(state.param_states)
-    return definition.learning_rates_at(self.configured_learning_rates, state.step if count is None else count)
+    return scalars.learning_rates_at(self.configured_learning_rates, state.step if count is None else count)
 
   @property
   def unsupported_options(self) -> str | None:
@@ -166,7 +173,37 @@ class OptaxWrapper(definition.OptimizerDef):
       return None
     if param.size == 0:  # masked, see `_Conversion`
       return 'empty'
-    return self._stacking_key_fn(path, param, state)
+    key = self._stacking_key_fn(path, param, state)
+    return (key, self.param_scales.of(path)) if key is not None and self.param_scales else key
+
+  @property
+  def has_weight_decay(self) -> bool:
+    """See base class; False if it is unknown."""
+    return self._scale_support is not None and self._scale_support.has_weight_decay
+
+  def _for_param_scales(self, scales: ParamScales) -> 'OptaxWrapper':
+    """See base class and the argument `scale_support` of the constructor."""
+    if self._scale_support is not None:
+      return self._scale_support.scale_fn(scales)
+
+    def scaled(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+      return scale_per_parameter(lambda rate_scale, decay_scale: transformation, scales)
+
+    new = copy.copy(self)
+    if self.learning_rate_factory is None:
+      new.optax_optimizer = scaled(self.optax_optimizer)
+    else:
+      new.learning_rate_factory = lambda learning_rate: scaled(self.learning_rate_factory(learning_rate))
+      new.optax_optimizer = _with_learning_rate_argument(new.learning_rate_factory)
+    if self._rebuild is not None:
+      new._rebuild = lambda axes, params: self._rebuild(axes, params).with_param_scales(scales)
+    return new
+
+  def check_param_scales(self, params: Params) -> None:
+    """See base class; optimizers in the transformation may have scales too."""
+    super().check_param_scales(params)
+    for part in self._parts:
+      part.check_param_scales(params)
 
   @property
   def depends_on_axes(self) -> bool:

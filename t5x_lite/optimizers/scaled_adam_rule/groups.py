@@ -18,7 +18,7 @@ from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.adafactor_rule.factor_rules import HParamMap
-from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base import scalars
 from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 
 OWNER = 'scaled_adam'
@@ -68,7 +68,7 @@ class GroupOptions:
   clip_scale_gradient_only: bool = False
 
   def __post_init__(self):
-    definition.check_learning_rate(self.learning_rate, OWNER)
+    scalars.check_learning_rate(self.learning_rate, OWNER)
     checks.check(OWNER, vars(self), **_OPTIONS, param_min_rms=checks.Expectation(
         f'a number >= 0, at most param_max_rms, {self.param_max_rms}',
         lambda rms: _NOT_NEGATIVE.holds(rms) and rms <= self.param_max_rms))

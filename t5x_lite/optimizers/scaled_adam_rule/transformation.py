@@ -20,6 +20,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
 from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count, register_state_metrics
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.optimizers.scaled_adam_rule import groups as groups_lib
@@ -151,8 +152,9 @@ class _ScaledAdamWrapper(OptaxWrapper):
 
   def __init__(
       self, groups: groups_lib.Groups, make_batched: Callable[[LogicalAxes | None], groups_lib.BatchDims],
-      param_logical_axes: LogicalAxes | None = None):
+      param_logical_axes: LogicalAxes | None = None, scales: ParamScales = ParamScales()):
     batched = make_batched(param_logical_axes)
+    self._make_scaled = lambda scales: _ScaledAdamWrapper(groups, make_batched, param_logical_axes, scales)
     # For `report`, whose values have only the indices of parameters.
     self._paths = tuple(path for path, _ in tree_utils.named_leaves(param_logical_axes or {}))
     self._reported: list[str] = []
@@ -161,18 +163,22 @@ class _ScaledAdamWrapper(OptaxWrapper):
     def stacking_key(path: str, param: Array, state: definition.OptimizerState) -> Hashable:
       return groups.label_of(state.param_states.delta, path), batched.of(path, param.ndim)
 
-    common = dict(rebuild=lambda axes, _: _ScaledAdamWrapper(groups, make_batched, axes), name='scaled_adam',
+    common = dict(rebuild=lambda axes, _: _ScaledAdamWrapper(groups, make_batched, axes, scales), name='scaled_adam',
                   stacking_key_fn=stacking_key)
     if defaults.learning_rate is None:
       super().__init__(
-          learning_rate_factory=lambda rate: _transformation(rate, groups, batched), extra_args=(), **common)
+          learning_rate_factory=lambda rate: _transformation(rate, groups, batched, scales), extra_args=(), **common)
     else:
       super().__init__(
-          _transformation(defaults.learning_rate, groups, batched), owns_learning_rate=True,
+          _transformation(defaults.learning_rate, groups, batched, scales), owns_learning_rate=True,
           own_learning_rate=defaults.learning_rate, **common)
     self._group_rates = {
         f'scaled_adam/{label}/learning_rate': options.learning_rate for label, options in groups.options.items()
         if options.learning_rate is not defaults.learning_rate}
+
+  def _for_param_scales(self, scales: ParamScales) -> '_ScaledAdamWrapper':
+    """See base class; the learning rate is also that of a parameter's size."""
+    return self._make_scaled(scales)
 
   @property
   def configured_learning_rates(self) -> dict[str, Any]:
@@ -188,8 +194,9 @@ class _ScaledAdamWrapper(OptaxWrapper):
 
 
 def _transformation(
-    learning_rate: Any, groups: groups_lib.Groups, batched: groups_lib.BatchDims) -> optax.GradientTransformation:
-  """Return the transformation with `learning_rate` for the groups without one."""
+    learning_rate: Any, groups: groups_lib.Groups, batched: groups_lib.BatchDims,
+    scales: ParamScales) -> optax.GradientTransformation:
+  """Return the transformation with `learning_rate` for the groups without one, and `scales` of all learning rates."""
 
   def init(params: Params) -> ScaledAdamState:
     leaves = jax.tree.leaves(params)
@@ -203,6 +210,7 @@ def _transformation(
     if params is None:
       raise ConfigError('scaled_adam needs the parameters. Call update(grads, state, params).')
     leaves, treedef = jax.tree.flatten(params)
+    rate_scales = [scales.of(path)[0] for path, _ in tree_utils.named_leaves(params)]
     wide_params = [param.astype(jnp.float32) for param in leaves]
     wide_grads = [jnp.zeros_like(param) if grad is None else grad.astype(jnp.float32)
                   for grad, param in zip(treedef.flatten_up_to(grads), wide_params, strict=True)]
@@ -216,6 +224,8 @@ def _transformation(
           plan, state.groups[plan.label], state.count, rate, wide_params, wide_grads)
       for member, of_member in zip(plan.members, factors, strict=True):
         i = member.index
+        if (scale := rate_scales[i]) != 1.0:
+          of_member = of_member._replace(adam=scale * of_member.adam, size=scale * of_member.size)
         update, delta[i], exp_avg_sq[i] = _update_param(
             plan.options, member.is_scalar, of_member, wide_params[i], wide_grads[i], delta[i], exp_avg_sq[i])
         updates[i] = update.astype(leaves[i].dtype)

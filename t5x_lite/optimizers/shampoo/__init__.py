@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 import optax
 
 from t5x_lite.optimizers.optax_adapter.factories import wrap_optax_optimizer
+from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
 from t5x_lite.optimizers.shampoo.config import (
     GraftingType,
     ShampooConfig,
@@ -170,7 +171,7 @@ def _unsupported_reason(arguments: Mapping[str, Any]) -> str | None:
   return None
 
 
-# The update of a parameter depends on its shape alone, so equal layers may be stacked.
+# The update of a parameter depends on its shape and its scales alone, so equal layers may be stacked.
 distributed_shampoo = wrap_optax_optimizer(
     _transformation, takes_learning_rate=True, unsupported_reason_fn=_unsupported_reason,
-    stacking_key_fn=lambda path, param, state: 'shampoo')
+    stacking_key_fn=lambda path, param, state: 'shampoo', scaling=Scaling(decay_by_path=True))

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath
 from t5x_lite.optimizers.shampoo.roots import METHODS
 
 OWNER = 'distributed_shampoo'
@@ -45,7 +46,8 @@ _OPTIONS = dict(
     skip_preconditioning_dim_size_gt=_COUNT, start_preconditioning_step=_COUNT_OR_ZERO,
     exponent_override=_COUNT_OR_ZERO, num_devices_for_pjit=_COUNT.or_none(), beta1=checks.number(at_least=0, below=1),
     beta2=checks.number(at_least=0, at_most=1),  # 1 means the sum of all squared gradients, as in Adagrad
-    diagonal_epsilon=_NOT_NEGATIVE, matrix_epsilon=_NOT_NEGATIVE, weight_decay=_NOT_NEGATIVE,
+    diagonal_epsilon=_NOT_NEGATIVE, matrix_epsilon=_NOT_NEGATIVE, weight_decay=_NOT_NEGATIVE._replace(
+        holds=lambda value: isinstance(value, DecayByPath) or _NOT_NEGATIVE.holds(value)),
     inverse_failure_threshold=checks.number(above=0, finite=False),
     clip_by_scaled_gradient_norm=checks.number(above=0, finite=False).or_none(),
     best_effort_shape_interpretation=_BOOL, nesterov=_BOOL, shard_optimizer_states=_BOOL,
@@ -68,7 +70,7 @@ class ShampooConfig:
   beta2: float
   diagonal_epsilon: float
   matrix_epsilon: float
-  weight_decay: float
+  weight_decay: float | DecayByPath
   start_preconditioning_step: int
   preconditioning_compute_steps: int
   statistics_compute_steps: int

@@ -24,6 +24,7 @@ import optax
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
 from t5x_lite.optimizers.shampoo.config import OWNER, ShampooConfig
@@ -76,6 +77,7 @@ class Leaf:
   Attributes:
     grad: float32 gradient.
     param: float32 parameter; None without weight decay.
+    weight_decay: weight decay of the parameter.
     dtype: dtype of the parameter, or of the gradient if the parameters were not given.
     layout: blocks of the parameter, or of that of a layer.
     first_matrices: index of the first matrix of the parameter, or of that of each layer, among those of the parameters
@@ -84,6 +86,7 @@ class Leaf:
 
   grad: jax.Array
   param: jax.Array | None
+  weight_decay: float
   dtype: Any
   layout: BlockLayout
   first_matrices: tuple[int, ...]
@@ -137,8 +140,9 @@ def flatten_inputs(
   first_matrices = _first_matrices(layouts, layer_stacks.single_paths(paths)[1])
   leaves = [
       Leaf(grad=jnp.asarray(grad, jnp.float32), param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
+           weight_decay=cfg.weight_decay.of(path) if isinstance(cfg.weight_decay, DecayByPath) else cfg.weight_decay,
            dtype=jnp.asarray(grad if param is None else param).dtype, layout=layout, first_matrices=first)
-      for grad, param, layout, first in zip(flat_grads, flat_params, layouts, first_matrices, strict=True)]
+      for path, grad, param, layout, first in zip(paths, flat_grads, flat_params, layouts, first_matrices, strict=True)]
   return leaves, treedef
 
 
@@ -359,9 +363,9 @@ def _update_layer(
     float_roots = [state_lib.stack_to_float(stack) for stack in preconditioners]
     direction, length = leaf.layout.precondition(grad, float_roots, cfg.precision)
   direction = direction * (norm(grafted) / (length + NORM_EPSILON))
-  if cfg.weight_decay:
-    direction = direction + cfg.weight_decay * param
-    grafted = grafted + cfg.weight_decay * param
+  if leaf.weight_decay:
+    direction = direction + leaf.weight_decay * param
+    grafted = grafted + leaf.weight_decay * param
   weight = 1.0 - cfg.beta1 if cfg.moving_average_for_momentum else 1.0
   old_momentum = stats.momentum.to_float()
   old_grafted_momentum = stats.diagonal_momentum.to_float() if cfg.has_diagonal_momentum else old_momentum

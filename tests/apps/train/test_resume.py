@@ -1,16 +1,19 @@
 """A run that is stopped and resumed equals an uninterrupted run, bitwise."""
 
+import functools
 import os
 import shutil
 import signal
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import optimizers
 from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
 from t5x_lite.errors import StoppedOnSignalError
@@ -30,6 +33,28 @@ def test_ten_and_ten_steps_equal_twenty(whole, tmp_path):
   assert [row['step'] for row in toy_run.lines(tmp_path)['train']] == [4, 6, 8, 10]
   assert toy_run.train(tmp_path, 20)[0] == 20
   toy_run.assert_same_run(tmp_path, whole, 20)
+
+
+@functools.cache
+def _rounding_model(rounds):
+  return toy_run.model(optimizers.with_update_options(
+      optimizers.adamw(), param_dtype='bfloat16', stochastic_rounding=rounds, weight_decay_scales=[('logits', 0.0)]))
+
+
+def test_bfloat16_parameters_with_stochastic_rounding_resume_bitwise(tmp_path):
+  train = functools.partial(toy_run.train, infer_eval_dataset_cfg=None, train_eval_dataset_cfg=None)
+  dtype = {'period': 3, 'dtype': 'bfloat16'}
+  _, whole = train(tmp_path / 'whole', 9, model=_rounding_model(True))
+  train(tmp_path / 'parts', 3, model=_rounding_model(True), save=dtype)
+  train(tmp_path / 'parts', 9, model=_rounding_model(True), save=dtype)
+  assert {leaf.dtype for leaf in jax.tree.leaves(whole.params)} == {np.dtype(jnp.bfloat16)}
+  (stored, _), (narrow, _) = (toy_run.saved(tmp_path / name, 9) for name in ('whole', 'parts'))
+  for left, right in zip(jax.tree.leaves(stored['target']), jax.tree.leaves(narrow['target']), strict=True):
+    assert left.dtype == np.float32 and right.dtype == jnp.bfloat16  # SaveCheckpointConfig.dtype
+    np.testing.assert_array_equal(left, right.astype(np.float32))
+  jax.tree.map(np.testing.assert_array_equal, stored['state'], narrow['state'])
+  _, nearest = train(tmp_path / 'nearest', 9, model=_rounding_model(False))
+  assert any(map(lambda a, b: np.any(a != b), jax.tree.leaves(whole.params), jax.tree.leaves(nearest.params)))
 
 
 def test_lines_written_after_the_last_checkpoint_are_written_once(whole, tmp_path):

@@ -49,6 +49,12 @@ ROWS = {
     'multi_frozen': Row(
         lambda: optimizers.MultiOptimizer([(_MATRICES, _adafactor()), (_SOME_OF_THE_REST, optimizers.adam(0.05))]),
         0.05, _NOT_MATRICES_OF_ONE),
+    'multi_scaled': Row(
+        lambda: optimizers.with_update_options(
+            optimizers.MultiOptimizer([
+                (_MATRICES, _adafactor(weight_decay_rate=1e-4)), (_REST, optimizers.adamw())]),
+            learning_rate_scales=[('kernel|w', 0.5)],
+            weight_decay_scales=[('scal|b$', 0.0), ('kernel|w', 0.5)]), 0.05, _NOT_MATRICES_OF_ONE),
     'multi_whole': Row(lambda: optimizers.MultiOptimizer([('', optimizers.adam())]), 0.05),
     'multi_nested': Row(_nested, 0.05, _NOT_MATRICES_OF_ONE),
     'multi_scaled_adam_and_adamw': Row(
