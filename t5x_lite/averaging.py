@@ -45,7 +45,7 @@ class ParamEma:
         decay=checks.Expectation(f'{_DECAY.text}, or a schedule', lambda decay: callable(decay) or _DECAY.holds(decay)),
         debias=checks.Expectation(
             'False if decay is a schedule', lambda debias: not (debias and callable(self.decay)),
-            'A schedule that begins at 0, such as averaging.warmup(0.999), needs no correction.'),
+            'A schedule that begins at 0, such as averaging.Warmup(decay=0.999), needs no correction.'),
         start_step=checks.number(at_least=0, integer=True))
 
   def check_decay(self, steps: Sequence[int]) -> None:
@@ -84,16 +84,24 @@ class ParamEma:
         average, params)
 
 
-def warmup(decay: float) -> Callable[[ArrayLike], Array]:
-  """Return the schedule `min(decay, (1 + n) / (10 + n))` of the number n of updates, for `ParamEma.decay`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Warmup:
+  """Schedule `min(decay, (1 + n) / (10 + n))` of the number n of updates, for `ParamEma.decay`.
 
   It forgets the first parameters quickly, as TensorFlow's ExponentialMovingAverage does with `num_updates`.
 
-  Args:
+  Attributes:
     decay: final decay, in [0, 1).
   """
-  checks.check('warmup', locals(), decay=_DECAY)
-  return lambda count: jnp.minimum(decay, (1.0 + count) / (10.0 + count))
+
+  decay: float
+
+  def __post_init__(self):
+    checks.check('Warmup', vars(self), decay=_DECAY)
+
+  def __call__(self, count: ArrayLike) -> Array:
+    """Return the decay, a float32 scalar, after `count` updates."""
+    return jnp.minimum(self.decay, (1.0 + count) / (10.0 + count))
 
 
 def _average_dtype(dtype) -> np.dtype:

@@ -33,7 +33,7 @@ def _expected(ema, params):
 @pytest.mark.parametrize('options', [
     {'decay': 0.9}, {'decay': 0.0}, {'decay': 0.9, 'start_step': 3}, {'decay': 0.9, 'debias': True},
     {'decay': 0.0, 'debias': True}, {'decay': 0.999, 'debias': True, 'start_step': 3},
-    {'decay': averaging.warmup(0.5), 'start_step': 2}])
+    {'decay': averaging.Warmup(decay=0.5), 'start_step': 2}])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_definition(options, dtype):
   ema = averaging.ParamEma(**options)
@@ -59,7 +59,7 @@ def test_arrays_that_are_no_floats_are_copied():
 @pytest.mark.parametrize('options, message', [
     ({'decay': 1.0}, r'ParamEma.decay` must be .* got 1.0'),
     ({'decay': 0.9, 'start_step': -1}, 'start_step'),
-    ({'decay': averaging.warmup(0.9), 'debias': True}, r'averaging.warmup\(0.999\), needs no correction')])
+    ({'decay': averaging.Warmup(decay=0.9), 'debias': True}, r'averaging.Warmup\(decay=0.999\), needs no correction')])
 def test_errors(options, message):
   with pytest.raises(errors.ConfigError, match=message):
     averaging.ParamEma(**options)

@@ -88,10 +88,7 @@ def restore_for_inference(
   """
   cfg = restore_checkpoint_cfg
   checks.check('', locals(), fallback_init_rng=_seed(cfg))
-  if cfg is not None:
-    # Inference does not use the position in the training data.
-    averages = cfg.use_param_average is None and not cfg.builders
-    cfg = dataclasses.replace(cfg, restore_dataset=False, use_param_average=True if averages else cfg.use_param_average)
+  cfg = None if cfg is None else for_inference(cfg)
   initializer = train_state_initializer_cls(
       None, model.get_initial_variables, input_shapes, partitioner, input_types)
   starts = _find(cfg, fallback_init_rng is not None)
@@ -115,6 +112,13 @@ def restore_for_inference(
     todo.append((start, step, start_initializer))
   init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
   return _restore_each(todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done)
+
+
+def for_inference(cfg: checkpoints.RestoreCheckpointConfig) -> checkpoints.RestoreCheckpointConfig:
+  """Return how inference restores: without the position in the training data, and by default the average."""
+  averages = cfg.use_param_average is None and not cfg.builders
+  return dataclasses.replace(
+      cfg, restore_dataset=False, use_param_average=True if averages else cfg.use_param_average)
 
 
 def _seed(cfg: checkpoints.RestoreCheckpointConfig | None) -> checks.Expectation:

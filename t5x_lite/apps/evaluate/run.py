@@ -289,7 +289,7 @@ class _ToDo:
   """Paths by step of the checkpoints to evaluate, in the order in which they are found."""
 
   def __init__(self, record: eval_record.EvalRecord, restore_cfg: checkpoints.RestoreCheckpointConfig | None):
-    self._record, self._restore_cfg = record, restore_cfg
+    self._record, self._restore_cfg = record, restore_cfg and restore_lib.for_inference(restore_cfg)
     self.paths: dict[int, str] = {}
     self.num_done = 0
 

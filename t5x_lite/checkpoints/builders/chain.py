@@ -65,7 +65,12 @@ def identity(cfg: config_lib.RestoreCheckpointConfig) -> dict[str, list[str]]:
 
 def _uses_average(path: str | os.PathLike[str] | None, cfg: config_lib.RestoreCheckpointConfig) -> bool:
   """Return whether the stored average of the parameters becomes the parameters."""
-  return path is not None and bool(cfg.use_param_average) and sources.has_param_average(sources.open_source(path))
+  if path is None or not cfg.use_param_average:
+    return False
+  try:
+    return sources.has_param_average(sources.open_source(path))
+  except errors.CheckpointError:  # The builder that reads it raises the error.
+    return False
 
 
 def run_on_shapes(chain: Chain, target: base.TargetState) -> tuple[base.BuiltState, frozenset[str]]:
