@@ -1,12 +1,13 @@
-"""Cost of what a run records: summaries, log lines, and the size of the state, in % of a training step.
+"""Cost of what a run records or keeps: summaries, log lines, an average of the parameters, in % of a training step.
 
     python benchmarks/observation.py [--pairs 20] [--steps 3] [--layers 8] [--batch 8] [--inputs 128] [--targets 64]
         [--optimizer adafactor]
 
 Steps of the 77 M-parameter T5 1.1 small run by `Trainer.train`, in turns without any record (the baseline) and with
-those of a row, which are made in every step here: a run makes them every 100 steps and every `stats_period`. Steps
-differ by several percent from one to the next, so the host's work is also timed alone. To add a row, add an entry to
-`_rows`: a function that trains a number of steps and, if there is work of the host, a function that does it once.
+those of a row, which are made in every step here: a run makes them every 100 steps and every `stats_period`. The row
+`average` keeps an exponential average of the parameters. Steps differ by several percent from one to the next, so the
+additional work is also timed alone. To add a row, add an entry to `_rows`: a function that trains a number of steps and
+a function that does the additional work of one step once.
 """
 
 import argparse
@@ -25,7 +26,7 @@ class Row(NamedTuple):
   Attributes:
     name: name of the row.
     train: trains the given number of steps.
-    work: does the host's work of one step; None if it cannot be separated from the step.
+    work: does the additional work of one step; None if it cannot be separated from the step.
   """
 
   name: str
@@ -33,10 +34,12 @@ class Row(NamedTuple):
   work: Callable[[], None] | None = None
 
 
-def _rows(trainer, batch, folder: str) -> list[Row]:
+def _rows(trainer, averaging_trainer, batch, folder: str) -> list[Row]:
   """Return the rows; the first one is the baseline, whose summaries are computed once and not written."""
   import io
   import itertools
+  import jax
+  import jax.numpy as jnp
   from t5x_lite import runtime
   from t5x_lite import summaries
   from t5x_lite.apps.train.step_log import LogConfig, StepLog
@@ -60,13 +63,28 @@ def _rows(trainer, batch, folder: str) -> list[Row]:
     written.start_duration_timer()
     written.write_metrics_summary(newest['metrics'], newest['step'], 1).result()
 
+  def train_with_average(num_steps):
+    averaging_trainer.train_metrics_manager = silent
+    averaging_trainer.train(batches, num_steps)
+    averaging_trainer.finish_steps()
+
+  state = averaging_trainer.step_state
+  params = jax.tree.map(jnp.copy, state.params)
+  update, average = jax.jit(state.param_ema.update, donate_argnums=0), [state.param_ema.init(params)]
+  del state
+
+  def update_average():
+    average[0] = jax.block_until_ready(update(average[0], params, jnp.int32(1)))
+
   train(2, silent, on_step=keep)  # touches fresh memory
+  train_with_average(2)
   return [
       Row('nothing', lambda n: train(n, silent)),
       Row('summaries', lambda n: train(n, written, stretch=1), summarize),
       Row('log lines', lambda n: train(n, silent, on_step=log.on_step), lambda: log.on_step(**newest)),
       Row('both', lambda n: train(n, written, stretch=1, on_step=log.on_step),
           lambda: (summarize(), log.on_step(**newest))),
+      Row('average', train_with_average, update_average),
   ]
 
 
@@ -78,6 +96,8 @@ def main() -> None:
   args = parser.parse_args()
 
   import jax
+  from t5x_lite import averaging
+  from t5x_lite import state_init
   from t5x_lite import trainer as trainer_lib
   from t5x_lite import tree_utils
   setup = common.t5_small(args)
@@ -87,9 +107,18 @@ def main() -> None:
       setup.initializer.train_state_axes, jax.random.key(0))
   trainer.compile_train(setup.batch)
   trainer.step_state = setup.initializer.from_scratch(jax.random.key(0), trainer.stacked_layers)
+  initializer = state_init.TrainStateInitializer(
+      setup.model.optimizer_def, setup.model.get_initial_variables,
+      {name: array.shape for name, array in setup.batch.items()}, setup.partitioner,
+      {name: array.dtype for name, array in setup.batch.items()}, averaging.ParamEma(decay=0.999))
+  averaging_trainer = trainer_lib.Trainer(
+      setup.model, initializer.global_train_state_shape, setup.partitioner, [], None, initializer.train_state_axes,
+      jax.random.key(0))
+  averaging_trainer.compile_train(setup.batch)
+  averaging_trainer.step_state = initializer.from_scratch(jax.random.key(0), averaging_trainer.stacked_layers)
   num_params = tree_utils.num_elements(trainer.step_state.params)
   with tempfile.TemporaryDirectory() as folder:
-    rows = _rows(trainer, setup.batch, folder)
+    rows = _rows(trainer, averaging_trainer, setup.batch, folder)
     seconds = {row.name: [] for row in rows}
     for turn in range(args.pairs):
       for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # no row always follows the same one

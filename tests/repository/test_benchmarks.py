@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from t5x_lite import averaging
 from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import optimizers
@@ -173,11 +174,16 @@ def test_without_a_checkout_the_peer_is_named_rebuilt(monkeypatch, capsys):
 
 def test_rows_of_records_make_their_records_in_every_step(monkeypatch, tmp_path):
   model, partitioner, batch = toy_run.model(), toy_run.partitioner(), toy_model.make_batch()
-  initializer = state_init.TrainStateInitializer(
-      model.optimizer_def, model.get_initial_variables, {name: x.shape for name, x in batch.items()}, partitioner)
-  trainer = trainer_lib.Trainer(model, initializer.from_scratch(jax.random.key(0)), partitioner, [], None,
-                                initializer.train_state_axes, jax.random.key(0), lambda step: 1e-3)
-  rows = _peer(monkeypatch, 'observation')._rows(trainer, batch, str(tmp_path))
+
+  def make_trainer(param_ema):
+    initializer = state_init.TrainStateInitializer(
+        model.optimizer_def, model.get_initial_variables, {name: x.shape for name, x in batch.items()}, partitioner,
+        param_ema=param_ema)
+    return trainer_lib.Trainer(model, initializer.from_scratch(jax.random.key(0)), partitioner, [], None,
+                               initializer.train_state_axes, jax.random.key(0), lambda step: 1e-3)
+
+  trainer, averaging_trainer = make_trainer(None), make_trainer(averaging.ParamEma(decay=0.9))
+  rows = _peer(monkeypatch, 'observation')._rows(trainer, averaging_trainer, batch, str(tmp_path))
 
   def written():
     steps = [step for step, name, _ in event_files.scalars(tmp_path / 'train') if name == 'timing/average_step_seconds']
@@ -186,9 +192,11 @@ def test_rows_of_records_make_their_records_in_every_step(monkeypatch, tmp_path)
   for row in rows:
     row.train(2)
   # Two steps before the rows, and two of each row.
-  assert [row.name for row in rows] == ['nothing', 'summaries', 'log lines', 'both'] and trainer.step == 10
+  assert [row.name for row in rows] == ['nothing', 'summaries', 'log lines', 'both', 'average']
+  assert (trainer.step, averaging_trainer.step) == (10, 4)
   assert written() == ([5, 6, 9, 10], [7, 8, 9, 10])
   rows[3].work()
+  rows[4].work()
   trainer.train_metrics_manager.flush()
   assert written() == ([5, 6, 9, 10, 2], [7, 8, 9, 10, 2])
   trainer.close()

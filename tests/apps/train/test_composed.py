@@ -1,6 +1,5 @@
 """Options of training together, by the command: killed and resumed, a run equals an uninterrupted one bitwise."""
 
-import json
 import os
 import pathlib
 import signal
@@ -198,4 +197,4 @@ def test_end_of_data_frozen_parameters_and_dtypes(tmp_path, capsys):
   _assert_same(whole, killed, last)
   state = tree_utils.flatten_dict(checkpoints.load(whole / f'checkpoint_{last}'))
   assert not any('encoder/layers' in name for name in state if name.startswith('state/param_states'))
-  assert json.loads((whole / 'events.jsonl').read_text().splitlines()[-1])['kind'] == 'summary'
+  assert [event.kind for event in runtime.read_events(whole / 'events.jsonl')][-1] == 'summary'
