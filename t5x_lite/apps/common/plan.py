@@ -91,7 +91,7 @@ def plan_steps(
   step = first_step
   while step < last_step:
     known = (when.next_step(step) for when in (*evaluations.values(), save, collect_garbage, pause))
-    stop = min([last_step, *(each for each in known if each is not None)])
+    stop = min([last_step, *(each for each in known if each is not None and each > step)])
     yield Stretch(
         first=step, last=stop, save=save.is_due(stop, last_step),
         collect_garbage=collect_garbage.is_due(stop, last_step),
