@@ -175,7 +175,7 @@ def test_the_directory_of_another_model_is_rejected_before_compiling(capsys, tmp
 def test_fewer_steps_than_were_taken_are_rejected(capsys, tmp_path):
   _save_a_run(tmp_path)
   message = _error_of_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}', '--gin.TRAIN_STEPS=1'])
-  assert 'checkpoint_2 (this run) is at step 2, past the end of the run at step 1' in message
+  assert 'checkpoint_2 is at step 2, past the end of the run at step 1' in message
 
 
 def test_a_damaged_checkpoint_is_named_to_the_user(capsys, tmp_path):

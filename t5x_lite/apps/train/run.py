@@ -317,9 +317,9 @@ def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step
   """Return the last step of the configuration, see `plan.last_step_of_run`; raise if `start` is at a later step."""
   last_step = plan_lib.last_step_of_run(cfg.total_steps, cfg.relative_steps, start_step)
   if start.step > last_step:
-    raise ConfigError(f'{start.description} is at step {start.step}, past the end of the run at step {last_step}. '
-                      'Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose another '
-                      'model_dir.')
+    raise ConfigError(f'{start.path or start.description} is at step {start.step}, past the end of the run at step '
+                      f'{last_step}. Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or '
+                      'choose another model_dir.')
   return last_step
 
 
