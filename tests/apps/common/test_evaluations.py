@@ -16,6 +16,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
 from t5x_lite.apps.common import evaluations as train_evaluations
@@ -388,3 +389,45 @@ def test_saving_by_the_clock_and_at_step_0(tmp_path, monkeypatch):
 def test_the_metric_of_a_save_policy_must_exist(tmp_path):
   with pytest.raises(ConfigError, match='`WhenBest.metric_name` must be the full name of a metric'):
     _saved_by(tmp_path, [checkpoints.WhenBest('inference_eval/letters/f2')])
+
+
+class _StopAt10(BaseAction):
+  """Stops after step 10, and remembers the tasks of each call."""
+
+  def __init__(self):
+    self.calls = []
+
+  def run(self, train_state, metrics_by_task):
+    self.calls.append([int(train_state.step), *metrics_by_task])
+    return int(train_state.step) == 10
+
+
+def _stopped_by(action, tmp_path, mode):
+  """Return the steps of evaluations of a run with two evaluations by name that an action stops at step 10."""
+  evaluations = [
+      evaluation.Evaluation(name='periodic', dataset_cfg=toy_run.dataset('validation'), when=evaluation.When(period=5)),
+      evaluation.Evaluation(name='last', dataset_cfg=toy_run.dataset('validation'))]
+  assert toy_run.train(tmp_path, 20, stats_period=5, eval_period=5, infer_eval_dataset_cfg=None,
+                       evaluations=evaluations, actions={mode: [action]})[0] == 10
+  return {name.removeprefix('training_eval/'): [row['step'] for row in rows]
+          for name, rows in toy_run.lines(tmp_path).items() if name.startswith('training_eval/')}
+
+
+def test_a_run_that_training_actions_stop_makes_all_evaluations_that_are_due(tmp_path):
+  assert _stopped_by(_StopAt10(), tmp_path, 'TRAIN') == {
+      'letters': [5, 10], 'periodic/letters': [5, 10], 'last/letters': [10]}
+
+
+def test_actions_get_the_results_of_all_evaluations_of_a_step_together(tmp_path):
+  action = _StopAt10()
+  _stopped_by(action, tmp_path, 'TRAIN_EVAL')
+  assert action.calls[:2] == [[5, 'letters', 'periodic/letters'], [10, 'letters', 'periodic/letters']]
+
+
+def test_processes_decide_together_about_a_condition(tmp_path, monkeypatch):
+  when = evaluation.When(period=5, condition=lambda step, metrics: metrics['timing/uptime'] > 0)
+  monkeypatch.setattr(  # the lead process says no
+      multihost, 'broadcast_from_lead', lambda value: np.bool_(False) if isinstance(value, np.bool_) else value)
+  _train(tmp_path, 5, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, eval_period=None, infer_eval_period=None,
+         evaluations=[evaluation.Evaluation(name='x', dataset_cfg=toy_run.dataset('validation'), when=when)])
+  assert 'training_eval/x/letters' not in toy_run.lines(tmp_path)
