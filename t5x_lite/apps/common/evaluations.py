@@ -126,8 +126,9 @@ class RunEvaluations:
       Request of the actions: continue or stop.
     """
     self._collect_pending()
+    numbers = self._numbers if self._step == self._trainer.step else {}  # of evaluations before these, of the same state
     self._step, self._numbers = None, {}
-    numbers, pending = {}, []
+    pending = []
     results_of: dict[ActionMode, dict[str, Any]] = {mode: {} for mode in ActionMode}  # by the action's name of the task
     trainer = self._trainer
     due = [each for name, each in self._evaluations.items() if name in names]

@@ -284,7 +284,11 @@ class TrainLoop:
     self.events.emit('evaluation_begun', evaluations=names)
     with self.watchdog.watching('evaluation'):
       try:
-        self._request_stop(self.evaluations.evaluate(self.evaluation_due))
+        self._request_stop(self.evaluations.evaluate(names))
+        if self._stop == Stop.EARLY:  # The run ends here.
+          at_end = [name for name, when in self.cfg.whens.items() if when.at_end and name not in names]
+          self._request_stop(self.evaluations.evaluate(at_end))
+          names += at_end
         self.evaluation_due = ()
         if record_metrics:
           self.saves.record_metrics(self.trainer.step)

@@ -336,7 +336,8 @@ def test_an_evaluation_by_name_selects_and_stops(tmp_path):
 
   _train(tmp_path, evaluations=_named(), actions={'TRAIN_EVAL': [StopAt8()]}, save={
       'period': 3, 'keep': 1, 'keep_best': 1, 'metric_name_to_monitor': 'training_eval/at_steps/letters/accuracy'})
-  assert seen == [(0, 'at_steps/letters'), (3, 'at_steps/letters'), (6, 'letters'), (8, 'on-condition/letters')]
+  assert seen == [(0, 'at_steps/letters'), (3, 'at_steps/letters'), (6, 'letters'), (8, 'on-condition/letters'),
+                  (8, 'letters')]  # the last one at the end of the run
   assert 8 in checkpoints.all_steps(tmp_path)
 
 
@@ -403,7 +404,7 @@ class _StopAt10(BaseAction):
 
 
 def _stopped_by(action, tmp_path, mode):
-  """Return the steps of evaluations of a run with two evaluations by name that an action stops at step 10."""
+  """Return the steps of evaluations of a run that an action stops, with two evaluations by name."""
   evaluations = [
       evaluation.Evaluation(name='periodic', dataset_cfg=toy_run.dataset('validation'), when=evaluation.When(period=5)),
       evaluation.Evaluation(name='last', dataset_cfg=toy_run.dataset('validation'))]
@@ -413,9 +414,12 @@ def _stopped_by(action, tmp_path, mode):
           for name, rows in toy_run.lines(tmp_path).items() if name.startswith('training_eval/')}
 
 
-def test_a_run_that_training_actions_stop_makes_all_evaluations_that_are_due(tmp_path):
-  assert _stopped_by(_StopAt10(), tmp_path, 'TRAIN') == {
+@pytest.mark.parametrize('mode', ['TRAIN', 'TRAIN_EVAL'])
+def test_a_run_that_actions_stop_makes_all_evaluations_that_are_due(tmp_path, mode):
+  assert _stopped_by(_StopAt10(), tmp_path, mode) == {
       'letters': [5, 10], 'periodic/letters': [5, 10], 'last/letters': [10]}
+  metrics = checkpoints.read_manifest(tmp_path / 'checkpoint_10').metrics
+  assert {'training_eval/letters/loss', 'training_eval/last/letters/loss'} <= set(metrics)
 
 
 def test_actions_get_the_results_of_all_evaluations_of_a_step_together(tmp_path):
