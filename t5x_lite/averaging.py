@@ -60,8 +60,8 @@ class ParamEma:
     """Raise ConfigError if an average that begins after `step` updates would count updates before it as its own."""
     if self.start_step < step and (self.debias or callable(self.decay)):
       raise checks.invalid(
-          'ParamEma', 'start_step', f'at least {step}, the first step of this run, with debias or a schedule, since the '
-          'run begins a new average', self.start_step, f'Set it to {step}, or begin the run at step 0 '
+          'ParamEma', 'start_step', f'at least {step}, the first step of this run, with debias or a schedule, since '
+          'the run begins a new average', self.start_step, f'Set it to {step}, or begin the run at step 0 '
           '(builders.StartAtStep).')
 
   def init(self, params: Params) -> Params:

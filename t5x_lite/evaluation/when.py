@@ -40,6 +40,11 @@ class When:
         condition=checks.Expectation('None or a function of (step, metrics)',
                                      lambda condition: condition is None or callable(condition)))
 
+  @property
+  def is_never(self) -> bool:
+    """True if it is due at no step."""
+    return not (self.period or self.steps or self.at_start or self.at_end or self.condition)
+
   def is_due(self, step: int, last_step: int | None) -> bool:
     """Return whether it is due after `step` of a run that ends at `last_step`, if the condition holds."""
     return self.is_due_at_end(step, last_step) or (step >= self.from_step and (

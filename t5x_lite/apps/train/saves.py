@@ -102,6 +102,9 @@ class TrainSaves:
     if tests and not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
       return
     self._saved_at = time.monotonic()
+    for policy in self._cfg.policies:
+      if isinstance(policy, checkpoints.OnRequest):
+        policy.done()
     state = trainer.train_state.state_dict()
     self._progress.note(f'saving step {trainer.step:,}')
     self.wait()

@@ -344,6 +344,7 @@ def test_an_evaluation_by_name_selects_and_stops(tmp_path):
 @pytest.mark.parametrize('evaluations, fragment', [
     (lambda: [_named()[0], _named()[0]], 'evaluations` must be a list of Evaluations with different names'),
     (lambda: ['x'], 'evaluations` must be a list of Evaluations'),
+    (lambda: [dataclasses.replace(_named()[0], when=evaluation.When(from_step=3))], 'Evaluation.when` must be a When'),
     (lambda: [dataclasses.replace(_named()[0], dataset_cfg=toy_run.dataset('train', batch_size=3))], '3 rows')])
 def test_invalid_evaluations(tmp_path, evaluations, fragment):
   with pytest.raises(ConfigError, match=fragment):
@@ -435,3 +436,11 @@ def test_processes_decide_together_about_a_condition(tmp_path, monkeypatch):
   _train(tmp_path, 5, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, eval_period=None, infer_eval_period=None,
          evaluations=[evaluation.Evaluation(name='x', dataset_cfg=toy_run.dataset('validation'), when=when)])
   assert 'training_eval/x/letters' not in toy_run.lines(tmp_path)
+
+
+def test_a_request_is_saved_once(tmp_path):
+  request = checkpoints.OnRequest()
+  request.request()
+  _train(tmp_path, 12, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, infer_eval_period=None,
+         save={'policies': [request]})
+  assert checkpoints.all_steps(tmp_path) == [0, 12]
