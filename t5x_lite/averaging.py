@@ -56,6 +56,14 @@ class ParamEma:
       if not 0 <= decay < 1:
         raise checks.invalid('ParamEma', 'decay', f'in [0, 1) after {count} updates', decay)
 
+  def check_begin(self, step: int) -> None:
+    """Raise ConfigError if an average that begins after `step` updates would count updates before it as its own."""
+    if self.start_step < step and (self.debias or callable(self.decay)):
+      raise checks.invalid(
+          'ParamEma', 'start_step', f'at least {step}, the first step of this run, with debias or a schedule, since '
+          'the run begins a new average', self.start_step, f'Set it to {step}, or begin the run at step 0 '
+          '(builders.StartAtStep).')
+
   def init(self, params: Params) -> Params:
     """Return the average before the first update: copies of `params`, in float32 at least."""
     return jax.tree.map(lambda p: jnp.array(p, _average_dtype(p.dtype), copy=True), params)

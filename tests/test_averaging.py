@@ -142,3 +142,16 @@ def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged
   toy_run.train(tmp_path / 'new', 12, restore=restore, param_ema=averaging.ParamEma(decay=0.0), save={'period': 6})
   saved = toy_run.saved(tmp_path / 'new', 12)[0]
   jax.tree.map(np.testing.assert_array_equal, saved['target'], saved['param_average'])
+
+
+@pytest.mark.parametrize('options', [{'decay': 0.9, 'debias': True}, {'decay': averaging.Warmup(decay=0.9)}])
+def test_a_new_average_of_a_run_from_a_checkpoint_must_not_count_its_updates(tmp_path, options):
+  """Counted from step 0 of the model, debias and the schedule would have no effect."""
+  plain = {'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+  toy_run.train(tmp_path / 'a', 3, **plain)
+  train = functools.partial(toy_run.train, tmp_path / 'b', 5, **plain, save={'period': 4},
+                            restore=checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'a')))
+  with pytest.raises(errors.ConfigError, match='`ParamEma.start_step` must be at least 3'):
+    train(param_ema=averaging.ParamEma(**options))
+  assert checkpoints.latest_step(tmp_path / 'b') is None
+  assert train(param_ema=averaging.ParamEma(**options, start_step=3))[0] == 5

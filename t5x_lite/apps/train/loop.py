@@ -95,6 +95,8 @@ class TrainLoop:
     self._interrupted = ''
     # True if the state is not finite and the policy allows no further rollback.
     self._has_given_up = False
+    # Best values, for `WhenBest`, at the start of the run.
+    self._first_best: list[Any] = []
     # Newest step with known metrics.
     self._last_seen: tuple[int, Mapping[str, Any]] | None = None
 
@@ -114,6 +116,7 @@ class TrainLoop:
     if self.saves is not None and not self.start.resumes and self.saves.is_due(self._first_step):
       with self.watchdog.watching('saving'):
         self.saves.save(self.evaluation_due)
+    self._first_best = self.facts.get('best_metrics', [])
     self._begin_progress(self._first_step)
 
   def next_stretch(self) -> Stretch | None:
@@ -154,20 +157,20 @@ class TrainLoop:
   def _due_evaluations(self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture) -> tuple[str, ...]:
     """Return the names of the evaluations at the end of a stretch whose condition holds."""
     whens, step = self.cfg.whens, self.trainer.step
-    if self._stop == Stop.EARLY:
-      return tuple(name for name, when in whens.items() if when.at_end)
     last_step, names = self.last_step, stretch.evaluations
-    if self.batches.has_ended:
+    if self.batches.has_ended or self._stop == Stop.EARLY:
       last_step, names = step, tuple(name for name, when in whens.items() if when.is_due(step, step))
 
-    def holds(when):
+    def is_met(when):
       if when.condition is None or when.is_due_at_end(step, last_step):
         return True
       numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
                  if isinstance(value, clu.values.Scalar)}
-      return bool(checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers))
+      holds = checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers)
+      # Times differ between processes, which must decide equally.
+      return bool(multihost.broadcast_from_lead(np.bool_(bool(holds))))
 
-    return tuple(name for name in names if holds(whens[name]))
+    return tuple(name for name in names if is_met(whens[name]))
 
   def evaluate(self) -> None:
     """Compute the evaluations that are due, unless the run must stop."""
@@ -281,7 +284,11 @@ class TrainLoop:
     self.events.emit('evaluation_begun', evaluations=names)
     with self.watchdog.watching('evaluation'):
       try:
-        self._request_stop(self.evaluations.evaluate(self.evaluation_due))
+        self._request_stop(self.evaluations.evaluate(names))
+        if self._stop == Stop.EARLY:  # The run ends here.
+          at_end = [name for name, when in self.cfg.whens.items() if when.at_end and name not in names]
+          self._request_stop(self.evaluations.evaluate(at_end))
+          names += at_end
         self.evaluation_due = ()
         if record_metrics:
           self.saves.record_metrics(self.trainer.step)
@@ -331,6 +338,8 @@ class TrainLoop:
     if not point.resumes:
       point = self.start
     self.facts['num_roll_backs'] = self._num_roll_backs + 1
+    recorded = point.metadata.get('run', {}).get('best_metrics', [])
+    self.facts['best_metrics'] = self._first_best if point.step == self.start.step else recorded
     log = logging.getLogger(__name__)
     log.warning('%s is not finite: rolling back to %s at step %d and skipping the batch of this step (rollback %d of '
                 '%d).', finding.what[:1].upper() + finding.what[1:], point.description, point.step,

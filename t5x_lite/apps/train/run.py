@@ -246,6 +246,9 @@ def train(
         stack, trainer, batches.element_spec, is_needed=first_step < last_step, phase_fn=events.phase)
     progress.note(f'making the state: {start.description}')
     restored = start_lib.set_state(trainer, start, initializer, cfg.partitioner, cfg.model, init_rng)
+    if cfg.param_ema is not None and restored is not None and any(
+        name.startswith('param_average/') for name in restored.begun):
+      cfg.param_ema.check_begin(first_step)
     if restored is not None and trainer.non_finite.policy.tests:
       start_lib.check_finite(start, trainer.step_state)
     has_position = restored is not None and restored.data_state is not None
@@ -328,7 +331,7 @@ def _find_end(last_step: float, batches: TrainBatches, facts: Mapping[str, Any],
   """Return the last step of the run, and the names of the evaluations that are due before the next step.
 
   A resumed run whose data has ended has no further step. If the run was stopped before that was known, the
-  evaluations at the end of the run are due.
+  evaluations at the end of the run are due too.
 
   Args:
     last_step: step at which the run ends if its data does not end before.
@@ -341,7 +344,7 @@ def _find_end(last_step: float, batches: TrainBatches, facts: Mapping[str, Any],
   if not start.resumes or not facts['start_step'] < start.step < last_step or not batches.reached_end():
     return last_step, due
   is_known = 'data_ended_at' in facts and facts['data_ended_at'] == facts['batch_number']
-  return start.step, due if is_known else tuple(name for name, when in whens.items() if when.at_end)
+  return start.step, due if is_known else tuple(name for name, when in whens.items() if name in due or when.at_end)
 
 
 def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: parts_lib.RunData,
