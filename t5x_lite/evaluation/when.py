@@ -69,7 +69,7 @@ class Threshold:
     above: lower bound, exclusive; None for none.
 
   Raises:
-    ConfigError: both bounds are None, or a bound is no number.
+    ConfigError: both bounds are None, or a bound is not a number.
   """
 
   metric: str
@@ -79,7 +79,9 @@ class Threshold:
   def __post_init__(self):
     number = checks.number()
     checks.check('Threshold', vars(self), metric=checks.instance(str, 'the name of a metric'), below=number.or_none(),
-                 above=number if self.below is None else number.or_none())
+                 above=number.or_none())
+    if self.below is None and self.above is None:
+      raise checks.invalid('Threshold', 'below', 'a number if `above` is None', None, 'Set one of them.')
 
   def __call__(self, step: int, metrics: Mapping[str, float]) -> bool:
     """Return whether the condition holds for these training metrics."""
