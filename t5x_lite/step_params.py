@@ -76,7 +76,17 @@ class GaussianParamNoise:
         "For noise on all parameters: [('.*', 0.01)]."))
 
   def __call__(self, key: Array, params: Params) -> Params:
-    """See `ParamNoise`."""
+    """See `ParamNoise`.
+
+    Raises:
+      ConfigError: an expression has no effect, since it is the first match of no parameter.
+    """
+    rules = [(pattern, pattern) for pattern, _ in self.stddevs]
+    names = [name for name, _ in tree_utils.named_leaves(params)]
+    unused = {pattern for pattern, _ in rules} - {first_match(rules, name) for name in names}
+    if unused:
+      raise checks.invalid('GaussianParamNoise', 'stddevs', 'expressions that are the first match of a parameter, such '
+                           f'as {names[0]}', min(unused), 'Correct or remove it.')
 
     def add(path, param):
       stddev = first_match(self.stddevs, path)

@@ -145,13 +145,28 @@ def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged
 
 
 @pytest.mark.parametrize('options', [{'decay': 0.9, 'debias': True}, {'decay': averaging.Warmup(decay=0.9)}])
-def test_a_new_average_of_a_run_from_a_checkpoint_must_not_count_its_updates(tmp_path, options):
-  """Counted from step 0 of the model, debias and the schedule would have no effect."""
-  plain = {'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
-  toy_run.train(tmp_path / 'a', 3, **plain)
-  train = functools.partial(toy_run.train, tmp_path / 'b', 5, **plain, save={'period': 4},
-                            restore=checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'a')))
-  with pytest.raises(errors.ConfigError, match='`ParamEma.start_step` must be at least 3'):
-    train(param_ema=averaging.ParamEma(**options))
-  assert checkpoints.latest_step(tmp_path / 'b') is None
-  assert train(param_ema=averaging.ParamEma(**options, start_step=3))[0] == 5
+def test_an_average_that_begins_after_its_start_step_is_an_error(options, tmp_path):
+  toy_run.train(tmp_path / 'plain', 6)
+  restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))
+  with pytest.raises(errors.ConfigError, match='ParamEma.start_step` must be at least 6 with .*, got 0. Set it to 6.'):
+    toy_run.train(tmp_path / 'early', 12, restore=restore, param_ema=averaging.ParamEma(**options))
+  # A run that resumes is not affected.
+  ema = averaging.ParamEma(**options, start_step=6)
+  for steps in (10, 12):
+    toy_run.train(tmp_path / 'new', steps, restore=restore, param_ema=ema)
+  toy_run.train(tmp_path / 'resumed', 6, param_ema=averaging.ParamEma(**options))
+  toy_run.train(tmp_path / 'resumed', 8, param_ema=averaging.ParamEma(**options))
+
+
+def test_errors_about_an_average_only_name_its_options(averaged, tmp_path):
+  with pytest.raises(errors.CheckpointError, match='A run that resumes must keep it: set `train.param_ema` as before'):
+    toy_run.train(tmp_path / 'new', 22, restore=checkpoints.RestoreCheckpointConfig(path=str(averaged)))
+  toy_run.train(tmp_path / 'plain', 6)
+  with pytest.raises(errors.CheckpointError, match='A run cannot add an average when it resumes'):
+    toy_run.train(tmp_path / 'plain', 12, param_ema=averaging.ParamEma(decay=0.9))
+  # The remedies.
+  for name, options in {'as_parameters': {'use_param_average': True},
+                        'dropped': {'assignment_map': [('param_average/.*', None)]}}.items():
+    restore = checkpoints.RestoreCheckpointConfig(path=str(averaged), **options)
+    toy_run.train(tmp_path / name, 22, restore=restore)
+    assert 'param_average' not in toy_run.saved(tmp_path / name, 22)[0]

@@ -44,7 +44,6 @@ class RestoredCheckpoint:
     metadata: values recorded by the caller of `save`; for other programs see `StateSource.metadata`.
     metrics: metrics known when the checkpoint was saved.
     format: stored format, one of `sources.FORMATS`.
-    begun: names of the arrays that were made from the restored parameters.
   """
 
   state: dict[str, Any]
@@ -57,7 +56,6 @@ class RestoredCheckpoint:
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   format: str = sources.OwnSource.format
-  begun: frozenset[str] = frozenset()
 
 
 def is_cast(name: str) -> bool:
@@ -138,8 +136,7 @@ def restore_checkpoint(
     _logger.info('Built the state of step %d from %s: %d of %d arrays; the others are new.', built.step or 0,
                  chain.describe(path and os.fspath(path), cfg), len(goal.wanted) - len(built.initialized),
                  len(goal.wanted))
-  restored = _restored(state, built.step or 0, path and os.fspath(path), goal, cfg)
-  return dataclasses.replace(restored, begun=frozenset(begun))
+  return _restored(state, built.step or 0, path and os.fspath(path), goal, cfg)
 
 
 def check_fits(path: discovery.PathLike | None, target: transforms.StateDict, *,

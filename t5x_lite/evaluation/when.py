@@ -84,7 +84,9 @@ class Threshold:
   def __post_init__(self):
     number = checks.number()
     checks.check('Threshold', vars(self), metric=checks.instance(str, 'the name of a metric'), below=number.or_none(),
-                 above=number if self.below is None else checks.number(below=self.below).or_none())
+                 above=(number if self.below is None else checks.number(below=self.below)).or_none())
+    if self.below is None and self.above is None:
+      raise checks.invalid('Threshold', 'below', 'a number if `above` is None', None, 'Set one of them.')
 
   def __call__(self, step: int, metrics: Mapping[str, float]) -> bool:
     """Return whether the condition holds for these training metrics."""

@@ -38,7 +38,7 @@ def test_threshold(bounds, holds):
 
 
 def test_a_threshold_needs_a_bound():
-  with pytest.raises(ConfigError, match='Threshold.above` must be'):
+  with pytest.raises(ConfigError, match='Threshold.below` must be a number if `above` is None, got None. Set one'):
     evaluation.Threshold(metric='loss')
 
 

@@ -61,8 +61,10 @@ class RunConfig:
                      (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'))
     names = [each.name for each in self.evaluations if isinstance(each, evaluation.Evaluation)]
     checks.check('train', vars(self), evaluations=checks.Expectation(
-        'a list of Evaluations with different names',
-        lambda given: len(names) == len(given) == len(set(names)), 'In gin: [@a/evaluation.Evaluation(), ...].'))
+        'a list of Evaluations', lambda given: len(names) == len(given), 'In gin: [@a/evaluation.Evaluation(), ...].'))
+    checks.check('train', {'evaluations': names}, evaluations=checks.Expectation(
+        'Evaluations with different names', lambda names: len(names) == len(set(names)),
+        'Set another `Evaluation.name`.'))
     evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)
     for each in self.evaluations:
       if each.decode:

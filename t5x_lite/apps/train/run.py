@@ -246,9 +246,6 @@ def train(
         stack, trainer, batches.element_spec, is_needed=first_step < last_step, phase_fn=events.phase)
     progress.note(f'making the state: {start.description}')
     restored = start_lib.set_state(trainer, start, initializer, cfg.partitioner, cfg.model, init_rng)
-    if cfg.param_ema is not None and restored is not None and any(
-        name.startswith('param_average/') for name in restored.begun):
-      cfg.param_ema.check_begin(first_step)
     if restored is not None and trainer.non_finite.policy.tests:
       start_lib.check_finite(start, trainer.step_state)
     has_position = restored is not None and restored.data_state is not None

@@ -342,7 +342,7 @@ def test_an_evaluation_by_name_selects_and_stops(tmp_path):
 
 
 @pytest.mark.parametrize('evaluations, fragment', [
-    (lambda: [_named()[0], _named()[0]], 'evaluations` must be a list of Evaluations with different names'),
+    (lambda: [_named()[0], _named()[0]], r'evaluations` must be Evaluations with different names, got \['),
     (lambda: ['x'], 'evaluations` must be a list of Evaluations'),
     (lambda: [dataclasses.replace(_named()[0], when=evaluation.When(from_step=3))], 'Evaluation.when` must be a When'),
     (lambda: [dataclasses.replace(_named()[0], dataset_cfg=toy_run.dataset('train', batch_size=3))], '3 rows')])
