@@ -58,7 +58,8 @@ def test_arrays_that_are_no_floats_are_copied():
 
 @pytest.mark.parametrize('options, message', [
     ({'decay': 1.0}, r'ParamEma.decay` must be .* got 1.0'),
-    ({'decay': 0.9, 'start_step': -1}, 'start_step'),
+    ({'decay': 0.9, 'start_step': -1}, 'start_step'), ({'decay': 0.9, 'start_step': 2**31}, 'start_step'),
+    ({'decay': 0.9, 'debias': 'no'}, 'debias'), ({'decay': 0.9, 'evaluate': None}, 'evaluate'),
     ({'decay': averaging.Warmup(decay=0.9), 'debias': True}, r'averaging.Warmup\(decay=0.999\), needs no correction')])
 def test_errors(options, message):
   with pytest.raises(errors.ConfigError, match=message):
@@ -70,6 +71,9 @@ def test_a_schedule_out_of_range_is_found_before_the_run():
   ema.check_decay([0, 1099])
   with pytest.raises(errors.ConfigError, match=r'in \[0, 1\) after 1000 updates, got 1.0'):
     ema.check_decay([0, 1100])
+  for decay in ('a', None, np.zeros(3)):
+    with pytest.raises(errors.ConfigError, match='ParamEma.decay` must be in'):
+      averaging.ParamEma(decay=lambda count, decay=decay: decay).check_decay([0])
 
 
 def test_optimizers_with_their_own_average_are_an_error():

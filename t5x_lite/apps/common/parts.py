@@ -59,10 +59,10 @@ class RunConfig:
     checks.check('train', vars(self), eval_steps=checks.number(at_least=1, integer=True).or_none(),
                  random_seed=start_lib.SEED, param_ema=checks.instance(
                      (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'))
-    names = [each.name for each in self.evaluations if isinstance(each, evaluation.Evaluation)]
     checks.check('train', vars(self), evaluations=checks.Expectation(
-        'a list of Evaluations with different names',
-        lambda given: len(names) == len(given) == len(set(names)), 'In gin: [@a/evaluation.Evaluation(), ...].'))
+        'a list of Evaluations with different names', lambda given: all(
+            isinstance(each, evaluation.Evaluation) for each in given) and len({each.name for each in given}) == len(given),
+        'In gin: [@a/evaluation.Evaluation(), ...].'))
     evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)
     for each in self.evaluations:
       if each.decode:

@@ -111,6 +111,9 @@ class TrainLoop:
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
+      if self.saves is not None and self.start.resumes:
+        # The checkpoint was saved before this evaluation, so it does not have these metrics among its best ones.
+        self.saves.update_best(self._first_step, self.evaluation_due)
     if self.saves is not None and not self.start.resumes and self.saves.is_due(self._first_step):
       with self.watchdog.watching('saving'):
         self.saves.save(self.evaluation_due)
@@ -165,7 +168,11 @@ class TrainLoop:
         return True
       numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
                  if isinstance(value, clu.values.Scalar)}
-      return bool(checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers))
+      result = checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers)
+      if result is None or np.ndim(result):
+        raise checks.invalid('When', 'condition', 'a function that returns True or False', result,
+                             'Return True to evaluate.')
+      return bool(result)
 
     return tuple(name for name in names if holds(whens[name]))
 
@@ -345,6 +352,7 @@ class TrainLoop:
     facts = point.metadata.get('run', {}) if point.resumes else {}
     actions_lib.set_actions_state(cfg.actions_by_mode, facts.get('actions', self._first_actions_state))
     trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
+    self.facts['best_metrics'] = facts.get('best_metrics', ())
     data_state = self.first_data_state if point is self.start else restored and restored.data_state
     if data_state is None:
       log.warning('The position in the data is unknown: the data continues after the bad step.')

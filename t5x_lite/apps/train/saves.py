@@ -73,20 +73,30 @@ class TrainSaves:
     """
     if not self._cfg.policies:
       return self._manager.should_save(step)
-    best = {(name, mode): value for name, mode, value in self._run_facts.get('best_metrics', ())}
     point = checkpoints.SavePoint(
-        metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step), best=best,
+        metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step), best=self._best,
         # All processes must decide equally.
         seconds_since_save=float(multihost.broadcast_from_lead(np.float32(time.monotonic() - self._saved_at))))
     is_due = self._manager.should_save(step, point)
-    new = dict(best)
-    for policy in self._best_policies:
-      value = point.metrics.get(policy.metric_name, math.nan)
-      if policy.is_better(value, best.get(policy.key)):
-        new[policy.key] = value
-    if new:
-      self._run_facts['best_metrics'] = [[*key, value] for key, value in new.items()]
+    self.update_best(step, evaluation_due)
     return is_due
+
+  @property
+  def _best(self) -> dict[tuple[str, str], float]:
+    """Best value of each metric in the evaluations so far, by `WhenBest.key`."""
+    return {(name, mode): value for name, mode, value in self._run_facts.get('best_metrics', ())}
+
+  def update_best(self, step: int, evaluation_due: Sequence[str] = ()) -> None:
+    """Add the metrics of the evaluation of `step` to the best values of the run; see `is_due`."""
+    if not self._best_policies:
+      return
+    metrics, best = {} if evaluation_due else self._evaluations.numbers(step), self._best
+    for policy in self._best_policies:
+      value = metrics.get(policy.metric_name, math.nan)
+      if policy.is_better(value, best.get(policy.key)):
+        best[policy.key] = value
+    if best:
+      self._run_facts['best_metrics'] = [[*key, value] for key, value in best.items()]
 
   def record_metrics(self, step: int) -> None:
     """Add the metrics of the last evaluation to the checkpoint of `step`, which was saved earlier."""
