@@ -45,16 +45,20 @@ class ParamEma:
         'ParamEma', vars(self),
         decay=checks.Expectation(f'{_DECAY.text}, or a schedule', lambda decay: callable(decay) or _DECAY.holds(decay)),
         debias=checks.Expectation(
-            'False if decay is a schedule', lambda debias: not (debias and callable(self.decay)),
+            'False if decay is a schedule, else True or False',
+            lambda debias: isinstance(debias, bool) and not (debias and callable(self.decay)),
             'A schedule that begins at 0, such as averaging.Warmup(decay=0.999), needs no correction.'),
-        start_step=checks.number(at_least=0, integer=True))
+        start_step=checks.number(at_least=0, below=2**31, integer=True, remedy='Steps are int32.'),
+        evaluate=checks.instance(bool, 'True or False'))
 
   def check_decay(self, steps: Sequence[int]) -> None:
     """Raise ConfigError if the schedule leaves [0, 1) when some numbers of updates have been made."""
     for step in steps if callable(self.decay) else ():
       count = max(0, step - self.start_step)
-      decay = float(checks.call_custom('ParamEma', 'decay', 'count', self.decay, np.int32(count)))
-      if not 0 <= decay < 1:
+      decay = checks.call_custom('ParamEma', 'decay', 'count', self.decay, np.int32(count))
+      if isinstance(decay, (np.generic, np.ndarray, jax.Array)) and not np.shape(decay):
+        decay = decay.item()
+      if not isinstance(decay, (float, int)) or not 0 <= decay < 1:
         raise checks.invalid('ParamEma', 'decay', f'in [0, 1) after {count} updates', decay)
 
   def check_begin(self, step: int) -> None:

@@ -121,7 +121,11 @@ def check(owner: str, values: Mapping[str, Any], /, *, error: type[T5xLiteError]
   """
   for option, expectation in expectations.items():
     value = values[option]
-    if not expectation.holds(value):
+    try:
+      is_valid = expectation.holds(value)
+    except (AttributeError, TypeError, ValueError):  # e.g. a number where a list is expected
+      is_valid = False
+    if not is_valid:
       remedy = expectation.remedy
       raise invalid(owner, option, expectation.text, value, remedy(value) if callable(remedy) else remedy, error)
 

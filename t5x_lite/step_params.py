@@ -98,6 +98,17 @@ class GaussianParamNoise:
     return tree_utils.map_with_names(add, params)
 
 
+def check_matches(owner: str, option: str, rules: Any, paths: Sequence[str]) -> None:
+  """Raise ConfigError if a rule of an option applies to none of `paths`; a value that is no list of rules passes."""
+  if not isinstance(rules, (list, tuple)):
+    return
+  used = {first_match([(pattern, index) for index, (pattern, _) in enumerate(rules)], path) for path in paths}
+  for index, (pattern, _) in enumerate(rules):
+    if index not in used:
+      raise checks.invalid(owner, option, 'rules that each are the first match of a name', pattern, (
+          f'Names are {paths[0]!r} and others: correct the expression, move it up, or remove it.'))
+
+
 def check_train_dtype(train_dtype: Any) -> None:
   """Raise ConfigError unless `Trainer.train_dtype` is None, a floating dtype, or pairs of expression and dtype."""
 
@@ -109,8 +120,12 @@ def check_train_dtype(train_dtype: Any) -> None:
 
   checks.check('Trainer', {'train_dtype': train_dtype}, train_dtype=checks.Expectation(
       'None, a floating dtype, or pairs of a regular expression and a floating dtype or None', lambda given: (
-          given is None or is_dtype(given) or not isinstance(given, str) and _are_rules(
+          given is None or is_dtype(given) or isinstance(given, (list, tuple)) and len(given) > 0 and _are_rules(
               given, lambda dtype: dtype is None or is_dtype(dtype))), "For example 'bfloat16'."))
+
+
+def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
+  return getattr(x, 'shape', None), getattr(x, 'dtype', None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +145,13 @@ class StepParams:
   frozen: frozenset[str] = frozenset()
   stacks: layer_stacks.LayerStacks = layer_stacks.LayerStacks()
   key: Array | None = None
+
+  def check(self, params: Params, batch: Batch) -> None:
+    """Raise ConfigError if a rule of an option applies to nothing; the leaves may be shapes."""
+    paths = [path for path, _ in tree_utils.named_leaves(params)]
+    if isinstance(self.noise, GaussianParamNoise):
+      check_matches('GaussianParamNoise', 'stddevs', self.noise.stddevs, paths)
+    check_matches('Trainer', 'train_dtype', self.train_dtype, [*paths, *(f'{_BATCH}/{name}' for name in batch)])
 
   def at_step(self, run_key: Array, step: Array) -> 'StepParams':
     """Return the value with the key of a step.
@@ -168,7 +190,14 @@ class StepParams:
   def for_loss(self, params: Params) -> Params:
     """Return the parameters that the loss gets for the trained `params`."""
     params = self.cast(params)
-    return params if self.noise is None else self.stacks.stack(self.noise(self.key, self.stacks.unstack(params)))
+    if self.noise is None:
+      return params
+    params = self.stacks.unstack(params)
+    noisy = checks.call_custom('Trainer', 'param_noise', 'key, params', self.noise, self.key, params)
+    if jax.tree.map(_shape_and_dtype, noisy) != jax.tree.map(_shape_and_dtype, params):
+      raise checks.invalid('Trainer', 'param_noise', 'a function that keeps names, shapes and dtypes of the parameters',
+                           self.noise, 'Return a tree like its argument `params`.')
+    return self.stacks.stack(noisy)
 
   def split(self, params: Params) -> tuple[PyTree, Callable[[PyTree, Callable[[Array], Array]], Params]]:
     """Divide the parameters into those with gradients and the others.

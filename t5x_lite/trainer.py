@@ -423,7 +423,10 @@ class Trainer(BaseTrainer):
     check_train_dtype(train_dtype)
     self._step_params = StepParams(train_dtype=train_dtype, noise=param_noise)
     super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
-    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none())
+    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none(),
+                 param_noise=checks.Expectation(
+                     'a function of (key, params)', lambda noise: callable(noise) and not isinstance(noise, type),
+                     'In gin, write @step_params.GaussianParamNoise() with parentheses.').or_none())
     # A state without an optimizer is only evaluated, without a learning rate.
     trains = not isinstance(train_state, InferenceState)
     if trains:
@@ -436,6 +439,11 @@ class Trainer(BaseTrainer):
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
     self.non_finite = non_finite.Monitor(non_finite_policy)
+
+  def check_batch(self, element_spec: Mapping[str, Any]) -> None:
+    """See base class; raise also for a rule of `train_dtype` that applies to no parameter or feature."""
+    super().check_batch(element_spec)
+    self._step_params.check(self.train_state.params, element_spec)
 
   def find_layer_stacks(self, train_state: TrainState) -> layer_stacks.LayerStacks:
     """See base class; none in a subclass, whose steps may read single layers."""

@@ -58,7 +58,8 @@ def test_arrays_that_are_no_floats_are_copied():
 
 @pytest.mark.parametrize('options, message', [
     ({'decay': 1.0}, r'ParamEma.decay` must be .* got 1.0'),
-    ({'decay': 0.9, 'start_step': -1}, 'start_step'),
+    ({'decay': 0.9, 'start_step': -1}, 'start_step'), ({'decay': 0.9, 'start_step': 2**31}, 'start_step'),
+    ({'decay': 0.9, 'debias': 'no'}, 'debias'), ({'decay': 0.9, 'evaluate': None}, 'evaluate'),
     ({'decay': averaging.Warmup(decay=0.9), 'debias': True}, r'averaging.Warmup\(decay=0.999\), needs no correction')])
 def test_errors(options, message):
   with pytest.raises(errors.ConfigError, match=message):
@@ -70,6 +71,9 @@ def test_a_schedule_out_of_range_is_found_before_the_run():
   ema.check_decay([0, 1099])
   with pytest.raises(errors.ConfigError, match=r'in \[0, 1\) after 1000 updates, got 1.0'):
     ema.check_decay([0, 1100])
+  for decay in ('a', None, np.zeros(3)):
+    with pytest.raises(errors.ConfigError, match='ParamEma.decay` must be in'):
+      averaging.ParamEma(decay=lambda count, decay=decay: decay).check_decay([0])
 
 
 def test_optimizers_with_their_own_average_are_an_error():
@@ -134,6 +138,15 @@ def test_ten_and_ten_steps_equal_twenty(averaged, tmp_path):
   for steps in (10, 20):
     toy_run.train(tmp_path, steps, param_ema=averaging.ParamEma(decay=0.8))
   toy_run.assert_same_run(tmp_path, averaged, 20)
+
+
+@pytest.mark.parametrize('before, after, words', [
+    (None, averaging.ParamEma(decay=0.5), 'None'), (averaging.ParamEma(decay=0.5), None, 'set')])
+def test_a_run_that_resumes_must_keep_the_average(tmp_path, before, after, words):
+  toy_run.train(tmp_path, 2, param_ema=before)
+  with pytest.raises(errors.CheckpointError, match=f'`train.param_ema` must be {words}, as when the checkpoint was saved'):
+    toy_run.train(tmp_path, 4, param_ema=after)
+  assert checkpoints.all_steps(tmp_path) == [2]
 
 
 def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged, tmp_path):

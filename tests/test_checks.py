@@ -10,6 +10,11 @@ from t5x_lite import checks
 from t5x_lite.errors import CheckpointError, ConfigError
 
 
+def test_a_condition_that_raises_does_not_hold():
+  with pytest.raises(ConfigError, match=r'`A.b` must be a list, got 5. For example .1.'):
+    checks.check('A', {'b': 5}, b=checks.Expectation('a list', lambda value: len(value) > 0, 'For example [1].'))
+
+
 @pytest.mark.parametrize('interval, text, valid, invalid', [
     ({'above': 0, 'at_most': 1}, 'a number in (0, 1]', [1, 0.5, np.float32(0.25)], [0, 1.5, -1]),
     ({'at_least': 0, 'below': 1}, 'a number in [0, 1)', [0, 0.9], [1, -0.1]),

@@ -20,6 +20,7 @@ from t5x_lite import metrics
 from t5x_lite import non_finite
 from t5x_lite import runtime
 from t5x_lite import summaries
+from t5x_lite.checkpoints import discovery
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError, NonFiniteMetricError
 from t5x_lite.non_finite import NonFinitePolicy
 from tests.apps.train import toy_run
@@ -371,6 +372,17 @@ def test_roll_back_without_a_checkpoint_begins_again(tmp_path):
   policy = NonFinitePolicy(action='roll_back')
   step, _ = train(tmp_path, 6, bad=(2,), policy=policy)
   assert step == 6 and sorted(rows(tmp_path))[-1] == 6 and np.isfinite(rows(tmp_path)[6])
+
+
+def test_roll_back_forgets_best_values_of_later_steps(tmp_path):
+  options = {'policy': NonFinitePolicy(action='roll_back'), 'eval_period': 3, 'eval_steps': None,
+             'train_eval_dataset_cfg': toy_run.dataset('validation'), 'save': {
+      'policies': [checkpoints.WhenBest('training_eval/letters/loss', 'min')]}}
+  train(tmp_path / 'rolled', 12, bad=(7,), **options)
+  train(tmp_path / 'without', 12, removed=(7,), **options)
+  sound = [[step for step in checkpoints.all_steps(run) if not discovery.is_marked_unsound(
+      checkpoints.get_checkpoint_dir(run, step))] for run in (tmp_path / 'rolled', tmp_path / 'without')]
+  assert sound[0] == sound[1] and 6 in sound[0]
 
 
 def test_roll_back_ends_after_the_limit(tmp_path):

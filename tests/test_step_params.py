@@ -204,3 +204,22 @@ def test_trainer_options():
   jax.tree.map(np.testing.assert_array_equal, noisy, again)
   assert np.any(noisy['hidden'] != plain['hidden']) and np.any(half['hidden'] != plain['hidden'])
   assert half['hidden'].dtype == jnp.float32
+
+
+@pytest.mark.parametrize('noise', [
+    lambda key, params: None, lambda key, params: jax.tree.map(lambda x: x.astype('float16'), params),
+    lambda key, params: jax.tree.map(lambda x: x[None], params), lambda key: key])
+def test_noise_must_keep_the_tree(noise):
+  with pytest.raises(errors.ConfigError, match='Trainer.param_noise` must be a function'):
+    StepParams(noise=noise).at_step(jax.random.key(0), jnp.int32(7)).for_loss({'w': jnp.ones(3)})
+
+
+@pytest.mark.parametrize('options, name', [
+    ({'train_dtype': [('nothing', 'bfloat16')]}, 'Trainer.train_dtype'),
+    ({'train_dtype': [('.*', None), ('hidden', 'bfloat16')]}, 'Trainer.train_dtype'),
+    ({'noise': step_params_lib.GaussianParamNoise([('nothing', 0.1)])}, 'GaussianParamNoise.stddevs')])
+def test_rules_without_effect_are_errors(options, name):
+  with pytest.raises(errors.ConfigError, match=f'`{name}` must be rules that each are the first match of a name'):
+    StepParams(**options).check({'hidden': jnp.ones(3)}, {'inputs': jnp.ones(3, jnp.int32)})
+  StepParams(train_dtype=[('batch/inputs', None), ('hidden', 'bfloat16')]).check(
+      {'hidden': jnp.ones(3)}, {'inputs': jnp.ones(3, jnp.int32)})

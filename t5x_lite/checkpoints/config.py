@@ -30,6 +30,8 @@ def _is_floating(dtype: Any) -> bool:
 
 def _assignment_problem(rules: Any) -> str:
   """Return the first problem of an assignment map as a sentence; '' if it is valid."""
+  if rules is not None and (not isinstance(rules, Sequence) or isinstance(rules, str)):
+    return f'{rules!r} is not a list.'
   for rule in rules or ():
     if (not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2 or not isinstance(rule[0], str)
         or not isinstance(rule[1], str | None)):
@@ -125,8 +127,10 @@ class SaveCheckpointConfig:
             lambda keep: _COUNT.holds(keep) if has_metric else keep is None,
             "Set both, e.g. keep_best=3, metric_name_to_monitor='training_eval/task/accuracy'."),
         metric_mode=checks.one_of(METRIC_MODES), max_failures_in_a_row=_COUNT, policies=checks.Expectation(
-            'a list of save policies', lambda policies: all(
-                callable(getattr(policy, 'should_save', None)) for policy in policies), 'For example [@WhenBest()].'))
+            'a list of save policies', lambda policies: isinstance(policies, Sequence) and all(
+                not isinstance(policy, type) and callable(getattr(policy, 'should_save', None))
+                and callable(getattr(policy, 'next_step', None)) for policy in policies),
+            'In gin, write [@checkpoints.WhenBest()] with parentheses.'))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, final
+from typing import Any, Protocol, final
+
+import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.checkpoints import config as config_lib
@@ -84,6 +86,10 @@ class AtSteps:
 
   steps: Collection[int]
 
+  def __post_init__(self):
+    checks.check('AtSteps', vars(self), steps=checks.Expectation(
+        'steps, integers >= 0', lambda steps: len(steps) > 0 and all(map(_STEP.holds, steps)), 'For example [0, 1000].'))
+
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
     del point
@@ -112,7 +118,8 @@ class WhenBest:
   from_step: int = 0
 
   def __post_init__(self):
-    checks.check('WhenBest', vars(self), mode=checks.one_of(config_lib.METRIC_MODES), from_step=_STEP)
+    checks.check('WhenBest', vars(self), metric_name=checks.instance(str, 'the full name of a metric'),
+                 mode=checks.one_of(config_lib.METRIC_MODES), from_step=_STEP)
 
   @property
   def key(self) -> tuple[str, str]:
@@ -196,12 +203,20 @@ class AnySavePolicy:
 
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
-    return any(policy.should_save(step, point) for policy in self.policies)
+    return any(_is_true(policy, policy.should_save(step, point)) for policy in self.policies)
 
   def next_step(self, step: int) -> int | None:
     """See `SavePolicy`."""
     steps = [policy.next_step(step) for policy in self.policies]
     return min((s for s in steps if s is not None), default=None)
+
+
+def _is_true(policy: SavePolicy, result: Any) -> bool:
+  """Return the result of `SavePolicy.should_save`; raise if a custom policy returns something else than a bool."""
+  if result is None or np.ndim(result):
+    raise checks.invalid(type(policy).__name__, 'should_save', 'a method that returns True or False', result,
+                         'Return True to save.')
+  return bool(result)
 
 
 class RetentionPolicy(Protocol):
@@ -285,10 +300,12 @@ def save_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> AnySavePo
   return AnySavePolicy((*policies, *cfg.policies))
 
 
-def metric_names(cfg: config_lib.SaveCheckpointConfig) -> dict[str, str]:
-  """Return the full names of the metrics on which saving or keeping depends, by the option that contains the name."""
-  names = {} if cfg.keep_best is None else {'SaveCheckpointConfig.metric_name_to_monitor': cfg.metric_name_to_monitor}
-  return names | {'WhenBest.metric_name': policy.metric_name for policy in cfg.policies if isinstance(policy, WhenBest)}
+def metric_names(cfg: config_lib.SaveCheckpointConfig) -> list[tuple[str, str]]:
+  """Return (option, full name) of each metric on which saving or keeping depends."""
+  names = [] if cfg.keep_best is None else [(
+      'SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor)]
+  return names + [('WhenBest.metric_name', policy.metric_name) for policy in cfg.policies
+                  if isinstance(policy, WhenBest)]
 
 
 def retention_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> tuple[RetentionPolicy, ...]:

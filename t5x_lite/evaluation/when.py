@@ -6,6 +6,7 @@ import dataclasses
 from t5x_lite import checks
 
 _STEP = checks.number(at_least=0, integer=True)
+_BOOL = checks.instance(bool, 'True or False')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class When:
     checks.check(
         'When', vars(self), period=checks.number(at_least=0, integer=True).or_none(), from_step=_STEP,
         steps=checks.Expectation('steps, integers >= 0', lambda steps: all(map(_STEP.holds, steps))),
+        at_start=_BOOL, at_end=_BOOL,
         condition=checks.Expectation('None or a function of (step, metrics)',
                                      lambda condition: condition is None or callable(condition)))
 

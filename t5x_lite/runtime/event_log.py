@@ -175,12 +175,13 @@ class EventLog(contextlib.AbstractContextManager):
       return
     try:
       measured = goodput.measure(read_events(self._path))
-    except (OSError, KeyError, TypeError, ValueError) as error:  # e.g. somebody has changed the file
+      line = measured.describe()
+    except Exception as error:  # the file may have any content, e.g. after a change by hand
       logging.getLogger(__name__).warning(
           'The goodput is unknown, because %s cannot be read (%s: %s).', self._path, type(error).__name__, error)
       return
     self.emit('summary', **measured.details)
-    self._log_fn(measured.describe())
+    self._log_fn(line)
 
   def _write(self, event: Event) -> None:
     self._file.append(event.to_line().encode(), at_once=True)
@@ -188,14 +189,16 @@ class EventLog(contextlib.AbstractContextManager):
   def _call(self, event: Event) -> None:
     errors = []
     self._is_calling = True
-    for event_fn in self._event_fns:
-      try:
-        event_fn(event)
-      except Exception as error:  # users' functions may raise anything, and must not end the run
-        if event_fn not in self._failed_fns:
-          self._failed_fns.append(event_fn)
-          errors.append(error)
-    self._is_calling = False
+    try:
+      for event_fn in self._event_fns:
+        try:
+          event_fn(event)
+        except Exception as error:  # users' functions may raise anything, and must not end the run
+          if event_fn not in self._failed_fns:
+            self._failed_fns.append(event_fn)
+            errors.append(error)
+    finally:  # also after sys.exit
+      self._is_calling = False
     for error in errors:
       logging.getLogger(__name__).warning(
           'A function of `train.event_fns` failed for the event %r (%s: %s). Training continues, and further errors of '

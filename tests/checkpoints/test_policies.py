@@ -1,6 +1,7 @@
 """Policies of saving and keeping."""
 
 import math
+import types
 
 import pytest
 
@@ -57,12 +58,25 @@ def test_the_best_value():
 
   assert should_save(2, 0.0) and should_save(2, 0.5, 0.4) and not should_save(1, 0.5)
   assert not should_save(2, 0.4, 0.4) and not should_save(2, float('nan')) and not should_save(2, float('nan'), 0.1)
+  assert not should_save(2, float('inf'), 0.1)
   assert not best.should_save(2, checkpoints.SavePoint()) and not best.should_save(2)
+
+
+@pytest.mark.parametrize('result', [None, [True, False]])
+def test_results_of_custom_policies(result):
+  policy = types.SimpleNamespace(should_save=lambda step, point: result, next_step=lambda step: None)
+  policies = checkpoints.save_policies_from_config(checkpoints.SaveCheckpointConfig(policies=[policy]))
+  with pytest.raises(errors.ConfigError, match='should_save` must be a method that returns True or False'):
+    policies.should_save(1)
 
 
 @pytest.mark.parametrize('make', [
     lambda: checkpoints.EveryNSteps(0), lambda: checkpoints.EveryNSteps(1, -1), lambda: checkpoints.EveryNMinutes(0),
-    lambda: checkpoints.WhenBest('f1', 'largest'), lambda: checkpoints.SaveCheckpointConfig(policies=['best'])])
+    lambda: checkpoints.WhenBest('f1', 'largest'), lambda: checkpoints.SaveCheckpointConfig(policies=['best']),
+    lambda: checkpoints.WhenBest(None), lambda: checkpoints.AtSteps(5), lambda: checkpoints.AtSteps([]),
+    lambda: checkpoints.AtSteps([-1]), lambda: checkpoints.SaveCheckpointConfig(policies=checkpoints.WhenBest('f1')),
+    lambda: checkpoints.SaveCheckpointConfig(policies=[checkpoints.WhenBest]),
+    lambda: checkpoints.SaveCheckpointConfig(checkpoint_steps=5)])
 def test_errors(make):
   with pytest.raises(errors.ConfigError):
     make()

@@ -24,7 +24,8 @@ def test_next_step():
   assert When(period=4, from_step=8).next_step(0) == 8
 
 
-@pytest.mark.parametrize('options', [{'period': -1}, {'steps': [1.5]}, {'from_step': -1}, {'condition': 3}])
+@pytest.mark.parametrize('options', [{'period': -1}, {'steps': [1.5]}, {'from_step': -1}, {'condition': 3},
+                                     {'steps': 5}, {'steps': None}, {'at_end': 'False'}, {'at_start': None}])
 def test_errors(options):
   with pytest.raises(ConfigError, match=f'When.{next(iter(options))}` must be'):
     When(**options)

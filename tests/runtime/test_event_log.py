@@ -139,6 +139,16 @@ def test_the_next_process_appends_to_a_line_that_was_cut_off(make, tmp_path):
   assert _events(tmp_path)[-1].details['total_seconds']['down'] == 10.0
 
 
+@pytest.mark.parametrize('seconds', ['5', '{"step": NaN}', '{"step": 1e999}', '{"step": "a"}'])
+def test_a_changed_file_does_not_end_the_run(make, tmp_path, seconds, caplog):
+  (tmp_path / runtime.EVENTS_FILE).write_text(
+      f'{{"event": "progress", "wall_time": 1, "step": 1, "process": 0, "seconds": {seconds}}}\n')
+  with make() as log:
+    log.step = 0
+    log.open()
+  assert 'goodput is unknown' in caplog.text
+
+
 def test_only_the_lead_process_writes_and_hooks_are_called_in_each(make, tmp_path):
   seen = []
   with make(process=1, event_fns=[seen.append]) as log:

@@ -201,18 +201,18 @@ class RunEvaluations:
     for each in (*self._evaluators, *self._mean_managers.values()):
       each.close()
 
-  def check_metric_names(self, names: Mapping[str, str]) -> None:
+  def check_metric_names(self, names: Iterable[tuple[str, str]]) -> None:
     """Raise if no evaluation computes a metric; compute nothing.
 
     The trainer may hold the shapes of a state.
 
     Args:
-      names: full names of metrics, by the option that contains the name.
+      names: pairs (option, full name of a metric).
 
     Raises:
       ConfigError: a metric is unknown.
     """
-    for option, name in names.items():
+    for option, name in names:
       # Only names of the metric's own evaluation are collected: this traces the model or calls the metric functions.
       known: dict[str, dict[str, set[str] | None]] = {}
       for each in self._evaluations.values():

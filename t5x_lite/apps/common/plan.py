@@ -8,6 +8,7 @@ import types
 from typing import Protocol
 
 from t5x_lite import checkpoints
+from t5x_lite.errors import ConfigError
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 
 # Maximum number of steps that the description of a plan shows of each kind.
@@ -91,7 +92,10 @@ def plan_steps(
   step = first_step
   while step < last_step:
     known = (when.next_step(step) for when in (*evaluations.values(), save, collect_garbage, pause))
-    stop = min([last_step, *(each for each in known if each is not None and each > step)])
+    stop = min([last_step, *(each for each in known if each is not None)])
+    if stop <= step:
+      raise ConfigError(f'`next_step({step})` of a policy must be a later step or None, got {stop}. Correct the policy '
+                        'in `SaveCheckpointConfig.policies`.')
     yield Stretch(
         first=step, last=stop, save=save.is_due(stop, last_step),
         collect_garbage=collect_garbage.is_due(stop, last_step),

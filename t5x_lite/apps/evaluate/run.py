@@ -148,7 +148,7 @@ def evaluate(
         progress=progress, note_fn=_BatchNotes(signals, progress),
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))
     if cfg.best_metric is not None:
-      evaluations.check_metric_names({'best_metric': cfg.best_metric})
+      evaluations.check_metric_names([('best_metric', cfg.best_metric)])
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints: the configured ones, without those that are evaluated already

@@ -91,7 +91,7 @@ class TrainConfig(RunConfig):
   @property
   def whens(self) -> dict[str, When]:
     """When each evaluation is due, by its name."""
-    at_start, found = self.run_eval_before_training, {}
+    at_start, found = bool(self.run_eval_before_training), {}
     if self.train_eval_dataset_cfg is not None:
       found[TRAINING_EVAL] = When(period=self.eval_period, at_start=at_start, at_end=True)
     if self.infer_eval_dataset_cfg is not None:

@@ -167,6 +167,9 @@ class TrainLoop:
       numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
                  if isinstance(value, clu.values.Scalar)}
       holds = checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers)
+      if holds is None or np.ndim(holds):
+        raise checks.invalid('When', 'condition', 'a function that returns True or False', holds,
+                             'Return True to evaluate.')
       # Times differ between processes, which must decide equally.
       return bool(multihost.broadcast_from_lead(np.bool_(bool(holds))))
 

@@ -230,7 +230,7 @@ def train(
         progress=progress, note_fn=note,
         compiling_fn=functools.partial(log_compilation, watchdog, progress), actions=cfg.actions_by_mode,
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait).iterate)))
-    evaluations.check_metric_names({} if save_cfg is None else checkpoints.metric_names(save_cfg))
+    evaluations.check_metric_names(() if save_cfg is None else checkpoints.metric_names(save_cfg))
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
       parts_lib.trace_steps(trainer, run_data)

@@ -42,7 +42,8 @@ class LogConfig:
   def __post_init__(self):
     count = checks.number(at_least=0, integer=True)
     checks.check('LogConfig', vars(self), num_batches=count, num_first_steps=count,
-                 period=checks.number(at_least=1, integer=True).or_none())
+                 period=checks.number(at_least=1, integer=True).or_none(),
+                 device_memory=checks.instance((bool, type(None)), 'True, False or None'))
 
 
 class StepLog:

@@ -373,6 +373,20 @@ def test_saving_when_a_metric_is_best(tmp_path):
   assert _saved_by(tmp_path / 'again', [best], (check, 0.4, 0.3)) == [3, 6, 12]
 
 
+def test_the_best_value_of_an_interrupted_evaluation_is_known_after_the_restart(tmp_path):
+  best, begun = checkpoints.WhenBest('inference_eval/letters/f1'), []
+
+  def stop_in_the_second(event):
+    begun.extend([event] if event.kind == 'evaluation_begun' else [])
+    if event.kind == 'evaluation_begun' and len(begun) == 2:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  with pytest.raises(StoppedOnSignalError):
+    _saved_by(tmp_path, [best], (0.0, 0.1, 0.5), event_fns=stop_in_the_second)
+  assert checkpoints.all_steps(tmp_path) == [3, 6]
+  assert _saved_by(tmp_path, [best], (0.0, 0.5, 0.3, 0.4)) == [3, 6, 12]
+
+
 def test_saving_by_the_clock_and_at_step_0(tmp_path, monkeypatch):
   now = [0.0]
   monkeypatch.setattr('t5x_lite.apps.train.saves.time', types.SimpleNamespace(monotonic=lambda: now[0]))
@@ -388,7 +402,19 @@ def test_saving_by_the_clock_and_at_step_0(tmp_path, monkeypatch):
   assert steps == [0, 6, 12]  # pauses at 3, 4, 6, 8, 9, 12
 
 
+@pytest.mark.parametrize('options, message', [
+    ({'when': evaluation.When(period=3, condition=lambda step, metrics: np.array([True, False]))},
+     'When.condition` must be a function that returns True or False'),
+    ({'when': evaluation.When(period=3, condition=lambda step, metrics: None)}, 'When.condition` .* got None')])
+def test_results_of_conditions(tmp_path, options, message):
+  with pytest.raises(ConfigError, match=message):
+    _train(tmp_path, evaluations=[dataclasses.replace(_named()[0], **options)])
+
+
 def test_the_metric_of_a_save_policy_must_exist(tmp_path):
+  with pytest.raises(ConfigError, match='got .inference_eval/letters/f2'):
+    _saved_by(tmp_path, [checkpoints.WhenBest('inference_eval/letters/f2'),
+                         checkpoints.WhenBest('inference_eval/letters/f1')])
   with pytest.raises(ConfigError, match='`WhenBest.metric_name` must be the full name of a metric'):
     _saved_by(tmp_path, [checkpoints.WhenBest('inference_eval/letters/f2')])
 

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import types
 
 import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite.apps.common import plan as plan_lib
+from t5x_lite.errors import ConfigError
 
 
 @pytest.mark.parametrize('periods', [
@@ -69,3 +71,9 @@ def test_the_last_step():
 def test_a_long_plan_is_made_lazily():
   plan = plan_lib.plan_steps(0, 10**12, pause=plan_lib.When(period=1))
   assert [s.last for s in itertools.islice(plan, 3)] == [1, 2, 3]
+
+
+def test_a_policy_that_does_not_advance_is_an_error():
+  policy = types.SimpleNamespace(next_step=lambda step: step, should_save=lambda step, point=None: False)
+  with pytest.raises(ConfigError, match=r'next_step\(4\)` of a policy must be a later step or None, got 4'):
+    list(plan_lib.plan_steps(4, 10, save=plan_lib.SaveTimes(policy)))
