@@ -76,17 +76,7 @@ class GaussianParamNoise:
         "For noise on all parameters: [('.*', 0.01)]."))
 
   def __call__(self, key: Array, params: Params) -> Params:
-    """See `ParamNoise`.
-
-    Raises:
-      ConfigError: an expression has no effect, since it is the first match of no parameter.
-    """
-    rules = [(pattern, pattern) for pattern, _ in self.stddevs]
-    names = [name for name, _ in tree_utils.named_leaves(params)]
-    unused = {pattern for pattern, _ in rules} - {first_match(rules, name) for name in names}
-    if unused:
-      raise checks.invalid('GaussianParamNoise', 'stddevs', 'expressions that are the first match of a parameter, such '
-                           f'as {names[0]}', min(unused), 'Correct or remove it.')
+    """See `ParamNoise`."""
 
     def add(path, param):
       stddev = first_match(self.stddevs, path)
@@ -145,6 +135,12 @@ class StepParams:
   frozen: frozenset[str] = frozenset()
   stacks: layer_stacks.LayerStacks = layer_stacks.LayerStacks()
   key: Array | None = None
+
+  def __post_init__(self):
+    check_train_dtype(self.train_dtype)
+    checks.check('Trainer', {'param_noise': self.noise}, param_noise=checks.Expectation(
+        'a function of (key, params)', lambda noise: callable(noise) and not isinstance(noise, type),
+        'In gin, write @step_params.GaussianParamNoise() with parentheses.').or_none())
 
   def check(self, params: Params, batch: Batch) -> None:
     """Raise ConfigError if a rule of an option applies to nothing; the leaves may be shapes."""

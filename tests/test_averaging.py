@@ -140,15 +140,6 @@ def test_ten_and_ten_steps_equal_twenty(averaged, tmp_path):
   toy_run.assert_same_run(tmp_path, averaged, 20)
 
 
-@pytest.mark.parametrize('before, after, words', [
-    (None, averaging.ParamEma(decay=0.5), 'None'), (averaging.ParamEma(decay=0.5), None, 'set')])
-def test_a_run_that_resumes_must_keep_the_average(tmp_path, before, after, words):
-  toy_run.train(tmp_path, 2, param_ema=before)
-  with pytest.raises(errors.CheckpointError, match=f'`train.param_ema` must be {words}, as when the checkpoint was saved'):
-    toy_run.train(tmp_path, 4, param_ema=after)
-  assert checkpoints.all_steps(tmp_path) == [2]
-
-
 def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged, tmp_path):
   toy_run.train(tmp_path / 'plain', 6)
   restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))

@@ -312,10 +312,6 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
         'the checkpoint, fallback_to_scratch=True initialises missing arrays.')
     if is_training:
       remedy += ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
-      differing = [*missing, *surplus]
-      if not misshapen and not mistyped and all(name.startswith('param_average/') for name in differing):
-        remedy = (f"`train.param_ema` must be {'None, as' if missing else 'set, as'} when the checkpoint was saved. "
-                  'To change it, start another run in another MODEL_DIR with RestoreCheckpointConfig.path.')
     raise errors.CheckpointError('\n'.join([
         f'The {what} {where!r} does not fit the state of the model:', *lines, remedy]))
 
