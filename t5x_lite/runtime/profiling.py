@@ -118,7 +118,11 @@ class StepProfiler:
     options.python_tracer_level = self._cfg.python_tracer_level
     # The default is the current second, in which another profile or process may start.
     options.session_id = f'step_{step}'
-    jax.profiler.start_trace(self._folder, profiler_options=options)
+    try:
+      jax.profiler.start_trace(self._folder, profiler_options=options)
+    except (OSError, RuntimeError) as error:  # e.g. another profile is running
+      _warn('started', step, error)
+      return
     self._start = step
     logging.getLogger(__name__).info(
         'Profiling the steps %s to %s.', f'{step + 1:,}', f'{step + self._cfg.num_steps:,}')
@@ -133,8 +137,18 @@ class StepProfiler:
     """End a running profile and write it."""
     if self._start is not None:
       start, self._start = self._start, None
-      jax.profiler.stop_trace()
+      try:
+        jax.profiler.stop_trace()
+      except (OSError, RuntimeError) as error:  # e.g. the disk is full
+        _warn('written', start, error)
+        return
       path = os.path.join(self._folder, 'plugins', 'profile', f'step_{start}')
       logging.getLogger(__name__).info(
           'The profile is in %s. Open it with `tensorboard --logdir=%s`, or a file *.trace.json.gz in Perfetto.',
           path, self._folder)
+
+
+def _warn(what: str, step: int, error: Exception) -> None:
+  logging.getLogger(__name__).warning(
+      'The profile that starts after step %s was not %s (%s: %s). Training continues.', f'{step:,}', what,
+      type(error).__name__, error)

@@ -73,3 +73,17 @@ def test_steps_and_processes_that_the_run_does_not_have():
                        ({'start_steps': [1], 'processes': [0, 1]}, r'indices of processes of the run, below 1, got')):
     with pytest.raises(ConfigError, match=message):
       runtime.StepProfiler(runtime.ProfileConfig(**cfg), 'x').check(0, 20)
+
+
+@pytest.mark.parametrize('name, words', [('start_trace', 'not started'), ('stop_trace', 'not written')])
+def test_a_profile_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog, name, words):
+  def fail(*args, **kwargs):
+    raise RuntimeError('FAILED_PRECONDITION')
+
+  for function in ('start_trace', 'stop_trace'):
+    monkeypatch.setattr(jax.profiler, function, fail if function == name else lambda *args, **kwargs: None)
+  profiler = runtime.StepProfiler((1, 2), str(tmp_path))
+  profiler.before(1, lambda: None)
+  profiler.after(2, lambda: None)
+  profiler.close()
+  assert caplog.text.count(words) == 1 and 'FAILED_PRECONDITION' in caplog.text
