@@ -62,14 +62,14 @@ class ParamEma:
         raise checks.invalid('ParamEma', 'decay', f'in [0, 1) after {count} updates', decay)
 
   def check_begin(self, step: int) -> None:
-    """Raise ConfigError if an average that begins with the parameters of `step` is not the one that the options describe.
+    """Raise ConfigError if the options do not describe an average that begins with the parameters of `step`.
 
     `debias` and schedules count updates from `start_step`. For an average that begins later, the count is too large.
     """
     if step > self.start_step and (self.debias or callable(self.decay)):
       raise checks.invalid(
-          'ParamEma', 'start_step', f'at least {step:,} with {"debias" if self.debias else "a schedule as decay"}, since '
-          f'the average begins with the parameters of step {step:,}', self.start_step, f'Set it to {step}.')
+          'ParamEma', 'start_step', f'at least {step} with {"debias" if self.debias else "a schedule as decay"}, since '
+          f'the average begins with the parameters of step {step}', self.start_step, f'Set it to {step}.')
 
   def init(self, params: Params) -> Params:
     """Return the average before the first update: copies of `params`, in float32 at least."""

@@ -77,7 +77,8 @@ def test_noise_errors(stddevs):
     step_params_lib.GaussianParamNoise(stddevs)
 
 
-@pytest.mark.parametrize('stddevs, unused', [([('nothing', 0.1)], 'nothing'), ([('.*', 0.1), ('kernel$', 0.0)], 'kernel')])
+@pytest.mark.parametrize('stddevs, unused', [
+    ([('nothing', 0.1)], 'nothing'), ([('.*', 0.1), ('kernel$', 0.0)], 'kernel')])
 def test_noise_without_effect_is_an_error(stddevs, unused):
   params = {'dense': {'kernel': jnp.ones((2, 2))}}
   with pytest.raises(errors.ConfigError, match=f"first match of a parameter, such as dense/kernel, got '{unused}"):

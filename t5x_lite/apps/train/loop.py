@@ -29,7 +29,8 @@ from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.apps.train.step_log import StepLog
-from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricError, StoppedOnSignalError
+from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricError, StoppedOnSignalError, did_you_mean
+from t5x_lite.evaluation import Threshold
 from t5x_lite.train_state import TrainState
 
 
@@ -93,6 +94,7 @@ class TrainLoop:
     self._stretch: Stretch | None = None
     self._stop = Stop.CONTINUE
     self._interrupted = ''
+    self._unknown_metrics: set[str] = set()
     # True if the state is not finite and the policy allows no further rollback.
     self._has_given_up = False
     # Best values, for `WhenBest`, at the start of the run.
@@ -166,6 +168,7 @@ class TrainLoop:
         return True
       numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
                  if isinstance(value, clu.values.Scalar)}
+      self._warn_of_unknown_metric(when.condition, numbers)
       holds = checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers)
       if holds is None or np.ndim(holds):
         raise checks.invalid('When', 'condition', 'a function that returns True or False', holds,
@@ -174,6 +177,15 @@ class TrainLoop:
       return bool(multihost.broadcast_from_lead(np.bool_(bool(holds))))
 
     return tuple(name for name in names if is_met(whens[name]))
+
+  def _warn_of_unknown_metric(self, condition: Any, metrics: Mapping[str, float]) -> None:
+    """Warn once if the metrics of training lack that of a `Threshold`, whose evaluation is then left out."""
+    if not isinstance(condition, Threshold) or not metrics or condition.metric in {*metrics, *self._unknown_metrics}:
+      return
+    self._unknown_metrics.add(condition.metric)
+    logging.getLogger(__name__).warning(
+        '`Threshold.metric` is %r, and training has no metric of that name: the evaluation is left out.%s',
+        condition.metric, did_you_mean(condition.metric, metrics, lists_all=False))
 
   def evaluate(self) -> None:
     """Compute the evaluations that are due, unless the run must stop."""

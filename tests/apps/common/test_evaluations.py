@@ -325,6 +325,15 @@ def test_a_resumed_run_evaluates_by_name_like_an_uninterrupted_one(named, tmp_pa
   assert [row['step'] for row in lines['inference_eval/judged/letters']] == [8, 9, 12]
 
 
+def test_a_threshold_on_an_unknown_metric_warns_once(tmp_path, caplog):
+  when = evaluation.When(period=2, condition=evaluation.Threshold(metric='los', below=100.0))
+  _train(tmp_path, evaluations=[
+      evaluation.Evaluation(name='never', dataset_cfg=toy_run.dataset('validation'), when=when)])
+  found = [record.getMessage() for record in caplog.records if 'Threshold.metric' in record.getMessage()]
+  assert found == ["`Threshold.metric` is 'los', and training has no metric of that name: the evaluation is left out. "
+                   "Did you mean 'loss'?"]
+
+
 def test_an_evaluation_by_name_selects_and_stops(tmp_path):
   seen = []
 
