@@ -13,6 +13,7 @@ from t5x_lite import errors
 from t5x_lite import optimizers
 from t5x_lite import state_init
 from t5x_lite import train_state as train_state_lib
+from t5x_lite import trainer
 from tests.apps.train import toy_run
 from tests.models import toy_model
 
@@ -174,3 +175,9 @@ def test_errors_about_an_average_only_name_its_options(averaged, tmp_path):
     restore = checkpoints.RestoreCheckpointConfig(path=str(averaged), **options)
     toy_run.train(tmp_path / name, 22, restore=restore)
     assert 'param_average' not in toy_run.saved(tmp_path / name, 22)[0]
+
+
+def test_debias_cannot_count_skipped_updates(tmp_path):
+  policy = {'non_finite_policy': trainer.NonFinitePolicy(action='skip')}
+  with pytest.raises(errors.ConfigError, match="ParamEma.debias` must be False with NonFinitePolicy.action='skip'"):
+    toy_run.train(tmp_path, 2, param_ema=averaging.ParamEma(decay=0.9, debias=True), trainer_kwargs=policy)

@@ -212,6 +212,10 @@ def make_trainer(
   last_steps = [last_step - 1] if first_step < last_step < math.inf else []
   start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, *last_steps])
   if cfg.param_ema is not None:
+    skips = trainer.non_finite.policy.action == 'skip'
+    checks.check('ParamEma', {'debias': cfg.param_ema.debias}, debias=checks.Expectation(
+        "False with NonFinitePolicy.action='skip'", lambda debias: not (debias and skips),
+        'It counts skipped steps as updates. Set start_step or a schedule instead, or another action.'))
     cfg.param_ema.check_decay([first_step, *last_steps])
     logging.getLogger(__name__).info('An average of the parameters is kept%s: %s.', (
         ' and evaluated' if cfg.param_ema.evaluate else ''), cfg.param_ema)

@@ -32,7 +32,7 @@ class CompiledStep:
     what = 'Compiled the training step'
     if self.cache_hit:
       what = f'Loaded the training step from {jax.config.jax_compilation_cache_dir}'
-    return f'{what} in {self.seconds:.1f} s; with the state {self.all_programs}.'
+    return f'{what} in {self.seconds:.1f} s with tracing; step and state: {self.all_programs}.'
 
 
 class StepCompilation:

@@ -193,7 +193,7 @@ def test_log_and_files_of_a_run_of_the_command(tmp_path, capsys):
                      r'cross_ent_loss \S+  z_loss \S+  \S+ s/step$', text, re.M)
   assert text.count('s/step') == 4
   assert re.search(r' Batch 1: decoder_input_tokens int32\[8, 4\]  .*\n.* Batch 2: the same', text)
-  for line in (r'the training step .*; with the state \d+ programs in \S+ s, \w+ from the', r'State: \d+ arrays of ',
+  for line in (r'the training step .*; step and state: \d+ programs in \S+ s, \w+ from the', r'State: \d+ arrays of ',
                r'step 0  (Compiled|Loaded) \S*step_fn\S* in \S+ s\.', r'Prepared the evaluation: 1 program in '):
     assert re.search(line, text), line
 
