@@ -61,7 +61,8 @@ class RunConfig:
                      (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'))
     checks.check('train', vars(self), evaluations=checks.Expectation(
         'a list of Evaluations with different names', lambda given: all(
-            isinstance(each, evaluation.Evaluation) for each in given) and len({each.name for each in given}) == len(given),
+            isinstance(each, evaluation.Evaluation) for each in given) and len({each.name for each in given}) == len(
+                given),
         'In gin: [@a/evaluation.Evaluation(), ...].'))
     evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)
     for each in self.evaluations:
