@@ -27,7 +27,8 @@ class ParamEma:
     decay: a number in [0, 1), or a schedule: a function, which can be traced, from the number of updates that the
       average contains to such a number.
     debias: see above; needs a constant decay.
-    start_step: number of updates before the first one that is averaged.
+    start_step: number of updates of the model before the first one that is averaged. In a run that starts from another
+      checkpoint, `debias` and schedules need at least the step of the checkpoint.
     evaluate: whether evaluations during training use the average; else it is only saved.
 
   Raises:
@@ -59,6 +60,16 @@ class ParamEma:
         decay = decay.item()
       if not isinstance(decay, (float, int)) or not 0 <= decay < 1:
         raise checks.invalid('ParamEma', 'decay', f'in [0, 1) after {count} updates', decay)
+
+  def check_begin(self, step: int) -> None:
+    """Raise ConfigError if the options do not describe an average that begins with the parameters of `step`.
+
+    `debias` and schedules count updates from `start_step`. For an average that begins later, the count is too large.
+    """
+    if step > self.start_step and (self.debias or callable(self.decay)):
+      raise checks.invalid(
+          'ParamEma', 'start_step', f'at least {step} with {"debias" if self.debias else "a schedule as decay"}, since '
+          f'the average begins with the parameters of step {step}', self.start_step, f'Set it to {step}.')
 
   def init(self, params: Params) -> Params:
     """Return the average before the first update: copies of `params`, in float32 at least."""

@@ -117,13 +117,18 @@ class TrainStateInitializer:
     Optimizers with copies of the parameters (schedule_free, lookahead) copy the given ones.
 
     Args:
-      state_dict: `state_dict()` of a state of this structure, of which only `target` is read.
+      state_dict: `state_dict()` of a state of this structure. `target` is read, and 'state/step' if it has no average.
 
     Returns:
       'state' with 'param_states', and 'param_average' if the state has one, as in `state_dict()`, with the shardings of
       `from_scratch`.
+
+    Raises:
+      ConfigError: the options of the average do not fit the step at which it begins.
     """
     shape = self.global_train_state_shape
+    if 'param_average' not in state_dict and shape.param_ema is not None:
+      shape.param_ema.check_begin(int(state_dict.get('state', {}).get('step', 0)))
     keys = {'state', 'param_average'} & set(shape.state_dict())
 
     def only(tree):

@@ -136,6 +136,12 @@ class StepParams:
   stacks: layer_stacks.LayerStacks = layer_stacks.LayerStacks()
   key: Array | None = None
 
+  def __post_init__(self):
+    check_train_dtype(self.train_dtype)
+    checks.check('Trainer', {'param_noise': self.noise}, param_noise=checks.Expectation(
+        'a function of (key, params)', lambda noise: callable(noise) and not isinstance(noise, type),
+        'In gin, write @step_params.GaussianParamNoise() with parentheses.').or_none())
+
   def check(self, params: Params, batch: Batch) -> None:
     """Raise ConfigError if a rule of an option applies to nothing; the leaves may be shapes."""
     paths = [path for path, _ in tree_utils.named_leaves(params)]

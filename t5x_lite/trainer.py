@@ -32,7 +32,7 @@ from t5x_lite.metrics import merge_metrics, OfLastStep
 from t5x_lite.models import BaseModel
 from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
-from t5x_lite.step_params import check_train_dtype, ParamNoise, StepParams
+from t5x_lite.step_params import ParamNoise, StepParams
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
 from t5x_lite.train_state import FlaxOptimTrainState, InferenceState, TrainState
 from t5x_lite.train_step import (
@@ -62,6 +62,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
     stacked_layers: layers whose arrays are stacked in `step_state`.
     non_finite: monitor of non-finite steps; `train` ends if it has a `finding`.
     learning_rate_fn: learning-rate schedule of the trainer; None if the optimizer gets no rate from it.
+    has_two_learning_rates: True if both the trainer and the optimizer have a learning rate, so that one has no effect.
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
@@ -86,6 +87,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
     self._base_rng = rng
     self.stop_training = False
     self.learning_rate_fn: LearningRateCallable | None = None
+    self.has_two_learning_rates = False
     self.step: int | None = None
     self.stacked_layers = self.find_layer_stacks(train_state)
     self.train_state = train_state  # sets `step` too
@@ -143,11 +145,6 @@ class BaseTrainer(contextlib.AbstractContextManager):
   def num_microbatches(self) -> int:
     """Number of micro-batches per step."""
     return 1
-
-  @property
-  def has_two_learning_rates(self) -> bool:
-    """True if both the trainer and the optimizer have a learning rate, so that one of them has no effect."""
-    return False
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
     """Raise if the batch size is not divisible by the micro-batches and the data axes of the mesh.
@@ -420,19 +417,15 @@ class Trainer(BaseTrainer):
     Raises:
       ConfigError: see `train_step.check_trainable`, or `num_microbatches` or `train_dtype` is invalid.
     """
-    check_train_dtype(train_dtype)
     self._step_params = StepParams(train_dtype=train_dtype, noise=param_noise)
     super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
-    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none(),
-                 param_noise=checks.Expectation(
-                     'a function of (key, params)', lambda noise: callable(noise) and not isinstance(noise, type),
-                     'In gin, write @step_params.GaussianParamNoise() with parentheses.').or_none())
+    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none())
     # A state without an optimizer is only evaluated, without a learning rate.
     trains = not isinstance(train_state, InferenceState)
     if trains:
       train_step_lib.check_trainable(train_state, learning_rate_fn)
     has_rate = trains and learning_rate_fn is not None
-    self._has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
+    self.has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
     self._learning_rate_is_ignored = has_rate and not train_state.optimizer_def.uses_learning_rate
     self.learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
     self._num_microbatches = num_microbatches
@@ -461,11 +454,6 @@ class Trainer(BaseTrainer):
     """See base class."""
     return self._num_microbatches or 1
 
-  @property
-  def has_two_learning_rates(self) -> bool:
-    """See base class."""
-    return self._has_two_learning_rates
-
   def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
     """Return (bool scalar, True to compute the statistics of parameters), or () without `weight_metrics_computer`."""
     return () if self._weight_metrics_computer is None else (np.bool_(is_last),)
@@ -475,7 +463,7 @@ class Trainer(BaseTrainer):
     if self._learning_rate_is_ignored:
       logging.getLogger(__name__).warning(
           'The optimizer has a learning-rate schedule: Trainer.learning_rate_fn has no effect.')
-    elif self._has_two_learning_rates:
+    elif self.has_two_learning_rates:
       logging.getLogger(__name__).warning(
           'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.')
     data_spec = self._partitioner.data_partition_spec

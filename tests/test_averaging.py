@@ -140,18 +140,37 @@ def test_ten_and_ten_steps_equal_twenty(averaged, tmp_path):
   toy_run.assert_same_run(tmp_path, averaged, 20)
 
 
-@pytest.mark.parametrize('before, after, words', [
-    (None, averaging.ParamEma(decay=0.5), 'None'), (averaging.ParamEma(decay=0.5), None, 'set')])
-def test_a_run_that_resumes_must_keep_the_average(tmp_path, before, after, words):
-  toy_run.train(tmp_path, 2, param_ema=before)
-  with pytest.raises(errors.CheckpointError, match=f'`train.param_ema` must be {words}, as when the checkpoint'):
-    toy_run.train(tmp_path, 4, param_ema=after)
-  assert checkpoints.all_steps(tmp_path) == [2]
-
-
 def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged, tmp_path):
   toy_run.train(tmp_path / 'plain', 6)
   restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))
   toy_run.train(tmp_path / 'new', 12, restore=restore, param_ema=averaging.ParamEma(decay=0.0), save={'period': 6})
   saved = toy_run.saved(tmp_path / 'new', 12)[0]
   jax.tree.map(np.testing.assert_array_equal, saved['target'], saved['param_average'])
+
+
+@pytest.mark.parametrize('options', [{'decay': 0.9, 'debias': True}, {'decay': averaging.Warmup(decay=0.9)}])
+def test_an_average_that_begins_after_its_start_step_is_an_error(options, tmp_path):
+  toy_run.train(tmp_path / 'plain', 6)
+  restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))
+  with pytest.raises(errors.ConfigError, match='ParamEma.start_step` must be at least 6 with .*, got 0. Set it to 6.'):
+    toy_run.train(tmp_path / 'early', 12, restore=restore, param_ema=averaging.ParamEma(**options))
+  # A run that resumes is not affected.
+  ema = averaging.ParamEma(**options, start_step=6)
+  for steps in (10, 12):
+    toy_run.train(tmp_path / 'new', steps, restore=restore, param_ema=ema)
+  toy_run.train(tmp_path / 'resumed', 6, param_ema=averaging.ParamEma(**options))
+  toy_run.train(tmp_path / 'resumed', 8, param_ema=averaging.ParamEma(**options))
+
+
+def test_errors_about_an_average_only_name_its_options(averaged, tmp_path):
+  with pytest.raises(errors.CheckpointError, match='A run that resumes must keep it: set `train.param_ema` as before'):
+    toy_run.train(tmp_path / 'new', 22, restore=checkpoints.RestoreCheckpointConfig(path=str(averaged)))
+  toy_run.train(tmp_path / 'plain', 6)
+  with pytest.raises(errors.CheckpointError, match='A run cannot add an average when it resumes'):
+    toy_run.train(tmp_path / 'plain', 12, param_ema=averaging.ParamEma(decay=0.9))
+  # The remedies.
+  for name, options in {'as_parameters': {'use_param_average': True},
+                        'dropped': {'assignment_map': [('param_average/.*', None)]}}.items():
+    restore = checkpoints.RestoreCheckpointConfig(path=str(averaged), **options)
+    toy_run.train(tmp_path / name, 22, restore=restore)
+    assert 'param_average' not in toy_run.saved(tmp_path / name, 22)[0]

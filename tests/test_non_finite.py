@@ -15,6 +15,7 @@ from t5x_lite import actions
 from t5x_lite import adafactor
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import evaluation
 from t5x_lite import metrics
 from t5x_lite import non_finite
 from t5x_lite import runtime
@@ -399,3 +400,15 @@ def test_roll_back_passes_over_a_checkpoint_of_bad_parameters(tmp_path):
   with pytest.raises(NonFiniteMetricError, match='resumes from step 3, the newest sound'):
     train(tmp_path, 12, policy=policy, rate=spiking_rate(6))  # saved at 6: finite, and its next loss is not
   assert (tmp_path / 'checkpoint_6' / 'UNSOUND').exists()
+
+
+def test_roll_back_forgets_the_best_values_of_the_steps_after_it(tmp_path, monkeypatch):
+  # Step 7 is bad, so the checkpoint of step 6 is unsound, and the run returns to step 3.
+  name, values, full_names = 'training_eval/letters/loss', [0.1, 0.9, 0.5, 0.3, 0.2], evaluation.full_names
+  monkeypatch.setattr(
+      evaluation, 'full_names', lambda folder, results: full_names(folder, results) | {name: values.pop(0)})
+  train(tmp_path, bad=[7], policy=NonFinitePolicy(action='roll_back'), eval_period=3,
+        save={'policies': [checkpoints.WhenBest(name)]}, train_eval_dataset_cfg=toy_run.dataset('validation'))
+  facts = checkpoints.read_metadata(checkpoints.get_checkpoint_dir(tmp_path, 12))['run']
+  assert facts['best_metrics'] == [[name, 'max', 0.5]]
+  assert checkpoints.all_steps(tmp_path) == [3, 6, 12]

@@ -77,6 +77,14 @@ def test_noise_errors(stddevs):
     step_params_lib.GaussianParamNoise(stddevs)
 
 
+@pytest.mark.parametrize('stddevs, unused', [
+    ([('nothing', 0.1)], 'nothing'), ([('.*', 0.1), ('kernel$', 0.0)], 'kernel')])
+def test_noise_without_effect_is_an_error(stddevs, unused):
+  params = {'dense': {'kernel': jnp.ones((2, 2))}}
+  with pytest.raises(errors.ConfigError, match=f"first match of a parameter, such as dense/kernel, got '{unused}"):
+    step_params_lib.GaussianParamNoise(stddevs)(jax.random.key(0), params)
+
+
 def test_noise_has_its_deviation_by_path_and_depends_on_the_key_alone():
   noise = step_params_lib.GaussianParamNoise([('a/zero', 0.0), ('^a', 0.5), ('half', 2.0)])
   params = {'a': {'w': jnp.zeros([100, 100]), 'zero': jnp.zeros(3)}, 'b': jnp.zeros(3), 'half': jnp.zeros(
@@ -87,7 +95,7 @@ def test_noise_has_its_deviation_by_path_and_depends_on_the_key_alone():
   for name in ('b', 'n'):
     np.testing.assert_array_equal(made[name], params[name])
   np.testing.assert_array_equal(made['a']['zero'], params['a']['zero'])
-  alone = noise(jax.random.key(0), {'a': {'w': params['a']['w']}})
+  alone = step_params_lib.GaussianParamNoise([('^a', 0.5)])(jax.random.key(0), {'a': {'w': params['a']['w']}})
   np.testing.assert_array_equal(alone['a']['w'], made['a']['w'])
   assert np.any(noise(jax.random.key(1), params)['a']['w'] != made['a']['w'])
 

@@ -108,7 +108,7 @@ def test_compiling_needs_shapes_only_and_the_state_may_come_later(monkeypatch):
   compiled, compile_fn = [], partitioning.PjitPartitioner.compile
   monkeypatch.setattr(partitioning.PjitPartitioner, 'compile',
                       lambda self, *args: compiled.append(args[-1]) or compile_fn(self, *args))
-  shapes = jax.eval_shape(lambda: _state(_MODEL))
+  shapes = jax.eval_shape(lambda: toy_model.make_state(_MODEL))  # not `_state`, which would keep the tracers
   trainer = _trainer(state=shapes, eval_names=['a', 'b', 'c'])
   spec = _specs(toy_model.make_batch())
   trainer.compile_train(spec)

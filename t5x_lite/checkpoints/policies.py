@@ -128,10 +128,8 @@ class WhenBest:
     return self.metric_name, self.mode
 
   def is_better(self, value: float, than: float | None) -> bool:
-    """Return whether a value is finite and better than another one, of which None is the worst."""
-    if than is None or not math.isfinite(value):
-      return math.isfinite(value)
-    return value > than if self.mode == 'max' else value < than
+    """Return whether a value is better than another one, of which None is the worst; only finite values are."""
+    return math.isfinite(value) and (than is None or (value > than if self.mode == 'max' else value < than))
 
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""

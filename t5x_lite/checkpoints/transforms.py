@@ -297,6 +297,11 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     lines += [f'  {len(mistyped)} of another kind of number:']
     lines += [f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
               for name in mistyped[:_NUM_NAMES_SHOWN]]
+  averages = [lacks for lacks, names in ((True, missing), (False, surplus))
+              if names and all(name.startswith('param_average/') for name in names)]
+  if lines and averages and not misshapen and not mistyped and not (missing and surplus):
+    raise errors.CheckpointError('\n'.join([
+        f'The {what} {where!r} does not fit the state of the model:', *lines, _average_remedy(lacks=averages[0])]))
   if lines:
     lines += _expert_hints(stored, wanted, misshapen)
     # An inference state has no optimizer, and no run that could resume.
@@ -307,12 +312,19 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
         'the checkpoint, fallback_to_scratch=True initialises missing arrays.')
     if is_training:
       remedy += ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
-      differing = [*missing, *surplus]
-      if not misshapen and not mistyped and all(name.startswith('param_average/') for name in differing):
-        remedy = (f"`train.param_ema` must be {'None, as' if missing else 'set, as'} when the checkpoint was saved. "
-                  'To change it, start another run in another MODEL_DIR with RestoreCheckpointConfig.path.')
     raise errors.CheckpointError('\n'.join([
         f'The {what} {where!r} does not fit the state of the model:', *lines, remedy]))
+
+
+def _average_remedy(*, lacks: bool) -> str:
+  """Return the remedy if the states differ only in the running average of the parameters."""
+  if lacks:
+    return ('A run cannot add an average when it resumes. Set `train.param_ema` to None, or start another run from '
+            'this checkpoint in another MODEL_DIR, which begins an average with its parameters.')
+  return ('The checkpoint has a running average of the parameters. A run that resumes must keep it: set '
+          '`train.param_ema` as before. Another run can continue it with `train.param_ema`, begin with it as '
+          "parameters by RestoreCheckpointConfig.use_param_average=True, or drop it by assignment_map=[('param_average"
+          "/.*', None)].")
 
 
 def _expert_hints(stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]) -> list[str]:

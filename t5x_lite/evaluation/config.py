@@ -78,7 +78,9 @@ class Evaluation:
         'Evaluation', vars(self), name=checks.Expectation(
             f"a name of letters, digits, '_' and '-' other than {', '.join(kinds)}",
             lambda name: isinstance(name, str) and re.fullmatch(r'[\w-]+', name, re.ASCII) and name not in kinds),
-        dataset_cfg=checks.instance(data.DatasetConfig, 'a DatasetConfig'), when=checks.instance(When, 'a When'),
+        dataset_cfg=checks.instance(data.DatasetConfig, 'a DatasetConfig'), when=checks.Expectation(
+            'a When that is due at some step', lambda when: isinstance(when, When) and not when.is_never,
+            'Set its period, steps, at_start, at_end or condition.'),
         num_batches=checks.Expectation('None with decode=True', lambda number: number is None,
                                        'Set InferenceEvalConfig.num_examples.') if self.decode else _COUNT.or_none(),
         infer_eval_cfg=checks.Expectation('an InferenceEvalConfig, unset without decode=True', lambda cfg: (

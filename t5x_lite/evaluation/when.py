@@ -42,6 +42,11 @@ class When:
         condition=checks.Expectation('None or a function of (step, metrics)',
                                      lambda condition: condition is None or callable(condition)))
 
+  @property
+  def is_never(self) -> bool:
+    """True if it is due at no step."""
+    return not (self.period or self.steps or self.at_start or self.at_end or self.condition)
+
   def is_due(self, step: int, last_step: int | None) -> bool:
     """Return whether it is due after `step` of a run that ends at `last_step`, if the condition holds."""
     return self.is_due_at_end(step, last_step) or (step >= self.from_step and (
@@ -71,7 +76,7 @@ class Threshold:
     above: lower bound, exclusive; None for none.
 
   Raises:
-    ConfigError: both bounds are None, or a bound is no number.
+    ConfigError: both bounds are None, a bound is not a number, or no number satisfies both.
   """
 
   metric: str
@@ -81,7 +86,9 @@ class Threshold:
   def __post_init__(self):
     number = checks.number()
     checks.check('Threshold', vars(self), metric=checks.instance(str, 'the name of a metric'), below=number.or_none(),
-                 above=number if self.below is None else number.or_none())
+                 above=(number if self.below is None else checks.number(below=self.below)).or_none())
+    if self.below is None and self.above is None:
+      raise checks.invalid('Threshold', 'below', 'a number if `above` is None', None, 'Set one of them.')
 
   def __call__(self, step: int, metrics: Mapping[str, float]) -> bool:
     """Return whether the condition holds for these training metrics."""

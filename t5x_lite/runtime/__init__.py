@@ -1,4 +1,4 @@
-"""Process of a run: signals, watchdog, events, garbage collection, progress, profiling, memory and compilation cache."""
+"""Process of a run: signals, watchdog, events, garbage collection, progress, profiling, memory, compilation cache."""
 
 from t5x_lite.lazy_names import lazy_names
 

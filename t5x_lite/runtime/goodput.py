@@ -58,7 +58,7 @@ def measure(events: Iterable[Event]) -> Goodput:
   total = dict.fromkeys(SHARES, 0.0)
   # Time by phase that a restart may turn into repeated work, with the steps at its end, which never decrease.
   kept: list[tuple[int, Mapping[str, float]]] = []
-  num_starts, previous, is_complete = 0, None, True
+  num_starts, previous, is_complete, was_complete = 0, None, True, False
 
   def repeat_after(step: int) -> None:
     while kept and kept[-1][0] > step:
@@ -70,12 +70,17 @@ def measure(events: Iterable[Event]) -> Goodput:
 
   for event in events:
     if event.kind == 'start':
+      was_complete = is_complete and num_starts > 0
       num_starts += 1
       if not is_complete:
         total['down'] += max(0.0, event.wall_time - previous)
       is_complete = False
     elif event.kind == 'stop':
-      is_complete = event.details.get('cause') in _COMPLETE
+      # A command that fails before its first step, e.g. by a wrong option, leaves a complete run complete.
+      cause = event.details.get('cause')
+      is_complete = cause in _COMPLETE or was_complete and cause == 'error'
+    elif event.kind == 'first_step':
+      was_complete = False
     elif event.kind == 'restored':
       repeat_after(event.step)
     if event.step is None or event.kind == 'restored':  # the time of a start, which is not repeated work

@@ -87,7 +87,7 @@ def test_a_run_moves_to_other_hardware(tmp_path, capsys):
     # The layers of the model have 8 experts, which the rules below divide among 2 and, automatically, 8 devices.
     (['recipes/keyword_cloze_moe.gin'], "[('cpu-.*', 'NUM_EXPERT_PARTITIONS = 2'), ('.*', None)]", 'cpu-8',
      'data=4 x expert=2 x model=1'),
-    (['recipes/keyword_cloze_moe.gin'], "[('cpu-.*', 'NUM_EXPERT_PARTITIONS = 2'), ('.*', None)]", 'tpu-v4-8',
+    (['recipes/keyword_cloze_moe.gin'], "[('cpu-.*', None), ('.*', ['NUM_EXPERT_PARTITIONS = 2', None])]", 'tpu-v4-8',
      'data=1 x expert=8 x model=1'),
     (['recipes/keyword_cloze_moe.gin', 'partitioning/moe.gin'], "[('.*', None)]", 'any', 'data=8 x model=1'),
     (['recipes/keyword_cloze.gin', 'partitioning/tensor_parallel.gin'], "[('tpu', None)]", 'tpu', 'data=8 x model=1'),

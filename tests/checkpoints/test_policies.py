@@ -1,5 +1,6 @@
 """Policies of saving and keeping."""
 
+import math
 import types
 
 import pytest
@@ -41,6 +42,11 @@ def test_policies_begin_at_a_step():
   points = [checkpoints.SavePoint(seconds_since_save=seconds) for seconds in (119.9, 120)]
   assert [late.should_save(step, point) for step in (4, 5) for point in points] == [False, False, False, True]
   assert not late.should_save(9) and late.next_step(0) is None
+
+
+def test_an_infinite_value_is_never_the_best():
+  point = checkpoints.SavePoint(metrics_fn=lambda: {'f1': math.inf}, best={('f1', 'max'): 0.5})
+  assert not checkpoints.WhenBest('f1').should_save(1, point)
 
 
 def test_the_best_value():

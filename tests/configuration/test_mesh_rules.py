@@ -114,7 +114,7 @@ def test_a_rule_reads_files_next_to_its_own(tmp_path):
   result = first.call()
   assert (result['model'].width, result['model'].rate, result['train_cfg'].batch_size) == (128, 0.5, 5)
   # Bindings may use the names of the files before them in their rule.
-  assert _load("[('gpu-.*', ['folder/wide.gin', 'other.Model.rate = 0.75\\nmodels.Model.names = (1,)'])]",
+  assert _load("[('gpu-.*', ['folder/wide.gin', 'other.Model.rate = 0.75\\nmodels.Model.names = ()'])]",
                more='').call()['model'].rate == 0.75
   # The recorded configuration needs none of the files.
   for name in ('wide.gin', 'base.gin', 'rules.gin'):

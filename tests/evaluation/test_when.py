@@ -39,5 +39,10 @@ def test_threshold(bounds, holds):
 
 
 def test_a_threshold_needs_a_bound():
-  with pytest.raises(ConfigError, match='Threshold.above` must be'):
+  with pytest.raises(ConfigError, match='Threshold.below` must be a number if `above` is None, got None. Set one'):
     evaluation.Threshold(metric='loss')
+
+
+def test_a_threshold_that_no_number_satisfies():
+  with pytest.raises(ConfigError, match='Threshold.above` must be'):
+    evaluation.Threshold(metric='loss', below=1.0, above=2.0)

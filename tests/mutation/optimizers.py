@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         'stochastic_rounding_is_biased',
         't5x_lite/optimizers/base/rounding.py',
-        'jax.random.bits(key, values.shape, jnp.uint16)',
-        'jax.random.bits(key, values.shape, jnp.uint8)',
+        '(_hashes(seed, values.shape) >> 16)) >> 16',
+        '(_hashes(seed, values.shape) >> 17)) >> 16',
         'tests/optimizers/base/test_rounding.py::test_the_mean_of_rounded_numbers_is_the_number[-3.1416]'),
     Mutant(
         'stochastic_rounding_loses_nan',
@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         'all_parameters_are_rounded_alike',
         't5x_lite/optimizers/base/rounding.py',
-        'zlib.crc32(single.encode())',
+        'zlib.crc32(path.encode())',
         'zlib.crc32(b"")',
         'tests/optimizers/base/test_rounding.py'
         '::test_random_numbers_depend_on_the_path_alone_not_on_other_parameters_stacks_or_meshes'),
@@ -162,8 +162,8 @@ MUTANTS = (
     Mutant(
         'parts_evaluate_what_they_train',
         't5x_lite/optimizers/multi/optimizer.py',
-        'return _paths.like(params, new_leaves)\n\n  def unsupported_reason',
-        'return params\n\n  def unsupported_reason',
+        'return _paths.like(params, new_leaves)\n\n  def frozen_paths',
+        'return params\n\n  def frozen_paths',
         'tests/optimizers/base/test_state_hooks.py::test_schedule_free_evaluates_the_average'),
     Mutant(
         'large_parameters_shrink_too_slowly',

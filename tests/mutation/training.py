@@ -441,6 +441,7 @@ MUTANTS = (
         "self._run_facts.get('best_metrics', ())",
         '()',
         'tests/apps/common/test_evaluations.py::test_saving_when_a_metric_is_best'),
+    Mutant(
         'repeated_steps_count_as_goodput',
         't5x_lite/runtime/goodput.py',
         'while kept and kept[-1][0] > step:',

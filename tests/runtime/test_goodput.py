@@ -77,6 +77,19 @@ def test_the_time_after_a_complete_run_does_not_count_and_that_after_a_signal_do
     assert run.shares() == {'step': 5.0, 'starting': 2.0} | ({'down': down} if down else {})
 
 
+def test_a_command_that_fails_before_its_first_step_leaves_a_complete_run_complete():
+  for kind, down in (('warning', 0), ('first_step', 3600)):
+    run = _Run()
+    for cause in ('completed', 'error', 'error'):
+      run.add('start')
+      if cause == 'error':
+        run.add(kind, 1, starting=1)
+      run.add('stop', 1, {'cause': cause}, step=1)
+      run.now += 3600 if cause == 'error' else 0
+    run.add('start')
+    assert run.shares().get('down', 0) == 2 * down
+
+
 def test_a_rollback_repeats_the_steps_after_its_checkpoint():
   run = _Run()
   run.add('start')

@@ -126,17 +126,14 @@ class RunEvaluations:
       Request of the actions: continue or stop.
     """
     self._collect_pending()
+    numbers = self._numbers if self._step == self._trainer.step else {}  # of evaluations before these, of the same state
     self._step, self._numbers = None, {}
-    numbers, stop, pending = {}, Stop.CONTINUE, []
+    pending = []
+    results_of: dict[ActionMode, dict[str, Any]] = {mode: {} for mode in ActionMode}  # by the action's name of the task
     trainer = self._trainer
-    # Decoding takes the state of single layers, to which stacked ones are converted once.
-    due = sorted((each for name, each in self._evaluations.items() if name in names),
-                 key=lambda each: each.evaluator is not None)
+    due = [each for name, each in self._evaluations.items() if name in names]
     for each in due:
       if each.evaluator is not None:
-        pending.append((each, each.evaluator.evaluate(
-            trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
-            compiling_fn=self._compiling, read_fn=self._read)))
         continue
       batches_of = {each.task_of_run(task): batches for task, batches in each.batches.items()}
       with self._compiling():
@@ -146,18 +143,27 @@ class RunEvaluations:
       if each.name in self._mean_managers:
         self._mean_managers[each.name].write_values(trainer.step, evaluation.mean_over_tasks(results))
       numbers |= self._report(trainer.step, each, results)
-      stop = max(stop, self._run_actions(ActionMode.TRAIN_EVAL, each, results))
+      results_of[ActionMode.TRAIN_EVAL] |= _by_task_of_run(each, results)
+    stop = self._run_actions(ActionMode.TRAIN_EVAL, results_of)
+    # Decoding takes the state of single layers, to which stacked ones are converted once.
+    for each in due:
+      if each.evaluator is not None:
+        pending.append((each, each.evaluator.evaluate(
+            trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
+            compiling_fn=self._compiling, read_fn=self._read)))
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
     is_done = all(future.done() for _, future in pending)
     if pending and (ActionMode.INFER_EVAL in self._actions or is_done):
       self._collect_pending()
       for each, future in pending:
-        stop = max(stop, self._run_actions(ActionMode.INFER_EVAL, each, future.result()))
+        results_of[ActionMode.INFER_EVAL] |= _by_task_of_run(each, future.result())
+      stop = max(stop, self._run_actions(ActionMode.INFER_EVAL, results_of))
     return stop
 
-  def _run_actions(self, mode: ActionMode, each: OpenEvaluation, results: MetricsByTask) -> Stop:
-    by_task = {each.task_of_run(task): values for task, values in _with_mean(results).items()}
-    return actions_lib.run_actions(mode, self._actions, lambda: self._trainer.train_state, by_task)
+  def _run_actions(self, mode: ActionMode, results_of: Mapping[ActionMode, MetricsByTask]) -> Stop:
+    if not results_of[mode]:
+      return Stop.CONTINUE
+    return actions_lib.run_actions(mode, self._actions, lambda: self._trainer.train_state, results_of[mode])
 
   def poll(self) -> None:
     """Report results that have become available; do not wait."""
@@ -253,6 +259,10 @@ def due_names(recorded: Any, names: Sequence[str]) -> tuple[str, ...]:
   if isinstance(recorded, bool):
     return tuple(names) if recorded else ()
   return tuple(name for name in names if name in recorded)
+
+
+def _by_task_of_run(each: OpenEvaluation, results: MetricsByTask) -> dict[str, Mapping[str, clu.values.Value]]:
+  return {each.task_of_run(task): values for task, values in _with_mean(results).items()}
 
 
 def _with_mean(results: MetricsByTask) -> MetricsByTask:

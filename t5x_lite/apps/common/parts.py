@@ -60,10 +60,11 @@ class RunConfig:
                  random_seed=start_lib.SEED, param_ema=checks.instance(
                      (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'))
     checks.check('train', vars(self), evaluations=checks.Expectation(
-        'a list of Evaluations with different names', lambda given: all(
-            isinstance(each, evaluation.Evaluation) for each in given) and len({each.name for each in given}) == len(
-                given),
+        'a list of Evaluations', lambda given: all(isinstance(each, evaluation.Evaluation) for each in given),
         'In gin: [@a/evaluation.Evaluation(), ...].'))
+    checks.check('train', {'evaluations': [each.name for each in self.evaluations]}, evaluations=checks.Expectation(
+        'Evaluations with different names', lambda names: len(names) == len(set(names)),
+        'Set another `Evaluation.name`.'))
     evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)
     for each in self.evaluations:
       if each.decode:

@@ -154,6 +154,8 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
       opened, to=cfg.to, dtype=cfg.dtype, param_layout=cfg.param_layout,
       relpos_per_layer=family is not None and family.relpos_per_layer,
       optimizer_state=cfg.optimizer_state, step=cfg.step)
+  if cfg.param_average:
+    plan = dataclasses.replace(plan, notes=('The parameters are the running average (param_average).', *plan.notes))
   target = None
   if cfg.to == 'hugging_face':
     target = convert_hugging_face.prepare(opened, plan, family=family, tokenizer=cfg.tokenizer)

@@ -29,7 +29,8 @@ from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.apps.train.step_log import StepLog
-from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricError, StoppedOnSignalError
+from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricError, StoppedOnSignalError, did_you_mean
+from t5x_lite.evaluation import Threshold
 from t5x_lite.train_state import TrainState
 
 
@@ -93,8 +94,11 @@ class TrainLoop:
     self._stretch: Stretch | None = None
     self._stop = Stop.CONTINUE
     self._interrupted = ''
+    self._unknown_metrics: set[str] = set()
     # True if the state is not finite and the policy allows no further rollback.
     self._has_given_up = False
+    # Best values, for `WhenBest`, at the start of the run.
+    self._first_best: list[Any] = []
     # Newest step with known metrics.
     self._last_seen: tuple[int, Mapping[str, Any]] | None = None
 
@@ -111,12 +115,10 @@ class TrainLoop:
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
-      if self.saves is not None and self.start.resumes:
-        # The checkpoint was saved before this evaluation, so it does not have these metrics among its best ones.
-        self.saves.update_best(self._first_step, self.evaluation_due)
     if self.saves is not None and not self.start.resumes and self.saves.is_due(self._first_step):
       with self.watchdog.watching('saving'):
         self.saves.save(self.evaluation_due)
+    self._first_best = self.facts.get('best_metrics', [])
     self._begin_progress(self._first_step)
 
   def next_stretch(self) -> Stretch | None:
@@ -157,24 +159,33 @@ class TrainLoop:
   def _due_evaluations(self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture) -> tuple[str, ...]:
     """Return the names of the evaluations at the end of a stretch whose condition holds."""
     whens, step = self.cfg.whens, self.trainer.step
-    if self._stop == Stop.EARLY:
-      return tuple(name for name, when in whens.items() if when.at_end)
     last_step, names = self.last_step, stretch.evaluations
-    if self.batches.has_ended:
+    if self.batches.has_ended or self._stop == Stop.EARLY:
       last_step, names = step, tuple(name for name, when in whens.items() if when.is_due(step, step))
 
-    def holds(when):
+    def is_met(when):
       if when.condition is None or when.is_due_at_end(step, last_step):
         return True
       numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
                  if isinstance(value, clu.values.Scalar)}
-      result = checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers)
-      if result is None or np.ndim(result):
-        raise checks.invalid('When', 'condition', 'a function that returns True or False', result,
+      self._warn_of_unknown_metric(when.condition, numbers)
+      holds = checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers)
+      if holds is None or np.ndim(holds):
+        raise checks.invalid('When', 'condition', 'a function that returns True or False', holds,
                              'Return True to evaluate.')
-      return bool(result)
+      # Times differ between processes, which must decide equally.
+      return bool(multihost.broadcast_from_lead(np.bool_(bool(holds))))
 
-    return tuple(name for name in names if holds(whens[name]))
+    return tuple(name for name in names if is_met(whens[name]))
+
+  def _warn_of_unknown_metric(self, condition: Any, metrics: Mapping[str, float]) -> None:
+    """Warn once if the metrics of training lack that of a `Threshold`, whose evaluation is then left out."""
+    if not isinstance(condition, Threshold) or not metrics or condition.metric in {*metrics, *self._unknown_metrics}:
+      return
+    self._unknown_metrics.add(condition.metric)
+    logging.getLogger(__name__).warning(
+        '`Threshold.metric` is %r, and training has no metric of that name: the evaluation is left out.%s',
+        condition.metric, did_you_mean(condition.metric, metrics, lists_all=False))
 
   def evaluate(self) -> None:
     """Compute the evaluations that are due, unless the run must stop."""
@@ -288,7 +299,11 @@ class TrainLoop:
     self.events.emit('evaluation_begun', evaluations=names)
     with self.watchdog.watching('evaluation'):
       try:
-        self._request_stop(self.evaluations.evaluate(self.evaluation_due))
+        self._request_stop(self.evaluations.evaluate(names))
+        if self._stop == Stop.EARLY:  # The run ends here.
+          at_end = [name for name, when in self.cfg.whens.items() if when.at_end and name not in names]
+          self._request_stop(self.evaluations.evaluate(at_end))
+          names += at_end
         self.evaluation_due = ()
         if record_metrics:
           self.saves.record_metrics(self.trainer.step)
@@ -338,6 +353,8 @@ class TrainLoop:
     if not point.resumes:
       point = self.start
     self.facts['num_roll_backs'] = self._num_roll_backs + 1
+    recorded = point.metadata.get('run', {}).get('best_metrics', [])
+    self.facts['best_metrics'] = self._first_best if point.step == self.start.step else recorded
     log = logging.getLogger(__name__)
     log.warning('%s is not finite: rolling back to %s at step %d and skipping the batch of this step (rollback %d of '
                 '%d).', finding.what[:1].upper() + finding.what[1:], point.description, point.step,
@@ -352,7 +369,6 @@ class TrainLoop:
     facts = point.metadata.get('run', {}) if point.resumes else {}
     actions_lib.set_actions_state(cfg.actions_by_mode, facts.get('actions', self._first_actions_state))
     trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
-    self.facts['best_metrics'] = facts.get('best_metrics', ())
     data_state = self.first_data_state if point is self.start else restored and restored.data_state
     if data_state is None:
       log.warning('The position in the data is unknown: the data continues after the bad step.')

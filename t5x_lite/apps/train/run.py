@@ -317,9 +317,9 @@ def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step
   """Return the last step of the configuration, see `plan.last_step_of_run`; raise if `start` is at a later step."""
   last_step = plan_lib.last_step_of_run(cfg.total_steps, cfg.relative_steps, start_step)
   if start.step > last_step:
-    raise ConfigError(f'{start.description} is at step {start.step}, past the end of the run at step {last_step}. '
-                      'Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose another '
-                      'model_dir.')
+    raise ConfigError(f'{start.path or start.description} is at step {start.step}, past the end of the run at step '
+                      f'{last_step}. Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or '
+                      'choose another model_dir.')
   return last_step
 
 
@@ -328,7 +328,7 @@ def _find_end(last_step: float, batches: TrainBatches, facts: Mapping[str, Any],
   """Return the last step of the run, and the names of the evaluations that are due before the next step.
 
   A resumed run whose data has ended has no further step. If the run was stopped before that was known, the
-  evaluations at the end of the run are due.
+  evaluations at the end of the run are due too.
 
   Args:
     last_step: step at which the run ends if its data does not end before.
@@ -341,7 +341,7 @@ def _find_end(last_step: float, batches: TrainBatches, facts: Mapping[str, Any],
   if not start.resumes or not facts['start_step'] < start.step < last_step or not batches.reached_end():
     return last_step, due
   is_known = 'data_ended_at' in facts and facts['data_ended_at'] == facts['batch_number']
-  return start.step, due if is_known else tuple(name for name, when in whens.items() if when.at_end)
+  return start.step, due if is_known else tuple(name for name, when in whens.items() if name in due or when.at_end)
 
 
 def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: parts_lib.RunData,

@@ -78,29 +78,14 @@ class TrainSaves:
         # All processes must decide equally.
         seconds_since_save=float(multihost.broadcast_from_lead(np.float32(time.monotonic() - self._saved_at))))
     is_due = self._manager.should_save(step, point)
-    self.update_best(step, evaluation_due)
+    self._update_best(point.metrics if self._best_policies else {})
     return is_due
-
-  @property
-  def _best(self) -> dict[tuple[str, str], float]:
-    """Best value of each metric in the evaluations so far, by `WhenBest.key`."""
-    return {(name, mode): value for name, mode, value in self._run_facts.get('best_metrics', ())}
-
-  def update_best(self, step: int, evaluation_due: Sequence[str] = ()) -> None:
-    """Add the metrics of the evaluation of `step` to the best values of the run; see `is_due`."""
-    if not self._best_policies:
-      return
-    metrics, best = {} if evaluation_due else self._evaluations.numbers(step), self._best
-    for policy in self._best_policies:
-      value = metrics.get(policy.metric_name, math.nan)
-      if policy.is_better(value, best.get(policy.key)):
-        best[policy.key] = value
-    if best:
-      self._run_facts['best_metrics'] = [[*key, value] for key, value in best.items()]
 
   def record_metrics(self, step: int) -> None:
     """Add the metrics of the last evaluation to the checkpoint of `step`, which was saved earlier."""
-    self._manager.record_metrics(step, _finite(self._evaluations.numbers(step)))
+    numbers = self._evaluations.numbers(step)
+    self._manager.record_metrics(step, _finite(numbers))
+    self._update_best(numbers)
 
   def save(self, evaluation_due: Sequence[str] = (), *, is_last: bool = False) -> None:
     """Save the state after all results up to its step are on disk; skip a non-finite state.
@@ -117,6 +102,9 @@ class TrainSaves:
     if tests and not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
       return
     self._saved_at = time.monotonic()
+    for policy in self._cfg.policies:
+      if isinstance(policy, checkpoints.OnRequest):
+        policy.done()
     state = trainer.train_state.state_dict()
     self._progress.note(f'saving step {trainer.step:,}')
     self.wait()
@@ -217,6 +205,19 @@ class TrainSaves:
     """Let the run replace checkpoints later than `step` when it saves these steps again."""
     self._manager.forget_after(step)
     self._unconfirmed = None
+
+  @property
+  def _best(self) -> dict[tuple[str, str], float]:
+    return {(name, mode): value for name, mode, value in self._run_facts.get('best_metrics', ())}
+
+  def _update_best(self, metrics: Mapping[str, float]) -> None:
+    best = self._best
+    for policy in self._best_policies:
+      value = metrics.get(policy.metric_name, math.nan)
+      if policy.is_better(value, best.get(policy.key)):
+        best[policy.key] = value
+    if best:
+      self._run_facts['best_metrics'] = [[*key, value] for key, value in best.items()]
 
   def _prepare(self) -> Any:
     """Write all results that the checkpoint covers; return the position in the data or `_FAILED`."""

@@ -123,6 +123,6 @@ def _describe(metrics: Mapping[str, Any]) -> str:
   values = summaries.compute_values(jax.device_get(chosen), num_steps=1)
   text = report.format_metrics(values)
   parts = {name: float(value.value) for name, value in values.items() if name.endswith('_loss') and name.count('/') < 2}
-  parts = {name: value for name, value in parts.items() if value and f'{name} ' not in text}
-  return text if len(parts) < 2 else '  '.join(
-      [text, *(f'{name} {format_number(value)}' for name, value in parts.items())])
+  parts = {name: value for name, value in parts.items() if value}
+  return text if len(parts) < 2 else '  '.join([text, *(
+      f'{name} {format_number(value)}' for name, value in parts.items() if f'{name} ' not in text)])

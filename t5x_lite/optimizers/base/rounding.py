@@ -3,9 +3,13 @@
 bfloat16 has 8 significant bits, so an update below 1/512 of a parameter disappears when the result is rounded to
 nearest. Stochastic rounding rounds up or down with probabilities that make the mean exact (Gupta et al. 2015, "Deep
 Learning with Limited Numerical Precision", https://arxiv.org/abs/1502.02551, section 3.1).
+
+The random numbers are hashes of the element's index, the parameter's path and a key: JAX's generator would take longer
+than the update itself. The hash is the finalizer of MurmurHash3 (Austin Appleby, public domain).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+import itertools
 from typing import Any
 import zlib
 
@@ -42,12 +46,39 @@ def round_to_bfloat16(key: Array, values: Array) -> Array:
   >>> round_to_bfloat16(jax.random.key(0), jnp.float32([1.0, -0.0, jnp.inf])).tolist()
   [1.0, -0.0, inf]
   """
+  return _round(_seeds(key, [''])[0], values)
+
+
+def _round(seed: Array, values: Array) -> Array:
+  """Return the result of `round_to_bfloat16`, given a random uint32 scalar."""
   # bfloat16 is the upper half of float32. A random number below 2**16, added to the lower half, carries into the upper
   # half with the probability that the lower half is of 2**16.
-  noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
-  upper = (jax.lax.bitcast_convert_type(values, jnp.uint32) + noise) >> 16
+  upper = (jax.lax.bitcast_convert_type(values, jnp.uint32) + (_hashes(seed, values.shape) >> 16)) >> 16
   rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
   return jnp.where(jnp.isfinite(values), rounded, values.astype(jnp.bfloat16))
+
+
+def _seeds(key: Array, paths: Sequence[str]) -> Array:
+  """Return a seed for each parameter, uint32 [len(paths)], given a PRNG key and the paths."""
+  words = jax.random.bits(key, (2,), jnp.uint32)
+  return _mix(_mix(words[0] ^ np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)) ^ words[1])
+
+
+def _hashes(seed: Array, shape: tuple[int, ...]) -> Array:
+  """Return a uint32 array of a shape; each element is a hash of its index, so a device computes only its shard."""
+  hashes = seed.reshape([1] * len(shape))
+  for dim, size in enumerate(shape):
+    # The factor, 2**32 over the golden ratio, keeps the indices of two rows apart.
+    index = jax.lax.iota(jnp.uint32, size) * np.uint32(0x9E3779B9)
+    hashes = _mix(hashes ^ jnp.expand_dims(index, [d for d in range(len(shape)) if d != dim]))
+  return hashes
+
+
+def _mix(x: Array) -> Array:
+  """Return a bijective hash of uint32 numbers, of which each bit of the argument changes half of the bits."""
+  x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+  x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+  return x ^ (x >> 16)
 
 
 def widen(params: Params, extra_args: Mapping[str, Any]) -> tuple[Params, dict[str, Any]]:
@@ -73,7 +104,7 @@ def round_params(key: Array | None, wide: Params, params: Params) -> Params:
   """Return updated parameters in the dtypes that they had before the update.
 
   A parameter's random numbers depend on the key and on its path, and on nothing else: not on other parameters, on the
-  mesh (with JAX's default generator, threefry2x32) or on layers that are stacked.
+  mesh or on layers that are stacked.
 
   Args:
     key: PRNG key of the step.
@@ -87,15 +118,20 @@ def round_params(key: Array | None, wide: Params, params: Params) -> Params:
     raise ConfigError('An optimizer with stochastic_rounding=True was updated without a key. Pass rounding_key=..., a '
                       'PRNG key that differs in each step, to apply_gradient.')
 
-  def of_param(path: str, new: Array, old: Array) -> Array:
-    if old.dtype != jnp.bfloat16:
-      return new
-    keys = [jax.random.fold_in(key, np.uint32(zlib.crc32(single.encode()))) for single in layer_stacks.paths_of(path)]
-    if layer_stacks.is_stacked(path):
-      return jax.vmap(round_to_bfloat16)(jnp.stack(keys), new)
-    return round_to_bfloat16(keys[0], new)
+  narrow = [path for path, param in tree_utils.named_leaves(params) if param.dtype == jnp.bfloat16]
+  # In one vector, since on a CPU each scalar would be a kernel.
+  seeds = _seeds(key, [single for path in narrow for single in layer_stacks.paths_of(path)])
+  starts = dict(zip(narrow, itertools.accumulate((len(layer_stacks.paths_of(path)) for path in narrow), initial=0)))
 
-  return tree_utils.map_with_names(of_param, wide, params)
+  def of_param(path: str, new: Array) -> Array:
+    if path not in starts:
+      return new
+    start = starts[path]
+    if layer_stacks.is_stacked(path):
+      return jax.vmap(_round)(seeds[start:start + new.shape[0]], new)
+    return _round(seeds[start], new)
+
+  return tree_utils.map_with_names(of_param, wide)
 
 
 def has_bfloat16(params: PyTree) -> bool:

@@ -16,6 +16,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
 from t5x_lite.apps.common import evaluations as train_evaluations
@@ -324,6 +325,15 @@ def test_a_resumed_run_evaluates_by_name_like_an_uninterrupted_one(named, tmp_pa
   assert [row['step'] for row in lines['inference_eval/judged/letters']] == [8, 9, 12]
 
 
+def test_a_threshold_on_an_unknown_metric_warns_once(tmp_path, caplog):
+  when = evaluation.When(period=2, condition=evaluation.Threshold(metric='los', below=100.0))
+  _train(tmp_path, evaluations=[
+      evaluation.Evaluation(name='never', dataset_cfg=toy_run.dataset('validation'), when=when)])
+  found = [record.getMessage() for record in caplog.records if 'Threshold.metric' in record.getMessage()]
+  assert found == ["`Threshold.metric` is 'los', and training has no metric of that name: the evaluation is left out. "
+                   "Did you mean 'loss'?"]
+
+
 def test_an_evaluation_by_name_selects_and_stops(tmp_path):
   seen = []
 
@@ -335,13 +345,16 @@ def test_an_evaluation_by_name_selects_and_stops(tmp_path):
 
   _train(tmp_path, evaluations=_named(), actions={'TRAIN_EVAL': [StopAt8()]}, save={
       'period': 3, 'keep': 1, 'keep_best': 1, 'metric_name_to_monitor': 'training_eval/at_steps/letters/accuracy'})
-  assert seen == [(0, 'at_steps/letters'), (3, 'at_steps/letters'), (6, 'letters'), (8, 'on-condition/letters')]
+  assert seen == [(0, 'at_steps/letters'), (3, 'at_steps/letters'), (6, 'letters'), (8, 'on-condition/letters'),
+                  (8, 'letters')]  # the last one at the end of the run
   assert 8 in checkpoints.all_steps(tmp_path)
 
 
 @pytest.mark.parametrize('evaluations, fragment', [
-    (lambda: [_named()[0], _named()[0]], 'evaluations` must be a list of Evaluations with different names'),
+    (lambda: [_named()[0], _named()[0]], r'evaluations` must be Evaluations with different names, got \['),
     (lambda: ['x'], 'evaluations` must be a list of Evaluations'),
+    (lambda: _named()[0], 'evaluations` must be a list of Evaluations'),
+    (lambda: [dataclasses.replace(_named()[0], when=evaluation.When(from_step=3))], 'Evaluation.when` must be a When'),
     (lambda: [dataclasses.replace(_named()[0], dataset_cfg=toy_run.dataset('train', batch_size=3))], '3 rows')])
 def test_invalid_evaluations(tmp_path, evaluations, fragment):
   with pytest.raises(ConfigError, match=fragment):
@@ -414,3 +427,56 @@ def test_the_metric_of_a_save_policy_must_exist(tmp_path):
                          checkpoints.WhenBest('inference_eval/letters/f1')])
   with pytest.raises(ConfigError, match='`WhenBest.metric_name` must be the full name of a metric'):
     _saved_by(tmp_path, [checkpoints.WhenBest('inference_eval/letters/f2')])
+
+
+class _StopAt10(BaseAction):
+  """Stops after step 10, and remembers the tasks of each call."""
+
+  def __init__(self):
+    self.calls = []
+
+  def run(self, train_state, metrics_by_task):
+    self.calls.append([int(train_state.step), *metrics_by_task])
+    return int(train_state.step) == 10
+
+
+def _stopped_by(action, tmp_path, mode):
+  """Return the steps of evaluations of a run that an action stops, with two evaluations by name."""
+  evaluations = [
+      evaluation.Evaluation(name='periodic', dataset_cfg=toy_run.dataset('validation'), when=evaluation.When(period=5)),
+      evaluation.Evaluation(name='last', dataset_cfg=toy_run.dataset('validation'))]
+  assert toy_run.train(tmp_path, 20, stats_period=5, eval_period=5, infer_eval_dataset_cfg=None,
+                       evaluations=evaluations, actions={mode: [action]})[0] == 10
+  return {name.removeprefix('training_eval/'): [row['step'] for row in rows]
+          for name, rows in toy_run.lines(tmp_path).items() if name.startswith('training_eval/')}
+
+
+@pytest.mark.parametrize('mode', ['TRAIN', 'TRAIN_EVAL'])
+def test_a_run_that_actions_stop_makes_all_evaluations_that_are_due(tmp_path, mode):
+  assert _stopped_by(_StopAt10(), tmp_path, mode) == {
+      'letters': [5, 10], 'periodic/letters': [5, 10], 'last/letters': [10]}
+  metrics = checkpoints.read_manifest(tmp_path / 'checkpoint_10').metrics
+  assert {'training_eval/letters/loss', 'training_eval/last/letters/loss'} <= set(metrics)
+
+
+def test_actions_get_the_results_of_all_evaluations_of_a_step_together(tmp_path):
+  action = _StopAt10()
+  _stopped_by(action, tmp_path, 'TRAIN_EVAL')
+  assert action.calls[:2] == [[5, 'letters', 'periodic/letters'], [10, 'letters', 'periodic/letters']]
+
+
+def test_processes_decide_together_about_a_condition(tmp_path, monkeypatch):
+  when = evaluation.When(period=5, condition=lambda step, metrics: metrics['timing/uptime'] > 0)
+  monkeypatch.setattr(  # the lead process says no
+      multihost, 'broadcast_from_lead', lambda value: np.bool_(False) if isinstance(value, np.bool_) else value)
+  _train(tmp_path, 5, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, eval_period=None, infer_eval_period=None,
+         evaluations=[evaluation.Evaluation(name='x', dataset_cfg=toy_run.dataset('validation'), when=when)])
+  assert 'training_eval/x/letters' not in toy_run.lines(tmp_path)
+
+
+def test_a_request_is_saved_once(tmp_path):
+  request = checkpoints.OnRequest()
+  request.request()
+  _train(tmp_path, 12, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, infer_eval_period=None,
+         save={'policies': [request]})
+  assert checkpoints.all_steps(tmp_path) == [0, 12]

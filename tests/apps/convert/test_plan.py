@@ -103,7 +103,9 @@ def test_the_average_instead_of_the_parameters(tmp_path):
   folder = convert.convert(run, str(tmp_path / 'folder'), to='hugging_face', param_average=True)
   direct = convert.convert(done.path, str(tmp_path / 'direct'), to='hugging_face')
   assert given.tensor_bits(folder.path) == given.tensor_bits(direct.path)
-  assert not any('average' in note for note in folder.notes)
+  assert [note for note in folder.notes if 'average' in note] == [
+      'The parameters are the running average (param_average).']
+  assert not any('average' in note for note in direct.notes)
   assert any('add --param_average' in note for note in convert.convert(
       run, str(tmp_path / 'trained'), to='hugging_face').notes)
   with pytest.raises(CheckpointError, match='must have a running average of the parameters'):

@@ -72,6 +72,6 @@ def test_the_command_shows_the_goodput_and_calls_the_hook_of_a_gin_file(tmp_path
       '--gin.train_script.train.infer_eval_dataset_cfg=None', *flags])
   gin.clear_config()
   assert status == 0
-  line, = [line for line in capsys.readouterr().err.splitlines() if line.startswith('Time of the run ')]
+  line, = [line for line in capsys.readouterr().err.splitlines() if 'Time of the run ' in line]
   assert '% training steps, ' in line and '% compiling' in line
   assert (tmp_path / 'hooked.jsonl').read_text() == (tmp_path / 'run' / runtime.EVENTS_FILE).read_text()

@@ -1,8 +1,10 @@
 """Length of a run: a number of steps, the end of the data, or no limit."""
 
 import json
-import signal
+import math
 import os
+import signal
+import types
 
 import gin
 import jax
@@ -11,9 +13,11 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import data
+from t5x_lite import evaluation
 from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
 from t5x_lite.apps.train import batches as train_batches
+from t5x_lite.apps.train import run
 from t5x_lite.errors import DataError, StoppedOnSignalError
 from tests.apps.common import cloze_run
 from tests.apps.train import toy_run
@@ -197,3 +201,11 @@ def test_the_command_with_epochs(tmp_path, capsys):
   assert 'The training data ended after step 5.' in capsys.readouterr().err
   assert json.loads((tmp_path / 'run/training_eval/python_keyword_cloze/metrics.jsonl').read_text())['step'] == 5
   assert checkpoints.all_steps(tmp_path / 'run') == [5]
+
+
+def test_evaluations_that_are_due_when_the_end_of_the_data_is_found_are_made():
+  whens = {'periodic': evaluation.When(period=5), 'last': evaluation.When(at_end=True), 'other': evaluation.When()}
+  batches = types.SimpleNamespace(reached_end=lambda: True)
+  start = types.SimpleNamespace(resumes=True, step=15)
+  facts = {'start_step': 0, 'evaluation_due': ['periodic']}
+  assert run._find_end(math.inf, batches, facts, start, whens) == (15, ('periodic', 'last'))

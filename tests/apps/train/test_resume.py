@@ -182,3 +182,17 @@ def test_no_signal_handler_outside_the_main_thread(tmp_path):
   thread.start()
   thread.join()
   assert not failed and checkpoints.latest_step(tmp_path) == 2
+
+
+def test_the_best_value_of_an_interrupted_evaluation_is_known_after_the_restart(tmp_path):
+  best = {'policies': [checkpoints.WhenBest('training_eval/letters/loss', 'max')]}
+  train = functools.partial(toy_run.train, total_steps=25, save=best, infer_eval_dataset_cfg=None)
+  train(tmp_path / 'whole')
+  raiser = _Raiser(2)
+  to_global_arrays = data.to_global_arrays
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(data, 'to_global_arrays', lambda *args: raiser() or to_global_arrays(*args))
+    with pytest.raises(StoppedOnSignalError, match='after step 10'):
+      train(tmp_path / 'stopped')
+  train(tmp_path / 'stopped')
+  assert checkpoints.all_steps(tmp_path / 'stopped') == checkpoints.all_steps(tmp_path / 'whole') == [10, 25]

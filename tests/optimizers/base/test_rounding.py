@@ -33,6 +33,24 @@ def test_the_mean_of_rounded_numbers_is_the_number(value):
   assert abs(rounded.mean() - np.float64(value)) < 4 * standard_error
 
 
+def test_random_numbers_are_uniform_and_not_correlated():
+  shape = (8, 256, 128)
+  # pylint: disable=protected-access
+  draw = jax.jit(lambda key: jnp.stack([
+      rounding._hashes(seed, shape) >> 16 for seed in rounding._seeds(key, ['a/kernel', 'b/kernel'])]))
+  numbers = np.concatenate([draw(jax.random.key(seed)) for seed in (0, 1, 2)])
+  counts = np.stack([np.bincount(each.reshape(-1) >> 8, minlength=256) for each in numbers])
+  expected = numbers[0].size / 256
+  chi_squares = ((counts - expected) ** 2 / expected).sum(axis=1)  # of 255 degrees of freedom
+  assert np.all(np.abs(chi_squares - 255) < 5 * np.sqrt(2 * 255)), chi_squares
+  centred = numbers.astype(np.float64) / 2**16 - 0.5 + 2**-17
+  for axis in range(4):  # keys and paths, then the dims
+    for distance in (1, 2, 3):
+      size = centred.shape[axis]
+      pairs = centred.take(range(distance, size), axis) * centred.take(range(size - distance), axis)
+      assert abs(pairs.mean()) < 5 * (1 / 12) / np.sqrt(pairs.size), (axis, distance)
+
+
 def test_numbers_of_bfloat16_infinities_and_nan_are_kept():
   numbers = np.arange(2**16, dtype=np.uint32).astype(np.uint16).view(jnp.bfloat16)
   rounded = np.asarray(rounding.round_to_bfloat16(jax.random.key(0), jnp.asarray(numbers).astype(jnp.float32)))
