@@ -81,8 +81,8 @@ def test_noise_errors(stddevs):
     ([('nothing', 0.1)], 'nothing'), ([('.*', 0.1), ('kernel$', 0.0)], 'kernel')])
 def test_noise_without_effect_is_an_error(stddevs, unused):
   params = {'dense': {'kernel': jnp.ones((2, 2))}}
-  with pytest.raises(errors.ConfigError, match=f"first match of a parameter, such as dense/kernel, got '{unused}"):
-    step_params_lib.GaussianParamNoise(stddevs)(jax.random.key(0), params)
+  with pytest.raises(errors.ConfigError, match=f"first match of a name, got '{unused}.*Names are 'dense/kernel'"):
+    StepParams(noise=step_params_lib.GaussianParamNoise(stddevs)).check(params, {})
 
 
 def test_noise_has_its_deviation_by_path_and_depends_on_the_key_alone():

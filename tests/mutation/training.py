@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         'profiles_replace_each_other',
         't5x_lite/runtime/profiling.py',
-        "f'step_{step}'\n    jax",
-        "'steps'\n    jax",
+        "f'step_{step}'\n    try",
+        "'steps'\n    try",
         'tests/runtime/test_profiling.py::test_profiles_of_a_run_have_exactly_their_steps'),
     Mutant(
         'the_average_time_is_since_the_start',
