@@ -23,6 +23,8 @@ from t5x_lite.types import Array, Batch, Params, PyTree
 _BATCH = 'batch'
 # Keys of steps are folded with numbers below 2**31, so these are never among them.
 _NOISE_FOLD = 2**31 + 1
+# JAX computes float64 as float32 by default, and 8 bits need scales.
+_TRAIN_DTYPES = tuple(map(jnp.dtype, ('float32', 'bfloat16', 'float16')))
 
 
 class ParamNoise(Protocol):
@@ -100,16 +102,16 @@ def check_matches(owner: str, option: str, rules: Any, paths: Sequence[str]) -> 
 
 
 def check_train_dtype(train_dtype: Any) -> None:
-  """Raise ConfigError unless `Trainer.train_dtype` is None, a floating dtype, or pairs of expression and dtype."""
+  """Raise ConfigError unless `Trainer.train_dtype` is None, a dtype, or pairs of expression and dtype or None."""
 
   def is_dtype(dtype):
     try:
-      return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+      return jnp.dtype(dtype) in _TRAIN_DTYPES
     except TypeError:
       return False
 
   checks.check('Trainer', {'train_dtype': train_dtype}, train_dtype=checks.Expectation(
-      'None, a floating dtype, or pairs of a regular expression and a floating dtype or None', lambda given: (
+      "None, 'float32', 'bfloat16' or 'float16', or pairs of a regular expression and one of these", lambda given: (
           given is None or is_dtype(given) or isinstance(given, (list, tuple)) and len(given) > 0 and _are_rules(
               given, lambda dtype: dtype is None or is_dtype(dtype))), "For example 'bfloat16'."))
 

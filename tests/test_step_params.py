@@ -65,9 +65,9 @@ def test_dtype_by_path():
 
 
 @pytest.mark.parametrize('options', [
-    {'train_dtype': 'int8'}, {'train_dtype': [('(', 'bfloat16')]}, {'train_dtype': ['bfloat16']}])
+    {'train_dtype': 'int8'}, {'train_dtype': 'float64'}, {'train_dtype': [('(', 'bfloat16')]}, {'train_dtype': ['bfloat16']}])
 def test_errors(options):
-  with pytest.raises(errors.ConfigError, match='Trainer.train_dtype` must be None, a floating dtype, or pairs'):
+  with pytest.raises(errors.ConfigError, match="Trainer.train_dtype` must be None, 'float32', 'bfloat16' or 'float16', or pairs"):
     step_params_lib.check_train_dtype(**options)
 
 
@@ -81,7 +81,7 @@ def test_noise_errors(stddevs):
     ([('nothing', 0.1)], 'nothing'), ([('.*', 0.1), ('kernel$', 0.0)], 'kernel')])
 def test_noise_without_effect_is_an_error(stddevs, unused):
   params = {'dense': {'kernel': jnp.ones((2, 2))}}
-  with pytest.raises(errors.ConfigError, match=f"each are the first match of a name, got '{unused}"):
+  with pytest.raises(errors.ConfigError, match=f"first match of a name, got '{unused}.*Names are 'dense/kernel'"):
     StepParams(noise=step_params_lib.GaussianParamNoise(stddevs)).check(params, {})
 
 

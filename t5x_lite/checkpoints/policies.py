@@ -88,7 +88,8 @@ class AtSteps:
 
   def __post_init__(self):
     checks.check('AtSteps', vars(self), steps=checks.Expectation(
-        'steps, integers >= 0', lambda steps: len(steps) > 0 and all(map(_STEP.holds, steps)), 'For example [0, 1000].'))
+        'steps, integers >= 0', lambda steps: len(steps) > 0 and all(map(_STEP.holds, steps)),
+        'For example [0, 1000].'))
 
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""

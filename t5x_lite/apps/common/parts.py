@@ -59,10 +59,10 @@ class RunConfig:
     checks.check('train', vars(self), eval_steps=checks.number(at_least=1, integer=True).or_none(),
                  random_seed=start_lib.SEED, param_ema=checks.instance(
                      (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'))
-    names = [each.name for each in self.evaluations if isinstance(each, evaluation.Evaluation)]
     checks.check('train', vars(self), evaluations=checks.Expectation(
-        'a list of Evaluations', lambda given: len(names) == len(given), 'In gin: [@a/evaluation.Evaluation(), ...].'))
-    checks.check('train', {'evaluations': names}, evaluations=checks.Expectation(
+        'a list of Evaluations', lambda given: all(isinstance(each, evaluation.Evaluation) for each in given),
+        'In gin: [@a/evaluation.Evaluation(), ...].'))
+    checks.check('train', {'evaluations': [each.name for each in self.evaluations]}, evaluations=checks.Expectation(
         'Evaluations with different names', lambda names: len(names) == len(set(names)),
         'Set another `Evaluation.name`.'))
     evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)

@@ -1,6 +1,7 @@
 """Loop of a training run: stretches of steps, with evaluations, saves and rollbacks at the pauses between them."""
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -95,6 +96,8 @@ class TrainLoop:
     self._stop = Stop.CONTINUE
     self._interrupted = ''
     self._unknown_metrics: set[str] = set()
+    # Error of a user's function that ends the run.
+    self._error: Exception | None = None
     # True if the state is not finite and the policy allows no further rollback.
     self._has_given_up = False
     # Best values, for `WhenBest`, at the start of the run.
@@ -154,7 +157,18 @@ class TrainLoop:
       self._request_stop(run_actions(
           ActionMode.TRAIN, actions, lambda: trainer.train_state, {TRAIN_METRIC_KEY: values}))
     if trainer.step > stretch.first or self.batches.has_ended:
-      self.evaluation_due = self._due_evaluations(stretch, summary) if self._is_complete else ()
+      with self._keeping_error():
+        self.evaluation_due = self._due_evaluations(stretch, summary) if self._is_complete else ()
+
+  @contextlib.contextmanager
+  def _keeping_error(self) -> Iterator[None]:
+    """Context of a user's function whose error ends the run after a save; several processes cannot save alone."""
+    try:
+      yield
+    except Exception as error:  # users' functions may raise anything
+      if jax.process_count() > 1:
+        raise
+      self._error = error
 
   def _due_evaluations(self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture) -> tuple[str, ...]:
     """Return the names of the evaluations at the end of a stretch whose condition holds."""
@@ -189,19 +203,24 @@ class TrainLoop:
 
   def evaluate(self) -> None:
     """Compute the evaluations that are due, unless the run must stop."""
-    if self.evaluation_due and self._is_sound and self.batches.error is None and not self._interrupted:
+    has_failed = self.batches.error is not None or self._error is not None
+    if self.evaluation_due and self._is_sound and not has_failed and not self._interrupted:
       paused_at = self.progress.pause()
       self._evaluate()
       self.progress.resume(paused_at)
       self._look_for_signals()
-    self.trainer.stop_training |= bool(self._stop) or bool(self._interrupted) or self.batches.error is not None
+    self.trainer.stop_training |= bool(self._stop) or bool(self._interrupted) or has_failed
 
   def save(self) -> None:
     """Save the state if a save is due or the run ends."""
-    is_last = self.trainer.stop_training or self._has_last_step
     if self.saves is None or not self._is_sound or self.trainer.step <= self._first_step:
       return
-    is_due = self._is_complete and (self.saves.is_due(self.trainer.step, self.evaluation_due) or self._stretch.save)
+    is_due = self._is_complete and self._stretch.save
+    if self._is_complete and self._error is None:
+      with self._keeping_error():
+        is_due |= self.saves.is_due(self.trainer.step, self.evaluation_due)
+    self.trainer.stop_training |= self._error is not None
+    is_last = self.trainer.stop_training or self._has_last_step
     if is_due or is_last:
       with self.watchdog.watching('saving'):
         self.saves.save(self.evaluation_due, is_last=is_last and not self._interrupted)
@@ -256,6 +275,9 @@ class TrainLoop:
       of_steps = f' of {self.last_step:,}' if self.last_step < math.inf else ''
       raise StoppedOnSignalError(
           f'Stopped after step {trainer.step:,}{of_steps} by {self._interrupted}; {where}', signal=self._interrupted)
+    if self._error is not None:
+      self.progress.log(f'A function of the configuration failed after step {trainer.step:,}; {where}')
+      raise self._error
     if self.batches.error is not None:
       self.progress.log(f'The training data failed after step {trainer.step:,}; {where}')
       raise self.batches.error

@@ -144,7 +144,8 @@ def train(
     evaluations: further evaluations, each with its data, batch size, metrics and steps.
     param_ema: running average of the parameters, saved and by default used for evaluations; None keeps none.
     event_fns: a function or a list of functions that are called with each event of the run, a `runtime.Event`, in every
-      process; the lead process also writes it to `model_dir/events.jsonl`. Their exceptions do not end the run.
+      process; the lead process also writes it to `model_dir/events.jsonl`. Training waits for them, so they should return
+      at once. Their exceptions do not end the run.
     dry_run: print the plan of the run without training.
 
   Returns:

@@ -353,6 +353,7 @@ def test_an_evaluation_by_name_selects_and_stops(tmp_path):
 @pytest.mark.parametrize('evaluations, fragment', [
     (lambda: [_named()[0], _named()[0]], r'evaluations` must be Evaluations with different names, got \['),
     (lambda: ['x'], 'evaluations` must be a list of Evaluations'),
+    (lambda: _named()[0], 'evaluations` must be a list of Evaluations'),
     (lambda: [dataclasses.replace(_named()[0], when=evaluation.When(from_step=3))], 'Evaluation.when` must be a When'),
     (lambda: [dataclasses.replace(_named()[0], dataset_cfg=toy_run.dataset('train', batch_size=3))], '3 rows')])
 def test_invalid_evaluations(tmp_path, evaluations, fragment):
@@ -479,3 +480,25 @@ def test_a_request_is_saved_once(tmp_path):
   _train(tmp_path, 12, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, infer_eval_period=None,
          save={'policies': [request]})
   assert checkpoints.all_steps(tmp_path) == [0, 12]
+
+
+@pytest.mark.parametrize('where', ['condition', 'policy'])
+def test_an_error_of_a_users_function_ends_the_run_after_a_save(tmp_path, where):
+
+  def raise_at_8(step, unused):
+    if step == 8:
+      raise ValueError('my error')
+    return False
+
+  class Policy:
+    next_step = staticmethod(lambda step: None)
+    should_save = staticmethod(lambda step, point=None: point is not None and raise_at_8(step, None))
+
+  options = {'evaluations': [evaluation.Evaluation(
+      name='x', dataset_cfg=toy_run.dataset('validation'), when=evaluation.When(condition=raise_at_8))]}
+  if where == 'policy':
+    options = {'save': {'policies': [Policy()]}}
+  with pytest.raises(Exception, match='my error'):
+    _train(tmp_path, **{'save': {}, **options})
+  assert checkpoints.latest_step(tmp_path) == 8
+  assert _train(tmp_path)[0] == 12

@@ -66,7 +66,7 @@ def test_the_end_of_the_data_ends_a_run_as_the_same_number_of_steps_does(whole, 
   err = capsys.readouterr().err
   assert 'at step 0, to the end of the data (num_epochs = 2).' in err
   assert 'The training data ended after step 15.' in err
-  assert 'step 15  loss' in err and 'ETA' not in err and '15/' not in err
+  assert 'step 15  loss' in err and 'ETA' not in err and 'step 15/' not in err
   stop = next(event for event in runtime.read_events(tmp_path / runtime.EVENTS_FILE) if event.kind == 'stop')
   assert stop.details == {'cause': 'completed'} and stop.step == 15
   # Once more: nothing is left. Then another epoch.
