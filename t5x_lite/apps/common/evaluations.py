@@ -170,9 +170,15 @@ class RunEvaluations:
     if self._pending and all(future.done() for _, future in self._pending):
       self._collect_pending()
 
-  def numbers(self, step: int) -> dict[str, float]:
-    """Return metrics by full name if the last evaluation is complete and of `step`, else {}; wait for the metrics."""
-    self._collect_pending()
+  def numbers(self, step: int, needed: Collection[str] | None = None) -> dict[str, float]:
+    """Return metrics by full name if the last evaluation is complete and of `step`, else {}; wait for the metrics.
+
+    Args:
+      step: number of completed steps.
+      needed: full names of the metrics to wait for; None waits for all.
+    """
+    if needed is None or any(name.startswith(f'{each.folder}/') for each, _ in self._pending for name in needed):
+      self._collect_pending()
     return dict(self._numbers) if self._step == step else {}
 
   def flush(self) -> None:

@@ -62,6 +62,10 @@ class TrainSaves:
     self._last_failure: Exception | None = None
     self._saved_at = time.monotonic()
     # Policies that look for a new best value; the best values are facts of the run.
+    # Metrics for which a save policy waits; those of users may read any.
+    ours = (checkpoints.WhenBest, checkpoints.EveryNMinutes, checkpoints.EveryNSteps, checkpoints.AtSteps)
+    self._needed = [p.metric_name for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)] if all(
+        isinstance(p, ours) for p in self._cfg.policies) else None
     self._best_policies = [p for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
 
   def is_due(self, step: int, evaluation_due: Sequence[str] = ()) -> bool:
@@ -74,7 +78,7 @@ class TrainSaves:
     if not self._cfg.policies:
       return self._manager.should_save(step)
     point = checkpoints.SavePoint(
-        metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step), best=self._best,
+        metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step, self._needed), best=self._best,
         # All processes must decide equally.
         seconds_since_save=float(multihost.broadcast_from_lead(np.float32(time.monotonic() - self._saved_at))))
     is_due = self._manager.should_save(step, point)

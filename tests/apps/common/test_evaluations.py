@@ -502,3 +502,28 @@ def test_an_error_of_a_users_function_ends_the_run_after_a_save(tmp_path, where)
     _train(tmp_path, **{'save': {}, **options})
   assert checkpoints.latest_step(tmp_path) == 8
   assert _train(tmp_path)[0] == 12
+
+
+def test_the_best_loss_does_not_wait_for_decoding(tmp_path, monkeypatch):
+  """The metrics of texts are computed while training continues, although a save policy reads those of the loss."""
+  waits = []
+  numbers = train_evaluations.RunEvaluations.numbers
+
+  def count(self, step, needed=None):
+    before = len(self._pending)
+    found = numbers(self, step, needed)
+    waits.append((needed, before - len(self._pending)))
+    return found
+
+  monkeypatch.setattr(train_evaluations.RunEvaluations, 'numbers', count)
+  release = threading.Event()
+
+  def slow(targets, predictions):
+    release.wait(0.5)
+    return {'f1': 0.5}
+
+  best = checkpoints.WhenBest('training_eval/letters/loss', 'min')
+  _train(tmp_path, infer_eval_period=6, infer_eval_dataset_cfg=_judged_by(slow), save={
+      'period': 100, 'policies': [best, checkpoints.EveryNMinutes(1000)]})
+  release.set()
+  assert [waited for needed, waited in waits if needed] and not any(waited for needed, waited in waits if needed)
