@@ -44,6 +44,15 @@ def timed(fn: Callable[[], object]) -> tuple[float, object]:
   return time.perf_counter() - start, result
 
 
+def seconds_per_call(fn: Callable[[], object], repeats: int = 1000) -> float:
+  """Return the mean wall seconds of a call, after one that is not counted."""
+  fn()
+  start = time.perf_counter()
+  for _ in range(repeats):
+    fn()
+  return (time.perf_counter() - start) / repeats
+
+
 def in_turn(timed_fns: Sequence[Callable[[], float]], num_turns: int) -> list[list[float]]:
   """Return the seconds of each function, which they return, in turns of three calls of which the last two count.
 

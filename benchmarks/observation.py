@@ -14,7 +14,6 @@ import argparse
 from collections.abc import Callable
 import statistics
 import tempfile
-import time
 from typing import NamedTuple
 
 import common
@@ -123,7 +122,7 @@ def main() -> None:
     for turn in range(args.pairs):
       for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # no row always follows the same one
         seconds[row.name].append(common.timed(lambda row=row: row.train(args.steps))[0] / args.steps)
-    alone = {row.name: _seconds_per_call(row.work) for row in rows if row.work is not None}
+    alone = {row.name: common.seconds_per_call(row.work, 200) for row in rows if row.work is not None}
     trainer.close()
   after = common.matmul_gflops()
 
@@ -141,15 +140,6 @@ def main() -> None:
       f'Cost of records in every step ({num_params:,} parameters, {args.optimizer})', table,
       ['row', 'step, s', 'ratio to nothing (median)', 'quartiles', 'alone, ms', 'share of a step'])
   print(f'matmul before and after: {before:.0f}, {after:.0f} GFLOP/s')
-
-
-def _seconds_per_call(fn: Callable[[], object], repeats: int = 200) -> float:
-  """Return the mean wall seconds of a call, after one that is not counted."""
-  fn()
-  start = time.perf_counter()
-  for _ in range(repeats):
-    fn()
-  return (time.perf_counter() - start) / repeats
 
 
 if __name__ == '__main__':

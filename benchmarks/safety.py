@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 
 import common
 
@@ -58,19 +57,19 @@ def main() -> None:
   state_after = OptimizerState(state.step, state.param_states)
   evidence = jax.block_until_ready(model.optimizer_def.gradient_evidence(state.params, state_after))
   test = jax.jit(non_finite.count_of_step).lower(jnp.float32(1), evidence).compile()
-  test_seconds = _seconds_per_call(lambda: jax.block_until_ready(test(jnp.float32(1), evidence)), 20)
+  test_seconds = common.seconds_per_call(lambda: jax.block_until_ready(test(jnp.float32(1), evidence)), 20)
 
   monitor = non_finite.Monitor(non_finite.NonFinitePolicy())
-  read_seconds = _seconds_per_call(lambda: monitor.observe(1, metrics['stop']))
+  read_seconds = common.seconds_per_call(lambda: monitor.observe(1, metrics['stop']))
   watchdog = runtime.Watchdog()
   with watchdog.watching():
-    beat_seconds = _seconds_per_call(lambda: watchdog.beat(1))
+    beat_seconds = common.seconds_per_call(lambda: watchdog.beat(1))
   watchdog.close()
   with tempfile.TemporaryDirectory() as folder, runtime.EventLog(os.path.join(folder, runtime.EVENTS_FILE)) as log:
     log.open()
     with log.phase('step'):
-      event_step_seconds = _seconds_per_call(lambda: log.on_step(1))
-      event_seconds = _seconds_per_call(lambda: log.emit('progress'))
+      event_step_seconds = common.seconds_per_call(lambda: log.on_step(1))
+      event_seconds = common.seconds_per_call(lambda: log.emit('progress'))
   after = common.matmul_gflops()
 
   ratios = [with_test / without for with_test, without in zip(seconds['stop'], seconds['ignore'], strict=True)]
@@ -93,15 +92,6 @@ def main() -> None:
       ('matmul before and after, GFLOP/s', f'{before:.0f}, {after:.0f}'),
   ]
   common.print_table(f'Cost of the safety defaults ({args.optimizer})', rows, ['what', 't5x_lite'])
-
-
-def _seconds_per_call(fn, repeats: int = 1000) -> float:
-  """Return the mean wall seconds of a call, after one that is not counted."""
-  fn()
-  start = time.perf_counter()
-  for _ in range(repeats):
-    fn()
-  return (time.perf_counter() - start) / repeats
 
 
 if __name__ == '__main__':
