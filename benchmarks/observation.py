@@ -20,7 +20,7 @@ import common
 
 
 class Row(NamedTuple):
-  """What a row measures.
+  """Row of the table: something that is recorded or kept.
 
   Attributes:
     name: name of the row.

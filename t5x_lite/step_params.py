@@ -91,7 +91,7 @@ class GaussianParamNoise:
 
 
 def check_matches(owner: str, option: str, rules: Any, paths: Sequence[str]) -> None:
-  """Raise ConfigError if a rule of an option applies to none of `paths`; a value that is no list of rules passes."""
+  """Raise ConfigError if a rule of an option matches none of `paths`; a value that is not a list of rules passes."""
   if not isinstance(rules, (list, tuple)):
     return
   used = {first_match([(pattern, index) for index, (pattern, _) in enumerate(rules)], path) for path in paths}
@@ -122,7 +122,7 @@ def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepParams:
-  """What the loss of a step gets for the trained parameters and the batch. Without options: the same arrays.
+  """Options that change the parameters and the batch that the loss of a step gets. The default changes nothing.
 
   Attributes:
     train_dtype: see `Trainer`.

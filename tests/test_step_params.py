@@ -1,4 +1,4 @@
-"""What the loss of a step gets: dtypes, noise, and parameters without gradients, in steps and with stacked layers."""
+"""Dtypes, noise and missing gradients of parameters in a step, also with stacked layers."""
 
 import functools
 

@@ -1,7 +1,7 @@
 """Policies of saving and keeping checkpoints.
 
 A save policy decides whether a step is saved. Policies of fixed steps say so in advance, and a run pauses at these
-steps; others decide at each pause, from what is known then (`SavePoint`). A retention policy selects the checkpoints to
+steps; others decide at each pause, from the facts at that time (`SavePoint`). A retention policy selects the checkpoints to
 keep. A checkpoint is kept if any policy selects it.
 """
 
@@ -25,7 +25,7 @@ _STEP = checks.number(at_least=0, integer=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavePoint:
-  """What is known at a pause of a run.
+  """Facts at a pause of a run, on which a policy may decide.
 
   Attributes:
     metrics_fn: returns the metrics of the evaluations of this step, by full name, and waits for them.
@@ -51,7 +51,7 @@ class SavePolicy(Protocol):
 
     Args:
       step: number of completed steps.
-      point: what is known at a pause; None asks for fixed steps only.
+      point: facts at a pause; None asks for fixed steps only.
     """
 
   def next_step(self, step: int) -> int | None:

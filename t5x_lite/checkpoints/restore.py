@@ -245,7 +245,7 @@ def _restored(state: Mapping[str, Any], step: int, path: str | None, goal: base.
 
 def _initial_arrays(missing: Sequence[str], arrays: Mapping[str, Any],
                     initial_state_fn: Callable[[], transforms.StateDict] | None) -> dict[str, Any]:
-  """Return the initial arrays that are missing, and those that `arrays` need; {} if there are none.
+  """Return the initial arrays that are missing, and those that `arrays` need; may be empty.
 
   Raises:
     ConfigError: some are needed, and there is no function for the initial state.

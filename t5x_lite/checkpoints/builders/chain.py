@@ -22,7 +22,7 @@ def chain_of(
     path: str | os.PathLike[str] | None, cfg: config_lib.RestoreCheckpointConfig, *,
     transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
     is_resuming: bool = False) -> Chain:
-  """Return the builders that `cfg` stands for.
+  """Return the builders of `cfg`.
 
   Args:
     path: the checkpoint that `cfg.path` and `cfg.mode` selected; None without one.

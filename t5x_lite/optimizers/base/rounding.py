@@ -22,12 +22,12 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, Params, PyTree
 
-# Folded into the key of a step: above 2**31, so that it is no number of a micro-batch.
+# Folded into the key of a step: above 2**31, so different from all numbers of micro-batches.
 _STREAM = np.uint32(2**31 | zlib.crc32(b'stochastic_rounding'))
 
 
 def key_of_step(step_key: Array | None) -> Array | None:
-  """Return the key for the rounding of a step, given the step's key for dropout; None if there is none."""
+  """Return the key for the rounding of a step, given the step's key for dropout or None."""
   return None if step_key is None else jax.random.fold_in(step_key, _STREAM)
 
 

@@ -25,9 +25,9 @@ def with_update_options(
   Args:
     optimizer: the optimizer, an `OptimizerDef`.
     learning_rate_scales: ordered pairs (regular expression, factor). The learning rate of a parameter is multiplied by
-      the factor of the first expression that is found in its path, such as 'encoder/layers_0/mlp/wi/kernel', and by 1
-      if there is none. An optimizer that estimates its rate estimates it for all parameters together; then the steps of
-      the parameter are multiplied.
+      the factor of the first expression that is found in its path, such as 'encoder/layers_0/mlp/wi/kernel', or by 1
+      without a match. If an optimizer estimates its rate, it does so for all parameters together, and the factor
+      multiplies the steps of the parameter.
     weight_decay_scales: the same for the weight decay. Where the learning rate multiplies the weight decay, as in
       AdamW, both factors apply.
     param_dtype: 'bfloat16' stores the parameters in bfloat16, without a float32 copy; None keeps the model's dtype.

@@ -31,7 +31,7 @@ VariantFn = Callable[[float, float], optax.GradientTransformation]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling:
-  """How a constructor's learning rate and weight decay are scaled by parameter.
+  """Scaling of a constructor's learning rate and weight decay by parameter.
 
   Attributes:
     inner: name of the argument, an optimizer, that is scaled instead, or ''.

@@ -145,7 +145,7 @@ def _arguments(gin_file, run, options):
 
 
 def _kill_after(arguments, run, step):
-  """Start the command in a process of its own, and kill it when the checkpoint of `step` or a later one exists."""
+  """Start the command in another process, and kill it when the checkpoint of `step` or a later one exists."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
   process = subprocess.Popen([sys.executable, '-m', 't5x_lite', *arguments], cwd=_ROOT, env=environment,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
