@@ -436,7 +436,8 @@ class Trainer(BaseTrainer):
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
     """See base class; raise also for a rule of `train_dtype` that applies to no parameter or feature."""
     super().check_batch(element_spec)
-    self._step_params.check(self.train_state.params, element_spec)
+    # From shapes: `train_state` would convert the arrays of stacked layers.
+    self._step_params.check(layer_stacks.single_shapes(self._step_shapes.params), element_spec)
 
   def find_layer_stacks(self, train_state: TrainState) -> layer_stacks.LayerStacks:
     """See base class; none in a subclass, whose steps may read single layers."""

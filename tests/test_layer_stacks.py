@@ -272,6 +272,13 @@ def test_training_is_that_of_single_layers_and_users_see_single_layers(caplog):
   _assert_equal(stacked.train_state.params['encoder']['layers_0'], initial.params['encoder']['layers_0'])
 
 
+def test_compiling_a_step_does_not_convert_the_state():
+  trainer = _trainer()
+  state = trainer.step_state
+  trainer.check_batch(next(iter(_batches())))
+  assert trainer.step_state is state
+
+
 class _OwnComputer(weight_metrics.WeightMetricsComputer):
   """A computer that may read single layers."""
 

@@ -1,8 +1,8 @@
 """Policies of saving and keeping checkpoints.
 
 A save policy decides whether a step is saved. Policies of fixed steps say so in advance, and a run pauses at these
-steps; others decide at each pause, from the facts at that time (`SavePoint`). A retention policy selects the checkpoints to
-keep. A checkpoint is kept if any policy selects it.
+steps; others decide at each pause, from the facts at that time (`SavePoint`). A retention policy selects the
+checkpoints to keep. A checkpoint is kept if any policy selects it.
 """
 
 from __future__ import annotations
