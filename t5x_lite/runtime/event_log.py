@@ -106,6 +106,11 @@ class EventLog(contextlib.AbstractContextManager):
         self._write(event)
       self._pending.clear()
 
+  @property
+  def state(self) -> tuple[int | None, str]:
+    """Number of completed steps, or None, and the current phase."""
+    return self.step, self._phase
+
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
     """Count the time within the context for a phase, one of `PHASES`, except for the time of phases within it."""
@@ -164,7 +169,7 @@ class EventLog(contextlib.AbstractContextManager):
     """Emit 'stop', and the goodput of the run with its earlier processes as 'summary'; only the first call counts.
 
     Args:
-      cause: 'completed', 'action', 'signal', 'non_finite' or 'error'.
+      cause: 'completed', 'action', 'signal', 'non_finite', 'error' or 'other_process'.
       **details: JSON values.
     """
     if self._has_stopped:

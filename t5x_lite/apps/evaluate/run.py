@@ -201,7 +201,7 @@ def evaluate(
         evaluations.evaluate(evaluations.names)
         unfinished.append((step, path))
         trainer.train_state = shapes  # The devices need not hold two states.
-        if multihost.any_process(signals.requested):
+        if signals.requested_anywhere():
           stopped = True
           break
     except EvaluationInterrupted:
@@ -277,7 +277,7 @@ class _BatchNotes:
     self._num_batches = 0
 
   def __call__(self, text: str) -> None:
-    if self._signals.requested and jax.process_count() == 1:
+    if self._signals.is_due():
       raise EvaluationInterrupted
     self._progress.note(text)
     if self._progress.due:

@@ -169,7 +169,7 @@ def infer(
         num_source_examples = infer_source(
             source, cfg, runner, train_state, train_state_axes, first_batch=first_batch,
             write_fn=_chunk_writer(store, cfg),
-            should_stop=lambda at_end_of_chunk: _should_stop(signals, at_end_of_chunk), on_batch=counter.add)
+            should_stop=signals.is_due, ends_wait=lambda: signals.ends_waits, on_batch=counter.add)
         counter.end()
         outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
         if num_source_examples is None:
@@ -238,13 +238,6 @@ def _on_lead(fn: Callable[[], Any]) -> Any:
 def _agreed(flag: bool) -> bool:
   """Return the lead process's `flag`."""
   return bool(multihost.broadcast_from_lead(np.bool_(flag)))
-
-
-def _should_stop(signals: runtime.StopSignals, at_end_of_chunk: bool) -> bool:
-  # A single process may stop after any batch; several processes agree at the end of a chunk.
-  if jax.process_count() == 1:
-    return signals.requested
-  return at_end_of_chunk and multihost.any_process(signals.requested)
 
 
 def _begin(store: ShardStore, cfg: InferConfig, step: int) -> None:

@@ -43,8 +43,8 @@ class TrainBatches:
     has_ended: whether the data ended after the newest batch, as far as `reached_end` has told.
   """
 
-  def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool], facts: Mapping[str, Any],
-               first_step: int, may_end: bool = False, max_batch_seconds: float | None = None,
+  def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool],
+               ends_wait: Callable[[], bool], facts: Mapping[str, Any], first_step: int, may_end: bool = False, max_batch_seconds: float | None = None,
                on_wait: Callable[[], None] = lambda: None,
                is_computing: Callable[[], bool] = lambda: False,
                phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -54,7 +54,8 @@ class TrainBatches:
 
     Args:
       batches: global batches of the source.
-      should_stop: returns whether the run must stop.
+      should_stop: returns whether the run must stop; called between steps.
+      ends_wait: returns whether the wait for a batch must end, for the run to stop.
       facts: `facts` at the save that the run resumes from; empty for a new run.
       first_step: step at which the run begins.
       may_end: whether the data may end; otherwise its end is an error.
@@ -71,6 +72,7 @@ class TrainBatches:
     self._agrees = may_end and jax.process_count() > 1 and not batches.ends_together
     self._batches = batches
     self._should_stop = should_stop
+    self._ends_wait = ends_wait
     self._max_batch_seconds = max_batch_seconds
     self._on_wait = on_wait
     self._is_computing = is_computing
@@ -208,7 +210,7 @@ class TrainBatches:
     limit = None if self._is_opening else self._max_batch_seconds
 
     def check(waited: float) -> None:
-      if self._should_stop():
+      if self._ends_wait():
         raise _StopRequested
       self._on_wait()
       if limit is not None and waited >= limit:

@@ -339,7 +339,7 @@ class TrainLoop:
     self._stop = max(self._stop, stop)
 
   def _look_for_signals(self) -> None:
-    if multihost.any_process(self.signals.requested):
+    if self.signals.requested_anywhere():
       self._interrupted = self.signals.name or 'a signal to another process'
 
   def _look_for_end(self) -> None:
