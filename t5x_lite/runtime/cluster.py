@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -123,8 +124,10 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
         '--initialization_timeout.') from error
   # JAX has no public name for the store.
   from jax._src import distributed
-  monitor = monitor_lib.Monitor(distributed.global_state.client, place.index, place.count,
-                                heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds)
+  monitor = monitor_lib.Monitor(
+      distributed.global_state.client, place.index, place.count,
+      heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
+      is_gone_fn=functools.partial(monitor_lib.refuses_connections, place.address))
   monitor_lib.hold_aborts()
   monitor.start()
   monitor_lib.set_current_monitor(monitor)

@@ -20,6 +20,7 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -38,6 +39,8 @@ _BEAT_SECONDS = 1.0
 _AGREEING_SECONDS = 0.05
 # Longest wait for a call of the store that may have no server any more.
 _CALL_SECONDS = 3.0
+# The same for what is written at the end, before JAX aborts; see `hold_aborts`.
+_FLUSH_SECONDS = 1.0
 # After the failure of another process, the main thread has this time to end by itself.
 _GRACE_SECONDS = 4.0
 # The lead, which has the store, then waits for the others for at most this time.
@@ -101,7 +104,7 @@ class Monitor:
   """
 
   def __init__(self, store: Store, process: int, num_processes: int, *, heartbeat_timeout_seconds: float = 30.0,
-               name: str = 't5x_lite', exit_fn: Callable[[int], NoReturn] = os._exit,
+               is_gone_fn: Callable[[], bool] = lambda: False, name: str = 't5x_lite', exit_fn: Callable[[int], NoReturn] = os._exit,
                clock: Callable[[], float] = time.monotonic):
     """Store the arguments; `start` begins.
 
@@ -110,6 +113,7 @@ class Monitor:
       process: index of this process.
       num_processes: number of processes.
       heartbeat_timeout_seconds: silence after which a process counts as lost.
+      is_gone_fn: returns whether the server of the store is known to be gone; asked when it does not answer.
       name: beginning of messages.
       exit_fn: ends the process with a status.
       clock: returns seconds.
@@ -118,6 +122,7 @@ class Monitor:
     self.process, self.num_processes = process, num_processes
     self._store = store
     self._timeout = heartbeat_timeout_seconds
+    self._is_gone_fn = is_gone_fn
     self._name = name
     self._exit_fn = exit_fn
     self._clock = clock
@@ -135,7 +140,7 @@ class Monitor:
     self._beats: dict[int, tuple[Mapping[str, Any], float]] = {}
     self._failure: Failure | None = None
     self._has_failed = threading.Event()
-    self._has_said = False
+    self._has_said = self._has_lost_store = False
     self._end_fns: list[Callable[[Failure], None]] = []
     self._is_suspicious = False
     # Stops: the request, the number of the newest point, and the points before and at which this process stops.
@@ -201,7 +206,7 @@ class Monitor:
       error: the error of this process.
       status: exit status.
     """
-    text = f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'[:500]
+    text = f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'[:500].rstrip('.')
     if self._failure is None and self.num_processes > 1 and _is_connection_error(error):
       self._post('lost_connection')
       self._has_failed.wait(self._timeout + _CALL_SECONDS)
@@ -247,12 +252,12 @@ class Monitor:
   def leave(self, status: int) -> NoReturn:
     """End this process after a failure. The lead waits for the others, since their connections end with it."""
     for stream in (sys.stdout, sys.stderr):
-      _within(1.0, stream.flush)
+      _within(_FLUSH_SECONDS, stream.flush)
     if self.process == 0:
       end = self._clock() + _LINGER_SECONDS
       while self._clock() < end and not self._others_have_left():
         time.sleep(_AGREEING_SECONDS)
-    else:
+    elif not self._has_lost_store:
       self._stage = 'ending'
       _within(_CALL_SECONDS, self._send_beat)
     self._exit_fn(status)
@@ -280,7 +285,7 @@ class Monitor:
       self._closed.wait(_GRACE_SECONDS)
     self.say()
     for fn in self._end_fns:
-      _within(_CALL_SECONDS, lambda fn=fn: fn(failure))
+      _within(_FLUSH_SECONDS, lambda fn=fn: fn(failure))
     self.leave(failure.status)
 
   # ---- Stops ---------------------------------------------------------------------------------------------------------
@@ -407,10 +412,7 @@ class Monitor:
     while not self._closed.is_set():
       try:
         text = self._store.blocking_key_value_get(f'{_ROOT}/news/{self._next_news}', int(_BEAT_SECONDS * 1000))
-      except Exception as error:  # there is no news, or no store
-        if 'DEADLINE_EXCEEDED' not in str(error) and not self._closed.is_set() and self.process:
-          self._on_lost_store()
-          return
+      except Exception:  # there is no news, or no store, which `_watch` finds out
         continue
       self._next_news += 1
       self._handle(json.loads(text))
@@ -430,7 +432,8 @@ class Monitor:
       self._all_done.set()
 
   def _on_lost_store(self) -> None:
-    """End at once: JAX aborts the process when it loses the store, see `hold_aborts`."""
+    """End soon: JAX aborts the process when it loses the store, see `hold_aborts`."""
+    self._has_lost_store = True
     self._on_failure(Failure(process=0, status=int(ExitCode.RESTART), seconds=self._clock() - self._contact_at))
 
   def _watch(self) -> None:
@@ -443,7 +446,8 @@ class Monitor:
         seen, seconds = self._contact_at, 0.0
         continue
       seconds += awake_seconds(now - before, 2 * _BEAT_SECONDS)
-      if seconds > (min(self._timeout, _SUSPICIOUS_SILENCE) if self._is_suspicious else self._timeout):
+      limit = min(self._timeout, _SUSPICIOUS_SILENCE) if self._is_suspicious else self._timeout
+      if seconds > limit or (seconds > 2 * _BEAT_SECONDS and self._is_gone_fn()):
         self._on_lost_store()
         return
 
@@ -493,6 +497,18 @@ def _within(seconds: float, fn: Callable[[], object]) -> bool:
 
   threading.Thread(target=run, daemon=True).start()
   return done.wait(seconds)
+
+
+def refuses_connections(address: str) -> bool:
+  """Return whether the machine at `address` (host and port) says that no program listens there."""
+  host, _, port = address.rpartition(':')
+  try:
+    socket.create_connection((host.strip('[]'), int(port)), 1.0).close()
+  except ConnectionRefusedError:
+    return True
+  except OSError:  # it may come back
+    return False
+  return False
 
 
 def _is_connection_error(error: BaseException) -> bool:
