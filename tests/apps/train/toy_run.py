@@ -71,7 +71,7 @@ def train(model_dir, total_steps=20, *, save=None, restore=None, trainer_kwargs=
   """Call the train app; any argument may be replaced."""
   arguments = {
       'model': model(), 'train_dataset_cfg': dataset('train'), 'train_eval_dataset_cfg': dataset('validation'),
-      'infer_eval_dataset_cfg': dataset('validation'), 'partitioner': partitioner(),
+      'infer_eval_dataset_cfg': dataset('validation'), 'partitioner': kwargs.get('partitioner') or partitioner(),
       'checkpoint_cfg': checkpoints.CheckpointConfig(save=checkpoints.SaveCheckpointConfig(**(save or {'period': 6})),
                                                      restore=restore),
       'trainer_cls': functools.partial(trainer.Trainer, **{'learning_rate_fn': RATE, 'num_microbatches': 2,

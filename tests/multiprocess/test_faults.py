@@ -1,0 +1,119 @@
+"""Faults in one of several processes: all end, the others name it, and the run resumes as if nothing had happened."""
+
+import re
+import signal
+
+import pytest
+
+from t5x_lite import checkpoints
+from tests.apps.train import toy_run
+from tests.multiprocess import runs
+
+_STEPS = 60
+_FOUR = pytest.param(4, marks=pytest.mark.full)
+
+
+def _train(model_dir, *flags, steps=_STEPS):
+  return runs.train(model_dir, f'--gin.TRAIN_STEPS={steps}', *flags)
+
+
+def _fault(process, do, at='batch', number=5):
+  return {'process': process, 'do': do, 'at': at, 'number': number}
+
+
+def _others(run, failed, num_processes):
+  return {process: run.output_of(process) for process in range(num_processes) if process != failed}
+
+
+@pytest.mark.parametrize('num_processes', [2, _FOUR])
+@pytest.mark.parametrize('failed, at', [(0, 'batch'), (1, 'batch')] + [
+    pytest.param(process, at, marks=pytest.mark.full) for process in (0, 1) for at in ('import', 'open', 'evaluation')])
+def test_an_exception_in_one_ends_all_and_is_printed_once(model_dir, failed, at, num_processes):
+  number = 5 if at == 'batch' else 1
+  with runs.Run(_train(model_dir), num_processes, faults=[_fault(failed, 'raise', at, number)]) as run:
+    seconds = run.seconds_to_end()
+  print(f'{seconds:.1f} s until all have ended')
+  assert run.statuses == [1] and seconds < 10, run.output
+  message = run.output_of(failed)
+  assert message.count('RaisedByTest: first line\n') == message.count('second line') == 1, message
+  for output in _others(run, failed, num_processes).values():
+    assert re.search(rf'ends because process {failed} failed.*RaisedByTest: first line', output), output
+    assert 'second line' not in output and 'Traceback' not in output, output
+
+
+@pytest.mark.parametrize('num_processes', [2, _FOUR])
+@pytest.mark.parametrize('killed', [0, 1])
+def test_others_survive_a_killed_process_for_seconds(model_dir, killed, num_processes):
+  with runs.Run(_train(model_dir), num_processes, launched=False, heartbeat_timeout_seconds=5,
+                faults=[_fault(killed, 'SIGKILL')]) as run:
+    seconds = run.seconds_to_end()
+  print(f'{seconds:.1f} s until all have ended')
+  assert seconds < 5 + 10, run.output
+  assert run.statuses == [-signal.SIGKILL if i == killed else 75 for i in range(num_processes)], run.output
+  for output in _others(run, killed, num_processes).values():
+    assert re.search(rf'ends because process {killed} has given no sign of life', output), output
+    assert 'Rerun the command on all machines' in output and 'Traceback' not in output, output
+
+
+def test_a_stalled_source_is_named_and_ends_all(model_dir):
+  with runs.Run(_train(model_dir, '--gin.train_script.train.max_step_seconds=4'),
+                faults=[_fault(1, 'sleep')]) as run:
+    seconds = run.seconds_to_end()
+  print(f'{seconds:.1f} s until all have ended')
+  assert run.statuses == [4] and seconds < 4 + 10, run.output
+  waiting = run.output_of(0)
+  assert re.search(r"no step was completed within 4 seconds.*Processes, the last one first: process 1 after step \d+ in "
+                   r"'data'", waiting), waiting
+  assert re.search(r'ends because process 0 failed.*Watchdog', run.output_of(1)), run.output
+
+
+@pytest.mark.parametrize('number, process', [(signal.SIGTERM, 1), pytest.param(
+    signal.SIGINT, 0, marks=pytest.mark.full), pytest.param(signal.SIGHUP, 1, marks=pytest.mark.full)])
+def test_a_signal_to_one_stops_all_after_a_few_steps(model_dir, number, process):
+  with runs.Run(_train(model_dir), seconds=0.5) as run:
+    run.wait_for(r' step \d+  loss')
+    at = run.send(process, number)
+    before = int(re.findall(r' step (\d+)  loss', run.output)[-1])
+    seconds = run.end() - at
+  print(f'{seconds:.1f} s until all have ended')
+  assert run.statuses == [75], run.output
+  assert run.output.count('Stopped after step') == 1, run.output
+  found = re.search(rf'Stopped after step (\d+) of {_STEPS} by {number.name} to process {process}; step (\d+) is saved',
+                    run.output_of(0))
+  assert found and found[1] == found[2], run.output
+  assert int(found[1]) - before <= 4, run.output
+  assert checkpoints.newest_sound_step(model_dir) == int(found[1])
+
+
+def test_a_signal_during_an_evaluation_stops_all(model_dir):
+  with runs.Run(_train(model_dir), faults=[_fault(1, 'SIGTERM', 'evaluation_begun', 1)]) as run:
+    run.end()
+  assert run.statuses == [75] and 'by SIGTERM to process 1' in run.output_of(0), run.output
+
+
+@pytest.mark.parametrize('at, process', [('import', 1), ('restored', 0)] + [
+    pytest.param(at, process, marks=pytest.mark.full) for at, process in (
+        ('import', 0), ('open', 0), ('open', 1), ('restored', 1), ('compiled', 1), ('first_step', 0))])
+def test_a_signal_during_the_start_stops_all(model_dir, at, process):
+  with runs.Run(_train(model_dir), faults=[_fault(process, 'SIGTERM', at, 1)]) as run:
+    seconds = run.seconds_to_end()
+  print(f'{seconds:.1f} s until all have ended')
+  assert run.statuses == [75] and run.output_of(process).count('by SIGTERM') == 1, run.output
+  assert 'Traceback' not in run.output, run.output
+
+
+def test_sigterm_ends_a_survivor_that_hangs_in_a_collective(model_dir):
+  with runs.Run(_train(model_dir), launched=False, faults=[_fault(1, 'SIGSTOP')]) as run:
+    run.wait_for('FAULT')
+    at = run.send(0, signal.SIGTERM)
+    ended = run.wait_for('ends because process 1 has given no sign of life')
+    print(f'{ended - at:.1f} s until all have ended')
+    run.send(1, signal.SIGKILL)
+    run.end()
+  assert run.statuses[0] == 75 and ended - at < 20, run.output
+
+
+def test_the_run_equals_one_without_faults(model_dir, tmp_path):
+  runs.run(_train(model_dir))
+  runs.run(_train(tmp_path / 'whole'))
+  toy_run.assert_same_run(tmp_path / 'whole', model_dir, _STEPS, b_was_stopped=True)
