@@ -19,6 +19,7 @@ import warnings
 
 from t5x_lite import checks
 from t5x_lite.errors import ClusterError, ConfigError, StoppedOnSignalError
+from t5x_lite.runtime import connections
 from t5x_lite.runtime import monitor as monitor_lib
 from t5x_lite.runtime.cluster_environment import ADDRESS, COUNT, INDEX, LAUNCHED, LOCAL_DEVICES
 
@@ -127,8 +128,8 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   monitor = monitor_lib.Monitor(
       distributed.global_state.client, place.index, place.count,
       heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
-      is_gone_fn=functools.partial(monitor_lib.refuses_connections, place.address))
-  monitor_lib.hold_aborts()
+      is_gone_fn=functools.partial(connections.refuses_connections, place.address))
+  connections.hold_aborts()
   monitor.start()
   monitor_lib.set_current_monitor(monitor)
   if place.index == 0:

@@ -41,14 +41,14 @@ class StopSignals:
   def requested(self) -> bool:
     """True after a signal has arrived, at this process or, where they have a monitor, at another one."""
     monitor = monitor_lib.current_monitor()
-    return self._received is not None or (monitor is not None and bool(monitor.stop_request))
+    return self._received is not None or (monitor is not None and bool(monitor.stops.request))
 
   @property
   def name(self) -> str:
     """Name of the signal that has arrived, e.g. 'SIGTERM' or 'SIGTERM to process 1'; empty before."""
     monitor = monitor_lib.current_monitor()
-    if monitor is not None and monitor.stop_request:
-      return monitor.stop_request
+    if monitor is not None and monitor.stops.request:
+      return monitor.stops.request
     return '' if self._received is None else self._received.name
 
   @property
@@ -64,14 +64,14 @@ class StopSignals:
     if jax.process_count() == 1:
       return self.requested
     monitor = monitor_lib.current_monitor()
-    return monitor is not None and monitor.stop_is_due()
+    return monitor is not None and monitor.stops.is_due()
 
   def requested_anywhere(self) -> bool:
     """Return whether a signal has arrived at any process; all of them must call this, and stop then."""
     found = multihost.any_process(self.requested)
     monitor = monitor_lib.current_monitor()
     if found and monitor is not None:
-      monitor.mark_agreed()
+      monitor.stops.has_agreed = True
     return found
 
   def __enter__(self) -> 'StopSignals':

@@ -8,8 +8,6 @@ The same command resumes a run that was stopped or killed; the results are those
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import shlex
-import sys
 import time
 from typing import Any
 
@@ -176,7 +174,7 @@ def infer(
           raise StoppedOnSignalError(
               f'Stopped after {counter.done:,} examples of {source.name!r} by '
               f'{signals.name or "a signal to another process"}; the results so far are saved. To '
-              f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {shlex.join(sys.orig_argv)}')
+              f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {runtime.command_line()}')
         _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
       del train_state
 
