@@ -2,11 +2,14 @@
 
 import logging
 import os
+import socket
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ClusterError, ConfigError
 from t5x_lite.runtime import cluster
 from t5x_lite.runtime.cluster import ClusterConfig, Place
 
@@ -128,3 +131,30 @@ def test_one_process_joins_nothing(monkeypatch):
   assert cluster.join(ClusterConfig(mode='off')) is None
   with pytest.raises(AssertionError, match="'num_processes': 4.*'process_id': 2.*'deactivate'"):
     cluster.join(ClusterConfig())
+
+
+def test_the_port_of_process_0_must_be_free(monkeypatch):
+  monkeypatch.setattr(jax.distributed, 'initialize', lambda **kwargs: 1 / 0)
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    address = f'127.0.0.1:{server.getsockname()[1]}'
+    with pytest.raises(ClusterError, match=f'port of --coordinator_address={address} must be free'):
+      cluster.join(ClusterConfig(coordinator_address=address, process_count=2, process_index=0))
+    with pytest.raises(ZeroDivisionError):
+      cluster.join(ClusterConfig(coordinator_address=address, process_count=2, process_index=1))
+  with pytest.raises(ZeroDivisionError):
+    cluster.join(ClusterConfig(coordinator_address=address, process_count=2, process_index=0))
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_process_does_not_wait_for_ever_for_the_others(index):
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    address = f'127.0.0.1:{server.getsockname()[1]}'
+  program = f"""
+from t5x_lite.runtime import cluster
+cluster.join(cluster.ClusterConfig(
+    coordinator_address={address!r}, process_count=2, process_index={index}, initialization_timeout=2))
+"""
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
+  assert done.returncode == 75
+  assert f'process {index} of 2 (flags), which meet at {address}, has waited 2 s for the others' in done.stderr
+  assert 'stack trace' not in done.stderr
