@@ -47,8 +47,9 @@ a first run, from files of t5x_lite:
   t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
 exit status: 0 done, 2 invalid configuration or input, 3 stopped on a non-finite number, 4 no progress for too long, 5
-another run uses the directory, 74 a checkpoint or another file could not be saved, 75 saved on a signal, or a process
-of the run was lost (rerun the command to resume), 1 an exception in code: in yours if the message says so, in t5x_lite if there is a traceback.
+another run uses the directory, 74 a checkpoint or another file could not be saved, 75 saved on a signal or another
+process was lost (rerun the command to resume), 1 an exception in code: in yours if the message says so, in t5x_lite if
+there is a traceback.
 """
 
 
@@ -124,7 +125,7 @@ def _monitor() -> Any:
 def _is_first_failure(error: BaseException, status: int) -> bool:
   """Return whether to print an error; if another process has failed before, print that instead."""
   monitor = _monitor()
-  if monitor is None or (isinstance(error, StoppedOnSignalError) and monitor.has_agreed):
+  if monitor is None or (isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed):
     return monitor is None or monitor.process == 0
   if monitor.report(error, status).process == monitor.process:
     return True
@@ -271,11 +272,15 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   if not argv[0].startswith('-') and argv[0] not in program.commands:
     raise ConfigError(f'{argv[0]!r} is not a command.{did_you_mean(argv[0], program.commands)}')
   others = []
-  if argv[0] in program.commands and program.commands[argv[0]].passes_on and '--' in argv:
+  passes_on = argv[0] in program.commands and program.commands[argv[0]].passes_on
+  if passes_on and '--' in argv:
     argv, others = argv[:argv.index('--')], argv[argv.index('--') + 1:]
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
   arguments, unknown = _parser(argv, program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
   command = program.commands[arguments.command]
+  if passes_on and unknown and not others:
+    raise ConfigError(f'{unknown[0]} is not a flag of {argv[0]}. Write -- before the command that it starts, e.g. '
+                      f'`{program.call} {argv[0]} -n 2 -- train {unknown[0]}`.')
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
   problem = _unknown_argument(unknown[0], arguments.command, argv, program) if unknown else ''
   if incomplete is not None:
@@ -286,7 +291,9 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     raise ConfigError(problem)
   arguments.entry = command.entry
   if others:
-    arguments.others = others
+    # A command of this program is started like this process.
+    own = [sys.executable, '-m', program.name]
+    arguments.others = own + others if others[0] in program.commands else others
   arguments.gin_flags = [argument for argument in argv if argument.startswith('--gin.')]
   return arguments
 

@@ -4,28 +4,33 @@ The answer comes from flags, else from environment variables, which `t5x_lite la
 of SLURM, Open MPI, Kubernetes and TPU pods.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import functools
 import logging
 import os
 import re
 import signal
+import socket
 import threading
 from typing import Any
 import warnings
 
 from t5x_lite import checks
-from t5x_lite.errors import ClusterError, ConfigError, StoppedOnSignalError
+from t5x_lite.errors import ClusterError, ConfigError, ExitCode, StoppedOnSignalError
+from t5x_lite.runtime import connections
 from t5x_lite.runtime import monitor as monitor_lib
 from t5x_lite.runtime.cluster_environment import ADDRESS, COUNT, INDEX, LAUNCHED, LOCAL_DEVICES
 
 MODES = ('auto', 'on', 'off')
 _PR_SET_PDEATHSIG = 1
-# JAX ends processes after this time more, if the monitor has not.
-_JAX_HEARTBEAT_MARGIN = 30
+# JAX aborts processes, with a stack of C++, after these seconds more than we wait.
+_JAX_MARGIN = 30
+# Seconds after which a process says that it waits.
+_PATIENCE = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +102,8 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
 
   Raises:
     ConfigError: options contradict each other, or there is no cluster and `mode` is 'on'.
-    ClusterError: the other processes did not come within `initialization_timeout`.
+    ClusterError: the port of process 0 is in use. If the other processes do not come within `initialization_timeout`,
+      the process ends with status 75.
   """
   import jax
   if cfg.mode == 'off' or monitor_lib.current_monitor() is not None or jax.distributed.is_initialized():
@@ -108,27 +114,23 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   _check_share(place)
   # Stops are agreed by the monitor.
   jax.config.update('jax_enable_preemption_service', False)
-  _interrupt_on_signals()
   _end_with_launcher()
-  try:
+  if place.index == 0:
+    _check_port(place.address)
+  with _waiting_for_others(place, cfg.initialization_timeout):
     jax.distributed.initialize(
         coordinator_address=place.address, num_processes=place.count, process_id=place.index,
         local_device_ids=place.local_devices, cluster_detection_method='deactivate',
-        initialization_timeout=cfg.initialization_timeout,
-        heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds + _JAX_HEARTBEAT_MARGIN)
-  except (RuntimeError, ValueError) as error:
-    raise ClusterError(
-        f'Process {place.index} of {place.count} ({place.origin}) could not join the cluster at {place.address} within '
-        f'{cfg.initialization_timeout} s: {str(error).partition(chr(10))[0]}. Check that all processes were started, '
-        f'each with its own index, that process 0 runs on this host and that its port is free and reachable; or raise '
-        '--initialization_timeout.') from error
+        initialization_timeout=cfg.initialization_timeout + _JAX_MARGIN,
+        heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds + _JAX_MARGIN)
+  _interrupt_on_signals()
   # JAX has no public name for the store.
   from jax._src import distributed
   monitor = monitor_lib.Monitor(
       distributed.global_state.client, place.index, place.count,
       heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
-      is_gone_fn=functools.partial(monitor_lib.refuses_connections, place.address))
-  monitor_lib.hold_aborts()
+      is_gone_fn=functools.partial(connections.refuses_connections, place.address))
+  connections.hold_aborts()
   monitor.start()
   monitor_lib.set_current_monitor(monitor)
   if place.index == 0:
@@ -240,6 +242,50 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
     counts += [int(count)] * int(times or 1)
   node = _number(environment, 'SLURM_NODEID')
   return counts[node] if node is not None and node < len(counts) else None
+
+
+def _check_port(address: str) -> None:
+  """Raise if the port of process 0 is in use; JAX would end the process without a message."""
+  port = int(address.rpartition(':')[2])
+  for family, host in ((socket.AF_INET6, '::'), (socket.AF_INET, '0.0.0.0')):
+    with contextlib.suppress(OSError), socket.socket(family) as probe:
+      probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # A run that has ended does not count.
+      try:
+        probe.bind((host, port))
+      except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+          raise ClusterError(
+              f'The port of --coordinator_address={address} must be free on the machine of process 0, got one that '
+              'another program uses, perhaps a second process with the index 0. Choose another port, or correct '
+              '--process_index.') from None
+
+
+@contextlib.contextmanager
+def _waiting_for_others(place: Place, timeout: int) -> Iterator[None]:
+  """Context of JAX's call that waits for the other processes: it ends the process in time, and lets signals do so."""
+  has_joined = threading.Event()
+  who = f'process {place.index} of {place.count} ({place.origin}), which meet at {place.address},'
+
+  def limit() -> None:
+    if has_joined.wait(min(_PATIENCE, timeout)):
+      return
+    os.write(2, f't5x_lite: {who} waits for the others.\n'.encode())
+    if not has_joined.wait(timeout - min(_PATIENCE, timeout)):
+      os.write(2, (f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
+                   'that all of them were started, each with its own index, and that process 0 runs on this host and '
+                   'can be reached at this port. Then rerun the command on all machines.\n').encode())
+      os._exit(ExitCode.RESTART)
+
+  threading.Thread(target=limit, name='t5x_lite-cluster', daemon=True).start()
+  is_main = threading.current_thread() is threading.main_thread()
+  # JAX does not return to Python, whose handler would wait.
+  before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+  try:
+    yield
+  finally:
+    has_joined.set()
+    if is_main:
+      signal.signal(signal.SIGINT, before)
 
 
 def _interrupt_on_signals() -> None:

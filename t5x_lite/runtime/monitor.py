@@ -12,25 +12,22 @@ The first 'failed' counts, whatever else fails afterwards. The lead reads all be
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
 import os
-import re
 import select
 import signal
-import socket
 import sys
 import threading
 import time
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 from t5x_lite.errors import ExitCode, StoppedOnSignalError
+from t5x_lite.runtime.connections import is_connection_error, returns_within
 from t5x_lite.runtime.stacks import print_stacks
+from t5x_lite.runtime.stop_agreement import StopAgreement
 from t5x_lite.runtime.watchdog import awake_seconds
-
-T = TypeVar('T')
 
 # Prefix of keys.
 _ROOT = 't5x_lite'
@@ -47,10 +44,6 @@ _GRACE_SECONDS = 4.0
 _LINGER_SECONDS = 8.0
 # Silence after which a process counts as lost if there are other signs: a broken connection, or a stop that it ignores.
 _SUSPICIOUS_SILENCE = 8.0
-# Errors of collectives and barriers when another process has gone.
-_CONNECTION_ERRORS = re.compile(
-    r'gloo|nccl|connection (closed|reset|refused)|socket closed|broken pipe|UNAVAILABLE|DEADLINE_EXCEEDED|heartbeat|'
-    r'coordination service|unhealthy', re.IGNORECASE)
 
 
 class Store(Protocol):
@@ -101,6 +94,9 @@ class Monitor:
 
   Attributes:
     state_fn: returns (number of completed steps or None, phase), which the other processes see.
+    process: index of this process.
+    num_processes: number of processes.
+    stops: agreement on the point at which all processes stop after a signal to one of them.
   """
 
   def __init__(self, store: Store, process: int, num_processes: int, *, heartbeat_timeout_seconds: float = 30.0,
@@ -120,6 +116,7 @@ class Monitor:
     """
     self.state_fn: Callable[[], tuple[int | None, str]] = lambda: (None, 'starting')
     self.process, self.num_processes = process, num_processes
+    self.stops = StopAgreement()
     self._store = store
     self._timeout = heartbeat_timeout_seconds
     self._is_gone_fn = is_gone_fn
@@ -143,13 +140,6 @@ class Monitor:
     self._has_said = self._has_lost_store = False
     self._end_fns: list[Callable[[Failure], None]] = []
     self._is_suspicious = False
-    # Stops: the request, the number of the newest point, and the points before and at which this process stops.
-    self._stop_request = ''
-    self._has_agreed = False
-    self._point = 0
-    self._limit: int | None = None
-    self._stop_at: int | None = None
-    self._knows_stop = threading.Event()
     self._all_done = threading.Event()
     self._signal_pipe: tuple[int, int] | None = None
 
@@ -207,7 +197,7 @@ class Monitor:
       status: exit status.
     """
     text = f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'[:500].rstrip('.')
-    if self._failure is None and self.num_processes > 1 and _is_connection_error(error):
+    if self._failure is None and self.num_processes > 1 and is_connection_error(error):
       self._post('lost_connection')
       self._has_failed.wait(self._timeout + _CALL_SECONDS)
     return self.report_text(text, status)
@@ -228,7 +218,7 @@ class Monitor:
     try:
       yield
     except Exception as error:
-      if not (isinstance(error, StoppedOnSignalError) and self._has_agreed):
+      if not (isinstance(error, StoppedOnSignalError) and self.stops.has_agreed):
         self.report(error, int(getattr(error, 'exit_code', ExitCode.ERROR)))
       raise
 
@@ -252,18 +242,18 @@ class Monitor:
   def leave(self, status: int) -> NoReturn:
     """End this process after a failure. The lead waits for the others, since their connections end with it."""
     for stream in (sys.stdout, sys.stderr):
-      _within(_FLUSH_SECONDS, stream.flush)
+      returns_within(_FLUSH_SECONDS, stream.flush)
     if self.process == 0:
       end = self._clock() + _LINGER_SECONDS
       while self._clock() < end and not self._others_have_left():
         time.sleep(_AGREEING_SECONDS)
     elif not self._has_lost_store:
       self._stage = 'ending'
-      _within(_CALL_SECONDS, self._send_beat)
+      returns_within(_CALL_SECONDS, self._send_beat)
     self._exit_fn(status)
 
   def _others_have_left(self) -> bool:
-    if not _within(_CALL_SECONDS, self._read_beats):
+    if not returns_within(_CALL_SECONDS, self._read_beats):
       return True
     now = self._clock()
     return all(beat['stage'] == 'ending' or now - at > _SUSPICIOUS_SILENCE
@@ -285,57 +275,14 @@ class Monitor:
       self._closed.wait(_GRACE_SECONDS)
     self.say()
     for fn in self._end_fns:
-      _within(_FLUSH_SECONDS, lambda fn=fn: fn(failure))
+      returns_within(_FLUSH_SECONDS, lambda fn=fn: fn(failure))
     self.leave(failure.status)
-
-  # ---- Stops ---------------------------------------------------------------------------------------------------------
-
-  @property
-  def stop_request(self) -> str:
-    """Signal and process of the stop that was requested, e.g. 'SIGTERM to process 1'; empty before."""
-    return self._stop_request
-
-  def mark_agreed(self) -> None:
-    """Note that all processes stop now."""
-    self._has_agreed = True
-
-  @property
-  def has_agreed(self) -> bool:
-    """True if all processes stop together."""
-    return self._has_agreed
-
-  def stop_is_due(self) -> bool:
-    """Return whether all processes stop at this point.
-
-    All processes must call this at the same points, such as between steps: the points are counted. A process that knows
-    of a request waits at its next point but one until it is known how far the others have come; all stop where the last
-    of them is.
-    """
-    with self._lock:
-      self._point += 1
-      is_open = self._limit is None or self._point < self._limit
-    if is_open:
-      return False
-    self._knows_stop.wait()
-    if self._point < self._stop_at:
-      return False
-    self._has_agreed = True
-    return True
-
-  def _on_stop_request(self, request: str) -> None:
-    with self._lock:
-      if self._stop_request:
-        return
-      self._stop_request = request
-      self._limit = self._point + 1
-    self._is_suspicious = True
-    self._wake.set()
 
   # ---- What others do ------------------------------------------------------------------------------------------------
 
   def describe_processes(self) -> str:
     """Return a sentence that says where each process is, those that are behind first; empty if it is unknown."""
-    if self.process and not _within(_CALL_SECONDS, self._read_beats):
+    if self.process and not returns_within(_CALL_SECONDS, self._read_beats):
       return ''
     groups: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for process, (beat, at) in sorted(self._beats.items()):
@@ -360,7 +307,7 @@ class Monitor:
           self._judge()
       except Exception as error:  # an unknown error of the runtime must not end the monitor
         logging.getLogger(__name__).debug('The key-value store does not answer (%s).', error)
-      agreeing = self._stop_request and self._stop_at is None or self._stage == 'done'
+      agreeing = self.stops.is_pending or self._stage == 'done'
       self._wake.wait(_AGREEING_SECONDS if agreeing else _BEAT_SECONDS)
       self._wake.clear()
 
@@ -376,7 +323,7 @@ class Monitor:
     step, phase = self._read_state()
     now = self._clock()
     self._store.key_value_set(f'{_ROOT}/beat/{self.process}', json.dumps({
-        'at': now, 'step': step, 'phase': phase, 'seconds': now - self._state_at, 'limit': self._limit,
+        'at': now, 'step': step, 'phase': phase, 'seconds': now - self._state_at, 'limit': self.stops.limit,
         'stage': self._stage}), True)
     self._contact_at = self._clock()
 
@@ -403,7 +350,7 @@ class Monitor:
     if None in beats:
       return
     limits = [beat['limit'] for beat, _ in beats]
-    if self._stop_request and self._stop_at is None and None not in limits:
+    if self.stops.is_pending and None not in limits:
       self._post('stop_at', point=max(limits))
     if all(beat['stage'] == 'done' for beat, _ in beats) and not self._all_done.is_set():
       self._post('done')
@@ -424,10 +371,11 @@ class Monitor:
     elif kind == 'lost_connection':
       self._is_suspicious = True
     elif kind == 'stop':
-      self._on_stop_request(news['request'])
+      self.stops.begin(news['request'])
+      self._is_suspicious = True
+      self._wake.set()
     elif kind == 'stop_at':
-      self._stop_at = news['point']
-      self._knows_stop.set()
+      self.stops.agree(news['point'])
     elif kind == 'done':
       self._all_done.set()
 
@@ -483,52 +431,7 @@ class Monitor:
             return
           number += 1
 
-    _within(_CALL_SECONDS, write)
-
-
-def _within(seconds: float, fn: Callable[[], object]) -> bool:
-  """Call a function in another thread; return whether it returned within the time."""
-  done = threading.Event()
-
-  def run() -> None:
-    with contextlib.suppress(Exception):
-      fn()
-    done.set()
-
-  threading.Thread(target=run, daemon=True).start()
-  return done.wait(seconds)
-
-
-def refuses_connections(address: str) -> bool:
-  """Return whether the machine at `address` (host and port) says that no program listens there."""
-  host, _, port = address.rpartition(':')
-  try:
-    socket.create_connection((host.strip('[]'), int(port)), 1.0).close()
-  except ConnectionRefusedError:
-    return True
-  except OSError:  # it may come back
-    return False
-  return False
-
-
-def _is_connection_error(error: BaseException) -> bool:
-  """Return whether an error may be that of another process: one of the runtime about a connection."""
-  names = {cls.__name__ for cls in type(error).__mro__}
-  is_of_runtime = bool(names & {'JaxRuntimeError', 'XlaRuntimeError'}) or isinstance(error, ValueError)
-  return is_of_runtime and _CONNECTION_ERRORS.search(str(error)) is not None
-
-
-def hold_aborts() -> None:
-  """Let a thread that calls `abort` sleep for 6 s before it ends the process.
-
-  JAX's client calls it as soon as it loses process 0. Meanwhile, the monitor names the reason and ends the process with a
-  status that schedulers restart on. The handler is a function of the C library, since no Python may run in it: the number
-  of the signal, 6, is its argument.
-  """
-  with contextlib.suppress(OSError, AttributeError, ValueError):
-    library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-    library.signal(int(signal.SIGABRT), ctypes.cast(library.sleep, ctypes.c_void_p))
+    returns_within(_CALL_SECONDS, write)
 
 
 _current: Monitor | None = None

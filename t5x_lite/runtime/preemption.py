@@ -41,14 +41,14 @@ class StopSignals:
   def requested(self) -> bool:
     """True after a signal has arrived, at this process or, where they have a monitor, at another one."""
     monitor = monitor_lib.current_monitor()
-    return self._received is not None or (monitor is not None and bool(monitor.stop_request))
+    return self._received is not None or (monitor is not None and bool(monitor.stops.request))
 
   @property
   def name(self) -> str:
     """Name of the signal that has arrived, e.g. 'SIGTERM' or 'SIGTERM to process 1'; empty before."""
     monitor = monitor_lib.current_monitor()
-    if monitor is not None and monitor.stop_request:
-      return monitor.stop_request
+    if monitor is not None and monitor.stops.request:
+      return monitor.stops.request
     return '' if self._received is None else self._received.name
 
   @property
@@ -56,22 +56,28 @@ class StopSignals:
     """True if the request ends a wait at once: several processes wait for the next point at which all of them stop."""
     return self.requested and jax.process_count() == 1
 
-  def is_due(self) -> bool:
+  def is_due(self, *, may_wait: bool = False) -> bool:
     """Return whether to stop at this point, such as between two steps, which all processes reach in the same order.
 
-    Several processes agree on it by their monitor. Without one, they go on, until `requested_anywhere`.
+    Several processes agree on it by their monitor.
+
+    Args:
+      may_wait: whether processes without a monitor, whose program has called `jax.distributed.initialize`, wait for each
+        other to agree; otherwise they go on until `requested_anywhere`.
     """
     if jax.process_count() == 1:
       return self.requested
     monitor = monitor_lib.current_monitor()
-    return monitor is not None and monitor.stop_is_due()
+    if monitor is None:
+      return may_wait and self.requested_anywhere()
+    return monitor.stops.is_due()
 
   def requested_anywhere(self) -> bool:
     """Return whether a signal has arrived at any process; all of them must call this, and stop then."""
     found = multihost.any_process(self.requested)
     monitor = monitor_lib.current_monitor()
     if found and monitor is not None:
-      monitor.mark_agreed()
+      monitor.stops.has_agreed = True
     return found
 
   def __enter__(self) -> 'StopSignals':

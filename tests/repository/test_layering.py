@@ -27,7 +27,7 @@ _LAYERS = {
     't5x_lite.interactive': 7, 't5x_lite.interactive_model': 7, 't5x_lite.notebook': 7,
     **{f't5x_lite.apps.{name}': 8 for name in (
         'train', 'evaluate', 'infer', 'convert', 'export', 'precompile', 'vocab', 'plot', 'explain_sharding', 'chat',
-        'jsonl_to_array_record')},
+        'jsonl_to_array_record', 'launch')},
     't5x_lite.inference': 8, 'moe': 8,
     't5x_lite.apps': 9, 't5x_lite.cli': 9, 't5x_lite.__main__': 9, 't5x_lite.compat': 9,
     'moe.commands': 10, 'moe.__main__': 10,

@@ -71,7 +71,7 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True,
   if computes:
     _add_cluster_arguments(parser)
   else:
-    parser.set_defaults(distributed='off', coordinator_address=None, process_count=None)
+    parser.set_defaults(distributed=None)
 
 
 def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,13 +97,14 @@ def join_cluster(arguments: argparse.Namespace) -> None:
   """Join the cluster that a command line asks for, before JAX initializes its devices.
 
   Args:
-    arguments: parsed command line with the flags of `add_gin_arguments`.
+    arguments: parsed command line with the flags of `add_gin_arguments`; `distributed` is None for a command that does
+      not compute.
 
   Raises:
     ConfigError: flags contradict each other.
     ClusterError: the other processes do not come.
   """
-  if arguments.distributed == 'off' and arguments.coordinator_address is arguments.process_count is None:
+  if arguments.distributed is None:
     return
   from t5x_lite import runtime
   mode = 'on' if arguments.multiprocess_gpu == 'true' and arguments.distributed == 'auto' else arguments.distributed

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import functools
 import pathlib
-import shlex
-import sys
 from typing import Any
 
 import jax
@@ -223,7 +221,7 @@ def evaluate(
     if stopped and (num_left or not results):
       name = signals.name or 'a signal to another process'
       raise StoppedOnSignalError(f'Stopped by {name}; {len(results)} checkpoint(s) are evaluated, {num_left} are left. '
-                                 f'To resume:\n  {shlex.join(sys.orig_argv)}')
+                                 f'To resume:\n  {runtime.command_line()}')
     if damage is not None:
       raise damage
     return results

@@ -4,6 +4,8 @@ import argparse
 
 from t5x_lite.errors import ConfigError
 
+_EXAMPLE = 'Write it after --, e.g. `t5x_lite launch -n 2 -- train --gin_file=recipes/keyword_cloze.gin`.'
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
@@ -19,10 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
-  from t5x_lite.apps.commands import COMMANDS
   from t5x_lite.apps.launch import run as launch
   if not arguments.others:
-    raise ConfigError('launch requires -- and a command after it, e.g. `t5x_lite launch -n 2 -- train '
-                      '--gin_file=recipes/keyword_cloze.gin`.')
-  return launch.launch(arguments.others, arguments.num_processes, commands=COMMANDS,
-                       devices_per_process=arguments.devices_per_process, port=arguments.port)
+    raise ConfigError(f'launch requires a command. {_EXAMPLE}')
+  return launch.launch(arguments.others, arguments.num_processes, devices_per_process=arguments.devices_per_process,
+                       port=arguments.port)

@@ -3,7 +3,7 @@
 Each process finds its place in environment variables, see `runtime.cluster`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -30,16 +30,15 @@ _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(command: Sequence[str], num_processes: int, *, commands: Collection[str] = (), devices_per_process: int = 1,
+def launch(command: Sequence[str], num_processes: int, *, devices_per_process: int = 1,
            port: int | None = None) -> int:
-  """Run a command in several processes that form a cluster, and return the exit status of the first that failed.
+  """Run a program in several processes that form a cluster, and return the exit status of the first that failed.
 
   Signals are passed on to all processes. Lines of the output begin with the process.
 
   Args:
-    command: a command of t5x_lite with its arguments, or a program with its arguments.
+    command: the program and its arguments.
     num_processes: number of processes.
-    commands: names of the commands of t5x_lite.
     devices_per_process: number of GPUs of each process, or of virtual devices on a CPU.
     port: port at which they meet; None for a free one.
 
@@ -53,11 +52,10 @@ def launch(command: Sequence[str], num_processes: int, *, commands: Collection[s
   checks.check('', {'-n': num_processes, '--devices_per_process': devices_per_process, '--port': port}, **{
       '-n': whole, '--devices_per_process': whole,
       '--port': checks.number(at_least=1, below=2**16, integer=True).or_none()})
-  program = [sys.executable, '-m', 't5x_lite', *command] if command[0] in commands else list(command)
-  if shutil.which(program[0]) is None:
+  if shutil.which(command[0]) is None:
     raise ConfigError(f'{command[0]!r} is neither a command of t5x_lite nor a program. See t5x_lite --help.')
   shared = {**os.environ, names.ADDRESS: f'127.0.0.1:{port or _free_port()}', names.COUNT: str(num_processes),
-            names.LAUNCHED: str(os.getpid()), 'PYTHONUNBUFFERED': '1'}
+            names.LAUNCHED: str(os.getpid()), names.COMMAND: shlex.join(sys.orig_argv), 'PYTHONUNBUFFERED': '1'}
   devices = _devices(num_processes, devices_per_process, os.environ)
   with contextlib.ExitStack() as stack:
     processes = []
@@ -67,17 +65,17 @@ def launch(command: Sequence[str], num_processes: int, *, commands: Collection[s
       environment = {**shared, **devices[index], names.INDEX: str(index)}
       # Another session, so that Ctrl-C reaches them once, through this process.
       processes.append(subprocess.Popen(
-          program, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+          command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
           start_new_session=True))
     copies = [_copy(index, source, target) for index, process in enumerate(processes)
               for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))]
-    status = _wait(processes, shlex.join(command), signals)
+    status = _wait(processes, signals)
     for copy in copies:
       copy.join(_END_SECONDS)
   return status
 
 
-def _wait(processes: Sequence[subprocess.Popen], command: str, signals: Sequence[int]) -> int:
+def _wait(processes: Sequence[subprocess.Popen], signals: Sequence[int]) -> int:
   """Wait for all processes; end the others when one fails. Return the status of the first that failed, or 0."""
   first, failed_at, sent = None, 0.0, None
   while any(process.poll() is None for process in processes):
@@ -87,7 +85,7 @@ def _wait(processes: Sequence[subprocess.Popen], command: str, signals: Sequence
       first = next((index for index, process in enumerate(processes) if process.poll()), None)
       failed_at = now
       if first is not None and not signals:
-        _say(f'process {first} {_describe(processes[first].returncode)}: ending the others ({command})')
+        _say(f'process {first} {_describe(processes[first].returncode)}; the others end')
       continue
     limit = _KILLED_SECONDS if processes[first].returncode < 0 else _END_SECONDS
     for number, seconds in ((signal.SIGKILL, limit + _END_SECONDS), (signal.SIGTERM, limit)):
@@ -150,13 +148,13 @@ def _copy(index: int, source: BinaryIO, target) -> threading.Thread:
     descriptor = target.fileno()
 
   def run() -> None:
-    for line in source:
-      text = (b'' if line.startswith(prefix) else prefix) + line.removesuffix(b'\n') + b'\n'
-      with contextlib.suppress(OSError):  # the reader is gone; the processes go on
-        if descriptor is None:
-          target.write(text.decode(errors='replace'))
-        else:
-          while text:
+    with source:
+      for line in source:
+        text = (b'' if line.startswith(prefix) else prefix) + line.removesuffix(b'\n') + b'\n'
+        with contextlib.suppress(OSError):  # the reader is gone; the processes go on
+          if descriptor is None:
+            target.write(text.decode(errors='replace'))
+          while text and descriptor is not None:
             text = text[os.write(descriptor, text):]
 
   thread = threading.Thread(target=run, name=f'output-{index}', daemon=True)

@@ -43,8 +43,9 @@ class TrainBatches:
     has_ended: whether the data ended after the newest batch, as far as `reached_end` has told.
   """
 
-  def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool],
-               ends_wait: Callable[[], bool], facts: Mapping[str, Any], first_step: int, may_end: bool = False, max_batch_seconds: float | None = None,
+  def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool], facts: Mapping[str, Any],
+               first_step: int, ends_wait: Callable[[], bool] = lambda: False, may_end: bool = False,
+               max_batch_seconds: float | None = None,
                on_wait: Callable[[], None] = lambda: None,
                is_computing: Callable[[], bool] = lambda: False,
                phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -55,9 +56,9 @@ class TrainBatches:
     Args:
       batches: global batches of the source.
       should_stop: returns whether the run must stop; called between steps.
-      ends_wait: returns whether the wait for a batch must end, for the run to stop.
       facts: `facts` at the save that the run resumes from; empty for a new run.
       first_step: step at which the run begins.
+      ends_wait: returns whether the wait for a batch must end, for the run to stop.
       may_end: whether the data may end; otherwise its end is an error.
       max_batch_seconds: maximum wait for a batch after the first; None for no limit.
       on_wait: called repeatedly during a wait.

@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import logging
 import math
-import shlex
-import sys
 from typing import Any
 
 import clu.values
@@ -270,7 +268,7 @@ class TrainLoop:
     if has_diverged:
       raise NonFiniteMetricError(self._describe_divergence(saved))
     where = f'step {saved:,} is saved in {self.cfg.model_dir}' if saved is not None else 'no checkpoint was saved'
-    where += f'. To resume:\n  {shlex.join(sys.orig_argv)}'
+    where += f'. To resume:\n  {runtime.command_line()}'
     if self._interrupted and (not self._has_last_step or self.evaluation_due or finding is not None):
       of_steps = f' of {self.last_step:,}' if self.last_step < math.inf else ''
       raise StoppedOnSignalError(
