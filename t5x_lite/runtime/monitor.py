@@ -289,7 +289,9 @@ class Monitor:
       step = -1 if beat['step'] is None else beat['step']
       groups.setdefault((step, beat['phase']), []).append((process, beat['seconds'] + self._clock() - at))
     parts = []
-    for (step, phase), members in sorted(groups.items(), key=lambda item: (item[0][0], len(item[1]))):
+    # Those that wait for another one at the same step are in the collectives of 'step'.
+    for (step, phase), members in sorted(
+        groups.items(), key=lambda item: (item[0][0], item[0][1] == 'step', len(item[1]))):
       names = ', '.join(str(process) for process, _ in members[:8]) + (', ...' if len(members) > 8 else '')
       where = 'before the first step' if step < 0 else f'after step {step:,}'
       parts.append(f'process{"es" if len(members) > 1 else ""} {names} {where} in {phase!r} for '

@@ -62,8 +62,8 @@ def test_a_stalled_source_is_named_and_ends_all(model_dir):
   print(f'{seconds:.1f} s until all have ended')
   assert run.statuses == [4] and seconds < 4 + 10, run.output
   waiting = run.output_of(0)
-  assert re.search(r"no step was completed within 4 seconds.*Processes, the last one first: process 1 after step \d+ in "
-                   r"'data'", waiting), waiting
+  assert re.search(r"no step was completed within 4 seconds.*Processes, the last one first: process 1 after step \d+ "
+                   r"in 'data'", waiting), waiting
   assert re.search(r'ends because process 0 failed.*Watchdog', run.output_of(1)), run.output
 
 

@@ -196,13 +196,16 @@ def test_processes_wait_for_each_other_at_the_end():
 
 
 @pytest.mark.parametrize('asked', [0, 2])
-def test_the_process_that_is_behind_comes_first(asked):
+@pytest.mark.parametrize('step, others', [(41, '0, 2, 3'), (42, '0, 3')])
+def test_the_process_that_is_behind_comes_first(asked, step, others):
+  states = [(42, 'step'), (step, 'data'), (42, 'step') if step < 42 else (step, 'data'), (42, 'step')]
   with running(4) as cluster:
-    for monitor, state in zip(cluster.monitors, [(42, 'step'), (41, 'data'), (42, 'step'), (42, 'step')], strict=True):
+    for monitor, state in zip(cluster.monitors, states, strict=True):
       monitor.state_fn = lambda state=state: state
     time.sleep(0.3)
     text = cluster.monitors[asked].describe_processes()
-  assert text == ("Processes, the last one first: process 1 after step 41 in 'data' for 0 s; processes 0, 2, 3 after "
+  behind = 'process 1' if step < 42 else 'processes 1, 2'
+  assert text == (f"Processes, the last one first: {behind} after step {step} in 'data' for 0 s; processes {others} after "
                   "step 42 in 'step' for 0 s.")
 
 
