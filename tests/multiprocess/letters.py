@@ -21,6 +21,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import actions
@@ -47,9 +48,16 @@ class RaisedByTest(Exception):
   """Error of user code."""
 
 
+class _Model(toy_model.ToyModel):
+  """Predicts the inputs without their first letter."""
+
+  def predict_batch_with_aux(self, params, batch, rng=None, *, flax_mutables=None):
+    return jnp.roll(batch['encoder_input_tokens'], -1, axis=1), {}
+
+
 def model(optimizer_def):
   """Return the model."""
-  return toy_model.ToyModel(
+  return _Model(
       toy_model.ToyNetwork(dropout_rate=0.1), toy_infer.VOCABULARY, toy_infer.VOCABULARY, optimizer_def,
       loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
 

@@ -37,17 +37,17 @@ class Run:
 
   def __init__(self, command: Sequence[str], num_processes: int = 2, *, launched: bool = True,
                faults: Sequence[Mapping[str, Any]] = (), seconds: float = 0.0, environment: Mapping[str, str] = {},
-               heartbeat_timeout_seconds: int = 30):
+               flags: Sequence[str] = ()):
     """Start the processes.
 
     Args:
-      command: a command of t5x_lite with its flags.
+      command: a command of t5x_lite with its flags; for the launcher also a program.
       num_processes: how many.
       launched: False to start them without the launcher, which would end the others itself.
       faults: see `letters`.
       seconds: time that the source takes for a batch.
       environment: further variables.
-      heartbeat_timeout_seconds: see `runtime.ClusterConfig`.
+      flags: further flags.
     """
     self.lines: list[tuple[float, str]] = []
     self.statuses: list[int] = []
@@ -55,14 +55,13 @@ class Run:
     env = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': processes.xla_flags(1),
                         'FAULTS': json.dumps(list(faults)), 'SECONDS': str(seconds), **environment}
     program = [sys.executable, '-m', 't5x_lite']
-    heartbeat = f'--heartbeat_timeout_seconds={heartbeat_timeout_seconds}'
     if launched:
-      commands = [[*program, 'launch', '-n', str(num_processes), '--', *command, heartbeat]]
+      commands = [[*program, 'launch', '-n', str(num_processes), '--', *command, *flags]]
     else:
       with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{s.getsockname()[1]}'
-      commands = [[*program, *command, heartbeat, f'--coordinator_address={address}',
+      commands = [[*program, *command, *flags, f'--coordinator_address={address}',
                    f'--process_count={num_processes}', f'--process_index={i}'] for i in range(num_processes)]
     self._started = [subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                      for line in commands]

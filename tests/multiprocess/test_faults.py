@@ -44,7 +44,7 @@ def test_an_exception_in_one_ends_all_and_is_printed_once(model_dir, failed, at,
 @pytest.mark.parametrize('num_processes', [2, _FOUR])
 @pytest.mark.parametrize('killed', [0, 1])
 def test_others_survive_a_killed_process_for_seconds(model_dir, killed, num_processes):
-  with runs.Run(_train(model_dir), num_processes, launched=False, heartbeat_timeout_seconds=5,
+  with runs.Run(_train(model_dir), num_processes, launched=False, flags=['--heartbeat_timeout_seconds=5'],
                 faults=[_fault(killed, 'SIGKILL')]) as run:
     seconds = run.seconds_to_end()
   print(f'{seconds:.1f} s until all have ended')
