@@ -140,7 +140,12 @@ def _end_cluster(status: int) -> None:
     return
   if monitor.failure is not None:
     monitor.leave(monitor.failure.status)
-  monitor.finish()
+  try:
+    all_are_there = monitor.finish()
+  except (KeyboardInterrupt, StoppedOnSignalError):  # Everything is done, and nobody needs to be waited for.
+    all_are_there = False
+  if not all_are_there:
+    monitor.leave(status)
   import jax
   jax.distributed.shutdown()
 

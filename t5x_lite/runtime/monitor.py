@@ -140,7 +140,7 @@ class Monitor:
     self._has_said = self._has_lost_store = False
     self._end_fns: list[Callable[[Failure], None]] = []
     self._is_suspicious = False
-    self._all_done = threading.Event()
+    self._all_done, self._all_are_there = threading.Event(), True
     self._signal_pipe: tuple[int, int] | None = None
 
   # ---- Life ----------------------------------------------------------------------------------------------------------
@@ -159,12 +159,17 @@ class Monitor:
       self._threads.append(thread)
       thread.start()
 
-  def finish(self) -> None:
-    """Wait until all processes have done their work; without this, JAX ends those that wait for 5 minutes."""
+  def finish(self) -> bool:
+    """Wait until all processes have done their work; without this, JAX ends those that wait for 5 minutes.
+
+    Returns:
+      Whether all are still there, so that JAX's own end, a barrier, does not wait for one that has left.
+    """
     self._stage = 'done'
     self._wake.set()
     self._all_done.wait()
     self.close()
+    return self._all_are_there
 
   def close(self) -> None:
     """End the threads, without waiting for other processes."""
@@ -354,8 +359,9 @@ class Monitor:
     limits = [beat['limit'] for beat, _ in beats]
     if self.stops.is_pending and None not in limits:
       self._post('stop_at', point=max(limits))
-    if all(beat['stage'] == 'done' for beat, _ in beats) and not self._all_done.is_set():
-      self._post('done')
+    stages = {beat['stage'] for beat, _ in beats}
+    if 'running' not in stages and not self._all_done.is_set():
+      self._post('done', all_are_there='ending' not in stages)
 
   def _listen(self) -> None:
     while not self._closed.is_set():
@@ -379,6 +385,7 @@ class Monitor:
     elif kind == 'stop_at':
       self.stops.agree(news['point'])
     elif kind == 'done':
+      self._all_are_there = news['all_are_there']
       self._all_done.set()
 
   def _on_lost_store(self) -> None:

@@ -59,9 +59,14 @@ MUTANTS = (
         _MONITOR_TEST + 'test_an_agreed_stop_is_no_failure'),
     Mutant(
         'the_first_process_that_is_done_ends', _MONITOR,
-        "if all(beat['stage'] == 'done'",
-        "if any(beat['stage'] == 'done'",
+        "if 'running' not in stages and not",
+        "if 'done' in stages and not",
         _MONITOR_TEST + 'test_processes_wait_for_each_other_at_the_end'),
+    Mutant(
+        'a_process_that_has_left_is_waited_for', _MONITOR,
+        "all_are_there='ending' not in stages",
+        'all_are_there=True',
+        _MONITOR_TEST + 'test_a_process_that_leaves_at_the_end_is_not_waited_for'),
     Mutant(
         'the_smallest_limit_is_agreed', _MONITOR,
         'point=max(limits)',

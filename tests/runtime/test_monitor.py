@@ -188,11 +188,17 @@ def test_processes_wait_for_each_other_at_the_end():
       thread.start()
     time.sleep(0.3)
     assert not done
-    cluster.monitors[2].finish()
+    assert cluster.monitors[2].finish()
     for thread in threads:
       thread.join(_SECONDS)
     assert sorted(done) == [0, 1]
     assert not cluster.statuses
+
+
+def test_a_process_that_leaves_at_the_end_is_not_waited_for():
+  with running(3) as cluster:
+    cluster.monitors[1].leave(75)  # it was done, and got a signal while it waited
+    assert in_threads([cluster.monitors[i].finish for i in (0, 2)]) == [False, False]
 
 
 @pytest.mark.parametrize('asked', [0, 2])
