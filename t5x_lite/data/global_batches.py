@@ -378,6 +378,7 @@ class GlobalBatches:
                  num_retries=checks.number(at_least=0, at_most=_MAX_RETRIES, integer=True))
     # A user's `get_dataset_fn` may return an iterator of another class.
     self.ends_together = isinstance(host_iterator, HostIterator) and host_iterator.ends_together
+    self.handles_process_count = isinstance(host_iterator, HostIterator) and host_iterator.handles_process_count
     self.element_spec = dict(host_iterator.element_spec)
     spec = self.element_spec
     self._producer = _Producer(

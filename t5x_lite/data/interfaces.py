@@ -31,10 +31,13 @@ class HostIterator(abc.ABC):
       their position when the run saves; if they then stall or fail, batches are counted from the last position.
     ends_together: True if all processes have the same number of batches. Otherwise processes agree before each step
       whether the data of one of them has ended, which costs time, but only if the data may end.
+    handles_process_count: True if `set_state` continues correctly from the position of process 0 of a run with another
+      number of processes, or raises an error. Otherwise a run that resumes with another number warns.
   """
 
   has_cheap_state = False
   ends_together = False
+  handles_process_count = False
 
   @property
   @abc.abstractmethod

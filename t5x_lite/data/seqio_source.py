@@ -91,6 +91,8 @@ def _lacks_part_of_pipeline(error: Exception) -> bool:
 class SeqioIterator(HostIterator):
   """Iterator of the batches of a seqio Task or Mixture, of this process's shard."""
 
+  handles_process_count = True
+
   def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: Any):
     """Args:
       cfg: options of the dataset, with source 'seqio'.

@@ -33,6 +33,7 @@ class TableIterator(HostIterator):
 
   has_cheap_state = True
   ends_together = True
+  handles_process_count = True
 
   def __init__(self, cfg: DatasetConfig, layout: Any, tables: Mapping[str, TrimmedExamples], rates: Sequence[float],
                converter: FeatureConverter, converter_name: str,

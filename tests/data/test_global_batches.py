@@ -160,6 +160,11 @@ def test_a_forgotten_iterator_is_closed_when_collected(partitioner):
   assert source.closed and not _threads()
 
 
+def test_sources_of_users_do_not_handle_another_number_of_processes_by_default(partitioner):
+  with data.GlobalBatches(_Counter(), partitioner) as batches:
+    assert not batches.handles_process_count
+
+
 def test_prefetch_is_checked(partitioner):
   with pytest.raises(ConfigError, match='prefetch` must be an integer in .*got 0'):
     data.GlobalBatches(_Counter(), partitioner, prefetch=0)
@@ -178,5 +183,6 @@ def test_builtin_source_behind_it(partitioner):
     state = batches.get_state()
     following = next(batches)
   with data.GlobalBatches(data.open_train_iterator(cfg, layout), partitioner) as resumed:
+    assert resumed.handles_process_count
     resumed.set_state(state)
     np.testing.assert_array_equal(next(resumed)['encoder_input_tokens'], following['encoder_input_tokens'])

@@ -26,6 +26,7 @@ class SumsIterator(data.HostIterator):
   """Batches of sums that were not seen before; the position is the state of NumPy's generator."""
 
   has_cheap_state = True
+  handles_process_count = True  # the position is that of the global batch
 
   def __init__(self, cfg, layout, converter):
     self._lengths, self._converter = dict(cfg.task_feature_lengths), converter

@@ -102,7 +102,7 @@ def test_a_restart_with_other_numbers_of_processes_has_the_same_batches(tmp_path
     monkeypatch.setenv('RECORD', str(folder))
     command = runs.train(model_dir, f'--gin.TRAIN_STEPS={num_steps}')
     if num_processes > 1:
-      runs.run(command, num_processes)
+      assert 'position of process 0' not in runs.run(command, num_processes).output
     else:
       commands.run_all([(command, 0)])
     return _recorded(folder)

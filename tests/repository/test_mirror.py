@@ -131,7 +131,7 @@ def test_every_module_has_a_test():
 
 
 def test_every_folder_of_tests_is_one_of_the_package():
-  other = {'examples', 'golden', 'interop', 'mutation', 'repository'}
+  other = {'examples', 'golden', 'interop', 'multiprocess', 'mutation', 'repository'}
   folders = {str(path.parent.relative_to(_ROOT / 'tests')) for path in (_ROOT / 'tests').rglob('test_*.py')}
   strange = sorted(folder for folder in folders if folder.split('/')[0] not in other
                    and not (_ROOT / 't5x_lite' / folder).is_dir() and not (_ROOT / folder).is_dir())

@@ -332,6 +332,24 @@ def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.Datas
   run_facts['data'] = now
 
 
+def warn_of_process_count(start: StartingPoint, num_saved: int, batches: data.GlobalBatches) -> None:
+  """Warn if another number of processes saved the position in the data, and the source does not handle that.
+
+  Args:
+    start: the starting point.
+    num_saved: number of processes that saved their position.
+    batches: the training data.
+  """
+  now = jax.process_count()
+  if num_saved == now or batches.handles_process_count or not multihost.is_lead():
+    return
+  logging.getLogger(__name__).warning(
+      'The training data of %s has the positions of %d process(es), and this run has %d: all continue at the position '
+      'of process 0, so that examples may be repeated or omitted. Run with %d process(es) for the same data; a source '
+      'whose position does not depend on the number declares `handles_process_count = True`.',
+      start.description, num_saved, now, num_saved)
+
+
 def check_finite(start: StartingPoint, state: TrainState) -> None:
   """Raise if a restored state has NaN or infinite values.
 

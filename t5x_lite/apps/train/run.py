@@ -246,6 +246,7 @@ def train(
       start_lib.check_finite(start, trainer.step_state)
     has_position = restored is not None and restored.data_state is not None
     if has_position:
+      start_lib.warn_of_process_count(start, restored.num_data_processes, batches)
       batches.set_state(restored.data_state)
       opening.until(batches.open, 'restoring the position in the training data')
     elif start.resumes:

@@ -285,3 +285,12 @@ def test_custom_blocks_are_recorded_and_options_without_effect_are_not():
     model.module = model.module.clone(**{'position_encoding': t5.RELATIVE_POSITIONS, **fields})
     recorded = start_lib.layout_metadata(model)['network']
     assert recorded.get('custom_blocks') == custom and set(own) - set(recorded) == left_out
+
+
+@pytest.mark.parametrize('num_saved, handles, warns', [(1, False, False), (2, True, False), (2, False, True)])
+def test_another_number_of_processes_is_reported_unless_the_source_handles_it(num_saved, handles, warns, caplog):
+  start = start_lib.StartingPoint(path='runs/a/checkpoint_3', resumes=True)
+  start_lib.warn_of_process_count(start, num_saved, types.SimpleNamespace(handles_process_count=handles))
+  text = ('The training data of runs/a/checkpoint_3 (this run) has the positions of 2 process(es), and this run has 1: all '
+          'continue at the position of process 0, so that examples may be repeated or omitted.')
+  assert (text in caplog.text) == warns == bool(caplog.text)
