@@ -436,6 +436,18 @@ MUTANTS = (
         'if True:',
         'tests/apps/common/test_evaluations.py::test_each_evaluation_has_its_steps_data_and_metrics'),
     Mutant(
+        'evaluations_of_equal_shapes_have_equal_metrics',
+        't5x_lite/eval_steps.py',
+        'return None if metric_fns is None else tuple(map(id, metric_fns)), tree_utils',
+        'return None, tree_utils',
+        'tests/test_eval_steps.py::test_each_evaluation_has_its_metrics_and_equal_ones_share_a_program'),
+    Mutant(
+        'metric_functions_of_evaluations_are_traced_late',
+        't5x_lite/apps/common/parts.py',
+        '    if metric_fns is not None:\n',
+        '    if False:\n',
+        'tests/apps/common/test_evaluations.py::test_invalid_metric_functions_are_an_error_before_the_first_step'),
+    Mutant(
         'a_resumed_run_forgets_the_best_value',
         't5x_lite/apps/train/saves.py',
         "self._run_facts.get('best_metrics', ())",

@@ -13,6 +13,7 @@ import clu.values
 from t5x_lite import actions as actions_lib
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import models
 from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
@@ -36,12 +37,14 @@ class OpenEvaluation:
       `train_eval_dataset_cfg` and `infer_eval_dataset_cfg`.
     folder: folder of the results, the beginning of the names of its metrics.
     batches: batches by task name, of a teacher-forced evaluation.
+    metric_fns: metric functions of a teacher-forced evaluation; None for those of the model.
     evaluator: evaluator, of an evaluation by decoding.
   """
 
   name: str
   folder: str
   batches: Mapping[str, data.EvalBatches] = dataclasses.field(default_factory=dict)
+  metric_fns: Sequence[models.MetricFn] | None = None
   evaluator: evaluation.InferenceEvaluator | None = None
 
   @property
@@ -137,7 +140,7 @@ class RunEvaluations:
         continue
       batches_of = {each.task_of_run(task): batches for task, batches in each.batches.items()}
       with self._compiling():
-        trainer.compile_eval({name: batches.element_spec for name, batches in batches_of.items()})
+        trainer.compile_eval({name: batches.element_spec for name, batches in batches_of.items()}, each.metric_fns)
       found = trainer.eval({name: self._global_batches(name, batches) for name, batches in batches_of.items()})
       results = {task: found[each.task_of_run(task)] for task in each.batches}
       if each.name in self._mean_managers:
@@ -228,7 +231,7 @@ class RunEvaluations:
         if each.evaluator is not None:
           known[each.folder] = {task.name: evaluation.names_of_metrics(task) for task in each.evaluator.eval_tasks}
         else:
-          step_fn = self._trainer.partitioned_eval_step()
+          step_fn = self._trainer.eval_steps.make(each.metric_fns)
           known[each.folder] = {
               task: set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
               for task, batches in each.batches.items()}
