@@ -20,6 +20,7 @@ import jax
 
 import t5x_lite
 from t5x_lite import files
+from t5x_lite.configuration import mesh_rules
 from t5x_lite.errors import NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.runtime import goodput
 from t5x_lite.runtime.events import Event, read_events
@@ -79,7 +80,8 @@ class EventLog(contextlib.AbstractContextManager):
     for name in _LOGGERS:
       logging.getLogger(name).addHandler(self._handler)
     self.emit('start', host=socket.gethostname(), pid=os.getpid(), version=t5x_lite.__version__,
-              num_processes=jax.process_count(), command=shlex.join(sys.orig_argv))
+              num_processes=jax.process_count(), hardware=mesh_rules.detected_selector(),
+              command=shlex.join(sys.orig_argv))
     return self
 
   def __exit__(self, exc_type, error: BaseException | None, traceback) -> None:

@@ -454,6 +454,12 @@ MUTANTS = (
         '()',
         'tests/apps/common/test_evaluations.py::test_saving_when_a_metric_is_best'),
     Mutant(
+        'events_do_not_tell_the_hardware',
+        't5x_lite/runtime/event_log.py',
+        'hardware=mesh_rules.detected_selector()',
+        "hardware='cpu-1'",
+        'tests/apps/train/test_goodput.py::test_the_command_shows_the_goodput_and_calls_the_hook_of_a_gin_file'),
+    Mutant(
         'repeated_steps_count_as_goodput',
         't5x_lite/runtime/goodput.py',
         'while kept and kept[-1][0] > step:',

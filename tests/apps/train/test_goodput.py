@@ -74,4 +74,8 @@ def test_the_command_shows_the_goodput_and_calls_the_hook_of_a_gin_file(tmp_path
   assert status == 0
   line, = [line for line in capsys.readouterr().err.splitlines() if 'Time of the run ' in line]
   assert '% training steps, ' in line and '% compiling' in line
+  start, *others = runtime.read_events(tmp_path / 'run' / runtime.EVENTS_FILE)
+  assert start.kind == 'start' and 'start' not in {event.kind for event in others}
+  # Also without a selector of mesh rules the file tells the hardware.
+  assert start.details['hardware'] == 'cpu-8' and start.details['command']
   assert (tmp_path / 'hooked.jsonl').read_text() == (tmp_path / 'run' / runtime.EVENTS_FILE).read_text()
