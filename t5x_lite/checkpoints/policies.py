@@ -202,9 +202,13 @@ class AnySavePolicy:
 
   policies: Sequence[SavePolicy]
 
+  def due(self, step: int, point: SavePoint | None = None) -> list[SavePolicy]:
+    """Return the policies that save a step; see `SavePolicy.should_save`."""
+    return [policy for policy in self.policies if _is_true(policy, policy.should_save(step, point))]
+
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
-    return any(_is_true(policy, policy.should_save(step, point)) for policy in self.policies)
+    return bool(self.due(step, point))
 
   def next_step(self, step: int) -> int | None:
     """See `SavePolicy`."""

@@ -454,6 +454,18 @@ MUTANTS = (
         '()',
         'tests/apps/common/test_evaluations.py::test_saving_when_a_metric_is_best'),
     Mutant(
+        'the_log_names_one_reason_of_a_save',
+        't5x_lite/checkpoints/policies.py',
+        'for policy in self.policies if _is_true(policy, policy.should_save(step, point))]',
+        'for policy in self.policies if _is_true(policy, policy.should_save(step, point))][:1]',
+        'tests/apps/train/test_saves.py::test_each_save_has_one_line_with_all_its_reasons'),
+    Mutant(
+        'the_log_does_not_say_why_a_run_ended',
+        't5x_lite/apps/train/loop.py',
+        'reasons += reasons_to_end',
+        "reasons += ['stopped'] * bool(reasons_to_end)",
+        'tests/apps/train/test_saves.py::test_a_run_that_ends_early_says_why_it_saved'),
+    Mutant(
         'events_do_not_tell_the_hardware',
         't5x_lite/runtime/event_log.py',
         'hardware=mesh_rules.detected_selector()',

@@ -265,8 +265,7 @@ def train(
     last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
     manager = None
     if save_cfg is not None:
-      manager = stack.enter_context(checkpoints.CheckpointManager(
-          cfg.model_dir, save_cfg=save_cfg, on_commit=lambda step: events.emit('save_committed', checkpoint=step)))
+      manager = stack.enter_context(checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg))
 
     # Files: results after the starting point are deleted, since they will be written again.
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')
