@@ -49,5 +49,5 @@ def test_a_trainer_whose_step_does_not_take_them(tmp_path):
 
   trainer = test_trainer._trainer(trainer_cls=OwnTrainer)
   trainer.eval_steps.make()
-  with pytest.raises(ConfigError, match=r'^`OwnTrainer.partitioned_eval_step` must be a function of \(metric_fns\), got'):
+  with pytest.raises(ConfigError, match=r'^`OwnTrainer.partitioned_eval_step` must be a function of \(metric_fns\)'):
     trainer.eval_steps.make([largest_logit])

@@ -466,6 +466,27 @@ MUTANTS = (
         "reasons += ['stopped'] * bool(reasons_to_end)",
         'tests/apps/train/test_saves.py::test_a_run_that_ends_early_says_why_it_saved'),
     Mutant(
+        'hooks_are_called_with_the_lock_held',
+        't5x_lite/runtime/event_log.py',
+        '    try:\n      while (event := self._next_for_hooks()) is not None:\n        self._call(event)\n',
+        '    try:\n      while (event := self._next_for_hooks()) is not None:\n'
+        '        with self._lock:\n          self._call(event)\n',
+        'tests/runtime/test_event_log.py::test_a_hook_may_wait_for_a_thread_that_warns'),
+    Mutant(
+        'a_signal_during_the_hooks_of_the_start_kills',
+        't5x_lite/apps/train/run.py',
+        "signals = stack.enter_context(runtime.StopSignals('ending before the first step'))",
+        "signals = runtime.StopSignals('ending before the first step')",
+        'tests/apps/train/test_goodput.py::'
+        'test_a_signal_during_the_hooks_of_the_first_and_the_last_event_is_a_normal_stop'),
+    Mutant(
+        'each_thread_calls_the_hooks_of_its_events',
+        't5x_lite/runtime/event_log.py',
+        'if self._calling_thread is not None:',
+        'if False:',
+        'tests/runtime/test_event_log.py::'
+        'test_hooks_get_the_events_of_all_threads_one_at_a_time_and_in_order'),
+    Mutant(
         'events_do_not_tell_the_hardware',
         't5x_lite/runtime/event_log.py',
         'hardware=mesh_rules.detected_selector()',

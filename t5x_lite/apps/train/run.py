@@ -173,6 +173,8 @@ def train(
     progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
     stack.callback(progress.clear)
     stack.enter_context(progress.above_line())
+    # Before the events, so that signals during the hooks of the first and the last event stop the run as usual.
+    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     events = runtime.EventLog(
         os.path.join(cfg.model_dir, runtime.EVENTS_FILE), process=jax.process_index(), event_fns=cfg.event_hooks,
         log_fn=progress.log)
@@ -180,7 +182,6 @@ def train(
       stack.enter_context(events)
     watchdog = runtime.Watchdog(cfg.max_step_seconds, max_evaluation_seconds=cfg.max_evaluation_seconds,
                                 max_saving_seconds=cfg.max_saving_seconds, phase_fn=events.phase)
-    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
         f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.',
         signal=signals.name))

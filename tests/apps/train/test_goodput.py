@@ -51,6 +51,32 @@ def test_a_killed_run_tells_what_it_lost(tmp_path):
   assert total['step'] < sum(event.seconds.get('step', 0) for event in events)
 
 
+_STOPPED = """
+    import os, signal, sys
+    from t5x_lite import errors
+    from tests.apps.train import toy_run
+
+    def terminate(event):
+      print(event.kind, event.details.get('cause'), event.details.get('signal'))
+      if event.kind in ('start', 'stop'):
+        os.kill(os.getpid(), signal.SIGTERM if event.kind == 'start' else signal.SIGHUP)
+
+    try:
+      toy_run.train(sys.argv[1], 12, event_fns=terminate)
+    except errors.StoppedOnSignalError as error:
+      print(error)
+    """
+
+
+def test_a_signal_during_the_hooks_of_the_first_and_the_last_event_is_a_normal_stop(tmp_path):
+  with processes.start(_STOPPED, tmp_path / 'run', stderr=subprocess.DEVNULL) as process:
+    output, _ = process.communicate(timeout=120)
+  assert process.returncode == 0
+  *events, message = output.splitlines()
+  assert events[0] == 'start None None' and 'stop signal SIGTERM' in events
+  assert message.startswith('Stopped by SIGTERM before the first step')
+
+
 def hook(event):
   """Append an event to a file, for the gin file below."""
   with open(os.environ['T5X_LITE_TEST_EVENTS'], 'a', encoding='utf-8') as file:

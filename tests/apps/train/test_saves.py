@@ -1,4 +1,4 @@
-"""Saves of a run: the line of the log about each, with its reason. Failed and unsound saves: tests/test_non_finite.py."""
+"""The line of the log about each save. Failed and unsound saves: test_full_disk.py, tests/test_non_finite.py."""
 
 import os
 import re
@@ -17,7 +17,8 @@ from tests.apps.train import toy_run
 def _saved(capsys):
   """Return the (checkpoint, reasons) of the lines of the log."""
   lines = [line for line in capsys.readouterr().err.splitlines() if ' Saved ' in line]
-  found = [re.fullmatch(r'\[process 0\] step (\d+)  Saved checkpoint_(\d+) in \d+\.\d s: (.*)\.', line) for line in lines]
+  pattern = re.compile(r'\[process 0\] step (\d+)  Saved checkpoint_(\d+) in \d+\.\d s: (.*)\.')
+  found = list(map(pattern.fullmatch, lines))
   assert all(found), lines
   assert all(match[1] == match[2] for match in found)
   return [(int(match[1]), match[3]) for match in found]
@@ -45,7 +46,8 @@ class _Stop(BaseAction):
 
 
 def test_each_save_has_one_line_with_all_its_reasons(tmp_path, capsys):
-  policies = [checkpoints.AtSteps([0]), checkpoints.WhenBest('training_eval/letters/loss', 'min', from_step=6), _EvenSteps()]
+  best = checkpoints.WhenBest('training_eval/letters/loss', 'min', from_step=6)
+  policies = [checkpoints.AtSteps([0]), best, _EvenSteps()]
   _train(tmp_path, 10, policies, eval_period=6)
   assert _saved(capsys) == [
       (0, 'AtSteps'), (2, '_EvenSteps'), (4, 'EveryNSteps, _EvenSteps'), (6, 'WhenBest training_eval/letters/loss'),
