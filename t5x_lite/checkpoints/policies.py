@@ -148,6 +148,8 @@ class WhenBest:
 class EveryNMinutes:
   """Policy that saves at the first pause `minutes` after the last save; a run pauses after each training summary.
 
+  A save that failed counts, so that a full disk does not end the run by `max_failures_in_a_row` saves within minutes.
+
   Attributes:
     minutes: minutes between two saves.
     from_step: first step at which it applies.

@@ -454,6 +454,18 @@ MUTANTS = (
         '()',
         'tests/apps/common/test_evaluations.py::test_saving_when_a_metric_is_best'),
     Mutant(
+        'parameters_are_restored_in_another_dtype_than_the_steps',
+        't5x_lite/apps/train/run.py',
+        'if not start.is_new:',
+        'if False:',
+        'tests/apps/train/test_saves.py::test_restored_parameters_keep_the_dtype_of_the_training_step'),
+    Mutant(
+        'steps_after_the_end_of_the_run_are_not_warned_of',
+        't5x_lite/apps/common/plan.py',
+        'min(when.steps) > last_step',
+        'max(when.steps) > 2 * last_step',
+        'tests/apps/common/test_plan.py::test_steps_after_the_end_of_the_run_are_warned_of'),
+    Mutant(
         'the_log_names_one_reason_of_a_save',
         't5x_lite/checkpoints/policies.py',
         'for policy in self.policies if _is_true(policy, policy.should_save(step, point))]',

@@ -204,12 +204,15 @@ def train(
     num_epochs = cfg.train_dataset_cfg.num_epochs
     progress.step = first_step
     profiler.check(facts['start_step'], last_step)
+    plan_lib.warn_of_late_steps(cfg.whens, last_step)
 
     # Trainer: built from the state's shapes, so that everything is checked before anything is computed.
     trainer, initializer, init_rng = parts_lib.make_trainer(
         stack, cfg, run_data, random_seed=facts['random_seed'], summary_dir=None if cfg.dry_run else cfg.model_dir,
         first_step=first_step, last_step=last_step)
     state_shape = initializer.global_train_state_shape
+    if not start.is_new:
+      checkpoints.check_keeps_dtypes(state_shape.state_dict(), start.restore_cfg)
     start_lib.check_start(start, state_shape, cfg.model, applies_transforms=cfg.dry_run)
 
     def should_stop() -> bool:

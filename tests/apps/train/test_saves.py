@@ -1,4 +1,4 @@
-"""The line of the log about each save. Failed and unsound saves: test_full_disk.py, tests/test_non_finite.py."""
+"""Log of saves, and dtypes of a restore. Failed and unsound saves: test_full_disk.py, tests/test_non_finite.py."""
 
 import os
 import re
@@ -8,9 +8,10 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import optimizers
 from t5x_lite.actions import BaseAction
 from t5x_lite.checkpoints import manager
-from t5x_lite.errors import SaveError, StoppedOnSignalError
+from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError
 from tests.apps.train import toy_run
 
 
@@ -87,3 +88,16 @@ def test_a_failed_save_has_no_line(tmp_path, capsys, monkeypatch):
   with pytest.raises(SaveError, match='last save'):
     _train(tmp_path, 4)
   assert not _saved(capsys)
+
+
+@pytest.mark.parametrize('dtype, optimizer', [
+    ('bfloat16', None), ('float32', optimizers.with_update_options(optimizers.adamw(), param_dtype='bfloat16'))])
+def test_restored_parameters_keep_the_dtype_of_the_training_step(tmp_path, dtype, optimizer):
+  _train(tmp_path / 'first', 2)
+  options = {} if optimizer is None else {'model': toy_run.model(optimizer)}
+  restore = lambda dtype: checkpoints.RestoreCheckpointConfig(str(tmp_path / 'first'), dtype=dtype)
+  for dry_run in (True, False):
+    with pytest.raises(ConfigError, match=r'^`RestoreCheckpointConfig.dtype` must be None or .* in training, the dtype '
+                       f"of target/embedding, got '{dtype}'. Set it to None; "):
+      _train(tmp_path / 'second', 4, restore=restore(dtype), dry_run=dry_run, **options)
+  _train(tmp_path / 'second', 4, restore=restore(None), **options)
