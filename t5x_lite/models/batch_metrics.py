@@ -44,9 +44,9 @@ class CustomMetrics:
       is_valid = isinstance(found, Mapping) and all(map(metrics_lib.is_metric_obj, found.values()))
       if not is_valid or set(found) & set(metrics):
         raise errors.ConfigError(
-            f'The function {getattr(metric_fn, "__name__", repr(metric_fn))} of `{self.owner}.metric_fns` must return a '
-            'dict of clu.metrics.Metric, such as Average(total=..., count=...), with names that no other metric has, got '
-            f'{sorted(set(found) & set(metrics)) if is_valid else found!r}.')
+            f'The function {getattr(metric_fn, "__name__", repr(metric_fn))} of `{self.owner}.metric_fns` must return '
+            'a dict of clu.metrics.Metric, such as Average(total=..., count=...), with names that no other metric has, '
+            f'got {sorted(set(found) & set(metrics)) if is_valid else found!r}.')
       metrics = metrics | found
     return metrics
 

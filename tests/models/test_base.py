@@ -270,5 +270,5 @@ def test_other_metric_functions():
   assert names(model) - names(model.with_metric_fns([], 'Evaluation')) == {'one'}
   with pytest.raises(errors.ConfigError, match='of `Evaluation.metric_fns` must return a dict of clu'):
     names(model.with_metric_fns([lambda logits, batch: 1.0], 'Evaluation'))
-  with pytest.raises(errors.ConfigError, match='^`Evaluation.metric_fns` must be None for the model EncoderDecoderModel'):
+  with pytest.raises(errors.ConfigError, match='^`Evaluation.metric_fns` must be None for the model'):
     models.BaseModel.with_metric_fns(model, [count], 'Evaluation')

@@ -10,6 +10,12 @@ MUTANTS = (
         '',
         'tests/checkpoints/builders/test_reading.py::test_invalid_options'),
     Mutant(
+        'assignment_maps_of_builders_are_not_checked',
+        't5x_lite/checkpoints/builders/reading.py',
+        ', assignment_map=base.ASSIGNMENT_MAP)',
+        ')',
+        'tests/checkpoints/builders/test_reading.py::test_invalid_options'),
+    Mutant(
         'paths_of_subtrees_may_have_empty_parts',
         't5x_lite/checkpoints/builders/reading.py',
         "(not prefix or all(prefix.split('/')))",

@@ -485,6 +485,12 @@ MUTANTS = (
         '        with self._lock:\n          self._call(event)\n',
         'tests/runtime/test_event_log.py::test_a_hook_may_wait_for_a_thread_that_warns'),
     Mutant(
+        'a_run_ends_before_its_hooks',
+        't5x_lite/runtime/event_log.py',
+        'self._hooks_returned.wait_for(',
+        'bool(',
+        'tests/runtime/test_event_log.py::test_leaving_waits_for_hooks_in_another_thread'),
+    Mutant(
         'a_signal_during_the_hooks_of_the_start_kills',
         't5x_lite/apps/train/run.py',
         "signals = stack.enter_context(runtime.StopSignals('ending before the first step'))",

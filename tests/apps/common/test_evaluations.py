@@ -362,7 +362,7 @@ def test_an_evaluation_by_name_selects_and_stops(tmp_path):
     (lambda: ['x'], 'evaluations` must be a list of Evaluations'),
     (lambda: _named()[0], 'evaluations` must be a list of Evaluations'),
     (lambda: [dataclasses.replace(_named()[0], when=evaluation.When(from_step=3))], 'Evaluation.when` must be a When'),
-    (lambda: [dataclasses.replace(_named()[0], metric_fns=_count)], 'Evaluation.metric_fns` must be a list of functions'),
+    (lambda: [dataclasses.replace(_named()[0], metric_fns=_count)], 'Evaluation.metric_fns` must be a list of funct'),
     (lambda: [dataclasses.replace(_named()[1], metric_fns=[_count])], 'Set InferenceEvalConfig.metric_fns.'),
     (lambda: [dataclasses.replace(_named()[0], dataset_cfg=toy_run.dataset('train', batch_size=3))], '3 rows')])
 def test_invalid_evaluations(tmp_path, evaluations, fragment):
@@ -386,8 +386,8 @@ def test_a_teacher_forced_evaluation_chooses_its_metrics(whole, tmp_path):
   lines, usual = toy_run.lines(tmp_path), toy_run.lines(whole)
   rows = lines['training_eval/own/letters']
   assert [row['step'] for row in rows] == [6, 12] and rows[0]['largest_logit'] < rows[1]['largest_logit']
-  assert [{**row, 'largest_logit': rows[i]['largest_logit']} for i, row in enumerate(usual['training_eval/letters'])] == (
-      rows)
+  without = [{name: value for name, value in row.items() if name != 'largest_logit'} for row in rows]
+  assert without == usual['training_eval/letters']
   assert lines['training_eval/letters'] == usual['training_eval/letters']
   assert checkpoints.all_steps(tmp_path) == [6, 12]
   metrics = checkpoints.read_manifest(tmp_path / 'checkpoint_12').metrics
@@ -418,8 +418,9 @@ def test_metric_functions_of_evaluations_by_command(tmp_path, monkeypatch, capsy
   for name, shown in re.findall(r'`(confidence.\w+)`:\n\n```\w+\n(.*?)```', page, re.DOTALL):
     (tmp_path / name).write_text(shown)
   flags = ['--gin_file=recipes/keyword_cloze.gin', f'--gin_file={tmp_path}/confidence.gin', *(
-      f'--gin.{binding}' for binding in [*cloze_run.bindings({'inputs': 64, 'targets': 16}), f'MODEL_DIR={tmp_path}/run',
-                                         'BATCH_SIZE=8', 'TRAIN_STEPS=2', 'EVAL_STEPS=1'])]
+      f'--gin.{binding}' for binding in [
+          *cloze_run.bindings({'inputs': 64, 'targets': 16}), f'MODEL_DIR={tmp_path}/run', 'BATCH_SIZE=8',
+          'TRAIN_STEPS=2', 'EVAL_STEPS=1'])]
   assert cli.main(['train', *flags, '--dry_run']) == 0
   assert cli.main(['precompile', *flags]) == 0
   assert 'evaluation step (sure/python_keyword_cloze)' in capsys.readouterr().out
