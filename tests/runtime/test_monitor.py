@@ -114,6 +114,13 @@ def test_a_silent_process_ends_the_others_with_a_status_to_restart_on(capfd):
   assert err.count('Rerun the command on all machines') == 2
 
 
+def test_a_process_that_was_taken_for_lost_ends_too(capfd):
+  with running(2) as cluster:
+    cluster.monitors[1]._send_beat = lambda: None  # stopped, and later continued
+    assert cluster.ended(0, 1) == {0: 75, 1: 75}
+  assert '[process 1] ends because process 1 has given no sign of life' in capfd.readouterr().err
+
+
 def test_a_process_that_never_begins_is_missed():
   cluster = Cluster(3)
   in_threads([cluster.monitors[i].start for i in (0, 2)])
