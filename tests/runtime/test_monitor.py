@@ -116,7 +116,8 @@ def test_a_silent_process_ends_the_others_with_a_status_to_restart_on(capfd):
 
 def test_a_process_that_was_taken_for_lost_ends_too(capfd):
   with running(2) as cluster:
-    cluster.monitors[1]._send_beat = lambda: None  # stopped, and later continued
+    late = cluster.monitors[1]  # it hears the others, and they do not hear it in time
+    late._send_beat = lambda: setattr(late, '_contact_at', time.monotonic())
     assert cluster.ended(0, 1) == {0: 75, 1: 75}
   assert '[process 1] ends because process 1 has given no sign of life' in capfd.readouterr().err
 
