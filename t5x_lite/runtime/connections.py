@@ -42,7 +42,7 @@ def refuses_connections(address: str) -> bool:
 def is_connection_error(error: BaseException) -> bool:
   """Return whether an error may be that of another process: one of the runtime about a connection."""
   names = {cls.__name__ for cls in type(error).__mro__}
-  is_of_runtime = bool(names & {'JaxRuntimeError', 'XlaRuntimeError'}) or isinstance(error, ValueError)
+  is_of_runtime = bool(names & {'JaxRuntimeError', 'XlaRuntimeError'}) or type(error) is ValueError
   return is_of_runtime and _BROKEN.search(str(error)) is not None
 
 

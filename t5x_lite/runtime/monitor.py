@@ -235,12 +235,12 @@ class Monitor:
   def say(self) -> None:
     """Print once why this process ends, if another one has failed."""
     with self._lock:
-      if self._has_said or self._failure is None or self._failure.process == self.process:
+      failure = self._failure
+      if self._has_said or failure is None or (failure.process == self.process and failure.error):
         return
       self._has_said = True
-    more = ('Its output has the whole message' if self._failure.error else
-            'Rerun the command on all machines to resume')
-    text = f'{self._name}: [process {self.process}] ends because {self._failure}. {more}.\n'
+    more = 'Its output has the whole message' if failure.error else 'Rerun the command on all machines to resume'
+    text = f'{self._name}: [process {self.process}] ends because {failure}. {more}.\n'
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
 
@@ -270,7 +270,8 @@ class Monitor:
         return
       self._failure = failure
     self._has_failed.set()
-    if failure.process != self.process:
+    # A process that reports its own error ends by itself; one that was taken for lost does not know.
+    if failure.process != self.process or not failure.error:
       threading.Thread(target=self._end_after_grace, name='t5x_lite-monitor-end', daemon=True).start()
 
   def _end_after_grace(self) -> None:

@@ -9,9 +9,14 @@ _LAUNCH, _LAUNCH_TEST = 't5x_lite/apps/launch/run.py', 'tests/apps/launch/test_r
 MUTANTS = (
     Mutant(
         'a_failure_does_not_end_the_others', _MONITOR,
-        '    if failure.process != self.process:\n      threading.Thread',
-        '    if failure.process != self.process and not failure.error:\n      threading.Thread',
+        'if failure.process != self.process or not failure.error:\n',
+        'if not failure.error:\n',
         _MONITOR_TEST + 'test_an_error_ends_all_processes_with_its_status_and_name'),
+    Mutant(
+        'a_process_that_was_taken_for_lost_goes_on', _MONITOR,
+        'if failure.process != self.process or not failure.error:\n',
+        'if failure.process != self.process:\n',
+        _MONITOR_TEST + 'test_a_process_that_was_taken_for_lost_ends_too'),
     Mutant(
         'the_last_failure_counts', _MONITOR,
         '      if self._failure is not None:\n        return\n',

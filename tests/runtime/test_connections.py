@@ -9,7 +9,7 @@ import time
 import jax
 import pytest
 
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import DataError
 from t5x_lite.runtime import connections
 
 
@@ -23,7 +23,7 @@ from t5x_lite.runtime import connections
 ])
 def test_errors_of_connections_are_known(error, expected):
   assert connections.is_connection_error(error) is expected
-  assert not connections.is_connection_error(ConfigError('heads must divide'))
+  assert not connections.is_connection_error(DataError('UNAVAILABLE: the storage'))
 
 
 def test_a_port_without_a_program_refuses():

@@ -94,10 +94,12 @@ def test_the_first_of_several_errors_counts():
     failures = in_threads([lambda m=m: m.report(KeyError(str(m.process)), m.process + 10) for m in cluster.monitors])
     assert len(set(failures)) == 1
     assert failures[0].status == failures[0].process + 10
-    # The others are news too, and change nothing.
-    assert len([key for key in cluster.store.values if 'news' in key]) > 1
-    assert set(cluster.ended(*{0, 1, 2, 3} - {failures[0].process}).values()) == {failures[0].status}
-    assert {monitor.failure for monitor in cluster.monitors} == {failures[0]}
+  with running(3) as cluster:
+    for process in (2, 0, 1):  # all have failed before they hear of each other
+      cluster.monitors[process]._post('failed', process=process, status=process + 10, error='x')
+    cluster.monitors[2].leave(12)
+    assert cluster.ended(0, 1) == {0: 12, 1: 12}
+    assert {monitor.failure.process for monitor in cluster.monitors} == {2}
 
 
 def test_a_silent_process_ends_the_others_with_a_status_to_restart_on(capfd):
@@ -110,6 +112,14 @@ def test_a_silent_process_ends_the_others_with_a_status_to_restart_on(capfd):
   err = capfd.readouterr().err
   assert err.count("process 1 has given no sign of life for 1 s, the last after step 7 in the phase 'step'") == 2
   assert err.count('Rerun the command on all machines') == 2
+
+
+def test_a_process_that_was_taken_for_lost_ends_too(capfd):
+  with running(2) as cluster:
+    late = cluster.monitors[1]  # it hears the others, and they do not hear it in time
+    late._send_beat = lambda: setattr(late, '_contact_at', time.monotonic())
+    assert cluster.ended(0, 1) == {0: 75, 1: 75}
+  assert '[process 1] ends because process 1 has given no sign of life' in capfd.readouterr().err
 
 
 def test_a_process_that_never_begins_is_missed():

@@ -173,13 +173,14 @@ def train(
     progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
     stack.callback(progress.clear)
     stack.enter_context(progress.above_line())
+    # Before the events, so that signals during the hooks of the first and the last event stop the run as usual.
+    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     events = runtime.EventLog(
         os.path.join(cfg.model_dir, runtime.EVENTS_FILE), process=jax.process_index(), event_fns=cfg.event_hooks,
         log_fn=progress.log)
     if not cfg.dry_run:
       stack.enter_context(events)
     watchdog = _make_watchdog(cfg, events)
-    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
         f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.',
         signal=signals.name))
@@ -202,12 +203,15 @@ def train(
     num_epochs = cfg.train_dataset_cfg.num_epochs
     progress.step = first_step
     profiler.check(facts['start_step'], last_step)
+    plan_lib.warn_of_late_steps(cfg.whens, last_step)
 
     # Trainer: built from the state's shapes, so that everything is checked before anything is computed.
     trainer, initializer, init_rng = parts_lib.make_trainer(
         stack, cfg, run_data, random_seed=facts['random_seed'], summary_dir=None if cfg.dry_run else cfg.model_dir,
         first_step=first_step, last_step=last_step)
     state_shape = initializer.global_train_state_shape
+    if not start.is_new:
+      checkpoints.check_keeps_dtypes(state_shape.state_dict(), start.restore_cfg)
     start_lib.check_start(start, state_shape, cfg.model, applies_transforms=cfg.dry_run)
 
     def on_wait() -> None:
@@ -261,8 +265,7 @@ def train(
     last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
     manager = None
     if save_cfg is not None:
-      manager = stack.enter_context(checkpoints.CheckpointManager(
-          cfg.model_dir, save_cfg=save_cfg, on_commit=lambda step: events.emit('save_committed', checkpoint=step)))
+      manager = stack.enter_context(checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg))
 
     # Files: results after the starting point are deleted, since they will be written again.
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')
