@@ -4,6 +4,7 @@ The answer comes from flags, else from environment variables, which `t5x_lite la
 of SLURM, Open MPI, Kubernetes and TPU pods.
 """
 
+import atexit
 from collections.abc import Iterator, Mapping
 import contextlib
 import ctypes
@@ -15,7 +16,9 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
+import types
 from typing import Any
 import warnings
 
@@ -133,6 +136,7 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   connections.hold_aborts()
   monitor.start()
   monitor_lib.set_current_monitor(monitor)
+  _end_with_program(monitor)
   if place.index == 0:
     logging.getLogger(__name__).info('%d processes (%s), which meet at %s.', place.count, place.origin, place.address)
   return monitor
@@ -301,6 +305,29 @@ def _interrupt_on_signals() -> None:
   for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_DFL:
       signal.signal(number, handle)
+
+
+def _end_with_program(monitor: monitor_lib.Monitor) -> None:
+  """Report the exception that ends the program, and wait for the other processes at its end.
+
+  The monitor's threads must not run when Python finalizes, which would abort the process.
+  """
+  print_exception = sys.excepthook
+
+  def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    print_exception(kind, error, trace)
+    if not (isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed):
+      monitor.report(error, int(getattr(error, 'exit_code', ExitCode.ERROR)))
+
+  def end() -> None:
+    if monitor.failure is not None:
+      monitor.leave(monitor.failure.status)
+    if monitor.finish():
+      import jax
+      jax.distributed.shutdown()
+
+  sys.excepthook = report
+  atexit.register(end)
 
 
 def _end_with_launcher() -> None:

@@ -5,7 +5,19 @@ from tests.mutation.mutant import Mutant
 _MONITOR, _MONITOR_TEST = 't5x_lite/runtime/monitor.py', 'tests/runtime/test_monitor.py::'
 
 
+_CLUSTER, _CLUSTER_TEST = 't5x_lite/runtime/cluster.py', 'tests/runtime/test_cluster.py::'
+
 MUTANTS = (
+    Mutant(
+        'the_exception_of_a_program_is_not_reported', _CLUSTER,
+        '  sys.excepthook = report\n',
+        '',
+        _CLUSTER_TEST + 'test_programs_of_users_end_together[raise]'),
+    Mutant(
+        'a_program_does_not_end_its_monitor', _CLUSTER,
+        '  atexit.register(end)\n',
+        '',
+        _CLUSTER_TEST + 'test_programs_of_users_end_together[end]'),
     Mutant(
         'another_number_of_processes_is_not_reported',
         't5x_lite/apps/common/start.py',

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -13,6 +15,7 @@ from t5x_lite.errors import ClusterError, ConfigError
 from t5x_lite.runtime import cluster
 from t5x_lite.runtime.cluster import ClusterConfig, Place
 
+_ROOT = pathlib.Path(__file__).parents[2]
 _SLURM = {'SLURM_JOB_ID': '4100', 'SLURM_STEP_NODELIST': 'node[07-08],node12', 'SLURM_NTASKS': '6', 'SLURM_PROCID': '3',
           'SLURM_LOCALID': '1'}
 # Port of JAX's detector for this job.
@@ -117,6 +120,33 @@ def test_a_task_that_sees_less_than_its_share_is_reported(monkeypatch, caplog, e
   cluster._check_share(_find(monkeypatch, _SLURM | environment))
   messages = [record.getMessage() for record in caplog.records]
   assert [warned in message and '--ntasks-per-node=8' in message for message in messages] == [True] * bool(warned)
+
+
+_PROGRAM = '''
+import sys, time
+from t5x_lite import runtime
+monitor = runtime.join(runtime.ClusterConfig())
+if monitor.process == 1 and sys.argv[1] == 'raise':
+  raise ValueError('of process 1')
+time.sleep(60 if sys.argv[1] == 'raise' else monitor.process)
+print('the end of', monitor.process)
+'''
+
+
+@pytest.mark.parametrize('what', ['end', 'raise'])
+def test_programs_of_users_end_together(what):
+  env = {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'}
+  launch = [sys.executable, '-m', 't5x_lite', 'launch', '-n', '2', '--', sys.executable, '-c', _PROGRAM, what]
+  started = time.monotonic()
+  done = subprocess.run(launch, cwd=_ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120)
+  output = done.stdout + done.stderr
+  assert 'terminate called' not in output and 'FATAL' not in output, output
+  if what == 'end':
+    assert done.returncode == 0 and 'the end of 0' in output and 'the end of 1' in output, output
+  else:
+    assert done.returncode == 1 and time.monotonic() - started < 50, output
+    assert output.count('Traceback') == 1, output
+    assert '[process 0] ends because process 1 failed: ValueError: of process 1' in output, output
 
 
 def test_one_process_joins_nothing(monkeypatch):
