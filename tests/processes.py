@@ -1,13 +1,11 @@
-"""Python programs in processes: one alone, or several of one JAX computation, each with its own virtual CPU devices."""
+"""Python programs in processes: one alone, or several of one cluster, each with its own virtual CPU devices."""
 
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import textwrap
-import time
 from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -19,45 +17,27 @@ def xla_flags(num_devices: int) -> str:
   return re.sub(r'(device_count)=\d+', rf'\1={num_devices}', os.environ['XLA_FLAGS'])
 
 
-def run(program: str, folder: pathlib.Path, *arguments: object, num_devices: int, num_processes: int = 2) -> list[str]:
-  """Runs `program` in every process, and checks that all end well and say 'process <i> is done'.
+def run(program: str, *arguments: object, num_devices: int, num_processes: int = 2, status: int = 0) -> list[str]:
+  """Runs `program` in every process, by `t5x_lite launch`, and checks its status.
 
   Args:
-    program: Python; its arguments are the number of the process, a free port, and `arguments`.
-    folder: where its output is kept meanwhile.
-    *arguments: further ones.
+    program: Python, which calls `runtime.join`; may be indented.
+    *arguments: its arguments.
     num_devices: of a process.
     num_processes: how many.
+    status: the expected status.
 
   Returns:
-    What each has written.
+    What each has written, with '[process <i>] ' before each line.
   """
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
-  env = os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(num_devices)}
-  logs = [folder / f'log_{i}' for i in range(num_processes)]
-  processes = []
-  deadline = time.monotonic() + _SECONDS
-  try:
-    for i, log in enumerate(logs):
-      with open(log, 'w') as f:
-        processes.append(subprocess.Popen(
-            [sys.executable, '-c', textwrap.dedent(program), str(i), str(port), *map(str, arguments)],
-            cwd=_ROOT, env=env, stdout=f, stderr=f))
-    # When one fails, the others wait for it in some collective: they are not waited for.
-    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-      assert time.monotonic() < deadline, [log.read_text()[-3000:] for log in logs]
-      time.sleep(0.1)
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
-  outputs = [log.read_text() for log in logs]
-  for i, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-    assert process.returncode == 0, [output[-3000:] for output in outputs]
-    assert f'process {i} is done' in output, output[-3000:]
-  return outputs
+  command = [sys.executable, '-m', 't5x_lite', 'launch', '-n', str(num_processes),
+             f'--devices_per_process={num_devices}', '--', sys.executable, '-c', textwrap.dedent(program),
+             *map(str, arguments)]
+  done = subprocess.run(command, cwd=_ROOT, env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
+                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS)
+  assert done.returncode == status, done.stdout[-5000:]
+  lines = done.stdout.splitlines(keepends=True)
+  return [''.join(line for line in lines if line.startswith(f'[process {i}] ')) for i in range(num_processes)]
 
 
 def start(program: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:

@@ -3,11 +3,9 @@
 from tests import processes
 
 _PROGRAM = '''
-    import sys
     import jax
-    process, port = int(sys.argv[1]), sys.argv[2]
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+    from t5x_lite import runtime
+    process = runtime.join(runtime.ClusterConfig()).process
 
     import numpy as np
     from moe import partitioner as moe_partitioner
@@ -34,9 +32,8 @@ _PROGRAM = '''
       np.testing.assert_array_equal(loaded[np.argsort(loaded[:, 0])], batch)
       assert scattered[-1] == (loaded != batch).any()
     assert scattered == [False, False, True, False], scattered
-    print('process', process, 'is done')
 '''
 
 
 def test_rows_of_two_processes(tmp_path):
-  processes.run(_PROGRAM, tmp_path, num_devices=4)
+  processes.run(_PROGRAM, num_devices=4)

@@ -7,10 +7,8 @@ from tests.apps.infer import toy_infer
 
 _PROGRAM = '''
     import sys
-    import jax
-    process, port, source, checkpoint, out = int(sys.argv[1]), *sys.argv[2:]
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+    from t5x_lite import runtime
+    process, source, checkpoint, out = runtime.join(runtime.ClusterConfig()).process, *sys.argv[1:]
     from t5x_lite import errors
     from tests.apps.infer import toy_infer
 
@@ -28,7 +26,6 @@ _PROGRAM = '''
     paths = toy_infer.infer(cfg, checkpoint, out)
     assert bool(paths) == (process == 0)
     assert toy_infer.infer(cfg, checkpoint, out) == paths
-    print('process', process, 'is done')
 '''
 
 
@@ -39,7 +36,7 @@ def test_two_processes_equal_one(tmp_path):
   (one,) = toy_infer.infer(toy_infer.text_cfg(source), checkpoint, tmp_path / 'one')
   out.mkdir()
   (out / 'taken').write_text('mine')
-  outputs = processes.run(_PROGRAM, tmp_path, source, checkpoint, out, num_devices=1)
+  outputs = processes.run(_PROGRAM, source, checkpoint, out, num_devices=1)
   assert 'Results are in' in outputs[0] and 'Results are in' not in outputs[1]
   assert (out / pathlib.Path(one).name).read_bytes() == pathlib.Path(one).read_bytes()
   assert (out / 'taken').read_text() == 'mine'

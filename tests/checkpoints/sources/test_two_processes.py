@@ -14,9 +14,8 @@ from tests.networks import network_cases
 PROGRAM = '''
     import pathlib, sys
     import jax
-    process, port, directory = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+    from t5x_lite import runtime
+    process, directory = runtime.join(runtime.ClusterConfig()).process, pathlib.Path(sys.argv[1])
 
     import numpy as np
     from t5x_lite import checkpoints, errors, optimizers, partitioning, tree_utils
@@ -46,10 +45,9 @@ PROGRAM = '''
       assert num_divided > 40, num_divided
     try:
       checkpoints.load(directory / 'damaged')
-      raise SystemExit('no error')
+      raise AssertionError('no error')
     except errors.CheckpointDamagedError as e:
       assert 'is missing' in str(e), e
-    print('process', process, 'is done')
 '''
 
 
@@ -61,4 +59,4 @@ def test_two_processes(tmp_path):
   params = tree_utils.flatten_dict(network_cases.golden_params(samples.NAME))
   hugging_face.write_folder(tmp_path / 'hugging_face', hugging_face.Architecture.from_shapes(params),
                             hugging_face.FAMILIES['t5_1_1'], params.__getitem__)
-  processes.run(PROGRAM, tmp_path, tmp_path, num_devices=2)
+  processes.run(PROGRAM, tmp_path, num_devices=2)
