@@ -35,6 +35,16 @@ def test_tensor_parallelism_divides_the_memory_per_device(capsys):
   assert '64 x 128' in row and '64 x 32' in row and 'mlp->model' in row
 
 
+@pytest.mark.parametrize('ici_mesh_shape', ['(1, 2, 2)', '[1, 2, 2]'])
+def test_slices(capsys, ici_mesh_shape):
+  status, out, err = _explain(
+      capsys, '--gin_file=recipes/keyword_cloze.gin', '--gin_file=partitioning/tensor_parallel.gin',
+      f'--gin.partitioning.PjitPartitioner.ici_mesh_shape={ici_mesh_shape}',
+      '--gin.partitioning.PjitPartitioner.dcn_mesh_shape=(2, 1, 1)')
+  assert (status, err) == (0, '')
+  assert out.startswith('Mesh   replica=2 x data=2 x model=2: 8 cpu device(s)')
+
+
 @pytest.mark.parametrize('flags, fragments', [
     (['--gin.NUM_PARTITIONS=3'], ['got 3']),
     (['--gin.NUM_PARTITIONS=8'], ['heads', '4']),
