@@ -24,6 +24,7 @@ from t5x_lite import checks
 from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import mesh as mesh_lib
+from t5x_lite.partitioning import partitioner as partitioner_lib
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.types import LogicalAxisRules, PyTree
@@ -64,7 +65,8 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
                backend: str | None = None,
                ici_mesh_shape: Sequence[int] | None = None,
                dcn_mesh_shape: Sequence[int] | None = None,
-               mesh: Mesh | None = None):
+               mesh: Mesh | None = None,
+               max_replicated_size: int = partitioner_lib.MAX_REPLICATED_SIZE):
     """Configure mesh and rules.
 
     Args:
@@ -89,6 +91,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       dcn_mesh_shape: (replica, data, model) extents of the mesh over slices; requires `ici_mesh_shape`.
       mesh: the mesh itself, instead of the other arguments: with the axes (`data`, `model`) in the first form and
         (`data`, `expert`, `model`) in the second, and optionally `replica`.
+      max_replicated_size: see `PjitPartitioner`.
 
     Raises:
       ConfigError: not exactly one of `num_experts` and `num_expert_partitions` is set, not exactly one of
@@ -108,7 +111,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
             "a function from a name to True or False, such as moe.match_fn('.*expert.*/kernel/v_.*'),",
             callable).or_none())
     super().__init__(num_partitions, model_parallel_submesh, params_on_devices, backend, ici_mesh_shape,
-                     dcn_mesh_shape, logical_axis_rules, mesh=mesh)
+                     dcn_mesh_shape, logical_axis_rules, mesh=mesh, max_replicated_size=max_replicated_size)
     self._num_experts = num_experts
     self._num_expert_partitions = num_expert_partitions
     self._experts_per_layer = experts_per_layer

@@ -11,6 +11,7 @@ from moe.partitioner import MoePjitPartitioner
 from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import mesh as core_mesh_lib
+from tests.partitioning import explain_cases
 from tests.partitioning import test_mesh as topologies
 from tests.partitioning.fake_pods import use_devices
 
@@ -145,6 +146,17 @@ def test_the_devices_of_the_platform_count():
     assert not partitioner.two_data_axes and dict(partitioner.mesh.shape) == {'data': 2, 'model': 1}
     assert MoePjitPartitioner(4, 1).two_data_axes
     assert MoePjitPartitioner(1, 1, backend='other').mesh.devices.tolist() == [devices[:2]]
+
+
+def test_the_size_up_to_which_parameters_are_replicated():
+  shapes = jax.eval_shape(lambda: explain_cases.make_state(mutables=False, layers_0={
+      'mlp': {'wi': np.ones([16, 30], np.float32)}, 'norm': np.ones([16], np.float32)}))
+  options = {'num_expert_partitions': 2, 'num_partitions': 4,
+             'logical_axis_rules': rules_lib.head_logical_axis_rules(1)}
+  specs = MoePjitPartitioner(**options).get_mesh_axes(shapes)
+  assert specs._optimizer.target['layers_0']['mlp']['wi'] == P(None, None)
+  with pytest.raises(ConfigError, match='layers_0/mlp/wi: dim 1 .*must be a multiple of 4'):
+    MoePjitPartitioner(**options, max_replicated_size=0).get_mesh_axes(shapes)
 
 
 def test_two_data_axes_replace_the_arguments_of_the_model_axis():

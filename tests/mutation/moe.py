@@ -22,6 +22,12 @@ MUTANTS = (
         'self._num_experts is None or self._ici_mesh_shape is not None',
         'tests/moe/test_mesh.py::test_given_meshes'),
     Mutant(
+        'sparse_models_ignore_the_replicated_size',
+        'moe/partitioner.py',
+        ', max_replicated_size=max_replicated_size)',
+        ')',
+        'tests/moe/test_mesh.py::test_the_size_up_to_which_parameters_are_replicated'),
+    Mutant(
         'devices_of_the_default_platform_count',
         'moe/rules.py',
         'len(mesh_lib.devices_of(backend))',
