@@ -277,7 +277,7 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
     if section == 'parameters':
       parameters[name] = row
     if row.is_indivisible:
-      # What belongs to a parameter is replicated where the parameter is, even if it is larger.
+      # An array of a parameter's state is replicated where the parameter is, even if it is larger.
       parameter = _split_slot(name, parameters)[1] if section == 'optimizer state' else name
       belongs = section in ('optimizer state', 'parameter average') and parameter in parameters
       _check_size(title, row, parameters[parameter].shape if belongs else row.shape, mesh, max_replicated_size)
@@ -336,7 +336,7 @@ def _check_size(title: str, row: ShardingRow, shape: Sequence[int], mesh: Mesh, 
 
 
 def _dividing_axis(size: int, entry: rules_lib.MeshAxis, mesh: Mesh) -> str | None:
-  """Return the mesh axis of `entry` with the most devices that divides `size`; None if there is none."""
+  """Return the largest mesh axis of `entry` that divides `size`, or None."""
   fitting = [axis for axis in rules_lib.axes_of(entry) if size % mesh.shape[axis] == 0 and mesh.shape[axis] > 1]
   return max(fitting, key=lambda axis: mesh.shape[axis], default=None)
 
