@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import types
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 import warnings
 
 import t5x_lite
@@ -26,7 +26,7 @@ from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
-from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
+from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError, did_you_mean
 
 # Third-party packages with log lines at start-up that users do not need; errors are still shown.
 _NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorboardX', 'tensorflow',
@@ -47,8 +47,9 @@ a first run, from files of t5x_lite:
   t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
 exit status: 0 done, 2 invalid configuration or input, 3 stopped on a non-finite number, 4 no progress for too long, 5
-another run uses the directory, 74 a checkpoint or another file could not be saved, 75 saved on a signal (rerun the
-command to resume), 1 an exception in code: in yours if the message says so, in t5x_lite if there is a traceback.
+another run uses the directory, 74 a checkpoint or another file could not be saved, 75 saved on a signal or another
+process was lost (rerun the command to resume), 1 an exception in code: in yours if the message says so, in t5x_lite if
+there is a traceback.
 """
 
 
@@ -104,14 +105,49 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
         status = int(_run(argv, program))
       if sys.stdout is not None:
         sys.stdout.flush()  # A result that cannot be written is an error.
-    except KeyboardInterrupt:
-      print(f'{program.name}: interrupted.', file=sys.stderr)
+    except KeyboardInterrupt as error:
       status = 130  # The status that shells report after SIGINT.
+      if _is_first_failure(error, status):
+        print(f'{program.name}: interrupted.', file=sys.stderr)
     except Exception as error:
       status = _report(error, argv, program)
       if status is None:
         raise
     return status
+
+
+def _monitor() -> Any:
+  """Return the monitor of a process that is not alone, without importing JAX in others."""
+  module = sys.modules.get('t5x_lite.runtime.monitor')
+  return module and module.current_monitor()
+
+
+def _is_first_failure(error: BaseException, status: int) -> bool:
+  """Return whether to print an error; if another process has failed before, print that instead."""
+  monitor = _monitor()
+  if monitor is None or (isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed):
+    return monitor is None or monitor.process == 0
+  if monitor.report(error, status).process == monitor.process:
+    return True
+  monitor.say()
+  return False
+
+
+def _end_cluster(status: int) -> None:
+  """Wait for the other processes of a run, or end with them if one has failed."""
+  monitor = _monitor()
+  if monitor is None:
+    return
+  if monitor.failure is not None:
+    monitor.leave(monitor.failure.status)
+  try:
+    all_are_there = monitor.finish()
+  except (KeyboardInterrupt, StoppedOnSignalError):  # Everything is done, and nobody needs to be waited for.
+    all_are_there = False
+  if not all_are_there:
+    monitor.leave(status)
+  import jax
+  jax.distributed.shutdown()
 
 
 @contextlib.contextmanager
@@ -162,6 +198,7 @@ def run_program(may_restart: bool = False) -> NoReturn:
   except Exception:  # An error of this package's code.
     traceback.print_exc()
     status = 1
+  _end_cluster(status)
   # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
   # else is closed.
   if any(thread.name.startswith(('t5x_lite-data', 't5x_lite-compilation')) for thread in threading.enumerate()):
@@ -179,11 +216,17 @@ def _report(error: Exception, argv: Sequence[str], program: Program) -> int | No
     return int(ExitCode.OK)
   from t5x_lite import cli_errors
   report = cli_errors.report(error, _own_paths(program))
+  if not _is_first_failure(error, int(report.exit_code if report else ExitCode.ERROR)):
+    if '--debug' in argv:
+      traceback.print_exc()
+    return int(report.exit_code if report else ExitCode.ERROR)
   if report is None:
     return None
   if '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0'):
     traceback.print_exc()
-  print(f'{program.name}: {report.message}', file=sys.stderr)
+  monitor = _monitor()
+  where = '' if monitor is None else f'[process {monitor.process}] '
+  print(f'{program.name}: {where}{report.message}', file=sys.stderr)
   return int(report.exit_code)
 
 
@@ -233,9 +276,16 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   """
   if not argv[0].startswith('-') and argv[0] not in program.commands:
     raise ConfigError(f'{argv[0]!r} is not a command.{did_you_mean(argv[0], program.commands)}')
+  others = []
+  passes_on = argv[0] in program.commands and program.commands[argv[0]].passes_on
+  if passes_on and '--' in argv:
+    argv, others = argv[:argv.index('--')], argv[argv.index('--') + 1:]
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
   arguments, unknown = _parser(argv, program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
   command = program.commands[arguments.command]
+  if passes_on and unknown and not others:
+    raise ConfigError(f'{unknown[0]} is not a flag of {argv[0]}. Write -- before the command that it starts, e.g. '
+                      f'`{program.call} {argv[0]} -n 2 -- train {unknown[0]}`.')
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
   problem = _unknown_argument(unknown[0], arguments.command, argv, program) if unknown else ''
   if incomplete is not None:
@@ -245,6 +295,10 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   if problem:
     raise ConfigError(problem)
   arguments.entry = command.entry
+  if others:
+    # A command of this program is started like this process.
+    own = [sys.executable, '-m', program.name]
+    arguments.others = own + others if others[0] in program.commands else others
   arguments.gin_flags = [argument for argument in argv if argument.startswith('--gin.')]
   return arguments
 

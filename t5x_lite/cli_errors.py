@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 
 from t5x_lite import cli_platform
-from t5x_lite.errors import ExitCode, is_disk_full, T5xLiteError
+from t5x_lite.errors import ExitCode, is_disk_full, StoppedOnSignalError, T5xLiteError
 
 _STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')})
 _INSTALLED = ('site-packages', 'dist-packages')
@@ -35,7 +35,7 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
   """
   frames = _user_frames(error, own_paths)
   if isinstance(error, T5xLiteError):
-    kind = '' if error.exit_code == ExitCode.SAVED_ON_SIGNAL else 'error: '
+    kind = '' if isinstance(error, StoppedOnSignalError) else 'error: '
     # With any error class: the same command works with free disk space.
     is_full = error.exit_code == ExitCode.INVALID_INPUT and any(map(is_disk_full, _chain(error)))
     return Report(f'{kind}{_text(error)}{_shown(frames)}', ExitCode.SAVE_FAILED if is_full else error.exit_code)

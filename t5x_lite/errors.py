@@ -29,8 +29,10 @@ class ExitCode(enum.IntEnum):
   # The last checkpoint, several in a row, or another file could not be written, e.g. to a full disk: rerun the command
   # when there is free space (sysexits' EX_IOERR).
   SAVE_FAILED = 74
-  # The state was saved because of a signal: rerun the command to resume (sysexits' EX_TEMPFAIL).
+  # The run can go on: it was saved because of a signal, or a process of it was lost. Rerun the command on all machines
+  # (sysexits' EX_TEMPFAIL).
   SAVED_ON_SIGNAL = 75
+  RESTART = 75
   # Former name.
   REFUSED = 2
 
@@ -77,6 +79,12 @@ class DirectoryInUseError(T5xLiteError, RuntimeError):
   """Error of a run directory that another running process uses."""
 
   exit_code = ExitCode.DIRECTORY_IN_USE
+
+
+class ClusterError(T5xLiteError, RuntimeError):
+  """Error of the processes of a run that do not find each other, or of which one was lost."""
+
+  exit_code = ExitCode.RESTART
 
 
 class NonFiniteMetricError(T5xLiteError, ArithmeticError):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import eval_steps
 from t5x_lite import layer_stacks
 from t5x_lite import non_finite
 from t5x_lite import partitioning
@@ -63,6 +64,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
     non_finite: monitor of non-finite steps; `train` ends if it has a `finding`.
     learning_rate_fn: learning-rate schedule of the trainer; None if the optimizer gets no rate from it.
     has_two_learning_rates: True if both the trainer and the optimizer have a learning rate, so that one has no effect.
+    eval_steps: steps of the evaluations.
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
@@ -94,8 +96,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compilation_seconds: float | None = None  # until they are written
-    self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
-    self._compiled_eval_by_spec: dict[tuple, PartitionedEvalCallable] = {}
+    self.eval_steps = eval_steps.EvalSteps(type(self).__name__, self.partitioned_eval_step, partitioner)
     self._in_flight: list[tuple[int, Metrics]] = []  # metrics of steps that are not read yet, oldest first
     self._made_at = time.time()
     self.train_metrics_manager = MetricsManager('train', summary_dir)
@@ -124,8 +125,12 @@ class BaseTrainer(contextlib.AbstractContextManager):
     """Return the training step, partitioned over the mesh, donating the state; called once."""
 
   @abc.abstractmethod
-  def partitioned_eval_step(self) -> PartitionedEvalCallable:
-    """Return the evaluation step, partitioned over the mesh; called once."""
+  def partitioned_eval_step(self, metric_fns: eval_steps.MetricFns = None) -> PartitionedEvalCallable:
+    """Return the evaluation step, partitioned over the mesh.
+
+    Args:
+      metric_fns: metric functions that replace those of the model; passed only for an evaluation that has them.
+    """
 
   def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
     """Return the arguments of the training step after state and batch.
@@ -208,10 +213,6 @@ class BaseTrainer(contextlib.AbstractContextManager):
   @functools.cached_property
   def _train_step(self) -> PartitionedTrainCallable:
     return self.partitioned_train_step()
-
-  @functools.cached_property
-  def _eval_step(self) -> PartitionedEvalCallable:
-    return self.partitioned_eval_step()
 
   def compile_train(self, batch: Mapping[str, Any]) -> None:
     """Compile the training step ahead of time, otherwise the first step compiles; see `lower_train`."""
@@ -327,23 +328,19 @@ class BaseTrainer(contextlib.AbstractContextManager):
 
   # ---- teacher-forced evaluation -----------------------------------------------------------------------------------
 
-  def compile_eval(self, batches: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compile the evaluation steps ahead of time, once for all evaluations with equal batch shapes.
+  def compile_eval(self, batches: Mapping[str, Mapping[str, Any]], metric_fns: eval_steps.MetricFns = None) -> None:
+    """Compile the evaluation steps ahead of time, once for equal batch shapes and metric functions.
 
     Args:
       batches: batch of global arrays or `jax.ShapeDtypeStruct`s by evaluation name.
+      metric_fns: metric functions of these evaluations, which replace those of the model; None keeps those.
     """
-    compiled = self._compiled_eval_by_spec
     for name, batch in batches.items():
-      specs = tree_utils.shapes(batch)
-      key = tree_utils.shapes_key(specs)
-      if key not in compiled:
-        train_step_lib.check_microbatches(train_step_lib.batch_size(specs), None, self._partitioner.data_mesh_size)
-        start = time.perf_counter()
-        compiled[key] = self._partitioner.compile(self._eval_step, self._step_shapes, specs)
+      train_step_lib.check_microbatches(train_step_lib.batch_size(batch), None, self._partitioner.data_mesh_size)
+      seconds = self.eval_steps.compile(name, self._step_shapes, batch, metric_fns)
+      if seconds is not None:
         self.eval_metrics_managers[name].write_scalars(
-            self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
-      self._compiled_eval_steps[name] = compiled[key]
+            self.step or 0, {'timing/compilation_seconds': seconds}, events_only=True)
 
   def eval(self, batch_iters: Mapping[str, Iterable[Batch]]) -> dict[str, Mapping[str, clu.values.Value]]:
     """Evaluate the current state on the given datasets, and wait for the results.
@@ -359,7 +356,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
     """
     futures, state = {}, self.step_state
     for name, batches in batch_iters.items():
-      step_fn = self._compiled_eval_steps.get(name, self._eval_step)
+      step_fn = self.eval_steps[name]
       manager = self.eval_metrics_managers[name]
       metrics, previous, num_batches = None, None, 0
       manager.start_duration_timer(state.step)
@@ -490,8 +487,9 @@ class Trainer(BaseTrainer):
         step_fn, in_axis_resources=(self.step_state_axes, data_spec, *(None for _ in self.step_arguments(False))),
         out_axis_resources=(self.step_state_axes, None), donate_argnums=(0,))
 
-  def partitioned_eval_step(self) -> PartitionedEvalCallable:
+  def partitioned_eval_step(self, metric_fns: eval_steps.MetricFns = None) -> PartitionedEvalCallable:
     """See base class."""
+    model = self._model if metric_fns is None else self._model.with_metric_fns(metric_fns, 'Evaluation')
     return self._partitioner.partition(
-        functools.partial(eval_step, self._model),
+        functools.partial(eval_step, model),
         in_axis_resources=(self.step_state_axes, self._partitioner.data_partition_spec), out_axis_resources=None)

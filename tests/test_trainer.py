@@ -45,10 +45,10 @@ def _state(model):
   return jax.tree.map(jnp.asarray, _host_state(model))
 
 
-def _trainer(summary_dir=None, *, model=_MODEL, state=None, eval_names=(), **kwargs):
+def _trainer(summary_dir=None, *, model=_MODEL, state=None, eval_names=(), trainer_cls=trainer_lib.Trainer, **kwargs):
   state = _state(model) if state is None else state
   kwargs = {'learning_rate_fn': _RATE, **kwargs}
-  return trainer_lib.Trainer(
+  return trainer_cls(
       model, state, _partitioner(), eval_names, summary_dir, _partitioner().get_mesh_axes(state), jax.random.key(0),
       **kwargs)
 

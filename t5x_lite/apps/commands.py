@@ -6,7 +6,7 @@ import importlib
 from t5x_lite.apps.common.flags import Command
 
 
-def _command(folder: str, help_line: str, entry: str | None = None) -> Command:
+def _command(folder: str, help_line: str, entry: str | None = None, passes_on: bool = False) -> Command:
   """Return the command of a folder; its module `command` is imported when the command is used."""
 
   def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def _command(folder: str, help_line: str, entry: str | None = None) -> Command:
   def run(arguments: argparse.Namespace) -> int:
     return importlib.import_module(f't5x_lite.apps.{folder}.command').run_command(arguments)
 
-  return Command(help_line, add_arguments, run, entry)
+  return Command(help_line, add_arguments, run, entry, passes_on)
 
 
 COMMANDS: dict[str, Command] = {
@@ -33,6 +33,7 @@ COMMANDS: dict[str, Command] = {
     'precompile': _command(
         'precompile', 'compile the programs of a run ahead of time, and show their memory',
         't5x_lite.apps.train.train'),
+    'launch': _command('launch', 'start several processes of a command on this machine', passes_on=True),
     'plot': _command('plot', 'draw the metrics of runs'),
     'explain_sharding': _command(
         'explain_sharding', 'show the sharding and memory of each array of a model and its optimizer',

@@ -26,7 +26,8 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'OnRequest', 'RetentionPolicy', 'SavePoint', 'SavePolicy', 'WhenBest', 'metric_names',
         'save_policies_from_config', 'steps_to_delete'),
     't5x_lite.checkpoints.restore': (
-        'RestoredCheckpoint', 'check_fits', 'load', 'read_metadata', 'read_shapes', 'restore_checkpoint'),
+        'RestoredCheckpoint', 'check_fits', 'check_keeps_dtypes', 'load', 'read_metadata', 'read_shapes',
+        'restore_checkpoint'),
     't5x_lite.checkpoints.sources': ('StateSource', 'T5xNativeWriter', 'detect_format', 'open_source'),
     't5x_lite.checkpoints.transforms': (
         'AcceptsShapes', 'RestoreStateTransformationFn', 'SaveStateTransformationFn', 'ValuesNeededError',

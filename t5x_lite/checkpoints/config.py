@@ -7,7 +7,6 @@ are errors.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,21 +27,6 @@ def _is_floating(dtype: Any) -> bool:
     return False
 
 
-def _assignment_problem(rules: Any) -> str:
-  """Return the first problem of an assignment map as a sentence; '' if it is valid."""
-  if rules is not None and (not isinstance(rules, Sequence) or isinstance(rules, str)):
-    return f'{rules!r} is not a list.'
-  for rule in rules or ():
-    if (not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2 or not isinstance(rule[0], str)
-        or not isinstance(rule[1], str | None)):
-      return f'The rule {rule!r} is not a pair.'
-    try:
-      re.compile(rule[0])
-    except re.error as e:
-      return f'{rule[0]!r} is not a regular expression: {e}.'
-  return ''
-
-
 _COUNT = checks.number(at_least=1, integer=True)
 _FLOAT_DTYPE = checks.Expectation("a floating dtype such as 'float32' or 'bfloat16'", _is_floating)
 _STEPS = checks.Expectation('integers >= 0', lambda steps: all(type(step) is int and step >= 0 for step in steps or ()))
@@ -53,9 +37,6 @@ _FUNCTIONS_OR_BUILDERS = checks.Expectation('a sequence of functions or builders
     and all(callable(fn) or isinstance(fn, base.StateBuilder) for fn in fns)))
 _NO_CLASS = checks.Expectation('None', lambda value: value is None, (
     'There is one manager and one format; for the best checkpoints set SaveCheckpointConfig.keep_best.'))
-_ASSIGNMENT_MAP = checks.Expectation(
-    'pairs of a regular expression and a replacement or None', lambda rules: not _assignment_problem(rules),
-    _assignment_problem)
 _PATHS = checks.Expectation('the path of a model directory or checkpoint, or several paths', lambda paths: (
     isinstance(paths, Sequence) and all(isinstance(path, str) and path for path in (
         [paths] if isinstance(paths, str) else paths))))
@@ -151,8 +132,9 @@ class RestoreCheckpointConfig:
     fallback_to_scratch: whether arrays that are missing in the checkpoint are initialised, and stored arrays that are
       not in the target state are ignored. Training also initialises the rest if `builders` without a path build only
       parameters.
-    dtype: floating dtype for the restored `target` and `param_average`; None for the dtypes of the target state. With
-      'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in float32.
+    dtype: floating dtype for the restored `target` and `param_average`; None for the dtypes of the target state, which
+      training keeps. With 'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in
+      float32.
     restore_dataset: whether to return the stored position of the data iterator too.
     checkpointer_cls: must be None; unlike in T5X, the checkpointer cannot be chosen.
     state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, applied in
@@ -183,7 +165,7 @@ class RestoreCheckpointConfig:
     checks.check(
         'RestoreCheckpointConfig', vars(self), builders=_BUILDERS,
         path=_PATHS.or_none() if self.builders else _PATHS, mode=checks.one_of(RESTORE_MODES),
-        assignment_map=_ASSIGNMENT_MAP, dtype=_FLOAT_DTYPE.or_none(), checkpointer_cls=_NO_CLASS,
+        assignment_map=base.ASSIGNMENT_MAP, dtype=_FLOAT_DTYPE.or_none(), checkpointer_cls=_NO_CLASS,
         use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
         state_transformation_fns=_FUNCTIONS_OR_BUILDERS, checkpoint_manager_cls=_NO_CLASS)
     for path in self.paths:

@@ -65,14 +65,12 @@ class CheckpointManager:
   writing threads when the main program ends, and an unfinished save is then lost.
   """
 
-  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None,
-               on_commit: Callable[[int], None] = lambda step: None):
+  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None):
     """Open `directory`.
 
     Args:
       directory: the model directory.
       save_cfg: options of saving; None for a manager that only reads.
-      on_commit: called with the step of each checkpoint after its commit, by the thread that wrote it.
 
     Raises:
       DirectoryInUseError: another run, or another manager of this process, holds the directory.
@@ -82,7 +80,6 @@ class CheckpointManager:
     discovery.check_local_path(directory, 'model directory')
     self._directory = pathlib.Path(directory).absolute()
     self._save_cfg = save_cfg
-    self._on_commit = on_commit
     self._thread: threading.Thread | None = None
     self._error: tuple[int, BaseException] | None = None
     self._own_steps: set[int] = set()
@@ -140,7 +137,7 @@ class CheckpointManager:
 
   def save(self, step: int, state: transforms.StateDict, *, data_state: Mapping[str, bytes] | None = None,
            metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None,
-           is_sound: bool = True) -> bool:
+           is_sound: bool = True, on_commit: Callable[[], None] = lambda: None) -> bool:
     """Save `state` as the checkpoint of `step`, independent of the schedule of the configuration.
 
     First waits for an unfinished save. Returns when the values are copied: the caller may then continue training, also
@@ -156,6 +153,7 @@ class CheckpointManager:
       metadata: JSON values such as the parameter layout, returned at restore.
       is_sound: whether the state is known to give a finite loss. If False, no older checkpoint is deleted until
         `confirm`.
+      on_commit: called after the commit by the thread that writes the checkpoint.
 
     Returns:
       True if a save was started.
@@ -177,7 +175,7 @@ class CheckpointManager:
     pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
     if is_sound:
       self._sound_step = step
-    self._thread = threading.Thread(target=self._run, args=(pending, values), name=f'checkpoint-{step}')
+    self._thread = threading.Thread(target=self._run, args=(pending, values, on_commit), name=f'checkpoint-{step}')
     self._thread.start()
     return True
 
@@ -380,7 +378,8 @@ class CheckpointManager:
     for key, value in data_state.items():
       files.write(folder / restore_lib.data_file_name(key), value, durable=False)  # flushed at the commit
 
-  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
+  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None,
+           on_commit: Callable[[], None]) -> None:
     failed: BaseException | None = None
     try:
       try:
@@ -415,7 +414,7 @@ class CheckpointManager:
       failed = failed or e  # a barrier timed out because a process died
     if failed is None:
       self._own_steps.add(pending.step)
-      self._on_commit(pending.step)
+      on_commit()
     else:
       self._error = (pending.step, failed)
 

@@ -148,6 +148,8 @@ class WhenBest:
 class EveryNMinutes:
   """Policy that saves at the first pause `minutes` after the last save; a run pauses after each training summary.
 
+  A save that failed counts, so that a full disk does not end the run by `max_failures_in_a_row` saves within minutes.
+
   Attributes:
     minutes: minutes between two saves.
     from_step: first step at which it applies.
@@ -202,9 +204,13 @@ class AnySavePolicy:
 
   policies: Sequence[SavePolicy]
 
+  def due(self, step: int, point: SavePoint | None = None) -> list[SavePolicy]:
+    """Return the policies that save a step; see `SavePolicy.should_save`."""
+    return [policy for policy in self.policies if _is_true(policy, policy.should_save(step, point))]
+
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
-    return any(_is_true(policy, policy.should_save(step, point)) for policy in self.policies)
+    return bool(self.due(step, point))
 
   def next_step(self, step: int) -> int | None:
     """See `SavePolicy`."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x_lite import errors, tree_utils
+from t5x_lite import checks, errors, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import discovery, lazy_arrays, manifest, sources, state_io, transforms
 from t5x_lite.checkpoints.builders import base, chain
@@ -346,6 +346,24 @@ def read_data_state(path: discovery.PathLike, found: manifest.Manifest | None) -
       with open(os.path.join(path, name), 'rb') as f:
         state[key] = f.read()
   return state
+
+
+def check_keeps_dtypes(target: transforms.StateDict, restore_cfg: config_lib.RestoreCheckpointConfig) -> None:
+  """Raise if arrays would be restored in another dtype than in `target`, for which a training step is compiled.
+
+  Args:
+    target: nested dict of arrays or `jax.ShapeDtypeStruct`s.
+    restore_cfg: options of the restore.
+
+  Raises:
+    ConfigError: with the name of the first such array.
+  """
+  flat = tree_utils.flatten_dict(target)
+  for name, wanted in _wanted_leaves(target, restore_cfg.dtype).items():
+    if wanted.dtype != flat[name].dtype:
+      raise checks.invalid(
+          'RestoreCheckpointConfig', 'dtype', f'None or {flat[name].dtype.name!r} in training, the dtype of {name}',
+          restore_cfg.dtype, 'Set it to None; to compute in another dtype, set `Trainer.train_dtype`.')
 
 
 def _wanted_leaves(target: transforms.StateDict, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -27,6 +27,8 @@ Key = tuple[str, str, str]
 _MACRO = 'gin.macro'
 # Modules whose classes accept values of other types, e.g. int for float, or a list for an array.
 _LOOSELY_TYPED = ('abc', 'builtins', 'collections', 'enum', 'jax', 'jaxlib', 'numpy', 'os', 'pathlib', 'typing')
+# What the parameters need that read a macro which may be None for others.
+_NEEDS = {'TRAIN_STEPS': 'the total number of steps'}
 _PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
 
@@ -260,7 +262,9 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
   location = locations.get(path[-1])
   where = '' if location is None or location.on_command_line else f' ({location})'
   remedy = ''
-  if isinstance(value, float) and value.is_integer() and fits(int(value), hint):
+  if value is None and name in _NEEDS:
+    remedy = f' {use.name} needs {_NEEDS[name]}: set {name}, or --gin.{use.name}.{parameter.name} to a number.'
+  elif isinstance(value, float) and value.is_integer() and fits(int(value), hint):
     remedy = f' Write {int(value)}.'
   elif value is not None and not isinstance(value, str) and fits('', hint):
     remedy = f' Write --gin.{name}=\'"{value}"\'.'

@@ -167,6 +167,10 @@ def _read_change(change: Any, label: str, path: pathlib.Path | None, search_path
     text = gin_syntax.read_text(textwrap.dedent(change), label, search_paths, is_flag=False)
   else:
     try:
+      gin_syntax.find_file(change, search_paths, path)
+    except ConfigError as error:
+      raise ConfigError(f"{label}: {error} A change without '=' is the name of a gin file.") from None
+    try:
       text = gin_syntax.read_file(change, search_paths, included_from=path, source=f'{change} of {label}')
     except ConfigError as error:
       raise ConfigError(f'{label}: {error}') from None

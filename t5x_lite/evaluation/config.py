@@ -7,6 +7,7 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import models
 from t5x_lite.evaluation import metric_names
 from t5x_lite.evaluation.when import When
 
@@ -57,8 +58,10 @@ class Evaluation:
     dataset_cfg: data and batch size.
     when: when to evaluate.
     decode: evaluate by decoding, with the metrics of the tasks or of `infer_eval_cfg`; False is teacher-forced, with the
-      metrics of the model.
+      metrics of the model and `metric_fns`.
     num_batches: maximum number of batches of a teacher-forced evaluation; None for the entire split.
+    metric_fns: functions of (logits, batch) for a teacher-forced evaluation, that return `clu.metrics.Metric`s by name.
+      They replace the `metric_fns` of the model, not its losses and accuracy; None keeps those of the model.
     infer_eval_cfg: options of an evaluation by decoding.
 
   Raises:
@@ -70,6 +73,7 @@ class Evaluation:
   when: When = When(at_end=True)
   decode: bool = False
   num_batches: int | None = None
+  metric_fns: Sequence[models.MetricFn] | None = None
   infer_eval_cfg: InferenceEvalConfig = InferenceEvalConfig()
 
   def __post_init__(self):
@@ -83,6 +87,12 @@ class Evaluation:
             'Set its period, steps, at_start, at_end or condition.'),
         num_batches=checks.Expectation('None with decode=True', lambda number: number is None,
                                        'Set InferenceEvalConfig.num_examples.') if self.decode else _COUNT.or_none(),
+        metric_fns=checks.Expectation(
+            'None with decode=True', lambda fns: fns is None, 'Set InferenceEvalConfig.metric_fns.',
+        ) if self.decode else checks.Expectation(
+            'a list of functions of (logits, batch), or None',
+            lambda fns: fns is None or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
+            'In gin, write metric_fns = [@my_module.my_metric] without parentheses.'),
         infer_eval_cfg=checks.Expectation('an InferenceEvalConfig, unset without decode=True', lambda cfg: (
             isinstance(cfg, InferenceEvalConfig) and (self.decode or cfg == InferenceEvalConfig()))))
 

@@ -5,7 +5,7 @@ batch. `FEATURE_CONVERTER` names its feature converter, which `data` resolves.
 """
 
 import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import copy
 from typing import Any, ClassVar
 
@@ -23,9 +23,8 @@ from t5x_lite.models import batch_metrics
 from t5x_lite.networks.network import Network
 from t5x_lite.types import Array, Batch, Params
 
+MetricFn = batch_metrics.MetricFn
 MetricsMap = batch_metrics.MetricsMap
-# (logits <float32>[batch, length, vocab], batch) -> metrics by name.
-MetricFn = Callable[[Array, Batch], MetricsMap]
 # Collections of a module other than its parameters, e.g. {'batch_stats': {...}}.
 FlaxMutables = Mapping[str, Any]
 # Name of the weight of the auxiliary losses of a batch, stored in its slices.
@@ -97,6 +96,19 @@ class BaseModel(abc.ABC):
   def eval_fn(
       self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None) -> tuple[Array, MetricsMap]:
     """Compute (loss, metrics) without dropout. See `loss_fn`; `flax_mutables` are read, not updated."""
+
+  def with_metric_fns(self, metric_fns: Sequence[MetricFn], owner: str) -> 'BaseModel':
+    """Return a copy of this model with other metric functions; by default unsupported.
+
+    Args:
+      metric_fns: see `BaseTransformerModel`.
+      owner: class that has the option `metric_fns`, for error messages.
+
+    Raises:
+      ConfigError: the model does not support metric functions.
+    """
+    raise checks.invalid(owner, 'metric_fns', f'None for the model {type(self).__name__}', metric_fns,
+                         'Remove it, or derive the model from models.BaseTransformerModel.')
 
   def predict_batch(
       self, params: Params, batch: Batch, rng: Array | None = None, *, flax_mutables: FlaxMutables | None = None
@@ -229,7 +241,7 @@ class BaseTransformerModel(BaseModel):
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER = feature_converter_cls
     self.module = module
-    self._metric_fns = tuple(metric_fns)
+    self._custom_metrics = batch_metrics.CustomMetrics(type(self).__name__, metric_fns)
     self._input_vocabulary = input_vocabulary
     self._output_vocabulary = output_vocabulary
     self._decode_fn = decode_fn
@@ -277,6 +289,12 @@ class BaseTransformerModel(BaseModel):
     _check_decode_fn(decode_fn)
     model = copy.copy(self)
     model._decode_fn = decode_fn
+    return model
+
+  def with_metric_fns(self, metric_fns, owner):
+    """See `BaseModel.with_metric_fns`."""
+    model = copy.copy(self)
+    model._custom_metrics = batch_metrics.CustomMetrics(owner, metric_fns)
     return model
 
   @abc.abstractmethod
@@ -356,9 +374,7 @@ class BaseTransformerModel(BaseModel):
     # Only `loss` includes auxiliary losses; `cross_ent_loss` and the losses per token do not.
     loss += auxiliary_loss * (self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share)
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
-    for metric_fn in self._metric_fns:
-      metrics |= _custom_metrics(type(self).__name__, metric_fn, logits, batch, metrics)
-    return loss, metrics, collections
+    return loss, self._custom_metrics.add_to(metrics, logits, batch), collections
 
   def _auxiliary_weight(self, batch: Batch, weights: Array | None, factor: Array | float | None) -> Array | float:
     """Return the factor of the auxiliary losses of a batch; for a slice, the factor of its batch."""
@@ -426,18 +442,6 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
         '', name, f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network', size,
         'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().' if size is vocabulary else
         "Increase vocab_size in the network's config, or use a smaller vocabulary.")
-
-
-def _custom_metrics(owner, metric_fn, logits, batch, others):
-  """Return the metrics of a user's function, whose names must not be in `others`."""
-  metrics = checks.call_custom(owner, 'metric_fns', 'logits, batch', metric_fn, logits, batch)
-  is_valid = isinstance(metrics, Mapping) and all(map(metrics_lib.is_metric_obj, metrics.values()))
-  if not is_valid or set(metrics) & set(others):
-    raise errors.ConfigError(
-        f'The metric function {getattr(metric_fn, "__name__", repr(metric_fn))} of the model must return a dict of '
-        'clu.metrics.Metric, such as Average(total=..., count=...), with names that no other metric has, got '
-        f'{sorted(set(metrics) & set(others)) if is_valid else metrics!r}.')
-  return dict(metrics)
 
 
 def _check_decode_fn(decode_fn):

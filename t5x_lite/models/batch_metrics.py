@@ -1,14 +1,54 @@
 """Metrics of every training and evaluation step of a Transformer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 
 from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
+from t5x_lite import checks
+from t5x_lite import errors
 from t5x_lite import metrics as metrics_lib
-from t5x_lite.types import Array
+from t5x_lite.types import Array, Batch
 
 MetricsMap = dict[str, clu_metrics.Metric]
+# (logits <float32>[batch, length, vocab], batch) -> metrics by name.
+MetricFn = Callable[[Array, Batch], MetricsMap]
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomMetrics:
+  """Metrics of a user's functions.
+
+  Attributes:
+    owner: class that has the option `metric_fns`, for error messages.
+    metric_fns: the functions.
+  """
+
+  owner: str
+  metric_fns: Sequence[MetricFn]
+
+  def add_to(self, metrics: MetricsMap, logits: Array, batch: Batch) -> MetricsMap:
+    """Return `metrics` and those of the functions.
+
+    Args:
+      metrics: metrics by name.
+      logits: <float32>[batch, length, vocab].
+      batch: arrays [batch, ...] by name.
+
+    Raises:
+      ConfigError: a function does not take these arguments, does not return metrics, or returns a name twice.
+    """
+    for metric_fn in self.metric_fns:
+      found = checks.call_custom(self.owner, 'metric_fns', 'logits, batch', metric_fn, logits, batch)
+      is_valid = isinstance(found, Mapping) and all(map(metrics_lib.is_metric_obj, found.values()))
+      if not is_valid or set(found) & set(metrics):
+        raise errors.ConfigError(
+            f'The function {getattr(metric_fn, "__name__", repr(metric_fn))} of `{self.owner}.metric_fns` must return '
+            'a dict of clu.metrics.Metric, such as Average(total=..., count=...), with names that no other metric has, '
+            f'got {sorted(set(found) & set(metrics)) if is_valid else found!r}.')
+      metrics = metrics | found
+    return metrics
 
 
 def count_packed_examples(segment_ids: Array) -> Array:

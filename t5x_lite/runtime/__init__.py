@@ -1,4 +1,4 @@
-"""Process of a run: signals, watchdog, events, garbage collection, progress, profiling, memory, compilation cache."""
+"""Process of a run and its cluster: signals, watchdog, events, garbage, progress, profiling, memory, compilation cache."""
 
 from t5x_lite.lazy_names import lazy_names
 
@@ -7,12 +7,15 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.runtime.compilation_cache': (
         'CacheCounts', 'count_cache_use', 'default_folder', 'log_compilations', 'use_compilation_cache',
         'use_default_compilation_cache'),
+    't5x_lite.runtime.cluster': ('ClusterConfig', 'join'),
+    't5x_lite.runtime.cluster_environment': ('command_line',),
     't5x_lite.runtime.device_memory': ('DeviceMemory',),
     't5x_lite.runtime.event_log': ('EventLog',),
     't5x_lite.runtime.events': ('Event', 'EVENTS_FILE', 'read_events'),
     't5x_lite.runtime.gc_control': ('manual_gc',),
     't5x_lite.runtime.goodput': ('Goodput', 'measure'),
     't5x_lite.runtime.huge_pages': ('restart_with_huge_pages',),
+    't5x_lite.runtime.monitor': ('current_monitor', 'Failure', 'Monitor'),
     't5x_lite.runtime.preemption': ('StopSignals',),
     't5x_lite.runtime.profiling': ('ProfileConfig', 'StepProfiler'),
     't5x_lite.runtime.progress': ('Progress',),

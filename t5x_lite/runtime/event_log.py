@@ -20,6 +20,7 @@ import jax
 
 import t5x_lite
 from t5x_lite import files
+from t5x_lite.configuration import mesh_rules
 from t5x_lite.errors import NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.runtime import goodput
 from t5x_lite.runtime.events import Event, read_events
@@ -39,6 +40,11 @@ class EventLog(contextlib.AbstractContextManager):
   Entering it emits 'start', leaving it 'stop' if `stop` was not called before. Warnings of the loggers of t5x_lite and
   moe become events in between. `emit` may be called by any thread, `phase` only by one. No method raises if a hook
   fails or the file cannot be written: a hook that raises is reported once, and a full disk loses events at most.
+
+  Hooks get the events in the order of the file, one event at a time, and no lock is held meanwhile, so a hook may wait
+  for other threads. An event that is emitted during the hooks of another one is passed to the hooks after it, by the
+  same thread. Not passed are events of the hooks themselves, and warnings during the hooks of a warning: such hooks
+  would be called without end.
 
   Attributes:
     step: number of completed steps, for the next event; None before the run has its state.
@@ -64,7 +70,7 @@ class EventLog(contextlib.AbstractContextManager):
     self._log_fn = log_fn
     self._clock = clock
     self._wall_clock = wall_clock
-    # Reentrant: a hook that raises or logs a warning causes an event.
+    # Reentrant: a signal handler may log a warning.
     self._lock = threading.RLock()
     self._phase = 'starting'
     self._seconds: dict[str, float] = {}
@@ -73,13 +79,19 @@ class EventLog(contextlib.AbstractContextManager):
     self._file: files.AppendedFile | None = None
     self._handler = _WarningHandler(self)
     self._failed_fns: list[Callable[[Event], None]] = []
-    self._is_calling = self._has_trained = self._has_stopped = False
+    self._has_trained = self._has_stopped = False
+    # Events for the hooks, the thread that passes them on, and the event whose hooks are running.
+    self._for_hooks: list[Event] = []
+    self._calling_thread: int | None = None
+    self._event_of_hooks: Event | None = None
+    self._hooks_returned = threading.Condition(self._lock)
 
   def __enter__(self) -> 'EventLog':
     for name in _LOGGERS:
       logging.getLogger(name).addHandler(self._handler)
     self.emit('start', host=socket.gethostname(), pid=os.getpid(), version=t5x_lite.__version__,
-              num_processes=jax.process_count(), command=shlex.join(sys.orig_argv))
+              num_processes=jax.process_count(), hardware=mesh_rules.detected_selector(),
+              command=shlex.join(sys.orig_argv))
     return self
 
   def __exit__(self, exc_type, error: BaseException | None, traceback) -> None:
@@ -88,6 +100,8 @@ class EventLog(contextlib.AbstractContextManager):
       if self._path.exists():
         self.open()
       self.stop(**_cause(error))
+    with self._hooks_returned:  # of another thread
+      self._hooks_returned.wait_for(lambda: self._calling_thread in (None, threading.get_ident()))
     for name in _LOGGERS:
       logging.getLogger(name).removeHandler(self._handler)
     if self._file is not None:
@@ -105,6 +119,11 @@ class EventLog(contextlib.AbstractContextManager):
       for event in self._pending:
         self._write(event)
       self._pending.clear()
+
+  @property
+  def state(self) -> tuple[int | None, str]:
+    """Number of completed steps, or None, and the current phase."""
+    return self.step, self._phase
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
@@ -157,14 +176,24 @@ class EventLog(contextlib.AbstractContextManager):
         self._pending += [] if self._process else [event]
       else:
         self._write(event)
-      if not self._is_calling:  # A hook that logs a warning would be called without end.
+      if not self._event_fns or self._comes_from_hooks(event):
+        return
+      self._for_hooks.append(event)
+      if self._calling_thread is not None:
+        return
+      self._calling_thread = threading.get_ident()
+    try:
+      while (event := self._next_for_hooks()) is not None:
         self._call(event)
+    except BaseException:  # e.g. sys.exit in a hook
+      self._stop_calling()
+      raise
 
   def stop(self, cause: str, **details: Any) -> None:
     """Emit 'stop', and the goodput of the run with its earlier processes as 'summary'; only the first call counts.
 
     Args:
-      cause: 'completed', 'action', 'signal', 'non_finite' or 'error'.
+      cause: 'completed', 'action', 'signal', 'non_finite', 'error' or 'other_process'.
       **details: JSON values.
     """
     if self._has_stopped:
@@ -186,9 +215,28 @@ class EventLog(contextlib.AbstractContextManager):
   def _write(self, event: Event) -> None:
     self._file.append(event.to_line().encode(), at_once=True)
 
+  def _comes_from_hooks(self, event: Event) -> bool:
+    """Return whether an event is not passed to the hooks, see the class; the caller holds the lock."""
+    current = self._event_of_hooks
+    return current is not None and (
+        self._calling_thread == threading.get_ident() or event.kind == current.kind == 'warning')
+
+  def _next_for_hooks(self) -> Event | None:
+    """Return the next event for the hooks; None ends the calls of this thread."""
+    with self._hooks_returned:
+      if self._for_hooks:
+        return self._for_hooks.pop(0)
+      self._stop_calling()  # With the lock held, so that no event is left to a thread that has looked already.
+      return None
+
+  def _stop_calling(self) -> None:
+    with self._hooks_returned:
+      self._calling_thread = None
+      self._hooks_returned.notify_all()
+
   def _call(self, event: Event) -> None:
     errors = []
-    self._is_calling = True
+    self._event_of_hooks = event
     try:
       for event_fn in self._event_fns:
         try:
@@ -198,7 +246,7 @@ class EventLog(contextlib.AbstractContextManager):
             self._failed_fns.append(event_fn)
             errors.append(error)
     finally:  # also after sys.exit
-      self._is_calling = False
+      self._event_of_hooks = None
     for error in errors:
       logging.getLogger(__name__).warning(
           'A function of `train.event_fns` failed for the event %r (%s: %s). Training continues, and further errors of '
@@ -212,9 +260,11 @@ class _WarningHandler(logging.Handler):
     self._log = log
     super().__init__(logging.WARNING)
 
-  def createLock(self) -> None:
-    """See base class; with a second lock, two threads could wait for each other."""
-    self.lock = self._log._lock
+  def handle(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    """See base class, but without its lock: hooks may wait for a thread that logs."""
+    if kept := self.filter(record):
+      self.emit(record)
+    return kept
 
   def emit(self, record: logging.LogRecord) -> None:
     """See base class."""

@@ -6,6 +6,11 @@ import signal
 import threading
 from types import FrameType
 
+import jax
+
+from t5x_lite import multihost
+from t5x_lite.runtime import monitor as monitor_lib
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,13 +39,46 @@ class StopSignals:
 
   @property
   def requested(self) -> bool:
-    """True after a signal has arrived."""
-    return self._received is not None
+    """True after a signal has arrived, at this process or, where they have a monitor, at another one."""
+    monitor = monitor_lib.current_monitor()
+    return self._received is not None or (monitor is not None and bool(monitor.stops.request))
 
   @property
   def name(self) -> str:
-    """Name of the signal that has arrived, e.g. 'SIGTERM'; empty before."""
+    """Name of the signal that has arrived, e.g. 'SIGTERM' or 'SIGTERM to process 1'; empty before."""
+    monitor = monitor_lib.current_monitor()
+    if monitor is not None and monitor.stops.request:
+      return monitor.stops.request
     return '' if self._received is None else self._received.name
+
+  @property
+  def ends_waits(self) -> bool:
+    """True if the request ends a wait at once: several processes wait for the next point at which all of them stop."""
+    return self.requested and jax.process_count() == 1
+
+  def is_due(self, *, may_wait: bool = False) -> bool:
+    """Return whether to stop at this point, such as between two steps, which all processes reach in the same order.
+
+    Several processes agree on it by their monitor.
+
+    Args:
+      may_wait: whether processes without a monitor, whose program has called `jax.distributed.initialize`, wait for each
+        other to agree; otherwise they go on until `requested_anywhere`.
+    """
+    if jax.process_count() == 1:
+      return self.requested
+    monitor = monitor_lib.current_monitor()
+    if monitor is None:
+      return may_wait and self.requested_anywhere()
+    return monitor.stops.is_due()
+
+  def requested_anywhere(self) -> bool:
+    """Return whether a signal has arrived at any process; all of them must call this, and stop then."""
+    found = multihost.any_process(self.requested)
+    monitor = monitor_lib.current_monitor()
+    if found and monitor is not None:
+      monitor.stops.has_agreed = True
+    return found
 
   def __enter__(self) -> 'StopSignals':
     if threading.current_thread() is threading.main_thread():

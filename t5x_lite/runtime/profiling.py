@@ -87,7 +87,7 @@ class StepProfiler:
     for start in self._starts:
       if not start_step <= start < start + self._cfg.num_steps <= last_step:
         raise checks.invalid('train', 'profile_steps', f'within the steps of the run, {start_step} to {last_step}',
-                             (start, start + self._cfg.num_steps))
+                             (start, start + self._cfg.num_steps), 'Choose other steps, or raise TRAIN_STEPS.')
     if self._cfg is not None and self._cfg.processes is not None:
       checks.check('ProfileConfig', vars(self._cfg), processes=checks.Expectation(
           f'indices of processes of the run, below {jax.process_count()}',

@@ -57,6 +57,7 @@ class Watchdog:
                max_evaluation_seconds: float | None = None, max_saving_seconds: float | None = None,
                on_warning: Callable[[str], None] = print_stacks,
                phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+               others_fn: Callable[[], str] = lambda: '',
                warning_seconds: Mapping[str, float] = WARNING_SECONDS):
     """Configure the watchdog; the first `watching` starts the thread.
 
@@ -68,6 +69,7 @@ class Watchdog:
       max_saving_seconds: maximum time that training waits for a save; None for no limit.
       on_warning: called with a warning; by default writes it and the stacks of all threads to stderr.
       phase_fn: returns a context that is entered with each activity, from its name; `EventLog.phase` for the goodput.
+      others_fn: returns a sentence about the processes of the run for messages, or ''.
       warning_seconds: seconds until a warning by activity, or 20 times the median if that is longer.
 
     Raises:
@@ -88,6 +90,7 @@ class Watchdog:
     self._on_timeout = on_timeout or _print_stacks_and_exit
     self._on_warning = on_warning
     self._phase_fn = phase_fn
+    self._others_fn = others_fn
     # (activity, last step): replaced at each beat, so that the thread needs no lock.
     self._watched: tuple[_Activity | None, int | None] = (None, None)
     self._alive_at = 0.0
@@ -133,6 +136,10 @@ class Watchdog:
     if self._thread is not None:
       self._thread.join()
 
+  def _others(self) -> str:
+    text = self._others_fn()
+    return text and f' {text}'
+
   def _watch(self) -> None:
     seen, seconds, warned = None, 0.0, False
     now = time.monotonic()
@@ -149,13 +156,13 @@ class Watchdog:
       if activity.max_seconds is not None and seconds >= activity.max_seconds:
         self._on_timeout(
             f'Watchdog: no {activity.noun} was completed within {activity.max_seconds:g} seconds{after}. Raise '
-            f'{activity.option} if this duration is normal, otherwise rerun the command.')
+            f'{activity.option} if this duration is normal, otherwise rerun the command.{self._others()}')
         seconds = float('-inf')  # Once per hang.
       elif not warned and activity.is_late(seconds):
         warned = True
         self._on_warning(
             f'warning: Watchdog: no {activity.noun} was completed within {seconds:.3g} seconds{after}. The run '
-            f'continues to wait; set `{activity.option}` to limit the wait.')
+            f'continues to wait; set `{activity.option}` to limit the wait.{self._others()}')
 
 
 def awake_seconds(elapsed: float, expected: float) -> float:

@@ -33,6 +33,10 @@ def _error_of(capsys, tmp_path, *argv, command='train'):
     ('a fraction of rows', ['--gin.BATCH_SIZE=2.5'], ['`BATCH_SIZE` must be int', 'got 2.5']),
     ('a wrong type deep down', ['--gin.network.T5Config.emb_dim=wide'], ['emb_dim` must be int', "got 'wide'"]),
     ('no rows', ['--gin.BATCH_SIZE=0'], ['batch_size', '0']),
+    ('no number of steps for a schedule', ['--gin.TRAIN_STEPS=None'], [
+        '`TRAIN_STEPS` must be int for schedules.create_learning_rate_scheduler.steps_per_cycle, got None',
+        'schedules.create_learning_rate_scheduler needs the total number of steps: set TRAIN_STEPS, or '
+        '--gin.schedules.create_learning_rate_scheduler.steps_per_cycle to a number.']),
     ('no steps', ['--gin.TRAIN_STEPS=0'], ['total_steps', '0']),
     ('an evaluation every 0 steps', ['--gin.EVAL_PERIOD=0'], ['eval_period', '0']),
     ('rows that do not divide over the devices', ['--gin.BATCH_SIZE=12'], ['12', '8']),

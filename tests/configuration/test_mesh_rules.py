@@ -270,6 +270,8 @@ def test_changes_that_the_command_does_not_use_are_named():
     ("[('gpu-.*', 8)]", ["rules.gin:2 (mesh rule 'gpu-.*'): `change` must be the name of a gin file, gin", 'got 8']),
     ("[('cpu-.*', 'modle.gin')]", ["rules.gin:2 (mesh rule 'cpu-.*'): The gin file 'modle.gin' does not exist",
                                    "Did you mean 'model.gin'?"]),
+    ("[('cpu-.*', 'BATCH_SIZE 3')]", ["The gin file 'BATCH_SIZE 3' does not exist",
+                                      "A change without '=' is the name of a gin file."]),
     ("[('cpu-.*', 'BATCH_SIZE = = 3')]", ["rules.gin:2 (mesh rule 'cpu-.*'):1: not gin syntax"]),
     ("[('cpu-.*', 'BATCH_SIZES = 3')]", ["rules.gin:2 (mesh rule 'cpu-.*'):1: the macro 'BATCH_SIZES' is not used",
                                          "Did you mean 'BATCH_SIZE'?"]),

@@ -260,3 +260,15 @@ def test_a_metric_function_with_other_parameters_raises():
   model = cases.make_model(metric_fns=[lambda logits: {}])
   with pytest.raises(errors.ConfigError, match=r'`EncoderDecoderModel.metric_fns` must be .*\(logits, batch\), got'):
     jax.eval_shape(lambda params, batch: model.eval_fn(params, batch), cases.initial_params(), cases.make_batch())
+
+
+def test_other_metric_functions():
+  count = lambda logits, batch: {'one': clu_metrics.Average(total=jnp.float32(1), count=jnp.float32(1))}
+  model = cases.make_model(metric_fns=[count])
+  names = lambda model: set(jax.eval_shape(
+      lambda params, batch: model.eval_fn(params, batch), cases.initial_params(), cases.make_batch())[1])
+  assert names(model) - names(model.with_metric_fns([], 'Evaluation')) == {'one'}
+  with pytest.raises(errors.ConfigError, match='of `Evaluation.metric_fns` must return a dict of clu'):
+    names(model.with_metric_fns([lambda logits, batch: 1.0], 'Evaluation'))
+  with pytest.raises(errors.ConfigError, match='^`Evaluation.metric_fns` must be None for the model'):
+    models.BaseModel.with_metric_fns(model, [count], 'Evaluation')

@@ -40,6 +40,24 @@ MUTANTS = (
         'if e.errno:',
         'tests/checkpoints/test_shared_directory.py::test_a_file_system_without_locks'),
     Mutant(
+        'an_average_may_have_a_checkpoint_twice',
+        't5x_lite/checkpoints/builders/reading.py',
+        'and len({os.path.normpath(each) for each in path}) == len(path)',
+        '',
+        'tests/checkpoints/builders/test_reading.py::test_invalid_options'),
+    Mutant(
+        'assignment_maps_of_builders_are_not_checked',
+        't5x_lite/checkpoints/builders/reading.py',
+        ', assignment_map=base.ASSIGNMENT_MAP)',
+        ')',
+        'tests/checkpoints/builders/test_reading.py::test_invalid_options'),
+    Mutant(
+        'paths_of_subtrees_may_have_empty_parts',
+        't5x_lite/checkpoints/builders/reading.py',
+        "(not prefix or all(prefix.split('/')))",
+        "prefix.strip('/') == prefix",
+        'tests/checkpoints/builders/test_reading.py::test_invalid_options'),
+    Mutant(
         'snapshots_share_memory_with_the_state',
         't5x_lite/checkpoints/state_io.py',
         'jax.device_put(leaf, leaf.sharding, may_alias=False)',

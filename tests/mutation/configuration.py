@@ -17,6 +17,12 @@ MUTANTS = (
         'set(macros_in(binding.value)) & {name} for name',
         'tests/apps/test_bad_input.py::test_bad_files'),
     Mutant(
+        'no_remedy_for_a_schedule_without_the_number_of_steps',
+        't5x_lite/configuration/checks.py',
+        'if value is None and name in _NEEDS:',
+        'if False:',
+        'tests/apps/test_bad_input.py::test_rejected'),
+    Mutant(
         'true_is_an_integer',
         't5x_lite/configuration/checks.py',
         ' and (plain is bool or not isinstance(value, bool))',

@@ -1,7 +1,9 @@
 """All mutants."""
 
-from tests.mutation import checkpoints, configuration, data, decoding, moe, networks, optimizers, sharding, training
+from tests.mutation import (
+    checkpoints, configuration, data, decoding, moe, networks, optimizers, processes, sharding, training)
 
 MUTANTS = (
     *training.MUTANTS, *optimizers.MUTANTS, *sharding.MUTANTS, *checkpoints.MUTANTS, *configuration.MUTANTS,
-    *networks.MUTANTS, *decoding.MUTANTS, *data.MUTANTS, *moe.MUTANTS)
+    *networks.MUTANTS, *decoding.MUTANTS, *data.MUTANTS, *moe.MUTANTS,
+    *processes.MUTANTS)

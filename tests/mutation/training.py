@@ -436,11 +436,80 @@ MUTANTS = (
         'if True:',
         'tests/apps/common/test_evaluations.py::test_each_evaluation_has_its_steps_data_and_metrics'),
     Mutant(
+        'evaluations_of_equal_shapes_have_equal_metrics',
+        't5x_lite/eval_steps.py',
+        'return None if metric_fns is None else tuple(map(id, metric_fns)), tree_utils',
+        'return None, tree_utils',
+        'tests/test_eval_steps.py::test_each_evaluation_has_its_metrics_and_equal_ones_share_a_program'),
+    Mutant(
+        'metric_functions_of_evaluations_are_traced_late',
+        't5x_lite/apps/common/parts.py',
+        '    if metric_fns is not None:\n',
+        '    if False:\n',
+        'tests/apps/common/test_evaluations.py::test_invalid_metric_functions_are_an_error_before_the_first_step'),
+    Mutant(
         'a_resumed_run_forgets_the_best_value',
         't5x_lite/apps/train/saves.py',
         "self._run_facts.get('best_metrics', ())",
         '()',
         'tests/apps/common/test_evaluations.py::test_saving_when_a_metric_is_best'),
+    Mutant(
+        'parameters_are_restored_in_another_dtype_than_the_steps',
+        't5x_lite/apps/train/run.py',
+        'if not start.is_new:',
+        'if False:',
+        'tests/apps/train/test_saves.py::test_restored_parameters_keep_the_dtype_of_the_training_step'),
+    Mutant(
+        'steps_after_the_end_of_the_run_are_not_warned_of',
+        't5x_lite/apps/common/plan.py',
+        'min(when.steps) > last_step',
+        'max(when.steps) > 2 * last_step',
+        'tests/apps/common/test_plan.py::test_steps_after_the_end_of_the_run_are_warned_of'),
+    Mutant(
+        'the_log_names_one_reason_of_a_save',
+        't5x_lite/checkpoints/policies.py',
+        'for policy in self.policies if _is_true(policy, policy.should_save(step, point))]',
+        'for policy in self.policies if _is_true(policy, policy.should_save(step, point))][:1]',
+        'tests/apps/train/test_saves.py::test_each_save_has_one_line_with_all_its_reasons'),
+    Mutant(
+        'the_log_does_not_say_why_a_run_ended',
+        't5x_lite/apps/train/loop.py',
+        'reasons += reasons_to_end',
+        "reasons += ['stopped'] * bool(reasons_to_end)",
+        'tests/apps/train/test_saves.py::test_a_run_that_ends_early_says_why_it_saved'),
+    Mutant(
+        'hooks_are_called_with_the_lock_held',
+        't5x_lite/runtime/event_log.py',
+        '    try:\n      while (event := self._next_for_hooks()) is not None:\n        self._call(event)\n',
+        '    try:\n      while (event := self._next_for_hooks()) is not None:\n'
+        '        with self._lock:\n          self._call(event)\n',
+        'tests/runtime/test_event_log.py::test_a_hook_may_wait_for_a_thread_that_warns'),
+    Mutant(
+        'a_run_ends_before_its_hooks',
+        't5x_lite/runtime/event_log.py',
+        'self._hooks_returned.wait_for(',
+        'bool(',
+        'tests/runtime/test_event_log.py::test_leaving_waits_for_hooks_in_another_thread'),
+    Mutant(
+        'a_signal_during_the_hooks_of_the_start_kills',
+        't5x_lite/apps/train/run.py',
+        "signals = stack.enter_context(runtime.StopSignals('ending before the first step'))",
+        "signals = runtime.StopSignals('ending before the first step')",
+        'tests/apps/train/test_goodput.py::'
+        'test_a_signal_during_the_hooks_of_the_first_and_the_last_event_is_a_normal_stop'),
+    Mutant(
+        'each_thread_calls_the_hooks_of_its_events',
+        't5x_lite/runtime/event_log.py',
+        'if self._calling_thread is not None:',
+        'if False:',
+        'tests/runtime/test_event_log.py::'
+        'test_hooks_get_the_events_of_all_threads_one_at_a_time_and_in_order'),
+    Mutant(
+        'events_do_not_tell_the_hardware',
+        't5x_lite/runtime/event_log.py',
+        'hardware=mesh_rules.detected_selector()',
+        "hardware='cpu-1'",
+        'tests/apps/train/test_goodput.py::test_the_command_shows_the_goodput_and_calls_the_hook_of_a_gin_file'),
     Mutant(
         'repeated_steps_count_as_goodput',
         't5x_lite/runtime/goodput.py',

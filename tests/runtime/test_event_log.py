@@ -1,7 +1,9 @@
 """The log of events: phases on a simulated clock, the file, hooks and warnings."""
 
 import logging
+import sys
 import threading
+import time
 
 import pytest
 
@@ -192,6 +194,88 @@ def test_warnings_are_events_also_in_hooks_and_threads(make, tmp_path):
   assert {'level': 'error', 'logger': 't5x_lite.test', 'message': 'broken: 7'} in found
   assert [details['message'] for details in found] == [
       'hook of start', 'broken: 7', 'hook of warning', 'hook of stop', 'hook of summary']
+
+
+def _run_in_thread(fn, *args):
+  thread = threading.Thread(target=fn, args=args, daemon=True)
+  thread.start()
+  thread.join(20)
+  assert not thread.is_alive()
+
+
+def test_a_hook_may_wait_for_a_thread_that_warns(make, tmp_path):
+  called = []
+
+  def hook(event):
+    called.append((event.kind, event.details.get('message')))
+    _run_in_thread(_LOGGER.warning, 'while the hook of %s waits', event.kind)
+
+  def run():
+    with make(event_fns=[hook]) as log:
+      log.open()
+      _LOGGER.warning('of the run')  # The handler of the logger calls the hooks.
+
+  _run_in_thread(run)
+  # A warning during the hooks of a warning is written, and not passed to the hooks, or they would be called for ever.
+  in_order = [('start', None), ('warning', 'while the hook of start waits'), ('warning', 'of the run'), ('stop', None),
+              ('warning', 'while the hook of stop waits'), ('summary', None),
+              ('warning', 'while the hook of summary waits')]
+  assert called == in_order
+  found = [(event.kind, event.details.get('message')) for event in _events(tmp_path)]
+  assert [each for each in found if each[1] != 'while the hook of warning waits'] == in_order
+  assert len(found) == len(in_order) + 4
+
+
+def test_hooks_get_the_events_of_all_threads_one_at_a_time_and_in_order(make, tmp_path):
+  called, running = [], []
+
+  def hook(event):
+    assert not running
+    running.append(event)
+    time.sleep(0.001)
+    called.append(event)
+    running.pop()
+
+  with make(event_fns=[hook]) as log:
+    log.open()
+    threads = [threading.Thread(target=lambda: [log.emit('progress', number=i) for i in range(40)]) for _ in range(4)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  # Also those whose hooks another thread calls when the log is left.
+  assert [event.to_line() for event in called] == [event.to_line() for event in _events(tmp_path)]
+  assert len(called) == 4 * 40 + 3
+
+
+def test_leaving_waits_for_hooks_in_another_thread(make):
+  called, is_calling = [], threading.Event()
+
+  def hook(event):
+    if event.kind == 'progress':
+      is_calling.set()
+      time.sleep(0.2)
+    called.append(event.kind)
+
+  with make(event_fns=[hook]) as log:
+    thread = threading.Thread(target=log.emit, args=('progress',))
+    thread.start()
+    assert is_calling.wait(20)
+  assert called == ['start', 'progress', 'stop']
+
+
+def test_hooks_are_called_again_after_one_that_exits(make):
+  called = []
+
+  def hook(event):
+    called.append(event.kind)
+    if event.kind == 'progress':
+      sys.exit(3)
+
+  with pytest.raises(SystemExit):
+    with make(event_fns=[hook]) as log:
+      log.emit('progress')
+  assert called == ['start', 'progress', 'stop']
 
 
 def test_two_threads_that_warn_and_emit_do_not_wait_for_each_other(make):

@@ -69,7 +69,8 @@ def test_options_out_of_range(options, message):
 
 
 def test_steps_and_processes_that_the_run_does_not_have():
-  for cfg, message in (({'start_steps': [1, 18]}, r'within the steps of the run, 0 to 20, got \(18, 21\)'),
+  for cfg, message in (({'start_steps': [1, 18]}, r'within the steps of the run, 0 to 20, got \(18, 21\)\. '
+                        'Choose other steps, or raise TRAIN_STEPS.'),
                        ({'start_steps': [1], 'processes': [0, 1]}, r'indices of processes of the run, below 1, got')):
     with pytest.raises(ConfigError, match=message):
       runtime.StepProfiler(runtime.ProfileConfig(**cfg), 'x').check(0, 20)

@@ -6,6 +6,7 @@ Metrics have full names, `<folder of the evaluation>/<task>/<metric>`; the task 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import clu.values
@@ -13,6 +14,7 @@ import clu.values
 from t5x_lite import actions as actions_lib
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import models
 from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
@@ -36,12 +38,14 @@ class OpenEvaluation:
       `train_eval_dataset_cfg` and `infer_eval_dataset_cfg`.
     folder: folder of the results, the beginning of the names of its metrics.
     batches: batches by task name, of a teacher-forced evaluation.
+    metric_fns: metric functions of a teacher-forced evaluation; None for those of the model.
     evaluator: evaluator, of an evaluation by decoding.
   """
 
   name: str
   folder: str
   batches: Mapping[str, data.EvalBatches] = dataclasses.field(default_factory=dict)
+  metric_fns: Sequence[models.MetricFn] | None = None
   evaluator: evaluation.InferenceEvaluator | None = None
 
   @property
@@ -63,7 +67,7 @@ class RunEvaluations:
 
   def __init__(self, *, trainer: trainer_lib.BaseTrainer, evaluations: Sequence[OpenEvaluation],
                summary_dir: str | None, progress: runtime.Progress, note_fn: Callable[[str], None],
-               compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+               compiling_fn: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
                read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
                actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] | None = None):
     """Store the arguments; compute nothing.
@@ -74,7 +78,7 @@ class RunEvaluations:
       summary_dir: the run directory; None writes no metrics.
       progress: log of the results.
       note_fn: called before each batch with a description of the work; may raise `EvaluationInterrupted`.
-      compiling_fn: returns the context in which programs are compiled.
+      compiling_fn: returns the context in which the programs of an evaluation are compiled, from its name.
       read_fn: iterates over its first argument, batches; the second one describes the work. For example
         `waiting.DataWaits.iterate`. May raise `EvaluationInterrupted`.
       actions: actions that are called with the results and may stop the run.
@@ -136,8 +140,8 @@ class RunEvaluations:
       if each.evaluator is not None:
         continue
       batches_of = {each.task_of_run(task): batches for task, batches in each.batches.items()}
-      with self._compiling():
-        trainer.compile_eval({name: batches.element_spec for name, batches in batches_of.items()})
+      with self._compiling(each.name):
+        trainer.compile_eval({name: batches.element_spec for name, batches in batches_of.items()}, each.metric_fns)
       found = trainer.eval({name: self._global_batches(name, batches) for name, batches in batches_of.items()})
       results = {task: found[each.task_of_run(task)] for task in each.batches}
       if each.name in self._mean_managers:
@@ -150,7 +154,7 @@ class RunEvaluations:
       if each.evaluator is not None:
         pending.append((each, each.evaluator.evaluate(
             trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
-            compiling_fn=self._compiling, read_fn=self._read)))
+            compiling_fn=functools.partial(self._compiling, each.name), read_fn=self._read)))
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
     is_done = all(future.done() for _, future in pending)
     if pending and (ActionMode.INFER_EVAL in self._actions or is_done):
@@ -228,7 +232,7 @@ class RunEvaluations:
         if each.evaluator is not None:
           known[each.folder] = {task.name: evaluation.names_of_metrics(task) for task in each.evaluator.eval_tasks}
         else:
-          step_fn = self._trainer.partitioned_eval_step()
+          step_fn = self._trainer.eval_steps.make(each.metric_fns)
           known[each.folder] = {
               task: set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
               for task, batches in each.batches.items()}

@@ -1,4 +1,4 @@
-"""Type of a command, and flags that several commands share: gin configuration, number of devices."""
+"""Type of a command, and flags that several commands share: gin configuration, cluster, number of devices."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -19,24 +19,27 @@ class Command(NamedTuple):
     add_arguments: adds the command's arguments to its parser.
     run: runs the command and returns its exit status.
     entry: dotted name of the function that gin configures; None for a command without gin configuration.
+    passes_on: whether the arguments after `--` are those of another command, its argument `others`.
   """
 
   help: str
   add_arguments: Callable[[argparse.ArgumentParser], None]
   run: Callable[[argparse.Namespace], int]
   entry: str | None = None
+  passes_on: bool = False
 
 
 # Value of --compilation_cache_dir for no folder.
 NO_CACHE = 'off'
 
 
-def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True) -> None:
+def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True, computes: bool = True) -> None:
   """Add the flags that `load_configuration` reads.
 
   Args:
     parser: parser of the command.
     compiles: whether to add `--compilation_cache_dir`, whose default is a folder of the user and machine.
+    computes: whether to add the flags of a cluster.
   """
   group = parser.add_argument_group('configuration, applied in this order: files, then flags')
   group.add_argument('--gin_file', action='append', default=[], metavar='FILE',
@@ -65,6 +68,49 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True)
                         'of time')
   else:
     parser.set_defaults(compilation_cache_dir=NO_CACHE)
+  if computes:
+    _add_cluster_arguments(parser)
+  else:
+    parser.set_defaults(distributed=None)
+
+
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+  group = parser.add_argument_group('several processes, one on each machine or for each GPU; see docs/cluster.md')
+  group.add_argument('--distributed', choices=('auto', 'on', 'off'), default='auto',
+                     help='auto: several processes if `t5x_lite launch`, the environment, SLURM, Open MPI, Kubernetes '
+                     'or a TPU pod says so; on: an error without a cluster; off: one process. Default: auto')
+  group.add_argument('--multiprocess_gpu', nargs='?', const='true', choices=('true', 'false'), default='false',
+                     help='the same as --distributed=on (name of T5X)')
+  group.add_argument('--coordinator_address', metavar='HOST:PORT',
+                     help='address of process 0, the same on all processes; environment: JAX_COORDINATOR_ADDRESS')
+  group.add_argument('--process_count', type=int, metavar='N', help='number of processes; environment: '
+                     'JAX_NUM_PROCESSES')
+  group.add_argument('--process_index', type=int, metavar='I',
+                     help='index of this process, from 0; environment: JAX_PROCESS_ID')
+  group.add_argument('--initialization_timeout', type=int, default=300, metavar='SECONDS',
+                     help='time until all processes must have started; default: 300')
+  group.add_argument('--heartbeat_timeout_seconds', type=int, default=30, metavar='SECONDS',
+                     help='silence after which a process counts as lost, and all others end with status 75; default: 30')
+
+
+def join_cluster(arguments: argparse.Namespace) -> None:
+  """Join the cluster that a command line asks for, before JAX initializes its devices.
+
+  Args:
+    arguments: parsed command line with the flags of `add_gin_arguments`; `distributed` is None for a command that does
+      not compute.
+
+  Raises:
+    ConfigError: flags contradict each other.
+    ClusterError: the other processes do not come.
+  """
+  if arguments.distributed is None:
+    return
+  from t5x_lite import runtime
+  mode = 'on' if arguments.multiprocess_gpu == 'true' and arguments.distributed == 'auto' else arguments.distributed
+  runtime.join(runtime.ClusterConfig(mode=mode, **{name: getattr(arguments, name) for name in (
+      'coordinator_address', 'process_count', 'process_index', 'initialization_timeout',
+      'heartbeat_timeout_seconds')}))
 
 
 def add_num_devices(parser: argparse.ArgumentParser) -> None:
@@ -154,6 +200,7 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
+  join_cluster(arguments)
   configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
   if cache is None:
     # Errors of the configuration do not wait for JAX; and an imported module may have initialized several processes.

@@ -15,12 +15,12 @@ import jax
 from t5x_lite import averaging
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import eval_steps
 from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
-from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common.evaluations import OpenEvaluation
 from t5x_lite.types import Batch
@@ -96,6 +96,17 @@ class RunData:
     return {each.task_of_run(task): batches for each in self.evaluations for task, batches in each.batches.items()}
 
   @property
+  def eval_programs(self) -> list[tuple[list[str], eval_steps.MetricFns, Batch]]:
+    """(trainer's names of the tasks, metric functions, shapes of a batch) of each teacher-forced evaluation step."""
+    found: dict[Any, tuple[list[str], eval_steps.MetricFns, Batch]] = {}
+    for each in self.evaluations:
+      for task, batches in each.batches.items():
+        program = found.setdefault(eval_steps.program_key(each.metric_fns, batches.element_spec),
+                                   ([], each.metric_fns, batches.element_spec))
+        program[0].append(each.task_of_run(task))
+    return list(found.values())
+
+  @property
   def element_specs(self) -> dict[str, Batch]:
     """Shapes and dtypes of global batches, by dataset and feature name."""
     specs = {'training': self.batches.element_spec}
@@ -160,7 +171,8 @@ def open_data(
       batches_by_task = open_fn(lambda each=each: cfg.train_eval_get_dataset_fn(
           each.dataset_cfg, partitioner.get_data_layout(each.dataset_cfg.batch_size), each.num_batches,
           feature_converter=converter), f'opening the evaluation data of {name}')
-      opened.append(OpenEvaluation(name=name, folder=folder, batches=batches_by_task))
+      opened.append(OpenEvaluation(
+          name=name, folder=folder, batches=batches_by_task, metric_fns=each.metric_fns))
   return RunData(
       batches=batches, evaluations=opened,
       sample_truncation_fn=host_iterator.sample_truncation if knows_truncation else lambda: None)
@@ -197,7 +209,8 @@ def make_trainer(
     (trainer with shapes, state initializer, key for new parameters).
 
   Raises:
-    ConfigError: the batch or the learning rates are not supported by the trainer.
+    ConfigError: the batch or the learning rates are not supported by the trainer, or a metric function of an evaluation
+      is invalid.
   """
   spec = run_data.batches.element_spec
   init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed, impl=cfg.rng_impl))
@@ -220,6 +233,10 @@ def make_trainer(
     logging.getLogger(__name__).info('An average of the parameters is kept%s: %s.', (
         ' and evaluated' if cfg.param_ema.evaluate else ''), cfg.param_ema)
   trainer.check_batch(spec)
+  # Metric functions of evaluations run late; those of the model are traced with the training step.
+  for _, metric_fns, eval_spec in run_data.eval_programs:
+    if metric_fns is not None:
+      trainer.eval_steps.make(metric_fns).trace(trainer.step_state, eval_spec)
   return trainer, initializer, init_rng
 
 
@@ -232,8 +249,6 @@ def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> None:
   """
   trainer.partitioned_train_step().trace(
       trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
-  eval_step = trainer.partitioned_eval_step()
-  # Evaluations with equal batch shapes share a step.
-  eval_specs = (batches.element_spec for batches in run_data.eval_batches.values())
-  for spec in {tree_utils.shapes_key(spec): spec for spec in eval_specs}.values():
-    eval_step.trace(trainer.step_state, spec)
+  for _, metric_fns, spec in run_data.eval_programs:
+    if metric_fns is None:  # `make_trainer` has traced the others.
+      trainer.eval_steps.make().trace(trainer.step_state, spec)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
+import logging
 import math
 import types
 from typing import Protocol
@@ -101,6 +102,20 @@ def plan_steps(
         collect_garbage=collect_garbage.is_due(stop, last_step),
         evaluations=tuple(name for name, when in evaluations.items() if when.is_due(stop, last_step)))
     step = stop
+
+
+def warn_of_late_steps(whens: Mapping[str, When], last_step: float) -> None:
+  """Warn of each evaluation whose `When.steps` are all after the end of the run.
+
+  Args:
+    whens: when each evaluation is due, by its name.
+    last_step: see `last_step_of_run`.
+  """
+  for name, when in whens.items():
+    if when.steps and min(when.steps) > last_step:
+      logging.getLogger(__name__).warning(
+          'No step of `When.steps` of the evaluation %r is within the run, which ends at step %s: the first one is %s.',
+          name, f'{last_step:,}', f'{min(when.steps):,}')
 
 
 def last_step_of_run(total_steps: int | None, relative_steps: int | None, start_step: int) -> float:

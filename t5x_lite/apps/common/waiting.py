@@ -9,8 +9,6 @@ import threading
 import time
 from typing import TypeVar
 
-import jax
-
 from t5x_lite import runtime
 
 T = TypeVar('T')
@@ -82,7 +80,7 @@ class DataWaits:
     def check(waited: float) -> None:
       del waited
       self._on_wait()
-      if self._signals.requested and jax.process_count() == 1:
+      if self._signals.ends_waits:
         raise self._stop_error_fn(doing)
 
     return wait_for(

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import functools
 import pathlib
-import shlex
-import sys
 from typing import Any
 
 import jax
@@ -201,7 +199,7 @@ def evaluate(
         evaluations.evaluate(evaluations.names)
         unfinished.append((step, path))
         trainer.train_state = shapes  # The devices need not hold two states.
-        if multihost.any_process(signals.requested):
+        if signals.requested_anywhere():
           stopped = True
           break
     except EvaluationInterrupted:
@@ -223,7 +221,7 @@ def evaluate(
     if stopped and (num_left or not results):
       name = signals.name or 'a signal to another process'
       raise StoppedOnSignalError(f'Stopped by {name}; {len(results)} checkpoint(s) are evaluated, {num_left} are left. '
-                                 f'To resume:\n  {shlex.join(sys.orig_argv)}')
+                                 f'To resume:\n  {runtime.command_line()}')
     if damage is not None:
       raise damage
     return results
@@ -277,7 +275,7 @@ class _BatchNotes:
     self._num_batches = 0
 
   def __call__(self, text: str) -> None:
-    if self._signals.requested and jax.process_count() == 1:
+    if self._signals.is_due():
       raise EvaluationInterrupted
     self._progress.note(text)
     if self._progress.due:

@@ -26,7 +26,7 @@ vocabularies.PassThroughVocabulary.size = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
-  add_gin_arguments(parser, compiles=False)
+  add_gin_arguments(parser, compiles=False, computes=False)
   add_num_devices(parser)
   parser.add_argument('--full', action='store_true', help='print one line per array, without folding equal layers')
 

@@ -80,7 +80,8 @@ def infer_source(
     *,
     first_batch: int,
     write_fn: ChunkWriter,
-    should_stop: Callable[[bool], bool] = lambda at_end_of_chunk: False,
+    should_stop: Callable[[], bool] = lambda: False,
+    ends_wait: Callable[[], bool] = lambda: False,
     on_batch: Callable[[int], None] = lambda num_examples: None,
 ) -> int | None:
   """Compute a worker's batches of a source and write the results in chunks.
@@ -93,8 +94,9 @@ def infer_source(
     train_state_axes: mesh PartitionSpecs of the state.
     first_batch: number, within the shard, of the first batch to compute.
     write_fn: writes a chunk; called in the background.
-    should_stop: returns whether to stop; called after each batch, with whether a chunk ends there, and while a batch is
-      awaited. Computed results are written before this function returns.
+    should_stop: returns whether to stop; called after each batch. Computed results are written before this function
+      returns.
+    ends_wait: returns whether to stop while a batch is awaited.
     on_batch: called with the number of examples of each computed batch.
 
   Returns:
@@ -124,17 +126,17 @@ def infer_source(
       reads.extend(read_pool.submit(next, batches, None) for _ in range(_NUM_AHEAD))
       while not stopped:
         waiting.wait_for(
-            lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or should_stop(False),
+            lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or ends_wait(),
             lambda waited: None,
             lambda waited: f'Reading the input has taken {waited:.0f} s. Still waiting; SIGTERM or Ctrl-C ends it.')
-        if not reads[0].done():  # `should_stop` returned true.
+        if not reads[0].done():  # `ends_wait` returned true.
           stopped = True
           return
         if (batch := reads.popleft().result()) is None:
           return
         reads.append(read_pool.submit(next, batches, None))
         yield batch
-        stopped = should_stop(len(chunk) + 1 == cfg.checkpoint_period)
+        stopped = should_stop()
 
     def finish_writing():
       if chunk:

@@ -8,8 +8,6 @@ The same command resumes a run that was stopped or killed; the results are those
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import shlex
-import sys
 import time
 from typing import Any
 
@@ -112,13 +110,13 @@ def infer(
     # ------------------------------------------------------------------------------------------------------------------
     # Data: a source for each task, and the paths of its results
     # ------------------------------------------------------------------------------------------------------------------
+    _check_workers(cfg)
     progress.note('opening the input')
     sources = _open_sources(cfg)
     for source in sources:
       stack.callback(source.close)
     # After opening: standard input must be interruptible while it is read.
-    signals = stack.enter_context(runtime.StopSignals(
-        f'finishing the {"batch" if jax.process_count() == 1 else "chunk"} and keeping the results'))
+    signals = stack.enter_context(runtime.StopSignals('finishing the batch and keeping the results'))
     if cfg.output_file is not None and len(sources) > 1:
       raise ConfigError(f'`infer.output_file` requires a single task, got {len(sources)}: '
                         f'{", ".join(source.name for source in sources)}. Remove it, or choose one task.')
@@ -169,14 +167,14 @@ def infer(
         num_source_examples = infer_source(
             source, cfg, runner, train_state, train_state_axes, first_batch=first_batch,
             write_fn=_chunk_writer(store, cfg),
-            should_stop=lambda at_end_of_chunk: _should_stop(signals, at_end_of_chunk), on_batch=counter.add)
+            should_stop=lambda: signals.is_due(may_wait=True), ends_wait=lambda: signals.ends_waits, on_batch=counter.add)
         counter.end()
         outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
         if num_source_examples is None:
           raise StoppedOnSignalError(
               f'Stopped after {counter.done:,} examples of {source.name!r} by '
               f'{signals.name or "a signal to another process"}; the results so far are saved. To '
-              f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {shlex.join(sys.orig_argv)}')
+              f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {runtime.command_line()}')
         _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
       del train_state
 
@@ -212,6 +210,15 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
   return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
 
 
+def _check_workers(cfg: InferConfig) -> None:
+  """Raise if the processes of a cluster have different shards, each of which is a run of its own."""
+  if cfg.num_shards > 1 and multihost.any_process(
+      bool(multihost.broadcast_from_lead(np.int32(cfg.shard_id)) != cfg.shard_id)):
+    raise ConfigError(f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '
+                      f'{cfg.shard_id} here and another one elsewhere. Workers with different shards are separate runs: '
+                      'pass --distributed=off to each.')
+
+
 def _open_sources(cfg: InferConfig) -> list[data.ExampleSource]:
   """Open a source for each task, after checking that the configuration supports it."""
   if cfg.is_stream and jax.process_count() > 1:
@@ -238,13 +245,6 @@ def _on_lead(fn: Callable[[], Any]) -> Any:
 def _agreed(flag: bool) -> bool:
   """Return the lead process's `flag`."""
   return bool(multihost.broadcast_from_lead(np.bool_(flag)))
-
-
-def _should_stop(signals: runtime.StopSignals, at_end_of_chunk: bool) -> bool:
-  # A single process may stop after any batch; several processes agree at the end of a chunk.
-  if jax.process_count() == 1:
-    return signals.requested
-  return at_end_of_chunk and multihost.any_process(signals.requested)
 
 
 def _begin(store: ShardStore, cfg: InferConfig, step: int) -> None:

@@ -26,7 +26,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.compilation_cache_dir not in (None, NO_CACHE):
       raise ConfigError(f'--num_devices={arguments.num_devices} cannot be combined with --compilation_cache_dir: no '
                         'run on this machine could use programs for simulated devices. Remove one of the flags.')
-    arguments.compilation_cache_dir = NO_CACHE
+    arguments.compilation_cache_dir, arguments.distributed = NO_CACHE, 'off'
   simulate_devices(arguments.num_devices)
   # The run directory is only used for the text of the programs.
   configuration = load_configuration(arguments, None if arguments.write_hlo else {'MODEL_DIR': "'none'"})

@@ -26,7 +26,6 @@ from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
-from t5x_lite import tree_utils
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.formatting import format_bytes, format_table
@@ -108,7 +107,6 @@ def precompile(
   with contextlib.ExitStack() as stack:
     run_data = parts_lib.open_data(stack, cfg, note_fn=note_fn)
     trainer, initializer, init_rng = parts_lib.make_trainer(stack, cfg, run_data, random_seed=seed, summary_dir=None)
-    eval_batches = run_data.eval_batches
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
 
     programs: list[CompiledProgram] = []
@@ -121,13 +119,9 @@ def precompile(
         init_rng, start_lib.initial_stacks(trainer, initializer, cfg.partitioner)))
     compile_program('training step', lambda: trainer.partitioned_train_step().lower(
         trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
-    by_spec: dict[tuple[Any, ...], list[str]] = {}
-    for name, found in eval_batches.items():
-      by_spec.setdefault(tree_utils.shapes_key(found.element_spec), []).append(name)
-    for names in by_spec.values():
-      spec_of_eval = eval_batches[names[0]].element_spec
-      compile_program(f'evaluation step ({", ".join(names)})',
-                      lambda spec=spec_of_eval: trainer.partitioned_eval_step().lower(trainer.step_state, spec))
+    for names, metric_fns, eval_spec in run_data.eval_programs:
+      compile_program(f'evaluation step ({", ".join(names)})', lambda fns=metric_fns, spec=eval_spec:
+                      trainer.eval_steps.make(fns).lower(trainer.step_state, spec))
     for each in run_data.evaluations:
       if each.evaluator is not None:
         for name, lower_fn in each.evaluator.programs(state_shape, state_axes).items():

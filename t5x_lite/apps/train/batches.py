@@ -44,7 +44,8 @@ class TrainBatches:
   """
 
   def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool], facts: Mapping[str, Any],
-               first_step: int, may_end: bool = False, max_batch_seconds: float | None = None,
+               first_step: int, ends_wait: Callable[[], bool] = lambda: False, may_end: bool = False,
+               max_batch_seconds: float | None = None,
                on_wait: Callable[[], None] = lambda: None,
                is_computing: Callable[[], bool] = lambda: False,
                phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -54,9 +55,10 @@ class TrainBatches:
 
     Args:
       batches: global batches of the source.
-      should_stop: returns whether the run must stop.
+      should_stop: returns whether the run must stop; called between steps.
       facts: `facts` at the save that the run resumes from; empty for a new run.
       first_step: step at which the run begins.
+      ends_wait: returns whether the wait for a batch must end, for the run to stop.
       may_end: whether the data may end; otherwise its end is an error.
       max_batch_seconds: maximum wait for a batch after the first; None for no limit.
       on_wait: called repeatedly during a wait.
@@ -71,6 +73,7 @@ class TrainBatches:
     self._agrees = may_end and jax.process_count() > 1 and not batches.ends_together
     self._batches = batches
     self._should_stop = should_stop
+    self._ends_wait = ends_wait
     self._max_batch_seconds = max_batch_seconds
     self._on_wait = on_wait
     self._is_computing = is_computing
@@ -208,7 +211,7 @@ class TrainBatches:
     limit = None if self._is_opening else self._max_batch_seconds
 
     def check(waited: float) -> None:
-      if self._should_stop():
+      if self._ends_wait():
         raise _StopRequested
       self._on_wait()
       if limit is not None and waited >= limit:

@@ -85,14 +85,15 @@ class StepCompilation:
 
 
 @contextlib.contextmanager
-def log_compilation(watchdog: runtime.Watchdog, progress: runtime.Progress) -> Iterator[None]:
+def log_compilation(watchdog: runtime.Watchdog, progress: runtime.Progress, name: str) -> Iterator[None]:
   """Context in which the programs of an evaluation are compiled, without a limit of time; logs a line if there are any.
 
   Args:
     watchdog: watchdog, which does not expect progress in the context.
     progress: log.
+    name: name of the evaluation.
   """
   with watchdog.watching('compiling'), runtime.count_cache_use() as counts:
     yield
   if counts.programs:
-    progress.log(f'Prepared the evaluation: {counts}.')
+    progress.log(f'Prepared the evaluation {name}: {counts}.')

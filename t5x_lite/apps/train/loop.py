@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import logging
 import math
-import shlex
-import sys
 from typing import Any
 
 import clu.values
@@ -118,9 +116,9 @@ class TrainLoop:
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
-    if self.saves is not None and not self.start.resumes and self.saves.is_due(self._first_step):
+    if self.saves is not None and not self.start.resumes and (reasons := self.saves.reasons(self._first_step)):
       with self.watchdog.watching('saving'):
-        self.saves.save(self.evaluation_due)
+        self.saves.save(reasons, self.evaluation_due)
     self._first_best = self.facts.get('best_metrics', [])
     self._begin_progress(self._first_step)
 
@@ -215,16 +213,25 @@ class TrainLoop:
     """Save the state if a save is due or the run ends."""
     if self.saves is None or not self._is_sound or self.trainer.step <= self._first_step:
       return
-    is_due = self._is_complete and self._stretch.save
+    reasons = []
     if self._is_complete and self._error is None:
       with self._keeping_error():
-        is_due |= self.saves.is_due(self.trainer.step, self.evaluation_due)
+        reasons = self.saves.reasons(self.trainer.step, self.evaluation_due)
     self.trainer.stop_training |= self._error is not None
-    is_last = self.trainer.stop_training or self._has_last_step
-    if is_due or is_last:
+    reasons_to_end = self._reasons_to_end()
+    reasons += reasons_to_end
+    if reasons or (self._is_complete and self._stretch.save):
       with self.watchdog.watching('saving'):
-        self.saves.save(self.evaluation_due, is_last=is_last and not self._interrupted)
+        self.saves.save(reasons or ['fixed step'], self.evaluation_due,
+                        is_last=bool(reasons_to_end) and not self._interrupted)
         self.watchdog.beat(self.trainer.step)
+
+  def _reasons_to_end(self) -> list[str]:
+    """Return why no further step follows, for the log; empty if one does."""
+    error = self._error or self.batches.error
+    found = {'end of the run': self._has_last_step, self._interrupted.partition(':')[0]: bool(self._interrupted),
+             'action': self._stop != Stop.CONTINUE, f'error {type(error).__name__}': error is not None}
+    return [reason for reason, holds in found.items() if holds] or ['stopped'] * self.trainer.stop_training
 
   def recover(self) -> None:
     """Roll back a non-finite state if the policy allows it; collect garbage if that is due."""
@@ -270,7 +277,7 @@ class TrainLoop:
     if has_diverged:
       raise NonFiniteMetricError(self._describe_divergence(saved))
     where = f'step {saved:,} is saved in {self.cfg.model_dir}' if saved is not None else 'no checkpoint was saved'
-    where += f'. To resume:\n  {shlex.join(sys.orig_argv)}'
+    where += f'. To resume:\n  {runtime.command_line()}'
     if self._interrupted and (not self._has_last_step or self.evaluation_due or finding is not None):
       of_steps = f' of {self.last_step:,}' if self.last_step < math.inf else ''
       raise StoppedOnSignalError(
@@ -339,7 +346,7 @@ class TrainLoop:
     self._stop = max(self._stop, stop)
 
   def _look_for_signals(self) -> None:
-    if multihost.any_process(self.signals.requested):
+    if self.signals.requested_anywhere():
       self._interrupted = self.signals.name or 'a signal to another process'
 
   def _look_for_end(self) -> None:

@@ -40,7 +40,7 @@ from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.loop import TrainLoop
 from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.apps.train.step_log import LogConfig, StepLog
-from t5x_lite.errors import ConfigError, StoppedOnSignalError
+from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
 # T5X's names for `actions`.
@@ -173,14 +173,14 @@ def train(
     progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
     stack.callback(progress.clear)
     stack.enter_context(progress.above_line())
+    # Before the events, so that signals during the hooks of the first and the last event stop the run as usual.
+    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     events = runtime.EventLog(
         os.path.join(cfg.model_dir, runtime.EVENTS_FILE), process=jax.process_index(), event_fns=cfg.event_hooks,
         log_fn=progress.log)
     if not cfg.dry_run:
       stack.enter_context(events)
-    watchdog = runtime.Watchdog(cfg.max_step_seconds, max_evaluation_seconds=cfg.max_evaluation_seconds,
-                                max_saving_seconds=cfg.max_saving_seconds, phase_fn=events.phase)
-    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
+    watchdog = _make_watchdog(cfg, events)
     opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
         f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.',
         signal=signals.name))
@@ -203,24 +203,23 @@ def train(
     num_epochs = cfg.train_dataset_cfg.num_epochs
     progress.step = first_step
     profiler.check(facts['start_step'], last_step)
+    plan_lib.warn_of_late_steps(cfg.whens, last_step)
 
     # Trainer: built from the state's shapes, so that everything is checked before anything is computed.
     trainer, initializer, init_rng = parts_lib.make_trainer(
         stack, cfg, run_data, random_seed=facts['random_seed'], summary_dir=None if cfg.dry_run else cfg.model_dir,
         first_step=first_step, last_step=last_step)
     state_shape = initializer.global_train_state_shape
+    if not start.is_new:
+      checkpoints.check_keeps_dtypes(state_shape.state_dict(), start.restore_cfg)
     start_lib.check_start(start, state_shape, cfg.model, applies_transforms=cfg.dry_run)
-
-    def should_stop() -> bool:
-      # A single process may stop after any step; several processes agree at the end of a stretch.
-      return signals.requested and jax.process_count() == 1
 
     def on_wait() -> None:
       watchdog.beat()
       events.tick()
 
     def note(text: str) -> None:
-      if should_stop():
+      if signals.is_due():
         raise EvaluationInterrupted
       watchdog.beat(trainer.step)
       events.tick()
@@ -258,15 +257,14 @@ def train(
           'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.')
     start_lib.record_data(start, facts, cfg.train_dataset_cfg)
     train_batches = TrainBatches(
-        batches, should_stop=should_stop, facts=facts if has_position else {}, first_step=first_step,
+        batches, should_stop=signals.is_due, ends_wait=lambda: signals.ends_waits, facts=facts if has_position else {}, first_step=first_step,
         may_end=cfg.may_end, max_batch_seconds=cfg.max_batch_seconds, on_wait=on_wait,
         is_computing=lambda: not trainer.step_state.step.is_ready(), phase_fn=events.phase)
     # The run may have been stopped before this step's evaluation.
     last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
     manager = None
     if save_cfg is not None:
-      manager = stack.enter_context(checkpoints.CheckpointManager(
-          cfg.model_dir, save_cfg=save_cfg, on_commit=lambda step: events.emit('save_committed', checkpoint=step)))
+      manager = stack.enter_context(checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg))
 
     # Files: results after the starting point are deleted, since they will be written again.
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')
@@ -289,7 +287,7 @@ def train(
     if manager is not None:
       saves = TrainSaves(manager, cfg, trainer=trainer, evaluations=evaluations, batches=train_batches, run_facts=facts,
                          progress=progress, events=events)
-    if should_stop():
+    if signals.is_due():
       raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.',
                                  signal=signals.name)
     del restored, run_data, state_shape  # Frees their memory for the loop.
@@ -302,6 +300,8 @@ def train(
         facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, events=events,
         profiler=profiler, step_log=StepLog(cfg.log_cfg, progress, memory, trainer.train_metrics_manager, first_step),
         signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
+    if (monitor := runtime.current_monitor()) is not None:
+      stack.enter_context(monitor.reporting())  # the last one, so that the other processes hear of an error at once
     loop.begin()
     while (stretch := loop.next_stretch()) is not None:
       loop.train(stretch)
@@ -312,6 +312,18 @@ def train(
     if multihost.is_lead():
       print(report.final_report(cfg.model_dir, bad_steps_in_a_row=trainer.non_finite.bad_steps_in_a_row), flush=True)
     return step, train_state
+
+
+def _make_watchdog(cfg: TrainConfig, events: runtime.EventLog) -> runtime.Watchdog:
+  """Return the watchdog; in a cluster, connect it and the events with the monitor of the processes."""
+  options = {}
+  if (monitor := runtime.current_monitor()) is not None:
+    monitor.state_fn = lambda: events.state
+    monitor.call_at_end(lambda failure: events.stop('other_process', process=failure.process, message=str(failure)))
+    options = {'others_fn': monitor.describe_processes,
+               'on_timeout': lambda message: monitor.end_all(message, ExitCode.WATCHDOG)}
+  return runtime.Watchdog(cfg.max_step_seconds, max_evaluation_seconds=cfg.max_evaluation_seconds,
+                          max_saving_seconds=cfg.max_saving_seconds, phase_fn=events.phase, **options)
 
 
 def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step: int) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 import logging
 import math
+import os
 import time
 from typing import Any
 
@@ -61,29 +62,32 @@ class TrainSaves:
     self._failures_in_a_row = 0
     self._last_failure: Exception | None = None
     self._saved_at = time.monotonic()
-    # Policies that look for a new best value; the best values are facts of the run.
+    self._policy = checkpoints.save_policies_from_config(self._cfg)
+    # Line of the last checkpoint that the writing thread has committed, for the log of the main thread.
+    self._committed = ''
     # Metrics for which a save policy waits; those of users may read any.
     ours = (checkpoints.WhenBest, checkpoints.EveryNMinutes, checkpoints.EveryNSteps, checkpoints.AtSteps)
     self._needed = [p.metric_name for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)] if all(
         isinstance(p, ours) for p in self._cfg.policies) else None
+    # Policies that look for a new best value; the best values are facts of the run.
     self._best_policies = [p for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
 
-  def is_due(self, step: int, evaluation_due: Sequence[str] = ()) -> bool:
-    """Return whether the configuration asks for a checkpoint of `step`; all processes must call this together.
+  def reasons(self, step: int, evaluation_due: Sequence[str] = ()) -> list[str]:
+    """Return the names of the policies that ask for a checkpoint of `step`; all processes must call this together.
 
     Args:
       step: number of completed steps.
       evaluation_due: evaluations of this step that are not yet computed.
     """
     if not self._cfg.policies:
-      return self._manager.should_save(step)
+      return list(map(_name, self._policy.due(step)))
     point = checkpoints.SavePoint(
         metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step, self._needed), best=self._best,
         # All processes must decide equally.
         seconds_since_save=float(multihost.broadcast_from_lead(np.float32(time.monotonic() - self._saved_at))))
-    is_due = self._manager.should_save(step, point)
+    reasons = list(map(_name, self._policy.due(step, point)))
     self._update_best(point.metrics if self._best_policies else {})
-    return is_due
+    return reasons
 
   def record_metrics(self, step: int) -> None:
     """Add the metrics of the last evaluation to the checkpoint of `step`, which was saved earlier."""
@@ -91,10 +95,11 @@ class TrainSaves:
     self._manager.record_metrics(step, _finite(numbers))
     self._update_best(numbers)
 
-  def save(self, evaluation_due: Sequence[str] = (), *, is_last: bool = False) -> None:
+  def save(self, reasons: Sequence[str], evaluation_due: Sequence[str] = (), *, is_last: bool = False) -> None:
     """Save the state after all results up to its step are on disk; skip a non-finite state.
 
     Args:
+      reasons: reasons of the save, for the log.
       evaluation_due: kinds of evaluation that are not yet computed at this step.
       is_last: whether the run ends here, so that no later step shows whether the state is sound.
 
@@ -105,7 +110,7 @@ class TrainSaves:
     tests = trainer.non_finite.policy.tests
     if tests and not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
       return
-    self._saved_at = time.monotonic()
+    start = self._saved_at = time.monotonic()
     for policy in self._cfg.policies:
       if isinstance(policy, checkpoints.OnRequest):
         policy.done()
@@ -124,20 +129,26 @@ class TrainSaves:
     # Evaluation parameters may be an average, which does not show that the parameters are finite.
     is_sound = is_last and bool(losses) and all(map(math.isfinite, losses)) and (
         not trainer.train_state.evaluates_other_params)
-    self._events.emit('save_begun', checkpoint=trainer.step)
+    step, name = trainer.step, os.path.basename(self._manager.checkpoint_path(trainer.step))
+    self._events.emit('save_begun', checkpoint=step)
+
+    def on_commit() -> None:
+      self._events.emit('save_committed', checkpoint=step)
+      self._committed = f'step {step:,}  Saved {name} in {time.monotonic() - start:.1f} s: {", ".join(reasons)}.'
+
     try:
       self._is_writing = self._manager.save(
-          trainer.step, state, data_state=data_state,
-          metrics=_finite(numbers),
+          step, state, data_state=data_state, metrics=_finite(numbers), on_commit=on_commit,
           metadata={'run': facts, **start_lib.layout_metadata(self._run_cfg.model),
                     **start_lib.optimizer_metadata(trainer.train_state)}, is_sound=is_sound)
     except SaveError as error:
       self._count_failure(error)
     else:
-      self._unconfirmed = trainer.step if self._is_writing and not is_sound else None
+      self._unconfirmed = step if self._is_writing and not is_sound else None
 
   def confirm(self) -> None:
-    """Confirm the last checkpoint once a later step has shown it to be sound; warn early of a failed save."""
+    """Confirm the last checkpoint once a later step has shown it to be sound; log a save, and warn if it failed."""
+    self._log_committed()
     if self._is_writing and self._manager.has_failed and jax.process_count() == 1:
       self.wait()
     if self._unconfirmed is not None and self._trainer.non_finite.newest_finite_step > self._unconfirmed:
@@ -180,7 +191,13 @@ class TrainSaves:
     except SaveError as error:
       self._count_failure(error, is_last=is_last)
     else:
+      self._log_committed()
       self._failures_in_a_row, self._last_failure = 0, None
+
+  def _log_committed(self) -> None:
+    if self._committed:
+      self._progress.log(self._committed)
+      self._committed = ''
 
   def mark_unsound(self) -> None:
     """Mark the checkpoints whose parameters caused the non-finite loss that the trainer found."""
@@ -253,6 +270,12 @@ class TrainSaves:
                       f'`SaveCheckpointConfig.max_failures_in_a_row`. Last error: {error}') from error
     if not is_last:
       logging.getLogger(__name__).warning('%s Training continues; the next save tries again.', error)
+
+
+def _name(policy: checkpoints.SavePolicy) -> str:
+  """Return the name of a policy, with its metric."""
+  name = type(policy).__name__
+  return f'{name} {policy.metric_name}' if isinstance(policy, checkpoints.WhenBest) else name
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

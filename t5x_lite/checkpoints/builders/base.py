@@ -5,12 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.checkpoints import lazy_arrays, sources
 from t5x_lite.networks.t5_config import StackConfig
 
@@ -22,6 +24,26 @@ PARAMS, STEP = 'target/', 'state/step'
 FROM_PARAMS = ('state/param_states/', 'param_average/')
 # Parts that come from a newly initialised state.
 FROM_SCRATCH = ('flax_mutables/',)
+
+
+def _assignment_problem(rules: Any) -> str:
+  """Return the first problem of an assignment map as a sentence; '' if it is valid."""
+  if rules is not None and (not isinstance(rules, Sequence) or isinstance(rules, str)):
+    return f'{rules!r} is not a list.'
+  for rule in rules or ():
+    if (not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2 or not isinstance(rule[0], str)
+        or not isinstance(rule[1], str | None)):
+      return f'The rule {rule!r} is not a pair.'
+    try:
+      re.compile(rule[0])
+    except re.error as e:
+      return f'{rule[0]!r} is not a regular expression: {e}.'
+  return ''
+
+
+ASSIGNMENT_MAP = checks.Expectation(
+    'pairs of a regular expression and a replacement or None', lambda rules: not _assignment_problem(rules),
+    _assignment_problem)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

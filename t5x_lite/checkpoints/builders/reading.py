@@ -24,8 +24,8 @@ _COUNT = checks.number(at_least=1, integer=True)
 _PATH = checks.Expectation('the path of a checkpoint', lambda path: isinstance(path, str) and bool(path))
 _PREFIX = checks.Expectation(
     "a path in the tree of parameters such as 'encoder', or '' for the entire tree",
-    lambda prefix: isinstance(prefix, str) and prefix.strip('/') == prefix,
-    "Names of parameters have no 'target/', and no '/' at their ends.")
+    lambda prefix: isinstance(prefix, str) and (not prefix or all(prefix.split('/'))),
+    "Names of parameters have no 'target/', no '/' at their ends and no '//'.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Restore(base.StateBuilder):
   assignment_map: Sequence[tuple[str, str | None]] = ()
 
   def __post_init__(self):
-    checks.check('Restore', vars(self), path=_PATH)
+    checks.check('Restore', vars(self), path=_PATH, assignment_map=base.ASSIGNMENT_MAP)
 
   def first_step(self, step: int | None) -> int | None:
     """Return the step of the checkpoint; None if it is unknown or not restored."""
-    for pattern, replacement in self.assignment_map:
+    for pattern, replacement in self.assignment_map or ():
       if re.fullmatch(pattern, base.STEP):
         if replacement is None:
           return None
@@ -91,8 +91,10 @@ class Average(base.StateBuilder):
   def __post_init__(self):
     several = not isinstance(self.path, str)
     checks.check('Average', vars(self), path=checks.Expectation(
-        'a run directory, or paths of at least two checkpoints', lambda path: bool(path) and (
-            isinstance(path, str) or (isinstance(path, Sequence) and len(path) > 1 and all(map(_PATH.holds, path))))),
+        'a run directory, or paths of at least two checkpoints, all different', lambda path: bool(path) and (
+            isinstance(path, str) or (isinstance(path, Sequence) and len(path) > 1 and all(map(_PATH.holds, path))
+                                      and len({os.path.normpath(each) for each in path}) == len(path))),
+        'Give each checkpoint once.'),
                  last=checks.Expectation('None with several paths', lambda last: last is None) if several
                  else _COUNT.or_none())
 

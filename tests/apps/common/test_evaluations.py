@@ -4,24 +4,31 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
+import pathlib
+import re
 import signal
 import threading
 import time
 import types
 
+from clu import metrics as clu_metrics
 import clu.values
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
+from t5x_lite import cli
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import multihost
 from t5x_lite import runtime
+from t5x_lite import summaries
 from t5x_lite.actions import BaseAction
 from t5x_lite.apps.common import evaluations as train_evaluations
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
+from tests.apps.common import cloze_run
 from tests.apps.train import toy_run
 from tests.models import toy_model
 
@@ -355,11 +362,73 @@ def test_an_evaluation_by_name_selects_and_stops(tmp_path):
     (lambda: ['x'], 'evaluations` must be a list of Evaluations'),
     (lambda: _named()[0], 'evaluations` must be a list of Evaluations'),
     (lambda: [dataclasses.replace(_named()[0], when=evaluation.When(from_step=3))], 'Evaluation.when` must be a When'),
+    (lambda: [dataclasses.replace(_named()[0], metric_fns=_count)], 'Evaluation.metric_fns` must be a list of funct'),
+    (lambda: [dataclasses.replace(_named()[1], metric_fns=[_count])], 'Set InferenceEvalConfig.metric_fns.'),
     (lambda: [dataclasses.replace(_named()[0], dataset_cfg=toy_run.dataset('train', batch_size=3))], '3 rows')])
 def test_invalid_evaluations(tmp_path, evaluations, fragment):
   with pytest.raises(ConfigError, match=fragment):
     _train(tmp_path, evaluations=evaluations())
 
+
+
+def _largest_logit(logits, batch):
+  return {'largest_logit': clu_metrics.Average(total=jnp.max(logits), count=jnp.float32(1))}
+
+
+def _with_metrics(*metric_fns, **options):
+  return [evaluation.Evaluation(name='own', dataset_cfg=toy_run.dataset('validation'), metric_fns=metric_fns,
+                                when=evaluation.When(period=6), **options)]
+
+
+def test_a_teacher_forced_evaluation_chooses_its_metrics(whole, tmp_path):
+  best = checkpoints.WhenBest('training_eval/own/letters/largest_logit')
+  _train(tmp_path, evaluations=_with_metrics(_largest_logit), save={'policies': [best]})
+  lines, usual = toy_run.lines(tmp_path), toy_run.lines(whole)
+  rows = lines['training_eval/own/letters']
+  assert [row['step'] for row in rows] == [6, 12] and rows[0]['largest_logit'] < rows[1]['largest_logit']
+  without = [{name: value for name, value in row.items() if name != 'largest_logit'} for row in rows]
+  assert without == usual['training_eval/letters']
+  assert lines['training_eval/letters'] == usual['training_eval/letters']
+  assert checkpoints.all_steps(tmp_path) == [6, 12]
+  metrics = checkpoints.read_manifest(tmp_path / 'checkpoint_12').metrics
+  assert metrics['training_eval/own/mean/largest_logit'] == pytest.approx(rows[1]['largest_logit'])
+
+
+@pytest.mark.parametrize('dry_run', [False, True])
+@pytest.mark.parametrize('metric_fn, fragment', [
+    (lambda logits, batch: {'loss': clu_metrics.Average(total=jnp.max(logits), count=jnp.float32(1))},
+     r"must return .* with names that no other metric has, got \['loss'\]"),
+    (lambda logits: {}, r'^`Evaluation.metric_fns` must be a function of \(logits, batch\), got')])
+def test_invalid_metric_functions_are_an_error_before_the_first_step(tmp_path, metric_fn, fragment, dry_run):
+  with pytest.raises(ConfigError, match=fragment):
+    _train(tmp_path / 'run', evaluations=_with_metrics(metric_fn), dry_run=dry_run)
+  assert not list(tmp_path.glob('run/*/metrics.jsonl'))
+
+
+def test_the_name_of_a_metric_of_an_evaluation_is_checked(tmp_path):
+  best = checkpoints.WhenBest('training_eval/own/letters/largest_logits')
+  with pytest.raises(ConfigError, match="Did you mean 'training_eval/own/letters/largest_logit'"):
+    _train(tmp_path / 'run', evaluations=_with_metrics(_largest_logit), save={'policies': [best]})
+
+
+def test_metric_functions_of_evaluations_by_command(tmp_path, monkeypatch, capsys):
+  root = pathlib.Path(__file__).parents[3]
+  monkeypatch.syspath_prepend(str(tmp_path))
+  page = (root / 'docs/training.md').read_text(encoding='utf-8')
+  for name, shown in re.findall(r'`(confidence.\w+)`:\n\n```\w+\n(.*?)```', page, re.DOTALL):
+    (tmp_path / name).write_text(shown)
+  flags = ['--gin_file=recipes/keyword_cloze.gin', f'--gin_file={tmp_path}/confidence.gin', *(
+      f'--gin.{binding}' for binding in [
+          *cloze_run.bindings({'inputs': 64, 'targets': 16}), f'MODEL_DIR={tmp_path}/run', 'BATCH_SIZE=8',
+          'TRAIN_STEPS=2', 'EVAL_STEPS=1'])]
+  assert cli.main(['train', *flags, '--dry_run']) == 0
+  assert cli.main(['precompile', *flags]) == 0
+  assert 'evaluation step (sure/python_keyword_cloze)' in capsys.readouterr().out
+  assert cli.main(['train', *flags]) == 0
+  rows = summaries.read_metrics(tmp_path / 'run/training_eval/sure/python_keyword_cloze/metrics.jsonl')
+  assert [row['step'] for row in rows] == [2] and 0 < rows[0]['confidence'] < 1
+  other, = summaries.read_metrics(tmp_path / 'run/training_eval/python_keyword_cloze/metrics.jsonl')[-1:]
+  assert 'confidence' not in other and 'accuracy' in other
 
 # ---- Saving by what evaluations and clocks say -----------------------------------------------------------------------
 

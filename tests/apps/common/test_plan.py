@@ -77,3 +77,14 @@ def test_a_policy_that_does_not_advance_is_an_error():
   policy = types.SimpleNamespace(next_step=lambda step: step, should_save=lambda step, point=None: False)
   with pytest.raises(ConfigError, match=r'next_step\(4\)` of a policy must be a later step or None, got 4'):
     list(plan_lib.plan_steps(4, 10, save=plan_lib.SaveTimes(policy)))
+
+
+def test_steps_after_the_end_of_the_run_are_warned_of(caplog):
+  whens = {'late': plan_lib.When(steps=[2000, 1001]), 'early': plan_lib.When(steps=[1000, 2000]),
+           'other': plan_lib.When(period=3)}
+  plan_lib.warn_of_late_steps(whens, math.inf)
+  assert not caplog.records
+  plan_lib.warn_of_late_steps(whens, 1000)
+  assert [record.getMessage() for record in caplog.records] == [
+      "No step of `When.steps` of the evaluation 'late' is within the run, which ends at step 1,000: the first one is "
+      '1,001.']

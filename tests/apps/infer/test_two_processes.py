@@ -20,6 +20,11 @@ _PROGRAM = '''
       raise AssertionError('a file was taken')
     except errors.ConfigError as error:
       assert ('exists' in str(error)) == (process == 0), error
+    try:  # Workers with shards of their own are no cluster.
+      toy_infer.infer(cfg, checkpoint, out, num_shards=2, shard_id=process)
+      raise AssertionError('a cluster has two shards')
+    except errors.ConfigError as error:
+      assert 'must have the same shard_id' in str(error), error
     paths = toy_infer.infer(cfg, checkpoint, out)
     assert bool(paths) == (process == 0)
     assert toy_infer.infer(cfg, checkpoint, out) == paths

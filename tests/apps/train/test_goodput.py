@@ -51,6 +51,32 @@ def test_a_killed_run_tells_what_it_lost(tmp_path):
   assert total['step'] < sum(event.seconds.get('step', 0) for event in events)
 
 
+_STOPPED = """
+    import os, signal, sys
+    from t5x_lite import errors
+    from tests.apps.train import toy_run
+
+    def terminate(event):
+      print(event.kind, event.details.get('cause'), event.details.get('signal'))
+      if event.kind in ('start', 'stop'):
+        os.kill(os.getpid(), signal.SIGTERM if event.kind == 'start' else signal.SIGHUP)
+
+    try:
+      toy_run.train(sys.argv[1], 12, event_fns=terminate)
+    except errors.StoppedOnSignalError as error:
+      print(error)
+    """
+
+
+def test_a_signal_during_the_hooks_of_the_first_and_the_last_event_is_a_normal_stop(tmp_path):
+  with processes.start(_STOPPED, tmp_path / 'run', stderr=subprocess.DEVNULL) as process:
+    output, _ = process.communicate(timeout=120)
+  assert process.returncode == 0
+  *events, message = output.splitlines()
+  assert events[0] == 'start None None' and 'stop signal SIGTERM' in events
+  assert message.startswith('Stopped by SIGTERM before the first step')
+
+
 def hook(event):
   """Append an event to a file, for the gin file below."""
   with open(os.environ['T5X_LITE_TEST_EVENTS'], 'a', encoding='utf-8') as file:
@@ -74,4 +100,8 @@ def test_the_command_shows_the_goodput_and_calls_the_hook_of_a_gin_file(tmp_path
   assert status == 0
   line, = [line for line in capsys.readouterr().err.splitlines() if 'Time of the run ' in line]
   assert '% training steps, ' in line and '% compiling' in line
+  start, *others = runtime.read_events(tmp_path / 'run' / runtime.EVENTS_FILE)
+  assert start.kind == 'start' and 'start' not in {event.kind for event in others}
+  # Also without a selector of mesh rules the file tells the hardware.
+  assert start.details['hardware'] == 'cpu-8' and start.details['command']
   assert (tmp_path / 'hooked.jsonl').read_text() == (tmp_path / 'run' / runtime.EVENTS_FILE).read_text()

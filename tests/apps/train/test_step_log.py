@@ -194,7 +194,8 @@ def test_log_and_files_of_a_run_of_the_command(tmp_path, capsys):
   assert text.count('s/step') == 4
   assert re.search(r' Batch 1: decoder_input_tokens int32\[8, 4\]  .*\n.* Batch 2: the same', text)
   for line in (r'the training step .*; step and state: \d+ programs in \S+ s, \w+ from the', r'State: \d+ arrays of ',
-               r'step 0  (Compiled|Loaded) \S*step_fn\S* in \S+ s\.', r'Prepared the evaluation: 1 program in '):
+               r'step 0  (Compiled|Loaded) \S*step_fn\S* in \S+ s\.',
+               r'Prepared the evaluation training_eval: 1 program in '):
     assert re.search(line, text), line
 
   num_params = int(re.search(r'([\d,]+) parameters on', text)[1].replace(',', ''))

@@ -94,7 +94,12 @@ def test_a_prefix_without_parameters_names_the_others(saved):
     (lambda: builders.Average(['a']), 'Average.path` must be a run directory, or paths of at least two'),
     (lambda: builders.Average(['a', 'b'], last=2), 'Average.last` must be None with several paths, got 2'),
     (lambda: builders.Average('a', last=0), 'Average.last` must be an integer >= 1 or None, got 0'),
+    (lambda: builders.Average(['a', 'b', 'a/']), 'Average.path` must be .* all different, got .*Give each'),
     (lambda: builders.Subtree('/encoder'), "Subtree.prefix` must be a path in the tree .*no '/' at their ends"),
+    (lambda: builders.Subtree('a//b'), "Subtree.prefix` must be a path in the tree .*, got 'a//b'. .* and no '//'"),
+    (lambda: builders.Subtree('a', into='b//c'), 'Subtree.into` must be a path in the tree'),
+    (lambda: builders.Restore('a', 5), 'Restore.assignment_map` must be pairs .*, got 5. 5 is not a list'),
+    (lambda: builders.Restore('a', [('(', None)]), "Restore.assignment_map` must be pairs .*'.' is not a regular exp"),
 ])
 def test_invalid_options(make, message):
   with pytest.raises(errors.ConfigError, match=message):

@@ -1,0 +1,198 @@
+"""Start several processes of one run on this machine, and end all of them when one fails.
+
+Each process finds its place in environment variables, see `runtime.cluster`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import BinaryIO
+
+from t5x_lite import checks
+from t5x_lite.errors import ConfigError
+from t5x_lite.runtime import cluster_environment as names
+
+# After the failure of a process, the others have this time to end by themselves, and then again after SIGTERM.
+_END_SECONDS = 15.0
+# The same if the process was killed, so that it could not tell the others.
+_KILLED_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch(command: Sequence[str], num_processes: int, *, devices_per_process: int = 1,
+           port: int | None = None) -> int:
+  """Run a program in several processes that form a cluster, and return the exit status of the first that failed.
+
+  Signals are passed on to all processes. Lines of the output begin with the process.
+
+  Args:
+    command: the program and its arguments.
+    num_processes: number of processes.
+    devices_per_process: number of GPUs of each process, or of virtual devices on a CPU.
+    port: port at which they meet; None for a free one.
+
+  Returns:
+    The status; 128 + the number of the signal for a process that was killed.
+
+  Raises:
+    ConfigError: the machine has too few GPUs, or the program does not exist.
+  """
+  whole = checks.number(at_least=1, integer=True)
+  checks.check('', {'-n': num_processes, '--devices_per_process': devices_per_process, '--port': port}, **{
+      '-n': whole, '--devices_per_process': whole,
+      '--port': checks.number(at_least=1, below=2**16, integer=True).or_none()})
+  if shutil.which(command[0]) is None:
+    raise ConfigError(f'{command[0]!r} is neither a command of t5x_lite nor a program. See t5x_lite --help.')
+  shared = {**os.environ, names.ADDRESS: f'127.0.0.1:{port or _free_port()}', names.COUNT: str(num_processes),
+            names.LAUNCHED: str(os.getpid()), names.COMMAND: shlex.join(sys.orig_argv), 'PYTHONUNBUFFERED': '1'}
+  devices = _devices(num_processes, devices_per_process, os.environ)
+  with contextlib.ExitStack() as stack:
+    processes = []
+    signals = stack.enter_context(_passing_on(processes))
+    stack.callback(_end_all, processes)
+    for index in range(num_processes):
+      environment = {**shared, **devices[index], names.INDEX: str(index)}
+      # Another session, so that Ctrl-C reaches them once, through this process.
+      processes.append(subprocess.Popen(
+          command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+          start_new_session=True))
+    copies = [_copy(index, source, target) for index, process in enumerate(processes)
+              for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))]
+    status = _wait(processes, signals)
+    for copy in copies:
+      copy.join(_END_SECONDS)
+  return status
+
+
+def _wait(processes: Sequence[subprocess.Popen], signals: Sequence[int]) -> int:
+  """Wait for all processes; end the others when one fails. Return the status of the first that failed, or 0."""
+  first, failed_at, sent = None, 0.0, None
+  while any(process.poll() is None for process in processes):
+    time.sleep(_POLL_SECONDS)
+    now = time.monotonic()
+    if first is None:
+      first = next((index for index, process in enumerate(processes) if process.poll()), None)
+      failed_at = now
+      if first is not None and not signals:
+        _say(f'process {first} {_describe(processes[first].returncode)}; the others end')
+      continue
+    limit = _KILLED_SECONDS if processes[first].returncode < 0 else _END_SECONDS
+    for number, seconds in ((signal.SIGKILL, limit + _END_SECONDS), (signal.SIGTERM, limit)):
+      if now - failed_at > seconds and sent not in (number, signal.SIGKILL):
+        sent = number
+        _send(processes, number)
+        break
+  if first is None:
+    first = next((index for index, process in enumerate(processes) if process.returncode), 0)
+  code = processes[first].returncode
+  return code if code >= 0 else 128 - code
+
+
+def _describe(code: int) -> str:
+  return f'ended with status {code}' if code >= 0 else f'was killed by {signal.Signals(-code).name}'
+
+
+def _say(text: str) -> None:
+  with contextlib.suppress(OSError):
+    os.write(2, f't5x_lite launch: {text}.\n'.encode())
+
+
+def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+  for process in processes:
+    if process.poll() is None:
+      with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _end_all(processes: Sequence[subprocess.Popen]) -> None:
+  _send(processes, signal.SIGKILL)
+  for process in processes:
+    process.wait()
+
+
+@contextlib.contextmanager
+def _passing_on(processes: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
+  """Context in which signals to this process are passed on; yields the list of those that have come."""
+  received: list[int] = []
+
+  def handle(number, frame):
+    del frame
+    received.append(number)
+    _send(processes, number)
+
+  before = {number: signal.signal(number, handle) for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN}
+  try:
+    yield received
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _copy(index: int, source: BinaryIO, target) -> threading.Thread:
+  """Start a thread that copies lines, each with the process in front unless it has that already."""
+  prefix = f'[process {index}] '.encode()
+  descriptor = None
+  with contextlib.suppress(OSError, ValueError, AttributeError):
+    descriptor = target.fileno()
+
+  def run() -> None:
+    with source:
+      for line in source:
+        text = (b'' if line.startswith(prefix) else prefix) + line.removesuffix(b'\n') + b'\n'
+        with contextlib.suppress(OSError):  # the reader is gone; the processes go on
+          if descriptor is None:
+            target.write(text.decode(errors='replace'))
+          while text and descriptor is not None:
+            text = text[os.write(descriptor, text):]
+
+  thread = threading.Thread(target=run, name=f'output-{index}', daemon=True)
+  thread.start()
+  return thread
+
+
+def _free_port() -> int:
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+def _devices(num_processes: int, per_process: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+  """Return the environment variables that give each process its devices.
+
+  Raises:
+    ConfigError: there are too few GPUs, or the devices are TPUs.
+  """
+  platforms = environment.get('JAX_PLATFORMS', '')
+  if platforms.startswith('tpu') or (not platforms and pathlib.Path('/dev/accel0').exists()):
+    raise ConfigError('launch cannot divide the TPUs of a machine: one process uses all of them. Start the command '
+                      'without launch, once on each machine of the pod.')
+  gpus = [] if platforms.startswith('cpu') else _gpus(environment)
+  if not gpus:
+    flags = re.sub(r'--xla_force_host_platform_device_count=\d+', '', environment.get('XLA_FLAGS', '')).strip()
+    return [{'JAX_NUM_CPU_DEVICES': str(per_process), 'XLA_FLAGS': flags}] * num_processes
+  if num_processes * per_process > len(gpus):
+    raise ConfigError(f'launch -n {num_processes} with --devices_per_process={per_process} must have '
+                      f'{num_processes * per_process} GPUs, got {len(gpus)}. Reduce a number, or set JAX_PLATFORMS=cpu '
+                      'to try it on virtual devices.')
+  return [{'CUDA_VISIBLE_DEVICES': ','.join(gpus[i * per_process:(i + 1) * per_process])} for i in range(num_processes)]
+
+
+def _gpus(environment: Mapping[str, str]) -> list[str]:
+  """Return the names of the NVIDIA GPUs that this process may use."""
+  visible = environment.get('CUDA_VISIBLE_DEVICES')
+  if visible is not None:
+    return [name for name in visible.split(',') if name and name != '-1']
+  folder = pathlib.Path('/proc/driver/nvidia/gpus')
+  return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []

@@ -1,0 +1,59 @@
+"""Connections between the processes of a run: signs that one is broken, and calls that may never return."""
+
+from collections.abc import Callable
+import contextlib
+import ctypes
+import re
+import signal
+import socket
+import threading
+
+# Errors of collectives and barriers when another process has gone.
+_BROKEN = re.compile(
+    r'gloo|nccl|connection (closed|reset|refused)|socket closed|broken pipe|UNAVAILABLE|DEADLINE_EXCEEDED|heartbeat|'
+    r'coordination service|unhealthy', re.IGNORECASE)
+
+
+def returns_within(seconds: float, fn: Callable[[], object]) -> bool:
+  """Call a function in another thread; return whether it returned within the time."""
+  done = threading.Event()
+
+  def run() -> None:
+    with contextlib.suppress(Exception):
+      fn()
+    done.set()
+
+  threading.Thread(target=run, daemon=True).start()
+  return done.wait(seconds)
+
+
+def refuses_connections(address: str) -> bool:
+  """Return whether the machine at `address` (host and port) says that no program listens there."""
+  host, _, port = address.rpartition(':')
+  try:
+    socket.create_connection((host.strip('[]'), int(port)), 1.0).close()
+  except ConnectionRefusedError:
+    return True
+  except OSError:  # it may come back
+    return False
+  return False
+
+
+def is_connection_error(error: BaseException) -> bool:
+  """Return whether an error may be that of another process: one of the runtime about a connection."""
+  names = {cls.__name__ for cls in type(error).__mro__}
+  is_of_runtime = bool(names & {'JaxRuntimeError', 'XlaRuntimeError'}) or type(error) is ValueError
+  return is_of_runtime and _BROKEN.search(str(error)) is not None
+
+
+def hold_aborts() -> None:
+  """Let a thread that calls `abort` sleep for 6 s before it ends the process.
+
+  JAX's client calls it as soon as it loses process 0. Meanwhile, the monitor names the reason and ends the process with a
+  status that schedulers restart on. The handler is a function of the C library, since no Python may run in it: the number
+  of the signal, 6, is its argument.
+  """
+  with contextlib.suppress(OSError, AttributeError, ValueError):
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    library.signal(int(signal.SIGABRT), ctypes.cast(library.sleep, ctypes.c_void_p))

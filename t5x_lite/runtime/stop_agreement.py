@@ -1,0 +1,53 @@
+"""Agreement of several processes on the point at which all of them stop, such as the same step."""
+
+import threading
+
+
+class StopAgreement:
+  """Agreement in one process. The processes exchange `request`, `limit` and `stop_at`, see `Monitor`.
+
+  Points are counted, and all processes come to the same ones in the same order. When a process hears of the request, it
+  goes on to its next point, `limit`, at most, until it knows the largest limit, at which all stop. The limit is set by
+  another thread than the one that comes to the points, which may be waiting for a process that waits at its limit.
+
+  Attributes:
+    request: signal and process of the request, e.g. 'SIGTERM to process 1'; empty before.
+    limit: number of the point that this process does not pass without knowing `stop_at`; None before a request.
+    has_agreed: True if all processes stop together.
+  """
+
+  def __init__(self):
+    """Begin without a request."""
+    self.request = ''
+    self.limit: int | None = None
+    self.has_agreed = False
+    self._lock = threading.Lock()
+    self._point = 0
+    self._stop_at: int | None = None
+    self._is_known = threading.Event()
+
+  @property
+  def is_pending(self) -> bool:
+    """True if a stop was requested and the point is not known yet."""
+    return bool(self.request) and not self._is_known.is_set()
+
+  def begin(self, request: str) -> None:
+    """Note a request; only the first counts."""
+    with self._lock:
+      if not self.request:
+        self.request, self.limit = request, self._point + 1
+
+  def agree(self, stop_at: int) -> None:
+    """Note the point at which all stop, the largest limit of all processes."""
+    self._stop_at = stop_at
+    self._is_known.set()
+
+  def is_due(self) -> bool:
+    """Count a point, and return whether all processes stop at it; may wait for the agreement."""
+    with self._lock:
+      self._point += 1
+      if self.limit is None or self._point < self.limit:
+        return False
+    self._is_known.wait()
+    self.has_agreed |= self._point >= self._stop_at
+    return self._point >= self._stop_at

@@ -1,0 +1,114 @@
+"""Several processes of one command on this machine. Those of a run are in tests/multiprocess."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from t5x_lite.apps.launch import run
+from t5x_lite.errors import ConfigError
+
+
+def _launch(program, num_processes, *arguments):
+  """Starts `launch` for a Python program in a process of its own."""
+  return subprocess.Popen(
+      [sys.executable, '-m', 't5x_lite', 'launch', '-n', str(num_processes), '--', sys.executable, '-c',
+       textwrap.dedent(program), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+      env=os.environ | {'JAX_PLATFORMS': 'cpu'})
+
+
+def test_each_process_knows_its_place_and_lines_name_it():
+  process = _launch('''
+      import os, sys
+      i = os.environ['JAX_PROCESS_ID']
+      print('place', i, 'of', os.environ['JAX_NUM_PROCESSES'], 'at', os.environ['JAX_COORDINATOR_ADDRESS'])
+      print(f'[process {i}] has its name\\nlast line without end', end='', file=sys.stderr)
+      ''', 3)
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == 0
+  lines = sorted(out.splitlines())
+  address = lines[0].rpartition(' ')[2]
+  assert lines == [f'[process {i}] place {i} of 3 at {address}' for i in range(3)]
+  assert sorted(err.splitlines()) == sorted(
+      [f'[process {i}] has its name' for i in range(3)] + [f'[process {i}] last line without end' for i in range(3)])
+
+
+def test_all_end_with_the_status_of_the_first_that_fails(monkeypatch, capfd):
+  monkeypatch.setattr(run, '_END_SECONDS', 0.5)
+  began = time.monotonic()
+  program = '''
+      import os, signal, sys, time
+      signal.signal(signal.SIGTERM, lambda *args: sys.exit(9))
+      if os.environ['JAX_PROCESS_ID'] == '1': sys.exit(3)
+      if os.environ['JAX_PROCESS_ID'] == '2': signal.signal(signal.SIGTERM, signal.SIG_IGN)
+      time.sleep(600)
+      '''
+  assert run.launch([sys.executable, '-c', textwrap.dedent(program)], 3) == 3
+  assert time.monotonic() - began < 60
+  assert 'process 1 ended with status 3; the others end' in capfd.readouterr().err
+
+
+def test_a_killed_process_ends_the_others_at_once(capfd):
+  program = '''
+      import os, signal, time
+      if os.environ['JAX_PROCESS_ID'] == '0': os.kill(os.getpid(), signal.SIGKILL)
+      time.sleep(600)
+      '''
+  assert run.launch([sys.executable, '-c', textwrap.dedent(program)], 2) == 128 + signal.SIGKILL
+  assert 'process 0 was killed by SIGKILL' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on(number):
+  process = _launch('''
+      import os, signal, sys, time
+      def handle(number, frame):
+        print('got', number, flush=True)
+        sys.exit(75)
+      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, handle)
+      print('ready', flush=True)
+      time.sleep(600)
+      ''', 2)
+  for _ in range(2):
+    assert 'ready' in process.stdout.readline()
+  process.send_signal(number)
+  out, err = process.communicate(timeout=60)
+  assert sorted(out.splitlines()) == [f'[process {i}] got {int(number)}' for i in range(2)]
+  assert process.returncode == 75 and 'the others end' not in err
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='only Linux tells a process of the end of its parent')
+def test_processes_end_with_a_launch_that_is_killed(tmp_path):
+  process = _launch('''
+      import sys, time
+      from t5x_lite.runtime import cluster
+      cluster._end_with_launcher()
+      print('ready', flush=True)
+      time.sleep(600)
+      ''', 2)
+  for _ in range(2):
+    assert 'ready' in process.stdout.readline()
+  process.kill()
+  process.communicate(timeout=60)  # returns when no process has the pipes
+
+
+@pytest.mark.parametrize('environment, expected', [
+    ({'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'},
+     [{'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': ''}] * 2),
+    ({'CUDA_VISIBLE_DEVICES': '3,1,0,2'}, [{'CUDA_VISIBLE_DEVICES': '3,1'}, {'CUDA_VISIBLE_DEVICES': '0,2'}]),
+    ({'CUDA_VISIBLE_DEVICES': '', 'XLA_FLAGS': '--xla_a=1 --xla_force_host_platform_device_count=8'},
+     [{'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': '--xla_a=1'}] * 2),
+])
+def test_devices(environment, expected):
+  assert run._devices(2, 2, environment) == expected
+
+
+def test_too_few_gpus_and_tpus():
+  with pytest.raises(ConfigError, match=r'launch -n 2 with --devices_per_process=2 must have 4 GPUs, got 3'):
+    run._devices(2, 2, {'CUDA_VISIBLE_DEVICES': '0,1,2'})
+  with pytest.raises(ConfigError, match='one process uses all of them'):
+    run._devices(2, 1, {'JAX_PLATFORMS': 'tpu'})

@@ -1,0 +1,160 @@
+"""Where a process finds its place in a cluster. Real processes join in tests/multiprocess."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from t5x_lite.errors import ClusterError, ConfigError
+from t5x_lite.runtime import cluster
+from t5x_lite.runtime.cluster import ClusterConfig, Place
+
+_SLURM = {'SLURM_JOB_ID': '4100', 'SLURM_STEP_NODELIST': 'node[07-08],node12', 'SLURM_NTASKS': '6', 'SLURM_PROCID': '3',
+          'SLURM_LOCALID': '1'}
+# Port of JAX's detector for this job.
+_SLURM_ADDRESS = f'node07:{4100 % 2**12 + 65535 - 2**12 + 1}'
+_ENVIRONMENT = {'JAX_COORDINATOR_ADDRESS': 'host:1234', 'JAX_NUM_PROCESSES': '4', 'JAX_PROCESS_ID': '2'}
+_FLAGS = {'coordinator_address': 'n0:99', 'process_count': 8, 'process_index': 7}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+  for name in os.environ:
+    if name.startswith(('SLURM_', 'OMPI_', 'KUBERNETES_', 'TPU_', 'MEGASCALE_', 'JAX_COORDINATOR', 'JAX_LOCAL_DEVICE',
+                        'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID', 'T5X_LITE_LAUNCH')):
+      monkeypatch.delenv(name)
+
+
+def _find(monkeypatch, environment, **options):
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  return cluster.find_place(ClusterConfig(**options))
+
+
+def test_without_anything_a_process_is_alone(monkeypatch, caplog):
+  assert _find(monkeypatch, {}) is None
+  assert _find(monkeypatch, _SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}) is None
+  assert not caplog.records
+
+
+@pytest.mark.parametrize('environment, options, expected', [
+    ({}, _FLAGS, Place(address='n0:99', count=8, index=7, origin='flags')),
+    (_ENVIRONMENT, {}, Place(address='host:1234', count=4, index=2, origin='environment variables')),
+    (_ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, Place(address='host:1234', count=4, index=2, origin='launch')),
+    (_SLURM, {}, Place(address=_SLURM_ADDRESS, count=6, index=3, local_devices=(1,), origin='SLURM')),
+    # What is said explicitly wins, and the rest is completed.
+    (_SLURM | _ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, Place(
+        address='host:1234', count=4, index=2, origin='launch')),
+    (_ENVIRONMENT, _FLAGS, Place(address='n0:99', count=8, index=7, origin='flags')),
+    (_SLURM | {'JAX_COORDINATOR_ADDRESS': 'other:5'}, {}, Place(
+        address='other:5', count=6, index=3, local_devices=(1,), origin='SLURM')),
+    (_SLURM, {'coordinator_address': 'flag:5'}, Place(
+        address='flag:5', count=6, index=3, local_devices=(1,), origin='SLURM')),
+    (_SLURM | {'JAX_LOCAL_DEVICE_IDS': '0,1'}, {}, Place(
+        address=_SLURM_ADDRESS, count=6, index=3, local_devices=(0, 1), origin='SLURM')),
+    (_SLURM | {'JAX_COORDINATOR_PORT': '77'}, {}, Place(
+        address='node07:77', count=6, index=3, local_devices=(1,), origin='SLURM')),
+    ({'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911', 'OMPI_COMM_WORLD_SIZE': '2',
+      'OMPI_COMM_WORLD_RANK': '1', 'OMPI_COMM_WORLD_LOCAL_RANK': '0'}, {'mode': 'on'}, Place(
+          address=f'10.96.0.1:{1531576320 // 2**12 % 2**12 + 65535 - 2**12 + 1}', count=2, index=1, local_devices=(0,),
+          origin='Open MPI')),
+])
+def test_places(monkeypatch, environment, options, expected):
+  assert _find(monkeypatch, environment, **options) == expected
+
+
+@pytest.mark.parametrize('environment, options, message', [
+    ({}, {'mode': 'on'}, r'got no --coordinator_address, --process_count, --process_index.*remove --distributed=on'),
+    ({}, {'process_count': 2}, r'got no --coordinator_address, --process_index'),
+    ({}, {**_FLAGS, 'process_index': 8}, r'--process_index must be below --process_count=8, got 8 \(flags\)'),
+    ({'JAX_NUM_PROCESSES': 'two'}, {}, r"variable JAX_NUM_PROCESSES must be a number, got 'two'"),
+    ({'JAX_LOCAL_DEVICE_IDS': '0;1'}, {}, r"JAX_LOCAL_DEVICE_IDS must be numbers separated by commas, got '0;1'"),
+    (_SLURM | {'SLURM_NTASKS': 'x'}, {'mode': 'on'}, r'The cluster cannot be detected: ValueError.*Pass --coord'),
+])
+def test_errors_of_places(monkeypatch, environment, options, message):
+  with pytest.raises(ConfigError, match=message):
+    _find(monkeypatch, environment, **options)
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'coordinator_address': 'host'}, r"--coordinator_address must be HOST:PORT, got 'host'"),
+    ({'coordinator_address': 'host:0'}, r"--coordinator_address must be HOST:PORT, got 'host:0'"),
+    ({'process_count': 0}, r'`--process_count` must be an integer >= 1'),
+    ({'process_index': -1}, r'`--process_index` must be an integer >= 0'),
+    ({'initialization_timeout': 0}, r'`--initialization_timeout` must be'),
+    ({'heartbeat_timeout_seconds': 1}, r'`--heartbeat_timeout_seconds` must be an integer >= 5'),
+    ({'mode': 'off', 'process_count': 2}, r'--distributed=off starts one process'),
+])
+def test_errors_of_options(options, message):
+  with pytest.raises(ConfigError, match=message):
+    ClusterConfig(**options)
+
+
+@pytest.mark.parametrize('environment', [
+    _SLURM | {'SLURM_NTASKS': 'x'},
+    {'KUBERNETES_SERVICE_HOST': '10.0.0.1'},  # without the package `kubernetes`, or without a cluster
+])
+def test_a_detector_that_fails_means_one_process_and_a_warning(monkeypatch, caplog, environment):
+  assert _find(monkeypatch, environment) is None
+  (record,) = caplog.records
+  assert record.levelno == logging.WARNING
+  assert 'this process runs alone' in record.getMessage() and '--distributed=off' in record.getMessage()
+
+
+@pytest.mark.parametrize('environment, warned', [
+    ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'SLURM_NODEID': '1'}, '1 of the 8 GPUs'),
+    ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '8(x2)', 'SLURM_NODEID': '1'}, None),
+    ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '8(x2),4', 'SLURM_NODEID': '2'}, '1 of the 8 GPUs'),
+    ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'SLURM_NODEID': '1',
+      'JAX_LOCAL_DEVICE_IDS': '0,1,2,3,4,5,6,7'}, None),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'SLURM_NODEID': '1'}, None),
+])
+def test_a_task_that_sees_less_than_its_share_is_reported(monkeypatch, caplog, environment, warned):
+  cluster._check_share(_find(monkeypatch, _SLURM | environment))
+  messages = [record.getMessage() for record in caplog.records]
+  assert [warned in message and '--ntasks-per-node=8' in message for message in messages] == [True] * bool(warned)
+
+
+def test_one_process_joins_nothing(monkeypatch):
+  def fail(**kwargs):
+    raise AssertionError(kwargs)
+
+  monkeypatch.setattr(jax.distributed, 'initialize', fail)
+  assert cluster.join(ClusterConfig()) is None
+  assert cluster.join(ClusterConfig(process_count=1)) is None
+  for name, value in _ENVIRONMENT.items():
+    monkeypatch.setenv(name, value)
+  assert cluster.join(ClusterConfig(mode='off')) is None
+  with pytest.raises(AssertionError, match="'num_processes': 4.*'process_id': 2.*'deactivate'"):
+    cluster.join(ClusterConfig())
+
+
+def test_the_port_of_process_0_must_be_free(monkeypatch):
+  monkeypatch.setattr(jax.distributed, 'initialize', lambda **kwargs: 1 / 0)
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    address = f'127.0.0.1:{server.getsockname()[1]}'
+    with pytest.raises(ClusterError, match=f'port of --coordinator_address={address} must be free'):
+      cluster.join(ClusterConfig(coordinator_address=address, process_count=2, process_index=0))
+    with pytest.raises(ZeroDivisionError):
+      cluster.join(ClusterConfig(coordinator_address=address, process_count=2, process_index=1))
+  with pytest.raises(ZeroDivisionError):
+    cluster.join(ClusterConfig(coordinator_address=address, process_count=2, process_index=0))
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_process_does_not_wait_for_ever_for_the_others(index):
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    address = f'127.0.0.1:{server.getsockname()[1]}'
+  program = f"""
+from t5x_lite.runtime import cluster
+cluster.join(cluster.ClusterConfig(
+    coordinator_address={address!r}, process_count=2, process_index={index}, initialization_timeout=2))
+"""
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
+  assert done.returncode == 75
+  assert f'process {index} of 2 (flags), which meet at {address}, has waited 2 s for the others' in done.stderr
+  assert 'stack trace' not in done.stderr

@@ -1,0 +1,231 @@
+"""The monitor of the processes of a run, with several of them in one process; the real ones are in tests/multiprocess."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from t5x_lite.errors import StoppedOnSignalError
+from t5x_lite.runtime import monitor as monitor_lib
+from tests.runtime.fake_store import FakeStore
+
+_SECONDS = 20
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+  for name, seconds in (('_BEAT_SECONDS', 0.02), ('_AGREEING_SECONDS', 0.005), ('_CALL_SECONDS', 0.3),
+                        ('_GRACE_SECONDS', 0.1), ('_LINGER_SECONDS', 2.0), ('_SUSPICIOUS_SILENCE', 0.4)):
+    monkeypatch.setattr(monitor_lib, name, seconds)
+
+
+class Cluster:
+  """Monitors of one run, each with the status that its process ended with."""
+
+  def __init__(self, num_processes, **options):
+    self.store = FakeStore()
+    self.statuses: dict[int, int] = {}
+    self.order: list[int] = []
+    options = {'heartbeat_timeout_seconds': 1.0, **options}
+    self.monitors = [monitor_lib.Monitor(self.store, i, num_processes, exit_fn=self._exit_fn(i), **options)
+                     for i in range(num_processes)]
+
+  def _exit_fn(self, index):
+    def end(status):
+      self.order.append(index)
+      self.statuses[index] = status
+      self.monitors[index]._closed.set()
+    return end
+
+  def ended(self, *indices):
+    """Waits until these have ended, and returns their statuses."""
+    deadline = time.monotonic() + _SECONDS
+    while not set(indices) <= self.statuses.keys() and time.monotonic() < deadline:
+      time.sleep(0.01)
+    return {index: self.statuses.get(index) for index in indices}
+
+
+@contextlib.contextmanager
+def running(num_processes, **options):
+  cluster = Cluster(num_processes, **options)
+  try:
+    in_threads([monitor.start for monitor in cluster.monitors])  # only a main thread watches for signals
+    yield cluster
+  finally:
+    cluster.store.is_gone = False
+    for monitor in cluster.monitors:
+      monitor.close()
+
+
+def in_threads(fns):
+  """Calls the functions at the same time, and returns what they return."""
+  results = [None] * len(fns)
+
+  def run(i, fn):
+    results[i] = fn()
+
+  threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(fns)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(_SECONDS)
+    assert not thread.is_alive()
+  return results
+
+
+@pytest.mark.parametrize('failing', [0, 2])
+def test_an_error_ends_all_processes_with_its_status_and_name(failing, capfd):
+  with running(3) as cluster:
+    cluster.monitors[failing].state_fn = lambda: (41, 'data')
+    failure = cluster.monitors[failing].report(ValueError('bad record 17.\nMore about it.'), 3)
+    assert (failure.process, failure.status, failure.step) == (failing, 3, 41)
+    cluster.monitors[failing].leave(failure.status)
+    assert set(cluster.ended(0, 1, 2).values()) == {3}
+  err = capfd.readouterr().err
+  assert err.count(f'because process {failing} failed after step 41: ValueError: bad record 17. Its output has') == 2
+  assert f'[process {failing}] ends' not in err and 'More about it' not in err
+  # The store is that of the lead, so the lead ends last.
+  assert cluster.order[-1] == 0
+
+
+def test_the_first_of_several_errors_counts():
+  with running(4) as cluster:
+    failures = in_threads([lambda m=m: m.report(KeyError(str(m.process)), m.process + 10) for m in cluster.monitors])
+    assert len(set(failures)) == 1
+    assert failures[0].status == failures[0].process + 10
+  with running(3) as cluster:
+    for process in (2, 0, 1):  # all have failed before they hear of each other
+      cluster.monitors[process]._post('failed', process=process, status=process + 10, error='x')
+    cluster.monitors[2].leave(12)
+    assert cluster.ended(0, 1) == {0: 12, 1: 12}
+    assert {monitor.failure.process for monitor in cluster.monitors} == {2}
+
+
+def test_a_silent_process_ends_the_others_with_a_status_to_restart_on(capfd):
+  with running(3) as cluster:
+    cluster.monitors[1].state_fn = lambda: (7, 'step')
+    time.sleep(0.1)
+    cluster.monitors[1]._closed.set()  # its threads end, as after a kill
+    assert cluster.ended(0, 2) == {0: 75, 2: 75}
+    assert 1 not in cluster.statuses
+  err = capfd.readouterr().err
+  assert err.count("process 1 has given no sign of life for 1 s, the last after step 7 in the phase 'step'") == 2
+  assert err.count('Rerun the command on all machines') == 2
+
+
+def test_a_process_that_was_taken_for_lost_ends_too(capfd):
+  with running(2) as cluster:
+    cluster.monitors[1]._send_beat = lambda: None  # stopped, and later continued
+    assert cluster.ended(0, 1) == {0: 75, 1: 75}
+  assert '[process 1] ends because process 1 has given no sign of life' in capfd.readouterr().err
+
+
+def test_a_process_that_never_begins_is_missed():
+  cluster = Cluster(3)
+  in_threads([cluster.monitors[i].start for i in (0, 2)])
+  assert cluster.ended(0, 2) == {0: 75, 2: 75}
+  for i in (0, 2):
+    assert cluster.monitors[i].failure.process == 1
+    cluster.monitors[i].close()
+
+
+def test_the_error_of_a_connection_is_that_of_the_process_that_is_gone():
+  lost = ValueError('UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:20897')
+  with running(3, heartbeat_timeout_seconds=60.0) as cluster:
+    cluster.monitors[2]._closed.set()
+    began = time.monotonic()
+    failure = cluster.monitors[1].report(lost, 1)
+    assert (failure.process, failure.status, failure.error) == (2, 75, '')
+    assert time.monotonic() - began < 30  # not 60
+  with running(2, heartbeat_timeout_seconds=1.0) as cluster:  # nobody is gone
+    failure = cluster.monitors[1].report(lost, 1)
+    assert (failure.process, failure.status) == (1, 1)
+    assert 'Gloo AllGather failed' in failure.error
+
+
+@pytest.mark.parametrize('is_known', [True, False])
+def test_a_store_that_does_not_answer_is_the_end(is_known, capfd):
+  asked = []
+  with running(2, heartbeat_timeout_seconds=1.0 if not is_known else 60.0,
+               is_gone_fn=lambda: asked.append(1) or is_known) as cluster:
+    time.sleep(0.1)
+    assert not asked
+    began = time.monotonic()
+    cluster.store.is_gone = True
+    assert cluster.ended(1) == {1: 75}
+    assert is_known or time.monotonic() - began >= 0.9
+  assert 'because process 0 has given no sign of life' in capfd.readouterr().err
+
+
+def test_all_stop_at_the_same_point_wherever_the_signal_comes():
+  with running(3) as cluster:
+    points = [0] * 3
+
+    def run(monitor, seconds):
+      while not monitor.stops.is_due():
+        points[monitor.process] += 1
+        time.sleep(seconds)
+        if monitor.process == 1 and points[1] == 5:
+          monitor._post('stop', request='SIGTERM to process 1')
+      return points[monitor.process]
+
+    stops = in_threads([lambda m=m, s=s: run(m, s) for m, s in zip(cluster.monitors, (0.03, 0.02, 0.001), strict=True)])
+    assert len(set(stops)) == 1, stops
+    assert all(monitor.stops.has_agreed for monitor in cluster.monitors)
+    assert all(monitor.stops.request == 'SIGTERM to process 1' for monitor in cluster.monitors)
+
+
+def test_an_agreed_stop_is_no_failure():
+  with running(2) as cluster:
+    monitor = cluster.monitors[1]
+    monitor.stops.has_agreed = True
+    with pytest.raises(StoppedOnSignalError), monitor.reporting():
+      raise StoppedOnSignalError('saved')
+    assert monitor.failure is None
+    with pytest.raises(OSError), monitor.reporting():
+      raise OSError('disk')
+    assert monitor.failure.error == 'OSError: disk'
+    assert cluster.ended(0) == {0: 1}
+
+
+def test_processes_wait_for_each_other_at_the_end():
+  with running(3) as cluster:
+    done = []
+    threads = [threading.Thread(target=lambda m=m: (m.finish(), done.append(m.process))) for m in cluster.monitors[:2]]
+    for thread in threads:
+      thread.start()
+    time.sleep(0.3)
+    assert not done
+    assert cluster.monitors[2].finish()
+    for thread in threads:
+      thread.join(_SECONDS)
+    assert sorted(done) == [0, 1]
+    assert not cluster.statuses
+
+
+def test_a_process_that_leaves_at_the_end_is_not_waited_for():
+  with running(3) as cluster:
+    cluster.monitors[1].leave(75)  # it was done, and got a signal while it waited
+    assert in_threads([cluster.monitors[i].finish for i in (0, 2)]) == [False, False]
+
+
+@pytest.mark.parametrize('asked', [0, 2])
+def test_the_process_that_is_behind_comes_first(asked):
+  with running(4) as cluster:
+    for monitor, state in zip(cluster.monitors, [(42, 'step'), (41, 'data'), (42, 'step'), (42, 'step')], strict=True):
+      monitor.state_fn = lambda state=state: state
+    time.sleep(0.3)
+    text = cluster.monitors[asked].describe_processes()
+  assert text == ("Processes, the last one first: process 1 after step 41 in 'data' for 0 s; processes 0, 2, 3 after "
+                  "step 42 in 'step' for 0 s.")
+
+
+def test_what_is_called_at_the_end_may_hang():
+  called = []
+  with running(2) as cluster:
+    cluster.monitors[0].call_at_end(lambda failure: time.sleep(_SECONDS))
+    cluster.monitors[0].call_at_end(called.append)
+    cluster.monitors[1].report(RuntimeError('x'), 1)
+    assert cluster.ended(0) == {0: 1}
+  assert [failure.process for failure in called] == [1]
