@@ -1,5 +1,10 @@
-"""The (`data`, `expert`, `model`) mesh: the data axis of a dense model's mesh, divided into `data` and `expert`."""
+"""The (`data`, `expert`, `model`) mesh: the data axis of a dense model's mesh, divided into `data` and `expert`.
 
+A mesh whose extents within and over slices are given has the axis `replica` too, before these. Its expert axis is a
+part of the data axis within a slice.
+"""
+
+from collections.abc import Sequence
 import math
 
 from jax.sharding import Mesh
@@ -47,29 +52,40 @@ def default_moe_mesh(
     num_expert_partitions: int,
     num_partitions: int | None = None,
     model_parallel_submesh: partitioning.HardwareMesh | None = None,
-    backend: str | None = None) -> Mesh:
-  """Return the (`data`, `expert`, `model`) mesh for the devices of this job.
+    backend: str | None = None,
+    ici_mesh_shape: Sequence[int] | None = None,
+    dcn_mesh_shape: Sequence[int] | None = None) -> Mesh:
+  """Return the mesh with an expert axis for the devices of this job.
 
   The data axis of `t5x_lite.partitioning.default_mesh` is divided into runs of neighbours, which form the expert axis:
   tokens are exchanged along it, so it has the faster links. Its size is the largest divisor of the data axis up to
-  `num_expert_partitions`.
+  `num_expert_partitions`; of the data axis within a slice, if the extents within slices are given.
 
   Args:
     num_expert_partitions: largest number of devices among which the experts of a layer are divided.
     num_partitions: size of the model axis.
     model_parallel_submesh: hardware tile of the model axis; one of the two, or both with equal sizes.
     backend: platform whose devices to use; None for JAX's default.
+    ici_mesh_shape: (replica, data, model) extents within a slice, instead of the two; needs `dcn_mesh_shape`.
+    dcn_mesh_shape: (replica, data, model) extents over slices.
 
   Returns:
-    A mesh of shape (data / expert, expert, model).
+    A (`data`, `expert`, `model`) mesh of shape (data / expert, expert, model), or a (`replica`, `data`, `expert`,
+    `model`) mesh if the two shapes are given.
 
   Raises:
     ConfigError: the arguments contradict each other or do not fit the devices.
   """
   checks.check('default_moe_mesh', locals(), num_expert_partitions=checks.number(at_least=1, integer=True))
-  size = compute_num_model_partitions(num_partitions, model_parallel_submesh)
-  base = partitioning.default_mesh(size, model_parallel_submesh, backend)
-  num_data, num_model = base.devices.shape
-  num_expert = largest_divisor(num_data, num_expert_partitions)
+  if ici_mesh_shape is not None and dcn_mesh_shape is not None:
+    base = mesh_lib.hybrid_mesh(ici_mesh_shape, dcn_mesh_shape, backend)
+    num_within_slice = ici_mesh_shape[1]
+  else:
+    size = compute_num_model_partitions(num_partitions, model_parallel_submesh)
+    base = partitioning.default_mesh(size, model_parallel_submesh, backend)
+    num_within_slice = base.shape['data']
+  num_expert = largest_divisor(num_within_slice, num_expert_partitions)
+  *num_replicas, num_data, num_model = base.devices.shape
   return mesh_lib.make_mesh(
-      base.devices.reshape(num_data // num_expert, num_expert, num_model), AXIS_NAMES)
+      base.devices.reshape(*num_replicas, num_data // num_expert, num_expert, num_model),
+      (*base.axis_names[:-2], *AXIS_NAMES))

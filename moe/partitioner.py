@@ -4,6 +4,9 @@ It has two forms. `num_experts` is T5X's older form: experts are sharded over th
 With fewer experts than devices and no model parallelism each expert has copies, and the batch is sharded over experts
 and copies. `num_expert_partitions` is the newer form: experts have a separate axis, of any size that divides their
 number.
+
+For several slices both forms have a further axis, `replica`, if the extents of the mesh within and over slices are
+given: the model has a copy per slice, and experts are within a slice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +15,6 @@ import logging
 import math
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from moe import mesh as moe_mesh_lib
@@ -22,6 +24,7 @@ from t5x_lite import checks
 from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import mesh as mesh_lib
+from t5x_lite.partitioning import partitioner as partitioner_lib
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.types import LogicalAxisRules, PyTree
@@ -42,6 +45,9 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
   | the same, fewer experts than devices, no model parallelism | (`data`: experts, `model`: copies) | both | `data` |
   | `num_expert_partitions` | (`data`, `expert`, `model`) | (`expert`, `data`) | `expert` |
 
+  With `ici_mesh_shape` and `dcn_mesh_shape`, or with a `mesh` that has the axis, `replica` precedes the other axes of
+  the mesh and of the batch.
+
   By default the rules are `standard_logical_axis_rules` for the first form and `head_logical_axis_rules` for the
   second. Devices are read when the mesh is first used.
   """
@@ -55,12 +61,17 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
                state_filter_fn: Callable[[str], bool] | None = None,
                *,
                num_expert_partitions: int | str | None = None,
-               experts_per_layer: int | None = None):
+               experts_per_layer: int | None = None,
+               backend: str | None = None,
+               ici_mesh_shape: Sequence[int] | None = None,
+               dcn_mesh_shape: Sequence[int] | None = None,
+               mesh: Mesh | None = None,
+               max_replicated_size: int = partitioner_lib.MAX_REPLICATED_SIZE):
     """Configure mesh and rules.
 
     Args:
       num_experts: number of experts of a layer, for the first form: a multiple of the devices along the data axis, or,
-        without model parallelism, a divisor of all devices. 0 for a model without experts.
+        with `num_partitions=1`, a divisor of all devices. 0 for a model without experts.
       num_partitions: size of the model axis.
       model_parallel_submesh: hardware tile that is the model axis; set this or `num_partitions`, not both.
       params_on_devices: whether parameters live in device memory.
@@ -71,12 +82,21 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
         optimizer does not declare. The optimizers of `t5x_lite` need none.
       num_expert_partitions: maximal number of devices among which the experts of a layer are divided, for the second
         form. The largest divisor of the data axis up to this number is used; it must divide the number of experts.
-        'auto': the largest number up to 8 that divides the data axis and `experts_per_layer`.
+        'auto': the largest number up to 8 that divides the data axis and `experts_per_layer`. With `mesh`, 'auto' or
+        the size of its expert axis.
       experts_per_layer: number of experts of a layer, for the second form; the gin files of sparse models set it.
+      backend: platform to take devices from; None is JAX's default.
+      ici_mesh_shape: (replica, data, model) extents of the mesh within a slice; requires `dcn_mesh_shape`. The second
+        form divides this data extent into `data` and `expert`, so experts are within a slice.
+      dcn_mesh_shape: (replica, data, model) extents of the mesh over slices; requires `ici_mesh_shape`.
+      mesh: the mesh itself, instead of the other arguments: with the axes (`data`, `model`) in the first form and
+        (`data`, `expert`, `model`) in the second, and optionally `replica`.
+      max_replicated_size: see `PjitPartitioner`.
 
     Raises:
       ConfigError: not exactly one of `num_experts` and `num_expert_partitions` is set, not exactly one of
-        `num_partitions` and `model_parallel_submesh`, or a rule is invalid.
+        `num_partitions`, `model_parallel_submesh`, `ici_mesh_shape` with `dcn_mesh_shape`, and `mesh`, or a rule or an
+        axis of `mesh` is invalid.
     """
     count = checks.number(at_least=1, integer=True)
     checks.check(
@@ -90,13 +110,15 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
         state_filter_fn=checks.Expectation(
             "a function from a name to True or False, such as moe.match_fn('.*expert.*/kernel/v_.*'),",
             callable).or_none())
-    super().__init__(num_partitions, model_parallel_submesh, params_on_devices,
-                     logical_axis_rules=logical_axis_rules)
+    super().__init__(num_partitions, model_parallel_submesh, params_on_devices, backend, ici_mesh_shape,
+                     dcn_mesh_shape, logical_axis_rules, mesh=mesh, max_replicated_size=max_replicated_size)
     self._num_experts = num_experts
     self._num_expert_partitions = num_expert_partitions
     self._experts_per_layer = experts_per_layer
     self._state_filter_fn = state_filter_fn
     self._has_default_rules = logical_axis_rules is None
+    if mesh is not None:
+      self._check_given_mesh(mesh)
 
   @classmethod
   def automatic_mesh(cls, configured: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,17 +132,33 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
 
   @functools.cached_property
   def two_data_axes(self) -> bool:
-    """True if `model` is a second data axis, along which experts have copies; only in the first form."""
-    if self._num_experts is None:
+    """True if `model` is a second data axis, along which experts have copies; only in the first form.
+
+    False if the extents of the mesh are given: its axis `model` is then for model parallelism.
+    """
+    if self._num_experts is None or self._has_given_extents:
       return False
-    return moe_rules_lib.uses_two_data_axes(self._num_experts, self._num_partitions, self._model_parallel_submesh)
+    return moe_rules_lib.uses_two_data_axes(
+        self._num_experts, self._num_partitions, self._model_parallel_submesh, self._backend)
+
+  @property
+  def _has_given_extents(self) -> bool:
+    return self._ici_mesh_shape is not None or self._given_mesh is not None
+
+  @property
+  def _has_replicas(self) -> bool:
+    if self._given_mesh is not None:
+      return moe_rules_lib.REPLICA_AXIS in self._given_mesh.axis_names
+    return self._ici_mesh_shape is not None
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
     """Sharding of the arrays of a batch."""
-    if self._num_experts is None:
-      return PartitionSpec(moe_rules_lib.HEAD_DATA_AXES)
-    return moe_rules_lib.data_partition_spec(self.two_data_axes)
+    spec = (PartitionSpec(moe_rules_lib.HEAD_DATA_AXES) if self._num_experts is None else
+            moe_rules_lib.data_partition_spec(self.two_data_axes))
+    if not self._has_replicas:
+      return spec
+    return PartitionSpec((moe_rules_lib.REPLICA_AXIS, *rules_lib.axes_of(spec[0])))
 
   @functools.cached_property
   def logical_axis_rules(self) -> LogicalAxisRules:
@@ -129,12 +167,15 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     Raises:
       ConfigError: the rule of `batch` contradicts the form, as in the rules of the other form.
     """
-    if self._has_default_rules:
-      return rules_lib.freeze_rules(
-          moe_rules_lib.head_logical_axis_rules() if self._num_experts is None else
-          moe_rules_lib.standard_logical_axis_rules(
-              self._num_experts, self._num_partitions, self._model_parallel_submesh))
-    rules = super().logical_axis_rules
+    if not self._has_default_rules:
+      rules = super().logical_axis_rules
+    elif self._num_experts is None:
+      rules = rules_lib.freeze_rules(moe_rules_lib.head_logical_axis_rules())
+    else:
+      rules = rules_lib.freeze_rules(moe_rules_lib.standard_logical_axis_rules(
+          self._num_experts, two_data_axes=self.two_data_axes))
+    if self._has_replicas:
+      rules = moe_rules_lib.with_replica_axis(rules)
     expected = rules_lib.axes_of(self.data_partition_spec[0])
     batch_axes = [rules_lib.axes_of(mesh_axis) for logical_axis, mesh_axis in rules if logical_axis == 'batch']
     if batch_axes and batch_axes[0] != expected:
@@ -149,7 +190,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       ConfigError: the numbers of experts, partitions and devices are not multiples of each other.
     """
     if self._num_experts is None:
-      return self._mesh_with_expert_axis()
+      return self._given_mesh or self._mesh_with_expert_axis()
     mesh = self._two_data_axes_mesh() if self.two_data_axes else super().make_mesh()
     rules = self.logical_axis_rules
     mesh_axis = next((mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None)
@@ -159,7 +200,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       raise checks.invalid(
           'MoePjitPartitioner', 'num_experts',
           f'a multiple of {num_shards}, the devices along mesh axis {mesh_axis!r} of {dict(mesh.shape)}',
-          self._num_experts,
+          self._num_experts, 'Choose another size of the axis.' if self._given_mesh is not None else
           f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_shards)} instead of num_experts.')
     return mesh
 
@@ -198,15 +239,18 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
 
   def _mesh_with_expert_axis(self) -> Mesh:
     """Return the mesh of the second form."""
-    make = functools.partial(moe_mesh_lib.default_moe_mesh, num_partitions=self._num_partitions,
-                             model_parallel_submesh=self._model_parallel_submesh)
+    make = functools.partial(
+        moe_mesh_lib.default_moe_mesh, num_partitions=self._num_partitions,
+        model_parallel_submesh=self._model_parallel_submesh, backend=self._backend,
+        ici_mesh_shape=self._ici_mesh_shape, dcn_mesh_shape=self._dcn_mesh_shape)
     is_auto, num_experts = self._num_expert_partitions == AUTO, self._experts_per_layer
     mesh = make(_AUTO_AT_MOST if is_auto else self._num_expert_partitions)
     size = mesh.shape['expert']
-    num_data = mesh.shape['data'] * size
+    num_data = mesh.shape['data'] * size if self._ici_mesh_shape is None else self._ici_mesh_shape[1]
     if is_auto:
       # Exchanges of tokens use the fast links of a slice.
-      within_slice = math.gcd(num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model'])
+      within_slice = num_data if self._ici_mesh_shape is not None else math.gcd(
+          num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model'])
       fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts or within_slice, within_slice), _AUTO_AT_MOST)
       if fitting == size:
         return mesh
@@ -223,30 +267,50 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
 
   def _two_data_axes_mesh(self) -> Mesh:
     """Return the mesh with the experts along `data` and their copies along `model`."""
-    num_devices = jax.device_count()
+    num_devices = len(mesh_lib.devices_of(self._backend))
     if num_devices % self._num_experts:
       raise checks.invalid(
           'MoePjitPartitioner', 'num_experts', f'a divisor or multiple of {num_devices} devices', self._num_experts,
           f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_devices)} instead of '
           'num_experts.')
     try:
-      return mesh_lib.default_mesh(num_devices // self._num_experts)
+      return mesh_lib.default_mesh(num_devices // self._num_experts, backend=self._backend)
     except ConfigError as error:
       raise ConfigError(
           f'num_experts={self._num_experts} on {num_devices} devices needs {num_devices // self._num_experts} devices '
           f'for the copies of each expert, but there is no mesh for them: {error} Set '
           f'num_expert_partitions={self._num_experts} instead of num_experts.') from error
 
+  def _check_given_mesh(self, mesh: Mesh) -> None:
+    """Raise ConfigError if the axes of `mesh` contradict the form, its number of partitions or of experts."""
+    names = ('data', 'model') if self._num_experts is not None else moe_mesh_lib.AXIS_NAMES
+    if {*mesh.axis_names} - {moe_rules_lib.REPLICA_AXIS} != {*names}:
+      raise checks.invalid(
+          'MoePjitPartitioner', 'mesh', f'a mesh with the axes {names}, and optionally {moe_rules_lib.REPLICA_AXIS!r}',
+          mesh.axis_names, 'Axes of size 1 have no effect.')
+    if self._num_experts is not None:
+      return
+    size = mesh.shape['expert']
+    expected = checks.Expectation(f'a multiple of {size}, the size of the expert axis of mesh,',
+                                  lambda value: value % size == 0, 'Choose another size of the axis.')
+    checks.check(
+        'MoePjitPartitioner',
+        {'num_expert_partitions': self._num_expert_partitions, 'experts_per_layer': self._experts_per_layer},
+        num_expert_partitions=checks.one_of((size, AUTO), f'The expert axis of mesh has the size {size}.'),
+        experts_per_layer=expected.or_none())
+
   @property
   def _form(self) -> str:
     if self._num_experts is None:
       return f'num_expert_partitions={self._num_expert_partitions}'
     axes = 'two data axes' if self.two_data_axes else 'one data axis'
-    return f'num_experts={self._num_experts} on {jax.device_count()} devices ({axes})'
+    return f'num_experts={self._num_experts} on {len(mesh_lib.devices_of(self._backend))} devices ({axes})'
 
   @property
   def _rules_function(self) -> str:
     if self._num_experts is None:
       return 'moe.head_logical_axis_rules'
+    if self._has_given_extents:
+      return f'moe.standard_logical_axis_rules(num_experts={self._num_experts}, two_data_axes=False)'
     return (f'moe.standard_logical_axis_rules(num_experts={self._num_experts}, num_partitions={self._num_partitions}, '
             f'model_parallel_submesh={self._model_parallel_submesh})')

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 import math
 
 import flax.core
-import jax
 from jax.sharding import PartitionSpec
 
 from t5x_lite import adafactor
 from t5x_lite import checks
 from t5x_lite import partitioning
+from t5x_lite.partitioning import mesh as mesh_lib
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.partitioning.rules import MeshAxis
-from t5x_lite.types import PyTree
+from t5x_lite.types import LogicalAxisRules, PyTree
 
 # (logical axis, mesh axis or axes).
 Rule = tuple[str, MeshAxis]
@@ -26,10 +26,12 @@ Rule = tuple[str, MeshAxis]
 # Mesh axes of a batch in the first form with two data axes, and in the second form; the first varies slowest.
 TWO_DATA_AXES = ('data', 'model')
 HEAD_DATA_AXES = ('expert', 'data')
+# Mesh axis of the copies of the model, one per slice, which precedes the axes above.
+REPLICA_AXIS = 'replica'
 
 
 def uses_two_data_axes(num_experts: int, num_partitions: int | None,
-                       model_parallel_submesh: partitioning.HardwareMesh | None) -> bool:
+                       model_parallel_submesh: partitioning.HardwareMesh | None, backend: str | None = None) -> bool:
   """Return whether the first form uses `model` as a second data axis: fewer experts than devices, no model parallelism.
 
   It reads the number of devices, which starts JAX's backend.
@@ -38,6 +40,7 @@ def uses_two_data_axes(num_experts: int, num_partitions: int | None,
     num_experts: number of experts of a layer; 0 for a model without experts.
     num_partitions: number of model partitions.
     model_parallel_submesh: hardware tile of the model axis; give exactly one of the two.
+    backend: platform whose devices are counted; None for JAX's default.
 
   Raises:
     ConfigError: both or none of the two are given, or an invalid number of experts.
@@ -45,7 +48,7 @@ def uses_two_data_axes(num_experts: int, num_partitions: int | None,
   checks.check('', locals(), num_experts=checks.number(at_least=0, integer=True), num_partitions=checks.Expectation(
       'None if and only if model_parallel_submesh is given',
       lambda value: (value is None) != (model_parallel_submesh is None), '1 is for no model parallelism.'))
-  if num_experts == 0 or jax.device_count() <= num_experts:
+  if num_experts == 0 or len(mesh_lib.devices_of(backend)) <= num_experts:
     return False
   return (num_partitions if model_parallel_submesh is None else math.prod(model_parallel_submesh)) <= 1
 
@@ -68,7 +71,9 @@ def standard_logical_axis_rules(
     model_parallel_submesh: partitioning.HardwareMesh | None = None,
     activation_partitioning_dims: int = 1,
     parameter_partitioning_dims: int = 1,
-    additional_rules: Sequence[Rule] | None = None) -> list[Rule]:
+    additional_rules: Sequence[Rule] | None = None,
+    *,
+    two_data_axes: bool | None = None) -> list[Rule]:
   """Return the rules of the first form, for `MoePjitPartitioner(num_experts=...)` with the same three arguments.
 
   These are `t5x_lite.partitioning.standard_logical_axis_rules` with experts over `data` and their hidden units over
@@ -83,7 +88,7 @@ def standard_logical_axis_rules(
   | one data axis | `embed` -> `data` | none, since experts and hidden units are sharded over all devices |
   | two data axes | `embed` -> (`data`, `model`) | `embed` -> `model`, among the copies of an expert |
 
-  The function reads the number of devices, which starts JAX's backend.
+  Unless `two_data_axes` is given, the function reads the number of devices, which starts JAX's backend.
 
   Args:
     num_experts: number of experts of a layer; 0 for a model without experts.
@@ -92,17 +97,24 @@ def standard_logical_axis_rules(
     activation_partitioning_dims: 1, or 2 to shard `embed` of activations over `model`.
     parameter_partitioning_dims: 1, or 2 to shard `embed` of parameters, see above.
     additional_rules: rules appended to the standard ones, which have precedence.
+    two_data_axes: False for a partitioner with `ici_mesh_shape` and `dcn_mesh_shape` or with `mesh`, instead of
+      `num_partitions` and `model_parallel_submesh`. None determines it from these.
 
   Returns:
     (logical axis, mesh axis or axes or None) pairs in order of precedence.
 
   Raises:
-    ConfigError: both or none of the two arguments of the model axis, a number of dims other than 1 or 2, or an invalid
-      additional rule.
+    ConfigError: both or none of the two arguments of the model axis without `two_data_axes`, or one of them with it, a
+      number of dims other than 1 or 2, or an invalid additional rule.
 
   Reference: Fedus et al. 2021, "Switch Transformers", section 5, https://arxiv.org/abs/2101.03961.
   """
-  two_data_axes = uses_two_data_axes(num_experts, num_partitions, model_parallel_submesh)
+  if two_data_axes is None:
+    two_data_axes = uses_two_data_axes(num_experts, num_partitions, model_parallel_submesh)
+  else:
+    unused = checks.Expectation('None with two_data_axes', lambda value: value is None)
+    checks.check('standard_logical_axis_rules', locals(), two_data_axes=checks.one_of((True, False)).or_none(),
+                 num_partitions=unused, model_parallel_submesh=unused)
   mesh_axis_of = {'model': None} if two_data_axes else {}
   moe_rules = [
       ('expert', 'data'), ('expert_mlp', mesh_axis_of.get('model', 'model')), ('expert_group', None),
@@ -177,6 +189,18 @@ def _join(
     else:
       rules.append((logical_axis, mesh_axis_of.get(mesh_axis, mesh_axis)))
   return rules + (list(moe_rules) if parameter_dims == 1 else [])
+
+
+def with_replica_axis(rules: LogicalAxisRules) -> LogicalAxisRules:
+  """Return `rules` for a mesh with the axis `replica`, over which batches and copies of experts are divided first.
+
+  >>> with_replica_axis((('batch', ('expert', 'data')), ('expert', 'expert'), ('expert_replicas', None)))
+  (('batch', ('replica', 'expert', 'data')), ('expert', 'expert'), ('expert_replicas', ('replica',)))
+  """
+  return tuple(
+      (name, (REPLICA_AXIS, *rules_lib.axes_of(axis)))
+      if name in ('batch', 'expert_replicas') and REPLICA_AXIS not in rules_lib.axes_of(axis) else (name, axis)
+      for name, axis in rules)
 
 
 def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:

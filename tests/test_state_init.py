@@ -136,11 +136,11 @@ def test_input_types_reach_the_model():
 def test_dims_that_do_not_divide_are_rejected_before_computing():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]).reshape(1, 3), ('data', 'model'))
   with pytest.raises(errors.ConfigError, match=r"parameters: kernel: dim 1 \('mlp'\).*must be a multiple of 3.*got 32"):
-    make_small_initializer(partitioning.PjitPartitioner(mesh=mesh))
+    make_small_initializer(partitioning.PjitPartitioner(mesh=mesh, max_replicated_size=0))
   # With an optimizer, whose state comes first in the tree, it is still the parameter that is named.
   with pytest.raises(errors.ConfigError, match=r'^parameters: kernel: dim 1'):
     state_init.TrainStateInitializer(
-        optimizers.adamw(), small_init, INPUT_SHAPES, partitioning.PjitPartitioner(mesh=mesh))
+        optimizers.adamw(), small_init, INPUT_SHAPES, partitioning.PjitPartitioner(mesh=mesh, max_replicated_size=0))
 
 
 def test_random_numbers_that_depend_on_the_mesh_are_rejected():

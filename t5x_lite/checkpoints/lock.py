@@ -1,8 +1,12 @@
-"""Advisory lock of a model directory, released by the kernel when the process ends."""
+"""Advisory lock of a model directory, released by the kernel when the process ends.
+
+On a network file system the lock depends on its mount; see "Shared file systems" in docs/reliability.md.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -15,6 +19,9 @@ from t5x_lite import errors, multihost
 from t5x_lite.checkpoints import discovery
 
 LOCK_FILENAME = '.lock'
+
+# Errors of `flock` on file systems without locks, or whose lock service does not answer.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _held: dict[str, ModelDirLock] = {}
 _held_guard = threading.Lock()
@@ -36,16 +43,37 @@ class ModelDirLock:
   A process may lock a directory several times; the last `release` frees it.
   """
 
-  def __init__(self, directory: pathlib.Path, fd: int | None, created: list[pathlib.Path]):
+  def __init__(self, directory: pathlib.Path, fd: int | None, created: list[pathlib.Path], holder: str = '',
+               what: str = 'directory'):
     self.directory = directory
     self._fd = fd
     self._created = created
+    self._holder = holder
+    self._what = what
     self._num_holders = 1
 
   @property
   def held(self) -> bool:
     """True until the lock is released."""
     return self._num_holders > 0
+
+  def check(self) -> None:
+    """Raise if another process has locked the directory too: locks of its file system failed or were lost.
+
+    Raises:
+      DirectoryInUseError: the lock file names another process.
+      OSError: the lock file cannot be read.
+    """
+    if self._fd is None:
+      return
+    try:
+      found = (self.directory / LOCK_FILENAME).read_text()
+    except FileNotFoundError:  # deleted by hand, which is not yet a second run
+      return
+    if found != self._holder:
+      raise errors.DirectoryInUseError(
+          f'The {self._what} {str(self.directory)!r} is also in use by {_holder_name(self.directory)}, because its '
+          'file system did not keep the lock of this run. Stop one of the runs, and mount the file system with locks.')
 
   def release(self) -> None:
     """Release the lock once; the last release frees the directory, and further calls do nothing."""
@@ -102,7 +130,7 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
   Raises:
     DirectoryInUseError: another process holds the directory; the message names it.
     ConfigError: the path is remote.
-    CheckpointError: the directory cannot be created or written.
+    CheckpointError: the directory cannot be created or written, or its file system has no locks.
     SaveError: the disk is full.
   """
   discovery.check_local_path(directory, what)
@@ -116,7 +144,8 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
       if str(path) in _held:
         _held[str(path)]._num_holders += 1  # pylint: disable=protected-access
         return _held[str(path)]
-      lock = ModelDirLock(path, _acquire(path, what, elsewhere) if multihost.is_lead() else None, created)
+      fd, holder = _acquire(path, what, elsewhere) if multihost.is_lead() else (None, '')
+      lock = ModelDirLock(path, fd, created, holder, what)
       _held[str(path)] = lock
     try:
       if multihost.is_lead():
@@ -134,7 +163,8 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
         f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.') from e
 
 
-def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> int:
+def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> tuple[int, str]:
+  """Return (open lock file, contents that name this process)."""
   while True:
     path.mkdir(parents=True, exist_ok=True)
     fd = os.open(path / LOCK_FILENAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -142,12 +172,22 @@ def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> int:
       try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
-        raise errors.DirectoryInUseError(_in_use_message(path, what, elsewhere)) from None
+        raise errors.DirectoryInUseError(
+            f'The {what} {str(path)!r} is in use by {_holder_name(path)}. Wait for that run or stop it, or choose '
+            f'{elsewhere}.') from None
+      except OSError as e:
+        if e.errno not in _NO_LOCKS:
+          raise
+        raise errors.CheckpointError(
+            f'The {what} {str(path)!r} cannot be locked: {e.strerror}. Mount its file system with locks (NFS: without '
+            f'nolock, and with rpc.statd for version 3), or choose {elsewhere}.') from e
       if _is_file(fd, path / LOCK_FILENAME):
-        holder = {'pid': os.getpid(), 'host': socket.gethostname(), 'since': time.strftime('%Y-%m-%d %H:%M:%S')}
+        holder = json.dumps(
+            {'pid': os.getpid(), 'host': socket.gethostname(), 'since': time.strftime('%Y-%m-%d %H:%M:%S')})
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(holder).encode(), 0)
-        return fd
+        os.pwrite(fd, holder.encode(), 0)
+        os.fsync(fd)  # a network file system shows it to other hosts
+        return fd, holder
     except BaseException:
       os.close(fd)
       raise
@@ -162,10 +202,10 @@ def _is_file(fd: int, path: pathlib.Path) -> bool:
     return False
 
 
-def _in_use_message(path: pathlib.Path, what: str, elsewhere: str) -> str:
+def _holder_name(path: pathlib.Path) -> str:
+  """Return the process that the lock file of a directory names, as text."""
   try:
     holder = json.loads((path / LOCK_FILENAME).read_text())
-    who = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
+    return f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
   except (OSError, ValueError, KeyError, TypeError):
-    who = 'another process'  # it holds the lock and has not yet written its name
-  return f'The {what} {str(path)!r} is in use by {who}. Wait for that run or stop it, or choose {elsewhere}.'
+    return 'another process'  # it holds the lock and has not yet written its name

@@ -160,6 +160,7 @@ class CheckpointManager:
 
     Raises:
       SaveError: an earlier save failed (the message names its step), or this save could not be started.
+      DirectoryInUseError: another run saves to the directory, because the lock was lost.
       ConfigError: the manager only reads, or the step is invalid.
       TypeError: JSON does not support a value of `metadata`.
     """
@@ -237,6 +238,7 @@ class CheckpointManager:
 
     Raises:
       SaveError: a save failed in the background; the message names its step.
+      DirectoryInUseError: another run saves to the directory, because the lock was lost.
     """
     self._join()
     if self._error is not None:
@@ -316,7 +318,9 @@ class CheckpointManager:
       raise errors.ConfigError('This CheckpointManager cannot save: it is closed, or it has no save_cfg. Create one '
                                'with a save_cfg.')
 
-  def _save_error(self, step: int, error: BaseException) -> errors.SaveError:
+  def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
+    if isinstance(error, errors.DirectoryInUseError):
+      return errors.DirectoryInUseError(str(error))  # later saves would fail too
     return errors.SaveError(
         f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
         'Earlier checkpoints are complete.')
@@ -335,6 +339,7 @@ class CheckpointManager:
 
     def make_folder():
       if multihost.is_lead():
+        self._lock.check()
         self._remove_partial_files()
         pending.temporary.mkdir()
         retention.forget_metrics(self._directory, step)
@@ -388,6 +393,7 @@ class CheckpointManager:
       state_io.barrier(f'{pending.temporary.name}:written')
       if multihost.is_lead() and failed is None:
         try:
+          self._lock.check()
           commit_lib.commit(pending)
           with self._committing:
             is_sound = self._sound_step == pending.step

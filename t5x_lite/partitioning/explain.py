@@ -60,8 +60,13 @@ class ShardingRow:
   replicated_over: tuple[str, ...]
   decisions: tuple[rules_lib.DimDecision, ...]
 
+  @property
+  def is_indivisible(self) -> bool:
+    """True if a rule does not divide its dim, so that a later rule decided or the dim is replicated."""
+    return any(decision.indivisible for decision in self.decisions)
+
   def format_rules(self) -> str:
-    """Return the rule of each named dim, e.g. `embed->data, mlp->model`, and the mesh axes that were taken."""
+    """Return the rule of each named dim, e.g. `embed->data, mlp->model`, and the mesh axes that it could not have."""
     texts = []
     for decision in self.decisions:
       if decision.logical_axis is None:
@@ -69,7 +74,9 @@ class ShardingRow:
       axis = decision.mesh_axis if decision.rule else None
       text = f'{decision.logical_axis}->{rules_lib.format_mesh_axis(axis)}'
       if decision.blocked:
-        text += f' ({"/".join(rules_lib.format_mesh_axis(rule[1]) for rule in decision.blocked)} was taken)'
+        text += f' ({_format_mesh_axes(decision.blocked)} was taken)'
+      if decision.indivisible:
+        text += f' ({_format_mesh_axes(decision.indivisible)} does not divide)'
       texts.append(text)
     return ', '.join(texts)
 
@@ -134,7 +141,29 @@ class ShardingReport:
       table = self._slot_table() if fold and section == 'optimizer state' else self._table(section, fold)
       parts.append(f'{section.capitalize()}\n{table}')
     parts += ['Totals\n' + self._totals_table(), *self._largest_copies()]
+    if self.num_indivisible:
+      parts.append('Parameters with a dim that its mesh axes do not divide\n' + self.indivisible_to_text())
     return '\n\n'.join(parts) + '\n'
+
+  @property
+  def num_indivisible(self) -> int:
+    """Number of parameters with a dim that is not sharded by its first rule, because this does not divide it."""
+    return len(self._indivisible_parameters())
+
+  def indivisible_to_text(self) -> str:
+    """Return a line for each parameter with such a dim: the dim, its mesh axes, and how it is sharded instead."""
+    lines = []
+    for name, group in fold_rows(self._indivisible_parameters()):
+      row = group[0]
+      dims = [f'{decision.logical_axis} {size} by {_format_mesh_axes(decision.indivisible)} '
+              f'{"/".join(str(rules_lib.num_shards(rule[1], self.mesh.shape)) for rule in decision.indivisible)}: '
+              + ('replicated' if decision.mesh_axis is None else rules_lib.format_mesh_axis(decision.mesh_axis))
+              for decision, size in zip(row.decisions, row.shape) if decision.indivisible]
+      lines.append(f'  {name} ({_format_shape(row.shape)}): {", ".join(dims)}')
+    return '\n'.join(lines)
+
+  def _indivisible_parameters(self) -> list[ShardingRow]:
+    return [row for row in self.rows if row.section == 'parameters' and row.is_indivisible]
 
   def _header(self) -> str:
     devices = self.mesh.devices.ravel()
@@ -207,7 +236,7 @@ class ShardingReport:
 
 
 def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRules, mesh: Mesh,
-                data_partition_spec: PartitionSpec) -> ShardingReport:
+                data_partition_spec: PartitionSpec, max_replicated_size: int) -> ShardingReport:
   """Determine the sharding of every array of a state.
 
   Args:
@@ -216,13 +245,15 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
     rules: logical axis rules.
     mesh: the mesh.
     data_partition_spec: sharding of a batch, shown in the report.
+    max_replicated_size: number of elements up to which an array is replicated along a dim that no rule divides. For an
+      array of the optimizer state or of the average, the size of its parameter counts, so it is sharded alike.
 
   Returns:
     The report, with rows in the order of the state's leaves.
 
   Raises:
     ConfigError: an array without logical axes, logical axes without an array, a wrong number of axes, an axis without a
-      rule, or a dim that is not divisible by its mesh axes.
+      rule, or a dim of a large array that is not divisible by its mesh axes.
   """
   rules_lib.check_rules(rules, mesh.axis_names)
   axes_of_leaf = dict(tree_utils.named_leaves(logical_axes, is_leaf=lambda node: node is None or _is_names(node)))
@@ -238,10 +269,19 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
         f'The logical axes of a state must have its structure, got none at {missing[:3]} and unknown ones at '
         f'{extra[:3]}. Annotate the model\'s parameters (param_with_axes), or correct as_logical_axes or the '
         'optimizer\'s derive_logical_axes.')
+  parameters: dict[str, ShardingRow] = {}
   for index in order:
     path, leaf, section, name = leaves[index]
     title = name if section == 'other' else f'{section}: {name}'
-    rows[index] = _make_row(title, name, section, leaf, axes_of_leaf[path] or (), rules, mesh)
+    row = _make_row(title, name, section, leaf, axes_of_leaf[path] or (), rules, mesh)
+    if section == 'parameters':
+      parameters[name] = row
+    if row.is_indivisible:
+      # An array of a parameter's state is replicated where the parameter is, even if it is larger.
+      parameter = _split_slot(name, parameters)[1] if section == 'optimizer state' else name
+      belongs = section in ('optimizer state', 'parameter average') and parameter in parameters
+      _check_size(title, row, parameters[parameter].shape if belongs else row.shape, mesh, max_replicated_size)
+    rows[index] = row
   return ShardingReport(rows=tuple(rows), mesh=mesh, rules=rules, data_partition_spec=data_partition_spec)
 
 
@@ -265,9 +305,8 @@ def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | N
         f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}, must be one name (or None) per '
         'dim. Correct the axes in the declaration of the array.')
   rules = rules_lib.with_optimizer_rules(rules, logical_axes, shape, mesh.shape)
-  decisions = rules_lib.resolve(logical_axes, rules, title)
+  decisions = rules_lib.resolve(logical_axes, rules, title, shape, mesh.shape)
   spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
-  rules_lib.check_divisible(title, shape, spec, mesh.shape, logical_axes)
   shard_shape = tuple(size // rules_lib.num_shards(entry, mesh.shape)
                       for size, entry in zip(shape, tuple(spec) or (None,) * len(shape)))
   used = {axis for entry in spec for axis in rules_lib.axes_of(entry)}
@@ -277,6 +316,29 @@ def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | N
       shard_shape=shard_shape, bytes_total=math.prod(shape) * dtype.itemsize,
       bytes_per_device=math.prod(shard_shape) * dtype.itemsize,
       num_copies=math.prod(mesh.shape[axis] for axis in free), replicated_over=free, decisions=decisions)
+
+
+def _check_size(title: str, row: ShardingRow, shape: Sequence[int], mesh: Mesh, max_replicated_size: int) -> None:
+  """Raise ConfigError if no rule divides a dim of a row, and the array of `shape` is too large to be replicated."""
+  if math.prod(shape) <= max_replicated_size:
+    return
+  for dim, (size, decision) in enumerate(zip(row.shape, row.decisions, strict=True)):
+    if not decision.indivisible or decision.rule is not None:
+      continue
+    entry = decision.indivisible[0][1]
+    pieces = rules_lib.num_shards(entry, mesh.shape)
+    raise errors.ConfigError(
+        f'{title}: dim {dim} ({decision.logical_axis!r}) of shape {row.shape} must be a multiple of {pieces}, the size '
+        f'of mesh axis {entry!r} in {dict(mesh.shape)}, got {size}. Round the size up to '
+        f'{-(-size // pieces) * pieces}, choose a mesh with {math.gcd(size, pieces)} devices along the axis, or append '
+        f'the rule ({decision.logical_axis!r}, {_dividing_axis(size, entry, mesh)!r}), for instance by '
+        'additional_rules.')
+
+
+def _dividing_axis(size: int, entry: rules_lib.MeshAxis, mesh: Mesh) -> str | None:
+  """Return the largest mesh axis of `entry` that divides `size`, or None."""
+  fitting = [axis for axis in rules_lib.axes_of(entry) if size % mesh.shape[axis] == 0 and mesh.shape[axis] > 1]
+  return max(fitting, key=lambda axis: mesh.shape[axis], default=None)
 
 
 def _sum_rows(rows: Sequence[ShardingRow], num_devices: int) -> SectionTotals:
@@ -330,6 +392,10 @@ def _format_numbers(numbers: list[int]) -> str:
   if numbers == list(range(numbers[0], numbers[-1] + 1)):
     return f'{{{numbers[0]}-{numbers[-1]}}}'
   return '{' + ','.join(map(str, numbers)) + '}'
+
+
+def _format_mesh_axes(rules: Sequence[tuple[str, rules_lib.MeshAxis]]) -> str:
+  return '/'.join(rules_lib.format_mesh_axis(mesh_axis) for _, mesh_axis in rules)
 
 
 def _format_shape(shape: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ def make_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
   return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
-def _devices_of(backend: str | None) -> list[jax.Device]:
+def devices_of(backend: str | None) -> list[jax.Device]:
   """Return all devices of a platform, by default of JAX's default platform.
 
   Raises:
@@ -70,7 +70,7 @@ def get_mesh(model_parallel_submesh: HardwareMesh,
     ConfigError: the tile does not fit the grid or the processes' blocks, or the grid is not complete.
   """
   tile = tuple(int(extent) for extent in model_parallel_submesh)
-  devices = list(input_devices) or _devices_of(backend)
+  devices = list(input_devices) or devices_of(backend)
   slices = _by_slice(devices) if is_in_torus(devices[0]) else [devices]
   blocks = [tiles.tile_slice(tile, members, input_local_devices, tile_by_host_if_needed) for members in slices]
   return make_mesh(np.concatenate(blocks), ('data', 'model'))
@@ -85,7 +85,7 @@ def get_cpu_mesh(num_partitions: int | None = None) -> Mesh:
   Raises:
     ConfigError: see `mesh_by_topology`.
   """
-  devices = _devices_of('cpu')
+  devices = devices_of('cpu')
   return mesh_by_topology(devices, num_partitions or len(devices) // len(_by_process(devices)))
 
 
@@ -98,7 +98,7 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
   Raises:
     ConfigError: see `mesh_by_topology`.
   """
-  return mesh_by_topology(_devices_of('gpu'), num_partitions)
+  return mesh_by_topology(devices_of('gpu'), num_partitions)
 
 
 def _in_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -237,7 +237,7 @@ def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], ba
       has no mesh for a slice.
   """
   ici, dcn = tuple(ici_mesh_shape), tuple(dcn_mesh_shape)
-  devices = _in_order(_devices_of(backend))
+  devices = _in_order(devices_of(backend))
   slice_numbers = [[getattr(device, 'slice_index', None) for device in devices]]
   if devices[0].platform != 'tpu':
     slice_numbers.append([device.process_index for device in devices])
@@ -260,8 +260,8 @@ def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], ba
 def default_mesh(num_partitions: int,
                  model_parallel_submesh: HardwareMesh | None = None,
                  backend: str | None = None,
-                 ici_mesh_shape: HardwareMesh | None = None,
-                 dcn_mesh_shape: HardwareMesh | None = None) -> Mesh:
+                 ici_mesh_shape: Sequence[int] | None = None,
+                 dcn_mesh_shape: Sequence[int] | None = None) -> Mesh:
   """Return the mesh for the devices of this job.
 
   Args:
@@ -281,7 +281,7 @@ def default_mesh(num_partitions: int,
     return hybrid_mesh(ici_mesh_shape, dcn_mesh_shape, backend)
   if model_parallel_submesh:
     return get_mesh(model_parallel_submesh, backend=backend)
-  devices = _devices_of(backend)
+  devices = devices_of(backend)
   if not (is_in_torus(devices[0]) and devices[0].device_kind in tiles.T5X_KINDS):
     return mesh_by_topology(devices, num_partitions)
   last_device = max(devices, key=tiles.get_coords)

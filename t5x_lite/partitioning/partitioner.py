@@ -9,6 +9,7 @@ import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
+import logging
 from typing import Any
 
 from flax.linen import partitioning as flax_partitioning
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 import numpy as np
 
 from t5x_lite import checks, errors
+from t5x_lite import multihost
 from t5x_lite import tree_utils
 from t5x_lite.partitioning import explain as explain_lib
 from t5x_lite.partitioning import layout
@@ -25,6 +27,12 @@ from t5x_lite.partitioning import mesh as mesh_lib
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.partitioning.chunks import LocalChunker, LocalChunkInfo
 from t5x_lite.types import ChoosesMesh, LogicalAxisRules, PyTree
+
+
+_logger = logging.getLogger(__name__)
+
+# Default of `PjitPartitioner.max_replicated_size`: 256 KiB in float32.
+MAX_REPLICATED_SIZE = 2**16
 
 
 class PjittedFnWithContext:
@@ -80,8 +88,8 @@ class BasePartitioner(ChoosesMesh):
                model_parallel_submesh: mesh_lib.HardwareMesh | None = None,
                params_on_devices: bool = True,
                backend: str | None = None,
-               ici_mesh_shape: mesh_lib.HardwareMesh | None = None,
-               dcn_mesh_shape: mesh_lib.HardwareMesh | None = None,
+               ici_mesh_shape: Sequence[int] | None = None,
+               dcn_mesh_shape: Sequence[int] | None = None,
                *,
                mesh: Mesh | None = None,
                data_axes: str | Sequence[str] | None = None):
@@ -318,12 +326,13 @@ class PjitPartitioner(BasePjitPartitioner):
                model_parallel_submesh: mesh_lib.HardwareMesh | None = None,
                params_on_devices: bool = True,
                backend: str | None = None,
-               ici_mesh_shape: mesh_lib.HardwareMesh | None = None,
-               dcn_mesh_shape: mesh_lib.HardwareMesh | None = None,
+               ici_mesh_shape: Sequence[int] | None = None,
+               dcn_mesh_shape: Sequence[int] | None = None,
                logical_axis_rules: Sequence[tuple[str, rules_lib.MeshAxis]] | None = None,
                *,
                mesh: Mesh | None = None,
-               data_axes: str | Sequence[str] | None = None):
+               data_axes: str | Sequence[str] | None = None,
+               max_replicated_size: int = MAX_REPLICATED_SIZE):
     """Configure mesh and rules.
 
     Args:
@@ -337,17 +346,22 @@ class PjitPartitioner(BasePjitPartitioner):
         default. For a mesh over several slices, `batch` -> `data` is read as `batch` -> (`replica`, `data`).
       mesh: the mesh itself, instead of the arguments above.
       data_axes: mesh axis or axes that a batch is sharded over.
+      max_replicated_size: number of elements up to which a parameter is replicated along a dim that none of its rules
+        divides, with a warning, such as norms and relative position tables. Larger ones raise. 0: all raise.
 
     Raises:
-      ConfigError: see `BasePartitioner`; or an invalid rule.
+      ConfigError: see `BasePartitioner`; or an invalid rule or size.
     """
+    checks.check('Partitioner', locals(), max_replicated_size=checks.number(at_least=0, integer=True))
     super().__init__(num_partitions, model_parallel_submesh, params_on_devices, backend, ici_mesh_shape,
                      dcn_mesh_shape, mesh=mesh, data_axes=data_axes)
     rules = rules_lib.standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     if ici_mesh_shape is not None:
       rules = [(name, ('replica', 'data') if name == 'batch' and axis == 'data' else axis) for name, axis in rules]
     self._logical_axis_rules = rules_lib.freeze_rules(rules)
+    self._max_replicated_size = max_replicated_size
     self._use_shardy_partitioner = bool(jax.config.jax_use_shardy_partitioner)
+    self._shown_warnings: set[str] = set()
 
   @property
   def use_shardy_partitioner(self) -> bool:
@@ -386,16 +400,28 @@ class PjitPartitioner(BasePjitPartitioner):
       train_state: a train or inference state of arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ConfigError: a logical axis without a rule, a dim that is not divisible by its mesh axes, or logical axes of
-        another structure than the state's; the message names the array.
+      ConfigError: a logical axis without a rule, a dim of a parameter above `max_replicated_size` that is not
+        divisible by its mesh axes, or logical axes of another structure than the state's; the message names the array.
     """
     rows = self.explain(train_state).rows
     return jax.tree.structure(train_state).unflatten([row.mesh_axes for row in rows])
 
   def explain(self, train_state: PyTree) -> explain_lib.ShardingReport:
-    """Return the report on the sharding of every array of `train_state` (arrays or shapes)."""
-    return explain_lib.make_report(train_state, self.get_logical_axes(train_state), self.logical_axis_rules, self.mesh,
-                                   self.data_partition_spec)
+    """Return the report on the sharding of every array of `train_state` (arrays or shapes).
+
+    Log one warning, in the lead process, about parameters that the mesh axes of a rule do not divide.
+    """
+    report = explain_lib.make_report(
+        train_state, self.get_logical_axes(train_state), self.logical_axis_rules, self.mesh, self.data_partition_spec,
+        self._max_replicated_size)
+    text = report.indivisible_to_text()
+    if text and text not in self._shown_warnings and multihost.is_lead():
+      _logger.warning(
+          '%d parameter(s) have a dim that is not a multiple of its mesh axes in %s. The next rule for the dim '
+          'applies, or the dim is replicated, also in the optimizer state:\n%s',
+          report.num_indivisible, dict(self.mesh.shape), text)
+    self._shown_warnings.add(text)
+    return report
 
 
 def _is_axis_resource(node: Any) -> bool:

@@ -171,24 +171,30 @@ class DimDecision:
   Attributes:
     logical_axis: the dim's logical axis, None if it has none.
     mesh_axis: mesh axis or axes of the dim, None if it is replicated.
-    rule: the rule that decided; None if the dim has no name or all its rules are blocked.
+    rule: the rule that decided; None if the dim has no name or all its rules are blocked or indivisible.
     blocked: earlier rules for this dim whose mesh axes another dim of the same array has.
+    indivisible: earlier rules for this dim whose mesh axes do not divide it.
   """
 
   logical_axis: str | None
   mesh_axis: MeshAxis
   rule: tuple[str, MeshAxis] | None
   blocked: tuple[tuple[str, MeshAxis], ...]
+  indivisible: tuple[tuple[str, MeshAxis], ...] = ()
 
 
-def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
-            name: str = 'array') -> tuple[DimDecision, ...]:
-  """Apply `rules` in order to the dims of one array: the first rule whose mesh axes are free decides a dim.
+def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules, name: str = 'array',
+            shape: Sequence[int] | None = None, mesh_shape: Mapping[str, int] | None = None) -> tuple[DimDecision, ...]:
+  """Apply `rules` in order to the dims of one array.
+
+  The first rule decides whose mesh axes are free and, if the shape is given, divide the dim.
 
   Args:
     logical_axes: one logical axis name, or None, per dim.
     rules: (logical axis, mesh axis or axes or None) pairs in order of precedence.
     name: name of the array, for errors.
+    shape: the array's global shape, or None; needs `mesh_shape`.
+    mesh_shape: mesh axis name to size.
 
   Returns:
     One decision per dim.
@@ -210,6 +216,7 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
       raise errors.ConfigError(f'{name}: {problem}.')
   decided: dict[int, tuple[str, MeshAxis]] = {}
   blocked: dict[int, list[tuple[str, MeshAxis]]] = {}
+  indivisible: dict[int, list[tuple[str, MeshAxis]]] = {}
   taken: set[str] = set()
   for rule in rules:
     logical_axis, mesh_axis = rule
@@ -221,11 +228,14 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
     if taken.intersection(axes_of(mesh_axis)):
       blocked.setdefault(dim, []).append(rule)
       continue
+    if shape is not None and shape[dim] % num_shards(mesh_axis, mesh_shape):
+      indivisible.setdefault(dim, []).append(rule)
+      continue
     decided[dim] = rule
     taken.update(axes_of(mesh_axis))
   return tuple(
       DimDecision(logical_axis=axis, mesh_axis=decided[dim][1] if dim in decided else None, rule=decided.get(dim),
-                  blocked=tuple(blocked.get(dim, ())))
+                  blocked=tuple(blocked.get(dim, ())), indivisible=tuple(indivisible.get(dim, ())))
       for dim, axis in enumerate(logical_axes))
 
 

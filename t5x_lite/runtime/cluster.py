@@ -98,7 +98,7 @@ class Place:
 
 
 def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
-  """Join the cluster of this process and start its monitor; to be called before JAX initializes its devices.
+  """Join the cluster of this process and start its monitor. Call this before JAX initializes its devices.
 
   Returns:
     The monitor; None for a process that is alone, or whose program has called `jax.distributed.initialize`.
@@ -202,7 +202,7 @@ def _complete(place: Place, cfg: ClusterConfig) -> Place:
 
 
 def _detect(place: Place, timeout: int) -> Place | None:
-  """Return what the first of JAX's detectors that applies finds; None without one, or with one process."""
+  """Return the place that JAX's first applicable detector finds; None without a detector, or with one process."""
   from jax._src import clusters
   for detector in clusters.ClusterEnv._cluster_types:
     if detector.opt_in_only_method or not detector.is_env_present():

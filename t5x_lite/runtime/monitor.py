@@ -36,9 +36,9 @@ _BEAT_SECONDS = 1.0
 _AGREEING_SECONDS = 0.05
 # Longest wait for a call of the store that may have no server any more.
 _CALL_SECONDS = 3.0
-# The same for what is written at the end, before JAX aborts; see `hold_aborts`.
+# The same for the last output, before JAX aborts; see `hold_aborts`.
 _FLUSH_SECONDS = 1.0
-# After the failure of another process, the main thread has this time to end by itself.
+# After the failure of another process, the main thread has this time to end.
 _GRACE_SECONDS = 4.0
 # The lead, which has the store, then waits for the others for at most this time.
 _LINGER_SECONDS = 8.0
@@ -61,7 +61,7 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-  """Why all processes of a run end.
+  """Reason for the end of all processes of a run.
 
   Attributes:
     process: the process that failed first.
@@ -184,7 +184,7 @@ class Monitor:
 
   @property
   def failure(self) -> Failure | None:
-    """The first failure of the run; None while there is none."""
+    """The first failure of the run; None before."""
     return self._failure
 
   def call_at_end(self, fn: Callable[[Failure], None]) -> None:
@@ -219,7 +219,7 @@ class Monitor:
 
   @contextlib.contextmanager
   def reporting(self) -> Iterator[None]:
-    """Context whose error is reported at once, since what is closed afterwards may wait for the other processes."""
+    """Context whose error is reported at once, since closing files and writers may wait for the other processes."""
     try:
       yield
     except Exception as error:
@@ -270,7 +270,7 @@ class Monitor:
         return
       self._failure = failure
     self._has_failed.set()
-    # A process that reports its own error ends by itself; one that was taken for lost does not know.
+    # The main thread of a process that reports its error ends it; one that was taken for lost knows nothing.
     if failure.process != self.process or not failure.error:
       threading.Thread(target=self._end_after_grace, name='t5x_lite-monitor-end', daemon=True).start()
 
@@ -368,7 +368,7 @@ class Monitor:
     while not self._closed.is_set():
       try:
         text = self._store.blocking_key_value_get(f'{_ROOT}/news/{self._next_news}', int(_BEAT_SECONDS * 1000))
-      except Exception:  # there is no news, or no store, which `_watch` finds out
+      except Exception:  # no news yet, or the store is gone, which `_watch` notices
         continue
       self._next_news += 1
       self._handle(json.loads(text))

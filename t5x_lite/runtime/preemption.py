@@ -63,7 +63,7 @@ class StopSignals:
 
     Args:
       may_wait: whether processes without a monitor, whose program has called `jax.distributed.initialize`, wait for each
-        other to agree; otherwise they go on until `requested_anywhere`.
+        other to agree; otherwise they continue until `requested_anywhere`.
     """
     if jax.process_count() == 1:
       return self.requested

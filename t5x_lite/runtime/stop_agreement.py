@@ -6,8 +6,8 @@ import threading
 class StopAgreement:
   """Agreement in one process. The processes exchange `request`, `limit` and `stop_at`, see `Monitor`.
 
-  Points are counted, and all processes come to the same ones in the same order. When a process hears of the request, it
-  goes on to its next point, `limit`, at most, until it knows the largest limit, at which all stop. The limit is set by
+  Points are counted, and all processes come to the same ones in the same order. A process that hears of the request
+  continues at most to its next point, `limit`, until it knows the largest limit, at which all stop. The limit is set by
   another thread than the one that comes to the points, which may be waiting for a process that waits at its limit.
 
   Attributes:

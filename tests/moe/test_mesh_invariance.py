@@ -111,6 +111,32 @@ def test_second_form_with_sharded_parameters(dims):
       num_expert_partitions=2, num_partitions=2, logical_axis_rules=axis_rules))
 
 
+# Two slices of 4 devices: (mesh within a slice, over slices, expert partitions, dims of the rules).
+_SLICES = [
+    ((1, 2, 2), (2, 1, 1), 2, (2, 2)), ((1, 4, 1), (2, 1, 1), 4, (1, 1)), ((1, 4, 1), (2, 1, 1), 2, (1, 2)),
+    ((1, 4, 1), (1, 2, 1), 2, (1, 1)), ((2, 2, 1), (2, 1, 1), 2, (1, 1)), ((1, 2, 2), (2, 1, 1), 1, (1, 2)),
+    ((1, 4, 1), (1, 1, 2), 4, (1, 2))]
+
+
+@pytest.mark.parametrize('kind', ['tokens choose', pytest.param('experts choose', marks=pytest.mark.full)])
+@pytest.mark.parametrize('case', [_SLICES[0], *(pytest.param(case, marks=pytest.mark.full) for case in _SLICES[1:])])
+def test_slices(kind, case):
+  ici_mesh_shape, dcn_mesh_shape, num_expert_partitions, dims = case
+  partitioner = MoePjitPartitioner(
+      num_expert_partitions=num_expert_partitions, ici_mesh_shape=ici_mesh_shape, dcn_mesh_shape=dcn_mesh_shape,
+      logical_axis_rules=rules.head_logical_axis_rules(*dims))
+  assert partitioner.mesh.shape['expert'] == num_expert_partitions
+  _check(kind, 8, partitioner)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('kind', ['tokens choose', 'experts choose'])
+@pytest.mark.parametrize('ici_mesh_shape,num_experts', [((1, 4, 1), 4), ((1, 2, 2), 8)])
+def test_slices_in_the_first_form(kind, ici_mesh_shape, num_experts):
+  _check(kind, num_experts, MoePjitPartitioner(
+      num_experts, ici_mesh_shape=ici_mesh_shape, dcn_mesh_shape=(2, 1, 1)))
+
+
 _FIRST = [(4, 1), (2, 1), (8, 1), (16, 1), (8, 2), (8, 4), (16, 4)]
 
 

@@ -44,7 +44,7 @@ def _seed_rules(num_devices, num_experts, num_partitions, dims, additional=()):
 def test_standard_rules_are_those_of_t5x(dims):
   additional = [('head_dim', 'model'), ('mlp_embed', None), ('batch', 'data')]
   for num_devices, num_experts, num_partitions in itertools.product((1, 4, 8), (0, 1, 2, 4, 8, 16), (1, 2, 4)):
-    with mock.patch.object(jax, 'device_count', lambda num_devices=num_devices: num_devices):
+    with mock.patch.object(jax, 'devices', lambda backend=None, count=num_devices: [None] * count):
       expected = _seed_rules(num_devices, num_experts, num_partitions, dims, additional)
       assert rules_lib.standard_logical_axis_rules(
           num_experts, num_partitions, activation_partitioning_dims=dims, additional_rules=additional) == expected
@@ -154,7 +154,7 @@ def test_mesh_of_the_first_form(num_experts, options, shape, spec):
 def test_processes_load_the_rows_that_their_devices_hold(form, num_processes, num_local, num_experts, num_partitions):
   """Brute force over processes, in both forms; copies of an expert may be on several processes."""
   devices = _fake_gpus(num_processes, num_local)
-  with use_devices(devices, 0), mock.patch.object(jax, 'device_count', lambda: len(devices)):
+  with use_devices(devices, 0):
     partitioner = MoePjitPartitioner(**{form: num_experts}, num_partitions=num_partitions)
     mesh, spec = partitioner.mesh, partitioner.data_partition_spec
     axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
@@ -402,7 +402,7 @@ def test_default_rules_are_those_of_the_form():
 
 def test_a_tpu_without_a_default_tile_names_the_other_form():
   devices = make_pod('TPU v4', (4, 4, 4, 1))
-  with use_devices(devices, 0), mock.patch.object(jax, 'device_count', lambda: len(devices)):
+  with use_devices(devices, 0):
     assert dict(MoePjitPartitioner(8, 1).mesh.shape) == {'data': 8, 'model': 8}
     with pytest.raises(ConfigError, match='No default mesh.*Set num_expert_partitions=2'):
       _ = MoePjitPartitioner(2, 1).mesh
@@ -418,8 +418,7 @@ def test_a_tpu_without_a_default_tile_names_the_other_form():
     (topologies.gpu_nodes(16, 8, 1), 8), (topologies.gpu_nodes(36, 4, 18), 72)])
 def test_meshes_with_experts(devices, num_local):
   """Experts and the model axis are within a slice where they fit; both forms load batches by process."""
-  with use_devices(devices, 0), pytest.MonkeyPatch.context() as patch:
-    patch.setattr('jax.device_count', lambda: len(devices))
+  with use_devices(devices, 0):
     for num_expert_partitions, num_partitions in ((8, 1), (4, 2), (1, 4), ('auto', 2)):
       partitioner = MoePjitPartitioner(num_expert_partitions=num_expert_partitions, num_partitions=num_partitions,
                                        experts_per_layer=8)

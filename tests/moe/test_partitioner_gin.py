@@ -14,6 +14,10 @@ _RECIPE = '--gin_file=recipes/keyword_cloze.gin'
     ((*_FIRST, '--gin.NUM_EXPERTS=4'), ['Mesh   data=4 x model=2', 'Batch  data*model\n', 'data: expert\n']),
     ((*_SECOND, '--gin.NUM_EXPERT_PARTITIONS=6', '--gin.NUM_PARTITIONS=2'),
      ['Mesh   data=1 x expert=4 x model=2', 'Batch  expert*data\n', 'expert: expert\n']),
+    ((*_SECOND, '--gin.NUM_PARTITIONS=2', '--gin.partitioner.MoePjitPartitioner.ici_mesh_shape=(1, 2, 2)',
+      '--gin.partitioner.MoePjitPartitioner.dcn_mesh_shape=(2, 1, 1)'),
+     ['Mesh   replica=2 x data=1 x expert=2 x model=2', 'Batch  replica*expert*data\n',
+      'replica*data: expert_replicas\n']),
 ])
 def test_explain_sharding(capsys, flags, fragments):
   status = cli.main(['explain_sharding', _RECIPE, *flags])

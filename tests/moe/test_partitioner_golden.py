@@ -71,8 +71,7 @@ def test_mesh_and_layout(case):
       other[name] == case[name] for name in ('num_devices', 'num_experts', 'num_partitions')))
   devices = jax.devices()[:case['num_devices']]
   with mock.patch.multiple(
-      jax, devices=lambda backend=None: devices, device_count=lambda: len(devices),
-      local_device_count=lambda: len(devices)):
+      jax, devices=lambda backend=None: devices, local_device_count=lambda: len(devices)):
     partitioner = _partitioner(case, case['mode'])
     if 'error' in golden:
       with pytest.raises(ConfigError, match='does not (divide|tile)|extents that divide the grid|must be one of'):

@@ -14,7 +14,9 @@ _PROGRAM = '''
     batch = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
     spec = {'x': jax.ShapeDtypeStruct(batch.shape, batch.dtype)}
     scattered = []
-    for options in ({'num_experts': 2}, {'num_experts': 4}, {'num_expert_partitions': 2}, {'num_expert_partitions': 8}):
+    slices = {'ici_mesh_shape': (1, 4, 1), 'dcn_mesh_shape': (2, 1, 1)}  # a process is a slice
+    for options in ({'num_experts': 2}, {'num_experts': 4}, {'num_expert_partitions': 2}, {'num_expert_partitions': 8},
+                    {'num_expert_partitions': 2, **slices}, {'num_experts': 4, **slices}):
       partitioner = moe_partitioner.MoePjitPartitioner(**options, num_partitions=1)
       layout = partitioner.get_data_layout(16)
       rows = partitioner.get_rows(16)
@@ -31,7 +33,7 @@ _PROGRAM = '''
       loaded = whole(batch.reshape(layout.num_shards, -1, 3)[layout.shard_id])
       np.testing.assert_array_equal(loaded[np.argsort(loaded[:, 0])], batch)
       assert scattered[-1] == (loaded != batch).any()
-    assert scattered == [False, False, True, False], scattered
+    assert scattered == [False, False, True, False, False, False], scattered
 '''
 
 

@@ -4,8 +4,8 @@ The environment variable FAULTS has faults as JSON, a list of objects:
 
     process  the process in which it happens
     at       kind of an event of the run ('restored', 'evaluation_begun', 'save_begun', ...), 'import' of this module,
-             'open' of the training data, one of their batches ('batch') or of those of an evaluation ('evaluation');
-             'listing' or 'contents'
+             'open' of the training data, one of their batches ('batch') or of those of an evaluation ('evaluation'),
+             'metric' of predictions, 'encode' of a text; 'listing' or 'contents'
     number   the first, second, ... time; default 1
     do       'raise', 'sleep', or the name of a signal that the process sends itself; for 'listing', the path of a
              checkpoint that the process does not see, and for 'contents', of one that is damaged for it
@@ -36,10 +36,27 @@ _FAULTS = json.loads(os.environ.get('FAULTS', '[]'))
 _SECONDS = float(os.environ.get('SECONDS', 0))
 _counts: dict[str, int] = {}
 
-data.register_builtin_task(data.BuiltinTask(
-    name='letters', splits=toy_run.TASK.splits, table_fn=toy_run._table, metric_fns=toy_run.TASK.metric_fns,
-    vocabularies={'inputs': toy_infer.VOCABULARY, 'targets': toy_infer.VOCABULARY}))
 
+def exact_match(targets, predictions):
+  """Metric with faults."""
+  happens('metric')
+  return data.exact_match(targets, predictions)
+
+
+class _Vocabulary(toy_infer.LetterVocabulary):
+  """Vocabulary with faults."""
+
+  def encode(self, text):
+    """See base class."""
+    time.sleep(_SECONDS)
+    happens('encode')
+    return super().encode(text)
+
+
+VOCABULARY = _Vocabulary()
+data.register_builtin_task(data.BuiltinTask(
+    name='letters', splits=toy_run.TASK.splits, table_fn=toy_run._table, metric_fns=[exact_match],
+    vocabularies={'inputs': VOCABULARY, 'targets': VOCABULARY}))
 
 _MESSAGE = 'first line\nsecond line'
 
@@ -58,7 +75,7 @@ class _Model(toy_model.ToyModel):
 def model(optimizer_def):
   """Return the model."""
   return _Model(
-      toy_model.ToyNetwork(dropout_rate=0.1), toy_infer.VOCABULARY, toy_infer.VOCABULARY, optimizer_def,
+      toy_model.ToyNetwork(dropout_rate=0.1), VOCABULARY, VOCABULARY, optimizer_def,
       loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
 
 

@@ -4,6 +4,42 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'a_checkpoint_without_its_manifest_is_read',
+        't5x_lite/checkpoints/sources/orbax.py',
+        'if manifest is None:',
+        'if not self.path:',
+        'tests/checkpoints/test_shared_directory.py::test_a_checkpoint_that_is_deleted_while_it_is_opened'),
+    Mutant(
+        'a_lost_lock_is_not_noticed_before_a_save',
+        't5x_lite/checkpoints/manager.py',
+        '        self._lock.check()\n        self._remove_partial_files()\n',
+        '        self._remove_partial_files()\n',
+        'tests/checkpoints/test_shared_directory.py::test_a_run_that_lost_its_lock_ends_at_its_next_save'),
+    Mutant(
+        'a_lost_lock_is_not_noticed_before_a_commit',
+        't5x_lite/checkpoints/manager.py',
+        '          self._lock.check()\n          commit_lib.commit(pending)\n',
+        '          commit_lib.commit(pending)\n',
+        'tests/checkpoints/test_shared_directory.py::test_a_lock_that_is_lost_while_a_save_is_written'),
+    Mutant(
+        'a_lost_lock_counts_as_a_failed_save',
+        't5x_lite/checkpoints/manager.py',
+        'if isinstance(error, errors.DirectoryInUseError):',
+        'if isinstance(error, errors.ConfigError):',
+        'tests/checkpoints/test_shared_directory.py::test_a_run_that_lost_its_lock_ends_at_its_next_save'),
+    Mutant(
+        'a_deleted_lock_file_is_a_second_run',
+        't5x_lite/checkpoints/lock.py',
+        '    except FileNotFoundError:  # deleted by hand, which is not yet a second run\n      return\n',
+        "    except FileNotFoundError:\n      found = ''\n",
+        'tests/checkpoints/test_shared_directory.py::test_a_deleted_lock_file_is_not_a_second_run'),
+    Mutant(
+        'missing_locks_are_missing_permissions',
+        't5x_lite/checkpoints/lock.py',
+        'if e.errno not in _NO_LOCKS:',
+        'if e.errno:',
+        'tests/checkpoints/test_shared_directory.py::test_a_file_system_without_locks'),
+    Mutant(
         'an_average_may_have_a_checkpoint_twice',
         't5x_lite/checkpoints/builders/reading.py',
         'and len({os.path.normpath(each) for each in path}) == len(path)',

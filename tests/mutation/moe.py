@@ -4,6 +4,36 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'experts_span_slices',
+        'moe/mesh.py',
+        'num_within_slice = ici_mesh_shape[1]',
+        "num_within_slice = base.shape['data']",
+        'tests/moe/test_mesh.py::test_experts_are_within_a_slice'),
+    Mutant(
+        'copies_of_experts_are_gathered_over_slices',
+        'moe/rules.py',
+        "if name in ('batch', 'expert_replicas') and",
+        "if name in ('batch',) and",
+        'tests/moe/test_mesh.py::test_rules_shard_batches_and_copies_of_experts_over_replicas'),
+    Mutant(
+        'the_model_axis_of_a_given_mesh_is_a_data_axis',
+        'moe/partitioner.py',
+        'self._num_experts is None or self._has_given_extents',
+        'self._num_experts is None or self._ici_mesh_shape is not None',
+        'tests/moe/test_mesh.py::test_given_meshes'),
+    Mutant(
+        'sparse_models_ignore_the_replicated_size',
+        'moe/partitioner.py',
+        ', max_replicated_size=max_replicated_size)',
+        ')',
+        'tests/moe/test_mesh.py::test_the_size_up_to_which_parameters_are_replicated'),
+    Mutant(
+        'devices_of_the_default_platform_count',
+        'moe/rules.py',
+        'len(mesh_lib.devices_of(backend))',
+        'len(mesh_lib.devices_of(None))',
+        'tests/moe/test_mesh.py::test_the_devices_of_the_platform_count'),
+    Mutant(
         'equal_scores_choose_the_last_expert',
         'moe/routing/token_choice.py',
         'jnp.min(jnp.where(scores == largest, experts, num_experts - 1), axis=-1)',

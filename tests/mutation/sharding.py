@@ -4,6 +4,42 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'arrays_of_any_size_are_replicated',
+        't5x_lite/partitioning/explain.py',
+        'if math.prod(shape) <= max_replicated_size:',
+        'if max_replicated_size:',
+        'tests/partitioning/test_partitioner.py::test_the_largest_size_that_is_replicated'),
+    Mutant(
+        'the_largest_replicated_size_is_excluded',
+        't5x_lite/partitioning/explain.py',
+        'if math.prod(shape) <= max_replicated_size:',
+        'if math.prod(shape) < max_replicated_size:',
+        'tests/partitioning/test_partitioner.py::test_the_largest_size_that_is_replicated'),
+    Mutant(
+        'optimizer_state_does_not_follow_its_parameter',
+        't5x_lite/partitioning/explain.py',
+        'parameters[parameter].shape if belongs else row.shape',
+        'row.shape',
+        'tests/partitioning/test_explain.py::test_what_belongs_to_a_parameter_follows_it'),
+    Mutant(
+        'rules_need_not_divide',
+        't5x_lite/partitioning/rules.py',
+        'if shape is not None and shape[dim] % num_shards(mesh_axis, mesh_shape):',
+        'if shape is None:',
+        'tests/partitioning/test_rules.py::test_a_rule_that_does_not_divide_its_dim_is_skipped'),
+    Mutant(
+        'the_warning_about_replicas_is_repeated',
+        't5x_lite/partitioning/partitioner.py',
+        'if text and text not in self._shown_warnings and multihost.is_lead():',
+        'if text and multihost.is_lead():',
+        'tests/partitioning/test_partitioner.py::test_small_parameters_are_replicated_with_one_warning'),
+    Mutant(
+        'every_process_warns_about_replicas',
+        't5x_lite/partitioning/partitioner.py',
+        'text not in self._shown_warnings and multihost.is_lead():',
+        'text not in self._shown_warnings:',
+        'tests/partitioning/test_partitioner.py::test_other_processes_do_not_warn'),
+    Mutant(
         'misaligned_blocks_are_taken',
         't5x_lite/partitioning/chunks.py',
         ' or (start % extent).any()',

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_lite import errors
 from t5x_lite import partitioning
 from t5x_lite.partitioning import explain
 from tests.partitioning import explain_cases as cases
@@ -107,6 +108,48 @@ def test_folded_names_show_gaps_and_several_numbers():
   rows = [dataclasses.replace(rows[0], name=name) for name in names]
   (name, group), = explain.fold_rows(rows)
   assert name == 'layers_{0,1,3}/wi_{0-1}/kernel' and len(group) == 6
+
+
+def _make_partitioner_of_small_arrays(num_partitions, max_replicated_size):
+  return partitioning.PjitPartitioner(num_partitions=num_partitions, max_replicated_size=max_replicated_size)
+
+
+def test_what_belongs_to_a_parameter_follows_it():
+  """Momentum of a parameter that is replicated is replicated, whatever its size; other arrays are not."""
+  layer = {'mlp': {'wi': jnp.ones([16, 30])}, 'norm': jnp.ones([16])}
+  state = cases.make_state(mutables=False, layers_0=layer, layers_1=layer)
+  axes = state.as_logical_axes()
+  history = {'layers_0': {'mlp': {'wi': jnp.ones([4, 16, 30])}}}
+  history_axes = {'layers_0': {'mlp': {'wi': P(None, 'embed', 'mlp')}}}
+
+  def explain_history(max_replicated_size, history, history_axes):
+    partitioner = _make_partitioner_of_small_arrays(4, max_replicated_size)
+    both = []
+    for tree, slot in ((state, history), (axes, history_axes)):
+      optimizer = tree._optimizer
+      both.append(tree.replace(_optimizer=optimizer.replace(
+          state={**optimizer.state, 'param_states': {**optimizer.state['param_states'], 'history': slot}})))
+    partitioner.get_logical_axes = lambda train_state: both[1]
+    return {row.name: row for row in partitioner.explain(both[0]).rows if row.section == 'optimizer state'}
+
+  rows = explain_history(480, history, history_axes)
+  assert rows['param_states/history/layers_0/mlp/wi'].mesh_axes == P(None, None, None)
+  with pytest.raises(errors.ConfigError, match='optimizer state: param_states/history/other: dim 2'):
+    explain_history(480, {'other': jnp.ones([4, 16, 30])}, {'other': P(None, 'embed', 'mlp')})
+  with pytest.raises(errors.ConfigError, match='parameters: layers_0/mlp/wi: dim 1'):
+    explain_history(479, history, history_axes)
+
+
+def test_text_lists_parameters_that_do_not_divide(caplog):
+  layer = {'mlp': {'wi': jnp.ones([16, 30])}, 'norm': jnp.ones([16])}
+  report = make_partitioner(4, (1, 2)).explain(cases.make_state(mutables=False, layers_0=layer, layers_1=layer))
+  text = report.to_text()
+  assert text.endswith(textwrap.dedent("""
+      Parameters with a dim that its mesh axes do not divide
+        layers_{0-1}/mlp/wi (16 x 30): mlp 30 by model 4: replicated
+      """))
+  assert 'embed->data, mlp->- (model does not divide)' in text and report.num_indivisible == 2
+  assert len(caplog.records) == 1
 
 
 def test_report_of_numpy_state():

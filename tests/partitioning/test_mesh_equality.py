@@ -1,5 +1,6 @@
 """Training on any mesh is training on one device: losses, gradients, and every array sharded as the rules say."""
 
+import dataclasses
 import functools
 
 import jax
@@ -29,6 +30,8 @@ OPTIMIZERS = {
     'adamw': lambda: optimizers.adamw(weight_decay=0.01),
 }
 LEARNING_RATE = {'adafactor': 0.03, 'adamw': 0.01}
+# 6 heads are not a multiple of 4 model partitions, although their 24 units are; nor is a width of 18.
+INDIVISIBLE_CONFIG = dataclasses.replace(CONFIG, emb_dim=18, num_heads=6)
 # (data, model) extents, (activation, parameter) partitioning dims, optimizer. All combinations are in the full suite;
 # each costs seconds of compilation.
 CASES = [((4, 2), (2, 2), 'adafactor')]
@@ -66,18 +69,18 @@ BATCHES = make_batches()
 
 
 @functools.cache
-def make_model(optimizer_name):
+def make_model(optimizer_name, config=CONFIG):
   return models.EncoderDecoderModel(
-      t5.Transformer(CONFIG), FakeVocabulary(), FakeVocabulary(), OPTIMIZERS[optimizer_name](), z_loss=1e-4)
+      t5.Transformer(config), FakeVocabulary(), FakeVocabulary(), OPTIMIZERS[optimizer_name](), z_loss=1e-4)
 
 
 class Training:
   """The training step on one mesh."""
 
-  def __init__(self, mesh, dims, optimizer_name):
+  def __init__(self, mesh, dims, optimizer_name, config=CONFIG):
     self.partitioner = partitioning.PjitPartitioner(
         mesh=mesh, logical_axis_rules=partitioning.standard_logical_axis_rules(*dims))
-    model = make_model(optimizer_name)
+    model = make_model(optimizer_name, config)
     self.initializer = state_init.TrainStateInitializer(
         model.optimizer_def, model.get_initial_variables, INPUT_SHAPES, self.partitioner)
     self.axes = self.initializer.train_state_axes
@@ -113,17 +116,17 @@ def make_mesh(shape):
 
 
 @functools.cache
-def initial_variables():
-  init = jax.jit(lambda rng: make_model('adamw').get_initial_variables(rng, INPUT_SHAPES))
+def initial_variables(config=CONFIG):
+  init = jax.jit(lambda rng: make_model('adamw', config).get_initial_variables(rng, INPUT_SHAPES))
   return init.lower(jax.random.key(0)).compile(compiler_options=COMPILER_OPTIONS)(jax.random.key(0))
 
 
 @functools.cache
-def one_device(optimizer_name):
+def one_device(optimizer_name, config=CONFIG):
   """Return (initial state, losses, first gradients) of one device, as NumPy arrays."""
-  training = Training(make_mesh((1, 1)), (1, 1), optimizer_name)
-  optimizer_def = make_model(optimizer_name).optimizer_def
-  state = jax.tree.map(np.asarray, train_state_lib.FlaxOptimTrainState.create(optimizer_def, initial_variables()))
+  training = Training(make_mesh((1, 1)), (1, 1), optimizer_name, config)
+  optimizer_def = make_model(optimizer_name, config).optimizer_def
+  state = jax.tree.map(np.asarray, train_state_lib.FlaxOptimTrainState.create(optimizer_def, initial_variables(config)))
   _, losses, grads = training.run(state)
   return state, losses, jax.tree.map(np.asarray, grads)
 
@@ -149,8 +152,21 @@ def test_the_reference_learns(optimizer_name):
 @pytest.mark.parametrize('shape,dims,optimizer_name', [
     *CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL_CASES if case not in CASES)])
 def test_mesh_equals_one_device(shape, dims, optimizer_name):
-  initial_state, reference_losses, reference_grads = one_device(optimizer_name)
-  training = Training(make_mesh(shape), dims, optimizer_name)
+  check_mesh(Training(make_mesh(shape), dims, optimizer_name), one_device(optimizer_name))
+
+
+@pytest.mark.parametrize('optimizer_name', ['adafactor', pytest.param('adamw', marks=pytest.mark.full)])
+def test_dims_that_do_not_divide(optimizer_name):
+  training = Training(make_mesh((2, 4)), (2, 2), optimizer_name, INDIVISIBLE_CONFIG)
+  params = training.axes.params['encoder']
+  assert params['relpos_bias']['rel_embedding'] == P(None, None) and params['encoder_norm']['scale'] == P('data')
+  assert params['layers_0']['attention']['query']['kernel'] == P('data', 'model')
+  check_mesh(training, one_device(optimizer_name, INDIVISIBLE_CONFIG))
+
+
+def check_mesh(training, expected):
+  """Check losses, gradients and shardings of a training against (initial state, losses, gradients) of one device."""
+  initial_state, reference_losses, reference_grads = expected
   state, losses, grads = training.run(initial_state)
 
   assert abs(losses[0] - reference_losses[0]) <= 1e-6 * abs(reference_losses[0])

@@ -173,12 +173,63 @@ def test_mesh_axes_and_shardings_of_a_state():
   assert placed.step.sharding.is_fully_replicated
 
 
+def shapes_of_state(embed, mlp):
+  return jax.eval_shape(lambda: fake_state(embed, mlp))
+
+
 def test_dim_that_does_not_divide_names_the_array():
-  partitioner = partitioning.PjitPartitioner(num_partitions=8)
+  partitioner = partitioning.PjitPartitioner(num_partitions=8, max_replicated_size=0)
   with pytest.raises(errors.ConfigError) as error:
     partitioner.get_mesh_axes(fake_state(mlp=20))
-  for part in ('parameters: kernel', 'dim 1', "'mlp'", '(16, 20)', 'got 20', "'model'", 'multiple of 8'):
+  for part in ('parameters: kernel', 'dim 1', "'mlp'", '(16, 20)', 'got 20', "'model'", 'multiple of 8',
+               "Round the size up to 24, choose a mesh with 4 devices along the axis, or append the rule ('mlp', N"):
     assert part in str(error.value)
+
+
+def test_the_remedies_of_a_dim_that_does_not_divide_work():
+  rules = [('embed', ('model', 'data')), ('mlp', None)]
+  shapes = shapes_of_state(20, 2**20)
+  with pytest.raises(errors.ConfigError, match=r"Round the size up to 24, .* 4 devices .*\('embed', 'model'\)"):
+    partitioning.PjitPartitioner(num_partitions=4, logical_axis_rules=rules).get_mesh_axes(shapes)
+  partitioner = partitioning.PjitPartitioner(num_partitions=4, logical_axis_rules=[*rules, ('embed', 'model')])
+  assert partitioner.get_mesh_axes(shapes).params == {'kernel': P('model', None), 'scale': P('model')}
+  with pytest.raises(errors.ConfigError, match=r"choose a mesh with 1 devices .*the rule \('embed', None\)"):
+    partitioning.PjitPartitioner(num_partitions=4, logical_axis_rules=rules).get_mesh_axes(shapes_of_state(3, 2**20))
+
+
+def test_small_parameters_are_replicated_with_one_warning(caplog):
+  partitioner = partitioning.PjitPartitioner(
+      num_partitions=2, logical_axis_rules=partitioning.standard_logical_axis_rules(1, 2))
+  for _ in range(2):
+    axes = partitioner.get_mesh_axes(shapes_of_state(6, 32))
+    assert axes.params == {'kernel': P(None, 'model'), 'scale': P(None)}
+    partitioner.explain(fake_state(6, 32))
+  warning, = caplog.records
+  assert warning.levelname == 'WARNING' and warning.getMessage() == (
+      "2 parameter(s) have a dim that is not a multiple of its mesh axes in {'data': 4, 'model': 2}. The next rule for "
+      'the dim applies, or the dim is replicated, also in the optimizer state:\n'
+      '  kernel (6 x 32): embed 6 by data 4: replicated\n'
+      '  scale (6): embed 6 by data 4: replicated')
+  partitioner.get_mesh_axes(fake_state(10, 32))
+  assert len(caplog.records) == 2  # another model
+
+
+def test_other_processes_do_not_warn(caplog, monkeypatch):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  partitioning.PjitPartitioner(num_partitions=8).get_mesh_axes(fake_state(mlp=20))
+  assert not caplog.records
+
+
+def test_the_largest_size_that_is_replicated():
+  partitioner = partitioning.PjitPartitioner(num_partitions=8)
+  assert partitioner.get_mesh_axes(shapes_of_state(2**14, 4)).params['kernel'] == P(None, None)
+  with pytest.raises(errors.ConfigError, match=r'kernel: .*\(16385, 4\) must be a multiple of 8'):
+    partitioner.get_mesh_axes(shapes_of_state(2**14 + 1, 4))
+  partitioner = partitioning.PjitPartitioner(num_partitions=8, max_replicated_size=2**17)
+  assert partitioner.get_mesh_axes(shapes_of_state(2**14 + 1, 4)).params['kernel'] == P(None, None)
+  for value in (-1, 2.0, None):
+    with pytest.raises(errors.ConfigError, match=f'max_replicated_size` must be an integer >= 0, got {value}'):
+      partitioning.PjitPartitioner(num_partitions=8, max_replicated_size=value)
 
 
 @pytest.mark.parametrize('axes,message', [

@@ -35,6 +35,22 @@ def test_resolution_says_which_rule_decided_and_which_lost():
   assert rules_lib.resolve(('mlp', 'embed'), (('mlp', 'model'), ('embed', 'model')))[1].rule is None
 
 
+def test_a_rule_that_does_not_divide_its_dim_is_skipped():
+  mesh_shape = {'data': 2, 'expert': 3, 'model': 4}
+  rules = (('embed', ('data', 'expert')), ('mlp', 'model'), ('embed', 'data'), ('heads', 'model'))
+  for size, chosen, num_skipped in ((12, ('data', 'expert'), 0), (8, 'data', 1), (9, None, 2)):
+    embed, mlp = rules_lib.resolve(('embed', 'mlp'), rules, shape=(size, 8), mesh_shape=mesh_shape)
+    assert (embed.mesh_axis, embed.indivisible) == (chosen, tuple(r for r in rules if r[0] == 'embed')[:num_skipped])
+    assert (embed.rule is None) == (size == 9) and mlp.mesh_axis == 'model' and not mlp.indivisible
+  # Mesh axes that were not taken are free for other dims, and taken ones are not called indivisible.
+  heads, mlp = rules_lib.resolve(('heads', 'mlp'), rules[::-1], shape=(6, 8), mesh_shape=mesh_shape)
+  assert heads.mesh_axis is None and heads.indivisible == (('heads', 'model'),) and mlp.mesh_axis == 'model'
+  heads, mlp = rules_lib.resolve(('heads', 'mlp'), rules, shape=(6, 8), mesh_shape=mesh_shape)
+  assert heads.blocked == (('heads', 'model'),) and not heads.indivisible and mlp.mesh_axis == 'model'
+  assert rules_lib.resolve(('embed',), (*rules, ('embed', None)), shape=(9,), mesh_shape=mesh_shape)[0].rule == (
+      'embed', None)
+
+
 @pytest.mark.parametrize('axes,message', [
     (('embd', 'mlp'), "no rule for logical axis 'embd'.*Did you mean 'embed'"),
     (('registered', 'embed'), "no rule for logical axis 'registered'.* Read its page. Rules"),

@@ -18,7 +18,6 @@ _TESTED_IN = {
     'moe/expert_state.py': 'moe/tools/test_surgery.py',
     'moe/experts.py': 'moe/test_layers.py',
     'moe/grouping.py': 'moe/test_layers.py',
-    'moe/mesh.py': 'moe/test_partitioner.py',
     'moe/__main__.py': 'moe/commands/test_plan.py',
     **{f'moe/{name}.py': 'repository/test_public_names.py' for name in ('planner', 'report', 'surgery')},
     'moe/routing/base.py': 'moe/routing/test_token_routers.py',

@@ -211,7 +211,7 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
 
 
 def _check_workers(cfg: InferConfig) -> None:
-  """Raise if the processes of a cluster have different shards, each of which is a run of its own."""
+  """Raise if the processes of a cluster have different shards, which are separate runs."""
   if cfg.num_shards > 1 and multihost.any_process(
       bool(multihost.broadcast_from_lead(np.int32(cfg.shard_id)) != cfg.shard_id)):
     raise ConfigError(f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '

@@ -22,7 +22,7 @@ from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 from t5x_lite.runtime import cluster_environment as names
 
-# After the failure of a process, the others have this time to end by themselves, and then again after SIGTERM.
+# After the failure of a process, the others have this time to end, and the same time again after SIGTERM.
 _END_SECONDS = 15.0
 # The same if the process was killed, so that it could not tell the others.
 _KILLED_SECONDS = 1.0
@@ -151,7 +151,7 @@ def _copy(index: int, source: BinaryIO, target) -> threading.Thread:
     with source:
       for line in source:
         text = (b'' if line.startswith(prefix) else prefix) + line.removesuffix(b'\n') + b'\n'
-        with contextlib.suppress(OSError):  # the reader is gone; the processes go on
+        with contextlib.suppress(OSError):  # the reader is gone; the processes continue
           if descriptor is None:
             target.write(text.decode(errors='replace'))
           while text and descriptor is not None:

@@ -82,7 +82,7 @@ class OwnSource(OrbaxSource):
   def __init__(self, path: str | os.PathLike[str]):
     # Read only the manifest, so that `verify` reports all missing files.
     base.StateSource.__init__(self, path)  # pylint: disable=non-parent-init-called
-    self._manifest = manifest_lib.read(path)
+    self._manifest = self._present(manifest_lib.read(path))
 
   @property
   def manifest(self) -> manifest_lib.Manifest:
@@ -91,8 +91,15 @@ class OwnSource(OrbaxSource):
 
   def verify(self) -> bool:
     """Compare the hash of every file with the manifest."""
-    self._manifest = manifest_lib.verify(self.path)
+    self._manifest = self._present(manifest_lib.verify(self.path))
     return True
+
+  def _present(self, manifest: manifest_lib.Manifest | None) -> manifest_lib.Manifest:
+    """Return the manifest; raise CheckpointDamagedError if another process has deleted it meanwhile."""
+    if manifest is None:
+      raise errors.CheckpointDamagedError(
+          f'The checkpoint {self.path!r} was deleted while it was read. Restore another checkpoint.')
+    return manifest
 
   @functools.cached_property
   def _shapes(self) -> base.Shapes:
