@@ -35,7 +35,7 @@ class Run:
     statuses: of the launcher, or of each process; set by `end`.
   """
 
-  def __init__(self, command: Sequence[str], num_processes: int = 2, *, launched: bool = True,
+  def __init__(self, command: Sequence[str], num_processes: int = 2, *, launched: bool = True, num_devices: int = 1,
                faults: Sequence[Mapping[str, Any]] = (), seconds: float = 0.0, environment: Mapping[str, str] = {},
                flags: Sequence[str] = ()):
     """Start the processes.
@@ -44,6 +44,7 @@ class Run:
       command: a command of t5x_lite with its flags; for the launcher also a program.
       num_processes: how many.
       launched: False to start them without the launcher, which would end the others itself.
+      num_devices: number of devices of each process; without the launcher 1.
       faults: see `letters`.
       seconds: time that the source takes for a batch.
       environment: further variables.
@@ -56,7 +57,8 @@ class Run:
                         'FAULTS': json.dumps(list(faults)), 'SECONDS': str(seconds), **environment}
     program = [sys.executable, '-m', 't5x_lite']
     if launched:
-      commands = [[*program, 'launch', '-n', str(num_processes), '--', *command, *flags]]
+      commands = [[*program, 'launch', '-n', str(num_processes), f'--devices_per_process={num_devices}', '--',
+                   *command, *flags]]
     else:
       with socket.socket() as s:
         s.bind(('127.0.0.1', 0))

@@ -92,24 +92,26 @@ def _recorded(folder):
   return {number: np.concatenate(parts) for number, parts in batches.items()}
 
 
-@pytest.mark.parametrize('numbers', [(2, 1), pytest.param((1, 4, 2), marks=pytest.mark.full)])
-def test_a_restart_with_other_numbers_of_processes_has_the_same_batches(tmp_path, numbers, monkeypatch):
+@pytest.mark.parametrize('numbers', [((2, 1), (1, 1)), pytest.param(
+    ((1, 1), (4, 1), (2, 2), (2, 1)), marks=pytest.mark.full)])
+def test_a_restart_with_other_numbers_of_processes_and_devices_has_the_same_batches(tmp_path, numbers, monkeypatch):
   one, several = tmp_path / 'one', tmp_path / 'several'
 
-  def train(model_dir, num_steps, num_processes):
+  def train(model_dir, num_steps, num_processes, num_devices):
     folder = tmp_path / f'{model_dir.name}-{num_steps}'
     folder.mkdir()
     monkeypatch.setenv('RECORD', str(folder))
     command = runs.train(model_dir, f'--gin.TRAIN_STEPS={num_steps}')
     if num_processes > 1:
-      assert 'position of process 0' not in runs.run(command, num_processes).output
+      assert 'position of process 0' not in runs.run(
+          command, num_processes, num_devices=num_devices).output
     else:
       commands.run_all([(command, 0)])
     return _recorded(folder)
 
-  batches, batches_of_several = train(one, 12, 1), {}
-  for i, number in enumerate(numbers):
-    batches_of_several |= train(several, 12 * (i + 1) // len(numbers), number)
+  batches, batches_of_several = train(one, 12, 1, 1), {}
+  for i, processes_and_devices in enumerate(numbers):
+    batches_of_several |= train(several, 12 * (i + 1) // len(numbers), *processes_and_devices)
   gin.clear_config()
   for number in range(1, 13):
     np.testing.assert_array_equal(batches[f'{number:04}'], batches_of_several[f'{number:04}'])
@@ -134,6 +136,39 @@ def test_all_resume_from_a_checkpoint_that_is_sound_for_all(tmp_path, num_proces
   with runs.Run(runs.train(run, '--gin.TRAIN_STEPS=20'), num_processes, faults=faults) as found:
     found.end()
   assert found.statuses == [2] and 'error: All 3 checkpoint(s)' in found.output, found.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('process', [0, 1])
+def test_infer_stops_on_a_signal_to_one_and_resumes(tmp_path, process):
+  one = _texts(tmp_path / 'one')
+  (one / 'in.txt').write_text('\n'.join(toy_infer.texts(80)))
+  train, _, (infer, _), *_ = _commands(one)
+  infer.append('--gin.infer_script.infer.checkpoint_period=1')
+  commands.run_all([train, (infer, 0)])
+  gin.clear_config()
+  infer[infer.index(f'--output={one / "out.jsonl"}')] = f'--output={one / "two.jsonl"}'
+  fault = {'process': process, 'at': 'encode', 'number': 10, 'do': 'SIGTERM'}
+  with runs.Run(infer, seconds=0.05, faults=[fault]) as run:
+    run.end()
+  assert run.statuses == [75], run.output
+  found = re.search(rf'Stopped after (\d+) examples .* by SIGTERM to process {process}; the results so far', run.output)
+  assert found and 0 < int(found[1]) < 80, run.output
+  runs.run(infer)
+  assert (one / 'two.jsonl').read_bytes() == (one / 'out.jsonl').read_bytes()
+
+
+@pytest.mark.full
+def test_eval_stops_on_a_signal_to_one_and_resumes(tmp_path):
+  one = _texts(tmp_path / 'one')
+  train, (evaluate, _), *_ = _commands(one)
+  commands.run_all([train])
+  gin.clear_config()
+  with runs.Run(evaluate, faults=[{'process': 0, 'at': 'metric', 'do': 'SIGTERM'}]) as run:
+    run.end()
+  assert run.statuses == [75] and '1 checkpoint(s) are evaluated, 1 are left' in run.output, run.output
+  assert 'already evaluated' in runs.run(evaluate).output_of(0)
+  assert [row['step'] for row in toy_run.lines(one / 'run/eval')['inference_eval/letters']] == [8, 9]
 
 
 @pytest.mark.full

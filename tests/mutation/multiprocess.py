@@ -5,6 +5,8 @@ from tests.mutation.mutant import Mutant
 _MONITOR, _MONITOR_TEST = 't5x_lite/runtime/monitor.py', 'tests/runtime/test_monitor.py::'
 
 
+_FAULTS_TEST = 'tests/multiprocess/test_faults.py::'
+_AGREEMENT_TEST = 'tests/multiprocess/test_agreement.py::'
 _CLUSTER, _CLUSTER_TEST = 't5x_lite/runtime/cluster.py', 'tests/runtime/test_cluster.py::'
 
 MUTANTS = (
@@ -36,4 +38,38 @@ MUTANTS = (
         "item[0][1] == 'step', len(item[1])",
         "item[0][1] != 'step', len(item[1])",
         _MONITOR_TEST + 'test_the_process_that_is_behind_comes_first[42-0, 3-0]'),
+    Mutant(
+        'jax_aborts_when_the_lead_is_killed', _CLUSTER,
+        '  connections.hold_aborts()\n',
+        '',
+        _FAULTS_TEST + 'test_others_survive_a_killed_process_for_seconds[0-batch-2]'),
+    Mutant(
+        'a_signal_before_the_run_ends_one_process_silently', _CLUSTER,
+        '  _interrupt_on_signals()\n  # JAX',
+        '  # JAX',
+        _FAULTS_TEST + 'test_a_signal_during_the_start_stops_all[import-1]'),
+    Mutant(
+        'the_watchdog_ends_one_process',
+        't5x_lite/apps/train/run.py',
+        "'on_timeout': lambda message: monitor.end_all(message, ExitCode.WATCHDOG)",
+        '',
+        _FAULTS_TEST + 'test_a_stalled_source_is_named_and_ends_all'),
+    Mutant(
+        'processes_choose_among_their_own_checkpoints',
+        't5x_lite/checkpoints/choice.py',
+        'step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))\n    if step',
+        'step = max(steps, default=-1)\n    if step',
+        _AGREEMENT_TEST + 'test_all_resume_from_a_checkpoint_that_is_sound_for_all[2]'),
+    Mutant(
+        'damage_is_that_of_one_process',
+        't5x_lite/checkpoints/manifest.py',
+        'if multihost.any_process(problem is not None):',
+        'if problem is not None:',
+        _AGREEMENT_TEST + 'test_all_resume_from_a_checkpoint_that_is_sound_for_all[2]'),
+    Mutant(
+        'actions_stop_the_lead_only',
+        't5x_lite/actions.py',
+        'Stop(int(multihost.broadcast_from_lead(np.int32(request))))',
+        'request',
+        _AGREEMENT_TEST + 'test_all_commands_do_the_same_in_several_processes[2]'),
 )
