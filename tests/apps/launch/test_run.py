@@ -1,6 +1,7 @@
 """Several processes of one command on this machine. Those of a run are in tests/multiprocess."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -82,18 +83,32 @@ def test_signals_are_passed_on(number):
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='only Linux tells a process of the end of its parent')
-def test_processes_end_with_a_launch_that_is_killed(tmp_path):
+def test_processes_end_with_a_launch_that_is_killed():
   process = _launch('''
-      import sys, time
+      import os, time
       from t5x_lite.runtime import cluster
       cluster._end_with_launcher()
-      print('ready', flush=True)
+      print('pid', os.getpid(), flush=True)
       time.sleep(600)
       ''', 2)
-  for _ in range(2):
-    assert 'ready' in process.stdout.readline()
+  pids = [int(process.stdout.readline().rpartition(' ')[2]) for _ in range(2)]
   process.kill()
-  process.communicate(timeout=60)  # returns when no process has the pipes
+  process.communicate(timeout=60)
+  deadline = time.monotonic() + 60
+  try:
+    while any(map(_is_running, pids)):
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+  finally:
+    for pid in filter(_is_running, pids):
+      os.kill(pid, signal.SIGKILL)
+
+
+def _is_running(pid):
+  try:
+    return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+  except OSError:
+    return False
 
 
 @pytest.mark.parametrize('environment, expected', [
