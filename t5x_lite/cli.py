@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import types
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 import warnings
 
 import t5x_lite
@@ -38,6 +38,11 @@ _QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'A
                       'TF_ENABLE_ONEDNN_OPTS': '0'}
 # Commands that compute for long.
 _COMPUTING = ('train', 'eval', 'infer')
+# Exit status that shells report after SIGINT.
+_INTERRUPTED = 128 + signal.SIGINT
+# absl's forms of a boolean flag, and ours; None for no flag.
+_BOOLEANS = {**{f'--multiprocess_gpu={value}': '--multiprocess_gpu' for value in ('true', 't', '1')},
+             **{f'--multiprocess_gpu={value}': None for value in ('false', 'f', '0')}, '--nomultiprocess_gpu': None}
 _LOG_LEVELS = ('debug', 'info', 'warning', 'error')
 _EPILOG = """\
 commands (each has a --help):
@@ -106,48 +111,53 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
       if sys.stdout is not None:
         sys.stdout.flush()  # A result that cannot be written is an error.
     except KeyboardInterrupt as error:
-      status = 130  # The status that shells report after SIGINT.
-      if _is_first_failure(error, status):
+      status = _report_in_cluster(error)
+      if status is None:
         print(f'{program.name}: interrupted.', file=sys.stderr)
+        status = _INTERRUPTED
+    except SystemExit as error:  # Of user code.
+      status = _report_in_cluster(error)
+      if status is None:
+        raise
     except Exception as error:
-      status = _report(error, argv, program)
+      status = _report_in_cluster(error)
+      if status is None:
+        status = _report(error, argv, program)
       if status is None:
         raise
     return status
 
 
-def _monitor() -> Any:
-  """Return the monitor of a process that is not alone, without importing JAX in others."""
-  module = sys.modules.get('t5x_lite.runtime.monitor')
-  return module and module.current_monitor()
+def _report_in_cluster(error: BaseException) -> int | None:
+  """Report an error to the other processes of a run and return the exit status; None for a process that is alone.
 
-
-def _is_first_failure(error: BaseException, status: int) -> bool:
-  """Return whether to print an error; if another process has failed before, print that instead."""
-  monitor = _monitor()
-  if monitor is None or (isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed):
-    return monitor is None or monitor.process == 0
-  if monitor.report(error, status).process == monitor.process:
-    return True
-  monitor.say()
-  return False
-
-
-def _end_cluster(status: int) -> None:
-  """Wait for the other processes of a run, or end with them if one has failed."""
-  monitor = _monitor()
+  Of errors that all processes have, only one is printed.
+  """
+  monitor = sys.modules.get('t5x_lite.runtime.monitor')  # JAX need not be imported.
+  monitor = monitor and monitor.current_monitor()
   if monitor is None:
-    return
-  if monitor.failure is not None:
-    monitor.leave(monitor.failure.status)
-  try:
-    all_are_there = monitor.finish()
-  except (KeyboardInterrupt, StoppedOnSignalError):  # Everything is done, and nobody needs to be waited for.
-    all_are_there = False
-  if not all_are_there:
-    monitor.leave(status)
-  import jax
-  jax.distributed.shutdown()
+    return None
+  if isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed:
+    if monitor.process == 0:
+      print(monitor.describe_fn(error)[0], file=sys.stderr)
+    return int(error.exit_code)
+  return monitor.report(error).status
+
+
+def _describe(process: int, error: BaseException, argv: Sequence[str], program: Program) -> tuple[str, int]:
+  """Return the message of an error for the log of several processes, and the exit status."""
+  from t5x_lite import cli_errors
+  who = f'{program.name}: [process {process}] '
+  if isinstance(error, KeyboardInterrupt):
+    return f'{who}interrupted.', _INTERRUPTED
+  if isinstance(error, SystemExit):
+    is_failure = isinstance(error.code, int) and error.code != 0
+    return f'{who}error: your code called sys.exit({error.code!r}).', error.code if is_failure else ExitCode.ERROR
+  report = cli_errors.report(error, _own_paths(program))
+  trace = ''.join(traceback.format_exception(error))
+  if report is None:
+    return f'{trace}{who}error: an exception in the code of {program.name}, see above.', ExitCode.ERROR
+  return f'{trace if _shows_tracebacks(argv) else ""}{who}{report.message}', int(report.exit_code)
 
 
 @contextlib.contextmanager
@@ -198,7 +208,8 @@ def run_program(may_restart: bool = False) -> NoReturn:
   except Exception:  # An error of this package's code.
     traceback.print_exc()
     status = 1
-  _end_cluster(status)
+  if 't5x_lite.runtime.cluster' in sys.modules:
+    sys.modules['t5x_lite.runtime.cluster'].end(status)
   # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
   # else is closed.
   if any(thread.name.startswith(('t5x_lite-data', 't5x_lite-compilation')) for thread in threading.enumerate()):
@@ -216,18 +227,16 @@ def _report(error: Exception, argv: Sequence[str], program: Program) -> int | No
     return int(ExitCode.OK)
   from t5x_lite import cli_errors
   report = cli_errors.report(error, _own_paths(program))
-  if not _is_first_failure(error, int(report.exit_code if report else ExitCode.ERROR)):
-    if '--debug' in argv:
-      traceback.print_exc()
-    return int(report.exit_code if report else ExitCode.ERROR)
   if report is None:
     return None
-  if '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0'):
+  if _shows_tracebacks(argv):
     traceback.print_exc()
-  monitor = _monitor()
-  where = '' if monitor is None else f'[process {monitor.process}] '
-  print(f'{program.name}: {where}{report.message}', file=sys.stderr)
+  print(f'{program.name}: {report.message}', file=sys.stderr)
   return int(report.exit_code)
+
+
+def _shows_tracebacks(argv: Sequence[str]) -> bool:
+  return '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0')
 
 
 def _own_paths(program: Program) -> list[str]:
@@ -253,6 +262,7 @@ def _run(argv: Sequence[str], program: Program) -> int:
   level = getattr(logging, arguments.log_level.upper())
   for logger in _our_loggers():
     logger.setLevel(level)
+  arguments.describe_error = lambda process, error: _describe(process, error, argv, program)
   with contextlib.ExitStack() as stack:
     if level == logging.DEBUG:
       stack.enter_context(runtime.log_compilations())
@@ -280,6 +290,7 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   passes_on = argv[0] in program.commands and program.commands[argv[0]].passes_on
   if passes_on and '--' in argv:
     argv, others = argv[:argv.index('--')], argv[argv.index('--') + 1:]
+  argv = [flag for argument in argv if (flag := _BOOLEANS.get(argument.lower(), argument)) is not None]
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
   arguments, unknown = _parser(argv, program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
   command = program.commands[arguments.command]

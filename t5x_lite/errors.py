@@ -111,6 +111,18 @@ class StoppedOnSignalError(T5xLiteError, RuntimeError):
     self.signal = signal
 
 
+def of_other_process(error: Exception) -> Exception:
+  """Return an error that this process raises because another one has failed, which reports the cause."""
+  error.is_of_other_process = True
+  return error
+
+
+def is_of_other_process(error: BaseException) -> bool:
+  """Return whether an error, or its cause, was made by `of_other_process`."""
+  return getattr(error, 'is_of_other_process', False) or (
+      error.__cause__ is not None and is_of_other_process(error.__cause__))
+
+
 def is_disk_full(error: BaseException) -> bool:
   """Return True if a file could not be written because of a full disk, a quota or a limit of the file system."""
   return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

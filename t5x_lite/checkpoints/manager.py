@@ -406,7 +406,8 @@ class CheckpointManager:
       state_io.barrier(f'{pending.temporary.name}:committed')
       # The commit renames the temporary folder, so its existence shows the other processes a failure.
       if failed is None and pending.temporary.exists():
-        failed = errors.CheckpointError('the lead process could not commit it; see its message')
+        failed = errors.of_other_process(
+            errors.CheckpointError('the lead process could not commit it; see its message'))
       state_io.barrier(f'{pending.temporary.name}:checked')
       if failed is not None and multihost.is_lead():
         self._remove_partial_files()
@@ -461,4 +462,5 @@ def _on_all_processes(fn: Callable[[], None]) -> None:
   except Exception as e:  # pylint: disable=broad-exception-caught
     failed = e
   if multihost.any_process(failed is not None):
-    raise failed or errors.CheckpointError('another process could not write its part; see its message')
+    raise failed or errors.of_other_process(
+        errors.CheckpointError('another process could not write its part; see its message'))

@@ -316,8 +316,10 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
                'Restore another checkpoint, or a copy of this one.')
   if multihost.any_process(problem is not None):
     _verified.pop(str(root), None)
-    raise errors.CheckpointDamagedError(
-        problem or f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: see the message of another process.')
+    if problem is not None:
+      raise errors.CheckpointDamagedError(problem)
+    raise errors.of_other_process(errors.CheckpointDamagedError(
+        f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: see the message of another process.'))
   return manifest
 
 

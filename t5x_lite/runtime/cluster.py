@@ -24,16 +24,16 @@ import warnings
 
 from t5x_lite import checks
 from t5x_lite.errors import ClusterError, ConfigError, ExitCode, StoppedOnSignalError
+from t5x_lite.runtime import cluster_environment as names
 from t5x_lite.runtime import connections
 from t5x_lite.runtime import monitor as monitor_lib
-from t5x_lite.runtime.cluster_environment import ADDRESS, COUNT, INDEX, LAUNCHED, LOCAL_DEVICES
+from t5x_lite.runtime.cluster_environment import ADDRESS, COUNT, INDEX, LAUNCHED, LOCAL_DEVICES, MODES
 
-MODES = ('auto', 'on', 'off')
 _PR_SET_PDEATHSIG = 1
 # JAX aborts processes, with a stack of C++, after these seconds more than we wait.
 _JAX_MARGIN = 30
 # Seconds after which a process says that it waits.
-_PATIENCE = 10
+_SILENT_SECONDS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,18 @@ class ClusterConfig:
   coordinator_address: str | None = None
   process_count: int | None = None
   process_index: int | None = None
-  initialization_timeout: int = 300
-  heartbeat_timeout_seconds: int = 30
+  initialization_timeout: int = names.INITIALIZATION_TIMEOUT
+  heartbeat_timeout_seconds: int = names.HEARTBEAT_TIMEOUT
 
   def __post_init__(self):
-    whole = checks.number(at_least=1, integer=True)
-    count = whole.or_none()
+    positive = checks.number(at_least=1, integer=True)
+    checks.check('ClusterConfig', vars(self), mode=checks.one_of(MODES))
     checks.check(
         '', {f'--{name}': value for name, value in vars(self).items()},
-        **{'--process_count': count, '--initialization_timeout': whole,
+        **{'--process_count': positive.or_none(), '--initialization_timeout': positive,
            '--heartbeat_timeout_seconds': checks.number(at_least=5, integer=True),
            '--process_index': checks.number(at_least=0, integer=True).or_none()})
-    if self.coordinator_address is not None and not _is_address(self.coordinator_address):
+    if self.coordinator_address is not None and not is_address(self.coordinator_address):
       raise ConfigError(f'--coordinator_address must be HOST:PORT, got {self.coordinator_address!r}. Use the host of '
                         'process 0 and a free port, e.g. node1:8476.')
     if self.mode == 'off' and self.is_explicit:
@@ -79,8 +79,8 @@ class ClusterConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-  """Place of a process in its cluster.
+class ProcessSpec:
+  """ProcessSpec of a process in its cluster.
 
   Attributes:
     address: host and port of process 0.
@@ -108,42 +108,71 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
     ClusterError: the port of process 0 is in use. If the other processes do not come within `initialization_timeout`,
       the process ends with status 75.
   """
-  import jax
-  if cfg.mode == 'off' or monitor_lib.current_monitor() is not None or jax.distributed.is_initialized():
+  if cfg.mode == 'off' or monitor_lib.current_monitor() is not None:
     return monitor_lib.current_monitor()
-  place = find_place(cfg)
-  if place is None or place.count == 1:
+  import jax
+  if jax.distributed.is_initialized():
     return None
-  _check_share(place)
+  spec = find_process(cfg)
+  if spec is None:
+    return None
+  if spec.count == 1:
+    logging.getLogger(__name__).info('1 process (%s).', spec.origin)
+    return None
+  _check_share(spec)
   # Stops are agreed by the monitor.
   jax.config.update('jax_enable_preemption_service', False)
   _end_with_launcher()
-  if place.index == 0:
-    _check_port(place.address)
-  with _waiting_for_others(place, cfg.initialization_timeout):
+  if spec.index == 0:
+    _check_port(spec.address)
+  with _waiting_for_others(spec, cfg.initialization_timeout):
     jax.distributed.initialize(
-        coordinator_address=place.address, num_processes=place.count, process_id=place.index,
-        local_device_ids=place.local_devices, cluster_detection_method='deactivate',
+        coordinator_address=spec.address, num_processes=spec.count, process_id=spec.index,
+        local_device_ids=spec.local_devices, cluster_detection_method='deactivate',
         initialization_timeout=cfg.initialization_timeout + _JAX_MARGIN,
         heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds + _JAX_MARGIN)
   _interrupt_on_signals()
   # JAX has no public name for the store.
   from jax._src import distributed
   monitor = monitor_lib.Monitor(
-      distributed.global_state.client, place.index, place.count,
+      distributed.global_state.client, spec.index, spec.count,
       heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
-      is_gone_fn=functools.partial(connections.refuses_connections, place.address))
+      is_gone_fn=functools.partial(connections.refuses_connections, spec.address))
   connections.hold_aborts()
   monitor.start()
   monitor_lib.set_current_monitor(monitor)
   _end_with_program(monitor)
-  if place.index == 0:
-    logging.getLogger(__name__).info('%d processes (%s), which meet at %s.', place.count, place.origin, place.address)
+  num_devices = jax.device_count()  # All processes wait for each other here.
+  if spec.index == 0:
+    logging.getLogger(__name__).info('%d processes (%s) with %d devices, which meet at %s.', spec.count, spec.origin,
+                                     num_devices, spec.address)
   return monitor
 
 
-def find_place(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
-  """Return the place of this process; None if it is alone.
+def end(status: int = 0) -> None:
+  """Wait for the other processes at the end of the program, or end this process with them if one has failed.
+
+  Args:
+    status: exit status of this process.
+  """
+  monitor = monitor_lib.current_monitor()
+  if monitor is None:
+    return
+  if monitor.failure is not None:
+    monitor.leave(monitor.failure.status)
+  try:
+    all_are_there = monitor.finish()
+  except (KeyboardInterrupt, StoppedOnSignalError):  # Everything is done, and nobody needs to be waited for.
+    all_are_there = False
+  if not all_are_there:
+    monitor.leave(status)
+  import jax
+  jax.distributed.shutdown()
+  monitor_lib.set_current_monitor(None)
+
+
+def find_process(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ) -> ProcessSpec | None:
+  """Return the number and index of this process; None if it is alone, and nothing says so.
 
   Args:
     cfg: options.
@@ -152,42 +181,48 @@ def find_place(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ) 
   Raises:
     ConfigError: see `join`.
   """
-  place = Place(address=cfg.coordinator_address, count=cfg.process_count, index=cfg.process_index,
+  spec = ProcessSpec(address=cfg.coordinator_address, count=cfg.process_count, index=cfg.process_index,
                 local_devices=_numbers(environment, LOCAL_DEVICES), origin='flags')
-  is_launched = environment.get(COUNT) is not None or environment.get(ADDRESS) is not None
   if not cfg.is_explicit:
-    place = dataclasses.replace(
-        place, origin='launch' if environment.get(LAUNCHED) else 'environment variables' if is_launched else 'none')
-  place = dataclasses.replace(
-      place, address=place.address or environment.get(ADDRESS), count=_first(place.count, _number(environment, COUNT)),
-      index=_first(place.index, _number(environment, INDEX)))
-  if None in (place.address, place.count, place.index) and place.count != 1:
-    place = _complete(place, cfg)
-  if place.count == 1 and not place.index:
-    return place
-  missing = [name for name, value in (
-      ('--coordinator_address', place.address), ('--process_count', place.count), ('--process_index', place.index))
-             if value is None]
-  if len(missing) == 3 and cfg.mode == 'auto':
+    in_environment = {COUNT, ADDRESS, INDEX} & {name for name, value in environment.items() if value}
+    spec = dataclasses.replace(spec, origin='launch' if in_environment and environment.get(LAUNCHED) else
+                               'environment variables' if in_environment else '')
+  spec = dataclasses.replace(
+      spec, address=_first(spec.address, environment.get(ADDRESS) or None),
+      count=_first(spec.count, _number(environment, COUNT)), index=_first(spec.index, _number(environment, INDEX)))
+  if None in (spec.address, spec.count, spec.index) and spec.count != 1:
+    spec = _complete(spec, cfg)
+  if not spec.origin and cfg.mode == 'auto':
     return None
-  if missing:
+  if spec.count == 1 and not spec.index:
+    return spec
+  missing = [f'{flag} ({name})' for flag, name, value in (
+      ('--coordinator_address', ADDRESS, spec.address), ('--process_count', COUNT, spec.count),
+      ('--process_index', INDEX, spec.index)) if value is None]
+  if not spec.origin:
     raise ConfigError(
-        f'A cluster must have --coordinator_address, --process_count and --process_index, got no {", ".join(missing)}, '
-        'and no scheduler that JAX knows gives them. Pass the flags, or start all processes of one machine with '
-        '`t5x_lite launch -n N -- COMMAND`' + ('' if cfg.is_explicit else ', or remove --distributed=on') + '.')
-  if not place.index < place.count:
-    raise ConfigError(f'--process_index must be below --process_count={place.count}, got {place.index} ('
-                      f'{place.origin}). Number the processes from 0.')
-  return place
+        '--distributed=on must be used in a cluster, and neither flags, environment variables nor a scheduler that JAX '
+        f'knows describe one. Pass {", ".join(missing)}, start all processes of one machine with `t5x_lite launch -n N '
+        '-- COMMAND`, or remove --distributed=on.')
+  if missing:
+    raise ConfigError(f'A cluster ({spec.origin}) must have an address, a number of processes and an index of this '
+                      f'process, got no {", ".join(missing)}. Set it, or unset the others.')
+  if not is_address(spec.address):
+    raise ConfigError(f'The environment variable {ADDRESS} must be HOST:PORT, got {spec.address!r}. Correct or unset '
+                      'it.')
+  if spec.count < 1 or not spec.index < spec.count:
+    raise ConfigError(f'The index of a process must be below the number of processes, got --process_index={spec.index} '
+                      f'and --process_count={spec.count} ({spec.origin}). Number the processes from 0.')
+  return spec
 
 
-def _complete(place: Place, cfg: ClusterConfig) -> Place:
-  """Return a place with what JAX's detectors know in addition; a detector that fails means one process."""
+def _complete(spec: ProcessSpec, cfg: ClusterConfig) -> ProcessSpec:
+  """Return a spec with what JAX's detectors know in addition; a detector that fails means one process."""
   # A detector without the package that it needs warns and finds nothing.
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     try:
-      found = _detect(place, cfg.initialization_timeout)
+      found = _detect(spec, cfg.initialization_timeout)
       problem = ' '.join(str(caught[0].message).split()) if caught and found is None else ''
     except Exception as error:  # a scheduler may set anything, and JAX may rename its detectors
       found, problem = None, f'{type(error).__name__}: {error}'
@@ -198,45 +233,50 @@ def _complete(place: Place, cfg: ClusterConfig) -> Place:
     logging.getLogger(__name__).warning(
         'The cluster cannot be detected, so this process runs alone (%s). Pass --coordinator_address, --process_count '
         'and --process_index for several processes, or --distributed=off for one.', problem)
-  return place if found is None else found
+  return spec if found is None else found
 
 
-def _detect(place: Place, timeout: int) -> Place | None:
-  """Return the place that JAX's first applicable detector finds; None without a detector, or with one process."""
+def _detect(spec: ProcessSpec, timeout: int) -> ProcessSpec | None:
+  """Return the spec that JAX's first applicable detector finds; None without a detector, or with one process."""
   from jax._src import clusters
   for detector in clusters.ClusterEnv._cluster_types:
     if detector.opt_in_only_method or not detector.is_env_present():
       continue
-    count = _first(place.count, detector.get_process_count())
-    if count == 1 and place.address is None:
-      return Place(address=None, count=1, index=0, origin=_NAMES.get(detector.__name__, detector.__name__))
-    local = detector.get_local_process_id()
-    return Place(
-        address=place.address or detector.get_coordinator_address(
+    count = _first(spec.count, detector.get_process_count())
+    if count == 1 and spec.address is None:
+      return ProcessSpec(address=None, count=1, index=0, origin=_NAMES.get(detector.__name__, detector.__name__))
+    local = None if _has_own_gpus() else detector.get_local_process_id()
+    return ProcessSpec(
+        address=spec.address or detector.get_coordinator_address(
             timeout_secs=timeout, override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT')),
-        count=count, index=_first(place.index, detector.get_process_id()),
+        count=count, index=_first(spec.index, detector.get_process_id()),
         # A scheduler of TPUs gives each process its own ones.
-        local_devices=place.local_devices or (None if local is None else (local,)),
+        local_devices=spec.local_devices or (None if local is None else (local,)),
         origin=_NAMES.get(detector.__name__, detector.__name__))
   return None
+
+
+def _has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
+  """Return whether the scheduler shows this task only its own GPUs, whose numbers then begin with 0 in each task."""
+  return bool(environment.get('SLURM_GPUS_PER_TASK')) or len(names.gpus(environment)) == 1
 
 
 _NAMES = {'SlurmCluster': 'SLURM', 'OmpiCluster': 'Open MPI', 'K8sCluster': 'Kubernetes', 'GkeTpuCluster': 'TPU pod',
           'GceTpuCluster': 'TPU pod'}
 
 
-def _check_share(place: Place, environment: Mapping[str, str] = os.environ) -> None:
-  """Warn if SLURM gave this node more GPUs than its processes use; JAX gives each process one."""
-  num_gpus = _number(environment, 'SLURM_GPUS_ON_NODE')
-  tasks = _tasks_of_node(environment)
-  if place.origin != 'SLURM' or place.local_devices is None or num_gpus is None or tasks is None:
+def _check_share(spec: ProcessSpec, environment: Mapping[str, str] = os.environ) -> None:
+  """Warn if the processes of this node use fewer GPUs than it has for them; JAX gives each process one."""
+  num_gpus = _first(_number(environment, 'SLURM_GPUS_ON_NODE'), len(names.gpus(environment)))
+  tasks = _first(_tasks_of_node(environment), _number(environment, 'OMPI_COMM_WORLD_LOCAL_SIZE'))
+  if spec.local_devices is None or tasks is None:
     return
-  used = tasks * len(place.local_devices)
-  if used < num_gpus:
+  num_used = len(spec.local_devices)
+  if tasks * num_used < num_gpus:
     logging.getLogger(__name__).warning(
-        'Process %d uses %d of the %d GPUs of its node, which has %d task(s). Start one task for each GPU '
-        '(--ntasks-per-node=%d), or set %s=%s for a task with all of them.', place.index, len(place.local_devices),
-        num_gpus, tasks, num_gpus, LOCAL_DEVICES, ','.join(map(str, range(num_gpus))))
+        'Process %d uses %d of the %d GPUs of its node, which has %d task(s). Start one task for each GPU (SLURM: '
+        '--ntasks-per-node=%d), or set %s=%s for a task with all of them.', spec.index, num_used, num_gpus, tasks,
+        num_gpus, LOCAL_DEVICES, ','.join(map(str, range(num_gpus))))
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
@@ -265,31 +305,33 @@ def _check_port(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _waiting_for_others(place: Place, timeout: int) -> Iterator[None]:
+def _waiting_for_others(spec: ProcessSpec, timeout: int) -> Iterator[None]:
   """Context of JAX's call that waits for the other processes: it ends the process in time, and lets signals do so."""
   has_joined = threading.Event()
-  who = f'process {place.index} of {place.count} ({place.origin}), which meet at {place.address},'
+  who = f'process {spec.index} of {spec.count} ({spec.origin}), which meet at {spec.address},'
 
   def limit() -> None:
-    if has_joined.wait(min(_PATIENCE, timeout)):
+    if has_joined.wait(min(_SILENT_SECONDS, timeout)):
       return
     os.write(2, f't5x_lite: {who} waits for the others.\n'.encode())
-    if not has_joined.wait(timeout - min(_PATIENCE, timeout)):
+    if not has_joined.wait(timeout - min(_SILENT_SECONDS, timeout)):
       os.write(2, (f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
                    'that all of them were started, each with its own index, and that process 0 runs on this host and '
                    'can be reached at this port. Then rerun the command on all machines.\n').encode())
       os._exit(ExitCode.RESTART)
 
   threading.Thread(target=limit, name='t5x_lite-cluster', daemon=True).start()
-  is_main = threading.current_thread() is threading.main_thread()
   # JAX does not return to Python, whose handler would wait.
-  before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+  handler = signal.getsignal(signal.SIGINT)
+  is_replaced = threading.current_thread() is threading.main_thread() and handler not in (signal.SIG_IGN, None)
+  if is_replaced:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
     yield
   finally:
     has_joined.set()
-    if is_main:
-      signal.signal(signal.SIGINT, before)
+    if is_replaced:
+      signal.signal(signal.SIGINT, handler)
 
 
 def _interrupt_on_signals() -> None:
@@ -300,7 +342,8 @@ def _interrupt_on_signals() -> None:
   def handle(number: int, frame: Any) -> None:
     del frame
     name = signal.Signals(number).name
-    raise StoppedOnSignalError(f'Stopped by {name} before the run began; there is nothing to save.', signal=name)
+    raise StoppedOnSignalError(f'Stopped by {name} outside of the steps of a run; there is nothing to save.',
+                               signal=name)
 
   for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_DFL:
@@ -308,23 +351,17 @@ def _interrupt_on_signals() -> None:
 
 
 def _end_with_program(monitor: monitor_lib.Monitor) -> None:
-  """Report the exception that ends the program, and wait for the other processes at its end.
+  """Report the exception that ends a program, and call `end` after it.
 
   The monitor's threads must not run when Python finalizes, which would abort the process.
   """
   print_exception = sys.excepthook
 
   def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    print_exception(kind, error, trace)
-    if not (isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed):
-      monitor.report(error, int(getattr(error, 'exit_code', ExitCode.ERROR)))
-
-  def end() -> None:
-    if monitor.failure is not None:
-      monitor.leave(monitor.failure.status)
-    if monitor.finish():
-      import jax
-      jax.distributed.shutdown()
+    if isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed:
+      print_exception(kind, error, trace)
+    else:
+      monitor.report(error)
 
   sys.excepthook = report
   atexit.register(end)
@@ -337,7 +374,7 @@ def _end_with_launcher() -> None:
       ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
   host, _, port = text.rpartition(':')
   return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 

@@ -1,8 +1,15 @@
 """Environment variables that give a process its place in a cluster, and the command that it belongs to."""
 
+from collections.abc import Mapping
 import os
+import pathlib
 import shlex
 import sys
+
+# Values of --distributed.
+MODES = ('auto', 'on', 'off')
+# Defaults of flags, in seconds.
+INITIALIZATION_TIMEOUT, HEARTBEAT_TIMEOUT = 300, 30
 
 # Host and port of process 0, number of processes, and index of this process.
 ADDRESS, COUNT, INDEX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
@@ -19,3 +26,12 @@ def command_line() -> str:
   if os.environ.get(LAUNCHED) == str(os.getppid()) and COMMAND in os.environ:
     return os.environ[COMMAND]
   return shlex.join(sys.orig_argv)
+
+
+def gpus(environment: Mapping[str, str]) -> list[str]:
+  """Return the names of the NVIDIA GPUs that a process with this environment may use."""
+  visible = environment.get('CUDA_VISIBLE_DEVICES')
+  if visible is not None:
+    return [name for name in visible.split(',') if name and name != '-1']
+  folder = pathlib.Path('/proc/driver/nvidia/gpus')
+  return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []

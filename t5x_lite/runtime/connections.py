@@ -12,6 +12,7 @@ import threading
 _BROKEN = re.compile(
     r'gloo|nccl|connection (closed|reset|refused)|socket closed|broken pipe|UNAVAILABLE|DEADLINE_EXCEEDED|heartbeat|'
     r'coordination service|unhealthy', re.IGNORECASE)
+_BROKEN_EAGERLY = re.compile(r'(gloo|nccl) \w+ failed', re.IGNORECASE)
 
 
 def returns_within(seconds: float, fn: Callable[[], object]) -> bool:
@@ -41,9 +42,11 @@ def refuses_connections(address: str) -> bool:
 
 def is_connection_error(error: BaseException) -> bool:
   """Return whether an error may be that of another process: one of the runtime about a connection."""
-  names = {cls.__name__ for cls in type(error).__mro__}
-  is_of_runtime = bool(names & {'JaxRuntimeError', 'XlaRuntimeError'}) or type(error) is ValueError
-  return is_of_runtime and _BROKEN.search(str(error)) is not None
+  if type(error) is ValueError:  # of functions that JAX has not compiled
+    return _BROKEN_EAGERLY.search(str(error)) is not None
+  if {cls.__name__ for cls in type(error).__mro__} & {'JaxRuntimeError', 'XlaRuntimeError'}:
+    return _BROKEN.search(str(error)) is not None
+  return error.__cause__ is not None and is_connection_error(error.__cause__)
 
 
 def hold_aborts() -> None:

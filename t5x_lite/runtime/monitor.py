@@ -2,10 +2,10 @@
 
 JAX keeps the processes of a cluster waiting in a collective when one of them fails, and has no callback for a process
 that it has lost. Each process therefore publishes where it is on the key-value store of `jax.distributed`, and listens
-to news there. The store lives in process 0, the lead.
+to messages there. The store lives in process 0, the lead.
 
-    beat/<process>   overwritten every second: step, phase, and whether the process still runs
-    news/<number>    written once, read by all in order: 'failed', 'lost_connection', 'stop', 'stop_at', 'done'
+    beat/<process>     overwritten every second: step, phase, and whether the process still runs
+    message/<number>   written once, read by all in order: 'failed', 'lost_connection', 'stop', 'stop_at', 'done'
 
 The first 'failed' counts, whatever else fails afterwards. The lead reads all beats, and so finds silent processes.
 """
@@ -23,8 +23,9 @@ import threading
 import time
 from typing import Any, NoReturn, Protocol
 
-from t5x_lite.errors import ExitCode, StoppedOnSignalError
+from t5x_lite.errors import ExitCode, is_of_other_process, StoppedOnSignalError
 from t5x_lite.runtime.connections import is_connection_error, returns_within
+from t5x_lite.runtime.failure import describe_error, Failure
 from t5x_lite.runtime.stacks import print_stacks
 from t5x_lite.runtime.stop_agreement import StopAgreement
 from t5x_lite.runtime.watchdog import awake_seconds
@@ -38,6 +39,8 @@ _AGREEING_SECONDS = 0.05
 _CALL_SECONDS = 3.0
 # The same for the last output, before JAX aborts; see `hold_aborts`.
 _FLUSH_SECONDS = 1.0
+# The main thread has this time to handle a second signal.
+_HANDLER_SECONDS = 2.0
 # After the failure of another process, the main thread has this time to end.
 _GRACE_SECONDS = 4.0
 # The lead, which has the store, then waits for the others for at most this time.
@@ -59,41 +62,12 @@ class Store(Protocol):
     """Return a value as soon as it exists; raise after the time."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-  """Reason for the end of all processes of a run.
-
-  Attributes:
-    process: the process that failed first.
-    status: exit status of all processes.
-    error: type and first line of the exception; empty for a process that is silent.
-    step: number of completed steps of the process; None if unknown.
-    phase: what it did, e.g. 'data'; empty if unknown.
-    seconds: how long it has been silent.
-  """
-
-  process: int
-  status: int
-  error: str = ''
-  step: int | None = None
-  phase: str = ''
-  seconds: float = 0.0
-
-  def __str__(self) -> str:
-    """Return a sentence without a full stop."""
-    where = '' if self.step is None else f'after step {self.step:,}'
-    if self.error:
-      return f'process {self.process} failed{where and " " + where}: {self.error}'
-    last = ' '.join(part for part in (where, self.phase and f'in the phase {self.phase!r}') if part)
-    return (f'process {self.process} has given no sign of life for {self.seconds:.0f} s{last and f", the last {last}"}: '
-            'it was killed, or its machine or network has failed')
-
-
 class Monitor:
   """Monitor in one process of a run; see the module.
 
   Attributes:
     state_fn: returns (number of completed steps or None, phase), which the other processes see.
+    describe_fn: returns (message to print, exit status) of an error.
     process: index of this process.
     num_processes: number of processes.
     stops: agreement on the point at which all processes stop after a signal to one of them.
@@ -115,6 +89,7 @@ class Monitor:
       clock: returns seconds.
     """
     self.state_fn: Callable[[], tuple[int | None, str]] = lambda: (None, 'starting')
+    self.describe_fn: Callable[[BaseException], tuple[str, int]] = describe_error
     self.process, self.num_processes = process, num_processes
     self.stops = StopAgreement()
     self._store = store
@@ -132,16 +107,19 @@ class Monitor:
     self._state: tuple[int | None, str] = (None, 'starting')
     self._state_at = clock()
     self._contact_at = clock()
-    self._next_news = 0
-    # Of all processes, on the lead: newest beat, and when it changed.
+    self._next_message = 0
+    # Of all processes, on the lead: newest beat, and when it changed; and the seconds of silence since then.
     self._beats: dict[int, tuple[Mapping[str, Any], float]] = {}
+    self._silences = [0.0] * num_processes
+    self._judged_at = clock()
     self._failure: Failure | None = None
     self._has_failed = threading.Event()
-    self._has_said = self._has_lost_store = False
+    self._has_printed = self._has_lost_store = False
     self._end_fns: list[Callable[[Failure], None]] = []
     self._is_suspicious = False
     self._all_done, self._all_are_there = threading.Event(), True
     self._signal_pipe: tuple[int, int] | None = None
+    self._former_wakeup_fd = -1
 
   # ---- Life ----------------------------------------------------------------------------------------------------------
 
@@ -153,7 +131,8 @@ class Monitor:
       for end in self._signal_pipe:
         os.set_blocking(end, False)
       # Python's handlers wait for the main thread, which may hang in a collective; this pipe does not.
-      signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
+      self._former_wakeup_fd = signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
+      os.register_at_fork(after_in_child=_forget_signals)  # a signal to a child is none to this process
     for run in (self._beat, self._listen, self._watch):
       thread = threading.Thread(target=run, name=f't5x_lite-monitor{run.__name__}', daemon=True)
       self._threads.append(thread)
@@ -176,9 +155,13 @@ class Monitor:
     self._closed.set()
     self._wake.set()
     if self._signal_pipe is not None and threading.current_thread() is threading.main_thread():
-      signal.set_wakeup_fd(-1)
+      signal.set_wakeup_fd(self._former_wakeup_fd)
     for thread in self._threads:
       thread.join(2 * _CALL_SECONDS)
+    if self._signal_pipe is not None and not any(thread.is_alive() for thread in self._threads):
+      for end in self._signal_pipe:
+        os.close(end)
+      self._signal_pipe = None
 
   # ---- Failures ------------------------------------------------------------------------------------------------------
 
@@ -191,24 +174,37 @@ class Monitor:
     """Call a function before the process ends because of another one."""
     self._end_fns.append(fn)
 
-  def report(self, error: BaseException, status: int) -> Failure:
-    """Tell all processes that this one has failed, and return the failure that was first.
+  def report(self, error: BaseException) -> Failure:
+    """Tell all processes that this one has failed, print the error, and return the failure that was first.
 
-    The error of a broken connection is the failure of another process: it is waited for, as long as a silent process is
-    tolerated.
+    If another process has failed before, this is printed instead. For an error that may come from there, such as that
+    of a broken connection, it is waited for. Further calls print nothing. Afterwards the process ends within seconds,
+    even if its main thread waits for another one.
 
     Args:
       error: the error of this process.
-      status: exit status.
     """
-    text = f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'[:500].rstrip('.')
-    if self._failure is None and self.num_processes > 1 and is_connection_error(error):
-      self._post('lost_connection')
-      self._has_failed.wait(self._timeout + _CALL_SECONDS)
-    return self.report_text(text, status)
+    text, status = self.describe_fn(error)
+    if self._failure is None:
+      is_lost = is_connection_error(error)
+      if is_lost:
+        self._post('lost_connection')
+      if is_lost or is_of_other_process(error):
+        self._has_failed.wait(_SUSPICIOUS_SILENCE + _CALL_SECONDS)
+    first_line = str(error).partition('\n')[0]
+    failure = self._fail(f'{type(error).__name__}: {first_line}'[:500].rstrip('.'), status)
+    if failure.process != self.process:
+      self.print_reason()
+    elif self._prints_first():
+      print(text, file=sys.stderr, flush=True)
+    return failure
 
-  def report_text(self, text: str, status: int) -> Failure:
-    """Tell all processes that this one has failed; see `report`."""
+  def _prints_first(self) -> bool:
+    with self._lock:
+      is_first, self._has_printed = not self._has_printed, True
+    return is_first
+
+  def _fail(self, text: str, status: int) -> Failure:
     if self._failure is None:
       step, phase = self._read_state()
       failure = Failure(process=self.process, status=status, error=text, step=step, phase=phase)
@@ -222,23 +218,22 @@ class Monitor:
     """Context whose error is reported at once, since closing files and writers may wait for the other processes."""
     try:
       yield
-    except Exception as error:
+    except BaseException as error:
       if not (isinstance(error, StoppedOnSignalError) and self.stops.has_agreed):
-        self.report(error, int(getattr(error, 'exit_code', ExitCode.ERROR)))
+        self.report(error)
       raise
 
   def end_all(self, message: str, status: int) -> NoReturn:
     """End all processes from any thread of this one, with a message and the stacks of its threads."""
     print_stacks(message)
-    self.leave(self.report_text(message.partition('. ')[0], int(status)).status)
+    self._has_printed = True
+    self.leave(self._fail(message.partition('. ')[0], int(status)).status)
 
-  def say(self) -> None:
+  def print_reason(self) -> None:
     """Print once why this process ends, if another one has failed."""
-    with self._lock:
-      failure = self._failure
-      if self._has_said or failure is None or (failure.process == self.process and failure.error):
-        return
-      self._has_said = True
+    failure = self._failure
+    if failure is None or (failure.process == self.process and failure.error) or not self._prints_first():
+      return
     more = 'Its output has the whole message' if failure.error else 'Rerun the command on all machines to resume'
     text = f'{self._name}: [process {self.process}] ends because {failure}. {more}.\n'
     with contextlib.suppress(OSError):
@@ -262,7 +257,7 @@ class Monitor:
       return True
     now = self._clock()
     return all(beat['stage'] == 'ending' or now - at > _SUSPICIOUS_SILENCE
-               for process, (beat, at) in self._beats.items() if process)
+               for process, (beat, at) in list(self._beats.items()) if process)
 
   def _on_failure(self, failure: Failure) -> None:
     with self._lock:
@@ -270,19 +265,19 @@ class Monitor:
         return
       self._failure = failure
     self._has_failed.set()
-    # The main thread of a process that reports its error ends it; one that was taken for lost knows nothing.
-    if failure.process != self.process or not failure.error:
-      threading.Thread(target=self._end_after_grace, name='t5x_lite-monitor-end', daemon=True).start()
+    threading.Thread(target=self._end_after_grace, name='t5x_lite-monitor-end', daemon=True).start()
 
   def _end_after_grace(self) -> None:
     """End the process, whose main thread may hang in a collective with the one that failed."""
     failure = self._failure
-    if failure.error:
-      self._closed.wait(_GRACE_SECONDS)
-    self.say()
-    for fn in self._end_fns:
-      returns_within(_FLUSH_SECONDS, lambda fn=fn: fn(failure))
-    self.leave(failure.status)
+    try:
+      if failure.error:
+        self._closed.wait(_GRACE_SECONDS)
+      self.print_reason()
+      for fn in self._end_fns if failure.process != self.process else ():
+        returns_within(_FLUSH_SECONDS, lambda fn=fn: fn(failure))
+    finally:
+      self.leave(failure.status)
 
   # ---- What others do ------------------------------------------------------------------------------------------------
 
@@ -291,7 +286,7 @@ class Monitor:
     if self.process and not returns_within(_CALL_SECONDS, self._read_beats):
       return ''
     groups: dict[tuple[int, str], list[tuple[int, float]]] = {}
-    for process, (beat, at) in sorted(self._beats.items()):
+    for process, (beat, at) in sorted(list(self._beats.items())):
       step = -1 if beat['step'] is None else beat['step']
       groups.setdefault((step, beat['phase']), []).append((process, beat['seconds'] + self._clock() - at))
     parts = []
@@ -346,19 +341,21 @@ class Monitor:
 
   def _judge(self) -> None:
     """On the lead: find silent processes, the point at which all stop, and the end of all."""
-    now = self._clock()
+    before, self._judged_at = self._judged_at, self._clock()
+    awake = awake_seconds(self._judged_at - before, 2 * _BEAT_SECONDS)  # not time in which this process was stopped
     beats = [self._beats.get(process) for process in range(self.num_processes)]
-    limit = min(self._timeout, _SUSPICIOUS_SILENCE) if self._is_suspicious else self._timeout
     for process, found in enumerate(beats):
       beat, at = found or ({'stage': 'running', 'step': None, 'phase': 'starting'}, self._started_at)
-      if self._failure is None and beat['stage'] == 'running' and now - at > limit:
+      self._silences[process] = 0.0 if at > before else self._silences[process] + awake
+      if self._failure is None and beat['stage'] == 'running' and self._silences[process] > self._limit:
         self._post('failed', **dataclasses.asdict(Failure(
-            process=process, status=int(ExitCode.RESTART), step=beat['step'], phase=beat['phase'], seconds=now - at)))
+            process=process, status=int(ExitCode.RESTART), step=beat['step'], phase=beat['phase'],
+            seconds=self._silences[process])))
         return
     if None in beats:
       return
-    limits = [beat['limit'] for beat, _ in beats]
-    if self.stops.is_pending and None not in limits:
+    limits = [beat['limit'] for beat, _ in beats if beat['stage'] == 'running']
+    if self.stops.is_pending and limits and None not in limits:
       self._post('stop_at', point=max(limits))
     stages = {beat['stage'] for beat, _ in beats}
     if 'running' not in stages and not self._all_done.is_set():
@@ -367,32 +364,39 @@ class Monitor:
   def _listen(self) -> None:
     while not self._closed.is_set():
       try:
-        text = self._store.blocking_key_value_get(f'{_ROOT}/news/{self._next_news}', int(_BEAT_SECONDS * 1000))
-      except Exception:  # no news yet, or the store is gone, which `_watch` notices
+        text = self._store.blocking_key_value_get(f'{_ROOT}/message/{self._next_message}', int(_BEAT_SECONDS * 1000))
+      except Exception:  # no message yet, or the store is gone, which `_watch` notices
+        self._closed.wait(_AGREEING_SECONDS)
         continue
-      self._next_news += 1
+      self._next_message += 1
       self._handle(json.loads(text))
 
-  def _handle(self, news: dict[str, Any]) -> None:
-    kind = news.pop('kind')
+  def _handle(self, message: dict[str, Any]) -> None:
+    kind = message.pop('kind')
     if kind == 'failed':
-      self._on_failure(Failure(**news))
+      self._on_failure(Failure(**message))
     elif kind == 'lost_connection':
       self._is_suspicious = True
     elif kind == 'stop':
-      self.stops.begin(news['request'])
+      self.stops.begin(message['request'])
       self._is_suspicious = True
       self._wake.set()
     elif kind == 'stop_at':
-      self.stops.agree(news['point'])
+      self.stops.agree(message['point'])
+      self._is_suspicious = False  # All have answered, and now save.
     elif kind == 'done':
-      self._all_are_there = news['all_are_there']
+      self._all_are_there = message['all_are_there']
       self._all_done.set()
 
   def _on_lost_store(self) -> None:
     """End soon: JAX aborts the process when it loses the store, see `hold_aborts`."""
     self._has_lost_store = True
     self._on_failure(Failure(process=0, status=int(ExitCode.RESTART), seconds=self._clock() - self._contact_at))
+
+  @property
+  def _limit(self) -> float:
+    """Seconds of silence that are tolerated."""
+    return min(self._timeout, _SUSPICIOUS_SILENCE) if self._is_suspicious else self._timeout
 
   def _watch(self) -> None:
     """Watch for signals, and for a store that does not answer."""
@@ -404,8 +408,7 @@ class Monitor:
         seen, seconds = self._contact_at, 0.0
         continue
       seconds += awake_seconds(now - before, 2 * _BEAT_SECONDS)
-      limit = min(self._timeout, _SUSPICIOUS_SILENCE) if self._is_suspicious else self._timeout
-      if seconds > limit or (seconds > 2 * _BEAT_SECONDS and self._is_gone_fn()):
+      if seconds > self._limit or (seconds > 2 * _BEAT_SECONDS and self._is_gone_fn()):
         self._on_lost_store()
         return
 
@@ -419,22 +422,22 @@ class Monitor:
       if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         continue
       num_signals += number != signal.SIGHUP
-      if num_signals > 1:
-        self._exit_fn(128 + number)
+      if num_signals > 1:  # A main thread that does not hang has ended the process before.
+        threading.Timer(_HANDLER_SECONDS, self._exit_fn, (128 + number,)).start()
       request = f'{signal.Signals(number).name} to process {self.process}'
       self._is_suspicious = True
       threading.Thread(target=self._post, args=('stop',), kwargs={'request': request}, daemon=True).start()
     return num_signals
 
   def _post(self, kind: str, **details: Any) -> None:
-    """Write news; give up if the store is gone."""
+    """Write a message; give up if the store is gone."""
     text = json.dumps({'kind': kind, **details})
 
     def write() -> None:
-      number = self._next_news
+      number = self._next_message
       while True:
         try:
-          self._store.key_value_set(f'{_ROOT}/news/{number}', text)
+          self._store.key_value_set(f'{_ROOT}/message/{number}', text)
           return
         except Exception as error:
           if 'ALREADY_EXISTS' not in str(error):
@@ -444,7 +447,21 @@ class Monitor:
     returns_within(_CALL_SECONDS, write)
 
 
+def _forget_signals() -> None:
+  with contextlib.suppress(ValueError):  # not in the main thread
+    if current_monitor() is not None:
+      signal.set_wakeup_fd(-1)
+
+
 _current: Monitor | None = None
+
+
+def reporting_errors() -> contextlib.AbstractContextManager[None]:
+  """Return the context `Monitor.reporting` of this process; one without effect if it runs alone.
+
+  Enter it last, so that an error is reported before anything is closed, which may wait for other processes.
+  """
+  return contextlib.nullcontext() if _current is None else _current.reporting()
 
 
 def current_monitor() -> Monitor | None:

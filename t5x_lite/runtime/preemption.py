@@ -14,6 +14,11 @@ from t5x_lite.runtime import monitor as monitor_lib
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def signals_that_end_a_wait() -> str:
+  """Return them for a message."""
+  return 'SIGTERM or Ctrl-C' if jax.process_count() == 1 else 'SIGTERM or Ctrl-C, sent twice to all processes,'
+
+
 class StopSignals:
   """Context within which a signal sets `requested`, and a second SIGINT or SIGTERM ends the process at once.
 
@@ -63,22 +68,14 @@ class StopSignals:
 
     Args:
       may_wait: whether processes without a monitor, whose program has called `jax.distributed.initialize`, wait for each
-        other to agree; otherwise they continue until `requested_anywhere`.
+        other to agree. Otherwise they continue to the next point at which they may.
     """
     if jax.process_count() == 1:
       return self.requested
     monitor = monitor_lib.current_monitor()
     if monitor is None:
-      return may_wait and self.requested_anywhere()
+      return may_wait and multihost.any_process(self.requested)
     return monitor.stops.is_due()
-
-  def requested_anywhere(self) -> bool:
-    """Return whether a signal has arrived at any process; all of them must call this, and stop then."""
-    found = multihost.any_process(self.requested)
-    monitor = monitor_lib.current_monitor()
-    if found and monitor is not None:
-      monitor.stops.has_agreed = True
-    return found
 
   def __enter__(self) -> 'StopSignals':
     if threading.current_thread() is threading.main_thread():

@@ -13,7 +13,7 @@ import pytest
 
 from t5x_lite.errors import ClusterError, ConfigError
 from t5x_lite.runtime import cluster
-from t5x_lite.runtime.cluster import ClusterConfig, Place
+from t5x_lite.runtime.cluster import ClusterConfig, ProcessSpec
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SLURM = {'SLURM_JOB_ID': '4100', 'SLURM_STEP_NODELIST': 'node[07-08],node12', 'SLURM_NTASKS': '6', 'SLURM_PROCID': '3',
@@ -35,36 +35,36 @@ def no_cluster(monkeypatch):
 def _find(monkeypatch, environment, **options):
   for name, value in environment.items():
     monkeypatch.setenv(name, value)
-  return cluster.find_place(ClusterConfig(**options))
+  return cluster.find_process(ClusterConfig(**options))
 
 
 def test_without_anything_a_process_is_alone(monkeypatch, caplog):
   assert _find(monkeypatch, {}) is None
   for mode in ('auto', 'on'):  # a script for many tasks also runs with one
     place = _find(monkeypatch, _SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}, mode=mode)
-    assert place == Place(address=None, count=1, index=0, origin='SLURM')
+    assert place == ProcessSpec(address=None, count=1, index=0, origin='SLURM')
   assert not caplog.records
 
 
 @pytest.mark.parametrize('environment, options, expected', [
-    ({}, _FLAGS, Place(address='n0:99', count=8, index=7, origin='flags')),
-    (_ENVIRONMENT, {}, Place(address='host:1234', count=4, index=2, origin='environment variables')),
-    (_ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, Place(address='host:1234', count=4, index=2, origin='launch')),
-    (_SLURM, {}, Place(address=_SLURM_ADDRESS, count=6, index=3, local_devices=(1,), origin='SLURM')),
+    ({}, _FLAGS, ProcessSpec(address='n0:99', count=8, index=7, origin='flags')),
+    (_ENVIRONMENT, {}, ProcessSpec(address='host:1234', count=4, index=2, origin='environment variables')),
+    (_ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, ProcessSpec(address='host:1234', count=4, index=2, origin='launch')),
+    (_SLURM, {}, ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, local_devices=(1,), origin='SLURM')),
     # What is said explicitly wins, and the rest is completed.
-    (_SLURM | _ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, Place(
+    (_SLURM | _ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, ProcessSpec(
         address='host:1234', count=4, index=2, origin='launch')),
-    (_ENVIRONMENT, _FLAGS, Place(address='n0:99', count=8, index=7, origin='flags')),
-    (_SLURM | {'JAX_COORDINATOR_ADDRESS': 'other:5'}, {}, Place(
+    (_ENVIRONMENT, _FLAGS, ProcessSpec(address='n0:99', count=8, index=7, origin='flags')),
+    (_SLURM | {'JAX_COORDINATOR_ADDRESS': 'other:5'}, {}, ProcessSpec(
         address='other:5', count=6, index=3, local_devices=(1,), origin='SLURM')),
-    (_SLURM, {'coordinator_address': 'flag:5'}, Place(
+    (_SLURM, {'coordinator_address': 'flag:5'}, ProcessSpec(
         address='flag:5', count=6, index=3, local_devices=(1,), origin='SLURM')),
-    (_SLURM | {'JAX_LOCAL_DEVICE_IDS': '0,1'}, {}, Place(
+    (_SLURM | {'JAX_LOCAL_DEVICE_IDS': '0,1'}, {}, ProcessSpec(
         address=_SLURM_ADDRESS, count=6, index=3, local_devices=(0, 1), origin='SLURM')),
-    (_SLURM | {'JAX_COORDINATOR_PORT': '77'}, {}, Place(
+    (_SLURM | {'JAX_COORDINATOR_PORT': '77'}, {}, ProcessSpec(
         address='node07:77', count=6, index=3, local_devices=(1,), origin='SLURM')),
     ({'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911', 'OMPI_COMM_WORLD_SIZE': '2',
-      'OMPI_COMM_WORLD_RANK': '1', 'OMPI_COMM_WORLD_LOCAL_RANK': '0'}, {'mode': 'on'}, Place(
+      'OMPI_COMM_WORLD_RANK': '1', 'OMPI_COMM_WORLD_LOCAL_RANK': '0'}, {'mode': 'on'}, ProcessSpec(
           address=f'10.96.0.1:{1531576320 // 2**12 % 2**12 + 65535 - 2**12 + 1}', count=2, index=1, local_devices=(0,),
           origin='Open MPI')),
 ])
@@ -73,9 +73,12 @@ def test_places(monkeypatch, environment, options, expected):
 
 
 @pytest.mark.parametrize('environment, options, message', [
-    ({}, {'mode': 'on'}, r'got no --coordinator_address, --process_count, --process_index.*remove --distributed=on'),
-    ({}, {'process_count': 2}, r'got no --coordinator_address, --process_index'),
-    ({}, {**_FLAGS, 'process_index': 8}, r'--process_index must be below --process_count=8, got 8 \(flags\)'),
+    ({}, {'mode': 'on'}, r'Pass --coordinator_address.*, --process_count.*, --process_index.*remove --distributed=on'),
+    ({}, {'process_count': 2}, r'\(flags\).*got no --coordinator_address \(JAX_COORDINATOR_ADDRESS\), --process_index'),
+    ({}, {**_FLAGS, 'process_index': 8}, r'got --process_index=8 and --process_count=8 \(flags\)'),
+    ({'JAX_NUM_PROCESSES': '2'}, {}, r'\(environment variables\).*got no --coordinator_address'),
+    (_ENVIRONMENT | {'JAX_COORDINATOR_ADDRESS': 'host'}, {}, r"JAX_COORDINATOR_ADDRESS must be HOST:PORT, got 'host'"),
+    (_ENVIRONMENT | {'JAX_NUM_PROCESSES': '0'}, {}, r'--process_count=0 \(environment variables\)'),
     ({'JAX_NUM_PROCESSES': 'two'}, {}, r"variable JAX_NUM_PROCESSES must be a number, got 'two'"),
     ({'JAX_LOCAL_DEVICE_IDS': '0;1'}, {}, r"JAX_LOCAL_DEVICE_IDS must be numbers separated by commas, got '0;1'"),
     (_SLURM | {'SLURM_NTASKS': 'x'}, {'mode': 'on'}, r'The cluster cannot be detected: ValueError.*Pass --coord'),
@@ -92,6 +95,7 @@ def test_errors_of_places(monkeypatch, environment, options, message):
     ({'process_index': -1}, r'`--process_index` must be an integer >= 0'),
     ({'initialization_timeout': 0}, r'`--initialization_timeout` must be'),
     ({'heartbeat_timeout_seconds': 1}, r'`--heartbeat_timeout_seconds` must be an integer >= 5'),
+    ({'mode': 'of'}, r"`ClusterConfig.mode` must be one of"),
     ({'mode': 'off', 'process_count': 2}, r'--distributed=off starts one process'),
 ])
 def test_errors_of_options(options, message):

@@ -78,20 +78,24 @@ def in_threads(fns):
 def test_an_error_ends_all_processes_with_its_status_and_name(failing, capfd):
   with running(3) as cluster:
     cluster.monitors[failing].state_fn = lambda: (41, 'data')
-    failure = cluster.monitors[failing].report(ValueError('bad record 17.\nMore about it.'), 3)
+    cluster.monitors[failing].describe_fn = lambda error: (f'all about it: {error}', 3)
+    failure = cluster.monitors[failing].report(ValueError('bad record 17.\nMore about it.'))
     assert (failure.process, failure.status, failure.step) == (failing, 3, 41)
     cluster.monitors[failing].leave(failure.status)
     assert set(cluster.ended(0, 1, 2).values()) == {3}
   err = capfd.readouterr().err
   assert err.count(f'because process {failing} failed after step 41: ValueError: bad record 17. Its output has') == 2
-  assert f'[process {failing}] ends' not in err and 'More about it' not in err
+  assert f'[process {failing}] ends' not in err
+  assert err.count('all about it: bad record 17.\nMore about it.') == err.count('More about it') == 1
   # The store is that of the lead, so the lead ends last.
   assert cluster.order[-1] == 0
 
 
 def test_the_first_of_several_errors_counts():
   with running(4) as cluster:
-    failures = in_threads([lambda m=m: m.report(KeyError(str(m.process)), m.process + 10) for m in cluster.monitors])
+    for monitor in cluster.monitors:
+      monitor.describe_fn = lambda error, monitor=monitor: (f'all about {monitor.process}', monitor.process + 10)
+    failures = in_threads([lambda m=m: m.report(KeyError(str(m.process))) for m in cluster.monitors])
     assert len(set(failures)) == 1
     assert failures[0].status == failures[0].process + 10
   with running(3) as cluster:
@@ -136,11 +140,11 @@ def test_the_error_of_a_connection_is_that_of_the_process_that_is_gone():
   with running(3, heartbeat_timeout_seconds=60.0) as cluster:
     cluster.monitors[2]._closed.set()
     began = time.monotonic()
-    failure = cluster.monitors[1].report(lost, 1)
+    failure = cluster.monitors[1].report(lost)
     assert (failure.process, failure.status, failure.error) == (2, 75, '')
     assert time.monotonic() - began < 30  # not 60
   with running(2, heartbeat_timeout_seconds=1.0) as cluster:  # nobody is gone
-    failure = cluster.monitors[1].report(lost, 1)
+    failure = cluster.monitors[1].report(lost)
     assert (failure.process, failure.status) == (1, 1)
     assert 'Gloo AllGather failed' in failure.error
 
@@ -230,6 +234,6 @@ def test_what_is_called_at_the_end_may_hang():
   with running(2) as cluster:
     cluster.monitors[0].call_at_end(lambda failure: time.sleep(_SECONDS))
     cluster.monitors[0].call_at_end(called.append)
-    cluster.monitors[1].report(RuntimeError('x'), 1)
+    cluster.monitors[1].report(RuntimeError('x'))
     assert cluster.ended(0) == {0: 1}
   assert [failure.process for failure in called] == [1]

@@ -6,6 +6,7 @@ import logging
 from typing import Any, NamedTuple
 
 from t5x_lite.errors import ConfigError
+from t5x_lite.runtime import cluster_environment as names
 
 
 class Command(NamedTuple):
@@ -76,10 +77,10 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True,
 
 def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('several processes, one on each machine or for each GPU; see docs/cluster.md')
-  group.add_argument('--distributed', choices=('auto', 'on', 'off'), default='auto',
+  group.add_argument('--distributed', choices=names.MODES, default='auto',
                      help='auto: several processes if `t5x_lite launch`, the environment, SLURM, Open MPI, Kubernetes '
                      'or a TPU pod says so; on: an error without a cluster; off: one process. Default: auto')
-  group.add_argument('--multiprocess_gpu', nargs='?', const='true', choices=('true', 'false'), default='false',
+  group.add_argument('--multiprocess_gpu', action='store_true',
                      help='the same as --distributed=on (name of T5X)')
   group.add_argument('--coordinator_address', metavar='HOST:PORT',
                      help='address of process 0, the same on all processes; environment: JAX_COORDINATOR_ADDRESS')
@@ -87,10 +88,11 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
                      'JAX_NUM_PROCESSES')
   group.add_argument('--process_index', type=int, metavar='I',
                      help='index of this process, from 0; environment: JAX_PROCESS_ID')
-  group.add_argument('--initialization_timeout', type=int, default=300, metavar='SECONDS',
-                     help='time until all processes must have started; default: 300')
-  group.add_argument('--heartbeat_timeout_seconds', type=int, default=30, metavar='SECONDS',
-                     help='silence after which a process counts as lost, and all others end with status 75; default: 30')
+  group.add_argument('--initialization_timeout', type=int, default=names.INITIALIZATION_TIMEOUT, metavar='SECONDS',
+                     help='time until all processes must have started; default: %(default)s')
+  group.add_argument('--heartbeat_timeout_seconds', type=int, default=names.HEARTBEAT_TIMEOUT, metavar='SECONDS',
+                     help='silence after which a process counts as lost, and all others end with status 75; default: '
+                     '%(default)s')
 
 
 def join_cluster(arguments: argparse.Namespace) -> None:
@@ -107,10 +109,15 @@ def join_cluster(arguments: argparse.Namespace) -> None:
   if arguments.distributed is None:
     return
   from t5x_lite import runtime
-  mode = 'on' if arguments.multiprocess_gpu == 'true' and arguments.distributed == 'auto' else arguments.distributed
-  runtime.join(runtime.ClusterConfig(mode=mode, **{name: getattr(arguments, name) for name in (
+  if arguments.multiprocess_gpu and arguments.distributed == 'off':
+    raise ConfigError('--distributed=off starts one process, and --multiprocess_gpu asks for several. Remove one of '
+                      'them.')
+  mode = 'on' if arguments.multiprocess_gpu else arguments.distributed
+  monitor = runtime.join(runtime.ClusterConfig(mode=mode, **{name: getattr(arguments, name) for name in (
       'coordinator_address', 'process_count', 'process_index', 'initialization_timeout',
       'heartbeat_timeout_seconds')}))
+  if monitor is not None:
+    monitor.describe_fn = lambda error: arguments.describe_error(monitor.process, error)
 
 
 def add_num_devices(parser: argparse.ArgumentParser) -> None:

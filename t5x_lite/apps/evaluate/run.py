@@ -152,6 +152,7 @@ def evaluate(
     # Checkpoints: the configured ones, without those that are evaluated already
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking for checkpoints')
+    stack.enter_context(runtime.reporting_errors())
     record = eval_record.EvalRecord(cfg.output_dir, cfg.identity(evaluator, eval_batches))
     todo = _ToDo(record, cfg.restore_checkpoint_cfg)
     restored_models = restore_lib.restore_for_inference(
@@ -199,7 +200,7 @@ def evaluate(
         evaluations.evaluate(evaluations.names)
         unfinished.append((step, path))
         trainer.train_state = shapes  # The devices need not hold two states.
-        if signals.requested_anywhere():
+        if signals.is_due(may_wait=True):
           stopped = True
           break
     except EvaluationInterrupted:

@@ -11,6 +11,7 @@ import numpy as np
 
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import runtime
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.infer.config import InferConfig
 from t5x_lite.apps.infer.jsonl import Inferences
@@ -128,7 +129,8 @@ def infer_source(
         waiting.wait_for(
             lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or ends_wait(),
             lambda waited: None,
-            lambda waited: f'Reading the input has taken {waited:.0f} s. Still waiting; SIGTERM or Ctrl-C ends it.')
+            lambda waited: (f'Reading the input has taken {waited:.0f} s. Still waiting; '
+                            f'{runtime.signals_that_end_a_wait()} ends it.'))
         if not reads[0].done():  # `ends_wait` returned true.
           stopped = True
           return
@@ -145,13 +147,14 @@ def infer_source(
         writes.popleft().result()
 
     try:
-      for examples, outputs in runner.run(
-          cfg.mode, read_batches(), train_state, train_state_axes, seed=cfg.random_seed):
-        outputs = outputs if cfg.mode == 'predict_with_aux' else (outputs, {})
-        chunk.append((examples, jax.tree.map(lambda rows, n=len(examples): rows[:n], outputs)))
-        on_batch(len(examples))
-        if len(chunk) == cfg.checkpoint_period:
-          submit_chunk()
+      with runtime.reporting_errors():  # before the results so far are written
+        for examples, outputs in runner.run(
+            cfg.mode, read_batches(), train_state, train_state_axes, seed=cfg.random_seed):
+          outputs = outputs if cfg.mode == 'predict_with_aux' else (outputs, {})
+          chunk.append((examples, jax.tree.map(lambda rows, n=len(examples): rows[:n], outputs)))
+          on_batch(len(examples))
+          if len(chunk) == cfg.checkpoint_period:
+            submit_chunk()
     except BaseException:
       with contextlib.suppress(Exception):
         finish_writing()  # Keep the results computed before the error.

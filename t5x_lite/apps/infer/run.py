@@ -31,7 +31,7 @@ from t5x_lite.apps.infer.loop import ChunkWriter, infer_source
 from t5x_lite.apps.infer.merge import merge_shards, merged_totals
 from t5x_lite.apps.infer.report import Outcome
 from t5x_lite.apps.infer.store import ShardStore, num_shard_examples
-from t5x_lite.errors import ConfigError, StoppedOnSignalError
+from t5x_lite.errors import ConfigError, of_other_process, StoppedOnSignalError
 
 # T5X's names.
 __all__ = ['create_task_from_tfexample_file', 'infer', 'write_inferences_to_file']
@@ -147,6 +147,7 @@ def infer(
     # Infer, batch by batch; no checkpoint is restored if all results are on disk
     # ------------------------------------------------------------------------------------------------------------------
     runner = evaluation.PredictRunner(cfg.model, cfg.partitioner)
+    stack.enter_context(runtime.reporting_errors())
     for train_state, train_state_axes, path, step, origin in restored_models:
       if not stores:
         open_stores(path, step)
@@ -238,7 +239,7 @@ def _on_lead(fn: Callable[[], Any]) -> Any:
     except Exception as caught:  # Raised below, after the other processes are notified.
       error = caught
   if multihost.any_process(error is not None):
-    raise error or ConfigError('The lead process has failed; see its message.')
+    raise error or of_other_process(ConfigError('The lead process has failed; see its message.'))
   return result
 
 

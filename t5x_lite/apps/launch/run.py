@@ -48,9 +48,9 @@ def launch(command: Sequence[str], num_processes: int, *, devices_per_process: i
   Raises:
     ConfigError: the machine has too few GPUs, or the program does not exist.
   """
-  whole = checks.number(at_least=1, integer=True)
+  positive = checks.number(at_least=1, integer=True)
   checks.check('', {'-n': num_processes, '--devices_per_process': devices_per_process, '--port': port}, **{
-      '-n': whole, '--devices_per_process': whole,
+      '-n': positive, '--devices_per_process': positive,
       '--port': checks.number(at_least=1, below=2**16, integer=True).or_none()})
   if shutil.which(command[0]) is None:
     raise ConfigError(f'{command[0]!r} is neither a command of t5x_lite nor a program. See t5x_lite --help.')
@@ -59,7 +59,7 @@ def launch(command: Sequence[str], num_processes: int, *, devices_per_process: i
   devices = _devices(num_processes, devices_per_process, os.environ)
   with contextlib.ExitStack() as stack:
     processes = []
-    signals = stack.enter_context(_passing_on(processes))
+    stack.enter_context(_passing_on(processes))
     stack.callback(_end_all, processes)
     for index in range(num_processes):
       environment = {**shared, **devices[index], names.INDEX: str(index)}
@@ -69,13 +69,15 @@ def launch(command: Sequence[str], num_processes: int, *, devices_per_process: i
           start_new_session=True))
     copies = [_copy(index, source, target) for index, process in enumerate(processes)
               for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))]
-    status = _wait(processes, signals)
+    status = _wait(processes)
+    for process in processes if status else ():  # The children of a script that failed may still run.
+      _send_to_group(process, signal.SIGKILL)
     for copy in copies:
       copy.join(_END_SECONDS)
   return status
 
 
-def _wait(processes: Sequence[subprocess.Popen], signals: Sequence[int]) -> int:
+def _wait(processes: Sequence[subprocess.Popen]) -> int:
   """Wait for all processes; end the others when one fails. Return the status of the first that failed, or 0."""
   first, failed_at, sent = None, 0.0, None
   while any(process.poll() is None for process in processes):
@@ -84,8 +86,8 @@ def _wait(processes: Sequence[subprocess.Popen], signals: Sequence[int]) -> int:
     if first is None:
       first = next((index for index, process in enumerate(processes) if process.poll()), None)
       failed_at = now
-      if first is not None and not signals:
-        _say(f'process {first} {_describe(processes[first].returncode)}; the others end')
+      if first is not None and processes[first].returncode < 0:  # It could not say so.
+        _say(f'process {first} was killed by {signal.Signals(-processes[first].returncode).name}; the others end')
       continue
     limit = _KILLED_SECONDS if processes[first].returncode < 0 else _END_SECONDS
     for number, seconds in ((signal.SIGKILL, limit + _END_SECONDS), (signal.SIGTERM, limit)):
@@ -99,20 +101,21 @@ def _wait(processes: Sequence[subprocess.Popen], signals: Sequence[int]) -> int:
   return code if code >= 0 else 128 - code
 
 
-def _describe(code: int) -> str:
-  return f'ended with status {code}' if code >= 0 else f'was killed by {signal.Signals(-code).name}'
-
-
 def _say(text: str) -> None:
   with contextlib.suppress(OSError):
     os.write(2, f't5x_lite launch: {text}.\n'.encode())
 
 
 def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+  """Send a signal to all processes that still run, and to those that they have started."""
   for process in processes:
     if process.poll() is None:
-      with contextlib.suppress(ProcessLookupError):
-        process.send_signal(number)
+      _send_to_group(process, number)
+
+
+def _send_to_group(process: subprocess.Popen, number: int) -> None:
+  with contextlib.suppress(ProcessLookupError, PermissionError):
+    os.killpg(process.pid, number)
 
 
 def _end_all(processes: Sequence[subprocess.Popen]) -> None:
@@ -122,19 +125,17 @@ def _end_all(processes: Sequence[subprocess.Popen]) -> None:
 
 
 @contextlib.contextmanager
-def _passing_on(processes: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
-  """Context in which signals to this process are passed on; yields the list of those that have come."""
-  received: list[int] = []
+def _passing_on(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
+  """Context in which signals to this process are passed on."""
 
-  def handle(number, frame):
+  def handle(number: int, frame: object) -> None:
     del frame
-    received.append(number)
     _send(processes, number)
 
   before = {number: signal.signal(number, handle) for number in _SIGNALS
             if signal.getsignal(number) is not signal.SIG_IGN}
   try:
-    yield received
+    yield
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
@@ -178,7 +179,7 @@ def _devices(num_processes: int, per_process: int, environment: Mapping[str, str
   if platforms.startswith('tpu') or (not platforms and pathlib.Path('/dev/accel0').exists()):
     raise ConfigError('launch cannot divide the TPUs of a machine: one process uses all of them. Start the command '
                       'without launch, once on each machine of the pod.')
-  gpus = [] if platforms.startswith('cpu') else _gpus(environment)
+  gpus = [] if platforms.startswith('cpu') else names.gpus(environment)
   if not gpus:
     flags = re.sub(r'--xla_force_host_platform_device_count=\d+', '', environment.get('XLA_FLAGS', '')).strip()
     return [{'JAX_NUM_CPU_DEVICES': str(per_process), 'XLA_FLAGS': flags}] * num_processes
@@ -187,12 +188,3 @@ def _devices(num_processes: int, per_process: int, environment: Mapping[str, str
                       f'{num_processes * per_process} GPUs, got {len(gpus)}. Reduce a number, or set JAX_PLATFORMS=cpu '
                       'to try it on virtual devices.')
   return [{'CUDA_VISIBLE_DEVICES': ','.join(gpus[i * per_process:(i + 1) * per_process])} for i in range(num_processes)]
-
-
-def _gpus(environment: Mapping[str, str]) -> list[str]:
-  """Return the names of the NVIDIA GPUs that this process may use."""
-  visible = environment.get('CUDA_VISIBLE_DEVICES')
-  if visible is not None:
-    return [name for name in visible.split(',') if name and name != '-1']
-  folder = pathlib.Path('/proc/driver/nvidia/gpus')
-  return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []

@@ -346,7 +346,7 @@ class TrainLoop:
     self._stop = max(self._stop, stop)
 
   def _look_for_signals(self) -> None:
-    if self.signals.requested_anywhere():
+    if self.signals.is_due(may_wait=True):
       self._interrupted = self.signals.name or 'a signal to another process'
 
   def _look_for_end(self) -> None:

@@ -196,6 +196,7 @@ def train(
       opening.until(batches.open, 'reading the position in the training data')
 
     # Starting point and plan: this run's checkpoint, the configured one, or none.
+    stack.enter_context(runtime.reporting_errors())
     progress.note('looking for checkpoints')
     start = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     first_step, facts = start.step, start_lib.facts_of_run(start, cfg.random_seed)
@@ -301,8 +302,7 @@ def train(
         facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, events=events,
         profiler=profiler, step_log=StepLog(cfg.log_cfg, progress, memory, trainer.train_metrics_manager, first_step),
         signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
-    if (monitor := runtime.current_monitor()) is not None:
-      stack.enter_context(monitor.reporting())  # the last one, so that the other processes hear of an error at once
+    stack.enter_context(runtime.reporting_errors())
     loop.begin()
     while (stretch := loop.next_stretch()) is not None:
       loop.train(stretch)

@@ -19,11 +19,12 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.config import TrainConfig
-from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError
+from t5x_lite.errors import CheckpointDamagedError, DataError, of_other_process, SaveError
 from t5x_lite.evaluation import TRAINING_EVAL
 
 _FAILED = object()
-_OF_ANOTHER_PROCESS = SaveError('Another process could not write its part; see its message.')
+_OF_ANOTHER_PROCESS = of_other_process(
+    SaveError('Another process could not write its part; see its message.'))
 
 
 class TrainSaves:
@@ -83,11 +84,20 @@ class TrainSaves:
       return list(map(_name, self._policy.due(step)))
     point = checkpoints.SavePoint(
         metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step, self._needed), best=self._best,
-        # All processes must decide equally.
-        seconds_since_save=float(multihost.broadcast_from_lead(np.float32(time.monotonic() - self._saved_at))))
-    reasons = list(map(_name, self._policy.due(step, point)))
+        seconds_since_save=time.monotonic() - self._saved_at)
+    reasons = list(map(_name, self._due(step, point)))
     self._update_best(point.metrics if self._best_policies else {})
     return reasons
+
+  def _due(self, step: int, point: checkpoints.SavePoint) -> list[checkpoints.SavePolicy]:
+    """Return the policies that save a step, the same on all processes: those of the lead, and requests to any."""
+    policies, due = self._policy.policies, self._policy.due(step, point)
+    mine = np.array([any(policy is each for each in due) for policy in policies])
+    requested = [isinstance(policy, checkpoints.OnRequest) for policy in policies]
+    decided = multihost.broadcast_from_lead(mine)
+    if any(requested):
+      decided = decided | np.array(requested) & multihost.any_process(bool((mine & np.array(requested)).any()))
+    return [policy for policy, is_due in zip(policies, decided, strict=True) if is_due]
 
   def record_metrics(self, step: int) -> None:
     """Add the metrics of the last evaluation to the checkpoint of `step`, which was saved earlier."""

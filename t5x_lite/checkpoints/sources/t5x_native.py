@@ -57,7 +57,8 @@ class T5xNativeSource(base.StateSource):
     if multihost.any_process(bool(problems)):
       shown = '; '.join(problems[:_NUM_PROBLEMS_SHOWN]) or 'see the message of another process'
       more = len(problems) - _NUM_PROBLEMS_SHOWN
-      raise self._damaged(f'{shown}{f"; and {more} more" if more > 0 else ""}')
+      error = self._damaged(f'{shown}{f"; and {more} more" if more > 0 else ""}')
+      raise error if problems else errors.of_other_process(error)
     return super().verify()
 
   def read_array(self, name: str) -> np.ndarray:

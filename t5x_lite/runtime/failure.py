@@ -1,0 +1,43 @@
+"""Why all processes of a run end: the failure of one of them."""
+
+import dataclasses
+import traceback
+
+from t5x_lite.errors import ExitCode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+  """Reason for the end of all processes of a run.
+
+  Attributes:
+    process: the process that failed first.
+    status: exit status of all processes.
+    error: type and first line of the exception; empty for a process that is silent.
+    step: number of completed steps of the process; None if unknown.
+    phase: what it did, e.g. 'data'; empty if unknown.
+    seconds: how long it has been silent.
+  """
+
+  process: int
+  status: int
+  error: str = ''
+  step: int | None = None
+  phase: str = ''
+  seconds: float = 0.0
+
+  def __str__(self) -> str:
+    """Return a sentence without a full stop."""
+    where = '' if self.step is None else f'after step {self.step:,}'
+    if self.error:
+      return f'process {self.process} failed{where and " " + where}: {self.error}'
+    last = ' '.join(part for part in (where, self.phase and f'in the phase {self.phase!r}') if part)
+    return (f'process {self.process} has given no sign of life for {self.seconds:.0f} s{last and f", the last {last}"}: '
+            'it was killed, or its machine or network has failed')
+
+
+def describe_error(error: BaseException) -> tuple[str, int]:
+  """Return the traceback of an error, and the exit status of a program that it ends."""
+  if isinstance(error, SystemExit):
+    return f'sys.exit({error.code!r})', error.code if isinstance(error.code, int) and error.code else 1
+  return ''.join(traceback.format_exception(error)).rstrip(), int(getattr(error, 'exit_code', ExitCode.ERROR))
