@@ -9,14 +9,69 @@ _LAUNCH, _LAUNCH_TEST = 't5x_lite/apps/launch/run.py', 'tests/apps/launch/test_r
 MUTANTS = (
     Mutant(
         'a_failure_does_not_end_the_others', _MONITOR,
-        'if failure.process != self.process or not failure.error:\n',
-        'if not failure.error:\n',
+        "    threading.Thread(target=self._end_after_grace, name='t5x_lite-monitor-end', daemon=True).start()\n",
+        '',
         _MONITOR_TEST + 'test_an_error_ends_all_processes_with_its_status_and_name'),
     Mutant(
-        'a_process_that_was_taken_for_lost_goes_on', _MONITOR,
-        'if failure.process != self.process or not failure.error:\n',
-        'if failure.process != self.process:\n',
-        _MONITOR_TEST + 'test_a_process_that_was_taken_for_lost_ends_too'),
+        'the_own_failure_waits_for_the_main_thread', _MONITOR,
+        '    threading.Thread(target=self._end_after_grace',
+        '    if failure.process != self.process or not failure.error: threading.Thread(target=self._end_after_grace',
+        _MONITOR_TEST + 'test_the_own_failure_ends_a_process_that_hangs_while_it_closes_files'),
+    Mutant(
+        'only_exceptions_are_reported', _MONITOR,
+        '    except BaseException as error:\n      if not',
+        '    except Exception as error:\n      if not',
+        _MONITOR_TEST + 'test_the_own_failure_ends_a_process_that_hangs_while_it_closes_files'),
+    Mutant(
+        'an_error_about_another_process_is_the_cause', _MONITOR,
+        'if is_lost or is_of_other_process(error):',
+        'if is_lost:',
+        _MONITOR_TEST + 'test_an_error_about_another_process_gives_way_to_the_cause'),
+    Mutant(
+        'the_chain_of_an_error_is_not_looked_at', 't5x_lite/errors.py',
+        'error.__cause__ is not None and is_of_other_process(error.__cause__))',
+        'False)',
+        _MONITOR_TEST + 'test_an_error_about_another_process_gives_way_to_the_cause'),
+    Mutant(
+        'a_save_after_a_stop_must_be_quick', _MONITOR,
+        '      self._is_suspicious = False  # All',
+        '      pass  # All',
+        _MONITOR_TEST + 'test_after_an_agreed_stop_a_save_may_take_its_time'),
+    Mutant(
+        'a_run_that_was_stopped_is_lost', _MONITOR,
+        'awake = awake_seconds(self._judged_at - before, 2 * _BEAT_SECONDS)',
+        'awake = self._judged_at - before',
+        _MONITOR_TEST + 'test_time_in_which_all_processes_were_stopped_is_no_silence'),
+    Mutant(
+        'signals_to_children_count', _MONITOR,
+        '    if current_monitor() is not None:\n      signal.set_wakeup_fd(-1)',
+        '    pass',
+        _MONITOR_TEST + 'test_a_signal_to_a_child_is_not_for_the_run'),
+    Mutant(
+        'a_second_signal_waits_for_the_main_thread', _MONITOR,
+        'if num_signals > 1:',
+        'if num_signals > 9:',
+        _MONITOR_TEST + 'test_a_second_signal_ends_a_process_whose_main_thread_hangs'),
+    Mutant(
+        'processes_save_what_each_decides', 't5x_lite/apps/train/saves.py',
+        'decided = multihost.broadcast_from_lead(mine)',
+        'decided = mine',
+        'tests/apps/train/test_saves.py::test_several_processes_save_what_the_lead_decides_and_what_any_requests'),
+    Mutant(
+        'a_request_to_one_process_is_lost', 't5x_lite/apps/train/saves.py',
+        '    if any(requested):\n',
+        '    if False:\n',
+        'tests/apps/train/test_saves.py::test_several_processes_save_what_the_lead_decides_and_what_any_requests'),
+    Mutant(
+        'a_task_takes_the_gpu_of_its_number_among_its_own', _CLUSTER,
+        'local = None if _has_own_gpus() else',
+        'local =',
+        _CLUSTER_TEST + 'test_places'),
+    Mutant(
+        'children_of_a_script_outlive_launch', _LAUNCH,
+        'for process in processes if status else ():',
+        'for process in ():',
+        _LAUNCH_TEST + 'test_what_a_script_has_started_ends_too'),
     Mutant(
         'the_last_failure_counts', _MONITOR,
         '      if self._failure is not None:\n        return\n',
@@ -29,8 +84,8 @@ MUTANTS = (
         _MONITOR_TEST + 'test_an_error_ends_all_processes_with_its_status_and_name'),
     Mutant(
         'silence_is_tolerated', _MONITOR,
-        "and beat['stage'] == 'running' and now - at > limit:",
-        "and beat['stage'] == 'running' and now - at > 1e9:",
+        "and beat['stage'] == 'running' and self._silences[process] > self._limit:",
+        "and beat['stage'] == 'running' and self._silences[process] > 1e9:",
         _MONITOR_TEST + 'test_a_silent_process_ends_the_others_with_a_status_to_restart_on'),
     Mutant(
         'a_process_without_a_beat_is_not_missed', _MONITOR,
@@ -39,13 +94,13 @@ MUTANTS = (
         _MONITOR_TEST + 'test_a_process_that_never_begins_is_missed'),
     Mutant(
         'a_broken_connection_is_an_own_failure', _MONITOR,
-        'and is_connection_error(error):',
-        'and False:',
+        'is_lost = is_connection_error(error)',
+        'is_lost = False',
         _MONITOR_TEST + 'test_the_error_of_a_connection_is_that_of_the_process_that_is_gone'),
     Mutant(
         'a_broken_connection_does_not_hurry', _MONITOR,
-        "      self._post('lost_connection')\n",
-        '',
+        "self._post('lost_connection')",
+        'pass',
         _MONITOR_TEST + 'test_the_error_of_a_connection_is_that_of_the_process_that_is_gone'),
     Mutant(
         'a_store_that_is_gone_is_waited_for', _MONITOR,
@@ -54,7 +109,7 @@ MUTANTS = (
         _MONITOR_TEST + 'test_a_store_that_does_not_answer_is_the_end[True]'),
     Mutant(
         'a_store_that_is_silent_is_waited_for', _MONITOR,
-        'if seconds > limit or (',
+        'if seconds > self._limit or (',
         'if (',
         _MONITOR_TEST + 'test_a_store_that_does_not_answer_is_the_end[False]'),
     Mutant(

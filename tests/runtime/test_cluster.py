@@ -28,7 +28,7 @@ _FLAGS = {'coordinator_address': 'n0:99', 'process_count': 8, 'process_index': 7
 def no_cluster(monkeypatch):
   for name in os.environ:
     if name.startswith(('SLURM_', 'OMPI_', 'KUBERNETES_', 'TPU_', 'MEGASCALE_', 'JAX_COORDINATOR', 'JAX_LOCAL_DEVICE',
-                        'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID', 'T5X_LITE_LAUNCH')):
+                        'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID', 'T5X_LITE_LAUNCH', 'CUDA_VISIBLE')):
       monkeypatch.delenv(name)
 
 
@@ -61,6 +61,10 @@ def test_without_anything_a_process_is_alone(monkeypatch, caplog):
         address='flag:5', count=6, index=3, local_devices=(1,), origin='SLURM')),
     (_SLURM | {'JAX_LOCAL_DEVICE_IDS': '0,1'}, {}, ProcessSpec(
         address=_SLURM_ADDRESS, count=6, index=3, local_devices=(0, 1), origin='SLURM')),
+    # A task that sees only its own GPUs.
+    (_SLURM | {'SLURM_GPUS_PER_TASK': '2', 'CUDA_VISIBLE_DEVICES': '0,1'}, {}, ProcessSpec(
+        address=_SLURM_ADDRESS, count=6, index=3, origin='SLURM')),
+    (_SLURM | {'CUDA_VISIBLE_DEVICES': '0'}, {}, ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, origin='SLURM')),
     (_SLURM | {'JAX_COORDINATOR_PORT': '77'}, {}, ProcessSpec(
         address='node07:77', count=6, index=3, local_devices=(1,), origin='SLURM')),
     ({'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911', 'OMPI_COMM_WORLD_SIZE': '2',

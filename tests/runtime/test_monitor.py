@@ -1,16 +1,22 @@
 """The monitor of the processes of a run, with several of them in one process; the real ones are in tests/multiprocess."""
 
 import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from t5x_lite.errors import StoppedOnSignalError
+from t5x_lite.errors import ConfigError, of_other_process, SaveError, StoppedOnSignalError
 from t5x_lite.runtime import monitor as monitor_lib
 from tests.runtime.fake_store import FakeStore
 
 _SECONDS = 20
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +167,101 @@ def test_a_store_that_does_not_answer_is_the_end(is_known, capfd):
     assert cluster.ended(1) == {1: 75}
     assert is_known or time.monotonic() - began >= 0.9
   assert 'because process 0 has given no sign of life' in capfd.readouterr().err
+
+
+def test_an_error_about_another_process_gives_way_to_the_cause():
+  about = ConfigError('The lead process has failed; see its message.')
+  try:
+    raise SaveError('the last save') from of_other_process(about)
+  except SaveError as error:
+    follow_up = error
+  with running(2) as cluster:
+    cluster.monitors[0].describe_fn = lambda error: ('the cause', 5)
+    follower = threading.Thread(target=cluster.monitors[1].report, args=(follow_up,))
+    follower.start()
+    time.sleep(0.1)
+    assert cluster.monitors[0].failure is None
+    assert cluster.monitors[0].report(FileExistsError('results')).status == 5
+    follower.join(_SECONDS)
+    assert cluster.monitors[1].failure == cluster.monitors[0].failure
+  with running(2) as cluster:  # without a cause
+    assert cluster.monitors[1].report(follow_up).process == 1
+
+
+def test_the_own_failure_ends_a_process_that_hangs_while_it_closes_files():
+  with running(2) as cluster:
+    cluster.monitors[1].describe_fn = lambda error: ('x', 3)
+    with pytest.raises(SystemExit), cluster.monitors[1].reporting():
+      raise SystemExit(3)
+    assert cluster.ended(0, 1) == {0: 3, 1: 3}
+
+
+def test_after_an_agreed_stop_a_save_may_take_its_time():
+  with running(2, heartbeat_timeout_seconds=60.0) as cluster:
+    cluster.monitors[0]._post('stop', request='SIGTERM to process 0')
+    in_threads([lambda m=m: [time.sleep(0.01) for _ in iter(m.stops.is_due, True)] for m in cluster.monitors])
+    assert all(monitor.stops.has_agreed for monitor in cluster.monitors)
+    cluster.monitors[1]._send_beat = lambda: None
+    time.sleep(1.0)
+    assert cluster.monitors[0].failure is None
+
+
+def test_time_in_which_all_processes_were_stopped_is_no_silence():
+  passed = [0.0]
+  with running(2, clock=lambda: time.monotonic() + passed[0]) as cluster:
+    time.sleep(0.1)
+    passed[0] = 1000.0
+    time.sleep(0.5)
+    assert not cluster.statuses and cluster.monitors[0].failure is None
+
+
+_SIGNALS = """
+import ctypes, os, signal, sys, threading, time
+from t5x_lite.runtime import monitor as monitor_lib
+from tests.runtime.fake_store import FakeStore
+monitor = monitor_lib.Monitor(FakeStore(), 0, 1, heartbeat_timeout_seconds=60)
+monitor.start()
+monitor_lib.set_current_monitor(monitor)
+signal.signal(signal.SIGTERM, lambda *args: None)
+if sys.argv[1] == 'child':
+  child = os.fork()
+  if not child:
+    signal.signal(signal.SIGTERM, lambda *args: os._exit(0))
+    print('ready', flush=True)
+    time.sleep(60)
+  time.sleep(0.5)
+  os.kill(child, signal.SIGTERM)
+  os.waitpid(child, 0)
+  time.sleep(2)
+  print(f'request {monitor.stops.request!r}')
+elif sys.argv[1] == 'hang':
+  mutex = ctypes.create_string_buffer(64)  # locked twice, so that no handler in Python can run
+  print('ready', flush=True)
+  while not ctypes.CDLL(None).pthread_mutex_lock(mutex): pass
+os._exit(0)
+"""
+
+
+def _start_with_signals(what):
+  return subprocess.Popen([sys.executable, '-c', _SIGNALS, what], cwd=_ROOT, stdout=subprocess.PIPE, text=True,
+                          env=os.environ | {'PYTHONPATH': str(_ROOT)})
+
+
+def test_a_signal_to_a_child_is_not_for_the_run():
+  process = _start_with_signals('child')
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 0 and "request ''" in out
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
+  process = _start_with_signals('hang')
+  assert process.stdout.readline() == 'ready\n'
+  process.terminate()
+  with pytest.raises(subprocess.TimeoutExpired):
+    process.wait(3)
+  process.terminate()
+  assert process.wait(60) == 128 + signal.SIGTERM
+  process.stdout.close()
 
 
 def test_all_stop_at_the_same_point_wherever_the_signal_comes():

@@ -3,13 +3,17 @@
 import os
 import re
 import signal
+import types
 
+import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import multihost
 from t5x_lite import optimizers
 from t5x_lite.actions import BaseAction
+from t5x_lite.apps.train import saves
 from t5x_lite.checkpoints import manager
 from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError
 from tests.apps.train import toy_run
@@ -54,6 +58,18 @@ def test_each_save_has_one_line_with_all_its_reasons(tmp_path, capsys):
       (0, 'AtSteps'), (2, '_EvenSteps'), (4, 'EveryNSteps, _EvenSteps'), (6, 'WhenBest training_eval/letters/loss'),
       (8, 'EveryNSteps'), (10, 'WhenBest training_eval/letters/loss, end of the run')]
   assert checkpoints.all_steps(tmp_path) == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize('of_lead, requested_elsewhere, expected', [
+    ([True, False, False], False, ['AtSteps']), ([False, True, False], False, ['_EvenSteps']),
+    ([False, False, False], True, ['OnRequest'])])
+def test_several_processes_save_what_the_lead_decides_and_what_any_requests(
+    monkeypatch, of_lead, requested_elsewhere, expected):
+  monkeypatch.setattr(multihost, 'broadcast_from_lead', lambda mine: np.array(of_lead))
+  monkeypatch.setattr(multihost, 'any_process', lambda mine: mine or requested_elsewhere)
+  policies = [checkpoints.AtSteps([4]), _EvenSteps(), checkpoints.OnRequest()]
+  process = types.SimpleNamespace(_policy=checkpoints.AnySavePolicy(policies))
+  assert [type(policy).__name__ for policy in saves.TrainSaves._due(process, 4, None)] == expected
 
 
 def test_a_run_that_ends_early_says_why_it_saved(tmp_path, capsys):
