@@ -261,6 +261,8 @@ def _commands(text):
         words = words[1:]
       if words[:1] == ['t5x_lite']:
         commands.append(words[1:])
+        if words[1] == 'launch':
+          commands.append(words[words.index('--') + 1:])
   return commands
 
 
@@ -348,6 +350,7 @@ def accept(monkeypatch):
   original = gin_utils.load
   monkeypatch.setattr(gin_utils, 'load', load)
   monkeypatch.setattr(runtime, 'use_compilation_cache', lambda folder: None)
+  monkeypatch.setattr(runtime, 'join', lambda cfg: None)
   for module in (explain_sharding, precompile):
     monkeypatch.setattr(module, 'simulate_devices', lambda num_devices: None)
   for module in (runs, chat):
