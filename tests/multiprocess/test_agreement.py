@@ -118,22 +118,33 @@ def test_a_restart_with_other_numbers_of_processes_and_devices_has_the_same_batc
   assert _losses(several) == pytest.approx(_losses(one), rel=1e-3) and len(_losses(one)) == 12
 
 
-@pytest.mark.parametrize('num_processes', [2, _FOUR])
-def test_all_resume_from_a_checkpoint_that_is_sound_for_all(tmp_path, num_processes):
-  """The lead does not see the newest one, and the next one is damaged for another process."""
-  run = tmp_path / 'run'
+def _saved(folder):
+  """Return the directory of a run with the checkpoints 3, 6 and 9."""
+  run = folder / 'run'
   commands.run_all([(runs.train(run, '--gin.TRAIN_STEPS=9', '--gin.train_script.train.eval_period=None',
                                 '--gin.train_script.train.train_eval_dataset_cfg=None',
                                 '--gin.train_script.train.infer_eval_dataset_cfg=None'), 0)])
   gin.clear_config()
   assert list(checkpoints.all_steps(run)) == [3, 6, 9]
+  return run
+
+
+@pytest.mark.parametrize('num_processes', [2, _FOUR])
+def test_all_resume_from_a_checkpoint_that_is_sound_for_all(tmp_path, num_processes):
+  """The lead does not see the newest one, and the next one is damaged for another process."""
+  run = _saved(tmp_path)
   faults = [{'process': 0, 'at': 'listing', 'do': str(run / 'checkpoint_9')},
             {'process': 1, 'at': 'contents', 'do': str(run / 'checkpoint_6')}]
   found = runs.run(runs.train(run, '--gin.TRAIN_STEPS=9'), num_processes, faults=faults)
   assert f'Starting from {run}/checkpoint_3 (this run) at step 3' in found.output, found.output
   assert 'is damaged here' in found.output_of(1) and 'see the message of another process' in found.output_of(0)
+
+
+@pytest.mark.full
+def test_none_starts_if_all_checkpoints_are_damaged_for_one(tmp_path):
+  run = _saved(tmp_path)
   faults = [{'process': 1, 'at': 'contents', 'do': str(run / f'checkpoint_{step}')} for step in (3, 6, 9)]
-  with runs.Run(runs.train(run, '--gin.TRAIN_STEPS=20'), num_processes, faults=faults) as found:
+  with runs.Run(runs.train(run, '--gin.TRAIN_STEPS=20'), faults=faults) as found:
     found.end()
   assert found.statuses == [2] and 'error: All 3 checkpoint(s)' in found.output, found.output
 

@@ -53,7 +53,7 @@ MUTANTS = (
         't5x_lite/apps/train/run.py',
         "'on_timeout': lambda message: monitor.end_all(message, ExitCode.WATCHDOG)",
         '',
-        _FAULTS_TEST + 'test_a_stalled_source_is_named_and_ends_all'),
+        _FAULTS_TEST + 'test_a_stalled_source_ends_all_and_sigterm_a_survivor_of_a_stopped_process'),
     Mutant(
         'processes_choose_among_their_own_checkpoints',
         't5x_lite/checkpoints/choice.py',
