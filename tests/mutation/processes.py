@@ -154,14 +154,14 @@ MUTANTS = (
         'tests/runtime/test_connections.py::test_a_thread_that_aborts_leaves_time_to_end'),
     Mutant(
         'the_scheduler_wins_over_the_launcher', _CLUSTER,
-        'if None in (place.address, place.count, place.index):',
+        'if None in (spec.address, spec.count, spec.index) and spec.count != 1:',
         'if not cfg.is_explicit:',
         _CLUSTER_TEST + 'test_places'),
     Mutant(
         'one_task_is_a_cluster', _CLUSTER,
-        '    if count == 1 and place.address is None:\n      return None\n',
-        '',
-        _CLUSTER_TEST + 'test_without_anything_a_process_is_alone'),
+        '    if count == 1 and spec.address is None:\n',
+        '    if False:\n',
+        _CLUSTER_TEST + 'test_places'),
     Mutant(
         'a_broken_detector_ends_the_run', _CLUSTER,
         "if problem and (cfg.mode == 'on' or cfg.is_explicit):",
@@ -185,8 +185,8 @@ MUTANTS = (
         _LAUNCH_TEST + 'test_all_end_with_the_status_of_the_first_that_fails'),
     Mutant(
         'launch_keeps_signals', _LAUNCH,
-        '    received.append(number)\n    _send(processes, number)',
-        '    received.append(number)',
+        '    del frame\n    _send(processes, number)',
+        '    del frame',
         _LAUNCH_TEST + 'test_signals_are_passed_on'),
     Mutant(
         'processes_outlive_launch', _CLUSTER,
