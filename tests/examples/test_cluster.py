@@ -247,7 +247,7 @@ def test_jobset_gives_each_process_its_place():
       assert variable['valueFrom'] == {
           'fieldRef': {'fieldPath': "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
       environment[variable['name']] = '3'
-  place = cluster.find_place(cluster.ClusterConfig(mode='on'), environment)
+  place = cluster.find_process(cluster.ClusterConfig(mode='on'), environment)
   name, replicated = manifest['metadata']['name'], manifest['spec']['replicatedJobs'][0]['name']
   port = container['ports'][0]['containerPort']
   assert place.address == f'{name}-{replicated}-0-0.{name}:{port}'

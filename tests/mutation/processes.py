@@ -161,7 +161,7 @@ MUTANTS = (
         'one_task_is_a_cluster', _CLUSTER,
         '    if count == 1 and spec.address is None:\n',
         '    if False:\n',
-        _CLUSTER_TEST + 'test_places'),
+        _CLUSTER_TEST + 'test_without_anything_a_process_is_alone'),
     Mutant(
         'a_broken_detector_ends_the_run', _CLUSTER,
         "if problem and (cfg.mode == 'on' or cfg.is_explicit):",
