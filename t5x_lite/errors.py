@@ -70,21 +70,20 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-  """Error of a checkpoint that could not be written, e.g. to a full disk; earlier checkpoints are complete."""
+  """Error of a checkpoint that could not be written, e.g. to a full disk; earlier checkpoints are complete.
+
+  Attributes:
+    ends_run: True if other processes wait for the part of this one, so that the run cannot continue.
+  """
 
   exit_code = ExitCode.SAVE_FAILED
+  ends_run = False
 
 
 class DirectoryInUseError(T5xLiteError, RuntimeError):
   """Error of a run directory that another running process uses."""
 
   exit_code = ExitCode.DIRECTORY_IN_USE
-
-
-class ClusterError(T5xLiteError, RuntimeError):
-  """Error of the processes of a run that do not find each other, or of which one was lost."""
-
-  exit_code = ExitCode.RESTART
 
 
 class NonFiniteMetricError(T5xLiteError, ArithmeticError):

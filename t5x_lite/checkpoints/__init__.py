@@ -18,7 +18,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'get_step_from_checkpoint_dir', 'is_pinned_checkpoint', 'latest_step', 'pin_checkpoint',
         'pinned_checkpoint_filepath', 'remove_checkpoint_dir', 'unpin_checkpoint'),
     't5x_lite.checkpoints.layout': ('check_other_layout_fits', 'param_layout_fns'),
-    't5x_lite.checkpoints.lock': ('ModelDirLock', 'lock_model_dir'),
+    't5x_lite.checkpoints.lock': ('check_is_shared', 'ModelDirLock', 'lock_model_dir'),
     't5x_lite.checkpoints.manager': ('CheckpointManager', 'ParameterInfo'),
     't5x_lite.checkpoints.manifest': ('Manifest', 'read as read_manifest', 'verify as verify_checkpoint'),
     't5x_lite.checkpoints.policies': (

@@ -14,6 +14,10 @@ import pathlib
 import socket
 import threading
 import time
+import zlib
+
+import jax
+import numpy as np
 
 from t5x_lite import errors, multihost
 from t5x_lite.checkpoints import discovery
@@ -22,6 +26,9 @@ LOCK_FILENAME = '.lock'
 
 # Errors of `flock` on file systems without locks, or whose lock service does not answer.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+# A network file system may show a new file only after its caches expire.
+_SHARED_SECONDS = 60.0
 
 _held: dict[str, ModelDirLock] = {}
 _held_guard = threading.Lock()
@@ -161,6 +168,37 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
     remedy = 'Free disk space, then rerun the command' if is_full else 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(
         f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.') from e
+
+
+def check_is_shared(lock: ModelDirLock, *, seconds: float = _SHARED_SECONDS) -> None:
+  """Raise unless all processes see the directory that the lead has locked; all of them must call this.
+
+  Args:
+    lock: the lock of this process.
+    seconds: time in which a network file system must show the lock of the lead.
+
+  Raises:
+    CheckpointError: a process has another directory under this path, or another path.
+  """
+  if jax.process_count() == 1:
+    return
+  wanted = multihost.broadcast_from_lead(np.uint32(zlib.crc32(lock._holder.encode())))
+  deadline = time.monotonic() + seconds
+  while not (is_seen := _read_checksum(lock.directory) == wanted) and time.monotonic() < deadline:
+    time.sleep(0.1)
+  if multihost.any_process(not is_seen):
+    error = errors.CheckpointError(
+        f'The {lock._what} {str(lock.directory)!r} must be the same folder for all processes, and process '
+        f'{jax.process_index()} does not see the file {LOCK_FILENAME} of process 0 there. Use a folder that all '
+        'machines share, under the same path.')
+    raise errors.of_other_process(error) if is_seen else error
+
+
+def _read_checksum(directory: pathlib.Path) -> int | None:
+  try:
+    return zlib.crc32((directory / LOCK_FILENAME).read_bytes())
+  except OSError:
+    return None
 
 
 def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> tuple[int, str]:

@@ -87,6 +87,7 @@ class CheckpointManager:
     # The newest step with a finite loss, and committed steps whose loss is not yet known; see `confirm`.
     self._sound_step: int | None = None
     self._committed_unsound: set[int] = set()
+    self._misses_barriers = False
     self._committing = threading.Lock()
     self._writer: state_io.StateWriter | None = None
     self._lock: lock_lib.ModelDirLock | None = None
@@ -233,6 +234,11 @@ class CheckpointManager:
     """True if a save failed in the background, so that the next `wait` raises."""
     return self._error is not None
 
+  @property
+  def misses_barriers(self) -> bool:
+    """True if the other processes wait in vain for this one, whose part of a checkpoint Orbax could not write."""
+    return self._misses_barriers
+
   def wait(self) -> None:
     """Wait until the background threads have finished.
 
@@ -321,9 +327,11 @@ class CheckpointManager:
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
-    return errors.SaveError(
+    found = errors.SaveError(
         f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
         'Earlier checkpoints are complete.')
+    found.ends_run = self._misses_barriers
+    return found
 
   def _begin(self, step, state, data_state, metrics, metadata):
     """Return (the save, values for the background thread or None if the writer has them)."""
@@ -350,10 +358,15 @@ class CheckpointManager:
         _on_all_processes(lambda: self._write_data_state(pending.temporary, data_state))
       # Orbax does not store arrays without elements; the manifest has their shapes.
       values = state_io.snapshot({name: leaf for name, leaf in flat.items() if 0 not in leaf.shape})
+    except Exception as e:
+      self._remove_partial_files()
+      raise self._save_error(step, e) from e
+    try:
       if not state_io.may_start_later(values):
         self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
         values = None
     except Exception as e:
+      self._misses_barriers = jax.process_count() > 1
       self._remove_partial_files()
       raise self._save_error(step, e) from e
     return pending, values
@@ -385,10 +398,17 @@ class CheckpointManager:
       try:
         if values is not None:
           self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
-        self._writer.finish()
+        try:
+          self._writer.finish()
+        except BaseException:
+          self._misses_barriers = jax.process_count() > 1
+          raise
         commit_lib.mark_part_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
+      if self._misses_barriers:  # The others wait in a barrier of Orbax.
+        self._error = (pending.step, failed)
+        return
       # Failed processes reach the barrier too; otherwise the others would wait for them.
       state_io.barrier(f'{pending.temporary.name}:written')
       if multihost.is_lead() and failed is None:

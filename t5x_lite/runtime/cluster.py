@@ -7,12 +7,12 @@ of SLURM, Open MPI, Kubernetes and TPU pods.
 import atexit
 from collections.abc import Iterator, Mapping
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import functools
 import logging
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -23,15 +23,18 @@ from typing import Any
 import warnings
 
 from t5x_lite import checks
-from t5x_lite.errors import ClusterError, ConfigError, ExitCode, StoppedOnSignalError
+from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.runtime import cluster_environment as names
 from t5x_lite.runtime import connections
 from t5x_lite.runtime import monitor as monitor_lib
 from t5x_lite.runtime.cluster_environment import ADDRESS, COUNT, INDEX, LAUNCHED, LOCAL_DEVICES, MODES
 
-_PR_SET_PDEATHSIG = 1
 # JAX aborts processes, with a stack of C++, after these seconds more than we wait.
 _JAX_MARGIN = 30
+# Time in which all processes, which have done their work, leave JAX's cluster.
+_SHUTDOWN_SECONDS = 5.0
+# Limits against mistyped numbers, for which JAX raises internal errors.
+_MAX_PROCESSES, _MAX_SECONDS = 10**6, 10**8
 # Seconds after which a process says that it waits.
 _SILENT_SECONDS = 10
 
@@ -58,12 +61,13 @@ class ClusterConfig:
   heartbeat_timeout_seconds: int = names.HEARTBEAT_TIMEOUT
 
   def __post_init__(self):
-    positive = checks.number(at_least=1, integer=True)
+    seconds = functools.partial(checks.number, at_most=_MAX_SECONDS, integer=True)
     checks.check('ClusterConfig', vars(self), mode=checks.one_of(MODES))
     checks.check(
         '', {f'--{name}': value for name, value in vars(self).items()},
-        **{'--process_count': positive.or_none(), '--initialization_timeout': positive,
-           '--heartbeat_timeout_seconds': checks.number(at_least=5, integer=True),
+        **{'--process_count': checks.number(at_least=1, at_most=_MAX_PROCESSES, integer=True).or_none(),
+           '--initialization_timeout': seconds(at_least=1),
+           '--heartbeat_timeout_seconds': seconds(at_least=5),
            '--process_index': checks.number(at_least=0, integer=True).or_none()})
     if self.coordinator_address is not None and not is_address(self.coordinator_address):
       raise ConfigError(f'--coordinator_address must be HOST:PORT, got {self.coordinator_address!r}. Use the host of '
@@ -104,9 +108,8 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
     The monitor; None for a process that is alone, or whose program has called `jax.distributed.initialize`.
 
   Raises:
-    ConfigError: options contradict each other, or there is no cluster and `mode` is 'on'.
-    ClusterError: the port of process 0 is in use. If the other processes do not come within `initialization_timeout`,
-      the process ends with status 75.
+    ConfigError: options contradict each other, there is no cluster and `mode` is 'on', or the port of process 0 is in
+      use. If the other processes do not come within `initialization_timeout`, the process ends with status 75.
   """
   if cfg.mode == 'off' or monitor_lib.current_monitor() is not None:
     return monitor_lib.current_monitor()
@@ -122,7 +125,6 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   _check_share(spec)
   # Stops are agreed by the monitor.
   jax.config.update('jax_enable_preemption_service', False)
-  _end_with_launcher()
   if spec.index == 0:
     _check_port(spec.address)
   with _waiting_for_others(spec, cfg.initialization_timeout):
@@ -137,7 +139,8 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   monitor = monitor_lib.Monitor(
       distributed.global_state.client, spec.index, spec.count,
       heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
-      is_gone_fn=functools.partial(connections.refuses_connections, spec.address))
+      is_gone_fn=functools.partial(connections.refuses_connections, spec.address),
+      is_abandoned_fn=_launcher_has_ended)
   connections.hold_aborts()
   monitor.start()
   monitor_lib.set_current_monitor(monitor)
@@ -166,8 +169,13 @@ def end(status: int = 0) -> None:
     all_are_there = False
   if not all_are_there:
     monitor.leave(status)
+  # Another process may be killed before it comes to this barrier.
+  limit = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (status,))
+  limit.daemon = True
+  limit.start()
   import jax
   jax.distributed.shutdown()
+  limit.cancel()
   monitor_lib.set_current_monitor(None)
 
 
@@ -210,7 +218,7 @@ def find_process(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ
   if not is_address(spec.address):
     raise ConfigError(f'The environment variable {ADDRESS} must be HOST:PORT, got {spec.address!r}. Correct or unset '
                       'it.')
-  if spec.count < 1 or not spec.index < spec.count:
+  if not spec.index < spec.count <= _MAX_PROCESSES:
     raise ConfigError(f'The index of a process must be below the number of processes, got --process_index={spec.index} '
                       f'and --process_count={spec.count} ({spec.origin}). Number the processes from 0.')
   return spec
@@ -298,7 +306,7 @@ def _check_port(address: str) -> None:
         probe.bind((host, port))
       except OSError as error:
         if error.errno == errno.EADDRINUSE:
-          raise ClusterError(
+          raise ConfigError(
               f'The port of --coordinator_address={address} must be free on the machine of process 0, got one that '
               'another program uses, perhaps a second process with the index 0. Choose another port, or correct '
               '--process_index.') from None
@@ -367,16 +375,16 @@ def _end_with_program(monitor: monitor_lib.Monitor) -> None:
   atexit.register(end)
 
 
-def _end_with_launcher() -> None:
-  """Let Linux send SIGTERM to this process when `launch` ends without doing so, e.g. because it was killed."""
-  if os.environ.get(LAUNCHED) == str(os.getppid()):
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-      ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+def _launcher_has_ended(environment: Mapping[str, str] = os.environ) -> bool:
+  """Return whether `launch` has started this process and does not run any more, e.g. because it was killed."""
+  launcher = _number(environment, LAUNCHED)
+  return launcher is not None and not pathlib.Path(f'/proc/{launcher}').exists() and pathlib.Path('/proc/self').exists()
 
 
 def is_address(text: str) -> bool:
-  host, _, port = text.rpartition(':')
-  return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+  """Return whether a text is HOST:PORT; an IPv6 address has brackets."""
+  found = re.fullmatch(r'([\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})', text)
+  return found is not None and 0 < int(found[2]) < 2**16
 
 
 def _first(*values: Any) -> Any:

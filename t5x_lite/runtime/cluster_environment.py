@@ -25,7 +25,8 @@ def command_line() -> str:
   """Return the command that starts the run of this process again, for a shell."""
   if os.environ.get(LAUNCHED) == str(os.getppid()) and COMMAND in os.environ:
     return os.environ[COMMAND]
-  return shlex.join(sys.orig_argv)
+  each = ' # for each process, with its --process_index'
+  return shlex.join(sys.orig_argv) + (each if any('--process_index' in word for word in sys.orig_argv) else '')
 
 
 def gpus(environment: Mapping[str, str]) -> list[str]:

@@ -74,7 +74,7 @@ class Monitor:
   """
 
   def __init__(self, store: Store, process: int, num_processes: int, *, heartbeat_timeout_seconds: float = 30.0,
-               is_gone_fn: Callable[[], bool] = lambda: False, name: str = 't5x_lite', exit_fn: Callable[[int], NoReturn] = os._exit,
+               is_gone_fn: Callable[[], bool] = lambda: False, is_abandoned_fn: Callable[[], bool] = lambda: False, name: str = 't5x_lite', exit_fn: Callable[[int], NoReturn] = os._exit,
                clock: Callable[[], float] = time.monotonic):
     """Store the arguments; `start` begins.
 
@@ -84,6 +84,7 @@ class Monitor:
       num_processes: number of processes.
       heartbeat_timeout_seconds: silence after which a process counts as lost.
       is_gone_fn: returns whether the server of the store is known to be gone; asked when it does not answer.
+      is_abandoned_fn: returns whether the program that has started all processes has ended; they then stop.
       name: beginning of messages.
       exit_fn: ends the process with a status.
       clock: returns seconds.
@@ -95,6 +96,7 @@ class Monitor:
     self._store = store
     self._timeout = heartbeat_timeout_seconds
     self._is_gone_fn = is_gone_fn
+    self._is_abandoned_fn = is_abandoned_fn
     self._name = name
     self._exit_fn = exit_fn
     self._clock = clock
@@ -281,6 +283,18 @@ class Monitor:
 
   # ---- What others do ------------------------------------------------------------------------------------------------
 
+  def value_of_lead(self, name: str, value: str) -> str:
+    """Return the value that the lead passes; all processes must call this."""
+    key = f'{_ROOT}/value/{name}'
+    if self.process == 0:
+      self._store.key_value_set(key, value)
+      return value
+    while True:  # Should the lead fail, this process ends.
+      try:
+        return self._store.blocking_key_value_get(key, int(_BEAT_SECONDS * 1000))
+      except Exception:  # not yet there
+        time.sleep(_AGREEING_SECONDS)
+
   def describe_processes(self) -> str:
     """Return a sentence that says where each process is, those that are behind first; empty if it is unknown."""
     if self.process and not returns_within(_CALL_SECONDS, self._read_beats):
@@ -401,8 +415,13 @@ class Monitor:
   def _watch(self) -> None:
     """Watch for signals, and for a store that does not answer."""
     seen, seconds, now, num_signals = self._contact_at, 0.0, self._clock(), 0
+    is_abandoned = False
     while not self._closed.is_set():
       num_signals = self._look_for_signals(num_signals)
+      if not is_abandoned and self._is_abandoned_fn():
+        is_abandoned = True
+        ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # below nohup
+        os.kill(os.getpid(), signal.SIGTERM if ignores else signal.SIGHUP)
       before, now = now, self._clock()
       if seen != self._contact_at:
         seen, seconds = self._contact_at, 0.0

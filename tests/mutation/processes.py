@@ -189,8 +189,13 @@ MUTANTS = (
         '    del frame',
         _LAUNCH_TEST + 'test_signals_are_passed_on'),
     Mutant(
-        'processes_outlive_launch', _CLUSTER,
-        'if os.environ.get(LAUNCHED) == str(os.getppid()):',
-        'if os.environ.get(LAUNCHED) == str(os.getpid()):',
-        _LAUNCH_TEST + 'test_processes_end_with_a_launch_that_is_killed'),
+        'processes_outlive_launch', _MONITOR,
+        'if not is_abandoned and self._is_abandoned_fn():',
+        'if False:',
+        _MONITOR_TEST + 'test_a_process_whose_launcher_was_killed_stops_once'),
+    Mutant(
+        'each_process_has_its_own_configuration', _MONITOR,
+        "    key = f'{_ROOT}/value/{name}'\n",
+        "    return value\n    key = f'{_ROOT}/value/{name}'\n",
+        _MONITOR_TEST + 'test_all_get_the_value_of_the_lead'),
 )

@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+import itertools
+import json
 import logging
 from typing import Any, NamedTuple
 
@@ -104,7 +106,6 @@ def join_cluster(arguments: argparse.Namespace) -> None:
 
   Raises:
     ConfigError: flags contradict each other.
-    ClusterError: the other processes do not come.
   """
   if arguments.distributed is None:
     return
@@ -213,9 +214,29 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
     # Errors of the configuration do not wait for JAX; and an imported module may have initialized several processes.
     from t5x_lite import runtime
     runtime.use_default_compilation_cache()
+  _check_same_on_all_processes(arguments.command, configuration.text)
   if configuration.mesh_rule:
     _log_mesh(configuration)
   return configuration
+
+
+def _check_same_on_all_processes(command: str, text: str) -> None:
+  """Raise if this process has another command or configuration than the lead: the results would be wrong.
+
+  Raises:
+    ConfigError: with the first line that differs.
+  """
+  from t5x_lite import runtime
+  monitor = runtime.current_monitor()
+  if monitor is None:
+    return
+  own = [f'{command}, {monitor.num_processes} processes', *text.splitlines()]
+  lead = json.loads(monitor.value_of_lead('configuration', json.dumps(own)))
+  pairs = itertools.zip_longest(own, lead, fillvalue='(nothing)')
+  different = next(((mine, theirs) for mine, theirs in pairs if mine != theirs), None)
+  if different is not None:
+    raise ConfigError(f'All processes of a run must have the same command and configuration, got {different[0]!r} in '
+                      f'process {monitor.process} and {different[1]!r} in process 0. Start all with the same flags.')
 
 
 def _log_mesh(configuration: Any) -> None:

@@ -108,8 +108,8 @@ def evaluate(
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
-      stack.enter_context(checkpoints.lock_model_dir(
-          cfg.output_dir, what='folder of results', elsewhere='another folder (EVAL_OUTPUT_DIR)'))
+      checkpoints.check_is_shared(stack.enter_context(checkpoints.lock_model_dir(
+          cfg.output_dir, what='folder of results', elsewhere='another folder (EVAL_OUTPUT_DIR)')))
     signals = stack.enter_context(runtime.StopSignals('ending before the first batch'))
     progress = runtime.Progress(enabled=multihost.is_lead(), unit='batch')
     stack.callback(progress.clear)

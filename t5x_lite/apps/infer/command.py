@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 
-from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import add_gin_arguments, join_cluster, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -66,6 +66,7 @@ def run_command(arguments: argparse.Namespace) -> int:
   if arguments.output != _STANDARD:
     _infer(arguments, folder or '.', name)
     return ExitCode.OK
+  _check_alone(arguments)
   # Standard output cannot be resumed, so that the results are kept in a temporary folder until they are complete.
   with tempfile.TemporaryDirectory(prefix='t5x_lite_infer_') as temporary:
     with contextlib.redirect_stdout(io.StringIO()) as report:
@@ -76,6 +77,15 @@ def run_command(arguments: argparse.Namespace) -> int:
       sys.stdout.flush()
       print(report.getvalue().replace(path, 'standard output'), end='', file=sys.stderr)
   return ExitCode.OK
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+  """Raise if several processes would write to standard output."""
+  join_cluster(arguments)
+  from t5x_lite import runtime
+  if runtime.current_monitor() is not None:
+    raise ConfigError('--output=- must be used with one process, since all processes and their libraries write to '
+                      'standard output. Pass the path of a file, or --distributed=off.')
 
 
 def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:

@@ -169,7 +169,7 @@ def train(
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
-      stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir))
+      checkpoints.check_is_shared(stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir)))
     progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
     stack.callback(progress.clear)
     stack.enter_context(progress.above_line())

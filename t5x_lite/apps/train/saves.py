@@ -159,7 +159,8 @@ class TrainSaves:
   def confirm(self) -> None:
     """Confirm the last checkpoint once a later step has shown it to be sound; log a save, and warn if it failed."""
     self._log_committed()
-    if self._is_writing and self._manager.has_failed and jax.process_count() == 1:
+    if self._is_writing and self._manager.has_failed and (
+        jax.process_count() == 1 or self._manager.misses_barriers):
       self.wait()
     if self._unconfirmed is not None and self._trainer.non_finite.newest_finite_step > self._unconfirmed:
       self._manager.confirm(self._unconfirmed)
@@ -181,6 +182,8 @@ class TrainSaves:
     except OSError as error:
       self._last_failure = self._cannot_write(error)
     except SaveError as error:
+      if error.ends_run:
+        raise
       self._last_failure = error
     if not multihost.any_process(self._last_failure is not None):
       return
@@ -275,6 +278,8 @@ class TrainSaves:
   def _count_failure(self, error: Exception, *, is_last: bool = False) -> None:
     self._failures_in_a_row += 1
     self._last_failure = error
+    if getattr(error, 'ends_run', False):
+      raise error
     if self._failures_in_a_row >= self._cfg.max_failures_in_a_row:
       raise SaveError(f'{self._failures_in_a_row} saves in a row failed, the limit of '
                       f'`SaveCheckpointConfig.max_failures_in_a_row`. Last error: {error}') from error

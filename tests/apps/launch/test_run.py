@@ -70,8 +70,8 @@ def test_what_a_script_has_started_ends_too(tmp_path, monkeypatch):
   script = f'if [ $JAX_PROCESS_ID = 1 ]; then exit 3; fi; sleep 600 & echo $! > {tmp_path}/pid; wait'
   assert run.launch(['bash', '-c', script], 2) == 3
   assert time.monotonic() - began < 60
-  with pytest.raises(ProcessLookupError):
-    os.kill(int((tmp_path / 'pid').read_text()), 0)
+  status = pathlib.Path('/proc', (tmp_path / 'pid').read_text().strip(), 'status')
+  assert not status.exists() or 'State:\tZ' in status.read_text()  # ended, though nobody may have asked for its status
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -91,35 +91,6 @@ def test_signals_are_passed_on(number):
   out, err = process.communicate(timeout=60)
   assert sorted(out.splitlines()) == [f'[process {i}] got {int(number)}' for i in range(2)]
   assert process.returncode == 75 and 'the others end' not in err
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason='only Linux tells a process of the end of its parent')
-def test_processes_end_with_a_launch_that_is_killed():
-  process = _launch('''
-      import os, time
-      from t5x_lite.runtime import cluster
-      cluster._end_with_launcher()
-      print('pid', os.getpid(), flush=True)
-      time.sleep(600)
-      ''', 2)
-  pids = [int(process.stdout.readline().rpartition(' ')[2]) for _ in range(2)]
-  process.kill()
-  process.communicate(timeout=60)
-  deadline = time.monotonic() + 60
-  try:
-    while any(map(_is_running, pids)):
-      assert time.monotonic() < deadline
-      time.sleep(0.1)
-  finally:
-    for pid in filter(_is_running, pids):
-      os.kill(pid, signal.SIGKILL)
-
-
-def _is_running(pid):
-  try:
-    return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
-  except OSError:
-    return False
 
 
 @pytest.mark.parametrize('environment, expected', [
