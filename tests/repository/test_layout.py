@@ -61,7 +61,8 @@ def test_locks_agree_between_pythons():
 
 
 @pytest.mark.skipif((platform.system(), platform.machine()) != ('Linux', 'x86_64'), reason='the locks are for Linux')
-@pytest.mark.parametrize('name', ['grain', 'jsonschema', 'matplotlib', 'safetensors', 'seqio', 'sentencepiece', 't5', 'tensorflow'])
+@pytest.mark.parametrize('name', [
+    'grain', 'jsonschema', 'matplotlib', 'safetensors', 'seqio', 'sentencepiece', 't5', 'tensorflow'])
 def test_packages_of_the_lock_are_installed(name):
   """Tests that need one of them are skipped where it is missing; with the lock none is."""
   assert importlib.util.find_spec(name) is not None, f'{name} is missing: install requirements/lock-3.*.txt'
