@@ -1,6 +1,6 @@
 """SLURM's sbatch, srun and scontrol for one job on this machine: `python -m tests.examples.fake_slurm srun`.
 
-srun sets SLURM's variables and starts real processes. The folder `FAKE_SLURM` has the log of what was called. Its files
+srun sets SLURM's variables and starts real processes. The folder `FAKE_SLURM` has the log of all calls. Its files
 `limit` and `kill` have a text: when a task writes it, the job comes near its time limit, or the last task is killed.
 """
 
@@ -97,7 +97,7 @@ def srun(arguments):
 
 
 def _read(task, tasks):
-  """Copy the output of a task, and let happen what it is to trigger, once."""
+  """Copy the output of a task; cause each fault once, when its text appears."""
   # With B: before its name, the script would have the signal instead of the tasks.
   name = os.environ['FAKE_SLURM_SIGNAL'].split('@')[0]
   faults = {'limit': (getattr(signal, f'SIG{name}'), tasks), 'kill': (signal.SIGKILL, tasks[-1:])}
