@@ -147,7 +147,7 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   _end_with_program(monitor)
   num_devices = jax.device_count()  # All processes wait for each other here.
   if spec.index == 0:
-    logging.getLogger(__name__).info('%d processes (%s) with %d devices, which meet at %s.', spec.count, spec.origin,
+    logging.getLogger(__name__).info('%d processes (%s) with %d devices, address %s.', spec.count, spec.origin,
                                      num_devices, spec.address)
   return monitor
 
@@ -316,7 +316,7 @@ def _check_port(address: str) -> None:
 def _waiting_for_others(spec: ProcessSpec, timeout: int) -> Iterator[None]:
   """Context of JAX's call that waits for the other processes: it ends the process in time, and lets signals do so."""
   has_joined = threading.Event()
-  who = f'process {spec.index} of {spec.count} ({spec.origin}), which meet at {spec.address},'
+  who = f'process {spec.index} of {spec.count} ({spec.origin}, address {spec.address})'
 
   def limit() -> None:
     if has_joined.wait(min(_SILENT_SECONDS, timeout)):

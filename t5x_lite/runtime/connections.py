@@ -7,12 +7,26 @@ import re
 import signal
 import socket
 import threading
+from typing import Protocol
 
 # Errors of collectives and barriers when another process has gone.
 _BROKEN = re.compile(
     r'gloo|nccl|connection (closed|reset|refused)|socket closed|broken pipe|UNAVAILABLE|DEADLINE_EXCEEDED|heartbeat|'
     r'coordination service|unhealthy', re.IGNORECASE)
 _BROKEN_EAGERLY = re.compile(r'(gloo|nccl) \w+ failed', re.IGNORECASE)
+
+
+class Store(Protocol):
+  """The methods of JAX's distributed runtime client that are used."""
+
+  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+    """Set a value; raise for an existing key, unless it may be overwritten."""
+
+  def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+    """Return the keys below a folder, and their values."""
+
+  def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+    """Return a value as soon as it exists; raise after the time."""
 
 
 def returns_within(seconds: float, fn: Callable[[], object]) -> bool:

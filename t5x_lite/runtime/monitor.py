@@ -21,10 +21,10 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from t5x_lite.errors import ExitCode, is_of_other_process, StoppedOnSignalError
-from t5x_lite.runtime.connections import is_connection_error, returns_within
+from t5x_lite.runtime.connections import is_connection_error, returns_within, Store
 from t5x_lite.runtime.failure import describe_error, Failure
 from t5x_lite.runtime.stacks import print_stacks
 from t5x_lite.runtime.stop_agreement import StopAgreement
@@ -47,19 +47,6 @@ _GRACE_SECONDS = 4.0
 _LINGER_SECONDS = 8.0
 # Silence after which a process counts as lost if there are other signs: a broken connection, or a stop that it ignores.
 _SUSPICIOUS_SILENCE = 8.0
-
-
-class Store(Protocol):
-  """The methods of JAX's distributed runtime client that are used."""
-
-  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-    """Set a value; raise for an existing key, unless it may be overwritten."""
-
-  def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-    """Return the keys below a folder, and their values."""
-
-  def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-    """Return a value as soon as it exists; raise after the time."""
 
 
 class Monitor:
@@ -475,12 +462,19 @@ def _forget_signals() -> None:
 _current: Monitor | None = None
 
 
-def reporting_errors() -> contextlib.AbstractContextManager[None]:
+def reporting_errors(phase: str = '') -> contextlib.AbstractContextManager[None]:
   """Return the context `Monitor.reporting` of this process; one without effect if it runs alone.
 
   Enter it last, so that an error is reported before anything is closed, which may wait for other processes.
+
+  Args:
+    phase: what the process does from now on, for the messages of others; '' keeps `Monitor.state_fn`.
   """
-  return contextlib.nullcontext() if _current is None else _current.reporting()
+  if _current is None:
+    return contextlib.nullcontext()
+  if phase:
+    _current.state_fn = lambda: (None, phase)
+  return _current.reporting()
 
 
 def current_monitor() -> Monitor | None:

@@ -201,5 +201,5 @@ cluster.join(cluster.ClusterConfig(
 """
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
   assert done.returncode == 75
-  assert f'process {index} of 2 (flags), which meet at {address}, has waited 2 s for the others' in done.stderr
+  assert f'process {index} of 2 (flags, address {address}) has waited 2 s for the others' in done.stderr
   assert 'stack trace' not in done.stderr

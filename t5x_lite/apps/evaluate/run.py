@@ -152,7 +152,7 @@ def evaluate(
     # Checkpoints: the configured ones, without those that are evaluated already
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking for checkpoints')
-    stack.enter_context(runtime.reporting_errors())
+    stack.enter_context(runtime.reporting_errors('evaluation'))
     record = eval_record.EvalRecord(cfg.output_dir, cfg.identity(evaluator, eval_batches))
     todo = _ToDo(record, cfg.restore_checkpoint_cfg)
     restored_models = restore_lib.restore_for_inference(

@@ -147,7 +147,7 @@ def infer(
     # Infer, batch by batch; no checkpoint is restored if all results are on disk
     # ------------------------------------------------------------------------------------------------------------------
     runner = evaluation.PredictRunner(cfg.model, cfg.partitioner)
-    stack.enter_context(runtime.reporting_errors())
+    stack.enter_context(runtime.reporting_errors('inference'))
     for train_state, train_state_axes, path, step, origin in restored_models:
       if not stores:
         open_stores(path, step)
