@@ -5,14 +5,16 @@ The environment variable FAULTS has faults as JSON, a list of objects:
     process  the process in which it happens
     at       kind of an event of the run ('restored', 'evaluation_begun', 'save_begun', ...), 'import' of this module,
              'open' of the training data, one of their batches ('batch') or of those of an evaluation ('evaluation'),
-             'metric' of predictions, 'encode' of a text; 'listing' or 'contents'
+             'metric' of predictions, 'encode' of a text, 'write' or 'finish' of the arrays of a checkpoint; 'listing'
+             or 'contents'
     number   the first, second, ... time; default 1
-    do       'raise', 'sleep', or the name of a signal that the process sends itself; for 'listing', the path of a
+    do       'raise', 'sleep', 'fill_disk', or the name of a signal that the process sends itself; for 'listing', the path of a
              checkpoint that the process does not see, and for 'contents', of one that is damaged for it
 
 SECONDS is the time that the source takes for a batch. RECORD is a folder to which each process writes its batches.
 """
 
+import errno
 import json
 import os
 import pathlib
@@ -28,6 +30,7 @@ from t5x_lite import actions
 from t5x_lite import data
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import state_io
 from tests.apps.infer import toy_infer
 from tests.apps.train import toy_run
 from tests.models import toy_model
@@ -88,9 +91,28 @@ def happens(at):
     print(f'FAULT {fault["do"]} at {at} {_counts[at]}', file=sys.stderr, flush=True)
     if fault['do'] == 'raise':
       raise RaisedByTest(_MESSAGE)
+    if fault['do'] == 'fill_disk':
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if fault['do'] == 'sleep':
       time.sleep(600)
     os.kill(os.getpid(), getattr(signal, fault['do']))
+
+
+class _Writer(state_io.StateWriter):
+  """Writer with faults."""
+
+  def start(self, directory, flat_state):
+    """See base class."""
+    happens('write')
+    super().start(directory, flat_state)
+
+  def finish(self):
+    """See base class."""
+    happens('finish')
+    super().finish()
+
+
+state_io.StateWriter = _Writer
 
 
 def on_event(event):

@@ -27,9 +27,9 @@ def _others(run, failed, num_processes):
 
 
 @pytest.mark.parametrize('num_processes', [2, _FOUR])
-@pytest.mark.parametrize('failed, at', [(0, 'batch'), (1, 'batch')] + [
+@pytest.mark.parametrize('failed, at', [(1, 'batch')] + [
     pytest.param(process, at, marks=pytest.mark.full) for process, at in (
-        *itertools.product((0, 1), ('import', 'open', 'evaluation')), (0, 'metric'))])
+        (0, 'batch'), *itertools.product((0, 1), ('import', 'open', 'evaluation')), (0, 'metric'))])
 def test_an_exception_in_one_ends_all_and_is_printed_once(model_dir, failed, at, num_processes):
   number = 5 if at == 'batch' else 1
   with runs.Run(_train(model_dir), num_processes, faults=[_fault(failed, 'raise', at, number)]) as run:
@@ -41,6 +41,18 @@ def test_an_exception_in_one_ends_all_and_is_printed_once(model_dir, failed, at,
   for output in _others(run, failed, num_processes).values():
     assert re.search(rf'ends because process {failed} failed.*RaisedByTest: .*first line', output), output
     assert 'second line' not in output and 'Traceback' not in output, output
+
+
+@pytest.mark.parametrize('failed, at', [(1, 'finish')] + [
+    pytest.param(process, at, marks=pytest.mark.full) for process, at in ((0, 'finish'), (0, 'write'), (1, 'write'))])
+def test_a_part_that_cannot_be_written_ends_all(model_dir, failed, at):
+  before = checkpoints.all_steps(model_dir)
+  with runs.Run(_train(model_dir), faults=[_fault(failed, 'fill_disk', at, 1)]) as run:
+    seconds = run.seconds_to_end()
+  print(f'{seconds:.1f} s until all have ended')
+  assert run.statuses == [74] and seconds < 20, run.output
+  assert run.output.count('error: The checkpoint of step') == 1 and 'the disk is full' in run.output, run.output
+  assert checkpoints.all_steps(model_dir) == before
 
 
 @pytest.mark.parametrize('num_processes', [2, _FOUR])

@@ -72,4 +72,10 @@ MUTANTS = (
         'Stop(int(multihost.broadcast_from_lead(np.int32(request))))',
         'request',
         _AGREEMENT_TEST + 'test_all_commands_do_the_same_in_several_processes[2]'),
+    Mutant(
+        'a_process_waits_in_its_barrier_for_those_in_orbax',
+        't5x_lite/checkpoints/manager.py',
+        '          self._misses_barriers = jax.process_count() > 1\n          raise\n',
+        '          raise\n',
+        'tests/multiprocess/test_faults.py::test_a_part_that_cannot_be_written_ends_all[1-finish]'),
 )
