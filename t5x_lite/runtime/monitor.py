@@ -104,6 +104,7 @@ class Monitor:
     self._failure: Failure | None = None
     self._has_failed = threading.Event()
     self._has_printed = self._has_lost_store = False
+    self._num_values = 0
     self._end_fns: list[Callable[[Failure], None]] = []
     self._is_suspicious = False
     self._all_done, self._all_are_there = threading.Event(), True
@@ -270,9 +271,10 @@ class Monitor:
 
   # ---- What others do ------------------------------------------------------------------------------------------------
 
-  def value_of_lead(self, name: str, value: str) -> str:
-    """Return the value that the lead passes; all processes must call this."""
-    key = f'{_ROOT}/value/{name}'
+  def value_of_lead(self, value: str) -> str:
+    """Return the value that the lead passes; all processes must call this in the same order."""
+    self._num_values += 1
+    key = f'{_ROOT}/value/{self._num_values}'
     if self.process == 0:
       self._store.key_value_set(key, value)
       return value

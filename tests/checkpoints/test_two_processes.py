@@ -14,7 +14,7 @@ PROGRAM = '''
     import jax.numpy as jnp
     import numpy as np
     from t5x_lite import checkpoints, errors, multihost
-    from t5x_lite.checkpoints import builders, manifest, state_io
+    from t5x_lite.checkpoints import builders, commit, manifest
 
     P = jax.sharding.PartitionSpec
     auto = (jax.sharding.AxisType.Auto,)
@@ -103,14 +103,13 @@ PROGRAM = '''
     if process == 0:
       manifest.write = write
     # A process fails to write its part: likewise.
-    finish = state_io.StateWriter.finish
+    mark_part_written = commit.mark_part_written
     if process == 1:
-      def fail(writer):
-        finish(writer)
+      def fail(pending):
         raise OSError('no part of mine')
-      state_io.StateWriter.finish = fail
+      commit.mark_part_written = fail
     check_failure(5)
-    state_io.StateWriter.finish = finish
+    commit.mark_part_written = mark_part_written
     multihost.sync('failed')
     assert list(manager.all_steps()) == [2, 3]
     assert sorted(p.name for p in directory.iterdir()) == ['.lock', 'checkpoint_2', 'checkpoint_3']

@@ -11,6 +11,7 @@ import sys
 import gin
 
 from t5x_lite import cli
+from t5x_lite.runtime import cluster
 
 
 def run_all(commands):
@@ -24,5 +25,5 @@ def run_all(commands):
 
 if __name__ == '__main__':
   last_status = run_all(json.loads(sys.argv[1]))
-  cli._end_cluster(last_status)
+  cluster.end(last_status)
   sys.exit(last_status)

@@ -195,7 +195,7 @@ MUTANTS = (
         _MONITOR_TEST + 'test_a_process_whose_launcher_was_killed_stops_once'),
     Mutant(
         'each_process_has_its_own_configuration', _MONITOR,
-        "    key = f'{_ROOT}/value/{name}'\n",
-        "    return value\n    key = f'{_ROOT}/value/{name}'\n",
+        '    self._num_values += 1\n',
+        '    return value\n',
         _MONITOR_TEST + 'test_all_get_the_value_of_the_lead'),
 )

@@ -273,7 +273,9 @@ def test_a_process_whose_launcher_was_killed_stops_once(nohup, name):
 
 def test_all_get_the_value_of_the_lead():
   with running(3) as cluster:
-    assert in_threads([lambda m=m: m.value_of_lead('x', str(m.process)) for m in cluster.monitors]) == ['0'] * 3
+    for name in 'ab':
+      assert in_threads(
+          [lambda m=m: m.value_of_lead(f'{name}{m.process}') for m in cluster.monitors]) == [f'{name}0'] * 3
 
 
 def test_a_second_signal_ends_a_process_whose_main_thread_hangs():

@@ -231,7 +231,7 @@ def _check_same_on_all_processes(command: str, text: str) -> None:
   if monitor is None:
     return
   own = [f'{command}, {monitor.num_processes} processes', *text.splitlines()]
-  lead = json.loads(monitor.value_of_lead('configuration', json.dumps(own)))
+  lead = json.loads(monitor.value_of_lead(json.dumps(own)))
   pairs = itertools.zip_longest(own, lead, fillvalue='(nothing)')
   different = next(((mine, theirs) for mine, theirs in pairs if mine != theirs), None)
   if different is not None:

@@ -10,7 +10,7 @@ from t5x_lite.errors import StoppedOnSignalError
 
 
 class _Signals:
-  requested = False
+  ends_waits = False
 
 
 def test_opening_that_stalls_is_reported_and_sees_signals(monkeypatch):
@@ -20,7 +20,7 @@ def test_opening_that_stalls_is_reported_and_sees_signals(monkeypatch):
 
   def report(message):
     printed.append(message)
-    signals.requested = len(printed) == 2
+    signals.ends_waits = len(printed) == 2
 
   monkeypatch.setattr(runtime, 'print_stacks', report)
   monkeypatch.setattr(waiting, 'POLL_SECONDS', 0.01)
@@ -28,7 +28,7 @@ def test_opening_that_stalls_is_reported_and_sees_signals(monkeypatch):
     waits.call(released.wait, 'opening it')
   released.set()
   assert len(printed) == 2 and printed[0].startswith('warning: Opening it has taken 0 s.')
-  signals.requested = False
+  signals.ends_waits = False
   assert waits.call(lambda: None, 'opening it') is None and list(waits.iterate(iter([0, None]), 'reading')) == [0, None]
   with pytest.raises(KeyError, match='mine'):
     waits.call(lambda: {}['mine'], 'opening it')
@@ -39,7 +39,7 @@ def waits(monkeypatch):
   monkeypatch.setattr(waiting, 'POLL_SECONDS', 0.01)
   signals = _Signals()
   return waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(f'while {doing}'),
-                           on_wait=lambda: setattr(signals, 'requested', True))
+                           on_wait=lambda: setattr(signals, 'ends_waits', True))
 
 
 def test_an_iteration_reads_in_one_thread_that_ends_with_it(waits):

@@ -227,16 +227,16 @@ def test_a_dry_run_writes_nothing(run, tmp_path, capsys):
 
 
 def test_means_over_tasks(run, tmp_path, capsys):
-  second = dataclasses.replace(toy_run.TASK, name='letters_again')
-  for task in (second, toy_run.TASK):
-    data.register_builtin_task(task)
-  mixture = data.BuiltinMixture(name='letters_and_again', rates={'letters': 1.0, 'letters_again': 1.0})
+  names = ('letters_once', 'letters_again')
+  for name in names:
+    data.register_builtin_task(dataclasses.replace(toy_run.TASK, name=name))
+  mixture = data.BuiltinMixture(name='letters_once_and_again', rates=dict.fromkeys(names, 1.0))
   cfg = dataclasses.replace(toy_run.dataset('validation'), mixture_or_task_name=mixture)
   results = _evaluate(run, tmp_path, 'latest', dataset_cfg=cfg, best_metric='inference_eval/mean/exact_match')
   lines = _lines(tmp_path)
   for kind, name in (('inference_eval', 'exact_match'), ('training_eval', 'loss')):
     assert lines[f'{kind}/mean'][0][name] == results[12][f'{kind}/mean/{name}'] == pytest.approx(
-        results[12][f'{kind}/letters/{name}'])
+        results[12][f'{kind}/letters_once/{name}'])
   assert '12    mean' in capsys.readouterr().out
 
 
