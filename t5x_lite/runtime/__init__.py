@@ -1,4 +1,4 @@
-"""Process of a run and its cluster: signals, watchdog, events, garbage, progress, profiling, memory, compilation cache."""
+"""Process of a run, and its cluster: signals, watchdog, events, progress, profiling, memory, compilation cache."""
 
 from t5x_lite.lazy_names import lazy_names
 

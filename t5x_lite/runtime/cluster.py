@@ -1,7 +1,7 @@
 """Joining the cluster of a run: how many processes there are, which one this is, and where they meet.
 
-The answer comes from flags, else from environment variables, which `t5x_lite launch` sets, else from JAX's own detectors
-of SLURM, Open MPI, Kubernetes and TPU pods.
+The answer comes from flags, else from environment variables, which `t5x_lite launch` sets, else from JAX's detectors of
+SLURM, Open MPI, Kubernetes and TPU pods.
 """
 
 import atexit

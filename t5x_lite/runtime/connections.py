@@ -66,9 +66,9 @@ def is_connection_error(error: BaseException) -> bool:
 def hold_aborts() -> None:
   """Let a thread that calls `abort` sleep for 6 s before it ends the process.
 
-  JAX's client calls it as soon as it loses process 0. Meanwhile, the monitor names the reason and ends the process with a
-  status that schedulers restart on. The handler is a function of the C library, since no Python may run in it: the number
-  of the signal, 6, is its argument.
+  JAX's client calls it as soon as it loses process 0. Meanwhile, the monitor names the reason and ends the process with
+  a status that schedulers restart on. The handler is a function of the C library, since no Python may run in it: the
+  number of the signal, 6, is its argument.
   """
   with contextlib.suppress(OSError, AttributeError, ValueError):
     library = ctypes.CDLL(None)

@@ -32,8 +32,9 @@ class Failure:
     if self.error:
       return f'process {self.process} failed{where and " " + where}: {self.error}'
     last = ' '.join(part for part in (where, self.phase and f'in the phase {self.phase!r}') if part)
-    return (f'process {self.process} has given no sign of life for {self.seconds:.0f} s{last and f", the last {last}"}: '
-            'it was killed, or its machine or network has failed')
+    last = last and f', the last {last}'
+    return (f'process {self.process} has given no sign of life for {self.seconds:.0f} s{last}: it was killed, or its '
+            'machine or network has failed')
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:

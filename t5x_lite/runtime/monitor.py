@@ -61,7 +61,8 @@ class Monitor:
   """
 
   def __init__(self, store: Store, process: int, num_processes: int, *, heartbeat_timeout_seconds: float = 30.0,
-               is_gone_fn: Callable[[], bool] = lambda: False, is_abandoned_fn: Callable[[], bool] = lambda: False, name: str = 't5x_lite', exit_fn: Callable[[int], NoReturn] = os._exit,
+               is_gone_fn: Callable[[], bool] = lambda: False, is_abandoned_fn: Callable[[], bool] = lambda: False,
+               name: str = 't5x_lite', exit_fn: Callable[[int], NoReturn] = os._exit,
                clock: Callable[[], float] = time.monotonic):
     """Store the arguments; `start` begins.
 

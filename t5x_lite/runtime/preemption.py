@@ -67,8 +67,8 @@ class StopSignals:
     Several processes agree on it by their monitor.
 
     Args:
-      may_wait: whether processes without a monitor, whose program has called `jax.distributed.initialize`, wait for each
-        other to agree. Otherwise they continue to the next point at which they may.
+      may_wait: whether processes without a monitor, whose program has called `jax.distributed.initialize`, wait for
+        each other to agree. Otherwise they continue to the next point at which they may.
     """
     if jax.process_count() == 1:
       return self.requested

@@ -1,4 +1,4 @@
-"""The monitor of the processes of a run, with several of them in one process; the real ones are in tests/multiprocess."""
+"""The monitor of the processes of a run, with several in one process; real processes are in tests/multiprocess."""
 
 import contextlib
 import os

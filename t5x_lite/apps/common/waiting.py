@@ -83,9 +83,11 @@ class DataWaits:
       if self._signals.ends_waits:
         raise self._stop_error_fn(doing)
 
-    return wait_for(
-        poll_fn, check, lambda waited: (f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
-                                        f'{runtime.signals_that_end_a_wait()} ends the wait.'), warning_seconds=self._warning_seconds)
+    def warning(waited: float) -> str:
+      return (f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
+              f'{runtime.signals_that_end_a_wait()} ends the wait.')
+
+    return wait_for(poll_fn, check, warning, warning_seconds=self._warning_seconds)
 
   def call(self, fn: Callable[[], T], doing: str, close_fn: Callable[[T], None] = lambda result: None) -> T:
     """Call `fn` in a thread and return its result; raise its error, or the error after a signal.

@@ -168,7 +168,8 @@ def infer(
         num_source_examples = infer_source(
             source, cfg, runner, train_state, train_state_axes, first_batch=first_batch,
             write_fn=_chunk_writer(store, cfg),
-            should_stop=lambda: signals.is_due(may_wait=True), ends_wait=lambda: signals.ends_waits, on_batch=counter.add)
+            should_stop=lambda: signals.is_due(may_wait=True), ends_wait=lambda: signals.ends_waits,
+            on_batch=counter.add)
         counter.end()
         outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
         if num_source_examples is None:
@@ -216,8 +217,8 @@ def _check_workers(cfg: InferConfig) -> None:
   if cfg.num_shards > 1 and multihost.any_process(
       bool(multihost.broadcast_from_lead(np.int32(cfg.shard_id)) != cfg.shard_id)):
     raise ConfigError(f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '
-                      f'{cfg.shard_id} here and another one elsewhere. Workers with different shards are separate runs: '
-                      'pass --distributed=off to each.')
+                      f'{cfg.shard_id} here and another one elsewhere. Workers with different shards are separate '
+                      'runs: pass --distributed=off to each.')
 
 
 def _open_sources(cfg: InferConfig) -> list[data.ExampleSource]:

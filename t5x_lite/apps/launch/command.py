@@ -10,7 +10,8 @@ _EXAMPLE = 'Write it after --, e.g. `t5x_lite launch -n 2 -- train --gin_file=re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.usage = '%(prog)s -n N [--devices_per_process K] -- COMMAND ...'
-  parser.epilog = 'example:\n  t5x_lite launch -n 2 -- train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/two'
+  parser.epilog = ('example:\n'
+                   '  t5x_lite launch -n 2 -- train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/two')
   parser.add_argument('-n', '--num_processes', type=int, required=True, metavar='N', help='number of processes')
   parser.add_argument('--devices_per_process', type=int, default=1, metavar='K',
                       help='GPUs of each process, or virtual devices on a CPU; default: 1')

@@ -222,8 +222,8 @@ class TrainBatches:
 
     def warning(waited: float) -> str:
       if jax.process_count() > 1:
-        return (f'No training batch for {waited:.0f} s. The run is waiting; {runtime.signals_that_end_a_wait()} ends it '
-                'without a save.')
+        return (f'No training batch for {waited:.0f} s. The run is waiting; {runtime.signals_that_end_a_wait()} ends '
+                'it without a save.')
       remedy = ('ends it; `max_batch_seconds` does not limit the first batch' if self._is_opening else
                 'saves it; set `max_batch_seconds` to limit the wait')
       return f'No training batch for {waited:.0f} s. The run is waiting; SIGTERM or Ctrl-C {remedy}.'

@@ -259,7 +259,8 @@ def train(
           'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.')
     start_lib.record_data(start, facts, cfg.train_dataset_cfg)
     train_batches = TrainBatches(
-        batches, should_stop=signals.is_due, ends_wait=lambda: signals.ends_waits, facts=facts if has_position else {}, first_step=first_step,
+        batches, should_stop=signals.is_due, ends_wait=lambda: signals.ends_waits,
+        facts=facts if has_position else {}, first_step=first_step,
         may_end=cfg.may_end, max_batch_seconds=cfg.max_batch_seconds, on_wait=on_wait,
         is_computing=lambda: not trainer.step_state.step.is_ready(), phase_fn=events.phase)
     # The run may have been stopped before this step's evaluation.
