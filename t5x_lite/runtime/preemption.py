@@ -104,4 +104,5 @@ class StopSignals:
       again = 'send SIGTERM again' if self._asked else 'send SIGTERM twice'
     # `print` is not reentrant: the handler may interrupt a `print` of the main program.
     with contextlib.suppress(OSError):  # After SIGHUP the terminal is closed.
-      os.write(2, f'\n{self._received.name}: {self.doing}; {again} to exit immediately.\n'.encode())
+      new_line = '\n' if os.isatty(2) else ''  # after the ^C of the terminal
+      os.write(2, f'{new_line}{self._received.name}: {self.doing}; {again} to exit immediately.\n'.encode())

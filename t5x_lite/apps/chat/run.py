@@ -112,8 +112,8 @@ class Chat:
                max_input_length: int | None = None, max_length: int | None = None):
     """Restore the parameters and compile; see `chat`."""
     if jax.process_count() > 1:
-      raise ConfigError(f'chat requires a single process, got {jax.process_count()}. Pass --distributed=off, or use '
-                        '`t5x_lite infer`.')
+      raise ConfigError(f'chat requires a single process, got {jax.process_count()}. Run it without launch and '
+                        'with --distributed=off, or use `t5x_lite infer`.')
     self._options = options
     self._vocabulary = model.output_vocabulary
     model, self._predict_options = options.apply(model)

@@ -45,7 +45,9 @@ def run_command(arguments: argparse.Namespace) -> int:
   prepend_run_file(arguments, _RUN_FILE, 'evaluate')
   configuration = load_configuration(arguments, placeholders, overrides)
   if arguments.dry_run:
-    print(configuration.text)
+    from t5x_lite import multihost
+    if multihost.is_lead():
+      print(configuration.text)
   configuration.call(dry_run=arguments.dry_run, settings=configuration.settings(_NOT_SETTINGS))
   return ExitCode.OK
 

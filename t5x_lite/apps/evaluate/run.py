@@ -161,7 +161,8 @@ def evaluate(
         applies_transforms=cfg.dry_run)
     progress.clear()
     if cfg.dry_run:
-      print(todo.describe(evaluations.num_batches, cfg.output_dir))
+      if multihost.is_lead():
+        print(todo.describe(evaluations.num_batches, cfg.output_dir))
       return record.results
     if cfg.summarize_config_fn is not None and multihost.is_lead():
       cfg.summarize_config_fn(cfg.output_dir, None, 0)

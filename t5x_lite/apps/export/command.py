@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import add_gin_arguments, join_cluster, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -34,6 +34,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     run = resolve_run(arguments)
     path = run.checkpoint
     if run.mode == 'latest':
+      join_cluster(arguments)  # before JAX is used
       from t5x_lite import checkpoints
       path = str(checkpoints.get_checkpoint_dir(path, checkpoints.newest_sound_step(path)))
     folder, name = os.path.split(os.path.normpath(path))

@@ -27,6 +27,8 @@ _END_SECONDS = 15.0
 # The same if the process was killed, so that it could not tell the others.
 _KILLED_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+# Lines of JAX's collectives on CPUs, which cannot be turned off.
+_NOISE = b'[Gloo] Rank '
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -151,6 +153,8 @@ def _copy(index: int, source: BinaryIO, target) -> threading.Thread:
   def run() -> None:
     with source:
       for line in source:
+        if line.startswith(_NOISE):
+          continue
         text = (b'' if line.startswith(prefix) else prefix) + line.removesuffix(b'\n') + b'\n'
         with contextlib.suppress(OSError):  # the reader is gone; the processes continue
           if descriptor is None:

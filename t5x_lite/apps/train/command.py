@@ -18,7 +18,9 @@ def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   configuration = load_configuration(arguments)
   if arguments.dry_run:
-    print(configuration.text)
+    from t5x_lite import multihost
+    if multihost.is_lead():
+      print(configuration.text)
     configuration.call(dry_run=True)
   else:
     configuration.call()

@@ -27,6 +27,7 @@ def test_each_process_knows_its_place_and_lines_name_it():
       import os, sys
       i = os.environ['JAX_PROCESS_ID']
       print('place', i, 'of', os.environ['JAX_NUM_PROCESSES'], 'at', os.environ['JAX_COORDINATOR_ADDRESS'])
+      print('[Gloo] Rank 0 is connected to 2 peer ranks.')
       print(f'[process {i}] has its name\\nlast line without end', end='', file=sys.stderr)
       ''', 3)
   out, err = process.communicate(timeout=60)
