@@ -5,7 +5,7 @@
 Real processes train the recipe of the README on a CPU. In one of them, the data source raises, is killed, or stalls at
 step 20, or it gets a signal while each step takes a second. The table has the seconds from the fault to the end of the
 last process, the exit statuses, and the step that is saved. The last row is the same command again, from its start to
-the first new step, beside one process that does the same.
+the first new step, and the same for a process that runs alone.
 """
 
 import argparse

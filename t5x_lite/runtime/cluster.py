@@ -84,14 +84,14 @@ class ClusterConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-  """ProcessSpec of a process in its cluster.
+  """Number of a process in its cluster, and where the cluster is.
 
   Attributes:
     address: host and port of process 0.
     count: number of processes.
     index: index of this process.
     local_devices: numbers of the devices of this machine that the process uses; None for all.
-    origin: who says so.
+    origin: source of these values, for messages, e.g. 'flags' or 'SLURM'.
   """
 
   address: str | None
@@ -190,7 +190,7 @@ def find_process(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ
     ConfigError: see `join`.
   """
   spec = ProcessSpec(address=cfg.coordinator_address, count=cfg.process_count, index=cfg.process_index,
-                local_devices=_numbers(environment, LOCAL_DEVICES), origin='flags')
+                     local_devices=_numbers(environment, LOCAL_DEVICES), origin='flags')
   if not cfg.is_explicit:
     in_environment = {COUNT, ADDRESS, INDEX} & {name for name, value in environment.items() if value}
     spec = dataclasses.replace(spec, origin='launch' if in_environment and environment.get(LAUNCHED) else

@@ -62,7 +62,7 @@ class Monitor:
 
   def __init__(self, store: Store, process: int, num_processes: int, *, heartbeat_timeout_seconds: float = 30.0,
                is_gone_fn: Callable[[], bool] = lambda: False, is_abandoned_fn: Callable[[], bool] = lambda: False,
-               name: str = 't5x_lite', exit_fn: Callable[[int], NoReturn] = os._exit,
+               exit_fn: Callable[[int], NoReturn] = os._exit,
                clock: Callable[[], float] = time.monotonic):
     """Store the arguments; `start` begins.
 
@@ -73,7 +73,6 @@ class Monitor:
       heartbeat_timeout_seconds: silence after which a process counts as lost.
       is_gone_fn: returns whether the server of the store is known to be gone; asked when it does not answer.
       is_abandoned_fn: returns whether the program that has started all processes has ended; they then stop.
-      name: beginning of messages.
       exit_fn: ends the process with a status.
       clock: returns seconds.
     """
@@ -85,7 +84,6 @@ class Monitor:
     self._timeout = heartbeat_timeout_seconds
     self._is_gone_fn = is_gone_fn
     self._is_abandoned_fn = is_abandoned_fn
-    self._name = name
     self._exit_fn = exit_fn
     self._clock = clock
     self._lock = threading.Lock()
@@ -226,7 +224,7 @@ class Monitor:
     if failure is None or (failure.process == self.process and failure.error) or not self._prints_first():
       return
     more = 'Its output has the whole message' if failure.error else 'Rerun the command on all machines to resume'
-    text = f'{self._name}: [process {self.process}] ends because {failure}. {more}.\n'
+    text = f't5x_lite: [process {self.process}] ends because {failure}. {more}.\n'
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
 

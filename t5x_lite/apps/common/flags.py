@@ -211,7 +211,7 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   join_cluster(arguments)
   configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
   if cache is None:
-    # Errors of the configuration do not wait for JAX; and an imported module may have initialized several processes.
+    # After the imports of the configuration, since a module may have initialized several processes.
     from t5x_lite import runtime
     runtime.use_default_compilation_cache()
   _check_same_on_all_processes(arguments.command, configuration.text)

@@ -74,8 +74,9 @@ def launch(command: Sequence[str], num_processes: int, *, devices_per_process: i
     status = _wait(processes)
     for process in processes if status else ():  # The children of a script that failed may still run.
       _send_to_group(process, signal.SIGKILL)
+    deadline = time.monotonic() + _END_SECONDS  # A child may keep the pipes open.
     for copy in copies:
-      copy.join(_END_SECONDS)
+      copy.join(max(deadline - time.monotonic(), 0))
   return status
 
 
@@ -88,7 +89,7 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
     if first is None:
       first = next((index for index, process in enumerate(processes) if process.poll()), None)
       failed_at = now
-      if first is not None and processes[first].returncode < 0:  # It could not say so.
+      if first is not None and processes[first].returncode < 0:  # It could not tell why.
         _say(f'process {first} was killed by {signal.Signals(-processes[first].returncode).name}; the others end')
       continue
     limit = _KILLED_SECONDS if processes[first].returncode < 0 else _END_SECONDS
