@@ -1,4 +1,9 @@
-"""Atomic writing of files, and appending to files. All complete files are written by `write`."""
+"""Paths, atomic writing of files, and appending to files, on local file systems and in object stores.
+
+`path` makes all paths of this package, and `write` writes all complete files.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 import concurrent.futures
@@ -6,7 +11,17 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
+import shutil
+import time
+from typing import TYPE_CHECKING
 import uuid
+
+if TYPE_CHECKING:
+  from t5x_lite import object_store
+  Path = pathlib.Path | object_store.StorePath
+else:
+  Path = pathlib.Path  # for annotations; the other one is imported when it is needed
 
 # Suffix, before a random text, of the names of incomplete files and folders.
 WRITING_INFIX = '.tmp-'
@@ -14,14 +29,43 @@ WRITING_INFIX = '.tmp-'
 NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))
 # Size up to which appended bytes are buffered.
 _BUFFER_BYTES = 1 << 16
+# A part of an appended file in a store is written anew until it has this size, and not more often than this unless it
+# is flushed: stores limit the writes of one object to one per second.
+_PART_BYTES = 1 << 20
+_PART_SECONDS = 15.0
+_PART_INFIX = '.part-'
+
+PathLike = str | os.PathLike[str]
+
+
+def is_remote(name: PathLike) -> bool:
+  """Return True if a path names an object store, as gs://bucket/name does."""
+  return '://' in os.fspath(name)
+
+
+def path(name: PathLike) -> Path:
+  """Return a path with the methods of `pathlib.Path`: local, or in an object store if it begins with a scheme.
+
+  >>> path('runs/a') / 'config.gin'
+  PosixPath('runs/a/config.gin')
+
+  Raises:
+    ConfigError: the scheme is unknown; a missing package or credentials are reported by the first request.
+  """
+  if not is_remote(name):
+    return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
+  from t5x_lite import object_store  # takes 0.1 s
+  return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
 
 
 def make_writable(folder: str | os.PathLike[str]) -> None:
-  """Create a folder and its parents if they are missing.
+  """Create a folder and its parents if they are missing; does nothing in an object store, which has no folders.
 
   Raises:
     OSError: the folder cannot be created, or files in it cannot be written; it names the path.
   """
+  if is_remote(folder):
+    return
   os.makedirs(folder, exist_ok=True)
   if not os.access(folder, os.W_OK | os.X_OK):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(folder))
@@ -33,15 +77,19 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
 
   Args:
     path: path of the file, which is replaced if it exists. Its folder must exist.
-    content: bytes, a text for UTF-8, or a function that writes the file at the given path, in the same folder.
+    content: bytes, a text for UTF-8, or a function that writes the file at the given local path: in the same folder, or
+      in the folder of temporary files if `path` is in an object store.
     durable: wait until content and name are on disk.
 
   Raises:
     OSError: e.g. the disk is full; it names `path`. A former file is unchanged, and no partial file remains.
   """
-  path = pathlib.Path(path)
   if isinstance(content, str):
     content = content.encode('utf-8')
+  if is_remote(path):
+    _write_object(path, content)
+    return
+  path = pathlib.Path(path)
   temporary = path.with_name(f'{path.name}{WRITING_INFIX}{uuid.uuid4().hex[:8]}')
   try:
     if callable(content):
@@ -59,6 +107,17 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
     raise
 
 
+def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
+  from t5x_lite import object_store
+  target = path(name)
+  if not callable(content):
+    target.write_bytes(content)
+    return
+  with object_store.local_file(target.suffix) as local:
+    content(local)
+    target.upload(local)
+
+
 def rename(source: pathlib.Path, target: pathlib.Path, *, durable: bool = True) -> None:
   """Rename a file and replace `target` if it exists; if `durable`, wait until the new name is on disk."""
   source.replace(target)
@@ -69,6 +128,20 @@ def rename(source: pathlib.Path, target: pathlib.Path, *, durable: bool = True) 
 def remove(path: pathlib.Path) -> None:
   """Remove a file if it exists."""
   path.unlink(missing_ok=True)
+
+
+def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
+  """Remove a folder and everything below it."""
+  if not is_remote(folder):
+    shutil.rmtree(folder, ignore_errors=ignore_errors)
+    return
+  with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+    folder.rmtree()
+
+
+def real_path(name: PathLike) -> str:
+  """Return the absolute path without links, which is equal for two names of one folder."""
+  return os.path.realpath(name) if not is_remote(name) else str(path(name))
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -86,6 +159,35 @@ def fsync_tree(root: pathlib.Path) -> None:
   with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix='files-fsync') as pool:
     list(pool.map(fsync, paths))
   fsync(root)
+
+
+def parts(name: PathLike) -> list[Path]:
+  """Return the files whose contents in this order are those of an `AppendedFile`, of which the first is `name`.
+
+  A local file has one part. In an object store, further parts are called `<name>.part-00001` and so on.
+  """
+  first = path(name)
+  if not is_remote(name):
+    return [first]
+  return [first, *(found for found in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(found))]
+
+
+def _number_of(part: object_store.StorePath) -> int:
+  match = re.fullmatch(rf'.*{re.escape(_PART_INFIX)}(\d+)', part.name)
+  return int(match.group(1)) if match else 0
+
+
+def appended(name: PathLike, *, header: bytes = b'') -> AppendedFile | AppendedParts:
+  """Return a file to append to: an `AppendedFile`, or in an object store `AppendedParts`.
+
+  Args:
+    name: path of the file.
+    header: first bytes of each part, for formats in which each part must be a file of its own.
+  """
+  file = AppendedParts(path(name), header=header) if is_remote(name) else AppendedFile(path(name))
+  if header and not is_remote(name):
+    file.append(header, at_once=False)
+  return file
 
 
 class AppendedFile:
@@ -129,3 +231,55 @@ class AppendedFile:
       self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     while self._unwritten:
       del self._unwritten[:os.write(self._fd, self._unwritten)]
+
+
+class AppendedParts:
+  """What `AppendedFile` is on a disk, for an object store: objects (see `parts`), each of which appears as a whole.
+
+  A part is written anew at each flush, and after some seconds of writing, until it is large; then the next one begins.
+  Another writer of the same name begins a new part.
+  """
+
+  def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
+    self._first = first
+    self._header = header
+    self._part: object_store.StorePath | None = None
+    self._content = bytearray(header)
+    self._num_written = len(header)
+    self._last_write = time.monotonic()
+    self._closed = False
+
+  def append(self, content: bytes, *, at_once: bool) -> None:
+    """Append `content`; it is written at the next flush, or if `at_once` when the last write is some seconds ago."""
+    self._content += content
+    if at_once and time.monotonic() - self._last_write > _PART_SECONDS:
+      with contextlib.suppress(OSError):  # `flush` raises it.
+        self._write()
+
+  def flush(self) -> None:
+    """Return when everything appended is in the store; raise OSError if the store does not take it."""
+    self._write()
+
+  def close(self) -> None:
+    """Write what is left."""
+    if not self._closed:
+      self._closed = True
+      self._write()
+
+  def _write(self) -> None:
+    if len(self._content) == self._num_written:
+      return
+    if self._part is None:
+      self._part = self._next_part()
+    self._last_write = time.monotonic()
+    self._part.write_bytes(bytes(self._content))
+    self._num_written = len(self._content)
+    if len(self._content) > _PART_BYTES:
+      self._part = self._first.with_name(f'{self._first.name}{_PART_INFIX}{_number_of(self._part) + 1:05d}')
+      self._content, self._num_written = bytearray(self._header), len(self._header)
+
+  def _next_part(self) -> object_store.StorePath:
+    found = parts(self._first)
+    if len(found) == 1 and not self._first.is_file():
+      return self._first
+    return self._first.with_name(f'{self._first.name}{_PART_INFIX}{_number_of(found[-1]) + 1:05d}')

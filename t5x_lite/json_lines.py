@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x_lite import files
+
 # Line breaks for Python and other programs that JSON strings may contain.
 _LINE_BREAKS = str.maketrans({c: f'\\u{ord(c):04x}' for c in '\x85\u2028\u2029'})
 
@@ -48,11 +50,12 @@ def to_line(row: Mapping[str, Any], **options: Any) -> str:
 
 def read(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
   """Yield the text of each line and its object; None for an invalid line, e.g. one truncated by a kill."""
-  # A machine that crashed may leave invalid bytes at the end.
-  with open(path, encoding='utf-8', errors='replace', newline='\n') as lines:
-    for line in lines:
-      try:
-        row = json.loads(line)
-      except ValueError:
-        row = None
-      yield line.removesuffix('\n'), row if isinstance(row, dict) else None
+  for part in files.parts(path):
+    # A machine that crashed may leave invalid bytes at the end.
+    with part.open(encoding='utf-8', errors='replace', newline='\n') as lines:
+      for line in lines:
+        try:
+          row = json.loads(line)
+        except ValueError:
+          row = None
+        yield line.removesuffix('\n'), row if isinstance(row, dict) else None

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import pathlib
 import re
 import stat
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors
+from t5x_lite import errors, files
 from t5x_lite.formatting import short_repr
 
 # Maximum size of files that are parsed at once; 100,000 arrays need a quarter of it.
@@ -83,12 +81,14 @@ def shorten(value: Any) -> str:
 # ---- Files -----------------------------------------------------------------------------------------------------------
 
 
-def file_problem(root: pathlib.Path, name: str) -> str | None:
+def file_problem(root: files.Path, name: str) -> str | None:
   """Return why the file `name` of the folder `root` must not be opened, or None.
 
   It must not be outside of the folder, a device or a pipe. Links of a Hugging Face cache are allowed: the folder may be
   a snapshot, whose files link to `blobs`.
   """
+  if files.is_remote(root):  # a store has neither links nor devices
+    return None
   path = root / name
   base, real = os.path.realpath(root), os.path.realpath(path)
   above = os.path.dirname(base)
@@ -102,7 +102,7 @@ def file_problem(root: pathlib.Path, name: str) -> str | None:
   return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else f'{name} is neither a file nor a folder'
 
 
-def check_file(root: pathlib.Path, name: str) -> pathlib.Path:
+def check_file(root: files.Path, name: str) -> files.Path:
   """Return the path of the file `name` of the folder `root`.
 
   Raises:
@@ -114,7 +114,7 @@ def check_file(root: pathlib.Path, name: str) -> pathlib.Path:
   return root / name
 
 
-def read_limited(root: pathlib.Path, name: str) -> bytes:
+def read_limited(root: files.Path, name: str) -> bytes:
   """Return the content of the file `name` of the folder `root`.
 
   Raises:
@@ -150,12 +150,15 @@ def parse_object(content: bytes, path: str, remedy: str = 'Download it again.') 
   return value
 
 
-def walk(root: pathlib.Path, folder: str) -> Iterator[tuple[str, os.DirEntry]]:
-  """Yield (path relative to `root`, entry) of each file, link and special file below `root / folder`.
+def walk(root: files.Path, folder: str = '') -> dict[str, int]:
+  """Return path relative to `root` -> size in bytes, of each file, link and special file below `root / folder`.
 
-  Links are not followed. A missing folder yields nothing.
+  Links to folders are not followed; a link to a file has the size of the file, or 0 if there is none. A missing folder
+  has no files.
   """
-  waiting = [folder]
+  if files.is_remote(root):
+    return {f'{folder}/{name}' if folder else name: size for name, size in (root / folder).find().items()}
+  found, waiting = {}, [folder]
   while waiting:
     below = waiting.pop()
     try:
@@ -167,23 +170,29 @@ def walk(root: pathlib.Path, folder: str) -> Iterator[tuple[str, os.DirEntry]]:
       if entry.is_dir(follow_symlinks=False):
         waiting.append(name)
       else:
-        yield name, entry
+        try:
+          found[name] = entry.stat().st_size
+        except OSError:
+          found[name] = 0
+  return found
 
 
-def tree_problem(root: pathlib.Path, folder: str) -> str | None:
+def tree_problem(root: files.Path, folder: str) -> str | None:
   """Return the first problem, see `file_problem`, of `folder` in `root` and of all files below it, or None."""
+  if files.is_remote(root):
+    return None
   problem = file_problem(root, folder) if folder else None
-  for name, entry in () if problem is not None else walk(root, folder):
-    if not entry.is_file(follow_symlinks=False):
+  for name in () if problem is not None else walk(root, folder):
+    if not stat.S_ISREG(os.lstat(root / name).st_mode):
       problem = file_problem(root, name)
       if problem is not None:
         break
   return problem
 
 
-def tree_bytes(root: pathlib.Path) -> int:
+def tree_bytes(root: files.Path) -> int:
   """Return the number of bytes of all files below `root`."""
-  return sum(entry.stat(follow_symlinks=False).st_size for _, entry in walk(root, ''))
+  return sum(walk(root).values())
 
 
 def num_bytes(shape: Any, dtype: np.dtype) -> int:

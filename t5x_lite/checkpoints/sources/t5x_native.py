@@ -104,8 +104,8 @@ class T5xNativeSource(base.StateSource):
     if tuple(shape) != entry.shape or dtype != entry.dtype:
       return (f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, but the index has {entry.dtype} '
               f'of shape {entry.shape}')
-    sizes = {name.removeprefix(f'{entry.folder}/'): file.stat().st_size
-             for name, file in untrusted.walk(self._root, entry.folder)}
+    sizes = {name.removeprefix(f'{entry.folder}/'): size
+             for name, size in untrusted.walk(self._root, entry.folder).items()}
     num_bytes = untrusted.num_bytes(chunks, dtype)
     for name in _chunk_names(shape, chunks, separator):
       if name not in sizes:

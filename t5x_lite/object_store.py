@@ -1,0 +1,437 @@
+"""Paths of object stores (gs://, s3://), with the methods of `pathlib.Path` that this package uses.
+
+`files.path` makes them. A store has objects with whole names and no folders: a folder exists while an object below it
+does. An object appears whole or not at all, and cannot be renamed or appended to.
+
+Requests that fail for a reason that may pass (no connection, status 408, 429 or 5xx) are repeated with growing pauses,
+up to `retry_seconds()`. Names and bytes go through fsspec (gcsfs, s3fs), arrays and conditional writes through
+TensorStore's own drivers, see `kvstore_spec`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import functools
+import io
+import logging
+import os
+import pathlib
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, IO
+
+# Read when these libraries are imported. TensorFlow would be imported for each path, and has no s3://; the other
+# variable adds a request for the kind of each bucket.
+os.environ.setdefault('EPATH_USE_TF', 'false')
+os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+
+from etils.epath import gpath  # pylint: disable=wrong-import-position
+import fsspec  # pylint: disable=wrong-import-position
+
+from t5x_lite import errors  # pylint: disable=wrong-import-position
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """What differs between the stores, as far as this package knows."""
+
+  name: str
+  extra: str
+  package: str
+  credentials: str
+
+
+_KINDS = {
+    'gs': _Kind('Google Cloud Storage', 'gcs', 'gcsfs',
+                'run `gcloud auth application-default login`, or let GOOGLE_APPLICATION_CREDENTIALS name a key file'),
+    's3': _Kind('S3', 's3', 's3fs',
+                'run `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'),
+}
+# Statuses of HTTP that another attempt may change.
+_TEMPORARY = {408, 429, *range(500, 600)}
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+# Bytes per request of a file that is read in order.
+_BLOCK_BYTES = 1 << 25
+# Requests of one call at a time.
+NUM_THREADS = 16
+
+_retry_seconds = 300.0
+
+
+class StoreUnavailableError(OSError):
+  """A store did not answer, or answered with temporary errors, for longer than `retry_seconds()`."""
+
+
+def retry_seconds() -> float:
+  """Return for how many seconds a request that fails for a temporary reason is repeated."""
+  return _retry_seconds
+
+
+def set_retry_seconds(seconds: float) -> None:
+  """Set the result of `retry_seconds` for this process."""
+  global _retry_seconds
+  _retry_seconds = seconds
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+  """Return True if a path begins with a scheme such as gs://."""
+  return '://' in os.fspath(path)
+
+
+class StorePath(gpath.PosixGPath):
+  """The path of an object or of a folder in an object store; the methods are those of `pathlib.Path`.
+
+  Every method raises FileNotFoundError, PermissionError or StoreUnavailableError (all of them OSErrors that name the
+  path), or ConfigError if the store's package or the credentials are missing.
+  """
+
+  # ---- the path itself ----------------------------------------------------------------------------------------------
+
+  def absolute(self) -> StorePath:
+    """Return the path: all paths of stores are absolute."""
+    return self
+
+  def resolve(self, strict: bool = False) -> StorePath:
+    """Return the path: there are no links."""
+    del strict
+    return self
+
+  def expanduser(self) -> StorePath:
+    """Return the path."""
+    return self
+
+  def is_symlink(self) -> bool:
+    """Return False: there are no links."""
+    return False
+
+  # ---- reading ------------------------------------------------------------------------------------------------------
+
+  def exists(self) -> bool:
+    """Return True if there is an object of this name or below it."""
+    return self.is_file() or self.is_dir()
+
+  def is_file(self) -> bool:
+    """Return True if there is an object of this name; False too if the path cannot be read, like `pathlib`."""
+    try:
+      return self._info()['type'] == 'file'
+    except FileNotFoundError:
+      return False
+
+  def is_dir(self) -> bool:
+    """Return True if there is an object below this path."""
+    if len(self.parts) == 3:  # a bucket, which some keys may not list
+      return True
+    try:
+      return bool(self._call(lambda fs, name: fs.ls(name, detail=True, refresh=True))) and not self.is_file()
+    except FileNotFoundError:
+      return False
+
+  def stat(self) -> os.stat_result:
+    """Return a result in which only `st_size` and `st_mtime` (0 if unknown) are meaningful, and 0 for a folder."""
+    info = self._info()
+    changed = info.get('LastModified') or info.get('mtime')
+    seconds = changed.timestamp() if changed is not None else 0
+    return os.stat_result((0o100644 if info['type'] == 'file' else 0o040755, 0, 0, 1, 0, 0, info.get('size') or 0,
+                           seconds, seconds, seconds))
+
+  def version(self) -> str:
+    """Return a text that differs between any two contents of the object."""
+    info = self._info()
+    return str(info.get('generation') or info.get('ETag') or info.get('etag'))
+
+  def read_bytes(self) -> bytes:
+    """Return the content."""
+    return self._call(lambda fs, name: fs.cat_file(name))
+
+  def read_range(self, start: int, end: int) -> bytes:
+    """Return the bytes from `start` to before `end`."""
+    return self._call(lambda fs, name: fs.cat_file(name, start=start, end=end)) if end > start else b''
+
+  def read_text(self, encoding: str | None = None, errors: str | None = None, newline: str | None = None) -> str:
+    """Return the content as text, UTF-8 by default."""
+    with self.open('r', encoding=encoding, errors=errors, newline=newline) as f:
+      return f.read()
+
+  def open(self, mode: str = 'r', buffering: int = -1, encoding: str | None = None, errors: str | None = None,
+           newline: str | None = None) -> IO[Any]:
+    """Open the object for reading ('r', 'rt' or 'rb'); `files.write` writes objects."""
+    del buffering
+    if mode not in ('r', 'rt', 'rb'):
+      raise ValueError(f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.')
+    binary = io.BufferedReader(_Reader(self), _BLOCK_BYTES)
+    return binary if mode == 'rb' else io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
+
+  def iterdir(self) -> Iterator[StorePath]:
+    """Yield the objects and folders in this folder, in alphabetical order.
+
+    Raises:
+      FileNotFoundError: there is no object below this path.
+    """
+    names = {name.rstrip('/').rpartition('/')[2] for name in self._call(
+        lambda fs, name: fs.ls(name, detail=False, refresh=True)) if name.rstrip('/') != self._name}
+    yield from (self / name for name in sorted(names) if name)
+
+  def find(self) -> dict[str, int]:
+    """Return relative path -> size of every object below this folder, in alphabetical order; {} if there is none."""
+    try:
+      found = self._call(lambda fs, name: fs.find(name, detail=True, withdirs=False, refresh=True))
+    except FileNotFoundError:
+      return {}
+    start = len(self._name) + 1
+    sizes = {name[start:]: info['size'] for name, info in found.items() if not name.endswith('/')}
+    return {name: sizes[name] for name in sorted(sizes) if name}
+
+  def rglob(self, pattern: str) -> Iterator[StorePath]:
+    """Yield the objects, without folders, at any depth whose last component matches `pattern`."""
+    return (path for path in map(self.joinpath, self.find()) if pathlib.PurePosixPath(path.name).match(pattern))
+
+  def glob(self, pattern: str) -> Iterator[StorePath]:
+    """Yield the objects and folders that match a pattern without '**', in alphabetical order."""
+    first, _, rest = pattern.partition('/')
+    try:
+      entries = [self / first] if not set('*?[') & set(first) else [
+          entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)]
+    except FileNotFoundError:
+      return
+    for entry in entries:
+      if rest:
+        yield from entry.glob(rest)
+      elif entry.exists():
+        yield entry
+
+  # ---- writing ------------------------------------------------------------------------------------------------------
+
+  def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+    """Do nothing: a folder exists while an object below it does."""
+    del mode, parents, exist_ok
+
+  def write_bytes(self, data: bytes) -> int:
+    """Write the object; readers find its former content or all of the new one."""
+    self._call(lambda fs, name: fs.pipe_file(name, data))
+    return len(data)
+
+  def write_text(self, data: str, encoding: str | None = None, errors: str | None = None,
+                 newline: str | None = None) -> int:
+    """Write the object, by default in UTF-8."""
+    del newline
+    return self.write_bytes(data.encode(encoding or 'utf-8', errors or 'strict'))
+
+  def touch(self, mode: int = 0o666, exist_ok: bool = True) -> None:
+    """Write an empty object if there is none."""
+    del mode, exist_ok
+    if not self.is_file():
+      self.write_bytes(b'')
+
+  def upload(self, source: str | os.PathLike[str]) -> None:
+    """Write the object with the content of a local file."""
+    self._call(lambda fs, name: fs.put_file(os.fspath(source), name))
+
+  def copy_object(self, target: StorePath) -> None:
+    """Copy the object within the store."""
+    self._call(lambda fs, name: fs.cp_file(name, target._name))  # pylint: disable=protected-access
+
+  def unlink(self, missing_ok: bool = False) -> None:
+    """Remove the object."""
+    try:
+      self._call(lambda fs, name: fs.rm_file(name))
+    except FileNotFoundError:
+      if not missing_ok:
+        raise
+
+  def rmtree(self, missing_ok: bool = True) -> None:
+    """Remove every object below this folder."""
+    names = list(self.find())
+    if not names and not missing_ok:
+      raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+    in_parallel(lambda name: (self / name).unlink(missing_ok=True), names)
+
+  # ---- requests -----------------------------------------------------------------------------------------------------
+
+  @property
+  def _name(self) -> str:
+    """Bucket and key."""
+    return '/'.join(self.parts[2:])
+
+  def _info(self) -> dict[str, Any]:
+    return self._call(lambda fs, name: fs.info(name, refresh=True))
+
+  def _call(self, fn: Callable[[Any, str], Any]) -> Any:
+    """Return `fn(file system, name)`, repeated while it fails for a temporary reason."""
+    scheme = self.parts[1]
+    if len(self.parts) < 3:
+      raise errors.ConfigError(f'A path in a store must name a bucket, got {str(self)!r}. Write {scheme}://BUCKET/NAME.')
+    return retrying(lambda: fn(_file_system(scheme), self._name), self)
+
+
+def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
+  """Return `fn()`, which is repeated while it fails for a temporary reason; errors name `path`."""
+  deadline = time.monotonic() + _retry_seconds
+  pause, is_first = _FIRST_PAUSE, True
+  while True:
+    try:
+      return fn()
+    except errors.T5xLiteError:
+      raise
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      problem = _explained(e, path)
+      if problem is not None:
+        raise problem from e
+      if time.monotonic() + pause > deadline:
+        raise StoreUnavailableError(
+            errno.EIO, f'the store did not answer for {_retry_seconds:g} seconds, last error: {_text(e)}',
+            str(path)) from e
+      (_logger.warning if is_first else _logger.debug)(
+          '%s: %s. Trying again for up to %g seconds.', path, _text(e), _retry_seconds)
+      time.sleep(pause * random.uniform(0.5, 1))
+      pause, is_first = min(2 * pause, _LONGEST_PAUSE), False
+
+
+def in_parallel(fn: Callable[[Any], Any], items: Any) -> list[Any]:
+  """Return `fn(item)` for each item, several at a time; the first error is raised."""
+  with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix='object-store') as pool:
+    return list(pool.map(fn, items))
+
+
+def kvstore_spec(path: StorePath) -> dict[str, Any]:
+  """Return the specification of TensorStore's key-value store whose keys are the names below a folder."""
+  scheme, bucket = path.parts[1:3]
+  spec = {'driver': 'gcs' if scheme == 'gs' else 's3', 'bucket': bucket,
+          'path': ''.join(f'{part}/' for part in path.parts[3:])}
+  if scheme == 's3':
+    # TensorStore reads the credentials of the usual places, but neither of these.
+    endpoint = os.environ.get('AWS_ENDPOINT_URL_S3') or os.environ.get('AWS_ENDPOINT_URL')
+    region = os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION')
+    if endpoint:
+      spec['endpoint'] = endpoint
+    if endpoint or region:
+      spec['aws_region'] = region or 'us-east-1'
+  return spec
+
+
+def kvstore_context() -> dict[str, Any]:
+  """Return TensorStore's context for stores: repeats requests for about `retry_seconds()`."""
+  num_doublings, total, pause = 0, 0.0, _FIRST_PAUSE
+  while total < _retry_seconds:
+    total, pause, num_doublings = total + pause, min(2 * pause, _LONGEST_PAUSE), num_doublings + 1
+  retries = {'max_retries': max(1, num_doublings), 'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
+             'max_delay': f'{round(_LONGEST_PAUSE)}s'}
+  return {'gcs_request_retries': retries, 's3_request_retries': retries}
+
+
+@functools.cache
+def _file_system(scheme: str) -> Any:
+  kind = _KINDS.get(scheme)
+  if kind is None:
+    raise errors.ConfigError(
+        f"Paths in stores must begin with {' or '.join(f'{name}://' for name in _KINDS)}, got {scheme}://.")
+  for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  try:
+    return fsspec.filesystem({'gs': 'gcs'}.get(scheme, scheme), use_listings_cache=False)
+  except ImportError as e:
+    raise errors.ConfigError(f'Paths that begin with {scheme}:// need the package {kind.package} ({e}). Install it: '
+                             f"pip install 't5x_lite[{kind.extra}]'.") from e
+
+
+def _explained(error: BaseException, path: StorePath) -> BaseException | None:
+  """Return the exception to raise for a permanent error; None if another attempt may succeed."""
+  kind = _KINDS[path.parts[1]]
+  status = _status(error)
+  if isinstance(error, FileNotFoundError) or status == 404:
+    if 'bucket' in str(error).lower():
+      return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+  if isinstance(error, FileExistsError) or status == 412:
+    return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+  names = {base.__name__ for base in type(error).__mro__}
+  if names & {'NoCredentialsError', 'PartialCredentialsError', 'DefaultCredentialsError', 'ProfileNotFound'} or (
+      status == 401):
+    return errors.ConfigError(f'{kind.name} needs credentials for {str(path)!r} ({_text(error)}): {kind.credentials}.')
+  if isinstance(error, PermissionError) or status == 403 or str(error).startswith('Forbidden'):
+    return PermissionError(errno.EACCES, f'{kind.name} denies the access ({_text(error)}); use credentials that have '
+                           f'it: {kind.credentials}', str(path))
+  if isinstance(error, (IsADirectoryError, NotADirectoryError)):
+    return error
+  if status is not None:
+    is_temporary = status in _TEMPORARY
+  else:  # no answer
+    is_temporary = isinstance(error, (OSError, EOFError)) or bool(
+        names & {'ClientError', 'RequestException', 'TimeoutError', 'ConnectionError', 'HTTPClientError',
+                 'FSTimeoutError', 'TransportError', 'RefreshError', 'ChecksumError', 'IncompleteRead'})
+  if is_temporary:
+    return None
+  if isinstance(error, ValueError | OSError) or status is not None:
+    return OSError(errno.EIO, f'{kind.name} rejects the request: {_text(error)}', str(path))
+  return error
+
+
+def _status(error: BaseException | None) -> int | None:
+  """Return the status of HTTP that caused an exception of gcsfs, s3fs or what they use; None if there was none."""
+  while error is not None:
+    response = getattr(error, 'response', None)
+    found = response.get('ResponseMetadata', {}).get('HTTPStatusCode') if isinstance(response, dict) else None
+    for value in (found, getattr(error, 'code', None), getattr(error, 'status', None)):
+      with contextlib.suppress(TypeError, ValueError):
+        if int(value) >= 100:
+          return int(value)
+    error = error.__cause__
+  return None
+
+
+def _text(error: BaseException) -> str:
+  text = ' '.join(str(error).split())[:300]
+  return f'{type(error).__name__}: {text}' if text else type(error).__name__
+
+
+class _Reader(io.RawIOBase):
+  """Reads an object by ranges, each of which is repeated on errors."""
+
+  def __init__(self, path: StorePath):
+    super().__init__()
+    self._path = path
+    self._size = path.stat().st_size
+    self._position = 0
+    self.name = str(path)
+
+  def readable(self) -> bool:
+    """See base class."""
+    return True
+
+  def seekable(self) -> bool:
+    """See base class."""
+    return True
+
+  def tell(self) -> int:
+    """See base class."""
+    return self._position
+
+  def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    """See base class."""
+    self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+    return self._position
+
+  def readinto(self, buffer: Any) -> int:
+    """See base class."""
+    end = min(self._position + len(buffer), self._size)
+    data = self._path.read_range(self._position, end)
+    buffer[:len(data)] = data
+    self._position += len(data)
+    return len(data)
+
+
+@contextlib.contextmanager
+def local_file(suffix: str = '') -> Iterator[pathlib.Path]:
+  """Yield the path of a temporary local file, which is removed afterwards."""
+  handle, name = tempfile.mkstemp(prefix='t5x_lite-', suffix=suffix)
+  os.close(handle)
+  try:
+    yield pathlib.Path(name)
+  finally:
+    pathlib.Path(name).unlink(missing_ok=True)
