@@ -19,6 +19,7 @@ import io
 import logging
 import os
 import pathlib
+import posixpath
 import random
 import tempfile
 import time
@@ -99,9 +100,10 @@ class StorePath(gpath.PosixGPath):
     return self
 
   def resolve(self, strict: bool = False) -> StorePath:
-    """Return the path: there are no links."""
+    """Return the path without '..': there are no links."""
     del strict
-    return self
+    scheme, _, name = str(self).partition('://')
+    return self if '..' not in self.parts else StorePath(f'{scheme}://{posixpath.normpath(name)}')
 
   def expanduser(self) -> StorePath:
     """Return the path."""
@@ -162,10 +164,9 @@ class StorePath(gpath.PosixGPath):
   def open(self, mode: str = 'r', buffering: int = -1, encoding: str | None = None, errors: str | None = None,
            newline: str | None = None) -> IO[Any]:
     """Open the object for reading ('r', 'rt' or 'rb'); `files.write` writes objects."""
-    del buffering
     if mode not in ('r', 'rt', 'rb'):
       raise ValueError(f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.')
-    binary = io.BufferedReader(_Reader(self), _BLOCK_BYTES)
+    binary = io.BufferedReader(_Reader(self), buffering if buffering > 1 else _BLOCK_BYTES)
     return binary if mode == 'rb' else io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
 
   def iterdir(self) -> Iterator[StorePath]:
@@ -193,8 +194,12 @@ class StorePath(gpath.PosixGPath):
     return (path for path in map(self.joinpath, self.find()) if pathlib.PurePosixPath(path.name).match(pattern))
 
   def glob(self, pattern: str) -> Iterator[StorePath]:
-    """Yield the objects and folders that match a pattern without '**', in alphabetical order."""
+    """Yield the objects and folders that match a pattern, in alphabetical order; '**' is any number of folders."""
     first, _, rest = pattern.partition('/')
+    if first == '**' and rest:
+      folders = {self, *(folder for name in self.find() for folder in (self / name).parents if self in folder.parents)}
+      yield from sorted({path for folder in folders for path in folder.glob(rest)})
+      return
     try:
       entries = [self / first] if not set('*?[') & set(first) else [
           entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)]

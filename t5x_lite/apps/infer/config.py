@@ -5,12 +5,12 @@ import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 from typing import Any
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite.apps.common import output_folder, start
@@ -90,7 +90,7 @@ class InferConfig:
   def result_paths(self, task: str) -> ResultPaths:
     """Return the paths of the results of a task."""
     name = self.output_file or f'{task.replace(os.sep, "_")}-{self.mode}.{self.file_extension}'
-    return ResultPaths(folder=pathlib.Path(self.output_dir), name=name, shard_id=self.shard.shard_id,
+    return ResultPaths(folder=files.path(self.output_dir), name=name, shard_id=self.shard.shard_id,
                        num_shards=self.shard.num_shards, has_plain_name=self.output_file is not None)
 
   def identity(self, source: data.ExampleSource, path: str | None, step: int) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
   hashes = [] if found is None else sorted(
       (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/'))
   content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16] if hashes else None
-  return {'path': os.path.realpath(path), 'step': int(step), 'content': content}
+  return {'path': files.real_path(path), 'step': int(step), 'content': content}
