@@ -195,11 +195,11 @@ class StorePath(gpath.PosixGPath):
 
   def glob(self, pattern: str) -> Iterator[StorePath]:
     """Yield the objects and folders that match a pattern, in alphabetical order; '**' is any number of folders."""
-    first, _, rest = pattern.partition('/')
-    if first == '**' and rest:
+    if pattern.startswith('**/'):
       folders = {self, *(folder for name in self.find() for folder in (self / name).parents if self in folder.parents)}
-      yield from sorted({path for folder in folders for path in folder.glob(rest)})
+      yield from sorted({path for folder in folders for path in folder.glob(pattern.removeprefix('**/'))})
       return
+    first, _, rest = pattern.partition('/')
     try:
       entries = [self / first] if not set('*?[') & set(first) else [
           entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)]

@@ -200,7 +200,7 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
       return candidate
   near = [path.name for folder in [*folders[1:], wanted.parent] for path in folder.glob('*.gin')]
   known = [*packaged_files(), *near]
-  hint = did_you_mean(name, known, lists_all=False)
+  hint = did_you_mean(wanted.name if files.is_remote(name) else name, known, lists_all=False)
   if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
     hint = f' Did you mean {same_name[0]!r}?' if same_name else f' Recipes: {", ".join(packaged_files("recipes"))}.'

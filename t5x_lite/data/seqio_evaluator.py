@@ -6,17 +6,19 @@ The outputs of the model are computed before and passed to the Evaluator by func
 from collections.abc import Callable, Mapping
 import contextlib
 import logging
+import os
+import pathlib
 from typing import Any
 
 from absl import logging as absl_logging
 
-from t5x_lite import checks, files
 from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import EvalTask, warn_of_omitted_tasks
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.seqio_evaluation import KINDS, make_eval_task
+from t5x_lite import checks
 from t5x_lite.data.seqio_import import explained, quiet, reading, summary, tf
 from t5x_lite.errors import ConfigError
 
@@ -27,7 +29,7 @@ class SeqioEvaluator:
   """An Evaluator of seqio and its tasks."""
 
   def __init__(self, evaluator_cls: Callable[..., Any], cfg: DatasetConfig, layout: Any, feature_converter: Any, *,
-               log_dir: files.Path | None, writes: bool):
+               log_dir: pathlib.Path | None, writes: bool):
     """Make the Evaluator, which reads all examples, and its loggers.
 
     Args:
@@ -88,7 +90,7 @@ class SeqioEvaluator:
       for task in self.tasks:
         # seqio's JSONLogger writes <task>-metrics.jsonl and <task>-<step>.jsonl without creating the folder.
         with contextlib.suppress(OSError):  # the logger reports the error
-          (self._log_dir / f'{task.name}-').parent.mkdir(parents=True, exist_ok=True)
+          os.makedirs((self._log_dir / f'{task.name}-').parent, exist_ok=True)
     datasets = {id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()}
 
     def model_fn(kind: str) -> Callable[..., Any]:
