@@ -352,7 +352,7 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   kind = _KINDS[path.parts[1]]
   status = _status(error)
   if isinstance(error, FileNotFoundError) or status == 404:
-    if 'bucket' in str(error).lower():
+    if 'specified bucket' in str(error):
       return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
   if isinstance(error, FileExistsError) or status == 412:
