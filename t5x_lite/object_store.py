@@ -19,6 +19,7 @@ import io
 import logging
 import os
 import pathlib
+import posixpath
 import random
 import tempfile
 import time
@@ -99,9 +100,10 @@ class StorePath(gpath.PosixGPath):
     return self
 
   def resolve(self, strict: bool = False) -> StorePath:
-    """Return the path: there are no links."""
+    """Return the path without '..': there are no links."""
     del strict
-    return self
+    scheme, _, name = str(self).partition('://')
+    return self if '..' not in self.parts else StorePath(f'{scheme}://{posixpath.normpath(name)}')
 
   def expanduser(self) -> StorePath:
     """Return the path."""
@@ -162,10 +164,9 @@ class StorePath(gpath.PosixGPath):
   def open(self, mode: str = 'r', buffering: int = -1, encoding: str | None = None, errors: str | None = None,
            newline: str | None = None) -> IO[Any]:
     """Open the object for reading ('r', 'rt' or 'rb'); `files.write` writes objects."""
-    del buffering
     if mode not in ('r', 'rt', 'rb'):
       raise ValueError(f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.')
-    binary = io.BufferedReader(_Reader(self), _BLOCK_BYTES)
+    binary = io.BufferedReader(_Reader(self), buffering if buffering > 1 else _BLOCK_BYTES)
     return binary if mode == 'rb' else io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
 
   def iterdir(self) -> Iterator[StorePath]:
@@ -193,7 +194,11 @@ class StorePath(gpath.PosixGPath):
     return (path for path in map(self.joinpath, self.find()) if pathlib.PurePosixPath(path.name).match(pattern))
 
   def glob(self, pattern: str) -> Iterator[StorePath]:
-    """Yield the objects and folders that match a pattern without '**', in alphabetical order."""
+    """Yield the objects and folders that match a pattern, in alphabetical order; '**' is any number of folders."""
+    if pattern.startswith('**/'):
+      folders = {self, *(folder for name in self.find() for folder in (self / name).parents if self in folder.parents)}
+      yield from sorted({path for folder in folders for path in folder.glob(pattern.removeprefix('**/'))})
+      return
     first, _, rest = pattern.partition('/')
     try:
       entries = [self / first] if not set('*?[') & set(first) else [
@@ -347,7 +352,7 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   kind = _KINDS[path.parts[1]]
   status = _status(error)
   if isinstance(error, FileNotFoundError) or status == 404:
-    if 'bucket' in str(error).lower():
+    if 'specified bucket' in str(error):
       return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
   if isinstance(error, FileExistsError) or status == 412:
