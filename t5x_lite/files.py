@@ -17,6 +17,8 @@ import time
 from typing import TYPE_CHECKING
 import uuid
 
+from t5x_lite import hub
+
 if TYPE_CHECKING:
   from t5x_lite import object_store
   Path = pathlib.Path | object_store.StorePath
@@ -40,11 +42,13 @@ PathLike = str | os.PathLike[str]
 
 def is_remote(name: PathLike) -> bool:
   """Return True if a path names an object store, as gs://bucket/name does."""
-  return '://' in os.fspath(name)
+  return '://' in os.fspath(name) and not hub.is_name(name)
 
 
 def path(name: PathLike) -> Path:
   """Return a path with the methods of `pathlib.Path`: local, or in an object store if it begins with a scheme.
+
+  The path of a name of the Hugging Face hub (hf://) is the local folder of the model, see `hub.local_folder`.
 
   >>> path('runs/a') / 'config.gin'
   PosixPath('runs/a/config.gin')
@@ -53,6 +57,8 @@ def path(name: PathLike) -> Path:
     ConfigError: the scheme is unknown; a missing package or credentials are reported by the first request.
   """
   if not is_remote(name):
+    if hub.is_name(name):
+      return hub.local_folder(os.fspath(name))
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   from t5x_lite import object_store  # takes 0.1 s
   return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
@@ -141,7 +147,7 @@ def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
 
 def real_path(name: PathLike) -> str:
   """Return the absolute path without links, which is equal for two names of one folder."""
-  return os.path.realpath(name) if not is_remote(name) else str(path(name))
+  return str(path(name)) if '://' in os.fspath(name) else os.path.realpath(name)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
