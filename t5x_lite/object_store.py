@@ -161,11 +161,10 @@ class StorePath(gpath.PosixGPath):
 
   def open(self, mode: str = 'r', buffering: int = -1, encoding: str | None = None, errors: str | None = None,
            newline: str | None = None) -> IO[Any]:
-    """Open the object for reading ('r', 'rt' or 'rb'); `files.write` writes objects."""
-    del buffering
+    """Open the object for reading ('r', 'rt' or 'rb'), `buffering` bytes at a time; `files.write` writes objects."""
     if mode not in ('r', 'rt', 'rb'):
       raise ValueError(f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.')
-    binary = io.BufferedReader(_Reader(self), _BLOCK_BYTES)
+    binary = io.BufferedReader(_Reader(self), buffering if buffering > 1 else _BLOCK_BYTES)
     return binary if mode == 'rb' else io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
 
   def iterdir(self) -> Iterator[StorePath]:
