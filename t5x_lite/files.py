@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import contextlib
 import errno
@@ -14,7 +14,7 @@ import pathlib
 import re
 import shutil
 import time
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 import uuid
 
 from t5x_lite import hub
@@ -38,6 +38,8 @@ _PART_SECONDS = 15.0
 _PART_INFIX = '.part-'
 
 PathLike = str | os.PathLike[str]
+# Schemes of the object stores that `path` knows.
+STORES = ('gs', 's3')
 
 
 def is_remote(name: PathLike) -> bool:
@@ -143,6 +145,14 @@ def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
     return
   with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
     folder.rmtree()
+
+
+def each(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+  """Return `fn` of each item, of which several are computed at a time if they are paths or names in a store."""
+  if len(items) < 2 or not any(map(is_remote, items[:1])):
+    return [fn(item) for item in items]
+  from t5x_lite import object_store
+  return object_store.in_parallel(fn, items)
 
 
 def real_path(name: PathLike) -> str:

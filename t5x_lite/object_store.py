@@ -311,6 +311,8 @@ def kvstore_spec(path: StorePath) -> dict[str, Any]:
       spec['endpoint'] = endpoint
     if endpoint or region:
       spec['aws_region'] = region or 'us-east-1'
+    if os.environ.get('AWS_ACCESS_KEY_ID'):  # otherwise it looks for files first, and prints that there are none
+      spec['aws_credentials'] = {'type': 'environment'}
   return spec
 
 

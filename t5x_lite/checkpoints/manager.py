@@ -13,7 +13,6 @@ import json
 import logging
 import operator
 import os
-import pathlib
 import re
 import shutil
 import threading
@@ -77,8 +76,8 @@ class CheckpointManager:
       ConfigError: the path is remote.
       CheckpointError: the directory cannot be written.
     """
-    discovery.check_local_path(directory, 'model directory')
-    self._directory = pathlib.Path(directory).absolute()
+    discovery.check_path(directory, 'model directory')
+    self._directory = files.path(directory).absolute()
     self._save_cfg = save_cfg
     self._thread: threading.Thread | None = None
     self._error: tuple[int, BaseException] | None = None
@@ -102,7 +101,7 @@ class CheckpointManager:
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'
         self._num_saves = 0
-        self._writer = state_io.StateWriter()
+        self._writer = state_io.new_writer(self._directory)
       except BaseException:
         self._release()
         raise
@@ -171,7 +170,7 @@ class CheckpointManager:
     self.wait()
     if step in self._own_steps:
       # It may have been deleted by hand; all processes must take the same branch.
-      if multihost.broadcast_from_lead(np.int32(os.path.isdir(self.checkpoint_path(step)))):
+      if multihost.broadcast_from_lead(np.int32(files.path(self.checkpoint_path(step)).is_dir())):
         return False
     pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
     if is_sound:
@@ -309,10 +308,10 @@ class CheckpointManager:
       if step_or_path is None:
         raise errors.CheckpointError(f'There is no checkpoint in {self.directory!r} to restore.')
     path = self.checkpoint_path(step_or_path) if isinstance(step_or_path, int) else os.fspath(step_or_path)
-    parent = pathlib.Path(os.path.normpath(path)).absolute().parent
+    parent = files.path(path).absolute().parent
     restored = restore_lib.restore_checkpoint(
         path, target, shardings=shardings, restore_cfg=restore_cfg, transformation_fns=transformation_fns,
-        initial_state_fn=initial_state_fn, is_resuming=os.path.realpath(parent) == os.path.realpath(self._directory))
+        initial_state_fn=initial_state_fn, is_resuming=files.real_path(parent) == files.real_path(self._directory))
     if restored.is_resuming and restored.is_verified:
       self._own_steps.add(restored.step)
     return restored
@@ -338,10 +337,8 @@ class CheckpointManager:
     flat = self._transformed(state)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
-    name = f'{discovery.CHECKPOINT_PREFIX}_{step}{discovery.WRITING_INFIX}{self._run_id}-{self._num_saves}'
-    pending = commit_lib.PendingCheckpoint(
-        step=step, temporary=self._directory / name, final=pathlib.Path(self.checkpoint_path(step)),
-        arrays=manifest.describe_arrays(flat), metadata=json.loads(json.dumps(dict(metadata or {}))),
+    pending = commit_lib.new_save(
+        self._directory, step, f'{self._run_id}-{self._num_saves}', arrays=manifest.describe_arrays(flat), metadata=json.loads(json.dumps(dict(metadata or {}))),
         metrics={name: float(value) for name, value in (metrics or {}).items()},
         has_data_state=data_state is not None)
 
@@ -349,7 +346,7 @@ class CheckpointManager:
       if multihost.is_lead():
         self._lock.check()
         self._remove_partial_files()
-        pending.temporary.mkdir()
+        commit_lib.begin(pending)
         retention.forget_metrics(self._directory, step)
 
     try:
@@ -359,7 +356,7 @@ class CheckpointManager:
       # Orbax does not store arrays without elements; the manifest has their shapes.
       values = state_io.snapshot({name: leaf for name, leaf in flat.items() if 0 not in leaf.shape})
     except Exception as e:
-      self._remove_partial_files()
+      self._remove_partial_files(pending, e)
       raise self._save_error(step, e) from e
     try:
       if not state_io.may_start_later(values):
@@ -367,7 +364,7 @@ class CheckpointManager:
         values = None
     except Exception as e:
       self._misses_barriers = jax.process_count() > 1
-      self._remove_partial_files()
+      self._remove_partial_files(pending, e)
       raise self._save_error(step, e) from e
     return pending, values
 
@@ -385,7 +382,7 @@ class CheckpointManager:
       tree, infos = fn(tree, infos)
     return tree_utils.flatten_dict(tree)
 
-  def _write_data_state(self, root: pathlib.Path, data_state: Mapping[str, bytes]) -> None:
+  def _write_data_state(self, root: files.Path, data_state: Mapping[str, bytes]) -> None:
     folder = root / restore_lib.data_dir_name(jax.process_index(), jax.process_count())
     folder.mkdir(parents=True, exist_ok=True)
     for key, value in data_state.items():
@@ -394,6 +391,7 @@ class CheckpointManager:
   def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None,
            on_commit: Callable[[], None]) -> None:
     failed: BaseException | None = None
+    name = f'{pending.final.name}-{pending.attempt}'
     try:
       try:
         if values is not None:
@@ -410,7 +408,7 @@ class CheckpointManager:
         self._error = (pending.step, failed)
         return
       # Failed processes reach the barrier too; otherwise the others would wait for them.
-      state_io.barrier(f'{pending.temporary.name}:written')
+      state_io.barrier(f'{name}:written')
       if multihost.is_lead() and failed is None:
         try:
           self._lock.check()
@@ -423,14 +421,13 @@ class CheckpointManager:
             self._apply_retention(pending.step)
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
-      state_io.barrier(f'{pending.temporary.name}:committed')
-      # The commit renames the temporary folder, so its existence shows the other processes a failure.
-      if failed is None and pending.temporary.exists():
+      state_io.barrier(f'{name}:committed')
+      if failed is None and not commit_lib.is_committed(pending):
         failed = errors.of_other_process(
             errors.CheckpointError('the lead process could not commit it; see its message'))
-      state_io.barrier(f'{pending.temporary.name}:checked')
+      state_io.barrier(f'{name}:checked')
       if failed is not None and multihost.is_lead():
-        self._remove_partial_files()
+        self._remove_partial_files(pending, failed)
     except BaseException as e:  # pylint: disable=broad-exception-caught
       failed = failed or e  # a barrier timed out because a process died
     if failed is None:
@@ -439,7 +436,15 @@ class CheckpointManager:
     else:
       self._error = (pending.step, failed)
 
-  def _remove_partial_files(self) -> None:
+  def _remove_partial_files(self, pending: commit_lib.PendingCheckpoint | None = None,
+                            error: BaseException | None = None) -> None:
+    """Remove what failed saves of this manager have left; in a store, of the save that failed with `error`."""
+    if files.is_remote(self._directory):
+      # Otherwise each removal would wait for the store; the next save or run removes the files.
+      if pending is not None and multihost.is_lead() and not commit_lib.is_unavailable(error):
+        with contextlib.suppress(OSError):
+          commit_lib.discard(pending)
+      return
     # `fullmatch`, since names of replaced checkpoints have the same suffix.
     name = re.compile(rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+')
     for folder in self._directory.iterdir():
@@ -456,7 +461,7 @@ class CheckpointManager:
       _logger.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
 
   def _release(self) -> None:
-    _saving_directories.discard(os.path.realpath(self._directory))
+    _saving_directories.discard(files.real_path(self._directory))
     self._lock.release()
 
   def _join(self) -> None:
@@ -465,8 +470,8 @@ class CheckpointManager:
       self._thread = None
 
 
-def _claim(directory: pathlib.Path, lock: lock_lib.ModelDirLock) -> None:
-  name = os.path.realpath(directory)
+def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
+  name = files.real_path(directory)
   if name in _saving_directories:
     lock.release()
     raise errors.DirectoryInUseError(
