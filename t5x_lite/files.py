@@ -18,6 +18,7 @@ import time
 from typing import Any, TYPE_CHECKING
 import uuid
 
+from t5x_lite import hub
 from t5x_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ STORES = ('gs', 's3')
 
 def is_remote(name: PathLike) -> bool:
   """Return True if a path names an object store, as gs://bucket/name does."""
-  return '://' in os.fspath(name)
+  return '://' in os.fspath(name) and not hub.is_name(name)
 
 
 def path(name: PathLike) -> Path:
   """Return a path with the methods of `pathlib.Path`: local, or in an object store if it begins with a scheme.
+
+  The path of a name of the Hugging Face hub (hf://) is the local folder of the model, see `hub.local_folder`.
 
   >>> path('runs/a') / 'config.gin'
   PosixPath('runs/a/config.gin')
@@ -58,6 +61,8 @@ def path(name: PathLike) -> Path:
     ConfigError: the scheme is unknown; a missing package or credentials are reported by the first request.
   """
   if not is_remote(name):
+    if hub.is_name(name):
+      return hub.local_folder(os.fspath(name))
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   from t5x_lite import object_store  # takes 0.1 s
   return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
@@ -154,7 +159,7 @@ def each(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 def real_path(name: PathLike) -> str:
   """Return the absolute path without links, which is equal for two names of one folder."""
-  return os.path.realpath(name) if not is_remote(name) else str(path(name))
+  return str(path(name)) if '://' in os.fspath(name) else os.path.realpath(name)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:

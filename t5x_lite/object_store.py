@@ -168,7 +168,7 @@ class StorePath(gpath.PosixGPath):
 
   def open(self, mode: str = 'r', buffering: int = -1, encoding: str | None = None, errors: str | None = None,
            newline: str | None = None) -> IO[Any]:
-    """Open the object for reading ('r', 'rt' or 'rb'); `files.write` writes objects."""
+    """Open the object for reading ('r', 'rt' or 'rb'), `buffering` bytes at a time; `files.write` writes objects."""
     if mode not in ('r', 'rt', 'rb'):
       raise ValueError(f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.')
     binary = io.BufferedReader(_Reader(self), buffering if buffering > 1 else _BLOCK_BYTES)
