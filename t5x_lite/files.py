@@ -120,6 +120,8 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
   from t5x_lite import object_store
   target = path(name)
+  for parts_of_file in list(_open_parts):
+    parts_of_file.write_now(target)
   if not callable(content):
     target.write_bytes(content)
     return
@@ -259,11 +261,23 @@ class AppendedFile:
       del self._unwritten[:os.write(self._fd, self._unwritten)]
 
 
+# Files of `AppendedParts` that are not closed.
+_open_parts: set[AppendedParts] = set()
+
+
+def unwritten(folder: PathLike) -> dict[str, bytes]:
+  """Return path -> content of the parts of files below a folder of a store that the store has not yet taken."""
+  found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
+  return {str(part): content for part, content in found.items() if str(part).startswith(f'{path(folder)}/')}
+
+
 class AppendedParts:
   """What `AppendedFile` is on a disk, for an object store: objects (see `parts`), each of which appears as a whole.
 
   A part is written anew at each flush, and some seconds after an append, until it is large; then the next one begins.
-  Another writer of the same name begins a new part. `append` never waits for the store: a thread writes.
+  Another writer of the same name begins a new part. Neither `append` nor `flush` waits for the store: a thread writes,
+  and `write` writes what was appended to files of the same bucket before its own object. So an object that says that
+  something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
   def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
@@ -277,17 +291,33 @@ class AppendedParts:
     self._timer: threading.Timer | None = None
     self._lock = threading.Lock()  # of the attributes
     self._write_lock = threading.Lock()  # held during requests
+    _open_parts.add(self)
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append `content`; it is written at the next flush, or some seconds after the last write; ignores `at_once`."""
     del at_once
     with self._lock:
       self._content += content
-      self._start_timer()
+      self._start_timer(max(0.0, self._last_write + _PART_SECONDS - time.monotonic()))
 
   def flush(self) -> None:
-    """Return when everything appended is in the store; raise OSError if the store does not take it."""
-    self._write()
+    """Begin to write what was appended."""
+    with self._lock:
+      if self._timer is not None:
+        self._timer.cancel()
+        self._timer = None
+      self._start_timer(0)
+
+  def unwritten(self) -> tuple[object_store.StorePath, bytes] | None:
+    """Return (part, its content) if the store has not yet taken all that was appended."""
+    with self._lock:
+      return None if len(self._content) == self._num_written else (
+          self._part or self._first, bytes(self._content))
+
+  def write_now(self, bucket: str) -> None:
+    """Write what was appended, if the file is in this bucket; raise OSError if the store does not take it."""
+    if self._first.parts[1:3] == path(bucket).parts[1:3]:
+      self._write()
 
   def close(self) -> None:
     """Write what is left."""
@@ -296,21 +326,24 @@ class AppendedParts:
       if self._timer is not None:
         self._timer.cancel()
     if is_first:
-      self._write()
+      try:
+        self._write()
+      finally:
+        _open_parts.discard(self)
 
-  def _start_timer(self) -> None:
+  def _start_timer(self, seconds: float) -> None:
     if self._timer is None and not self._closed:
-      self._timer = threading.Timer(max(0.0, self._last_write + _PART_SECONDS - time.monotonic()), self._write_later)
+      self._timer = threading.Timer(seconds, self._write_later)
       self._timer.daemon = True
       self._timer.start()
 
   def _write_later(self) -> None:
-    with contextlib.suppress(OSError, ConfigError):  # `flush` raises it.
+    with contextlib.suppress(OSError, ConfigError):  # `files.write` or `close` raises it.
       self._write()
     with self._lock:
       self._timer = None
       if len(self._content) > self._num_written:  # appended meanwhile, or the store did not take it
-        self._start_timer()
+        self._start_timer(_PART_SECONDS)
 
   def _write(self) -> None:
     with self._write_lock:

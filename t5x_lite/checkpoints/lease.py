@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from typing import Any
 
 from t5x_lite import errors, files
@@ -46,7 +47,7 @@ class Lease:
     self._path, self._name, self._in_use = folder / name, name, in_use
     self._store = _open(folder)
     self.holder = json.dumps({'pid': os.getpid(), 'host': socket.gethostname(), 'machine': _machine(),
-                              'since': time.strftime('%Y-%m-%d %H:%M:%S')})
+                              'since': time.strftime('%Y-%m-%d %H:%M:%S'), 'id': uuid.uuid4().hex})
     self._number = 0
     self._lost: errors.DirectoryInUseError | None = None
     self._guard = threading.Lock()

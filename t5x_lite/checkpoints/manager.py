@@ -438,8 +438,7 @@ class CheckpointManager:
       barrier('written')
       if multihost.is_lead() and failed is None:
         try:
-          self._lock.check()
-          commit_lib.commit(pending)
+          commit_lib.commit(pending, self._lock.check)
           with self._committing:
             is_sound = self._sound_step == pending.step
             if not is_sound:

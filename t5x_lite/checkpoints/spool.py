@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import pathlib
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 
@@ -120,8 +120,7 @@ class Spool:
     return step
 
   def _write_unwritten(self) -> None:
-    from t5x_lite import object_store
-    for path, content in object_store.unwritten().items():
-      if str(path).startswith(f'{self._model_dir}/'):
-        (self.folder / _UNWRITTEN).mkdir(exist_ok=True)
-        files.write(self.folder / _UNWRITTEN / urllib.parse.quote(str(path), safe=''), content)
+    files.remove_tree(self.folder / _UNWRITTEN, ignore_errors=True)
+    for path, content in files.unwritten(self._model_dir).items():
+      (self.folder / _UNWRITTEN).mkdir(exist_ok=True)
+      files.write(self.folder / _UNWRITTEN / urllib.parse.quote(path, safe=''), content)

@@ -83,9 +83,9 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
   base, context = _database(directory, 0, 1), _context(directory)
   for name, (shape, dtype) in shapes.items():
-    array = _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+    values = read_fn(name)
     with _explained(directory):
-      array.result().write(np.ascontiguousarray(read_fn(name))).result()
+      _opened(base, name, shape, dtype, _halved(shape, dtype), context).result().write(values).result()
   _write_index(directory, shapes)
 
 
