@@ -8,7 +8,7 @@ RUN ?= runs/keyword_cloze
 RECIPE ?= recipes/keyword_cloze.gin
 # Each worker of the tests takes up to 3 GB and has 8 virtual devices; more than cores do not help.
 WORKERS ?= 2
-# PyTorch and transformers, which tests/interop compares with: `no` goes without them.
+# PyTorch and transformers, which tests/interop compares with, and emulators of object stores: `no` goes without them.
 INTEROP ?= yes
 ARGS ?=
 
@@ -74,14 +74,19 @@ $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	fi
 	@touch $(STAMP)
 
-# With their dependencies, which differ between CPU and CUDA builds of torch. Where that fails, the tests are skipped and
-# the next `make test` tries again.
+# PyTorch and transformers with their dependencies, which differ between CPU and CUDA builds of torch. Where that fails,
+# the tests are skipped and the next `make test` tries again.
 $(INTEROP_STAMP): $(STAMP) $(wildcard requirements/lock-interop-*.txt)
 	@version=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	install='$(PY) -m pip install -q --no-compile --disable-pip-version-check --no-warn-conflicts'; \
+	stores=requirements/lock-interop-stores.txt; \
 	if [ '$(INTEROP)' = no ]; then \
-	  echo 'INTEROP=no: the tests in tests/interop are skipped where PyTorch and transformers are not installed.'; exit 0; fi; \
-	echo 'Adding PyTorch and transformers for tests/interop (200 MB; a registry that has only CUDA builds: 3 GB;'; \
-	echo '`make INTEROP=no $(MAKECMDGOALS)` goes without them)'; \
-	if $(PY) -m pip install -q --no-compile --disable-pip-version-check --no-warn-conflicts -c requirements/lock-$$version.txt \
-	    -r requirements/lock-interop-$$version.txt; then touch $@; \
-	else echo 'PyTorch and transformers could not be installed: the tests in tests/interop are skipped.' >&2; fi
+	  echo 'INTEROP=no: the tests of object stores are skipped where the emulators are not installed, those in'; \
+	  echo 'tests/interop where PyTorch and transformers are not.'; exit 0; fi; \
+	echo 'Adding emulators of object stores (95 MB), and PyTorch and transformers for tests/interop (200 MB; a registry'; \
+	echo 'that has only CUDA builds: 3 GB; `make INTEROP=no $(MAKECMDGOALS)` goes without them)'; \
+	$$install --no-deps -r $$stores || { \
+	  echo 'The emulators could not be installed: the tests of object stores are skipped.' >&2; failed=yes; }; \
+	$$install -c requirements/lock-$$version.txt -c $$stores -r requirements/lock-interop-$$version.txt || { \
+	  echo 'PyTorch and transformers could not be installed: the tests in tests/interop are skipped.' >&2; failed=yes; }; \
+	if [ -z "$$failed" ]; then touch $@; fi

@@ -65,6 +65,10 @@ setuptools.setup(
             'tensorflow-datasets>=4.9.9',
             'tensorflow-text>=2.20',
         ],
+        # gs:// and s3:// paths, and hf:// names.
+        'gcs': ['gcsfs>=2025.1'],
+        's3': ['s3fs>=2025.1'],
+        'hub': ['huggingface_hub>=1.0'],
         'plot': ['matplotlib>=3.9'],
         'grain': ['grain>=0.2.18'],
         'test': [
@@ -79,8 +83,16 @@ setuptools.setup(
             'setuptools>=77',  # tests/test_packaging.py builds without downloading it
             'safetensors>=0.5',  # the reference that our own reading and writing are compared with
         ],
-        # What tests/interop compares with; the locks are requirements/lock-interop-*.txt.
+        # What tests/interop compares with, and the object stores that tests/stores.py emulates. The locks are
+        # requirements/lock-interop-*.txt.
         'test-interop': [
+            'flask>=3',  # with flask-cors, what moto's server needs for S3; its extra `server` brings 60 MB more
+            'flask-cors>=5',
+            'gcp-storage-emulator>=2026.7',
+            'gcsfs>=2025.1',
+            'huggingface_hub>=1.0',
+            'moto[s3]>=5',
+            's3fs>=2025.1',
             'torch>=2.6',
             'transformers>=5',
         ],

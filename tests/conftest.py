@@ -12,6 +12,7 @@ import pytest
 
 from t5x_lite import module_imports
 from t5x_lite import runtime
+from tests import stores
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 _DEVICES = '--xla_force_host_platform_device_count=8'
@@ -56,3 +57,24 @@ def empty_gin_configuration():
   """Each file of tests begins without bindings, unlocked and unrestricted, whatever the file before it has left."""
   gin.clear_config()
   module_imports.restrict(None)
+
+
+@pytest.fixture(params=stores.KINDS)
+def store(request, monkeypatch):
+  """An empty folder of an object store, of each kind, which this process and those that it starts can reach."""
+  with stores.opened(request.param, monkeypatch) as opened:
+    yield opened
+
+
+@pytest.fixture
+def gcs_store(monkeypatch):
+  """An empty folder of Google Cloud Storage, see `store`."""
+  with stores.opened('gcs', monkeypatch) as opened:
+    yield opened
+
+
+@pytest.fixture
+def s3_store(monkeypatch):
+  """An empty folder of S3, see `store`."""
+  with stores.opened('s3', monkeypatch) as opened:
+    yield opened

@@ -69,7 +69,13 @@ def begin(pending: PendingCheckpoint) -> None:
       discovery.delete(pending.final, pending.final.name)
     elif pending.final.is_dir():
       discovery.move(pending.final, _replaced(pending))
-    discovery.mark_incomplete(pending.final)
+    discovery.mark_incomplete(pending.final, pending.attempt)
+
+
+def has_begun(pending: PendingCheckpoint) -> bool:
+  """Return True if the lead process has called `begin` for a save in a store."""
+  mark = pending.final / discovery.INCOMPLETE_FILENAME
+  return mark.is_file() and pending.attempt in mark.read_text()
 
 
 def discard(pending: PendingCheckpoint) -> None:
@@ -128,8 +134,7 @@ def commit(pending: PendingCheckpoint) -> None:
     for mark in marks:
       mark.unlink()
   in_store = files.is_remote(root)
-  if in_store:
-    store_io.merge(root / discovery.STATE_DIRNAME, jax.process_count())
+  store_io.merge(root / discovery.STATE_DIRNAME)
   names = store_io.list_complete(root) if in_store else manifest.list_files(root)
   manifest.write(root, manifest.Manifest(
       step=pending.step, files=manifest.hash_files(root, names), arrays=pending.arrays,
