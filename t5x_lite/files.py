@@ -68,6 +68,13 @@ def path(name: PathLike) -> Path:
   return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
 
 
+def set_store_seconds(name: PathLike, seconds: float) -> None:
+  """Set how long requests to object stores are repeated if they fail for a temporary reason; only if `name` is in one."""
+  if is_remote(name):
+    from t5x_lite import object_store
+    object_store.set_retry_seconds(seconds)
+
+
 def make_writable(folder: str | os.PathLike[str]) -> None:
   """Create a folder and its parents if they are missing; does nothing in an object store, which has no folders.
 

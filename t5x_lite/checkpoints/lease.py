@@ -72,7 +72,8 @@ class Lease:
     """Stop renewing and delete the lease's object."""
     self._stopped.set()
     with self._guard:
-      if self._lost is None:
+      # An expired one may be another owner's in the next moment, and S3 deletes without a condition.
+      if self._lost is None and time.monotonic() < self._valid_until:
         try:
           self._store.write(self._name, None, if_equal=self._generation).result()
         except ValueError as e:
@@ -89,6 +90,9 @@ class Lease:
     while True:
       found = self._read()
       is_there = found.state == 'value'
+      if is_there and _constant_part(found.value) == self.holder:  # the answer to the write was lost
+        self._valid_until = start + LEASE_SECONDS
+        return found.stamp.generation
       if is_there and seen is None:
         seen, since = found.stamp.generation, time.monotonic()
         if not _has_ended(found.value):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import logging
 import operator
@@ -23,10 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import checks, errors, files, multihost, tree_utils
+from t5x_lite import checks, errors, files, multihost
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, store_io, store_save
@@ -38,21 +36,6 @@ from t5x_lite.checkpoints import spool as spool_lib
 _logger = logging.getLogger(__name__)
 # After a failure TensorStore's threads may still create folders for this time.
 _LATE_WRITES_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterInfo:
-  """Description of an array for a save transform.
-
-  Attributes:
-    name: '/'-joined name.
-    shape: global shape.
-    dtype: dtype before the cast to `SaveCheckpointConfig.dtype`.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: Any
 
 
 # Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
@@ -357,7 +340,7 @@ class CheckpointManager:
   def _begin(self, step, state, data_state, metrics, metadata):
     """Return (the save, what the background thread writes): arrays by name, None if the writer has them, or for a store
     a `StoreSave`."""
-    flat = self._transformed(state)
+    flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
     pending = commit_lib.new_save(
@@ -396,20 +379,6 @@ class CheckpointManager:
     self._remove_partial_files()
     commit_lib.begin(pending)
     retention.forget_metrics(self._directory, pending.step)
-
-  def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
-    # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.
-    flat = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-            for name, leaf in tree_utils.flatten_dict(state).items() if leaf is not None}
-    fns = self._save_cfg.state_transformation_fns
-    if not fns:
-      return flat
-    tree = tree_utils.unflatten_dict(flat)
-    infos = tree_utils.unflatten_dict(
-        {name: ParameterInfo(name, tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in flat.items()})
-    for fn in fns:
-      tree, infos = fn(tree, infos)
-    return tree_utils.flatten_dict(tree)
 
   def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | store_save.StoreSave | None,
            on_commit: Callable[[], None]) -> None:

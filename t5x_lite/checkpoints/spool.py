@@ -9,6 +9,7 @@ The next run of the same command copies them to the store first. With several pr
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
 import urllib.parse
 from collections.abc import Callable
@@ -124,3 +125,24 @@ class Spool:
     for path, content in files.unwritten(self._model_dir).items():
       (self.folder / _UNWRITTEN).mkdir(exist_ok=True)
       files.write(self.folder / _UNWRITTEN / urllib.parse.quote(path, safe=''), content)
+
+
+def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
+  """Copy what a former run kept in `spool_dir` to its model directory, see `Spool.recover`; all processes call this.
+
+  Raises:
+    ConfigError: `spool_dir` is no local folder.
+    CheckpointError: the kept checkpoint is damaged, or could not be copied.
+  """
+  if spool_dir is None:
+    return
+  kept, failed = Spool(spool_dir, model_dir), None
+  if multihost.is_lead():
+    try:
+      kept.recover()
+    except (OSError, errors.CheckpointError) as e:
+      failed = e if isinstance(e, errors.CheckpointError) else errors.CheckpointError(
+          f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the command '
+          'again when the store can be reached.')
+  if multihost.any_process(failed is not None):
+    raise failed or errors.of_other_process(errors.CheckpointError('The lead process failed; see its message.'))

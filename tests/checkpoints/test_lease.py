@@ -107,7 +107,8 @@ def test_an_owner_that_was_cut_off_for_too_long(s3_store):
 
 
 def test_a_lost_answer_and_a_deleted_object(s3_store):
-  held = _take(s3_store)
+  with s3_store.proxy.fault(name='lock', method='PUT', lose_answer=True, times=1):
+    held = _take(s3_store)
   with s3_store.proxy.fault(name='lock', method='PUT', lose_answer=True, times=1):
     held._renew()
   (files.path(s3_store.root) / '.lock').unlink()
