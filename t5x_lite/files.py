@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import contextlib
 import errno
@@ -13,9 +13,13 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 import uuid
+
+from t5x_lite import hub
+from t5x_lite.errors import ConfigError
 
 if TYPE_CHECKING:
   from t5x_lite import object_store
@@ -36,15 +40,19 @@ _PART_SECONDS = 15.0
 _PART_INFIX = '.part-'
 
 PathLike = str | os.PathLike[str]
+# Schemes of the object stores that `path` knows.
+STORES = ('gs', 's3')
 
 
 def is_remote(name: PathLike) -> bool:
   """Return True if a path names an object store, as gs://bucket/name does."""
-  return '://' in os.fspath(name)
+  return '://' in os.fspath(name) and not hub.is_name(name)
 
 
 def path(name: PathLike) -> Path:
   """Return a path with the methods of `pathlib.Path`: local, or in an object store if it begins with a scheme.
+
+  The path of a name of the Hugging Face hub (hf://) is the local folder of the model, see `hub.local_folder`.
 
   >>> path('runs/a') / 'config.gin'
   PosixPath('runs/a/config.gin')
@@ -53,6 +61,8 @@ def path(name: PathLike) -> Path:
     ConfigError: the scheme is unknown; a missing package or credentials are reported by the first request.
   """
   if not is_remote(name):
+    if hub.is_name(name):
+      return hub.local_folder(os.fspath(name))
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   from t5x_lite import object_store  # takes 0.1 s
   return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
@@ -139,9 +149,17 @@ def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
     folder.rmtree()
 
 
+def each(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+  """Return `fn` of each item, of which several are computed at a time if they are paths or names in a store."""
+  if len(items) < 2 or not any(map(is_remote, items[:1])):
+    return [fn(item) for item in items]
+  from t5x_lite import object_store
+  return object_store.in_parallel(fn, items)
+
+
 def real_path(name: PathLike) -> str:
   """Return the absolute path without links, which is equal for two names of one folder."""
-  return os.path.realpath(name) if not is_remote(name) else str(path(name))
+  return str(path(name)) if '://' in os.fspath(name) else os.path.realpath(name)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -169,7 +187,15 @@ def parts(name: PathLike) -> list[Path]:
   first = path(name)
   if not is_remote(name):
     return [first]
-  return [first, *(found for found in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(found))]
+  found = [first, *sorted((path for path in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(path)),
+                          key=_number_of)]
+  while (following := _numbered(first, _number_of(found[-1]) + 1)).is_file():  # A listing may miss new objects.
+    found.append(following)
+  return found
+
+
+def _numbered(first: object_store.StorePath, number: int) -> object_store.StorePath:
+  return first.with_name(f'{first.name}{_PART_INFIX}{number:05d}')
 
 
 def _number_of(part: object_store.StorePath) -> int:
@@ -236,8 +262,8 @@ class AppendedFile:
 class AppendedParts:
   """What `AppendedFile` is on a disk, for an object store: objects (see `parts`), each of which appears as a whole.
 
-  A part is written anew at each flush, and after some seconds of writing, until it is large; then the next one begins.
-  Another writer of the same name begins a new part.
+  A part is written anew at each flush, and some seconds after an append, until it is large; then the next one begins.
+  Another writer of the same name begins a new part. `append` never waits for the store: a thread writes.
   """
 
   def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
@@ -248,13 +274,16 @@ class AppendedParts:
     self._num_written = len(header)
     self._last_write = time.monotonic()
     self._closed = False
+    self._timer: threading.Timer | None = None
+    self._lock = threading.Lock()  # of the attributes
+    self._write_lock = threading.Lock()  # held during requests
 
   def append(self, content: bytes, *, at_once: bool) -> None:
-    """Append `content`; it is written at the next flush, or if `at_once` when the last write is some seconds ago."""
-    self._content += content
-    if at_once and time.monotonic() - self._last_write > _PART_SECONDS:
-      with contextlib.suppress(OSError):  # `flush` raises it.
-        self._write()
+    """Append `content`; it is written at the next flush, or some seconds after the last write; ignores `at_once`."""
+    del at_once
+    with self._lock:
+      self._content += content
+      self._start_timer()
 
   def flush(self) -> None:
     """Return when everything appended is in the store; raise OSError if the store does not take it."""
@@ -262,24 +291,45 @@ class AppendedParts:
 
   def close(self) -> None:
     """Write what is left."""
-    if not self._closed:
-      self._closed = True
+    with self._lock:
+      is_first, self._closed = not self._closed, True
+      if self._timer is not None:
+        self._timer.cancel()
+    if is_first:
       self._write()
 
+  def _start_timer(self) -> None:
+    if self._timer is None and not self._closed:
+      self._timer = threading.Timer(max(0.0, self._last_write + _PART_SECONDS - time.monotonic()), self._write_later)
+      self._timer.daemon = True
+      self._timer.start()
+
+  def _write_later(self) -> None:
+    with contextlib.suppress(OSError, ConfigError):  # `flush` raises it.
+      self._write()
+    with self._lock:
+      self._timer = None
+      if len(self._content) > self._num_written:  # appended meanwhile, or the store did not take it
+        self._start_timer()
+
   def _write(self) -> None:
-    if len(self._content) == self._num_written:
-      return
-    if self._part is None:
-      self._part = self._next_part()
-    self._last_write = time.monotonic()
-    self._part.write_bytes(bytes(self._content))
-    self._num_written = len(self._content)
-    if len(self._content) > _PART_BYTES:
-      self._part = self._first.with_name(f'{self._first.name}{_PART_INFIX}{_number_of(self._part) + 1:05d}')
-      self._content, self._num_written = bytearray(self._header), len(self._header)
+    with self._write_lock:
+      with self._lock:
+        if len(self._content) == self._num_written:
+          return
+        content, self._last_write = bytes(self._content), time.monotonic()
+      if self._part is None:
+        self._part = self._next_part()
+      self._part.write_bytes(content)
+      with self._lock:
+        self._num_written = len(content)
+        if len(content) > _PART_BYTES:
+          self._part = _numbered(self._first, _number_of(self._part) + 1)
+          self._content[:len(content)] = self._header
+          self._num_written = len(self._header)
 
   def _next_part(self) -> object_store.StorePath:
     found = parts(self._first)
     if len(found) == 1 and not self._first.is_file():
       return self._first
-    return self._first.with_name(f'{self._first.name}{_PART_INFIX}{_number_of(found[-1]) + 1:05d}')
+    return _numbered(self._first, _number_of(found[-1]) + 1)

@@ -1,7 +1,9 @@
 """Commit of a save: turns a directory of files into a checkpoint.
 
-All files are hashed into the manifest and flushed to disk before one atomic rename gives the directory its name. A
-process that dies before the rename leaves no checkpoint; one that dies after it leaves a complete checkpoint.
+On a disk, all files are hashed into the manifest and flushed before one atomic rename gives the directory its name. In
+an object store they are written below the final name and hashed, and the manifest, written last, makes them a
+checkpoint. A process that dies before the rename or the manifest leaves no checkpoint; one that dies after it leaves a
+complete checkpoint.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ import dataclasses
 import logging
 import pathlib
 import re
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from t5x_lite import errors, files
-from t5x_lite.checkpoints import discovery, manifest
+from t5x_lite.checkpoints import discovery, manifest, store_io
 
 _logger = logging.getLogger(__name__)
 
@@ -29,21 +30,81 @@ class PendingCheckpoint:
 
   Attributes:
     step: training step.
-    temporary: directory to which the files are written.
+    temporary: directory to which the files are written; in an object store the same as `final`.
     final: path of the checkpoint after the commit.
     arrays: name -> {'shape', 'dtype'}.
     metadata: values to record, as given to `save`.
     metrics: metrics known at the save.
     has_data_state: whether each process writes dataset state.
+    attempt: text that no other save has.
   """
 
   step: int
-  temporary: pathlib.Path
-  final: pathlib.Path
+  temporary: files.Path
+  final: files.Path
   arrays: Mapping[str, Any]
   metadata: Mapping[str, Any]
   metrics: Mapping[str, float]
   has_data_state: bool
+  attempt: str
+
+
+def new_save(directory: files.Path, step: int, attempt: str, **fields: Any) -> PendingCheckpoint:
+  """Return a save of `step` below a model directory; `attempt` distinguishes it from all others."""
+  final = directory / f'{discovery.CHECKPOINT_PREFIX}_{step}'
+  temporary = final if files.is_remote(directory) else final.with_name(
+      f'{final.name}{discovery.WRITING_INFIX}{attempt}')
+  return PendingCheckpoint(step=step, temporary=temporary, final=final, attempt=attempt, **fields)
+
+
+def begin(pending: PendingCheckpoint) -> None:
+  """Make the directory to which the files are written; only in the lead process.
+
+  In a store, an existing checkpoint of that name is moved away, and moved back if the save fails or the process dies.
+  """
+  if not files.is_remote(pending.final):
+    pending.temporary.mkdir()
+  else:
+    if discovery.is_incomplete(pending.final):
+      discovery.delete(pending.final, pending.final.name)
+    elif pending.final.is_dir():
+      discovery.move(pending.final, _replaced(pending))
+    discovery.mark_incomplete(pending.final, pending.attempt)
+
+
+def has_begun(pending: PendingCheckpoint) -> bool:
+  """Return True if the lead process has called `begin` for a save in a store."""
+  mark = pending.final / discovery.INCOMPLETE_FILENAME
+  return mark.is_file() and pending.attempt in mark.read_text()
+
+
+def discard(pending: PendingCheckpoint) -> None:
+  """Remove the files of a save in a store that failed; only in the lead process."""
+  if discovery.is_incomplete(pending.final):
+    discovery.delete(pending.final, pending.final.name)
+    if _replaced(pending).is_dir():
+      discovery.move(_replaced(pending), pending.final)
+
+
+def is_unavailable(error: BaseException | None) -> bool:
+  """Return True if an error says that an object store does not answer."""
+  if not isinstance(error, OSError):
+    return False
+  from t5x_lite import object_store
+  return isinstance(error, object_store.StoreUnavailableError)
+
+
+def is_committed(pending: PendingCheckpoint) -> bool:
+  """Return True if the save has become a checkpoint."""
+  if not files.is_remote(pending.final):
+    return not pending.temporary.exists()  # it was renamed
+  return (pending.final / discovery.MANIFEST_FILENAME).is_file()
+
+
+def _replaced(pending: PendingCheckpoint) -> files.Path:
+  """Return the path of the checkpoint that a save replaces."""
+  name = f'{discovery.CHECKPOINT_PREFIX}_{pending.step}'
+  return pending.final.with_name(f'{name}{discovery.REPLACED_INFIX}{name}{discovery.WRITING_INFIX}{pending.attempt}')
 
 
 def mark_part_written(pending: PendingCheckpoint) -> None:
@@ -72,44 +133,57 @@ def commit(pending: PendingCheckpoint) -> None:
       raise errors.CheckpointError(f'process(es) {missing} could not write their part; see their messages')
     for mark in marks:
       mark.unlink()
+  in_store = files.is_remote(root)
+  store_io.merge(root / discovery.STATE_DIRNAME)
+  names = store_io.list_complete(root) if in_store else manifest.list_files(root)
   manifest.write(root, manifest.Manifest(
-      step=pending.step, files=manifest.hash_files(root, manifest.list_files(root)), arrays=pending.arrays,
+      step=pending.step, files=manifest.hash_files(root, names), arrays=pending.arrays,
       metadata=pending.metadata, metrics=pending.metrics,
       num_data_processes=jax.process_count() if pending.has_data_state else 0, versions=manifest.library_versions()))
-  files.fsync_tree(root)
-  replaced = None
-  if pending.final.exists():
-    # Damaged, or of an earlier run. Between the two renames no checkpoint has the name: after a crash
-    # `discovery.clean_leftovers` renames the old one back.
-    replaced = pending.final.with_name(f'{pending.final.name}{discovery.REPLACED_INFIX}{root.name}')
-    pending.final.rename(replaced)
-  try:
-    root.rename(pending.final)
-  except OSError:
-    if replaced is not None:
-      replaced.rename(pending.final)
-    raise
-  files.fsync(pending.final.parent)
-  if replaced is not None and discovery.is_protected(replaced):
+  replaced = _replaced(pending)
+  if in_store:
+    files.remove(root / discovery.INCOMPLETE_FILENAME)
+    has_replaced = replaced.is_dir()
+  else:
+    has_replaced = _rename(root, pending.final, replaced)
+  if has_replaced and discovery.is_protected(replaced):
     _logger.warning('The previous %s was renamed to %s and kept: it is pinned, or has no manifest because another '
                     'program wrote it.', pending.final, replaced.name)
-  elif replaced is not None:
+  elif has_replaced:
     # If this fails, the folder is deleted when the directory is locked the next time.
     with contextlib.suppress(OSError):
-      discovery.rename_and_delete(replaced, pending.final.name)
+      discovery.delete(replaced, pending.final.name)
+
+
+def _rename(temporary: pathlib.Path, final: pathlib.Path, replaced: pathlib.Path) -> bool:
+  """Rename the directory of a save on a disk to `final`, and what has this name to `replaced`, if anything has it."""
+  files.fsync_tree(temporary)
+  is_replacing = final.exists()
+  if is_replacing:
+    # Damaged, or of an earlier run. Between the two renames no checkpoint has the name: after a crash
+    # `discovery.clean_leftovers` renames the old one back.
+    final.rename(replaced)
+  try:
+    temporary.rename(final)
+  except OSError:
+    if is_replacing:
+      replaced.rename(final)
+    raise
+  files.fsync(final.parent)
+  return is_replacing
 
 
 def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:
   """Delete the dataset state of a checkpoint unless it is pinned; the checkpoint is valid at any time."""
   if discovery.is_pinned_checkpoint(ckpt_dir):
     return
-  root = pathlib.Path(ckpt_dir)
+  root = files.path(ckpt_dir)
   found = manifest.read(root)
   if found is not None:
     # First remove the files from the manifest: without an entry they are not part of the checkpoint.
     kept = {name: entry for name, entry in found.files.items() if not name.startswith(f'{discovery.DATASET_DIRNAME}/')}
     manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
-  shutil.rmtree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
+  files.remove_tree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
 
 
 def explain(error: BaseException) -> str:

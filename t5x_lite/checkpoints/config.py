@@ -169,7 +169,7 @@ class RestoreCheckpointConfig:
         use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
         state_transformation_fns=_FUNCTIONS_OR_BUILDERS, checkpoint_manager_cls=_NO_CLASS)
     for path in self.paths:
-      discovery.check_local_path(path, 'RestoreCheckpointConfig.path')
+      discovery.check_path(path, 'RestoreCheckpointConfig.path', may_be_model=True)
 
   @property
   def paths(self) -> tuple[str, ...]:

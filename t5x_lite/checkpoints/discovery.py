@@ -8,8 +8,10 @@
     MODEL_DIR/checkpoint_metrics.json                         metrics by step, for keeping the best
     MODEL_DIR/.lock                                           held by the run that writes to MODEL_DIR
 
-A directory named exactly `checkpoint_<step>` is complete: an atomic rename gives it the name when all files are
-on disk.
+On a disk, a directory named exactly `checkpoint_<step>` is complete: an atomic rename gives it the name when all files
+are on disk. In an object store, which has no rename, the files are written below the final name, the manifest last: a
+checkpoint exists while its manifest does. Before the first file of a save, and before the manifest is deleted, an
+object INCOMPLETE is written, which distinguishes remains from checkpoints of other programs.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ MANIFEST_FILENAME = 'manifest.json'
 METRICS_FILENAME = 'checkpoint_metrics.json'
 PINNED_FILENAME = 'PINNED'
 UNSOUND_FILENAME = 'UNSOUND'
+INCOMPLETE_FILENAME = 'INCOMPLETE'
 STATE_DIRNAME = 'state'
 DATASET_DIRNAME = 'dataset'
 
@@ -50,24 +53,36 @@ _HUB_NAME_RE = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*|[\w.-]*t5-[\w.-]+|switch-[
 PathLike = str | os.PathLike[str]
 
 
-def check_local_path(path: PathLike, what: str) -> None:
-  """Raise ConfigError if `path` is remote or begins with `~`; `what` names the option in the message."""
+def check_path(path: PathLike, what: str, *, may_be_model: bool = False) -> None:
+  """Raise ConfigError if `path` has an unknown scheme or begins with `~`.
+
+  Args:
+    path: a path on a disk or in an object store.
+    what: the option, for the message.
+    may_be_model: whether it may be the name of a model of the Hugging Face hub, hf://OWNER/NAME.
+  """
   text = os.fspath(path)
-  if text.startswith('hf://') or '://' in text and 'huggingface' in text:
+  scheme = text.partition('://')[0] if '://' in text else None
+  if scheme in files.STORES or scheme == 'hf' and may_be_model:
+    return
+  if scheme == 'hf' or scheme and 'huggingface' in text:
     remedy = _download_remedy(
         '/'.join([part for part in text.partition('://')[2].split('/') if 'huggingface' not in part][:2]))
-  elif '://' in text:
-    remedy = 'Object stores are not supported: use a local or mounted directory and copy from it.'
+  elif scheme is not None:
+    remedy = f"Object stores are {' and '.join(f'{name}://' for name in files.STORES)}."
   elif text.startswith('~') and not os.path.exists(text):
     remedy = f'The shell expands ~ only at the beginning of a word: write {os.path.expanduser(text)!r}.'
   else:
     return
-  raise checks.invalid('', what, 'a local path', text, remedy)
+  raise checks.invalid('', what, 'a path on a disk or in an object store', text, remedy)
 
 
-def check_free(path: pathlib.Path) -> None:
+check_local_path = check_path
+
+
+def check_free(path: files.Path) -> None:
   """Raise CheckpointError if `path` exists."""
-  if os.path.lexists(path):
+  if path.exists() or path.is_symlink():
     raise errors.CheckpointError(
         f'{str(path)!r} must be a new folder, got an existing path. Give another name, or delete it.')
 
@@ -77,6 +92,8 @@ def hint(path: PathLike) -> str:
 
   The path may be the name of a model of the Hugging Face hub, or the local cache of the hub.
   """
+  if files.is_remote(path):
+    return ''
   root = pathlib.Path(path)
   for found in sorted([*root.glob('snapshots/*/config.json'), *root.glob('*/config.json')]):
     if found.parent.parent.name == 'snapshots':
@@ -113,7 +130,7 @@ def is_checkpoint_dir_name(path: PathLike) -> bool:
   >>> is_checkpoint_dir_name('runs/a/checkpoint_30'), is_checkpoint_dir_name('runs/a/checkpoint_30.tmp-x')
   (True, False)
   """
-  return _STEP_RE.fullmatch(os.path.basename(os.path.normpath(path))) is not None
+  return _STEP_RE.fullmatch(files.path(path).name) is not None
 
 
 def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
@@ -125,12 +142,12 @@ def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
   >>> get_step_from_checkpoint_dir('runs/a/checkpoint_30/')
   ('runs/a', 30)
   """
-  parent, name = os.path.split(os.path.normpath(checkpoint_dir))
-  match = _STEP_RE.fullmatch(name)
+  path = files.path(checkpoint_dir)
+  match = _STEP_RE.fullmatch(path.name)
   if match is None:
     raise errors.CheckpointError(
         f"The path of a checkpoint must end with '{CHECKPOINT_PREFIX}_<step>', got {os.fspath(checkpoint_dir)!r}.")
-  return parent, int(match.group(1))
+  return str(path.parent), int(match.group(1))
 
 
 def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Sequence[int]:
@@ -143,18 +160,29 @@ def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Se
   Returns:
     Steps >= 0, ascending. Folders with steps above `untrusted.MAX_STEP` are ignored with a warning.
   """
-  root = pathlib.Path(checkpoints_dir)
-  if not root.is_dir():
+  root = files.path(checkpoints_dir)
+  try:
+    entries = [entry for entry in root.iterdir() if _STEP_RE.fullmatch(entry.name)]
+  except (FileNotFoundError, NotADirectoryError):
     return []
   steps = []
-  for entry in root.iterdir():
-    match = _STEP_RE.fullmatch(entry.name)
-    if match and entry.is_dir() and (not require_manifest or (entry / MANIFEST_FILENAME).is_file()):
-      if int(match.group(1)) > untrusted.MAX_STEP:
-        _warn_of_step(str(entry))
-      else:
-        steps.append(int(match.group(1)))
+  for entry, is_checkpoint in zip(entries, files.each(
+      functools.partial(_is_checkpoint, require_manifest=require_manifest), entries), strict=True):
+    if is_checkpoint and int(entry.name.rpartition('_')[2]) > untrusted.MAX_STEP:
+      _warn_of_step(str(entry))
+    elif is_checkpoint:
+      steps.append(int(entry.name.rpartition('_')[2]))
   return sorted(steps)
+
+
+def _is_checkpoint(path: files.Path, *, require_manifest: bool) -> bool:
+  return (path / MANIFEST_FILENAME).is_file() or not require_manifest and path.is_dir() and not is_incomplete(path)
+
+
+def is_incomplete(ckpt_dir: PathLike) -> bool:
+  """Return True if a folder in an object store is what an unfinished save or deletion has left."""
+  path = files.path(ckpt_dir)
+  return files.is_remote(path) and (path / INCOMPLETE_FILENAME).is_file() and not (path / MANIFEST_FILENAME).is_file()
 
 
 @functools.cache  # Warn once for each folder: a run lists its checkpoints often.
@@ -170,7 +198,7 @@ def latest_step(checkpoints_dir: PathLike) -> int | None:
 def all_dataset_checkpoint_steps(checkpoints_dir: PathLike) -> Sequence[int]:
   """Return the steps of the checkpoints that hold dataset state, ascending."""
   return [step for step in all_steps(checkpoints_dir)
-          if os.path.isdir(os.path.join(get_checkpoint_dir(checkpoints_dir, step), DATASET_DIRNAME))]
+          if (files.path(get_checkpoint_dir(checkpoints_dir, step)) / DATASET_DIRNAME).is_dir()]
 
 
 def pinned_checkpoint_filepath(ckpt_dir: PathLike) -> str:
@@ -180,7 +208,7 @@ def pinned_checkpoint_filepath(ckpt_dir: PathLike) -> str:
 
 def is_pinned_checkpoint(ckpt_dir: PathLike) -> bool:
   """Return True if the checkpoint is pinned: no retention policy deletes it."""
-  return os.path.exists(pinned_checkpoint_filepath(ckpt_dir))
+  return files.path(pinned_checkpoint_filepath(ckpt_dir)).is_file()
 
 
 def pin_checkpoint(ckpt_dir: PathLike, txt: str = '1') -> None:
@@ -194,43 +222,87 @@ def pin_checkpoint(ckpt_dir: PathLike, txt: str = '1') -> None:
 
 def unpin_checkpoint(ckpt_dir: PathLike) -> None:
   """Remove the pin, if there is one."""
-  pathlib.Path(pinned_checkpoint_filepath(ckpt_dir)).unlink(missing_ok=True)
+  files.remove(files.path(pinned_checkpoint_filepath(ckpt_dir)))
 
 
 def mark_unsound(ckpt_dir: PathLike, reason: str) -> None:
   """Mark a checkpoint so that no run resumes from it; `reason` is written to the mark as a note for people."""
-  files.write(pathlib.Path(ckpt_dir) / UNSOUND_FILENAME, f'{reason}\n')
+  files.write(files.path(ckpt_dir) / UNSOUND_FILENAME, f'{reason}\n')
 
 
 def is_marked_unsound(ckpt_dir: PathLike) -> bool:
   """Return True if the checkpoint has the mark of `mark_unsound`."""
-  return os.path.exists(os.path.join(os.fspath(ckpt_dir), UNSOUND_FILENAME))
+  return (files.path(ckpt_dir) / UNSOUND_FILENAME).is_file()
 
 
 def is_protected(ckpt_dir: PathLike) -> bool:
   """Return True if a checkpoint is never deleted: it is pinned, or another program wrote it (no manifest)."""
-  return is_pinned_checkpoint(ckpt_dir) or not os.path.isfile(os.path.join(os.fspath(ckpt_dir), MANIFEST_FILENAME))
+  return is_pinned_checkpoint(ckpt_dir) or not (
+      (files.path(ckpt_dir) / MANIFEST_FILENAME).is_file() or is_incomplete(ckpt_dir))
 
 
 def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
   """Delete a checkpoint unless it is pinned; a process that dies meanwhile leaves no partial checkpoint."""
   if not is_pinned_checkpoint(ckpt_dir):
-    path = pathlib.Path(ckpt_dir)
-    rename_and_delete(path, path.name)
+    path = files.path(ckpt_dir)
+    delete(path, path.name)
 
 
-def rename_and_delete(path: pathlib.Path, final_name: str) -> None:
-  """Rename a folder atomically, then delete it.
+def delete(path: files.Path, final_name: str) -> None:
+  """Delete a folder so that a partially deleted one is never mistaken for a checkpoint, also of another program.
 
-  A partially deleted folder without a manifest could otherwise be mistaken for a checkpoint of another program.
+  On a disk it is renamed first. In a store it is marked as incomplete, then its manifest is deleted, and the mark last.
 
   Args:
     path: the folder.
     final_name: name of the checkpoint that the folder is or was.
   """
-  doomed = path.with_name(f'{final_name}{DELETED_INFIX}{uuid.uuid4().hex[:8]}')
-  path.rename(doomed)
-  shutil.rmtree(doomed)
+  if files.is_remote(path):
+    mark_incomplete(path)
+    files.remove(path / MANIFEST_FILENAME)
+    files.each(files.remove, [path / name for name in path.find() if name != INCOMPLETE_FILENAME])
+    files.remove(path / INCOMPLETE_FILENAME)
+  else:
+    doomed = path.with_name(f'{final_name}{DELETED_INFIX}{uuid.uuid4().hex[:8]}')
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def mark_incomplete(path: files.Path, attempt: str = '') -> None:
+  """Mark a folder of a store, in which a save (named `attempt`) or a deletion begins."""
+  files.write(path / INCOMPLETE_FILENAME,
+              f'A save or a deletion has begun here. Without manifest.json this is no checkpoint. {attempt}\n')
+
+
+def upload(source: pathlib.Path, target: files.Path) -> None:
+  """Copy a checkpoint from a disk to a store, its manifest last.
+
+  Raises:
+    CheckpointError: there is something at `target` that another program wrote.
+  """
+  if is_incomplete(target):
+    delete(target, target.name)
+  check_free(target)
+  mark_incomplete(target)
+  names = [name for name in untrusted.walk(source) if name != MANIFEST_FILENAME]
+  files.each(lambda path: path.upload(source / path.relative_to(target)), [target / name for name in names])
+  (target / MANIFEST_FILENAME).upload(source / MANIFEST_FILENAME)
+  files.remove(target / INCOMPLETE_FILENAME)
+
+
+def move(source: files.Path, target: files.Path) -> None:
+  """Rename a checkpoint, or in a store copy it and delete the source; one of both is complete at any time."""
+  if not files.is_remote(source):
+    source.rename(target)
+    return
+  mark_incomplete(target)
+  names = source.find()
+  files.each(lambda path: path.copy_object(target / path.relative_to(source)),
+             [source / name for name in names if name not in (MANIFEST_FILENAME, INCOMPLETE_FILENAME)])
+  if MANIFEST_FILENAME in names:
+    (source / MANIFEST_FILENAME).copy_object(target / MANIFEST_FILENAME)
+  files.remove(target / INCOMPLETE_FILENAME)
+  delete(source, source.name)
 
 
 def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
@@ -246,11 +318,19 @@ def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
     Names of the removed and renamed files and folders.
   """
   done = []
-  for entry in sorted(pathlib.Path(checkpoints_dir).iterdir()):
+  for entry in sorted(files.path(checkpoints_dir).iterdir()):
     match = _LEFTOVER_RE.fullmatch(entry.name)
     if entry.name.startswith(f'{METRICS_FILENAME}{WRITING_INFIX}'):
       entry.unlink()
       done.append(entry.name)
+    if files.is_remote(entry) and (match or _STEP_RE.fullmatch(entry.name)) and (
+        entry / INCOMPLETE_FILENAME).is_file():
+      if is_incomplete(entry):
+        _logger.info('Removing %s, left behind by a run that died.', entry)
+        delete(entry, entry.name)
+        done.append(entry.name)
+        continue
+      files.remove(entry / INCOMPLETE_FILENAME)  # the run died right after the commit
     if match is None or not entry.is_dir():
       continue
     final = entry.with_name(match.group(1))
@@ -260,8 +340,8 @@ def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
     done.append(entry.name)
     if is_replaced and not final.exists():
       _logger.warning('Renaming a checkpoint back to %s: the run that was replacing it died.', final)
-      entry.rename(final)
+      move(entry, final)
     else:
       _logger.info('Removing %s, left behind by a run that died.', entry)
-      rename_and_delete(entry, final.name)
+      delete(entry, final.name)
   return done

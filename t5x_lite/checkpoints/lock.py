@@ -1,6 +1,7 @@
 """Advisory lock of a model directory, released by the kernel when the process ends.
 
-On a network file system the lock depends on its mount; see "Shared file systems" in docs/reliability.md.
+On a network file system the lock depends on its mount; see "Shared file systems" in docs/reliability.md. In an object
+store it is a `lease`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import zlib
 import jax
 import numpy as np
 
-from t5x_lite import errors, multihost
-from t5x_lite.checkpoints import discovery
+from t5x_lite import errors, files, multihost
+from t5x_lite.checkpoints import discovery, lease
 
 LOCK_FILENAME = '.lock'
 
@@ -50,10 +51,11 @@ class ModelDirLock:
   A process may lock a directory several times; the last `release` frees it.
   """
 
-  def __init__(self, directory: pathlib.Path, fd: int | None, created: list[pathlib.Path], holder: str = '',
-               what: str = 'directory'):
+  def __init__(self, directory: files.Path, fd: int | None, created: list[pathlib.Path], holder: str = '',
+               what: str = 'directory', held_lease: lease.Lease | None = None):
     self.directory = directory
     self._fd = fd
+    self._lease = held_lease
     self._created = created
     self._holder = holder
     self._what = what
@@ -69,8 +71,10 @@ class ModelDirLock:
 
     Raises:
       DirectoryInUseError: the lock file names another process.
-      OSError: the lock file cannot be read.
+      OSError: the lock file cannot be read, or a lease in a store has expired and cannot be renewed.
     """
+    if self._lease is not None:
+      self._lease.check()
     if self._fd is None:
       return
     try:
@@ -91,6 +95,8 @@ class ModelDirLock:
       if self._num_holders == 0:
         _held.pop(str(self.directory), None)
         self._remove_unused()
+        if self._lease is not None:
+          self._lease.release()
         self._close()
 
   def _remove_unused(self) -> None:
@@ -108,6 +114,9 @@ class ModelDirLock:
         os.rmdir(folder)
 
   def _close(self) -> None:
+    if self._lease is not None:
+      self._lease.abandon()
+      self._lease = None
     if self._fd is not None:
       os.close(self._fd)
       self._fd = None
@@ -123,8 +132,9 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
                    elsewhere: str = 'another MODEL_DIR') -> ModelDirLock:
   """Create `directory` if it is missing, lock it against other runs, and remove leftovers of runs that died.
 
-  The lock is `flock` on `directory/.lock`: the kernel releases it when the process ends, also after `kill -9`. Only the
-  lead process of a run locks; in other processes the returned object holds no lock.
+  The lock is `flock` on `directory/.lock`: the kernel releases it when the process ends, also after `kill -9`. In an
+  object store it is a lease (see `lease`), which expires if its owner is killed. Only the lead process of a run locks;
+  in other processes the returned object holds no lock.
 
   Args:
     directory: the model directory, or another directory that only one run may use at a time.
@@ -136,23 +146,30 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
 
   Raises:
     DirectoryInUseError: another process holds the directory; the message names it.
-    ConfigError: the path is remote.
+    ConfigError: the path has an unknown scheme, or a store's package or credentials are missing.
     CheckpointError: the directory cannot be created or written, or its file system has no locks.
     SaveError: the disk is full.
   """
-  discovery.check_local_path(directory, what)
-  path = pathlib.Path(directory).absolute()
+  discovery.check_path(directory, what)
+  path = files.path(directory).absolute()
   created = []
   try:
-    created = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    path = path.resolve()
+    if not files.is_remote(path):
+      created = [folder for folder in (path, *path.parents) if not folder.exists()]
+      path.mkdir(parents=True, exist_ok=True)
+      path = path.resolve()
     with _held_guard:
       if str(path) in _held:
         _held[str(path)]._num_holders += 1  # pylint: disable=protected-access
         return _held[str(path)]
-      fd, holder = _acquire(path, what, elsewhere) if multihost.is_lead() else (None, '')
-      lock = ModelDirLock(path, fd, created, holder, what)
+      if not multihost.is_lead():
+        lock = ModelDirLock(path, None, created, '', what)
+      elif files.is_remote(path):
+        held = lease.Lease(path, LOCK_FILENAME, in_use=_in_use(path, what, elsewhere))
+        lock = ModelDirLock(path, None, created, held.holder, what, held)
+      else:
+        fd, holder = _acquire(path, what, elsewhere)
+        lock = ModelDirLock(path, fd, created, holder, what)
       _held[str(path)] = lock
     try:
       if multihost.is_lead():
@@ -164,6 +181,8 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
   except (OSError, ValueError) as e:  # ValueError: a path with a null byte
     if isinstance(e, errors.T5xLiteError):
       raise
+    if files.is_remote(path):
+      raise errors.CheckpointError(f'The {what} {str(path)!r} cannot be written: {e}.') from e
     is_full = errors.is_disk_full(e)
     remedy = 'Free disk space, then rerun the command' if is_full else 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(
@@ -194,11 +213,18 @@ def check_is_shared(lock: ModelDirLock, *, seconds: float = _SHARED_SECONDS) -> 
     raise errors.of_other_process(error) if is_seen else error
 
 
-def _read_checksum(directory: pathlib.Path) -> int | None:
+def _read_checksum(directory: files.Path) -> int | None:
+  path = directory / LOCK_FILENAME
   try:
-    return zlib.crc32((directory / LOCK_FILENAME).read_bytes())
+    return zlib.crc32(lease.read_holder(path).encode() if files.is_remote(path) else path.read_bytes())
   except OSError:
     return None
+
+
+def _in_use(path: files.Path, what: str, elsewhere: str) -> str:
+  """Return the message about a directory that `{holder}` uses."""
+  name = repr(str(path)).replace('{', '{{').replace('}', '}}')
+  return f'The {what} {name} is in use by {{holder}}. Wait for that run or stop it, or choose {elsewhere}.'
 
 
 def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> tuple[int, str]:
@@ -211,8 +237,7 @@ def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> tuple[int, str]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
         raise errors.DirectoryInUseError(
-            f'The {what} {str(path)!r} is in use by {_holder_name(path)}. Wait for that run or stop it, or choose '
-            f'{elsewhere}.') from None
+            _in_use(path, what, elsewhere).format(holder=_holder_name(path))) from None
       except OSError as e:
         if e.errno not in _NO_LOCKS:
           raise
@@ -243,7 +268,6 @@ def _is_file(fd: int, path: pathlib.Path) -> bool:
 def _holder_name(path: pathlib.Path) -> str:
   """Return the process that the lock file of a directory names, as text."""
   try:
-    holder = json.loads((path / LOCK_FILENAME).read_text())
-    return f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
-  except (OSError, ValueError, KeyError, TypeError):
-    return 'another process'  # it holds the lock and has not yet written its name
+    return lease.holder_name((path / LOCK_FILENAME).read_text())
+  except OSError:
+    return 'another process'

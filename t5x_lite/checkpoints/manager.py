@@ -7,13 +7,13 @@ or `close` raises errors of the background thread.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import logging
 import operator
 import os
-import pathlib
 import re
 import shutil
 import threading
@@ -29,9 +29,10 @@ import numpy as np
 from t5x_lite import checks, errors, files, multihost, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, transforms
+from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, store_io, transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
+from t5x_lite.checkpoints import spool as spool_lib
 
 _logger = logging.getLogger(__name__)
 # After a failure TensorStore's threads may still create folders for this time.
@@ -65,20 +66,22 @@ class CheckpointManager:
   writing threads when the main program ends, and an unfinished save is then lost.
   """
 
-  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None):
+  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None,
+               spool_dir: str | None = None):
     """Open `directory`.
 
     Args:
-      directory: the model directory.
+      directory: the model directory, on a disk or in an object store.
       save_cfg: options of saving; None for a manager that only reads.
+      spool_dir: local folder for checkpoints that the object store does not take; see `spool`.
 
     Raises:
       DirectoryInUseError: another run, or another manager of this process, holds the directory.
-      ConfigError: the path is remote.
+      ConfigError: the path has an unknown scheme, or `spool_dir` is not a local folder.
       CheckpointError: the directory cannot be written.
     """
-    discovery.check_local_path(directory, 'model directory')
-    self._directory = pathlib.Path(directory).absolute()
+    discovery.check_path(directory, 'model directory')
+    self._directory = files.path(directory).absolute()
     self._save_cfg = save_cfg
     self._thread: threading.Thread | None = None
     self._error: tuple[int, BaseException] | None = None
@@ -91,6 +94,9 @@ class CheckpointManager:
     self._committing = threading.Lock()
     self._writer: state_io.StateWriter | None = None
     self._lock: lock_lib.ModelDirLock | None = None
+    self._in_store = files.is_remote(self._directory)
+    self._spool = None if spool_dir is None else spool_lib.Spool(spool_dir, self._directory)
+    self._recorder = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint-metrics')
     self._save_policy = policies.AnySavePolicy(())
     if save_cfg is not None:
       self._save_policy = policies.save_policies_from_config(save_cfg)
@@ -102,7 +108,7 @@ class CheckpointManager:
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'
         self._num_saves = 0
-        self._writer = state_io.StateWriter()
+        self._writer = None if self._in_store else state_io.StateWriter()
       except BaseException:
         self._release()
         raise
@@ -171,12 +177,12 @@ class CheckpointManager:
     self.wait()
     if step in self._own_steps:
       # It may have been deleted by hand; all processes must take the same branch.
-      if multihost.broadcast_from_lead(np.int32(os.path.isdir(self.checkpoint_path(step)))):
+      if multihost.broadcast_from_lead(np.int32(files.path(self.checkpoint_path(step)).is_dir())):
         return False
-    pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
+    pending, values, later = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
     if is_sound:
       self._sound_step = step
-    self._thread = threading.Thread(target=self._run, args=(pending, values, on_commit), name=f'checkpoint-{step}')
+    self._thread = threading.Thread(target=self._run, args=(pending, values, later, on_commit), name=f'checkpoint-{step}')
     self._thread.start()
     return True
 
@@ -226,8 +232,18 @@ class CheckpointManager:
     Takes effect at the next commit. Only the values of the lead process are recorded.
     """
     self._check_can_save()
-    if multihost.is_lead():
+    if not multihost.is_lead():
+      return
+    if self._in_store:  # training does not wait for it
+      self._recorder.submit(self._record_later, step, dict(metrics))
+    else:
       retention.record_metrics(self._directory, step, metrics)
+
+  def _record_later(self, step: int, metrics: Mapping[str, float]) -> None:
+    try:
+      retention.record_metrics(self._directory, step, metrics)
+    except OSError as e:
+      _logger.warning('The metrics of step %d are not recorded for keeping the best checkpoints: %s', step, e)
 
   @property
   def has_failed(self) -> bool:
@@ -257,6 +273,7 @@ class CheckpointManager:
     try:
       self.wait()
     finally:
+      self._recorder.shutdown()
       if self._writer is not None:
         writer, self._writer = self._writer, None
         with contextlib.suppress(Exception):  # Orbax raises the error of a failed save again
@@ -265,7 +282,7 @@ class CheckpointManager:
         while self._has_partial_files and time.monotonic() < deadline:
           self._remove_partial_files()
           time.sleep(0.05)
-        self._release()
+      self._release()
 
   def __enter__(self) -> CheckpointManager:
     return self
@@ -309,10 +326,10 @@ class CheckpointManager:
       if step_or_path is None:
         raise errors.CheckpointError(f'There is no checkpoint in {self.directory!r} to restore.')
     path = self.checkpoint_path(step_or_path) if isinstance(step_or_path, int) else os.fspath(step_or_path)
-    parent = pathlib.Path(os.path.normpath(path)).absolute().parent
+    parent = files.path(path).absolute().parent
     restored = restore_lib.restore_checkpoint(
         path, target, shardings=shardings, restore_cfg=restore_cfg, transformation_fns=transformation_fns,
-        initial_state_fn=initial_state_fn, is_resuming=os.path.realpath(parent) == os.path.realpath(self._directory))
+        initial_state_fn=initial_state_fn, is_resuming=files.real_path(parent) == files.real_path(self._directory))
     if restored.is_resuming and restored.is_verified:
       self._own_steps.add(restored.step)
     return restored
@@ -320,44 +337,49 @@ class CheckpointManager:
   # ---- steps of a save ----------------------------------------------------------------------------------------------
 
   def _check_can_save(self) -> None:
-    if self._writer is None:
+    if self._lock is None:
       raise errors.ConfigError('This CheckpointManager cannot save: it is closed, or it has no save_cfg. Create one '
                                'with a save_cfg.')
 
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
+    kept = getattr(error, 'kept_at', None)
     found = errors.SaveError(
         f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
-        'Earlier checkpoints are complete.')
+        'Earlier checkpoints are complete.' + (
+            f' This one is kept in {kept!r}; the next run with the same command and --spool_dir copies it to the store.'
+            if kept else ''))
     found.ends_run = self._misses_barriers
     return found
 
   def _begin(self, step, state, data_state, metrics, metadata):
-    """Return (the save, values for the background thread or None if the writer has them)."""
+    """Return (the save, values and data state for the background thread); None for what is already being written."""
     flat = self._transformed(state)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
-    name = f'{discovery.CHECKPOINT_PREFIX}_{step}{discovery.WRITING_INFIX}{self._run_id}-{self._num_saves}'
-    pending = commit_lib.PendingCheckpoint(
-        step=step, temporary=self._directory / name, final=pathlib.Path(self.checkpoint_path(step)),
-        arrays=manifest.describe_arrays(flat), metadata=json.loads(json.dumps(dict(metadata or {}))),
-        metrics={name: float(value) for name, value in (metrics or {}).items()},
-        has_data_state=data_state is not None)
+    pending = commit_lib.new_save(
+        self._directory, step, f'{self._run_id}-{self._num_saves}', arrays=manifest.describe_arrays(flat),
+        metadata=json.loads(json.dumps(dict(metadata or {}))),
+        metrics={name: float(value) for name, value in (metrics or {}).items()}, has_data_state=data_state is not None)
+    # Orbax does not store arrays without elements; the manifest has their shapes.
+    flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
+    if self._in_store:  # training does not wait for the store
+      try:
+        return pending, store_io.host_parts(state_io.snapshot(flat)), data_state
+      except Exception as e:
+        raise self._save_error(step, e) from e
 
     def make_folder():
       if multihost.is_lead():
-        self._lock.check()
         self._remove_partial_files()
-        pending.temporary.mkdir()
-        retention.forget_metrics(self._directory, step)
+        self._make_folder(pending)
 
     try:
       _on_all_processes(make_folder)
       if data_state is not None:
         _on_all_processes(lambda: self._write_data_state(pending.temporary, data_state))
-      # Orbax does not store arrays without elements; the manifest has their shapes.
-      values = state_io.snapshot({name: leaf for name, leaf in flat.items() if 0 not in leaf.shape})
+      values = state_io.snapshot(flat)
     except Exception as e:
       self._remove_partial_files()
       raise self._save_error(step, e) from e
@@ -369,7 +391,12 @@ class CheckpointManager:
       self._misses_barriers = jax.process_count() > 1
       self._remove_partial_files()
       raise self._save_error(step, e) from e
-    return pending, values
+    return pending, values, None
+
+  def _make_folder(self, pending: commit_lib.PendingCheckpoint) -> None:
+    self._lock.check()
+    commit_lib.begin(pending)
+    retention.forget_metrics(self._directory, pending.step)
 
   def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
     # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.
@@ -385,24 +412,22 @@ class CheckpointManager:
       tree, infos = fn(tree, infos)
     return tree_utils.flatten_dict(tree)
 
-  def _write_data_state(self, root: pathlib.Path, data_state: Mapping[str, bytes]) -> None:
+  def _write_data_state(self, root: files.Path, data_state: Mapping[str, bytes]) -> None:
     folder = root / restore_lib.data_dir_name(jax.process_index(), jax.process_count())
     folder.mkdir(parents=True, exist_ok=True)
     for key, value in data_state.items():
       files.write(folder / restore_lib.data_file_name(key), value, durable=False)  # flushed at the commit
 
   def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None,
-           on_commit: Callable[[], None]) -> None:
+           data_state: Mapping[str, bytes] | None, on_commit: Callable[[], None]) -> None:
     failed: BaseException | None = None
+    barrier = lambda name: state_io.barrier(f'{pending.final.name}-{pending.attempt}:{name}')
     try:
       try:
-        if values is not None:
-          self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
-        try:
-          self._writer.finish()
-        except BaseException:
-          self._misses_barriers = jax.process_count() > 1
-          raise
+        if self._in_store:
+          self._write_to_store(pending, values, data_state, barrier)
+        else:
+          self._write_on_disk(pending, values)
         commit_lib.mark_part_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
@@ -410,7 +435,7 @@ class CheckpointManager:
         self._error = (pending.step, failed)
         return
       # Failed processes reach the barrier too; otherwise the others would wait for them.
-      state_io.barrier(f'{pending.temporary.name}:written')
+      barrier('written')
       if multihost.is_lead() and failed is None:
         try:
           self._lock.check()
@@ -423,14 +448,15 @@ class CheckpointManager:
             self._apply_retention(pending.step)
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
-      state_io.barrier(f'{pending.temporary.name}:committed')
-      # The commit renames the temporary folder, so its existence shows the other processes a failure.
-      if failed is None and pending.temporary.exists():
+      barrier('committed')
+      if self._spool is not None:
+        failed = self._finish_with_spool(pending, values, data_state, failed, barrier)
+      elif failed is None and not commit_lib.is_committed(pending):
         failed = errors.of_other_process(
             errors.CheckpointError('the lead process could not commit it; see its message'))
-      state_io.barrier(f'{pending.temporary.name}:checked')
+      barrier('checked')
       if failed is not None and multihost.is_lead():
-        self._remove_partial_files()
+        self._remove_partial_files(pending, failed)
     except BaseException as e:  # pylint: disable=broad-exception-caught
       failed = failed or e  # a barrier timed out because a process died
     if failed is None:
@@ -439,7 +465,67 @@ class CheckpointManager:
     else:
       self._error = (pending.step, failed)
 
-  def _remove_partial_files(self) -> None:
+  def _write_on_disk(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
+    if values is not None:
+      self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
+    try:
+      self._writer.finish()
+    except BaseException:
+      self._misses_barriers = jax.process_count() > 1
+      raise
+
+  def _write_to_store(self, pending: commit_lib.PendingCheckpoint, parts: store_io.HostParts,
+                      data_state: Mapping[str, bytes] | None, barrier: Callable[[str], None]) -> None:
+    failed = None
+    if multihost.is_lead():
+      try:
+        self._make_folder(pending)
+      except BaseException as e:  # pylint: disable=broad-exception-caught
+        failed = e
+    barrier('begun')
+    if failed is not None:
+      raise failed
+    if not commit_lib.has_begun(pending):
+      raise errors.of_other_process(errors.CheckpointError('the lead process could not begin it; see its message'))
+    self._write_part(pending.final, parts, data_state)
+
+  def _write_part(self, root: files.Path, parts: store_io.HostParts, data_state: Mapping[str, bytes] | None) -> None:
+    if data_state is not None:
+      self._write_data_state(root, data_state)
+    store_io.write_parts(root / discovery.STATE_DIRNAME, parts)
+
+  def _finish_with_spool(self, pending: commit_lib.PendingCheckpoint, parts: store_io.HostParts,
+                         data_state: Mapping[str, bytes] | None, failed: BaseException | None,
+                         barrier: Callable[[str], None]) -> BaseException | None:
+    """Write a save that failed in any process to the spool folder; return the error, which names the folder."""
+    if failed is not None:
+      self._spool.report_failure(pending)
+    barrier('told')
+    if not self._spool.has_failure(pending):
+      if multihost.is_lead():
+        self._spool.clear()
+      return None
+    if isinstance(failed, errors.DirectoryInUseError):  # another run continues there
+      return failed
+    failed = failed or errors.of_other_process(
+        errors.CheckpointError('another process could not write its part; see its message'))
+    try:
+      kept = self._spool.write(pending, lambda root: self._write_part(root, parts, data_state), barrier)
+      failed.kept_at = str(kept)
+    except (OSError, errors.CheckpointError) as e:
+      _logger.error('The checkpoint of step %d could not be written to %s either: %s', pending.step,
+                    self._spool.folder, e)
+    return failed
+
+  def _remove_partial_files(self, pending: commit_lib.PendingCheckpoint | None = None,
+                            error: BaseException | None = None) -> None:
+    """Remove what failed saves of this manager have left; in a store, of the save that failed with `error`."""
+    if self._in_store:
+      # Otherwise each removal would wait for the store; the next save or run removes the files.
+      if pending is not None and not commit_lib.is_unavailable(error):
+        with contextlib.suppress(OSError):
+          commit_lib.discard(pending)
+      return
     # `fullmatch`, since names of replaced checkpoints have the same suffix.
     name = re.compile(rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+')
     for folder in self._directory.iterdir():
@@ -456,8 +542,10 @@ class CheckpointManager:
       _logger.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
 
   def _release(self) -> None:
-    _saving_directories.discard(os.path.realpath(self._directory))
-    self._lock.release()
+    if self._lock is not None:
+      lock, self._lock = self._lock, None
+      _saving_directories.discard(files.real_path(self._directory))
+      lock.release()
 
   def _join(self) -> None:
     if self._thread is not None:
@@ -465,8 +553,8 @@ class CheckpointManager:
       self._thread = None
 
 
-def _claim(directory: pathlib.Path, lock: lock_lib.ModelDirLock) -> None:
-  name = os.path.realpath(directory)
+def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
+  name = files.real_path(directory)
   if name in _saving_directories:
     lock.release()
     raise errors.DirectoryInUseError(

@@ -15,10 +15,9 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,13 +61,13 @@ def library_versions() -> dict[str, str]:
           **{name: importlib.metadata.version(name) for name in names}}
 
 
-def hash_files(root: pathlib.Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def hash_files(root: files.Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
   """Return {'sha256', 'bytes'} of each file `names`, relative to `root`; reads the files in parallel."""
 
   def one(name):
     try:
-      with open(root / name, 'rb') as f:
-        return {'sha256': hashlib.file_digest(f, 'sha256').hexdigest(), 'bytes': os.fstat(f.fileno()).st_size}
+      with (root / name).open('rb') as f:
+        return {'sha256': hashlib.file_digest(f, 'sha256').hexdigest(), 'bytes': f.seek(0, os.SEEK_END)}
     except OSError as e:
       e.filename = name  # errors of reading, unlike those of opening, have no file name
       raise
@@ -78,8 +77,10 @@ def hash_files(root: pathlib.Path, names: Iterable[str]) -> dict[str, dict[str, 
     return dict(zip(names, pool.map(one, names), strict=True))
 
 
-def list_files(root: pathlib.Path) -> list[str]:
+def list_files(root: files.Path) -> list[str]:
   """Return the sorted paths of all files below `root`, relative to it."""
+  if files.is_remote(root):
+    return list(root.find())
   return sorted(str(path.relative_to(root)) for path in root.rglob('*') if path.is_file())
 
 
@@ -91,7 +92,7 @@ def to_text(manifest: Manifest) -> str:
   return json.dumps({'1_sha256': digest, '2_contents': body}, indent=1, sort_keys=True) + '\n'
 
 
-def write(root: pathlib.Path, manifest: Manifest) -> None:
+def write(root: files.Path, manifest: Manifest) -> None:
   """Write `manifest` below `root`, replacing an older one atomically, and flush it to disk.
 
   Raises:
@@ -122,7 +123,7 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
   """
   damage = None
   try:
-    data = untrusted.read_limited(pathlib.Path(checkpoint_dir), discovery.MANIFEST_FILENAME)
+    data = untrusted.read_limited(files.path(checkpoint_dir), discovery.MANIFEST_FILENAME)
     document = json.loads(data)
     canonical = json.dumps(document, indent=1, sort_keys=True) + '\n'
     body_text = json.dumps(document['2_contents'], indent=1, sort_keys=True)
@@ -134,6 +135,8 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
   except errors.CheckpointError:
     raise
   except OSError as e:
+    if files.is_remote(checkpoint_dir):
+      raise  # denied or not reached, which says nothing about the checkpoint
     damage = f'cannot be read ({e.strerror})'
   except (ValueError, KeyError, TypeError, RecursionError):
     damage = 'differs from the written one'
@@ -196,8 +199,8 @@ def _problem(body: Any) -> str | None:
       body['arrays'], body['files']) or _problem_of_metadata(body.get('metadata', {})) or _problem_of_facts(body)
 
 
-def _problem_of_files(files: Mapping[str, Any], num_data_processes: int) -> str | None:
-  for name, entry in files.items():
+def _problem_of_files(entries: Mapping[str, Any], num_data_processes: int) -> str | None:
+  for name, entry in entries.items():
     owner = f'`files[{untrusted.shorten(name)}]`'
     problem = untrusted.name_problem(name)
     if problem is not None:
@@ -219,7 +222,7 @@ def _problem_of_files(files: Mapping[str, Any], num_data_processes: int) -> str 
 _MAX_INLINE_BYTES = 1024
 
 
-def _problem_of_arrays(arrays: Mapping[str, Any], files: Mapping[str, Any]) -> str | None:
+def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) -> str | None:
   num_bytes = 0
   for name, entry in arrays.items():
     owner = f'`arrays[{untrusted.shorten(name)}]`'
@@ -237,7 +240,7 @@ def _problem_of_arrays(arrays: Mapping[str, Any], files: Mapping[str, Any]) -> s
     array_bytes = untrusted.num_bytes(entry['shape'], dtype)
     num_bytes += array_bytes if array_bytes > _MAX_INLINE_BYTES else 0
   # Nothing else is compressed (`state_io.HANDLER_OPTIONS`).
-  stored = sum(entry['bytes'] for name, entry in files.items() if name.startswith(f'{discovery.STATE_DIRNAME}/'))
+  stored = sum(entry['bytes'] for name, entry in entries.items() if name.startswith(f'{discovery.STATE_DIRNAME}/'))
   if num_bytes > stored:
     largest = max(arrays, key=lambda name: math.prod(arrays[name]['shape']))
     return (f'`arrays` must fit into the {stored:,} bytes of the files below {discovery.STATE_DIRNAME}/, got '
@@ -278,10 +281,12 @@ def _is_of_kind(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 # Checkpoints verified by this process: path -> result of `os.stat` for each file. Avoids a second reading when a caller
 # first selects the newest intact checkpoint and then restores it.
-_verified: dict[str, dict[str, tuple[int, int, int]]] = {}
+_verified: dict[str, dict[str, Any]] = {}
 
 
-def _stats(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+def _stats(root: files.Path, names: Sequence[str]) -> dict[str, Any]:
+  if files.is_remote(root):
+    return dict(zip(names, files.each(lambda path: path.version(), [root / name for name in names]), strict=True))
   stats = {name: os.stat(root / name) for name in names}
   return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
 
@@ -300,7 +305,7 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       the first such files.
     CheckpointError: the format version of the manifest is unknown.
   """
-  root = pathlib.Path(os.path.realpath(checkpoint_dir))
+  root = files.path(files.real_path(checkpoint_dir))
   problem = None
   manifest = None
   try:
@@ -310,6 +315,8 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
   except errors.CheckpointDamagedError as e:
     problem = str(e)
   except OSError as e:
+    if files.is_remote(root) and not isinstance(e, FileNotFoundError):
+      raise
     # The disk cannot read a bad sector: the checkpoint cannot be restored, as after a bit flip.
     name = e.filename or 'a file of it'
     problem = (f'The checkpoint {str(root)!r} is damaged: {name} cannot be read ({e.strerror}). '
@@ -323,7 +330,19 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
   return manifest
 
 
-def _find_damage(root: pathlib.Path, manifest: Manifest) -> str | None:
+def damage(root: files.Path) -> str | None:
+  """Return in what a checkpoint differs from its manifest, found by this process alone; None if in nothing.
+
+  Raises:
+    CheckpointError: it has no valid manifest.
+  """
+  found = read(root)
+  if found is None:
+    raise errors.CheckpointError(f'The checkpoint {str(root)!r} has no {discovery.MANIFEST_FILENAME}.')
+  return _find_damage(root, found, is_shared=False)
+
+
+def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True) -> str | None:
   link = untrusted.tree_problem(root, discovery.STATE_DIRNAME) or next(
       filter(None, (untrusted.file_problem(root, name) for name in manifest.files)), None)
   if link is not None:  # checked before any file is opened
@@ -333,14 +352,15 @@ def _find_damage(root: pathlib.Path, manifest: Manifest) -> str | None:
   present = {f'{discovery.STATE_DIRNAME}/{name}' for name in list_files(root / discovery.STATE_DIRNAME)}
   for name in sorted(present - set(manifest.files)):
     problems.append(f'{name} is not in the manifest')
-  missing = sorted(name for name in manifest.files if not (root / name).is_file())
+  are_there = files.each(lambda path: path.is_file(), [root / name for name in manifest.files])
+  missing = sorted(name for name, is_there in zip(manifest.files, are_there, strict=True) if not is_there)
   problems += [f'{name} is missing' for name in missing]
   if not problems:
     names = [discovery.MANIFEST_FILENAME, *manifest.files]
     before = _stats(root, names)
     if _verified.get(str(root)) == before:
       return None
-    share = sorted(manifest.files)[jax.process_index()::jax.process_count()]
+    share = sorted(manifest.files)[jax.process_index()::jax.process_count()] if is_shared else sorted(manifest.files)
     for name, found in hash_files(root, share).items():
       if found != manifest.files[name]:
         size, wanted_size = found['bytes'], manifest.files[name]['bytes']

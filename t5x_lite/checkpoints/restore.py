@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x_lite import checks, errors, tree_utils
+from t5x_lite import checks, errors, files, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import discovery, lazy_arrays, manifest, sources, state_io, transforms
 from t5x_lite.checkpoints.builders import base, chain
@@ -343,8 +343,7 @@ def read_data_state(path: discovery.PathLike, found: manifest.Manifest | None) -
   for name in found.files:
     if name.startswith(folder):
       key = urllib.parse.unquote(name.removeprefix(folder).removesuffix('.bin'))
-      with open(os.path.join(path, name), 'rb') as f:
-        state[key] = f.read()
+      state[key] = (files.path(path) / name).read_bytes()
   return state
 
 

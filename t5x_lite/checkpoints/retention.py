@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pathlib
 from collections.abc import Mapping, Sequence
 
 
@@ -83,12 +82,12 @@ def _warn_of_unknown_metric(name: str, metrics: Mapping[int, Mapping[str, float]
 
 
 def _write_record(checkpoints_dir: discovery.PathLike, recorded: Mapping[int, Mapping[str, float]]) -> None:
-  path = pathlib.Path(checkpoints_dir) / discovery.METRICS_FILENAME
+  path = files.path(checkpoints_dir) / discovery.METRICS_FILENAME
   files.write(path, json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
 
 
 def _recorded_metrics(checkpoints_dir: discovery.PathLike) -> dict[int, dict[str, float]]:
-  path = pathlib.Path(checkpoints_dir) / discovery.METRICS_FILENAME
+  path = files.path(checkpoints_dir) / discovery.METRICS_FILENAME
   try:
     return {int(step): dict(values) for step, values in json.loads(path.read_text()).items()}
   except FileNotFoundError:

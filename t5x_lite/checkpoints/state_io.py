@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, tree_utils, untrusted
-from t5x_lite.checkpoints import discovery
+from t5x_lite import errors, files, tree_utils, untrusted
+from t5x_lite.checkpoints import discovery, store_io
 
 # Weights hardly compress: zstd makes the files 8 % smaller and the write 50 % slower.
 HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
@@ -40,12 +40,12 @@ class _QuietOrbax(py_logging.Filter):
   """
 
   def filter(self, record: py_logging.LogRecord) -> bool:
-    files = [record.pathname]
+    paths = [record.pathname]
     if record.exc_info and record.exc_info[2] is not None:  # logged by the threading module
-      files += [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
+      paths += [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
     if record.name == 'asyncio' and record.exc_info and 'OCDBT' in str(record.exc_info[1]):
       return False  # Orbax raises the first error of several writes of TensorStore, and never asks for the others.
-    return not any(f'{os.sep}orbax{os.sep}' in file for file in files)
+    return not any(f'{os.sep}orbax{os.sep}' in file for file in paths)
 
 
 @functools.cache
@@ -141,13 +141,13 @@ class StateWriter:
     self._checkpointer.close()
 
 
-def state_dir(checkpoint_dir: str | os.PathLike[str]) -> pathlib.Path:
+def state_dir(checkpoint_dir: files.PathLike) -> files.Path:
   """Return the folder at or below `checkpoint_dir` that holds an Orbax PyTree.
 
   Raises:
     CheckpointError: the folder does not exist, or it has names of, or links to, files outside of the checkpoint.
   """
-  root = pathlib.Path(checkpoint_dir).absolute()
+  root = files.path(checkpoint_dir).absolute()
   problem = f"there is no Orbax PyTree (a file _METADATA) in it or in its folder '{discovery.STATE_DIRNAME}'"
   for name in (discovery.STATE_DIRNAME, ''):
     candidate = root / name
@@ -159,7 +159,7 @@ def state_dir(checkpoint_dir: str | os.PathLike[str]) -> pathlib.Path:
   raise errors.CheckpointError(f'The checkpoint {str(root)!r} cannot be read: {problem}. {_REMEDY}')
 
 
-def _problem_of_names(directory: pathlib.Path) -> str | None:
+def _problem_of_names(directory: files.Path) -> str | None:
   """Return the first problem of the names of arrays, which are folder names without OCDBT; None if all are valid."""
   try:
     entries = json.loads(untrusted.read_limited(directory, _INDEX))['tree_metadata'].values()
@@ -176,18 +176,27 @@ def _explained(what: str) -> Iterator[None]:
   """Raise CheckpointError instead of the exceptions of Orbax and TensorStore for damaged files, of many types."""
   try:
     yield
+  except errors.T5xLiteError:
+    raise
   except Exception as e:
+    if isinstance(e, OSError) and files.is_remote(str(e.filename)):
+      raise  # not damaged, but denied or not reached
     raise errors.CheckpointError(
         f'The {what} cannot be read: _METADATA, manifest.ocdbt or a file below d/ is missing or damaged '
         f'({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
 
 
-def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
+def read_shapes(directory: files.Path) -> dict[str, jax.ShapeDtypeStruct]:
   """Return the shape and dtype of each array in `directory` (see `state_dir`) by name.
 
   Raises:
     CheckpointError: the index cannot be read, or has arrays or chunks that are larger than the files.
   """
+  if files.is_remote(directory):
+    with _explained(f'index of {str(directory)!r}'):
+      shapes, chunks = store_io.read_shapes(directory)
+    _check_sizes(directory, shapes, chunks)
+    return shapes
   ocp = orbax()
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     with _explained(f'index of {str(directory)!r}'):
@@ -200,7 +209,7 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
   return shapes
 
 
-def read_shapes_of(directory: pathlib.Path, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+def read_shapes_of(directory: files.Path, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
   """Return the stored shape and dtype of the named arrays of our own checkpoints, as far as these exist.
 
   `read_shapes` opens each array, which takes half of the time of a restore; this reads only its entry of the index.
@@ -208,36 +217,13 @@ def read_shapes_of(directory: pathlib.Path, names: Iterable[str]) -> dict[str, j
   Raises:
     CheckpointError: see `read_shapes`.
   """
-  import tensorstore  # takes 0.1 s
   with _explained(f'index of {str(directory)!r}'):
-    base = {'driver': 'file', 'path': f'{directory}/'}  # not a URL, in which some characters have a meaning
-    index = tensorstore.KvStore.open({'driver': 'ocdbt', 'base': base}).result()
-    reads = {name: index.read(f'{name.replace("/", ".")}/zarr.json') for name in names}
-    found = {name: read.result() for name, read in reads.items()}
-    entries = {name: json.loads(entry.value) for name, entry in found.items() if entry.state == 'value'}
-    shapes = {name: jax.ShapeDtypeStruct(_checked_shape(entry['shape']), _checked_dtype(entry['data_type']))
-              for name, entry in entries.items()}
-    # A chunk of the grid is divided into smaller ones by the codec 'sharding_indexed'.
-    chunks = {name: {f'chunk_shape {i}': _checked_shape(part['configuration']['chunk_shape'])
-                     for i, part in enumerate([entry['chunk_grid'], *entry['codecs']])
-                     if 'chunk_shape' in part.get('configuration', {})} for name, entry in entries.items()}
+    shapes, chunks = store_io.read_shapes(directory, names)
   _check_sizes(directory, shapes, chunks)
   return shapes
 
 
-def _checked_shape(value: Any) -> tuple[int, ...]:
-  if problem := untrusted.shape_problem(value):
-    raise ValueError(f'a shape {problem}')
-  return tuple(value)
-
-
-def _checked_dtype(value: Any) -> np.dtype:
-  if (dtype := untrusted.parse_dtype(value)) is None:
-    raise ValueError(f'data_type must be the name of a numeric dtype, got {untrusted.shorten(value)}')
-  return dtype
-
-
-def _check_sizes(directory: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct],
+def _check_sizes(directory: files.Path, shapes: Mapping[str, jax.ShapeDtypeStruct],
                  chunks: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
   """Raise CheckpointError if an array, or a chunk of it by name, is larger than the files."""
   max_bytes = untrusted.tree_bytes(directory) * untrusted.MAX_COMPRESSION['zstd']
@@ -249,7 +235,7 @@ def _check_sizes(directory: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStr
             f'{untrusted.shorten(tuple(shape))}. {_REMEDY}')
 
 
-def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
+def read_arrays(directory: files.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
                 ) -> dict[str, jax.Array | np.ndarray]:
   """Read the named arrays.
 
@@ -264,6 +250,9 @@ def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sha
   Raises:
     CheckpointError: the arrays cannot be read.
   """
+  if files.is_remote(directory):
+    with _explained(f'data of {str(directory)!r}'):
+      return store_io.read_arrays(directory, wanted)
   ocp = orbax()
 
   def restore_args(dtype, sharding):

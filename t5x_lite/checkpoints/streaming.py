@@ -11,7 +11,6 @@ import concurrent.futures
 import functools
 import json
 import pathlib
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from t5x_lite import errors, tree_utils
+from t5x_lite import errors, files, tree_utils
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import discovery, lock, manifest, state_io
+from t5x_lite.checkpoints import discovery, lock, manifest, state_io, store_io
 
 # Small arrays are written together up to this size, which saves files; larger arrays are written separately.
 _GROUP_BYTES = 2**24
@@ -106,23 +105,22 @@ def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[s
     DirectoryInUseError: another process holds the directory.
   """
   with lock.lock_model_dir(directory) as held:
-    final = pathlib.Path(discovery.get_checkpoint_dir(held.directory, step))
-    discovery.check_free(final)
-    temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
-    pending = commit_lib.PendingCheckpoint(
-        step=step, temporary=temporary, final=final, arrays=manifest.describe_arrays(arrays),
+    pending = commit_lib.new_save(
+        held.directory, step, uuid.uuid4().hex[:8], arrays=manifest.describe_arrays(arrays),
         metadata=json.loads(json.dumps(dict(metadata or {}))), metrics={}, has_data_state=False)
+    discovery.check_free(pending.final)
     try:
-      temporary.mkdir()
-      _write_state(temporary / discovery.STATE_DIRNAME, arrays, read_fn)
+      commit_lib.begin(pending)
+      _write_state(pending.temporary / discovery.STATE_DIRNAME, arrays, read_fn)
+      held.check()
       commit_lib.commit(pending)
     except BaseException:
-      shutil.rmtree(temporary, ignore_errors=True)
+      files.remove_tree(pending.temporary, ignore_errors=True)
       raise
   return discovery.get_checkpoint_dir(directory, step)
 
 
-def _write_state(directory: pathlib.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
+def _write_state(directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
   own: list[BaseException] = []
   stopped = threading.Event()
 
@@ -136,6 +134,10 @@ def _write_state(directory: pathlib.Path, arrays: Mapping[str, Any], read_fn: Ca
       raise
 
   # Orbax does not store arrays without elements; the manifest has their shapes.
+  if files.is_remote(directory):
+    with_elements = {name: leaf for name, leaf in arrays.items() if 0 not in leaf.shape}
+    store_io.write_one_by_one(directory, with_elements, lambda name: _Leaf(name, 0, arrays[name], read_fn).read())
+    return
   leaves = {name: _Leaf(name, i, leaf, read) for i, (name, leaf) in enumerate(arrays.items()) if 0 not in leaf.shape}
   try:
     # Run Orbax's event loops in another thread: Ctrl-C could be lost in them, or leave them open.

@@ -51,8 +51,8 @@ def test_invalid_save_configs(kwargs, message):
 @pytest.mark.parametrize('kwargs, message', [
     ({'path': ''}, "path` must be the path of .*got ''"),
     ({'path': None}, 'path` must be the path of .*got None'),
-    ({'path': 'gs://bucket/run'}, "path` must be a local path, got 'gs:"),
-    ({'path': ['a', 's3://bucket/run']}, "path` must be a local path, got 's3:"),
+    ({'path': 'az://bucket/run'}, "path` must be a path on a disk or in an object store, got 'az:"),
+    ({'path': ['a', 'az://bucket/run']}, "path` must be a path on a disk or in an object store, got 'az:"),
     ({'path': 'a', 'mode': 'latst'}, "mode` must be one of .*got 'latst'.* Did you mean 'latest'"),
     ({'path': 'a', 'dtype': 'int8'}, "dtype` must .*got 'int8'"),
     ({'path': 'a', 'assignment_map': [('a',)]}, r"The rule \('a',\) is not a pair"),

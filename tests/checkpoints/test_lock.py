@@ -78,5 +78,5 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
   first.release()
   first.release()
   assert not first.held and other.communicate('\n\n')[0] == 'free\n'
-  with pytest.raises(errors.ConfigError, match='must be a local path'):
-    checkpoints.lock_model_dir('s3://bucket/run')
+  with pytest.raises(errors.ConfigError, match='must be a path on a disk or in an object store'):
+    checkpoints.lock_model_dir('az://bucket/run')

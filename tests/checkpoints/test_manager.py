@@ -313,8 +313,8 @@ def test_bad_calls(tmp_path):
     manager.save(1, states.state(1))
   with pytest.raises(errors.ConfigError, match='cannot save: it is closed'):
     checkpoints.CheckpointManager(tmp_path).save(1, states.state(1))
-  with pytest.raises(errors.ConfigError, match='must be a local path'):
-    checkpoints.CheckpointManager('gs://bucket/run')
+  with pytest.raises(errors.ConfigError, match='must be a path on a disk or in an object store'):
+    checkpoints.CheckpointManager('az://bucket/run')
   (tmp_path / 'file').write_text('')
   with pytest.raises(errors.CheckpointError, match='cannot be written'):
     checkpoints.CheckpointManager(tmp_path / 'file/run', save_cfg=Cfg())

@@ -43,8 +43,8 @@ def test_unknown_paths_are_named(saved):
   message = r"must be a single checkpoint, got a directory of checkpoints. .*newest is '.*checkpoint_2'\), or"
   with pytest.raises(errors.CheckpointError, match=message):
     checkpoints.restore_checkpoint(saved, states.target())
-  with pytest.raises(errors.ConfigError, match='must be a local path'):
-    checkpoints.load('gs://bucket/checkpoint_1')
+  with pytest.raises(errors.ConfigError, match='must be a path on a disk or in an object store'):
+    checkpoints.load('az://bucket/checkpoint_1')
 
 
 def test_is_resuming_only_from_its_own_directory(saved, tmp_path):

@@ -19,18 +19,26 @@ _logger = logging.getLogger(__name__)
 # Part of the names of temporary folders.
 INFIX = '-being-written-'
 _FORMER = '-replaced'
+_STORES = ('gs://', 's3://')
 
 
-def directory(remedy: str) -> checks.Expectation:
-  """Expect the path of a local directory, which need not exist; `remedy` ends the error message."""
+def directory(remedy: str, *, in_stores: bool = False) -> checks.Expectation:
+  """Expect the path of a directory, which need not exist.
+
+  Args:
+    remedy: end of the error message.
+    in_stores: whether it may be in an object store.
+  """
 
   def is_path(value: Any) -> bool:
     try:
-      return isinstance(value, str) and bool(value.strip().encode()) and '://' not in value
+      return isinstance(value, str) and bool(value.strip().encode()) and (
+          '://' not in value or in_stores and value.startswith(_STORES))
     except UnicodeEncodeError:  # The locale could not decode the bytes of the path.
       return False
 
-  return checks.Expectation('the path of a local directory, encodable in UTF-8', is_path, remedy)
+  kind = 'directory, local or in a store (gs://, s3://)' if in_stores else 'local directory'
+  return checks.Expectation(f'the path of a {kind}, encodable in UTF-8', is_path, remedy)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,213 @@
+"""Lock of a model directory in an object store: a lease, an object that its owner writes anew while it runs.
+
+Every write has the condition that the object is still the one that this owner, or nobody, has written, so two owners
+cannot both believe that they have it. No clocks are compared: whoever wants the lease watches for `LEASE_SECONDS`
+whether it changes. An owner that could not renew it for that time saves nothing until it has renewed it; if another
+process has taken it meanwhile, the owner's run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from t5x_lite import errors, files
+
+_logger = logging.getLogger(__name__)
+
+# After this time without a renewal another process may take the lease.
+LEASE_SECONDS = 60.0
+_RENEWAL_SECONDS = 12.0
+_POLL_SECONDS = 1.0
+
+
+class Lease:
+  """A lease that this process holds and renews in a thread until `release`."""
+
+  def __init__(self, folder: files.Path, name: str, *, in_use: str):
+    """Take the lease of `folder`.
+
+    Args:
+      folder: folder in an object store.
+      name: name of the lease's object below it.
+      in_use: first words of the message of an error.
+
+    Raises:
+      DirectoryInUseError: another process holds the lease.
+      OSError: the store cannot be reached or written.
+      ConfigError: the store's package, or credentials, are missing.
+    """
+    (folder / name).is_file()  # reports missing packages, buckets and credentials better than TensorStore
+    self._path, self._name, self._in_use = folder / name, name, in_use
+    self._store = _open(folder)
+    self.holder = json.dumps({'pid': os.getpid(), 'host': socket.gethostname(), 'machine': _machine(),
+                              'since': time.strftime('%Y-%m-%d %H:%M:%S')})
+    self._number = 0
+    self._lost: errors.DirectoryInUseError | None = None
+    self._guard = threading.Lock()
+    self._generation = self._take()
+    self._stopped = threading.Event()
+    self._thread = threading.Thread(target=self._keep, name='lease', daemon=True)
+    self._thread.start()
+
+  def check(self) -> None:
+    """Raise unless this process holds the lease, which is renewed first if it is old.
+
+    Raises:
+      DirectoryInUseError: another process has taken it.
+      OSError: it could not be renewed, and another process may take it.
+    """
+    if self._lost is None and time.monotonic() > self._valid_until:
+      self._renew()
+    if self._lost is not None:
+      raise self._lost
+
+  def release(self) -> None:
+    """Stop renewing and delete the lease's object."""
+    self._stopped.set()
+    with self._guard:
+      if self._lost is None:
+        try:
+          self._store.write(self._name, None, if_equal=self._generation).result()
+        except ValueError as e:
+          _logger.warning('%s could not be deleted (%s); it expires after %g seconds.', self._path, _text(e),
+                          LEASE_SECONDS)
+
+  def abandon(self) -> None:
+    """Forget the lease in a forked child: it is the parent's."""
+    self._stopped.set()
+
+  def _take(self) -> bytes:
+    """Write the object with the condition that it is missing or expired, and return its generation."""
+    seen, since = None, 0.0
+    while True:
+      found = self._read()
+      is_there = found.state == 'value'
+      if is_there and seen is None:
+        seen, since = found.stamp.generation, time.monotonic()
+        if not _has_ended(found.value):
+          _logger.info('%s names %s; waiting for up to %g seconds to see whether it still runs.', self._path,
+                       holder_name(found.value), LEASE_SECONDS)
+      elif is_there and found.stamp.generation != seen:
+        raise errors.DirectoryInUseError(self._in_use.format(holder=holder_name(found.value)))
+      if not is_there or _has_ended(found.value) or time.monotonic() - since > LEASE_SECONDS:
+        start = time.monotonic()
+        written = self._write(found.stamp.generation)
+        if written:
+          self._valid_until = start + LEASE_SECONDS
+          return written
+      else:
+        time.sleep(_POLL_SECONDS)
+
+  def _keep(self) -> None:
+    while not self._stopped.wait(_RENEWAL_SECONDS if time.monotonic() < self._valid_until else _POLL_SECONDS):
+      try:
+        self._renew()
+      except OSError as e:
+        _logger.debug('The lease %s could not be renewed: %s', self._path, e)
+      if self._lost is not None:
+        return
+
+  def _renew(self) -> None:
+    with self._guard:
+      if self._stopped.is_set():
+        return
+      start = time.monotonic()
+      generation = self._write(self._generation)
+      if not generation:
+        found = self._read()
+        if found.state == 'value' and _constant_part(found.value) == self.holder:  # the answer to a write was lost
+          generation = found.stamp.generation
+        elif found.state != 'value':  # deleted by hand, which is not yet a second run
+          generation = self._write(found.stamp.generation)
+      if generation:
+        self._generation, self._valid_until = generation, start + LEASE_SECONDS
+      else:
+        self._lost = errors.DirectoryInUseError(
+            f'{self._in_use.format(holder=holder_name(found.value))} That process took the lease {str(self._path)!r} '
+            f'because this one could not renew it for {LEASE_SECONDS:g} seconds.')
+
+  def _write(self, generation: bytes) -> bytes:
+    """Write the object if its generation is `generation`; return the new generation, or b'' if it is another."""
+    self._number += 1  # stores know contents by their hash, so each must differ
+    content = json.dumps(json.loads(self.holder) | {'renewed': self._number}).encode()
+    try:
+      return self._store.write(self._name, content, if_equal=generation).result().generation
+    except ValueError as e:
+      raise OSError(None, f'the lease cannot be written: {_text(e)}', str(self._path)) from e
+
+  def _read(self) -> Any:
+    try:
+      return self._store.read(self._name).result()
+    except ValueError as e:
+      raise OSError(None, f'the lease cannot be read: {_text(e)}', str(self._path)) from e
+
+
+def read_holder(path: files.Path) -> str:
+  """Return the `Lease.holder` of the lease at `path`.
+
+  Raises:
+    OSError: there is none, or it cannot be read.
+  """
+  return _constant_part(path.read_bytes())
+
+
+def holder_name(content: str | bytes) -> str:
+  """Return the process that a lock or lease names, as text."""
+  try:
+    holder = json.loads(content)
+    return f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
+  except (ValueError, KeyError, TypeError):
+    return 'another process'  # it holds the lock and has not yet written its name
+
+
+def _constant_part(content: bytes) -> str:
+  try:
+    return json.dumps({name: value for name, value in json.loads(content).items() if name != 'renewed'})
+  except (ValueError, AttributeError):
+    return ''
+
+
+def _has_ended(content: bytes) -> bool:
+  """Return True if the holder was a process of this machine that has ended."""
+  try:
+    holder = json.loads(content)
+    pid, machine = int(holder['pid']), holder['machine']
+  except (ValueError, KeyError, TypeError):
+    return False
+  if machine is None or machine != _machine():
+    return False
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return True
+  except OSError:
+    return False
+  return False
+
+
+def _machine() -> str | None:
+  """Return a name of this boot of this machine and its namespace of process numbers; None if it is unknown."""
+  try:
+    with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as f:
+      return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+  except OSError:
+    return None
+
+
+def _open(folder: files.Path) -> Any:
+  from t5x_lite import object_store
+  import tensorstore  # takes 0.1 s
+  # Few retries: the thread tries again anyway, and must notice that the lease is getting old.
+  retries = {'max_retries': 3, 'initial_delay': '500ms', 'max_delay': '2s'}
+  context = tensorstore.Context({'gcs_request_retries': retries, 's3_request_retries': retries})
+  return tensorstore.KvStore.open(object_store.kvstore_spec(folder), context=context).result()
+
+
+def _text(error: BaseException) -> str:
+  return ' '.join(str(error).split())[:300]

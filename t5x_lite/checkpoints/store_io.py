@@ -1,0 +1,346 @@
+"""Reading and writing arrays in object stores with TensorStore, in Orbax's format, which any program with Orbax can read.
+
+Orbax itself has no driver for s3://, and lists and renames folders where a store has none. With several processes each
+writes a database (OCDBT) of its own, and `merge` makes one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite import errors, files, untrusted
+from t5x_lite.checkpoints import discovery
+
+_INDEX, _DATABASE = '_METADATA', 'manifest.ocdbt'
+# Orbax takes a folder on gs:// for incomplete without it.
+_COMMITTED = 'commit_success.txt'
+# Larger arrays are divided into chunks, so that a process that needs a part of an array reads little more.
+_MAX_CHUNK_BYTES = 2**26
+# Arrays that are read or copied to the host at a time.
+_GROUP_BYTES = 2**30
+# Types of keys in Orbax's index.
+_KEY_OF_DICT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class HostParts:
+  """The arrays of a state, and the parts of them that this process writes.
+
+  Attributes:
+    arrays: name -> (shape, dtype, shape of chunks) of each array.
+    parts: name -> (index, values in host memory) of each part.
+  """
+
+  arrays: Mapping[str, tuple[tuple[int, ...], np.dtype, tuple[int, ...]]]
+  parts: Mapping[str, list[tuple[Any, np.ndarray]]]
+
+
+def host_parts(flat_state: Mapping[str, jax.Array | np.ndarray]) -> HostParts:
+  """Return what this process writes of a state, whose arrays on devices are copied to the host."""
+  return HostParts(
+      arrays={name: (tuple(leaf.shape), np.dtype(leaf.dtype), _chunk_shape(leaf)) for name, leaf in flat_state.items()},
+      parts={name: _own_parts(leaf) for name, leaf in flat_state.items()})
+
+
+def write_parts(directory: files.Path, state: HostParts) -> None:
+  """Write the parts of this process, and in the lead process the index; with several processes `merge` follows.
+
+  Raises:
+    OSError: the store does not take them.
+  """
+  base = _database(directory, jax.process_index(), jax.process_count())
+  context = _context(directory)  # one, so that the writes of all arrays are committed together
+  arrays = {name: _opened(base, name, *state.arrays[name], context) for name, parts in state.parts.items() if parts}
+  with _explained(directory):
+    writes = []
+    for name, future in arrays.items():
+      array = future.result()
+      writes += [(array[index] if index else array).write(values) for index, values in state.parts[name]]
+    failed = [error for write in writes if (error := write.exception()) is not None]
+    if failed:  # all have ended, so nothing writes to the folder any more
+      raise failed[0]
+  if jax.process_index() == 0:
+    _write_index(directory, state.arrays)
+
+
+def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
+  """Write arrays that are read when their turn comes.
+
+  Args:
+    directory: folder of the state.
+    arrays: name -> object with `shape` and `dtype`.
+    read_fn: function from a name to the array.
+  """
+  shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
+  base, context = _database(directory, 0, 1), _context(directory)
+  for name, (shape, dtype) in shapes.items():
+    array = _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+    with _explained(directory):
+      array.result().write(np.ascontiguousarray(read_fn(name))).result()
+  _write_index(directory, shapes)
+
+
+def merge(directory: files.Path) -> None:
+  """Make one database of those that all processes wrote by `write_parts`; only in the lead process."""
+  num_processes = jax.process_count()
+  if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
+    return
+  import tensorstore  # takes 0.1 s
+  with _explained(directory):
+    target = tensorstore.KvStore.open(_database(directory, 0, 1), context=_context(directory)).result()
+    with tensorstore.Transaction() as transaction:
+      copies = [tensorstore.KvStore.open(_database(directory, i, num_processes), context=_context(directory)).result()
+                .experimental_copy_range_to(target.with_transaction(transaction)) for i in range(num_processes)]
+      for copy in copies:
+        copy.result()
+
+
+def list_complete(root: files.Path) -> list[str]:
+  """Return the names of the files of a checkpoint in a store without its marks, when the listing has all of them.
+
+  Raises:
+    CheckpointError: for `object_store.retry_seconds()` the listing lacked a file that the database names.
+  """
+  from t5x_lite import object_store
+  state = root / discovery.STATE_DIRNAME
+  needed = {f'{discovery.STATE_DIRNAME}/{name}' for name in (_INDEX, _DATABASE, *_files_of_database(state))}
+  deadline = time.monotonic() + object_store.retry_seconds()
+  pause = 0.5
+  while missing := sorted(needed - (found := root.find()).keys()):
+    if time.monotonic() > deadline:
+      raise errors.CheckpointError(f'the list of files below {str(root)!r} lacks {missing[0]!r}, which was written')
+    time.sleep(pause)
+    pause = min(2 * pause, 10)
+  return [name for name in found if name not in (discovery.INCOMPLETE_FILENAME, discovery.MANIFEST_FILENAME)]
+
+
+def read_shapes(directory: files.Path, names: Iterable[str] | None = None) -> tuple[
+    dict[str, jax.ShapeDtypeStruct], dict[str, dict[str, Sequence[int]]]]:
+  """Return the shape and dtype of stored arrays by name, and the shapes of their chunks by name.
+
+  Args:
+    directory: folder with an Orbax PyTree.
+    names: names to look up, which need not exist; None for all names in the index.
+
+  Raises:
+    Exception: of many types, for damaged files.
+  """
+  stored = _Stored(directory)
+  names = list(stored.names if names is None else names)
+  found = {name: entry for name, entry in zip(names, stored.entries(names), strict=True) if entry is not None}
+  shapes = {name: jax.ShapeDtypeStruct(checked_shape(entry['shape']), checked_dtype(
+      entry['data_type'] if stored.is_zarr3 else entry['dtype'])) for name, entry in found.items()}
+  return shapes, {name: chunks_of(entry) if stored.is_zarr3 else {'chunks': checked_shape(entry['chunks'])}
+                  for name, entry in found.items()}
+
+
+def read_arrays(directory: files.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
+                ) -> dict[str, jax.Array | np.ndarray]:
+  """Read the named arrays; see `state_io.read_arrays`."""
+  stored = _Stored(directory)
+  arrays = {name: stored.open(name) for name in wanted}
+  result, group, num_bytes = {}, {}, 0
+  for name, (dtype, sharding) in wanted.items():
+    array = arrays[name].result()
+    group[name] = _Read(array, np.dtype(dtype), sharding)
+    num_bytes += group[name].num_bytes
+    if num_bytes > _GROUP_BYTES:
+      result |= {name: read.result() for name, read in group.items()}
+      group, num_bytes = {}, 0
+  return result | {name: read.result() for name, read in group.items()}
+
+
+def checked_shape(value: Any) -> tuple[int, ...]:
+  """Return a shape from a file as a tuple; raises ValueError if it is none."""
+  if problem := untrusted.shape_problem(value):
+    raise ValueError(f'a shape {problem}')
+  return tuple(value)
+
+
+def checked_dtype(value: Any) -> np.dtype:
+  """Return the dtype that a file names; raises ValueError if it is none of numbers."""
+  if (dtype := untrusted.parse_dtype(value)) is None:
+    raise ValueError(f'data_type must be the name of a numeric dtype, got {untrusted.shorten(value)}')
+  return dtype
+
+
+def chunks_of(entry: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+  """Return the shapes of chunks in the metadata of an array of zarr 3, by name."""
+  # A chunk of the grid is divided into smaller ones by the codec 'sharding_indexed'.
+  return {f'chunk_shape {i}': checked_shape(part['configuration']['chunk_shape'])
+          for i, part in enumerate([entry['chunk_grid'], *entry['codecs']])
+          if 'chunk_shape' in part.get('configuration', {})}
+
+
+class _Stored:
+  """Arrays of a folder in any of Orbax's forms: one database or a folder for each array, zarr 2 or 3."""
+
+  def __init__(self, directory: files.Path):
+    import tensorstore
+    self._index = json.loads(untrusted.read_limited(directory, _INDEX))
+    self.is_zarr3 = bool(self._index.get('use_zarr3', False))
+    has_database = (directory / _DATABASE).is_file()
+    self._base = _database(directory, 0, 1) if has_database else _kvstore(directory)
+    self._context = _context(directory)
+    self._kvstore = tensorstore.KvStore.open(self._base, context=self._context).result()
+
+  @property
+  def names(self) -> list[str]:
+    """'/'-joined names of all arrays."""
+    return ['/'.join(str(key['key']) for key in entry['key_metadata'])
+            for entry in self._index['tree_metadata'].values()
+            if not entry.get('value_metadata', {}).get('skip_deserialize', False)]
+
+  def entries(self, names: Sequence[str]) -> list[dict[str, Any] | None]:
+    """Return the metadata of each array; None for one that does not exist."""
+    file = 'zarr.json' if self.is_zarr3 else '.zarray'
+    reads = [self._kvstore.read(f'{_key(name)}/{file}') for name in names]
+    return [json.loads(read.value) if read.state == 'value' else None for read in (r.result() for r in reads)]
+
+  def open(self, name: str) -> Any:
+    """Return the future of an array."""
+    import tensorstore
+    return tensorstore.open({'driver': 'zarr3' if self.is_zarr3 else 'zarr', 'kvstore': self._kvstore.spec().to_json()
+                             | {'path': f'{_key(name)}/'} if 'base' in self._base else
+                             self._base | {'path': f'{self._base["path"]}{_key(name)}/'}},
+                            context=self._context, read=True, open=True)
+
+
+class _Read:
+  """Parts of an array for the devices of this process, being read."""
+
+  def __init__(self, array: Any, dtype: np.dtype, sharding: jax.sharding.Sharding | None):
+    self._shape, self._dtype, self._sharding = tuple(array.shape), dtype, sharding
+    self._parts: dict[str, Any] = {}
+    indices = [()] if sharding is None else sharding.addressable_devices_indices_map(self._shape).values()
+    for index in indices:
+      if str(index) not in self._parts:
+        self._parts[str(index)] = array[index].read() if index else array.read()
+    share = 1 if sharding is None else math.prod(sharding.shard_shape(self._shape)) / max(1, math.prod(self._shape))
+    self.num_bytes = int(math.prod(self._shape) * dtype.itemsize * share * len(self._parts))
+
+  def result(self) -> jax.Array | np.ndarray:
+    """Wait for the parts and return the array."""
+    values = {key: np.asarray(part.result()).astype(self._dtype, copy=False) for key, part in self._parts.items()}
+    if self._sharding is None:
+      return values['()']
+    return jax.make_array_from_callback(self._shape, self._sharding, lambda index: values[str(index)])
+
+
+def _own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:
+  """Return (index, values on the host) of the parts of an array that this process writes."""
+  if not isinstance(leaf, jax.Array):
+    return [((), leaf)] if jax.process_index() == 0 else []
+  return [(shard.index, np.asarray(shard.data)) for shard in leaf.addressable_shards if shard.replica_id == 0]
+
+
+def _chunk_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:
+  shape = leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+  return _halved(tuple(shape), np.dtype(leaf.dtype))
+
+
+def _halved(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+  """Return the shape of chunks of at most `_MAX_CHUNK_BYTES`, as far as halving the first even dims gives one."""
+  chunk = list(shape)
+  while untrusted.num_bytes(chunk, dtype) > _MAX_CHUNK_BYTES and (even := [i for i, n in enumerate(chunk) if not n % 2]):
+    chunk[even[0]] //= 2
+  return tuple(chunk)
+
+
+def _write_index(directory: files.Path, names: Iterable[str]) -> None:
+  tree = {}
+  for name in names:
+    keys = name.split('/')
+    tree[str(tuple(keys))] = {'key_metadata': [{'key': key, 'key_type': _KEY_OF_DICT} for key in keys],
+                              'value_metadata': {'value_type': 'np.ndarray', 'skip_deserialize': False}}
+  files.write(directory / _INDEX, json.dumps({
+      'tree_metadata': tree, 'use_ocdbt': True, 'use_zarr3': True, 'store_array_data_equal_to_fill_value': True,
+      'custom_metadata': None}))
+  files.write(directory / _COMMITTED, 'The arrays are complete; manifest.json of the checkpoint is written last.\n')
+
+
+def _opened(base: Mapping[str, Any], name: str, shape: Sequence[int], dtype: np.dtype, chunk: Sequence[int],
+            context: Any) -> Any:
+  """Return the future of a new array, as Orbax stores it without compression."""
+  import tensorstore
+  return tensorstore.open({
+      'driver': 'zarr3', 'kvstore': {**base, 'path': f'{_key(name)}/'}, 'store_data_equal_to_fill_value': True,
+      'metadata': {
+          'shape': list(shape), 'data_type': np.dtype(dtype).name, 'fill_value': False if dtype == np.bool_ else 0,
+          'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': list(chunk)}},
+          'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}} if dtype.itemsize > 1
+                     else {'name': 'bytes'}]}},
+      context=context, create=True, open=True)
+
+
+def _files_of_database(directory: files.Path) -> set[str]:
+  """Return the names of the files below `directory` to which its database refers."""
+  import tensorstore
+  found = set()
+  with _explained(directory):
+    base = tensorstore.KvStore.open(_kvstore(directory), context=_context(directory)).result()
+    newest = tensorstore.ocdbt.dump(base).result()['versions'][-1]
+    nodes = [newest['root']['location']] if 'location' in newest['root'] else []
+    while nodes:
+      place = nodes.pop()
+      found.add(_file_of(place))
+      for entry in tensorstore.ocdbt.dump(base, place).result()['entries']:
+        if 'indirect_value' in entry:
+          found.add(_file_of(entry['indirect_value']))
+        elif 'location' in entry:
+          nodes.append(entry['location'])
+  return found
+
+
+def _file_of(place: str) -> str:
+  """Return the file of a place in a database, '<kind>:<prefix>:<name>:<offset>:<length>'."""
+  _, prefix, name, _, _ = place.split(':')
+  return prefix + name
+
+
+def _key(name: str) -> str:
+  """Return the name of an array in Orbax's format."""
+  return name.replace('/', '.')
+
+
+def _kvstore(directory: files.Path) -> dict[str, Any]:
+  if not files.is_remote(directory):
+    return {'driver': 'file', 'path': f'{os.fspath(directory)}/'}
+  from t5x_lite import object_store
+  return object_store.kvstore_spec(directory)
+
+
+def _database(directory: files.Path, process_index: int, num_processes: int) -> dict[str, Any]:
+  folder = directory if num_processes == 1 else directory / f'ocdbt.process_{process_index}'
+  return {'driver': 'ocdbt', 'base': _kvstore(folder)}
+
+
+def _context(directory: files.Path) -> Any:
+  import tensorstore
+  if not files.is_remote(directory):
+    return tensorstore.Context()
+  from t5x_lite import object_store
+  return tensorstore.Context(object_store.kvstore_context())
+
+
+class _explained:
+  """Raises OSError instead of the exceptions of TensorStore, which are ValueErrors of many meanings."""
+
+  def __init__(self, directory: files.Path):
+    self._directory = directory
+
+  def __enter__(self) -> None:
+    return None
+
+  def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    if isinstance(error, ValueError | RuntimeError | NotImplementedError):
+      raise OSError(None, ' '.join(str(error).split())[:500], str(self._directory)) from error
