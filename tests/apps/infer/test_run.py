@@ -306,7 +306,7 @@ def test_rejected_before_anything_is_written_or_computed(tmp_path, lines, checkp
   assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('output_dir', ['', 'file/out', 'gs://bucket/out', 'a\0b'])
+@pytest.mark.parametrize('output_dir', ['', 'file/out', 'ftp://bucket/out', 'a\0b'])
 def test_paths_that_cannot_be_written(tmp_path, lines, checkpoint, output_dir, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'file').write_text('a file')
