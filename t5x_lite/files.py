@@ -18,6 +18,7 @@ import time
 from typing import Any, TYPE_CHECKING
 import uuid
 
+from t5x_lite import hub
 from t5x_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ STORES = ('gs', 's3')
 
 def is_remote(name: PathLike) -> bool:
   """Return True if a path names an object store, as gs://bucket/name does."""
-  return '://' in os.fspath(name)
+  return '://' in os.fspath(name) and not hub.is_name(name)
 
 
 def path(name: PathLike) -> Path:
   """Return a path with the methods of `pathlib.Path`: local, or in an object store if it begins with a scheme.
+
+  The path of a name of the Hugging Face hub (hf://) is the local folder of the model, see `hub.local_folder`.
 
   >>> path('runs/a') / 'config.gin'
   PosixPath('runs/a/config.gin')
@@ -58,9 +61,18 @@ def path(name: PathLike) -> Path:
     ConfigError: the scheme is unknown; a missing package or credentials are reported by the first request.
   """
   if not is_remote(name):
+    if hub.is_name(name):
+      return hub.local_folder(os.fspath(name))
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   from t5x_lite import object_store  # takes 0.1 s
   return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
+
+
+def set_store_seconds(name: PathLike, seconds: float) -> None:
+  """Set how long requests to object stores are repeated if they fail for a temporary reason; only if `name` is in one."""
+  if is_remote(name):
+    from t5x_lite import object_store
+    object_store.set_retry_seconds(seconds)
 
 
 def make_writable(folder: str | os.PathLike[str]) -> None:
@@ -115,6 +127,8 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
   from t5x_lite import object_store
   target = path(name)
+  for parts_of_file in list(_open_parts):
+    parts_of_file.write_now(target)
   if not callable(content):
     target.write_bytes(content)
     return
@@ -154,7 +168,7 @@ def each(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 def real_path(name: PathLike) -> str:
   """Return the absolute path without links, which is equal for two names of one folder."""
-  return os.path.realpath(name) if not is_remote(name) else str(path(name))
+  return str(path(name)) if '://' in os.fspath(name) else os.path.realpath(name)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -254,11 +268,23 @@ class AppendedFile:
       del self._unwritten[:os.write(self._fd, self._unwritten)]
 
 
+# Files of `AppendedParts` that are not closed.
+_open_parts: set[AppendedParts] = set()
+
+
+def unwritten(folder: PathLike) -> dict[str, bytes]:
+  """Return path -> content of the parts of files below a folder of a store that the store has not yet taken."""
+  found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
+  return {str(part): content for part, content in found.items() if str(part).startswith(f'{path(folder)}/')}
+
+
 class AppendedParts:
   """What `AppendedFile` is on a disk, for an object store: objects (see `parts`), each of which appears as a whole.
 
   A part is written anew at each flush, and some seconds after an append, until it is large; then the next one begins.
-  Another writer of the same name begins a new part. `append` never waits for the store: a thread writes.
+  Another writer of the same name begins a new part. Neither `append` nor `flush` waits for the store: a thread writes,
+  and `write` writes what was appended to files of the same bucket before its own object. So an object that says that
+  something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
   def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
@@ -272,17 +298,33 @@ class AppendedParts:
     self._timer: threading.Timer | None = None
     self._lock = threading.Lock()  # of the attributes
     self._write_lock = threading.Lock()  # held during requests
+    _open_parts.add(self)
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append `content`; it is written at the next flush, or some seconds after the last write; ignores `at_once`."""
     del at_once
     with self._lock:
       self._content += content
-      self._start_timer()
+      self._start_timer(max(0.0, self._last_write + _PART_SECONDS - time.monotonic()))
 
   def flush(self) -> None:
-    """Return when everything appended is in the store; raise OSError if the store does not take it."""
-    self._write()
+    """Begin to write what was appended."""
+    with self._lock:
+      if self._timer is not None:
+        self._timer.cancel()
+        self._timer = None
+      self._start_timer(0)
+
+  def unwritten(self) -> tuple[object_store.StorePath, bytes] | None:
+    """Return (part, its content) if the store has not yet taken all that was appended."""
+    with self._lock:
+      return None if len(self._content) == self._num_written else (
+          self._part or self._first, bytes(self._content))
+
+  def write_now(self, bucket: str) -> None:
+    """Write what was appended, if the file is in this bucket; raise OSError if the store does not take it."""
+    if self._first.parts[1:3] == path(bucket).parts[1:3]:
+      self._write()
 
   def close(self) -> None:
     """Write what is left."""
@@ -291,21 +333,24 @@ class AppendedParts:
       if self._timer is not None:
         self._timer.cancel()
     if is_first:
-      self._write()
+      try:
+        self._write()
+      finally:
+        _open_parts.discard(self)
 
-  def _start_timer(self) -> None:
+  def _start_timer(self, seconds: float) -> None:
     if self._timer is None and not self._closed:
-      self._timer = threading.Timer(max(0.0, self._last_write + _PART_SECONDS - time.monotonic()), self._write_later)
+      self._timer = threading.Timer(seconds, self._write_later)
       self._timer.daemon = True
       self._timer.start()
 
   def _write_later(self) -> None:
-    with contextlib.suppress(OSError, ConfigError):  # `flush` raises it.
+    with contextlib.suppress(OSError, ConfigError):  # `files.write` or `close` raises it.
       self._write()
     with self._lock:
       self._timer = None
       if len(self._content) > self._num_written:  # appended meanwhile, or the store did not take it
-        self._start_timer()
+        self._start_timer(_PART_SECONDS)
 
   def _write(self) -> None:
     with self._write_lock:

@@ -259,6 +259,14 @@ def test_lose_answer(store):
   assert store.names() == ['a']
 
 
+def test_lost_answer_of_a_conditional_write(store):
+  """TensorStore repeats the request, finds its own object, and reports that the condition was not met."""
+  kv = _kvstore(store)
+  with store.proxy.fault(lose_answer=True, operation='write', times=1):
+    assert not kv.write('lease', b'mine', if_equal=_absent(kv)).result().generation
+  assert kv.read('lease').result().value == b'mine'
+
+
 def test_unreachable(store):
   with store.proxy.fault(unreachable=True) as unreachable:
     for _ in range(3):

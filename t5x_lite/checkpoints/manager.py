@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import logging
 import operator
@@ -23,13 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import checks, errors, files, multihost, tree_utils
+from t5x_lite import checks, errors, files, multihost
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, store_io, transforms
+from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, store_io, store_save
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import spool as spool_lib
@@ -37,21 +36,6 @@ from t5x_lite.checkpoints import spool as spool_lib
 _logger = logging.getLogger(__name__)
 # After a failure TensorStore's threads may still create folders for this time.
 _LATE_WRITES_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterInfo:
-  """Description of an array for a save transform.
-
-  Attributes:
-    name: '/'-joined name.
-    shape: global shape.
-    dtype: dtype before the cast to `SaveCheckpointConfig.dtype`.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: Any
 
 
 # Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
@@ -179,10 +163,10 @@ class CheckpointManager:
       # It may have been deleted by hand; all processes must take the same branch.
       if multihost.broadcast_from_lead(np.int32(files.path(self.checkpoint_path(step)).is_dir())):
         return False
-    pending, values, later = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
+    pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
     if is_sound:
       self._sound_step = step
-    self._thread = threading.Thread(target=self._run, args=(pending, values, later, on_commit), name=f'checkpoint-{step}')
+    self._thread = threading.Thread(target=self._run, args=(pending, values, on_commit), name=f'checkpoint-{step}')
     self._thread.start()
     return True
 
@@ -354,8 +338,9 @@ class CheckpointManager:
     return found
 
   def _begin(self, step, state, data_state, metrics, metadata):
-    """Return (the save, values and data state for the background thread); None for what is already being written."""
-    flat = self._transformed(state)
+    """Return (the save, what the background thread writes): arrays by name, None if the writer has them, or for a store
+    a `StoreSave`."""
+    flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
     pending = commit_lib.new_save(
@@ -366,19 +351,15 @@ class CheckpointManager:
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     if self._in_store:  # training does not wait for the store
       try:
-        return pending, store_io.host_parts(state_io.snapshot(flat)), data_state
+        parts = store_io.host_parts(state_io.snapshot(flat))
       except Exception as e:
         raise self._save_error(step, e) from e
-
-    def make_folder():
-      if multihost.is_lead():
-        self._remove_partial_files()
-        self._make_folder(pending)
-
+      return pending, store_save.StoreSave(
+          pending=pending, parts=parts, data_state=data_state, begin_fn=self._make_folder, kept=self._spool)
     try:
-      _on_all_processes(make_folder)
+      _on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
       if data_state is not None:
-        _on_all_processes(lambda: self._write_data_state(pending.temporary, data_state))
+        _on_all_processes(lambda: store_save.write_data_state(pending.temporary, data_state))
       values = state_io.snapshot(flat)
     except Exception as e:
       self._remove_partial_files()
@@ -391,41 +372,22 @@ class CheckpointManager:
       self._misses_barriers = jax.process_count() > 1
       self._remove_partial_files()
       raise self._save_error(step, e) from e
-    return pending, values, None
+    return pending, values
 
   def _make_folder(self, pending: commit_lib.PendingCheckpoint) -> None:
     self._lock.check()
+    self._remove_partial_files()
     commit_lib.begin(pending)
     retention.forget_metrics(self._directory, pending.step)
 
-  def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
-    # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.
-    flat = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-            for name, leaf in tree_utils.flatten_dict(state).items() if leaf is not None}
-    fns = self._save_cfg.state_transformation_fns
-    if not fns:
-      return flat
-    tree = tree_utils.unflatten_dict(flat)
-    infos = tree_utils.unflatten_dict(
-        {name: ParameterInfo(name, tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in flat.items()})
-    for fn in fns:
-      tree, infos = fn(tree, infos)
-    return tree_utils.flatten_dict(tree)
-
-  def _write_data_state(self, root: files.Path, data_state: Mapping[str, bytes]) -> None:
-    folder = root / restore_lib.data_dir_name(jax.process_index(), jax.process_count())
-    folder.mkdir(parents=True, exist_ok=True)
-    for key, value in data_state.items():
-      files.write(folder / restore_lib.data_file_name(key), value, durable=False)  # flushed at the commit
-
-  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None,
-           data_state: Mapping[str, bytes] | None, on_commit: Callable[[], None]) -> None:
+  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | store_save.StoreSave | None,
+           on_commit: Callable[[], None]) -> None:
     failed: BaseException | None = None
-    barrier = lambda name: state_io.barrier(f'{pending.final.name}-{pending.attempt}:{name}')
+    name = f'{pending.final.name}-{pending.attempt}'
     try:
       try:
         if self._in_store:
-          self._write_to_store(pending, values, data_state, barrier)
+          values.write()
         else:
           self._write_on_disk(pending, values)
         commit_lib.mark_part_written(pending)
@@ -435,11 +397,10 @@ class CheckpointManager:
         self._error = (pending.step, failed)
         return
       # Failed processes reach the barrier too; otherwise the others would wait for them.
-      barrier('written')
+      state_io.barrier(f'{name}:written')
       if multihost.is_lead() and failed is None:
         try:
-          self._lock.check()
-          commit_lib.commit(pending)
+          commit_lib.commit(pending, self._lock.check)
           with self._committing:
             is_sound = self._sound_step == pending.step
             if not is_sound:
@@ -448,13 +409,13 @@ class CheckpointManager:
             self._apply_retention(pending.step)
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
-      barrier('committed')
+      state_io.barrier(f'{name}:committed')
       if self._spool is not None:
-        failed = self._finish_with_spool(pending, values, data_state, failed, barrier)
+        failed = values.keep(failed)
       elif failed is None and not commit_lib.is_committed(pending):
         failed = errors.of_other_process(
             errors.CheckpointError('the lead process could not commit it; see its message'))
-      barrier('checked')
+      state_io.barrier(f'{name}:checked')
       if failed is not None and multihost.is_lead():
         self._remove_partial_files(pending, failed)
     except BaseException as e:  # pylint: disable=broad-exception-caught
@@ -473,49 +434,6 @@ class CheckpointManager:
     except BaseException:
       self._misses_barriers = jax.process_count() > 1
       raise
-
-  def _write_to_store(self, pending: commit_lib.PendingCheckpoint, parts: store_io.HostParts,
-                      data_state: Mapping[str, bytes] | None, barrier: Callable[[str], None]) -> None:
-    failed = None
-    if multihost.is_lead():
-      try:
-        self._make_folder(pending)
-      except BaseException as e:  # pylint: disable=broad-exception-caught
-        failed = e
-    barrier('begun')
-    if failed is not None:
-      raise failed
-    if not commit_lib.has_begun(pending):
-      raise errors.of_other_process(errors.CheckpointError('the lead process could not begin it; see its message'))
-    self._write_part(pending.final, parts, data_state)
-
-  def _write_part(self, root: files.Path, parts: store_io.HostParts, data_state: Mapping[str, bytes] | None) -> None:
-    if data_state is not None:
-      self._write_data_state(root, data_state)
-    store_io.write_parts(root / discovery.STATE_DIRNAME, parts)
-
-  def _finish_with_spool(self, pending: commit_lib.PendingCheckpoint, parts: store_io.HostParts,
-                         data_state: Mapping[str, bytes] | None, failed: BaseException | None,
-                         barrier: Callable[[str], None]) -> BaseException | None:
-    """Write a save that failed in any process to the spool folder; return the error, which names the folder."""
-    if failed is not None:
-      self._spool.report_failure(pending)
-    barrier('told')
-    if not self._spool.has_failure(pending):
-      if multihost.is_lead():
-        self._spool.clear()
-      return None
-    if isinstance(failed, errors.DirectoryInUseError):  # another run continues there
-      return failed
-    failed = failed or errors.of_other_process(
-        errors.CheckpointError('another process could not write its part; see its message'))
-    try:
-      kept = self._spool.write(pending, lambda root: self._write_part(root, parts, data_state), barrier)
-      failed.kept_at = str(kept)
-    except (OSError, errors.CheckpointError) as e:
-      _logger.error('The checkpoint of step %d could not be written to %s either: %s', pending.step,
-                    self._spool.folder, e)
-    return failed
 
   def _remove_partial_files(self, pending: commit_lib.PendingCheckpoint | None = None,
                             error: BaseException | None = None) -> None:

@@ -9,9 +9,10 @@ The next run of the same command copies them to the store first. With several pr
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 
@@ -65,23 +66,38 @@ class Spool:
 
     Raises:
       OSError: e.g. the disk is full.
+      CheckpointError: another process could not write its part.
     """
     here = commit.new_save(self.folder, pending.step, pending.attempt, arrays=pending.arrays, metadata=pending.metadata,
                            metrics=pending.metrics, has_data_state=pending.has_data_state)
-    if multihost.is_lead():
-      commit.begin(here)
-    barrier_fn('spool')
-    write_fn(here.temporary)
-    commit.mark_part_written(here)
-    barrier_fn('spooled')
-    if multihost.is_lead():
-      commit.commit(here)
-      self._write_unwritten()
-      for step in discovery.all_steps(self.folder):
-        if step != pending.step:
-          discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
-      files.remove(self.folder / f'{pending.final.name}-{pending.attempt}.failed')
+    failed = None
+
+    def write_part():
+      write_fn(here.temporary)
+      commit.mark_part_written(here)
+
+    # A process that fails reaches each barrier too; otherwise the others would wait for it.
+    for name, fn, is_for_lead in (('begun', lambda: commit.begin(here), True), ('parts', write_part, False),
+                                  ('kept', lambda: self._commit(here), True)):
+      if failed is None and (multihost.is_lead() or not is_for_lead):
+        try:
+          fn()
+        except (OSError, errors.CheckpointError) as e:
+          failed = e
+      barrier_fn(f'spool {name}')
+    if failed is None and not here.final.exists():
+      failed = errors.of_other_process(errors.CheckpointError('another process could not write its part'))
+    if failed is not None:
+      raise failed
     return here.final
+
+  def _commit(self, here: commit.PendingCheckpoint) -> None:
+    commit.commit(here)
+    self._write_unwritten()
+    for step in discovery.all_steps(self.folder):
+      if step != here.step:
+        discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
+    files.remove(self.folder / f'{here.final.name}-{here.attempt}.failed')
 
   def clear(self) -> None:
     """Remove everything that was kept, after a later save in the store."""
@@ -120,8 +136,28 @@ class Spool:
     return step
 
   def _write_unwritten(self) -> None:
-    from t5x_lite import object_store
-    for path, content in object_store.unwritten().items():
-      if str(path).startswith(f'{self._model_dir}/'):
-        (self.folder / _UNWRITTEN).mkdir(exist_ok=True)
-        files.write(self.folder / _UNWRITTEN / urllib.parse.quote(str(path), safe=''), content)
+    files.remove_tree(self.folder / _UNWRITTEN, ignore_errors=True)
+    for path, content in files.unwritten(self._model_dir).items():
+      (self.folder / _UNWRITTEN).mkdir(exist_ok=True)
+      files.write(self.folder / _UNWRITTEN / urllib.parse.quote(path, safe=''), content)
+
+
+def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
+  """Copy what a former run kept in `spool_dir` to its model directory, see `Spool.recover`; all processes call this.
+
+  Raises:
+    ConfigError: `spool_dir` is no local folder.
+    CheckpointError: the kept checkpoint is damaged, or could not be copied.
+  """
+  if spool_dir is None:
+    return
+  kept, failed = Spool(spool_dir, model_dir), None
+  if multihost.is_lead():
+    try:
+      kept.recover()
+    except (OSError, errors.CheckpointError) as e:
+      failed = e if isinstance(e, errors.CheckpointError) else errors.CheckpointError(
+          f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the command '
+          'again when the store can be reached.')
+  if multihost.any_process(failed is not None):
+    raise failed or errors.of_other_process(errors.CheckpointError('The lead process failed; see its message.'))

@@ -83,9 +83,9 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
   base, context = _database(directory, 0, 1), _context(directory)
   for name, (shape, dtype) in shapes.items():
-    array = _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+    values = read_fn(name)
     with _explained(directory):
-      array.result().write(np.ascontiguousarray(read_fn(name))).result()
+      _opened(base, name, shape, dtype, _halved(shape, dtype), context).result().write(values).result()
   _write_index(directory, shapes)
 
 
@@ -95,10 +95,11 @@ def merge(directory: files.Path) -> None:
   if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
     return
   import tensorstore  # takes 0.1 s
+  context = _context(directory)  # only databases of one context can be copied to each other
   with _explained(directory):
-    target = tensorstore.KvStore.open(_database(directory, 0, 1), context=_context(directory)).result()
+    target = tensorstore.KvStore.open(_database(directory, 0, 1), context=context).result()
     with tensorstore.Transaction() as transaction:
-      copies = [tensorstore.KvStore.open(_database(directory, i, num_processes), context=_context(directory)).result()
+      copies = [tensorstore.KvStore.open(_database(directory, i, num_processes), context=context).result()
                 .experimental_copy_range_to(target.with_transaction(transaction)) for i in range(num_processes)]
       for copy in copies:
         copy.result()
