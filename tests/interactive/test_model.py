@@ -338,6 +338,7 @@ def test_a_run_in_a_store(store):
   model = notebook.open_run(folder, batch_size=2)
   assert model.output_dir == f'{folder}-interactive' and model.step == 5
   model.save_checkpoint()
-  assert notebook.open_run(folder, checkpoint_path=f'{model.output_dir}/checkpoint_5', restore_mode='specific').step == 5
+  saved = f'{model.output_dir}/checkpoint_5'
+  assert notebook.open_run(folder, checkpoint_path=saved, restore_mode='specific').step == 5
   assert 'run-interactive/model-info.txt' in store.names()
   gin.clear_config()
