@@ -61,6 +61,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 # While a store does not answer at all, the time of its requests counts from the first that failed, but each gets this
 # many seconds: a run with much left to write would otherwise take the full time for each object.
 _LEAST_SECONDS = 5.0
+# A store that a process has never reached may be one that its machine cannot reach, which the user should soon know.
+_FIRST_REQUEST_SECONDS = 20.0
+_reached: set[str] = set()
 # Scheme to the times of the first and of the last failure since a request succeeded.
 _outages: dict[str, tuple[float, float]] = {}
 # Bytes per request of a file that is read in order.
@@ -277,7 +280,8 @@ class StorePath(gpath.PosixGPath):
     """Return `fn(file system, name)`, repeated while it fails for a temporary reason."""
     scheme = self.parts[1]
     if len(self.parts) < 3:
-      raise errors.ConfigError(f'A path in a store must name a bucket, got {str(self)!r}. Write {scheme}://BUCKET/NAME.')
+      raise errors.ConfigError(
+          f'A path in a store must name a bucket, got {str(self)!r}. Write {scheme}://BUCKET/NAME.')
     return retrying(lambda: fn(_file_system(scheme), self._name), self)
 
 
@@ -289,6 +293,7 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
     try:
       result = fn()
       _outages.pop(scheme, None)
+      _reached.add(scheme)
       return result
     except errors.T5xLiteError:
       raise
@@ -296,17 +301,19 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
       problem = _explained(e, path)
       if problem is not None:
         _outages.pop(scheme, None)
+        if isinstance(problem, FileNotFoundError | FileExistsError):
+          _reached.add(scheme)
         raise problem from e
       now = time.monotonic()
       began, last = _outages.get(scheme, (start, now))
       began = start if now - last > 2 * _LONGEST_PAUSE else began
       _outages[scheme] = began, now
-      if now + pause > max(start + min(_LEAST_SECONDS, _retry_seconds), began + _retry_seconds):
+      limit = _retry_seconds if scheme in _reached else min(_FIRST_REQUEST_SECONDS, _retry_seconds)
+      if now + pause > max(start + min(_LEAST_SECONDS, limit), began + limit):
         raise StoreUnavailableError(
-            errno.EIO, f'the store did not answer for {_retry_seconds:g} seconds, last error: {_text(e)}',
-            str(path)) from e
+            errno.EIO, f'the store did not answer for {limit:g} seconds, last error: {_text(e)}', str(path)) from e
       (_logger.warning if is_first else _logger.debug)(
-          '%s: %s. Trying again for up to %g seconds.', path, _text(e), _retry_seconds)
+          '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit)
       time.sleep(pause * random.uniform(0.5, 1))
       pause, is_first = min(2 * pause, _LONGEST_PAUSE), False
 
@@ -364,6 +371,8 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   """Return the exception to raise for a permanent error; None if another attempt may succeed."""
   kind = _KINDS[path.parts[1]]
   status = _status(error)
+  if errors.is_disk_full(error):  # of the local file of an upload or download
+    return error
   if isinstance(error, FileNotFoundError) or status == 404:
     if 'specified bucket' in str(error):
       return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))

@@ -58,6 +58,7 @@ def _steps_of_any_kind(store):
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
   monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.05)
+  monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.5)
   monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
 
 
@@ -139,7 +140,7 @@ def test_checkpoints_that_are_replaced(s3_store):
     manager.save(1, _state(1))
     manager.wait()
     manager.forget_after(0)
-    with s3_store.proxy.fault(name='checkpoint_1/state', method='P', status=403):
+    with s3_store.proxy.fault(name='checkpoint_1/state', operation='write', status=403):
       manager.save(1, _state(2))
       with pytest.raises(errors.SaveError, match='PERMISSION_DENIED'):
         manager.wait()

@@ -14,6 +14,7 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
@@ -89,7 +90,7 @@ def lines(model_dir):
 
 def saved(model_dir, step):
   """Return the arrays and the position in the data of a checkpoint."""
-  path = pathlib.Path(model_dir) / f'checkpoint_{step}'
+  path = files.path(model_dir) / f'checkpoint_{step}'
   position = {p.name: p.read_bytes() for p in sorted(path.glob('dataset/*/*'))}
   return checkpoints.load(path), position
 
@@ -113,7 +114,7 @@ def assert_same_run(a, b, step, *, b_was_stopped=False):
     assert [rows_a[step] for step in whole] == [rows_b[step] for step in whole] and set(rows_a) <= set(rows_b)
   assert lines_a == lines_b
   for path in sorted(pathlib.Path(a).rglob('predictions-*.jsonl')):
-    assert path.read_bytes() == (pathlib.Path(b) / path.relative_to(a)).read_bytes()
+    assert path.read_bytes() == (files.path(b) / path.relative_to(a)).read_bytes()
 
 
 def main():
