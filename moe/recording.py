@@ -6,7 +6,6 @@ tokens, choices], and `gates`, float32 of that shape. `models.MoeEncoderDecoderM
 """
 
 import os
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -53,7 +52,7 @@ class RoutingFiles:
     Args:
       folder: path of the folder.
     """
-    self._folder = pathlib.Path(folder)
+    self._folder = files.path(folder)
 
   def steps(self) -> list[int]:
     """Return the steps with a record, in increasing order."""
@@ -62,7 +61,7 @@ class RoutingFiles:
     matches = (_FILE.fullmatch(path.name) for path in self._folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
-  def write(self, step: int, record: Record) -> pathlib.Path:
+  def write(self, step: int, record: Record) -> files.Path:
     """Write the record of a step, atomically; it replaces an earlier record of this step.
 
     Args:
@@ -77,7 +76,7 @@ class RoutingFiles:
     self._folder.mkdir(parents=True, exist_ok=True)
     path = self._path(step)
 
-    def save(temporary: pathlib.Path) -> None:
+    def save(temporary: files.Path) -> None:
       with open(temporary, 'wb') as f:  # NumPy would append .npz to a file name.
         np.savez_compressed(f, **arrays)
 
@@ -96,13 +95,13 @@ class RoutingFiles:
       has = f'records of {len(found)} steps, {found[0]} to {found[-1]}' if found else 'no records'
       raise errors.DataError(f'Step {step} has no record in {str(self._folder)!r}, which holds {has}.')
     try:
-      with np.load(path, allow_pickle=False) as archive:
+      with path.open('rb') as stream, np.load(stream, allow_pickle=False) as archive:
         return tree_utils.unflatten_dict({name: archive[name] for name in archive.files})
     except (OSError, ValueError, zipfile.BadZipFile) as error:
       raise errors.DataError(
           f'Cannot read the record of routing {str(path)!r}: {error}. Record the step again.') from error
 
-  def _path(self, step: int) -> pathlib.Path:
+  def _path(self, step: int) -> files.Path:
     return self._folder / f'routing_{step:08d}.npz'
 
 

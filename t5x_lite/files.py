@@ -13,11 +13,13 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 import time
 from typing import Any, TYPE_CHECKING
 import uuid
 
 from t5x_lite import hub
+from t5x_lite.errors import ConfigError
 
 if TYPE_CHECKING:
   from t5x_lite import object_store
@@ -64,6 +66,13 @@ def path(name: PathLike) -> Path:
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   from t5x_lite import object_store  # takes 0.1 s
   return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
+
+
+def set_store_seconds(name: PathLike, seconds: float) -> None:
+  """Set how long requests to object stores are repeated if they fail for a temporary reason; only if `name` is in one."""
+  if is_remote(name):
+    from t5x_lite import object_store
+    object_store.set_retry_seconds(seconds)
 
 
 def make_writable(folder: str | os.PathLike[str]) -> None:
@@ -118,6 +127,8 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
   from t5x_lite import object_store
   target = path(name)
+  for parts_of_file in list(_open_parts):
+    parts_of_file.write_now(target)
   if not callable(content):
     target.write_bytes(content)
     return
@@ -185,7 +196,15 @@ def parts(name: PathLike) -> list[Path]:
   first = path(name)
   if not is_remote(name):
     return [first]
-  return [first, *(found for found in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(found))]
+  found = [first, *sorted((path for path in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(path)),
+                          key=_number_of)]
+  while (following := _numbered(first, _number_of(found[-1]) + 1)).is_file():  # A listing may miss new objects.
+    found.append(following)
+  return found
+
+
+def _numbered(first: object_store.StorePath, number: int) -> object_store.StorePath:
+  return first.with_name(f'{first.name}{_PART_INFIX}{number:05d}')
 
 
 def _number_of(part: object_store.StorePath) -> int:
@@ -249,11 +268,23 @@ class AppendedFile:
       del self._unwritten[:os.write(self._fd, self._unwritten)]
 
 
+# Files of `AppendedParts` that are not closed.
+_open_parts: set[AppendedParts] = set()
+
+
+def unwritten(folder: PathLike) -> dict[str, bytes]:
+  """Return path -> content of the parts of files below a folder of a store that the store has not yet taken."""
+  found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
+  return {str(part): content for part, content in found.items() if str(part).startswith(f'{path(folder)}/')}
+
+
 class AppendedParts:
   """What `AppendedFile` is on a disk, for an object store: objects (see `parts`), each of which appears as a whole.
 
-  A part is written anew at each flush, and after some seconds of writing, until it is large; then the next one begins.
-  Another writer of the same name begins a new part.
+  A part is written anew at each flush, and some seconds after an append, until it is large; then the next one begins.
+  Another writer of the same name begins a new part. Neither `append` nor `flush` waits for the store: a thread writes,
+  and `write` writes what was appended to files of the same bucket before its own object. So an object that says that
+  something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
   def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
@@ -264,38 +295,81 @@ class AppendedParts:
     self._num_written = len(header)
     self._last_write = time.monotonic()
     self._closed = False
+    self._timer: threading.Timer | None = None
+    self._lock = threading.Lock()  # of the attributes
+    self._write_lock = threading.Lock()  # held during requests
+    _open_parts.add(self)
 
   def append(self, content: bytes, *, at_once: bool) -> None:
-    """Append `content`; it is written at the next flush, or if `at_once` when the last write is some seconds ago."""
-    self._content += content
-    if at_once and time.monotonic() - self._last_write > _PART_SECONDS:
-      with contextlib.suppress(OSError):  # `flush` raises it.
-        self._write()
+    """Append `content`; it is written at the next flush, or some seconds after the last write; ignores `at_once`."""
+    del at_once
+    with self._lock:
+      self._content += content
+      self._start_timer(max(0.0, self._last_write + _PART_SECONDS - time.monotonic()))
 
   def flush(self) -> None:
-    """Return when everything appended is in the store; raise OSError if the store does not take it."""
-    self._write()
+    """Begin to write what was appended."""
+    with self._lock:
+      if self._timer is not None:
+        self._timer.cancel()
+        self._timer = None
+      self._start_timer(0)
+
+  def unwritten(self) -> tuple[object_store.StorePath, bytes] | None:
+    """Return (part, its content) if the store has not yet taken all that was appended."""
+    with self._lock:
+      return None if len(self._content) == self._num_written else (
+          self._part or self._first, bytes(self._content))
+
+  def write_now(self, bucket: str) -> None:
+    """Write what was appended, if the file is in this bucket; raise OSError if the store does not take it."""
+    if self._first.parts[1:3] == path(bucket).parts[1:3]:
+      self._write()
 
   def close(self) -> None:
     """Write what is left."""
-    if not self._closed:
-      self._closed = True
+    with self._lock:
+      is_first, self._closed = not self._closed, True
+      if self._timer is not None:
+        self._timer.cancel()
+    if is_first:
+      try:
+        self._write()
+      finally:
+        _open_parts.discard(self)
+
+  def _start_timer(self, seconds: float) -> None:
+    if self._timer is None and not self._closed:
+      self._timer = threading.Timer(seconds, self._write_later)
+      self._timer.daemon = True
+      self._timer.start()
+
+  def _write_later(self) -> None:
+    with contextlib.suppress(OSError, ConfigError):  # `files.write` or `close` raises it.
       self._write()
+    with self._lock:
+      self._timer = None
+      if len(self._content) > self._num_written:  # appended meanwhile, or the store did not take it
+        self._start_timer(_PART_SECONDS)
 
   def _write(self) -> None:
-    if len(self._content) == self._num_written:
-      return
-    if self._part is None:
-      self._part = self._next_part()
-    self._last_write = time.monotonic()
-    self._part.write_bytes(bytes(self._content))
-    self._num_written = len(self._content)
-    if len(self._content) > _PART_BYTES:
-      self._part = self._first.with_name(f'{self._first.name}{_PART_INFIX}{_number_of(self._part) + 1:05d}')
-      self._content, self._num_written = bytearray(self._header), len(self._header)
+    with self._write_lock:
+      with self._lock:
+        if len(self._content) == self._num_written:
+          return
+        content, self._last_write = bytes(self._content), time.monotonic()
+      if self._part is None:
+        self._part = self._next_part()
+      self._part.write_bytes(content)
+      with self._lock:
+        self._num_written = len(content)
+        if len(content) > _PART_BYTES:
+          self._part = _numbered(self._first, _number_of(self._part) + 1)
+          self._content[:len(content)] = self._header
+          self._num_written = len(self._header)
 
   def _next_part(self) -> object_store.StorePath:
     found = parts(self._first)
     if len(found) == 1 and not self._first.is_file():
       return self._first
-    return self._first.with_name(f'{self._first.name}{_PART_INFIX}{_number_of(found[-1]) + 1:05d}')
+    return _numbered(self._first, _number_of(found[-1]) + 1)

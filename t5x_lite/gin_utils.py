@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import importlib
 import logging
-import pathlib
 import re
 from typing import Any
 
@@ -277,12 +276,12 @@ def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) 
     step: step at which the run starts or resumes.
   """
   text = get_gin_config_str()
-  write_config(pathlib.Path(model_dir), text, step)
+  write_config(files.path(model_dir), text, step)
   if summary_writer is not None:
     summary_writer.write_text(step, {'config': gin.markdown(text)})
 
 
-def write_config(model_dir: pathlib.Path, text: str, step: int) -> pathlib.Path:
+def write_config(model_dir: files.Path, text: str, step: int) -> files.Path:
   """Write `text` as `model_dir/config.gin`, atomically, and return its path.
 
   If config.gin of an earlier start differs, it is kept as `config-until-<step>.gin`, since it applied until that step.
@@ -302,11 +301,11 @@ def write_config(model_dir: pathlib.Path, text: str, step: int) -> pathlib.Path:
   return path
 
 
-def _read_any(path: pathlib.Path) -> str:
+def _read_any(path: files.Path) -> str:
   return path.read_text(encoding='utf-8', errors='surrogateescape')  # The user may have edited it in any encoding.
 
 
-def _write(path: pathlib.Path, text: str) -> None:
+def _write(path: files.Path, text: str) -> None:
   files.write(path, text.encode('utf-8', errors='surrogateescape'))
 
 

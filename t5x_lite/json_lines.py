@@ -51,11 +51,16 @@ def to_line(row: Mapping[str, Any], **options: Any) -> str:
 def read(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
   """Yield the text of each line and its object; None for an invalid line, e.g. one truncated by a kill."""
   for part in files.parts(path):
-    # A machine that crashed may leave invalid bytes at the end.
-    with part.open(encoding='utf-8', errors='replace', newline='\n') as lines:
-      for line in lines:
-        try:
-          row = json.loads(line)
-        except ValueError:
-          row = None
-        yield line.removesuffix('\n'), row if isinstance(row, dict) else None
+    yield from read_file(part)
+
+
+def read_file(path: files.Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+  """Do what `read` does with a single file, which may be a part of one."""
+  # A machine that crashed may leave invalid bytes at the end.
+  with path.open(encoding='utf-8', errors='replace', newline='\n') as lines:
+    for line in lines:
+      try:
+        row = json.loads(line)
+      except ValueError:
+        row = None
+      yield line.removesuffix('\n'), row if isinstance(row, dict) else None

@@ -19,6 +19,7 @@ import io
 import logging
 import os
 import pathlib
+import posixpath
 import random
 import tempfile
 import time
@@ -57,6 +58,11 @@ _KINDS = {
 # Statuses of HTTP that another attempt may change.
 _TEMPORARY = {408, 429, *range(500, 600)}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+# While a store does not answer at all, the time of its requests counts from the first that failed, but each gets this
+# many seconds: a run with much left to write would otherwise take the full time for each object.
+_LEAST_SECONDS = 5.0
+# Scheme to the times of the first and of the last failure since a request succeeded.
+_outages: dict[str, tuple[float, float]] = {}
 # Bytes per request of a file that is read in order.
 _BLOCK_BYTES = 1 << 25
 # Requests of one call at a time.
@@ -99,9 +105,10 @@ class StorePath(gpath.PosixGPath):
     return self
 
   def resolve(self, strict: bool = False) -> StorePath:
-    """Return the path: there are no links."""
+    """Return the path without '..': there are no links."""
     del strict
-    return self
+    scheme, _, name = str(self).partition('://')
+    return self if '..' not in self.parts else StorePath(f'{scheme}://{posixpath.normpath(name)}')
 
   def expanduser(self) -> StorePath:
     """Return the path."""
@@ -192,17 +199,22 @@ class StorePath(gpath.PosixGPath):
     return (path for path in map(self.joinpath, self.find()) if pathlib.PurePosixPath(path.name).match(pattern))
 
   def glob(self, pattern: str) -> Iterator[StorePath]:
-    """Yield the objects and folders that match a pattern without '**', in alphabetical order."""
+    """Yield the objects and folders that match a pattern, in alphabetical order; '**' is any number of folders."""
+    if pattern.startswith('**/'):
+      folders = {self, *(folder for name in self.find() for folder in (self / name).parents if self in folder.parents)}
+      yield from sorted({path for folder in folders for path in folder.glob(pattern.removeprefix('**/'))})
+      return
     first, _, rest = pattern.partition('/')
+    is_name = not set('*?[') & set(first)
     try:
-      entries = [self / first] if not set('*?[') & set(first) else [
+      entries = [self / first] if is_name else [
           entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)]
     except FileNotFoundError:
       return
     for entry in entries:
       if rest:
         yield from entry.glob(rest)
-      elif entry.exists():
+      elif not is_name or entry.exists():
         yield entry
 
   # ---- writing ------------------------------------------------------------------------------------------------------
@@ -271,18 +283,25 @@ class StorePath(gpath.PosixGPath):
 
 def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
   """Return `fn()`, which is repeated while it fails for a temporary reason; errors name `path`."""
-  deadline = time.monotonic() + _retry_seconds
-  pause, is_first = _FIRST_PAUSE, True
+  scheme = path.parts[1]
+  start, pause, is_first = time.monotonic(), _FIRST_PAUSE, True
   while True:
     try:
-      return fn()
+      result = fn()
+      _outages.pop(scheme, None)
+      return result
     except errors.T5xLiteError:
       raise
     except Exception as e:  # pylint: disable=broad-exception-caught
       problem = _explained(e, path)
       if problem is not None:
+        _outages.pop(scheme, None)
         raise problem from e
-      if time.monotonic() + pause > deadline:
+      now = time.monotonic()
+      began, last = _outages.get(scheme, (start, now))
+      began = start if now - last > 2 * _LONGEST_PAUSE else began
+      _outages[scheme] = began, now
+      if now + pause > max(start + min(_LEAST_SECONDS, _retry_seconds), began + _retry_seconds):
         raise StoreUnavailableError(
             errno.EIO, f'the store did not answer for {_retry_seconds:g} seconds, last error: {_text(e)}',
             str(path)) from e
@@ -346,7 +365,7 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   kind = _KINDS[path.parts[1]]
   status = _status(error)
   if isinstance(error, FileNotFoundError) or status == 404:
-    if 'bucket' in str(error).lower():
+    if 'specified bucket' in str(error):
       return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
   if isinstance(error, FileExistsError) or status == 412:

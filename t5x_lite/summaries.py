@@ -14,7 +14,6 @@ import contextlib
 import functools
 import math
 import os
-import pathlib
 import re
 import socket
 import struct
@@ -82,7 +81,7 @@ class SummaryWriter:
 
   def __init__(self, folder: str | os.PathLike[str]):
     """Read the last step of the files in `folder`; the first write creates the folder and opens the files."""
-    self._folder = pathlib.Path(folder)
+    self._folder = files.path(folder)
     path = self._folder / METRICS_FILE
     purge_step = None
     if any(self._folder.glob('events.out.tfevents.*')):
@@ -91,10 +90,10 @@ class SummaryWriter:
     # the same second distinct.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}'
-    self._events = files.AppendedFile(self._folder / name)
-    self._lines = files.AppendedFile(path)
+    # TensorBoard reads the parts of a file in a store in the order of their names, as files that each have a version.
+    self._events = files.appended(self._folder / name, header=_event_record(file_version='brain.Event:2'))
+    self._lines = files.appended(path)
     self._lock = threading.Lock()
-    self._write_event(file_version='brain.Event:2')
     if purge_step is not None:
       _, _, event_pb2 = _tensorboardx()
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -169,14 +168,18 @@ class SummaryWriter:
       finally:
         self._lines.close()
 
-  def _write_event(self, *, wall_time: float | None = None, **fields: Any) -> None:
-    record_writer, _, event_pb2 = _tensorboardx()
-    event = event_pb2.Event(wall_time=time.time() if wall_time is None else wall_time, **fields)
-    record = event.SerializeToString()
-    # TensorFlow's record format: length and contents, each with its masked CRC-32C.
-    length = struct.pack('<Q', len(record))
-    crcs = [struct.pack('<I', record_writer.masked_crc32c(part)) for part in (length, record)]
-    self._events.append(length + crcs[0] + record + crcs[1], at_once=False)
+  def _write_event(self, **fields: Any) -> None:
+    self._events.append(_event_record(**fields), at_once=False)
+
+
+def _event_record(*, wall_time: float | None = None, **fields: Any) -> bytes:
+  """Return an event in TensorFlow's record format: length and contents, each with its masked CRC-32C."""
+  record_writer, _, event_pb2 = _tensorboardx()
+  event = event_pb2.Event(wall_time=time.time() if wall_time is None else wall_time, **fields)
+  record = event.SerializeToString()
+  length = struct.pack('<Q', len(record))
+  crcs = [struct.pack('<I', record_writer.masked_crc32c(part)) for part in (length, record)]
+  return length + crcs[0] + record + crcs[1]
 
 
 def _by_layer(metrics: Mapping[str, clu.metrics.Metric]) -> dict[str, clu.metrics.Metric]:
@@ -231,7 +234,7 @@ class MetricsManager:
     self._name = name
     self._folder = None
     if summary_dir is not None and multihost.is_lead():
-      self._folder = pathlib.Path(summary_dir) / name
+      self._folder = files.path(summary_dir) / name
     self._writer: SummaryWriter | None = None
     self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f'summaries-{name}')
     self._pending: list[concurrent.futures.Future] = []
@@ -364,16 +367,16 @@ def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   return found
 
 
-def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
+def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, files.Path]:
   """Return writer name (`train`, `training_eval/<task>`, ...) to its `metrics.jsonl`, for existing files."""
-  root = pathlib.Path(model_dir)
+  root = files.path(model_dir)
   found = (path for folder in WRITER_FOLDERS for path in sorted((root / folder).rglob(METRICS_FILE)))
   return {path.parent.relative_to(root).as_posix(): path for path in found}
 
 
 def no_metrics_message(model_dir: str | os.PathLike[str]) -> str:
   """Return the message of an error about a directory without metrics."""
-  got = 'a directory without metrics' if pathlib.Path(model_dir).is_dir() else 'no directory'
+  got = 'a directory without metrics' if files.path(model_dir).is_dir() else 'no directory'
   return (f'The model directory of a run must have {WRITER_FOLDERS[0]}/{METRICS_FILE}, got {got} at '
           f'{str(model_dir)!r}. Check the path, or wait until the run has written its first metrics.')
 
@@ -410,31 +413,42 @@ def discard_evaluations(folder: str | os.PathLike[str], steps: Collection[int]) 
     _keep_lines(path, lambda found: found not in steps)
 
 
-def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, pathlib.Path]]:
+def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, files.Path]]:
   """Return (writer, file) of the metrics in a folder, including the files of seqio's JSONLogger."""
-  theirs = sorted((pathlib.Path(folder) / 'inference_eval').rglob(f'*-{METRICS_FILE}'))
+  theirs = sorted((files.path(folder) / 'inference_eval').rglob(f'*-{METRICS_FILE}'))
   return [*metrics_files(folder).items(), *(('inference_eval', path) for path in theirs)]
 
 
-def _files_of_predictions(path: pathlib.Path) -> list[pathlib.Path]:
+def _files_of_predictions(path: files.Path) -> list[files.Path]:
   """Return the files of predictions of a file of metrics, one for each step."""
   prefix = path.name.removesuffix(METRICS_FILE) or PREDICTIONS_PREFIX
   return [found for found in path.parent.glob('*.jsonl')
           if re.fullmatch(rf'{re.escape(prefix)}\d+\.jsonl', found.name, re.ASCII)]
 
 
-def _keep_lines(path: pathlib.Path, keep_fn: Callable[[int], bool]) -> None:
-  """Keep only the lines of a file whose step `keep_fn` accepts; invalid lines are deleted."""
-  kept = [line for line, row in json_lines.read(path) if _has_step(row) and keep_fn(row['step'])]
-  new, old = ''.join(f'{line}\n' for line in kept).encode(), path.read_bytes()
-  if new == old:
-    return
-  if old.startswith(new):  # a full disk has no space for a second file
-    with path.open('r+b') as f:
-      f.truncate(len(new))
-      os.fsync(f.fileno())
-  else:
-    files.write(path, new)
+def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
+  """Keep only the lines of a file whose step `keep_fn` accepts; invalid lines are deleted.
+
+  Parts in a store are changed from the last to the first, each at once: if the process is killed, the next call changes
+  the others. Empty parts at the end are deleted.
+  """
+  first, *others = files.parts(path)
+  is_last = True
+  for part in (*reversed(others), first):
+    kept = [line for line, row in json_lines.read_file(part) if _has_step(row) and keep_fn(row['step'])]
+    new, old = ''.join(f'{line}\n' for line in kept).encode(), part.read_bytes()
+    if not new and is_last and part is not first:
+      part.unlink()
+      continue
+    is_last = False
+    if new == old:
+      continue
+    if old.startswith(new) and not files.is_remote(part):  # a full disk has no space for a second file
+      with part.open('r+b') as f:
+        f.truncate(len(new))
+        os.fsync(f.fileno())
+    else:
+      files.write(part, new)
 
 
 def _has_step(row: Mapping[str, Any] | None) -> bool:

@@ -145,15 +145,36 @@ def test_read_of_an_unchanged_object_is_answered_304(store):
   assert store.proxy.count(operation='read', status=304) == 1
 
 
-def test_one_of_many_creates(store):
-  kvs = [_kvstore(store, f'{i}/') for i in range(5)]
-  absent = _absent(kvs[0])
+def test_one_of_many_wins(store):
+  """Conditional writes at the same time: one succeeds."""
+  kv, fs = _kvstore(store), _filesystem(store)
+
+  def _write(condition):
+    return lambda value: kv.write('lease', b'%d' % value, if_equal=condition).result().generation
+
+  def _create(value):
+    try:
+      fs.pipe_file(f'{store.root}/created', b'%d' % value, mode='create')
+    except FileExistsError:
+      return None
+    return kv.read('created').result().stamp.generation
+
   with futures.ThreadPoolExecutor(8) as pool:
-    for kv in kvs:
-      stamps = [stamp.generation for stamp in pool.map(
-          lambda value, kv=kv: kv.write('lease', b'%d' % value, if_equal=absent).result(), range(8))]
-      winner = int(kv.read('lease').result().value)
-      assert [i for i in range(8) if stamps[i] == kv.read('lease').result().stamp.generation] == [winner]
+    for _ in range(5):
+      kv.write('lease', None).result()
+      kv.write('created', None).result()
+      absent = kv.read('lease').result().stamp.generation
+      for name, write in (('lease', _write(absent)), ('lease', None), ('created', _create)):
+        write = write or _write(kv.read('lease').result().stamp.generation)
+        stamps = [*pool.map(write, range(10, 18))]
+        read = kv.read(name).result()
+        assert [10 + i for i, stamp in enumerate(stamps) if stamp == read.stamp.generation] == [int(read.value)]
+
+
+def test_listing_of_many(store):
+  fs = _filesystem(store)
+  fs.pipe({f'{store.root}/{i:04}': b'' for i in range(1100)})
+  assert store.names() == [f'{i:04}' for i in range(1100)] == [name[-4:] for name in fs.ls(store.root, detail=False)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,6 +259,14 @@ def test_lose_answer(store):
   assert store.names() == ['a']
 
 
+def test_lost_answer_of_a_conditional_write(store):
+  """TensorStore repeats the request, finds its own object, and reports that the condition was not met."""
+  kv = _kvstore(store)
+  with store.proxy.fault(lose_answer=True, operation='write', times=1):
+    assert not kv.write('lease', b'mine', if_equal=_absent(kv)).result().generation
+  assert kv.read('lease').result().value == b'mine'
+
+
 def test_unreachable(store):
   with store.proxy.fault(unreachable=True) as unreachable:
     for _ in range(3):
@@ -269,7 +298,16 @@ def test_faults_end_with_the_store(monkeypatch):
       assert _put(store, 'a') == 500
 
 
-def test_emulators_end_when_the_tests_are_killed():
+@pytest.mark.parametrize('kind', stores.KINDS)
+def test_skipped_only_without_the_packages(kind, monkeypatch):
+  monkeypatch.setitem(stores._PACKAGES, kind, (*stores._PACKAGES[kind], 'no_such_package'))
+  with pytest.raises(pytest.skip.Exception, match='not installed, see .*: no_such_package$'):
+    with stores.opened(kind, monkeypatch):
+      pass
+
+
+def test_emulators_end_when_the_tests_are_killed(gcs_store, s3_store):
+  del gcs_store, s3_store  # their packages are installed
   started = processes.start("""
       import pytest
       from tests import stores

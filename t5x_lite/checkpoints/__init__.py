@@ -19,7 +19,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'pinned_checkpoint_filepath', 'remove_checkpoint_dir', 'unpin_checkpoint'),
     't5x_lite.checkpoints.layout': ('check_other_layout_fits', 'param_layout_fns'),
     't5x_lite.checkpoints.lock': ('check_is_shared', 'ModelDirLock', 'lock_model_dir'),
-    't5x_lite.checkpoints.manager': ('CheckpointManager', 'ParameterInfo'),
+    't5x_lite.checkpoints.manager': ('CheckpointManager',),
     't5x_lite.checkpoints.manifest': ('Manifest', 'read as read_manifest', 'verify as verify_checkpoint'),
     't5x_lite.checkpoints.policies': (
         'AnySavePolicy', 'AtSteps', 'EveryNMinutes', 'EveryNSteps', 'KeepAll', 'KeepBest', 'KeepEvery', 'KeepLast',
@@ -29,8 +29,9 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'RestoredCheckpoint', 'check_fits', 'check_keeps_dtypes', 'load', 'read_metadata', 'read_shapes',
         'restore_checkpoint'),
     't5x_lite.checkpoints.sources': ('StateSource', 'T5xNativeWriter', 'detect_format', 'open_source'),
+    't5x_lite.checkpoints.spool': ('recover as recover_spooled',),
     't5x_lite.checkpoints.transforms': (
-        'AcceptsShapes', 'RestoreStateTransformationFn', 'SaveStateTransformationFn', 'ValuesNeededError',
-        'apply_assignment_map', 'convert_param_trees', 'flatten_state_dict', 'get_name_tree', 'intersect_state',
+        'AcceptsShapes', 'ParameterInfo', 'RestoreStateTransformationFn', 'SaveStateTransformationFn',
+        'ValuesNeededError', 'apply_assignment_map', 'convert_param_trees', 'flatten_state_dict', 'get_name_tree', 'intersect_state',
         'merge_state', 'transform_shapes'),
 })

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,7 +69,13 @@ def begin(pending: PendingCheckpoint) -> None:
       discovery.delete(pending.final, pending.final.name)
     elif pending.final.is_dir():
       discovery.move(pending.final, _replaced(pending))
-    discovery.mark_incomplete(pending.final)
+    discovery.mark_incomplete(pending.final, pending.attempt)
+
+
+def has_begun(pending: PendingCheckpoint) -> bool:
+  """Return True if the lead process has called `begin` for a save in a store."""
+  mark = pending.final / discovery.INCOMPLETE_FILENAME
+  return mark.is_file() and pending.attempt in mark.read_text()
 
 
 def discard(pending: PendingCheckpoint) -> None:
@@ -107,13 +113,15 @@ def mark_part_written(pending: PendingCheckpoint) -> None:
     (pending.temporary / _mark(jax.process_index())).touch()
 
 
-def commit(pending: PendingCheckpoint) -> None:
+def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: None) -> None:
   """Turn the directory `pending.temporary` into the checkpoint `pending.final`; only in the lead process.
 
   An existing checkpoint of that name is deleted; if it is pinned or has no manifest, it is renamed instead.
 
   Args:
     pending: the save, all of whose parts are written and marked.
+    check_fn: called right before the files become a checkpoint; raises if the lock of the directory was lost, since the
+      hashes of a large state take minutes.
 
   Raises:
     CheckpointError: a process has not written its part.
@@ -128,11 +136,12 @@ def commit(pending: PendingCheckpoint) -> None:
     for mark in marks:
       mark.unlink()
   in_store = files.is_remote(root)
-  if in_store:
-    store_io.merge(root / discovery.STATE_DIRNAME, jax.process_count())
+  store_io.merge(root / discovery.STATE_DIRNAME)
   names = store_io.list_complete(root) if in_store else manifest.list_files(root)
+  hashes = manifest.hash_files(root, names)
+  check_fn()
   manifest.write(root, manifest.Manifest(
-      step=pending.step, files=manifest.hash_files(root, names), arrays=pending.arrays,
+      step=pending.step, files=hashes, arrays=pending.arrays,
       metadata=pending.metadata, metrics=pending.metrics,
       num_data_processes=jax.process_count() if pending.has_data_state else 0, versions=manifest.library_versions()))
   replaced = _replaced(pending)

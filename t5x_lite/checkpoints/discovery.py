@@ -268,9 +268,26 @@ def delete(path: files.Path, final_name: str) -> None:
     shutil.rmtree(doomed)
 
 
-def mark_incomplete(path: files.Path) -> None:
-  """Mark a folder of a store, in which a save or a deletion begins."""
-  files.write(path / INCOMPLETE_FILENAME, 'A save or a deletion has begun here. Without manifest.json this is no checkpoint.\n')
+def mark_incomplete(path: files.Path, attempt: str = '') -> None:
+  """Mark a folder of a store, in which a save (named `attempt`) or a deletion begins."""
+  files.write(path / INCOMPLETE_FILENAME,
+              f'A save or a deletion has begun here. Without manifest.json this is no checkpoint. {attempt}\n')
+
+
+def upload(source: pathlib.Path, target: files.Path) -> None:
+  """Copy a checkpoint from a disk to a store, its manifest last.
+
+  Raises:
+    CheckpointError: there is something at `target` that another program wrote.
+  """
+  if is_incomplete(target):
+    delete(target, target.name)
+  check_free(target)
+  mark_incomplete(target)
+  names = [name for name in untrusted.walk(source) if name != MANIFEST_FILENAME]
+  files.each(lambda path: path.upload(source / path.relative_to(target)), [target / name for name in names])
+  (target / MANIFEST_FILENAME).upload(source / MANIFEST_FILENAME)
+  files.remove(target / INCOMPLETE_FILENAME)
 
 
 def move(source: files.Path, target: files.Path) -> None:

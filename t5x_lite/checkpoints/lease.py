@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from typing import Any
 
 from t5x_lite import errors, files
@@ -46,7 +47,7 @@ class Lease:
     self._path, self._name, self._in_use = folder / name, name, in_use
     self._store = _open(folder)
     self.holder = json.dumps({'pid': os.getpid(), 'host': socket.gethostname(), 'machine': _machine(),
-                              'since': time.strftime('%Y-%m-%d %H:%M:%S')})
+                              'since': time.strftime('%Y-%m-%d %H:%M:%S'), 'id': uuid.uuid4().hex})
     self._number = 0
     self._lost: errors.DirectoryInUseError | None = None
     self._guard = threading.Lock()
@@ -71,7 +72,8 @@ class Lease:
     """Stop renewing and delete the lease's object."""
     self._stopped.set()
     with self._guard:
-      if self._lost is None:
+      # An expired one may be another owner's in the next moment, and S3 deletes without a condition.
+      if self._lost is None and time.monotonic() < self._valid_until:
         try:
           self._store.write(self._name, None, if_equal=self._generation).result()
         except ValueError as e:
@@ -88,6 +90,9 @@ class Lease:
     while True:
       found = self._read()
       is_there = found.state == 'value'
+      if is_there and _constant_part(found.value) == self.holder:  # the answer to the write was lost
+        self._valid_until = start + LEASE_SECONDS
+        return found.stamp.generation
       if is_there and seen is None:
         seen, since = found.stamp.generation, time.monotonic()
         if not _has_ended(found.value):

@@ -7,8 +7,8 @@ or `close` raises errors of the background thread.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import logging
 import operator
@@ -22,34 +22,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import checks, errors, files, multihost, tree_utils
+from t5x_lite import checks, errors, files, multihost
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, transforms
+from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, store_io, store_save
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
+from t5x_lite.checkpoints import spool as spool_lib
 
 _logger = logging.getLogger(__name__)
 # After a failure TensorStore's threads may still create folders for this time.
 _LATE_WRITES_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterInfo:
-  """Description of an array for a save transform.
-
-  Attributes:
-    name: '/'-joined name.
-    shape: global shape.
-    dtype: dtype before the cast to `SaveCheckpointConfig.dtype`.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: Any
 
 
 # Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
@@ -64,16 +50,18 @@ class CheckpointManager:
   writing threads when the main program ends, and an unfinished save is then lost.
   """
 
-  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None):
+  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None,
+               spool_dir: str | None = None):
     """Open `directory`.
 
     Args:
-      directory: the model directory.
+      directory: the model directory, on a disk or in an object store.
       save_cfg: options of saving; None for a manager that only reads.
+      spool_dir: local folder for checkpoints that the object store does not take; see `spool`.
 
     Raises:
       DirectoryInUseError: another run, or another manager of this process, holds the directory.
-      ConfigError: the path is remote.
+      ConfigError: the path has an unknown scheme, or `spool_dir` is not a local folder.
       CheckpointError: the directory cannot be written.
     """
     discovery.check_path(directory, 'model directory')
@@ -90,6 +78,9 @@ class CheckpointManager:
     self._committing = threading.Lock()
     self._writer: state_io.StateWriter | None = None
     self._lock: lock_lib.ModelDirLock | None = None
+    self._in_store = files.is_remote(self._directory)
+    self._spool = None if spool_dir is None else spool_lib.Spool(spool_dir, self._directory)
+    self._recorder = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint-metrics')
     self._save_policy = policies.AnySavePolicy(())
     if save_cfg is not None:
       self._save_policy = policies.save_policies_from_config(save_cfg)
@@ -101,7 +92,7 @@ class CheckpointManager:
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'
         self._num_saves = 0
-        self._writer = state_io.new_writer(self._directory)
+        self._writer = None if self._in_store else state_io.StateWriter()
       except BaseException:
         self._release()
         raise
@@ -225,8 +216,18 @@ class CheckpointManager:
     Takes effect at the next commit. Only the values of the lead process are recorded.
     """
     self._check_can_save()
-    if multihost.is_lead():
+    if not multihost.is_lead():
+      return
+    if self._in_store:  # training does not wait for it
+      self._recorder.submit(self._record_later, step, dict(metrics))
+    else:
       retention.record_metrics(self._directory, step, metrics)
+
+  def _record_later(self, step: int, metrics: Mapping[str, float]) -> None:
+    try:
+      retention.record_metrics(self._directory, step, metrics)
+    except OSError as e:
+      _logger.warning('The metrics of step %d are not recorded for keeping the best checkpoints: %s', step, e)
 
   @property
   def has_failed(self) -> bool:
@@ -256,6 +257,7 @@ class CheckpointManager:
     try:
       self.wait()
     finally:
+      self._recorder.shutdown()
       if self._writer is not None:
         writer, self._writer = self._writer, None
         with contextlib.suppress(Exception):  # Orbax raises the error of a failed save again
@@ -264,7 +266,7 @@ class CheckpointManager:
         while self._has_partial_files and time.monotonic() < deadline:
           self._remove_partial_files()
           time.sleep(0.05)
-        self._release()
+      self._release()
 
   def __enter__(self) -> CheckpointManager:
     return self
@@ -319,44 +321,48 @@ class CheckpointManager:
   # ---- steps of a save ----------------------------------------------------------------------------------------------
 
   def _check_can_save(self) -> None:
-    if self._writer is None:
+    if self._lock is None:
       raise errors.ConfigError('This CheckpointManager cannot save: it is closed, or it has no save_cfg. Create one '
                                'with a save_cfg.')
 
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
+    kept = getattr(error, 'kept_at', None)
     found = errors.SaveError(
         f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
-        'Earlier checkpoints are complete.')
+        'Earlier checkpoints are complete.' + (
+            f' This one is kept in {kept!r}; the next run with the same command and --spool_dir copies it to the store.'
+            if kept else ''))
     found.ends_run = self._misses_barriers
     return found
 
   def _begin(self, step, state, data_state, metrics, metadata):
-    """Return (the save, values for the background thread or None if the writer has them)."""
-    flat = self._transformed(state)
+    """Return (the save, what the background thread writes): arrays by name, None if the writer has them, or for a store
+    a `StoreSave`."""
+    flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
     pending = commit_lib.new_save(
-        self._directory, step, f'{self._run_id}-{self._num_saves}', arrays=manifest.describe_arrays(flat), metadata=json.loads(json.dumps(dict(metadata or {}))),
-        metrics={name: float(value) for name, value in (metrics or {}).items()},
-        has_data_state=data_state is not None)
-
-    def make_folder():
-      if multihost.is_lead():
-        self._lock.check()
-        self._remove_partial_files()
-        commit_lib.begin(pending)
-        retention.forget_metrics(self._directory, step)
-
+        self._directory, step, f'{self._run_id}-{self._num_saves}', arrays=manifest.describe_arrays(flat),
+        metadata=json.loads(json.dumps(dict(metadata or {}))),
+        metrics={name: float(value) for name, value in (metrics or {}).items()}, has_data_state=data_state is not None)
+    # Orbax does not store arrays without elements; the manifest has their shapes.
+    flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
+    if self._in_store:  # training does not wait for the store
+      try:
+        parts = store_io.host_parts(state_io.snapshot(flat))
+      except Exception as e:
+        raise self._save_error(step, e) from e
+      return pending, store_save.StoreSave(
+          pending=pending, parts=parts, data_state=data_state, begin_fn=self._make_folder, kept=self._spool)
     try:
-      _on_all_processes(make_folder)
+      _on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
       if data_state is not None:
-        _on_all_processes(lambda: self._write_data_state(pending.temporary, data_state))
-      # Orbax does not store arrays without elements; the manifest has their shapes.
-      values = state_io.snapshot({name: leaf for name, leaf in flat.items() if 0 not in leaf.shape})
+        _on_all_processes(lambda: store_save.write_data_state(pending.temporary, data_state))
+      values = state_io.snapshot(flat)
     except Exception as e:
-      self._remove_partial_files(pending, e)
+      self._remove_partial_files()
       raise self._save_error(step, e) from e
     try:
       if not state_io.may_start_later(values):
@@ -364,43 +370,26 @@ class CheckpointManager:
         values = None
     except Exception as e:
       self._misses_barriers = jax.process_count() > 1
-      self._remove_partial_files(pending, e)
+      self._remove_partial_files()
       raise self._save_error(step, e) from e
     return pending, values
 
-  def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
-    # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.
-    flat = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-            for name, leaf in tree_utils.flatten_dict(state).items() if leaf is not None}
-    fns = self._save_cfg.state_transformation_fns
-    if not fns:
-      return flat
-    tree = tree_utils.unflatten_dict(flat)
-    infos = tree_utils.unflatten_dict(
-        {name: ParameterInfo(name, tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in flat.items()})
-    for fn in fns:
-      tree, infos = fn(tree, infos)
-    return tree_utils.flatten_dict(tree)
+  def _make_folder(self, pending: commit_lib.PendingCheckpoint) -> None:
+    self._lock.check()
+    self._remove_partial_files()
+    commit_lib.begin(pending)
+    retention.forget_metrics(self._directory, pending.step)
 
-  def _write_data_state(self, root: files.Path, data_state: Mapping[str, bytes]) -> None:
-    folder = root / restore_lib.data_dir_name(jax.process_index(), jax.process_count())
-    folder.mkdir(parents=True, exist_ok=True)
-    for key, value in data_state.items():
-      files.write(folder / restore_lib.data_file_name(key), value, durable=False)  # flushed at the commit
-
-  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None,
+  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | store_save.StoreSave | None,
            on_commit: Callable[[], None]) -> None:
     failed: BaseException | None = None
     name = f'{pending.final.name}-{pending.attempt}'
     try:
       try:
-        if values is not None:
-          self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
-        try:
-          self._writer.finish()
-        except BaseException:
-          self._misses_barriers = jax.process_count() > 1
-          raise
+        if self._in_store:
+          values.write()
+        else:
+          self._write_on_disk(pending, values)
         commit_lib.mark_part_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
@@ -411,8 +400,7 @@ class CheckpointManager:
       state_io.barrier(f'{name}:written')
       if multihost.is_lead() and failed is None:
         try:
-          self._lock.check()
-          commit_lib.commit(pending)
+          commit_lib.commit(pending, self._lock.check)
           with self._committing:
             is_sound = self._sound_step == pending.step
             if not is_sound:
@@ -422,7 +410,9 @@ class CheckpointManager:
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
       state_io.barrier(f'{name}:committed')
-      if failed is None and not commit_lib.is_committed(pending):
+      if self._spool is not None:
+        failed = values.keep(failed)
+      elif failed is None and not commit_lib.is_committed(pending):
         failed = errors.of_other_process(
             errors.CheckpointError('the lead process could not commit it; see its message'))
       state_io.barrier(f'{name}:checked')
@@ -436,12 +426,21 @@ class CheckpointManager:
     else:
       self._error = (pending.step, failed)
 
+  def _write_on_disk(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
+    if values is not None:
+      self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
+    try:
+      self._writer.finish()
+    except BaseException:
+      self._misses_barriers = jax.process_count() > 1
+      raise
+
   def _remove_partial_files(self, pending: commit_lib.PendingCheckpoint | None = None,
                             error: BaseException | None = None) -> None:
     """Remove what failed saves of this manager have left; in a store, of the save that failed with `error`."""
-    if files.is_remote(self._directory):
+    if self._in_store:
       # Otherwise each removal would wait for the store; the next save or run removes the files.
-      if pending is not None and multihost.is_lead() and not commit_lib.is_unavailable(error):
+      if pending is not None and not commit_lib.is_unavailable(error):
         with contextlib.suppress(OSError):
           commit_lib.discard(pending)
       return
@@ -461,8 +460,10 @@ class CheckpointManager:
       _logger.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
 
   def _release(self) -> None:
-    _saving_directories.discard(files.real_path(self._directory))
-    self._lock.release()
+    if self._lock is not None:
+      lock, self._lock = self._lock, None
+      _saving_directories.discard(files.real_path(self._directory))
+      lock.release()
 
   def _join(self) -> None:
     if self._thread is not None:

@@ -330,7 +330,19 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
   return manifest
 
 
-def _find_damage(root: files.Path, manifest: Manifest) -> str | None:
+def damage(root: files.Path) -> str | None:
+  """Return in what a checkpoint differs from its manifest, found by this process alone; None if in nothing.
+
+  Raises:
+    CheckpointError: it has no valid manifest.
+  """
+  found = read(root)
+  if found is None:
+    raise errors.CheckpointError(f'The checkpoint {str(root)!r} has no {discovery.MANIFEST_FILENAME}.')
+  return _find_damage(root, found, is_shared=False)
+
+
+def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True) -> str | None:
   link = untrusted.tree_problem(root, discovery.STATE_DIRNAME) or next(
       filter(None, (untrusted.file_problem(root, name) for name in manifest.files)), None)
   if link is not None:  # checked before any file is opened
@@ -348,7 +360,7 @@ def _find_damage(root: files.Path, manifest: Manifest) -> str | None:
     before = _stats(root, names)
     if _verified.get(str(root)) == before:
       return None
-    share = sorted(manifest.files)[jax.process_index()::jax.process_count()]
+    share = sorted(manifest.files)[jax.process_index()::jax.process_count()] if is_shared else sorted(manifest.files)
     for name, found in hash_files(root, share).items():
       if found != manifest.files[name]:
         size, wanted_size = found['bytes'], manifest.files[name]['bytes']

@@ -105,11 +105,6 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
   return {name: np.asarray(leaf) if name in becomes_numpy else leaf for name, leaf in result.items()}
 
 
-def new_writer(directory: files.Path) -> StateWriter | store_io.StoreWriter:
-  """Return the writer of states below `directory`."""
-  return store_io.StoreWriter() if files.is_remote(directory) else StateWriter()
-
-
 def may_start_later(snapshot_of_state: Mapping[str, jax.Array | np.ndarray]) -> bool:
   """Return True if `StateWriter.start` may run in a background thread.
 

@@ -6,7 +6,7 @@ writes a database (OCDBT) of its own, and `merge` makes one of them.
 
 from __future__ import annotations
 
-import concurrent.futures
+import dataclasses
 import json
 import math
 import os
@@ -31,33 +31,45 @@ _GROUP_BYTES = 2**30
 _KEY_OF_DICT = 2
 
 
-class StoreWriter:
-  """Writer of states, one at a time, in a thread; the counterpart of `state_io.StateWriter` for object stores."""
+@dataclasses.dataclass(frozen=True)
+class HostParts:
+  """The arrays of a state, and the parts of them that this process writes.
 
-  def __init__(self):
-    self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint-store')
-    self._write: concurrent.futures.Future | None = None
+  Attributes:
+    arrays: name -> (shape, dtype, shape of chunks) of each array.
+    parts: name -> (index, values in host memory) of each part.
+  """
 
-  def start(self, directory: files.Path, flat_state: Mapping[str, jax.Array | np.ndarray]) -> None:
-    """Begin to write `flat_state` to `directory`; on return the caller may change arrays that are not on the host."""
-    parts = {name: _own_parts(leaf) for name, leaf in flat_state.items()}
-    chunks = {name: _chunk_shape(leaf) for name, leaf in flat_state.items()}
-    shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in flat_state.items()}
-    self._write = self._pool.submit(_write_parts, directory, shapes, chunks, parts)
+  arrays: Mapping[str, tuple[tuple[int, ...], np.dtype, tuple[int, ...]]]
+  parts: Mapping[str, list[tuple[Any, np.ndarray]]]
 
-  def finish(self) -> None:
-    """Wait until the write is complete.
 
-    Raises:
-      OSError: the store does not take it.
-    """
-    if self._write is not None:
-      write, self._write = self._write, None
-      write.result()
+def host_parts(flat_state: Mapping[str, jax.Array | np.ndarray]) -> HostParts:
+  """Return what this process writes of a state, whose arrays on devices are copied to the host."""
+  return HostParts(
+      arrays={name: (tuple(leaf.shape), np.dtype(leaf.dtype), _chunk_shape(leaf)) for name, leaf in flat_state.items()},
+      parts={name: _own_parts(leaf) for name, leaf in flat_state.items()})
 
-  def close(self) -> None:
-    """Wait for the thread."""
-    self._pool.shutdown()
+
+def write_parts(directory: files.Path, state: HostParts) -> None:
+  """Write the parts of this process, and in the lead process the index; with several processes `merge` follows.
+
+  Raises:
+    OSError: the store does not take them.
+  """
+  base = _database(directory, jax.process_index(), jax.process_count())
+  context = _context(directory)  # one, so that the writes of all arrays are committed together
+  arrays = {name: _opened(base, name, *state.arrays[name], context) for name, parts in state.parts.items() if parts}
+  with _explained(directory):
+    writes = []
+    for name, future in arrays.items():
+      array = future.result()
+      writes += [(array[index] if index else array).write(values) for index, values in state.parts[name]]
+    failed = [error for write in writes if (error := write.exception()) is not None]
+    if failed:  # all have ended, so nothing writes to the folder any more
+      raise failed[0]
+  if jax.process_index() == 0:
+    _write_index(directory, state.arrays)
 
 
 def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
@@ -71,15 +83,16 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
   base, context = _database(directory, 0, 1), _context(directory)
   for name, (shape, dtype) in shapes.items():
-    array = _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+    values = read_fn(name)
     with _explained(directory):
-      array.result().write(np.ascontiguousarray(read_fn(name))).result()
+      _opened(base, name, shape, dtype, _halved(shape, dtype), context).result().write(values).result()
   _write_index(directory, shapes)
 
 
-def merge(directory: files.Path, num_processes: int) -> None:
-  """Make one database of those of all processes; only in the lead process, when all have written."""
-  if num_processes == 1:
+def merge(directory: files.Path) -> None:
+  """Make one database of those that all processes wrote by `write_parts`; only in the lead process."""
+  num_processes = jax.process_count()
+  if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
     return
   import tensorstore  # takes 0.1 s
   with _explained(directory):
@@ -241,24 +254,6 @@ def _halved(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
   while untrusted.num_bytes(chunk, dtype) > _MAX_CHUNK_BYTES and (even := [i for i, n in enumerate(chunk) if not n % 2]):
     chunk[even[0]] //= 2
   return tuple(chunk)
-
-
-def _write_parts(directory: files.Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
-                 chunks: Mapping[str, tuple[int, ...]], parts: Mapping[str, list[tuple[Any, np.ndarray]]]) -> None:
-  """Write the parts of this process, and in the lead process the index."""
-  base = _database(directory, jax.process_index(), jax.process_count())
-  context = _context(directory)  # one, so that the writes of all arrays are committed together
-  mine = {name: _opened(base, name, *shapes[name], chunks[name], context) for name in parts if parts[name]}
-  with _explained(directory):
-    writes = []
-    for name, array in mine.items():
-      array = array.result()
-      writes += [(array[index] if index else array).write(values) for index, values in parts[name]]
-    failed = [error for write in writes if (error := write.exception()) is not None]
-    if failed:  # all have ended, so nothing writes to the folder any more
-      raise failed[0]
-  if jax.process_index() == 0:
-    _write_index(directory, shapes)
 
 
 def _write_index(directory: files.Path, names: Iterable[str]) -> None:

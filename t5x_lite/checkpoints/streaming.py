@@ -112,8 +112,7 @@ def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[s
     try:
       commit_lib.begin(pending)
       _write_state(pending.temporary / discovery.STATE_DIRNAME, arrays, read_fn)
-      held.check()
-      commit_lib.commit(pending)
+      commit_lib.commit(pending, held.check)
     except BaseException:
       files.remove_tree(pending.temporary, ignore_errors=True)
       raise

@@ -8,6 +8,7 @@ and `dtype`, since renaming does not need values. A restore transform has T5X's 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -364,3 +365,33 @@ def _kind(dtype: Any) -> str:
 def _log_names(what: str, names: Sequence[str]) -> None:
   if names:
     _logger.info('%s: %s.', what, first_names(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterInfo:
+  """Description of an array for a save transform.
+
+  Attributes:
+    name: '/'-joined name.
+    shape: global shape.
+    dtype: dtype before the cast to `SaveCheckpointConfig.dtype`.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: Any
+
+
+def transform_saved(state: StateDict, fns: Sequence[SaveStateTransformationFn]) -> dict[str, Any]:
+  """Return the arrays to save by name, after the functions of `SaveCheckpointConfig.state_transformation_fns`."""
+  # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.
+  flat = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+          for name, leaf in tree_utils.flatten_dict(state).items() if leaf is not None}
+  if not fns:
+    return flat
+  tree = tree_utils.unflatten_dict(flat)
+  infos = tree_utils.unflatten_dict(
+      {name: ParameterInfo(name, tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in flat.items()})
+  for fn in fns:
+    tree, infos = fn(tree, infos)
+  return tree_utils.flatten_dict(tree)

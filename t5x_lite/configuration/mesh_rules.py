@@ -7,7 +7,6 @@ e.g. 'gpu-h100-8'. The rules follow axlearn's trainer, whose rules change only t
 
 from collections.abc import Collection, Mapping, Sequence
 import dataclasses
-import pathlib
 import re
 import textwrap
 from typing import Any
@@ -16,6 +15,7 @@ import gin
 from gin import config_parser
 
 from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
@@ -112,7 +112,7 @@ def take(texts: Sequence[Text], search_paths: Sequence[str]) -> tuple[list[Text]
   Raises:
     ConfigError: the rules are invalid, or a gin file is missing.
   """
-  found: list[tuple[Binding, pathlib.Path | None]] = []
+  found: list[tuple[Binding, files.Path | None]] = []
   remaining = [_without_rules(text, found) for text in texts]
   if not found or not found[-1][0].value:
     return remaining, None
@@ -136,7 +136,7 @@ def take(texts: Sequence[Text], search_paths: Sequence[str]) -> tuple[list[Text]
   return remaining, MeshRules(MESH_RULES, (), rules=tuple(rules))
 
 
-def _without_rules(text: Text, found: list[tuple[Binding, pathlib.Path | None]]) -> Text:
+def _without_rules(text: Text, found: list[tuple[Binding, files.Path | None]]) -> Text:
   """Return a text without bindings of `MESH_RULES`, which are appended to `found` with the path of their file."""
   statements = []
   for statement in text.statements:
@@ -157,7 +157,7 @@ def _invalid(location: str, option: str, expectation: str, value: Any, remedy: s
   return ConfigError(f'{location}: {checks.invalid("", option, expectation, value, remedy)}')
 
 
-def _read_change(change: Any, label: str, path: pathlib.Path | None, search_paths: Sequence[str]) -> Text | None:
+def _read_change(change: Any, label: str, path: files.Path | None, search_paths: Sequence[str]) -> Text | None:
   if change is None:
     return None
   if not isinstance(change, str):

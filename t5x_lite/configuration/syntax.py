@@ -16,7 +16,7 @@ from typing import Any
 
 from gin import config_parser
 
-from t5x_lite import checks
+from t5x_lite import checks, files
 from t5x_lite.errors import ConfigError, did_you_mean
 
 # Left side of a binding: maybe/some/scope/module.Class.parameter, or the name of a macro.
@@ -121,7 +121,7 @@ class Text:
 
   source: str
   statements: tuple['Binding | Block | Import | Text', ...]
-  path: pathlib.Path | None = None
+  path: files.Path | None = None
 
   def walk(self) -> Iterator[Binding | Block | Import]:
     """Yield all statements in the order in which they take effect."""
@@ -164,47 +164,51 @@ def packaged_files(kind: str = '') -> list[str]:
 def check_search_paths(folders: Sequence[str]) -> None:
   """Raise ConfigError unless all of `folders` exist."""
   for folder in folders:
-    if not pathlib.Path(folder).expanduser().is_dir():
+    if not files.path(folder).expanduser().is_dir():
       raise checks.invalid('', '--gin_search_paths', 'existing folders, separated by commas', folder)
 
 
-def find_file(name: str, search_paths: Sequence[str] = (), included_from: pathlib.Path | None = None) -> pathlib.Path:
+def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.Path | None = None) -> files.Path:
   """Return the path of the gin file called `name`.
 
   Search order: the current folder, the folder of the including file, `search_paths`, and the files of t5x_lite, whose
   names may begin with `gin/`.
 
   Args:
-    name: name or absolute path.
+    name: name, absolute path, or path in an object store.
     search_paths: additional folders.
     included_from: the file with the include statement, or None.
 
   Raises:
     ConfigError: the file does not exist.
   """
-  folders = [pathlib.Path('.')]
-  if included_from is not None:
-    folders.append(included_from.parent)
-  folders += [pathlib.Path(folder).expanduser() for folder in search_paths]
   packaged = packaged_folder()
-  wanted = pathlib.Path(name).expanduser()
-  candidates = [folder / wanted for folder in folders] + [packaged / wanted]
-  if wanted.parts[:1] == ('gin',):
-    candidates.append(packaged.joinpath(*wanted.parts[1:]))
+  wanted = files.path(name).expanduser()
+  if files.is_remote(name):
+    folders, candidates = [], [wanted]
+  else:
+    folders = [pathlib.Path('.')]
+    if included_from is not None:
+      folders.append(included_from.parent)
+    folders += [files.path(folder).expanduser() for folder in search_paths]
+    candidates = [wanted] if wanted.is_absolute() else [folder / wanted for folder in [*folders, packaged]]
+    if wanted.parts[:1] == ('gin',):
+      candidates.append(packaged.joinpath(*wanted.parts[1:]))
   for candidate in candidates:
+    candidate = candidate.resolve() if files.is_remote(candidate) else candidate  # Stores have no '..'.
     if candidate.is_file():
       return candidate
-  near = [path.name for folder in folders[1:] + [pathlib.Path('.') / wanted.parent] for path in folder.glob('*.gin')]
+  near = [path.name for folder in [*folders[1:], wanted.parent] for path in folder.glob('*.gin')]
   known = [*packaged_files(), *near]
-  hint = did_you_mean(name, known, lists_all=False)
+  hint = did_you_mean(wanted.name if files.is_remote(name) else name, known, lists_all=False)
   if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
     hint = f' Did you mean {same_name[0]!r}?' if same_name else f' Recipes: {", ".join(packaged_files("recipes"))}.'
-  searched = ', '.join(dict.fromkeys(str(folder) for folder in [*folders, packaged]))
+  searched = ', '.join(dict.fromkeys(str(folder) for folder in [*folders, packaged if folders else wanted.parent]))
   raise ConfigError(f'The gin file {name!r} does not exist in {searched}.{hint}')
 
 
-def read_file(name: str, search_paths: Sequence[str] = (), *, included_from: pathlib.Path | None = None,
+def read_file(name: str, search_paths: Sequence[str] = (), *, included_from: files.Path | None = None,
               source: str | None = None) -> Text:
   """Return the statements of a gin file and of the files that it includes.
 
@@ -220,7 +224,7 @@ def read_file(name: str, search_paths: Sequence[str] = (), *, included_from: pat
   return _read_path(find_file(name, search_paths, included_from), source or name, search_paths, ())
 
 
-def _read_path(path: pathlib.Path, name: str, search_paths: Sequence[str], stack: tuple[pathlib.Path, ...]) -> Text:
+def _read_path(path: files.Path, name: str, search_paths: Sequence[str], stack: tuple[files.Path, ...]) -> Text:
   if path.resolve() in stack:
     raise ConfigError(f'{name} includes itself: {" -> ".join(p.name for p in (*stack, path))}.')
   try:
@@ -242,8 +246,8 @@ def read_text(text: str, source: str, search_paths: Sequence[str] = (), *, is_fl
   return _read(text, source, search_paths, None, (), is_flag)
 
 
-def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Path | None,
-          stack: tuple[pathlib.Path, ...], is_flag: bool = False) -> Text:
+def _read(text: str, source: str, search_paths: Sequence[str], path: files.Path | None,
+          stack: tuple[files.Path, ...], is_flag: bool = False) -> Text:
   statements: list[Binding | Block | Import | Text] = []
   try:
     for statement in config_parser.ConfigParser(io.StringIO(text), _Delegate()):
@@ -284,7 +288,7 @@ def _syntax_message(error: SyntaxError | tokenize.TokenError | RecursionError, t
   value = shown.partition('=')[2].strip()
   if value.lower() in _LOWER_CASE_CONSTANTS:
     hint = f' Write {_LOWER_CASE_CONSTANTS[value.lower()]}.'
-  elif re.match(r'^[A-Za-z_/.][\w/.-]*$', value):
+  elif re.match(r'^[A-Za-z_/.][\w/.:-]*$', value):
     hint = f' Strings need quotes: {value!r}.'
   return f'{where}: not gin syntax: {what.rstrip(".")}, in `{shown}`.{hint}'
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import files
+from t5x_lite.data.local_copies import local_paths
 from t5x_lite.data.records import Records, reading
 from t5x_lite.errors import DataError, needs_packages
 
@@ -39,10 +40,10 @@ class ArrayRecords(Records):
     """
     sources = []
     digest = hashlib.sha256()
-    for path in paths:
-      _hash_ends(path, digest)
+    for path, copy in zip(paths, local_paths(paths), strict=True):
+      _hash_ends(copy, digest)
       try:
-        sources.append(grain.sources.ArrayRecordDataSource([path]))
+        sources.append(grain.sources.ArrayRecordDataSource([copy]))
       except RuntimeError as error:
         raise DataError(f'{path!r} is not a complete array record file: {error}. Write it again, or set format = '
                         "'jsonl' if its records are lines of text.") from error
@@ -112,7 +113,7 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
     DataError: the file exists, or the writer failed.
     OSError: the file cannot be written.
   """
-  if os.path.exists(path):
+  if files.path(path).exists():
     raise DataError(f'{path!r} must be a new file, got an existing one. Delete it, or choose another name.')
   count = 0
 
@@ -126,7 +127,7 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
       count += 1
     _checked(path, writer.close)
 
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  files.path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
   files.write(path, save, durable=False)
   return count
 

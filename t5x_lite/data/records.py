@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite import files
+from t5x_lite.data.local_copies import local_paths
 from t5x_lite.errors import DataError, needs_packages
 
 _NEWLINE, _RETURN, _OPENING, _CLOSING = b'\n\r{}'
@@ -61,8 +63,10 @@ class JsonLines(Records):
       DataError: a file cannot be read, or a line is not a JSON object.
     """
     digest = hashlib.sha256()
-    indices = [_index_lines(path, digest) for path in paths]
-    self._paths = list(paths)
+    copies = local_paths(paths)
+    indices = [_index_lines(copy, path, digest) for copy, path in zip(copies, paths, strict=True)]
+    self._names = list(paths)
+    self._paths = copies
     self._firsts = np.cumsum([0, *(len(starts) for starts, _ in indices)])
     self._starts, self._lengths = (
         np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*indices, strict=True))
@@ -76,8 +80,9 @@ class JsonLines(Records):
     return [self._read(number) for number in numbers]
 
   def _read(self, number: int) -> bytes:
-    path, start, length = self._locate(number)
-    with reading(path), open(path, 'rb') as stream:
+    file, start, length = self._locate(number)
+    path = self._names[file]
+    with reading(path), open(self._paths[file], 'rb') as stream:
       stream.seek(start)
       line = stream.read(length)
     if len(line) < length:
@@ -86,20 +91,20 @@ class JsonLines(Records):
 
   def where(self, number: int) -> str:
     """See base class."""
-    path, start, _ = self._locate(number)
+    file, start, _ = self._locate(number)
     # Count on demand, with empty lines.
-    with open(path, 'rb') as stream:
+    with open(self._paths[file], 'rb') as stream:
       line = 1 + sum(stream.read(min(_CHUNK, start - offset)).count(b'\n') for offset in range(0, start, _CHUNK))
-    return f'{path}, line {line}'
+    return f'{self._names[file]}, line {line}'
 
   @property
   def fingerprint(self) -> str:
     """See base class."""
     return self._fingerprint
 
-  def _locate(self, number: int) -> tuple[str, int, int]:
+  def _locate(self, number: int) -> tuple[int, int, int]:
     file = int(np.searchsorted(self._firsts, number, side='right')) - 1
-    return self._paths[file], int(self._starts[number]), int(self._lengths[number])
+    return file, int(self._starts[number]), int(self._lengths[number])
 
 
 class Where:
@@ -130,9 +135,15 @@ def checked_objects(lines: Records) -> Iterator[bytes]:
     yield content[content.index(b'{'):]
 
 
-def _index_lines(path: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Return the starts and lengths, without line ends, of the lines of a file, int64[lines] each; hashes the file."""
-  with reading(path):
+def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
+  """Return the starts and lengths, without line ends, of the lines of a file, int64[lines] each; hashes the file.
+
+  Args:
+    path: path of the file on this machine.
+    name: path of the original, for messages.
+    digest: hash, which is updated.
+  """
+  with reading(name):
     size = os.path.getsize(path)
     content = np.memmap(path, np.uint8, mode='r') if size else np.zeros(0, np.uint8)
   ends = []
@@ -153,7 +164,7 @@ def _index_lines(path: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
   for line in np.flatnonzero(~is_plain):
     text = content[starts[line]:ends[line]].tobytes()
     if text.strip():
-      parse_json(text, f'{path}, line {line + 1}')
+      parse_json(text, f'{name}, line {line + 1}')
       is_kept[line] = True
   return starts[is_kept], lengths[is_kept]
 
@@ -200,7 +211,7 @@ def read_tsv(path: str | os.PathLike[str], num_fields: int = 2) -> list[tuple[st
       line.
   """
   rows = []
-  with reading(path), open(path, 'rb') as stream:
+  with reading(path), files.path(path).open('rb') as stream:
     lines = stream.read().removeprefix(codecs.BOM_UTF8).split(b'\n')
   for number, line in enumerate(lines, start=1):
     try:
@@ -254,7 +265,7 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
   """Return the files that patterns such as `data/train-*.jsonl` match, sorted within each pattern.
 
   Args:
-    patterns: one or several patterns, relative to the current folder; `~` is the home folder.
+    patterns: one or several patterns, relative to the current folder or in an object store; `~` is the home folder.
     what: owner of the files, for messages.
 
   Raises:
@@ -262,12 +273,21 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
   """
   found: list[str] = []
   for pattern in [patterns] if isinstance(patterns, str) else patterns:
-    paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    paths = _matches(pattern)
     twice = set(paths).intersection(found)
     if twice or not paths:
-      at = '' if os.path.isabs(pattern) else f' in {os.getcwd()!r}'
+      at = '' if os.path.isabs(pattern) or files.is_remote(pattern) else f' in {os.getcwd()!r}'
       raise DataError(f'{what}: ' + (
           f'two patterns match {min(twice)!r}, so its records would be read twice. Omit one of them.' if twice else
           f'no file matches {pattern!r}{at}. Write the files first, or correct the pattern.'))
     found.extend(paths)
   return found
+
+
+def _matches(pattern: str) -> list[str]:
+  """Return the sorted paths that a pattern matches."""
+  if not files.is_remote(pattern):
+    return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+  *bucket, name = pattern.split('/', 3)
+  with reading(pattern):
+    return sorted(map(str, files.path('/'.join(bucket)).glob(name)))

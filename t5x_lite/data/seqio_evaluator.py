@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import tempfile
 from typing import Any
 
 from absl import logging as absl_logging
@@ -19,6 +20,7 @@ from t5x_lite.data.interfaces import EvalTask, warn_of_omitted_tasks
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.seqio_evaluation import KINDS, make_eval_task
 from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.data.seqio_import import explained, quiet, reading, summary, tf
 from t5x_lite.errors import ConfigError
 
@@ -29,7 +31,7 @@ class SeqioEvaluator:
   """An Evaluator of seqio and its tasks."""
 
   def __init__(self, evaluator_cls: Callable[..., Any], cfg: DatasetConfig, layout: Any, feature_converter: Any, *,
-               log_dir: pathlib.Path | None, writes: bool):
+               log_dir: files.Path | None, writes: bool):
     """Make the Evaluator, which reads all examples, and its loggers.
 
     Args:
@@ -51,16 +53,21 @@ class SeqioEvaluator:
         'Register the Task and give its name, or set inference_evaluator_cls to None.'))
     options: dict[str, Any] = {'shuffle': True} if cfg.shuffle else {}
     self._log_dir = log_dir if writes else None
+    self._remote_dir: files.Path | None = None
+    self._uploaded: dict[pathlib.Path, int] = {}  # time of the last change
     if self._log_dir is None:
       options['logger_cls'] = ()
+    elif files.is_remote(log_dir):  # TensorFlow writes, which has no s3://
+      self._local = tempfile.TemporaryDirectory(prefix='t5x_lite-seqio-')
+      self._remote_dir, self._log_dir = log_dir, pathlib.Path(self._local.name)
     failure = f"seqio's Evaluator does not accept {cfg.name!r}"
     with explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError), reading(cfg, provider):
       self._evaluator = evaluator_cls(
           mixture_or_task_name=cfg.mixture_or_task_name,
           feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
           eval_split=cfg.split, use_cached=cfg.use_cached, seed=cfg.effective_seed,
-          sequence_length=dict(cfg.task_feature_lengths), log_dir=None if log_dir is None else str(log_dir),
-          **options)
+          sequence_length=dict(cfg.task_feature_lengths),
+          log_dir=None if log_dir is None else str(self._log_dir or log_dir), **options)
     if self._evaluator.eval_tasks:  # without tasks, the Evaluator makes no loggers
       self._evaluator._loggers = tuple(map(_LossyLogger, self._evaluator.loggers))  # pylint: disable=protected-access
     self.tasks: list[EvalTask] = []
@@ -102,10 +109,43 @@ class SeqioEvaluator:
         return list(enumerate(found))
       return fn
 
+    can_write = self._download(step)
     with quiet(), _LogRelay():
       metrics, _ = self._evaluator.evaluate(
           compute_metrics=True, step=step, model_fns={output: model_fn(kind) for output, kind in KINDS.items()})
-      return {name: dict(found) for name, found in metrics.result().items()}
+      found = {name: dict(found) for name, found in metrics.result().items()}
+    if can_write:
+      self._upload(step)
+    return found
+
+  def _download(self, step: int) -> bool:
+    """Copy the files to which JSONLogger adds lines from a store; return False if that fails, with a warning."""
+    try:
+      for task in self.tasks if self._remote_dir is not None else ():
+        path = self._log_dir / f'{task.name}-metrics.jsonl'
+        files.remove(path)
+        with contextlib.suppress(FileNotFoundError):
+          path.write_bytes((self._remote_dir / path.relative_to(self._log_dir).as_posix()).read_bytes())
+    except OSError as error:
+      _warn_of_loss(step, error)
+      return False
+    return self._remote_dir is not None
+
+  def _upload(self, step: int) -> None:
+    """Copy what the loggers have written to a store."""
+    try:
+      for path in self._log_dir.rglob('*'):
+        changed = path.stat().st_mtime_ns
+        if path.is_file() and self._uploaded.get(path) != changed:
+          files.write(self._remote_dir / path.relative_to(self._log_dir).as_posix(), path.read_bytes())
+          self._uploaded[path] = changed
+    except OSError as error:
+      _warn_of_loss(step, error)
+
+
+def _warn_of_loss(step: int, error: OSError) -> None:
+  _logger.warning("The results of seqio's loggers at step %s could not be written and are lost: %s. The run continues.",
+                  step, error)
 
 
 def _as_lists(tree: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
 from t5x_lite.data import vocabularies
@@ -115,6 +116,9 @@ def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
       return seqio.PassThroughVocabulary(vocabulary.vocab_size, vocabulary.eos_id)
     case vocabularies.SentencePieceVocabulary():
       _, path, extra_ids, reverse_extra_ids = vocabulary.identity
+      if path.startswith('s3://'):
+        raise checks.invalid('SentencePieceVocabulary', 'sentencepiece_model_file', 'a local file or in gs:// for seqio, '
+                             'whose TensorFlow has no s3://', path, 'Copy it to a disk.')
       return seqio.SentencePieceVocabulary(path, extra_ids, reverse_extra_ids=reverse_extra_ids)
   raise ConfigError('Preprocessors of tf.data need a seqio vocabulary, and seqio has no vocabulary equal to '
                     f'{vocabulary!r}. Use a vocabulary of seqio, or write the preprocessors in plain Python '

@@ -50,6 +50,9 @@ except RuntimeError:
 def summary(error: Exception) -> str:
   """Return the first line of TensorFlow's message, without names of graph nodes."""
   message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+  if found := re.search(r"File system scheme '(\w+)' not implemented(?: \(file: '(.*?)'\))?", message):
+    return (f'TensorFlow reads gs:// but not {found[1]}:// ({found[2]}). Copy the files to a disk or to gs://, or read '
+            'JSON lines with data.file_task')
   return re.sub(r'\{\{.*?\}\}\s*', '', message).strip().partition('\n')[0]
 
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from t5x_lite import checks
+from t5x_lite import checks, files
 from t5x_lite.data import text_examples
 from t5x_lite.data.builtin_tasks import append_eos_after_trim
 from t5x_lite.data.example_sources import ConvertedSource
@@ -141,7 +141,7 @@ class TextSource(ConvertedSource):
       yield self._spooled
       return
     try:
-      with open(self._cfg.path, 'rb') as stream:
+      with files.path(self._cfg.path).open('rb') as stream:
         yield stream
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
       if isinstance(error, DataError) or (isinstance(error, OSError) and error.filename is None):
@@ -263,6 +263,8 @@ def _field_problem(found: Mapping[str, Any], key: str) -> str | None:
 
 def _is_regular(path: str) -> bool:
   """Return True if `path` can be read twice, unlike a pipe such as the shell's <(...); `open` reports missing files."""
+  if files.is_remote(path):
+    return True
   try:
     mode = os.stat(path).st_mode
   except (OSError, ValueError):
@@ -302,7 +304,7 @@ def _shown(path: str) -> str:
 
 
 def _similar(path: str) -> str:
-  folder = pathlib.Path(path).parent
+  folder = files.path(path).parent
   with contextlib.suppress(OSError):
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     return did_you_mean(pathlib.Path(path).name, names, lists_all=False)

@@ -13,7 +13,6 @@ transformers `<extra_id_0>` is its first sentinel, and the published weights wer
 
 import base64
 import os
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -54,9 +53,9 @@ def hugging_face_vocabulary(folder: str, *, extra_ids: int | None = None, librar
   checks.check(
       'hugging_face_vocabulary', {'library': library, 'extra_ids': extra_ids, 'folder': os.fspath(folder)},
       library=checks.one_of(LIBRARIES), extra_ids=checks.number(at_least=0, integer=True).or_none(),
-      folder=checks.Expectation('a Hugging Face folder on this machine', os.path.isdir,
-                                'Copy it to this machine, or bind VOCABULARY to another vocabulary.'))
-  root = pathlib.Path(folder)
+      folder=checks.Expectation('an existing Hugging Face folder', lambda path: files.path(path).is_dir(),
+                                'Copy it to this path, or bind VOCABULARY to another vocabulary.'))
+  root = files.path(folder)
   config = _read_json(root / 'config.json')
   vocabulary = _make(root, config, extra_ids)
   num_rows = config.get('vocab_size')
@@ -71,7 +70,7 @@ def hugging_face_vocabulary(folder: str, *, extra_ids: int | None = None, librar
   return vocabulary
 
 
-def _make(root: pathlib.Path, config: Mapping[str, Any], extra_ids: int | None) -> Vocabulary:
+def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) -> Vocabulary:
   """Return the vocabulary of the folder."""
   tokenizer = _read_json(root / 'tokenizer_config.json')
   name = str(tokenizer.get('tokenizer_class') or config.get('tokenizer_class') or '')
@@ -127,8 +126,7 @@ def read_sentencepiece_model(model_file: str) -> Any:
   """
   _, model_pb2, decode_error = sentencepiece_modules()
   model, problem = model_pb2.ModelProto(), 'it has no pieces'
-  with open(model_file, 'rb') as file:
-    serialized = file.read()
+  serialized = files.path(model_file).read_bytes()
   try:
     model.ParseFromString(serialized)
   except decode_error as error:
@@ -159,8 +157,8 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
   Raises:
     ConfigError: the type of tokenizer is not supported, or the output exists.
   """
-  source = pathlib.Path(folder) / TOKENIZER_JSON
-  target = pathlib.Path(output) if output is not None else pathlib.Path(folder) / MODEL_FILE
+  source = files.path(folder) / TOKENIZER_JSON
+  target = files.path(output) if output is not None else files.path(folder) / MODEL_FILE
   if target.exists() or not source.is_file():
     raise ConfigError(f'{str(target)!r} must be a new file, got an existing one. Give another output, or delete it.'
                       if source.is_file() else
@@ -217,6 +215,6 @@ def _charsmap(normalizer: Mapping[str, Any] | None, path: str) -> bytes:
   return charsmap
 
 
-def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
+def _read_json(path: files.Path) -> Mapping[str, Any]:
   """Return the JSON object in a file, empty if the file does not exist."""
   return untrusted.parse_object(untrusted.read_limited(path.parent, path.name), str(path)) if path.is_file() else {}

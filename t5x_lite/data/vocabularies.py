@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from t5x_lite import checks
-from t5x_lite.errors import needs_packages
+from t5x_lite import checks, files
+from t5x_lite.errors import ConfigError, needs_packages
 
 PAD_ID = 0
 
@@ -207,7 +207,7 @@ class SentencePieceVocabulary(Vocabulary):
     """Make the vocabulary.
 
     Args:
-      sentencepiece_model_file: path of the model on this machine; it is read at the first use.
+      sentencepiece_model_file: path of the model; it is read at the first use.
       extra_ids: number of sentinels to add to the model's pieces.
       reverse_extra_ids: number the sentinels downwards from the end, as span corruption does.
     """
@@ -226,15 +226,14 @@ class SentencePieceVocabulary(Vocabulary):
       sentencepiece, model_pb2, decode_error = sentencepiece_modules()
       processor = sentencepiece.SentencePieceProcessor()
       try:
-        with open(self._file, 'rb') as stream:
-          model = model_pb2.ModelProto.FromString(stream.read())
+        model = model_pb2.ModelProto.FromString(files.path(self._file).read_bytes())
         numbers = range(self._extra_ids)
         for number in reversed(numbers) if self._reverse_extra_ids else numbers:
           piece_type = model_pb2.ModelProto.SentencePiece.USER_DEFINED
           model.pieces.add(piece=f'\u2581<extra_id_{number}>', score=0.0, type=piece_type)
         serialized = model.SerializeToString()
         processor.LoadFromSerializedProto(serialized)
-      except (OSError, RuntimeError, decode_error) as error:
+      except (OSError, RuntimeError, ConfigError, decode_error) as error:  # ConfigError: the store's.
         reason = error.strerror if isinstance(error, OSError) else ' '.join(str(error).split())
         raise checks.invalid(
             'SentencePieceVocabulary', 'sentencepiece_model_file', f'a readable sentencepiece model ({reason})',
@@ -318,7 +317,7 @@ def _identity(vocabulary: Any) -> tuple[Any, ...]:
 def same_vocabulary(first: Any, second: Any) -> bool:
   """Return True if two vocabularies, of seqio or t5x_lite, give the same ids.
 
-  Files are compared by their real paths; two copies of a file are different.
+  Local files are compared by their real paths; two copies of a file are different.
 
   >>> same_vocabulary(ByteVocabulary(125), ByteVocabulary(extra_ids=125))
   True
@@ -329,7 +328,7 @@ def same_vocabulary(first: Any, second: Any) -> bool:
 def _with_real_path(identity: tuple[Any, ...]) -> tuple[Any, ...]:
   """Return `identity` with the real path of a local file."""
   name, *details = identity
-  if name == 'SentencePieceVocabulary' and '://' not in os.fspath(details[0]):
+  if name == 'SentencePieceVocabulary' and not files.is_remote(details[0]):
     details[0] = os.path.realpath(details[0])
   return (name, *details)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
-import pathlib
 import time
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import summaries
@@ -83,7 +83,7 @@ class InferenceEvaluator:
     if verify_matching_vocabs_fn is not None:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
     layout = partitioner.get_data_layout(infer_eval_dataset_cfg.batch_size)
-    self._folder = None if log_dir is None else pathlib.Path(log_dir) / folder
+    self._folder = None if log_dir is None else files.path(log_dir) / folder
     self._seqio = None
     if inference_evaluator_cls is None:
       self._tasks = data.open_eval_tasks(infer_eval_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER,
@@ -116,7 +116,7 @@ class InferenceEvaluator:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='inference-eval')
     self._pending: list[concurrent.futures.Future] = []
     # Files of predictions that could not be written yet, oldest first.
-    self._unwritten: list[tuple[pathlib.Path, Sequence[Mapping[str, Any]]]] = []
+    self._unwritten: list[tuple[files.Path, Sequence[Mapping[str, Any]]]] = []
 
   @property
   def eval_tasks(self) -> Sequence[data.EvalTask]:

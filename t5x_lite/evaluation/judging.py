@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import os
-import pathlib
 import sys
 from typing import Any
 
@@ -139,7 +138,7 @@ def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mappin
   Raises:
     OSError: e.g. the disk is full; no partial file remains.
   """
-  path = pathlib.Path(path)
+  path = files.path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   files.write(path, ''.join(map(json_lines.to_line, predictions)), durable=False)
 

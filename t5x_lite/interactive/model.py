@@ -25,6 +25,7 @@ from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -111,7 +112,7 @@ class InteractiveModel:
     start_lib.check_optimizer(model)
     self._model = model
     self._partitioner = partitioner
-    self._output_dir = os.path.abspath(output_dir)
+    self._output_dir = str(files.path(output_dir).absolute())
     self._batch_size = batch_size
     self._task_feature_lengths = dict(task_feature_lengths)
     self._save_checkpoint_cfg = checkpoints.SaveCheckpointConfig(dtype=dtype or 'float32', save_dataset=False)
@@ -141,7 +142,7 @@ class InteractiveModel:
     self._trainer.train_state, _ = start_lib.make_state(start, initializer, partitioner, model, init_rng)
     self._train_summary: Any = None
     if multihost.is_lead():
-      os.makedirs(self._output_dir, exist_ok=True)
+      files.path(self._output_dir).mkdir(parents=True, exist_ok=True)
       partitioning.write_model_info(os.path.join(self._output_dir, 'model-info.txt'),
                                     initializer.global_train_state_shape, partitioner)
 

@@ -1,7 +1,6 @@
 """Sharding report of a run, in its log and in its `model-info.txt`, and the list of arrays in `trainer_state_tree.txt`."""
 
 from collections.abc import Mapping
-import pathlib
 
 from absl import logging
 import numpy as np
@@ -12,7 +11,7 @@ from t5x_lite.partitioning.partitioner import PjitPartitioner
 from t5x_lite.types import PyTree
 
 
-def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner: PjitPartitioner, *,
+def write_model_info(path: files.PathLike, train_state: PyTree, partitioner: PjitPartitioner, *,
                      fold: bool = False, header: Mapping[str, str] | None = None) -> None:
   """Write the report of `train_state` (arrays or shapes) to a text file, from the lead process only.
 
@@ -28,12 +27,12 @@ def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner:
   text = partitioner.explain(train_state).to_text(fold=fold)
   if header:
     text = '\n'.join(f'{name}: {value}' for name, value in header.items()) + '\n\n' + text
-  path = pathlib.Path(path)
+  path = files.path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   files.write(path, text, durable=False)
 
 
-def write_state_tree(path: str | pathlib.Path, state_dict: PyTree, axes: PyTree) -> None:
+def write_state_tree(path: files.PathLike, state_dict: PyTree, axes: PyTree) -> None:
   """Write one line per array of a state: name, dtype, shape and PartitionSpec over mesh axes, separated by spaces.
 
   Args:
@@ -44,7 +43,7 @@ def write_state_tree(path: str | pathlib.Path, state_dict: PyTree, axes: PyTree)
   specs = tree_utils.flatten_dict(axes)
   rows = [(name, np.dtype(leaf.dtype).name, str(list(leaf.shape)), f'({", ".join(map(str, specs[name]))})')
           for name, leaf in tree_utils.flatten_dict(state_dict).items()]
-  files.write(pathlib.Path(path), format_table([('name', 'dtype', 'shape', 'mesh axes'), *rows]) + '\n', durable=False)
+  files.write(files.path(path), format_table([('name', 'dtype', 'shape', 'mesh axes'), *rows]) + '\n', durable=False)
 
 
 def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: PjitPartitioner) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import logging
 import os
-import pathlib
 import shlex
 import socket
 import sys
@@ -64,7 +63,7 @@ class EventLog(contextlib.AbstractContextManager):
       wall_clock: returns seconds since 1970.
     """
     self.step: int | None = None
-    self._path = pathlib.Path(path)
+    self._path = files.path(path)
     self._process = process
     self._event_fns = event_fns
     self._log_fn = log_fn
@@ -76,7 +75,7 @@ class EventLog(contextlib.AbstractContextManager):
     self._seconds: dict[str, float] = {}
     self._started = self._counted_at = self._emitted_at = clock()
     self._pending: list[Event] = []
-    self._file: files.AppendedFile | None = None
+    self._file: files.AppendedFile | files.AppendedParts | None = None
     self._handler = _WarningHandler(self)
     self._failed_fns: list[Callable[[Event], None]] = []
     self._has_trained = self._has_stopped = False
@@ -113,7 +112,7 @@ class EventLog(contextlib.AbstractContextManager):
     with self._lock:
       if self._process or self._file is not None:
         return
-      self._file = files.AppendedFile(self._path)
+      self._file = files.appended(self._path)
       if _is_cut(self._path):
         self._file.append(b'\n', at_once=False)
       for event in self._pending:
@@ -203,6 +202,8 @@ class EventLog(contextlib.AbstractContextManager):
     if self._file is None:
       return
     try:
+      if files.is_remote(self._path):
+        self._file.flush()
       measured = goodput.measure(read_events(self._path))
       line = measured.describe()
     except Exception as error:  # the file may have any content, e.g. after a change by hand
@@ -282,10 +283,12 @@ def _cause(error: BaseException | None) -> dict[str, Any]:
   return {'cause': cause, 'error': type(error).__name__, 'message': str(error)[:_MAX_MESSAGE]}
 
 
-def _is_cut(path: pathlib.Path) -> bool:
-  """Return True if the last line of a file has no end."""
+def _is_cut(path: files.Path) -> bool:
+  """Return True if the last line of a file has no end; parts in a store are complete."""
+  if files.is_remote(path):
+    return False
   try:
-    with open(path, 'rb') as file:
+    with path.open('rb') as file:
       file.seek(-1, os.SEEK_END)
       return file.read() != b'\n'
   except OSError:  # missing or empty

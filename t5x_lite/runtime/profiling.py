@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import os
+import pathlib
+import tempfile
 
 import jax
 
 from t5x_lite import checks
+from t5x_lite import files
 
 _STEPS = checks.Expectation(
     '(first, last), such as (100, 105) for five steps, a ProfileConfig or None',
@@ -68,6 +71,7 @@ class StepProfiler:
       steps = ProfileConfig(start_steps=[steps[0]], num_steps=steps[1] - steps[0])
     self._cfg = steps
     self._folder = folder
+    self._local: tempfile.TemporaryDirectory | None = None  # of the running profile, if `folder` is in a store
     self._starts, self._skipped = [], []
     for start in sorted(set(steps.start_steps)) if steps else ():
       is_too_close = self._starts and start < self._starts[-1] + steps.num_steps
@@ -119,7 +123,9 @@ class StepProfiler:
     # The default is the current second, in which another profile or process may start.
     options.session_id = f'step_{step}'
     try:
-      jax.profiler.start_trace(self._folder, profiler_options=options)
+      if files.is_remote(self._folder):
+        self._local = tempfile.TemporaryDirectory(prefix='t5x_lite-profile-')
+      jax.profiler.start_trace(self._local.name if self._local else self._folder, profiler_options=options)
     except (OSError, RuntimeError) as error:  # e.g. another profile is running
       _warn('started', step, error)
       return
@@ -139,6 +145,7 @@ class StepProfiler:
       start, self._start = self._start, None
       try:
         jax.profiler.stop_trace()
+        self._upload()
       except (OSError, RuntimeError) as error:  # e.g. the disk is full
         _warn('written', start, error)
         return
@@ -146,6 +153,16 @@ class StepProfiler:
       logging.getLogger(__name__).info(
           'The profile is in %s. Open it with `tensorboard --logdir=%s`, or a file *.trace.json.gz in Perfetto.',
           path, self._folder)
+
+
+  def _upload(self) -> None:
+    if self._local is None:
+      return
+    with self._local as name:
+      self._local, local = None, pathlib.Path(name)
+      for path in local.rglob('*'):
+        if path.is_file():
+          files.write(files.path(self._folder) / path.relative_to(local).as_posix(), path.read_bytes())
 
 
 def _warn(what: str, step: int, error: Exception) -> None:

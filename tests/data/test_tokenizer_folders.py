@@ -120,7 +120,7 @@ def test_rejected(tmp_path, files, options, message):
 
 
 def test_rejected_without_folder_or_number(tmp_path, model_file):
-  with pytest.raises(ConfigError, match='folder` must be a Hugging Face folder on this machine'):
+  with pytest.raises(ConfigError, match='folder` must be an existing Hugging Face folder'):
     tokenizer_folders.hugging_face_vocabulary(str(tmp_path / 'none'))
   with pytest.raises(ConfigError, match="extra_ids` must be set for model_type='bert'"):
     tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', model_file, config={'model_type': 'bert'}))

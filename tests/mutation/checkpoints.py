@@ -12,14 +12,14 @@ MUTANTS = (
     Mutant(
         'a_lost_lock_is_not_noticed_before_a_save',
         't5x_lite/checkpoints/manager.py',
-        '        self._lock.check()\n        self._remove_partial_files()\n',
-        '        self._remove_partial_files()\n',
+        '    self._lock.check()\n    self._remove_partial_files()\n',
+        '    self._remove_partial_files()\n',
         'tests/checkpoints/test_shared_directory.py::test_a_run_that_lost_its_lock_ends_at_its_next_save'),
     Mutant(
         'a_lost_lock_is_not_noticed_before_a_commit',
         't5x_lite/checkpoints/manager.py',
-        '          self._lock.check()\n          commit_lib.commit(pending)\n',
-        '          commit_lib.commit(pending)\n',
+        'commit_lib.commit(pending, self._lock.check)',
+        'commit_lib.commit(pending)',
         'tests/checkpoints/test_shared_directory.py::test_a_lock_that_is_lost_while_a_save_is_written'),
     Mutant(
         'a_lost_lock_counts_as_a_failed_save',

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import math
-import pathlib
 import threading
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import files
 from t5x_lite import json_lines
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import non_finite
@@ -191,20 +191,20 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
     model_dir: the run directory.
     bad_steps_in_a_row: number of skipped steps at the end of the run.
   """
-  root = pathlib.Path(model_dir)
+  root = files.path(model_dir)
   saved = checkpoints.all_steps(root)
   lines = [f'Outputs are in {model_dir}:']
   if saved:
     lines.append(f'  checkpoints       {", ".join(str(step) for step in saved[-5:])}'
                  + (f' (and {len(saved) - 5} older)' if len(saved) > 5 else ''))
-  files = summaries.metrics_files(root)
-  if files:
-    folders = ', '.join(f'{name}/' for name in files)
+  metrics_files = summaries.metrics_files(root)
+  if metrics_files:
+    folders = ', '.join(f'{name}/' for name in metrics_files)
     lines.append(f'  metrics           {folders} (TensorBoard events and metrics.jsonl)')
   for name in ('config.gin', 'model-info.txt'):
     if (root / name).exists():
       lines.append(f'  {"configuration" if name == "config.gin" else "parameters":<18}{name}')
-  metrics = {name: read for name, path in files.items() if (read := summaries.read_metrics(path))}
+  metrics = {name: read for name, path in metrics_files.items() if (read := summaries.read_metrics(path))}
   num_skipped = int(sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ())))
   if num_skipped:
     newest = f', including the last {bad_steps_in_a_row}' if bad_steps_in_a_row else ''
@@ -219,9 +219,9 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
   return '\n'.join(lines)
 
 
-def _newest_predictions(root: pathlib.Path) -> list[tuple[str, int, list[dict[str, Any]]]]:
+def _newest_predictions(root: files.Path) -> list[tuple[str, int, list[dict[str, Any]]]]:
   """Return (task, step, predictions) for each task that was evaluated by decoding."""
-  newest: dict[pathlib.Path, int] = {}
+  newest: dict[files.Path, int] = {}
   prefix = evaluation.PREDICTIONS_PREFIX
   for path in sorted((root / 'inference_eval').rglob(f'{prefix}*.jsonl')):
     step = path.stem.removeprefix(prefix)

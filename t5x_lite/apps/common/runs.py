@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Sequence
 import os
-import pathlib
 from typing import Any, NamedTuple
 
+from t5x_lite import files
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -40,7 +40,7 @@ def find_run(path: str) -> FoundRun:
     ConfigError: the path is not a folder.
     CheckpointError: the folder has no checkpoint.
   """
-  folder = pathlib.Path(path)
+  folder = files.path(path)
   if not folder.is_dir():
     near = did_you_mean(
         folder.name, [entry.name for entry in folder.parent.glob('*') if entry.is_dir()], lists_all=False)
@@ -48,7 +48,7 @@ def find_run(path: str) -> FoundRun:
                       f'checkpoint_500, got a {"file" if folder.exists() else "missing path"}.{near}')
   from t5x_lite import checkpoints
   from t5x_lite.checkpoints import discovery
-  absolute = pathlib.Path(os.path.abspath(path))
+  absolute = files.path(path if files.is_remote(path) else os.path.abspath(path))
   # A renamed checkpoint has a manifest; a checkpoint of T5X has the name.
   if (folder / discovery.MANIFEST_FILENAME).exists() or discovery.is_checkpoint_dir_name(path):
     return FoundRun(str(absolute.parent), path, 'specific')
@@ -74,7 +74,7 @@ def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
     ConfigError: config.gin is missing, and no file is given.
   """
   config = os.path.join(run.model_dir, CONFIG_FILE)
-  if not os.path.isfile(config):
+  if not files.path(config).is_file():
     if named:
       return list(named)
     from t5x_lite import checkpoints
@@ -84,7 +84,7 @@ def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
       flags = f'--gin_file=recipes/finetune_from_hf.gin --gin.INITIAL_CHECKPOINT_PATH={run.checkpoint}'
     raise ConfigError(f'{run.model_dir!r} has no {CONFIG_FILE}, which defines the model. Pass gin files that define '
                       f'it, e.g. {flags}.')
-  others = [name for name in named if os.path.realpath(name) != os.path.realpath(config)]
+  others = [name for name in named if files.real_path(name) != files.real_path(config)]
   return [*(name for name in others if name.startswith('runs/')), config,
           *(name for name in others if not name.startswith('runs/'))]
 
@@ -115,7 +115,7 @@ def load_run(run: FoundRun, arguments: argparse.Namespace) -> Any:
   Raises:
     ConfigError: config.gin is missing, or the configuration is invalid.
   """
-  files = gin_files_of(run, arguments.gin_file)
-  has_config = os.path.isfile(os.path.join(run.model_dir, CONFIG_FILE))
-  arguments.gin_file = files if has_config else [_RUN_FILE, *files]
+  gin_files = gin_files_of(run, arguments.gin_file)
+  has_config = files.path(os.path.join(run.model_dir, CONFIG_FILE)).is_file()
+  arguments.gin_file = gin_files if has_config else [_RUN_FILE, *gin_files]
   return load_configuration(arguments, _PLACEHOLDERS)

@@ -15,6 +15,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite import layer_stacks
 from t5x_lite import models
 from t5x_lite import multihost
@@ -92,6 +93,8 @@ def check_model_dir(owner: str, option: str, model_dir: str) -> None:
   """
   checks.check(owner, {option: model_dir}, **{
       option: output_folder.directory('Set MODEL_DIR to the directory of this run.')})
+  if files.is_remote(model_dir):  # a store has no folders
+    return
   for path in (os.path.join(model_dir, name) for name in summaries.WRITER_FOLDERS):
     if os.path.lexists(path) and not os.path.isdir(path):
       raise checks.invalid(owner, option, f'a directory in which {path!r} is not a file', model_dir,

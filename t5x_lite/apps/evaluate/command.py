@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from t5x_lite import files
 from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import FoundRun, resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
@@ -54,8 +55,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _configure_run(run: FoundRun, arguments: argparse.Namespace, placeholders: dict[str, str]) -> str:
   """Return gin text for the checkpoints of a run; add the default output directory to `placeholders`."""
-  is_in_run = run.mode == 'specific' and os.path.abspath(run.checkpoint) != run.model_dir
-  folder = os.path.dirname(os.path.normpath(arguments.run)) if is_in_run else arguments.run
+  folder = arguments.run
+  if files.is_remote(folder):
+    folder = run.model_dir
+  elif run.mode == 'specific' and os.path.abspath(run.checkpoint) != run.model_dir:
+    folder = os.path.dirname(os.path.normpath(folder))
   placeholders |= {'CHECKPOINT_PATH': 'None', 'EVAL_OUTPUT_DIR': repr(os.path.join(folder, 'eval'))}
   mode = 'all' if arguments.all else run.mode
   return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {mode!r}\n'

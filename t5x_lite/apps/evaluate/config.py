@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import os
 from typing import Any
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
@@ -96,5 +96,5 @@ class EvaluateConfig:
 
 
 def _is_run(path: str) -> bool:
-  return os.path.isdir(path) and (
-      os.path.isdir(os.path.join(path, 'train')) or bool(checkpoints.all_steps(path, require_manifest=False)))
+  folder = files.path(path)
+  return folder.is_dir() and ((folder / 'train').is_dir() or bool(checkpoints.all_steps(path, require_manifest=False)))

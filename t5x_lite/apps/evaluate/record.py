@@ -9,8 +9,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -39,7 +37,7 @@ class EvalRecord:
     Raises:
       ConfigError: the folder has results of another configuration.
     """
-    self._path = pathlib.Path(output_dir) / FILENAME
+    self._path = files.path(output_dir) / FILENAME
     self._identity = json.loads(json.dumps(identity))
     self._finished: dict[int, dict[str, Any]] = {}
     contents = self._read()
@@ -71,7 +69,7 @@ class EvalRecord:
       return False
     fingerprint = _fingerprint(path)
     if fingerprint is None or entry['fingerprint'] is None:
-      is_same = entry['path'] is not None and os.path.realpath(path) == os.path.realpath(entry['path'])
+      is_same = entry['path'] is not None and files.real_path(path) == files.real_path(entry['path'])
     else:
       is_same = fingerprint == entry['fingerprint']
     if not is_same:
@@ -108,13 +106,17 @@ class EvalRecord:
       while aside.exists():
         number += 1
         aside = self._path.with_name(f'{FILENAME}.damaged-{number}')
-      self._path.rename(aside)
+      if files.is_remote(self._path):
+        files.write(aside, data)
+        files.remove(self._path)
+      else:
+        self._path.rename(aside)
       _logger.warning('%s is damaged and was renamed to %s. Its checkpoints are evaluated again.',
                       self._path, aside.name)
     return None
 
 
-def _read_on_lead(path: pathlib.Path) -> bytes | None:
+def _read_on_lead(path: files.Path) -> bytes | None:
   """Return the contents that the lead process reads, on every process; None without a file."""
   data = None
   if multihost.is_lead():
@@ -127,7 +129,7 @@ def _read_on_lead(path: pathlib.Path) -> bytes | None:
   return multihost.broadcast_from_lead(content).tobytes()
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: files.Path, value: Any) -> None:
   """Write a JSON file atomically and wait until it is on disk."""
   files.write(path, json.dumps(value, indent=1, allow_nan=False) + '\n')
 

@@ -9,7 +9,6 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import functools
-import pathlib
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -332,7 +332,7 @@ def _write_best(cfg: EvaluateConfig, record: eval_record.EvalRecord, found: Mapp
                       'metric.')
   best = _best(cfg, record)
   if multihost.is_lead() and best is not None:
-    eval_record.write_json(pathlib.Path(cfg.output_dir) / BEST_FILENAME, {
+    eval_record.write_json(files.path(cfg.output_dir) / BEST_FILENAME, {
         'metric': cfg.best_metric, 'mode': cfg.best_metric_mode, 'step': best,
         'value': record.results[best][cfg.best_metric], 'path': record.path(best)})
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 
+from t5x_lite import files
 from t5x_lite.apps.common.flags import add_gin_arguments, join_cluster, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
@@ -50,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   folder, name = os.path.split(arguments.output or '')
+  if files.is_remote(arguments.output or '') and not files.is_remote(folder):  # A bucket.
+    name = ''
   problem = ''
   if arguments.run is None and not arguments.gin_file:
     problem = ('RUN is missing. Pass a run directory, e.g. `t5x_lite infer runs/my_run --input=questions.txt '

@@ -5,12 +5,12 @@ import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 from typing import Any
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite.apps.common import output_folder, start
@@ -76,8 +76,8 @@ class InferConfig:
     checks.check(
         'infer', vars(self), mode=checks.one_of(MODES), checkpoint_period=checks.number(at_least=1, integer=True),
         random_seed=checks.number(at_least=0, below=2**32, integer=True), fallback_init_rng=start.SEED,
-        output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'), output_file=_FILE_NAME.or_none(),
-        file_extension=_FILE_NAME, restore_checkpoint_cfg=_ONE_CHECKPOINT)
+        output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'),
+        output_file=_FILE_NAME.or_none(), file_extension=_FILE_NAME, restore_checkpoint_cfg=_ONE_CHECKPOINT)
     object.__setattr__(self, 'shard', Shard(
         shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id, num_shards=self.num_shards))
     object.__setattr__(self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size))
@@ -90,7 +90,7 @@ class InferConfig:
   def result_paths(self, task: str) -> ResultPaths:
     """Return the paths of the results of a task."""
     name = self.output_file or f'{task.replace(os.sep, "_")}-{self.mode}.{self.file_extension}'
-    return ResultPaths(folder=pathlib.Path(self.output_dir), name=name, shard_id=self.shard.shard_id,
+    return ResultPaths(folder=files.path(self.output_dir), name=name, shard_id=self.shard.shard_id,
                        num_shards=self.shard.num_shards, has_plain_name=self.output_file is not None)
 
   def identity(self, source: data.ExampleSource, path: str | None, step: int) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
   hashes = [] if found is None else sorted(
       (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/'))
   content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16] if hashes else None
-  return {'path': os.path.realpath(path), 'step': int(step), 'content': content}
+  return {'path': files.real_path(path), 'step': int(step), 'content': content}

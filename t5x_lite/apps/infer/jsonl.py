@@ -1,12 +1,13 @@
 """Results as JSONL, one object per example, in T5X's format."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import json
 from typing import Any
 
 import jax
 import numpy as np
 
+from t5x_lite import files
 from t5x_lite.errors import ConfigError
 from t5x_lite.json_lines import JsonEncoder, to_line
 
@@ -55,7 +56,8 @@ def write_inferences_to_file(
   predictions, aux = inferences
   if input_fields_to_include is not None:
     wanted = {*input_fields_to_include, *(f'{name}{_PRETOKENIZED}' for name in input_fields_to_include)}
-  with open(path, 'w', encoding='utf-8', newline='\n') as file:
+
+  def lines() -> Iterator[str]:
     for i, (example, found) in enumerate(zip(task_ds, predictions, strict=True)):
       if include_all_inputs:
         inputs = dict(example)
@@ -72,7 +74,13 @@ def write_inferences_to_file(
           line['prediction_tokens'] = _tokens(found)
       if mode == 'predict_with_aux' or aux:
         line['aux'] = jax.tree.map(lambda values: values[i], aux, is_leaf=lambda node: isinstance(node, list))
-      file.write(to_line(line, cls=json_encoder_cls))
+      yield to_line(line, cls=json_encoder_cls)
+
+  if files.is_remote(path):
+    files.write(path, ''.join(lines()))
+    return
+  with open(path, 'w', encoding='utf-8', newline='\n') as file:
+    file.writelines(lines())
 
 
 def _decode(ids: Any, vocabulary: Any) -> Any:

@@ -12,6 +12,8 @@ from t5x_lite.apps.infer import paths as paths_lib
 from t5x_lite.errors import ConfigError, DataError
 
 _LOCK_FILE = 'merge.lock'
+# Of each shard's file.
+_BUFFER_BYTES = 1 << 22
 
 
 def merge_shards(paths: paths_lib.ResultPaths) -> list[int]:
@@ -70,30 +72,32 @@ def _check_mergeable(shards: list[paths_lib.ResultPaths], runs: list[Mapping[str
 def _merge(shards: list[paths_lib.ResultPaths], run: Mapping[str, Any]) -> None:
   """Write the file of all shards; `run` is the record of one of them."""
   target, folder = shards[0].merged, shards[0].run_folder
-  merged = folder / 'merged'
   for left in folder.glob(f'merged*{files.WRITING_INFIX}*'):  # Of killed workers.
     files.remove(left)
-  files.write(merged, lambda path: _interleave(
-      [shard.result for shard in shards], path, run['identity']['batch_size'], run['num_source_examples']))
-  written = paths_lib.describe(merged)
-  paths_lib.check_replaceable(target, written)
-  # Recorded before the rename, so that the file is always recognized as ours.
-  paths_lib.write_json(folder / paths_lib.MERGED_FILE, {'file': written})
-  files.rename(merged, target)
+  paths_lib.write_result(
+      target, folder, lambda path: _interleave(
+          [shard.result for shard in shards], path, run['identity']['batch_size'], run['num_source_examples']),
+      lambda written: paths_lib.write_json(folder / paths_lib.MERGED_FILE, {'file': written}))
 
 
 @contextlib.contextmanager
-def _lock(path: pathlib.Path) -> Iterator[None]:
-  """Exclude other processes; the lock ends with the process."""
+def _lock(path: files.Path) -> Iterator[None]:
+  """Exclude other processes; the lock ends with the process.
+
+  A store has no such lock: there, two workers that end together both write the same bytes.
+  """
+  if files.is_remote(path):
+    yield
+    return
   with open(path, 'wb') as stream:
     fcntl.flock(stream, fcntl.LOCK_EX)
     yield
 
 
-def _interleave(sources: list[pathlib.Path], target: pathlib.Path, batch_size: int, num_examples: int) -> None:
+def _interleave(sources: list[files.Path], target: pathlib.Path, batch_size: int, num_examples: int) -> None:
   """Write the lines of shards in the order of the source."""
   with contextlib.ExitStack() as stack:
-    streams = [stack.enter_context(open(source, 'rb')) for source in sources]
+    streams = [stack.enter_context(source.open('rb', buffering=_BUFFER_BYTES)) for source in sources]
     with open(target, 'wb') as stream:
       for batch in range(-(-num_examples // batch_size)):
         size = min(batch_size, num_examples - batch * batch_size)

@@ -15,7 +15,7 @@ Each batch belongs to one chunk and one shard (batch b of the source to shard b 
 or duplicated by an interruption.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import hashlib
 import json
@@ -47,31 +47,31 @@ class ResultPaths:
       `<name>-00000-of-00001`.
   """
 
-  folder: pathlib.Path
+  folder: files.Path
   name: str
   shard_id: int = 0
   num_shards: int = 1
   has_plain_name: bool = False
 
   @property
-  def merged(self) -> pathlib.Path:
+  def merged(self) -> files.Path:
     """File with the results of all shards."""
     return self.folder / self.name
 
   @property
-  def result(self) -> pathlib.Path:
+  def result(self) -> files.Path:
     """File with the results of this shard."""
     if self.has_plain_name and self.num_shards == 1:
       return self.merged
     return self.folder / f'{self.name}-{self.shard_id:05}-of-{self.num_shards:05}'
 
   @property
-  def run_folder(self) -> pathlib.Path:
+  def run_folder(self) -> files.Path:
     """Folder for the state of the run, of all shards."""
     return self.folder / f'{self.name}.run'
 
   @property
-  def shard_folder(self) -> pathlib.Path:
+  def shard_folder(self) -> files.Path:
     """Folder for the state of this shard."""
     return self.run_folder / f'shard-{self.shard_id:05}-of-{self.num_shards:05}'
 
@@ -79,7 +79,7 @@ class ResultPaths:
     """Return the paths of another shard of the same run."""
     return dataclasses.replace(self, shard_id=shard_id)
 
-  def of_run(self, shard_folder: pathlib.Path) -> 'ResultPaths':
+  def of_run(self, shard_folder: files.Path) -> 'ResultPaths':
     """Return the paths of the shard of a folder in `run_folder`; the number of shards may differ."""
     shard_id, num_shards = shard_folder.name.removeprefix('shard-').split('-of-')
     return dataclasses.replace(self, shard_id=int(shard_id), num_shards=int(num_shards))
@@ -87,24 +87,76 @@ class ResultPaths:
 Place = ResultPaths
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any] | None:
-  """Return the JSON object in a file; None if it is missing or invalid."""
+def read_json(path: files.Path) -> dict[str, Any] | None:
+  """Return the JSON object in a file; None if it is missing or invalid.
+
+  Raises:
+    OSError: the file is in a store that does not answer.
+  """
   try:
     found = json.loads(path.read_text(encoding='utf-8'))
-  except (OSError, ValueError):
+  except ValueError:
+    return None
+  except OSError as error:
+    if files.is_remote(path) and not isinstance(error, FileNotFoundError):
+      raise
     return None
   return found if isinstance(found, dict) else None
 
 
-def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+def write_json(path: files.Path, value: Mapping[str, Any]) -> None:
   """Write a JSON object to a file, atomically."""
   files.write(path, json.dumps(value, indent=1))
 
 
-def describe(path: pathlib.Path) -> dict[str, int | str]:
+def write_described(path: files.Path, write_fn: Callable[[pathlib.Path], None]) -> dict[str, int | str]:
+  """Write a file with a function that gets a local path, atomically, and return the result of `describe`."""
+  described = {}
+
+  def write(local: pathlib.Path) -> None:
+    write_fn(local)
+    described.update(describe(local))
+
+  files.write(path, write)
+  return described
+
+
+def write_result(path: files.Path, state_folder: files.Path, write_fn: Callable[[pathlib.Path], None],
+                 record_fn: Callable[[Mapping[str, Any]], None]) -> None:
+  """Write a result file, atomically.
+
+  Args:
+    path: path of the result.
+    state_folder: folder for the unfinished file on a disk.
+    write_fn: writes the result at a local path.
+    record_fn: called with the result of `describe` before the result appears, so that it is always recognized as ours.
+
+  Raises:
+    ConfigError: another program has written a file of that name in the meantime.
+  """
+
+  def record(local: pathlib.Path) -> None:
+    written = describe(local)
+    check_replaceable(path, written)
+    record_fn(written)
+
+  def write_and_record(local: pathlib.Path) -> None:
+    write_fn(local)
+    record(local)
+
+  if files.is_remote(path):  # A store cannot rename, but an object appears as a whole.
+    files.write(path, write_and_record)
+    return
+  merged = state_folder / 'merged'
+  files.write(merged, write_fn)
+  record(merged)
+  files.rename(merged, path)
+
+
+def describe(path: files.Path) -> dict[str, int | str]:
   """Return size, hash and number of lines of a file."""
   digest, size, lines = hashlib.sha256(), 0, 0
-  with open(path, 'rb') as stream:
+  with path.open('rb') as stream:
     while block := stream.read(1 << 20):
       digest.update(block)
       size += len(block)
@@ -112,7 +164,7 @@ def describe(path: pathlib.Path) -> dict[str, int | str]:
   return {'size': size, 'sha256': digest.hexdigest(), 'lines': lines}
 
 
-def check_replaceable(path: pathlib.Path, written: Mapping[str, Any]) -> None:
+def check_replaceable(path: files.Path, written: Mapping[str, Any]) -> None:
   """Raise ConfigError if a file exists whose contents differ from those that this command writes.
 
   Args:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 import dataclasses
 import itertools
-import pathlib
 from typing import Any
 
+from t5x_lite import files
 from t5x_lite import json_lines
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.formatting import format_cell, format_duration, format_number, format_table
@@ -31,8 +31,8 @@ class Outcome:
   """
 
   paths: ResultPaths
-  file: pathlib.Path | None = None
-  first_file: pathlib.Path | None = None
+  file: files.Path | None = None
+  first_file: files.Path | None = None
   num_examples: int = 0
   num_new: int = 0
   seconds: float = 0.0
@@ -86,7 +86,7 @@ def _verb(number: int) -> str:
   return 'was' if number == 1 else 'were'
 
 
-def _first_results(path: pathlib.Path | None) -> list[dict[str, Any]]:
+def _first_results(path: files.Path | None) -> list[dict[str, Any]]:
   """Return the first results as flat dicts; [] if a user's `write_fn` has another format."""
   rows = []
   if path is not None:

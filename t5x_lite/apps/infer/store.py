@@ -99,7 +99,7 @@ class ShardStore:
       chunks.append(chunk)
       next_batch += chunk.num_batches
 
-  def _chunk_path(self, first: int, suffix: str = '.jsonl') -> pathlib.Path:
+  def _chunk_path(self, first: int, suffix: str = '.jsonl') -> files.Path:
     return self.paths.shard_folder / f'chunk-{first:010}{suffix}'
 
   @property
@@ -114,7 +114,7 @@ class ShardStore:
         self._run['num_source_examples'])
 
   @property
-  def chunk_paths(self) -> list[pathlib.Path]:
+  def chunk_paths(self) -> list[files.Path]:
     """Paths of the chunks."""
     return [self._chunk_path(chunk.first) for chunk in self._chunks]
 
@@ -170,9 +170,8 @@ class ShardStore:
     if first != self.next_batch:
       raise RuntimeError(f'`first` must be {self.next_batch}, the next batch without results, got {first}.')
     path = self._chunk_path(first)
-    files.write(path, write_fn)
     chunk = Chunk(first=first, num_batches=num_batches, num_examples=num_examples, num_cut=num_cut,
-                  file=paths_lib.describe(path))
+                  file=paths_lib.write_described(path, write_fn))
     paths_lib.write_json(self._chunk_path(first, '.json'), dataclasses.asdict(chunk))
     self._chunks.append(chunk)
 
@@ -204,21 +203,17 @@ class ShardStore:
     Raises:
       ConfigError: another program has written a file of that name in the meantime.
     """
-    merged = self.paths.shard_folder / 'merged'
+    totals = self.totals
 
     def concatenate(path):
       with open(path, 'wb') as stream:
         for chunk in self.chunk_paths:
-          with open(chunk, 'rb') as source:
+          with chunk.open('rb') as source:
             shutil.copyfileobj(source, stream)
 
-    files.write(merged, concatenate)
-    written = paths_lib.describe(merged)
-    result = self.paths.result
-    paths_lib.check_replaceable(result, written)
-    # Recorded before the rename, so that the file is always recognized as ours.
-    self._write_run(num_source_examples=self._run['num_source_examples'], result={**written, **self.totals})
-    files.rename(merged, result)
+    paths_lib.write_result(
+        self.paths.result, self.paths.shard_folder, concatenate, lambda written: self._write_run(
+            num_source_examples=self._run['num_source_examples'], result={**written, **totals}))
     self._remove_chunks()
     self._chunks = []
 

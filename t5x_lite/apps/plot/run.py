@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 import logging
 import os
-import pathlib
 import re
 
 from t5x_lite import checkpoints
+from t5x_lite import files
 from t5x_lite import summaries
 from t5x_lite.apps.common import figures
 from t5x_lite.apps.plot import drawing
@@ -28,7 +28,7 @@ _LOSS_UNITS = {
 
 
 def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None,
-         metrics: Sequence[str] | None = None, *, from_start: bool = False) -> pathlib.Path:
+         metrics: Sequence[str] | None = None, *, from_start: bool = False) -> files.Path:
   """Draw the metrics that runs have written so far; a run may still be training.
 
   At most six runs or tasks have a colour and a name in the legend; if there are more, the rest are gray.
@@ -55,14 +55,17 @@ def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
     if name not in known:
       raise DataError(f'`plot.metrics` must be names of recorded metrics, got {name!r}.{did_you_mean(name, known)}')
   chosen = list(dict.fromkeys(metrics or _default_metrics(runs, known)))
-  path = pathlib.Path(out) if out is not None else pathlib.Path(model_dirs[0]) / 'metrics.png'
+  path = files.path(out) if out is not None else files.path(model_dirs[0]) / 'metrics.png'
   if not path.suffix:
     path = path.with_suffix('.png')
   with figures.figure_style():
     figure = drawing.draw(runs, chosen, loss_unit=_loss_unit(model_dirs),
                           step_label='steps since the start of the run' if from_start else 'training step')
     try:
-      figure.savefig(path, dpi=120)
+      if files.is_remote(path):
+        files.write(path, lambda local: figure.savefig(local, dpi=120))
+      else:
+        figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
       raise ConfigError(f'Cannot write the plot to {str(path)!r}: {error}. Choose another --out.') from error
   return path
@@ -70,7 +73,7 @@ def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
 
 def _run_names(model_dirs: Sequence[str | os.PathLike[str]]) -> list[str]:
   """Return the name of each directory, with as many parent folders as make different directories distinct."""
-  paths = [pathlib.Path(model_dir).resolve() for model_dir in model_dirs]
+  paths = [files.path(model_dir).resolve() for model_dir in model_dirs]
   for length in range(1, max(len(path.parts) for path in paths) + 1):
     names = ['/'.join(path.parts[-length:]) for path in paths]
     if len(set(names)) == len(set(paths)):
@@ -82,7 +85,7 @@ def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
   """Return the unit of the loss, which depends on the recorded `loss_normalizing_factor`; 'nats' if runs differ."""
   units = set()
   for model_dir in model_dirs:
-    path = pathlib.Path(model_dir) / 'config.gin'
+    path = files.path(model_dir) / 'config.gin'
     text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
     values = {re.sub(r'^%', '', value) for value in re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)}
     macros = dict(re.findall(r'^(\w+) = (\S+)', text, re.MULTILINE))

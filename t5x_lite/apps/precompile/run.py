@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import inspect
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -103,7 +102,7 @@ def precompile(
     raise checks.invalid('train', 'random_seed', 'a number if programs are cached', None,
                          'The seed is part of the training step: set RANDOM_SEED, or --compilation_cache_dir=off.')
   seed = start_lib.choose_seed(cfg.random_seed)
-  folder = pathlib.Path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
+  folder = files.path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:
     run_data = parts_lib.open_data(stack, cfg, note_fn=note_fn)
     trainer, initializer, init_rng = parts_lib.make_trainer(stack, cfg, run_data, random_seed=seed, summary_dir=None)
@@ -129,7 +128,7 @@ def precompile(
   return programs
 
 
-def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: pathlib.Path | None) -> CompiledProgram:
+def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: files.Path | None) -> CompiledProgram:
   start = time.perf_counter()
   with runtime.count_cache_use() as counts:
     lowered = lower_fn()

@@ -54,6 +54,8 @@ class TrainConfig(RunConfig):
   max_step_seconds: float | None
   max_evaluation_seconds: float | None
   max_saving_seconds: float | None
+  max_store_seconds: float
+  spool_dir: str | None
   profile_steps: Sequence[int] | runtime.ProfileConfig | None
   log_cfg: LogConfig
   infer_eval_period: int | None
@@ -77,7 +79,8 @@ class TrainConfig(RunConfig):
             'unset without `infer_eval_dataset_cfg`', lambda period: not period),
         run_eval_before_training=checks.Expectation(
             'unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`', lambda run: has_eval or not run),
-        gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS, event_fns=_EVENT_FNS)
+        gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS, event_fns=_EVENT_FNS,
+        max_store_seconds=checks.number(above=0))
     object.__setattr__(self, 'event_hooks', (self.event_fns,) if callable(self.event_fns) else tuple(
         self.event_fns or ()))
     object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))

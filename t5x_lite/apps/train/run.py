@@ -19,6 +19,7 @@ from t5x_lite import averaging
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -79,6 +80,8 @@ def train(
     max_step_seconds: float | None = None,
     max_evaluation_seconds: float | None = None,
     max_saving_seconds: float | None = None,
+    max_store_seconds: float = 300.0,
+    spool_dir: str | None = None,
     profile_steps: Sequence[int] | runtime.ProfileConfig | None = None,
     log_cfg: LogConfig = LogConfig(),
     infer_eval_period: int | None = None,
@@ -134,6 +137,9 @@ def train(
       step takes longer than 10 minutes and than 20 times the median.
     max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
     max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
+    max_store_seconds: how long a request to an object store is repeated if it fails for a temporary reason.
+    spool_dir: local folder that keeps the newest checkpoint if an object store does not take it; the next run with this
+      folder copies it to the store. With several processes, all must share it.
     profile_steps: `runtime.ProfileConfig` with the steps to profile into `model_dir/train`; or (first, last) for the
       steps after `first` up to `last`.
     log_cfg: log lines about batches, steps and the memory of devices.
@@ -165,11 +171,13 @@ def train(
       resume.
   """
   cfg = TrainConfig(**locals())
+  files.set_store_seconds(cfg.model_dir, cfg.max_store_seconds)
   profiler = runtime.StepProfiler(cfg.profile_steps, os.path.join(cfg.model_dir, 'train'))
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       checkpoints.check_is_shared(stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir)))
+      checkpoints.recover_spooled(cfg.spool_dir, cfg.model_dir)
     progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
     stack.callback(progress.clear)
     stack.enter_context(progress.above_line())
@@ -269,7 +277,8 @@ def train(
     last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
     manager = None
     if save_cfg is not None:
-      manager = stack.enter_context(checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg))
+      manager = stack.enter_context(checkpoints.CheckpointManager(
+          cfg.model_dir, save_cfg=save_cfg, spool_dir=cfg.spool_dir))
 
     # Files: results after the starting point are deleted, since they will be written again.
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')

@@ -3,10 +3,10 @@
 import argparse
 import ast
 from collections.abc import Callable, Iterable
-import os
 from typing import Any
 
 from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.errors import ConfigError, ExitCode
 
 
@@ -107,7 +107,7 @@ def _problem_without_training(arguments: argparse.Namespace) -> str:
     if getattr(arguments, name):
       return (f'--{name} requires text to train on: --text, --json_lines, --corpus or --from_task. Add one of them, or '
               f'remove --{name} to check MODEL.')
-  if not os.path.isfile(arguments.model):
+  if not files.path(arguments.model).is_file():
     return (f'The file {arguments.model!r} does not exist. To train it, pass --text, --json_lines, --corpus or '
             '--from_task, and --vocab_size.')
   if not arguments.task:

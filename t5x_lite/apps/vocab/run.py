@@ -12,8 +12,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
-import pathlib
 import re
 
 from t5x_lite import checks
@@ -101,7 +99,7 @@ def corpus_lines(name: str, split: str) -> Iterator[str]:
 
 
 def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
-  with open(path, 'rb') as file:
+  with files.path(path).open('rb') as file:
     for number, line in enumerate(file, start=1):
       yield number, line.rstrip(b'\r\n')
 
@@ -175,7 +173,7 @@ def train_vocabulary(
       '', locals(), vocab_size=checks.number(above=_NUM_SPECIAL_PIECES, integer=True),
       extra_ids=checks.number(at_least=0, integer=True), character_coverage=checks.number(at_least=0.98, at_most=1),
       max_lines=checks.number(at_least=1, integer=True).or_none())
-  path = pathlib.Path(model_file)
+  path = files.path(model_file)
   if path.is_dir() or (path.exists() and not overwrite):
     raise ConfigError(f'{model_file!r} exists, and networks trained with it could not use another vocabulary. Choose '
                       'another name, or pass --overwrite.')
@@ -208,13 +206,13 @@ def train_vocabulary(
   return result
 
 
-def parameters_file(model_file: str | os.PathLike[str]) -> pathlib.Path:
+def parameters_file(model_file: files.PathLike) -> files.Path:
   """Return the path of the file with a model's parameters.
 
   >>> parameters_file('vocabs/docs.model').as_posix()
   'vocabs/docs.model.json'
   """
-  path = pathlib.Path(model_file)
+  path = files.path(model_file)
   return path.with_name(f'{path.name}.json')
 
 

@@ -254,7 +254,7 @@ def test_rejected_outputs(tmp_path):
       (tmp_path / 'link', CheckpointError, 'must be a new folder, got an existing path'),
       (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'outside of SOURCE'),
       (folder, ConfigError, 'outside of SOURCE'),
-      ('ftp://bucket/x', ConfigError, 'must be the path of a directory on a disk or in an object store'),
+      ('ftp://bucket/x', ConfigError, 'must be the path of a directory'),
       ('hf://bucket/x', ConfigError, 'must be the path of a directory'),
       ('', ConfigError, 'must be the path of a directory')):
     with pytest.raises(error, match=words):

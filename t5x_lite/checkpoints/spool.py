@@ -1,0 +1,148 @@
+"""Local folder that keeps what an object store did not take: the checkpoint of a failed save, and metrics.
+
+    SPOOL_DIR/<quoted MODEL_DIR>/checkpoint_<step>/     as in a model directory on a disk
+    SPOOL_DIR/<quoted MODEL_DIR>/unwritten/<quoted path>  contents of other files of the run
+
+The next run of the same command copies them to the store first. With several processes all must share the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import urllib.parse
+from collections.abc import Callable
+
+import jax
+
+from t5x_lite import checks, errors, files, multihost
+from t5x_lite.checkpoints import commit, discovery, manifest, store_io
+
+_logger = logging.getLogger(__name__)
+
+_UNWRITTEN = 'unwritten'
+
+
+class Spool:
+  """The part of a spool folder that belongs to one model directory."""
+
+  def __init__(self, spool_dir: str, model_dir: files.PathLike):
+    """Make the folder.
+
+    Raises:
+      ConfigError: the folder is not local or cannot be written, or the model directory is local.
+    """
+    checks.check('train', {'spool_dir': spool_dir}, spool_dir=checks.Expectation(
+        'a local folder, with a MODEL_DIR in an object store',
+        lambda name: isinstance(name, str) and name and not files.is_remote(name) and files.is_remote(model_dir),
+        'Omit it, or name a folder on a disk.'))
+    self.folder = pathlib.Path(spool_dir).absolute() / urllib.parse.quote(str(files.path(model_dir)), safe='')
+    self._model_dir = files.path(model_dir)
+    try:
+      files.make_writable(self.folder)
+    except OSError as e:
+      raise errors.ConfigError(f'`train.spool_dir` must be a folder that can be written, got {spool_dir!r} ({e}).') from e
+
+  def report_failure(self, pending: commit.PendingCheckpoint) -> None:
+    """Tell all processes that this one could not write its part of a save."""
+    files.write(self.folder / f'{pending.final.name}-{pending.attempt}.failed', str(jax.process_index()), durable=False)
+
+  def has_failure(self, pending: commit.PendingCheckpoint) -> bool:
+    """Return True if a process has called `report_failure`; processes must meet in a barrier before."""
+    return (self.folder / f'{pending.final.name}-{pending.attempt}.failed').exists()
+
+  def write(self, pending: commit.PendingCheckpoint, write_fn: Callable[[files.Path], None],
+            barrier_fn: Callable[[str], None]) -> pathlib.Path:
+    """Write a checkpoint that the store did not take, in place of those kept before; all processes call this together.
+
+    Args:
+      pending: the save in the store.
+      write_fn: writes the part of this process below a folder.
+      barrier_fn: waits for all processes; gets a name.
+
+    Returns:
+      Path of the checkpoint.
+
+    Raises:
+      OSError: e.g. the disk is full.
+    """
+    here = commit.new_save(self.folder, pending.step, pending.attempt, arrays=pending.arrays, metadata=pending.metadata,
+                           metrics=pending.metrics, has_data_state=pending.has_data_state)
+    if multihost.is_lead():
+      commit.begin(here)
+    barrier_fn('spool')
+    write_fn(here.temporary)
+    commit.mark_part_written(here)
+    barrier_fn('spooled')
+    if multihost.is_lead():
+      commit.commit(here)
+      self._write_unwritten()
+      for step in discovery.all_steps(self.folder):
+        if step != pending.step:
+          discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
+      files.remove(self.folder / f'{pending.final.name}-{pending.attempt}.failed')
+    return here.final
+
+  def clear(self) -> None:
+    """Remove everything that was kept, after a later save in the store."""
+    files.remove_tree(self.folder, ignore_errors=True)
+    self.folder.mkdir(parents=True, exist_ok=True)
+
+  def recover(self) -> int | None:
+    """Copy what is kept to the store, if it is newer than the newest checkpoint there, and remove it.
+
+    Call it in the lead process, which must hold the lease of the model directory.
+
+    Returns:
+      Step of the copied checkpoint, or None.
+
+    Raises:
+      CheckpointDamagedError: the kept checkpoint differs from its manifest.
+      OSError: the store does not take it.
+    """
+    step = discovery.latest_step(self.folder)
+    there = discovery.latest_step(self._model_dir)
+    if step is None or there is not None and there >= step:
+      if step is not None:
+        _logger.info('The checkpoint of step %d in %s is not newer than that of step %d in %s, so it is removed.', step,
+                     self.folder, there, self._model_dir)
+        self.clear()
+      return None
+    source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
+    if problem := manifest.damage(source):
+      raise errors.CheckpointDamagedError(problem)
+    target = self._model_dir / source.name
+    _logger.info('Copying the checkpoint of step %d, which was kept in %s, to %s.', step, source, target)
+    for path in (self.folder / _UNWRITTEN).glob('*'):
+      files.write(urllib.parse.unquote(path.name), path.read_bytes())
+    discovery.upload(source, target)
+    self.clear()
+    return step
+
+  def _write_unwritten(self) -> None:
+    files.remove_tree(self.folder / _UNWRITTEN, ignore_errors=True)
+    for path, content in files.unwritten(self._model_dir).items():
+      (self.folder / _UNWRITTEN).mkdir(exist_ok=True)
+      files.write(self.folder / _UNWRITTEN / urllib.parse.quote(path, safe=''), content)
+
+
+def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
+  """Copy what a former run kept in `spool_dir` to its model directory, see `Spool.recover`; all processes call this.
+
+  Raises:
+    ConfigError: `spool_dir` is no local folder.
+    CheckpointError: the kept checkpoint is damaged, or could not be copied.
+  """
+  if spool_dir is None:
+    return
+  kept, failed = Spool(spool_dir, model_dir), None
+  if multihost.is_lead():
+    try:
+      kept.recover()
+    except (OSError, errors.CheckpointError) as e:
+      failed = e if isinstance(e, errors.CheckpointError) else errors.CheckpointError(
+          f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the command '
+          'again when the store can be reached.')
+  if multihost.any_process(failed is not None):
+    raise failed or errors.of_other_process(errors.CheckpointError('The lead process failed; see its message.'))

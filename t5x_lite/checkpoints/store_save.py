@@ -1,0 +1,93 @@
+"""A save to an object store, in the thread that writes a checkpoint; with a spool folder also on the local disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+
+import jax
+
+from t5x_lite import errors, files, multihost
+from t5x_lite.checkpoints import commit, discovery, restore, spool, state_io, store_io
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreSave:
+  """What a process has to write; all processes call the methods together.
+
+  Attributes:
+    pending: the save.
+    parts: arrays of this process.
+    data_state: position of this process's data iterator, name -> bytes, or None.
+    begin_fn: begins the save in the store, in the lead process.
+    kept: where to keep a checkpoint that the store does not take, or None.
+  """
+
+  pending: commit.PendingCheckpoint
+  parts: store_io.HostParts
+  data_state: Mapping[str, bytes] | None
+  begin_fn: Callable[[commit.PendingCheckpoint], None]
+  kept: spool.Spool | None
+
+  def write(self) -> None:
+    """Write the part of this process.
+
+    Raises:
+      OSError: the store does not take it.
+      CheckpointError: the lead process could not begin the save.
+    """
+    failed = None
+    if multihost.is_lead():
+      try:
+        self.begin_fn(self.pending)
+      except BaseException as e:  # pylint: disable=broad-exception-caught
+        failed = e
+    self._barrier('begun')
+    if failed is not None:
+      raise failed
+    if not commit.has_begun(self.pending):
+      raise errors.of_other_process(errors.CheckpointError('the lead process could not begin it; see its message'))
+    self._write_below(self.pending.final)
+
+  def keep(self, failed: BaseException | None) -> BaseException | None:
+    """Write the checkpoint to the spool folder if a process has failed; return the error, or None.
+
+    Args:
+      failed: error of this process, or None.
+    """
+    if failed is not None:
+      self.kept.report_failure(self.pending)
+    self._barrier('told')
+    if not self.kept.has_failure(self.pending):
+      if multihost.is_lead():
+        self.kept.clear()
+      return None
+    if isinstance(failed, errors.DirectoryInUseError):  # another run continues there
+      return failed
+    failed = failed or errors.of_other_process(
+        errors.CheckpointError('another process could not write its part; see its message'))
+    try:
+      failed.kept_at = str(self.kept.write(self.pending, self._write_below, self._barrier))
+    except (OSError, errors.CheckpointError) as e:
+      _logger.error('The checkpoint of step %d could not be written to %s either: %s', self.pending.step,
+                    self.kept.folder, e)
+    return failed
+
+  def _write_below(self, root: files.Path) -> None:
+    if self.data_state is not None:
+      write_data_state(root, self.data_state)
+    store_io.write_parts(root / discovery.STATE_DIRNAME, self.parts)
+
+  def _barrier(self, name: str) -> None:
+    state_io.barrier(f'{self.pending.final.name}-{self.pending.attempt}:{name}')
+
+
+def write_data_state(root: files.Path, data_state: Mapping[str, bytes]) -> None:
+  """Write the position of this process's data iterator below the folder of a checkpoint."""
+  folder = root / restore.data_dir_name(jax.process_index(), jax.process_count())
+  folder.mkdir(parents=True, exist_ok=True)
+  for key, value in data_state.items():
+    files.write(folder / restore.data_file_name(key), value, durable=False)  # flushed at the commit

@@ -1,0 +1,101 @@
+"""Local copies of objects in stores, for files that are read at random positions, or by libraries without stores."""
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+
+from t5x_lite import files
+from t5x_lite.errors import DataError
+from t5x_lite.formatting import format_bytes
+
+_PREFIX = 't5x_lite-copies-'
+_logger = logging.getLogger(__name__)
+_guard = threading.Lock()
+# Folder of the copies of this process; [] before the first one.
+_folders: list[pathlib.Path] = []
+
+
+def local_paths(paths: Sequence[str]) -> list[str]:
+  """Return local paths of files, of which those in object stores are copied to the folder of temporary files.
+
+  A process copies each version of an object once. Its copies are removed when Python exits, or, if it was killed, by
+  the next process.
+
+  Args:
+    paths: local paths, which are returned unchanged, and paths in object stores.
+
+  Raises:
+    DataError: an object cannot be read, or the disk lacks space.
+  """
+  if not any(map(files.is_remote, paths)):
+    return list(paths)
+  from t5x_lite import object_store
+  remote = list(dict.fromkeys(files.path(path) for path in paths if files.is_remote(path)))
+  with _guard:
+    folder = _folder()
+    try:
+      versions = object_store.in_parallel(lambda path: path.version(), remote)
+      copies = {str(path): folder / f'{hashlib.sha256(f"{path} {version}".encode()).hexdigest()[:32]}{path.suffix}'
+                for path, version in zip(remote, versions, strict=True)}
+      missing = [path for path in remote if not copies[str(path)].exists()]
+      if missing:
+        _check_space(folder, missing, sum(object_store.in_parallel(lambda path: path.stat().st_size, missing)))
+        object_store.in_parallel(lambda path: _copy(path, copies[str(path)], versions[remote.index(path)]), missing)
+    except OSError as error:
+      raise DataError(f'Cannot read {error.filename!r}: {error.strerror or error}.') from error
+  return [str(copies[str(files.path(path))]) if files.is_remote(path) else path for path in paths]
+
+
+def _check_space(folder: pathlib.Path, paths: Sequence[files.Path], size: int) -> None:
+  free = shutil.disk_usage(folder).free
+  what = f'{paths[0]}' + (f' and {len(paths) - 1} more' if len(paths) > 1 else '')
+  if size > free:
+    raise DataError(f'Reading {what} requires a local copy of {format_bytes(size)}, and {folder.parent} has '
+                    f'{format_bytes(free)} left. Set TMPDIR to a folder on a larger disk.')
+  _logger.info('Copying %s (%s) to %s until this program ends; TMPDIR chooses another disk.', what, format_bytes(size),
+               folder)
+
+
+def _copy(source: files.Path, target: pathlib.Path, version: str) -> None:
+  """Copy a version of an object; the target appears when it is complete."""
+  unfinished = target.with_name(f'{target.name}{files.WRITING_INFIX}')
+  with source.open('rb') as stream, unfinished.open('wb') as output:
+    shutil.copyfileobj(stream, output, 1 << 20)
+  if source.version() != version:
+    raise DataError(f'{source} was changed while it was copied. Rerun the command when the file is complete.')
+  unfinished.rename(target)
+
+
+def _folder() -> pathlib.Path:
+  """Return the folder of the copies of this process; it is made and locked first, and those of dead processes removed."""
+  if not _folders:
+    for left in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
+      with contextlib.suppress(OSError):  # Locked by another process.
+        descriptor = _lock(left)
+        shutil.rmtree(left, ignore_errors=True)
+        os.close(descriptor)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+    _lock(folder)  # Until the process ends.
+    process = os.getpid()
+    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+    _folders.append(folder)
+  return _folders[0]
+
+
+def _lock(folder: pathlib.Path) -> int:
+  """Lock a folder and return its descriptor; raise OSError if another process has locked it."""
+  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    os.close(descriptor)
+    raise
+  return descriptor

@@ -1,0 +1,139 @@
+"""Arrays in object stores have Orbax's format and are the ones that were saved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints, errors, files, object_store
+from t5x_lite.checkpoints import discovery, manifest, state_io, store_io, streaming
+
+_SAVE = checkpoints.SaveCheckpointConfig(keep=2)
+
+
+def _mesh(*shape):
+  return jax.sharding.Mesh(np.array(jax.devices()[:np.prod(shape)]).reshape(shape), ('a', 'b'))
+
+
+def _state(mesh):
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('a', 'b'))
+  return {
+      'target': {'w': jax.device_put(jnp.arange(64 * 128.).reshape(64, 128), sharding),
+                 'b': jnp.asarray([1.5, -2, 3], jnp.bfloat16), 'mask': np.array([True, False]),
+                 'byte': np.arange(5, dtype=np.int8)},
+      'state': {'step': np.int32(5), 'none': np.zeros((0, 3), np.float32)}}
+
+
+def _shapes(state, sharding=None):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
+
+
+def _check_equal(found, state):
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, state)
+
+
+def test_round_trip_onto_other_meshes(store):
+  state = _state(_mesh(4, 2))
+  with checkpoints.CheckpointManager(store.root, save_cfg=_SAVE) as manager:
+    manager.save(5, state, data_state={'position': b'\0x'}, metrics={'loss': 1.5})
+    manager.wait()
+    assert manager.all_steps() == [5]
+  assert store.names()[0] == 'checkpoint_5/dataset/process_0-of-1/position.bin'  # no lock, no mark
+  replicated = jax.sharding.NamedSharding(_mesh(1, 2), jax.sharding.PartitionSpec())
+  for shardings in (None, replicated):
+    with checkpoints.CheckpointManager(store.root) as manager:
+      restored = manager.restore(None, _shapes(state), shardings=shardings)
+    assert (restored.step, restored.data_state, restored.is_verified) == (5, {'position': b'\0x'}, True)
+    _check_equal(restored.state, state)
+
+
+def test_orbax_reads_the_arrays(s3_store, tmp_path):
+  state = _state(_mesh(2, 2))
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_SAVE) as manager:
+    manager.save(5, state)
+  root = files.path(s3_store.root) / 'checkpoint_5' / 'state'
+  for name in root.find():
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes((root / name).read_bytes())
+  ocp = state_io.orbax()
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    found = checkpointer.restore(tmp_path)
+  del state['state']['none']  # Orbax does not store arrays without elements
+  _check_equal(found, state)
+
+
+def test_orbax_arrays_in_folders_are_read(s3_store, tmp_path):
+  ocp = state_io.orbax()
+  tree = {'target': {'w': np.arange(6, dtype=np.float32).reshape(2, 3), 'b': np.ones(3, jnp.bfloat16)}}
+  for zarr3 in (False, True):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=zarr3)) as checkpointer:
+      checkpointer.save(tmp_path / f'{zarr3}', args=ocp.args.PyTreeSave(tree))
+    root = files.path(s3_store.root) / f'{zarr3}'
+    for path in (tmp_path / f'{zarr3}').rglob('*'):
+      if path.is_file():
+        (root / path.relative_to(tmp_path / f'{zarr3}')).upload(path)
+    shapes = state_io.read_shapes(root)
+    assert shapes['target/b'].dtype == jnp.bfloat16 and shapes['target/w'].shape == (2, 3)
+    found = state_io.read_arrays(root, {name: (leaf.dtype, None) for name, leaf in shapes.items()})
+    np.testing.assert_array_equal(found['target/w'], tree['target']['w'])
+    np.testing.assert_array_equal(found['target/b'], tree['target']['b'])
+
+
+@pytest.mark.parametrize('shape, dtype, chunk', [
+    ((8, 4), 'float32', (8, 4)), ((2**14, 2**12), 'float32', (2**12, 2**12)), ((3, 2**25), 'bfloat16', (3, 2**23)),
+    ((3 * 7**9,), 'float32', (3 * 7**9,)), ((), 'int32', ())])
+def test_chunks_are_halves_of_a_limited_size(shape, dtype, chunk):
+  assert store_io._halved(shape, np.dtype(dtype)) == chunk
+
+
+def test_a_listing_that_is_behind(s3_store, monkeypatch):
+  state = _state(_mesh(1, 1))
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_SAVE) as manager:
+    with s3_store.proxy.fault(listing_lag=2.0):
+      manager.save(5, state)
+      manager.wait()
+    names = set(manifest.read(files.path(s3_store.root) / 'checkpoint_5').files)
+    written = {name.removeprefix('checkpoint_5/') for name in s3_store.names() if name.startswith('checkpoint_5/')}
+    assert names == written - {'manifest.json'}
+    monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
+    with s3_store.proxy.fault(listing_lag=60.0):
+      manager.save(6, state)
+      with pytest.raises(errors.SaveError, match="lacks 'state/"):
+        manager.wait()
+  assert discovery.all_steps(s3_store.root) == [5]
+
+
+@pytest.mark.parametrize('damage', ['flip', 'surplus', 'missing'])
+def test_hashes_are_verified(s3_store, damage):
+  state = _state(_mesh(1, 1))
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_SAVE) as manager:
+    manager.save(5, state)
+    manager.wait()
+    manager.save(6, state)
+  root = files.path(s3_store.root) / 'checkpoint_6' / 'state'
+  path = root / max(root.find().items(), key=lambda item: item[1])[0]
+  content = bytearray(path.read_bytes())
+  content[100] ^= 1
+  {'flip': lambda: path.write_bytes(bytes(content)), 'surplus': lambda: (root / 'd' / 'other').write_bytes(b'x'),
+   'missing': path.unlink}[damage]()
+  with pytest.raises(errors.CheckpointDamagedError, match='is damaged: state/d/'):
+    manifest.verify(root.parent)
+  with checkpoints.CheckpointManager(s3_store.root) as manager:
+    assert manager.restore(None, _shapes(state)).step == 5
+
+
+def test_one_by_one(store):
+  state = {f'target/{i}': np.full((i + 1, 3), i, np.float32) for i in range(3)}
+  path = streaming.write_checkpoint(store.root, 7, state, state.__getitem__, metadata={'a': 1})
+  assert path == f'{store.root}/checkpoint_7'
+  with pytest.raises(errors.CheckpointError, match='must be a new folder'):
+    streaming.write_checkpoint(store.root, 7, state, state.__getitem__)
+  found = state_io.read_arrays(state_io.state_dir(path), {name: (np.float32, None) for name in state})
+  _check_equal(found, state)
+
+  def fails(name):
+    raise ValueError(name)
+
+  with pytest.raises(ValueError, match='target/0'):
+    streaming.write_checkpoint(store.root, 8, state, fails)
+  assert not [name for name in store.names() if '_8/' in name]

@@ -1,0 +1,179 @@
+"""Saves to object stores under faults: nothing half-written is ever a checkpoint, and what was saved stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints, errors, files, object_store
+from t5x_lite.checkpoints import discovery, manifest
+
+_CFG = checkpoints.SaveCheckpointConfig()
+_KILLED = """
+import os, signal, sys
+import numpy as np
+from t5x_lite import checkpoints
+from t5x_lite.checkpoints import commit, discovery, store_io
+from t5x_lite import files
+root, place = sys.argv[1:]
+kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+state = {'w': np.full((300, 300), 2, np.float32)}
+if place == 'begin':
+  real = discovery.mark_incomplete
+  discovery.mark_incomplete = lambda *args: (real(*args), kill())
+elif place == 'arrays':
+  commit.mark_part_written = kill
+elif place == 'manifest':
+  real = files.remove
+  files.remove = lambda path: kill() if path.name == 'INCOMPLETE' else real(path)
+elif place == 'deletion':
+  real = files.remove
+  files.remove = lambda path: kill() if path.name == 'zarr.json' or 'state' in path.parts else real(path)
+  discovery.remove_checkpoint_dir(root + '/checkpoint_1')
+with checkpoints.CheckpointManager(root, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  manager.save(2, state)
+"""
+
+
+def _state(value):
+  return {'w': np.full((300, 300), value, np.float32), 'b': np.full(3, value, np.float32)}
+
+
+def _value(root, step):
+  with checkpoints.CheckpointManager(root) as manager:
+    restored = manager.restore(step, _state(0))
+  assert restored.is_verified
+  return restored.state['w'][0, 0]
+
+
+def _steps_of_any_kind(store):
+  return sorted({name.split('/')[0] for name in store.names()})
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+  monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.05)
+  monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
+
+
+@pytest.mark.parametrize('effects', [
+    {'status': 503, 'times': 4}, {'status': 429, 'times': 4}, {'status': 500, 'times': 2}, {'cut_upload': 1000, 'times': 2},
+    {'unreachable': True, 'times': 3}, {'lose_answer': True, 'times': 2}, {'delay': 0.3, 'times': 6}], ids=str)
+def test_faults_that_pass(store, effects):
+  with checkpoints.CheckpointManager(store.root, save_cfg=_CFG) as manager:
+    with store.proxy.fault(method='P', name='checkpoint_1', **effects):
+      start = time.monotonic()
+      manager.save(1, _state(1))
+      assert time.monotonic() - start < 1.0  # training continues
+      manager.wait()
+  assert _value(store.root, 1) == 1 and _steps_of_any_kind(store) == ['checkpoint_1']
+
+
+def test_a_read_that_is_cut(store):
+  with checkpoints.CheckpointManager(store.root, save_cfg=_CFG) as manager:
+    manager.save(1, _state(1))
+  with store.proxy.fault(method='GET', name='checkpoint_1', cut_download=100, times=3):
+    assert _value(store.root, 1) == 1
+
+
+def test_a_store_that_stays_away_and_comes_back(s3_store, monkeypatch, tmp_path):
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
+  spool = str(tmp_path / 'spool')
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=spool) as manager:
+    manager.save(1, _state(1))
+    manager.wait()
+    for step in (2, 3):
+      with s3_store.proxy.fault(name='checkpoint_', method='P', status=503):
+        manager.save(step, _state(step))
+        with pytest.raises(errors.SaveError, match=rf'step {step} .* kept in .*checkpoint_{step}.*--spool_dir'):
+          manager.wait()
+    assert manager.all_steps() == [1]
+    kept, = os.listdir(spool)
+    assert [name for name in os.listdir(tmp_path / 'spool' / kept) if name != 'unwritten'] == ['checkpoint_3']
+    assert _value(tmp_path / 'spool' / kept, 3) == 3
+  checkpoints.recover_spooled(spool, s3_store.root)
+  assert _value(s3_store.root, 3) == 3 and os.listdir(tmp_path / 'spool' / kept) == []
+  checkpoints.recover_spooled(spool, s3_store.root)  # nothing left
+  # A later save in the store replaces what was kept.
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=spool) as manager:
+    with s3_store.proxy.fault(name='checkpoint_', method='P', status=503):
+      manager.save(4, _state(4))
+      with pytest.raises(errors.SaveError):
+        manager.wait()
+    manager.save(5, _state(5))
+    manager.wait()
+  assert os.listdir(tmp_path / 'spool' / kept) == [] and _value(s3_store.root, 5) == 5
+
+
+@pytest.mark.parametrize('place, value', [('begin', 1), ('arrays', 1), ('manifest', 2), ('deletion', None)])
+@pytest.mark.parametrize('is_saved_before', [False, True])
+def test_kill(s3_store, place, value, is_saved_before):
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    manager.save(1, _state(1))
+    if is_saved_before:
+      manager.wait()
+      manager.save(2, _state(1))
+  killed = subprocess.run([sys.executable, '-c', _KILLED, s3_store.root, place], env={**os.environ, **s3_store.env},
+                          check=False, capture_output=True, text=True)
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  if place == 'deletion':
+    assert discovery.all_steps(s3_store.root, require_manifest=False) == ([2] if is_saved_before else [])
+  with checkpoints.lock_model_dir(s3_store.root):  # which cleans up
+    pass
+  expected = {1: 1, 2: 1} if is_saved_before else {1: 1}
+  if place == 'manifest':
+    expected[2] = value
+  if place == 'deletion':
+    del expected[1]
+  assert {step: _value(s3_store.root, step) for step in discovery.all_steps(s3_store.root)} == expected
+  assert _steps_of_any_kind(s3_store) == [f'checkpoint_{step}' for step in expected]
+
+
+def test_checkpoints_that_are_replaced(s3_store):
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    manager.save(1, _state(1))
+    manager.wait()
+    manager.forget_after(0)
+    with s3_store.proxy.fault(name='checkpoint_1/state', method='P', status=403):
+      manager.save(1, _state(2))
+      with pytest.raises(errors.SaveError, match='denies|403|AccessDenied'):
+        manager.wait()
+    assert _value(s3_store.root, 1) == 1  # back in its place
+    manager.save(1, _state(3))
+    manager.wait()
+    assert _value(s3_store.root, 1) == 3
+    checkpoints.pin_checkpoint(manager.checkpoint_path(1))
+    manager.forget_after(0)
+    manager.save(1, _state(4))
+    manager.wait()
+  assert _value(s3_store.root, 1) == 4
+  kept, = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
+  assert manifest.verify(files.path(s3_store.root) / kept).step == 1
+
+
+def test_an_upload_that_is_interrupted(s3_store, tmp_path, monkeypatch):
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=_CFG) as manager:
+    manager.save(1, _state(1))
+  target = files.path(s3_store.root) / 'checkpoint_1'
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  with s3_store.proxy.fault(name='manifest', method='P', status=503), pytest.raises(OSError):
+    discovery.upload(tmp_path / 'checkpoint_1', target)
+  assert discovery.all_steps(s3_store.root, require_manifest=False) == [] and discovery.is_incomplete(target)
+  discovery.upload(tmp_path / 'checkpoint_1', target)
+  assert _value(s3_store.root, 1) == 1
+  with pytest.raises(errors.CheckpointError, match='must be a new folder'):
+    discovery.upload(tmp_path / 'checkpoint_1', target)
+
+
+def test_a_folder_of_another_program_is_not_taken_for_remains(s3_store):
+  (files.path(s3_store.root) / 'checkpoint_3' / 'checkpoint').write_bytes(b'x')
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    assert discovery.all_steps(s3_store.root, require_manifest=False) == [3]
+    manager.save(3, _state(3))
+  assert _value(s3_store.root, 3) == 3
+  kept, = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
+  assert f'{kept}/checkpoint' in s3_store.names()
