@@ -11,7 +11,7 @@ import pytest
 from moe import __main__ as program
 from moe.tools import report
 from moe.tools.report import curves, data, figures, findings, maps, page, style
-from t5x_lite import cli
+from t5x_lite import cli, files
 from t5x_lite.errors import ConfigError, DataError
 from tests.moe.tools import recorded_runs
 
@@ -203,6 +203,18 @@ def test_the_same_numbers_give_the_same_report(tmp_path, options):
   assert again == tmp_path / 'deep/er/index.html'
   assert {p.name: p.read_bytes() for p in again.parent.iterdir()} == {
       p.name: p.read_bytes() for p in path.parent.iterdir()}
+
+
+def test_a_report_of_a_run_in_a_store(tmp_path, store, capsys):
+  recorded_runs.write(tmp_path)
+  metrics = tmp_path / 'train/metrics.jsonl'
+  files.write(f'{store.root}/train/metrics.jsonl', metrics.read_bytes())
+  assert cli.main(['report', store.root], program.PROGRAM) == 0
+  path = f'{store.root}/routing_report/train/index.html'
+  assert capsys.readouterr().out.endswith(f'{path}\n')
+  local = report.write(report.read(tmp_path), tmp_path / 'one')
+  for figure in local.parent.glob('*.png'):
+    assert files.path(path).with_name(figure.name).read_bytes() == figure.read_bytes()
 
 
 def test_one_period_of_a_dropless_run(tmp_path, capsys):
