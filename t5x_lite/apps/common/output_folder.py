@@ -22,21 +22,22 @@ _logger = logging.getLogger(__name__)
 # Part of the names of temporary folders.
 INFIX = '-being-written-'
 _FORMER = '-replaced'
-_STORES = tuple(f'{scheme}://' for scheme in files.STORES)
 
 
 def directory(remedy: str) -> checks.Expectation:
   """Expect the path of a directory, which need not exist; `remedy` ends the error message."""
+  stores = tuple(f'{scheme}://' for scheme in files.STORES)
 
   def is_path(value: Any) -> bool:
     try:
       return isinstance(value, str) and bool(value.strip().encode()) and (
-          '://' not in value or value.startswith(_STORES))
+          '://' not in value or value.startswith(stores))
     except UnicodeEncodeError:  # The locale could not decode the bytes of the path.
       return False
 
   return checks.Expectation(
-      'the path of a directory, local or in a store (gs://, s3://), encodable in UTF-8', is_path, remedy)
+      f'the path of a directory on a disk or in an object store ({" or ".join(stores)}), encodable in UTF-8', is_path,
+      remedy)
 
 
 @contextlib.contextmanager

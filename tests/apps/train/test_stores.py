@@ -13,7 +13,8 @@ import pytest
 
 from t5x_lite import checkpoints, files, json_lines, object_store, summaries
 from t5x_lite.apps import evaluate
-from t5x_lite.errors import SaveError
+from t5x_lite.errors import ExitCode, SaveError
+from tests import processes
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -95,3 +96,33 @@ def test_a_store_that_is_lost_in_the_middle(s3_store, on_disk, tmp_path, monkeyp
 def test_a_spool_folder_needs_a_store(tmp_path):
   with pytest.raises(Exception, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object store'):
     toy_run.train(tmp_path / 'run', 2, spool_dir=str(tmp_path / 'spool'))
+
+
+_TWO = '''
+    import sys
+    from t5x_lite import runtime
+    runtime.join(runtime.ClusterConfig())
+    from t5x_lite import partitioning
+    from tests.apps.train import toy_run
+    model_dir, steps, spool = sys.argv[1:]
+    options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+    toy_run.train(model_dir, int(steps), spool_dir=spool, partitioner=partitioning.PjitPartitioner(num_partitions=2),
+                  max_store_seconds=20.0, **options)
+'''
+
+
+def test_two_processes_write_below_one_prefix(store, tmp_path):
+  options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+  toy_run.train(tmp_path / 'one', 12, **options)
+  spool = tmp_path / 'spool'
+  with store.proxy.fault(operation='write', name='checkpoint_8/dataset/process_1', status=403):
+    outputs = processes.run(_TWO, store.root, 8, spool, num_devices=2, status=ExitCode.SAVE_FAILED)
+  assert 'kept in' in ''.join(outputs) and 'of step 8 could not be written' in ''.join(outputs), outputs
+  assert list(checkpoints.all_steps(store.root)) == [4]
+  # Copied to the store, and continued by one process.
+  toy_run.train(store.root, 12, spool_dir=str(spool), **options)
+  assert list(checkpoints.all_steps(store.root)) == [4, 8, 12]
+  found, expected = (checkpoints.load(checkpoints.get_checkpoint_dir(folder, 12)) for folder in (
+      store.root, tmp_path / 'one'))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+  assert any('ocdbt.process_1/' in name for name in store.names() if name.startswith('checkpoint_4'))
