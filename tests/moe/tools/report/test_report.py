@@ -3,6 +3,7 @@
 import builtins
 import collections
 import html.parser
+import pathlib
 import re
 
 import numpy as np
@@ -205,7 +206,8 @@ def test_the_same_numbers_give_the_same_report(tmp_path, options):
       p.name: p.read_bytes() for p in path.parent.iterdir()}
 
 
-def test_a_report_of_a_run_in_a_store(tmp_path, store, capsys):
+def test_a_report_of_a_run_in_a_store(tmp_path, s3_store, capsys):
+  store = s3_store
   recorded_runs.write(tmp_path)
   metrics = tmp_path / 'train/metrics.jsonl'
   files.write(f'{store.root}/train/metrics.jsonl', metrics.read_bytes())
@@ -261,7 +263,7 @@ def test_failures_keep_existing_files(written, tmp_path, monkeypatch):
   def fail(self, target):
     raise OSError(28, 'No space left on device', str(target))
 
-  monkeypatch.setattr(page.pathlib.Path, 'replace', fail)
+  monkeypatch.setattr(pathlib.Path, 'replace', fail)
   with pytest.raises(ConfigError, match='No space left'):
     report.write(history, tmp_path)
   assert (tmp_path / 'index.html').read_text() == 'old' and not list(tmp_path.glob('*.tmp-*'))
