@@ -166,7 +166,8 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
   if not files.is_remote(output):
     _check_disk_space(pathlib.Path(os.path.abspath(output)).parent, output, plan.num_bytes)
   elif target is not None:  # it is uploaded from there
-    _check_disk_space(pathlib.Path(tempfile.gettempdir()), output, plan.num_bytes, 'the disk of temporary files (TMPDIR)')
+    _check_disk_space(
+        pathlib.Path(tempfile.gettempdir()), output, plan.num_bytes, 'the disk of temporary files (TMPDIR)')
   if opened.format != 'hugging_face':  # Opening a Hugging Face folder verifies it.
     progress.note('verifying the source')
     opened.verify()

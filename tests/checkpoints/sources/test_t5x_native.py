@@ -91,6 +91,18 @@ def test_a_checkpoint_in_a_store_is_read_and_damage_is_found(unpacked, store):
     np.testing.assert_array_equal(checkpoints.open_source(root).read_array(TABLE), values[TABLE])
 
 
+def test_a_checkpoint_of_orbax_in_a_store_is_read(unpacked, store):
+  sample, root = unpacked['t5x_orbax'] / 'checkpoint_7', f'{store.root}/checkpoint_7'
+  for name, content in files(sample).items():
+    stores_files.write(f'{root}/{name}', content)
+  source, values = checkpoints.open_source(root), read_all(checkpoints.open_source(sample))
+  assert source.format == 't5x_orbax' and source.step == 7
+  found = read_all(source)
+  assert found.keys() == values.keys()
+  for name, value in found.items():
+    np.testing.assert_array_equal(value, values[name], err_msg=name)
+
+
 def test_a_round_trip_gives_the_bytes_of_t5x(unpacked, tmp_path):
   sample = unpacked['t5x'] / 'checkpoint_7'
   ours = checkpoints.open_source(save_ours(read_all(checkpoints.open_source(sample)), tmp_path / 'ours'))
