@@ -7,6 +7,7 @@ writes a database (OCDBT) of its own, and `merge` makes one of them.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -344,4 +345,5 @@ class _explained:
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     if isinstance(error, ValueError | RuntimeError | NotImplementedError):
-      raise OSError(None, ' '.join(str(error).split())[:500], str(self._directory)) from error
+      text = ' '.join(str(error).partition('[tensorstore_spec')[0].split())[:500]
+      raise OSError(errno.EIO, text, str(self._directory)) from error
