@@ -18,7 +18,7 @@ import time
 from typing import Any, TYPE_CHECKING
 import uuid
 
-from t5x_lite import hub
+from t5x_lite import errors, hub
 from t5x_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ def path(name: PathLike) -> Path:
     if hub.is_name(name):
       return hub.local_folder(os.fspath(name))
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
+  scheme = os.fspath(name).partition('://')[0]
+  if scheme not in STORES:
+    raise errors.ConfigError(f"Paths in stores must begin with {' or '.join(f'{store}://' for store in STORES)}, got "
+                             f'{os.fspath(name)!r}.')
   from t5x_lite import object_store  # takes 0.1 s
   return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
 

@@ -50,12 +50,12 @@ def hugging_face_vocabulary(folder: str, *, extra_ids: int | None = None, librar
       has rows.
     CheckpointError: a file of the folder is not a JSON object.
   """
+  root = files.path(folder)  # downloads a model of the Hugging Face hub, or raises the error of that
   checks.check(
       'hugging_face_vocabulary', {'library': library, 'extra_ids': extra_ids, 'folder': os.fspath(folder)},
       library=checks.one_of(LIBRARIES), extra_ids=checks.number(at_least=0, integer=True).or_none(),
-      folder=checks.Expectation('an existing Hugging Face folder', lambda path: files.path(path).is_dir(),
+      folder=checks.Expectation('an existing Hugging Face folder', lambda _: root.is_dir(),
                                 'Copy it to this path, or bind VOCABULARY to another vocabulary.'))
-  root = files.path(folder)
   config = _read_json(root / 'config.json')
   vocabulary = _make(root, config, extra_ids)
   num_rows = config.get('vocab_size')

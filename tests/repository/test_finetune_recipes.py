@@ -20,6 +20,7 @@ from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import ByteVocabulary, tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import t5
+from tests import hub_cache
 
 _CHOSEN = re.compile(r'norm/scale$|rel_embedding$|/encoder_decoder_attention/')
 _TINY = dict(vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, num_encoder_layers=2, num_decoder_layers=1,
@@ -67,6 +68,20 @@ def test_network_of_a_folder(tmp_path, fields):
   # To use a trained run again, config.json is enough.
   (tmp_path / 'x' / 'model.safetensors').unlink()
   assert network.network_config(tmp_path / 'x', dtype='float32', dropout_rate=0.2, scan_layers=True) == config
+
+
+def test_a_model_of_the_hub(tmp_path, monkeypatch):
+  _write_folder(tmp_path / 'x')
+  folder = hub_cache.add(hub_cache.use(tmp_path / 'cache', monkeypatch), 'google/tiny', tmp_path / 'x')
+  name = 'hf://google/tiny'
+  assert network.network_config(name) == network.network_config(folder)
+  assert _model('recipes/finetune_from_hf.gin', name).input_vocabulary == ByteVocabulary(125)
+  cfg = checkpoints.RestoreCheckpointConfig(path=name)
+  assert checkpoints.get_first_valid_restore_config_and_paths([cfg]) == (cfg, [name])
+  values, expected = checkpoints.load(name), checkpoints.load(folder)
+  jax.tree.map(np.testing.assert_array_equal, values, expected)
+  with pytest.raises(CheckpointError, match='hf download google/other --local-dir other'):
+    checkpoints.load('hf://google/other')
 
 
 def test_rejected_networks(tmp_path):

@@ -69,7 +69,7 @@ def creating(target: files.Path) -> Iterator[files.Path]:
   """Yield the path of a folder to create; it is renamed to `target` when the context ends without an error.
 
   For writers that create the folder themselves. Leftovers of killed processes are removed. In an object store it is
-  `target` itself: the writers write the file that makes a folder valid last, and remove what they wrote before an error.
+  `target` itself: the writers write the file that makes a folder valid last, and remove everything after an error.
 
   Args:
     target: final path, which must not exist; missing parents are created.

@@ -34,13 +34,18 @@ def describe(done: Conversion) -> str:
 def _transformers_lines(done: Conversion) -> list[str]:
   family, architecture = done.family, done.architecture
   classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
-  lines = ['To load it with transformers:', f'  from transformers import {classes}',
-           f'  model = {family.architecture}.from_pretrained({done.path!r})']
+  lines, path = ['To load it with transformers:'], done.path
+  if files.is_remote(path):
+    path = files.path(path).name
+    copy = (f'gcloud storage cp -r {done.path} .' if done.path.startswith('gs://') else
+            f'aws s3 cp --recursive {done.path} {path}')
+    lines = ['To load it with transformers, copy it to a disk:', f'  {copy}']
+  lines += [f'  from transformers import {classes}', f'  model = {family.architecture}.from_pretrained({path!r})']
   if family.needs_untied_flag(architecture):
     lines.append(f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits '
                  'regardless of config.json')
   if done.has_tokenizer:
-    lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({done.path!r})')
+    lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({path!r})')
   return lines
 
 

@@ -166,7 +166,8 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
   if not files.is_remote(output):
     _check_disk_space(pathlib.Path(os.path.abspath(output)).parent, output, plan.num_bytes)
   elif target is not None:  # it is uploaded from there
-    _check_disk_space(pathlib.Path(tempfile.gettempdir()), output, plan.num_bytes, 'the disk of temporary files (TMPDIR)')
+    _check_disk_space(
+        pathlib.Path(tempfile.gettempdir()), output, plan.num_bytes, 'the disk of temporary files (TMPDIR)')
   if opened.format != 'hugging_face':  # Opening a Hugging Face folder verifies it.
     progress.note('verifying the source')
     opened.verify()
@@ -205,7 +206,6 @@ def open_newest(path: str) -> sources.StateSource:
   Raises:
     CheckpointError: no checkpoint is readable.
   """
-  discovery.check_path(path, 'SOURCE', may_be_model=True)
   if sources.detect_format(path) is None:
     step = checkpoints.newest_sound_step(path) if checkpoints.all_steps(path) else checkpoints.newest_of_others(path)
     if step is not None:
@@ -218,6 +218,7 @@ def open_newest(path: str) -> sources.StateSource:
 
 
 def _check_output(source: str, output: str) -> None:
+  discovery.check_path(source, 'SOURCE', may_be_model=True)
   is_path, real_source = output_folder.directory('Name a new folder.'), files.real_path(source)
   checks.check('', {'OUTPUT': output}, OUTPUT=checks.Expectation(
       f'{is_path.text}, outside of SOURCE {source!r}', lambda output: is_path.holds(output) and not (

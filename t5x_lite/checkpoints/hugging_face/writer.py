@@ -74,6 +74,7 @@ def write_folder(
     from t5x_lite import object_store
     with object_store.uploaded_folder(final, last=CONFIG_FILE) as local:
       write(local)
+      discovery.check_free(final)
     return
   temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
   try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import math
@@ -41,6 +42,8 @@ class T5xNativeSource(base.StateSource):
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)
     self._root = files.path(path).absolute()
+    self._context = _context(self._root)
+    self._problems: dict[str, str | None] = {}
     self._entries = t5x_index.read(self._root)
     self._shapes = {name: jax.ShapeDtypeStruct(tuple(entry.shape), entry.dtype)
                     for name, entry in self._entries.items()}
@@ -50,14 +53,13 @@ class T5xNativeSource(base.StateSource):
     return self._shapes
 
   @functools.cached_property
-  def _sizes_in_store(self) -> dict[str, int]:
-    """Size of each object, listed once."""
-    return untrusted.walk(self._root)
-
-  def _sizes(self, folder: str) -> dict[str, int]:
-    """Return name -> size of each file of an array."""
-    found = self._sizes_in_store if files.is_remote(self._root) else untrusted.walk(self._root, folder)
-    return {name.removeprefix(f'{folder}/'): size for name, size in found.items() if name.startswith(f'{folder}/')}
+  def _sizes_in_store(self) -> dict[str, dict[str, int]]:
+    """Folder -> name -> size of each file, from a single listing."""
+    sizes: dict[str, dict[str, int]] = collections.defaultdict(dict)
+    for path, size in untrusted.walk(self._root).items():
+      folder, _, name = path.partition('/')
+      sizes[folder][name] = size
+    return sizes
 
   def verify(self) -> bool:
     """Check that the folder, the description and all chunks of every array exist; reads no values."""
@@ -77,12 +79,11 @@ class T5xNativeSource(base.StateSource):
     if isinstance(entry, np.ndarray):
       return entry
     import tensorstore  # takes 0.1 s
-    kvstore, context = _kvstore(self._root / entry.folder)
-    spec = {'driver': 'zarr', 'kvstore': kvstore, 'fill_missing_data_reads': False}
+    spec = {'driver': 'zarr', 'kvstore': _kvstore(self._root / entry.folder), 'fill_missing_data_reads': False}
     problem, value = self._problem(entry), None
     try:
       if problem is None:
-        value = tensorstore.open(spec, open=True, read=True, context=context).result().read().result()
+        value = tensorstore.open(spec, open=True, read=True, context=self._context).result().read().result()
     except Exception as e:  # for damaged files, TensorStore raises ValueError and other exceptions
       problem = f'{entry.folder} cannot be read ({str(e)[:300]})'
     if problem is not None:
@@ -90,7 +91,14 @@ class T5xNativeSource(base.StateSource):
     return value.view(jnp.bfloat16) if value.dtype == np.uint16 else value
 
   def _problem(self, entry: t5x_index.StoredArray) -> str | None:
-    """Return the first problem of an array's files, or None; reads no values."""
+    """Return the first problem of an array's files, or None; reads no values. In a store it is found once."""
+    if not files.is_remote(self._root):
+      return self._find_problem(entry)
+    if entry.folder not in self._problems:
+      self._problems[entry.folder] = self._find_problem(entry)
+    return self._problems[entry.folder]
+
+  def _find_problem(self, entry: t5x_index.StoredArray) -> str | None:
     folder = self._root / entry.folder
     link = untrusted.tree_problem(self._root, entry.folder)
     if link is not None:
@@ -115,7 +123,11 @@ class T5xNativeSource(base.StateSource):
     if tuple(shape) != entry.shape or dtype != entry.dtype:
       return (f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, but the index has {entry.dtype} '
               f'of shape {entry.shape}')
-    sizes = self._sizes(entry.folder)
+    if files.is_remote(self._root):
+      sizes = self._sizes_in_store[entry.folder]
+    else:
+      sizes = {name.removeprefix(f'{entry.folder}/'): size
+               for name, size in untrusted.walk(self._root, entry.folder).items()}
     num_bytes = untrusted.num_bytes(chunks, dtype)
     for name in _chunk_names(shape, chunks, separator):
       if name not in sizes:
@@ -154,7 +166,7 @@ class T5xNativeWriter:
     discovery.check_path(path, 'checkpoint to write')
     self._final = files.path(path).absolute()
     discovery.check_free(self._final)
-    self._is_remote = files.is_remote(self._final)
+    self._is_remote, self._context = files.is_remote(self._final), _context(self._final)
     self._root = self._final if self._is_remote else self._final.with_name(
         f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
     self._entries: dict[str, t5x_index.StoredArray | np.ndarray] = {}
@@ -190,12 +202,12 @@ class T5xNativeWriter:
       self._entries[name] = array.copy()
       return
     self._chunks[name] = t5x_index.chunk_shape(array.shape, array.dtype.itemsize, _MAX_CHUNK_BYTES)
-    kvstore, context = _kvstore(self._root / folder)
-    spec = {'driver': 'zarr', 'dtype': array.dtype.name, 'store_data_equal_to_fill_value': True, 'kvstore': kvstore,
+    spec = {'driver': 'zarr', 'dtype': array.dtype.name, 'store_data_equal_to_fill_value': True,
+            'kvstore': _kvstore(self._root / folder),
             'metadata': {'shape': array.shape, 'chunks': self._chunks[name], 'compressor': _COMPRESSOR}}
     import tensorstore  # see T5xNativeSource.read_array
     try:
-      tensorstore.open(spec, create=True, context=context).result().write(array).result()
+      tensorstore.open(spec, create=True, context=self._context).result().write(array).result()
     except ValueError as e:
       raise OSError(f'{folder} could not be written: {e}') from e
     self._entries[name] = t5x_index.StoredArray(folder, array.shape, array.dtype)
@@ -216,13 +228,21 @@ class T5xNativeWriter:
         files.remove_tree(self._root, ignore_errors=True)
 
 
-def _kvstore(folder: files.Path) -> tuple[dict[str, Any], Any]:
-  """Return TensorStore's specification of the store of a folder's files, and its context."""
-  import tensorstore  # see T5xNativeSource.read_array
+def _kvstore(folder: files.Path) -> dict[str, Any]:
+  """Return TensorStore's specification of the store of a folder's files."""
   if not files.is_remote(folder):
-    return {'driver': 'file', 'path': f'{folder}/'}, tensorstore.Context()
+    return {'driver': 'file', 'path': f'{folder}/'}
   from t5x_lite import object_store
-  return object_store.kvstore_spec(folder), tensorstore.Context(object_store.kvstore_context())
+  return object_store.kvstore_spec(folder)
+
+
+def _context(folder: files.Path) -> Any:
+  """Return TensorStore's context for `_kvstore`; None on a disk."""
+  if not files.is_remote(folder):
+    return None
+  import tensorstore  # see T5xNativeSource.read_array
+  from t5x_lite import object_store
+  return tensorstore.Context(object_store.kvstore_context())
 
 
 def _is_in_index(name: str, array: np.ndarray) -> bool:

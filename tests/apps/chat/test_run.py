@@ -22,6 +22,7 @@ from t5x_lite.apps.chat import run as chat_app
 from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
 from t5x_lite.errors import ConfigError
 from tests.apps.common import cloze_run
+from tests import hub_cache
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -73,6 +74,11 @@ def test_a_hugging_face_folder_is_asked_with_the_recipe(capsys, monkeypatch, tmp
   lengths = "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 3}"
   status, out, err = _chat(capsys, monkeypatch, folder, *recipe, lengths, text='a\n')
   assert status == 0 and len(out) == 1 and 'step 0' in err
+  hub_cache.add(hub_cache.use(tmp_path / 'cache', monkeypatch), 'google/byt5-tiny', folder)
+  name = 'hf://google/byt5-tiny'
+  recipe = ['--gin_file=recipes/finetune_from_hf.gin', f'--gin.INITIAL_CHECKPOINT_PATH={name}']
+  status, answers, err = _chat(capsys, monkeypatch, name, *recipe, lengths, text='a\n')
+  assert status == 0 and answers == out and name in err
 
 
 def test_each_line_of_a_pipe_is_answered_on_one_line(run, capsys, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, cli, data, decoding, models, partitioning, tree_utils
+from t5x_lite import checkpoints, cli, data, decoding, files, models, partitioning, tree_utils
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.export import run as export, functions as export_functions
 from t5x_lite.data.features import get_converter
@@ -270,6 +270,33 @@ def test_the_vocabulary_is_copied_and_exports_replace_each_other(tmp_path, store
   save(overwrite=True, dtype='bfloat16')
   assert (folder / 'params.npz').stat().st_size < len(content['params.npz'])
   assert [path.name for path in folder.parent.iterdir()] == ['model']
+
+
+def test_an_export_in_a_store(tmp_path, stored, store):
+  def save(model='encoder_decoder', where=None, **kwargs):
+    return export.save(
+        model=_encoder_decoder(), restore_checkpoint_cfg=_restore_cfg(stored[model][0]), output_dir=where or store.root,
+        partitioner=partitioning.PjitPartitioner(num_partitions=2), task_feature_lengths=_LENGTHS, model_name='model',
+        inference_mode='score', native_lowering_platforms=('cpu',), **kwargs)
+
+  local = pathlib.Path(save(where=str(tmp_path)))
+  folder = save()
+  assert folder == f'{store.root}/model' and export.describe(folder) == export.describe(str(local)).replace(
+      str(local), folder)
+  assert store.names() == sorted(f'model/{path.name}' for path in local.iterdir())
+  assert files.path(f'{folder}/params.npz').read_bytes() == (local / 'params.npz').read_bytes()
+  files.write(f'{folder}/former', b'')
+  with pytest.raises(ConfigError, match='exists.*--overwrite'):
+    save()
+  # An error before the upload leaves the former export, one in it no export.
+  with pytest.raises(CheckpointError):
+    save('decoder_only', overwrite=True)
+  assert 'model/former' in store.names()
+  with store.proxy.fault(status=403, operation='write', name='manifest.json'), pytest.raises(PermissionError):
+    save(overwrite=True)
+  assert store.names() == []
+  save(overwrite=True)
+  assert store.names() == sorted(f'model/{path.name}' for path in local.iterdir())
 
 
 def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path):

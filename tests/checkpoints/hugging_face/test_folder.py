@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from t5x_lite import files
+from t5x_lite.checkpoints.hugging_face import tensor_files
 from t5x_lite.checkpoints.hugging_face import (
     FAMILIES, Architecture, HuggingFaceFolder, is_hugging_face_folder, write_folder)
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
@@ -172,3 +174,19 @@ def test_incomplete_folders_are_rejected(tmp_path):
 def test_the_architecture_of_our_parameters_and_of_their_folder_is_one(tmp_path):
   path, ours = folders.make(tmp_path, 'switch')
   assert Architecture.from_shapes(ours) == HuggingFaceFolder(path).architecture
+
+
+def test_large_tensors_in_a_store_are_read_in_parts(tmp_path, store, monkeypatch):
+  path, ours = folders.make(tmp_path)
+  for file in path.iterdir():
+    files.write(f'{store.root}/{file.name}', file.read_bytes())
+  monkeypatch.setattr(tensor_files, '_PART_BYTES', 1000)
+  arch = cases.BY_FAMILY['t5_1_1']
+  folders.check(store.root, ours, arch)
+  with files.path(f'{store.root}/model.safetensors').open('rb') as file:
+    content = file.read()
+  folder = HuggingFaceFolder(store.root)
+  files.write(f'{store.root}/model.safetensors', content[:-100])  # it was replaced while it was open
+  with pytest.raises(CheckpointError, match='became shorter'):
+    for name in ours:
+      folder.read_array(name)

@@ -13,6 +13,7 @@ import pytest
 import tensorstore
 
 from t5x_lite import adafactor, checkpoints, errors, optimizers, partitioning, tree_utils
+from t5x_lite import files as stores_files
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.sources import t5x_index
@@ -63,6 +64,43 @@ def test_only_the_wanted_arrays_are_read(copy):
   assert list(source.read({NORM: (np.float32, None)})) == [NORM]
   with pytest.raises(errors.CheckpointDamagedError, match='token_embedder.embedding/.zarray is missing'):
     source.read_array(TABLE)
+
+
+def test_a_checkpoint_in_a_store_is_read_and_damage_is_found(unpacked, store):
+  sample, root = unpacked['t5x'] / 'checkpoint_7', f'{store.root}/checkpoint_7'
+  for name, content in files(sample).items():
+    stores_files.write(f'{root}/{name}', content)
+  source, local = checkpoints.open_source(root), checkpoints.open_source(sample)
+  source.verify()
+  assert source.format == 't5x' and source.step == 7 and source.shapes() == local.shapes()
+  values = read_all(local)
+  for name, value in read_all(source).items():
+    np.testing.assert_array_equal(value, values[name], err_msg=name)
+  # A listing for each .zarray at most, and one for all chunks.
+  assert store.proxy.count(operation='list') < len(samples.read_chunks(sample)) + 15
+  chunk = stores_files.path(root) / 'target.token_embedder.embedding/0.0'
+  content = chunk.read_bytes()
+  chunk.unlink()
+  # The listing is that of `verify`, and zarr would read a missing chunk as zeros.
+  with pytest.raises(errors.CheckpointDamagedError, match='token_embedder.embedding cannot be read'):
+    source.read_array(TABLE)
+  with pytest.raises(errors.CheckpointDamagedError, match='chunk target.token_embedder.embedding/0.0 is missing'):
+    checkpoints.open_source(root).verify()
+  stores_files.write(chunk, content)
+  with store.proxy.fault(status=503, times=1):
+    np.testing.assert_array_equal(checkpoints.open_source(root).read_array(TABLE), values[TABLE])
+
+
+def test_a_checkpoint_of_orbax_in_a_store_is_read(unpacked, store):
+  sample, root = unpacked['t5x_orbax'] / 'checkpoint_7', f'{store.root}/checkpoint_7'
+  for name, content in files(sample).items():
+    stores_files.write(f'{root}/{name}', content)
+  source, values = checkpoints.open_source(root), read_all(checkpoints.open_source(sample))
+  assert source.format == 't5x_orbax' and source.step == 7
+  found = read_all(source)
+  assert found.keys() == values.keys()
+  for name, value in found.items():
+    np.testing.assert_array_equal(value, values[name], err_msg=name)
 
 
 def test_a_round_trip_gives_the_bytes_of_t5x(unpacked, tmp_path):

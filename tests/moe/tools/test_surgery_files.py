@@ -64,6 +64,17 @@ def test_a_checkpoint_is_rewritten(source, tmp_path, capsys):
   assert surgery_files.find_checkpoint(str(tmp_path / 'new')) == new
 
 
+def test_a_checkpoint_in_a_store_is_rewritten(source, store):
+  path, old = source
+  assert _run('permute', path, f'{store.root}/new', '--permutation=3,1,0,2') == 0
+  assert _run('permute', f'{store.root}/new', f'{store.root}/back', '--permutation=2,1,3,0') == 0
+  flat = tree_utils.flatten_dict(checkpoints.load(f'{store.root}/back/checkpoint_7'))
+  for name, value in old.items():
+    np.testing.assert_array_equal(flat[name], value, err_msg=name)
+  with pytest.raises(CheckpointError, match='exists'):
+    _run('permute', path, f'{store.root}/new', '--permutation=3,1,0,2')
+
+
 def test_parameters_keep_their_dtype(tmp_path):
   state = {'target': {'mlp': {'expert': {'wi': {'kernel': np.ones((2, 4, 8), ml_dtypes.bfloat16)}}}},
            'state': {'step': np.int32(3)}}

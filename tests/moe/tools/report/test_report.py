@@ -3,6 +3,7 @@
 import builtins
 import collections
 import html.parser
+import pathlib
 import re
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from moe import __main__ as program
 from moe.tools import report
 from moe.tools.report import curves, data, figures, findings, maps, page, style
-from t5x_lite import cli
+from t5x_lite import cli, files
 from t5x_lite.errors import ConfigError, DataError
 from tests.moe.tools import recorded_runs
 
@@ -205,6 +206,19 @@ def test_the_same_numbers_give_the_same_report(tmp_path, options):
       p.name: p.read_bytes() for p in path.parent.iterdir()}
 
 
+def test_a_report_of_a_run_in_a_store(tmp_path, s3_store, capsys):
+  store = s3_store
+  recorded_runs.write(tmp_path)
+  metrics = tmp_path / 'train/metrics.jsonl'
+  files.write(f'{store.root}/train/metrics.jsonl', metrics.read_bytes())
+  assert cli.main(['report', store.root], program.PROGRAM) == 0
+  path = f'{store.root}/routing_report/train/index.html'
+  assert capsys.readouterr().out.endswith(f'{path}\n')
+  local = report.write(report.read(tmp_path), tmp_path / 'one')
+  for figure in local.parent.glob('*.png'):
+    assert files.path(path).with_name(figure.name).read_bytes() == figure.read_bytes()
+
+
 def test_one_period_of_a_dropless_run(tmp_path, capsys):
   recorded_runs.write(tmp_path, num_steps=1, drops=False, layers=('decoder/layers_0',), without=('receive_drops',),
                       writer='training_eval/task')
@@ -249,7 +263,7 @@ def test_failures_keep_existing_files(written, tmp_path, monkeypatch):
   def fail(self, target):
     raise OSError(28, 'No space left on device', str(target))
 
-  monkeypatch.setattr(page.pathlib.Path, 'replace', fail)
+  monkeypatch.setattr(pathlib.Path, 'replace', fail)
   with pytest.raises(ConfigError, match='No space left'):
     report.write(history, tmp_path)
   assert (tmp_path / 'index.html').read_text() == 'old' and not list(tmp_path.glob('*.tmp-*'))
