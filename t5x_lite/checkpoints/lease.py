@@ -8,6 +8,8 @@ process has taken it meanwhile, the owner's run ends.
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import logging
 import os
@@ -86,9 +88,10 @@ class Lease:
 
   def _take(self) -> bytes:
     """Write the object with the condition that it is missing or expired, and return its generation."""
-    seen, since = None, 0.0
+    from t5x_lite import object_store
+    seen, since, start = None, 0.0, time.monotonic()
     while True:
-      found = self._read()
+      found = object_store.retrying(self._read, self._path)
       is_there = found.state == 'value'
       if is_there and _constant_part(found.value) == self.holder:  # the answer to the write was lost
         self._valid_until = start + LEASE_SECONDS
@@ -102,7 +105,7 @@ class Lease:
         raise errors.DirectoryInUseError(self._in_use.format(holder=holder_name(found.value)))
       if not is_there or _has_ended(found.value) or time.monotonic() - since > LEASE_SECONDS:
         start = time.monotonic()
-        written = self._write(found.stamp.generation)
+        written = object_store.retrying(functools.partial(self._write, found.stamp.generation), self._path)
         if written:
           self._valid_until = start + LEASE_SECONDS
           return written
@@ -144,13 +147,19 @@ class Lease:
     try:
       return self._store.write(self._name, content, if_equal=generation).result().generation
     except ValueError as e:
-      raise OSError(None, f'the lease cannot be written: {_text(e)}', str(self._path)) from e
+      raise self._error('written', e) from e
 
   def _read(self) -> Any:
     try:
       return self._store.read(self._name).result()
     except ValueError as e:
-      raise OSError(None, f'the lease cannot be read: {_text(e)}', str(self._path)) from e
+      raise self._error('read', e) from e
+
+  def _error(self, what: str, error: ValueError) -> OSError:
+    """Return the exception for one of TensorStore, whose kind is the first word of its text."""
+    is_denied = str(error).startswith('PERMISSION_DENIED')
+    return (PermissionError if is_denied else OSError)(
+        errno.EACCES if is_denied else errno.EIO, f'the lease cannot be {what} ({_text(error)})', str(self._path))
 
 
 def read_holder(path: files.Path) -> str:
