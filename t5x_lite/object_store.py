@@ -308,7 +308,7 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
         raise StoreUnavailableError(
             errno.EIO, f'the store did not answer for {_retry_seconds:g} seconds, last error: {_text(e)}',
             str(path)) from e
-      (_logger.warning if is_first else _logger.debug)(
+      (_logger.warning if is_first and began == start else _logger.debug)(
           '%s: %s. Trying again for up to %g seconds.', path, _text(e), _retry_seconds)
       time.sleep(min(pause * random.uniform(0.5, 1), seconds_left))
       pause, is_first = min(2 * pause, _LONGEST_PAUSE), False
