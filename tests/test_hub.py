@@ -1,17 +1,18 @@
+"""Names of the hub: in the cache, downloaded from a hub on the loopback, and without a network."""
+
 import http.server
 import json
-import pathlib
 import threading
 import urllib.parse
 
 import pytest
 
 from t5x_lite import errors, files, hub
+from tests import hub_cache
 
 pytest.importorskip('huggingface_hub')
 
 _NAME = 'google/tiny'
-_COMMIT = '0123456789abcdef0123456789abcdef01234567'
 _FILES = {'config.json': b'{}', 'model.safetensors': b'weights', 'spiece.model': b'pieces'}
 _SHARDED = {'config.json': b'{}', 'tokenizer_config.json': b'{}', 'model-a.safetensors': b'a',
             'model-b.safetensors': b'b',
@@ -20,26 +21,7 @@ _SHARDED = {'config.json': b'{}', 'tokenizer_config.json': b'{}', 'model-a.safet
 
 @pytest.fixture(name='cache')
 def fixture_cache(tmp_path, monkeypatch):
-  """An empty cache of the hub, without a network."""
-  hub.local_folder.cache_clear()
-  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'cache'))
-  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
-  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS', True)
-  yield tmp_path / 'cache'
-  hub.local_folder.cache_clear()
-
-
-def add_to_cache(cache: pathlib.Path, name: str, contents: dict[str, bytes], revision: str = 'main') -> pathlib.Path:
-  """Writes a model to a cache of the hub, with its links, and returns the model's folder."""
-  root = cache / f'models--{name.replace("/", "--")}'
-  folder = root / 'snapshots' / _COMMIT
-  for directory in (folder, root / 'blobs', root / 'refs'):
-    directory.mkdir(parents=True, exist_ok=True)
-  (root / 'refs' / revision).write_text(_COMMIT)
-  for number, (file, content) in enumerate(contents.items()):
-    (root / 'blobs' / str(number)).write_bytes(content)
-    (folder / file).symlink_to(f'../../blobs/{number}')
-  return folder
+  return hub_cache.use(tmp_path / 'cache', monkeypatch)
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -63,12 +45,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     path = urllib.parse.unquote(self.path.partition('?')[0])
     contents = self.server.contents
     if path.startswith(f'/api/models/{_NAME}/revision/'):
-      found = json.dumps({'id': _NAME, 'sha': _COMMIT, 'siblings': []}).encode()
+      found = json.dumps({'id': _NAME, 'sha': hub_cache.COMMIT, 'siblings': []}).encode()
     elif path.startswith(f'/api/models/{_NAME}/tree/'):
       found = json.dumps([{'type': 'file', 'path': file, 'size': len(content), 'oid': f'{i:040}'}
                           for i, (file, content) in enumerate(contents.items())]).encode()
     else:
-      file = path.removeprefix(f'/{_NAME}/resolve/{_COMMIT}/')
+      file = path.removeprefix(f'/{_NAME}/resolve/{hub_cache.COMMIT}/')
       found = contents.get(file)
       if found is not None and self.command == 'GET':
         self.server.requested.append(file)
@@ -76,7 +58,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if found is None:
       self.send_header('X-Error-Code', 'RepoNotFound')
     self.send_header('ETag', f'"{path.rpartition("/")[2]}"')
-    self.send_header('X-Repo-Commit', _COMMIT)
+    self.send_header('X-Repo-Commit', hub_cache.COMMIT)
     self.send_header('Content-Length', str(len(found or b'')))
     self.end_headers()
     if self.command == 'GET':
@@ -98,16 +80,16 @@ def fixture_server(cache, monkeypatch):
   server.server_close()
 
 
-@pytest.mark.parametrize('name', [_NAME, f'{_NAME}@main', f'{_NAME}@{_COMMIT}', f'{_NAME}/'])
+@pytest.mark.parametrize('name', [_NAME, f'{_NAME}@main', f'{_NAME}@{hub_cache.COMMIT}', f'{_NAME}/'])
 def test_a_name_is_the_folder_in_the_cache(cache, name):
-  folder = add_to_cache(cache, _NAME, _FILES)
+  folder = hub_cache.add(cache, _NAME, _FILES)
   path = files.path(f'hf://{name}')
   assert path == folder and (path / 'model.safetensors').read_bytes() == b'weights'
   assert not files.is_remote(f'hf://{name}') and files.real_path(f'hf://{name}') == str(folder)
 
 
 def test_old_names_have_no_owner(cache):
-  folder = add_to_cache(cache, 't5-small', _SHARDED)
+  folder = hub_cache.add(cache, 't5-small', _SHARDED)
   assert files.path('hf://t5-small') == folder
 
 
@@ -123,21 +105,21 @@ def test_only_the_needed_files_are_downloaded_once(server, cache, contents):
 
 
 def test_an_interrupted_download_is_completed(server, cache):
-  add_to_cache(cache, _NAME, {'config.json': b'{}', 'spiece.model': b'pieces'})
+  hub_cache.add(cache, _NAME, {'config.json': b'{}', 'spiece.model': b'pieces'})
   server.contents = _FILES
   assert (files.path(f'hf://{_NAME}') / 'model.safetensors').read_bytes() == b'weights'
 
 
 def test_weights_without_a_tokenizer_are_used_without_a_network(cache):
   contents = {name: _FILES[name] for name in ('config.json', 'model.safetensors')}
-  folder = add_to_cache(cache, _NAME, contents)
+  folder = hub_cache.add(cache, _NAME, contents)
   assert files.path(f'hf://{_NAME}') == folder
 
 
 @pytest.mark.parametrize('cached', [{}, {'config.json': b'{}'}])
 def test_a_missing_model_is_explained_without_a_network(cache, cached):
   if cached:
-    add_to_cache(cache, _NAME, cached)
+    hub_cache.add(cache, _NAME, cached)
   with pytest.raises(errors.CheckpointError, match='hf download google/tiny --revision v1 --local-dir tiny') as error:
     files.path(f'hf://{_NAME}@v1')
   assert 'not in the cache' in str(error.value) and '\n' not in str(error.value)

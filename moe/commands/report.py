@@ -1,8 +1,8 @@
 """`python -m moe report`: write a page and plots about the routing of a run."""
 
 import argparse
-import pathlib
 
+from t5x_lite import files
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ExitCode
 
@@ -22,7 +22,7 @@ def _run(arguments: argparse.Namespace) -> int:
   from moe.tools import report
   from moe.tools.report import findings
   history = report.read(arguments.run, arguments.writer)
-  out = pathlib.Path(arguments.run) / _FOLDER / arguments.writer if arguments.out is None else arguments.out
+  out = files.path(arguments.run) / _FOLDER / arguments.writer if arguments.out is None else arguments.out
   path = report.write(history, out)
   for finding in findings.findings(history, findings.layer_states(history)):
     print(f'{finding.title}: {finding.text}')

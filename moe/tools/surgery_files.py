@@ -12,6 +12,7 @@ import numpy as np
 from moe.tools import surgery
 from t5x_lite import checkpoints
 from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite import summaries
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import discovery
@@ -39,10 +40,11 @@ def check_output(path: str) -> None:
 
   Raises:
     CheckpointError: the folder exists.
-    ConfigError: the path is not local.
+    ConfigError: the path is neither local nor in an object store.
   """
-  discovery.check_local_path(path, 'output')
-  if os.path.lexists(path):
+  discovery.check_path(path, 'output')
+  found = files.path(path)
+  if found.exists() or found.is_symlink():
     raise errors.CheckpointError(f'{path!r} exists. Give the path of a new model directory.')
 
 
@@ -71,7 +73,7 @@ def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str
   flat = tree_utils.flatten_dict(result)
   step = found.step if found is not None else int(np.asarray(flat['state/step']))
   metadata = dict(found.metadata) if found is not None else {}
-  metadata['surgery'] = [*metadata.get('surgery', []), {'of': os.path.abspath(source), 'what': what}]
+  metadata['surgery'] = [*metadata.get('surgery', []), {'of': str(files.path(source).absolute()), 'what': what}]
   save_cfg = checkpoints.SaveCheckpointConfig(dtype=_float_dtype(flat))
   with checkpoints.CheckpointManager(output, save_cfg=save_cfg) as manager:
     manager.save(step, result, data_state=_data_state(source, found), metadata=metadata)
@@ -93,7 +95,7 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
     CheckpointError: no recorded load, or loads of other layers or numbers of experts.
   """
   path = os.path.join(run, 'train', summaries.METRICS_FILE)
-  found = summaries.read_arrays(path) if os.path.isfile(path) else []
+  found = summaries.read_arrays(path) if files.path(path).is_file() else []
   lines = [line for line in found if any(name.endswith(_LOAD) for name in line)][-last:]
   result = {}
   for layer, num_experts in layers.items():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from t5x_lite import errors, multihost
+from t5x_lite import errors, files, multihost
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import discovery, manifest, sources
 
@@ -105,7 +105,7 @@ def get_first_valid_restore_config_and_paths(
 def _below(path: str, mode: str) -> list[str]:
   """Return the checkpoints that mode 'latest' or 'all' selects for `path`."""
   stored_as = sources.detect_format(path)
-  if discovery.is_checkpoint_dir_name(path) and os.path.isdir(path):
+  if discovery.is_checkpoint_dir_name(path) and files.path(path).is_dir():
     if stored_as == sources.HuggingFaceSource.format:
       return [path]
     raise errors.CheckpointError(

@@ -66,23 +66,38 @@ class Spool:
 
     Raises:
       OSError: e.g. the disk is full.
+      CheckpointError: another process could not write its part.
     """
     here = commit.new_save(self.folder, pending.step, pending.attempt, arrays=pending.arrays, metadata=pending.metadata,
                            metrics=pending.metrics, has_data_state=pending.has_data_state)
-    if multihost.is_lead():
-      commit.begin(here)
-    barrier_fn('spool')
-    write_fn(here.temporary)
-    commit.mark_part_written(here)
-    barrier_fn('spooled')
-    if multihost.is_lead():
-      commit.commit(here)
-      self._write_unwritten()
-      for step in discovery.all_steps(self.folder):
-        if step != pending.step:
-          discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
-      files.remove(self.folder / f'{pending.final.name}-{pending.attempt}.failed')
+    failed = None
+
+    def write_part():
+      write_fn(here.temporary)
+      commit.mark_part_written(here)
+
+    # A process that fails reaches each barrier too; otherwise the others would wait for it.
+    for name, fn, is_for_lead in (('begun', lambda: commit.begin(here), True), ('parts', write_part, False),
+                                  ('kept', lambda: self._commit(here), True)):
+      if failed is None and (multihost.is_lead() or not is_for_lead):
+        try:
+          fn()
+        except (OSError, errors.CheckpointError) as e:
+          failed = e
+      barrier_fn(f'spool {name}')
+    if failed is None and not here.final.exists():
+      failed = errors.of_other_process(errors.CheckpointError('another process could not write its part'))
+    if failed is not None:
+      raise failed
     return here.final
+
+  def _commit(self, here: commit.PendingCheckpoint) -> None:
+    commit.commit(here)
+    self._write_unwritten()
+    for step in discovery.all_steps(self.folder):
+      if step != here.step:
+        discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
+    files.remove(self.folder / f'{here.final.name}-{here.attempt}.failed')
 
   def clear(self) -> None:
     """Remove everything that was kept, after a later save in the store."""

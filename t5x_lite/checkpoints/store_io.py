@@ -7,6 +7,7 @@ writes a database (OCDBT) of its own, and `merge` makes one of them.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -95,10 +96,11 @@ def merge(directory: files.Path) -> None:
   if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
     return
   import tensorstore  # takes 0.1 s
+  context = _context(directory)  # only databases of one context can be copied to each other
   with _explained(directory):
-    target = tensorstore.KvStore.open(_database(directory, 0, 1), context=_context(directory)).result()
+    target = tensorstore.KvStore.open(_database(directory, 0, 1), context=context).result()
     with tensorstore.Transaction() as transaction:
-      copies = [tensorstore.KvStore.open(_database(directory, i, num_processes), context=_context(directory)).result()
+      copies = [tensorstore.KvStore.open(_database(directory, i, num_processes), context=context).result()
                 .experimental_copy_range_to(target.with_transaction(transaction)) for i in range(num_processes)]
       for copy in copies:
         copy.result()
@@ -343,4 +345,5 @@ class _explained:
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     if isinstance(error, ValueError | RuntimeError | NotImplementedError):
-      raise OSError(None, ' '.join(str(error).split())[:500], str(self._directory)) from error
+      text = ' '.join(str(error).partition('[tensorstore_spec')[0].split())[:500]
+      raise OSError(errno.EIO, text, str(self._directory)) from error

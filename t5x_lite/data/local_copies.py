@@ -75,7 +75,7 @@ def _copy(source: files.Path, target: pathlib.Path, version: str) -> None:
 
 
 def _folder() -> pathlib.Path:
-  """Return the folder of the copies of this process; it is made and locked first, and those of dead processes removed."""
+  """Return the folder of the copies of this process; the first call makes it, and removes those of dead processes."""
   if not _folders:
     for left in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
       with contextlib.suppress(OSError):  # Locked by another process.

@@ -117,8 +117,9 @@ def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
     case vocabularies.SentencePieceVocabulary():
       _, path, extra_ids, reverse_extra_ids = vocabulary.identity
       if path.startswith('s3://'):
-        raise checks.invalid('SentencePieceVocabulary', 'sentencepiece_model_file', 'a local file or in gs:// for seqio, '
-                             'whose TensorFlow has no s3://', path, 'Copy it to a disk.')
+        raise checks.invalid(
+            'SentencePieceVocabulary', 'sentencepiece_model_file',
+            'a local file or in gs:// for seqio, whose TensorFlow has no s3://', path, 'Copy it to a disk.')
       return seqio.SentencePieceVocabulary(path, extra_ids, reverse_extra_ids=reverse_extra_ids)
   raise ConfigError('Preprocessors of tf.data need a seqio vocabulary, and seqio has no vocabulary equal to '
                     f'{vocabulary!r}. Use a vocabulary of seqio, or write the preprocessors in plain Python '

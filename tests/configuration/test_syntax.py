@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from t5x_lite import files
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
@@ -132,9 +133,9 @@ def test_search_order(tmp_path):
 
 
 def test_packaged_files_are_found_from_anywhere():
-  files = gin_syntax.packaged_files()
-  assert files
-  for name in files:
+  names = gin_syntax.packaged_files()
+  assert names
+  for name in names:
     assert gin_syntax.find_file(name) == gin_syntax.packaged_folder() / name
     assert gin_syntax.find_file(f'gin/{name}') == gin_syntax.packaged_folder() / name
 
@@ -143,6 +144,23 @@ def test_missing_file_lists_where_and_suggests():
   with pytest.raises(ConfigError, match=re.escape("The gin file 'modl.gin' does not exist")) as caught:
     gin_syntax.find_file('modl.gin', ['extra'])
   assert 'extra' in str(caught.value)
+
+
+def test_files_in_stores(store):
+  for name, text in {'outer.gin': "include 'sibling.gin'\ninclude '../base.gin'\ninclude 'model.gin'\n",
+                     'sibling.gin': 'STEPS = 3\n', '../base.gin': 'WIDTH = 4\n'}.items():
+    files.write((files.path(store.root) / 'gin' / name).resolve(), text)
+  loaded = cases.load(defaults=('MODEL_DIR=x',), files=('run.gin', f'{store.root}/gin/outer.gin'))
+  assert loaded.call()['total_steps'] == 3
+  gin_syntax.check_search_paths([f'{store.root}/gin'])
+  assert str(gin_syntax.find_file('sibling.gin', [f'{store.root}/gin'])) == f'{store.root}/gin/sibling.gin'
+  with pytest.raises(ConfigError, match="/siblin.gin' does not exist in .*/gin. Did you mean 'sibling.gin'"):
+    gin_syntax.find_file(f'{store.root}/gin/siblin.gin')
+  with pytest.raises(ConfigError, match='must be existing folders'):
+    gin_syntax.check_search_paths([f'{store.root}/none'])
+  files.write(f'{store.root}/loop.gin', "include 'loop.gin'")
+  with pytest.raises(ConfigError, match='includes itself'):
+    gin_syntax.read_file(f'{store.root}/loop.gin')
 
 
 def test_rewrite_gin_args_text_is_gin():

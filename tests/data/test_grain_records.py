@@ -10,7 +10,9 @@ import msgpack
 import numpy as np
 import pytest
 
+from t5x_lite import cli
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite.errors import ConfigError, DataError
 
 if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
@@ -87,3 +89,18 @@ def test_script_converts_json_lines(tmp_path, monkeypatch, capsys):
   with pytest.raises(SystemExit) as stop:
     runpy.run_path(script, run_name='__main__')
   assert stop.value.code == 2 and 'must be a new file' in capsys.readouterr().err
+
+
+def test_array_records_in_stores(store, capsys):
+  files.write(f'{store.root}/d/a.jsonl', '{"inputs": "a", "targets": "b"}\n' * 70)
+  argv = ['jsonl_to_array_record', f'{store.root}/d/a.jsonl', f'{store.root}/d/a.array_record']
+  assert cli.main(argv) == 0 and 'Wrote 70 records' in capsys.readouterr().out
+  assert store.names() == ['d/a.array_record', 'd/a.jsonl']
+  assert cli.main(argv) == 2 and 'must be a new file' in capsys.readouterr().err
+  tasks = [cases.make_task(f'{store.root}/d/a.{suffix}', format) for suffix, format in (
+      ('jsonl', 'jsonl'), ('array_record', 'array_record'))]
+  batches = [next(cases.open(cases.make_cfg(task, num_workers=workers))) for task, workers in zip(tasks, (0, 1))]
+  for name in batches[0]:
+    np.testing.assert_array_equal(batches[0][name], batches[1][name])
+  with pytest.raises(DataError, match=f"'{store.root}/d/a.jsonl' is not a complete array record file"):
+    grain_records.ArrayRecords([f'{store.root}/d/a.jsonl'])

@@ -4,6 +4,8 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite.data import records
 
 
 @pytest.mark.parametrize('content, message', [
@@ -23,3 +25,21 @@ def test_read_tsv(tmp_path):
   assert data.read_tsv(path, num_fields=2) == data.read_tsv(str(path))
   with pytest.raises(errors.DataError, match="Cannot read '.*none'"):
     data.read_tsv(tmp_path / 'none')
+
+
+def test_files_in_stores(store):
+  for name in ('a/train-1.jsonl', 'a/train-0.jsonl', 'a/b/c/train-2.jsonl', 'a/other.jsonl'):
+    files.write(f'{store.root}/{name}', '\n{"inputs": "%s"}\n' % name)
+  found = [f'{store.root}/a/train-{number}.jsonl' for number in range(2)]
+  assert records.find_files(f'{store.root}/a/train-*.jsonl', 'x') == found
+  assert records.find_files(f'{store.root}/?/train-[1].jsonl', 'x') == found[1:]
+  assert records.find_files(f'{store.root}/**/train-*.jsonl', 'x') == [f'{store.root}/a/b/c/train-2.jsonl', *found]
+  with pytest.raises(errors.DataError, match=f'no file matches .{store.root}/a/train.jsonl.. Write'):
+    records.find_files(f'{store.root}/a/train.jsonl', 'x')
+  lines = records.JsonLines(found)
+  assert lines.read([1]) == [b'{"inputs": "a/train-1.jsonl"}'] and lines.where(1) == f'{found[1]}, line 2'
+  files.write(f'{store.root}/bad.jsonl', '{"inputs": 1}\nx\n')
+  with pytest.raises(errors.DataError, match=f'{store.root}/bad.jsonl, line 2 must be one JSON object'):
+    records.JsonLines([f'{store.root}/bad.jsonl'])
+  files.write(f'{store.root}/a.tsv', 'a\tb\r\n')
+  assert data.read_tsv(f'{store.root}/a.tsv') == [('a', 'b')]

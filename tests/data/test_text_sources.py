@@ -11,6 +11,7 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite.data import text_sources
 from tests.apps.infer import toy_infer
 
@@ -228,3 +229,14 @@ def test_a_task_of_files_gives_its_records_as_its_seed_makes_them(tmp_path, sour
       assert example.row['inputs'].tolist() == [*_BYTES.encode(text), 1]  # text and ids are of one draw
     found.append([example.fields['inputs_pretokenized'] for example in examples])
   assert found[0] != found[1] and [text[0] for text in found[0]] == ['b', 'c']
+
+
+def test_a_file_in_a_store(store):
+  files.write(f'{store.root}/in.txt', 'one\n\ntwo\xc2\x85\n')
+  source = _open(f'{store.root}/in.txt')
+  assert (source.name, source.num_examples) == ('in', 3) and _inputs(source) == ['one', '', 'two\xc2\x85']
+  files.write(f'{store.root}/in.txt', 'two\n')
+  with pytest.raises(errors.DataError, match='was changed while it was read'):
+    list(source.records())
+  with pytest.raises(errors.DataError, match=r"/im.txt' cannot be read: No such file .*Did you mean 'in.txt'"):
+    _open(f'{store.root}/im.txt')

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
 from t5x_lite.data import builtin_tasks, corpora, tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError
@@ -38,12 +39,12 @@ def model_file_with_sentinels(tmp_path_factory):
   return _train(tmp_path_factory.mktemp('pieces') / 'y.model', user_defined_symbols=pieces)
 
 
-def _folder(path, model_file=None, **files):
+def _folder(path, model_file=None, **json_files):
   """Makes a folder of the model file and of JSON files by the names of their stems."""
   path.mkdir(exist_ok=True)
   if model_file is not None:
     shutil.copy(model_file, path / 'spiece.model')
-  for stem, value in files.items():
+  for stem, value in json_files.items():
     (path / f'{stem}.json').write_text(value if isinstance(value, str) else json.dumps(value))
   return str(path)
 
@@ -294,3 +295,20 @@ def test_invalid_tokenizers(tmp_path, model_file):
   with pytest.raises(ConfigError, match='must contain spiece.model'):
     (tmp_path / 'empty').mkdir()
     write(tmp_path / 'empty')
+
+
+def test_a_folder_in_a_store(store, tmp_path, model_file):
+  for name, content in {'spiece.model': model_file.read_bytes(), 'config.json': '{"model_type": "umt5"}'}.items():
+    files.write(f'{store.root}/sp/{name}', content)
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(f'{store.root}/sp')
+  assert vocabulary == data.SentencePieceVocabulary(f'{store.root}/sp/spiece.model', 300)
+  assert vocabulary.vocab_size == 500
+  files.write(f'{store.root}/json/tokenizer.json', json.dumps(_tokenizer_json(model_file)))
+  files.write(f'{store.root}/json/tokenizer_config.json', '{"extra_ids": 7}')
+  tokenizer_folders.write_sentencepiece_model(f'{store.root}/json')
+  assert tokenizer_folders.hugging_face_vocabulary(f'{store.root}/json').vocab_size == 207
+  with pytest.raises(ConfigError, match='must be an existing Hugging Face folder'):
+    tokenizer_folders.hugging_face_vocabulary(f'{store.root}/none')
+  if store.kind == 's3':
+    with pytest.raises(ConfigError, match='TensorFlow has no s3://'):
+      tokenizer_folders.hugging_face_vocabulary(f'{store.root}/sp', library='seqio')

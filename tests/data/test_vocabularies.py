@@ -7,6 +7,8 @@ import pickle
 import pytest
 
 from t5x_lite import data
+from t5x_lite import files
+from t5x_lite import object_store
 from t5x_lite.data import text_examples, vocabularies
 from t5x_lite.errors import ConfigError
 
@@ -112,3 +114,22 @@ def test_sentencepiece_without_its_file_or_package(tmp_path, monkeypatch):
   monkeypatch.setitem(__import__('sys').modules, 'sentencepiece', None)
   with pytest.raises(ConfigError, match=r'needs the packages sentencepiece.*pip install sentencepiece protobuf'):
     data.SentencePieceVocabulary('x.model').encode('a')
+
+
+def test_sentencepiece_in_a_store(store, model_file):
+  files.write(f'{store.root}/x.model', pathlib.Path(model_file).read_bytes())
+  vocabulary = data.SentencePieceVocabulary(f'{store.root}/x.model', extra_ids=10)
+  assert vocabulary.encode('a dict') == data.SentencePieceVocabulary(model_file, extra_ids=10).encode('a dict')
+  assert data.same_vocabulary(vocabulary, pickle.loads(pickle.dumps(vocabulary)))
+  with pytest.raises(ConfigError, match=r'readable sentencepiece model \(No such file.*Set --gin.VOCABULARY_FILE'):
+    _ = data.SentencePieceVocabulary(f'{store.root}/y.model').vocab_size
+
+
+def test_a_store_without_its_package_names_the_extra(monkeypatch):
+  def fail(*args, **kwargs):
+    raise ImportError('No module named gcsfs')
+
+  object_store._file_system.cache_clear()
+  monkeypatch.setattr(object_store.fsspec, 'filesystem', fail)
+  with pytest.raises(ConfigError, match=r'gcsfs.*t5x_lite\[gcs\].*Set --gin.VOCABULARY_FILE to a local copy'):
+    _ = data.SentencePieceVocabulary('gs://t5-data/vocabs/cc_all.32000/sentencepiece.model').vocab_size

@@ -10,8 +10,10 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite import gin_utils
 from t5x_lite import models
+from t5x_lite import notebook
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import summaries
@@ -20,6 +22,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.interactive import model as lib
 from t5x_lite.networks import t5
+from tests.apps.common import cloze_run
 from tests.networks import network_cases as cases
 
 VOCABULARY = data.ByteVocabulary(extra_ids=125)
@@ -326,4 +329,16 @@ def test_gin_files_for_the_commands(trained, tmp_path, kind):
   else:
     restore = configuration.argument('restore_checkpoint_cfg')
   assert (restore.path, restore.mode) == made.checkpoint
+  gin.clear_config()
+
+
+def test_a_run_in_a_store(store):
+  folder = f'{store.root}/run'
+  cloze_run.save(files.path(folder), {'inputs': 16, 'targets': 4})
+  model = notebook.open_run(folder, batch_size=2)
+  assert model.output_dir == f'{folder}-interactive' and model.step == 5
+  model.save_checkpoint()
+  saved = f'{model.output_dir}/checkpoint_5'
+  assert notebook.open_run(folder, checkpoint_path=saved, restore_mode='specific').step == 5
+  assert 'run-interactive/model-info.txt' in store.names()
   gin.clear_config()

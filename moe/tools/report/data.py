@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe import metrics as moe_metrics
+from t5x_lite import files
 from t5x_lite import summaries
 from t5x_lite.errors import DataError, did_you_mean
 
@@ -77,7 +77,7 @@ class History:
     wall_times: float64 [2], times of the first and the last write, in seconds since the epoch.
   """
 
-  run: pathlib.Path
+  run: files.Path
   writer: str
   steps: np.ndarray
   layers: Sequence[Layer]
@@ -122,20 +122,20 @@ def read(model_dir: str | os.PathLike[str], writer: str = 'train') -> History:
   Raises:
     DataError: the run, the writer or metrics of experts are missing.
   """
-  run = pathlib.Path(model_dir)
-  files = summaries.metrics_files(run)
-  if not files:
+  run = files.path(model_dir)
+  found = summaries.metrics_files(run)
+  if not found:
     raise DataError(summaries.no_metrics_message(run))
-  if writer not in files:
+  if writer not in found:
     raise DataError(f'`report.writer` must be a writer of {str(model_dir)!r}, got {writer!r}.'
-                    f'{did_you_mean(writer, files)}')
-  rows = _merge(summaries.read_metrics(files[writer]), summaries.read_arrays(files[writer]))
+                    f'{did_you_mean(writer, found)}')
+  rows = _merge(summaries.read_metrics(found[writer]), summaries.read_arrays(found[writer]))
   keys = {name: match.groups() for row in rows.values() for name in row
           if (match := _LAYER_METRIC.fullmatch(name)) is not None}
   with_load = sorted({(stack, int(index)) for stack, index, what in keys.values() if what == 'load'},
                      key=lambda key: (key[0] != 'encoder', key))
   if not with_load:
-    raise DataError(_nothing_about_experts(model_dir, writer, files))
+    raise DataError(_nothing_about_experts(model_dir, writer, found))
   # The file may have other lines, without routing.
   rows = {step: row for step, row in sorted(rows.items()) if any(name in keys for name in row)}
   return History(
@@ -152,9 +152,9 @@ def _merge(numbers: Sequence[Mapping[str, Any]], arrays: Sequence[Mapping[str, A
   return rows
 
 
-def _nothing_about_experts(model_dir, writer, files) -> str:
+def _nothing_about_experts(model_dir, writer, found) -> str:
   others = []
-  for name, path in files.items():
+  for name, path in found.items():
     if name != writer and any(_LAYER_METRIC.fullmatch(key) for row in summaries.read_arrays(path) for key in row):
       others.append(name)
   if others:

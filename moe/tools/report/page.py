@@ -3,7 +3,6 @@
 import datetime
 import html
 import os
-import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -75,7 +74,7 @@ footer { margin-top: 3rem; border-top: 1px solid var(--grid); padding-top: .8rem
 """
 
 
-def write(history: History, folder: str | os.PathLike[str]) -> pathlib.Path:
+def write(history: History, folder: str | os.PathLike[str]) -> files.Path:
   """Write the report into a folder, and keep the other files of the folder.
 
   Each file is replaced atomically, the page last. Figures of an earlier report that this report lacks are deleted.
@@ -92,14 +91,14 @@ def write(history: History, folder: str | os.PathLike[str]) -> pathlib.Path:
   """
   drawn = figures.draw(history)
   text = page(history, drawn)
-  folder = pathlib.Path(folder)
+  folder = files.path(folder)
   try:
     folder.mkdir(parents=True, exist_ok=True)
     for figure in drawn:
       files.write(folder / f'{figure.name}.png', figure.png, durable=False)
     files.write(folder / PAGE, text, durable=False)
     for name in figures.NAMES - {figure.name for figure in drawn}:
-      (folder / f'{name}.png').unlink(missing_ok=True)
+      files.remove(folder / f'{name}.png')
   except OSError as error:
     raise ConfigError(f'Cannot write the report to {str(folder)!r}: {error.strerror}. Choose another folder '
                       '(--out).') from error
@@ -175,7 +174,7 @@ def _run_facts(history: History) -> Iterator[tuple[str, str]]:
       yield label, f'{float(history.at_end(history.totals[name])):.4g}'
 
 
-def gin_settings(run: pathlib.Path) -> list[tuple[str, str]]:
+def gin_settings(run: files.Path) -> list[tuple[str, str]]:
   """Return (name, value) of the routing settings in the run's config.gin that fit on one line."""
   path = run / 'config.gin'
   if not path.is_file():

@@ -1,4 +1,7 @@
-"""Atomic writing of output folders of `export` and `convert`: a temporary folder that is renamed when complete."""
+"""Atomic writing of output folders of `export` and `convert`: a temporary folder that is renamed when complete.
+
+An object store has no rename: there, the file that makes a folder valid is written last.
+"""
 
 from collections.abc import Iterator
 import contextlib
@@ -19,38 +22,41 @@ _logger = logging.getLogger(__name__)
 # Part of the names of temporary folders.
 INFIX = '-being-written-'
 _FORMER = '-replaced'
-_STORES = ('gs://', 's3://')
 
 
-def directory(remedy: str, *, in_stores: bool = False) -> checks.Expectation:
-  """Expect the path of a directory, which need not exist.
-
-  Args:
-    remedy: end of the error message.
-    in_stores: whether it may be in an object store.
-  """
+def directory(remedy: str) -> checks.Expectation:
+  """Expect the path of a directory, which need not exist; `remedy` ends the error message."""
+  stores = tuple(f'{scheme}://' for scheme in files.STORES)
 
   def is_path(value: Any) -> bool:
     try:
       return isinstance(value, str) and bool(value.strip().encode()) and (
-          '://' not in value or in_stores and value.startswith(_STORES))
+          '://' not in value or value.startswith(stores))
     except UnicodeEncodeError:  # The locale could not decode the bytes of the path.
       return False
 
-  kind = 'directory, local or in a store (gs://, s3://)' if in_stores else 'local directory'
-  return checks.Expectation(f'the path of a {kind}, encodable in UTF-8', is_path, remedy)
+  return checks.Expectation(
+      f'the path of a directory on a disk or in an object store ({" or ".join(stores)}), encodable in UTF-8', is_path,
+      remedy)
 
 
 @contextlib.contextmanager
-def replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yield a temporary folder next to `target` that replaces `target` when the context ends without an error.
+def replacing(target: files.Path, *, last: str) -> Iterator[pathlib.Path]:
+  """Yield a temporary folder that replaces `target` when the context ends without an error.
 
-  Leftovers of killed processes are removed; a lock that ends with its process distinguishes them from the folders of
-  running processes.
+  It is next to `target`. Leftovers of killed processes are removed; a lock that ends with its process distinguishes
+  them from the folders of running processes. For an object store it is in the folder of temporary files; the former
+  files are removed before the new ones are uploaded.
 
   Args:
     target: folder to write; its parent must exist.
+    last: name of the file that makes the folder valid.
   """
+  if files.is_remote(target):
+    from t5x_lite import object_store
+    with object_store.uploaded_folder(target, last=last) as temporary:
+      yield temporary
+    return
   with _temporary_folder(target) as temporary:
     yield temporary
     os.chmod(temporary, 0o755)
@@ -59,10 +65,11 @@ def replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def creating(target: pathlib.Path) -> Iterator[pathlib.Path]:
+def creating(target: files.Path) -> Iterator[files.Path]:
   """Yield the path of a folder to create; it is renamed to `target` when the context ends without an error.
 
-  For writers that create the folder themselves. Leftovers of killed processes are removed.
+  For writers that create the folder themselves. Leftovers of killed processes are removed. In an object store it is
+  `target` itself: the writers write the file that makes a folder valid last, and remove what they wrote before an error.
 
   Args:
     target: final path, which must not exist; missing parents are created.
@@ -70,6 +77,9 @@ def creating(target: pathlib.Path) -> Iterator[pathlib.Path]:
   Raises:
     CheckpointError: another process has created `target` in the meantime.
   """
+  if files.is_remote(target):
+    yield target
+    return
   parents = [folder for folder in target.parents if not folder.exists()]
   target.parent.mkdir(parents=True, exist_ok=True)
   try:
@@ -109,8 +119,10 @@ def _temporary_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     raise
 
 
-def remove_leftovers(target: pathlib.Path) -> None:
+def remove_leftovers(target: files.Path) -> None:
   """Remove temporary folders of killed writers of `target`; restore a folder that was about to be replaced."""
+  if files.is_remote(target):  # they were in folders of temporary files
+    return
   prefix = f'.{target.name}{INFIX}'
   left = [path for path in target.parent.iterdir() if path.name.startswith(prefix)] if target.parent.is_dir() else []
   # In reverse order, the replaced folder comes before its replacement, whose lock covers both.

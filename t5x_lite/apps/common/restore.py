@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import logging
-import os
 from typing import Any, NamedTuple
 
 import jax
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import optimizers
@@ -101,7 +101,7 @@ def restore_for_inference(
     if step is not None and is_done(start.path, step):
       continue
     start_initializer = initializer
-    is_there = start.path is None or (step is not None and os.path.isdir(start.path))
+    is_there = start.path is None or (step is not None and files.path(start.path).is_dir())
     if cfg is not None and (cfg.mode != 'all' or is_there):
       shape = initializer.global_train_state_shape
       paths = dict.fromkeys(path for builder in start.chain for path in builder.paths_of_model)
@@ -183,7 +183,7 @@ def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) 
 
 def _check_path(path: str, mode: str) -> None:
   """Raise if `mode` is 'specific' and `path` is a run directory."""
-  if mode == 'specific' and os.path.isdir(path):
+  if mode == 'specific' and files.path(path).is_dir():
     steps = checkpoints.all_steps(path, require_manifest=False)
     if steps:
       raise CheckpointError(
@@ -204,7 +204,7 @@ def _restore_each(todo, axes, partitioner, model, init_rng, cfg, is_done) -> Ite
   damaged = []
   for start, known_step, initializer in todo:
     if cfg is not None and cfg.mode == 'all' and start.path is not None:
-      if not multihost.broadcast_from_lead(os.path.isdir(start.path)):
+      if not multihost.broadcast_from_lead(files.path(start.path).is_dir()):
         _logger.warning('Skipping the checkpoint %s, which has been deleted in the meantime.', start.path)
         continue
     # Without `fallback_to_scratch`, all parameters must be restored; builders may initialise parts of them.

@@ -92,7 +92,7 @@ def check_model_dir(owner: str, option: str, model_dir: str) -> None:
     ConfigError: the path is empty, is not encodable in UTF-8, or has a file where a metrics folder must be.
   """
   checks.check(owner, {option: model_dir}, **{
-      option: output_folder.directory('Set MODEL_DIR to the directory of this run.', in_stores=True)})
+      option: output_folder.directory('Set MODEL_DIR to the directory of this run.')})
   if files.is_remote(model_dir):  # a store has no folders
     return
   for path in (os.path.join(model_dir, name) for name in summaries.WRITER_FOLDERS):

@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.description, parser.epilog = _DESCRIPTION, _EPILOG
   parser.add_argument('source', metavar='SOURCE',
-                      help='folder with weights, or a run directory, of which the newest sound checkpoint is converted')
+                      help='folder with weights, on a disk or in an object store (gs://, s3://); a run directory, of which the '
+                      'newest sound checkpoint is converted; or a model of the Hugging Face hub, hf://OWNER/NAME')
   parser.add_argument('output', metavar='OUTPUT',
                       help='path of the result, which must not exist: a Hugging Face folder, or a run directory with '
                       'one checkpoint_<step>')
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help='t5_1_0, t5_1_1, mt5, umt5, byt5 or switch; default: detected from the network and its '
                       'vocabulary size')
   folder.add_argument('--tokenizer', metavar='PATH',
-                      help='tokenizer to copy: a sentencepiece model such as spiece.model, or a Hugging Face folder; '
+                      help='tokenizer to copy: a sentencepiece model such as spiece.model, a Hugging Face folder or hf://OWNER/NAME; '
                       'default: that of a Hugging Face SOURCE')
   folder.add_argument('--max_shard_size', type=parse_num_bytes, metavar='SIZE',
                       help='maximum size of a file of weights, e.g. 500MB; default: 5GB')

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 import dataclasses
 import os
-import pathlib
 import tempfile
 
 import numpy as np
 
+from t5x_lite import files
 from t5x_lite.apps.convert.plan import PARAMS, StatePlan
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
@@ -43,7 +43,7 @@ class FolderTarget:
     """Number of tensors in the folder; each expert has its own."""
     return sum(len(rule.theirs) for rule in hugging_face.tensor_table(self.architecture))
 
-  def write(self, folder: pathlib.Path, make: Callable[[str], np.ndarray], max_shard_size: int | None) -> None:
+  def write(self, folder: files.Path, make: Callable[[str], np.ndarray], max_shard_size: int | None) -> None:
     """Write the folder.
 
     Args:
@@ -131,7 +131,7 @@ def _try_tokenizer(path: str | None, source: sources.StateSource, family: huggin
   if path is not None:
     return path, write(path)
   if isinstance(source, sources.HuggingFaceSource) and any(
-      os.path.isfile(os.path.join(source.path, name)) for name in tokenizer_files.FILES):
+      (source.folder.path / name).is_file() for name in tokenizer_files.FILES):
     try:
       return source.path, write(source.path)
     except T5xLiteError as error:

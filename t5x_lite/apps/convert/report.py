@@ -1,10 +1,10 @@
 """Final report of a conversion: the output, and how to use it."""
 
 import dataclasses
-import os
 import re
 import shlex
 
+from t5x_lite import files
 from t5x_lite.apps.convert.run import Conversion
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints.hugging_face import Family
@@ -83,8 +83,8 @@ def _layout_flags(done: Conversion) -> list[str]:
 def _vocabulary_flags(done: Conversion) -> list[str]:
   if _family(done).name == 'byt5':
     return []
-  path = os.path.join(os.path.abspath(done.source), tokenizer_folders.MODEL_FILE)
-  if not os.path.isfile(path):
+  path = files.path(done.source).absolute() / tokenizer_folders.MODEL_FILE
+  if not path.is_file():
     return ['--gin.VOCABULARY_FILE=/path/to/its/spiece.model']
   flags = [f'--gin.VOCABULARY_FILE={path}']
   try:

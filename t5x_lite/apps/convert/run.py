@@ -4,7 +4,8 @@
     t5x_lite convert runs/mine flan-mine/ --to=hugging_face --tokenizer=spiece.model
 
 The conversion is planned and checked by names and shapes; then one array after another is read, converted and written.
-The output is renamed to its final path when it is complete.
+The output is renamed to its final path when it is complete. In an object store, the file that makes it valid is written
+last.
 """
 
 import collections
@@ -15,12 +16,14 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import tempfile
 from typing import Any
 
 import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite import runtime
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.convert import hugging_face as convert_hugging_face
@@ -129,7 +132,8 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
   """Convert weights, with a few arrays in memory at a time.
 
   Args:
-    source: folder with weights in any format, or a run directory, of which the newest sound checkpoint is converted.
+    source: folder with weights in any format, or a run directory, of which the newest sound checkpoint is converted; or
+      the name of a model of the Hugging Face hub, hf://OWNER/NAME.
     output: path of the output, which must not exist: for 'hugging_face' a folder, otherwise a run directory with one
       checkpoint.
     progress: progress line.
@@ -159,14 +163,18 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
   target = None
   if cfg.to == 'hugging_face':
     target = convert_hugging_face.prepare(opened, plan, family=family, tokenizer=cfg.tokenizer)
-  _check_disk_space(output, plan.num_bytes)
+  if not files.is_remote(output):
+    _check_disk_space(pathlib.Path(os.path.abspath(output)).parent, output, plan.num_bytes)
+  elif target is not None:  # it is uploaded from there
+    _check_disk_space(pathlib.Path(tempfile.gettempdir()), output, plan.num_bytes, 'the disk of temporary files (TMPDIR)')
   if opened.format != 'hugging_face':  # Opening a Hugging Face folder verifies it.
     progress.note('verifying the source')
     opened.verify()
   make = _Counter(Reader(opened, plan, cfg.dtype), len(plan.arrays), progress)
   at_step = (opened.step or 0) if cfg.step is None else cfg.step
   path = output if target is not None else checkpoints.get_checkpoint_dir(output, at_step)
-  with output_folder.creating(pathlib.Path(os.path.abspath(output))) as made, _named_errors(made, output):
+  final = files.path(output if files.is_remote(output) else os.path.abspath(output))
+  with output_folder.creating(final) as made, _named_errors(made, output):
     if target is not None:
       target.write(made, make, cfg.max_shard_size)
     elif cfg.to == 't5x_lite':
@@ -192,12 +200,12 @@ def open_newest(path: str) -> sources.StateSource:
   For checkpoints of t5x_lite this is the newest sound one; T5X's cannot be verified.
 
   Args:
-    path: folder with weights, or a run directory.
+    path: folder with weights, a run directory, or the name of a model of the Hugging Face hub.
 
   Raises:
     CheckpointError: no checkpoint is readable.
   """
-  discovery.check_local_path(path, 'SOURCE')
+  discovery.check_path(path, 'SOURCE', may_be_model=True)
   if sources.detect_format(path) is None:
     step = checkpoints.newest_sound_step(path) if checkpoints.all_steps(path) else checkpoints.newest_of_others(path)
     if step is not None:
@@ -210,20 +218,19 @@ def open_newest(path: str) -> sources.StateSource:
 
 
 def _check_output(source: str, output: str) -> None:
-  is_path, real_source = output_folder.directory('Name a new folder.'), os.path.realpath(source)
+  is_path, real_source = output_folder.directory('Name a new folder.'), files.real_path(source)
   checks.check('', {'OUTPUT': output}, OUTPUT=checks.Expectation(
       f'{is_path.text}, outside of SOURCE {source!r}', lambda output: is_path.holds(output) and not (
-          os.path.realpath(output) + os.sep).startswith(real_source + os.sep), is_path.remedy))
-  discovery.check_free(pathlib.Path(output))
+          files.real_path(output) + os.sep).startswith(real_source + os.sep), is_path.remedy))
+  discovery.check_free(files.path(output))
 
 
-def _check_disk_space(output: str, num_bytes: int) -> None:
-  folder = pathlib.Path(os.path.abspath(output)).parent
+def _check_disk_space(folder: pathlib.Path, output: str, num_bytes: int, disk: str = 'the disk') -> None:
   while not folder.exists():
     folder = folder.parent
   free = shutil.disk_usage(folder).free
   if 0 < free < num_bytes:
-    raise CheckpointError(f'{output!r} needs {format_bytes(num_bytes)}, and the disk has {format_bytes(free)} free. '
+    raise CheckpointError(f'{output!r} needs {format_bytes(num_bytes)}, and {disk} has {format_bytes(free)} free. '
                           'Free disk space, choose an OUTPUT on another disk, or a smaller --dtype.')
 
 
@@ -252,7 +259,7 @@ class _Counter:
 MakeFn = Callable[[str], np.ndarray]
 
 
-def _write_t5x(folder: pathlib.Path, step: int, plan: StatePlan, make: MakeFn) -> None:
+def _write_t5x(folder: files.Path, step: int, plan: StatePlan, make: MakeFn) -> None:
   """Write several arrays at a time, since T5X's format is compressed, which takes longer than reading."""
   folder.mkdir()
   path = checkpoints.get_checkpoint_dir(folder, step)
@@ -279,7 +286,8 @@ def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
     metadata['param_layout'] = plan.param_layout
   if plan.network:
     metadata['network'] = dict(plan.network)
-  metadata['converted'] = {'from': os.path.abspath(source.path), 'format': source.format}
+  metadata['converted'] = {
+      'from': source.path if '://' in source.path else os.path.abspath(source.path), 'format': source.format}
   family = convert_hugging_face.known_family(source)
   if family is not None:  # Used when converting back.
     metadata['converted']['family'] = family.name
@@ -287,7 +295,7 @@ def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _named_errors(made: pathlib.Path, output: str) -> Iterator[None]:
+def _named_errors(made: files.Path, output: str) -> Iterator[None]:
   """Replace the path of the temporary folder by `output` in errors."""
   try:
     yield

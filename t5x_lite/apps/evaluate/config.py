@@ -45,7 +45,7 @@ class EvaluateConfig:
   dry_run: bool
 
   def __post_init__(self) -> None:
-    is_path = output_folder.directory('Set EVAL_OUTPUT_DIR, e.g. to the folder eval of the run.', in_stores=True)
+    is_path = output_folder.directory('Set EVAL_OUTPUT_DIR, e.g. to the folder eval of the run.')
     is_needed = self.infer_eval_cfg is None or self.eval_steps is not None
     checks.check(
         'evaluate', vars(self), output_dir=checks.Expectation(

@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from t5x_lite import files
 from t5x_lite.apps.common.flags import add_gin_arguments, join_cluster, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
@@ -37,7 +38,7 @@ def run_command(arguments: argparse.Namespace) -> int:
       join_cluster(arguments)  # before JAX is used
       from t5x_lite import checkpoints
       path = str(checkpoints.get_checkpoint_dir(path, checkpoints.newest_sound_step(path)))
-    folder, name = os.path.split(os.path.normpath(path))
+    folder, name = os.path.split(path.rstrip('/') if files.is_remote(path) else os.path.normpath(path))
     placeholders |= {'CHECKPOINT_PATH': 'None', 'MODEL_NAME': repr(name),
                      'MODEL_OUTPUT_DIR': repr(os.path.join(folder, 'exports'))}
     overrides = f'CHECKPOINT_PATH = {path!r}\n'

@@ -3,7 +3,7 @@
     python -m t5x_lite export --gin_file=recipes/keyword_cloze.gin --gin.CHECKPOINT_PATH=runs/cloze/checkpoint_500 \
       --gin.MODEL_OUTPUT_DIR=exports --gin.MODEL_NAME=cloze
 
-An export is a folder, written atomically:
+An export is a folder, written atomically (in an object store, its manifest.json is written last):
 
     predict.stablehlo   input ids to tokens and scores: StableHLO with its calling convention, written by `jax.export`
     score.stablehlo     input and target ids to scores
@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from t5x_lite import files
 from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
+from t5x_lite import untrusted
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
@@ -175,7 +175,7 @@ def save(
                       seed_input) for mode in modes]
 
   # --- Files ----------------------------------------------------------------------------------------------------------
-  with output_folder.replacing(target) as temporary:
+  with output_folder.replacing(target, last=MANIFEST) as temporary:
     _write_variables(temporary / PARAMS_FILE, variables)
     functions = {}
     for program in programs:
@@ -202,9 +202,9 @@ def save(
 
 def describe(folder: str) -> str:
   """Return a description of an export, for the command's output."""
-  root = pathlib.Path(folder)
+  root = files.path(folder)
   manifest = json.loads((root / MANIFEST).read_text(encoding='utf-8'))
-  size = sum(path.stat().st_size for path in root.rglob('*') if path.is_file())
+  size = untrusted.tree_bytes(root)
   num_params = sum(int(np.prod(leaf['shape'])) for leaf in manifest['variables'].values())
   lines = [f'Exported {manifest["checkpoint"] or "random parameters"} (step {manifest["step"]:,}, {num_params:,} '
            f'parameters) to {folder}, {format_bytes(size)}:']
@@ -290,7 +290,7 @@ def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str
     facts |= {'unk_id': vocabulary.unk_id, 'extra_ids': vocabulary.extra_ids}
   if kind == 'SentencePieceVocabulary':
     name = f'{feature}.sentencepiece'
-    shutil.copyfile(vocabulary.sentencepiece_model_file, folder / name)
+    (folder / name).write_bytes(files.path(vocabulary.sentencepiece_model_file).read_bytes())
     facts['file'] = name
   return facts
 
@@ -336,9 +336,9 @@ def _check_single(restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | 
                       f'process (without launch, and with --distributed=off), got mode={mode!r} and {jax.process_count()} process(es).')
 
 
-def _check_target(output_dir: str, model_name: str, overwrite: bool) -> pathlib.Path:
+def _check_target(output_dir: str, model_name: str, overwrite: bool) -> files.Path:
   """Return the path of the export; raise if it exists and must not be replaced, or cannot be written."""
-  target = pathlib.Path(output_dir) / model_name
+  target = files.path(output_dir) / model_name
   output_folder.remove_leftovers(target)
   if target.exists():
     try:

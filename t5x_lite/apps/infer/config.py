@@ -76,7 +76,7 @@ class InferConfig:
     checks.check(
         'infer', vars(self), mode=checks.one_of(MODES), checkpoint_period=checks.number(at_least=1, integer=True),
         random_seed=checks.number(at_least=0, below=2**32, integer=True), fallback_init_rng=start.SEED,
-        output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.', in_stores=True),
+        output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'),
         output_file=_FILE_NAME.or_none(), file_extension=_FILE_NAME, restore_checkpoint_cfg=_ONE_CHECKPOINT)
     object.__setattr__(self, 'shard', Shard(
         shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id, num_shards=self.num_shards))

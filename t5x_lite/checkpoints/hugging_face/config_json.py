@@ -6,10 +6,9 @@ from, as in transformers.
 """
 
 from collections.abc import Mapping
-import pathlib
 from typing import Any
 
-from t5x_lite import checks, untrusted
+from t5x_lite import checks, files, untrusted
 from t5x_lite.checks import Expectation
 from t5x_lite.errors import CheckpointError
 
@@ -253,7 +252,7 @@ def sparse_step(num_layers: int, layers: tuple[int, ...]) -> int | None:
   return None
 
 
-def read(folder: pathlib.Path, name: str) -> dict[str, Any]:
+def read(folder: files.Path, name: str) -> dict[str, Any]:
   """Return the JSON object in the file `name` of a folder.
 
   Raises:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 import contextlib
 import functools
 import os
-import pathlib
 from typing import Any
 
 import jax
 import numpy as np
 
+from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import config_json, families, names
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.names import LM_HEAD, SHARED, TensorRule
@@ -23,7 +23,7 @@ _WEIGHTS = (SINGLE_FILE, INDEX_FILE, 'pytorch_model.bin', 'pytorch_model.bin.ind
 
 def is_hugging_face_folder(path: str | os.PathLike[str]) -> bool:
   """Return True if `path` is a folder with a `config.json` and weights of any format, supported or not."""
-  folder = pathlib.Path(path)
+  folder = files.path(path)
   has_config = (folder / CONFIG_FILE).is_file() or (folder / 'adapter_config.json').is_file()
   return has_config and (any((folder / name).exists() for name in _WEIGHTS) or
                          next(folder.glob('*.safetensors'), None) is not None)
@@ -35,7 +35,7 @@ class HuggingFaceFolder:
   The constructor reads and checks everything except values. Names are those of the layout 't5', without `target/`.
 
   Attributes:
-    path: path of the folder.
+    path: path of the folder; that in the cache for the name of a model of the Hugging Face hub.
     config: contents of `config.json`.
     family: family of the model.
     architecture: architecture of the network.
@@ -47,13 +47,13 @@ class HuggingFaceFolder:
     """Open the folder.
 
     Args:
-      path: path of the folder.
+      path: path of the folder, on a disk or in an object store, or the name of a model, hf://OWNER/NAME.
 
     Raises:
       CheckpointError: the type of model or the format of the weights is not supported, a file is damaged, or tensors
         are missing, surplus or of a wrong shape.
     """
-    self.path = pathlib.Path(path)
+    self.path = files.path(path)
     self.config = self._read_config()
     with self._named():
       config_json.model_type(self.config)

@@ -1,9 +1,8 @@
 """Configuration of our network with the sizes of a Hugging Face folder, for gin files."""
 
 import os
-import pathlib
 
-from t5x_lite import checks
+from t5x_lite import checks, files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
@@ -25,8 +24,8 @@ def network_config(
   needs the weights too.
 
   Args:
-    folder: the Hugging Face folder. `config.json` is enough when a run resumes, unless the network has tied logits that
-      are not scaled.
+    folder: the Hugging Face folder, on a disk or in an object store, or the name of a model, hf://OWNER/NAME.
+      `config.json` is enough when a run resumes, unless the network has tied logits that are not scaled.
     dtype: compute dtype; see `T5Config`, also for the other arguments.
     dropout_rate: dropout rate; T5 was pretrained with 0 and is fine-tuned with 0.1.
     float32_attention_logits: whether attention scores are float32.
@@ -39,8 +38,8 @@ def network_config(
     ConfigError: the folder or its config.json is missing, or the model is sparse.
     CheckpointError: the type of model is not supported, or the weights are damaged.
   """
-  discovery.check_local_path(folder, 'folder')
-  path = pathlib.Path(folder)
+  discovery.check_path(folder, 'folder', may_be_model=True)
+  path = files.path(folder)
   if not (path / CONFIG_FILE).is_file():
     remedy = ('For a checkpoint of another format, add a model file to runs/finetune.gin instead.' if path.is_dir() else
               'Restore config.json and the tokenizer files of the missing folder.')

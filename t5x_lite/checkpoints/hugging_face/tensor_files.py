@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from t5x_lite import untrusted
+from t5x_lite import files, untrusted
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.errors import CheckpointError
 
@@ -32,6 +32,9 @@ _DTYPES: Mapping[str, np.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _COMPARED_BYTES = 1 << 24
+# Bytes that are read at a time from an object store: of a header, and of a tensor.
+_HEADER_BUFFER_BYTES = 1 << 17
+_PART_BYTES = 1 << 25
 # Weights in formats that are not supported.
 _OTHER_WEIGHTS = ('pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack', 'tf_model.h5',
                   'adapter_model.safetensors', 'adapter_config.json')
@@ -60,7 +63,7 @@ class TensorEntry:
     offset: position of the first byte in the file.
   """
 
-  path: pathlib.Path
+  path: files.Path
   dtype: np.dtype
   shape: tuple[int, ...]
   offset: int
@@ -77,12 +80,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
   return result if len(result) == len(pairs) else None
 
 
-def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
+def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
   """Return (header without metadata, offset of the values in bytes) of a valid file."""
   untrusted.check_file(path.parent, path.name)
   start, header = b'', None
   try:
-    with path.open('rb') as file:
+    with path.open('rb', buffering=_HEADER_BUFFER_BYTES) as file:
       start, size = file.read(len(_POINTER)), path.stat().st_size
       length = int.from_bytes(start[:_LENGTH_BYTES], 'little')
       problem = (f'it is not a complete safetensors file: its {size} bytes are incomplete or begin with an invalid '
@@ -136,7 +139,7 @@ def _header_problem(header: Mapping[str, Any], num_bytes: int) -> str | None:
   return None if position == num_bytes else f'the values must have {position} bytes, got {num_bytes}'
 
 
-def read_entries(path: pathlib.Path) -> dict[str, TensorEntry]:
+def read_entries(path: files.Path) -> dict[str, TensorEntry]:
   """Return the tensors of a safetensors file by name; reads no values.
 
   Raises:
@@ -147,6 +150,23 @@ def read_entries(path: pathlib.Path) -> dict[str, TensorEntry]:
                             offset=data_offset + value['data_offsets'][0]) for name, value in header.items()}
 
 
+def _read_object(path: files.Path, begin: int, end: int) -> np.ndarray:
+  """Return uint8[end - begin] of an object in a store, several parts at a time."""
+  from t5x_lite import object_store
+  values = np.empty(end - begin, np.uint8)
+
+  def read(start: int) -> None:
+    stop = min(start + _PART_BYTES, end)
+    part = path.read_range(start, stop)
+    if len(part) != stop - start:
+      raise CheckpointError(f'{path} became shorter while it was being read. Download it again.')
+    values[start - begin:stop - begin] = np.frombuffer(part, np.uint8)
+
+  starts = range(begin, end, _PART_BYTES)
+  object_store.in_parallel(read, starts) if len(starts) > 1 else list(map(read, starts))
+  return values
+
+
 class SafetensorsFolder:
   """The tensors of a folder with `model.safetensors`, or with shards and their index.
 
@@ -154,7 +174,7 @@ class SafetensorsFolder:
     entries: location of each tensor by name.
   """
 
-  def __init__(self, path: pathlib.Path | str):
+  def __init__(self, path: files.PathLike):
     """Read and check the headers.
 
     Args:
@@ -163,7 +183,7 @@ class SafetensorsFolder:
     Raises:
       CheckpointError: the safetensors are missing or damaged, or the index does not fit the shards.
     """
-    self._path = pathlib.Path(path)
+    self._path = files.path(path)
     if (self._path / SINGLE_FILE).exists():
       self.entries = read_entries(self._path / SINGLE_FILE)
     elif (self._path / INDEX_FILE).exists():
@@ -182,8 +202,8 @@ class SafetensorsFolder:
                f'the file {outside[0]!r} must be in the folder itself' if outside else
                f'the file {missing[0]} is missing' if missing else None)
     result: dict[str, TensorEntry] = {}
-    for file in shards if problem is None else ():
-      entries = read_entries(self._path / file)
+    paths = [self._path / file for file in shards] if problem is None else []
+    for file, entries in zip(shards, files.each(read_entries, paths)):
       listed = {name for name, other in weight_map.items() if other == file}
       if listed != set(entries):
         problem = (f'{file} lacks the tensors {sorted(listed - set(entries))[:3]} and has '
@@ -214,6 +234,8 @@ class SafetensorsFolder:
     return values.view(entry.dtype).reshape(entry.shape)
 
   def _read_bytes(self, entry: TensorEntry, begin: int, end: int) -> np.ndarray:
+    if files.is_remote(entry.path):
+      return _read_object(entry.path, entry.offset + begin, entry.offset + end)
     values = np.fromfile(entry.path, np.uint8, end - begin, offset=entry.offset + begin)
     if values.size != end - begin:
       raise CheckpointError(f'{entry.path} became shorter while it was being read. Download it again.')

@@ -8,7 +8,6 @@ import base64
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,8 +35,8 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
     family: family of its model.
     tokenizer: a vocabulary of t5x_lite or seqio; or the path of a sentencepiece model, to which the sentinels of the
       family are added (or the number in `<path>.json`, which `t5x_lite vocab` writes); or the path of a Hugging Face
-      folder, whose tokenizer files are copied. None: the bytes of ByT5, if the embedding table has enough rows; no
-      tokenizer for other families.
+      folder, or the name of a model (hf://OWNER/NAME), whose tokenizer files are copied. None: the bytes of ByT5, if the
+      embedding table has enough rows; no tokenizer for other families.
     vocab_size: rows of the model's embedding table; None to skip the comparison.
 
   Returns:
@@ -55,7 +54,7 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
       return ()
   root = pathlib.Path(folder)
   if isinstance(tokenizer, str | os.PathLike):
-    path = pathlib.Path(tokenizer)
+    path = files.path(tokenizer)
     if path.is_dir() and (path / TOKENIZER_CONFIG).is_file():
       if vocab_size is not None:
         _check_size(_num_ids(path), vocab_size, f'in {str(path)!r} ')
@@ -72,7 +71,7 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
       _check_size(tokenizer.vocab_size, vocab_size, f'with {tokenizer.extra_ids} sentinels ', remedy if (
           vocab_size is not None and tokenizer.vocab_size - tokenizer.extra_ids <= vocab_size) else '')
       sentinels = _sentinels(tokenizer.extra_ids)
-      shutil.copyfile(tokenizer.sentencepiece_model_file, root / tokenizer_folders.MODEL_FILE)
+      (root / tokenizer_folders.MODEL_FILE).write_bytes(files.path(tokenizer.sentencepiece_model_file).read_bytes())
       _write_json(root / tokenizer_folders.TOKENIZER_JSON, _tokenizer_json(model, sentinels))
       name = _write_config(root, 'T5Tokenizer', sentinels, tokenizer.extra_ids)
       return name, tokenizer_folders.TOKENIZER_JSON, tokenizer_folders.MODEL_FILE
@@ -80,15 +79,15 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
                         f'supports, got {tokenizer!r}. Omit it to write a folder without a tokenizer.')
 
 
-def _copy(source: pathlib.Path, target: pathlib.Path) -> Iterable[str]:
+def _copy(source: files.Path, target: pathlib.Path) -> Iterable[str]:
   """Copy a folder's tokenizer files unchanged; yields their names."""
   for name in FILES:
     if (source / name).is_file():
-      shutil.copyfile(untrusted.check_file(source, name), target / name)
+      (target / name).write_bytes(untrusted.check_file(source, name).read_bytes())
       yield name
 
 
-def _num_ids(folder: pathlib.Path) -> int:
+def _num_ids(folder: files.Path) -> int:
   """Return the number of ids of a folder's tokenizer, including sentinels."""
   path = folder / tokenizer_folders.TOKENIZER_JSON
   if not path.is_file():
@@ -103,7 +102,7 @@ def _num_ids(folder: pathlib.Path) -> int:
                           ) from error
 
 
-def _open(path: pathlib.Path, family: Family) -> Vocabulary:
+def _open(path: files.Path, family: Family) -> Vocabulary:
   """Return the vocabulary at `path`, a sentencepiece model or a folder with one."""
   if path.is_dir():
     return tokenizer_folders.hugging_face_vocabulary(str(path), extra_ids=None)
@@ -116,7 +115,7 @@ def _open(path: pathlib.Path, family: Family) -> Vocabulary:
   return SentencePieceVocabulary(str(path), _extra_ids(path, family))
 
 
-def _extra_ids(path: pathlib.Path, family: Family) -> int:
+def _extra_ids(path: files.Path, family: Family) -> int:
   """Return the number of sentinels after the pieces of a sentencepiece model."""
   parameters = path.with_name(f'{path.name}.json')
   if parameters.is_file():

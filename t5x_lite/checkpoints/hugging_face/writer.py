@@ -32,7 +32,8 @@ def write_folder(
     progress: Callable[[int, int, str], None] | None = None) -> None:
   """Write a folder that transformers loads: config.json, weights, tokenizer, a model card.
 
-  The folder gets its name when all files are on disk. An interrupted call may leave a folder `<output>.tmp-...`.
+  The folder gets its name when all files are on disk. An interrupted call may leave a folder `<output>.tmp-...`. For an
+  object store, the folder is written to the folder of temporary files and then uploaded, config.json last.
 
   Args:
     output: path of the folder; must not exist.
@@ -52,23 +53,32 @@ def write_folder(
     CheckpointError: the output exists; the family cannot express the architecture; an array has a
       wrong shape, or numbers that overflow `dtype`.
   """
-  final = pathlib.Path(output)
+  final = files.path(output)
   rules = _ordered(names.tensor_table(architecture), order)
   checks.check('write_folder', {'dtype': dtype, 'max_shard_bytes': max_shard_bytes}, error=CheckpointError,
                dtype=checks.one_of(DTYPES).or_none(), max_shard_bytes=checks.number(at_least=1, integer=True))
   discovery.check_free(final)
   architecture.to_config_json(family, dtype)  # raises before anything is read
+
+  def write(folder: pathlib.Path) -> None:
+    stored = _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress)
+    write_json(folder / GENERATION_CONFIG_FILE, {
+        'decoder_start_token_id': family.decoder_start_token_id, 'eos_token_id': family.eos_token_id,
+        'pad_token_id': family.pad_token_id})
+    has_tokenizer = bool(tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size))
+    model_card.write(folder, architecture, family, stored, source_note, has_tokenizer)
+    # Written last: without this file the folder is not valid.
+    write_json(folder / CONFIG_FILE, architecture.to_config_json(family, stored))
+
+  if files.is_remote(final):
+    from t5x_lite import object_store
+    with object_store.uploaded_folder(final, last=CONFIG_FILE) as local:
+      write(local)
+    return
   temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
   try:
     temporary.mkdir(parents=True)
-    stored = _write_weights(temporary, rules, read_array, dtype, max_shard_bytes, progress)
-    write_json(temporary / GENERATION_CONFIG_FILE, {
-        'decoder_start_token_id': family.decoder_start_token_id, 'eos_token_id': family.eos_token_id,
-        'pad_token_id': family.pad_token_id})
-    has_tokenizer = bool(tokenizer_files.write(temporary, family, tokenizer, vocab_size=architecture.vocab_size))
-    model_card.write(temporary, architecture, family, stored, source_note, has_tokenizer)
-    # Written last: without this file the folder is not valid.
-    write_json(temporary / CONFIG_FILE, architecture.to_config_json(family, stored))
+    write(temporary)
     files.fsync_tree(temporary)
     discovery.check_free(final)
     temporary.rename(final)

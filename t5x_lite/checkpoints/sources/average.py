@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from t5x_lite import errors
@@ -54,6 +55,11 @@ class AverageSource(base.StateSource):
   def read_array(self, name: str) -> np.ndarray:
     """See `StateSource`."""
     return self._source.read_array(self._stored_names[name])
+
+  def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
+    """See `StateSource`."""
+    values = self._source.read({self._stored_names[name]: how for name, how in wanted.items()})
+    return {name: values[self._stored_names[name]] for name in wanted}
 
   @property
   def manifest(self) -> manifest_lib.Manifest | None:

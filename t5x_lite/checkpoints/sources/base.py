@@ -6,13 +6,13 @@ import abc
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from t5x_lite import errors, tree_utils
+from t5x_lite import errors, files, tree_utils
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.networks import param_layouts
@@ -100,7 +100,7 @@ class StateSource(abc.ABC):
     return any(name.startswith(_OPTIMIZER_STATE) for name in self.shapes())
 
   def read(self, wanted: Wanted) -> dict[str, jax.Array | np.ndarray]:
-    """Read the named arrays, one at a time.
+    """Read the named arrays, from a disk one at a time.
 
     Args:
       wanted: name -> (dtype to return, sharding); without a sharding the result is an entire NumPy array. All processes
@@ -112,10 +112,14 @@ class StateSource(abc.ABC):
     Raises:
       CheckpointDamagedError: an array cannot be read.
     """
+    arrays: Iterable[np.ndarray] = map(self.read_array, wanted)
+    if files.is_remote(self.path):  # requests take long
+      from t5x_lite import object_store
+      arrays = object_store.in_parallel(self.read_array, wanted)
     result = {}
-    for name, (dtype, sharding) in wanted.items():
+    for (name, (dtype, sharding)), array in zip(wanted.items(), arrays, strict=True):
       spec = jax.ShapeDtypeStruct(self.shapes()[name].shape, dtype)
-      result |= state_io.place({name: self.read_array(name)}, {name: spec}, {name: sharding})
+      result |= state_io.place({name: array}, {name: spec}, {name: sharding})
     return result
 
 

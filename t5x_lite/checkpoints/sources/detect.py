@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 from collections.abc import Mapping
 
-from t5x_lite import errors, untrusted
+from t5x_lite import errors, files, untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.sources import base, hugging_face, orbax, t5x_native
 
@@ -18,6 +17,8 @@ FORMATS = tuple(_SOURCES)
 
 _EXPECTED = ('a checkpoint of t5x_lite (manifest.json and state/), of T5X (a file `checkpoint` with folders target.*, '
              'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)')
+# A manifest of t5x_lite shows in them what it is.
+_FIRST_BYTES = 200
 # Files of unsupported formats: pattern, contents, remedy.
 _UNSUPPORTED = (
     ('adapter_config.json', 'an adapter of peft, which is not a model',
@@ -45,7 +46,7 @@ def detect_format(path: discovery.PathLike) -> str | None:
   Returns:
     One of `FORMATS`; None for other folders, such as a directory of checkpoints.
   """
-  root = pathlib.Path(path)
+  root = files.path(path)
   if not root.is_dir():
     return None
   if _is_own(root):
@@ -63,7 +64,7 @@ def open_source(path: discovery.PathLike) -> base.StateSource:
   """Open the state in the folder `path`, of any supported format; reads only the index.
 
   Args:
-    path: a folder.
+    path: a folder, on a disk or in an object store, or the name of a model of the Hugging Face hub.
 
   Returns:
     The opened state.
@@ -71,18 +72,18 @@ def open_source(path: discovery.PathLike) -> base.StateSource:
   Raises:
     CheckpointError: the folder does not exist or has no supported format; the message has its contents and the remedy.
   """
-  discovery.check_local_path(path, 'checkpoint')
+  discovery.check_path(path, 'checkpoint', may_be_model=True)
   check_exists(path)
   found = detect_format(path)
   if found is None:
     check_readable(path)
-    raise errors.CheckpointError(_not_a_state(pathlib.Path(path)))
+    raise errors.CheckpointError(_not_a_state(files.path(path)))
   return _SOURCES[found](path)
 
 
 def check_readable(path: discovery.PathLike) -> None:
   """Raise CheckpointError if the folder `path` holds weights in an unsupported format."""
-  root = pathlib.Path(path)
+  root = files.path(path)
   for pattern, contents, remedy in _UNSUPPORTED if root.is_dir() and detect_format(path) is None else ():
     found = sorted(entry.name for entry in root.glob(pattern))
     if found:
@@ -91,32 +92,32 @@ def check_readable(path: discovery.PathLike) -> None:
 
 def check_exists(path: discovery.PathLike) -> None:
   """Raise CheckpointError, with a suggestion, if `path` is not a folder."""
-  if os.path.isdir(path):
+  root = files.path(path)
+  if root.is_dir():
     return
-  parent, name = os.path.split(os.path.normpath(path))
-  parent = parent or '.'
-  if os.path.exists(path):
-    kind, remedy = 'file', f' Give its folder, {parent!r}.'
+  parent = root.parent
+  if root.exists():
+    kind, remedy = 'file', f' Give its folder, {str(parent)!r}.'
   else:
-    entries = os.listdir(parent) if os.path.isdir(parent) else ()
+    entries = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     kind = 'missing path'
-    remedy = errors.did_you_mean(name, filter(discovery.is_checkpoint_dir_name, entries)) + discovery.hint(path)
+    remedy = errors.did_you_mean(root.name, filter(discovery.is_checkpoint_dir_name, entries)) + discovery.hint(path)
   raise errors.CheckpointError(f'{os.fspath(path)!r} must be a directory such as MODEL_DIR/checkpoint_1000, got a '
                                f'{kind}.{remedy}')
 
 
-def _is_own(root: pathlib.Path) -> bool:
+def _is_own(root: files.Path) -> bool:
   # An exported model has a manifest.json of another kind.
   manifest = root / discovery.MANIFEST_FILENAME
   if not manifest.is_file():
     return False
   if (root / discovery.STATE_DIRNAME).is_dir() or discovery.is_checkpoint_dir_name(root):
     return True
-  with untrusted.check_file(root, manifest.name).open('rb') as file:
-    return b'"1_sha256"' in file.read(200)
+  with untrusted.check_file(root, manifest.name).open('rb', buffering=_FIRST_BYTES) as file:
+    return b'"1_sha256"' in file.read(_FIRST_BYTES)
 
 
-def _is_hugging_face(root: pathlib.Path) -> bool:
+def _is_hugging_face(root: files.Path) -> bool:
   if not (root / 'config.json').is_file() or not any(root.glob('*.safetensors*')):
     return False
   try:
@@ -125,7 +126,7 @@ def _is_hugging_face(root: pathlib.Path) -> bool:
     return True  # opening the folder reports the problem
 
 
-def _not_a_state(root: pathlib.Path) -> str:
+def _not_a_state(root: files.Path) -> str:
   steps = discovery.all_steps(root, require_manifest=False)
   if steps:
     paths = [discovery.get_checkpoint_dir(root, step) for step in steps]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, untrusted
+from t5x_lite import errors, files, untrusted
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.sources import base
@@ -28,7 +27,7 @@ class OrbaxSource(base.StateSource):
     state_io.state_dir(path)
 
   @functools.cached_property
-  def _directory(self) -> pathlib.Path:
+  def _directory(self) -> files.Path:
     return state_io.state_dir(self.path)
 
   def shapes(self) -> base.Shapes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +24,8 @@ _VERSIONS_READ = (2, 3)
 _SPEC_KEY = 'driver'
 _KVSTORES = ('file', 'gcs', 'gfile')
 _REMEDY = 'Copy the checkpoint again.'
+# Only the first one is compared.
+_FIRST_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +43,14 @@ class StoredArray:
   dtype: np.dtype
 
 
-def begins_like_index(path: pathlib.Path) -> bool:
+def begins_like_index(path: files.Path) -> bool:
   """Return True if a file begins like a msgpack map; TensorFlow's `checkpoint` files are text."""
-  with untrusted.check_file(path.parent, path.name).open('rb') as file:
-    first = file.read(1)
+  with untrusted.check_file(path.parent, path.name).open('rb', buffering=_FIRST_BYTES) as file:
+    first = file.read(_FIRST_BYTES)
   return bool(first) and (0x80 <= first[0] <= 0x8f or first[0] in (0xde, 0xdf))
 
 
-def read(root: pathlib.Path) -> dict[str, StoredArray | np.ndarray]:
+def read(root: files.Path) -> dict[str, StoredArray | np.ndarray]:
   """Read the index of the checkpoint `root`.
 
   Returns:
@@ -79,7 +80,7 @@ def read(root: pathlib.Path) -> dict[str, StoredArray | np.ndarray]:
       f'got {got}. Load the checkpoint with the program that wrote it and save it with T5X.')
 
 
-def _leaves(tree: Mapping[Any, Any], path: pathlib.Path, prefix: str = '') -> dict[str, Any]:
+def _leaves(tree: Mapping[Any, Any], path: files.Path, prefix: str = '') -> dict[str, Any]:
   """Return the leaves by '/'-joined name; specs are leaves."""
   leaves = {}
   for key, value in tree.items():
@@ -95,7 +96,7 @@ def _leaves(tree: Mapping[Any, Any], path: pathlib.Path, prefix: str = '') -> di
   return leaves
 
 
-def _entry(name: str, leaf: Any, path: pathlib.Path) -> StoredArray | np.ndarray:
+def _entry(name: str, leaf: Any, path: files.Path) -> StoredArray | np.ndarray:
   if isinstance(leaf, Mapping):
     return _stored_array(name, leaf, path)
   is_int = isinstance(leaf, int) and not isinstance(leaf, bool)
@@ -110,7 +111,7 @@ def _entry(name: str, leaf: Any, path: pathlib.Path) -> StoredArray | np.ndarray
   return array
 
 
-def _stored_array(name: str, spec: Mapping[str, Any], path: pathlib.Path) -> StoredArray:
+def _stored_array(name: str, spec: Mapping[str, Any], path: files.Path) -> StoredArray:
   problem, kind = None, errors.CheckpointDamagedError
   try:
     kvstore, driver = spec['kvstore'], spec[_SPEC_KEY]
@@ -161,7 +162,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[
   return tuple(chunks)
 
 
-def write(root: pathlib.Path, entries: Mapping[str, StoredArray | np.ndarray], chunks: Mapping[str, tuple[int, ...]],
+def write(root: files.Path, entries: Mapping[str, StoredArray | np.ndarray], chunks: Mapping[str, tuple[int, ...]],
           compressor: Mapping[str, Any]) -> None:
   """Write the index of the checkpoint `root`, byte for byte like T5X.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-import pathlib
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ _STATE_IN_INDEX = ('v_row', 'v_col')
 _NUM_PROBLEMS_SHOWN = 3
 
 
-def is_native(root: pathlib.Path) -> bool:
+def is_native(root: files.Path) -> bool:
   """Return True if the folder `root` has this format, complete or damaged."""
   index = root / t5x_index.FILENAME
   return (index.is_file() and t5x_index.begins_like_index(index)) or any(root.glob('target.*/.zarray'))
@@ -41,7 +40,7 @@ class T5xNativeSource(base.StateSource):
 
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)
-    self._root = pathlib.Path(path).absolute()
+    self._root = files.path(path).absolute()
     self._entries = t5x_index.read(self._root)
     self._shapes = {name: jax.ShapeDtypeStruct(tuple(entry.shape), entry.dtype)
                     for name, entry in self._entries.items()}
@@ -50,10 +49,21 @@ class T5xNativeSource(base.StateSource):
     """See `StateSource.shapes`."""
     return self._shapes
 
+  @functools.cached_property
+  def _sizes_in_store(self) -> dict[str, int]:
+    """Size of each object, listed once."""
+    return untrusted.walk(self._root)
+
+  def _sizes(self, folder: str) -> dict[str, int]:
+    """Return name -> size of each file of an array."""
+    found = self._sizes_in_store if files.is_remote(self._root) else untrusted.walk(self._root, folder)
+    return {name.removeprefix(f'{folder}/'): size for name, size in found.items() if name.startswith(f'{folder}/')}
+
   def verify(self) -> bool:
     """Check that the folder, the description and all chunks of every array exist; reads no values."""
-    problems = [problem for name, entry in self._entries.items() if not isinstance(entry, np.ndarray)
-                and (problem := self._problem(entry)) is not None]
+    stored = {entry.folder: entry for entry in self._entries.values() if not isinstance(entry, np.ndarray)}
+    found = files.each(lambda folder: self._problem(stored[folder.name]), [self._root / name for name in stored])
+    problems = [problem for problem in found if problem is not None]
     if multihost.any_process(bool(problems)):
       shown = '; '.join(problems[:_NUM_PROBLEMS_SHOWN]) or 'see the message of another process'
       more = len(problems) - _NUM_PROBLEMS_SHOWN
@@ -67,11 +77,12 @@ class T5xNativeSource(base.StateSource):
     if isinstance(entry, np.ndarray):
       return entry
     import tensorstore  # takes 0.1 s
-    spec = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{self._root / entry.folder}/'}}
+    kvstore, context = _kvstore(self._root / entry.folder)
+    spec = {'driver': 'zarr', 'kvstore': kvstore, 'fill_missing_data_reads': False}
     problem, value = self._problem(entry), None
     try:
       if problem is None:
-        value = tensorstore.open(spec, open=True, read=True).result().read().result()
+        value = tensorstore.open(spec, open=True, read=True, context=context).result().read().result()
     except Exception as e:  # for damaged files, TensorStore raises ValueError and other exceptions
       problem = f'{entry.folder} cannot be read ({str(e)[:300]})'
     if problem is not None:
@@ -104,8 +115,7 @@ class T5xNativeSource(base.StateSource):
     if tuple(shape) != entry.shape or dtype != entry.dtype:
       return (f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, but the index has {entry.dtype} '
               f'of shape {entry.shape}')
-    sizes = {name.removeprefix(f'{entry.folder}/'): size
-             for name, size in untrusted.walk(self._root, entry.folder).items()}
+    sizes = self._sizes(entry.folder)
     num_bytes = untrusted.num_bytes(chunks, dtype)
     for name in _chunk_names(shape, chunks, separator):
       if name not in sizes:
@@ -123,7 +133,8 @@ class T5xNativeSource(base.StateSource):
 class T5xNativeWriter:
   """Writer of a checkpoint in T5X's native format, one array at a time.
 
-  Used as a context manager: the folder gets its name, by an atomic rename, when the block ends without an error.
+  Used as a context manager: the folder gets its name, by an atomic rename, when the block ends without an error. In an
+  object store, which has no rename, the index is written last: without it, the folder is not a checkpoint.
 
       with T5xNativeWriter('converted/checkpoint_1000') as writer:
         for name in source.shapes():
@@ -138,12 +149,14 @@ class T5xNativeWriter:
 
     Raises:
       CheckpointError: the path exists.
-      ConfigError: the path is remote.
+      ConfigError: the path is neither local nor in an object store.
     """
-    discovery.check_local_path(path, 'checkpoint to write')
-    self._final = pathlib.Path(path).absolute()
+    discovery.check_path(path, 'checkpoint to write')
+    self._final = files.path(path).absolute()
     discovery.check_free(self._final)
-    self._root = self._final.with_name(f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
+    self._is_remote = files.is_remote(self._final)
+    self._root = self._final if self._is_remote else self._final.with_name(
+        f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
     self._entries: dict[str, t5x_index.StoredArray | np.ndarray] = {}
     self._chunks: dict[str, tuple[int, ...]] = {}
 
@@ -177,26 +190,39 @@ class T5xNativeWriter:
       self._entries[name] = array.copy()
       return
     self._chunks[name] = t5x_index.chunk_shape(array.shape, array.dtype.itemsize, _MAX_CHUNK_BYTES)
-    spec = {'driver': 'zarr', 'dtype': array.dtype.name, 'store_data_equal_to_fill_value': True,
-            'kvstore': {'driver': 'file', 'path': f'{self._root / folder}/'},
+    kvstore, context = _kvstore(self._root / folder)
+    spec = {'driver': 'zarr', 'dtype': array.dtype.name, 'store_data_equal_to_fill_value': True, 'kvstore': kvstore,
             'metadata': {'shape': array.shape, 'chunks': self._chunks[name], 'compressor': _COMPRESSOR}}
     import tensorstore  # see T5xNativeSource.read_array
     try:
-      tensorstore.open(spec, create=True).result().write(array).result()
+      tensorstore.open(spec, create=True, context=context).result().write(array).result()
     except ValueError as e:
       raise OSError(f'{folder} could not be written: {e}') from e
     self._entries[name] = t5x_index.StoredArray(folder, array.shape, array.dtype)
 
   def __exit__(self, error_type, error, traceback) -> None:
+    is_complete = False
     try:
       if error_type is None:
         t5x_index.write(self._root, self._entries, self._chunks, _COMPRESSOR)
-        files.fsync_tree(self._root)
-        discovery.check_free(self._final)
-        self._root.rename(self._final)
-        files.fsync(self._final.parent)
+        if not self._is_remote:
+          files.fsync_tree(self._root)
+          discovery.check_free(self._final)
+          self._root.rename(self._final)
+          files.fsync(self._final.parent)
+        is_complete = True
     finally:
-      shutil.rmtree(self._root, ignore_errors=True)
+      if not is_complete:
+        files.remove_tree(self._root, ignore_errors=True)
+
+
+def _kvstore(folder: files.Path) -> tuple[dict[str, Any], Any]:
+  """Return TensorStore's specification of the store of a folder's files, and its context."""
+  import tensorstore  # see T5xNativeSource.read_array
+  if not files.is_remote(folder):
+    return {'driver': 'file', 'path': f'{folder}/'}, tensorstore.Context()
+  from t5x_lite import object_store
+  return object_store.kvstore_spec(folder), tensorstore.Context(object_store.kvstore_context())
 
 
 def _is_in_index(name: str, array: np.ndarray) -> bool:

@@ -10,7 +10,10 @@ import pytest
 
 from moe import __main__ as moe_program
 from t5x_lite import cli
+from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite import notebook
+from t5x_lite.apps.common import runs
 from tests.apps.common import cloze_run
 
 
@@ -151,3 +154,23 @@ def test_a_valid_run_opens_with_its_modules(run, tmp_path, capsys, monkeypatch):
   assert cli.main([*argv, '--gin.MIXTURE_OR_TASK_MODULE=planted_tasks']) == 2
   assert "DatasetConfig.module: `--allowed_modules` must contain 'planted_tasks'" in capsys.readouterr().err
   assert not (tmp_path / 'touched').exists()
+
+
+# ---- Stores ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_a_store(saved_run, store):
+  folder = f'{store.root}/runs/cloze'
+  for path in saved_run.rglob('*'):
+    if path.is_file():
+      files.write(f'{folder}/{path.relative_to(saved_run).as_posix()}', path.read_bytes())
+  found = runs.find_run(f'{folder}/')
+  assert found.model_dir == folder and found.mode == 'latest'
+  assert runs.find_run(f'{folder}/checkpoint_3') == (folder, f'{folder}/checkpoint_3', 'specific')
+  named = ['runs/eval.gin', f'{folder}/config.gin', 'models/t5_1_1_small.gin']
+  assert runs.gin_files_of(found, named) == ['runs/eval.gin', f'{folder}/config.gin', 'models/t5_1_1_small.gin']
+  with pytest.raises(errors.ConfigError, match="/cloz' must be a run directory .* missing path. Did you mean 'cloze'?"):
+    runs.find_run(f'{store.root}/runs/cloz')
+  files.path(f'{folder}/config.gin').unlink()
+  with pytest.raises(errors.ConfigError, match="/runs/cloze' has no config.gin"):
+    runs.gin_files_of(found, [])

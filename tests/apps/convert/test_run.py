@@ -14,6 +14,7 @@ from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from tests import hub_cache
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.checkpoints.sources import t5x_samples
 from tests.apps.convert import convert_cases as given
@@ -57,6 +58,41 @@ def test_t5x_and_back_with_the_state_of_adafactor(tmp_path, form):
   assert len(bits) == ours.num_arrays == 261
   assert any(name.endswith('/v_row') for name in bits)
   assert checkpoints.verify_checkpoint(ours.path).step == 7
+
+
+def test_every_format_in_a_store(tmp_path, store):
+  folder, _ = given.folder(tmp_path / 'folder', 'byt5')
+  done = convert.convert(folder, f'{store.root}/published', to='hugging_face', max_shard_size=3000)
+  assert given.tensor_bits(done.path) == given.tensor_bits(folder) and done.has_tokenizer
+  expected = given.bits(folder)
+  for source, to in (('published', 't5x'), ('t5x', 't5x_lite')):
+    done = convert.convert(f'{store.root}/{source}', f'{store.root}/{to}', to=to)
+    assert done.path == f'{store.root}/{to}/checkpoint_0' and given.bits(done.path) == expected
+  back = convert.convert(f'{store.root}/t5x_lite', str(tmp_path / 'back'), to='hugging_face', family='byt5')
+  assert given.tensor_bits(back.path) == given.tensor_bits(folder)
+  assert not [name for name in store.names() if 'tmp' in name or 'being-written' in name]
+  for output, words in (('published', 'must be a new folder'), ('t5x_lite/x', 'outside of SOURCE')):
+    with pytest.raises((CheckpointError, ConfigError), match=words):
+      convert.convert(f'{store.root}/t5x_lite', f'{store.root}/{output}', to='hugging_face')
+
+
+@pytest.mark.parametrize('to', ['hugging_face', 't5x'])
+def test_a_folder_in_a_store_is_complete_or_not_there(tmp_path, s3_store, to):
+  folder, _ = given.folder(tmp_path / 'folder', 'byt5')
+  last = {'hugging_face': '/config.json', 't5x': '/checkpoint'}[to]
+  with s3_store.proxy.fault(status=403, operation='write', name=f'{last}$') as fault:
+    with pytest.raises((PermissionError, CheckpointError)):
+      convert.convert(folder, f'{s3_store.root}/out', to=to)
+  assert fault.hits and s3_store.names() == []
+
+
+def test_a_name_of_the_hub_is_converted(tmp_path, monkeypatch):
+  folder, _ = given.folder(tmp_path / 'folder', 'byt5')
+  cache = hub_cache.use(tmp_path / 'cache', monkeypatch)
+  hub_cache.add(cache, 'google/byt5-tiny', pathlib.Path(folder))
+  done = convert.convert('hf://google/byt5-tiny', str(tmp_path / 'out'), to='t5x_lite')
+  assert given.bits(done.path) == given.bits(folder)
+  assert checkpoints.read_manifest(done.path).metadata['converted']['from'] == 'hf://google/byt5-tiny'
 
 
 def test_shards_and_tokenizer_of_byt5(tmp_path):
@@ -218,8 +254,9 @@ def test_rejected_outputs(tmp_path):
       (tmp_path / 'link', CheckpointError, 'must be a new folder, got an existing path'),
       (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'outside of SOURCE'),
       (folder, ConfigError, 'outside of SOURCE'),
-      ('gs://bucket/x', ConfigError, 'must be the path of a local directory'),
-      ('', ConfigError, 'must be the path of a local directory')):
+      ('ftp://bucket/x', ConfigError, 'must be the path of a directory on a disk or in an object store'),
+      ('hf://bucket/x', ConfigError, 'must be the path of a directory'),
+      ('', ConfigError, 'must be the path of a directory')):
     with pytest.raises(error, match=words):
       convert.convert(folder, str(output), to='t5x_lite')
   assert sorted(path.name for path in (tmp_path / 'folder').iterdir()) == ['config.json', 'model.safetensors']

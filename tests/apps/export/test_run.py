@@ -277,14 +277,14 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path):
   code = textwrap.dedent("""
       import os, pathlib, signal, sys
       from t5x_lite.apps.common import output_folder
-      with output_folder.replacing(pathlib.Path(sys.argv[1])) as folder:
+      with output_folder.replacing(pathlib.Path(sys.argv[1]), last='x') as folder:
         (folder / 'half').write_text('')
         os.kill(os.getpid(), signal.SIGKILL)
       """)
   done = subprocess.run([sys.executable, '-c', code, str(target)], cwd=pathlib.Path(__file__).parents[3], timeout=300)
   assert done.returncode == -9
   (left,) = tmp_path.iterdir()
-  with output_folder.replacing(target) as at_work:
+  with output_folder.replacing(target, last='x') as at_work:
     assert not left.exists()
     output_folder.remove_leftovers(target)
     assert at_work.exists()  # Its process is still running.

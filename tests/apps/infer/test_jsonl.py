@@ -9,6 +9,7 @@ import pytest
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import inference
+from t5x_lite import json_lines
 
 _BYTES = data.ByteVocabulary(extra_ids=125)
 _EXAMPLES = [
@@ -78,3 +79,9 @@ def test_ids_without_padding_and_ids_of_numbers(tmp_path):
 def test_results_for_other_examples_are_rejected(tmp_path):
   with pytest.raises(ValueError, match='zip'):
     inference.write_inferences_to_file(str(tmp_path / 'f'), (_ids('a'), {}), _EXAMPLES, 'predict', _BYTES)
+
+
+def test_a_file_in_a_store(tmp_path, store):
+  rows = _write(tmp_path, (_ids('ü', 'b'), {}))
+  inference.write_inferences_to_file(f'{store.root}/f', (_ids('ü', 'b'), {}), _EXAMPLES, 'predict', _BYTES)
+  assert [row for _, row in json_lines.read(f'{store.root}/f')] == rows

@@ -12,6 +12,8 @@ import time
 import pytest
 
 from t5x_lite import data
+from t5x_lite import files
+from t5x_lite import json_lines
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite.networks import t5
@@ -104,3 +106,21 @@ def test_a_signal_prints_the_command_to_resume(tmp_path):
   assert 'the last ' in _finish(command)
   rows = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
   assert [row['inputs']['inputs_pretokenized'] for row in rows] == list(map(str, range(_NUM_LINES)))
+
+
+@pytest.mark.full
+def test_kills_with_results_in_a_store(tmp_path, store):
+  checkpoint = _save_checkpoint(tmp_path / 'run')
+  files.write(f'{store.root}/in.txt', '\n'.join(map(str, range(1_000))) + '\n')
+  command = _command(checkpoint, f'{store.root}/in.txt', f'{store.root}/out.jsonl', 0, 1)
+  for goal in (0, 3, 20):
+    process = _start(command)
+    while process.poll() is None and len([name for name in store.names() if 'chunk-' in name]) <= goal:
+      time.sleep(0.01)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+  assert 'the last ' in _finish(command)
+  rows = [row for _, row in json_lines.read(f'{store.root}/out.jsonl')]
+  assert [row['inputs']['inputs_pretokenized'] for row in rows] == list(map(str, range(1_000)))
+  assert not any('chunk-' in name for name in store.names())

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite.apps.infer.merge import merge_shards
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
@@ -92,3 +93,18 @@ def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
   with pytest.raises(errors.ConfigError, match='0 lines for 3 examples'):
     merge_shards(store.paths)
   assert (tmp_path / 'r.bin-00001-of-00002').read_bytes() == b'binary'
+
+
+def test_shards_in_a_store(store):
+  folder = files.path(store.root) / 'out'
+  cases.work(folder, 11, shard_id=0, num_shards=2)
+  with pytest.raises(cases.Killed):
+    cases.work(folder, 11, shard_id=1, num_shards=2, disk=cases.DyingDisk(14))
+  cases.work(folder, 11, shard_id=1, num_shards=2)
+  cases.work(folder, 11, shard_id=0, num_shards=2)
+  assert (folder / 'r.jsonl').read_text() == ''.join(cases.make_lines(11))
+  assert sorted(path.name for path in folder.iterdir()) == [
+      'r.jsonl', 'r.jsonl-00000-of-00002', 'r.jsonl-00001-of-00002', 'r.jsonl.run']
+  files.write(folder / 'r.jsonl', 'of another program')
+  with pytest.raises(errors.ConfigError, match='was not written by this command'):
+    cases.work(folder, 11, shard_id=0, num_shards=2)

@@ -19,6 +19,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite import runtime
 from t5x_lite.apps.infer import loop
 from t5x_lite.apps.infer import run as infer_app
@@ -137,6 +138,19 @@ def test_interruptions_change_nothing(tmp_path, lines, checkpoint):
       deaths += 1
   assert pathlib.Path(path).read_bytes() == pathlib.Path(whole).read_bytes(), seed
   assert deaths, seed
+
+
+def test_a_store_gives_the_results_of_a_disk(tmp_path, lines, checkpoint, store):
+  (whole,) = toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path / 'whole')
+  files.write(f'{store.root}/in.txt', lines.read_bytes())
+  cfg = toy_infer.text_cfg(f'{store.root}/in.txt')
+  with pytest.raises(store_cases.Killed), store_cases.DyingDisk(12).in_use():
+    toy_infer.infer(cfg, checkpoint, f'{store.root}/out')
+  assert any('chunk-' in name for name in store.names())
+  (path,) = toy_infer.infer(cfg, checkpoint, f'{store.root}/out')
+  assert path == f'{store.root}/out/in-predict.jsonl-00000-of-00001'
+  assert files.path(path).read_bytes() == pathlib.Path(whole).read_bytes()
+  assert not any('chunk-' in name for name in store.names())
 
 
 def test_a_signal_keeps_the_results(tmp_path, lines, checkpoint, monkeypatch, capsys):
@@ -306,7 +320,7 @@ def test_rejected_before_anything_is_written_or_computed(tmp_path, lines, checkp
   assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('output_dir', ['', 'file/out', 'gs://bucket/out', 'a\0b'])
+@pytest.mark.parametrize('output_dir', ['', 'file/out', 'ftp://bucket/out', 'a\0b'])
 def test_paths_that_cannot_be_written(tmp_path, lines, checkpoint, output_dir, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'file').write_text('a file')

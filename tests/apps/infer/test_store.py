@@ -7,6 +7,7 @@ import random
 import pytest
 
 from t5x_lite import errors
+from t5x_lite import files
 from tests.apps.infer import store_cases as cases
 
 
@@ -93,3 +94,24 @@ def test_an_error_of_a_full_disk_names_the_file(tmp_path):
   with pytest.raises(OSError, match=r"No space left on device: .*chunk-0000000001.jsonl'"):
     store.write_chunk(1, 1, 3, 0, write)
   assert not list(tmp_path.rglob('chunk-0000000001*'))
+
+
+def test_deaths_with_results_in_a_store(store):
+  lines = ''.join(cases.make_lines(13))
+  for num_steps in range(1, 24, 4):
+    folder = files.path(store.root) / str(num_steps)
+    with pytest.raises(cases.Killed):
+      cases.work(folder, 13, disk=cases.DyingDisk(num_steps))
+    assert not (folder / 'r.jsonl').exists() or (folder / 'r.jsonl').read_text() == lines
+    cases.work(folder, 13, period=3)
+    assert (folder / 'r.jsonl').read_text() == lines, num_steps
+    assert sorted(folder.find()) == ['r.jsonl', 'r.jsonl.run/shard-00000-of-00001/run.json']
+
+
+def test_a_store_that_cannot_be_read_is_not_an_empty_one(store):
+  folder = files.path(store.root) / 'out'
+  cases.work(folder, 13, stop_after=2)
+  names = store.names()
+  with store.proxy.fault(name='run.json', status=403), pytest.raises(PermissionError):
+    cases.work(folder, 13)
+  assert store.names() == names

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t5x_lite import cli, data
+from t5x_lite import cli, data, files
 from t5x_lite.data import builtin_tasks
 
 
@@ -56,3 +56,15 @@ def test_recipe_uses_the_vocabulary_of_its_header(tmp_path, capsys):
   assert 'token_embedder/embedding' in capsys.readouterr().out
   assert cli.main([*run, '--gin.network.T5Config.vocab_size=1000']) == 2
   assert '1024' in capsys.readouterr().err
+
+
+def test_files_in_a_store(store, capsys):
+  files.write(f'{store.root}/text.txt', 'some words of a text, and some more\n' * 20)
+  files.write(f'{store.root}/text.jsonl', '{"text": "some words of a text, and some more"}\n' * 20)
+  for text in (f'--text={store.root}/text.txt', f'--json_lines={store.root}/text.jsonl'):
+    argv = ['vocab', f'{store.root}/v/{text[2:6]}.model', text, '--vocab_size=20']
+    assert cli.main(argv) == 0 and 'vocab_size = 128' in capsys.readouterr().out
+  assert cli.main(argv) == 2 and 'exists' in capsys.readouterr().err
+  assert [name for name in store.names() if name.startswith('v/')] == [
+      'v/json.model', 'v/json.model.json', 'v/text.model', 'v/text.model.json']
+  assert cli.main(['vocab', f'{store.root}/v/none.model']) == 2 and 'does not exist' in capsys.readouterr().err

@@ -161,8 +161,8 @@ def test_paths_that_are_not_folders(stored, tmp_path):
     checkpoints.open_source(stored['t5x'][1] / 'checkpoint')
   with pytest.raises(errors.CheckpointError, match="got a missing path. Did you mean 'checkpoint_7'"):
     checkpoints.open_source(stored['t5x'][0] / 'checkpoint_8')
-  with pytest.raises(errors.ConfigError, match='must be a local path'):
-    checkpoints.open_source('gs://bucket/checkpoint_1')
+  with pytest.raises(errors.ConfigError, match='must be a path on a disk'):
+    checkpoints.open_source('ftp://bucket/checkpoint_1')
   assert checkpoints.detect_format(tmp_path / 'none') is None
 
 

@@ -320,5 +320,5 @@ def test_writer_rejects(tmp_path):
   with pytest.raises(errors.CheckpointError, match='must be a new folder'):
     checkpoints.T5xNativeWriter(tmp_path / 'checkpoint_1')
   assert files(tmp_path) == before
-  with pytest.raises(errors.ConfigError, match='must be a local path'):
-    checkpoints.T5xNativeWriter('gs://bucket/checkpoint_1')
+  with pytest.raises(errors.ConfigError, match='must be a path on a disk'):
+    checkpoints.T5xNativeWriter('ftp://bucket/checkpoint_1')

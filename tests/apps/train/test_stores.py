@@ -1,0 +1,128 @@
+"""Runs in object stores equal runs on a disk, bitwise, also after kills and while the store fails."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints, files, json_lines, object_store, summaries
+from t5x_lite.apps import evaluate
+from t5x_lite.errors import ExitCode, SaveError
+from tests import processes
+from tests.apps.train import toy_run
+
+_ROOT = pathlib.Path(__file__).parents[3]
+_OPTIONS = {'save': {'period': 5, 'keep': 2}, 'stats_period': 2, 'eval_period': 5}
+
+
+def _rows(path):
+  """Return the lines of a file of metrics without times, and without numbers of this process."""
+  return [{name: value for name, value in row.items() if 'seconds' not in name and 'time' not in name}
+          for _, row in json_lines.read(path)]
+
+
+def _results(model_dir):
+  """Return what a run has written, in a comparable form."""
+  root = files.path(model_dir)
+  metrics = {name: _rows(path) for name, path in summaries.metrics_files(model_dir).items()}
+  steps = checkpoints.all_steps(model_dir)
+  arrays = {step: checkpoints.load(checkpoints.get_checkpoint_dir(model_dir, step)) for step in steps}
+  predictions = {path.name: path.read_text() for path in sorted(root.rglob('predictions-*.jsonl'))}
+  assert (root / 'model-info.txt').is_file() and any(root.rglob('events.out.tfevents.*'))
+  return metrics, predictions, arrays
+
+
+def _check_equal(found, expected):
+  assert found[:2] == expected[:2]
+  jax.tree.map(np.testing.assert_array_equal, found[2], expected[2])
+
+
+@pytest.fixture(scope='module')
+def on_disk(tmp_path_factory):
+  model_dir = tmp_path_factory.mktemp('run')
+  toy_run.train(model_dir, 20, **_OPTIONS)
+  return model_dir
+
+
+def test_a_killed_and_resumed_run_equals_one_on_a_disk(store, on_disk):
+  process = subprocess.Popen(
+      [sys.executable, '-m', 'tests.apps.train.toy_run', store.root, 'total_steps=20',
+       *(f'{name}={value}' for name, value in _OPTIONS.items())],
+      cwd=_ROOT, env={**os.environ, **store.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  deadline = time.monotonic() + 120
+  while not checkpoints.all_steps(store.root) and time.monotonic() < deadline and process.poll() is None:
+    time.sleep(0.02)
+  process.send_signal(signal.SIGKILL)
+  output, _ = process.communicate()
+  assert checkpoints.all_steps(store.root), output
+  toy_run.train(store.root, 20, **_OPTIONS)
+  _check_equal(_results(store.root), _results(on_disk))
+  config = checkpoints.RestoreCheckpointConfig(store.root, mode='all')
+  arguments = {'model': toy_run.model(), 'dataset_cfg': toy_run.dataset('validation'),
+               'partitioner': toy_run.partitioner(), 'restore_checkpoint_cfg': config}
+  results = evaluate.evaluate(**arguments, output_dir=f'{store.root}/eval')
+  assert list(results) == list(checkpoints.all_steps(store.root)) == [15, 20]
+  assert evaluate.evaluate(**arguments, output_dir=f'{store.root}/eval') == results
+  assert not [name for name in store.names() if name.endswith(('.lock', 'INCOMPLETE'))]
+
+
+def test_training_continues_while_a_store_fails(s3_store, on_disk, monkeypatch):
+  monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.05)
+  with s3_store.proxy.fault(method='PUT', status=503, times=10), s3_store.proxy.fault(
+      operation='write', name='checkpoint_', cut_upload=500, times=3):
+    toy_run.train(s3_store.root, 20, max_store_seconds=20.0, **_OPTIONS)
+  _check_equal(_results(s3_store.root), _results(on_disk))
+
+
+def test_a_store_that_is_lost_in_the_middle(s3_store, on_disk, tmp_path, monkeypatch):
+  spool = str(tmp_path / 'spool')
+  monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.05)
+  toy_run.train(s3_store.root, 10, **_OPTIONS)
+  options = {**_OPTIONS, 'max_store_seconds': 1.0, 'spool_dir': spool}
+  with s3_store.proxy.fault(operation='write', unreachable=True, skip=12):
+    with pytest.raises(SaveError, match='kept in .*--spool_dir'):
+      toy_run.train(s3_store.root, 20, **options)
+  assert max(checkpoints.all_steps(s3_store.root)) < 20
+  toy_run.train(s3_store.root, 20, **options)
+  _check_equal(_results(s3_store.root), _results(on_disk))
+
+
+def test_a_spool_folder_needs_a_store(tmp_path):
+  with pytest.raises(Exception, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object store'):
+    toy_run.train(tmp_path / 'run', 2, spool_dir=str(tmp_path / 'spool'))
+
+
+_TWO = '''
+    import sys
+    from t5x_lite import runtime
+    runtime.join(runtime.ClusterConfig())
+    from t5x_lite import partitioning
+    from tests.apps.train import toy_run
+    model_dir, steps, spool = sys.argv[1:]
+    options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+    toy_run.train(model_dir, int(steps), spool_dir=spool, partitioner=partitioning.PjitPartitioner(num_partitions=2),
+                  max_store_seconds=20.0, **options)
+'''
+
+
+def test_two_processes_write_below_one_prefix(store, tmp_path):
+  options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+  toy_run.train(tmp_path / 'one', 12, **options)
+  spool = tmp_path / 'spool'
+  with store.proxy.fault(operation='write', name='checkpoint_8/dataset/process_1', status=403):
+    outputs = processes.run(_TWO, store.root, 8, spool, num_devices=2, status=ExitCode.SAVE_FAILED)
+  assert 'kept in' in ''.join(outputs) and 'of step 8 could not be written' in ''.join(outputs), outputs
+  assert list(checkpoints.all_steps(store.root)) == [4]
+  # Copied to the store, and continued by one process.
+  toy_run.train(store.root, 12, spool_dir=str(spool), **options)
+  assert list(checkpoints.all_steps(store.root)) == [4, 8, 12]
+  found, expected = (checkpoints.load(checkpoints.get_checkpoint_dir(folder, 12)) for folder in (
+      store.root, tmp_path / 'one'))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+  assert any('ocdbt.process_1/' in name for name in store.names() if name.startswith('checkpoint_4'))
