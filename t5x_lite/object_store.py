@@ -58,6 +58,8 @@ _KINDS = {
 # Statuses of HTTP that another attempt may change.
 _TEMPORARY = {408, 429, *range(500, 600)}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+# Attempts of a package within one of ours.
+_NUM_ATTEMPTS = 3
 # While a store does not answer at all, the time of its requests counts from the first that failed, but each gets this
 # many seconds: a run with much left to write would otherwise take the full time for each object.
 _LEAST_SECONDS = 5.0
@@ -309,12 +311,13 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
       began = start if now - last > 2 * _LONGEST_PAUSE else began
       _outages[scheme] = began, now
       limit = _retry_seconds if scheme in _reached else min(_FIRST_REQUEST_SECONDS, _retry_seconds)
-      if now + pause > max(start + min(_LEAST_SECONDS, limit), began + limit):
+      seconds_left = max(start + min(_LEAST_SECONDS, limit), began + limit) - now
+      if seconds_left <= 0:
         raise StoreUnavailableError(
             errno.EIO, f'the store did not answer for {limit:g} seconds, last error: {_text(e)}', str(path)) from e
-      (_logger.warning if is_first else _logger.debug)(
+      (_logger.warning if is_first and began == start else _logger.debug)(
           '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit)
-      time.sleep(pause * random.uniform(0.5, 1))
+      time.sleep(min(pause * random.uniform(0.5, 1), seconds_left))
       pause, is_first = min(2 * pause, _LONGEST_PAUSE), False
 
 
@@ -360,8 +363,18 @@ def _file_system(scheme: str) -> Any:
         f"Paths in stores must begin with {' or '.join(f'{name}://' for name in _KINDS)}, got {scheme}://.")
   for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
     logging.getLogger(name).setLevel(logging.CRITICAL)
+  # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need some attempts.
   try:
-    return fsspec.filesystem({'gs': 'gcs'}.get(scheme, scheme), use_listings_cache=False)
+    if scheme == 's3':
+      found = fsspec.filesystem('s3', use_listings_cache=False, config_kwargs={
+          'connect_timeout': 10, 'retries': {'total_max_attempts': 1}})
+      found.retries = _NUM_ATTEMPTS
+    else:
+      from gcsfs import retry
+      found = fsspec.filesystem('gcs', use_listings_cache=False)
+      request = retry.retry_request(retries=_NUM_ATTEMPTS)(type(found)._request.__wrapped__)  # pylint: disable=protected-access
+      found._request = functools.partial(request, found)  # pylint: disable=protected-access
+    return found
   except ImportError as e:
     raise errors.ConfigError(f'Paths that begin with {scheme}:// need the package {kind.package} ({e}). Install it: '
                              f"pip install 't5x_lite[{kind.extra}]'.") from e

@@ -8,11 +8,15 @@ import tensorboardX.proto.event_pb2 as event_pb2
 def read(folder):
   """Yield the events of a folder, oldest file first."""
   for path in sorted(folder.glob('events.out.tfevents.*'), key=os.path.getmtime):
-    data = path.read_bytes()
-    while data:
-      length = int.from_bytes(data[:8], 'little')
-      yield event_pb2.Event.FromString(data[12:12 + length])
-      data = data[12 + length + 4:]
+    yield from records(path.read_bytes())
+
+
+def records(data):
+  """Yield the events of the content of a file."""
+  while data:
+    length = int.from_bytes(data[:8], 'little')
+    yield event_pb2.Event.FromString(data[12:12 + length])
+    data = data[12 + length + 4:]
 
 
 def scalars(folder):

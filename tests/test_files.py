@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import pytest
 
@@ -53,3 +54,30 @@ def test_names_that_cannot_be_written_and_other_errors(tmp_path):
   with pytest.raises(UnicodeEncodeError, match='surrogates'):
     files.write(tmp_path / 'a', '\ud800')
   assert os.listdir(tmp_path) == ['folder']
+
+
+def test_appending_does_not_wait_for_a_store_and_each_writer_has_its_own_parts(store, monkeypatch):
+  monkeypatch.setattr(files, '_PART_BYTES', 8)
+  monkeypatch.setattr(files, '_PART_SECONDS', 0.05)
+  name, header = f'{store.root}/a/log.jsonl', b'# \n'
+  first = files.appended(name, header=header)
+  with store.proxy.fault(operation='write', delay=2) as slow:
+    start = time.monotonic()
+    first.append(b'1234\n', at_once=True)
+    while not slow.hits:
+      time.sleep(0.01)
+    first.append(b'5678\n', at_once=True)  # during the request
+    assert time.monotonic() - start < 2
+  files.write(f'{store.root}/a/manifest', b'')  # comes after all that was appended
+  first.append(b'abcdefgh\n', at_once=True)
+  while files.parts(name)[-1].read_bytes() != header + b'abcdefgh\n':  # without a flush
+    time.sleep(0.05)
+  first.append(b'left', at_once=False)
+  first.close()
+  # A listing that is behind shows neither of the parts, and nothing may be written over.
+  with store.proxy.fault(operation='list', listing_lag=600):
+    second = files.appended(name)
+    second.append(b'second', at_once=False)
+    second.close()
+  content = b''.join(part.read_bytes() for part in files.parts(name))
+  assert content.replace(header, b'') == b'1234\n5678\nabcdefgh\nleftsecond' and content.count(header) == 3

@@ -1,5 +1,6 @@
 """Summaries: contents and order of the files, and lines that a restart finds and removes."""
 
+import contextlib
 import errno
 import json
 import math
@@ -16,6 +17,7 @@ import pytest
 
 from t5x_lite import files
 from t5x_lite import metrics as metrics_lib
+from t5x_lite import object_store
 from t5x_lite import summaries
 from t5x_lite.errors import DataError
 from tests import event_files
@@ -288,3 +290,56 @@ def test_arrays_are_only_in_lines(tmp_path):
   np.testing.assert_array_equal(arrays[0]['load'], [0.5, 0.25, np.nan])
   np.testing.assert_array_equal(arrays[1]['load'], np.ones([2, 1]))
   assert {name for _, name, _ in event_files.scalars(tmp_path)} == {'loss'}
+
+
+def test_a_resumed_run_in_a_store_has_the_lines_of_an_uninterrupted_one(store, monkeypatch):
+  def write(first, last, folder):
+    with contextlib.closing(summaries.MetricsManager('train', folder)) as manager:
+      for step in range(first, last + 1):
+        manager.write_scalars(step, {'loss': float(step)})
+        if step % 2 == 0:
+          manager.flush()
+          files.write(f'{folder}/manifest', b'')
+
+  monkeypatch.setattr(files, '_PART_BYTES', 60)
+  write(1, 10, store.root)
+  path = f'{store.root}/train/metrics.jsonl'
+  assert len(files.parts(path)) == 5
+  # A kill between two parts: the last ones are cut, and the next call cuts the others.
+  keep, changed = files.write, []
+
+  def killed(part, content):
+    if changed:
+      raise KeyboardInterrupt
+    changed.append(part)
+    keep(part, content)
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(files, 'write', killed)
+    summaries._keep_lines(files.path(path), lambda step: step in (1, 3, 5))  # pylint: disable=protected-access
+  assert [row['step'] for row in summaries.read_metrics(path)] == [1, 2, 3, 4, 5]
+  summaries.discard_after(store.root, 3)
+  assert [part.name for part in files.parts(path)] == ['metrics.jsonl', 'metrics.jsonl.part-00001']
+  write(4, 12, store.root)
+  assert [row['step'] for row in summaries.read_metrics(path)] == list(range(1, 13))
+  # TensorBoard reads files in the order of their names, and each must begin with the version.
+  events = sorted(files.path(f'{store.root}/train').glob('*tfevents*'))
+  assert len(events) > 4 and all(b'brain.Event:2' in part.read_bytes()[:60] for part in events)
+  scalars = [(e.step, v.simple_value) for part in events for e in event_files.records(part.read_bytes())
+             for v in e.summary.value]
+  assert scalars == [(step, step) for step in [*range(1, 11), *range(4, 13)]]
+
+
+def test_metrics_wait_in_memory_while_a_store_does_not_answer(s3_store, monkeypatch):
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.1)
+  monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.01)
+  with contextlib.closing(summaries.MetricsManager('train', s3_store.root)) as manager:
+    with s3_store.proxy.fault(unreachable=True, operation='write'):
+      manager.write_scalars(1, {'loss': 1.0})
+      with pytest.raises(OSError, match='did not answer'):
+        manager.flush()
+        files.write(f'{s3_store.root}/manifest', b'')
+      manager.write_scalars(2, {'loss': 2.0})
+    manager.flush()
+    files.write(f'{s3_store.root}/manifest', b'')
+    assert [row['step'] for row in summaries.read_metrics(f'{s3_store.root}/train/metrics.jsonl')] == [1, 2]

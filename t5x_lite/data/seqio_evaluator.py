@@ -8,8 +8,10 @@ import contextlib
 import logging
 import os
 import pathlib
+import shutil
 import tempfile
 from typing import Any
+import weakref
 
 from absl import logging as absl_logging
 
@@ -58,8 +60,8 @@ class SeqioEvaluator:
     if self._log_dir is None:
       options['logger_cls'] = ()
     elif files.is_remote(log_dir):  # TensorFlow writes, which has no s3://
-      self._local = tempfile.TemporaryDirectory(prefix='t5x_lite-seqio-')
-      self._remote_dir, self._log_dir = log_dir, pathlib.Path(self._local.name)
+      self._remote_dir, self._log_dir = log_dir, pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-seqio-'))
+      weakref.finalize(self, shutil.rmtree, self._log_dir, ignore_errors=True)
     failure = f"seqio's Evaluator does not accept {cfg.name!r}"
     with explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError), reading(cfg, provider):
       self._evaluator = evaluator_cls(

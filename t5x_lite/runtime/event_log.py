@@ -96,8 +96,9 @@ class EventLog(contextlib.AbstractContextManager):
   def __exit__(self, exc_type, error: BaseException | None, traceback) -> None:
     if not self._has_stopped:
       # A start that fails in a new run directory leaves no file; one that fails in a run adds to its file.
-      if self._path.exists():
-        self.open()
+      with contextlib.suppress(OSError):  # of a store; it must not replace `error`
+        if self._file is None and self._path.exists():
+          self.open()
       self.stop(**_cause(error))
     with self._hooks_returned:  # of another thread
       self._hooks_returned.wait_for(lambda: self._calling_thread in (None, threading.get_ident()))
@@ -203,7 +204,7 @@ class EventLog(contextlib.AbstractContextManager):
       return
     try:
       if files.is_remote(self._path):
-        self._file.flush()
+        self._file.write_now(str(self._path))
       measured = goodput.measure(read_events(self._path))
       line = measured.describe()
     except Exception as error:  # the file may have any content, e.g. after a change by hand

@@ -128,6 +128,9 @@ class StepProfiler:
       jax.profiler.start_trace(self._local.name if self._local else self._folder, profiler_options=options)
     except (OSError, RuntimeError) as error:  # e.g. another profile is running
       _warn('started', step, error)
+      if self._local is not None:
+        self._local.cleanup()
+        self._local = None
       return
     self._start = step
     logging.getLogger(__name__).info(

@@ -13,6 +13,7 @@ seqio = pytest.importorskip('seqio')
 
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
@@ -241,3 +242,21 @@ def test_values_of_seqio_are_those_of_clu():
   assert judging.as_value('sample', seqio.metrics.Text(b'caf\xc3\xa9')).value == 'caf\xe9'
   with pytest.raises(DataError, match='got a Histogram'):
     judging.as_value('lengths', seqio.metrics.Histogram(np.ones(2)))
+
+
+def test_loggers_write_to_a_store(store, tmp_path):
+  cls = functools.partial(seqio.Evaluator, num_examples=3, logger_cls=[seqio.JSONLogger, seqio.TensorBoardLogger])
+  for folder in (tmp_path, store.root):
+    for step in (5, 6):  # two evaluations, also of one run that is resumed
+      with contextlib.closing(evaluation.InferenceEvaluator(
+          _cfg('evaluator_all'), cls, _model(), _partitioner(), folder)) as evaluator:
+        evaluator.evaluate(*_state(), step=step).result()
+        evaluator.flush()
+  root, events = files.path(store.root), 'events.out.tfevents'
+  names = {name for name in root.find() if events not in name}
+  ours = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob('*') if path.is_file() and events not in path.name}
+  assert names - {name for name in names if '.part-' in name} == ours
+  for name in ours:
+    if '/evaluator_all-' in name:
+      assert (root / name).read_bytes() == (tmp_path / name).read_bytes()
+  assert sum(events in name for name in root.find()) >= 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moe import models, networks, recording, routing
+from t5x_lite import errors
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only
@@ -77,3 +78,13 @@ def test_a_record_of_other_layers_or_routers_raises(record, message):
   replaying = model.with_replayed_routing(record)
   with pytest.raises(ConfigError, match=message):
     jax.eval_shape(lambda params: replaying.loss_fn(params, batch, jax.random.key(0))[0], params)
+
+
+def test_records_in_a_store(gcs_store):
+  records = recording.RoutingFiles(f'{gcs_store.root}/routing')
+  assert records.steps() == []
+  with pytest.raises(errors.DataError, match='holds no records'):
+    records.read(3)
+  records.write(3, {'a': {'expert_index': np.arange(6, dtype=np.int32).reshape(1, 2, 3)}})
+  assert records.steps() == [3]
+  np.testing.assert_array_equal(records.read(3)['a']['expert_index'], np.arange(6).reshape(1, 2, 3))

@@ -308,3 +308,14 @@ def test_a_disk_that_is_full_does_not_end_the_run(make, tmp_path, monkeypatch):
       is_full[0] = False
     log.emit('progress')
   assert [event.kind for event in _events(tmp_path)] == ['start', 'progress', 'progress', 'stop', 'summary']
+
+
+def test_events_in_a_store(store, clock):
+  lines, path = [], f'{store.root}/{runtime.EVENTS_FILE}'
+  for _ in range(2):
+    with runtime.EventLog(path, clock=clock, wall_clock=lambda: 1000.0 + clock.now, log_fn=lines.append) as log:
+      log.open()
+      log.on_step(1)
+  kinds = ['start', 'first_step', 'stop', 'summary']
+  assert [event.kind for event in runtime.read_events(path)] == 2 * kinds
+  assert store.names() == ['events.jsonl', 'events.jsonl.part-00001'] and len(lines) == 2

@@ -1,5 +1,6 @@
 """Profiles of chosen steps: which ones, by which processes, and what is in their files."""
 
+import contextlib
 import gzip
 import json
 import logging
@@ -88,3 +89,20 @@ def test_a_profile_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
   profiler.after(2, lambda: None)
   profiler.close()
   assert caplog.text.count(words) == 1 and 'FAILED_PRECONDITION' in caplog.text
+
+
+def test_a_profile_is_copied_to_a_store(store, caplog):
+  profiler = runtime.StepProfiler((1, 2), f'{store.root}/train')
+  for path, effects in (('step_1', None), (None, {'status': 403})):
+    with contextlib.ExitStack() as stack:
+      if effects:
+        stack.enter_context(store.proxy.fault(operation='write', **effects))
+        store.proxy.requests.clear()
+        profiler = runtime.StepProfiler((1, 2), f'{store.root}/other')
+      profiler.before(1, lambda: None)
+      jnp.ones(3).block_until_ready()
+      profiler.after(2, lambda: None)
+    names = store.names()
+    assert any(name.startswith('train/plugins/profile/step_1/') and name.endswith('.xplane.pb') for name in names)
+    assert not any(name.startswith('other') for name in names)
+  assert 'The profile that starts after step 1 was not written (PermissionError' in caplog.text

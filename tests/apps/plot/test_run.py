@@ -9,6 +9,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite.apps.plot import run as plot_lib
 
 _PNG = b'\x89PNG\r\n'
@@ -120,3 +121,12 @@ def test_command(tmp_path, capsys):
   run = _run(tmp_path / 'a')
   assert cli.main(['plot', str(run), f'--out={tmp_path / "x.png"}', '--metric=loss']) == 0
   assert capsys.readouterr().out.strip() == str(tmp_path / 'x.png') and (tmp_path / 'x.png').exists()
+
+
+def test_plot_of_a_run_in_a_store(store, tmp_path):
+  local = _run(tmp_path / 'a')
+  for path in local.rglob('*.jsonl'):
+    files.write(files.path(store.root) / 'a' / path.relative_to(local).as_posix(), path.read_bytes())
+  path = plot_lib.plot([f'{store.root}/a', local])
+  assert str(path) == f'{store.root}/a/metrics.png' and path.read_bytes().startswith(_PNG)
+  assert repr(plot_lib.read_run(f'{store.root}/a')) == repr(plot_lib.read_run(local))
