@@ -93,7 +93,7 @@ def make_writable(folder: str | os.PathLike[str]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib.Path], None], *,
-          durable: bool = True) -> None:
+          durable: bool = True, behind: bool = False) -> None:
   """Write a file atomically: readers, also after a crash, find the former content or all of the new one.
 
   Args:
@@ -101,6 +101,8 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
     content: bytes, a text for UTF-8, or a function that writes the file at the given local path: in the same folder, or
       in the folder of temporary files if `path` is in an object store.
     durable: wait until content and name are on disk.
+    behind: return at once if `path` is in an object store and `content` is no function. The object is written before
+      the next one that is not written behind, or by `flush`.
 
   Raises:
     OSError: e.g. the disk is full; it names `path`. A former file is unchanged, and no partial file remains.
@@ -108,7 +110,12 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
   if isinstance(content, str):
     content = content.encode('utf-8')
   if is_remote(path):
-    _write_object(path, content)
+    if behind and not callable(content):
+      _behind[str(path)] = content
+      _start_writing_behind()
+    else:
+      flush(path)
+      _write_object(path, content)
     return
   path = pathlib.Path(path)
   temporary = path.with_name(f'{path.name}{WRITING_INFIX}{uuid.uuid4().hex[:8]}')
@@ -131,14 +138,57 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
   from t5x_lite import object_store
   target = path(name)
-  for parts_of_file in list(_open_parts):
-    parts_of_file.write_now(target)
   if not callable(content):
     target.write_bytes(content)
     return
   with object_store.local_file(target.suffix) as local:
     content(local)
     target.upload(local)
+
+
+# Path -> content of objects that `write` has been told to write behind.
+_behind: dict[str, bytes] = {}
+_behind_lock = threading.Lock()
+
+
+def flush(name: PathLike) -> None:
+  """Return when all that was appended to files in the bucket of `name`, or written behind, is in the store.
+
+  Does nothing for a local path.
+
+  Raises:
+    OSError: the store does not take it; nothing is lost, and the next call tries again.
+  """
+  if not is_remote(name):
+    return
+  bucket = path(name).parts[1:3]
+  for parts_of_file in list(_open_parts):
+    parts_of_file.write_now(bucket)
+  _write_behind(bucket)
+
+
+def _write_behind(bucket: Sequence[str] | None = None) -> None:
+  with _behind_lock:
+    for name in [name for name in list(_behind) if bucket is None or path(name).parts[1:3] == bucket]:
+      content = _behind[name]
+      _write_object(name, content)
+      if _behind[name] is content:  # and not replaced meanwhile
+        del _behind[name]
+
+
+def _start_writing_behind() -> None:
+  def run():
+    with contextlib.suppress(OSError, ConfigError):  # `flush` raises it.
+      _write_behind()
+
+  threading.Thread(target=run, name='files-behind', daemon=True).start()
+
+
+def unwritten(folder: PathLike) -> dict[str, bytes]:
+  """Return path -> content of the objects below a folder of a store that wait for the store to take them."""
+  found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
+  start = f'{path(folder)}/'
+  return {str(name): content for name, content in {**found, **dict(_behind)}.items() if str(name).startswith(start)}
 
 
 def rename(source: pathlib.Path, target: pathlib.Path, *, durable: bool = True) -> None:
@@ -276,19 +326,13 @@ class AppendedFile:
 _open_parts: set[AppendedParts] = set()
 
 
-def unwritten(folder: PathLike) -> dict[str, bytes]:
-  """Return path -> content of the parts of files below a folder of a store that the store has not yet taken."""
-  found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
-  return {str(part): content for part, content in found.items() if str(part).startswith(f'{path(folder)}/')}
-
-
 class AppendedParts:
   """What `AppendedFile` is on a disk, for an object store: objects (see `parts`), each of which appears as a whole.
 
   A part is written anew at each flush, and some seconds after an append, until it is large; then the next one begins.
-  Another writer of the same name begins a new part. Neither `append` nor `flush` waits for the store: a thread writes,
-  and `write` writes what was appended to files of the same bucket before its own object. So an object that says that
-  something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
+  Another writer of the same name begins a new part. Neither `append` nor its `flush` waits for the store: a thread
+  writes, and `write` first writes what was appended to files of the same bucket (`files.flush`). So an object that says
+  that something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
   def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
@@ -325,9 +369,9 @@ class AppendedParts:
       return None if len(self._content) == self._num_written else (
           self._part or self._first, bytes(self._content))
 
-  def write_now(self, bucket: str) -> None:
+  def write_now(self, bucket: Sequence[str] | None = None) -> None:
     """Write what was appended, if the file is in this bucket; raise OSError if the store does not take it."""
-    if self._first.parts[1:3] == path(bucket).parts[1:3]:
+    if bucket in (None, self._first.parts[1:3]):
       self._write()
 
   def close(self) -> None:

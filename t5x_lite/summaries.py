@@ -394,6 +394,7 @@ def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluati
     step: the step from which the run resumes; -1 for a run that starts from the beginning.
     redo_evaluation: also delete the evaluations of `step`, because they were interrupted and will be repeated.
   """
+  files.flush(model_dir)  # nothing of later steps is written afterwards
   for name, path in _files_of_lines(model_dir):
     last = step - 1 if redo_evaluation and name != 'train' else step
     _keep_lines(path, lambda found, last=last: found <= last)

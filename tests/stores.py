@@ -550,7 +550,12 @@ def clear_client_caches() -> None:
     if protocol in ('gcs', 'gs', 's3'):
       filesystem.clear_instance_cache()
   if 't5x_lite.object_store' in sys.modules:
-    sys.modules['t5x_lite.object_store']._file_system.cache_clear()
+    from t5x_lite import files, object_store
+    object_store._file_system.cache_clear()
+    object_store._outages.clear()
+    object_store._reached.clear()
+    object_store.set_retry_seconds(300.0)
+    files._behind.clear()
 
 
 _numbers = itertools.count()
@@ -579,3 +584,4 @@ def opened(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     for fault in proxy.faults:
       fault.remove()
     clear_client_caches()
+    assert not os.path.lexists('gs:') and not os.path.lexists('s3:'), 'a path of a store was taken for a local one'

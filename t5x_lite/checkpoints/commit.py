@@ -137,6 +137,7 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
       mark.unlink()
   in_store = files.is_remote(root)
   store_io.merge(root / discovery.STATE_DIRNAME)
+  files.flush(root)  # what the checkpoint covers
   names = store_io.list_complete(root) if in_store else manifest.list_files(root)
   hashes = manifest.hash_files(root, names)
   check_fn()

@@ -140,7 +140,7 @@ def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mappin
   """
   path = files.path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  files.write(path, ''.join(map(json_lines.to_line, predictions)), durable=False)
+  files.write(path, ''.join(map(json_lines.to_line, predictions)), durable=False, behind=True)
 
 
 def as_value(name: str, value: Any) -> clu.values.Value:

@@ -204,7 +204,7 @@ class EventLog(contextlib.AbstractContextManager):
       return
     try:
       if files.is_remote(self._path):
-        self._file.write_now(str(self._path))
+        self._file.write_now()
       measured = goodput.measure(read_events(self._path))
       line = measured.describe()
     except Exception as error:  # the file may have any content, e.g. after a change by hand

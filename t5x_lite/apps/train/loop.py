@@ -14,6 +14,7 @@ import numpy as np
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite import state_init
@@ -270,6 +271,7 @@ class TrainLoop:
       else:
         trainer.flush()
         self.evaluations.flush()
+        files.flush(self.cfg.model_dir)
     self.progress.clear()
     saved = None
     if self.saves is not None:
