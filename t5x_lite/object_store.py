@@ -383,7 +383,9 @@ def _file_system(scheme: str) -> Any:
 def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   """Return the exception to raise for a permanent error; None if another attempt may succeed."""
   kind = _KINDS[path.parts[1]]
-  status = _status(error)
+  names = {base.__name__ for base in type(error).__mro__}
+  # An answer that ends too early has the status 400 as its cause.
+  status = None if names & {'ClientPayloadError', 'ClientConnectionError'} else _status(error)
   if errors.is_disk_full(error):  # of the local file of an upload or download
     return error
   if isinstance(error, FileNotFoundError) or status == 404:
@@ -392,7 +394,6 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
   if isinstance(error, FileExistsError) or status == 412:
     return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-  names = {base.__name__ for base in type(error).__mro__}
   if names & {'NoCredentialsError', 'PartialCredentialsError', 'DefaultCredentialsError', 'ProfileNotFound'} or (
       status == 401):
     return errors.ConfigError(f'{kind.name} needs credentials for {str(path)!r} ({_text(error)}): {kind.credentials}.')
