@@ -255,6 +255,8 @@ class StorePath(gpath.PosixGPath):
 
   def unlink(self, missing_ok: bool = False) -> None:
     """Remove the object."""
+    if not missing_ok:
+      self._info()  # S3 does not say that there is none
     try:
       self._call(lambda fs, name: fs.rm_file(name))
     except FileNotFoundError:

@@ -66,11 +66,16 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
     for name, future in arrays.items():
       array = future.result()
       writes += [(array[index] if index else array).write(values) for index, values in state.parts[name]]
+  _wait_for(writes, directory)
+  if jax.process_index() == 0:
+    _write_index(directory, state.arrays)
+
+
+def _wait_for(writes: Sequence[Any], directory: files.Path) -> None:
+  with _explained(directory):
     failed = [error for write in writes if (error := write.exception()) is not None]
     if failed:  # all have ended, so nothing writes to the folder any more
       raise failed[0]
-  if jax.process_index() == 0:
-    _write_index(directory, state.arrays)
 
 
 def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
@@ -83,10 +88,19 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   """
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
   base, context = _database(directory, 0, 1), _context(directory)
-  for name, (shape, dtype) in shapes.items():
+  with _explained(directory):  # together, because each commit of the database takes several requests
+    opened = {name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+              for name, (shape, dtype) in shapes.items()}
+    opened = {name: future.result() for name, future in opened.items()}
+  writes, num_bytes = [], 0
+  for name, array in opened.items():
     values = read_fn(name)
-    with _explained(directory):
-      _opened(base, name, shape, dtype, _halved(shape, dtype), context).result().write(values).result()
+    writes.append(array.write(values))
+    num_bytes += values.nbytes
+    if num_bytes > _MAX_CHUNK_BYTES:
+      _wait_for(writes, directory)
+      writes, num_bytes = [], 0
+  _wait_for(writes, directory)
   _write_index(directory, shapes)
 
 
