@@ -91,11 +91,6 @@ def set_retry_seconds(seconds: float) -> None:
   _retry_seconds = seconds
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-  """Return True if a path begins with a scheme such as gs://."""
-  return '://' in os.fspath(path)
-
-
 class StorePath(gpath.PosixGPath):
   """The path of an object or of a folder in an object store; the methods are those of `pathlib.Path`.
 
@@ -366,7 +361,7 @@ def _file_system(scheme: str) -> Any:
   for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
     logging.getLogger(name).setLevel(logging.CRITICAL)
   # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need some attempts.
-  try:
+  with errors.needs_packages(f'A path that begins with {scheme}://', kind.package, extra=kind.extra):
     if scheme == 's3':
       found = fsspec.filesystem('s3', use_listings_cache=False, config_kwargs={
           'connect_timeout': 10, 'retries': {'total_max_attempts': 1}})
@@ -374,12 +369,11 @@ def _file_system(scheme: str) -> Any:
     else:
       from gcsfs import retry
       found = fsspec.filesystem('gcs', use_listings_cache=False)
-      request = retry.retry_request(retries=_NUM_ATTEMPTS)(type(found)._request.__wrapped__)  # pylint: disable=protected-access
-      found._request = functools.partial(request, found)  # pylint: disable=protected-access
+      # Without the name of this decorator, which is private, it only takes longer until an error is known.
+      if (once := getattr(type(found)._request, '__wrapped__', None)) is not None:  # pylint: disable=protected-access
+        request = retry.retry_request(retries=_NUM_ATTEMPTS)(once)
+        found._request = functools.partial(request, found)  # pylint: disable=protected-access
     return found
-  except ImportError as e:
-    raise errors.ConfigError(f'Paths that begin with {scheme}:// need the package {kind.package} ({e}). Install it: '
-                             f"pip install 't5x_lite[{kind.extra}]'.") from e
 
 
 def _explained(error: BaseException, path: StorePath) -> BaseException | None:

@@ -77,9 +77,6 @@ def check_path(path: PathLike, what: str, *, may_be_model: bool = False) -> None
   raise checks.invalid('', what, 'a path on a disk or in an object store', text, remedy)
 
 
-check_local_path = check_path
-
-
 def check_free(path: files.Path) -> None:
   """Raise CheckpointError if `path` exists."""
   if path.exists() or path.is_symlink():
@@ -106,8 +103,8 @@ def hint(path: PathLike) -> str:
 
 def _download_remedy(name: str) -> str:
   folder = name.rsplit('/', maxsplit=1)[-1]
-  return (f'Models are not downloaded automatically: run `hf download {name} --local-dir {folder}` (of the package '
-          f'huggingface_hub), and give the path {folder!r}.')
+  return (f"Name it 'hf://{name}', or run `hf download {name} --local-dir {folder}` (of the package huggingface_hub) and "
+          f'give the path {folder!r}.')
 
 
 def get_checkpoint_prefix() -> str:

@@ -59,7 +59,7 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
     OSError: the store does not take them.
   """
   base = _database(directory, jax.process_index(), jax.process_count())
-  context = _context(directory)  # one, so that the writes of all arrays are committed together
+  context = context_of(directory)  # one, so that the writes of all arrays are committed together
   arrays = {name: _opened(base, name, *state.arrays[name], context) for name, parts in state.parts.items() if parts}
   with _explained(directory):
     writes = []
@@ -87,7 +87,7 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
     read_fn: function from a name to the array.
   """
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
-  base, context = _database(directory, 0, 1), _context(directory)
+  base, context = _database(directory, 0, 1), context_of(directory)
   with _explained(directory):  # together, because each commit of the database takes several requests
     opened = {name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
               for name, (shape, dtype) in shapes.items()}
@@ -110,7 +110,7 @@ def merge(directory: files.Path) -> None:
   if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
     return
   import tensorstore  # takes 0.1 s
-  context = _context(directory)  # only databases of one context can be copied to each other
+  context = context_of(directory)  # only databases of one context can be copied to each other
   with _explained(directory):
     target = tensorstore.KvStore.open(_database(directory, 0, 1), context=context).result()
     with tensorstore.Transaction() as transaction:
@@ -205,8 +205,8 @@ class _Stored:
     self._index = json.loads(untrusted.read_limited(directory, _INDEX))
     self.is_zarr3 = bool(self._index.get('use_zarr3', False))
     has_database = (directory / _DATABASE).is_file()
-    self._base = _database(directory, 0, 1) if has_database else _kvstore(directory)
-    self._context = _context(directory)
+    self._base = _database(directory, 0, 1) if has_database else kvstore(directory)
+    self._context = context_of(directory)
     self._kvstore = tensorstore.KvStore.open(self._base, context=self._context).result()
 
   @property
@@ -303,7 +303,7 @@ def _files_of_database(directory: files.Path) -> set[str]:
   import tensorstore
   found = set()
   with _explained(directory):
-    base = tensorstore.KvStore.open(_kvstore(directory), context=_context(directory)).result()
+    base = tensorstore.KvStore.open(kvstore(directory), context=context_of(directory)).result()
     newest = tensorstore.ocdbt.dump(base).result()['versions'][-1]
     nodes = [newest['root']['location']] if 'location' in newest['root'] else []
     while nodes:
@@ -328,7 +328,8 @@ def _key(name: str) -> str:
   return name.replace('/', '.')
 
 
-def _kvstore(directory: files.Path) -> dict[str, Any]:
+def kvstore(directory: files.Path) -> dict[str, Any]:
+  """Return TensorStore's specification of the store of a folder's files."""
   if not files.is_remote(directory):
     return {'driver': 'file', 'path': f'{os.fspath(directory)}/'}
   from t5x_lite import object_store
@@ -337,10 +338,11 @@ def _kvstore(directory: files.Path) -> dict[str, Any]:
 
 def _database(directory: files.Path, process_index: int, num_processes: int) -> dict[str, Any]:
   folder = directory if num_processes == 1 else directory / f'ocdbt.process_{process_index}'
-  return {'driver': 'ocdbt', 'base': _kvstore(folder)}
+  return {'driver': 'ocdbt', 'base': kvstore(folder)}
 
 
-def _context(directory: files.Path) -> Any:
+def context_of(directory: files.Path) -> Any:
+  """Return a context of TensorStore that repeats requests, if the folder is in an object store."""
   import tensorstore
   if not files.is_remote(directory):
     return tensorstore.Context()
