@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-  """What differs between the stores, as far as this package knows."""
+  """Words for messages about a kind of store."""
 
   name: str
   extra: str
@@ -52,8 +52,7 @@ class _Kind:
 _KINDS = {
     'gs': _Kind('Google Cloud Storage', 'gcs', 'gcsfs',
                 'run `gcloud auth application-default login`, or let GOOGLE_APPLICATION_CREDENTIALS name a key file'),
-    's3': _Kind('S3', 's3', 's3fs',
-                'run `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'),
+    's3': _Kind('S3', 's3', 's3fs', 'run `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'),
 }
 # Statuses of HTTP that another attempt may change.
 _TEMPORARY = {408, 429, *range(500, 600)}
@@ -178,14 +177,14 @@ class StorePath(gpath.PosixGPath):
     """Yield the objects and folders in this folder, in alphabetical order.
 
     Raises:
-      FileNotFoundError: there is no object below this path.
+      FileNotFoundError: nothing is below this path.
     """
     names = {name.rstrip('/').rpartition('/')[2] for name in self._call(
         lambda fs, name: fs.ls(name, detail=False, refresh=True)) if name.rstrip('/') != self._name}
     yield from (self / name for name in sorted(names) if name)
 
   def find(self) -> dict[str, int]:
-    """Return relative path -> size of every object below this folder, in alphabetical order; {} if there is none."""
+    """Return relative path -> size of every object below this folder, in alphabetical order; may be empty."""
     try:
       found = self._call(lambda fs, name: fs.find(name, detail=True, withdirs=False, refresh=True))
     except FileNotFoundError:
@@ -235,7 +234,7 @@ class StorePath(gpath.PosixGPath):
     return self.write_bytes(data.encode(encoding or 'utf-8', errors or 'strict'))
 
   def touch(self, mode: int = 0o666, exist_ok: bool = True) -> None:
-    """Write an empty object if there is none."""
+    """Write an empty object unless the object exists."""
     del mode, exist_ok
     if not self.is_file():
       self.write_bytes(b'')
@@ -251,7 +250,7 @@ class StorePath(gpath.PosixGPath):
   def unlink(self, missing_ok: bool = False) -> None:
     """Remove the object."""
     if not missing_ok:
-      self._info()  # S3 does not say that there is none
+      self._info()  # S3 ignores that an object is missing
     try:
       self._call(lambda fs, name: fs.rm_file(name))
     except FileNotFoundError:
@@ -337,7 +336,7 @@ def kvstore_spec(path: StorePath) -> dict[str, Any]:
       spec['endpoint'] = endpoint
     if endpoint or region:
       spec['aws_region'] = region or 'us-east-1'
-    if os.environ.get('AWS_ACCESS_KEY_ID'):  # otherwise it looks for files first, and prints that there are none
+    if os.environ.get('AWS_ACCESS_KEY_ID'):  # otherwise it first looks for files, and prints that they are missing
       spec['aws_credentials'] = {'type': 'environment'}
   return spec
 
@@ -412,7 +411,7 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
 
 
 def _status(error: BaseException | None) -> int | None:
-  """Return the status of HTTP that caused an exception of gcsfs, s3fs or what they use; None if there was none."""
+  """Return the status of HTTP that caused an exception of gcsfs, s3fs or their libraries; None without an answer."""
   while error is not None:
     response = getattr(error, 'response', None)
     found = response.get('ResponseMetadata', {}).get('HTTPStatusCode') if isinstance(response, dict) else None

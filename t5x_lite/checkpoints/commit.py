@@ -137,7 +137,7 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
       mark.unlink()
   in_store = files.is_remote(root)
   store_io.merge(root / discovery.STATE_DIRNAME)
-  files.flush(root)  # what the checkpoint covers
+  files.flush(root)  # The metrics that the checkpoint covers.
   names = store_io.list_complete(root) if in_store else manifest.list_files(root)
   hashes = manifest.hash_files(root, names)
   check_fn()
@@ -161,7 +161,7 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
 
 
 def _rename(temporary: pathlib.Path, final: pathlib.Path, replaced: pathlib.Path) -> bool:
-  """Rename the directory of a save on a disk to `final`, and what has this name to `replaced`, if anything has it."""
+  """Rename the directory of a save on a disk to `final`, after renaming a former `final` to `replaced`."""
   files.fsync_tree(temporary)
   is_replacing = final.exists()
   if is_replacing:

@@ -177,7 +177,7 @@ def _is_checkpoint(path: files.Path, *, require_manifest: bool) -> bool:
 
 
 def is_incomplete(ckpt_dir: PathLike) -> bool:
-  """Return True if a folder in an object store is what an unfinished save or deletion has left."""
+  """Return True if a folder in an object store belongs to an unfinished save or deletion."""
   path = files.path(ckpt_dir)
   return files.is_remote(path) and (path / INCOMPLETE_FILENAME).is_file() and not (path / MANIFEST_FILENAME).is_file()
 
@@ -268,7 +268,7 @@ def delete(path: files.Path, final_name: str) -> None:
 def mark_incomplete(path: files.Path, attempt: str = '') -> None:
   """Mark a folder of a store, in which a save (named `attempt`) or a deletion begins."""
   files.write(path / INCOMPLETE_FILENAME,
-              f'A save or a deletion has begun here. Without manifest.json this is no checkpoint. {attempt}\n')
+              f'A save or a deletion has begun here. Without manifest.json this is not a checkpoint. {attempt}\n')
 
 
 def upload(source: pathlib.Path, target: files.Path) -> None:

@@ -1,7 +1,7 @@
 """Reading and writing arrays in object stores with TensorStore, in Orbax's format, which any program with Orbax can read.
 
 Orbax itself has no driver for s3://, and lists and renames folders where a store has none. With several processes each
-writes a database (OCDBT) of its own, and `merge` makes one of them.
+writes a separate database (OCDBT), and `merge` combines them.
 """
 
 from __future__ import annotations
@@ -176,14 +176,14 @@ def read_arrays(directory: files.Path, wanted: Mapping[str, tuple[Any, jax.shard
 
 
 def checked_shape(value: Any) -> tuple[int, ...]:
-  """Return a shape from a file as a tuple; raises ValueError if it is none."""
+  """Return a shape from a file as a tuple; raises ValueError if it is invalid."""
   if problem := untrusted.shape_problem(value):
     raise ValueError(f'a shape {problem}')
   return tuple(value)
 
 
 def checked_dtype(value: Any) -> np.dtype:
-  """Return the dtype that a file names; raises ValueError if it is none of numbers."""
+  """Return the dtype that a file names; raises ValueError if it is not numeric."""
   if (dtype := untrusted.parse_dtype(value)) is None:
     raise ValueError(f'data_type must be the name of a numeric dtype, got {untrusted.shorten(value)}')
   return dtype
