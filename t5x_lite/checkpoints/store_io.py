@@ -104,6 +104,11 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   _write_index(directory, shapes)
 
 
+def part_name(process_index: int) -> str:
+  """Return the folder of a process's arrays, relative to the checkpoint."""
+  return f'{discovery.STATE_DIRNAME}/ocdbt.process_{process_index}'
+
+
 def merge(directory: files.Path) -> None:
   """Make one database of those that all processes wrote by `write_parts`; only in the lead process."""
   num_processes = jax.process_count()
@@ -136,7 +141,7 @@ def list_complete(root: files.Path) -> list[str]:
       raise errors.CheckpointError(f'the list of files below {str(root)!r} lacks {missing[0]!r}, which was written')
     time.sleep(pause)
     pause = min(2 * pause, 10)
-  return [name for name in found if name not in (discovery.INCOMPLETE_FILENAME, discovery.MANIFEST_FILENAME)]
+  return [name for name in found if '/' in name]  # without the marks
 
 
 def read_shapes(directory: files.Path, names: Iterable[str] | None = None) -> tuple[
@@ -337,7 +342,7 @@ def kvstore(directory: files.Path) -> dict[str, Any]:
 
 
 def _database(directory: files.Path, process_index: int, num_processes: int) -> dict[str, Any]:
-  folder = directory if num_processes == 1 else directory / f'ocdbt.process_{process_index}'
+  folder = directory if num_processes == 1 else directory.parent / part_name(process_index)
   return {'driver': 'ocdbt', 'base': kvstore(folder)}
 
 

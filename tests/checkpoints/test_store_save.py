@@ -150,3 +150,15 @@ def test_a_folder_of_another_program_is_not_taken_for_remains(s3_store):
   assert _value(s3_store.root, 3) == 3
   kept, = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
   assert f'{kept}/checkpoint' in s3_store.names()
+
+
+def test_a_manifest_comes_after_all_that_was_written_before(s3_store):
+  lines = files.appended(f'{s3_store.root}/train/metrics.jsonl')
+  with s3_store.proxy.fault(name='metrics|predictions', method='PUT', delay=1.0):
+    with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+      lines.append(b'{"step": 1}\n', at_once=True)
+      files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
+      manager.save(1, _state(1))
+      manager.wait()
+      assert {'train/metrics.jsonl', 'predictions-1.jsonl', 'checkpoint_1/manifest.json'} <= set(s3_store.names())
+  lines.close()
