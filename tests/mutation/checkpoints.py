@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         'a_failed_commit_leaves_nothing',
         't5x_lite/checkpoints/commit.py',
-        '    if replaced is not None:\n      replaced.rename(pending.final)\n    raise',
+        '    if is_replacing:\n      replaced.rename(final)\n    raise',
         '    raise',
         'tests/checkpoints/test_manager.py::test_a_commit_that_fails_at_its_last_step_keeps_the_old_checkpoint'),
     Mutant(
