@@ -27,6 +27,8 @@ _logger = logging.getLogger(__name__)
 LEASE_SECONDS = 60.0
 _RENEWAL_SECONDS = 12.0
 _POLL_SECONDS = 1.0
+# A request without an answer for this time has failed.
+_REQUEST_SECONDS = 15.0
 
 
 class Lease:
@@ -77,8 +79,8 @@ class Lease:
       # An expired one may be another owner's in the next moment, and S3 deletes without a condition.
       if self._lost is None and time.monotonic() < self._valid_until:
         try:
-          self._store.write(self._name, None, if_equal=self._generation).result()
-        except ValueError as e:
+          self._store.write(self._name, None, if_equal=self._generation).result(timeout=_REQUEST_SECONDS)
+        except (ValueError, TimeoutError) as e:
           _logger.warning('%s could not be deleted (%s); it expires after %g seconds.', self._path, _text(e),
                           LEASE_SECONDS)
 
@@ -145,17 +147,17 @@ class Lease:
     self._number += 1  # stores know contents by their hash, so each must differ
     content = json.dumps(json.loads(self.holder) | {'renewed': self._number}).encode()
     try:
-      return self._store.write(self._name, content, if_equal=generation).result().generation
-    except ValueError as e:
+      return self._store.write(self._name, content, if_equal=generation).result(timeout=_REQUEST_SECONDS).generation
+    except (ValueError, TimeoutError) as e:
       raise self._error('written', e) from e
 
   def _read(self) -> Any:
     try:
-      return self._store.read(self._name).result()
-    except ValueError as e:
+      return self._store.read(self._name).result(timeout=_REQUEST_SECONDS)
+    except (ValueError, TimeoutError) as e:
       raise self._error('read', e) from e
 
-  def _error(self, what: str, error: ValueError) -> OSError:
+  def _error(self, what: str, error: Exception) -> OSError:
     """Return the exception for one of TensorStore, whose kind is the first word of its text."""
     is_denied = str(error).startswith('PERMISSION_DENIED')
     return (PermissionError if is_denied else OSError)(
@@ -224,4 +226,4 @@ def _open(folder: files.Path) -> Any:
 
 
 def _text(error: BaseException) -> str:
-  return ' '.join(str(error).split())[:300]
+  return ' '.join(str(error).split())[:300] or 'no answer'

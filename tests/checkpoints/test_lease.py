@@ -117,3 +117,15 @@ def test_a_lost_answer_and_a_deleted_object(s3_store):
   with pytest.raises(errors.DirectoryInUseError):
     _take(s3_store)
   held.release()
+
+
+def test_a_store_that_does_not_answer(s3_store, monkeypatch):
+  monkeypatch.setattr(lease, '_REQUEST_SECONDS', 0.5)
+  held = _take(s3_store)
+  with s3_store.proxy.fault(name='lock', delay=3.0):
+    time.sleep(2.2)
+    with pytest.raises(OSError, match='lease cannot be written .no answer'):
+      held.check()
+    start = time.monotonic()
+    held.release()
+    assert time.monotonic() - start < 2
