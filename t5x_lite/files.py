@@ -340,7 +340,7 @@ _open_parts: set[AppendedParts] = set()
 
 
 class AppendedParts:
-  """What `AppendedFile` is on a disk, for an object store: objects (see `parts`), each of which appears as a whole.
+  """`AppendedFile` for object stores: the file consists of objects (see `parts`), each of which is written completely.
 
   A part is written anew at each flush, and some seconds after an append, until it is large; then the next one begins.
   Another writer of the same name begins a new part. Neither `append` nor its `flush` waits for the store: a thread
@@ -369,7 +369,7 @@ class AppendedParts:
       self._start_timer(max(0.0, self._last_write + _PART_SECONDS - time.monotonic()))
 
   def flush(self) -> None:
-    """Begin to write what was appended."""
+    """Begin to write the appended bytes."""
     with self._lock:
       if self._timer is not None:
         self._timer.cancel()
@@ -383,12 +383,12 @@ class AppendedParts:
           self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'), bytes(self._content))
 
   def write_now(self, bucket: Sequence[str] | None = None) -> None:
-    """Write what was appended, if the file is in this bucket; raise OSError if the store does not take it."""
+    """Write the appended bytes, if the file is in this bucket; raise OSError if the store does not take them."""
     if bucket in (None, self._first.parts[1:3]):
       self._write()
 
   def close(self) -> None:
-    """Write what is left."""
+    """Write the remaining bytes."""
     with self._lock:
       is_first, self._closed = not self._closed, True
       if self._timer is not None:

@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-  """What differs between the stores, as far as this package knows."""
+  """Words for messages about a kind of store."""
 
   name: str
   extra: str
@@ -55,8 +55,7 @@ class _Kind:
 _KINDS = {
     'gs': _Kind('Google Cloud Storage', 'gcs', 'gcsfs',
                 'run `gcloud auth application-default login`, or let GOOGLE_APPLICATION_CREDENTIALS name a key file'),
-    's3': _Kind('S3', 's3', 's3fs',
-                'run `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'),
+    's3': _Kind('S3', 's3', 's3fs', 'run `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'),
 }
 # Statuses of HTTP that another attempt may change.
 _TEMPORARY = {408, 429, *range(500, 600)}
@@ -92,11 +91,6 @@ def set_retry_seconds(seconds: float) -> None:
   """Set the result of `retry_seconds` for this process."""
   global _retry_seconds
   _retry_seconds = seconds
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-  """Return True if a path begins with a scheme such as gs://."""
-  return '://' in os.fspath(path)
 
 
 class StorePath(gpath.PosixGPath):
@@ -186,14 +180,14 @@ class StorePath(gpath.PosixGPath):
     """Yield the objects and folders in this folder, in alphabetical order.
 
     Raises:
-      FileNotFoundError: there is no object below this path.
+      FileNotFoundError: nothing is below this path.
     """
     names = {name.rstrip('/').rpartition('/')[2] for name in self._call(
         lambda fs, name: fs.ls(name, detail=False, refresh=True)) if name.rstrip('/') != self._name}
     yield from (self / name for name in sorted(names) if name)
 
   def find(self) -> dict[str, int]:
-    """Return relative path -> size of every object below this folder, in alphabetical order; {} if there is none."""
+    """Return relative path -> size of every object below this folder, in alphabetical order; may be empty."""
     try:
       found = self._call(lambda fs, name: fs.find(name, detail=True, withdirs=False, refresh=True))
     except FileNotFoundError:
@@ -243,7 +237,7 @@ class StorePath(gpath.PosixGPath):
     return self.write_bytes(data.encode(encoding or 'utf-8', errors or 'strict'))
 
   def touch(self, mode: int = 0o666, exist_ok: bool = True) -> None:
-    """Write an empty object if there is none."""
+    """Write an empty object unless the object exists."""
     del mode, exist_ok
     if not self.is_file():
       self.write_bytes(b'')
@@ -258,6 +252,8 @@ class StorePath(gpath.PosixGPath):
 
   def unlink(self, missing_ok: bool = False) -> None:
     """Remove the object."""
+    if not missing_ok:
+      self._info()  # S3 ignores that an object is missing
     try:
       self._call(lambda fs, name: fs.rm_file(name))
     except FileNotFoundError:
@@ -343,7 +339,7 @@ def kvstore_spec(path: StorePath) -> dict[str, Any]:
       spec['endpoint'] = endpoint
     if endpoint or region:
       spec['aws_region'] = region or 'us-east-1'
-    if os.environ.get('AWS_ACCESS_KEY_ID'):  # otherwise it looks for files first, and prints that there are none
+    if os.environ.get('AWS_ACCESS_KEY_ID'):  # otherwise it first looks for files, and prints that they are missing
       spec['aws_credentials'] = {'type': 'environment'}
   return spec
 
@@ -367,7 +363,7 @@ def _file_system(scheme: str) -> Any:
   for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
     logging.getLogger(name).setLevel(logging.CRITICAL)
   # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need some attempts.
-  try:
+  with errors.needs_packages(f'A path that begins with {scheme}://', kind.package, extra=kind.extra):
     if scheme == 's3':
       found = fsspec.filesystem('s3', use_listings_cache=False, config_kwargs={
           'connect_timeout': 10, 'retries': {'total_max_attempts': 1}})
@@ -375,12 +371,11 @@ def _file_system(scheme: str) -> Any:
     else:
       from gcsfs import retry
       found = fsspec.filesystem('gcs', use_listings_cache=False)
-      request = retry.retry_request(retries=_NUM_ATTEMPTS)(type(found)._request.__wrapped__)  # pylint: disable=protected-access
-      found._request = functools.partial(request, found)  # pylint: disable=protected-access
+      # Without the name of this decorator, which is private, it only takes longer until an error is known.
+      if (once := getattr(type(found)._request, '__wrapped__', None)) is not None:  # pylint: disable=protected-access
+        request = retry.retry_request(retries=_NUM_ATTEMPTS)(once)
+        found._request = functools.partial(request, found)  # pylint: disable=protected-access
     return found
-  except ImportError as e:
-    raise errors.ConfigError(f'Paths that begin with {scheme}:// need the package {kind.package} ({e}). Install it: '
-                             f"pip install 't5x_lite[{kind.extra}]'.") from e
 
 
 def _explained(error: BaseException, path: StorePath) -> BaseException | None:
@@ -420,7 +415,7 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
 
 
 def _status(error: BaseException | None) -> int | None:
-  """Return the status of HTTP that caused an exception of gcsfs, s3fs or what they use; None if there was none."""
+  """Return the status of HTTP that caused an exception of gcsfs, s3fs or their libraries; None without an answer."""
   while error is not None:
     response = getattr(error, 'response', None)
     found = response.get('ResponseMetadata', {}).get('HTTPStatusCode') if isinstance(response, dict) else None

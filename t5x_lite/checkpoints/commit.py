@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import pathlib
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-from t5x_lite import errors, files
+from t5x_lite import errors, files, untrusted
 from t5x_lite.checkpoints import discovery, manifest, store_io
 
 _logger = logging.getLogger(__name__)
@@ -108,9 +109,17 @@ def _replaced(pending: PendingCheckpoint) -> files.Path:
 
 
 def mark_part_written(pending: PendingCheckpoint) -> None:
-  """Mark this process's part as written, for the lead process; does nothing in a single process."""
+  """Mark this process's part as written, for the lead process; does nothing in a single process.
+
+  In a store, the mark has the hashes of this process's arrays, so that the lead does not read the arrays of all.
+  """
   if jax.process_count() > 1:
-    (pending.temporary / _mark(jax.process_index())).touch()
+    mark = pending.temporary / _mark(jax.process_index())
+    if files.is_remote(mark):
+      names = untrusted.walk(pending.temporary, store_io.part_name(jax.process_index()))
+      files.write(mark, json.dumps(manifest.hash_files(pending.temporary, names)))
+    else:
+      mark.touch()
 
 
 def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: None) -> None:
@@ -128,18 +137,20 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
     OSError: a file cannot be written; `pending.final` is then unchanged.
   """
   root = pending.temporary
+  in_store, hashes = files.is_remote(root), {}
   if jax.process_count() > 1:
     marks = [root / _mark(i) for i in range(jax.process_count())]
     missing = [i for i, mark in enumerate(marks) if not mark.exists()]
     if missing:
       raise errors.CheckpointError(f'process(es) {missing} could not write their part; see their messages')
+    if in_store:
+      hashes = {name: entry for mark in marks for name, entry in json.loads(mark.read_bytes()).items()}
     for mark in marks:
       mark.unlink()
-  in_store = files.is_remote(root)
   store_io.merge(root / discovery.STATE_DIRNAME)
-  files.flush(root)  # what the checkpoint covers
   names = store_io.list_complete(root) if in_store else manifest.list_files(root)
-  hashes = manifest.hash_files(root, names)
+  hashes = {name: hashes.get(name) for name in names} | manifest.hash_files(
+      root, [name for name in names if name not in hashes])
   if not in_store:
     check_fn()
   manifest.write(root, manifest.Manifest(
@@ -169,7 +180,7 @@ def _remove_replaced(pending: PendingCheckpoint, has_replaced: bool) -> None:
 
 
 def _rename(temporary: pathlib.Path, final: pathlib.Path, replaced: pathlib.Path) -> bool:
-  """Rename the directory of a save on a disk to `final`, and what has this name to `replaced`, if anything has it."""
+  """Rename the directory of a save on a disk to `final`, after renaming a former `final` to `replaced`."""
   files.fsync_tree(temporary)
   is_replacing = final.exists()
   if is_replacing:

@@ -77,9 +77,6 @@ def check_path(path: PathLike, what: str, *, may_be_model: bool = False) -> None
   raise checks.invalid('', what, 'a path on a disk or in an object store', text, remedy)
 
 
-check_local_path = check_path
-
-
 def check_free(path: files.Path) -> None:
   """Raise CheckpointError if `path` exists."""
   if path.exists() or path.is_symlink():
@@ -106,8 +103,8 @@ def hint(path: PathLike) -> str:
 
 def _download_remedy(name: str) -> str:
   folder = name.rsplit('/', maxsplit=1)[-1]
-  return (f'Models are not downloaded automatically: run `hf download {name} --local-dir {folder}` (of the package '
-          f'huggingface_hub), and give the path {folder!r}.')
+  return (f"Name it 'hf://{name}', or run `hf download {name} --local-dir {folder}` (of the package huggingface_hub) and "
+          f'give the path {folder!r}.')
 
 
 def get_checkpoint_prefix() -> str:
@@ -180,7 +177,7 @@ def _is_checkpoint(path: files.Path, *, require_manifest: bool) -> bool:
 
 
 def is_incomplete(ckpt_dir: PathLike) -> bool:
-  """Return True if a folder in an object store is what an unfinished save or deletion has left."""
+  """Return True if a folder in an object store belongs to an unfinished save or deletion."""
   path = files.path(ckpt_dir)
   return files.is_remote(path) and (path / INCOMPLETE_FILENAME).is_file() and not (path / MANIFEST_FILENAME).is_file()
 
@@ -271,7 +268,7 @@ def delete(path: files.Path, final_name: str) -> None:
 def mark_incomplete(path: files.Path, attempt: str = '') -> None:
   """Mark a folder of a store, in which a save (named `attempt`) or a deletion begins."""
   files.write(path / INCOMPLETE_FILENAME,
-              f'A save or a deletion has begun here. Without manifest.json this is no checkpoint. {attempt}\n')
+              f'A save or a deletion has begun here. Without manifest.json this is not a checkpoint. {attempt}\n')
 
 
 def upload(source: pathlib.Path, target: files.Path) -> None:

@@ -1,4 +1,4 @@
-"""Lock of a model directory in an object store: a lease, an object that its owner writes anew while it runs.
+"""Lock of a model directory in an object store: a lease, an object that its owner writes again and again.
 
 Every write has the condition that the object is still the one that this owner, or nobody, has written, so two owners
 cannot both believe that they have it. No clocks are compared: whoever wants the lease watches for `LEASE_SECONDS`
@@ -166,7 +166,7 @@ def read_holder(path: files.Path) -> str:
   """Return the `Lease.holder` of the lease at `path`.
 
   Raises:
-    OSError: there is none, or it cannot be read.
+    OSError: it is missing or cannot be read.
   """
   return _constant_part(path.read_bytes())
 

@@ -338,8 +338,7 @@ class CheckpointManager:
     return found
 
   def _begin(self, step, state, data_state, metrics, metadata):
-    """Return (the save, what the background thread writes): arrays by name, None if the writer has them, or for a store
-    a `StoreSave`."""
+    """Return the save, and for the background thread: arrays by name, None if the writer has them, or a `StoreSave`."""
     flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1

@@ -1,4 +1,4 @@
-"""Local folder that keeps what an object store did not take: the checkpoint of a failed save, and metrics.
+"""Local folder for the checkpoint and the metrics of a save that failed in an object store.
 
     SPOOL_DIR/<quoted MODEL_DIR>/checkpoint_<step>/     as in a model directory on a disk
     SPOOL_DIR/<quoted MODEL_DIR>/unwritten/<quoted path>  contents of other files of the run
@@ -107,7 +107,7 @@ class Spool:
       self.folder.mkdir(parents=True, exist_ok=True)
 
   def recover(self) -> int | None:
-    """Copy what is kept to the store, if it is newer than the newest checkpoint there, and remove it.
+    """Copy the checkpoint to the store and remove it, if it is newer than all checkpoints there; otherwise only remove it.
 
     Call it in the lead process, which must hold the lease of the model directory.
 
@@ -146,7 +146,7 @@ class Spool:
 
 
 def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
-  """Copy what a former run kept in `spool_dir` to its model directory, see `Spool.recover`; all processes call this.
+  """Copy the checkpoint of a former run in `spool_dir` to its model directory, see `Spool.recover`; all processes call this.
 
   Raises:
     ConfigError: `spool_dir` is no local folder.

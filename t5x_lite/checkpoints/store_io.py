@@ -1,7 +1,7 @@
 """Reading and writing arrays in object stores with TensorStore, in Orbax's format, which any program with Orbax can read.
 
 Orbax itself has no driver for s3://, and lists and renames folders where a store has none. With several processes each
-writes a database (OCDBT) of its own, and `merge` makes one of them.
+writes a separate database (OCDBT), and `merge` combines them.
 """
 
 from __future__ import annotations
@@ -59,18 +59,23 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
     OSError: the store does not take them.
   """
   base = _database(directory, jax.process_index(), jax.process_count())
-  context = _context(directory)  # one, so that the writes of all arrays are committed together
+  context = context_of(directory)  # one, so that the writes of all arrays are committed together
   arrays = {name: _opened(base, name, *state.arrays[name], context) for name, parts in state.parts.items() if parts}
   with _explained(directory):
     writes = []
     for name, future in arrays.items():
       array = future.result()
       writes += [(array[index] if index else array).write(values) for index, values in state.parts[name]]
+  _wait_for(writes, directory)
+  if jax.process_index() == 0:
+    _write_index(directory, state.arrays)
+
+
+def _wait_for(writes: Sequence[Any], directory: files.Path) -> None:
+  with _explained(directory):
     failed = [error for write in writes if (error := write.exception()) is not None]
     if failed:  # all have ended, so nothing writes to the folder any more
       raise failed[0]
-  if jax.process_index() == 0:
-    _write_index(directory, state.arrays)
 
 
 def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
@@ -82,12 +87,26 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
     read_fn: function from a name to the array.
   """
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
-  base, context = _database(directory, 0, 1), _context(directory)
-  for name, (shape, dtype) in shapes.items():
+  base, context = _database(directory, 0, 1), context_of(directory)
+  with _explained(directory):  # together, because each commit of the database takes several requests
+    opened = {name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+              for name, (shape, dtype) in shapes.items()}
+    opened = {name: future.result() for name, future in opened.items()}
+  writes, num_bytes = [], 0
+  for name, array in opened.items():
     values = read_fn(name)
-    with _explained(directory):
-      _opened(base, name, shape, dtype, _halved(shape, dtype), context).result().write(values).result()
+    writes.append(array.write(values))
+    num_bytes += values.nbytes
+    if num_bytes > _MAX_CHUNK_BYTES:
+      _wait_for(writes, directory)
+      writes, num_bytes = [], 0
+  _wait_for(writes, directory)
   _write_index(directory, shapes)
+
+
+def part_name(process_index: int) -> str:
+  """Return the folder of a process's arrays, relative to the checkpoint."""
+  return f'{discovery.STATE_DIRNAME}/ocdbt.process_{process_index}'
 
 
 def merge(directory: files.Path) -> None:
@@ -96,7 +115,7 @@ def merge(directory: files.Path) -> None:
   if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
     return
   import tensorstore  # takes 0.1 s
-  context = _context(directory)  # only databases of one context can be copied to each other
+  context = context_of(directory)  # only databases of one context can be copied to each other
   with _explained(directory):
     target = tensorstore.KvStore.open(_database(directory, 0, 1), context=context).result()
     with tensorstore.Transaction() as transaction:
@@ -122,7 +141,7 @@ def list_complete(root: files.Path) -> list[str]:
       raise errors.CheckpointError(f'the list of files below {str(root)!r} lacks {missing[0]!r}, which was written')
     time.sleep(pause)
     pause = min(2 * pause, 10)
-  return [name for name in found if name not in (discovery.INCOMPLETE_FILENAME, discovery.MANIFEST_FILENAME)]
+  return [name for name in found if '/' in name]  # without the marks
 
 
 def read_shapes(directory: files.Path, names: Iterable[str] | None = None) -> tuple[
@@ -162,14 +181,14 @@ def read_arrays(directory: files.Path, wanted: Mapping[str, tuple[Any, jax.shard
 
 
 def checked_shape(value: Any) -> tuple[int, ...]:
-  """Return a shape from a file as a tuple; raises ValueError if it is none."""
+  """Return a shape from a file as a tuple; raises ValueError if it is invalid."""
   if problem := untrusted.shape_problem(value):
     raise ValueError(f'a shape {problem}')
   return tuple(value)
 
 
 def checked_dtype(value: Any) -> np.dtype:
-  """Return the dtype that a file names; raises ValueError if it is none of numbers."""
+  """Return the dtype that a file names; raises ValueError if it is not numeric."""
   if (dtype := untrusted.parse_dtype(value)) is None:
     raise ValueError(f'data_type must be the name of a numeric dtype, got {untrusted.shorten(value)}')
   return dtype
@@ -191,8 +210,8 @@ class _Stored:
     self._index = json.loads(untrusted.read_limited(directory, _INDEX))
     self.is_zarr3 = bool(self._index.get('use_zarr3', False))
     has_database = (directory / _DATABASE).is_file()
-    self._base = _database(directory, 0, 1) if has_database else _kvstore(directory)
-    self._context = _context(directory)
+    self._base = _database(directory, 0, 1) if has_database else kvstore(directory)
+    self._context = context_of(directory)
     self._kvstore = tensorstore.KvStore.open(self._base, context=self._context).result()
 
   @property
@@ -289,7 +308,7 @@ def _files_of_database(directory: files.Path) -> set[str]:
   import tensorstore
   found = set()
   with _explained(directory):
-    base = tensorstore.KvStore.open(_kvstore(directory), context=_context(directory)).result()
+    base = tensorstore.KvStore.open(kvstore(directory), context=context_of(directory)).result()
     newest = tensorstore.ocdbt.dump(base).result()['versions'][-1]
     nodes = [newest['root']['location']] if 'location' in newest['root'] else []
     while nodes:
@@ -314,7 +333,8 @@ def _key(name: str) -> str:
   return name.replace('/', '.')
 
 
-def _kvstore(directory: files.Path) -> dict[str, Any]:
+def kvstore(directory: files.Path) -> dict[str, Any]:
+  """Return TensorStore's specification of the store of a folder's files."""
   if not files.is_remote(directory):
     return {'driver': 'file', 'path': f'{os.fspath(directory)}/'}
   from t5x_lite import object_store
@@ -322,11 +342,12 @@ def _kvstore(directory: files.Path) -> dict[str, Any]:
 
 
 def _database(directory: files.Path, process_index: int, num_processes: int) -> dict[str, Any]:
-  folder = directory if num_processes == 1 else directory / f'ocdbt.process_{process_index}'
-  return {'driver': 'ocdbt', 'base': _kvstore(folder)}
+  folder = directory if num_processes == 1 else directory.parent / part_name(process_index)
+  return {'driver': 'ocdbt', 'base': kvstore(folder)}
 
 
-def _context(directory: files.Path) -> Any:
+def context_of(directory: files.Path) -> Any:
+  """Return a context of TensorStore that repeats requests, if the folder is in an object store."""
   import tensorstore
   if not files.is_remote(directory):
     return tensorstore.Context()

@@ -134,7 +134,7 @@ class SeqioEvaluator:
     return self._remote_dir is not None
 
   def _upload(self, step: int) -> None:
-    """Copy what the loggers have written to a store."""
+    """Copy the files of the loggers to a store."""
     try:
       for path in self._log_dir.rglob('*'):
         changed = path.stat().st_mtime_ns

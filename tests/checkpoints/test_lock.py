@@ -21,8 +21,8 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path):
       warnings.simplefilter('ignore')
       lock = checkpoints.lock_model_dir(sys.argv[1])
       child = os.fork()
-      if child:
-        print(child, flush=True)
+      if not child:  # it has closed its copy
+        print(os.getpid(), flush=True)
       time.sleep(120)
       ''', tmp_path / 'run')
   child = int(holder.stdout.readline())

@@ -108,19 +108,19 @@ MUTANTS = (
     Mutant(
         'a_commit_copies_in_place_of_renaming',
         't5x_lite/checkpoints/commit.py',
-        '    root.rename(pending.final)\n',
-        '    shutil.copytree(root, pending.final)\n',
+        '    temporary.rename(final)\n',
+        "    __import__('shutil').copytree(temporary, final)\n",
         'tests/checkpoints/test_commit.py::test_at_every_time_of_a_commit_the_old_or_the_new_checkpoint_is_complete'),
     Mutant(
         'the_old_checkpoint_goes_before_the_new_one_is_there',
         't5x_lite/checkpoints/commit.py',
-        'pending.final.rename(replaced)',
-        'shutil.rmtree(pending.final)',
+        '    final.rename(replaced)\n',
+        '    files.remove_tree(final)\n',
         'tests/checkpoints/test_commit.py::test_at_every_time_of_a_commit_the_old_or_the_new_checkpoint_is_complete'),
     Mutant(
         'a_failed_commit_leaves_nothing',
         't5x_lite/checkpoints/commit.py',
-        '    if replaced is not None:\n      replaced.rename(pending.final)\n    raise',
+        '    if is_replacing:\n      replaced.rename(final)\n    raise',
         '    raise',
         'tests/checkpoints/test_manager.py::test_a_commit_that_fails_at_its_last_step_keeps_the_old_checkpoint'),
     Mutant(

@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         'a_process_waits_in_its_barrier_for_those_in_orbax',
         't5x_lite/checkpoints/manager.py',
-        '          self._misses_barriers = jax.process_count() > 1\n          raise\n',
-        '          raise\n',
+        '      self._misses_barriers = jax.process_count() > 1\n      raise\n',
+        '      raise\n',
         'tests/multiprocess/test_faults.py::test_a_part_that_cannot_be_written_ends_all[1-finish]'),
 )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors, files, multihost, untrusted
-from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import discovery, store_io
 from t5x_lite.checkpoints.sources import base, t5x_index
 
 _COMPRESSOR = {'id': 'gzip', 'level': 1}
@@ -42,7 +42,7 @@ class T5xNativeSource(base.StateSource):
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)
     self._root = files.path(path).absolute()
-    self._context = _context(self._root)
+    self._context = store_io.context_of(self._root)
     self._problems: dict[str, str | None] = {}
     self._entries = t5x_index.read(self._root)
     self._shapes = {name: jax.ShapeDtypeStruct(tuple(entry.shape), entry.dtype)
@@ -79,7 +79,7 @@ class T5xNativeSource(base.StateSource):
     if isinstance(entry, np.ndarray):
       return entry
     import tensorstore  # takes 0.1 s
-    spec = {'driver': 'zarr', 'kvstore': _kvstore(self._root / entry.folder), 'fill_missing_data_reads': False}
+    spec = {'driver': 'zarr', 'kvstore': store_io.kvstore(self._root / entry.folder), 'fill_missing_data_reads': False}
     problem, value = self._problem(entry), None
     try:
       if problem is None:
@@ -166,7 +166,7 @@ class T5xNativeWriter:
     discovery.check_path(path, 'checkpoint to write')
     self._final = files.path(path).absolute()
     discovery.check_free(self._final)
-    self._is_remote, self._context = files.is_remote(self._final), _context(self._final)
+    self._is_remote, self._context = files.is_remote(self._final), store_io.context_of(self._final)
     self._root = self._final if self._is_remote else self._final.with_name(
         f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
     self._entries: dict[str, t5x_index.StoredArray | np.ndarray] = {}
@@ -203,7 +203,7 @@ class T5xNativeWriter:
       return
     self._chunks[name] = t5x_index.chunk_shape(array.shape, array.dtype.itemsize, _MAX_CHUNK_BYTES)
     spec = {'driver': 'zarr', 'dtype': array.dtype.name, 'store_data_equal_to_fill_value': True,
-            'kvstore': _kvstore(self._root / folder),
+            'kvstore': store_io.kvstore(self._root / folder),
             'metadata': {'shape': array.shape, 'chunks': self._chunks[name], 'compressor': _COMPRESSOR}}
     import tensorstore  # see T5xNativeSource.read_array
     try:
@@ -226,23 +226,6 @@ class T5xNativeWriter:
     finally:
       if not is_complete:
         files.remove_tree(self._root, ignore_errors=True)
-
-
-def _kvstore(folder: files.Path) -> dict[str, Any]:
-  """Return TensorStore's specification of the store of a folder's files."""
-  if not files.is_remote(folder):
-    return {'driver': 'file', 'path': f'{folder}/'}
-  from t5x_lite import object_store
-  return object_store.kvstore_spec(folder)
-
-
-def _context(folder: files.Path) -> Any:
-  """Return TensorStore's context for `_kvstore`; None on a disk."""
-  if not files.is_remote(folder):
-    return None
-  import tensorstore  # see T5xNativeSource.read_array
-  from t5x_lite import object_store
-  return tensorstore.Context(object_store.kvstore_context())
 
 
 def _is_in_index(name: str, array: np.ndarray) -> bool:

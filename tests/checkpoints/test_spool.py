@@ -1,0 +1,103 @@
+"""What an object store does not take is kept on a disk, whole, and copied to the store by the next run."""
+
+import os
+
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints, errors, files, object_store
+from t5x_lite.checkpoints import spool
+
+_CFG = checkpoints.SaveCheckpointConfig()
+
+
+def _state(value):
+  return {'w': np.full((300, 300), value, np.float32)}
+
+
+def _keep(store, folder, step, monkeypatch):
+  """Save `step`, which the store does not take; return the folder of the run in the spool folder."""
+  monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.02)
+  monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.2)
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  with checkpoints.CheckpointManager(store.root, save_cfg=_CFG, spool_dir=str(folder)) as manager:
+    with store.proxy.fault(name='checkpoint_', method='P', status=503):
+      manager.save(step, _state(step))
+      with pytest.raises(errors.SaveError, match=rf'step {step} .* kept in .*checkpoint_{step}.*--spool_dir'):
+        manager.wait()
+  monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
+  return folder / os.listdir(folder)[0]
+
+
+def _value(root, step):
+  with checkpoints.CheckpointManager(root) as manager:
+    return manager.restore(step, _state(0)).state['w'][0, 0]
+
+
+def test_the_newest_is_kept_and_copied(s3_store, tmp_path, monkeypatch):
+  for step in (2, 3):
+    folder = _keep(s3_store, tmp_path / 'spool', step, monkeypatch)
+  assert sorted(os.listdir(folder)) == ['checkpoint_3'] and _value(folder, 3) == 3
+  checkpoints.recover_spooled(str(tmp_path / 'spool'), s3_store.root)
+  assert _value(s3_store.root, 3) == 3 and os.listdir(folder) == []
+  checkpoints.recover_spooled(str(tmp_path / 'spool'), s3_store.root)  # nothing is left
+  _keep(s3_store, tmp_path / 'spool', 4, monkeypatch)
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path / 'spool')) as manager:
+    manager.save(5, _state(5))  # replaces what was kept
+  assert os.listdir(folder) == [] and _value(s3_store.root, 5) == 5
+
+
+def test_metrics_that_were_not_written(s3_store, tmp_path, monkeypatch):
+  lines = files.appended(f'{s3_store.root}/train/metrics.jsonl')
+  with s3_store.proxy.fault(method='PUT', name='metrics|predictions', status=503):
+    lines.append(b'{"step": 1}\n', at_once=True)
+    files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
+    _keep(s3_store, tmp_path, 2, monkeypatch)
+    monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+    with pytest.raises(OSError):
+      lines.close()
+    files._behind.clear()  # the process ends
+  checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  assert (files.path(s3_store.root) / 'train/metrics.jsonl').read_bytes() == b'{"step": 1}\n'
+  assert (files.path(s3_store.root) / 'predictions-1.jsonl').read_text() == 'text'
+
+
+def test_an_old_or_a_damaged_one_is_not_copied(s3_store, tmp_path, monkeypatch, caplog):
+  folder = _keep(s3_store, tmp_path, 2, monkeypatch)
+  path = max((folder / 'checkpoint_2/state').rglob('*'), key=lambda path: path.stat().st_size * path.is_file())
+  content = bytearray(path.read_bytes())
+  content[50] ^= 1
+  path.write_bytes(content)
+  with pytest.raises(errors.CheckpointDamagedError, match='has changed contents'):
+    checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  assert s3_store.names() == [] and (folder / 'checkpoint_2').exists()
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    manager.save(7, _state(7))
+  caplog.set_level('INFO')
+  checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  assert 'step 2 in' in caplog.text and 'is not newer than that of step 7' in caplog.text and os.listdir(folder) == []
+
+
+def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):
+  _keep(s3_store, tmp_path, 2, monkeypatch)
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  with s3_store.proxy.fault(name='manifest', method='P', status=503):
+    with pytest.raises(errors.CheckpointError, match='could not be copied .* Run the command again'):
+      checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  assert list(checkpoints.all_steps(s3_store.root)) == []
+  checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  assert _value(s3_store.root, 2) == 2
+
+
+@pytest.mark.parametrize('spool_dir, model_dir', [('s3://bucket/spool', 's3://bucket/run'), ('spool', 'run'), ('', 's3://b/r')])
+def test_invalid_folders(tmp_path, monkeypatch, spool_dir, model_dir):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(errors.ConfigError, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object'):
+    spool.Spool(spool_dir, model_dir)
+  assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(errors.ConfigError, match='must be a folder that can be written'):
+    spool.Spool(str(tmp_path / 'file'), 's3://bucket/run')
