@@ -38,6 +38,8 @@ _BUFFER_BYTES = 1 << 16
 _PART_BYTES = 1 << 20
 _PART_SECONDS = 15.0
 _PART_INFIX = '.part-'
+# End of the name of a part whose number is not yet known, because the store was not yet asked for the others.
+_NEW_PART = f'{_PART_INFIX}new'
 
 PathLike = str | os.PathLike[str]
 # Schemes of the object stores that `path` knows.
@@ -189,6 +191,17 @@ def unwritten(folder: PathLike) -> dict[str, bytes]:
   found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
   start = f'{path(folder)}/'
   return {str(name): content for name, content in {**found, **dict(_behind)}.items() if str(name).startswith(start)}
+
+
+def write_unwritten(name: str, content: bytes) -> None:
+  """Write to a store what another process had as `unwritten`."""
+  first = name.removesuffix(_NEW_PART)
+  if first == name:
+    write(name, content)
+    return
+  file = AppendedParts(path(first))
+  file.append(content, at_once=True)
+  file.close()
 
 
 def rename(source: pathlib.Path, target: pathlib.Path, *, durable: bool = True) -> None:
@@ -367,7 +380,7 @@ class AppendedParts:
     """Return (part, its content) if the store has not yet taken all that was appended."""
     with self._lock:
       return None if len(self._content) == self._num_written else (
-          self._part or self._first, bytes(self._content))
+          self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'), bytes(self._content))
 
   def write_now(self, bucket: Sequence[str] | None = None) -> None:
     """Write the appended bytes, if the file is in this bucket; raise OSError if the store does not take them."""

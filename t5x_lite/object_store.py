@@ -30,6 +30,9 @@ from typing import Any, IO
 # variable adds a request for the kind of each bucket.
 os.environ.setdefault('EPATH_USE_TF', 'false')
 os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+# TensorStore, which reads these at its first request, waits without end for a connection that is silent.
+os.environ.setdefault('TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS', '30')
+os.environ.setdefault('TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES', '1')
 
 from etils.epath import gpath  # pylint: disable=wrong-import-position
 import fsspec  # pylint: disable=wrong-import-position
@@ -222,9 +225,9 @@ class StorePath(gpath.PosixGPath):
     """Do nothing: a folder exists while an object below it does."""
     del mode, parents, exist_ok
 
-  def write_bytes(self, data: bytes) -> int:
-    """Write the object; readers find its former content or all of the new one."""
-    self._call(lambda fs, name: fs.pipe_file(name, data))
+  def write_bytes(self, data: bytes, check_fn: Callable[[], None] = lambda: None) -> int:
+    """Write the object; readers find its former content or all of the new one; `check_fn` precedes each attempt."""
+    self._call(lambda fs, name: (check_fn(), fs.pipe_file(name, data)))
     return len(data)
 
   def write_text(self, data: str, encoding: str | None = None, errors: str | None = None,
@@ -398,7 +401,8 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   if isinstance(error, (IsADirectoryError, NotADirectoryError)):
     return error
   if status is not None:
-    is_temporary = status in _TEMPORARY
+    # S3 has codes with the statuses 400 (RequestTimeout) and 409 (OperationAborted) for what may pass.
+    is_temporary = status in _TEMPORARY or isinstance(error, TimeoutError) or getattr(error, 'errno', 0) == errno.EBUSY
   else:  # no answer
     is_temporary = isinstance(error, (OSError, EOFError)) or bool(
         names & {'ClientError', 'RequestException', 'TimeoutError', 'ConnectionError', 'HTTPClientError',

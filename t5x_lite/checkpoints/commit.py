@@ -81,7 +81,7 @@ def has_begun(pending: PendingCheckpoint) -> bool:
 
 def discard(pending: PendingCheckpoint) -> None:
   """Remove the files of a save in a store that failed; only in the lead process."""
-  if discovery.is_incomplete(pending.final):
+  if discovery.is_incomplete(pending.final) and has_begun(pending):  # and not one of a run that has taken the lease
     discovery.delete(pending.final, pending.final.name)
     if _replaced(pending).is_dir():
       discovery.move(_replaced(pending), pending.final)
@@ -129,8 +129,8 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
 
   Args:
     pending: the save, all of whose parts are written and marked.
-    check_fn: called right before the files become a checkpoint; raises if the lock of the directory was lost, since the
-      hashes of a large state take minutes.
+    check_fn: called right before the files become a checkpoint, in a store before each attempt; raises if the lock of
+      the directory was lost, since the hashes of a large state, or a store that does not answer, take minutes.
 
   Raises:
     CheckpointError: a process has not written its part.
@@ -151,17 +151,25 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
   names = store_io.list_complete(root) if in_store else manifest.list_files(root)
   hashes = {name: hashes.get(name) for name in names} | manifest.hash_files(
       root, [name for name in names if name not in hashes])
-  check_fn()
+  if not in_store:
+    check_fn()
   manifest.write(root, manifest.Manifest(
       step=pending.step, files=hashes, arrays=pending.arrays,
       metadata=pending.metadata, metrics=pending.metrics,
-      num_data_processes=jax.process_count() if pending.has_data_state else 0, versions=manifest.library_versions()))
+      num_data_processes=jax.process_count() if pending.has_data_state else 0, versions=manifest.library_versions()),
+                 check_fn if in_store else None)
   replaced = _replaced(pending)
   if in_store:
-    files.remove(root / discovery.INCOMPLETE_FILENAME)
-    has_replaced = replaced.is_dir()
+    # The save has succeeded. What is left is removed when the directory is locked the next time.
+    with contextlib.suppress(OSError):
+      files.remove(root / discovery.INCOMPLETE_FILENAME)
+      _remove_replaced(pending, replaced.is_dir())
   else:
-    has_replaced = _rename(root, pending.final, replaced)
+    _remove_replaced(pending, _rename(root, pending.final, replaced))
+
+
+def _remove_replaced(pending: PendingCheckpoint, has_replaced: bool) -> None:
+  replaced = _replaced(pending)
   if has_replaced and discovery.is_protected(replaced):
     _logger.warning('The previous %s was renamed to %s and kept: it is pinned, or has no manifest because another '
                     'program wrote it.', pending.final, replaced.name)

@@ -133,7 +133,7 @@ class Lease:
         found = self._read()
         if found.state == 'value' and _constant_part(found.value) == self.holder:  # the answer to a write was lost
           generation = found.stamp.generation
-        elif found.state != 'value':  # deleted by hand, which is not yet a second run
+        elif found.state != 'value' and start < self._valid_until:  # deleted by hand, or by a run that has ended
           generation = self._write(found.stamp.generation)
       if generation:
         self._generation, self._valid_until = generation, start + LEASE_SECONDS

@@ -17,7 +17,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,8 +92,13 @@ def to_text(manifest: Manifest) -> str:
   return json.dumps({'1_sha256': digest, '2_contents': body}, indent=1, sort_keys=True) + '\n'
 
 
-def write(root: files.Path, manifest: Manifest) -> None:
+def write(root: files.Path, manifest: Manifest, check_fn: Callable[[], None] | None = None) -> None:
   """Write `manifest` below `root`, replacing an older one atomically, and flush it to disk.
+
+  Args:
+    root: folder of the checkpoint.
+    manifest: what to write.
+    check_fn: called before each attempt to write it to a store; only for a store.
 
   Raises:
     CheckpointError: `read` would reject the manifest.
@@ -105,7 +110,11 @@ def write(root: files.Path, manifest: Manifest) -> None:
     problem = f'the file must have at most {untrusted.MAX_TEXT_BYTES:,} bytes, got {len(text):,}'
   if problem is not None:
     raise errors.CheckpointError(f'{discovery.MANIFEST_FILENAME} cannot be written: {problem}.')
-  files.write(root / discovery.MANIFEST_FILENAME, text)
+  if check_fn is None:
+    files.write(root / discovery.MANIFEST_FILENAME, text)
+  else:
+    files.flush(root)
+    (root / discovery.MANIFEST_FILENAME).write_bytes(text.encode(), check_fn)
 
 
 def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:

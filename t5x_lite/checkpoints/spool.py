@@ -8,6 +8,7 @@ The next run of the same command copies them to the store first. With several pr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -102,7 +103,8 @@ class Spool:
   def clear(self) -> None:
     """Remove everything that was kept, after a later save in the store."""
     files.remove_tree(self.folder, ignore_errors=True)
-    self.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+      self.folder.mkdir(parents=True, exist_ok=True)
 
   def recover(self) -> int | None:
     """Copy the checkpoint to the store and remove it, if it is newer than all checkpoints there; otherwise only remove it.
@@ -130,7 +132,8 @@ class Spool:
     target = self._model_dir / source.name
     _logger.info('Copying the checkpoint of step %d, which was kept in %s, to %s.', step, source, target)
     for path in (self.folder / _UNWRITTEN).glob('*'):
-      files.write(urllib.parse.unquote(path.name), path.read_bytes())
+      files.write_unwritten(urllib.parse.unquote(path.name), path.read_bytes())
+      path.unlink()  # a part would be added again
     discovery.upload(source, target)
     self.clear()
     return step

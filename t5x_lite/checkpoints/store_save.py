@@ -59,12 +59,17 @@ class StoreSave:
       failed: error of this process, or None.
     """
     if failed is not None:
-      self.kept.report_failure(self.pending)
+      try:
+        self.kept.report_failure(self.pending)
+      except OSError as e:  # reach the barrier, in which the others wait
+        _logger.error('The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, self.kept.folder, e)
     self._barrier('told')
     if not self.kept.has_failure(self.pending):
-      if multihost.is_lead():
+      if failed is None and not commit.is_committed(self.pending):
+        failed = errors.of_other_process(errors.CheckpointError('another process failed; see its message'))
+      elif failed is None and multihost.is_lead():
         self.kept.clear()
-      return None
+      return failed
     if isinstance(failed, errors.DirectoryInUseError):  # another run continues there
       return failed
     failed = failed or errors.of_other_process(

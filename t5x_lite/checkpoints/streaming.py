@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import json
 import pathlib
@@ -114,7 +115,11 @@ def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[s
       _write_state(pending.temporary / discovery.STATE_DIRNAME, arrays, read_fn)
       commit_lib.commit(pending, held.check)
     except BaseException:
-      files.remove_tree(pending.temporary, ignore_errors=True)
+      if files.is_remote(pending.final):
+        with contextlib.suppress(OSError):
+          commit_lib.discard(pending)
+      else:
+        files.remove_tree(pending.temporary, ignore_errors=True)
       raise
   return discovery.get_checkpoint_dir(directory, step)
 

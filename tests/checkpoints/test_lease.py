@@ -106,6 +106,17 @@ def test_an_owner_that_was_cut_off_for_too_long(s3_store):
   assert s3_store.names() == []
 
 
+def test_another_owner_that_has_ended_meanwhile(s3_store):
+  cut_off = _take(s3_store)
+  cut_off._stopped.set()
+  cut_off._thread.join()
+  cut_off._stopped.clear()
+  _take(s3_store).release()
+  with pytest.raises(errors.DirectoryInUseError):
+    cut_off.check()
+  assert s3_store.names() == []
+
+
 def test_a_lost_answer_and_a_deleted_object(s3_store):
   with s3_store.proxy.fault(name='lock', method='PUT', lose_answer=True, times=1):
     held = _take(s3_store)

@@ -1,6 +1,7 @@
 """Saves to object stores under faults: nothing half-written is ever a checkpoint, and what was saved stays."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors, files, object_store
-from t5x_lite.checkpoints import discovery, manifest
+from t5x_lite.checkpoints import commit, discovery, manifest
 
 _CFG = checkpoints.SaveCheckpointConfig()
 _KILLED = """
@@ -150,6 +151,79 @@ def test_a_folder_of_another_program_is_not_taken_for_remains(s3_store):
   assert _value(s3_store.root, 3) == 3
   kept, = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
   assert f'{kept}/checkpoint' in s3_store.names()
+
+
+def test_metrics_of_a_resumed_run_that_the_store_did_not_take(s3_store, monkeypatch, tmp_path):
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  name = f'{s3_store.root}/train/metrics.jsonl'
+  file = files.appended(name)
+  file.append(b'1\n', at_once=True)
+  file.close()
+  resumed = files.appended(name)
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager:
+    with s3_store.proxy.fault(name='checkpoint_|metrics', status=503):
+      resumed.append(b'2\n', at_once=True)
+      manager.save(1, _state(1))
+      with pytest.raises(errors.SaveError, match='kept in'):
+        manager.wait()
+  files._open_parts.discard(resumed)  # as if the process had ended
+  checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  assert b''.join(part.read_bytes() for part in files.parts(name)) == b'1\n2\n'
+
+
+def test_a_run_that_lost_its_lease_leaves_the_save_of_the_next_owner_alone(s3_store, monkeypatch):
+  def lose(pending, check_fn):
+    del check_fn
+    discovery.delete(pending.final, pending.final.name)  # the next owner removes remains, and saves the same step
+    discovery.mark_incomplete(pending.final, 'of another run')
+    raise errors.DirectoryInUseError('lost')
+
+  monkeypatch.setattr(commit, 'commit', lose)
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    manager.save(1, _state(1))
+    with pytest.raises(errors.DirectoryInUseError):
+      manager.wait()
+  assert s3_store.names() == ['checkpoint_1/INCOMPLETE']
+
+
+def test_a_lease_that_is_lost_while_the_manifest_is_written_again(s3_store, monkeypatch):
+  is_lost = []
+
+  def check():
+    if is_lost:
+      raise errors.DirectoryInUseError('lost')
+
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    monkeypatch.setattr(manager._lock, 'check', check)
+    with s3_store.proxy.fault(method='P', name='manifest.json', status=503) as fault:
+      manager.save(1, _state(1))
+      while not fault.hits:
+        time.sleep(0.01)
+      is_lost.append(True)
+    with pytest.raises(errors.DirectoryInUseError):
+      manager.wait()
+    assert manager.all_steps() == []
+
+
+def test_a_commit_whose_mark_cannot_be_removed(s3_store):
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    with s3_store.proxy.fault(method='DELETE', name='INCOMPLETE', status=403):
+      manager.save(1, _state(1))
+      manager.wait()
+  assert _value(s3_store.root, 1) == 1
+  with checkpoints.lock_model_dir(s3_store.root):
+    pass
+  assert 'checkpoint_1/INCOMPLETE' not in s3_store.names()
+
+
+def test_a_spool_folder_that_is_broken_too(s3_store, monkeypatch, tmp_path):
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager:
+    shutil.rmtree(manager._spool.folder)
+    with s3_store.proxy.fault(name='checkpoint_', method='P', status=503):
+      manager.save(1, _state(1))
+      with pytest.raises(errors.SaveError, match='did not answer'):
+        manager.wait()
 
 
 def test_a_manifest_comes_after_all_that_was_written_before(s3_store):

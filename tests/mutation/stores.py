@@ -41,9 +41,9 @@ MUTANTS = (
         'tests/checkpoints/test_store_io.py::test_a_listing_that_is_behind'),
     Mutant(
         'a_manifest_overtakes_metrics',
-        't5x_lite/files.py',
-        '      flush(path)\n      _write_object(path, content)\n',
-        '      _write_object(path, content)\n',
+        't5x_lite/checkpoints/manifest.py',
+        '    files.flush(root)\n',
+        '',
         'tests/checkpoints/test_store_save.py::test_a_manifest_comes_after_all_that_was_written_before'),
     Mutant(
         'an_overloaded_store_is_a_permanent_error',
