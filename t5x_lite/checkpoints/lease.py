@@ -111,8 +111,9 @@ class Lease:
         if written:
           self._valid_until = start + LEASE_SECONDS
           return written
-      else:
-        time.sleep(_POLL_SECONDS)
+        if not is_there:  # another process was faster, or S3 has no such bucket
+          _raise_if_bucket_is_missing(self._path)
+      time.sleep(_POLL_SECONDS)
 
   def _keep(self) -> None:
     while not self._stopped.wait(_RENEWAL_SECONDS if time.monotonic() < self._valid_until else _POLL_SECONDS):
@@ -159,6 +160,8 @@ class Lease:
 
   def _error(self, what: str, error: Exception) -> OSError:
     """Return the exception for one of TensorStore, whose kind is the first word of its text."""
+    if what == 'written' and str(error).startswith('NOT_FOUND'):
+      return FileNotFoundError(errno.ENOENT, 'the specified bucket does not exist', str(self._path))
     is_denied = str(error).startswith('PERMISSION_DENIED')
     return (PermissionError if is_denied else OSError)(
         errno.EACCES if is_denied else errno.EIO, f'the lease cannot be {what} ({_text(error)})', str(self._path))
@@ -216,12 +219,22 @@ def _machine() -> str | None:
     return None
 
 
+def _raise_if_bucket_is_missing(path: files.Path) -> None:
+  scheme, bucket = path.parts[1:3]
+  try:
+    next(files.path(f'{scheme}://{bucket}').iterdir(), None)
+  except PermissionError:  # keys may be limited to some folders
+    pass
+  except FileNotFoundError as e:
+    raise FileNotFoundError(errno.ENOENT, f'there is no bucket {bucket!r}', str(path)) from e
+
+
 def _open(folder: files.Path) -> Any:
   from t5x_lite import object_store
   import tensorstore  # takes 0.1 s
   # Few retries: the thread tries again anyway, and must notice that the lease is getting old.
   retries = {'max_retries': 3, 'initial_delay': '500ms', 'max_delay': '2s'}
-  context = tensorstore.Context({'gcs_request_retries': retries, 's3_request_retries': retries})
+  context = tensorstore.Context(object_store.kvstore_context(retries))
   return tensorstore.KvStore.open(object_store.kvstore_spec(folder), context=context).result()
 
 
