@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 
-from t5x_lite import cli_platform
+from t5x_lite import cli_platform, files
 from t5x_lite.errors import ExitCode, is_disk_full, StoppedOnSignalError, T5xLiteError
 
 _STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')})
@@ -50,7 +50,8 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
   if isinstance(error, OSError) and (is_full or _is_about_our_files(error, own_paths)):
     where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
     if is_full or error.errno == errno.EIO:
-      remedy = 'Free disk space' if is_full else 'Check the disk'
+      is_remote = error.filename is not None and files.is_remote(os.fsdecode(error.filename))
+      remedy = 'Free disk space' if is_full else 'Check the network' if is_remote else 'Check the disk'
       return Report(f'error: {where}{error.strerror}. {remedy}, then rerun the command; --debug shows more.',
                     ExitCode.SAVE_FAILED)
     return Report(f'error: {where}{error.strerror}. Correct the path or its permissions, then rerun the command; '

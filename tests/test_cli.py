@@ -170,6 +170,17 @@ def test_errors_on_purpose_become_a_message_and_a_status(capsys, fake, error, st
   assert _main(capsys, 'fake') == (status, '', 't5x_lite: error: got this; expected that.\n')
 
 
+def test_a_store_that_does_not_answer_is_not_a_fault_of_the_disk(capsys, fake):
+
+  def run(arguments):
+    raise OSError(errno.EIO, 'the store did not answer', 'gs://bucket/x')
+
+  fake(run)
+  assert _main(capsys, 'fake') == (
+      74, '', "t5x_lite: error: 'gs://bucket/x': the store did not answer. Check the network, then rerun the command; "
+      '--debug shows more.\n')
+
+
 @pytest.mark.parametrize('cause, wrapper, status, fragment', [
     (errno.ENOSPC, None, 74, "'x.jsonl': No space left on device. Free disk space, then rerun"),
     (errno.EDQUOT, errors.ConfigError, 74, 'config.gin cannot be written'), (errno.EIO, None, 74, 'Check the disk'),

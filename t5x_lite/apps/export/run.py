@@ -213,7 +213,8 @@ def describe(folder: str) -> str:
       arrays = ', '.join(f'{array} {leaf["dtype"]}[{", ".join(map(str, leaf["shape"]))}]'
                          for array, leaf in function[way].items())
       lines.append(f'  {name if way == "inputs" else "":<8} {"from" if way == "inputs" else "to":<4} {arrays}')
-  lines.append(f'Platforms: {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it.')
+  lines.append(f'Platforms: {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it'
+               f'{" from a copy on a disk" if files.is_remote(root) else ""}.')
   if (root / SAVED_MODEL).is_dir():
     lines.append(f'{SAVED_MODEL}/ has the same programs for TensorFlow.')
   return '\n'.join(lines)

@@ -12,6 +12,7 @@ import numpy as np
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
+from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
@@ -188,8 +189,9 @@ class TrainSaves:
     if not multihost.any_process(self._last_failure is not None):
       return
     cause = self._last_failure or _OF_ANOTHER_PROCESS
-    message = (f'The last save of the run failed: {cause} Free disk space or fix the path, then rerun the command: it '
-               'resumes from the newest checkpoint.')
+    remedy = ('Rerun the command when the store accepts writes again' if files.is_remote(self._manager.directory) else
+              'Free disk space or fix the path, then rerun the command')
+    message = f'The last save of the run failed: {cause} {remedy}: it resumes from the newest checkpoint.'
     if must_succeed:
       raise SaveError(message) from cause
     logging.getLogger(__name__).warning('%s', message)

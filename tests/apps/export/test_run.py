@@ -282,7 +282,7 @@ def test_an_export_in_a_store(tmp_path, stored, store):
   local = pathlib.Path(save(where=str(tmp_path)))
   folder = save()
   assert folder == f'{store.root}/model' and export.describe(folder) == export.describe(str(local)).replace(
-      str(local), folder)
+      str(local), folder).replace('to run it.', 'to run it from a copy on a disk.')
   assert store.names() == sorted(f'model/{path.name}' for path in local.iterdir())
   assert files.path(f'{folder}/params.npz').read_bytes() == (local / 'params.npz').read_bytes()
   files.write(f'{folder}/former', b'')
