@@ -13,13 +13,14 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import threading
 import time
 from typing import Any, TYPE_CHECKING
 import uuid
 
 from t5x_lite import errors, hub
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, T5xLiteError
 
 if TYPE_CHECKING:
   from t5x_lite import object_store
@@ -173,14 +174,14 @@ def _write_behind(bucket: Sequence[str] | None = None) -> None:
   with _behind_lock:
     for name in [name for name in list(_behind) if bucket is None or path(name).parts[1:3] == bucket]:
       content = _behind[name]
-      _write_object(name, content)
+      path(name).write_bytes(content, fence_of(name))
       if _behind[name] is content:  # and not replaced meanwhile
         del _behind[name]
 
 
 def _start_writing_behind() -> None:
   def run():
-    with contextlib.suppress(OSError, ConfigError):  # `flush` raises it.
+    with contextlib.suppress(OSError, T5xLiteError):  # `flush` raises it.
       _write_behind()
 
   threading.Thread(target=run, name='files-behind', daemon=True).start()
@@ -279,16 +280,21 @@ def _number_of(part: object_store.StorePath) -> int:
   return int(match.group(1)) if match else 0
 
 
-def appended(name: PathLike, *, header: bytes = b'') -> AppendedFile | AppendedParts:
+def appended(name: PathLike, *, header: bytes = b'',
+             first_fn: Callable[[], bytes] = bytes) -> AppendedFile | AppendedParts:
   """Return a file to append to: an `AppendedFile`, or in an object store `AppendedParts`.
 
   Args:
     name: path of the file.
     header: first bytes of each part, for formats in which each part must be a file of its own.
+    first_fn: returns the bytes after the first header; called now, or in a store by the thread that writes, so that it
+      may make requests.
   """
-  file = AppendedParts(path(name), header=header) if is_remote(name) else AppendedFile(path(name))
-  if header and not is_remote(name):
-    file.append(header, at_once=False)
+  if is_remote(name):
+    return AppendedParts(path(name), header=header, first_fn=first_fn)
+  file = AppendedFile(path(name))
+  if first := header + first_fn():
+    file.append(first, at_once=False)
   return file
 
 
@@ -303,6 +309,10 @@ class AppendedFile:
     self._fd: int | None = None
     self._closed = False
     self._unwritten = bytearray()
+
+  def former_parts(self) -> list[Path]:
+    """Return the file if it exists; for a writer that has not yet written."""
+    return [self._path] if self._path.exists() else []
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append `content` to the buffer and try to write it: immediately, or when the buffer is full."""
@@ -335,6 +345,27 @@ class AppendedFile:
       del self._unwritten[:os.write(self._fd, self._unwritten)]
 
 
+# Folder in a store -> function that raises if this process may not write below it.
+_fences: dict[str, Callable[[], None]] = {}
+
+
+def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
+  """Let `check_fn` precede each attempt to append, or to write behind, below a folder of a store; None ends this.
+
+  A run that lost its lease could otherwise write into the files of the next one.
+  """
+  if check_fn is None:
+    _fences.pop(str(folder), None)
+  else:
+    _fences[str(folder)] = check_fn
+
+
+def fence_of(name: PathLike) -> Callable[[], None]:
+  """Return the function of `fence` for a path, or one that does nothing."""
+  return next((check_fn for folder, check_fn in list(_fences.items()) if str(name).startswith(f'{folder}/')),
+              lambda: None)
+
+
 # Files of `AppendedParts` that are not closed.
 _open_parts: set[AppendedParts] = set()
 
@@ -348,9 +379,11 @@ class AppendedParts:
   that something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
-  def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
+  def __init__(self, first: object_store.StorePath, *, header: bytes = b'', first_fn: Callable[[], bytes] = bytes):
     self._first = first
     self._header = header
+    self._first_fn: Callable[[], bytes] | None = first_fn
+    self._first_number = sys.maxsize
     self._part: object_store.StorePath | None = None
     self._content = bytearray(header)
     self._num_written = len(header)
@@ -382,6 +415,10 @@ class AppendedParts:
       return None if len(self._content) == self._num_written else (
           self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'), bytes(self._content))
 
+  def former_parts(self) -> list[Path]:
+    """Return the parts that other writers have written before."""
+    return [part for part in parts(self._first) if _number_of(part) < self._first_number and part.is_file()]
+
   def write_now(self, bucket: Sequence[str] | None = None) -> None:
     """Write the appended bytes, if the file is in this bucket; raise OSError if the store does not take them."""
     if bucket in (None, self._first.parts[1:3]):
@@ -406,7 +443,7 @@ class AppendedParts:
       self._timer.start()
 
   def _write_later(self) -> None:
-    with contextlib.suppress(OSError, ConfigError):  # `files.write` or `close` raises it.
+    with contextlib.suppress(OSError, T5xLiteError):  # `files.write` or `close` raises it.
       self._write()
     with self._lock:
       self._timer = None
@@ -418,10 +455,17 @@ class AppendedParts:
       with self._lock:
         if len(self._content) == self._num_written:
           return
+      if self._first_fn is not None:
+        first = self._first_fn()
+        with self._lock:
+          self._content[len(self._header):len(self._header)] = first
+        self._first_fn = None
+      with self._lock:
         content, self._last_write = bytes(self._content), time.monotonic()
       if self._part is None:
         self._part = self._next_part()
-      self._part.write_bytes(content)
+        self._first_number = _number_of(self._part)
+      self._part.write_bytes(content, fence_of(self._part))
       with self._lock:
         self._num_written = len(content)
         if len(content) > _PART_BYTES:

@@ -366,11 +366,13 @@ def _file_system(scheme: str) -> Any:
   with errors.needs_packages(f'A path that begins with {scheme}://', kind.package, extra=kind.extra):
     if scheme == 's3':
       found = fsspec.filesystem('s3', use_listings_cache=False, config_kwargs={
-          'connect_timeout': 10, 'retries': {'total_max_attempts': 1}})
+          'connect_timeout': 10, 'read_timeout': 30, 'retries': {'total_max_attempts': 1}})
       found.retries = _NUM_ATTEMPTS
     else:
+      import aiohttp
       from gcsfs import retry
-      found = fsspec.filesystem('gcs', use_listings_cache=False)
+      found = fsspec.filesystem('gcs', use_listings_cache=False, requests_timeout=aiohttp.ClientTimeout(
+          total=None, sock_connect=10, sock_read=30))
       # Without the name of this decorator, which is private, it only takes longer until an error is known.
       if (once := getattr(type(found)._request, '__wrapped__', None)) is not None:  # pylint: disable=protected-access
         request = retry.retry_request(retries=_NUM_ATTEMPTS)(once)

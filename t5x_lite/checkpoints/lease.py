@@ -67,7 +67,7 @@ class Lease:
       DirectoryInUseError: another process has taken it.
       OSError: it could not be renewed, and another process may take it.
     """
-    if self._lost is None and time.monotonic() > self._valid_until:
+    if self._lost is None and _now() > self._valid_until - LEASE_SECONDS / 2:  # time for the request that follows
       self._renew()
     if self._lost is not None:
       raise self._lost
@@ -77,7 +77,7 @@ class Lease:
     self._stopped.set()
     with self._guard:
       # An expired one may be another owner's in the next moment, and S3 deletes without a condition.
-      if self._lost is None and time.monotonic() < self._valid_until:
+      if self._lost is None and _now() < self._valid_until:
         try:
           self._store.write(self._name, None, if_equal=self._generation).result(timeout=_REQUEST_SECONDS)
         except (ValueError, TimeoutError) as e:
@@ -91,7 +91,7 @@ class Lease:
   def _take(self) -> bytes:
     """Write the object with the condition that it is missing or expired, and return its generation."""
     from t5x_lite import object_store
-    seen, since, start = None, 0.0, time.monotonic()
+    seen, since, start = None, 0.0, _now()
     while True:
       found = object_store.retrying(self._read, self._path)
       is_there = found.state == 'value'
@@ -99,14 +99,14 @@ class Lease:
         self._valid_until = start + LEASE_SECONDS
         return found.stamp.generation
       if is_there and seen is None:
-        seen, since = found.stamp.generation, time.monotonic()
+        seen, since = found.stamp.generation, _now()
         if not _has_ended(found.value):
           _logger.info('%s names %s; waiting for up to %g seconds to see whether it still runs.', self._path,
                        holder_name(found.value), LEASE_SECONDS)
       elif is_there and found.stamp.generation != seen:
         raise errors.DirectoryInUseError(self._in_use.format(holder=holder_name(found.value)))
-      if not is_there or _has_ended(found.value) or time.monotonic() - since > LEASE_SECONDS:
-        start = time.monotonic()
+      if not is_there or _has_ended(found.value) or _now() - since > LEASE_SECONDS:
+        start = _now()
         written = object_store.retrying(functools.partial(self._write, found.stamp.generation), self._path)
         if written:
           self._valid_until = start + LEASE_SECONDS
@@ -115,7 +115,7 @@ class Lease:
         time.sleep(_POLL_SECONDS)
 
   def _keep(self) -> None:
-    while not self._stopped.wait(_RENEWAL_SECONDS if time.monotonic() < self._valid_until else _POLL_SECONDS):
+    while not self._stopped.wait(_RENEWAL_SECONDS if _now() < self._valid_until else _POLL_SECONDS):
       try:
         self._renew()
       except OSError as e:
@@ -127,7 +127,7 @@ class Lease:
     with self._guard:
       if self._stopped.is_set():
         return
-      start = time.monotonic()
+      start = _now()
       generation = self._write(self._generation)
       if not generation:
         found = self._read()
@@ -196,7 +196,7 @@ def _has_ended(content: bytes) -> bool:
     pid, machine = int(holder['pid']), holder['machine']
   except (ValueError, KeyError, TypeError):
     return False
-  if machine is None or machine != _machine():
+  if machine is None or machine != _machine() or holder.get('host') != socket.gethostname():
     return False
   try:
     os.kill(pid, 0)
@@ -205,6 +205,11 @@ def _has_ended(content: bytes) -> bool:
   except OSError:
     return False
   return False
+
+
+def _now() -> float:
+  """Return seconds of a clock that also runs while the machine is suspended, where there is one."""
+  return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else time.monotonic()
 
 
 def _machine() -> str | None:

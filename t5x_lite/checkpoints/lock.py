@@ -96,6 +96,7 @@ class ModelDirLock:
         _held.pop(str(self.directory), None)
         self._remove_unused()
         if self._lease is not None:
+          files.fence(self.directory, None)
           self._lease.release()
         self._close()
 
@@ -166,6 +167,7 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
         lock = ModelDirLock(path, None, created, '', what)
       elif files.is_remote(path):
         held = lease.Lease(path, LOCK_FILENAME, in_use=_in_use(path, what, elsewhere))
+        files.fence(path, held.check)
         lock = ModelDirLock(path, None, created, held.holder, what, held)
       else:
         fd, holder = _acquire(path, what, elsewhere)

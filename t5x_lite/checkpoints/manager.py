@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import logging
 import operator
@@ -219,13 +220,14 @@ class CheckpointManager:
     if not multihost.is_lead():
       return
     if self._in_store:  # training does not wait for it
-      self._recorder.submit(self._record_later, step, dict(metrics))
+      self._recorder.submit(self._record_later, step, functools.partial(
+          retention.record_metrics, self._directory, step, dict(metrics)))
     else:
       retention.record_metrics(self._directory, step, metrics)
 
-  def _record_later(self, step: int, metrics: Mapping[str, float]) -> None:
+  def _record_later(self, step: int, fn: Callable[[], None]) -> None:
     try:
-      retention.record_metrics(self._directory, step, metrics)
+      fn()
     except OSError as e:
       _logger.warning('The metrics of step %d are not recorded for keeping the best checkpoints: %s', step, e)
 
@@ -353,19 +355,22 @@ class CheckpointManager:
         parts = store_io.host_parts(state_io.snapshot(flat))
       except Exception as e:
         raise self._save_error(step, e) from e
+      if multihost.is_lead():  # in the order of these calls
+        self._recorder.submit(self._record_later, step, functools.partial(
+            retention.forget_metrics, self._directory, step))
       return pending, store_save.StoreSave(
           pending=pending, parts=parts, data_state=data_state, begin_fn=self._make_folder, kept=self._spool)
     try:
       _on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
       if data_state is not None:
-        _on_all_processes(lambda: store_save.write_data_state(pending.temporary, data_state))
+        _on_all_processes(lambda: store_save.write_data_state(pending, data_state))
       values = state_io.snapshot(flat)
     except Exception as e:
       self._remove_partial_files()
       raise self._save_error(step, e) from e
     try:
       if not state_io.may_start_later(values):
-        self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
+        self._writer.start(pending.state, values)
         values = None
     except Exception as e:
       self._misses_barriers = jax.process_count() > 1
@@ -377,7 +382,8 @@ class CheckpointManager:
     self._lock.check()
     self._remove_partial_files()
     commit_lib.begin(pending)
-    retention.forget_metrics(self._directory, pending.step)
+    if not self._in_store:
+      retention.forget_metrics(self._directory, pending.step)
 
   def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | store_save.StoreSave | None,
            on_commit: Callable[[], None]) -> None:
@@ -427,7 +433,7 @@ class CheckpointManager:
 
   def _write_on_disk(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
     if values is not None:
-      self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
+      self._writer.start(pending.state, values)
     try:
       self._writer.finish()
     except BaseException:
@@ -438,8 +444,13 @@ class CheckpointManager:
                             error: BaseException | None = None) -> None:
     """Remove what failed saves of this manager have left; in a store, of the save that failed with `error`."""
     if self._in_store:
-      # Otherwise each removal would wait for the store; the next save or run removes the files.
-      if pending is not None and not commit_lib.is_unavailable(error):
+      if pending is None:
+        if self._has_partial_files:
+          discovery.clean_leftovers(self._directory)
+          self._has_partial_files = False
+      elif commit_lib.is_unavailable(error):  # otherwise each removal would wait for the store
+        self._has_partial_files = True
+      else:
         with contextlib.suppress(OSError):
           commit_lib.discard(pending)
       return
