@@ -389,6 +389,8 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   if errors.is_disk_full(error):  # of the local file of an upload or download
     return error
   if isinstance(error, FileNotFoundError) or status == 404:
+    if isinstance(error, FileNotFoundError) and error.filename == str(path):  # of the lease
+      return error
     if 'specified bucket' in str(error):
       return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
