@@ -12,6 +12,7 @@ again. The files of a resumed run are then the same as those of an uninterrupted
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import math
 import os
 import re
@@ -20,6 +21,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
@@ -35,6 +37,8 @@ from t5x_lite import metrics as metrics_lib
 from t5x_lite import multihost
 from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
+
+_logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -84,8 +88,14 @@ class SummaryWriter:
     self._folder = files.path(folder)
     path = self._folder / METRICS_FILE
     purge_step = None
-    if any(self._folder.glob('events.out.tfevents.*')):
-      purge_step = 1 + max((row['step'] for row in (read_metrics(path) if path.exists() else ())), default=-1)
+    try:
+      if any(self._folder.glob('events.out.tfevents.*')):
+        purge_step = 1 + max((row['step'] for row in (read_metrics(path) if path.exists() else ())), default=-1)
+    except OSError as e:
+      if not files.is_remote(folder):
+        raise
+      # A run does not end because a store cannot be read now: what it writes is written later.
+      _logger.warning('TensorBoard may show old events of later steps, because %s cannot be read: %s', folder, e)
     # TensorBoard orders files by the seconds in their names; the nanoseconds make the names of runs that start within
     # the same second distinct.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
@@ -212,6 +222,19 @@ def compute_values(metrics: Mapping[str, clu.metrics.Metric], *, num_steps: int,
     return {name: metric.compute_value() for name, metric in metrics.items()}
 
 
+# All managers of this process that write.
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def open_writers(model_dir: str | os.PathLike[str]) -> None:
+  """Create the writers below a model directory in a store now, so that no evaluation waits for the store."""
+  if files.is_remote(model_dir):
+    root = files.path(model_dir)
+    for manager in list(_managers):
+      if manager.folder is not None and files.is_remote(manager.folder) and root in manager.folder.parents:
+        manager.summary_writer  # pylint: disable=pointless-statement
+
+
 class MetricsManager:
   """Computes the values of device metrics and writes them, in order, in a background thread.
 
@@ -236,11 +259,18 @@ class MetricsManager:
     if summary_dir is not None and multihost.is_lead():
       self._folder = files.path(summary_dir) / name
     self._writer: SummaryWriter | None = None
+    if self._folder is not None:
+      _managers.add(self)
     self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f'summaries-{name}')
     self._pending: list[concurrent.futures.Future] = []
     self._start: float | None = None
     self._last_end = -math.inf
     self.host_metrics_fn: Callable[[], Mapping[str, float]] = dict
+
+  @property
+  def folder(self) -> files.Path | None:
+    """The folder to write to; None if this process does not write."""
+    return self._folder
 
   @property
   def summary_writer(self) -> SummaryWriter | None:

@@ -343,3 +343,20 @@ def test_metrics_wait_in_memory_while_a_store_does_not_answer(s3_store, monkeypa
     manager.flush()
     files.write(f'{s3_store.root}/manifest', b'')
     assert [row['step'] for row in summaries.read_metrics(f'{s3_store.root}/train/metrics.jsonl')] == [1, 2]
+
+
+def test_evaluations_do_not_wait_for_a_store(s3_store, caplog):
+  manager, late = (summaries.MetricsManager(f'training_eval/{name}', s3_store.root) for name in 'ab')
+  summaries.open_writers(s3_store.root)
+  opened = s3_store.proxy.count(operation='list')
+  with s3_store.proxy.fault(name='training_eval', operation='list|stat|read', status=403):
+    manager.write_scalars(1, {'loss': 1.0})
+    assert s3_store.proxy.count(operation='list', name='training_eval') == opened
+    writer = summaries.SummaryWriter(f'{s3_store.root}/training_eval/c')  # as of a writer that is made later
+    writer.write_scalars(1, {'loss': 2.0})
+  assert 'cannot be read' in caplog.text
+  writer.close()
+  manager.close()
+  late.close()
+  assert [row['loss'] for row in summaries.read_metrics(f'{s3_store.root}/training_eval/a/metrics.jsonl')] == [1.0]
+  assert [row['loss'] for row in summaries.read_metrics(f'{s3_store.root}/training_eval/c/metrics.jsonl')] == [2.0]

@@ -385,6 +385,7 @@ def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: par
     redo_evaluation: whether the evaluations at the starting point are repeated.
   """
   summaries.discard_after(cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation)
+  summaries.open_writers(cfg.model_dir)
   partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner)
   partitioning.write_state_tree(
       os.path.join(cfg.model_dir, 'trainer_state_tree.txt'), state_shape.state_dict(),
