@@ -116,7 +116,8 @@ class Lease:
         # takes for another generation.
         num_vain = 0 if is_there else num_vain + 1
         if num_vain == _MAX_VAIN:
-          raise FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}', str(self._path))
+          raise FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}, or it takes no objects',
+                                  str(self._path))
         if num_vain:
           time.sleep(_POLL_SECONDS * num_vain / _MAX_VAIN)
       else:
