@@ -482,7 +482,8 @@ def uploaded_folder(target: StorePath, *, last: str) -> Iterator[pathlib.Path]:
   """
   with tempfile.TemporaryDirectory(prefix='t5x_lite-') as folder:
     local = pathlib.Path(folder)
-    yield local
+    with _naming(folder):
+      yield local
     names = [str(path.relative_to(local)) for path in sorted(local.rglob('*')) if path.is_file()]
     try:
       (target / last).unlink(missing_ok=True)
@@ -502,6 +503,18 @@ def local_file(suffix: str = '') -> Iterator[pathlib.Path]:
   handle, name = tempfile.mkstemp(prefix='t5x_lite-', suffix=suffix)
   os.close(handle)
   try:
-    yield pathlib.Path(name)
+    with _naming(name):
+      yield pathlib.Path(name)
   finally:
     pathlib.Path(name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+  """Add the path of a temporary file to the error of a full disk, which names none: TMPDIR may be elsewhere."""
+  try:
+    yield
+  except OSError as error:
+    if errors.is_disk_full(error) and error.filename is None:
+      error.filename = path
+    raise

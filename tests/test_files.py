@@ -87,3 +87,12 @@ def test_appending_does_not_wait_for_a_store_and_each_writer_has_its_own_parts(s
 def test_names_that_are_neither_local_nor_in_a_store(name):
   with pytest.raises(errors.ConfigError, match=r'(s3|gs)://'):
     files.path(name)
+
+
+def test_a_full_disk_for_temporary_files_is_named(s3_store):
+  def full(path):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with pytest.raises(OSError, match="No space left on device: '.*t5x_lite-"):
+    files.write(f'{s3_store.root}/a', full)
+  assert s3_store.names() == []
