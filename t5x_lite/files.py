@@ -45,6 +45,7 @@ _NEW_PART = f'{_PART_INFIX}new'
 PathLike = str | os.PathLike[str]
 # Schemes of the object stores that `path` knows.
 STORES = ('gs', 's3')
+_ONE_SLASH_RE = re.compile(r'(gs|s3|hf):/(?!/)')
 
 
 def is_remote(name: PathLike) -> bool:
@@ -61,22 +62,30 @@ def path(name: PathLike) -> Path:
   PosixPath('runs/a/config.gin')
 
   Raises:
-    ConfigError: the scheme is unknown; a missing package or credentials are reported by the first request.
+    ConfigError: the scheme is unknown, or there is no bucket; a missing package or credentials are reported by the first
+      request.
   """
   if not is_remote(name):
     if hub.is_name(name):
       return hub.local_folder(os.fspath(name))
+    if found := _ONE_SLASH_RE.match(os.fspath(name)):  # otherwise a local folder 's3:' would be made
+      raise errors.ConfigError(f'A path in a store must begin with {found[1]}://, got {os.fspath(name)!r}.')
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   scheme = os.fspath(name).partition('://')[0]
   if scheme not in STORES:
     raise errors.ConfigError(f"Paths in stores must begin with {' or '.join(f'{store}://' for store in STORES)}, got "
                              f'{os.fspath(name)!r}.')
   from t5x_lite import object_store  # takes 0.1 s
-  return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
+  if isinstance(name, object_store.StorePath):
+    return name
+  found = object_store.StorePath(name)
+  if len(found.parts) < 3 or '..' in found.parts:  # clients of stores resolve '..' differently
+    raise errors.ConfigError(f"A path in a store must be {scheme}://BUCKET/NAME without '..', got {os.fspath(name)!r}.")
+  return found
 
 
 def set_store_seconds(name: PathLike, seconds: float) -> None:
-  """Set how long requests to object stores are repeated if they fail for a temporary reason; only if `name` is in one."""
+  """Set how long requests to stores are repeated if they fail for a temporary reason; only if `name` is in a store."""
   if is_remote(name):
     from t5x_lite import object_store
     object_store.set_retry_seconds(seconds)

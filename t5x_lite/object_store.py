@@ -62,10 +62,9 @@ _TEMPORARY = {408, 429, *range(500, 600)}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 # Attempts of a package within one of ours.
 _NUM_ATTEMPTS = 3
-# While a store does not answer at all, the time of its requests counts from the first that failed, but each gets this
-# many seconds: a run with much left to write would otherwise take the full time for each object.
+# In an outage the time of all requests counts from the first that failed, but each gets this many seconds.
 _LEAST_SECONDS = 5.0
-# A store that a process has never reached may be one that its machine cannot reach, which the user should soon know.
+# Its machine may never reach a store that a process has not yet reached, which the user should soon know.
 _FIRST_REQUEST_SECONDS = 20.0
 _reached: set[str] = set()
 # Scheme to the times of the first and of the last failure since a request succeeded.
@@ -356,13 +355,10 @@ def kvstore_context() -> dict[str, Any]:
 
 @functools.cache
 def _file_system(scheme: str) -> Any:
-  kind = _KINDS.get(scheme)
-  if kind is None:
-    raise errors.ConfigError(
-        f"Paths in stores must begin with {' or '.join(f'{name}://' for name in _KINDS)}, got {scheme}://.")
+  kind = _KINDS[scheme]
   for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need some attempts.
+  # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need a few.
   with errors.needs_packages(f'A path that begins with {scheme}://', kind.package, extra=kind.extra):
     if scheme == 's3':
       found = fsspec.filesystem('s3', use_listings_cache=False, config_kwargs={
@@ -389,6 +385,8 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   if errors.is_disk_full(error):  # of the local file of an upload or download
     return error
   if isinstance(error, FileNotFoundError) or status == 404:
+    if isinstance(error, FileNotFoundError) and error.filename == str(path):  # of the lease
+      return error
     if 'specified bucket' in str(error):
       return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -481,7 +479,8 @@ def uploaded_folder(target: StorePath, *, last: str) -> Iterator[pathlib.Path]:
   """
   with tempfile.TemporaryDirectory(prefix='t5x_lite-') as folder:
     local = pathlib.Path(folder)
-    yield local
+    with _naming(folder):
+      yield local
     names = [str(path.relative_to(local)) for path in sorted(local.rglob('*')) if path.is_file()]
     try:
       (target / last).unlink(missing_ok=True)
@@ -501,6 +500,18 @@ def local_file(suffix: str = '') -> Iterator[pathlib.Path]:
   handle, name = tempfile.mkstemp(prefix='t5x_lite-', suffix=suffix)
   os.close(handle)
   try:
-    yield pathlib.Path(name)
+    with _naming(name):
+      yield pathlib.Path(name)
   finally:
     pathlib.Path(name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+  """Add the path of a temporary file to the error of a full disk, which names none: TMPDIR may be elsewhere."""
+  try:
+    yield
+  except OSError as error:
+    if errors.is_disk_full(error) and error.filename is None:
+      error.filename = path
+    raise

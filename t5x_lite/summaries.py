@@ -37,6 +37,7 @@ from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
 
 
+
 @functools.cache
 def _tensorboardx() -> tuple[Any, Any, Any]:
   """Return the modules (record_writer, summary, event_pb2), which only runs that write metrics import."""

@@ -29,6 +29,8 @@ _RENEWAL_SECONDS = 12.0
 _POLL_SECONDS = 1.0
 # A request without an answer for this time has failed.
 _REQUEST_SECONDS = 15.0
+# Writes of a missing object in a row that may fail because another process has been faster.
+_MAX_VAIN = 5
 
 
 class Lease:
@@ -91,7 +93,7 @@ class Lease:
   def _take(self) -> bytes:
     """Write the object with the condition that it is missing or expired, and return its generation."""
     from t5x_lite import object_store
-    seen, since, start = None, 0.0, _now()
+    seen, since, start, num_vain = None, 0.0, _now(), 0
     while True:
       found = object_store.retrying(self._read, self._path)
       is_there = found.state == 'value'
@@ -111,6 +113,14 @@ class Lease:
         if written:
           self._valid_until = start + LEASE_SECONDS
           return written
+        # Another process was faster, which the next read shows; or there is no bucket, which TensorStore's driver for S3
+        # takes for another generation.
+        num_vain = 0 if is_there else num_vain + 1
+        if num_vain == _MAX_VAIN:
+          raise FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}, or it takes no objects',
+                                  str(self._path))
+        if num_vain:
+          time.sleep(_POLL_SECONDS * num_vain / _MAX_VAIN)
       else:
         time.sleep(_POLL_SECONDS)
 
@@ -159,6 +169,8 @@ class Lease:
 
   def _error(self, what: str, error: Exception) -> OSError:
     """Return the exception for one of TensorStore, whose kind is the first word of its text."""
+    if str(error).startswith('NOT_FOUND'):  # of an object it is no error
+      return FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}', str(self._path))
     is_denied = str(error).startswith('PERMISSION_DENIED')
     return (PermissionError if is_denied else OSError)(
         errno.EACCES if is_denied else errno.EIO, f'the lease cannot be {what} ({_text(error)})', str(self._path))

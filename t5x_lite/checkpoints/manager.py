@@ -330,12 +330,11 @@ class CheckpointManager:
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
-    kept = getattr(error, 'kept_at', None)
+    kept = (f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to the '
+            'store.') if hasattr(error, 'kept_at') else ''
     found = errors.SaveError(
-        f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
-        'Earlier checkpoints are complete.' + (
-            f' This one is kept in {kept!r}; the next run with the same command and --spool_dir copies it to the store.'
-            if kept else ''))
+        f'The checkpoint of step {step} could not be written to {self.directory!r}: '
+        f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}')
     found.ends_run = self._misses_barriers
     return found
 

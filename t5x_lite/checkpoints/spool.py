@@ -144,7 +144,9 @@ class Spool:
       return None
     source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
     if problem := manifest.damage(source):
-      raise errors.CheckpointDamagedError(problem)
+      raise errors.CheckpointDamagedError(
+          f'{problem} A former run kept it because the store failed. To go on without it, from step {there or 0} in '
+          f'{str(self._model_dir)!r}, delete {str(self.folder)!r}.')
     target = self._model_dir / source.name
     _logger.info('Copying the checkpoint of step %d, which was kept in %s, to %s.', step, source, target)
     for path in (self.folder / _UNWRITTEN).glob('*'):

@@ -140,3 +140,13 @@ def test_a_store_that_does_not_answer(s3_store, monkeypatch):
     start = time.monotonic()
     held.release()
     assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize('kind', ['gcs_store', 's3_store'])
+def test_a_missing_bucket_is_reported_at_once(kind, request):
+  request.getfixturevalue(kind)
+  scheme = {'gcs_store': 'gs', 's3_store': 's3'}[kind]
+  start = time.monotonic()
+  with pytest.raises(errors.CheckpointError, match="there is no bucket 'no-such-bucket'"):
+    checkpoints.lock_model_dir(f'{scheme}://no-such-bucket/run')
+  assert time.monotonic() - start < 10
