@@ -148,12 +148,12 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
 
 
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
-  from t5x_lite import object_store
+  from t5x_lite import uploads
   target = path(name)
   if not callable(content):
     target.write_bytes(content)
     return
-  with object_store.local_file(target.suffix) as local:
+  with uploads.local_file(target.suffix) as local:
     content(local)
     target.upload(local)
 

@@ -37,8 +37,6 @@ from t5x_lite.checkpoints import spool as spool_lib
 _logger = logging.getLogger(__name__)
 # After a failure TensorStore's threads may still create folders for this time.
 _LATE_WRITES_SECONDS = 1.0
-
-
 # Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
 _saving_directories: set[str] = set()
 
@@ -339,7 +337,7 @@ class CheckpointManager:
     return found
 
   def _begin(self, step, state, data_state, metrics, metadata):
-    """Return the save, and for the background thread: arrays by name, None if the writer has them, or a `StoreSave`."""
+    """Return the save, and for the thread: arrays by name, None if the writer has them, or a `StoreSave`."""
     flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1

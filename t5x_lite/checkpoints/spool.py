@@ -145,7 +145,7 @@ class Spool:
     source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
     if problem := manifest.damage(source):
       raise errors.CheckpointDamagedError(
-          f'{problem} A former run kept it because the store failed. To go on without it, from step {there or 0} in '
+          f'{problem} A former run kept it because the store failed. To go on without it, from step {max(there, 0)} in '
           f'{str(self._model_dir)!r}, delete {str(self.folder)!r}.')
     target = self._model_dir / source.name
     _logger.info('Copying the checkpoint of step %d, which was kept in %s, to %s.', step, source, target)
