@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from t5x_lite import errors, files, untrusted
+from t5x_lite import errors, files, multihost, untrusted
 from t5x_lite.checkpoints import discovery, manifest, store_io
 
 _logger = logging.getLogger(__name__)
@@ -232,3 +232,15 @@ def explain(error: BaseException) -> str:
 
 def _mark(pending: PendingCheckpoint, process_index: int) -> files.Path:
   return pending.temporary / f'{pending.own_folder}process_{process_index}.done'
+
+
+def on_all_processes(fn: Callable[[], None]) -> None:
+  """Call `fn`, and raise on every process if it fails on one, since training continues after a failed save."""
+  failed = None
+  try:
+    fn()
+  except Exception as e:  # pylint: disable=broad-exception-caught
+    failed = e
+  if multihost.any_process(failed is not None):
+    raise failed or errors.of_other_process(
+        errors.CheckpointError('another process could not write its part; see its message'))

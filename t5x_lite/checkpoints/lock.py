@@ -184,8 +184,10 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
     if isinstance(e, errors.T5xLiteError):
       raise
     if files.is_remote(path):
-      raise errors.CheckpointError(
-          f'The {what} {str(path)!r} cannot be written: {getattr(e, "strerror", None) or e}.') from e
+      from t5x_lite import object_store
+      # The status of an outage tells a scheduler to try again.
+      kind = errors.SaveError if isinstance(e, object_store.StoreUnavailableError) else errors.CheckpointError
+      raise kind(f'The {what} {str(path)!r} cannot be written: {getattr(e, "strerror", None) or e}.') from e
     is_full = errors.is_disk_full(e)
     remedy = 'Free disk space, then rerun the command' if is_full else 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(

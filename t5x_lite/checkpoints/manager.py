@@ -230,6 +230,11 @@ class CheckpointManager:
       _logger.warning('The metrics of step %d are not recorded for keeping the best checkpoints: %s', step, e)
 
   @property
+  def is_writing(self) -> bool:
+    """True if a save is not yet finished."""
+    return self._thread is not None and self._thread.is_alive()
+
+  @property
   def has_failed(self) -> bool:
     """True if a save failed in the background, so that the next `wait` raises."""
     return self._error is not None
@@ -358,9 +363,9 @@ class CheckpointManager:
       return pending, store_save.StoreSave(
           pending=pending, parts=parts, data_state=data_state, begin_fn=self._make_folder, kept=self._spool)
     try:
-      _on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
+      commit_lib.on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
       if data_state is not None:
-        _on_all_processes(lambda: store_save.write_data_state(pending, data_state))
+        commit_lib.on_all_processes(lambda: store_save.write_data_state(pending, data_state))
       values = state_io.snapshot(flat)
     except Exception as e:
       self._remove_partial_files()
@@ -485,15 +490,3 @@ def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
     raise errors.DirectoryInUseError(
         f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.')
   _saving_directories.add(name)
-
-
-def _on_all_processes(fn: Callable[[], None]) -> None:
-  """Call `fn`, and raise on every process if it fails on one, since training continues after a failed save."""
-  failed = None
-  try:
-    fn()
-  except Exception as e:  # pylint: disable=broad-exception-caught
-    failed = e
-  if multihost.any_process(failed is not None):
-    raise failed or errors.of_other_process(
-        errors.CheckpointError('another process could not write its part; see its message'))

@@ -50,6 +50,8 @@ class StoreSave:
     if failed is not None:
       raise failed
     if not commit.has_begun(self.pending):
+      if multihost.is_lead():
+        raise errors.CheckpointError('the store does not return the object INCOMPLETE, which was just written')
       raise errors.of_other_process(errors.CheckpointError('the lead process could not begin it; see its message'))
     self._write(self.pending)
 
