@@ -13,13 +13,14 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import threading
 import time
 from typing import Any, TYPE_CHECKING
 import uuid
 
 from t5x_lite import errors, hub
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, T5xLiteError
 
 if TYPE_CHECKING:
   from t5x_lite import object_store
@@ -44,6 +45,7 @@ _NEW_PART = f'{_PART_INFIX}new'
 PathLike = str | os.PathLike[str]
 # Schemes of the object stores that `path` knows.
 STORES = ('gs', 's3')
+_ONE_SLASH_RE = re.compile(r'(gs|s3|hf):/(?!/)')
 
 
 def is_remote(name: PathLike) -> bool:
@@ -60,22 +62,30 @@ def path(name: PathLike) -> Path:
   PosixPath('runs/a/config.gin')
 
   Raises:
-    ConfigError: the scheme is unknown; a missing package or credentials are reported by the first request.
+    ConfigError: the scheme is unknown, or there is no bucket; a missing package or credentials are reported by the first
+      request.
   """
   if not is_remote(name):
     if hub.is_name(name):
       return hub.local_folder(os.fspath(name))
+    if found := _ONE_SLASH_RE.match(os.fspath(name)):  # otherwise a local folder 's3:' would be made
+      raise errors.ConfigError(f'A path in a store must begin with {found[1]}://, got {os.fspath(name)!r}.')
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   scheme = os.fspath(name).partition('://')[0]
   if scheme not in STORES:
     raise errors.ConfigError(f"Paths in stores must begin with {' or '.join(f'{store}://' for store in STORES)}, got "
                              f'{os.fspath(name)!r}.')
   from t5x_lite import object_store  # takes 0.1 s
-  return name if isinstance(name, object_store.StorePath) else object_store.StorePath(name)
+  if isinstance(name, object_store.StorePath):
+    return name
+  found = object_store.StorePath(name)
+  if len(found.parts) < 3 or '..' in found.parts:  # clients of stores resolve '..' differently
+    raise errors.ConfigError(f"A path in a store must be {scheme}://BUCKET/NAME without '..', got {os.fspath(name)!r}.")
+  return found
 
 
 def set_store_seconds(name: PathLike, seconds: float) -> None:
-  """Set how long requests to object stores are repeated if they fail for a temporary reason; only if `name` is in one."""
+  """Set how long requests to stores are repeated if they fail for a temporary reason; only if `name` is in a store."""
   if is_remote(name):
     from t5x_lite import object_store
     object_store.set_retry_seconds(seconds)
@@ -138,12 +148,12 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
 
 
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
-  from t5x_lite import object_store
+  from t5x_lite import uploads
   target = path(name)
   if not callable(content):
     target.write_bytes(content)
     return
-  with object_store.local_file(target.suffix) as local:
+  with uploads.local_file(target.suffix) as local:
     content(local)
     target.upload(local)
 
@@ -173,14 +183,14 @@ def _write_behind(bucket: Sequence[str] | None = None) -> None:
   with _behind_lock:
     for name in [name for name in list(_behind) if bucket is None or path(name).parts[1:3] == bucket]:
       content = _behind[name]
-      _write_object(name, content)
+      path(name).write_bytes(content, fence_of(name))
       if _behind[name] is content:  # and not replaced meanwhile
         del _behind[name]
 
 
 def _start_writing_behind() -> None:
   def run():
-    with contextlib.suppress(OSError, ConfigError):  # `flush` raises it.
+    with contextlib.suppress(OSError, T5xLiteError):  # `flush` raises it.
       _write_behind()
 
   threading.Thread(target=run, name='files-behind', daemon=True).start()
@@ -279,16 +289,21 @@ def _number_of(part: object_store.StorePath) -> int:
   return int(match.group(1)) if match else 0
 
 
-def appended(name: PathLike, *, header: bytes = b'') -> AppendedFile | AppendedParts:
+def appended(name: PathLike, *, header: bytes = b'',
+             first_fn: Callable[[], bytes] = bytes) -> AppendedFile | AppendedParts:
   """Return a file to append to: an `AppendedFile`, or in an object store `AppendedParts`.
 
   Args:
     name: path of the file.
     header: first bytes of each part, for formats in which each part must be a file of its own.
+    first_fn: returns the bytes after the first header; called now, or in a store by the thread that writes, so that it
+      may make requests.
   """
-  file = AppendedParts(path(name), header=header) if is_remote(name) else AppendedFile(path(name))
-  if header and not is_remote(name):
-    file.append(header, at_once=False)
+  if is_remote(name):
+    return AppendedParts(path(name), header=header, first_fn=first_fn)
+  file = AppendedFile(path(name))
+  if first := header + first_fn():
+    file.append(first, at_once=False)
   return file
 
 
@@ -303,6 +318,10 @@ class AppendedFile:
     self._fd: int | None = None
     self._closed = False
     self._unwritten = bytearray()
+
+  def former_parts(self) -> list[Path]:
+    """Return the file if it exists; for a writer that has not yet written."""
+    return [self._path] if self._path.exists() else []
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append `content` to the buffer and try to write it: immediately, or when the buffer is full."""
@@ -335,6 +354,27 @@ class AppendedFile:
       del self._unwritten[:os.write(self._fd, self._unwritten)]
 
 
+# Folder in a store -> function that raises if this process may not write below it.
+_fences: dict[str, Callable[[], None]] = {}
+
+
+def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
+  """Let `check_fn` precede each attempt to append, or to write behind, below a folder of a store; None ends this.
+
+  A run that lost its lease could otherwise write into the files of the next one.
+  """
+  if check_fn is None:
+    _fences.pop(str(folder), None)
+  else:
+    _fences[str(folder)] = check_fn
+
+
+def fence_of(name: PathLike) -> Callable[[], None]:
+  """Return the function of `fence` for a path, or one that does nothing."""
+  return next((check_fn for folder, check_fn in list(_fences.items()) if str(name).startswith(f'{folder}/')),
+              lambda: None)
+
+
 # Files of `AppendedParts` that are not closed.
 _open_parts: set[AppendedParts] = set()
 
@@ -348,9 +388,11 @@ class AppendedParts:
   that something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
-  def __init__(self, first: object_store.StorePath, *, header: bytes = b''):
+  def __init__(self, first: object_store.StorePath, *, header: bytes = b'', first_fn: Callable[[], bytes] = bytes):
     self._first = first
     self._header = header
+    self._first_fn: Callable[[], bytes] | None = first_fn
+    self._first_number = sys.maxsize
     self._part: object_store.StorePath | None = None
     self._content = bytearray(header)
     self._num_written = len(header)
@@ -382,6 +424,10 @@ class AppendedParts:
       return None if len(self._content) == self._num_written else (
           self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'), bytes(self._content))
 
+  def former_parts(self) -> list[Path]:
+    """Return the parts that other writers have written before."""
+    return [part for part in parts(self._first) if _number_of(part) < self._first_number and part.is_file()]
+
   def write_now(self, bucket: Sequence[str] | None = None) -> None:
     """Write the appended bytes, if the file is in this bucket; raise OSError if the store does not take them."""
     if bucket in (None, self._first.parts[1:3]):
@@ -406,7 +452,7 @@ class AppendedParts:
       self._timer.start()
 
   def _write_later(self) -> None:
-    with contextlib.suppress(OSError, ConfigError):  # `files.write` or `close` raises it.
+    with contextlib.suppress(OSError, T5xLiteError):  # `files.write` or `close` raises it.
       self._write()
     with self._lock:
       self._timer = None
@@ -418,10 +464,17 @@ class AppendedParts:
       with self._lock:
         if len(self._content) == self._num_written:
           return
+      if self._first_fn is not None:
+        first = self._first_fn()
+        with self._lock:
+          self._content[len(self._header):len(self._header)] = first
+        self._first_fn = None
+      with self._lock:
         content, self._last_write = bytes(self._content), time.monotonic()
       if self._part is None:
         self._part = self._next_part()
-      self._part.write_bytes(content)
+        self._first_number = _number_of(self._part)
+      self._part.write_bytes(content, fence_of(self._part))
       with self._lock:
         self._num_written = len(content)
         if len(content) > _PART_BYTES:

@@ -21,7 +21,6 @@ import os
 import pathlib
 import posixpath
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, IO
@@ -62,10 +61,9 @@ _TEMPORARY = {408, 429, *range(500, 600)}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 # Attempts of a package within one of ours.
 _NUM_ATTEMPTS = 3
-# While a store does not answer at all, the time of its requests counts from the first that failed, but each gets this
-# many seconds: a run with much left to write would otherwise take the full time for each object.
+# In an outage the time of all requests counts from the first that failed, but each gets this many seconds.
 _LEAST_SECONDS = 5.0
-# A store that a process has never reached may be one that its machine cannot reach, which the user should soon know.
+# Its machine may never reach a store that a process has not yet reached, which the user should soon know.
 _FIRST_REQUEST_SECONDS = 20.0
 _reached: set[str] = set()
 # Scheme to the times of the first and of the last failure since a request succeeded.
@@ -358,21 +356,20 @@ def kvstore_context(retries: dict[str, Any] | None = None) -> dict[str, Any]:
 
 @functools.cache
 def _file_system(scheme: str) -> Any:
-  kind = _KINDS.get(scheme)
-  if kind is None:
-    raise errors.ConfigError(
-        f"Paths in stores must begin with {' or '.join(f'{name}://' for name in _KINDS)}, got {scheme}://.")
+  kind = _KINDS[scheme]
   for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need some attempts.
+  # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need a few.
   with errors.needs_packages(f'A path that begins with {scheme}://', kind.package, extra=kind.extra):
     if scheme == 's3':
       found = fsspec.filesystem('s3', use_listings_cache=False, config_kwargs={
-          'connect_timeout': 10, 'retries': {'total_max_attempts': 1}})
+          'connect_timeout': 10, 'read_timeout': 30, 'retries': {'total_max_attempts': 1}})
       found.retries = _NUM_ATTEMPTS
     else:
+      import aiohttp
       from gcsfs import retry
-      found = fsspec.filesystem('gcs', use_listings_cache=False)
+      found = fsspec.filesystem('gcs', use_listings_cache=False, requests_timeout=aiohttp.ClientTimeout(
+          total=None, sock_connect=10, sock_read=30))
       # Without the name of this decorator, which is private, it only takes longer until an error is known.
       if (once := getattr(type(found)._request, '__wrapped__', None)) is not None:  # pylint: disable=protected-access
         request = retry.retry_request(retries=_NUM_ATTEMPTS)(once)
@@ -389,6 +386,8 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   if errors.is_disk_full(error):  # of the local file of an upload or download
     return error
   if isinstance(error, FileNotFoundError) or status == 404:
+    if isinstance(error, FileNotFoundError) and error.filename == str(path):  # of the lease
+      return error
     if 'specified bucket' in str(error):
       return FileNotFoundError(errno.ENOENT, f'there is no bucket {path.parts[2]!r}', str(path))
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -468,39 +467,3 @@ class _Reader(io.RawIOBase):
     buffer[:len(data)] = data
     self._position += len(data)
     return len(data)
-
-
-@contextlib.contextmanager
-def uploaded_folder(target: StorePath, *, last: str) -> Iterator[pathlib.Path]:
-  """Yield a temporary local folder, which replaces the folder `target` when the context ends without an error.
-
-  Args:
-    target: the folder in the store. Meanwhile it lacks `last`; an error, other than the death of this process, leaves
-      no files in it.
-    last: name of the file that makes the folder valid: it is removed first and uploaded last.
-  """
-  with tempfile.TemporaryDirectory(prefix='t5x_lite-') as folder:
-    local = pathlib.Path(folder)
-    yield local
-    names = [str(path.relative_to(local)) for path in sorted(local.rglob('*')) if path.is_file()]
-    try:
-      (target / last).unlink(missing_ok=True)
-      in_parallel(lambda name: (target / name).unlink(missing_ok=True), sorted(set(target.find()) - {*names}))
-      in_parallel(lambda name: (target / name).upload(local / name), [name for name in names if name != last])
-      (target / last).upload(local / last)
-    except BaseException as error:
-      if not isinstance(error, StoreUnavailableError):
-        with contextlib.suppress(OSError):
-          target.rmtree()
-      raise
-
-
-@contextlib.contextmanager
-def local_file(suffix: str = '') -> Iterator[pathlib.Path]:
-  """Yield the path of a temporary local file, which is removed afterwards."""
-  handle, name = tempfile.mkstemp(prefix='t5x_lite-', suffix=suffix)
-  os.close(handle)
-  try:
-    yield pathlib.Path(name)
-  finally:
-    pathlib.Path(name).unlink(missing_ok=True)

@@ -37,6 +37,7 @@ from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
 
 
+
 @functools.cache
 def _tensorboardx() -> tuple[Any, Any, Any]:
   """Return the modules (record_writer, summary, event_pb2), which only runs that write metrics import."""
@@ -82,22 +83,25 @@ class SummaryWriter:
   def __init__(self, folder: str | os.PathLike[str]):
     """Read the last step of the files in `folder`; the first write creates the folder and opens the files."""
     self._folder = files.path(folder)
-    path = self._folder / METRICS_FILE
-    purge_step = None
-    if any(self._folder.glob('events.out.tfevents.*')):
-      purge_step = 1 + max((row['step'] for row in (read_metrics(path) if path.exists() else ())), default=-1)
+    self._lines = files.appended(self._folder / METRICS_FILE)
     # TensorBoard orders files by the seconds in their names; the nanoseconds make the names of runs that start within
     # the same second distinct.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}'
     # TensorBoard reads the parts of a file in a store in the order of their names, as files that each have a version.
-    self._events = files.appended(self._folder / name, header=_event_record(file_version='brain.Event:2'))
-    self._lines = files.appended(path)
+    self._events = files.appended(self._folder / name, header=_event_record(file_version='brain.Event:2'),
+                                  first_fn=self._purge_record)
     self._lock = threading.Lock()
-    if purge_step is not None:
-      _, _, event_pb2 = _tensorboardx()
-      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-      self._write_event(step=purge_step, session_log=start)
+
+  def _purge_record(self) -> bytes:
+    """Return the event that hides the events of steps after the lines of earlier writers; b'' for the first writer."""
+    if not any(self._folder.glob('events.out.tfevents.*')):
+      return b''
+    former = (row['step'] for part in self._lines.former_parts() for _, row in json_lines.read_file(part)
+              if _has_step(row))
+    _, _, event_pb2 = _tensorboardx()
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    return _event_record(step=1 + max(former, default=-1), session_log=start)
 
   def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False,
                     arrays: Mapping[str, ArrayLike] | None = None) -> None:

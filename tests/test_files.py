@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from t5x_lite import files
+from t5x_lite import errors, files
 
 
 def _half_and_full(path):
@@ -81,3 +81,18 @@ def test_appending_does_not_wait_for_a_store_and_each_writer_has_its_own_parts(s
     second.close()
   content = b''.join(part.read_bytes() for part in files.parts(name))
   assert content.replace(header, b'') == b'1234\n5678\nabcdefgh\nleftsecond' and content.count(header) == 3
+
+
+@pytest.mark.parametrize('name', ['s3://', 'gs://', 's3:/bucket/a', 'gs:/bucket', 'gs://bucket/a/../b'])
+def test_names_that_are_neither_local_nor_in_a_store(name):
+  with pytest.raises(errors.ConfigError, match=r'(s3|gs)://'):
+    files.path(name)
+
+
+def test_a_full_disk_for_temporary_files_is_named(s3_store):
+  def full(path):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with pytest.raises(OSError, match="No space left on device: '.*t5x_lite-"):
+    files.write(f'{s3_store.root}/a', full)
+  assert s3_store.names() == []

@@ -56,7 +56,7 @@ def test_methods_are_those_of_pathlib(store, tmp_path):
 
 
 @pytest.mark.parametrize('path, message', [
-    ('s3://', 'must name a bucket'), ('az://bucket/x', 'gs:// or s3://, got'), ('foo://bucket/x', 'gs:// or s3://, got')])
+    ('s3://', "must be s3://BUCKET/NAME without '..'"), ('az://bucket/x', 'gs:// or s3://, got'), ('foo://bucket/x', 'gs:// or s3://, got')])
 def test_invalid_paths(path, message):
   with pytest.raises(errors.ConfigError, match=message):
     files.path(path).read_bytes()

@@ -343,3 +343,17 @@ def test_metrics_wait_in_memory_while_a_store_does_not_answer(s3_store, monkeypa
     manager.flush()
     files.write(f'{s3_store.root}/manifest', b'')
     assert [row['step'] for row in summaries.read_metrics(f'{s3_store.root}/train/metrics.jsonl')] == [1, 2]
+
+
+def test_a_writer_that_is_made_while_a_store_does_not_answer(s3_store, monkeypatch):
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.1)
+  monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.01)
+  for step in (1, 2):  # the second one is a resumed run
+    with contextlib.closing(summaries.MetricsManager('training_eval/a', s3_store.root)) as manager:
+      with s3_store.proxy.fault(unreachable=True):
+        manager.write_scalars(step, {'loss': float(step)})
+        manager.flush()
+      files.write(f'{s3_store.root}/manifest', b'')
+      assert [row['step'] for row in summaries.read_metrics(f'{s3_store.root}/training_eval/a/metrics.jsonl')] == [
+          *range(1, step + 1)]
+

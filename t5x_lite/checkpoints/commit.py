@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from t5x_lite import errors, files, untrusted
+from t5x_lite import errors, files, multihost, untrusted
 from t5x_lite.checkpoints import discovery, manifest, store_io
 
 _logger = logging.getLogger(__name__)
@@ -48,6 +48,16 @@ class PendingCheckpoint:
   metrics: Mapping[str, float]
   has_data_state: bool
   attempt: str
+
+  @property
+  def own_folder(self) -> str:
+    """Folder below those of arrays and of data states: of this attempt in a store, '' on a disk."""
+    return f'{discovery.ATTEMPT_PREFIX}{self.attempt}' if files.is_remote(self.final) else ''
+
+  @property
+  def state(self) -> files.Path:
+    """Folder of the arrays."""
+    return self.temporary / discovery.STATE_DIRNAME / self.own_folder
 
 
 def new_save(directory: files.Path, step: int, attempt: str, **fields: Any) -> PendingCheckpoint:
@@ -114,9 +124,10 @@ def mark_part_written(pending: PendingCheckpoint) -> None:
   In a store, the mark has the hashes of this process's arrays, so that the lead does not read the arrays of all.
   """
   if jax.process_count() > 1:
-    mark = pending.temporary / _mark(jax.process_index())
+    mark = _mark(pending, jax.process_index())
     if files.is_remote(mark):
-      names = untrusted.walk(pending.temporary, store_io.part_name(jax.process_index()))
+      part = store_io.part_of(pending.state, jax.process_index()).relative_to(pending.temporary)
+      names = untrusted.walk(pending.temporary, str(part))
       files.write(mark, json.dumps(manifest.hash_files(pending.temporary, names)))
     else:
       mark.touch()
@@ -139,7 +150,7 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
   root = pending.temporary
   in_store, hashes = files.is_remote(root), {}
   if jax.process_count() > 1:
-    marks = [root / _mark(i) for i in range(jax.process_count())]
+    marks = [_mark(pending, i) for i in range(jax.process_count())]
     missing = [i for i, mark in enumerate(marks) if not mark.exists()]
     if missing:
       raise errors.CheckpointError(f'process(es) {missing} could not write their part; see their messages')
@@ -147,8 +158,9 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
       hashes = {name: entry for mark in marks for name, entry in json.loads(mark.read_bytes()).items()}
     for mark in marks:
       mark.unlink()
-  store_io.merge(root / discovery.STATE_DIRNAME)
-  names = store_io.list_complete(root) if in_store else manifest.list_files(root)
+  store_io.merge(pending.state)
+  names = manifest.list_files(root) if not in_store else [
+      name for name in store_io.list_complete(root, pending.state) if f'/{pending.own_folder}/' in name]
   hashes = {name: hashes.get(name) for name in names} | manifest.hash_files(
       root, [name for name in names if name not in hashes])
   if not in_store:
@@ -218,5 +230,17 @@ def explain(error: BaseException) -> str:
   return text[:1000]  # TensorStore puts the cause after long paths
 
 
-def _mark(process_index: int) -> str:
-  return f'process_{process_index}.done'
+def _mark(pending: PendingCheckpoint, process_index: int) -> files.Path:
+  return pending.temporary / f'{pending.own_folder}process_{process_index}.done'
+
+
+def on_all_processes(fn: Callable[[], None]) -> None:
+  """Call `fn`, and raise on every process if it fails on one, since training continues after a failed save."""
+  failed = None
+  try:
+    fn()
+  except Exception as e:  # pylint: disable=broad-exception-caught
+    failed = e
+  if multihost.any_process(failed is not None):
+    raise failed or errors.of_other_process(
+        errors.CheckpointError('another process could not write its part; see its message'))

@@ -34,6 +34,9 @@ MANIFEST_FILENAME = 'manifest.json'
 METRICS_FILENAME = 'checkpoint_metrics.json'
 PINNED_FILENAME = 'PINNED'
 UNSOUND_FILENAME = 'UNSOUND'
+# Prefix of folders below `state/` and `dataset/process_.../` in a store: each attempt of a save has separate ones, since
+# a run that lost its lease may write late.
+ATTEMPT_PREFIX = 'attempt-'
 INCOMPLETE_FILENAME = 'INCOMPLETE'
 STATE_DIRNAME = 'state'
 DATASET_DIRNAME = 'dataset'
@@ -103,8 +106,8 @@ def hint(path: PathLike) -> str:
 
 def _download_remedy(name: str) -> str:
   folder = name.rsplit('/', maxsplit=1)[-1]
-  return (f"Name it 'hf://{name}', or run `hf download {name} --local-dir {folder}` (of the package huggingface_hub) and "
-          f'give the path {folder!r}.')
+  return (f"Name it 'hf://{name}', or run `hf download {name} --local-dir {folder}` (of the package huggingface_hub) "
+          f'and give the path {folder!r}.')
 
 
 def get_checkpoint_prefix() -> str:
@@ -283,7 +286,7 @@ def upload(source: pathlib.Path, target: files.Path) -> None:
   mark_incomplete(target)
   names = [name for name in untrusted.walk(source) if name != MANIFEST_FILENAME]
   files.each(lambda path: path.upload(source / path.relative_to(target)), [target / name for name in names])
-  (target / MANIFEST_FILENAME).upload(source / MANIFEST_FILENAME)
+  (target / MANIFEST_FILENAME).write_bytes((source / MANIFEST_FILENAME).read_bytes(), files.fence_of(target))
   files.remove(target / INCOMPLETE_FILENAME)
 
 

@@ -29,6 +29,8 @@ _RENEWAL_SECONDS = 12.0
 _POLL_SECONDS = 1.0
 # A request without an answer for this time has failed.
 _REQUEST_SECONDS = 15.0
+# Writes of a missing object in a row that may fail because another process has been faster.
+_MAX_VAIN = 5
 
 
 class Lease:
@@ -67,7 +69,7 @@ class Lease:
       DirectoryInUseError: another process has taken it.
       OSError: it could not be renewed, and another process may take it.
     """
-    if self._lost is None and time.monotonic() > self._valid_until:
+    if self._lost is None and _now() > self._valid_until - LEASE_SECONDS / 2:  # time for the request that follows
       self._renew()
     if self._lost is not None:
       raise self._lost
@@ -77,7 +79,7 @@ class Lease:
     self._stopped.set()
     with self._guard:
       # An expired one may be another owner's in the next moment, and S3 deletes without a condition.
-      if self._lost is None and time.monotonic() < self._valid_until:
+      if self._lost is None and _now() < self._valid_until:
         try:
           self._store.write(self._name, None, if_equal=self._generation).result(timeout=_REQUEST_SECONDS)
         except (ValueError, TimeoutError) as e:
@@ -91,7 +93,7 @@ class Lease:
   def _take(self) -> bytes:
     """Write the object with the condition that it is missing or expired, and return its generation."""
     from t5x_lite import object_store
-    seen, since, start = None, 0.0, time.monotonic()
+    seen, since, start, num_vain = None, 0.0, _now(), 0
     while True:
       found = object_store.retrying(self._read, self._path)
       is_there = found.state == 'value'
@@ -99,24 +101,31 @@ class Lease:
         self._valid_until = start + LEASE_SECONDS
         return found.stamp.generation
       if is_there and seen is None:
-        seen, since = found.stamp.generation, time.monotonic()
+        seen, since = found.stamp.generation, _now()
         if not _has_ended(found.value):
           _logger.info('%s names %s; waiting for up to %g seconds to see whether it still runs.', self._path,
                        holder_name(found.value), LEASE_SECONDS)
       elif is_there and found.stamp.generation != seen:
         raise errors.DirectoryInUseError(self._in_use.format(holder=holder_name(found.value)))
-      if not is_there or _has_ended(found.value) or time.monotonic() - since > LEASE_SECONDS:
-        start = time.monotonic()
+      if not is_there or _has_ended(found.value) or _now() - since > LEASE_SECONDS:
+        start = _now()
         written = object_store.retrying(functools.partial(self._write, found.stamp.generation), self._path)
         if written:
           self._valid_until = start + LEASE_SECONDS
           return written
-        if not is_there:  # another process was faster, or S3 has no such bucket
-          _raise_if_bucket_is_missing(self._path)
-      time.sleep(_POLL_SECONDS)
+        # Another process was faster, which the next read shows; or there is no bucket, which TensorStore's driver for S3
+        # takes for another generation.
+        num_vain = 0 if is_there else num_vain + 1
+        if num_vain == _MAX_VAIN:
+          raise FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}, or it takes no objects',
+                                  str(self._path))
+        if num_vain:
+          time.sleep(_POLL_SECONDS * num_vain / _MAX_VAIN)
+      else:
+        time.sleep(_POLL_SECONDS)
 
   def _keep(self) -> None:
-    while not self._stopped.wait(_RENEWAL_SECONDS if time.monotonic() < self._valid_until else _POLL_SECONDS):
+    while not self._stopped.wait(_RENEWAL_SECONDS if _now() < self._valid_until else _POLL_SECONDS):
       try:
         self._renew()
       except OSError as e:
@@ -128,7 +137,7 @@ class Lease:
     with self._guard:
       if self._stopped.is_set():
         return
-      start = time.monotonic()
+      start = _now()
       generation = self._write(self._generation)
       if not generation:
         found = self._read()
@@ -160,8 +169,8 @@ class Lease:
 
   def _error(self, what: str, error: Exception) -> OSError:
     """Return the exception for one of TensorStore, whose kind is the first word of its text."""
-    if what == 'written' and str(error).startswith('NOT_FOUND'):
-      return FileNotFoundError(errno.ENOENT, 'the specified bucket does not exist', str(self._path))
+    if str(error).startswith('NOT_FOUND'):  # of an object it is no error
+      return FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}', str(self._path))
     is_denied = str(error).startswith('PERMISSION_DENIED')
     return (PermissionError if is_denied else OSError)(
         errno.EACCES if is_denied else errno.EIO, f'the lease cannot be {what} ({_text(error)})', str(self._path))
@@ -199,7 +208,7 @@ def _has_ended(content: bytes) -> bool:
     pid, machine = int(holder['pid']), holder['machine']
   except (ValueError, KeyError, TypeError):
     return False
-  if machine is None or machine != _machine():
+  if machine is None or machine != _machine() or holder.get('host') != socket.gethostname():
     return False
   try:
     os.kill(pid, 0)
@@ -210,6 +219,11 @@ def _has_ended(content: bytes) -> bool:
   return False
 
 
+def _now() -> float:
+  """Return seconds of a clock that also runs while the machine is suspended, where there is one."""
+  return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else time.monotonic()
+
+
 def _machine() -> str | None:
   """Return a name of this boot of this machine and its namespace of process numbers; None if it is unknown."""
   try:
@@ -217,16 +231,6 @@ def _machine() -> str | None:
       return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
   except OSError:
     return None
-
-
-def _raise_if_bucket_is_missing(path: files.Path) -> None:
-  scheme, bucket = path.parts[1:3]
-  try:
-    next(files.path(f'{scheme}://{bucket}').iterdir(), None)
-  except PermissionError:  # keys may be limited to some folders
-    pass
-  except FileNotFoundError as e:
-    raise FileNotFoundError(errno.ENOENT, f'there is no bucket {bucket!r}', str(path)) from e
 
 
 def _open(folder: files.Path) -> Any:

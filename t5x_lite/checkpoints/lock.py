@@ -96,6 +96,7 @@ class ModelDirLock:
         _held.pop(str(self.directory), None)
         self._remove_unused()
         if self._lease is not None:
+          files.fence(self.directory, None)
           self._lease.release()
         self._close()
 
@@ -166,6 +167,7 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
         lock = ModelDirLock(path, None, created, '', what)
       elif files.is_remote(path):
         held = lease.Lease(path, LOCK_FILENAME, in_use=_in_use(path, what, elsewhere))
+        files.fence(path, held.check)
         lock = ModelDirLock(path, None, created, held.holder, what, held)
       else:
         fd, holder = _acquire(path, what, elsewhere)
@@ -182,8 +184,10 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
     if isinstance(e, errors.T5xLiteError):
       raise
     if files.is_remote(path):
-      raise errors.CheckpointError(
-          f'The {what} {str(path)!r} cannot be written: {getattr(e, "strerror", None) or e}.') from e
+      from t5x_lite import object_store
+      # The status of an outage tells a scheduler to try again.
+      kind = errors.SaveError if isinstance(e, object_store.StoreUnavailableError) else errors.CheckpointError
+      raise kind(f'The {what} {str(path)!r} cannot be written: {getattr(e, "strerror", None) or e}.') from e
     is_full = errors.is_disk_full(e)
     remedy = 'Free disk space, then rerun the command' if is_full else 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(

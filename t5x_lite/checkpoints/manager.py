@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import logging
 import operator
@@ -36,8 +37,6 @@ from t5x_lite.checkpoints import spool as spool_lib
 _logger = logging.getLogger(__name__)
 # After a failure TensorStore's threads may still create folders for this time.
 _LATE_WRITES_SECONDS = 1.0
-
-
 # Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
 _saving_directories: set[str] = set()
 
@@ -219,15 +218,21 @@ class CheckpointManager:
     if not multihost.is_lead():
       return
     if self._in_store:  # training does not wait for it
-      self._recorder.submit(self._record_later, step, dict(metrics))
+      self._recorder.submit(self._record_later, step, functools.partial(
+          retention.record_metrics, self._directory, step, dict(metrics)))
     else:
       retention.record_metrics(self._directory, step, metrics)
 
-  def _record_later(self, step: int, metrics: Mapping[str, float]) -> None:
+  def _record_later(self, step: int, fn: Callable[[], None]) -> None:
     try:
-      retention.record_metrics(self._directory, step, metrics)
+      fn()
     except OSError as e:
       _logger.warning('The metrics of step %d are not recorded for keeping the best checkpoints: %s', step, e)
+
+  @property
+  def is_writing(self) -> bool:
+    """True if a save is not yet finished."""
+    return self._thread is not None and self._thread.is_alive()
 
   @property
   def has_failed(self) -> bool:
@@ -328,17 +333,16 @@ class CheckpointManager:
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
-    kept = getattr(error, 'kept_at', None)
+    kept = (f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to the '
+            'store.') if hasattr(error, 'kept_at') else ''
     found = errors.SaveError(
-        f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
-        'Earlier checkpoints are complete.' + (
-            f' This one is kept in {kept!r}; the next run with the same command and --spool_dir copies it to the store.'
-            if kept else ''))
+        f'The checkpoint of step {step} could not be written to {self.directory!r}: '
+        f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}')
     found.ends_run = self._misses_barriers
     return found
 
   def _begin(self, step, state, data_state, metrics, metadata):
-    """Return the save, and for the background thread: arrays by name, None if the writer has them, or a `StoreSave`."""
+    """Return the save, and for the thread: arrays by name, None if the writer has them, or a `StoreSave`."""
     flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
@@ -353,19 +357,22 @@ class CheckpointManager:
         parts = store_io.host_parts(state_io.snapshot(flat))
       except Exception as e:
         raise self._save_error(step, e) from e
+      if multihost.is_lead():  # in the order of these calls
+        self._recorder.submit(self._record_later, step, functools.partial(
+            retention.forget_metrics, self._directory, step))
       return pending, store_save.StoreSave(
           pending=pending, parts=parts, data_state=data_state, begin_fn=self._make_folder, kept=self._spool)
     try:
-      _on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
+      commit_lib.on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
       if data_state is not None:
-        _on_all_processes(lambda: store_save.write_data_state(pending.temporary, data_state))
+        commit_lib.on_all_processes(lambda: store_save.write_data_state(pending, data_state))
       values = state_io.snapshot(flat)
     except Exception as e:
       self._remove_partial_files()
       raise self._save_error(step, e) from e
     try:
       if not state_io.may_start_later(values):
-        self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
+        self._writer.start(pending.state, values)
         values = None
     except Exception as e:
       self._misses_barriers = jax.process_count() > 1
@@ -377,7 +384,8 @@ class CheckpointManager:
     self._lock.check()
     self._remove_partial_files()
     commit_lib.begin(pending)
-    retention.forget_metrics(self._directory, pending.step)
+    if not self._in_store:
+      retention.forget_metrics(self._directory, pending.step)
 
   def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | store_save.StoreSave | None,
            on_commit: Callable[[], None]) -> None:
@@ -427,7 +435,7 @@ class CheckpointManager:
 
   def _write_on_disk(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
     if values is not None:
-      self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
+      self._writer.start(pending.state, values)
     try:
       self._writer.finish()
     except BaseException:
@@ -438,8 +446,13 @@ class CheckpointManager:
                             error: BaseException | None = None) -> None:
     """Remove what failed saves of this manager have left; in a store, of the save that failed with `error`."""
     if self._in_store:
-      # Otherwise each removal would wait for the store; the next save or run removes the files.
-      if pending is not None and not commit_lib.is_unavailable(error):
+      if pending is None:
+        if self._has_partial_files:
+          discovery.clean_leftovers(self._directory)
+          self._has_partial_files = False
+      elif commit_lib.is_unavailable(error):  # otherwise each removal would wait for the store
+        self._has_partial_files = True
+      else:
         with contextlib.suppress(OSError):
           commit_lib.discard(pending)
       return
@@ -477,15 +490,3 @@ def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
     raise errors.DirectoryInUseError(
         f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.')
   _saving_directories.add(name)
-
-
-def _on_all_processes(fn: Callable[[], None]) -> None:
-  """Call `fn`, and raise on every process if it fails on one, since training continues after a failed save."""
-  failed = None
-  try:
-    fn()
-  except Exception as e:  # pylint: disable=broad-exception-caught
-    failed = e
-  if multihost.any_process(failed is not None):
-    raise failed or errors.of_other_process(
-        errors.CheckpointError('another process could not write its part; see its message'))

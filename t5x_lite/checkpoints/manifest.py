@@ -17,7 +17,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -300,6 +300,21 @@ def _stats(root: files.Path, names: Sequence[str]) -> dict[str, Any]:
   return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
 
 
+def attempts(root: files.Path) -> Iterator[str]:
+  """Yield the folder of the arrays in a checkpoint that was saved in a store, relative to it.
+
+  Raises:
+    CheckpointError: see `read`.
+  """
+  if (root / discovery.STATE_DIRNAME).is_dir() and (found := read(root)) is not None:
+    yield from _attempts_of(found)
+
+
+def _attempts_of(manifest: Manifest) -> Iterator[str]:
+  start, end = f'{discovery.STATE_DIRNAME}/{discovery.ATTEMPT_PREFIX}', '/_METADATA'
+  return (name.removesuffix(end) for name in manifest.files if name.startswith(start) and name.endswith(end))
+
+
 def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
   """Compare every file of a checkpoint with the manifest; with several processes each reads its share of the files.
 
@@ -357,8 +372,12 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
   if link is not None:  # checked before any file is opened
     return f'The checkpoint {str(root)!r} is damaged: {link}. Restore another checkpoint, or a copy of this one.'
   problems = []
-  # Orbax reads all files in the folder of the state; further files elsewhere, such as a pin, are harmless.
-  present = {f'{discovery.STATE_DIRNAME}/{name}' for name in list_files(root / discovery.STATE_DIRNAME)}
+  # Orbax reads all files in the folder of the state; further files elsewhere, such as a pin, or those of another attempt,
+  # are harmless.
+  folder = next(_attempts_of(manifest), discovery.STATE_DIRNAME)
+  others = f'{discovery.STATE_DIRNAME}/{discovery.ATTEMPT_PREFIX}'
+  present = {name for name in (f'{folder}/{name}' for name in list_files(root / folder))
+             if folder.startswith(others) or not name.startswith(others)}
   for name in sorted(present - set(manifest.files)):
     problems.append(f'{name} is not in the manifest')
   are_there = files.each(lambda path: path.is_file(), [root / name for name in manifest.files])

@@ -342,7 +342,7 @@ def read_data_state(path: discovery.PathLike, found: manifest.Manifest | None) -
   state = {}
   for name in found.files:
     if name.startswith(folder):
-      key = urllib.parse.unquote(name.removeprefix(folder).removesuffix('.bin'))
+      key = urllib.parse.unquote(name.rpartition('/')[2].removesuffix('.bin'))
       state[key] = (files.path(path) / name).read_bytes()
   return state
 

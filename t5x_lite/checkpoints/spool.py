@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import time
 import urllib.parse
 from collections.abc import Callable
 
@@ -22,7 +23,10 @@ from t5x_lite.checkpoints import commit, discovery, manifest, store_io
 
 _logger = logging.getLogger(__name__)
 
+OK, FAILED, LOST_LEASE = range(3)
 _UNWRITTEN = 'unwritten'
+# A network file system may show a new file only after its caches expire.
+_SHARED_SECONDS = 60.0
 
 
 class Spool:
@@ -45,21 +49,32 @@ class Spool:
     except OSError as e:
       raise errors.ConfigError(f'`train.spool_dir` must be a folder that can be written, got {spool_dir!r} ({e}).') from e
 
-  def report_failure(self, pending: commit.PendingCheckpoint) -> None:
-    """Tell all processes that this one could not write its part of a save."""
-    files.write(self.folder / f'{pending.final.name}-{pending.attempt}.failed', str(jax.process_index()), durable=False)
+  def report(self, pending: commit.PendingCheckpoint, outcome: int) -> None:
+    """Tell all processes the outcome of this process's part of a save: `OK`, `FAILED` or `LOST_LEASE`."""
+    files.write(self.folder / f'{_name(pending)}.process_{jax.process_index()}', str(outcome), durable=False)
 
-  def has_failure(self, pending: commit.PendingCheckpoint) -> bool:
-    """Return True if a process has called `report_failure`; processes must meet in a barrier before."""
-    return (self.folder / f'{pending.final.name}-{pending.attempt}.failed').exists()
+  def worst(self, pending: commit.PendingCheckpoint) -> int:
+    """Return the worst outcome of all processes, `FAILED` if one cannot be read; only after a barrier."""
+    paths = [self.folder / f'{_name(pending)}.process_{i}' for i in range(jax.process_count())]
+    deadline = time.monotonic() + (_SHARED_SECONDS if len(paths) > 1 else 0)
+    while not all(path.exists() for path in paths):  # a network file system may show them late
+      if time.monotonic() > deadline:
+        return FAILED
+      time.sleep(0.1)
+    return max(int(path.read_text()) for path in paths)
 
-  def write(self, pending: commit.PendingCheckpoint, write_fn: Callable[[files.Path], None],
+  def forget(self, pending: commit.PendingCheckpoint) -> None:
+    """Remove the reports; only in the lead process, when all have read them."""
+    for path in self.folder.glob(f'{_name(pending)}.process_*'):
+      files.remove(path)
+
+  def write(self, pending: commit.PendingCheckpoint, write_fn: Callable[[commit.PendingCheckpoint], None],
             barrier_fn: Callable[[str], None]) -> pathlib.Path:
     """Write a checkpoint that the store did not take, in place of those kept before; all processes call this together.
 
     Args:
       pending: the save in the store.
-      write_fn: writes the part of this process below a folder.
+      write_fn: writes the part of this process of a save.
       barrier_fn: waits for all processes; gets a name.
 
     Returns:
@@ -74,7 +89,7 @@ class Spool:
     failed = None
 
     def write_part():
-      write_fn(here.temporary)
+      write_fn(here)
       commit.mark_part_written(here)
 
     # A process that fails reaches each barrier too; otherwise the others would wait for it.
@@ -98,7 +113,6 @@ class Spool:
     for step in discovery.all_steps(self.folder):
       if step != here.step:
         discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
-    files.remove(self.folder / f'{here.final.name}-{here.attempt}.failed')
 
   def clear(self) -> None:
     """Remove everything that was kept, after a later save in the store."""
@@ -107,7 +121,7 @@ class Spool:
       self.folder.mkdir(parents=True, exist_ok=True)
 
   def recover(self) -> int | None:
-    """Copy the checkpoint to the store and remove it, if it is newer than all checkpoints there; otherwise only remove it.
+    """Copy the checkpoint to the store and remove it here, if it is newer than all sound checkpoints there.
 
     Call it in the lead process, which must hold the lease of the model directory.
 
@@ -119,16 +133,20 @@ class Spool:
       OSError: the store does not take it.
     """
     step = discovery.latest_step(self.folder)
-    there = discovery.latest_step(self._model_dir)
-    if step is None or there is not None and there >= step:
-      if step is not None:
-        _logger.info('The checkpoint of step %d in %s is not newer than that of step %d in %s, so it is removed.', step,
-                     self.folder, there, self._model_dir)
-        self.clear()
+    if step is None:
+      return None
+    there = max((each for each in discovery.all_steps(self._model_dir) if not discovery.is_marked_unsound(
+        discovery.get_checkpoint_dir(self._model_dir, each))), default=-1)
+    if there >= step:
+      _logger.warning('The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in %s. '
+                      'Delete it, or it is replaced by the next one that the store does not take.', step, self.folder,
+                      there, self._model_dir)
       return None
     source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
     if problem := manifest.damage(source):
-      raise errors.CheckpointDamagedError(problem)
+      raise errors.CheckpointDamagedError(
+          f'{problem} A former run kept it because the store failed. To go on without it, from step {max(there, 0)} in '
+          f'{str(self._model_dir)!r}, delete {str(self.folder)!r}.')
     target = self._model_dir / source.name
     _logger.info('Copying the checkpoint of step %d, which was kept in %s, to %s.', step, source, target)
     for path in (self.folder / _UNWRITTEN).glob('*'):
@@ -164,3 +182,7 @@ def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
           'again when the store can be reached.')
   if multihost.any_process(failed is not None):
     raise failed or errors.of_other_process(errors.CheckpointError('The lead process failed; see its message.'))
+
+
+def _name(pending: commit.PendingCheckpoint) -> str:
+  return f'{pending.final.name}-{pending.attempt}'

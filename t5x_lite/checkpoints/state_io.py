@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging as py_logging
 import os
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors, files, tree_utils, untrusted
-from t5x_lite.checkpoints import discovery, store_io
+from t5x_lite.checkpoints import discovery, manifest, store_io
 
 # Weights hardly compress: zstd makes the files 8 % smaller and the write 50 % slower.
 HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
@@ -149,7 +150,7 @@ def state_dir(checkpoint_dir: files.PathLike) -> files.Path:
   """
   root = files.path(checkpoint_dir).absolute()
   problem = f"there is no Orbax PyTree (a file _METADATA) in it or in its folder '{discovery.STATE_DIRNAME}'"
-  for name in (discovery.STATE_DIRNAME, ''):
+  for name in itertools.chain((discovery.STATE_DIRNAME, ''), manifest.attempts(root)):
     candidate = root / name
     if (candidate / _INDEX).is_file():
       problem = untrusted.tree_problem(root, name) or _problem_of_names(candidate)

@@ -47,6 +47,9 @@ class HostParts:
 
 def host_parts(flat_state: Mapping[str, jax.Array | np.ndarray]) -> HostParts:
   """Return what this process writes of a state, whose arrays on devices are copied to the host."""
+  for leaf in flat_state.values():
+    for shard in _own_shards(leaf) if isinstance(leaf, jax.Array) else ():
+      shard.data.copy_to_host_async()  # all at a time
   return HostParts(
       arrays={name: (tuple(leaf.shape), np.dtype(leaf.dtype), _chunk_shape(leaf)) for name, leaf in flat_state.items()},
       parts={name: _own_parts(leaf) for name, leaf in flat_state.items()})
@@ -61,14 +64,17 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
   base = _database(directory, jax.process_index(), jax.process_count())
   context = context_of(directory)  # one, so that the writes of all arrays are committed together
   arrays = {name: _opened(base, name, *state.arrays[name], context) for name, parts in state.parts.items() if parts}
-  with _explained(directory):
-    writes = []
-    for name, future in arrays.items():
-      array = future.result()
-      writes += [(array[index] if index else array).write(values) for index, values in state.parts[name]]
+  arrays = _results(arrays, directory)
+  writes = [(array[index] if index else array).write(values)
+            for name, array in arrays.items() for index, values in state.parts[name]]
   _wait_for(writes, directory)
   if jax.process_index() == 0:
     _write_index(directory, state.arrays)
+
+
+def _results(opened: Mapping[str, Any], directory: files.Path) -> dict[str, Any]:
+  _wait_for(list(opened.values()), directory)
+  return {name: future.result() for name, future in opened.items()}
 
 
 def _wait_for(writes: Sequence[Any], directory: files.Path) -> None:
@@ -88,10 +94,9 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   """
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
   base, context = _database(directory, 0, 1), context_of(directory)
-  with _explained(directory):  # together, because each commit of the database takes several requests
-    opened = {name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
-              for name, (shape, dtype) in shapes.items()}
-    opened = {name: future.result() for name, future in opened.items()}
+  # Together, because each commit of the database takes several requests.
+  opened = _results({name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+                     for name, (shape, dtype) in shapes.items()}, directory)
   writes, num_bytes = [], 0
   for name, array in opened.items():
     values = read_fn(name)
@@ -104,9 +109,9 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   _write_index(directory, shapes)
 
 
-def part_name(process_index: int) -> str:
-  """Return the folder of a process's arrays, relative to the checkpoint."""
-  return f'{discovery.STATE_DIRNAME}/ocdbt.process_{process_index}'
+def part_of(directory: files.Path, process_index: int) -> files.Path:
+  """Return the folder of the arrays of a process."""
+  return directory / f'ocdbt.process_{process_index}'
 
 
 def merge(directory: files.Path) -> None:
@@ -125,15 +130,18 @@ def merge(directory: files.Path) -> None:
         copy.result()
 
 
-def list_complete(root: files.Path) -> list[str]:
-  """Return the names of the files of a checkpoint in a store without its marks, when the listing has all of them.
+def list_complete(root: files.Path, state: files.Path) -> list[str]:
+  """Return the names of the files below the folder of a checkpoint, when the listing has those of its arrays.
+
+  Args:
+    root: the folder, in a store.
+    state: folder of the arrays below it.
 
   Raises:
     CheckpointError: for `object_store.retry_seconds()` the listing lacked a file that the database names.
   """
   from t5x_lite import object_store
-  state = root / discovery.STATE_DIRNAME
-  needed = {f'{discovery.STATE_DIRNAME}/{name}' for name in (_INDEX, _DATABASE, *_files_of_database(state))}
+  needed = {f'{state.relative_to(root)}/{name}' for name in (_INDEX, _DATABASE, *_files_of_database(state))}
   deadline = time.monotonic() + object_store.retry_seconds()
   pause = 0.5
   while missing := sorted(needed - (found := root.find()).keys()):
@@ -141,7 +149,7 @@ def list_complete(root: files.Path) -> list[str]:
       raise errors.CheckpointError(f'the list of files below {str(root)!r} lacks {missing[0]!r}, which was written')
     time.sleep(pause)
     pause = min(2 * pause, 10)
-  return [name for name in found if '/' in name]  # without the marks
+  return list(found)
 
 
 def read_shapes(directory: files.Path, names: Iterable[str] | None = None) -> tuple[
@@ -261,7 +269,11 @@ def _own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:
   """Return (index, values on the host) of the parts of an array that this process writes."""
   if not isinstance(leaf, jax.Array):
     return [((), leaf)] if jax.process_index() == 0 else []
-  return [(shard.index, np.asarray(shard.data)) for shard in leaf.addressable_shards if shard.replica_id == 0]
+  return [(shard.index, np.asarray(shard.data)) for shard in _own_shards(leaf)]
+
+
+def _own_shards(leaf: jax.Array) -> list[Any]:
+  return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
 def _chunk_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:
@@ -342,7 +354,7 @@ def kvstore(directory: files.Path) -> dict[str, Any]:
 
 
 def _database(directory: files.Path, process_index: int, num_processes: int) -> dict[str, Any]:
-  folder = directory if num_processes == 1 else directory.parent / part_name(process_index)
+  folder = directory if num_processes == 1 else part_of(directory, process_index)
   return {'driver': 'ocdbt', 'base': kvstore(folder)}
 
 

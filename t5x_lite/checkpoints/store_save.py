@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from t5x_lite import errors, files, multihost
-from t5x_lite.checkpoints import commit, discovery, restore, spool, state_io, store_io
+from t5x_lite.checkpoints import commit, restore, spool, state_io, store_io
 
 _logger = logging.getLogger(__name__)
 
@@ -49,8 +50,10 @@ class StoreSave:
     if failed is not None:
       raise failed
     if not commit.has_begun(self.pending):
+      if multihost.is_lead():
+        raise errors.CheckpointError('the store does not return the object INCOMPLETE, which was just written')
       raise errors.of_other_process(errors.CheckpointError('the lead process could not begin it; see its message'))
-    self._write_below(self.pending.final)
+    self._write(self.pending)
 
   def keep(self, failed: BaseException | None) -> BaseException | None:
     """Write the checkpoint to the spool folder if a process has failed; return the error, or None.
@@ -58,41 +61,42 @@ class StoreSave:
     Args:
       failed: error of this process, or None.
     """
-    if failed is not None:
-      try:
-        self.kept.report_failure(self.pending)
-      except OSError as e:  # reach the barrier, in which the others wait
-        _logger.error('The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, self.kept.folder, e)
-    self._barrier('told')
-    if not self.kept.has_failure(self.pending):
-      if failed is None and not commit.is_committed(self.pending):
-        failed = errors.of_other_process(errors.CheckpointError('another process failed; see its message'))
-      elif failed is None and multihost.is_lead():
-        self.kept.clear()
-      return failed
-    if isinstance(failed, errors.DirectoryInUseError):  # another run continues there
-      return failed
-    failed = failed or errors.of_other_process(
-        errors.CheckpointError('another process could not write its part; see its message'))
+    lost_lease = isinstance(failed, errors.DirectoryInUseError)
     try:
-      failed.kept_at = str(self.kept.write(self.pending, self._write_below, self._barrier))
-    except (OSError, errors.CheckpointError) as e:
-      _logger.error('The checkpoint of step %d could not be written to %s either: %s', self.pending.step,
-                    self.kept.folder, e)
+      self.kept.report(self.pending, spool.LOST_LEASE if lost_lease else spool.FAILED if failed else spool.OK)
+    except OSError as e:  # reach the barrier, in which the others wait
+      _logger.error('The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, self.kept.folder, e)
+    self._barrier('told')
+    worst = self.kept.worst(self.pending)
+    self._barrier('counted')
+    if multihost.is_lead():
+      with contextlib.suppress(OSError):
+        self.kept.forget(self.pending)
+    if failed is None and (worst != spool.OK or not commit.is_committed(self.pending)):
+      failed = errors.of_other_process(
+          errors.CheckpointError('another process could not write its part; see its message'))
+    if failed is None and multihost.is_lead():
+      self.kept.clear()
+    if worst == spool.FAILED:  # after a lost lease another run continues in the store
+      try:
+        failed.kept_at = str(self.kept.write(self.pending, self._write, self._barrier))
+      except (OSError, errors.CheckpointError) as e:
+        _logger.error('The checkpoint of step %d could not be written to %s either: %s', self.pending.step,
+                      self.kept.folder, e)
     return failed
 
-  def _write_below(self, root: files.Path) -> None:
+  def _write(self, pending: commit.PendingCheckpoint) -> None:
     if self.data_state is not None:
-      write_data_state(root, self.data_state)
-    store_io.write_parts(root / discovery.STATE_DIRNAME, self.parts)
+      write_data_state(pending, self.data_state)
+    store_io.write_parts(pending.state, self.parts)
 
   def _barrier(self, name: str) -> None:
     state_io.barrier(f'{self.pending.final.name}-{self.pending.attempt}:{name}')
 
 
-def write_data_state(root: files.Path, data_state: Mapping[str, bytes]) -> None:
-  """Write the position of this process's data iterator below the folder of a checkpoint."""
-  folder = root / restore.data_dir_name(jax.process_index(), jax.process_count())
+def write_data_state(pending: commit.PendingCheckpoint, data_state: Mapping[str, bytes]) -> None:
+  """Write the position of this process's data iterator for a save."""
+  folder = pending.temporary / restore.data_dir_name(jax.process_index(), jax.process_count()) / pending.own_folder
   folder.mkdir(parents=True, exist_ok=True)
   for key, value in data_state.items():
     files.write(folder / restore.data_file_name(key), value, durable=False)  # flushed at the commit

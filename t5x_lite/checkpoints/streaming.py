@@ -112,7 +112,7 @@ def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[s
     discovery.check_free(pending.final)
     try:
       commit_lib.begin(pending)
-      _write_state(pending.temporary / discovery.STATE_DIRNAME, arrays, read_fn)
+      _write_state(pending.state, arrays, read_fn)
       commit_lib.commit(pending, held.check)
     except BaseException:
       if files.is_remote(pending.final):

@@ -34,14 +34,6 @@ def short_times(monkeypatch):
   monkeypatch.setattr(lease, '_POLL_SECONDS', 0.1)
 
 
-def test_a_missing_bucket_is_an_error_at_once(store):
-  path = files.path(f'{store.root.partition("://")[0]}://no-such-bucket/runs')
-  start = time.monotonic()
-  with pytest.raises(errors.CheckpointError, match=r"runs' cannot be written: there is no bucket 'no-such-bucket'\.$"):
-    checkpoints.lock_model_dir(path)
-  assert time.monotonic() - start < 10
-
-
 def test_a_second_owner_is_rejected_until_the_release(store):
   with checkpoints.lock_model_dir(store.root) as held:
     held.check()
@@ -91,7 +83,7 @@ def test_the_lease_of_a_killed_process(store):
 def test_an_unreachable_store(s3_store):
   held = _take(s3_store)
   with s3_store.proxy.fault(name='lock', unreachable=True):
-    time.sleep(1)
+    time.sleep(0.5)
     held.check()  # its time has not passed
     time.sleep(2)
     with pytest.raises(OSError, match='lease cannot be written'):
@@ -148,3 +140,13 @@ def test_a_store_that_does_not_answer(s3_store, monkeypatch):
     start = time.monotonic()
     held.release()
     assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize('kind', ['gcs_store', 's3_store'])
+def test_a_missing_bucket_is_reported_at_once(kind, request):
+  request.getfixturevalue(kind)
+  scheme = {'gcs_store': 'gs', 's3_store': 's3'}[kind]
+  start = time.monotonic()
+  with pytest.raises(errors.CheckpointError, match="there is no bucket 'no-such-bucket'"):
+    checkpoints.lock_model_dir(f'{scheme}://no-such-bucket/run')
+  assert time.monotonic() - start < 10

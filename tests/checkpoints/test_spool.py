@@ -75,7 +75,8 @@ def test_an_old_or_a_damaged_one_is_not_copied(s3_store, tmp_path, monkeypatch, 
     manager.save(7, _state(7))
   caplog.set_level('INFO')
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
-  assert 'step 2 in' in caplog.text and 'is not newer than that of step 7' in caplog.text and os.listdir(folder) == []
+  assert 'step 2 in' in caplog.text and 'is not newer than that of step 7' in caplog.text
+  assert os.listdir(folder) == ['checkpoint_2'] and list(checkpoints.all_steps(s3_store.root)) == [7]
 
 
 def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):

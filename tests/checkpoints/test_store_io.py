@@ -1,5 +1,7 @@
 """Arrays in object stores have Orbax's format and are the ones that were saved."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +40,7 @@ def test_round_trip_onto_other_meshes(store):
     manager.save(5, state, data_state={'position': b'\0x'}, metrics={'loss': 1.5})
     manager.wait()
     assert manager.all_steps() == [5]
-  assert store.names()[0] == 'checkpoint_5/dataset/process_0-of-1/position.bin'  # no lock, no mark
+  assert re.fullmatch(r'checkpoint_5/dataset/process_0-of-1/attempt-\w+-1/position.bin', store.names()[0])  # no mark
   replicated = jax.sharding.NamedSharding(_mesh(1, 2), jax.sharding.PartitionSpec())
   for shardings in (None, replicated):
     with checkpoints.CheckpointManager(store.root) as manager:
@@ -51,7 +53,7 @@ def test_orbax_reads_the_arrays(s3_store, tmp_path):
   state = _state(_mesh(2, 2))
   with checkpoints.CheckpointManager(s3_store.root, save_cfg=_SAVE) as manager:
     manager.save(5, state)
-  root = files.path(s3_store.root) / 'checkpoint_5' / 'state'
+  root = state_io.state_dir(f'{s3_store.root}/checkpoint_5')
   for name in root.find():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_bytes((root / name).read_bytes())
@@ -110,14 +112,14 @@ def test_hashes_are_verified(s3_store, damage):
     manager.save(5, state)
     manager.wait()
     manager.save(6, state)
-  root = files.path(s3_store.root) / 'checkpoint_6' / 'state'
+  root = state_io.state_dir(f'{s3_store.root}/checkpoint_6')
   path = root / max(root.find().items(), key=lambda item: item[1])[0]
   content = bytearray(path.read_bytes())
   content[100] ^= 1
   {'flip': lambda: path.write_bytes(bytes(content)), 'surplus': lambda: (root / 'd' / 'other').write_bytes(b'x'),
    'missing': path.unlink}[damage]()
-  with pytest.raises(errors.CheckpointDamagedError, match='is damaged: state/d/'):
-    manifest.verify(root.parent)
+  with pytest.raises(errors.CheckpointDamagedError, match='is damaged: state/attempt-.*/d/'):
+    manifest.verify(f'{s3_store.root}/checkpoint_6')
   with checkpoints.CheckpointManager(s3_store.root) as manager:
     assert manager.restore(None, _shapes(state)).step == 5
 
@@ -137,3 +139,26 @@ def test_one_by_one(store):
   with pytest.raises(ValueError, match='target/0'):
     streaming.write_checkpoint(store.root, 8, state, fails)
   assert not [name for name in store.names() if '_8/' in name]
+
+
+def test_late_writes_of_another_attempt_are_harmless(s3_store, tmp_path):
+  state = _state(_mesh(1, 1))
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_SAVE) as manager:
+    manager.save(5, state, data_state={'position': b'x'})
+  root = files.path(s3_store.root) / 'checkpoint_5'
+  late = {name.replace('attempt-', 'attempt-0'): b'late' for name in root.find() if 'attempt-' in name}
+  assert len(late) > 4
+  for name, content in late.items():
+    (root / name).write_bytes(content)
+  with checkpoints.CheckpointManager(s3_store.root) as manager:
+    restored = manager.restore(5, _shapes(state))
+  assert restored.is_verified and restored.data_state == {'position': b'x'}
+  _check_equal(restored.state, state)
+  # Copied to a disk, it is a checkpoint too.
+  for name in root.find():
+    (tmp_path / 'checkpoint_5' / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / 'checkpoint_5' / name).write_bytes((root / name).read_bytes())
+  with checkpoints.CheckpointManager(tmp_path) as manager:
+    copied = manager.restore(None, _shapes(state))
+  assert copied.is_verified
+  _check_equal(copied.state, state)

@@ -236,3 +236,16 @@ def test_a_manifest_comes_after_all_that_was_written_before(s3_store):
       manager.wait()
       assert {'train/metrics.jsonl', 'predictions-1.jsonl', 'checkpoint_1/manifest.json'} <= set(s3_store.names())
   lines.close()
+
+
+def test_a_kept_checkpoint_that_is_damaged(s3_store, monkeypatch, tmp_path):
+  monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager:
+    with s3_store.proxy.fault(name='checkpoint_', method='P', status=503):
+      manager.save(3, _state(3))
+      with pytest.raises(errors.SaveError):
+        manager.wait()
+  (next(tmp_path.glob('*/checkpoint_3')) / 'state/_METADATA').write_text('{}')
+  with pytest.raises(errors.CheckpointDamagedError, match='To go on without it, from step 0 in .*, delete'):
+    checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  assert discovery.all_steps(s3_store.root, require_manifest=False) == []

@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         'an_expired_lease_is_trusted',
         't5x_lite/checkpoints/lease.py',
-        'if self._lost is None and time.monotonic() > self._valid_until:\n      self._renew()',
-        'if False:\n      self._renew()',
+        'if self._lost is None and _now() > self._valid_until - LEASE_SECONDS / 2:',
+        'if False:',
         'tests/checkpoints/test_lease.py::test_an_owner_that_was_cut_off_for_too_long'),
     Mutant(
         'a_listing_that_is_behind_makes_the_manifest',
@@ -54,13 +54,13 @@ MUTANTS = (
     Mutant(
         'an_old_checkpoint_of_the_spool_folder_is_copied',
         't5x_lite/checkpoints/spool.py',
-        'if step is None or there is not None and there >= step:',
-        'if step is None:',
+        '    if there >= step:\n',
+        '    if False:\n',
         'tests/checkpoints/test_spool.py::test_an_old_or_a_damaged_one_is_not_copied'),
     Mutant(
         'a_save_that_the_store_does_not_take_is_not_kept',
         't5x_lite/checkpoints/store_save.py',
-        '    if not self.kept.has_failure(self.pending):\n',
-        '    if True:\n',
+        '    if worst == spool.FAILED:',
+        '    if worst == spool.LOST_LEASE:',
         'tests/checkpoints/test_spool.py::test_the_newest_is_kept_and_copied'),
 )

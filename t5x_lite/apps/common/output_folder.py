@@ -53,8 +53,8 @@ def replacing(target: files.Path, *, last: str) -> Iterator[pathlib.Path]:
     last: name of the file that makes the folder valid.
   """
   if files.is_remote(target):
-    from t5x_lite import object_store
-    with object_store.uploaded_folder(target, last=last) as temporary:
+    from t5x_lite import uploads
+    with uploads.uploaded_folder(target, last=last) as temporary:
       yield temporary
     return
   with _temporary_folder(target) as temporary:

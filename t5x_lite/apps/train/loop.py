@@ -214,6 +214,8 @@ class TrainLoop:
     """Save the state if a save is due or the run ends."""
     if self.saves is None or not self._is_sound or self.trainer.step <= self._first_step:
       return
+    if self.signals.requested and self.cfg.spool_dir is not None:  # a machine may soon be taken away
+      files.set_store_seconds(self.cfg.model_dir, min(self.cfg.max_store_seconds, _STORE_SECONDS_AFTER_SIGNAL))
     reasons = []
     if self._is_complete and self._error is None:
       with self._keeping_error():

@@ -127,6 +127,8 @@ class TrainSaves:
         policy.done()
     state = trainer.train_state.state_dict()
     self._progress.note(f'saving step {trainer.step:,}')
+    if files.is_remote(self._manager.directory) and self._manager.is_writing:
+      self._progress.log('Waiting for the previous save, which the store has not yet taken.')
     self.wait()
     facts = {**self._run_facts, **self._batches.facts,
              'actions': actions_lib.get_actions_state(self._run_cfg.actions_by_mode),
@@ -189,9 +191,9 @@ class TrainSaves:
     if not multihost.any_process(self._last_failure is not None):
       return
     cause = self._last_failure or _OF_ANOTHER_PROCESS
-    remedy = ('Rerun the command when the store accepts writes again' if files.is_remote(self._manager.directory) else
-              'Free disk space or fix the path, then rerun the command')
-    message = f'The last save of the run failed: {cause} {remedy}: it resumes from the newest checkpoint.'
+    remedy = 'Wait for the store' if files.is_remote(self._manager.directory) else 'Free disk space or fix the path'
+    message = (f'The last save of the run failed: {cause} {remedy}, then rerun the command: it resumes from the newest '
+               'checkpoint.')
     if must_succeed:
       raise SaveError(message) from cause
     logging.getLogger(__name__).warning('%s', message)

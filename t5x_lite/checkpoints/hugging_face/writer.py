@@ -71,8 +71,8 @@ def write_folder(
     write_json(folder / CONFIG_FILE, architecture.to_config_json(family, stored))
 
   if files.is_remote(final):
-    from t5x_lite import object_store
-    with object_store.uploaded_folder(final, last=CONFIG_FILE) as local:
+    from t5x_lite import uploads
+    with uploads.uploaded_folder(final, last=CONFIG_FILE) as local:
       write(local)
       discovery.check_free(final)
     return

@@ -91,7 +91,7 @@ def lines(model_dir):
 def saved(model_dir, step):
   """Return the arrays and the position in the data of a checkpoint."""
   path = files.path(model_dir) / f'checkpoint_{step}'
-  position = {p.name: p.read_bytes() for p in sorted(path.glob('dataset/*/*'))}
+  position = {p.name: p.read_bytes() for p in sorted(path.rglob('*.bin'))}
   return checkpoints.load(path), position
 
 
