@@ -337,19 +337,26 @@ def kvstore_spec(path: StorePath) -> dict[str, Any]:
       spec['endpoint'] = endpoint
     if endpoint or region:
       spec['aws_region'] = region or 'us-east-1'
-    if os.environ.get('AWS_ACCESS_KEY_ID'):  # otherwise it first looks for files, and prints that they are missing
-      spec['aws_credentials'] = {'type': 'environment'}
   return spec
 
 
-def kvstore_context() -> dict[str, Any]:
-  """Return TensorStore's context for stores: repeats requests for about `retry_seconds()`."""
+def kvstore_context(retries: dict[str, Any] | None = None) -> dict[str, Any]:
+  """Return TensorStore's context for stores: credentials, and retries, by default for about `retry_seconds()`."""
+  retries = _retries() if retries is None else retries
+  context = {'gcs_request_retries': retries, 's3_request_retries': retries}
+  # Otherwise TensorStore first looks for files, and prints that they are missing. The specification of an open store
+  # would not keep the choice.
+  if os.environ.get('AWS_ACCESS_KEY_ID'):
+    context['aws_credentials'] = {'type': 'environment'}
+  return context
+
+
+def _retries() -> dict[str, Any]:
   num_doublings, total, pause = 0, 0.0, _FIRST_PAUSE
   while total < _retry_seconds:
     total, pause, num_doublings = total + pause, min(2 * pause, _LONGEST_PAUSE), num_doublings + 1
-  retries = {'max_retries': max(1, num_doublings), 'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
-             'max_delay': f'{round(_LONGEST_PAUSE)}s'}
-  return {'gcs_request_retries': retries, 's3_request_retries': retries}
+  return {'max_retries': max(1, num_doublings), 'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
+          'max_delay': f'{round(_LONGEST_PAUSE)}s'}
 
 
 @functools.cache
@@ -427,7 +434,7 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _text(error: BaseException) -> str:
-  text = ' '.join(str(error).split())[:300]
+  text = ' '.join(str(error).split())[:300].rstrip('.')
   return f'{type(error).__name__}: {text}' if text else type(error).__name__
 
 

@@ -238,7 +238,7 @@ def _open(folder: files.Path) -> Any:
   import tensorstore  # takes 0.1 s
   # Few retries: the thread tries again anyway, and must notice that the lease is getting old.
   retries = {'max_retries': 3, 'initial_delay': '500ms', 'max_delay': '2s'}
-  context = tensorstore.Context({'gcs_request_retries': retries, 's3_request_retries': retries})
+  context = tensorstore.Context(object_store.kvstore_context(retries))
   return tensorstore.KvStore.open(object_store.kvstore_spec(folder), context=context).result()
 
 
