@@ -342,16 +342,21 @@ def kvstore_spec(path: StorePath) -> dict[str, Any]:
 
 def kvstore_context(retries: dict[str, Any] | None = None) -> dict[str, Any]:
   """Return TensorStore's context for stores: credentials, and retries, by default for about `retry_seconds()`."""
-  if retries is None:
-    num_doublings, total, pause = 0, 0.0, _FIRST_PAUSE
-    while total < _retry_seconds:
-      total, pause, num_doublings = total + pause, min(2 * pause, _LONGEST_PAUSE), num_doublings + 1
-    retries = {'max_retries': max(1, num_doublings), 'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
-               'max_delay': f'{round(_LONGEST_PAUSE)}s'}
+  retries = _retries() if retries is None else retries
   context = {'gcs_request_retries': retries, 's3_request_retries': retries}
-  if os.environ.get('AWS_ACCESS_KEY_ID'):  # otherwise it first looks for files, and prints that they are missing
-    context['aws_credentials'] = {'type': 'environment'}  # the specification of an open store would not keep it
+  # Otherwise TensorStore first looks for files, and prints that they are missing. The specification of an open store
+  # would not keep the choice.
+  if os.environ.get('AWS_ACCESS_KEY_ID'):
+    context['aws_credentials'] = {'type': 'environment'}
   return context
+
+
+def _retries() -> dict[str, Any]:
+  num_doublings, total, pause = 0, 0.0, _FIRST_PAUSE
+  while total < _retry_seconds:
+    total, pause, num_doublings = total + pause, min(2 * pause, _LONGEST_PAUSE), num_doublings + 1
+  return {'max_retries': max(1, num_doublings), 'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
+          'max_delay': f'{round(_LONGEST_PAUSE)}s'}
 
 
 @functools.cache

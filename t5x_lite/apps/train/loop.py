@@ -33,6 +33,9 @@ from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricEr
 from t5x_lite.evaluation import Threshold
 from t5x_lite.train_state import TrainState
 
+# After a signal, a store that does not answer has this time before the checkpoint goes to the spool folder.
+_STORE_SECONDS_AFTER_SIGNAL = 10.0
+
 
 @dataclasses.dataclass(kw_only=True)
 class TrainLoop:

@@ -113,3 +113,19 @@ def test_two_processes_write_below_one_prefix(store, tmp_path):
       store.root, tmp_path / 'one'))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
   assert any('ocdbt.process_1/' in name for name in store.names() if name.startswith('checkpoint_4'))
+
+
+@pytest.mark.full
+def test_a_signal_while_a_store_does_not_answer(s3_store, tmp_path):
+  options = {'save': {'period': 10000}, 'stats_period': 5000, 'eval_period': 10000, 'spool_dir': str(tmp_path)}
+  process = subprocess.Popen(
+      [sys.executable, '-m', 'tests.apps.train.toy_run', s3_store.root, 'total_steps=1000000',
+       *(f'{name}={value!r}' for name, value in options.items())],
+      cwd=_ROOT, env={**os.environ, **s3_store.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  while process.poll() is None and 'step 3 ' not in process.stdout.readline():
+    pass
+  with s3_store.proxy.fault(unreachable=True):
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+  assert time.monotonic() - start < 60 and list(tmp_path.glob('*/checkpoint_*/manifest.json')), output
