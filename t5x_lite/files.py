@@ -441,9 +441,16 @@ class AppendedParts:
         self._timer.cancel()
     if is_first:
       try:
+        self.check_outage()
         self._write()
       finally:
         _open_parts.discard(self)
+
+  def check_outage(self) -> None:
+    """Raise OSError if the store does not answer, instead of waiting for it once more, at the end of a run."""
+    from t5x_lite import object_store
+    if object_store.is_in_outage(self._first):
+      raise object_store.StoreUnavailableError(errno.EIO, 'the store did not answer', str(self._first))
 
   def _start_timer(self, seconds: float) -> None:
     if self._timer is None and not self._closed:

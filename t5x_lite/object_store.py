@@ -318,6 +318,12 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
       pause, is_first = min(2 * pause, _LONGEST_PAUSE), False
 
 
+def is_in_outage(path: StorePath) -> bool:
+  """Return True if the store has not answered for `retry_seconds()`, and did not a moment ago."""
+  began, last = _outages.get(path.parts[1], (0.0, 0.0))
+  return last - began >= _retry_seconds and time.monotonic() - last < _LONGEST_PAUSE
+
+
 def in_parallel(fn: Callable[[Any], Any], items: Any) -> list[Any]:
   """Return `fn(item)` for each item, several at a time; the first error is raised."""
   with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix='object-store') as pool:

@@ -204,6 +204,7 @@ class EventLog(contextlib.AbstractContextManager):
       return
     try:
       if files.is_remote(self._path):
+        self._file.check_outage()
         self._file.write_now()
       measured = goodput.measure(read_events(self._path))
       line = measured.describe()
