@@ -96,3 +96,21 @@ def test_a_full_disk_for_temporary_files_is_named(s3_store):
   with pytest.raises(OSError, match="No space left on device: '.*t5x_lite-"):
     files.write(f'{s3_store.root}/a', full)
   assert s3_store.names() == []
+
+
+def test_a_run_without_its_lease_appends_nothing(s3_store):
+  def check():
+    raise errors.DirectoryInUseError('lost')
+
+  files.fence(s3_store.root, check)
+  lines = files.appended(f'{s3_store.root}/train/metrics.jsonl')
+  lines.append(b'1\n', at_once=True)
+  files.write(f'{s3_store.root}/predictions', b'2', behind=True)
+  for _ in range(2):
+    with pytest.raises(errors.DirectoryInUseError, match='lost'):
+      files.flush(s3_store.root)
+  assert s3_store.names() == []
+  files.fence(s3_store.root, None)
+  files.flush(s3_store.root)
+  assert s3_store.names() == ['predictions', 'train/metrics.jsonl']
+  lines.close()

@@ -162,3 +162,15 @@ def test_late_writes_of_another_attempt_are_harmless(s3_store, tmp_path):
     copied = manager.restore(None, _shapes(state))
   assert copied.is_verified
   _check_equal(copied.state, state)
+
+
+def test_each_attempt_has_separate_folders(s3_store):
+  folders = []
+  for _ in range(2):
+    with checkpoints.CheckpointManager(s3_store.root, save_cfg=_SAVE) as manager:
+      for _ in range(2):
+        manager.forget_after(0)
+        manager.save(1, _state(_mesh(1, 1)))
+        manager.wait()
+        folders.append(state_io.state_dir(manager.checkpoint_path(1)).name)
+  assert len(set(folders)) == 4

@@ -63,4 +63,16 @@ MUTANTS = (
         '    if worst == spool.FAILED:',
         '    if worst == spool.LOST_LEASE:',
         'tests/checkpoints/test_spool.py::test_the_newest_is_kept_and_copied'),
+    Mutant(
+        'a_run_that_lost_its_lease_appends',
+        't5x_lite/files.py',
+        'self._part.write_bytes(content, fence_of(self._part))',
+        'self._part.write_bytes(content)',
+        'tests/test_files.py::test_a_run_without_its_lease_appends_nothing'),
+    Mutant(
+        'attempts_of_a_save_share_a_folder',
+        't5x_lite/checkpoints/commit.py',
+        "return f'{discovery.ATTEMPT_PREFIX}{self.attempt}' if files.is_remote(self.final) else ''",
+        "return f'{discovery.ATTEMPT_PREFIX}1' if files.is_remote(self.final) else ''",
+        'tests/checkpoints/test_store_io.py::test_each_attempt_has_separate_folders'),
 )
