@@ -64,8 +64,10 @@ def short_times(monkeypatch):
 
 
 @pytest.mark.parametrize('effects', [
-    {'status': 503, 'times': 2}, {'status': 429, 'times': 2}, {'cut_upload': 1000, 'times': 2},
-    {'unreachable': True, 'times': 3}, {'lose_answer': True, 'times': 2}, {'delay': 0.3, 'times': 6}], ids=str)
+    {'status': 503, 'times': 2}, {'cut_upload': 1000, 'times': 2}, {'lose_answer': True, 'times': 2},
+    pytest.param({'status': 429, 'times': 2}, marks=pytest.mark.full),
+    pytest.param({'unreachable': True, 'times': 3}, marks=pytest.mark.full),
+    pytest.param({'delay': 0.3, 'times': 6}, marks=pytest.mark.full)], ids=str)
 def test_faults_that_pass(store, effects):
   with checkpoints.CheckpointManager(store.root, save_cfg=_CFG) as manager:
     with store.proxy.fault(method='P', name='checkpoint_1', **effects):
@@ -84,7 +86,7 @@ def test_a_read_that_is_cut(store):
 
 
 @pytest.mark.parametrize('place, value', [('begin', 1), ('arrays', 1), ('manifest', 2), ('deletion', None)])
-@pytest.mark.parametrize('is_saved_before', [False, True])
+@pytest.mark.parametrize('is_saved_before', [pytest.param(False, marks=pytest.mark.full), True])
 def test_kill(s3_store, place, value, is_saved_before):
   with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
     manager.save(1, _state(1))
