@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors, files, object_store
-from t5x_lite.checkpoints import commit, discovery, manifest
+from t5x_lite.checkpoints import commit, discovery, manifest, store_io
 
 _CFG = checkpoints.SaveCheckpointConfig()
 _KILLED = """
@@ -228,16 +228,23 @@ def test_a_spool_folder_that_is_broken_too(s3_store, monkeypatch, tmp_path):
         manager.wait()
 
 
-def test_a_manifest_comes_after_all_that_was_written_before(s3_store):
+def test_a_manifest_comes_after_all_that_was_written_before(s3_store, monkeypatch):
   lines = files.appended(f'{s3_store.root}/train/metrics.jsonl')
+  write_parts = store_io.write_parts
+
+  def write(*args):
+    write_parts(*args)
+    lines.append(b'{"step": 1}\n', at_once=True)
+    files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
+
+  monkeypatch.setattr(store_io, 'write_parts', write)
   with s3_store.proxy.fault(name='metrics|predictions', method='PUT', delay=1.0):
     with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
-      lines.append(b'{"step": 1}\n', at_once=True)
-      files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
       manager.save(1, _state(1))
       manager.wait()
       assert {'train/metrics.jsonl', 'predictions-1.jsonl', 'checkpoint_1/manifest.json'} <= set(s3_store.names())
   lines.close()
+
 
 
 def test_a_kept_checkpoint_that_is_damaged(s3_store, monkeypatch, tmp_path):

@@ -50,7 +50,7 @@ MUTANTS = (
         't5x_lite/object_store.py',
         '_TEMPORARY = {408, 429, *range(500, 600)}',
         '_TEMPORARY = {408, 429}',
-        'tests/checkpoints/test_store_save.py::test_faults_that_pass'),
+        'tests/test_object_store.py::test_requests_are_repeated_for_a_limited_time'),
     Mutant(
         'an_old_checkpoint_of_the_spool_folder_is_copied',
         't5x_lite/checkpoints/spool.py',
