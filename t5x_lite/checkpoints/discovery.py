@@ -180,9 +180,13 @@ def _is_checkpoint(path: files.Path, *, require_manifest: bool) -> bool:
 
 
 def is_incomplete(ckpt_dir: PathLike) -> bool:
-  """Return True if a folder in an object store belongs to an unfinished save or deletion."""
+  """Return True if a folder in an object store belongs to an unfinished save or deletion.
+
+  It has the mark, or arrays of an attempt, which a run that lost its lease may write after the mark was deleted.
+  """
   path = files.path(ckpt_dir)
-  return files.is_remote(path) and (path / INCOMPLETE_FILENAME).is_file() and not (path / MANIFEST_FILENAME).is_file()
+  return files.is_remote(path) and not (path / MANIFEST_FILENAME).is_file() and (
+      (path / INCOMPLETE_FILENAME).is_file() or any((path / STATE_DIRNAME).glob(f'{ATTEMPT_PREFIX}*')))
 
 
 @functools.cache  # Warn once for each folder: a run lists its checkpoints often.
@@ -323,14 +327,14 @@ def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
     if entry.name.startswith(f'{METRICS_FILENAME}{WRITING_INFIX}'):
       entry.unlink()
       done.append(entry.name)
-    if files.is_remote(entry) and (match or _STEP_RE.fullmatch(entry.name)) and (
-        entry / INCOMPLETE_FILENAME).is_file():
+    if files.is_remote(entry) and (match or _STEP_RE.fullmatch(entry.name)):
       if is_incomplete(entry):
         _logger.info('Removing %s, left behind by a run that died.', entry)
         delete(entry, entry.name)
         done.append(entry.name)
         continue
-      files.remove(entry / INCOMPLETE_FILENAME)  # the run died right after the commit
+      if (entry / INCOMPLETE_FILENAME).is_file():
+        files.remove(entry / INCOMPLETE_FILENAME)  # the run died right after the commit
     if match is None or not entry.is_dir():
       continue
     final = entry.with_name(match.group(1))

@@ -98,13 +98,17 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   opened = _results({name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
                      for name, (shape, dtype) in shapes.items()}, directory)
   writes, num_bytes = [], 0
-  for name, array in opened.items():
-    values = read_fn(name)
-    writes.append(array.write(values))
-    num_bytes += values.nbytes
-    if num_bytes > _MAX_CHUNK_BYTES:
-      _wait_for(writes, directory)
-      writes, num_bytes = [], 0
+  try:
+    for name, array in opened.items():
+      values = read_fn(name)
+      writes.append(array.write(values))
+      num_bytes += values.nbytes
+      if num_bytes > _MAX_CHUNK_BYTES:
+        _wait_for(writes, directory)
+        writes, num_bytes = [], 0
+  finally:  # nothing is written after an error
+    for write in writes:
+      write.exception()
   _wait_for(writes, directory)
   _write_index(directory, shapes)
 

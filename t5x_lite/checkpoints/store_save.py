@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreSave:
-  """What a process has to write; all processes call the methods together.
+  """The part of a save that this process writes; all processes call the methods together.
 
   Attributes:
     pending: the save.
@@ -63,7 +63,7 @@ class StoreSave:
     """
     lost_lease = isinstance(failed, errors.DirectoryInUseError)
     try:
-      self.kept.report(self.pending, spool.LOST_LEASE if lost_lease else spool.FAILED if failed else spool.OK)
+      self.kept.report(self.pending, spool.OK if failed is None else spool.LOST_LEASE if lost_lease else spool.FAILED)
     except OSError as e:  # reach the barrier, in which the others wait
       _logger.error('The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, self.kept.folder, e)
     self._barrier('told')

@@ -258,3 +258,13 @@ def test_a_kept_checkpoint_that_is_damaged(s3_store, monkeypatch, tmp_path):
   with pytest.raises(errors.CheckpointDamagedError, match='To go on without it, from step 0 in .*, delete'):
     checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert discovery.all_steps(s3_store.root, require_manifest=False) == []
+
+
+def test_late_writes_below_a_deleted_checkpoint(s3_store):
+  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
+    manager.save(1, _state(1))
+  (files.path(s3_store.root) / 'checkpoint_2/state/attempt-x/d/late').write_bytes(b'x')
+  assert list(discovery.all_steps(s3_store.root, require_manifest=False)) == [1]
+  with checkpoints.lock_model_dir(s3_store.root):
+    assert _steps_of_any_kind(s3_store) == ['.lock', 'checkpoint_1']
+  assert _value(s3_store.root, 1) == 1
