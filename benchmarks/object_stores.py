@@ -1,4 +1,4 @@
-"""Seconds and memory of saving and restoring a state in emulated object stores, beside the local disk.
+"""Seconds and memory of saving and restoring a state in emulated object stores and on the local disk.
 
     python benchmarks/object_stores.py [--mb 300] [--runs 3] [--kinds disk gcs s3]
 

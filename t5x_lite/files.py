@@ -34,7 +34,7 @@ WRITING_INFIX = '.tmp-'
 NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))
 # Size up to which appended bytes are buffered.
 _BUFFER_BYTES = 1 << 16
-# A part of an appended file in a store is written anew until it has this size, and not more often than this unless it
+# A part of an appended file in a store is written again until it has this size, and not more often than this unless it
 # is flushed: stores limit the writes of one object to one per second.
 _PART_BYTES = 1 << 20
 _PART_SECONDS = 15.0
@@ -382,7 +382,7 @@ _open_parts: set[AppendedParts] = set()
 class AppendedParts:
   """`AppendedFile` for object stores: the file consists of objects (see `parts`), each of which is written completely.
 
-  A part is written anew at each flush, and some seconds after an append, until it is large; then the next one begins.
+  A part is written again at each flush, and some seconds after an append, until it is large; then the next one begins.
   Another writer of the same name begins a new part. Neither `append` nor its `flush` waits for the store: a thread
   writes, and `write` first writes what was appended to files of the same bucket (`files.flush`). So an object that says
   that something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.

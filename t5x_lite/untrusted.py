@@ -154,7 +154,7 @@ def walk(root: files.Path, folder: str = '') -> dict[str, int]:
   """Return path relative to `root` -> size in bytes, of each file, link and special file below `root / folder`.
 
   Links to folders are not followed; a link to a file has the size of the file, or 0 if there is none. A missing folder
-  has no files.
+  yields an empty result.
   """
   if files.is_remote(root):
     return {f'{folder}/{name}' if folder else name: size for name, size in (root / folder).find().items()}

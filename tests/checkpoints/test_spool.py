@@ -1,4 +1,4 @@
-"""What an object store does not take is kept on a disk, whole, and copied to the store by the next run."""
+"""A checkpoint that an object store does not take is kept on a disk, and copied to the store by the next run."""
 
 import os
 
