@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.layers.beam_cache': ('share_beams',),
     't5x_lite.layers.dense': ('DenseGeneral', 'operand_dtype'),
     't5x_lite.layers.embedding': ('Embed',),
+    't5x_lite.layers.logits': ('LogitsDense', 'OutputProjection'),
     't5x_lite.layers.masks': (
         'AttentionBias', 'causal_bias', 'combine_biases', 'combine_masks', 'make_attention_bias',
         'make_attention_mask', 'make_causal_mask', 'make_decoder_mask', 'mask_to_bias'),
