@@ -198,8 +198,7 @@ class BaseTransformerModel(BaseModel):
   # True in a class whose `loss_fn` and `eval_fn` only pass parameters on to the network, which may then get those of
   # equal layers stacked. A subclass must declare it again; see `layer_stacks.is_accepted_by`.
   ACCEPTS_STACKED_LAYERS: ClassVar[bool] = False
-  # True in a class whose `compute_logits` has an argument `return_logits` that it passes to the network; see
-  # `Network.SUPPORTS_CHUNKED_LOSS`. A subclass must declare it again.
+  # True in a class whose `compute_logits` passes `return_logits` to the network; see `Network`. Not inherited.
   SUPPORTS_CHUNKED_LOSS: ClassVar[bool] = False
   # Names of the random streams of the module in training.
   RANDOM_STREAMS: ClassVar[tuple[str, ...]] = ('dropout',)
@@ -371,7 +370,7 @@ class BaseTransformerModel(BaseModel):
     """Return (loss, metrics, collections after the pass) where the collections named in `updated` are mutable."""
     outputs, collections = self.compute_logits(
         params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=('intermediates', *updated),
-        **self._form_of_logits(self._custom_metrics.metric_fns))
+        **token_losses.form_of_logits(self, self.module, self._custom_metrics.metric_fns))
     factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
     targets = batch['decoder_target_tokens']
     loss, z_loss, is_correct = token_losses.weighted_loss(
@@ -383,10 +382,6 @@ class BaseTransformerModel(BaseModel):
     loss += auxiliary_loss * (self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share)
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
     return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
-
-  def _form_of_logits(self, metric_fns: Sequence[MetricFn] = ()) -> dict[str, bool]:
-    """Return the argument of `compute_logits` for a loss in chunks, unless it or a metric needs all logits."""
-    return {'return_logits': False} if token_losses.is_supported_by(self, self.module) and not metric_fns else {}
 
   def _auxiliary_weight(self, batch: Batch, weights: Array | None, factor: Array | float | None) -> Array | float:
     """Return the factor of the auxiliary losses of a batch; for a slice, the factor of its batch."""
@@ -419,7 +414,8 @@ class BaseTransformerModel(BaseModel):
       `loss_weights` are added under `decoder`, each in a tuple like sown values).
     """
     outputs, collections = self.compute_logits(
-        params, batch, flax_mutables=flax_mutables, mutable=('intermediates',), **self._form_of_logits())
+        params, batch, flax_mutables=flax_mutables, mutable=('intermediates',),
+        **token_losses.form_of_logits(self, self.module, ()))
     targets = batch['decoder_target_tokens']
     weights = batch.get('decoder_loss_weights')
     weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)

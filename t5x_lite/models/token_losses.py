@@ -25,8 +25,9 @@ from t5x_lite.types import Array
 
 # Largest size of float32 logits on a device that the loss computes at once, unless `loss_chunk_size` is set.
 MAX_LOGITS_BYTES = 2**27
-# Largest part of the kernel's gradient that is a temporary result before it is added to the sum of the chunks.
-_MAX_PART_BYTES = 2**26
+# Least number of tokens of a chunk whose size is not set: with less, adding to the kernel's gradient takes longer than
+# the products.
+MIN_CHUNK_SIZE = 256
 
 Outputs = Array | layers.OutputProjection
 
@@ -37,6 +38,17 @@ def is_supported_by(*objects: Any) -> bool:
   A declaration is not inherited, since an overridden method may change the logits.
   """
   return all(vars(type(each)).get('SUPPORTS_CHUNKED_LOSS', False) for each in objects)
+
+
+def form_of_logits(model: Any, module: Any, metric_fns: Sequence[Any]) -> dict[str, bool]:
+  """Return arguments of `compute_logits` for a loss that may be in chunks; {} if all logits are needed.
+
+  Args:
+    model: model of the loss.
+    module: its network.
+    metric_fns: functions of (logits, batch).
+  """
+  return {'return_logits': False} if is_supported_by(model, module) and not metric_fns else {}
 
 
 def check_chunk_size(model: Any, module: Any, owner: str, metric_fns: Sequence[Any]) -> None:
@@ -109,11 +121,11 @@ def find_chunks(projection: layers.OutputProjection, label_smoothing: float, z_l
   token_bytes = 4 * projection.vocab_size // vocab_shards
   size = projection.chunk_size
   if size is None:
-    size = 0 if tokens * token_bytes <= MAX_LOGITS_BYTES else max(MAX_LOGITS_BYTES // token_bytes, 1)
+    size = 0 if tokens * token_bytes <= MAX_LOGITS_BYTES else max(MAX_LOGITS_BYTES // token_bytes, MIN_CHUNK_SIZE)
   if size == 0 or size >= tokens:
     return None
-  num_parts = next(n for n in range(1, embed + 1) if embed % n == 0 and (
-      n == embed or token_bytes * embed // n <= _MAX_PART_BYTES))
+  # A part of the gradient is not larger than the logits of a chunk, whose memory it takes.
+  num_parts = next(n for n in range(1, embed + 1) if embed % n == 0 and (n == embed or embed // n <= size))
   return Chunks(num_shards, -(-tokens // size), num_parts, label_smoothing, z_loss)
 
 

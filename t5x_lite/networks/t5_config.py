@@ -81,8 +81,8 @@ class StackConfig(_FieldsBeforeDepth):
     scale_tied_logits: True to divide the logits of `logits_via_embedding` by sqrt(emb_dim), as in T5 1.0 and T5X. False
       is for T5 1.1 and mT5 models that transformers 5 ties.
     loss_chunk_size: number of target tokens of a device whose logits the loss computes at once; 0 for all tokens. None
-      is all tokens if their logits take at most 128 MiB per device, else as many as take this memory. The results are
-      equal up to rounding. Needs a model without `metric_fns`.
+      is all tokens if their logits take at most 128 MiB per device, else as many as take this memory, but at least
+      256. The results are equal up to rounding. Needs a model without `metric_fns`.
   """
 
   # Field with the number of layers of each stack, by the name of the stack.
