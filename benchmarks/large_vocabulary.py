@@ -84,7 +84,8 @@ def main():
       arguments = _arguments(shapes, vocab_size)
       pairs = common.in_turn([lambda: _seconds(whole, arguments), lambda: _seconds(chunks, arguments)], args.pairs)
       ratios = [b / a for a, b in zip(*pairs)]
-      seconds = (*map(statistics.median, pairs), f'{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})')
+      span = f'{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})'
+      seconds = (*map(statistics.median, pairs), span)
     rows.append((vocab_size, before, after, before / after, *seconds))
   if args.step:
     whole, chunks = (common.program_facts(_compile_step(args, size))['temporaries'] for size in (0, None))

@@ -53,8 +53,8 @@ class OutputProjection:
 def product_dtype(hidden: jax.Array, kernel: jax.Array) -> jnp.dtype:
   """Return the dtype of the operands of the logits, whose sums are float32.
 
-  It is bfloat16 if one of the arrays is. T5X converts both to float32, but on a TPU such a product has bfloat16 operands
-  by default. (float16 has too small a range for T5's activations.)
+  It is bfloat16 if one of the arrays is. T5X converts both to float32, but on a TPU such a product has bfloat16
+  operands by default. (float16 has too small a range for T5's activations.)
   """
   return jnp.dtype(jnp.bfloat16) if hidden.dtype == jnp.bfloat16 else operand_dtype(kernel, jnp.float32)
 

@@ -109,7 +109,49 @@ MUTANTS = (
     Mutant(
         'tied_logits_are_not_scaled',
         't5x_lite/networks/stacks.py',
-        'if cfg.scale_tied_logits:',
-        'if False:',
+        'if cfg.scale_tied_logits else 1.0',
+        'if False else 1.0',
         'tests/networks/test_t5.py::test_tied_logits_are_scaled_and_untied_have_a_kernel'),
+    Mutant(
+        'gradients_of_chunks_ignore_the_later_gradient',
+        't5x_lite/models/token_losses.py',
+        '(hidden_bar * loss_bar).astype',
+        'hidden_bar.astype',
+        'tests/models/test_token_losses.py::test_chunks_equal_all_logits'),
+    Mutant(
+        'gradients_of_chunks_ignore_the_divisor',
+        't5x_lite/models/token_losses.py',
+        '(logits_bar / jnp.float32(form.divisor)).reshape',
+        'logits_bar.reshape',
+        'tests/models/test_token_losses.py::test_chunks_equal_all_logits'),
+    Mutant(
+        'devices_add_gradients_of_the_kernel_in_each_chunk',
+        't5x_lite/models/token_losses.py',
+        'return (rows if batch % rows == 0 else 1)',
+        'return (1 if batch % rows == 0 else 1)',
+        'tests/models/test_token_losses.py::test_chunks_on_a_mesh_equal_one_device_and_move_no_kernel_in_the_loop'),
+    Mutant(
+        'subclasses_get_no_logits',
+        't5x_lite/models/token_losses.py',
+        "vars(type(each)).get('SUPPORTS_CHUNKED_LOSS', False)",
+        "getattr(each, 'SUPPORTS_CHUNKED_LOSS', False)",
+        'tests/models/test_token_losses.py::test_a_subclass_gets_all_logits_and_an_explicit_size_is_an_error'),
+    Mutant(
+        'metric_functions_get_no_logits',
+        't5x_lite/models/token_losses.py',
+        'is_supported_by(model, module) and not metric_fns else',
+        'is_supported_by(model, module) else',
+        'tests/models/test_token_losses.py::test_a_subclass_gets_all_logits_and_an_explicit_size_is_an_error'),
+    Mutant(
+        'the_gradient_of_the_kernel_is_added_in_one_part',
+        't5x_lite/models/token_losses.py',
+        '(n == embed or embed // n <= size)',
+        'n >= 1',
+        'tests/models/test_token_losses.py::test_temporaries_of_a_large_vocabulary_are_eight_times_smaller'),
+    Mutant(
+        'bfloat16_hidden_states_are_converted_for_the_logits',
+        't5x_lite/layers/logits.py',
+        'return jnp.dtype(jnp.bfloat16) if hidden.dtype == jnp.bfloat16 else operand',
+        'return operand',
+        'tests/layers/test_logits.py::test_operands_and_gradients_are_bfloat16_if_one_array_is_and_sums_float32'),
 )
