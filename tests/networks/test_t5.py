@@ -109,7 +109,7 @@ def test_layers_start_different_and_the_layout_does_not_change_the_start():
 @pytest.mark.parametrize('fields, message', [
     ({'remat_policy': 'minimum'}, "remat_policy` must be .* got 'minimum'. Did you mean 'minimal'"),
     ({'param_layout': 'scalable-t5'}, "param_layout` .* got 'scalable-t5'. Did you mean 'scalable_t5'"),
-    ({'attention_kernel': 'flash'}, "attention_kernel` must be one of 'auto', 'dot', got 'flash'"),
+    ({'attention_kernel': 'flash'}, "attention_kernel` must be one of 'auto', 'dot', 'blockwise', 'splash', got 'flash'"),
     ({'attention_kernel': 'cudnn'}, "got 'cudnn'. 'cudnn' needs half precision: set dtype='bfloat16'"),
     ({'relpos_bias_tables': 'per_head'}, "relpos_bias_tables` .* 'per_stack', 'per_layer' or None, got 'per_head'"),
     ({'relpos_bias_tables': 'per_stack', 'param_layout': 'scalable_t5'}, "'per_stack' needs param_layout='t5'"),
