@@ -10,7 +10,7 @@ import pytest
 
 from moe import dispatch
 from moe.dispatch import accelerators, grouped
-from moe.dispatch.mlp import dropout_keep
+from moe.dispatch.mlp import DropoutMask
 from moe.dispatch.types import MlpSpec
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
@@ -47,7 +47,7 @@ def _inputs(width, hidden, num_rows=100):
 def _oracle(params, rows, sizes, spec, keep=None):
   """Every expert on every row."""
   buffers = jnp.broadcast_to(rows, (4, *rows.shape))
-  keep = None if keep is None else jnp.broadcast_to(keep, (4, *keep.shape))
+  keep = None if keep is None else jnp.broadcast_to(keep.of_all(), (4, rows.shape[0], keep.hidden_dim))
   all_results = dispatch.batched_mlp(params, buffers, spec, keep)
   expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side='right')
   return jnp.einsum('end,ne->nd', all_results, jax.nn.one_hot(expert, 4, dtype=all_results.dtype))
@@ -57,7 +57,7 @@ def _oracle(params, rows, sizes, spec, keep=None):
 def test_padded_tiles_are_exact(sizes):
   params, rows = _inputs(8, 12)
   spec = MlpSpec(('gelu', 'linear'), dropout_rate=0.2)
-  keep = dropout_keep(jax.random.key(0), jnp.arange(100), 12, 0.2)
+  keep = DropoutMask(jax.random.key(0), jnp.arange(100), 12, 0.2)
   assert_close(_grads(accelerators.padded_mlp, params, rows, sizes, spec, keep),
                _grads(_oracle, params, rows, sizes, spec, keep))
 
@@ -71,7 +71,7 @@ def _leaving_nans(rows, kernels, group_sizes):
 def test_rows_without_an_expert_may_have_any_values():
   params, rows = _inputs(8, 12)
   spec = MlpSpec(('gelu', 'linear'), dropout_rate=0.2)
-  keep = dropout_keep(jax.random.key(0), jnp.arange(100), 12, 0.2)
+  keep = DropoutMask(jax.random.key(0), jnp.arange(100), 12, 0.2)
   mlp_fn = functools.partial(accelerators.mlp_by_products, _leaving_nans)
   for sizes in (_SIZES[0], [10, 0, 7, 3]):
     (_, rows_grad), y = got = _grads(mlp_fn, params, rows, sizes, spec, keep)
@@ -155,7 +155,9 @@ def test_the_kernel_follows_the_device(monkeypatch):
   assert selected('gpu', large, f32, '9.0') == 'padded'
   assert selected('gpu', small, bf16, '9.0') == 'padded'
   assert selected('gpu', large, bf16, '8.0') == 'padded'
-  assert selected('gpu', large, bf16, '10.0') == 'padded'
+  assert selected('gpu', large, bf16, '10.0') == selected('gpu', large, bf16, '10.3') == 'blackwell'
+  assert selected('gpu', _inputs(192, 256)[0], bf16, '10.0') == 'padded'
+  assert selected('gpu', large, bf16, '12.0') == 'padded'
   assert selected('tpu', large, f32) == 'megablox'
   assert selected('tpu', small, f32) == 'padded'
   assert selected('cpu', large, f32) == 'tiles'
