@@ -30,8 +30,7 @@ from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
 
-# Rows of a block are a multiple of this.
-_ROW_TILE = 256
+# Bounds of `padded`'s tiles. For fewer rows the copy of the weights takes longer than the products.
 _LARGEST_PADDED_TILE, _SMALLEST_PADDED_TILE = 1024, 8
 # Space for loads that are nearly balanced: an expert with up to this multiple of an even share has one tile, and a
 # device with up to the other multiple of its share one block.
@@ -289,11 +288,11 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, x: jax.Array,
   num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
   if num_rows == 0:
     return jnp.zeros((0, x.shape[1]), spec.dtype)
-  block_rows = _round_up(int(_BLOCK_MARGIN * (balanced_rows or num_rows)), _ROW_TILE)
+  block_rows = _in_row_tiles(int(_BLOCK_MARGIN * (balanced_rows or num_rows)))
   if num_rows > block_rows:
     return mlp_in_blocks(ProductBlocks(product_fn, block_rows), params, x, group_sizes, spec, keep, plan)
   rows = x.astype(spec.dtype) if plan is None else plans.dispatch(x.astype(spec.dtype), plan)
-  padding = ((0, -num_rows % _ROW_TILE), (0, 0))
+  padding = ((0, _in_row_tiles(num_rows) - num_rows), (0, 0))
   keep_rows = None if keep is None else jnp.pad(keep.of_all(), padding)
   return _product_mlp(product_fn, params, jnp.pad(rows, padding), group_sizes, spec, keep_rows)[:num_rows]
 
@@ -318,8 +317,10 @@ def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
   return jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0)
 
 
-def _round_up(number, multiple):
-  return -(-number // multiple) * multiple
+def _in_row_tiles(num_rows):
+  """Return `num_rows` rounded up to complete tiles: of 512 rows, the largest, or of 256 where that adds many rows."""
+  multiple = 512 if num_rows >= 4096 else 256
+  return -(-num_rows // multiple) * multiple
 
 
 # ---- Any backend ----------------------------------------------------------------------------------------------------
@@ -342,11 +343,14 @@ class PaddedBlocks:
     """Return blocks for `balanced_rows` rows in all, of which each expert has about an even share.
 
     >>> PaddedBlocks.for_rows(4096, 16), PaddedBlocks.for_rows(10**6, 4)
-    (PaddedBlocks(tile_rows=320, num_tiles=2), PaddedBlocks(tile_rows=1024, num_tiles=4))
+    (PaddedBlocks(tile_rows=320, num_tiles=2), PaddedBlocks(tile_rows=1016, num_tiles=4))
     """
     share = _TILE_MARGIN * balanced_rows / num_experts
     per_expert = math.ceil(share / _LARGEST_PADDED_TILE)
-    tile_rows = _round_up(max(math.ceil(share / per_expert), 1), _SMALLEST_PADDED_TILE)
+    rows = int(share / per_expert)
+    # Sizes that processors like, as far as they are not much smaller than the share.
+    rows -= rows % min(1 << max(rows.bit_length() - 4, 0), 8)
+    tile_rows = max(rows, _SMALLEST_PADDED_TILE)
     # Copies of weights in a block are at most those of all experts.
     return cls(tile_rows, min(math.ceil(per_expert * num_experts / _BLOCKS_PER_SHARE), num_experts))
 

@@ -1,6 +1,7 @@
 """Grouped kernels for GPU and TPU: their numbers where they run here, else their lowering, and which is taken when."""
 
 import functools
+import logging
 import types
 
 import jax
@@ -83,8 +84,8 @@ _interpreted_megablox = functools.partial(
     accelerators.mlp_by_products, functools.partial(accelerators.megablox_product, interpret=True))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('sizes', [*_SIZES, [10, 0, 7, 3]])
+@pytest.mark.parametrize('sizes', [
+    _SIZES[0], *(pytest.param(sizes, marks=pytest.mark.full) for sizes in (*_SIZES[1:], [10, 0, 7, 3]))])
 def test_megablox_is_exact(sizes):
   params, rows = _inputs(128, 128)
   spec = MlpSpec(('gelu', 'linear'))
@@ -109,6 +110,24 @@ def test_hopper_kernels_lower_for_cuda(monkeypatch):
     assert program.count('@mosaic_gpu') >= 5, program.count('@mosaic_gpu')
 
 
+@pytest.mark.parametrize('width', [128, pytest.param(256, marks=pytest.mark.full)])
+def test_blackwell_kernel_lowers_for_cuda(monkeypatch, width):
+  devices = [types.SimpleNamespace(core_count=148)]
+  monkeypatch.setattr(jax, 'devices', lambda *args: devices)
+  monkeypatch.setattr(jax, 'local_devices', lambda *args: devices)
+  program = _lower(accelerators.blackwell_mlp, 'cuda', jnp.bfloat16, width)
+  # Forward and input gradient of both projections; equal ones are one function.
+  assert program.count('@mosaic_gpu') >= 4, program.count('@mosaic_gpu')
+
+
+def test_blackwell_kernel_gradients_by_tiles():
+  rng, sizes = np.random.default_rng(0), jnp.asarray([60, 0, 37, 3], jnp.int32)
+  rows, grad = (jnp.asarray(rng.normal(size=(128, width)), jnp.float32) for width in (8, 12))
+  got = jax.jit(accelerators._kernels_grad_by_tiles)(rows, grad, sizes)
+  expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(128), side='right')
+  assert_close(got, jnp.einsum('nd,nf,ne->edf', rows, grad, jax.nn.one_hot(expert, 4)))
+
+
 def test_megablox_lowers_for_tpu():
   program = _lower(accelerators.megablox_mlp, 'tpu', jnp.bfloat16)
   # Forward and both gradients of one projection, both gradients of the other; equal ones are one function.
@@ -128,6 +147,27 @@ def test_exported_experts_lower_for_every_platform(monkeypatch):
                                  platforms=('cpu', 'cuda', 'tpu'))(params, rows, sizes)
   monkeypatch.undo()
   assert_close(exported.call(params, rows, sizes).astype(jnp.float32), expected.astype(jnp.float32), tol=2e-2)
+
+
+def test_the_first_choice_is_logged_with_its_reason(monkeypatch, caplog):
+  params = _inputs(128, 256)[0]
+
+  def logged(capability, backend='gpu'):
+    monkeypatch.setattr(jax, 'devices', lambda: [types.SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(grouped, '_has_logged_choice', False)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+      for _ in range(2):
+        grouped.select_kernel('auto', backend, params, MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16))
+    return [record.getMessage() for record in caplog.records]
+
+  line, = logged('8.0')
+  assert "takes 'padded'" in line and "'mosaic_gpu' needs a Hopper GPU" in line and "'blackwell' needs" in line, line
+  line, = logged('10.0')
+  assert "takes 'blackwell'" in line and 'got 10.0' in line
+  line, = logged('9.0')
+  assert "takes 'mosaic_gpu'" in line and 'device, dtype and dims allow it' in line
+  assert len(logged(None, 'tpu')) == 1 and not logged(None, 'cpu')
 
 
 _IS_HOPPER = jax.default_backend() == 'gpu' and jax.devices()[0].compute_capability == '9.0'
