@@ -93,11 +93,12 @@ def test_megablox_is_exact(sizes):
   assert_close(_grads(mlp_fn, params, rows, sizes, spec), _grads(_oracle, params, rows, sizes, spec), tol=1e-4)
 
 
-def _lower(mlp_fn, platform, dtype, width=128):
-  params, rows = _inputs(width, 2 * width)
+def _lower(mlp_fn, platform, dtype, width=128, balanced_rows=None):
+  """Return the program of gradients; with `balanced_rows`, of a receive buffer for many more rows."""
+  params, rows = _inputs(width, 2 * width, 100 if balanced_rows is None else 20 * balanced_rows)
   spec = MlpSpec(('gelu', 'linear'), dtype=dtype)
   fn = jax.jit(jax.grad(lambda params, rows, sizes: jnp.sum(
-      mlp_fn(params, rows, sizes, spec).astype(jnp.float32)), argnums=(0, 1)))
+      mlp_fn(params, rows, sizes, spec, None, balanced_rows).astype(jnp.float32)), argnums=(0, 1)))
   return fn.trace(params, rows, jnp.zeros(4, jnp.int32)).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -106,7 +107,7 @@ def test_hopper_kernels_lower_for_cuda(monkeypatch):
   # One of the kernels asks the first device for its number of multiprocessors.
   monkeypatch.setattr(jax, 'devices', lambda *args: [types.SimpleNamespace(core_count=132)])
   for width in (64, 192, 256):
-    program = _lower(accelerators.mosaic_gpu_mlp, 'cuda', jnp.bfloat16, width)
+    program = _lower(accelerators.mosaic_gpu_mlp, 'cuda', jnp.bfloat16, width, None if width == 64 else 100)
     assert program.count('@mosaic_gpu') >= 5, program.count('@mosaic_gpu')
 
 
@@ -115,7 +116,7 @@ def test_blackwell_kernel_lowers_for_cuda(monkeypatch, width):
   devices = [types.SimpleNamespace(core_count=148)]
   monkeypatch.setattr(jax, 'devices', lambda *args: devices)
   monkeypatch.setattr(jax, 'local_devices', lambda *args: devices)
-  program = _lower(accelerators.blackwell_mlp, 'cuda', jnp.bfloat16, width)
+  program = _lower(accelerators.blackwell_mlp, 'cuda', jnp.bfloat16, width, 100)
   # Forward and input gradient of both projections; equal ones are one function.
   assert program.count('@mosaic_gpu') >= 4, program.count('@mosaic_gpu')
 
@@ -128,8 +129,9 @@ def test_blackwell_kernel_gradients_by_tiles():
   assert_close(got, jnp.einsum('nd,nf,ne->edf', rows, grad, jax.nn.one_hot(expert, 4)))
 
 
-def test_megablox_lowers_for_tpu():
-  program = _lower(accelerators.megablox_mlp, 'tpu', jnp.bfloat16)
+@pytest.mark.parametrize('balanced_rows', [pytest.param(None, marks=pytest.mark.full), 100])
+def test_megablox_lowers_for_tpu(balanced_rows):
+  program = _lower(accelerators.megablox_mlp, 'tpu', jnp.bfloat16, balanced_rows=balanced_rows)
   # Forward and both gradients of one projection, both gradients of the other; equal ones are one function.
   assert program.count('tpu_custom_call') >= 5
 
