@@ -126,7 +126,7 @@ class _Batch:
     return _divide_up(self.num_rows, self.rows_per_slot)
 
 
-def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
+def mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
   """Return the current mesh if it has several devices and only axes of type Auto, else None."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -224,7 +224,7 @@ def _rows_of_slot(batch, start, matrices, exponents):
 def _slice(batch, parts, start):
   """Return a slot's rows of the concatenated parts."""
   parts = [part for part in parts if part.shape[0]]
-  if _mesh_to_spread_over():
+  if mesh_to_spread_over():
     # Without a constraint, the compiler shards the concatenation along the dims of the matrices.
     joined = lax.with_sharding_constraint(jnp.concatenate(
         [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
@@ -270,7 +270,7 @@ def _devices(axis_name):
   num_devices = None if axis_name is None else _size_of_axis(axis_name)
   if num_devices is not None:
     return functools.partial(_over_axis, axis_name, num_devices), num_devices
-  mesh = _mesh_to_spread_over()
+  mesh = mesh_to_spread_over()
   return (functools.partial(_over_mesh, mesh), mesh.size) if mesh else (lambda fn, args: fn(*args), 1)
 
 
