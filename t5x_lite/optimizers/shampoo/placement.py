@@ -57,12 +57,18 @@ class Devices:
     return PartitionSpec(self.axis_names)
 
   def on_each(self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
-    """Return a function of global arrays, given a function of (number of the device, its parts of the arrays)."""
+    """Return a function of global arrays, given a function of (number of the device, its parts of the arrays).
+
+    The function that is returned has another first argument: False as bool scalar, after which the number of the
+    device, and all rows that are taken by this number, are computed (`update.never`).
+    """
     if not self.axis_names:
-      return functools.partial(fn, 0)
-    return jax.shard_map(
-        lambda *args: fn(lax.axis_index(self.axis_names), *args), in_specs=in_specs, out_specs=out_specs,
-        check_vma=False)
+      return lambda never, *args: fn(0, *args)
+
+    def of_device(never, *args):
+      return fn(lax.axis_index(self.axis_names) + never.astype(jnp.int32), *args)
+
+    return jax.shard_map(of_device, in_specs=(REPLICATED, *in_specs), out_specs=out_specs, check_vma=False)
 
 
 def take_rows(array: jax.Array, rows: Indices) -> jax.Array:
@@ -230,7 +236,7 @@ class Placement:
 
   def collect(
       self, parameter: int, layout: BlockLayout, grad: jax.Array, tables: Sequence[Indices],
-      blocks: Sequence[jax.Array], count: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+      blocks: Sequence[jax.Array], never: jax.Array, count: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """Return the blocks of the classes with those of one parameter, or layer, and a value for `update.after`.
 
     Args:
@@ -239,12 +245,17 @@ class Placement:
       grad: float32 gradient; if it is sharded, all devices get it.
       tables: entries [D, 4] of `tables` for the layer.
       blocks: float32 [D * K, *sizes] for each class, sharded over the devices.
+      never: False as bool scalar, computed after all that comes first.
       count: int32 scalar, number of previous updates.
 
     Returns:
       (new blocks, False as bool scalar, computed after them).
     """
     places = self._places[parameter]
+    grad = update_lib.after(never, grad)
+    if self.devices.axis_names:
+      # Without this, the partitioner gathers the arguments of the computation of `grad`, before their time has come.
+      grad = lax.with_sharding_constraint(grad, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * grad.ndim))
 
     def collect(device, grad, tables, blocks, count):
       blocks = list(blocks)
@@ -258,7 +269,8 @@ class Placement:
 
     rows = self.devices.rows
     return self.devices.on_each(
-        collect, (REPLICATED, REPLICATED, rows, REPLICATED), (rows, REPLICATED))(grad, tables, list(blocks), count)
+        collect, (REPLICATED, REPLICATED, rows, REPLICATED), (rows, REPLICATED))(
+            never, grad, tables, list(blocks), count)
 
   def spread(
       self, parameter: int, layout: BlockLayout, blocks: Sequence[jax.Array], tables: Sequence[Indices],
@@ -291,7 +303,8 @@ class Placement:
       return results, update_lib.never(results, count)
 
     return self.devices.on_each(
-        spread, (self.devices.rows, *(REPLICATED,) * 3), REPLICATED)(list(blocks), tables, never, count)
+        spread, (self.devices.rows, *(REPLICATED,) * 3), REPLICATED)(
+        never, list(blocks), tables, never, count)
 
   def with_halo(self, matrices: jax.Array) -> jax.Array:
     """Return a device's matrices [R, n, n], followed by the first of the next devices; called on each device."""

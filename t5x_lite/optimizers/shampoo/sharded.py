@@ -32,6 +32,7 @@ from t5x_lite.optimizers.shampoo.placement import (
     set_rows,
     take_rows,
 )
+from t5x_lite.optimizers.shampoo.root_plan import Shares
 from t5x_lite.optimizers.shampoo.state import (
     GlobalShardedParameterStats,
     InitFnState,
@@ -76,7 +77,8 @@ def sharded_transformation(
           state.count, learning_rate, devices, cfg)
       results += new
     # All operations that read the old roots are done, so that the new ones may replace them in memory.
-    preconditioners, errors = _update_roots(statistics, preconditioners, leaves, state.count, devices, cfg)
+    preconditioners, errors = _update_roots(
+        statistics, preconditioners, leaves, never, update_lib.after(never, state.count), devices, cfg)
     num_rows = len(global_stats.statistics)
     global_stats = global_stats.replace(
         statistics=statistics[:num_rows], preconditioners=preconditioners[:num_rows])
@@ -188,20 +190,19 @@ def _update_parameters(
   """
   placement = Placement(
       [(leaf.layout, leaf.first_matrices) for leaf in leaves], devices, len(statistics) // devices.count)
-  blocks, is_collected = placement.empty_blocks(), never
+  blocks = placement.empty_blocks()
   for i, leaf in enumerate(leaves):
     if not leaf.layout.is_preconditioned:
       continue
 
     def collect(carry, inputs, i=i, layout=leaf.layout):
-      blocks, is_collected = carry
+      blocks, never = carry
       grad, tables = inputs
-      return placement.collect(i, layout, update_lib.after(is_collected, grad), tables, blocks, count), None
+      return placement.collect(i, layout, grad, tables, blocks, never, count), None
 
-    blocks, is_collected = _for_each_layer(
-        collect, leaf, (blocks, is_collected), (leaf.grad, placement.tables(i)))[0]
-  blocks, statistics = _update_blocks(placement, blocks, preconditioners, statistics, count, cfg)
-  results, never = [], jnp.bool_(False)
+    (blocks, never), _ = _for_each_layer(collect, leaf, (blocks, never), (leaf.grad, placement.tables(i)))
+  blocks, statistics = _update_blocks(placement, blocks, preconditioners, statistics, never, count, cfg)
+  results = []
   for i, (leaf, stats) in enumerate(zip(leaves, local_stats, strict=True)):
     update_layer = functools.partial(update_lib.update_layer, leaf, count, learning_rate, cfg)
     if not leaf.layout.is_preconditioned:
@@ -212,6 +213,8 @@ def _update_parameters(
       grad, param, stats, tables = inputs
       groups, never = placement.spread(i, layout, blocks, tables, never, count)
       direction = layout.join(groups), norm_of_blocks(groups)
+      if devices.count > 1:
+        grad = update_lib.after(never, grad)
       update, fields, length = update_layer(grad, param, stats, direction)
       if devices.count == 1 and jax.default_backend() == 'cpu':
         never = update_lib.never([length], count)
@@ -235,7 +238,7 @@ def _for_each_layer(fn: Callable[..., Any], leaf: update_lib.Leaf, carry: PyTree
 
 def _update_blocks(
     placement: Placement, blocks: Sequence[jax.Array], preconditioners: jax.Array, statistics: jax.Array,
-    count: jax.Array, cfg: ShampooConfig) -> tuple[list[jax.Array], jax.Array]:
+    never: jax.Array, count: jax.Array, cfg: ShampooConfig) -> tuple[list[jax.Array], jax.Array]:
   """Return the preconditioned blocks, and the statistics with the products of the blocks added if these are due.
 
   Args:
@@ -243,6 +246,7 @@ def _update_blocks(
     blocks: float32 [D * K, *sizes] for each class of blocks.
     preconditioners: float32 [N, n, n].
     statistics: float32 [N, n, n].
+    never: False as bool scalar, computed after all that comes first.
     count: int32 scalar, number of previous updates.
     cfg: options.
   """
@@ -276,12 +280,12 @@ def _update_blocks(
     return [], statistics
   rows = placement.devices.rows
   return placement.devices.on_each(
-      of_device, (rows, rows, rows, REPLICATED), (rows, rows))(blocks, preconditioners, statistics, count)
+      of_device, (rows, rows, rows, REPLICATED), (rows, rows))(never, blocks, preconditioners, statistics, count)
 
 
 def _update_roots(
-    statistics: jax.Array, preconditioners: jax.Array, leaves: Sequence[update_lib.Leaf], count: jax.Array,
-    devices: Devices, cfg: ShampooConfig) -> tuple[jax.Array, jax.Array]:
+    statistics: jax.Array, preconditioners: jax.Array, leaves: Sequence[update_lib.Leaf], never: jax.Array,
+    count: jax.Array, devices: Devices, cfg: ShampooConfig) -> tuple[jax.Array, jax.Array]:
   """Return the preconditioners [N, n, n] with the roots that are due, and the error of each [N] (`compute_roots`)."""
   index = MatrixIndex(update_lib.single_layouts(leaves))
   batches = index.batches(cfg)
@@ -292,8 +296,13 @@ def _update_roots(
 
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
-    shares = [(rows_of_device(positions, device), len(indices))
-              for (_, positions), (indices, _, _) in zip(tables, batches, strict=True)]
+    # Roots of one step are those of adjacent rows if they are spread: they are distributed again. Else each device
+    # computes those of its rows.
+    distribution = {} if not cfg.spread_roots or devices.count == 1 else {
+        'axis_names': devices.axis_names,
+        'shares': Shares([rows_of_device(positions, device) for _, positions in tables],
+                         [len(indices) for indices, _, _ in batches],
+                         max(layout.num_statistics for layout in index.layouts) // 2)}
 
     def with_new_roots(results):
       old, errors = results
@@ -301,7 +310,7 @@ def _update_roots(
           [take_rows(statistics, own)[:, :size, :size] for own, (_, size, _) in zip(rows, batches, strict=True)],
           [exponent for _, _, exponent in batches],
           [take_rows(old, own)[:, :size, :size] for own, (_, size, _) in zip(rows, batches, strict=True)],
-          count, max_size, cfg)
+          count, max_size, cfg, **distribution)
       for own, new, new_errors in zip(rows, roots, root_errors, strict=True):
         old, errors = set_rows(old, own, _pad_stack(new, max_size)), set_rows(errors, own, new_errors)
       return old, errors
@@ -311,7 +320,7 @@ def _update_roots(
 
   rows = devices.rows
   preconditioners, errors = devices.on_each(of_device, (rows, rows, REPLICATED), rows)(
-      statistics, preconditioners, count)
+      never, statistics, preconditioners, count)
   return preconditioners, jax.lax.with_sharding_constraint(errors, REPLICATED) if devices.axis_names else errors
 
 

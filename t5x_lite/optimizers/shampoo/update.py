@@ -30,7 +30,7 @@ from t5x_lite.optimizers.shampoo.blocks import BlockLayout
 from t5x_lite.optimizers.shampoo.config import OWNER, ShampooConfig
 from t5x_lite.optimizers.shampoo.grafting import NORM_EPSILON, grafted_update, norm, second_moment_weight
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
-from t5x_lite.optimizers.shampoo.root_plan import compute_roots
+from t5x_lite.optimizers.shampoo.root_plan import Shares, compute_roots
 from t5x_lite.optimizers.shampoo.roots import RootOptions
 from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats, ParameterStats, ShampooState
 from t5x_lite.types import Params, PyTree
@@ -271,8 +271,8 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
 
 def compute_stack_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
-    padded_size: int | None, cfg: ShampooConfig,
-    ranks: Sequence[np.ndarray] | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
+    padded_size: int | None, cfg: ShampooConfig, ranks: Sequence[np.ndarray] | None = None,
+    shares: Shares | None = None, axis_names: tuple[str, ...] = ()) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots of stacks of float32 statistics and their errors, with the options in `cfg`; see `compute_roots`.
 
   Statistics stored as integers are padded by zeros, as the original pads the scales of their columns. Spread roots are
@@ -285,7 +285,8 @@ def compute_stack_roots(
       statistics, exponents, old, count, options=options, failure_threshold=cfg.inverse_failure_threshold,
       spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
       ranks=ranks if cfg.spread_roots else None,  # without an order, rows need not be moved
-      axis_name=cfg.batch_axis_name, all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
+      axis_name=axis_names or cfg.batch_axis_name, shares=shares,
+      all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
 
 
 def compute_quantized_roots(
