@@ -76,7 +76,6 @@ def sharded_transformation(
           [leaves[i] for i in chunk], [local_stats[i] for i in chunk], preconditioners, statistics, never,
           state.count, learning_rate, devices, cfg)
       results += new
-    # All operations that read the old roots are done, so that the new ones may replace them in memory.
     preconditioners, errors = _update_roots(
         statistics, preconditioners, leaves, never, update_lib.after(never, state.count), devices, cfg)
     num_rows = len(global_stats.statistics)
@@ -278,6 +277,8 @@ def _update_blocks(
 
   if not placement.classes:
     return [], statistics
+  if placement.devices.count == 1:
+    preconditioners = update_lib.after(never, preconditioners)  # fused into the slices
   rows = placement.devices.rows
   return placement.devices.on_each(
       of_device, (rows, rows, rows, REPLICATED), (rows, rows))(never, blocks, preconditioners, statistics, count)
@@ -306,11 +307,14 @@ def _update_roots(
 
     def with_new_roots(results):
       old, errors = results
+      stacks, old_stacks = (
+          [take_rows(matrices, own)[:, :size, :size] for own, (_, size, _) in zip(rows, batches, strict=True)]
+          for matrices in (statistics, old))
+      if devices.count == 1:
+        # All operations that read the old roots are done, so that the new ones may replace them in memory.
+        old_stacks = update_lib.after(never, old_stacks)
       roots, root_errors = update_lib.compute_stack_roots(
-          [take_rows(statistics, own)[:, :size, :size] for own, (_, size, _) in zip(rows, batches, strict=True)],
-          [exponent for _, _, exponent in batches],
-          [take_rows(old, own)[:, :size, :size] for own, (_, size, _) in zip(rows, batches, strict=True)],
-          count, max_size, cfg, **distribution)
+          stacks, [exponent for _, _, exponent in batches], old_stacks, count, max_size, cfg, **distribution)
       for own, new, new_errors in zip(rows, roots, root_errors, strict=True):
         old, errors = set_rows(old, own, _pad_stack(new, max_size)), set_rows(errors, own, new_errors)
       return old, errors
