@@ -4,8 +4,9 @@ Every matrix is padded by identity to the largest, and their number to a multipl
 device stores only its share, whatever the shapes of the parameters. Momenta and other arrays with a parameter's shape
 are sharded like the parameter.
 
-A step uses the roots of the previous step, so that roots and the rest of the step may run in parallel. Roots are
-computed at the matrices' unpadded sizes, each by one device (`root_plan`).
+A device computes with its own matrices, and gets only the blocks of gradients that belong to them (`placement`). A step
+uses the roots of the previous step. Roots are computed at the matrices' unpadded sizes, by the device that stores them;
+those that are spread over steps are distributed again in each step (`root_plan`).
 """
 
 from collections.abc import Callable, Sequence
@@ -205,7 +206,8 @@ def _update_parameters(
   for i, (leaf, stats) in enumerate(zip(leaves, local_stats, strict=True)):
     update_layer = functools.partial(update_lib.update_layer, leaf, count, learning_rate, cfg)
     if not leaf.layout.is_preconditioned:
-      results.append(leaf.of_each_layer(update_layer)(leaf.grad, leaf.param, stats, None)[:2])
+      grad = update_lib.after(never, leaf.grad)
+      results.append(leaf.of_each_layer(update_layer)(grad, leaf.param, stats, None)[:2])
       continue
 
     def spread(never, inputs, i=i, layout=leaf.layout, update_layer=update_layer):
@@ -297,8 +299,7 @@ def _update_roots(
 
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
-    # Roots of one step are those of adjacent rows if they are spread: they are distributed again. Else each device
-    # computes those of its rows.
+    # Spread roots of one step are those of adjacent rows, which few devices have.
     distribution = {} if not cfg.spread_roots or devices.count == 1 else {
         'axis_names': devices.axis_names,
         'shares': Shares([rows_of_device(positions, device) for _, positions in tables],

@@ -1,4 +1,8 @@
-"""Memory of a compiled step of sharded Shampoo, as a module for tests and as a program for other numbers of devices."""
+"""Memory and work of a compiled step of sharded Shampoo, for tests and for `benchmarks/shampoo.py`.
+
+As a program, `python -m tests.optimizers.shampoo.compiled_memory 64 replicated` prints the figures of 8 kernels
+1024 x 2048 for a number of devices, which must be in XLA_FLAGS too, as JSON; `sharded` kernels are sharded over them.
+"""
 
 import json
 import math
@@ -11,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from t5x_lite import optimizers
+from t5x_lite.layer_stacks import LayerStacks
 
 _COLLECTIVE = re.compile(
     r' = \(?(.*?)\)? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(')
@@ -43,7 +48,6 @@ def measure(num_devices, spec, shape, *, num_kernels=8, num_layers=None, **optio
                         for i in range(num_kernels)}}
   state = jax.eval_shape(tx.init, single)
   if num_layers:
-    from t5x_lite.layer_stacks import LayerStacks
     state = LayerStacks(tuple(('decoder', tuple(range(i, i + num_layers)))
                               for i in range(0, num_kernels, num_layers))).stack(state)
   size = state.stats.global_stats.statistics.shape[-1]
@@ -81,4 +85,5 @@ def _sizes(result):
 
 
 if __name__ == '__main__':
-  print(json.dumps(measure(int(sys.argv[1]), P(('data', 'model')), (1024, 2048), root_method='coupled_newton')))
+  kernel_spec = {'sharded': P(('data', 'model')), 'replicated': P()}[sys.argv[2]]
+  print(json.dumps(measure(int(sys.argv[1]), kernel_spec, (1024, 2048), root_method='coupled_newton')))
