@@ -1,6 +1,7 @@
 """Distributed Shampoo: roots, steps with and without them, compile seconds, accuracy, memory and work by devices.
 
-    python benchmarks/shampoo.py [--width 512] [--matrices 16] [--block 128] [--repeats 5] [--only roots|accuracy|steps|devices]
+    python benchmarks/shampoo.py [--width 512] [--matrices 16] [--block 128] [--repeats 5]
+        [--only roots|accuracy|steps|devices]
 
 The default is 6.3 M parameters, eight matrices 512x512 and eight 512x1024, in blocks of 128. The roots are set against
 one batched `jnp.linalg.eigh` of the same matrices, a step against its own matrix products timed alone, all in one run:
