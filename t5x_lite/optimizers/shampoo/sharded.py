@@ -81,7 +81,7 @@ def sharded_transformation(
         statistics, preconditioners, leaves, never, update_lib.after(never, state.count), devices, cfg)
     num_rows = len(global_stats.statistics)
     global_stats = global_stats.replace(
-        statistics=statistics[:num_rows], preconditioners=preconditioners[:num_rows])
+        statistics=_unpadded(statistics, num_rows), preconditioners=_unpadded(preconditioners, num_rows))
     updates, new_stats = [], []
     for leaf, stats, (update, fields) in zip(leaves, local_stats, results, strict=True):
       metrics = update_lib.record_errors(leaf, stats.training_metrics, _errors_of(leaf, errors), cfg)
@@ -160,10 +160,20 @@ def _partition_specs(
 def _padded(stack: jax.Array, devices: Devices) -> jax.Array:
   """Return a stack [N, n, n] divided among the devices, with identities added to make N a multiple of their number."""
   num_extra = -len(stack) % devices.count
-  if num_extra:
+  if num_extra:  # only if `num_devices_for_pjit` is not the number of devices; then not all devices share the state
     identity = jnp.eye(stack.shape[-1], dtype=stack.dtype)
-    stack = jnp.concatenate([stack, jnp.broadcast_to(identity, [num_extra, *identity.shape])])
+    stack = jnp.concatenate([_replicated(stack), jnp.broadcast_to(identity, [num_extra, *identity.shape])])
+    stack = _replicated(stack)
   return jax.lax.with_sharding_constraint(stack, devices.rows) if devices.axis_names else stack
+
+
+def _unpadded(stack: jax.Array, num_rows: int) -> jax.Array:
+  """Return the first rows of a stack; inverse of `_padded`."""
+  return stack if len(stack) == num_rows else _replicated(stack)[:num_rows]
+
+
+def _replicated(array: jax.Array) -> jax.Array:
+  return jax.lax.with_sharding_constraint(array, REPLICATED)
 
 
 def _update_parameters(
@@ -326,7 +336,7 @@ def _update_roots(
   rows = devices.rows
   preconditioners, errors = devices.on_each(of_device, (rows, rows, REPLICATED), rows)(
       never, statistics, preconditioners, count)
-  return preconditioners, jax.lax.with_sharding_constraint(errors, REPLICATED) if devices.axis_names else errors
+  return preconditioners, _replicated(errors) if devices.axis_names else errors
 
 
 def _errors_of(leaf: update_lib.Leaf, errors: jax.Array) -> list[jax.Array]:
