@@ -77,7 +77,8 @@ class Stack(nn.Module):
         remat_policy=self.config.remat_policy, **options)
 
   def _position(
-      self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None) -> jax.Array | None:
+      self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
+  ) -> jax.Array | layers.DistanceBias | None:
     """Return the position biases of all layers, or None; for the arguments see `PositionEncoding.biases`."""
     if self.config.relpos_per_layer:
       return None
@@ -120,7 +121,8 @@ class Encoder(Stack):
     position = self._position(length, length, bidirectional=True)
     valid = encoder_input_tokens > 0
     bias = layers.make_attention_bias(
-        valid, valid, query_segment_ids=encoder_segment_ids, key_segment_ids=encoder_segment_ids, position=position)
+        valid, valid, query_segment_ids=encoder_segment_ids, key_segment_ids=encoder_segment_ids, position=position,
+        arrays=layers.uses_arrays(cfg.attention_kernel, length, length))
     x = self._embed(encoder_input_tokens, deterministic)
     tokens = self._tokens('encoder', encoder_input_tokens, valid)
     x = self._run_layers(EncoderLayer, 'encoder', x, bias, tokens, deterministic=deterministic)
@@ -174,7 +176,7 @@ class Decoder(Stack):
     if cache.fill:
       return run(None, encoder.encoded, None, None, None, cache, deterministic=True)
 
-    length = decoder_input_tokens.shape[1]
+    length, kernel = decoder_input_tokens.shape[1], self.config.attention_kernel
     if cache.is_used:
       if decoder_segment_ids is not None or (encoder is not None and encoder.segment_ids is not None):
         raise ConfigError('Cached decoding needs unpacked rows, got segment ids. Set pack=False.')
@@ -190,7 +192,8 @@ class Decoder(Stack):
       prefix = None if decoder_causal_attention is None else decoder_causal_attention > 0
       bias = layers.make_attention_bias(
           valid, valid, query_segment_ids=decoder_segment_ids, key_segment_ids=decoder_segment_ids, causal=True,
-          prefix=prefix, position=self._position(length, length, bidirectional=False))
+          prefix=prefix, position=self._position(length, length, bidirectional=False),
+          arrays=layers.uses_arrays(kernel, length, length))
     elif decoder_causal_attention is not None:
       raise ConfigError('A step of decoding must not get decoder_causal_attention. Pass it with prefill=True, when the '
                         'prompt is read.')
@@ -200,7 +203,8 @@ class Decoder(Stack):
     if encoder is not None:
       encoded = encoder.encoded
       cross_bias = layers.make_attention_bias(
-          real, encoder.tokens > 0, query_segment_ids=decoder_segment_ids, key_segment_ids=encoder.segment_ids)
+          real, encoder.tokens > 0, query_segment_ids=decoder_segment_ids, key_segment_ids=encoder.segment_ids,
+          arrays=layers.uses_arrays(kernel, length, encoder.tokens.shape[1]))
 
     y = self._embed(decoder_input_tokens, deterministic)
     y = run(y, encoded, bias, cross_bias, self._tokens('decoder', decoder_input_tokens, real), cache,
