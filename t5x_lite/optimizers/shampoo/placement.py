@@ -72,7 +72,7 @@ class Devices:
 
 
 def take_rows(array: jax.Array, rows: Indices) -> jax.Array:
-  """Return rows of an array; indices out of range give the nearest row."""
+  """Return rows of an array; indices out of range, which are allowed if they are traced, give any row."""
   if not isinstance(rows, np.ndarray):
     return array.at[rows].get(mode='clip')
   if not _is_range(rows):
