@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch.mlp import activate, batched_mlp
 from moe.dispatch.types import MlpParams, MlpSpec
@@ -155,9 +156,10 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, rows: jax.Arr
     return y if biases is None else y + jnp.take(biases.astype(spec.dtype), expert, axis=0, mode='clip')
 
   biases = params.wi_bias or (None,) * len(params.wi)
-  hidden = activate([project(rows, *each) for each in zip(params.wi, biases, strict=True)], keep, spec)
-  hidden = jnp.where(is_valid, hidden, 0)
-  return jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0)[:num_rows]
+  pre = [project(rows, *each) for each in zip(params.wi, biases, strict=True)]
+  hidden = jnp.where(is_valid, activate(checkpoint_name(pre, 'mlp_hidden'), keep, spec), 0)
+  out = jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0)
+  return checkpoint_name(out, 'mlp_output')[:num_rows]
 
 
 # ---- Any backend ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch.mlp import activate
 from moe.dispatch.types import MlpParams, MlpSpec
@@ -69,7 +70,8 @@ def _tiled(spec, params, x, gates, plan, group_sizes, keep):
 
 def _tiled_fwd(spec, params, x, gates, plan, group_sizes, keep):
   y, pre = _forward(spec, params, x, gates, plan, group_sizes, keep, save=True)
-  return y, (params, x, gates, plan, group_sizes, keep, pre)
+  pre = checkpoint_name(pre, 'mlp_hidden')
+  return checkpoint_name(y, 'mlp_output'), (params, x, gates, plan, group_sizes, keep, pre)
 
 
 def _tiled_bwd(spec, residuals, grad):

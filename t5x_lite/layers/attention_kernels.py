@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
@@ -178,6 +179,24 @@ def _add_bias(scores: jax.Array, bias: AttentionBias | None) -> jax.Array:
   return scores if bias.per_example is None else scores + bias.per_example
 
 
+@jax.custom_jvp
+def _exp(x: jax.Array) -> jax.Array:
+  """Return exp(x), which its derivative reads by the name under which a policy of rematerialization can store it."""
+  return jnp.exp(x)
+
+
+@_exp.defjvp
+def _exp_jvp(primals, tangents):
+  y = checkpoint_name(jnp.exp(*primals), 'attention_weights')
+  return y, tangents[0] * y
+
+
+def _softmax(scores: jax.Array) -> jax.Array:
+  """Return the softmax over keys."""
+  unnormalized = _exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+  return unnormalized / jnp.sum(unnormalized, axis=-1, keepdims=True)
+
+
 def attention_weights(
     scores: jax.Array, bias: AttentionBias | None, dropout_rng: jax.Array | None, dropout_rate: float, dtype: Any
 ) -> jax.Array:
@@ -194,7 +213,7 @@ def attention_weights(
     <dtype>[batch, heads, q, k].
   """
   scores = _add_bias(scores.astype(jnp.float32), bias)
-  weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+  weights = _softmax(scores).astype(dtype)
   if dropout_rng is not None and dropout_rate > 0.0:
     batch, heads, _, k_len = scores.shape
     keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (batch, heads, 1, k_len))
@@ -212,7 +231,7 @@ def _dot(query, key, value, bias, dropout_rng, dropout_rate, dtype, float32_logi
   if heads_first:
     # With the other order of dims in the einsum, the CPU compiler chooses a product that is several times slower.
     return jnp.swapaxes(jnp.einsum('bhqk,bhkd->bhqd', weights, value), 1, 2)
-  return jnp.einsum('bhqk,bkhd->bqhd', weights, value)
+  return checkpoint_name(jnp.einsum('bhqk,bkhd->bqhd', weights, value), 'attention_context')
 
 
 def _cudnn(query, key, value, bias, dtype):

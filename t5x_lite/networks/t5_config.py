@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite.layers import ATTENTION_KERNELS, activation_fn
-from t5x_lite.networks.scan import REMAT_POLICIES
+from t5x_lite.networks.remat import REMAT_POLICIES, RESULT_NAMES
 
 # Layouts of the parameter tree, those of T5X's `examples/t5` and `examples/scalable_t5`.
 PARAM_LAYOUTS = ('t5', 'scalable_t5')
@@ -93,6 +93,7 @@ class StackConfig(_FieldsBeforeDepth):
   _: dataclasses.KW_ONLY
   float32_attention_logits: bool = False
   remat_policy: str = 'none'
+  remat_offload: Sequence[str] = ()
   scan_layers: bool | None = None
   param_layout: str = 't5'
   relpos_bias_tables: str | None = None
@@ -138,6 +139,11 @@ class StackConfig(_FieldsBeforeDepth):
             "a sequence of names, such as ('gelu', 'linear')",
             lambda names: isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0),
         remat_policy=checks.one_of(REMAT_POLICIES),
+        remat_offload=checks.Expectation(
+            f'a sequence of names out of {RESULT_NAMES}' if self.remat_policy == 'offload' else '()',
+            lambda names: isinstance(names, Sequence) and not isinstance(names, str) and set(names) <= set(
+                RESULT_NAMES) and bool(names) == (self.remat_policy == 'offload'),
+            '' if self.remat_policy == 'offload' else "Names need remat_policy='offload'."),
         param_layout=checks.one_of(PARAM_LAYOUTS),
         attention_kernel=checks.one_of(
             [kernel for kernel in ATTENTION_KERNELS if kernel != 'cudnn' or dtype != 'float32'],
