@@ -157,9 +157,9 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, rows: jax.Arr
 
   biases = params.wi_bias or (None,) * len(params.wi)
   pre = [project(rows, *each) for each in zip(params.wi, biases, strict=True)]
-  hidden = jnp.where(is_valid, activate(checkpoint_name(pre, 'mlp_hidden'), keep, spec), 0)
+  hidden = jnp.where(is_valid, activate(checkpoint_name(pre, 'expert_hidden'), keep, spec), 0)
   out = jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0)
-  return checkpoint_name(out, 'mlp_output')[:num_rows]
+  return checkpoint_name(out, 'expert_output')[:num_rows]
 
 
 # ---- Any backend ----------------------------------------------------------------------------------------------------

@@ -86,9 +86,9 @@ def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array 
   x = x.astype(spec.dtype)
   biases = params.wi_bias or (None,) * len(params.wi)
   pre = [_project(x, kernel, bias, spec) for kernel, bias in zip(params.wi, biases, strict=True)]
-  hidden = activate(checkpoint_name(pre, 'mlp_hidden'), keep, spec)
+  hidden = activate(checkpoint_name(pre, 'expert_hidden'), keep, spec)
   hidden = sharding.constrain(hidden, ('expert', 'expert_replicas', 'expert_mlp'))
-  return checkpoint_name(_project(hidden, params.wo, params.wo_bias, spec), 'mlp_output')
+  return checkpoint_name(_project(hidden, params.wo, params.wo_bias, spec), 'expert_output')
 
 
 def _project(x, kernel, bias, spec):

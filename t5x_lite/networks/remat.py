@@ -17,15 +17,16 @@ from t5x_lite import checks, layers
 
 PyTree = Any
 
-# Names of results. 'layer_input' is the residual stream, 'attention_weights' are those before dropout, and 'mlp_hidden'
-# are hidden units before their activation. 'attention_context', the values weighted by attention, includes the
-# log-sum-exp of fused kernels, which compute no weights.
+# Names of results. 'layer_input' is the residual stream, 'attention_weights' are the exponentials of the softmax, and
+# 'mlp_hidden' and 'expert_hidden' are hidden units before their activation. 'attention_context', the sum of values by
+# attention, includes the log-sum-exp of fused kernels, which compute no weights.
 RESULT_NAMES = ('layer_input', 'query', 'key', 'value', 'attention_weights', 'attention_context', 'attention_output',
-                'mlp_hidden', 'mlp_output')
-# Names that each policy stores in addition to `_stores_primitive`. For 'minimal' these are results of experts.
+                'mlp_hidden', 'mlp_output', 'expert_hidden', 'expert_output')
+# Names that each policy stores, in addition to `_stores_primitive`. Products of experts are not known by their
+# primitives: they have batch dims, or are within kernels with custom derivatives.
 _STORED_NAMES = {
-    'none': (),
-    'minimal': ('mlp_hidden', 'mlp_output'),
+    'none': ('expert_hidden', 'expert_output'),
+    'minimal': ('expert_hidden', 'expert_output'),
     'save_attention': ('attention_weights', 'attention_context'),
     'save_dots_except_mlp': ('query', 'key', 'value', 'attention_output'),
     'full': (),

@@ -58,10 +58,14 @@ class StackConfig(_FieldsBeforeDepth):
       `logits_dense` kernel.
     float32_attention_logits: True to keep attention scores in float32 in half-precision computation, False to round
       them to `dtype` before the softmax.
-    remat_policy: intermediate results that the backward pass keeps. 'none': all, in loops (see `scan_layers`) all but
-      those of simple operations on elements; 'minimal': outputs of matrix products with parameters; 'full': only the
-      input of each layer. With results that are not kept, `jax.debug` callbacks of a layer run again in the backward
-      pass.
+    remat_policy: results of a layer that are stored for its backward pass, which computes the others again. 'none': all,
+      in loops (see `scan_layers`) all but those of simple operations on elements; 'minimal': products with parameters,
+      as in T5X, and those of experts; 'save_attention': the weights and the context of attention, so that its two
+      products of quadratic size are not computed again; 'save_dots_except_mlp': query, key, value and output of
+      attention; 'full': only the input of each layer; 'offload': those of `remat_offload`. With results that are not
+      stored, `jax.debug` callbacks of a layer run again in the backward pass.
+    remat_offload: names of results, out of `remat.RESULT_NAMES`, that 'offload' stores in the host's memory; () with
+      other policies.
     scan_layers: True to compile each stack as one loop over its layers, False to compile each layer. A loop has the
       same parameter tree, the same results up to rounding, and a program whose size does not grow with the depth. None
       compiles loops where the parameters of equal layers are stacked in any case: with the layout 'scalable_t5', and in

@@ -90,13 +90,13 @@ MUTANTS = (
         'tests/networks/test_t5.py::test_layers_drop_out_differently'),
     Mutant(
         'loops_store_simple_results',
-        't5x_lite/networks/scan.py',
+        't5x_lite/networks/remat.py',
         'primitive.name not in _CHEAP_PRIMITIVES',
         'True',
         'tests/networks/test_scan.py::test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat'),
     Mutant(
         'loops_store_constrained_weights',
-        't5x_lite/networks/scan.py',
+        't5x_lite/networks/remat.py',
         "'sharding_constraint', ",
         '',
         'tests/networks/test_scan.py::test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat'),
