@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch import sharding
 from moe.dispatch.types import MlpParams, MlpSpec, check_params
@@ -119,9 +120,9 @@ def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array 
   x = x.astype(spec.dtype)
   biases = params.wi_bias or (None,) * len(params.wi)
   pre = [_project(x, kernel, bias, spec) for kernel, bias in zip(params.wi, biases, strict=True)]
-  hidden = activate(pre, keep, spec)
+  hidden = activate(checkpoint_name(pre, 'expert_hidden'), keep, spec)
   hidden = sharding.constrain(hidden, ('expert', 'expert_replicas', 'expert_mlp'))
-  return _project(hidden, params.wo, params.wo_bias, spec)
+  return checkpoint_name(_project(hidden, params.wo, params.wo_bias, spec), 'expert_output')
 
 
 def _project(x, kernel, bias, spec):

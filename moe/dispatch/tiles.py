@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch.blocks import raise_for_second_derivatives
 from moe.dispatch.mlp import DropoutMask, activate
@@ -72,7 +73,8 @@ def _tiled(spec, sizes, params, x, gates, plan, group_sizes, keep):
 
 def _tiled_fwd(spec, sizes, params, x, gates, plan, group_sizes, keep):
   y, pre = _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, save=True)
-  return y, (params, x, gates, plan, group_sizes, keep, pre)
+  pre = checkpoint_name(pre, 'expert_hidden')
+  return checkpoint_name(y, 'expert_output'), (params, x, gates, plan, group_sizes, keep, pre)
 
 
 def _tiled_bwd(spec, sizes, residuals, grad):
@@ -105,6 +107,13 @@ class _Tiles:
       pad = (0, self.sizes[0])
       self._choices = jnp.pad(plan.row_choice, pad)
       self._gates = jnp.take(gates.reshape(-1), self._choices, mode='clip')
+
+  def zeros(self, width, dtype):
+    """Return an empty buffer of rows.
+
+    It depends on the routing: the compiler would make constant buffers of all layers at the start of a program.
+    """
+    return jnp.full((self.space, width), jnp.where(self.ends[-1] < 0, 1, 0), dtype)
 
   def rows(self, start, size):
     """Return int32 [size], the rows of a tile; beyond the end, the last row."""
@@ -215,8 +224,8 @@ def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
     carry, _ = tiles.over_expert(run, carry, end - count, count)
     return carry, None
 
-  saved = tuple(jnp.zeros((tiles.space, params.wo.shape[1]), spec.dtype) for _ in params.wi) if save else ()
-  y = jnp.zeros((tiles.space, x.shape[1]), spec.dtype)
+  saved = tuple(tiles.zeros(params.wo.shape[1], spec.dtype) for _ in params.wi) if save else ()
+  y = tiles.zeros(x.shape[1], spec.dtype)
   (y, saved), _ = jax.lax.scan(expert, (y, saved), (params, tiles.ends, tiles.counts))
   return (y[:tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
 
@@ -257,7 +266,7 @@ def _backward(spec, sizes, residuals, grad):
     carry, sums = tiles.over_expert(run, carry, end - count, count)
     return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
-  x_grad = jnp.zeros((tiles.space, x.shape[1]), spec.dtype)
+  x_grad = tiles.zeros(x.shape[1], spec.dtype)
   gate_grad = None if gates is None else jnp.zeros((tiles.space,), jnp.float32)
   (x_grad, gate_grad), params_grad = jax.lax.scan(
       expert, (x_grad, gate_grad), (params, tiles.ends, tiles.counts))
