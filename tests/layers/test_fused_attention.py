@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.partitioning import axis_rules
 
-from t5x_lite import layers
+from t5x_lite import layers, partitioning
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import fused_attention
 from tests.layers.test_attention_kernels import H100, FakeGpu, use_gpu
@@ -27,8 +28,8 @@ def _packed_bias(ids, causal=False, key_ids=None):
 @pytest.mark.parametrize('change,reason', [
     ({}, None), ({'bias': None}, None), ({'platform': 'gpu'}, 'needs a TPU'), ({'q_len': 200}, 'multiples of 128'),
     ({'bias': _packed_bias(np.ones((2, 256)))}, None),
-    ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 2, 256, 256)))}, 'no position biases'),
-    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 1, 256, 256)))}, 'no position biases'),
+    ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 2, 256, 256)))}, 'adds no biases'),
+    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 1, 256, 256)))}, 'adds no biases'),
     ({'bias': layers.make_attention_bias(jnp.ones((2, 256), bool), jnp.ones((2, 256), bool), causal=True,
                                          prefix=jnp.ones((2, 256), bool))}, 'bidirectional'),
 ])
@@ -52,6 +53,32 @@ def test_splash_equals_the_plain_form(packed, causal):
   got = gradients(functools.partial(fused_attention.splash_attention, interpret=True))
   want = gradients(layers.dot_product_attention)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+@pytest.mark.parametrize('bias', [
+    _packed_bias(np.repeat([[1, 2, 3, 0]], 32, axis=1), key_ids=np.repeat([[1, 1, 3, 0]], 32, axis=1)),
+    layers.make_attention_bias(jnp.ones((1, 128), bool), jnp.zeros((1, 128), bool), arrays=False),
+    layers.make_attention_bias(jnp.ones((1, 128), bool), jnp.arange(128)[None] > 40, causal=True, arrays=False)])
+def test_queries_without_a_key_get_zeros_from_splash(bias):
+  """Targets without inputs, empty inputs, padding before tokens: the kernel's own gradients would be far too large."""
+  arrays = [_random(1, 128, 2, 64, seed=i) * 0.3 for i in range(4)]
+
+  def gradients(attend):
+    return jax.value_and_grad(lambda q, k, v: jnp.sum(arrays[3] * attend(q, k, v, bias)), (0, 1, 2))(*arrays[:3])
+
+  got = gradients(functools.partial(fused_attention.splash_attention, interpret=True))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got,
+               gradients(layers.blockwise_attention))
+
+
+@pytest.mark.parametrize('batch,heads,rules', [(8, 4, True), (3, 3, True), (8, 4, False)])
+def test_splash_lowers_on_meshes(batch, heads, rules):
+  """Also where no dim is divided: XLA cannot partition the kernel."""
+  x = jax.ShapeDtypeStruct((batch, 128, heads, 64), jnp.float32)
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  with axis_rules(partitioner.logical_axis_rules if rules else ()), jax.set_mesh(partitioner.mesh):
+    traced = jax.jit(lambda x: fused_attention.splash_attention(x, x, x, None)).trace(x)
+  assert 'tpu_custom_call' in traced.lower(lowering_platforms=('tpu',)).as_text()
 
 
 def test_splash_is_taken_and_lowers_for_tpus(monkeypatch):
