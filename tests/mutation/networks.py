@@ -101,6 +101,30 @@ MUTANTS = (
         '',
         'tests/networks/test_scan.py::test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat'),
     Mutant(
+        'policies_do_not_find_attention_weights',
+        't5x_lite/layers/attention_kernels.py',
+        "y = checkpoint_name(jnp.exp(*primals), 'attention_weights')",
+        'y = jnp.exp(*primals)',
+        'tests/networks/test_remat.py::test_each_policy_stores_its_results_and_computes_the_others_again'),
+    Mutant(
+        'unrolled_layers_are_computed_again_at_once',
+        't5x_lite/networks/remat.py',
+        'return _after_cotangents(rematerialized) if unrolled_on_cpu and not several_devices else rematerialized',
+        'return rematerialized',
+        'tests/networks/test_remat.py::test_policies_save_memory_outside_of_loops_on_a_cpu'),
+    Mutant(
+        'offloaded_results_stay_on_the_device',
+        't5x_lite/networks/remat.py',
+        'return ad_checkpoint.Saveable if on_cpu else _ON_HOST',
+        'return ad_checkpoint.Saveable',
+        'tests/networks/test_remat.py::test_tpus_offload_the_chosen_results_to_the_host'),
+    Mutant(
+        'a_policy_without_effect_is_silent',
+        't5x_lite/networks/remat.py',
+        'elif unrolled_on_cpu and several_devices:',
+        'elif False:',
+        'tests/networks/test_remat.py::test_several_cpu_devices_without_loops_warn_once'),
+    Mutant(
         'layers_are_stacked_in_front',
         't5x_lite/networks/scan.py',
         'return min(self.param_axis, ndim) if',
