@@ -4,6 +4,7 @@ import functools
 import operator
 from collections.abc import Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -65,6 +66,39 @@ def dropout_keep(rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout
   bits = jax.vmap(words)(choice_ids.reshape(-1))
   halves = jnp.concatenate([bits & 0xFFFF, bits >> 16], axis=-1)[:, :hidden_dim]
   return (halves >= _dropped_levels(dropout_rate)).reshape(*choice_ids.shape, hidden_dim)
+
+
+@flax.struct.dataclass
+class DropoutMask:
+  """Hidden units that dropout keeps in each of N rows, computed for some rows at a time.
+
+  Attributes:
+    rng: key.
+    choice_ids: int32 [N], ids of the rows' choices, see `dropout_keep`.
+    hidden_dim: number of hidden units, F.
+    dropout_rate: share of dropped units.
+    first: int32 [], first hidden unit of this device; None if it has all.
+    size: number of hidden units of this device; None for all.
+  """
+
+  rng: jax.Array
+  choice_ids: jax.Array
+  hidden_dim: int = flax.struct.field(pytree_node=False)
+  dropout_rate: float = flax.struct.field(pytree_node=False)
+  first: jax.Array | None = None
+  size: int | None = flax.struct.field(pytree_node=False, default=None)
+
+  def of_rows(self, rows: jax.Array) -> jax.Array:
+    """Return bool [..., F of this device] for `rows` int32 [...], row numbers."""
+    keep = dropout_keep(
+        self.rng, jnp.take(self.choice_ids, rows, mode='clip'), self.hidden_dim, self.dropout_rate)
+    if self.first is None:
+      return keep
+    return jax.lax.dynamic_slice_in_dim(keep, self.first, self.size, axis=keep.ndim - 1)
+
+  def of_all(self) -> jax.Array:
+    """Return bool [N, F of this device]."""
+    return self.of_rows(jnp.arange(self.choice_ids.shape[0], dtype=jnp.int32))
 
 
 def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:

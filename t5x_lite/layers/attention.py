@@ -101,7 +101,7 @@ class MultiHeadDotProductAttention(nn.Module):
   def _attend(self, query, key, value, bias, deterministic, heads_first=False):
     """Attend, without the output projection; see `dot_product_attention`."""
     dropout = not deterministic and self.dropout_rate > 0.0
-    # The result is not used in initialization, and its choice of a kernel, without dropout, must not be logged.
+    # The result is not used in initialization, and its choice of a kernel must not be logged.
     kernel = 'dot' if self.attention_kernel == 'auto' and self.is_initializing() else self.attention_kernel
     return dot_product_attention(
         query, key, value, bias, self.make_rng('dropout') if dropout else None, self.dropout_rate, deterministic,

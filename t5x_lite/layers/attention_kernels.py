@@ -1,7 +1,10 @@
 """Dot-product attention, without scaling, and the choice of its kernel."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,149 +13,131 @@ from jax.ad_checkpoint import checkpoint_name
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
-from t5x_lite.layers import platforms
-from t5x_lite.layers.masks import AttentionBias
+from t5x_lite.layers import fused_attention, platforms
+from t5x_lite.layers.blockwise import blockwise_attention
+from t5x_lite.layers.masks import AttentionBias, sum_over_batch
 
-# 'dot' is two einsums around a softmax, for every backend; 'cudnn' is NVIDIA's fused kernel; 'auto' is 'cudnn' where it
-# computes the same result, else 'dot'.
-ATTENTION_KERNELS = ('auto', 'dot', 'cudnn')
-# cuDNN's limit on all supported GPUs (Hopper's is higher).
-_CUDNN_MAX_HEAD_DIM = 128
-# Compute capability of the oldest GPUs with cuDNN's fused attention, Ampere.
-_CUDNN_MIN_CAPABILITY = (8, 0)
-# Smallest cuDNN version by compute capability, for those that need a later cuDNN than JAX does.
-_CUDNN_MIN_VERSIONS = {(10, 3): 91100}
-_USE_AUTO = ": use attention_kernel='auto'"
+# 'dot' is two einsums around a softmax and 'blockwise' the same in blocks, for every backend; 'cudnn' is NVIDIA's fused
+# kernel and 'splash' JAX's for TPUs. 'auto' is a fused kernel where it computes the same result, else 'blockwise' for
+# long rows, else 'dot'.
+ATTENTION_KERNELS = ('auto', 'dot', 'blockwise', 'cudnn', 'splash')
+# Least number of scores per row and head for which 'auto' takes 'blockwise'. On a CPU 'dot' is as fast below; on
+# accelerators it costs memory for scores, which blocks of this size hold once.
+_MIN_BLOCKWISE_SCORES_CPU, _MIN_BLOCKWISE_SCORES = 1024 * 1024, 512 * 512
 
 _logger = logging.getLogger(__name__)
-# True after 'auto' has logged its first choice in this process.
-_has_logged_choice = False
 
 
-def _cudnn_version() -> int | None:
-  """Return the version of JAX's cuDNN, such as 90800 for 9.8.0; None without cuDNN."""
-  try:
-    # JAX's fused attention uses the same module, which is None without the CUDA plugin.
-    from jax._src.lib import cuda_versions
-    return cuda_versions.cudnn_get_version()
-  except (ImportError, AttributeError, RuntimeError):
-    return None
+class KernelChoice(NamedTuple):
+  """Choice of 'auto' for an attention.
 
-
-def gpu_unsupported_reason(device: Any, cudnn_version: int | None) -> str | None:
-  """Return the reason why a GPU does not support cuDNN's fused attention, or None if it does.
-
-  Args:
-    device: a `jax.Device` of platform 'gpu'.
-    cudnn_version: version number of cuDNN, None without it.
-
-  Returns:
-    A clause with the reason and the remedy.
-  """
-  if 'cuda' not in device.client.platform_version.lower():
-    return f'cuDNN needs an NVIDIA GPU with CUDA and {device.device_kind} is not one' + _USE_AUTO
-  if cudnn_version is None:
-    return "cuDNN is not installed: install JAX with its CUDA packages, pip install 'jax[cuda12]' or 'jax[cuda13]'"
-  capability = tuple(int(part) for part in device.compute_capability.split('.'))
-  if capability < _CUDNN_MIN_CAPABILITY:
-    return (f'{device.device_kind} has compute capability {device.compute_capability} and the fused kernel needs '
-            f'{".".join(map(str, _CUDNN_MIN_CAPABILITY))}{_USE_AUTO}')
-  needed = _CUDNN_MIN_VERSIONS.get(capability, 0)
-  if cudnn_version < needed:
-    return (f'{device.device_kind} needs cuDNN {_format_version(needed)} and {_format_version(cudnn_version)} is '
-            'installed: update nvidia-cudnn')
-  return None
-
-
-def _format_version(version: int) -> str:
-  return f'{version // 10000}.{version // 100 % 100}.{version % 100}'
-
-
-gpu_refusal = gpu_unsupported_reason  # former name
-
-
-def cudnn_unsupported_reason(
-    *, platform: str, dtype: Any, head_dim: int, q_len: int, k_len: int, bias: AttentionBias | None,
-    dropout: bool, gpu: str | None = None) -> str | None:
-  """Return the reason why cuDNN's fused attention does not support an attention, or None if it does.
-
-  Args:
-    platform: result of `platforms.traced_platform`.
-    dtype: compute dtype.
-    head_dim: size of a head.
+  Attributes:
     q_len: number of queries.
     k_len: number of keys.
-    bias: bias of the scores.
-    dropout: True if attention weights are dropped out.
-    gpu: result of `gpu_unsupported_reason` for the GPU of the program.
-
-  Returns:
-    A clause with the reason and the remedy, or None.
+    kernel: the chosen kernel.
+    reason: a clause.
   """
-  if platform == platforms.PORTABLE:
-    return 'it runs only on CUDA and JAX cannot serialize programs with it' + _USE_AUTO
-  if platform != 'gpu':
-    return f'the backend is {platform!r} and cuDNN needs an NVIDIA GPU{_USE_AUTO}'
-  if gpu is not None:
-    return gpu
-  if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-    return f"dtype is {jnp.dtype(dtype).name} and cuDNN computes in half precision only: set dtype='bfloat16'"
-  if dropout:
-    return 'attention dropout is active and the fused kernel has none: set dropout_rate=0.0'
-  if head_dim % 8 or head_dim > _CUDNN_MAX_HEAD_DIM:
-    return f'head_dim is {head_dim} and must be a multiple of 8 up to {_CUDNN_MAX_HEAD_DIM}: change head_dim'
-  if q_len % 2 or k_len % 2:
-    return f'lengths are {q_len} and {k_len} and must be even: change task_feature_lengths'
-  if bias is not None and bias.per_example is not None and bias.key_lengths is None:
-    return ('the mask differs between examples by more than trailing padding (packed rows, or '
-            'bidirectional attention among inputs), which needs a bias per example: train unpacked and causally')
-  return None
+
+  q_len: int
+  k_len: int
+  kernel: str
+  reason: str
+
+  def __str__(self) -> str:
+    return f'{self.kernel!r} for {self.q_len:,} queries and {self.k_len:,} keys, since {self.reason}'
 
 
-cudnn_refusal = cudnn_unsupported_reason  # former name
+# Choices that this process has logged, and those of the programs traced in a `kernel_choices` context.
+_logged_choices: set[KernelChoice] = set()
+_choices: contextvars.ContextVar[list[KernelChoice] | None] = contextvars.ContextVar('kernel_choices', default=None)
+
+
+@contextlib.contextmanager
+def kernel_choices() -> Iterator[list[KernelChoice]]:
+  """Context with the list of the different choices of 'auto' in the programs traced in it, which are not logged."""
+  choices = []
+  token = _choices.set(choices)
+  try:
+    yield choices
+  finally:
+    _choices.reset(token)
 
 
 def select_attention_kernel(kernel: str, **conditions: Any) -> str:
-  """Return 'dot' or 'cudnn' for the requested `kernel`.
+  """Return 'dot', 'blockwise', 'cudnn' or 'splash' for the requested `kernel`.
 
-  On a GPU, the first choice of 'auto' in a process is logged with its reason.
+  A choice of 'auto' is logged once per process with its reason, except for 'dot' on a CPU.
 
   Args:
     kernel: one of `ATTENTION_KERNELS`.
     **conditions: arguments of `cudnn_unsupported_reason`.
 
   Raises:
-    ConfigError: unknown kernel, or 'cudnn' where it is not supported.
+    ConfigError: unknown kernel, or a fused kernel where it is not supported.
   """
   checks.check('', {'attention_kernel': kernel}, attention_kernel=checks.one_of(ATTENTION_KERNELS))
-  if kernel == 'dot':
-    return 'dot'
-  reason = cudnn_unsupported_reason(**conditions)
-  if kernel == 'cudnn' and reason is not None:
-    alternative = '' if reason.endswith(_USE_AUTO) else "; or use attention_kernel='auto'"
-    raise ConfigError(f"attention_kernel='cudnn' is not supported: {reason}{alternative}.")
-  if kernel == 'auto' and conditions['platform'] == 'gpu':
-    _log_choice(reason)
-  return 'cudnn' if reason is None else 'dot'
+  if kernel in ('dot', 'blockwise'):
+    return kernel
+  platform, q_len, k_len = (conditions[name] for name in ('platform', 'q_len', 'k_len'))
+  reasons = {
+      'cudnn': fused_attention.cudnn_unsupported_reason(**conditions),
+      'splash': fused_attention.splash_unsupported_reason(
+          platform=platform, q_len=q_len, k_len=k_len, bias=conditions['bias'])}
+  if kernel != 'auto':
+    reason = reasons[kernel]
+    if reason is not None:
+      alternative = '' if reason.endswith(fused_attention.USE_AUTO) else "; or use attention_kernel='auto'"
+      raise ConfigError(f'attention_kernel={kernel!r} is not supported: {reason}{alternative}.')
+    return kernel
+  choice = KernelChoice(q_len, k_len, *_choose(platform, q_len * k_len, reasons))
+  _report(choice, is_logged=platform in ('gpu', 'tpu') or choice.kernel != 'dot')
+  return choice.kernel
 
 
-def _log_choice(unsupported_reason: str | None) -> None:
-  global _has_logged_choice
-  if not _has_logged_choice:
-    _has_logged_choice = True
-    kernel, reason = 'dot', unsupported_reason
-    if reason is None:
-      kernel, reason = 'cudnn', 'GPU, cuDNN, dtype, lengths and mask allow it'
-    _logger.info("attention_kernel='auto' takes %r for the first attention of this process: %s. Others may differ, "
-                 'depending on their lengths and masks.', kernel, reason.removesuffix(_USE_AUTO))
+def _choose(platform: str, num_scores: int, reasons: dict[str, str | None]) -> tuple[str, str]:
+  """Return (kernel, reason) of 'auto'."""
+  fused = {'gpu': 'cudnn', 'tpu': 'splash'}.get(platform)
+  if fused is not None and reasons[fused] is None:
+    return fused, 'device, dtype, lengths and mask allow it'
+  least = _min_blockwise_scores(platform)
+  kernel, size = ('blockwise', 'at least') if num_scores >= least else ('dot', 'fewer than')
+  reason = f'{num_scores:,} scores per head are {size} {least:,}'
+  if fused is None:
+    return kernel, reason
+  return kernel, f'{fused!r} is not possible ({reasons[fused].removesuffix(fused_attention.USE_AUTO)}) and {reason}'
+
+
+def _min_blockwise_scores(platform: str) -> int:
+  return _MIN_BLOCKWISE_SCORES_CPU if platform == 'cpu' else _MIN_BLOCKWISE_SCORES
+
+
+def uses_arrays(kernel: str, q_len: int, k_len: int) -> bool:
+  """Return whether an attention may add its bias as arrays, which a stack then makes once for all of its layers.
+
+  Args:
+    kernel: one of `ATTENTION_KERNELS`.
+    q_len: number of queries.
+    k_len: number of keys.
+  """
+  is_short = q_len * k_len < _min_blockwise_scores(platforms.traced_platform())
+  return kernel == 'dot' or kernel == 'auto' and is_short
+
+
+def _report(choice: KernelChoice, is_logged: bool) -> None:
+  choices = _choices.get()
+  if choices is not None:
+    if choice not in choices:
+      choices.append(choice)
+  elif is_logged and choice not in _logged_choices:
+    _logged_choices.add(choice)
+    _logger.info('Attention kernel: %s.', choice)
 
 
 @jax.custom_vjp
 def _add_shared(scores: jax.Array, shared: jax.Array) -> jax.Array:
   """Return float32 scores [batch, heads, q, k] + shared [1, heads, q, k].
 
-  Its derivative (reverse mode only) sums over the batch by a product with ones: the CPU compiler's reduction over the
-  leading dim is about forty times slower, nearly as slow as the rest of the derivative of an attention.
+  Its derivative (reverse mode only) is `sum_over_batch`.
   """
   return scores + shared
 
@@ -162,8 +147,7 @@ def _add_shared_fwd(scores, shared):
 
 
 def _add_shared_bwd(_, cotangent):
-  ones = jnp.ones(cotangent.shape[:1], cotangent.dtype)
-  return cotangent, jnp.einsum('b,bhqk->hqk', ones, cotangent, precision=lax.Precision.HIGHEST)[None]
+  return cotangent, sum_over_batch(cotangent)[None]
 
 
 _add_shared.defvjp(_add_shared_fwd, _add_shared_bwd)
@@ -173,6 +157,7 @@ def _add_bias(scores: jax.Array, bias: AttentionBias | None) -> jax.Array:
   """Add the parts of `bias` to float32 scores [batch, heads, q, k]."""
   if bias is None:
     return scores
+  bias = bias.with_arrays()
   if bias.shared is not None:
     spread = bias.shared.shape == (1, *scores.shape[1:])
     scores = _add_shared(scores, bias.shared) if spread else scores + bias.shared
@@ -197,56 +182,44 @@ def _softmax(scores: jax.Array) -> jax.Array:
   return unnormalized / jnp.sum(unnormalized, axis=-1, keepdims=True)
 
 
-def attention_weights(
-    scores: jax.Array, bias: AttentionBias | None, dropout_rng: jax.Array | None, dropout_rate: float, dtype: Any
-) -> jax.Array:
-  """Turn scores into weights: bias, softmax in float32, dropout.
+def drop_keys(
+    value: jax.Array, dropout_rng: jax.Array | None, dropout_rate: float, heads_first: bool = False) -> jax.Array:
+  """Return the values of attention with dropout: a dropped key has weight 0 in all queries of a head, as in T5X.
+
+  That is the same as a value of zeros, so all kernels have the same dropout.
 
   Args:
-    scores: <float>[batch, heads, q, k].
-    bias: bias of the scores, or None.
+    value: <dtype>[batch, k, heads, head_dim], or [batch, heads, k, head_dim] with `heads_first`.
     dropout_rng: key of the dropout; None for no dropout.
-    dropout_rate: probability that a key is dropped, for all queries of a head.
-    dtype: dtype of the result.
-
-  Returns:
-    <dtype>[batch, heads, q, k].
+    dropout_rate: probability that a key is dropped.
+    heads_first: True if the heads come before the keys.
   """
-  scores = _add_bias(scores.astype(jnp.float32), bias)
-  weights = _softmax(scores).astype(dtype)
-  if dropout_rng is not None and dropout_rate > 0.0:
-    batch, heads, _, k_len = scores.shape
-    keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (batch, heads, 1, k_len))
-    weights = weights * (keep.astype(dtype) / jnp.asarray(1.0 - dropout_rate, dtype))
-  return weights
+  if dropout_rng is None or dropout_rate == 0.0:
+    return value
+  batch, *dims, _ = value.shape
+  heads, k_len = dims if heads_first else reversed(dims)
+  keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (batch, heads, 1, k_len))[:, :, 0, :, None]
+  keep = keep if heads_first else jnp.swapaxes(keep, 1, 2)
+  return value * (keep.astype(value.dtype) / jnp.asarray(1.0 - dropout_rate, value.dtype))
 
 
-def _dot(query, key, value, bias, dropout_rng, dropout_rate, dtype, float32_logits, heads_first):
+def _dot(query, key, value, bias, heads_first=False):
   """Return the result of the einsum form; see `dot_product_attention`."""
   keys = 'bhkd' if heads_first else 'bkhd'
-  if float32_logits:
-    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-  scores = jnp.einsum(f'bqhd,{keys}->bhqk', query, key)
-  weights = attention_weights(scores, bias, dropout_rng, dropout_rate, dtype)
+  scores = _add_bias(jnp.einsum(f'bqhd,{keys}->bhqk', query, key).astype(jnp.float32), bias)
+  weights = _softmax(scores).astype(value.dtype)
   if heads_first:
     # With the other order of dims in the einsum, the CPU compiler chooses a product that is several times slower.
     return jnp.swapaxes(jnp.einsum('bhqk,bhkd->bhqd', weights, value), 1, 2)
   return checkpoint_name(jnp.einsum('bhqk,bkhd->bqhd', weights, value), 'attention_context')
 
 
-def _cudnn(query, key, value, bias, dtype):
-  """Return the result of the fused form; see `dot_product_attention`."""
-  bias = bias or AttentionBias()
-  return jax.nn.dot_product_attention(
-      query, key, value, bias=None if bias.position is None else bias.position.astype(dtype), scale=1.0,
-      is_causal=bias.causal, query_seq_lengths=bias.query_lengths, key_value_seq_lengths=bias.key_lengths,
-      implementation='cudnn')
-
-
-def _platform() -> dict[str, str | None]:
+def _platform(bias: AttentionBias | None) -> dict[str, str | None]:
   """Return `platform` and `gpu` of `cudnn_unsupported_reason`, for the platform of the traced program."""
-  platform = platforms.traced_platform()
-  gpu = gpu_unsupported_reason(jax.local_devices()[0], _cudnn_version()) if platform == 'gpu' else None
+  platform, gpu = platforms.traced_platform(), None
+  if platform == 'gpu':
+    gpu = fused_attention.gpu_unsupported_reason(
+        jax.local_devices()[0], fused_attention.installed_cudnn_version(), bias is not None and bias.is_packed)
   return {'platform': platform, 'gpu': gpu}
 
 
@@ -258,8 +231,9 @@ def dot_product_attention(
   """Attend: softmax(query . key + bias) . value, without 1/sqrt(head_dim), which is in T5's initializer of the query.
 
   All attention of this package is computed here. The softmax is float32 for any `dtype`. The kernels agree except for
-  padding queries, which no loss depends on: 'cudnn' masks padding by lengths, so it treats zeros *between* tokens as
-  tokens and returns zeros for padding queries.
+  queries without a visible key, which are padding or targets without inputs in packed rows: they get zeros, but with
+  'dot' the mean of all values, as in T5X. In rows that are not packed, 'cudnn' masks padding by lengths, so it treats
+  zeros *between* tokens as tokens and returns zeros for padding queries, which no loss depends on.
 
   Args:
     query: <float>[batch, q, heads, head_dim].
@@ -270,7 +244,8 @@ def dot_product_attention(
     dropout_rate: probability that a key is dropped, for all queries of a head.
     deterministic: True for no dropout.
     dtype: compute dtype.
-    float32_logits: True to compute the scores in float32, False to round them to `dtype` before the softmax.
+    float32_logits: True to compute the scores in float32, False to round them to `dtype` before the softmax; only 'dot'
+      rounds.
     kernel: one of `ATTENTION_KERNELS`.
     heads_first: True if keys and values have the cache's dim order.
 
@@ -278,7 +253,7 @@ def dot_product_attention(
     <dtype>[batch, q, heads, head_dim].
 
   Raises:
-    ConfigError: 'cudnn' is not supported, or dropout has no key.
+    ConfigError: a fused kernel is not supported, or dropout has no key.
   """
   dropout = not deterministic and dropout_rate > 0.0
   if dropout and dropout_rng is None:
@@ -287,10 +262,15 @@ def dot_product_attention(
   if bias is not None and not isinstance(bias, AttentionBias):
     bias = AttentionBias.from_array(bias)
   query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)
+  value = drop_keys(value, dropout_rng if dropout else None, dropout_rate, heads_first)
   chosen = 'dot' if heads_first or kernel == 'dot' else select_attention_kernel(
-      kernel, **_platform(), dtype=dtype, head_dim=query.shape[-1], q_len=query.shape[1], k_len=key.shape[1], bias=bias,
-      dropout=dropout)
+      kernel, **_platform(bias), dtype=dtype, head_dim=query.shape[-1], q_len=query.shape[1], k_len=key.shape[1],
+      bias=bias)
   if chosen == 'cudnn':
-    return _cudnn(query, key, value, bias, dtype)
-  return _dot(query, key, value, bias, dropout_rng if dropout else None, dropout_rate, dtype, float32_logits,
-              heads_first)
+    return fused_attention.cudnn_attention(query, key, value, bias, fallback=blockwise_attention)
+  if chosen == 'splash':
+    return fused_attention.splash_attention(query, key, value, bias)
+  if float32_logits:
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+  return blockwise_attention(query, key, value, bias) if chosen == 'blockwise' else _dot(
+      query, key, value, bias, heads_first)

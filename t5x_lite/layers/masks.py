@@ -11,11 +11,15 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 
 # Bias of masked keys. It is finite, so that a row with only masked keys stays finite.
 MASKED_BIAS = -1e10
+# Segments of padding: queries that attend to no key, and keys that no query attends to.
+NO_KEY, NO_QUERY = -2, -1
 
 
 def make_attention_mask(
@@ -141,27 +145,93 @@ def _lengths(valid: jax.Array) -> jax.Array:
 
 
 @flax.struct.dataclass
-class AttentionBias:
-  """Bias of attention scores [batch, heads, q, k], in float32 parts.
-
-  The bias is `shared + per_example`. The other fields describe it for a fused kernel: `position` is `shared` without
-  causality, `causal` is True if `shared` includes it, and the lengths are set if only padding is masked per example.
+class DistanceBias:
+  """Biases of scores that depend on head and distance only, such as those of `RelativePositionBiases`.
 
   Attributes:
-    shared: [1, heads or 1, q or 1, k] or None.
-    per_example: [batch, 1, q or 1, k] or None; [batch, heads, q, k] if positions differ between rows.
-    position: [1, heads or 1, q, k] or None.
-    query_lengths: int32 [batch] or None.
-    key_lengths: int32 [batch] or None.
+    values: float32 [heads, q + k - 1], the bias of the distance `key position - query position` at index
+      `distance + q - 1`.
+    q_len: number of queries.
+  """
+
+  values: jax.Array
+  q_len: int = flax.struct.field(pytree_node=False)
+
+  @property
+  def k_len(self) -> int:
+    """Number of keys."""
+    return self.values.shape[1] - self.q_len + 1
+
+  def to_array(self) -> jax.Array:
+    """Return float32 [1, heads, q, k]."""
+    return expand_diagonals(self.values, self.q_len, self.k_len)[None]
+
+
+def expand_diagonals(values: jax.Array, q_len: int, k_len: int) -> jax.Array:
+  """Return [..., q_len, k_len] with entries (i, j) = `values[..., j - i + q_len - 1]`.
+
+  Rows are slices of a repeated copy of `values` whose period is one longer than the row stride, so that each row starts
+  one entry earlier. The derivative is a plain sum; that of a gather would be a scatter with many collisions.
+
+  Args:
+    values: [..., q_len + k_len - 1].
+    q_len: number of rows.
+    k_len: number of columns.
+  """
+  period = q_len + k_len
+  lead = values.shape[:-1]
+  no_pad = [(0, 0, 0)] * len(lead)
+  padded = lax.pad(values, jnp.zeros((), values.dtype), [*no_pad, (0, 1, 0)])
+  repeated = jnp.broadcast_to(padded[..., None, :], (*lead, q_len, period)).reshape(*lead, q_len * period)
+  start = q_len - 1
+  skewed = lax.slice_in_dim(repeated, start, start + q_len * (period - 1), axis=-1)
+  return skewed.reshape(*lead, q_len, period - 1)[..., :k_len]
+
+
+def sum_over_batch(scores: jax.Array) -> jax.Array:
+  """Return [heads, q, k], the sum of float32 scores [batch, heads, q, k] over the batch.
+
+  It is a product with ones: the CPU compiler's reduction over the leading dim is about forty times slower, nearly as
+  slow as the rest of the derivative of an attention.
+  """
+  ones = jnp.ones(scores.shape[:1], scores.dtype)
+  return jnp.einsum('b,bhqk->hqk', ones, scores, precision=lax.Precision.HIGHEST)
+
+
+@flax.struct.dataclass
+class AttentionBias:
+  """Bias of attention scores [batch, heads, q, k], as a description of linear size and as arrays.
+
+  The plain kernel adds `shared + per_example`. The other fields describe the same bias for kernels that never have all
+  scores.
+
+  Attributes:
+    shared: float32 [1, heads or 1, q or 1, k] or None.
+    per_example: float32 [batch, 1, q or 1, k] or None; [batch, heads, q, k] if positions differ between rows.
+    position: float32 [1, heads or 1, q or 1, k], biases of positions, or None.
+    distances: biases of positions by distance, or None.
+    query_segments: int32 [batch, q] or None. A query attends to the keys with its number.
+    key_segments: int32 [batch, k] or None, negative at padding.
+    query_lengths: int32 [batch], set if only trailing padding is masked per example.
+    key_lengths: int32 [batch], like `query_lengths`.
+    prefix: bool [batch, length], True at positions that attend to each other in spite of causality; or None.
     causal: True if queries do not attend to later keys.
+    is_packed: True if rows have several segments.
+    has_arrays: False before `with_arrays`.
   """
 
   shared: jax.Array | None = None
   per_example: jax.Array | None = None
   position: jax.Array | None = None
+  distances: DistanceBias | None = None
+  query_segments: jax.Array | None = None
+  key_segments: jax.Array | None = None
   query_lengths: jax.Array | None = None
   key_lengths: jax.Array | None = None
+  prefix: jax.Array | None = None
   causal: bool = flax.struct.field(pytree_node=False, default=False)
+  is_packed: bool = flax.struct.field(pytree_node=False, default=False)
+  has_arrays: bool = flax.struct.field(pytree_node=False, default=True)
 
   @classmethod
   def from_array(cls, bias: jax.Array) -> 'AttentionBias':
@@ -169,32 +239,70 @@ class AttentionBias:
     bias = bias.astype(jnp.float32)
     return cls(shared=bias, position=bias) if bias.shape[0] == 1 else cls(per_example=bias)
 
+  @property
+  def is_described(self) -> bool:
+    """True if `shared` and `per_example` contain nothing that the other fields do not describe."""
+    return self.per_example is None or self.key_segments is not None
+
+  @property
+  def has_position(self) -> bool:
+    """True with biases of positions."""
+    return self.position is not None or self.distances is not None
+
+  def position_array(self) -> jax.Array | None:
+    """Return float32 [1, heads or 1, q or 1, k], the biases of positions, or None."""
+    return self.position if self.distances is None else self.distances.to_array()
+
+  def with_arrays(self) -> 'AttentionBias':
+    """Return this bias with `shared` and `per_example`."""
+    if self.has_arrays:
+      return self
+    visible = None if self.key_segments is None else self.key_segments[:, None, :] >= 0
+    if self.is_packed:
+      visible &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
+    if self.prefix is not None:
+      causally = causal_bias(*(self.prefix.shape[1],) * 2)[:, 0] == 0
+      visible &= causally | (self.prefix[:, :, None] & self.prefix[:, None, :])
+    return self.replace(shared=self._shared(), has_arrays=True,
+                        per_example=None if visible is None else mask_to_bias(visible)[:, None])
+
+  def _shared(self) -> jax.Array | None:
+    is_causal = self.causal and self.prefix is None
+    causal = causal_bias(self.query_segments.shape[1], self.key_segments.shape[1]) if is_causal else None
+    return combine_biases(self.position_array(), causal)
+
   def plus(self, bias: jax.Array) -> 'AttentionBias':
     """Return the sum of this bias and a plain one <float>[batch or 1, heads or 1, q or 1, k].
 
-    The lengths become None, since the plain bias may mask more than padding.
+    The lengths become None, since the plain bias may mask more than padding; with a bias per example the segments do.
     """
-    other = AttentionBias.from_array(bias)
-    return self.replace(
-        shared=combine_biases(self.shared, other.shared), position=combine_biases(self.position, other.position),
-        per_example=combine_biases(self.per_example, other.per_example), query_lengths=None, key_lengths=None)
+    full, other = self.with_arrays(), AttentionBias.from_array(bias)
+    result = full.replace(
+        shared=combine_biases(full.shared, other.shared), position=combine_biases(full.position_array(), other.position),
+        distances=None, query_lengths=None, key_lengths=None)
+    if other.per_example is None:
+      return result
+    return result.replace(per_example=combine_biases(full.per_example, other.per_example), query_segments=None,
+                          key_segments=None, prefix=None)
 
-  def with_position(self, position: jax.Array) -> 'AttentionBias':
-    """Return this bias with other position biases <float>[1, heads, q, k].
+  def with_position(self, position: jax.Array | DistanceBias) -> 'AttentionBias':
+    """Return this bias with other position biases, <float>[1, heads, q, k] or by distance.
 
     Biases [batch, heads, q, k], for rows at different positions, are added to `per_example`.
     """
-    if position.shape[0] != 1:
+    if isinstance(position, DistanceBias):
+      result = self.replace(position=None, distances=position)
+    elif position.shape[0] != 1:
       return self.plus(position)
-    position = position.astype(jnp.float32)
-    shared = position + causal_bias(*position.shape[-2:]) if self.causal else position
-    return self.replace(position=position, shared=shared)
+    else:
+      result = self.replace(position=position.astype(jnp.float32), distances=None)
+    return result.replace(shared=result._shared()) if self.has_arrays else result
 
 
 def make_attention_bias(
     query_valid: jax.Array, key_valid: jax.Array, *, query_segment_ids: jax.Array | None = None,
     key_segment_ids: jax.Array | None = None, causal: bool = False, prefix: jax.Array | None = None,
-    position: jax.Array | None = None) -> AttentionBias:
+    position: jax.Array | DistanceBias | None = None, arrays: bool = True) -> AttentionBias:
   """Return the bias of one kind of attention, for all layers of a stack.
 
   Only padding keys are masked: no loss depends on padding *queries*, whose mask would need the shape [batch, q, k].
@@ -208,31 +316,33 @@ def make_attention_bias(
     causal: True if queries do not attend to later keys.
     prefix: bool [batch, length], for causal self-attention: True at positions with bidirectional attention within their
       segment.
-    position: <float>[1, heads, q, k], position biases.
+    position: position biases, <float>[1, heads, q, k] or by distance.
+    arrays: True to make the arrays of the plain kernel here, once for all layers, False to let each layer make them
+      that needs them. See `uses_arrays`.
 
   Returns:
     The bias.
 
   Raises:
-    ConfigError: only one of the two segment ids is given.
+    ConfigError: only one of the two segment ids is given, or a prefix without causality.
   """
   if (query_segment_ids is None) != (key_segment_ids is None):
     raise ConfigError('An attention must have segment ids of both sides or neither, got one. Pass encoder_segment_ids '
                       'and decoder_segment_ids together.')
-  if causal and prefix is not None:
-    visible = causal_bias(*(prefix.shape[1],) * 2) == 0
-    visible = (visible[:, 0] | (prefix[:, :, None] & prefix[:, None, :])) & key_valid[:, None, :]
-    if query_segment_ids is not None:
-      visible &= query_segment_ids[:, :, None] == key_segment_ids[:, None, :]
-    bias = AttentionBias(per_example=mask_to_bias(visible)[:, None])
-    return bias if position is None else bias.with_position(position)
-  bias = AttentionBias(causal=causal)
-  if query_segment_ids is None:
-    bias = bias.replace(per_example=mask_to_bias(key_valid)[:, None, None, :],
-                        query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid))
+  if prefix is not None and not causal:
+    raise checks.invalid('make_attention_bias', 'prefix', 'None without causal=True', 'an array', 'Pass causal=True.')
+  is_packed = query_segment_ids is not None
+  if is_packed:
+    # Padding attends to nothing, so that blocks of it can be skipped.
+    query_segments = jnp.where(query_valid, query_segment_ids, NO_KEY).astype(jnp.int32)
+    key_segments = key_segment_ids.astype(jnp.int32)
   else:
-    same_segment = query_segment_ids[:, :, None] == key_segment_ids[:, None, :]
-    bias = bias.replace(per_example=mask_to_bias(same_segment & key_valid[:, None, :])[:, None])
+    query_segments, key_segments = (jnp.zeros(valid.shape, jnp.int32) for valid in (query_valid, key_valid))
+  bias = AttentionBias(
+      query_segments=query_segments, key_segments=jnp.where(key_valid, key_segments, NO_QUERY), prefix=prefix,
+      causal=causal, is_packed=is_packed, has_arrays=False)
+  if not is_packed and prefix is None:
+    bias = bias.replace(query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid))
   if position is not None:
-    return bias.with_position(position)
-  return bias.replace(shared=causal_bias(query_valid.shape[1], key_valid.shape[1])) if causal else bias
+    bias = bias.with_position(position)
+  return bias.with_arrays() if arrays else bias

@@ -15,6 +15,7 @@ from jax import lax
 
 from t5x_lite.layers.dense import Initializer
 from t5x_lite.layers.embedding import default_embedding_init
+from t5x_lite.layers.masks import DistanceBias, expand_diagonals
 
 
 def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
@@ -57,25 +58,6 @@ def relative_position_bucket(
   return jnp.where(relative_position > 0, bucket + num_buckets // 2, bucket)
 
 
-def _expand_diagonals(values: jax.Array, q_len: int, k_len: int) -> jax.Array:
-  """Return [..., q_len, k_len] with entries (i, j) = `values[..., j - i + q_len - 1]`.
-
-  Rows are slices of a repeated copy of `values` whose period is one longer than the row stride, so that each row starts
-  one entry earlier. The derivative is a plain sum; that of a gather would be a scatter with many collisions.
-
-  Args:
-    values: [..., q_len + k_len - 1].
-  """
-  period = q_len + k_len
-  lead = values.shape[:-1]
-  no_pad = [(0, 0, 0)] * len(lead)
-  padded = lax.pad(values, jnp.zeros((), values.dtype), [*no_pad, (0, 1, 0)])
-  repeated = jnp.broadcast_to(padded[..., None, :], (*lead, q_len, period)).reshape(*lead, q_len * period)
-  start = q_len - 1
-  skewed = lax.slice_in_dim(repeated, start, start + q_len * (period - 1), axis=-1)
-  return skewed.reshape(*lead, q_len, period - 1)[..., :k_len]
-
-
 class RelativePositionBiases(nn.Module):
   """Table of biases per head and distance bucket, for query and key positions.
 
@@ -93,7 +75,21 @@ class RelativePositionBiases(nn.Module):
   dtype: Any
   embedding_init: Initializer = default_embedding_init
 
-  @nn.compact
+  def setup(self):
+    self.rel_embedding = nn_partitioning.param_with_axes(
+        'rel_embedding', self.embedding_init, (self.num_heads, self.num_buckets), jnp.float32,
+        axes=('heads', 'relpos_buckets'), module=self)
+
+  def _values(self, first: int, klen: int, bidirectional: bool) -> jax.Array:
+    """Return <dtype>[num_heads, first + klen], the biases of the distances -first to klen - 1."""
+    relative_position = jnp.arange(-first, klen, dtype=jnp.int32)
+    bucket = relative_position_bucket(relative_position, bidirectional, self.num_buckets, self.max_distance)
+    return jnp.take(self.rel_embedding.astype(self.dtype), bucket, axis=1)
+
+  def by_distance(self, qlen: int, klen: int, bidirectional: bool = True) -> DistanceBias:
+    """Compute the biases of a call without `query_offset`, float32 by distance."""
+    return DistanceBias(self._values(qlen - 1, klen, bidirectional).astype(jnp.float32), qlen)
+
   def __call__(
       self, qlen: int, klen: int, bidirectional: bool = True, query_offset: jax.Array | None = None) -> jax.Array:
     """Compute biases for queries at consecutive positions and keys at positions 0 to klen - 1.
@@ -108,20 +104,14 @@ class RelativePositionBiases(nn.Module):
     Returns:
       <dtype>[1, num_heads, qlen, klen], or [batch, num_heads, qlen, klen] with a `query_offset` per row.
     """
-    table = nn_partitioning.param_with_axes(
-        'rel_embedding', self.embedding_init, (self.num_heads, self.num_buckets), jnp.float32,
-        axes=('heads', 'relpos_buckets')).astype(self.dtype)
     # All (query, key) pairs on a diagonal have the same distance: look up one value per distance, then expand.
-    first = (qlen if query_offset is None else klen) - 1
-    relative_position = jnp.arange(-first, klen, dtype=jnp.int32)
-    bucket = relative_position_bucket(relative_position, bidirectional, self.num_buckets, self.max_distance)
-    values = jnp.take(table, bucket, axis=1)
     if query_offset is None:
-      return _expand_diagonals(values, qlen, klen)[None]
-
+      return expand_diagonals(self._values(qlen - 1, klen, bidirectional), qlen, klen)[None]
     # The values of all distances are the same in every step; a step uses a window of them.
+    values = self._values(klen - 1, klen, bidirectional)
+
     def window(offset):
       visible = lax.dynamic_slice_in_dim(values, klen - qlen - offset, qlen + klen - 1, axis=1)
-      return _expand_diagonals(visible, qlen, klen)
+      return expand_diagonals(visible, qlen, klen)
 
     return window(query_offset)[None] if jnp.ndim(query_offset) == 0 else jax.vmap(window)(query_offset)

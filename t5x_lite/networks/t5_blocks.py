@@ -130,7 +130,9 @@ class PositionEncoding:
   Attributes:
     biases_fn: function of (config, name=) that returns a module, called as `module(num queries, num keys,
       bidirectional, query_offset)`, of biases <float>[1 or batch, heads, q, k]; see `layers.RelativePositionBiases`.
-      There is one per stack or per layer, see `relpos_bias_tables` of the configuration. None adds no biases.
+      There is one per stack or per layer, see `relpos_bias_tables` of the configuration. Those of a
+      `layers.RelativePositionBiases` are kept by distance, so that long rows need no array of all pairs. None adds no
+      biases.
     encode_positions_fn: see `layers.MultiHeadDotProductAttention`. In packed rows it gets positions in the row, so it
       must depend only on distances.
   """
@@ -140,7 +142,7 @@ class PositionEncoding:
 
   def biases(
       self, config: StackConfig, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
-  ) -> jax.Array | None:
+  ) -> jax.Array | layers.DistanceBias | None:
     """Return the biases of a module named `relpos_bias`; None without biases.
 
     Args:
@@ -151,12 +153,14 @@ class PositionEncoding:
       offset: position of the first query, int32 [] or [batch]; None for 0.
 
     Returns:
-      <float>[1 or batch, heads, q_len, k_len].
+      <float>[1 or batch, heads, q_len, k_len], or the same by distance.
     """
     if self.biases_fn is None:
       return None
     module = checks.call_custom(
         'PositionEncoding', 'biases_fn', 'config, name=', self.biases_fn, config, name='relpos_bias')
+    if type(module) is layers.RelativePositionBiases and offset is None:  # a subclass may compute others
+      return module.by_distance(q_len, k_len, bidirectional)
     biases = module(q_len, k_len, bidirectional, offset)
     if getattr(biases, 'ndim', None) != 4:
       raise ConfigError(

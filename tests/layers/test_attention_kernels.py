@@ -29,7 +29,7 @@ _PADDING = layers.make_attention_bias(jnp.ones((2, 64), bool), jnp.ones((2, 64),
 _PACKED = layers.make_attention_bias(
     jnp.ones((2, 64), bool), jnp.ones((2, 64), bool), query_segment_ids=jnp.ones((2, 64)),
     key_segment_ids=jnp.ones((2, 64)))
-_LEGAL = dict(platform='gpu', dtype=jnp.bfloat16, head_dim=64, q_len=64, k_len=64, bias=_PADDING, dropout=False)
+_LEGAL = dict(platform='gpu', dtype=jnp.bfloat16, head_dim=64, q_len=64, k_len=64, bias=_PADDING)
 
 
 @pytest.mark.parametrize('change, reason, remedy', [
@@ -40,13 +40,14 @@ _LEGAL = dict(platform='gpu', dtype=jnp.bfloat16, head_dim=64, q_len=64, k_len=6
     ({'platform': 'cpu'}, 'backend', 'auto'),
     ({'platform': 'tpu'}, 'backend', 'auto'),
     ({'dtype': jnp.float32}, 'half precision', 'bfloat16'),
-    ({'dropout': True}, 'dropout', 'dropout_rate=0.0'),
     ({'head_dim': 60}, 'multiple of 8', 'head_dim'),
     ({'head_dim': 256}, 'up to 128', 'head_dim'),
     ({'q_len': 63}, 'even', 'task_feature_lengths'),
     ({'k_len': 1}, 'even', 'task_feature_lengths'),
-    ({'bias': _PACKED}, 'packed', 'unpacked'),
-    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 3, 64, 64)))}, 'per example', 'unpacked'),
+    ({'bias': _PACKED}, None, None),
+    ({'bias': _PACKED.with_position(jnp.zeros((1, 3, 64, 64)))}, 'packed', 'pack=False'),
+    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 3, 64, 64)))}, 'per example', 'auto'),
+    ({'bias': _PADDING.plus(jnp.zeros((1, 1, 64, 64)))}, 'more than padding', 'auto'),
 ])
 def test_fused_attention_is_taken_where_it_computes_the_same(change, reason, remedy):
   conditions = {**_LEGAL, **change}
@@ -102,8 +103,8 @@ def use_gpu(monkeypatch, device, cudnn_version):
     monkeypatch.setattr(module, 'cuda_versions', versions)
   monkeypatch.setattr(jax, 'default_backend', lambda: device.platform)
   monkeypatch.setattr(jax, 'local_devices', lambda: [device])
-  # The first choice is logged once per process: no public function makes it the first again.
-  monkeypatch.setattr(attention_kernels, '_has_logged_choice', False)
+  # A choice is logged once per process: no public function makes it the first again.
+  monkeypatch.setattr(attention_kernels, '_logged_choices', set())
 
 
 @pytest.mark.parametrize('device,cudnn_version,reason', _GPUS)
@@ -124,7 +125,8 @@ def test_auto_asks_the_gpu_and_says_so_once(monkeypatch, caplog, device, cudnn_v
       attend('auto')
   assert taken == ['cudnn'] * 3 * (reason is None)
   (line,) = caplog.messages
-  assert line.startswith(f"attention_kernel='auto' takes {'dot' if reason else 'cudnn'!r}") and (reason or '') in line
+  assert line.startswith(f"Attention kernel: {'dot' if reason else 'cudnn'!r} for 64 queries and 64 keys, since ")
+  assert (reason or 'allow it') in line
   assert 'use attention_kernel' not in line
   if reason is None:
     attend('cudnn')
@@ -134,16 +136,38 @@ def test_auto_asks_the_gpu_and_says_so_once(monkeypatch, caplog, device, cudnn_v
 
 
 def test_the_logged_choice_is_that_of_training(monkeypatch, caplog):
-  """Initialization, without dropout, could use the fused kernel; the step cannot."""
+  """Not that of the first call, which initializes the parameters with a short input."""
   use_gpu(monkeypatch, H100, 90800)
   module = layers.MultiHeadDotProductAttention(2, 64, dtype=jnp.bfloat16, dropout_rate=0.1, attention_kernel='auto')
   x = jnp.zeros((2, 4, 128))
   with caplog.at_level(logging.INFO):
     variables = jax.eval_shape(lambda: module.init(_KEY, x, x, deterministic=True))
+    assert not caplog.messages
     for _ in range(2):
       jax.eval_shape(lambda v: module.apply(v, x, x, rngs={'dropout': _KEY}), variables)
-  (line,) = caplog.messages
-  assert "takes 'dot'" in line and 'set dropout_rate=0.0' in line
+  assert caplog.messages == ["Attention kernel: 'cudnn' for 4 queries and 4 keys, since device, dtype, lengths and mask "
+                             'allow it.']
+
+
+@pytest.mark.parametrize('platform,q_len,k_len,kernel', [
+    ('cpu', 512, 512, 'dot'), ('cpu', 1023, 1024, 'dot'), ('cpu', 512, 2048, 'blockwise'),
+    ('gpu', 511, 512, 'dot'), ('gpu', 512, 512, 'blockwise'), ('tpu', 512, 512, 'blockwise')])
+def test_long_rows_take_blocks(monkeypatch, caplog, platform, q_len, k_len, kernel):
+  """The choice and its reason are one line of the log, or of `kernel_choices`, except for 'dot' on a CPU."""
+  monkeypatch.setattr(attention_kernels, '_logged_choices', set())
+  conditions = dict(platform=platform, dtype=jnp.float32, head_dim=64, q_len=q_len, k_len=k_len,
+                    bias=layers.AttentionBias.from_array(jnp.zeros((2, 3, 1, 1))))
+  with caplog.at_level(logging.INFO):
+    for _ in range(2):
+      assert layers.select_attention_kernel('auto', **conditions) == kernel
+    with layers.kernel_choices() as choices:
+      layers.select_attention_kernel('auto', **conditions)
+  assert len(caplog.messages) == (platform != 'cpu' or kernel != 'dot')
+  (choice,) = choices
+  assert choice.kernel == kernel and f'{q_len * k_len:,} scores per head are' in choice.reason
+  monkeypatch.setattr(layers.platforms, 'traced_platform', lambda: platform)
+  assert layers.uses_arrays('auto', q_len, k_len) == (kernel == 'dot')
+  assert layers.uses_arrays('dot', q_len, k_len) and not layers.uses_arrays('blockwise', q_len, k_len)
 
 
 def test_the_mesh_decides_for_which_platform(monkeypatch, caplog):

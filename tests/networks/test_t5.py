@@ -13,6 +13,7 @@ from jax.extend import core as jax_core
 from t5x_lite import layers
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layers import blockwise
 from t5x_lite.networks import decoder_only, t5
 from tests.networks import network_cases as cases
 
@@ -20,19 +21,21 @@ from tests.networks import network_cases as cases
 
 
 # Each kind of network once, with the ways to compile it spread over them.
-@pytest.mark.parametrize('name, scan_layers, remat_policy', [
-    ('net_t5_1_0_tiny', False, 'none'),
-    pytest.param('net_t5_1_1_tiny', False, 'full', marks=pytest.mark.full),
-    pytest.param('net_t5_1_1_packed', False, 'minimal', marks=pytest.mark.full),
-    pytest.param('net_t5_1_1_packed', True, 'none', marks=pytest.mark.full),  # by default, tests/models has it
-    pytest.param('net_scalable_t5_1_1_tiny', False, 'none', marks=pytest.mark.full),
-    pytest.param('net_scalable_t5_1_1_tiny', False, 'save_attention', marks=pytest.mark.full),
-    pytest.param('net_scalable_t5_1_1_tiny', True, 'save_dots_except_mlp', marks=pytest.mark.full),
-    ('net_scalable_t5_1_1_tiny', True, 'minimal'),
+@pytest.mark.parametrize('name, scan_layers, remat_policy, kernel', [
+    ('net_t5_1_0_tiny', False, 'none', 'dot'),
+    pytest.param('net_t5_1_1_tiny', False, 'full', 'dot', marks=pytest.mark.full),
+    pytest.param('net_t5_1_1_packed', False, 'minimal', 'dot', marks=pytest.mark.full),
+    pytest.param('net_t5_1_1_packed', True, 'none', 'dot', marks=pytest.mark.full),  # by default, tests/models has it
+    ('net_t5_1_1_packed', False, 'none', 'blockwise'),
+    pytest.param('net_scalable_t5_1_1_tiny', False, 'none', 'dot', marks=pytest.mark.full),
+    pytest.param('net_scalable_t5_1_1_tiny', False, 'save_attention', 'dot', marks=pytest.mark.full),
+    pytest.param('net_scalable_t5_1_1_tiny', True, 'save_dots_except_mlp', 'blockwise', marks=pytest.mark.full),
+    ('net_scalable_t5_1_1_tiny', True, 'minimal', 'blockwise'),
 ])
-def test_golden_networks(name, scan_layers, remat_policy):
+def test_golden_networks(monkeypatch, name, scan_layers, remat_policy, kernel):
+  monkeypatch.setattr(blockwise, '_CPU_BLOCK', 8)
   description, arrays = cases.golden(name)
-  config = cases.golden_config(name, scan_layers=scan_layers, remat_policy=remat_policy)
+  config = cases.golden_config(name, scan_layers=scan_layers, remat_policy=remat_policy, attention_kernel=kernel)
   batch, weights = cases.golden_batch(name)
   params = cases.golden_params(name)
   loss, grads, logits, encoded = cases.loss_and_grads(
@@ -114,7 +117,7 @@ def test_layers_start_different_and_the_layout_does_not_change_the_start():
     ({'remat_policy': 'offload'}, r"remat_offload` must be a sequence of names .*'layer_input'.*, got \(\)"),
     ({'remat_policy': 'offload', 'remat_offload': ('keys',)}, "remat_offload` must be .* got .*'keys'"),
     ({'param_layout': 'scalable-t5'}, "param_layout` .* got 'scalable-t5'. Did you mean 'scalable_t5'"),
-    ({'attention_kernel': 'flash'}, "attention_kernel` must be one of 'auto', 'dot', got 'flash'"),
+    ({'attention_kernel': 'flash'}, "attention_kernel` must be one of 'auto', 'dot', 'blockwise', 'splash', got 'flash'"),
     ({'attention_kernel': 'cudnn'}, "got 'cudnn'. 'cudnn' needs half precision: set dtype='bfloat16'"),
     ({'relpos_bias_tables': 'per_head'}, "relpos_bias_tables` .* 'per_stack', 'per_layer' or None, got 'per_head'"),
     ({'relpos_bias_tables': 'per_stack', 'param_layout': 'scalable_t5'}, "'per_stack' needs param_layout='t5'"),

@@ -17,6 +17,7 @@ from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import eval_steps
 from t5x_lite import evaluation
+from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
@@ -240,15 +241,20 @@ def make_trainer(
   return trainer, initializer, init_rng
 
 
-def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> None:
+def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> list[layers.KernelChoice]:
   """Trace the training and evaluation steps to find errors that only tracing shows; compile nothing.
 
   Args:
     trainer: trainer, which must not run steps afterwards.
     run_data: data of the run.
+
+  Returns:
+    The kernels that `attention_kernel='auto'` takes in the steps.
   """
-  trainer.partitioned_train_step().trace(
-      trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
-  for _, metric_fns, spec in run_data.eval_programs:
-    if metric_fns is None:  # `make_trainer` has traced the others.
-      trainer.eval_steps.make().trace(trainer.step_state, spec)
+  with layers.kernel_choices() as choices:
+    trainer.partitioned_train_step().trace(
+        trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
+    for _, metric_fns, spec in run_data.eval_programs:
+      if metric_fns is None:  # `make_trainer` has traced the others.
+        trainer.eval_steps.make().trace(trainer.step_state, spec)
+  return choices

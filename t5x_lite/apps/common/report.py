@@ -15,6 +15,7 @@ from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
 from t5x_lite import json_lines
+from t5x_lite import layers
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import non_finite
 from t5x_lite import partitioning
@@ -35,7 +36,7 @@ _SAMPLE_SECONDS = 5.0
 
 def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner,
              specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]], start: start_lib.StartingPoint,
-             plan: str, num_microbatches: int) -> str:
+             plan: str, num_microbatches: int, attention_kernels: Sequence[layers.KernelChoice] = ()) -> str:
   """Return the description of a run before it starts: parameters, memory, batches and plan.
 
   Args:
@@ -45,6 +46,7 @@ def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartiti
     start: starting point of the run.
     plan: plan of the run, see `plan.describe_plan`.
     num_microbatches: number of micro-batches per step.
+    attention_kernels: kernels that `attention_kernel='auto'` takes.
   """
   report = partitioner.explain(train_state_shape)
   totals = report.totals()
@@ -58,6 +60,7 @@ def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartiti
       f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
       'Batches\n' + format_table(rows)
       + (f'\nTraining batches are split into {num_microbatches} micro-batches.' if num_microbatches > 1 else ''),
+      *(['Attention kernels\n' + '\n'.join(map(str, attention_kernels))] if attention_kernels else []),
       f'Plan\nstart        {start.description}\n{plan}',
   ]
   return '\n\n'.join(parts)

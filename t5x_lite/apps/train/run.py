@@ -242,12 +242,12 @@ def train(
     evaluations.check_metric_names(() if save_cfg is None else checkpoints.metric_names(save_cfg))
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
-      parts_lib.trace_steps(trainer, run_data)
+      choices = parts_lib.trace_steps(trainer, run_data)
       text = report.describe(
           train_state_shape=state_shape, partitioner=cfg.partitioner, specs=run_data.element_specs, start=start,
           plan=plan_lib.describe_plan(
               plan_lib.list_stretches(plan_fn(first_step), last_step, cfg.longest_period), last_step, num_epochs),
-          num_microbatches=trainer.num_microbatches)
+          num_microbatches=trainer.num_microbatches, attention_kernels=choices)
       if multihost.is_lead():
         print(text)
       return first_step, state_shape

@@ -1,0 +1,251 @@
+"""Fused kernels of attention: cuDNN's for NVIDIA GPUs and splash attention for TPUs.
+
+Both return zeros for padding queries of packed rows.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x_lite.layers import platforms
+from t5x_lite.layers.masks import AttentionBias
+from t5x_lite.layers.shards import on_each_device
+
+# cuDNN's limit on all supported GPUs (Hopper's is higher).
+_CUDNN_MAX_HEAD_DIM = 128
+# Compute capability of the oldest GPUs with cuDNN's fused attention, Ampere, and with that of packed rows, Hopper.
+_CUDNN_MIN_CAPABILITY, _CUDNN_MIN_PACKED_CAPABILITY = (8, 0), (9, 0)
+# Smallest cuDNN version by compute capability, for those that need a later cuDNN than JAX does.
+_CUDNN_MIN_VERSIONS = {(10, 3): 91100}
+# Largest number of examples of a packed row for cuDNN, whose statistics of the softmax have a row for each.
+_CUDNN_MAX_SEGMENTS = 32
+# Largest tiles of splash attention. Lengths must be multiples of the smallest.
+_SPLASH_TILES = (512, 256, 128)
+USE_AUTO = ": use attention_kernel='auto'"
+
+
+def installed_cudnn_version() -> int | None:
+  """Return the version of JAX's cuDNN, such as 90800 for 9.8.0; None without cuDNN."""
+  try:
+    # JAX's fused attention uses the same module, which is None without the CUDA plugin.
+    from jax._src.lib import cuda_versions
+    return cuda_versions.cudnn_get_version()
+  except (ImportError, AttributeError, RuntimeError):
+    return None
+
+
+def gpu_unsupported_reason(device: Any, cudnn_version: int | None, packed: bool = False) -> str | None:
+  """Return the reason why a GPU does not support cuDNN's fused attention, or None if it does.
+
+  Args:
+    device: a `jax.Device` of platform 'gpu'.
+    cudnn_version: version number of cuDNN, None without it.
+    packed: True for rows of several packed examples.
+
+  Returns:
+    A clause with the reason and the remedy.
+  """
+  if 'cuda' not in device.client.platform_version.lower():
+    return f'cuDNN needs an NVIDIA GPU with CUDA and {device.device_kind} is not one' + USE_AUTO
+  if cudnn_version is None:
+    return "cuDNN is not installed: install JAX with its CUDA packages, pip install 'jax[cuda12]' or 'jax[cuda13]'"
+  capability = tuple(int(part) for part in device.compute_capability.split('.'))
+  if capability < _CUDNN_MIN_CAPABILITY:
+    return (f'{device.device_kind} has compute capability {device.compute_capability} and the fused kernel needs '
+            f'{".".join(map(str, _CUDNN_MIN_CAPABILITY))}{USE_AUTO}')
+  if packed and capability < _CUDNN_MIN_PACKED_CAPABILITY:
+    return (f'{device.device_kind} has compute capability {device.compute_capability} and packed rows need '
+            f'{".".join(map(str, _CUDNN_MIN_PACKED_CAPABILITY))}: set pack=False')
+  needed = _CUDNN_MIN_VERSIONS.get(capability, 0)
+  if cudnn_version < needed:
+    return (f'{device.device_kind} needs cuDNN {_format_version(needed)} and {_format_version(cudnn_version)} is '
+            'installed: update nvidia-cudnn')
+  return None
+
+
+def _format_version(version: int) -> str:
+  return f'{version // 10000}.{version // 100 % 100}.{version % 100}'
+
+
+def cudnn_unsupported_reason(
+    *, platform: str, dtype: Any, head_dim: int, q_len: int, k_len: int, bias: AttentionBias | None,
+    gpu: str | None = None) -> str | None:
+  """Return the reason why cuDNN's fused attention does not support an attention, or None if it does.
+
+  Args:
+    platform: result of `platforms.traced_platform`.
+    dtype: compute dtype.
+    head_dim: size of a head.
+    q_len: number of queries.
+    k_len: number of keys.
+    bias: bias of the scores.
+    gpu: result of `gpu_unsupported_reason` for the GPU of the program.
+
+  Returns:
+    A clause with the reason and the remedy, or None.
+  """
+  if platform == platforms.PORTABLE:
+    return 'it runs only on CUDA and JAX cannot serialize programs with it' + USE_AUTO
+  if platform != 'gpu':
+    return f'the backend is {platform!r} and cuDNN needs an NVIDIA GPU{USE_AUTO}'
+  if gpu is not None:
+    return gpu
+  if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+    return f"dtype is {jnp.dtype(dtype).name} and cuDNN computes in half precision only: set dtype='bfloat16'"
+  if head_dim % 8 or head_dim > _CUDNN_MAX_HEAD_DIM:
+    return f'head_dim is {head_dim} and must be a multiple of 8 up to {_CUDNN_MAX_HEAD_DIM}: change head_dim'
+  if q_len % 2 or k_len % 2:
+    return f'lengths are {q_len} and {k_len} and must be even: change task_feature_lengths'
+  if bias is None:
+    return None
+  has_mask = bias.per_example is not None or bias.key_segments is not None
+  if bias.prefix is not None or has_mask and not (bias.is_packed or bias.key_lengths is not None):
+    return ('the mask differs between examples by more than padding and packing (bidirectional attention among inputs, '
+            'or a bias per example)' + USE_AUTO)
+  if bias.is_packed and (bias.has_position or not bias.is_described):
+    return 'rows are packed and cuDNN adds no position biases within packed rows: set pack=False'
+  return None
+
+
+def splash_unsupported_reason(
+    *, platform: str, q_len: int, k_len: int, bias: AttentionBias | None) -> str | None:
+  """Return the reason why splash attention does not support an attention, or None if it does.
+
+  For the arguments and the result see `cudnn_unsupported_reason`.
+  """
+  if platform != 'tpu':
+    return f'the backend is {platform!r} and splash attention needs a TPU{USE_AUTO}'
+  if q_len % _SPLASH_TILES[-1] or k_len % _SPLASH_TILES[-1]:
+    return (f'lengths are {q_len} and {k_len} and must be multiples of {_SPLASH_TILES[-1]}: change '
+            'task_feature_lengths')
+  if bias is None:
+    return None
+  if bias.has_position or not bias.is_described:
+    return 'it adds no position biases' + USE_AUTO
+  if bias.prefix is not None:
+    return 'it has no bidirectional attention among inputs' + USE_AUTO
+  return None
+
+
+gpu_refusal, cudnn_refusal = gpu_unsupported_reason, cudnn_unsupported_reason  # former names
+
+
+def cudnn_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: AttentionBias | None, fallback: Any) -> jax.Array:
+  """Attend by cuDNN's kernel, where `cudnn_unsupported_reason` is None.
+
+  Args:
+    query: <bfloat16 or float16>[batch, q, heads, head_dim].
+    key: <dtype>[batch, k, heads, head_dim].
+    value: like `key`.
+    bias: bias of the scores.
+    fallback: function of the same four arguments for packed rows that cuDNN does not take: with more than
+      `_CUDNN_MAX_SEGMENTS` examples, with padding between tokens, or with targets without inputs.
+
+  Returns:
+    <dtype>[batch, q, heads, head_dim].
+  """
+  bias = bias or AttentionBias()
+  if not bias.is_packed:
+    position = bias.position_array()
+    return jax.nn.dot_product_attention(
+        query, key, value, bias=None if position is None else position.astype(query.dtype), scale=1.0,
+        is_causal=bias.causal, query_seq_lengths=bias.query_lengths, key_value_seq_lengths=bias.key_lengths,
+        implementation='cudnn')
+  return jax.lax.cond(
+      _is_in_order(bias.query_segments, bias.key_segments), lambda *args: _cudnn_packed(*args, bias),
+      lambda *args: fallback(*args, bias), query, key, value)
+
+
+def _is_in_order(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
+  """Return whether segments are consecutive from 1 and padding is last, with keys for all queries: bool []."""
+  is_fine = jnp.array(True)
+  for segments in (query_segments, key_segments):
+    is_fine &= jnp.all(segments <= _CUDNN_MAX_SEGMENTS) & jnp.all(segments != 0)
+    following = segments[:, 1:]
+    is_fine &= jnp.all((following >= segments[:, :-1]) & (segments[:, :-1] > 0) | (following < 0))
+  num_queries, num_keys = _segment_lengths(query_segments), _segment_lengths(key_segments)
+  return is_fine & jnp.all((num_queries == 0) | (num_keys > 0))
+
+
+def _segment_lengths(segments: jax.Array) -> jax.Array:
+  """Return int32 [batch, _CUDNN_MAX_SEGMENTS], the number of tokens of the segments 1, 2, ..."""
+  numbers = jnp.arange(1, _CUDNN_MAX_SEGMENTS + 1, dtype=jnp.int32)
+  return jnp.sum(segments[:, :, None] == numbers, axis=1, dtype=jnp.int32)
+
+
+def packed_layout(query_segments: jax.Array, key_segments: jax.Array) -> tuple[jax.Array, ...]:
+  """Return cuDNN's description of packed rows, int32 with -1 for segments that a row does not have.
+
+  Args:
+    query_segments: int32 [batch, q], consecutive from 1, with negative padding at the end.
+    key_segments: int32 [batch, k], like `query_segments`.
+
+  Returns:
+    (lengths of the segments of queries [batch, segments], of keys, offset of each segment of queries
+    [batch, segments + 1], of keys).
+  """
+  lengths = [_segment_lengths(segments) for segments in (query_segments, key_segments)]
+  exists = (lengths[0] > 0) | (lengths[1] > 0)
+  offsets = [jnp.pad(jnp.where(exists, jnp.cumsum(length, axis=1) - length, -1), ((0, 0), (0, 1)), constant_values=-1)
+             for length in lengths]
+  return *(jnp.where(exists, length, -1) for length in lengths), *offsets
+
+
+def _cudnn_packed(query, key, value, bias):
+  # JAX has no public function with offsets. What the kernel leaves for padding may be anything, and so may the
+  # derivatives, which `where` replaces by zeros.
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn
+  is_query, is_key = ((segments > 0)[:, :, None, None] for segments in (bias.query_segments, bias.key_segments))
+  query, key, value = (jnp.where(mask, x, 0) for mask, x in ((is_query, query), (is_key, key), (is_key, value)))
+  q_lengths, k_lengths, q_offsets, k_offsets = packed_layout(bias.query_segments, bias.key_segments)
+  mask_type = cudnn.MaskType.PADDING_CAUSAL if bias.causal else cudnn.MaskType.PADDING
+  output = cudnn.dot_product_attention(
+      query, key, value, q_seqlen=q_lengths, kv_seqlen=k_lengths, q_offsets=q_offsets, kv_offsets=k_offsets, scale=1.0,
+      mask_type=mask_type)
+  return jnp.where(is_query, output, 0)
+
+
+def splash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: AttentionBias | None, *, interpret: bool = False
+) -> jax.Array:
+  """Attend by the splash kernel, where `splash_unsupported_reason` is None.
+
+  Args:
+    query: <float>[batch, q, heads, head_dim].
+    key: <float>[batch, k, heads, head_dim].
+    value: like `key`.
+    bias: bias of the scores.
+    interpret: True to run the kernel on any platform, slowly.
+
+  Returns:
+    <dtype>[batch, q, heads, head_dim].
+  """
+  bias = bias or AttentionBias()
+  segments = () if bias.key_segments is None else (bias.query_segments, bias.key_segments)
+  fn = functools.partial(_splash, causal=bias.causal, interpret=interpret)
+  output = on_each_device(
+      fn, (*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), *segments), (*['bh..'] * 3, *['b.'] * len(segments)),
+      'bh..')
+  output = jnp.swapaxes(output, 1, 2)
+  return jnp.where((bias.query_segments >= 0)[:, :, None, None], output, 0) if bias.is_packed else output
+
+
+def _splash(query, key, value, *segments, causal, interpret):
+  """Attend from [batch, heads, q, head_dim] to keys and values with the same order of dims."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+  heads, q_len, k_len = query.shape[1], query.shape[2], key.shape[2]
+  mask = (masks.CausalMask if causal else masks.FullMask)((q_len, k_len))
+  q_tile, k_tile = (next(tile for tile in _SPLASH_TILES if length % tile == 0) for length in (q_len, k_len))
+  sizes = kernels.BlockSizes(
+      block_q=q_tile, block_kv=k_tile, block_q_dkv=q_tile, block_kv_dkv=k_tile, block_q_dq=q_tile, block_kv_dq=k_tile)
+  kernel = kernels.make_splash_mha(
+      masks.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+      residual_checkpoint_name='attention_context', interpret=interpret)
+  if not segments:
+    return jax.vmap(kernel)(query, key, value)
+  return jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, segment_ids=kernels.SegmentIds(*ids)))(
+      query, key, value, *segments)

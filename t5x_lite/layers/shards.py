@@ -1,0 +1,63 @@
+"""Functions that run on each device's part of attention's arrays, by the logical axis rules in context."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+import jax
+from flax.linen import partitioning as nn_partitioning
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from t5x_lite.types import PyTree
+
+_LOGICAL_AXES = {'b': 'batch', 'h': 'heads'}
+
+
+def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result_dims: PyTree) -> PyTree:
+  """Return `fn(*args)`, computed on each device for its rows of the batch and its heads.
+
+  Without rules or without a mesh of several devices, `fn` is called on the whole arrays. So are dims whose size is not
+  a multiple of the number of their devices.
+
+  Args:
+    fn: function of arrays, to be the same for rows and heads.
+    args: tuple of its arguments, pytrees of arrays.
+    dims: one string per array, with one letter per dim: 'b' for the batch, 'h' for the heads, '.' for another dim.
+    result_dims: strings of the results. A result without the batch (or heads) is summed over it.
+  """
+  mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
+  axes = {}
+  if rules and not mesh.empty and mesh.size > 1:
+    leaves, names = jax.tree.leaves(args), jax.tree.leaves(dims)
+    for letter, entry in zip(_LOGICAL_AXES, _mesh_axes(tuple(_LOGICAL_AXES.values()), rules), strict=True):
+      found = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,) if entry else ()
+      usable = set(found) <= set(mesh.axis_names) and not set(found) & set(mesh.manual_axes)
+      shards = math.prod(mesh.shape[axis] for axis in found) if usable else 1
+      sizes = [array.shape[dim.index(letter)] for array, dim in zip(leaves, names, strict=True) if letter in dim]
+      if shards > 1 and all(size % shards == 0 for size in sizes):
+        axes[letter] = found
+  if not axes:
+    return fn(*args)
+
+  def run(*args):
+    results = fn(*args)
+    return jax.tree.map(lambda dim, part: _sum(part, [axes[letter] for letter in axes if letter not in dim]),
+                        result_dims, results)
+
+  def spec(dim):
+    return PartitionSpec(*(axes.get(letter) for letter in dim))
+
+  return jax.shard_map(run, in_specs=jax.tree.map(spec, dims), out_specs=jax.tree.map(spec, result_dims),
+                       check_vma=False)(*args)
+
+
+def _mesh_axes(names: tuple[str, ...], rules: Any) -> tuple[Any, ...]:
+  """Return the mesh axes of logical axes; None for one without a rule."""
+  known = {name for name, _ in rules}
+  return tuple(nn_partitioning.logical_to_mesh_axes(tuple(name if name in known else None for name in names), rules))
+
+
+def _sum(array: jax.Array, groups: list[tuple[str, ...]]) -> jax.Array:
+  axes = tuple(axis for group in groups for axis in group)
+  return lax.psum(array, axes) if axes else array

@@ -1,0 +1,35 @@
+"""Functions on each device's rows and heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import partitioning
+from t5x_lite.layers.shards import on_each_device
+
+
+@pytest.mark.parametrize('batch,heads,local', [(8, 2, (2, 1)), (8, 3, (2, 3)), (6, 2, (6, 1)), (3, 3, (3, 3))])
+def test_each_device_gets_its_part(batch, heads, local):
+  """Dims that the devices do not divide are whole, and results without a dim are sums over it."""
+  shapes = []
+
+  def fn(x, scale):
+    shapes.append(x.shape[:2])
+    return x * scale[:, None], jnp.sum(x, axis=0)
+
+  x = jnp.arange(batch * heads * 5, dtype=jnp.float32).reshape(batch, heads, 5)
+  scale = jnp.arange(1.0, 1.0 + heads)
+  run = lambda x, scale: on_each_device(fn, (x, scale), ('bh.', 'h'), ('bh.', 'h.'))
+  want = run(x, scale)
+  assert shapes.pop() == (batch, heads)
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  got = partitioner.partition(run, None, None)(x, scale)
+  jax.tree.map(np.testing.assert_allclose, got, want)
+  assert set(shapes) == {local}
+  # Inside of `shard_map` over the same axes, the arrays are a device's already.
+  shapes.clear()
+  inner = lambda x, scale: jax.shard_map(run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False)(x, scale)
+  got = partitioner.partition(inner, None, None)(x, scale)
+  jax.tree.map(np.testing.assert_allclose, got, want)
+  assert set(shapes) == {(batch, heads)}
