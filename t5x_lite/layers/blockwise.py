@@ -329,8 +329,9 @@ def _attend_forward(blocks, query, key, value, bias):
   output, statistics = on_each_device(
       lambda *args: tuple(fn(*args)), (query, key, value, bias), (*[_HEADS_FIRST] * 3, _bias_dims(bias)),
       (_HEADS_FIRST, _HEADS_FIRST))
-  # A policy of rematerialization that stores both need not attend again.
   output, statistics = checkpoint_name((output.astype(value.dtype), statistics), 'attention_context')
+  # A policy that stores what operations return does not know results of loops; it has this name.
+  output, statistics = checkpoint_name((output, statistics), 'blockwise_context')
   return output, (query, key, value, bias, output, statistics)
 
 

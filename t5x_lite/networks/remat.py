@@ -25,7 +25,7 @@ RESULT_NAMES = ('layer_input', 'query', 'key', 'value', 'attention_weights', 'at
 # Names that each policy stores, in addition to `_stores_primitive`. Products of experts are not known by their
 # primitives: they have batch dims, or are within kernels with custom derivatives.
 _STORED_NAMES = {
-    'none': ('expert_hidden', 'expert_output'),
+    'none': ('blockwise_context', 'expert_hidden', 'expert_output'),
     'minimal': ('expert_hidden', 'expert_output'),
     'save_attention': ('attention_weights', 'attention_context'),
     'save_dots_except_mlp': ('query', 'key', 'value', 'attention_output'),

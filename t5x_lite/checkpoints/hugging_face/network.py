@@ -63,4 +63,5 @@ def network_config(
   return T5Config(
       **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
       float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, remat_offload=remat_offload,
-      scan_layers=scan_layers, param_layout=param_layout, attention_kernel=attention_kernel, loss_chunk_size=loss_chunk_size)
+      scan_layers=scan_layers, param_layout=param_layout, attention_kernel=attention_kernel,
+      loss_chunk_size=loss_chunk_size)
