@@ -132,10 +132,11 @@ def token_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _token_cross_entropy(logits, target_ids, label_smoothing, z_loss):
-  return _token_forward(logits, target_ids, label_smoothing, z_loss)[0]
+  return token_forward(logits, target_ids, label_smoothing, z_loss)[0]
 
 
-def _token_forward(logits, target_ids, label_smoothing, z_loss):
+def token_forward(logits, target_ids, label_smoothing, z_loss):
+  """Return ((loss, z), residuals) of `token_cross_entropy`, for loss functions with a backward pass of their own."""
   vocab_size = logits.shape[-1]
   on_mass, off_mass = _smoothed_masses(label_smoothing, vocab_size)
   logits_32 = logits.astype(jnp.float32)
@@ -154,7 +155,8 @@ def _token_forward(logits, target_ids, label_smoothing, z_loss):
   return (loss + z, z), (logits, target_ids, largest, log_sum)
 
 
-def _token_backward(label_smoothing, z_loss, residuals, cotangents):
+def token_backward(label_smoothing, z_loss, residuals, cotangents):
+  """Return (gradient of the logits, None) from the residuals of `token_forward` and the gradients of (loss, z)."""
   logits, target_ids, largest, log_sum = residuals
   loss_bar, z_bar = (cotangent[..., None] for cotangent in cotangents)
   vocab_size = logits.shape[-1]
@@ -174,7 +176,7 @@ def _target_mass(is_id: Array, on_mass: float, off_mass: float, vocab_size: int)
   return jnp.where(is_id, on_mass + (vocab_size - 1) * off_mass, vocab_size * off_mass).astype(jnp.float32)
 
 
-_token_cross_entropy.defvjp(_token_forward, _token_backward)
+_token_cross_entropy.defvjp(token_forward, token_backward)
 
 
 def compute_weighted_cross_entropy(
@@ -210,7 +212,7 @@ def compute_weighted_cross_entropy(
         'Logits [batch, length, vocab], targets [batch, length] and weights [batch, length] must match, got the shapes '
         f'{", ".join(map(str, shapes))}. For one-hot targets use cross_entropy_with_logits.')
   loss, z = token_cross_entropy(logits, targets, label_smoothing=label_smoothing, z_loss=z_loss)
-  loss -= _smoothed_target_entropy(label_smoothing, logits.shape[-1])
+  loss -= smoothed_target_entropy(label_smoothing, logits.shape[-1])
   if weights is None:
     weight_sum = jnp.asarray(targets.size, jnp.float32)
   else:
@@ -223,7 +225,7 @@ def compute_weighted_cross_entropy(
   return loss, z, weight_sum
 
 
-def _smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
+def smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
   """Return the entropy, in nats, of a one-hot distribution after label smoothing."""
   return -sum(
       count * mass * math.log(mass)

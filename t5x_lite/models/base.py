@@ -20,6 +20,7 @@ from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import tree_utils
 from t5x_lite.models import batch_metrics
+from t5x_lite.models import token_losses
 from t5x_lite.networks.network import Network
 from t5x_lite.types import Array, Batch, Params
 
@@ -197,6 +198,8 @@ class BaseTransformerModel(BaseModel):
   # True in a class whose `loss_fn` and `eval_fn` only pass parameters on to the network, which may then get those of
   # equal layers stacked. A subclass must declare it again; see `layer_stacks.is_accepted_by`.
   ACCEPTS_STACKED_LAYERS: ClassVar[bool] = False
+  # True in a class whose `compute_logits` passes `return_logits` to the network; see `Network`. Not inherited.
+  SUPPORTS_CHUNKED_LOSS: ClassVar[bool] = False
   # Names of the random streams of the module in training.
   RANDOM_STREAMS: ClassVar[tuple[str, ...]] = ('dropout',)
   # For subclasses with `auxiliary_losses`. True: multiply them by the number of target tokens before the division by
@@ -242,6 +245,7 @@ class BaseTransformerModel(BaseModel):
       self.FEATURE_CONVERTER = feature_converter_cls
     self.module = module
     self._custom_metrics = batch_metrics.CustomMetrics(type(self).__name__, metric_fns)
+    token_losses.check_chunk_size(self, module, type(self).__name__, metric_fns)
     self._input_vocabulary = input_vocabulary
     self._output_vocabulary = output_vocabulary
     self._decode_fn = decode_fn
@@ -293,6 +297,7 @@ class BaseTransformerModel(BaseModel):
 
   def with_metric_fns(self, metric_fns, owner):
     """See `BaseModel.with_metric_fns`."""
+    token_losses.check_chunk_size(self, self.module, owner, metric_fns)
     model = copy.copy(self)
     model._custom_metrics = batch_metrics.CustomMetrics(owner, metric_fns)
     return model
@@ -363,18 +368,20 @@ class BaseTransformerModel(BaseModel):
 
   def _loss(self, params, batch, dropout_rng, flax_mutables, updated):
     """Return (loss, metrics, collections after the pass) where the collections named in `updated` are mutable."""
-    logits, collections = self.compute_logits(
-        params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=('intermediates', *updated))
+    outputs, collections = self.compute_logits(
+        params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=('intermediates', *updated),
+        **token_losses.form_of_logits(self, self.module, self._custom_metrics.metric_fns))
     factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
     targets = batch['decoder_target_tokens']
-    loss, z_loss, _ = losses.compute_weighted_cross_entropy(
-        logits, targets, weights, self._label_smoothing, self._z_loss, factor)
-    metrics = batch_metrics.compute_base_metrics(logits, targets, weights, loss, z_loss, self._segment_ids(batch))
+    loss, z_loss, is_correct = token_losses.weighted_loss(
+        outputs, targets, weights, self._label_smoothing, self._z_loss, factor)
+    metrics = batch_metrics.compute_metrics(
+        is_correct, targets, weights, loss, z_loss, batch_metrics.segment_ids_of(batch))
     auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(collections.get('intermediates', {}), batch)
     # Only `loss` includes auxiliary losses; `cross_ent_loss` and the losses per token do not.
     loss += auxiliary_loss * (self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share)
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
-    return loss, self._custom_metrics.add_to(metrics, logits, batch), collections
+    return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
 
   def _auxiliary_weight(self, batch: Batch, weights: Array | None, factor: Array | float | None) -> Array | float:
     """Return the factor of the auxiliary losses of a batch; for a slice, the factor of its batch."""
@@ -393,15 +400,6 @@ class BaseTransformerModel(BaseModel):
     first, *others = self.RANDOM_STREAMS
     return {first: rng, **{name: jax.random.fold_in(rng, i) for i, name in enumerate(others, start=1)}}
 
-  def _segment_ids(self, batch: Batch) -> dict[str, Array]:
-    """Return segment ids by the names of metrics; for an unpacked batch, 1 at tokens and 0 at padding."""
-    suffix = '_segment_ids'
-    packed = {name.removesuffix(suffix): ids for name, ids in batch.items() if name.endswith(suffix)}
-    if packed:
-      return packed
-    names = ('encoder_input_tokens', 'decoder_target_tokens')
-    return {name: (batch[name] != 0).astype(jnp.int32) for name in names if name in batch}
-
   def score_batch(self, params, batch, return_intermediates=False, *, flax_mutables=None):
     """Compute each row's log-likelihood: the sum of log p(target) times loss weight, without smoothing and z-loss.
 
@@ -415,11 +413,13 @@ class BaseTransformerModel(BaseModel):
       <float32>[batch] scores, or (scores, the `intermediates` collection, to which `target_tokens` and
       `loss_weights` are added under `decoder`, each in a tuple like sown values).
     """
-    logits, collections = self.compute_logits(params, batch, flax_mutables=flax_mutables, mutable=('intermediates',))
+    outputs, collections = self.compute_logits(
+        params, batch, flax_mutables=flax_mutables, mutable=('intermediates',),
+        **token_losses.form_of_logits(self, self.module, ()))
     targets = batch['decoder_target_tokens']
     weights = batch.get('decoder_loss_weights')
     weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
-    scores = -jnp.sum(losses.token_cross_entropy(logits, targets)[0] * weights, axis=-1)
+    scores = -jnp.sum(token_losses.token_losses(outputs, targets) * weights, axis=-1)
     if not return_intermediates:
       return scores
     # Targets and weights are not sown, but needed to interpret sown values.

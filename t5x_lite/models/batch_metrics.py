@@ -51,6 +51,16 @@ class CustomMetrics:
     return metrics
 
 
+def segment_ids_of(batch: Batch) -> dict[str, Array]:
+  """Return segment ids by the names of metrics; for an unpacked batch, 1 at tokens and 0 at padding."""
+  suffix = '_segment_ids'
+  packed = {name.removesuffix(suffix): ids for name, ids in batch.items() if name.endswith(suffix)}
+  if packed:
+    return packed
+  names = ('encoder_input_tokens', 'decoder_target_tokens')
+  return {name: (batch[name] != 0).astype(jnp.int32) for name in names if name in batch}
+
+
 def count_packed_examples(segment_ids: Array) -> Array:
   """Return the number of examples packed into the rows, an int32 scalar.
 
@@ -65,7 +75,7 @@ def count_packed_examples(segment_ids: Array) -> Array:
   return jnp.sum(segment_ids[:, 0] != 0, dtype=jnp.int32) + jnp.sum(starts, dtype=jnp.int32)
 
 
-def _is_argmax(logits: Array, ids: Array) -> Array:
+def is_argmax(logits: Array, ids: Array) -> Array:
   """Return <bool>[...], True where `ids` equal the `argmax` of the logits, the first of equal maxima.
 
   Comparing with the logit of each id is vectorized on CPU; searching for the index of the maximum is not.
@@ -94,11 +104,23 @@ def compute_weighted_accuracy(
     weights: <float>[...], or None for ones.
   """
   weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-  return jnp.sum(jnp.where(_is_argmax(logits, targets), weights, 0.0)), jnp.sum(weights)
+  return jnp.sum(jnp.where(is_argmax(logits, targets), weights, 0.0)), jnp.sum(weights)
 
 
 def compute_base_metrics(
     logits: Array,
+    targets: Array,
+    mask: Array | None,
+    loss: Array,
+    z_loss: Array | None = None,
+    segment_ids: Mapping[str, Array] | None = None,
+) -> MetricsMap:
+  """Compute the metrics of one batch from its logits, <float>[batch, length, vocab]; see `compute_metrics`."""
+  return compute_metrics(is_argmax(logits, targets), targets, mask, loss, z_loss, segment_ids)
+
+
+def compute_metrics(
+    is_correct: Array,
     targets: Array,
     mask: Array | None,
     loss: Array,
@@ -114,7 +136,7 @@ def compute_base_metrics(
   targets, and `tokens` positions of all features in `segment_ids`.
 
   Args:
-    logits: <float>[batch, length, vocab].
+    is_correct: <bool>[batch, length], True where the target is the most probable token.
     targets: <int>[batch, length].
     mask: <float>[batch, length] loss weights, or None for ones.
     loss: float32 scalar, the batch's loss.
@@ -131,7 +153,7 @@ def compute_base_metrics(
   num_devices = jax.device_count()
   mask_sum = jnp.sum(mask, dtype=jnp.float32)
   is_counted = mask != 0
-  num_correct = jnp.sum(_is_argmax(logits, targets) & is_counted, dtype=jnp.float32)
+  num_correct = jnp.sum(is_correct & is_counted, dtype=jnp.float32)
 
   rate = metrics_lib.TimeRate.from_model_output
   average = clu_metrics.Average

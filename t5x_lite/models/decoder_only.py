@@ -49,6 +49,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
 
   FEATURE_CONVERTER = 'decoder_only'
   ACCEPTS_STACKED_LAYERS = True
+  SUPPORTS_CHUNKED_LOSS = True
 
   def __init__(
       self,
@@ -99,7 +100,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     variables.pop('intermediates', None)
     return variables
 
-  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
+  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True):
     """Run the network on given targets; see `BaseTransformerModel.compute_logits`.
 
     Raises:
@@ -108,7 +109,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     return base.apply_module(
         self.module, params, batch['decoder_input_tokens'], batch['decoder_target_tokens'],
         **{name: batch[name] for name in _PACKING_FEATURES if name in batch}, **self._prefix(batch),
-        decode=False, enable_dropout=dropout_rng is not None,
+        decode=False, enable_dropout=dropout_rng is not None, **({} if return_logits else {'return_logits': False}),
         rngs=self._rngs(dropout_rng),
         flax_mutables=flax_mutables, mutable=mutable)
 

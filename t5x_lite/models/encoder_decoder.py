@@ -61,6 +61,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
 
   FEATURE_CONVERTER = 'encoder_decoder'
   ACCEPTS_STACKED_LAYERS = True
+  SUPPORTS_CHUNKED_LOSS = True
 
   def __init__(
       self,
@@ -121,13 +122,13 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     variables.pop('intermediates', None)
     return variables
 
-  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
+  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True):
     """Run the network on given targets; see `BaseTransformerModel.compute_logits`."""
     return base.apply_module(
         self.module, params,
         batch['encoder_input_tokens'], batch['decoder_input_tokens'], batch['decoder_target_tokens'],
         **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
-        decode=False, enable_dropout=dropout_rng is not None,
+        decode=False, enable_dropout=dropout_rng is not None, **({} if return_logits else {'return_logits': False}),
         rngs=self._rngs(dropout_rng),
         flax_mutables=flax_mutables, mutable=mutable)
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import jax
 
+from t5x_lite import layers
 from t5x_lite.networks.stacks import Decoder, StackNetwork
 from t5x_lite.networks.t5_blocks import CacheUse, DecoderLayer
 from t5x_lite.networks.t5_config import TransformerConfig
@@ -22,6 +23,7 @@ class DecoderWrapper(StackNetwork):
   """
 
   ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
+  SUPPORTS_CHUNKED_LOSS: ClassVar[bool] = True
   config: TransformerConfig
 
   def setup(self):
@@ -32,7 +34,8 @@ class DecoderWrapper(StackNetwork):
       decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,
       decoder_causal_attention: jax.Array | None = None, *, enable_dropout: bool = True, decode: bool = False,
       max_decode_length: int | None = None, prefill: bool | None = None,
-      prefill_lengths: jax.Array | None = None) -> jax.Array:
+      prefill_lengths: jax.Array | None = None,
+      return_logits: bool = True) -> jax.Array | layers.OutputProjection:
     """Compute logits of all positions, or of the next positions with a cache.
 
     Cached decoding: a call with `prefill=True` and `cache` mutable reads entire prompts at once, as in training, and
@@ -52,6 +55,7 @@ class DecoderWrapper(StackNetwork):
       max_decode_length: length of the cache; None for `length` in a call that makes one.
       prefill: True to read entire prompts and make a cache of them.
       prefill_lengths: int32 [batch], number of cached positions of each row; None for `length`.
+      return_logits: False to return the operands of the product that gives the logits.
 
     Returns:
       float32 [batch, length, vocab].
@@ -64,4 +68,4 @@ class DecoderWrapper(StackNetwork):
         decoder_input_tokens, decoder_target_tokens, decoder_segment_ids, decoder_causal_attention,
         deterministic=not enable_dropout,
         cache=CacheUse(decode=decode, prefill=bool(prefill), prefill_lengths=prefill_lengths,
-                       max_decode_length=max_decode_length))
+                       max_decode_length=max_decode_length), return_logits=return_logits)

@@ -11,9 +11,12 @@ class Network(nn.Module):
 
   Attributes:
     cache_offset: number of dims before the batch dim in the leaves of the cache, for stacked layers.
+    SUPPORTS_CHUNKED_LOSS: True in a class whose `__call__` returns a `layers.OutputProjection` with
+      `return_logits=False`. A subclass must declare it again.
   """
 
   cache_offset: ClassVar[int] = 0
+  SUPPORTS_CHUNKED_LOSS: ClassVar[bool] = False
 
   @property
   def scanned_layers(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
@@ -28,6 +31,11 @@ class Network(nn.Module):
   @property
   def vocab_size(self) -> int | None:
     """Number of ids with an embedding and a logit; None if only the shape of the logits is known."""
+    return None
+
+  @property
+  def loss_chunk_size(self) -> int | None:
+    """Number of tokens whose logits the loss computes at once, if it is set; see `t5_config.StackConfig`."""
     return None
 
   def share_beams(self, cache: Mapping[str, Any], num_beams: int) -> Mapping[str, Any]:

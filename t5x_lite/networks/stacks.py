@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import checks, layers
 from t5x_lite.errors import ConfigError
@@ -151,8 +151,8 @@ class Decoder(Stack):
   def __call__(
       self, decoder_input_tokens: jax.Array | None, decoder_target_tokens: jax.Array | None,
       decoder_segment_ids: jax.Array | None = None, decoder_causal_attention: jax.Array | None = None,
-      encoder: EncoderOutput | None = None, *, deterministic: bool = False, cache: CacheUse = NO_CACHE
-  ) -> jax.Array | None:
+      encoder: EncoderOutput | None = None, *, deterministic: bool = False, cache: CacheUse = NO_CACHE,
+      return_logits: bool = True) -> jax.Array | layers.OutputProjection | None:
     """Compute logits, or make the cache for decoding step by step.
 
     Args:
@@ -164,6 +164,7 @@ class Decoder(Stack):
       encoder: output of the encoder; None for a network without encoder.
       deterministic: True for no dropout.
       cache: use of the cache; `index` and the length of an existing cache are read from it.
+      return_logits: False to return the operands of the product that gives the logits.
 
     Returns:
       float32 [batch, length, vocab], or None with `cache.fill`.
@@ -209,7 +210,8 @@ class Decoder(Stack):
     y = self._embed(decoder_input_tokens, deterministic)
     y = run(y, encoded, bias, cross_bias, self._tokens('decoder', decoder_input_tokens, real), cache,
             deterministic=deterministic, fresh=('cache',) if cache.prefill else ())
-    return self._logits(y, deterministic)
+    projection = self._project(y, deterministic)
+    return projection.logits() if return_logits else projection
 
   def _cached(self, name: str) -> jax.Array | None:
     """Return an array of the first layer's self-attention cache; None without cache."""
@@ -238,21 +240,18 @@ class Decoder(Stack):
     position = self._position(q_len, cache_length, False, index)
     return layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
 
-  def _logits(self, y: jax.Array, deterministic: bool) -> jax.Array:
-    """Return logits float32 [batch, length, vocab] of <dtype>[batch, length, embed], after the last norm."""
+  def _project(self, y: jax.Array, deterministic: bool) -> layers.OutputProjection:
+    """Return the logits of <dtype>[batch, length, embed], after the last norm, as a product to compute."""
     cfg = self.config
     y = layers.LayerNorm(dtype=cfg.dtype, name='decoder_norm')(y)
     y = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))(y, deterministic=deterministic)
     y = constrain_activations(y)
-    if cfg.logits_via_embedding:
-      logits = self.embedding.attend(y)
-      if cfg.scale_tied_logits:
-        # The table's vectors have unit variance per dim, so their products with y have variance emb_dim.
-        logits = logits / jnp.sqrt(cfg.emb_dim).astype(jnp.float32)
-    else:
-      logits = layers.DenseGeneral(
-          cfg.vocab_size, dtype=jnp.float32, kernel_axes=('embed', 'vocab'), name='logits_dense')(y)
-    return nn_partitioning.with_sharding_constraint(logits, ('batch', 'length', 'vocab'))
+    if not cfg.logits_via_embedding:
+      return layers.LogitsDense(cfg.vocab_size, name='logits_dense')(y, chunk_size=cfg.loss_chunk_size)
+    # The table's vectors have unit variance per dim, so their products with y have variance emb_dim.
+    return layers.OutputProjection(
+        y, self.embedding.embedding, vocab_dim=0, divisor=math.sqrt(cfg.emb_dim) if cfg.scale_tied_logits else 1.0,
+        chunk_size=cfg.loss_chunk_size)
 
 
 def prompt_positions(tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -324,6 +323,11 @@ class StackNetwork(Network):
   def vocab_size(self) -> int:
     """Number of ids with an embedding and a logit."""
     return self.config.vocab_size
+
+  @property
+  def loss_chunk_size(self) -> int | None:
+    """See `StackConfig`."""
+    return self.config.loss_chunk_size
 
   @property
   def scanned_layers(self) -> dict[str, list[tuple[int, ...]]]:

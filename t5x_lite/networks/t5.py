@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 
+from t5x_lite import layers
 from t5x_lite.networks.stacks import Decoder, Encoder, EncoderOutput, StackNetwork, layer_tree
 from t5x_lite.networks.t5_blocks import (
     RELATIVE_POSITIONS,
@@ -41,6 +42,7 @@ class Transformer(StackNetwork):
   """T5 encoder-decoder; for its attributes see `StackNetwork`."""
 
   ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
+  SUPPORTS_CHUNKED_LOSS: ClassVar[bool] = True
   config: T5Config
 
   def setup(self):
@@ -68,7 +70,8 @@ class Transformer(StackNetwork):
       decoder_target_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,
       decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,
       enable_dropout: bool = True, decode: bool = False, max_decode_length: int | None = None, *,
-      prefill: bool = False, prefill_lengths: jax.Array | None = None) -> jax.Array:
+      prefill: bool = False, prefill_lengths: jax.Array | None = None,
+      return_logits: bool = True) -> jax.Array | layers.OutputProjection:
     """Compute logits from the encoder's output: of all positions, or of the next positions with a cache.
 
     Cached decoding: `init_cache` makes the collections `cache` and `cross_cache`; then each call with `decode=True` and
@@ -93,6 +96,7 @@ class Transformer(StackNetwork):
       max_decode_length: length of the cache; None for the length of the prompt in a prefill without cache.
       prefill: True to read entire prompts and make a cache of them.
       prefill_lengths: int32 [batch], lengths of the prompts; None for `length`.
+      return_logits: False to return the operands of the product that gives the logits.
 
     Returns:
       float32 [batch, length, vocab].
@@ -105,7 +109,7 @@ class Transformer(StackNetwork):
         decoder_input_tokens, decoder_target_tokens, decoder_segment_ids,
         encoder=EncoderOutput(encoded, encoder_input_tokens, encoder_segment_ids), deterministic=not enable_dropout,
         cache=CacheUse(decode=decode, prefill=prefill, prefill_lengths=prefill_lengths,
-                       max_decode_length=max_decode_length))
+                       max_decode_length=max_decode_length), return_logits=return_logits)
 
   def init_cache(self, encoded: jax.Array, encoder_input_tokens: jax.Array, max_decode_length: int) -> None:
     """Make the collections `cache`, empty, and `cross_cache` for decoding up to `max_decode_length` positions.
@@ -122,7 +126,8 @@ class Transformer(StackNetwork):
       self, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array, decoder_target_tokens: jax.Array,
       encoder_segment_ids: jax.Array | None = None, decoder_segment_ids: jax.Array | None = None,
       encoder_positions: jax.Array | None = None, decoder_positions: jax.Array | None = None, *,
-      enable_dropout: bool = True, decode: bool = False) -> jax.Array:
+      enable_dropout: bool = True, decode: bool = False,
+      return_logits: bool = True) -> jax.Array | layers.OutputProjection:
     """Compute the logits of teacher-forced decoding.
 
     Args:
@@ -135,6 +140,7 @@ class Transformer(StackNetwork):
       decoder_positions: int32 [batch, length], not used with relative positions.
       enable_dropout: True for dropout, which needs an rng named 'dropout' if the rate is not 0.
       decode: True to make an empty self-attention cache of `length` positions, as in T5X.
+      return_logits: see `decode`.
 
     Returns:
       float32 [batch, length, vocab].
@@ -143,4 +149,5 @@ class Transformer(StackNetwork):
     encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout=enable_dropout)
     return self.decode(
         encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, encoder_segment_ids,
-        decoder_segment_ids, decoder_positions, enable_dropout=enable_dropout, decode=decode)
+        decoder_segment_ids, decoder_positions, enable_dropout=enable_dropout, decode=decode,
+        return_logits=return_logits)

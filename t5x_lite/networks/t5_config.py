@@ -47,7 +47,8 @@ class StackConfig(_FieldsBeforeDepth):
 
   Attributes:
     vocab_size: number of rows of the embedding table, at least the number of ids of the vocabulary.
-    dtype: compute dtype, 'float32', 'bfloat16' or 'float16'. Parameters, norms, softmax and logits are always float32.
+    dtype: compute dtype, 'float32', 'bfloat16' or 'float16'. Parameters, norms, softmax and logits are always float32;
+      with 'bfloat16' the product of the logits has bfloat16 operands and float32 sums.
     emb_dim: width of the residual stream.
     num_heads: number of attention heads.
     head_dim: size of a head.
@@ -80,6 +81,9 @@ class StackConfig(_FieldsBeforeDepth):
     max_relpos_distance: smallest distance of the last bucket.
     scale_tied_logits: True to divide the logits of `logits_via_embedding` by sqrt(emb_dim), as in T5 1.0 and T5X. False
       is for T5 1.1 and mT5 models that transformers 5 ties.
+    loss_chunk_size: number of target tokens of a device whose logits the loss computes at once; 0 for all tokens. None
+      is all tokens if their logits take at most 128 MiB per device, else as many as take this memory, but at least
+      256. The results are equal up to rounding. Needs a model without `metric_fns`.
   """
 
   # Field with the number of layers of each stack, by the name of the stack.
@@ -100,6 +104,7 @@ class StackConfig(_FieldsBeforeDepth):
   num_relpos_buckets: int = 32
   max_relpos_distance: int = 128
   scale_tied_logits: bool = True
+  loss_chunk_size: int | None = None
 
   def num_layers_of(self, stack: str) -> int:
     """Return the number of layers of `stack`, 'encoder' or 'decoder'."""
@@ -133,6 +138,7 @@ class StackConfig(_FieldsBeforeDepth):
             'an integer above num_relpos_buckets / 2',
             lambda distance: size.holds(distance) and distance > self.num_relpos_buckets // 2),
         dropout_rate=checks.number(at_least=0, below=1),
+        loss_chunk_size=checks.number(at_least=0, integer=True).or_none(),
         dtype=checks.one_of(_DTYPES),
         mlp_activations=checks.Expectation(
             "a sequence of names, such as ('gelu', 'linear')",

@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         'entropy_of_smoothed_targets_stays_in_the_loss',
         't5x_lite/losses.py',
-        '  loss -= _smoothed_target_entropy(label_smoothing, logits.shape[-1])\n',
+        '  loss -= smoothed_target_entropy(label_smoothing, logits.shape[-1])\n',
         '',
         'tests/test_losses.py::test_perfect_smoothed_prediction_has_loss_zero'),
     Mutant(

@@ -12,6 +12,7 @@ from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import losses, tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layers import blockwise
 from t5x_lite.networks import decoder_only, param_layouts, t5
 from tests import golden_data
 from tests.networks import network_cases as cases
@@ -61,8 +62,10 @@ def _apply(config, **options):
 
 
 @pytest.mark.parametrize('name, options', [
-    (_GOLDEN[0], dict(scan_layers=True)), (_GOLDEN[1], dict(remat_policy='full'))])
-def test_golden_networks(name, options):
+    (_GOLDEN[0], dict(scan_layers=True)), (_GOLDEN[1], dict(remat_policy='full')),
+    (_GOLDEN[1], dict(attention_kernel='blockwise'))])
+def test_golden_networks(monkeypatch, name, options):
+  monkeypatch.setattr(blockwise, '_CPU_BLOCK', 8)
   description, arrays = golden_data.load(f't5x/{name}')
   module = decoder_only.DecoderWrapper(_golden_config(description, **options))
   batch = golden_data.subtree(arrays, 'batch')

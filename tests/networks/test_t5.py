@@ -13,6 +13,7 @@ from jax.extend import core as jax_core
 from t5x_lite import layers
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layers import blockwise
 from t5x_lite.networks import decoder_only, t5
 from tests.networks import network_cases as cases
 
@@ -20,17 +21,19 @@ from tests.networks import network_cases as cases
 
 
 # Each kind of network once, with the ways to compile it spread over them.
-@pytest.mark.parametrize('name, scan_layers, remat_policy', [
-    ('net_t5_1_0_tiny', False, 'none'),
-    pytest.param('net_t5_1_1_tiny', False, 'full', marks=pytest.mark.full),
-    pytest.param('net_t5_1_1_packed', False, 'minimal', marks=pytest.mark.full),
-    pytest.param('net_t5_1_1_packed', True, 'none', marks=pytest.mark.full),  # by default, tests/models has it
-    pytest.param('net_scalable_t5_1_1_tiny', False, 'none', marks=pytest.mark.full),
-    ('net_scalable_t5_1_1_tiny', True, 'minimal'),
+@pytest.mark.parametrize('name, scan_layers, remat_policy, kernel', [
+    ('net_t5_1_0_tiny', False, 'none', 'dot'),
+    pytest.param('net_t5_1_1_tiny', False, 'full', 'dot', marks=pytest.mark.full),
+    pytest.param('net_t5_1_1_packed', False, 'minimal', 'dot', marks=pytest.mark.full),
+    pytest.param('net_t5_1_1_packed', True, 'none', 'dot', marks=pytest.mark.full),  # by default, tests/models has it
+    ('net_t5_1_1_packed', False, 'none', 'blockwise'),
+    pytest.param('net_scalable_t5_1_1_tiny', False, 'none', 'dot', marks=pytest.mark.full),
+    ('net_scalable_t5_1_1_tiny', True, 'minimal', 'blockwise'),
 ])
-def test_golden_networks(name, scan_layers, remat_policy):
+def test_golden_networks(monkeypatch, name, scan_layers, remat_policy, kernel):
+  monkeypatch.setattr(blockwise, '_CPU_BLOCK', 8)
   description, arrays = cases.golden(name)
-  config = cases.golden_config(name, scan_layers=scan_layers, remat_policy=remat_policy)
+  config = cases.golden_config(name, scan_layers=scan_layers, remat_policy=remat_policy, attention_kernel=kernel)
   batch, weights = cases.golden_batch(name)
   params = cases.golden_params(name)
   loss, grads, logits, encoded = cases.loss_and_grads(

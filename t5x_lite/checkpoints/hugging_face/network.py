@@ -16,7 +16,7 @@ from t5x_lite.networks.t5_config import T5Config
 def network_config(
     folder: str | os.PathLike[str], *, dtype: str = 'bfloat16', dropout_rate: float = 0.1,
     float32_attention_logits: bool = False, remat_policy: str = 'none', scan_layers: bool | None = None,
-    param_layout: str = 't5', attention_kernel: str = 'auto') -> T5Config:
+    param_layout: str = 't5', attention_kernel: str = 'auto', loss_chunk_size: int | None = None) -> T5Config:
   """Return the configuration of the network in a Hugging Face folder.
 
   Bind it instead of `T5Config`: `network.Transformer.config = @hugging_face.network_config()`. The folder is read
@@ -33,6 +33,7 @@ def network_config(
     scan_layers: whether each stack is compiled as one loop; None where its parameters are stacked.
     param_layout: layout of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
     attention_kernel: implementation of attention: 'auto', 'dot' or 'cudnn'.
+    loss_chunk_size: number of target tokens of a device whose logits the loss computes at once; None by their size.
 
   Raises:
     ConfigError: the folder or its config.json is missing, or the model is sparse.
@@ -59,4 +60,4 @@ def network_config(
   return T5Config(
       **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
       float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, scan_layers=scan_layers,
-      param_layout=param_layout, attention_kernel=attention_kernel)
+      param_layout=param_layout, attention_kernel=attention_kernel, loss_chunk_size=loss_chunk_size)
