@@ -1,6 +1,7 @@
-"""Distributed Shampoo: the roots of 768 statistics, steps with and without roots, compile seconds, accuracy.
+"""Distributed Shampoo: roots, steps with and without them, compile seconds, accuracy, memory and work by devices.
 
-    python benchmarks/shampoo.py [--width 512] [--matrices 16] [--block 128] [--repeats 5] [--only roots|accuracy|steps]
+    python benchmarks/shampoo.py [--width 512] [--matrices 16] [--block 128] [--repeats 5]
+        [--only roots|accuracy|steps|devices]
 
 The default is 6.3 M parameters, eight matrices 512x512 and eight 512x1024, in blocks of 128. The roots are set against
 one batched `jnp.linalg.eigh` of the same matrices, a step against its own matrix products timed alone, all in one run:
@@ -8,11 +9,19 @@ before each step the products, compiled separately, on given blocks, into alloca
 ratio is the median of those of the pairs, of wall time and of the process's CPU time. The oracle of the accuracy is a
 float64 eigendecomposition; the statistics are of random gradients whose rows and columns have scales over three orders
 of magnitude, so that conditions come near the largest that the ridge allows.
+
+The table by devices is of a compiled step of the sharded mode, for 8 kernels 1024 x 2048 on virtual CPU devices, and of
+no other machine's speed: memory per device, and operations, of which XLA counts one iteration of each loop.
 """
 
 import argparse
 import functools
+import json
+import os
+import pathlib
 import statistics
+import subprocess
+import sys
 import time
 
 import common
@@ -25,8 +34,12 @@ def main() -> None:
   parser.add_argument('--block', type=common.positive, default=128)
   parser.add_argument('--interval', type=_interval, default=20, help='steps between roots, 3 at least')
   parser.add_argument('--repeats', type=common.positive, default=5)
-  parser.add_argument('--only', choices=('roots', 'accuracy', 'steps'))
+  parser.add_argument('--only', choices=('roots', 'accuracy', 'steps', 'devices'))
   args = parser.parse_args()
+  if args.only in (None, 'devices'):
+    _devices()
+  if args.only == 'devices':
+    return
   rates = [common.matmul_gflops()]
   params, grads = _params_and_gradients(args.width, args.matrices)
   stacks = _statistics(grads, args.block)
@@ -243,6 +256,24 @@ def _steps(params, grads, args):
   common.print_table(
       f'Shampoo: updates of {num_params / 1e6:.2f} M parameters, roots every {args.interval} steps', rows,
       ('what', 's', 'its matrix products, s', 'ratio', 'of CPU seconds', 'range of ratios', 'compile, s'))
+
+
+def _devices():
+  """Print memory and operations per device of compiled steps of the sharded mode."""
+  folder = pathlib.Path(__file__).resolve().parents[1]
+  rows = []
+  for kernels in ('sharded', 'replicated'):
+    for number in (1, 8, 16, 32, 64):
+      environment = os.environ | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={number}'}
+      result = subprocess.run(
+          [sys.executable, '-m', 'tests.optimizers.shampoo.compiled_memory', str(number), kernels],
+          check=True, stdout=subprocess.PIPE, cwd=folder, env=environment)
+      figures = json.loads(result.stdout)
+      rows.append((kernels, number, figures['state'] / 1e6, figures['temporaries'] / 1e6,
+                   figures['collective'] / 1e6, figures['flops'] / 1e9))
+  common.print_table(
+      'Shampoo, sharded: one step on each device; matrices of one kernel have 16.8 MB', rows,
+      ('kernels', 'devices', 'state, MB', 'temporaries, MB', 'largest collective, MB', 'GFLOP'))
 
 
 if __name__ == '__main__':

@@ -1,15 +1,14 @@
 """Application of experts, with the choice of the form of dispatch."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 from moe.dispatch import expert_parallel
-from moe.dispatch.capacity import KeepFn, capacity_dispatch, einsum_dispatch
+from moe.dispatch.capacity import MaskFn, capacity_dispatch, einsum_dispatch
 from moe.dispatch.grouped import KERNELS_OF_BACKEND, grouped_tokens, select_kernel
-from moe.dispatch.mlp import dropout_keep
+from moe.dispatch.mlp import DropoutMask
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params
 from moe.routing import plan as plans
 from moe.routing.result import Routing
@@ -60,11 +59,10 @@ def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSp
     return expert_parallel.sharded_grouped(
         x, routing, params, spec, layout, dropout_rng=dropout_rng,
         receive_factor=receive_factor if method == 'grouped' else None)
-  keep_fn = None
+  mask_fn = None
   if dropout_rng is not None and spec.dropout_rate > 0:
-    keep_fn = functools.partial(
-        dropout_keep, dropout_rng, hidden_dim=params.wo.shape[1], dropout_rate=spec.dropout_rate)
-  y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, keep_fn).reshape(x.shape)
+    mask_fn = lambda ids: DropoutMask(dropout_rng, ids, params.wo.shape[1], spec.dropout_rate)
+  y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, mask_fn).reshape(x.shape)
   return y, no_drops
 
 
@@ -108,17 +106,17 @@ def _check(x, routing, params, spec, receive_factor):
       receive_factor=checks.number(above=0).or_none())
 
 
-def _grouped(x, routing: TokenChoice, params, spec, keep_fn: KeepFn | None):
+def _grouped(x, routing: TokenChoice, params, spec, mask_fn: MaskFn | None):
   """Apply the experts to rows sorted by expert, without padding to a capacity."""
   tokens = x.astype(spec.dtype).reshape(-1, x.shape[-1])
   expert_index = routing.expert_index
   if routing.position is not None:
     expert_index = jnp.where(routing.position < routing.capacity, expert_index, routing.num_experts)
   plan, group_sizes = plans.sort_by_expert(expert_index.reshape(-1), routing.num_experts)
-  keep = None if keep_fn is None else keep_fn(plan.row_choice)
+  keep = None if mask_fn is None else mask_fn(plan.row_choice)
   gates = routing.gates.reshape(tokens.shape[0], -1)
   return grouped_tokens(params, tokens, gates, plan, group_sizes, spec, keep).reshape(x.shape)
 
 
-# Forms of dispatch: (x, routing, params, spec, keep_fn) -> y [G, T, D].
+# Forms of dispatch: (x, routing, params, spec, mask_fn) -> y [G, T, D].
 _FORMS = {'einsum': einsum_dispatch, 'capacity': capacity_dispatch, 'grouped': _grouped}

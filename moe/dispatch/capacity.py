@@ -10,19 +10,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moe.dispatch.mlp import batched_mlp
+from moe.dispatch.mlp import DropoutMask, batched_mlp
 from moe.dispatch.sharding import constrain
 from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing.result import ExpertsFn, Routing
 
-# Ids of choices int32 [...] -> hidden units that dropout keeps, bool [..., F].
-KeepFn = Callable[[jax.Array], jax.Array]
+# Ids of the choices of N rows, int32 [N] -> hidden units that dropout keeps.
+MaskFn = Callable[[jax.Array], DropoutMask]
 
 BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
 
 def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
-                      keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
+                      mask_fn: MaskFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
   """Apply the experts to buffers that are filled and emptied by gathers.
 
   Args:
@@ -30,13 +30,13 @@ def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: M
     routing: routing with a capacity.
     params: parameters of the experts.
     spec: computation of an expert.
-    keep_fn: hidden units that dropout keeps; None for all.
-    experts_fn: function of the buffers; None for the experts of `params` with `keep_fn`.
+    mask_fn: hidden units that dropout keeps; None for all.
+    experts_fn: function of the buffers; None for the experts of `params` with `mask_fn`.
 
   Returns:
     <spec.dtype>[G, T, D].
   """
-  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
+  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, mask_fn=mask_fn)
   num_groups, group_size, width = x.shape
   tokens = x.astype(spec.dtype).reshape(-1, width)
   y = routing.through_buffers(tokens, experts_fn)
@@ -44,9 +44,9 @@ def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: M
 
 
 def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
-                    keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
+                    mask_fn: MaskFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
   """Apply the experts by products with the masks of the routing; see `capacity_dispatch`."""
-  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
+  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, mask_fn=mask_fn)
   dispatch_mask, combine_weights = routing.masks()
   buffers = jnp.einsum('gtec,gtd->egcd', dispatch_mask.astype(spec.dtype), x.astype(spec.dtype))
   buffers = experts_fn(buffers, routing.choice_ids())
@@ -55,9 +55,11 @@ def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: Mlp
 
 
 def _apply_to_buffers(buffers: jax.Array, choice_ids: jax.Array, *, params: MlpParams, spec: MlpSpec,
-                      keep_fn: KeepFn | None) -> jax.Array:
+                      mask_fn: MaskFn | None) -> jax.Array:
   """Return the experts' outputs <dtype>[E, G, C, D] for `buffers` of the same shape; see `ExpertsFn`."""
   shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
-  keep = None if keep_fn is None else keep_fn(choice_ids.reshape(num_experts, -1))
+  keep = None
+  if mask_fn is not None:
+    keep = mask_fn(choice_ids.reshape(-1)).of_all().reshape(num_experts, -1, params.wo.shape[1])
   buffers = constrain(buffers, BUFFER_AXES).reshape(num_experts, -1, width)
   return constrain(batched_mlp(params, buffers, spec, keep).reshape(shape), BUFFER_AXES)

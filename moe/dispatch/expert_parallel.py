@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from moe.dispatch import exchange as exchange_lib
 from moe.dispatch.capacity import capacity_dispatch
 from moe.dispatch.grouped import grouped_tokens
-from moe.dispatch.mlp import batched_mlp, dropout_keep
+from moe.dispatch.mlp import DropoutMask, batched_mlp
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
 from moe.routing import plan as plans
 from moe.routing.result import Routing
@@ -294,7 +294,8 @@ class _Shard:
       keep = None
       if rng is not None and self.spec.dropout_rate > 0:
         choice_ids = move(self._global_ids(choice_ids, routing.num_choices))
-        keep = self._keep(rng, choice_ids.reshape(choice_ids.shape[0], -1))
+        ids = choice_ids.reshape(-1)
+        keep = self._mask(rng, ids).of_all().reshape(choice_ids.shape[0], -1, params.wo.shape[1])
       buffers = move(buffers)
       flat = buffers.reshape(buffers.shape[0], -1, buffers.shape[-1])
       return move(batched_mlp(params, flat, self.spec, keep).reshape(buffers.shape), back=True)
@@ -312,8 +313,10 @@ class _Shard:
       expert_index = expert_index - jax.lax.axis_index(self.layout.expert_axes) * local
     expert_index = jnp.where((expert_index >= 0) & (expert_index < local), expert_index, local)
     plan, group_sizes = plans.sort_by_expert(expert_index.reshape(-1), local)
-    keep = self._keep(rng, self._choice_ids(plan, gates))
-    return grouped_tokens(params, tokens, gates, plan, group_sizes, self.spec, keep)
+    keep = self._mask(rng, self._choice_ids(plan, gates))
+    return grouped_tokens(
+        params, tokens, gates, plan, group_sizes, self.spec, keep,
+        balanced_rows=-(-gates.size // self.layout.num_expert_shards))
 
   def _exchange(self, tokens, gates, expert_index, params, rng):
     """Send tokens to the devices of their experts, apply these, and return the outputs."""
@@ -333,9 +336,10 @@ class _Shard:
     keep = None
     if rng is not None and self.spec.dropout_rate > 0:
       ids = send(self._choice_ids(plan, gates))
-      keep = self._keep(rng, jnp.take(ids, received_plan.row_choice))
+      keep = self._mask(rng, jnp.take(ids, received_plan.row_choice))
     results = grouped_tokens(
-        params, received, jnp.ones((num_rows, 1), jnp.float32), received_plan, group_sizes, self.spec, keep)
+        params, received, jnp.ones((num_rows, 1), jnp.float32), received_plan, group_sizes, self.spec, keep,
+        balanced_rows=min(gates.size, num_rows))
     rows = exchange_lib.exchange(
         results, sizes.T, plan.row_choice.shape[0], block=block, axis_name=axes, form=self.form)
     return plans.combine(rows, gates, plan), drops
@@ -366,15 +370,15 @@ class _Shard:
       return choice_ids
     return choice_ids + jax.lax.axis_index(self.layout.token_axes) * num_choices
 
-  def _keep(self, rng, choice_ids):
-    """Return bool [..., F of this device] for dropout, or None."""
+  def _mask(self, rng, choice_ids):
+    """Return the mask of dropout for rows with `choice_ids` int32 [N], or None."""
     if rng is None or not self.spec.dropout_rate:
       return None
-    keep = dropout_keep(rng, choice_ids, self.hidden_dim, self.spec.dropout_rate)
-    if not self.layout.mlp_axes:
-      return keep
-    size = self.hidden_dim // self.layout.num_mlp_shards
-    return jax.lax.dynamic_slice_in_dim(keep, jax.lax.axis_index(self.layout.mlp_axes) * size, size, axis=keep.ndim - 1)
+    first = size = None
+    if self.layout.mlp_axes:
+      size = self.hidden_dim // self.layout.num_mlp_shards
+      first = jax.lax.axis_index(self.layout.mlp_axes) * size
+    return DropoutMask(rng, choice_ids, self.hidden_dim, self.spec.dropout_rate, first, size)
 
 
 def admitted(counts: jax.Array, num_shards: int, num_rows: int, block: int) -> jax.Array:

@@ -1,12 +1,14 @@
 """Dropless expert MLP on rows sorted by expert, with any number of rows per expert."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 
 import jax
 
 from moe.dispatch import accelerators
 from moe.dispatch import tiles
+from moe.dispatch.mlp import DropoutMask
 from moe.dispatch.types import MlpParams, MlpSpec, check_params
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
@@ -20,9 +22,9 @@ class GroupedKernel:
   """Implementation of the dropless expert MLP.
 
   Attributes:
-    mlp_fn: `(params, rows [N, D], group_sizes [E], spec, keep [N, F] | None) -> [N, D]`, see `grouped_mlp`.
-    tokens_fn: `(params, tokens [S, D], gates [S, K], plan, group_sizes, spec, keep) -> [S, D]`, including dispatch and
-      combination, for kernels that read tokens by index. None to move tokens by `plan`.
+    mlp_fn: `(params, rows [N, D], group_sizes [E], spec, keep | None, balanced_rows) -> [N, D]`, see `grouped_mlp`.
+    tokens_fn: `(params, tokens [S, D], gates [S, K], plan, group_sizes, spec, keep, balanced_rows) -> [S, D]`,
+      including dispatch and combination. None if `mlp_fn` has another argument `plan`, with which its rows are tokens.
     unsupported_reason_fn: `(params, spec) -> reason why the current device does not support this MLP, or None`. None if
       it supports all.
   """
@@ -32,17 +34,23 @@ class GroupedKernel:
   unsupported_reason_fn: Callable[[MlpParams, MlpSpec], str | None] | None = None
 
 
+_logger = logging.getLogger(__name__)
+# True after 'auto' has logged its first choice in this process.
+_has_logged_choice = False
+
 # Kernels by name, and for each backend the kernels whose cost does not grow with the number of experts, best first.
 KERNELS: Mapping[str, GroupedKernel] = {
     'tiles': GroupedKernel(tiles.tiled_mlp, tiles.tiled_tokens),
     'mosaic_gpu': GroupedKernel(
         accelerators.mosaic_gpu_mlp, unsupported_reason_fn=accelerators.mosaic_gpu_unsupported_reason),
+    'blackwell': GroupedKernel(
+        accelerators.blackwell_mlp, unsupported_reason_fn=accelerators.blackwell_unsupported_reason),
     'megablox': GroupedKernel(
         accelerators.megablox_mlp, unsupported_reason_fn=accelerators.megablox_unsupported_reason),
     'padded': GroupedKernel(accelerators.padded_mlp),
 }
 KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
-    'cpu': ('tiles', 'padded'), 'gpu': ('mosaic_gpu', 'padded'), 'tpu': ('megablox', 'padded'),
+    'cpu': ('tiles', 'padded'), 'gpu': ('mosaic_gpu', 'blackwell', 'padded'), 'tpu': ('megablox', 'padded'),
     layers.PORTABLE: ('padded',)}
 
 
@@ -72,15 +80,27 @@ def select_kernel(method: str, backend: str, params: MlpParams | None = None, sp
     return None if fn is None or params is None else fn(params, spec)
 
   if method == 'auto':
-    return next(name for name in kernels if unsupported_reason(name) is None)
+    name = next(name for name in kernels if unsupported_reason(name) is None)
+    if params is not None and backend in ('gpu', 'tpu'):
+      reasons = [f'{other!r} {unsupported_reason(other)}' for other in kernels[:kernels.index(name)]]
+      _log_choice(name, '; '.join(reasons) or 'device, dtype and dims allow it')
+    return name
   if unsupported_reason(method) is not None:
     raise ConfigError(f"The grouped kernel {method!r} {unsupported_reason(method)}. Use 'auto', or meet this "
                       'requirement.')
   return method
 
 
+def _log_choice(name: str, reason: str) -> None:
+  global _has_logged_choice
+  if not _has_logged_choice:
+    _has_logged_choice = True
+    _logger.info("Grouped kernel 'auto' takes %r for the first experts of this process: %s. Others may differ, "
+                 'depending on their dims and dtypes.', name, reason)
+
+
 def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-                keep: jax.Array | None = None, method: str = 'auto') -> jax.Array:
+                keep: DropoutMask | None = None, method: str = 'auto', balanced_rows: int | None = None) -> jax.Array:
   """Return the experts' outputs for their rows.
 
   Args:
@@ -88,8 +108,9 @@ def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec
     rows: <float>[N, D] sorted by expert, cast to `spec.dtype`.
     group_sizes: int32 [E], number of rows of each expert. Rows past their sum have outputs and gradients of 0.
     spec: computation of an expert.
-    keep: bool [N, F], hidden units that dropout keeps (`dropout_keep`); None for all.
+    keep: hidden units that dropout keeps in the N rows; None for all.
     method: name of a kernel, or 'auto' for the backend's best.
+    balanced_rows: number of rows if loads are balanced, for tile sizes: any loads have the same result; None for N.
 
   Returns:
     <spec.dtype>[N, D].
@@ -99,11 +120,12 @@ def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec
   """
   check_params(params, spec, rows.shape[-1])
   kernel = KERNELS[select_kernel(method, layers.traced_platform(), params, spec)]
-  return kernel.mlp_fn(params, rows, group_sizes, spec, keep)
+  return kernel.mlp_fn(params, rows, group_sizes, spec, keep, balanced_rows)
 
 
 def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
-                   spec: MlpSpec, keep: jax.Array | None = None, method: str = 'auto') -> jax.Array:
+                   spec: MlpSpec, keep: DropoutMask | None = None, method: str = 'auto',
+                   balanced_rows: int | None = None) -> jax.Array:
   """Return for every token the sum of what its experts make of it, weighted by the gates.
 
   Args:
@@ -113,8 +135,9 @@ def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan:
     plan: of S * K choices, sorted by expert.
     group_sizes: int32 [E], how many rows each expert has.
     spec: computation of an expert.
-    keep: bool [S * K, F], hidden units that stay in dropout, in the order of the rows; None for all.
+    keep: hidden units that dropout keeps in the S * K rows; None for all.
     method: name of a kernel, or 'auto' for the backend's best.
+    balanced_rows: see `grouped_mlp`.
 
   Returns:
     <spec.dtype>[S, D].
@@ -124,6 +147,5 @@ def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan:
   """
   kernel = KERNELS[select_kernel(method, layers.traced_platform(), params, spec)]
   if kernel.tokens_fn is not None:
-    return kernel.tokens_fn(params, tokens, gates, plan, group_sizes, spec, keep)
-  rows = kernel.mlp_fn(params, plans.dispatch(tokens.astype(spec.dtype), plan), group_sizes, spec, keep)
-  return plans.combine(rows, gates, plan)
+    return kernel.tokens_fn(params, tokens, gates, plan, group_sizes, spec, keep, balanced_rows)
+  return plans.combine(kernel.mlp_fn(params, tokens, group_sizes, spec, keep, balanced_rows, plan), gates, plan)

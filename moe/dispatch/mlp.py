@@ -4,8 +4,10 @@ import functools
 import operator
 from collections.abc import Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch import sharding
 from moe.dispatch.types import MlpParams, MlpSpec, check_params
@@ -66,6 +68,39 @@ def dropout_keep(rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout
   return (halves >= _dropped_levels(dropout_rate)).reshape(*choice_ids.shape, hidden_dim)
 
 
+@flax.struct.dataclass
+class DropoutMask:
+  """Hidden units that dropout keeps in each of N rows, computed for some rows at a time.
+
+  Attributes:
+    rng: key.
+    choice_ids: int32 [N], ids of the rows' choices, see `dropout_keep`.
+    hidden_dim: number of hidden units, F.
+    dropout_rate: share of dropped units.
+    first: int32 [], first hidden unit of this device; None if it has all.
+    size: number of hidden units of this device; None for all.
+  """
+
+  rng: jax.Array
+  choice_ids: jax.Array
+  hidden_dim: int = flax.struct.field(pytree_node=False)
+  dropout_rate: float = flax.struct.field(pytree_node=False)
+  first: jax.Array | None = None
+  size: int | None = flax.struct.field(pytree_node=False, default=None)
+
+  def of_rows(self, rows: jax.Array) -> jax.Array:
+    """Return bool [..., F of this device] for `rows` int32 [...], row numbers."""
+    keep = dropout_keep(
+        self.rng, jnp.take(self.choice_ids, rows, mode='clip'), self.hidden_dim, self.dropout_rate)
+    if self.first is None:
+      return keep
+    return jax.lax.dynamic_slice_in_dim(keep, self.first, self.size, axis=keep.ndim - 1)
+
+  def of_all(self) -> jax.Array:
+    """Return bool [N, F of this device]."""
+    return self.of_rows(jnp.arange(self.choice_ids.shape[0], dtype=jnp.int32))
+
+
 def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
   """Return the experts' outputs for their buffers.
 
@@ -85,9 +120,9 @@ def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array 
   x = x.astype(spec.dtype)
   biases = params.wi_bias or (None,) * len(params.wi)
   pre = [_project(x, kernel, bias, spec) for kernel, bias in zip(params.wi, biases, strict=True)]
-  hidden = activate(pre, keep, spec)
+  hidden = activate(checkpoint_name(pre, 'expert_hidden'), keep, spec)
   hidden = sharding.constrain(hidden, ('expert', 'expert_replicas', 'expert_mlp'))
-  return _project(hidden, params.wo, params.wo_bias, spec)
+  return checkpoint_name(_project(hidden, params.wo, params.wo_bias, spec), 'expert_output')
 
 
 def _project(x, kernel, bias, spec):

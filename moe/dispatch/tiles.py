@@ -14,13 +14,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from moe.dispatch.mlp import activate
+from moe.dispatch.blocks import raise_for_second_derivatives
+from moe.dispatch.mlp import DropoutMask, activate
 from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
 from t5x_lite import layers
-from t5x_lite.errors import ConfigError
 
 # Bounds of tile sizes. Larger tiles are not faster and need more memory for intermediates.
 _SMALLEST_TILE, _LARGEST_SMALL_TILE, _LARGEST_TILE = 16, 64, 1024
@@ -34,15 +35,16 @@ def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
 
 
 def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-              keep: jax.Array | None = None) -> jax.Array:
+              keep: DropoutMask | None = None, balanced_rows: int | None = None) -> jax.Array:
   """Return the experts' outputs for their rows; see `grouped_mlp`."""
   if rows.shape[0] == 0:
     return jnp.zeros(rows.shape, spec.dtype)
-  return _tiled(spec, params, rows.astype(spec.dtype), None, None, group_sizes, keep)
+  sizes = tile_sizes(balanced_rows or rows.shape[0], group_sizes.shape[0])
+  return _tiled(spec, sizes, params, rows.astype(spec.dtype), None, None, group_sizes, keep)
 
 
 def tiled_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
-                 spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
+                 spec: MlpSpec, keep: DropoutMask | None = None, balanced_rows: int | None = None) -> jax.Array:
   """Return the sums of the experts' outputs for tokens, weighted by the gates.
 
   Args:
@@ -52,28 +54,31 @@ def tiled_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: R
     plan: plan of S * K choices, sorted by expert.
     group_sizes: int32 [E], number of rows of each expert.
     spec: computation of an expert.
-    keep: bool [S * K, F], hidden units that dropout keeps, in the order of the rows; None for all.
+    keep: hidden units that dropout keeps in the S * K rows; None for all.
+    balanced_rows: number of rows if loads are balanced; None for all. It decides the sizes of tiles.
 
   Returns:
     <spec.dtype>[S, D].
   """
   if gates.size == 0:
     return jnp.zeros(tokens.shape, spec.dtype)
-  return _tiled(spec, params, tokens.astype(spec.dtype), gates, plan, group_sizes, keep)
+  sizes = tile_sizes(balanced_rows or gates.size, group_sizes.shape[0])
+  return _tiled(spec, sizes, params, tokens.astype(spec.dtype), gates, plan, group_sizes, keep)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(spec, params, x, gates, plan, group_sizes, keep):
-  return _forward(spec, params, x, gates, plan, group_sizes, keep, save=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _tiled(spec, sizes, params, x, gates, plan, group_sizes, keep):
+  return _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, save=False)[0]
 
 
-def _tiled_fwd(spec, params, x, gates, plan, group_sizes, keep):
-  y, pre = _forward(spec, params, x, gates, plan, group_sizes, keep, save=True)
-  return y, (params, x, gates, plan, group_sizes, keep, pre)
+def _tiled_fwd(spec, sizes, params, x, gates, plan, group_sizes, keep):
+  y, pre = _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, save=True)
+  pre = checkpoint_name(pre, 'expert_hidden')
+  return checkpoint_name(y, 'expert_output'), (params, x, gates, plan, group_sizes, keep, pre)
 
 
-def _tiled_bwd(spec, residuals, grad):
-  params_grad, x_grad, gates_grad = _backward(spec, residuals, grad)
+def _tiled_bwd(spec, sizes, residuals, grad):
+  params_grad, x_grad, gates_grad = _backward(spec, sizes, residuals, grad)
   return params_grad, x_grad, gates_grad, None, None, None
 
 
@@ -90,9 +95,9 @@ class _Tiles:
     ends, counts: int32 [E], one past the last row of each expert, and its number of rows.
   """
 
-  def __init__(self, x, gates, plan, group_sizes):
+  def __init__(self, sizes, x, gates, plan, group_sizes):
     self.num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
-    self.sizes = tile_sizes(self.num_rows, group_sizes.shape[0])
+    self.sizes = sizes
     self.space = self.num_rows + self.sizes[0]
     self.counts = group_sizes.astype(jnp.int32)
     self.ends = jnp.cumsum(self.counts, dtype=jnp.int32)
@@ -102,6 +107,13 @@ class _Tiles:
       pad = (0, self.sizes[0])
       self._choices = jnp.pad(plan.row_choice, pad)
       self._gates = jnp.take(gates.reshape(-1), self._choices, mode='clip')
+
+  def zeros(self, width, dtype):
+    """Return an empty buffer of rows.
+
+    It depends on the routing: the compiler would make constant buffers of all layers at the start of a program.
+    """
+    return jnp.full((self.space, width), jnp.where(self.ends[-1] < 0, 1, 0), dtype)
 
   def rows(self, start, size):
     """Return int32 [size], the rows of a tile; beyond the end, the last row."""
@@ -189,9 +201,9 @@ def _project(x, kernel, bias, dtype):
   return y if bias is None else y + bias.astype(dtype)
 
 
-def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
+def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
   """Return (y like x, pre-activations <dtype>[N + largest tile, F] per activation, or () if not to be saved)."""
-  tiles = _Tiles(x, gates, plan, group_sizes)
+  tiles = _Tiles(sizes, x, gates, plan, group_sizes)
   total = tiles.ends[-1]
 
   def expert(carry, inputs):
@@ -202,7 +214,7 @@ def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
       del num_valid
       tokens = _take(x, tiles.sources(start, size))
       pre = [_project(tokens, kernel, bias, spec.dtype) for kernel, bias in zip(weights.wi, biases, strict=True)]
-      hidden = activate(pre, None if keep is None else _take(keep, tiles.rows(start, size)), spec)
+      hidden = activate(pre, None if keep is None else keep.of_rows(tiles.rows(start, size)), spec)
       out = _project(hidden, weights.wo, weights.wo_bias, spec.dtype)
       gate = tiles.gates(start, size)
       out = out if gate is None else (out.astype(jnp.float32) * gate).astype(spec.dtype)
@@ -212,17 +224,17 @@ def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
     carry, _ = tiles.over_expert(run, carry, end - count, count)
     return carry, None
 
-  saved = tuple(jnp.zeros((tiles.space, params.wo.shape[1]), spec.dtype) for _ in params.wi) if save else ()
-  y = jnp.zeros((tiles.space, x.shape[1]), spec.dtype)
+  saved = tuple(tiles.zeros(params.wo.shape[1], spec.dtype) for _ in params.wi) if save else ()
+  y = tiles.zeros(x.shape[1], spec.dtype)
   (y, saved), _ = jax.lax.scan(expert, (y, saved), (params, tiles.ends, tiles.counts))
   return (y[:tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(spec, residuals, grad):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _backward(spec, sizes, residuals, grad):
   """Return the gradients of parameters (in their dtypes), x and gates."""
   params, x, gates, plan, group_sizes, keep, pre = residuals
-  tiles = _Tiles(x, gates, plan, group_sizes)
+  tiles = _Tiles(sizes, x, gates, plan, group_sizes)
 
   def expert(carry, inputs):
     weights, end, count = inputs
@@ -232,7 +244,7 @@ def _backward(spec, residuals, grad):
       # Rows of other experts get a gradient of 0, so that they do not contribute.
       dy = jnp.where((jnp.arange(size) < num_valid)[:, None], _take(grad, source), 0)
       tokens = _take(x, source)
-      tile_keep = None if keep is None else _take(keep, tiles.rows(start, size))
+      tile_keep = None if keep is None else keep.of_rows(tiles.rows(start, size))
       hidden, pull = jax.vjp(lambda pre: activate(pre, tile_keep, spec), [_slice(p, start, size) for p in pre])
       dhidden = _dot(dy, weights.wo.astype(spec.dtype), (1, 1), jnp.float32)
       gate = tiles.gates(start, size)
@@ -254,7 +266,7 @@ def _backward(spec, residuals, grad):
     carry, sums = tiles.over_expert(run, carry, end - count, count)
     return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
-  x_grad = jnp.zeros((tiles.space, x.shape[1]), spec.dtype)
+  x_grad = tiles.zeros(x.shape[1], spec.dtype)
   gate_grad = None if gates is None else jnp.zeros((tiles.space,), jnp.float32)
   (x_grad, gate_grad), params_grad = jax.lax.scan(
       expert, (x_grad, gate_grad), (params, tiles.ends, tiles.counts))
@@ -265,7 +277,6 @@ def _backward(spec, residuals, grad):
 
 
 @_backward.defjvp
-def _backward_jvp(spec, primals, tangents):
-  del spec, primals, tangents
-  raise ConfigError("The grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
-                    'capacity factor.')
+def _backward_jvp(spec, sizes, primals, tangents):
+  del spec, sizes, primals, tangents
+  raise_for_second_derivatives()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import beam_cache
@@ -82,9 +83,10 @@ class MultiHeadDotProductAttention(nn.Module):
   @nn.compact
   def _project_out(self, x: jax.Array, features: int) -> jax.Array:
     """Project <dtype>[batch, q, heads, head_dim] to [batch, q, features]."""
-    return DenseGeneral(
+    out = DenseGeneral(
         features, axis=(-2, -1), dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=self._out_axes,
         flat_kernel=self.flat_kernels, name='out')(x)
+    return checkpoint_name(out, 'attention_output')
 
   def project_query(self, inputs_q: jax.Array) -> jax.Array:
     """Project <float>[batch, q, embed] to <dtype>[batch, q, heads, head_dim]."""
@@ -136,8 +138,8 @@ class MultiHeadDotProductAttention(nn.Module):
     Raises:
       ConfigError: the number of rows differs from the cache's, or the prompt is longer than `cache_length`.
     """
-    query = self.project_query(inputs_q)
-    key, value = self.project_key_value(inputs_kv)
+    query = checkpoint_name(self.project_query(inputs_q), 'query')
+    key, value = map(checkpoint_name, self.project_key_value(inputs_kv), ('key', 'value'))
     if self.encode_positions_fn is not None:
       # A step's positions follow those in the cache.
       first = self.get_variable('cache', 'cache_index', 0) if decode and not prefill else 0

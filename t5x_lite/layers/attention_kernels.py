@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
@@ -162,6 +164,24 @@ def _add_bias(scores: jax.Array, bias: AttentionBias | None) -> jax.Array:
   return scores if bias.per_example is None else scores + bias.per_example
 
 
+@jax.custom_jvp
+def _exp(x: jax.Array) -> jax.Array:
+  """Return exp(x), which its derivative reads by the name under which a policy of rematerialization can store it."""
+  return jnp.exp(x)
+
+
+@_exp.defjvp
+def _exp_jvp(primals, tangents):
+  y = checkpoint_name(jnp.exp(*primals), 'attention_weights')
+  return y, tangents[0] * y
+
+
+def _softmax(scores: jax.Array) -> jax.Array:
+  """Return the softmax over keys."""
+  unnormalized = _exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+  return unnormalized / jnp.sum(unnormalized, axis=-1, keepdims=True)
+
+
 def drop_keys(
     value: jax.Array, dropout_rng: jax.Array | None, dropout_rate: float, heads_first: bool = False) -> jax.Array:
   """Return the values of attention with dropout: a dropped key has weight 0 in all queries of a head, as in T5X.
@@ -187,11 +207,11 @@ def _dot(query, key, value, bias, heads_first=False):
   """Return the result of the einsum form; see `dot_product_attention`."""
   keys = 'bhkd' if heads_first else 'bkhd'
   scores = _add_bias(jnp.einsum(f'bqhd,{keys}->bhqk', query, key).astype(jnp.float32), bias)
-  weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+  weights = _softmax(scores).astype(value.dtype)
   if heads_first:
     # With the other order of dims in the einsum, the CPU compiler chooses a product that is several times slower.
     return jnp.swapaxes(jnp.einsum('bhqk,bhkd->bhqd', weights, value), 1, 2)
-  return jnp.einsum('bhqk,bkhd->bqhd', weights, value)
+  return checkpoint_name(jnp.einsum('bhqk,bkhd->bqhd', weights, value), 'attention_context')
 
 
 def _platform(bias: AttentionBias | None) -> dict[str, str | None]:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_lite.layers import platforms
 from t5x_lite.layers.masks import NO_KEY, NO_QUERY, AttentionBias, expand_diagonals, sum_over_batch
@@ -327,7 +328,8 @@ def _attend_forward(blocks, query, key, value, bias):
   output, log_sum = on_each_device(
       lambda *args: tuple(fn(*args)), (query, key, value, bias), (*[_HEADS_FIRST] * 3, _bias_dims(bias)),
       (_HEADS_FIRST, 'bh.'))
-  output = output.astype(value.dtype)
+  # A policy of rematerialization that stores both need not attend again.
+  output, log_sum = checkpoint_name((output.astype(value.dtype), log_sum), 'attention_context')
   return output, (query, key, value, bias, output, log_sum)
 
 

@@ -243,7 +243,8 @@ def _splash(query, key, value, *segments, causal, interpret):
   sizes = kernels.BlockSizes(
       block_q=q_tile, block_kv=k_tile, block_q_dkv=q_tile, block_kv_dkv=k_tile, block_q_dq=q_tile, block_kv_dq=k_tile)
   kernel = kernels.make_splash_mha(
-      masks.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+      masks.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+      residual_checkpoint_name='attention_context', interpret=interpret)
   if not segments:
     return jax.vmap(kernel)(query, key, value)
   return jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, segment_ids=kernels.SegmentIds(*ids)))(

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_lite import checks
 from t5x_lite.layers.dense import DenseGeneral, Initializer, default_kernel_init
@@ -82,10 +83,11 @@ class MlpBlock(nn.Module):
       branch = DenseGeneral(
           self.intermediate_dim, dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=('embed', 'mlp'),
           name='wi' if len(self.activations) == 1 else f'wi_{i}')(inputs)
-      branches.append(activation_fn(activation)(branch))
+      branches.append(activation_fn(activation)(checkpoint_name(branch, 'mlp_hidden')))
     hidden = functools.reduce(operator.mul, branches)
     hidden = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(-2,))(hidden, deterministic=deterministic)
     hidden = nn_partitioning.with_sharding_constraint(hidden, ('batch', 'length', 'mlp'))
-    return DenseGeneral(
+    out = DenseGeneral(
         inputs.shape[-1], dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=('mlp', 'embed'),
         name='wo')(hidden)
+    return checkpoint_name(out, 'mlp_output')

@@ -11,6 +11,7 @@ the stack. So every collection (parameters, their axes, caches, intermediates) k
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,51 +19,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
-from jax import lax
+from jax import ad_checkpoint, lax
 
-from t5x_lite import checks
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.networks.remat import remat
 from t5x_lite.networks.segments import Segment, find_segments, kinds_of
 
 PyTree = Any
 Variables = dict[str, PyTree]
 
-# Intermediate results of a layer that are stored for the backward pass. 'none': all, in loops all but those of
-# `_CHEAP_PRIMITIVES`; 'minimal': the outputs of matrix products with parameters; 'full': only the layer's input. Other
-# results are computed again.
-REMAT_POLICIES = ('none', 'minimal', 'full')
-# Operations on elements that cost less to repeat, as a part of the operation that needs their result, than a loop needs
-# to write and read it. Comparisons are not among them: their results, such as dropout's masks, are small.
-_CHEAP_PRIMITIVES = frozenset((
-    'abs', 'add', 'broadcast_in_dim', 'convert_element_type', 'div', 'integer_pow', 'max', 'min', 'mul', 'neg', 'reshape',
-    'rsqrt', 'select_n', 'sharding_constraint', 'sign', 'slice', 'sqrt', 'square', 'squeeze', 'sub', 'transpose'))
 # Least number of repetitions of a loop for which the trainer stacks layers if the configuration does not say whether to
 # stack them. Shorter loops compile in about the time of their layers.
 MIN_LAYERS_OF_A_LOOP = 6
 # Logical name of the dim over layers.
 LAYERS_AXIS = 'layers'
 _UNEQUAL_LAYERS_REMEDY = "Set param_layout='t5', or let feed_forward_fn return equal objects for every layer."
-
-
-def remat(fn: Callable[..., Any], policy: str, in_loop: bool) -> Callable[..., Any]:
-  """Return `fn` with rematerialization in the backward pass.
-
-  Args:
-    fn: pure function.
-    policy: one of `REMAT_POLICIES`.
-    in_loop: True if `fn` is the body of a loop, where the compiler cannot merge the second computation with the first.
-
-  Raises:
-    ConfigError: unknown policy.
-  """
-  checks.check('', {'remat_policy': policy}, remat_policy=checks.one_of(REMAT_POLICIES))
-  if policy == 'none':
-    is_stored = lambda primitive, *_, **__: primitive.name not in _CHEAP_PRIMITIVES
-    return jax.checkpoint(fn, policy=is_stored, prevent_cse=False) if in_loop else fn
-  saveable = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims if policy == 'minimal' else None
-  return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_loop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,9 +234,9 @@ class _Runner:
   """Application of layers to the residual stream, in loops or one by one; see `run_layers` for the arguments.
   """
 
-  def __init__(self, owner, layers, operands, store, remat_policy, method, options):
+  def __init__(self, owner, layers, operands, store, remat_fn, method, options):
     self._owner, self._layers, self._operands, self._store = owner, layers, operands, store
-    self._policy, self._method, self._options = remat_policy, method, options
+    self._remat, self._method, self._options = remat_fn, method, options
     self._mutable = owner.scope.mutable
     self._keys = {stream: owner.make_rng(stream) for stream in owner.scope.rngs}
     self._bodies: list[tuple[nn.Module, Callable]] = []
@@ -275,6 +248,7 @@ class _Runner:
 
     def run_layer(index, variables, keys, x, operands):
       rngs = {stream: jax.random.fold_in(key, index) for stream, key in keys.items()}
+      x = ad_checkpoint.checkpoint_name(x, 'layer_input')
       if initializing and not variables:
         # With `init` the layer does not count the call as a step.
         x, updates = layer.init_with_output(rngs, x, *operands, mutable=mutable, **options)
@@ -290,7 +264,7 @@ class _Runner:
     """Run a repeated segment in a `lax.scan`."""
     start, period, repeats = segment
     kinds = kinds_of(self._layers[start:start + period])
-    bodies = [remat(self._layer_fn(layer), self._policy, in_loop=True) for layer in self._layers[start:start + period]]
+    bodies = [self._remat(self._layer_fn(layer), in_loop=True) for layer in self._layers[start:start + period]]
     if period > 1:
       # Equal layers are traced once, as outside of loops.
       bodies = [jax.jit(body) for body in bodies]
@@ -326,7 +300,7 @@ class _Runner:
     """Return the function for `layer`, the same for equal layers."""
     body = next((body for other, body in self._bodies if other == layer), None)
     if body is None:
-      body = remat(self._layer_fn(layer), self._policy, in_loop=False)
+      body = self._remat(self._layer_fn(layer), in_loop=False)
       # Inside a trace, equal layers are traced once; the compiler inlines the calls.
       body = jax.jit(body) if traced else body
       self._bodies.append((layer, body))
@@ -335,7 +309,8 @@ class _Runner:
 
 def run_layers(
     owner: nn.Module, layers: Sequence[nn.Module], x: PyTree, *operands: PyTree, tree: LayerTree, scan: bool | None,
-    remat_policy: str, method: str = '__call__', fresh: Sequence[str] = (), **options: Any) -> PyTree:
+    remat_policy: str, remat_offload: Sequence[str] = (), method: str = '__call__', fresh: Sequence[str] = (),
+    **options: Any) -> PyTree:
   """Apply `layers` one after the other: x = layer(x, *operands, **options).
 
   Call it in a (compact) method of `owner`, whose scope has the layers' variables at the positions of `tree`. Missing
@@ -350,7 +325,8 @@ def run_layers(
     tree: positions of the variables.
     scan: True to run equal layers as one loop, and other layers as one loop per repeated segment; None to do so for
       layers whose parameters are stacked; False for no loops.
-    remat_policy: one of `REMAT_POLICIES`.
+    remat_policy: one of `remat.REMAT_POLICIES`.
+    remat_offload: names of results, see `remat.remat`.
     method: name of the layers' method.
     fresh: collections that are hidden from the layers, which initialize them again.
     **options: static arguments of the method.
@@ -362,7 +338,8 @@ def run_layers(
     ConfigError: layers with stacked variables differ, or only some layers of a loop have variables of a collection.
   """
   store = _Store(owner, tree, len(layers), fresh)
-  runner = _Runner(owner, layers, operands, store, remat_policy, method, options)
+  remat_fn = functools.partial(remat, policy=remat_policy, offload=remat_offload)
+  runner = _Runner(owner, layers, operands, store, remat_fn, method, options)
   kinds, is_step = kinds_of(layers), False
   alike = not any(kinds)
   if scan and tree.stacked and not alike:

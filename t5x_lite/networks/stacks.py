@@ -74,7 +74,7 @@ class Stack(nn.Module):
                   parent=None) for i in range(self.config.num_layers_of(stack))]
     return scan.run_layers(
         self, modules, x, *operands, tree=layer_tree(self.config, stack), scan=self.config.scan_layers,
-        remat_policy=self.config.remat_policy, **options)
+        remat_policy=self.config.remat_policy, remat_offload=self.config.remat_offload, **options)
 
   def _position(
       self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite.layers import ATTENTION_KERNELS, activation_fn
-from t5x_lite.networks.scan import REMAT_POLICIES
+from t5x_lite.networks.remat import REMAT_POLICIES, RESULT_NAMES
 
 # Layouts of the parameter tree, those of T5X's `examples/t5` and `examples/scalable_t5`.
 PARAM_LAYOUTS = ('t5', 'scalable_t5')
@@ -59,10 +59,14 @@ class StackConfig(_FieldsBeforeDepth):
       `logits_dense` kernel.
     float32_attention_logits: True to keep attention scores in float32 in half-precision computation, False to round
       them to `dtype` before the softmax.
-    remat_policy: intermediate results that the backward pass keeps. 'none': all, in loops (see `scan_layers`) all but
-      those of simple operations on elements; 'minimal': outputs of matrix products with parameters; 'full': only the
-      input of each layer. With results that are not kept, `jax.debug` callbacks of a layer run again in the backward
-      pass.
+    remat_policy: results of a layer that are stored for its backward pass, which computes the others again. 'none': all,
+      in loops (see `scan_layers`) all but those of simple operations on elements; 'minimal': products with parameters,
+      as in T5X, and those of experts; 'save_attention': the weights and the context of attention, so that its two
+      products of quadratic size are not computed again; 'save_dots_except_mlp': query, key, value and output of
+      attention; 'full': only the input of each layer; 'offload': those of `remat_offload`. With results that are not
+      stored, `jax.debug` callbacks of a layer run again in the backward pass.
+    remat_offload: names of results, out of `remat.RESULT_NAMES`, that 'offload' stores in the host's memory; () with
+      other policies.
     scan_layers: True to compile each stack as one loop over its layers, False to compile each layer. A loop has the
       same parameter tree, the same results up to rounding, and a program whose size does not grow with the depth. None
       compiles loops where the parameters of equal layers are stacked in any case: with the layout 'scalable_t5', and in
@@ -97,6 +101,7 @@ class StackConfig(_FieldsBeforeDepth):
   _: dataclasses.KW_ONLY
   float32_attention_logits: bool = False
   remat_policy: str = 'none'
+  remat_offload: Sequence[str] = ()
   scan_layers: bool | None = None
   param_layout: str = 't5'
   relpos_bias_tables: str | None = None
@@ -144,6 +149,11 @@ class StackConfig(_FieldsBeforeDepth):
             "a sequence of names, such as ('gelu', 'linear')",
             lambda names: isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0),
         remat_policy=checks.one_of(REMAT_POLICIES),
+        remat_offload=checks.Expectation(
+            f'a sequence of names out of {RESULT_NAMES}' if self.remat_policy == 'offload' else '()',
+            lambda names: isinstance(names, Sequence) and not isinstance(names, str) and set(names) <= set(
+                RESULT_NAMES) and bool(names) == (self.remat_policy == 'offload'),
+            '' if self.remat_policy == 'offload' else "Names need remat_policy='offload'."),
         param_layout=checks.one_of(PARAM_LAYOUTS),
         attention_kernel=checks.one_of(
             [kernel for kernel in ATTENTION_KERNELS if kernel != 'cudnn' or dtype != 'float32'],

@@ -16,8 +16,9 @@ from moe.layers import MoeLayer
 from t5x_lite import partitioning, tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.layer_stacks import LayerStacks
-from t5x_lite.networks import decoder_only, t5
+from t5x_lite.networks import decoder_only, remat, t5
 from tests.networks import network_cases as cases
+from tests.networks.test_remat import count_flops
 
 _CAPACITIES = dict(train_capacity_factor=1.5, eval_capacity_factor=2.0)
 
@@ -293,8 +294,10 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
   assert all(len(layer['mlp']) == 11 for layers in sown.values() for layer in layers.values())
   moved = collections['router_state']['decoder']['layers_1']['mlp']['router']['bias']
   np.testing.assert_allclose(np.abs(moved).max(), 0.01, rtol=1e-5)
-  policies = ('full',) if network == 'decoder_only' else ('none', 'minimal', 'full')
-  for fields in (dict(scan_layers=True, remat_policy=policy) for policy in policies):
+  policies = ('full',) if network == 'decoder_only' else remat.REMAT_POLICIES
+  for fields in (dict(
+      scan_layers=True, remat_policy=policy, remat_offload=remat.RESULT_NAMES if policy == 'offload' else ())
+                 for policy in policies):
     # Stacked or single layers, one of both with each policy.
     (got_loss, got), got_grads = run(is_stacked=fields['remat_policy'] == 'full', **fields)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
@@ -302,6 +305,36 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
     cases.assert_trees_close(got['router_state'], collections['router_state'], 1e-6)
     cases.assert_trees_close(got['routing'], collections['routing'], 1e-5)
     cases.assert_trees_close(got_grads, grads, 1e-4)
+
+
+@pytest.mark.parametrize('dispatch', ['grouped', pytest.param('capacity', marks=pytest.mark.full),
+                                      pytest.param('einsum', marks=pytest.mark.full)])
+def test_policies_of_remat_store_results_of_experts(dispatch):
+  block = _block(dispatch=dispatch, expert_dim=128, **({} if dispatch == 'grouped' else _CAPACITIES))
+  batch = {name: jax.ShapeDtypeStruct((4, 32), jnp.int32) for name in ('decoder_input_tokens', 'decoder_target_tokens')}
+
+  def trace(policy, in_loop):
+    module = _decoder_only(block, 6, num_layers=6, remat_policy=policy, scan_layers=in_loop,
+                           param_layout='scalable_t5' if in_loop else 't5')
+    variables = jax.eval_shape(
+        lambda key, batch: module.init(key, **batch, enable_dropout=False), jax.random.key(0), batch)
+    loss = lambda params, batch: jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+    return jax.jit(jax.grad(loss)).trace(variables['params'], batch)
+
+  temporaries = lambda traced: traced.lower().compile().memory_analysis().temp_size_in_bytes
+  policies = ('none', 'minimal', 'save_attention', 'save_dots_except_mlp', 'full')
+  programs = {policy: trace(policy, True) for policy in policies}
+  flops = {policy: count_flops(program.jaxpr.jaxpr) for policy, program in programs.items()}
+  assert [policy for policy in sorted(policies, key=flops.get)] == list(policies), flops
+  # 'none' computes nothing again, and 'minimal' no experts.
+  assert flops['none'] == count_flops(trace('none', False).jaxpr.jaxpr)
+  projections = 2 * 6 * 4 * 32 * 2 * 16 * 128
+  assert flops['full'] - flops['minimal'] >= projections, flops
+  assert dispatch == 'einsum' or flops['minimal'] - flops['none'] < 0.5 * projections, flops
+  sizes = [temporaries(programs[policy]) for policy in ('none', 'minimal', 'full')]
+  assert sizes[0] > sizes[1] > 1.2 * sizes[2], sizes
+  # Buffers of rows of all layers are not made at the same time.
+  assert temporaries(trace('full', False)) < 0.5 * temporaries(trace('none', False))
 
 
 def test_stacked_parameters_need_layers_that_are_all_sparse():
@@ -405,11 +438,14 @@ _EXPERT_RULES = (('expert', 'data'), ('expert_mlp', 'model'), ('unmodeled', None
 
 
 @pytest.mark.full  # The short run has whole models on meshes in test_mesh_invariance.
-@pytest.mark.parametrize('network', ['decoder_only', 'encoder_decoder'])
-def test_sharded_networks_compute_the_same_as_one_device(network, shape=(4, 2)):
+@pytest.mark.parametrize('network, fields', [
+    ('decoder_only', {}), ('encoder_decoder', {}), ('decoder_only', dict(remat_policy='minimal')),
+    ('decoder_only', dict(remat_policy='full', scan_layers=True)),
+    ('decoder_only', dict(remat_policy='minimal', scan_layers=True))])
+def test_sharded_networks_compute_the_same_as_one_device(network, fields, shape=(4, 2)):
   block = _block(router=dict(jitter_noise=0.1))
   if network == 'decoder_only':
-    module = _decoder_only(block, dropout_rate=0.1)
+    module = _decoder_only(block, 2, num_layers=4, dropout_rate=0.1, **fields)
   else:
     module = _transformer(block, cases.tiny_config(dropout_rate=0.1, num_decoder_layers=2))
   batch = _batch_of(module, batch=8)

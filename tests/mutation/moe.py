@@ -153,4 +153,46 @@ MUTANTS = (
         'float(change.slices)**-name.power',
         '1.0',
         'tests/moe/tools/test_surgery.py::test_upcycling_in_slices_is_upcycling_and_splitting'),
+    Mutant(
+        'empty_tiles_are_computed',
+        'moe/dispatch/accelerators.py',
+        'return -(-self._tile_ends(group_sizes)[-1] // self.num_tiles)',
+        'return -(-jnp.maximum(self._tile_ends(group_sizes)[-1], 64) // self.num_tiles)',
+        'tests/moe/dispatch/test_blocks.py::test_executed_blocks_do_not_grow_with_the_buffer'),
+    Mutant(
+        'tiles_follow_the_buffer_instead_of_the_share',
+        'moe/dispatch/expert_parallel.py',
+        'balanced_rows=min(gates.size, num_rows))',
+        'balanced_rows=num_rows)',
+        'tests/moe/dispatch/test_blocks.py::test_compiled_work_and_memory_do_not_grow_with_partitions'),
+    Mutant(
+        'rows_of_the_next_tile_have_gradients_twice',
+        'moe/dispatch/blocks.py',
+        "dy = jnp.where(tiles.is_valid, jnp.take(grad, tiles.rows, axis=0, mode='clip'), 0)",
+        "dy = jnp.take(grad, tiles.rows, axis=0, mode='clip')",
+        'tests/moe/dispatch/test_blocks.py::test_any_loads_give_the_same_as_one_block_of_all_experts'),
+    Mutant(
+        'blocks_begin_with_their_first_expert',
+        'moe/dispatch/accelerators.py',
+        'ends = jnp.clip(jnp.cumsum(group_sizes) - start, 0, self.tile_rows)',
+        'ends = jnp.clip(jnp.cumsum(group_sizes), 0, self.tile_rows)',
+        'tests/moe/dispatch/test_blocks.py::test_any_loads_give_the_same_as_one_block_of_all_experts'),
+    Mutant(
+        'gradients_of_tiles_exceed_vmem',
+        'moe/dispatch/tilings.py',
+        'if vmem_fn(tiling, itemsize) <= VMEM_BUDGET:',
+        'if product_vmem(tiling, itemsize) <= VMEM_BUDGET:',
+        'tests/moe/dispatch/test_tilings.py::test_tilings_fit_and_divide'),
+    Mutant(
+        'loops_compute_experts_twice',
+        't5x_lite/networks/remat.py',
+        "'none': ('expert_hidden', 'expert_output'),",
+        "'none': (),",
+        'tests/moe/test_networks.py::test_policies_of_remat_store_results_of_experts'),
+    Mutant(
+        'buffers_of_all_layers_are_made_at_once',
+        'moe/dispatch/tiles.py',
+        'jnp.where(self.ends[-1] < 0, 1, 0)',
+        '0',
+        'tests/moe/test_networks.py::test_policies_of_remat_store_results_of_experts'),
 )

@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         'softmax_in_half_precision',
         't5x_lite/layers/attention_kernels.py',
-        'jax.nn.softmax(scores, axis=-1).astype(value.dtype)',
-        'jax.nn.softmax(scores.astype(value.dtype), axis=-1)',
+        '_softmax(scores).astype(value.dtype)',
+        '_softmax(scores.astype(value.dtype))',
         'tests/layers/test_attention.py::test_softmax_is_float32_and_the_option_keeps_scores_so'),
     Mutant(
         'blocks_forget_what_came_before_a_larger_score',
@@ -138,16 +138,40 @@ MUTANTS = (
         'tests/networks/test_t5.py::test_layers_drop_out_differently'),
     Mutant(
         'loops_store_simple_results',
-        't5x_lite/networks/scan.py',
+        't5x_lite/networks/remat.py',
         'primitive.name not in _CHEAP_PRIMITIVES',
         'True',
         'tests/networks/test_scan.py::test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat'),
     Mutant(
         'loops_store_constrained_weights',
-        't5x_lite/networks/scan.py',
+        't5x_lite/networks/remat.py',
         "'sharding_constraint', ",
         '',
         'tests/networks/test_scan.py::test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat'),
+    Mutant(
+        'policies_do_not_find_attention_weights',
+        't5x_lite/layers/attention_kernels.py',
+        "y = checkpoint_name(jnp.exp(*primals), 'attention_weights')",
+        'y = jnp.exp(*primals)',
+        'tests/networks/test_remat.py::test_each_policy_stores_its_results_and_computes_the_others_again'),
+    Mutant(
+        'unrolled_layers_are_computed_again_at_once',
+        't5x_lite/networks/remat.py',
+        'return _after_cotangents(rematerialized) if unrolled_on_cpu and not several_devices else rematerialized',
+        'return rematerialized',
+        'tests/networks/test_remat.py::test_policies_save_memory_outside_of_loops_on_a_cpu'),
+    Mutant(
+        'offloaded_results_stay_on_the_device',
+        't5x_lite/networks/remat.py',
+        'return ad_checkpoint.Saveable if on_cpu else _ON_HOST',
+        'return ad_checkpoint.Saveable',
+        'tests/networks/test_remat.py::test_tpus_offload_the_chosen_results_to_the_host'),
+    Mutant(
+        'a_policy_without_effect_is_silent',
+        't5x_lite/networks/remat.py',
+        'elif unrolled_on_cpu and several_devices:',
+        'elif False:',
+        'tests/networks/test_remat.py::test_several_cpu_devices_without_loops_warn_once'),
     Mutant(
         'layers_are_stacked_in_front',
         't5x_lite/networks/scan.py',

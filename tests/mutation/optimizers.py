@@ -245,4 +245,40 @@ MUTANTS = (
         'return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]',
         'return [layout for _, layout in found]',
         'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'gradients_of_sharded_shampoo_are_gathered_at_once',
+        't5x_lite/optimizers/shampoo/placement.py',
+        '    grad = update_lib.after(never, grad)\n    if',
+        '    if',
+        'tests/optimizers/shampoo/test_sharded.py::test_64_devices_need_the_memory_of_the_state_and_one_parameter'),
+    Mutant(
+        'parameters_of_sharded_shampoo_are_spread_at_once',
+        't5x_lite/optimizers/shampoo/placement.py',
+        'never.astype(jnp.float32))',
+        '0.0)',
+        'tests/optimizers/shampoo/test_sharded.py::test_64_devices_need_the_memory_of_the_state_and_one_parameter'),
+    Mutant(
+        'each_device_computes_all_rows',
+        't5x_lite/optimizers/shampoo/placement.py',
+        'return cls(mesh.axis_names, mesh.size) if mesh else cls()',
+        'return cls()',
+        'tests/optimizers/shampoo/test_sharded.py::test_devices_share_the_matrices'),
+    Mutant(
+        'blocks_on_two_devices_are_added_twice',
+        't5x_lite/optimizers/shampoo/placement.py',
+        'first_own if is_first else first',
+        'first',
+        'tests/optimizers/shampoo/test_placement.py::test_spreading_collected_blocks_gives_the_parameters'),
+    Mutant(
+        'devices_have_no_halo',
+        't5x_lite/optimizers/shampoo/placement.py',
+        'parts, missing, distance = [matrices], self.halo, 1',
+        'parts, missing, distance = [matrices], 0, 1',
+        'tests/optimizers/shampoo/test_sharded.py::test_devices_change_no_matrix'),
+    Mutant(
+        'rounds_of_spread_roots_exceed_the_slot',
+        't5x_lite/optimizers/shampoo/root_plan.py',
+        ' & (positions < end)',
+        '',
+        'tests/optimizers/shampoo/test_sharded.py::test_devices_change_no_matrix'),
 )

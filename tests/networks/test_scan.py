@@ -10,7 +10,7 @@ import pytest
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import param_layouts, scan, t5
+from t5x_lite.networks import param_layouts, t5
 from tests.networks import network_cases as cases
 
 # ---- Programs -------------------------------------------------------------------------------------------------------
@@ -90,11 +90,6 @@ def test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat(num_d
   # Hidden units: both projections and the hyperbolic tangent of the activation. Dropout's mask is stored as bool.
   hidden = [dtype for shape, dtype in stored if shape[-1] == config.mlp_dim]
   assert sorted(map(str, hidden)) == ['bool'] + ['float32'] * 3, stored
-
-
-def test_unknown_remat_policy_raises():
-  with pytest.raises(ConfigError, match="Did you mean 'full'"):
-    scan.remat(lambda x: x, 'fulll', in_loop=False)
 
 
 # ---- Layouts --------------------------------------------------------------------------------------------------------

@@ -113,7 +113,8 @@ def _step(module, **batch):
   return lambda params, rest, key: jax.value_and_grad(loss_fn, has_aux=True)(params, rest, key)
 
 
-@pytest.mark.parametrize('remat_policy', ['full', pytest.param('none', marks=pytest.mark.full)])
+@pytest.mark.parametrize('remat_policy', ['full', *(pytest.param(policy, marks=pytest.mark.full) for policy in (
+    'none', 'minimal', 'save_attention', 'save_dots_except_mlp'))])
 def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized(remat_policy):
   layout = _Layout('dsdss', 'd')
   plain, looped = _module(layout), _module(layout, scan_layers=True)

@@ -37,8 +37,8 @@ from t5x_lite.train_state import InferenceState, TrainState
 # Valid random seeds.
 SEED = checks.number(at_least=0, below=2**32, integer=True).or_none()
 # Fields of a network's configuration that do not change the meaning of its parameters.
-_FIELDS_OF_A_RUN = frozenset({'dtype', 'dropout_rate', 'float32_attention_logits', 'remat_policy', 'scan_layers',
-                              'param_layout', 'attention_kernel'})
+_FIELDS_OF_A_RUN = frozenset({'dtype', 'dropout_rate', 'float32_attention_logits', 'remat_policy', 'remat_offload',
+                              'scan_layers', 'param_layout', 'attention_kernel'})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Configuration of our network with the sizes of a Hugging Face folder, for gin files."""
 
 import os
+from collections.abc import Sequence
 
 from t5x_lite import checks, files
 from t5x_lite.checkpoints import discovery
@@ -15,8 +16,9 @@ from t5x_lite.networks.t5_config import T5Config
 
 def network_config(
     folder: str | os.PathLike[str], *, dtype: str = 'bfloat16', dropout_rate: float = 0.1,
-    float32_attention_logits: bool = False, remat_policy: str = 'none', scan_layers: bool | None = None,
-    param_layout: str = 't5', attention_kernel: str = 'auto', loss_chunk_size: int | None = None) -> T5Config:
+    float32_attention_logits: bool = False, remat_policy: str = 'none', remat_offload: Sequence[str] = (),
+    scan_layers: bool | None = None, param_layout: str = 't5', attention_kernel: str = 'auto',
+    loss_chunk_size: int | None = None) -> T5Config:
   """Return the configuration of the network in a Hugging Face folder.
 
   Bind it instead of `T5Config`: `network.Transformer.config = @hugging_face.network_config()`. The folder is read
@@ -29,7 +31,8 @@ def network_config(
     dtype: compute dtype; see `T5Config`, also for the other arguments.
     dropout_rate: dropout rate; T5 was pretrained with 0 and is fine-tuned with 0.1.
     float32_attention_logits: whether attention scores are float32.
-    remat_policy: intermediate results that the backward pass keeps: 'none', 'minimal' or 'full'.
+    remat_policy: name of the results of layers that are stored for the backward pass.
+    remat_offload: names of results that remat_policy='offload' stores in the host's memory.
     scan_layers: whether each stack is compiled as one loop; None where its parameters are stacked.
     param_layout: layout of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
     attention_kernel: implementation of attention: 'auto', 'dot' or 'cudnn'.
@@ -59,5 +62,5 @@ def network_config(
                       f'{" ".join(suggested.flags_after_run)} after runs/finetune.gin.')
   return T5Config(
       **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
-      float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, scan_layers=scan_layers,
-      param_layout=param_layout, attention_kernel=attention_kernel, loss_chunk_size=loss_chunk_size)
+      float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, remat_offload=remat_offload,
+      scan_layers=scan_layers, param_layout=param_layout, attention_kernel=attention_kernel, loss_chunk_size=loss_chunk_size)

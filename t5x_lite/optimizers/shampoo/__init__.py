@@ -5,8 +5,9 @@ https://arxiv.org/abs/2002.09018; Gupta, Koren, Singer 2018, "Shampoo: Precondit
 https://arxiv.org/abs/1802.09568.
 
 `config` has the options, `blocks` splits and preconditions parameters, `roots` and `root_plan` compute the roots,
-`grafting` sets the length of updates, `state` and `quantize` define the state, `update` is the step, and `sharded` the
-step whose statistics are one stack over all devices.
+`grafting` sets the length of updates, `state` and `quantize` define the state, `update` is the step, `sharded` the step
+whose statistics are one stack over all devices, and `placement` gives each device the blocks that belong to its
+matrices.
 """
 
 from collections.abc import Mapping

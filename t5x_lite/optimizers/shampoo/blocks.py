@@ -154,12 +154,7 @@ class BlockLayout:
     Returns:
       Float32 stacks [k, n, n], one per group and dim.
     """
-    stacks = []
-    for blocks in self.cut(grad):
-      for dim in range(1, blocks.ndim):
-        others = tuple(other for other in range(1, blocks.ndim) if other != dim)
-        stacks.append(jax.lax.dot_general(blocks, blocks, ((others, others), ((0,), (0,))), precision=precision))
-    return stacks
+    return [product for blocks in self.cut(grad) for product in block_statistics(blocks, precision)]
 
   def precondition(
       self, grad: jax.Array, preconditioners: Sequence[jax.Array],
@@ -175,14 +170,35 @@ class BlockLayout:
       (product, float32 of the parameter's shape; its Euclidean norm, a float32 scalar).
     """
     rank = len(self.merged_shape)
-    results = []
-    for index, blocks in enumerate(self.cut(grad)):
-      for matrices in preconditioners[index * rank:(index + 1) * rank]:
-        # Contracts the first dim and appends the new one last, so that the final order of dims is the original one.
-        blocks = jax.lax.dot_general(blocks, matrices, (((1,), (1,)), ((0,), (0,))), precision=precision)
-      results.append(blocks)
-    # Computed from the blocks, so that it does not wait until they are joined.
-    return self.join(results), jnp.sqrt(sum(jnp.sum(jnp.square(blocks)) for blocks in results))
+    results = [precondition_blocks(blocks, preconditioners[index * rank:(index + 1) * rank], precision)
+               for index, blocks in enumerate(self.cut(grad))]
+    return self.join(results), norm_of_blocks(results)
+
+
+def block_statistics(blocks: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
+  """Return the statistics [k, n, n] of blocks float32 [k, *sizes], one stack per dim."""
+  stacks = []
+  for dim in range(1, blocks.ndim):
+    others = tuple(other for other in range(1, blocks.ndim) if other != dim)
+    stacks.append(jax.lax.dot_general(blocks, blocks, ((others, others), ((0,), (0,))), precision=precision))
+  return stacks
+
+
+def precondition_blocks(
+    blocks: jax.Array, preconditioners: Sequence[jax.Array], precision: jax.lax.Precision) -> jax.Array:
+  """Return blocks float32 [k, *sizes] with every dim multiplied by its preconditioners, float32 [k, n, n] per dim."""
+  for matrices in preconditioners:
+    # Contracts the first dim and appends the new one last, so that the final order of dims is the original one.
+    blocks = jax.lax.dot_general(blocks, matrices, (((1,), (1,)), ((0,), (0,))), precision=precision)
+  return blocks
+
+
+def norm_of_blocks(groups: Sequence[jax.Array]) -> jax.Array:
+  """Return the Euclidean norm, a float32 scalar, of a parameter, given its blocks.
+
+  Computed from the blocks, it does not wait until they are joined.
+  """
+  return jnp.sqrt(sum(jnp.sum(jnp.square(blocks)) for blocks in groups))
 
 
 def make_layout(

@@ -26,6 +26,22 @@ import numpy as np
 from t5x_lite.optimizers.shampoo import roots
 
 
+@dataclasses.dataclass(frozen=True)
+class Shares:
+  """Shares of matrices on the devices of a mapped axis.
+
+  Attributes:
+    positions: per entry of `compute_roots` an int32 [k], positions of this device's matrices among those of all
+      devices; -1 for entries that do not count.
+    counts: per entry, number of matrices of all devices.
+    max_rows: limit of the number of matrices that are sent at a time, if it is at least the number of devices.
+  """
+
+  positions: Sequence[jax.Array]
+  counts: Sequence[int]
+  max_rows: int
+
+
 def compute_roots(
     statistics: Sequence[jax.Array],
     exponents: Sequence[int | jax.Array],
@@ -37,7 +53,8 @@ def compute_roots(
     failure_threshold: float = 0.1,
     axis_name: str | None = None,
     all_at_first: bool = True,
-    ranks: Sequence[np.ndarray] | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
+    ranks: Sequence[np.ndarray] | None = None,
+    shares: Shares | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots, of which all or a share are new and the others are the previous ones.
 
   A new root whose error is NaN, or not below the threshold, is replaced by the previous one.
@@ -54,6 +71,8 @@ def compute_roots(
     all_at_first: compute all roots at count 0, if they are spread.
     ranks: per entry an int [k], different for all matrices; roots are spread in ascending order of these numbers. None
       means the order of the entries.
+    shares: the entries are this device's shares of the matrices of each size and exponent, which it keeps; the roots
+      of a slot are distributed over `axis_name`. None means that each device has all matrices.
 
   Returns:
     Roots with the shapes of `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
@@ -63,7 +82,11 @@ def compute_roots(
     ConfigError: `padded_size` is below a matrix's size.
   """
   distribute, num_devices = _devices(axis_name)
-  batches = _plan(statistics, exponents, ranks, num_slots=spread_over, num_devices=num_devices)
+  entire = statistics
+  if shares:
+    entire = [jax.ShapeDtypeStruct((count, *matrix.shape[1:]), matrix.dtype)
+              for count, matrix in zip(shares.counts, statistics, strict=True)]
+  batches = _plan(entire, exponents, ranks, num_slots=spread_over, num_devices=num_devices)
   root_fn = functools.partial(roots.inverse_pth_root, options=options)
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
@@ -73,6 +96,13 @@ def compute_roots(
     slot, matrices, (kept, errors) = lax.optimization_barrier((slot, list(statistics), results))
     kept, errors = list(kept), list(errors)
     for batch in batches:
+      if shares:
+        i, = batch.entries
+        kept[i], errors[i] = _refresh_share(
+            batch, slot, matrices[i], shares.positions[i], kept[i], errors[i], root_fn=root_fn, axis_name=axis_name,
+            width=num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1)),
+            failure_threshold=failure_threshold)
+        continue
       new = _refresh_batch(
           batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
           roots_fn=functools.partial(_roots_on_all_devices, root_fn, distribute), failure_threshold=failure_threshold)
@@ -126,7 +156,7 @@ class _Batch:
     return _divide_up(self.num_rows, self.rows_per_slot)
 
 
-def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
+def mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
   """Return the current mesh if it has several devices and only axes of type Auto, else None."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -206,6 +236,38 @@ def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, r
   return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
 
 
+def _refresh_share(
+    batch, slot, matrices, positions, old_roots, old_errors, *, root_fn, axis_name, width, failure_threshold):
+  """Return the roots and errors of this device's share of a batch after one slot.
+
+  In each round the next `width` matrices of the slot are sent to the devices, and all get their roots.
+  """
+  slot = (slot - batch.first_slot) % batch.num_slots
+  root_fn = jax.vmap(functools.partial(root_fn, p=batch.exponent))
+
+  def refreshed(old_roots, old_errors):
+    end = jnp.minimum((slot + 1) * batch.rows_per_slot, batch.num_rows)
+
+    def next_round(i, results):
+      roots, errors = results
+      index = positions - slot * batch.rows_per_slot - i * width
+      is_here = (index >= 0) & (index < width) & (positions >= 0) & (positions < end)
+      rows = jnp.zeros([width, batch.size, batch.size], matrices.dtype)
+      rows = rows.at[jnp.where(is_here, index, width)].set(matrices, mode='drop')
+      new_roots, new_errors = root_fn(lax.psum_scatter(rows, axis_name, tiled=True))
+      new_roots, new_errors = lax.all_gather((new_roots, new_errors), axis_name, tiled=True)
+      index = jnp.clip(index, 0, width - 1)
+      is_used = is_here & (new_errors[index] < failure_threshold)  # False if NaN
+      return (jnp.where(is_used[:, None, None], new_roots[index], roots),
+              jnp.where(is_here, new_errors[index], errors))
+
+    return lax.fori_loop(0, _divide_up(batch.rows_per_slot, width), next_round, (old_roots, old_errors))
+
+  if batch.num_used_slots == batch.num_slots:
+    return refreshed(old_roots, old_errors)
+  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
+
+
 def _rows_of_slot(batch, start, matrices, exponents):
   """Return a slot's matrices, float32 [num_computed, n, n], and their exponents: one int, or int32 [num_computed].
 
@@ -224,7 +286,7 @@ def _rows_of_slot(batch, start, matrices, exponents):
 def _slice(batch, parts, start):
   """Return a slot's rows of the concatenated parts."""
   parts = [part for part in parts if part.shape[0]]
-  if _mesh_to_spread_over():
+  if mesh_to_spread_over():
     # Without a constraint, the compiler shards the concatenation along the dims of the matrices.
     joined = lax.with_sharding_constraint(jnp.concatenate(
         [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
@@ -270,7 +332,7 @@ def _devices(axis_name):
   num_devices = None if axis_name is None else _size_of_axis(axis_name)
   if num_devices is not None:
     return functools.partial(_over_axis, axis_name, num_devices), num_devices
-  mesh = _mesh_to_spread_over()
+  mesh = mesh_to_spread_over()
   return (functools.partial(_over_mesh, mesh), mesh.size) if mesh else (lambda fn, args: fn(*args), 1)
 
 

@@ -4,13 +4,14 @@ Every matrix is padded by identity to the largest, and their number to a multipl
 device stores only its share, whatever the shapes of the parameters. Momenta and other arrays with a parameter's shape
 are sharded like the parameter.
 
-A step uses the roots of the previous step, so that roots and the rest of the step may run in parallel. Roots are
-computed at the matrices' unpadded sizes, each by one device (`root_plan`).
+A device computes with its own matrices, and gets only the blocks of gradients that belong to them (`placement`). A step
+uses the roots of the previous step. Roots are computed at the matrices' unpadded sizes, by the device that stores them;
+those that are spread over steps are distributed again in each step (`root_plan`).
 """
 
-from collections.abc import Sequence
-import dataclasses
+from collections.abc import Callable, Sequence
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,18 @@ import optax
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo import update as update_lib
-from t5x_lite.optimizers.shampoo.blocks import BlockLayout
+from t5x_lite.optimizers.shampoo.blocks import BlockLayout, block_statistics, norm_of_blocks, precondition_blocks
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
+from t5x_lite.optimizers.shampoo.placement import (
+    REPLICATED,
+    Devices,
+    Placement,
+    local_rows,
+    rows_of_device,
+    set_rows,
+    take_rows,
+)
+from t5x_lite.optimizers.shampoo.root_plan import Shares
 from t5x_lite.optimizers.shampoo.state import (
     GlobalShardedParameterStats,
     InitFnState,
@@ -56,23 +67,25 @@ def sharded_transformation(
   def update(grads: Params, state: ShampooState, params: Params | None = None) -> tuple[Params, ShampooState]:
     leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
     local_stats = treedef.flatten_up_to(state.stats.local_stats)
-    index = MatrixIndex(update_lib.single_layouts(leaves))
-    count, old_roots = state.count, _replicated(state.stats.global_stats.preconditioners)
-    updates, new_fields, done = [], [], []
-    for leaf, stats in zip(leaves, local_stats, strict=True):
-      leaf = dataclasses.replace(leaf, grad=update_lib.in_sequence(leaf.grad, done, count))
-      starts = update_lib.in_sequence(jnp.asarray(leaf.starts), done, count)
-      update, fields, length = update_lib.update_parameter(
-          leaf, stats, _stacks_of(leaf, old_roots, starts), count, learning_rate, cfg)
-      done = [length]
+    global_stats, devices = state.stats.global_stats, Devices.in_context()
+    statistics, preconditioners = (
+        _padded(stack, devices) for stack in (global_stats.statistics, global_stats.preconditioners))
+    results, never = [], jnp.bool_(False)
+    # One device computes parameter by parameter. Of several, each computes all of its blocks of one shape at once.
+    for chunk in [[i] for i in range(len(leaves))] if devices.count == 1 else [range(len(leaves))]:
+      new, statistics, never = _update_parameters(
+          [leaves[i] for i in chunk], [local_stats[i] for i in chunk], preconditioners, statistics, never,
+          state.count, learning_rate, devices, cfg)
+      results += new
+    preconditioners, errors = _update_roots(
+        statistics, preconditioners, leaves, never, update_lib.after(never, state.count), devices, cfg)
+    num_rows = len(global_stats.statistics)
+    global_stats = global_stats.replace(
+        statistics=_unpadded(statistics, num_rows), preconditioners=_unpadded(preconditioners, num_rows))
+    updates, new_stats = [], []
+    for leaf, stats, (update, fields) in zip(leaves, local_stats, results, strict=True):
+      metrics = update_lib.record_errors(leaf, stats.training_metrics, _errors_of(leaf, errors), cfg)
       updates.append(update)
-      new_fields.append(fields)
-    # All operations that read the old roots are done, so that the new ones may replace them in memory.
-    global_stats, errors = _update_global(
-        state.stats.global_stats, leaves, index, update_lib.in_sequence(count, done, count), cfg)
-    new_stats = []
-    for leaf, stats, fields, root_errors in zip(leaves, local_stats, new_fields, errors, strict=True):
-      metrics = update_lib.record_errors(leaf, stats.training_metrics, root_errors, cfg)
       new_stats.append(stats.replace(training_metrics=metrics, **fields))
     stats = ShardedShampooStats(global_stats, treedef.unflatten(new_stats))
     return treedef.unflatten(updates), ShampooState(state.count + 1, stats)
@@ -144,122 +157,192 @@ def _partition_specs(
       state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None)
 
 
-def _stacks_of(leaf: update_lib.Leaf, matrices: jax.Array, starts: jax.Array) -> list[jax.Array]:
-  """Return the stacks [k, n, n] of a parameter, with a first dim over layers if these are stacked.
+def _padded(stack: jax.Array, devices: Devices) -> jax.Array:
+  """Return a stack [N, n, n] divided among the devices, with identities added to make N a multiple of their number."""
+  num_extra = -len(stack) % devices.count
+  if num_extra:  # only if `num_devices_for_pjit` is not the number of devices; then not all devices share the state
+    identity = jnp.eye(stack.shape[-1], dtype=stack.dtype)
+    stack = jnp.concatenate([_replicated(stack), jnp.broadcast_to(identity, [num_extra, *identity.shape])])
+    stack = _replicated(stack)
+  return jax.lax.with_sharding_constraint(stack, devices.rows) if devices.axis_names else stack
+
+
+def _unpadded(stack: jax.Array, num_rows: int) -> jax.Array:
+  """Return the first rows of a stack; inverse of `_padded`."""
+  return stack if len(stack) == num_rows else _replicated(stack)[:num_rows]
+
+
+def _replicated(array: jax.Array) -> jax.Array:
+  return jax.lax.with_sharding_constraint(array, REPLICATED)
+
+
+def _update_parameters(
+    leaves: Sequence[update_lib.Leaf], local_stats: Sequence[LocalShardedParameterStats], preconditioners: jax.Array,
+    statistics: jax.Array, never: jax.Array, count: jax.Array, learning_rate: update_lib.LearningRate,
+    devices: Devices, cfg: ShampooConfig,
+    ) -> tuple[list[tuple[jax.Array, dict[str, Any]]], jax.Array, jax.Array]:
+  """Return the updates of parameters and their new state, except for the roots.
 
   Args:
-    leaf: the parameter.
-    matrices: the global stack, float32 [N, max_n, max_n].
-    starts: `leaf.starts`, possibly traced.
+    leaves: gradients and parameters.
+    local_stats: state of each.
+    preconditioners: float32 [N, n, n], the roots of the previous step.
+    statistics: float32 [N, n, n].
+    never: False as bool scalar, computed after all that comes first.
+    count: int32 scalar, number of previous updates.
+    learning_rate: number, schedule or traced scalar.
+    devices: devices that store the rows.
+    cfg: options.
+
+  Returns:
+    (for each parameter its update and the new fields of its state, see `update_layer`; new statistics; a value like
+    `never` for what comes next).
   """
-  layout = leaf.layout
+  placement = Placement(
+      [(leaf.layout, leaf.first_matrices) for leaf in leaves], devices, len(statistics) // devices.count)
+  blocks = placement.empty_blocks()
+  for i, leaf in enumerate(leaves):
+    if not leaf.layout.is_preconditioned:
+      continue
 
-  def of_layer(start: jax.Array) -> list[jax.Array]:
-    own = jax.lax.dynamic_slice_in_dim(matrices, start, layout.num_statistics)
-    if len(layout.groups) == 1:
-      # Equal blocks: the matrices of the stacks alternate.
-      own = own.reshape([-1, len(layout.stack_shapes), *own.shape[1:]])
-      return [own[:, stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
-    return [own[layout.order[:, 0] == stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
+    def collect(carry, inputs, i=i, layout=leaf.layout):
+      blocks, never = carry
+      grad, tables = inputs
+      return placement.collect(i, layout, grad, tables, blocks, never, count), None
 
-  return leaf.of_each_layer(of_layer)(starts) if layout.is_preconditioned else []
+    (blocks, never), _ = _for_each_layer(collect, leaf, (blocks, never), (leaf.grad, placement.tables(i)))
+  blocks, statistics = _update_blocks(placement, blocks, preconditioners, statistics, never, count, cfg)
+  results = []
+  for i, (leaf, stats) in enumerate(zip(leaves, local_stats, strict=True)):
+    update_layer = functools.partial(update_lib.update_layer, leaf, count, learning_rate, cfg)
+    if not leaf.layout.is_preconditioned:
+      grad = update_lib.after(never, leaf.grad)
+      results.append(leaf.of_each_layer(update_layer)(grad, leaf.param, stats, None)[:2])
+      continue
+
+    def spread(never, inputs, i=i, layout=leaf.layout, update_layer=update_layer):
+      grad, param, stats, tables = inputs
+      groups, never = placement.spread(i, layout, blocks, tables, never, count)
+      direction = layout.join(groups), norm_of_blocks(groups)
+      if devices.count > 1:
+        grad = update_lib.after(never, grad)
+      update, fields, length = update_layer(grad, param, stats, direction)
+      if devices.count == 1 and jax.default_backend() == 'cpu':
+        never = update_lib.never([length], count)
+      return never, (update, fields)
+
+    never, new = _for_each_layer(spread, leaf, never, (leaf.grad, leaf.param, stats, placement.tables(i)))
+    results.append(new)
+  return results, statistics, never
 
 
-def _matrices_of(leaf: update_lib.Leaf, stacks: Sequence[jax.Array], max_size: int) -> jax.Array:
-  """Return the matrices of all layers of a parameter [m, max_n, max_n], padded by identity; inverse of `_stacks_of`."""
+def _for_each_layer(fn: Callable[..., Any], leaf: update_lib.Leaf, carry: PyTree, inputs: PyTree) -> tuple[Any, Any]:
+  """Return the result of `jax.lax.scan` over the layers of a parameter, or without a loop if layers are not stacked.
 
-  def of_layer(stacks: Sequence[jax.Array]) -> jax.Array:
-    stacks = [_pad_stack(stack, max_size) for stack in stacks]
-    if len(leaf.layout.groups) == 1:
-      return jnp.stack(stacks, axis=1).reshape([-1, max_size, max_size])
-    return jnp.concatenate(stacks)[leaf.layout.flat_order]
+  The tables in `inputs`, which are last, have a dim over layers in both cases.
+  """
+  *inputs, tables = inputs
+  if leaf.is_stacked:
+    return jax.lax.scan(fn, carry, (*inputs, [jnp.asarray(table) for table in tables]))
+  return fn(carry, (*inputs, [table[0] for table in tables]))
 
-  return leaf.merge(leaf.of_each_layer(of_layer)(stacks))
+
+def _update_blocks(
+    placement: Placement, blocks: Sequence[jax.Array], preconditioners: jax.Array, statistics: jax.Array,
+    never: jax.Array, count: jax.Array, cfg: ShampooConfig) -> tuple[list[jax.Array], jax.Array]:
+  """Return the preconditioned blocks, and the statistics with the products of the blocks added if these are due.
+
+  Args:
+    placement: the blocks of each device.
+    blocks: float32 [D * K, *sizes] for each class of blocks.
+    preconditioners: float32 [N, n, n].
+    statistics: float32 [N, n, n].
+    never: False as bool scalar, computed after all that comes first.
+    count: int32 scalar, number of previous updates.
+    cfg: options.
+  """
+  max_size = statistics.shape[-1]
+
+  def of_device(device, blocks, preconditioners, statistics, count):
+    roots = placement.with_halo(preconditioners)
+    rows = [rows_of_device(each.rows, device) for each in placement.classes]
+    results = []
+    for each, own, own_rows in zip(placement.classes, blocks, rows, strict=True):
+      matrices = take_rows(roots, own_rows.reshape(-1)).reshape([*own_rows.shape, max_size, max_size])
+      results.append(precondition_blocks(
+          own, [matrices[:, dim, :size, :size] for dim, size in enumerate(each.sizes)], cfg.precision))
+
+    def updated(statistics):
+      for each, own, own_rows in zip(placement.classes, blocks, rows, strict=True):
+        products = [_pad_stack(stack, max_size) for stack in block_statistics(own, cfg.precision)]
+        new = jnp.stack(products, axis=1).reshape([-1, max_size, max_size])
+        own_rows = own_rows.reshape(-1)
+        if not isinstance(own_rows, np.ndarray):
+          own_rows = jnp.where((own_rows >= 0) & (own_rows < len(statistics)), own_rows, len(statistics))
+        new = _accumulate(take_rows(statistics, own_rows), new, np.tile(each.sizes, len(own)), cfg)
+        statistics = set_rows(statistics, own_rows, new)
+      return statistics
+
+    if cfg.statistics_compute_steps == 1:
+      return results, updated(statistics)
+    return results, update_lib.run_if(count % cfg.statistics_compute_steps == 0, updated, statistics)
+
+  if not placement.classes:
+    return [], statistics
+  if placement.devices.count == 1:
+    preconditioners = update_lib.after(never, preconditioners)  # fused into the slices
+  rows = placement.devices.rows
+  return placement.devices.on_each(
+      of_device, (rows, rows, rows, REPLICATED), (rows, rows))(never, blocks, preconditioners, statistics, count)
+
+
+def _update_roots(
+    statistics: jax.Array, preconditioners: jax.Array, leaves: Sequence[update_lib.Leaf], never: jax.Array,
+    count: jax.Array, devices: Devices, cfg: ShampooConfig) -> tuple[jax.Array, jax.Array]:
+  """Return the preconditioners [N, n, n] with the roots that are due, and the error of each [N] (`compute_roots`)."""
+  index = MatrixIndex(update_lib.single_layouts(leaves))
+  batches = index.batches(cfg)
+  if not batches:
+    return preconditioners, jnp.zeros(len(preconditioners))
+  max_size, num_rows = statistics.shape[-1], len(statistics) // devices.count
+  tables = [local_rows(rows, devices.count, num_rows) for rows, _, _ in batches]
+
+  def of_device(device, statistics, preconditioners, count):
+    rows = [rows_of_device(table, device) for table, _ in tables]
+    # Spread roots of one step are those of adjacent rows, which few devices have.
+    distribution = {} if not cfg.spread_roots or devices.count == 1 else {
+        'axis_names': devices.axis_names,
+        'shares': Shares([rows_of_device(positions, device) for _, positions in tables],
+                         [len(indices) for indices, _, _ in batches],
+                         max(layout.num_statistics for layout in index.layouts) // 2)}
+
+    def with_new_roots(results):
+      old, errors = results
+      stacks, old_stacks = (
+          [take_rows(matrices, own)[:, :size, :size] for own, (_, size, _) in zip(rows, batches, strict=True)]
+          for matrices in (statistics, old))
+      if devices.count == 1:
+        # All operations that read the old roots are done, so that the new ones may replace them in memory.
+        old_stacks = update_lib.after(never, old_stacks)
+      roots, root_errors = update_lib.compute_stack_roots(
+          stacks, [exponent for _, _, exponent in batches], old_stacks, count, max_size, cfg, **distribution)
+      for own, new, new_errors in zip(rows, roots, root_errors, strict=True):
+        old, errors = set_rows(old, own, _pad_stack(new, max_size)), set_rows(errors, own, new_errors)
+      return old, errors
+
+    errors = jnp.full([len(statistics)], cfg.inverse_failure_threshold, jnp.float32)
+    return update_lib.compute_when_due(with_new_roots, (preconditioners, errors), count, cfg)
+
+  rows = devices.rows
+  preconditioners, errors = devices.on_each(of_device, (rows, rows, REPLICATED), rows)(
+      never, statistics, preconditioners, count)
+  return preconditioners, _replicated(errors) if devices.axis_names else errors
 
 
 def _errors_of(leaf: update_lib.Leaf, errors: jax.Array) -> list[jax.Array]:
   """Return the errors [k], or [num_layers, k], of each stack of a parameter, given the global ones [N]."""
   return [errors[np.add.outer(leaf.starts, np.flatnonzero(leaf.layout.order[:, 0] == stack))]
           for stack in range(len(leaf.layout.stack_shapes))]
-
-
-def _update_global(
-    stats: GlobalShardedParameterStats, leaves: Sequence[update_lib.Leaf], index: MatrixIndex, count: jax.Array,
-    cfg: ShampooConfig) -> tuple[GlobalShardedParameterStats, list[list[jax.Array]]]:
-  """Return the statistics with the gradients added, and the errors of the roots that were due.
-
-  Returns:
-    (new global statistics, per parameter the errors of each stack, see `_errors_of`).
-  """
-  if not len(index.sizes):
-    return stats, [[] for _ in leaves]
-  num_rows, max_size = stats.statistics.shape[:2]
-  # On several devices all rows are changed together; on one device, the rows of each parameter separately.
-  is_spread = jax.sharding.get_abstract_mesh().size > 1
-
-  def updated(statistics: jax.Array) -> jax.Array:
-    new, rows_of_new, done = [], [], []
-    for leaf in leaves:
-      products = leaf.of_each_layer(functools.partial(leaf.layout.statistics, precision=cfg.precision))(
-          update_lib.in_sequence(leaf.grad, done, count))
-      if not products:
-        continue
-      done = products
-      matrices = _matrices_of(leaf, products, max_size)
-      rows = np.add.outer(leaf.starts, np.arange(leaf.layout.num_statistics)).reshape(-1)
-      if is_spread:
-        new.append(matrices)
-        rows_of_new.append(rows)
-      elif leaf.is_stacked:
-        statistics = statistics.at[rows].set(
-            _accumulate(statistics[rows], matrices, index.sizes[rows], cfg), unique_indices=True)
-      else:
-        old = jax.lax.dynamic_slice_in_dim(statistics, rows[0], len(rows))
-        statistics = jax.lax.dynamic_update_slice_in_dim(
-            statistics, _accumulate(old, matrices, index.sizes[rows], cfg), rows[0], 0)
-    if not is_spread:
-      return statistics
-    return _accumulate(
-        statistics, _join_stacks(new, np.concatenate(rows_of_new), num_rows, max_size), index.sizes, cfg)
-
-  if cfg.statistics_compute_steps == 1:
-    statistics = updated(stats.statistics)
-  else:
-    statistics = update_lib.run_if(count % cfg.statistics_compute_steps == 0, updated, stats.statistics)
-  preconditioners, errors = _update_roots(statistics, stats.preconditioners, index, count, cfg)
-  return (stats.replace(statistics=statistics, preconditioners=preconditioners),
-          [_errors_of(leaf, errors) for leaf in leaves])
-
-
-def _update_roots(
-    statistics: jax.Array, old: jax.Array, index: MatrixIndex, count: jax.Array,
-    cfg: ShampooConfig) -> tuple[jax.Array, jax.Array]:
-  """Return the global preconditioners [N, n, n] and the error of each [N], see `compute_roots`."""
-  batches = index.batches(cfg)
-  indices = np.concatenate([rows for rows, _, _ in batches])
-  num_rows, max_size = old.shape[:2]
-
-  def with_new_roots(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    old, errors = results
-    roots, root_errors = update_lib.compute_stack_roots(
-        [statistics[rows, :size, :size] for rows, size, _ in batches], [exponent for _, _, exponent in batches],
-        [old[rows, :size, :size] for rows, size, _ in batches], count, max_size, cfg)
-    roots = _join_stacks(roots, indices, num_rows, max_size)
-    return roots, errors.at[indices].set(jnp.concatenate(root_errors))
-
-  errors = jnp.full([num_rows], cfg.inverse_failure_threshold, jnp.float32)
-  return update_lib.compute_when_due(with_new_roots, (old, errors), count, cfg)
-
-
-def _join_stacks(stacks: Sequence[jax.Array], indices: np.ndarray, num_rows: int, max_size: int) -> jax.Array:
-  """Return [num_rows, max_size, max_size] with the matrices of the stacks at `indices`, padded by identity."""
-  flat = [_pad_stack(stack, max_size) for stack in stacks]
-  num_extra = num_rows - len(indices)
-  if num_extra:
-    flat.append(jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_extra, max_size, max_size]))
-  indices = np.concatenate([indices, np.arange(len(indices), num_rows)])
-  joined = jnp.concatenate(flat)
-  return joined if np.array_equal(indices, np.arange(num_rows)) else joined[np.argsort(indices)]
 
 
 def _pad_stack(stack: jax.Array, size: int) -> jax.Array:
@@ -272,16 +355,9 @@ def _pad_stack(stack: jax.Array, size: int) -> jax.Array:
 
 
 def _accumulate(old: jax.Array, new: jax.Array, sizes: np.ndarray, cfg: ShampooConfig) -> jax.Array:
-  """Return running second moments [N, max_n, max_n] of matrices of these sizes; the padding is that of `new`."""
-  num_rows, max_size = new.shape[:2]
+  """Return running second moments [k, max_n, max_n] of k matrices of these sizes; the padding is that of `new`."""
   accumulated = update_lib.accumulate(old, new, cfg)
-  inside = np.arange(max_size) < np.pad(sizes, (0, num_rows - len(sizes)))[:, None]
+  inside = np.arange(new.shape[-1]) < sizes[:, None]
   if inside.all():
     return accumulated
   return jnp.where(inside[:, :, None] & inside[:, None, :], accumulated, new)
-
-
-def _replicated(array: jax.Array) -> jax.Array:
-  """Return a sharded array replicated, if a mesh is in context, so that it is gathered only once."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return array if mesh.empty else jax.lax.with_sharding_constraint(array, PartitionSpec())

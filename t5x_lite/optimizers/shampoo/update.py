@@ -30,7 +30,7 @@ from t5x_lite.optimizers.shampoo.blocks import BlockLayout
 from t5x_lite.optimizers.shampoo.config import OWNER, ShampooConfig
 from t5x_lite.optimizers.shampoo.grafting import NORM_EPSILON, grafted_update, norm, second_moment_weight
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
-from t5x_lite.optimizers.shampoo.root_plan import compute_roots
+from t5x_lite.optimizers.shampoo.root_plan import Shares, compute_roots
 from t5x_lite.optimizers.shampoo.roots import RootOptions
 from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats, ParameterStats, ShampooState
 from t5x_lite.types import Params, PyTree
@@ -58,7 +58,9 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
         leaves, old_stats, statistics, preconditioners, errors, strict=True):
       leaf = dataclasses.replace(leaf, grad=in_sequence(leaf.grad, done, state.count))
       sequenced = in_sequence(roots, done, state.count) if cfg.statistics_are_quantized else roots
-      update, fields, length = update_parameter(leaf, stats, sequenced, state.count, learning_rate, cfg)
+      update, fields, length = leaf.of_each_layer(
+          functools.partial(_precondition_and_update, leaf, state.count, learning_rate, cfg))(
+              leaf.grad, leaf.param, stats, list(sequenced))
       done = [length]
       updates.append(update)
       new_stats.append(stats._replace(
@@ -196,8 +198,17 @@ def in_sequence(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> 
   mesh = jax.sharding.get_abstract_mesh()
   if not done or jax.default_backend() != 'cpu' or mesh.size > 1:
     return arrays
-  never = functools.reduce(jnp.logical_and, [array[(0,) * array.ndim] > 0 for array in done], count < 0)
-  return jax.tree.map(lambda array: jnp.where(never, jnp.zeros([], array.dtype), array), arrays)
+  return after(never(done, count), arrays)
+
+
+def never(done: Sequence[jax.Array], count: jax.Array) -> jax.Array:
+  """Return False, a bool scalar that the compiler computes after the arrays `done`, as described in `in_sequence`."""
+  return functools.reduce(jnp.logical_and, [array[(0,) * array.ndim] > 0 for array in done], count < 0)
+
+
+def after(never_true: jax.Array, arrays: PyTree) -> PyTree:
+  """Return `arrays` such that computations with them start after `never_true` is computed."""
+  return jax.tree.map(lambda array: jnp.where(never_true, jnp.zeros([], array.dtype), array), arrays)
 
 
 def _update_statistics(
@@ -260,8 +271,8 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
 
 def compute_stack_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
-    padded_size: int | None, cfg: ShampooConfig,
-    ranks: Sequence[np.ndarray] | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
+    padded_size: int | None, cfg: ShampooConfig, ranks: Sequence[np.ndarray] | None = None,
+    shares: Shares | None = None, axis_names: tuple[str, ...] = ()) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots of stacks of float32 statistics and their errors, with the options in `cfg`; see `compute_roots`.
 
   Statistics stored as integers are padded by zeros, as the original pads the scales of their columns. Spread roots are
@@ -274,7 +285,8 @@ def compute_stack_roots(
       statistics, exponents, old, count, options=options, failure_threshold=cfg.inverse_failure_threshold,
       spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
       ranks=ranks if cfg.spread_roots else None,  # without an order, rows need not be moved
-      axis_name=cfg.batch_axis_name, all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
+      axis_name=axis_names or cfg.batch_axis_name, shares=shares,
+      all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
 
 
 def compute_quantized_roots(
@@ -327,41 +339,45 @@ def record_errors(
       inverse_pth_root_errors=jnp.where(is_measured, errors, metrics.inverse_pth_root_errors))
 
 
-def update_parameter(
-    leaf: Leaf, stats: ParameterStats | LocalShardedParameterStats, preconditioners: Sequence[Any], count: jax.Array,
-    learning_rate: LearningRate, cfg: ShampooConfig) -> tuple[jax.Array, dict[str, Any], jax.Array]:
-  """Return the update of one parameter, layer by layer if layers are stacked.
+def _precondition_and_update(
+    leaf: Leaf, count: jax.Array, learning_rate: LearningRate, cfg: ShampooConfig, grad: jax.Array,
+    param: jax.Array | None, stats: ParameterStats,
+    preconditioners: Sequence[Any]) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+  """Return the results of `update_layer`, given the preconditioners in the form of the state, [k, n, n] each."""
+  direction = None
+  if leaf.layout.is_preconditioned:
+    float_roots = [state_lib.stack_to_float(stack) for stack in preconditioners]
+    direction = leaf.layout.precondition(grad, float_roots, cfg.precision)
+  return update_layer(leaf, count, learning_rate, cfg, grad, param, stats, direction)
+
+
+def update_layer(
+    leaf: Leaf, count: jax.Array, learning_rate: LearningRate, cfg: ShampooConfig, grad: jax.Array,
+    param: jax.Array | None, stats: ParameterStats | LocalShardedParameterStats,
+    direction: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+  """Return the update of one parameter, or of one layer of stacked parameters.
 
   Until `start_preconditioning_step` the result is the grafted method's update with its momentum; both momenta advance
   in all steps.
 
   Args:
-    leaf: gradient and parameter.
-    stats: state of the parameter.
-    preconditioners: stacks [k, n, n] in float32 or in the form of the state; empty if it is not preconditioned.
+    leaf: weight decay, dtype and layout.
     count: int32 scalar, number of previous updates.
     learning_rate: number, schedule or traced scalar.
     cfg: options.
+    grad: float32 gradient.
+    param: float32 parameter; None without weight decay.
+    stats: state of the parameter.
+    direction: the preconditioned gradient, float32 of the parameter's shape, and its norm, a float32 scalar; None if
+      the parameter is not preconditioned.
 
   Returns:
     (update in the parameter's dtype; new values of the fields `diagonal_statistics`, `diagonal_momentum` and
     `momentum` of `stats`; length of the direction before grafting, float32, for `in_sequence`).
   """
-  update = leaf.of_each_layer(functools.partial(_update_layer, leaf, count, learning_rate, cfg))
-  return update(leaf.grad, leaf.param, stats, list(preconditioners))
-
-
-def _update_layer(
-    leaf: Leaf, count: jax.Array, learning_rate: LearningRate, cfg: ShampooConfig, grad: jax.Array,
-    param: jax.Array | None, stats: ParameterStats | LocalShardedParameterStats,
-    preconditioners: Sequence[Any]) -> tuple[jax.Array, dict[str, Any], jax.Array]:
-  """Return the result of `update_parameter` for one layer, given its arrays."""
   old_moments = None if stats.diagonal_statistics is None else stats.diagonal_statistics.to_float()
   grafted, moments = grafted_update(grad, old_moments, cfg)
-  direction, length = grafted, norm(grafted)
-  if leaf.layout.is_preconditioned:
-    float_roots = [state_lib.stack_to_float(stack) for stack in preconditioners]
-    direction, length = leaf.layout.precondition(grad, float_roots, cfg.precision)
+  direction, length = (grafted, norm(grafted)) if direction is None else direction
   direction = direction * (norm(grafted) / (length + NORM_EPSILON))
   if leaf.weight_decay:
     direction = direction + leaf.weight_decay * param

@@ -1,6 +1,7 @@
 """Grouped kernels for GPU and TPU: their numbers where they run here, else their lowering, and which is taken when."""
 
 import functools
+import logging
 import types
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from moe import dispatch
 from moe.dispatch import accelerators, grouped
-from moe.dispatch.mlp import dropout_keep
+from moe.dispatch.mlp import DropoutMask
 from moe.dispatch.types import MlpSpec
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
@@ -47,7 +48,7 @@ def _inputs(width, hidden, num_rows=100):
 def _oracle(params, rows, sizes, spec, keep=None):
   """Every expert on every row."""
   buffers = jnp.broadcast_to(rows, (4, *rows.shape))
-  keep = None if keep is None else jnp.broadcast_to(keep, (4, *keep.shape))
+  keep = None if keep is None else jnp.broadcast_to(keep.of_all(), (4, rows.shape[0], keep.hidden_dim))
   all_results = dispatch.batched_mlp(params, buffers, spec, keep)
   expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side='right')
   return jnp.einsum('end,ne->nd', all_results, jax.nn.one_hot(expert, 4, dtype=all_results.dtype))
@@ -57,7 +58,7 @@ def _oracle(params, rows, sizes, spec, keep=None):
 def test_padded_tiles_are_exact(sizes):
   params, rows = _inputs(8, 12)
   spec = MlpSpec(('gelu', 'linear'), dropout_rate=0.2)
-  keep = dropout_keep(jax.random.key(0), jnp.arange(100), 12, 0.2)
+  keep = DropoutMask(jax.random.key(0), jnp.arange(100), 12, 0.2)
   assert_close(_grads(accelerators.padded_mlp, params, rows, sizes, spec, keep),
                _grads(_oracle, params, rows, sizes, spec, keep))
 
@@ -71,7 +72,7 @@ def _leaving_nans(rows, kernels, group_sizes):
 def test_rows_without_an_expert_may_have_any_values():
   params, rows = _inputs(8, 12)
   spec = MlpSpec(('gelu', 'linear'), dropout_rate=0.2)
-  keep = dropout_keep(jax.random.key(0), jnp.arange(100), 12, 0.2)
+  keep = DropoutMask(jax.random.key(0), jnp.arange(100), 12, 0.2)
   mlp_fn = functools.partial(accelerators.mlp_by_products, _leaving_nans)
   for sizes in (_SIZES[0], [10, 0, 7, 3]):
     (_, rows_grad), y = got = _grads(mlp_fn, params, rows, sizes, spec, keep)
@@ -83,8 +84,8 @@ _interpreted_megablox = functools.partial(
     accelerators.mlp_by_products, functools.partial(accelerators.megablox_product, interpret=True))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('sizes', [*_SIZES, [10, 0, 7, 3]])
+@pytest.mark.parametrize('sizes', [
+    _SIZES[0], *(pytest.param(sizes, marks=pytest.mark.full) for sizes in (*_SIZES[1:], [10, 0, 7, 3]))])
 def test_megablox_is_exact(sizes):
   params, rows = _inputs(128, 128)
   spec = MlpSpec(('gelu', 'linear'))
@@ -92,11 +93,12 @@ def test_megablox_is_exact(sizes):
   assert_close(_grads(mlp_fn, params, rows, sizes, spec), _grads(_oracle, params, rows, sizes, spec), tol=1e-4)
 
 
-def _lower(mlp_fn, platform, dtype, width=128):
-  params, rows = _inputs(width, 2 * width)
+def _lower(mlp_fn, platform, dtype, width=128, balanced_rows=None):
+  """Return the program of gradients; with `balanced_rows`, of a receive buffer for many more rows."""
+  params, rows = _inputs(width, 2 * width, 100 if balanced_rows is None else 20 * balanced_rows)
   spec = MlpSpec(('gelu', 'linear'), dtype=dtype)
   fn = jax.jit(jax.grad(lambda params, rows, sizes: jnp.sum(
-      mlp_fn(params, rows, sizes, spec).astype(jnp.float32)), argnums=(0, 1)))
+      mlp_fn(params, rows, sizes, spec, None, balanced_rows).astype(jnp.float32)), argnums=(0, 1)))
   return fn.trace(params, rows, jnp.zeros(4, jnp.int32)).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -105,12 +107,31 @@ def test_hopper_kernels_lower_for_cuda(monkeypatch):
   # One of the kernels asks the first device for its number of multiprocessors.
   monkeypatch.setattr(jax, 'devices', lambda *args: [types.SimpleNamespace(core_count=132)])
   for width in (64, 192, 256):
-    program = _lower(accelerators.mosaic_gpu_mlp, 'cuda', jnp.bfloat16, width)
+    program = _lower(accelerators.mosaic_gpu_mlp, 'cuda', jnp.bfloat16, width, None if width == 64 else 100)
     assert program.count('@mosaic_gpu') >= 5, program.count('@mosaic_gpu')
 
 
-def test_megablox_lowers_for_tpu():
-  program = _lower(accelerators.megablox_mlp, 'tpu', jnp.bfloat16)
+@pytest.mark.parametrize('width', [128, pytest.param(256, marks=pytest.mark.full)])
+def test_blackwell_kernel_lowers_for_cuda(monkeypatch, width):
+  devices = [types.SimpleNamespace(core_count=148)]
+  monkeypatch.setattr(jax, 'devices', lambda *args: devices)
+  monkeypatch.setattr(jax, 'local_devices', lambda *args: devices)
+  program = _lower(accelerators.blackwell_mlp, 'cuda', jnp.bfloat16, width, 100)
+  # Forward and input gradient of both projections; equal ones are one function.
+  assert program.count('@mosaic_gpu') >= 4, program.count('@mosaic_gpu')
+
+
+def test_blackwell_kernel_gradients_by_tiles():
+  rng, sizes = np.random.default_rng(0), jnp.asarray([60, 0, 37, 3], jnp.int32)
+  rows, grad = (jnp.asarray(rng.normal(size=(128, width)), jnp.float32) for width in (8, 12))
+  got = jax.jit(accelerators._kernels_grad_by_tiles)(rows, grad, sizes)
+  expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(128), side='right')
+  assert_close(got, jnp.einsum('nd,nf,ne->edf', rows, grad, jax.nn.one_hot(expert, 4)))
+
+
+@pytest.mark.parametrize('balanced_rows', [pytest.param(None, marks=pytest.mark.full), 100])
+def test_megablox_lowers_for_tpu(balanced_rows):
+  program = _lower(accelerators.megablox_mlp, 'tpu', jnp.bfloat16, balanced_rows=balanced_rows)
   # Forward and both gradients of one projection, both gradients of the other; equal ones are one function.
   assert program.count('tpu_custom_call') >= 5
 
@@ -128,6 +149,27 @@ def test_exported_experts_lower_for_every_platform(monkeypatch):
                                  platforms=('cpu', 'cuda', 'tpu'))(params, rows, sizes)
   monkeypatch.undo()
   assert_close(exported.call(params, rows, sizes).astype(jnp.float32), expected.astype(jnp.float32), tol=2e-2)
+
+
+def test_the_first_choice_is_logged_with_its_reason(monkeypatch, caplog):
+  params = _inputs(128, 256)[0]
+
+  def logged(capability, backend='gpu'):
+    monkeypatch.setattr(jax, 'devices', lambda: [types.SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(grouped, '_has_logged_choice', False)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+      for _ in range(2):
+        grouped.select_kernel('auto', backend, params, MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16))
+    return [record.getMessage() for record in caplog.records]
+
+  line, = logged('8.0')
+  assert "takes 'padded'" in line and "'mosaic_gpu' needs a Hopper GPU" in line and "'blackwell' needs" in line, line
+  line, = logged('10.0')
+  assert "takes 'blackwell'" in line and 'got 10.0' in line
+  line, = logged('9.0')
+  assert "takes 'mosaic_gpu'" in line and 'device, dtype and dims allow it' in line
+  assert len(logged(None, 'tpu')) == 1 and not logged(None, 'cpu')
 
 
 _IS_HOPPER = jax.default_backend() == 'gpu' and jax.devices()[0].compute_capability == '9.0'
@@ -155,7 +197,9 @@ def test_the_kernel_follows_the_device(monkeypatch):
   assert selected('gpu', large, f32, '9.0') == 'padded'
   assert selected('gpu', small, bf16, '9.0') == 'padded'
   assert selected('gpu', large, bf16, '8.0') == 'padded'
-  assert selected('gpu', large, bf16, '10.0') == 'padded'
+  assert selected('gpu', large, bf16, '10.0') == selected('gpu', large, bf16, '10.3') == 'blackwell'
+  assert selected('gpu', _inputs(192, 256)[0], bf16, '10.0') == 'padded'
+  assert selected('gpu', large, bf16, '12.0') == 'padded'
   assert selected('tpu', large, f32) == 'megablox'
   assert selected('tpu', small, f32) == 'padded'
   assert selected('cpu', large, f32) == 'tiles'

@@ -1,6 +1,11 @@
 """Distributed Shampoo's sharded mode: its three functions, its layout by the partitioner, equal numbers on a mesh."""
 
 import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +17,7 @@ from t5x_lite import optimizers, partitioning, tree_utils
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers.shampoo import InitFnState
 from t5x_lite.optimizers.shampoo import state as shampoo_state
+from tests.optimizers.shampoo import compiled_memory
 
 _PARAMS = {'a': {'kernel': (16, 8)}, 'b': {'kernel': (4, 8), 'scale': (8,)}, 'c': (), 'd': (4, 3, 8)}
 _AXES = {'a': {'kernel': P('embed', 'mlp')}, 'b': {'kernel': P(None, 'embed'), 'scale': P('mlp')}, 'c': P(),
@@ -211,3 +217,47 @@ def test_updates_use_the_roots_of_the_step_before():
   # The first roots are identities: the update is that of Nesterov's method.
   np.testing.assert_allclose(updates[True], -0.1 * 1.9 * grads['w'], rtol=1e-5)
   assert not np.allclose(updates[False], updates[True], rtol=0.1)
+
+
+@pytest.mark.parametrize('options', [
+    {'spread_roots': True, 'preconditioning_compute_steps': 3},
+    # 31 rows do not divide by 8.
+    pytest.param({'num_devices_for_pjit': 31, 'statistics_compute_steps': 2}, marks=pytest.mark.full)])
+def test_devices_change_no_matrix(options):
+  """Blocks of three dims have matrices on two devices."""
+  tx = optimizers.distributed_shampoo(
+      0.1, 4, start_preconditioning_step=1, matrix_epsilon=1e-2, graft_type='SQRT_N', shard_optimizer_states=True,
+      **{'num_devices_for_pjit': 8, **options}).optax_optimizer
+  step = lambda grads, state: tx.update(grads, state)
+  state = tx.init(_draw(0))
+  expected = state
+  with jax.set_mesh(_mesh(4, 2)):
+    on_mesh = jax.jit(step, compiler_options=_FAST_COMPILE)
+  for seed in range(1, 6):
+    expected_updates, expected = jax.jit(step, compiler_options=_FAST_COMPILE)(_draw(seed), expected)
+    with jax.set_mesh(_mesh(4, 2)):
+      updates, state = on_mesh(_draw(seed), state)
+    for (name, value), want in zip(
+        tree_utils.named_leaves((updates, state)), jax.tree.leaves((expected_updates, expected)), strict=True):
+      np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5, err_msg=f'{name} after step {seed}')
+
+
+@pytest.mark.parametrize('spec,num_layers', [
+    (P(('data', 'model')), None), (P(), None), pytest.param(P(None, 'model'), 4, marks=pytest.mark.full)])
+def test_devices_share_the_matrices(spec, num_layers):
+  shape = (128, 256)
+  figures = compiled_memory.measure(
+      8, spec, shape, num_kernels=12, num_layers=num_layers, block_size=32, root_method='coupled_newton')
+  assert figures['collective'] == 4 * shape[0] * shape[1]
+  assert figures['temporaries'] < 2 * figures['state'] + 2 * figures['matrices'], figures
+
+
+def test_64_devices_need_the_memory_of_the_state_and_one_parameter():
+  folder = pathlib.Path(__file__).parents[3]
+  environment = {**os.environ, 'XLA_FLAGS': '--xla_force_host_platform_device_count=64', 'PYTHONPATH': str(folder)}
+  result = subprocess.run(
+      [sys.executable, '-m', 'tests.optimizers.shampoo.compiled_memory', '64', 'sharded'],
+      check=True, capture_output=True, text=True, cwd=folder, env=environment)
+  figures = json.loads(result.stdout)
+  assert figures['collective'] == 4 * 1024 * 2048
+  assert figures['temporaries'] <= figures['state'] + 2 * figures['matrices'], figures
