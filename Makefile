@@ -50,7 +50,7 @@ soak: $(STAMP) ## 2,000 small steps under 30 random kills, signals and errors, c
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu $(PY) -m tests.soak $(ARGS)
 
 bench: $(STAMP) $(INTEROP_STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
-	for script in benchmarks/bench_*.py benchmarks/decode.py benchmarks/optimizers.py benchmarks/remat.py benchmarks/shampoo.py benchmarks/moe.py benchmarks/expert_partitions.py benchmarks/convert_memory.py benchmarks/safety.py benchmarks/observation.py benchmarks/faults.py benchmarks/object_stores.py benchmarks/long_inputs.py benchmarks/large_vocabulary.py; do $(PY) $$script || exit 1; done
+	for script in benchmarks/bench_*.py benchmarks/decode.py benchmarks/optimizers.py benchmarks/remat.py benchmarks/shampoo.py benchmarks/moe.py benchmarks/expert_partitions.py benchmarks/convert_memory.py benchmarks/safety.py benchmarks/observation.py benchmarks/faults.py benchmarks/object_stores.py benchmarks/long_inputs.py benchmarks/function_cloze.py benchmarks/large_vocabulary.py; do $(PY) $$script || exit 1; done
 
 docs: $(STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
 	$(PY) -m pip install -q -e '.[docs]'

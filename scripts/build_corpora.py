@@ -1,4 +1,4 @@
-"""Builds the two embedded corpora from the standard library of the Python that runs this script.
+"""Builds the three embedded corpora from the standard library of the Python that runs this script.
 
   python scripts/build_corpora.py --output t5x_lite/data/corpora
 
@@ -10,11 +10,14 @@ own Python in another folder. The same Python gives the same bytes.
   that occurs in several files is kept once, so nothing in validation has been seen in training.
 * `python_docs.json.gz`: the prose of `pydoc_data.topics` (what `help('LAMBDA')` prints), cut into documents at blank
   lines. A *topic* belongs to one split.
+* `python_function_cloze.json.gz`: whole modules, with the places of the function bodies that can be left out. A *module*
+  belongs to one split, by the same rule as a file of `python_keyword_cloze`, and a body that occurs twice is kept once.
 
 Only the standard library is imported: the script runs without JAX, NumPy, or this package.
 """
 
 import argparse
+import ast
 import collections
 import gzip
 import hashlib
@@ -37,6 +40,14 @@ MAX_SHARE = 0.18
 # Documents are joined in groups of this many before they are cut into segments (T5's `reduce_concat_tokens`); a
 # multiple of it makes every epoch's segments the same.
 DOCUMENT_GROUP = 128
+# A body of this many bytes and the end-of-sequence id fit in 512 target ids.
+MAX_BODY_BYTES = 511
+MIN_BODY_BYTES = 64
+# Modules are chosen until they have so many bytes in all.
+MODULE_BYTES = {'train': 1_200_000, 'validation': 150_000}
+MAX_MODULE_BYTES = 60_000
+# Modules with few short functions are left out: an example for each so many bytes at least.
+BYTES_PER_BODY = 1_500
 # Tests hold deliberately odd code, and `pydoc_data` is the second corpus. Installed packages (`site-packages`) carry
 # other licences: they are kept out by asking that the top-level name is one of the standard library's modules.
 EXCLUDED_FOLDERS = {'test', 'tests', 'idle_test', 'pydoc_data', 'ensurepip', 'lib2to3', 'turtledemo'}
@@ -85,16 +96,20 @@ def keyword_lines(path: pathlib.Path, name: str) -> list[tuple[str, str]]:
   return examples
 
 
+def library_files(stdlib: pathlib.Path) -> list[pathlib.Path]:
+  """Return the paths of the library's modules, relative to `stdlib`."""
+  files = sorted(path.relative_to(stdlib) for path in stdlib.rglob('*.py'))
+  return [path for path in files if path.parts[0].removesuffix('.py') in sys.stdlib_module_names
+          and not EXCLUDED_FOLDERS & set(path.parts[:-1])]
+
+
 def build_keyword_cloze(stdlib: pathlib.Path, num_lines: dict[str, int]) -> dict:
   """Return the keyword corpus: {'python', 'splits': {split: {keyword: [line, ...]}}}."""
   candidates: dict[str, list[tuple[str, str]]] = {'train': [], 'validation': []}
   seen = set()
   # Validation first: a line that occurs in both splits stays there, and leaves training.
-  files = sorted(path.relative_to(stdlib) for path in stdlib.rglob('*.py'))
-  files = [path for path in files if path.parts[0].removesuffix('.py') in sys.stdlib_module_names
-           and not EXCLUDED_FOLDERS & set(path.parts[:-1])]
   for split in ('validation', 'train'):
-    for path in files:
+    for path in library_files(stdlib):
       name = path.as_posix()
       if split_of(name) != split:
         continue
@@ -119,6 +134,59 @@ def build_keyword_cloze(stdlib: pathlib.Path, num_lines: dict[str, int]) -> dict
     # By keyword and alphabetically, which compresses best; the reader brings the lines into an order without meaning.
     splits[split] = {word: sorted(text for text, other in chosen if other == word)
                      for word in sorted({word for _, word in chosen})}
+  return {'python': platform.python_version(), 'splits': splits}
+
+
+def function_bodies(text: str) -> list[tuple[int, int]]:
+  """Return the places (start, end) in the module `text` of bodies that can be left out.
+
+  A body has all statements of a function or method that is not inside another one, from the first character of the
+  first statement after the docstring. `text` is ASCII, so a place counts bytes and characters.
+  """
+  starts = [0]
+  for line in text.splitlines(keepends=True):
+    starts.append(starts[-1] + len(line))
+  places, nodes = [], list(ast.parse(text).body)
+  while nodes:
+    node = nodes.pop()
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+      nodes.extend(ast.iter_child_nodes(node))
+      continue
+    body = node.body[ast.get_docstring(node, clean=False) is not None:]
+    if body and body[0].lineno > node.lineno and not getattr(body[0], 'decorator_list', None):
+      start = starts[body[0].lineno - 1] + body[0].col_offset
+      end = starts[body[-1].end_lineno - 1] + body[-1].end_col_offset
+      if MIN_BODY_BYTES <= end - start <= MAX_BODY_BYTES:
+        places.append((start, end))
+  return sorted(places)
+
+
+def build_function_cloze(stdlib: pathlib.Path, num_bytes: dict[str, int]) -> dict:
+  """Return the corpus of functions: {'python', 'splits': {split: [{'module', 'text', 'bodies': [[start, end], ...]}]}}."""
+  splits, seen = {}, set()
+  # Validation first: a body that occurs in both splits stays there.
+  for split in ('validation', 'train'):
+    modules, left = [], num_bytes[split]
+    for path in sorted(library_files(stdlib), key=lambda path: stable_hash('module', path.as_posix())):
+      raw = (stdlib / path).read_bytes()
+      if split_of(path.as_posix()) != split or len(raw) > min(left, MAX_MODULE_BYTES) or not raw.isascii():
+        continue
+      text = raw.decode('ascii')
+      # Form feeds and lone carriage returns are line ends for `splitlines`, and not for Python's parser.
+      if '<extra_id_' in text or not (text.replace('\n', '').replace('\t', '').isprintable()):
+        continue
+      bodies = []
+      for start, end in function_bodies(text):
+        words = ''.join(text[start:end].split())
+        if words not in seen:
+          seen.add(words)
+          bodies.append([start, end])
+      if len(bodies) * BYTES_PER_BODY >= max(len(text), 1):
+        modules.append({'module': path.as_posix(), 'text': text, 'bodies': bodies})
+        left -= len(text)
+    if not modules:
+      raise SystemExit(f'{stdlib} gives no module of {split}, expected modules of {num_bytes[split]} bytes in all.')
+    splits[split] = sorted(modules, key=lambda module: module['module'])
   return {'python': platform.python_version(), 'splits': splits}
 
 
@@ -156,7 +224,7 @@ def write(path: pathlib.Path, corpus: dict) -> None:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--output', type=pathlib.Path, required=True, help='folder for the two files')
+  parser.add_argument('--output', type=pathlib.Path, required=True, help='folder for the three files')
   parser.add_argument('--stdlib', type=pathlib.Path, default=pathlib.Path(sysconfig.get_path('stdlib')),
                       help="folder of the library to read (default: this Python's)")
   parser.add_argument('--train_lines', type=int, default=NUM_LINES['train'])
@@ -167,7 +235,8 @@ def main() -> None:
   cloze = build_keyword_cloze(args.stdlib, {'train': args.train_lines, 'validation': args.validation_lines})
   write(args.output / 'python_keyword_cloze.json.gz', cloze)
   write(args.output / 'python_docs.json.gz', build_python_docs(topics.topics))
-  for name in ('python_keyword_cloze', 'python_docs'):
+  write(args.output / 'python_function_cloze.json.gz', build_function_cloze(args.stdlib, MODULE_BYTES))
+  for name in ('python_keyword_cloze', 'python_docs', 'python_function_cloze'):
     path = args.output / f'{name}.json.gz'
     print(f'{path}: {path.stat().st_size} bytes, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}')
 

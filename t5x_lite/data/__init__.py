@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.data.sources.seqio': ('SeqioSource',),
     't5x_lite.data.sources.table': ('BuiltinSource', 'GrainSource', 'RandomTableSource', 'TableSource'),
     't5x_lite.data.synthetic': ('SyntheticFeature', 'SyntheticSource'),
-    't5x_lite.data.text_metrics': ('exact_match',),
+    't5x_lite.data.text_metrics': ('edit_similarity', 'exact_match'),
     't5x_lite.data.text_sources': ('TextFileConfig',),
     't5x_lite.data.truncation': ('Truncation',),
     't5x_lite.data.vocabularies': (

@@ -32,7 +32,7 @@ from t5x_lite import checks
 from t5x_lite.data import corpora, philox, span_corruption
 from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn, identity_postprocess
-from t5x_lite.data.text_metrics import exact_match
+from t5x_lite.data.text_metrics import edit_similarity, exact_match
 from t5x_lite.data.vocabularies import ByteVocabulary, Vocabulary, sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
@@ -391,7 +391,7 @@ BYTE_VOCABULARY = ByteVocabulary(extra_ids=125)
 
 
 def keyword_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_keyword_cloze') -> BuiltinTask:
-  """Return the embedded cloze task with another vocabulary, for gin files, without registering it.
+  """Return the embedded cloze task of keywords with another vocabulary, for gin files, without registering it.
 
   Args:
     vocabulary: vocabulary of inputs and targets, whose last id is the sentinel `<extra_id_0>`.
@@ -403,6 +403,24 @@ def keyword_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_keyword_cl
 
 
 register_builtin_task(keyword_cloze_task(vocabulary=BYTE_VOCABULARY))
+
+
+def function_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_function_cloze') -> BuiltinTask:
+  """Return the embedded cloze task of function bodies with another vocabulary, for gin files, without registering it.
+
+  In bytes, inputs have at most 2048 ids and targets 512, with the end-of-sequence id.
+
+  Args:
+    vocabulary: vocabulary of inputs and targets, whose last id is the sentinel `<extra_id_0>`.
+    name: name of the task.
+  """
+  return text_task(
+      name=name, texts_fn=corpora.python_function_cloze, splits=corpora.SPLITS, vocabulary=vocabulary,
+      encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary),
+      metric_fns=(exact_match, edit_similarity))
+
+
+register_builtin_task(function_cloze_task(vocabulary=BYTE_VOCABULARY))
 
 
 def docs_span_corruption_task(*, vocabulary: Vocabulary, name: str = 'python_docs_span_corruption') -> BuiltinTask:

@@ -24,7 +24,7 @@ import functools
 
 from t5x_lite.data import corpora, span_corruption
 from t5x_lite.data.seqio_import import quiet, seqio, tf
-from t5x_lite.data.text_metrics import exact_match
+from t5x_lite.data.text_metrics import edit_similarity, exact_match
 from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import needs_packages
 
@@ -37,17 +37,17 @@ OUTPUT_FEATURES = {
 }
 
 
-# --- Python keyword cloze: find the missing keyword ---------------------------
+# --- Python cloze: find the missing keyword or function body -------------------
 
 
-def _cloze_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
-  """Return the examples of `split` as texts; seqio passes the three arguments to every such function.
+def _cloze_dataset(split: str, shuffle_files: bool, seed: int | None = None, *, texts_fn) -> tf.data.Dataset:
+  """Return the examples of `split` as texts; seqio passes the first three arguments to every such function.
 
   The examples are in memory, so `shuffle_buffer_size` below shuffles them instead of the files.
   """
   del shuffle_files, seed
-  lines, keywords = zip(*corpora.python_keyword_cloze(split), strict=True)
-  return tf.data.Dataset.from_tensor_slices({'inputs': list(lines), 'targets': list(keywords)})
+  inputs, targets = zip(*texts_fn(split), strict=True)
+  return tf.data.Dataset.from_tensor_slices({'inputs': list(inputs), 'targets': list(targets)})
 
 
 def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.data.Dataset:
@@ -75,12 +75,12 @@ def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.dat
   return dataset.map(tokenize, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def _register_cloze() -> None:
+def _register_cloze(name: str, texts_fn, metric_fns) -> None:
   seqio.TaskRegistry.add(
-      'python_keyword_cloze',
+      name,
       source=seqio.FunctionDataSource(
-          _cloze_dataset, splits=corpora.SPLITS,
-          num_input_examples={split: len(corpora.python_keyword_cloze(split)) for split in corpora.SPLITS}),
+          functools.partial(_cloze_dataset, texts_fn=texts_fn), splits=corpora.SPLITS,
+          num_input_examples={split: len(texts_fn(split)) for split in corpora.SPLITS}),
       preprocessors=[
           _tokenize_with_sentinel,
           # seqio's cache job can compute the preprocessors before this line once (USE_CACHED_TASKS = True).
@@ -89,7 +89,7 @@ def _register_cloze() -> None:
           seqio.preprocessors.append_eos_after_trim,
       ],
       output_features=OUTPUT_FEATURES,
-      metric_fns=[exact_match],
+      metric_fns=metric_fns,
       # Examples from which the next one is drawn; every checkpoint stores them.
       shuffle_buffer_size=4096)
 
@@ -141,6 +141,7 @@ def _register_mixture() -> None:
 
 
 with quiet():
-  _register_cloze()
+  _register_cloze('python_keyword_cloze', corpora.python_keyword_cloze, [exact_match])
+  _register_cloze('python_function_cloze', corpora.python_function_cloze, [exact_match, edit_similarity])
   _register_docs()
   _register_mixture()

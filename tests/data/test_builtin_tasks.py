@@ -91,6 +91,36 @@ def test_exact_match():
     data.exact_match(['a'], ['a', 'b'])
 
 
+def test_edit_similarity():
+  assert data.edit_similarity(['abcd', 'kitten', ''], ['abed', 'sitting', '']) == {
+      'edit_similarity': pytest.approx((0.75 + 4 / 7 + 1) / 3)}
+  assert data.edit_similarity(['', 'ab'], ['abc', '']) == data.edit_similarity([], []) == {'edit_similarity': 0.0}
+  with pytest.raises(ValueError, match='longer than argument 1'):
+    data.edit_similarity(['a'], ['a', 'b'])
+
+  def distance(a, b):  # the definition
+    if not a or not b:
+      return len(a or b)
+    return min(distance(a[1:], b[1:]) + (a[0] != b[0]), distance(a[1:], b) + 1, distance(a, b[1:]) + 1)
+
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    a, b = (''.join(rng.choice(['x', 'y', 'z'], rng.integers(1, 7))) for _ in range(2))
+    expected = 1 - distance(a, b) / max(len(a), len(b))
+    assert data.edit_similarity([a], [b])['edit_similarity'] == pytest.approx(expected)
+
+
+def test_function_bodies_are_packed():
+  cfg = data.DatasetConfig('python_function_cloze', {'inputs': 4096, 'targets': 1024}, 'train', 2, True, 0, pack=True,
+                           source='builtin')
+  layout = DataLayout(batch_size=2, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
+  batch = next(data.open_train_iterator(cfg, layout))
+  # One sentinel an example, in its own segment of the row.
+  for ids, segments, targets in zip(batch['encoder_input_tokens'], batch['encoder_segment_ids'],
+                                    batch['decoder_segment_ids'], strict=True):
+    assert segments[ids == 383].tolist() == [1, 2] == sorted(set(targets[targets > 0]))
+
+
 def test_tasks_without_metrics_are_named(caplog):
   layout = DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
   cfg = data.DatasetConfig('python_cloze_and_docs', {'inputs': 64, 'targets': 16}, 'validation', 4, False, 0,

@@ -88,6 +88,7 @@ def test_a_sample_counts_ids_that_preprocessors_and_seqio_trim():
     # The validation split has 1,000 lines: 18 batches of 64 go into the second epoch.
     pytest.param('python_keyword_cloze', _CLOZE, False, 18, marks=pytest.mark.full),
     pytest.param('python_keyword_cloze', {'inputs': 30, 'targets': 24}, True, 8, marks=pytest.mark.full),
+    pytest.param('python_function_cloze', {'inputs': 2048, 'targets': 512}, False, 4, marks=pytest.mark.full),
     # 128 documents make some 1,000 segments, the last of which is shorter; the second epoch has new noise.
     ('python_docs_span_corruption', _BOTH, False, 20),
     pytest.param('python_docs_span_corruption', {'inputs': 200, 'targets': 100}, True, 6, marks=pytest.mark.full)])

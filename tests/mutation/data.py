@@ -40,6 +40,18 @@ MUTANTS = (
         '[trimmed[feature]]',
         'tests/data/test_builtin_tasks.py::test_long_features_are_trimmed_and_keep_their_end'),
     Mutant(
+        'source_around_a_function_begins_within_a_line',
+        't5x_lite/data/corpora/__init__.py',
+        "first = text.index('\\n', first - 1) + 1",
+        'pass',
+        'tests/data/corpora/test_corpora.py::test_context_has_whole_lines_around_the_body'),
+    Mutant(
+        'replaced_characters_cost_two',
+        't5x_lite/data/text_metrics.py',
+        'replaced = distances[:-1] + (characters != ord(character))',
+        'replaced = distances[:-1] + 2 * (characters != ord(character))',
+        'tests/data/test_builtin_tasks.py::test_edit_similarity'),
+    Mutant(
         'inputs_are_not_read_to_their_end',
         't5x_lite/data/features.py',
         'reads_inputs[r, start:end + 1] = 1',

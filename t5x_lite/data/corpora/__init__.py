@@ -1,6 +1,6 @@
-"""The two embedded corpora, fixed files of about 130 KB, built by `scripts/build_corpora.py` in a checkout.
+"""The three embedded corpora, fixed files of 130 to 350 KB, built by `scripts/build_corpora.py` in a checkout.
 
-Both come from Python 3.11's standard library and are under its licence, which permits redistribution: see
+They come from Python 3.11's standard library and are under its licence, which permits redistribution: see
 `PSF-LICENSE.txt` and `NOTICE.txt` in this folder.
 """
 
@@ -11,9 +11,13 @@ import json
 import pathlib
 from typing import NamedTuple
 
-# Replaces the missing keyword in a line; T5's name of the first sentinel.
+# Replaces the missing keyword or function body; T5's name of the first sentinel.
 SENTINEL_TEXT = '<extra_id_0>'
 SPLITS = ('train', 'validation')
+# Source around a missing body: with the sentinel and the end-of-sequence id, it fits in 2048 input ids.
+CONTEXT_BYTES = 2046
+# Share of the context before the body; the rest follows it.
+_BYTES_BEFORE = 1534
 _FOLDER = pathlib.Path(__file__).parent
 
 
@@ -22,6 +26,13 @@ class ClozeExample(NamedTuple):
 
   line: str
   keyword: str
+
+
+class FunctionExample(NamedTuple):
+  """A piece of a module in which `SENTINEL_TEXT` replaces the `body` of a function."""
+
+  source: str
+  body: str
 
 
 @functools.cache
@@ -38,6 +49,31 @@ def python_keyword_cloze(split: str) -> tuple[ClozeExample, ...]:
   examples = [ClozeExample(line, keyword)
               for keyword, lines in _read('python_keyword_cloze')[split].items() for line in lines]
   return tuple(sorted(examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('utf-8')).digest()))
+
+
+@functools.cache
+def python_function_cloze(split: str) -> tuple[FunctionExample, ...]:
+  """Return the examples of `split` ('train': 1,287, 'validation': 170), in a fixed random order.
+
+  The source has whole lines, at most `CONTEXT_BYTES` bytes of ASCII without the body; a body has 64 to 511. No module
+  of the library is in both splits, and no body occurs twice.
+  """
+  examples = [FunctionExample(_context(module['text'], start, end), module['text'][start:end])
+              for module in _read('python_function_cloze')[split] for start, end in module['bodies']]
+  return tuple(sorted(examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('ascii')).digest()))
+
+
+def _context(text: str, start: int, end: int) -> str:
+  """Return the lines of `text` around text[start:end], with the sentinel in its place."""
+  # Near an end of the module, the other side gets the bytes that are missing there.
+  num_after = min(len(text) - end, max(CONTEXT_BYTES - _BYTES_BEFORE, CONTEXT_BYTES - start))
+  first = max(start - (CONTEXT_BYTES - num_after), 0)
+  if first:
+    first = text.index('\n', first - 1) + 1
+  last = end + num_after
+  if last < len(text):
+    last = text.rindex('\n', end, last) + 1
+  return text[first:start] + SENTINEL_TEXT + text[end:last]
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The embedded corpora, the script that builds them, and span corruption against its definition."""
 
+import ast
 import collections
 import gzip
 import hashlib
@@ -20,13 +21,14 @@ _FOLDER = pathlib.Path(corpora.__file__).parent
 # --- The frozen files ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name, digest', [
-    ('python_keyword_cloze', '790ecc7ad34a8339d0421fc51d1f1c4d6a61d4113136c9e1129f5a500799e058'),
-    ('python_docs', '13ad5b60b748c2654407bd1207200c9c51a6d0d56cbf343883b2a98eac54844e')])
-def test_files_are_frozen(name, digest):
+@pytest.mark.parametrize('name, digest, max_bytes', [
+    ('python_keyword_cloze', '790ecc7ad34a8339d0421fc51d1f1c4d6a61d4113136c9e1129f5a500799e058', 140_000),
+    ('python_docs', '13ad5b60b748c2654407bd1207200c9c51a6d0d56cbf343883b2a98eac54844e', 140_000),
+    ('python_function_cloze', 'f5d74190486bd7e46bfb4b87047b2a266a3a940939f98ba5fd816827c48e582c', 350_000)])
+def test_files_are_frozen(name, digest, max_bytes):
   """Recorded results depend on the bytes: a rebuilt corpus is a new task, with a new name."""
   content = (_FOLDER / f'{name}.json.gz').read_bytes()
-  assert hashlib.sha256(content).hexdigest() == digest and len(content) < 140_000
+  assert hashlib.sha256(content).hexdigest() == digest and len(content) < max_bytes
 
 
 def test_licence_travels_with_the_files():
@@ -52,6 +54,37 @@ def test_cloze_examples():
   # Without meaning means without order: neighbours are no more alike than others.
   same = np.mean([a.keyword == b.keyword for a, b in zip(train, train[1:], strict=False)])
   assert same < 0.15
+
+
+def test_function_examples():
+  train, validation = (corpora.python_function_cloze(split) for split in corpora.SPLITS)
+  assert (len(train), len(validation)) == (1_287, 170)
+  for source, body in train + validation:
+    before, after = source.split(corpora.SENTINEL_TEXT)
+    assert 64 <= len(body) <= 511 and len(before + after) <= corpora.CONTEXT_BYTES and (before + after).isascii()
+    # The body is complete: with its indentation, it is all of a function.
+    indentation = before.rpartition('\n')[2]
+    assert not indentation.strip() and after.partition('\n')[0].strip()[:1] in ('', '#')
+    ast.parse(f'async def function():\n{indentation}{body}\n')
+  bodies = [''.join(body.split()) for _, body in train + validation]
+  assert len(set(bodies)) == len(bodies)
+  # Most inputs are long: only modules that are shorter than the context give less.
+  assert np.mean([len(source) for source, _ in train]) > 1_950
+  task = data.get_builtin('python_function_cloze')
+  (example,) = task.table('train', {'inputs': 2048, 'targets': 512}).examples(0, np.arange(1))
+  assert BYTE_VOCABULARY.decode(example['targets']) == train[0].body and (example['inputs'] == 383).sum() == 1
+
+
+def test_context_has_whole_lines_around_the_body(monkeypatch):
+  text = ''.join(f'line {number}\n' for number in range(10, 99))
+  monkeypatch.setattr(corpora, 'CONTEXT_BYTES', 40)
+  monkeypatch.setattr(corpora, '_BYTES_BEFORE', 24)
+  place = lambda line: (text.index(line), text.index(line) + len(line))
+  assert corpora._context(text, *place('line 50')) == 'line 47\nline 48\nline 49\n<extra_id_0>\nline 51\n'
+  # At an end of the module, the other side is longer.
+  assert corpora._context(text, *place('line 10')) == '<extra_id_0>\nline 11\nline 12\nline 13\nline 14\n'
+  assert corpora._context(text, *place('line 98')) == 'line 94\nline 95\nline 96\nline 97\n<extra_id_0>\n'
+  assert corpora._context('a\nb\n', 2, 3) == 'a\n<extra_id_0>\n'
 
 
 def test_docs_documents():
@@ -135,6 +168,51 @@ def test_no_keyword_prevails_and_no_question_has_two_answers(script, tmp_path):
   (tmp_path / f'{name}.py').write_text(''.join(f'return value_{i}\nraise value_{i}\n' for i in range(200)))
   with pytest.raises(SystemExit, match=r'gives 18 validation lines'):
     script.build_keyword_cloze(tmp_path, {'train': 0, 'validation': 100})
+
+
+def test_function_bodies(script, monkeypatch):
+  monkeypatch.setattr(script, 'MIN_BODY_BYTES', 32)
+  text = '''def short(): return 'on the same line as the signature'
+def function(a):
+  """Docstring."""
+  def inner():
+    return 'a body in another body is not a place'
+  # A comment is not the start.
+  return inner
+class Class:
+  async def method(self):  # comment
+    return 'the body of a method, one line'
+  def few(self):
+    pass
+if True:
+  def conditional(a):
+    while a: a = a.next_element_of_the_list
+    return a
+'''
+  bodies = [text[start:end] for start, end in script.function_bodies(text)]
+  assert [body.split('\n')[0] for body in bodies] == [
+      'def inner():', "return 'the body of a method, one line'", 'while a: a = a.next_element_of_the_list']
+  assert bodies[0].endswith('return inner') and bodies[2].endswith('return a')
+
+
+def test_modules_of_functions_are_split_without_duplicates(script, tmp_path, monkeypatch):
+  monkeypatch.setattr(script, 'MIN_BODY_BYTES', 32)
+  names = ['abc', 'ast', 'bisect', 'code', 'copy', 'dis', 'enum', 'glob', 'gzip', 'heapq', 'io', 'json']
+  body = 'def function(a):\n  return "{} in a body of some length"\n'
+  for name in names:
+    (tmp_path / f'{name}.py').write_text(body.format(name) + body.format('shared'))
+  (tmp_path / 'os.py').write_text(body.format('é'))
+  (tmp_path / 'this.py').write_text('x = 1\n' * 500 + body.format('rare'))
+  corpus = script.build_function_cloze(tmp_path, {'train': 10_000, 'validation': 10_000})
+  modules = {split: [module['module'] for module in modules] for split, modules in corpus['splits'].items()}
+  assert sorted(modules['train'] + modules['validation']) == [f'{name}.py' for name in names]
+  assert all(script.split_of(name) == split for split, found in modules.items() for name in found)
+  bodies = [module['text'][start:end] for split in corpus['splits'].values() for module in split
+            for start, end in module['bodies']]
+  assert len(bodies) == len(set(bodies)) == len(names) + 1
+  assert any(len(module['bodies']) == 2 for module in corpus['splits']['validation'])
+  with pytest.raises(SystemExit, match='no module of validation'):
+    script.build_function_cloze(tmp_path, {'train': 10_000, 'validation': 10})
 
 
 def test_documents(script):
