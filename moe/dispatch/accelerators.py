@@ -270,7 +270,7 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, x: jax.Array,
                     plan: RowPlan | None = None) -> jax.Array:
   """Return the experts' outputs for their rows; see `blocks.mlp_in_blocks`.
 
-  If all rows fit in one block, there is no loop, and the derivative computes nothing again.
+  Without a loop, if all rows fit in one block, the derivative computes nothing again.
 
   Args:
     product_fn: product of rows with their experts' kernels.

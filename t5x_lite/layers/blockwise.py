@@ -1,6 +1,6 @@
 """Exact attention by blocks of queries and keys, in memory that grows linearly with the length.
 
-The softmax is accumulated over blocks of keys: a larger maximum rescales what was summed before (Milakov and
+The softmax is accumulated over blocks of keys: a larger maximum rescales the sums so far (Milakov and
 Gimelshein, https://arxiv.org/abs/1805.02867; Rabe and Staats, https://arxiv.org/abs/2112.05682). The backward pass
 computes the scores of each block again from the output and two numbers per query (Dao et al.,
 https://arxiv.org/abs/2205.14135, section 3.1 and appendix B.2). Scores, sums and gradients of biases are float32.
@@ -185,7 +185,7 @@ def _forward(
   """Return the output float32 [batch, heads, q, head_dim] and the statistics [batch, heads, q, 2] of each query.
 
   The statistics are the largest score and the sum of exp(score - largest). They are separate, because the log of a sum
-  is lost beside a score like -1e10. The output of a query without a visible key is 0.
+  is rounded away if it is added to a score like -1e10. The output of a query without a visible key is 0.
   """
 
   def read(carry, i, j):
