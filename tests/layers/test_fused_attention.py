@@ -102,6 +102,26 @@ def test_blockwise_lowers_for_every_platform():
     assert 'while' in jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.parametrize('packed,target', [(False, 'ScaleBiasSoftmax'), (True, 'Softmax')])
+def test_cudnn_lowers_for_cuda(monkeypatch, packed, target):
+  from jax._src.cudnn import fused_attention_stablehlo
+  use_gpu(monkeypatch, H100, 90800)
+  for name, supported in (('check_compute_capability', True), ('is_cuda_compute_capability_equal', False)):
+    monkeypatch.setattr(fused_attention_stablehlo, name, lambda capability, supported=supported: supported)
+
+  def loss(x, values, ids):
+    options = (dict(query_segment_ids=ids, key_segment_ids=ids) if packed
+               else dict(position=layers.DistanceBias(values, 64)))
+    bias = layers.make_attention_bias(ids > 0, ids > 0, causal=True, arrays=False, **options)
+    return jnp.sum(layers.dot_product_attention(x, x, x, bias, dtype=jnp.bfloat16, kernel='auto').astype(jnp.float32))
+
+  arrays = (jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 127), jnp.float32),
+            jax.ShapeDtypeStruct((2, 64), jnp.int32))
+  text = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text()
+  assert f'__cudnn$fmha{target}"' in text and f'__cudnn$fmha{target}Backward"' in text
+  assert text.count('PADDING_CAUSAL') == 2
+
+
 def test_the_layout_of_packed_rows_is_cudnns():
   """Segments that a row does not have are -1; a segment without keys has length 0."""
   queries = jnp.array([[1, 1, 2, 3, 3, -2], [1, 1, 1, 1, 1, 1]])
