@@ -110,19 +110,21 @@ class _SparseModel(models.BaseTransformerModel):
       return metrics
     return metrics | moe_metrics.metrics_of_sums(sums, self._aux_loss_factor, self._router_z_loss_factor)
 
-  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), **form):
+  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True):
     """Run the network, with recorded routing if it is set; see `BaseTransformerModel.compute_logits`."""
     if self._num_microbatches > 1:
       if routers.STATE in (flax_mutables or {}):
         step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
         flax_mutables = {**flax_mutables, routers.STEP: step}
       with nn.intercept_methods(self._with_num_microbatches):
-        return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable, **form)
+        return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable,
+                                      return_logits=return_logits)
     if self._replayed is None:
-      return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable, **form)
+      return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable,
+                                      return_logits=return_logits)
     logits, collections = super().compute_logits(
         params, batch, dropout_rng, flax_mutables={**(flax_mutables or {}), recording.REPLAY: self._replayed},
-        mutable=tuple(dict.fromkeys((*mutable, recording.ROUTING))), **form)
+        mutable=tuple(dict.fromkeys((*mutable, recording.ROUTING))), return_logits=return_logits)
     # A layer without a record would compute its routing silently.
     recording.check_layers(self._replayed, collections.get(recording.ROUTING, {}))
     return logits, {name: tree for name, tree in collections.items() if name in mutable}

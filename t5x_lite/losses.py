@@ -123,9 +123,7 @@ def token_cross_entropy(
   Reference: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing; here the target gets no part
   of the moved mass).
   """
-  if not jnp.issubdtype(target_ids.dtype, jnp.integer):
-    raise errors.ConfigError(f'`token_cross_entropy.target_ids` must be integers, got dtype {target_ids.dtype}. For a '
-                             'distribution over the vocabulary use cross_entropy_with_logits.')
+  _check_integers(target_ids)
   # Ids are compared with vocabulary positions in this dtype; a narrower one could overflow.
   return _token_cross_entropy(logits, target_ids.astype(jnp.int32), float(label_smoothing), float(z_loss))
 
@@ -179,6 +177,22 @@ def _target_mass(is_id: Array, on_mass: float, off_mass: float, vocab_size: int)
 _token_cross_entropy.defvjp(token_forward, token_backward)
 
 
+def check_targets(logits_shape: tuple[int, ...], targets: Array, weights: Array | None = None) -> None:
+  """Raise ConfigError unless targets and weights are those of the positions of logits [batch, length, vocab]."""
+  shapes = [tuple(logits_shape), *(tuple(array.shape) for array in (targets, weights) if array is not None)]
+  if any(shape != shapes[0][:-1] for shape in shapes[1:]):
+    raise errors.ConfigError(
+        'Logits [batch, length, vocab], targets [batch, length] and weights [batch, length] must match, got the shapes '
+        f'{", ".join(map(str, shapes))}. For one-hot targets use cross_entropy_with_logits.')
+  _check_integers(targets)
+
+
+def _check_integers(target_ids: Array) -> None:
+  if not jnp.issubdtype(target_ids.dtype, jnp.integer):
+    raise errors.ConfigError(f'`token_cross_entropy.target_ids` must be integers, got dtype {target_ids.dtype}. For a '
+                             'distribution over the vocabulary use cross_entropy_with_logits.')
+
+
 def compute_weighted_cross_entropy(
     logits: Array,
     targets: Array,
@@ -204,13 +218,9 @@ def compute_weighted_cross_entropy(
     (loss, z_loss, weight_sum), float32 scalars; `loss` includes the z-loss; `weight_sum` is not normalised.
 
   Raises:
-    ConfigError: the shapes of logits, targets and weights do not match.
+    ConfigError: the shapes of logits, targets and weights do not match, or targets are not integers.
   """
-  shapes = [tuple(array.shape) for array in (logits, targets, weights) if array is not None]
-  if any(shape != shapes[0][:-1] for shape in shapes[1:]):
-    raise errors.ConfigError(
-        'Logits [batch, length, vocab], targets [batch, length] and weights [batch, length] must match, got the shapes '
-        f'{", ".join(map(str, shapes))}. For one-hot targets use cross_entropy_with_logits.')
+  check_targets(logits.shape, targets, weights)
   loss, z = token_cross_entropy(logits, targets, label_smoothing=label_smoothing, z_loss=z_loss)
   loss -= smoothed_target_entropy(label_smoothing, logits.shape[-1])
   if weights is None:

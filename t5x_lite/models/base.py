@@ -321,8 +321,11 @@ class BaseTransformerModel(BaseModel):
       flax_mutables: the module's other collections.
       mutable: names of collections that the pass may write.
 
+    Classes that declare `SUPPORTS_CHUNKED_LOSS` also have an argument `return_logits`, True by default.
+
     Returns:
-      (<float32>[batch, length, vocab] logits, the `mutable` collections after the pass as nested dicts).
+      (<float32>[batch, length, vocab] logits, or with `return_logits=False` the `layers.OutputProjection` that gives
+      them; the `mutable` collections after the pass as nested dicts).
     """
 
   def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch) -> tuple[Array | float, MetricsMap]:
@@ -370,7 +373,7 @@ class BaseTransformerModel(BaseModel):
     """Return (loss, metrics, collections after the pass) where the collections named in `updated` are mutable."""
     outputs, collections = self.compute_logits(
         params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=('intermediates', *updated),
-        **token_losses.form_of_logits(self, self.module, self._custom_metrics.metric_fns))
+        **token_losses.logits_arguments(self, self.module, self._custom_metrics.metric_fns))
     factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
     targets = batch['decoder_target_tokens']
     loss, z_loss, is_correct = token_losses.weighted_loss(
@@ -415,7 +418,7 @@ class BaseTransformerModel(BaseModel):
     """
     outputs, collections = self.compute_logits(
         params, batch, flax_mutables=flax_mutables, mutable=('intermediates',),
-        **token_losses.form_of_logits(self, self.module, ()))
+        **token_losses.logits_arguments(self, self.module, ()))
     targets = batch['decoder_target_tokens']
     weights = batch.get('decoder_loss_weights')
     weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+from typing import Any
 
 from clu import metrics as clu_metrics
 import jax
@@ -28,12 +29,12 @@ class CustomMetrics:
   owner: str
   metric_fns: Sequence[MetricFn]
 
-  def add_to(self, metrics: MetricsMap, logits: Array, batch: Batch) -> MetricsMap:
+  def add_to(self, metrics: MetricsMap, logits: Any, batch: Batch) -> MetricsMap:
     """Return `metrics` and those of the functions.
 
     Args:
       metrics: metrics by name.
-      logits: <float32>[batch, length, vocab].
+      logits: <float32>[batch, length, vocab]; without functions, another form of them.
       batch: arrays [batch, ...] by name.
 
     Raises:

@@ -40,7 +40,7 @@ def is_supported_by(*objects: Any) -> bool:
   return all(vars(type(each)).get('SUPPORTS_CHUNKED_LOSS', False) for each in objects)
 
 
-def form_of_logits(model: Any, module: Any, metric_fns: Sequence[Any]) -> dict[str, bool]:
+def logits_arguments(model: Any, module: Any, metric_fns: Sequence[Any]) -> dict[str, bool]:
   """Return arguments of `compute_logits` for a loss that may be in chunks; {} if all logits are needed.
 
   Args:
@@ -153,20 +153,25 @@ def weighted_loss(
     loss_normalizing_factor: divisor of both sums; None means 1.
 
   Returns:
-    (loss, z_loss, is_correct): float32 scalars, of which only `loss` has a gradient in chunks, and bool
-    [batch, length], True where the target has the largest logit.
+    (loss, z_loss, is_correct): float32 scalars, of which only `loss` has a gradient, and bool [batch, length], True
+    where the target has the largest logit.
+
+  Raises:
+    ConfigError: see `losses.compute_weighted_cross_entropy`.
   """
   chunks = find_chunks(outputs, label_smoothing, z_loss) if isinstance(outputs, layers.OutputProjection) else None
   if chunks is None:
     logits = outputs.logits() if isinstance(outputs, layers.OutputProjection) else outputs
     loss, z, _ = losses.compute_weighted_cross_entropy(
         logits, targets, weights, label_smoothing, z_loss, loss_normalizing_factor)
-    return loss, z, batch_metrics.is_argmax(logits, targets)
+    return loss, jax.lax.stop_gradient(z), batch_metrics.is_argmax(logits, targets)
+  losses.check_targets((*outputs.hidden.shape[:2], outputs.vocab_size), targets, weights)
   weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-  form = outputs.replace(hidden=None, kernel=None)
-  loss, z, is_correct = _loss_in_chunks(outputs.hidden, outputs.kernel, targets, weights, form, chunks)
-  factor = 1.0 if loss_normalizing_factor is None else loss_normalizing_factor
-  return loss / factor, jax.lax.stop_gradient(z) / factor, is_correct
+  if loss_normalizing_factor is not None:  # before the gradients, which may be rounded to half precision
+    weights = weights / loss_normalizing_factor
+  projection = outputs.replace(hidden=None, kernel=None)
+  loss, z, is_correct = _loss_in_chunks(outputs.hidden, outputs.kernel, targets, weights, projection, chunks)
+  return loss, jax.lax.stop_gradient(z), is_correct
 
 
 def token_losses(outputs: Outputs, targets: Array) -> Array:
@@ -182,15 +187,15 @@ def token_losses(outputs: Outputs, targets: Array) -> Array:
   if chunks is None:
     logits = outputs.logits() if isinstance(outputs, layers.OutputProjection) else outputs
     return losses.token_cross_entropy(logits, targets)[0]
+  losses.check_targets((*outputs.hidden.shape[:2], outputs.vocab_size), targets)
   kernel = _gather_kernel(outputs.hidden, outputs.kernel, outputs.vocab_dim)
 
   @jax.checkpoint
-  def body(kernel, chunk):
+  def of_chunk(chunk):
     rows, ids = chunk
-    logits = outputs.replace(hidden=rows, kernel=kernel).logits()
-    return kernel, losses.token_cross_entropy(logits, ids)[0]
+    return losses.token_cross_entropy(outputs.replace(hidden=rows, kernel=kernel).logits(), ids)[0]
 
-  loss = jax.lax.scan(body, kernel, (chunks.split(outputs.hidden), chunks.split(targets)))[1]
+  loss = jax.lax.map(of_chunk, (chunks.split(outputs.hidden), chunks.split(targets)))
   return chunks.join(loss, *targets.shape)
 
 
@@ -206,25 +211,26 @@ def _constrain_kernel(kernel: Array, vocab_dim: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _loss_in_chunks(hidden, kernel, targets, weights, form, chunks):
+def _loss_in_chunks(hidden, kernel, targets, weights, projection, chunks):
   """Return (loss, z_loss, is_correct) of `weighted_loss` without the normalizing factor; only `loss` has a gradient.
 
   The loss is a scalar, so its gradients are those of the forward pass times its later gradient, also for a micro-batch
   or with auxiliary losses.
   """
-  loss, z, is_correct, _ = _scan_chunks(hidden, kernel, targets, weights, form, chunks, with_gradients=False)
+  loss, z, is_correct, _ = _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_gradients=False)
   return jnp.sum(loss * weights), jnp.sum(z * weights), is_correct
 
 
-def _forward(hidden, kernel, targets, weights, form, chunks):
-  loss, z, is_correct, gradients = _scan_chunks(hidden, kernel, targets, weights, form, chunks, with_gradients=True)
+def _forward(hidden, kernel, targets, weights, projection, chunks):
+  loss, z, is_correct, gradients = _scan_chunks(
+      hidden, kernel, targets, weights, projection, chunks, with_gradients=True)
   outputs = jnp.sum(loss * weights), jnp.sum(z * weights), is_correct
   # Residuals are arrays, so an empty one has the dtype.
   return outputs, (*gradients, loss, jnp.zeros(0, kernel.dtype))
 
 
-def _backward(form, chunks, residuals, cotangents):
-  del form, chunks
+def _backward(projection, chunks, residuals, cotangents):
+  del projection, chunks
   hidden_bar, kernel_bar, loss, kernel_like = residuals
   loss_bar = cotangents[0]
   return ((hidden_bar * loss_bar).astype(hidden_bar.dtype), (kernel_bar * loss_bar).astype(kernel_like.dtype), None,
@@ -234,30 +240,30 @@ def _backward(form, chunks, residuals, cotangents):
 _loss_in_chunks.defvjp(_forward, _backward)
 
 
-def _scan_chunks(hidden, kernel, targets, weights, form, chunks, with_gradients):
+def _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_gradients):
   """Return (loss, z_loss, is_correct), [batch, length] each, and the gradients of hidden states and kernel or None."""
   dtype = products.product_dtype(hidden, kernel)
-  kernel = _gather_kernel(hidden, kernel, form.vocab_dim)
-  entropy = losses.smoothed_target_entropy(chunks.label_smoothing, kernel.shape[form.vocab_dim])
+  kernel = _gather_kernel(hidden, kernel, projection.vocab_dim)
+  entropy = losses.smoothed_target_entropy(chunks.label_smoothing, kernel.shape[projection.vocab_dim])
 
   def body(kernel_bar, chunk):
     rows, ids, ids_weights = chunk
-    logits = form.replace(hidden=rows, kernel=kernel).logits()
+    logits = projection.replace(hidden=rows, kernel=kernel).logits()
     (loss, z), residuals = losses.token_forward(logits, ids, chunks.label_smoothing, chunks.z_loss)
     hidden_bar = None
     if with_gradients:
       logits_bar = losses.token_backward(
           chunks.label_smoothing, chunks.z_loss, residuals, (ids_weights, jnp.zeros_like(ids_weights)))[0]
-      logits_bar = (logits_bar / jnp.float32(form.divisor)).reshape(-1, logits.shape[-1])
-      hidden_bar = products.hidden_gradient(logits_bar, kernel, form.vocab_dim, dtype)
+      logits_bar = (logits_bar / jnp.float32(projection.divisor)).reshape(-1, logits.shape[-1])
+      hidden_bar = products.hidden_gradient(logits_bar, kernel, projection.vocab_dim, dtype)
       hidden_bar = hidden_bar.reshape(rows.shape).astype(rows.dtype)
-      kernel_bar = _add_kernel_gradient(kernel_bar, rows, logits_bar, form.vocab_dim, dtype, chunks)
+      kernel_bar = _add_kernel_gradient(kernel_bar, rows, logits_bar, projection.vocab_dim, dtype, chunks)
     return kernel_bar, (loss - entropy, z, batch_metrics.is_argmax(logits, ids), hidden_bar)
 
   kernel_bar = None
   if with_gradients:
     shards = (chunks.num_shards,) if chunks.num_shards > 1 else ()
-    kernel_bar = _constrain_kernel(jnp.zeros((*shards, *kernel.shape), jnp.float32), form.vocab_dim)
+    kernel_bar = _constrain_kernel(jnp.zeros((*shards, *kernel.shape), jnp.float32), projection.vocab_dim)
   kernel_bar, outputs = jax.lax.scan(body, kernel_bar, tuple(map(chunks.split, (hidden, targets, weights))))
   loss, z, is_correct, hidden_bar = jax.tree.map(lambda x: chunks.join(x, *targets.shape), outputs)
   if not with_gradients:

@@ -75,6 +75,8 @@ def remat(fn: Callable[..., Any], policy: str, offload: Sequence[str] = (), *, i
     # JAX asks only if there is a backward pass.
     if reason is not None:
       _warn(policy, reason)
+    if unrolled_on_cpu and several_devices:
+      return ad_checkpoint.Saveable
     name = params['name'] if primitive.name == 'name' else None
     if primitive.name == _CUDNN_FORWARD:
       name = 'attention_context'
@@ -117,8 +119,9 @@ def _after_cotangents(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.vjp(fn, *args)
 
   def backward(pullback, cotangents):
-    floats = [leaf for leaf in jax.tree.leaves(cotangents) if _is_float(leaf)]
-    is_invalid = functools.reduce(jnp.logical_or, [jnp.isnan(leaf[(0,) * leaf.ndim]) for leaf in floats])
+    floats = [leaf for leaf in jax.tree.leaves(cotangents) if _is_float(leaf) and leaf.size]
+    is_invalid = functools.reduce(
+        jnp.logical_or, [jnp.isnan(leaf[(0,) * leaf.ndim]) for leaf in floats], jnp.array(False))
     pullback = jax.tree.map(
         lambda leaf: jnp.where(is_invalid, jnp.asarray(jnp.nan, leaf.dtype), leaf) if _is_float(leaf) else leaf,
         pullback)

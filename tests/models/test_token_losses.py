@@ -244,7 +244,7 @@ def test_a_subclass_gets_all_logits_and_an_explicit_size_is_an_error():
   make = lambda size, model_cls=models.EncoderDecoderModel, network_cls=t5.Transformer, **options: model_cls(
       network_cls(network_cases.tiny_config(loss_chunk_size=size)), _VOCABULARY, _VOCABULARY, None, **options)
   for classes in ({'model_cls': _Capped}, {'network_cls': _Subnetwork}):
-    assert token_losses.form_of_logits(make(None, **classes), make(None, **classes).module, ()) == {}
+    assert token_losses.logits_arguments(make(None, **classes), make(None, **classes).module, ()) == {}
     with pytest.raises(errors.ConfigError, match=(
         '`.*loss_chunk_size` must be None with the class (_Capped|_Subnetwork), which does not declare')):
       make(7, **classes)
@@ -260,3 +260,31 @@ def test_a_subclass_gets_all_logits_and_an_explicit_size_is_an_error():
       jax.random.key(0), {feature: x.shape for feature, x in batch.items()})['params'])
   jax.eval_shape(model.eval_fn, params, batch)
   assert seen == [(4, 5, 40)]
+
+
+@pytest.mark.parametrize('targets, weights', [
+    ((4, 12), None), ((13, 4), None), ((4, 13), (4, 1)), ((4, 13), (1, 13))])
+def test_arrays_of_other_positions_raise_in_chunks_too(targets, weights):
+  """Chunks flatten the positions, so targets of another length would belong to other tokens."""
+  hidden, kernel, *_ = _arrays(False)
+  outputs = layers.OutputProjection(hidden, kernel, chunk_size=5)
+  ids, weights = jnp.ones(targets, jnp.int32), None if weights is None else jnp.ones(weights)
+  with pytest.raises(errors.ConfigError, match='must match, got the shapes'):
+    token_losses.weighted_loss(outputs, ids, weights, 0.0, 0.0, None)
+  if weights is None:
+    with pytest.raises(errors.ConfigError, match='must match, got the shapes'):
+      token_losses.token_losses(outputs, ids)
+  with pytest.raises(errors.ConfigError, match='must be integers'):
+    token_losses.weighted_loss(outputs, jnp.ones((4, 13)), None, 0.0, 0.0, None)
+
+
+def test_gradients_of_scores_do_not_keep_the_kernel_for_each_chunk():
+  """64 chunks of a kernel of 1 MB."""
+  hidden, kernel = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+
+  def loss(hidden, kernel):
+    outputs = layers.OutputProjection(hidden, kernel, chunk_size=8)
+    return jnp.sum(token_losses.token_losses(outputs, jnp.ones((8, 64), jnp.int32)))
+
+  program = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, kernel).compile()
+  assert program.memory_analysis().temp_size_in_bytes < 4e6
