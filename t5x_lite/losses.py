@@ -136,7 +136,7 @@ def _token_cross_entropy(logits, target_ids, label_smoothing, z_loss):
 
 
 def token_forward(logits, target_ids, label_smoothing, z_loss):
-  """Return ((loss, z), residuals) of `token_cross_entropy`, for loss functions with a backward pass of their own."""
+  """Return ((loss, z), residuals) of `token_cross_entropy`, for loss functions with another backward pass."""
   vocab_size = logits.shape[-1]
   on_mass, off_mass = _smoothed_masses(label_smoothing, vocab_size)
   logits_32 = logits.astype(jnp.float32)

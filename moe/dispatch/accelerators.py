@@ -22,7 +22,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch import tilings
 from moe.dispatch.blocks import Block, mlp_in_blocks
@@ -271,7 +270,7 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, x: jax.Array,
                     plan: RowPlan | None = None) -> jax.Array:
   """Return the experts' outputs for their rows; see `blocks.mlp_in_blocks`.
 
-  If all rows fit in one block, there is no loop, and the derivative computes nothing again.
+  Without a loop, if all rows fit in one block, the derivative computes nothing again.
 
   Args:
     product_fn: product of rows with their experts' kernels.
@@ -313,9 +312,9 @@ def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
     return y if biases is None else y + jnp.take(biases.astype(spec.dtype), expert, axis=0, mode='clip')
 
   biases = params.wi_bias or (None,) * len(params.wi)
-  pre = [project(rows, *each) for each in zip(params.wi, biases, strict=True)]
-  hidden = jnp.where(is_valid, activate(checkpoint_name(pre, 'expert_hidden'), keep, spec), 0)
-  return checkpoint_name(jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0), 'expert_output')
+  hidden = activate([project(rows, *each) for each in zip(params.wi, biases, strict=True)], keep, spec)
+  hidden = jnp.where(is_valid, hidden, 0)
+  return jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0)
 
 
 def _in_row_tiles(num_rows):

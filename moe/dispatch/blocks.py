@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch.mlp import DropoutMask
 from moe.dispatch.types import MlpParams, MlpSpec
@@ -94,7 +95,8 @@ def _in_blocks(blocks, spec, params, x, plan, group_sizes, keep):
 
 
 def _in_blocks_fwd(blocks, spec, params, x, plan, group_sizes, keep):
-  return _in_blocks(blocks, spec, params, x, plan, group_sizes, keep), (params, x, plan, group_sizes, keep)
+  y = checkpoint_name(_in_blocks(blocks, spec, params, x, plan, group_sizes, keep), 'expert_output')
+  return y, (params, x, plan, group_sizes, keep)
 
 
 def _in_blocks_bwd(blocks, spec, residuals, grad):

@@ -270,7 +270,8 @@ def dot_product_attention(
     return fused_attention.cudnn_attention(query, key, value, bias, fallback=blockwise_attention)
   if chosen == 'splash':
     return fused_attention.splash_attention(query, key, value, bias)
+  if chosen == 'blockwise':
+    return blockwise_attention(query, key, value, bias)
   if float32_logits:
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-  return blockwise_attention(query, key, value, bias) if chosen == 'blockwise' else _dot(
-      query, key, value, bias, heads_first)
+  return _dot(query, key, value, bias, heads_first)

@@ -87,5 +87,5 @@ def slot_bias(bias: AttentionBias, table: jax.Array, num_queries: int, num_beams
   num_heads = total.shape[1]
   total = jnp.broadcast_to(total, (rows, num_heads, num_queries, length, num_beams))
   total = total.reshape(rows // num_beams, num_beams, num_heads, num_queries, length * num_beams)
-  return AttentionBias(per_example=jnp.swapaxes(total, 1, 2).reshape(
+  return AttentionBias.from_array(jnp.swapaxes(total, 1, 2).reshape(
       rows // num_beams, num_heads, num_beams * num_queries, length * num_beams))

@@ -1,8 +1,8 @@
 """Exact attention by blocks of queries and keys, in memory that grows linearly with the length.
 
-The softmax is accumulated over blocks of keys: a larger maximum rescales what was summed before (Milakov and
+The softmax is accumulated over blocks of keys: a larger maximum rescales the sums so far (Milakov and
 Gimelshein, https://arxiv.org/abs/1805.02867; Rabe and Staats, https://arxiv.org/abs/2112.05682). The backward pass
-computes the scores of each block again from the output and the log of each query's sum (Dao et al.,
+computes the scores of each block again from the output and two numbers per query (Dao et al.,
 https://arxiv.org/abs/2205.14135, section 3.1 and appendix B.2). Scores, sums and gradients of biases are float32.
 
 Bias and mask of a block are made from the description in `AttentionBias`. Blocks without a visible key are skipped.
@@ -182,9 +182,10 @@ def _over_pairs(
 
 def _forward(
     blocks: _Blocks, query: jax.Array, key: jax.Array, value: jax.Array, bias: _Bias) -> tuple[jax.Array, jax.Array]:
-  """Return the output float32 [batch, heads, q, head_dim] and the log of each query's sum [batch, heads, q].
+  """Return the output float32 [batch, heads, q, head_dim] and the statistics [batch, heads, q, 2] of each query.
 
-  Both are 0 for a query without a visible key.
+  The statistics are the largest score and the sum of exp(score - largest). They are separate, because the log of a sum
+  is rounded away if it is added to a score like -1e10. The output of a query without a visible key is 0.
   """
 
   def read(carry, i, j):
@@ -208,14 +209,13 @@ def _forward(
   largest, total, output = _over_pairs(
       *blocks.pairs(bias), [jnp.full(per_query, _LEAST_MAX, jnp.float32), jnp.zeros(per_query, jnp.float32),
                             jnp.zeros((*per_query, value.shape[3]), jnp.float32)], read, update, write)
-  is_empty = total == 0
-  total = jnp.where(is_empty, 1.0, total)
-  return output / total[..., None], jnp.where(is_empty, 0.0, largest + jnp.log(total))
+  total = jnp.where(total == 0, 1.0, total)
+  return output / total[..., None], jnp.stack([largest, total], axis=3)
 
 
 def _backward(
     blocks: _Blocks, query: jax.Array, key: jax.Array, value: jax.Array, bias: _Bias, output: jax.Array,
-    log_sum: jax.Array, output_bar: jax.Array
+    statistics: jax.Array, output_bar: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[jax.Array, ...]]:
   """Return the derivatives of query, key, value, `bias.distances` and `bias.arrays`, in float32."""
   # The derivative of the softmax, summed over keys: the same for all keys of a query.
@@ -230,8 +230,9 @@ def _backward(
 
   def update(part, i, j):
     query_bar, key_bar, value_bar, distances_bar, array_bars = part
-    log_sums, means, out_bar = (_cut(array, i, blocks.q_block) for array in (log_sum, mean, output_bar))
-    weights = jnp.exp(blocks.scores(query, key, bias, i, j) - log_sums[..., None])
+    largest, total = jnp.unstack(_cut(statistics, i, blocks.q_block)[..., None], axis=3)
+    means, out_bar = _cut(mean, i, blocks.q_block), _cut(output_bar, i, blocks.q_block)
+    weights = jnp.exp(blocks.scores(query, key, bias, i, j) - largest) / total
     value_bar += _product('bhqk,bhqd->bhkd', weights.astype(value.dtype), out_bar)
     weights_bar = _product('bhqd,bhkd->bhqk', out_bar, _cut(value, j, blocks.k_block))
     scores_bar = weights * (weights_bar - means[..., None])
@@ -283,7 +284,7 @@ def _forward_by_row(blocks, query, key, value, bias):
   return lax.map(run, (jnp.arange(query.shape[0]), query, key, value))
 
 
-def _backward_by_row(blocks, query, key, value, bias, output, log_sum, output_bar):
+def _backward_by_row(blocks, query, key, value, bias, output, statistics, output_bar):
   """Like `_backward`, one row of the batch after the other."""
 
   def add(total, part, row):
@@ -300,7 +301,7 @@ def _backward_by_row(blocks, query, key, value, bias, output, log_sum, output_ba
     return totals, [bar[0] for bar in bars]
 
   zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (bias.distances, list(bias.arrays)))
-  totals, bars = lax.scan(step, zeros, (jnp.arange(query.shape[0]), query, key, value, output, log_sum, output_bar))
+  totals, bars = lax.scan(step, zeros, (jnp.arange(query.shape[0]), query, key, value, output, statistics, output_bar))
   return [*bars, *totals]
 
 
@@ -325,22 +326,23 @@ def _attend_forward(blocks, query, key, value, bias):
   # loop, for all blocks at once. Together with the query it is not the same.
   query, bias = lax.optimization_barrier((query, bias))
   fn = functools.partial(_forward_by_row if blocks.by_row and query.shape[0] > 1 else _forward, blocks)
-  output, log_sum = on_each_device(
+  output, statistics = on_each_device(
       lambda *args: tuple(fn(*args)), (query, key, value, bias), (*[_HEADS_FIRST] * 3, _bias_dims(bias)),
-      (_HEADS_FIRST, 'bh.'))
-  # A policy of rematerialization that stores both need not attend again.
-  output, log_sum = checkpoint_name((output.astype(value.dtype), log_sum), 'attention_context')
-  return output, (query, key, value, bias, output, log_sum)
+      (_HEADS_FIRST, _HEADS_FIRST))
+  output, statistics = checkpoint_name((output.astype(value.dtype), statistics), 'attention_context')
+  # A policy that stores what operations return does not know results of loops; it has this name.
+  output, statistics = checkpoint_name((output, statistics), 'blockwise_context')
+  return output, (query, key, value, bias, output, statistics)
 
 
 def _attend_backward(blocks, residuals, output_bar):
-  query, key, value, bias, output, log_sum = residuals
+  query, key, value, bias, output, statistics = residuals
   output_bar, bias = lax.optimization_barrier((output_bar, bias))
   fn = functools.partial(_backward_by_row if blocks.by_row and query.shape[0] > 1 else _backward, blocks)
   dims = _bias_dims(bias)
   query_bar, key_bar, value_bar, distances_bar, array_bars = on_each_device(
-      lambda *args: tuple(fn(*args)), (query, key, value, bias, output, log_sum, output_bar),
-      (*[_HEADS_FIRST] * 3, dims, _HEADS_FIRST, 'bh.', _HEADS_FIRST),
+      lambda *args: tuple(fn(*args)), (query, key, value, bias, output, statistics, output_bar),
+      (*[_HEADS_FIRST] * 3, dims, _HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST),
       (*[_HEADS_FIRST] * 3, dims.distances, list(dims.arrays)))
   return (query_bar.astype(query.dtype), key_bar.astype(key.dtype), value_bar.astype(value.dtype),
           _Bias(distances_bar, tuple(array_bars), None, None, None))
@@ -366,14 +368,16 @@ def blockwise_attention(
     max_block: int | None = None) -> jax.Array:
   """Attend as `dot_product_attention`, block by block: softmax(query . key + bias) . value.
 
-  A query of packed rows that is padding, and any query without a visible key, gets zeros.
+  A query of packed rows that is padding, and any query without a visible key, gets zeros. Plain biases down to -1e20 are
+  values and lower ones are masks. There are no forward-mode derivatives.
 
   Args:
     query: <float>[batch, q, heads, head_dim].
     key: <float>[batch, k, heads, head_dim].
     value: like `key`.
     bias: bias of the scores; its derivatives are computed too.
-    max_block: largest number of queries and of keys of a block; None for that of the platform.
+    max_block: largest number of queries and of keys of a block, before it is rounded up to a multiple of 8 on a CPU and
+      of 128 elsewhere; None for that of the platform.
 
   Returns:
     <dtype of value>[batch, q, heads, head_dim].
@@ -387,15 +391,10 @@ def blockwise_attention(
   padded_q, padded_k = q_block * num_q, k_block * num_k
 
   bias = bias or AttentionBias()
-  distances, arrays, query_segments, key_segments, prefix = None, [], None, None, None
-  if not bias.is_described:
-    arrays = [part for part in (bias.shared, bias.per_example) if part is not None]
-  else:
-    if bias.distances is not None:
-      distances = jnp.pad(bias.distances.values, ((0, 0), (padded_q - q_len, padded_k - k_len)))
-    elif bias.position is not None:
-      arrays = [bias.position]
-    query_segments, key_segments, prefix = bias.query_segments, bias.key_segments, bias.prefix
+  distances = None if bias.distances is None else jnp.pad(
+      bias.distances.values, ((0, 0), (padded_q - q_len, padded_k - k_len)))
+  arrays = [array for array in (bias.position, bias.extra) if array is not None]
+  query_segments, key_segments, prefix = bias.query_segments, bias.key_segments, bias.prefix
   if padded_k > k_len and key_segments is None:
     query_segments, key_segments = (jnp.zeros((batch, length), jnp.int32) for length in (q_len, k_len))
   if key_segments is not None:
@@ -407,6 +406,6 @@ def blockwise_attention(
     arrays = [array if array.shape[dim] == 1 else _pad(array, dim, padded) for array in arrays]
   query, key, value = (jnp.swapaxes(_pad(array, 1, padded), 1, 2) for array, padded in (
       (query, padded_q), (key, padded_k), (value, padded_k)))
-  blocks = _Blocks(q_block, k_block, num_q, num_k, bias.is_described and bias.causal, by_row=is_cpu)
+  blocks = _Blocks(q_block, k_block, num_q, num_k, bias.causal, by_row=is_cpu)
   output = _attend(blocks, query, key, value, _Bias(distances, tuple(arrays), query_segments, key_segments, prefix))
   return jnp.swapaxes(output, 1, 2)[:, :q_len]

@@ -1,7 +1,4 @@
-"""Fused kernels of attention: cuDNN's for NVIDIA GPUs and splash attention for TPUs.
-
-Both return zeros for padding queries of packed rows.
-"""
+"""Fused kernels of attention: cuDNN's for NVIDIA GPUs and splash attention for TPUs."""
 
 import functools
 from typing import Any
@@ -100,12 +97,13 @@ def cudnn_unsupported_reason(
     return f'lengths are {q_len} and {k_len} and must be even: change task_feature_lengths'
   if bias is None:
     return None
-  has_mask = bias.per_example is not None or bias.key_segments is not None
-  if bias.prefix is not None or has_mask and not (bias.is_packed or bias.key_lengths is not None):
-    return ('the mask differs between examples by more than padding and packing (bidirectional attention among inputs, '
-            'or a bias per example)' + USE_AUTO)
-  if bias.is_packed and (bias.has_position or not bias.is_described):
+  if bias.extra is not None or bias.prefix is not None:
+    return ('the mask or bias is a plain array, which may differ between examples, or has bidirectional attention among '
+            'inputs' + USE_AUTO)
+  if bias.is_packed and bias.has_position:
     return 'rows are packed and cuDNN adds no position biases within packed rows: set pack=False'
+  if bias.position is not None and bias.position.shape[2:] != (q_len, k_len):
+    return f'position biases have the shape {bias.position.shape} and must have one for each query and key' + USE_AUTO
   return None
 
 
@@ -122,14 +120,11 @@ def splash_unsupported_reason(
             'task_feature_lengths')
   if bias is None:
     return None
-  if bias.has_position or not bias.is_described:
-    return 'it adds no position biases' + USE_AUTO
+  if bias.has_position or bias.extra is not None:
+    return 'it adds no biases' + USE_AUTO
   if bias.prefix is not None:
     return 'it has no bidirectional attention among inputs' + USE_AUTO
   return None
-
-
-gpu_refusal, cudnn_refusal = gpu_unsupported_reason, cudnn_unsupported_reason  # former names
 
 
 def cudnn_attention(
@@ -148,15 +143,25 @@ def cudnn_attention(
     <dtype>[batch, q, heads, head_dim].
   """
   bias = bias or AttentionBias()
-  if not bias.is_packed:
+  if bias.is_packed:
+    def run(query, key, value, *segments):
+      local = bias.replace(query_segments=segments[0], key_segments=segments[1])
+      return jax.lax.cond(_is_in_order(*segments), lambda *args: _cudnn_packed(*args, local),
+                          lambda *args: fallback(*args, local), query, key, value)
+
+    others, dims = (bias.query_segments, bias.key_segments), ('b.', 'b.')
+  else:
+    def run(query, key, value, position, query_lengths, key_lengths):
+      return jax.nn.dot_product_attention(
+          query, key, value, bias=position, scale=1.0, is_causal=bias.causal, query_seq_lengths=query_lengths,
+          key_value_seq_lengths=key_lengths, implementation='cudnn')
+
     position = bias.position_array()
-    return jax.nn.dot_product_attention(
-        query, key, value, bias=None if position is None else position.astype(query.dtype), scale=1.0,
-        is_causal=bias.causal, query_seq_lengths=bias.query_lengths, key_value_seq_lengths=bias.key_lengths,
-        implementation='cudnn')
-  return jax.lax.cond(
-      _is_in_order(bias.query_segments, bias.key_segments), lambda *args: _cudnn_packed(*args, bias),
-      lambda *args: fallback(*args, bias), query, key, value)
+    others = (None if position is None else position.astype(query.dtype), bias.query_lengths, bias.key_lengths)
+    heads = '.h..' if position is not None and position.shape[1] > 1 else '....'
+    dims = tuple(None if other is None else dim for other, dim in zip(others, (heads, 'b', 'b'), strict=True))
+  # JAX's own partitioning of the kernel takes the parts of each array as they are, which may be of different heads.
+  return on_each_device(run, (query, key, value, *others), (*['b.h.'] * 3, *dims), 'b.h.')
 
 
 def _is_in_order(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
@@ -226,11 +231,21 @@ def splash_attention(
   bias = bias or AttentionBias()
   segments = () if bias.key_segments is None else (bias.query_segments, bias.key_segments)
   fn = functools.partial(_splash, causal=bias.causal, interpret=interpret)
-  output = on_each_device(
+  output = jnp.swapaxes(on_each_device(
       fn, (*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), *segments), (*['bh..'] * 3, *['b.'] * len(segments)),
-      'bh..')
-  output = jnp.swapaxes(output, 1, 2)
-  return jnp.where((bias.query_segments >= 0)[:, :, None, None], output, 0) if bias.is_packed else output
+      'bh..', is_kernel=True), 1, 2)
+  # The kernel's derivative is too large for queries without a key, whose log of a sum it rounds away.
+  return jnp.where(_has_key(bias)[:, :, None, None], output, 0) if segments else output
+
+
+def _has_key(bias: AttentionBias) -> jax.Array:
+  """Return bool [batch, q], True for queries with a visible key."""
+  if bias.causal and not bias.is_packed:
+    seen = jax.lax.cummax((bias.key_segments >= 0).astype(jnp.int32), axis=1) > 0
+    positions = jnp.minimum(jnp.arange(bias.query_segments.shape[1]), seen.shape[1] - 1)
+    return jnp.take(seen, positions, axis=1)
+  # In packed rows a query that is not padding sees itself, or the keys of its example.
+  return jax.vmap(functools.partial(jnp.isin, method='sort'))(bias.query_segments, bias.key_segments)
 
 
 def _splash(query, key, value, *segments, causal, interpret):

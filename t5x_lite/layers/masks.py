@@ -207,9 +207,10 @@ class AttentionBias:
 
   Attributes:
     shared: float32 [1, heads or 1, q or 1, k] or None.
-    per_example: float32 [batch, 1, q or 1, k] or None; [batch, heads, q, k] if positions differ between rows.
+    per_example: float32 [batch, heads or 1, q or 1, k] or None.
     position: float32 [1, heads or 1, q or 1, k], biases of positions, or None.
     distances: biases of positions by distance, or None.
+    extra: float32 [batch or 1, heads or 1, q or 1, k], a plain bias in addition to the described one, or None.
     query_segments: int32 [batch, q] or None. A query attends to the keys with its number.
     key_segments: int32 [batch, k] or None, negative at padding.
     query_lengths: int32 [batch], set if only trailing padding is masked per example.
@@ -224,6 +225,7 @@ class AttentionBias:
   per_example: jax.Array | None = None
   position: jax.Array | None = None
   distances: DistanceBias | None = None
+  extra: jax.Array | None = None
   query_segments: jax.Array | None = None
   key_segments: jax.Array | None = None
   query_lengths: jax.Array | None = None
@@ -236,13 +238,7 @@ class AttentionBias:
   @classmethod
   def from_array(cls, bias: jax.Array) -> 'AttentionBias':
     """Wrap a plain bias <float>[batch or 1, heads or 1, q or 1, k]."""
-    bias = bias.astype(jnp.float32)
-    return cls(shared=bias, position=bias) if bias.shape[0] == 1 else cls(per_example=bias)
-
-  @property
-  def is_described(self) -> bool:
-    """True if `shared` and `per_example` contain nothing that the other fields do not describe."""
-    return self.per_example is None or self.key_segments is not None
+    return cls().plus(bias)
 
   @property
   def has_position(self) -> bool:
@@ -255,48 +251,41 @@ class AttentionBias:
 
   def with_arrays(self) -> 'AttentionBias':
     """Return this bias with `shared` and `per_example`."""
-    if self.has_arrays:
-      return self
-    visible = None if self.key_segments is None else self.key_segments[:, None, :] >= 0
-    if self.is_packed:
-      visible &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
-    if self.prefix is not None:
-      causally = causal_bias(*(self.prefix.shape[1],) * 2)[:, 0] == 0
-      visible &= causally | (self.prefix[:, :, None] & self.prefix[:, None, :])
-    return self.replace(shared=self._shared(), has_arrays=True,
-                        per_example=None if visible is None else mask_to_bias(visible)[:, None])
+    return self if self.has_arrays else self.replace(has_arrays=True)._with_new_arrays()
 
-  def _shared(self) -> jax.Array | None:
-    is_causal = self.causal and self.prefix is None
-    causal = causal_bias(self.query_segments.shape[1], self.key_segments.shape[1]) if is_causal else None
-    return combine_biases(self.position_array(), causal)
+  def _with_new_arrays(self) -> 'AttentionBias':
+    """Return this bias with the arrays of its description, if it has arrays."""
+    if not self.has_arrays:
+      return self
+    shared, per_example = [self.position_array()], []
+    if self.causal and self.prefix is None:
+      shared.append(causal_bias(self.query_segments.shape[1], self.key_segments.shape[1]))
+    if self.key_segments is not None:
+      visible = self.key_segments[:, None, :] >= 0
+      if self.is_packed:
+        visible &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
+      if self.prefix is not None:
+        causally = causal_bias(*(self.prefix.shape[1],) * 2)[:, 0] == 0
+        visible &= causally | (self.prefix[:, :, None] & self.prefix[:, None, :])
+      per_example.append(mask_to_bias(visible)[:, None])
+    if self.extra is not None:
+      (shared if self.extra.shape[0] == 1 else per_example).append(self.extra)
+    return self.replace(shared=combine_biases(*shared), per_example=combine_biases(*per_example))
 
   def plus(self, bias: jax.Array) -> 'AttentionBias':
-    """Return the sum of this bias and a plain one <float>[batch or 1, heads or 1, q or 1, k].
-
-    The lengths become None, since the plain bias may mask more than padding; with a bias per example the segments do.
-    """
-    full, other = self.with_arrays(), AttentionBias.from_array(bias)
-    result = full.replace(
-        shared=combine_biases(full.shared, other.shared), position=combine_biases(full.position_array(), other.position),
-        distances=None, query_lengths=None, key_lengths=None)
-    if other.per_example is None:
-      return result
-    return result.replace(per_example=combine_biases(full.per_example, other.per_example), query_segments=None,
-                          key_segments=None, prefix=None)
+    """Return the sum of this bias and a plain one <float>[batch or 1, heads or 1, q or 1, k]."""
+    return self.replace(extra=combine_biases(self.extra, bias.astype(jnp.float32)))._with_new_arrays()
 
   def with_position(self, position: jax.Array | DistanceBias) -> 'AttentionBias':
     """Return this bias with other position biases, <float>[1, heads, q, k] or by distance.
 
-    Biases [batch, heads, q, k], for rows at different positions, are added to `per_example`.
+    Biases [batch, heads, q, k], for rows at different positions, are added as a plain bias.
     """
     if isinstance(position, DistanceBias):
-      result = self.replace(position=None, distances=position)
-    elif position.shape[0] != 1:
+      return self.replace(position=None, distances=position)._with_new_arrays()
+    if position.shape[0] != 1:
       return self.plus(position)
-    else:
-      result = self.replace(position=position.astype(jnp.float32), distances=None)
-    return result.replace(shared=result._shared()) if self.has_arrays else result
+    return self.replace(position=position.astype(jnp.float32), distances=None)._with_new_arrays()
 
 
 def make_attention_bias(

@@ -14,30 +14,31 @@ from t5x_lite.types import PyTree
 _LOGICAL_AXES = {'b': 'batch', 'h': 'heads'}
 
 
-def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result_dims: PyTree) -> PyTree:
+def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result_dims: PyTree, *,
+                   is_kernel: bool = False) -> PyTree:
   """Return `fn(*args)`, computed on each device for its rows of the batch and its heads.
 
-  Without rules or without a mesh of several devices, `fn` is called on the whole arrays. So are dims whose size is not
-  a multiple of the number of their devices.
+  Without a mesh of several devices, `fn` is called on the whole arrays. So it is if rules divide no dim: a dim is whole
+  if its size is not a multiple of the number of its devices.
 
   Args:
     fn: function of arrays, to be the same for rows and heads.
     args: tuple of its arguments, pytrees of arrays.
     dims: one string per array, with one letter per dim: 'b' for the batch, 'h' for the heads, '.' for another dim.
     result_dims: strings of the results. A result without the batch (or heads) is summed over it.
+    is_kernel: True for a function that XLA cannot partition, which all devices then compute where no dim is divided.
   """
   mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
-  axes = {}
-  if rules and not mesh.empty and mesh.size > 1:
+  axes, free = {}, set() if mesh.empty else set(mesh.axis_names) - set(mesh.manual_axes)
+  if rules and free and mesh.size > 1:
     leaves, names = jax.tree.leaves(args), jax.tree.leaves(dims)
     for letter, entry in zip(_LOGICAL_AXES, _mesh_axes(tuple(_LOGICAL_AXES.values()), rules), strict=True):
       found = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,) if entry else ()
-      usable = set(found) <= set(mesh.axis_names) and not set(found) & set(mesh.manual_axes)
-      shards = math.prod(mesh.shape[axis] for axis in found) if usable else 1
+      shards = math.prod(mesh.shape[axis] for axis in found) if set(found) <= free else 1
       sizes = [array.shape[dim.index(letter)] for array, dim in zip(leaves, names, strict=True) if letter in dim]
       if shards > 1 and all(size % shards == 0 for size in sizes):
         axes[letter] = found
-  if not axes:
+  if not axes and not (is_kernel and free and mesh.size > 1):
     return fn(*args)
 
   def run(*args):
@@ -49,7 +50,7 @@ def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result
     return PartitionSpec(*(axes.get(letter) for letter in dim))
 
   return jax.shard_map(run, in_specs=jax.tree.map(spec, dims), out_specs=jax.tree.map(spec, result_dims),
-                       check_vma=False)(*args)
+                       axis_names=free, check_vma=False)(*args)
 
 
 def _mesh_axes(names: tuple[str, ...], rules: Any) -> tuple[Any, ...]:

@@ -219,7 +219,7 @@ def _loss_in_chunks(hidden, kernel, targets, weights, form, chunks):
 def _forward(hidden, kernel, targets, weights, form, chunks):
   loss, z, is_correct, gradients = _scan_chunks(hidden, kernel, targets, weights, form, chunks, with_gradients=True)
   outputs = jnp.sum(loss * weights), jnp.sum(z * weights), is_correct
-  # An empty array carries the dtype, which is no type for residuals.
+  # Residuals are arrays, so an empty one has the dtype.
   return outputs, (*gradients, loss, jnp.zeros(0, kernel.dtype))
 
 

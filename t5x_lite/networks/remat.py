@@ -25,7 +25,7 @@ RESULT_NAMES = ('layer_input', 'query', 'key', 'value', 'attention_weights', 'at
 # Names that each policy stores, in addition to `_stores_primitive`. Products of experts are not known by their
 # primitives: they have batch dims, or are within kernels with custom derivatives.
 _STORED_NAMES = {
-    'none': ('expert_hidden', 'expert_output'),
+    'none': ('blockwise_context', 'expert_hidden', 'expert_output'),
     'minimal': ('expert_hidden', 'expert_output'),
     'save_attention': ('attention_weights', 'attention_context'),
     'save_dots_except_mlp': ('query', 'key', 'value', 'attention_output'),
@@ -104,9 +104,9 @@ def _after_cotangents(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Return `fn` whose backward pass, on one CPU device, starts only when the cotangents of its results are computed.
 
   The compiler of the CPU removes JAX's optimization barriers before it orders the operations, and then computes all
-  layers again at the beginning of the backward pass. It does not know that cotangents are numbers: what is selected by
-  this condition, fused into the next operation on an array, depends on them. With cotangents that are not numbers the
-  gradients are not either.
+  layers again at the beginning of the backward pass. It cannot know that cotangents are numbers, so values selected by
+  this condition, which is fused into the next operation on an array, depend on them. With cotangents that are not
+  numbers, the gradients are not numbers either.
   """
 
   @jax.custom_vjp

@@ -80,7 +80,8 @@ class StackConfig(_FieldsBeforeDepth):
     relpos_bias_tables: 'per_stack', one table of relative position biases for all layers of a stack (T5, mT5), or
       'per_layer' (umT5, and models that T5X trained with scalable_t5). None is 'per_stack' for the layout 't5' and
       'per_layer' for 'scalable_t5', which supports no other value.
-    attention_kernel: 'auto', 'dot', or 'cudnn' (NVIDIA GPU, half precision); see `layers.dot_product_attention`.
+    attention_kernel: one of `layers.ATTENTION_KERNELS`: 'auto', 'dot', 'blockwise', 'cudnn' (NVIDIA GPU, half
+      precision) or 'splash' (TPU); see `layers.dot_product_attention`.
     num_relpos_buckets: number of buckets of distances in a table.
     max_relpos_distance: smallest distance of the last bucket.
     scale_tied_logits: True to divide the logits of `logits_via_embedding` by sqrt(emb_dim), as in T5 1.0 and T5X. False
@@ -205,7 +206,7 @@ class TransformerConfig(StackConfig, _DecoderOnlyDepth):
   """Hyper-parameters of a decoder-only network; see `StackConfig`.
 
   T5X has only the param_layout 't5' for this network. Bidirectional attention among prefixes needs the
-  attention_kernel 'dot', which 'auto' chooses.
+  attention_kernel 'dot' or 'blockwise', which 'auto' chooses.
 
   Attributes:
     num_layers: number of layers.

@@ -36,7 +36,9 @@ _LEGAL = dict(platform='gpu', dtype=jnp.bfloat16, head_dim=64, q_len=64, k_len=6
     ({}, None, None),
     ({'dtype': 'float16'}, None, None),
     ({'bias': None}, None, None),
-    ({'bias': layers.AttentionBias.from_array(jnp.zeros((1, 3, 64, 64)))}, None, None),
+    ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 3, 64, 64)))}, None, None),
+    ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 3, 1, 64)))}, 'for each query and key', 'auto'),
+    ({'bias': layers.AttentionBias.from_array(jnp.zeros((1, 3, 64, 64)))}, 'plain array', 'auto'),
     ({'platform': 'cpu'}, 'backend', 'auto'),
     ({'platform': 'tpu'}, 'backend', 'auto'),
     ({'dtype': jnp.float32}, 'half precision', 'bfloat16'),
@@ -46,8 +48,8 @@ _LEGAL = dict(platform='gpu', dtype=jnp.bfloat16, head_dim=64, q_len=64, k_len=6
     ({'k_len': 1}, 'even', 'task_feature_lengths'),
     ({'bias': _PACKED}, None, None),
     ({'bias': _PACKED.with_position(jnp.zeros((1, 3, 64, 64)))}, 'packed', 'pack=False'),
-    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 3, 64, 64)))}, 'per example', 'auto'),
-    ({'bias': _PADDING.plus(jnp.zeros((1, 1, 64, 64)))}, 'more than padding', 'auto'),
+    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 3, 64, 64)))}, 'plain array', 'auto'),
+    ({'bias': _PADDING.plus(jnp.zeros((1, 1, 64, 64)))}, 'plain array', 'auto'),
 ])
 def test_fused_attention_is_taken_where_it_computes_the_same(change, reason, remedy):
   conditions = {**_LEGAL, **change}

@@ -123,6 +123,16 @@ def test_queries_without_a_key_get_zeros():
   assert not np.any(attend(x)) and not np.any(jax.grad(lambda x: jnp.sum(attend(x)))(x))
 
 
+@pytest.mark.parametrize('masked', [-1e9, -1e10, -1e20])
+def test_gradients_of_rows_that_a_plain_bias_masks(masked):
+  """As in T5X, such queries attend to all keys alike; beside a score of -1e10 the log of their number is lost."""
+  bias = jnp.zeros((1, 1, 16, 16)).at[:, :, 3:5].set(masked)
+  x, y, z, cotangent = (_random(1, 16, 2, 8, seed=i) for i in range(4))
+  got, want = (jax.grad(lambda *args, kernel=kernel: jnp.sum(cotangent * layers.dot_product_attention(
+      *args, bias, kernel=kernel)), (0, 1, 2))(x, y, z) for kernel in ('blockwise', 'dot'))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
+
+
 @pytest.mark.parametrize('case,computed', [
     (Case(64, 64, packed=True), None),
     (Case(64, 64, causal=True), 10 + 10 + 7), (Case(64, 64), 16 + 16 + 8),

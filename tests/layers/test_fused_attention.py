@@ -1,13 +1,15 @@
 """Fused kernels: their conditions, what they are given, and the splash kernel's numbers in interpret mode."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.partitioning import axis_rules
 
-from t5x_lite import layers
+from t5x_lite import layers, partitioning
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import fused_attention
 from tests.layers.test_attention_kernels import H100, FakeGpu, use_gpu
@@ -27,8 +29,8 @@ def _packed_bias(ids, causal=False, key_ids=None):
 @pytest.mark.parametrize('change,reason', [
     ({}, None), ({'bias': None}, None), ({'platform': 'gpu'}, 'needs a TPU'), ({'q_len': 200}, 'multiples of 128'),
     ({'bias': _packed_bias(np.ones((2, 256)))}, None),
-    ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 2, 256, 256)))}, 'no position biases'),
-    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 1, 256, 256)))}, 'no position biases'),
+    ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 2, 256, 256)))}, 'adds no biases'),
+    ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 1, 256, 256)))}, 'adds no biases'),
     ({'bias': layers.make_attention_bias(jnp.ones((2, 256), bool), jnp.ones((2, 256), bool), causal=True,
                                          prefix=jnp.ones((2, 256), bool))}, 'bidirectional'),
 ])
@@ -54,6 +56,32 @@ def test_splash_equals_the_plain_form(packed, causal):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.parametrize('bias', [
+    _packed_bias(np.repeat([[1, 2, 3, 0]], 32, axis=1), key_ids=np.repeat([[1, 1, 3, 0]], 32, axis=1)),
+    layers.make_attention_bias(jnp.ones((1, 128), bool), jnp.zeros((1, 128), bool), arrays=False),
+    layers.make_attention_bias(jnp.ones((1, 128), bool), jnp.arange(128)[None] > 40, causal=True, arrays=False)])
+def test_queries_without_a_key_get_zeros_from_splash(bias):
+  """Targets without inputs, empty inputs, padding before tokens: the kernel's own gradients would be far too large."""
+  arrays = [_random(1, 128, 2, 64, seed=i) * 0.3 for i in range(4)]
+
+  def gradients(attend):
+    return jax.value_and_grad(lambda q, k, v: jnp.sum(arrays[3] * attend(q, k, v, bias)), (0, 1, 2))(*arrays[:3])
+
+  got = gradients(functools.partial(fused_attention.splash_attention, interpret=True))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got,
+               gradients(layers.blockwise_attention))
+
+
+@pytest.mark.parametrize('batch,heads,rules', [(8, 4, True), (3, 3, True), (8, 4, False)])
+def test_splash_lowers_on_meshes(batch, heads, rules):
+  """Also where no dim is divided: XLA cannot partition the kernel."""
+  x = jax.ShapeDtypeStruct((batch, 128, heads, 64), jnp.float32)
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  with axis_rules(partitioner.logical_axis_rules if rules else ()), jax.set_mesh(partitioner.mesh):
+    traced = jax.jit(lambda x: fused_attention.splash_attention(x, x, x, None)).trace(x)
+  assert 'tpu_custom_call' in traced.lower(lowering_platforms=('tpu',)).as_text()
+
+
 def test_splash_is_taken_and_lowers_for_tpus(monkeypatch):
   monkeypatch.setattr(layers.platforms, 'traced_platform', lambda: 'tpu')
   bias = _packed_bias(np.ones((2, 256)), causal=True)
@@ -73,6 +101,26 @@ def test_blockwise_lowers_for_every_platform():
   loss = lambda x: jnp.sum(layers.blockwise_attention(x, x, x, _packed_bias(np.ones((2, 1024)))).astype(jnp.float32))
   for platform in ('cuda', 'tpu', 'rocm'):
     assert 'while' in jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize('packed,target', [(False, 'ScaleBiasSoftmax'), (True, 'Softmax')])
+def test_cudnn_lowers_for_cuda(monkeypatch, packed, target):
+  from jax._src.cudnn import fused_attention_stablehlo
+  use_gpu(monkeypatch, H100, 90800)
+  for name, supported in (('check_compute_capability', True), ('is_cuda_compute_capability_equal', False)):
+    monkeypatch.setattr(fused_attention_stablehlo, name, lambda capability, supported=supported: supported)
+
+  def loss(x, values, ids):
+    options = (dict(query_segment_ids=ids, key_segment_ids=ids) if packed
+               else dict(position=layers.DistanceBias(values, 64)))
+    bias = layers.make_attention_bias(ids > 0, ids > 0, causal=True, arrays=False, **options)
+    return jnp.sum(layers.dot_product_attention(x, x, x, bias, dtype=jnp.bfloat16, kernel='auto').astype(jnp.float32))
+
+  arrays = (jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 127), jnp.float32),
+            jax.ShapeDtypeStruct((2, 64), jnp.int32))
+  text = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text()
+  assert set(re.findall(r'__cudnn\$\w+', text)) == {f'__cudnn$fmha{target}', f'__cudnn$fmha{target}Backward'}
+  assert text.count('PADDING_CAUSAL') == 2
 
 
 def test_the_layout_of_packed_rows_is_cudnns():

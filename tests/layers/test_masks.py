@@ -67,6 +67,22 @@ def test_attention_bias_equals_the_masks():
     layers.make_attention_bias(valid, valid, query_segment_ids=segments)
 
 
+@pytest.mark.parametrize('arrays', [True, False])
+def test_plain_biases_and_positions_add_up_in_any_order(arrays):
+  valid = jnp.array([[True, True, True, False]])
+  position, shared, per_example = _random(1, 2, 4, 4), _random(1, 1, 4, 4, seed=1), _random(3, 2, 1, 4, seed=2)
+  base = layers.make_attention_bias(valid, valid, causal=True, arrays=arrays)
+  parts = {'position': position, 'shared': shared, 'per_example': per_example}
+  for order in itertools.permutations(parts):
+    bias = base
+    for name in order:
+      bias = bias.with_position(position) if name == 'position' else bias.plus(parts[name])
+    bias = bias.with_arrays()
+    expected = np.asarray(base.with_arrays().shared + base.with_arrays().per_example) + sum(parts.values())
+    np.testing.assert_allclose(np.broadcast_to((bias.shared if bias.shared is not None else 0) + bias.per_example,
+                                               expected.shape), expected, rtol=1e-5)
+
+
 def test_lengths_of_rows_without_tokens_leave_one_key():
   valid = jnp.array([[False, False, False], [True, False, True]])
   np.testing.assert_array_equal(layers.make_attention_bias(valid, valid).key_lengths, [1, 3])

@@ -154,6 +154,18 @@ MUTANTS = (
         '1.0',
         'tests/moe/tools/test_surgery.py::test_upcycling_in_slices_is_upcycling_and_splitting'),
     Mutant(
+        'loops_compute_experts_twice',
+        't5x_lite/networks/remat.py',
+        "'none': ('blockwise_context', 'expert_hidden', 'expert_output'),",
+        "'none': ('blockwise_context',),",
+        'tests/moe/test_networks.py::test_policies_of_remat_store_results_of_experts'),
+    Mutant(
+        'buffers_of_all_layers_are_made_at_once',
+        'moe/dispatch/tiles.py',
+        'jnp.where(self.ends[-1] < 0, 1, 0)',
+        '0',
+        'tests/moe/test_networks.py::test_policies_of_remat_store_results_of_experts'),
+    Mutant(
         'empty_tiles_are_computed',
         'moe/dispatch/accelerators.py',
         'return -(-self._tile_ends(group_sizes)[-1] // self.num_tiles)',

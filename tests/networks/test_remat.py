@@ -70,6 +70,14 @@ def test_each_policy_stores_its_results_and_computes_the_others_again():
     np.testing.assert_allclose(temporaries[policy] - temporaries['full'], 4 * rows * width, rtol=0.2)
 
 
+def test_blocks_of_attention_are_not_computed_again():
+  """A kernel with a custom derivative names its residuals; without names its loops would run again."""
+  flops = {policy: count_flops(_trace(2, remat_policy=policy, attention_kernel='blockwise', **_IN_LOOP).jaxpr.jaxpr)
+           for policy in ('save_attention', 'full')}
+  products = 2 * 2 * 2 * _BATCH * _LENGTH**2 * _HEADS * _HEAD_DIM
+  assert flops['full'] - flops['save_attention'] == products
+
+
 @pytest.mark.parametrize('policy, bound', [('minimal', 0.6), ('full', 0.25)])
 def test_policies_save_memory_outside_of_loops_on_a_cpu(policy, bound):
   """The compiler drops barriers; without another order a policy only adds operations."""

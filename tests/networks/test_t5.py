@@ -29,7 +29,7 @@ from tests.networks import network_cases as cases
     ('net_t5_1_1_packed', False, 'none', 'blockwise'),
     pytest.param('net_scalable_t5_1_1_tiny', False, 'none', 'dot', marks=pytest.mark.full),
     pytest.param('net_scalable_t5_1_1_tiny', False, 'save_attention', 'dot', marks=pytest.mark.full),
-    pytest.param('net_scalable_t5_1_1_tiny', True, 'save_dots_except_mlp', 'dot', marks=pytest.mark.full),
+    pytest.param('net_scalable_t5_1_1_tiny', True, 'save_dots_except_mlp', 'blockwise', marks=pytest.mark.full),
     ('net_scalable_t5_1_1_tiny', True, 'minimal', 'blockwise'),
 ])
 def test_golden_networks(monkeypatch, name, scan_layers, remat_policy, kernel):

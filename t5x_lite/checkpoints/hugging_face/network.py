@@ -35,7 +35,7 @@ def network_config(
     remat_offload: names of results that remat_policy='offload' stores in the host's memory.
     scan_layers: whether each stack is compiled as one loop; None where its parameters are stacked.
     param_layout: layout of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
-    attention_kernel: implementation of attention: 'auto', 'dot' or 'cudnn'.
+    attention_kernel: form of attention, one of `layers.ATTENTION_KERNELS`.
     loss_chunk_size: number of target tokens of a device whose logits the loss computes at once; None by their size.
 
   Raises:
@@ -63,4 +63,5 @@ def network_config(
   return T5Config(
       **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
       float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, remat_offload=remat_offload,
-      scan_layers=scan_layers, param_layout=param_layout, attention_kernel=attention_kernel, loss_chunk_size=loss_chunk_size)
+      scan_layers=scan_layers, param_layout=param_layout, attention_kernel=attention_kernel,
+      loss_chunk_size=loss_chunk_size)
