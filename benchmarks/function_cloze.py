@@ -1,12 +1,12 @@
 """The recipe on long inputs: its memory with both kernels of attention, and the baselines of its results.
 
-    python benchmarks/function_cloze.py [--steps 3] [--limit_gb 5] [--tables memory baselines]
+    python benchmarks/function_cloze.py [--steps 3] [--limit_gb 4] [--tables memory baselines]
 
 The table `memory` trains the first steps of recipes/function_cloze.gin with the default kernel and with the plain one,
-each in a process of its own, without a limit and with --limit_gb GB (10^9 bytes) of address space, as after `ulimit -v`.
-The peak is the largest resident size. The table `baselines` has what the targets alone tell about those of the
-validation split: the accuracy of the most frequent next byte after the last n - 1 bytes, and the loss of the n-gram that
-is interpolated with the shorter ones (Witten and Bell 1991).
+each in a separate process, without a limit and with --limit_gb GB (10^9 bytes) of address space, as after `ulimit -v`.
+The peak is the largest resident size. The table `baselines` predicts the targets of validation from
+those of training: accuracy of the most frequent byte after the last n - 1 bytes, and loss of the n-gram interpolated
+with the shorter ones (Witten and Bell 1991).
 """
 
 import argparse
@@ -32,7 +32,8 @@ def _train(kernel: str, num_steps: int, limit: int | None) -> tuple[int, float, 
     command = [sys.executable, '-m', 't5x_lite', 'train', f'--gin_file={_RECIPE}', f'--gin.MODEL_DIR={folder}/run',
                f'--gin.TRAIN_STEPS={num_steps}', f"--gin.network.T5Config.attention_kernel='{kernel}'",
                '--gin.train_script.train.train_eval_dataset_cfg=None',
-               '--gin.train_script.train.infer_eval_dataset_cfg=None', '--gin.train_script.train.infer_eval_period=None']
+               '--gin.train_script.train.infer_eval_dataset_cfg=None',
+               '--gin.train_script.train.infer_eval_period=None']
     process = subprocess.Popen(
         command, env=os.environ | {'PYTHONPATH': str(_ROOT)}, stdout=log, stderr=subprocess.STDOUT,
         preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))) if limit else None)
@@ -89,7 +90,7 @@ def _baselines() -> None:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--steps', type=common.positive, default=3)
-  parser.add_argument('--limit_gb', type=float, default=5)
+  parser.add_argument('--limit_gb', type=float, default=4)
   parser.add_argument('--tables', nargs='+', default=['memory', 'baselines'], choices=['memory', 'baselines'])
   args = parser.parse_args()
   if 'memory' in args.tables:

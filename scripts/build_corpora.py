@@ -10,8 +10,8 @@ own Python in another folder. The same Python gives the same bytes.
   that occurs in several files is kept once, so nothing in validation has been seen in training.
 * `python_docs.json.gz`: the prose of `pydoc_data.topics` (what `help('LAMBDA')` prints), cut into documents at blank
   lines. A *topic* belongs to one split.
-* `python_function_cloze.json.gz`: whole modules, with the places of the function bodies that can be left out. A *module*
-  belongs to one split, by the same rule as a file of `python_keyword_cloze`, and a body that occurs twice is kept once.
+* `python_function_cloze.json.gz`: whole modules, with the places of function bodies that can be left out. A *module*
+  belongs to one split, and a body that occurs in several modules is kept once.
 
 Only the standard library is imported: the script runs without JAX, NumPy, or this package.
 """
@@ -162,7 +162,10 @@ def function_bodies(text: str) -> list[tuple[int, int]]:
 
 
 def build_function_cloze(stdlib: pathlib.Path, num_bytes: dict[str, int]) -> dict:
-  """Return the corpus of functions: {'python', 'splits': {split: [{'module', 'text', 'bodies': [[start, end], ...]}]}}."""
+  """Return the corpus of functions: {'python', 'splits': {split: [module, ...]}}.
+
+  A module is {'module': path, 'text': source, 'bodies': [[start, end], ...]}.
+  """
   splits, seen = {}, set()
   # Validation first: a body that occurs in both splits stays there.
   for split in ('validation', 'train'):
