@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from moe.dispatch import tilings
-from moe.dispatch.blocks import Block, mlp_in_blocks
+from moe.dispatch.blocks import Block, mlp_in_blocks, without_second_derivatives
 from moe.dispatch.mlp import DropoutMask, activate, batched_mlp
 from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing import plan as plans
@@ -108,7 +108,7 @@ def _mosaic_product_bwd(residuals, grad):
   return _mosaic_product(grad, kernels, group_sizes, transpose=True), kernels_grad, None
 
 
-mosaic_gpu_product.defvjp(_mosaic_product_fwd, _mosaic_product_bwd)
+mosaic_gpu_product.defvjp(_mosaic_product_fwd, without_second_derivatives(_mosaic_product_bwd))
 
 
 def mosaic_gpu_mlp(params: MlpParams, x: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
@@ -150,7 +150,7 @@ def _blackwell_product_bwd(residuals, grad):
   return rows_grad, _kernels_grad_by_tiles(rows, grad, group_sizes).astype(kernels.dtype), None
 
 
-blackwell_product.defvjp(_blackwell_product_fwd, _blackwell_product_bwd)
+blackwell_product.defvjp(_blackwell_product_fwd, without_second_derivatives(_blackwell_product_bwd))
 
 
 def _kernels_grad_by_tiles(rows, grad, group_sizes):
@@ -222,7 +222,7 @@ def _megablox_product_bwd(interpret, residuals, grad):
   return _megablox_product(grad, kernels, group_sizes, interpret, transpose=True), kernels_grad, None
 
 
-megablox_product.defvjp(_megablox_product_fwd, _megablox_product_bwd)
+megablox_product.defvjp(_megablox_product_fwd, without_second_derivatives(_megablox_product_bwd, (0,)))
 
 
 def megablox_mlp(params: MlpParams, x: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
@@ -309,7 +309,8 @@ def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
     y = product_fn(x, kernels.astype(spec.dtype), group_sizes.astype(jnp.int32))
     # Uninitialized memory may contain NaN or infinity, whose products with 0 are NaN.
     y = jnp.where(is_valid, y, 0)
-    return y if biases is None else y + jnp.take(biases.astype(spec.dtype), expert, axis=0, mode='clip')
+    return y if biases is None else y + jnp.take(biases, expert, axis=0, mode='clip').astype(
+        spec.dtype)  # the cast comes last, so that gradients of rows are summed in float32
 
   biases = params.wi_bias or (None,) * len(params.wi)
   hidden = activate([project(rows, *each) for each in zip(params.wi, biases, strict=True)], keep, spec)

@@ -135,6 +135,13 @@ def _backward_jvp(blocks, spec, primals, tangents):
   raise_for_second_derivatives()
 
 
+def without_second_derivatives(fn, static_argnums=()):
+  """Return a backward pass whose own derivative is an error with the remedy, instead of one in a kernel."""
+  wrapped = jax.custom_jvp(fn, nondiff_argnums=static_argnums)
+  wrapped.defjvp(lambda *_: raise_for_second_derivatives())
+  return wrapped
+
+
 def raise_for_second_derivatives():
   """Raise ConfigError with the remedy: grouped kernels have first derivatives only."""
   raise ConfigError("The grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "

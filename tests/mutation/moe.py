@@ -195,16 +195,4 @@ MUTANTS = (
         'if vmem_fn(tiling, itemsize) <= VMEM_BUDGET:',
         'if product_vmem(tiling, itemsize) <= VMEM_BUDGET:',
         'tests/moe/dispatch/test_tilings.py::test_tilings_fit_and_divide'),
-    Mutant(
-        'loops_compute_experts_twice',
-        't5x_lite/networks/remat.py',
-        "'none': ('expert_hidden', 'expert_output'),",
-        "'none': (),",
-        'tests/moe/test_networks.py::test_policies_of_remat_store_results_of_experts'),
-    Mutant(
-        'buffers_of_all_layers_are_made_at_once',
-        'moe/dispatch/tiles.py',
-        'jnp.where(self.ends[-1] < 0, 1, 0)',
-        '0',
-        'tests/moe/test_networks.py::test_policies_of_remat_store_results_of_experts'),
 )

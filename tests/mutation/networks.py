@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         'gradients_of_chunks_ignore_the_divisor',
         't5x_lite/models/token_losses.py',
-        '(logits_bar / jnp.float32(form.divisor)).reshape',
+        '(logits_bar / jnp.float32(projection.divisor)).reshape',
         'logits_bar.reshape',
         'tests/models/test_token_losses.py::test_chunks_equal_all_logits'),
     Mutant(

@@ -12,7 +12,7 @@ import pytest
 from moe import dispatch
 from moe.dispatch import accelerators, grouped
 from moe.dispatch.mlp import DropoutMask
-from moe.dispatch.types import MlpSpec
+from moe.dispatch.types import MlpParams, MlpSpec
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from tests.layers.test_attention_kernels import H100, use_gpu
@@ -78,6 +78,37 @@ def test_rows_without_an_expert_may_have_any_values():
     (_, rows_grad), y = got = _grads(mlp_fn, params, rows, sizes, spec, keep)
     assert_close(got, _grads(_oracle, params, rows, sizes, spec, keep))
     assert not np.any(y[sum(sizes):]) and not np.any(rows_grad[sum(sizes):])
+
+
+def test_gradients_of_biases_are_summed_in_float32():
+  """A sum of ones in bfloat16 stops at 256."""
+  params = MlpParams(wi=(jnp.zeros((2, 8, 8)),), wo=jnp.zeros((2, 8, 8)), wi_bias=(jnp.zeros((2, 8)),),
+                     wo_bias=jnp.zeros((2, 8)))
+  spec, sizes = MlpSpec(('relu',), dtype=jnp.bfloat16), jnp.array([600, 400], jnp.int32)
+
+  def product(rows, kernels, group_sizes):
+    expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0]), side='right')
+    return jnp.einsum('ni,nio->no', rows, jnp.take(kernels, expert, axis=0, mode='clip'))
+
+  grads = jax.grad(lambda params: jnp.sum(accelerators.mlp_by_products(
+      product, params, jnp.ones((1000, 8), jnp.bfloat16), sizes, spec).astype(jnp.float32)))(params)
+  np.testing.assert_array_equal(grads.wo_bias[:, 0], [600, 400])
+
+
+@pytest.mark.parametrize('name', ['mosaic_gpu', 'blackwell', 'megablox'])
+def test_second_derivatives_of_products_raise(monkeypatch, name):
+  devices = [types.SimpleNamespace(core_count=148)]
+  for devices_fn in ('devices', 'local_devices'):
+    monkeypatch.setattr(jax, devices_fn, lambda *args: devices)
+  product, shape = getattr(accelerators, f'{name}_product'), jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+  args = (shape, jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32))
+
+  def norm(rows, *others):
+    grad = jax.grad(lambda rows: jnp.sum(product(rows, *others).astype(jnp.float32)**2))(rows)
+    return jnp.sum(grad.astype(jnp.float32))
+
+  with pytest.raises(ConfigError, match='no second derivatives'):
+    jax.eval_shape(jax.grad(norm), *args)
 
 
 _interpreted_megablox = functools.partial(
