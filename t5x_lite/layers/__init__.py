@@ -12,7 +12,8 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.layers.dense': ('DenseGeneral', 'operand_dtype'),
     't5x_lite.layers.embedding': ('Embed',),
     't5x_lite.layers.fused_attention': (
-        'cudnn_unsupported_reason', 'gpu_unsupported_reason', 'splash_unsupported_reason'),
+        'cudnn_refusal', 'cudnn_unsupported_reason', 'gpu_refusal', 'gpu_unsupported_reason',
+        'splash_unsupported_reason'),
     't5x_lite.layers.logits': ('LogitsDense', 'OutputProjection'),
     't5x_lite.layers.masks': (
         'AttentionBias', 'DistanceBias', 'causal_bias', 'combine_biases', 'combine_masks', 'make_attention_bias',

@@ -321,11 +321,9 @@ class BaseTransformerModel(BaseModel):
       flax_mutables: the module's other collections.
       mutable: names of collections that the pass may write.
 
-    Classes that declare `SUPPORTS_CHUNKED_LOSS` also have an argument `return_logits`, True by default.
-
     Returns:
-      (<float32>[batch, length, vocab] logits, or with `return_logits=False` the `layers.OutputProjection` that gives
-      them; the `mutable` collections after the pass as nested dicts).
+      (<float32>[batch, length, vocab] logits, the `mutable` collections after the pass as nested dicts). Classes that
+      declare `SUPPORTS_CHUNKED_LOSS` return a `layers.OutputProjection` of the logits with `return_logits=False`.
     """
 
   def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch) -> tuple[Array | float, MetricsMap]:
@@ -416,12 +414,11 @@ class BaseTransformerModel(BaseModel):
       <float32>[batch] scores, or (scores, the `intermediates` collection, to which `target_tokens` and
       `loss_weights` are added under `decoder`, each in a tuple like sown values).
     """
+    arguments = token_losses.logits_arguments(self, self.module, ())
     outputs, collections = self.compute_logits(
-        params, batch, flax_mutables=flax_mutables, mutable=('intermediates',),
-        **token_losses.logits_arguments(self, self.module, ()))
+        params, batch, flax_mutables=flax_mutables, mutable=('intermediates',), **arguments)
     targets = batch['decoder_target_tokens']
-    weights = batch.get('decoder_loss_weights')
-    weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
+    weights = jnp.asarray(batch.get('decoder_loss_weights', targets > 0), jnp.float32)
     scores = -jnp.sum(token_losses.token_losses(outputs, targets) * weights, axis=-1)
     if not return_intermediates:
       return scores
