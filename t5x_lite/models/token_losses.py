@@ -116,6 +116,8 @@ def find_chunks(projection: layers.OutputProjection, label_smoothing: float, z_l
     z_loss: see `losses.token_cross_entropy`.
   """
   batch, length, embed = projection.hidden.shape
+  if jax.export.is_symbolic_dim(batch):
+    return None  # an exported program for any batch size has no number of chunks
   num_shards, vocab_shards = _num_shards(batch, projection.vocab_size)
   tokens = batch // num_shards * length
   token_bytes = 4 * projection.vocab_size // vocab_shards

@@ -38,7 +38,7 @@ from t5x_lite.train_state import InferenceState, TrainState
 SEED = checks.number(at_least=0, below=2**32, integer=True).or_none()
 # Fields of a network's configuration that do not change the meaning of its parameters.
 _FIELDS_OF_A_RUN = frozenset({'dtype', 'dropout_rate', 'float32_attention_logits', 'remat_policy', 'remat_offload',
-                              'scan_layers', 'param_layout', 'attention_kernel'})
+                              'scan_layers', 'param_layout', 'attention_kernel', 'loss_chunk_size'})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
