@@ -22,7 +22,7 @@ def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result
   if its size is not a multiple of the number of its devices.
 
   Args:
-    fn: function of arrays, to be the same for rows and heads.
+    fn: function of arrays that treats all rows and heads alike.
     args: tuple of its arguments, pytrees of arrays.
     dims: one string per array, with one letter per dim: 'b' for the batch, 'h' for the heads, '.' for another dim.
     result_dims: strings of the results. A result without the batch (or heads) is summed over it.

@@ -182,7 +182,7 @@ def test_memory_of_an_attention_is_linear_in_the_length():
   assert sizes[-1] < 4 * 4096 * 4096  # of one head's scores
 
 
-@pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
+@pytest.mark.parametrize('layout', ['scalable_t5', pytest.param('t5', marks=pytest.mark.full)])
 def test_memory_of_a_network_is_linear_in_the_length(layout):
   """Also in a loop over layers, where JAX would compute the biases of all blocks before the loop."""
   config = t5.T5Config(
