@@ -165,7 +165,7 @@ class _Store:
       for offset, variables in enumerate(period):
         numbers = segment.layers_at(offset)
         stacked = layer_stacks.stacked_name(numbers)
-        if stacked in tree:
+        if len(numbers) > 1 and stacked in tree:  # a single layer has this name too
           variables[collection] = tree_utils.to_dict(tree[stacked])
           continue
         subtrees = self._subtrees(collection, tree) if subtrees is None else subtrees

@@ -1,5 +1,7 @@
 """Stacks as loops: the size of the program; and the conversion between parameter layouts."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -160,3 +162,12 @@ def test_stacked_parameters_of_another_depth_raise():
         num_decoder_layers=5, relpos_bias_tables='per_layer'))
   with pytest.raises(ConfigError, match='decoder/layers_0'):
     param_layouts.param_layout({'decoder': {'embedding': 1}})
+
+
+def test_a_loop_over_one_layer_is_the_layer():
+  config = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=1)
+  params, batch = cases.random_params(config), cases.tiny_batch()
+  logits = [cases.jit(functools.partial(
+      t5.Transformer(dataclasses.replace(config, scan_layers=scan_layers)).apply, enable_dropout=False))(
+          {'params': params}, **batch) for scan_layers in (False, True)]
+  np.testing.assert_allclose(logits[1], logits[0], rtol=1e-5, atol=1e-5)
