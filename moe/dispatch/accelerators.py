@@ -309,8 +309,8 @@ def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
     y = product_fn(x, kernels.astype(spec.dtype), group_sizes.astype(jnp.int32))
     # Uninitialized memory may contain NaN or infinity, whose products with 0 are NaN.
     y = jnp.where(is_valid, y, 0)
-    return y if biases is None else y + jnp.take(biases, expert, axis=0, mode='clip').astype(
-        spec.dtype)  # the cast comes last, so that gradients of rows are summed in float32
+    # The cast follows the copy, so that gradients of an expert's rows are summed in float32.
+    return y if biases is None else y + jnp.take(biases, expert, axis=0, mode='clip').astype(spec.dtype)
 
   biases = params.wi_bias or (None,) * len(params.wi)
   hidden = activate([project(rows, *each) for each in zip(params.wi, biases, strict=True)], keep, spec)

@@ -125,7 +125,7 @@ def test_queries_without_a_key_get_zeros():
 
 @pytest.mark.parametrize('masked', [-1e9, -1e10, -1e20])
 def test_gradients_of_rows_that_a_plain_bias_masks(masked):
-  """As in T5X, such queries attend to all keys alike; beside a score of -1e10 the log of their number is lost."""
+  """As in T5X, such queries attend to all keys alike. The log of the number of keys is rounded away at -1e10."""
   bias = jnp.zeros((1, 1, 16, 16)).at[:, :, 3:5].set(masked)
   x, y, z, cotangent = (_random(1, 16, 2, 8, seed=i) for i in range(4))
   got, want = (jax.grad(lambda *args, kernel=kernel: jnp.sum(cotangent * layers.dot_product_attention(

@@ -96,7 +96,7 @@ def test_results_with_dropout_are_those_without_remat(in_loop):
 
 
 def test_unrolled_layers_keep_their_order_and_their_integers():
-  """What is computed outside of loops on a CPU depends on cotangents, and is equal."""
+  """Outside of loops on a CPU, residuals depend on cotangents. Gradients and integers stay the same."""
 
   def layer(index, x, key):
     y = jnp.sin(x['a']) * jax.random.normal(key, x['a'].shape) * (x['count'] + index)
