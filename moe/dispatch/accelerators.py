@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe.dispatch import tilings
 from moe.dispatch.blocks import Block, mlp_in_blocks, without_second_derivatives
@@ -313,9 +314,9 @@ def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
     return y if biases is None else y + jnp.take(biases, expert, axis=0, mode='clip').astype(spec.dtype)
 
   biases = params.wi_bias or (None,) * len(params.wi)
-  hidden = activate([project(rows, *each) for each in zip(params.wi, biases, strict=True)], keep, spec)
-  hidden = jnp.where(is_valid, hidden, 0)
-  return jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0)
+  pre = [project(rows, *each) for each in zip(params.wi, biases, strict=True)]
+  hidden = jnp.where(is_valid, activate(checkpoint_name(pre, 'expert_hidden'), keep, spec), 0)
+  return checkpoint_name(jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0), 'expert_output')
 
 
 def _in_row_tiles(num_rows):

@@ -107,7 +107,20 @@ def _in_blocks_bwd(blocks, spec, residuals, grad):
 _in_blocks.defvjp(_in_blocks_fwd, _in_blocks_bwd)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def without_second_derivatives(fn, static_argnums=()):
+  """Return a backward pass whose own derivative is an error with the remedy, instead of one in a kernel."""
+
+  def raise_error(*args):
+    del args
+    raise ConfigError("The grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
+                      'capacity factor.')
+
+  wrapped = jax.custom_jvp(fn, nondiff_argnums=static_argnums)
+  wrapped.defjvp(raise_error)
+  return wrapped
+
+
+@functools.partial(without_second_derivatives, static_argnums=(0, 1))
 def _backward(blocks, spec, residuals, grad):
   """Return the gradients of parameters (in their dtypes, sums in float32) and of x."""
   params, x, plan, group_sizes, keep = residuals
@@ -127,25 +140,6 @@ def _backward(blocks, spec, residuals, grad):
   x_grad, total = loop.run(step, (loop.zeros(x), zeros))
   params_grad = jax.tree.map(lambda total, param: total.astype(param.dtype), total, params)
   return params_grad, x_grad[:loop.num_rows] if plan is None else plans.sum_of_choices(x_grad, plan, x.shape[0])
-
-
-@_backward.defjvp
-def _backward_jvp(blocks, spec, primals, tangents):
-  del blocks, spec, primals, tangents
-  raise_for_second_derivatives()
-
-
-def without_second_derivatives(fn, static_argnums=()):
-  """Return a backward pass whose own derivative is an error with the remedy, instead of one in a kernel."""
-  wrapped = jax.custom_jvp(fn, nondiff_argnums=static_argnums)
-  wrapped.defjvp(lambda *_: raise_for_second_derivatives())
-  return wrapped
-
-
-def raise_for_second_derivatives():
-  """Raise ConfigError with the remedy: grouped kernels have first derivatives only."""
-  raise ConfigError("The grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
-                    'capacity factor.')
 
 
 @dataclasses.dataclass(frozen=True)

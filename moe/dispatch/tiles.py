@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moe.dispatch.blocks import raise_for_second_derivatives
+from moe.dispatch.blocks import without_second_derivatives
 from moe.dispatch.mlp import DropoutMask, activate
 from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing import plan as plans
@@ -230,7 +230,7 @@ def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
   return (y[:tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(without_second_derivatives, static_argnums=(0, 1))
 def _backward(spec, sizes, residuals, grad):
   """Return the gradients of parameters (in their dtypes), x and gates."""
   params, x, gates, plan, group_sizes, keep, pre = residuals
@@ -274,9 +274,3 @@ def _backward(spec, sizes, residuals, grad):
     return params_grad, x_grad[:tiles.num_rows], None
   gates_grad = _take(gate_grad, plan.choice_row).reshape(gates.shape)
   return params_grad, plans.sum_of_choices(x_grad, plan, x.shape[0]), gates_grad
-
-
-@_backward.defjvp
-def _backward_jvp(spec, sizes, primals, tangents):
-  del spec, sizes, primals, tangents
-  raise_for_second_derivatives()

@@ -15,6 +15,7 @@ from moe.dispatch.mlp import DropoutMask
 from moe.dispatch.types import MlpParams, MlpSpec
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
+from t5x_lite.networks import remat
 from tests.layers.test_attention_kernels import H100, use_gpu
 from tests.moe.dispatch.test_apply import assert_close, make_params
 
@@ -93,6 +94,16 @@ def test_gradients_of_biases_are_summed_in_float32():
   grads = jax.grad(lambda params: jnp.sum(accelerators.mlp_by_products(
       product, params, jnp.ones((1000, 8), jnp.bfloat16), sizes, spec).astype(jnp.float32)))(params)
   np.testing.assert_array_equal(grads.wo_bias[:, 0], [600, 400])
+
+
+def test_products_without_a_loop_have_names_for_policies():
+  """Otherwise 'minimal' would compute the products of experts again: they have no primitive that it stores."""
+  params, rows = _inputs(8, 12)
+  sizes, spec = jnp.array(_SIZES[0], jnp.int32), MlpSpec(('gelu', 'linear'))
+  mlp = lambda params: accelerators.mlp_by_products(_leaving_nans, params, rows, sizes, spec)
+  products = {policy: str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(remat.remat(mlp, policy, in_loop=True)(
+      params))))(params)).count('dot_general') for policy in ('minimal', 'full')}
+  assert products['minimal'] < products['full']
 
 
 @pytest.mark.parametrize('name', ['mosaic_gpu', 'blackwell', 'megablox'])
