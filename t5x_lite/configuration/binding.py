@@ -217,10 +217,8 @@ class _Names(gin_config.ParseContext):
     """Return the configurable of an object of this package, with an import of its module in the configuration's text."""
     is_from = '.' in place.module
     source = config_parser.ImportStatement(place.module, is_from, None, config_parser.Location(self._source, 0, None, ''))
-    values = [importlib.import_module(place.module)]
-    for attribute in place.name.split('.'):
-      values.append(getattr(values[-1], attribute))
-    found = gin_config._inverse_lookup(values[-1])  # pylint: disable=protected-access
+    values = _objects(place)
+    found = _configurable_of(values[-1])
     if found is None:
       self._symbol_source[place.module] = source
       found = self._register([place.module, *place.name.split('.')], values)
@@ -249,14 +247,19 @@ class _Names(gin_config.ParseContext):
     return [selector] if selector in registry else [name for name in registry if name.endswith('.' + selector)]
 
   def _place_by_t5x_name(self, selector: str) -> t5x_names.Place | None:
-    """Return the place of the end of a name of T5X, e.g. utils.DatasetConfig, which gin accepts in T5X."""
-    parts = selector.split('.')
-    for length in range(len(parts) - 1, 0, -1):
-      modules = t5x_names.modules_ending_with('.'.join(parts[:length]))
-      found = {t5x_views.resolve(t5x_views.module(module), parts[length:])[0] for module in modules} - {None}
-      if len(found) == 1:
-        return found.pop()
-    return None
+    """Return the place of the end of a name of T5X, e.g. utils.DatasetConfig, which gin accepts in T5X.
+
+    Several modules of T5X have the same last name, e.g. `network`; the one whose object is configured is meant.
+    """
+    parts, found = selector.split('.'), {}
+    for length in range(1, len(parts)):
+      for module in t5x_names.modules_ending_with('.'.join(parts[:length])):
+        place, _ = t5x_views.resolve(t5x_views.module(module), parts[length:])
+        if place is not None:
+          found[_objects(place)[-1]] = place
+    configured = [place for each, place in found.items() if _configurable_of(each) is not None]
+    places = configured or list(found.values())
+    return places[0] if len(places) == 1 else None
 
   def _registered(self, selector: str) -> gin_config.Configurable:
     return gin_check.configurables()[self._matches(selector)[0]]
@@ -312,6 +315,18 @@ class _Names(gin_config.ParseContext):
       configurable = self.configurable(selector, location)
       return gin_config.ConfigurableReference('/'.join((*scopes, configurable.selector)), value.evaluate)
     return value
+
+
+def _objects(place: t5x_names.Place) -> list[Any]:
+  """Return the module of a place and the objects on the path to its end."""
+  values = [importlib.import_module(place.module)]
+  for attribute in place.name.split('.'):
+    values.append(getattr(values[-1], attribute))
+  return values
+
+
+def _configurable_of(fn_or_cls: Any) -> gin_config.Configurable | None:
+  return gin_config._inverse_lookup(fn_or_cls)  # pylint: disable=protected-access
 
 
 def _import_message(module: str, error: ModuleNotFoundError) -> str:
