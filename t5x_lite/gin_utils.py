@@ -4,7 +4,7 @@
 validates the result for the function that will run (`configuration.checks`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import importlib
@@ -196,19 +196,28 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     users: names of the files and flags that import modules of T5X.
     texts: files and flags in the order of application.
   """
-  opened = [text for top in texts for text in top.files()]
-  ours = dict.fromkeys(text.source for text in opened if text.is_packaged(gin_syntax.T5X_FILES))
-  users = [source for source in users if source not in ours]
+  ours = dict.fromkeys(text.source for top in texts for text in _files_of_t5x(top))
+  users = [source for source in users if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours]
   sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.'] if users else []
   if ours:
     sentences.append(f'Of T5X\'s files, those of t5x_lite are used: {", ".join(ours)}.')
-    last = {statement.macro_name: (statement, text) for text in opened for statement in text.statements
+    last = {statement.macro_name: (statement, text) for top in texts for statement, text in top.walk_files()
             if isinstance(statement, gin_syntax.Binding)}
     defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
                 if name in last and last[name][1].is_packaged()]
     sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+
+
+def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:
+  """Yield the files of this package that are used by the names of T5X's."""
+  if text.is_packaged(gin_syntax.T5X_FILES):
+    yield text
+  elif not text.is_packaged():
+    for statement in text.statements:
+      if isinstance(statement, gin_syntax.Text):
+        yield from _files_of_t5x(statement)
 
 
 def _finalize() -> None:
