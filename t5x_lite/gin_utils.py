@@ -290,11 +290,20 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
     _finalize()
 
 
-def get_gin_config_str() -> str:
+def get_gin_config_str(show_provenance: bool = False) -> str:
   """Return the current configuration as complete gin text: imports, macros, and all bindings.
 
   Of a configuration with mesh rules, it is the text to which the rules apply, with all rules.
+
+  Args:
+    show_provenance: must be False.
+
+  Raises:
+    ConfigError: `show_provenance` is True.
   """
+  if show_provenance:
+    raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. The text does not show '
+                      'the file of each setting; search the gin files for its name.')
   return _HEADER + mesh_rules.configuration_text()
 
 
@@ -342,17 +351,18 @@ def _write(path: files.Path, text: str) -> None:
   files.write(path, text.encode('utf-8', errors='surrogateescape'))
 
 
-def sum_fn(var1: float, var2: float) -> float:
+def sum_fn(var1: float = gin.REQUIRED, var2: float = gin.REQUIRED) -> float:
   """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`."""
   return var1 + var2
 
 
-def bool_fn(var1: Any) -> bool:
+def bool_fn(var1: Any = gin.REQUIRED) -> bool:
   """Return `bool(var1)`, for gin files."""
   return bool(var1)
 
 
-def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | None = None) -> list[str] | str:
+def string_split_fn(text: str = gin.REQUIRED, separator: str = gin.REQUIRED, maxsplit: int = -1,
+                    index: int | None = None) -> list[str] | str:
   """Return the parts of `text` between separators, or one part, for gin files.
 
   Args:
