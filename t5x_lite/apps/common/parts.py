@@ -73,8 +73,8 @@ class RunConfig:
 
   @property
   def rng_impl(self) -> str:
-    """Name of JAX's random number generator; without a seed it is the hardware's, as in T5X."""
-    return 'unsafe_rbg' if self.use_hardware_rng or self.random_seed is None else 'threefry2x32'
+    """Name of JAX's random number generator."""
+    return 'unsafe_rbg' if self.use_hardware_rng else 'threefry2x32'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
