@@ -238,6 +238,9 @@ def make_trainer(
   for _, metric_fns, eval_spec in run_data.eval_programs:
     if metric_fns is not None:
       trainer.eval_steps.make(metric_fns).trace(trainer.step_state, eval_spec)
+  for each in run_data.evaluations:
+    if each.evaluator is not None:
+      each.evaluator.check(initializer.global_train_state_shape, initializer.train_state_axes)
   return trainer, initializer, init_rng
 
 
