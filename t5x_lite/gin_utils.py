@@ -4,7 +4,7 @@
 validates the result for the function that will run (`configuration.checks`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
 import dataclasses
 import importlib
@@ -15,6 +15,7 @@ from typing import Any
 import gin
 
 from t5x_lite import files
+from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import mesh_rules
@@ -153,6 +154,7 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
       without mesh rules.
   """
   binder, texts, choice, changes = _bind(texts, mesh_selector)
+  _log_t5x(binder.t5x_sources, texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   if not any(configurable.wrapped is function for configurable in gin_check.configurables().values()):
@@ -168,10 +170,10 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   return Configuration(function, text, uses, mesh_rule)
 
 
-def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None) -> tuple[
+def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None, main_is_t5x: bool = True) -> tuple[
     gin_apply.Binder, Sequence[gin_syntax.Text], mesh_rules.Choice | None, dict[gin_check.Key, gin_syntax.Binding]]:
   """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes."""
-  binder = gin_apply.Binder()
+  binder = gin_apply.Binder(main_is_t5x)
   position = next((index for index, text in enumerate(texts) if isinstance(text, mesh_rules.MeshRules)), None)
   if position is None:
     if mesh_selector is not None:
@@ -185,6 +187,28 @@ def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None) -> tuple[
   texts = [*files, *choice.texts, *rest]
   _check_macros(texts)
   return binder, texts, choice, mesh_rules.bind(choice, binder, rest)
+
+
+def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
+  """Log once that names or files of T5X are read as ours, and which defaults are not those of T5X.
+
+  Args:
+    users: names of the files and flags that import modules of T5X.
+    texts: files and flags in the order of application.
+  """
+  opened = [text for top in texts for text in top.files()]
+  ours = dict.fromkeys(text.source for text in opened if text.is_packaged(gin_syntax.T5X_FILES))
+  users = [source for source in users if source not in ours]
+  sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.'] if users else []
+  if ours:
+    sentences.append(f'Of T5X\'s files, those of t5x_lite are used: {", ".join(ours)}.')
+    last = {statement.macro_name: (statement, text) for text in opened for statement in text.statements
+            if isinstance(statement, gin_syntax.Binding)}
+    defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
+                if name in last and last[name][1].is_packaged()]
+    sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
+  if sentences:
+    logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
 
 
 def _finalize() -> None:
@@ -252,7 +276,7 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
   """
   gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
-  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None)
+  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False)
   if finalize_config:
     _finalize()
 

@@ -5,6 +5,7 @@ private names of gin-config 0.5, the last release, are used.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+import importlib
 import inspect
 import pkgutil
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 
 import gin
 from gin import config as gin_config
+from gin import config_parser
 
 from t5x_lite import module_imports
+from t5x_lite.compat import names as t5x_names
+from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, did_you_mean, install_command
@@ -32,10 +36,18 @@ class Binder:
     bound: statement of each binding.
     replaced: for each macro that lost its last reader, the location of the binding that replaced it.
     imports: import statements by the names that they define.
+    t5x_sources: names of the files and flags that import modules of T5X.
   """
 
-  def __init__(self):
+  def __init__(self, main_is_t5x: bool = True):
+    """Clear gin's configuration.
+
+    Args:
+      main_is_t5x: whether `import __main__` means T5X's programs; False for the program of this process.
+    """
     gin.clear_config()
+    self._main_is_t5x = main_is_t5x
+    self.t5x_sources: dict[str, None] = {}
     self.bound: dict[gin_check.Key, gin_syntax.Binding] = {}
     self.replaced: dict[str, gin_syntax.Location] = {}
     self.imports: dict[str, gin_syntax.Import] = {}
@@ -60,7 +72,7 @@ class Binder:
       self._bind_text(text, tuple(self.imports.values()) if on_command_line else ())
 
   def _bind_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
-    names = _Names(text.source)
+    names = _Names(text.source, self._main_is_t5x)
     contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
     contexts.append(names)
     try:
@@ -86,6 +98,8 @@ class Binder:
             self.bound[key] = statement
     finally:
       contexts.pop()
+    if names.uses_t5x and not preamble:
+      self.t5x_sources[text.source] = None
     gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
 
 
@@ -123,9 +137,15 @@ def text_with(values: Mapping[gin_check.Key, Any], without_imports: Collection[A
 class _Names(gin_config.ParseContext):
   """Names that one file can use: its imports, or gin's registry without dynamic registration."""
 
-  def __init__(self, source: str):
+  def __init__(self, source: str, main_is_t5x: bool):
     super().__init__()
     self._source = source
+    self._main_is_t5x = main_is_t5x
+
+  @property
+  def uses_t5x(self) -> bool:
+    """True if the file imports modules of T5X."""
+    return any(isinstance(module, t5x_views.View) for module in self._symbol_table.values())
 
   def get_configurable(self, selector: str) -> gin_config.Configurable:
     """Return the configurable of a complete selector, which gin requests when it binds a resolved statement."""
@@ -144,9 +164,10 @@ class _Names(gin_config.ParseContext):
     module = statement.statement.module
     root = module.partition('.')[0]
     problem = ''
-    if root == '__main__':
-      problem = '__main__ cannot be imported. Write `from t5x_lite.apps import train as train_script`'
-    elif root == '__gin__' and module != '__gin__.dynamic_registration':
+    if t5x_names.is_t5x(module) and (self._main_is_t5x or root != '__main__'):
+      self._add_view(statement)
+      return
+    if root == '__gin__' and module != '__gin__.dynamic_registration':
       problem = (f'gin has no {module.partition(".")[2]!r}. Write `from __gin__ import dynamic_registration`')
     elif root == '__gin__' and self.imports:
       remedy = ('Remove it: flags may use all imports of the files' if statement.location.on_command_line else
@@ -161,21 +182,46 @@ class _Names(gin_config.ParseContext):
     except ModuleNotFoundError as error:
       raise ConfigError(f'{statement.location}: {_import_message(module, error)}') from error
 
+  def _add_view(self, statement: gin_syntax.Import) -> None:
+    """Import a module of T5X on behalf of the file: a view of our objects, even if T5X is installed."""
+    module, name = statement.statement.module, statement.statement.bound_name()
+    try:
+      view = t5x_views.module(module)
+    except ConfigError as error:
+      raise ConfigError(f'{statement.location}: {error}') from None
+    root = module.partition('.')[0]
+    self._symbol_table[name] = view if statement.statement.alias or name != root else t5x_views.module(root)
+
   def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
     """Return the configurable of `selector`, as written in the file; register it at its first use.
 
     Raises:
       ConfigError: the name is unknown, ambiguous, or not a function or class.
     """
-    symbols, root = self._symbol_table, selector.partition('.')[0]
-    if symbols and (root in symbols or not location.on_command_line):
+    symbols, root, place = self._symbol_table, selector.partition('.')[0], None
+    if isinstance(symbols.get(root), t5x_views.View):
+      place, problem = t5x_views.resolve(symbols[root], selector.split('.')[1:])
+      find = None
+    elif root in symbols or (self._dynamic_registration and not location.on_command_line):
       problem, find = self._import_problem(selector), super().get_configurable
     else:
       problem, find = self._registry_problem(selector, location), self._registered
-    if problem:
+      place = self._place_by_t5x_name(selector) if problem else None
+    if problem and place is None:
       raise ConfigError(f'{location}: {problem}')
-    found = find(selector)
+    found = find(selector) if place is None else self._at(place)
     module_imports.check_configurable(found.wrapped, selector, str(location))
+    return found
+
+  def _at(self, place: t5x_names.Place) -> gin_config.Configurable:
+    """Return the configurable of an object of this package, with an import of its module in the configuration's text."""
+    is_from = '.' in place.module
+    source = config_parser.ImportStatement(place.module, is_from, None, config_parser.Location(self._source, 0, None, ''))
+    values = _objects(place)
+    found = _configurable_of(values[-1])
+    if found is None:
+      self._symbol_source[place.module] = source
+      found = self._register([place.module, *place.name.split('.')], values)
     return found
 
   def _import_problem(self, selector: str) -> str:
@@ -199,6 +245,21 @@ class _Names(gin_config.ParseContext):
     """Return the registered names that end with `selector`; only `selector` if it is a complete name."""
     registry = gin_check.configurables()
     return [selector] if selector in registry else [name for name in registry if name.endswith('.' + selector)]
+
+  def _place_by_t5x_name(self, selector: str) -> t5x_names.Place | None:
+    """Return the place of the end of a name of T5X, e.g. utils.DatasetConfig, which gin accepts in T5X.
+
+    Several modules of T5X have the same last name, e.g. `network`; the one whose object is configured is meant.
+    """
+    parts, found = selector.split('.'), {}
+    for length in range(1, len(parts)):
+      for module in t5x_names.modules_ending_with('.'.join(parts[:length])):
+        place, _ = t5x_views.resolve(t5x_views.module(module), parts[length:])
+        if place is not None:
+          found[_objects(place)[-1]] = place
+    configured = [place for each, place in found.items() if _configurable_of(each) is not None]
+    places = configured or list(found.values())
+    return places[0] if len(places) == 1 else None
 
   def _registered(self, selector: str) -> gin_config.Configurable:
     return gin_check.configurables()[self._matches(selector)[0]]
@@ -228,10 +289,18 @@ class _Names(gin_config.ParseContext):
     try:
       gin.bind_parameter(key, value)
     except ValueError:
-      known = gin_check.parameter_names(configurable.wrapped)
-      raise ConfigError(f'{binding.location}: {binding.selector} has no parameter {binding.arg_name!r}.'
-                        f'{did_you_mean(binding.arg_name, known)}') from None
+      raise ConfigError(f'{binding.location}: {self._why_no_parameter(configurable, binding)}') from None
     return key
+
+  def _why_no_parameter(self, configurable: gin_config.Configurable, binding: gin_syntax.Binding) -> str:
+    name, parameter = binding.selector, binding.arg_name
+    if configurable.import_source is not None:
+      statement, path = configurable.import_source
+      sentence = t5x_names.parameter_sentence(t5x_names.Place(statement.module, path), parameter)
+      if sentence:
+        return f'{name}.{parameter} of T5X has no equivalent in t5x_lite. {sentence}'
+    known = gin_check.parameter_names(configurable.wrapped)
+    return f'{name} has no parameter {parameter!r}.{did_you_mean(parameter, known)}'
 
   def _value(self, value: Any, location: gin_syntax.Location) -> Any:
     """Return `value` with placeholders replaced by gin's references."""
@@ -246,6 +315,18 @@ class _Names(gin_config.ParseContext):
       configurable = self.configurable(selector, location)
       return gin_config.ConfigurableReference('/'.join((*scopes, configurable.selector)), value.evaluate)
     return value
+
+
+def _objects(place: t5x_names.Place) -> list[Any]:
+  """Return the module of a place and the objects on the path to its end."""
+  values = [importlib.import_module(place.module)]
+  for attribute in place.name.split('.'):
+    values.append(getattr(values[-1], attribute))
+  return values
+
+
+def _configurable_of(fn_or_cls: Any) -> gin_config.Configurable | None:
+  return gin_config._inverse_lookup(fn_or_cls)  # pylint: disable=protected-access
 
 
 def _import_message(module: str, error: ModuleNotFoundError) -> str:

@@ -26,6 +26,8 @@ _LOWER_CASE_CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null
 REQUIRED = 'gin.REQUIRED'
 # Macro with the rules of `mesh_rules`.
 MESH_RULES = 'MESH_RULES'
+# Folder of the files that have the names of T5X's.
+T5X_FILES = 't5x'
 # First characters of values in gin's syntax.
 _OPENING = '\'"([{@%'
 
@@ -131,6 +133,17 @@ class Text:
       else:
         yield statement
 
+  def files(self) -> Iterator['Text']:
+    """Yield this text and the files that it includes, in the order in which they end."""
+    for statement in self.statements:
+      if isinstance(statement, Text):
+        yield from statement.files()
+    yield self
+
+  def is_packaged(self, folder: str = '') -> bool:
+    """Return whether it is a file of t5x_lite, in a subfolder of `gin/`."""
+    return self.path is not None and packaged_folder() / folder in self.path.parents
+
 
 class _Delegate(config_parser.ParserDelegate):
   """Returns the placeholders above for macros and references in values."""
@@ -172,7 +185,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
   """Return the path of the gin file called `name`.
 
   Search order: the current folder, the folder of the including file, `search_paths`, and the files of t5x_lite, whose
-  names may begin with `gin/`.
+  names may begin with `gin/`. For T5X's own files, e.g. `t5x/configs/runs/finetune.gin` below any folder, that are not
+  found there, ours of the same meaning is used.
 
   Args:
     name: name, absolute path, or path in an object store.
@@ -194,6 +208,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
     candidates = [wanted] if wanted.is_absolute() else [folder / wanted for folder in [*folders, packaged]]
     if wanted.parts[:1] == ('gin',):
       candidates.append(packaged.joinpath(*wanted.parts[1:]))
+    parts = wanted.parts
+    candidates += [packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES]
   for candidate in candidates:
     candidate = candidate.resolve() if files.is_remote(candidate) else candidate  # Stores have no '..'.
     if candidate.is_file():

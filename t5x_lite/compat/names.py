@@ -1,0 +1,182 @@
+"""T5X's modules and the places of their names in t5x_lite: the one table that gin files, Python and the pages read.
+
+Only names; nothing is imported for them here. A name that is not listed in a row has its own name in the row's module `here`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from t5x_lite.errors import did_you_mean
+
+
+class Module(NamedTuple):
+  """Row of the table: one module of T5X.
+
+  Attributes:
+    here: our module with all names that are not listed in `names`; empty if there is none.
+    names: T5X's names that are elsewhere or have another name here, as 'our.module:Name'.
+    left_out: T5X's names without an equivalent, and parameters as 'function.parameter', with one sentence each that
+      names the alternative.
+  """
+
+  here: str = ''
+  names: Mapping[str, str] = {}
+  left_out: Mapping[str, str] = {}
+
+
+class Place(NamedTuple):
+  """Place of an object here: a module and the attributes to follow in it, e.g. ('t5x_lite.data', 'DatasetConfig')."""
+
+  module: str
+  name: str
+
+
+_LAYERS = 't5x_lite.layers'
+
+MODULES: dict[str, Module] = {
+    't5x.adafactor': Module(here='t5x_lite.adafactor'),
+    't5x.binary_search': Module(here='t5x_lite.decoding'),
+    't5x.checkpoint_utils': Module(here='t5x_lite.checkpoints'),
+    't5x.checkpointing': Module(here='t5x_lite.checkpoints'),
+    't5x.checkpoints': Module(here='t5x_lite.checkpoints'),
+    't5x.checkpoints_utils': Module(here='t5x_lite.checkpoints'),
+    't5x.contrib.moe.adafactor_utils': Module(here='moe'),
+    't5x.contrib.moe.checkpoints': Module(here='moe'),
+    't5x.contrib.moe.models': Module(
+        here='moe.models',
+        names={
+            'MOE_METRICS': 'moe.metrics:MOE_METRICS',
+        }),
+    't5x.contrib.moe.partitioning': Module(
+        here='moe',
+        names={
+            'get_cpu_mesh': 't5x_lite.partitioning:get_cpu_mesh',
+            'get_gpu_mesh': 't5x_lite.partitioning:get_gpu_mesh',
+        }),
+    't5x.contrib.moe.trainer': Module(here='moe'),
+    't5x.contrib.moe.training_utils': Module(here='moe'),
+    't5x.decoding': Module(here='t5x_lite.decoding'),
+    't5x.eval': Module(here='t5x_lite.apps.evaluate'),
+    't5x.export_lib': Module(
+        here='t5x_lite.apps.export',
+        left_out={
+            name: '`t5x_lite export` has the settings of export_lib.save; see runs/export.gin.' for name in (
+                'ExportableModule', 'create_batch_polymorphic_shapes', 'create_inference_function',
+                'create_postprocessor', 'create_preprocessor', 'create_preprocessor_from_task',
+                'write_warmup_examples')
+        }),
+    't5x.examples.decoder_only.layers': Module(here=_LAYERS),
+    't5x.examples.decoder_only.network': Module(here='t5x_lite.networks.decoder_only'),
+    't5x.examples.scalable_t5.layers': Module(here=_LAYERS),
+    't5x.examples.scalable_t5.network': Module(here='t5x_lite.networks.scalable_t5'),
+    't5x.examples.t5.layers': Module(here=_LAYERS),
+    't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
+    't5x.gin_utils': Module(here='t5x_lite.gin_utils'),
+    't5x.infer': Module(here='t5x_lite.apps.infer'),
+    't5x.interactive_model': Module(here='t5x_lite.interactive_model'),
+    't5x.losses': Module(here='t5x_lite.losses'),
+    't5x.metrics': Module(here='t5x_lite.metrics'),
+    't5x.models': Module(
+        here='t5x_lite.models',
+        names={
+            'compute_metrics': 't5x_lite.models.batch_metrics:compute_metrics',
+        }),
+    't5x.optimizers': Module(here='t5x_lite.optimizers'),
+    't5x.partitioning': Module(here='t5x_lite.partitioning'),
+    't5x.precompile': Module(here='t5x_lite.apps.precompile'),
+    't5x.state_utils': Module(here='t5x_lite.checkpoints'),
+    't5x.train': Module(here='t5x_lite.apps.train'),
+    't5x.train_state': Module(here='t5x_lite.train_state'),
+    't5x.trainer': Module(here='t5x_lite.trainer'),
+    't5x.utils': Module(
+        names={
+            'CheckpointConfig': 't5x_lite.checkpoints:CheckpointConfig',
+            'DatasetConfig': 't5x_lite.data:DatasetConfig',
+            'InitFnCallable': 't5x_lite.state_init:InitFnCallable',
+            'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
+            'RestoreCheckpointConfig': 't5x_lite.checkpoints:RestoreCheckpointConfig',
+            'SaveCheckpointConfig': 't5x_lite.checkpoints:SaveCheckpointConfig',
+            'TrainStateInitializer': 't5x_lite.state_init:TrainStateInitializer',
+            'create_learning_rate_scheduler': 't5x_lite.schedules:create_learning_rate_scheduler',
+            'get_first_valid_restore_config_and_paths': 't5x_lite.checkpoints:get_first_valid_restore_config_and_paths',
+            'get_vocabulary': 't5x_lite.data:get_vocabulary',
+            'log_model_info': 't5x_lite.partitioning:log_model_info',
+            'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
+        }),
+}
+
+# Modules of T5X, with their submodules, that have no row, and the alternative.
+LEFT_OUT_MODULES: dict[str, str] = {
+    't5x.checkpoint_importer': 'Convert Mesh TensorFlow checkpoints with T5X, and read the result here.',
+    't5x.config_utils': 'Configure runs with gin files; fiddle is not supported.',
+    't5x.contrib.calm': 'CALM is not part of t5x_lite; decoding.temperature_sample decodes with all layers.',
+    't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs; partitioning finds the mesh.',
+    't5x.fiddle_configs': 'Configure runs with gin files; fiddle is not supported.',
+    't5x.main': 'There is one command for each run mode: t5x_lite train, eval, infer, precompile, export.',
+    't5x.scripts': 'Use xm or SLURM scripts of your own; `t5x_lite launch` starts several processes.',
+}
+
+# Macros of T5X's run files whose default here is another one, with T5X's.
+DEFAULTS: dict[str, str] = {
+    'RANDOM_SEED': 'the clock',
+    'USE_CACHED_TASKS': 'True',
+}
+
+# Programs of T5X, whose names gin files import as those of `__main__`.
+_PROGRAMS = ('t5x.train', 't5x.eval', 't5x.infer', 't5x.precompile')
+
+
+def is_t5x(module: str) -> bool:
+  """Return whether a module is T5X's, or the program that reads a gin file."""
+  return module.partition('.')[0] in ('t5x', '__main__')
+
+
+def rows(module: str) -> list[Module]:
+  """Return the rows of a module; several for `__main__`, none for a package."""
+  names = _PROGRAMS if module == '__main__' else (module,)
+  return [MODULES[name] for name in names if name in MODULES]
+
+
+def places(module: str, name: str) -> Iterator[Place]:
+  """Yield the places where the name of one of T5X's modules may be here."""
+  for row in rows(module):
+    if name in row.names:
+      yield Place(*row.names[name].split(':'))
+    elif row.here and name not in row.left_out:
+      yield Place(row.here, name)
+
+
+def submodules(package: str) -> list[str]:
+  """Return the last parts of the names of the modules and packages of T5X in `package`."""
+  inside = [name.removeprefix(f'{package}.') for name in MODULES if name.startswith(f'{package}.')]
+  return sorted({name.partition('.')[0] for name in inside})
+
+
+def why_no_module(module: str) -> str:
+  """Return why a module of T5X cannot be imported, as a sentence; '' if it can."""
+  if module in MODULES or submodules(module) or module == '__main__':
+    return ''
+  for name, sentence in LEFT_OUT_MODULES.items():
+    if module == name or module.startswith(f'{name}.'):
+      return f'{name} has no equivalent in t5x_lite. {sentence}'
+  return f'T5X has no module {module!r}.{did_you_mean(module, MODULES, lists_all=False)}'
+
+
+def sentence(module: str, name: str) -> str:
+  """Return the sentence of a name, or of a parameter as 'function.parameter', that is left out; '' if there is none."""
+  return next((row.left_out[name] for row in rows(module) if name in row.left_out), '')
+
+
+def parameter_sentence(place: Place, parameter: str) -> str:
+  """Return the sentence of a parameter of T5X that the function or class at `place` does not have; '' if none."""
+  for module, row in MODULES.items():
+    for key, text in row.left_out.items():
+      name, dot, left_out = key.rpartition('.')
+      if dot and left_out == parameter and place in places(module, name):
+        return text
+  return ''
+
+
+def modules_ending_with(path: str) -> list[str]:
+  """Return the modules of T5X whose name is or ends with a dotted path, e.g. 't5x.utils' for 'utils'."""
+  return [module for module in MODULES if module == path or module.endswith(f'.{path}')]

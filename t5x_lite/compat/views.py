@@ -1,0 +1,103 @@
+"""T5X's modules as views: modules whose attributes are our objects, by the table `names`.
+
+Nothing is imported before an attribute is asked for.
+"""
+
+from collections.abc import Sequence
+import functools
+import importlib
+import types
+from typing import Any
+
+from t5x_lite.compat import names
+from t5x_lite.errors import ConfigError, did_you_mean
+
+
+class View(types.ModuleType):
+  """Module of T5X, or `__main__` of its programs."""
+
+  def __init__(self, name: str):
+    super().__init__(name, f'View of t5x_lite under the name of {name}; see docs/from_t5x.md.')
+    if names.submodules(name):
+      self.__path__ = []  # Python imports submodules of packages only.
+
+  def __getattr__(self, name: str) -> Any:
+    if not name.startswith('_'):
+      if name in names.submodules(self.__name__):
+        return module(f'{self.__name__}.{name}')
+      place = find(self.__name__, name)
+      if place is not None:
+        return _get(place)
+    raise AttributeError(why_no_name(self.__name__, name))
+
+  def __dir__(self) -> list[str]:
+    return sorted({*names.submodules(self.__name__), *_known(self.__name__)})
+
+
+@functools.cache
+def module(name: str) -> View:
+  """Return the view of one of T5X's modules or packages, e.g. 't5x.utils'.
+
+  Raises:
+    ConfigError: T5X has no such module, or it has no equivalent here; the message names the alternative.
+  """
+  problem = names.why_no_module(name)
+  if problem:
+    raise ConfigError(problem)
+  return View(name)
+
+
+def find(module_name: str, name: str) -> names.Place | None:
+  """Return the place of a name of one of T5X's modules; None if it is not here."""
+  for place in names.places(module_name, name):
+    if hasattr(importlib.import_module(place.module), place.name):
+      return place
+  return None
+
+
+def resolve(view: View, attributes: Sequence[str]) -> tuple[names.Place | None, str]:
+  """Return the place of the object that a selector of a gin file names.
+
+  Args:
+    view: the imported module.
+    attributes: parts of the selector after it, such as ['utils', 'DatasetConfig'].
+
+  Returns:
+    Place, with dots in its name for attributes of classes; and why there is none, as a sentence.
+  """
+  for position, attribute in enumerate(attributes):
+    if attribute in names.submodules(view.__name__):
+      view = module(f'{view.__name__}.{attribute}')
+      continue
+    place = find(view.__name__, attribute)
+    if place is None:
+      return None, why_no_name(view.__name__, attribute)
+    value, path = _get(place), place.name
+    for inner in attributes[position + 1:]:
+      if not hasattr(value, inner):
+        return None, f'{view.__name__}.{path} has no {inner!r}.{did_you_mean(inner, _public(value), lists_all=False)}'
+      value, path = getattr(value, inner), f'{path}.{inner}'
+    return names.Place(place.module, path), ''
+  return None, f'{view.__name__} is a module. Name a function or class in it.'
+
+
+def why_no_name(module_name: str, name: str) -> str:
+  """Return why one of T5X's modules has no such name here, as a sentence with the alternative."""
+  sentence = names.sentence(module_name, name)
+  if sentence:
+    return f'{module_name}.{name} has no equivalent in t5x_lite. {sentence}'
+  return f'{module_name} has no {name!r}.{did_you_mean(name, _known(module_name), lists_all=False)}'
+
+
+def _get(place: names.Place) -> Any:
+  return getattr(importlib.import_module(place.module), place.name)
+
+
+def _known(module_name: str) -> list[str]:
+  rows = names.rows(module_name)
+  here = [name for row in rows if row.here for name in _public(importlib.import_module(row.here))]
+  return [*(name for row in rows for name in row.names), *here]
+
+
+def _public(owner: Any) -> list[str]:
+  return [name for name in dir(owner) if not name.startswith('_')]

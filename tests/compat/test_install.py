@@ -1,0 +1,59 @@
+"""`compat.install()`: `import t5x` gives our objects, in a new process."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def _python(code):
+  done = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def test_after_install_all_forms_of_import_give_our_objects():
+  _python("""
+      import sys
+      from t5x_lite import compat
+      assert not [name for name in sys.modules if name.partition('.')[0] == 't5x']
+      compat.install()
+      import t5x
+      import t5x.utils
+      from t5x import models
+      from t5x.examples.t5 import network
+      import t5x.contrib.moe.models as moe_models
+      from t5x.utils import DatasetConfig
+      import t5x_lite.data, t5x_lite.models, t5x_lite.networks.t5, moe.models
+      assert t5x.utils.DatasetConfig is DatasetConfig is t5x_lite.data.DatasetConfig
+      assert models.BaseModel is t5x_lite.models.BaseModel
+      assert network.T5Config is t5x_lite.networks.t5.T5Config
+      assert moe_models.MoeEncoderDecoderModel is moe.models.MoeEncoderDecoderModel
+      compat.install()
+      try:
+        from t5x.utils import nothing
+      except ImportError as error:
+        assert 'nothing' in str(error)
+      else:
+        raise AssertionError
+      try:
+        import t5x.main
+      except ModuleNotFoundError:
+        pass
+      else:
+        raise AssertionError
+      """)
+
+
+def test_install_raises_where_t5x_itself_was_imported(tmp_path):
+  (tmp_path / 't5x').mkdir()
+  (tmp_path / 't5x' / '__init__.py').write_text('')
+  assert 'must be called before T5X itself' in _python(f"""
+      import sys
+      sys.path.insert(0, {str(tmp_path)!r})
+      import t5x
+      from t5x_lite import compat
+      try:
+        compat.install()
+      except compat.ConfigError as error:
+        print(error)
+      """)

@@ -1,0 +1,34 @@
+"""The table of T5X's names: complete, and true of our modules."""
+
+import importlib
+
+import pytest
+
+from t5x_lite.compat import names
+from t5x_lite.compat import views
+
+
+@pytest.mark.parametrize('module', names.MODULES)
+def test_every_name_of_the_table_exists_here(module):
+  row = names.MODULES[module]
+  if row.here:
+    importlib.import_module(row.here)
+  for name in row.names:
+    assert views.find(module, name) is not None, f'{module}.{name}: {row.names[name]} does not exist'
+
+
+@pytest.mark.parametrize('module', names.MODULES)
+def test_names_that_are_left_out_have_one_sentence_and_are_not_here(module):
+  row = names.MODULES[module]
+  for name, sentence in row.left_out.items():
+    assert sentence.endswith('.') and len(sentence) > 20
+    assert name not in row.names
+    if '.' not in name:
+      assert views.find(module, name) is None
+
+
+def test_messages_name_the_alternative_of_a_module():
+  assert 't5x_lite train, eval, infer' in names.why_no_module('t5x.main')
+  assert 't5x.examples.t5' in names.why_no_module('t5x.contrib.gpu.t5.network')
+  assert "Did you mean 't5x.utils'?" in names.why_no_module('t5x.util')
+  assert not names.why_no_module('t5x.contrib') and not names.why_no_module('t5x')

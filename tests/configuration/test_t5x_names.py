@@ -1,0 +1,94 @@
+"""gin files written for T5X: its modules, its programs, its files, and what the log and the messages say."""
+
+import logging
+
+import pytest
+
+from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.errors import ConfigError
+
+HEAD = """\
+from __gin__ import dynamic_registration
+import __main__ as train_script
+from t5x import models
+from t5x import utils
+import t5x.partitioning
+from t5x.examples.t5 import network as t5_network
+include 'recipes/keyword_cloze.gin'
+"""
+
+
+def _load(tmp_path, text, *flags, entry='t5x_lite.apps.train.train', head=HEAD):
+  path = tmp_path / 'mine.gin'
+  path.write_text(head + text)
+  texts = [gin_syntax.read_flag(*flag.split('=', 1), f'--gin.{flag}') for flag in ('MODEL_DIR=runs/a', *flags)]
+  return gin_utils.load(entry, gin_utils.read([str(path)], texts))
+
+
+def _error(tmp_path, text, *flags, **kwargs):
+  with pytest.raises(ConfigError) as caught:
+    _load(tmp_path, text, *flags, **kwargs)
+  return str(caught.value)
+
+
+def test_all_import_forms_bind_our_objects_and_config_gin_has_our_names(tmp_path, caplog):
+  with caplog.at_level(logging.INFO):
+    configuration = _load(tmp_path, """
+train/utils.DatasetConfig.batch_size = 16
+train_script.train.eval_period = 7
+models.EncoderDecoderModel.z_loss = 0.1
+t5x.partitioning.PjitPartitioner.num_partitions = 2
+t5_network.T5Config.dropout_rate = 0.25
+""", 'utils.SaveCheckpointConfig.keep=3', 'train_script.train.eval_steps=2')
+  settings = configuration.settings(())
+  assert settings['train/data.DatasetConfig.batch_size'] == '16'
+  assert settings['train_script.train.eval_period'] == '7' and settings['train_script.train.eval_steps'] == '2'
+  assert settings['checkpoints.SaveCheckpointConfig.keep'] == '3'
+  assert 't5x.' not in configuration.text and '__main__' not in configuration.text
+  lines = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
+  assert len(lines) == 1 and 'mine.gin mean those of t5x_lite. See docs/from_t5x.md.' in lines[0]
+  # The recorded text opens alone, without the table, and gives the same.
+  caplog.clear()
+  again = _load(tmp_path, configuration.text, head='')
+  assert again.text == configuration.text
+  assert not [record for record in caplog.records if 'T5X' in record.getMessage()]
+
+
+def test_flags_may_use_the_end_of_a_name_of_t5x_that_no_file_imports(tmp_path):
+  configuration = _load(tmp_path, '', 'trainer.Trainer.num_microbatches=2', 'utils.SaveCheckpointConfig.period=5',
+                        head="include 'recipes/keyword_cloze.gin'\n")
+  assert configuration.settings(())['checkpoints.SaveCheckpointConfig.period'] == '5'
+
+
+@pytest.mark.parametrize('text, fragments', [
+    ('utils.DataConfig.split = 1', ['mine.gin:8: t5x.utils has no', "Did you mean 'DatasetConfig'?"]),
+    ('from t5x import export_lib\nx = @export_lib.ExportableModule', ['mine.gin:9: t5x.export_lib.ExportableModule',
+                                                                     '`t5x_lite export`']),
+    ('from t5x.contrib.calm import models as calm', ['mine.gin:8: t5x.contrib.calm has no equivalent', 'CALM']),
+    ('import t5x.fiddle_configs.base', ['mine.gin:8: t5x.fiddle_configs has no equivalent', 'gin files']),
+    ('train_script.trian.total_steps = 1', ["mine.gin:8: __main__ has no 'trian'", "Did you mean 'train'?"]),
+    ('utils.DatasetConfig.splitt = 1', ["mine.gin:8: utils.DatasetConfig has no parameter 'splitt'"]),
+])
+def test_messages_name_line_t5x_name_and_equivalent(tmp_path, text, fragments):
+  message = _error(tmp_path, text)
+  for fragment in fragments:
+    assert fragment in message, message
+
+
+@pytest.mark.parametrize('name', ['t5x/configs/runs/pretrain.gin', 't5x/t5x/configs/runs/pretrain.gin',
+                                  '../no_such_folder/t5x/configs/runs/pretrain.gin',
+                                  '/no_such_folder/t5x/configs/runs/pretrain.gin'])
+def test_files_of_t5x_are_ours_where_they_are_not_found(tmp_path, monkeypatch, name):
+  monkeypatch.chdir(tmp_path)
+  ours = gin_syntax.packaged_folder() / 't5x/configs/runs/pretrain.gin'
+  assert gin_syntax.find_file(name) == ours
+  with pytest.raises(ConfigError, match='does not exist'):
+    gin_syntax.find_file(name.replace('pretrain', 'no_such'))
+
+
+def test_a_file_of_t5x_that_is_found_has_priority(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 't5x/configs/runs').mkdir(parents=True)
+  (tmp_path / 't5x/configs/runs/pretrain.gin').write_text('A = 1\n')
+  assert gin_syntax.read_file('t5x/configs/runs/pretrain.gin').statements[0].macro_name == 'A'
