@@ -38,7 +38,8 @@ class _SharedPositions(nn.Module):
           f'{self.relative_embedding}.')
     position = None
     if self.relative_embedding is not None:
-      position = self.relative_embedding(q_len, k_len, bidirectional, *(() if offset is None else (offset,)))
+      position = self.relative_embedding(k_len, k_len, bidirectional)
+      position = position if offset is None else layers.rows_at(position, offset, q_len)
     return stacks.masked_bias(mask, position)
 
   def _cache_use(self, use: CacheUse) -> CacheUse:
