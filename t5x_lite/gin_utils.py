@@ -62,14 +62,14 @@ class Configuration:
       left_out: prefixes of modules whose bindings are omitted.
     """
 
-    def resolve(value):
-      while gin_check.is_macro(value):
-        value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
-      return value
-
-    return {f'{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
+    return {f'{use.name}.{parameter}': repr(_value_of(key))
             for use in self.uses if not use.configurable.wrapped.__module__.startswith(tuple(left_out))
             for parameter, key in use.bound.items()}
+
+  def arguments_of(self, cls: type) -> list[dict[str, Any]]:
+    """Return the bound arguments of each use of a class or its subclasses, unevaluated, without macros."""
+    return [{parameter: _value_of(key) for parameter, key in use.bound.items()} for use in self.uses
+            if isinstance(use.configurable.wrapped, type) and issubclass(use.configurable.wrapped, cls)]
 
   def call(self, **arguments: Any) -> Any:
     """Call the entry point with the bound values; `arguments` override them.
@@ -105,6 +105,14 @@ class Configuration:
       if isinstance(error, T5xLiteError):
         raise
       raise ConfigError(f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)') from error
+
+
+def _value_of(key: gin_check.Key) -> Any:
+  """Return the value bound to `key`, with a macro replaced by its value."""
+  value = gin_check.value_of(key)
+  while gin_check.is_macro(value):
+    value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+  return value
 
 
 def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
