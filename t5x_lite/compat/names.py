@@ -66,9 +66,22 @@ MODULES: dict[str, Module] = {
                 'create_postprocessor', 'create_preprocessor', 'create_preprocessor_from_task',
                 'write_warmup_examples')
         }),
-    't5x.examples.decoder_only.layers': Module(here=_LAYERS),
+    't5x.examples.decoder_only.layers': Module(
+        here=_LAYERS,
+        names={
+            'RelativePositionBiases': 't5x_lite.layers:CachedRelativePositionBiases',
+        },
+        left_out={
+            'MultiHeadDotProductAttention.update_cache_decode': 'Override project_key_value to change cached arrays.',
+            'MultiHeadDotProductAttention.update_cache_prefill': 'Override project_key_value to change cached arrays.',
+        }),
     't5x.examples.decoder_only.network': Module(here='t5x_lite.networks.decoder_only'),
-    't5x.examples.scalable_t5.layers': Module(here=_LAYERS),
+    't5x.examples.scalable_t5.layers': Module(
+        here=_LAYERS,
+        names={
+            'DenseGeneral': 't5x_lite.layers.nd:DenseGeneral',
+            'MultiHeadDotProductAttention': 't5x_lite.layers.nd:MultiHeadDotProductAttention',
+        }),
     't5x.examples.scalable_t5.network': Module(here='t5x_lite.networks.scalable_t5'),
     't5x.examples.t5.layers': Module(here=_LAYERS),
     't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
