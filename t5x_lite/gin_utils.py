@@ -4,7 +4,7 @@
 validates the result for the function that will run (`configuration.checks`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import importlib
@@ -207,19 +207,28 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     users: names of the files and flags that import modules of T5X.
     texts: files and flags in the order of application.
   """
-  opened = [text for top in texts for text in top.files()]
-  ours = dict.fromkeys(text.source for text in opened if text.is_packaged(gin_syntax.T5X_FILES))
-  users = [source for source in users if source not in ours]
+  ours = dict.fromkeys(text.source for top in texts for text in _files_of_t5x(top))
+  users = [source for source in users if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours]
   sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.'] if users else []
   if ours:
     sentences.append(f'Of T5X\'s files, those of t5x_lite are used: {", ".join(ours)}.')
-    last = {statement.macro_name: (statement, text) for text in opened for statement in text.statements
+    last = {statement.macro_name: (statement, text) for top in texts for statement, text in top.walk_files()
             if isinstance(statement, gin_syntax.Binding)}
     defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
                 if name in last and last[name][1].is_packaged()]
     sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+
+
+def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:
+  """Yield the files of this package that are used by the names of T5X's."""
+  if text.is_packaged(gin_syntax.T5X_FILES):
+    yield text
+  elif not text.is_packaged():
+    for statement in text.statements:
+      if isinstance(statement, gin_syntax.Text):
+        yield from _files_of_t5x(statement)
 
 
 def _finalize() -> None:
@@ -319,8 +328,9 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
   Raises:
     ConfigError: `show_provenance` is True.
   """
-  checks.check('get_gin_config_str', {'show_provenance': show_provenance}, show_provenance=checks.one_of(
-      [False], 'gin-config 0.5, the last release, does not record locations.'))
+  if show_provenance:
+    raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. The text does not show '
+                      'the file of each setting; search the gin files for its name.')
   return _HEADER + mesh_rules.configuration_text()
 
 
@@ -368,7 +378,7 @@ def _write(path: files.Path, text: str) -> None:
   files.write(path, text.encode('utf-8', errors='surrogateescape'))
 
 
-def sum_fn(var1: Any = gin.REQUIRED, var2: Any = gin.REQUIRED) -> Any:
+def sum_fn(var1: float = gin.REQUIRED, var2: float = gin.REQUIRED) -> float:
   """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`.
 
   Raises:

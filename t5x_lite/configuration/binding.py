@@ -114,6 +114,8 @@ class Binder:
     """Return True for a statement that `skip_unknown` allows to skip and whose module or configurable is unknown."""
     if not self._skip_unknown or (isinstance(statement, gin_syntax.Binding) and statement.macro_name is not None):
       return False
+    if isinstance(statement, gin_syntax.Import) and statement.statement.module.startswith('__gin__'):
+      return False
     try:
       if isinstance(statement, gin_syntax.Import):
         names.add_import(statement)

@@ -272,7 +272,7 @@ def _check_search_folders(folders: Sequence[str], texts: Sequence[Any]) -> None:
   try:
     gin_syntax.check_search_paths(folders)
   except ConfigError as error:
-    if not any(file.is_packaged(gin_syntax.T5X_FILES) for text in texts for file in text.files()):
+    if not any(file.is_packaged(gin_syntax.T5X_FILES) for text in texts for _, file in text.walk_files()):
       raise
     logging.getLogger(__name__).warning('%s All gin files were found without it.', error)
 
