@@ -4,7 +4,7 @@
 validates the result for the function that will run (`configuration.checks`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import importlib
@@ -62,14 +62,14 @@ class Configuration:
       left_out: prefixes of modules whose bindings are omitted.
     """
 
-    def resolve(value):
-      while gin_check.is_macro(value):
-        value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
-      return value
-
-    return {f'{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
+    return {f'{use.name}.{parameter}': repr(_value_of(key))
             for use in self.uses if not use.configurable.wrapped.__module__.startswith(tuple(left_out))
             for parameter, key in use.bound.items()}
+
+  def arguments_of(self, cls: type) -> list[dict[str, Any]]:
+    """Return the bound arguments of each use of a class or its subclasses, unevaluated, without macros."""
+    return [{parameter: _value_of(key) for parameter, key in use.bound.items()} for use in self.uses
+            if isinstance(use.configurable.wrapped, type) and issubclass(use.configurable.wrapped, cls)]
 
   def call(self, **arguments: Any) -> Any:
     """Call the entry point with the bound values; `arguments` override them.
@@ -105,6 +105,14 @@ class Configuration:
       if isinstance(error, T5xLiteError):
         raise
       raise ConfigError(f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)') from error
+
+
+def _value_of(key: gin_check.Key) -> Any:
+  """Return the value bound to `key`, with a macro replaced by its value."""
+  value = gin_check.value_of(key)
+  while gin_check.is_macro(value):
+    value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+  return value
 
 
 def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
@@ -196,19 +204,28 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     users: names of the files and flags that import modules of T5X.
     texts: files and flags in the order of application.
   """
-  opened = [text for top in texts for text in top.files()]
-  ours = dict.fromkeys(text.source for text in opened if text.is_packaged(gin_syntax.T5X_FILES))
-  users = [source for source in users if source not in ours]
+  ours = dict.fromkeys(text.source for top in texts for text in _files_of_t5x(top))
+  users = [source for source in users if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours]
   sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.'] if users else []
   if ours:
     sentences.append(f'Of T5X\'s files, those of t5x_lite are used: {", ".join(ours)}.')
-    last = {statement.macro_name: (statement, text) for text in opened for statement in text.statements
+    last = {statement.macro_name: (statement, text) for top in texts for statement, text in top.walk_files()
             if isinstance(statement, gin_syntax.Binding)}
     defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
                 if name in last and last[name][1].is_packaged()]
     sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+
+
+def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:
+  """Yield the files of this package that are used by the names of T5X's."""
+  if text.is_packaged(gin_syntax.T5X_FILES):
+    yield text
+  elif not text.is_packaged():
+    for statement in text.statements:
+      if isinstance(statement, gin_syntax.Text):
+        yield from _files_of_t5x(statement)
 
 
 def _finalize() -> None:
@@ -281,11 +298,20 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
     _finalize()
 
 
-def get_gin_config_str() -> str:
+def get_gin_config_str(show_provenance: bool = False) -> str:
   """Return the current configuration as complete gin text: imports, macros, and all bindings.
 
   Of a configuration with mesh rules, it is the text to which the rules apply, with all rules.
+
+  Args:
+    show_provenance: must be False.
+
+  Raises:
+    ConfigError: `show_provenance` is True.
   """
+  if show_provenance:
+    raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. The text does not show '
+                      'the file of each setting; search the gin files for its name.')
   return _HEADER + mesh_rules.configuration_text()
 
 
@@ -333,17 +359,18 @@ def _write(path: files.Path, text: str) -> None:
   files.write(path, text.encode('utf-8', errors='surrogateescape'))
 
 
-def sum_fn(var1: float, var2: float) -> float:
+def sum_fn(var1: float = gin.REQUIRED, var2: float = gin.REQUIRED) -> float:
   """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`."""
   return var1 + var2
 
 
-def bool_fn(var1: Any) -> bool:
+def bool_fn(var1: Any = gin.REQUIRED) -> bool:
   """Return `bool(var1)`, for gin files."""
   return bool(var1)
 
 
-def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | None = None) -> list[str] | str:
+def string_split_fn(text: str = gin.REQUIRED, separator: str = gin.REQUIRED, maxsplit: int = -1,
+                    index: int | None = None) -> list[str] | str:
   """Return the parts of `text` between separators, or one part, for gin files.
 
   Args:

@@ -138,6 +138,8 @@ def evaluate(
     initializer = cfg.train_state_initializer_cls(
         None, cfg.model.get_initial_variables, input_shapes, cfg.partitioner, input_types)
     shapes = initializer.global_train_state_shape
+    if evaluator is not None:
+      evaluator.check(shapes, initializer.train_state_axes)
     trainer = stack.enter_context((cfg.training_evaluator_cls or trainer_lib.Trainer)(
         model=cfg.model, train_state=shapes, partitioner=cfg.partitioner, eval_names=list(eval_batches),
         summary_dir=cfg.summary_dir, train_state_axes=initializer.train_state_axes, rng=jax.random.key(0)))
