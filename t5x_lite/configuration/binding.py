@@ -247,6 +247,26 @@ class _Names(gin_config.ParseContext):
       found = self._register([place.module, *place.name.split('.')], values)
     return found
 
+  def _register(self, attr_names: Sequence[str], attr_values: Sequence[Any]) -> gin_config.Configurable:
+    """Register an object; the class of a method keeps the name under which it is registered.
+
+    gin would register the class again with the name of this file's import, and references to its other name would give
+    the class without the method's bindings.
+    """
+    *_, owner, found = attr_values
+    known = gin_config._inverse_lookup(owner) if inspect.isclass(owner) else None  # pylint: disable=protected-access
+    if known is None or known.import_source is None:
+      return super()._register(attr_names, attr_values)
+    source, path = known.import_source
+    is_path = not source.is_from and not source.alias
+    root = source.module.split('.') if is_path else [source.bound_name()]
+    sources = self._symbol_source
+    self._symbol_source = {**sources, root[0]: source}
+    try:
+      return super()._register([*root, *path.split('.'), attr_names[-1]], attr_values)
+    finally:
+      self._symbol_source = sources
+
   def _import_problem(self, selector: str) -> str:
     """Return why `selector` is not a function or class of an imported module, or ''."""
     root, *attributes = selector.split('.')
