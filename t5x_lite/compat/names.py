@@ -114,7 +114,12 @@ MODULES: dict[str, Module] = {
             'create_learning_rate_scheduler': 't5x_lite.schedules:create_learning_rate_scheduler',
             'get_first_valid_restore_config_and_paths': 't5x_lite.checkpoints:get_first_valid_restore_config_and_paths',
             'get_vocabulary': 't5x_lite.data:get_vocabulary',
+            'import_module': 't5x_lite.module_imports:import_module',
             'log_model_info': 't5x_lite.partitioning:log_model_info',
+            'multihost_assert_equal': 't5x_lite.multihost:assert_equal',
+            'override_params_axes_names': 't5x_lite.partitioning:override_params_axes_names',
+            'set_hardware_rng_ops': 't5x_lite.random_numbers:set_hardware_rng_ops',
+            'sync_global_devices': 't5x_lite.multihost:sync',
             'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
         }),
 }
