@@ -7,6 +7,7 @@ private names of gin-config 0.5, the last release, are used.
 from collections.abc import Collection, Mapping, Sequence
 import importlib
 import inspect
+import logging
 import pkgutil
 import sys
 from typing import Any
@@ -21,6 +22,8 @@ from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, did_you_mean, install_command
+
+_logger = logging.getLogger(__name__)
 
 # Packages that extras of t5x_lite install.
 _EXTRAS = {
@@ -39,14 +42,17 @@ class Binder:
     t5x_sources: names of the files and flags that import modules of T5X.
   """
 
-  def __init__(self, main_is_t5x: bool = True):
+  def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False):
     """Clear gin's configuration.
 
     Args:
       main_is_t5x: whether `import __main__` means T5X's programs; False for the program of this process.
+      skip_unknown: True to skip imports of modules that do not exist and bindings of unknown functions and classes;
+        names of functions and classes to skip these bindings only, and the imports. False raises.
     """
     gin.clear_config()
     self._main_is_t5x = main_is_t5x
+    self._skip_unknown = skip_unknown
     self.t5x_sources: dict[str, None] = {}
     self.bound: dict[gin_check.Key, gin_syntax.Binding] = {}
     self.replaced: dict[str, gin_syntax.Location] = {}
@@ -84,6 +90,8 @@ class Binder:
         match statement:
           case gin_syntax.Text():
             self._bind_text(statement, ())
+          case gin_syntax.Import() | gin_syntax.Block() | gin_syntax.Binding() if self._skips(names, statement):
+            _logger.info('%s: skipped, because a name in it is unknown (skip_unknown).', statement.location)
           case gin_syntax.Import():
             names.add_import(statement)
             if not statement.statement.module.startswith('__gin__'):
@@ -101,6 +109,21 @@ class Binder:
     if names.uses_t5x and not preamble:
       self.t5x_sources[text.source] = None
     gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
+
+  def _skips(self, names: '_Names', statement: gin_syntax.Import | gin_syntax.Block | gin_syntax.Binding) -> bool:
+    """Return True for a statement that `skip_unknown` allows to skip and whose module or configurable is unknown."""
+    if not self._skip_unknown or (isinstance(statement, gin_syntax.Binding) and statement.macro_name is not None):
+      return False
+    if isinstance(statement, gin_syntax.Import) and statement.statement.module.startswith('__gin__'):
+      return False
+    try:
+      if isinstance(statement, gin_syntax.Import):
+        names.add_import(statement)
+      elif self._skip_unknown is True or statement.selector in self._skip_unknown:
+        names.configurable(statement.selector, statement.location)
+    except ConfigError as error:
+      return not isinstance(statement, gin_syntax.Import) or isinstance(error.__cause__, ImportError)
+    return False
 
 
 # Value of `text_with` for a parameter that is not bound.
@@ -223,6 +246,26 @@ class _Names(gin_config.ParseContext):
       self._symbol_source[place.module] = source
       found = self._register([place.module, *place.name.split('.')], values)
     return found
+
+  def _register(self, attr_names: Sequence[str], attr_values: Sequence[Any]) -> gin_config.Configurable:
+    """Register an object; the class of a method keeps the name under which it is registered.
+
+    gin would register the class again with the name of this file's import, and references to its other name would give
+    the class without the method's bindings.
+    """
+    *_, owner, found = attr_values
+    known = gin_config._inverse_lookup(owner) if inspect.isclass(owner) else None  # pylint: disable=protected-access
+    if known is None or known.import_source is None:
+      return super()._register(attr_names, attr_values)
+    source, path = known.import_source
+    is_path = not source.is_from and not source.alias
+    root = source.module.split('.') if is_path else [source.bound_name()]
+    sources = self._symbol_source
+    self._symbol_source = {**sources, root[0]: source}
+    try:
+      return super()._register([*root, *path.split('.'), attr_names[-1]], attr_values)
+    finally:
+      self._symbol_source = sources
 
   def _import_problem(self, selector: str) -> str:
     """Return why `selector` is not a function or class of an imported module, or ''."""
