@@ -130,6 +130,7 @@ MODULES: dict[str, Module] = {
             'override_params_axes_names': 't5x_lite.partitioning:override_params_axes_names',
             'prepare_train_iter': 't5x_lite.data:prepare_train_iter',
             'round_vocab_size_to_multiple': 't5x_lite.data:round_vocab_size_to_multiple',
+            'run_main': 't5x_lite.gin_utils:run_main',
             'set_hardware_rng_ops': 't5x_lite.random_numbers:set_hardware_rng_ops',
             'sync_global_devices': 't5x_lite.multihost:sync',
             'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
