@@ -35,7 +35,6 @@ _TESTED_IN = {
     'moe/tools/capacity_plan.py': 'moe/commands/test_plan.py',
     **{f'moe/tools/report/{name}.py': 'moe/tools/report/test_report.py' for name in (
         'curves', 'data', 'figures', 'findings', 'maps', 'page', 'style')},
-    'moe/training.py': 'moe/test_mesh_invariance.py',
     't5x_lite/__main__.py': 'test_cli.py',
     't5x_lite/adafactor.py': 'optimizers/adafactor_rule/test_optimizer.py',
     't5x_lite/apps/chat/command.py': 'apps/chat/test_run.py',
@@ -89,7 +88,6 @@ _TESTED_IN = {
     't5x_lite/interactive_model.py': 'interactive/test_model.py',
     't5x_lite/layers/platforms.py': 'layers/test_attention_kernels.py',
     't5x_lite/lazy_names.py': 'repository/test_no_tensorflow.py',
-    't5x_lite/module_imports.py': 'apps/common/test_runs.py',
     't5x_lite/multihost.py': 'apps/train/test_two_processes.py',
     't5x_lite/networks/network.py': 'networks/test_t5.py',
     't5x_lite/networks/param_layouts.py': 'networks/test_scan.py',
