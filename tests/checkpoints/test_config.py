@@ -34,8 +34,10 @@ def test_changed_defaults():
     ({'keep': -1}, 'keep` must .*got -1'),
     ({'max_failures_in_a_row': None}, 'max_failures_in_a_row` must be an integer >= 1, got None'),
     ({'checkpoint_steps': [10, -1]}, r'checkpoint_steps` must be integers >= 0, got \[10, -1\]'),
-    ({'checkpointer_cls': object}, 'checkpointer_cls` must be None'),
-    ({'checkpoint_manager_cls': object}, 'checkpoint_manager_cls` must be None'),
+    ({'checkpointer_cls': object}, 'checkpointer_cls` must be a class with the method save, .*object'),
+    ({'checkpoint_manager_cls': 3}, 'checkpoint_manager_cls` must be a class with the method save, .*got 3'),
+    ({'checkpointer_cls': checkpoints.SaveBestCheckpointer, 'keep': 2, 'keep_best': 3, 'metric_name_to_monitor': 'a'},
+     'keep_best` must be None with this checkpointer_cls, got 3. Set keep'),
     ({'state_transformation_fns': ['f']}, r"state_transformation_fns` must be a sequence of functions, got \['f'\]"),
     ({'keep_best': 2}, r'keep_best` must be None with metric_name_to_monitor=None, got 2. Set both'),
     ({'metric_name_to_monitor': 'accuracy'},
@@ -58,7 +60,7 @@ def test_invalid_save_configs(kwargs, message):
     ({'path': 'a', 'assignment_map': [('a',)]}, r"The rule \('a',\) is not a pair"),
     ({'path': 'a', 'assignment_map': ['ab']}, "The rule 'ab' is not a pair"),
     ({'path': 'a', 'assignment_map': [('a(', None)]}, r"'a\(' is not a regular expression: missing \)"),
-    ({'path': 'a', 'checkpointer_cls': object}, 'checkpointer_cls` must be None'),
+    ({'path': 'a', 'checkpointer_cls': object}, 'checkpointer_cls` must be a class with the method restore'),
 ])
 def test_invalid_restore_configs(kwargs, message):
   with pytest.raises(errors.ConfigError, match=f'RestoreCheckpointConfig.*{message}'):
