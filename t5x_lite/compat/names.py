@@ -67,8 +67,9 @@ MODULES: dict[str, Module] = {
     't5x.contrib.moe.partitioning': Module(
         here='moe',
         names={
-            'get_cpu_mesh': 't5x_lite.partitioning:get_cpu_mesh',
-            'get_gpu_mesh': 't5x_lite.partitioning:get_gpu_mesh',
+            'get_cpu_mesh': 'moe.mesh:get_cpu_mesh',
+            'get_gpu_mesh': 'moe.mesh:get_gpu_mesh',
+            'standard_logical_axis_rules': 'moe.rules:head_logical_axis_rules',
         }),
     't5x.contrib.moe.trainer': Module(here='moe'),
     't5x.contrib.moe.training_utils': Module(here='moe'),
@@ -82,9 +83,22 @@ MODULES: dict[str, Module] = {
                 'create_postprocessor', 'create_preprocessor', 'create_preprocessor_from_task',
                 'write_warmup_examples')
         }),
-    't5x.examples.decoder_only.layers': Module(here=_LAYERS),
+    't5x.examples.decoder_only.layers': Module(
+        here=_LAYERS,
+        names={
+            'RelativePositionBiases': 't5x_lite.layers:CachedRelativePositionBiases',
+        },
+        left_out={
+            'MultiHeadDotProductAttention.update_cache_decode': 'Override project_key_value to change cached arrays.',
+            'MultiHeadDotProductAttention.update_cache_prefill': 'Override project_key_value to change cached arrays.',
+        }),
     't5x.examples.decoder_only.network': Module(here='t5x_lite.networks.decoder_only'),
-    't5x.examples.scalable_t5.layers': Module(here=_LAYERS),
+    't5x.examples.scalable_t5.layers': Module(
+        here=_LAYERS,
+        names={
+            'DenseGeneral': 't5x_lite.layers.nd:DenseGeneral',
+            'MultiHeadDotProductAttention': 't5x_lite.layers.nd:MultiHeadDotProductAttention',
+        }),
     't5x.examples.scalable_t5.network': Module(here='t5x_lite.networks.scalable_t5'),
     't5x.examples.t5.layers': Module(here=_LAYERS),
     't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
@@ -93,12 +107,12 @@ MODULES: dict[str, Module] = {
     't5x.interactive_model': Module(here='t5x_lite.interactive_model'),
     't5x.losses': Module(here='t5x_lite.losses'),
     't5x.metrics': Module(here='t5x_lite.metrics'),
-    't5x.models': Module(
-        here='t5x_lite.models',
-        names={
-            'compute_metrics': 't5x_lite.models.batch_metrics:compute_metrics',
+    't5x.models': Module(here='t5x_lite.models'),
+    't5x.optimizers': Module(
+        here='t5x_lite.optimizers',
+        left_out={
+            'amos': "Amos is not part of optax; wrap jestimator's function with optimizers.wrap_optax_optimizer.",
         }),
-    't5x.optimizers': Module(here='t5x_lite.optimizers'),
     't5x.partitioning': Module(here='t5x_lite.partitioning'),
     't5x.precompile': Module(here='t5x_lite.apps.precompile'),
     't5x.state_utils': Module(here='t5x_lite.checkpoints'),
@@ -109,23 +123,35 @@ MODULES: dict[str, Module] = {
         names={
             'CheckpointConfig': 't5x_lite.checkpoints:CheckpointConfig',
             'DatasetConfig': 't5x_lite.data:DatasetConfig',
+            'EvaluatorConstructor': 't5x_lite.evaluation:EvaluatorConstructor',
+            'GetDatasetCallable': 't5x_lite.data:GetDatasetCallable',
+            'GetEvalDatasetCallable': 't5x_lite.data:GetEvalDatasetCallable',
             'InitFnCallable': 't5x_lite.state_init:InitFnCallable',
             'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
             'LegacyCheckpointManager': 't5x_lite.checkpoints:LegacyCheckpointManager',
             'LegacyCheckpointer': 't5x_lite.checkpoints:LegacyCheckpointer',
             'RestoreCheckpointConfig': 't5x_lite.checkpoints:RestoreCheckpointConfig',
             'SaveCheckpointConfig': 't5x_lite.checkpoints:SaveCheckpointConfig',
+            'ShardedDatasetIterator': 't5x_lite.data:ShardedDatasetIterator',
             'TrainStateInitializer': 't5x_lite.state_init:TrainStateInitializer',
             'create_checkpoint_manager_and_restore': 't5x_lite.checkpoints:create_checkpoint_manager_and_restore',
             'create_learning_rate_scheduler': 't5x_lite.schedules:create_learning_rate_scheduler',
             'create_orbax_checkpoint_manager': 't5x_lite.checkpoints:create_orbax_checkpoint_manager',
             'find_first_checkpoint_step': 't5x_lite.checkpoints:find_first_checkpoint_step',
             'find_next_checkpoint_step': 't5x_lite.checkpoints:find_next_checkpoint_step',
+            'flatten_dict_string_keys': 't5x_lite.tree_utils:flatten_dict_string_keys',
+            'get_dataset': 't5x_lite.data:get_dataset',
+            'get_dataset_inner': 't5x_lite.data:get_dataset_inner',
             'get_fallback_state': 't5x_lite.checkpoints:get_fallback_state',
             'get_first_valid_restore_config_and_paths': 't5x_lite.checkpoints:get_first_valid_restore_config_and_paths',
+            'get_training_eval_datasets': 't5x_lite.data:get_training_eval_datasets',
             'get_vocabulary': 't5x_lite.data:get_vocabulary',
+            'get_zeros_batch_like_dataset': 't5x_lite.data:get_zeros_batch_like_dataset',
+            'get_zeros_batch_like_spec': 't5x_lite.data:get_zeros_batch_like_spec',
             'log_model_info': 't5x_lite.partitioning:log_model_info',
+            'prepare_train_iter': 't5x_lite.data:prepare_train_iter',
             'restore': 't5x_lite.checkpoints.legacy:restore',
+            'round_vocab_size_to_multiple': 't5x_lite.data:round_vocab_size_to_multiple',
             'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
         }),
 }
