@@ -131,7 +131,8 @@ class TrainStateInitializer:
       CheckpointError: a checkpoint is missing, damaged or does not fit.
       ConfigError: `fallback_to_scratch` needs `init_rng`.
     """
-    yield from self._restore_each(*checkpoints.get_first_valid_restore_config_and_paths(restore_cfgs), ds_iter, init_rng)
+    cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(restore_cfgs)
+    yield from self._restore_each(cfg, paths, ds_iter, init_rng)
 
   def from_checkpoint(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *, ds_iter: Any = None,
                       init_rng: jax.Array | None = None) -> PyTree | None:
@@ -142,8 +143,8 @@ class TrainStateInitializer:
     """
     cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(ckpt_cfgs)
     if len(paths) > 1:
-      raise errors.CheckpointError(f"RestoreCheckpointConfig must select at most one checkpoint, got {', '.join(paths)}. "
-                                   "Set mode='latest', or use from_checkpoints.")
+      raise errors.CheckpointError('RestoreCheckpointConfig must select at most one checkpoint, got '
+                                   f"{', '.join(paths)}. Set mode='latest', or use from_checkpoints.")
     return next((state for state, _ in self._restore_each(cfg, paths, ds_iter, init_rng)), None)
 
   def from_checkpoint_or_scratch(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *,

@@ -16,7 +16,8 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.checkpoints.config': (
         'CheckpointConfig', 'RestoreCheckpointConfig', 'SaveCheckpointConfig', 'check_standard', 'is_standard'),
     't5x_lite.checkpoints.discovery': (
-        'all_dataset_checkpoint_steps', 'all_steps', 'all_steps_of_any_program', 'get_checkpoint_dir', 'get_checkpoint_prefix',
+        'all_dataset_checkpoint_steps', 'all_steps', 'all_steps_of_any_program', 'get_checkpoint_dir',
+        'get_checkpoint_prefix',
         'get_step_from_checkpoint_dir', 'is_pinned_checkpoint', 'latest_step', 'latest_step_of_any_program',
         'pin_checkpoint',
         'pinned_checkpoint_filepath', 'remove_checkpoint_dir', 'unpin_checkpoint'),

@@ -30,7 +30,8 @@ class SaveCheckpointConfig(options.SaveOptions):
 
   Attributes:
     dtype: floating dtype in which `target` (the parameters) and `param_average` are stored, None for theirs; optimizer
-      state keeps its dtypes. With a dtype narrower than that of the parameters, a resumed run is no longer bitwise exact.
+      state keeps its dtypes. With a dtype narrower than that of the parameters, a resumed run is no longer bitwise
+      exact.
     period: number of steps between two saves; None for no regular saves.
     checkpoint_steps: further steps at which to save, in any order.
     keep: number of newest checkpoints to keep.
@@ -178,7 +179,8 @@ def check_standard(cfg: CheckpointConfig) -> None:
   """
   for part, methods, remedy in (
       (cfg.save, ('save',), 'Change saved states by `state_transformation_fns`, and choose steps by `policies`.'),
-      (cfg.restore, ('restore',), 'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.')):
+      (cfg.restore, ('restore',),
+       'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.')):
     for option in _CLASSES if part is not None else ():
       if not is_standard(getattr(part, option), *methods):
         raise checks.invalid(

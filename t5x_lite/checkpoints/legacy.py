@@ -82,9 +82,9 @@ class LegacyCheckpointer:
 class LegacyCheckpointManager:
   """T5X's manager that uses the checkpointers of two configurations."""
 
-  def __init__(self, *, save_cfg: config.SaveCheckpointConfig | None, restore_cfg: config.RestoreCheckpointConfig | None,
-               train_state_shape: TrainState, partitioner: BasePartitioner, ds_iter: Any = None,
-               model_dir: str | None = None):
+  def __init__(self, *, save_cfg: config.SaveCheckpointConfig | None,
+               restore_cfg: config.RestoreCheckpointConfig | None, train_state_shape: TrainState,
+               partitioner: BasePartitioner, ds_iter: Any = None, model_dir: str | None = None):
     """Make the checkpointers.
 
     Args:
@@ -218,7 +218,8 @@ def create_orbax_checkpoint_manager(
   uses_data = any((save_cfg is not None and save_cfg.save_dataset,
                    restore_cfg is not None and restore_cfg.restore_dataset))
   return make(directory=model_dir, train_state=train_state, partitioner=partitioner,
-              dataset_iterator=ds_iter if uses_data else None, restore_dtype=restore_cfg and restore_cfg.dtype, **kwargs)
+              dataset_iterator=ds_iter if uses_data else None, restore_dtype=restore_cfg and restore_cfg.dtype,
+              **kwargs)
 
 
 def create_checkpoint_manager_and_restore(

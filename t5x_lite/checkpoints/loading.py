@@ -14,8 +14,9 @@ from t5x_lite.checkpoints.sources import t5x_index
 
 _logger = logging.getLogger(__name__)
 _FIRST_OF_TENSORFLOW = b'model_checkpoint_path'
-_FROM_TENSORFLOW = ('Checkpoints of Mesh TensorFlow are not read. Use the same model in the format of T5X or of Hugging '
-                    'Face, in which all T5 models are published, or convert it with T5X.')
+_FROM_TENSORFLOW = (
+    'Checkpoints of Mesh TensorFlow are not read. Use the same model in the format of T5X or of Hugging Face, in which '
+    'all T5 models are published, or convert it with T5X.')
 _NOT_LAZY = checks.Expectation(
     'False', lambda lazy: not lazy, 'To read arrays one at a time, use checkpoints.open_source(path).read_array(name).')
 

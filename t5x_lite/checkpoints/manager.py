@@ -27,8 +27,8 @@ import numpy as np
 
 from t5x_lite import checks, errors, files, multihost
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import choice, discovery, manifest, options, policies, retention, state_io, store_io, store_save
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints import choice, discovery, manifest, options, policies, retention, state_io, store_io
+from t5x_lite.checkpoints import store_save, transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import spool as spool_lib

@@ -114,7 +114,8 @@ def test_the_functions_of_a_restore_begin_with_the_assignment_map():
   def fn(state_dict, target_state_dict, *, is_resuming=False):
     return state_dict
 
-  cfg = checkpoints.RestoreCheckpointConfig('a', assignment_map=[('b', 'a'), ('c', None)], state_transformation_fns=[fn])
+  cfg = checkpoints.RestoreCheckpointConfig(
+      'a', assignment_map=[('b', 'a'), ('c', None)], state_transformation_fns=[fn])
   first, second = cfg.state_transformation_fns
   assert first({'a': 1, 'c': 2}, {'b': 0, 'c': 0}) == {'b': 1} and second is fn
   assert first({'a': 1}, {'b': 0}, is_resuming=True) == {'a': 1}

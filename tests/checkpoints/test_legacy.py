@@ -84,7 +84,7 @@ def test_custom_checkpointers_get_the_arguments_of_t5x(tmp_path):
     manager.save(make_state(1))
   assert manager.restore(['some/path'], restore) == ('some/path', 'float32', None)
   # Commands cannot use it.
-  with pytest.raises(errors.ConfigError, match='SaveCheckpointConfig.checkpointer_cls` must be a class whose `save` is'):
+  with pytest.raises(errors.ConfigError, match='SaveCheckpointConfig.checkpointer_cls` must be a class whose `save`'):
     checkpoints.check_standard(checkpoints.CheckpointConfig(save=save))
   with pytest.raises(errors.ConfigError, match='RestoreCheckpointConfig.checkpointer_cls.* Write a builder'):
     checkpoints.check_standard(checkpoints.CheckpointConfig(restore=restore))

@@ -15,13 +15,15 @@ MAP = [(r'target(.*)mlp\/expert(.*)', r'target\1mlp\2'), (r'.*\/router\/.*', Non
 
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_experts_are_copies_of_the_dense_blocks_and_the_rest_is_as_usual(tmp_path, layout):
-  dense = up.state_of(up.dense_network(param_layout=layout), optimizers.adamw(learning_rate=0.1))
+  optimizer = optimizers.adamw(learning_rate=0.1)
+  dense = up.state_of(up.dense_network(param_layout=layout), optimizer)
   path = up.save(dense, tmp_path)
   every = 1 if layout == 'scalable_t5' else 2
-  wanted = up.state_shapes(up.sparse_network(num_experts=4, every=every, param_layout=layout), optimizers.adamw(learning_rate=0.1))
+  wanted = up.state_shapes(up.sparse_network(num_experts=4, every=every, param_layout=layout), optimizer)
   new = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), wanted).state_dict()
   cfg = checkpoints.RestoreCheckpointConfig(
-      str(path), 'specific', MAP, fallback_to_scratch=True, dtype='float32', checkpointer_cls=functools.partial(moe.UpcycleCheckpointer, num_experts=4))
+      str(path), 'specific', MAP, fallback_to_scratch=True, dtype='float32',
+      checkpointer_cls=functools.partial(moe.UpcycleCheckpointer, num_experts=4))
   restored = checkpoints.restore_checkpoint(path, wanted.state_dict(), restore_cfg=cfg, initial_state_fn=lambda: new)
   flat, stored = tree_utils.flatten_dict(restored.state), tree_utils.flatten_dict(dense.state_dict())
   num_experts = 0
