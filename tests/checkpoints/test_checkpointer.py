@@ -49,7 +49,9 @@ def test_save_keeps_what_exists_and_deletes_only_own_checkpoints(parts, t5x_run,
   shutil.copytree(t5x_run, run)
   index = (run / 'checkpoint_7' / 'checkpoint').read_bytes()
   checkpointer = checkpoints.Checkpointer(*parts, run, keep=2)
-  for step in (7, 8, 9, 10, 10):
+  checkpointer.save(state)
+  assert not (run / 'checkpoint_7' / 'manifest.json').exists()
+  for step in (8, 9, 10, 10):
     checkpointer.save(state.replace_step(step))
   assert checkpointer.all_steps() == [7, 9, 10] and checkpointer.latest_step() == 10
   assert (run / 'checkpoint_7' / 'checkpoint').read_bytes() == index
