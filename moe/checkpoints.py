@@ -60,6 +60,11 @@ class _RepeatForExperts(builders.StateBuilder):
 
   num_experts: int
 
+  @property
+  def description(self) -> str:
+    """See `StateBuilder.description`."""
+    return 'upcycling'
+
   def build(self, state: builders.BuiltState, target: builders.TargetState) -> builders.BuiltState:
     """See `StateBuilder.build`."""
     arrays = dict(state.arrays)
