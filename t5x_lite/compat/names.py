@@ -93,6 +93,9 @@ MODULES: dict[str, Module] = {
         names={
             'CheckpointConfig': 't5x_lite.checkpoints:CheckpointConfig',
             'DatasetConfig': 't5x_lite.data:DatasetConfig',
+            'InferFnCallable': 't5x_lite.evaluation:InferFnCallable',
+            'InferStepWithRngCallable': 't5x_lite.evaluation:InferStepWithRngCallable',
+            'InferStepWithoutRngCallable': 't5x_lite.evaluation:InferStepWithoutRngCallable',
             'InitFnCallable': 't5x_lite.state_init:InitFnCallable',
             'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
             'RestoreCheckpointConfig': 't5x_lite.checkpoints:RestoreCheckpointConfig',
@@ -100,6 +103,7 @@ MODULES: dict[str, Module] = {
             'TrainStateInitializer': 't5x_lite.state_init:TrainStateInitializer',
             'create_learning_rate_scheduler': 't5x_lite.schedules:create_learning_rate_scheduler',
             'get_first_valid_restore_config_and_paths': 't5x_lite.checkpoints:get_first_valid_restore_config_and_paths',
+            'get_infer_fn': 't5x_lite.evaluation:get_infer_fn',
             'get_vocabulary': 't5x_lite.data:get_vocabulary',
             'log_model_info': 't5x_lite.partitioning:log_model_info',
             'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
