@@ -78,7 +78,8 @@ class EvaluateConfig:
     names = ('split', 'shuffle', 'use_cached', 'pack', 'trim_output_features', 'source')
     identity = {
         'dataset': {'mixture_or_task_name': dataset_cfg.name, 'seed': dataset_cfg.effective_seed,
-                    'task_feature_lengths': dict(sorted(dataset_cfg.task_feature_lengths.items())),
+                    'task_feature_lengths': dataset_cfg.task_feature_lengths and dict(
+                        sorted(dataset_cfg.task_feature_lengths.items())),
                     **{name: getattr(dataset_cfg, name) for name in names}},
         'restore': {'fallback_init_rng': self.fallback_init_rng, **({} if restore_cfg is None else {
             'dtype': restore_cfg.dtype, 'assignment_map': repr(restore_cfg.assignment_map),

@@ -82,7 +82,8 @@ def evaluate(
     training_evaluator_cls: `trainer.Trainer` for teacher-forced evaluation, or None.
     summarize_config_fn: called with (output_dir, None, 0) to record the configuration.
     train_state_initializer_cls: class of the state initializer.
-    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators`.
+    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators` or T5X's
+      `data.get_training_eval_datasets`.
     fallback_init_rng: seed of random parameters, used without a checkpoint.
     use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
     infer_eval_cfg: options of evaluations by decoding; None for none.
@@ -131,8 +132,9 @@ def evaluate(
     eval_batches = {}
     if cfg.training_evaluator_cls is not None:
       layout = cfg.partitioner.get_data_layout(cfg.dataset_cfg.batch_size)
-      eval_batches = open_fn(lambda: cfg.train_eval_get_dataset_fn(
-          cfg.dataset_cfg, layout, cfg.eval_steps, feature_converter=cfg.model.FEATURE_CONVERTER))
+      eval_batches = open_fn(lambda: data.open_eval_data(
+          cfg.train_eval_get_dataset_fn, cfg.dataset_cfg, layout, cfg.eval_steps, cfg.model.FEATURE_CONVERTER,
+          cfg.summary_dir))
 
     # ------------------------------------------------------------------------------------------------------------------
     # Model: shapes of its state, from which everything is checked before anything is computed

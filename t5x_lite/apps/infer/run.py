@@ -261,9 +261,13 @@ def _open_sources(cfg: InferConfig) -> list[data.ExampleSource]:
   if cfg.is_stream and jax.process_count() > 1:
     raise ConfigError(f'Standard input requires a single process, got {jax.process_count()}. Pass a file that all '
                       'processes can read.')
-  if cfg.verify_matching_vocabs_fn is not None and isinstance(cfg.dataset_cfg, data.DatasetConfig):
-    cfg.verify_matching_vocabs_fn(cfg.dataset_cfg, cfg.model)
-  return data.open_example_sources(cfg.dataset_cfg, cfg.model, needs_targets=cfg.mode == 'score')
+  dataset_cfg = cfg.dataset_cfg
+  if isinstance(dataset_cfg, data.DatasetConfig):
+    if cfg.verify_matching_vocabs_fn is not None:
+      cfg.verify_matching_vocabs_fn(dataset_cfg, cfg.model)
+    dataset_cfg = data.with_feature_lengths(
+        dataset_cfg, feature_converter=cfg.model.FEATURE_CONVERTER, folder=cfg.output_dir)
+  return data.open_example_sources(dataset_cfg, cfg.model, needs_targets=cfg.mode == 'score')
 
 
 def _on_lead(fn: Callable[[], Any]) -> Any:
