@@ -81,7 +81,7 @@ _LEARNING_RATE = 1e-3
 def precompile(
     *, model: models.BaseModel, train_dataset_cfg: data.DatasetConfig, partitioner: partitioning.BasePartitioner,
     model_dir: str, random_seed: int | None = 0,
-    get_dataset_fn: Callable[..., data.HostIterator] = data.open_train_iterator,
+    get_dataset_fn: Callable[..., Any] = data.get_dataset,
     verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
     compilation_cache_dir: str | None = None, write_hlo: bool = False,
     note_fn: Callable[[str], None] = lambda text: None, **train_arguments: Any) -> list[CompiledProgram]:
