@@ -195,13 +195,17 @@ def prepend_run_file(arguments: argparse.Namespace, run_file: str, function_name
     run_file: e.g. runs/export.gin.
     function_name: name of the function that the run file configures, without its module.
   """
+  if arguments.gin_file and not binds_model(arguments, function_name):
+    arguments.gin_file = [run_file, *arguments.gin_file]
+
+
+def binds_model(arguments: argparse.Namespace, function_name: str) -> bool:
+  """Return whether one of the gin files binds the argument `model` of a function, with any module."""
   from t5x_lite.configuration import syntax as gin_syntax
   folders = _folders(arguments.gin_search_paths)
   statements = [statement for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk()]
-  if arguments.gin_file and not any(
-      isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
-      and statement.selector.rpartition('.')[2] == function_name for statement in statements):
-    arguments.gin_file = [run_file, *arguments.gin_file]
+  return any(isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
+             and statement.selector.rpartition('.')[2] == function_name for statement in statements)
 
 
 def _folders(texts: Iterable[str]) -> list[str]:
