@@ -46,6 +46,7 @@ class Binder:
       main_is_t5x: whether `import __main__` means T5X's programs; False for the program of this process.
     """
     gin.clear_config()
+    _forget_methods()
     self._main_is_t5x = main_is_t5x
     self.t5x_sources: dict[str, None] = {}
     self.bound: dict[gin_check.Key, gin_syntax.Binding] = {}
@@ -101,6 +102,15 @@ class Binder:
     if names.uses_t5x and not preamble:
       self.t5x_sources[text.source] = None
     gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
+
+
+def _forget_methods() -> None:
+  """Remove methods from gin's registry: gin registers no subclass that inherits a method registered before."""
+  # pylint: disable=protected-access
+  for selector, configurable in list(gin_config._REGISTRY.items()):
+    if configurable.is_method and configurable.import_source is not None:
+      gin_config._REGISTRY.pop(selector)
+      gin_config._INVERSE_REGISTRY.pop(configurable.wrapped)
 
 
 # Value of `text_with` for a parameter that is not bound.
@@ -209,7 +219,14 @@ class _Names(gin_config.ParseContext):
       place = self._place_by_t5x_name(selector) if problem else None
     if problem and place is None:
       raise ConfigError(f'{location}: {problem}')
-    found = find(selector) if place is None else self._at(place)
+    try:
+      found = find(selector) if place is None else self._at(place)
+    except ValueError as error:
+      if 'was registered with a custom module' not in str(error):
+        raise
+      raise ConfigError(
+          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind the '
+          'method after the files of the model, by the class of the model.') from error
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
 
