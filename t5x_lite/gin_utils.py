@@ -10,11 +10,11 @@ import dataclasses
 import importlib
 import logging
 import re
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import gin
 
-from t5x_lite import files
+from t5x_lite import checks, files
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
@@ -178,10 +178,13 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   return Configuration(function, text, uses, mesh_rule)
 
 
-def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None, main_is_t5x: bool = True) -> tuple[
+def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None, **options: Any) -> tuple[
     gin_apply.Binder, Sequence[gin_syntax.Text], mesh_rules.Choice | None, dict[gin_check.Key, gin_syntax.Binding]]:
-  """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes."""
-  binder = gin_apply.Binder(main_is_t5x)
+  """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes.
+
+  `options` are those of the binder.
+  """
+  binder = gin_apply.Binder(**options)
   position = next((index for index, text in enumerate(texts) if isinstance(text, mesh_rules.MeshRules)), None)
   if position is None:
     if mesh_selector is not None:
@@ -279,23 +282,39 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
 
 
 def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], gin_bindings: Sequence[str],
-                    finalize_config: bool = True) -> None:
+                    skip_unknown: bool | Sequence[str] = False, finalize_config: bool = True) -> None:
   """Apply gin files and bindings to gin's configuration, for programs that call their configurables themselves.
 
   Args:
     gin_search_paths: folders with gin files, searched before those of t5x_lite.
     gin_files: names of gin files.
     gin_bindings: gin text, applied after the files.
+    skip_unknown: True to skip imports of modules that do not exist and bindings of unknown functions and classes; a
+      list of functions and classes to skip these bindings only, and the imports. False raises.
     finalize_config: whether to call `gin.finalize`, which validates and locks the configuration.
 
   Raises:
     ConfigError: a name is misspelt or missing.
   """
+  checks.check('parse_gin_flags', {'skip_unknown': skip_unknown}, skip_unknown=checks.instance(
+      (bool, list, tuple, set), 'True, False or a list of names'))
   gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
-  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False)
+  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False, skip_unknown=skip_unknown)
   if finalize_config:
     _finalize()
+
+
+def run(main: Callable[[list[str]], Any]) -> NoReturn:
+  """Run `main` by `absl.app.run`, with every `--gin.NAME=VALUE` of the command line as `--gin_bindings=NAME = VALUE`.
+
+  For programs with flags of absl that call `parse_gin_flags`, among them those written for T5X. Ends the process.
+
+  Args:
+    main: called with the command line without its flags.
+  """
+  from absl import app
+  app.run(main, flags_parser=lambda arguments: app.parse_flags_with_usage(rewrite_gin_args(arguments)))
 
 
 def get_gin_config_str(show_provenance: bool = False) -> str:
@@ -313,6 +332,19 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
     raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. The text does not show '
                       'the file of each setting; search the gin files for its name.')
   return _HEADER + mesh_rules.configuration_text()
+
+
+class SummarizeConfigFn(Protocol):
+  """Function that records the configuration of a run, such as `summarize_gin_config`."""
+
+  def __call__(self, model_dir: str, summary_writer: Any | None, step: int) -> None:
+    """Record the configuration.
+
+    Args:
+      model_dir: folder of the run.
+      summary_writer: object with `write_text(step, {name: markdown})`, or None.
+      step: step at which the run starts or resumes.
+    """
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) -> None:
@@ -360,12 +392,22 @@ def _write(path: files.Path, text: str) -> None:
 
 
 def sum_fn(var1: float = gin.REQUIRED, var2: float = gin.REQUIRED) -> float:
-  """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`."""
+  """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`.
+
+  Raises:
+    ConfigError: an argument is missing.
+  """
+  _check_given('sum_fn', var1=var1, var2=var2)
   return var1 + var2
 
 
 def bool_fn(var1: Any = gin.REQUIRED) -> bool:
-  """Return `bool(var1)`, for gin files."""
+  """Return `bool(var1)`, for gin files.
+
+  Raises:
+    ConfigError: the argument is missing.
+  """
+  _check_given('bool_fn', var1=var1)
   return bool(var1)
 
 
@@ -378,6 +420,16 @@ def string_split_fn(text: str = gin.REQUIRED, separator: str = gin.REQUIRED, max
     separator: separator of the parts.
     maxsplit: maximum number of splits, -1 for no limit.
     index: index of the part to return; None returns all.
+
+  Raises:
+    ConfigError: an argument is missing.
   """
+  _check_given('string_split_fn', text=text, separator=separator)
   parts = text.split(separator, maxsplit)
   return parts if index is None else parts[index]
+
+
+def _check_given(function: str, **arguments: Any) -> None:
+  for name, value in arguments.items():
+    if value is gin.REQUIRED:
+      raise ConfigError(f'`{function}.{name}` must be set. Bind it in a gin file, or pass it.')

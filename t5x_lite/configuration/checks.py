@@ -155,7 +155,8 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
   for use, parameters in signatures:
     if use.evaluated:
       unbound = [name for name, parameter in parameters.items()
-                 if parameter.default in (parameter.empty, gin_config.REQUIRED) and name not in use.bound
+                 if (parameter.default is parameter.empty or parameter.default is gin_config.REQUIRED)
+                 and name not in use.bound
                  and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
       if unbound:
         raise ConfigError(f'{use.name} requires {", ".join(unbound)}, which is not bound. Set '
