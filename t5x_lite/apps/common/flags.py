@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import csv
 import itertools
 import json
 import logging
@@ -206,6 +205,7 @@ def prepend_run_file(arguments: argparse.Namespace, run_file: str, function_name
 
 def _folders(texts: Iterable[str]) -> list[str]:
   """Return the folders of a flag with lists, which absl reads as lines of CSV."""
+  import csv  # Not needed for --help.
   return [folder.strip() for row in csv.reader(texts, skipinitialspace=True) for folder in row if folder.strip()]
 
 
