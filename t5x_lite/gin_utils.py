@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import logging
 import re
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import gin
 
@@ -332,6 +332,19 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
     raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. The text does not show '
                       'the file of each setting; search the gin files for its name.')
   return _HEADER + mesh_rules.configuration_text()
+
+
+class SummarizeConfigFn(Protocol):
+  """Function that records the configuration of a run, such as `summarize_gin_config`."""
+
+  def __call__(self, model_dir: str, summary_writer: Any | None, step: int) -> None:
+    """Record the configuration.
+
+    Args:
+      model_dir: folder of the run.
+      summary_writer: object with `write_text(step, {name: markdown})`, or None.
+      step: step at which the run starts or resumes.
+    """
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) -> None:

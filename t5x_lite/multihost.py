@@ -1,5 +1,6 @@
 """Coordination of several processes: lead process, barriers and broadcasts. All are no-ops in a single process."""
 
+import json
 from typing import Any
 
 import jax
@@ -26,6 +27,16 @@ def broadcast_from_lead(tree: PyTree) -> PyTree:
     return jax.tree.map(np.asarray, tree)
   from jax.experimental import multihost_utils
   return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def broadcast_json(value: Any) -> Any:
+  """Return the lead process's `value`, of which `json` can make a text, on every process."""
+  if jax.process_count() == 1:
+    return value
+  text = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.int32)
+  (length,) = broadcast_from_lead(np.array([len(text)]))
+  mine = np.resize(text, int(length))  # Only its shape matters on other processes.
+  return json.loads(bytes(broadcast_from_lead(mine).astype(np.uint8)))
 
 
 def any_process(flag: bool) -> bool:

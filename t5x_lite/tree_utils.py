@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.core
+import flax.traverse_util
 import jax
 import numpy as np
 
@@ -116,3 +117,12 @@ def num_elements(tree: PyTree) -> int:
 def num_bytes(tree: PyTree) -> int:
   """Return the size in bytes of the arrays of `tree`: all shards, without replicas."""
   return sum(int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the leaves of nested dicts by '/'-joined keys.
+
+  >>> flatten_dict_string_keys({'a': {'b': 1}, 'c': 2})
+  {'a/b': 1, 'c': 2}
+  """
+  return flax.traverse_util.flatten_dict(flax.core.unfreeze(x), sep='/')

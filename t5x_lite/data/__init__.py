@@ -12,17 +12,23 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'BuiltinMixture', 'BuiltinTask', 'ExampleTable', 'StaticExamples', 'builtin_names', 'get_builtin',
         'register_builtin_mixture', 'register_builtin_task', 'text_task'),
     't5x_lite.data.config': ('DatasetConfig',),
+    't5x_lite.data.datasets': (
+        'GetDatasetCallable', 'GetEvalDatasetCallable', 'get_dataset', 'get_dataset_inner',
+        'get_training_eval_datasets', 'open_eval_data', 'open_train_data'),
+    't5x_lite.data.feature_lengths': ('with_feature_lengths',),
     't5x_lite.data.features': ('FeatureConverter', 'get_converter'),
     't5x_lite.data.file_tasks': ('RecordContext', 'SpanCorruption', 'file_task'),
     't5x_lite.data.global_batches': ('GlobalBatches', 'to_global_arrays'),
     't5x_lite.data.interfaces': (
         'EvalBatches', 'EvalTask', 'Example', 'ExampleSource', 'HostIterator', 'IndexedBatches', 'OutputMetric',
-        'take_rows'),
+        'SplitLengths', 'take_rows'),
     't5x_lite.data.iterators': (
         'get_vocabulary', 'open_eval_iterators', 'open_eval_tasks', 'open_example_sources', 'open_train_iterator',
         'read_task_texts', 'verify_matching_vocabs'),
     't5x_lite.data.positions': ('shard_rows',),
     't5x_lite.data.records': ('read_tsv',),
+    't5x_lite.data.sharded_iterator': (
+        'ShardedDatasetIterator', 'get_zeros_batch_like_dataset', 'get_zeros_batch_like_spec', 'prepare_train_iter'),
     't5x_lite.data.sources.base': ('DataSource', 'get_source', 'register_source'),
     't5x_lite.data.sources.seqio': ('SeqioSource',),
     't5x_lite.data.sources.table': ('BuiltinSource', 'GrainSource', 'RandomTableSource', 'TableSource'),
@@ -31,5 +37,6 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.data.text_sources': ('TextFileConfig',),
     't5x_lite.data.truncation': ('Truncation',),
     't5x_lite.data.vocabularies': (
-        'ByteVocabulary', 'PassThroughVocabulary', 'SentencePieceVocabulary', 'Vocabulary', 'same_vocabulary'),
+        'ByteVocabulary', 'PassThroughVocabulary', 'SentencePieceVocabulary', 'Vocabulary',
+        'round_vocab_size_to_multiple', 'same_vocabulary'),
 })

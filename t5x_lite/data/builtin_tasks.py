@@ -179,6 +179,11 @@ class BuiltinTask:
   score_metric_fns: Sequence[MetricFn] = ()
   predict_with_aux_metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = ()
 
+  @property
+  def has_metrics(self) -> bool:
+    """Whether the task has metrics for evaluation by decoding."""
+    return bool(self.metric_fns or self.score_metric_fns or self.predict_with_aux_metric_fns)
+
   def table(self, split: str, lengths: Mapping[str, int]) -> ExampleTable:
     """Return the examples of `split`.
 

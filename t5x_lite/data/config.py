@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x_lite import checks, module_imports
@@ -13,6 +13,8 @@ _LENGTHS = checks.Expectation(
     "a mapping such as {'inputs': 512, 'targets': 114} to integers >= 1",
     lambda lengths: isinstance(lengths, Mapping) and all(map(checks.number(at_least=1, integer=True).holds,
                                                              lengths.values())))
+_LENGTHS_OR_NONE = checks.Expectation(
+    f'None or {_LENGTHS.text}', lambda lengths: lengths is None or _LENGTHS.holds(lengths))
 _TASK = checks.Expectation(
     'the name of a registered task or mixture',
     lambda task: bool(task) and not isinstance(task, (bool, int, float, list, tuple, dict)))
@@ -21,6 +23,11 @@ _MODULE = checks.Expectation(
     lambda module: module is None or (isinstance(module, str) and all(map(str.isidentifier, module.split('.')))))
 _SPLIT = checks.Expectation("a name such as 'train'", lambda split: isinstance(split, str) and bool(split))
 _BOOL = checks.instance(bool, 'True or False')
+_COUNT_OR_NONE = checks.number(at_least=0, integer=True).or_none()
+_NO_PREPROCESSORS = checks.Expectation(
+    'None or empty', lambda preprocessors: preprocessors is None or not len(preprocessors),
+    "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. Add others to "
+    'the task.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +37,8 @@ class DatasetConfig:
   Attributes:
     mixture_or_task_name: a registered name; or a seqio Task or Mixture, a `BuiltinTask` or `BuiltinMixture`, or a
       `SyntheticSource` itself; a custom source may accept other values.
-    task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, with the end-of-sequence id.
+    task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, with the end-of-sequence id. None for
+      evaluation and inference: the lengths of the longest examples of the split, see `data.with_feature_lengths`.
     split: name of the split, e.g. 'train'.
     batch_size: rows of the *global* batch.
     shuffle: whether examples are read in random order, a new order each epoch.
@@ -43,17 +51,19 @@ class DatasetConfig:
       `source`, already when the configuration is created.
     use_memory_cache: whether rows of an evaluation are kept in memory; otherwise each pass prepares them again.
     trim_output_features: whether longer features are trimmed; otherwise a longer feature is an error.
+    runtime_preprocessors: None. T5X passes them to AirIO; here the model's converter converts and packs the examples.
+    num_prefetch_threads: number of threads that prepare batches; None or 0 for 4 (grain only).
+    num_workers: number of processes that prepare batches; 0 or None for threads of this process (grain only).
     source: 'seqio', 'builtin' (without TensorFlow), 'grain' (the same batches, prefetched in threads or processes;
       also reads array records), 'synthetic' (random ids for benchmarks), or the name of a custom source
       (`data.register_source`).
-    num_workers: number of processes that prepare batches; 0 for threads of this process (grain only).
     num_epochs: number of times that training reads each example; the data then ends, and with it the run. Rows that do
       not fill a batch at the end are left out, and a mixture ends with its first task. None repeats the data forever.
       For training data only.
   """
 
   mixture_or_task_name: Any
-  task_feature_lengths: Mapping[str, int]
+  task_feature_lengths: Mapping[str, int] | None
   split: str
   batch_size: int
   shuffle: bool
@@ -64,20 +74,22 @@ class DatasetConfig:
   module: str | None = None
   use_memory_cache: bool = True
   trim_output_features: bool = True
+  runtime_preprocessors: Sequence[Any] | None = None
+  num_prefetch_threads: int | None = None
+  num_workers: int | None = 0
   _: dataclasses.KW_ONLY
   source: str = 'seqio'
-  num_workers: int = 0
   num_epochs: int | None = None
 
   def __post_init__(self) -> None:
     checks.check(
         'DatasetConfig', vars(self), mixture_or_task_name=_TASK, module=_MODULE, split=_SPLIT,
-        task_feature_lengths=_LENGTHS, batch_size=checks.number(at_least=1, integer=True),
+        task_feature_lengths=_LENGTHS_OR_NONE, batch_size=checks.number(at_least=1, integer=True),
         seed=checks.number(at_least=0, below=2**62, integer=True).or_none(),
-        num_workers=checks.number(at_least=0, integer=True),
+        num_workers=_COUNT_OR_NONE, num_prefetch_threads=_COUNT_OR_NONE, runtime_preprocessors=_NO_PREPROCESSORS,
         num_epochs=checks.number(at_least=1, integer=True).or_none(), shuffle=_BOOL, use_cached=_BOOL, pack=_BOOL,
         use_custom_packing_ops=_BOOL, use_memory_cache=_BOOL, trim_output_features=_BOOL)
-    longest = max(self.task_feature_lengths.values(), default=1)
+    longest = max((self.task_feature_lengths or {}).values(), default=1)
     checks.check(
         'DatasetConfig', vars(self), batch_size=checks.Expectation(
             f'below {-(-2**31 // longest)} for features of {longest} ids', lambda rows: rows * longest < 2**31,
@@ -97,6 +109,13 @@ class DatasetConfig:
   def effective_seed(self) -> int:
     """`seed`, or 0 for None."""
     return 0 if self.seed is None else self.seed
+
+  def check_lengths_are_given(self, use: str) -> None:
+    """Raise ConfigError if `task_feature_lengths` is None; `use` is the use that needs lengths, e.g. 'training'."""
+    checks.check('DatasetConfig', {'task_feature_lengths': self.task_feature_lengths}, task_feature_lengths=(
+        checks.Expectation(
+            f'{_LENGTHS.text} for {use}', lambda lengths: lengths is not None,
+            'Set TASK_FEATURE_LENGTHS. None is for evaluation and inference with tasks that do not need lengths.')))
 
   def import_module(self) -> None:
     """Import `module`, if it is set, so that it registers its tasks or its source.

@@ -5,6 +5,7 @@ A model names its converter (`FEATURE_CONVERTER = 'encoder_decoder'`); a source 
 
 import abc
 from collections.abc import Mapping, Sequence
+import sys
 
 import jax
 import numpy as np
@@ -13,6 +14,8 @@ from t5x_lite import checks
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.errors import DataError, did_you_mean
 
+# Length of a task feature while the lengths of a split are computed: nothing is trimmed.
+UNKNOWN_LENGTH = sys.maxsize
 # A row of a batch before conversion: the examples that share it, in order.
 Row = Sequence[Mapping[str, np.ndarray]]
 
@@ -64,6 +67,10 @@ class FeatureConverter(abc.ABC):
       ConfigError: the message names the feature.
     """
     check_lengths(lengths, task_features, task_name, self.TASK_FEATURES, self.OPTIONAL_TASK_FEATURES)
+
+  def features_of(self, task_features: Sequence[str]) -> list[str]:
+    """Return the features of a task that this converter uses."""
+    return [name for name in (*self.TASK_FEATURES, *self.OPTIONAL_TASK_FEATURES) if name in task_features]
 
   def row_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
     """Return the lengths of a row by name; by default those of the task features."""

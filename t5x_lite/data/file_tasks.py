@@ -49,7 +49,7 @@ class RecordContext:
   """Context of a record for preprocessors: feature lengths, vocabularies and a seed.
 
   Attributes:
-    lengths: task feature name to length in ids.
+    lengths: task feature name to length in ids; `sys.maxsize` while the lengths of a split are computed.
     vocabularies: task feature name to vocabulary.
   """
 

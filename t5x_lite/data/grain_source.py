@@ -24,7 +24,7 @@ from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.streams import PieceReader, Pieces
 from t5x_lite.errors import DataError, T5xLiteError
 
-# Pieces that are prepared in parallel, and pieces in the queue. A piece is a batch, or the rows of a packed group.
+# Default number of pieces that are prepared in parallel, and pieces in the queue. A piece is a batch, or the rows of a packed group.
 _NUM_THREADS = 4
 _NUM_WAITING = 4
 
@@ -65,13 +65,15 @@ def _end_with_the_run() -> None:
 class GrainReader(PieceReader):
   """Reader of pieces that grain prefetches; after a jump, such as a restored position, grain is restarted."""
 
-  def __init__(self, pieces: Pieces, num_workers: int):
+  def __init__(self, pieces: Pieces, num_workers: int, num_threads: int = 0):
     """Args:
       pieces: the pieces.
       num_workers: number of processes that prepare them; 0 for threads of this process.
+      num_threads: number of threads that prepare them, in each process; 0 for 4.
     """
     self._pieces = pieces
     self._num_workers = num_workers
+    self._num_threads = num_threads or _NUM_THREADS
     # At most one open iterator of grain; closed at the latest when Python exits.
     self._opened: list[Any] = []
     self._finalizer = weakref.finalize(self, _close_all, self._opened)
@@ -93,7 +95,8 @@ class GrainReader(PieceReader):
   def _open(self, number: int) -> Any:
     """Return grain's iterator of the pieces from `number` on."""
     dataset = grain.MapDataset.source(_Sequence(self._pieces, number)).to_iter_dataset(
-        grain.ReadOptions(num_threads=_NUM_THREADS, prefetch_buffer_size=_NUM_WAITING))
+        grain.ReadOptions(num_threads=self._num_threads,
+                          prefetch_buffer_size=max(_NUM_WAITING, self._num_threads)))
     if self._num_workers:
       if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain reads its flags, whose defaults are suitable

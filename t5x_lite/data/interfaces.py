@@ -101,6 +101,10 @@ class EvalBatches:
   def __iter__(self) -> Iterator[HostBatch]:
     return self._batches_fn()
 
+  def as_numpy_iterator(self) -> Iterator[HostBatch]:
+    """Start a new pass; the name of a `tf.data.Dataset`, which T5X's functions return."""
+    return iter(self)
+
 
 def identity_postprocess(text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
   """Return `text`; the default postprocessor."""
@@ -212,6 +216,20 @@ class Example:
   fields: Mapping[str, Any]
   row: Mapping[str, np.ndarray]
   is_cut: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitLengths:
+  """Lengths of the examples of a split.
+
+  Attributes:
+    identity: JSON values that determine the examples, such as a hash of the files; kept lengths are used while they are
+      the same.
+    examples: task feature name to number of ids, with the end-of-sequence id and not trimmed, for each example.
+  """
+
+  identity: Mapping[str, Any]
+  examples: Iterator[Mapping[str, int]]
 
 
 class ExampleSource(abc.ABC):

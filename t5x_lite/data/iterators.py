@@ -1,14 +1,19 @@
 """Functions that open the data of a `DatasetConfig` with any source, with the checks common to all sources."""
 
+import functools
+import logging
 from typing import Any
 
 from t5x_lite import checks
 from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.feature_lengths import with_feature_lengths
 from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
 from t5x_lite.data.sources.base import DataSource, get_source
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout
+
+_logger = logging.getLogger(__name__)
 
 
 def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
@@ -25,7 +30,8 @@ def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
     DataError: the task, mixture or split is unknown, or the split is empty.
   """
   _check_layout(cfg, layout)
-  source = get_source(cfg)
+  cfg.check_lengths_are_given('training')
+  source = _open_source(cfg)
   return _checked(source, 'open_train_iterator', source.open_train_iterator(layout, feature_converter), HostIterator)
 
 
@@ -52,7 +58,8 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
   _check_layout(cfg, layout)
   _check_reads_once(cfg, 'for evaluation')
   checks.check('', {'eval_steps': eval_steps}, eval_steps=checks.number(at_least=1, integer=True).or_none())
-  source = get_source(cfg)
+  source = _open_source(with_feature_lengths(
+      cfg, feature_converter=feature_converter, num_examples=eval_steps and eval_steps * cfg.batch_size))
   return _checked(source, 'open_eval_iterators', source.open_eval_iterators(layout, eval_steps, feature_converter),
                   EvalBatches, dict)
 
@@ -73,7 +80,8 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
   _check_layout(cfg, layout)
   _check_false(cfg, ('pack',), 'for evaluation by decoding')
   _check_reads_once(cfg, 'for evaluation by decoding')
-  source = get_source(cfg)
+  source = _open_source(with_feature_lengths(
+      cfg, feature_converter=feature_converter, num_examples=num_examples, decodes=True))
   return _checked(source, 'open_eval_tasks', source.open_eval_tasks(layout, feature_converter, num_examples), EvalTask,
                   list)
 
@@ -96,7 +104,7 @@ def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -
                        needs_targets=needs_targets)]
   _check_false(cfg, ('shuffle', 'pack'), 'for inference')
   _check_reads_once(cfg, 'for inference')
-  reader = get_source(cfg)
+  reader = _open_source(with_feature_lengths(cfg, feature_converter=model.FEATURE_CONVERTER))
   sources = _checked(reader, 'open_example_sources', reader.open_example_sources(model.FEATURE_CONVERTER),
                      ExampleSource, list)
   for source in sources:
@@ -122,6 +130,7 @@ def read_task_texts(cfg: DatasetConfig, max_examples: int | None = None) -> dict
   Raises:
     ConfigError, DataError: see `open_train_iterator`; or the source has no texts.
   """
+  cfg.check_lengths_are_given('reading texts')
   return get_source(cfg).read_task_texts(max_examples)
 
 
@@ -150,6 +159,23 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
     if not same_vocabulary(of_data, of_model):
       raise ConfigError(f"The {side} vocabulary of the model must be that of the data {cfg.name!r}, {of_data}, got "
                         f'{of_model}. Bind VOCABULARY to the vocabulary of the data, or choose other data.')
+
+
+def log_seed(cfg: DatasetConfig) -> None:
+  """Log once that None is the seed 0."""
+  if cfg.seed is None:
+    _log_seed(cfg.name, cfg.split)
+
+
+def _open_source(cfg: DatasetConfig) -> DataSource:
+  log_seed(cfg)
+  return get_source(cfg)
+
+
+@functools.cache
+def _log_seed(name: str, split: str) -> None:
+  _logger.info('DatasetConfig.seed of %r, split %r, is None: the seed is 0, so that a run can be repeated (T5X uses the '
+               'clock).', name, split)
 
 
 def _check_false(cfg: DatasetConfig, options: tuple[str, ...], use: str) -> None:

@@ -1,11 +1,14 @@
 """Saved positions of iterators: their file, the identity of their data, and the rows of each process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+import io
 import json
 from typing import Any
 
+import numpy as np
+
 from t5x_lite import checks
-from t5x_lite.data.interfaces import DataState
+from t5x_lite.data.interfaces import DataState, HostBatch
 from t5x_lite.errors import DataError
 
 STATE_FILE = 'data_state.json'
@@ -68,3 +71,22 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
   if differences:
     raise DataError('The checkpoint holds a position in other data than those of this run (' + '; '.join(differences) +
                     f'). Resume with the same data configuration, or {RESTART_REMEDY}.')
+
+
+def pack_batches(batches: Sequence[HostBatch]) -> bytes:
+  """Return a file with batches that were read and not used."""
+  buffer = io.BytesIO()
+  np.savez(buffer, **{f'{i}/{name}': rows for i, batch in enumerate(batches) for name, rows in batch.items()})
+  return buffer.getvalue()
+
+
+def unpack_batches(content: bytes) -> list[HostBatch]:
+  """Return the batches of `pack_batches`."""
+  batches: list[HostBatch] = []
+  with np.load(io.BytesIO(content)) as arrays:
+    for key in arrays.files:
+      index, _, name = key.partition('/')
+      if int(index) == len(batches):
+        batches.append({})
+      batches[int(index)][name] = arrays[key]
+  return batches

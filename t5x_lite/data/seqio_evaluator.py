@@ -68,10 +68,14 @@ class SeqioEvaluator:
           mixture_or_task_name=cfg.mixture_or_task_name,
           feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
           eval_split=cfg.split, use_cached=cfg.use_cached, seed=cfg.effective_seed,
-          sequence_length=dict(cfg.task_feature_lengths),
+          sequence_length=None if cfg.task_feature_lengths is None else dict(cfg.task_feature_lengths),
+          use_memory_cache=cfg.use_memory_cache,
           log_dir=None if log_dir is None else str(self._log_dir or log_dir), **options)
     if self._evaluator.eval_tasks:  # without tasks, the Evaluator makes no loggers
       self._evaluator._loggers = tuple(map(_LossyLogger, self._evaluator.loggers))  # pylint: disable=protected-access
+    if cfg.task_feature_lengths is None and self._evaluator.eval_tasks:
+      _logger.info("task_feature_lengths of %r, split %r, by seqio's Evaluator: its longest examples make batches of %s.",
+                   cfg.name, cfg.split, self._evaluator.model_feature_shapes)
     self.tasks: list[EvalTask] = []
     own = shard_rows(layout)
     for task in self._evaluator.eval_tasks:

@@ -57,18 +57,41 @@ def find(name: Any, remedy: str) -> Any:
 
 
 def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
-  """Return the (input, output) vocabularies, equal if the task has only one feature."""
-  features = get_provider(cfg).output_features
+  """Return the (input, output) vocabularies; without `inputs` or `targets`, the vocabulary of all features twice.
+
+  Features of ids (PassThroughVocabulary) are ignored if others have a vocabulary.
+
+  Raises:
+    ConfigError: there are several vocabularies.
+  """
+  provider = get_provider(cfg)
+  features = provider.output_features
   if 'inputs' in features and 'targets' in features:
     return features['inputs'].vocabulary, features['targets'].vocabulary
-  (vocabulary, *_) = [feature.vocabulary for feature in features.values()]
-  return vocabulary, vocabulary
+  found = [feature.vocabulary for feature in features.values()]
+  found = [each for each in found if not isinstance(each, seqio.PassThroughVocabulary)] or found
+  if not found or any(each != found[0] for each in found):
+    raise checks.invalid('', f'output_features of {provider.name!r}', 'one vocabulary, or inputs and targets',
+                         {name: str(feature.vocabulary) for name, feature in features.items()})
+  return found[0], found[0]
 
 
 def subtasks_with_split(provider: Any, split: str) -> list[Any]:
   """Return the Tasks of a Mixture, or the Task itself, that have `split`."""
   with quiet():
     return [task for task in seqio.get_subtasks(provider) if split.partition('[')[0] in task.splits]
+
+
+def get_converter_cls(feature_converter: Any) -> Any:
+  """Return the converter class with the name that a model gives; a class itself is returned unchanged.
+
+  Raises:
+    ConfigError: the name is unknown.
+  """
+  if not isinstance(feature_converter, str):
+    return feature_converter
+  checks.check('', {'FEATURE_CONVERTER': feature_converter}, FEATURE_CONVERTER=checks.one_of(_CONVERTERS))
+  return _CONVERTERS[feature_converter]
 
 
 def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> Any:
@@ -82,16 +105,26 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
   Raises:
     ConfigError: the name is unknown, a feature length is missing or unknown, or the task lacks a feature.
   """
-  if isinstance(feature_converter, str):
-    checks.check('', {'FEATURE_CONVERTER': feature_converter}, FEATURE_CONVERTER=checks.one_of(_CONVERTERS))
-    feature_converter = _CONVERTERS[feature_converter]
+  feature_converter = get_converter_cls(feature_converter)
   if cfg.use_custom_packing_ops and importlib.util.find_spec('tensor2tensor') is None:
     raise checks.invalid('DatasetConfig', 'use_custom_packing_ops', 'False without the package tensor2tensor', True)
   converter = feature_converter(pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops)
-  optional = _OPTIONAL_OF_DECODER if isinstance(converter, seqio.DecoderFeatureConverter) else ()
-  features_lib.check_lengths(cfg.task_feature_lengths, list(provider.output_features), provider.name,
-                             list(converter.TASK_FEATURES), optional)
+  lengths = cfg.task_feature_lengths
+  if lengths is None:  # They will be those of the split.
+    lengths = dict.fromkeys(features_of(converter, provider), features_lib.UNKNOWN_LENGTH)
+  features_lib.check_lengths(lengths, list(provider.output_features), provider.name,
+                             list(converter.TASK_FEATURES), _optional_features(converter))
   return converter
+
+
+def features_of(converter: Any, provider: Any) -> list[str]:
+  """Return the features of a Task or Mixture that a converter uses."""
+  return [name for name in (*converter.TASK_FEATURES, *_optional_features(converter))
+          if name in provider.output_features]
+
+
+def _optional_features(converter: Any) -> tuple[str, ...]:
+  return _OPTIONAL_OF_DECODER if isinstance(converter, seqio.DecoderFeatureConverter) else ()
 
 
 def check_split(provider: Any, split: str) -> None:

@@ -336,3 +336,12 @@ def _with_real_path(identity: tuple[Any, ...]) -> tuple[Any, ...]:
 def sentinel_id(vocabulary: Any) -> int:
   """Return the id of `<extra_id_0>`, T5's first sentinel: the last id of `vocabulary`."""
   return vocabulary.vocab_size - 1
+
+
+def round_vocab_size_to_multiple(vocabulary: Any, divisor: int = 128) -> int:
+  """Return the smallest multiple of `divisor` that is at least the vocabulary's size.
+
+  >>> round_vocab_size_to_multiple(ByteVocabulary(extra_ids=0))
+  384
+  """
+  return -(-vocabulary.vocab_size // divisor) * divisor

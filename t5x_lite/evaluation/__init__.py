@@ -11,7 +11,8 @@ from t5x_lite.lazy_names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.evaluation.config': ('Evaluation', 'InferenceEvalConfig'),
     't5x_lite.evaluation.evaluator': (
-        'AllMetricsFuture', 'InferenceEvaluator', 'NoMetricsError', 'check_eval_batch', 'check_evaluator_cls'),
+        'AllMetricsFuture', 'EvaluatorConstructor', 'InferenceEvaluator', 'NoMetricsError', 'check_eval_batch',
+        'check_evaluator_cls'),
     't5x_lite.evaluation.judging': ('EvaluationResult', 'as_number', 'compute_metrics', 'judge', 'write_predictions'),
     't5x_lite.evaluation.metric_names': (
         'INFERENCE_EVAL', 'MEAN', 'TRAINING_EVAL', 'check_metric_name', 'check_task_names', 'full_names',

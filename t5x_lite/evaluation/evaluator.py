@@ -52,6 +52,15 @@ class AllMetricsFuture(Protocol):
     """Return whether `result` returns or raises immediately."""
 
 
+class EvaluatorConstructor(Protocol):
+  """Constructor of seqio's Evaluator, possibly with bound options, for `inference_evaluator_cls`."""
+
+  def __call__(self, mixture_or_task_name: str, feature_converter: Any, eval_split: str, use_cached: bool,
+               seed: int | None, sequence_length: Mapping[str, int] | None, log_dir: str | None,
+               use_memory_cache: bool) -> Any:
+    """Return the Evaluator; the arguments are those of `seqio.Evaluator`."""
+
+
 class InferenceEvaluator:
   """Decodes the tasks of a dataset configuration and computes their metrics."""
 
@@ -86,8 +95,10 @@ class InferenceEvaluator:
     self._folder = None if log_dir is None else files.path(log_dir) / folder
     self._seqio = None
     if inference_evaluator_cls is None:
-      self._tasks = data.open_eval_tasks(infer_eval_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER,
-                                         num_examples=cfg.num_examples)
+      self._tasks = data.open_eval_tasks(
+          data.with_feature_lengths(infer_eval_dataset_cfg, feature_converter=model.FEATURE_CONVERTER, decodes=True,
+                                    num_examples=cfg.num_examples, folder=log_dir),
+          layout, feature_converter=model.FEATURE_CONVERTER, num_examples=cfg.num_examples)
     else:
       from t5x_lite.data import seqio_evaluator
       self._seqio = seqio_evaluator.SeqioEvaluator(

@@ -56,6 +56,7 @@ class RunConfig:
 
   def __post_init__(self):
     start_lib.check_model_dir('train', 'model_dir', self.model_dir)
+    self.train_dataset_cfg.check_lengths_are_given('training')
     start_lib.check_optimizer(self.model)
     checks.check('train', vars(self), eval_steps=checks.number(at_least=1, integer=True).or_none(),
                  random_seed=start_lib.SEED, param_ema=checks.instance(
@@ -131,7 +132,7 @@ def open_data(
     num_prefetched_batches: see `train`.
     num_retries: see `train`.
     concurrent_metrics: see `train`.
-    log_dir: folder for the results of evaluations by decoding; None writes nothing.
+    log_dir: folder for the results of evaluations by decoding and for the lengths of their data; None writes nothing.
     note_fn: called with a description of the work.
     open_fn: calls a function that opens data; same arguments as `waiting.DataWaits.call`.
 
@@ -151,7 +152,7 @@ def open_data(
       teacher_forced = [each.dataset_cfg for _, _, each in _evaluations(cfg) if not each.decode]
       for dataset_cfg in (cfg.train_dataset_cfg, *teacher_forced):
         cfg.verify_matching_vocabs_fn(dataset_cfg, cfg.model)
-    return cfg.get_dataset_fn(cfg.train_dataset_cfg, layout, feature_converter=converter)
+    return data.open_train_data(cfg.get_dataset_fn, cfg.train_dataset_cfg, layout, converter)
 
   host_iterator = open_fn(open_training, 'opening the training data', lambda opened: opened.close())
   # A user's `get_dataset_fn` may return an iterator of another class.
@@ -169,9 +170,9 @@ def open_data(
       stack.callback(evaluator.close)
       opened.append(OpenEvaluation(name=name, folder=folder, evaluator=evaluator))
     else:
-      batches_by_task = open_fn(lambda each=each: cfg.train_eval_get_dataset_fn(
-          each.dataset_cfg, partitioner.get_data_layout(each.dataset_cfg.batch_size), each.num_batches,
-          feature_converter=converter), f'opening the evaluation data of {name}')
+      batches_by_task = open_fn(lambda each=each: data.open_eval_data(
+          cfg.train_eval_get_dataset_fn, each.dataset_cfg, partitioner.get_data_layout(each.dataset_cfg.batch_size),
+          each.num_batches, converter, log_dir), f'opening the evaluation data of {name}')
       opened.append(OpenEvaluation(
           name=name, folder=folder, batches=batches_by_task, metric_fns=each.metric_fns))
   return RunData(

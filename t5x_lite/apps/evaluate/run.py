@@ -18,6 +18,7 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
+from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -52,10 +53,11 @@ def evaluate(
     output_dir: str,
     inference_evaluator_cls: Any = None,
     training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None = None,
-    summarize_config_fn: Callable[[str, Any, int], None] | None = None,
+    summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
     train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
     train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators,
     fallback_init_rng: int | None = None,
+    use_orbax: bool = True,
     infer_eval_cfg: evaluation.InferenceEvalConfig | None = evaluation.InferenceEvalConfig(),
     eval_steps: int | None = None,
     best_metric: str | None = None,
@@ -80,8 +82,10 @@ def evaluate(
     training_evaluator_cls: `trainer.Trainer` for teacher-forced evaluation, or None.
     summarize_config_fn: called with (output_dir, None, 0) to record the configuration.
     train_state_initializer_cls: class of the state initializer.
-    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators`.
+    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators` or T5X's
+      `data.get_training_eval_datasets`.
     fallback_init_rng: seed of random parameters, used without a checkpoint.
+    use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
     infer_eval_cfg: options of evaluations by decoding; None for none.
     eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
     best_metric: full name of the metric that selects the best checkpoint, e.g. 'inference_eval/mean/f1'.
@@ -128,8 +132,9 @@ def evaluate(
     eval_batches = {}
     if cfg.training_evaluator_cls is not None:
       layout = cfg.partitioner.get_data_layout(cfg.dataset_cfg.batch_size)
-      eval_batches = open_fn(lambda: cfg.train_eval_get_dataset_fn(
-          cfg.dataset_cfg, layout, cfg.eval_steps, feature_converter=cfg.model.FEATURE_CONVERTER))
+      eval_batches = open_fn(lambda: data.open_eval_data(
+          cfg.train_eval_get_dataset_fn, cfg.dataset_cfg, layout, cfg.eval_steps, cfg.model.FEATURE_CONVERTER,
+          cfg.summary_dir))
 
     # ------------------------------------------------------------------------------------------------------------------
     # Model: shapes of its state, from which everything is checked before anything is computed

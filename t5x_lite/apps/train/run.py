@@ -122,9 +122,10 @@ def train(
     use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
     summarize_config_fn: called with (model_dir, summary writer or None, step) to record the configuration.
     inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
-    get_dataset_fn: opens the training data, like `data.open_train_iterator`.
+    get_dataset_fn: opens the training data, like `data.open_train_iterator` or T5X's `data.get_dataset`.
     actions: actions that may stop the run, by 'TRAIN', 'TRAIN_EVAL' or 'INFER_EVAL'.
-    train_eval_get_dataset_fn: opens the evaluation data, like `data.open_eval_iterators`.
+    train_eval_get_dataset_fn: opens the evaluation data, like `data.open_eval_iterators` or T5X's
+      `data.get_training_eval_datasets`.
     run_eval_before_training: also evaluate before the first step of the run.
     train_state_initializer_cls: class of the state initializer.
     use_orbax: True, since checkpoints are written in Orbax's format; False is accepted if no checkpoint is saved.
@@ -200,7 +201,7 @@ def train(
     # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
         stack, cfg, num_prefetched_batches=cfg.num_prefetched_batches, num_retries=cfg.num_retries,
-        concurrent_metrics=cfg.concurrent_metrics, log_dir=cfg.model_dir, note_fn=progress.note, open_fn=opening.call)
+        concurrent_metrics=cfg.concurrent_metrics, log_dir=None if cfg.dry_run else cfg.model_dir, note_fn=progress.note, open_fn=opening.call)
     batches, save_cfg = run_data.batches, cfg.checkpoint_cfg.save
     if save_cfg is not None and save_cfg.save_dataset:
       # A pipeline without a known position is an error now instead of at the first save.

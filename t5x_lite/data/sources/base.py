@@ -6,13 +6,13 @@ import importlib
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from t5x_lite import checks
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
+from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator, SplitLengths
 from t5x_lite.errors import ConfigError
 
 # Options of `DatasetConfig` that only some sources support, and the remedy if another source is used.
 SPECIAL_OPTIONS = {
     'use_cached': 'Set use_cached = False', 'use_custom_packing_ops': 'Set use_custom_packing_ops = False',
-    'num_workers': 'Omit it', 'num_epochs': 'Omit it'}
+    'num_prefetch_threads': 'Omit it', 'num_workers': 'Omit it', 'num_epochs': 'Omit it'}
 
 
 class DataSource(abc.ABC):
@@ -40,8 +40,10 @@ class DataSource(abc.ABC):
   @classmethod
   def check(cls, cfg: Any) -> None:
     """Raise ConfigError if the source does not support a `DatasetConfig`; called by its constructor, reads no data."""
+    measures = cls.measure is not DataSource.measure
     checks.check('DatasetConfig', {'task_feature_lengths': cfg.task_feature_lengths}, task_feature_lengths=(
-        checks.Expectation("a mapping such as {'inputs': 512, 'targets': 114}", bool)))
+        checks.Expectation("a mapping such as {'inputs': 512, 'targets': 114}",
+                           lambda lengths: measures if lengths is None else bool(lengths))))
 
   @abc.abstractmethod
   def get_vocabulary(self) -> tuple[Any, Any]:
@@ -85,6 +87,24 @@ class DataSource(abc.ABC):
       feature_converter: see `open_train_iterator`.
     """
     self._raise_unsupported('inference', 'open_example_sources')
+
+  def measure(self, feature_converter: Any, num_examples: int | None, decodes: bool) -> SplitLengths:
+    """Return the lengths of the examples of the split, for `task_feature_lengths = None`.
+
+    Args:
+      feature_converter: see `open_train_iterator`; the lengths are those of the task features that it uses.
+      num_examples: maximal number of examples of each task, the first ones; None for the entire split.
+      decodes: whether only tasks with metrics count, if there are any.
+    """
+    self._raise_unsupported('task_feature_lengths = None', 'measure')
+
+  def get_dataset(self, layout: Any, feature_converter: Any) -> Any:
+    """Return what `data.get_dataset` returns; by default the iterator for training."""
+    return self.open_train_iterator(layout, feature_converter)
+
+  def get_converter_cls(self, feature_converter: str) -> Any:
+    """Return what functions with T5X's signature get as `feature_converter_cls`; by default the converter's name."""
+    return feature_converter
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
     """Return task feature name to texts, in the order of the split, for `t5x_lite vocab`.

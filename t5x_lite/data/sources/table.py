@@ -10,15 +10,19 @@ from t5x_lite import checks
 from t5x_lite.data import synthetic
 from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, get_builtin
 from t5x_lite.data.example_sources import TableExamples
-from t5x_lite.data.features import FeatureConverter, Row, check_lengths, get_converter
+from t5x_lite.data.features import FeatureConverter, Row, UNKNOWN_LENGTH, check_lengths, get_converter
 from t5x_lite.data.interfaces import (
-    EvalBatches, EvalTask, ExampleSource, HostBatch, HostIterator, IndexedBatches, batches_of_rows,
+    EvalBatches, EvalTask, ExampleSource, HostBatch, HostIterator, IndexedBatches, SplitLengths, batches_of_rows,
     warn_of_omitted_tasks)
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.sources import base
 from t5x_lite.data.streams import DirectReader, PieceReader, Pieces, TaskStream
 from t5x_lite.data.table_iterator import TableIterator
 from t5x_lite.data.trimming import TrimmedExamples
+
+
+# Examples that are made together to find their lengths.
+_NUM_MEASURED = 256
 
 
 class TableSource(base.DataSource):
@@ -94,7 +98,7 @@ class TableSource(base.DataSource):
     spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
     tasks, omitted = [], []
     for task, table in opened:
-      if not (task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns):
+      if not task.has_metrics:
         omitted.append(task.name)
         continue
       numbers, examples = self._epoch(task.name, table, num_examples)
@@ -116,6 +120,26 @@ class TableSource(base.DataSource):
     """See base class."""
     converter, opened = self._open(feature_converter)
     return [TableExamples(self.cfg, task.name, table, converter) for task, table in opened]
+
+  def measure(self, feature_converter: Any, num_examples: int | None, decodes: bool) -> SplitLengths:
+    """See base class."""
+    cfg, tasks, converter = self.cfg, self.tasks(), self.get_converter(feature_converter)
+    tables = {}
+    for task in [task for task in tasks if task.has_metrics or not decodes] or tasks:
+      lengths = dict.fromkeys(converter.features_of(list(task.vocabularies)), UNKNOWN_LENGTH)
+      converter.check(lengths, list(task.vocabularies), task.name)
+      tables[task.name] = task.table(cfg.split, lengths)
+
+    def measured() -> Iterator[dict[str, int]]:
+      for name, table in tables.items():
+        count = len(table) if num_examples is None else min(num_examples, len(table))
+        stream = TaskStream(name, table, cfg.effective_seed, cfg.shuffle)
+        for first in range(0, count, _NUM_MEASURED):
+          for example in stream.examples(np.arange(first, min(first + _NUM_MEASURED, count))):
+            yield {feature: len(ids) for feature, ids in example.items()}
+
+    return SplitLengths(examples=measured(), identity={
+        'content': {name: [len(table), table.fingerprint] for name, table in tables.items()}})
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
     """See base class; if a task does not keep texts, its vocabulary decodes the ids."""
@@ -188,12 +212,12 @@ class BuiltinSource(TableSource):
 class GrainSource(BuiltinSource):
   """The batches of the builtin source, prefetched by grain."""
 
-  options = ('num_workers', 'num_epochs')
+  options = ('num_prefetch_threads', 'num_workers', 'num_epochs')
 
   def open_reader(self, pieces: Pieces) -> PieceReader:
     """See base class."""
     from t5x_lite.data import grain_source
-    return grain_source.GrainReader(pieces, self.cfg.num_workers)
+    return grain_source.GrainReader(pieces, self.cfg.num_workers or 0, self.cfg.num_prefetch_threads or 0)
 
 
 class RandomTableSource(TableSource):
@@ -203,7 +227,8 @@ class RandomTableSource(TableSource):
 
   @classmethod
   def check(cls, cfg: Any) -> None:
-    """See base class; a `SyntheticSource` with features needs no lengths."""
+    """See base class; a `SyntheticSource` with features needs no lengths: {}."""
+    cfg.check_lengths_are_given('random data')
 
   def tasks(self) -> Sequence[BuiltinTask]:
     """See base class."""

@@ -214,7 +214,8 @@ def test_vocabularies_suit_the_ids(row):
 
 @pytest.mark.parametrize('row', _ROWS, ids=lambda row: row.name)
 def test_options_of_other_sources_are_errors(row):
-  values = {'use_cached': True, 'use_custom_packing_ops': True, 'num_workers': 2, 'num_epochs': 3}
+  values = {'use_cached': True, 'use_custom_packing_ops': True, 'num_prefetch_threads': 3, 'num_workers': 2,
+            'num_epochs': 3}
   assert values.keys() == base.SPECIAL_OPTIONS.keys()
   for option, value in values.items():
     # Whatever a source itself has to say of packing.

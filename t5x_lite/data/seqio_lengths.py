@@ -1,0 +1,87 @@
+"""Lengths of the examples of seqio Tasks, as seqio's Evaluator finds them for `sequence_length=None`."""
+
+from collections.abc import Iterator
+import contextlib
+import functools
+import hashlib
+import inspect
+from typing import Any
+
+import numpy as np
+
+from t5x_lite import checks
+from t5x_lite.data import seqio_features
+from t5x_lite.data.builtin_tasks import check_not_empty
+from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.interfaces import SplitLengths
+from t5x_lite.data.seqio_import import quiet, reading, tf
+from t5x_lite.data.seqio_source import task_dataset
+
+# Files of a split whose sizes and times are part of its identity.
+_MAX_FILES = 64
+
+
+def measure(cfg: DatasetConfig, feature_converter: Any, num_examples: int | None, decodes: bool) -> SplitLengths:
+  """Return the lengths of the examples; see `DataSource.measure`.
+
+  Raises:
+    ConfigError: a preprocessor needs the lengths.
+    DataError: the task or split is unknown, or the split is empty.
+  """
+  provider = seqio_features.get_provider(cfg)
+  seqio_features.check_split(provider, cfg.split)
+  tasks = seqio_features.subtasks_with_split(provider, cfg.split)
+  with quiet():
+    tasks = [task for task in tasks if task.metric_objs or not decodes] or tasks
+  for task in tasks:
+    _check_needs_no_lengths(task)
+  converter = seqio_features.get_converter(cfg, feature_converter, provider)
+  dims = {name: getattr(converter.TASK_FEATURES.get(name), 'sequence_dim', 0)
+          for name in seqio_features.features_of(converter, provider)}
+
+  def measured() -> Iterator[dict[str, int]]:
+    for task in tasks:
+      dataset = task_dataset(task, cfg, num_epochs=1, tell_lengths=False)
+      with reading(cfg, task):
+        for example in dataset.take(-1 if num_examples is None else num_examples).as_numpy_iterator():
+          yield {name: np.shape(example[name])[dim] for name, dim in dims.items()}
+
+  return SplitLengths(examples=measured(), identity={'content': {task.name: _content(task, cfg) for task in tasks}})
+
+
+def _check_needs_no_lengths(task: Any) -> None:
+  for preprocessor in task.preprocessors:
+    parameter = inspect.signature(preprocessor).parameters.get('sequence_length')
+    if parameter is not None and parameter.default is inspect.Parameter.empty:
+      function = preprocessor.func if isinstance(preprocessor, functools.partial) else preprocessor
+      name = getattr(function, '__name__', type(function).__name__)
+      raise checks.invalid(
+          'DatasetConfig', 'task_feature_lengths', f'a mapping for {task.name!r}, since its preprocessor {name} needs '
+          'the lengths', None, 'Set TASK_FEATURE_LENGTHS.')
+
+
+def _content(task: Any, cfg: DatasetConfig) -> dict[str, Any]:
+  """Return JSON values that change with the files, the preprocessors or the vocabularies of a task."""
+  with quiet():
+    number = task.num_input_examples(cfg.split)
+    vocabularies = {name: [type(feature.vocabulary).__name__, feature.vocabulary.vocab_size, feature.add_eos]
+                    for name, feature in task.output_features.items()}
+  with reading(cfg, task):
+    first = next(task_dataset(task, cfg, num_epochs=1, tell_lengths=False).take(1).as_numpy_iterator(), None)
+  check_not_empty(first, cfg.split, task.name)
+  digest = hashlib.sha256()
+  for name in task.output_features:
+    digest.update(f'{name} {np.shape(first[name])}'.encode() + np.ascontiguousarray(first[name]).tobytes())
+  return {'num_input_examples': number, 'vocabularies': vocabularies, 'first_example': digest.hexdigest()[:16],
+          'files': _files(task, cfg.split)}
+
+
+def _files(task: Any, split: str) -> list[list[Any]]:
+  """Return [path, bytes, time of the last change] of the files of a split, as far as its source names them."""
+  found: list[list[Any]] = []
+  with contextlib.suppress(Exception), quiet():  # A user's source may raise anything.
+    for path in list(task.source.list_shards(split))[:_MAX_FILES]:
+      with contextlib.suppress(tf.errors.OpError):
+        stat = tf.io.gfile.stat(path)
+        found.append([path, stat.length, stat.mtime_nsec])
+  return found
