@@ -66,6 +66,7 @@ _TESTED_IN = {
     't5x_lite/checkpoints/sources/base.py': 'checkpoints/sources/test_sources.py',
     't5x_lite/checkpoints/sources/hugging_face.py': 'checkpoints/sources/test_sources.py',
     't5x_lite/checkpoints/sources/orbax.py': 'checkpoints/sources/test_sources.py',
+    **{f't5x_lite/compat/{name}.py': 'compat/test_programs.py' for name in ('train', 'eval', 'infer', 'precompile')},
     't5x_lite/data/example_sources.py': 'data/test_text_sources.py',
     't5x_lite/data/interfaces.py': 'data/test_iterators.py',
     't5x_lite/data/positions.py': 'data/test_streams.py',
