@@ -1,8 +1,9 @@
 """Tables of the documentation that are made of code: parameters by signature and docstring, flags by `--help`.
 
 A page has a block ```` ```{parameters} ```` with the dotted name of a class or function, and optionally `without` and the
-names of parameters to leave out; or a block ```` ```{flags} ```` with the name of a command. `conf.py` replaces these
-blocks when the pages are built, and `tests/repository/test_docs.py` checks that every parameter has a description.
+names of parameters to leave out; a block ```` ```{flags} ```` with the name of a command; or a block
+```` ```{t5x} ```` with one of `modules`, `names` and `left_out`: T5X's names by the table of `t5x_lite.compat.names`.
+`conf.py` replaces these blocks when the pages are built, and `tests/repository/test_docs.py` checks that every parameter has a description.
 """
 
 import argparse
@@ -12,10 +13,11 @@ import pkgutil
 import re
 
 from t5x_lite.apps import commands
+from t5x_lite.compat import names
 
 # A flag or a macro in the text of `--help`.
 _FLAG = re.compile(r"(?<![`\w])(--[\w.]+(?:='[^']*'|=[\w./]+)?|[A-Z]+_[A-Z_]+)(?![`\w])")
-BLOCK = re.compile(r'^```\{(?P<kind>parameters|flags)\}\n(?P<what>[^`]*?)\n```$', re.MULTILINE)
+BLOCK = re.compile(r'^```\{(?P<kind>parameters|flags|t5x)\}\n(?P<what>[^`]*?)\n```$', re.MULTILINE)
 # A section of a docstring in Google style, up to the next line that is not indented.
 _SECTION = re.compile(r'^(?:Args|Attributes):\n((?:[ \t].*\n|\n)*)', re.MULTILINE)
 _ENTRY = re.compile(r'^  (\w+): (.*(?:\n(?:    .*|(?=\n)))*)', re.MULTILINE)
@@ -23,8 +25,8 @@ _ENTRY = re.compile(r'^  (\w+): (.*(?:\n(?:    .*|(?=\n)))*)', re.MULTILINE)
 
 def expand(text: str) -> str:
   """Return a Markdown page with its blocks replaced by tables."""
-  return BLOCK.sub(lambda block: {'parameters': _parameter_table, 'flags': _flag_table}[block['kind']](block['what']),
-                   text)
+  tables = {'parameters': _parameter_table, 'flags': _flag_table, 't5x': t5x_table}
+  return BLOCK.sub(lambda block: tables[block['kind']](block['what']), text)
 
 
 def parameters(what: str) -> list[tuple[str, str, str]]:
@@ -49,6 +51,22 @@ def flags(command: str) -> list[tuple[str, str]]:
   actions = sorted(parser._actions, key=lambda action: bool(action.option_strings))
   return [('='.join(filter(None, (*action.option_strings, _value_name(action)))), _FLAG.sub(r'`\1`', _one_line(action.help or '')))
           for action in actions]
+
+
+def t5x_table(what: str) -> str:
+  """Return the table of T5X's modules, of its names in other places here, or of those that are left out."""
+  rows = names.MODULES.items()
+  if what == 'modules':
+    head, lines = ('in T5X', 'here'), [(f'`{module}`', f'`{row.here}`') for module, row in rows if row.here]
+  elif what == 'names':
+    head = ('in T5X', 'here')
+    lines = [(f'`{module}.{name}`', f'`{place.replace(":", ".")}`') for module, row in rows
+             for name, place in sorted(row.names.items())]
+  else:
+    head = ('in T5X', 'instead')
+    lines = [(f'`{module}.{name}`', sentence) for module, row in rows for name, sentence in sorted(row.left_out.items())]
+    lines += [(f'`{module}`', sentence) for module, sentence in names.LEFT_OUT_MODULES.items()]
+  return '\n'.join([f'| {head[0]} | {head[1]} |', '|---|---|', *(f'| {left} | {_cell(right)} |' for left, right in lines)])
 
 
 def _parameter_table(what: str) -> str:

@@ -21,7 +21,7 @@ _MODULES = {
         'standard_logical_axis_rules'),
     'moe.state_axes': ('match_fn',),
     'moe.tools': ('planner', 'report', 'surgery'),
-    'moe.training': ('scale_expert_gradients',),
+    'moe.training': ('MoeTrainer', 'scale_expert_gradients', 'scale_sharded_grads', 'tree_map_with_names'),
     'moe.upcycling': ('upcycle',),
 }
 __getattr__, __dir__, __all__ = lazy_names(globals(), _MODULES)

@@ -7,6 +7,7 @@ part of the data axis within a slice.
 from collections.abc import Sequence
 import math
 
+import jax
 from jax.sharding import Mesh
 
 from t5x_lite import checks
@@ -46,6 +47,21 @@ def largest_divisor(number: int, at_most: int) -> int:
   (4, 6, 1)
   """
   return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
+
+
+def get_cpu_mesh() -> Mesh:
+  """Return the mesh of the CPU devices with a row per process: (processes, devices of a process, 1)."""
+  return _without_model_axis(mesh_lib.get_cpu_mesh())
+
+
+def get_gpu_mesh() -> Mesh:
+  """Return the mesh of the GPUs with the devices of a process along the expert axis: (processes, GPUs of each, 1)."""
+  return _without_model_axis(mesh_lib.get_gpu_mesh(jax.local_device_count('gpu')))
+
+
+def _without_model_axis(base: Mesh) -> Mesh:
+  """Return a (`data`, `model`) mesh whose second axis becomes the expert axis."""
+  return mesh_lib.make_mesh(base.devices[..., None], AXIS_NAMES)
 
 
 def default_moe_mesh(

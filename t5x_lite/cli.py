@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 import warnings
 
 import t5x_lite
+from t5x_lite import cli_flags
 from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
@@ -40,9 +41,6 @@ _QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'A
 _COMPUTING = ('train', 'eval', 'infer')
 # Exit status that shells report after SIGINT.
 _INTERRUPTED = 128 + signal.SIGINT
-# absl's forms of a boolean flag, and ours; None for no flag.
-_BOOLEANS = {**{f'--multiprocess_gpu={value}': '--multiprocess_gpu' for value in ('true', 't', '1')},
-             **{f'--multiprocess_gpu={value}': None for value in ('false', 'f', '0')}, '--nomultiprocess_gpu': None}
 _LOG_LEVELS = ('debug', 'info', 'warning', 'error')
 _EPILOG = """\
 commands (each has a --help):
@@ -264,6 +262,8 @@ def _run(argv: Sequence[str], program: Program) -> int:
     logger.setLevel(level)
   arguments.describe_error = lambda process, error: _describe(process, error, argv, program)
   with contextlib.ExitStack() as stack:
+    if getattr(arguments, 'log_dir', None):
+      stack.enter_context(_log_file(arguments.log_dir, arguments.command))
     if level == logging.DEBUG:
       stack.enter_context(runtime.log_compilations())
     return program.commands[arguments.command].run(arguments)
@@ -277,8 +277,8 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     program: the program.
 
   Returns:
-    Arguments of the command, with `command`, `entry` (see `commands.Command`) and `gin_flags`, the flags of the form
-    `--gin.NAME=VALUE`.
+    Arguments of the command, with `command`, `entry` (see `commands.Command`), `gin_flags`, the flags of the forms
+    `--gin.NAME=VALUE` and `--gin_bindings=TEXT`, and `jax_flags`, those of the form `--jax_NAME=VALUE`.
 
   Raises:
     ConfigError: the command, a flag or an argument is unknown.
@@ -286,13 +286,22 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   """
   if not argv[0].startswith('-') and argv[0] not in program.commands:
     raise ConfigError(f'{argv[0]!r} is not a command.{did_you_mean(argv[0], program.commands)}')
+  command = program.commands.get(argv[0])
   others = []
-  passes_on = argv[0] in program.commands and program.commands[argv[0]].passes_on
+  passes_on = command is not None and command.passes_on
   if passes_on and '--' in argv:
     argv, others = argv[:argv.index('--')], argv[argv.index('--') + 1:]
-  argv = [flag for argument in argv if (flag := _BOOLEANS.get(argument.lower(), argument)) is not None]
+  jax_flags = []
+  if command is not None and command.entry is not None:
+    argv = [argv[0], *cli_flags.expand_flagfiles(argv[1:])]
+    jax_flags = [argument for argument in argv if cli_flags.is_jax_flag(argument)]
+  argv = cli_flags.plain([argument for argument in argv if argument not in jax_flags], _options(argv, program))
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
-  arguments, unknown = _parser(argv, program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
+  # Not parsed by argparse, which would lose the order of both kinds.
+  arguments, unknown = _parser(argv, program).parse_known_args(
+      [argument for argument in argv if not argument.startswith(('--gin.', '--gin_bindings='))])
+  ignored = ','.join(getattr(arguments, 'undefok', ())).split(',')
+  unknown = [argument for argument in unknown if not cli_flags.is_named(argument, ignored)]
   command = program.commands[arguments.command]
   if passes_on and unknown and not others:
     raise ConfigError(f'{unknown[0]} is not a flag of {argv[0]}. Write -- before the command that it starts, e.g. '
@@ -310,8 +319,14 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     # A command of this program is started like this process.
     own = [sys.executable, '-m', program.name]
     arguments.others = own + others if others[0] in program.commands else others
-  arguments.gin_flags = [argument for argument in argv if argument.startswith('--gin.')]
+  arguments.gin_flags, arguments.jax_flags = gin_flags, jax_flags
   return arguments
+
+
+def _options(argv: Sequence[str], program: Program) -> Mapping[str, argparse.Action]:
+  """Return argparse's actions of a command by flag; empty if `argv` does not begin with a command."""
+  sub = next(action for action in _parser(argv, program)._actions if isinstance(action, argparse._SubParsersAction))
+  return sub.choices[argv[0]]._option_string_actions if argv[0] in sub.choices else {}
 
 
 def _unknown_argument(argument: str, command: str, argv: Sequence[str], program: Program) -> str:
@@ -321,10 +336,11 @@ def _unknown_argument(argument: str, command: str, argv: Sequence[str], program:
               f'--gin.{argument}' if equals and name.isidentifier() else '')
     return f'{command} does not accept the argument {argument!r}.' + (f' Did you mean {remedy}?' if remedy else '')
   flag = argument.partition('=')[0]
-  sub = next(action for action in _parser(argv, program)._actions if isinstance(action, argparse._SubParsersAction))
-  known = [name for name in sub.choices[command]._option_string_actions if name.startswith('--')]
+  known = [name for name in _options(argv, program) if name.startswith('--')]
   if flag.startswith(('-gin.', '--gin-', '-gin_')) or (flag.startswith('--gin') and '.' in flag):
     return f'{command} has no flag {flag}. Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
+  if program.commands[command].entry is not None and cli_flags.remedy(flag):
+    return f'{command} has no flag {flag}. {cli_flags.remedy(flag)}'
   return f'{command} has no flag {flag}.{did_you_mean(flag, known)}'
 
 
@@ -386,6 +402,38 @@ def _plain_messages() -> Iterator[None]:
         logger.propagate = propagate
       for name in _logger_levels():
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+
+
+@contextlib.contextmanager
+def _log_file(folder: str, command: str) -> Iterator[None]:
+  """Also write log lines, and the exception that ends the command, to a file in `folder` for each process.
+
+  Raises:
+    ConfigError: the file cannot be written.
+  """
+  path = os.path.join(os.path.expanduser(folder), f'{command}.{os.uname().nodename}.{os.getpid()}.log')
+  try:
+    if '://' in folder:
+      raise OSError('it is in an object store')
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    handler = logging.FileHandler(path, encoding='utf-8', errors='surrogateescape')
+  except OSError as error:
+    raise ConfigError(f'--log_dir must be a local folder that can be written, got {folder!r}: '
+                      f'{error.strerror or error}.') from error
+  handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s'))
+  loggers = _our_loggers()
+  for logger in loggers:
+    logger.addHandler(handler)
+  try:
+    yield
+  except BaseException as error:
+    handler.handle(logging.LogRecord('t5x_lite', logging.ERROR, __file__, 0, 'The command ended with %s.',
+                                     (type(error).__name__,), (type(error), error, error.__traceback__)))
+    raise
+  finally:
+    for logger in loggers:
+      logger.removeHandler(handler)
+    handler.close()
 
 
 def _our_loggers() -> list[logging.Logger]:

@@ -4,17 +4,17 @@
 validates the result for the function that will run (`configuration.checks`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import importlib
 import logging
 import re
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import gin
 
-from t5x_lite import files
+from t5x_lite import checks, files
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
@@ -62,14 +62,14 @@ class Configuration:
       left_out: prefixes of modules whose bindings are omitted.
     """
 
-    def resolve(value):
-      while gin_check.is_macro(value):
-        value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
-      return value
-
-    return {f'{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
+    return {f'{use.name}.{parameter}': repr(_value_of(key))
             for use in self.uses if not use.configurable.wrapped.__module__.startswith(tuple(left_out))
             for parameter, key in use.bound.items()}
+
+  def arguments_of(self, cls: type) -> list[dict[str, Any]]:
+    """Return the bound arguments of each use of a class or its subclasses, unevaluated, without macros."""
+    return [{parameter: _value_of(key) for parameter, key in use.bound.items()} for use in self.uses
+            if isinstance(use.configurable.wrapped, type) and issubclass(use.configurable.wrapped, cls)]
 
   def call(self, **arguments: Any) -> Any:
     """Call the entry point with the bound values; `arguments` override them.
@@ -105,6 +105,14 @@ class Configuration:
       if isinstance(error, T5xLiteError):
         raise
       raise ConfigError(f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)') from error
+
+
+def _value_of(key: gin_check.Key) -> Any:
+  """Return the value bound to `key`, with a macro replaced by its value."""
+  value = gin_check.value_of(key)
+  while gin_check.is_macro(value):
+    value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+  return value
 
 
 def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
@@ -170,10 +178,13 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   return Configuration(function, text, uses, mesh_rule)
 
 
-def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None, main_is_t5x: bool = True) -> tuple[
+def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None, **options: Any) -> tuple[
     gin_apply.Binder, Sequence[gin_syntax.Text], mesh_rules.Choice | None, dict[gin_check.Key, gin_syntax.Binding]]:
-  """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes."""
-  binder = gin_apply.Binder(main_is_t5x)
+  """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes.
+
+  `options` are those of the binder.
+  """
+  binder = gin_apply.Binder(**options)
   position = next((index for index, text in enumerate(texts) if isinstance(text, mesh_rules.MeshRules)), None)
   if position is None:
     if mesh_selector is not None:
@@ -196,19 +207,28 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     users: names of the files and flags that import modules of T5X.
     texts: files and flags in the order of application.
   """
-  opened = [text for top in texts for text in top.files()]
-  ours = dict.fromkeys(text.source for text in opened if text.is_packaged(gin_syntax.T5X_FILES))
-  users = [source for source in users if source not in ours]
+  ours = dict.fromkeys(text.source for top in texts for text in _files_of_t5x(top))
+  users = [source for source in users if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours]
   sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.'] if users else []
   if ours:
     sentences.append(f'Of T5X\'s files, those of t5x_lite are used: {", ".join(ours)}.')
-    last = {statement.macro_name: (statement, text) for text in opened for statement in text.statements
+    last = {statement.macro_name: (statement, text) for top in texts for statement, text in top.walk_files()
             if isinstance(statement, gin_syntax.Binding)}
     defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
                 if name in last and last[name][1].is_packaged()]
     sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+
+
+def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:
+  """Yield the files of this package that are used by the names of T5X's."""
+  if text.is_packaged(gin_syntax.T5X_FILES):
+    yield text
+  elif not text.is_packaged():
+    for statement in text.statements:
+      if isinstance(statement, gin_syntax.Text):
+        yield from _files_of_t5x(statement)
 
 
 def _finalize() -> None:
@@ -262,31 +282,69 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
 
 
 def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], gin_bindings: Sequence[str],
-                    finalize_config: bool = True) -> None:
+                    skip_unknown: bool | Sequence[str] = False, finalize_config: bool = True) -> None:
   """Apply gin files and bindings to gin's configuration, for programs that call their configurables themselves.
 
   Args:
     gin_search_paths: folders with gin files, searched before those of t5x_lite.
     gin_files: names of gin files.
     gin_bindings: gin text, applied after the files.
+    skip_unknown: True to skip imports of modules that do not exist and bindings of unknown functions and classes; a
+      list of functions and classes to skip these bindings only, and the imports. False raises.
     finalize_config: whether to call `gin.finalize`, which validates and locks the configuration.
 
   Raises:
     ConfigError: a name is misspelt or missing.
   """
+  checks.check('parse_gin_flags', {'skip_unknown': skip_unknown}, skip_unknown=checks.instance(
+      (bool, list, tuple, set), 'True, False or a list of names'))
   gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
-  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False)
+  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False, skip_unknown=skip_unknown)
   if finalize_config:
     _finalize()
 
 
-def get_gin_config_str() -> str:
+def run(main: Callable[[list[str]], Any]) -> NoReturn:
+  """Run `main` by `absl.app.run`, with every `--gin.NAME=VALUE` of the command line as `--gin_bindings=NAME = VALUE`.
+
+  For programs with flags of absl that call `parse_gin_flags`, among them those written for T5X. Ends the process.
+
+  Args:
+    main: called with the command line without its flags.
+  """
+  from absl import app
+  app.run(main, flags_parser=lambda arguments: app.parse_flags_with_usage(rewrite_gin_args(arguments)))
+
+
+def get_gin_config_str(show_provenance: bool = False) -> str:
   """Return the current configuration as complete gin text: imports, macros, and all bindings.
 
   Of a configuration with mesh rules, it is the text to which the rules apply, with all rules.
+
+  Args:
+    show_provenance: must be False.
+
+  Raises:
+    ConfigError: `show_provenance` is True.
   """
+  if show_provenance:
+    raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. The text does not show '
+                      'the file of each setting; search the gin files for its name.')
   return _HEADER + mesh_rules.configuration_text()
+
+
+class SummarizeConfigFn(Protocol):
+  """Function that records the configuration of a run, such as `summarize_gin_config`."""
+
+  def __call__(self, model_dir: str, summary_writer: Any | None, step: int) -> None:
+    """Record the configuration.
+
+    Args:
+      model_dir: folder of the run.
+      summary_writer: object with `write_text(step, {name: markdown})`, or None.
+      step: step at which the run starts or resumes.
+    """
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) -> None:
@@ -333,17 +391,28 @@ def _write(path: files.Path, text: str) -> None:
   files.write(path, text.encode('utf-8', errors='surrogateescape'))
 
 
-def sum_fn(var1: float, var2: float) -> float:
-  """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`."""
+def sum_fn(var1: float = gin.REQUIRED, var2: float = gin.REQUIRED) -> float:
+  """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`.
+
+  Raises:
+    ConfigError: an argument is missing.
+  """
+  _check_given('sum_fn', var1=var1, var2=var2)
   return var1 + var2
 
 
-def bool_fn(var1: Any) -> bool:
-  """Return `bool(var1)`, for gin files."""
+def bool_fn(var1: Any = gin.REQUIRED) -> bool:
+  """Return `bool(var1)`, for gin files.
+
+  Raises:
+    ConfigError: the argument is missing.
+  """
+  _check_given('bool_fn', var1=var1)
   return bool(var1)
 
 
-def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | None = None) -> list[str] | str:
+def string_split_fn(text: str = gin.REQUIRED, separator: str = gin.REQUIRED, maxsplit: int = -1,
+                    index: int | None = None) -> list[str] | str:
   """Return the parts of `text` between separators, or one part, for gin files.
 
   Args:
@@ -351,6 +420,16 @@ def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | 
     separator: separator of the parts.
     maxsplit: maximum number of splits, -1 for no limit.
     index: index of the part to return; None returns all.
+
+  Raises:
+    ConfigError: an argument is missing.
   """
+  _check_given('string_split_fn', text=text, separator=separator)
   parts = text.split(separator, maxsplit)
   return parts if index is None else parts[index]
+
+
+def _check_given(function: str, **arguments: Any) -> None:
+  for name, value in arguments.items():
+    if value is gin.REQUIRED:
+      raise ConfigError(f'`{function}.{name}` must be set. Bind it in a gin file, or pass it.')

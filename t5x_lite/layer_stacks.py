@@ -90,7 +90,19 @@ def is_accepted_by(*objects: Any) -> bool:
 
   A declaration is not inherited, since an overridden method may depend on single layers or on numbers of dims.
   """
-  return all(vars(type(each)).get('ACCEPTS_STACKED_LAYERS', False) for each in objects)
+  return all(declares(each, 'ACCEPTS_STACKED_LAYERS') for each in objects)
+
+
+def declares(instance: Any, name: str) -> bool:
+  """Return whether the class of an object sets `name` to True in its body.
+
+  The subclass that gin makes of a class with configured methods, with the same name, counts as that class.
+  """
+  cls = type(instance)
+  while cls.__base__ is not None and (cls.__module__, cls.__qualname__) == (
+      cls.__base__.__module__, cls.__base__.__qualname__):
+    cls = cls.__base__
+  return vars(cls).get(name, False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,14 +39,15 @@ from t5x_lite.train_state import FlaxOptimTrainState, InferenceState, TrainState
 from t5x_lite.train_step import (
     accumulate_grads_microbatched, apply_grads, eval_step, PartitionedEvalCallable, PartitionedTrainCallable,
     train_with_lr)
-from t5x_lite.types import Array, Batch, PyTree
+from t5x_lite.types import Array, ArrayMapFuture, Batch, PyTree, SummarizeMetricsCallable, TimeFuture
 from t5x_lite.weight_metrics import unstacking, WeightMetricsComputer
 
 __all__ = [
-    'ActionMode', 'BaseAction', 'BaseTrainer', 'BaseTrainerConstructor', 'EarlyStoppingAction', 'LearningRateCallable',
-    'MetricValueMapFuture', 'MetricsManager', 'NonFinitePolicy', 'PartitionedEvalCallable', 'PartitionedTrainCallable',
-    'PreemptionError', 'Stop', 'TRAIN_METRIC_KEY', 'TerminateOnNanAction', 'Trainer', 'WeightMetricsComputer',
-    'accumulate_grads_microbatched', 'apply_grads', 'eval_step', 'merge_metrics', 'run_actions', 'train_with_lr',
+    'ActionMode', 'ArrayMapFuture', 'BaseAction', 'BaseTrainer', 'BaseTrainerConstructor', 'EarlyStoppingAction',
+    'LearningRateCallable', 'MetricValueMapFuture', 'MetricsManager', 'NonFinitePolicy', 'PartitionedEvalCallable',
+    'PartitionedTrainCallable', 'PreemptionError', 'Stop', 'SummarizeMetricsCallable', 'TRAIN_METRIC_KEY',
+    'TerminateOnNanAction', 'TimeFuture', 'Trainer', 'WeightMetricsComputer', 'accumulate_grads_microbatched',
+    'apply_grads', 'eval_step', 'merge_metrics', 'run_actions', 'train_with_lr',
 ]
 
 Metrics = Mapping[str, clu.metrics.Metric]

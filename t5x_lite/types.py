@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,6 +23,33 @@ LogicalAxes = PyTree
 MeshAxes = PyTree
 # Ordered pairs (logical axis, mesh axis or axes or None); the first applicable rule wins.
 LogicalAxisRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
+
+
+class ArrayMapFuture(Protocol):
+  """A mapping of names to arrays that is still being computed."""
+
+  def result(self) -> Mapping[str, ArrayLike]:
+    """Wait for the arrays and return them, or raise the exception of the computation."""
+
+
+class TimeFuture(Protocol):
+  """A duration that is still being measured."""
+
+  def result(self) -> float:
+    """Wait for the end and return the seconds."""
+
+
+class SummarizeMetricsCallable(Protocol):
+  """Function that turns the metrics of several steps into values."""
+
+  def __call__(self, metrics: Mapping[str, Any], duration: float, num_steps: int) -> Mapping[str, jax.Array]:
+    """Return values by name.
+
+    Args:
+      metrics: merged `clu.metrics.Metric`s by name.
+      duration: seconds of the steps.
+      num_steps: number of steps.
+    """
 
 
 class ChoosesMesh(abc.ABC):

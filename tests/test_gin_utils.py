@@ -1,5 +1,7 @@
 """Reading, applying, checking and writing gin configurations, on a small program."""
 
+import subprocess
+import sys
 import textwrap
 
 import gin
@@ -86,3 +88,71 @@ def test_parse_gin_flags_and_helpers(tmp_path):
     gin_utils.parse_gin_flags(['no/such/folder', str(tmp_path)], ['sum.gin'], [])
   assert gin_utils.bool_fn([]) is False
   assert gin_utils.string_split_fn('a/b/c', '/', index=-1) == 'c'
+
+
+def test_unknown_names_are_skipped_on_request(tmp_path, caplog):
+  (tmp_path / 'a.gin').write_text(textwrap.dedent("""\
+      from __gin__ import dynamic_registration
+      import no_such_package
+      from t5x_lite import gin_utils
+      no_such_package.fn.value = 1
+      gin_utils.no_such_fn:
+        value = %NUMBER
+      gin_utils.sum_fn.var1 = %NUMBER
+      NUMBER = 3
+      """))
+
+  def parse(**options):
+    gin_utils.parse_gin_flags([str(tmp_path)], ['a.gin'], ['gin_utils.other_fn.value = 4'], **options)
+
+  with pytest.raises(ConfigError, match='no_such_package'):
+    parse()
+  with caplog.at_level('INFO'):
+    parse(skip_unknown=True)
+  text = gin_utils.get_gin_config_str()
+  assert 'gin_utils.sum_fn.var1 = %NUMBER' in text and 'no_such' not in text and 'other_fn' not in text
+  assert 'a.gin:2: skipped' in caplog.text and 'gin_utils.other_fn.value = 4: skipped' in caplog.text
+  parse(skip_unknown=['no_such_package.fn', 'gin_utils.no_such_fn', 'gin_utils.other_fn'])
+  with pytest.raises(ConfigError, match='no_such_fn'):
+    parse(skip_unknown=['no_such_package.fn'])
+  with pytest.raises(ConfigError, match=r'`parse_gin_flags.skip_unknown` must be .*, got 3'):
+    parse(skip_unknown=3)
+
+
+def test_configurations_are_finalized_unless_declined(tmp_path):
+  (tmp_path / 'a.gin').write_text('A = 1\n')
+  gin_utils.parse_gin_flags([str(tmp_path)], ['a.gin'], ['gin.macro.value = %A'], False, False)
+  assert not gin.config_is_locked()
+
+
+def test_a_program_of_absl_reads_gin_flags():
+  program = """
+      import sys
+      from absl import flags
+      from t5x_lite import gin_utils
+      bindings = flags.DEFINE_multi_string('gin_bindings', [], 'Bindings.')
+      gin_utils.run(lambda argv: print(argv[1:], bindings.value))
+      """
+  done = subprocess.run([sys.executable, '-c', textwrap.dedent(program), 'x', '--gin.A=runs/a', '--gin_bindings=B = 2'],
+                        capture_output=True, text=True, timeout=60, check=False)
+  assert done.stdout == """['x'] ["A = 'runs/a'", 'B = 2']\n""", done.stderr
+
+
+@pytest.mark.parametrize('call', [
+    lambda: gin_utils.sum_fn(1), gin_utils.bool_fn, lambda: gin_utils.string_split_fn('a'),
+    lambda: gin_utils.get_gin_config_str(show_provenance=True)])
+def test_missing_and_unsupported_arguments_are_errors(call):
+  with pytest.raises(ConfigError, match=r'_(fn|str)\.(var.|separator|show_provenance)` must be'):
+    call()
+
+
+def test_required_of_gin_is_checked_when_the_configuration_is_loaded(tmp_path):
+  (tmp_path / 'a.gin').write_text(textwrap.dedent("""\
+      from __gin__ import dynamic_registration
+      from t5x_lite import gin_utils
+      from tests.configuration import gin_program as script
+      script.unused.value = @gin_utils.sum_fn()
+      gin_utils.sum_fn.var1 = 1
+      """))
+  with pytest.raises(ConfigError, match='gin_utils.sum_fn requires var2'):
+    gin_utils.load('tests.configuration.gin_program.unused', gin_utils.read([str(tmp_path / 'a.gin')]))

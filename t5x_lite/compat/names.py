@@ -50,8 +50,9 @@ MODULES: dict[str, Module] = {
     't5x.contrib.moe.partitioning': Module(
         here='moe',
         names={
-            'get_cpu_mesh': 't5x_lite.partitioning:get_cpu_mesh',
-            'get_gpu_mesh': 't5x_lite.partitioning:get_gpu_mesh',
+            'get_cpu_mesh': 'moe.mesh:get_cpu_mesh',
+            'get_gpu_mesh': 'moe.mesh:get_gpu_mesh',
+            'standard_logical_axis_rules': 'moe.rules:head_logical_axis_rules',
         }),
     't5x.contrib.moe.trainer': Module(here='moe'),
     't5x.contrib.moe.training_utils': Module(here='moe'),
@@ -65,9 +66,22 @@ MODULES: dict[str, Module] = {
                 'create_postprocessor', 'create_preprocessor', 'create_preprocessor_from_task',
                 'write_warmup_examples')
         }),
-    't5x.examples.decoder_only.layers': Module(here=_LAYERS),
+    't5x.examples.decoder_only.layers': Module(
+        here=_LAYERS,
+        names={
+            'RelativePositionBiases': 't5x_lite.layers:CachedRelativePositionBiases',
+        },
+        left_out={
+            'MultiHeadDotProductAttention.update_cache_decode': 'Override project_key_value to change cached arrays.',
+            'MultiHeadDotProductAttention.update_cache_prefill': 'Override project_key_value to change cached arrays.',
+        }),
     't5x.examples.decoder_only.network': Module(here='t5x_lite.networks.decoder_only'),
-    't5x.examples.scalable_t5.layers': Module(here=_LAYERS),
+    't5x.examples.scalable_t5.layers': Module(
+        here=_LAYERS,
+        names={
+            'DenseGeneral': 't5x_lite.layers.nd:DenseGeneral',
+            'MultiHeadDotProductAttention': 't5x_lite.layers.nd:MultiHeadDotProductAttention',
+        }),
     't5x.examples.scalable_t5.network': Module(here='t5x_lite.networks.scalable_t5'),
     't5x.examples.t5.layers': Module(here=_LAYERS),
     't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
@@ -76,12 +90,12 @@ MODULES: dict[str, Module] = {
     't5x.interactive_model': Module(here='t5x_lite.interactive_model'),
     't5x.losses': Module(here='t5x_lite.losses'),
     't5x.metrics': Module(here='t5x_lite.metrics'),
-    't5x.models': Module(
-        here='t5x_lite.models',
-        names={
-            'compute_metrics': 't5x_lite.models.batch_metrics:compute_metrics',
+    't5x.models': Module(here='t5x_lite.models'),
+    't5x.optimizers': Module(
+        here='t5x_lite.optimizers',
+        left_out={
+            'amos': "Amos is not part of optax; wrap jestimator's function with optimizers.wrap_optax_optimizer.",
         }),
-    't5x.optimizers': Module(here='t5x_lite.optimizers'),
     't5x.partitioning': Module(here='t5x_lite.partitioning'),
     't5x.precompile': Module(here='t5x_lite.apps.precompile'),
     't5x.state_utils': Module(here='t5x_lite.checkpoints'),

@@ -4,9 +4,11 @@ gin's parser is not used for this, since it does not keep the locations of state
 private names of gin-config 0.5, the last release, are used.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
 import importlib
 import inspect
+import logging
 import pkgutil
 import sys
 from typing import Any
@@ -21,6 +23,8 @@ from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, did_you_mean, install_command
+
+_logger = logging.getLogger(__name__)
 
 # Packages that extras of t5x_lite install.
 _EXTRAS = {
@@ -39,14 +43,18 @@ class Binder:
     t5x_sources: names of the files and flags that import modules of T5X.
   """
 
-  def __init__(self, main_is_t5x: bool = True):
+  def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False):
     """Clear gin's configuration.
 
     Args:
       main_is_t5x: whether `import __main__` means T5X's programs; False for the program of this process.
+      skip_unknown: True to skip imports of modules that do not exist and bindings of unknown functions and classes;
+        names of functions and classes to skip these bindings only, and the imports. False raises.
     """
     gin.clear_config()
     self._main_is_t5x = main_is_t5x
+    self._skip_unknown = skip_unknown
+    self._used: set[str] = set()
     self.t5x_sources: dict[str, None] = {}
     self.bound: dict[gin_check.Key, gin_syntax.Binding] = {}
     self.replaced: dict[str, gin_syntax.Location] = {}
@@ -72,7 +80,7 @@ class Binder:
       self._bind_text(text, tuple(self.imports.values()) if on_command_line else ())
 
   def _bind_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
-    names = _Names(text.source, self._main_is_t5x)
+    names = _Names(text.source, self._main_is_t5x, self._used)
     contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
     contexts.append(names)
     try:
@@ -84,6 +92,8 @@ class Binder:
         match statement:
           case gin_syntax.Text():
             self._bind_text(statement, ())
+          case gin_syntax.Import() | gin_syntax.Block() | gin_syntax.Binding() if self._skips(names, statement):
+            _logger.info('%s: skipped, because a name in it is unknown (skip_unknown).', statement.location)
           case gin_syntax.Import():
             names.add_import(statement)
             if not statement.statement.module.startswith('__gin__'):
@@ -101,6 +111,21 @@ class Binder:
     if names.uses_t5x and not preamble:
       self.t5x_sources[text.source] = None
     gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
+
+  def _skips(self, names: '_Names', statement: gin_syntax.Import | gin_syntax.Block | gin_syntax.Binding) -> bool:
+    """Return True for a statement that `skip_unknown` allows to skip and whose module or configurable is unknown."""
+    if not self._skip_unknown or (isinstance(statement, gin_syntax.Binding) and statement.macro_name is not None):
+      return False
+    if isinstance(statement, gin_syntax.Import) and statement.statement.module.startswith('__gin__'):
+      return False
+    try:
+      if isinstance(statement, gin_syntax.Import):
+        names.add_import(statement)
+      elif self._skip_unknown is True or statement.selector in self._skip_unknown:
+        names.configurable(statement.selector, statement.location)
+    except ConfigError as error:
+      return not isinstance(statement, gin_syntax.Import) or isinstance(error.__cause__, ImportError)
+    return False
 
 
 # Value of `text_with` for a parameter that is not bound.
@@ -137,10 +162,11 @@ def text_with(values: Mapping[gin_check.Key, Any], without_imports: Collection[A
 class _Names(gin_config.ParseContext):
   """Names that one file can use: its imports, or gin's registry without dynamic registration."""
 
-  def __init__(self, source: str, main_is_t5x: bool):
+  def __init__(self, source: str, main_is_t5x: bool, used: set[str]):
     super().__init__()
     self._source = source
     self._main_is_t5x = main_is_t5x
+    self._used = used  # Complete names that this configuration has used; gin's registry has those of earlier ones too.
 
   @property
   def uses_t5x(self) -> bool:
@@ -210,6 +236,7 @@ class _Names(gin_config.ParseContext):
     if problem and place is None:
       raise ConfigError(f'{location}: {problem}')
     found = find(selector) if place is None else self._at(place)
+    self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
 
@@ -223,6 +250,36 @@ class _Names(gin_config.ParseContext):
       self._symbol_source[place.module] = source
       found = self._register([place.module, *place.name.split('.')], values)
     return found
+
+  def _register(self, attr_names: Sequence[str], attr_values: Sequence[Any]) -> gin_config.Configurable:
+    """Register an object; the class of a method keeps the name under which it is registered.
+
+    gin would register the class again with the name of this file's import, and references to its other name would give
+    the class without the method's bindings.
+    """
+    *_, owner, found = attr_values
+    known = gin_config._inverse_lookup(owner) if inspect.isclass(owner) else None  # pylint: disable=protected-access
+    if known is None or known.import_source is None:
+      try:
+        return super()._register(attr_names, attr_values)
+      except ValueError:  # Another file has imported another module by the same name.
+        with self._source_of(attr_names[0], self._symbol_source[attr_names[0]]._replace(alias=None)):
+          return super()._register(attr_names, attr_values)
+    source, path = known.import_source
+    is_path = not source.is_from and not source.alias
+    root = source.module.split('.') if is_path else [source.bound_name()]
+    with self._source_of(root[0], source):
+      return super()._register([*root, *path.split('.'), attr_names[-1]], attr_values)
+
+  @contextlib.contextmanager
+  def _source_of(self, symbol: str, source: config_parser.ImportStatement) -> Iterator[None]:
+    """Set the import statement of a symbol within a context."""
+    sources = self._symbol_source
+    self._symbol_source = {**sources, symbol: source}
+    try:
+      yield
+    finally:
+      self._symbol_source = sources
 
   def _import_problem(self, selector: str) -> str:
     """Return why `selector` is not a function or class of an imported module, or ''."""
@@ -243,8 +300,13 @@ class _Names(gin_config.ParseContext):
 
   def _matches(self, selector: str) -> list[str]:
     """Return the registered names that end with `selector`; only `selector` if it is a complete name."""
-    registry = gin_check.configurables()
-    return [selector] if selector in registry else [name for name in registry if name.endswith('.' + selector)]
+    known = self._known()
+    return [selector] if selector in known else [name for name in known if name.endswith('.' + selector)]
+
+  def _known(self) -> dict[str, gin_config.Configurable]:
+    """Return what this configuration has used and what Python has registered, by complete name."""
+    return {name: each for name, each in gin_check.configurables().items()
+            if each.import_source is None or name in self._used}
 
   def _place_by_t5x_name(self, selector: str) -> t5x_names.Place | None:
     """Return the place of the end of a name of T5X, e.g. utils.DatasetConfig, which gin accepts in T5X.
@@ -257,7 +319,8 @@ class _Names(gin_config.ParseContext):
         place, _ = t5x_views.resolve(t5x_views.module(module), parts[length:])
         if place is not None:
           found[_objects(place)[-1]] = place
-    configured = [place for each, place in found.items() if _configurable_of(each) is not None]
+    configured = [place for each, place in found.items()
+                  if (known := _configurable_of(each)) is not None and known.selector in self._used]
     places = configured or list(found.values())
     return places[0] if len(places) == 1 else None
 
@@ -271,7 +334,7 @@ class _Names(gin_config.ParseContext):
       return ''
     if matches:
       return f'{selector!r} is ambiguous: {", ".join(sorted(matches))}. Write more of the name.'
-    known = [gin_check.short_name(configurable) for configurable in gin_check.configurables().values()]
+    known = [gin_check.short_name(configurable) for configurable in self._known().values()]
     problem = f'nothing is called {selector!r}.{did_you_mean(selector, known)}'
     if not self._symbol_table and not location.on_command_line:
       problem += ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'

@@ -155,7 +155,8 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
   for use, parameters in signatures:
     if use.evaluated:
       unbound = [name for name, parameter in parameters.items()
-                 if parameter.default is parameter.empty and name not in use.bound
+                 if (parameter.default is parameter.empty or parameter.default is gin_config.REQUIRED)
+                 and name not in use.bound
                  and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
       if unbound:
         raise ConfigError(f'{use.name} requires {", ".join(unbound)}, which is not bound. Set '
@@ -287,13 +288,22 @@ def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: g
     if any(kind in made.__mro__ and kind is not object for kind in kinds):
       problem = f'must be an instance, got a factory of it. Write {written}()'
     elif all_classes and not isinstance(fn_or_cls, tuple(kinds)):
-      problem = f'must be of type {describe(hint)}, got {written}, a factory of {made.__name__}'
+      problem = f'must be of type {describe(hint)}, got {written}, a factory of {_full_name(made)}'
   elif fn_or_cls is made and not _defines_call(made) and kinds and all(map(_takes_a_callable, kinds)):
     problem = f'must be {written} itself, got an instance. Write {written} without ()'
   elif all_classes and not _is_protocol(made) and not any(_related(made, kind) for kind in kinds):
-    problem = f'must be of type {describe(hint)}, got {written}() of type {made.__name__}'
+    problem = f'must be of type {describe(hint)}, got {written}() of type {_full_name(made)}'
   if problem:
-    raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} {problem}.')
+    remedy = ''
+    if made.__module__.partition('.')[0] == 't5x':
+      remedy = (' It is of T5X itself. Call t5x_lite.compat.install() before the module that imports t5x, so that it '
+                'gets the classes of t5x_lite.')
+    raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} {problem}.{remedy}')
+
+
+def _full_name(made: type) -> str:
+  """Return the name of a class with its module: classes of several packages have the same name."""
+  return f'{made.__module__}.{made.__qualname__}'
 
 
 def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableReference) -> None:

@@ -127,18 +127,16 @@ class Text:
 
   def walk(self) -> Iterator[Binding | Block | Import]:
     """Yield all statements in the order in which they take effect."""
-    for statement in self.statements:
-      if isinstance(statement, Text):
-        yield from statement.walk()
-      else:
-        yield statement
+    for statement, _ in self.walk_files():
+      yield statement
 
-  def files(self) -> Iterator['Text']:
-    """Yield this text and the files that it includes, in the order in which they end."""
+  def walk_files(self) -> Iterator[tuple[Binding | Block | Import, 'Text']]:
+    """Yield all statements in the order in which they take effect, each with the text that has it."""
     for statement in self.statements:
       if isinstance(statement, Text):
-        yield from statement.files()
-    yield self
+        yield from statement.walk_files()
+      else:
+        yield statement, self
 
   def is_packaged(self, folder: str = '') -> bool:
     """Return whether it is a file of t5x_lite, in a subfolder of `gin/`."""
@@ -185,8 +183,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
   """Return the path of the gin file called `name`.
 
   Search order: the current folder, the folder of the including file, `search_paths`, and the files of t5x_lite, whose
-  names may begin with `gin/`. For T5X's own files, e.g. `t5x/configs/runs/finetune.gin` below any folder, that are not
-  found there, ours of the same meaning is used.
+  names may begin with `gin/`; these come first for a file of t5x_lite. For T5X's own files, e.g.
+  `t5x/configs/runs/finetune.gin` below any folder, that are not found there, ours of the same meaning is used.
 
   Args:
     name: name, absolute path, or path in an object store.
@@ -205,11 +203,13 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
     if included_from is not None:
       folders.append(included_from.parent)
     folders += [files.path(folder).expanduser() for folder in search_paths]
-    candidates = [wanted] if wanted.is_absolute() else [folder / wanted for folder in [*folders, packaged]]
-    if wanted.parts[:1] == ('gin',):
-      candidates.append(packaged.joinpath(*wanted.parts[1:]))
-    parts = wanted.parts
-    candidates += [packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES]
+    parts, ours = wanted.parts, [packaged / wanted]
+    if parts[:1] == ('gin',):
+      ours.append(packaged.joinpath(*parts[1:]))
+    ours += [packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES]
+    theirs = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
+    # Files of t5x_lite include each other, whatever is in the current folder.
+    candidates = [*ours, *theirs] if included_from is not None and packaged in included_from.parents else [*theirs, *ours]
   for candidate in candidates:
     candidate = candidate.resolve() if files.is_remote(candidate) else candidate  # Stores have no '..'.
     if candidate.is_file():

@@ -106,8 +106,13 @@ class Rows(NamedTuple):
   max_decode_steps: Array | None
 
 
-# Step of the network: state -> (<float>[rows, vocab] logits of the next token, updated cache).
-TokensIdsToLogitsCallable = Callable[[DecodingState], tuple[Array, Mapping[str, Any]]]
+
+class TokensIdsToLogitsCallable(Protocol):
+  """Step of the network."""
+
+  def __call__(self, decoding_state: DecodingState) -> tuple[Array, Mapping[str, Any]]:
+    """Return (<float>[rows, vocab] logits of the next token, updated cache)."""
+
 
 # Called with the loop's state before each step of sampling and at its end; returns the state to continue with.
 StateCallbackFn = Callable[[SamplingLoopState], SamplingLoopState]

@@ -152,6 +152,10 @@ class InferenceEvaluator:
     """Return the programs that `evaluate` compiles; see `OutputRunner.programs`."""
     return self._runner.programs(self._tasks, train_state, train_state_axes)
 
+  def check(self, train_state: TrainState, train_state_axes: PyTree) -> None:
+    """Raise if the model does not support the tasks or its decoding options; see `OutputRunner.check`."""
+    self._runner.check(self._tasks, train_state, train_state_axes)
+
   def flush(self) -> None:
     """Wait until all results are on disk; raise errors of the background thread.
 

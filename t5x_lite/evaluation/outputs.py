@@ -61,6 +61,21 @@ class OutputRunner:
     names = [f'{kind} {_short_shape(shapes)} ({", ".join(tasks)})' for (kind, shapes), (tasks, _) in found.items()]
     return dict(zip(names, (fn for _, fn in found.values()), strict=True))
 
+  def check(self, tasks: Sequence[data.EvalTask], train_state: TrainState, train_state_axes: PyTree) -> None:
+    """Raise if the model does not support a task or its decoding options, by tracing a program of each kind.
+
+    Args:
+      tasks: see `programs`.
+      train_state: see `programs`.
+      train_state_axes: see `programs`.
+
+    Raises:
+      ConfigError, DataError: see `PredictRunner.lower`.
+    """
+    first = {kind: task.element_spec for task in reversed(tasks) for kind in _to_compute(task)}
+    for kind, spec in first.items():
+      self._runner.trace(kind, _with_indices(spec), train_state, train_state_axes)
+
   def run(self, task: data.EvalTask, train_state: TrainState, train_state_axes: PyTree,
           note_fn: Callable[[str], None] = lambda text: None,
           compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,

@@ -52,8 +52,21 @@ class PredictRunner:
       options: further arguments of the model's method.
 
     Raises:
+      ConfigError: the model does not support the batch or its decoding options.
       DataError: the number of rows of an output differs from that of the batch.
     """
+    partitioned, arguments = self._program(kind, spec, train_state, train_state_axes, options)
+    return partitioned.lower(*arguments)
+
+  def trace(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,
+            options: Mapping[str, Any] = _NO_OPTIONS) -> None:
+    """Raise the errors of `lower`; compile nothing. Arguments are those of `lower`."""
+    partitioned, arguments = self._program(kind, spec, train_state, train_state_axes, options)
+    partitioned.trace(*arguments)
+
+  def _program(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,
+               options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the partitioned function of `lower` and the shapes of its arguments."""
     def outputs_fn(train_state, batch, seed, number):
       batch = dict(batch)
       indices = batch.pop(INDICES, None)
@@ -66,7 +79,7 @@ class PredictRunner:
     partitioned = self._partitioner.partition(
         outputs_fn, in_axis_resources=(train_state_axes, self._partitioner.data_partition_spec, None, None),
         out_axis_resources=None)
-    return partitioned.lower(
+    return partitioned, (
         train_state, shapes, jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.int32))
 
   def compile(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,

@@ -17,9 +17,11 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.layers.logits': ('LogitsDense', 'OutputProjection'),
     't5x_lite.layers.masks': (
         'AttentionBias', 'DistanceBias', 'causal_bias', 'combine_biases', 'combine_masks', 'make_attention_bias',
-        'make_attention_mask', 'make_causal_mask', 'make_decoder_mask', 'mask_to_bias'),
+        'make_attention_mask', 'make_causal_mask', 'make_decoder_mask', 'mask_to_bias', 'rows_at'),
     't5x_lite.layers.mlp': ('ACTIVATIONS', 'MlpBlock', 'activation_fn'),
+    't5x_lite.layers.nd': ('nd_dense_init',),
     't5x_lite.layers.norm': ('LayerNorm',),
     't5x_lite.layers.platforms': ('PORTABLE', 'portable_programs', 'traced_platform'),
-    't5x_lite.layers.relative_position': ('RelativePositionBiases', 'relative_position_bucket'),
+    't5x_lite.layers.relative_position': (
+        'CachedRelativePositionBiases', 'RelativePositionBiases', 'relative_position_bucket'),
 })

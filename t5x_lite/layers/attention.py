@@ -16,7 +16,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.layers import beam_cache
 from t5x_lite.layers.attention_kernels import dot_product_attention
 from t5x_lite.layers.dense import DenseGeneral, Initializer
-from t5x_lite.layers.masks import AttentionBias, causal_bias, mask_to_bias
+from t5x_lite.layers.masks import AttentionBias, causal_bias, mask_to_bias, rows_at
 
 # (queries or keys <dtype>[batch, length, heads, head_dim], positions int32 [batch or 1, length]) -> queries or keys of
 # the same shape with encoded positions.
@@ -115,7 +115,8 @@ class MultiHeadDotProductAttention(nn.Module):
 
     With `decode`, self-attention uses the cache. The first call makes an empty cache and attends as without `decode`. A
     later call appends the keys and values of the next positions, usually one, and attends to all positions so far;
-    `bias` then has a row per new position and a column per position of the cache.
+    `bias` then has a row per new position and a column per position of the cache. Of an array with a row per position
+    of the cache, as in T5X, the rows of the new positions are used.
 
     With `prefill`, the call attends as without a cache, with the given mask and bias, and makes a cache of the keys and
     values of the first `prefill_lengths` positions of `inputs_kv`. Later steps overwrite the positions after these and
@@ -145,8 +146,10 @@ class MultiHeadDotProductAttention(nn.Module):
       first = self.get_variable('cache', 'cache_index', 0) if decode and not prefill else 0
       query, key = (self._encode_positions(
           x, jnp.reshape(first, (-1, 1)) + jnp.arange(x.shape[1], dtype=jnp.int32)) for x in (query, key))
-    bias = _merge(mask, bias)
     batch, length = inputs_kv.shape[:2]
+    if decode and isinstance(bias, jax.Array) and bias.shape[-2] > length and self.has_variable('cache', 'cached_key'):
+      bias = rows_at(bias, self.get_variable('cache', 'cache_index'), length)
+    bias = _merge(mask, bias)
     shape, is_step = query.shape, False
     if prefill:
       self._prefill_cache(key, value, prefill_lengths, cache_length or length)

@@ -138,6 +138,20 @@ def causal_bias(q_len: int, k_len: int, query_offset: jax.Array | int = 0) -> ja
   return mask_to_bias(queries >= jnp.arange(k_len, dtype=jnp.int32))[:, None]
 
 
+def rows_at(bias: jax.Array, first: jax.Array, num: int) -> jax.Array:
+  """Return the biases of consecutive queries, <float>[1 or batch, heads or 1, num, k].
+
+  Args:
+    bias: <float>[1 or batch, heads or 1, q, k], the biases of all queries.
+    first: position of the first query, int32 [] or [batch].
+    num: number of queries.
+  """
+  if first.ndim == 0:
+    return lax.dynamic_slice_in_dim(bias, first, num, axis=2)
+  bias = jnp.broadcast_to(bias, (first.shape[0], *bias.shape[1:]))
+  return jax.vmap(lambda rows, start: lax.dynamic_slice_in_dim(rows, start, num, axis=1))(bias, first)
+
+
 def _lengths(valid: jax.Array) -> jax.Array:
   """Return int32 [batch], the position after the last True of each row; at least 1, as fused kernels need one key."""
   ends = jnp.where(valid, jnp.arange(1, valid.shape[-1] + 1, dtype=jnp.int32), 1)

@@ -115,3 +115,30 @@ class RelativePositionBiases(nn.Module):
       return expand_diagonals(visible, qlen, klen)
 
     return window(query_offset)[None] if jnp.ndim(query_offset) == 0 else jax.vmap(window)(query_offset)
+
+
+class CachedRelativePositionBiases(RelativePositionBiases):
+  """`RelativePositionBiases` that keeps the biases in the collection `cache`, for layers written for T5X.
+
+  Attributes:
+    num_buckets, max_distance, num_heads, dtype, embedding_init: see `RelativePositionBiases`.
+  """
+
+  def __call__(self, qlen: int, klen: int, bidirectional: bool = True, decode: bool = False) -> jax.Array:
+    """Compute biases for queries and keys at positions from 0 on.
+
+    Args:
+      qlen: number of queries.
+      klen: number of keys.
+      bidirectional: see `RelativePositionBiases`.
+      decode: True to keep the biases of the first call as `cached_bias`, and to return them in later calls.
+
+    Returns:
+      <dtype>[1, num_heads, qlen, klen], of the first call if they are kept.
+    """
+    if decode and self.has_variable('cache', 'cached_bias'):
+      return self.get_variable('cache', 'cached_bias')
+    biases = super().__call__(qlen, klen, bidirectional)
+    if decode:
+      self.put_variable('cache', 'cached_bias', biases)
+    return biases

@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'BaseModel', 'BaseTransformerModel', 'MetricFn', 'check_vocabulary_fits', 'get_input_vocabulary',
         'get_output_vocabulary'),
     't5x_lite.models.batch_metrics': (
-        'MetricsMap', 'compute_base_metrics', 'compute_weighted_accuracy', 'count_packed_examples'),
+        'MetricsMap', 'compute_base_metrics', 'compute_metrics', 'compute_weighted_accuracy', 'count_packed_examples'),
     't5x_lite.models.decoder_only': ('DecoderOnlyModel',),
     't5x_lite.models.encoder_decoder': ('DecoderParams', 'EncoderDecoderModel'),
     't5x_lite.models.generation': ('remove_prefix',),

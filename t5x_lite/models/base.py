@@ -376,7 +376,7 @@ class BaseTransformerModel(BaseModel):
     targets = batch['decoder_target_tokens']
     loss, z_loss, is_correct = token_losses.weighted_loss(
         outputs, targets, weights, self._label_smoothing, self._z_loss, factor)
-    metrics = batch_metrics.compute_metrics(
+    metrics = batch_metrics.metrics_of_batch(
         is_correct, targets, weights, loss, z_loss, batch_metrics.segment_ids_of(batch))
     auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(collections.get('intermediates', {}), batch)
     # Only `loss` includes auxiliary losses; `cross_ent_loss` and the losses per token do not.

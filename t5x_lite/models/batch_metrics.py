@@ -116,11 +116,36 @@ def compute_base_metrics(
     z_loss: Array | None = None,
     segment_ids: Mapping[str, Array] | None = None,
 ) -> MetricsMap:
-  """Compute the metrics of one batch from its logits, <float>[batch, length, vocab]; see `compute_metrics`."""
-  return compute_metrics(is_argmax(logits, targets), targets, mask, loss, z_loss, segment_ids)
+  """Compute the metrics of one batch from its logits, <float>[batch, length, vocab]; see `metrics_of_batch`."""
+  return metrics_of_batch(is_argmax(logits, targets), targets, mask, loss, z_loss, segment_ids)
 
 
 def compute_metrics(
+    logits: Array, targets: Array, weights: Array | None, loss: Array, weight_sum: Array,
+    additional_metrics: MetricsMap) -> MetricsMap:
+  """Return sums over one batch, and other metrics; for models written for older versions of T5X.
+
+  The models of this package use `compute_base_metrics`.
+
+  Args:
+    logits: <float>[batch, length, vocab].
+    targets: <int>[batch, length].
+    weights: <float>[batch, length], or None for ones.
+    loss: float32 scalar.
+    weight_sum: float32 scalar.
+    additional_metrics: metrics by name, which have precedence.
+
+  Returns:
+    `loss`, `accuracy` (sum of the weights of correct targets), `weight_sum`, `num_examples` (rows), `num_tokens`
+    (positions), each a `Sum`, and `additional_metrics`.
+  """
+  correct, _ = compute_weighted_accuracy(logits, targets, weights)
+  return {**metrics_lib.create_metrics_dict({
+      'loss': loss, 'accuracy': correct, 'weight_sum': weight_sum, 'num_examples': targets.shape[0],
+      'num_tokens': targets.size}), **additional_metrics}
+
+
+def metrics_of_batch(
     is_correct: Array,
     targets: Array,
     mask: Array | None,

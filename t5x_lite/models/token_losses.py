@@ -15,6 +15,7 @@ from flax.linen import partitioning as nn_partitioning
 import jax.numpy as jnp
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import layers
 from t5x_lite import losses
 from t5x_lite.layers import logits as products
@@ -37,7 +38,7 @@ def is_supported_by(*objects: Any) -> bool:
 
   A declaration is not inherited, since an overridden method may change the logits.
   """
-  return all(vars(type(each)).get('SUPPORTS_CHUNKED_LOSS', False) for each in objects)
+  return all(layer_stacks.declares(each, 'SUPPORTS_CHUNKED_LOSS') for each in objects)
 
 
 def logits_arguments(model: Any, module: Any, metric_fns: Sequence[Any]) -> dict[str, bool]:

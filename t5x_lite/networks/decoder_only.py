@@ -9,25 +9,16 @@ from typing import ClassVar
 import jax
 
 from t5x_lite import layers
-from t5x_lite.networks.stacks import Decoder, StackNetwork
-from t5x_lite.networks.t5_blocks import CacheUse, DecoderLayer
+from t5x_lite.networks import stacks
+from t5x_lite.networks.masked import DecoderOnlyLayer as DecoderLayer
+from t5x_lite.networks.t5_blocks import CacheUse
 from t5x_lite.networks.t5_config import TransformerConfig
 
 __all__ = ['Decoder', 'DecoderLayer', 'DecoderWrapper', 'TransformerConfig']
 
 
-class DecoderWrapper(StackNetwork):
-  """Decoder-only network: a `Decoder` named `decoder`, with the parameter names of T5's decoder.
-
-  Attributes: see `StackNetwork`.
-  """
-
-  ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
-  SUPPORTS_CHUNKED_LOSS: ClassVar[bool] = True
-  config: TransformerConfig
-
-  def setup(self):
-    self.decoder = self._stack(Decoder)
+class Decoder(stacks.Decoder):
+  """Decoder without an encoder: embedding, layers, norm, logits."""
 
   def __call__(
       self, decoder_input_tokens: jax.Array, decoder_target_tokens: jax.Array,
@@ -64,8 +55,26 @@ class DecoderWrapper(StackNetwork):
       ConfigError: packed rows in decoding, a prefix in a step of decoding, or a cache of another length.
     """
     del decoder_positions
-    return self.decoder(
+    return super().__call__(
         decoder_input_tokens, decoder_target_tokens, decoder_segment_ids, decoder_causal_attention,
         deterministic=not enable_dropout,
         cache=CacheUse(decode=decode, prefill=bool(prefill), prefill_lengths=prefill_lengths,
                        max_decode_length=max_decode_length), return_logits=return_logits)
+
+
+class DecoderWrapper(stacks.StackNetwork):
+  """Decoder-only network: a `Decoder` named `decoder`, with the parameter names of T5's decoder.
+
+  Attributes: see `StackNetwork`.
+  """
+
+  ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
+  SUPPORTS_CHUNKED_LOSS: ClassVar[bool] = True
+  config: TransformerConfig
+
+  def setup(self):
+    self.decoder = self._stack(Decoder)
+
+  def __call__(self, *args, **kwargs) -> jax.Array | layers.OutputProjection:
+    """Compute logits; see `Decoder.__call__`."""
+    return self.decoder(*args, **kwargs)

@@ -104,14 +104,16 @@ class Encoder(Stack):
 
   @nn.compact
   def __call__(
-      self, encoder_input_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None, *,
-      deterministic: bool = False) -> jax.Array:
+      self, encoder_input_tokens: jax.Array, encoder_mask: jax.Array | None = None, deterministic: bool = False, *,
+      encoder_segment_ids: jax.Array | None = None) -> jax.Array:
     """Encode tokens.
 
     Args:
       encoder_input_tokens: int32 [batch, length]; 0 is padding.
-      encoder_segment_ids: int32 [batch, length], number of the packed example of each position.
+      encoder_mask: <any>[batch, 1, length, length], positive where attention is allowed, instead of the mask of padding
+        and segments; see `layers.make_attention_mask`.
       deterministic: True for no dropout.
+      encoder_segment_ids: int32 [batch, length], number of the packed example of each position.
 
     Returns:
       <dtype>[batch, length, embed].
@@ -120,9 +122,12 @@ class Encoder(Stack):
     length = encoder_input_tokens.shape[1]
     position = self._position(length, length, bidirectional=True)
     valid = encoder_input_tokens > 0
-    bias = layers.make_attention_bias(
-        valid, valid, query_segment_ids=encoder_segment_ids, key_segment_ids=encoder_segment_ids, position=position,
-        arrays=layers.uses_arrays(cfg.attention_kernel, length, length))
+    if encoder_mask is not None:
+      bias = masked_bias(encoder_mask, position)
+    else:
+      bias = layers.make_attention_bias(
+          valid, valid, query_segment_ids=encoder_segment_ids, key_segment_ids=encoder_segment_ids, position=position,
+          arrays=layers.uses_arrays(cfg.attention_kernel, length, length))
     x = self._embed(encoder_input_tokens, deterministic)
     tokens = self._tokens('encoder', encoder_input_tokens, valid)
     x = self._run_layers(EncoderLayer, 'encoder', x, bias, tokens, deterministic=deterministic)
@@ -130,17 +135,29 @@ class Encoder(Stack):
     return constrain_activations(nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic))
 
 
+class DecoderMasks(NamedTuple):
+  """Masks of a decoder, positive where attention is allowed; None for no mask.
+
+  Attributes:
+    decoder: <any>[batch, 1, length, length] of self-attention; in a step of decoding [batch, 1, 1, cache length].
+    encoder_decoder: <any>[batch, 1, length, encoder length] of the attention to the encoder's output.
+  """
+
+  decoder: jax.Array | None
+  encoder_decoder: jax.Array | None
+
+
 class EncoderOutput(NamedTuple):
   """Input of a decoder from an encoder.
 
   Attributes:
     encoded: <dtype>[batch, encoder length, embed]; not read if its keys and values are cached.
-    tokens: int32 [batch, encoder length], encoded tokens; 0 is padding.
+    tokens: int32 [batch, encoder length], encoded tokens; 0 is padding. Not read with `DecoderMasks`.
     segment_ids: int32 [batch, encoder length], number of the packed example of each position; None for unpacked rows.
   """
 
   encoded: jax.Array | None
-  tokens: jax.Array
+  tokens: jax.Array | None
   segment_ids: jax.Array | None = None
 
 
@@ -152,7 +169,7 @@ class Decoder(Stack):
       self, decoder_input_tokens: jax.Array | None, decoder_target_tokens: jax.Array | None,
       decoder_segment_ids: jax.Array | None = None, decoder_causal_attention: jax.Array | None = None,
       encoder: EncoderOutput | None = None, *, deterministic: bool = False, cache: CacheUse = NO_CACHE,
-      return_logits: bool = True) -> jax.Array | layers.OutputProjection | None:
+      return_logits: bool = True, masks: DecoderMasks | None = None) -> jax.Array | layers.OutputProjection | None:
     """Compute logits, or make the cache for decoding step by step.
 
     Args:
@@ -165,6 +182,7 @@ class Decoder(Stack):
       deterministic: True for no dropout.
       cache: use of the cache; `index` and the length of an existing cache are read from it.
       return_logits: False to return the operands of the product that gives the logits.
+      masks: masks instead of those of tokens, segments and order. A step of decoding also masks later positions.
 
     Returns:
       float32 [batch, length, vocab], or None with `cache.fill`.
@@ -187,8 +205,10 @@ class Decoder(Stack):
       valid = prompt_positions(decoder_input_tokens, None)
       real = prompt_positions(decoder_input_tokens, cache.prefill_lengths) if cache.prefill else valid
     else:
-      valid = real = decoder_target_tokens > 0
-    if cache.index is None:
+      valid = real = (decoder_target_tokens if masks is None else jnp.ones_like(decoder_input_tokens)) > 0
+    if masks is not None:
+      bias = self._masked_bias(masks.decoder, length, cache)
+    elif cache.index is None:
       # Teacher forcing; a prompt; or with `decode`, a pass over dummy inputs that makes a cache, as in T5X.
       prefix = None if decoder_causal_attention is None else decoder_causal_attention > 0
       bias = layers.make_attention_bias(
@@ -200,9 +220,10 @@ class Decoder(Stack):
                         'prompt is read.')
     else:
       bias = self._step_bias(length, cache.max_decode_length, cache.index)
-    encoded = cross_bias = None
-    if encoder is not None:
-      encoded = encoder.encoded
+    encoded, cross_bias = None if encoder is None else encoder.encoded, None
+    if masks is not None:
+      cross_bias = masked_bias(masks.encoder_decoder)
+    elif encoder is not None:
       cross_bias = layers.make_attention_bias(
           real, encoder.tokens > 0, query_segment_ids=decoder_segment_ids, key_segment_ids=encoder.segment_ids,
           arrays=layers.uses_arrays(kernel, length, encoder.tokens.shape[1]))
@@ -240,6 +261,11 @@ class Decoder(Stack):
     position = self._position(q_len, cache_length, False, index)
     return layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
 
+  def _masked_bias(self, mask: jax.Array | None, length: int, cache: CacheUse) -> layers.AttentionBias:
+    """Return the bias of self-attention for a given mask, see `DecoderMasks`."""
+    k_len = length if cache.index is None else cache.max_decode_length
+    return masked_bias(mask, self._position(length, k_len, False, cache.index))
+
   def _project(self, y: jax.Array, deterministic: bool) -> layers.OutputProjection:
     """Return the logits of <dtype>[batch, length, embed], after the last norm, as a product to compute."""
     cfg = self.config
@@ -252,6 +278,13 @@ class Decoder(Stack):
     return layers.OutputProjection(
         y, self.embedding.embedding, vocab_dim=0, divisor=math.sqrt(cfg.emb_dim) if cfg.scale_tied_logits else 1.0,
         chunk_size=cfg.loss_chunk_size)
+
+
+def masked_bias(
+    mask: jax.Array | None, position: jax.Array | layers.DistanceBias | None = None) -> layers.AttentionBias:
+  """Return the bias of attention for a mask and position biases, both optional; see `layers.make_attention_mask`."""
+  bias = layers.AttentionBias() if mask is None else layers.AttentionBias.from_array(layers.mask_to_bias(mask))
+  return bias if position is None else bias.with_position(position)
 
 
 def prompt_positions(tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:

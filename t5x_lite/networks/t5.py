@@ -8,14 +8,14 @@ from typing import ClassVar
 import jax
 
 from t5x_lite import layers
-from t5x_lite.networks.stacks import Decoder, Encoder, EncoderOutput, StackNetwork, layer_tree
+from t5x_lite.networks import stacks
+from t5x_lite.networks.masked import Decoder, DecoderLayer, EncoderLayer
+from t5x_lite.networks.stacks import Encoder, EncoderOutput, StackNetwork, layer_tree
 from t5x_lite.networks.t5_blocks import (
     RELATIVE_POSITIONS,
     AttentionFactory,
     AttentionFn,
     CacheUse,
-    DecoderLayer,
-    EncoderLayer,
     FeedForward,
     FeedForwardFactory,
     FeedForwardFn,
@@ -48,7 +48,7 @@ class Transformer(StackNetwork):
   def setup(self):
     self.shared_embedding = token_embedding(self.config, name='token_embedder')
     self.encoder = self._stack(Encoder, self.shared_embedding)
-    self.decoder = self._stack(Decoder, self.shared_embedding)
+    self.decoder = self._stack(stacks.Decoder, self.shared_embedding)
 
   def encode(
       self, encoder_input_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,
@@ -63,7 +63,8 @@ class Transformer(StackNetwork):
     Returns:
       <dtype>[batch, encoder length, embed].
     """
-    return self.encoder(encoder_input_tokens, encoder_segment_ids, deterministic=not enable_dropout)
+    return self.encoder(
+        encoder_input_tokens, deterministic=not enable_dropout, encoder_segment_ids=encoder_segment_ids)
 
   def decode(
       self, encoded: jax.Array, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array,

@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.partitioning.layout': ('DataLayout',),
     't5x_lite.partitioning.mesh': ('default_mesh', 'get_cpu_mesh', 'get_gpu_mesh', 'get_mesh'),
     't5x_lite.partitioning.model_info': ('log_model_info', 'write_model_info', 'write_state_tree'),
+    't5x_lite.partitioning.param_axes': ('override_params_axes_names',),
     't5x_lite.partitioning.partitioner': (
         'BasePartitioner', 'BasePjitPartitioner', 'PjitPartitioner', 'PjittedFnWithContext',
         'host_local_array_to_global_array'),

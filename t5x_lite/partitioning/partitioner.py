@@ -81,7 +81,13 @@ class PjittedFnWithContext:
 
 
 class BasePartitioner(ChoosesMesh):
-  """Interface of all partitioners, with the methods that depend only on the mesh."""
+  """Interface of all partitioners, with the methods that depend only on the mesh.
+
+  Attributes:
+    params_on_devices: True to keep parameters in device memory; may be set.
+  """
+
+  params_on_devices: bool = True
 
   def __init__(self,
                num_partitions: int | None = None,

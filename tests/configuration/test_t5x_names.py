@@ -92,3 +92,29 @@ def test_a_file_of_t5x_that_is_found_has_priority(tmp_path, monkeypatch):
   (tmp_path / 't5x/configs/runs').mkdir(parents=True)
   (tmp_path / 't5x/configs/runs/pretrain.gin').write_text('A = 1\n')
   assert gin_syntax.read_file('t5x/configs/runs/pretrain.gin').statements[0].macro_name == 'A'
+
+
+def test_files_of_this_package_include_each_other(tmp_path, monkeypatch):
+  """A folder `gin/` or `runs/` of a project does not replace them."""
+  monkeypatch.chdir(tmp_path)
+  for folder in ('runs', 'gin/runs'):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / 'finetune.gin').write_text('A = 1\n')
+  assert gin_syntax.read_file('runs/finetune.gin').statements[0].macro_name == 'A'
+  ours = gin_syntax.read_file('t5x/configs/runs/finetune.gin')
+  assert 'A' not in {getattr(statement, 'macro_name', None) for statement in ours.walk()}
+
+
+def test_log_says_once_which_files_and_defaults_are_ours(tmp_path, caplog):
+  text = "include '../t5x/t5x/configs/runs/pretrain.gin'\ninclude 't5x/examples/t5/byt5/tiny.gin'\n"
+  flags = ('MIXTURE_OR_TASK_NAME=a', "TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", 'DROPOUT_RATE=0.0')
+  with caplog.at_level(logging.INFO):
+    _load(tmp_path, text, 'TRAIN_STEPS=1', *flags, head='')
+  line, = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
+  assert line == ("Of T5X's files, those of t5x_lite are used: ../t5x/t5x/configs/runs/pretrain.gin, "
+                  "t5x/examples/t5/byt5/tiny.gin. Defaults that are not T5X's: RANDOM_SEED = 0 (T5X: the clock), "
+                  'USE_CACHED_TASKS = False (T5X: True). See docs/from_t5x.md.')
+  caplog.clear()
+  with caplog.at_level(logging.INFO):
+    _load(tmp_path, text + 'USE_CACHED_TASKS = True\n', 'TRAIN_STEPS=1', 'RANDOM_SEED=3', *flags, head='')
+  assert 'Defaults' not in ' '.join(record.getMessage() for record in caplog.records)

@@ -1,13 +1,15 @@
 """Type of a command, and flags that several commands share: gin configuration, cluster, number of devices."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import csv
 import itertools
 import json
 import logging
+import sys
 from typing import Any, NamedTuple
 
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.runtime import cluster_environment as names
 
 
@@ -75,6 +77,43 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True,
     _add_cluster_arguments(parser)
   else:
     parser.set_defaults(distributed=None)
+  _add_absl_arguments(parser)
+
+
+def _add_absl_arguments(parser: argparse.ArgumentParser) -> None:
+  group = parser.add_argument_group("flags of T5X's programs, in any syntax of absl (-flag, --flag=true, --noflag)")
+  group.add_argument('--verbosity', type=_log_level, dest='log_level', default=argparse.SUPPRESS, metavar='N',
+                     help='the same as --log_level: 1 for debug, 0 for info, -1 for warning, -2 for error; also -v')
+  group.add_argument('--log_dir', metavar='FOLDER',
+                     help='also write log lines, with time and level, to a file in this folder for each process')
+  group.add_argument('--alsologtostderr', action='store_true', dest='_',
+                     help='accepted: log lines always go to standard error')
+  group.add_argument('--logtostderr', action='store_true', dest='_', help='the same as --alsologtostderr')
+  # Parsed before argparse runs; listed here for --help.
+  group.add_argument('--jax_NAME=VALUE', action='store_true', dest='_',
+                     help="set an option of JAX, e.g. --jax_log_compiles or --jax_default_matmul_precision=highest")
+  group.add_argument('--flagfile', metavar='FILE', help='read flags from this file, one a line, at this position')
+  group.add_argument('--undefok', action='append', default=[], metavar='NAMES',
+                     help='flags to ignore if they do not exist, separated by commas')
+
+
+def _log_level(text: str) -> str:
+  """Return the value of `--log_level` for a number or a name of absl's `--verbosity`."""
+  names = {'fatal': 'error', **{name: name for name in ('error', 'warning', 'info', 'debug')}}
+  try:
+    return names.get(text.lower()) or ('error', 'warning', 'info', 'debug')[min(max(int(text), -2), 1) + 2]
+  except ValueError:
+    raise argparse.ArgumentTypeError(f'must be a number from -2 (error) to 1 (debug), got {text!r}') from None
+
+
+def add_seqio_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the flags of a command that reads data of seqio."""
+  group = parser.add_argument_group('data of seqio')
+  group.add_argument('--tfds_data_dir', metavar='FOLDER',
+                     help='folder of TensorFlow Datasets for all tasks, also for those that name another folder')
+  group.add_argument('--seqio_additional_cache_dirs', action='append', default=[], metavar='FOLDERS',
+                     help="further folders with results of seqio's cache job, separated by commas, for "
+                     '--gin.USE_CACHED_TASKS=True')
 
 
 def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +196,7 @@ def prepend_run_file(arguments: argparse.Namespace, run_file: str, function_name
     function_name: name of the function that the run file configures, without its module.
   """
   from t5x_lite.configuration import syntax as gin_syntax
-  folders = _search_folders(arguments)
+  folders = _folders(arguments.gin_search_paths)
   statements = [statement for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk()]
   if arguments.gin_file and not any(
       isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
@@ -165,11 +204,9 @@ def prepend_run_file(arguments: argparse.Namespace, run_file: str, function_name
     arguments.gin_file = [run_file, *arguments.gin_file]
 
 
-def _search_folders(arguments: argparse.Namespace) -> list[str]:
-  from t5x_lite.configuration import syntax as gin_syntax
-  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
-  gin_syntax.check_search_paths(folders)
-  return folders
+def _folders(texts: Iterable[str]) -> list[str]:
+  """Return the folders of a flag with lists, which absl reads as lines of CSV."""
+  return [folder.strip() for row in csv.reader(texts, skipinitialspace=True) for folder in row if folder.strip()]
 
 
 def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str, str] | None = None,
@@ -177,7 +214,7 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   """Return the `gin_utils.Configuration` of a command line.
 
   Args:
-    arguments: parsed command line, with `entry` and `gin_flags` as `cli` sets them. Activates its
+    arguments: parsed command line, with `entry`, `gin_flags` and `jax_flags` as `cli` sets them. Activates its
       `compilation_cache_dir` before anything of the configuration is compiled.
     placeholders: see `gin_utils.read`.
     overrides: gin text that is applied last.
@@ -197,19 +234,22 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
     runtime.use_compilation_cache(cache)
   module_imports.restrict(arguments.allowed_modules)
   flags = []
-  for text in arguments.gin_bindings:
+  for flag in [*(f'--gin_bindings={text}' for text in arguments.gin_bindings), *arguments.gin_flags]:
+    text = flag.removeprefix('--gin.').removeprefix('--gin_bindings=')
     key, equals, value = text.partition('=')
     one_line = equals and '\n' not in text and key.strip().replace('.', '').replace('/', '').isidentifier()
-    flag = f'--gin_bindings={text}'
-    flags.append(gin_syntax.read_flag(key.strip(), value, flag) if one_line else gin_syntax.read_text(text, flag))
-  for flag in arguments.gin_flags:
-    key, _, value = flag.removeprefix('--gin.').partition('=')
-    flags.append(gin_syntax.read_flag(key, value, flag))
-  folders = _search_folders(arguments)
+    if one_line or flag.startswith('--gin.'):
+      flags.append(gin_syntax.read_flag(key.strip() if one_line else key, value, flag))
+    else:
+      flags.append(gin_syntax.read_text(text, flag))
+  folders = _folders(arguments.gin_search_paths)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
+  _check_search_folders(folders, texts)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
+  _set_jax_options(arguments.jax_flags)
   join_cluster(arguments)
   configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
+  _set_seqio_folders(arguments, configuration)
   if cache is None:
     # After the imports of the configuration, since a module may have initialized several processes.
     from t5x_lite import runtime
@@ -218,6 +258,76 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   if configuration.mesh_rule:
     _log_mesh(configuration)
   return configuration
+
+
+def _check_search_folders(folders: Sequence[str], texts: Sequence[Any]) -> None:
+  """Raise if a folder does not exist; only warn if gin files of T5X were replaced by files of t5x_lite.
+
+  Scripts of T5X name their checkout of T5X, which is not needed here.
+
+  Raises:
+    ConfigError: a folder does not exist.
+  """
+  from t5x_lite.configuration import syntax as gin_syntax
+  try:
+    gin_syntax.check_search_paths(folders)
+  except ConfigError as error:
+    if not any(file.is_packaged(gin_syntax.T5X_FILES) for text in texts for _, file in text.walk_files()):
+      raise
+    logging.getLogger(__name__).warning('%s All gin files were found without it.', error)
+
+
+def _set_jax_options(flags: Sequence[str]) -> None:
+  """Set JAX's options by flags such as `--jax_log_compiles`, before JAX initializes its devices.
+
+  Raises:
+    ConfigError: an option does not exist, or its value is invalid.
+  """
+  if not flags:
+    return
+  import jax
+  from t5x_lite import checks
+  logging.getLogger('jax').setLevel(logging.WARNING)  # JAX logs what some options ask for as warnings.
+  for flag in flags:
+    name, equals, text = flag.lstrip('-').partition('=')
+    if name.startswith('no') and not equals:
+      name, text = name.removeprefix('no'), 'false'
+    if name not in jax.config.values:
+      raise ConfigError(f'JAX has no option {name}.{did_you_mean(name, jax.config.values, lists_all=False)}')
+    kind = type(jax.config.values[name])
+    try:
+      if kind is bool:
+        value = {'': True, 'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}[text.lower()]
+      else:
+        value = kind(text) if kind in (int, float) else text
+      jax.config.update(name, value)
+    except (KeyError, TypeError, ValueError) as error:
+      expectation = 'true or false' if kind is bool else f'a value that JAX accepts ({error})'
+      raise checks.invalid('', f'--{name}', expectation, text) from error
+
+
+def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> None:
+  """Set seqio's folders by `--tfds_data_dir` and `--seqio_additional_cache_dirs`.
+
+  Raises:
+    ConfigError: the configuration reads no data of seqio.
+  """
+  # Scripts of T5X have quoted folders, e.g. --tfds_data_dir=\"${TFDS_DATA_DIR}\".
+  data_dir = (getattr(arguments, 'tfds_data_dir', None) or '').strip('\'"')
+  cache_dirs = _folders(getattr(arguments, 'seqio_additional_cache_dirs', ()))
+  if not data_dir and not cache_dirs:
+    return
+  from t5x_lite import checks, data
+  datasets = configuration.arguments_of(data.DatasetConfig)
+  if not any(dataset.get('source', 'seqio') == 'seqio' for dataset in datasets) and 'seqio' not in sys.modules:
+    flag, value = ('--tfds_data_dir', data_dir) if data_dir else ('--seqio_additional_cache_dirs', cache_dirs)
+    raise checks.invalid('', flag, 'unset for a configuration that reads no data of seqio', value, 'Remove the flag.')
+  if cache_dirs and not any(dataset.get('use_cached') for dataset in datasets):
+    logging.getLogger(__name__).warning(
+        '--seqio_additional_cache_dirs=%s has no effect: no dataset reads cached tasks. Set '
+        '--gin.USE_CACHED_TASKS=True.', ','.join(cache_dirs))
+  from t5x_lite.data import seqio_folders
+  seqio_folders.use_folders(data_dir, cache_dirs)
 
 
 def _check_same_on_all_processes(command: str, text: str) -> None:

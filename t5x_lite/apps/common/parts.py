@@ -74,8 +74,8 @@ class RunConfig:
 
   @property
   def rng_impl(self) -> str:
-    """Name of JAX's random number generator; without a seed it is the hardware's, as in T5X."""
-    return 'unsafe_rbg' if self.use_hardware_rng or self.random_seed is None else 'threefry2x32'
+    """Name of JAX's random number generator."""
+    return 'unsafe_rbg' if self.use_hardware_rng else 'threefry2x32'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,6 +239,9 @@ def make_trainer(
   for _, metric_fns, eval_spec in run_data.eval_programs:
     if metric_fns is not None:
       trainer.eval_steps.make(metric_fns).trace(trainer.step_state, eval_spec)
+  for each in run_data.evaluations:
+    if each.evaluator is not None:
+      each.evaluator.check(initializer.global_train_state_shape, initializer.train_state_axes)
   return trainer, initializer, init_rng
 
 

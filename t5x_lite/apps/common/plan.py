@@ -123,7 +123,7 @@ def last_step_of_run(total_steps: int | None, relative_steps: int | None, start_
 
   Args:
     total_steps: number of steps counted from the model's first step.
-    relative_steps: number of steps counted from `start_step`; at most one of the two is given.
+    relative_steps: number of steps counted from `start_step`; replaces `total_steps`.
     start_step: step at which the run first started; a restart does not change it.
   """
   if relative_steps is not None:

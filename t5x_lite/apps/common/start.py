@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
 import os
-import time
 from typing import Any
 
 import jax
-import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
@@ -34,6 +32,8 @@ from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
 from t5x_lite.train_state import InferenceState, TrainState
 
+# Seed of a run without one.
+DEFAULT_SEED = 0
 # Valid random seeds.
 SEED = checks.number(at_least=0, below=2**32, integer=True).or_none()
 # Fields of a network's configuration that do not change the meaning of its parameters.
@@ -142,8 +142,10 @@ def check_learning_rates(
 
 
 def choose_seed(random_seed: int | None) -> int:
-  """Return `random_seed`, or the clock of the lead process if it is None."""
-  return int(multihost.broadcast_from_lead(np.uint32(time.time()))) if random_seed is None else random_seed
+  """Return `random_seed`, or `DEFAULT_SEED`, with a log line, if it is None."""
+  if random_seed is None:
+    logging.getLogger(__name__).info('The random seed is None, which is %s here (in T5X, the clock).', DEFAULT_SEED)
+  return DEFAULT_SEED if random_seed is None else random_seed
 
 
 def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any]:
@@ -154,8 +156,9 @@ def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any
     random_seed: configured seed; None keeps the seed of the resumed run.
   """
   recorded = start.metadata.get('run', {}) if start.resumes else {}
-  facts = {'start_step': start.step, 'random_seed': choose_seed(random_seed), **recorded}
-  return facts if random_seed is None else {**facts, 'random_seed': random_seed}
+  if random_seed is None and 'random_seed' in recorded:
+    random_seed = recorded['random_seed']
+  return {'start_step': start.step, **recorded, 'random_seed': choose_seed(random_seed)}
 
 
 def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -> StartingPoint:

@@ -4,7 +4,12 @@ import argparse
 import os
 
 from t5x_lite import files
-from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import (
+    add_gin_arguments,
+    add_seqio_arguments,
+    load_configuration,
+    prepend_run_file,
+)
 from t5x_lite.apps.common.runs import FoundRun, resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -27,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--dry_run', action='store_true',
                       help='print the configuration and the checkpoints to evaluate, without evaluating')
   add_gin_arguments(parser)
+  add_seqio_arguments(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:

@@ -36,6 +36,7 @@ class EvaluateConfig:
   train_state_initializer_cls: type[state_init.TrainStateInitializer]
   train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]]
   fallback_init_rng: int | None
+  use_orbax: bool
   infer_eval_cfg: evaluation.InferenceEvalConfig | None
   eval_steps: int | None
   best_metric: str | None
@@ -50,7 +51,8 @@ class EvaluateConfig:
     checks.check(
         'evaluate', vars(self), output_dir=checks.Expectation(
             f'{is_path.text}, and not a run directory', lambda path: is_path.holds(path) and not _is_run(path),
-            is_path.remedy), best_metric_mode=checks.one_of(('max', 'min')), training_evaluator_cls=checks.Expectation(
+            is_path.remedy), best_metric_mode=checks.one_of(('max', 'min')),
+        use_orbax=checks.instance(bool, 'True or False'), training_evaluator_cls=checks.Expectation(
                 'a trainer class, such as trainer.Trainer, '
                 + (f'with eval_steps={self.eval_steps}' if self.infer_eval_cfg else 'since infer_eval_cfg is None too'),
                 lambda cls: cls is not None or not is_needed,

@@ -18,6 +18,7 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
+from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -52,10 +53,11 @@ def evaluate(
     output_dir: str,
     inference_evaluator_cls: Any = None,
     training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None = None,
-    summarize_config_fn: Callable[[str, Any, int], None] | None = None,
+    summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
     train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
     train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators,
     fallback_init_rng: int | None = None,
+    use_orbax: bool = True,
     infer_eval_cfg: evaluation.InferenceEvalConfig | None = evaluation.InferenceEvalConfig(),
     eval_steps: int | None = None,
     best_metric: str | None = None,
@@ -83,6 +85,7 @@ def evaluate(
     train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators` or T5X's
       `data.get_training_eval_datasets`.
     fallback_init_rng: seed of random parameters, used without a checkpoint.
+    use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
     infer_eval_cfg: options of evaluations by decoding; None for none.
     eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
     best_metric: full name of the metric that selects the best checkpoint, e.g. 'inference_eval/mean/f1'.
@@ -140,6 +143,8 @@ def evaluate(
     initializer = cfg.train_state_initializer_cls(
         None, cfg.model.get_initial_variables, input_shapes, cfg.partitioner, input_types)
     shapes = initializer.global_train_state_shape
+    if evaluator is not None:
+      evaluator.check(shapes, initializer.train_state_axes)
     trainer = stack.enter_context((cfg.training_evaluator_cls or trainer_lib.Trainer)(
         model=cfg.model, train_state=shapes, partitioner=cfg.partitioner, eval_names=list(eval_batches),
         summary_dir=cfg.summary_dir, train_state_axes=initializer.train_state_axes, rng=jax.random.key(0)))

@@ -9,7 +9,13 @@ import sys
 import tempfile
 
 from t5x_lite import files
-from t5x_lite.apps.common.flags import add_gin_arguments, join_cluster, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import (
+    add_gin_arguments,
+    add_seqio_arguments,
+    join_cluster,
+    load_configuration,
+    prepend_run_file,
+)
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -46,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   shards.add_argument('--num_shards', type=int, metavar='N', help='number of workers that share the input')
   shards.add_argument('--shard_id', type=int, metavar='I', help='index of this worker, from 0')
   add_gin_arguments(parser)
+  add_seqio_arguments(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:

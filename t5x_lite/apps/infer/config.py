@@ -13,10 +13,12 @@ from t5x_lite import data
 from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
+from t5x_lite import state_init
 from t5x_lite.apps.common import output_folder, start
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.checkpoints import builders
 
+_BOOL = checks.instance(bool, 'True or False')
 MODES = ('predict', 'predict_with_aux', 'score')
 _FILE_NAME = checks.Expectation(
     f'a file name without {os.sep!r}',
@@ -62,10 +64,16 @@ class InferConfig:
   num_shards: int
   merge_chunked_results: bool
   write_fn: Callable[..., None]
+  checkpoint_ds_iter: bool
+  train_state_initializer_cls: type[state_init.TrainStateInitializer]
   fallback_init_rng: int | None
+  merge_fn: Callable[[str, str, str, int | None], None]
   summarize_config_fn: Callable[[str, Any, int], None] | None
   verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None
+  output_vocab_feature_name: str
   file_extension: str
+  keep_aux_as_numpy: bool
+  use_orbax: bool
   output_file: str | None
   random_seed: int
   settings: Mapping[str, str] | None
@@ -77,7 +85,9 @@ class InferConfig:
         'infer', vars(self), mode=checks.one_of(MODES), checkpoint_period=checks.number(at_least=1, integer=True),
         random_seed=checks.number(at_least=0, below=2**32, integer=True), fallback_init_rng=start.SEED,
         output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'),
-        output_file=_FILE_NAME.or_none(), file_extension=_FILE_NAME, restore_checkpoint_cfg=_ONE_CHECKPOINT)
+        output_file=_FILE_NAME.or_none(), file_extension=_FILE_NAME, restore_checkpoint_cfg=_ONE_CHECKPOINT,
+        checkpoint_ds_iter=_BOOL, keep_aux_as_numpy=_BOOL, use_orbax=_BOOL, output_vocab_feature_name=checks.one_of(
+            ('targets', 'inputs'), 'For another vocabulary, set a write_fn that knows it.'))
     object.__setattr__(self, 'shard', Shard(
         shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id, num_shards=self.num_shards))
     object.__setattr__(self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size))
@@ -104,6 +114,8 @@ class InferConfig:
     return {**(self.settings or {}), 'checkpoint': _checkpoint_identity(path, step), 'mode': self.mode,
             'dtype': self.restore_checkpoint_cfg.dtype, 'random_seed': self.random_seed,
             'fallback_init_rng': self.fallback_init_rng, 'source': source.identity,
+            **({} if self.output_vocab_feature_name == 'targets' else {
+                'output_vocab_feature_name': self.output_vocab_feature_name}),
             **builders.identity(self.restore_checkpoint_cfg)}
 
 

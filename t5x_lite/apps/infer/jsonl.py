@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.errors import ConfigError
 from t5x_lite.json_lines import JsonEncoder, to_line
@@ -14,6 +15,18 @@ from t5x_lite.json_lines import JsonEncoder, to_line
 # Predictions or scores of examples, and auxiliary outputs; the first axis of every array is the example.
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 _PRETOKENIZED = '_pretokenized'
+
+
+class Examples(list):
+  """List of examples with the methods of a tf.data.Dataset that functions written for T5X's `infer` call."""
+
+  def as_numpy_iterator(self) -> Iterator[Any]:
+    """Return an iterator over the examples."""
+    return iter(self)
+
+  def enumerate(self, start: int = 0) -> 'Examples':
+    """Return the pairs of number and example."""
+    return Examples(enumerate(self, start))
 
 
 def write_inferences_to_file(
@@ -39,7 +52,7 @@ def write_inferences_to_file(
   Args:
     path: path of the file.
     inferences: (predictions or scores, auxiliary outputs); the first axis of every array is the example.
-    task_ds: examples, each a mapping of feature name to value.
+    task_ds: examples, each a mapping of feature name to value; a tf.data.Dataset, or any iterable.
     mode: 'predict', 'predict_with_aux' or 'score'.
     vocabulary: vocabulary that decodes predictions.
     json_encoder_cls: encoder for types that `json` does not support.
@@ -48,17 +61,22 @@ def write_inferences_to_file(
     output_ids: also write the ids of predictions, up to the first 0, as `prediction_tokens`.
 
   Raises:
-    ConfigError: `include_all_inputs` and `input_fields_to_include` are both given.
+    ConfigError: an unknown mode, predictions without a vocabulary, or `include_all_inputs` and
+      `input_fields_to_include` are both given.
   """
+  checks.check('write_inferences_to_file', locals(), mode=checks.one_of(('predict', 'predict_with_aux', 'score')),
+               vocabulary=checks.Expectation(
+                   'a vocabulary to decode predictions', lambda given: given is not None or mode == 'score'))
   if include_all_inputs and input_fields_to_include is not None:
     raise ConfigError('write_inferences_to_file: include_all_inputs and input_fields_to_include cannot be combined. '
                       'Remove one of them.')
   predictions, aux = inferences
+  examples = task_ds.as_numpy_iterator() if hasattr(task_ds, 'as_numpy_iterator') else task_ds
   if input_fields_to_include is not None:
     wanted = {*input_fields_to_include, *(f'{name}{_PRETOKENIZED}' for name in input_fields_to_include)}
 
   def lines() -> Iterator[str]:
-    for i, (example, found) in enumerate(zip(task_ds, predictions, strict=True)):
+    for i, (example, found) in enumerate(zip(examples, predictions, strict=True)):
       if include_all_inputs:
         inputs = dict(example)
       elif input_fields_to_include is not None:

@@ -1,10 +1,12 @@
 """Merging of the results of all shards into one file, in the order of the source, by the last worker."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import fcntl
+import glob
 import itertools
 import pathlib
+import shutil
 from typing import Any
 
 from t5x_lite import files
@@ -14,6 +16,37 @@ from t5x_lite.errors import ConfigError, DataError
 _LOCK_FILE = 'merge.lock'
 # Of each shard's file.
 _BUFFER_BYTES = 1 << 22
+
+
+def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step: int | None) -> None:
+  """Concatenate the files `<tmp_dir>/<output_fname>-chunk?????`, in their order, to `<output_dir>/<output_fname>`.
+
+  Args:
+    output_dir: folder of the result.
+    output_fname: file name of the result, and the beginning of the chunks' names.
+    tmp_dir: folder of the chunks.
+    step: step of the checkpoint; not needed by this function.
+
+  Raises:
+    DataError: there are no chunks, or one of them is missing.
+  """
+  del step
+  folder = files.path(tmp_dir)
+  pattern = f'{glob.escape(output_fname)}-chunk{"[0-9]" * 5}'
+  numbers = sorted(int(path.name[-5:]) for path in folder.glob(pattern))
+  if not numbers or numbers != list(range(len(numbers))):
+    raise DataError(f'{tmp_dir} must have the chunks {output_fname}-chunk00000, -chunk00001, ..., got the numbers '
+                    f'{numbers}. Run the inference again.')
+  files.write(files.path(output_dir) / output_fname, lambda local: concatenate(
+      [folder / f'{output_fname}-chunk{number:05}' for number in numbers], local))
+
+
+def concatenate(sources: Sequence[files.Path], target: pathlib.Path) -> None:
+  """Write the contents of files, one after the other, to a local file."""
+  with open(target, 'wb') as stream:
+    for path in sources:
+      with path.open('rb') as source:
+        shutil.copyfileobj(source, stream)
 
 
 def merge_shards(paths: paths_lib.ResultPaths) -> list[int]:

@@ -8,6 +8,7 @@ The same command resumes a run that was stopped or killed; the results are those
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import inspect
 import time
 from typing import Any
 
@@ -17,24 +18,28 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import standard_streams
+from t5x_lite import state_init
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.infer import report as infer_report
 from t5x_lite.apps.infer.config import InferConfig
-from t5x_lite.apps.infer.jsonl import write_inferences_to_file
+from t5x_lite.apps.infer.jsonl import Examples, write_inferences_to_file
 from t5x_lite.apps.infer.loop import ChunkWriter, infer_source
-from t5x_lite.apps.infer.merge import merge_shards, merged_totals
+from t5x_lite.apps.infer.merge import merge_chunks_to_file, merge_shards, merged_totals
 from t5x_lite.apps.infer.report import Outcome
 from t5x_lite.apps.infer.store import ShardStore, num_shard_examples
 from t5x_lite.errors import ConfigError, of_other_process, StoppedOnSignalError
 
 # T5X's names.
-__all__ = ['create_task_from_tfexample_file', 'infer', 'write_inferences_to_file']
+__all__ = ['AUTOTUNE', 'create_task_from_tfexample_file', 'infer', 'merge_chunks_to_file', 'update_measurement_series',
+           'write_inferences_to_file']
+AUTOTUNE = -1  # of tf.data
 
 
 def infer(
@@ -46,14 +51,20 @@ def infer(
     partitioner: partitioning.BasePartitioner,
     output_dir: str,
     checkpoint_period: int,
-    shard_id: int | None = None,
+    shard_id: int | None = 0,
     num_shards: int = 1,
     merge_chunked_results: bool = True,
     write_fn: Callable[..., None] = write_inferences_to_file,
+    checkpoint_ds_iter: bool = True,
+    train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
     fallback_init_rng: int | None = None,
-    summarize_config_fn: Callable[[str, Any, int], None] | None = None,
+    merge_fn: Callable[[str, str, str, int | None], None] = merge_chunks_to_file,
+    summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
     verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
+    output_vocab_feature_name: str = 'targets',
     file_extension: str = 'jsonl',
+    keep_aux_as_numpy: bool = False,
+    use_orbax: bool = True,
     output_file: str | None = None,
     random_seed: int = 0,
     settings: Mapping[str, str] | None = None,
@@ -73,15 +84,27 @@ def infer(
     partitioner: the mesh and the sharding rules.
     output_dir: folder of results.
     checkpoint_period: number of batches per chunk; complete chunks survive an interruption.
-    shard_id: index of this worker, from 0; required with several workers. Workers are independent and need not run at
-      the same time.
+    shard_id: index of this worker, from 0. Workers are independent and need not run at the same time. None, as in
+      runs/infer.gin, is 0 and an error with several workers.
     num_shards: number of workers that share the source.
     merge_chunked_results: merge chunks into one file; otherwise the results stay in chunks.
-    write_fn: writes results, called as `write_fn(path, (predictions, aux), examples, mode, vocabulary)`.
+    write_fn: writes results, called as `write_fn(path, (predictions, aux), examples, mode, vocabulary)`; `examples` is
+      an `Examples`.
+    checkpoint_ds_iter: True or False. Both resume after the last complete chunk without a saved iterator: the source is
+      opened at that batch.
+    train_state_initializer_cls: class of the state initializer.
     fallback_init_rng: seed of random parameters, for those that the checkpoint lacks.
+    merge_fn: merges the chunks of a shard, called as `merge_fn(output_dir, output_fname, tmp_dir, step)` with the chunks
+      `<tmp_dir>/<output_fname>-chunk00000` and so on. It must write `<output_dir>/<output_fname>`; all files that it
+      writes in `output_dir`, a temporary folder, become results when it returns. Results of another function than
+      `merge_chunks_to_file` are not merged over shards.
     summarize_config_fn: called with (folder of the run, None, step) to record the configuration.
     verify_matching_vocabs_fn: raises if the vocabularies of task and model differ; None skips the check.
+    output_vocab_feature_name: 'targets' or 'inputs': the vocabulary of the model that `write_fn` is given.
     file_extension: extension of result files.
+    keep_aux_as_numpy: give `write_fn` auxiliary outputs as arrays [num_examples, ...] instead of lists, which takes less
+      memory.
+    use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
     output_file: file name within `output_dir` that replaces `<task>-<mode>.jsonl`; with one shard, without a shard
       suffix. For a single task.
     random_seed: seed of sampling.
@@ -141,7 +164,8 @@ def infer(
     spec = sources[0].element_spec(cfg.layout.batch_size)
     restored_models = restore_lib.restore_for_inference(
         cfg.model, cfg.restore_checkpoint_cfg, cfg.partitioner, {name: leaf.shape for name, leaf in spec.items()},
-        {name: leaf.dtype for name, leaf in spec.items()}, cfg.fallback_init_rng, is_done=open_stores)
+        {name: leaf.dtype for name, leaf in spec.items()}, cfg.fallback_init_rng,
+        train_state_initializer_cls=cfg.train_state_initializer_cls, is_done=open_stores)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Infer, batch by batch; no checkpoint is restored if all results are on disk
@@ -184,7 +208,7 @@ def infer(
     # Write: merge the chunks, and the shards if this was the last one; print the report
     # ------------------------------------------------------------------------------------------------------------------
     for store, outcome in zip(stores, outcomes, strict=True):
-      _on_lead(lambda s=store, o=outcome: _finish(s, o, cfg.merge_chunked_results))
+      _on_lead(lambda s=store, o=outcome: _finish(s, o, cfg))
     progress.clear()
     if not is_lead:
       return []
@@ -210,6 +234,17 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
   """
   from t5x_lite.data import seqio_tfexample
   return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
+
+
+def update_measurement_series(series_name: str, step: int, value: float) -> None:
+  """Report a measurement to the listeners of `jax.monitoring`.
+
+  Args:
+    series_name: name of the series.
+    step: step or chunk of the measurement.
+    value: the measurement.
+  """
+  jax.monitoring.record_scalar(series_name, value, step=step)
 
 
 def _check_workers(cfg: InferConfig) -> None:
@@ -259,18 +294,19 @@ def _begin(store: ShardStore, cfg: InferConfig, step: int) -> None:
     cfg.summarize_config_fn(str(store.paths.shard_folder), None, step)
 
 
-def _finish(store: ShardStore, outcome: Outcome, merge_chunked_results: bool) -> None:
+def _finish(store: ShardStore, outcome: Outcome, cfg: InferConfig) -> None:
   """Merge chunks and shards, and update `outcome`."""
   totals = store.totals
   outcome.num_examples, outcome.num_cut = totals['num_examples'], totals['num_cut']
   outcome.first_file = next(iter(store.chunk_paths), None)
-  if not merge_chunked_results and not store.is_complete:
+  if not cfg.merge_chunked_results and not store.is_complete:
     return
+  merges_lines = inspect.unwrap(cfg.merge_fn) is merge_chunks_to_file
   if not store.is_complete:
-    store.finish()
+    store.finish(None if merges_lines else cfg.merge_fn)
   store.begin()
   outcome.file = outcome.first_file = store.paths.result
-  if store.paths.num_shards > 1:
+  if store.paths.num_shards > 1 and merges_lines:
     outcome.missing_shards = merge_shards(store.paths)
     if not outcome.missing_shards:
       outcome.file = outcome.first_file = store.paths.merged
@@ -280,12 +316,18 @@ def _finish(store: ShardStore, outcome: Outcome, merge_chunked_results: bool) ->
 
 def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
   """Return the writer of chunks; it writes only on the lead process."""
+  vocabulary = cfg.model.input_vocabulary if cfg.output_vocab_feature_name == 'inputs' else cfg.model.output_vocabulary
+
   def write(first, num_batches, examples, inferences):
-    if store is not None:
-      store.write_chunk(
-          first, num_batches, len(examples), sum(example.is_cut for example in examples),
-          lambda path: cfg.write_fn(str(path), inferences, [example.fields for example in examples], cfg.mode,
-                                    cfg.model.output_vocabulary))
+    if store is None:
+      return
+    outputs, aux = inferences
+    if not cfg.keep_aux_as_numpy:
+      aux = jax.tree.map(lambda values: values.tolist(), aux)
+    store.write_chunk(
+        first, num_batches, len(examples), sum(example.is_cut for example in examples),
+        lambda path: cfg.write_fn(str(path), (outputs, aux), Examples(example.fields for example in examples), cfg.mode,
+                                  vocabulary))
   return write
 
 

@@ -8,9 +8,12 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import tempfile
 from typing import Any
 
+from t5x_lite import checks
 from t5x_lite import files
+from t5x_lite.apps.infer import merge as merge_lib
 from t5x_lite.apps.infer import paths as paths_lib
 from t5x_lite.errors import ConfigError, DataError
 
@@ -197,25 +200,45 @@ class ShardStore:
     self._run = {'identity': self._identity, **facts}
     paths_lib.write_json(self.paths.shard_folder / paths_lib.RUN_FILE, self._run)
 
-  def finish(self) -> None:
-    """Concatenate all chunks into the result.
+  def finish(self, merge_fn: Callable[[str, str, str, int | None], None] | None = None) -> None:
+    """Merge all chunks into the result.
+
+    Args:
+      merge_fn: see `infer`; None concatenates.
 
     Raises:
-      ConfigError: another program has written a file of that name in the meantime.
+      ConfigError: another program has written a file of that name in the meantime, or `merge_fn` did not write it.
     """
-    totals = self.totals
-
-    def concatenate(path):
-      with open(path, 'wb') as stream:
-        for chunk in self.chunk_paths:
-          with chunk.open('rb') as source:
-            shutil.copyfileobj(source, stream)
-
-    paths_lib.write_result(
-        self.paths.result, self.paths.shard_folder, concatenate, lambda written: self._write_run(
-            num_source_examples=self._run['num_source_examples'], result={**written, **totals}))
+    if merge_fn is None:
+      self._write_result(lambda path: merge_lib.concatenate(self.chunk_paths, path))
+    else:
+      with tempfile.TemporaryDirectory(prefix='t5x_lite_merge_') as folder:
+        self._merge_by(merge_fn, pathlib.Path(folder))
     self._remove_chunks()
     self._chunks = []
+
+  def _merge_by(self, merge_fn: Callable[[str, str, str, int | None], None], folder: pathlib.Path) -> None:
+    """Call `merge_fn` with copies of the chunks in `folder`, and move the files that it writes to the results."""
+    name, chunks, output = self.paths.result.name, folder / 'chunks', folder / 'output'
+    chunks.mkdir()
+    output.mkdir()
+    for number, path in enumerate(self.chunk_paths):
+      merge_lib.concatenate([path], chunks / f'{name}-chunk{number:05}')
+    step = self._identity.get('checkpoint', {}).get('step')
+    merge_fn(str(output), name, str(chunks), step)
+    if not (output / name).is_file():
+      raise checks.invalid('infer', 'merge_fn', f'a function that writes <output_dir>/{name}', merge_fn,
+                           'The chunks are kept: correct it, and rerun the command.')
+    for path in output.iterdir():
+      if path.name != name:
+        files.write(self.paths.folder / path.name, path.read_bytes())
+    self._write_result(lambda path: shutil.copyfile(output / name, path))
+
+  def _write_result(self, write_fn: Callable[[pathlib.Path], Any]) -> None:
+    totals = self.totals
+    paths_lib.write_result(
+        self.paths.result, self.paths.shard_folder, write_fn, lambda written: self._write_run(
+            num_source_examples=self._run['num_source_examples'], result={**written, **totals}))
 
 
 def num_shard_examples(num_examples: int, batch_size: int, shard_id: int, num_shards: int) -> int:

@@ -6,6 +6,7 @@ from t5x_lite.apps.common.flags import (
     NO_CACHE,
     add_gin_arguments,
     add_num_devices,
+    add_seqio_arguments,
     load_configuration,
     simulate_devices,
 )
@@ -15,6 +16,7 @@ from t5x_lite.errors import ConfigError, ExitCode
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   add_gin_arguments(parser)
+  add_seqio_arguments(parser)
   add_num_devices(parser)
   parser.add_argument('--write_hlo', action='store_true',
                       help='write the programs as text, before and after optimization, to MODEL_DIR/precompile')

@@ -2,13 +2,14 @@
 
 import argparse
 
-from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration
+from t5x_lite.apps.common.flags import add_gin_arguments, add_seqio_arguments, load_configuration
 from t5x_lite.errors import ExitCode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   add_gin_arguments(parser)
+  add_seqio_arguments(parser)
   parser.add_argument('--dry_run', action='store_true',
                       help='print the configuration, the parameters and their sharding, memory, batches and the '
                       'plan of the run, without training')

@@ -14,16 +14,23 @@ from t5x_lite.apps.common.parts import RunConfig
 from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 
-_COUNT = checks.number(at_least=1, below=2**31, integer=True, remedy='Steps are int32.')
-_STEPS = _COUNT.or_none()
+_STEPS_REMEDY = ('Steps are int32. total_steps counts from step 0 of the model; relative_steps counts from the '
+                 'checkpoint that the run starts from.')
 _PERIOD = checks.number(at_least=1, integer=True).or_none()
 # Number of steps between two summaries if nothing else tells it.
 _SUMMARY_PERIOD = 100
+_ONLY_ORBAX = checks.Expectation(
+    "True, since T5X's former format of checkpoints is not written", lambda use: use is True,
+    "Remove it: checkpoints of both formats are read, and `t5x_lite convert --to=t5x` writes the former one.")
 _SECONDS = checks.number(above=0).or_none()
 _EVENT_FNS = checks.Expectation(
     'a function of an Event, or a list of them',
     lambda fns: callable(fns) or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
     'In gin, write [@name] without parentheses.').or_none()
+
+
+def _steps(at_least: int) -> checks.Expectation:
+  return checks.number(at_least=at_least, below=2**31, integer=True, remedy=_STEPS_REMEDY).or_none()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,7 @@ class TrainConfig(RunConfig):
   summarize_config_fn: Callable[[str, Any, int], None] | None
   actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None
   run_eval_before_training: bool
+  use_orbax: bool
   gc_period: int
   max_batch_seconds: float | None
   max_step_seconds: float | None
@@ -66,15 +74,12 @@ class TrainConfig(RunConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    is_relative = self.relative_steps is not None
-    total_steps = checks.Expectation(
-        f'{None if is_relative else _STEPS.text}, since relative_steps is {self.relative_steps}',
-        lambda steps: steps is None or (not is_relative and _STEPS.holds(steps)), f'{_COUNT.remedy} It counts from '
-        'step 0 of the model; relative_steps counts from the checkpoint that the run starts from.')
     has_infer_eval = self.infer_eval_dataset_cfg is not None
     has_eval = has_infer_eval or self.train_eval_dataset_cfg is not None
     checks.check(
-        'train', vars(self), relative_steps=_STEPS, total_steps=total_steps, eval_period=_PERIOD, stats_period=_PERIOD,
+        'train', vars(self), relative_steps=_steps(1), total_steps=_steps(0), stats_period=_PERIOD,
+        eval_period=checks.number(at_least=0, integer=True).or_none(), use_orbax=_ONLY_ORBAX if (
+            self.checkpoint_cfg.save is not None) else checks.instance(bool, 'True or False'),
         infer_eval_period=_PERIOD if has_infer_eval else checks.Expectation(
             'unset without `infer_eval_dataset_cfg`', lambda period: not period),
         run_eval_before_training=checks.Expectation(
@@ -94,12 +99,14 @@ class TrainConfig(RunConfig):
   @property
   def whens(self) -> dict[str, When]:
     """When each evaluation is due, by its name."""
-    at_start, found = bool(self.run_eval_before_training), {}
+    def when(period):
+      return When(period=period, at_start=bool(self.run_eval_before_training), at_end=period != 0)
+
+    found = {}
     if self.train_eval_dataset_cfg is not None:
-      found[TRAINING_EVAL] = When(period=self.eval_period, at_start=at_start, at_end=True)
+      found[TRAINING_EVAL] = when(self.eval_period)
     if self.infer_eval_dataset_cfg is not None:
-      period = self.infer_eval_period or self.eval_period
-      found[INFERENCE_EVAL] = When(period=period, at_start=at_start, at_end=True)
+      found[INFERENCE_EVAL] = when(self.infer_eval_period or self.eval_period)
     return found | {each.name: each.when for each in self.evaluations}
 
   @property

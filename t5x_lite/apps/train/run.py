@@ -72,6 +72,7 @@ def train(
     train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators,
     run_eval_before_training: bool = False,
     train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
+    use_orbax: bool = True,
     verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
     gc_period: int = 0,
     num_prefetched_batches: int = 2,
@@ -106,18 +107,18 @@ def train(
     partitioner: the mesh and the sharding rules.
     trainer_cls: constructor of the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound.
     model_dir: the run directory; only one running process may use it.
-    total_steps: step at which the run ends, counted from the model's first step; None with `relative_steps`, or to
+    total_steps: step at which the run ends, counted from the model's first step; the step of the checkpoint, or 0,
+      trains no step, e.g. to evaluate with `run_eval_before_training`. None with `relative_steps`, or to
       train until the data ends (`DatasetConfig.num_epochs`), an action ends the run, or a signal stops it. Data that
       ends before this step ends the run in the same way: with an evaluation and a save.
     eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
     eval_period: number of steps between evaluations; None evaluates only after the last step, which is always
-      evaluated.
-    relative_steps: alternative to `total_steps`: number of steps after the checkpoint that the run first started from.
+      evaluated. 0 evaluates at no step except with `run_eval_before_training` and `infer_eval_period`.
+    relative_steps: number of steps after the checkpoint that the run first started from; replaces `total_steps`.
     stats_period: number of steps between training metrics; None for a tenth of `eval_period`. Metrics are also written
       whenever training pauses for another reason. With training actions, the run waits for the device before each
       write.
-    random_seed: seed of parameters and dropout. None uses the clock, recorded for restarts, and the hardware's random
-      number generator, as in T5X.
+    random_seed: seed of parameters and dropout. None is 0, or the seed that a resumed run has recorded.
     use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
     summarize_config_fn: called with (model_dir, summary writer or None, step) to record the configuration.
     inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
@@ -127,6 +128,8 @@ def train(
       `data.get_training_eval_datasets`.
     run_eval_before_training: also evaluate before the first step of the run.
     train_state_initializer_cls: class of the state initializer.
+    use_orbax: True, since checkpoints are written in Orbax's format; False is accepted if no checkpoint is saved.
+      Both formats of T5X are read with either value.
     verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
     gc_period: number of steps between garbage collections; 0 leaves them to Python.
     num_prefetched_batches: number of batches prepared in the background.
@@ -343,6 +346,9 @@ def _make_watchdog(cfg: TrainConfig, events: runtime.EventLog) -> runtime.Watchd
 def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step: int) -> float:
   """Return the last step of the configuration, see `plan.last_step_of_run`; raise if `start` is at a later step."""
   last_step = plan_lib.last_step_of_run(cfg.total_steps, cfg.relative_steps, start_step)
+  if cfg.total_steps is not None and cfg.relative_steps is not None:  # T5X's run files always bind total_steps
+    logging.getLogger(__name__).info('relative_steps=%s replaces total_steps=%s: the run ends at step %s.',
+                                     cfg.relative_steps, cfg.total_steps, last_step)
   if start.step > last_step:
     raise ConfigError(f'{start.path or start.description} is at step {start.step}, past the end of the run at step '
                       f'{last_step}. Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or '

@@ -327,8 +327,22 @@ class Adafactor(definition.OptimizerDef):
     return new
 
   def derive_logical_axes(
-      self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
-    """See `OptimizerDef.derive_logical_axes`; each statistic has the axes of its dims of the parameter."""
+      self, optimizer_state: definition.Optimizer | None = None, param_logical_axes: LogicalAxes | None = None, *,
+      optimizer: definition.Optimizer | None = None) -> definition.Optimizer:
+    """See `OptimizerDef.derive_logical_axes`; each statistic has the axes of its dims of the parameter.
+
+    Args:
+      optimizer_state: the optimizer, under the name that T5X has in this class.
+      param_logical_axes: see `OptimizerDef.derive_logical_axes`.
+      optimizer: the optimizer, under the name of all other classes; exactly one of the two.
+
+    Raises:
+      ConfigError: both or neither.
+    """
+    if (optimizer_state is None) == (optimizer is None):
+      raise ConfigError('`Adafactor.derive_logical_axes` must get exactly one of optimizer and optimizer_state, which '
+                        'are two names of the same argument.')
+    optimizer = optimizer_state if optimizer is None else optimizer
     target_axes = names.match_logical_axes(optimizer.target, param_logical_axes)
 
     def derive(path: str, param: Array, axes: PartitionSpec) -> AdafactorParamState:

@@ -10,19 +10,26 @@ import optax.contrib
 from t5x_lite import checks
 
 
-def noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=0):
+def noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=None, *, seed=None):
   """Stochastic gradient descent with annealed Gaussian noise on the gradients (Neelakantan et al. 2015, section 3).
 
   Args:
     learning_rate: a number or a schedule.
     eta: variance of the noise at the first update.
     gamma: exponent by which the variance falls with the number of updates.
-    key: seed of the noise, a number or a typed key.
+    key: seed of the noise, a number or a typed key; None for 0.
+    seed: older name of `key`.
 
   Returns:
     The transformation.
+
+  Raises:
+    ConfigError: both `key` and `seed`.
   """
-  return optax.chain(optax.add_noise(eta, gamma, key), optax.scale_by_learning_rate(learning_rate))
+  if key is not None and seed is not None:
+    raise checks.invalid('noisy_sgd', 'seed', 'None if key is given', seed, 'Set only key.')
+  key = seed if key is None else key
+  return optax.chain(optax.add_noise(eta, gamma, 0 if key is None else key), optax.scale_by_learning_rate(learning_rate))
 
 
 def dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, nesterov=False):

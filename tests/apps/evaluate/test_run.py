@@ -33,7 +33,8 @@ def run(tmp_path_factory):
 
 def _evaluate(run, output_dir, mode='all', restore=None, **kwargs):
   arguments = {'model': toy_run.model(), 'dataset_cfg': toy_run.dataset('validation'),
-               'partitioner': toy_run.partitioner(), 'training_evaluator_cls': trainer_lib.Trainer, **kwargs}
+               'partitioner': toy_run.partitioner(), 'training_evaluator_cls': trainer_lib.Trainer,
+               'summarize_config_fn': None, **kwargs}
   cfg = checkpoints.RestoreCheckpointConfig(str(run), mode=mode, **(restore or {}))
   return evaluate_app.evaluate(restore_checkpoint_cfg=cfg, output_dir=str(output_dir), **arguments)
 

@@ -6,7 +6,7 @@ import pytest
 
 from t5x_lite import errors
 from t5x_lite import files
-from t5x_lite.apps.infer.merge import merge_shards
+from t5x_lite.apps.infer.merge import merge_chunks_to_file, merge_shards
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
 from tests.apps.infer import store_cases as cases
@@ -93,6 +93,16 @@ def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
   with pytest.raises(errors.ConfigError, match='0 lines for 3 examples'):
     merge_shards(store.paths)
   assert (tmp_path / 'r.bin-00001-of-00002').read_bytes() == b'binary'
+
+
+def test_chunks_are_concatenated_in_order_and_all_of_them(tmp_path):
+  for number in range(11):
+    (tmp_path / f'r[1]-chunk{number:05}').write_text(f'{number}\n')
+  merge_chunks_to_file(str(tmp_path), 'r[1]', str(tmp_path), None)
+  assert (tmp_path / 'r[1]').read_text() == ''.join(f'{number}\n' for number in range(11))
+  (tmp_path / 'r[1]-chunk00004').unlink()
+  with pytest.raises(errors.DataError, match='chunk00000'):
+    merge_chunks_to_file(str(tmp_path), 'r[1]', str(tmp_path), None)
 
 
 def test_shards_in_a_store(store):

@@ -1,5 +1,6 @@
 """Inference with a toy model: order, remainders, shards, interruptions, and early errors."""
 
+import copy
 import functools
 import io
 import json
@@ -21,6 +22,8 @@ from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import runtime
+from t5x_lite import state_init
+from t5x_lite.apps import infer as infer_package
 from t5x_lite.apps.infer import loop
 from t5x_lite.apps.infer import run as infer_app
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
@@ -379,3 +382,70 @@ def test_progress_counts_examples_and_says_how_long_it_takes():
 def test_app_has_the_names_of_t5x():
   for name in ('infer', 'write_inferences_to_file', 'create_task_from_tfexample_file'):
     assert callable(getattr(infer_app, name))
+
+
+def test_a_function_merges_the_chunks(tmp_path, lines, checkpoint):
+  cfg = toy_infer.text_cfg(lines)
+  (usual,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'usual')
+  calls = []
+
+  def merge(output_dir, output_fname, tmp_dir, step):
+    calls.append(step)
+    if len(calls) > 1:  # the first call writes nothing
+      infer_package.merge_chunks_to_file(output_dir, output_fname, tmp_dir, step)
+      (pathlib.Path(output_dir) / 'more').write_text(output_fname)
+
+  with pytest.raises(errors.ConfigError, match='merge_fn` must be a function that writes'):
+    toy_infer.infer(cfg, checkpoint, tmp_path / 'own', merge_fn=merge)
+  (own,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'own', merge_fn=merge)
+  assert calls == [5, 5] and pathlib.Path(own).read_bytes() == pathlib.Path(usual).read_bytes()
+  assert (tmp_path / 'own' / 'more').read_text() == pathlib.Path(own).name
+  for shard_id in range(2):  # results of another form are not merged over shards
+    paths = toy_infer.infer(cfg, checkpoint, tmp_path / 'shards', merge_fn=merge, shard_id=shard_id, num_shards=2)
+  assert paths[0].endswith('-00001-of-00002') and not pathlib.Path(paths[0].removesuffix('-00001-of-00002')).exists()
+
+
+@pytest.mark.parametrize('keep', [False, True])
+def test_a_write_fn_of_t5x_gets_its_examples_and_auxiliary_values(tmp_path, lines, checkpoint, keep):
+  found = []
+
+  def write(path, inferences, task_ds, mode, vocabulary):
+    predictions, aux = inferences
+    assert mode == 'predict_with_aux' and vocabulary is inputs
+    found.append(type(aux['scores']))
+    write_inferences_to_file(path, (predictions, aux), task_ds, mode, vocabulary)
+    assert [(i, example['inputs_pretokenized']) for i, example in task_ds.enumerate().as_numpy_iterator()] == [
+        *enumerate(example['inputs_pretokenized'] for example in task_ds)]
+
+  model = copy.copy(toy_infer.model())
+  inputs = model._input_vocabulary = copy.copy(model.input_vocabulary)
+  (own,) = toy_infer.infer(
+      toy_infer.text_cfg(lines), checkpoint, tmp_path / 'own', model=model, mode='predict_with_aux', write_fn=write,
+      keep_aux_as_numpy=keep, output_vocab_feature_name='inputs', verify_matching_vocabs_fn=None)
+  assert {*found} == {np.ndarray if keep else list}
+  (usual,) = toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path / 'usual', mode='predict_with_aux')
+  assert pathlib.Path(own).read_bytes() == pathlib.Path(usual).read_bytes()
+
+
+def test_the_class_of_the_initializer_restores(tmp_path, lines, checkpoint):
+  made = []
+
+  class Initializer(state_init.TrainStateInitializer):
+
+    def __init__(self, *args, **kwargs):
+      made.append(None)
+      super().__init__(*args, **kwargs)
+
+  toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, train_state_initializer_cls=Initializer)
+  assert made
+
+
+def test_measurements_reach_listeners():
+  found = []
+  listen = lambda name, value, **kwargs: found.append((name, value, kwargs))
+  jax.monitoring.register_scalar_listener(listen)
+  try:
+    infer_package.update_measurement_series('writing_total_sec', 3, 0.5)
+  finally:
+    jax.monitoring.unregister_scalar_listener(listen)
+  assert found == [('writing_total_sec', 0.5, {'step': 3})]

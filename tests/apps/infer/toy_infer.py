@@ -94,5 +94,6 @@ def infer(dataset_cfg, checkpoint, output_dir, **kwargs):
   """Call the app; any argument may be replaced."""
   arguments = {
       'mode': 'predict', 'model': model(), 'partitioner': partitioner(), 'checkpoint_period': 2,
+      'summarize_config_fn': None,
       'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path=str(checkpoint), mode='specific'), **kwargs}
   return infer_app.infer(dataset_cfg=dataset_cfg, output_dir=str(output_dir), **arguments)

@@ -11,13 +11,13 @@ from tests.apps.train import toy_run
 
 
 @pytest.mark.parametrize('kwargs, error, message', [
-    ({'relative_steps': 5}, ConfigError, 'total_steps` must be None, since relative_steps is 5, got 20'),
-    ({'total_steps': 0.5}, ConfigError,
-     'total_steps` must be an integer .* or None, since relative_steps is None, got 0.5'),
+    ({'relative_steps': 0}, ConfigError, 'relative_steps` must be an integer .* or None, got 0'),
+    ({'total_steps': 0.5}, ConfigError, 'total_steps` must be an integer .* or None, got 0.5'),
+    ({'use_orbax': False}, ConfigError, 'use_orbax` must be True, since .* not written, got False'),
     ({'event_fns': [print, 1]}, ConfigError, r'event_fns` must be a function of an Event.*without parentheses'),
     ({'train_eval_dataset_cfg': toy_run.dataset('validation', num_epochs=1)}, ConfigError, 'num_epochs` must be None'),
-    ({'total_steps': 0}, ConfigError, 'total_steps` must be .* got 0'),
-    ({'eval_period': 0}, ConfigError, 'eval_period` must be .* got 0'),
+    ({'total_steps': -1}, ConfigError, 'total_steps` must be .* got -1'),
+    ({'eval_period': -1}, ConfigError, 'eval_period` must be .* got -1'),
     ({'stats_period': -1}, ConfigError, 'stats_period` must be .* got -1'),
     ({'gc_period': -1}, ConfigError, 'gc_period` must be .* got -1'),
     ({'eval_steps': 0}, ConfigError, 'eval_steps` must be .* got 0'),

@@ -193,7 +193,28 @@ def test_relative_steps_count_from_where_the_run_began(finished, tmp_path):
   assert toy_run.train(tmp_path, None, **{**kwargs, 'relative_steps': 5})[0] == 23
 
 
-def test_the_seed_decides_and_none_is_drawn_once(tmp_path):
+def test_relative_steps_replace_total_steps(tmp_path, caplog):
+  kwargs = {'infer_eval_dataset_cfg': None, 'train_eval_dataset_cfg': None}
+  with caplog.at_level('INFO', 't5x_lite'):
+    assert toy_run.train(tmp_path, 9, relative_steps=1, **kwargs)[0] == 1
+  assert 'relative_steps=1 replaces total_steps=9: the run ends at step 1' in caplog.text
+
+
+@pytest.mark.parametrize('eval_period', [0, 10])
+def test_without_steps_a_run_only_evaluates(tmp_path, eval_period):
+  step, state = toy_run.train(tmp_path, 0, eval_period=eval_period, run_eval_before_training=True)
+  assert step == int(state.step) == 0
+  found = toy_run.lines(tmp_path)
+  assert [row['step'] for row in found['training_eval/letters']] == [0]
+  assert [row['step'] for row in found['inference_eval/letters']] == [0]
+
+
+def test_eval_period_0_evaluates_at_no_step(tmp_path):
+  toy_run.train(tmp_path, 2, eval_period=0)
+  assert not {name for name in toy_run.lines(tmp_path) if 'eval' in name}
+
+
+def test_the_seed_decides_and_none_is_the_default(tmp_path, caplog):
   def first_loss(name, **kwargs):
     toy_run.train(tmp_path / name, 2, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, **kwargs)
     return toy_run.lines(tmp_path / name)['train'][0]['loss']
@@ -204,9 +225,11 @@ def test_the_seed_decides_and_none_is_drawn_once(tmp_path):
   losses = [first_loss('0'), first_loss('0 again'), first_loss('1', random_seed=1),
             first_loss('rbg', use_hardware_rng=True)]
   assert losses[0] == losses[1] and len(set(losses)) == 3
-  first_loss('none', random_seed=None)
-  toy_run.train(tmp_path / 'none', 4, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, random_seed=None)
-  assert seed('0', 2) == 0 and seed('none', 2) == seed('none', 4) > 1e9
+  with caplog.at_level('INFO', 't5x_lite'):
+    assert first_loss('none', random_seed=None) == losses[0]
+  assert caplog.text.count('seed is None, which is 0 here') == 1
+  toy_run.train(tmp_path / '1', 4, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, random_seed=None)
+  assert seed('none', 2) == 0 and seed('1', 4) == 1  # a resumed run keeps its seed
 
 
 @pytest.mark.full  # by default, tests/apps/common/test_evaluations.py keeps the best

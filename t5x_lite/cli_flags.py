@@ -1,0 +1,115 @@
+"""Flags in the syntax of absl, which T5X's programs have, and sentences about absl's flags that are not here."""
+
+from collections.abc import Mapping, Sequence
+import os
+from typing import Any
+
+from t5x_lite.compat import names
+from t5x_lite.errors import ConfigError
+
+_BOOLEANS = {**dict.fromkeys(('true', 't', '1'), True), **dict.fromkeys(('false', 'f', '0'), False)}
+_SHORT = {'-v': '--verbosity', '-?': '--help', '--helpshort': '--help', '--helpfull': '--help'}
+_PROFILE = 'To profile Python, run `python -m cProfile -o FILE -m t5x_lite`'
+_DEBUGGER = 'To debug, run `python -m pdb -c continue -m t5x_lite`'
+# Remedy for each flag of T5X's programs, or prefix of flags, without an equivalent.
+_REMEDIES = {
+    'fdl': 'Fiddle configurations are not supported: write a gin file',
+    'helpxml': 'Write --help',
+    'logger_levels': 'Write --log_level, or set levels of loggers in a module that the gin file imports',
+    'module_import': 'Set --gin.MIXTURE_OR_TASK_MODULE=MODULE, or import the module in a gin file',
+    'only_check_args': 'Write --dry_run',
+    'pdb': _DEBUGGER, 'run_with_pdb': _DEBUGGER,
+    'profile_file': _PROFILE, 'run_with_profiling': _PROFILE, 'use_cprofile_for_profiling': _PROFILE,
+    'run_mode': names.LEFT_OUT_MODULES['t5x.main'].rstrip('.'),
+    'showprefixforinfo': 'Lines in the file of --log_dir have a prefix, lines on standard error have none',
+    'stderrthreshold': 'Write --log_level, which applies to standard error',
+    'xla_': 'Set the environment variable XLA_FLAGS',
+}
+
+
+def expand_flagfiles(arguments: Sequence[str], within: Sequence[str] = ()) -> list[str]:
+  """Return arguments with each `--flagfile=FILE` replaced by the flags in the file.
+
+  Args:
+    arguments: arguments of a command.
+    within: files that name these arguments, outermost first.
+
+  Raises:
+    ConfigError: a file is missing, not text, or contains itself.
+  """
+  expanded = []
+  iterator = iter(arguments)
+  for argument in iterator:
+    flag, equals, path = argument.partition('=')
+    if flag.removeprefix('-') not in ('-flagfile', 'flagfile') or not flag.startswith('-'):
+      expanded.append(argument)
+      continue
+    path = os.path.abspath(os.path.expanduser(path if equals else next(iterator, '')))
+    try:
+      if path in within:
+        raise OSError('it contains itself')
+      with open(path, encoding='utf-8') as file:
+        lines = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+      reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+      raise ConfigError(f'--flagfile must name a text file with a flag in each line, got {path!r}: {reason}.') from None
+    flags = [line for line in lines if line and not line.startswith(('#', '//'))]
+    expanded += expand_flagfiles(flags, (*within, path))
+  return expanded
+
+
+def plain(arguments: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+  """Return arguments in argparse's syntax: two dashes, boolean flags without a value, one argument for gin text.
+
+  Args:
+    arguments: arguments of a command.
+    options: argparse's actions of the command, by flag.
+
+  Raises:
+    ConfigError: the value of a boolean flag is invalid.
+  """
+  result: list[str] = []
+  iterator = iter(arguments)
+  for argument in iterator:
+    flag, equals, value = argument.partition('=')
+    if flag.startswith('-') and f'-{flag}' in options:
+      flag = f'-{flag}'
+    flag = flag if flag in options else _SHORT.get(flag, flag)
+    name = flag if flag in options or not flag.startswith('--no') else f'--{flag.removeprefix("--no")}'
+    if not _is_boolean(options.get(name)):
+      if flag == '--gin_bindings' and not equals:
+        value = next(iterator, '')
+        equals = '=' if value else ''
+      result.append(f'{flag}{equals}{value}')
+      continue
+    is_negated = name != flag
+    if equals and (is_negated or value.lower() not in _BOOLEANS):
+      from t5x_lite import checks  # Only errors need it.
+      raise checks.invalid('', name, 'true or false', value if not is_negated else argument,
+                           f'Write {name} or leave it out.')
+    result = [each for each in result if each != name]  # The last one counts.
+    if not is_negated and _BOOLEANS.get(value.lower(), True):
+      result.append(name)
+  return result
+
+
+def _is_boolean(action: Any) -> bool:
+  return getattr(action, 'const', None) is True
+
+
+def is_jax_flag(argument: str) -> bool:
+  """Return True for `--jax_NAME`, `--jax_NAME=VALUE` and `--nojax_NAME`, with one or two dashes."""
+  return argument.startswith('-') and argument.lstrip('-').startswith(('jax_', 'nojax_'))
+
+
+def remedy(flag: str) -> str:
+  """Return the sentence for a flag of T5X's programs that is not supported; empty for any other flag."""
+  name = flag.lstrip('-')
+  return next((f'{sentence}.' for start, sentence in _REMEDIES.items()
+               if name.startswith(start) or name.removeprefix('no').startswith(start)), '')
+
+
+def is_named(argument: str, flags: Sequence[str]) -> bool:
+  """Return True if an argument is one of `flags`, which are named without dashes."""
+  name = argument.lstrip('-').partition('=')[0]
+  return argument.startswith('-') and (name in flags or name.removeprefix('no') in flags)

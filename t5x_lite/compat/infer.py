@@ -1,0 +1,9 @@
+"""`python -m t5x_lite.compat.infer`: `t5x_lite infer`, in place of T5X's `python -m t5x.infer`."""
+
+import sys
+
+from t5x_lite import cli
+
+if __name__ == '__main__':
+  sys.argv.insert(1, 'infer')
+  cli.run_program(may_restart=True)

@@ -1,0 +1,9 @@
+"""`python -m t5x_lite.compat.precompile`: `t5x_lite precompile`, in place of T5X's `python -m t5x.precompile`."""
+
+import sys
+
+from t5x_lite import cli
+
+if __name__ == '__main__':
+  sys.argv.insert(1, 'precompile')
+  cli.run_program(may_restart=True)

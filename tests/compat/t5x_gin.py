@@ -1,0 +1,142 @@
+"""Comparison of T5X's gin files with ours of the same paths.
+
+    python -m tests.compat.t5x_gin T5X [PATH ...]
+
+reads each file of a checkout of T5X and ours through our reader, with the same further files and values, and prints the
+settings of the command that differ: bound values, and defaults of what is not bound. `EXPECTED` has those that differ on
+purpose.
+"""
+
+from collections.abc import Mapping, Sequence
+import inspect
+import pathlib
+import re
+import sys
+
+import gin
+
+from t5x_lite import gin_utils
+from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.errors import T5xLiteError
+
+# T5X has the form of its export in gin; ours is another one.
+LEFT_OUT = ('configs/runs/export_seqio.gin', 'contrib/moe/configs/runs/export_seqio.gin')
+ENTRIES = {'train': 't5x_lite.apps.train.train', 'eval': 't5x_lite.apps.evaluate.evaluate',
+           'infer': 't5x_lite.apps.infer.infer', 'export': 't5x_lite.apps.export.save'}
+# Values of macros that a user must set.
+VALUES = {
+    'MODEL_DIR': 'runs/x', 'MIXTURE_OR_TASK_NAME': 'x', 'TRAIN_EVAL_MIXTURE_OR_TASK_NAME': 'y', 'TRAIN_STEPS': '3',
+    'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'DROPOUT_RATE': '0.1', 'VOCAB_SIZE': '128',
+    'INITIAL_CHECKPOINT_PATH': 'runs/y/checkpoint_3', 'CHECKPOINT_PATH': 'runs/y/checkpoint_3',
+    'EVAL_OUTPUT_DIR': 'runs/y/eval', 'INFER_OUTPUT_DIR': 'runs/y/infer', 'MODEL_OUTPUT_DIR': 'runs/y/export',
+    'MODEL_NAME': 'model', 'TF_EXAMPLE_FILE_PATHS': "['a.tfrecord']", 'TF_EXAMPLE_FILE_TYPE': 'tfrecord',
+    'FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'BATCH_SIZE': '32',
+}
+# Settings that differ on purpose, as (expression of the setting, ours, T5X's).
+EXPECTED = ()
+
+
+def t5x_paths(kind: str = '') -> list[str]:
+  """Return the paths of our files that T5X has too, below `t5x/`."""
+  ours_only = {'training.gin', 'evaluator.gin', 'vocabulary.gin', 'beam_search.gin', 'contrib/moe/partitioner.gin',
+               'contrib/moe/trainer.gin'}
+  paths = (name.removeprefix('t5x/') for name in gin_syntax.packaged_files('t5x'))
+  return [path for path in paths if path not in ours_only and path.startswith(kind)]
+
+
+def command(path: str) -> str:
+  """Return the command that a file configures."""
+  stem = pathlib.PurePath(path).stem
+  if stem.startswith('test_train'):
+    return 'train'
+  return next((name for name in ('infer', 'export', 'eval') if re.search(rf'(^|_){name}(_|$)', stem)), 'train')
+
+
+def companions(path: str) -> list[str]:
+  """Return the paths of a file of T5X and of the files that it needs, in the order of application."""
+  run, umt5 = 'configs/runs/finetune.gin', 'examples/scalable_t5/umt5/'
+  if path.startswith('contrib/moe/'):
+    return ['models/tokens_choose_tiny.gin', path]
+  if path.startswith('configs/'):
+    return ['examples/t5/t5_1_1/tiny.gin', path]
+  if path.endswith('local_tiny.gin'):
+    return [str(pathlib.PurePath(path).parent / 't5_1_1/base.gin'), run, path]
+  if path.startswith(umt5 + 'runs/'):
+    return ['examples/scalable_t5/mt5/small.gin', path]
+  if path.startswith((umt5 + 'optimizer/', umt5 + 'architectures/', umt5 + 'vocab')):
+    return ['examples/scalable_t5/mt5/small.gin', run, path]
+  if '/examples/' in path or path.startswith(umt5):
+    return [path]
+  return [path, run]
+
+
+def load(path: str, folder: str = '', macros: Mapping[str, str] | None = None) -> gin_utils.Configuration:
+  """Load a file of T5X's path with what it needs.
+
+  Args:
+    path: path below `t5x/`.
+    folder: checkout of T5X whose files are read; '' for ours.
+    macros: values of macros, as flags.
+  """
+  names = [name if name.startswith('models/') else str(pathlib.PurePath(folder or 'gin') / 't5x' / name)
+           for name in companions(path)]
+  search_paths = [folder] if folder else []
+  texts = [gin_syntax.read_file(name, search_paths) for name in names]
+  values = {name: VALUES[name] for name in gin_syntax.missing_macros(texts) if name in VALUES} | dict(macros or {})
+  flags = [gin_syntax.read_flag(name, value, f'--gin.{name}={value}') for name, value in values.items()]
+  return gin_utils.load(ENTRIES[command(path)], gin_utils.read(names, flags, search_paths))
+
+
+def settings(configuration: gin_utils.Configuration) -> dict[str, str]:
+  """Return the values of all parameters that the command reaches, bound or not, as text by name."""
+
+  def resolve(value):
+    while gin_check.is_macro(value):
+      value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+    return value
+
+  found = {}
+  for use in configuration.uses:
+    if use.configurable.selector.startswith('gin.') or gin_check.is_macro_scope('/'.join(use.scope)):
+      continue
+    for name, parameter in inspect.signature(use.configurable.wrapped).parameters.items():
+      if name in use.bound:
+        found[f'{use.name}.{name}'] = repr(resolve(gin_check.value_of(use.bound[name])))
+      elif parameter.default is not parameter.empty:
+        found[f'{use.name}.{name}'] = repr(parameter.default)
+  return found
+
+
+def differences(path: str, folder: str) -> list[tuple[str, str, str]]:
+  """Return (setting, ours, T5X's) of each setting that differs; '-' for one that is not reached."""
+  try:
+    ours = settings(load(path))
+    gin.clear_config()
+    theirs = settings(load(path, folder))
+  finally:
+    gin.clear_config()
+  return [(name, ours.get(name, '-'), theirs.get(name, '-')) for name in sorted({*ours, *theirs})
+          if ours.get(name) != theirs.get(name)]
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Print the differences of all files, or of those named; return the number of unexpected ones."""
+  folder, *paths = arguments
+  unexpected = 0
+  for path in paths or t5x_paths():
+    try:
+      found = differences(path, folder)
+    except T5xLiteError as error:
+      print(f'{path}: {error}')
+      unexpected += 1
+      continue
+    for name, ours, theirs in found:
+      if not any(re.fullmatch(pattern, f'{name} {ours} {theirs}') for pattern in EXPECTED):
+        print(f'{path}: {name} = {ours} (T5X: {theirs})')
+        unexpected += 1
+  return unexpected
+
+
+if __name__ == '__main__':
+  sys.exit(min(main(sys.argv[1:]), 1))

@@ -1,0 +1,32 @@
+"""Folders of seqio's data."""
+
+import pytest
+
+from t5x_lite import cli
+from t5x_lite.apps.common import flags
+
+seqio = pytest.importorskip('seqio')
+_ARGV = ['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=seqio', '--compilation_cache_dir=off',
+         '--distributed=off', '--gin.MODEL_DIR=x']
+
+
+@pytest.fixture
+def state(monkeypatch):
+  monkeypatch.setattr(seqio.utils, '_TFDS_DATA_DIR_OVERRIDE', None)
+  monkeypatch.setattr(seqio.utils, '_GLOBAL_CACHE_DIRECTORIES', ['/first'])
+  return seqio.utils
+
+
+def test_flags_set_the_folders_of_all_tasks(state, caplog):
+  argv = [*_ARGV, '--tfds_data_dir="gs://bucket/tfds"', '--seqio_additional_cache_dirs="gs://bucket/a",/b',
+          '--seqio_additional_cache_dirs', '/first', '--gin.USE_CACHED_TASKS=True']
+  flags.load_configuration(cli.parse(argv))
+  assert seqio.TfdsDataSource(tfds_name='x:1.0.0', tfds_data_dir='/own').tfds_dataset.data_dir == 'gs://bucket/tfds'
+  assert state._GLOBAL_CACHE_DIRECTORIES == ['/first', 'gs://bucket/a', '/b']
+  assert 'no effect' not in caplog.text
+
+
+def test_cache_folders_without_cached_tasks_are_a_warning(state, caplog):
+  flags.load_configuration(cli.parse([*_ARGV, '--seqio_additional_cache_dirs=/a', '--tfds_data_dir=']))
+  assert state._TFDS_DATA_DIR_OVERRIDE is None
+  assert 'has no effect: no dataset reads cached tasks. Set --gin.USE_CACHED_TASKS=True.' in caplog.text
