@@ -23,7 +23,7 @@ def _run(command, file, **macros):
   return cli.main([command, f'--gin_file={file}', *(f'--gin.{name}={value}' for name, value in macros.items())])
 
 
-@pytest.mark.parametrize('file', ['adamw.gin', 'scalable.gin'])
+@pytest.mark.parametrize('file', ['adamw.gin', 'decoder_only.gin', 'moe.gin', 'scalable.gin'])
 def test_pretraining_files_dry_run(file, tmp_path, capfd):
   argv = ['train', f'--gin_file={file}', f'--gin.MODEL_DIR={tmp_path}', '--dry_run']
   assert cli.main(argv) == 0, capfd.readouterr().err

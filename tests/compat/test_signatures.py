@@ -33,6 +33,9 @@ DIFFERENT = {
         'predictions have the defaults of default_decoder_params, which are those of T5X if it is not set',
     't5x.contrib.moe.partitioning.MoePjitPartitioner':
         'num_experts of earlier versions of T5X is first; num_expert_partitions is a keyword',
+    't5x.eval.evaluate': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
+    't5x.infer.write_inferences_to_file': 'the default json_encoder_cls writes what that of seqio writes',
+    't5x.train.train': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
 }
 
 
