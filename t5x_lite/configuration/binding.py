@@ -52,6 +52,7 @@ class Binder:
         names of functions and classes to skip these bindings only, and the imports. False raises.
     """
     gin.clear_config()
+    _forget_methods()
     self._main_is_t5x = main_is_t5x
     self._skip_unknown = skip_unknown
     self._used: set[str] = set()
@@ -126,6 +127,15 @@ class Binder:
     except ConfigError as error:
       return not isinstance(statement, gin_syntax.Import) or isinstance(error.__cause__, ImportError)
     return False
+
+
+def _forget_methods() -> None:
+  """Remove methods from gin's registry: gin registers no subclass that inherits a method registered before."""
+  # pylint: disable=protected-access
+  for selector, configurable in list(gin_config._REGISTRY.items()):
+    if configurable.is_method and configurable.import_source is not None:
+      gin_config._REGISTRY.pop(selector)
+      gin_config._INVERSE_REGISTRY.pop(configurable.wrapped)
 
 
 # Value of `text_with` for a parameter that is not bound.
@@ -235,7 +245,14 @@ class _Names(gin_config.ParseContext):
       place = self._place_by_t5x_name(selector) if problem else None
     if problem and place is None:
       raise ConfigError(f'{location}: {problem}')
-    found = find(selector) if place is None else self._at(place)
+    try:
+      found = find(selector) if place is None else self._at(place)
+    except ValueError as error:
+      if 'was registered with a custom module' not in str(error):
+        raise
+      raise ConfigError(
+          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind the '
+          'method after the files of the model, by the class of the model.') from error
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found

@@ -57,7 +57,7 @@ class SeqioEvaluator:
     options: dict[str, Any] = {'shuffle': True} if cfg.shuffle else {}
     cache = inspect.signature(evaluator_cls).parameters.get('use_memory_cache')
     if not cfg.use_memory_cache or (cache is not None and cache.default is inspect.Parameter.empty):
-      options['use_memory_cache'] = cfg.use_memory_cache
+      options['use_memory_cache'] = cfg.use_memory_cache  # otherwise the option of the Evaluator decides
     self._log_dir = log_dir if writes else None
     self._remote_dir: files.Path | None = None
     self._uploaded: dict[pathlib.Path, int] = {}  # time of the last change

@@ -3,8 +3,8 @@
     python -m tests.compat.t5x_gin T5X [PATH ...]
 
 reads each file of a checkout of T5X and ours through our reader, with the same further files and values, and prints the
-settings of the command that differ: bound values, and defaults of what is not bound. `EXPECTED` has those that differ on
-purpose.
+settings of the command that differ, without those that are the default of their parameter. `EXPECTED` has those that
+differ on purpose.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ import re
 import sys
 
 import gin
+from gin import config as gin_config
 
 from t5x_lite import gin_utils
 from t5x_lite.configuration import checks as gin_check
@@ -39,8 +40,8 @@ EXPECTED = ()
 
 def t5x_paths(kind: str = '') -> list[str]:
   """Return the paths of our files that T5X has too, below `t5x/`."""
-  ours_only = {'training.gin', 'evaluator.gin', 'vocabulary.gin', 'beam_search.gin', 'contrib/moe/partitioner.gin',
-               'contrib/moe/trainer.gin'}
+  ours_only = {'training.gin', 'evaluator.gin', 'export.gin', 'vocabulary.gin', 'beam_search.gin',
+               'contrib/moe/partitioner.gin', 'contrib/moe/trainer.gin', 'examples/scalable_t5/encoder_decoder.gin'}
   paths = (name.removeprefix('t5x/') for name in gin_syntax.packaged_files('t5x'))
   return [path for path in paths if path not in ours_only and path.startswith(kind)]
 
@@ -89,27 +90,26 @@ def load(path: str, folder: str = '', macros: Mapping[str, str] | None = None) -
 
 
 def settings(configuration: gin_utils.Configuration) -> dict[str, str]:
-  """Return the values of all parameters that the command reaches, bound or not, as text by name."""
-
-  def resolve(value):
-    while gin_check.is_macro(value):
-      value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
-    return value
-
+  """Return the values of all bindings that the command reaches and that are not the default, as text by name."""
   found = {}
   for use in configuration.uses:
     if use.configurable.selector.startswith('gin.') or gin_check.is_macro_scope('/'.join(use.scope)):
       continue
-    for name, parameter in inspect.signature(use.configurable.wrapped).parameters.items():
-      if name in use.bound:
-        found[f'{use.name}.{name}'] = repr(resolve(gin_check.value_of(use.bound[name])))
-      elif parameter.default is not parameter.empty:
-        found[f'{use.name}.{name}'] = repr(parameter.default)
+    parameters = inspect.signature(use.configurable.wrapped).parameters
+    for name, key in use.bound.items():
+      value = gin_check.value_of(key)
+      while gin_check.is_macro(value):
+        value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+      default = parameters[name].default if name in parameters else inspect.Parameter.empty
+      is_default_fn = isinstance(value, gin_config.ConfigurableReference) and (
+          not value.evaluate and not value.scopes and value.configurable.wrapped is default)
+      if not is_default_fn and (value != default or type(value) is not type(default)):
+        found[f'{use.name}.{name}'] = repr(value)
   return found
 
 
 def differences(path: str, folder: str) -> list[tuple[str, str, str]]:
-  """Return (setting, ours, T5X's) of each setting that differs; '-' for one that is not reached."""
+  """Return (setting, ours, T5X's) of each setting that differs; '-' for one that is not bound."""
   try:
     ours = settings(load(path))
     gin.clear_config()

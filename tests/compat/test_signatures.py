@@ -27,10 +27,15 @@ _ANY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONL
 
 # Names whose signature differs on purpose, with the reason; docs/from_t5x.md has the consequence for users.
 DIFFERENT = {
+    't5x.examples.decoder_only.layers.MultiHeadDotProductAttention':
+        'the two methods that update the cache take variables in T5X; subclasses override project_key_value',
     't5x.contrib.moe.models.MoeEncoderDecoderModel':
         'predictions have the defaults of default_decoder_params, which are those of T5X if it is not set',
     't5x.contrib.moe.partitioning.MoePjitPartitioner':
         'num_experts of earlier versions of T5X is first; num_expert_partitions is a keyword',
+    't5x.eval.evaluate': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
+    't5x.infer.write_inferences_to_file': 'the default json_encoder_cls writes what that of seqio writes',
+    't5x.train.train': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
 }
 
 
