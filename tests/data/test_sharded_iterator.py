@@ -58,7 +58,12 @@ def test_sharded_batches_and_delegated_methods():
 def test_prepared_batches_end_with_their_source_and_need_a_position_if_it_is_saved():
   options = {'partitioner': PjitPartitioner(num_partitions=1), 'data_layout': cases.layout()}
   with data.prepare_train_iter(_Rows(), checkpoint_cfg=None, **options) as batches:
+    assert int(batches.peek()['x'].max()) == 1
     assert [int(batch['x'].max()) for batch in batches] == [1, 2]
+    with pytest.raises(StopIteration):
+      batches.peek()
+  with pytest.raises(RuntimeError, match='closed'):
+    batches.peek()
   saved = checkpoints.CheckpointConfig(save=checkpoints.SaveCheckpointConfig(period=1, save_dataset=True))
   with pytest.raises(DataError, match='_Rows cannot save its position: no iterator. Return a tf.data.Dataset, or set'):
     data.prepare_train_iter(_Rows(), checkpoint_cfg=saved, **options)
