@@ -424,10 +424,8 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
 
 
 def _extra(package: str) -> str:
-  if package.split('.')[0] == 't5x':
-    return ' With `python -m t5x_lite.compat.train`, or after t5x_lite.compat.install(), t5x means t5x_lite.'
   extra = _EXTRAS.get(package.split('.')[0])
-  return f' Install it with `{install_command(extra)}`.' if extra else ''
+  return f' Install it with `{install_command(extra)}`.' if extra else module_imports.remedy_for(package)
 
 
 def _public_names(owner: Any) -> list[str]:
