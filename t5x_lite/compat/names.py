@@ -32,6 +32,8 @@ class Place(NamedTuple):
 
 
 _LAYERS = 't5x_lite.layers'
+_ARRAYS = 'Remove it: arrays are always jax.Array.'
+_EXPORTS = 'Include t5x/configs/runs/export.gin: exported programs take and return ids.'
 
 MODULES: dict[str, Module] = {
     't5x.adafactor': Module(here='t5x_lite.adafactor'),
@@ -77,12 +79,15 @@ MODULES: dict[str, Module] = {
     't5x.eval': Module(here='t5x_lite.apps.evaluate'),
     't5x.export_lib': Module(
         here='t5x_lite.apps.export',
-        left_out={
-            name: '`t5x_lite export` has the settings of export_lib.save; see runs/export.gin.' for name in (
-                'ExportableModule', 'create_batch_polymorphic_shapes', 'create_inference_function',
-                'create_postprocessor', 'create_preprocessor', 'create_preprocessor_from_task',
-                'write_warmup_examples')
-        }),
+        left_out=dict.fromkeys((
+            'ExportableModule', 'create_batch_polymorphic_shapes', 'create_inference_function', 'create_postprocessor',
+            'create_preprocessor', 'create_preprocessor_from_task', 'write_warmup_examples',
+            'save.create_decoding_state_callback_fn', 'save.create_inference_function_fn',
+            'save.create_polymorphic_shapes_fn', 'save.create_postprocessor_fn', 'save.create_preprocessor_fn',
+            'save.decode_outputs', 'save.enable_xla', 'save.exportable_module_cls', 'save.mixture_or_task_name',
+            'save.native_lowering', 'save.output_features', 'save.output_vocab_feature_name', 'save.signature_name',
+            'save.tokenized_inputs', 'save.trailing_shapes', 'save.validation_examples', 'save.warmup_examples',
+            'save.write_warmup_example_fn'), _EXPORTS)),
     't5x.examples.decoder_only.layers': Module(
         here=_LAYERS,
         names={
@@ -116,7 +121,12 @@ MODULES: dict[str, Module] = {
     't5x.partitioning': Module(here='t5x_lite.partitioning'),
     't5x.precompile': Module(here='t5x_lite.apps.precompile'),
     't5x.state_utils': Module(here='t5x_lite.checkpoints'),
-    't5x.train': Module(here='t5x_lite.apps.train'),
+    't5x.train': Module(
+        here='t5x_lite.apps.train',
+        left_out={
+            'train.use_gda': _ARRAYS,
+            'train.use_jax_array': _ARRAYS,
+        }),
     't5x.train_state': Module(here='t5x_lite.train_state'),
     't5x.trainer': Module(here='t5x_lite.trainer'),
     't5x.utils': Module(
@@ -163,6 +173,10 @@ MODULES: dict[str, Module] = {
             'set_hardware_rng_ops': 't5x_lite.random_numbers:set_hardware_rng_ops',
             'sync_global_devices': 't5x_lite.multihost:sync',
             'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
+        },
+        left_out={
+            'RestoreCheckpointConfig.use_gda': _ARRAYS,
+            'SaveCheckpointConfig.use_gda': _ARRAYS,
         }),
 }
 

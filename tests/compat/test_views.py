@@ -29,7 +29,7 @@ def test_main_is_the_program_that_has_the_name():
 def test_missing_names_tell_the_nearest_one_or_the_alternative():
   with pytest.raises(AttributeError, match="t5x.utils has no 'DataConfig'. Did you mean 'DatasetConfig'?"):
     views.module('t5x.utils').DataConfig
-  with pytest.raises(AttributeError, match='no equivalent in t5x_lite. `t5x_lite export`'):
+  with pytest.raises(AttributeError, match='no equivalent in t5x_lite. Include'):
     views.module('t5x.export_lib').ExportableModule
   with pytest.raises(ConfigError, match="'t5x.nothing'"):
     views.module('t5x.nothing')
