@@ -51,7 +51,6 @@ MODULES: dict[str, Module] = {
             'DatasetArgs': 'CheckpointManager.save has data_state, the position in the data.',
             'DatasetCheckpointHandler': 'CheckpointManager.save has data_state, the position in the data.',
             'fake_param_info': 'checkpoints.open_source(path).shapes() has the shape and dtype of each array.',
-            'register_ts_spec_for_serialization': 'checkpoints.open_source reads checkpoints of T5X as they are.',
         }),
     't5x.checkpoints_utils': Module(
         here='t5x_lite.checkpoints',
