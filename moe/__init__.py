@@ -7,6 +7,7 @@ from t5x_lite.lazy_names import lazy_names
 
 # Names of this package by their modules.
 _MODULES = {
+    'moe.checkpoints': ('UpcycleCheckpointer',),
     'moe.experts': ('ExpertFactory', 'ExpertMlp'),
     'moe.layers': ('MoeLayer',),
     'moe.mesh': ('compute_num_model_partitions', 'default_moe_mesh'),

@@ -56,7 +56,7 @@ def get_cpu_mesh() -> Mesh:
 
 def get_gpu_mesh() -> Mesh:
   """Return the mesh of the GPUs with the devices of a process along the expert axis: (processes, GPUs of each, 1)."""
-  return _without_model_axis(mesh_lib.get_gpu_mesh(jax.local_device_count('gpu')))
+  return _without_model_axis(mesh_lib.get_gpu_mesh(len(mesh_lib.devices_of('gpu')) // jax.process_count()))
 
 
 def _without_model_axis(base: Mesh) -> Mesh:

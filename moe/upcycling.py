@@ -362,6 +362,11 @@ def _dense_dims(dims: Dims) -> Dims:
   return expert_state.with_layers(own) if 'l' in dims else own
 
 
+def repeat_for_experts(dense: np.ndarray, dims: Dims, num_experts: int) -> np.ndarray | None:
+  """Return a view of a dense parameter with the dims of experts, `expert_state.dims_of`; None for another rank."""
+  return _lift(dense, _dense_dims(dims), dims, num_experts)
+
+
 def _lift(dense: np.ndarray, dims: Dims, wanted_dims: Dims, num_copies: int) -> np.ndarray | None:
   """Return a view of `dense` with the dims `wanted_dims`, where 'e' counts copies; None for another rank."""
   if len(dims) != dense.ndim:

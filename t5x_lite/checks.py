@@ -172,7 +172,9 @@ def accept_former_name(name: str, former_name: str) -> Callable[[Any], Any]:
     functools.update_wrapper(call, function)
     del call.__wrapped__  # gin would read the parameters of the wrapped function.
     signature = inspect.signature(function)
-    former = signature.parameters[name].replace(name=former_name, kind=inspect.Parameter.KEYWORD_ONLY)
+    own = signature.parameters[name]
+    former = own.replace(name=former_name, kind=inspect.Parameter.KEYWORD_ONLY,
+                         default=None if own.default is own.empty else own.default)
     call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), former])
     return call
 

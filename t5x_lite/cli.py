@@ -8,7 +8,7 @@ exception keeps its traceback.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import gc
 import logging
@@ -295,10 +295,12 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   if command is not None and command.entry is not None:
     argv = [argv[0], *cli_flags.expand_flagfiles(argv[1:])]
     jax_flags = [argument for argument in argv if cli_flags.is_jax_flag(argument)]
-  argv = cli_flags.plain([argument for argument in argv if argument not in jax_flags], _options(argv, program))
+  parser = _parser(argv, program)
+  options = _options(parser, argv[0])
+  argv = cli_flags.plain([argument for argument in argv if argument not in jax_flags], options)
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
   # Not parsed by argparse, which would lose the order of both kinds.
-  arguments, unknown = _parser(argv, program).parse_known_args(
+  arguments, unknown = parser.parse_known_args(
       [argument for argument in argv if not argument.startswith(('--gin.', '--gin_bindings='))])
   ignored = ','.join(getattr(arguments, 'undefok', ())).split(',')
   unknown = [argument for argument in unknown if not cli_flags.is_named(argument, ignored)]
@@ -307,7 +309,7 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     raise ConfigError(f'{unknown[0]} is not a flag of {argv[0]}. Write -- before the command that it starts, e.g. '
                       f'`{program.call} {argv[0]} -n 2 -- train {unknown[0]}`.')
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
-  problem = _unknown_argument(unknown[0], arguments.command, argv, program) if unknown else ''
+  problem = _unknown_argument(unknown[0], arguments.command, command.entry is not None, options) if unknown else ''
   if incomplete is not None:
     problem = f'{incomplete} requires a value. Write {incomplete}=VALUE.'
   elif gin_flags and command.entry is None:
@@ -323,24 +325,24 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   return arguments
 
 
-def _options(argv: Sequence[str], program: Program) -> Mapping[str, argparse.Action]:
-  """Return argparse's actions of a command by flag; empty if `argv` does not begin with a command."""
-  sub = next(action for action in _parser(argv, program)._actions if isinstance(action, argparse._SubParsersAction))
-  return sub.choices[argv[0]]._option_string_actions if argv[0] in sub.choices else {}
+def _options(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argparse.Action]:
+  """Return argparse's actions of a command by flag; empty if there is no such command."""
+  sub = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+  return sub.choices[command]._option_string_actions if command in sub.choices else {}
 
 
-def _unknown_argument(argument: str, command: str, argv: Sequence[str], program: Program) -> str:
+def _unknown_argument(argument: str, command: str, has_gin: bool, options: Iterable[str]) -> str:
   if not argument.startswith('-'):
     name, equals, _ = argument.partition('=')
     remedy = (f'--gin_file={argument}' if argument.endswith('.gin') else
               f'--gin.{argument}' if equals and name.isidentifier() else '')
     return f'{command} does not accept the argument {argument!r}.' + (f' Did you mean {remedy}?' if remedy else '')
   flag = argument.partition('=')[0]
-  known = [name for name in _options(argv, program) if name.startswith('--')]
   if flag.startswith(('-gin.', '--gin-', '-gin_')) or (flag.startswith('--gin') and '.' in flag):
     return f'{command} has no flag {flag}. Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
-  if program.commands[command].entry is not None and cli_flags.remedy(flag):
+  if has_gin and cli_flags.remedy(flag):
     return f'{command} has no flag {flag}. {cli_flags.remedy(flag)}'
+  known = [name for name in options if name.startswith('--')]
   return f'{command} has no flag {flag}.{did_you_mean(flag, known)}'
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 import os
 from typing import Any
 
-from t5x_lite.compat import names
 from t5x_lite.errors import ConfigError
 
 _BOOLEANS = {**dict.fromkeys(('true', 't', '1'), True), **dict.fromkeys(('false', 'f', '0'), False)}
@@ -20,7 +19,6 @@ _REMEDIES = {
     'only_check_args': 'Write --dry_run',
     'pdb': _DEBUGGER, 'run_with_pdb': _DEBUGGER,
     'profile_file': _PROFILE, 'run_with_profiling': _PROFILE, 'use_cprofile_for_profiling': _PROFILE,
-    'run_mode': names.LEFT_OUT_MODULES['t5x.main'].rstrip('.'),
     'showprefixforinfo': 'Lines in the file of --log_dir have a prefix, lines on standard error have none',
     'stderrthreshold': 'Write --log_level, which applies to standard error',
     'xla_': 'Set the environment variable XLA_FLAGS',
@@ -105,6 +103,9 @@ def is_jax_flag(argument: str) -> bool:
 def remedy(flag: str) -> str:
   """Return the sentence for a flag of T5X's programs that is not supported; empty for any other flag."""
   name = flag.lstrip('-')
+  if name == 'run_mode':
+    from t5x_lite.compat import names  # Only errors need it.
+    return names.LEFT_OUT_MODULES['t5x.main']
   return next((f'{sentence}.' for start, sentence in _REMEDIES.items()
                if name.startswith(start) or name.removeprefix('no').startswith(start)), '')
 
@@ -112,4 +113,4 @@ def remedy(flag: str) -> str:
 def is_named(argument: str, flags: Sequence[str]) -> bool:
   """Return True if an argument is one of `flags`, which are named without dashes."""
   name = argument.lstrip('-').partition('=')[0]
-  return argument.startswith('-') and (name in flags or name.removeprefix('no') in flags)
+  return bool(name) and argument.startswith('-') and (name in flags or name.removeprefix('no') in flags)

@@ -314,7 +314,18 @@ def run(main: Callable[[list[str]], Any]) -> NoReturn:
     main: called with the command line without its flags.
   """
   from absl import app
-  app.run(main, flags_parser=lambda arguments: app.parse_flags_with_usage(rewrite_gin_args(arguments)))
+  run_main(main, lambda arguments: app.parse_flags_with_usage(rewrite_gin_args(arguments)))
+
+
+def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[[list[str]], list[str]]) -> NoReturn:
+  """Run `main` by `absl.app.run`, and end the process.
+
+  Args:
+    main: called with the command line without its flags.
+    flags_parser: called with the command line; defines the values of flags and returns the other arguments.
+  """
+  from absl import app
+  app.run(main, flags_parser=flags_parser)
 
 
 def get_gin_config_str(show_provenance: bool = False) -> str:

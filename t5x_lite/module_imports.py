@@ -6,6 +6,7 @@ against surprises and is not a sandbox: an allowed module can execute any code.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import sys
@@ -91,3 +92,24 @@ def _exists(top: str) -> bool:
 
 def _is_in(module: str, packages: Sequence[str]) -> bool:
   return any(module == package or module.startswith(f'{package}.') for package in packages)
+
+
+def import_module(module: str, *, what: str = 'Module') -> None:
+  """Import a module, so that it registers its tasks or its source.
+
+  Args:
+    module: full name of the module.
+    what: the option that names it, for messages.
+
+  Raises:
+    ConfigError: it cannot be imported, or `--allowed_modules` does not contain it.
+  """
+  check_import(module, what)
+  try:
+    importlib.import_module(module)
+  except ModuleNotFoundError as error:
+    is_own = f'{module}.'.startswith(f'{error.name}.')
+    remedy = 'add its folder to PYTHONPATH' if is_own else 'correct the import'
+    remedy += '. Omit the suffix .py' if module.endswith('.py') else ''
+    raise ConfigError(f'{what} {module!r} cannot be imported: there is no module {error.name!r}. Install it, or '
+                      f'{remedy}.') from error

@@ -47,8 +47,8 @@ def any_process(flag: bool) -> bool:
   return bool(np.any(multihost_utils.process_allgather(np.asarray(bool(flag)))))
 
 
-def assert_equal(tree: PyTree, message: str) -> None:
-  """Raise AssertionError with `message` unless every process passed equal numbers."""
+def assert_equal(input_tree: PyTree, fail_message: str = '') -> None:
+  """Raise AssertionError with `fail_message` unless every process passed equal numbers."""
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
-    multihost_utils.assert_equal(tree, message)
+    multihost_utils.assert_equal(input_tree, fail_message)

@@ -1,15 +1,18 @@
 """Initialisation of train states, with every array on the devices of its sharding."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from t5x_lite import averaging
+from t5x_lite import checkpoints
 from t5x_lite import errors
+from t5x_lite import models
 from t5x_lite import train_state as train_state_lib
 from t5x_lite.layer_stacks import LayerStacks
+from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.optimizers import OptimizerDef
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.types import PyTree
@@ -64,6 +67,7 @@ class TrainStateInitializer:
     self._partitioner = partitioner
     self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
     self._init_train_state = init_train_state
+    self._network = stack_config(getattr(init_fn, '__self__', None))  # of a model's method
     self._init_fns: dict[LayerStacks, Callable[[jax.Array], PyTree]] = {}
     self._params_on_devices = partitioner.params_on_devices
 
@@ -111,6 +115,64 @@ class TrainStateInitializer:
                                'params_on_devices=True.')
     return jax.tree.map(np.asarray, self._init_fn(stacks)(init_rng))
 
+  def from_checkpoints(self, restore_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], ds_iter: Any = None,
+                       init_rng: jax.Array | None = None) -> Iterator[tuple[PyTree, str]]:
+    """Yield the state of each checkpoint of the first configuration that has any.
+
+    Args:
+      restore_cfgs: configurations, searched in order.
+      ds_iter: data iterator that goes to the saved position if `restore_dataset` is set; None for none.
+      init_rng: key of arrays that a checkpoint lacks, for `fallback_to_scratch`.
+
+    Yields:
+      (state with the shardings of `from_scratch`, path of the checkpoint).
+
+    Raises:
+      CheckpointError: a checkpoint is missing, damaged or does not fit.
+      ConfigError: `fallback_to_scratch` needs `init_rng`.
+    """
+    cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(restore_cfgs)
+    yield from self._restore_each(cfg, paths, ds_iter, init_rng)
+
+  def from_checkpoint(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *, ds_iter: Any = None,
+                      init_rng: jax.Array | None = None) -> PyTree | None:
+    """Return the state of the only checkpoint, or None if there is none; see `from_checkpoints`.
+
+    Raises:
+      CheckpointError: several checkpoints, and the errors of `from_checkpoints`.
+    """
+    cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(ckpt_cfgs)
+    if len(paths) > 1:
+      raise errors.CheckpointError('RestoreCheckpointConfig must select at most one checkpoint, got '
+                                   f"{', '.join(paths)}. Set mode='latest', or use from_checkpoints.")
+    return next((state for state, _ in self._restore_each(cfg, paths, ds_iter, init_rng)), None)
+
+  def from_checkpoint_or_scratch(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *,
+                                 init_rng: jax.Array, ds_iter: Any = None) -> PyTree:
+    """Return the state of the only checkpoint, or a newly initialised state if there is none."""
+    state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
+    return self.from_scratch(init_rng) if state is None else state
+
+  def _restore_each(self, cfg: checkpoints.RestoreCheckpointConfig | None, paths: Sequence[str], ds_iter: Any,
+                    init_rng: jax.Array | None) -> Iterator[tuple[PyTree, str]]:
+
+    def initial_state():
+      return self.from_scratch(init_rng).state_dict()
+
+    shape = self.global_train_state_shape
+    for path in paths:
+      if checkpoints.is_standard(cfg.checkpointer_cls, 'restore'):
+        is_inference = isinstance(shape, train_state_lib.InferenceState)
+        state = checkpoints.restore_train_state(
+            path, shape, self._partitioner, cfg, train_state_axes=self.train_state_axes, dataset_iterator=ds_iter,
+            initial_state_fn=None if init_rng is None else initial_state,
+            from_params_fn=None if is_inference else self.begin_from_params, network=self._network)
+      else:  # a class of a user, with T5X's arguments
+        state = checkpoints.restore_checkpointer(cfg, shape, self._partitioner, ds_iter).restore(
+            path=path, state_transformation_fns=cfg.state_transformation_fns,
+            fallback_state=checkpoints.get_fallback_state(cfg, lambda _: initial_state(), init_rng))
+      yield state, path
+
   def begin_from_params(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the initial optimizer state, and average of the parameters, for given parameters.
 
@@ -146,3 +208,12 @@ class TrainStateInitializer:
         begin, in_axis_resources=(axes['target'],), out_axis_resources=only(axes))
     made = begin(state_dict['target'])
     return made if self._params_on_devices else jax.tree.map(np.asarray, made)
+
+
+def stack_config(model: Any) -> StackConfig | None:
+  """Return the network's configuration if its field `config` is a `StackConfig`, else None.
+
+  This field declares that the parameters of a module are T5's. Other networks have one parameter layout only.
+  """
+  config = getattr(model.module, 'config', None) if isinstance(model, models.BaseTransformerModel) else None
+  return config if isinstance(config, StackConfig) else None

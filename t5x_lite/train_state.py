@@ -371,6 +371,15 @@ class InferenceState(struct.PyTreeNode):
     """Parameters for evaluation, decoding and export: `params`."""
     return self.params
 
+  @property
+  def param_states(self) -> PyTree:
+    """Raises ConfigError: there is no optimizer."""
+    raise _no_optimizer('param_states')
+
+  def apply_gradient(self, *args: Any, **kwargs: Any) -> 'InferenceState':
+    """Raise ConfigError: there is no optimizer."""
+    raise _no_optimizer('apply_gradient')
+
   def state_dict(self) -> dict[str, Any]:
     """Return {'target', 'state': {'step'}}, with 'flax_mutables' if they exist."""
     state_dict = {
@@ -419,6 +428,10 @@ class InferenceState(struct.PyTreeNode):
         step=None if self.step is None else PartitionSpec(),
         params=_required_axis_names(self.params_axes, self.params),
         flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes))
+
+
+def _no_optimizer(name: str) -> ConfigError:
+  return ConfigError(f'InferenceState has no optimizer, so it has no {name}. Create a FlaxOptimTrainState to train.')
 
 
 def _as_step(step: Any) -> Any:

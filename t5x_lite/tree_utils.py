@@ -41,12 +41,14 @@ def map_with_names(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf=
       lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf)
 
 
-def flatten_dict(tree: Mapping[str, Any], keep_empty: bool = False) -> dict[str, Any]:
+def flatten_dict(tree: Mapping[str, Any], keep_empty: bool = False,
+                 is_leaf: Callable[[str, Mapping[str, Any]], bool] = lambda name, node: False) -> dict[str, Any]:
   """Return nested mappings as one dict with '/'-joined keys; values that are not mappings are leaves.
 
   Args:
     tree: nested mappings with string keys.
     keep_empty: keep an empty mapping as a leaf `{}` instead of omitting it.
+    is_leaf: whether a mapping, given with its name, is a leaf.
 
   >>> flatten_dict({'a': {'b': 1, 'c': {}}}, keep_empty=True)
   {'a/b': 1, 'a/c': {}}
@@ -56,7 +58,7 @@ def flatten_dict(tree: Mapping[str, Any], keep_empty: bool = False) -> dict[str,
   def visit(node, prefix):
     for key, value in node.items():
       name = f'{prefix}/{key}' if prefix else str(key)
-      if isinstance(value, Mapping):
+      if isinstance(value, Mapping) and not is_leaf(name, value):
         if value:
           visit(value, name)
         elif keep_empty:

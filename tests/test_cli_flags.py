@@ -134,4 +134,4 @@ def test_lists_of_folders_are_lines_of_csv():
 
 def test_sentences_do_not_catch_flags_that_exist():
   for command in ('train', 'eval', 'infer', 'chat', 'export', 'precompile', 'explain_sharding'):
-    assert not [flag for flag in cli._options([command], cli.T5X_LITE) if cli_flags.remedy(flag)]
+    assert not [flag for flag in cli._options(cli._parser([command], cli.T5X_LITE), command) if cli_flags.remedy(flag)]

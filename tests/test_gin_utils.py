@@ -86,6 +86,8 @@ def test_parse_gin_flags_and_helpers(tmp_path):
   assert 'gin_utils.sum_fn.var1 = 3' in gin_utils.get_gin_config_str()
   with pytest.raises(ConfigError, match="existing folders, .* got 'no/such/folder'"):
     gin_utils.parse_gin_flags(['no/such/folder', str(tmp_path)], ['sum.gin'], [])
+  with pytest.raises(ConfigError, match='show_provenance. must be False'):
+    gin_utils.get_gin_config_str(show_provenance=True)
   assert gin_utils.bool_fn([]) is False
   assert gin_utils.string_split_fn('a/b/c', '/', index=-1) == 'c'
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import adafactor
+from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import models
 from t5x_lite import optimizers
@@ -15,6 +16,7 @@ from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import train_state as train_state_lib
 from t5x_lite.networks import t5
+from tests.checkpoints.sources import t5x_samples
 
 INPUT_SHAPES = {'encoder_input_tokens': (8, 8), 'decoder_input_tokens': (8, 4)}
 
@@ -148,3 +150,45 @@ def test_random_numbers_that_depend_on_the_mesh_are_rejected():
   with jax.threefry_partitionable(False):
     with pytest.raises(errors.ConfigError, match='jax_threefry_partitionable'):
       initializer.from_scratch(jax.random.key(0))
+
+
+class _OwnCheckpointer:
+  """A user's class with T5X's arguments."""
+
+  def __init__(self, **kwargs):
+    self.kwargs = kwargs
+
+  def restore(self, **kwargs):
+    return self.kwargs | kwargs
+
+
+def test_states_from_checkpoints_of_t5x(tmp_path):
+  run = t5x_samples.unpack(tmp_path)['t5x']
+  params = checkpoints.load(run / 'checkpoint_7')['target']
+  initializer = t5x_samples.initializer(t5x_samples.model(optimizers.adamw(learning_rate=0.1)), make_partitioner())
+  (tmp_path / 'empty').mkdir()
+  cfgs = [checkpoints.RestoreCheckpointConfig(str(path), assignment_map=[('state/param_states.*', None)])
+          for path in (tmp_path / 'empty', run)]
+  state = initializer.from_checkpoint(cfgs)
+  assert_placed_as(state, initializer.train_state_axes, make_partitioner().mesh)
+  jax.tree.map(np.testing.assert_array_equal, as_numpy(state.params), params)
+  assert int(state.step) == 7 and not any(np.any(leaf) for leaf in jax.tree.leaves(as_numpy(state.param_states)))
+  [(same, path)] = initializer.from_checkpoints(cfgs)
+  assert path == str(run / 'checkpoint_7') and int(same.step) == 7
+  assert initializer.from_checkpoint(cfgs[:1]) is None
+  rng = jax.random.key(0)
+  jax.tree.map(np.testing.assert_array_equal, as_numpy(initializer.from_checkpoint_or_scratch(cfgs[:1], init_rng=rng)),
+               as_numpy(initializer.from_scratch(rng)))
+  twice = checkpoints.RestoreCheckpointConfig([path, path], 'specific')
+  with pytest.raises(errors.CheckpointError, match='at most one checkpoint, got .*checkpoint_7, '):
+    initializer.from_checkpoint([twice])
+
+
+def test_a_checkpointer_of_a_user_gets_the_arguments_of_t5x(tmp_path):
+  initializer = make_small_initializer(make_partitioner())
+  cfg = checkpoints.RestoreCheckpointConfig(
+      str(tmp_path), 'specific', [('target/.*', None)], fallback_to_scratch=True, dtype='bfloat16',
+      checkpointer_cls=_OwnCheckpointer)
+  got = initializer.from_checkpoint([cfg], init_rng=jax.random.key(0))
+  assert got['path'] == str(tmp_path) and got['state_transformation_fns'] == cfg.state_transformation_fns
+  assert got['restore_dtype'] == 'bfloat16' and set(got['fallback_state']) == {'target', 'state'}

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from t5x_lite import errors, files, multihost
-from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import discovery, manifest, sources
+from t5x_lite.checkpoints import discovery, manifest, options, sources
 
 _logger = logging.getLogger(__name__)
 
@@ -66,8 +65,8 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
 
 
 def get_first_valid_restore_config_and_paths(
-    restore_cfgs: Sequence[config_lib.RestoreCheckpointConfig],
-) -> tuple[config_lib.RestoreCheckpointConfig | None, Sequence[str]]:
+    restore_cfgs: Sequence[options.RestoreOptions],
+) -> tuple[options.RestoreOptions | None, Sequence[str]]:
   """Return the first configuration whose checkpoints exist, and their paths.
 
   Mode 'latest' selects the newest intact checkpoint, so this function reads entire checkpoints; a later restore does

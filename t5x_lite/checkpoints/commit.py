@@ -209,8 +209,13 @@ def _rename(temporary: pathlib.Path, final: pathlib.Path, replaced: pathlib.Path
   return is_replacing
 
 
-def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:
-  """Delete the dataset state of a checkpoint unless it is pinned; the checkpoint is valid at any time."""
+def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike, train_ds_prefix: str | None = None) -> None:
+  """Delete the dataset state of a checkpoint unless it is pinned; the checkpoint is valid at any time.
+
+  Args:
+    ckpt_dir: the checkpoint.
+    train_ds_prefix: also delete the files whose names begin with it, T5X's 'train_ds'; None for none.
+  """
   if discovery.is_pinned_checkpoint(ckpt_dir):
     return
   root = files.path(ckpt_dir)
@@ -219,6 +224,8 @@ def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:
     # First remove the files from the manifest: without an entry they are not part of the checkpoint.
     kept = {name: entry for name, entry in found.files.items() if not name.startswith(f'{discovery.DATASET_DIRNAME}/')}
     manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
+  for path in root.glob(f'{train_ds_prefix}*') if train_ds_prefix else ():
+    files.remove(path)
   files.remove_tree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
 
 

@@ -7,49 +7,21 @@ are errors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from t5x_lite import checks
-from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints.builders import base
+from t5x_lite.checkpoints import checkpointer, manager_interface, options
 
-RESTORE_MODES = ('specific', 'latest', 'all')
-METRIC_MODES = ('max', 'min')
+Checkpointer = checkpointer.Checkpointer
+OrbaxCheckpointManagerInterface = manager_interface.OrbaxCheckpointManagerInterface
 
-
-def _is_floating(dtype: Any) -> bool:
-  try:
-    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-  except TypeError:
-    return False
-
-
-_COUNT = checks.number(at_least=1, integer=True)
-_FLOAT_DTYPE = checks.Expectation("a floating dtype such as 'float32' or 'bfloat16'", _is_floating)
-_STEPS = checks.Expectation('integers >= 0', lambda steps: all(type(step) is int and step >= 0 for step in steps or ()))
-_FUNCTIONS = checks.Expectation('a sequence of functions', lambda fns: (
-    isinstance(fns, Sequence) and not isinstance(fns, str) and all(map(callable, fns))))
-_FUNCTIONS_OR_BUILDERS = checks.Expectation('a sequence of functions or builders', lambda fns: (
-    isinstance(fns, Sequence) and not isinstance(fns, str)
-    and all(callable(fn) or isinstance(fn, base.StateBuilder) for fn in fns)))
-_NO_CLASS = checks.Expectation('None', lambda value: value is None, (
-    'There is one manager and one format; for the best checkpoints set SaveCheckpointConfig.keep_best.'))
-_PATHS = checks.Expectation('the path of a model directory or checkpoint, or several paths', lambda paths: (
-    isinstance(paths, Sequence) and all(isinstance(path, str) and path for path in (
-        [paths] if isinstance(paths, str) else paths))))
-_BUILDERS = checks.Expectation(
-    'a sequence of builders, those on shapes before those on arrays', lambda builders: (
-        isinstance(builders, Sequence) and all(isinstance(builder, base.StateBuilder) for builder in builders)
-        and [builder.INPUT for builder in builders] == sorted(
-            (builder.INPUT for builder in builders), key=(base.SHAPES, base.ARRAYS).index)),
-    'In gin, write @builders.NewVocabulary() with parentheses.')
+_CLASSES = {'checkpointer_cls': Checkpointer, 'checkpoint_manager_cls': OrbaxCheckpointManagerInterface}
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveCheckpointConfig:
+class SaveCheckpointConfig(options.SaveOptions):
   """Options of saving and keeping checkpoints.
 
   A step is saved if `period` divides it or if it is in `checkpoint_steps`; the last step, and the step at which a
@@ -57,17 +29,20 @@ class SaveCheckpointConfig:
   newest one and pinned ones are always kept. Without these three options all checkpoints are kept.
 
   Attributes:
-    dtype: floating dtype in which `target` (the parameters) and `param_average` are stored; optimizer state keeps its
-      dtypes. With a dtype narrower than that of the parameters, a resumed run is no longer bitwise exact.
+    dtype: floating dtype in which `target` (the parameters) and `param_average` are stored, None for theirs; optimizer
+      state keeps its dtypes. With a dtype narrower than that of the parameters, a resumed run is no longer bitwise
+      exact.
     period: number of steps between two saves; None for no regular saves.
     checkpoint_steps: further steps at which to save, in any order.
     keep: number of newest checkpoints to keep.
     keep_dataset_checkpoints: number of newest checkpoints that keep their dataset state; None for all.
     save_dataset: whether to store the position of the data iterator, which an exact resume needs.
-    checkpointer_cls: must be None; unlike in T5X, the checkpointer cannot be chosen.
+    checkpointer_cls: a `Checkpointer` or subclass, whose `retention` sets the options of keeping: with
+      `SaveBestCheckpointer`, `keep` counts the best checkpoints. Commands save by `CheckpointManager` and raise for
+      classes with another `save`; `LegacyCheckpointManager` uses any class.
     state_transformation_fns: functions `(state_dict, parameter_infos) -> (state_dict, parameter_infos)`, applied in
       order to the saved state.
-    checkpoint_manager_cls: must be None; see `checkpointer_cls`.
+    checkpoint_manager_cls: an `OrbaxCheckpointManagerInterface` or subclass, used like `checkpointer_cls`.
     keep_period: also keep every checkpoint whose step is a multiple of this number.
     keep_best: also keep this number of checkpoints with the best `metric_name_to_monitor`.
     metric_name_to_monitor: full name of the metric for `keep_best`, e.g. 'inference_eval/my_task/exact_match'.
@@ -78,44 +53,25 @@ class SaveCheckpointConfig:
     policies: further policies of when to save, e.g. `WhenBest` or `EveryNMinutes`; see `policies.SavePolicy`.
   """
 
-  dtype: str = 'float32'
-  period: int | None = None
-  checkpoint_steps: Sequence[int] | None = None
-  keep: int | None = None
-  keep_dataset_checkpoints: int | None = None
-  save_dataset: bool = True
-  checkpointer_cls: Any = None
-  state_transformation_fns: Sequence[Any] = ()
-  checkpoint_manager_cls: Any = None
-  _: dataclasses.KW_ONLY
-  keep_period: int | None = None
-  keep_best: int | None = None
-  metric_name_to_monitor: str | None = None
-  metric_mode: str = 'max'
-  keep_checkpoints_without_metrics: bool = True
-  max_failures_in_a_row: int = 3
-  policies: Sequence[Any] = ()
+  checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
+  state_transformation_fns: Sequence[Any] = dataclasses.field(default_factory=tuple)
+  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = OrbaxCheckpointManagerInterface
 
   def __post_init__(self):
-    optional, has_metric = _COUNT.or_none(), self.metric_name_to_monitor is not None
-    checks.check(
-        'SaveCheckpointConfig', vars(self), dtype=_FLOAT_DTYPE, period=optional, checkpoint_steps=_STEPS, keep=optional,
-        keep_dataset_checkpoints=optional if self.save_dataset else checks.Expectation(
-            'None with save_dataset=False', lambda keep: keep is None, 'Omit it, or set save_dataset=True.'),
-        checkpointer_cls=_NO_CLASS, state_transformation_fns=_FUNCTIONS, checkpoint_manager_cls=_NO_CLASS,
-        keep_period=optional, keep_best=checks.Expectation(
-            f'{_COUNT.text if has_metric else None} with metric_name_to_monitor={self.metric_name_to_monitor!r}',
-            lambda keep: _COUNT.holds(keep) if has_metric else keep is None,
-            "Set both, e.g. keep_best=3, metric_name_to_monitor='training_eval/task/accuracy'."),
-        metric_mode=checks.one_of(METRIC_MODES), max_failures_in_a_row=_COUNT, policies=checks.Expectation(
-            'a list of save policies', lambda policies: isinstance(policies, Sequence) and all(
-                not isinstance(policy, type) and callable(getattr(policy, 'should_save', None))
-                and callable(getattr(policy, 'next_step', None)) for policy in policies),
-            'In gin, write [@checkpoints.WhenBest()] with parentheses.'))
+    _check_classes(self, 'save')
+    for option in _CLASSES:
+      retention = getattr(_made_of(getattr(self, option), 'retention', keep=self.keep), 'retention', {})
+      if retention.get('keep_best') is not None and self.keep_best is not None:
+        raise checks.invalid('SaveCheckpointConfig', 'keep_best', f'None with this {option}', self.keep_best,
+                             'Set keep, the number of best checkpoints, and the options of the class.')
+      for name, value in retention.items():
+        if value is not None or name == 'keep':
+          object.__setattr__(self, name, value)
+    super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoreCheckpointConfig:
+class RestoreCheckpointConfig(options.RestoreOptions):
   """Checkpoint to start from, and its conversion to the target state.
 
   Attributes:
@@ -136,10 +92,13 @@ class RestoreCheckpointConfig:
       training keeps. With 'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in
       float32.
     restore_dataset: whether to return the stored position of the data iterator too.
-    checkpointer_cls: must be None; unlike in T5X, the checkpointer cannot be chosen.
+    checkpointer_cls: a `Checkpointer` or subclass, whose `builders` come before those of this configuration. Commands
+      raise for classes with another `restore`; `TrainStateInitializer.from_checkpoints` and
+      `LegacyCheckpointManager` call it.
     state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, applied in
-      order after `assignment_map`, on nested dicts of NumPy arrays; or builders.
-    checkpoint_manager_cls: must be None; see `checkpointer_cls`.
+      order after `assignment_map`, on nested dicts of NumPy arrays; or builders. As in T5X, a function for
+      `assignment_map` is added as the first one.
+    checkpoint_manager_cls: an `OrbaxCheckpointManagerInterface` or subclass, for `create_orbax_checkpoint_manager`.
     builders: further builders of the state, applied in order after all other options, such as
       `builders.NewVocabulary()`; see `checkpoints.StateBuilder`. Ignored when a run resumes from its own directory.
     use_param_average: restore the running average of the parameters, if the checkpoint has one, as the parameters. None
@@ -147,34 +106,15 @@ class RestoreCheckpointConfig:
       its own directory.
   """
 
-  path: str | Sequence[str] | None = None
-  mode: str = 'latest'
-  assignment_map: Sequence[tuple[str, str | None]] | None = None
-  strict: bool = True
-  fallback_to_scratch: bool = False
-  dtype: str | None = None
-  restore_dataset: bool = True
-  checkpointer_cls: Any = None
-  state_transformation_fns: Sequence[Any] = ()
-  checkpoint_manager_cls: Any = None
-  _: dataclasses.KW_ONLY
-  builders: Sequence[base.StateBuilder] = ()
-  use_param_average: bool | None = None
+  checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
+  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = OrbaxCheckpointManagerInterface
 
   def __post_init__(self):
-    checks.check(
-        'RestoreCheckpointConfig', vars(self), builders=_BUILDERS,
-        path=_PATHS.or_none() if self.builders else _PATHS, mode=checks.one_of(RESTORE_MODES),
-        assignment_map=base.ASSIGNMENT_MAP, dtype=_FLOAT_DTYPE.or_none(), checkpointer_cls=_NO_CLASS,
-        use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
-        state_transformation_fns=_FUNCTIONS_OR_BUILDERS, checkpoint_manager_cls=_NO_CLASS)
-    for path in self.paths:
-      discovery.check_path(path, 'RestoreCheckpointConfig.path', may_be_model=True)
-
-  @property
-  def paths(self) -> tuple[str, ...]:
-    """`path` as a tuple, also if it is a single string."""
-    return (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
+    _check_classes(self, 'restore')
+    added = tuple(getattr(_made_of(self.checkpointer_cls, 'builders'), 'builders', ()))
+    if added:
+      object.__setattr__(self, 'builders', (*added, *(each for each in self.builders if each not in added)))
+    super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,3 +129,60 @@ class CheckpointConfig:
 
   save: SaveCheckpointConfig | None = None
   restore: RestoreCheckpointConfig | None = None
+
+
+def _check_classes(cfg: options.SaveOptions | options.RestoreOptions, method: str) -> None:
+
+  def makes_one(constructor):
+    made = _class_of(constructor)
+    return callable(constructor) if made is None else callable(getattr(made, method, None))
+
+  expected = checks.Expectation(f'a class with the method {method}, or a function that makes an instance', makes_one)
+  checks.check(type(cfg).__name__, vars(cfg), checkpointer_cls=expected.or_none(),
+               checkpoint_manager_cls=expected.or_none())
+
+
+def _class_of(constructor: Any) -> type | None:
+  """Return the class of a constructor, also of one with bound arguments; None for functions."""
+  while isinstance(constructor, functools.partial):
+    constructor = constructor.func
+  return constructor if isinstance(constructor, type) else None
+
+
+def _made_of(constructor: Any, hook: str, **kwargs: Any) -> Any:
+  """Return an instance to read a property that its class overrides, or None if the class does not override it."""
+  made = _class_of(constructor)
+  if made is None:
+    return None
+  if issubclass(made, Checkpointer) and getattr(made, hook, None) is not getattr(Checkpointer, hook):
+    return constructor(train_state=None, partitioner=None, checkpoints_dir='', **kwargs)
+  if issubclass(made, OrbaxCheckpointManagerInterface) and constructor is not OrbaxCheckpointManagerInterface:
+    return constructor(directory='', train_state=None, partitioner=None, **kwargs)
+  return None
+
+
+def is_standard(constructor: Any, *methods: str) -> bool:
+  """Return True if a constructor makes T5X's class, or a subclass that does not override `methods`."""
+  if constructor is None:
+    return True
+  made = _class_of(constructor)
+  return made is not None and any(
+      issubclass(made, each) and all(getattr(made, name) is getattr(each, name) for name in methods)
+      for each in _CLASSES.values())
+
+
+def check_standard(cfg: CheckpointConfig) -> None:
+  """Raise if a command cannot use the classes of a configuration, because they save or restore by themselves.
+
+  Raises:
+    ConfigError: with the alternative.
+  """
+  for part, methods, remedy in (
+      (cfg.save, ('save',), 'Change saved states by `state_transformation_fns`, and choose steps by `policies`.'),
+      (cfg.restore, ('restore',),
+       'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.')):
+    for option in _CLASSES if part is not None else ():
+      if not is_standard(getattr(part, option), *methods):
+        raise checks.invalid(
+            type(part).__name__, option, f'a class whose `{methods[0]}` is that of {_CLASSES[option].__name__}',
+            getattr(part, option), remedy)

@@ -110,18 +110,26 @@ def _download_remedy(name: str) -> str:
           f'and give the path {folder!r}.')
 
 
-def get_checkpoint_prefix() -> str:
-  """Return the common prefix of the names of checkpoint directories."""
-  return CHECKPOINT_PREFIX
+def get_checkpoint_prefix(prefix: str = CHECKPOINT_PREFIX) -> str:
+  """Return the common prefix of the names of checkpoint directories; `prefix` must be 'checkpoint'."""
+  checks.check('get_checkpoint_prefix', {'prefix': prefix}, prefix=checks.one_of(
+      (CHECKPOINT_PREFIX,), 'Checkpoints have no other prefix here.'))
+  return prefix
 
 
-def get_checkpoint_dir(checkpoints_dir: PathLike, step: int) -> str:
+def get_checkpoint_dir(checkpoints_dir: PathLike, step: int, step_format_fixed_length: int | None = None) -> str:
   """Return the path of the checkpoint of `step` below `checkpoints_dir`.
+
+  Args:
+    checkpoints_dir: a model directory.
+    step: the step.
+    step_format_fixed_length: number of digits in the name, for checkpoints of other programs; None for as many as the
+      step has.
 
   >>> get_checkpoint_dir('runs/a', 30)
   'runs/a/checkpoint_30'
   """
-  return os.path.join(os.fspath(checkpoints_dir), f'{CHECKPOINT_PREFIX}_{step}')
+  return os.path.join(os.fspath(checkpoints_dir), f'{CHECKPOINT_PREFIX}_{step:0{step_format_fixed_length or 0}d}')
 
 
 def is_checkpoint_dir_name(path: PathLike) -> bool:
@@ -133,7 +141,8 @@ def is_checkpoint_dir_name(path: PathLike) -> bool:
   return _STEP_RE.fullmatch(files.path(path).name) is not None
 
 
-def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
+@checks.accept_former_name('checkpoints_dir', 'checkpoint_dir')
+def get_step_from_checkpoint_dir(checkpoints_dir: PathLike) -> tuple[str, int]:
   """Return (parent directory, step) of a checkpoint's path.
 
   Raises:
@@ -142,11 +151,11 @@ def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
   >>> get_step_from_checkpoint_dir('runs/a/checkpoint_30/')
   ('runs/a', 30)
   """
-  path = files.path(checkpoint_dir)
+  path = files.path(checkpoints_dir)
   match = _STEP_RE.fullmatch(path.name)
   if match is None:
     raise errors.CheckpointError(
-        f"The path of a checkpoint must end with '{CHECKPOINT_PREFIX}_<step>', got {os.fspath(checkpoint_dir)!r}.")
+        f"The path of a checkpoint must end with '{CHECKPOINT_PREFIX}_<step>', got {os.fspath(checkpoints_dir)!r}.")
   return str(path.parent), int(match.group(1))
 
 
@@ -192,6 +201,16 @@ def is_incomplete(ckpt_dir: PathLike) -> bool:
 @functools.cache  # Warn once for each folder: a run lists its checkpoints often.
 def _warn_of_step(path: str) -> None:
   _logger.warning('Ignoring %s: steps must be at most %d. Rename or move the folder.', path, untrusted.MAX_STEP)
+
+
+def all_steps_of_any_program(checkpoints_dir: PathLike) -> Sequence[int]:
+  """Return the steps of all checkpoints, ascending, with those of T5X; T5X's `all_steps`."""
+  return all_steps(checkpoints_dir, require_manifest=False)
+
+
+def latest_step_of_any_program(checkpoints_dir: PathLike) -> int | None:
+  """Return the newest step that has a checkpoint, of T5X too, or None; T5X's `latest_step`."""
+  return max(all_steps_of_any_program(checkpoints_dir), default=None)
 
 
 def latest_step(checkpoints_dir: PathLike) -> int | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import discovery, restore, sources, transforms
+from t5x_lite.checkpoints import discovery, options, restore, sources, transforms
 from t5x_lite.checkpoints.builders import changing
 from t5x_lite.networks.t5_config import StackConfig
 
@@ -27,7 +26,7 @@ def param_layout_fns(path: discovery.PathLike, config: StackConfig) -> tuple[cha
 
 
 def check_other_layout_fits(path: discovery.PathLike, target: transforms.StateDict, config: StackConfig,
-                            restore_cfg: config_lib.RestoreCheckpointConfig) -> None:
+                            restore_cfg: options.RestoreOptions) -> None:
   """Call `check_fits` with the network; a former name.
 
   Args:

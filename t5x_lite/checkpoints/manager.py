@@ -26,10 +26,9 @@ import jax
 import numpy as np
 
 from t5x_lite import checks, errors, files, multihost
-from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, store_io, store_save
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints import choice, discovery, manifest, options, policies, retention, state_io, store_io
+from t5x_lite.checkpoints import store_save, transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import spool as spool_lib
@@ -49,7 +48,7 @@ class CheckpointManager:
   writing threads when the main program ends, and an unfinished save is then lost.
   """
 
-  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None,
+  def __init__(self, directory: discovery.PathLike, *, save_cfg: options.SaveOptions | None = None,
                spool_dir: str | None = None):
     """Open `directory`.
 
@@ -287,7 +286,7 @@ class CheckpointManager:
       target: transforms.StateDict,
       *,
       shardings: Any = None,
-      restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
+      restore_cfg: options.RestoreOptions | None = None,
       transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
       initial_state_fn: Callable[[], transforms.StateDict] | None = None,
   ) -> restore_lib.RestoredCheckpoint:
@@ -344,7 +343,8 @@ class CheckpointManager:
   def _begin(self, step, state, data_state, metrics, metadata):
     """Return the save, and for the thread: arrays by name, None if the writer has them, or a `StoreSave`."""
     flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
-    flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
+    if self._save_cfg.dtype is not None:
+      flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
     pending = commit_lib.new_save(
         self._directory, step, f'{self._run_id}-{self._num_saves}', arrays=manifest.describe_arrays(flat),

@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.checkpoints import config as config_lib
+from t5x_lite.checkpoints import options
 
 
 _COUNT = checks.number(at_least=1, integer=True)
@@ -120,7 +120,7 @@ class WhenBest:
 
   def __post_init__(self):
     checks.check('WhenBest', vars(self), metric_name=checks.instance(str, 'the full name of a metric'),
-                 mode=checks.one_of(config_lib.METRIC_MODES), from_step=_STEP)
+                 mode=checks.one_of(options.METRIC_MODES), from_step=_STEP)
 
   @property
   def key(self) -> tuple[str, str]:
@@ -297,7 +297,7 @@ class KeepAll:
     return set(steps)
 
 
-def save_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> AnySavePolicy:
+def save_policies_from_config(cfg: options.SaveOptions) -> AnySavePolicy:
   """Return the save policy for `cfg`."""
   policies: list[SavePolicy] = []
   if cfg.period is not None:
@@ -307,7 +307,7 @@ def save_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> AnySavePo
   return AnySavePolicy((*policies, *cfg.policies))
 
 
-def metric_names(cfg: config_lib.SaveCheckpointConfig) -> list[tuple[str, str]]:
+def metric_names(cfg: options.SaveOptions) -> list[tuple[str, str]]:
   """Return (option, full name) of each metric on which saving or keeping depends."""
   names = [] if cfg.keep_best is None else [(
       'SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor)]
@@ -315,7 +315,7 @@ def metric_names(cfg: config_lib.SaveCheckpointConfig) -> list[tuple[str, str]]:
                   if isinstance(policy, WhenBest)]
 
 
-def retention_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> tuple[RetentionPolicy, ...]:
+def retention_policies_from_config(cfg: options.SaveOptions) -> tuple[RetentionPolicy, ...]:
   """Return the retention policies for `cfg`; a checkpoint is kept if any of them selects it."""
   policies: list[RetentionPolicy] = []
   if cfg.keep is not None:
@@ -350,3 +350,53 @@ def steps_to_delete(policies: Sequence[RetentionPolicy], steps: Sequence[int],
   for policy in policies:
     kept |= policy.steps_to_keep(steps, metrics)
   return [step for step in steps if step not in kept]
+
+
+def find_next_checkpoint_step(
+    checkpoint_steps_index: int, inner_num_steps: int, is_checkpoint_step: bool, host_step: int,
+    checkpoint_steps: Sequence[int], epoch_end_step: int, checkpoint_period: int, first_step: int) -> tuple[int, bool]:
+  """Shorten a stretch of training so that it ends at the next of the further steps to save.
+
+  For training loops written for T5X; `train` asks save policies.
+
+  Args:
+    checkpoint_steps_index: index in `checkpoint_steps` at which the search begins.
+    inner_num_steps: number of steps of the stretch.
+    is_checkpoint_step: whether the stretch already ends at such a step.
+    host_step: step at which the stretch begins.
+    checkpoint_steps: further steps to save, ascending.
+    epoch_end_step: last step that may be returned.
+    checkpoint_period: number of steps between regular saves, which need no further one.
+    first_step: step at which training began.
+
+  Returns:
+    (number of steps of the stretch, whether it ends at one of `checkpoint_steps`).
+
+  >>> find_next_checkpoint_step(0, 10, False, 0, [4, 8], 100, 5, 0)
+  (4, True)
+  """
+  for step in checkpoint_steps[checkpoint_steps_index:]:
+    if step > host_step + inner_num_steps:
+      break
+    if first_step < step <= epoch_end_step and (step - first_step) % checkpoint_period:
+      return step - host_step, True
+  return inner_num_steps, is_checkpoint_step
+
+
+def find_first_checkpoint_step(checkpoint_steps_index: int, checkpoint_steps: Sequence[int], first_step: int,
+                               host_step: int) -> int:
+  """Return the index of the next of the further steps to save, from an index on; the last one if there is none.
+
+  Args:
+    checkpoint_steps_index: index in `checkpoint_steps` at which the search begins.
+    checkpoint_steps: further steps to save, ascending.
+    first_step: step at which training began.
+    host_step: current step.
+
+  >>> find_first_checkpoint_step(0, [4, 8, 12], first_step=4, host_step=4)
+  1
+  """
+  for index in range(checkpoint_steps_index, len(checkpoint_steps)):
+    if checkpoint_steps[index] >= host_step and checkpoint_steps[index] != first_step:
+      return index
+  return max(checkpoint_steps_index, len(checkpoint_steps) - 1)

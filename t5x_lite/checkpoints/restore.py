@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_lite import checks, errors, files, tree_utils
-from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import discovery, lazy_arrays, manifest, sources, state_io, transforms
+from t5x_lite.checkpoints import discovery, lazy_arrays, manifest, options, sources, state_io, transforms
 from t5x_lite.checkpoints.builders import base, chain
 from t5x_lite.formatting import first_names
 from t5x_lite.networks.t5_config import StackConfig
@@ -68,7 +67,7 @@ def restore_checkpoint(
     target: transforms.StateDict,
     *,
     shardings: Any = None,
-    restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
+    restore_cfg: options.RestoreOptions | None = None,
     transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
     initial_state_fn: Callable[[], transforms.StateDict] | None = None,
     from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
@@ -109,7 +108,7 @@ def restore_checkpoint(
     CheckpointError: the checkpoint does not exist or does not fit.
     ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
-  cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
+  cfg = restore_cfg or options.RestoreOptions(path=os.fspath(path), mode='specific')
   builders = chain.chain_of(path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming)
   goal = base.TargetState(state_dict=target, wanted=_wanted_leaves(target, cfg.dtype), network=network,
                           is_resuming=is_resuming)
@@ -140,7 +139,7 @@ def restore_checkpoint(
 
 
 def check_fits(path: discovery.PathLike | None, target: transforms.StateDict, *,
-               restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
+               restore_cfg: options.RestoreOptions | None = None,
                transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
                is_resuming: bool = False, may_begin: bool = False, network: StackConfig | None = None) -> None:
   """Raise if a state cannot be restored into the structure of `target`; reads no values.
@@ -160,7 +159,7 @@ def check_fits(path: discovery.PathLike | None, target: transforms.StateDict, *,
     CheckpointError: the checkpoint does not exist or does not fit.
     ValuesNeededError: a function needs values, so the result is unknown.
   """
-  cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
+  cfg = restore_cfg or options.RestoreOptions(path=os.fspath(path), mode='specific')
   builders = chain.chain_of(path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming)
   goal = base.TargetState(state_dict=target, wanted=_wanted_leaves(target, cfg.dtype), network=network,
                           is_resuming=is_resuming, has_values=False)
@@ -175,11 +174,11 @@ def check_fits(path: discovery.PathLike | None, target: transforms.StateDict, *,
         'another MODEL_DIR.')
 
 
-def _has_builders(cfg: config_lib.RestoreCheckpointConfig, goal: base.TargetState) -> bool:
+def _has_builders(cfg: options.RestoreOptions, goal: base.TargetState) -> bool:
   return bool(cfg.builders) and not goal.is_resuming
 
 
-def _build(builders: chain.Chain, goal: base.TargetState, cfg: config_lib.RestoreCheckpointConfig,
+def _build(builders: chain.Chain, goal: base.TargetState, cfg: options.RestoreOptions,
            path: discovery.PathLike | None, *, begins: bool, initializes: bool) -> base.BuiltState:
   """Return the state that the builders on shapes build, after comparing it with the wanted one.
 
@@ -228,7 +227,7 @@ def _placed(arrays: Mapping[str, Any], missing: Sequence[str], goal: base.Target
 
 
 def _restored(state: Mapping[str, Any], step: int, path: str | None, goal: base.TargetState,
-              cfg: config_lib.RestoreCheckpointConfig) -> RestoredCheckpoint:
+              cfg: options.RestoreOptions) -> RestoredCheckpoint:
   """Return a complete state with the values stored next to the checkpoint of `path`."""
   nested = _like_target(goal.state_dict, state)
   if path is None:
@@ -347,7 +346,7 @@ def read_data_state(path: discovery.PathLike, found: manifest.Manifest | None) -
   return state
 
 
-def check_keeps_dtypes(target: transforms.StateDict, restore_cfg: config_lib.RestoreCheckpointConfig) -> None:
+def check_keeps_dtypes(target: transforms.StateDict, restore_cfg: options.RestoreOptions) -> None:
   """Raise if arrays would be restored in another dtype than in `target`, for which a training step is compiled.
 
   Args:

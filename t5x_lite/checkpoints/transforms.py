@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,24 @@ from t5x_lite.formatting import first_names
 _logger = logging.getLogger(__name__)
 
 StateDict = Mapping[str, Any]
-RestoreStateTransformationFn = Callable[..., StateDict]
-SaveStateTransformationFn = Callable[[StateDict, Any], tuple[StateDict, Any]]
 
 _NUM_NAMES_SHOWN = 3
 # Parts of a state: a target state without any array of a part ignores that part of a stored state.
 _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
+
+
+class RestoreStateTransformationFn(Protocol):
+  """Function that changes a stored state before it is compared with the target state."""
+
+  def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
+    """Return the state dict with the structure of `target_state_dict`."""
+
+
+class SaveStateTransformationFn(Protocol):
+  """Function that changes a state before it is saved."""
+
+  def __call__(self, state_dict: StateDict, parameter_infos: Any) -> tuple[StateDict, Any]:
+    """Return the state dict to save and a `ParameterInfo` for each of its arrays."""
 
 
 class AcceptsShapes(abc.ABC):
@@ -81,9 +93,14 @@ def name_of(fn: Callable[..., Any]) -> str:
   return f'{getattr(fn, "__module__", "")}.{getattr(fn, "__qualname__", repr(fn))}'.lstrip('.')
 
 
+def tensorstore_leaf(_: Any, value: Mapping[str, Any]) -> bool:
+  """Return True if a mapping is the description of a TensorStore array, which is a leaf of T5X's state dicts."""
+  return {'driver', 'kvstore', 'metadata'} <= set(value)
+
+
 def flatten_state_dict(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
-  """Return `state_dict` as a flat dict with '/'-joined names."""
-  return tree_utils.flatten_dict(state_dict, keep_empty=keep_empty_nodes)
+  """Return `state_dict` as a flat dict with '/'-joined names; descriptions of TensorStore arrays are leaves."""
+  return tree_utils.flatten_dict(state_dict, keep_empty=keep_empty_nodes, is_leaf=tensorstore_leaf)
 
 
 def get_name_tree(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
@@ -211,6 +228,23 @@ def apply_assignment_map(ckpt_optimizer_state: StateDict, optimizer_state: State
   flat = flatten_state_dict(ckpt_optimizer_state)
   names = assignment(list(flat), list(flatten_state_dict(optimizer_state)), assignment_map, require_all_rules_match)
   return tree_utils.unflatten_dict({name: flat[source] for name, source in names.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignmentMap(AcceptsShapes):
+  """Restore transform of an assignment map.
+
+  `RestoreCheckpointConfig.state_transformation_fns` begins with it, as in T5X.
+
+  Attributes:
+    rules: see `assignment`.
+  """
+
+  rules: tuple[tuple[str, str | None], ...]
+
+  def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
+    """See `apply_assignment_map`."""
+    return apply_assignment_map(state_dict, target_state_dict, self.rules, is_resuming=is_resuming)
 
 
 def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> RestoreStateTransformationFn:

@@ -1,4 +1,4 @@
-"""`python -m t5x_lite.compat.eval`: `t5x_lite eval`, in place of T5X's `python -m t5x.eval`."""
+"""`python -m t5x_lite.compat.eval`: `t5x_lite eval`, for scripts that run T5X's program `t5x.eval`."""
 
 import sys
 

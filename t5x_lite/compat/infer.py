@@ -1,4 +1,4 @@
-"""`python -m t5x_lite.compat.infer`: `t5x_lite infer`, in place of T5X's `python -m t5x.infer`."""
+"""`python -m t5x_lite.compat.infer`: `t5x_lite infer`, for scripts that run T5X's program `t5x.infer`."""
 
 import sys
 

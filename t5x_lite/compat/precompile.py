@@ -1,4 +1,4 @@
-"""`python -m t5x_lite.compat.precompile`: `t5x_lite precompile`, in place of T5X's `python -m t5x.precompile`."""
+"""`python -m t5x_lite.compat.precompile`: `t5x_lite precompile`, for scripts that run the program `t5x.precompile`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m t5x_lite.compat.train`: `t5x_lite train`, in place of T5X's `python -m t5x.train`."""
+"""`python -m t5x_lite.compat.train`: `t5x_lite train`, for scripts that run T5X's program `t5x.train`."""
 
 import sys
 

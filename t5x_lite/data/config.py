@@ -1,7 +1,6 @@
 """Options of a dataset: T5X's `DatasetConfig`."""
 
 import dataclasses
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,14 +122,5 @@ class DatasetConfig:
     Raises:
       ConfigError: it cannot be imported, or `--allowed_modules` does not contain it.
     """
-    if self.module is None:
-      return
-    module_imports.check_import(self.module, 'DatasetConfig.module')
-    try:
-      importlib.import_module(self.module)
-    except ModuleNotFoundError as error:
-      is_own = f'{self.module}.'.startswith(f'{error.name}.')
-      remedy = 'add its folder to PYTHONPATH' if is_own else 'correct the import'
-      remedy += '. Omit the suffix .py' if self.module.endswith('.py') else ''
-      raise ConfigError(f'DatasetConfig.module {self.module!r} cannot be imported: there is no module {error.name!r}. '
-                        f'Install it, or {remedy}.') from error
+    if self.module is not None:
+      module_imports.import_module(self.module, what='DatasetConfig.module')

@@ -11,7 +11,7 @@ from t5x_lite import checks
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.feature_lengths import with_feature_lengths
 from t5x_lite.data.interfaces import EvalBatches, HostIterator
-from t5x_lite.data.iterators import log_seed, open_eval_iterators
+from t5x_lite.data.iterators import log_seed, open_eval_iterators, open_train_iterator
 from t5x_lite.data.sharded_iterator import as_host_iterator
 from t5x_lite.data.sources.base import get_source
 from t5x_lite.partitioning import DataLayout
@@ -117,6 +117,8 @@ def open_train_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayo
     layout: the partitioner's layout for `cfg.batch_size`.
     feature_converter: name that the model gives.
   """
+  if fn is get_dataset:  # the same batches, with the sources' own positions
+    fn = open_train_iterator
   if not _has_shards(fn):
     return fn(cfg, layout, feature_converter=feature_converter)
   found = fn(cfg, layout.shard_id, layout.num_shards, get_source(cfg).get_converter_cls(feature_converter))

@@ -55,7 +55,7 @@ def with_feature_lengths(cfg: DatasetConfig, *, feature_converter: Any = 'encode
   entries = [] if path is None or not multihost.is_lead() else _read(path)
   lengths = next((entry['task_feature_lengths'] for entry in entries if entry['data'] == identity), None)
   lengths = multihost.broadcast_json(lengths)
-  origin = f'kept in {os.fspath(path)}' if path is not None else ''
+  origin = '' if path is None else f'from {os.fspath(path)}' if lengths is not None else f'kept in {os.fspath(path)}'
   if lengths is None:
     lengths = multihost.broadcast_json(_longest(cfg, split))
     if path is not None and multihost.is_lead():

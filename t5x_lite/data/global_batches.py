@@ -267,6 +267,16 @@ class _Producer:
       self._stalls = True
       return None
 
+  def peek(self) -> dict[str, jax.Array]:
+    """Return the next batch, which `take` will return too."""
+    self.knows_next()
+    with self._changed:
+      if self._ready:
+        return self._ready[0][1]
+      if self._error is not None:
+        raise self._error
+      raise RuntimeError('This iterator is closed.')
+
   def knows_next(self, timeout: float | None = None) -> bool:
     """Return True if it is known within `timeout` seconds whether `take` will return a batch."""
     with self._changed:
@@ -392,6 +402,10 @@ class GlobalBatches:
   def __next__(self) -> dict[str, jax.Array]:
     """Return the next batch; raises errors of the source with their traceback."""
     return self._producer.take()
+
+  def peek(self) -> dict[str, jax.Array]:
+    """Return the next batch without taking it; at the end of the data, raise StopIteration."""
+    return self._producer.peek()
 
   def knows_next(self, timeout: float) -> bool:
     """Return True if it is known within `timeout` seconds whether another batch follows; takes no batch."""

@@ -5,6 +5,7 @@ The outputs of the model are computed before and passed to the Evaluator by func
 
 from collections.abc import Callable, Mapping
 import contextlib
+import inspect
 import logging
 import os
 import pathlib
@@ -54,6 +55,9 @@ class SeqioEvaluator:
         str, "a registered name with seqio's Evaluator",
         'Register the Task and give its name, or set inference_evaluator_cls to None.'))
     options: dict[str, Any] = {'shuffle': True} if cfg.shuffle else {}
+    cache = inspect.signature(evaluator_cls).parameters.get('use_memory_cache')
+    if not cfg.use_memory_cache or (cache is not None and cache.default is inspect.Parameter.empty):
+      options['use_memory_cache'] = cfg.use_memory_cache  # otherwise the option of the Evaluator decides
     self._log_dir = log_dir if writes else None
     self._remote_dir: files.Path | None = None
     self._uploaded: dict[pathlib.Path, int] = {}  # time of the last change
@@ -69,7 +73,6 @@ class SeqioEvaluator:
           feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
           eval_split=cfg.split, use_cached=cfg.use_cached, seed=cfg.effective_seed,
           sequence_length=None if cfg.task_feature_lengths is None else dict(cfg.task_feature_lengths),
-          use_memory_cache=cfg.use_memory_cache,
           log_dir=None if log_dir is None else str(self._log_dir or log_dir), **options)
     if self._evaluator.eval_tasks:  # without tasks, the Evaluator makes no loggers
       self._evaluator._loggers = tuple(map(_LossyLogger, self._evaluator.loggers))  # pylint: disable=protected-access

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 import collections
+import contextlib
 import pathlib
 import tempfile
 from typing import Any
@@ -145,8 +146,11 @@ def prepare_train_iter(train_iter: Any, *, partitioner: Any, checkpoint_cfg: Any
     DataError: the position is not available.
   """
   batches = GlobalBatches(as_host_iterator(train_iter, data_layout, {}, may_end=True), partitioner)
-  if checkpoint_cfg is not None and checkpoint_cfg.save is not None and checkpoint_cfg.save.save_dataset:
-    batches.open()
+  with contextlib.ExitStack() as stack:
+    stack.callback(batches.close)
+    if checkpoint_cfg is not None and checkpoint_cfg.save is not None and checkpoint_cfg.save.save_dataset:
+      batches.open()
+    stack.pop_all()
   return batches
 
 

@@ -27,11 +27,28 @@ _ANY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONL
 
 # Names whose signature differs on purpose, with the reason; docs/from_t5x.md has the consequence for users.
 DIFFERENT = {
+    't5x.examples.decoder_only.layers.MultiHeadDotProductAttention':
+        'the two methods that update the cache take variables in T5X; subclasses override project_key_value',
     't5x.contrib.moe.models.MoeEncoderDecoderModel':
         'predictions have the defaults of default_decoder_params, which are those of T5X if it is not set',
     't5x.contrib.moe.partitioning.MoePjitPartitioner':
         'num_experts of earlier versions of T5X is first; num_expert_partitions is a keyword',
+    't5x.eval.evaluate': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
+    't5x.infer.write_inferences_to_file': 'the default json_encoder_cls writes what that of seqio writes',
+    't5x.train.train': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
 }
+
+
+# Defaults of T5X that have another name here, by T5X's name, and those that are others on purpose.
+_EQUIVALENT_DEFAULTS = {
+    'seqio.evaluation.Evaluator': (None,),  # None is this package's evaluator
+    'seqio.loggers.TensorAndNumpyEncoder': ('JsonEncoder',),
+    't5x.checkpoints.Checkpointer': (None,),  # None is this package's manager
+    't5x.checkpoints.OrbaxCheckpointManagerInterface': (None,),
+    'get_dataset': ('open_train_iterator',),
+    'get_training_eval_datasets': ('open_eval_iterators',),
+}
+_CHANGED_DEFAULTS = {'save_dataset': True, 'restore_dataset': True}
 
 
 def _resolve(module: str, name: str):
@@ -66,7 +83,8 @@ def _is_default(value, recorded: ast.expr) -> bool:
     name = recorded.id if isinstance(recorded, ast.Name) else recorded.attr
     if name == 'REQUIRED':
       return value is gin.REQUIRED
-    return name in (getattr(value, '__name__', None), str(value).rpartition('.')[2])
+    equivalent = _EQUIVALENT_DEFAULTS.get(ast.unparse(recorded), ())
+    return (value in equivalent if value is None else getattr(value, '__name__', '') in equivalent) or name in (getattr(value, '__name__', None), str(value).rpartition('.')[2])
   literal = ast.literal_eval(recorded)
   if literal == {} and (isinstance(value, flax.core.FrozenDict) or str(value) == '<factory>'):
     value = {}
@@ -75,9 +93,9 @@ def _is_default(value, recorded: ast.expr) -> bool:
 
 def differences(recorded: str, ours: inspect.Signature) -> list[str]:
   """Return why a call that T5X's signature accepts may fail, or mean something else, with ours."""
-  found, positional = [], [p for p in ours.parameters.values() if p.kind in _ANY]
-  kinds = {parameter.kind for parameter in ours.parameters.values()}
-  used, position = set(), 0
+  found: list[str] = []
+  positional = [p for p in ours.parameters.values() if p.kind in _ANY]
+  kinds, position = {parameter.kind for parameter in ours.parameters.values()}, 0
   for kind, name, default in _parameters(recorded):
     if kind in ('*', '**'):
       if getattr(inspect.Parameter, 'VAR_POSITIONAL' if kind == '*' else 'VAR_KEYWORD') not in kinds:
@@ -93,10 +111,12 @@ def differences(recorded: str, ours: inspect.Signature) -> list[str]:
     if parameter is None:
       found.append(f'no {name}')
       continue
-    used.add(name)
-    if default is not None and not _is_default(parameter.default, default):
+    is_changed = name in _CHANGED_DEFAULTS and parameter.default == _CHANGED_DEFAULTS[name]
+    if default is not None and not is_changed and not _is_default(parameter.default, default):
       found.append(f'{name}={parameter.default!r} instead of {ast.unparse(default)}')
-  required = [p.name for p in ours.parameters.values() if p.default is p.empty and p.kind not in (
+  # A recorded '*' passes on arguments whose names are not recorded.
+  forwards = any(kind == '*' for kind, _, _ in _parameters(recorded))
+  required = [] if forwards else [p.name for p in ours.parameters.values() if p.default is p.empty and p.kind not in (
       p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in {n for _, n, _ in _parameters(recorded)}]
   return found + [f'{name} is required' for name in required if name not in _FLAX_FIELDS]
 

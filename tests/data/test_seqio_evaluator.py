@@ -124,9 +124,9 @@ def _cfg(name='evaluator_mixture', **kwargs):
       'batch_size': _BATCH_SIZE, 'shuffle': False, 'seed': 42, **kwargs})
 
 
-def _evaluate(log_dir, cls, name='evaluator_mixture', cfg=evaluation.InferenceEvalConfig(), **kwargs):
+def _evaluate(log_dir, cls, name='evaluator_mixture', cfg=evaluation.InferenceEvalConfig(), dataset=None, **kwargs):
   with contextlib.closing(evaluation.InferenceEvaluator(
-      _cfg(name), cls, _model(), _partitioner(), log_dir, cfg=cfg, **kwargs)) as evaluator:
+      _cfg(name, **(dataset or {})), cls, _model(), _partitioner(), log_dir, cfg=cfg, **kwargs)) as evaluator:
     metrics = evaluator.evaluate(*_state(), step=5).result()
     evaluator.flush()
   return {task: {k: v.value for k, v in values.items()} for task, values in metrics.items()}
@@ -149,6 +149,22 @@ def test_equal_metrics(results):
                                         'first', 'object_lengths', 'object_aux'}
   assert {'sequence_accuracy', 'rouge1'} <= set(ours['evaluator_t5']) and set(ours['evaluator_squad']) == {'em', 'f1'}
   assert ours['evaluator_all']['report'] == '11 predictions'
+
+
+def test_lengths_that_are_none_are_those_of_seqios_evaluator(tmp_path, caplog):
+  def judge(mixture_or_task_name, feature_converter, eval_split, use_cached, seed, sequence_length, log_dir,
+            use_memory_cache, **options):
+    assert sequence_length is None and use_memory_cache is False
+    return seqio.Evaluator(mixture_or_task_name, feature_converter, eval_split, use_cached, seed, sequence_length,
+                           log_dir=log_dir, use_memory_cache=use_memory_cache, num_examples=3, **options)
+
+  computed = {'task_feature_lengths': None, 'use_memory_cache': False}
+  with caplog.at_level(logging.INFO, 't5x_lite'):
+    theirs = _evaluate(None, judge, 'evaluator_t5', dataset=computed)
+    ours = _evaluate(tmp_path, None, 'evaluator_t5', evaluation.InferenceEvalConfig(num_examples=3), dataset=computed)
+  assert ours == theirs
+  assert "'encoder_input_tokens': (19,)" in caplog.text and "{'inputs': 19, 'targets': 6}" in caplog.text
+  assert (tmp_path / 'feature_lengths.json').exists()
 
 
 @pytest.mark.full  # by default, tests/evaluation/test_evaluator.py batches in many ways

@@ -208,3 +208,20 @@ def test_cached_keys_and_values_serve_cross_attention():
   _, variables = module.apply({'params': params}, encoded, method='cache_keys_values', mutable=['cross_cache'])
   got = module.apply({'params': params, **variables}, x, bias=bias, method='attend_to_cache', deterministic=True)
   np.testing.assert_allclose(got, module.apply({'params': params}, x, encoded, bias=bias), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('lengths', [None, (3, 1)])
+def test_a_bias_of_all_positions_serves_a_step(lengths):
+  module = _attention()
+  x, bias = _random(2, 6, 16), _random(1, 2, 6, 6, seed=1)
+  params = module.init(_KEY, x, x)['params']
+  expected = module.apply({'params': params}, x, x, layers.make_causal_mask(x[..., 0]), bias)
+  lengths = jnp.array((3, 3) if lengths is None else lengths)
+  _, variables = module.apply(
+      {'params': params}, x, x, prefill=True, prefill_lengths=lengths if lengths[0] != lengths[1] else 3,
+      mutable=['cache'])
+  token = jnp.take_along_axis(jnp.asarray(x), lengths[:, None, None], axis=1)
+  out, _ = module.apply(
+      {'params': params, **variables}, token, token, bias=jnp.asarray(bias), decode=True, mutable=['cache'])
+  np.testing.assert_allclose(
+      out, jnp.take_along_axis(expected, lengths[:, None, None], axis=1), rtol=1e-5, atol=1e-5)

@@ -54,3 +54,15 @@ def test_biases_need_no_one_hot():
   variables = {'params': {'rel_embedding': _random(2, 32)}}
   fn = jax.value_and_grad(lambda v: jnp.sum(module.apply(v, 16, 16)**2))
   assert 'dot_general' not in jax.jit(fn).lower(variables).as_text()
+
+
+def test_cached_biases_are_those_of_the_first_call():
+  arguments = dict(num_buckets=8, max_distance=6, num_heads=2, dtype=jnp.float32)
+  variables = {'params': {'rel_embedding': _random(2, 8)}}
+  expected = layers.RelativePositionBiases(**arguments).apply(variables, 5, 5, False)
+  module = layers.CachedRelativePositionBiases(**arguments)
+  np.testing.assert_array_equal(module.apply(variables, 5, 5, False), expected)
+  first, cache = module.apply(variables, 5, 5, False, True, mutable=['cache'])
+  later = module.apply({**variables, **cache}, 1, 1, False, decode=True)
+  np.testing.assert_array_equal(first, expected)
+  np.testing.assert_array_equal(later, expected)

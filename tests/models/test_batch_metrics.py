@@ -111,3 +111,12 @@ def test_token_counts_of_many_steps_do_not_overflow(batch):
     assert values[name] == pytest.approx(once[name], rel=1e-5), name
   for name in ('timing/target_tokens_per_second', 'timing/tokens_per_second'):
     assert values[name] == pytest.approx(once[name] * 2**27, rel=1e-5), name
+
+
+def test_older_metrics_of_t5x_are_sums():
+  logits = jnp.eye(3)[jnp.array([[0, 1, 2], [1, 1, 1]])]
+  targets, weights = jnp.array([[0, 1, 1], [1, 0, 1]]), jnp.array([[1.0, 0.5, 1.0], [1.0, 1.0, 0.0]])
+  metrics = models.compute_metrics(
+      logits, targets, weights, jnp.float32(2.0), jnp.sum(weights), {'more': metrics_lib.Sum(7)})
+  assert {name: float(metric.compute()) for name, metric in metrics.items()} == {
+      'loss': 2.0, 'accuracy': 2.5, 'weight_sum': 4.5, 'num_examples': 2, 'num_tokens': 6, 'more': 7}

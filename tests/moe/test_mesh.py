@@ -164,3 +164,11 @@ def test_two_data_axes_replace_the_arguments_of_the_model_axis():
   assert rules_lib.standard_logical_axis_rules(4, two_data_axes=True) == rules_lib.standard_logical_axis_rules(4, 1)
   with pytest.raises(ConfigError, match='num_partitions` must be None with two_data_axes, got 1'):
     rules_lib.standard_logical_axis_rules(4, 1, two_data_axes=False)
+
+
+def test_t5xs_meshes_of_cpus_and_gpus():
+  assert dict(mesh_lib.get_cpu_mesh().shape) == {'data': 1, 'expert': len(jax.devices()), 'model': 1}
+  with use_devices(topologies.gpu_nodes(2, 4, 1), 0):
+    mesh = mesh_lib.get_gpu_mesh()
+    assert dict(mesh.shape) == {'data': 2, 'expert': 4, 'model': 1}
+    assert [[device.process_index for device in row] for row in mesh.devices[..., 0]] == [[0] * 4, [1] * 4]

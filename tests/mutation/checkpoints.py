@@ -189,4 +189,28 @@ MUTANTS = (
         'if before.get(name) != after.get(name)]',
         'if name not in after]',
         'tests/checkpoints/builders/test_changing.py::test_a_function_of_the_complete_state_on_its_devices'),
+    Mutant(
+        'a_checkpointer_replaces_a_checkpoint_of_its_step',
+        't5x_lite/checkpoints/train_states.py',
+        'files.path(path).exists() and',
+        'False and',
+        'tests/checkpoints/test_checkpointer.py::test_save_keeps_what_exists_and_deletes_only_own_checkpoints'),
+    Mutant(
+        'save_best_keeps_the_newest',
+        't5x_lite/checkpoints/train_states.py',
+        '      if math.isfinite(value):\n        writer.record_metrics(known, {name: value})',
+        '      del known, value',
+        'tests/checkpoints/test_checkpointer.py::test_the_best_checkpoints_by_the_events_of_the_run_are_kept'),
+    Mutant(
+        'commands_ignore_a_custom_checkpointer',
+        't5x_lite/apps/common/start.py',
+        '  checkpoints.check_standard(checkpoint_cfg)\n',
+        '',
+        'tests/apps/common/test_start.py::test_a_custom_checkpointer_is_rejected'),
+    Mutant(
+        'the_assignment_map_is_applied_twice',
+        't5x_lite/checkpoints/builders/chain.py',
+        'if not isinstance(fn, transforms.AssignmentMap)]',
+        ']',
+        'tests/checkpoints/builders/test_chain.py::test_a_configuration_is_the_short_form_of_a_chain'),
 )

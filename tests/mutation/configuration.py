@@ -58,4 +58,28 @@ MUTANTS = (
         '({\'num_expert_partitions\': AUTO} if has_expert_axis else {})',
         '({} if has_expert_axis else {})',
         'tests/apps/test_mesh_rules.py::test_meshes_of_both_partitioners'),
+    Mutant(
+        'the_first_of_two_boolean_flags_counts',
+        't5x_lite/cli_flags.py',
+        'result = [each for each in result if each != name]',
+        'result = [each for each in result]',
+        'tests/test_cli_flags.py::test_flags_have_the_meaning_of_absl'),
+    Mutant(
+        'gin_bindings_apply_before_all_gin_flags',
+        't5x_lite/cli.py',
+        'arguments.gin_flags, arguments.jax_flags = gin_flags, jax_flags',
+        'arguments.gin_flags, arguments.jax_flags = sorted(gin_flags, reverse=True), jax_flags',
+        'tests/test_cli_flags.py::test_flags_have_the_meaning_of_absl'),
+    Mutant(
+        'folders_of_seqio_have_no_effect_on_other_data_silently',
+        't5x_lite/apps/common/flags.py',
+        "if not any(dataset.get('source', 'seqio') == 'seqio' for dataset in datasets)",
+        'if not datasets',
+        'tests/test_cli_flags.py::test_other_flags_are_errors_with_the_alternative'),
+    Mutant(
+        'unknown_names_of_a_list_are_skipped_as_all_others',
+        't5x_lite/configuration/binding.py',
+        'elif self._skip_unknown is True or statement.selector in self._skip_unknown:',
+        'elif self._skip_unknown:',
+        'tests/test_gin_utils.py::test_unknown_names_are_skipped_on_request'),
 )

@@ -4,6 +4,42 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'computed_lengths_count_one_example',
+        't5x_lite/data/feature_lengths.py',
+        'longest[feature] = max(longest.get(feature, 1), length)',
+        'longest[feature] = max(1, length)',
+        'tests/data/test_feature_lengths.py::test_lengths_are_those_of_the_longest_examples_with_their_end'),
+    Mutant(
+        'kept_lengths_ignore_the_examples',
+        't5x_lite/data/feature_lengths.py',
+        ', **split.identity}))',
+        '}))',
+        'tests/data/test_feature_lengths.py::test_kept_lengths_are_used_until_the_data_changes'),
+    Mutant(
+        'each_process_computes_its_lengths',
+        't5x_lite/data/feature_lengths.py',
+        'lengths = multihost.broadcast_json(_longest(cfg, split))',
+        'lengths = _longest(cfg, split)',
+        'tests/data/test_feature_lengths.py::test_all_processes_have_the_lengths_of_the_lead_process'),
+    Mutant(
+        'tasks_without_metrics_lengthen_predictions',
+        't5x_lite/data/seqio_lengths.py',
+        'if task.metric_objs or not decodes] or tasks',
+        'if task.metric_objs or decodes] or tasks',
+        'tests/data/test_seqio_lengths.py::test_lengths_are_those_of_seqios_evaluator'),
+    Mutant(
+        'a_changed_file_keeps_its_lengths',
+        't5x_lite/data/seqio_lengths.py',
+        'found.append([path, stat.length, stat.mtime_nsec])',
+        'found.append([path])',
+        'tests/data/test_seqio_lengths.py::test_kept_lengths_depend_on_the_examples_and_the_files'),
+    Mutant(
+        'batches_that_wait_are_lost_from_a_users_iterator',
+        't5x_lite/data/sharded_iterator.py',
+        '[*undelivered, *self._waiting])',
+        '[*self._waiting])',
+        'tests/data/test_datasets.py::test_a_users_function_with_t5xs_signature_opens_the_data'),
+    Mutant(
         'span_corruption_rounds_in_float64',
         't5x_lite/data/span_corruption.py',
         'np.round(np.float32(padded_length) * np.float32(noise_density))',

@@ -195,4 +195,10 @@ MUTANTS = (
         'if vmem_fn(tiling, itemsize) <= VMEM_BUDGET:',
         'if product_vmem(tiling, itemsize) <= VMEM_BUDGET:',
         'tests/moe/dispatch/test_tilings.py::test_tilings_fit_and_divide'),
+    Mutant(
+        'the_trainer_of_sparse_models_scales_all_gradients',
+        'moe/training.py',
+        'return tree_map_with_names(lambda grad: grad * scale_factor, grads, sharded_match_fn)',
+        'return tree_map_with_names(lambda grad: grad * scale_factor, grads)',
+        'tests/moe/test_training.py::test_gradients_of_matching_parameters_are_multiplied'),
 )

@@ -226,4 +226,22 @@ MUTANTS = (
         'return jnp.dtype(jnp.bfloat16) if hidden.dtype == jnp.bfloat16 else operand',
         'return operand',
         'tests/layers/test_logits.py::test_operands_and_gradients_are_bfloat16_if_one_array_is_and_sums_float32'),
+    Mutant(
+        'a_step_uses_the_first_rows_of_a_bias',
+        't5x_lite/layers/masks.py',
+        'return lax.dynamic_slice_in_dim(bias, first, num, axis=2)',
+        'return bias[:, :, :num]',
+        'tests/layers/test_attention.py::test_a_bias_of_all_positions_serves_a_step'),
+    Mutant(
+        'a_layer_with_masks_forgets_its_shared_table',
+        't5x_lite/networks/masked.py',
+        'return stacks.masked_bias(mask, position)',
+        'return stacks.masked_bias(mask)',
+        'tests/networks/test_masked.py::test_layers_with_a_shared_table_and_cached_steps'),
+    Mutant(
+        'the_encoder_ignores_a_given_mask',
+        't5x_lite/networks/stacks.py',
+        'if encoder_mask is not None:',
+        'if False:',
+        'tests/networks/test_masked.py::test_golden_logits_of_a_network_with_masks'),
 )

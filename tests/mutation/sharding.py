@@ -69,4 +69,10 @@ MUTANTS = (
         'bool(owner[own[0], 0] == process_index)',
         'True',
         'tests/partitioning/test_golden.py::test_processes_cover_the_batch'),
+    Mutant(
+        'axes_names_apply_to_a_part_of_a_name',
+        't5x_lite/partitioning/param_axes.py',
+        're.fullmatch(pair[0], name)',
+        're.match(pair[0], name)',
+        'tests/partitioning/test_param_axes.py::test_the_first_matching_name_decides'),
 )

@@ -114,6 +114,9 @@ def test_layers_with_a_shared_table_and_cached_steps(layer_cls, table_cls):
   assert set(params) == {'relpos_bias', 'layers_0', 'layers_1'}
   mask = layers.make_causal_mask(x[..., 0])
   expected = stack.apply({'params': params}, x, *inputs, decoder_mask=mask, deterministic=True)
+  unbiased = stack.apply({'params': params | {'relpos_bias': {'rel_embedding': jnp.zeros((2, 32))}}}, x, *inputs,
+                         decoder_mask=mask, deterministic=True)
+  assert np.max(np.abs(unbiased - expected)) > 1e-3
   found = _steps(lambda variables, token: stack.apply(
       variables, token, *inputs, deterministic=True, decode=True, mutable=['cache']), params, x)
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -227,3 +227,15 @@ def test_a_schedule_is_traced_once_for_all_checked_steps():
   calls = []
   schedules.check_learning_rate_values(lambda step: calls.append(step) or step * 0.1, 'mine', [3, 3, 5])
   assert len(calls) == 2 and all(isinstance(step, jax.core.Tracer) for step in calls)
+
+
+def test_the_seed_of_noise_has_two_names():
+  def updated(**options):
+    state = optimizers.noisy_sgd(0.1, **options).create(_PARAMS)
+    return state.apply_gradient(_PARAMS).target['b']
+
+  np.testing.assert_array_equal(updated(seed=3), updated(key=3))
+  np.testing.assert_array_equal(updated(), updated(key=0))
+  assert np.any(updated() != updated(seed=3))
+  with pytest.raises(ConfigError, match='seed. must be None if key is given'):
+    optimizers.noisy_sgd(0.1, key=0, seed=1)

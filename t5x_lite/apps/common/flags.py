@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import csv
 import itertools
 import json
 import logging
@@ -195,17 +194,22 @@ def prepend_run_file(arguments: argparse.Namespace, run_file: str, function_name
     run_file: e.g. runs/export.gin.
     function_name: name of the function that the run file configures, without its module.
   """
+  if arguments.gin_file and not binds_model(arguments, function_name):
+    arguments.gin_file = [run_file, *arguments.gin_file]
+
+
+def binds_model(arguments: argparse.Namespace, function_name: str) -> bool:
+  """Return whether one of the gin files binds the argument `model` of a function, with any module."""
   from t5x_lite.configuration import syntax as gin_syntax
   folders = _folders(arguments.gin_search_paths)
   statements = [statement for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk()]
-  if arguments.gin_file and not any(
-      isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
-      and statement.selector.rpartition('.')[2] == function_name for statement in statements):
-    arguments.gin_file = [run_file, *arguments.gin_file]
+  return any(isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
+             and statement.selector.rpartition('.')[2] == function_name for statement in statements)
 
 
 def _folders(texts: Iterable[str]) -> list[str]:
   """Return the folders of a flag with lists, which absl reads as lines of CSV."""
+  import csv  # Not needed for --help.
   return [folder.strip() for row in csv.reader(texts, skipinitialspace=True) for folder in row if folder.strip()]
 
 
@@ -242,9 +246,8 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
       flags.append(gin_syntax.read_flag(key.strip() if one_line else key, value, flag))
     else:
       flags.append(gin_syntax.read_text(text, flag))
-  folders = _folders(arguments.gin_search_paths)
+  folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
-  _check_search_folders(folders, texts)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
   _set_jax_options(arguments.jax_flags)
   join_cluster(arguments)
@@ -260,21 +263,28 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   return configuration
 
 
-def _check_search_folders(folders: Sequence[str], texts: Sequence[Any]) -> None:
-  """Raise if a folder does not exist; only warn if gin files of T5X were replaced by files of t5x_lite.
+def _search_folders(arguments: argparse.Namespace) -> list[str]:
+  """Return the folders of `--gin_search_paths`.
 
-  Scripts of T5X name their checkout of T5X, which is not needed here.
+  A folder that does not exist is only a warning if gin files of T5X are replaced by files of t5x_lite: scripts of T5X
+  name their checkout of T5X, which is not needed here.
 
   Raises:
     ConfigError: a folder does not exist.
   """
   from t5x_lite.configuration import syntax as gin_syntax
+  folders = _folders(arguments.gin_search_paths)
   try:
     gin_syntax.check_search_paths(folders)
-  except ConfigError as error:
+  except ConfigError as problem:
+    try:
+      texts = [gin_syntax.read_file(name, folders) for name in arguments.gin_file]
+    except ConfigError:  # The missing folder may be the reason.
+      raise problem from None
     if not any(file.is_packaged(gin_syntax.T5X_FILES) for text in texts for _, file in text.walk_files()):
       raise
-    logging.getLogger(__name__).warning('%s All gin files were found without it.', error)
+    logging.getLogger(__name__).warning('%s All gin files were found without it.', problem)
+  return folders
 
 
 def _set_jax_options(flags: Sequence[str]) -> None:

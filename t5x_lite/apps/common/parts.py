@@ -46,8 +46,8 @@ class RunConfig:
   random_seed: int | None = 0
   use_hardware_rng: bool = False
   inference_evaluator_cls: Any = None
-  get_dataset_fn: Callable[..., data.HostIterator] = data.open_train_iterator
-  train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators
+  get_dataset_fn: Callable[..., Any] = data.get_dataset
+  train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets
   train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer
   verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs
   infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig()

@@ -170,8 +170,9 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
 
   Raises:
     CheckpointError: none or several checkpoints are configured, or all checkpoints of the directory are damaged.
-    ConfigError: the run directory was written by `convert`.
+    ConfigError: the run directory was written by `convert`, or a custom `checkpointer_cls` is not supported.
   """
+  checkpoints.check_standard(checkpoint_cfg)
   # Only checkpoints with a manifest are the run's own.
   own_step = checkpoints.newest_sound_step(model_dir)
   if own_step is not None:
@@ -215,7 +216,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   """
   if start.is_new:
     return
-  config, chain = _stack_config(model), start.chain
+  config, chain = state_init.stack_config(model), start.chain
   for path in dict.fromkeys(path for builder in chain for path in builder.paths_of_model):
     if config is not None:
       _check_tied_logits(path, config, checkpoints.read_metadata(path).get('network') or {})
@@ -274,7 +275,7 @@ def make_state(
   """
   axes = initializer.train_state_axes
   restored = None
-  config = _stack_config(model)
+  config = state_init.stack_config(model)
   if start.is_new:
     state = initializer.from_scratch(init_rng)
   else:
@@ -386,7 +387,7 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
     `param_layout`, the layout of the parameter tree, and `network`: the class name of the configuration, its fields
     that affect the meaning of parameters, and `custom_blocks` if the network has blocks other than T5's.
   """
-  config = _stack_config(model)
+  config = state_init.stack_config(model)
   if config is None:
     return {}
   fields = [field.name for field in dataclasses.fields(config) if field.name not in _FIELDS_OF_A_RUN]
@@ -398,12 +399,3 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
     if model.module.custom_blocks:
       network['custom_blocks'] = list(model.module.custom_blocks)
   return {'param_layout': config.param_layout, 'network': {'config': type(config).__name__, **network}}
-
-
-def _stack_config(model: models.BaseModel) -> StackConfig | None:
-  """Return the network's configuration if its field `config` is a `StackConfig`, else None.
-
-  This field declares that the parameters of a module are T5's. Other networks have one parameter layout only.
-  """
-  config = getattr(model.module, 'config', None) if isinstance(model, models.BaseTransformerModel) else None
-  return config if isinstance(config, StackConfig) else None

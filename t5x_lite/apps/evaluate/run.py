@@ -55,7 +55,7 @@ def evaluate(
     training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None = None,
     summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
     train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
-    train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators,
+    train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets,
     fallback_init_rng: int | None = None,
     use_orbax: bool = True,
     infer_eval_cfg: evaluation.InferenceEvalConfig | None = evaluation.InferenceEvalConfig(),

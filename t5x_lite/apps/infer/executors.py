@@ -1,6 +1,5 @@
 """Thread pool that raises the errors of its tasks in the thread that submits them."""
 
-from collections.abc import Callable
 import concurrent.futures
 from typing import Any
 
@@ -30,9 +29,14 @@ class FailFastThreadPoolExecutor(concurrent.futures.ThreadPoolExecutor):
       if not future.cancelled():
         future.result()
 
-  def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
-    """Submit a task; raise the error of an earlier one that has failed, after the task is submitted."""
-    future = super().submit(fn, *args, **kwargs)
+  def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
+    """Submit a task; then raise the error of a task that has failed.
+
+    Args:
+      *args: the function of the task and its arguments.
+      **kwargs: arguments of the function.
+    """
+    future = super().submit(*args, **kwargs)
     self._unchecked.append(future)
     self.check_for_exceptions()
     return future

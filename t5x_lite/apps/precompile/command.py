@@ -7,6 +7,7 @@ from t5x_lite.apps.common.flags import (
     add_gin_arguments,
     add_num_devices,
     add_seqio_arguments,
+    binds_model,
     load_configuration,
     simulate_devices,
 )
@@ -19,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add_seqio_arguments(parser)
   add_num_devices(parser)
   parser.add_argument('--write_hlo', action='store_true',
-                      help='write the programs as text, before and after optimization, to MODEL_DIR/precompile')
+                      help='write the programs as text, before and after optimization, to MODEL_DIR/precompile; always '
+                      'done if a gin file configures `precompile` instead of `train`')
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -30,13 +32,16 @@ def run_command(arguments: argparse.Namespace) -> int:
                         'run on this machine could use programs for simulated devices. Remove one of the flags.')
     arguments.compilation_cache_dir, arguments.distributed = NO_CACHE, 'off'
   simulate_devices(arguments.num_devices)
+  # T5X's run file configures `precompile` instead of `train`; T5X then always writes the programs.
+  if binds_model(arguments, 'precompile'):
+    arguments.entry, arguments.write_hlo = 't5x_lite.apps.precompile.precompile', True
   # The run directory is only used for the text of the programs.
   configuration = load_configuration(arguments, None if arguments.write_hlo else {'MODEL_DIR': "'none'"})
   from t5x_lite import multihost
   from t5x_lite import runtime
   from t5x_lite.apps.precompile import run as precompile
   bound = configuration.uses[0].bound
-  # Arguments of `train` that determine its programs.
+  # Arguments of the entry point that determine the programs.
   parts = {name: configuration.argument(name) for name in precompile.TRAIN_ARGUMENTS if name in bound}
   progress = runtime.Progress(enabled=multihost.is_lead())
   try:

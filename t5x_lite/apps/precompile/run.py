@@ -11,6 +11,7 @@ Their memory is known before the run, and a run with the same compilation cache 
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import time
@@ -20,11 +21,15 @@ import jax
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
+from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
+from t5x_lite import schedules
+from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.formatting import format_bytes, format_table
@@ -69,10 +74,16 @@ class CompiledProgram:
 # Arguments of `train` that determine the programs of a run.
 _SIGNATURE = inspect.signature(parts_lib.RunConfig)
 TRAIN_ARGUMENTS = tuple(_SIGNATURE.parameters)
+# T5X's learning rate of a program without a trainer.
+_LEARNING_RATE = 1e-3
 
 
 def precompile(
-    *, compilation_cache_dir: str | None = None, write_hlo: bool = False,
+    *, model: models.BaseModel, train_dataset_cfg: data.DatasetConfig, partitioner: partitioning.BasePartitioner,
+    model_dir: str, random_seed: int | None = 0,
+    get_dataset_fn: Callable[..., Any] = data.get_dataset,
+    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
+    compilation_cache_dir: str | None = None, write_hlo: bool = False,
     note_fn: Callable[[str], None] = lambda text: None, **train_arguments: Any) -> list[CompiledProgram]:
   """Compile the programs of `train` with the same arguments: initialization, training, evaluation and prediction.
 
@@ -81,12 +92,19 @@ def precompile(
   and the number and kind of devices must be those of the run.
 
   Args:
+    model: the model with its optimizer.
+    train_dataset_cfg: training data.
+    partitioner: the mesh and the sharding rules.
+    model_dir: the run directory.
+    random_seed: seed of parameters and dropout; None is 0.
+    get_dataset_fn: see `train`.
+    verify_matching_vocabs_fn: see `train`.
     compilation_cache_dir: folder of JAX's persistent compilation cache, which stays active in this process. None keeps
       JAX's setting, e.g. of the environment variable JAX_COMPILATION_CACHE_DIR.
     write_hlo: write each program as StableHLO and as optimized HLO to `model_dir/precompile`.
     note_fn: called with a description of the work.
-    **train_arguments: `TRAIN_ARGUMENTS` of the run; `model`, `train_dataset_cfg`, `partitioner` and `model_dir` are
-      required. With a cache, `random_seed` must be set, since the seed is a constant of the training step.
+    **train_arguments: further `TRAIN_ARGUMENTS` of the run. Without `trainer_cls`, as in T5X, the training step has the
+      constant learning rate 0.001, unless the optimizer has its own.
 
   Returns:
     The programs, in the order in which a run uses them.
@@ -94,13 +112,18 @@ def precompile(
   Raises:
     ConfigError, DataError: as for `train`; or the cache is not writable, or an argument is missing or unknown.
   """
+  train_arguments |= {
+      'model': model, 'train_dataset_cfg': train_dataset_cfg, 'partitioner': partitioner, 'model_dir': model_dir,
+      'random_seed': random_seed, 'get_dataset_fn': get_dataset_fn,
+      'verify_matching_vocabs_fn': verify_matching_vocabs_fn}
   checks.bind_arguments('precompile', _SIGNATURE, (), train_arguments)
+  if 'trainer_cls' not in train_arguments and getattr(model.optimizer_def, 'needs_learning_rate', False):
+    train_arguments['trainer_cls'] = functools.partial(
+        trainer_lib.Trainer, learning_rate_fn=schedules.create_learning_rate_scheduler(
+            'constant', base_learning_rate=_LEARNING_RATE))
   cfg = parts_lib.RunConfig(**train_arguments)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
-  if cfg.random_seed is None and jax.config.jax_compilation_cache_dir:
-    raise checks.invalid('train', 'random_seed', 'a number if programs are cached', None,
-                         'The seed is part of the training step: set RANDOM_SEED, or --compilation_cache_dir=off.')
   seed = start_lib.choose_seed(cfg.random_seed)
   folder = files.path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x_lite import errors
-from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import sources, transforms
+from t5x_lite.checkpoints import options, sources, transforms
 from t5x_lite.checkpoints.builders import base, changing, reading
 from t5x_lite.formatting import first_names
 
@@ -19,7 +18,7 @@ Chain = tuple[base.StateBuilder, ...]
 
 
 def chain_of(
-    path: str | os.PathLike[str] | None, cfg: config_lib.RestoreCheckpointConfig, *,
+    path: str | os.PathLike[str] | None, cfg: options.RestoreOptions, *,
     transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
     is_resuming: bool = False) -> Chain:
   """Return the builders of `cfg`.
@@ -35,7 +34,8 @@ def chain_of(
   if _uses_average(path, cfg) and not is_resuming:
     chain.append(changing.ParamAverage())
   chain += [fn if isinstance(fn, base.StateBuilder) else changing.Transform(fn)
-            for fn in (*transformation_fns, *cfg.state_transformation_fns)]
+            for fn in (*transformation_fns, *cfg.state_transformation_fns)
+            if not isinstance(fn, transforms.AssignmentMap)]  # `Restore` has it, and reads only what it names
   return (*chain, *(() if is_resuming else cfg.builders))
 
 
@@ -47,7 +47,7 @@ def first_step(chain: Chain) -> int | None:
   return step
 
 
-def describe(path: str | None, cfg: config_lib.RestoreCheckpointConfig) -> str:
+def describe(path: str | None, cfg: options.RestoreOptions) -> str:
   """Return a text about the origin of a state for the log."""
   parts = [] if path is None else [path]
   if _uses_average(path, cfg):
@@ -56,14 +56,14 @@ def describe(path: str | None, cfg: config_lib.RestoreCheckpointConfig) -> str:
   return ', then '.join(parts)
 
 
-def identity(cfg: config_lib.RestoreCheckpointConfig) -> dict[str, list[str]]:
+def identity(cfg: options.RestoreOptions) -> dict[str, list[str]]:
   """Return what the builders of `cfg` add to the identity of results, as JSON values; {} without builders."""
   average = {} if cfg.use_param_average is None else {'use_param_average': cfg.use_param_average}
   return average | ({'builders': [f'{builder!r}: {builder.description}' for builder in cfg.builders]}
                     if cfg.builders else {})
 
 
-def _uses_average(path: str | os.PathLike[str] | None, cfg: config_lib.RestoreCheckpointConfig) -> bool:
+def _uses_average(path: str | os.PathLike[str] | None, cfg: options.RestoreOptions) -> bool:
   """Return whether the stored average of the parameters becomes the parameters."""
   if path is None or not cfg.use_param_average:
     return False

@@ -66,6 +66,14 @@ def _start(model_dir, **kwargs):
   return start_lib.choose_start('/nowhere', checkpoints.CheckpointConfig(restore=restore))
 
 
+def test_a_custom_checkpointer_is_rejected(tmp_path):
+  with pytest.raises(ConfigError, match='checkpointer_cls` must be a class whose `restore` is that of Checkpoint'):
+    _start(tmp_path, checkpointer_cls=lambda **kwargs: None)
+  save = checkpoints.SaveCheckpointConfig(checkpointer_cls=lambda **kwargs: None)
+  with pytest.raises(ConfigError, match='`state_transformation_fns`, and choose steps by `policies`'):
+    start_lib.choose_start(str(tmp_path), checkpoints.CheckpointConfig(save))
+
+
 def _logits(model, params):
   batch = {name: np.arange(np.prod(shape), dtype=np.int32).reshape(shape) % 32 for name, shape in _SPEC.items()}
   return np.asarray(jax.jit(model.compute_logits)(params, batch)[0])

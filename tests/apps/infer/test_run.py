@@ -260,6 +260,17 @@ def test_tasks_of_a_mixture_and_the_latest_checkpoint(tmp_path, tmp_path_factory
     toy_infer.infer(cfg, None, tmp_path, restore_checkpoint_cfg=restore, output_file='x')
 
 
+def test_lengths_that_are_none_are_those_of_the_longest_examples(tmp_path, checkpoint):
+  texts = toy_infer.texts(9)
+  task = data.text_task(name='infer_lengths', texts_fn=lambda split: [(text, 'a') for text in texts], splits=('test',),
+                        vocabulary=toy_infer.VOCABULARY)
+  found = [pathlib.Path(*toy_infer.infer(
+      data.DatasetConfig(task, lengths, 'test', 4, False, 0, source='builtin'), checkpoint, tmp_path / name)).read_text()
+           for name, lengths in (('computed', None), ('given', {'inputs': 6, 'targets': 2}))]
+  assert found[0] == found[1] and max(map(len, texts)) == 5
+  assert '"inputs": 6' in (tmp_path / 'computed' / 'feature_lengths.json').read_text()
+
+
 def test_a_checkpoint_with_another_content_is_rejected(tmp_path, lines):
   state = {'target': jax.device_get(toy_infer.params()), 'state': {'step': np.int32(5)}}
 

@@ -116,3 +116,13 @@ def test_the_heuristic_may_be_named_as_the_roles_are():
     assert state.param_states['w'].v_row.shape == (4,) and state.param_states['v'].v.shape == (4, 6)
   with pytest.raises(ConfigError, match="a role for each dim .*'heuristic'.*got 'heuristics'"):
     adafactor.Adafactor(factor_map=HParamMap([('.*', 'heuristics')])).init_state(params)
+
+
+def test_the_optimizer_has_both_names_of_t5x():
+  optimizer = adafactor.Adafactor(0.1).create({'w': jnp.ones((4, 4))})
+  axes, definition = {'w': P('embed', 'mlp')}, optimizer.optimizer_def
+  derived = definition.derive_logical_axes(optimizer, axes)
+  assert derived == definition.derive_logical_axes(optimizer_state=optimizer, param_logical_axes=axes)
+  assert derived == definition.derive_logical_axes(optimizer=optimizer, param_logical_axes=axes)
+  with pytest.raises(ConfigError, match='exactly one of optimizer and optimizer_state'):
+    definition.derive_logical_axes(param_logical_axes=axes)

@@ -1,0 +1,21 @@
+"""Modules that options name are imported, or the message says what is missing; tests/apps has their restriction."""
+
+import sys
+
+import pytest
+
+from t5x_lite import module_imports
+from t5x_lite.errors import ConfigError
+
+
+def test_a_module_is_imported_by_name(tmp_path, monkeypatch):
+  (tmp_path / 'tasks_for_import.py').write_text('VALUE = 1')
+  (tmp_path / 'broken_for_import.py').write_text('import module_that_is_missing')
+  monkeypatch.syspath_prepend(tmp_path)
+  module_imports.import_module('tasks_for_import')
+  assert sys.modules.pop('tasks_for_import').VALUE == 1
+  with pytest.raises(ConfigError, match="'broken_for_import' cannot be imported: there is no module 'module_that_is_mi"
+                     "ssing'. Install it, or correct the import"):
+    module_imports.import_module('broken_for_import')
+  with pytest.raises(ConfigError, match='add its folder to PYTHONPATH. Omit the suffix .py'):
+    module_imports.import_module('missing_for_import.py')
