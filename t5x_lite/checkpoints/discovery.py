@@ -128,8 +128,11 @@ def get_checkpoint_dir(checkpoints_dir: PathLike, step: int, step_format_fixed_l
 
   >>> get_checkpoint_dir('runs/a', 30)
   'runs/a/checkpoint_30'
+  >>> get_checkpoint_dir('runs/a', 30, step_format_fixed_length=8)
+  'runs/a/checkpoint_00000030'
   """
-  return os.path.join(os.fspath(checkpoints_dir), f'{CHECKPOINT_PREFIX}_{step:0{step_format_fixed_length or 0}d}')
+  digits = str(step).zfill(step_format_fixed_length or 0)
+  return os.path.join(os.fspath(checkpoints_dir), f'{CHECKPOINT_PREFIX}_{digits}')
 
 
 def is_checkpoint_dir_name(path: PathLike) -> bool:

@@ -51,6 +51,7 @@ from t5x_lite.apps.precompile import command as precompile
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources as checkpoint_sources
 from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
+from t5x_lite.compat import names
 from t5x_lite.configuration import syntax as gin_syntax
 from tests.data import registries
 
@@ -133,7 +134,7 @@ def test_choices_of_a_flag_stay_in_its_cell():
 
 def test_no_block_is_left():
   for text in _PAGES.values():
-    assert not re.search(r'```\{(parameters|flags)', tables.expand(text))
+    assert not re.search(r'```\{(parameters|flags|t5x)', tables.expand(text))
 
 
 def test_tables_show_defaults_and_the_descriptions_of_base_classes():
@@ -200,15 +201,13 @@ def test_exit_statuses():
   assert listed == {int(code) for code in errors.ExitCode} | {1, 130}
 
 
-@pytest.mark.parametrize('row', [row[1] for _, rows in _tables('names') for row in rows])
-def test_new_names_exist(row):
-  for name in _names(row):
-    if name.startswith('from ') and not name.endswith('...'):
-      exec(name, {})  # an import statement
-    elif re.fullmatch(r'[a-z_]+\.[A-Za-z_]\w*', name):
-      module, attribute = name.split('.')
-      package = 't5x_lite.data' if module == 'vocabularies' else 't5x_lite'
-      assert getattr(importlib.import_module(f'{package}.{module}'), attribute)
+def test_the_page_about_t5x_has_all_of_its_names():
+  assert set(_blocks('t5x')) == {'modules', 'names', 'left_out'}
+  page = tables.expand(_PAGES['docs/from_t5x.md'])
+  for module, row in names.MODULES.items():
+    assert not row.here or f'| `{module}` | `{row.here}` |' in page
+    for name in (*row.names, *row.left_out):
+      assert f'| `{module}.{name}` | ' in page
 
 
 # ----------------------------------------------------------------------------------------------------------------------
