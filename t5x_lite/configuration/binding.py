@@ -251,8 +251,8 @@ class _Names(gin_config.ParseContext):
       if 'was registered with a custom module' not in str(error):
         raise
       raise ConfigError(
-          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind the '
-          'method after the files of the model, by the class of the model.') from error
+          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind '
+          'the method after the files of the model, by the class of the model.') from error
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
