@@ -112,4 +112,11 @@ def import_module(module: str, *, what: str = 'Module') -> None:
     remedy = 'add its folder to PYTHONPATH' if is_own else 'correct the import'
     remedy += '. Omit the suffix .py' if module.endswith('.py') else ''
     raise ConfigError(f'{what} {module!r} cannot be imported: there is no module {error.name!r}. Install it, or '
-                      f'{remedy}.') from error
+                      f'{remedy}.{remedy_for(error.name or "")}') from error
+
+
+def remedy_for(missing: str) -> str:
+  """Return a sentence, starting with a space, if the missing module is one of T5X; '' otherwise."""
+  if missing.partition('.')[0] != 't5x':
+    return ''
+  return ' With `python -m t5x_lite.compat.train`, or after t5x_lite.compat.install(), t5x means t5x_lite.'

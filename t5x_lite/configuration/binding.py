@@ -425,7 +425,7 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
 
 def _extra(package: str) -> str:
   extra = _EXTRAS.get(package.split('.')[0])
-  return f' Install it with `{install_command(extra)}`.' if extra else ''
+  return f' Install it with `{install_command(extra)}`.' if extra else module_imports.remedy_for(package)
 
 
 def _public_names(owner: Any) -> list[str]:

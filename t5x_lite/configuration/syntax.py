@@ -167,9 +167,13 @@ def packaged_folder() -> pathlib.Path:
 
 
 def packaged_files(kind: str = '') -> list[str]:
-  """Return the names of the packaged files, e.g. `models/t5_1_1_small.gin`; `kind` restricts to one folder."""
+  """Return the names of the packaged files, e.g. `models/t5_1_1_small.gin`; `kind` restricts to one folder.
+
+  Files with names of T5X's are only those of the kind T5X_FILES.
+  """
   root = packaged_folder()
-  return sorted(path.relative_to(root).as_posix() for path in (root / kind).rglob('*.gin'))
+  names = sorted(path.relative_to(root).as_posix() for path in (root / kind).rglob('*.gin'))
+  return [name for name in names if kind or not name.startswith(f'{T5X_FILES}/')]
 
 
 def check_search_paths(folders: Sequence[str]) -> None:
@@ -215,7 +219,7 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
     if candidate.is_file():
       return candidate
   near = [path.name for folder in [*folders[1:], wanted.parent] for path in folder.glob('*.gin')]
-  known = [*packaged_files(), *near]
+  known = [*packaged_files(T5X_FILES if T5X_FILES in wanted.parts else ''), *near]
   hint = did_you_mean(wanted.name if files.is_remote(name) else name, known, lists_all=False)
   if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]

@@ -33,23 +33,15 @@ DIFFERENT = {
         'predictions have the defaults of default_decoder_params, which are those of T5X if it is not set',
     't5x.contrib.moe.partitioning.MoePjitPartitioner':
         'num_experts of earlier versions of T5X is first; num_expert_partitions is a keyword',
+    't5x.train_state.FlaxOptimTrainState':
+        'apply_gradient without flax_mutables keeps the mutable collections, which T5X drops',
+    't5x.train_state.TrainState': 'see FlaxOptimTrainState',
     't5x.eval.evaluate': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
     't5x.infer.write_inferences_to_file': 'the default json_encoder_cls writes what that of seqio writes',
     't5x.train.train': 'inference_evaluator_cls is None, which computes the same metrics without seqio',
+    't5x.utils.RestoreCheckpointConfig': 'restore_dataset is True: a run continues at its position in the data',
+    't5x.utils.SaveCheckpointConfig': 'save_dataset is True: a run continues at its position in the data',
 }
-
-
-# Defaults of T5X that have another name here, by T5X's name, and those that are others on purpose.
-_EQUIVALENT_DEFAULTS = {
-    'seqio.evaluation.Evaluator': (None,),  # None is this package's evaluator
-    'seqio.loggers.TensorAndNumpyEncoder': ('JsonEncoder',),
-    't5x.checkpoints.Checkpointer': (None,),  # None is this package's manager
-    't5x.checkpoints.OrbaxCheckpointManagerInterface': (None,),
-    'get_dataset': ('open_train_iterator',),
-    'get_training_eval_datasets': ('open_eval_iterators',),
-}
-_CHANGED_DEFAULTS = {'save_dataset': True, 'restore_dataset': True}
-
 
 def _resolve(module: str, name: str):
   """Return our object for a name of T5X; see `compat.names`."""
@@ -83,8 +75,7 @@ def _is_default(value, recorded: ast.expr) -> bool:
     name = recorded.id if isinstance(recorded, ast.Name) else recorded.attr
     if name == 'REQUIRED':
       return value is gin.REQUIRED
-    equivalent = _EQUIVALENT_DEFAULTS.get(ast.unparse(recorded), ())
-    return (value in equivalent if value is None else getattr(value, '__name__', '') in equivalent) or name in (getattr(value, '__name__', None), str(value).rpartition('.')[2])
+    return name in (getattr(value, '__name__', None), str(value).rpartition('.')[2])
   literal = ast.literal_eval(recorded)
   if literal == {} and (isinstance(value, flax.core.FrozenDict) or str(value) == '<factory>'):
     value = {}
@@ -111,8 +102,7 @@ def differences(recorded: str, ours: inspect.Signature) -> list[str]:
     if parameter is None:
       found.append(f'no {name}')
       continue
-    is_changed = name in _CHANGED_DEFAULTS and parameter.default == _CHANGED_DEFAULTS[name]
-    if default is not None and not is_changed and not _is_default(parameter.default, default):
+    if default is not None and not _is_default(parameter.default, default):
       found.append(f'{name}={parameter.default!r} instead of {ast.unparse(default)}')
   # A recorded '*' passes on arguments whose names are not recorded.
   forwards = any(kind == '*' for kind, _, _ in _parameters(recorded))

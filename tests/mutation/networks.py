@@ -203,12 +203,6 @@ MUTANTS = (
         'return (1 if batch % rows == 0 else 1)',
         'tests/models/test_token_losses.py::test_chunks_on_a_mesh_equal_one_device_and_move_no_kernel_in_the_loop'),
     Mutant(
-        'subclasses_get_no_logits',
-        't5x_lite/models/token_losses.py',
-        "vars(type(each)).get('SUPPORTS_CHUNKED_LOSS', False)",
-        "getattr(each, 'SUPPORTS_CHUNKED_LOSS', False)",
-        'tests/models/test_token_losses.py::test_a_subclass_gets_all_logits_and_an_explicit_size_is_an_error'),
-    Mutant(
         'metric_functions_get_no_logits',
         't5x_lite/models/token_losses.py',
         'is_supported_by(model, module) and not metric_fns else',

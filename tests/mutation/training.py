@@ -378,8 +378,8 @@ MUTANTS = (
     Mutant(
         'subclasses_inherit_the_acceptance_of_stacked_layers',
         't5x_lite/layer_stacks.py',
-        "vars(type(each)).get('ACCEPTS_STACKED_LAYERS', False)",
-        "getattr(each, 'ACCEPTS_STACKED_LAYERS', False)",
+        'return vars(cls).get(name, False)',
+        'return getattr(cls, name, False)',
         'tests/test_layer_stacks.py::test_nothing_is_stacked_unless_all_classes_declare_it[model]'),
     Mutant(
         'masks_see_stacked_layers',
