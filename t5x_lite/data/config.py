@@ -25,8 +25,8 @@ _BOOL = checks.instance(bool, 'True or False')
 _COUNT_OR_NONE = checks.number(at_least=0, integer=True).or_none()
 _NO_PREPROCESSORS = checks.Expectation(
     'None or empty', lambda preprocessors: preprocessors is None or not len(preprocessors),
-    "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. Add others to "
-    'the task.')
+    "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. Add others "
+    'to the task.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class DatasetConfig:
   Attributes:
     mixture_or_task_name: a registered name; or a seqio Task or Mixture, a `BuiltinTask` or `BuiltinMixture`, or a
       `SyntheticSource` itself; a custom source may accept other values.
-    task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, with the end-of-sequence id. None for
-      evaluation and inference: the lengths of the longest examples of the split, see `data.with_feature_lengths`.
+    task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, with the end-of-sequence id. None,
+      for evaluation and inference: the lengths of the longest examples of the split, see `data.with_feature_lengths`.
     split: name of the split, e.g. 'train'.
     batch_size: rows of the *global* batch.
     shuffle: whether examples are read in random order, a new order each epoch.

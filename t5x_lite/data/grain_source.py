@@ -24,7 +24,8 @@ from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.streams import PieceReader, Pieces
 from t5x_lite.errors import DataError, T5xLiteError
 
-# Default number of pieces that are prepared in parallel, and pieces in the queue. A piece is a batch, or the rows of a packed group.
+# Default number of pieces that are prepared in parallel, and pieces in the queue. A piece is a batch, or the rows of a
+# packed group.
 _NUM_THREADS = 4
 _NUM_WAITING = 4
 

@@ -174,8 +174,8 @@ def _open_source(cfg: DatasetConfig) -> DataSource:
 
 @functools.cache
 def _log_seed(name: str, split: str) -> None:
-  _logger.info('DatasetConfig.seed of %r, split %r, is None: the seed is 0, so that a run can be repeated (T5X uses the '
-               'clock).', name, split)
+  _logger.info('DatasetConfig.seed of %r, split %r, is None: the seed is 0, so that a run can be repeated (T5X uses '
+               'the clock).', name, split)
 
 
 def _check_false(cfg: DatasetConfig, options: tuple[str, ...], use: str) -> None:

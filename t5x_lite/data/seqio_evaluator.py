@@ -77,7 +77,7 @@ class SeqioEvaluator:
     if self._evaluator.eval_tasks:  # without tasks, the Evaluator makes no loggers
       self._evaluator._loggers = tuple(map(_LossyLogger, self._evaluator.loggers))  # pylint: disable=protected-access
     if cfg.task_feature_lengths is None and self._evaluator.eval_tasks:
-      _logger.info("task_feature_lengths of %r, split %r, by seqio's Evaluator: its longest examples make batches of %s.",
+      _logger.info("task_feature_lengths of %r, split %r, by seqio's Evaluator: its longest examples make rows of %s.",
                    cfg.name, cfg.split, self._evaluator.model_feature_shapes)
     self.tasks: list[EvalTask] = []
     own = shard_rows(layout)

@@ -1,7 +1,7 @@
 """Iterator over a `tf.data.Dataset`, with an exact position.
 
-The position is TensorFlow's checkpoint of the iterator (with shuffle buffers, packing, mixture draws and epochs), and the
-prefetched batches that were not used.
+The position is TensorFlow's checkpoint of the iterator (with shuffle buffers, packing, mixture draws and epochs), and
+the prefetched batches that were not used.
 """
 
 import collections

@@ -102,7 +102,8 @@ def test_batches_of_a_users_function_for_evaluation_are_counted():
   def get_eval_datasets(cfg, shard_id, num_shards, eval_steps, feature_converter_cls):
     return {'own': [{'x': np.full((cfg.batch_size // num_shards, 3), i)} for i in range(eval_steps)]}
 
-  (batches,) = data.open_eval_data(get_eval_datasets, cases.make_cfg(), cases.layout(0, 2), 5, 'encoder_decoder').values()
+  (batches,) = data.open_eval_data(
+      get_eval_datasets, cases.make_cfg(), cases.layout(0, 2), 5, 'encoder_decoder').values()
   assert len(batches) == 5 and batches.num_examples == 40 and batches.element_spec['x'].shape == (8, 3)
   assert [batch['x'].max() for batch in batches] == [batch['x'].max() for batch in batches] == [0, 1, 2, 3, 4]
 

@@ -76,7 +76,7 @@ def test_all_uses_compute_lengths():
   assert source.element_spec(2)['encoder_input_tokens'].shape == (2, 41)
   for use in (lambda: data.open_train_iterator(cfg, cases.layout()), lambda: data.get_dataset(cfg, 0, 1, Model),
               lambda: data.read_task_texts(cfg)):
-    with pytest.raises(ConfigError, match='task_feature_lengths` must be a mapping .*got None. Set TASK_FEATURE_LENGTHS'):
+    with pytest.raises(ConfigError, match='task_feature_lengths` must be a mapping .*got None. Set TASK_FEA'):
       use()
 
 

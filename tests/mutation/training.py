@@ -4,6 +4,42 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'eval_period_0_evaluates_at_the_end',
+        't5x_lite/apps/train/config.py',
+        'at_end=period != 0)',
+        'at_end=True)',
+        'tests/apps/train/test_run.py::test_eval_period_0_evaluates_at_no_step'),
+    Mutant(
+        'total_steps_win_over_relative_steps',
+        't5x_lite/apps/common/plan.py',
+        'if relative_steps is not None:',
+        'if relative_steps is not None and total_steps is None:',
+        'tests/apps/train/test_run.py::test_relative_steps_replace_total_steps'),
+    Mutant(
+        'bound_methods_lose_the_declarations_of_their_class',
+        't5x_lite/layer_stacks.py',
+        '    cls = cls.__base__\n',
+        '    break\n',
+        'tests/apps/test_num_decodes.py::test_a_bound_method_keeps_the_declarations_of_the_class'),
+    Mutant(
+        'decoding_options_are_checked_late',
+        't5x_lite/apps/common/parts.py',
+        '      each.evaluator.check(',
+        '      (lambda *_: None)(',
+        'tests/apps/test_num_decodes.py::test_greedy_search_rejects_decodes_before_the_run'),
+    Mutant(
+        'infer_keeps_padding_rows',
+        't5x_lite/evaluation/infer_fn.py',
+        'np.asarray(rows)[:n]',
+        'np.asarray(rows)',
+        'tests/evaluation/test_infer_fn.py::test_predictions_scores_and_auxiliary_values'),
+    Mutant(
+        'merged_results_of_other_forms_are_merged_over_shards',
+        't5x_lite/apps/infer/run.py',
+        'store.paths.num_shards > 1 and merges_lines',
+        'store.paths.num_shards > 1',
+        'tests/apps/infer/test_run.py::test_a_function_merges_the_chunks'),
+    Mutant(
         'profiles_overlap',
         't5x_lite/runtime/profiling.py',
         'start < self._starts[-1] + steps.num_steps',
