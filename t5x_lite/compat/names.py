@@ -68,6 +68,10 @@ MODULES: dict[str, Module] = {
     't5x.contrib.moe.partitioning': Module(
         here='moe',
         names={
+            'DataLayout': 't5x_lite.partitioning:DataLayout',
+            'HardwareMesh': 't5x_lite.partitioning:HardwareMesh',
+            'LogicalAxisRules': 't5x_lite.partitioning:LogicalAxisRules',
+            'PartitionSpec': 't5x_lite.partitioning:PartitionSpec',
             'get_cpu_mesh': 'moe.mesh:get_cpu_mesh',
             'get_gpu_mesh': 'moe.mesh:get_gpu_mesh',
             'standard_logical_axis_rules': 'moe.rules:head_logical_axis_rules',
