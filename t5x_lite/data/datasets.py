@@ -172,8 +172,10 @@ def _as_eval_batches(name: str, batches: Any, cfg: DatasetConfig, layout: DataLa
 
 
 def _has_shards(fn: Callable[..., Any]) -> bool:
-  """Return whether a function has T5X's signature."""
-  return 'num_shards' in inspect.signature(fn).parameters
+  """Return whether a function has T5X's signature: T5X passes all arguments by position, so any names are allowed."""
+  parameters = inspect.signature(fn).parameters
+  has_ours = 'feature_converter' in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+  return 'num_shards' in parameters or not has_ours
 
 
 def _layout(cfg: DatasetConfig, shard_id: int, num_shards: int) -> DataLayout:

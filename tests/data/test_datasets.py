@@ -88,6 +88,17 @@ def test_a_users_function_with_t5xs_signature_opens_the_data():
                          cases.layout(), 'encoder_decoder')
 
 
+def test_names_of_the_parameters_of_a_users_function_do_not_matter():
+  def get_dataset(config, shard, shards, converter, epochs=None, resumes=True):
+    return _Counting(config.batch_size // shards)
+
+  iterator = data.open_train_data(get_dataset, cases.make_cfg(), cases.layout(1, 2), 'encoder_decoder')
+  assert next(iterator)['x'].shape == (4, 2)
+  opened = data.open_train_data(lambda *args, **kwargs: data.open_train_iterator(*args, **kwargs), cases.make_cfg(),
+                                cases.layout(), 'encoder_decoder')
+  cases.assert_equal(next(opened), next(cases.open(cases.make_cfg())))
+
+
 def test_functions_of_t5x_and_of_this_package_open_the_same():
   for fn in (data.get_dataset, data.open_train_iterator):
     opened = data.open_train_data(fn, cases.make_cfg(), cases.layout(), 'encoder_decoder')
