@@ -60,14 +60,7 @@ def _layout():
 
 
 def test_kept_lengths_depend_on_the_examples_and_the_files(tmp_path, monkeypatch):
-  _register('kept', ['a' * 5, 'b' * 9])
   folder = str(tmp_path / 'run')
-  assert _lengths(_cfg('kept'), folder=folder) == {'inputs': 10, 'targets': 4}
-  with monkeypatch.context() as patch:
-    patch.setattr('t5x_lite.data.feature_lengths._longest', lambda cfg, split: pytest.fail('computed again'))
-    assert _lengths(_cfg('kept'), folder=folder) == {'inputs': 10, 'targets': 4}
-  _register('kept', ['c' * 5, 'b' * 20])
-  assert _lengths(_cfg('kept'), folder=folder)['inputs'] == 21
   path = tmp_path / 'lines.tsv'
   path.write_text('aaaa\tb\naa\tc\n')
   with seqio_import.quiet():
@@ -76,8 +69,34 @@ def test_kept_lengths_depend_on_the_examples_and_the_files(tmp_path, monkeypatch
             lambda ds: ds.map(lambda line: {'inputs': line, 'targets': line}), seqio.preprocessors.tokenize],
         output_features=seqio_tasks.OUTPUT_FEATURES, metric_fns=[])
   assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 6
+  with monkeypatch.context() as patch:
+    patch.setattr('t5x_lite.data.feature_lengths._longest', lambda cfg, split: pytest.fail('computed again'))
+    assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 6
   path.write_text('aaaa\tb\naa\tcdefgh\n')  # the first example is the same
   assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 9
+
+
+def test_lengths_of_tasks_without_files_are_not_kept(tmp_path):
+  for longest in (9, 20):  # The first example and the number of examples are the same.
+    _register('not_kept', ['a' * 5, 'b' * longest])
+    assert _lengths(_cfg('not_kept'), folder=str(tmp_path))['inputs'] == longest + 1
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_source_may_know_the_number_of_examples_of_other_splits_only(monkeypatch):
+  task = _register('number_unknown', ['a' * 5])
+  monkeypatch.setattr(task.source, '_num_input_examples', {'train': 1})
+  assert _lengths(_cfg('number_unknown'))['inputs'] == 6
+
+
+def test_preprocessors_that_fail_without_lengths_are_explained():
+  def cut(dataset, sequence_length=None):
+    return dataset.map(lambda example: {name: ids[:sequence_length[name]] for name, ids in example.items()})
+
+  _register('fails_without_lengths', ['a'], [cut])
+  with pytest.raises(ConfigError, match="preprocessors of 'fails_without_lengths' failed with sequence_length=None: "
+                     "TypeError: 'NoneType' object is not subscriptable. Set TASK_FEATURE_LENGTHS"):
+    _lengths(_cfg('fails_without_lengths'))
 
 
 def test_preprocessors_that_need_lengths_are_named():
