@@ -6,6 +6,7 @@ Nothing is imported before an attribute is asked for.
 from collections.abc import Sequence
 import functools
 import importlib
+import importlib.machinery
 import types
 from typing import Any
 
@@ -18,7 +19,9 @@ class View(types.ModuleType):
 
   def __init__(self, name: str):
     super().__init__(name, f'View of t5x_lite under the name of {name}; see docs/from_t5x.md.')
-    if names.submodules(name):
+    is_package = bool(names.submodules(name))
+    self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)  # for importlib.util.find_spec
+    if is_package:
       self.__path__ = []  # Python imports submodules of packages only.
 
   def __getattr__(self, name: str) -> Any:

@@ -85,3 +85,14 @@ def test_restore_parameters_are_those_of_orbax(tmp_path):
   infos = checkpoints.get_restore_parameters(tmp_path / 'tree', metadata)
   assert (infos['a']['b'].name, infos['c'].name) == ('a.b', 'c') and infos['a']['empty'] == {}
   assert infos['c'].is_ocdbt_checkpoint and infos['c'].parent_dir.name == 'tree'
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'restore_dtype': 'int8'}, "restore_dtype` must be a floating dtype .*got 'int8'"),
+    ({'restore_dtype': 'foo'}, "restore_dtype` must be a floating dtype .*got 'foo'"),
+    ({'state_transformation_fns': 3}, 'state_transformation_fns` must be a sequence of functions, got 3'),
+    ({'state_transformation_fns': [lambda state: state]}, 'must be a function of .state_dict, target_state_dict'),
+])
+def test_invalid_options_of_load_t5x_checkpoint(t5x_runs, options, message):
+  with pytest.raises(errors.ConfigError, match=message):
+    checkpoints.load_t5x_checkpoint(t5x_runs['t5x'], **options)

@@ -120,3 +120,17 @@ def test_log_says_once_which_files_and_defaults_are_ours(tmp_path, caplog):
   with caplog.at_level(logging.INFO):
     _load(tmp_path, text + 'USE_CACHED_TASKS = True\n', 'TRAIN_STEPS=1', 'RANDOM_SEED=3', *flags, head='')
   assert 'Defaults' not in ' '.join(record.getMessage() for record in caplog.records)
+
+
+def test_a_misspelt_scope_of_a_file_is_a_warning(tmp_path, caplog):
+  _load(tmp_path, 'trian/utils.DatasetConfig.batch_size = 4\nother/utils.DatasetConfig.batch_size = 4\n')
+  (warning,) = [record.getMessage() for record in caplog.records if 'scope' in record.getMessage()]
+  assert warning.endswith('mine.gin:8: the scope of trian/data.DatasetConfig.batch_size is not used. Did you mean '
+                          'train/data.DatasetConfig.batch_size?')
+
+
+def test_undefined_constants_and_imports_of_names_are_explained(tmp_path):
+  message = _error(tmp_path, 'train_script.train.total_steps = %t5x.utils.STEPS\n')
+  assert "mine.gin:8: the macro 't5x.utils.STEPS' is not defined. Write a value" in message
+  message = _error(tmp_path, 'from t5x.utils import DatasetConfig\n')
+  assert message.endswith("T5X has no module 't5x.utils.DatasetConfig'. Import t5x.utils, and write utils.DatasetConfig.")

@@ -121,3 +121,10 @@ def test_vocabularies_of_tasks_without_inputs():
     else:
       with pytest.raises(ConfigError, match="output_features of 'vocabularies_two'` must be one vocabulary, or"):
         data.get_vocabulary(_cfg(task))
+
+
+@pytest.mark.parametrize('converter', [None, seqio.EncDecFeatureConverter(pack=False)])
+def test_a_converter_that_is_not_a_class_is_rejected(converter):
+  _register('wrong_converter', ['a'])
+  with pytest.raises(ConfigError, match='`feature_converter_cls` must be a function of .pack=, use_custom_packing_ops='):
+    _lengths(_cfg('wrong_converter'), feature_converter=converter)
