@@ -171,6 +171,8 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   macros_of_files = {statement.macro_name for text in texts for statement in text.walk()
                      if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line}
   uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
+  for sentence in gin_check.misspelt_scopes(uses, binder.locations):
+    logging.getLogger(__name__).warning(sentence)
   text = get_gin_config_str()
   _finalize()
   read_keys = {key for use in uses for key in use.bound.values()}

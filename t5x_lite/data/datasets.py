@@ -121,8 +121,11 @@ def open_train_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayo
   if fn is get_dataset:  # the same batches, with the sources' own positions
     fn = open_train_iterator
   if not _has_shards(fn):
-    return fn(cfg, layout, feature_converter=feature_converter)
-  found = fn(cfg, layout.shard_id, layout.num_shards, get_source(cfg).get_converter_cls(feature_converter))
+    return checks.call_custom('train', 'get_dataset_fn', 'cfg, layout, feature_converter=', fn, cfg, layout,
+                              feature_converter=feature_converter)
+  found = checks.call_custom(
+      'train', 'get_dataset_fn', 'cfg, shard_id, num_shards, feature_converter_cls', fn, cfg, layout.shard_id,
+      layout.num_shards, get_source(cfg).get_converter_cls(feature_converter))
   return as_host_iterator(found, layout, {
       'mixture_or_task_name': cfg.name, 'split': cfg.split, 'batch_size': cfg.batch_size, 'seed': cfg.effective_seed,
       'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items()))}, may_end=cfg.num_epochs is not None)
@@ -143,9 +146,11 @@ def open_eval_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayou
   cfg = with_feature_lengths(cfg, feature_converter=feature_converter, folder=folder,
                              num_examples=eval_steps and eval_steps * cfg.batch_size)
   if not _has_shards(fn):
-    return fn(cfg, layout, eval_steps, feature_converter=feature_converter)
-  found = fn(cfg, layout.shard_id, layout.num_shards, eval_steps,
-             get_source(cfg).get_converter_cls(feature_converter))
+    return checks.call_custom('train', 'train_eval_get_dataset_fn', 'cfg, layout, eval_steps, feature_converter=', fn,
+                              cfg, layout, eval_steps, feature_converter=feature_converter)
+  found = checks.call_custom(
+      'train', 'train_eval_get_dataset_fn', 'cfg, shard_id, num_shards, eval_steps, feature_converter_cls', fn, cfg,
+      layout.shard_id, layout.num_shards, eval_steps, get_source(cfg).get_converter_cls(feature_converter))
   return {name: _as_eval_batches(name, batches, cfg, layout) for name, batches in found.items()}
 
 
@@ -179,5 +184,7 @@ def _has_shards(fn: Callable[..., Any]) -> bool:
 
 
 def _layout(cfg: DatasetConfig, shard_id: int, num_shards: int) -> DataLayout:
+  checks.check('', {'num_shards': num_shards}, num_shards=checks.number(at_least=1, integer=True))
+  checks.check('', {'shard_id': shard_id}, shard_id=checks.number(at_least=0, below=num_shards, integer=True))
   return DataLayout(batch_size=cfg.batch_size, shard_id=shard_id, num_shards=num_shards,
                     is_first_host_in_replica_set=True)

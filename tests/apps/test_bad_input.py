@@ -85,6 +85,8 @@ def _error_of(capsys, tmp_path, *argv, command='train'):
     ('a number for a schedule', ['--gin.trainer.Trainer.learning_rate_fn=0.1'], ['LearningRateCallable', 'float']),
     ('an instance for its class', ['--gin.train_script.train.trainer_cls=@trainer.Trainer()'],
      ['Write @trainer.Trainer without ().']),
+    ('another class for a trainer', ['--gin.train_script.train.trainer_cls=@data.DatasetConfig'],
+     ['`trainer_cls` must be a function of (model=, train_state=, ', 'got DatasetConfig: ']),
     ('no optimizer', ['--gin.OPTIMIZER=None'], ['optimizer_def', 'optimizers.adamw()']),
     ('an optimizer that is not called', ['--gin.OPTIMIZER=@optimizers.adamw'], ['optimizer_def', 'OptimizerDef']),
     ('no vocabulary', ['--gin.VOCABULARY=None'], ['`input_vocabulary` must be a vocabulary', 'ByteVocabulary']),

@@ -134,3 +134,26 @@ def test_protocols_have_the_parameters_of_the_functions():
 
   assert names(data.GetDatasetCallable.__call__) == names(data.get_dataset)
   assert names(data.GetEvalDatasetCallable.__call__) == names(data.get_training_eval_datasets)[:5]
+
+
+@pytest.mark.parametrize('shard, message', [
+    ((0, 0), 'num_shards` must be an integer >= 1, got 0'), ((2, 2), r'shard_id` must be an integer in \[0, 2\), got 2'),
+    (('0', 1), "shard_id` must be an integer .*got '0'")])
+def test_invalid_shards_are_rejected(shard, message):
+  with pytest.raises(ConfigError, match=message):
+    data.get_dataset(cases.make_cfg(), *shard, 'encoder_decoder')
+  with pytest.raises(ConfigError, match=message):
+    data.get_training_eval_datasets(cases.make_cfg(), *shard, 1, 'encoder_decoder')
+
+
+def test_functions_with_other_parameters_are_rejected():
+  with pytest.raises(ConfigError, match=r'`train.get_dataset_fn` must be a function of \(cfg, layout, feature_converter'):
+    data.open_train_data(data.get_vocabulary, cases.make_cfg(), cases.layout(), 'encoder_decoder')
+  with pytest.raises(ConfigError, match='`train.train_eval_get_dataset_fn` must be a function of'):
+    data.open_eval_data(data.get_vocabulary, cases.make_cfg(), cases.layout(), 1, 'encoder_decoder')
+
+
+def test_zeros_need_a_row():
+  dataset = data.get_dataset(cases.make_cfg(), 0, 1, 'encoder_decoder')
+  with pytest.raises(ConfigError, match='get_zeros_batch_like_dataset.batch_size` must be an integer >= 1'):
+    data.get_zeros_batch_like_dataset(dataset, 0)
