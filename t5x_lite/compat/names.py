@@ -1,6 +1,7 @@
 """T5X's modules and the places of their names in t5x_lite: the one table that gin files, Python and the pages read.
 
-Only names; nothing is imported for them here. A name that is not listed in a row has its own name in the row's module `here`.
+Only names; nothing is imported for them here. A name that is not listed in a row has its own name in the row's module
+`here`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -188,7 +189,7 @@ LEFT_OUT_MODULES: dict[str, str] = {
     't5x.checkpoint_importer': 'Convert Mesh TensorFlow checkpoints with T5X, and read the result here.',
     't5x.config_utils': 'Configure runs with gin files; fiddle is not supported.',
     't5x.contrib.calm': 'CALM is not part of t5x_lite; decoding.temperature_sample decodes with all layers.',
-    't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs; partitioning finds the mesh.',
+    't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs too.',
     't5x.fiddle_configs': 'Configure runs with gin files; fiddle is not supported.',
     't5x.main': 'There is one command for each run mode: t5x_lite train, eval, infer, precompile, export.',
     't5x.scripts': 'Use xm or SLURM scripts of your own; `t5x_lite launch` starts several processes.',

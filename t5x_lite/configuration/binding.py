@@ -258,9 +258,9 @@ class _Names(gin_config.ParseContext):
     return found
 
   def _at(self, place: t5x_names.Place) -> gin_config.Configurable:
-    """Return the configurable of an object of this package, with an import of its module in the configuration's text."""
-    is_from = '.' in place.module
-    source = config_parser.ImportStatement(place.module, is_from, None, config_parser.Location(self._source, 0, None, ''))
+    """Return the configurable of an object of this package; the configuration's text imports its module."""
+    location = config_parser.Location(self._source, 0, None, '')
+    source = config_parser.ImportStatement(place.module, '.' in place.module, None, location)
     values = _objects(place)
     found = _configurable_of(values[-1])
     if found is None:
