@@ -43,7 +43,8 @@ def get_dataset(cfg: DatasetConfig, shard_id: int, num_shards: int, feature_conv
     shard_id: index of the shard.
     num_shards: number of shards.
     feature_converter_cls: class of seqio, or the name that a model gives (`FEATURE_CONVERTER`).
-    num_epochs: number of times that each example is read; None for `cfg.num_epochs`, whose default is no end.
+    num_epochs: number of times that each example is read; None for `cfg.num_epochs`, whose default is no end. In gin
+      files, set `DatasetConfig.num_epochs`.
     continue_from_last_checkpoint: False; `train` restores the position in the data.
 
   Returns:
@@ -118,7 +119,7 @@ def open_train_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayo
     layout: the partitioner's layout for `cfg.batch_size`.
     feature_converter: name that the model gives.
   """
-  if fn is get_dataset:  # the same batches, with the sources' own positions
+  if inspect.unwrap(fn) is get_dataset:  # the same batches, with the sources' own positions; gin wraps it
     fn = open_train_iterator
   if not _has_shards(fn):
     return checks.call_custom('train', 'get_dataset_fn', 'cfg, layout, feature_converter=', fn, cfg, layout,

@@ -37,7 +37,7 @@ def _error_of(capsys, tmp_path, *argv, command='train'):
         '`TRAIN_STEPS` must be int for schedules.create_learning_rate_scheduler.steps_per_cycle, got None',
         'schedules.create_learning_rate_scheduler needs the total number of steps: set TRAIN_STEPS, or '
         '--gin.schedules.create_learning_rate_scheduler.steps_per_cycle to a number.']),
-    ('fewer than no steps', ['--gin.TRAIN_STEPS=-1'], ['TRAIN_STEPS', '-1']),
+    ('fewer than no steps', ['--gin.TRAIN_STEPS=-1'], ['total_steps', '-1']),
     ('an evaluation every -1 steps', ['--gin.EVAL_PERIOD=-1'], ['eval_period', '-1']),
     ('rows that do not divide over the devices', ['--gin.BATCH_SIZE=12'], ['12', '8']),
     ('rows that do not divide over micro-batches', ['--gin.trainer.Trainer.num_microbatches=3'], ['64', '3']),
