@@ -60,5 +60,8 @@ def check(checkout: str) -> int:
       problems |= found
   # In a process of its own: gin keeps the names by which a process has first imported modules, and they are printed.
   compared = subprocess.run([sys.executable, '-m', 'tests.compat.t5x_gin', checkout], cwd=_ROOT, check=False)
+  reasons = known.read('gin_files.txt')
+  for name, problem in problems.items():
+    print(f'  {name} ({reasons.get(name, "not listed")}): {problem[:200]}')
   ids = [f'{word} {path}' for word in ('bind', 'load') for path in paths]
-  return known.report(problems, ids, known.read('gin_files.txt')) + compared.returncode
+  return known.report(problems, ids, reasons) + compared.returncode
