@@ -42,7 +42,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   Args:
     module: network called as `module(encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
       encoder_segment_ids=, decoder_segment_ids=, encoder_positions=, decoder_positions=, decode=, enable_dropout=)`,
-      returning <float32>[batch, length, vocab]. Predictions also use its methods `encode`, `init_cache` and `decode`;
+      returning <float32>[batch, length, vocab]. Predictions also use its methods `encode`, `decode` and `init_cache`;
       see `generation.generate`.
     input_vocabulary: see `BaseTransformerModel`.
     output_vocabulary: see `BaseTransformerModel`.

@@ -36,9 +36,10 @@ def generate(
   """Decode a batch from an encoder-decoder network.
 
   Args:
-    module: network with the methods `encode`, `init_cache` and `decode`. If `init_cache` makes a collection
-      `cross_cache`, `decode` gets the encoder's output once per example, otherwise once per decode. A
-      `networks.Network` may have more attributes of its cache.
+    module: network with the methods `encode`, `decode` and `init_cache`. If `init_cache` makes a collection
+      `cross_cache`, `decode` gets the encoder's output once per example, otherwise once per decode. Without the method,
+      as in networks for T5X, a call with `decode=True` makes the cache. A `networks.Network` may have more attributes of
+      its cache.
     params: tree of parameters.
     encoder_input_tokens: <int32>[batch, input_length].
     decoder_prompt: <int32>[batch, length]; see the inputs of `DecodeFnCallable`.
@@ -58,8 +59,13 @@ def generate(
   apply = functools.partial(apply_module, module, params, flax_mutables=flax_mutables)
   max_decode_length = decoder_prompt.shape[1]
   encoded, _ = apply(encoder_input_tokens, enable_dropout=False, method=module.encode)
-  _, collections = apply(
-      encoded, encoder_input_tokens, max_decode_length, method=module.init_cache, mutable=('cache', 'cross_cache'))
+  if hasattr(module, 'init_cache'):
+    _, collections = apply(
+        encoded, encoder_input_tokens, max_decode_length, method=module.init_cache, mutable=('cache', 'cross_cache'))
+  else:  # A network for T5X makes its cache when it is called with `decode=True`.
+    prompt = jnp.ones_like(decoder_prompt)
+    _, collections = apply(
+        jnp.ones_like(encoder_input_tokens), prompt, prompt, enable_dropout=False, decode=True, mutable=('cache',))
 
   def decode(encoded, inputs, tokens, cache, **options):
     logits, updated = apply_module(
@@ -129,8 +135,10 @@ def share_beams(
 
 
 def cache_offset(module: nn.Module) -> int:
-  """Return the number of dims before the batch dim in the leaves of the module's cache."""
-  return module.cache_offset if isinstance(module, Network) else Network.cache_offset
+  """Return the number of dims before the batch dim in the leaves of the module's cache: 1 for scanned layers of T5X."""
+  if isinstance(module, Network):
+    return module.cache_offset
+  return int(bool(getattr(module, 'scan_layers', False)))
 
 
 def check_fits_cache(state: decoding.DecodingState, max_decode_length: int) -> None:

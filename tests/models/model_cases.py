@@ -63,8 +63,8 @@ class BatchMean(nn.Module):
     return x + mean.value
 
 
-class TinySeq2Seq(nn.Module):
-  """Small network with the methods of an encoder-decoder."""
+class T5XSeq2Seq(nn.Module):
+  """Small network with the methods of an encoder-decoder for T5X."""
 
   vocab_size: int = VOCAB_SIZE
   dim: int = 6
@@ -92,10 +92,6 @@ class TinySeq2Seq(nn.Module):
     self.sow('intermediates', 'logit_square', jnp.mean(jnp.square(logits)))
     return logits
 
-  def init_cache(self, encoded, encoder_input_tokens, max_decode_length):
-    tokens = jnp.ones((encoder_input_tokens.shape[0], max_decode_length), jnp.int32)
-    self.decode(encoded, encoder_input_tokens, tokens, tokens, enable_dropout=False, decode=True)
-
   def __call__(self, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, encoder_segment_ids=None,
                decoder_segment_ids=None, encoder_positions=None, decoder_positions=None, *, enable_dropout=True,
                decode=False):
@@ -103,6 +99,14 @@ class TinySeq2Seq(nn.Module):
     encoded = self.encode(encoder_input_tokens, enable_dropout=enable_dropout)
     return self.decode(encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
                        enable_dropout=enable_dropout, decode=decode)
+
+
+class TinySeq2Seq(T5XSeq2Seq):
+  """The same, which makes its cache in a method of its own."""
+
+  def init_cache(self, encoded, encoder_input_tokens, max_decode_length):
+    tokens = jnp.ones((encoder_input_tokens.shape[0], max_decode_length), jnp.int32)
+    self.decode(encoded, encoder_input_tokens, tokens, tokens, enable_dropout=False, decode=True)
 
 
 def make_model(module=None, model_cls=models.EncoderDecoderModel, **kwargs):

@@ -11,6 +11,7 @@ from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite import models
 from t5x_lite import networks
+from t5x_lite.models import generation
 from tests.models import model_cases as cases
 
 
@@ -53,6 +54,22 @@ def test_predictions_equal_greedy_search_by_full_passes(batch, seed):
   np.testing.assert_array_equal(tokens, expected_tokens)
   np.testing.assert_allclose(aux['scores'], expected_scores, rtol=1e-4, atol=1e-5)
   assert tokens.dtype == jnp.int32
+
+
+def test_a_network_for_t5x_makes_its_cache_when_it_is_called(batch):
+  params = cases.initialise(cases.make_model())['params']
+  for decode_fn in (decoding.greedy_search, decoding.beam_search):
+    ours, t5x = (cases.make_model(module, decode_fn=decode_fn).predict_batch(params, batch)
+                 for module in (cases.TinySeq2Seq(), cases.T5XSeq2Seq()))
+    np.testing.assert_array_equal(ours, t5x)
+
+
+def test_scanned_layers_of_a_network_for_t5x_come_before_the_batch():
+  class Scanned(cases.T5XSeq2Seq):
+    scan_layers: bool = True
+
+  assert [generation.cache_offset(module) for module in (Scanned(), Scanned(scan_layers=False))] == [1, 0]
+
 
 
 def test_decode_fn_is_told_where_the_batch_dim_of_the_cache_is(batch):
