@@ -251,16 +251,16 @@ class _Names(gin_config.ParseContext):
       if 'was registered with a custom module' not in str(error):
         raise
       raise ConfigError(
-          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind the '
-          'method after the files of the model, by the class of the model.') from error
+          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind '
+          'the method after the files of the model, by the class of the model.') from error
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
 
   def _at(self, place: t5x_names.Place) -> gin_config.Configurable:
-    """Return the configurable of an object of this package, with an import of its module in the configuration's text."""
-    is_from = '.' in place.module
-    source = config_parser.ImportStatement(place.module, is_from, None, config_parser.Location(self._source, 0, None, ''))
+    """Return the configurable of an object of this package; the configuration's text imports its module."""
+    location = config_parser.Location(self._source, 0, None, '')
+    source = config_parser.ImportStatement(place.module, '.' in place.module, None, location)
     values = _objects(place)
     found = _configurable_of(values[-1])
     if found is None:

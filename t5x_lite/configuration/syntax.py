@@ -215,7 +215,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
     ours += [packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES]
     theirs = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
     # Files of t5x_lite include each other, whatever is in the current folder.
-    candidates = [*ours, *theirs] if included_from is not None and packaged in included_from.parents else [*theirs, *ours]
+    is_ours = included_from is not None and packaged in included_from.parents
+    candidates = [*ours, *theirs] if is_ours else [*theirs, *ours]
     candidates += _in_package(wanted)
   for candidate in candidates:
     candidate = candidate.resolve() if files.is_remote(candidate) else candidate  # Stores have no '..'.

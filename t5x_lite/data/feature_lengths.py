@@ -37,7 +37,8 @@ def with_feature_lengths(cfg: DatasetConfig, *, feature_converter: Any = 'encode
     num_examples: maximal number of examples of each task, the first ones; None for the entire split. With
       `cfg.pack`, which reads more, the entire split is used.
     decodes: whether only tasks with metrics count, if there are any.
-    folder: folder of the run, whose file keeps the lengths until the data changes; None keeps none.
+    folder: folder of the run, whose file keeps the lengths until the data changes; None keeps none. Lengths of sources
+      that name no files, such as a seqio.FunctionDataSource, are never kept.
 
   Raises:
     ConfigError: the source or a preprocessor of the task needs given lengths.
@@ -50,8 +51,8 @@ def with_feature_lengths(cfg: DatasetConfig, *, feature_converter: Any = 'encode
   identity = json.loads(json.dumps({
       'source': cfg.source, 'mixture_or_task_name': cfg.name, 'split': cfg.split, 'seed': cfg.effective_seed,
       'shuffle': cfg.shuffle, 'use_cached': cfg.use_cached, 'num_examples': num_examples, 'decodes': decodes,
-      'feature_converter': str(feature_converter), **split.identity}))
-  path = None if folder is None else files.path(folder) / LENGTHS_FILE
+      'feature_converter': str(feature_converter), **(split.identity or {})}))
+  path = None if folder is None or split.identity is None else files.path(folder) / LENGTHS_FILE
   entries = [] if path is None or not multihost.is_lead() else _read(path)
   lengths = next((entry['task_feature_lengths'] for entry in entries if entry['data'] == identity), None)
   lengths = multihost.broadcast_json(lengths)

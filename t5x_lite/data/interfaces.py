@@ -224,11 +224,11 @@ class SplitLengths:
 
   Attributes:
     identity: JSON values that determine the examples, such as a hash of the files; kept lengths are used while they are
-      the same.
+      the same. None if nothing identifies them: the lengths are not kept.
     examples: task feature name to number of ids, with the end-of-sequence id and not trimmed, for each example.
   """
 
-  identity: Mapping[str, Any]
+  identity: Mapping[str, Any] | None
   examples: Iterator[Mapping[str, int]]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, T5xLiteError
 from tests.data import builtin_cases as cases
 
 
@@ -106,6 +106,15 @@ def test_batches_of_a_users_function_for_evaluation_are_counted():
       get_eval_datasets, cases.make_cfg(), cases.layout(0, 2), 5, 'encoder_decoder').values()
   assert len(batches) == 5 and batches.num_examples == 40 and batches.element_spec['x'].shape == (8, 3)
   assert [batch['x'].max() for batch in batches] == [batch['x'].max() for batch in batches] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize('batches, message', [
+    (iter([{'x': np.ones((8, 2))}]), 'train_eval_get_dataset_fn` must be .*several times, got .*Return the dataset'),
+    ([], 'own')])
+def test_batches_of_a_users_function_that_cannot_be_evaluated_are_an_error(batches, message):
+  with pytest.raises(T5xLiteError, match=message):
+    data.open_eval_data(lambda cfg, shard_id, num_shards, eval_steps, feature_converter_cls: {'own': batches},
+                        cases.make_cfg(), cases.layout(), 5, 'encoder_decoder')
 
 
 def test_protocols_have_the_parameters_of_the_functions():
