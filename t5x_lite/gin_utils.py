@@ -171,6 +171,8 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   macros_of_files = {statement.macro_name for text in texts for statement in text.walk()
                      if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line}
   uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
+  for sentence in gin_check.misspelt_scopes(uses, binder.locations):
+    logging.getLogger(__name__).warning(sentence)
   text = get_gin_config_str()
   _finalize()
   read_keys = {key for use in uses for key in use.bound.values()}
@@ -285,6 +287,8 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
                     skip_unknown: bool | Sequence[str] = False, finalize_config: bool = True) -> None:
   """Apply gin files and bindings to gin's configuration, for programs that call their configurables themselves.
 
+  Bindings that the program made before are kept. A finalized configuration is replaced.
+
   Args:
     gin_search_paths: folders with gin files, searched before those of t5x_lite.
     gin_files: names of gin files.
@@ -300,7 +304,8 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
       (bool, list, tuple, set), 'True, False or a list of names'))
   gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
-  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False, skip_unknown=skip_unknown)
+  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False, skip_unknown=skip_unknown,
+        clears=gin.config_is_locked())
   if finalize_config:
     _finalize()
 

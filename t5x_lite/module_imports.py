@@ -119,4 +119,7 @@ def remedy_for(missing: str) -> str:
   """Return a sentence, starting with a space, if the missing module is one of T5X; '' otherwise."""
   if missing.partition('.')[0] != 't5x':
     return ''
+  if 't5x' in sys.modules:
+    from t5x_lite.compat import names
+    return f' {names.why_no_module(missing)}'
   return ' With `python -m t5x_lite.compat.train`, or after t5x_lite.compat.install(), t5x means t5x_lite.'

@@ -169,6 +169,9 @@ class SaveBestCheckpointer(Checkpointer):
                keep_checkpoints_without_metrics: bool = True, force_keep_period: int | None = None,
                keep_dataset_checkpoints: int | None = None):
     """Store the arguments; see the class and `Checkpointer`."""
+    checks.check(type(self).__name__, locals(), metric_mode=checks.one_of(('max', 'min')),
+                 metric_name_to_monitor=checks.instance(str, "a name such as 'inference_eval/my_task/f1'").or_none(),
+                 keep_checkpoints_without_metrics=checks.instance(bool, 'True or False'))
     super().__init__(train_state, partitioner, checkpoints_dir, dataset_iterator, keep=keep, save_dtype=save_dtype,
                      restore_dtype=restore_dtype, keep_dataset_checkpoints=keep_dataset_checkpoints)
     self.metric_name_to_monitor, self.metric_mode = metric_name_to_monitor, metric_mode

@@ -11,7 +11,7 @@ from typing import Any
 from flax import serialization
 
 from t5x_lite import checks, errors, files
-from t5x_lite.checkpoints import discovery, restore, sources, transforms
+from t5x_lite.checkpoints import discovery, options, restore, sources, transforms
 from t5x_lite.checkpoints.sources import t5x_index
 
 _logger = logging.getLogger(__name__)
@@ -89,11 +89,14 @@ def load_t5x_checkpoint(
     ConfigError: an unsupported option.
   """
   check_not_lazy('load_t5x_checkpoint', lazy_parameters)
+  checks.check('load_t5x_checkpoint', locals(), restore_dtype=options.FLOAT_DTYPE.or_none(),
+               state_transformation_fns=options.FUNCTIONS)
   checks.check('load_t5x_checkpoint', locals(), state_transformation_fns=checks.Expectation(
       'empty with remap=False', lambda fns: remap or not fns, 'Set remap=True to apply them.'))
   state = restore.load(folder_of(find_checkpoint(path, step)), dtype=restore_dtype)
   for fn in state_transformation_fns:
-    state = fn(state, {})
+    state = checks.call_custom('load_t5x_checkpoint', 'state_transformation_fns', 'state_dict, target_state_dict', fn,
+                               state, {})
   return state
 
 

@@ -27,9 +27,9 @@ def _is_floating(dtype: Any) -> bool:
 
 
 _COUNT = checks.number(at_least=1, integer=True)
-_FLOAT_DTYPE = checks.Expectation("a floating dtype such as 'float32' or 'bfloat16'", _is_floating)
+FLOAT_DTYPE = checks.Expectation("a floating dtype such as 'float32' or 'bfloat16'", _is_floating)
 _STEPS = checks.Expectation('integers >= 0', lambda steps: all(type(step) is int and step >= 0 for step in steps or ()))
-_FUNCTIONS = checks.Expectation('a sequence of functions', lambda fns: (
+FUNCTIONS = checks.Expectation('a sequence of functions', lambda fns: (
     isinstance(fns, Sequence) and not isinstance(fns, str) and all(map(callable, fns))))
 _FUNCTIONS_OR_BUILDERS = checks.Expectation('a sequence of functions or builders', lambda fns: (
     isinstance(fns, Sequence) and not isinstance(fns, str)
@@ -70,8 +70,8 @@ class SaveOptions:
   def __post_init__(self):
     optional, has_metric = _COUNT.or_none(), self.metric_name_to_monitor is not None
     checks.check(
-        'SaveCheckpointConfig', vars(self), dtype=_FLOAT_DTYPE.or_none(), period=optional, checkpoint_steps=_STEPS,
-        keep=optional, state_transformation_fns=_FUNCTIONS,
+        'SaveCheckpointConfig', vars(self), dtype=FLOAT_DTYPE.or_none(), period=optional, checkpoint_steps=_STEPS,
+        keep=optional, state_transformation_fns=FUNCTIONS,
         keep_dataset_checkpoints=optional if self.save_dataset else checks.Expectation(
             'None with save_dataset=False', lambda keep: keep is None, 'Omit it, or set save_dataset=True.'),
         keep_period=optional, keep_best=checks.Expectation(
@@ -107,7 +107,7 @@ class RestoreOptions:
     checks.check(
         'RestoreCheckpointConfig', vars(self), builders=_BUILDERS,
         path=_PATHS.or_none() if self.builders else _PATHS, mode=checks.one_of(RESTORE_MODES),
-        assignment_map=base.ASSIGNMENT_MAP, dtype=_FLOAT_DTYPE.or_none(),
+        assignment_map=base.ASSIGNMENT_MAP, dtype=FLOAT_DTYPE.or_none(),
         use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
         state_transformation_fns=_FUNCTIONS_OR_BUILDERS)
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.

@@ -22,6 +22,7 @@ class View(types.ModuleType):
     is_package = bool(names.submodules(name))
     if is_package:
       self.__path__ = []  # Python imports submodules of packages only.
+    self.__file__ = names.__file__  # Python names it where a name cannot be imported.
     self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)  # `find_spec` requires it.
 
   def __getattr__(self, name: str) -> Any:

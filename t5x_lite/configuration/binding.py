@@ -34,7 +34,7 @@ _EXTRAS = {
 
 
 class Binder:
-  """Binds statements in gin, which a new binder clears first.
+  """Binds statements in gin.
 
   Attributes:
     bound: statement of each binding.
@@ -43,16 +43,18 @@ class Binder:
     t5x_sources: names of the files and flags that import modules of T5X.
   """
 
-  def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False):
+  def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False, clears: bool = True):
     """Clear gin's configuration.
 
     Args:
       main_is_t5x: whether `import __main__` means T5X's programs; False for the program of this process.
       skip_unknown: True to skip imports of modules that do not exist and bindings of unknown functions and classes;
         names of functions and classes to skip these bindings only, and the imports. False raises.
+      clears: False to keep the bindings of gin's configuration.
     """
-    gin.clear_config()
-    _forget_methods()
+    if clears:
+      gin.clear_config()
+      _forget_methods()
     self._main_is_t5x = main_is_t5x
     self._skip_unknown = skip_unknown
     self._used: set[str] = set()

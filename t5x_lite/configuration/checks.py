@@ -8,6 +8,7 @@ following the references from the entry point finds exactly the bindings that ha
 import collections.abc
 from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
+import difflib
 import enum
 import graphlib
 import inspect
@@ -143,7 +144,10 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
   _check_effect(entry, uses, locations, macros_of_files, replaced)
   for use in uses:
     if use.configurable.selector == _MACRO and not use.bound:
-      raise ConfigError(f'The macro {"/".join(use.scope)!r} is not defined.')
+      name = '/'.join(use.scope)
+      reader = next((location for key, location in locations.items() for reference in _references(value_of(key))
+                     if is_macro(reference) and '/'.join(reference.scopes) == name), 'The configuration')
+      raise ConfigError(f'{reader}: the macro {name!r} is not defined. Write a value, or a macro that a file sets.')
   _check_cycles(uses)
   signatures = [(use, parameters) for use in uses if use.configurable.selector != _MACRO
                 and (parameters := _signature(use.configurable.wrapped)) is not None]
@@ -207,6 +211,26 @@ def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping
       name = short_name(configurable)
       reason = f'{name} is not used.{did_you_mean(name, [u.name for u in uses if not _is_builtin(u)])}'
     raise ConfigError(f'{location} has no effect: {reason}')
+
+
+def misspelt_scopes(uses: list[Use], locations: Mapping[Key, Location]) -> list[str]:
+  """Return a warning for each binding of a file whose scope is not used and similar to a used one.
+
+  Unused scopes are allowed, since a file may be used for several commands.
+  """
+  used: dict[str, set[str]] = {}
+  for use in uses:
+    scopes = {'/'.join(use.scope[:length + 1]) for length in range(len(use.scope))}
+    used.setdefault(use.configurable.selector, set()).update(each for each in scopes if not is_macro_scope(each))
+  sentences = []
+  for (scope, selector, parameter), location in locations.items():
+    known = used.get(selector, set())
+    if scope and selector != _MACRO and scope not in known and not location.on_command_line:
+      near = difflib.get_close_matches(scope, known, n=1, cutoff=0.78)
+      if near:
+        name = f'{short_name(configurables()[selector])}.{parameter}'
+        sentences.append(f'{location}: the scope of {scope}/{name} is not used. Did you mean {near[0]}/{name}?')
+  return sentences
 
 
 def _why_macro_has_no_effect(name: str, entry: Callable[..., Any], read: Collection[Key],

@@ -43,7 +43,8 @@ def get_dataset(cfg: DatasetConfig, shard_id: int, num_shards: int, feature_conv
     shard_id: index of the shard.
     num_shards: number of shards.
     feature_converter_cls: class of seqio, or the name that a model gives (`FEATURE_CONVERTER`).
-    num_epochs: number of times that each example is read; None for `cfg.num_epochs`, whose default is no end.
+    num_epochs: number of times that each example is read; None for `cfg.num_epochs`, whose default is no end. In gin
+      files, set `DatasetConfig.num_epochs`.
     continue_from_last_checkpoint: False; `train` restores the position in the data.
 
   Returns:
@@ -118,11 +119,14 @@ def open_train_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayo
     layout: the partitioner's layout for `cfg.batch_size`.
     feature_converter: name that the model gives.
   """
-  if fn is get_dataset:  # the same batches, with the sources' own positions
+  if inspect.unwrap(fn) is get_dataset:  # the same batches, with the sources' own positions; gin wraps it
     fn = open_train_iterator
   if not _has_shards(fn):
-    return fn(cfg, layout, feature_converter=feature_converter)
-  found = fn(cfg, layout.shard_id, layout.num_shards, get_source(cfg).get_converter_cls(feature_converter))
+    return checks.call_custom('train', 'get_dataset_fn', 'cfg, layout, feature_converter=', fn, cfg, layout,
+                              feature_converter=feature_converter)
+  found = checks.call_custom(
+      'train', 'get_dataset_fn', 'cfg, shard_id, num_shards, feature_converter_cls', fn, cfg, layout.shard_id,
+      layout.num_shards, get_source(cfg).get_converter_cls(feature_converter))
   return as_host_iterator(found, layout, {
       'mixture_or_task_name': cfg.name, 'split': cfg.split, 'batch_size': cfg.batch_size, 'seed': cfg.effective_seed,
       'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items()))}, may_end=cfg.num_epochs is not None)
@@ -143,9 +147,11 @@ def open_eval_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayou
   cfg = with_feature_lengths(cfg, feature_converter=feature_converter, folder=folder,
                              num_examples=eval_steps and eval_steps * cfg.batch_size)
   if not _has_shards(fn):
-    return fn(cfg, layout, eval_steps, feature_converter=feature_converter)
-  found = fn(cfg, layout.shard_id, layout.num_shards, eval_steps,
-             get_source(cfg).get_converter_cls(feature_converter))
+    return checks.call_custom('train', 'train_eval_get_dataset_fn', 'cfg, layout, eval_steps, feature_converter=', fn,
+                              cfg, layout, eval_steps, feature_converter=feature_converter)
+  found = checks.call_custom(
+      'train', 'train_eval_get_dataset_fn', 'cfg, shard_id, num_shards, eval_steps, feature_converter_cls', fn, cfg,
+      layout.shard_id, layout.num_shards, eval_steps, get_source(cfg).get_converter_cls(feature_converter))
   return {name: _as_eval_batches(name, batches, cfg, layout) for name, batches in found.items()}
 
 
@@ -172,10 +178,14 @@ def _as_eval_batches(name: str, batches: Any, cfg: DatasetConfig, layout: DataLa
 
 
 def _has_shards(fn: Callable[..., Any]) -> bool:
-  """Return whether a function has T5X's signature."""
-  return 'num_shards' in inspect.signature(fn).parameters
+  """Return whether a function has T5X's signature: T5X passes all arguments by position, so any names are allowed."""
+  parameters = inspect.signature(fn).parameters
+  has_ours = 'feature_converter' in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+  return 'num_shards' in parameters or not has_ours
 
 
 def _layout(cfg: DatasetConfig, shard_id: int, num_shards: int) -> DataLayout:
+  checks.check('', {'num_shards': num_shards}, num_shards=checks.number(at_least=1, integer=True))
+  checks.check('', {'shard_id': shard_id}, shard_id=checks.number(at_least=0, below=num_shards, integer=True))
   return DataLayout(batch_size=cfg.batch_size, shard_id=shard_id, num_shards=num_shards,
                     is_first_host_in_replica_set=True)

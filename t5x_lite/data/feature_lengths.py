@@ -90,7 +90,7 @@ def _read(path: files.Path) -> list[Mapping[str, Any]]:
             for entry in json.loads(path.read_text())]
   except FileNotFoundError:
     return []
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     _logger.warning('%s cannot be read and is replaced: %s.', path, error)
     return []
 

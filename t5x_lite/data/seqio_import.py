@@ -48,12 +48,13 @@ except RuntimeError:
 
 
 def summary(error: Exception) -> str:
-  """Return the first line of TensorFlow's message, without names of graph nodes."""
+  """Return the first line of TensorFlow's message, without names of graph nodes; the last one for code in a graph."""
   message = error.message if isinstance(error, tf.errors.OpError) else str(error)
   if found := re.search(r"File system scheme '(\w+)' not implemented(?: \(file: '(.*?)'\))?", message):
     return (f'TensorFlow reads gs:// but not {found[1]}:// ({found[2]}). Copy the files to a disk or to gs://, or read '
             'JSON lines with data.file_task')
-  return re.sub(r'\{\{.*?\}\}\s*', '', message).strip().partition('\n')[0]
+  first, *others = re.sub(r'\{\{.*?\}\}\s*', '', message).strip().split('\n')
+  return others[-1].strip() if others and first == 'in user code:' else first
 
 
 @contextlib.contextmanager

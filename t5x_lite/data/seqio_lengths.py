@@ -15,10 +15,11 @@ from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import SplitLengths
-from t5x_lite.data.seqio_import import quiet, reading, tf
+from t5x_lite.data.seqio_import import explained, quiet, reading, tf
 from t5x_lite.data.seqio_source import task_dataset
+from t5x_lite.errors import ConfigError
 
-# Files of a split whose sizes and times are part of its identity.
+# Largest number of files of a split whose lengths are kept.
 _MAX_FILES = 64
 
 
@@ -42,15 +43,22 @@ def measure(cfg: DatasetConfig, feature_converter: Any, num_examples: int | None
 
   def measured() -> Iterator[dict[str, int]]:
     for task in tasks:
-      dataset = task_dataset(task, cfg, num_epochs=1, tell_lengths=False)
+      dataset = _dataset(task, cfg)
       with reading(cfg, task):
         for example in dataset.take(-1 if num_examples is None else num_examples).as_numpy_iterator():
           yield {name: np.shape(example[name])[dim] for name, dim in dims.items()}
 
   content = {task.name: _content(task, cfg) for task in tasks}
   # Without files, e.g. of a FunctionDataSource, other examples may have the same count and the same first one.
-  is_known = all(each['files'] for each in content.values())
+  is_known = all(0 < len(each['files']) <= _MAX_FILES for each in content.values())
   return SplitLengths(examples=measured(), identity={'content': content} if is_known else None)
+
+
+def _dataset(task: Any, cfg: DatasetConfig) -> tf.data.Dataset:
+  """Return the examples of one epoch, made without lengths."""
+  with explained(f'The preprocessors of {task.name!r} failed with sequence_length=None', Exception,
+                 error_class=ConfigError, remedy='. Set TASK_FEATURE_LENGTHS if they need the lengths.'):
+    return task_dataset(task, cfg, num_epochs=1, tell_lengths=False)
 
 
 def _check_needs_no_lengths(task: Any) -> None:
@@ -69,12 +77,14 @@ def _function(preprocessor: Any) -> Any:
 
 def _content(task: Any, cfg: DatasetConfig) -> dict[str, Any]:
   """Return JSON values that change with the files, the preprocessors or the vocabularies of a task."""
-  with quiet():
+  number = None
+  with contextlib.suppress(Exception), quiet():  # A source may know it for other splits only.
     number = task.num_input_examples(cfg.split)
+  with quiet():
     vocabularies = {name: [type(feature.vocabulary).__name__, feature.vocabulary.vocab_size, feature.add_eos]
                     for name, feature in task.output_features.items()}
   with reading(cfg, task):
-    first = next(task_dataset(task, cfg, num_epochs=1, tell_lengths=False).take(1).as_numpy_iterator(), None)
+    first = next(_dataset(task, cfg).take(1).as_numpy_iterator(), None)
   check_not_empty(first, cfg.split, task.name)
   digest = hashlib.sha256()
   for name in task.output_features:
@@ -105,7 +115,7 @@ def _code_files(task: Any) -> list[str]:
 def _stats(paths: list[str]) -> list[list[Any]]:
   """Return [path, bytes, time of the last change] of the files that exist."""
   found: list[list[Any]] = []
-  for path in paths[:_MAX_FILES]:
+  for path in paths[:_MAX_FILES + 1]:
     with contextlib.suppress(tf.errors.OpError):
       stat = tf.io.gfile.stat(path)
       found.append([path, stat.length, stat.mtime_nsec])

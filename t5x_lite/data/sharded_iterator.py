@@ -170,6 +170,8 @@ def get_zeros_batch_like_dataset(dataset: Any, batch_size: int | None = None) ->
     dataset: a `tf.data.Dataset`, or another object with `element_spec`, of batches.
     batch_size: number of rows; None for that of `element_spec`.
   """
+  checks.check('get_zeros_batch_like_dataset', {'batch_size': batch_size},
+               batch_size=checks.number(at_least=1, integer=True).or_none())
   spec = {}
   for name, leaf in dataset.element_spec.items():
     shape = tuple(leaf.shape) if batch_size is None else (batch_size, *leaf.shape[1:])

@@ -344,4 +344,5 @@ def round_vocab_size_to_multiple(vocabulary: Any, divisor: int = 128) -> int:
   >>> round_vocab_size_to_multiple(ByteVocabulary(extra_ids=0))
   384
   """
+  checks.check('round_vocab_size_to_multiple', {'divisor': divisor}, divisor=checks.number(at_least=1, integer=True))
   return -(-vocabulary.vocab_size // divisor) * divisor

@@ -110,3 +110,13 @@ def test_unsupported_options_name_the_alternative(parts, state, tmp_path, fn, me
 def test_an_iterator_without_a_position_is_rejected(parts, tmp_path):
   with pytest.raises(errors.ConfigError, match='Checkpointer.dataset_iterator` must be an iterator with get_state'):
     checkpoints.Checkpointer(*parts, tmp_path, iter([1]))
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'metric_mode': 'best'}, "metric_mode` must be one of 'max', 'min', got 'best'"),
+    ({'metric_name_to_monitor': 3}, 'metric_name_to_monitor` must be a name'),
+    ({'keep_checkpoints_without_metrics': 'no'}, 'keep_checkpoints_without_metrics` must be True or False'),
+])
+def test_invalid_options_of_the_best_are_rejected(parts, tmp_path, options, message):
+  with pytest.raises(errors.ConfigError, match=message):
+    checkpoints.SaveBestCheckpointer(*parts, tmp_path, **options)

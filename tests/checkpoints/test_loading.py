@@ -95,3 +95,14 @@ def test_specs_of_tensorstore_are_in_state_dicts():
   state = serialization.to_state_dict({'kernel': spec})
   assert state['kernel']['driver'] == 'zarr'
   assert serialization.from_state_dict({'kernel': spec}, state) == {'kernel': spec}
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'restore_dtype': 'int8'}, "restore_dtype` must be a floating dtype .*got 'int8'"),
+    ({'restore_dtype': 'foo'}, "restore_dtype` must be a floating dtype .*got 'foo'"),
+    ({'state_transformation_fns': 3}, 'state_transformation_fns` must be a sequence of functions, got 3'),
+    ({'state_transformation_fns': [lambda state: state]}, 'must be a function of .state_dict, target_state_dict'),
+])
+def test_invalid_options_of_load_t5x_checkpoint(t5x_runs, options, message):
+  with pytest.raises(errors.ConfigError, match=message):
+    checkpoints.load_t5x_checkpoint(t5x_runs['t5x'], **options)

@@ -18,6 +18,7 @@ def test_attributes_are_our_objects():
   assert t5x.examples.t5.network is views.module('t5x.examples.t5.network')
   assert {'DatasetConfig', 'SaveCheckpointConfig'} <= {*dir(t5x.utils)}
   assert {'examples', 'utils'} <= {*dir(t5x)}
+  assert t5x.__spec__.name == 't5x' and t5x.utils.__spec__.submodule_search_locations is None
 
 
 def test_main_is_the_program_that_has_the_name():

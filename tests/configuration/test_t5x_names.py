@@ -131,3 +131,17 @@ def test_log_omits_defaults_that_equal_those_of_t5x(tmp_path, caplog, name, entr
     gin_utils.load(f't5x_lite.apps.{entry}', gin_utils.read([str(tmp_path / 'mine.gin')], []))
   line, = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
   assert 'Defaults' not in line
+
+
+def test_a_misspelt_scope_of_a_file_is_a_warning(tmp_path, caplog):
+  _load(tmp_path, 'trian/utils.DatasetConfig.batch_size = 4\nother/utils.DatasetConfig.batch_size = 4\n')
+  (warning,) = [record.getMessage() for record in caplog.records if 'scope' in record.getMessage()]
+  assert warning.endswith('mine.gin:8: the scope of trian/data.DatasetConfig.batch_size is not used. Did you mean '
+                          'train/data.DatasetConfig.batch_size?')
+
+
+def test_undefined_constants_and_imports_of_names_are_explained(tmp_path):
+  message = _error(tmp_path, 'train_script.train.total_steps = %t5x.utils.STEPS\n')
+  assert "mine.gin:8: the macro 't5x.utils.STEPS' is not defined. Write a value" in message
+  message = _error(tmp_path, 'from t5x.utils import DatasetConfig\n')
+  assert message.endswith("T5X has no module 't5x.utils.DatasetConfig'. Import t5x.utils, and write utils.DatasetConfig.")

@@ -1,6 +1,7 @@
 """T5X's functions of datasets with the sources without TensorFlow, and users' functions with T5X's signatures."""
 
 import dataclasses
+import functools
 import inspect
 
 import numpy as np
@@ -88,8 +89,20 @@ def test_a_users_function_with_t5xs_signature_opens_the_data():
                          cases.layout(), 'encoder_decoder')
 
 
+def test_names_of_the_parameters_of_a_users_function_do_not_matter():
+  def get_dataset(config, shard, shards, converter, epochs=None, resumes=True):
+    return _Counting(config.batch_size // shards)
+
+  iterator = data.open_train_data(get_dataset, cases.make_cfg(), cases.layout(1, 2), 'encoder_decoder')
+  assert next(iterator)['x'].shape == (4, 2)
+  opened = data.open_train_data(lambda *args, **kwargs: data.open_train_iterator(*args, **kwargs), cases.make_cfg(),
+                                cases.layout(), 'encoder_decoder')
+  cases.assert_equal(next(opened), next(cases.open(cases.make_cfg())))
+
+
 def test_functions_of_t5x_and_of_this_package_open_the_same():
-  for fn in (data.get_dataset, data.open_train_iterator):
+  wrapped = functools.wraps(data.get_dataset)(lambda *args, **kwargs: pytest.fail('positions of tf.data'))  # as by gin
+  for fn in (data.get_dataset, wrapped, data.open_train_iterator):
     opened = data.open_train_data(fn, cases.make_cfg(), cases.layout(), 'encoder_decoder')
     cases.assert_equal(next(opened), next(cases.open(cases.make_cfg())))
   for fn in (data.get_training_eval_datasets, data.open_eval_iterators):
@@ -123,3 +136,26 @@ def test_protocols_have_the_parameters_of_the_functions():
 
   assert names(data.GetDatasetCallable.__call__) == names(data.get_dataset)
   assert names(data.GetEvalDatasetCallable.__call__) == names(data.get_training_eval_datasets)[:5]
+
+
+@pytest.mark.parametrize('shard, message', [
+    ((0, 0), 'num_shards` must be an integer >= 1, got 0'), ((2, 2), r'shard_id` must be an integer in \[0, 2\), got 2'),
+    (('0', 1), "shard_id` must be an integer .*got '0'")])
+def test_invalid_shards_are_rejected(shard, message):
+  with pytest.raises(ConfigError, match=message):
+    data.get_dataset(cases.make_cfg(), *shard, 'encoder_decoder')
+  with pytest.raises(ConfigError, match=message):
+    data.get_training_eval_datasets(cases.make_cfg(), *shard, 1, 'encoder_decoder')
+
+
+def test_functions_with_other_parameters_are_rejected():
+  with pytest.raises(ConfigError, match='`train.get_dataset_fn` must be a function of'):
+    data.open_train_data(data.get_vocabulary, cases.make_cfg(), cases.layout(), 'encoder_decoder')
+  with pytest.raises(ConfigError, match='`train.train_eval_get_dataset_fn` must be a function of'):
+    data.open_eval_data(data.get_vocabulary, cases.make_cfg(), cases.layout(), 1, 'encoder_decoder')
+
+
+def test_zeros_need_a_row():
+  dataset = data.get_dataset(cases.make_cfg(), 0, 1, 'encoder_decoder')
+  with pytest.raises(ConfigError, match='get_zeros_batch_like_dataset.batch_size` must be an integer >= 1'):
+    data.get_zeros_batch_like_dataset(dataset, 0)

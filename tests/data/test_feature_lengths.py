@@ -106,8 +106,9 @@ def test_kept_lengths_are_used_until_the_data_changes(tmp_path, caplog, monkeypa
     _lengths(dataclasses.replace(cfg, **change), folder=str(tmp_path / 'run'))
   path = tmp_path / 'run' / feature_lengths.LENGTHS_FILE
   assert [entry['task_feature_lengths']['inputs'] for entry in json.loads(path.read_text())] == [41, 41, 41, 51]
-  path.write_text('[{"data"')
-  assert _lengths(cfg, folder=str(tmp_path / 'run')) == {'inputs': 51, 'targets': 26}
+  for damaged in ('[{"data"', '[' * 100_000):
+    path.write_text(damaged)
+    assert _lengths(cfg, folder=str(tmp_path / 'run')) == {'inputs': 51, 'targets': 26}
   assert len(json.loads(path.read_text())) == 1 and 'cannot be read and is replaced' in caplog.text
 
 

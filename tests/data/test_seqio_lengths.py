@@ -83,6 +83,29 @@ def test_kept_lengths_depend_on_the_examples_and_the_files(tmp_path, monkeypatch
   assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 9
 
 
+def test_lengths_of_tasks_without_files_are_not_kept(tmp_path):
+  for longest in (9, 20):  # The first example and the number of examples are the same.
+    _register('not_kept', ['a' * 5, 'b' * longest])
+    assert _lengths(_cfg('not_kept'), folder=str(tmp_path))['inputs'] == longest + 1
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_source_may_know_the_number_of_examples_of_other_splits_only(monkeypatch):
+  task = _register('number_unknown', ['a' * 5])
+  monkeypatch.setattr(task.source, '_num_input_examples', {'train': 1})
+  assert _lengths(_cfg('number_unknown'))['inputs'] == 6
+
+
+def test_preprocessors_that_fail_without_lengths_are_explained():
+  def cut(dataset, sequence_length=None):
+    return dataset.map(lambda example: {name: ids[:sequence_length[name]] for name, ids in example.items()})
+
+  _register('fails_without_lengths', ['a'], [cut])
+  with pytest.raises(ConfigError, match="preprocessors of 'fails_without_lengths' failed with sequence_length=None: "
+                     "TypeError: 'NoneType' object is not subscriptable. Set TASK_FEATURE_LENGTHS"):
+    _lengths(_cfg('fails_without_lengths'))
+
+
 def test_preprocessors_that_need_lengths_are_named():
   def cut(dataset, sequence_length):
     return dataset.map(lambda example: {name: ids[:sequence_length[name]] for name, ids in example.items()})
@@ -105,3 +128,10 @@ def test_vocabularies_of_tasks_without_inputs():
     else:
       with pytest.raises(ConfigError, match="output_features of 'vocabularies_two'` must be one vocabulary, or"):
         data.get_vocabulary(_cfg(task))
+
+
+@pytest.mark.parametrize('converter', [None, seqio.EncDecFeatureConverter(pack=False)])
+def test_a_converter_that_is_not_a_class_is_rejected(converter):
+  _register('wrong_converter', ['a'])
+  with pytest.raises(ConfigError, match='`feature_converter_cls` must be a function of .pack=, use_custom_packing_ops='):
+    _lengths(_cfg('wrong_converter'), feature_converter=converter)

@@ -75,7 +75,9 @@ def test_one_file_is_one_vocabulary_however_its_path_is_written(tmp_path, monkey
   assert repr(data.ByteVocabulary(5)) == 'ByteVocabulary(5)'
 
 
-@pytest.mark.parametrize('make', [lambda: data.ByteVocabulary(-1), lambda: data.PassThroughVocabulary(0)])
+@pytest.mark.parametrize('make', [
+    lambda: data.ByteVocabulary(-1), lambda: data.PassThroughVocabulary(0),
+    lambda: data.round_vocab_size_to_multiple(data.ByteVocabulary(), 0)])
 def test_rejected(make):
   with pytest.raises(ConfigError, match='must be an integer >= [01], got'):
     make()

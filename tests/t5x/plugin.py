@@ -10,10 +10,6 @@ import sys
 import types
 import unittest
 
-os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# One of T5X's tests sets the variable when it is imported, so the devices are initialized before.
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'
-
 from absl import flags
 from absl.testing import parameterized
 import jax
@@ -25,6 +21,8 @@ from t5x_lite import compat
 def pytest_configure(config) -> None:
   """Install t5x_lite's objects as T5X, with those parts of T5X that only its tests use."""
   flags.FLAGS(['pytest'])
+  # One of T5X's tests sets this when it is imported; for all tests to have the same devices, it is set before them.
+  os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'
   jax.devices()
   compat.install()
   _stand_in('chex', TestCase=parameterized.TestCase, assert_trees_all_equal=_assert_trees_all_equal,

@@ -220,8 +220,9 @@ def make_trainer(
       cfg.model.optimizer_def, cfg.model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()},
       cfg.partitioner, {name: leaf.dtype for name, leaf in spec.items()},
       **({} if cfg.param_ema is None else {'param_ema': cfg.param_ema}))
-  trainer = stack.enter_context(cfg.trainer_cls(
-      model=cfg.model, train_state=initializer.global_train_state_shape, partitioner=cfg.partitioner,
+  trainer = stack.enter_context(checks.call_custom(
+      '', 'trainer_cls', 'model=, train_state=, partitioner=, eval_names=, summary_dir=, train_state_axes=, rng=',
+      cfg.trainer_cls, model=cfg.model, train_state=initializer.global_train_state_shape, partitioner=cfg.partitioner,
       eval_names=list(run_data.eval_batches), summary_dir=summary_dir, train_state_axes=initializer.train_state_axes,
       rng=trainer_rng))
   last_steps = [last_step - 1] if first_step < last_step < math.inf else []
