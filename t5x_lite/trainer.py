@@ -23,6 +23,7 @@ from t5x_lite import eval_steps
 from t5x_lite import layer_stacks
 from t5x_lite import non_finite
 from t5x_lite import partitioning
+from t5x_lite import subclassing
 from t5x_lite import summaries
 from t5x_lite import train_step as train_step_lib
 from t5x_lite import tree_utils
@@ -55,15 +56,7 @@ Metrics = Mapping[str, clu.metrics.Metric]
 _MAX_STEPS_AHEAD = 1
 
 
-# What subclasses of T5X's trainers define, and its names here.
-_NAMES_OF_T5X = {
-    '_partitioned_train_step': 'partitioned_train_step',
-    '_partitioned_eval_step': 'partitioned_eval_step',
-    '_get_step_rng': 'partitioned_train_step',
-}
-
-
-class BaseTrainer(contextlib.AbstractContextManager):
+class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManager):
   """Loops for training and teacher-forced evaluation around the steps of a subclass.
 
   Attributes:
@@ -77,10 +70,6 @@ class BaseTrainer(contextlib.AbstractContextManager):
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
-
-  def __init_subclass__(cls, **kwargs):
-    super().__init_subclass__(**kwargs)
-    checks.reject_names_of_t5x(cls, _NAMES_OF_T5X)
 
   def __init__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
                eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array):

@@ -279,8 +279,3 @@ def test_weight_metrics_and_gradient_transform_reach_the_step():
   values = trainer.train(_batches(), 2).result()
   assert float(values['weight_gradient_norm'].value) == 0
   assert float(values['weight_rms/hidden'].value) > 0
-
-
-def test_methods_that_only_t5x_calls_are_rejected_in_subclasses():
-  with pytest.raises(ConfigError, match='Mine._partitioned_train_step of T5X .* Define partitioned_train_step'):
-    type('Mine', (trainer_lib.Trainer,), {'_partitioned_train_step': None})

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import pathlib
 import re
+import sys
 import tokenize
 from typing import Any
 
@@ -187,10 +188,9 @@ def check_search_paths(folders: Sequence[str]) -> None:
 def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.Path | None = None) -> files.Path:
   """Return the path of the gin file called `name`.
 
-  Search order: the current folder, the folder of the including file, `search_paths`, and the files of t5x_lite, whose
-  names may begin with `gin/`; these come first for a file of t5x_lite. For T5X's own files, e.g.
-  `t5x/configs/runs/finetune.gin` below any folder, that are not found there, ours of the same meaning is used. Last,
-  as in gin, the file of an installed Python package, e.g. `my_package/configs/base.gin`.
+  Search order: the current folder, the folder of the including file, `search_paths`, the files of t5x_lite, whose names
+  may begin with `gin/`, and the Python package of the first folder; files of t5x_lite include each other first. For
+  T5X's own files, e.g. `t5x/configs/runs/finetune.gin` below any folder, that are not found, ours of the same meaning.
 
   Args:
     name: name, absolute path, or path in an object store.
@@ -216,8 +216,7 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
     theirs = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
     # Files of t5x_lite include each other, whatever is in the current folder.
     is_ours = included_from is not None and packaged in included_from.parents
-    candidates = [*ours, *theirs] if is_ours else [*theirs, *ours]
-    candidates += _in_package(wanted)
+    candidates = [*([*ours, *theirs] if is_ours else [*theirs, *ours]), *_in_package(wanted)]
   for candidate in candidates:
     candidate = candidate.resolve() if files.is_remote(candidate) else candidate  # Stores have no '..'.
     if candidate.is_file():
@@ -228,8 +227,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
   if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
     hint = f' Did you mean {same_name[0]!r}?' if same_name else f' Recipes: {", ".join(packaged_files("recipes"))}.'
-  first, *rest = wanted.parts or ('',)
-  if rest and first.isidentifier() and not any((root / first).exists() for root in [*folders, packaged]):
+  first = wanted.parts[0] if len(wanted.parts) > 1 else ''
+  if first.isidentifier() and not any((root / first).exists() for root in [*folders, packaged]):
     hint = f' If it belongs to a package, install the package {first}, or add its parent folder to --gin_search_paths.'
   searched = ', '.join(dict.fromkeys(str(folder) for folder in [*folders, packaged if folders else wanted.parent]))
   raise ConfigError(f'The gin file {name!r} does not exist in {searched}.{hint}')
@@ -238,10 +237,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
 def _in_package(name: pathlib.Path) -> list[pathlib.Path]:
   """Return the paths of a file in the Python package that its first folder names, without importing the package."""
   first, *rest = name.parts or ('',)
-  try:
-    spec = importlib.util.find_spec(first) if rest and first.isidentifier() else None
-  except ValueError:  # Views of T5X have no spec.
-    spec = None
+  has_spec = rest and first.isidentifier() and getattr(sys.modules.get(first), '__spec__', True)  # not of T5X's views
+  spec = importlib.util.find_spec(first) if has_spec else None
   return [pathlib.Path(folder).joinpath(*rest) for folder in spec and spec.submodule_search_locations or ()]
 
 

@@ -18,9 +18,11 @@ from t5x_lite import errors
 from t5x_lite import layer_stacks
 from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
+from t5x_lite import subclassing
 from t5x_lite import tree_utils
 from t5x_lite.models import batch_metrics
 from t5x_lite.models import token_losses
+from t5x_lite.models import vocabulary_size
 from t5x_lite.networks.network import Network
 from t5x_lite.types import Array, Batch, Params
 
@@ -28,19 +30,11 @@ MetricFn = batch_metrics.MetricFn
 MetricsMap = batch_metrics.MetricsMap
 # Collections of a module other than its parameters, e.g. {'batch_stats': {...}}.
 FlaxMutables = Mapping[str, Any]
-# What subclasses of T5X's models define, and its names here.
-_NAMES_OF_T5X = {
-    'FEATURE_CONVERTER_CLS': 'FEATURE_CONVERTER, which also accepts a class of seqio,',
-    '_compute_logits': 'compute_logits',
-    '_compute_metrics': 'loss_fn, or set metric_fns,',
-    '_compute_logits_from_slice': 'predict_batch_with_aux',
-    '_compute_kv_cache': 'predict_batch_with_aux',
-}
 # Name of the weight of the auxiliary losses of a batch, stored in its slices.
 _AUXILIARY_WEIGHT = 'batch/auxiliary_weight'
 
 
-class BaseModel(abc.ABC):
+class BaseModel(subclassing.WithoutNamesOfT5x, abc.ABC):
   """Network with its loss, predictions and initial variables.
 
   Args:
@@ -51,10 +45,6 @@ class BaseModel(abc.ABC):
   FEATURE_CONVERTER: ClassVar[str]
   # Number of consecutive rows of a batch, from its first row, that must be in one micro-batch.
   rows_together: int = 1
-
-  def __init_subclass__(cls, **kwargs):
-    super().__init_subclass__(**kwargs)
-    checks.reject_names_of_t5x(cls, _NAMES_OF_T5X)
 
   def __init__(self, optimizer_def: Any):
     self.optimizer_def = optimizer_def
@@ -251,8 +241,8 @@ class BaseTransformerModel(BaseModel):
     # The vocabularies of any other network are checked against its logits when it is initialized.
     network_vocab_size = module.vocab_size if isinstance(module, Network) else None
     if network_vocab_size is not None:
-      check_vocabulary_fits('input_vocabulary', input_vocabulary, network_vocab_size)
-      check_vocabulary_fits('output_vocabulary', output_vocabulary, network_vocab_size)
+      vocabulary_size.check_vocabulary_fits('input_vocabulary', input_vocabulary, network_vocab_size)
+      vocabulary_size.check_vocabulary_fits('output_vocabulary', output_vocabulary, network_vocab_size)
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER = feature_converter_cls
     self.module = module
@@ -438,27 +428,6 @@ class BaseTransformerModel(BaseModel):
     intermediates = dict(collections.get('intermediates', {}))
     known = {'target_tokens': (targets,), 'loss_weights': (weights,)}
     return scores, {**intermediates, 'decoder': {**intermediates.get('decoder', {}), **known}}
-
-
-def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -> None:
-  """Raise ConfigError if a vocabulary has ids without an embedding or logit in the network.
-
-  Args:
-    name: name of the option.
-    vocabulary: object with `vocab_size`.
-    network_vocab_size: number of ids of the network.
-  """
-  try:
-    size = getattr(vocabulary, 'vocab_size', vocabulary)
-  except Exception as error:  # seqio reads the file here, with TensorFlow's errors.
-    reason = (str(error).strip() or type(error).__name__).partition('\n')[0]
-    raise errors.ConfigError(f'The {name} cannot be loaded: {reason}. If its file is missing or cannot be reached, copy '
-                             'it to this machine and set VOCABULARY_FILE to its path.') from error
-  if size is vocabulary or size > network_vocab_size:
-    raise checks.invalid(
-        '', name, f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network', size,
-        'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().' if size is vocabulary else
-        "Increase vocab_size in the network's config, or use a smaller vocabulary.")
 
 
 def _check_decode_fn(decode_fn):

@@ -13,6 +13,7 @@ from t5x_lite import losses
 from t5x_lite import tree_utils
 from t5x_lite.models import base
 from t5x_lite.models import generation
+from t5x_lite.models import vocabulary_size
 from t5x_lite.types import Array, Batch, Params
 
 _PREFIX = 'decoder_causal_attention'
@@ -94,7 +95,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     name = 'decoder_input_tokens'
     tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
     logits, variables = self.module.init_with_output(rng, tokens, tokens, decode=False, enable_dropout=False)
-    base.check_vocabulary_fits('vocabulary', self.output_vocabulary, logits.shape[-1])
+    vocabulary_size.check_vocabulary_fits('vocabulary', self.output_vocabulary, logits.shape[-1])
     variables = dict(tree_utils.to_dict(variables))
     # Sown values belong to a batch, not to the state.
     variables.pop('intermediates', None)

@@ -12,6 +12,7 @@ from t5x_lite import losses
 from t5x_lite import tree_utils
 from t5x_lite.models import base
 from t5x_lite.models import generation
+from t5x_lite.models import vocabulary_size
 from t5x_lite.types import Array, Batch, Params
 
 _PACKING_FEATURES = ('encoder_segment_ids', 'decoder_segment_ids', 'encoder_positions', 'decoder_positions')
@@ -116,7 +117,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     logits, variables = self.module.init_with_output(
         rng, encoder_inputs, decoder_inputs, decoder_inputs, decode=False, enable_dropout=False,
         **{name: ones(name) for name in _PACKING_FEATURES if name in input_shapes})
-    base.check_vocabulary_fits('output_vocabulary', self.output_vocabulary, logits.shape[-1])
+    vocabulary_size.check_vocabulary_fits('output_vocabulary', self.output_vocabulary, logits.shape[-1])
     variables = dict(tree_utils.to_dict(variables))
     # Sown values belong to a batch, not to the state.
     variables.pop('intermediates', None)
