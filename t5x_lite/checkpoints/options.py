@@ -3,8 +3,6 @@
 `config` derives the public configurations, whose documentation describes the fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -108,6 +106,7 @@ class RestoreOptions:
         'RestoreCheckpointConfig', vars(self), builders=_BUILDERS,
         path=_PATHS.or_none() if self.builders else _PATHS, mode=checks.one_of(RESTORE_MODES),
         assignment_map=base.ASSIGNMENT_MAP, dtype=FLOAT_DTYPE.or_none(),
+        strict=checks.instance(bool, 'True or False'), fallback_to_scratch=checks.instance(bool, 'True or False'),
         use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
         state_transformation_fns=_FUNCTIONS_OR_BUILDERS)
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
