@@ -302,3 +302,17 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
     return checked
 
   return decorate
+
+
+def reject_names_of_t5x(subclass: type, ours: Mapping[str, str]) -> None:
+  """Raise if a subclass defines a name that T5X's base class calls and ours does not.
+
+  Args:
+    subclass: the new class.
+    ours: T5X's names and the names to define instead.
+
+  Raises:
+    ConfigError: the body of the class defines one of the names.
+  """
+  for name in ours.keys() & vars(subclass).keys():
+    raise ConfigError(f'{subclass.__name__}.{name} of T5X has no effect in t5x_lite. Define {ours[name]} instead.')

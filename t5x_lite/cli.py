@@ -302,7 +302,7 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   # Not parsed by argparse, which would lose the order of both kinds.
   arguments, unknown = parser.parse_known_args(
       [argument for argument in argv if not argument.startswith(('--gin.', '--gin_bindings='))])
-  ignored = ','.join(getattr(arguments, 'undefok', ())).split(',')
+  ignored = [name for text in getattr(arguments, 'undefok', ()) for name in text.split(',') if name]
   unknown = [argument for argument in unknown if not cli_flags.is_named(argument, ignored)]
   command = program.commands[arguments.command]
   if passes_on and unknown and not others:

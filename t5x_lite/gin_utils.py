@@ -217,7 +217,7 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     last = {statement.macro_name: (statement, text) for top in texts for statement, text in top.walk_files()
             if isinstance(statement, gin_syntax.Binding)}
     defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
-                if name in last and last[name][1].is_packaged()]
+                if name in last and last[name][1].path == gin_syntax.packaged_folder() / 'runs' / 'train.gin']
     sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
@@ -287,6 +287,8 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
                     skip_unknown: bool | Sequence[str] = False, finalize_config: bool = True) -> None:
   """Apply gin files and bindings to gin's configuration, for programs that call their configurables themselves.
 
+  Bindings that the program made before are kept. A finalized configuration is replaced.
+
   Args:
     gin_search_paths: folders with gin files, searched before those of t5x_lite.
     gin_files: names of gin files.
@@ -302,7 +304,8 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
       (bool, list, tuple, set), 'True, False or a list of names'))
   gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
-  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False, skip_unknown=skip_unknown)
+  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False, skip_unknown=skip_unknown,
+        clears=gin.config_is_locked())
   if finalize_config:
     _finalize()
 

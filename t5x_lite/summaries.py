@@ -224,6 +224,7 @@ class MetricsManager:
   `flush()` raises OSError until everything is written.
 
   Attributes:
+    summary_dir: folder of the events, on all processes; None if nothing is written.
     host_metrics_fn: returns further numbers by name, which are written with those of `write_metrics_summary`. All
       processes call it in the background thread, when the device has computed the metrics.
   """
@@ -236,9 +237,8 @@ class MetricsManager:
       summary_dir: the model directory; with None nothing is written.
     """
     self._name = name
-    self._folder = None
-    if summary_dir is not None and multihost.is_lead():
-      self._folder = files.path(summary_dir) / name
+    self.summary_dir = None if summary_dir is None else str(files.path(summary_dir) / name)
+    self._writes = summary_dir is not None and multihost.is_lead()
     self._writer: SummaryWriter | None = None
     self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f'summaries-{name}')
     self._pending: list[concurrent.futures.Future] = []
@@ -249,8 +249,8 @@ class MetricsManager:
   @property
   def summary_writer(self) -> SummaryWriter | None:
     """The writer of this process, created on first use; None if this process does not write."""
-    if self._writer is None and self._folder is not None:
-      self._writer = SummaryWriter(self._folder)
+    if self._writer is None and self._writes:
+      self._writer = SummaryWriter(self.summary_dir)
     return self._writer
 
   def write_scalar(self, key: str, val: ArrayLike, step: int) -> None:
@@ -303,7 +303,7 @@ class MetricsManager:
       duration, self._last_end = end - max(start, self._last_end), end
       values = compute_values(host_metrics, num_steps=num_steps, duration=duration)
       values |= {name: clu.values.Scalar(value) for name, value in self.host_metrics_fn().items()}
-      if self._folder is not None:
+      if self._writes:
         self.summary_writer.write_values(step, values)
       return values
 
@@ -338,14 +338,14 @@ class MetricsManager:
   def close(self) -> None:
     """Finish the pending writes and close the files. Errors are raised by `flush` only; repeated calls are allowed."""
     self._worker.shutdown(wait=True)
-    self._folder = None
+    self._writes = False
     if self._writer is not None:
       with contextlib.suppress(OSError):
         self._writer.close()
       self._writer = None
 
   def _write(self, fn: Callable[[SummaryWriter], None]) -> None:
-    if self._folder is not None:
+    if self._writes:
       self._submit(lambda: fn(self.summary_writer))
 
   def _submit(self, fn: Callable[[], Any]) -> concurrent.futures.Future:

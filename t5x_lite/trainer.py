@@ -55,6 +55,14 @@ Metrics = Mapping[str, clu.metrics.Metric]
 _MAX_STEPS_AHEAD = 1
 
 
+# What subclasses of T5X's trainers define, and its names here.
+_NAMES_OF_T5X = {
+    '_partitioned_train_step': 'partitioned_train_step',
+    '_partitioned_eval_step': 'partitioned_eval_step',
+    '_get_step_rng': 'partitioned_train_step',
+}
+
+
 class BaseTrainer(contextlib.AbstractContextManager):
   """Loops for training and teacher-forced evaluation around the steps of a subclass.
 
@@ -69,6 +77,10 @@ class BaseTrainer(contextlib.AbstractContextManager):
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
+
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    checks.reject_names_of_t5x(cls, _NAMES_OF_T5X)
 
   def __init__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
                eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array):
@@ -401,7 +413,7 @@ class Trainer(BaseTrainer):
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng: see `BaseTrainer`.
       learning_rate_fn: learning-rate schedule. If the optimizer has a learning rate too, only one of them has an
         effect: the trainer warns which one, and the command `train` raises an error (see `has_two_learning_rates`).
-      num_microbatches: number of micro-batches whose gradients a step accumulates; None or 1 for none. Loss, gradients
+      num_microbatches: number of micro-batches whose gradients a step accumulates; None, 0 or 1 for none. Loss, gradients
         and metrics are those of the entire batch up to rounding, except that dropout and noise differ per micro-batch.
       weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics: those
         of the last step before metrics are written. A call of `train` that is stopped earlier writes none.
@@ -417,7 +429,7 @@ class Trainer(BaseTrainer):
     """
     self._step_params = StepParams(train_dtype=train_dtype, noise=param_noise)
     super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
-    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none())
+    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=0, integer=True).or_none())
     # A state without an optimizer is only evaluated, without a learning rate.
     trains = not isinstance(train_state, InferenceState)
     if trains:
@@ -426,7 +438,7 @@ class Trainer(BaseTrainer):
     self.has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
     self._learning_rate_is_ignored = has_rate and not train_state.optimizer_def.uses_learning_rate
     self.learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
-    self._num_microbatches = num_microbatches
+    self._num_microbatches = num_microbatches or None
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
     self.non_finite = non_finite.Monitor(non_finite_policy)

@@ -43,6 +43,11 @@ def test_flags_have_the_meaning_of_absl(argv, expected):
   assert {name: arguments[name] for name in expected} == expected
 
 
+def test_a_flag_with_only_the_prefix_of_negation_is_unknown():
+  with pytest.raises(ConfigError, match='no flag --no'):
+    _parse('--no')
+
+
 def test_later_bindings_win_over_earlier_ones_of_both_kinds(tmp_path):
   arguments = _parse('--gin_file=recipes/keyword_cloze.gin', f'--gin.MODEL_DIR="{tmp_path}"', '--gin.TRAIN_STEPS=4',
                      '--gin_bindings=TRAIN_STEPS = 5', '--compilation_cache_dir=off', '--distributed=off')

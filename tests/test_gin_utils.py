@@ -127,6 +127,16 @@ def test_configurations_are_finalized_unless_declined(tmp_path):
   assert not gin.config_is_locked()
 
 
+def test_bindings_made_before_are_kept_until_the_configuration_is_finalized():
+  gin.clear_config()
+  gin_utils.parse_gin_flags([], [], ['gin.macro.value = 1'], False, False)
+  gin_utils.parse_gin_flags([], [], ['other/gin.macro.value = 2'])
+  assert gin.query_parameter('gin.macro.value') == 1
+  gin_utils.parse_gin_flags([], [], ['other/gin.macro.value = 2'])  # Another configuration.
+  with pytest.raises(ValueError, match='no bound parameters'):
+    gin.query_parameter('gin.macro.value')
+
+
 def test_a_program_of_absl_reads_gin_flags():
   program = """
       import sys

@@ -87,6 +87,7 @@ def test_a_first_write_waits_for_a_disk_with_free_space(tmp_path):
   manager.write_scalars(1, {'loss': 1.0})
   manager.close_files()
   folder = tmp_path / 'train'
+  assert manager.summary_dir == str(folder)
   folder.rename(tmp_path / 'moved')
   folder.write_text('')  # No folder can be made, and no file opened.
   manager.write_scalars(2, {'loss': 2.0})

@@ -230,8 +230,9 @@ def test_indivisible_batches_are_rejected_before_compiling():
   trainer = _trainer(num_microbatches=3)
   with pytest.raises(ConfigError, match=r'16 rows cannot be divided into 3 micro-batches on 2 device\(s\)'):
     trainer.compile_train(_specs(toy_model.make_batch()))
-  with pytest.raises(ConfigError, match='num_microbatches` must be an integer >= 1'):
-    _trainer(num_microbatches=0)
+  with pytest.raises(ConfigError, match='num_microbatches` must be an integer >= 0'):
+    _trainer(num_microbatches=-1)
+  assert _trainer(num_microbatches=0).num_microbatches == 1  # as in files of T5X
   with pytest.raises(ConfigError, match='5 rows cannot be divided'):
     _trainer(eval_names=['a']).compile_eval({'a': _specs(toy_model.make_batch(5))})
 
@@ -278,3 +279,8 @@ def test_weight_metrics_and_gradient_transform_reach_the_step():
   values = trainer.train(_batches(), 2).result()
   assert float(values['weight_gradient_norm'].value) == 0
   assert float(values['weight_rms/hidden'].value) > 0
+
+
+def test_methods_that_only_t5x_calls_are_rejected_in_subclasses():
+  with pytest.raises(ConfigError, match='Mine._partitioned_train_step of T5X .* Define partitioned_train_step'):
+    type('Mine', (trainer_lib.Trainer,), {'_partitioned_train_step': None})

@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'create_orbax_checkpoint_manager', 'get_fallback_state', 'restore_checkpointer'),
     't5x_lite.checkpoints.loading': (
         'CheckpointTypes', 'detect_checkpoint_type', 'find_checkpoint', 'get_restore_parameters',
-        'load_t5x_checkpoint'),
+        'load_t5x_checkpoint', 'register_ts_spec_for_serialization'),
     't5x_lite.checkpoints.lock': ('check_is_shared', 'ModelDirLock', 'lock_model_dir'),
     't5x_lite.checkpoints.manager': ('CheckpointManager',),
     't5x_lite.checkpoints.manager_interface': ('CheckpointManagerConstructor', 'OrbaxCheckpointManagerInterface'),

@@ -61,7 +61,7 @@ class SaveCheckpointConfig(options.SaveOptions):
     _check_classes(self, 'save')
     for option in _CLASSES:
       retention = getattr(_made_of(getattr(self, option), 'retention', keep=self.keep), 'retention', {})
-      if retention.get('keep_best') is not None and self.keep_best is not None:
+      if retention.get('keep_best') is not None and self.keep_best not in (None, retention['keep_best']):
         raise checks.invalid('SaveCheckpointConfig', 'keep_best', f'None with this {option}', self.keep_best,
                              'Set keep, the number of best checkpoints, and the options of the class.')
       for name, value in retention.items():

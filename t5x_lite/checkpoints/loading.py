@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from flax import serialization
+
 from t5x_lite import checks, errors, files
 from t5x_lite.checkpoints import discovery, options, restore, sources, transforms
 from t5x_lite.checkpoints.sources import t5x_index
@@ -156,3 +158,10 @@ def get_restore_parameters(directory: discovery.PathLike, structure: Any) -> Any
 
   flat = ocp.tree.to_flat_dict(structure, keep_empty_nodes=True)
   return ocp.tree.from_flat_dict({key: info(key, leaf) for key, leaf in flat.items()}, target=structure)
+
+
+def register_ts_spec_for_serialization() -> None:
+  """Let `flax.serialization` put instances of `tensorstore.Spec` into state dicts, as JSON, and restore them."""
+  import tensorstore as ts
+  serialization.register_serialization_state(
+      ts.Spec, lambda spec: spec.to_json(), lambda spec, state: ts.Spec(state), override=True)

@@ -352,7 +352,7 @@ def _key(name: str) -> str:
 def kvstore(directory: files.Path) -> dict[str, Any]:
   """Return TensorStore's specification of the store of a folder's files."""
   if not files.is_remote(directory):
-    return {'driver': 'file', 'path': f'{os.fspath(directory)}/'}
+    return {'driver': 'file', 'path': f'{os.path.realpath(directory)}/'}  # TensorStore rejects '..'.
   from t5x_lite import object_store
   return object_store.kvstore_spec(directory)
 

@@ -1,6 +1,7 @@
 """T5X's modules and the places of their names in t5x_lite: the one table that gin files, Python and the pages read.
 
-Only names; nothing is imported for them here. A name that is not listed in a row has its own name in the row's module `here`.
+Only names; nothing is imported for them here. A name that is not listed in a row has its own name in the row's module
+`here`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,6 @@ MODULES: dict[str, Module] = {
             'DatasetArgs': 'CheckpointManager.save has data_state, the position in the data.',
             'DatasetCheckpointHandler': 'CheckpointManager.save has data_state, the position in the data.',
             'fake_param_info': 'checkpoints.open_source(path).shapes() has the shape and dtype of each array.',
-            'register_ts_spec_for_serialization': 'checkpoints.open_source reads checkpoints of T5X as they are.',
         }),
     't5x.checkpoints_utils': Module(
         here='t5x_lite.checkpoints',
@@ -69,6 +69,10 @@ MODULES: dict[str, Module] = {
     't5x.contrib.moe.partitioning': Module(
         here='moe',
         names={
+            'DataLayout': 't5x_lite.partitioning:DataLayout',
+            'HardwareMesh': 't5x_lite.partitioning:HardwareMesh',
+            'LogicalAxisRules': 't5x_lite.partitioning:LogicalAxisRules',
+            'PartitionSpec': 't5x_lite.partitioning:PartitionSpec',
             'get_cpu_mesh': 'moe.mesh:get_cpu_mesh',
             'get_gpu_mesh': 'moe.mesh:get_gpu_mesh',
             'standard_logical_axis_rules': 'moe.rules:head_logical_axis_rules',
@@ -185,7 +189,7 @@ LEFT_OUT_MODULES: dict[str, str] = {
     't5x.checkpoint_importer': 'Convert Mesh TensorFlow checkpoints with T5X, and read the result here.',
     't5x.config_utils': 'Configure runs with gin files; fiddle is not supported.',
     't5x.contrib.calm': 'CALM is not part of t5x_lite; decoding.temperature_sample decodes with all layers.',
-    't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs; partitioning finds the mesh.',
+    't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs too.',
     't5x.fiddle_configs': 'Configure runs with gin files; fiddle is not supported.',
     't5x.main': 'There is one command for each run mode: t5x_lite train, eval, infer, precompile, export.',
     't5x.scripts': 'Use xm or SLURM scripts of your own; `t5x_lite launch` starts several processes.',
@@ -234,6 +238,9 @@ def why_no_module(module: str) -> str:
   for name, sentence in LEFT_OUT_MODULES.items():
     if module == name or module.startswith(f'{name}.'):
       return f'{name} has no equivalent in t5x_lite. {sentence}'
+  if module.startswith('__main__.'):
+    return ('Names of __main__ cannot be imported. Write `import __main__ as train_script`, or '
+            '`from t5x_lite.apps import train as train_script`.')
   parent, _, name = module.rpartition('.')
   if parent in MODULES:
     return f'T5X has no module {module!r}. Import {parent}, and write {parent.rpartition(".")[2]}.{name}.'

@@ -20,18 +20,19 @@ class View(types.ModuleType):
   def __init__(self, name: str):
     super().__init__(name, f'View of t5x_lite under the name of {name}; see docs/from_t5x.md.')
     is_package = bool(names.submodules(name))
-    self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)  # for importlib.util.find_spec
     if is_package:
       self.__path__ = []  # Python imports submodules of packages only.
+    self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)  # `find_spec` requires it.
 
   def __getattr__(self, name: str) -> Any:
-    if not name.startswith('_'):
-      if name in names.submodules(self.__name__):
-        return module(f'{self.__name__}.{name}')
-      place = find(self.__name__, name)
-      if place is not None:
-        return _get(place)
-    raise AttributeError(why_no_name(self.__name__, name))
+    if name.startswith('_'):  # `inspect` asks all modules for __file__; the search for names would import all of ours.
+      raise AttributeError(f'{self.__name__} has no {name!r}.')
+    if name in names.submodules(self.__name__):
+      return module(f'{self.__name__}.{name}')
+    place = find(self.__name__, name)
+    if place is None:
+      raise AttributeError(why_no_name(self.__name__, name))
+    return _get(place)
 
   def __dir__(self) -> list[str]:
     return sorted({*names.submodules(self.__name__), *_known(self.__name__)})

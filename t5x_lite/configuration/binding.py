@@ -34,7 +34,7 @@ _EXTRAS = {
 
 
 class Binder:
-  """Binds statements in gin, which a new binder clears first.
+  """Binds statements in gin.
 
   Attributes:
     bound: statement of each binding.
@@ -43,16 +43,18 @@ class Binder:
     t5x_sources: names of the files and flags that import modules of T5X.
   """
 
-  def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False):
+  def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False, clears: bool = True):
     """Clear gin's configuration.
 
     Args:
       main_is_t5x: whether `import __main__` means T5X's programs; False for the program of this process.
       skip_unknown: True to skip imports of modules that do not exist and bindings of unknown functions and classes;
         names of functions and classes to skip these bindings only, and the imports. False raises.
+      clears: False to keep the bindings of gin's configuration.
     """
-    gin.clear_config()
-    _forget_methods()
+    if clears:
+      gin.clear_config()
+      _forget_methods()
     self._main_is_t5x = main_is_t5x
     self._skip_unknown = skip_unknown
     self._used: set[str] = set()
@@ -251,16 +253,16 @@ class _Names(gin_config.ParseContext):
       if 'was registered with a custom module' not in str(error):
         raise
       raise ConfigError(
-          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind the '
-          'method after the files of the model, by the class of the model.') from error
+          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind '
+          'the method after the files of the model, by the class of the model.') from error
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
 
   def _at(self, place: t5x_names.Place) -> gin_config.Configurable:
-    """Return the configurable of an object of this package, with an import of its module in the configuration's text."""
-    is_from = '.' in place.module
-    source = config_parser.ImportStatement(place.module, is_from, None, config_parser.Location(self._source, 0, None, ''))
+    """Return the configurable of an object of this package; the configuration's text imports its module."""
+    location = config_parser.Location(self._source, 0, None, '')
+    source = config_parser.ImportStatement(place.module, '.' in place.module, None, location)
     values = _objects(place)
     found = _configurable_of(values[-1])
     if found is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import difflib
 import graphlib
+import importlib.util
 import io
 import pathlib
 import re
@@ -188,7 +189,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
 
   Search order: the current folder, the folder of the including file, `search_paths`, and the files of t5x_lite, whose
   names may begin with `gin/`; these come first for a file of t5x_lite. For T5X's own files, e.g.
-  `t5x/configs/runs/finetune.gin` below any folder, that are not found there, ours of the same meaning is used.
+  `t5x/configs/runs/finetune.gin` below any folder, that are not found there, ours of the same meaning is used. Last,
+  as in gin, the file of an installed Python package, e.g. `my_package/configs/base.gin`.
 
   Args:
     name: name, absolute path, or path in an object store.
@@ -213,7 +215,9 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
     ours += [packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES]
     theirs = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
     # Files of t5x_lite include each other, whatever is in the current folder.
-    candidates = [*ours, *theirs] if included_from is not None and packaged in included_from.parents else [*theirs, *ours]
+    is_ours = included_from is not None and packaged in included_from.parents
+    candidates = [*ours, *theirs] if is_ours else [*theirs, *ours]
+    candidates += _in_package(wanted)
   for candidate in candidates:
     candidate = candidate.resolve() if files.is_remote(candidate) else candidate  # Stores have no '..'.
     if candidate.is_file():
@@ -224,8 +228,21 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
   if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
     hint = f' Did you mean {same_name[0]!r}?' if same_name else f' Recipes: {", ".join(packaged_files("recipes"))}.'
+  first, *rest = wanted.parts or ('',)
+  if rest and first.isidentifier() and not any((root / first).exists() for root in [*folders, packaged]):
+    hint = f' If it belongs to a package, install the package {first}, or add its parent folder to --gin_search_paths.'
   searched = ', '.join(dict.fromkeys(str(folder) for folder in [*folders, packaged if folders else wanted.parent]))
   raise ConfigError(f'The gin file {name!r} does not exist in {searched}.{hint}')
+
+
+def _in_package(name: pathlib.Path) -> list[pathlib.Path]:
+  """Return the paths of a file in the Python package that its first folder names, without importing the package."""
+  first, *rest = name.parts or ('',)
+  try:
+    spec = importlib.util.find_spec(first) if rest and first.isidentifier() else None
+  except ValueError:  # Views of T5X have no spec.
+    spec = None
+  return [pathlib.Path(folder).joinpath(*rest) for folder in spec and spec.submodule_search_locations or ()]
 
 
 def read_file(name: str, search_paths: Sequence[str] = (), *, included_from: files.Path | None = None,

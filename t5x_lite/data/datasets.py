@@ -1,6 +1,6 @@
 """T5X's functions that open datasets, and the use of functions with T5X's signatures for a run's data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import inspect
 from typing import Any, Protocol
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from t5x_lite import checks
+from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.feature_lengths import with_feature_lengths
 from t5x_lite.data.interfaces import EvalBatches, HostIterator
@@ -150,23 +151,36 @@ def open_eval_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayou
   found = checks.call_custom(
       'train', 'train_eval_get_dataset_fn', 'cfg, shard_id, num_shards, eval_steps, feature_converter_cls', fn, cfg,
       layout.shard_id, layout.num_shards, eval_steps, get_source(cfg).get_converter_cls(feature_converter))
-  return {name: _as_eval_batches(batches, layout) for name, batches in found.items()}
+  return {name: _as_eval_batches(name, batches, cfg, layout) for name, batches in found.items()}
 
 
-def _as_eval_batches(batches: Any, layout: DataLayout) -> EvalBatches:
-  """Return batches that a user's function opened, after counting them."""
+def _as_eval_batches(name: str, batches: Any, cfg: DatasetConfig, layout: DataLayout) -> EvalBatches:
+  """Return batches that a user's function opened, after counting them.
+
+  Raises:
+    ConfigError: they can be read only once.
+    DataError: there are none.
+  """
   if isinstance(batches, EvalBatches):
     return batches
+  if isinstance(batches, Iterator):  # Counting would use up its batches, and evaluations would have none.
+    raise checks.invalid('', 'train_eval_get_dataset_fn', 'a function that returns tf.data.Datasets, or iterables that '
+                         'can be read several times', batches, 'Return the dataset instead of its iterator.')
   start_fn = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))
-  first = next(start_fn())
-  spec = {name: jax.ShapeDtypeStruct((layout.batch_size, *rows.shape[1:]), rows.dtype) for name, rows in first.items()}
-  number = sum(1 for _ in start_fn())
+  number, first = 0, None
+  for number, each in enumerate(start_fn(), 1):
+    first = each if first is None else first
+  check_not_empty(first, cfg.split, name)
+  spec = {feature: jax.ShapeDtypeStruct((layout.batch_size, *rows.shape[1:]), rows.dtype)
+          for feature, rows in first.items()}
   return EvalBatches(start_fn, spec, number, number * layout.batch_size)
 
 
 def _has_shards(fn: Callable[..., Any]) -> bool:
-  """Return whether a function has T5X's signature."""
-  return 'num_shards' in inspect.signature(fn).parameters
+  """Return whether a function has T5X's signature: T5X passes all arguments by position, so any names are allowed."""
+  parameters = inspect.signature(fn).parameters
+  has_ours = 'feature_converter' in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+  return 'num_shards' in parameters or not has_ours
 
 
 def _layout(cfg: DatasetConfig, shard_id: int, num_shards: int) -> DataLayout:

@@ -37,8 +37,8 @@ def with_feature_lengths(cfg: DatasetConfig, *, feature_converter: Any = 'encode
     num_examples: maximal number of examples of each task, the first ones; None for the entire split. With
       `cfg.pack`, which reads more, the entire split is used.
     decodes: whether only tasks with metrics count, if there are any.
-    folder: folder of the run, whose file keeps the lengths until the data changes, if the source can tell that; None
-      keeps none.
+    folder: folder of the run, whose file keeps the lengths until the data changes; None keeps none. Lengths of sources
+      that name no files, such as a seqio.FunctionDataSource, are never kept.
 
   Raises:
     ConfigError: the source or a preprocessor of the task needs given lengths.

@@ -224,7 +224,7 @@ class SplitLengths:
 
   Attributes:
     identity: JSON values that determine the examples, such as a hash of the files; kept lengths are used while they are
-      the same. None if there are no such values; lengths are then not kept.
+      the same. None if nothing identifies them: the lengths are not kept.
     examples: task feature name to number of ids, with the end-of-sequence id and not trimmed, for each example.
   """
 

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import os
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def measure(cfg: DatasetConfig, feature_converter: Any, num_examples: int | None
           yield {name: np.shape(example[name])[dim] for name, dim in dims.items()}
 
   content = {task.name: _content(task, cfg) for task in tasks}
-  # A source without files may change without a trace.
+  # Without files, e.g. of a FunctionDataSource, other examples may have the same count and the same first one.
   is_known = all(0 < len(each['files']) <= _MAX_FILES for each in content.values())
   return SplitLengths(examples=measured(), identity={'content': content} if is_known else None)
 
@@ -64,11 +65,14 @@ def _check_needs_no_lengths(task: Any) -> None:
   for preprocessor in task.preprocessors:
     parameter = inspect.signature(preprocessor).parameters.get('sequence_length')
     if parameter is not None and parameter.default is inspect.Parameter.empty:
-      function = preprocessor.func if isinstance(preprocessor, functools.partial) else preprocessor
-      name = getattr(function, '__name__', type(function).__name__)
+      name = getattr(_function(preprocessor), '__name__', type(preprocessor).__name__)
       raise checks.invalid(
           'DatasetConfig', 'task_feature_lengths', f'a mapping for {task.name!r}, since its preprocessor {name} needs '
           'the lengths', None, 'Set TASK_FEATURE_LENGTHS.')
+
+
+def _function(preprocessor: Any) -> Any:
+  return preprocessor.func if isinstance(preprocessor, functools.partial) else preprocessor
 
 
 def _content(task: Any, cfg: DatasetConfig) -> dict[str, Any]:
@@ -86,15 +90,33 @@ def _content(task: Any, cfg: DatasetConfig) -> dict[str, Any]:
   for name in task.output_features:
     digest.update(f'{name} {np.shape(first[name])}'.encode() + np.ascontiguousarray(first[name]).tobytes())
   return {'num_input_examples': number, 'vocabularies': vocabularies, 'first_example': digest.hexdigest()[:16],
-          'files': _files(task, cfg.split)}
+          'files': _stats(_data_files(task, cfg)), 'code': _stats(_code_files(task))}
 
 
-def _files(task: Any, split: str) -> list[list[Any]]:
-  """Return [path, bytes, time of the last change] of the files of a split, as far as its source names them."""
-  found: list[list[Any]] = []
+def _data_files(task: Any, cfg: DatasetConfig) -> list[str]:
+  """Return the files of a split, as far as its source names them."""
   with contextlib.suppress(Exception), quiet():  # A user's source may raise anything.
-    for path in list(task.source.list_shards(split))[:_MAX_FILES + 1]:
-      with contextlib.suppress(tf.errors.OpError):
-        stat = tf.io.gfile.stat(path)
-        found.append([path, stat.length, stat.mtime_nsec])
+    if cfg.use_cached:
+      return sorted(tf.io.gfile.glob(os.path.join(task.cache_dir, f'*{cfg.split}*')))
+    return list(task.source.list_shards(cfg.split))
+  return []
+
+
+def _code_files(task: Any) -> list[str]:
+  """Return the Python files that define the preprocessors."""
+  found = set()
+  for preprocessor in task.preprocessors:
+    function = inspect.unwrap(_function(preprocessor))
+    with contextlib.suppress(TypeError):  # A built-in function.
+      found.add(inspect.getsourcefile(function if inspect.isfunction(function) else type(function)))
+  return sorted(found - {None})
+
+
+def _stats(paths: list[str]) -> list[list[Any]]:
+  """Return [path, bytes, time of the last change] of the files that exist."""
+  found: list[list[Any]] = []
+  for path in paths[:_MAX_FILES + 1]:
+    with contextlib.suppress(tf.errors.OpError):
+      stat = tf.io.gfile.stat(path)
+      found.append([path, stat.length, stat.mtime_nsec])
   return found

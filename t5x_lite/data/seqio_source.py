@@ -31,7 +31,9 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
     DataError: seqio cannot make the dataset; the message includes seqio's message.
   """
   failure = f'seqio cannot read the split {cfg.split!r} of {provider.name!r}'
-  with explained(failure, ValueError, AssertionError, OSError):
+  remedy = (' Set --seqio_additional_cache_dirs to the folder with the caches, or USE_CACHED_TASKS=False to compute '
+            'the examples.' if cfg.use_cached else '')
+  with explained(failure, ValueError, AssertionError, OSError, remedy=remedy):
     dataset = provider.get_dataset(
         sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None, split=cfg.split,
         use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info,

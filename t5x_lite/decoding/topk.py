@@ -154,7 +154,7 @@ def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array
 
   def try_bit(i, found):
     # `found` counts from the smallest int32: as unsigned bits, these are set one by one from the top.
-    candidate = found | jax.lax.shift_left(jnp.uint32(1), jnp.uint32(31) - i.astype(jnp.uint32))
+    candidate = found | jax.lax.shift_left(jnp.uint32(1), jnp.uint32(31 - i))
     return jnp.where(predicate(_as_int32(candidate)), found, candidate)
 
   return _as_int32(jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(tuple(batch_shape), jnp.uint32)))

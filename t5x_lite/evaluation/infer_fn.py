@@ -46,9 +46,9 @@ def get_infer_fn(
 
   The dataset is a `tf.data.Dataset` or another iterable of pairs (index, example), and an example a mapping of model
   feature to an array without a batch dim, the same on every process. The function returns a list of pairs (index,
-  output) in the order of the dataset; if `infer_step` returns (outputs, auxiliary outputs), it returns that list and the
-  auxiliary outputs, with a list of values by example for each. Batch k uses the k-th of the keys that are split from the
-  given one; without a key, `infer_step` gets None.
+  output) in the order of the dataset; if `infer_step` returns (outputs, auxiliary outputs), it returns that list and
+  the auxiliary outputs, with a list of values by example for each. Batch k uses the k-th of the keys that are
+  split from the given one; without a key, `infer_step` gets None.
 
   Args:
     infer_step: function of a batch that is compiled, such as a model's `predict_batch`, `predict_batch_with_aux` or

@@ -28,6 +28,14 @@ MetricFn = batch_metrics.MetricFn
 MetricsMap = batch_metrics.MetricsMap
 # Collections of a module other than its parameters, e.g. {'batch_stats': {...}}.
 FlaxMutables = Mapping[str, Any]
+# What subclasses of T5X's models define, and its names here.
+_NAMES_OF_T5X = {
+    'FEATURE_CONVERTER_CLS': 'FEATURE_CONVERTER, which also accepts a class of seqio,',
+    '_compute_logits': 'compute_logits',
+    '_compute_metrics': 'loss_fn, or set metric_fns,',
+    '_compute_logits_from_slice': 'predict_batch_with_aux',
+    '_compute_kv_cache': 'predict_batch_with_aux',
+}
 # Name of the weight of the auxiliary losses of a batch, stored in its slices.
 _AUXILIARY_WEIGHT = 'batch/auxiliary_weight'
 
@@ -43,6 +51,10 @@ class BaseModel(abc.ABC):
   FEATURE_CONVERTER: ClassVar[str]
   # Number of consecutive rows of a batch, from its first row, that must be in one micro-batch.
   rows_together: int = 1
+
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    checks.reject_names_of_t5x(cls, _NAMES_OF_T5X)
 
   def __init__(self, optimizer_def: Any):
     self.optimizer_def = optimizer_def
@@ -436,7 +448,12 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
     vocabulary: object with `vocab_size`.
     network_vocab_size: number of ids of the network.
   """
-  size = getattr(vocabulary, 'vocab_size', vocabulary)
+  try:
+    size = getattr(vocabulary, 'vocab_size', vocabulary)
+  except Exception as error:  # seqio reads the file here, with TensorFlow's errors.
+    reason = (str(error).strip() or type(error).__name__).partition('\n')[0]
+    raise errors.ConfigError(f'The {name} cannot be loaded: {reason}. If its file is missing or cannot be reached, copy '
+                             'it to this machine and set VOCABULARY_FILE to its path.') from error
   if size is vocabulary or size > network_vocab_size:
     raise checks.invalid(
         '', name, f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network', size,

@@ -37,8 +37,8 @@ def _error_of(capsys, tmp_path, *argv, command='train'):
         '`TRAIN_STEPS` must be int for schedules.create_learning_rate_scheduler.steps_per_cycle, got None',
         'schedules.create_learning_rate_scheduler needs the total number of steps: set TRAIN_STEPS, or '
         '--gin.schedules.create_learning_rate_scheduler.steps_per_cycle to a number.']),
-    ('no steps', ['--gin.TRAIN_STEPS=0'], ['total_steps', '0']),
-    ('an evaluation every 0 steps', ['--gin.EVAL_PERIOD=0'], ['eval_period', '0']),
+    ('fewer than no steps', ['--gin.TRAIN_STEPS=-1'], ['TRAIN_STEPS', '-1']),
+    ('an evaluation every -1 steps', ['--gin.EVAL_PERIOD=-1'], ['eval_period', '-1']),
     ('rows that do not divide over the devices', ['--gin.BATCH_SIZE=12'], ['12', '8']),
     ('rows that do not divide over micro-batches', ['--gin.trainer.Trainer.num_microbatches=3'], ['64', '3']),
     ('a missing feature length', ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64}"], ['targets']),

@@ -85,6 +85,17 @@ def test_save_best_of_t5x_keeps_the_best_checkpoints():
   assert checkpoints.SaveCheckpointConfig(checkpointer_cls=best).keep_best is None  # without `keep` all are kept
 
 
+def test_a_checkpointer_that_decides_what_is_kept_can_be_copied():
+  class Best(checkpoints.Checkpointer):
+
+    @property
+    def retention(self):
+      return {'keep': None, 'keep_best': 2, 'metric_name_to_monitor': 'train/loss'}
+
+  cfg = checkpoints.SaveCheckpointConfig(checkpointer_cls=Best)
+  assert dataclasses.replace(cfg, period=5).keep_best == 2
+
+
 _GIN = """
 from __gin__ import dynamic_registration
 from t5x import checkpoints

@@ -3,6 +3,7 @@
 import logging
 import shutil
 
+from flax import serialization
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -85,6 +86,15 @@ def test_restore_parameters_are_those_of_orbax(tmp_path):
   infos = checkpoints.get_restore_parameters(tmp_path / 'tree', metadata)
   assert (infos['a']['b'].name, infos['c'].name) == ('a.b', 'c') and infos['a']['empty'] == {}
   assert infos['c'].is_ocdbt_checkpoint and infos['c'].parent_dir.name == 'tree'
+
+
+def test_specs_of_tensorstore_are_in_state_dicts():
+  import tensorstore as ts
+  spec = ts.Spec({'driver': 'zarr', 'kvstore': 'memory://', 'path': 'a'})
+  loading.register_ts_spec_for_serialization()
+  state = serialization.to_state_dict({'kernel': spec})
+  assert state['kernel']['driver'] == 'zarr'
+  assert serialization.from_state_dict({'kernel': spec}, state) == {'kernel': spec}
 
 
 @pytest.mark.parametrize('options, message', [

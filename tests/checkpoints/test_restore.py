@@ -32,6 +32,14 @@ def test_latest_specific_all(saved, tmp_path):
   assert get([Restore(str(tmp_path), 'all')]) == (None, [])
 
 
+def test_relative_paths_with_two_dots(saved, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  path = os.path.relpath(saved / 'checkpoint_2')
+  assert '..' in path
+  restored = checkpoints.restore_checkpoint(path, states.target(), restore_cfg=Restore(path, 'specific'))
+  assert restored.step == 2
+
+
 def test_unknown_paths_are_named(saved):
   get = checkpoints.get_first_valid_restore_config_and_paths
   with pytest.raises(errors.CheckpointError, match="checkpoint_3' must be .*, got a missing path. Did you mean 'check"):

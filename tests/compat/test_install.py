@@ -44,6 +44,17 @@ def test_after_install_all_forms_of_import_give_our_objects():
       """)
 
 
+def test_questions_about_all_modules_import_nothing():
+  _python("""
+      import importlib.util, inspect, sys
+      from t5x_lite import compat
+      compat.install()
+      assert inspect.getmodule(sys._getframe().f_code) is None  # Asks all modules for __file__.
+      assert importlib.util.find_spec('t5x.utils') is not None
+      assert 'jax' not in sys.modules
+      """)
+
+
 def test_install_raises_where_t5x_itself_was_imported(tmp_path):
   (tmp_path / 't5x').mkdir()
   (tmp_path / 't5x' / '__init__.py').write_text('')

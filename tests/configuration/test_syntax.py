@@ -1,6 +1,7 @@
 """Reading of gin: values of flags, file search, and syntax errors."""
 
 import re
+import sys
 
 import pytest
 
@@ -137,6 +138,18 @@ def test_packaged_files_are_found_from_anywhere():
   for name in names:
     assert gin_syntax.find_file(name) == gin_syntax.packaged_folder() / name
     assert gin_syntax.find_file(f'gin/{name}') == gin_syntax.packaged_folder() / name
+
+
+def test_files_of_python_packages_are_found_last(tmp_path, monkeypatch):
+  (tmp_path / 'site/some_package/configs').mkdir(parents=True)
+  (tmp_path / 'site/some_package/configs/a.gin').write_text('A = 1')
+  with pytest.raises(ConfigError, match='install the package some_package, or add its parent folder'):
+    gin_syntax.find_file('some_package/configs/a.gin')
+  monkeypatch.syspath_prepend(tmp_path / 'site')
+  assert gin_syntax.find_file('some_package/configs/a.gin') == tmp_path / 'site/some_package/configs/a.gin'
+  with pytest.raises(ConfigError, match="'some_package/configs/b.gin' does not exist"):
+    gin_syntax.find_file('some_package/configs/b.gin')
+  assert 'some_package' not in sys.modules
 
 
 def test_missing_file_lists_where_and_suggests():

@@ -122,6 +122,17 @@ def test_log_says_once_which_files_and_defaults_are_ours(tmp_path, caplog):
   assert 'Defaults' not in ' '.join(record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize('name, entry', [('eval', 'evaluate.evaluate'), ('infer', 'infer.infer')])
+def test_log_omits_defaults_that_equal_those_of_t5x(tmp_path, caplog, name, entry):
+  text = f"include 't5x/examples/t5/byt5/tiny.gin'\ninclude 't5x/configs/runs/{name}.gin'\nDROPOUT_RATE = 0.0\n"
+  text += f"MIXTURE_OR_TASK_NAME = 'a'\nCHECKPOINT_PATH = 'b'\n{name.upper()}_OUTPUT_DIR = 'c'\n"
+  (tmp_path / 'mine.gin').write_text(text + "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}\n")
+  with caplog.at_level(logging.INFO):
+    gin_utils.load(f't5x_lite.apps.{entry}', gin_utils.read([str(tmp_path / 'mine.gin')], []))
+  line, = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
+  assert 'Defaults' not in line
+
+
 def test_a_misspelt_scope_of_a_file_is_a_warning(tmp_path, caplog):
   _load(tmp_path, 'trian/utils.DatasetConfig.batch_size = 4\nother/utils.DatasetConfig.batch_size = 4\n')
   (warning,) = [record.getMessage() for record in caplog.records if 'scope' in record.getMessage()]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, T5xLiteError
 from tests.data import builtin_cases as cases
 
 
@@ -88,6 +88,17 @@ def test_a_users_function_with_t5xs_signature_opens_the_data():
                          cases.layout(), 'encoder_decoder')
 
 
+def test_names_of_the_parameters_of_a_users_function_do_not_matter():
+  def get_dataset(config, shard, shards, converter, epochs=None, resumes=True):
+    return _Counting(config.batch_size // shards)
+
+  iterator = data.open_train_data(get_dataset, cases.make_cfg(), cases.layout(1, 2), 'encoder_decoder')
+  assert next(iterator)['x'].shape == (4, 2)
+  opened = data.open_train_data(lambda *args, **kwargs: data.open_train_iterator(*args, **kwargs), cases.make_cfg(),
+                                cases.layout(), 'encoder_decoder')
+  cases.assert_equal(next(opened), next(cases.open(cases.make_cfg())))
+
+
 def test_functions_of_t5x_and_of_this_package_open_the_same():
   for fn in (data.get_dataset, data.open_train_iterator):
     opened = data.open_train_data(fn, cases.make_cfg(), cases.layout(), 'encoder_decoder')
@@ -106,6 +117,15 @@ def test_batches_of_a_users_function_for_evaluation_are_counted():
       get_eval_datasets, cases.make_cfg(), cases.layout(0, 2), 5, 'encoder_decoder').values()
   assert len(batches) == 5 and batches.num_examples == 40 and batches.element_spec['x'].shape == (8, 3)
   assert [batch['x'].max() for batch in batches] == [batch['x'].max() for batch in batches] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize('batches, message', [
+    (iter([{'x': np.ones((8, 2))}]), 'train_eval_get_dataset_fn` must be .*several times, got .*Return the dataset'),
+    ([], 'own')])
+def test_batches_of_a_users_function_that_cannot_be_evaluated_are_an_error(batches, message):
+  with pytest.raises(T5xLiteError, match=message):
+    data.open_eval_data(lambda cfg, shard_id, num_shards, eval_steps, feature_converter_cls: {'own': batches},
+                        cases.make_cfg(), cases.layout(), 5, 'encoder_decoder')
 
 
 def test_protocols_have_the_parameters_of_the_functions():

@@ -61,6 +61,10 @@ def _layout():
 
 def test_kept_lengths_depend_on_the_examples_and_the_files(tmp_path, monkeypatch):
   folder = str(tmp_path / 'run')
+  _register('not_kept', ['a' * 5, 'b' * 9])  # Nothing shows that the function's examples have changed.
+  assert _lengths(_cfg('not_kept'), folder=folder) == {'inputs': 10, 'targets': 4}
+  _register('not_kept', ['a' * 5, 'b' * 20])
+  assert _lengths(_cfg('not_kept'), folder=folder)['inputs'] == 21
   path = tmp_path / 'lines.tsv'
   path.write_text('aaaa\tb\naa\tc\n')
   with seqio_import.quiet():
@@ -72,6 +76,9 @@ def test_kept_lengths_depend_on_the_examples_and_the_files(tmp_path, monkeypatch
   with monkeypatch.context() as patch:
     patch.setattr('t5x_lite.data.feature_lengths._longest', lambda cfg, split: pytest.fail('computed again'))
     assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 6
+    patch.setattr('t5x_lite.data.seqio_lengths._code_files', lambda task: [str(path)])  # Another preprocessor.
+    with pytest.raises(pytest.fail.Exception, match='computed again'):
+      _lengths(_cfg('kept_file'), folder=folder)
   path.write_text('aaaa\tb\naa\tcdefgh\n')  # the first example is the same
   assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 9
 

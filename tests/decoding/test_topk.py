@@ -72,6 +72,9 @@ def test_topp_mask_keeps_the_fewest_entries_that_reach_p():
   flat = rng.normal(size=(3, 700)).astype(np.float32) * np.float32([[0.1], [9.0], [1.0]])
   flat[2] = np.round(flat[2])
   masked_fn = jit(lambda x, p: decoding.topp_mask(x, p, -100.0))
+  with jax.disable_jit():  # as users do to look for errors
+    np.testing.assert_array_equal(decoding.topp_mask(jnp.log(jnp.float32([[0.1, 0.6, 0.3]])), 0.7, -100.0) > -100,
+                                  [[False, True, True]])
   for x in (flat, 9 * flat[[2, 1, 2]]):
     for p in (0.05, 0.5, 0.97):
       probs = np.asarray(jax.nn.softmax(x), np.float64)

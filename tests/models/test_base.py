@@ -272,3 +272,16 @@ def test_other_metric_functions():
     names(model.with_metric_fns([lambda logits, batch: 1.0], 'Evaluation'))
   with pytest.raises(errors.ConfigError, match='^`Evaluation.metric_fns` must be None for the model'):
     models.BaseModel.with_metric_fns(model, [count], 'Evaluation')
+
+
+@pytest.mark.parametrize('name, ours', [('_compute_logits', 'compute_logits'), ('FEATURE_CONVERTER_CLS', 'FEATURE_CONV')])
+def test_methods_that_only_t5x_calls_are_rejected_in_subclasses(name, ours):
+  with pytest.raises(errors.ConfigError, match=f'Mine.{name} of T5X has no effect in t5x_lite. Define {ours}'):
+    type('Mine', (models.EncoderDecoderModel,), {name: None})
+
+
+def test_a_vocabulary_whose_file_is_missing_is_named_with_the_remedy(tmp_path):
+  seqio = pytest.importorskip('seqio')
+  missing = seqio.SentencePieceVocabulary(str(tmp_path / 'missing.model'))
+  with pytest.raises(errors.ConfigError, match='input_vocabulary cannot be loaded: .*missing.model.* VOCABULARY_FILE'):
+    models.base.check_vocabulary_fits('input_vocabulary', missing, 32)

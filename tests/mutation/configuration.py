@@ -35,6 +35,24 @@ MUTANTS = (
         'in reversed(range(len(scope) + 1)):  # Inner',
         'tests/configuration/test_syntax.py::test_rejected_flags'),
     Mutant(
+        'methods_are_registered_by_the_imports_of_their_file',
+        't5x_lite/configuration/binding.py',
+        'if known is None or known.import_source is None:',
+        'if True:',
+        'tests/compat/test_gin_files.py::test_sparse_models_with_t5x_macros_in_either_order'),
+    Mutant(
+        'methods_of_earlier_configurations_stay_registered',
+        't5x_lite/configuration/binding.py',
+        '    _forget_methods()\n',
+        '',
+        'tests/compat/test_gin_files.py::test_resolves_and_repeats_itself'),
+    Mutant(
+        'evaluation_with_the_macros_of_t5x_has_a_scope',
+        'gin/t5x/configs/runs/eval.gin',
+        '@data.DatasetConfig()',
+        '@eval/data.DatasetConfig()',
+        'tests/compat/test_gin_files.py::test_evaluation_and_inference_have_no_scopes'),
+    Mutant(
         'mesh_rules_match_a_part_of_the_selector',
         't5x_lite/configuration/mesh_rules.py',
         'if re.fullmatch(rule.pattern, selector)',

@@ -12,9 +12,15 @@ MUTANTS = (
     Mutant(
         'kept_lengths_ignore_the_examples',
         't5x_lite/data/feature_lengths.py',
-        ', **split.identity}))',
+        ', **(split.identity or {})}))',
         '}))',
         'tests/data/test_feature_lengths.py::test_kept_lengths_are_used_until_the_data_changes'),
+    Mutant(
+        'lengths_of_unknown_data_are_kept',
+        't5x_lite/data/seqio_lengths.py',
+        "identity={'content': content} if is_known else None)",
+        "identity={'content': content})",
+        'tests/data/test_seqio_lengths.py::test_kept_lengths_depend_on_the_examples_and_the_files'),
     Mutant(
         'each_process_computes_its_lengths',
         't5x_lite/data/feature_lengths.py',

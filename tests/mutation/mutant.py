@@ -37,7 +37,7 @@ class Mutant:
     if changed is None:
       return [f'`old` occurs {path.read_text().count(self.old)} times in {self.file}']
     try:
-      if ast.dump(ast.parse(changed)) == _dump(path):
+      if path.suffix == '.py' and ast.dump(ast.parse(changed)) == _dump(path):
         found.append('the change has no effect')
     except SyntaxError as error:
       found.append(f'{self.file} does not compile after the change: {error}')

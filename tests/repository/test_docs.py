@@ -171,7 +171,8 @@ def test_every_packaged_file_is_listed():
       stem, sizes = re.fullmatch(r'(.*)\{(.*)\}\.gin', _names(row[1])[0]).groups()
       listed |= {f'{stem}{size.strip()}.gin' for size in sizes.split(',')}
   listed |= {f'optimizers/{stem}.gin' for stem, *_ in _optimizer_rows()}
-  assert listed == set(gin_syntax.packaged_files())
+  # Files of T5X's paths have T5X's names.
+  assert listed == {name for name in gin_syntax.packaged_files() if not name.startswith('t5x/')}
 
 
 def test_learning_rate_factors():

@@ -47,7 +47,9 @@ _SHARED = ('models/encoder_decoder.gin', 'models/decoder_only.gin', 'models/spar
            'models/sparse_decoder_only.gin', 'models/sparse_encoder_decoder.gin')
 # Models with experts, whose sizes tests/moe/test_gin_models.py compares.
 _SPARSE = ('switch_', 'st_moe_', 'tokens_choose_', 'experts_choose_')
-_COMPLETE = [name for name in gin_syntax.packaged_files() if name not in _SHARED and not name.startswith(_OTHER_RUNS)]
+# Those of T5X's paths are in tests/compat/test_gin_files.py.
+_COMPLETE = [name for name in gin_syntax.packaged_files()
+             if name not in _SHARED and not name.startswith((*_OTHER_RUNS, 't5x/'))]
 # Published numbers, or numbers computed from the published dimensions, of weights in T5X's tree.
 _NUM_PARAMETERS = {
     't5_1_0_tiny': 260_704, 't5_1_0_small': 60_506_624, 't5_1_0_base': 222_903_552, 't5_1_0_large': 737_668_096,

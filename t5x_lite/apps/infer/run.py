@@ -94,16 +94,16 @@ def infer(
       opened at that batch.
     train_state_initializer_cls: class of the state initializer.
     fallback_init_rng: seed of random parameters, for those that the checkpoint lacks.
-    merge_fn: merges the chunks of a shard, called as `merge_fn(output_dir, output_fname, tmp_dir, step)` with the chunks
-      `<tmp_dir>/<output_fname>-chunk00000` and so on. It must write `<output_dir>/<output_fname>`; all files that it
-      writes in `output_dir`, a temporary folder, become results when it returns. Results of another function than
-      `merge_chunks_to_file` are not merged over shards.
+    merge_fn: merges the chunks of a shard, called as `merge_fn(output_dir, output_fname, tmp_dir, step)` with the
+      chunks `<tmp_dir>/<output_fname>-chunk00000` and so on. It must write `<output_dir>/<output_fname>`; all
+      files that it writes in `output_dir`, a temporary folder, become results when it returns. Results of another
+      function than `merge_chunks_to_file` are not merged over shards.
     summarize_config_fn: called with (folder of the run, None, step) to record the configuration.
     verify_matching_vocabs_fn: raises if the vocabularies of task and model differ; None skips the check.
     output_vocab_feature_name: 'targets' or 'inputs': the vocabulary of the model that `write_fn` is given.
     file_extension: extension of result files.
-    keep_aux_as_numpy: give `write_fn` auxiliary outputs as arrays [num_examples, ...] instead of lists, which takes less
-      memory.
+    keep_aux_as_numpy: give `write_fn` auxiliary outputs as arrays [num_examples, ...] instead of lists, which takes
+      less memory.
     use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
     output_file: file name within `output_dir` that replaces `<task>-<mode>.jsonl`; with one shard, without a shard
       suffix. For a single task.

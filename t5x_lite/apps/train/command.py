@@ -13,8 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--dry_run', action='store_true',
                       help='print the configuration, the parameters and their sharding, memory, batches and the '
                       'plan of the run, without training')
-  parser.add_argument('--spool_dir', help='local folder that keeps the newest checkpoint if the object store of MODEL_DIR '
-                      'does not take it; the next run with this folder copies it to the store')
+  parser.add_argument('--spool_dir', help='local folder that keeps the newest checkpoint if the object store of '
+                      'MODEL_DIR does not take it; the next run with this folder copies it to the store')
 
 
 def run_command(arguments: argparse.Namespace) -> int:

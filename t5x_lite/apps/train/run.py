@@ -154,8 +154,8 @@ def train(
     evaluations: further evaluations, each with its data, batch size, metrics and steps.
     param_ema: running average of the parameters, saved and by default used for evaluations; None keeps none.
     event_fns: a function or a list of functions that are called with each event of the run, a `runtime.Event`, in every
-      process; the lead process also writes it to `model_dir/events.jsonl`. Training waits for them, so they should return
-      at once. Their exceptions do not end the run.
+      process; the lead process also writes it to `model_dir/events.jsonl`. Training waits for them, so they should
+      return at once. Their exceptions do not end the run.
     dry_run: print the plan of the run without training.
 
   Returns:
@@ -201,7 +201,8 @@ def train(
     # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
         stack, cfg, num_prefetched_batches=cfg.num_prefetched_batches, num_retries=cfg.num_retries,
-        concurrent_metrics=cfg.concurrent_metrics, log_dir=None if cfg.dry_run else cfg.model_dir, note_fn=progress.note, open_fn=opening.call)
+        concurrent_metrics=cfg.concurrent_metrics, log_dir=None if cfg.dry_run else cfg.model_dir,
+        note_fn=progress.note, open_fn=opening.call)
     batches, save_cfg = run_data.batches, cfg.checkpoint_cfg.save
     if save_cfg is not None and save_cfg.save_dataset:
       # A pipeline without a known position is an error now instead of at the first save.
