@@ -109,6 +109,8 @@ class RestoreOptions:
         strict=checks.instance(bool, 'True or False'), fallback_to_scratch=checks.instance(bool, 'True or False'),
         use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
         state_transformation_fns=_FUNCTIONS_OR_BUILDERS)
+    if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.
+      object.__setattr__(self, 'dtype', jnp.dtype(self.dtype).name)
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
     fns = tuple(fn for fn in self.state_transformation_fns if not isinstance(fn, transforms.AssignmentMap))
     if self.assignment_map is not None:

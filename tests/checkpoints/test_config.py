@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-import typing
 import inspect
+import typing
 
+import jax.numpy as jnp
 import pytest
 
 from t5x_lite import checkpoints, errors, gin_utils
@@ -139,3 +140,7 @@ def test_the_functions_of_a_restore_begin_with_the_assignment_map():
 @pytest.mark.parametrize('cls', [checkpoints.RestoreCheckpointConfig, checkpoints.SaveCheckpointConfig])
 def test_types_of_options_can_be_resolved_for_gin(cls):
   assert {'dtype', 'checkpointer_cls'} <= {*typing.get_type_hints(cls.__init__)}
+
+
+def test_a_dtype_that_is_a_class_is_kept_by_its_name():
+  assert checkpoints.RestoreCheckpointConfig('a', dtype=jnp.bfloat16).dtype == 'bfloat16'
