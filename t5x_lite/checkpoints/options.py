@@ -3,8 +3,6 @@
 `config` derives the public configurations, whose documentation describes the fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -108,8 +106,11 @@ class RestoreOptions:
         'RestoreCheckpointConfig', vars(self), builders=_BUILDERS,
         path=_PATHS.or_none() if self.builders else _PATHS, mode=checks.one_of(RESTORE_MODES),
         assignment_map=base.ASSIGNMENT_MAP, dtype=FLOAT_DTYPE.or_none(),
+        strict=checks.instance(bool, 'True or False'), fallback_to_scratch=checks.instance(bool, 'True or False'),
         use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
         state_transformation_fns=_FUNCTIONS_OR_BUILDERS)
+    if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.
+      object.__setattr__(self, 'dtype', jnp.dtype(self.dtype).name)
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
     fns = tuple(fn for fn in self.state_transformation_fns if not isinstance(fn, transforms.AssignmentMap))
     if self.assignment_map is not None:

@@ -8,11 +8,17 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import partitioning
 from t5x_lite.errors import DataError
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch, PyTree
+
+
+_PAIR = checks.Expectation(
+    'pairs (index, example)', lambda pair: isinstance(pair, (tuple, list)) and len(pair) == 2,
+    'Pass dataset.enumerate().')
 
 
 class InferStepWithRngCallable(Protocol):
@@ -60,7 +66,7 @@ def get_infer_fn(
 
   Raises:
     ConfigError: the batch is not divisible by the data axes of the mesh.
-    DataError: the function: the dataset has no examples.
+    DataError: the function: the dataset has no examples, or examples of different shapes.
   """
   partitioner.get_data_layout(batch_size)
   parameters = inspect.signature(infer_step).parameters
@@ -98,8 +104,18 @@ def _batches(ds: Iterable[tuple[int, Mapping[str, np.ndarray]]], batch_size: int
   """Yield (indices of the examples, global arrays) of each batch."""
   examples = getattr(ds, 'as_numpy_iterator', lambda: iter(ds))()
   own = partitioner.get_rows(batch_size)
+  shapes = None
   while chunk := list(itertools.islice(examples, batch_size)):
-    rows = [example for _, example in chunk]
+    rows = []
+    for pair in chunk:
+      checks.check('infer_fn', {'ds': pair}, error=DataError, ds=_PAIR)
+      index, example = pair
+      rows.append(example)
+      found = {name: np.shape(value) for name, value in example.items()}
+      shapes = shapes or found
+      if found != shapes:
+        raise DataError(f'Example {index} must have the shapes of the first one, {shapes}, got {found}. Pad the features '
+                        'to one length.')
     spec = {name: jax.ShapeDtypeStruct((batch_size, *np.shape(value)), np.asarray(value).dtype)
             for name, value in rows[0].items()}
     local = {name: np.stack([rows[row][name] if row < len(rows) else np.zeros_like(rows[0][name]) for row in own])

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import inspect
+import typing
 
+import jax.numpy as jnp
 import pytest
 
 from t5x_lite import checkpoints, errors, gin_utils
@@ -58,6 +60,7 @@ def test_invalid_save_configs(kwargs, message):
     ({'path': 'az://bucket/run'}, "path` must be a path on a disk or in an object store, got 'az:"),
     ({'path': ['a', 'az://bucket/run']}, "path` must be a path on a disk or in an object store, got 'az:"),
     ({'path': 'a', 'mode': 'latst'}, "mode` must be one of .*got 'latst'.* Did you mean 'latest'"),
+    ({'path': 'a', 'strict': 'no'}, "strict` must be True or False, got 'no'"),
     ({'path': 'a', 'dtype': 'int8'}, "dtype` must .*got 'int8'"),
     ({'path': 'a', 'assignment_map': [('a',)]}, r"The rule \('a',\) is not a pair"),
     ({'path': 'a', 'assignment_map': ['ab']}, "The rule 'ab' is not a pair"),
@@ -132,3 +135,12 @@ def test_the_functions_of_a_restore_begin_with_the_assignment_map():
   assert first({'a': 1}, {'b': 0}, is_resuming=True) == {'a': 1}
   assert dataclasses.replace(cfg) == cfg
   assert dataclasses.replace(cfg, assignment_map=None).state_transformation_fns == (fn,)
+
+
+@pytest.mark.parametrize('cls', [checkpoints.RestoreCheckpointConfig, checkpoints.SaveCheckpointConfig])
+def test_types_of_options_can_be_resolved_for_gin(cls):
+  assert {'dtype', 'checkpointer_cls'} <= {*typing.get_type_hints(cls.__init__)}
+
+
+def test_a_dtype_that_is_a_class_is_kept_by_its_name():
+  assert checkpoints.RestoreCheckpointConfig('a', dtype=jnp.bfloat16).dtype == 'bfloat16'

@@ -24,6 +24,8 @@ def test_flags_set_the_folders_of_all_tasks(state, caplog):
   assert seqio.TfdsDataSource(tfds_name='x:1.0.0', tfds_data_dir='/own').tfds_dataset.data_dir == 'gs://bucket/tfds'
   assert state._GLOBAL_CACHE_DIRECTORIES == ['/first', 'gs://bucket/a', '/b']
   assert 'no effect' not in caplog.text
+  assert "`--seqio_additional_cache_dirs` must be an existing folder, got '/b'." in caplog.text
+  assert "folder, got 'gs://" not in caplog.text
 
 
 def test_cache_folders_without_cached_tasks_are_a_warning(state, caplog):

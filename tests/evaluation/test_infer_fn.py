@@ -73,3 +73,14 @@ def test_an_empty_dataset_is_an_error():
   model, state, axes = cases.make_state()
   with pytest.raises(DataError, match='no examples'):
     evaluation.get_infer_fn(model.predict_batch, 8, axes, toy_run.partitioner())([], state)
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda ds: [example for _, example in ds], r'`infer_fn.ds` must be pairs \(index, example\).*Pass dataset.enumerate'),
+    (lambda ds: [*ds[:2], (7, ds[2][1] | {'decoder_loss_weights': np.ones(3)})], 'Example 7 must have the shapes of the '),
+    (lambda ds: [*ds[:2], (7, {})], 'Example 7 must have the shapes of the first one'),
+])
+def test_datasets_of_other_forms_are_rejected(change, message):
+  model, state, axes = cases.make_state()
+  with pytest.raises(DataError, match=message):
+    evaluation.get_infer_fn(model.predict_batch, 8, axes, toy_run.partitioner())(change(_dataset(3)), state)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import itertools
 import json
 import logging
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -336,6 +337,9 @@ def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> Non
     logging.getLogger(__name__).warning(
         '--seqio_additional_cache_dirs=%s has no effect: no dataset reads cached tasks. Set '
         '--gin.USE_CACHED_TASKS=True.', ','.join(cache_dirs))
+  for flag, folder in (('--tfds_data_dir', data_dir), *(('--seqio_additional_cache_dirs', each) for each in cache_dirs)):
+    if folder and '://' not in folder and not os.path.isdir(folder):
+      logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
   from t5x_lite.data import seqio_folders
   seqio_folders.use_folders(data_dir, cache_dirs)
 
