@@ -4,7 +4,6 @@ from t5x_lite.errors import ConfigError
 
 # Names that T5X's base classes call and ours do not, with what to define instead.
 _OURS = {
-    'FEATURE_CONVERTER_CLS': 'FEATURE_CONVERTER, which also accepts a class of seqio,',
     '_compute_logits': 'compute_logits',
     '_compute_metrics': 'loss_fn, or set metric_fns,',
     '_compute_logits_from_slice': 'predict_batch_with_aux',
@@ -23,3 +22,22 @@ class WithoutNamesOfT5x:
     for name in _OURS:
       if name in vars(cls):
         raise ConfigError(f'{cls.__name__}.{name} of T5X has no effect in t5x_lite. Define {_OURS[name]} instead.')
+
+
+class WithFeatureConverter(WithoutNamesOfT5x):
+  """Base class of models: T5X's `FEATURE_CONVERTER_CLS`, in a subclass or of an instance, is `FEATURE_CONVERTER`."""
+
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    if 'FEATURE_CONVERTER_CLS' in vars(cls):
+      cls.FEATURE_CONVERTER = cls.FEATURE_CONVERTER_CLS
+      del cls.FEATURE_CONVERTER_CLS
+
+  @property
+  def FEATURE_CONVERTER_CLS(self) -> str | type:  # pylint: disable=invalid-name
+    """Name of the feature converter, or a class of seqio."""
+    return self.FEATURE_CONVERTER
+
+  @FEATURE_CONVERTER_CLS.setter
+  def FEATURE_CONVERTER_CLS(self, converter: str | type) -> None:  # pylint: disable=invalid-name
+    self.FEATURE_CONVERTER = converter  # pylint: disable=invalid-name

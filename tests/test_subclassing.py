@@ -3,14 +3,25 @@
 import pytest
 
 from t5x_lite import errors, models, trainer
+from tests.models import model_cases as cases
 
 
 @pytest.mark.parametrize('base, name, ours', [
     (models.EncoderDecoderModel, '_compute_logits', 'compute_logits'),
-    (models.DecoderOnlyModel, 'FEATURE_CONVERTER_CLS', 'FEATURE_CONVERTER'),
     (trainer.Trainer, '_partitioned_train_step', 'partitioned_train_step'),
 ])
 def test_names_that_only_t5x_calls_are_rejected(base, name, ours):
   with pytest.raises(errors.ConfigError, match=rf'^Mine.{name} of T5X has no effect in t5x_lite. Define {ours}\b'):
     type('Mine', (base,), {name: None})
   type('Mine', (base,), {ours: getattr(base, ours)})
+
+
+def test_the_feature_converter_of_t5x_is_that_of_the_model():
+  class Mine(cases.make_model().__class__):
+    FEATURE_CONVERTER_CLS = dict  # in place of a class of seqio
+
+  model = cases.make_model(model_cls=Mine)
+  assert model.FEATURE_CONVERTER is model.FEATURE_CONVERTER_CLS is dict
+  model.FEATURE_CONVERTER_CLS = list
+  assert model.FEATURE_CONVERTER is list
+  assert cases.make_model().FEATURE_CONVERTER_CLS == 'encoder_decoder'

@@ -32,6 +32,26 @@ class Place(NamedTuple):
   name: str
 
 
+# Types and functions of other packages that most of T5X's modules have under these names, for annotations in users' code.
+ALIASES: dict[str, str] = {
+    'Activation': 'typing:Callable',
+    'Array': 'jax:Array',
+    'DType': 'typing:Any',
+    'Dtype': 'typing:Any',
+    'FrozenDict': 'flax.core:FrozenDict',
+    'FrozenVariableDict': 'flax.core.scope:FrozenVariableDict',
+    'Initializer': 'typing:Callable',
+    'Mesh': 'jax.sharding:Mesh',
+    'PRNGKey': 'jax:Array',
+    'PartitionSpec': 'jax.sharding:PartitionSpec',
+    'PyTree': 'typing:Any',
+    'PyTreeDef': 'jax.tree_util:PyTreeDef',
+    'Rng': 'jax:Array',
+    'Shape': 'typing:Sequence',
+    'param_with_axes': 'flax.linen.partitioning:param_with_axes',
+    'scan_with_axes': 'flax.linen.partitioning:scan_with_axes',
+    'with_sharding_constraint': 'flax.linen.partitioning:with_sharding_constraint',
+}
 _LAYERS = 't5x_lite.layers'
 _ARRAYS = 'Remove it: arrays are always jax.Array.'
 _EXPORTS = 'Include t5x/configs/runs/export.gin: exported programs take and return ids.'
@@ -223,6 +243,8 @@ def places(module: str, name: str) -> Iterator[Place]:
       yield Place(*row.names[name].split(':'))
     elif row.here and name not in row.left_out:
       yield Place(row.here, name)
+  if name in ALIASES and rows(module):
+    yield Place(*ALIASES[name].split(':'))
 
 
 def submodules(package: str) -> list[str]:

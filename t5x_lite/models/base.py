@@ -34,7 +34,7 @@ FlaxMutables = Mapping[str, Any]
 _AUXILIARY_WEIGHT = 'batch/auxiliary_weight'
 
 
-class BaseModel(subclassing.WithoutNamesOfT5x, abc.ABC):
+class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
   """Network with its loss, predictions and initial variables.
 
   Args:

@@ -32,3 +32,11 @@ def test_messages_name_the_alternative_of_a_module():
   assert 't5x.examples.t5' in names.why_no_module('t5x.contrib.gpu.t5.network')
   assert "Did you mean 't5x.utils'?" in names.why_no_module('t5x.util')
   assert not names.why_no_module('t5x.contrib') and not names.why_no_module('t5x')
+
+
+def test_aliases_exist_in_all_modules():
+  for name, place in names.ALIASES.items():
+    assert views.find('t5x.models', name) is not None, place
+  assert views.find('t5x.partitioning', 'with_sharding_constraint').module == 't5x_lite.partitioning'
+  assert views.find('t5x.examples.t5.layers', 'param_with_axes').module == 'flax.linen.partitioning'
+  assert views.find('t5x.contrib', 'Array') is None
