@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,12 +113,14 @@ def import_module(module: str, *, what: str = 'Module') -> None:
     remedy = 'add its folder to PYTHONPATH' if is_own else 'correct the import'
     remedy += '. Omit the suffix .py' if module.endswith('.py') else ''
     raise ConfigError(f'{what} {module!r} cannot be imported: there is no module {error.name!r}. Install it, or '
-                      f'{remedy}.{remedy_for(error.name or "")}') from error
+                      f'{remedy}.{remedy_for(error.name or "", error)}') from error
 
 
-def remedy_for(missing: str) -> str:
-  """Return a sentence, starting with a space, if the missing module is one of T5X; '' otherwise."""
-  if missing.partition('.')[0] != 't5x':
+def remedy_for(missing: str, error: BaseException | None = None) -> str:
+  """Return a sentence, starting with a space, if a module of T5X is missing, or imports the missing one; '' otherwise."""
+  frames = [] if error is None else traceback.walk_tb(error.__traceback__)
+  importers = [frame.f_globals.get('__name__', '') for frame, _ in frames]
+  if not any(f'{name}.'.startswith('t5x.') for name in (missing, *importers)):
     return ''
   if 't5x' in sys.modules:
     from t5x_lite.compat import names

@@ -34,7 +34,7 @@ _FUNCTIONS_OR_BUILDERS = checks.Expectation('a sequence of functions or builders
     and all(callable(fn) or isinstance(fn, base.StateBuilder) for fn in fns)))
 _PATHS = checks.Expectation('the path of a model directory or checkpoint, or several paths', lambda paths: (
     isinstance(paths, Sequence) and all(isinstance(path, str) and path for path in (
-        [paths] if isinstance(paths, str) else paths))))
+        [paths] if isinstance(paths, str) else paths))), 'For new parameters, set CheckpointConfig.restore = None.')
 _BUILDERS = checks.Expectation(
     'a sequence of builders, those on shapes before those on arrays', lambda builders: (
         isinstance(builders, Sequence) and all(isinstance(builder, base.StateBuilder) for builder in builders)

@@ -415,19 +415,19 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
   """Return the message of a failed import: the module is misspelt, or one of its requirements is missing."""
   missing = error.name or ''
   if not (module == missing or module.startswith(missing + '.')):
-    return f'importing {module} failed: it requires {missing!r}, which is not installed.{_extra(missing)}'
+    return f'importing {module} failed: it requires {missing!r}, which is not installed.{_extra(missing, error)}'
   parent, _, leaf = missing.rpartition('.')
   if not parent:
     near = did_you_mean(missing, ('t5x_lite', 'seqio', 'moe', 'optax', 'jax', 'flax'), lists_all=False)
-    return (f'no module {missing!r}.{_extra(missing)}' if missing in _EXTRAS else
+    return (f'no module {missing!r}.{_extra(missing, error)}' if missing in _EXTRAS else
             f'no module {missing!r}. Is it installed, or its folder in PYTHONPATH?{near}')
   names = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))]
   return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, [n for n in names if not n.startswith("_")])}'
 
 
-def _extra(package: str) -> str:
+def _extra(package: str, error: ModuleNotFoundError) -> str:
   extra = _EXTRAS.get(package.split('.')[0])
-  return f' Install it with `{install_command(extra)}`.' if extra else module_imports.remedy_for(package)
+  return f' Install it with `{install_command(extra)}`.' if extra else module_imports.remedy_for(package, error)
 
 
 def _public_names(owner: Any) -> list[str]:

@@ -29,3 +29,14 @@ def test_modules_of_the_configuration_may_import_t5x(tmp_path):
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
                           env={**os.environ, 'PYTHONPATH': f'{_ROOT}:{tmp_path}'})
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_t5x_itself_that_lacks_its_requirements_is_recognised(tmp_path):
+  (tmp_path / 't5x').mkdir()
+  (tmp_path / 't5x/__init__.py').write_text('import airio_of_t5x\n')
+  (tmp_path / 'run.gin').write_text("import old_project\ninclude 'recipes/keyword_cloze.gin'\n")
+  (tmp_path / 'old_project.py').write_text('import t5x\n')
+  argv = [sys.executable, '-m', 't5x_lite', 'train', f'--gin_file={tmp_path / "run.gin"}', '--gin.MODEL_DIR=x']
+  done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+                        env={**os.environ, 'PYTHONPATH': f'{_ROOT}:{tmp_path}'})
+  assert done.returncode == 2 and "'airio_of_t5x'" in done.stderr and 'python -m t5x_lite.compat.train' in done.stderr

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import inspect
 import logging
 import math
 from typing import Any
@@ -24,6 +25,7 @@ from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common.evaluations import OpenEvaluation
+from t5x_lite.errors import ConfigError
 from t5x_lite.types import Batch
 
 
@@ -225,6 +227,7 @@ def make_trainer(
       cfg.trainer_cls, model=cfg.model, train_state=initializer.global_train_state_shape, partitioner=cfg.partitioner,
       eval_names=list(run_data.eval_batches), summary_dir=summary_dir, train_state_axes=initializer.train_state_axes,
       rng=trainer_rng))
+  _check_train_method(trainer)
   last_steps = [last_step - 1] if first_step < last_step < math.inf else []
   start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, *last_steps])
   if cfg.param_ema is not None:
@@ -263,3 +266,12 @@ def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> list[lay
       if metric_fns is None:  # `make_trainer` has traced the others.
         trainer.eval_steps.make().trace(trainer.step_state, spec)
   return choices
+
+
+def _check_train_method(trainer: trainer_lib.BaseTrainer) -> None:
+  """Raise ConfigError if `train` of a custom trainer lacks arguments, as in T5X, before it is compiled."""
+  parameters = inspect.signature(trainer.train).parameters
+  missing = [name for name in ('on_step', 'should_stop') if name not in parameters]
+  if missing and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    raise ConfigError(f'{type(trainer).__name__}.train must have the keyword arguments on_step and should_stop, got '
+                      f'{inspect.signature(trainer.train)}. Add them, and pass them on to super().train.')

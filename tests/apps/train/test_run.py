@@ -14,6 +14,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import errors
 from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
@@ -334,6 +335,17 @@ def test_preemption_error_saves(tmp_path):
   with pytest.raises(StoppedOnSignalError, match='after step 8 of 20 by PreemptionError: maintenance'):
     toy_run.train(tmp_path, trainer_cls=trainer_cls, infer_eval_dataset_cfg=None)
   assert checkpoints.latest_step(tmp_path) == 8
+
+
+def test_a_trainer_with_the_method_of_t5x_is_rejected_before_it_is_compiled(tmp_path, monkeypatch):
+  class OfT5x(trainer_lib.Trainer):
+
+    def train(self, batch_iter, num_steps, start_step=None):
+      return super().train(batch_iter, num_steps, start_step)
+
+  monkeypatch.setattr(trainer_lib.Trainer, 'compile_train', lambda *a: pytest.fail('it was compiled'))
+  with pytest.raises(errors.ConfigError, match='OfT5x.train must have the keyword arguments on_step and should_stop'):
+    toy_run.train(tmp_path, trainer_cls=functools.partial(OfT5x, learning_rate_fn=toy_run.RATE))
 
 
 def test_dry_run_shows_everything_and_does_nothing(tmp_path, capsys, monkeypatch):
