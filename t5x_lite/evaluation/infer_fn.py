@@ -114,8 +114,8 @@ def _batches(ds: Iterable[tuple[int, Mapping[str, np.ndarray]]], batch_size: int
       found = {name: np.shape(value) for name, value in example.items()}
       shapes = shapes or found
       if found != shapes:
-        raise DataError(f'Example {index} must have the shapes of the first one, {shapes}, got {found}. Pad the features '
-                        'to one length.')
+        raise DataError(f'Example {index} must have the shapes of the first one, {shapes}, got {found}. Pad the '
+                        'features to one length.')
     spec = {name: jax.ShapeDtypeStruct((batch_size, *np.shape(value)), np.asarray(value).dtype)
             for name, value in rows[0].items()}
     local = {name: np.stack([rows[row][name] if row < len(rows) else np.zeros_like(rows[0][name]) for row in own])

@@ -144,4 +144,4 @@ def test_undefined_constants_and_imports_of_names_are_explained(tmp_path):
   message = _error(tmp_path, 'train_script.train.total_steps = %t5x.utils.STEPS\n')
   assert "mine.gin:8: the macro 't5x.utils.STEPS' is not defined. Write a value" in message
   message = _error(tmp_path, 'from t5x.utils import DatasetConfig\n')
-  assert message.endswith("T5X has no module 't5x.utils.DatasetConfig'. Import t5x.utils, and write utils.DatasetConfig.")
+  assert message.endswith("no module 't5x.utils.DatasetConfig'. Import t5x.utils, and write utils.DatasetConfig.")

@@ -139,7 +139,8 @@ def test_protocols_have_the_parameters_of_the_functions():
 
 
 @pytest.mark.parametrize('shard, message', [
-    ((0, 0), 'num_shards` must be an integer >= 1, got 0'), ((2, 2), r'shard_id` must be an integer in \[0, 2\), got 2'),
+    ((0, 0), 'num_shards` must be an integer >= 1, got 0'),
+    ((2, 2), r'shard_id` must be an integer in \[0, 2\), got 2'),
     (('0', 1), "shard_id` must be an integer .*got '0'")])
 def test_invalid_shards_are_rejected(shard, message):
   with pytest.raises(ConfigError, match=message):

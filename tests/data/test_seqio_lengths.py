@@ -133,5 +133,5 @@ def test_vocabularies_of_tasks_without_inputs():
 @pytest.mark.parametrize('converter', [None, seqio.EncDecFeatureConverter(pack=False)])
 def test_a_converter_that_is_not_a_class_is_rejected(converter):
   _register('wrong_converter', ['a'])
-  with pytest.raises(ConfigError, match='`feature_converter_cls` must be a function of .pack=, use_custom_packing_ops='):
+  with pytest.raises(ConfigError, match='`feature_converter_cls` must be a function of .pack=, use_'):
     _lengths(_cfg('wrong_converter'), feature_converter=converter)

@@ -76,8 +76,8 @@ def test_an_empty_dataset_is_an_error():
 
 
 @pytest.mark.parametrize('change, message', [
-    (lambda ds: [example for _, example in ds], r'`infer_fn.ds` must be pairs \(index, example\).*Pass dataset.enumerate'),
-    (lambda ds: [*ds[:2], (7, ds[2][1] | {'decoder_loss_weights': np.ones(3)})], 'Example 7 must have the shapes of the '),
+    (lambda ds: [example for _, example in ds], r'`infer_fn.ds` must be pairs .*Pass dataset.enumerate'),
+    (lambda ds: [*ds[:2], (7, ds[2][1] | {'decoder_loss_weights': np.ones(3)})], 'Example 7 must have the shapes of '),
     (lambda ds: [*ds[:2], (7, {})], 'Example 7 must have the shapes of the first one'),
 ])
 def test_datasets_of_other_forms_are_rejected(change, message):

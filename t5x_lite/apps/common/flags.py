@@ -337,7 +337,8 @@ def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> Non
     logging.getLogger(__name__).warning(
         '--seqio_additional_cache_dirs=%s has no effect: no dataset reads cached tasks. Set '
         '--gin.USE_CACHED_TASKS=True.', ','.join(cache_dirs))
-  for flag, folder in (('--tfds_data_dir', data_dir), *(('--seqio_additional_cache_dirs', each) for each in cache_dirs)):
+  named = [('--tfds_data_dir', data_dir), *(('--seqio_additional_cache_dirs', folder) for folder in cache_dirs)]
+  for flag, folder in named:
     if folder and '://' not in folder and not os.path.isdir(folder):
       logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
   from t5x_lite.data import seqio_folders
