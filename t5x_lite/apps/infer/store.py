@@ -229,9 +229,15 @@ class ShardStore:
     if not (output / name).is_file():
       raise checks.invalid('infer', 'merge_fn', f'a function that writes <output_dir>/{name}', merge_fn,
                            'The chunks are kept: correct it, and rerun the command.')
-    for path in output.iterdir():
+    for path in sorted(output.iterdir()):
+      target = self.paths.folder / path.name
+      # Another shard may have written a file of that name.
+      if path.is_dir() or (path.name != name and target.exists() and target.read_bytes() != path.read_bytes()):
+        raise checks.invalid(
+            'infer', 'merge_fn', 'a function that writes files whose names no other shard or run has written', path.name,
+            f'Begin names with its second argument, here {name!r}. The chunks are kept: rerun the command.')
       if path.name != name:
-        files.write(self.paths.folder / path.name, path.read_bytes())
+        files.write(target, path.read_bytes())
     self._write_result(lambda path: shutil.copyfile(output / name, path))
 
   def _write_result(self, write_fn: Callable[[pathlib.Path], Any]) -> None:

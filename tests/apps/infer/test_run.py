@@ -393,16 +393,29 @@ def test_a_function_merges_the_chunks(tmp_path, lines, checkpoint):
     calls.append(step)
     if len(calls) > 1:  # the first call writes nothing
       infer_package.merge_chunks_to_file(output_dir, output_fname, tmp_dir, step)
-      (pathlib.Path(output_dir) / 'more').write_text(output_fname)
+      (pathlib.Path(output_dir) / f'{output_fname}.more').write_text(output_fname)
 
   with pytest.raises(errors.ConfigError, match='merge_fn` must be a function that writes'):
     toy_infer.infer(cfg, checkpoint, tmp_path / 'own', merge_fn=merge)
   (own,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'own', merge_fn=merge)
   assert calls == [5, 5] and pathlib.Path(own).read_bytes() == pathlib.Path(usual).read_bytes()
-  assert (tmp_path / 'own' / 'more').read_text() == pathlib.Path(own).name
+  assert pathlib.Path(f'{own}.more').read_text() == pathlib.Path(own).name
   for shard_id in range(2):  # results of another form are not merged over shards
     paths = toy_infer.infer(cfg, checkpoint, tmp_path / 'shards', merge_fn=merge, shard_id=shard_id, num_shards=2)
   assert paths[0].endswith('-00001-of-00002') and not pathlib.Path(paths[0].removesuffix('-00001-of-00002')).exists()
+
+
+def test_files_of_a_merge_function_replace_no_others(tmp_path, lines, checkpoint):
+  def merge(output_dir, output_fname, tmp_dir, step):
+    infer_package.merge_chunks_to_file(output_dir, output_fname, tmp_dir, step)
+    (pathlib.Path(output_dir) / 'more').write_text(output_fname)
+
+  cfg, folder = toy_infer.text_cfg(lines), tmp_path / 'shards'
+  toy_infer.infer(cfg, checkpoint, folder, merge_fn=merge, shard_id=0, num_shards=2)
+  before = (folder / 'more').read_text()
+  with pytest.raises(errors.ConfigError, match="whose names no other shard or run has written, got 'more'"):
+    toy_infer.infer(cfg, checkpoint, folder, merge_fn=merge, shard_id=1, num_shards=2)
+  assert (folder / 'more').read_text() == before
 
 
 @pytest.mark.parametrize('keep', [False, True])
