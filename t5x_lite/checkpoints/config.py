@@ -177,12 +177,22 @@ def check_standard(cfg: CheckpointConfig) -> None:
   Raises:
     ConfigError: with the alternative.
   """
-  for part, methods, remedy in (
-      (cfg.save, ('save',), 'Change saved states by `state_transformation_fns`, and choose steps by `policies`.'),
-      (cfg.restore, ('restore',),
+  for part, method, hook, remedy in (
+      (cfg.save, 'save', 'retention',
+       'Change saved states by `state_transformation_fns`, and choose steps by `policies`.'),
+      (cfg.restore, 'restore', 'builders',
        'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.')):
-    for option in _CLASSES if part is not None else ():
-      if not is_standard(getattr(part, option), *methods):
-        raise checks.invalid(
-            type(part).__name__, option, f'a class whose `{methods[0]}` is that of {_CLASSES[option].__name__}',
-            getattr(part, option), remedy)
+    for option, standard in _CLASSES.items() if part is not None else ():
+      constructor = getattr(part, option)
+      problem = '' if is_standard(constructor, method) else f'whose `{method}` is that of {standard.__name__}'
+      made = None if constructor is None else _class_of(constructor)
+      if made is not None and issubclass(made, Checkpointer) and _is_of_user(made.__init__):
+        # Only its properties are read, so other options that the constructor sets would have no effect.
+        if not _is_of_user(getattr(made, hook).fget):
+          problem = problem or f'with the constructor of {standard.__name__}, or with a property `{hook}` of its own'
+      if problem:
+        raise checks.invalid(type(part).__name__, option, f'a class {problem}', constructor, remedy)
+
+
+def _is_of_user(function: Any) -> bool:
+  return function.__module__.partition('.')[0] not in ('t5x_lite', 'moe')

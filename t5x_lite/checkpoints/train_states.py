@@ -87,7 +87,7 @@ def save_train_state(directory: discovery.PathLike, train_state: TrainState, sav
   step = int(get_local_data(train_state.step))
   path = discovery.get_checkpoint_dir(directory, step)
   if multihost.broadcast_from_lead(np.int32(files.path(path).exists() and not discovery.is_incomplete(path))):
-    _logger.info('Not saving step %d: %s exists.', step, path)
+    _logger.warning('Step %d is not saved, because %s exists.', step, path)
     return False
   save_options = dataclasses.replace(
       save_options, state_transformation_fns=(*save_options.state_transformation_fns, *state_transformation_fns))

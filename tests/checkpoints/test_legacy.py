@@ -91,6 +91,24 @@ def test_custom_checkpointers_get_the_arguments_of_t5x(tmp_path):
   checkpoints.check_standard(checkpoints.CheckpointConfig(Save(checkpointer_cls=None), Restore('a')))
 
 
+def test_options_that_a_constructor_of_a_user_sets_would_have_no_effect_in_commands():
+  class KeepFive(checkpoints.Checkpointer):
+
+    def __init__(self, *args, **kwargs):
+      super().__init__(*args, **{**kwargs, 'keep': 5})
+
+  class WithHook(KeepFive):
+
+    @property
+    def retention(self):
+      return {'keep': 5}
+
+  with pytest.raises(errors.ConfigError, match='constructor of Checkpointer, or with a property `retention` of its own'):
+    checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=KeepFive)))
+  checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=WithHook)))
+  checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=checkpoints.SaveBestCheckpointer)))
+
+
 def test_errors(tmp_path):
   other = Restore('a', checkpoint_manager_cls=functools.partial(checkpoints.OrbaxCheckpointManagerInterface, keep=1))
   with pytest.raises(errors.ConfigError, match='checkpoint_manager_cls` must be the same class in save_cfg and'):
