@@ -72,6 +72,7 @@ class MultiHeadDotProductAttention(nn.Module):
         DenseGeneral, (self.num_heads, self.head_dim), dtype=self.dtype, kernel_axes=('embed', *heads_axes),
         flat_kernel=self.flat_kernels)
 
+    @functools.wraps(self.kernel_init)
     def query_init(*args):
       return self.kernel_init(*args) / jnp.sqrt(self.head_dim).astype(jnp.float32)
 

@@ -1,10 +1,11 @@
 """Linear projections without bias, over one or several dims at once."""
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,11 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
   return (value,) if isinstance(value, int) else tuple(value)
 
 
+def _needs_dims(initializer: Initializer) -> bool:
+  parameters = inspect.signature(initializer).parameters.values()
+  return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters) == 5
+
+
 class DenseGeneral(nn.Module):
   """Linear projection of the dims `axis` of the input to new trailing dims `features`, without bias.
 
@@ -43,7 +49,8 @@ class DenseGeneral(nn.Module):
     features: size or sizes of the output dims.
     axis: input dim or dims that are contracted.
     dtype: compute dtype; kernel and input are cast to it, or to bfloat16 if the kernel is (`operand_dtype`).
-    kernel_init: initializer, called as `kernel_init(rng, [prod(in), prod(features)], float32)`.
+    kernel_init: initializer, called as `kernel_init(rng, [prod(in), prod(features)], float32)`. One that requires five
+      arguments, as in T5X's `scalable_t5`, is called with [*in, *features] and the input and output dims.
     kernel_axes: logical axis names of the stored kernel.
     flat_kernel: True to store the kernel as a matrix.
   """
@@ -72,6 +79,9 @@ class DenseGeneral(nn.Module):
     full_shape = in_shape + features
 
     def init(rng, shape, dtype):
+      if _needs_dims(self.kernel_init):
+        dims = tuple(range(len(full_shape)))
+        return self.kernel_init(rng, full_shape, dtype, dims[:len(axis)], dims[len(axis):]).reshape(shape)
       return self.kernel_init(rng, matrix_shape, dtype).reshape(shape)
 
     kernel = nn_partitioning.param_with_axes(

@@ -28,3 +28,18 @@ def test_nd_dense_init_takes_the_dims_of_the_call():
   assert np.std(values) == pytest.approx(64**-0.5, rel=0.05)
   kernel = nd.DenseGeneral((4, 16), kernel_init=init).init(jax.random.key(0), jnp.ones((1, 64)))['params']['kernel']
   assert kernel.shape == (64, 4, 16) and np.std(kernel) == pytest.approx(64**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize('cls, arguments', [
+    (nd.MultiHeadDotProductAttention, (2, 8)), (nd.DenseGeneral, ((2, 8),)), (layers.DenseGeneral, ((2, 8),))])
+def test_initializers_that_require_the_dims_get_them(cls, arguments):
+  calls = []
+
+  def init(key, shape, dtype, in_axis, out_axis):
+    calls.append((shape, in_axis, out_axis))
+    return jax.random.normal(key, shape, dtype)
+
+  x = jnp.ones((1, 3, 16))
+  cls(*arguments, kernel_init=init).init(jax.random.key(0), *((x, x) if len(arguments) == 2 else (x,)))
+  assert calls[0] == ((16, 2, 8), (0,), (1, 2))
+  assert calls[3:] == ([((2, 8, 16), (0, 1), (2,))] if len(arguments) == 2 else [])
