@@ -44,7 +44,7 @@ class Binder:
   """
 
   def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False, clears: bool = True):
-    """Clear gin's configuration.
+    """Clear gin's configuration, if `clears`.
 
     Args:
       main_is_t5x: whether `import __main__` means T5X's programs; False for the program of this process.
