@@ -107,7 +107,8 @@ def test_files_of_this_package_include_each_other(tmp_path, monkeypatch):
   assert 'A' not in {getattr(statement, 'macro_name', None) for statement in ours.walk()}
 
 
-def test_log_says_once_which_files_and_defaults_are_ours(tmp_path, caplog):
+def test_log_says_once_which_files_and_defaults_are_ours(tmp_path, caplog, monkeypatch):
+  monkeypatch.chdir(tmp_path)
   text = "include '../t5x/t5x/configs/runs/pretrain.gin'\ninclude 't5x/examples/t5/byt5/tiny.gin'\n"
   flags = ('MIXTURE_OR_TASK_NAME=a', "TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", 'DROPOUT_RATE=0.0')
   with caplog.at_level(logging.INFO):

@@ -1,5 +1,6 @@
 """Background prefetch and global arrays."""
 
+import json
 import gc
 import threading
 import time
@@ -76,6 +77,12 @@ def test_batches_are_global_and_sharded(partitioner):
   np.testing.assert_array_equal(x[:, 0], np.arange(16) + 100)
 
 
+def _place(state):
+  """Returns the number of batches before a position; the reader may have told an earlier one, and batches to skip."""
+  skipped = json.loads(state.get('skipped_batches.json', b'{"num_batches": 0}'))
+  return int(state['position']) + skipped['num_batches']
+
+
 def test_the_end_is_known_without_taking_a_batch(partitioner):
   class Ending(_Counter):
 
@@ -89,7 +96,7 @@ def test_the_end_is_known_without_taking_a_batch(partitioner):
       assert batches.knows_next(60) and batches.knows_next(0) and not batches.has_ended
       assert _number(batches.take(60)) == number
     state = batches.get_state()
-    assert batches.knows_next(60) and batches.has_ended and state == batches.get_state()
+    assert batches.knows_next(60) and batches.has_ended and _place(state) == _place(batches.get_state()) == 2
     for _ in range(2):
       with pytest.raises(StopIteration):
         batches.take(60)
