@@ -1,7 +1,7 @@
 """Background prefetch and global arrays."""
 
-import json
 import gc
+import json
 import threading
 import time
 import traceback
