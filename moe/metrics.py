@@ -161,9 +161,10 @@ def microbatch_losses_and_sums(
   if not layers:
     return 0.0, {}
   own_weights = {layer: values.get(WEIGHTS, {}) for layer, values in layers.items()}
-  weights = {layer: {name: own.get(name, jnp.ones([], jnp.float32)) for name in SOWN}
+  weights = {layer: {name: own.get(name, jnp.ones([], jnp.float32)) for name in SOWN if name in layers[layer]}
              for layer, own in own_weights.items()}
-  totals = {layer: {name: values[name] * weights[layer][name] for name in SOWN} for layer, values in layers.items()}
+  totals = {layer: {name: layers[layer][name] * weight for name, weight in each.items()}
+            for layer, each in weights.items()}
   shares = {}
   for layer, values in layers.items():
     shares[layer] = {name: values[name] for name in _LOSSES}
@@ -214,12 +215,15 @@ def _metrics(layers: Layers, factors: Mapping[str, float]) -> MetricsMap:
 
 def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
   values = {name: value for name, value in values.items() if name in SOWN}
-  load = values.pop('expert_load')
-  scalars = {name: value for name, value in values.items() if SOWN[name] == 0}
-  # The load of a batch of only padding is 0.
-  scalars['max_over_mean_load'] = jnp.max(load) * load.size
-  scalars['dead_experts'] = jnp.sum(load == 0, dtype=jnp.float32)
-  arrays = {'load': load} | {name: value for name, value in values.items() if SOWN[name] == 1}
+  load = values.pop('expert_load', None)
+  # Flaxformer's layers sow numbers as arrays with one element, and no load.
+  scalars = {name: jnp.mean(value) for name, value in values.items() if SOWN[name] == 0}
+  arrays = {name: value for name, value in values.items() if SOWN[name] == 1}
+  if load is not None:
+    # The load of a batch of only padding is 0.
+    scalars['max_over_mean_load'] = jnp.max(load) * load.size
+    scalars['dead_experts'] = jnp.sum(load == 0, dtype=jnp.float32)
+    arrays = {'load': load} | arrays
   return {**{name: _mean(value) for name, value in scalars.items()},
           **{name: metrics_lib.ArrayAverage.from_model_output(value) for name, value in arrays.items()}}
 
