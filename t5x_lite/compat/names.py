@@ -210,9 +210,12 @@ LEFT_OUT_MODULES: dict[str, str] = {
     't5x.config_utils': 'Configure runs with gin files; fiddle is not supported.',
     't5x.contrib.calm': 'CALM is not part of t5x_lite; decoding.temperature_sample decodes with all layers.',
     't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs too.',
+    't5x.export': 'Run t5x_lite export, or import t5x.export_lib.',
     't5x.fiddle_configs': 'Configure runs with gin files; fiddle is not supported.',
     't5x.main': 'There is one command for each run mode: t5x_lite train, eval, infer, precompile, export.',
     't5x.scripts': 'Use xm or SLURM scripts of your own; `t5x_lite launch` starts several processes.',
+    't5x.tasks': 'Register the tasks that you use in a module of your own.',
+    't5x.test_utils': "Its functions belong to T5X's own tests.",
 }
 
 # Macros of T5X's run files whose default here is another one, with T5X's.

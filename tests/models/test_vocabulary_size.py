@@ -11,7 +11,8 @@ def test_a_vocabulary_that_cannot_be_loaded_is_named_with_the_remedy():
 
     @property
     def vocab_size(self):
-      raise RuntimeError('no file gs://a/b.model\nmore')
+      raise RuntimeError('no file gs://a/b.model.\nmore')
 
-  with pytest.raises(errors.ConfigError, match='input_vocabulary cannot be loaded: no file gs://a/b.model. .*VOCABULARY'):
+  message = r'input_vocabulary cannot be loaded: no file gs://a/b.model\. If .*VOCABULARY'
+  with pytest.raises(errors.ConfigError, match=message):
     vocabulary_size.check_vocabulary_fits('input_vocabulary', Missing(), 32)
