@@ -40,3 +40,10 @@ def test_aliases_exist_in_all_modules():
   assert views.find('t5x.partitioning', 'with_sharding_constraint').module == 't5x_lite.partitioning'
   assert views.find('t5x.examples.t5.layers', 'param_with_axes').module == 'flax.linen.partitioning'
   assert views.find('t5x.contrib', 'Array') is None
+
+
+def test_types_for_annotations_are_here():
+  for module, name in [('trainer', 'BatchType'), ('trainer', 'MutableMetricMapType'), ('models', 'MetricsMap'),
+                       ('train_state', 'VariableDict'), ('partitioning', 'TrainState'), ('utils', 'InferStepCallable'),
+                       ('infer', 'MergeFn'), ('contrib.moe.trainer', 'LearningRateCallable')]:
+    assert getattr(views.module(f't5x.{module}'), name) is not None
