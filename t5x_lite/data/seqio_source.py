@@ -4,6 +4,8 @@ seqio shards the data: process i of n reads the i-th part of the files or exampl
 """
 
 import dataclasses
+import functools
+import logging
 from typing import Any
 
 from t5x_lite.data import positions
@@ -14,6 +16,14 @@ from t5x_lite.data.seqio_import import explained, quiet, reading, seqio, tf
 from t5x_lite.data.seqio_tf_data import TfDatasetIterator
 from t5x_lite.data.truncation import Truncation, sample_truncation
 from t5x_lite.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_no_cache(name: str) -> None:
+  _logger.warning('use_cached has no effect on the task %r, which has no CacheDatasetPlaceholder: its examples are '
+                  'computed.', name)
 
 
 def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
@@ -30,6 +40,9 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
   Raises:
     DataError: seqio cannot make the dataset; the message includes seqio's message.
   """
+  for task in seqio_features.subtasks_with_split(provider, cfg.split) if cfg.use_cached else ():
+    if not task.supports_caching:
+      _warn_of_no_cache(task.name)
   failure = f'seqio cannot read the split {cfg.split!r} of {provider.name!r}'
   remedy = (' Set --seqio_additional_cache_dirs to the folder with the caches, or USE_CACHED_TASKS=False to compute '
             'the examples.' if cfg.use_cached else '')

@@ -355,6 +355,13 @@ def test_rejected(change, error, message):
     _open(_cfg(**change), feature_converter=converter)
 
 
+def test_a_task_that_cannot_be_cached_is_a_warning(caplog):
+  cfg = _cfg(_task('not_cacheable'), {'inputs': 4, 'targets': 4}, use_cached=True, split='train', batch_size=1)
+  for _ in range(2):
+    next(_open(cfg))
+  assert caplog.text.count("use_cached has no effect on the task 'not_cacheable'") == 1
+
+
 def test_rejected_converters():
   with pytest.raises(ConfigError, match="'encoder_decode'.*mean 'encoder_decoder'"):
     data.open_train_iterator(_cfg(), _layout(), feature_converter='encoder_decode')
