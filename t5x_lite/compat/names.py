@@ -291,7 +291,9 @@ def why_no_module(module: str) -> str:
   parent, _, name = module.rpartition('.')
   if parent in MODULES:
     return f'T5X has no module {module!r}. Import {parent}, and write {parent.rpartition(".")[2]}.{name}.'
-  return f'T5X has no module {module!r}.{did_you_mean(module, MODULES, lists_all=False)}'
+  # The common beginning would make all names similar.
+  near = did_you_mean(module.removeprefix('t5x.'), [name.removeprefix('t5x.') for name in MODULES], lists_all=False)
+  return f'T5X has no module {module!r}.{near}'
 
 
 def sentence(module: str, name: str) -> str:

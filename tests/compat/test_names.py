@@ -30,7 +30,7 @@ def test_names_that_are_left_out_have_one_sentence_and_are_not_here(module):
 def test_messages_name_the_alternative_of_a_module():
   assert 't5x_lite train, eval, infer' in names.why_no_module('t5x.main')
   assert 't5x.examples.t5' in names.why_no_module('t5x.contrib.gpu.t5.network')
-  assert "Did you mean 't5x.utils'?" in names.why_no_module('t5x.util')
+  assert "Did you mean 'utils'?" in names.why_no_module('t5x.util')
   assert not names.why_no_module('t5x.contrib') and not names.why_no_module('t5x')
 
 
