@@ -107,7 +107,8 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
   """
   feature_converter = get_converter_cls(feature_converter)
   if cfg.use_custom_packing_ops and importlib.util.find_spec('tensor2tensor') is None:
-    raise checks.invalid('DatasetConfig', 'use_custom_packing_ops', 'False without the package tensor2tensor', True)
+    raise checks.invalid('DatasetConfig', 'use_custom_packing_ops', 'False without the package tensor2tensor', True,
+                         'Remove it, or install tensor2tensor.')
   converter = checks.call_custom(
       '', 'feature_converter_cls', 'pack=, use_custom_packing_ops=', feature_converter, pack=cfg.pack,
       use_custom_packing_ops=cfg.use_custom_packing_ops)

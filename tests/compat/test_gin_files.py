@@ -87,6 +87,14 @@ def test_bindings_after_a_run_file(tmp_path, body, setting, value):
 
 
 @pytest.mark.parametrize('command', ['eval', 'infer'])
+def test_the_remedy_for_a_missing_split_has_an_effect(tmp_path, command):
+  head = f"{_MODEL}include 't5x/configs/runs/{command}.gin'"
+  assert _load(tmp_path, head, '', command).argument('dataset_cfg').split == 'test'
+  changed = _load(tmp_path, head, "MIXTURE_OR_TASK_SPLIT = 'validation'", command)
+  assert changed.argument('dataset_cfg').split == 'validation'
+
+
+@pytest.mark.parametrize('command', ['eval', 'infer'])
 def test_evaluation_and_inference_have_no_scopes(tmp_path, command):
   configuration = _load(tmp_path, f"{_MODEL}include 't5x/configs/runs/{command}.gin'", """
 utils.DatasetConfig.split = 'train'

@@ -341,7 +341,7 @@ def test_postprocessors_and_score_metrics():
     (dict(module='no_such_module_here'), ConfigError, "no module 'no_such_module_here'"),
     (dict(use_cached=True), DataError,
      'does not exist in any of the task cache directories.*--seqio_additional_cache_dirs .* USE_CACHED_TASKS=False'),
-    (dict(pack=True, use_custom_packing_ops=True), ConfigError, 'tensor2tensor'),
+    (dict(pack=True, use_custom_packing_ops=True), ConfigError, 'Remove it, or install tensor2tensor'),
     (dict(name='python_docs_span_corruption'), DataError, 'Expected targets length'),
     (dict(name='python_docs_span_corruption', lengths={'targets': 32}, converter='decoder_only'), ConfigError,
      "with the feature 'inputs' for 'span corruption'"),
