@@ -217,7 +217,7 @@ def call_custom(owner: str, option: str, parameters: str, function: Any, *args: 
     reason = str(error).partition('\n')[0]
     name = f'{owner}.{option}' if owner else option
     raise ConfigError(f'`{name}` must be {expectation}, got {_describe(function)}: {reason.rstrip(".")}. '
-                      'Change its parameters.') from error
+                      'Change its parameters, or bind them.') from error
 
 
 def _code(function: Any) -> Any:

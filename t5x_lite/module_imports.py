@@ -114,6 +114,11 @@ def import_module(module: str, *, what: str = 'Module') -> None:
     remedy += '. Omit the suffix .py' if module.endswith('.py') else ''
     raise ConfigError(f'{what} {module!r} cannot be imported: there is no module {error.name!r}. Install it, or '
                       f'{remedy}.{remedy_for(error.name or "", error)}') from error
+  except ImportError as error:
+    remedy = remedy_for(error.name or '', error)
+    if not remedy:
+      raise
+    raise ConfigError(f'{what} {module!r} cannot be imported: {error}.{remedy}') from error
 
 
 def remedy_for(missing: str, error: BaseException | None = None) -> str:
@@ -122,7 +127,7 @@ def remedy_for(missing: str, error: BaseException | None = None) -> str:
   importers = [frame.f_globals.get('__name__', '') for frame, _ in frames]
   if not any(f'{name}.'.startswith('t5x.') for name in (missing, *importers)):
     return ''
-  if 't5x' in sys.modules:
-    from t5x_lite.compat import names
-    return f' {names.why_no_module(missing)}'
+  from t5x_lite.compat import names, views
+  if isinstance(sys.modules.get('t5x'), views.View):  # otherwise T5X itself or a folder t5x
+    return f' {names.why_no_module(missing)}'.rstrip()
   return ' With `python -m t5x_lite.compat.train`, or after t5x_lite.compat.install(), t5x means t5x_lite.'

@@ -32,22 +32,47 @@ class Place(NamedTuple):
   name: str
 
 
-# Types and functions of other packages that most of T5X's modules have under these names, for annotations in users' code.
+# Types and functions that several of T5X's modules have under these names, for annotations in users' code.
 ALIASES: dict[str, str] = {
+    'ActionMapType': 'typing:Mapping',
     'Activation': 'typing:Callable',
     'Array': 'jax:Array',
+    'BatchSpec': 'typing:Mapping',
+    'BatchType': 'typing:Mapping',
+    'CompiledPartitionedCallable': 'typing:Callable',
     'DType': 'typing:Any',
     'Dtype': 'typing:Any',
+    'FlaxMutables': 'typing:Mapping',
     'FrozenDict': 'flax.core:FrozenDict',
     'FrozenVariableDict': 'flax.core.scope:FrozenVariableDict',
+    'InferStepCallable': 'typing:Callable',
+    'Inferences': 'typing:Any',
     'Initializer': 'typing:Callable',
+    'JaxDevice': 'jax:Device',
+    'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
+    'MergeFn': 'typing:Callable',
     'Mesh': 'jax.sharding:Mesh',
+    'MetricMapSpec': 'typing:Mapping',
+    'MetricMapType': 'typing:Mapping',
+    'MetricValueMapType': 'typing:Mapping',
+    'MetricsMap': 'typing:MutableMapping',
+    'ModelWeights': 'typing:Any',
+    'MutableMetricMapType': 'typing:MutableMapping',
+    'MutableVariableDict': 'flax.core.scope:MutableVariableDict',
+    'OptimizerStateType': 'typing:Any',
     'PRNGKey': 'jax:Array',
     'PartitionSpec': 'jax.sharding:PartitionSpec',
+    'PartitionedCallable': 'typing:Callable',
+    'PartitionedTrainCallable': 't5x_lite.trainer:PartitionedTrainCallable',
     'PyTree': 'typing:Any',
     'PyTreeDef': 'jax.tree_util:PyTreeDef',
+    'Pytree': 'typing:Any',
     'Rng': 'jax:Array',
+    'Scalar': 'typing:Any',
     'Shape': 'typing:Sequence',
+    'TrainState': 't5x_lite.train_state:TrainState',
+    'VariableDict': 'flax.core.scope:VariableDict',
+    'WriteFn': 'typing:Callable',
     'param_with_axes': 'flax.linen.partitioning:param_with_axes',
     'scan_with_axes': 'flax.linen.partitioning:scan_with_axes',
     'with_sharding_constraint': 'flax.linen.partitioning:with_sharding_constraint',
@@ -269,7 +294,9 @@ def why_no_module(module: str) -> str:
   parent, _, name = module.rpartition('.')
   if parent in MODULES:
     return f'T5X has no module {module!r}. Import {parent}, and write {parent.rpartition(".")[2]}.{name}.'
-  return f'T5X has no module {module!r}.{did_you_mean(module, MODULES, lists_all=False)}'
+  # The common beginning would make all names similar.
+  near = did_you_mean(module.removeprefix('t5x.'), [name.removeprefix('t5x.') for name in MODULES], lists_all=False)
+  return f'T5X has no module {module!r}.{near}'
 
 
 def sentence(module: str, name: str) -> str:

@@ -219,6 +219,11 @@ class _Names(gin_config.ParseContext):
       self.process_import(statement.statement)
     except ModuleNotFoundError as error:
       raise ConfigError(f'{statement.location}: {_import_message(module, error)}') from error
+    except ImportError as error:
+      remedy = module_imports.remedy_for(error.name or '', error)
+      if not remedy:
+        raise
+      raise ConfigError(f'{statement.location}: importing {module} failed: {error}.{remedy}') from error
 
   def _add_view(self, statement: gin_syntax.Import) -> None:
     """Import a module of T5X on behalf of the file: a view of our objects, even if T5X is installed."""

@@ -32,7 +32,7 @@ def test_messages_name_the_alternative_of_a_module():
   assert 't5x.examples.t5' in names.why_no_module('t5x.contrib.gpu.t5.network')
   assert 't5x_lite export' in names.why_no_module('t5x.export') and not names.why_no_module('t5x.export_lib')
   assert 'module of your own' in names.why_no_module('t5x.tasks')
-  assert "Did you mean 't5x.utils'?" in names.why_no_module('t5x.util')
+  assert "Did you mean 'utils'?" in names.why_no_module('t5x.util')
   assert not names.why_no_module('t5x.contrib') and not names.why_no_module('t5x')
 
 
@@ -42,3 +42,10 @@ def test_aliases_exist_in_all_modules():
   assert views.find('t5x.partitioning', 'with_sharding_constraint').module == 't5x_lite.partitioning'
   assert views.find('t5x.examples.t5.layers', 'param_with_axes').module == 'flax.linen.partitioning'
   assert views.find('t5x.contrib', 'Array') is None
+
+
+def test_types_for_annotations_are_here():
+  for module, name in [('trainer', 'BatchType'), ('trainer', 'MutableMetricMapType'), ('models', 'MetricsMap'),
+                       ('train_state', 'VariableDict'), ('partitioning', 'TrainState'), ('utils', 'InferStepCallable'),
+                       ('infer', 'MergeFn'), ('contrib.moe.trainer', 'LearningRateCallable')]:
+    assert getattr(views.module(f't5x.{module}'), name) is not None

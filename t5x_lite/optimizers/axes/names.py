@@ -38,7 +38,8 @@ def match_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str = 'p
 
   Args:
     arrays: tree of arrays or `jax.ShapeDtypeStruct`s.
-    logical_axes: tree with a `PartitionSpec` of logical names, or None for "no named dim", at the path of every array.
+    logical_axes: tree with a `PartitionSpec` or `partitioning.AxisNames` of logical names, or None for "no named dim",
+      at the path of every array.
     what: name of the arrays for error messages.
 
   Returns:
@@ -61,7 +62,7 @@ def match_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str = 'p
   if problems:
     raise ConfigError(problems[0])
   return tree_utils.map_with_names(
-      lambda name, array: unnamed_axes(array) if specs[name] is None else specs[name], arrays)
+      lambda name, array: unnamed_axes(array) if specs[name] is None else PartitionSpec(*specs[name]), arrays)
 
 
 def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> None:

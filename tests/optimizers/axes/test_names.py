@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 
+from t5x_lite import adafactor
 from t5x_lite import optimizers
+from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
 
 _AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}
@@ -30,6 +32,15 @@ def test_axes_of_adamw():
   adam_axes = axes.state.param_states[0]
   assert axes.target == _AXES and adam_axes.mu == _AXES and adam_axes.nu == _AXES
   assert adam_axes.count == P() and axes.state.step == P()
+
+
+def test_axes_may_be_axis_names_as_in_t5x():
+  names = {'dense': {'kernel': partitioning.AxisNames('embed', 'mlp'), 'bias': partitioning.AxisNames('mlp')},
+           'scale': partitioning.AxisNames()}
+  optimizer_def = adafactor.Adafactor()
+  optimizer = optimizer_def.create(_params())
+  assert optimizer_def.derive_logical_axes(optimizer=optimizer, param_logical_axes=names) == (
+      optimizer_def.derive_logical_axes(optimizer=optimizer, param_logical_axes=_AXES))
 
 
 def test_axes_of_masked_parameters_stay_masked():
