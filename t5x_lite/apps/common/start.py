@@ -170,7 +170,8 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
 
   Raises:
     CheckpointError: none or several checkpoints are configured, or all checkpoints of the directory are damaged.
-    ConfigError: the run directory was written by `convert`, or a custom `checkpointer_cls` is not supported.
+    ConfigError: the run directory was written by `convert`, or a custom `checkpointer_cls` is not supported; or the
+      run would start with new parameters in a directory with checkpoints of T5X.
   """
   checkpoints.check_standard(checkpoint_cfg)
   # Only checkpoints with a manifest are the run's own.
@@ -186,6 +187,7 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   configured = checkpoint_cfg.restore
   if configured is None or not configured.paths:
+    _check_has_none_of_t5x(model_dir)
     return StartingPoint(restore_cfg=configured)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
   if len(paths) != 1 or configured.mode == 'all':
@@ -195,6 +197,17 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
                           f'(mode={configured.mode!r}). Correct path or mode, or set CheckpointConfig.restore to None '
                           'to start from scratch.')
   return StartingPoint(path=paths[0], restore_cfg=configured)
+
+
+def _check_has_none_of_t5x(model_dir: str) -> None:
+  """Raise ConfigError if a directory has checkpoints of T5X, whose run is probably meant to continue."""
+  paths = [checkpoints.get_checkpoint_dir(model_dir, step) for step in checkpoints.all_steps_of_any_program(model_dir)]
+  found = [path for path in paths if checkpoints.detect_format(path) in ('t5x', 't5x_orbax')]
+  if found:
+    raise ConfigError(
+        f'MODEL_DIR {model_dir!r} has checkpoints of T5X, the newest {os.path.basename(found[-1])}, and the run would '
+        'start with new parameters. To continue from the newest, set '
+        f'--gin.checkpoints.RestoreCheckpointConfig.path={model_dir!r}; otherwise set another MODEL_DIR.')
 
 
 def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel, *, for_training: bool = True,

@@ -22,6 +22,7 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from t5x_lite.networks import t5
+from tests.checkpoints.sources import t5x_samples
 
 _SPEC = {'encoder_input_tokens': (4, 8), 'decoder_input_tokens': (4, 6), 'decoder_target_tokens': (4, 6)}
 
@@ -302,3 +303,14 @@ def test_another_number_of_processes_is_reported_unless_the_source_handles_it(nu
   text = ('The training data of runs/a/checkpoint_3 (this run) has the positions of 2 process(es), and this run has 1: all '
           'continue at the position of process 0, so that examples may be repeated or omitted.')
   assert (text in caplog.text) == warns == bool(caplog.text)
+
+
+@pytest.mark.parametrize('form', ['t5x', 't5x_orbax'])
+def test_a_directory_of_t5x_is_not_taken_for_a_new_run(tmp_path, form):
+  run = str(t5x_samples.unpack(tmp_path)[form])
+  for restore in (None, checkpoints.RestoreCheckpointConfig(path=[])):
+    with pytest.raises(ConfigError, match='has checkpoints of T5X, the newest checkpoint_7, .* continue from the newest'):
+      start_lib.choose_start(run, checkpoints.CheckpointConfig(restore=restore))
+  start = start_lib.choose_start(run, checkpoints.CheckpointConfig(
+      restore=checkpoints.RestoreCheckpointConfig(path=run, mode='latest')))
+  assert start.path.endswith('checkpoint_7') and not start.resumes
