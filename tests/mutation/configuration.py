@@ -100,4 +100,22 @@ MUTANTS = (
         'elif self._skip_unknown is True or statement.selector in self._skip_unknown:',
         'elif self._skip_unknown:',
         'tests/test_gin_utils.py::test_unknown_names_are_skipped_on_request'),
+    Mutant(
+        'files_of_t5x_lite_come_before_those_of_the_user',
+        't5x_lite/configuration/syntax.py',
+        "[*ours, *theirs] if is_ours else [*theirs, *ours]",
+        "[*ours, *theirs]",
+        'tests/configuration/test_t5x_names.py::test_a_file_of_t5x_that_is_found_has_priority'),
+    Mutant(
+        'defaults_that_the_user_set_are_called_ours',
+        't5x_lite/gin_utils.py',
+        "last[name][1].path == gin_syntax.packaged_folder() / 'runs' / 'train.gin'",
+        'last[name][1] is not None',
+        'tests/configuration/test_t5x_names.py::test_log_says_once_which_files_and_defaults_are_ours'),
+    Mutant(
+        'a_folder_of_t5x_starts_anew',
+        't5x_lite/apps/common/start.py',
+        '    _check_has_none_of_t5x(model_dir)\n',
+        '',
+        'tests/apps/common/test_start.py::test_a_directory_of_t5x_is_not_taken_for_a_new_run[t5x]'),
 )
