@@ -142,7 +142,7 @@ _TOLD = [path.relative_to(_ROOT).as_posix() for path in (
     *sorted((_ROOT / 'gin').rglob('*.gin')),
     *sorted(path for package in ('t5x_lite', 'moe') for path in (_ROOT / package).rglob('*.py')))]
 _CHECKOUT_PROGRAM = re.compile(r'\b(scripts|benchmarks|tools)/([\w/]+\.(?:py|sh))')
-_OTHERS_MODULES = sys.stdlib_module_names | {'pip', 'pytest'}
+_OTHERS_MODULES = sys.stdlib_module_names | {'pip', 'pytest', 't5x/train'}
 
 
 def test_modules_to_run_are_in_the_wheel(built):
