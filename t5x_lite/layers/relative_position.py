@@ -118,10 +118,9 @@ class RelativePositionBiases(nn.Module):
 
 
 class CachedRelativePositionBiases(RelativePositionBiases):
-  """`RelativePositionBiases` that keeps the biases in the collection `cache`, for layers written for T5X.
+  """`RelativePositionBiases`, with its attributes, that keeps the biases in the collection `cache`.
 
-  Attributes:
-    num_buckets, max_distance, num_heads, dtype, embedding_init: see `RelativePositionBiases`.
+  For layers written for T5X.
   """
 
   def __call__(self, qlen: int, klen: int, bidirectional: bool = True, decode: bool = False) -> jax.Array:
