@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.core
-import flax.traverse_util
 import jax
 import numpy as np
 
@@ -122,9 +121,9 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the leaves of nested dicts by '/'-joined keys.
+  """Return the leaves of nested dicts by '/'-joined keys: `flatten_dict` by T5X's name.
 
   >>> flatten_dict_string_keys({'a': {'b': 1}, 'c': 2})
   {'a/b': 1, 'c': 2}
   """
-  return flax.traverse_util.flatten_dict(flax.core.unfreeze(x), sep='/')
+  return flatten_dict(x)

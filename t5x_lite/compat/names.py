@@ -79,7 +79,7 @@ ALIASES: dict[str, str] = {
 }
 _LAYERS = 't5x_lite.layers'
 _ARRAYS = 'Remove it: arrays are always jax.Array.'
-_EXPORTS = 'Include t5x/configs/runs/export.gin: exported programs take and return ids.'
+_EXPORTS = 'Include gin/t5x/configs/runs/export.gin, the file of t5x_lite: exported programs take and return ids.'
 
 MODULES: dict[str, Module] = {
     't5x.adafactor': Module(here='t5x_lite.adafactor'),

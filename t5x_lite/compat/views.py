@@ -26,7 +26,7 @@ class View(types.ModuleType):
     self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)  # `find_spec` requires it.
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith('_'):  # `inspect` asks all modules for __file__; the search for names would import all of ours.
+    if name.startswith('_'):  # Python asks all modules for such names; the search would import all modules of ours.
       raise AttributeError(f'{self.__name__} has no {name!r}.')
     if name in names.submodules(self.__name__):
       return module(f'{self.__name__}.{name}')

@@ -64,7 +64,7 @@ def test_flags_may_use_the_end_of_a_name_of_t5x_that_no_file_imports(tmp_path):
 @pytest.mark.parametrize('text, fragments', [
     ('utils.DataConfig.split = 1', ['mine.gin:8: t5x.utils has no', "Did you mean 'DatasetConfig'?"]),
     ('from t5x import export_lib\nx = @export_lib.ExportableModule', ['mine.gin:9: t5x.export_lib.ExportableModule',
-                                                                     't5x/configs/runs/export.gin']),
+                                                                     'gin/t5x/configs/runs/export.gin']),
     ('from t5x.contrib.calm import models as calm', ['mine.gin:8: t5x.contrib.calm has no equivalent', 'CALM']),
     ('import t5x.fiddle_configs.base', ['mine.gin:8: t5x.fiddle_configs has no equivalent', 'gin files']),
     ('train_script.trian.total_steps = 1', ["mine.gin:8: __main__ has no 'trian'", "Did you mean 'train'?"]),

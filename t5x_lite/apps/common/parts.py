@@ -21,6 +21,7 @@ from t5x_lite import evaluation
 from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
+from t5x_lite import random_numbers
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import start as start_lib
@@ -77,7 +78,7 @@ class RunConfig:
   @property
   def rng_impl(self) -> str:
     """Name of JAX's random number generator."""
-    return 'unsafe_rbg' if self.use_hardware_rng else 'threefry2x32'
+    return random_numbers.HARDWARE_IMPL if self.use_hardware_rng else 'threefry2x32'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
