@@ -136,7 +136,7 @@ class TrainStateInitializer:
 
   def from_checkpoint(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *, ds_iter: Any = None,
                       init_rng: jax.Array | None = None) -> PyTree | None:
-    """Return the state of the only checkpoint, or None if there is none; see `from_checkpoints`.
+    """Return the state of the only checkpoint, or None without one; see `from_checkpoints`.
 
     Raises:
       CheckpointError: several checkpoints, and the errors of `from_checkpoints`.
@@ -149,7 +149,7 @@ class TrainStateInitializer:
 
   def from_checkpoint_or_scratch(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *,
                                  init_rng: jax.Array, ds_iter: Any = None) -> PyTree:
-    """Return the state of the only checkpoint, or a newly initialised state if there is none."""
+    """Return the state of the only checkpoint, or a newly initialised state without one."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return self.from_scratch(init_rng) if state is None else state
 

@@ -201,7 +201,7 @@ def choose_path(directory: discovery.PathLike, step: int | None, path: discovery
   """Return the checkpoint that `step` or `path` names, or the newest sound one of the directory without both.
 
   Raises:
-    CheckpointError: there is none.
+    CheckpointError: the directory has no sound checkpoint.
     ConfigError: both are given.
   """
   if step is not None and path is not None:

@@ -385,7 +385,7 @@ def find_next_checkpoint_step(
 
 def find_first_checkpoint_step(checkpoint_steps_index: int, checkpoint_steps: Sequence[int], first_step: int,
                                host_step: int) -> int:
-  """Return the index of the next of the further steps to save, from an index on; the last one if there is none.
+  """Return the index of the next of the further steps to save, from an index on, or of the last step.
 
   Args:
     checkpoint_steps_index: index in `checkpoint_steps` at which the search begins.

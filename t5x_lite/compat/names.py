@@ -14,7 +14,7 @@ class Module(NamedTuple):
   """Row of the table: one module of T5X.
 
   Attributes:
-    here: our module with all names that are not listed in `names`; empty if there is none.
+    here: our module with all names that are not listed in `names`; '' without such a module.
     names: T5X's names that are elsewhere or have another name here, as 'our.module:Name'.
     left_out: T5X's names without an equivalent, and parameters as 'function.parameter', with one sentence each that
       names the alternative.
@@ -300,7 +300,7 @@ def why_no_module(module: str) -> str:
 
 
 def sentence(module: str, name: str) -> str:
-  """Return the sentence of a name, or of a parameter as 'function.parameter', that is left out; '' if there is none."""
+  """Return the sentence of a name, or of a parameter as 'function.parameter', that is left out; otherwise ''."""
   return next((row.left_out[name] for row in rows(module) if name in row.left_out), '')
 
 

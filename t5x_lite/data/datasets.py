@@ -160,7 +160,7 @@ def _as_eval_batches(name: str, batches: Any, cfg: DatasetConfig, layout: DataLa
 
   Raises:
     ConfigError: they can be read only once.
-    DataError: there are none.
+    DataError: the function returned no batches.
   """
   if isinstance(batches, EvalBatches):
     return batches
