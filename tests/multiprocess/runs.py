@@ -117,6 +117,10 @@ class Run:
     os.kill(self.pid(process), number)
     return time.monotonic()
 
+  def wait_until_stopped(self, process: int) -> None:
+    """Wait until SIGSTOP has stopped a process that runs without the launcher; its threads run on after 'FAULT'."""
+    os.waitid(os.P_PID, self.pid(process), os.WSTOPPED)
+
   def end(self) -> float:
     """Wait until all processes have ended, set `statuses`, and return the time."""
     deadline = time.monotonic() + _SECONDS

@@ -87,6 +87,7 @@ def test_a_stalled_source_ends_all_and_sigterm_a_survivor_of_a_stopped_process(m
   stopped = runs.Run(_train(tmp_path), launched=False, faults=[_fault(1, 'SIGSTOP')])
   with stalled, stopped:
     stopped.wait_for('FAULT')
+    stopped.wait_until_stopped(1)
     at = stopped.send(0, signal.SIGTERM)
     stalled_seconds = stalled.seconds_to_end()
     stopped_seconds = stopped.wait_for('ends because process 1 has given no sign of life') - at
