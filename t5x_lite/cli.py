@@ -23,6 +23,7 @@ import warnings
 
 import t5x_lite
 from t5x_lite import cli_flags
+from t5x_lite import compat
 from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
@@ -190,6 +191,9 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
 def run_program(may_restart: bool = False) -> NoReturn:
   """Run the command line of this process and end the process, even if a stalled data source blocks a thread.
 
+  Modules that a configuration names may be in the current folder, as with `python -m`, and may import `t5x`
+  (`compat.install`).
+
   Args:
     may_restart: True if the process has done nothing else; commands that compute then begin by
       `runtime.restart_with_huge_pages`.
@@ -201,6 +205,8 @@ def run_program(may_restart: bool = False) -> NoReturn:
   # are in reference cycles, of which the default keeps few.
   if sys.argv[1:2] != ['convert']:
     gc.set_threshold(50_000, 10, 10)
+  _add_current_folder()
+  compat.install()
   try:
     status = main()
   except Exception:  # An error of this package's code.
@@ -216,6 +222,13 @@ def run_program(may_restart: bool = False) -> NoReturn:
         stream.flush()
     os._exit(status)
   sys.exit(status)
+
+
+def _add_current_folder() -> None:
+  """Let Python also find modules in the current folder, after all others, unless Python was told not to."""
+  with contextlib.suppress(OSError):  # The folder was deleted.
+    if not sys.flags.safe_path and os.getcwd() not in sys.path and '' not in sys.path:
+      sys.path.append(os.getcwd())
 
 
 def _report(error: Exception, argv: Sequence[str], program: Program) -> int | None:

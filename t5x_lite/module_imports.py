@@ -130,4 +130,4 @@ def remedy_for(missing: str, error: BaseException | None = None) -> str:
   from t5x_lite.compat import names, views
   if isinstance(sys.modules.get('t5x'), views.View):  # otherwise T5X itself or a folder t5x
     return f' {names.why_no_module(missing)}'.rstrip()
-  return ' With `python -m t5x_lite.compat.train`, or after t5x_lite.compat.install(), t5x means t5x_lite.'
+  return ' After t5x_lite.compat.install(), t5x means t5x_lite, as in its commands.'

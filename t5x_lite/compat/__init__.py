@@ -1,4 +1,4 @@
-"""T5X's names for users of T5X: in gin files always, in Python after `install()`."""
+"""T5X's names for users of T5X: in gin files always, in Python in commands and after `install()`."""
 
 import sys
 
@@ -10,8 +10,8 @@ from t5x_lite.errors import ConfigError
 def install() -> None:
   """Make `import t5x`, `from t5x import utils` and so on give t5x_lite's objects in this process.
 
-  T5X's package need not be installed; `names` is the table of all names. Without this call, `sys.modules` has no
-  module of T5X.
+  T5X's package need not be installed; `names` is the table of all names. The commands of t5x_lite call this. Without
+  this call, `sys.modules` has no module of T5X.
 
   Raises:
     ConfigError: T5X itself was imported before.

@@ -3,9 +3,7 @@
 import sys
 
 from t5x_lite import cli
-from t5x_lite import compat
 
 if __name__ == '__main__':
-  compat.install()  # Modules of the configuration may import t5x.
   sys.argv.insert(1, 'infer')
   cli.run_program(may_restart=True)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import functools
 import importlib
 import importlib.machinery
+import logging
+import sys
 import types
 from typing import Any
 
@@ -28,6 +30,7 @@ class View(types.ModuleType):
   def __getattr__(self, name: str) -> Any:
     if name.startswith('_'):  # Python asks all modules for such names; the search would import all modules of ours.
       raise AttributeError(f'{self.__name__} has no {name!r}.')
+    _log_use()
     if name in names.submodules(self.__name__):
       return module(f'{self.__name__}.{name}')
     place = find(self.__name__, name)
@@ -92,6 +95,20 @@ def why_no_name(module_name: str, name: str) -> str:
   if sentence:
     return f'{module_name}.{name} has no equivalent in t5x_lite. {sentence}'
   return f'{module_name} has no {name!r}.{did_you_mean(name, _known(module_name), lists_all=False)}'
+
+
+@functools.cache
+def _log_use() -> None:
+  """Log once that Python code uses T5X's names, with its module: T5X may be installed too."""
+  frame = sys._getframe()  # pylint: disable=protected-access
+  while frame.f_back is not None and _module_of(frame).startswith((__name__, 'importlib.')):
+    frame = frame.f_back
+  logging.getLogger(__name__).info('Names of T5X in the module %s mean those of t5x_lite. See docs/from_t5x.md.',
+                                   _module_of(frame))
+
+
+def _module_of(frame: types.FrameType) -> str:
+  return frame.f_globals.get('__name__', '')
 
 
 def _get(place: names.Place) -> Any:

@@ -35,6 +35,24 @@ MUTANTS = (
         'in reversed(range(len(scope) + 1)):  # Inner',
         'tests/configuration/test_syntax.py::test_rejected_flags'),
     Mutant(
+        'commands_read_t5x_itself',
+        't5x_lite/cli.py',
+        '  compat.install()\n',
+        '',
+        'tests/compat/test_programs.py::test_modules_in_the_current_folder_may_import_t5x'),
+    Mutant(
+        'the_current_folder_hides_packages',
+        't5x_lite/cli.py',
+        'sys.path.append(os.getcwd())',
+        'sys.path.insert(0, os.getcwd())',
+        'tests/compat/test_programs.py::test_modules_in_the_current_folder_may_import_t5x'),
+    Mutant(
+        'a_safe_path_has_the_current_folder',
+        't5x_lite/cli.py',
+        'if not sys.flags.safe_path and os',
+        'if os',
+        'tests/compat/test_programs.py::test_modules_in_the_current_folder_may_import_t5x'),
+    Mutant(
         'methods_are_registered_by_the_imports_of_their_file',
         't5x_lite/configuration/binding.py',
         'if known is None or known.import_source is None:',
