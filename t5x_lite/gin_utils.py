@@ -37,6 +37,10 @@ _REMEDIES = {
     'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
     'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
+# Remedies for macros that run files of T5X do not have.
+_REMEDIES_FOR_UNUSED = {
+    'INITIAL_CHECKPOINT_PATH': 'Set --gin.checkpoints.RestoreCheckpointConfig.path, or use runs/finetune.gin.',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +148,7 @@ def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search
 
 
 def _check_macros(texts: Sequence[gin_syntax.Text]) -> None:
-  gin_syntax.check_macros(texts, _REMEDIES)
+  gin_syntax.check_macros(texts, _REMEDIES, _REMEDIES_FOR_UNUSED)
   for sentence in gin_syntax.misspelt_macros(texts):
     logging.getLogger(__name__).warning(sentence)
 

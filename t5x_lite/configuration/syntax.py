@@ -410,12 +410,14 @@ def parts_of(value: Any) -> Iterator[Any]:
     yield value
 
 
-def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = None) -> None:
+def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = None,
+                 unused: Mapping[str, str] = {}) -> None:
   """Raise for missing and undefined macros, and for macros of flags that are not used.
 
   Args:
     texts: files and flags in the order of application.
     remedies: remedies for missing macros, by name.
+    unused: remedies for macros that are not used, by name, as sentences.
 
   Raises:
     ConfigError: with all missing macros.
@@ -425,7 +427,8 @@ def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = Non
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   mentioned = mentioned_macros(texts) - {REQUIRED}
   missing = missing_macros(texts)
-  problems = [f'{binding.location}: the macro {name!r} is not used in the configuration.{did_you_mean(name, mentioned)}'
+  problems = [f'{binding.location}: the macro {name!r} is not used in the configuration.'
+              f'{" " + unused[name] if name in unused else did_you_mean(name, mentioned)}'
               for name, binding in definitions.items()
               if binding.location.on_command_line and name not in mentioned]
   for name, location in missing.items():

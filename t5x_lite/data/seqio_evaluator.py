@@ -3,7 +3,7 @@
 The outputs of the model are computed before and passed to the Evaluator by functions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import inspect
 import logging
@@ -11,6 +11,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 from typing import Any
 import weakref
 
@@ -26,6 +27,9 @@ from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.data.seqio_import import explained, quiet, reading, summary, tf
 from t5x_lite.errors import ConfigError
+
+# Interval of the lines about reading that takes long.
+_SECONDS_PER_LINE = 30.0
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +71,7 @@ class SeqioEvaluator:
       self._remote_dir, self._log_dir = log_dir, pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-seqio-'))
       weakref.finalize(self, shutil.rmtree, self._log_dir, ignore_errors=True)
     failure = f"seqio's Evaluator does not accept {cfg.name!r}"
-    with explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError), reading(cfg, provider):
+    with explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError), reading(cfg, provider), _lines_about_reading(cfg):
       self._evaluator = evaluator_cls(
           mixture_or_task_name=cfg.mixture_or_task_name,
           feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
@@ -150,6 +154,26 @@ class SeqioEvaluator:
           self._uploaded[path] = changed
     except OSError as error:
       _warn_of_loss(step, error)
+
+
+@contextlib.contextmanager
+def _lines_about_reading(cfg: DatasetConfig) -> Iterator[None]:
+  """Log lines while seqio's Evaluator reads all examples, which it does silently."""
+  has_read = threading.Event()
+
+  def log() -> None:
+    seconds = 0.0
+    while not has_read.wait(_SECONDS_PER_LINE):
+      seconds += _SECONDS_PER_LINE
+      _logger.info("seqio's Evaluator has been reading the split %r of %r for %.0f s.", cfg.split, cfg.name, seconds)
+
+  thread = threading.Thread(target=log, name='t5x_lite-data-lines', daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    has_read.set()
+    thread.join()
 
 
 def _warn_of_loss(step: int, error: OSError) -> None:

@@ -51,6 +51,8 @@ def _error_of(capsys, tmp_path, *argv, command='train'):
     ('an unknown source', ['--gin.DATA_SOURCE=buildin'], ["Did you mean 'builtin'?"]),
     ('an unknown module', ['--gin.MIXTURE_OR_TASK_MODULE=my_absent_tasks'], ["'my_absent_tasks'"]),
     ('a vocabulary larger than the embedding', ['--gin.network.T5Config.vocab_size=256'], ['384', '256']),
+    ('an initial checkpoint without its macro', ['--gin_file=t5x/configs/runs/pretrain.gin', '--gin.INITIAL_CHECKPOINT_PATH=x'],
+     ["'INITIAL_CHECKPOINT_PATH' is not used", 'Set --gin.checkpoints.RestoreCheckpointConfig.path']),
     ('an unknown restore path', ['--gin_file=runs/finetune.gin', '--gin.INITIAL_CHECKPOINT_PATH=no/such/checkpoint_5',
                                  '--gin.MIXTURE_OR_TASK_NAME=python_keyword_cloze', '--gin.TRAIN_STEPS=10',
                                  "--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 12}", '--gin.BATCH_SIZE=64'],

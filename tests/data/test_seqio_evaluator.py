@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import logging
+import time
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import summaries
+from t5x_lite.data import seqio_evaluator
 from t5x_lite.data.seqio_import import quiet, tf
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.evaluation import judging
@@ -151,13 +153,18 @@ def test_equal_metrics(results):
   assert ours['evaluator_all']['report'] == '11 predictions'
 
 
-def test_lengths_that_are_none_are_those_of_seqios_evaluator(tmp_path, caplog):
+def test_lengths_that_are_none_are_those_of_seqios_evaluator(tmp_path, caplog, monkeypatch):
   def judge(mixture_or_task_name, feature_converter, eval_split, use_cached, seed, sequence_length, log_dir,
             use_memory_cache, **options):
     assert sequence_length is None and use_memory_cache is False
+    end = time.monotonic() + 30
+    while "has been reading the split 'validation' of 'evaluator_t5'" not in caplog.text:
+      assert time.monotonic() < end
+      time.sleep(0.01)
     return seqio.Evaluator(mixture_or_task_name, feature_converter, eval_split, use_cached, seed, sequence_length,
                            log_dir=log_dir, use_memory_cache=use_memory_cache, num_examples=3, **options)
 
+  monkeypatch.setattr(seqio_evaluator, '_SECONDS_PER_LINE', 0.01)
   computed = {'task_feature_lengths': None, 'use_memory_cache': False}
   with caplog.at_level(logging.INFO, 't5x_lite'):
     theirs = _evaluate(None, judge, 'evaluator_t5', dataset=computed)
