@@ -410,8 +410,7 @@ def parts_of(value: Any) -> Iterator[Any]:
     yield value
 
 
-def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = None,
-                 unused: Mapping[str, str] = {}) -> None:
+def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] = {}, unused: Mapping[str, str] = {}) -> None:
   """Raise for missing and undefined macros, and for macros of flags that are not used.
 
   Args:
@@ -422,7 +421,6 @@ def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = Non
   Raises:
     ConfigError: with all missing macros.
   """
-  remedies = remedies or {}
   bindings = bindings_of(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   mentioned = mentioned_macros(texts) - {REQUIRED}
@@ -447,9 +445,8 @@ def misspelt_macros(texts: Sequence[Text]) -> list[str]:
 
   Unused macros are allowed, since a file may be used for several commands.
   """
-  bindings = bindings_of(texts)
   mentioned = mentioned_macros(texts) | {MESH_RULES}
-  unread = {binding.macro_name: binding.location for binding in bindings
+  unread = {binding.macro_name: binding.location for binding in bindings_of(texts)
             if binding.macro_name and binding.macro_name not in mentioned and not binding.location.on_command_line}
   sentences = []
   for name, location in unread.items():
