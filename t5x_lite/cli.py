@@ -191,8 +191,7 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
 def run_program(may_restart: bool = False) -> NoReturn:
   """Run the command line of this process and end the process, even if a stalled data source blocks a thread.
 
-  Modules that a configuration names may be in the current folder, as with `python -m`, and may import `t5x`
-  (`compat.install`).
+  Modules that a configuration names may be in the current folder, and may import `t5x`.
 
   Args:
     may_restart: True if the process has done nothing else; commands that compute then begin by
@@ -205,8 +204,10 @@ def run_program(may_restart: bool = False) -> NoReturn:
   # are in reference cycles, of which the default keeps few.
   if sys.argv[1:2] != ['convert']:
     gc.set_threshold(50_000, 10, 10)
-  _add_current_folder()
-  compat.install()
+  folder = ''
+  with contextlib.suppress(FileNotFoundError):  # The current folder was deleted.
+    folder = '' if sys.flags.safe_path else os.getcwd()
+  compat.set_up_process(folder)
   try:
     status = main()
   except Exception:  # An error of this package's code.
@@ -222,13 +223,6 @@ def run_program(may_restart: bool = False) -> NoReturn:
         stream.flush()
     os._exit(status)
   sys.exit(status)
-
-
-def _add_current_folder() -> None:
-  """Let Python also find modules in the current folder, after all others, unless Python was told not to."""
-  with contextlib.suppress(OSError):  # The folder was deleted.
-    if not sys.flags.safe_path and os.getcwd() not in sys.path and '' not in sys.path:
-      sys.path.append(os.getcwd())
 
 
 def _report(error: Exception, argv: Sequence[str], program: Program) -> int | None:
@@ -332,7 +326,7 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   arguments.entry = command.entry
   if others:
     # A command of this program is started like this process.
-    own = [sys.executable, '-m', program.name]
+    own = [sys.executable, *(['-P'] if sys.flags.safe_path else []), '-m', program.name]
     arguments.others = own + others if others[0] in program.commands else others
   arguments.gin_flags, arguments.jax_flags = gin_flags, jax_flags
   return arguments

@@ -37,10 +37,8 @@ _REMEDIES = {
     'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
     'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
-# Remedies for macros that run files of T5X do not have.
-_REMEDIES_FOR_UNUSED = {
-    'INITIAL_CHECKPOINT_PATH': 'Set --gin.checkpoints.RestoreCheckpointConfig.path, or use runs/finetune.gin.',
-}
+# Sentences about macros that not all run files use.
+_UNUSED = {'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it.'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +146,8 @@ def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search
 
 
 def _check_macros(texts: Sequence[gin_syntax.Text]) -> None:
-  gin_syntax.check_macros(texts, _REMEDIES, _REMEDIES_FOR_UNUSED)
+  reads_checkpoint = 'CHECKPOINT_PATH' in gin_syntax.mentioned_macros(texts)  # of which it then is a misspelling
+  gin_syntax.check_macros(texts, _REMEDIES, {} if reads_checkpoint else _UNUSED)
   for sentence in gin_syntax.misspelt_macros(texts):
     logging.getLogger(__name__).warning(sentence)
 

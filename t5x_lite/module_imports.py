@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from t5x_lite import checks
+from t5x_lite.compat import names as t5x_names
+from t5x_lite.compat import views as t5x_views
 from t5x_lite.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
@@ -108,26 +111,35 @@ def import_module(module: str, *, what: str = 'Module') -> None:
   check_import(module, what)
   try:
     importlib.import_module(module)
-  except ModuleNotFoundError as error:
-    is_own = f'{module}.'.startswith(f'{error.name}.')
-    remedy = 'add its folder to PYTHONPATH' if is_own else 'correct the import'
-    remedy += '. Omit the suffix .py' if module.endswith('.py') else ''
-    raise ConfigError(f'{what} {module!r} cannot be imported: there is no module {error.name!r}. Install it, or '
-                      f'{remedy}.{remedy_for(error.name or "", error)}') from error
   except ImportError as error:
     remedy = remedy_for(error.name or '', error)
-    if not remedy:
+    if isinstance(error, ModuleNotFoundError):
+      problem = f'there is no module {error.name!r}'
+      if not _is_view(error.name):
+        is_own = f'{module}.'.startswith(f'{error.name}.')
+        folder = 'run the command in its folder, or add the folder to PYTHONPATH' if is_own else 'correct the import'
+        remedy = f' Install it, or {folder}.{" Omit the suffix .py." if module.endswith(".py") else ""}{remedy}'
+    elif remedy:
+      problem = str(error)
+    else:
       raise
-    raise ConfigError(f'{what} {module!r} cannot be imported: {error}.{remedy}') from error
+    raise ConfigError(f'{what} {module!r} cannot be imported: {problem}.{remedy}') from error
 
 
 def remedy_for(missing: str, error: BaseException | None = None) -> str:
   """Return a sentence, starting with a space, if a module of T5X is missing, or imports the missing one; '' otherwise."""
+  if _is_view(missing):
+    # `from t5x.utils import name`; Python 3.11 has the name in the message only.
+    found = re.match("cannot import name '(\\w+)'", str(error))
+    sentence = t5x_names.why_no_module(missing) or (found and t5x_views.why_no_name(missing, found[1]))
+    return f' {sentence}' if sentence else ''
   frames = [] if error is None else traceback.walk_tb(error.__traceback__)
   importers = [frame.f_globals.get('__name__', '') for frame, _ in frames]
   if not any(f'{name}.'.startswith('t5x.') for name in (missing, *importers)):
     return ''
-  from t5x_lite.compat import names, views
-  if isinstance(sys.modules.get('t5x'), views.View):  # otherwise T5X itself or a folder t5x
-    return f' {names.why_no_module(missing)}'.rstrip()
   return ' After t5x_lite.compat.install(), t5x means t5x_lite, as in its commands.'
+
+
+def _is_view(module: str | None) -> bool:
+  """Return whether a name is that of a module of T5X, and these are views: not T5X itself or a folder t5x."""
+  return f'{module}.'.startswith('t5x.') and isinstance(sys.modules.get('t5x'), t5x_views.View)

@@ -18,7 +18,7 @@ def test_a_module_is_imported_by_name(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match="'broken_for_import' cannot be imported: there is no module 'module_that_is_mi"
                      "ssing'. Install it, or correct the import"):
     module_imports.import_module('broken_for_import')
-  with pytest.raises(ConfigError, match='add its folder to PYTHONPATH. Omit the suffix .py'):
+  with pytest.raises(ConfigError, match='or add the folder to PYTHONPATH. Omit the suffix .py'):
     module_imports.import_module('missing_for_import.py')
 
 

@@ -1,6 +1,10 @@
 """T5X's names for users of T5X: in gin files always, in Python in commands and after `install()`."""
 
+from collections.abc import Sequence
+import contextlib
+import importlib.machinery
 import sys
+from typing import Any
 
 from t5x_lite.compat import names
 from t5x_lite.compat import views
@@ -26,3 +30,52 @@ def install() -> None:
              for length in range(1, len(parts) + 1)}
   for name in sorted({*names.MODULES, *parents}):
     sys.modules[name] = views.module(name)
+
+
+def is_installed() -> bool:
+  """Return whether `import t5x` gives t5x_lite's objects in this process."""
+  return isinstance(sys.modules.get('t5x'), views.View)
+
+
+class _LastFolder:
+  """Finder of modules in a folder, after all others: it hides no package, also not one that is installed editable."""
+
+  def __init__(self, folder: str):
+    self.folder = folder
+
+  def find_spec(self, name: str, path: Sequence[str] | None = None,
+                target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    """Return the specification of a module or package in the folder, for Python's import."""
+    del target
+    return importlib.machinery.PathFinder.find_spec(name, [self.folder]) if path is None else None
+
+
+def set_up_process(folder: str = '', *, installs: bool = True) -> None:
+  """Let this process find the modules of users as T5X's programs do.
+
+  Args:
+    folder: folder in which modules are found too, after all others; '' for none.
+    installs: whether to call `install`; without effect if T5X itself is imported already.
+  """
+  if folder and folder not in _last_folders():
+    sys.meta_path.append(_LastFolder(folder))
+  if installs:
+    with contextlib.suppress(ConfigError):
+      install()
+
+
+class SetUp:
+  """The set-up of this process, which a process that unpickles it gets too. Pickle it before objects of users."""
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    return _set_up_like, (_last_folders(), is_installed())
+
+
+def _set_up_like(folders: Sequence[str], installs: bool) -> SetUp:
+  for folder in ('', *folders):
+    set_up_process(folder, installs=installs)
+  return SetUp()
+
+
+def _last_folders() -> list[str]:
+  return [finder.folder for finder in sys.meta_path if isinstance(finder, _LastFolder)]

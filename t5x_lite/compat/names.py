@@ -296,7 +296,7 @@ def why_no_module(module: str) -> str:
     return f'T5X has no module {module!r}. Import {parent}, and write {parent.rpartition(".")[2]}.{name}.'
   # The common beginning would make all names similar.
   near = did_you_mean(module.removeprefix('t5x.'), [name.removeprefix('t5x.') for name in MODULES], lists_all=False)
-  return f'T5X has no module {module!r}.{near or " Modules of your own must be outside of the package t5x."}'
+  return f'T5X has no module {module!r}.{near} A module of your own must be outside of the package t5x.'
 
 
 def sentence(module: str, name: str) -> str:

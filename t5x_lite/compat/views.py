@@ -28,6 +28,8 @@ class View(types.ModuleType):
     self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)  # `find_spec` requires it.
 
   def __getattr__(self, name: str) -> Any:
+    if name == '__all__':
+      return [each for each in dir(self) if each in names.submodules(self.__name__) or find(self.__name__, each)]
     if name.startswith('_'):  # Python asks all modules for such names; the search would import all modules of ours.
       raise AttributeError(f'{self.__name__} has no {name!r}.')
     _log_use()
@@ -90,7 +92,9 @@ def resolve(view: View, attributes: Sequence[str]) -> tuple[names.Place | None, 
 
 
 def why_no_name(module_name: str, name: str) -> str:
-  """Return why one of T5X's modules has no such name here, as a sentence with the alternative."""
+  """Return why one of T5X's modules or packages has no such name here, as a sentence with the alternative."""
+  if not names.rows(module_name):
+    return names.why_no_module(f'{module_name}.{name}')
   sentence = names.sentence(module_name, name)
   if sentence:
     return f'{module_name}.{name} has no equivalent in t5x_lite. {sentence}'

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import difflib
 import graphlib
-import importlib.util
 import io
 import pathlib
 import re
@@ -237,8 +236,9 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
 def _in_package(name: pathlib.Path) -> list[pathlib.Path]:
   """Return the paths of a file in the Python package that its first folder names, without importing the package."""
   first, *rest = name.parts or ('',)
-  has_spec = rest and first.isidentifier() and getattr(sys.modules.get(first), '__spec__', True)  # not of T5X's views
-  spec = importlib.util.find_spec(first) if has_spec else None
+  # `importlib.util.find_spec` knows of an installed T5X only the views that are imported instead.
+  specs = (finder.find_spec(first, None) for finder in sys.meta_path if rest and first.isidentifier())
+  spec = next(filter(None, specs), None)
   return [pathlib.Path(folder).joinpath(*rest) for folder in spec and spec.submodule_search_locations or ()]
 
 
@@ -416,7 +416,7 @@ def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] = {}, unused
   Args:
     texts: files and flags in the order of application.
     remedies: remedies for missing macros, by name.
-    unused: remedies for macros that are not used, by name, as sentences.
+    unused: sentences about macros that are not used, by name.
 
   Raises:
     ConfigError: with all missing macros.

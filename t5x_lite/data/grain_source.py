@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import flags
 
+from t5x_lite import compat
 from t5x_lite.data.grain_records import grain
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.streams import PieceReader, Pieces
@@ -34,6 +35,7 @@ class _Sequence:
   """Pieces from a given number on, as a random access source of grain."""
 
   def __init__(self, pieces: Pieces, first: int):
+    self._set_up = compat.SetUp()  # Before the pieces, whose modules a worker must find.
     self._pieces = pieces
     self._first = first
 

@@ -1,7 +1,7 @@
 """The embedded tasks, registered in seqio; also an example for custom tasks.
 
 A seqio Task defines the source of the examples, their tokenization, and the metrics. For a custom task, write a module
-like this one, add its folder to PYTHONPATH, and set the module and the task in the configuration:
+like this one in the current folder, and set the module and the task in the configuration:
 
   train/DatasetConfig.module = 'my_tasks'
   MIXTURE_OR_TASK_NAME = 'my_task'

@@ -69,3 +69,34 @@ def test_install_raises_where_t5x_itself_was_imported(tmp_path):
       except compat.ConfigError as error:
         print(error)
       """)
+
+
+def test_messages_of_imports_name_the_alternative(tmp_path):
+  for number, line in enumerate((
+      'from t5x.optimizers import amos', 'from t5x import test_utils', 'import t5x.test_utils', 'from t5x import mine',
+      'import t5x.mine', 'import t5x.contrib.mine')):
+    (tmp_path / f'tasks_{number}.py').write_text(line)
+  printed = _python(f"""
+      import sys
+      sys.path.insert(0, {str(tmp_path)!r})
+      from t5x_lite import compat, module_imports
+      compat.install()
+      for number in range(6):
+        try:
+          module_imports.import_module(f'tasks_{{number}}')
+        except compat.ConfigError as error:
+          print(error)
+      """).splitlines()
+  for message, text in zip(printed, ('t5x.optimizers.amos has no equivalent', *['t5x.test_utils has no equivalent'] * 2,
+                                     *['module of your own must be outside of the package t5x'] * 3), strict=True):
+    assert text in message and 'Install it' not in message, printed
+
+
+def test_all_names_of_a_module():
+  _python("""
+      from t5x_lite import compat
+      compat.install()
+      from t5x.utils import *
+      from t5x import *
+      assert DatasetConfig.__name__ == 'DatasetConfig' and models.BaseModel.__name__ == 'BaseModel'
+      """)

@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -24,22 +25,70 @@ def _run(arguments, folder):
                         check=False, env={**os.environ, 'PYTHONPATH': str(_ROOT)})
 
 
+def _write(folder, **modules):
+  for name, text in modules.items():
+    path = folder / f'{name.replace("__", "/")}.py'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# The command `t5x_lite`, a script in another folder.
+_COMMAND = 'from t5x_lite.__main__ import run\nif __name__ == "__main__":\n  run()\n'
+_GIN = "import old_project\ninclude 'recipes/keyword_cloze.gin'\nNO_SUCH.x = 1\n"
+
+
 @pytest.mark.parametrize('is_safe', [False, True])
 def test_modules_in_the_current_folder_may_import_t5x(tmp_path, is_safe):
-  """As with T5X's programs; also if T5X is installed. Here in the form of the command `t5x_lite`, a script elsewhere."""
-  for package in ('t5x', 'optax'):
-    (tmp_path / f'project/{package}').mkdir(parents=True)
-    (tmp_path / f'project/{package}/__init__.py').write_text('raise AssertionError("not this one")\n')
-  (tmp_path / 'project/old_project.py').write_text(
-      'import optax\nfrom t5x import models\nassert models.__name__ == "t5x.models"\n')
-  (tmp_path / 'project/run.gin').write_text("import old_project\ninclude 'recipes/keyword_cloze.gin'\nNO_SUCH.x = 1\n")
-  (tmp_path / 'command.py').write_text('from t5x_lite.__main__ import run\nrun()\n')
+  """As with T5X's programs; also if T5X is installed."""
+  _write(tmp_path, command=_COMMAND)
+  project = tmp_path / 'project'
+  _write(project, t5x____init__='raise AssertionError', optax='raise AssertionError',
+         old_project='import optax\nfrom t5x import models\nassert models.__name__ == "t5x.models"\n')
+  (project / 'run.gin').write_text(_GIN)
   safe = ['-P'] if is_safe else []
-  done = _run([*safe, str(tmp_path / 'command.py'), 'train', '--gin_file=run.gin', '--gin.MODEL_DIR=x'],
-              tmp_path / 'project')
+  done = _run([*safe, str(tmp_path / 'command.py'), 'train', '--gin_file=run.gin', '--gin.MODEL_DIR=x'], project)
   assert done.returncode == 2, done.stderr
   assert is_safe or 'Names of T5X in the module old_project mean those of t5x_lite.' in done.stderr, done.stderr
   assert ("no module 'old_project'" if is_safe else "nothing is called 'NO_SUCH'") in done.stderr, done.stderr
+
+
+def test_the_current_folder_hides_no_package_that_another_finder_has(tmp_path):
+  """As that of an editable installation."""
+  _write(tmp_path, command=textwrap.dedent("""
+      import importlib.machinery, sys
+      class Editable:
+        def find_spec(self, name, path=None, target=None):
+          return importlib.machinery.PathFinder.find_spec(name, [sys.path[0] + '/editable']) if path is None else None
+      sys.meta_path.append(Editable())
+      """) + _COMMAND)
+  _write(tmp_path / 'editable', others='')
+  _write(tmp_path / 'project', others='raise AssertionError', old_project='import others\n')
+  (tmp_path / 'project/run.gin').write_text(_GIN)
+  done = _run([str(tmp_path / 'command.py'), 'train', '--gin_file=run.gin', '--gin.MODEL_DIR=x'], tmp_path / 'project')
+  assert done.returncode == 2 and "nothing is called 'NO_SUCH'" in done.stderr, done.stderr
+
+
+def test_worker_processes_of_data_find_the_same_modules(tmp_path):
+  pytest.importorskip('grain')  # Not available for all machines.
+  _write(tmp_path / 'project', old_project='from t5x import models\n\n\nclass Task:\n  models = models\n')
+  code = f"""
+      import multiprocessing, pickle
+      from t5x_lite import compat
+      from t5x_lite.data import grain_source
+      def receive(text):
+        assert pickle.loads(text)._pieces.models.__name__ == 't5x.models'
+      if __name__ == '__main__':
+        compat.set_up_process({str(tmp_path / 'project')!r})
+        import old_project
+        process = multiprocessing.get_context('spawn').Process(
+            target=receive, args=(pickle.dumps(grain_source._Sequence(old_project.Task(), 0)),))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+      """
+  _write(tmp_path, program=textwrap.dedent(code))
+  done = _run([str(tmp_path / 'program.py')], tmp_path)
+  assert done.returncode == 0, done.stderr
 
 
 def test_t5x_itself_that_lacks_its_requirements_is_recognised(tmp_path):

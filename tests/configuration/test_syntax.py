@@ -7,6 +7,7 @@ import pytest
 
 from t5x_lite import files
 from t5x_lite import gin_utils
+from t5x_lite.compat import views
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
 from tests.configuration import configuration_cases as cases
@@ -150,6 +151,9 @@ def test_files_of_python_packages_are_found_last(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match="'some_package/configs/b.gin' does not exist"):
     gin_syntax.find_file('some_package/configs/b.gin')
   assert 'some_package' not in sys.modules
+  # An installed T5X, of which only views are imported.
+  monkeypatch.setitem(sys.modules, 'some_package', views.View('t5x'))
+  assert gin_syntax.find_file('some_package/configs/a.gin').is_file()
 
 
 def test_missing_file_lists_where_and_suggests():

@@ -14,7 +14,7 @@ _LAYERS = {
     't5x_lite.subclassing': 0,
     't5x_lite.files': 0, 't5x_lite.object_store': 0, 't5x_lite.uploads': 0, 't5x_lite.json_lines': 0, 't5x_lite.formatting': 0,
     't5x_lite.standard_streams': 0, 't5x_lite.random_numbers': 0, 't5x_lite.untrusted': 0, 't5x_lite.module_imports': 0, 't5x_lite.lazy_names': 0,
-    't5x_lite.layer_stacks': 0, 't5x_lite.hub': 0, 't5x_lite.compat.names': 0, 't5x_lite.compat.views': 0,
+    't5x_lite.layer_stacks': 0, 't5x_lite.hub': 0, 't5x_lite.compat': 0,
     't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1,
     't5x_lite.averaging': 1, 't5x_lite.step_params': 1, 't5x_lite.decoding': 1,
     't5x_lite.configuration': 1,
@@ -31,7 +31,8 @@ _LAYERS = {
         'train', 'evaluate', 'infer', 'convert', 'export', 'precompile', 'vocab', 'plot', 'explain_sharding', 'chat',
         'jsonl_to_array_record', 'launch')},
     't5x_lite.inference': 8, 'moe': 8,
-    't5x_lite.apps': 9, 't5x_lite.cli': 9, 't5x_lite.__main__': 9, 't5x_lite.compat': 9,
+    't5x_lite.apps': 9, 't5x_lite.cli': 9, 't5x_lite.__main__': 9,
+    **{f't5x_lite.compat.{name}': 9 for name in ('train', 'eval', 'infer', 'precompile')},
     'moe.commands': 10, 'moe.__main__': 10,
     'scripts': 11,
 }
