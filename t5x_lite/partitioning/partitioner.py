@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import logging
+import math
 from typing import Any
 
 from flax.linen import partitioning as flax_partitioning
@@ -102,7 +103,8 @@ class BasePartitioner(ChoosesMesh):
     """Configure the mesh, in one of four ways. The devices are read when the mesh is first used.
 
     Args:
-      num_partitions: size of the model axis; the layout depends on the devices.
+      num_partitions: size of the model axis; the layout depends on the devices. Without effect next to a submesh, as in
+        T5X, whose run files set 1; other values than 1 are then a warning unless they are the size of the submesh.
       model_parallel_submesh: (x, y, z, core) extents of the hardware tile that is the model axis, or (processes, local
         devices) for devices without coordinates.
       params_on_devices: True to keep parameters in device memory. False keeps them as NumPy arrays in host memory
@@ -129,6 +131,12 @@ class BasePartitioner(ChoosesMesh):
                                f'dcn_mesh_shape={dcn_mesh_shape}.')
       chosen.remove('num_partitions')
     checks.check('Partitioner', {'num_partitions': num_partitions}, num_partitions=expected.or_none())
+    if model_parallel_submesh is not None and num_partitions is not None:
+      if num_partitions not in (1, math.prod(model_parallel_submesh)):
+        _logger.warning('Partitioner.num_partitions = %s has no effect next to model_parallel_submesh = %s.',
+                        num_partitions, model_parallel_submesh)
+      chosen.remove('num_partitions')
+      num_partitions = None
     if len(chosen) != 1 or (ici_mesh_shape is None) != (dcn_mesh_shape is None) or (
         mesh is not None and backend is not None):
       raise errors.ConfigError(

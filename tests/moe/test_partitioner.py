@@ -300,7 +300,6 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(options, parameter_dims):
     ({'num_experts': 4, 'num_expert_partitions': 4, 'num_partitions': 1}, 'must be None with num_experts.*got 4'),
     ({'num_experts': 4}, 'exactly one of num_partitions, model_parallel_submesh'),
     ({'num_expert_partitions': 4}, 'exactly one of num_partitions, model_parallel_submesh'),
-    ({'num_experts': 4, 'num_partitions': 1, 'model_parallel_submesh': (1, 1)}, 'exactly one of'),
     ({'num_experts': -1, 'num_partitions': 1}, 'num_experts` must be an integer >= 0 or None, got -1'),
     ({'num_experts': 2.0, 'num_partitions': 1}, 'num_experts` .* got 2.0'),
     ({'num_expert_partitions': 0, 'num_partitions': 1}, 'otherwise an integer >= 1 .* got 0'),
