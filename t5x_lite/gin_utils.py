@@ -22,6 +22,10 @@ from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, T5xLiteError
 
+# File of a run with its configuration.
+_CONFIG_FILE = 'config.gin'
+# Largest number of settings in a log line.
+_MAX_UNUSED = 10
 # Part of config.gin, which is compared with that of earlier starts.
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'
 # Remedies for missing macros of T5X.
@@ -179,6 +183,8 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   text = get_gin_config_str()
   _finalize()
   read_keys = {key for use in uses for key in use.bound.values()}
+  if function_name == 'train':  # Files for training may be used for other commands too, which need less.
+    _log_unused(binder.bound, read_keys, texts)
   mesh_rule = '' if choice is None else mesh_rules.describe(choice, changes, read_keys)
   return Configuration(function, text, uses, mesh_rule)
 
@@ -224,6 +230,19 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+
+
+def _log_unused(bound: Mapping[gin_check.Key, gin_syntax.Binding], read_keys: Collection[gin_check.Key],
+                texts: Sequence[gin_syntax.Text]) -> None:
+  """Log once which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
+  others = (f'/{_CONFIG_FILE}', *(f'/{name}' for name in gin_syntax.packaged_files(gin_syntax.T5X_FILES)))
+  owned = {id(statement) for top in texts for statement, text in top.walk_files()
+           if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)}
+  unused = [f'{statement.key} ({statement.location})' for key, statement in bound.items()
+            if key not in read_keys and id(statement) in owned]
+  if unused:
+    more = f' and {len(unused) - _MAX_UNUSED} more' if len(unused) > _MAX_UNUSED else ''
+    logging.getLogger(__name__).info('Not used for training: %s%s.', ', '.join(unused[:_MAX_UNUSED]), more)
 
 
 def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:
@@ -388,7 +407,7 @@ def write_config(model_dir: files.Path, text: str, step: int) -> files.Path:
   If config.gin of an earlier start differs, it is kept as `config-until-<step>.gin`, since it applied until that step.
   """
   model_dir.mkdir(parents=True, exist_ok=True)
-  path = model_dir / 'config.gin'
+  path = model_dir / _CONFIG_FILE
   if path.exists():
     former = _read_any(path)
     if former == text:

@@ -24,7 +24,8 @@ from t5x_lite.errors import T5xLiteError
 # T5X has the form of its export in gin; ours is another one.
 LEFT_OUT = ('configs/runs/export_seqio.gin', 'contrib/moe/configs/runs/export_seqio.gin')
 ENTRIES = {'train': 't5x_lite.apps.train.train', 'eval': 't5x_lite.apps.evaluate.evaluate',
-           'infer': 't5x_lite.apps.infer.infer', 'export': 't5x_lite.apps.export.save'}
+           'infer': 't5x_lite.apps.infer.infer', 'export': 't5x_lite.apps.export.save',
+           'precompile': 't5x_lite.apps.precompile.precompile'}
 # Values of macros that a user must set, in gin's syntax.
 VALUES = {
     'MODEL_DIR': "'runs/x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_EVAL_MIXTURE_OR_TASK_NAME': "'y'",
@@ -41,7 +42,9 @@ EXPECTED = {
     'checkpoints.RestoreCheckpointConfig.restore_dataset': 'as in T5X, whose default is False; ours is True',
     'checkpoints.SaveCheckpointConfig.save_dataset': 'a run that is started again resumes in its data',
     'train/data.DatasetConfig.seed': 'RANDOM_SEED instead of the clock',
-    'train_script.train.random_seed': '0 instead of the clock',
+    '(train_script.train|precompile_script.precompile).random_seed': '0 instead of the clock',
+    'train_script.train.inference_evaluator_cls': "T5X's default, if infer_eval_dataset_cfg is set",
+    'partitioning.PjitPartitioner.backend': 'the devices of the machine',
     '(train|train_eval|infer_eval)/data.DatasetConfig.use_cached': 'tasks without a cache work',
     '(trainer.Trainer|moe.MoeTrainer).non_finite_policy': "with the action 'stop', the default",
     '(eval_script.evaluate|infer_script.infer).summarize_config_fn': 'config.gin next to the results',
@@ -56,8 +59,6 @@ EXPECTED = {
 UNREADABLE = {
     'configs/runs/export.gin': 'the export of T5X has other parts',
     'contrib/moe/configs/runs/export.gin': 'the export of T5X has other parts',
-    'configs/runs/precompile.gin': 'it configures a function, ours configures a training run',
-    'contrib/moe/configs/runs/precompile.gin': 'it configures a function, ours configures a training run',
     'contrib/moe/configs/runs/infer_from_tfexample_file.gin': 'broken: binds train_script without importing it',
     'contrib/moe/configs/runs/sparse_upcycle.gin': 'UpcycleCheckpointer is a builder here',
     'examples/scalable_t5/umt5/tydiqa_base.gin': 'broken: binds partitioning without importing it',
@@ -79,7 +80,7 @@ def command(path: str) -> str:
   stem = pathlib.PurePath(path).stem
   if stem.startswith('test_train'):
     return 'train'
-  return next((name for name in ('infer', 'export', 'eval') if re.search(rf'(^|_){name}(_|$)', stem)), 'train')
+  return next((name for name in ENTRIES if re.search(rf'(^|_){name}(_|$)', stem)), 'train')
 
 
 def companions(path: str) -> list[str]:

@@ -3,6 +3,8 @@
 `t5x_gin` compares them with a checkout of T5X.
 """
 
+import logging
+
 import gin
 import pytest
 
@@ -20,7 +22,8 @@ vocabularies.PassThroughVocabulary.size = 100
 _TRAIN_ARGUMENTS = ('train_dataset_cfg', 'train_eval_dataset_cfg', 'infer_eval_dataset_cfg', 'checkpoint_cfg',
                     'trainer_cls')
 _OTHER_ARGUMENTS = {'train': _TRAIN_ARGUMENTS, 'eval': ('dataset_cfg', 'restore_checkpoint_cfg'),
-                    'infer': ('dataset_cfg', 'restore_checkpoint_cfg'), 'export': ('restore_checkpoint_cfg',)}
+                    'infer': ('dataset_cfg', 'restore_checkpoint_cfg'), 'export': ('restore_checkpoint_cfg',),
+                    'precompile': ('train_dataset_cfg',)}
 # One size of each kind of model; the others differ in numbers that t5x_gin compares.
 _LARGE = ('/large.gin', '/xl.gin', '/xxl.gin', '3B.gin', '11B.gin', 'pretrain_large.gin', 'pretrain_xl.gin')
 
@@ -139,3 +142,14 @@ class Subclass(Base):
     _load(tmp_path, 'import base_and_subclass', """
 base_and_subclass.Subclass.decode.num_decodes = 7
 base_and_subclass.Base.size = 7""")
+
+
+def test_settings_without_effect_are_logged(tmp_path, caplog):
+  body = ("include 't5x/configs/runs/pretrain.gin'\nEVALUATOR_NUM_EXAMPLES = 3\nINITIAL_CHECKPOINT_PATH = 'x'\n"
+          'seqio.Evaluator.num_examples = 3\nseqio.JSONLogger.write_n_results = 3\n')
+  with caplog.at_level(logging.INFO, 't5x_lite'):
+    _load(tmp_path, _MODEL, body)
+  line, = (message for message in caplog.messages if message.startswith('Not used for training: '))
+  assert [part.split(' (')[0] for part in line.removeprefix('Not used for training: ').split(', ')] == [
+      'EVALUATOR_NUM_EXAMPLES', 'INITIAL_CHECKPOINT_PATH', 'seqio.JSONLogger.write_n_results']
+  assert f'{tmp_path}/mine.gin:7' in line or 'mine.gin:7)' in line, line

@@ -97,7 +97,8 @@ def test_t5x_itself_that_lacks_its_requirements_is_recognised(tmp_path):
   (tmp_path / 't5x/__init__.py').write_text('import airio_of_t5x\n')
   (tmp_path / 'run.gin').write_text("import old_project\ninclude 'recipes/keyword_cloze.gin'\n")
   (tmp_path / 'old_project.py').write_text('import t5x\n')
-  code = 'import sys; from t5x_lite import cli; sys.exit(cli.main(["train", "--gin_file=run.gin", "--gin.MODEL_DIR=x"]))'
+  argv = ['train', '--gin_file=run.gin', '--gin.MODEL_DIR=x']
+  code = f'import sys; from t5x_lite import cli; sys.exit(cli.main({argv}))'
   done = _run(['-c', code], tmp_path)
   assert done.returncode == 2 and "'airio_of_t5x'" in done.stderr, done.stderr
   assert 'After t5x_lite.compat.install(), t5x means t5x_lite' in done.stderr

@@ -26,10 +26,12 @@ _FOLDERS = ('configs/runs', 'examples', 'contrib/moe')
 
 def _load(path: str, checkout: str) -> None:
   names = [name if name.startswith('models/') else f'{checkout}/t5x/{name}' for name in t5x_gin.companions(path)]
-  entry = t5x_gin.ENTRIES[t5x_gin.command(path)]
-  if path.endswith('precompile.gin'):
-    entry = 't5x_lite.apps.precompile.precompile'
-  gin_utils.load(entry, gin_utils.read(names, (), [checkout], placeholders=t5x_gin.VALUES))
+  flag = '--gin.NUM_MODEL_PARTITIONS=1'  # or a submesh; T5X's partitioner raises without either
+  flags = [gin_syntax.read_flag('NUM_MODEL_PARTITIONS', '1', flag)] if path.startswith('contrib/moe/') else ()
+  configuration = gin_utils.load(t5x_gin.ENTRIES[t5x_gin.command(path)],
+                                 gin_utils.read(names, flags, [checkout], placeholders=t5x_gin.VALUES))
+  if 'partitioner' in configuration.uses[0].bound:
+    configuration.argument('partitioner')
 
 
 def _bind(path: str, checkout: str) -> None:
