@@ -289,8 +289,8 @@ def why_no_module(module: str) -> str:
     if module == name or module.startswith(f'{name}.'):
       return f'{name} has no equivalent in t5x_lite. {sentence}'
   if module.startswith('__main__.'):
-    return ('Names of __main__ cannot be imported. Write `import __main__ as train_script`, or '
-            '`from t5x_lite.apps import train as train_script`.')
+    return ('Names of __main__ cannot be imported. Write `import __main__ as NAME`, and NAME.'
+            f'{module.partition(".")[2]} for this one.')
   parent, _, name = module.rpartition('.')
   if parent in MODULES:
     return f'T5X has no module {module!r}. Import {parent}, and write {parent.rpartition(".")[2]}.{name}.'
