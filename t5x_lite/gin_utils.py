@@ -367,8 +367,8 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
     ConfigError: `show_provenance` is True.
   """
   if show_provenance:
-    raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. The text does not show '
-                      'the file of each setting; search the gin files for its name.')
+    raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. '
+                      f'{t5x_names.remedy("t5x.gin_utils", "get_gin_config_str.show_provenance=True")}')
   return _HEADER + mesh_rules.configuration_text()
 
 

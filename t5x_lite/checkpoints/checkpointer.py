@@ -11,6 +11,7 @@ import numpy as np
 from t5x_lite import checks, errors, multihost
 from t5x_lite.checkpoints import discovery, loading, options, train_states, transforms
 from t5x_lite.checkpoints.builders import base
+from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
 
@@ -98,7 +99,7 @@ class Checkpointer:
       DirectoryInUseError: another run saves to the directory.
     """
     checks.check(type(self).__name__, locals(), concurrent_gb=checks.one_of(
-        (128,), 'The memory of a save is not limited; omit the option.'))
+        (128,), t5x_names.remedy('t5x.checkpoints', 'Checkpointer.save.concurrent_gb')))
     saving = options.SaveOptions(dtype=self.save_dtype, keep_dataset_checkpoints=self.keep_dataset_checkpoints,
                                  **self.retention)
     train_states.save_train_state(

@@ -12,6 +12,7 @@ import jax
 
 from t5x_lite import checks, files
 from t5x_lite.checkpoints import checkpointer, config, discovery, manager_interface, train_states, transforms
+from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
 
@@ -49,8 +50,9 @@ class LegacyCheckpointer:
     """
     del path
     checks.check('LegacyCheckpointer.save', locals(), force=checks.one_of(
-        (False,), 'Delete the existing checkpoint to replace it.'), custom_metadata=checks.Expectation(
-            'None', lambda value: value is None, 'CheckpointManager.save has metadata.'))
+        (False,), t5x_names.remedy('t5x.utils', 'LegacyCheckpointer.save.force=True')),
+                 custom_metadata=checks.Expectation('None', lambda value: value is None, t5x_names.remedy(
+                     't5x.utils', 'LegacyCheckpointer.save.custom_metadata')))
     if self._save_checkpointer is None:
       raise checks.invalid('LegacyCheckpointer', 'save_checkpointer', 'a Checkpointer in order to save', None,
                            'Pass one, or set SaveCheckpointConfig.')

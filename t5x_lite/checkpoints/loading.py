@@ -13,14 +13,12 @@ from flax import serialization
 from t5x_lite import checks, errors, files
 from t5x_lite.checkpoints import discovery, options, restore, sources, transforms
 from t5x_lite.checkpoints.sources import t5x_index
+from t5x_lite.compat import names as t5x_names
 
 _logger = logging.getLogger(__name__)
 _FIRST_OF_TENSORFLOW = b'model_checkpoint_path'
-_FROM_TENSORFLOW = (
-    'Checkpoints of Mesh TensorFlow are not read. Use the same model in the format of T5X or of Hugging Face, in which '
-    'all T5 models are published, or convert it with T5X.')
 _NOT_LAZY = checks.Expectation(
-    'False', lambda lazy: not lazy, 'To read arrays one at a time, use checkpoints.open_source(path).read_array(name).')
+    'False', lambda lazy: not lazy, t5x_names.remedy('t5x.checkpoints', 'load_t5x_checkpoint.lazy_parameters=True'))
 
 
 class CheckpointTypes(enum.Enum):
@@ -38,7 +36,8 @@ def check_not_lazy(owner: str, lazy_parameters: bool | None) -> None:
 
 def tensorflow_error(path: discovery.PathLike) -> errors.CheckpointError:
   """Return the error for a checkpoint of TensorFlow, with the alternative."""
-  return errors.CheckpointError(f'{os.fspath(path)!r} cannot be restored. {_FROM_TENSORFLOW}')
+  sentence = t5x_names.remedy('t5x.checkpoints', 'Checkpointer.restore_from_tf_checkpoint')
+  return errors.CheckpointError(f'{os.fspath(path)!r} cannot be restored. {sentence}')
 
 
 def folder_of(path: discovery.PathLike) -> str:

@@ -16,8 +16,8 @@ class Module(NamedTuple):
   Attributes:
     here: our module with all names that are not listed in `names`; '' without such a module.
     names: T5X's names that are elsewhere or have another name here, as 'our.module:Name'.
-    left_out: T5X's names without an equivalent, and parameters as 'function.parameter', with one sentence each that
-      names the alternative.
+    left_out: T5X's names without an equivalent, parameters as 'function.parameter', and values that a parameter here
+      rejects as 'function.parameter=value', with one sentence each that names the alternative.
   """
 
   here: str = ''
@@ -79,6 +79,12 @@ ALIASES: dict[str, str] = {
 }
 _LAYERS = 't5x_lite.layers'
 _ARRAYS = 'Remove it: arrays are always jax.Array.'
+_NOT_LAZY = 'To read arrays one at a time, use checkpoints.open_source(path).read_array(name).'
+_ONE_ORDER = 'It belongs to deterministic=True.'
+_SAVE_MEMORY = 'The memory of a save is not limited; omit the option.'
+_TENSORFLOW = (
+    'Checkpoints of Mesh TensorFlow are not read. Use the same model in the format of T5X or of Hugging Face, in which '
+    'all T5 models are published, or convert it with T5X.')
 _EXPORTS = 'Include gin/t5x/configs/runs/export.gin, the file of t5x_lite: exported programs take and return ids.'
 
 MODULES: dict[str, Module] = {
@@ -94,9 +100,16 @@ MODULES: dict[str, Module] = {
             'latest_step': 't5x_lite.checkpoints:latest_step_of_any_program',
         },
         left_out={
+            'Checkpointer.convert_from_tf_checkpoint': _TENSORFLOW,
+            'Checkpointer.restore.lazy_parameters=True': _NOT_LAZY,
+            'Checkpointer.restore_from_tf_checkpoint': _TENSORFLOW,
+            'Checkpointer.save.concurrent_gb': _SAVE_MEMORY,
             'DatasetArgs': 'CheckpointManager.save has data_state, the position in the data.',
             'DatasetCheckpointHandler': 'CheckpointManager.save has data_state, the position in the data.',
+            'OrbaxCheckpointManagerInterface.restore.lazy_parameters=True': _NOT_LAZY,
+            'OrbaxCheckpointManagerInterface.restore_from_tf_checkpoint': _TENSORFLOW,
             'fake_param_info': 'checkpoints.open_source(path).shapes() has the shape and dtype of each array.',
+            'load_t5x_checkpoint.lazy_parameters=True': _NOT_LAZY,
         }),
     't5x.checkpoints_utils': Module(
         here='t5x_lite.checkpoints',
@@ -153,10 +166,19 @@ MODULES: dict[str, Module] = {
             'DenseGeneral': 't5x_lite.layers.nd:DenseGeneral',
             'MultiHeadDotProductAttention': 't5x_lite.layers.nd:MultiHeadDotProductAttention',
         }),
-    't5x.examples.scalable_t5.network': Module(here='t5x_lite.networks.scalable_t5'),
+    't5x.examples.scalable_t5.network': Module(
+        here='t5x_lite.networks.scalable_t5',
+        left_out={
+            'T5Config.scan_layers=False': "Without loops, use t5.T5Config with relpos_bias_tables='per_layer'.",
+        }),
     't5x.examples.t5.layers': Module(here=_LAYERS),
     't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
-    't5x.gin_utils': Module(here='t5x_lite.gin_utils'),
+    't5x.gin_utils': Module(
+        here='t5x_lite.gin_utils',
+        left_out={
+            'get_gin_config_str.show_provenance=True':
+                'The text does not show the file of each setting; search the gin files for its name.',
+        }),
     't5x.infer': Module(here='t5x_lite.apps.infer'),
     't5x.interactive_model': Module(here='t5x_lite.interactive_model'),
     't5x.losses': Module(here='t5x_lite.losses'),
@@ -175,6 +197,9 @@ MODULES: dict[str, Module] = {
         left_out={
             'train.use_gda': _ARRAYS,
             'train.use_jax_array': _ARRAYS,
+            'train.use_orbax=False':
+                'Remove it: checkpoints of both formats are read, and `t5x_lite convert --to=t5x` writes the former '
+                'one.',
         }),
     't5x.train_state': Module(here='t5x_lite.train_state'),
     't5x.trainer': Module(here='t5x_lite.trainer'),
@@ -224,8 +249,19 @@ MODULES: dict[str, Module] = {
             'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
         },
         left_out={
+            'DatasetConfig.runtime_preprocessors':
+                "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. "
+                'Add others to the task.',
+            'LegacyCheckpointer.restore.lazy_parameters=True': _NOT_LAZY,
+            'LegacyCheckpointer.save.concurrent_gb': _SAVE_MEMORY,
+            'LegacyCheckpointer.save.custom_metadata': 'CheckpointManager.save has metadata.',
+            'LegacyCheckpointer.save.force=True': 'Delete the existing checkpoint to replace it.',
             'RestoreCheckpointConfig.use_gda': _ARRAYS,
             'SaveCheckpointConfig.use_gda': _ARRAYS,
+            'get_training_eval_datasets.deterministic=True':
+                'The order of the data is always determined by DatasetConfig.seed.',
+            'get_training_eval_datasets.model_dir': _ONE_ORDER,
+            'get_training_eval_datasets.start_step': _ONE_ORDER,
         }),
 }
 
@@ -302,6 +338,11 @@ def why_no_module(module: str) -> str:
 def sentence(module: str, name: str) -> str:
   """Return the sentence of a name, or of a parameter as 'function.parameter', that is left out; otherwise ''."""
   return next((row.left_out[name] for row in rows(module) if name in row.left_out), '')
+
+
+def remedy(module: str, name: str) -> str:
+  """Return the sentence of a row of `left_out`, for the function here that rejects the value."""
+  return MODULES[module].left_out[name]
 
 
 def parameter_sentence(place: Place, parameter: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x_lite import checks, module_imports
+from t5x_lite.compat import names as t5x_names
 from t5x_lite.data.sources import base
 from t5x_lite.errors import ConfigError
 
@@ -25,8 +26,7 @@ _BOOL = checks.instance(bool, 'True or False')
 _COUNT_OR_NONE = checks.number(at_least=0, integer=True).or_none()
 _NO_PREPROCESSORS = checks.Expectation(
     'None or empty', lambda preprocessors: preprocessors is None or not len(preprocessors),
-    "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. Add others "
-    'to the task.')
+    t5x_names.remedy('t5x.utils', 'DatasetConfig.runtime_preprocessors'))
 
 
 @dataclasses.dataclass(frozen=True)

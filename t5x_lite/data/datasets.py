@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from t5x_lite import checks
+from t5x_lite.compat import names as t5x_names
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.feature_lengths import with_feature_lengths
@@ -101,10 +102,12 @@ def get_training_eval_datasets(
   """
   checks.check(
       'get_training_eval_datasets', {'deterministic': deterministic, 'model_dir': model_dir, 'start_step': start_step},
-      deterministic=checks.Expectation(
-          'False', lambda value: value is False, 'The order of the data is always determined by DatasetConfig.seed.'),
-      model_dir=checks.Expectation('None', lambda value: value is None, 'It belongs to deterministic=True.'),
-      start_step=checks.Expectation('0', lambda value: value == 0, 'It belongs to deterministic=True.'))
+      deterministic=checks.Expectation('False', lambda value: value is False, t5x_names.remedy(
+          't5x.utils', 'get_training_eval_datasets.deterministic=True')),
+      model_dir=checks.Expectation('None', lambda value: value is None, t5x_names.remedy(
+          't5x.utils', 'get_training_eval_datasets.model_dir')),
+      start_step=checks.Expectation('0', lambda value: value == 0, t5x_names.remedy(
+          't5x.utils', 'get_training_eval_datasets.start_step')))
   return open_eval_iterators(cfg, _layout(cfg, shard_id, num_shards), eval_steps,
                              feature_converter=feature_converter_cls)
 

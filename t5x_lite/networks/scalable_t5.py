@@ -6,6 +6,7 @@ The network is that of `t5`; `t5.T5Config(param_layout='scalable_t5')` is the sa
 import dataclasses
 
 from t5x_lite import checks
+from t5x_lite.compat import names as t5x_names
 from t5x_lite.networks import t5_config
 from t5x_lite.networks.t5 import Decoder, DecoderLayer, Encoder, EncoderLayer, Transformer
 
@@ -34,7 +35,8 @@ class T5Config(t5_config.T5Config):
     checks.check(
         'scalable_t5.T5Config', {'scan_layers': self.scan_layers, 'param_scan_axis': self.param_scan_axis,
                                  'param_layout': self.param_layout},
-        scan_layers=checks.one_of((True, None), "Without loops, use t5.T5Config with relpos_bias_tables='per_layer'."),
+        scan_layers=checks.one_of((True, None), t5x_names.remedy(
+            't5x.examples.scalable_t5.network', 'T5Config.scan_layers=False')),
         param_scan_axis=checks.one_of((1,), "This is T5X's default."),
         param_layout=checks.one_of(('scalable_t5',), "Use t5.T5Config for the layout 't5'."))
     super().__post_init__()

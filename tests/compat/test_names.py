@@ -1,6 +1,7 @@
 """The table of T5X's names: complete, and true of our modules."""
 
 import importlib
+import inspect
 
 import pytest
 
@@ -25,6 +26,24 @@ def test_names_that_are_left_out_have_one_sentence_and_are_not_here(module):
     assert name not in row.names
     if '.' not in name:
       assert views.find(module, name) is None
+
+
+def test_parameters_that_reject_a_value_are_here():
+  for module, row in names.MODULES.items():
+    for key in row.left_out:
+      path, equals, _ = key.partition('=')
+      if equals:
+        name, *attributes, parameter = path.split('.')
+        function = getattr(views.module(module), name)
+        for attribute in attributes:
+          function = getattr(function, attribute)
+        assert parameter in inspect.signature(function).parameters, f'{module}.{key}'
+
+
+def test_functions_use_sentences_of_the_table():
+  assert names.remedy('t5x.train', 'train.use_orbax=False').startswith('Remove it')
+  with pytest.raises(KeyError):
+    names.remedy('t5x.train', 'train.use_orbax=True')
 
 
 def test_messages_name_the_alternative_of_a_module():

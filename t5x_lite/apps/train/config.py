@@ -12,6 +12,7 @@ from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.parts import RunConfig
 from t5x_lite.apps.train.step_log import LogConfig
+from t5x_lite.compat import names as t5x_names
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 
 _STEPS_REMEDY = ('Steps are int32. total_steps counts from step 0 of the model; relative_steps counts from the '
@@ -21,7 +22,7 @@ _PERIOD = checks.number(at_least=1, integer=True).or_none()
 _SUMMARY_PERIOD = 100
 _ONLY_ORBAX = checks.Expectation(
     "True, since T5X's former format of checkpoints is not written", lambda use: use is True,
-    "Remove it: checkpoints of both formats are read, and `t5x_lite convert --to=t5x` writes the former one.")
+    t5x_names.remedy('t5x.train', 'train.use_orbax=False'))
 _SECONDS = checks.number(above=0).or_none()
 _EVENT_FNS = checks.Expectation(
     'a function of an Event, or a list of them',
