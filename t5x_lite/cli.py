@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
   # Standard error never has results; commands without results on standard output protect that too.
   with standard_streams.lossy_output('stderr'):
     try:
-      with _plain_messages(), _interrupts_that_are_not_lost():
-        status = int(_run(argv, program))
+      with _plain_messages() as handler, _interrupts_that_are_not_lost():
+        status = int(_run(argv, program, handler))
       if sys.stdout is not None:
         sys.stdout.flush()  # A result that cannot be written is an error.
     except KeyboardInterrupt as error:
@@ -253,7 +253,7 @@ def _own_paths(program: Program) -> list[str]:
   return [folder, moe, os.path.dirname(program.package.__file__), *files]
 
 
-def _run(argv: Sequence[str], program: Program) -> int:
+def _run(argv: Sequence[str], program: Program, handler: logging.Handler) -> int:
   if not argv:
     _parser(argv, program).print_help()
     return ExitCode.INVALID_INPUT
@@ -264,14 +264,12 @@ def _run(argv: Sequence[str], program: Program) -> int:
   if os.environ.get('XLA_FLAGS'):
     from t5x_lite import cli_platform
     cli_platform.check_xla_flags()
-  level = getattr(logging, arguments.log_level.upper())
-  for logger in _our_loggers():
-    logger.setLevel(level)
+  loggers = _set_log(handler, arguments)
   arguments.describe_error = lambda process, error: _describe(process, error, argv, program)
   with contextlib.ExitStack() as stack:
     if getattr(arguments, 'log_dir', None):
-      stack.enter_context(_log_file(arguments.log_dir, arguments.command))
-    if level == logging.DEBUG:
+      stack.enter_context(_log_file(arguments.log_dir, arguments.command, loggers))
+    if arguments.log_level == 'debug':
       stack.enter_context(runtime.log_compilations())
     return program.commands[arguments.command].run(arguments)
 
@@ -380,10 +378,13 @@ def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _plain_messages() -> Iterator[None]:
+def _plain_messages() -> Iterator[logging.Handler]:
   """Show log lines and warnings of this package as plain lines, and suppress those of third parties.
 
   Environment variables of the user are kept. Afterwards, logging and warnings are as before.
+
+  Yields:
+    The handler that writes the log lines to standard error.
   """
   for name, value in _QUIET_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
@@ -391,7 +392,7 @@ def _plain_messages() -> Iterator[None]:
   handler.setFormatter(_Formatter())
   ours = _our_loggers()
   propagated = [logger.propagate for logger in ours]
-  levels = _logger_levels()
+  levels, root_level = _logger_levels(), logging.root.level
   with warnings.catch_warnings():
     warnings.showwarning = _show_warning
     if not sys.warnoptions:
@@ -404,17 +405,40 @@ def _plain_messages() -> Iterator[None]:
       logger.propagate = False
       logger.addHandler(handler)
     try:
-      yield
+      yield handler
     finally:
       for logger, propagate in zip(ours, propagated, strict=True):
         logger.removeHandler(handler)
         logger.propagate = propagate
+      logging.root.removeHandler(handler)
+      logging.root.setLevel(root_level)
       for name in _logger_levels():
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
 
 
+def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[logging.Logger]:
+  """Set levels of log lines by flags, and return the loggers whose lines are shown.
+
+  Raises:
+    ConfigError: `--showprefixforinfo` is true.
+  """
+  loggers = _our_loggers()
+  for logger in loggers:
+    logger.setLevel(arguments.log_level.upper())
+  if getattr(arguments, 'showprefixforinfo', False):
+    raise ConfigError('--showprefixforinfo must be false. Write --log_dir for a file of lines with time and place.')
+  if not getattr(arguments, 'alsologtostderr', False):
+    handler.setLevel(getattr(arguments, 'stderrthreshold', logging.NOTSET))
+  if levels := getattr(arguments, 'logger_levels', {}):
+    logging.root.addHandler(handler)
+    loggers.append(logging.root)
+  for name, level in levels.items():
+    logging.getLogger(name).setLevel(level)
+  return loggers
+
+
 @contextlib.contextmanager
-def _log_file(folder: str, command: str) -> Iterator[None]:
+def _log_file(folder: str, command: str, loggers: Sequence[logging.Logger]) -> Iterator[None]:
   """Also write log lines, and the exception that ends the command, to a file in `folder` for each process.
 
   Raises:
@@ -430,7 +454,6 @@ def _log_file(folder: str, command: str) -> Iterator[None]:
     raise ConfigError(f'--log_dir must be a local folder that can be written, got {folder!r}: '
                       f'{error.strerror or error}.') from error
   handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s'))
-  loggers = _our_loggers()
   for logger in loggers:
     logger.addHandler(handler)
   try:

@@ -14,13 +14,10 @@ _DEBUGGER = 'To debug, run `python -m pdb -c continue -m t5x_lite`'
 _REMEDIES = {
     'fdl': 'Fiddle configurations are not supported: write a gin file',
     'helpxml': 'Write --help',
-    'logger_levels': 'Write --log_level, or set levels of loggers in a module that the gin file imports',
     'module_import': 'Set --gin.MIXTURE_OR_TASK_MODULE=MODULE, or import the module in a gin file',
     'only_check_args': 'Write --dry_run',
     'pdb': _DEBUGGER, 'run_with_pdb': _DEBUGGER,
     'profile_file': _PROFILE, 'run_with_profiling': _PROFILE, 'use_cprofile_for_profiling': _PROFILE,
-    'showprefixforinfo': 'Lines in the file of --log_dir have a prefix, lines on standard error have none',
-    'stderrthreshold': 'Write --log_level, which applies to standard error',
     'xla_': 'Set the environment variable XLA_FLAGS',
 }
 
@@ -88,6 +85,8 @@ def plain(arguments: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     result = [each for each in result if each != name]  # The last one counts.
     if not is_negated and _BOOLEANS.get(value.lower(), True):
       result.append(name)
+    elif f'--no{name[2:]}' in options:  # False differs from a flag that is not there.
+      result.append(f'--no{name[2:]}')
   return result
 
 

@@ -369,7 +369,8 @@ def _retries() -> dict[str, Any]:
 def _file_system(scheme: str) -> Any:
   kind = _KINDS[scheme]
   for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
-    logging.getLogger(name).setLevel(logging.CRITICAL)
+    if logging.getLogger(name).level == logging.NOTSET:  # not set by the user
+      logging.getLogger(name).setLevel(logging.CRITICAL)
   # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need a few.
   with errors.needs_packages(f'A path that begins with {scheme}://', kind.package, extra=kind.extra):
     if scheme == 's3':

@@ -8,6 +8,8 @@ import pytest
 
 from t5x_lite import cli
 from t5x_lite import cli_flags
+from t5x_lite import runtime
+from t5x_lite.apps import commands
 from t5x_lite.apps.common import flags as command_flags
 from t5x_lite.errors import ConfigError
 
@@ -23,7 +25,10 @@ def _parse(*argv):
     (['--dry_run=TRUE'], {'dry_run': True}),
     (['--dry_run', '--nodry_run'], {'dry_run': False}),
     (['--nodry_run', '-dry_run=1'], {'dry_run': True}),
+    ([], {'multiprocess_gpu': None}),
     (['--multiprocess_gpu=f'], {'multiprocess_gpu': False}),
+    (['--multiprocess_gpu=false', '-multiprocess_gpu'], {'multiprocess_gpu': True}),
+    (['--multiprocess_gpu=true', '-nomultiprocess_gpu'], {'multiprocess_gpu': False}),
     (['--process_count', '2', '-process_index=1'], {'process_count': 2, 'process_index': 1}),
     (['--alsologtostderr', '--nologtostderr'], {'log_level': 'info'}),
     (['-v', '1'], {'log_level': 'debug'}),
@@ -31,6 +36,12 @@ def _parse(*argv):
     (['-v=-5'], {'log_level': 'error'}),
     (['--verbosity', 'FATAL'], {'log_level': 'error'}),
     (['--verbosity=1', '--log_level=error'], {'log_level': 'error'}),
+    (['--stderrthreshold=1'], {'stderrthreshold': logging.WARNING}),
+    (['--stderrthreshold', 'Debug'], {'stderrthreshold': logging.DEBUG}),
+    (['--stderrthreshold=3'], {'stderrthreshold': logging.ERROR}),
+    (['--logger_levels=jax:debug, a.b : WARN,'], {'logger_levels': {'jax': logging.DEBUG, 'a.b': logging.WARNING}}),
+    (['--logger_levels=a:INFO', '--logger_levels='], {'logger_levels': {}}),
+    (['--showprefixforinfo', '--noshowprefixforinfo'], {'showprefixforinfo': False}),
     (['--jax_log_compiles', '--nojax_enable_checks', '-jax_platforms=cpu'],
      {'jax_flags': ['--jax_log_compiles', '--nojax_enable_checks', '-jax_platforms=cpu']}),
     (['--undefok=foo,bar', '--nofoo', '-bar=3'], {'dry_run': False}),
@@ -75,9 +86,11 @@ def test_flags_of_files_replace_flagfile(tmp_path, monkeypatch):
     ('--pdb_post_mortem', ['python -m pdb']),
     ('--norun_with_profiling', ['cProfile']),
     ('--only_check_args', ['--dry_run']),
-    ('--stderrthreshold=error', ['--log_level']),
-    ('--logger_levels=jax:debug', ['--log_level']),
-    ('--noshowprefixforinfo', ['--log_dir']),
+    ('--stderrthreshold=loud', ['--stderrthreshold: must be debug, info, warning, error', "'loud'"]),
+    ('--stderrthreshold=4', ['number from 0 (info) to 3 (fatal)', "'4'"]),
+    ('--logger_levels=jax:DEBUG,orbax', ['--logger_levels: must be NAME:LEVEL', "'orbax'"]),
+    ('--logger_levels=jax:loud', ["'jax:loud'"]),
+    ('--showprefixforinfo', ['--showprefixforinfo must be false', '--log_dir']),
     ('--fdl_config=base', ['gin file']),
     ('--xla_dump_to=a', ['XLA_FLAGS']),
     ('--jax_log_compile', ["no option jax_log_compile. Did you mean 'jax_log_compiles'?"]),
@@ -131,6 +144,113 @@ def test_log_lines_and_errors_are_in_the_file_of_log_dir(capsys, tmp_path):
   text, = [path.read_text() for path in (tmp_path / 'logs').iterdir()]
   assert "ConfigError: --gin.NO_SUCH=1: the macro 'NO_SUCH' is not used" in text and ' ERROR ' in text
   assert not logging.getLogger('t5x_lite').handlers and 'NO_SUCH' in capsys.readouterr().err
+
+
+@pytest.fixture
+def log(capsys, monkeypatch, tmp_path):
+  """Return a function that returns what a command with flags shows on standard error and writes to its file."""
+
+  def run(arguments):
+    for name in ('t5x_lite.part', 'jax.part', 'other'):
+      for level in ('debug', 'info', 'warning', 'error'):
+        getattr(logging.getLogger(name), level)('%s of %s', level, name)
+    return runtime.Progress().log('progress') or 0
+
+  monkeypatch.setitem(commands.COMMANDS, 'fake', commands.Command('do something', command_flags.add_gin_arguments, run))
+
+  def main(*argv):
+    assert cli.main(['fake', f'--log_dir={tmp_path}', *argv]) == 0
+    (path,) = tmp_path.iterdir()
+    written = path.read_text().splitlines()
+    path.unlink()
+    return capsys.readouterr().err.splitlines(), [line.partition('] ')[2] for line in written]
+
+  return main
+
+
+_OURS = ['info of t5x_lite.part', 'warning: warning of t5x_lite.part', 'error: error of t5x_lite.part']
+
+
+@pytest.mark.parametrize('argv, first, progress', [
+    (['--stderrthreshold=info'], 0, True),
+    (['--stderrthreshold=debug'], 0, True),
+    (['--stderrthreshold=warning'], 1, False),
+    (['--stderrthreshold=fatal'], 2, False),
+    (['--stderrthreshold=error', '--alsologtostderr'], 0, True),
+    (['--stderrthreshold=error', '--logtostderr'], 0, True),
+])
+def test_stderrthreshold_hides_lines_but_not_in_the_file(log, argv, first, progress):
+  shown, written = log(*argv)
+  assert shown == [*_OURS[first:], *(['progress'] * progress)]
+  assert written == [line.rpartition(': ')[2] for line in _OURS]
+
+
+def test_levels_of_loggers_decide_what_is_shown(log):
+  before = logging.root.level, logging.root.handlers[:], logging.getLogger('jax').level
+  shown, written = log('--logger_levels=jax:INFO,other:debug,t5x_lite.part:ERROR', '--log_level=debug')
+  assert shown == [_OURS[2], 'info of jax.part', 'warning: warning of jax.part', 'error: error of jax.part',
+                   'debug of other', 'info of other', 'warning: warning of other', 'error: error of other', 'progress']
+  assert written == [line.rpartition(': ')[2] for line in shown[:-1]]
+  assert 'info of other' in log('--logger_levels=root:INFO')[0]
+  assert (logging.root.level, logging.root.handlers, logging.getLogger('jax').level) == before
+  assert log('--logger_levels=t5x_lite:WARNING')[0][:2] == _OURS[1:]
+
+
+def test_lines_have_no_prefix(log):
+  for flag in ('--showprefixforinfo=false', '--noshowprefixforinfo'):
+    assert log(flag)[0][:3] == _OURS
+
+
+def test_levels_of_loggers_last_while_packages_hide_their_lines(monkeypatch):
+  logging_of_absl = pytest.importorskip('absl.logging')
+  pytest.importorskip('seqio')
+  from t5x_lite.data import seqio_evaluator, seqio_import
+  logger = logging_of_absl.get_absl_logger()
+  monkeypatch.setattr(logger, 'level', logging.INFO)
+  with seqio_import.quiet():
+    assert logger.level == logging.ERROR
+  with seqio_evaluator._LogRelay():
+    pass
+  assert logger.level == logging.INFO
+  jax_logger = logging.getLogger('jax')
+  monkeypatch.setattr(jax_logger, 'level', logging.CRITICAL)
+  command_flags._set_jax_options(['--nojax_log_compiles'], shows_warnings=False)
+  assert jax_logger.level == logging.CRITICAL
+
+
+_PLACE = ['--coordinator_address=host:99', '--process_count=2', '--process_index=1']
+
+
+@pytest.mark.parametrize('argv, expected', [
+    (_PLACE, ('auto', 'host:99', 2, 1)),
+    (['--multiprocess_gpu', *_PLACE], ('on', 'host:99', 2, 1)),
+    (['--multiprocess_gpu=false', *_PLACE], ('off', None, None, None)),
+    (['--nomultiprocess_gpu', '--process_index=0'], ('off', None, None, None)),
+    (['--nomultiprocess_gpu', '--distributed=off', '--coordinator_address='], ('off', None, None, None)),
+    (['--coordinator_address='], ('auto', None, None, None)),
+])
+def test_multiprocess_gpu_decides_whether_a_process_is_alone(monkeypatch, caplog, argv, expected):
+  joined = []
+  monkeypatch.setattr(runtime, 'join', joined.append)
+  arguments = _parse(*argv)
+  with caplog.at_level(logging.INFO, 't5x_lite'):
+    for _ in range(2):  # Some commands call it twice.
+      command_flags.join_cluster(arguments)
+  for cfg in joined:
+    assert (cfg.mode, cfg.coordinator_address, cfg.process_count, cfg.process_index) == expected
+  ignored = [flag.partition('=')[0] for flag in argv if flag in (*_PLACE, '--process_index=0')]
+  assert len(joined) == 2 and [record.getMessage() for record in caplog.records] == [
+      f'No effect of {", ".join(ignored)}: --multiprocess_gpu=false starts one process.'
+  ] * (bool(ignored) and expected[0] == 'off')
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['--multiprocess_gpu', '--distributed=off'], '--distributed=off starts one process, and --multiprocess_gpu asks'),
+    (['--nomultiprocess_gpu', '--distributed=on'], '--distributed=on asks for several processes, and --multiproc'),
+])
+def test_modes_that_contradict_each_other(argv, message):
+  with pytest.raises(ConfigError, match=message):
+    command_flags.join_cluster(_parse(*argv))
 
 
 def test_lists_of_folders_are_lines_of_csv():

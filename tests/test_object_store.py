@@ -1,5 +1,6 @@
 """Paths in object stores behave as `pathlib.Path`, and requests that fail are repeated or explained."""
 
+import logging
 import os
 import pathlib
 import subprocess
@@ -82,8 +83,10 @@ def test_missing_credentials(s3_store, monkeypatch, tmp_path):
 def test_a_missing_extra(monkeypatch, scheme, package):
   object_store._file_system.cache_clear()
   monkeypatch.setattr(object_store.fsspec, 'filesystem', _missing(package))
+  monkeypatch.setattr(logging.getLogger('gcsfs'), 'level', logging.DEBUG)  # as by --logger_levels
   with pytest.raises(errors.ConfigError, match=rf'begins with {scheme}:// needs {package}, .*(\[|{package}>=2025)'):
     files.path(f'{scheme}://bucket/x').read_bytes()
+  assert logging.getLogger('gcsfs').level == logging.DEBUG
 
 
 def _missing(package):

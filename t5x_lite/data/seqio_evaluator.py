@@ -221,10 +221,11 @@ class _LogRelay(logging.Filter):
     return record.levelno >= logging.ERROR
 
   def __enter__(self) -> None:
-    self._verbosity = absl_logging.get_verbosity()
-    absl_logging.set_verbosity(absl_logging.INFO)
-    absl_logging.get_absl_logger().addFilter(self)
+    self._absl = absl_logging.get_absl_logger()
+    self._level = self._absl.level
+    self._absl.setLevel('INFO')
+    self._absl.addFilter(self)
 
   def __exit__(self, *exc_info: object) -> None:
-    absl_logging.get_absl_logger().removeFilter(self)
-    absl_logging.set_verbosity(self._verbosity)
+    self._absl.removeFilter(self)
+    self._absl.setLevel(self._level)

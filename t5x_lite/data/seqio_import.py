@@ -23,14 +23,15 @@ os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
   """Suppress third-party warnings and log lines below errors."""
-  verbosity = logging.get_verbosity()
-  logging.set_verbosity(logging.ERROR)
+  logger = logging.get_absl_logger()
+  level = logger.level
+  logger.setLevel('ERROR')
   try:
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')
       yield
   finally:
-    logging.set_verbosity(verbosity)
+    logger.setLevel(level)
 
 
 with quiet(), needs_packages(

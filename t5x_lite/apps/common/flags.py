@@ -86,9 +86,17 @@ def _add_absl_arguments(parser: argparse.ArgumentParser) -> None:
                      help='the same as --log_level: 1 for debug, 0 for info, -1 for warning, -2 for error; also -v')
   group.add_argument('--log_dir', metavar='FOLDER',
                      help='also write log lines, with time and level, to a file in this folder for each process')
-  group.add_argument('--alsologtostderr', action='store_true', dest='_',
-                     help='accepted: log lines always go to standard error')
-  group.add_argument('--logtostderr', action='store_true', dest='_', help='the same as --alsologtostderr')
+  group.add_argument('--stderrthreshold', type=_stderr_threshold, default=logging.NOTSET, metavar='LEVEL',
+                     help='lowest level of log lines on standard error: debug, info, warning, error, or 0 for info to '
+                     '2 for error. As with --log_level, but the file of --log_dir has all lines')
+  group.add_argument('--alsologtostderr', action='store_true',
+                     help='log lines always go to standard error; this flag cancels --stderrthreshold')
+  group.add_argument('--logtostderr', action='store_true', dest='alsologtostderr',
+                     help='the same as --alsologtostderr')
+  group.add_argument('--showprefixforinfo', action='store_true',
+                     help='accepted if false: lines have no prefix, except in the file of --log_dir')
+  group.add_argument('--logger_levels', type=_logger_levels, default={}, metavar='NAME:LEVEL,...',
+                     help='levels of Python loggers, also of other packages, e.g. jax:DEBUG,t5x_lite.data:WARNING')
   # Parsed before argparse runs; listed here for --help.
   group.add_argument('--jax_NAME=VALUE', action='store_true', dest='_',
                      help="set an option of JAX, e.g. --jax_log_compiles or --jax_default_matmul_precision=highest")
@@ -106,6 +114,30 @@ def _log_level(text: str) -> str:
     raise argparse.ArgumentTypeError(f'must be a number from -2 (error) to 1 (debug), got {text!r}') from None
 
 
+def _stderr_threshold(text: str) -> int:
+  """Return the value of `--stderrthreshold`; errors are always shown, also for `fatal`."""
+  names = ('info', 'warning', 'error', 'fatal')
+  levels = {**{str(i): name for i, name in enumerate(names)}, **{name: name for name in (*names, 'debug', 'warn')}}
+  try:
+    return min(logging.getLevelNamesMapping()[levels[text.lower()].upper()], logging.ERROR)
+  except KeyError:
+    raise argparse.ArgumentTypeError('must be debug, info, warning, error, fatal or a number from 0 (info) to 3 '
+                                     f'(fatal), got {text!r}') from None
+
+
+def _logger_levels(text: str) -> dict[str, int]:
+  """Return levels by name of the logger for the value of `--logger_levels`."""
+  levels = {}
+  for pair in filter(str.strip, text.split(',')):
+    name, _, level = (part.strip() for part in pair.partition(':'))
+    try:
+      levels[name] = logging.getLevelNamesMapping()[level.upper()]
+    except KeyError:
+      raise argparse.ArgumentTypeError('must be NAME:LEVEL with a level of Python such as DEBUG, separated by commas, '
+                                       f'got {pair!r}') from None
+  return levels
+
+
 def add_seqio_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the flags of a command that reads data of seqio."""
   group = parser.add_argument_group('data of seqio')
@@ -121,8 +153,10 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
   group.add_argument('--distributed', choices=names.MODES, default='auto',
                      help='auto: several processes if `t5x_lite launch`, the environment, SLURM, Open MPI, Kubernetes '
                      'or a TPU pod says so; on: an error without a cluster; off: one process. Default: auto')
-  group.add_argument('--multiprocess_gpu', action='store_true',
+  group.add_argument('--multiprocess_gpu', action='store_true', default=None,
                      help='the same as --distributed=on (name of T5X)')
+  group.add_argument('--nomultiprocess_gpu', action='store_false', dest='multiprocess_gpu', default=None,
+                     help='one process; --coordinator_address, --process_count and --process_index have no effect')
   group.add_argument('--coordinator_address', metavar='HOST:PORT',
                      help='address of process 0, the same on all processes; environment: JAX_COORDINATOR_ADDRESS')
   group.add_argument('--process_count', type=int, metavar='N', help='number of processes; environment: '
@@ -152,10 +186,19 @@ def join_cluster(arguments: argparse.Namespace) -> None:
   if arguments.multiprocess_gpu and arguments.distributed == 'off':
     raise ConfigError('--distributed=off starts one process, and --multiprocess_gpu asks for several. Remove one of '
                       'them.')
+  if arguments.multiprocess_gpu is False and arguments.distributed == 'on':
+    raise ConfigError('--distributed=on asks for several processes, and --multiprocess_gpu=false starts one. Remove '
+                      'one of them.')
+  arguments.coordinator_address = arguments.coordinator_address or None
+  place = ('coordinator_address', 'process_count', 'process_index')
+  if arguments.multiprocess_gpu is False:
+    given = ', '.join(f'--{name}' for name in place if getattr(arguments, name) is not None)
+    if given:
+      logging.getLogger(__name__).info('No effect of %s: --multiprocess_gpu=false starts one process.', given)
+    vars(arguments).update(dict.fromkeys(place), distributed='off')
   mode = 'on' if arguments.multiprocess_gpu else arguments.distributed
   monitor = runtime.join(runtime.ClusterConfig(mode=mode, **{name: getattr(arguments, name) for name in (
-      'coordinator_address', 'process_count', 'process_index', 'initialization_timeout',
-      'heartbeat_timeout_seconds')}))
+      *place, 'initialization_timeout', 'heartbeat_timeout_seconds')}))
   if monitor is not None:
     monitor.describe_fn = lambda error: arguments.describe_error(monitor.process, error)
 
@@ -250,7 +293,7 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
-  _set_jax_options(arguments.jax_flags)
+  _set_jax_options(arguments.jax_flags, shows_warnings='jax' not in arguments.logger_levels)
   join_cluster(arguments)
   configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
   _set_seqio_folders(arguments, configuration)
@@ -288,8 +331,12 @@ def _search_folders(arguments: argparse.Namespace) -> list[str]:
   return folders
 
 
-def _set_jax_options(flags: Sequence[str]) -> None:
+def _set_jax_options(flags: Sequence[str], shows_warnings: bool = True) -> None:
   """Set JAX's options by flags such as `--jax_log_compiles`, before JAX initializes its devices.
+
+  Args:
+    flags: flags of the form `--jax_NAME=VALUE`.
+    shows_warnings: whether to show JAX's warnings, as which JAX logs what some options ask for.
 
   Raises:
     ConfigError: an option does not exist, or its value is invalid.
@@ -298,7 +345,8 @@ def _set_jax_options(flags: Sequence[str]) -> None:
     return
   import jax
   from t5x_lite import checks
-  logging.getLogger('jax').setLevel(logging.WARNING)  # JAX logs what some options ask for as warnings.
+  if shows_warnings:
+    logging.getLogger('jax').setLevel(logging.WARNING)
   for flag in flags:
     name, equals, text = flag.lstrip('-').partition('=')
     if name.startswith('no') and not equals:
