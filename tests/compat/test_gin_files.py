@@ -139,3 +139,27 @@ class Subclass(Base):
     _load(tmp_path, 'import base_and_subclass', """
 base_and_subclass.Subclass.decode.num_decodes = 7
 base_and_subclass.Base.size = 7""")
+
+
+@pytest.mark.parametrize('body, problem', [
+    ('train_script.train.use_orbax = False', '`train.use_orbax` must be True'),
+    ('utils.DatasetConfig.runtime_preprocessors = [1]', '`DatasetConfig.runtime_preprocessors` must be None or empty'),
+    ('utils.DatasetConfig.num_prefetch_threads = 4', '`DatasetConfig.num_prefetch_threads` must be unset'),
+    ("partitioning.PjitPartitioner.backend = 'tpu'", '`backend` must be a platform'),
+    ('partitioning.PjitPartitioner.num_partitions = 3', '`num_partitions` must be '),
+    ('partitioning.PjitPartitioner.model_parallel_submesh = (1, 1, 1, 1)', 'A partitioner must get exactly one of'),
+    ('TASK_FEATURE_LENGTHS = None\ninfer_eval/utils.DatasetConfig.task_feature_lengths = None',
+     '`DatasetConfig.task_feature_lengths` must be '),
+])
+def test_errors_of_the_run_name_the_line_of_the_binding(tmp_path, body, problem):
+  head = """
+import __main__ as train_script
+from t5x import partitioning
+include 't5x/examples/t5/byt5/small.gin'
+include 't5x/configs/runs/finetune.gin'
+# The next line is invalid."""
+  configuration = _load(tmp_path, head, body)
+  with pytest.raises(errors.ConfigError) as caught:
+    configuration.call(model_dir=str(tmp_path / 'run'), dry_run=True)
+  message = str(caught.value)
+  assert message.startswith(problem) and f'{tmp_path / "mine.gin"}:10)' in message, message
