@@ -11,7 +11,7 @@ import math
 import numbers
 from typing import Any, NamedTuple
 
-from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
+from t5x_lite.errors import ConfigError, InvalidOptions, T5xLiteError, did_you_mean
 
 _MAX_SHOWN = 200  # characters of a value
 
@@ -143,10 +143,28 @@ def invalid(owner: str, option: str, expectation: str, value: Any, remedy: str =
     error: class of the error.
   """
   name = f'{owner}.{option}' if owner else option
+  return about(owner, {option: value}, f'`{name}` must be {expectation}, got {_shown(value)}', remedy, error)
+
+
+def about(owner: str, values: Mapping[str, Any], problem: str, remedy: str,
+          error: type[T5xLiteError] = ConfigError) -> T5xLiteError:
+  """Return an error about options in another wording; commands add where files bind them.
+
+  Args:
+    owner: see `check`.
+    values: value of each option, by name.
+    problem: what is wrong, a sentence without the period.
+    remedy: see `invalid`.
+    error: class of the error.
+  """
+  made = error(f'{problem}.{" " if remedy else ""}{remedy}')
+  made.options = InvalidOptions(owner, {name: _shown(value) for name, value in values.items()}, len(problem))
+  return made
+
+
+def _shown(value: Any) -> str:
   shown = repr(value)
-  if len(shown) > _MAX_SHOWN:
-    shown = f'{shown[:_MAX_SHOWN]}...'
-  return error(f'`{name}` must be {expectation}, got {shown}.{" " if remedy else ""}{remedy}')
+  return f'{shown[:_MAX_SHOWN]}...' if len(shown) > _MAX_SHOWN else shown
 
 
 def accept_former_name(name: str, former_name: str) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ import enum
 import errno
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 class ExitCode(enum.IntEnum):
@@ -37,10 +37,36 @@ class ExitCode(enum.IntEnum):
   REFUSED = 2
 
 
+class InvalidOptions:
+  """Options that an error is about.
+
+  Attributes:
+    owner: class or function that has the options; may be empty.
+    shown: the value of each option, by name, as the message shows it.
+    end: length of the message without its remedy and the period before it.
+    argument: argument of the command's function that has the owner; empty if unknown.
+    locations: where files bind the options; shown in the message.
+  """
+
+  def __init__(self, owner: str, shown: Mapping[str, str], end: int):
+    self.owner, self.shown, self.end = owner, shown, end
+    self.argument = ''
+    self.locations: Sequence[str] = ()
+
+
 class T5xLiteError(Exception):
-  """Base of all errors that this package raises for users; `exit_code` is the exit status of a command."""
+  """Base of all errors that this package raises for users; `exit_code` is the exit status of a command.
+
+  The errors of `checks` about options have the attribute `options`, `InvalidOptions`.
+  """
 
   exit_code: ExitCode = ExitCode.INVALID_INPUT
+
+  def __str__(self) -> str:
+    text, options = super().__str__(), getattr(self, 'options', None)
+    if options is None or not options.locations:
+      return text
+    return f'{text[:options.end]} ({", ".join(options.locations)}){text[options.end:]}'
 
 
 class ConfigError(T5xLiteError, ValueError):

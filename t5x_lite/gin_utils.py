@@ -5,6 +5,7 @@ validates the result for the function that will run (`configuration.checks`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -13,6 +14,7 @@ import re
 from typing import Any, NoReturn, Protocol
 
 import gin
+from gin import config as gin_config
 
 from t5x_lite import checks, files
 from t5x_lite.compat import names as t5x_names
@@ -28,6 +30,8 @@ _CONFIG_FILE = 'config.gin'
 _MAX_UNUSED = 10
 # Part of config.gin, which is compared with that of earlier starts.
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'
+# Line that gin adds to errors for each configurable.
+_NOTE = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
 # Remedies for missing macros of T5X.
 _REMEDIES = {
     'MODEL': 'add a model, e.g. --gin_file=models/t5_1_1_small.gin',
@@ -54,12 +58,14 @@ class Configuration:
     text: the entire configuration as gin text.
     uses: configurables that `entry` reaches, itself first.
     mesh_rule: selector, mesh rule and its changes in one line; empty for a configuration without mesh rules.
+    locations: location of each binding in a file.
   """
 
   entry: Callable[..., Any]
   text: str
   uses: Sequence[gin_check.Use]
   mesh_rule: str = ''
+  locations: Mapping[gin_check.Key, gin_syntax.Location] = dataclasses.field(default_factory=dict)
 
   def settings(self, left_out: Sequence[str]) -> dict[str, str]:
     """Return the values of all bindings that the entry point reaches, as text by name.
@@ -88,7 +94,7 @@ class Configuration:
     """
     # Arguments are evaluated here instead of by gin, to distinguish their errors from those of the run.
     bound = {name: self.argument(name) for name in self.uses[0].bound if name not in arguments}
-    with gin.unlock_config():  # A task module may register configurables when the run imports it.
+    with self._locates_errors(), gin.unlock_config():  # The run may import a task module that registers configurables.
       return self.entry(**bound, **arguments)
 
   def argument(self, name: str) -> Any:
@@ -104,7 +110,7 @@ class Configuration:
       raise ConfigError(f'{self.uses[0].name}.{name} is not bound, which this command requires. Add a run file, e.g. '
                         '--gin_file=runs/train.gin.')
     try:
-      with gin.unlock_config():
+      with self._locates_errors(), gin.unlock_config():
         # gin calls references when they are copied.
         return copy.deepcopy(gin_check.value_of(self.uses[0].bound[name]))
     except (TypeError, ValueError) as error:
@@ -112,13 +118,31 @@ class Configuration:
         raise
       raise ConfigError(f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)') from error
 
+  @contextlib.contextmanager
+  def _locates_errors(self) -> Iterator[None]:
+    """Add to an error about options where files bind them."""
+    try:
+      yield
+    except T5xLiteError as error:
+      if (options := getattr(error, 'options', None)) is not None:
+        scope = self._scope(str(error), options.argument)
+        found = [gin_check.location_of(options.owner, name, shown, self.uses, self.locations, scope)
+                 for name, shown in options.shown.items()]
+        options.locations = [str(location) for location in found if location is not None]
+      raise
+
+  def _scope(self, message: str, argument: str) -> tuple[str, ...] | None:
+    """Return the scope in which gin has made the argument, or else the object of an error; None if it is not known."""
+    reference = _value_of(self.uses[0].bound[argument]) if argument in self.uses[0].bound else None
+    if isinstance(reference, gin_config.ConfigurableReference):
+      return tuple(reference.scopes)
+    innermost = re.search(_NOTE, message)
+    return None if innermost is None else tuple(innermost[2].split('/')) if innermost[2] else ()
+
 
 def _value_of(key: gin_check.Key) -> Any:
   """Return the value bound to `key`, with a macro replaced by its value."""
-  value = gin_check.value_of(key)
-  while gin_check.is_macro(value):
-    value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
-  return value
+  return gin_check.value_of(gin_check.path_to_value(key)[-1])
 
 
 def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
@@ -186,7 +210,9 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   if function_name == 'train':  # Files for training may be used for other commands too, which need less.
     _log_unused(binder.bound, read_keys, texts)
   mesh_rule = '' if choice is None else mesh_rules.describe(choice, changes, read_keys)
-  return Configuration(function, text, uses, mesh_rule)
+  in_files = {statement.location for text in texts for statement, file in text.walk_files() if file.path is not None}
+  locations = {key: location for key, location in binder.locations.items() if location in in_files}
+  return Configuration(function, text, uses, mesh_rule, locations)
 
 
 def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None, **options: Any) -> tuple[
@@ -268,10 +294,9 @@ def plain_message(error: BaseException) -> str:
   The innermost configurable is kept if its scope is a user's, or if the error is not of this package: "batch_size must
   be >= 1" does not tell the dataset, nor does "could not convert" tell the object.
   """
-  note = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
   text = str(error)
-  notes = re.findall(note, text)
-  text = re.sub(note, '', text)
+  notes = re.findall(_NOTE, text)
+  text = re.sub(_NOTE, '', text)
   if not notes:
     return text
   name, scope = notes[0]

@@ -109,6 +109,14 @@ def value_of(key: Key) -> Any:
   return bindings()[scope, selector][parameter]
 
 
+def path_to_value(key: Key) -> list[Key]:
+  """Return `key` and the keys of the macros through which it gets its value."""
+  path = [key]
+  while is_macro(value := value_of(path[-1])):
+    path.append(('/'.join(value.scopes), _MACRO, 'value'))
+  return path
+
+
 def _references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
   yield from gin_config.iterate_references({'value': value})
 
@@ -247,6 +255,37 @@ def _is_builtin(use: Use) -> bool:
   return use.configurable.selector.startswith('gin.')
 
 
+def location_of(owner: str, name: str, shown: str, uses: Collection[Use], locations: Mapping[Key, Location],
+                scope: tuple[str, ...] | None) -> Location | None:
+  """Return the location of the binding of an invalid option; None if not exactly one binding can be meant.
+
+  Args:
+    owner: end of the name of the class or function that has the option, or of a base; empty for any.
+    name: name of the option.
+    shown: the invalid value as text; with an owner, a part of the bound value too.
+    uses: result of `reachable`.
+    locations: locations of bindings.
+    scope: scope in which the owner is called; None if unknown.
+  """
+  equal, similar = set(), set()
+  for use in uses:
+    wrapped = use.configurable.wrapped
+    parameter = (_signature(wrapped) or {}).get(name)
+    kinds = wrapped.__mro__ if inspect.isclass(wrapped) else (wrapped,)
+    owners = (use.configurable.selector, *(f'{kind.__module__}.{kind.__qualname__}' for kind in kinds))
+    if parameter is None or scope not in (None, use.scope) or (
+        owner and not any(f'.{each}'.endswith(f'.{owner}') for each in owners)):
+      continue
+    key = path_to_value(use.bound[name])[-1] if name in use.bound else None
+    value = parameter.default if key is None else value_of(key)
+    if repr(value) == shown:
+      equal.add(locations.get(key))
+    elif owner and (shown.strip('\'".') in repr(value) or [*_references(value)]):
+      similar.add(locations.get(key))
+  location, *others = equal or similar or (None,)
+  return None if others else location
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Types
 
@@ -272,10 +311,8 @@ def _type_hints(fn_or_cls: Any) -> Mapping[str, Any]:
 
 
 def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, locations: Mapping[Key, Location]) -> None:
-  path, value = [key], value_of(key)
-  while is_macro(value):
-    path.append(('/'.join(value.scopes), _MACRO, 'value'))
-    value = value_of(path[-1])
+  path = path_to_value(key)
+  value = value_of(path[-1])
   if value is None and parameter.default is None:
     return
   if isinstance(value, gin_config.ConfigurableReference):

@@ -109,12 +109,19 @@ class DatasetConfig:
     """`seed`, or 0 for None."""
     return 0 if self.seed is None else self.seed
 
-  def check_lengths_are_given(self, use: str) -> None:
-    """Raise ConfigError if `task_feature_lengths` is None; `use` is the use that needs lengths, e.g. 'training'."""
-    checks.check('DatasetConfig', {'task_feature_lengths': self.task_feature_lengths}, task_feature_lengths=(
-        checks.Expectation(
-            f'{_LENGTHS.text} for {use}', lambda lengths: lengths is not None,
-            'Set TASK_FEATURE_LENGTHS. None is for evaluation and inference with tasks that do not need lengths.')))
+  def check_lengths_are_given(self, use: str, argument: str = '') -> None:
+    """Raise ConfigError if `task_feature_lengths` is None.
+
+    Args:
+      use: the use that needs lengths, e.g. 'training'.
+      argument: argument of the command's function whose value this is.
+    """
+    if self.task_feature_lengths is None:
+      error = checks.invalid(
+          'DatasetConfig', 'task_feature_lengths', f'{_LENGTHS.text} for {use}', None, 'Set TASK_FEATURE_LENGTHS. None '
+          'is for evaluation and inference with tasks that do not need lengths.')
+      error.options.argument = argument
+      raise error
 
   def import_module(self) -> None:
     """Import `module`, if it is set, so that it registers its tasks or its source.

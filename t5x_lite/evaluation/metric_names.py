@@ -8,7 +8,7 @@ import warnings
 import clu.values
 import numpy as np
 
-from t5x_lite import data
+from t5x_lite import checks, data
 from t5x_lite.errors import ConfigError, did_you_mean
 
 TRAINING_EVAL = 'training_eval'
@@ -94,4 +94,5 @@ def check_metric_name(option: str, name: Any, known: Mapping[str, Mapping[str, s
   hint = did_you_mean(name, candidates) if candidates else did_you_mean(name, [f'{folder}/...' for folder in folders])
   if not folders:
     hint = ' Nothing is evaluated: configure an evaluation, or remove the option.'
-  raise ConfigError(f'`{option}` must be the full name of a metric of this run, got {name!r}.{hint}')
+  owner, _, option = option.rpartition('.')
+  raise checks.invalid(owner, option, 'the full name of a metric of this run', name, hint.strip())

@@ -139,9 +139,12 @@ class BasePartitioner(ChoosesMesh):
       num_partitions = None
     if len(chosen) != 1 or (ici_mesh_shape is None) != (dcn_mesh_shape is None) or (
         mesh is not None and backend is not None):
-      raise errors.ConfigError(
+      given = {'num_partitions': num_partitions, 'model_parallel_submesh': model_parallel_submesh,
+               'ici_mesh_shape': ici_mesh_shape, 'dcn_mesh_shape': dcn_mesh_shape, 'mesh': mesh, 'backend': backend}
+      raise checks.about(
+          'BasePartitioner', {name: value for name, value in given.items() if value is not None},
           f'A partitioner must get exactly one of {", ".join(ways)} (without backend), got {ways} and '
-          f'backend={backend!r}. Use num_partitions=1 for data parallelism alone.')
+          f'backend={backend!r}', 'Use num_partitions=1 for data parallelism alone.')
     if data_axes is None:
       data_axes = 'data' if ici_mesh_shape is None else ('replica', 'data')
     self._num_partitions = num_partitions

@@ -126,7 +126,7 @@ def test_gin_syntax_error_names_file_and_line(capsys, tmp_path):
 @pytest.mark.parametrize('text, fragment', [
     ("include 'mine.gin'\n", 'includes itself'),
     ('from __gin__ import dynamic_registrations\n', 'from __gin__ import dynamic_registration`'),
-    ('from __gin__ import dynamic_registration\nfrom __main__ import train\n', 'from t5x_lite.apps import train'),
+    ('from __gin__ import dynamic_registration\nfrom __main__ import train\n', '`import __main__ as NAME`'),
     ('from __gin__ import dynamic_registration\nnetwork.T5Config.emb_dim = 8\n', 'not imported by this file'),
     ('A = %B\nB = %A\nTRAIN_STEPS = %A\n', 'is defined by itself'),
     ('TRAIN_STEPS = 5 \xff', "can't decode byte"),

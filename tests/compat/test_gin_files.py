@@ -153,3 +153,26 @@ def test_settings_without_effect_are_logged(tmp_path, caplog):
   assert [part.split(' (')[0] for part in line.removeprefix('Not used for training: ').split(', ')] == [
       'EVALUATOR_NUM_EXAMPLES', 'INITIAL_CHECKPOINT_PATH', 'seqio.JSONLogger.write_n_results']
   assert f'{tmp_path}/mine.gin:7' in line or 'mine.gin:7)' in line, line
+
+
+@pytest.mark.parametrize('body, problem', [
+    ('train_script.train.use_orbax = False', '`train.use_orbax` must be True'),
+    ('utils.DatasetConfig.runtime_preprocessors = [1]', '`DatasetConfig.runtime_preprocessors` must be None or empty'),
+    ('utils.DatasetConfig.num_prefetch_threads = 4', '`DatasetConfig.num_prefetch_threads` must be unset'),
+    ("partitioning.PjitPartitioner.backend = 'tpu'", '`backend` must be a platform'),
+    ('partitioning.PjitPartitioner.num_partitions = 3', '`num_partitions` must be '),
+    ('TASK_FEATURE_LENGTHS = None\ninfer_eval/utils.DatasetConfig.task_feature_lengths = None',
+     '`DatasetConfig.task_feature_lengths` must be '),
+])
+def test_errors_of_the_run_name_the_line_of_the_binding(tmp_path, body, problem):
+  head = """
+import __main__ as train_script
+from t5x import partitioning
+include 't5x/examples/t5/byt5/small.gin'
+include 't5x/configs/runs/finetune.gin'
+# The next line is invalid."""
+  configuration = _load(tmp_path, head, body)
+  with pytest.raises(errors.ConfigError) as caught:
+    configuration.call(model_dir=str(tmp_path / 'run'), dry_run=True)
+  message = str(caught.value)
+  assert message.startswith(problem) and f'{tmp_path / "mine.gin"}:10)' in message, message

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import ChoosesMesh
 
@@ -22,6 +23,7 @@ class DatasetConfig:
   def __post_init__(self):
     if self.batch_size < 1:
       raise ConfigError(f'batch_size: got {self.batch_size}, expected at least 1.')
+    checks.check('DatasetConfig', vars(self), seed=checks.number(at_least=0, remedy='Omit it.').or_none())
 
 
 class Model:

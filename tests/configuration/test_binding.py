@@ -1,10 +1,14 @@
 """Binding a program: methods, macros, scopes, functions and modules of users."""
 
+import dataclasses
+
 import gin
 import pytest
 
+from t5x_lite import checks
 from t5x_lite import gin_utils
 from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
 from tests.configuration import configuration_cases as cases
 from tests.configuration.configuration_cases import program_files  # noqa: F401
@@ -15,6 +19,67 @@ def test_errors_of_the_program_lose_gins_lines_but_keep_the_scope():
   with pytest.raises(ConfigError) as caught:
     configuration.call()
   assert gin_utils.plain_message(caught.value) == 'batch_size: got 0, expected at least 1. (in eval/DatasetConfig)'
+
+
+_MORE = 'from __gin__ import dynamic_registration\nfrom tests.configuration import gin_program as data\n'
+
+
+@pytest.mark.parametrize('text, flags, end', [
+    ('data.DatasetConfig.seed = -1', (), '-1 (more.gin:3). Omit it. (in train/DatasetConfig)'),
+    ('train/data.DatasetConfig.seed = 5\neval/data.DatasetConfig.seed = -1', (), '-1 (more.gin:4). Omit it. (in eval/'),
+    ('train/data.DatasetConfig.seed = -1\neval/data.DatasetConfig.seed = -1', (), '-1 (more.gin:3). Omit it. (in train'),
+    ('data.DatasetConfig.seed = -2\neval/data.DatasetConfig:\n  seed = -1\ntrain/data.DatasetConfig.seed = 5', (),
+     '-1 (more.gin:5). Omit it. (in eval/'),
+    ('data.DatasetConfig.seed = %A\nA = %B\nB = -1', (), '-1 (more.gin:5). Omit it.'),
+    ('', ('data.DatasetConfig.seed=-1',), '-1. Omit it.'),  # the user sees a flag
+    ('data.DatasetConfig.seed = %A\nA = 1', ('A=-1',), '-1. Omit it.'),
+])
+def test_errors_of_options_name_the_line_of_the_binding(tmp_path, text, flags, end):
+  (tmp_path / 'more.gin').write_text(_MORE + text)
+  with pytest.raises(ConfigError) as caught:
+    cases.load(*flags, files=('run.gin', 'model.gin', 'more.gin')).call()
+  assert f'`DatasetConfig.seed` must be a number >= 0 or None, got {end}' in gin_utils.plain_message(caught.value)
+
+
+def test_text_of_a_command_is_no_file():
+  texts = gin_utils.read(['run.gin', 'model.gin'], placeholders={'STEPS': '10', 'MODEL_DIR': "'a'"})
+  texts.append(gin_syntax.read_text('train/data.DatasetConfig.seed = -1', 'eval', is_flag=False))
+  with pytest.raises(ConfigError, match=r'got -1\. Omit it\.'):
+    gin_utils.load(cases.ENTRY, texts).call()
+
+
+@pytest.mark.parametrize('owner, values, argument, lines', [
+    ('DatasetConfig', {'seed': 1}, '', ''),  # of train or of eval
+    ('DatasetConfig', {'seed': 1}, 'eval_cfg', 'more.gin:5'),
+    ('DatasetConfig', {'seed': 1}, 'model', ''),
+    ('gin_program.DatasetConfig', {'name': 'cols'}, '', 'more.gin:3'),
+    ('Config', {'name': 'cols'}, '', ''),
+    ('', {'name': 'cols'}, '', 'more.gin:3'),
+    ('', {'name': 'col'}, '', ''),  # another option of this name may be meant
+    ('DatasetConfig', {'name': 'col'}, '', 'more.gin:3'),  # a part of the value
+    ('DatasetConfig', {'mode': 'fast'}, '', ''),  # bound for train, the default for eval
+    ('DatasetConfig', {'mode': 'slow'}, '', ''),  # bound nowhere
+    ('train', {'seed': 1}, '', ''),
+    ('DatasetConfig', {'name': 'cols', 'shuffle': False}, 'eval_cfg', 'run.gin:24'),
+    ('DatasetConfig', {'name': 'rows', 'shuffle': False}, 'eval_cfg', 'run.gin:23, run.gin:24'),
+])
+def test_a_line_is_only_named_if_one_binding_can_be_meant(tmp_path, owner, values, argument, lines):
+  (tmp_path / 'more.gin').write_text(_MORE + """\
+train/data.DatasetConfig.name = 'cols'
+train/data.DatasetConfig.seed = 1
+eval/data.DatasetConfig.seed = 1
+train/data.DatasetConfig.mode = 'fast'
+""")
+
+  def raises(**kwargs):
+    error = checks.about(owner, values, 'Wrong', 'Change it.')
+    error.options.argument = argument
+    raise error
+
+  configuration = cases.load(files=('run.gin', 'model.gin', 'more.gin'))
+  with pytest.raises(ConfigError) as caught:
+    dataclasses.replace(configuration, entry=raises).call()
+  assert str(caught.value) == (f'Wrong ({lines}). Change it.' if lines else 'Wrong. Change it.')
 
 
 def test_method_bindings_apply():

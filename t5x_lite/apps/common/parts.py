@@ -59,7 +59,7 @@ class RunConfig:
 
   def __post_init__(self):
     start_lib.check_model_dir('train', 'model_dir', self.model_dir)
-    self.train_dataset_cfg.check_lengths_are_given('training')
+    self.train_dataset_cfg.check_lengths_are_given('training', 'train_dataset_cfg')
     start_lib.check_optimizer(self.model)
     checks.check('train', vars(self), eval_steps=checks.number(at_least=1, integer=True).or_none(),
                  random_seed=start_lib.SEED, param_ema=checks.instance(
