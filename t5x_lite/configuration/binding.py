@@ -17,6 +17,7 @@ import gin
 from gin import config as gin_config
 from gin import config_parser
 
+import t5x_lite
 from t5x_lite import module_imports
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.compat import views as t5x_views
@@ -31,6 +32,8 @@ _EXTRAS = {
     'seqio': 'seqio', 'tensorflow': 'seqio', 'tensorflow_datasets': 'seqio', 'tensorflow_text': 'seqio',
     'grain': 'grain', 'matplotlib': 'plot',
 }
+# Names that gin files give to the programs, and their modules in t5x_lite.apps.
+_PROGRAMS = {'train_script': 'train', 'eval_script': 'evaluate', 'infer_script': 'infer'}
 
 
 class Binder:
@@ -311,7 +314,7 @@ class _Names(gin_config.ParseContext):
     if root not in self._symbol_table:
       known = [name for name in self._symbol_table if name != 'gin']
       return (f'{root!r} in {selector!r} is not imported by this file.{did_you_mean(root, known)} Add '
-              f'`from PACKAGE import {root}`.')
+              f'{" or ".join(self._imports_of(selector))}.')
     found, owner = root, self._symbol_table[root]
     for attribute in attributes:
       if not hasattr(owner, attribute):
@@ -321,6 +324,25 @@ class _Names(gin_config.ParseContext):
       return ''
     remedy = '. Name a function or class in it' if inspect.ismodule(owner) else ''
     return f'{selector} must be a function or a class, got a {type(owner).__name__}{remedy}.'
+
+  def _imports_of(self, selector: str) -> list[str]:
+    """Return the statements that import the root of a selector: T5X's unless the file only has names of t5x_lite."""
+    root, *attributes = selector.split('.')
+    if root in _PROGRAMS:
+      theirs, ours = [f'`import __main__ as {root}`'], [f'`from t5x_lite.apps import {_PROGRAMS[root]} as {root}`']
+    else:
+      modules = t5x_names.modules_ending_with(root)
+      having = [module for module in modules if t5x_views.resolve(t5x_views.module(module), attributes)[0] is not None]
+      # t5x.trainer, not t5x.contrib.moe.trainer
+      depth = min((module.count('.') for module in having or modules), default=0)
+      theirs = [f'`from {module.rpartition(".")[0]} import {root}`' for module in having or modules
+                if module.count('.') == depth]
+      is_ours = any(found.name == root for found in pkgutil.iter_modules(t5x_lite.__path__))
+      ours = [f'`from t5x_lite import {root}`'] if is_ours else []
+    imports_ours = any(getattr(module, '__name__', '').split('.')[0] == 't5x_lite'
+                       for module in self._symbol_table.values())
+    in_order = (ours, theirs) if imports_ours and not self.uses_t5x else (theirs, ours)
+    return in_order[0] or in_order[1] or [f'`from PACKAGE import {root}`']
 
   def _matches(self, selector: str) -> list[str]:
     """Return the registered names that end with `selector`; only `selector` if it is a complete name."""

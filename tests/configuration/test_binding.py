@@ -27,7 +27,7 @@ _MORE = 'from __gin__ import dynamic_registration\nfrom tests.configuration impo
 @pytest.mark.parametrize('text, flags, end', [
     ('data.DatasetConfig.seed = -1', (), '-1 (more.gin:3). Omit it. (in train/DatasetConfig)'),
     ('train/data.DatasetConfig.seed = 5\neval/data.DatasetConfig.seed = -1', (), '-1 (more.gin:4). Omit it. (in eval/'),
-    ('train/data.DatasetConfig.seed = -1\neval/data.DatasetConfig.seed = -1', (), '-1 (more.gin:3). Omit it. (in train'),
+    ('train/data.DatasetConfig.seed = -1\neval/data.DatasetConfig.seed = -1', (), '-1 (more.gin:3). Omit it. (in '),
     ('data.DatasetConfig.seed = -2\neval/data.DatasetConfig:\n  seed = -1\ntrain/data.DatasetConfig.seed = 5', (),
      '-1 (more.gin:5). Omit it. (in eval/'),
     ('data.DatasetConfig.seed = %A\nA = %B\nB = -1', (), '-1 (more.gin:5). Omit it.'),

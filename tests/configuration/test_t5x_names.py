@@ -79,6 +79,37 @@ def test_messages_name_line_t5x_name_and_equivalent(tmp_path, text, fragments):
     assert fragment in message, message
 
 
+_DYNAMIC = 'from __gin__ import dynamic_registration\n'
+_T5X = _DYNAMIC + 'from t5x import utils\n'
+_OURS = _DYNAMIC + 'from t5x_lite import data\n'
+
+
+@pytest.mark.parametrize('head, text, remedy', [
+    (_T5X, 'trainer.Trainer.num_microbatches = 1', '`from t5x import trainer`'),
+    (_DYNAMIC, 'trainer.Trainer.num_microbatches = 1', '`from t5x import trainer`'),
+    (_OURS, 'trainer.Trainer.num_microbatches = 1', '`from t5x_lite import trainer`'),
+    (_OURS + 'from t5x import utils\n', 'trainer.Trainer.num_microbatches = 1', '`from t5x import trainer`'),
+    (_T5X, 'trainer.Trainr.num_microbatches = 1', '`from t5x import trainer`'),
+    (_T5X, 'A = @partitioning.MoePjitPartitioner()', '`from t5x.contrib.moe import partitioning`'),
+    (_T5X, 'A = @network.Transformer()', ' or '.join(
+        f'`from t5x.examples.{name} import network`' for name in ('scalable_t5', 't5'))),
+    (_T5X, 'train_script.train.eval_period = 1', '`import __main__ as train_script`'),
+    (_DYNAMIC, 'eval_script.evaluate.use_orbax = True', '`import __main__ as eval_script`'),
+    (_OURS, 'eval_script.evaluate.use_orbax = True', '`from t5x_lite.apps import evaluate as eval_script`'),
+    (_DYNAMIC, 'infer_script.infer.use_orbax = True', '`import __main__ as infer_script`'),
+    (_T5X, 'data.DatasetConfig.seed = 1', '`from t5x_lite import data`'),
+    (_OURS, 'utils.CheckpointConfig.restore = None', '`from t5x import utils`'),
+    (_OURS, 'my_package.f.x = 1', '`from PACKAGE import my_package`'),
+])
+def test_the_import_that_a_file_lacks_is_proposed(tmp_path, head, text, remedy):
+  path = tmp_path / 'mine.gin'
+  path.write_text(head + text)
+  with pytest.raises(ConfigError) as caught:
+    gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([str(path)]))
+  message = str(caught.value)
+  assert f"mine.gin:{len(head.splitlines()) + 1}: '" in message and message.endswith(f' Add {remedy}.'), message
+
+
 @pytest.mark.parametrize('name', ['t5x/configs/runs/pretrain.gin', 't5x/t5x/configs/runs/pretrain.gin',
                                   '../no_such_folder/t5x/configs/runs/pretrain.gin',
                                   '/no_such_folder/t5x/configs/runs/pretrain.gin'])
