@@ -122,7 +122,7 @@ def import_module(module: str, *, what: str = 'Module') -> None:
 
 
 def remedy_for(missing: str, error: BaseException | None = None) -> str:
-  """Return a sentence, starting with a space, if a module of T5X is missing, or imports the missing one; '' otherwise."""
+  """Return a sentence that starts with a space if a module of T5X is missing or imports the missing one; else ''."""
   frames = [] if error is None else traceback.walk_tb(error.__traceback__)
   importers = [frame.f_globals.get('__name__', '') for frame, _ in frames]
   if not any(f'{name}.'.startswith('t5x.') for name in (missing, *importers)):

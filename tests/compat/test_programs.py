@@ -26,7 +26,7 @@ def _run(arguments, folder):
 
 @pytest.mark.parametrize('is_safe', [False, True])
 def test_modules_in_the_current_folder_may_import_t5x(tmp_path, is_safe):
-  """As with T5X's programs; also if T5X is installed. Here in the form of the command `t5x_lite`, a script elsewhere."""
+  """As with T5X's programs; also if T5X is installed. In the form of the command `t5x_lite`, a script elsewhere."""
   for package in ('t5x', 'optax'):
     (tmp_path / f'project/{package}').mkdir(parents=True)
     (tmp_path / f'project/{package}/__init__.py').write_text('raise AssertionError("not this one")\n')
@@ -48,7 +48,8 @@ def test_t5x_itself_that_lacks_its_requirements_is_recognised(tmp_path):
   (tmp_path / 't5x/__init__.py').write_text('import airio_of_t5x\n')
   (tmp_path / 'run.gin').write_text("import old_project\ninclude 'recipes/keyword_cloze.gin'\n")
   (tmp_path / 'old_project.py').write_text('import t5x\n')
-  code = 'import sys; from t5x_lite import cli; sys.exit(cli.main(["train", "--gin_file=run.gin", "--gin.MODEL_DIR=x"]))'
+  code = 'import sys; from t5x_lite import cli; ' \
+         'sys.exit(cli.main(["train", "--gin_file=run.gin", "--gin.MODEL_DIR=x"]))'
   done = _run(['-c', code], tmp_path)
   assert done.returncode == 2 and "'airio_of_t5x'" in done.stderr, done.stderr
   assert 'After t5x_lite.compat.install(), t5x means t5x_lite' in done.stderr
