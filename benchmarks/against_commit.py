@@ -7,10 +7,10 @@ are then timed in turn, so that both have the same hours of the machine; the tab
 range of the ratios of the pairs. Only names that both versions have are used. Phases with the time and the largest
 resident memory of a process: `libraries`, the imports of the libraries alone; `import`, until `train` may be called;
 `dry_run` and `three_steps` of the command `train` with the keyword cloze; and commands on the 77 M-parameter T5 1.1
-small with `runs/pretrain.gin`, of which each pair has its own folder and cache: `pretrain`, three steps; `pretrain_again`,
-the same in a new folder when the cache is filled; `resume`, one more step; `other_layout`, one more step from a
-checkpoint in the other parameter layout; `convert` to a Hugging Face folder. The other phases measure the same model
-(`common.t5_small`) in a process that is set up before.
+small with `runs/pretrain.gin`, of which each pair has its own folder and cache: `pretrain`, three steps;
+`pretrain_again`, the same in a new folder when the cache is filled; `resume`, one more step; `other_layout`, one more
+step from a checkpoint in the other parameter layout; `convert` to a Hugging Face folder. The other phases measure the
+same model (`common.t5_small`) in a process that is set up before.
 """
 
 import argparse

@@ -29,8 +29,9 @@ def main() -> None:
   rows = []
   for name, source, lengths, pack in cases:
     cfg = data.DatasetConfig(
-        mixture_or_task_name='synthetic' if source == 'synthetic' else 'python_keyword_cloze', task_feature_lengths=lengths, split='train',
-        batch_size=args.batch, shuffle=True, seed=0, pack=pack, source=source)
+        mixture_or_task_name='synthetic' if source == 'synthetic' else 'python_keyword_cloze',
+        task_feature_lengths=lengths, split='train', batch_size=args.batch, shuffle=True, seed=0, pack=pack,
+        source=source)
     batches = data.GlobalBatches(data.open_train_iterator(cfg, layout), partitioner)
     open_seconds, _ = common.timed(lambda: jax.block_until_ready(next(batches)))
     seconds, tokens = common.timed(lambda: [jax.block_until_ready(next(batches)) for _ in range(args.batches)])

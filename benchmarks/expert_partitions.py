@@ -5,9 +5,9 @@
 Each device has 1024 tokens of 2 choices among 64 experts, width 256, hidden 512, gelu, float32; the program is dropless
 dispatch, forward and backward, on virtual CPU devices. Its work is an upper bound: the FLOPs of the compiled program
 (`cost_analysis`, which counts each loop once) times the number of blocks that the loops of `padded` run, over the FLOPs
-of a device's choices. Balanced loads are equal for all experts, drawn loads are of random choices (mean of the devices),
-and with uneven loads (Zipf 1) the busiest device counts. `tiles` has nested loops, whose work is not known from the
-program. Temporaries are those of `memory_analysis`. Nothing is executed.
+of a device's choices. Balanced loads are equal for all experts, drawn loads are of random choices (mean of the
+devices), and with uneven loads (Zipf 1) the busiest device counts. `tiles` has nested loops, whose work is not known
+from the program. Temporaries are those of `memory_analysis`. Nothing is executed.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python benchmarks/object_stores.py [--mb 300] [--runs 3] [--kinds disk gcs s3]
 
-Needs the packages of requirements/lock-interop-stores.txt. Each measurement is a new process that makes arrays like those
-of a model, saves them with `CheckpointManager`, and restores them with the hashes verified. The emulators and a proxy
-run in other processes of this machine and are programs in Python: so the limit of a store is the row "one object",
-TensorStore's write and read of the same bytes through the same emulator. Memory is the largest that the process had
-beyond the arrays themselves.
+Needs the packages of requirements/lock-interop-stores.txt. Each measurement is a new process that makes arrays like
+those of a model, saves them with `CheckpointManager`, and restores them with the hashes verified. The emulators and a
+proxy run in other processes of this machine and are programs in Python: so the limit of a store is the row "one
+object", TensorStore's write and read of the same bytes through the same emulator. Memory is the largest that the
+process had beyond the arrays themselves.
 """
 
 import argparse
@@ -98,7 +98,8 @@ def _one_object(spec: str, num_mb: int) -> dict[str, float]:
 def _run(kind: str, environment: dict[str, str], place: str, num_mb: int) -> dict[str, float]:
   done = subprocess.run(
       [sys.executable, __file__, '--worker', kind, '--place', place, '--mb', str(num_mb)], check=False,
-      env={**os.environ, **environment, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}, capture_output=True, text=True)
+      env={**os.environ, **environment, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)},
+      capture_output=True, text=True)
   if done.returncode:
     raise SystemExit(f'{kind} at {place} ended with status {done.returncode}:\n{done.stderr[-3000:]}')
   return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""A peer for the training step: T5 1.1 in the formulation that T5X's example network uses, on this package's parameters.
+"""A peer for the training step: T5 1.1 in the formulation of T5X's example network, on this package's parameters.
 
 One-hot embedding and position biases as matrix products, masks turned into biases in every layer, a one-hot
 cross entropy differentiated through log-softmax. It computes the same loss and gradients; XLA counts as many operations

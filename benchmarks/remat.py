@@ -57,8 +57,8 @@ def main() -> None:
           for policy in policies]
   rows.append(('matmul 2048^3 GFLOP/s before, after', before, common.matmul_gflops(), '', '', ''))
   common.print_table(
-      f'Rematerialization ({args.layers}+{args.layers} layers, batch {args.batch} x {args.inputs}/{args.targets})', rows,
-      ('policy', 'in loops, MB', 'time / none', 'unrolled, MB', 'time / none', 'GFLOP'))
+      f'Rematerialization ({args.layers}+{args.layers} layers, batch {args.batch} x {args.inputs}/{args.targets})',
+      rows, ('policy', 'in loops, MB', 'time / none', 'unrolled, MB', 'time / none', 'GFLOP'))
 
 
 if __name__ == '__main__':

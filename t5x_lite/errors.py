@@ -29,8 +29,8 @@ class ExitCode(enum.IntEnum):
   # The last checkpoint, several in a row, or another file could not be written, e.g. to a full disk: rerun the command
   # when there is free space (sysexits' EX_IOERR).
   SAVE_FAILED = 74
-  # The run can continue: it was saved because of a signal, or a process of it was lost. Rerun the command on all machines
-  # (sysexits' EX_TEMPFAIL).
+  # The run can continue: it was saved because of a signal, or a process of it was lost. Rerun the command on all
+  # machines (sysexits' EX_TEMPFAIL).
   SAVED_ON_SIGNAL = 75
   RESTART = 75
   # Former name.

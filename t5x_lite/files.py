@@ -62,8 +62,8 @@ def path(name: PathLike) -> Path:
   PosixPath('runs/a/config.gin')
 
   Raises:
-    ConfigError: the scheme is unknown, or there is no bucket; a missing package or credentials are reported by the first
-      request.
+    ConfigError: the scheme is unknown, or there is no bucket; a missing package or credentials are reported by the
+      first request.
   """
   if not is_remote(name):
     if hub.is_name(name):

@@ -363,8 +363,8 @@ class InferenceState(struct.PyTreeNode):
     variables, axes = _split_variables(model_variables)
     params = variables.pop('params')
     return cls(
-        step=_as_step(0), params=params, params_axes=axes.pop('params', None), flax_mutables=tree_utils.prune_empty(variables),
-        flax_mutables_axes=axes or None)
+        step=_as_step(0), params=params, params_axes=axes.pop('params', None),
+        flax_mutables=tree_utils.prune_empty(variables), flax_mutables_axes=axes or None)
 
   @property
   def eval_params(self) -> Params:

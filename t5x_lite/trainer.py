@@ -402,8 +402,9 @@ class Trainer(BaseTrainer):
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng: see `BaseTrainer`.
       learning_rate_fn: learning-rate schedule. If the optimizer has a learning rate too, only one of them has an
         effect: the trainer warns which one, and the command `train` raises an error (see `has_two_learning_rates`).
-      num_microbatches: number of micro-batches whose gradients a step accumulates; None, 0 or 1 for none. Loss, gradients
-        and metrics are those of the entire batch up to rounding, except that dropout and noise differ per micro-batch.
+      num_microbatches: number of micro-batches whose gradients a step accumulates; None, 0 or 1 for none. Loss,
+        gradients and metrics are those of the entire batch up to rounding, except that dropout and noise differ per
+        micro-batch.
       weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics: those
         of the last step before metrics are written. A call of `train` that is stopped earlier writes none.
       gradient_transform: function applied to the gradients before the optimizer.

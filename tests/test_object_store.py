@@ -57,7 +57,8 @@ def test_methods_are_those_of_pathlib(store, tmp_path):
 
 
 @pytest.mark.parametrize('path, message', [
-    ('s3://', "must be s3://BUCKET/NAME without '..'"), ('az://bucket/x', 'gs:// or s3://, got'), ('foo://bucket/x', 'gs:// or s3://, got')])
+    ('s3://', "must be s3://BUCKET/NAME without '..'"), ('az://bucket/x', 'gs:// or s3://, got'),
+    ('foo://bucket/x', 'gs:// or s3://, got')])
 def test_invalid_paths(path, message):
   with pytest.raises(errors.ConfigError, match=message):
     files.path(path).read_bytes()
@@ -104,7 +105,8 @@ def test_requests_are_repeated_for_a_limited_time(s3_store, monkeypatch, caplog)
   monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.2)
   monkeypatch.setattr(object_store, '_retry_seconds', 1.0)
   start = time.monotonic()
-  with s3_store.proxy.fault(status=500), pytest.raises(object_store.StoreUnavailableError, match='did not answer for 1 s'):
+  with s3_store.proxy.fault(status=500), pytest.raises(
+      object_store.StoreUnavailableError, match='did not answer for 1 s'):
     path.read_bytes()
   assert time.monotonic() - start < 4
   assert path.read_bytes() == b'1'
@@ -123,7 +125,8 @@ def test_a_full_local_disk_is_not_a_fault_of_the_store(s3_store):
 
 
 def test_local_paths_need_no_library_of_stores(tmp_path):
-  program = (f"import sys; from t5x_lite import files, checkpoints, summaries; files.write({str(tmp_path / 'x')!r}, 'a'); "
+  program = (f"import sys; from t5x_lite import files, checkpoints, summaries; "
+             f"files.write({str(tmp_path / 'x')!r}, 'a'); "
              'from t5x_lite.apps import train; train.train; from t5x_lite.checkpoints import lock, store_io, manager; '
              "print({'fsspec', 'gcsfs', 's3fs', 't5x_lite.object_store', 'huggingface_hub'} & set(sys.modules))")
   done = subprocess.run([sys.executable, '-c', program], check=True, capture_output=True, text=True,

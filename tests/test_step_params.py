@@ -53,7 +53,8 @@ def test_dtype_of_the_step(num_microbatches):
 
 
 def test_dtype_by_path():
-  options = StepParams(train_dtype=[('hidden', None), ('batch/weights', 'float16'), ('batch', None), ('.*', jnp.bfloat16)])
+  options = StepParams(
+      train_dtype=[('hidden', None), ('batch/weights', 'float16'), ('batch', None), ('.*', jnp.bfloat16)])
   params = {'hidden': jnp.ones(2), 'logits': jnp.ones(2), 'count': jnp.ones(2, jnp.int32)}
   assert {k: v.dtype for k, v in options.for_loss(params).items()} == {
       'hidden': jnp.float32, 'logits': jnp.bfloat16, 'count': jnp.int32}
@@ -65,9 +66,11 @@ def test_dtype_by_path():
 
 
 @pytest.mark.parametrize('options', [
-    {'train_dtype': 'int8'}, {'train_dtype': 'float64'}, {'train_dtype': [('(', 'bfloat16')]}, {'train_dtype': ['bfloat16']}])
+    {'train_dtype': 'int8'}, {'train_dtype': 'float64'}, {'train_dtype': [('(', 'bfloat16')]},
+    {'train_dtype': ['bfloat16']}])
 def test_errors(options):
-  with pytest.raises(errors.ConfigError, match="Trainer.train_dtype` must be None, 'float32', 'bfloat16' or 'float16', or pairs"):
+  with pytest.raises(
+      errors.ConfigError, match="Trainer.train_dtype` must be None, 'float32', 'bfloat16' or 'float16', or pairs"):
     step_params_lib.check_train_dtype(**options)
 
 

@@ -100,8 +100,8 @@ def main() -> None:
                    for model in _RECIPES} for name, metric in (('loss', _LOSS), ('match', _MATCH))}
   draw(arguments.out / 'sparse_against_dense.png', curves,
        {'loss': 'validation loss per token', 'match': 'exact match, decoded'})
-  print(f'Best rates: {", ".join(f"{model} {rate:g}" for model, (_, rate) in best.items())}. Mean and standard deviation '
-        f'over {len(arguments.seeds)} seeds; plot in {arguments.out / "sparse_against_dense.png"}.')
+  print(f'Best rates: {", ".join(f"{model} {rate:g}" for model, (_, rate) in best.items())}. Mean and standard '
+        f'deviation over {len(arguments.seeds)} seeds; plot in {arguments.out / "sparse_against_dense.png"}.')
 
 
 if __name__ == '__main__':

@@ -144,7 +144,7 @@ def _backward(blocks, spec, residuals, grad):
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-  """A block with its rows int32 [T, tile_rows], clipped to the last row, and which of them it has, [T, tile_rows, 1]."""
+  """A block with its rows int32 [T, tile_rows], clipped to the last one, and which ones it has, [T, tile_rows, 1]."""
 
   block: Block
   rows: jax.Array

@@ -45,6 +45,6 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.checkpoints.train_states': ('get_local_data', 'restore_train_state', 'save_train_state'),
     't5x_lite.checkpoints.transforms': (
         'AcceptsShapes', 'AssignmentMap', 'ParameterInfo', 'RestoreStateTransformationFn', 'SaveStateTransformationFn',
-        'ValuesNeededError', 'apply_assignment_map', 'convert_param_trees', 'flatten_state_dict', 'get_name_tree', 'intersect_state',
-        'merge_state', 'tensorstore_leaf', 'transform_shapes'),
+        'ValuesNeededError', 'apply_assignment_map', 'convert_param_trees', 'flatten_state_dict', 'get_name_tree',
+        'intersect_state', 'merge_state', 'tensorstore_leaf', 'transform_shapes'),
 })

@@ -34,8 +34,8 @@ MANIFEST_FILENAME = 'manifest.json'
 METRICS_FILENAME = 'checkpoint_metrics.json'
 PINNED_FILENAME = 'PINNED'
 UNSOUND_FILENAME = 'UNSOUND'
-# Prefix of folders below `state/` and `dataset/process_.../` in a store: each attempt of a save has separate ones, since
-# a run that lost its lease may write late.
+# Prefix of folders below `state/` and `dataset/process_.../` in a store: each attempt of a save has separate ones,
+# since a run that lost its lease may write late.
 ATTEMPT_PREFIX = 'attempt-'
 INCOMPLETE_FILENAME = 'INCOMPLETE'
 STATE_DIRNAME = 'state'

@@ -124,9 +124,9 @@ def place(arrays: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
           shardings: Mapping[str, jax.sharding.Sharding | None], initial: Mapping[str, Any]) -> dict[str, Any]:
   """Return arrays cast to dtypes and placed with shardings; all processes must call this together.
 
-  Arrays are read, computed and placed in groups of limited size, so that the host holds no second copy of a large state.
-  With several processes each reads only the parts of its devices of an array that is not computed, if the format allows
-  it.
+  Arrays are read, computed and placed in groups of limited size, so that the host holds no second copy of a large
+  state. With several processes each reads only the parts of its devices of an array that is not computed, if the format
+  allows it.
 
   Args:
     arrays: name -> array with values, of any kind.

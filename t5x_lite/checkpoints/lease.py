@@ -113,8 +113,8 @@ class Lease:
         if written:
           self._valid_until = start + LEASE_SECONDS
           return written
-        # Another process was faster, which the next read shows; or there is no bucket, which TensorStore's driver for S3
-        # takes for another generation.
+        # Another process was faster, which the next read shows; or there is no bucket, which TensorStore's driver for
+        # S3 takes for another generation.
         num_vain = 0 if is_there else num_vain + 1
         if num_vain == _MAX_VAIN:
           raise FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}, or it takes no objects',

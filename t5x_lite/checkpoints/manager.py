@@ -332,8 +332,8 @@ class CheckpointManager:
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
-    kept = (f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to the '
-            'store.') if hasattr(error, 'kept_at') else ''
+    kept = (f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to '
+            'the store.') if hasattr(error, 'kept_at') else ''
     found = errors.SaveError(
         f'The checkpoint of step {step} could not be written to {self.directory!r}: '
         f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}')

@@ -372,8 +372,8 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
   if link is not None:  # checked before any file is opened
     return f'The checkpoint {str(root)!r} is damaged: {link}. Restore another checkpoint, or a copy of this one.'
   problems = []
-  # Orbax reads all files in the folder of the state; further files elsewhere, such as a pin, or those of another attempt,
-  # are harmless.
+  # Orbax reads all files in the folder of the state; further files elsewhere, such as a pin, or those of another
+  # attempt, are harmless.
   folder = next(_attempts_of(manifest), discovery.STATE_DIRNAME)
   others = f'{discovery.STATE_DIRNAME}/{discovery.ATTEMPT_PREFIX}'
   present = {name for name in (f'{folder}/{name}' for name in list_files(root / folder))

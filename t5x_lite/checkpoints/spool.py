@@ -47,7 +47,8 @@ class Spool:
     try:
       files.make_writable(self.folder)
     except OSError as e:
-      raise errors.ConfigError(f'`train.spool_dir` must be a folder that can be written, got {spool_dir!r} ({e}).') from e
+      raise errors.ConfigError(
+          f'`train.spool_dir` must be a folder that can be written, got {spool_dir!r} ({e}).') from e
 
   def report(self, pending: commit.PendingCheckpoint, outcome: int) -> None:
     """Tell all processes the outcome of this process's part of a save: `OK`, `FAILED` or `LOST_LEASE`."""
@@ -138,9 +139,9 @@ class Spool:
     there = max((each for each in discovery.all_steps(self._model_dir) if not discovery.is_marked_unsound(
         discovery.get_checkpoint_dir(self._model_dir, each))), default=-1)
     if there >= step:
-      _logger.warning('The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in %s. '
-                      'Delete it, or it is replaced by the next one that the store does not take.', step, self.folder,
-                      there, self._model_dir)
+      _logger.warning('The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in '
+                      '%s. Delete it, or it is replaced by the next one that the store does not take.', step,
+                      self.folder, there, self._model_dir)
       return None
     source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
     if problem := manifest.damage(source):
@@ -164,7 +165,9 @@ class Spool:
 
 
 def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
-  """Copy the checkpoint of a former run in `spool_dir` to its model directory, see `Spool.recover`; all processes call this.
+  """Copy the checkpoint of a former run in `spool_dir` to its model directory; all processes call this.
+
+  See `Spool.recover`.
 
   Raises:
     ConfigError: `spool_dir` is no local folder.
@@ -178,8 +181,8 @@ def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
       kept.recover()
     except (OSError, errors.CheckpointError) as e:
       failed = e if isinstance(e, errors.CheckpointError) else errors.CheckpointError(
-          f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the command '
-          'again when the store can be reached.')
+          f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the '
+          'command again when the store can be reached.')
   if multihost.any_process(failed is not None):
     raise failed or errors.of_other_process(errors.CheckpointError('The lead process failed; see its message.'))
 

@@ -1,4 +1,4 @@
-"""Reading and writing arrays in object stores with TensorStore, in Orbax's format, which any program with Orbax can read.
+"""Reading and writing arrays in object stores with TensorStore, in the format of Orbax, which reads them too.
 
 Orbax itself has no driver for s3://, and lists and renames folders where a store has none. With several processes each
 writes a separate database (OCDBT), and `merge` combines them.
@@ -288,7 +288,8 @@ def _chunk_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:
 def _halved(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
   """Return the shape of chunks of at most `_MAX_CHUNK_BYTES`, as far as halving the first even dims gives one."""
   chunk = list(shape)
-  while untrusted.num_bytes(chunk, dtype) > _MAX_CHUNK_BYTES and (even := [i for i, n in enumerate(chunk) if not n % 2]):
+  while untrusted.num_bytes(chunk, dtype) > _MAX_CHUNK_BYTES and (
+      even := [i for i, n in enumerate(chunk) if not n % 2]):
     chunk[even[0]] //= 2
   return tuple(chunk)
 

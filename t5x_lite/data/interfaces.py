@@ -23,8 +23,8 @@ class HostIterator(abc.ABC):
   """An iterator of this process's rows of each global batch, with a position that can be saved and set.
 
   It is endless, or raises `StopIteration` after its last batch, if that is wanted (`DatasetConfig.num_epochs`). A
-  source that is empty or exhausted otherwise raises `DataError`. A source whose data may be available later (network, other
-  machines) raises `DataUnavailableError` or an `OSError` and is read again at its last position.
+  source that is empty or exhausted otherwise raises `DataError`. A source whose data may be available later (network,
+  other machines) raises `DataUnavailableError` or an `OSError` and is read again at its last position.
 
   Attributes:
     has_cheap_state: True if `get_state` is fast enough to be called after every batch. Other sources are asked for

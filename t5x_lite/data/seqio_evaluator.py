@@ -71,7 +71,8 @@ class SeqioEvaluator:
       self._remote_dir, self._log_dir = log_dir, pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-seqio-'))
       weakref.finalize(self, shutil.rmtree, self._log_dir, ignore_errors=True)
     failure = f"seqio's Evaluator does not accept {cfg.name!r}"
-    with explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError), reading(cfg, provider), _lines_about_reading(cfg):
+    with (explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError),
+          reading(cfg, provider), _lines_about_reading(cfg)):
       self._evaluator = evaluator_cls(
           mixture_or_task_name=cfg.mixture_or_task_name,
           feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),

@@ -171,7 +171,8 @@ def check_lengths(lengths: dict[str, int], noise_density: float, mean_noise_span
   if features.UNKNOWN_LENGTH in lengths.values():
     raise checks.invalid(
         'DatasetConfig', 'task_feature_lengths',
-        "a mapping such as {'inputs': 512, 'targets': 114} for span corruption", None, 'It makes examples of these lengths. Set TASK_FEATURE_LENGTHS.')
+        "a mapping such as {'inputs': 512, 'targets': 114} for span corruption", None,
+        'It makes examples of these lengths. Set TASK_FEATURE_LENGTHS.')
   check_feature_lengths(lengths)
   tokens_length, needed = random_spans_lengths(max(lengths['inputs'], 4), noise_density, mean_noise_span_length)
   checks.check(

@@ -57,8 +57,8 @@ class Evaluation:
     name: name, of letters, digits, '_' and '-'.
     dataset_cfg: data and batch size.
     when: when to evaluate.
-    decode: evaluate by decoding, with the metrics of the tasks or of `infer_eval_cfg`; False is teacher-forced, with the
-      metrics of the model and `metric_fns`.
+    decode: evaluate by decoding, with the metrics of the tasks or of `infer_eval_cfg`; False is teacher-forced, with
+      the metrics of the model and `metric_fns`.
     num_batches: maximum number of batches of a teacher-forced evaluation; None for the entire split.
     metric_fns: functions of (logits, batch) for a teacher-forced evaluation, that return `clu.metrics.Metric`s by name.
       They replace the `metric_fns` of the model, not its losses and accuracy; None keeps those of the model.

@@ -1,4 +1,4 @@
-"""Full names of metrics, `<folder of the evaluation>/<task>/<metric>`: means over tasks, and the check of a configured name."""
+"""Full names of metrics, `<folder of the evaluation>/<task>/<metric>`: means over tasks, and the check of a name."""
 
 from collections.abc import Iterable, Mapping
 import contextlib

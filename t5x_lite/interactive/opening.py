@@ -42,8 +42,8 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
   """
   run = find_run(path)
   configuration = load_run(run, argparse.Namespace(
-      command='open_run', entry=ENTRY, gin_file=list(gin_files), gin_bindings=list(gin_bindings), gin_flags=[], jax_flags=[],
-      gin_search_paths=[], compilation_cache_dir=NO_CACHE, allowed_modules=allowed_modules,
+      command='open_run', entry=ENTRY, gin_file=list(gin_files), gin_bindings=list(gin_bindings), gin_flags=[],
+      jax_flags=[], gin_search_paths=[], compilation_cache_dir=NO_CACHE, allowed_modules=allowed_modules,
       mesh_selector=mesh_selector, distributed=None))
   dataset_cfg = configuration.argument('train_dataset_cfg')
   arguments = {

@@ -368,8 +368,8 @@ def blockwise_attention(
     max_block: int | None = None) -> jax.Array:
   """Attend as `dot_product_attention`, block by block: softmax(query . key + bias) . value.
 
-  A query of packed rows that is padding, and any query without a visible key, gets zeros. Plain biases down to -1e20 are
-  values and lower ones are masks. There are no forward-mode derivatives.
+  A query of packed rows that is padding, and any query without a visible key, gets zeros. Plain biases down to -1e20
+  are values and lower ones are masks. There are no forward-mode derivatives.
 
   Args:
     query: <float>[batch, q, heads, head_dim].

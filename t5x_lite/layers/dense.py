@@ -41,9 +41,9 @@ def _needs_dims(initializer: Initializer) -> bool:
 class DenseGeneral(nn.Module):
   """Linear projection of the dims `axis` of the input to new trailing dims `features`, without bias.
 
-  The kernel is one parameter `kernel`, float32 when initialised. T5X has two forms, with different checkpoints: a matrix
-  [prod(in), prod(features)] (`flat_kernel`, the `t5` layout) and [*in, *features] (the `scalable_t5` layout). Both have
-  the same values for the same seed.
+  The kernel is one parameter `kernel`, float32 when initialised. T5X has two forms, with different checkpoints: a
+  matrix [prod(in), prod(features)] (`flat_kernel`, the `t5` layout) and [*in, *features] (the `scalable_t5` layout).
+  Both have the same values for the same seed.
 
   Attributes:
     features: size or sizes of the output dims.

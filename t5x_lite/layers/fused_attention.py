@@ -98,8 +98,8 @@ def cudnn_unsupported_reason(
   if bias is None:
     return None
   if bias.extra is not None or bias.prefix is not None:
-    return ('the mask or bias is a plain array, which may differ between examples, or has bidirectional attention among '
-            'inputs' + USE_AUTO)
+    return ('the mask or bias is a plain array, which may differ between examples, or has bidirectional attention '
+            'among inputs' + USE_AUTO)
   if bias.is_packed and bias.has_position:
     return 'rows are packed and cuDNN adds no position biases within packed rows: set pack=False'
   if bias.position is not None and bias.position.shape[2:] != (q_len, k_len):

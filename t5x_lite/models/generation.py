@@ -38,8 +38,8 @@ def generate(
   Args:
     module: network with the methods `encode`, `decode` and `init_cache`. If `init_cache` makes a collection
       `cross_cache`, `decode` gets the encoder's output once per example, otherwise once per decode. Without the method,
-      as in networks for T5X, a call with `decode=True` makes the cache. A `networks.Network` may have more attributes of
-      its cache.
+      as in networks for T5X, a call with `decode=True` makes the cache. A `networks.Network` may have more attributes
+      of its cache.
     params: tree of parameters.
     encoder_input_tokens: <int32>[batch, input_length].
     decoder_prompt: <int32>[batch, length]; see the inputs of `DecodeFnCallable`.

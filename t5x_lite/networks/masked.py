@@ -33,9 +33,10 @@ class _SharedPositions(nn.Module):
     """Return the bias of self-attention, without positions if each layer has its own table."""
     if (self.relative_embedding is None) != self.config.relpos_per_layer:
       raise ConfigError(
-          f'`{type(self).__name__}.relative_embedding` must be {"None" if self.config.relpos_per_layer else "a module"} '
-          f'with relpos_bias_tables of {"each layer" if self.config.relpos_per_layer else "each stack"}, got '
-          f'{self.relative_embedding}.')
+          f'`{type(self).__name__}.relative_embedding` must be '
+          f'{"None" if self.config.relpos_per_layer else "a module"} with '
+          f'relpos_bias_tables of {"each layer" if self.config.relpos_per_layer else "each stack"}, '
+          f'got {self.relative_embedding}.')
     position = None
     if self.relative_embedding is not None:
       position = self.relative_embedding(k_len, k_len, bidirectional)

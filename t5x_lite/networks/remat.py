@@ -68,8 +68,8 @@ def remat(fn: Callable[..., Any], policy: str, offload: Sequence[str] = (), *, i
   if on_cpu and policy == 'offload':
     reason = 'a CPU has no other memory, so results to offload stay where they are. Use it on TPUs or GPUs'
   elif unrolled_on_cpu and several_devices:
-    reason = ('on several CPU devices, XLA would compute layers outside of loops again before their results are needed. '
-              'Set scan_layers=True')
+    reason = ('on several CPU devices, XLA would compute layers outside of loops again before their results are '
+              'needed. Set scan_layers=True')
 
   def decide(primitive, *avals, **params):
     # JAX asks only if there is a backward pass.

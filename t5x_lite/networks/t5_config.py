@@ -59,10 +59,10 @@ class StackConfig(_FieldsBeforeDepth):
       `logits_dense` kernel.
     float32_attention_logits: True to keep attention scores in float32 in half-precision computation, False to round
       them to `dtype` before the softmax.
-    remat_policy: results of a layer that are stored for its backward pass, which computes the others again. 'none': all,
-      in loops (see `scan_layers`) all but those of simple operations on elements; 'minimal': products with parameters,
-      as in T5X, and those of experts; 'save_attention': the weights and the context of attention, so that its two
-      products of quadratic size are not computed again; 'save_dots_except_mlp': query, key, value and output of
+    remat_policy: results of a layer that are stored for its backward pass, which computes the others again. 'none':
+      all, in loops (see `scan_layers`) all but those of simple operations on elements; 'minimal': products with
+      parameters, as in T5X, and those of experts; 'save_attention': the weights and the context of attention, so that
+      its two products of quadratic size are not computed again; 'save_dots_except_mlp': query, key, value and output of
       attention; 'full': only the input of each layer; 'offload': those of `remat_offload`. With results that are not
       stored, `jax.debug` callbacks of a layer run again in the backward pass.
     remat_offload: names of results, out of `remat.RESULT_NAMES`, that 'offload' stores in the host's memory; () with

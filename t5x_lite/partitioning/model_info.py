@@ -1,4 +1,4 @@
-"""Sharding report of a run, in its log and in its `model-info.txt`, and the list of arrays in `trainer_state_tree.txt`."""
+"""Sharding report of a run, in its log and `model-info.txt`, and the list of arrays in `trainer_state_tree.txt`."""
 
 from collections.abc import Mapping
 

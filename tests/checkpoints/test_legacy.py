@@ -103,7 +103,8 @@ def test_options_that_a_constructor_of_a_user_sets_would_have_no_effect_in_comma
     def retention(self):
       return {'keep': 5}
 
-  with pytest.raises(errors.ConfigError, match='constructor of Checkpointer, or with a property `retention` of its own'):
+  with pytest.raises(
+      errors.ConfigError, match='constructor of Checkpointer, or with a property `retention` of its own'):
     checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=KeepFive)))
   checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=WithHook)))
   checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=checkpoints.SaveBestCheckpointer)))

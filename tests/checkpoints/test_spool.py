@@ -90,10 +90,12 @@ def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):
   assert _value(s3_store.root, 2) == 2
 
 
-@pytest.mark.parametrize('spool_dir, model_dir', [('s3://bucket/spool', 's3://bucket/run'), ('spool', 'run'), ('', 's3://b/r')])
+@pytest.mark.parametrize('spool_dir, model_dir', [
+    ('s3://bucket/spool', 's3://bucket/run'), ('spool', 'run'), ('', 's3://b/r')])
 def test_invalid_folders(tmp_path, monkeypatch, spool_dir, model_dir):
   monkeypatch.chdir(tmp_path)
-  with pytest.raises(errors.ConfigError, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object'):
+  with pytest.raises(
+      errors.ConfigError, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object'):
     spool.Spool(spool_dir, model_dir)
   assert not os.listdir(tmp_path)
 

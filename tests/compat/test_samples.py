@@ -40,7 +40,8 @@ def test_a_checkpoint_is_pretrained_finetuned_evaluated_and_used(tmp_path, capfd
   assert _run('train', 'finetune.gin', MODEL_DIR=second, INITIAL_CHECKPOINT_PATH=checkpoint, TRAIN_STEPS=8) == 0, (
       capfd.readouterr().err)
   err = capfd.readouterr().err
-  assert re.search(r"task_feature_lengths of 'reverse_words', split 'validation'.*\b7\b", err)  # six letters and the end
+  # Six letters and the end.
+  assert re.search(r"task_feature_lengths of 'reverse_words', split 'validation'.*\b7\b", err)
   written = (second / 'inference_eval/reverse_words-000008.jsonl').read_text().splitlines()  # of seqio's JSONLogger
   assert len(written) == 5 and 'prediction' in json.loads(written[0])  # JSON_WRITE_N_RESULTS
   assert not (second / 'checkpoint_4').exists() and (second / 'checkpoint_8').exists()  # keep = 2

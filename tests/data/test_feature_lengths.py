@@ -93,9 +93,10 @@ def test_kept_lengths_are_used_until_the_data_changes(tmp_path, caplog, monkeypa
   with caplog.at_level(logging.INFO):
     found = _lengths(cfg, folder=str(tmp_path / 'run'))
   assert [record.getMessage() for record in caplog.records] == [
-      "DatasetConfig.task_feature_lengths of 'lines' are None: reading the split 'validation' for its longest examples.",
-      "task_feature_lengths of 'lines', split 'validation': {'inputs': 41, 'targets': 21}, those of the longest examples "
-      f"(kept in {tmp_path / 'run' / feature_lengths.LENGTHS_FILE})."]
+      "DatasetConfig.task_feature_lengths of 'lines' are None: reading the split 'validation' for its "
+      'longest examples.',
+      "task_feature_lengths of 'lines', split 'validation': {'inputs': 41, 'targets': 21}, those of the longest "
+      f"examples (kept in {tmp_path / 'run' / feature_lengths.LENGTHS_FILE})."]
   with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
     patch.setattr(feature_lengths, '_longest', lambda cfg, split: pytest.fail('computed again'))
     assert _lengths(cfg, folder=str(tmp_path / 'run')) == found

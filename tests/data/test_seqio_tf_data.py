@@ -17,10 +17,12 @@ def _layout(shard=0, num_shards=1):
   return DataLayout(batch_size=8, shard_id=shard, num_shards=num_shards, is_first_host_in_replica_set=True)
 
 
-def _get_dataset(cfg, shard_id, num_shards, feature_converter_cls, num_epochs=None, continue_from_last_checkpoint=False):
+def _get_dataset(cfg, shard_id, num_shards, feature_converter_cls, num_epochs=None,
+                 continue_from_last_checkpoint=False):
   """Doubles the loss weights of T5X's dataset."""
   assert feature_converter_cls is seqio.EncDecFeatureConverter
-  dataset = data.get_dataset(cfg, shard_id, num_shards, feature_converter_cls, num_epochs, continue_from_last_checkpoint)
+  dataset = data.get_dataset(
+      cfg, shard_id, num_shards, feature_converter_cls, num_epochs, continue_from_last_checkpoint)
   return dataset.map(lambda batch: {**batch, 'decoder_loss_weights': 2 * batch['decoder_loss_weights']})
 
 

@@ -133,5 +133,6 @@ def test_a_store_without_its_package_names_the_extra(monkeypatch):
 
   object_store._file_system.cache_clear()
   monkeypatch.setattr(object_store.fsspec, 'filesystem', fail)
-  with pytest.raises(ConfigError, match=r'needs gcsfs.*Install with.*(\[gcs\]|gcsfs>=).*Set --gin.VOCABULARY_FILE to a local copy'):
+  with pytest.raises(
+      ConfigError, match=r'needs gcsfs.*Install with.*(\[gcs\]|gcsfs>=).*Set --gin.VOCABULARY_FILE to a local copy'):
     _ = data.SentencePieceVocabulary('gs://t5-data/vocabs/cc_all.32000/sentencepiece.model').vocab_size

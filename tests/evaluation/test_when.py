@@ -9,7 +9,8 @@ When = evaluation.When
 
 
 @pytest.mark.parametrize('when, due', [
-    (When(), []), (When(period=4), [4, 8]), (When(period=4, from_step=5), [8]), (When(steps=[2, 9], period=4), [2, 4, 8, 9]),
+    (When(), []), (When(period=4), [4, 8]), (When(period=4, from_step=5), [8]),
+    (When(steps=[2, 9], period=4), [2, 4, 8, 9]),
     (When(at_end=True), [10]), (When(steps=[3, 5], from_step=4, at_end=True), [5, 10]),
     (When(condition=lambda step, metrics: True, from_step=8), [8, 9, 10]),
     (When(condition=lambda step, metrics: True, period=5), [5, 10])])

@@ -147,8 +147,8 @@ def test_the_logged_choice_is_that_of_training(monkeypatch, caplog):
     assert not caplog.messages
     for _ in range(2):
       jax.eval_shape(lambda v: module.apply(v, x, x, rngs={'dropout': _KEY}), variables)
-  assert caplog.messages == ["Attention kernel: 'cudnn' for 4 queries and 4 keys, since device, dtype, lengths and mask "
-                             'allow it.']
+  assert caplog.messages == ["Attention kernel: 'cudnn' for 4 queries and 4 keys, since device, dtype, lengths and "
+                             'mask allow it.']
 
 
 @pytest.mark.parametrize('platform,q_len,k_len,kernel', [

@@ -40,7 +40,8 @@ def test_gradients_of_matching_parameters_are_multiplied():
 def test_options_are_checked():
   state = toy_model.make_state(toy_model.make_model())
   for options, message in (({'num_expert_partitions': 0}, 'num_expert_partitions. must be .* got 0'),
-                           ({'num_expert_partitions': 2, 'sharded_match_fn': '.*'}, 'sharded_match_fn. must be a func')):
+                           ({'num_expert_partitions': 2, 'sharded_match_fn': '.*'},
+                            'sharded_match_fn. must be a func')):
     with pytest.raises(ConfigError, match=message):
       _after_two_steps(moe.MoeTrainer, state, **options)
 

@@ -8,8 +8,8 @@ The environment variable FAULTS has faults as JSON, a list of objects:
              'metric' of predictions, 'encode' of a text, 'write' or 'finish' of the arrays of a checkpoint; 'listing'
              or 'contents'
     number   the first, second, ... time; default 1
-    do       'raise', 'sleep', 'fill_disk', or the name of a signal that the process sends itself; for 'listing', the path of a
-             checkpoint that the process does not see, and for 'contents', of one that is damaged for it
+    do       'raise', 'sleep', 'fill_disk', or the name of a signal that the process sends itself; for 'listing', the
+             path of a checkpoint that the process does not see, and for 'contents', of one that is damaged for it
 
 SECONDS is the time that the source takes for a batch. RECORD is a folder to which each process writes its batches.
 """

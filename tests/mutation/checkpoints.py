@@ -176,7 +176,8 @@ MUTANTS = (
         't5x_lite/checkpoints/builders/changing.py',
         'kept = state.without(*base.FROM_PARAMS)\n    return kept.replace(arrays={**kept.arrays, **resized})',
         'kept = state\n    return kept.replace(arrays={**kept.arrays, **resized})',
-        'tests/checkpoints/builders/test_changing.py::test_a_smaller_vocabulary_drops_rows_and_the_same_changes_nothing'),
+        'tests/checkpoints/builders/test_changing.py::'
+        'test_a_smaller_vocabulary_drops_rows_and_the_same_changes_nothing'),
     Mutant(
         'all_computed_arrays_are_in_memory_at_once',
         't5x_lite/checkpoints/lazy_arrays.py',

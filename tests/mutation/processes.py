@@ -179,9 +179,10 @@ MUTANTS = (
         _CLUSTER_TEST + 'test_the_port_of_process_0_must_be_free'),
     Mutant(
         'launch_reports_the_last_failure', _LAUNCH,
-        '    if first is None:\n      first = next((index for index, process in enumerate(processes) if process.poll())',
-        '    if first is None or True:\n      first = next((index for index, process in reversed(list(enumerate(processes))) '
-        'if process.poll())',
+        '    if first is None:\n'
+        '      first = next((index for index, process in enumerate(processes) if process.poll())',
+        '    if first is None or True:\n      first = next((index for index, process in '
+        'reversed(list(enumerate(processes))) if process.poll())',
         _LAUNCH_TEST + 'test_all_end_with_the_status_of_the_first_that_fails'),
     Mutant(
         'launch_keeps_signals', _LAUNCH,

@@ -49,7 +49,8 @@ def test_without_anything_a_process_is_alone(monkeypatch, caplog):
 @pytest.mark.parametrize('environment, options, expected', [
     ({}, _FLAGS, ProcessSpec(address='n0:99', count=8, index=7, origin='flags')),
     (_ENVIRONMENT, {}, ProcessSpec(address='host:1234', count=4, index=2, origin='environment variables')),
-    (_ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, ProcessSpec(address='host:1234', count=4, index=2, origin='launch')),
+    (_ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {},
+     ProcessSpec(address='host:1234', count=4, index=2, origin='launch')),
     (_SLURM, {}, ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, local_devices=(1,), origin='SLURM')),
     # What is said explicitly wins, and the rest is completed.
     (_SLURM | _ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, ProcessSpec(

@@ -356,8 +356,8 @@ def test_the_process_that_is_behind_comes_first(asked, step, others):
     time.sleep(0.3)
     text = cluster.monitors[asked].describe_processes()
   behind = 'process 1' if step < 42 else 'processes 1, 2'
-  assert text == (f"Processes, the last one first: {behind} after step {step} in 'data' for 0 s; processes {others} after "
-                  "step 42 in 'step' for 0 s.")
+  assert text == (f"Processes, the last one first: {behind} after step {step} in 'data' for 0 s; processes {others} "
+                  "after step 42 in 'step' for 0 s.")
 
 
 def test_what_is_called_at_the_end_may_hang():

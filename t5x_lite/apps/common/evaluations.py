@@ -130,7 +130,8 @@ class RunEvaluations:
       Request of the actions: continue or stop.
     """
     self._collect_pending()
-    numbers = self._numbers if self._step == self._trainer.step else {}  # of evaluations before these, of the same state
+    # Numbers of evaluations before these, of the same state.
+    numbers = self._numbers if self._step == self._trainer.step else {}
     self._step, self._numbers = None, {}
     pending = []
     results_of: dict[ActionMode, dict[str, Any]] = {mode: {} for mode in ActionMode}  # by the action's name of the task

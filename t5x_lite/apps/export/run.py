@@ -334,7 +334,8 @@ def _check_single(restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | 
   mode = None if restore_checkpoint_cfg is None else restore_checkpoint_cfg.mode
   if mode == 'all' or jax.process_count() > 1:
     raise ConfigError("Export requires one checkpoint (RestoreCheckpointConfig.mode 'specific' or 'latest') and one "
-                      f'process (without launch, and with --distributed=off), got mode={mode!r} and {jax.process_count()} process(es).')
+                      f'process (without launch, and with --distributed=off), got mode={mode!r} and '
+                      f'{jax.process_count()} process(es).')
 
 
 def _check_target(output_dir: str, model_name: str, overwrite: bool) -> files.Path:

@@ -234,8 +234,8 @@ class ShardStore:
       # Another shard may have written a file of that name.
       if path.is_dir() or (path.name != name and target.exists() and target.read_bytes() != path.read_bytes()):
         raise checks.invalid(
-            'infer', 'merge_fn', 'a function that writes files whose names no other shard or run has written', path.name,
-            f'Begin names with its second argument, here {name!r}. The chunks are kept: rerun the command.')
+            'infer', 'merge_fn', 'a function that writes files whose names no other shard or run has written',
+            path.name, f'Begin names with its second argument, here {name!r}. The chunks are kept: rerun the command.')
       if path.name != name:
         files.write(target, path.read_bytes())
     self._write_result(lambda path: shutil.copyfile(output / name, path))

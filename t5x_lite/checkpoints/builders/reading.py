@@ -128,7 +128,8 @@ class Average(base.StateBuilder):
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
     names = ' '.join(map(os.path.basename, self.paths_of_model))
-    multihost.assert_equal(np.uint32(zlib.crc32(names.encode())), f'Processes see different checkpoints of {self.path}.')
+    multihost.assert_equal(
+        np.uint32(zlib.crc32(names.encode())), f'Processes see different checkpoints of {self.path}.')
     opened = [target.open(path) for path in self.paths_of_model]
     newest = max(opened, key=lambda source: source.step or 0)
     states = [{name: array for name, array in lazy_arrays.stored(source).items() if name.startswith(_AVERAGED)}

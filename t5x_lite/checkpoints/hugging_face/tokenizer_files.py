@@ -35,8 +35,8 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
     family: family of its model.
     tokenizer: a vocabulary of t5x_lite or seqio; or the path of a sentencepiece model, to which the sentinels of the
       family are added (or the number in `<path>.json`, which `t5x_lite vocab` writes); or the path of a Hugging Face
-      folder, or the name of a model (hf://OWNER/NAME), whose tokenizer files are copied. None: the bytes of ByT5, if the
-      embedding table has enough rows; no tokenizer for other families.
+      folder, or the name of a model (hf://OWNER/NAME), whose tokenizer files are copied. None: the bytes of ByT5, if
+      the embedding table has enough rows; no tokenizer for other families.
     vocab_size: rows of the model's embedding table; None to skip the comparison.
 
   Returns:

@@ -12,6 +12,7 @@ from t5x_lite.checkpoints.sources.orbax import OrbaxSource, OwnSource
 from t5x_lite.checkpoints.sources.t5x_native import T5xNativeSource, T5xNativeWriter
 
 __all__ = (
-    'AverageSource', 'FORMATS', 'HuggingFaceSource', 'OrbaxSource', 'OwnSource', 'StateSource', 'T5xNativeSource', 'T5xNativeWriter',
-    'check_exists', 'check_readable', 'detect_format', 'has_param_average', 'layout_of', 'open_source',
+    'AverageSource', 'FORMATS', 'HuggingFaceSource', 'OrbaxSource', 'OwnSource', 'StateSource', 'T5xNativeSource',
+    'T5xNativeWriter', 'check_exists', 'check_readable', 'detect_format', 'has_param_average', 'layout_of',
+    'open_source',
 )

@@ -73,8 +73,8 @@ class StateSource(abc.ABC):
     Raises:
       CheckpointDamagedError: a file is damaged or missing.
     """
-    _logger.warning('The checkpoint %s (%s) has no manifest with hashes, like all checkpoints of other programs: damage '
-                    'cannot be detected.', self.path, self.format)
+    _logger.warning('The checkpoint %s (%s) has no manifest with hashes, like all checkpoints of other programs: '
+                    'damage cannot be detected.', self.path, self.format)
     return False
 
   @functools.cached_property

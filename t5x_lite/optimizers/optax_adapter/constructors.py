@@ -29,7 +29,8 @@ def noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=None, *, seed=None):
   if key is not None and seed is not None:
     raise checks.invalid('noisy_sgd', 'seed', 'None if key is given', seed, 'Set only key.')
   key = seed if key is None else key
-  return optax.chain(optax.add_noise(eta, gamma, 0 if key is None else key), optax.scale_by_learning_rate(learning_rate))
+  return optax.chain(
+      optax.add_noise(eta, gamma, 0 if key is None else key), optax.scale_by_learning_rate(learning_rate))
 
 
 def dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, nesterov=False):

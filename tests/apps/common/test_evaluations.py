@@ -543,7 +543,8 @@ def test_processes_decide_together_about_a_condition(tmp_path, monkeypatch):
   when = evaluation.When(period=5, condition=lambda step, metrics: metrics['timing/uptime'] > 0)
   monkeypatch.setattr(  # the lead process says no
       multihost, 'broadcast_from_lead', lambda value: np.bool_(False) if isinstance(value, np.bool_) else value)
-  _train(tmp_path, 5, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, eval_period=None, infer_eval_period=None,
+  _train(tmp_path, 5, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, eval_period=None,
+         infer_eval_period=None,
          evaluations=[evaluation.Evaluation(name='x', dataset_cfg=toy_run.dataset('validation'), when=when)])
   assert 'training_eval/x/letters' not in toy_run.lines(tmp_path)
 

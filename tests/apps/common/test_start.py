@@ -300,8 +300,8 @@ def test_custom_blocks_are_recorded_and_options_without_effect_are_not():
 def test_another_number_of_processes_is_reported_unless_the_source_handles_it(num_saved, handles, warns, caplog):
   start = start_lib.StartingPoint(path='runs/a/checkpoint_3', resumes=True)
   start_lib.warn_of_process_count(start, num_saved, types.SimpleNamespace(handles_process_count=handles))
-  text = ('The training data of runs/a/checkpoint_3 (this run) has the positions of 2 process(es), and this run has 1: all '
-          'continue at the position of process 0, so that examples may be repeated or omitted.')
+  text = ('The training data of runs/a/checkpoint_3 (this run) has the positions of 2 process(es), and this run has '
+          '1: all continue at the position of process 0, so that examples may be repeated or omitted.')
   assert (text in caplog.text) == warns == bool(caplog.text)
 
 
@@ -309,7 +309,8 @@ def test_another_number_of_processes_is_reported_unless_the_source_handles_it(nu
 def test_a_directory_of_t5x_is_not_taken_for_a_new_run(tmp_path, form):
   run = str(t5x_samples.unpack(tmp_path)[form])
   for restore in (None, checkpoints.RestoreCheckpointConfig(path=[])):
-    with pytest.raises(ConfigError, match='has checkpoints of T5X, the newest checkpoint_7, .* continue from the newest'):
+    with pytest.raises(
+        ConfigError, match='has checkpoints of T5X, the newest checkpoint_7, .* continue from the newest'):
       start_lib.choose_start(run, checkpoints.CheckpointConfig(restore=restore))
   start = start_lib.choose_start(run, checkpoints.CheckpointConfig(
       restore=checkpoints.RestoreCheckpointConfig(path=run, mode='latest')))

@@ -84,7 +84,8 @@ def test_tables_that_differ_stay_in_the_layers(tmp_path):
   assert single.architecture.relpos_per_layer
   back = convert.convert(single.path, str(tmp_path / 'back'), to='hugging_face')
   assert back.family.name == 'umt5' and given.tensor_bits(back.path) == given.tensor_bits(folder)
-  with pytest.raises(CheckpointError, match="must have relative position biases per stack, got them per layer. Choose family='umt5'"):
+  with pytest.raises(
+      CheckpointError, match="must have relative position biases per stack, got them per layer. Choose family='umt5'"):
     convert.convert(stacked.path, str(tmp_path / 'no'), to='hugging_face', family='t5_1_1')
   assert not (tmp_path / 'no').exists()
 

@@ -265,7 +265,8 @@ def test_lengths_that_are_none_are_those_of_the_longest_examples(tmp_path, check
   task = data.text_task(name='infer_lengths', texts_fn=lambda split: [(text, 'a') for text in texts], splits=('test',),
                         vocabulary=toy_infer.VOCABULARY)
   found = [pathlib.Path(*toy_infer.infer(
-      data.DatasetConfig(task, lengths, 'test', 4, False, 0, source='builtin'), checkpoint, tmp_path / name)).read_text()
+      data.DatasetConfig(task, lengths, 'test', 4, False, 0, source='builtin'), checkpoint,
+      tmp_path / name)).read_text()
            for name, lengths in (('computed', None), ('given', {'inputs': 6, 'targets': 2}))]
   assert found[0] == found[1] and max(map(len, texts)) == 5
   assert '"inputs": 6' in (tmp_path / 'computed' / 'feature_lengths.json').read_text()

@@ -60,8 +60,8 @@ def finished(tmp_path_factory):
 def test_layout(finished):
   model_dir, _, _ = finished
   names = {path.name for path in model_dir.iterdir()} - {'.lock'}
-  assert names == {'model-info.txt', 'trainer_state_tree.txt', 'events.jsonl', 'train', 'training_eval', 'inference_eval',
-                   *(f'checkpoint_{step}' for step in (0, 6, 7, 12, 18, 20))}
+  assert names == {'model-info.txt', 'trainer_state_tree.txt', 'events.jsonl', 'train', 'training_eval',
+                   'inference_eval', *(f'checkpoint_{step}' for step in (0, 6, 7, 12, 18, 20))}
   for folder in ('train', 'training_eval/letters', 'inference_eval/letters'):
     found = [path.name for path in (model_dir / folder).iterdir()]
     assert 'metrics.jsonl' in found and sum(name.startswith('events.out.tfevents') for name in found) == 1

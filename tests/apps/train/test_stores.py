@@ -92,7 +92,8 @@ _TWO = '''
     from t5x_lite import partitioning
     from tests.apps.train import toy_run
     model_dir, steps, spool = sys.argv[1:]
-    options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+    options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None,
+               'infer_eval_dataset_cfg': None}
     toy_run.train(model_dir, int(steps), spool_dir=spool, partitioner=partitioning.PjitPartitioner(num_partitions=4),
                   max_store_seconds=20.0, **options)
 '''

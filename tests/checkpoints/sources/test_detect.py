@@ -38,7 +38,8 @@ def folder(tmp_path):
     ('google/flan-t5-small',
      "run `hf download google/flan-t5-small --local-dir flan-t5-small` .*give the path 'flan-t5-small'"),
     ('t5-small', 'hf download t5-small'),
-    ('https://huggingface.co/google/flan-t5-small/tree/main', 'must be a path on a disk.*hf download google/flan-t5-small'),
+    ('https://huggingface.co/google/flan-t5-small/tree/main',
+     'must be a path on a disk.*hf download google/flan-t5-small'),
     ('ftp://t5-data/checkpoint_1', 'must be a path on a disk or in an object store.*gs:// and s3://'),
     ('~/models/flan', r"got '~/models/flan'.*write '.*/models/flan'"),
 ])

@@ -188,7 +188,8 @@ def test_settings_are_those_of_routing(tmp_path):
       'decoder/moe.SparseBlock.train_capacity_factor = 2.0\nmoe.SparseBlock.router = %ROUTER\n'
       'moe.SparseBlock.expert = \\\n    @far.away()\nmoe_models.MoeEncoderDecoderModel.z_loss = 0.1\n'
       'partitioner.MoePjitPartitioner.num_experts = 4\n'
-      "MESH_RULES = \\\n    [\n      ('gpu-.*', [\n        '''\n        NUM_EXPERTS = 2\n        ''',\n      ]),\n    ]\n")
+      "MESH_RULES = \\\n    [\n      ('gpu-.*', [\n        '''\n"
+      "        NUM_EXPERTS = 2\n        ''',\n      ]),\n    ]\n")
   assert page.gin_settings(tmp_path) == [
       ('NUM_EXPERTS', '8'), ('ROUTER', '@moe.TokensChooseRouter()'), ('score', "'sigmoid'"),
       ('decoder/train_capacity_factor', '2.0')]
