@@ -127,7 +127,7 @@ def import_module(module: str, *, what: str = 'Module') -> None:
 
 
 def remedy_for(missing: str, error: BaseException | None = None) -> str:
-  """Return a sentence, starting with a space, if a module of T5X is missing, or imports the missing one; '' otherwise."""
+  """Return a sentence after a space if a module of T5X is missing, or imports the missing one; otherwise ''."""
   if _is_view(missing):
     # `from t5x.utils import name`; Python 3.11 has the name in the message only.
     found = re.match("cannot import name '(\\w+)'", str(error))

@@ -67,7 +67,7 @@ def test_flags_may_use_the_end_of_a_name_of_t5x_that_no_file_imports(tmp_path):
                                                                      'gin/t5x/configs/runs/export.gin']),
     ('from t5x.contrib.calm import models as calm', ['mine.gin:8: t5x.contrib.calm has no equivalent', 'CALM']),
     ('import t5x.fiddle_configs.base', ['mine.gin:8: t5x.fiddle_configs has no equivalent', 'gin files']),
-    ('from __main__ import evaluate', ['mine.gin:8: Names of __main__', '`import __main__ as NAME`, and NAME.evaluate']),
+    ('from __main__ import evaluate', ['mine.gin:8: Names of __main__', '`import __main__ as NAME`, and NAME.evalu']),
     ('train_script.trian.total_steps = 1', ["mine.gin:8: __main__ has no 'trian'", "Did you mean 'train'?"]),
     ('train_script.train.use_jax_array = True', [
         'mine.gin:8: train_script.train.use_jax_array of T5X has no equivalent', 'always jax.Array']),

@@ -12,9 +12,10 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _LAYERS = {
     't5x_lite.types': 0, 't5x_lite.errors': 0, 't5x_lite.tree_utils': 0, 't5x_lite.multihost': 0, 't5x_lite.checks': 0,
     't5x_lite.subclassing': 0,
-    't5x_lite.files': 0, 't5x_lite.object_store': 0, 't5x_lite.uploads': 0, 't5x_lite.json_lines': 0, 't5x_lite.formatting': 0,
-    't5x_lite.standard_streams': 0, 't5x_lite.random_numbers': 0, 't5x_lite.untrusted': 0, 't5x_lite.module_imports': 0, 't5x_lite.lazy_names': 0,
-    't5x_lite.layer_stacks': 0, 't5x_lite.hub': 0, 't5x_lite.compat': 0,
+    't5x_lite.files': 0, 't5x_lite.object_store': 0, 't5x_lite.uploads': 0, 't5x_lite.json_lines': 0,
+    't5x_lite.formatting': 0, 't5x_lite.standard_streams': 0, 't5x_lite.random_numbers': 0, 't5x_lite.untrusted': 0,
+    't5x_lite.module_imports': 0, 't5x_lite.lazy_names': 0, 't5x_lite.layer_stacks': 0, 't5x_lite.hub': 0,
+    't5x_lite.compat': 0,
     't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1,
     't5x_lite.averaging': 1, 't5x_lite.step_params': 1, 't5x_lite.decoding': 1,
     't5x_lite.configuration': 1,
