@@ -8,6 +8,7 @@ import signal
 import tempfile
 
 import gin
+from gin import config as gin_config
 import pytest
 
 from t5x_lite import module_imports
@@ -56,6 +57,11 @@ def pytest_collection_finish():
 def empty_gin_configuration():
   """Each file of tests begins without bindings, unlocked and unrestricted, whatever the file before it has left."""
   gin.clear_config()
+  # gin keeps the names under which gin files have first imported classes and functions.
+  for selector, configurable in list(gin_config._REGISTRY.items()):
+    if configurable.import_source is not None:
+      gin_config._REGISTRY.pop(selector)
+      gin_config._INVERSE_REGISTRY.pop(configurable.wrapped, None)
   module_imports.restrict(None)
 
 
