@@ -28,6 +28,17 @@ from xml.etree import ElementTree
 import pytest
 
 KINDS = ('gcs', 's3')
+
+
+def mostly(kind: str) -> pytest.MarkDecorator:
+  """Return a mark for tests of commands with the fixture `store`: the other kind only in `make test-full`.
+
+  What differs between the kinds is tested by the tests of files, checkpoints and the stores themselves.
+  """
+  return pytest.mark.parametrize('store', [
+      each if each == kind else pytest.param(each, marks=pytest.mark.full) for each in KINDS], indirect=True)
+
+
 _BUCKET = 'bucket'
 _PACKAGES = {'gcs': ('gcsfs', 'gcp_storage_emulator'), 's3': ('s3fs', 'moto', 'flask', 'flask_cors')}
 _PROGRAMS = {

@@ -24,6 +24,7 @@ from t5x_lite.data.seqio_import import quiet, tf
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.evaluation import judging
 from t5x_lite.networks import t5
+from tests import stores
 
 with quiet():
   from t5.evaluation import metrics as t5_metrics
@@ -266,6 +267,7 @@ def test_values_of_seqio_are_those_of_clu():
     judging.as_value('lengths', seqio.metrics.Histogram(np.ones(2)))
 
 
+@stores.mostly('s3')
 def test_loggers_write_to_a_store(store, tmp_path):
   cls = functools.partial(seqio.Evaluator, num_examples=3, logger_cls=[seqio.JSONLogger, seqio.TensorBoardLogger])
   for folder in (tmp_path, store.root):

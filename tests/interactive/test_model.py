@@ -22,6 +22,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.interactive import model as lib
 from t5x_lite.networks import t5
+from tests import stores
 from tests.apps.common import cloze_run
 from tests.networks import network_cases as cases
 
@@ -332,6 +333,7 @@ def test_gin_files_for_the_commands(trained, tmp_path, kind):
   gin.clear_config()
 
 
+@stores.mostly('gcs')
 def test_a_run_in_a_store(store):
   folder = f'{store.root}/run'
   cloze_run.save(files.path(folder), {'inputs': 16, 'targets': 4})

@@ -14,6 +14,7 @@ from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from tests import stores
 from tests import hub_cache
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.checkpoints.sources import t5x_samples
@@ -60,6 +61,7 @@ def test_t5x_and_back_with_the_state_of_adafactor(tmp_path, form):
   assert checkpoints.verify_checkpoint(ours.path).step == 7
 
 
+@stores.mostly('gcs')
 def test_every_format_in_a_store(tmp_path, store):
   folder, _ = given.folder(tmp_path / 'folder', 'byt5')
   done = convert.convert(folder, f'{store.root}/published', to='hugging_face', max_shard_size=3000)

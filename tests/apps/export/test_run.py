@@ -22,6 +22,7 @@ from t5x_lite.data.features import get_converter
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only as decoder_only_network
 from t5x_lite.networks import t5 as network
+from tests import stores
 from tests.layers.test_attention_kernels import H100, use_gpu
 from tests.networks import network_cases as cases
 
@@ -272,6 +273,7 @@ def test_the_vocabulary_is_copied_and_exports_replace_each_other(tmp_path, store
   assert [path.name for path in folder.parent.iterdir()] == ['model']
 
 
+@stores.mostly('gcs')
 def test_an_export_in_a_store(tmp_path, stored, store):
   def save(model='encoder_decoder', where=None, **kwargs):
     return export.save(

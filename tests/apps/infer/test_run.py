@@ -28,6 +28,7 @@ from t5x_lite.apps.infer import loop
 from t5x_lite.apps.infer import run as infer_app
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
 from t5x_lite.evaluation import PredictRunner
+from tests import stores
 from tests.apps.infer import store_cases
 from tests.apps.infer import toy_infer
 
@@ -143,6 +144,7 @@ def test_interruptions_change_nothing(tmp_path, lines, checkpoint):
   assert deaths, seed
 
 
+@stores.mostly('s3')
 def test_a_store_gives_the_results_of_a_disk(tmp_path, lines, checkpoint, store):
   (whole,) = toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path / 'whole')
   files.write(f'{store.root}/in.txt', lines.read_bytes())

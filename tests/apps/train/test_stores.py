@@ -14,6 +14,7 @@ import pytest
 from t5x_lite import checkpoints, files, object_store
 from t5x_lite.apps import evaluate
 from t5x_lite.errors import ExitCode, SaveError
+from tests import stores
 from tests import processes
 from tests.apps.train import toy_run
 
@@ -36,6 +37,7 @@ def on_disk(tmp_path_factory):
   return model_dir
 
 
+@stores.mostly('s3')
 def test_a_killed_and_resumed_run_equals_one_on_a_disk(store, on_disk):
   process = subprocess.Popen(
       [sys.executable, '-m', 'tests.apps.train.toy_run', store.root, 'total_steps=20',
@@ -99,6 +101,7 @@ _TWO = '''
 '''
 
 
+@stores.mostly('gcs')
 def test_two_processes_write_below_one_prefix(store, tmp_path):
   options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
   toy_run.train(tmp_path / 'one', 12, **options)

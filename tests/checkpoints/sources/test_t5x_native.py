@@ -17,6 +17,7 @@ from t5x_lite import files as stores_files
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.sources import t5x_index
+from tests import stores
 from tests import golden_data
 from tests.checkpoints.sources import t5x_samples as samples
 
@@ -66,6 +67,7 @@ def test_only_the_wanted_arrays_are_read(copy):
     source.read_array(TABLE)
 
 
+@stores.mostly('gcs')
 def test_a_checkpoint_in_a_store_is_read_and_damage_is_found(unpacked, store):
   sample, root = unpacked['t5x'] / 'checkpoint_7', f'{store.root}/checkpoint_7'
   for name, content in files(sample).items():

@@ -16,6 +16,7 @@ from moe.tools import surgery, surgery_files
 from t5x_lite import checkpoints, optimizers, tree_utils
 from t5x_lite.checkpoints import commit
 from t5x_lite.errors import CheckpointError, ConfigError
+from tests import stores
 from tests.moe import upcycling_cases as up
 from tests.networks import network_cases as cases
 
@@ -64,6 +65,7 @@ def test_a_checkpoint_is_rewritten(source, tmp_path, capsys):
   assert surgery_files.find_checkpoint(str(tmp_path / 'new')) == new
 
 
+@stores.mostly('gcs')
 def test_a_checkpoint_in_a_store_is_rewritten(source, store):
   path, old = source
   assert _run('permute', path, f'{store.root}/new', '--permutation=3,1,0,2') == 0
