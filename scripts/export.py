@@ -14,4 +14,5 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from t5x_lite import cli  # noqa: E402  (the checkout comes first)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(['export', *sys.argv[1:]]))
+  sys.argv.insert(1, 'export')
+  cli.run_program(may_restart=True)

@@ -207,6 +207,8 @@ def run_program(may_restart: bool = False) -> NoReturn:
   folder = ''
   with contextlib.suppress(FileNotFoundError):  # The current folder was deleted.
     folder = '' if sys.flags.safe_path else os.getcwd()
+  if folder and sys.path[0] == folder and sys.modules['__main__'].__spec__ is not None:  # of `python -m`
+    sys.path.append(sys.path.pop(0))
   compat.set_up_process(folder)
   try:
     status = main()
@@ -393,6 +395,7 @@ def _plain_messages() -> Iterator[logging.Handler]:
   ours = _our_loggers()
   propagated = [logger.propagate for logger in ours]
   levels, root_level = _logger_levels(), logging.root.level
+  last_resort, logging.lastResort = logging.lastResort, handler  # for packages that set up no log
   with warnings.catch_warnings():
     warnings.showwarning = _show_warning
     if not sys.warnoptions:
@@ -412,6 +415,7 @@ def _plain_messages() -> Iterator[logging.Handler]:
         logger.propagate = propagate
       logging.root.removeHandler(handler)
       logging.root.setLevel(root_level)
+      logging.lastResort = last_resort
       for name in _logger_levels():
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
 

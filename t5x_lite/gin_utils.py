@@ -26,8 +26,6 @@ from t5x_lite.errors import ConfigError, T5xLiteError
 
 # File of a run with its configuration.
 _CONFIG_FILE = 'config.gin'
-# Largest number of settings in a log line.
-_MAX_UNUSED = 10
 # Part of config.gin, which is compared with that of earlier starts.
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'
 # Line that gin adds to errors for each configurable.
@@ -46,7 +44,8 @@ _REMEDIES = {
     'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
 # Sentences about macros that not all run files use.
-_UNUSED = {'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it.'}
+_UNUSED = {'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it.',
+           'TRAIN_STEPS': 'Remove it.'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Configuration:
     """
     # Arguments are evaluated here instead of by gin, to distinguish their errors from those of the run.
     bound = {name: self.argument(name) for name in self.uses[0].bound if name not in arguments}
-    with self._locates_errors(), gin.unlock_config():  # The run may import a task module that registers configurables.
+    with self.locating_errors(), gin.unlock_config():  # The run may import a task module that registers configurables.
       return self.entry(**bound, **arguments)
 
   def argument(self, name: str) -> Any:
@@ -110,7 +109,7 @@ class Configuration:
       raise ConfigError(f'{self.uses[0].name}.{name} is not bound, which this command requires. Add a run file, e.g. '
                         '--gin_file=runs/train.gin.')
     try:
-      with self._locates_errors(), gin.unlock_config():
+      with self.locating_errors(), gin.unlock_config():
         # gin calls references when they are copied.
         return copy.deepcopy(gin_check.value_of(self.uses[0].bound[name]))
     except (TypeError, ValueError) as error:
@@ -119,8 +118,8 @@ class Configuration:
       raise ConfigError(f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)') from error
 
   @contextlib.contextmanager
-  def _locates_errors(self) -> Iterator[None]:
-    """Add to an error about options where files bind them."""
+  def locating_errors(self) -> Iterator[None]:
+    """Context that adds to an error about options where files bind them."""
     try:
       yield
     except T5xLiteError as error:
@@ -252,7 +251,8 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     last = {statement.macro_name: (statement, text) for top in texts for statement, text in top.walk_files()
             if isinstance(statement, gin_syntax.Binding)}
     defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
-                if name in last and last[name][1].path == gin_syntax.packaged_folder() / 'runs' / 'train.gin']
+                if name in last and last[name][1].is_packaged()
+                and last[name][1].path.name in ('train.gin', 'precompile.gin')]
     sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
@@ -260,15 +260,16 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
 
 def _log_unused(bound: Mapping[gin_check.Key, gin_syntax.Binding], read_keys: Collection[gin_check.Key],
                 texts: Sequence[gin_syntax.Text]) -> None:
-  """Log once which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
+  """Log which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
+  mentioned, registry = gin_syntax.mentioned_macros(texts), gin_check.configurables()
   others = (f'/{_CONFIG_FILE}', *(f'/{name}' for name in gin_syntax.packaged_files(gin_syntax.T5X_FILES)))
   owned = {id(statement) for top in texts for statement, text in top.walk_files()
            if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)}
   unused = [f'{statement.key} ({statement.location})' for key, statement in bound.items()
-            if key not in read_keys and id(statement) in owned]
+            if id(statement) in owned and (statement.macro_name not in mentioned if statement.macro_name else
+                                           key not in read_keys and registry[key[1]].import_source is not None)]
   if unused:
-    more = f' and {len(unused) - _MAX_UNUSED} more' if len(unused) > _MAX_UNUSED else ''
-    logging.getLogger(__name__).info('Not used for training: %s%s.', ', '.join(unused[:_MAX_UNUSED]), more)
+    logging.getLogger(__name__).info('Not used for training: %s.', ', '.join(unused))
 
 
 def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:

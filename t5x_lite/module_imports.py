@@ -61,7 +61,7 @@ def check_import(module: str, where: str) -> None:
   if _is_in(module, TRUSTED):
     return
   _check_allowed(module, (), f'{where}: `--allowed_modules` must contain {module!r} to import it')
-  if module not in _logged and _exists(module.partition('.')[0]):
+  if module not in _logged and exists(module.partition('.')[0]):
     _logged.add(module)
     _logger.info('%s: importing %s, which runs its code.', where, module)
 
@@ -86,7 +86,7 @@ def _check_allowed(module: str, trusted: Sequence[str], expectation: str) -> Non
     raise ConfigError(f'{expectation}, got {",".join(_allowed)!r}. Add it if you trust its code.')
 
 
-def _exists(top: str) -> bool:
+def exists(top: str) -> bool:
   """Return whether a top-level module exists, without executing it."""
   try:
     return top in sys.modules or importlib.util.find_spec(top) is not None

@@ -209,9 +209,11 @@ def test_levels_of_loggers_last_while_packages_hide_their_lines(monkeypatch):
   monkeypatch.setattr(logger, 'level', logging.INFO)
   with seqio_import.quiet():
     assert logger.level == logging.ERROR
-  with seqio_evaluator._LogRelay():
-    pass
   assert logger.level == logging.INFO
+  logger.setLevel(logging.DEBUG)
+  with seqio_evaluator._LogRelay():
+    assert logger.level == logging.INFO
+  assert logger.level == logging.DEBUG
   jax_logger = logging.getLogger('jax')
   monkeypatch.setattr(jax_logger, 'level', logging.CRITICAL)
   command_flags._set_jax_options(['--nojax_log_compiles'], shows_warnings=False)

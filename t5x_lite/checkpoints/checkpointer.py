@@ -99,7 +99,7 @@ class Checkpointer:
       DirectoryInUseError: another run saves to the directory.
     """
     checks.check(type(self).__name__, locals(), concurrent_gb=checks.one_of(
-        (128,), t5x_names.remedy('t5x.checkpoints', 'Checkpointer.save.concurrent_gb')))
+        (128,), t5x_names.remedy('t5x.checkpoints', 'Checkpointer.save.concurrent_gb=64')))
     saving = options.SaveOptions(dtype=self.save_dtype, keep_dataset_checkpoints=self.keep_dataset_checkpoints,
                                  **self.retention)
     train_states.save_train_state(

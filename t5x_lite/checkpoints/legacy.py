@@ -52,7 +52,7 @@ class LegacyCheckpointer:
     checks.check('LegacyCheckpointer.save', locals(), force=checks.one_of(
         (False,), t5x_names.remedy('t5x.utils', 'LegacyCheckpointer.save.force=True')),
                  custom_metadata=checks.Expectation('None', lambda value: value is None, t5x_names.remedy(
-                     't5x.utils', 'LegacyCheckpointer.save.custom_metadata')))
+                     't5x.utils', 'LegacyCheckpointer.save.custom_metadata={...}')))
     if self._save_checkpointer is None:
       raise checks.invalid('LegacyCheckpointer', 'save_checkpointer', 'a Checkpointer in order to save', None,
                            'Pass one, or set SaveCheckpointConfig.')

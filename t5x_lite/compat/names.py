@@ -103,7 +103,7 @@ MODULES: dict[str, Module] = {
             'Checkpointer.convert_from_tf_checkpoint': _TENSORFLOW,
             'Checkpointer.restore.lazy_parameters=True': _NOT_LAZY,
             'Checkpointer.restore_from_tf_checkpoint': _TENSORFLOW,
-            'Checkpointer.save.concurrent_gb': _SAVE_MEMORY,
+            'Checkpointer.save.concurrent_gb=64': _SAVE_MEMORY,
             'DatasetArgs': 'CheckpointManager.save has data_state, the position in the data.',
             'DatasetCheckpointHandler': 'CheckpointManager.save has data_state, the position in the data.',
             'OrbaxCheckpointManagerInterface.restore.lazy_parameters=True': _NOT_LAZY,
@@ -249,19 +249,19 @@ MODULES: dict[str, Module] = {
             'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
         },
         left_out={
-            'DatasetConfig.runtime_preprocessors':
+            'DatasetConfig.runtime_preprocessors=[...]':
                 "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. "
                 'Add others to the task.',
             'LegacyCheckpointer.restore.lazy_parameters=True': _NOT_LAZY,
-            'LegacyCheckpointer.save.concurrent_gb': _SAVE_MEMORY,
-            'LegacyCheckpointer.save.custom_metadata': 'CheckpointManager.save has metadata.',
+            'LegacyCheckpointer.save.concurrent_gb=64': _SAVE_MEMORY,
+            'LegacyCheckpointer.save.custom_metadata={...}': 'CheckpointManager.save has metadata.',
             'LegacyCheckpointer.save.force=True': 'Delete the existing checkpoint to replace it.',
             'RestoreCheckpointConfig.use_gda': _ARRAYS,
             'SaveCheckpointConfig.use_gda': _ARRAYS,
             'get_training_eval_datasets.deterministic=True':
                 'The order of the data is always determined by DatasetConfig.seed.',
-            'get_training_eval_datasets.model_dir': _ONE_ORDER,
-            'get_training_eval_datasets.start_step': _ONE_ORDER,
+            'get_training_eval_datasets.model_dir=...': _ONE_ORDER,
+            'get_training_eval_datasets.start_step=1': _ONE_ORDER,
         }),
 }
 

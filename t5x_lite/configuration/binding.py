@@ -33,7 +33,8 @@ _EXTRAS = {
     'grain': 'grain', 'matplotlib': 'plot',
 }
 # Names that gin files give to the programs, and their modules in t5x_lite.apps.
-_PROGRAMS = {'train_script': 'train', 'eval_script': 'evaluate', 'infer_script': 'infer'}
+_PROGRAMS = {'train_script': 'train', 'eval_script': 'evaluate', 'infer_script': 'infer',
+             'precompile_script': 'precompile'}
 
 
 class Binder:
@@ -329,7 +330,8 @@ class _Names(gin_config.ParseContext):
     """Return the statements that import the root of a selector: T5X's unless the file only has names of t5x_lite."""
     root, *attributes = selector.split('.')
     if root in _PROGRAMS:
-      theirs, ours = [f'`import __main__ as {root}`'], [f'`from t5x_lite.apps import {_PROGRAMS[root]} as {root}`']
+      program = 'precompile' if attributes == ['precompile'] else _PROGRAMS[root]  # T5X's is in its train
+      theirs, ours = [f'`import __main__ as {root}`'], [f'`from t5x_lite.apps import {program} as {root}`']
     else:
       modules = t5x_names.modules_ending_with(root)
       having = [module for module in modules if t5x_views.resolve(t5x_views.module(module), attributes)[0] is not None]
@@ -342,7 +344,8 @@ class _Names(gin_config.ParseContext):
     imports_ours = any(getattr(module, '__name__', '').split('.')[0] == 't5x_lite'
                        for module in self._symbol_table.values())
     in_order = (ours, theirs) if imports_ours and not self.uses_t5x else (theirs, ours)
-    return in_order[0] or in_order[1] or [f'`from PACKAGE import {root}`']
+    installed = [f'`import {root}`'] if module_imports.exists(root) else [f'`from PACKAGE import {root}`']
+    return in_order[0] or in_order[1] or installed
 
   def _matches(self, selector: str) -> list[str]:
     """Return the registered names that end with `selector`; only `selector` if it is a complete name."""
@@ -447,7 +450,8 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
   if not parent:
     near = did_you_mean(missing, ('t5x_lite', 'seqio', 'moe', 'optax', 'jax', 'flax'), lists_all=False)
     return (f'no module {missing!r}.{_extra(missing, error)}' if missing in _EXTRAS else
-            f'no module {missing!r}. Is it installed, or its folder in PYTHONPATH?{near}')
+            f'no module {missing!r}. Install it, run the command in its folder, or add the folder to '
+            f'PYTHONPATH.{near}')
   names = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))]
   return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, [n for n in names if not n.startswith("_")])}'
 

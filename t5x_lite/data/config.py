@@ -26,7 +26,7 @@ _BOOL = checks.instance(bool, 'True or False')
 _COUNT_OR_NONE = checks.number(at_least=0, integer=True).or_none()
 _NO_PREPROCESSORS = checks.Expectation(
     'None or empty', lambda preprocessors: preprocessors is None or not len(preprocessors),
-    t5x_names.remedy('t5x.utils', 'DatasetConfig.runtime_preprocessors'))
+    t5x_names.remedy('t5x.utils', 'DatasetConfig.runtime_preprocessors=[...]'))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,9 +105,9 @@ def get_training_eval_datasets(
       deterministic=checks.Expectation('False', lambda value: value is False, t5x_names.remedy(
           't5x.utils', 'get_training_eval_datasets.deterministic=True')),
       model_dir=checks.Expectation('None', lambda value: value is None, t5x_names.remedy(
-          't5x.utils', 'get_training_eval_datasets.model_dir')),
+          't5x.utils', 'get_training_eval_datasets.model_dir=...')),
       start_step=checks.Expectation('0', lambda value: value == 0, t5x_names.remedy(
-          't5x.utils', 'get_training_eval_datasets.start_step')))
+          't5x.utils', 'get_training_eval_datasets.start_step=1')))
   return open_eval_iterators(cfg, _layout(cfg, shard_id, num_shards), eval_steps,
                              feature_converter=feature_converter_cls)
 

@@ -103,8 +103,8 @@ class BasePartitioner(ChoosesMesh):
     """Configure the mesh, in one of four ways. The devices are read when the mesh is first used.
 
     Args:
-      num_partitions: size of the model axis; the layout depends on the devices. Without effect next to a submesh, as in
-        T5X, whose run files set 1; other values than 1 are then a warning unless they are the size of the submesh.
+      num_partitions: size of the model axis; the layout depends on the devices. Next to a submesh, 1 or the size of the
+        submesh has no effect.
       model_parallel_submesh: (x, y, z, core) extents of the hardware tile that is the model axis, or (processes, local
         devices) for devices without coordinates.
       params_on_devices: True to keep parameters in device memory. False keeps them as NumPy arrays in host memory
@@ -124,18 +124,18 @@ class BasePartitioner(ChoosesMesh):
             'mesh': mesh}
     chosen = [name for name, value in ways.items() if value is not None]
     expected = checks.number(at_least=1, integer=True)
-    if ici_mesh_shape is not None and num_partitions is not None:
-      # T5X configurations give `num_partitions` next to the two shapes; it must agree with them.
-      size = ici_mesh_shape[-1] * (dcn_mesh_shape or (1,))[-1]
-      expected = checks.one_of((size,), f'It is the size of the model axis of ici_mesh_shape={ici_mesh_shape} and '
-                               f'dcn_mesh_shape={dcn_mesh_shape}.')
+    if num_partitions is not None and (ici_mesh_shape, model_parallel_submesh) != (None, None):
+      # T5X's configurations give `num_partitions` next to the other extents, and its run files set 1.
       chosen.remove('num_partitions')
-    checks.check('Partitioner', {'num_partitions': num_partitions}, num_partitions=expected.or_none())
-    if model_parallel_submesh is not None and num_partitions is not None:
-      if num_partitions not in (1, math.prod(model_parallel_submesh)):
-        _logger.warning('Partitioner.num_partitions = %s has no effect next to model_parallel_submesh = %s.',
-                        num_partitions, model_parallel_submesh)
-      chosen.remove('num_partitions')
+      if ici_mesh_shape is not None:
+        size = ici_mesh_shape[-1] * (dcn_mesh_shape or (1,))[-1]
+        expected = checks.one_of((size,), f'It is the size of the model axis of ici_mesh_shape={ici_mesh_shape} and '
+                                 f'dcn_mesh_shape={dcn_mesh_shape}.')
+      else:
+        expected = checks.one_of((1, math.prod(model_parallel_submesh)), 'model_parallel_submesh='
+                                 f'{model_parallel_submesh} sets the size of the model axis.')
+    checks.check('BasePartitioner', {'num_partitions': num_partitions}, num_partitions=expected.or_none())
+    if ici_mesh_shape is None and model_parallel_submesh is not None:
       num_partitions = None
     if len(chosen) != 1 or (ici_mesh_shape is None) != (dcn_mesh_shape is None) or (
         mesh is not None and backend is not None):
@@ -369,7 +369,7 @@ class PjitPartitioner(BasePjitPartitioner):
     Raises:
       ConfigError: see `BasePartitioner`; or an invalid rule or size.
     """
-    checks.check('Partitioner', locals(), max_replicated_size=checks.number(at_least=0, integer=True))
+    checks.check('PjitPartitioner', locals(), max_replicated_size=checks.number(at_least=0, integer=True))
     super().__init__(num_partitions, model_parallel_submesh, params_on_devices, backend, ici_mesh_shape,
                      dcn_mesh_shape, mesh=mesh, data_axes=data_axes)
     rules = rules_lib.standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules

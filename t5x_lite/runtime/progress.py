@@ -27,7 +27,7 @@ class Progress:
   """Shows the progress of a loop, in the lead process only.
 
   Nothing here waits for a device: callers pass Python numbers, and only when `due`. Nothing is shown if the level of
-  the logger `t5x_lite`, or of one of its handlers, is above INFO.
+  the logger `t5x_lite`, or of its handler for the same stream, is above INFO.
 
   Attributes:
     step: number of completed steps, for the prefix of lines; None if unknown.
@@ -47,9 +47,10 @@ class Progress:
     self.step: int | None = None
     self._unit = unit
     self._process = process
-    logger = logging.getLogger('t5x_lite')
-    self._enabled = enabled and all(each.level <= logging.INFO for each in (logger, *logger.handlers))
     self._stream = sys.stderr if stream is None else stream
+    logger = logging.getLogger('t5x_lite')
+    same = [handler for handler in logger.handlers if getattr(handler, 'stream', None) is self._stream]
+    self._enabled = enabled and all(each.level <= logging.INFO for each in (logger, *same))
     self._clock = clock
     self._in_place = self._enabled and self._stream.isatty()
     self._line = ''

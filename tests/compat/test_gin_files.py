@@ -144,15 +144,16 @@ base_and_subclass.Subclass.decode.num_decodes = 7
 base_and_subclass.Base.size = 7""")
 
 
-def test_settings_without_effect_are_logged(tmp_path, caplog):
-  body = ("include 't5x/configs/runs/pretrain.gin'\nEVALUATOR_NUM_EXAMPLES = 3\nINITIAL_CHECKPOINT_PATH = 'x'\n"
-          'seqio.Evaluator.num_examples = 3\nseqio.JSONLogger.write_n_results = 3\n')
+def test_settings_without_effect_are_logged(tmp_path, monkeypatch, caplog):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'own_function_of_gin.py').write_text('import gin\n@gin.configurable\ndef trim(size=3):\n  pass\n')
+  body = ("include 't5x/configs/runs/pretrain.gin'\nINITIAL_CHECKPOINT_PATH = 'x'\nEVALUATOR_NUM_EXAMPLES = 3\n"
+          'infer_eval/utils.DatasetConfig.batch_size = 3\nown_function_of_gin.trim.size = 4\n')
   with caplog.at_level(logging.INFO, 't5x_lite'):
-    _load(tmp_path, _MODEL, body)
-  line, = (message for message in caplog.messages if message.startswith('Not used for training: '))
-  assert [part.split(' (')[0] for part in line.removeprefix('Not used for training: ').split(', ')] == [
-      'EVALUATOR_NUM_EXAMPLES', 'INITIAL_CHECKPOINT_PATH', 'seqio.JSONLogger.write_n_results']
-  assert f'{tmp_path}/mine.gin:7' in line or 'mine.gin:7)' in line, line
+    _load(tmp_path, 'import own_function_of_gin\n' + _MODEL, body)  # user code may call its function
+  assert [message for message in caplog.messages if message.startswith('Not used')] == [
+      f'Not used for training: infer_eval/utils.DatasetConfig.batch_size ({tmp_path}/mine.gin:10), '
+      f'INITIAL_CHECKPOINT_PATH ({tmp_path}/mine.gin:8).']
 
 
 @pytest.mark.parametrize('body, problem', [
@@ -161,6 +162,8 @@ def test_settings_without_effect_are_logged(tmp_path, caplog):
     ('utils.DatasetConfig.num_prefetch_threads = 4', '`DatasetConfig.num_prefetch_threads` must be unset'),
     ("partitioning.PjitPartitioner.backend = 'tpu'", '`backend` must be a platform'),
     ('partitioning.PjitPartitioner.num_partitions = 3', '`num_partitions` must be '),
+    ('partitioning.PjitPartitioner.num_partitions = 0', '`BasePartitioner.num_partitions` must be '),
+    ('partitioning.PjitPartitioner.max_replicated_size = -1', '`PjitPartitioner.max_replicated_size` must be '),
     ('TASK_FEATURE_LENGTHS = None\ninfer_eval/utils.DatasetConfig.task_feature_lengths = None',
      '`DatasetConfig.task_feature_lengths` must be '),
 ])

@@ -5,6 +5,9 @@ import inspect
 
 import pytest
 
+from t5x_lite import data
+from t5x_lite import errors
+from t5x_lite import gin_utils
 from t5x_lite.compat import names
 from t5x_lite.compat import views
 
@@ -28,22 +31,32 @@ def test_names_that_are_left_out_have_one_sentence_and_are_not_here(module):
       assert views.find(module, name) is None
 
 
-def test_parameters_that_reject_a_value_are_here():
+def test_parameters_are_here_if_the_table_has_a_value_that_they_reject():
   for module, row in names.MODULES.items():
     for key in row.left_out:
       path, equals, _ = key.partition('=')
-      if equals:
-        name, *attributes, parameter = path.split('.')
-        function = getattr(views.module(module), name)
-        for attribute in attributes:
-          function = getattr(function, attribute)
-        assert parameter in inspect.signature(function).parameters, f'{module}.{key}'
+      if '.' not in path:
+        continue
+      name, *attributes, parameter = path.split('.')
+      function = getattr(views.module(module), name)
+      for attribute in attributes:
+        function = getattr(function, attribute)
+      is_here = parameter in inspect.signature(function).parameters or hasattr(function, parameter)
+      assert is_here or not equals, f'{module}.{key}'
+      assert equals or parameter not in inspect.signature(function).parameters, f'{module}.{key}'
 
 
-def test_functions_use_sentences_of_the_table():
-  assert names.remedy('t5x.train', 'train.use_orbax=False').startswith('Remove it')
-  with pytest.raises(KeyError):
-    names.remedy('t5x.train', 'train.use_orbax=True')
+def test_errors_have_the_sentences_of_the_table():
+  for module, key, reject in (
+      ('t5x.utils', 'DatasetConfig.runtime_preprocessors=[...]', lambda: data.DatasetConfig(
+          'x', {'inputs': 8}, 'train', 8, False, 0, runtime_preprocessors=[1])),
+      ('t5x.utils', 'get_training_eval_datasets.start_step=1', lambda: data.get_training_eval_datasets(
+          data.DatasetConfig('x', {'inputs': 8}, 'train', 8, False, 0), 0, 1, 1, 'encoder_decoder', start_step=1)),
+      ('t5x.gin_utils', 'get_gin_config_str.show_provenance=True', lambda: gin_utils.get_gin_config_str(
+          show_provenance=True))):
+    with pytest.raises(errors.ConfigError) as caught:
+      reject()
+    assert names.remedy(module, key) in str(caught.value), caught.value
 
 
 def test_messages_name_the_alternative_of_a_module():

@@ -37,16 +37,18 @@ _COMMAND = 'from t5x_lite.__main__ import run\nif __name__ == "__main__":\n  run
 _GIN = "import old_project\ninclude 'recipes/keyword_cloze.gin'\nNO_SUCH.x = 1\n"
 
 
-@pytest.mark.parametrize('is_safe', [False, True])
-def test_modules_in_the_current_folder_may_import_t5x(tmp_path, is_safe):
+@pytest.mark.parametrize('command', [
+    ['command.py'], ['-P', 'command.py'], ['-m', 't5x_lite'], ['command.py', 'launch', '-n', '1', '--']])
+def test_modules_in_the_current_folder_may_import_t5x(tmp_path, command):
   """As with T5X's programs; also if T5X is installed."""
+  is_safe = '-P' in command
+  command = [str(tmp_path / part) if part == 'command.py' else part for part in command]
   _write(tmp_path, command=_COMMAND)
   project = tmp_path / 'project'
   _write(project, t5x____init__='raise AssertionError', optax='raise AssertionError',
          old_project='import optax\nfrom t5x import models\nassert models.__name__ == "t5x.models"\n')
   (project / 'run.gin').write_text(_GIN)
-  safe = ['-P'] if is_safe else []
-  done = _run([*safe, str(tmp_path / 'command.py'), 'train', '--gin_file=run.gin', '--gin.MODEL_DIR=x'], project)
+  done = _run([*command, 'train', '--gin_file=run.gin', '--gin.MODEL_DIR=x'], project)
   assert done.returncode == 2, done.stderr
   assert is_safe or 'Names of T5X in the module old_project mean those of t5x_lite.' in done.stderr, done.stderr
   assert ("no module 'old_project'" if is_safe else "nothing is called 'NO_SUCH'") in done.stderr, done.stderr

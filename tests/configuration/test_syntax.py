@@ -93,7 +93,7 @@ def test_rejected_flags(flags, fragments):
     ("include 'bad.gin'", ['includes itself']),
     ('@dynamic\nfrom t5x_lite import schdules', [
         "bad.gin:2: no module 'schdules' in t5x_lite", "Did you mean 'schedules'?"]),
-    ('@dynamic\nimport no_such_module', ["bad.gin:2: no module 'no_such_module'. Is it"]),
+    ('@dynamic\nimport no_such_module', ["bad.gin:2: no module 'no_such_module'. Install it"]),
     ('@dynamic\nimport tests.configuration.needs_missing', [
         "bad.gin:2: no module 'needs_missing' in tests.configuration"]),
     ('@dynamic\nscript.train.total_steps = 1', [

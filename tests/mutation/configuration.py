@@ -145,8 +145,8 @@ MUTANTS = (
     Mutant(
         'defaults_that_the_user_set_are_called_ours',
         't5x_lite/gin_utils.py',
-        "last[name][1].path == gin_syntax.packaged_folder() / 'runs' / 'train.gin'",
-        'last[name][1] is not None',
+        'last[name][1].is_packaged()\n                and last',
+        'last',
         'tests/configuration/test_t5x_names.py::test_log_says_once_which_files_and_defaults_are_ours'),
     Mutant(
         'a_folder_of_t5x_starts_anew',

@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         'progress_ignores_the_level_of_the_log',
         't5x_lite/runtime/progress.py',
-        'enabled and all(each.level <= logging.INFO for each in (logger, *logger.handlers))',
+        'enabled and all(each.level <= logging.INFO for each in (logger, *same))',
         'enabled',
         'tests/runtime/test_progress.py::test_nothing_is_shown_above_the_level_of_the_log[WARNING-False]'),
     Mutant(

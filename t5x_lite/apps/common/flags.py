@@ -293,7 +293,7 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
-  _set_jax_options(arguments.jax_flags, shows_warnings='jax' not in arguments.logger_levels)
+  _set_jax_options(arguments.jax_flags, shows_warnings='jax' not in getattr(arguments, 'logger_levels', {}))
   join_cluster(arguments)
   configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
   _set_seqio_folders(arguments, configuration)

@@ -45,7 +45,8 @@ def run_command(arguments: argparse.Namespace) -> int:
   parts = {name: configuration.argument(name) for name in precompile.TRAIN_ARGUMENTS if name in bound}
   progress = runtime.Progress(enabled=multihost.is_lead())
   try:
-    programs = precompile.precompile(**parts, write_hlo=arguments.write_hlo, note_fn=progress.note)
+    with configuration.locating_errors():
+      programs = precompile.precompile(**parts, write_hlo=arguments.write_hlo, note_fn=progress.note)
   finally:
     progress.clear()
   if multihost.is_lead():
