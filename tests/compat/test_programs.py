@@ -54,6 +54,14 @@ def test_modules_in_the_current_folder_may_import_t5x(tmp_path, command):
   assert ("no module 'old_project'" if is_safe else "nothing is called 'NO_SUCH'") in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize('flags, line', [([], 'warning: of mine'), (['--stderrthreshold=error'], '')])
+def test_lines_of_packages_without_a_log_are_ours(tmp_path, flags, line):
+  _write(tmp_path, old_project='import logging\nlogging.getLogger("mine").warning("of mine")\n')
+  (tmp_path / 'run.gin').write_text(_GIN)
+  done = _run(['-m', 't5x_lite', 'train', '--gin_file=run.gin', '--gin.MODEL_DIR=x', *flags], tmp_path)
+  assert [text for text in done.stderr.splitlines() if 'of mine' in text] == ([line] if line else []), done.stderr
+
+
 def test_the_current_folder_hides_no_package_that_another_finder_has(tmp_path):
   """As that of an editable installation."""
   _write(tmp_path, command=textwrap.dedent("""

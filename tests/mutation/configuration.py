@@ -53,6 +53,24 @@ MUTANTS = (
         'os.getcwd()',
         'tests/compat/test_programs.py::test_modules_in_the_current_folder_may_import_t5x'),
     Mutant(
+        'python_m_looks_in_the_current_folder_first',
+        't5x_lite/cli.py',
+        '    sys.path.append(sys.path.pop(0))',
+        '    pass',
+        'tests/compat/test_programs.py::test_modules_in_the_current_folder_may_import_t5x'),
+    Mutant(
+        'functions_that_user_code_calls_are_called_unused',
+        't5x_lite/gin_utils.py',
+        ' and registry[key[1]].import_source is not None',
+        '',
+        'tests/compat/test_gin_files.py::test_settings_without_effect_are_logged'),
+    Mutant(
+        'one_of_several_bindings_is_named',
+        't5x_lite/configuration/checks.py',
+        'return None if others else location',
+        'return location',
+        'tests/configuration/test_binding.py::test_a_line_is_only_named_if_one_binding_can_be_meant'),
+    Mutant(
         'worker_processes_find_modules_after_the_objects_of_users',
         't5x_lite/data/grain_source.py',
         '    self._set_up = compat.SetUp()  # Before the pieces, whose modules a worker must find.\n',

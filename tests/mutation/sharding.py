@@ -4,6 +4,12 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'a_number_of_partitions_may_contradict_a_submesh',
+        't5x_lite/partitioning/partitioner.py',
+        'checks.one_of((1, math.prod(',
+        'checks.one_of((num_partitions, math.prod(',
+        'tests/partitioning/test_partitioner.py::test_contradictory_arguments'),
+    Mutant(
         'arrays_of_any_size_are_replicated',
         't5x_lite/partitioning/explain.py',
         'if math.prod(shape) <= max_replicated_size:',
