@@ -1,5 +1,7 @@
 """Check of the names that subclasses of models and trainers define."""
 
+from typing import Any
+
 from t5x_lite.errors import ConfigError
 
 # Names that T5X's base classes call and ours do not, with what to define instead.
@@ -22,6 +24,12 @@ class WithoutNamesOfT5x:
     for name in _OURS:
       if name in vars(cls):
         raise ConfigError(f'{cls.__name__}.{name} of T5X has no effect in t5x_lite. Define {_OURS[name]} instead.')
+
+  def __getattr__(self, name: str) -> Any:
+    if name in _OURS:
+      raise AttributeError(f"{type(self).__name__} has no {name} of T5X. Use {_OURS[name].partition(',')[0]} of "
+                           't5x_lite: docs/from_t5x.md has their arguments and results.')
+    return self.__getattribute__(name)  # raises Python's own error, also that of a property
 
 
 class WithFeatureConverter(WithoutNamesOfT5x):

@@ -317,7 +317,7 @@ def _syntax_message(error: SyntaxError | tokenize.TokenError | RecursionError, t
   lines = text.splitlines()
   shown = lines[line - 1].strip() if 0 < line <= len(lines) else (lines[-1].strip() if lines else '')
   where = f'{source}:{line}' if in_file else source
-  what = ' '.join(what.split())
+  what = ' '.join(re.sub(r'malformed node or string.*?: <.*?>', 'names in values need quotes.', what).split())
   hint = ''
   value = shown.partition('=')[2].strip()
   if value.lower() in _LOWER_CASE_CONSTANTS:

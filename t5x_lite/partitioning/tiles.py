@@ -51,10 +51,13 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
   """
   devices = sorted(devices, key=get_coords)
   grid_shape = bounds_from_last_device(devices[-1])
+  if all(extent == 1 for extent in tile):  # T5X's four extents on other devices than TPUs
+    tile = (1,) * len(grid_shape)
   if len(tile) != len(grid_shape) or any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)):
     raise checks.invalid(
-        '', 'model_parallel_submesh', f'extents that divide the grid {grid_shape} of {devices[-1].platform} devices',
-        tile, f'Alternatively, set num_partitions={math.prod(tile)} instead.')
+        '', 'model_parallel_submesh', f'{len(grid_shape)} extents that divide the grid {grid_shape} of '
+        f'{devices[-1].platform} devices', tile, f'Alternatively, set it to None, and num_partitions to '
+        f'{math.prod(tile)} or another number that divides the number of devices.')
   if math.prod(grid_shape) != len(devices):
     raise errors.ConfigError(
         f'{len(devices)} devices do not fill the grid {grid_shape} of {math.prod(grid_shape)}. Use a full block of '

@@ -211,7 +211,7 @@ def find_process(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ
     raise ConfigError(
         '--distributed=on must be used in a cluster, and neither flags, environment variables nor a scheduler that JAX '
         f'knows describe one. Pass {", ".join(missing)}, start all processes of one machine with `t5x_lite launch -n N '
-        '-- COMMAND`, or remove --distributed=on.')
+        '-- COMMAND`, or remove --distributed=on or --multiprocess_gpu.')
   if missing:
     raise ConfigError(f'A cluster ({spec.origin}) must have an address, a number of processes and an index of this '
                       f'process, got no {", ".join(missing)}. Set it, or unset the others.')

@@ -42,6 +42,7 @@ def test_bare_lower_case_constants_are_rejected(word, remedy):
 
 @pytest.mark.parametrize('flags, fragments', [
     # Misspelt names, each with the suggestion.
+    (['STEPS={inputs:8}'], ['not gin syntax: names in values need quotes. Failed to parse token']),
     (['STPES=5'], ["--gin.STPES=5", "macro 'STPES' is not used", "Did you mean 'STEPS'?"]),
     (['data.DatasetConfig.batch_sise=5'],
      ["DatasetConfig has no parameter 'batch_sise'", "Did you mean 'batch_size'?"]),
