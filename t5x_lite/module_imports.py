@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x_lite import checks
+from t5x_lite import compat
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.compat import views as t5x_views
 from t5x_lite.errors import ConfigError
@@ -142,4 +143,4 @@ def remedy_for(missing: str, error: BaseException | None = None) -> str:
 
 def _is_view(module: str | None) -> bool:
   """Return whether a name is that of a module of T5X, and these are views: not T5X itself or a folder t5x."""
-  return f'{module}.'.startswith('t5x.') and isinstance(sys.modules.get('t5x'), t5x_views.View)
+  return f'{module}.'.startswith('t5x.') and compat.is_installed()
