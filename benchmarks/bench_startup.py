@@ -1,6 +1,6 @@
 """Start-up: wall and CPU seconds of imports and of the command's help, each in a fresh process, median of several.
 
-    python benchmarks/bench_startup.py [--runs 5]
+python benchmarks/bench_startup.py [--runs 5]
 """
 
 import argparse
@@ -14,16 +14,24 @@ import time
 import common
 
 _CASES = {
-    'python -c pass': ['-c', 'pass'],
-    'import jax, flax, optax': ['-c', 'import jax, flax, optax'],
-    'import jax, flax, optax, t5x_lite': ['-c', 'import jax, flax, optax, t5x_lite'],
-    'all packages of training (models, optimizers, data, checkpoints, trainer)': [
-        '-c', 'from t5x_lite import models, optimizers, data, checkpoints, trainer, partitioning; '
-              'from t5x_lite.networks import t5; import jax; jax.devices()'],
-    't5x_lite --help': ['-m', 't5x_lite', '--help'],
-    't5x_lite train --dry_run (keyword cloze, built-in data)': [
-        '-m', 't5x_lite', 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin',
-        '--gin.MODEL_DIR=/nonexistent/run', '--dry_run'],
+  'python -c pass': ['-c', 'pass'],
+  'import jax, flax, optax': ['-c', 'import jax, flax, optax'],
+  'import jax, flax, optax, t5x_lite': ['-c', 'import jax, flax, optax, t5x_lite'],
+  'all packages of training (models, optimizers, data, checkpoints, trainer)': [
+    '-c',
+    'from t5x_lite import models, optimizers, data, checkpoints, trainer, partitioning; '
+    'from t5x_lite.networks import t5; import jax; jax.devices()',
+  ],
+  't5x_lite --help': ['-m', 't5x_lite', '--help'],
+  't5x_lite train --dry_run (keyword cloze, built-in data)': [
+    '-m',
+    't5x_lite',
+    'train',
+    '--gin_file=recipes/keyword_cloze.gin',
+    '--gin.DATA_SOURCE=builtin',
+    '--gin.MODEL_DIR=/nonexistent/run',
+    '--dry_run',
+  ],
 }
 
 
@@ -38,8 +46,13 @@ def main() -> None:
     for index in range(args.runs + 1):
       before = resource.getrusage(resource.RUSAGE_CHILDREN)
       start = time.perf_counter()
-      subprocess.run([sys.executable, *arguments], check=True, env=env, stdout=subprocess.DEVNULL,
-                     stderr=subprocess.DEVNULL)
+      subprocess.run(
+        [sys.executable, *arguments],
+        check=True,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+      )
       spent = time.perf_counter() - start
       after = resource.getrusage(resource.RUSAGE_CHILDREN)
       if index:  # the first run reads the files from disk

@@ -29,6 +29,7 @@ def matmul_gflops(size: int = 2048, repeats: int = 7) -> float:
   """Return the median GFLOP/s of a `size`^3 float32 matmul on the default device."""
   import jax
   import jax.numpy as jnp
+
   a = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
   b = jax.random.normal(jax.random.key(1), (size, size), jnp.float32)
   multiply = jax.jit(jnp.matmul)
@@ -69,6 +70,7 @@ def in_turn(timed_fns: Sequence[Callable[[], float]], num_turns: int) -> list[li
 def start_like_commands() -> None:
   """Use huge pages and XLA's options as the commands that compute do, in a version whose commands do."""
   from t5x_lite import runtime
+
   for name in ('restart_with_huge_pages', 'compile_faster'):
     getattr(runtime, name, lambda: None)()
 
@@ -77,6 +79,7 @@ def checkpoint_arrays(megabytes: int) -> dict:
   """Return float32 matrices with the shapes of T5 1.1 small, repeated up to a size in MiB, on the device."""
   import jax
   import numpy as np
+
   shapes = [(512, 384), (384, 512), (512, 1024), (1024, 512)]
   arrays, left, rng = {}, int(megabytes * 2**20 / 4), np.random.default_rng(0)
   while left > 0:
@@ -116,39 +119,76 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
   from t5x_lite import state_init
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
-  config = t5.T5Config(**{**dict(
-      vocab_size=32128, dtype=jnp.float32, emb_dim=512, num_heads=6, num_encoder_layers=args.layers,
-      num_decoder_layers=args.layers, head_dim=64, mlp_dim=1024, mlp_activations=('gelu', 'linear'), dropout_rate=0.0,
-      logits_via_embedding=False), **config_fields})
+
+  config = t5.T5Config(
+    **{
+      **dict(
+        vocab_size=32128,
+        dtype=jnp.float32,
+        emb_dim=512,
+        num_heads=6,
+        num_encoder_layers=args.layers,
+        num_decoder_layers=args.layers,
+        head_dim=64,
+        mlp_dim=1024,
+        mlp_activations=('gelu', 'linear'),
+        dropout_rate=0.0,
+        logits_via_embedding=False,
+      ),
+      **config_fields,
+    }
+  )
   vocabulary = vocabularies.PassThroughVocabulary(32128)
   if args.optimizer == 'adafactor':
-    optimizer_def = adafactor.Adafactor(1e-3, logical_factor_rules=adafactor.standard_logical_factor_rules())
+    optimizer_def = adafactor.Adafactor(
+      1e-3, logical_factor_rules=adafactor.standard_logical_factor_rules()
+    )
   else:
     optimizer_def = optimizers.adamw(1e-3)
-  model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, optimizer_def, z_loss=1e-4)
+  model = models.EncoderDecoderModel(
+    t5.Transformer(config), vocabulary, vocabulary, optimizer_def, z_loss=1e-4
+  )
   partitioner = partitioning.PjitPartitioner(num_partitions=1)
-  lengths = {'encoder_input_tokens': args.inputs, 'decoder_input_tokens': args.targets,
-             'decoder_target_tokens': args.targets, 'decoder_loss_weights': args.targets}
+  lengths = {
+    'encoder_input_tokens': args.inputs,
+    'decoder_input_tokens': args.targets,
+    'decoder_target_tokens': args.targets,
+    'decoder_loss_weights': args.targets,
+  }
   shapes = {name: (args.batch, length) for name, length in lengths.items()}
   initializer = state_init.TrainStateInitializer(
-      optimizer_def, model.get_initial_variables, shapes, partitioner, {name: jnp.int32 for name in shapes})
+    optimizer_def,
+    model.get_initial_variables,
+    shapes,
+    partitioner,
+    {name: jnp.int32 for name in shapes},
+  )
   keys = jax.random.split(jax.random.key(1), len(shapes))
-  batch = {name: jax.random.randint(key, shape, 2, 32000) for key, (name, shape) in zip(keys, shapes.items())}
+  batch = {
+    name: jax.random.randint(key, shape, 2, 32000)
+    for key, (name, shape) in zip(keys, shapes.items())
+  }
   batch['decoder_loss_weights'] = jnp.ones_like(batch['decoder_loss_weights'])
-  batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec))
+  batch = jax.device_put(
+    batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+  )
   return types.SimpleNamespace(
-      config=config, model=model, partitioner=partitioner, initializer=initializer, batch=batch)
+    config=config, model=model, partitioner=partitioner, initializer=initializer, batch=batch
+  )
 
 
 def program_facts(program: Any) -> dict[str, float]:
   """Return the `gflop` that XLA counts in a compiled program, and its `temporaries` in MB (10^6 bytes)."""
-  return {'gflop': program.cost_analysis().get('flops', float('nan')) / 1e9,
-          'temporaries': program.memory_analysis().temp_size_in_bytes / 1e6}
+  return {
+    'gflop': program.cost_analysis().get('flops', float('nan')) / 1e9,
+    'temporaries': program.memory_analysis().temp_size_in_bytes / 1e6,
+  }
 
 
 def peak_memory_mb(usage: 'resource.struct_rusage | None' = None) -> float:
   """Return the largest resident size of this process so far, or that of a resource `usage`, in MB (10^6 bytes)."""
   import resource
+
   scale = 1 if sys.platform == 'darwin' else 1024
   return (usage or resource.getrusage(resource.RUSAGE_SELF)).ru_maxrss * scale / 1e6
 
@@ -157,14 +197,17 @@ def machine() -> str:
   """Return one line about this machine and the versions that decide speed."""
   import jax
   import jaxlib
+
   device = jax.devices()[0]
   cpu = platform.processor() or platform.machine()
   for line in _lines('/proc/cpuinfo'):
     if line.startswith('model name'):
       cpu = line.split(':', 1)[1].strip()
       break
-  return (f'{os.cpu_count()} cores {cpu}; {len(jax.devices())} x {device.device_kind}; jax {jax.__version__}, '
-          f'jaxlib {jaxlib.__version__}; Python {platform.python_version()}')
+  return (
+    f'{os.cpu_count()} cores {cpu}; {len(jax.devices())} x {device.device_kind}; jax {jax.__version__}, '
+    f'jaxlib {jaxlib.__version__}; Python {platform.python_version()}'
+  )
 
 
 def _lines(path: str) -> list[str]:
@@ -180,5 +223,9 @@ def print_table(title: str, rows: Sequence[Sequence[object]], header: Sequence[s
   print('| ' + ' | '.join(header) + ' |')
   print('|' + '---|' * len(header))
   for row in rows:
-    print('| ' + ' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in row) + ' |')
+    print(
+      '| '
+      + ' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in row)
+      + ' |'
+    )
   print()

@@ -22,26 +22,42 @@ import common
 _WIDTH, _HEADS, _HIDDEN, _LAYERS = 1152, 18, 3328, 24
 # Name -> (source, result, options); a source is one that is made, or the result of an earlier case.
 _CASES = {
-    'Hugging Face to t5x_lite': ('folder', 'own', ['--to=t5x_lite']),
-    't5x_lite to Hugging Face': ('own', 'back', ['--to=hugging_face']),
-    'Hugging Face to T5X': ('folder', 't5x', ['--to=t5x']),
-    'T5X to Hugging Face': ('t5x', 'from_t5x', ['--to=hugging_face']),
-    'Hugging Face to t5x_lite, scalable_t5': ('folder', 'stacked', ['--to=t5x_lite', '--param_layout=scalable_t5']),
-    't5x_lite, scalable_t5, to Hugging Face': ('stacked', 'unstacked', ['--to=hugging_face', '--family=t5_1_1']),
-    'Hugging Face to t5x_lite, bfloat16': ('folder', 'half', ['--to=t5x_lite', '--dtype=bfloat16']),
+  'Hugging Face to t5x_lite': ('folder', 'own', ['--to=t5x_lite']),
+  't5x_lite to Hugging Face': ('own', 'back', ['--to=hugging_face']),
+  'Hugging Face to T5X': ('folder', 't5x', ['--to=t5x']),
+  'T5X to Hugging Face': ('t5x', 'from_t5x', ['--to=hugging_face']),
+  'Hugging Face to t5x_lite, scalable_t5': (
+    'folder',
+    'stacked',
+    ['--to=t5x_lite', '--param_layout=scalable_t5'],
+  ),
+  't5x_lite, scalable_t5, to Hugging Face': (
+    'stacked',
+    'unstacked',
+    ['--to=hugging_face', '--family=t5_1_1'],
+  ),
+  'Hugging Face to t5x_lite, bfloat16': ('folder', 'half', ['--to=t5x_lite', '--dtype=bfloat16']),
 }
 
 
 def _measure(arguments: list[str]) -> dict[str, float]:
   """Run a conversion in this process; return its seconds and bytes."""
   from t5x_lite import cli
-  from t5x_lite.apps.convert import run as convert, report as convert_report  # Before the measurement.
+  from t5x_lite.apps.convert import (
+    run as convert,
+    report as convert_report,
+  )  # Before the measurement.
+
   del convert, convert_report
   before = _resident()
   start = time.perf_counter()
   status = cli.main(['convert', *arguments])
   assert status == 0, status
-  return {'seconds': time.perf_counter() - start, 'before': before / 1e6, 'peak': common.peak_memory_mb()}
+  return {
+    'seconds': time.perf_counter() - start,
+    'before': before / 1e6,
+    'peak': common.peak_memory_mb(),
+  }
 
 
 def _resident() -> int:
@@ -54,14 +70,26 @@ def _make_folder(path: pathlib.Path, scale: int) -> int:
   import numpy as np
   from t5x_lite.checkpoints import hugging_face
   from t5x_lite.checkpoints.hugging_face import writer
+
   architecture = hugging_face.Architecture(
-      vocab_size=32128 // scale, emb_dim=_WIDTH // scale, num_heads=_HEADS, head_dim=64 // scale,
-      mlp_dim=_HIDDEN // scale, num_encoder_layers=_LAYERS, num_decoder_layers=_LAYERS,
-      mlp_activations=('gelu', 'linear'), logits_via_embedding=False)
+    vocab_size=32128 // scale,
+    emb_dim=_WIDTH // scale,
+    num_heads=_HEADS,
+    head_dim=64 // scale,
+    mlp_dim=_HIDDEN // scale,
+    num_encoder_layers=_LAYERS,
+    num_decoder_layers=_LAYERS,
+    mlp_activations=('gelu', 'linear'),
+    logits_via_embedding=False,
+  )
   shapes = {rule.ours: rule.shape for rule in hugging_face.tensor_table(architecture)}
   rng = np.random.default_rng(0)
-  writer.write_folder(path, architecture, hugging_face.get_family('t5_1_1'),
-                      lambda name: rng.standard_normal(shapes[name], np.float32))
+  writer.write_folder(
+    path,
+    architecture,
+    hugging_face.get_family('t5_1_1'),
+    lambda name: rng.standard_normal(shapes[name], np.float32),
+  )
   return 4 * sum(int(np.prod(shape)) for shape in shapes.values())
 
 
@@ -71,8 +99,12 @@ def main() -> None:
     return
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--only', nargs='+', choices=_CASES, default=list(_CASES))
-  parser.add_argument('--scale', type=common.positive, default=1, help='divide widths by this, for a try')
-  parser.add_argument('--folder', help='where to put the files, 30 GB; by default where temporary files go')
+  parser.add_argument(
+    '--scale', type=common.positive, default=1, help='divide widths by this, for a try'
+  )
+  parser.add_argument(
+    '--folder', help='where to put the files, 30 GB; by default where temporary files go'
+  )
   args = parser.parse_args()
   folder = pathlib.Path(tempfile.mkdtemp(prefix='convert-', dir=args.folder))
   try:
@@ -81,7 +113,9 @@ def main() -> None:
   finally:
     shutil.rmtree(folder)
   print(f'weights: {num_bytes / 1e9:.2f} GB of float32')
-  common.print_table('Conversion', rows, ('what', 's', 'before MB', 'peak MB', 'peak above before, of the weights'))
+  common.print_table(
+    'Conversion', rows, ('what', 's', 'before MB', 'peak MB', 'peak above before, of the weights')
+  )
 
 
 def _row(folder: pathlib.Path, name: str, num_bytes: int) -> tuple:
@@ -91,7 +125,13 @@ def _row(folder: pathlib.Path, name: str, num_bytes: int) -> tuple:
   found = _run([folder / source, folder / result, *options])
   if not any(result == other for other, _, _ in _CASES.values()):
     shutil.rmtree(folder / result)
-  return name, found['seconds'], found['before'], found['peak'], (found['peak'] - found['before']) * 1e6 / num_bytes
+  return (
+    name,
+    found['seconds'],
+    found['before'],
+    found['peak'],
+    (found['peak'] - found['before']) * 1e6 / num_bytes,
+  )
 
 
 def _maker(result: str) -> str:
@@ -100,8 +140,13 @@ def _maker(result: str) -> str:
 
 def _run(arguments: list) -> dict[str, float]:
   environment = {**os.environ, 'PYTHONPATH': str(common._ROOT), 'JAX_PLATFORMS': 'cpu'}
-  output = subprocess.run([sys.executable, __file__, '--measure', *map(str, arguments)], check=True, env=environment,
-                          stdout=subprocess.PIPE, text=True).stdout
+  output = subprocess.run(
+    [sys.executable, __file__, '--measure', *map(str, arguments)],
+    check=True,
+    env=environment,
+    stdout=subprocess.PIPE,
+    text=True,
+  ).stdout
   return json.loads(output.splitlines()[-1])
 
 

@@ -24,14 +24,27 @@ def main() -> None:
   parser.add_argument('--layers', type=common.positive, default=8)
   parser.add_argument('--batch', type=common.positive, default=8)
   parser.add_argument('--inputs', type=common.positive, default=128, help='length of the inputs')
-  parser.add_argument('--tokens', type=common.positive, default=64, help='number of tokens to decode, all taken')
+  parser.add_argument(
+    '--tokens', type=common.positive, default=64, help='number of tokens to decode, all taken'
+  )
   parser.add_argument('--beams', type=common.positive, default=4)
   parser.add_argument('--vocab', type=common.positive, default=32128)
   parser.add_argument('--repeats', type=common.positive, default=5)
-  parser.add_argument('--layout', default='t5', choices=['t5', 'scalable_t5'], help="the rebuilt peer takes 't5' only")
-  parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'], help='the rebuilt peer is float32')
-  parser.add_argument('--weights', default='float32', choices=['float32', 'bfloat16'], help='not those of the peer')
-  parser.add_argument('--only', nargs='+', default=[''], metavar='NAME', help='run what starts so; all if not given')
+  parser.add_argument(
+    '--layout', default='t5', choices=['t5', 'scalable_t5'], help="the rebuilt peer takes 't5' only"
+  )
+  parser.add_argument(
+    '--dtype',
+    default='float32',
+    choices=['float32', 'bfloat16'],
+    help='the rebuilt peer is float32',
+  )
+  parser.add_argument(
+    '--weights', default='float32', choices=['float32', 'bfloat16'], help='not those of the peer'
+  )
+  parser.add_argument(
+    '--only', nargs='+', default=[''], metavar='NAME', help='run what starts so; all if not given'
+  )
   args = t5x_process.parse_args(parser)
 
   import jax
@@ -46,27 +59,47 @@ def main() -> None:
 
   before = common.matmul_gflops()
   config = t5.T5Config(
-      vocab_size=args.vocab, dtype=jnp.dtype(args.dtype), emb_dim=512, num_heads=6, num_encoder_layers=args.layers,
-      num_decoder_layers=args.layers, head_dim=64, mlp_dim=1024, mlp_activations=('gelu', 'linear'), dropout_rate=0.0,
-      param_layout=args.layout, scan_layers=args.layout == 'scalable_t5')
+    vocab_size=args.vocab,
+    dtype=jnp.dtype(args.dtype),
+    emb_dim=512,
+    num_heads=6,
+    num_encoder_layers=args.layers,
+    num_decoder_layers=args.layers,
+    head_dim=64,
+    mlp_dim=1024,
+    mlp_activations=('gelu', 'linear'),
+    dropout_rate=0.0,
+    param_layout=args.layout,
+    scan_layers=args.layout == 'scalable_t5',
+  )
   vocabulary = vocabularies.PassThroughVocabulary(args.vocab)
   never = {'eos_id': args.vocab}
 
   def batch_of(rows):
     tokens = jax.random.randint(jax.random.key(1), (rows, args.inputs), 2, args.vocab)
-    return {'encoder_input_tokens': tokens, 'decoder_input_tokens': jnp.zeros((rows, args.tokens), jnp.int32)}
+    return {
+      'encoder_input_tokens': tokens,
+      'decoder_input_tokens': jnp.zeros((rows, args.tokens), jnp.int32),
+    }
 
   def model(decode_fn):
-    return models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, None, decode_fn)
+    return models.EncoderDecoderModel(
+      t5.Transformer(config), vocabulary, vocabulary, None, decode_fn
+    )
 
   shapes = {name: value.shape for name, value in batch_of(args.batch).items()}
-  params = jax.jit(lambda rng: model(None).get_initial_variables(rng, shapes)['params'])(jax.random.key(0))
+  params = jax.jit(lambda rng: model(None).get_initial_variables(rng, shapes)['params'])(
+    jax.random.key(0)
+  )
   our_params = jax.tree.map(lambda param: param.astype(args.weights), params)
   rng = jax.random.key(2)
 
   def ours(decode_fn, num_decodes=1, **options):
     predict = functools.partial(
-        model(decode_fn).predict_batch_with_aux, num_decodes=num_decodes, decoder_params={**never, **options})
+      model(decode_fn).predict_batch_with_aux,
+      num_decodes=num_decodes,
+      decoder_params={**never, **options},
+    )
     return lambda params, batch, rng: predict(params, batch, rng)[0]
 
   def temperature(value, topk):
@@ -79,36 +112,72 @@ def main() -> None:
     """Return (compile seconds, tokens, a function that returns the seconds of a decoding, temporaries in MB)."""
     spent, program = common.timed(lambda: jax.jit(fn).lower(params, batch, rng).compile())
     run = lambda: jax.block_until_ready(program(params, batch, rng))
-    return spent, np.asarray(run()), lambda: common.timed(run)[0], program.memory_analysis().temp_size_in_bytes / 1e6
+    return (
+      spent,
+      np.asarray(run()),
+      lambda: common.timed(run)[0],
+      program.memory_analysis().temp_size_in_bytes / 1e6,
+    )
 
   def rebuilt(name, num_decodes, options):
     """Return the rebuilt peer of a search of T5X."""
     if name == 'beam_search':
       return lambda params, batch, rng: peer_decode.beam_search(
-          params, batch['encoder_input_tokens'], config, length=args.tokens, num_beams=num_decodes)[:, -1]
+        params, batch['encoder_input_tokens'], config, length=args.tokens, num_beams=num_decodes
+      )[:, -1]
     return lambda params, batch, rng: peer_decode.sample(
-        params, batch['encoder_input_tokens'], rng, config, length=args.tokens, **options)
+      params, batch['encoder_input_tokens'], rng, config, length=args.tokens, **options
+    )
 
   wide = args.batch * args.beams
   # Title, our function, T5X's (name, num_decodes, options), rows, whether tokens depend only on the parameters.
   cases = [
-      ('greedy', ours(decoding.greedy_search), temperature(0.0, 0), args.batch, True),
-      ('beam search, 1 beam', ours(decoding.beam_search), beams(1), args.batch, True),
-      ('sampling, temperature 1', ours(decoding.temperature_sample, topk=0), temperature(1.0, 0), args.batch, False),
-      ('sampling, top 40', ours(decoding.temperature_sample, topk=40), temperature(1.0, 40), args.batch, False),
-      (f'beam search, {args.beams} beams', ours(decoding.beam_search, args.beams), beams(args.beams), args.batch,
-       True),
-      (f'greedy, batch {wide}', ours(decoding.greedy_search), temperature(0.0, 0), wide, True),
+    ('greedy', ours(decoding.greedy_search), temperature(0.0, 0), args.batch, True),
+    ('beam search, 1 beam', ours(decoding.beam_search), beams(1), args.batch, True),
+    (
+      'sampling, temperature 1',
+      ours(decoding.temperature_sample, topk=0),
+      temperature(1.0, 0),
+      args.batch,
+      False,
+    ),
+    (
+      'sampling, top 40',
+      ours(decoding.temperature_sample, topk=40),
+      temperature(1.0, 40),
+      args.batch,
+      False,
+    ),
+    (
+      f'beam search, {args.beams} beams',
+      ours(decoding.beam_search, args.beams),
+      beams(args.beams),
+      args.batch,
+      True,
+    ),
+    (f'greedy, batch {wide}', ours(decoding.greedy_search), temperature(0.0, 0), wide, True),
   ]
   cases = [case for case in cases if case[0].startswith(tuple(args.only))]
   if not cases:
     parser.error(f'--only {args.only} names nothing that is measured here')
   process = None
   if args.t5x:
-    options = {'layers': args.layers, 'vocab': args.vocab, 'tokens': args.tokens, 'dtype': args.dtype,
-               'scan': args.layout == 'scalable_t5'}
-    arrays = {f'params/{name}': x for name, x in traverse_util.flatten_dict(params, sep='/').items()}
-    arrays.update({f'inputs/{rows}': batch_of(rows)['encoder_input_tokens'] for rows in {case[3] for case in cases}})
+    options = {
+      'layers': args.layers,
+      'vocab': args.vocab,
+      'tokens': args.tokens,
+      'dtype': args.dtype,
+      'scan': args.layout == 'scalable_t5',
+    }
+    arrays = {
+      f'params/{name}': x for name, x in traverse_util.flatten_dict(params, sep='/').items()
+    }
+    arrays.update(
+      {
+        f'inputs/{rows}': batch_of(rows)['encoder_input_tokens']
+        for rows in {case[3] for case in cases}
+      }
+    )
     process = t5x_process.T5x(args, 'Decode', options, arrays)
     peer_name = process.name
   else:
@@ -140,18 +209,35 @@ def main() -> None:
     process.close()
   after = common.matmul_gflops()
   common.print_table(
-      f'Decoding ({args.dtype}, weights in {args.weights}, layout {args.layout}, batch {args.batch} x {args.inputs}, '
-      f'{args.tokens} tokens)', rows,
-      ('what', 's', 'steps/s', 'compile, s',
-       *([f'{peer_name}, s', 'ratio', f'{peer_name}: compile, s'] if peer_name else []),
-       'temporaries, MB'))
-  beams, greedy = medians.get(f'beam search, {args.beams} beams'), medians.get(f'greedy, batch {wide}')
-  common.print_table('Decoding: beams, and the run', [
-      *([(f'beam search with {args.beams} beams / greedy search of {wide} rows', beams / greedy)]
-        if beams and greedy else []),
+    f'Decoding ({args.dtype}, weights in {args.weights}, layout {args.layout}, batch {args.batch} x {args.inputs}, '
+    f'{args.tokens} tokens)',
+    rows,
+    (
+      'what',
+      's',
+      'steps/s',
+      'compile, s',
+      *([f'{peer_name}, s', 'ratio', f'{peer_name}: compile, s'] if peer_name else []),
+      'temporaries, MB',
+    ),
+  )
+  beams, greedy = (
+    medians.get(f'beam search, {args.beams} beams'),
+    medians.get(f'greedy, batch {wide}'),
+  )
+  common.print_table(
+    'Decoding: beams, and the run',
+    [
+      *(
+        [(f'beam search with {args.beams} beams / greedy search of {wide} rows', beams / greedy)]
+        if beams and greedy
+        else []
+      ),
       ('matmul 2048^3 GFLOP/s before, after', f'{before:.0f}, {after:.0f}'),
       ('peak resident memory, MB', common.peak_memory_mb()),
-  ], ('what', 'value'))
+    ],
+    ('what', 'value'),
+  )
 
 
 if __name__ == '__main__':

@@ -25,7 +25,15 @@ import gin
 
 _AT = 20
 # Process in which each fault happens; 0 is the lead. The last one must save, for the restart.
-_FAULTS = {'raise_lead': 0, 'raise': 1, 'kill_lead': 0, 'kill': 1, 'stall': 1, 'SIGTERM': 1, 'SIGINT': 0}
+_FAULTS = {
+  'raise_lead': 0,
+  'raise': 1,
+  'kill_lead': 0,
+  'kill': 1,
+  'stall': 1,
+  'SIGTERM': 1,
+  'SIGINT': 0,
+}
 
 
 @gin.configurable(module='faults')
@@ -33,6 +41,7 @@ def open_faulty(*args, **kwargs):
   """Open training data that fails as the environment says: FAULT=<kind>, FAULT_FILE=<file that gets the time>."""
   import jax
   from t5x_lite import data
+
   iterator = data.open_train_iterator(*args, **kwargs)
   kind = os.environ.get('FAULT', '')
 
@@ -64,26 +73,52 @@ def _fail(kind: str) -> None:
   os.kill(os.getpid(), getattr(signal, kind))
 
 
-def _start(folder: pathlib.Path, num_processes: int, steps: int, heartbeat: int, kind: str = '') -> list:
+def _start(
+  folder: pathlib.Path, num_processes: int, steps: int, heartbeat: int, kind: str = ''
+) -> list:
   """Start the processes of a run."""
   with socket.socket() as s:
     s.bind(('127.0.0.1', 0))
     port = s.getsockname()[1]
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'FAULT': kind, 'FAULT_FILE': str(folder / 'fault'),
-                 'PYTHONPATH': f'{pathlib.Path(__file__).parents[1]}:{pathlib.Path(__file__).parent}'}
-  flags = ['--gin_file=recipes/keyword_cloze.gin', f"--gin.MODEL_DIR='{folder / 'run'}'", f'--gin.TRAIN_STEPS={steps}',
-           '--gin.EVAL_PERIOD=1000', '--gin_bindings=import faults', f'--compilation_cache_dir={folder / "cache"}',
-           '--gin.train_script.train.get_dataset_fn=@faults.open_faulty']
+  environment = {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'FAULT': kind,
+    'FAULT_FILE': str(folder / 'fault'),
+    'PYTHONPATH': f'{pathlib.Path(__file__).parents[1]}:{pathlib.Path(__file__).parent}',
+  }
+  flags = [
+    '--gin_file=recipes/keyword_cloze.gin',
+    f"--gin.MODEL_DIR='{folder / 'run'}'",
+    f'--gin.TRAIN_STEPS={steps}',
+    '--gin.EVAL_PERIOD=1000',
+    '--gin_bindings=import faults',
+    f'--compilation_cache_dir={folder / "cache"}',
+    '--gin.train_script.train.get_dataset_fn=@faults.open_faulty',
+  ]
   if kind == 'stall':
     flags.append('--gin.train_script.train.max_step_seconds=10')
   processes = []
   for i in range(num_processes):
-    own = [] if num_processes == 1 else [
-        f'--coordinator_address=127.0.0.1:{port}', f'--process_count={num_processes}', f'--process_index={i}',
-        f'--heartbeat_timeout_seconds={heartbeat}']
+    own = (
+      []
+      if num_processes == 1
+      else [
+        f'--coordinator_address=127.0.0.1:{port}',
+        f'--process_count={num_processes}',
+        f'--process_index={i}',
+        f'--heartbeat_timeout_seconds={heartbeat}',
+      ]
+    )
     with open(folder / f'log{i}', 'w') as log:
-      processes.append(subprocess.Popen([sys.executable, '-m', 't5x_lite', 'train', *own, *flags], env=environment,
-                                        stdout=log, stderr=log))
+      processes.append(
+        subprocess.Popen(
+          [sys.executable, '-m', 't5x_lite', 'train', *own, *flags],
+          env=environment,
+          stdout=log,
+          stderr=log,
+        )
+      )
   return processes
 
 
@@ -94,9 +129,13 @@ def _measure(folder: pathlib.Path, num_processes: int, heartbeat: int, kind: str
   seconds = time.time() - float((folder / 'fault').read_text())
   saved = sorted(int(path.name.partition('_')[2]) for path in (folder / 'run').glob('checkpoint_*'))
   victim = _FAULTS[kind]
-  return [kind, f'{seconds:.1f}', str(statuses[victim]),
-          ' '.join(sorted({str(status) for i, status in enumerate(statuses) if i != victim})),
-          str(saved[-1]) if saved else 'none']
+  return [
+    kind,
+    f'{seconds:.1f}',
+    str(statuses[victim]),
+    ' '.join(sorted({str(status) for i, status in enumerate(statuses) if i != victim})),
+    str(saved[-1]) if saved else 'none',
+  ]
 
 
 def _measure_restart(folder: pathlib.Path, num_processes: int, heartbeat: int) -> float:
@@ -111,7 +150,9 @@ def _measure_restart(folder: pathlib.Path, num_processes: int, heartbeat: int) -
 
 def main() -> None:
   """Measure and print the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('--processes', type=common.positive, default=2)
   parser.add_argument('--heartbeat', type=common.positive, default=30)
   parser.add_argument('--faults', nargs='+', choices=list(_FAULTS), default=list(_FAULTS))
@@ -125,8 +166,10 @@ def main() -> None:
     several = _measure_restart(folder, args.processes, args.heartbeat)
     one = _measure_restart(folder, 1, args.heartbeat)
   common.print_table(
-      f'Faults: {args.processes} processes, heartbeat timeout {args.heartbeat} s; matmul {rate:.0f} GFLOP/s',
-      rows, ['fault', 'seconds', 'its status', 'status of the others', 'saved step'])
+    f'Faults: {args.processes} processes, heartbeat timeout {args.heartbeat} s; matmul {rate:.0f} GFLOP/s',
+    rows,
+    ['fault', 'seconds', 'its status', 'status of the others', 'saved step'],
+  )
   print(f'Restart to the first step: {several:.1f} s; one process alone: {one:.1f} s.')
 
 

@@ -29,14 +29,28 @@ _KERNELS = ('auto', 'dot')
 def _train(kernel: str, num_steps: int, limit: int | None) -> tuple[int, float, str]:
   """Return (exit status, peak resident size in MB, log) of a training run with a limit of `limit` bytes."""
   with tempfile.TemporaryDirectory() as folder, open(pathlib.Path(folder) / 'log', 'w+') as log:
-    command = [sys.executable, '-m', 't5x_lite', 'train', f'--gin_file={_RECIPE}', f'--gin.MODEL_DIR={folder}/run',
-               f'--gin.TRAIN_STEPS={num_steps}', f"--gin.network.T5Config.attention_kernel='{kernel}'",
-               '--gin.train_script.train.train_eval_dataset_cfg=None',
-               '--gin.train_script.train.infer_eval_dataset_cfg=None',
-               '--gin.train_script.train.infer_eval_period=None']
+    command = [
+      sys.executable,
+      '-m',
+      't5x_lite',
+      'train',
+      f'--gin_file={_RECIPE}',
+      f'--gin.MODEL_DIR={folder}/run',
+      f'--gin.TRAIN_STEPS={num_steps}',
+      f"--gin.network.T5Config.attention_kernel='{kernel}'",
+      '--gin.train_script.train.train_eval_dataset_cfg=None',
+      '--gin.train_script.train.infer_eval_dataset_cfg=None',
+      '--gin.train_script.train.infer_eval_period=None',
+    ]
     process = subprocess.Popen(
-        command, env=os.environ | {'PYTHONPATH': str(_ROOT)}, stdout=log, stderr=subprocess.STDOUT,
-        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))) if limit else None)
+      command,
+      env=os.environ | {'PYTHONPATH': str(_ROOT)},
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+      if limit
+      else None,
+    )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     log.seek(0)
@@ -50,48 +64,78 @@ def _memory(args: argparse.Namespace) -> None:
     for kernel in _KERNELS:
       status, peak, log = _train(kernel, args.steps, limit)
       lines = log.splitlines()
-      shown = next((line for line in lines if 'out of memory' in line.lower()), lines[-1]) if status else 'trained'
-      table.append([kernel, 'none' if limit is None else f'{args.limit_gb:g} GB', f'{peak:,.0f}', status, shown[:150]])
-  common.print_table(f'{args.steps} steps of {_RECIPE}', table,
-                     ['attention_kernel', 'limit', 'peak MB', 'exit status', 'result'])
+      shown = (
+        next((line for line in lines if 'out of memory' in line.lower()), lines[-1])
+        if status
+        else 'trained'
+      )
+      table.append(
+        [
+          kernel,
+          'none' if limit is None else f'{args.limit_gb:g} GB',
+          f'{peak:,.0f}',
+          status,
+          shown[:150],
+        ]
+      )
+  common.print_table(
+    f'{args.steps} steps of {_RECIPE}',
+    table,
+    ['attention_kernel', 'limit', 'peak MB', 'exit status', 'result'],
+  )
 
 
 def _baselines() -> None:
   """Print the loss per target byte and the accuracy of n-grams, and the similarity of unrelated bodies."""
   from t5x_lite import data
   from t5x_lite.data import corpora
-  train, validation = ([example.body.encode() + b'\0' for example in corpora.python_function_cloze(split)]
-                       for split in corpora.SPLITS)
+
+  train, validation = (
+    [example.body.encode() + b'\0' for example in corpora.python_function_cloze(split)]
+    for split in corpora.SPLITS
+  )
   table = []
   for order in range(1, 6):
     counts: list = [collections.defaultdict(collections.Counter) for _ in range(order)]
     for body in train:
       for end in range(len(body)):
         for length in range(min(order - 1, end) + 1):
-          counts[length][body[end - length:end]][body[end]] += 1
+          counts[length][body[end - length : end]][body[end]] += 1
     loss, num_equal, num = 0.0, 0, 0
     for body in validation:
       for end in range(len(body)):
         probability, guess = 1 / 257, None
         for length in range(min(order - 1, end) + 1):
-          seen = counts[length].get(body[end - length:end])
+          seen = counts[length].get(body[end - length : end])
           if seen:
             total = seen.total()
             probability = (seen[body[end]] + len(seen) * probability) / (total + len(seen))
             guess = seen.most_common(1)[0][0]
-        loss, num_equal, num = loss - math.log(probability), num_equal + (guess == body[end]), num + 1
+        loss, num_equal, num = (
+          loss - math.log(probability),
+          num_equal + (guess == body[end]),
+          num + 1,
+        )
     table.append([order, loss / num, num_equal / num])
-  common.print_table('Byte n-grams of the targets, on the validation split', table, ['n', 'loss', 'accuracy'])
+  common.print_table(
+    'Byte n-grams of the targets, on the validation split', table, ['n', 'loss', 'accuracy']
+  )
   bodies = [example.body for example in corpora.python_function_cloze('validation')]
-  print('edit_similarity of each target and the next one: '
-        f"{data.edit_similarity(bodies, bodies[1:] + bodies[:1])['edit_similarity']:.3f}")
+  print(
+    'edit_similarity of each target and the next one: '
+    f'{data.edit_similarity(bodies, bodies[1:] + bodies[:1])["edit_similarity"]:.3f}'
+  )
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('--steps', type=common.positive, default=3)
   parser.add_argument('--limit_gb', type=float, default=4)
-  parser.add_argument('--tables', nargs='+', default=['memory', 'baselines'], choices=['memory', 'baselines'])
+  parser.add_argument(
+    '--tables', nargs='+', default=['memory', 'baselines'], choices=['memory', 'baselines']
+  )
   args = parser.parse_args()
   if 'memory' in args.tables:
     _memory(args)

@@ -23,29 +23,45 @@ def _loss_and_gradients(args, vocab_size, chunk_size):
 
   def loss_fn(hidden, kernel, targets):
     outputs = layers.OutputProjection(
-        hidden, kernel, vocab_dim=0 if args.tied else 1, divisor=args.width**0.5 if args.tied else 1.0,
-        chunk_size=chunk_size)
-    loss, z_loss, is_correct = token_losses.weighted_loss(outputs, targets, None, 0.0, 1e-4, float(targets.size))
+      hidden,
+      kernel,
+      vocab_dim=0 if args.tied else 1,
+      divisor=args.width**0.5 if args.tied else 1.0,
+      chunk_size=chunk_size,
+    )
+    loss, z_loss, is_correct = token_losses.weighted_loss(
+      outputs, targets, None, 0.0, 1e-4, float(targets.size)
+    )
     return loss, (z_loss, jnp.sum(is_correct))
 
-  shapes = (jax.ShapeDtypeStruct((args.batch, args.length, args.width), jnp.dtype(args.dtype)),
-            jax.ShapeDtypeStruct((vocab_size, args.width) if args.tied else (args.width, vocab_size), jnp.float32),
-            jax.ShapeDtypeStruct((args.batch, args.length), jnp.int32))
-  return jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)).lower(*shapes).compile(), shapes
+  shapes = (
+    jax.ShapeDtypeStruct((args.batch, args.length, args.width), jnp.dtype(args.dtype)),
+    jax.ShapeDtypeStruct(
+      (vocab_size, args.width) if args.tied else (args.width, vocab_size), jnp.float32
+    ),
+    jax.ShapeDtypeStruct((args.batch, args.length), jnp.int32),
+  )
+  return jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)).lower(
+    *shapes
+  ).compile(), shapes
 
 
 def _arguments(shapes, vocab_size):
   """Return random arguments with standard deviations like those of a network."""
   import jax
+
   keys = jax.random.split(jax.random.key(0), 3)
   hidden, kernel, targets = shapes
-  return (jax.random.normal(keys[0], hidden.shape, hidden.dtype),
-          jax.random.normal(keys[1], kernel.shape, kernel.dtype) * (kernel.shape[0]**-0.5),
-          jax.random.randint(keys[2], targets.shape, 0, vocab_size))
+  return (
+    jax.random.normal(keys[0], hidden.shape, hidden.dtype),
+    jax.random.normal(keys[1], kernel.shape, kernel.dtype) * (kernel.shape[0] ** -0.5),
+    jax.random.randint(keys[2], targets.shape, 0, vocab_size),
+  )
 
 
 def _seconds(program, arguments):
   import jax
+
   return common.timed(lambda: jax.block_until_ready(program(*arguments)))[0]
 
 
@@ -53,17 +69,27 @@ def _compile_step(args, chunk_size):
   """Return the compiled train step of T5 1.1 small."""
   import jax
   from t5x_lite import trainer as trainer_lib
+
   small = argparse.Namespace(
-      layers=8, batch=args.batch, inputs=args.length, targets=args.length, optimizer='adafactor')
+    layers=8, batch=args.batch, inputs=args.length, targets=args.length, optimizer='adafactor'
+  )
   setup = common.t5_small(small, loss_chunk_size=chunk_size, dtype=args.dtype)
   trainer = trainer_lib.Trainer(
-      setup.model, setup.initializer.global_train_state_shape, setup.partitioner, [], None,
-      setup.initializer.train_state_axes, jax.random.key(0))
+    setup.model,
+    setup.initializer.global_train_state_shape,
+    setup.partitioner,
+    [],
+    None,
+    setup.initializer.train_state_axes,
+    jax.random.key(0),
+  )
   return trainer.partitioned_train_step().lower(trainer.step_state, setup.batch).compile()
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('--batch', type=common.positive, default=16)
   parser.add_argument('--length', type=common.positive, default=512)
   parser.add_argument('--width', type=common.positive, default=512)
@@ -77,23 +103,39 @@ def main():
   common.start_like_commands()
   matmul, rows = common.matmul_gflops(), []
   for vocab_size in args.vocab:
-    (whole, shapes), (chunks, _) = (_loss_and_gradients(args, vocab_size, size) for size in (0, None))
+    (whole, shapes), (chunks, _) = (
+      _loss_and_gradients(args, vocab_size, size) for size in (0, None)
+    )
     before, after = (common.program_facts(program)['temporaries'] for program in (whole, chunks))
     seconds = ('', '', '')
     if vocab_size in args.timed_vocab:
       arguments = _arguments(shapes, vocab_size)
-      pairs = common.in_turn([lambda: _seconds(whole, arguments), lambda: _seconds(chunks, arguments)], args.pairs)
+      pairs = common.in_turn(
+        [lambda: _seconds(whole, arguments), lambda: _seconds(chunks, arguments)], args.pairs
+      )
       ratios = [b / a for a, b in zip(*pairs)]
       span = f'{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})'
       seconds = (*map(statistics.median, pairs), span)
     rows.append((vocab_size, before, after, before / after, *seconds))
   if args.step:
-    whole, chunks = (common.program_facts(_compile_step(args, size))['temporaries'] for size in (0, None))
+    whole, chunks = (
+      common.program_facts(_compile_step(args, size))['temporaries'] for size in (0, None)
+    )
     rows.append(('32128, train step of T5 1.1 small', whole, chunks, whole / chunks, '', '', ''))
   common.print_table(
-      f'Loss and gradients of {args.batch} x {args.length} tokens, width {args.width}, {args.dtype}; '
-      f'matmul {matmul:.0f} GFLOP/s', rows,
-      ('words', 'temporaries, all logits, MB', 'in chunks, MB', 'factor', 'all logits, s', 'in chunks, s', 'ratio'))
+    f'Loss and gradients of {args.batch} x {args.length} tokens, width {args.width}, {args.dtype}; '
+    f'matmul {matmul:.0f} GFLOP/s',
+    rows,
+    (
+      'words',
+      'temporaries, all logits, MB',
+      'in chunks, MB',
+      'factor',
+      'all logits, s',
+      'in chunks, s',
+      'ratio',
+    ),
+  )
 
 
 if __name__ == '__main__':

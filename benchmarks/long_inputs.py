@@ -20,6 +20,7 @@ def _attention(kernel: str, causal: bool, num_examples: int, length: int, args: 
   import jax
   import jax.numpy as jnp
   from t5x_lite import layers
+
   shape = (args.batch, length, args.heads, 64)
   keys = jax.random.split(jax.random.key(0), 5)
   query, key, value, cotangent = (0.3 * jax.random.normal(key, shape) for key in keys[:4])
@@ -30,7 +31,8 @@ def _attention(kernel: str, causal: bool, num_examples: int, length: int, args: 
 
   def loss(query, key, value, biases):
     bias = layers.make_attention_bias(
-        valid, valid, causal=causal, position=layers.DistanceBias(biases, length), **packing)
+      valid, valid, causal=causal, position=layers.DistanceBias(biases, length), **packing
+    )
     return jnp.sum(cotangent * layers.dot_product_attention(query, key, value, bias, kernel=kernel))
 
   arrays = (query, key, value, biases)
@@ -40,21 +42,39 @@ def _attention(kernel: str, causal: bool, num_examples: int, length: int, args: 
 def _compare(title: str, rows: list, args: argparse.Namespace) -> None:
   """Print the table of rows (name, causal, packed examples), with one line per length."""
   import jax
+
   table = []
   for name, causal, num_examples in rows:
     for length in args.lengths:
-      programs = [_attention(kernel, causal, num_examples, length, args) for kernel in ('dot', 'blockwise')]
+      programs = [
+        _attention(kernel, causal, num_examples, length, args) for kernel in ('dot', 'blockwise')
+      ]
       for program, arrays in programs:
         jax.block_until_ready(program(*arrays))
-      seconds = common.in_turn([
-          lambda program=program, arrays=arrays: common.timed(lambda: jax.block_until_ready(program(*arrays)))[0]
-          for program, arrays in programs], args.runs)
+      seconds = common.in_turn(
+        [
+          lambda program=program, arrays=arrays: common.timed(
+            lambda: jax.block_until_ready(program(*arrays))
+          )[0]
+          for program, arrays in programs
+        ],
+        args.runs,
+      )
       medians = [statistics.median(column) for column in seconds]
       ratios = [b / a for a, b in zip(*seconds, strict=True)]
       sizes = [common.program_facts(program)['temporaries'] for program, _ in programs]
-      table.append([name, length, *medians, f'{medians[1] / medians[0]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})',
-                    *(f'{size:,.0f}' for size in sizes)])
-  common.print_table(title, table, ['mask', 'length', 'plain s', 'blockwise s', 'ratio', 'plain MB', 'blockwise MB'])
+      table.append(
+        [
+          name,
+          length,
+          *medians,
+          f'{medians[1] / medians[0]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})',
+          *(f'{size:,.0f}' for size in sizes),
+        ]
+      )
+  common.print_table(
+    title, table, ['mask', 'length', 'plain s', 'blockwise s', 'ratio', 'plain MB', 'blockwise MB']
+  )
 
 
 def _layers(args: argparse.Namespace) -> None:
@@ -62,35 +82,56 @@ def _layers(args: argparse.Namespace) -> None:
   import jax
   import jax.numpy as jnp
   from t5x_lite.networks import t5
+
   table = []
   for length in args.lengths:
     row = [f'{length} / 512']
     for kernel in ('dot', 'blockwise'):
-      config = t5.T5Config(vocab_size=512, emb_dim=512, num_heads=args.heads, num_encoder_layers=1,
-                           num_decoder_layers=1, head_dim=64, mlp_dim=1024, dropout_rate=0.0, attention_kernel=kernel)
+      config = t5.T5Config(
+        vocab_size=512,
+        emb_dim=512,
+        num_heads=args.heads,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        head_dim=64,
+        mlp_dim=1024,
+        dropout_rate=0.0,
+        attention_kernel=kernel,
+      )
       network = t5.Transformer(config)
       inputs = jax.ShapeDtypeStruct((args.batch, length), jnp.int32)
       targets = jax.ShapeDtypeStruct((args.batch, 512), jnp.int32)
       variables = jax.eval_shape(network.init, jax.random.key(0), inputs, targets, targets)
 
       def loss(params, inputs, targets, network=network):
-        return jnp.sum(network.apply({'params': params}, inputs, targets, targets, enable_dropout=False) ** 2)
+        return jnp.sum(
+          network.apply({'params': params}, inputs, targets, targets, enable_dropout=False) ** 2
+        )
 
       program = jax.jit(jax.grad(loss)).lower(variables['params'], inputs, targets).compile()
-      row.append(f"{common.program_facts(program)['temporaries']:,.0f}")
+      row.append(f'{common.program_facts(program)["temporaries"]:,.0f}')
     table.append(row)
-  common.print_table(f'Temporaries of one encoder and one decoder layer, batch {args.batch}, {args.heads} heads', table,
-                     ['inputs / targets', 'plain MB', 'blockwise MB'])
+  common.print_table(
+    f'Temporaries of one encoder and one decoder layer, batch {args.batch}, {args.heads} heads',
+    table,
+    ['inputs / targets', 'plain MB', 'blockwise MB'],
+  )
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('--lengths', type=common.positive, nargs='+', default=[512, 1024, 2048, 4096])
   parser.add_argument('--batch', type=common.positive, default=4)
   parser.add_argument('--heads', type=common.positive, default=8)
   parser.add_argument('--runs', type=common.positive, default=5)
-  parser.add_argument('--tables', nargs='+', default=['attention', 'packed', 'layers'],
-                      choices=['attention', 'packed', 'layers'])
+  parser.add_argument(
+    '--tables',
+    nargs='+',
+    default=['attention', 'packed', 'layers'],
+    choices=['attention', 'packed', 'layers'],
+  )
   args = parser.parse_args()
   common.start_like_commands()
   print(f'bare matmul: {common.matmul_gflops():.0f} GFLOP/s')

@@ -40,6 +40,7 @@ def spec_of(case):
   """Return the function of an expert."""
   import jax.numpy as jnp
   from moe import dispatch
+
   return dispatch.MlpSpec(case.activations, dtype=jnp.dtype(case.dtype))
 
 
@@ -47,6 +48,7 @@ def make_arrays(case):
   """Return (parameters of the layer, parameters of the dense peer, tokens, weights of the loss)."""
   import jax
   from moe import dispatch
+
   keys = iter(jax.random.split(jax.random.key(0), 16))
 
   def normal(*shape):
@@ -55,12 +57,17 @@ def make_arrays(case):
   shape = (case.num_tokens, case.width)
   x, weights = (jax.random.normal(next(keys), shape) for _ in range(2))
   layer = {
-      'router': normal(case.width, case.num_experts),
-      'experts': dispatch.MlpParams(
-          wi=tuple(normal(case.num_experts, case.width, case.hidden) for _ in case.activations),
-          wo=normal(case.num_experts, case.hidden, case.width))}
+    'router': normal(case.width, case.num_experts),
+    'experts': dispatch.MlpParams(
+      wi=tuple(normal(case.num_experts, case.width, case.hidden) for _ in case.activations),
+      wo=normal(case.num_experts, case.hidden, case.width),
+    ),
+  }
   hidden = case.hidden * case.num_selected
-  dense = {'wi': [normal(case.width, hidden) for _ in case.activations], 'wo': normal(hidden, case.width)}
+  dense = {
+    'wi': [normal(case.width, hidden) for _ in case.activations],
+    'wo': normal(hidden, case.width),
+  }
   return layer, dense, x, weights / case.num_tokens
 
 
@@ -69,24 +76,39 @@ def layer_loss(params, x, weights, case, method):
   import jax.numpy as jnp
   from moe import dispatch
   from moe import routing
+
   group_size = min(256, case.num_tokens) if method == 'einsum' else case.num_tokens
   groups = x.reshape(-1, group_size, case.width)
   places = 1.0 / jnp.arange(1, case.num_experts + 1) ** case.zipf
   logits = groups @ params['router'] + jnp.log(places)
-  capacity = None if method == 'grouped' else routing.expert_capacity(
-      group_size, case.num_experts, _CAPACITY_FACTOR * case.num_selected, 4)
-  choice = routing.tokens_choose(logits, case.num_selected, routing.ChoiceOptions(capacity=capacity))
+  capacity = (
+    None
+    if method == 'grouped'
+    else routing.expert_capacity(
+      group_size, case.num_experts, _CAPACITY_FACTOR * case.num_selected, 4
+    )
+  )
+  choice = routing.tokens_choose(
+    logits, case.num_selected, routing.ChoiceOptions(capacity=capacity)
+  )
   y, _ = dispatch.apply_experts(groups, choice, params['experts'], spec_of(case), method=method)
-  return (jnp.sum(y.reshape(x.shape).astype(jnp.float32) * weights)
-          + 0.01 * choice.auxiliary_loss + 0.001 * choice.router_z_loss)
+  return (
+    jnp.sum(y.reshape(x.shape).astype(jnp.float32) * weights)
+    + 0.01 * choice.auxiliary_loss
+    + 0.001 * choice.router_z_loss
+  )
 
 
 def dense_loss(params, x, weights, case):
   """Return the loss of a dense MLP with the hidden units of a token's choices."""
   import jax.numpy as jnp
+
   spec = spec_of(case)
   x = x.astype(spec.dtype)
-  branches = [fn(x @ kernel.astype(spec.dtype)) for fn, kernel in zip(spec.activation_fns, params['wi'], strict=True)]
+  branches = [
+    fn(x @ kernel.astype(spec.dtype))
+    for fn, kernel in zip(spec.activation_fns, params['wi'], strict=True)
+  ]
   y = functools.reduce(jnp.multiply, branches) @ params['wo'].astype(spec.dtype)
   return jnp.sum(y.astype(jnp.float32) * weights)
 
@@ -94,16 +116,21 @@ def dense_loss(params, x, weights, case):
 def compiled(loss_fn, params, x, weights):
   """Return the compiled loss with its gradients of parameters and tokens."""
   import jax
+
   return jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1))).lower(params, x, weights).compile()
 
 
 def measure(case, methods, num_runs):
   """Return {method or 'dense': (median CPU seconds, temporaries in MB)}."""
   import jax
+
   layer, dense, x, weights = make_arrays(case)
   calls = {'dense': (compiled(functools.partial(dense_loss, case=case), dense, x, weights), dense)}
   for method in methods:
-    calls[method] = (compiled(functools.partial(layer_loss, case=case, method=method), layer, x, weights), layer)
+    calls[method] = (
+      compiled(functools.partial(layer_loss, case=case, method=method), layer, x, weights),
+      layer,
+    )
   seconds = {name: [] for name in calls}
   for turn in range(2 + num_runs):
     for name, (fn, params) in calls.items():
@@ -111,8 +138,10 @@ def measure(case, methods, num_runs):
       jax.block_until_ready(fn(params, x, weights))
       if turn >= 2:
         seconds[name].append(time.process_time() - start)
-  return {name: (statistics.median(seconds[name]), fn.memory_analysis().temp_size_in_bytes / 1e6)
-          for name, (fn, _) in calls.items()}
+  return {
+    name: (statistics.median(seconds[name]), fn.memory_analysis().temp_size_in_bytes / 1e6)
+    for name, (fn, _) in calls.items()
+  }
 
 
 def _cells(results, methods):
@@ -120,12 +149,18 @@ def _cells(results, methods):
   dense, dense_memory = results['dense']
   cells = [f'{1000 * dense:.0f}', f'{dense_memory:.0f}']
   for method in methods:
-    cells += [f'{results[method][0] / dense:.2f}', f'{results[method][1]:.0f}'] if method in results else ['', '']
+    cells += (
+      [f'{results[method][0] / dense:.2f}', f'{results[method][1]:.0f}']
+      if method in results
+      else ['', '']
+    )
   return cells
 
 
 def _header(methods):
-  return ['dense, CPU ms', 'MB'] + [name for method in methods for name in (f'{method} / dense', 'MB')]
+  return ['dense, CPU ms', 'MB'] + [
+    name for method in methods for name in (f'{method} / dense', 'MB')
+  ]
 
 
 def _cost(args, shape):
@@ -134,33 +169,54 @@ def _cost(args, shape):
     for num_experts in args.num_experts:
       results = measure(Case(*shape, num_experts, num_selected), args.methods, args.runs)
       rows.append((num_experts, num_selected, *_cells(results, args.methods)))
-  common.print_table('Expert layer: CPU time over that of the dense MLP, and temporaries', rows,
-                     ('experts', 'choices', *_header(args.methods)))
+  common.print_table(
+    'Expert layer: CPU time over that of the dense MLP, and temporaries',
+    rows,
+    ('experts', 'choices', *_header(args.methods)),
+  )
 
 
 def _variants(args, shape):
   methods = [method for method in args.methods if method != 'einsum']
   rows = []
-  for title, options in (('gated (gelu, linear)', {'activations': ('gelu', 'linear')}),
-                         ('bfloat16', {'dtype': 'bfloat16'}),
-                         ('gated, bfloat16', {'activations': ('gelu', 'linear'), 'dtype': 'bfloat16'}),
-                         ('skewed: Zipf 1', {'zipf': 1.0}), ('skewed: Zipf 2', {'zipf': 2.0})):
+  for title, options in (
+    ('gated (gelu, linear)', {'activations': ('gelu', 'linear')}),
+    ('bfloat16', {'dtype': 'bfloat16'}),
+    ('gated, bfloat16', {'activations': ('gelu', 'linear'), 'dtype': 'bfloat16'}),
+    ('skewed: Zipf 1', {'zipf': 1.0}),
+    ('skewed: Zipf 2', {'zipf': 2.0}),
+  ):
     for num_selected in args.num_selected:
-      results = measure(Case(*shape, args.variant_experts, num_selected, **options), methods, args.runs)
+      results = measure(
+        Case(*shape, args.variant_experts, num_selected, **options), methods, args.runs
+      )
       rows.append((title, args.variant_experts, num_selected, *_cells(results, methods)))
-  common.print_table('Expert layer: other experts and uneven routing', rows,
-                     ('what', 'experts', 'choices', *_header(methods)))
+  common.print_table(
+    'Expert layer: other experts and uneven routing',
+    rows,
+    ('what', 'experts', 'choices', *_header(methods)),
+  )
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('--num_experts', type=common.positive, nargs='+', default=[4, 16, 64])
-  parser.add_argument('--num_selected', type=common.positive, nargs='+', default=[1, 2], help='choices of a token')
+  parser.add_argument(
+    '--num_selected', type=common.positive, nargs='+', default=[1, 2], help='choices of a token'
+  )
   parser.add_argument('--methods', nargs='+', choices=_METHODS, default=list(_METHODS))
-  parser.add_argument('--tables', nargs='+', choices=('cost', 'variants'), default=['cost', 'variants'])
-  parser.add_argument('--variant_experts', type=common.positive, default=16, help='experts of the second table')
+  parser.add_argument(
+    '--tables', nargs='+', choices=('cost', 'variants'), default=['cost', 'variants']
+  )
+  parser.add_argument(
+    '--variant_experts', type=common.positive, default=16, help='experts of the second table'
+  )
   parser.add_argument('--runs', type=common.positive, default=9)
-  parser.add_argument('--quick', action='store_true', help='512 tokens, width 64, hidden 128: to see that it works')
+  parser.add_argument(
+    '--quick', action='store_true', help='512 tokens, width 64, hidden 128: to see that it works'
+  )
   args = parser.parse_args()
   shape = (512, 64, 128) if args.quick else (4096, 256, 512)
   rates = [common.matmul_gflops()]
@@ -169,10 +225,14 @@ def main() -> None:
   if 'variants' in args.tables:
     _variants(args, shape)
   rates.append(common.matmul_gflops())
-  common.print_table(f'Expert layer: the run ({shape[0]} tokens, width {shape[1]}, hidden {shape[2]})', [
+  common.print_table(
+    f'Expert layer: the run ({shape[0]} tokens, width {shape[1]}, hidden {shape[2]})',
+    [
       ('2048^3 matmul, GFLOP/s before, after', ', '.join(f'{rate:.0f}' for rate in rates)),
       ('peak resident memory, MB', common.peak_memory_mb()),
-  ], ('what', 'value'))
+    ],
+    ('what', 'value'),
+  )
 
 
 if __name__ == '__main__':

@@ -28,15 +28,21 @@ _ARRAY_BYTES = 9 << 20
 
 def _state(num_mb: int) -> dict:
   import numpy as np
+
   rng = np.random.default_rng(0)
   count = max(1, num_mb * 10**6 // _ARRAY_BYTES)
-  return {'target': {f'layers_{i}': {'kernel': rng.standard_normal((1024, _ARRAY_BYTES // 4096), np.float32)}
-                     for i in range(count)}}
+  return {
+    'target': {
+      f'layers_{i}': {'kernel': rng.standard_normal((1024, _ARRAY_BYTES // 4096), np.float32)}
+      for i in range(count)
+    }
+  }
 
 
 def _shapes(num_mb: int) -> dict:
   import jax
   import numpy as np
+
   count = max(1, num_mb * 10**6 // _ARRAY_BYTES)
   leaf = jax.ShapeDtypeStruct((1024, _ARRAY_BYTES // 4096), np.float32)
   return {'target': {f'layers_{i}': {'kernel': leaf} for i in range(count)}}
@@ -50,6 +56,7 @@ def _save(root: str, num_mb: int) -> dict[str, float]:
   """Save below `root`; return seconds and MB."""
   import jax
   from t5x_lite import checkpoints
+
   state = _state(num_mb)
   jax.devices()
   with checkpoints.CheckpointManager(root, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
@@ -59,8 +66,11 @@ def _save(root: str, num_mb: int) -> dict[str, float]:
     blocking = time.perf_counter() - start
     manager.wait()
     committed = time.perf_counter() - start
-  return {'save, blocking, s': blocking, 'save, committed, s': committed,
-          'save, memory, MB': common.peak_memory_mb() - before / 1e6}
+  return {
+    'save, blocking, s': blocking,
+    'save, committed, s': committed,
+    'save, memory, MB': common.peak_memory_mb() - before / 1e6,
+  }
 
 
 def _restore(root: str, num_mb: int) -> dict[str, float]:
@@ -68,6 +78,7 @@ def _restore(root: str, num_mb: int) -> dict[str, float]:
   import jax
   import numpy as np
   from t5x_lite import checkpoints
+
   shapes = _shapes(num_mb)
   jax.devices()
   before = _resident()
@@ -75,7 +86,11 @@ def _restore(root: str, num_mb: int) -> dict[str, float]:
   with checkpoints.CheckpointManager(root) as manager:
     restored = manager.restore(1, shapes)
   seconds = time.perf_counter() - start
-  memory = common.peak_memory_mb() - before / 1e6 - sum(x.nbytes for x in jax.tree.leaves(restored.state)) / 1e6
+  memory = (
+    common.peak_memory_mb()
+    - before / 1e6
+    - sum(x.nbytes for x in jax.tree.leaves(restored.state)) / 1e6
+  )
   assert restored.is_verified
   jax.tree.map(np.testing.assert_array_equal, restored.state, _state(num_mb))
   return {'restore, s': seconds, 'restore, memory, MB': memory}
@@ -85,6 +100,7 @@ def _one_object(spec: str, num_mb: int) -> dict[str, float]:
   """Write and read one object of the size of the state."""
   import numpy as np
   import tensorstore
+
   content = np.random.default_rng(0).bytes(num_mb * 10**6)
   store = tensorstore.KvStore.open(json.loads(spec)).result()
   start = time.perf_counter()
@@ -97,20 +113,29 @@ def _one_object(spec: str, num_mb: int) -> dict[str, float]:
 
 def _run(kind: str, environment: dict[str, str], place: str, num_mb: int) -> dict[str, float]:
   done = subprocess.run(
-      [sys.executable, __file__, '--worker', kind, '--place', place, '--mb', str(num_mb)], check=False,
-      env={**os.environ, **environment, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)},
-      capture_output=True, text=True)
+    [sys.executable, __file__, '--worker', kind, '--place', place, '--mb', str(num_mb)],
+    check=False,
+    env={**os.environ, **environment, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)},
+    capture_output=True,
+    text=True,
+  )
   if done.returncode:
-    raise SystemExit(f'{kind} at {place} ended with status {done.returncode}:\n{done.stderr[-3000:]}')
+    raise SystemExit(
+      f'{kind} at {place} ended with status {done.returncode}:\n{done.stderr[-3000:]}'
+    )
   return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
   """Measure and print the table."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('--mb', type=common.positive, default=300)
   parser.add_argument('--runs', type=common.positive, default=3)
-  parser.add_argument('--kinds', nargs='+', choices=('disk', 'gcs', 's3'), default=('disk', 'gcs', 's3'))
+  parser.add_argument(
+    '--kinds', nargs='+', choices=('disk', 'gcs', 's3'), default=('disk', 'gcs', 's3')
+  )
   parser.add_argument('--worker', help=argparse.SUPPRESS)
   parser.add_argument('--place', help=argparse.SUPPRESS)
   args = parser.parse_args()
@@ -121,6 +146,7 @@ def main() -> None:
   sys.path.insert(0, str(_ROOT))
   import pytest
   from tests import stores
+
   rows = []
   for kind in args.kinds:
     measured, limits = [], []
@@ -130,16 +156,29 @@ def main() -> None:
           measured.append(_run('save', {}, folder, args.mb) | _run('restore', {}, folder, args.mb))
         else:
           with stores.opened(kind, patch) as store:
-            measured.append(_run('save', store.env, store.root, args.mb)
-                            | _run('restore', store.env, store.root, args.mb))
+            measured.append(
+              _run('save', store.env, store.root, args.mb)
+              | _run('restore', store.env, store.root, args.mb)
+            )
             limits.append(_run('object', store.env, json.dumps(store.spec('limit/')), args.mb))
-    rows += [[kind, *(f'{statistics.median(m[name] for m in measured):.2f}' for name in measured[0])]]
+    rows += [
+      [kind, *(f'{statistics.median(m[name] for m in measured):.2f}' for name in measured[0])]
+    ]
     if limits:
       write, read = (f'{statistics.median(m[name] for m in limits):.2f}' for name in limits[0])
       rows += [[f'{kind}, one object', '', write, '', read, '']]
-  common.print_table(f'{args.mb} MB, medians of {args.runs}; matmul {common.matmul_gflops():.0f} GFLOP/s', rows,
-                     ['place', 'save, blocking, s', 'save, committed, s', 'save, memory, MB', 'restore, s',
-                      'restore, memory, MB'])
+  common.print_table(
+    f'{args.mb} MB, medians of {args.runs}; matmul {common.matmul_gflops():.0f} GFLOP/s',
+    rows,
+    [
+      'place',
+      'save, blocking, s',
+      'save, committed, s',
+      'save, memory, MB',
+      'restore, s',
+      'restore, memory, MB',
+    ],
+  )
 
 
 if __name__ == '__main__':

@@ -42,10 +42,13 @@ def _rows(trainer, averaging_trainer, batch, folder: str) -> list[Row]:
   from t5x_lite import runtime
   from t5x_lite import summaries
   from t5x_lite.apps.train.step_log import LogConfig, StepLog
+
   batches = itertools.repeat(batch)
   silent, written = summaries.MetricsManager('train'), summaries.MetricsManager('train', folder)
   memory = runtime.DeviceMemory(trainer.partitioner.mesh.local_devices)
-  log = StepLog(LogConfig(period=1), runtime.Progress(stream=io.StringIO(), process=0), memory, written, 0)
+  log = StepLog(
+    LogConfig(period=1), runtime.Progress(stream=io.StringIO(), process=0), memory, written, 0
+  )
   newest = {}
 
   def train(num_steps, manager, *, stretch=None, on_step=None):
@@ -69,7 +72,10 @@ def _rows(trainer, averaging_trainer, batch, folder: str) -> list[Row]:
 
   state = averaging_trainer.step_state
   params = jax.tree.map(jnp.copy, state.params)
-  update, average = jax.jit(state.param_ema.update, donate_argnums=0), [state.param_ema.init(params)]
+  update, average = (
+    jax.jit(state.param_ema.update, donate_argnums=0),
+    [state.param_ema.init(params)],
+  )
   del state
 
   def update_average():
@@ -78,12 +84,17 @@ def _rows(trainer, averaging_trainer, batch, folder: str) -> list[Row]:
   train(2, silent, on_step=keep)  # touches fresh memory
   train_with_average(2)
   return [
-      Row('nothing', lambda n: train(n, silent)),
-      Row('summaries', lambda n: train(n, written, stretch=1), summarize),
-      Row('log lines', lambda n: train(n, silent, on_step=log.on_step), lambda: log.on_step(**newest)),
-      Row('both', lambda n: train(n, written, stretch=1, on_step=log.on_step),
-          lambda: (summarize(), log.on_step(**newest))),
-      Row('average', train_with_average, update_average),
+    Row('nothing', lambda n: train(n, silent)),
+    Row('summaries', lambda n: train(n, written, stretch=1), summarize),
+    Row(
+      'log lines', lambda n: train(n, silent, on_step=log.on_step), lambda: log.on_step(**newest)
+    ),
+    Row(
+      'both',
+      lambda n: train(n, written, stretch=1, on_step=log.on_step),
+      lambda: (summarize(), log.on_step(**newest)),
+    ),
+    Row('average', train_with_average, update_average),
   ]
 
 
@@ -99,30 +110,55 @@ def main() -> None:
   from t5x_lite import state_init
   from t5x_lite import trainer as trainer_lib
   from t5x_lite import tree_utils
+
   setup = common.t5_small(args)
   before = common.matmul_gflops()
   trainer = trainer_lib.Trainer(
-      setup.model, setup.initializer.global_train_state_shape, setup.partitioner, [], None,
-      setup.initializer.train_state_axes, jax.random.key(0))
+    setup.model,
+    setup.initializer.global_train_state_shape,
+    setup.partitioner,
+    [],
+    None,
+    setup.initializer.train_state_axes,
+    jax.random.key(0),
+  )
   trainer.compile_train(setup.batch)
   trainer.step_state = setup.initializer.from_scratch(jax.random.key(0), trainer.stacked_layers)
   initializer = state_init.TrainStateInitializer(
-      setup.model.optimizer_def, setup.model.get_initial_variables,
-      {name: array.shape for name, array in setup.batch.items()}, setup.partitioner,
-      {name: array.dtype for name, array in setup.batch.items()}, averaging.ParamEma(decay=0.999))
+    setup.model.optimizer_def,
+    setup.model.get_initial_variables,
+    {name: array.shape for name, array in setup.batch.items()},
+    setup.partitioner,
+    {name: array.dtype for name, array in setup.batch.items()},
+    averaging.ParamEma(decay=0.999),
+  )
   averaging_trainer = trainer_lib.Trainer(
-      setup.model, initializer.global_train_state_shape, setup.partitioner, [], None, initializer.train_state_axes,
-      jax.random.key(0))
+    setup.model,
+    initializer.global_train_state_shape,
+    setup.partitioner,
+    [],
+    None,
+    initializer.train_state_axes,
+    jax.random.key(0),
+  )
   averaging_trainer.compile_train(setup.batch)
-  averaging_trainer.step_state = initializer.from_scratch(jax.random.key(0), averaging_trainer.stacked_layers)
+  averaging_trainer.step_state = initializer.from_scratch(
+    jax.random.key(0), averaging_trainer.stacked_layers
+  )
   num_params = tree_utils.num_elements(trainer.step_state.params)
   with tempfile.TemporaryDirectory() as folder:
     rows = _rows(trainer, averaging_trainer, setup.batch, folder)
     seconds = {row.name: [] for row in rows}
     for turn in range(args.pairs):
-      for row in rows[turn % len(rows):] + rows[:turn % len(rows)]:  # no row always follows the same one
-        seconds[row.name].append(common.timed(lambda row=row: row.train(args.steps))[0] / args.steps)
-    alone = {row.name: common.seconds_per_call(row.work, 200) for row in rows if row.work is not None}
+      for row in (
+        rows[turn % len(rows) :] + rows[: turn % len(rows)]
+      ):  # no row always follows the same one
+        seconds[row.name].append(
+          common.timed(lambda row=row: row.train(args.steps))[0] / args.steps
+        )
+    alone = {
+      row.name: common.seconds_per_call(row.work, 200) for row in rows if row.work is not None
+    }
     trainer.close()
   after = common.matmul_gflops()
 
@@ -132,13 +168,21 @@ def main() -> None:
     ratios = [mine / without for mine, without in zip(seconds[row.name], baseline, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2
     work = alone.get(row.name)
-    table.append((
-        row.name, statistics.median(seconds[row.name]), f'{statistics.median(ratios):.4f}',
-        ' to '.join(f'{q:.4f}' for q in quartiles), '' if work is None else 1e3 * work,
-        '' if work is None else f'{work / step:.3%}'))
+    table.append(
+      (
+        row.name,
+        statistics.median(seconds[row.name]),
+        f'{statistics.median(ratios):.4f}',
+        ' to '.join(f'{q:.4f}' for q in quartiles),
+        '' if work is None else 1e3 * work,
+        '' if work is None else f'{work / step:.3%}',
+      )
+    )
   common.print_table(
-      f'Cost of records in every step ({num_params:,} parameters, {args.optimizer})', table,
-      ['row', 'step, s', 'ratio to nothing (median)', 'quartiles', 'alone, ms', 'share of a step'])
+    f'Cost of records in every step ({num_params:,} parameters, {args.optimizer})',
+    table,
+    ['row', 'step, s', 'ratio to nothing (median)', 'quartiles', 'alone, ms', 'share of a step'],
+  )
   print(f'matmul before and after: {before:.0f}, {after:.0f} GFLOP/s')
 
 

@@ -18,12 +18,18 @@ import common
 
 # Period in steps of work that is not done at every step: means over multiples of it are compared.
 _INTERVALS = {
-    'distributed_shampoo': 20, 'lbfgs': 4, 'sam': 2, 'scaled_adam': 4, 'scaled_adam_unclipped': 4, 'sophia': 10}
+  'distributed_shampoo': 20,
+  'lbfgs': 4,
+  'sam': 2,
+  'scaled_adam': 4,
+  'scaled_adam_unclipped': 4,
+  'sophia': 10,
+}
 # Bindings in addition to those of the file.
 _BINDINGS = {
-    # Roots from the beginning, as in most steps of a run.
-    'distributed_shampoo': {'optimizers.distributed_shampoo.start_preconditioning_step': '1'},
-    'scaled_adam_unclipped': {'optimizers.scaled_adam.clipping_scale': 'None'},
+  # Roots from the beginning, as in most steps of a run.
+  'distributed_shampoo': {'optimizers.distributed_shampoo.start_preconditioning_step': '1'},
+  'scaled_adam_unclipped': {'optimizers.scaled_adam.clipping_scale': 'None'},
 }
 # Rows in addition to those that give a file its name.
 _FILES = {'scaled_adam_unclipped': 'scaled_adam'}
@@ -40,7 +46,10 @@ def names():
   """Return the names of all rows: of the files of gin/optimizers/, and of files with other bindings."""
   import pathlib
   from t5x_lite.configuration import syntax as gin_syntax
-  return sorted([*(pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')), *_FILES])
+
+  return sorted(
+    [*(pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')), *_FILES]
+  )
 
 
 def make(name, axes=None):
@@ -48,9 +57,14 @@ def make(name, axes=None):
   import gin
   from t5x_lite.configuration import syntax as gin_syntax
   from t5x_lite import gin_utils
+
   bindings = {'MODEL_DIR': "'runs/x'", **_BINDINGS.get(name, {})}
-  flags = [gin_syntax.read_flag(key, value, f'--gin.{key}={value}') for key, value in bindings.items()]
-  texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{_FILES.get(name, name)}.gin'], flags)
+  flags = [
+    gin_syntax.read_flag(key, value, f'--gin.{key}={value}') for key, value in bindings.items()
+  ]
+  texts = gin_utils.read(
+    ['recipes/keyword_cloze.gin', f'optimizers/{_FILES.get(name, name)}.gin'], flags
+  )
   try:
     definition = gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
   finally:
@@ -64,22 +78,38 @@ def shapes_of(params_name):
   import jax.numpy as jnp
   from jax.sharding import PartitionSpec
   from t5x_lite import optimizers
+
   if params_name == 'set':
     # Names as a model's, by which some files choose.
     paths = [(f'm{i:02d}', 'kernel' if i < 12 else 'embedding') for i in range(16)]
-    shapes = {module: {leaf: jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32)}
-              for i, (module, leaf) in enumerate(paths)}
+    shapes = {
+      module: {leaf: jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32)}
+      for i, (module, leaf) in enumerate(paths)
+    }
     return shapes, jax.tree.map(lambda _: PartitionSpec('embed', 'mlp'), shapes)
   from flax.linen import partitioning as flax_partitioning
   from t5x_lite import models
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
+
   config = t5.T5Config(
-      vocab_size=32128, emb_dim=512, num_heads=6, num_encoder_layers=8, num_decoder_layers=8, head_dim=64, mlp_dim=1024,
-      mlp_activations=('gelu', 'linear'), dropout_rate=0.0, logits_via_embedding=False)
+    vocab_size=32128,
+    emb_dim=512,
+    num_heads=6,
+    num_encoder_layers=8,
+    num_decoder_layers=8,
+    head_dim=64,
+    mlp_dim=1024,
+    mlp_activations=('gelu', 'linear'),
+    dropout_rate=0.0,
+    logits_via_embedding=False,
+  )
   vocabulary = vocabularies.PassThroughVocabulary(32128)
   model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, None)
-  batch = {feature: (1, 8) for feature in ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')}
+  batch = {
+    feature: (1, 8)
+    for feature in ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+  }
   variables = jax.eval_shape(lambda rng: model.get_initial_variables(rng, batch), jax.random.key(0))
   axes = flax_partitioning.get_axis_names(variables['params_axes'])
   return variables['params'], optimizers.match_logical_axes(variables['params'], axes)
@@ -99,6 +129,7 @@ class Setting:
     import jax
     import optax
     from t5x_lite import tree_utils
+
     shapes, self.axes = shapes_of(params_name)
     self.num_params = tree_utils.num_elements(shapes)
     self.params, self.grads = _normal(shapes, 0, 0.05), _normal(shapes, 1, 0.01)
@@ -114,8 +145,10 @@ class Setting:
   def time_reference(self):
     """Return the seconds of a step of `optax.adam`."""
     import jax
+
     seconds, self._reference = common.timed(
-        lambda: jax.block_until_ready(self._compiled(self._reference, self.grads)))
+      lambda: jax.block_until_ready(self._compiled(self._reference, self.grads))
+    )
     return seconds
 
 
@@ -124,6 +157,7 @@ def measure(name, setting, num_steps):
   import jax
   import jax.numpy as jnp
   from t5x_lite import tree_utils
+
   definition = make(name, setting.axes)
   optimizer = _copied(lambda: definition.create(setting.params))
   num_bytes = tree_utils.num_bytes(optimizer.state)
@@ -133,12 +167,19 @@ def measure(name, setting, num_steps):
   def step(optimizer, grads, target):
 
     def loss_fn(params):
-      return 0.5 * sum(jax.tree.leaves(jax.tree.map(lambda p, t: ((p - t) ** 2).sum(), params, target)))
+      return 0.5 * sum(
+        jax.tree.leaves(jax.tree.map(lambda p, t: ((p - t) ** 2).sum(), params, target))
+      )
 
     overrides = {'learning_rate': jnp.float32(_RATE)} if definition.uses_learning_rate else {}
     if needs:
       loss, grads = jax.value_and_grad(loss_fn)(optimizer.target)
-      known = {'grad': grads, 'value_fn': loss_fn, 'obj_fn': loss_fn, 'grad_fn': lambda p, _: jax.grad(loss_fn)(p)}
+      known = {
+        'grad': grads,
+        'value_fn': loss_fn,
+        'obj_fn': loss_fn,
+        'grad_fn': lambda p, _: jax.grad(loss_fn)(p),
+      }
       overrides |= {key: known[key] for key in needs}
     if 'value' in definition.extra_args:  # a train step has it anyway
       overrides['value'] = loss if needs else jnp.float32(1.0)
@@ -147,13 +188,16 @@ def measure(name, setting, num_steps):
     return optimizer.apply_gradient(grads, **overrides)
 
   compile_seconds, compiled = common.timed(
-      lambda: jax.jit(step, donate_argnums=(0,)).lower(optimizer, setting.grads, target).compile())
+    lambda: jax.jit(step, donate_argnums=(0,)).lower(optimizer, setting.grads, target).compile()
+  )
   seconds, reference_seconds = [], []
   interval = _INTERVALS.get(name, 1)
   for index in range(_WARM_UP + -(-num_steps // interval) * interval):
     if (index - _WARM_UP) % interval == 0 and sum(seconds) > _ENOUGH:
       break
-    spent, optimizer = common.timed(lambda: jax.block_until_ready(compiled(optimizer, setting.grads, target)))
+    spent, optimizer = common.timed(
+      lambda: jax.block_until_ready(compiled(optimizer, setting.grads, target))
+    )
     reference_spent = setting.time_reference()
     if index >= _WARM_UP:  # the first steps touch fresh memory
       seconds.append(spent)
@@ -163,16 +207,24 @@ def measure(name, setting, num_steps):
 
 def main(argv=None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--params', nargs='+', default=['set', 't5_small'], choices=['set', 't5_small'])
-  parser.add_argument('--only', nargs='+', metavar='NAME', help='files of gin/optimizers/; all if not given')
-  parser.add_argument('--part', type=_part, default=(1, 1), metavar='K/N', help='the K-th of N parts of the list')
-  parser.add_argument('--steps', type=common.positive, default=24, help=f'that count, if they take < {_ENOUGH:g} s')
+  parser.add_argument(
+    '--params', nargs='+', default=['set', 't5_small'], choices=['set', 't5_small']
+  )
+  parser.add_argument(
+    '--only', nargs='+', metavar='NAME', help='files of gin/optimizers/; all if not given'
+  )
+  parser.add_argument(
+    '--part', type=_part, default=(1, 1), metavar='K/N', help='the K-th of N parts of the list'
+  )
+  parser.add_argument(
+    '--steps', type=common.positive, default=24, help=f'that count, if they take < {_ENOUGH:g} s'
+  )
   args = parser.parse_args(argv)
   chosen, known = args.only or names(), names()
   if unknown := [name for name in chosen if name not in known]:
     parser.error(f'unknown optimizers {", ".join(unknown)}; there are {", ".join(known)}')
   number, count = args.part
-  chosen = chosen[len(chosen) * (number - 1) // count:len(chosen) * number // count]
+  chosen = chosen[len(chosen) * (number - 1) // count : len(chosen) * number // count]
   if not chosen:
     parser.error(f'part {number} of {count} is empty')
   for params_name in args.params:
@@ -184,18 +236,37 @@ def _print_rows(params_name, chosen, num_steps):
   before, setting, rows = common.matmul_gflops(), Setting(params_name), []
   for name in chosen:
     total, (compile_seconds, seconds, reference_seconds, num_bytes) = common.timed(
-        lambda name=name: measure(name, setting, num_steps))
+      lambda name=name: measure(name, setting, num_steps)
+    )
     typical = (statistics.mean if name in _INTERVALS else statistics.median)(seconds)
     reference = statistics.median(reference_seconds)
-    rows.append((f'`{name}`', typical * 1e3, max(seconds) * 1e3, reference * 1e3, typical / reference,
-                 compile_seconds, num_bytes / setting.num_params))
+    rows.append(
+      (
+        f'`{name}`',
+        typical * 1e3,
+        max(seconds) * 1e3,
+        reference * 1e3,
+        typical / reference,
+        compile_seconds,
+        num_bytes / setting.num_params,
+      )
+    )
     print(f'{params_name}: {name} took {total:.1f} s', file=sys.stderr, flush=True)
   after = common.matmul_gflops()
   common.print_table(
-      f'Optimizers ({params_name}, {setting.num_params:,} parameters float32; matmul 2048^3 before, '
-      f'after: {before:.0f}, {after:.0f} GFLOP/s)', rows,
-      ('optimizer', 'step, ms', 'slowest, ms', 'optax.adam, ms', 'ratio', 'compile, s',
-       'state, bytes per parameter'))
+    f'Optimizers ({params_name}, {setting.num_params:,} parameters float32; matmul 2048^3 before, '
+    f'after: {before:.0f}, {after:.0f} GFLOP/s)',
+    rows,
+    (
+      'optimizer',
+      'step, ms',
+      'slowest, ms',
+      'optax.adam, ms',
+      'ratio',
+      'compile, s',
+      'state, bytes per parameter',
+    ),
+  )
 
 
 def _normal(shapes, seed, scale):
@@ -203,18 +274,30 @@ def _normal(shapes, seed, scale):
   import jax
   import jax.numpy as jnp
   import numpy as np
+
   leaves, structure = jax.tree.flatten(shapes)
   spare = 4096
-  buffer = np.random.default_rng(seed).standard_normal(max(leaf.size for leaf in leaves) + spare, np.float32) * scale
+  buffer = (
+    np.random.default_rng(seed).standard_normal(
+      max(leaf.size for leaf in leaves) + spare, np.float32
+    )
+    * scale
+  )
   starts = [index * 97 % spare for index in range(len(leaves))]
-  return jax.tree.unflatten(structure, [
-      jnp.array(buffer[start:start + leaf.size].reshape(leaf.shape)) for start, leaf in zip(starts, leaves)])
+  return jax.tree.unflatten(
+    structure,
+    [
+      jnp.array(buffer[start : start + leaf.size].reshape(leaf.shape))
+      for start, leaf in zip(starts, leaves)
+    ],
+  )
 
 
 def _copied(make_tree):
   """Return the function's tree with each array copied, so that an array that occurs twice can be donated."""
   import jax
   import jax.numpy as jnp
+
   leaves, structure = jax.tree.flatten(make_tree())
   for index, leaf in enumerate(leaves):
     leaves[index] = jnp.copy(leaf)  # Frees the old array: memory may not hold two large states.
@@ -225,7 +308,9 @@ def _part(text):
   """Return (K, N) of 'K/N'."""
   number, _, count = text.partition('/')
   if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-    raise argparse.ArgumentTypeError(f'got {text!r}; expected K/N, such as 2/4 for the second of four parts')
+    raise argparse.ArgumentTypeError(
+      f'got {text!r}; expected K/N, such as 2/4 for the second of four parts'
+    )
   return int(number), int(count)
 
 

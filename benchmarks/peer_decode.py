@@ -37,7 +37,9 @@ def keep_top(x: jax.Array, k: int) -> jax.Array:
     is_low_enough = jnp.sum(columns >= as_float(higher), axis=0) >= k
     return jnp.where(is_low_enough, higher, bits)
 
-  threshold = as_float(jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), try_bit, jnp.zeros(x.shape[:1], jnp.uint32)))
+  threshold = as_float(
+    jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), try_bit, jnp.zeros(x.shape[:1], jnp.uint32))
+  )
   return jnp.where(x >= threshold[:, None], x, _MINUS_INFINITY)
 
 
@@ -66,15 +68,31 @@ def _step(params, config, encoded, is_input, cache, tokens, index, length):
     attention = layer['self_attention']
     y = peer_t5._norm(x, layer['pre_self_attention_layer_norm']['scale'])
     new_cache[name] = {
-        kind: cache[name][kind] + jnp.moveaxis(_heads(y, attention[kind]['kernel'], num_heads), 1, 3) * at_index
-        for kind in ('key', 'value')}
+      kind: cache[name][kind]
+      + jnp.moveaxis(_heads(y, attention[kind]['kernel'], num_heads), 1, 3) * at_index
+      for kind in ('key', 'value')
+    }
     key, value = (jnp.moveaxis(new_cache[name][kind], 3, 1) for kind in ('key', 'value'))
-    x += _mix(_heads(y, attention['query']['kernel'], num_heads), key, value, bias, attention['out']['kernel'])
+    x += _mix(
+      _heads(y, attention['query']['kernel'], num_heads),
+      key,
+      value,
+      bias,
+      attention['out']['kernel'],
+    )
 
     attention = layer['encoder_decoder_attention']
     y = peer_t5._norm(x, layer['pre_cross_attention_layer_norm']['scale'])
-    key, value = (_heads(encoded, attention[kind]['kernel'], num_heads) for kind in ('key', 'value'))
-    x += _mix(_heads(y, attention['query']['kernel'], num_heads), key, value, cross_bias, attention['out']['kernel'])
+    key, value = (
+      _heads(encoded, attention[kind]['kernel'], num_heads) for kind in ('key', 'value')
+    )
+    x += _mix(
+      _heads(y, attention['query']['kernel'], num_heads),
+      key,
+      value,
+      cross_bias,
+      attention['out']['kernel'],
+    )
     x += peer_t5._feed_forward(layer['mlp'], peer_t5._norm(x, layer['pre_mlp_layer_norm']['scale']))
   logits = peer_t5._norm(x, decoder['decoder_norm']['scale']) @ decoder['logits_dense']['kernel']
   return logits[:, 0], new_cache
@@ -82,12 +100,22 @@ def _step(params, config, encoded, is_input, cache, tokens, index, length):
 
 def _empty_cache(config, rows, length):
   shape = (rows, config.num_heads, config.head_dim, length)
-  return {f'layers_{i}': {'key': jnp.zeros(shape), 'value': jnp.zeros(shape)} for i in range(config.num_decoder_layers)}
+  return {
+    f'layers_{i}': {'key': jnp.zeros(shape), 'value': jnp.zeros(shape)}
+    for i in range(config.num_decoder_layers)
+  }
 
 
 def sample(
-    params: Mapping[str, Any], inputs: jax.Array, rng: jax.Array, config: Any, *, length: int, temperature: float,
-    topk: int) -> jax.Array:
+  params: Mapping[str, Any],
+  inputs: jax.Array,
+  rng: jax.Array,
+  config: Any,
+  *,
+  length: int,
+  temperature: float,
+  topk: int,
+) -> jax.Array:
   """Decode `length` tokens for each row; nothing ends a sequence.
 
   Args:
@@ -125,13 +153,21 @@ def sample(
     return index + 1, token[:, None], sequences, cache, rng, log_prob + token_log_prob
 
   zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
-  state = (zeros(), zeros(rows, 1), zeros(rows, length), _empty_cache(config, rows, length), rng, jnp.zeros(rows))
+  state = (
+    zeros(),
+    zeros(rows, 1),
+    zeros(rows, length),
+    _empty_cache(config, rows, length),
+    rng,
+    jnp.zeros(rows),
+  )
   final = jax.lax.while_loop(lambda state: state[0] < length, body, state)
   return final[2]
 
 
 def beam_search(
-    params: Mapping[str, Any], inputs: jax.Array, config: Any, *, length: int, num_beams: int) -> jax.Array:
+  params: Mapping[str, Any], inputs: jax.Array, config: Any, *, length: int, num_beams: int
+) -> jax.Array:
   """Follow the `num_beams` most probable sequences of `length` tokens of each row; nothing ends a sequence.
 
   Args:
@@ -171,7 +207,11 @@ def beam_search(
     cache = jax.tree.map(lambda x: reorder(x, beams, num_beams), cache)
     return index + 1, log_probs, sequences, cache
 
-  state = (jnp.zeros((), jnp.int32), jnp.full((batch, num_beams), _MINUS_INFINITY).at[:, 0].set(0.0),
-           jnp.zeros((batch * num_beams, length + 1), jnp.int32), _empty_cache(config, batch * num_beams, length))
+  state = (
+    jnp.zeros((), jnp.int32),
+    jnp.full((batch, num_beams), _MINUS_INFINITY).at[:, 0].set(0.0),
+    jnp.zeros((batch * num_beams, length + 1), jnp.int32),
+    _empty_cache(config, batch * num_beams, length),
+  )
   final = jax.lax.while_loop(lambda state: state[0] < length, body, state)
   return final[2].reshape(batch, num_beams, -1)[:, :, 1:]

@@ -43,7 +43,9 @@ def _attend(params, x_q, x_kv, mask, bias, num_heads):
 
 
 def _feed_forward(params, x):
-  return (jax.nn.gelu(x @ params['wi_0']['kernel']) * (x @ params['wi_1']['kernel'])) @ params['wo']['kernel']
+  return (jax.nn.gelu(x @ params['wi_0']['kernel']) * (x @ params['wi_1']['kernel'])) @ params[
+    'wo'
+  ]['kernel']
 
 
 def encode(params: Mapping[str, Any], inputs: jax.Array, config: Any) -> jax.Array:
@@ -60,7 +62,9 @@ def encode(params: Mapping[str, Any], inputs: jax.Array, config: Any) -> jax.Arr
   return _norm(x, encoder['encoder_norm']['scale'])
 
 
-def loss_fn(params: Mapping[str, Any], batch: Mapping[str, jax.Array], config: Any, z_loss: float) -> jax.Array:
+def loss_fn(
+  params: Mapping[str, Any], batch: Mapping[str, jax.Array], config: Any, z_loss: float
+) -> jax.Array:
   """Return the summed loss of a batch.
 
   Args:

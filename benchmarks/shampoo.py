@@ -30,9 +30,13 @@ import common
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--width', type=common.positive, default=512)
-  parser.add_argument('--matrices', type=common.positive, default=16, help='half are square, half twice as long')
+  parser.add_argument(
+    '--matrices', type=common.positive, default=16, help='half are square, half twice as long'
+  )
   parser.add_argument('--block', type=common.positive, default=128)
-  parser.add_argument('--interval', type=_interval, default=20, help='steps between roots, 3 at least')
+  parser.add_argument(
+    '--interval', type=_interval, default=20, help='steps between roots, 3 at least'
+  )
   parser.add_argument('--repeats', type=common.positive, default=5)
   parser.add_argument('--only', choices=('roots', 'accuracy', 'steps', 'devices'))
   args = parser.parse_args()
@@ -51,10 +55,14 @@ def main() -> None:
   if args.only in (None, 'steps'):
     _steps(params, grads, args)
   rates.append(common.matmul_gflops())
-  common.print_table('Shampoo: the run', [
+  common.print_table(
+    'Shampoo: the run',
+    [
       ('matmul 2048^3 GFLOP/s before, after', ', '.join(f'{rate:.0f}' for rate in rates)),
       ('peak resident memory, MB', common.peak_memory_mb()),
-  ], ('what', 'value'))
+    ],
+    ('what', 'value'),
+  )
 
 
 def _interval(text):
@@ -67,25 +75,36 @@ def _interval(text):
 def _params_and_gradients(width, num_matrices):
   """Return parameters and a list of gradients whose rows and columns have scales over three orders of magnitude."""
   import jax
+
   shapes = {f'm{i:02d}': (width, width * (1 + i % 2)) for i in range(num_matrices)}
   keys = iter(jax.random.split(jax.random.key(0), 5 * num_matrices))
   params = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
-  scales = {name: [10 ** jax.random.uniform(next(keys), (dim,), minval=-3, maxval=0) for dim in shape]
-            for name, shape in shapes.items()}
-  grads = [{name: rows[:, None] * jax.random.normal(next(keys), params[name].shape) * columns
-            for name, (rows, columns) in scales.items()} for _ in range(2)]
+  scales = {
+    name: [10 ** jax.random.uniform(next(keys), (dim,), minval=-3, maxval=0) for dim in shape]
+    for name, shape in shapes.items()
+  }
+  grads = [
+    {
+      name: rows[:, None] * jax.random.normal(next(keys), params[name].shape) * columns
+      for name, (rows, columns) in scales.items()
+    }
+    for _ in range(2)
+  ]
   return params, grads
 
 
 def _statistics(grads, block):
   """Return the statistics of all blocks as stacks float32 [k, block, block], two per parameter."""
   import jax.numpy as jnp
+
   stacks = []
   for name in grads[0]:
     total = [0, 0]
     for grad in (tree[name] for tree in grads):
       rows, columns = (dim // block for dim in grad.shape)
-      blocks = grad.reshape(rows, block, columns, block).transpose(0, 2, 1, 3).reshape(-1, block, block)
+      blocks = (
+        grad.reshape(rows, block, columns, block).transpose(0, 2, 1, 3).reshape(-1, block, block)
+      )
       total[0] += jnp.einsum('kij,klj->kil', blocks, blocks, precision='highest')
       total[1] += jnp.einsum('kij,kil->kjl', blocks, blocks, precision='highest')
     stacks += [matrix + 1e-6 * jnp.eye(block) for matrix in total]
@@ -95,14 +114,18 @@ def _statistics(grads, block):
 def _compiled(fn, *args, **jit_options):
   """Return (compile seconds, compiled function)."""
   import jax
+
   return common.timed(lambda: jax.jit(fn, **jit_options).lower(*args).compile())
 
 
 def _median_seconds(fn, repeats):
   """Return the median seconds of a call, after one that is not counted."""
   import jax
+
   jax.block_until_ready(fn())
-  return statistics.median(common.timed(lambda: jax.block_until_ready(fn()))[0] for _ in range(repeats))
+  return statistics.median(
+    common.timed(lambda: jax.block_until_ready(fn()))[0] for _ in range(repeats)
+  )
 
 
 def _roots(stacks, repeats, num_matrices):
@@ -110,6 +133,7 @@ def _roots(stacks, repeats, num_matrices):
   import jax.numpy as jnp
   from t5x_lite.optimizers.shampoo import root_plan
   from t5x_lite.optimizers.shampoo.roots import RootOptions
+
   previous = [jnp.broadcast_to(jnp.eye(stack.shape[-1]), stack.shape) for stack in stacks]
   together = jnp.concatenate(stacks)
   compile_seconds, eigh = _compiled(jnp.linalg.eigh, together)
@@ -118,14 +142,27 @@ def _roots(stacks, repeats, num_matrices):
   for method in ('eigh', 'coupled_newton'):
     fn = functools.partial(root_plan.compute_roots, options=RootOptions(method=method))
     compile_seconds, roots_fn = _compiled(
-        lambda stacks, previous, fn=fn: fn(stacks, [4] * len(stacks), previous, jnp.int32(0)), stacks, previous)
+      lambda stacks, previous, fn=fn: fn(stacks, [4] * len(stacks), previous, jnp.int32(0)),
+      stacks,
+      previous,
+    )
     errors = jnp.concatenate(roots_fn(stacks, previous)[1])
     seconds = _median_seconds(lambda: roots_fn(stacks, previous), repeats)
-    rows.append((f'all roots by {method}', seconds, seconds / bare, compile_seconds, float(errors.max()),
-                 roots_fn.memory_analysis().temp_size_in_bytes / 1e6))
+    rows.append(
+      (
+        f'all roots by {method}',
+        seconds,
+        seconds / bare,
+        compile_seconds,
+        float(errors.max()),
+        roots_fn.memory_analysis().temp_size_in_bytes / 1e6,
+      )
+    )
   common.print_table(
-      f'Shampoo: roots of order 4 of {num_matrices} matrices {together.shape[1:]}', rows,
-      ('what', 's', 'to eigh', 'compile, s', 'largest reported error', 'temporaries, MB'))
+    f'Shampoo: roots of order 4 of {num_matrices} matrices {together.shape[1:]}',
+    rows,
+    ('what', 's', 'to eigh', 'compile, s', 'largest reported error', 'temporaries, MB'),
+  )
 
 
 def _accuracy(stacks, num_samples=24):
@@ -134,22 +171,27 @@ def _accuracy(stacks, num_samples=24):
   import jax.numpy as jnp
   import numpy as np
   from t5x_lite.optimizers.shampoo import roots
+
   matrices = jnp.concatenate(stacks)
-  matrices = matrices[::max(1, len(matrices) // num_samples)]
+  matrices = matrices[:: max(1, len(matrices) // num_samples)]
   values, vectors = np.linalg.eigh(np.asarray(matrices, np.float64))
   values = values + 1e-6 * values[:, -1:]
   rows = []
   for p in (2, 4, 6, 8):
     exact = np.einsum('kij,kj,klj->kil', vectors, values ** (-1 / p), vectors)
     for method in ('eigh', 'coupled_newton'):
-      root_fn = functools.partial(roots.inverse_pth_root, p=p, options=roots.RootOptions(method=method))
+      root_fn = functools.partial(
+        roots.inverse_pth_root, p=p, options=roots.RootOptions(method=method)
+      )
       results, _ = jax.jit(jax.vmap(root_fn))(matrices)
       errors = np.linalg.norm(results - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
       rows.append((p, method, float(np.median(errors)), float(errors.max())))
   condition = float(np.median(values[:, -1] / values[:, 0]))
   common.print_table(
-      f'Shampoo: relative error of {len(matrices)} roots, median condition with the ridge {condition:.2g}', rows,
-      ('p', 'method', 'median', 'largest'))
+    f'Shampoo: relative error of {len(matrices)} roots, median condition with the ridge {condition:.2g}',
+    rows,
+    ('p', 'method', 'median', 'largest'),
+  )
 
 
 def _products_fn(params, grad, block):
@@ -160,10 +202,15 @@ def _products_fn(params, grad, block):
   import jax
   import jax.numpy as jnp
   from t5x_lite.optimizers.shampoo import blocks
-  layouts = {name: blocks.make_layout(param.shape, block_size=block, merge_dims=True, largest_dim=4096)
-             for name, param in params.items()}
-  matrices = {name: [jnp.zeros([count, size, size]) for count, size in layout.stack_shapes]
-              for name, layout in layouts.items()}
+
+  layouts = {
+    name: blocks.make_layout(param.shape, block_size=block, merge_dims=True, largest_dim=4096)
+    for name, param in params.items()
+  }
+  matrices = {
+    name: [jnp.zeros([count, size, size]) for count, size in layout.stack_shapes]
+    for name, layout in layouts.items()
+  }
   cut = {name: layouts[name].cut(array) for name, array in grad.items()}
 
   def multiply(a, b, dim):
@@ -174,7 +221,11 @@ def _products_fn(params, grad, block):
     results = []
     for name, groups in cut.items():
       for group, (left, right) in zip(groups, zip(*[iter(matrices[name])] * 2)):
-        results += [multiply(group, group, 2), multiply(group, group, 1), multiply(multiply(group, left, 1), right, 1)]
+        results += [
+          multiply(group, group, 2),
+          multiply(group, group, 1),
+          multiply(multiply(group, left, 1), right, 1),
+        ]
     return results
 
   memory = [products(cut, matrices, None)]
@@ -217,8 +268,13 @@ def _against_products(name, step_fn, products_fn, steps):
   """Return a row of a table: medians of the steps' wall seconds and of their ratios to products made just before."""
   pairs = [(_seconds(products_fn), _seconds(functools.partial(step_fn, step))) for step in steps]
   ratios = [[step[i] / products[i] for products, step in pairs] for i in range(2)]
-  return (name, statistics.median(step[0] for _, step in pairs), statistics.median(pair[0][0] for pair in pairs),
-          *(statistics.median(values) for values in ratios), f'{min(ratios[0]):.2f} to {max(ratios[0]):.2f}')
+  return (
+    name,
+    statistics.median(step[0] for _, step in pairs),
+    statistics.median(pair[0][0] for pair in pairs),
+    *(statistics.median(values) for values in ratios),
+    f'{min(ratios[0]):.2f} to {max(ratios[0]):.2f}',
+  )
 
 
 def _steps(params, grads, args):
@@ -226,36 +282,62 @@ def _steps(params, grads, args):
   import numpy as np
   import optax
   from t5x_lite import optimizers
+
   products_fn = _products_fn(params, grads[0], args.block)
   compile_seconds, adam_fn = _step_fn(optax.adam(1e-3), params, grads)
   adam_fn(0)
   others = [step for step in range(1, 2 * args.interval) if step % args.interval]
   rows = [(*_against_products('optax.adam', adam_fn, products_fn, others), compile_seconds)]
   for name, options in (
-      ('eigh', {'root_method': 'eigh'}),
-      ('coupled_newton', {'root_method': 'coupled_newton'}),
-      ('eigh, int8 momenta', {'root_method': 'eigh', 'best_effort_memory_usage_reduction': True}),
-      ('eigh, int8 and int16 state', {
-          'root_method': 'eigh', 'best_effort_memory_usage_reduction': True, 'quantize_statistics': True}),
-      ('eigh, sharded', {'root_method': 'eigh', 'shard_optimizer_states': True}),
-      ('eigh, spread', {'root_method': 'eigh', 'spread_roots': True})):
+    ('eigh', {'root_method': 'eigh'}),
+    ('coupled_newton', {'root_method': 'coupled_newton'}),
+    ('eigh, int8 momenta', {'root_method': 'eigh', 'best_effort_memory_usage_reduction': True}),
+    (
+      'eigh, int8 and int16 state',
+      {
+        'root_method': 'eigh',
+        'best_effort_memory_usage_reduction': True,
+        'quantize_statistics': True,
+      },
+    ),
+    ('eigh, sharded', {'root_method': 'eigh', 'shard_optimizer_states': True}),
+    ('eigh, spread', {'root_method': 'eigh', 'spread_roots': True}),
+  ):
     transformation = optimizers.distributed_shampoo(
-        1e-3, block_size=args.block, preconditioning_compute_steps=args.interval, start_preconditioning_step=1,
-        **options).optax_optimizer
+      1e-3,
+      block_size=args.block,
+      preconditioning_compute_steps=args.interval,
+      start_preconditioning_step=1,
+      **options,
+    ).optax_optimizer
     compile_seconds, step_fn = _step_fn(transformation, params, grads)
     step_fn(0)
     step_fn(1)
     if 'spread' in name:
-      rows.append((*_against_products(f'{name}: every step', step_fn, products_fn, others), compile_seconds))
+      rows.append(
+        (*_against_products(f'{name}: every step', step_fn, products_fn, others), compile_seconds)
+      )
       continue
     # The number of the update is the state's: steps with roots are those that are made at multiples of the interval.
-    first = _against_products(f'{name}: any other step', step_fn, products_fn, range(2, args.interval))
+    first = _against_products(
+      f'{name}: any other step', step_fn, products_fn, range(2, args.interval)
+    )
     due = _against_products(f'{name}: a step with all roots', step_fn, products_fn, [args.interval])
     rows += [(*due, compile_seconds), (*first, '')]
   num_params = sum(np.size(param) for param in params.values())
   common.print_table(
-      f'Shampoo: updates of {num_params / 1e6:.2f} M parameters, roots every {args.interval} steps', rows,
-      ('what', 's', 'its matrix products, s', 'ratio', 'of CPU seconds', 'range of ratios', 'compile, s'))
+    f'Shampoo: updates of {num_params / 1e6:.2f} M parameters, roots every {args.interval} steps',
+    rows,
+    (
+      'what',
+      's',
+      'its matrix products, s',
+      'ratio',
+      'of CPU seconds',
+      'range of ratios',
+      'compile, s',
+    ),
+  )
 
 
 def _devices():
@@ -266,14 +348,28 @@ def _devices():
     for number in (1, 8, 16, 32, 64):
       environment = os.environ | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={number}'}
       result = subprocess.run(
-          [sys.executable, '-m', 'tests.optimizers.shampoo.compiled_memory', str(number), kernels],
-          check=True, stdout=subprocess.PIPE, cwd=folder, env=environment)
+        [sys.executable, '-m', 'tests.optimizers.shampoo.compiled_memory', str(number), kernels],
+        check=True,
+        stdout=subprocess.PIPE,
+        cwd=folder,
+        env=environment,
+      )
       figures = json.loads(result.stdout)
-      rows.append((kernels, number, figures['state'] / 1e6, figures['temporaries'] / 1e6,
-                   figures['collective'] / 1e6, figures['flops'] / 1e9))
+      rows.append(
+        (
+          kernels,
+          number,
+          figures['state'] / 1e6,
+          figures['temporaries'] / 1e6,
+          figures['collective'] / 1e6,
+          figures['flops'] / 1e9,
+        )
+      )
   common.print_table(
-      'Shampoo, sharded: one step on each device; matrices of one kernel have 16.8 MB', rows,
-      ('kernels', 'devices', 'state, MB', 'temporaries, MB', 'largest collective, MB', 'GFLOP'))
+    'Shampoo, sharded: one step on each device; matrices of one kernel have 16.8 MB',
+    rows,
+    ('kernels', 'devices', 'state, MB', 'temporaries, MB', 'largest collective, MB', 'GFLOP'),
+  )
 
 
 if __name__ == '__main__':

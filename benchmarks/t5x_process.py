@@ -23,8 +23,9 @@ def _checkout(text: str) -> pathlib.Path:
   path = pathlib.Path(text).expanduser().absolute()
   if not (path / 't5x' / 'train_state.py').is_file():
     raise argparse.ArgumentTypeError(
-        f'must be a checkout of T5X, the folder that contains t5x/train_state.py, got {text!r}. '
-        'Clone https://github.com/google-research/t5x and give its path.')
+      f'must be a checkout of T5X, the folder that contains t5x/train_state.py, got {text!r}. '
+      'Clone https://github.com/google-research/t5x and give its path.'
+    )
   return path
 
 
@@ -32,18 +33,27 @@ def _interpreter(text: str) -> str:
   found = shutil.which(os.path.expanduser(text))
   if found is None:
     raise argparse.ArgumentTypeError(
-        f"must be a Python interpreter, got {text!r}. Give the path of bin/python in T5X's environment.")
+      f"must be a Python interpreter, got {text!r}. Give the path of bin/python in T5X's environment."
+    )
   return os.path.abspath(found)
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
   """Return the arguments of the command line, with `t5x` and `t5x_python`, which choose a checkout of T5X."""
-  parser.add_argument('--t5x', type=_checkout, metavar='PATH', help='measure this checkout of T5X as the peer')
-  parser.add_argument('--t5x_python', type=_interpreter, metavar='PYTHON',
-                      help="interpreter with T5X's dependencies, by default this one; it sees PYTHONPATH as well")
+  parser.add_argument(
+    '--t5x', type=_checkout, metavar='PATH', help='measure this checkout of T5X as the peer'
+  )
+  parser.add_argument(
+    '--t5x_python',
+    type=_interpreter,
+    metavar='PYTHON',
+    help="interpreter with T5X's dependencies, by default this one; it sees PYTHONPATH as well",
+  )
   args = parser.parse_args()
   if args.t5x_python and not args.t5x:
-    parser.error(f'argument --t5x_python: must come with --t5x, got {args.t5x_python!r} alone. Add --t5x=PATH.')
+    parser.error(
+      f'argument --t5x_python: must come with --t5x, got {args.t5x_python!r} alone. Add --t5x=PATH.'
+    )
   return args
 
 
@@ -55,8 +65,13 @@ class T5x:
     facts: what the process measured while it started, by name.
   """
 
-  def __init__(self, args: argparse.Namespace, phase: str, options: Mapping[str, Any],
-               arrays: Mapping[str, Any] | None = None):
+  def __init__(
+    self,
+    args: argparse.Namespace,
+    phase: str,
+    options: Mapping[str, Any],
+    arrays: Mapping[str, Any] | None = None,
+  ):
     """Start the process.
 
     Args:
@@ -70,16 +85,28 @@ class T5x:
     """
     self._checkout, self._python = args.t5x, args.t5x_python or sys.executable
     with contextlib.ExitStack() as files:
-      folder = pathlib.Path(files.enter_context(tempfile.TemporaryDirectory(prefix='t5x_lite_bench_')))
+      folder = pathlib.Path(
+        files.enter_context(tempfile.TemporaryDirectory(prefix='t5x_lite_bench_'))
+      )
       if arrays is not None:
         import numpy as np
-        np.savez(folder / 'arrays.npz', **{name: np.asarray(array) for name, array in arrays.items()})
+
+        np.savez(
+          folder / 'arrays.npz', **{name: np.asarray(array) for name, array in arrays.items()}
+        )
         options = {**options, 'arrays': str(folder / 'arrays.npz')}
-      self._log = files.enter_context(open(folder / 'log', 'w+', encoding='utf-8', errors='replace'))
+      self._log = files.enter_context(
+        open(folder / 'log', 'w+', encoding='utf-8', errors='replace')
+      )
       paths = [str(self._checkout), *filter(None, [os.environ.get('PYTHONPATH')])]
       self._process = subprocess.Popen(
-          [self._python, str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-          env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'TF_CPP_MIN_LOG_LEVEL': '3'})
+        [self._python, str(_WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=self._log,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'TF_CPP_MIN_LOG_LEVEL': '3'},
+      )
       files.callback(self._end)
       self.facts = self('start', checkout=str(self._checkout), phase=phase, options=dict(options))
       self._files = files.pop_all()
@@ -98,15 +125,23 @@ class T5x:
       line = self._process.stdout.readline()
     except BrokenPipeError:
       line = ''
-    answer = json.loads(line) if line else {'error': f'its process ended with status {self._process.wait()}'}
+    answer = (
+      json.loads(line)
+      if line
+      else {'error': f'its process ended with status {self._process.wait()}'}
+    )
     if 'error' in answer:
       self._log.seek(0)
       is_import = answer['error'].startswith(('ImportError', 'ModuleNotFoundError'))
-      remedy = ("Install T5X's dependencies in that environment or put checkouts of them on PYTHONPATH." if is_import
-                else 'Its output is above. Give another checkout, another environment or other options.')
+      remedy = (
+        "Install T5X's dependencies in that environment or put checkouts of them on PYTHONPATH."
+        if is_import
+        else 'Its output is above. Give another checkout, another environment or other options.'
+      )
       raise SystemExit(
-          f'{self._log.read()[-3000:]}\n--t5x must be a checkout that --t5x_python can run, got {self._checkout} and '
-          f'{self._python}: {answer["error"]}. {remedy}')
+        f'{self._log.read()[-3000:]}\n--t5x must be a checkout that --t5x_python can run, got {self._checkout} and '
+        f'{self._python}: {answer["error"]}. {remedy}'
+      )
     return answer['result']
 
   def close(self) -> None:
@@ -124,5 +159,7 @@ def _commit(checkout: pathlib.Path) -> str:
   """Return the short commit of a checkout, or '(unknown commit)'."""
   if not (checkout / '.git').exists():  # git would name the commit of a repository around it
     return '(unknown commit)'
-  done = subprocess.run(['git', '-C', str(checkout), 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True)
+  done = subprocess.run(
+    ['git', '-C', str(checkout), 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True
+  )
   return done.stdout.strip() if done.returncode == 0 else '(unknown commit)'

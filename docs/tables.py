@@ -38,10 +38,15 @@ def parameters(what: str) -> list[tuple[str, str, str]]:
   path, _, omitted = what.partition(' without ')
   described = pkgutil.resolve_name(path)
   meanings = _meanings(described)
-  return [(name, 'required' if parameter.default is parameter.empty else f'`{_as_written(parameter.default)}`',
-           meanings.get(name, ''))
-          for name, parameter in inspect.signature(described).parameters.items()
-          if name not in omitted.replace(',', ' ').split() and parameter.kind is not parameter.VAR_KEYWORD]
+  return [
+    (
+      name,
+      'required' if parameter.default is parameter.empty else f'`{_as_written(parameter.default)}`',
+      meanings.get(name, ''),
+    )
+    for name, parameter in inspect.signature(described).parameters.items()
+    if name not in omitted.replace(',', ' ').split() and parameter.kind is not parameter.VAR_KEYWORD
+  ]
 
 
 def flags(command: str) -> list[tuple[str, str]]:
@@ -49,38 +54,71 @@ def flags(command: str) -> list[tuple[str, str]]:
   parser = argparse.ArgumentParser(add_help=False)
   commands.COMMANDS[command].add_arguments(parser)
   actions = sorted(parser._actions, key=lambda action: bool(action.option_strings))
-  return [('='.join(filter(None, (*action.option_strings, _value_name(action)))), _FLAG.sub(r'`\1`', _one_line(action.help or '')))
-          for action in actions]
+  return [
+    (
+      '='.join(filter(None, (*action.option_strings, _value_name(action)))),
+      _FLAG.sub(r'`\1`', _one_line(action.help or '')),
+    )
+    for action in actions
+  ]
 
 
 def t5x_table(what: str) -> str:
   """Return the table of T5X's modules, of its names in other places here, or of those that are left out."""
   rows = names.MODULES.items()
   if what == 'modules':
-    head, lines = ('in T5X', 'here'), [(f'`{module}`', f'`{row.here}`') for module, row in rows if row.here]
+    head, lines = (
+      ('in T5X', 'here'),
+      [(f'`{module}`', f'`{row.here}`') for module, row in rows if row.here],
+    )
   elif what == 'names':
     head = ('in T5X', 'here')
-    lines = [(f'`{module}.{name}`', f'`{place.replace(":", ".")}`') for module, row in rows
-             for name, place in sorted(row.names.items())]
+    lines = [
+      (f'`{module}.{name}`', f'`{place.replace(":", ".")}`')
+      for module, row in rows
+      for name, place in sorted(row.names.items())
+    ]
   else:
     head = ('in T5X', 'instead')
-    lines = [(f'`{module}.{name}`', sentence) for module, row in rows for name, sentence in sorted(row.left_out.items())]
+    lines = [
+      (f'`{module}.{name}`', sentence)
+      for module, row in rows
+      for name, sentence in sorted(row.left_out.items())
+    ]
     lines += [(f'`{module}`', sentence) for module, sentence in names.LEFT_OUT_MODULES.items()]
-  return '\n'.join([f'| {head[0]} | {head[1]} |', '|---|---|', *(f'| {left} | {_cell(right)} |' for left, right in lines)])
+  return '\n'.join(
+    [
+      f'| {head[0]} | {head[1]} |',
+      '|---|---|',
+      *(f'| {left} | {_cell(right)} |' for left, right in lines),
+    ]
+  )
 
 
 def _parameter_table(what: str) -> str:
   path = what.partition(' without ')[0]
-  rows = [f'| `{name}` | {_cell(default)} | {_cell(meaning)} |' for name, default, meaning in parameters(what)]
-  return '\n'.join(['| parameter | default | meaning |', '|---|---|---|', *rows, '', f'API: {{py:obj}}`{path}`'])
+  rows = [
+    f'| `{name}` | {_cell(default)} | {_cell(meaning)} |'
+    for name, default, meaning in parameters(what)
+  ]
+  return '\n'.join(
+    ['| parameter | default | meaning |', '|---|---|---|', *rows, '', f'API: {{py:obj}}`{path}`']
+  )
 
 
 def _flag_table(command: str) -> str:
   """Return the table of a command; the flags that `train` has with the same meaning are only named."""
   common = [] if command == 'train' else [row for row in flags(command) if row in flags('train')]
-  rows = [f'| {_cell(f"`{flag}`")} | {_cell(meaning)} |' for flag, meaning in flags(command)
-          if (flag, meaning) not in common]
-  also = ['Also ' + ', '.join(f'`{flag}`' for flag, _ in common) + ', as for [train](#flags).'] if common else []
+  rows = [
+    f'| {_cell(f"`{flag}`")} | {_cell(meaning)} |'
+    for flag, meaning in flags(command)
+    if (flag, meaning) not in common
+  ]
+  also = (
+    ['Also ' + ', '.join(f'`{flag}`' for flag, _ in common) + ', as for [train](#flags).']
+    if common
+    else []
+  )
   return '\n'.join(['| flag | meaning |', '|---|---|', *rows, '', *also])
 
 
@@ -88,10 +126,15 @@ def _meanings(described: object) -> dict[str, str]:
   """Return the descriptions of parameters by name, from the docstrings of a class, its `__init__` and its bases."""
   meanings = {}
   for owner in inspect.getmro(described) if inspect.isclass(described) else (described,):
-    for doc in (owner.__doc__, getattr(vars(owner).get('__init__'), '__doc__', None) if inspect.isclass(owner) else None):
+    for doc in (
+      owner.__doc__,
+      getattr(vars(owner).get('__init__'), '__doc__', None) if inspect.isclass(owner) else None,
+    ):
       for section in _SECTION.finditer(inspect.cleandoc(doc or '') + '\n'):
         for name, meaning in _ENTRY.findall(section[1]):
-          if name not in meanings or meanings[name].startswith('see `'):  # a base class describes it
+          if name not in meanings or meanings[name].startswith(
+            'see `'
+          ):  # a base class describes it
             meanings[name] = _one_line(re.sub(r':\w+:`', '`', meaning))
   return meanings
 

@@ -18,8 +18,12 @@ exit status: 0 done, 2 invalid configuration or input, 1 an error in the code.
 """
 
 PROGRAM = cli.Program(
-    package=moe, call='python -m moe', commands=COMMANDS, epilog=_EPILOG,
-    description='Look into the routing of sparse models, plan their buffers, and work on their experts.')
+  package=moe,
+  call='python -m moe',
+  commands=COMMANDS,
+  epilog=_EPILOG,
+  description='Look into the routing of sparse models, plan their buffers, and work on their experts.',
+)
 
 if __name__ == '__main__':
   sys.exit(cli.main(program=PROGRAM))

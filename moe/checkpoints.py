@@ -24,9 +24,19 @@ class UpcycleCheckpointer(checkpoints.Checkpointer):
   the same if this class is `RestoreCheckpointConfig.checkpointer_cls`.
   """
 
-  def __init__(self, train_state: Any, partitioner: Any, checkpoints_dir: str, num_experts: int,
-               dataset_iterator: Any = None, *, keep: int | None = None, save_dtype: Any = np.float32,
-               restore_dtype: Any = None, keep_dataset_checkpoints: int | None = None):
+  def __init__(
+    self,
+    train_state: Any,
+    partitioner: Any,
+    checkpoints_dir: str,
+    num_experts: int,
+    dataset_iterator: Any = None,
+    *,
+    keep: int | None = None,
+    save_dtype: Any = np.float32,
+    restore_dtype: Any = None,
+    keep_dataset_checkpoints: int | None = None,
+  ):
     """Store the arguments.
 
     Args:
@@ -43,9 +53,19 @@ class UpcycleCheckpointer(checkpoints.Checkpointer):
     Raises:
       ConfigError: an invalid option.
     """
-    checks.check('UpcycleCheckpointer', locals(), num_experts=checks.number(at_least=1, integer=True))
-    super().__init__(train_state, partitioner, checkpoints_dir, dataset_iterator, keep=keep, save_dtype=save_dtype,
-                     restore_dtype=restore_dtype, keep_dataset_checkpoints=keep_dataset_checkpoints)
+    checks.check(
+      'UpcycleCheckpointer', locals(), num_experts=checks.number(at_least=1, integer=True)
+    )
+    super().__init__(
+      train_state,
+      partitioner,
+      checkpoints_dir,
+      dataset_iterator,
+      keep=keep,
+      save_dtype=save_dtype,
+      restore_dtype=restore_dtype,
+      keep_dataset_checkpoints=keep_dataset_checkpoints,
+    )
     self._num_experts = num_experts
 
   @property
@@ -71,7 +91,9 @@ class _RepeatForExperts(builders.StateBuilder):
     for name, array in state.arrays.items():
       path = name.removeprefix(expert_state.TARGET)
       wanted = target.wanted.get(name)
-      is_of_expert = path != name and (expert_state.split_path(path) or ('', ''))[1] == expert_state.EXPERT
+      is_of_expert = (
+        path != name and (expert_state.split_path(path) or ('', ''))[1] == expert_state.EXPERT
+      )
       if is_of_expert and wanted is not None and array.ndim == len(wanted.shape) - 1:
         arrays[name] = self._repeated(path, array, tuple(wanted.shape))
     return state.replace(arrays=arrays)
@@ -80,15 +102,25 @@ class _RepeatForExperts(builders.StateBuilder):
     dims = expert_state.dims_of(path, len(shape))
     num_experts = shape[dims.index('e')]
     if num_experts != self.num_experts:
-      raise checks.invalid('UpcycleCheckpointer', 'num_experts', f'{num_experts}, the number in {path}',
-                           self.num_experts, 'Set both to the same macro, such as %NUM_EXPERTS.')
+      raise checks.invalid(
+        'UpcycleCheckpointer',
+        'num_experts',
+        f'{num_experts}, the number in {path}',
+        self.num_experts,
+        'Set both to the same macro, such as %NUM_EXPERTS.',
+      )
 
     def compute(dense: np.ndarray) -> np.ndarray:
       return np.ascontiguousarray(upcycling.repeat_for_experts(dense, dims, num_experts))
 
-    blank = upcycling.repeat_for_experts(np.broadcast_to(np.zeros((), array.dtype), array.shape), dims, num_experts)
+    blank = upcycling.repeat_for_experts(
+      np.broadcast_to(np.zeros((), array.dtype), array.shape), dims, num_experts
+    )
     if blank is None or blank.shape != shape:
       raise errors.CheckpointError(
-          f'Cannot upcycle an array of shape {tuple(array.shape)} to {path} of shape {shape}. Give the checkpoint of a '
-          'dense model of the same sizes.')
-    return lazy_arrays.ComputedArray(shape=shape, dtype=array.dtype, inputs=(array,), compute_fn=compute)
+        f'Cannot upcycle an array of shape {tuple(array.shape)} to {path} of shape {shape}. Give the checkpoint of a '
+        'dense model of the same sizes.'
+      )
+    return lazy_arrays.ComputedArray(
+      shape=shape, dtype=array.dtype, inputs=(array,), compute_fn=compute
+    )

@@ -25,9 +25,34 @@ PARAM_TREES = (TARGET, 'param_average/')
 Dims = tuple[str, ...]
 
 # Optimizer state, by its name next to the path of the parameter, that is zero at first.
-_STARTS_AT_ZERO = frozenset({
-    'm', 'v', 'v_row', 'v_col', 'mu', 'nu', 'nu_max', 'trace', 'ema', 'm1', 'm2', 'n', 'g', 'e_g', 'e_x', 'delta',
-    'exp_avg', 'exp_avg_sq', 'grad_sum', 'grad_sum_sq', 'acc_grads', 'previous_gradient', 'prev_updates', 'found_nan'})
+_STARTS_AT_ZERO = frozenset(
+  {
+    'm',
+    'v',
+    'v_row',
+    'v_col',
+    'mu',
+    'nu',
+    'nu_max',
+    'trace',
+    'ema',
+    'm1',
+    'm2',
+    'n',
+    'g',
+    'e_g',
+    'e_x',
+    'delta',
+    'exp_avg',
+    'exp_avg_sq',
+    'grad_sum',
+    'grad_sum_sq',
+    'acc_grads',
+    'previous_gradient',
+    'prev_updates',
+    'found_nan',
+  }
+)
 # Optimizer state that holds values of the parameter: the current ones or earlier ones.
 _COPIES = frozenset({'z', 'x0', 'init_params', 'params0', 'init_particles', 'cache'})
 # Power of the gradient whose mean the state is, where the name determines it.
@@ -85,15 +110,17 @@ class ArrayNames:
     parts = tuple(name.split('/'))
     for length in self._lengths:
       for start in range(1, len(parts) - length + 1):
-        path = '/'.join(parts[start:start + length])
+        path = '/'.join(parts[start : start + length])
         if path in self._params:
-          return ArrayName(path, parts[:start], parts[start + length:])
+          return ArrayName(path, parts[:start], parts[start + length :])
     return None
 
 
 def params_of(state: Mapping[str, Any]) -> dict[str, Any]:
   """Return the parameters of a flat state by their paths."""
-  return {name.removeprefix(TARGET): leaf for name, leaf in state.items() if name.startswith(TARGET)}
+  return {
+    name.removeprefix(TARGET): leaf for name, leaf in state.items() if name.startswith(TARGET)
+  }
 
 
 def split_path(path: str) -> tuple[str, str, str] | None:
@@ -107,7 +134,7 @@ def split_path(path: str) -> tuple[str, str, str] | None:
   if not found:
     return None
   at = found[0]
-  return '/'.join(parts[:at]), parts[at], '/'.join(parts[at + 1:])
+  return '/'.join(parts[:at]), parts[at], '/'.join(parts[at + 1 :])
 
 
 def dims_of(path: str, ndim: int) -> Dims:
@@ -140,8 +167,14 @@ def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[st
     params: all parameters of a sparse model: path to an array or anything else with a shape.
     layers: paths of the blocks to check.
   """
-  sparse = {path: found for path in params if (found := split_path(path)) is not None and found[0] in set(layers)}
-  counts = {found[0]: int(params[path].shape[0]) for path, found in sparse.items() if found[1] == EXPERT}
+  sparse = {
+    path: found
+    for path in params
+    if (found := split_path(path)) is not None and found[0] in set(layers)
+  }
+  counts = {
+    found[0]: int(params[path].shape[0]) for path, found in sparse.items() if found[1] == EXPERT
+  }
   for path, (layer, part, _) in sparse.items():
     shape = tuple(params[path].shape)
     if part != ROUTER or layer not in counts:
@@ -149,8 +182,9 @@ def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[st
     dims = dims_of(path, len(shape))
     if 'e' not in dims or shape[dims.index('e')] != counts[layer]:
       raise CheckpointError(
-          f'{operation}: {path} must have one column for each of the {counts[layer]} experts of {layer}, got the shape '
-          f'{shape}. Soft routing with several slots for each expert is not supported.')
+        f'{operation}: {path} must have one column for each of the {counts[layer]} experts of {layer}, got the shape '
+        f'{shape}. Soft routing with several slots for each expert is not supported.'
+      )
 
 
 def with_layers(dims: Dims, at: int = 1) -> Dims:
@@ -169,12 +203,20 @@ def kept_dims(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> s
   >>> kept_dims((4, 16), (4, 16, 32), ('e', 'd', 'f')), len(kept_dims((8,), (8, 8), ('d', 'e')))
   ({('e', 'd')}, 2)
   """
-  return {tuple(dims[i] for i in kept) for kept in itertools.combinations(range(len(param_shape)), len(shape))
-          if tuple(param_shape[i] for i in kept) == tuple(shape)}
+  return {
+    tuple(dims[i] for i in kept)
+    for kept in itertools.combinations(range(len(param_shape)), len(shape))
+    if tuple(param_shape[i] for i in kept) == tuple(shape)
+  }
 
 
-def state_dims(name: ArrayName, shape: Sequence[int], param_shape: Sequence[int], dims: Dims,
-               matter: str = 'delfx') -> Dims | None:
+def state_dims(
+  name: ArrayName,
+  shape: Sequence[int],
+  param_shape: Sequence[int],
+  dims: Dims,
+  matter: str = 'delfx',
+) -> Dims | None:
   """Return the dims of the parameter that an array of optimizer state keeps; None if they are ambiguous.
 
   Args:
@@ -232,12 +274,16 @@ class Change:
     axis = dims.index('e')
     if not self.mixes:
       taken = np.take(array, [group[0] for group in self.sources], axis)
-      return taken if self.slices == 1 or 'f' not in dims else self._slice(taken, axis, dims.index('f'))
+      return (
+        taken if self.slices == 1 or 'f' not in dims else self._slice(taken, axis, dims.index('f'))
+      )
     if array.dtype.kind in 'iub':
       return None
     wide = array.astype(np.float64)
-    means = [sum(np.take(wide, i, axis) * w for i, w in zip(group, weights, strict=True))
-             for group, weights in zip(self.sources, self.weights, strict=True)]
+    means = [
+      sum(np.take(wide, i, axis) * w for i, w in zip(group, weights, strict=True))
+      for group, weights in zip(self.sources, self.weights, strict=True)
+    ]
     return np.stack(means, axis).astype(array.dtype)
 
   def share(self, array: np.ndarray, axis: int) -> np.ndarray:
@@ -255,7 +301,9 @@ class Change:
   def _slice(self, array: np.ndarray, expert_axis: int, hidden_axis: int) -> np.ndarray:
     size = array.shape[hidden_axis] // self.slices
     rows = np.moveaxis(array, (expert_axis, hidden_axis), (0, 1))
-    parts = [row[(j % self.slices) * size:(j % self.slices + 1) * size] for j, row in enumerate(rows)]
+    parts = [
+      row[(j % self.slices) * size : (j % self.slices + 1) * size] for j, row in enumerate(rows)
+    ]
     return np.ascontiguousarray(np.moveaxis(np.stack(parts), (0, 1), (expert_axis, hidden_axis)))
 
 
@@ -297,8 +345,9 @@ def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray |
   return change.share(array, dims.index('e')) if is_bias else change.apply(array, dims)
 
 
-def change_state(name: ArrayName, array: np.ndarray, param_shape: Sequence[int],
-                 change: Change) -> np.ndarray | None:
+def change_state(
+  name: ArrayName, array: np.ndarray, param_shape: Sequence[int], change: Change
+) -> np.ndarray | None:
   """Return the optimizer state of an expert or a router for the new experts; None if its dims are ambiguous.
 
   The gradient of a slice's output projection is the gradient of the unsliced projection divided by the number of
@@ -312,18 +361,25 @@ def change_state(name: ArrayName, array: np.ndarray, param_shape: Sequence[int],
     change: composition of the new experts.
   """
   if array.size <= 1:
-    return array  # One number for the parameter, or the placeholder of a statistic that is not kept.
+    return (
+      array  # One number for the parameter, or the placeholder of a statistic that is not kept.
+    )
   if name.is_copy and array.shape == tuple(param_shape):
     return change_param(name.param, array, change)
-  dims = state_dims(name, array.shape, param_shape, dims_of(name.param, len(param_shape)),
-                    'ef' if change.slices > 1 else 'e')
+  dims = state_dims(
+    name,
+    array.shape,
+    param_shape,
+    dims_of(name.param, len(param_shape)),
+    'ef' if change.slices > 1 else 'e',
+  )
   if dims is None or (change.slices > 1 and 'f' in dims and 'e' not in dims):
     return None
   changed = change.apply(array, dims)
   if changed is None or change.slices == 1 or not is_output(name.param):
     return changed
   if name.power is not None:
-    return scaled(changed, float(change.slices)**-name.power)
+    return scaled(changed, float(change.slices) ** -name.power)
   return np.zeros_like(changed) if name.starts_at_zero else None
 
 

@@ -17,9 +17,13 @@ from t5x_lite import checks
 from t5x_lite import partitioning
 from t5x_lite.layers.dense import Initializer, default_kernel_init
 
-partitioning.register_axis_remedy(('expert', 'expert_mlp', 'unmodeled'), (
+partitioning.register_axis_remedy(
+  ('expert', 'expert_mlp', 'unmodeled'),
+  (
     'The rules are for dense models, but the model has experts. Use the partitioner for experts, also on one device: '
-    '--gin_file=partitioning/moe_expert_partitions.gin after the run file, or moe.MoePjitPartitioner.'))
+    '--gin_file=partitioning/moe_expert_partitions.gin after the run file, or moe.MoePjitPartitioner.'
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,12 @@ class ExpertMlp:
   kernel_init: Initializer = default_kernel_init
 
   def __post_init__(self):
-    checks.check('ExpertMlp', vars(self), dim=checks.number(at_least=1, integer=True),
-                 dropout_rate=checks.number(at_least=0, below=1))
+    checks.check(
+      'ExpertMlp',
+      vars(self),
+      dim=checks.number(at_least=1, integer=True),
+      dropout_rate=checks.number(at_least=0, below=1),
+    )
     self.spec('float32')
 
   def spec(self, dtype: Any) -> MlpSpec:
@@ -80,11 +88,17 @@ class _Projections(nn.Module):
       return jax.vmap(one)(jax.random.split(rng, shape[0]))
 
     kernel = nn_partitioning.param_with_axes(
-        'kernel', init, (self.num_experts, *self.shape), jnp.float32, axes=('expert', *self.axes))
+      'kernel', init, (self.num_experts, *self.shape), jnp.float32, axes=('expert', *self.axes)
+    )
     if not self.mlp.use_bias:
       return kernel, None
     bias = nn_partitioning.param_with_axes(
-        'bias', nn.initializers.zeros, (self.num_experts, self.shape[1]), jnp.float32, axes=('expert', self.axes[1]))
+      'bias',
+      nn.initializers.zeros,
+      (self.num_experts, self.shape[1]),
+      jnp.float32,
+      axes=('expert', self.axes[1]),
+    )
     return kernel, bias
 
 
@@ -115,7 +129,8 @@ class ExpertParams(nn.Module):
 
 
 def apply_blocks(
-    block: nn.Module, x: jax.Array, routing: Routing, dtype: Any, *, decode: bool, deterministic: bool) -> jax.Array:
+  block: nn.Module, x: jax.Array, routing: Routing, dtype: Any, *, decode: bool, deterministic: bool
+) -> jax.Array:
   """Apply custom experts to buffers of equal size; see `ExpertFactory`.
 
   Args:
@@ -130,15 +145,22 @@ def apply_blocks(
     <dtype>[G, T, D].
   """
   if 'capacity' not in routing.forms:
-    raise checks.invalid('MoeLayer', 'expert', f'an ExpertMlp with a router that returns a {type(routing).__name__}',
-                         type(block).__name__)
+    raise checks.invalid(
+      'MoeLayer',
+      'expert',
+      f'an ExpertMlp with a router that returns a {type(routing).__name__}',
+      type(block).__name__,
+    )
   (token, gates), tokens = routing.slots(), x.astype(dtype).reshape(-1, x.shape[-1])
   # Empty slots point past the end: they read zeros, and their outputs are dropped.
   buffers = constrain(jnp.take(tokens, token, axis=0, mode='fill', fill_value=0), BUFFER_AXES)
   mapped = nn_partitioning.vmap_with_axes(
-      lambda block, rows: block(rows, decode=decode, deterministic=deterministic),
-      in_axes=(0,), variable_axes={'params': 0, 'intermediates': 0}, split_rngs={'params': True, 'dropout': True},
-      partitioning_axis_names={'params': 'expert'})
+    lambda block, rows: block(rows, decode=decode, deterministic=deterministic),
+    in_axes=(0,),
+    variable_axes={'params': 0, 'intermediates': 0},
+    split_rngs={'params': True, 'dropout': True},
+    partitioning_axis_names={'params': 'expert'},
+  )
   outputs = constrain(mapped(block, buffers), BUFFER_AXES).astype(jnp.float32) * gates[..., None]
   total = jnp.zeros(tokens.shape, jnp.float32).at[token].add(outputs, mode='drop')
   return total.astype(dtype).reshape(x.shape)

@@ -30,7 +30,9 @@ class Grouping(NamedTuple):
 
   def split(self, x: jax.Array) -> jax.Array:
     """Return [G, T, ...] of `x` [rows, tokens, ...], padded with zeros (False)."""
-    padding = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    padding = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])] + [(0, 0)] * (
+      x.ndim - 2
+    )
     if any(after for _, after in padding):
       x = jnp.pad(x, padding)
     return x.reshape(self.num_groups, self.group_size, *x.shape[2:])
@@ -71,24 +73,34 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
   >>> divide(batch=4, length=18, group_size=16), divide(batch=4, length=18, group_size=16, multiple=2)
   (Grouping(batch=4, length=18, num_groups=6, group_size=12), Grouping(batch=4, length=18, num_groups=4, group_size=18))
   """
-  size = checks.number(at_least=1, integer=True, remedy='For an export set --gin.export_lib.save.batch_size=8, or '
-                       'another number.')
+  size = checks.number(
+    at_least=1,
+    integer=True,
+    remedy='For an export set --gin.export_lib.save.batch_size=8, or another number.',
+  )
   checks.check('batch', {'rows': batch, 'tokens': length}, rows=size, tokens=size)
   batch, length = _pad(batch, length, multiple)
   tokens = batch * length
   num_groups = max(tokens // group_size, multiple)
-  while tokens % num_groups or num_groups % multiple or (multiple == 1 and tokens > num_groups * group_size):
+  while (
+    tokens % num_groups
+    or num_groups % multiple
+    or (multiple == 1 and tokens > num_groups * group_size)
+  ):
     num_groups += 1
   found = tokens // num_groups
   if multiple == 1 and found * _LEAST_SHARE < min(group_size, tokens):
     raise ConfigError(
-        f'`group_size` must be a divisor of the {tokens} tokens of a batch ({batch} rows of {length}), or slightly '
-        f'larger than one, got {group_size}: the largest divisor below is {found}. Set `group_size` to {tokens} '
-        '(one group), or change the batch size.')
+      f'`group_size` must be a divisor of the {tokens} tokens of a batch ({batch} rows of {length}), or slightly '
+      f'larger than one, got {group_size}: the largest divisor below is {found}. Set `group_size` to {tokens} '
+      '(one group), or change the batch size.'
+    )
   return Grouping(batch, length, num_groups, found)
 
 
-def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size: int, multiple: int = 1) -> Grouping:
+def divide_microbatch(
+  batch: int, length: int, num_microbatches: int, group_size: int, multiple: int = 1
+) -> Grouping:
   """Return the groups of one micro-batch, which are entire groups of the batch; see `divide`.
 
   Args:
@@ -109,9 +121,10 @@ def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size
     return groups
   if groups.batch != batch:
     raise ConfigError(
-        f'`MoeLayer.num_groups_multiple` must not add rows to a batch of several micro-batches, got {multiple}, which '
-        f'makes {groups.batch} rows of {batch}, with num_microbatches={num_microbatches}. Set a batch size that is a '
-        f'multiple of {multiple}, or num_groups_multiple=1.')
+      f'`MoeLayer.num_groups_multiple` must not add rows to a batch of several micro-batches, got {multiple}, which '
+      f'makes {groups.batch} rows of {batch}, with num_microbatches={num_microbatches}. Set a batch size that is a '
+      f'multiple of {multiple}, or num_groups_multiple=1.'
+    )
   rows, tokens = batch // num_microbatches, groups.batch * groups.length
   if batch % num_microbatches or rows % groups.rows_together:
     num_groups = groups.num_groups
@@ -119,11 +132,12 @@ def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size
       num_groups += 1
     largest = math.gcd(groups.num_groups, batch)
     raise ConfigError(
-        f'`MoeLayer.group_size` must make groups that are within one micro-batch, got group_size={group_size} '
-        f'({groups.num_groups} group{"s"[:groups.num_groups - 1]} of {groups.group_size} tokens) for a batch of '
-        f'{batch} rows of {length} tokens and num_microbatches={num_microbatches}. Set group_size='
-        f'{tokens // num_groups} (GROUP_SIZE in gin), or num_microbatches to '
-        f'{f"a divisor of {largest}" if largest > 1 else "None"}.')
+      f'`MoeLayer.group_size` must make groups that are within one micro-batch, got group_size={group_size} '
+      f'({groups.num_groups} group{"s"[: groups.num_groups - 1]} of {groups.group_size} tokens) for a batch of '
+      f'{batch} rows of {length} tokens and num_microbatches={num_microbatches}. Set group_size='
+      f'{tokens // num_groups} (GROUP_SIZE in gin), or num_microbatches to '
+      f'{f"a divisor of {largest}" if largest > 1 else "None"}.'
+    )
   return Grouping(rows, groups.length, groups.num_groups // num_microbatches, groups.group_size)
 
 

@@ -82,8 +82,14 @@ class MoeLayer(nn.Module):
 
   @nn.compact
   def __call__(
-      self, x: jax.Array, token_mask: jax.Array | None = None, token_ids: jax.Array | None = None,
-      decode: bool = False, deterministic: bool = False, num_microbatches: int = 1) -> jax.Array:
+    self,
+    x: jax.Array,
+    token_mask: jax.Array | None = None,
+    token_ids: jax.Array | None = None,
+    decode: bool = False,
+    deterministic: bool = False,
+    num_microbatches: int = 1,
+  ) -> jax.Array:
     """Return the experts' outputs for tokens.
 
     Args:
@@ -103,17 +109,23 @@ class MoeLayer(nn.Module):
     """
     rows, tokens, _ = x.shape
     groups = divide_microbatch(
-        rows * num_microbatches, tokens, num_microbatches, self.group_size, self.num_groups_multiple)
+      rows * num_microbatches, tokens, num_microbatches, self.group_size, self.num_groups_multiple
+    )
     grouped = constrain(groups.split(x), ('batch', None, None))
     capacity = self._capacity(groups.group_size, decode, deterministic)
     if num_microbatches > 1 and capacity is not None and self.router.shares_capacity:
       raise ConfigError(
-          f"`TokensChooseRouter.capacity_scope` must be 'group' with num_microbatches={num_microbatches}, got "
-          "'global'. All groups of a batch would share buffers.")
+        f"`TokensChooseRouter.capacity_scope` must be 'group' with num_microbatches={num_microbatches}, got "
+        "'global'. All groups of a batch would share buffers."
+      )
     routing = self.router(
-        grouped, capacity=capacity,
-        token_mask=self._split(groups, token_mask, 'token_mask', x), token_ids=self._split(
-            groups, token_ids, 'token_ids', x), deterministic=deterministic, recorded=self._recorded())
+      grouped,
+      capacity=capacity,
+      token_mask=self._split(groups, token_mask, 'token_mask', x),
+      token_ids=self._split(groups, token_ids, 'token_ids', x),
+      deterministic=deterministic,
+      recorded=self._recorded(),
+    )
     self._record(routing)
     y, stats = self._experts(grouped, routing, decode, deterministic)
     self._sow_metrics(routing, stats, groups)
@@ -123,22 +135,38 @@ class MoeLayer(nn.Module):
   def _experts(self, x, routing, decode, deterministic):
     """Return (<dtype>[G, T, D], statistics of dispatch)."""
     if not isinstance(self.expert, ExpertMlp):
-      y = apply_blocks(self.expert(name='expert'), x, routing, self.dtype, decode=decode, deterministic=deterministic)
+      y = apply_blocks(
+        self.expert(name='expert'),
+        x,
+        routing,
+        self.dtype,
+        decode=decode,
+        deterministic=deterministic,
+      )
       return y, dispatch_lib.DispatchStats(receive_drops=jnp.zeros([], jnp.float32))
     params = ExpertParams(self.num_experts, self.expert, name='expert')(x.shape[-1])
     drops_out = self.expert.dropout_rate > 0 and not deterministic
     # Decoding drops no choices; buffers for that would have the size of the group.
     is_free = decode and routing.forms == ('grouped',)
     return dispatch_lib.apply_experts(
-        x, routing, params, self.expert.spec(self.dtype), method='auto' if is_free else self.dispatch,
-        dropout_rng=self.make_rng('dropout') if drops_out else None,
-        receive_factor=None if decode else self.receive_factor)
+      x,
+      routing,
+      params,
+      self.expert.spec(self.dtype),
+      method='auto' if is_free else self.dispatch,
+      dropout_rng=self.make_rng('dropout') if drops_out else None,
+      receive_factor=None if decode else self.receive_factor,
+    )
 
   def _shared(self, x, deterministic):
     return layers.MlpBlock(
-        intermediate_dim=self.shared_expert_dim, activations=tuple(self.expert.activations),
-        kernel_init=self.expert.kernel_init, intermediate_dropout_rate=self.expert.dropout_rate, dtype=self.dtype,
-        name='shared_mlp')(x, deterministic=deterministic)
+      intermediate_dim=self.shared_expert_dim,
+      activations=tuple(self.expert.activations),
+      kernel_init=self.expert.kernel_init,
+      intermediate_dropout_rate=self.expert.dropout_rate,
+      dtype=self.dtype,
+      name='shared_mlp',
+    )(x, deterministic=deterministic)
 
   def _capacity(self, group_size: int, decode: bool, deterministic: bool) -> int | None:
     """Return the number of slots of an expert for a group; None for dropless routing."""
@@ -151,11 +179,20 @@ class MoeLayer(nn.Module):
     least = _DEFAULT_MIN_CAPACITY if self.min_expert_capacity is None else self.min_expert_capacity
     return expert_capacity(group_size, self.num_experts, factor, least)
 
-  def _split(self, groups: Grouping, array: jax.Array | None, name: str, x: jax.Array) -> jax.Array | None:
+  def _split(
+    self, groups: Grouping, array: jax.Array | None, name: str, x: jax.Array
+  ) -> jax.Array | None:
     if array is None:
       return None
-    checks.check('MoeLayer', {name: array}, **{name: checks.Expectation(
-        f'an array of shape {x.shape[:2]}', lambda array: array.shape == x.shape[:2])})
+    checks.check(
+      'MoeLayer',
+      {name: array},
+      **{
+        name: checks.Expectation(
+          f'an array of shape {x.shape[:2]}', lambda array: array.shape == x.shape[:2]
+        )
+      },
+    )
     return groups.split(array)
 
   def _recorded(self) -> RecordedChoice | None:
@@ -165,7 +202,9 @@ class MoeLayer(nn.Module):
       return None
     gates = self.get_variable(recording.REPLAY, recording.GATES)
     return RecordedChoice(
-        jnp.asarray(self.get_variable(recording.REPLAY, name)), None if gates is None else jnp.asarray(gates))
+      jnp.asarray(self.get_variable(recording.REPLAY, name)),
+      None if gates is None else jnp.asarray(gates),
+    )
 
   def _record(self, routing: Routing) -> None:
     """Write the choices into the collection `routing` if it is mutable."""
@@ -174,58 +213,93 @@ class MoeLayer(nn.Module):
     for name, value in routing.record().items():
       self.put_variable(recording.ROUTING, name, value)
 
-  def _sow_metrics(self, routing: Routing, stats: dispatch_lib.DispatchStats, groups: Grouping) -> None:
+  def _sow_metrics(
+    self, routing: Routing, stats: dispatch_lib.DispatchStats, groups: Grouping
+  ) -> None:
     if not self.is_mutable_collection('intermediates'):
       return
     for name, value in {
-        'auxiliary_loss': routing.auxiliary_loss,
-        'router_z_loss': routing.router_z_loss,
-        'fraction_tokens_left_behind': routing.fraction_tokens_left_behind(),
-        'expert_usage': routing.expert_usage(),
-        'router_confidence': routing.router_confidence(),
-        'router_entropy': routing.router_entropy(),
-        'expert_load': routing.expert_load(),
-        'choices_dropped': routing.dropped_fraction(),
-        'drops_by_position': routing.drops_by_position(groups.batch, groups.length),
-        'receive_drops': stats.receive_drops,
+      'auxiliary_loss': routing.auxiliary_loss,
+      'router_z_loss': routing.router_z_loss,
+      'fraction_tokens_left_behind': routing.fraction_tokens_left_behind(),
+      'expert_usage': routing.expert_usage(),
+      'router_confidence': routing.router_confidence(),
+      'router_entropy': routing.router_entropy(),
+      'expert_load': routing.expert_load(),
+      'choices_dropped': routing.dropped_fraction(),
+      'drops_by_position': routing.drops_by_position(groups.batch, groups.length),
+      'receive_drops': stats.receive_drops,
     }.items():
       self.sow('intermediates', name, value)
     self.sow('intermediates', 'metric_weights', routing.weights(groups.batch, groups.length))
 
   def _check(self) -> None:
     """Raise ConfigError for invalid options."""
-    checks.check('MoeLayer', {'router': self.router}, router=checks.instance(
-        Router, 'a router, such as TokensChooseRouter(num_experts)', 'In gin, router = @moe.TokensChooseRouter().'))
+    checks.check(
+      'MoeLayer',
+      {'router': self.router},
+      router=checks.instance(
+        Router,
+        'a router, such as TokensChooseRouter(num_experts)',
+        'In gin, router = @moe.TokensChooseRouter().',
+      ),
+    )
     count, factor = checks.number(at_least=1, integer=True), checks.number(above=0).or_none()
     is_mlp = isinstance(self.expert, ExpertMlp)
     factors = (self.train_capacity_factor, self.eval_capacity_factor)
     needs_factor = {
-        type(self.router).__name__: self.router.needs_capacity,
-        f'dispatch={self.dispatch!r}': self.dispatch in _BUFFERED, 'custom experts': not is_mlp}
+      type(self.router).__name__: self.router.needs_capacity,
+      f'dispatch={self.dispatch!r}': self.dispatch in _BUFFERED,
+      'custom experts': not is_mlp,
+    }
     users = ' and '.join(name for name, needed in needs_factor.items() if needed)
     if users:
       factor = checks.number(above=0, remedy=f'It is required by {users}.')
     has_buffers = is_mlp and self.dispatch != 'grouped' and None not in factors
     no_capacity = '' if factors != (None, None) else ' without capacity factors'
     checks.check(
-        'MoeLayer', {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {
-            'router.num_experts': self.router.num_experts, 'router options': self.router.capacity_options},
-        num_experts=count, group_size=count, num_groups_multiple=count,
-        dispatch=_DISPATCH if is_mlp else checks.one_of(('auto', 'capacity'), 'The experts are custom.'),
-        train_capacity_factor=factor, eval_capacity_factor=factor,
-        min_expert_capacity=checks.Expectation(
-            f'None{no_capacity}' if no_capacity else 'an integer >= 0 or None',
-            lambda value: value is None or (not no_capacity and checks.number(at_least=0, integer=True).holds(value))),
-        shared_expert_dim=checks.number(at_least=0, integer=True) if is_mlp else checks.one_of(
-            (0,), 'The experts are custom.'),
-        receive_factor=checks.number(above=0).or_none() if is_mlp and not has_buffers else checks.Expectation(
-            "None with custom experts or buffers of equal size", lambda value: value is None,
-            "Set dispatch='grouped' or no capacity factors."),
-        expert=checks.Expectation(
-            'an ExpertMlp, or a function of a name that returns a module',
-            lambda expert: is_mlp or (callable(expert) and not isinstance(expert, nn.Module)),
-            'For a module use functools.partial(MyBlock, ...).'),
-        **{'router.num_experts': checks.Expectation(
-            f'num_experts={self.num_experts}', lambda number: number == self.num_experts),
-           'router options': checks.Expectation(
-               f'the defaults{no_capacity}', lambda options: not options or not no_capacity)})
+      'MoeLayer',
+      {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+      | {
+        'router.num_experts': self.router.num_experts,
+        'router options': self.router.capacity_options,
+      },
+      num_experts=count,
+      group_size=count,
+      num_groups_multiple=count,
+      dispatch=_DISPATCH
+      if is_mlp
+      else checks.one_of(('auto', 'capacity'), 'The experts are custom.'),
+      train_capacity_factor=factor,
+      eval_capacity_factor=factor,
+      min_expert_capacity=checks.Expectation(
+        f'None{no_capacity}' if no_capacity else 'an integer >= 0 or None',
+        lambda value: (
+          value is None
+          or (not no_capacity and checks.number(at_least=0, integer=True).holds(value))
+        ),
+      ),
+      shared_expert_dim=checks.number(at_least=0, integer=True)
+      if is_mlp
+      else checks.one_of((0,), 'The experts are custom.'),
+      receive_factor=checks.number(above=0).or_none()
+      if is_mlp and not has_buffers
+      else checks.Expectation(
+        'None with custom experts or buffers of equal size',
+        lambda value: value is None,
+        "Set dispatch='grouped' or no capacity factors.",
+      ),
+      expert=checks.Expectation(
+        'an ExpertMlp, or a function of a name that returns a module',
+        lambda expert: is_mlp or (callable(expert) and not isinstance(expert, nn.Module)),
+        'For a module use functools.partial(MyBlock, ...).',
+      ),
+      **{
+        'router.num_experts': checks.Expectation(
+          f'num_experts={self.num_experts}', lambda number: number == self.num_experts
+        ),
+        'router options': checks.Expectation(
+          f'the defaults{no_capacity}', lambda options: not options or not no_capacity
+        ),
+      },
+    )

@@ -18,7 +18,8 @@ AXIS_NAMES = ('data', 'expert', 'model')
 
 
 def compute_num_model_partitions(
-    num_model_partitions: int | None, model_parallel_submesh: partitioning.HardwareMesh | None) -> int:
+  num_model_partitions: int | None, model_parallel_submesh: partitioning.HardwareMesh | None
+) -> int:
   """Return the number of model partitions.
 
   Args:
@@ -31,12 +32,18 @@ def compute_num_model_partitions(
   >>> compute_num_model_partitions(None, (2, 2, 1, 2)), compute_num_model_partitions(2, (1, 2))
   (8, 2)
   """
-  sizes = {None if model_parallel_submesh is None else math.prod(model_parallel_submesh), num_model_partitions} - {None}
+  sizes = {
+    None if model_parallel_submesh is None else math.prod(model_parallel_submesh),
+    num_model_partitions,
+  } - {None}
   if len(sizes) != 1:
     raise checks.invalid(
-        '', 'num_model_partitions',
-        'the number of devices of model_parallel_submesh if this is set, and otherwise a number', num_model_partitions,
-        f'model_parallel_submesh is {model_parallel_submesh}. For no model parallelism, set 1.')
+      '',
+      'num_model_partitions',
+      'the number of devices of model_parallel_submesh if this is set, and otherwise a number',
+      num_model_partitions,
+      f'model_parallel_submesh is {model_parallel_submesh}. For no model parallelism, set 1.',
+    )
   return sizes.pop()
 
 
@@ -56,7 +63,9 @@ def get_cpu_mesh() -> Mesh:
 
 def get_gpu_mesh() -> Mesh:
   """Return the mesh of the GPUs with the devices of a process along the expert axis: (processes, GPUs of each, 1)."""
-  return _without_model_axis(mesh_lib.get_gpu_mesh(len(mesh_lib.devices_of('gpu')) // jax.process_count()))
+  return _without_model_axis(
+    mesh_lib.get_gpu_mesh(len(mesh_lib.devices_of('gpu')) // jax.process_count())
+  )
 
 
 def _without_model_axis(base: Mesh) -> Mesh:
@@ -65,12 +74,13 @@ def _without_model_axis(base: Mesh) -> Mesh:
 
 
 def default_moe_mesh(
-    num_expert_partitions: int,
-    num_partitions: int | None = None,
-    model_parallel_submesh: partitioning.HardwareMesh | None = None,
-    backend: str | None = None,
-    ici_mesh_shape: Sequence[int] | None = None,
-    dcn_mesh_shape: Sequence[int] | None = None) -> Mesh:
+  num_expert_partitions: int,
+  num_partitions: int | None = None,
+  model_parallel_submesh: partitioning.HardwareMesh | None = None,
+  backend: str | None = None,
+  ici_mesh_shape: Sequence[int] | None = None,
+  dcn_mesh_shape: Sequence[int] | None = None,
+) -> Mesh:
   """Return the mesh with an expert axis for the devices of this job.
 
   The data axis of `t5x_lite.partitioning.default_mesh` is divided into runs of neighbours, which form the expert axis:
@@ -92,7 +102,9 @@ def default_moe_mesh(
   Raises:
     ConfigError: the arguments contradict each other or do not fit the devices.
   """
-  checks.check('default_moe_mesh', locals(), num_expert_partitions=checks.number(at_least=1, integer=True))
+  checks.check(
+    'default_moe_mesh', locals(), num_expert_partitions=checks.number(at_least=1, integer=True)
+  )
   if ici_mesh_shape is not None and dcn_mesh_shape is not None:
     base = mesh_lib.hybrid_mesh(ici_mesh_shape, dcn_mesh_shape, backend)
     num_within_slice = ici_mesh_shape[1]
@@ -103,5 +115,6 @@ def default_moe_mesh(
   num_expert = largest_divisor(num_within_slice, num_expert_partitions)
   *num_replicas, num_data, num_model = base.devices.shape
   return mesh_lib.make_mesh(
-      base.devices.reshape(*num_replicas, num_data // num_expert, num_expert, num_model),
-      (*base.axis_names[:-2], *AXIS_NAMES))
+    base.devices.reshape(*num_replicas, num_data // num_expert, num_expert, num_model),
+    (*base.axis_names[:-2], *AXIS_NAMES),
+  )

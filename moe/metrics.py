@@ -35,10 +35,21 @@ MetricsMap = dict[str, clu_metrics.Metric]
 PREFIX = 'experts'
 # T5X's diversity metrics, means over the layers.
 MOE_METRICS = (
-    'auxiliary_loss', 'router_z_loss', 'fraction_tokens_left_behind', 'expert_usage', 'router_confidence')
+  'auxiliary_loss',
+  'router_z_loss',
+  'fraction_tokens_left_behind',
+  'expert_usage',
+  'router_confidence',
+)
 # Names and numbers of dims of sown values.
-SOWN = {**dict.fromkeys(MOE_METRICS, 0), 'router_entropy': 0, 'choices_dropped': 0, 'receive_drops': 0,
-        'expert_load': 1, 'drops_by_position': 1}
+SOWN = {
+  **dict.fromkeys(MOE_METRICS, 0),
+  'router_entropy': 0,
+  'choices_dropped': 0,
+  'receive_drops': 0,
+  'expert_load': 1,
+  'drops_by_position': 1,
+}
 # Name of the sown dict of weights, see `routing.TokenChoice.weights`. Without it micro-batches have equal weights.
 WEIGHTS = 'metric_weights'
 _LOSSES = ('auxiliary_loss', 'router_z_loss')
@@ -46,9 +57,15 @@ _LOSSES = ('auxiliary_loss', 'router_z_loss')
 Layers = dict[str, dict[str, Any]]
 
 # Largest load over the mean, experts without tokens, and shares of tokens without an expert and of dropped exchanges.
-metrics_lib.report_worst_layer(PREFIX, {
-    'max_load': 'max_over_mean_load', 'dead_experts': 'dead_experts', 'left_behind': 'fraction_tokens_left_behind',
-    'receive_drops': 'receive_drops'})
+metrics_lib.report_worst_layer(
+  PREFIX,
+  {
+    'max_load': 'max_over_mean_load',
+    'dead_experts': 'dead_experts',
+    'left_behind': 'fraction_tokens_left_behind',
+    'receive_drops': 'receive_drops',
+  },
+)
 
 
 def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
@@ -84,8 +101,11 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
 def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
   """Return the sown values of the sparse blocks of a layer, by their '/'-joined path in the layer."""
   # Of a block with several calls, only the values of the last call count.
-  values = {name: node[-1] if isinstance(node, tuple) else node
-            for name, node in tree.items() if name in SOWN and not isinstance(node, Mapping)}
+  values = {
+    name: node[-1] if isinstance(node, tuple) else node
+    for name, node in tree.items()
+    if name in SOWN and not isinstance(node, Mapping)
+  }
   if values:
     # Values sown by custom experts are not included.
     return {path: values | {name: tree[name][-1] for name in (WEIGHTS,) if name in tree}}
@@ -97,7 +117,9 @@ def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
 
 
 def expert_losses_and_metrics(
-    intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float,
+  intermediates: Mapping[str, Any],
+  aux_loss_factor: float,
+  router_z_loss_factor: float,
 ) -> tuple[Array | float, MetricsMap]:
   """Return (the weighted sum of the routers' losses, a float32 scalar; metrics by name).
 
@@ -134,12 +156,18 @@ class MicrobatchSums(clu_metrics.Metric):
   def compute(self) -> Layers:
     """Return the means, arrays by layer and name."""
     # Weights are numbers of tokens or choices; if a weight is 0, the total is 0.
-    return jax.tree.map(lambda total, weight: total / jnp.maximum(weight, 1.0), self.totals, self.weights)
+    return jax.tree.map(
+      lambda total, weight: total / jnp.maximum(weight, 1.0), self.totals, self.weights
+    )
 
 
 def microbatch_losses_and_sums(
-    intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float, num_microbatches: int,
-    num_tokens: Mapping[str, Array]) -> tuple[Array | float, dict[str, MicrobatchSums]]:
+  intermediates: Mapping[str, Any],
+  aux_loss_factor: float,
+  router_z_loss_factor: float,
+  num_microbatches: int,
+  num_tokens: Mapping[str, Array],
+) -> tuple[Array | float, dict[str, MicrobatchSums]]:
   """Return the losses of one micro-batch, whose mean over micro-batches is that of the batch, and its sums.
 
   Args:
@@ -161,10 +189,16 @@ def microbatch_losses_and_sums(
   if not layers:
     return 0.0, {}
   own_weights = {layer: values.get(WEIGHTS, {}) for layer, values in layers.items()}
-  weights = {layer: {name: own.get(name, jnp.ones([], jnp.float32)) for name in SOWN if name in layers[layer]}
-             for layer, own in own_weights.items()}
-  totals = {layer: {name: layers[layer][name] * weight for name, weight in each.items()}
-            for layer, each in weights.items()}
+  weights = {
+    layer: {
+      name: own.get(name, jnp.ones([], jnp.float32)) for name in SOWN if name in layers[layer]
+    }
+    for layer, own in own_weights.items()
+  }
+  totals = {
+    layer: {name: layers[layer][name] * weight for name, weight in each.items()}
+    for layer, each in weights.items()
+  }
   shares = {}
   for layer, values in layers.items():
     shares[layer] = {name: values[name] for name in _LOSSES}
@@ -172,14 +206,19 @@ def microbatch_losses_and_sums(
       stack = layer.split('/')[0]
       if stack not in num_tokens:
         raise errors.ConfigError(
-            f'`padding_in_losses` of the router of {layer} must be True with micro-batches, got False: the number of '
-            'tokens of the entire batch is known only for sparse_transformer and sparse_decoder_only. Set '
-            'padding_in_losses=True, or num_microbatches=None.')
-      shares[layer][name] = totals[layer][name] * num_microbatches / jnp.maximum(num_tokens[stack], 1.0)
+          f'`padding_in_losses` of the router of {layer} must be True with micro-batches, got False: the number of '
+          'tokens of the entire batch is known only for sparse_transformer and sparse_decoder_only. Set '
+          'padding_in_losses=True, or num_microbatches=None.'
+        )
+      shares[layer][name] = (
+        totals[layer][name] * num_microbatches / jnp.maximum(num_tokens[stack], 1.0)
+      )
   return _loss(shares, factors), {PREFIX: MicrobatchSums(totals, weights)}
 
 
-def metrics_of_sums(sums: MicrobatchSums, aux_loss_factor: float, router_z_loss_factor: float) -> MetricsMap:
+def metrics_of_sums(
+  sums: MicrobatchSums, aux_loss_factor: float, router_z_loss_factor: float
+) -> MetricsMap:
   """Return the metrics of a batch from the merged sums of its micro-batches.
 
   Args:
@@ -199,14 +238,20 @@ def _mean_over_layers(layers: Layers, name: str) -> Array:
 
 
 def _loss(layers: Layers, factors: Mapping[str, float]) -> Array | float:
-  return sum(factor * _mean_over_layers(layers, name) for name, factor in factors.items()) if layers else 0.0
+  return (
+    sum(factor * _mean_over_layers(layers, name) for name, factor in factors.items())
+    if layers
+    else 0.0
+  )
 
 
 def _metrics(layers: Layers, factors: Mapping[str, float]) -> MetricsMap:
   if not layers:
     return {}
-  metrics = {f'{PREFIX}/{name}': _mean(factors.get(name, 1.0) * _mean_over_layers(layers, name))
-             for name in MOE_METRICS}
+  metrics = {
+    f'{PREFIX}/{name}': _mean(factors.get(name, 1.0) * _mean_over_layers(layers, name))
+    for name in MOE_METRICS
+  }
   for layer, values in layers.items():
     for name, value in _layer_metrics(values).items():
       metrics[f'{PREFIX}/{layer}/{name}'] = value
@@ -224,8 +269,10 @@ def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
     scalars['max_over_mean_load'] = jnp.max(load) * load.size
     scalars['dead_experts'] = jnp.sum(load == 0, dtype=jnp.float32)
     arrays = {'load': load} | arrays
-  return {**{name: _mean(value) for name, value in scalars.items()},
-          **{name: metrics_lib.ArrayAverage.from_model_output(value) for name, value in arrays.items()}}
+  return {
+    **{name: _mean(value) for name, value in scalars.items()},
+    **{name: metrics_lib.ArrayAverage.from_model_output(value) for name, value in arrays.items()},
+  }
 
 
 def _mean(value: Array) -> clu_metrics.Average:
@@ -237,5 +284,10 @@ def _check_factors(factors: Mapping[str, float], layers: Layers) -> None:
   for name, factor in factors.items():
     if factor and not layers:
       option = {'auxiliary_loss': 'aux_loss_factor'}.get(name, f'{name}_factor')
-      raise checks.invalid('', option, '0 for a network without sparse layers', factor,
-                           'Alternatively, give the network a moe.SparseFeedForward.')
+      raise checks.invalid(
+        '',
+        option,
+        '0 for a network without sparse layers',
+        factor,
+        'Alternatively, give the network a moe.SparseFeedForward.',
+      )

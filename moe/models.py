@@ -51,17 +51,28 @@ class _SparseModel(models.BaseTransformerModel):
   def _warn_of_unused_factors(self) -> None:
     """Log a warning if no router has the loss of a factor; gin's model files set factors for all routers."""
     routers_of_network = [block.unbound_router() for block in self._blocks().values()]
-    for loss, option, value in (('auxiliary_loss', 'aux_loss_factor', self._aux_loss_factor),
-                                ('router_z_loss', 'router_z_loss_factor', self._router_z_loss_factor)):
-      if value and routers_of_network and not any(loss in router.losses for router in routers_of_network):
+    for loss, option, value in (
+      ('auxiliary_loss', 'aux_loss_factor', self._aux_loss_factor),
+      ('router_z_loss', 'router_z_loss_factor', self._router_z_loss_factor),
+    ):
+      if (
+        value
+        and routers_of_network
+        and not any(loss in router.losses for router in routers_of_network)
+      ):
         names = ' and '.join(sorted({type(router).__name__ for router in routers_of_network}))
-        _logger.warning('%s=%g has no effect: the routers of this network (%s) have no such loss. Set the factor to 0.',
-                        option, value, names)
+        _logger.warning(
+          '%s=%g has no effect: the routers of this network (%s) have no such loss. Set the factor to 0.',
+          option,
+          value,
+          names,
+        )
 
   def _blocks(self) -> dict[str, networks.SparseBlock]:
     """Return the blocks of the sparse layers by stack; {} for networks that are not of this package."""
     if not isinstance(self.module, StackNetwork) or not isinstance(
-        self.module.feed_forward_fn, networks.SparseFeedForward):
+      self.module.feed_forward_fn, networks.SparseFeedForward
+    ):
       return {}
     return self.module.feed_forward_fn.blocks()
 
@@ -77,7 +88,9 @@ class _SparseModel(models.BaseTransformerModel):
     factors = (self._aux_loss_factor, self._router_z_loss_factor)
     if self._num_microbatches > 1:
       num_tokens = {stack: batch[name] for stack, name in _NUM_TOKENS.items() if name in batch}
-      return moe_metrics.microbatch_losses_and_sums(intermediates, *factors, self._num_microbatches, num_tokens)
+      return moe_metrics.microbatch_losses_and_sums(
+        intermediates, *factors, self._num_microbatches, num_tokens
+      )
     return moe_metrics.expert_losses_and_metrics(intermediates, *factors)
 
   def for_microbatches(self, batch, num_microbatches):
@@ -87,8 +100,10 @@ class _SparseModel(models.BaseTransformerModel):
       ConfigError: micro-batches do not consist of entire groups, or the model replays the routing of an entire batch.
     """
     if self._replayed is not None:
-      raise errors.ConfigError('A model that `with_replayed_routing` returned must get the entire batch that was '
-                               f'recorded, got num_microbatches={num_microbatches}. Set num_microbatches=None.')
+      raise errors.ConfigError(
+        'A model that `with_replayed_routing` returned must get the entire batch that was '
+        f'recorded, got num_microbatches={num_microbatches}. Set num_microbatches=None.'
+      )
     model, batch, fixed = super().for_microbatches(batch, num_microbatches)
     model._num_microbatches = num_microbatches
     num_rows = next(iter(batch.values())).shape[0]
@@ -97,9 +112,16 @@ class _SparseModel(models.BaseTransformerModel):
     model.rows_together = 1 if blocks else max(num_rows // num_microbatches, 1)
     for stack, block in blocks.items():
       groups = grouping.divide_microbatch(
-          num_rows, batch[_TOKENS[stack]].shape[1], num_microbatches, block.group_size, block.num_groups_multiple)
+        num_rows,
+        batch[_TOKENS[stack]].shape[1],
+        num_microbatches,
+        block.group_size,
+        block.num_groups_multiple,
+      )
       model.rows_together = math.lcm(model.rows_together, groups.rows_together)
-    num_tokens = {_NUM_TOKENS[stack]: jnp.sum(batch[_TOKENS[stack]] > 0).astype(jnp.float32) for stack in blocks}
+    num_tokens = {
+      _NUM_TOKENS[stack]: jnp.sum(batch[_TOKENS[stack]] > 0).astype(jnp.float32) for stack in blocks
+    }
     return model, batch, fixed | num_tokens
 
   def metrics_of_microbatches(self, metrics):
@@ -108,23 +130,44 @@ class _SparseModel(models.BaseTransformerModel):
     sums = metrics.pop(moe_metrics.PREFIX, None)
     if sums is None:
       return metrics
-    return metrics | moe_metrics.metrics_of_sums(sums, self._aux_loss_factor, self._router_z_loss_factor)
+    return metrics | moe_metrics.metrics_of_sums(
+      sums, self._aux_loss_factor, self._router_z_loss_factor
+    )
 
-  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True):
+  def compute_logits(
+    self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True
+  ):
     """Run the network, with recorded routing if it is set; see `BaseTransformerModel.compute_logits`."""
     if self._num_microbatches > 1:
       if routers.STATE in (flax_mutables or {}):
         step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
         flax_mutables = {**flax_mutables, routers.STEP: step}
       with nn.intercept_methods(self._with_num_microbatches):
-        return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable,
-                                      return_logits=return_logits)
+        return super().compute_logits(
+          params,
+          batch,
+          dropout_rng,
+          flax_mutables=flax_mutables,
+          mutable=mutable,
+          return_logits=return_logits,
+        )
     if self._replayed is None:
-      return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable,
-                                      return_logits=return_logits)
+      return super().compute_logits(
+        params,
+        batch,
+        dropout_rng,
+        flax_mutables=flax_mutables,
+        mutable=mutable,
+        return_logits=return_logits,
+      )
     logits, collections = super().compute_logits(
-        params, batch, dropout_rng, flax_mutables={**(flax_mutables or {}), recording.REPLAY: self._replayed},
-        mutable=tuple(dict.fromkeys((*mutable, recording.ROUTING))), return_logits=return_logits)
+      params,
+      batch,
+      dropout_rng,
+      flax_mutables={**(flax_mutables or {}), recording.REPLAY: self._replayed},
+      mutable=tuple(dict.fromkeys((*mutable, recording.ROUTING))),
+      return_logits=return_logits,
+    )
     # A layer without a record would compute its routing silently.
     recording.check_layers(self._replayed, collections.get(recording.ROUTING, {}))
     return logits, {name: tree for name, tree in collections.items() if name in mutable}
@@ -136,8 +179,13 @@ class _SparseModel(models.BaseTransformerModel):
     return method(*args, **kwargs)
 
   def record_routing(
-      self, params: Params, batch: Batch, dropout_rng: Array | None = None, *,
-      flax_mutables: Mapping[str, Any] | None = None) -> recording.Record:
+    self,
+    params: Params,
+    batch: Batch,
+    dropout_rng: Array | None = None,
+    *,
+    flax_mutables: Mapping[str, Any] | None = None,
+  ) -> recording.Record:
     """Return the routing of all layers in a pass over `batch`; callers may jit this method.
 
     Args:
@@ -153,10 +201,13 @@ class _SparseModel(models.BaseTransformerModel):
       ConfigError: the network has no sparse layer.
     """
     _, collections = self.compute_logits(
-        params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=(recording.ROUTING,))
+      params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=(recording.ROUTING,)
+    )
     return recording.as_record(collections.get(recording.ROUTING, {}))
 
-  def with_replayed_routing(self, record: recording.Record, replay_gates: bool = False) -> '_SparseModel':
+  def with_replayed_routing(
+    self, record: recording.Record, replay_gates: bool = False
+  ) -> '_SparseModel':
     """Return a copy of this model that repeats a recorded routing, in losses and scores of one batch.
 
     Args:
@@ -207,26 +258,36 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
   SUPPORTS_CHUNKED_LOSS = True
 
   def __init__(
-      self,
-      module: nn.Module,
-      input_vocabulary: Any,
-      output_vocabulary: Any,
-      optimizer_def: Any,
-      decode_fn: decoding.DecodeFnCallable = decoding.beam_search,
-      feature_converter_cls: Any = None,
-      label_smoothing: float = 0.0,
-      z_loss: float = 0.0,
-      loss_normalizing_factor: losses.LossNormalizingFactor = None,
-      aux_loss_factor: float = 0.0,
-      router_z_loss_factor: float = 0.0,
-      *,
-      default_decoder_params: models.DecoderParams | None = None,
-      auxiliary_losses_per_target: bool = False,
-      metric_fns: Sequence[models.MetricFn] = (),
+    self,
+    module: nn.Module,
+    input_vocabulary: Any,
+    output_vocabulary: Any,
+    optimizer_def: Any,
+    decode_fn: decoding.DecodeFnCallable = decoding.beam_search,
+    feature_converter_cls: Any = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: losses.LossNormalizingFactor = None,
+    aux_loss_factor: float = 0.0,
+    router_z_loss_factor: float = 0.0,
+    *,
+    default_decoder_params: models.DecoderParams | None = None,
+    auxiliary_losses_per_target: bool = False,
+    metric_fns: Sequence[models.MetricFn] = (),
   ):
     super().__init__(
-        module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, feature_converter_cls, label_smoothing,
-        z_loss, loss_normalizing_factor, default_decoder_params, metric_fns=metric_fns)
+      module,
+      input_vocabulary,
+      output_vocabulary,
+      optimizer_def,
+      decode_fn,
+      feature_converter_cls,
+      label_smoothing,
+      z_loss,
+      loss_normalizing_factor,
+      default_decoder_params,
+      metric_fns=metric_fns,
+    )
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target
 
@@ -257,24 +318,33 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
   SUPPORTS_CHUNKED_LOSS = True
 
   def __init__(
-      self,
-      module: nn.Module,
-      vocabulary: Any,
-      optimizer_def: Any,
-      decode_fn: decoding.DecodeFnCallable = decoding.temperature_sample,
-      inputs_bidirectional_attention: bool = False,
-      feature_converter_cls: Any = None,
-      label_smoothing: float = 0.0,
-      z_loss: float = 0.0,
-      loss_normalizing_factor: losses.LossNormalizingFactor = None,
-      aux_loss_factor: float = 0.0,
-      router_z_loss_factor: float = 0.0,
-      *,
-      auxiliary_losses_per_target: bool = False,
-      metric_fns: Sequence[models.MetricFn] = (),
+    self,
+    module: nn.Module,
+    vocabulary: Any,
+    optimizer_def: Any,
+    decode_fn: decoding.DecodeFnCallable = decoding.temperature_sample,
+    inputs_bidirectional_attention: bool = False,
+    feature_converter_cls: Any = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: losses.LossNormalizingFactor = None,
+    aux_loss_factor: float = 0.0,
+    router_z_loss_factor: float = 0.0,
+    *,
+    auxiliary_losses_per_target: bool = False,
+    metric_fns: Sequence[models.MetricFn] = (),
   ):
     super().__init__(
-        module, vocabulary, optimizer_def, decode_fn, inputs_bidirectional_attention, feature_converter_cls,
-        label_smoothing, z_loss, loss_normalizing_factor, metric_fns=metric_fns)
+      module,
+      vocabulary,
+      optimizer_def,
+      decode_fn,
+      inputs_bidirectional_attention,
+      feature_converter_cls,
+      label_smoothing,
+      z_loss,
+      loss_normalizing_factor,
+      metric_fns=metric_fns,
+    )
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target

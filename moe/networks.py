@@ -48,13 +48,26 @@ def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -
   if is_mixed:
     expectation = f'0 or a divisor of the {num_layers} layers with {layout!r}'
   checks.check(
-      'sparse_layers', locals(),
-      layout=checks.one_of((layout,) if every else (*LAYOUTS, 'every_2'), "'every_<n>' may have any n."),
-      num_layers=checks.number(at_least=period, integer=True, remedy=(
-          f"Set the number of layers for {layout!r}; for a dense stack leave the layout at 'mixed'." if every else '')),
-      num_sparse_layers=checks.Expectation(
-          expectation, lambda n: n is None if every else number.holds(n) and not (is_mixed and n and num_layers % n),
-          "Alternatively, use 'every_<n>', 'bottom', 'middle' or 'top'." if is_mixed else ''))
+    'sparse_layers',
+    locals(),
+    layout=checks.one_of(
+      (layout,) if every else (*LAYOUTS, 'every_2'), "'every_<n>' may have any n."
+    ),
+    num_layers=checks.number(
+      at_least=period,
+      integer=True,
+      remedy=(
+        f"Set the number of layers for {layout!r}; for a dense stack leave the layout at 'mixed'."
+        if every
+        else ''
+      ),
+    ),
+    num_sparse_layers=checks.Expectation(
+      expectation,
+      lambda n: n is None if every else number.holds(n) and not (is_mixed and n and num_layers % n),
+      "Alternatively, use 'every_<n>', 'bottom', 'middle' or 'top'." if is_mixed else '',
+    ),
+  )
   if every:
     return tuple(range(period - 1, num_layers, period))
   if not num_sparse_layers:
@@ -119,16 +132,29 @@ class SparseBlock(t5.TokenFeedForwardFactory):
   num_groups_multiple: int = 1
 
   def __post_init__(self):
-    if isinstance(self.expert_activations, Sequence) and not isinstance(self.expert_activations, str):
+    if isinstance(self.expert_activations, Sequence) and not isinstance(
+      self.expert_activations, str
+    ):
       # gin gives lists, which have no hash.
       object.__setattr__(self, 'expert_activations', tuple(self.expert_activations))
     mlp_options = ('expert_dim', 'expert_activations', 'expert_dropout_rate')
-    given = [name for name in mlp_options if getattr(self, name) is not None] + ['expert_bias'] * self.expert_bias
+    given = [name for name in mlp_options if getattr(self, name) is not None] + [
+      'expert_bias'
+    ] * self.expert_bias
     checks.check(
-        'SparseBlock', vars(self), expert=checks.Expectation(
-            f'None with {", ".join(given)}', lambda expert: expert is None or not given, 'Set them in the factory.'),
-        router=checks.instance(Router, 'a router, such as TokensChooseRouter(8),',
-                               'In gin, router = @moe.TokensChooseRouter().').or_none())
+      'SparseBlock',
+      vars(self),
+      expert=checks.Expectation(
+        f'None with {", ".join(given)}',
+        lambda expert: expert is None or not given,
+        'Set them in the factory.',
+      ),
+      router=checks.instance(
+        Router,
+        'a router, such as TokensChooseRouter(8),',
+        'In gin, router = @moe.TokensChooseRouter().',
+      ).or_none(),
+    )
     # Check options now, not when a network is built.
     mlp = self._mlp(1 if self.expert_dim is None else self.expert_dim, ('relu',), 0.0)
     self._layer(mlp if self.expert is None else _no_block, 'float32', parent=None)
@@ -144,10 +170,11 @@ class SparseBlock(t5.TokenFeedForwardFactory):
   def _mlp(self, dim, activations, dropout_rate) -> ExpertMlp:
     """Return the hyper-parameters of an expert, given the values of options that are None."""
     return ExpertMlp(
-        dim=dim if self.expert_dim is None else self.expert_dim,
-        activations=activations if self.expert_activations is None else self.expert_activations,
-        dropout_rate=dropout_rate if self.expert_dropout_rate is None else self.expert_dropout_rate,
-        use_bias=self.expert_bias)
+      dim=dim if self.expert_dim is None else self.expert_dim,
+      activations=activations if self.expert_activations is None else self.expert_activations,
+      dropout_rate=dropout_rate if self.expert_dropout_rate is None else self.expert_dropout_rate,
+      use_bias=self.expert_bias,
+    )
 
   def unbound_router(self) -> Router:
     """Return a copy of the router, since layers with the same object would share its weights."""
@@ -156,10 +183,20 @@ class SparseBlock(t5.TokenFeedForwardFactory):
 
   def _layer(self, expert, dtype, **module_fields) -> MoeLayer:
     return MoeLayer(
-        num_experts=self.num_experts, expert=expert, router=self.unbound_router(), group_size=self.group_size,
-        train_capacity_factor=self.train_capacity_factor, eval_capacity_factor=self.eval_capacity_factor,
-        min_expert_capacity=self.min_expert_capacity, dispatch=self.dispatch, shared_expert_dim=self.shared_expert_dim,
-        receive_factor=self.receive_factor, num_groups_multiple=self.num_groups_multiple, dtype=dtype, **module_fields)
+      num_experts=self.num_experts,
+      expert=expert,
+      router=self.unbound_router(),
+      group_size=self.group_size,
+      train_capacity_factor=self.train_capacity_factor,
+      eval_capacity_factor=self.eval_capacity_factor,
+      min_expert_capacity=self.min_expert_capacity,
+      dispatch=self.dispatch,
+      shared_expert_dim=self.shared_expert_dim,
+      receive_factor=self.receive_factor,
+      num_groups_multiple=self.num_groups_multiple,
+      dtype=dtype,
+      **module_fields,
+    )
 
 
 def _no_block(*, name):
@@ -193,8 +230,13 @@ class _DenseOfStack:
 
 def _check_depth(config: StackConfig, stack: str, num_layers: int) -> None:
   if config.num_layers_of(stack) != num_layers:
-    raise checks.invalid('SparseFeedForward', f'num_{stack}_layers', f'{config.num_layers_of(stack)}, the '
-                         f'{config.LAYER_COUNTS[stack]} of the network', num_layers, 'In gin, set both by one macro.')
+    raise checks.invalid(
+      'SparseFeedForward',
+      f'num_{stack}_layers',
+      f'{config.num_layers_of(stack)}, the {config.LAYER_COUNTS[stack]} of the network',
+      num_layers,
+      'In gin, set both by one macro.',
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,10 +282,19 @@ class SparseFeedForward:
     block = checks.instance(SparseBlock, 'a SparseBlock', 'In gin, write @moe.SparseBlock().')
     count = checks.number(at_least=0, integer=True)
     checks.check(
-        'SparseFeedForward', vars(self), block=block, num_encoder_layers=count, num_decoder_layers=count,
-        decoder_block=block.or_none() if self._sparse_layers('decoder') else checks.Expectation(
-            'None without sparse layers in the decoder', lambda value: value is None,
-            'Alternatively, set num_decoder_sparse_layers.'))
+      'SparseFeedForward',
+      vars(self),
+      block=block,
+      num_encoder_layers=count,
+      num_decoder_layers=count,
+      decoder_block=block.or_none()
+      if self._sparse_layers('decoder')
+      else checks.Expectation(
+        'None without sparse layers in the decoder',
+        lambda value: value is None,
+        'Alternatively, set num_decoder_sparse_layers.',
+      ),
+    )
     decoder_block = self.blocks().get('decoder')
     if decoder_block is not None:
       self._warn_of_later_tokens(decoder_block.unbound_router())
@@ -253,13 +304,17 @@ class SparseFeedForward:
     name = type(router).__name__
     if router.uses_later_tokens == 'always':
       _logger.warning(
-          'Routing in the decoder depends on later tokens (%s). So the losses of training are too low, and decoding '
-          'routes tokens differently. Use token choice in the decoder: decoder_block = @decoder/moe.SparseBlock() with '
-          'a TokensChooseRouter, as in models/experts_choose_base.gin, or a dense decoder.', name)
+        'Routing in the decoder depends on later tokens (%s). So the losses of training are too low, and decoding '
+        'routes tokens differently. Use token choice in the decoder: decoder_block = @decoder/moe.SparseBlock() with '
+        'a TokensChooseRouter, as in models/experts_choose_base.gin, or a dense decoder.',
+        name,
+      )
     elif router.uses_later_tokens == 'training':
       _logger.warning(
-          'In training the routing in the decoder depends on later tokens (%s), but not in evaluation and decoding. '
-          'Prefer a TokensChooseRouter in the decoder.', name)
+        'In training the routing in the decoder depends on later tokens (%s), but not in evaluation and decoding. '
+        'Prefer a TokensChooseRouter in the decoder.',
+        name,
+      )
 
   def _sparse_layers(self, stack: str) -> tuple[int, ...]:
     layout, number = getattr(self, f'{stack}_layout'), getattr(self, f'num_{stack}_sparse_layers')
@@ -291,12 +346,15 @@ def sparse_transformer(config: t5.T5Config, block: SparseBlock, **layout: Any) -
     block: factory of the sparse feed-forward block.
     **layout: fields of `SparseFeedForward` that select the sparse layers.
   """
-  depths = dict(num_encoder_layers=config.num_encoder_layers, num_decoder_layers=config.num_decoder_layers)
+  depths = dict(
+    num_encoder_layers=config.num_encoder_layers, num_decoder_layers=config.num_decoder_layers
+  )
   return t5.Transformer(config, SparseFeedForward(block=block, **depths, **layout))
 
 
 def sparse_decoder_only(
-    config: decoder_only.TransformerConfig, block: SparseBlock, **layout: Any) -> decoder_only.DecoderWrapper:
+  config: decoder_only.TransformerConfig, block: SparseBlock, **layout: Any
+) -> decoder_only.DecoderWrapper:
   """Return a decoder-only network with sparse layers; see `sparse_transformer`.
 
   Args:
@@ -305,4 +363,5 @@ def sparse_decoder_only(
     **layout: fields of `SparseFeedForward` that select the sparse layers.
   """
   return decoder_only.DecoderWrapper(
-      config, SparseFeedForward(block=block, num_decoder_layers=config.num_layers, **layout))
+    config, SparseFeedForward(block=block, num_decoder_layers=config.num_layers, **layout)
+  )

@@ -52,21 +52,23 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
   second. Devices are read when the mesh is first used.
   """
 
-  def __init__(self,
-               num_experts: int | None = None,
-               num_partitions: int | None = None,
-               model_parallel_submesh: partitioning.HardwareMesh | None = None,
-               params_on_devices: bool = True,
-               logical_axis_rules: Sequence[moe_rules_lib.Rule] | None = None,
-               state_filter_fn: Callable[[str], bool] | None = None,
-               *,
-               num_expert_partitions: int | str | None = None,
-               experts_per_layer: int | None = None,
-               backend: str | None = None,
-               ici_mesh_shape: Sequence[int] | None = None,
-               dcn_mesh_shape: Sequence[int] | None = None,
-               mesh: Mesh | None = None,
-               max_replicated_size: int = partitioner_lib.MAX_REPLICATED_SIZE):
+  def __init__(
+    self,
+    num_experts: int | None = None,
+    num_partitions: int | None = None,
+    model_parallel_submesh: partitioning.HardwareMesh | None = None,
+    params_on_devices: bool = True,
+    logical_axis_rules: Sequence[moe_rules_lib.Rule] | None = None,
+    state_filter_fn: Callable[[str], bool] | None = None,
+    *,
+    num_expert_partitions: int | str | None = None,
+    experts_per_layer: int | None = None,
+    backend: str | None = None,
+    ici_mesh_shape: Sequence[int] | None = None,
+    dcn_mesh_shape: Sequence[int] | None = None,
+    mesh: Mesh | None = None,
+    max_replicated_size: int = partitioner_lib.MAX_REPLICATED_SIZE,
+  ):
     """Configure mesh and rules.
 
     Args:
@@ -100,18 +102,35 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     """
     count = checks.number(at_least=1, integer=True)
     checks.check(
-        'MoePjitPartitioner', locals(), num_experts=checks.number(at_least=0, integer=True).or_none(),
-        num_expert_partitions=checks.Expectation(
-            f"None with num_experts, and otherwise {count.text} or '{AUTO}'",
-            lambda value: value is None if num_experts is not None else value == AUTO or count.holds(value),
-            'Use num_experts for a (data, model) mesh, num_expert_partitions for a (data, expert, model) mesh.'),
-        experts_per_layer=count.or_none() if num_experts is None else checks.Expectation(
-            'None with num_experts', lambda value: value is None),
-        state_filter_fn=checks.Expectation(
-            "a function from a name to True or False, such as moe.match_fn('.*expert.*/kernel/v_.*'),",
-            callable).or_none())
-    super().__init__(num_partitions, model_parallel_submesh, params_on_devices, backend, ici_mesh_shape,
-                     dcn_mesh_shape, logical_axis_rules, mesh=mesh, max_replicated_size=max_replicated_size)
+      'MoePjitPartitioner',
+      locals(),
+      num_experts=checks.number(at_least=0, integer=True).or_none(),
+      num_expert_partitions=checks.Expectation(
+        f"None with num_experts, and otherwise {count.text} or '{AUTO}'",
+        lambda value: (
+          value is None if num_experts is not None else value == AUTO or count.holds(value)
+        ),
+        'Use num_experts for a (data, model) mesh, num_expert_partitions for a (data, expert, model) mesh.',
+      ),
+      experts_per_layer=count.or_none()
+      if num_experts is None
+      else checks.Expectation('None with num_experts', lambda value: value is None),
+      state_filter_fn=checks.Expectation(
+        "a function from a name to True or False, such as moe.match_fn('.*expert.*/kernel/v_.*'),",
+        callable,
+      ).or_none(),
+    )
+    super().__init__(
+      num_partitions,
+      model_parallel_submesh,
+      params_on_devices,
+      backend,
+      ici_mesh_shape,
+      dcn_mesh_shape,
+      logical_axis_rules,
+      mesh=mesh,
+      max_replicated_size=max_replicated_size,
+    )
     self._num_experts = num_experts
     self._num_expert_partitions = num_expert_partitions
     self._experts_per_layer = experts_per_layer
@@ -128,7 +147,9 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       configured: the configured arguments by name.
     """
     has_expert_axis = configured.get('num_expert_partitions') is not None
-    return super().automatic_mesh(configured) | ({'num_expert_partitions': AUTO} if has_expert_axis else {})
+    return super().automatic_mesh(configured) | (
+      {'num_expert_partitions': AUTO} if has_expert_axis else {}
+    )
 
   @functools.cached_property
   def two_data_axes(self) -> bool:
@@ -139,7 +160,8 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     if self._num_experts is None or self._has_given_extents:
       return False
     return moe_rules_lib.uses_two_data_axes(
-        self._num_experts, self._num_partitions, self._model_parallel_submesh, self._backend)
+      self._num_experts, self._num_partitions, self._model_parallel_submesh, self._backend
+    )
 
   @property
   def _has_given_extents(self) -> bool:
@@ -154,8 +176,11 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
   @property
   def data_partition_spec(self) -> PartitionSpec:
     """Sharding of the arrays of a batch."""
-    spec = (PartitionSpec(moe_rules_lib.HEAD_DATA_AXES) if self._num_experts is None else
-            moe_rules_lib.data_partition_spec(self.two_data_axes))
+    spec = (
+      PartitionSpec(moe_rules_lib.HEAD_DATA_AXES)
+      if self._num_experts is None
+      else moe_rules_lib.data_partition_spec(self.two_data_axes)
+    )
     if not self._has_replicas:
       return spec
     return PartitionSpec((moe_rules_lib.REPLICA_AXIS, *rules_lib.axes_of(spec[0])))
@@ -172,15 +197,25 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     elif self._num_experts is None:
       rules = rules_lib.freeze_rules(moe_rules_lib.head_logical_axis_rules())
     else:
-      rules = rules_lib.freeze_rules(moe_rules_lib.standard_logical_axis_rules(
-          self._num_experts, two_data_axes=self.two_data_axes))
+      rules = rules_lib.freeze_rules(
+        moe_rules_lib.standard_logical_axis_rules(
+          self._num_experts, two_data_axes=self.two_data_axes
+        )
+      )
     if self._has_replicas:
       rules = moe_rules_lib.with_replica_axis(rules)
     expected = rules_lib.axes_of(self.data_partition_spec[0])
-    batch_axes = [rules_lib.axes_of(mesh_axis) for logical_axis, mesh_axis in rules if logical_axis == 'batch']
+    batch_axes = [
+      rules_lib.axes_of(mesh_axis) for logical_axis, mesh_axis in rules if logical_axis == 'batch'
+    ]
     if batch_axes and batch_axes[0] != expected:
-      raise checks.invalid('MoePjitPartitioner', "logical_axis_rules['batch']", f'{expected} for {self._form}',
-                           batch_axes[0], f'Use {self._rules_function}.')
+      raise checks.invalid(
+        'MoePjitPartitioner',
+        "logical_axis_rules['batch']",
+        f'{expected} for {self._form}',
+        batch_axes[0],
+        f'Use {self._rules_function}.',
+      )
     return rules
 
   def make_mesh(self) -> Mesh:
@@ -193,15 +228,23 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       return self._given_mesh or self._mesh_with_expert_axis()
     mesh = self._two_data_axes_mesh() if self.two_data_axes else super().make_mesh()
     rules = self.logical_axis_rules
-    mesh_axis = next((mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None)
+    mesh_axis = next(
+      (mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None
+    )
     # A missing mesh axis raises in the check of all rules.
-    num_shards = rules_lib.num_shards(mesh_axis, {**dict.fromkeys(rules_lib.axes_of(mesh_axis), 1), **mesh.shape})
+    num_shards = rules_lib.num_shards(
+      mesh_axis, {**dict.fromkeys(rules_lib.axes_of(mesh_axis), 1), **mesh.shape}
+    )
     if self._num_experts % num_shards:
       raise checks.invalid(
-          'MoePjitPartitioner', 'num_experts',
-          f'a multiple of {num_shards}, the devices along mesh axis {mesh_axis!r} of {dict(mesh.shape)}',
-          self._num_experts, 'Choose another size of the axis.' if self._given_mesh is not None else
-          f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_shards)} instead of num_experts.')
+        'MoePjitPartitioner',
+        'num_experts',
+        f'a multiple of {num_shards}, the devices along mesh axis {mesh_axis!r} of {dict(mesh.shape)}',
+        self._num_experts,
+        'Choose another size of the axis.'
+        if self._given_mesh is not None
+        else f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_shards)} instead of num_experts.',
+      )
     return mesh
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
@@ -213,17 +256,21 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     logical_axes = super().get_logical_axes(train_state)
     if not isinstance(train_state, FlaxOptimTrainState):
       return logical_axes
-    state_filter_fn = self._state_filter_fn or state_axes.infer_state_filter_fn(train_state, logical_axes)
+    state_filter_fn = self._state_filter_fn or state_axes.infer_state_filter_fn(
+      train_state, logical_axes
+    )
     if state_filter_fn is None:
       return logical_axes
     return state_axes.prepend_expert_axis(train_state, logical_axes, state_filter_fn)
 
-  def partition(self,
-                fn: Callable[..., Any],
-                in_axis_resources: PyTree,
-                out_axis_resources: PyTree,
-                static_argnums: int | Sequence[int] = (),
-                donate_argnums: int | Sequence[int] = ()) -> partitioning.PjittedFnWithContext:
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> partitioning.PjittedFnWithContext:
     """Return `fn`, jitted over the mesh; see `PjitPartitioner.partition`.
 
     A raw `PartitionSpec('data')` means the data axes of the mesh, so that code for one data axis runs on any mesh. With
@@ -234,70 +281,113 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     if self.two_data_axes:
       replacements[PartitionSpec('model')] = None
     return super().partition(
-        fn, moe_rules_lib.replace_raw_specs(in_axis_resources, replacements),
-        moe_rules_lib.replace_raw_specs(out_axis_resources, replacements), static_argnums, donate_argnums)
+      fn,
+      moe_rules_lib.replace_raw_specs(in_axis_resources, replacements),
+      moe_rules_lib.replace_raw_specs(out_axis_resources, replacements),
+      static_argnums,
+      donate_argnums,
+    )
 
   def _mesh_with_expert_axis(self) -> Mesh:
     """Return the mesh of the second form."""
     make = functools.partial(
-        moe_mesh_lib.default_moe_mesh, num_partitions=self._num_partitions,
-        model_parallel_submesh=self._model_parallel_submesh, backend=self._backend,
-        ici_mesh_shape=self._ici_mesh_shape, dcn_mesh_shape=self._dcn_mesh_shape)
+      moe_mesh_lib.default_moe_mesh,
+      num_partitions=self._num_partitions,
+      model_parallel_submesh=self._model_parallel_submesh,
+      backend=self._backend,
+      ici_mesh_shape=self._ici_mesh_shape,
+      dcn_mesh_shape=self._dcn_mesh_shape,
+    )
     is_auto, num_experts = self._num_expert_partitions == AUTO, self._experts_per_layer
     mesh = make(_AUTO_AT_MOST if is_auto else self._num_expert_partitions)
     size = mesh.shape['expert']
-    num_data = mesh.shape['data'] * size if self._ici_mesh_shape is None else self._ici_mesh_shape[1]
+    num_data = (
+      mesh.shape['data'] * size if self._ici_mesh_shape is None else self._ici_mesh_shape[1]
+    )
     if is_auto:
       # Exchanges of tokens use the fast links of a slice.
-      within_slice = num_data if self._ici_mesh_shape is not None else math.gcd(
-          num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model'])
-      fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts or within_slice, within_slice), _AUTO_AT_MOST)
+      within_slice = (
+        num_data
+        if self._ici_mesh_shape is not None
+        else math.gcd(num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model'])
+      )
+      fitting = moe_mesh_lib.largest_divisor(
+        math.gcd(num_experts or within_slice, within_slice), _AUTO_AT_MOST
+      )
       if fitting == size:
         return mesh
-      _logger.info('Expert axis of %d devices: the largest number up to %d that divides the %s experts of a layer and '
-                   'the data axis of %d in a slice.', fitting, size, num_experts, within_slice)
+      _logger.info(
+        'Expert axis of %d devices: the largest number up to %d that divides the %s experts of a layer and '
+        'the data axis of %d in a slice.',
+        fitting,
+        size,
+        num_experts,
+        within_slice,
+      )
       return make(fitting)
     if num_experts is None or num_experts % size == 0:
       return mesh
     fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts, num_data), size)
     raise checks.invalid(
-        'MoePjitPartitioner', 'num_expert_partitions', 'a number that makes the size of the expert axis, now '
-        f'{size} of {num_data} devices, a divisor of the {num_experts} experts of a layer', self._num_expert_partitions,
-        f"Use num_expert_partitions={fitting} or '{AUTO}'.")
+      'MoePjitPartitioner',
+      'num_expert_partitions',
+      'a number that makes the size of the expert axis, now '
+      f'{size} of {num_data} devices, a divisor of the {num_experts} experts of a layer',
+      self._num_expert_partitions,
+      f"Use num_expert_partitions={fitting} or '{AUTO}'.",
+    )
 
   def _two_data_axes_mesh(self) -> Mesh:
     """Return the mesh with the experts along `data` and their copies along `model`."""
     num_devices = len(mesh_lib.devices_of(self._backend))
     if num_devices % self._num_experts:
       raise checks.invalid(
-          'MoePjitPartitioner', 'num_experts', f'a divisor or multiple of {num_devices} devices', self._num_experts,
-          f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_devices)} instead of '
-          'num_experts.')
+        'MoePjitPartitioner',
+        'num_experts',
+        f'a divisor or multiple of {num_devices} devices',
+        self._num_experts,
+        f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_devices)} instead of '
+        'num_experts.',
+      )
     try:
       return mesh_lib.default_mesh(num_devices // self._num_experts, backend=self._backend)
     except ConfigError as error:
       raise ConfigError(
-          f'num_experts={self._num_experts} on {num_devices} devices needs {num_devices // self._num_experts} devices '
-          f'for the copies of each expert, but there is no mesh for them: {error} Set '
-          f'num_expert_partitions={self._num_experts} instead of num_experts.') from error
+        f'num_experts={self._num_experts} on {num_devices} devices needs {num_devices // self._num_experts} devices '
+        f'for the copies of each expert, but there is no mesh for them: {error} Set '
+        f'num_expert_partitions={self._num_experts} instead of num_experts.'
+      ) from error
 
   def _check_given_mesh(self, mesh: Mesh) -> None:
     """Raise ConfigError if the axes of `mesh` contradict the form, its number of partitions or of experts."""
     names = ('data', 'model') if self._num_experts is not None else moe_mesh_lib.AXIS_NAMES
     if {*mesh.axis_names} - {moe_rules_lib.REPLICA_AXIS} != {*names}:
       raise checks.invalid(
-          'MoePjitPartitioner', 'mesh', f'a mesh with the axes {names}, and optionally {moe_rules_lib.REPLICA_AXIS!r}',
-          mesh.axis_names, 'Axes of size 1 have no effect.')
+        'MoePjitPartitioner',
+        'mesh',
+        f'a mesh with the axes {names}, and optionally {moe_rules_lib.REPLICA_AXIS!r}',
+        mesh.axis_names,
+        'Axes of size 1 have no effect.',
+      )
     if self._num_experts is not None:
       return
     size = mesh.shape['expert']
-    expected = checks.Expectation(f'a multiple of {size}, the size of the expert axis of mesh,',
-                                  lambda value: value % size == 0, 'Choose another size of the axis.')
+    expected = checks.Expectation(
+      f'a multiple of {size}, the size of the expert axis of mesh,',
+      lambda value: value % size == 0,
+      'Choose another size of the axis.',
+    )
     checks.check(
-        'MoePjitPartitioner',
-        {'num_expert_partitions': self._num_expert_partitions, 'experts_per_layer': self._experts_per_layer},
-        num_expert_partitions=checks.one_of((size, AUTO), f'The expert axis of mesh has the size {size}.'),
-        experts_per_layer=expected.or_none())
+      'MoePjitPartitioner',
+      {
+        'num_expert_partitions': self._num_expert_partitions,
+        'experts_per_layer': self._experts_per_layer,
+      },
+      num_expert_partitions=checks.one_of(
+        (size, AUTO), f'The expert axis of mesh has the size {size}.'
+      ),
+      experts_per_layer=expected.or_none(),
+    )
 
   @property
   def _form(self) -> str:
@@ -311,6 +401,10 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     if self._num_experts is None:
       return 'moe.head_logical_axis_rules'
     if self._has_given_extents:
-      return f'moe.standard_logical_axis_rules(num_experts={self._num_experts}, two_data_axes=False)'
-    return (f'moe.standard_logical_axis_rules(num_experts={self._num_experts}, num_partitions={self._num_partitions}, '
-            f'model_parallel_submesh={self._model_parallel_submesh})')
+      return (
+        f'moe.standard_logical_axis_rules(num_experts={self._num_experts}, two_data_axes=False)'
+      )
+    return (
+      f'moe.standard_logical_axis_rules(num_experts={self._num_experts}, num_partitions={self._num_partitions}, '
+      f'model_parallel_submesh={self._model_parallel_submesh})'
+    )

@@ -37,10 +37,15 @@ def as_record(collection: Mapping[str, Any]) -> dict[str, Any]:
   """
   tree = tree_utils.to_dict(collection)
   if not jax.tree.leaves(tree):
-    raise errors.ConfigError('The network has no sparse layers, so no routing was recorded. Give it a '
-                             'moe.SparseFeedForward.')
-  return jax.tree.map(lambda leaf: leaf[-1] if isinstance(leaf, tuple) else leaf, tree,
-                      is_leaf=lambda leaf: isinstance(leaf, tuple))
+    raise errors.ConfigError(
+      'The network has no sparse layers, so no routing was recorded. Give it a '
+      'moe.SparseFeedForward.'
+    )
+  return jax.tree.map(
+    lambda leaf: leaf[-1] if isinstance(leaf, tuple) else leaf,
+    tree,
+    is_leaf=lambda leaf: isinstance(leaf, tuple),
+  )
 
 
 class RoutingFiles:
@@ -72,7 +77,10 @@ class RoutingFiles:
       Path of the file.
     """
     checks.check('RoutingFiles.write', locals(), step=checks.number(at_least=0, integer=True))
-    arrays = {name: np.asarray(value) for name, value in tree_utils.flatten_dict(jax.device_get(dict(record))).items()}
+    arrays = {
+      name: np.asarray(value)
+      for name, value in tree_utils.flatten_dict(jax.device_get(dict(record))).items()
+    }
     self._folder.mkdir(parents=True, exist_ok=True)
     path = self._path(step)
 
@@ -93,13 +101,16 @@ class RoutingFiles:
     if not path.exists():
       found = self.steps()
       has = f'records of {len(found)} steps, {found[0]} to {found[-1]}' if found else 'no records'
-      raise errors.DataError(f'Step {step} has no record in {str(self._folder)!r}, which holds {has}.')
+      raise errors.DataError(
+        f'Step {step} has no record in {str(self._folder)!r}, which holds {has}.'
+      )
     try:
       with path.open('rb') as stream, np.load(stream, allow_pickle=False) as archive:
         return tree_utils.unflatten_dict({name: archive[name] for name in archive.files})
     except (OSError, ValueError, zipfile.BadZipFile) as error:
       raise errors.DataError(
-          f'Cannot read the record of routing {str(path)!r}: {error}. Record the step again.') from error
+        f'Cannot read the record of routing {str(path)!r}: {error}. Record the step again.'
+      ) from error
 
   def _path(self, step: int) -> files.Path:
     return self._folder / f'routing_{step:08d}.npz'
@@ -118,15 +129,24 @@ def check_record(record: Record, with_gates: bool = False) -> None:
   flat = tree_utils.flatten_dict(record)
   problems = [] if flat else ['it has no layers']
   for name, value in flat.items():
-    is_integer = {'expert_index': True, 'token_index': True, GATES: False}.get(name.rsplit('/', 1)[-1])
+    is_integer = {'expert_index': True, 'token_index': True, GATES: False}.get(
+      name.rsplit('/', 1)[-1]
+    )
     if np.issubdtype(value.dtype, np.integer) != is_integer or np.ndim(value) < 3:
-      problems.append(f'{name!r} has shape {np.shape(value)} and type {value.dtype}; records have int32 arrays named '
-                      'expert_index or token_index and float32 arrays named gates, with at least 3 dims')
+      problems.append(
+        f'{name!r} has shape {np.shape(value)} and type {value.dtype}; records have int32 arrays named '
+        'expert_index or token_index and float32 arrays named gates, with at least 3 dims'
+      )
   if with_gates:
-    problems += [f'layer {layer!r} has no gates, which replay_gates=True needs'
-                 for layer, values in layers_of(record).items() if GATES not in values]
+    problems += [
+      f'layer {layer!r} has no gates, which replay_gates=True needs'
+      for layer, values in layers_of(record).items()
+      if GATES not in values
+    ]
   if problems:
-    raise errors.ConfigError(f'Invalid record of routing: {problems[0]}. Use the result of record_routing.')
+    raise errors.ConfigError(
+      f'Invalid record of routing: {problems[0]}. Use the result of record_routing.'
+    )
 
 
 def check_layers(record: Record, routing: Record) -> None:
@@ -139,20 +159,25 @@ def check_layers(record: Record, routing: Record) -> None:
   Raises:
     ConfigError: the first array that only one of them has.
   """
-  recorded, made = (sorted(name for name in tree_utils.flatten_dict(tree) if name.rsplit('/', 1)[-1] != GATES)
-                    for tree in (record, routing))
+  recorded, made = (
+    sorted(name for name in tree_utils.flatten_dict(tree) if name.rsplit('/', 1)[-1] != GATES)
+    for tree in (record, routing)
+  )
   if recorded != made:
     odd = sorted(set(recorded) ^ set(made))[0]
     raise errors.ConfigError(
-        f'The record of routing has {len(recorded)} layers, the network routes in {len(made)}: only the '
-        f'{"record" if odd in recorded else "network"} has {odd!r}. Record again, with the same layers, routers and '
-        'param_layout.')
+      f'The record of routing has {len(recorded)} layers, the network routes in {len(made)}: only the '
+      f'{"record" if odd in recorded else "network"} has {odd!r}. Record again, with the same layers, routers and '
+      'param_layout.'
+    )
 
 
 def without_gates(record: Record) -> dict[str, Any]:
   """Return a record without gates; a pass that replays it computes its gates from its parameters."""
   flat = tree_utils.flatten_dict(record)
-  return tree_utils.unflatten_dict({name: value for name, value in flat.items() if name.rsplit('/', 1)[-1] != GATES})
+  return tree_utils.unflatten_dict(
+    {name: value for name, value in flat.items() if name.rsplit('/', 1)[-1] != GATES}
+  )
 
 
 def layers_of(record: Record) -> dict[str, dict[str, Array]]:

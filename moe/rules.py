@@ -30,8 +30,12 @@ HEAD_DATA_AXES = ('expert', 'data')
 REPLICA_AXIS = 'replica'
 
 
-def uses_two_data_axes(num_experts: int, num_partitions: int | None,
-                       model_parallel_submesh: partitioning.HardwareMesh | None, backend: str | None = None) -> bool:
+def uses_two_data_axes(
+  num_experts: int,
+  num_partitions: int | None,
+  model_parallel_submesh: partitioning.HardwareMesh | None,
+  backend: str | None = None,
+) -> bool:
   """Return whether the first form uses `model` as a second data axis: fewer experts than devices, no model parallelism.
 
   It reads the number of devices, which starts JAX's backend.
@@ -45,12 +49,21 @@ def uses_two_data_axes(num_experts: int, num_partitions: int | None,
   Raises:
     ConfigError: both or none of the two are given, or an invalid number of experts.
   """
-  checks.check('', locals(), num_experts=checks.number(at_least=0, integer=True), num_partitions=checks.Expectation(
+  checks.check(
+    '',
+    locals(),
+    num_experts=checks.number(at_least=0, integer=True),
+    num_partitions=checks.Expectation(
       'None if and only if model_parallel_submesh is given',
-      lambda value: (value is None) != (model_parallel_submesh is None), '1 is for no model parallelism.'))
+      lambda value: (value is None) != (model_parallel_submesh is None),
+      '1 is for no model parallelism.',
+    ),
+  )
   if num_experts == 0 or len(mesh_lib.devices_of(backend)) <= num_experts:
     return False
-  return (num_partitions if model_parallel_submesh is None else math.prod(model_parallel_submesh)) <= 1
+  return (
+    num_partitions if model_parallel_submesh is None else math.prod(model_parallel_submesh)
+  ) <= 1
 
 
 def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
@@ -66,14 +79,15 @@ def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
 
 
 def standard_logical_axis_rules(
-    num_experts: int,
-    num_partitions: int | None = None,
-    model_parallel_submesh: partitioning.HardwareMesh | None = None,
-    activation_partitioning_dims: int = 1,
-    parameter_partitioning_dims: int = 1,
-    additional_rules: Sequence[Rule] | None = None,
-    *,
-    two_data_axes: bool | None = None) -> list[Rule]:
+  num_experts: int,
+  num_partitions: int | None = None,
+  model_parallel_submesh: partitioning.HardwareMesh | None = None,
+  activation_partitioning_dims: int = 1,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: Sequence[Rule] | None = None,
+  *,
+  two_data_axes: bool | None = None,
+) -> list[Rule]:
   """Return the rules of the first form, for `MoePjitPartitioner(num_experts=...)` with the same three arguments.
 
   These are `t5x_lite.partitioning.standard_logical_axis_rules` with experts over `data` and their hidden units over
@@ -113,26 +127,47 @@ def standard_logical_axis_rules(
     two_data_axes = uses_two_data_axes(num_experts, num_partitions, model_parallel_submesh)
   else:
     unused = checks.Expectation('None with two_data_axes', lambda value: value is None)
-    checks.check('standard_logical_axis_rules', locals(), two_data_axes=checks.one_of((True, False)).or_none(),
-                 num_partitions=unused, model_parallel_submesh=unused)
+    checks.check(
+      'standard_logical_axis_rules',
+      locals(),
+      two_data_axes=checks.one_of((True, False)).or_none(),
+      num_partitions=unused,
+      model_parallel_submesh=unused,
+    )
   mesh_axis_of = {'model': None} if two_data_axes else {}
   moe_rules = [
-      ('expert', 'data'), ('expert_mlp', mesh_axis_of.get('model', 'model')), ('expert_group', None),
-      ('expert_replicas', 'model' if two_data_axes else None), ('unmodeled', None)]
+    ('expert', 'data'),
+    ('expert_mlp', mesh_axis_of.get('model', 'model')),
+    ('expert_group', None),
+    ('expert_replicas', 'model' if two_data_axes else None),
+    ('unmodeled', None),
+  ]
   batch_axis = TWO_DATA_AXES if two_data_axes else 'data'
   rules = _join(
-      activation_partitioning_dims, parameter_partitioning_dims, moe_rules, batch_axis=batch_axis,
-      embed_axes=(TWO_DATA_AXES, 'model') if two_data_axes else ('data',), mesh_axis_of=mesh_axis_of)
+    activation_partitioning_dims,
+    parameter_partitioning_dims,
+    moe_rules,
+    batch_axis=batch_axis,
+    embed_axes=(TWO_DATA_AXES, 'model') if two_data_axes else ('data',),
+    mesh_axis_of=mesh_axis_of,
+  )
   for logical_axis, mesh_axis in rules_lib.freeze_rules(additional_rules or ()):
-    rules.append((logical_axis, batch_axis if logical_axis == 'batch' and two_data_axes
-                  else mesh_axis_of.get(mesh_axis, mesh_axis)))
+    rules.append(
+      (
+        logical_axis,
+        batch_axis
+        if logical_axis == 'batch' and two_data_axes
+        else mesh_axis_of.get(mesh_axis, mesh_axis),
+      )
+    )
   return rules
 
 
 def head_logical_axis_rules(
-    activation_partitioning_dims: int = 2,
-    parameter_partitioning_dims: int = 1,
-    additional_rules: Sequence[Rule] | None = None) -> list[Rule]:
+  activation_partitioning_dims: int = 2,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: Sequence[Rule] | None = None,
+) -> list[Rule]:
   """Return the rules of the second form, for `MoePjitPartitioner(num_expert_partitions=...)`.
 
   These are `t5x_lite.partitioning.standard_logical_axis_rules` with a batch over `expert` and `data`, experts over
@@ -155,16 +190,32 @@ def head_logical_axis_rules(
   Raises:
     ConfigError: a number of dims other than 1 or 2, or an invalid additional rule.
   """
-  moe_rules = [('expert', 'expert'), ('expert_mlp', 'model'), ('expert_replicas', 'data'), ('unmodeled', None)]
+  moe_rules = [
+    ('expert', 'expert'),
+    ('expert_mlp', 'model'),
+    ('expert_replicas', 'data'),
+    ('unmodeled', None),
+  ]
   rules = _join(
-      activation_partitioning_dims, parameter_partitioning_dims, moe_rules, batch_axis=HEAD_DATA_AXES,
-      embed_axes=(HEAD_DATA_AXES, 'data'), mesh_axis_of={})
+    activation_partitioning_dims,
+    parameter_partitioning_dims,
+    moe_rules,
+    batch_axis=HEAD_DATA_AXES,
+    embed_axes=(HEAD_DATA_AXES, 'data'),
+    mesh_axis_of={},
+  )
   return rules + list(rules_lib.freeze_rules(additional_rules or ()))
 
 
 def _join(
-    activation_dims: int, parameter_dims: int, moe_rules: Sequence[Rule], *, batch_axis: MeshAxis,
-    embed_axes: Sequence[MeshAxis], mesh_axis_of: Mapping[MeshAxis, MeshAxis]) -> list[Rule]:
+  activation_dims: int,
+  parameter_dims: int,
+  moe_rules: Sequence[Rule],
+  *,
+  batch_axis: MeshAxis,
+  embed_axes: Sequence[MeshAxis],
+  mesh_axis_of: Mapping[MeshAxis, MeshAxis],
+) -> list[Rule]:
   """Return the rules of dense models together with those for experts.
 
   Args:
@@ -176,7 +227,9 @@ def _join(
     mesh_axis_of: replacements of mesh axes of the dense rules.
   """
   rules: list[Rule] = []
-  for logical_axis, mesh_axis in partitioning.standard_logical_axis_rules(activation_dims, parameter_dims):
+  for logical_axis, mesh_axis in partitioning.standard_logical_axis_rules(
+    activation_dims, parameter_dims
+  ):
     if logical_axis == 'batch':
       rules.append((logical_axis, batch_axis))
       # Experts have precedence over `embed`.
@@ -198,9 +251,11 @@ def with_replica_axis(rules: LogicalAxisRules) -> LogicalAxisRules:
   (('batch', ('replica', 'expert', 'data')), ('expert', 'expert'), ('expert_replicas', ('replica',)))
   """
   return tuple(
-      (name, (REPLICA_AXIS, *rules_lib.axes_of(axis)))
-      if name in ('batch', 'expert_replicas') and REPLICA_AXIS not in rules_lib.axes_of(axis) else (name, axis)
-      for name, axis in rules)
+    (name, (REPLICA_AXIS, *rules_lib.axes_of(axis)))
+    if name in ('batch', 'expert_replicas') and REPLICA_AXIS not in rules_lib.axes_of(axis)
+    else (name, axis)
+    for name, axis in rules
+  )
 
 
 def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:
@@ -209,9 +264,14 @@ def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:
   For `t5x_lite.adafactor.Adafactor(logical_factor_rules=...)`. T5X has it in `contrib.moe.adafactor_utils`.
   """
   factor_dim = adafactor.FactorDim
-  return adafactor.standard_logical_factor_rules().copy({
-      'expert': factor_dim.BATCH, 'expert_mlp': factor_dim.COLUMN, 'mlp_embed': factor_dim.ROW,
-      'unmodeled': factor_dim.NONE})
+  return adafactor.standard_logical_factor_rules().copy(
+    {
+      'expert': factor_dim.BATCH,
+      'expert_mlp': factor_dim.COLUMN,
+      'mlp_embed': factor_dim.ROW,
+      'unmodeled': factor_dim.NONE,
+    }
+  )
 
 
 def override_partition_specs(resources: PyTree) -> PyTree:
@@ -230,12 +290,15 @@ def override_partition_specs(resources: PyTree) -> PyTree:
 
 
 def replace_raw_specs(
-    resources: PyTree, replacements: Mapping[PartitionSpec, PartitionSpec | None]) -> PyTree:
+  resources: PyTree, replacements: Mapping[PartitionSpec, PartitionSpec | None]
+) -> PyTree:
   """Return axis resources with raw specs replaced by `replacements`; see `override_partition_specs`."""
   if type(resources) in (tuple, list):
     return type(resources)(_replaced(resource, replacements) for resource in resources)
   return _replaced(resources, replacements)
 
 
-def _replaced(resource: PyTree, replacements: Mapping[PartitionSpec, PartitionSpec | None]) -> PyTree:
+def _replaced(
+  resource: PyTree, replacements: Mapping[PartitionSpec, PartitionSpec | None]
+) -> PyTree:
   return replacements.get(resource, resource) if isinstance(resource, PartitionSpec) else resource

@@ -33,7 +33,8 @@ def match_fn(prefix: str | None) -> Callable[[str], bool]:
 
 
 def infer_state_filter_fn(
-    train_state: FlaxOptimTrainState, logical_axes: FlaxOptimTrainState) -> Callable[[str], bool] | None:
+  train_state: FlaxOptimTrainState, logical_axes: FlaxOptimTrainState
+) -> Callable[[str], bool] | None:
   """Return a predicate that selects experts' optimizer state without declared axes.
 
   It selects arrays whose name contains the path of a parameter with experts, whose dims have no names, and whose shape
@@ -47,22 +48,32 @@ def infer_state_filter_fn(
     Predicate on names within `param_states`; None if it selects nothing.
   """
   shapes = _shapes(train_state.params)
-  experts = {name: shapes[name] for name, spec in tree_utils.named_leaves(logical_axes.params)
-             if tuple(spec)[:1] == (EXPERT_AXIS,)}
+  experts = {
+    name: shapes[name]
+    for name, spec in tree_utils.named_leaves(logical_axes.params)
+    if tuple(spec)[:1] == (EXPERT_AXIS,)
+  }
   if not experts:
     return None
   state_shapes = _shapes(train_state.param_states)
   selected = frozenset(
-      name for name, spec in tree_utils.named_leaves(logical_axes.param_states, is_leaf=_is_spec)
-      if name in state_shapes and not any(spec or ())
-      and any(f'/{path}/' in f'/{name}/' and _is_reduced(state_shapes[name], shape)
-              for path, shape in experts.items()))
+    name
+    for name, spec in tree_utils.named_leaves(logical_axes.param_states, is_leaf=_is_spec)
+    if name in state_shapes
+    and not any(spec or ())
+    and any(
+      f'/{path}/' in f'/{name}/' and _is_reduced(state_shapes[name], shape)
+      for path, shape in experts.items()
+    )
+  )
   return selected.__contains__ if selected else None
 
 
 def prepend_expert_axis(
-    train_state: FlaxOptimTrainState, logical_axes: FlaxOptimTrainState,
-    state_filter_fn: Callable[[str], bool]) -> FlaxOptimTrainState:
+  train_state: FlaxOptimTrainState,
+  logical_axes: FlaxOptimTrainState,
+  state_filter_fn: Callable[[str], bool],
+) -> FlaxOptimTrainState:
   """Return logical axes with `expert` as the first axis of the selected optimizer state.
 
   Arrays that have the axis do not change, nor do scalars and arrays whose first dim has a name or another size than the
@@ -76,8 +87,11 @@ def prepend_expert_axis(
   shapes = _shapes(train_state.param_states)
   param_shapes = _shapes(train_state.params)
   expert_counts = {
-      size for name, spec in tree_utils.named_leaves(logical_axes.params)
-      for axis, size in zip(spec, param_shapes[name], strict=True) if axis == EXPERT_AXIS}
+    size
+    for name, spec in tree_utils.named_leaves(logical_axes.params)
+    for axis, size in zip(spec, param_shapes[name], strict=True)
+    if axis == EXPERT_AXIS
+  }
 
   def prepend(name: str, spec: Any) -> Any:
     if name not in shapes or not state_filter_fn(name) or EXPERT_AXIS in (spec or ()):
@@ -91,7 +105,9 @@ def prepend_expert_axis(
 
   optimizer = logical_axes._optimizer  # pylint: disable=protected-access
   param_states = tree_utils.map_with_names(prepend, optimizer.state.param_states, is_leaf=_is_spec)
-  return logical_axes.replace(_optimizer=optimizer.replace(state=optimizer.state.replace(param_states=param_states)))
+  return logical_axes.replace(
+    _optimizer=optimizer.replace(state=optimizer.state.replace(param_states=param_states))
+  )
 
 
 def _shapes(tree: Any) -> Mapping[str, tuple[int, ...]]:

@@ -18,7 +18,10 @@ from t5x_lite.types import Array, PyTree
 
 
 def tree_map_with_names(
-    f: Callable[[Any], Any], param_tree: PyTree, match_name_fn: Callable[[str], bool] = lambda name: True) -> PyTree:
+  f: Callable[[Any], Any],
+  param_tree: PyTree,
+  match_name_fn: Callable[[str], bool] = lambda name: True,
+) -> PyTree:
   """Return a tree with `f` applied to the leaves whose names match.
 
   Args:
@@ -26,11 +29,14 @@ def tree_map_with_names(
     param_tree: nested dicts of parameters.
     match_name_fn: predicate on the '/'-joined name of a leaf.
   """
-  return tree_utils.map_with_names(lambda name, leaf: f(leaf) if match_name_fn(name) else leaf, param_tree)
+  return tree_utils.map_with_names(
+    lambda name, leaf: f(leaf) if match_name_fn(name) else leaf, param_tree
+  )
 
 
 def scale_sharded_grads(
-    grads: PyTree, sharded_match_fn: Callable[[str], bool] | None, scale_factor: float) -> PyTree:
+  grads: PyTree, sharded_match_fn: Callable[[str], bool] | None, scale_factor: float
+) -> PyTree:
   """Return gradients, of which those with matching names are multiplied by a factor.
 
   Args:
@@ -43,7 +49,9 @@ def scale_sharded_grads(
   return tree_map_with_names(lambda grad: grad * scale_factor, grads, sharded_match_fn)
 
 
-def scale_expert_gradients(num_expert_partitions: int, match: str = r'.*expert.*') -> Callable[[PyTree], PyTree]:
+def scale_expert_gradients(
+  num_expert_partitions: int, match: str = r'.*expert.*'
+) -> Callable[[PyTree], PyTree]:
   """Return a `Trainer.gradient_transform` that multiplies experts' gradients by the number of expert partitions.
 
   T5X's trainer of sparse models always does this. Use it to repeat runs of T5X; by default it is off, since gradients
@@ -57,18 +65,31 @@ def scale_expert_gradients(num_expert_partitions: int, match: str = r'.*expert.*
   Raises:
     ConfigError: an invalid number or expression; when called, an expression that no parameter matches.
   """
-  checks.check('scale_expert_gradients', locals(), num_expert_partitions=checks.number(at_least=1, integer=True))
+  checks.check(
+    'scale_expert_gradients',
+    locals(),
+    num_expert_partitions=checks.number(at_least=1, integer=True),
+  )
   try:
     pattern = re.compile(match)
   except re.error as error:
-    raise checks.invalid('scale_expert_gradients', 'match', f'a regular expression ({error})', match) from error
+    raise checks.invalid(
+      'scale_expert_gradients', 'match', f'a regular expression ({error})', match
+    ) from error
 
   def transform(grads: PyTree) -> PyTree:
     names = [name for name, _ in tree_utils.named_leaves(grads)]
     if not any(map(pattern.fullmatch, names)):
-      raise checks.invalid('scale_expert_gradients', 'match', 'a regular expression that matches the full name of '
-                           f'at least one parameter, such as {names[0]!r}', match)
-    return scale_sharded_grads(grads, lambda name: pattern.fullmatch(name) is not None, num_expert_partitions)
+      raise checks.invalid(
+        'scale_expert_gradients',
+        'match',
+        'a regular expression that matches the full name of '
+        f'at least one parameter, such as {names[0]!r}',
+        match,
+      )
+    return scale_sharded_grads(
+      grads, lambda name: pattern.fullmatch(name) is not None, num_expert_partitions
+    )
 
   return transform
 
@@ -81,14 +102,25 @@ class MoeTrainer(trainer.Trainer):
 
   ACCEPTS_STACKED_LAYERS = True
 
-  def __init__(self, model: models.BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
-               eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array,
-               learning_rate_fn: LearningRateCallable | None, num_microbatches: int | None,
-               num_expert_partitions: int,
-               sharded_match_fn: Callable[[str], bool] | None = match_fn(r'.*expert.*'),
-               weight_metrics_computer: weight_metrics.WeightMetricsComputer | None = None, *,
-               non_finite_policy: trainer.NonFinitePolicy = trainer.NonFinitePolicy(), train_dtype: Any = None,
-               param_noise: ParamNoise | None = None):
+  def __init__(
+    self,
+    model: models.BaseModel,
+    train_state: TrainState,
+    partitioner: partitioning.BasePartitioner,
+    eval_names: Sequence[str],
+    summary_dir: str | None,
+    train_state_axes: PyTree,
+    rng: Array,
+    learning_rate_fn: LearningRateCallable | None,
+    num_microbatches: int | None,
+    num_expert_partitions: int,
+    sharded_match_fn: Callable[[str], bool] | None = match_fn(r'.*expert.*'),
+    weight_metrics_computer: weight_metrics.WeightMetricsComputer | None = None,
+    *,
+    non_finite_policy: trainer.NonFinitePolicy = trainer.NonFinitePolicy(),
+    train_dtype: Any = None,
+    param_noise: ParamNoise | None = None,
+  ):
     """Construct the trainer; see `Trainer` for the other arguments.
 
     Args:
@@ -103,11 +135,28 @@ class MoeTrainer(trainer.Trainer):
       ConfigError: see `Trainer`; or `num_expert_partitions` or `sharded_match_fn` is invalid.
     """
     checks.check(
-        'MoeTrainer', locals(), num_expert_partitions=checks.number(at_least=1, integer=True),
-        sharded_match_fn=checks.Expectation(
-            "a function from a name to True or False, such as moe.match_fn('.*expert.*'),", callable).or_none())
+      'MoeTrainer',
+      locals(),
+      num_expert_partitions=checks.number(at_least=1, integer=True),
+      sharded_match_fn=checks.Expectation(
+        "a function from a name to True or False, such as moe.match_fn('.*expert.*'),", callable
+      ).or_none(),
+    )
     super().__init__(
-        model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng, learning_rate_fn,
-        num_microbatches, weight_metrics_computer,
-        gradient_transform=lambda grads: scale_sharded_grads(grads, sharded_match_fn, num_expert_partitions),
-        non_finite_policy=non_finite_policy, train_dtype=train_dtype, param_noise=param_noise)
+      model,
+      train_state,
+      partitioner,
+      eval_names,
+      summary_dir,
+      train_state_axes,
+      rng,
+      learning_rate_fn,
+      num_microbatches,
+      weight_metrics_computer,
+      gradient_transform=lambda grads: scale_sharded_grads(
+        grads, sharded_match_fn, num_expert_partitions
+      ),
+      non_finite_policy=non_finite_policy,
+      train_dtype=train_dtype,
+      param_noise=param_noise,
+    )

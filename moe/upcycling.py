@@ -32,12 +32,19 @@ _logger = logging.getLogger(__name__)
 
 _ROUTER_STDDEV = 0.02
 # Blocks other than experts that a sparse model may add: (expression, replacement that gives the dense block).
-_EXTRA_BLOCKS = ((re.compile(r'/mlp/shared_mlp/'), '/mlp/'), (re.compile(r'/extra_mlp/'), '/mlp/'),
-                 (re.compile(r'/pre_extra_mlp_layer_norm/'), '/pre_mlp_layer_norm/'))
+_EXTRA_BLOCKS = (
+  (re.compile(r'/mlp/shared_mlp/'), '/mlp/'),
+  (re.compile(r'/extra_mlp/'), '/mlp/'),
+  (re.compile(r'/pre_extra_mlp_layer_norm/'), '/pre_mlp_layer_norm/'),
+)
 
 
-def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev: float = _ROUTER_STDDEV,
-            seed: int = 0) -> checkpoints.StateBuilder:
+def upcycle(
+  granularity: int = 1,
+  noise_stddev: float = 0.0,
+  router_init_stddev: float = _ROUTER_STDDEV,
+  seed: int = 0,
+) -> checkpoints.StateBuilder:
   """Return a builder that copies the feed-forward blocks of a dense model to experts of a sparse model.
 
   Each expert `<layer>/mlp/expert/wi/kernel` is a copy of `<layer>/mlp/wi/kernel`, or with `granularity` g the s-th of g
@@ -76,9 +83,14 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
   Raises:
     ConfigError: an invalid option.
   """
-  checks.check('upcycle', locals(), granularity=checks.number(at_least=1, integer=True),
-               noise_stddev=checks.number(at_least=0), router_init_stddev=checks.number(at_least=0),
-               seed=checks.number(at_least=0, integer=True))
+  checks.check(
+    'upcycle',
+    locals(),
+    granularity=checks.number(at_least=1, integer=True),
+    noise_stddev=checks.number(at_least=0),
+    router_init_stddev=checks.number(at_least=0),
+    seed=checks.number(at_least=0, integer=True),
+  )
   return _Upcycle(granularity, float(noise_stddev), float(router_init_stddev), seed)
 
 
@@ -110,7 +122,11 @@ class _Upcycle(checkpoints.StateBuilder):
     """See `upcycle`."""
     if is_resuming:
       return dict(state_dict)
-    wanted = {name: leaf for name, leaf in tree_utils.flatten_dict(target_state_dict).items() if leaf is not None}
+    wanted = {
+      name: leaf
+      for name, leaf in tree_utils.flatten_dict(target_state_dict).items()
+      if leaf is not None
+    }
     target = builders.TargetState(state_dict=target_state_dict, wanted=wanted)
     built = self.build(builders.BuiltState(arrays=tree_utils.flatten_dict(state_dict)), target)
     return tree_utils.unflatten_dict(lazy_arrays.read(built.arrays, {}))
@@ -127,19 +143,25 @@ class _Upcycling:
     self._options, self._stored, self._wanted = options, stored, wanted
     # Values of dense arrays by name while a new array is computed; None while only shapes are computed.
     self._values: Mapping[str, np.ndarray] | None = None
-    self._used: list[str] = []  # names of the dense arrays of which the shapes of a new array were computed
+    self._used: list[
+      str
+    ] = []  # names of the dense arrays of which the shapes of a new array were computed
     self._copied, self._new, self._left = [], [], []  # names of optimizer state
     self._dense, self._sparse = expert_state.params_of(stored), expert_state.params_of(wanted)
     # Path of each new parameter -> path of its dense source, None for routers and biases.
     self._sources = {path: self._source(path) for path in self._sparse if self._is_new(path)}
-    self._experts = {path for path in self._sources if (expert_state.split_path(path) or ('', ''))[1] == 'expert'}
+    self._experts = {
+      path for path in self._sources if (expert_state.split_path(path) or ('', ''))[1] == 'expert'
+    }
     # Parameters of dense blocks that experts replace.
     self._replaced = {self._sources[path] for path in self._experts} - {None}
 
   def _is_new(self, path: str) -> bool:
     if expert_state.split_path(path) is not None:
       return True
-    return path not in self._dense and any(pattern.search(f'/{path}/') for pattern, _ in _EXTRA_BLOCKS)
+    return path not in self._dense and any(
+      pattern.search(f'/{path}/') for pattern, _ in _EXTRA_BLOCKS
+    )
 
   def _source(self, path: str) -> str | None:
     found = expert_state.split_path(path)
@@ -156,7 +178,10 @@ class _Upcycling:
   def run(self) -> dict[str, Any]:
     """Return the flat sparse state; its new arrays are lazy."""
     self._check()
-    new_names, dense_names = expert_state.ArrayNames(self._sources), expert_state.ArrayNames(self._replaced)
+    new_names, dense_names = (
+      expert_state.ArrayNames(self._sources),
+      expert_state.ArrayNames(self._replaced),
+    )
     result = {}
     for name, leaf in self._stored.items():
       if name.startswith(PARAM_STATES):
@@ -171,11 +196,17 @@ class _Upcycling:
     for name, leaf in self._wanted.items():
       split = new_names.split(name)
       if split is None:
-        if name.startswith(expert_state.MUTABLES) and name not in self._stored and expert_state.split_path(name):
+        if (
+          name.startswith(expert_state.MUTABLES)
+          and name not in self._stored
+          and expert_state.split_path(name)
+        ):
           result[name] = _zeros(leaf)
       elif name.startswith(PARAM_TREES):
         prefix = f'{name.split("/", 1)[0]}/'
-        result[name] = self._lazy(lambda each, s=split, p=prefix, w=leaf: each._param(s.param, p, w))
+        result[name] = self._lazy(
+          lambda each, s=split, p=prefix, w=leaf: each._param(s.param, p, w)
+        )
       elif name.startswith(PARAM_STATES):
         _, is_copied = self._state(split, leaf)
         value = self._lazy(lambda each, s=split, w=leaf: each._state(s, w)[0])
@@ -184,7 +215,9 @@ class _Upcycling:
           result[name] = value
     return result
 
-  def _lazy(self, make_fn: Callable[[_Upcycling], np.ndarray | None]) -> lazy_arrays.ComputedArray | None:
+  def _lazy(
+    self, make_fn: Callable[[_Upcycling], np.ndarray | None]
+  ) -> lazy_arrays.ComputedArray | None:
     """Return the array that `make_fn` makes; None if it makes none."""
     self._used.clear()
     blank = make_fn(self)
@@ -197,8 +230,12 @@ class _Upcycling:
       with_values._values = dict(zip(names, arrays, strict=True))
       return make_fn(with_values)
 
-    return lazy_arrays.ComputedArray(shape=blank.shape, dtype=blank.dtype, compute_fn=compute,
-                                     inputs=tuple(self._stored[name] for name in names))
+    return lazy_arrays.ComputedArray(
+      shape=blank.shape,
+      dtype=blank.dtype,
+      compute_fn=compute,
+      inputs=tuple(self._stored[name] for name in names),
+    )
 
   def _stored_array(self, name: str) -> np.ndarray:
     """Return a dense array, or a blank array while only shapes are computed."""
@@ -212,21 +249,33 @@ class _Upcycling:
     """Return a new parameter, made of the arrays of the state whose names start with `prefix`."""
     shape, source = tuple(wanted.shape), self._sources[path]
     if source is None:
-      return self._router(path, shape, wanted.dtype) if path.endswith('/kernel') else np.zeros(shape, wanted.dtype)
+      return (
+        self._router(path, shape, wanted.dtype)
+        if path.endswith('/kernel')
+        else np.zeros(shape, wanted.dtype)
+      )
     dense = self._stored_array(f'{prefix}{source}')
-    return self._expert(path, dense, shape) if path in self._experts else self._extra(path, dense, shape)
+    return (
+      self._expert(path, dense, shape) if path in self._experts else self._extra(path, dense, shape)
+    )
 
   def _expert(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     granularity = self._options.granularity
     dims = expert_state.dims_of(path, len(shape))
     lifted = _lift(dense, _dense_dims(dims), dims, shape[0] // granularity)
     self._check_shapes(
-        lifted is not None and shape == self._expert_shape(lifted, dims, shape[0]), path, dense.shape, shape,
-        f'granularity={granularity} must divide the number of experts, and expert_dim must be the dense block\'s '
-        f'divided by {granularity}. Change the sizes of the sparse model, or granularity.')
+      lifted is not None and shape == self._expert_shape(lifted, dims, shape[0]),
+      path,
+      dense.shape,
+      shape,
+      f"granularity={granularity} must divide the number of experts, and expert_dim must be the dense block's "
+      f'divided by {granularity}. Change the sizes of the sparse model, or granularity.',
+    )
     if self._values is None:
       return _blank(shape, dense.dtype)
-    experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
+    experts = (
+      expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
+    )
     experts = np.ascontiguousarray(experts)
     if self._options.noise_stddev:
       stddev = self._options.noise_stddev * np.std(dense.astype(np.float32))
@@ -235,7 +284,9 @@ class _Upcycling:
       experts = (experts.astype(np.float32) + noise).astype(dense.dtype)
     return experts
 
-  def _expert_shape(self, lifted: np.ndarray, dims: Dims, num_experts: int) -> tuple[int, ...] | None:
+  def _expert_shape(
+    self, lifted: np.ndarray, dims: Dims, num_experts: int
+  ) -> tuple[int, ...] | None:
     granularity = self._options.granularity
     if num_experts % granularity or ('f' in dims and lifted.shape[dims.index('f')] % granularity):
       return None
@@ -244,30 +295,41 @@ class _Upcycling:
 
   def _slices(self, num_experts: int) -> Change:
     granularity = self._options.granularity
-    return Change.of_index(np.repeat(np.arange(num_experts // granularity), granularity), granularity)
+    return Change.of_index(
+      np.repeat(np.arange(num_experts // granularity), granularity), granularity
+    )
 
   def _extra(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return a parameter of an additional block, which contributes nothing at first."""
     if '/wo/' in path:
       return np.zeros(shape, dense.dtype)
-    self._check_shapes(len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1], path, dense.shape, shape,
-                       'give the checkpoint of a dense model of the same width.')
+    self._check_shapes(
+      len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1],
+      path,
+      dense.shape,
+      shape,
+      'give the checkpoint of a dense model of the same width.',
+    )
     if self._values is None:
       return _blank(shape, dense.dtype)
     return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
 
-  def _check_shapes(self, fits: bool, path: str, dense_shape: tuple[int, ...], shape: tuple[int, ...],
-                    remedy: str) -> None:
+  def _check_shapes(
+    self, fits: bool, path: str, dense_shape: tuple[int, ...], shape: tuple[int, ...], remedy: str
+  ) -> None:
     if not fits:
       raise errors.CheckpointError(
-          f'Cannot upcycle {self._sources[path]} of shape {dense_shape} to {path} of shape {shape}: {remedy}')
+        f'Cannot upcycle {self._sources[path]} of shape {dense_shape} to {path} of shape {shape}: {remedy}'
+      )
 
   def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return a new router; the slices of a copy have equal columns."""
     granularity = self._options.granularity
     if self._values is None:
       return _blank(shape, dtype)
-    columns = self._options.rng(path).standard_normal((*shape[:-1], shape[-1] // granularity), np.float32)
+    columns = self._options.rng(path).standard_normal(
+      (*shape[:-1], shape[-1] // granularity), np.float32
+    )
     return np.repeat(columns * self._options.router_init_stddev, granularity, axis=-1).astype(dtype)
 
   def _state(self, name: ArrayName, wanted: Any) -> tuple[np.ndarray | None, bool]:
@@ -297,58 +359,92 @@ class _Upcycling:
         # A number for the parameter, or the placeholder of a statistic that is not kept.
         return dense if dense.shape == shape else None
       dense_shape, dense_dims = self._dense[source].shape, _dense_dims(dims)
-      found = expert_state.state_dims(dataclasses.replace(name, after=after), dense.shape, dense_shape, dense_dims)
+      found = expert_state.state_dims(
+        dataclasses.replace(name, after=after), dense.shape, dense_shape, dense_dims
+      )
       if kept is None or found is None or 'e' not in kept or set(found) != set(kept) - {'e'}:
         continue
       lifted = _lift(dense, found, kept, shape[0] // self._options.granularity)
       # Shape of the parameter before slicing.
       unsliced = [lifted.shape[0] if d == 'e' else dense_shape[dense_dims.index(d)] for d in dims]
       change = self._slices(shape[0])
-      experts = lifted if change.slices == 1 else expert_state.change_state(name, lifted, unsliced, change)
+      experts = (
+        lifted if change.slices == 1 else expert_state.change_state(name, lifted, unsliced, change)
+      )
       if experts is not None and experts.shape == shape:
-        return _blank(shape, experts.dtype) if self._values is None else np.ascontiguousarray(experts)
+        return (
+          _blank(shape, experts.dtype) if self._values is None else np.ascontiguousarray(experts)
+        )
     return None
 
   def _check(self) -> None:
     """Raise CheckpointError unless the states belong to a dense and a sparse variant of the same network."""
     already = [path for path in self._dense if expert_state.split_path(path) is not None]
     if already or not self._experts:
-      problem = (f'the checkpoint already has experts ({already[0]}); `python -m moe surgery` changes their number'
-                 if already else 'the network has no experts; give it sparse layers (moe.SparseFeedForward)')
-      raise errors.CheckpointError(f'Cannot upcycle: {problem}. To restore without upcycling, remove moe.upcycle '
-                                   'from the builders of RestoreCheckpointConfig.')
+      problem = (
+        f'the checkpoint already has experts ({already[0]}); `python -m moe surgery` changes their number'
+        if already
+        else 'the network has no experts; give it sparse layers (moe.SparseFeedForward)'
+      )
+      raise errors.CheckpointError(
+        f'Cannot upcycle: {problem}. To restore without upcycling, remove moe.upcycle '
+        'from the builders of RestoreCheckpointConfig.'
+      )
     if self._options.granularity > 1:
       layers = {expert_state.split_path(path)[0] for path in self._experts}
-      expert_state.check_routers(f'upcycle with granularity={self._options.granularity}', self._sparse, layers)
+      expert_state.check_routers(
+        f'upcycle with granularity={self._options.granularity}', self._sparse, layers
+      )
     kept = {path: leaf for path, leaf in self._sparse.items() if path not in self._sources}
     needed = dict.fromkeys((*kept, *filter(None, self._sources.values())))
     missing = [path for path in needed if path not in self._dense]
     surplus = [path for path in self._dense if path not in kept and path not in self._replaced]
-    shapes = {path: (tuple(self._dense[path].shape), tuple(leaf.shape)) for path, leaf in kept.items()
-              if path in self._dense}
-    other = [f'{path} (stored {old}, wanted {new})' for path, (old, new) in shapes.items() if old != new]
-    problems = [f'{what}: {first_names(names)}'
-                for what, names in (('missing from the checkpoint', missing), ('in the checkpoint only', surplus),
-                                    ('of another shape', other)) if names]
+    shapes = {
+      path: (tuple(self._dense[path].shape), tuple(leaf.shape))
+      for path, leaf in kept.items()
+      if path in self._dense
+    }
+    other = [
+      f'{path} (stored {old}, wanted {new})' for path, (old, new) in shapes.items() if old != new
+    ]
+    problems = [
+      f'{what}: {first_names(names)}'
+      for what, names in (
+        ('missing from the checkpoint', missing),
+        ('in the checkpoint only', surplus),
+        ('of another shape', other),
+      )
+      if names
+    ]
     if problems:
       raise errors.CheckpointError(
-          f'Cannot upcycle: the models differ not only in their experts; {"; ".join(problems)}. Give the checkpoint of '
-          'a dense model with the same layers, sizes and activations; assignment_map renames or drops names.')
+        f'Cannot upcycle: the models differ not only in their experts; {"; ".join(problems)}. Give the checkpoint of '
+        'a dense model with the same layers, sizes and activations; assignment_map renames or drops names.'
+      )
 
   def log(self) -> None:
     """Log what `run` has done."""
     layers = {expert_state.split_path(path)[0] for path in self._experts}
-    _logger.info('Upcycled the feed-forward blocks of %d layer%s.', len(layers), 's' if len(layers) > 1 else '')
-    for what, names in (('copied from the dense blocks', self._copied), ('new', self._new),
-                        ('unknown; fallback_to_scratch=True initialises it', self._left)):
+    _logger.info(
+      'Upcycled the feed-forward blocks of %d layer%s.', len(layers), 's' if len(layers) > 1 else ''
+    )
+    for what, names in (
+      ('copied from the dense blocks', self._copied),
+      ('new', self._new),
+      ('unknown; fallback_to_scratch=True initialises it', self._left),
+    ):
       if names:
         _logger.info('Optimizer state %s: %s.', what, first_names(names))
 
 
 def _zeros(leaf: Any) -> lazy_arrays.ComputedArray:
   """Return zeros of the shape and dtype of `leaf`."""
-  return lazy_arrays.ComputedArray(shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), inputs=(),
-                                   compute_fn=lambda: np.zeros(leaf.shape, leaf.dtype))
+  return lazy_arrays.ComputedArray(
+    shape=tuple(leaf.shape),
+    dtype=np.dtype(leaf.dtype),
+    inputs=(),
+    compute_fn=lambda: np.zeros(leaf.shape, leaf.dtype),
+  )
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -50,7 +50,15 @@ MAX_MODULE_BYTES = 60_000
 BYTES_PER_BODY = 1_500
 # Tests hold deliberately odd code, and `pydoc_data` is the second corpus. Installed packages (`site-packages`) carry
 # other licences: they are kept out by asking that the top-level name is one of the standard library's modules.
-EXCLUDED_FOLDERS = {'test', 'tests', 'idle_test', 'pydoc_data', 'ensurepip', 'lib2to3', 'turtledemo'}
+EXCLUDED_FOLDERS = {
+  'test',
+  'tests',
+  'idle_test',
+  'pydoc_data',
+  'ensurepip',
+  'lib2to3',
+  'turtledemo',
+}
 
 
 def stable_hash(*parts: str) -> int:
@@ -88,19 +96,23 @@ def keyword_lines(path: pathlib.Path, name: str) -> list[tuple[str, str]]:
       continue
     line = lines[number - 1]
     start, word = columns[number][stable_hash('keyword', name, str(number)) % len(columns[number])]
-    if SENTINEL in line or not line.isprintable() or line[start:start + len(word)] != word:
+    if SENTINEL in line or not line.isprintable() or line[start : start + len(word)] != word:
       continue
     stripped = line.strip()
     if MIN_LINE_BYTES <= len(stripped.encode('utf-8')) <= MAX_LINE_BYTES:
-      examples.append(((line[:start] + SENTINEL + line[start + len(word):]).strip(), word))
+      examples.append(((line[:start] + SENTINEL + line[start + len(word) :]).strip(), word))
   return examples
 
 
 def library_files(stdlib: pathlib.Path) -> list[pathlib.Path]:
   """Return the paths of the library's modules, relative to `stdlib`."""
   files = sorted(path.relative_to(stdlib) for path in stdlib.rglob('*.py'))
-  return [path for path in files if path.parts[0].removesuffix('.py') in sys.stdlib_module_names
-          and not EXCLUDED_FOLDERS & set(path.parts[:-1])]
+  return [
+    path
+    for path in files
+    if path.parts[0].removesuffix('.py') in sys.stdlib_module_names
+    and not EXCLUDED_FOLDERS & set(path.parts[:-1])
+  ]
 
 
 def build_keyword_cloze(stdlib: pathlib.Path, num_lines: dict[str, int]) -> dict:
@@ -129,11 +141,15 @@ def build_keyword_cloze(stdlib: pathlib.Path, num_lines: dict[str, int]) -> dict
         counts[word] += 1
         chosen.append((text, word))
     if len(chosen) < num_lines[split]:
-      raise SystemExit(f'{stdlib} gives {len(chosen)} {split} lines, expected {num_lines[split]}: ask for fewer with '
-                       '--train_lines and --validation_lines.')
+      raise SystemExit(
+        f'{stdlib} gives {len(chosen)} {split} lines, expected {num_lines[split]}: ask for fewer with '
+        '--train_lines and --validation_lines.'
+      )
     # By keyword and alphabetically, which compresses best; the reader brings the lines into an order without meaning.
-    splits[split] = {word: sorted(text for text, other in chosen if other == word)
-                     for word in sorted({word for _, word in chosen})}
+    splits[split] = {
+      word: sorted(text for text, other in chosen if other == word)
+      for word in sorted({word for _, word in chosen})
+    }
   return {'python': platform.python_version(), 'splits': splits}
 
 
@@ -152,7 +168,7 @@ def function_bodies(text: str) -> list[tuple[int, int]]:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
       nodes.extend(ast.iter_child_nodes(node))
       continue
-    body = node.body[ast.get_docstring(node, clean=False) is not None:]
+    body = node.body[ast.get_docstring(node, clean=False) is not None :]
     if body and body[0].lineno > node.lineno and not getattr(body[0], 'decorator_list', None):
       start = starts[body[0].lineno - 1] + body[0].col_offset
       end = starts[body[-1].end_lineno - 1] + body[-1].end_col_offset
@@ -170,9 +186,15 @@ def build_function_cloze(stdlib: pathlib.Path, num_bytes: dict[str, int]) -> dic
   # Validation first: a body that occurs in both splits stays there.
   for split in ('validation', 'train'):
     modules, left = [], num_bytes[split]
-    for path in sorted(library_files(stdlib), key=lambda path: stable_hash('module', path.as_posix())):
+    for path in sorted(
+      library_files(stdlib), key=lambda path: stable_hash('module', path.as_posix())
+    ):
       raw = (stdlib / path).read_bytes()
-      if split_of(path.as_posix()) != split or len(raw) > min(left, MAX_MODULE_BYTES) or not raw.isascii():
+      if (
+        split_of(path.as_posix()) != split
+        or len(raw) > min(left, MAX_MODULE_BYTES)
+        or not raw.isascii()
+      ):
         continue
       text = raw.decode('ascii')
       # Form feeds and lone carriage returns are line ends for `splitlines`, and not for Python's parser.
@@ -188,7 +210,9 @@ def build_function_cloze(stdlib: pathlib.Path, num_bytes: dict[str, int]) -> dic
         modules.append({'module': path.as_posix(), 'text': text, 'bodies': bodies})
         left -= len(text)
     if not modules:
-      raise SystemExit(f'{stdlib} gives no module of {split}, expected modules of {num_bytes[split]} bytes in all.')
+      raise SystemExit(
+        f'{stdlib} gives no module of {split}, expected modules of {num_bytes[split]} bytes in all.'
+      )
     splits[split] = sorted(modules, key=lambda module: module['module'])
   return {'python': platform.python_version(), 'splits': splits}
 
@@ -210,38 +234,60 @@ def build_python_docs(topics: dict[str, str]) -> dict:
   for split in ('train', 'validation'):
     texts = [text for name, text in sorted(topics.items()) if split_of(name) == split]
     # The cut that wastes the fewest documents beyond the last whole group.
-    cuts = ([doc for text in texts for doc in cut_documents(text, size)] for size in range(320, 640, 20))
+    cuts = (
+      [doc for text in texts for doc in cut_documents(text, size)] for size in range(320, 640, 20)
+    )
     best = min(cuts, key=lambda documents: len(documents) % DOCUMENT_GROUP / len(documents))
     if len(best) < DOCUMENT_GROUP:
-      raise SystemExit(f'The {split} topics give {len(best)} documents, expected at least {DOCUMENT_GROUP}.')
-    splits[split] = best[:len(best) - len(best) % DOCUMENT_GROUP]
+      raise SystemExit(
+        f'The {split} topics give {len(best)} documents, expected at least {DOCUMENT_GROUP}.'
+      )
+    splits[split] = best[: len(best) - len(best) % DOCUMENT_GROUP]
   return {'python': platform.python_version(), 'splits': splits}
 
 
 def write(path: pathlib.Path, corpus: dict) -> None:
   """Write `corpus` as gzipped JSON (gzip is in every Python; lzma is not), the same bytes at every run."""
   text = json.dumps(corpus, ensure_ascii=False, indent=0)
-  with open(path, 'wb') as raw, gzip.GzipFile('', 'wb', compresslevel=9, fileobj=raw, mtime=0) as stream:
+  with (
+    open(path, 'wb') as raw,
+    gzip.GzipFile('', 'wb', compresslevel=9, fileobj=raw, mtime=0) as stream,
+  ):
     stream.write(text.encode('utf-8'))
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--output', type=pathlib.Path, required=True, help='folder for the three files')
-  parser.add_argument('--stdlib', type=pathlib.Path, default=pathlib.Path(sysconfig.get_path('stdlib')),
-                      help="folder of the library to read (default: this Python's)")
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    '--output', type=pathlib.Path, required=True, help='folder for the three files'
+  )
+  parser.add_argument(
+    '--stdlib',
+    type=pathlib.Path,
+    default=pathlib.Path(sysconfig.get_path('stdlib')),
+    help="folder of the library to read (default: this Python's)",
+  )
   parser.add_argument('--train_lines', type=int, default=NUM_LINES['train'])
   parser.add_argument('--validation_lines', type=int, default=NUM_LINES['validation'])
   args = parser.parse_args()
   from pydoc_data import topics
+
   args.output.mkdir(parents=True, exist_ok=True)
-  cloze = build_keyword_cloze(args.stdlib, {'train': args.train_lines, 'validation': args.validation_lines})
+  cloze = build_keyword_cloze(
+    args.stdlib, {'train': args.train_lines, 'validation': args.validation_lines}
+  )
   write(args.output / 'python_keyword_cloze.json.gz', cloze)
   write(args.output / 'python_docs.json.gz', build_python_docs(topics.topics))
-  write(args.output / 'python_function_cloze.json.gz', build_function_cloze(args.stdlib, MODULE_BYTES))
+  write(
+    args.output / 'python_function_cloze.json.gz', build_function_cloze(args.stdlib, MODULE_BYTES)
+  )
   for name in ('python_keyword_cloze', 'python_docs', 'python_function_cloze'):
     path = args.output / f'{name}.json.gz'
-    print(f'{path}: {path.stat().st_size} bytes, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}')
+    print(
+      f'{path}: {path.stat().st_size} bytes, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}'
+    )
 
 
 if __name__ == '__main__':

@@ -71,7 +71,14 @@ class EarlyStoppingAction(BaseAction):
 
   reads_train_state = False
 
-  def __init__(self, metric: tuple[str, str], mode: str, patience: int = 3, atol: float = 0.0, rtol: float = 0.0):
+  def __init__(
+    self,
+    metric: tuple[str, str],
+    mode: str,
+    patience: int = 3,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+  ):
     """Validate the options.
 
     Args:
@@ -84,9 +91,14 @@ class EarlyStoppingAction(BaseAction):
     Raises:
       ConfigError: an option is out of range.
     """
-    checks.check('EarlyStoppingAction', locals(), mode=checks.one_of(('min', 'max')),
-                 patience=checks.number(at_least=2, integer=True), atol=checks.number(at_least=0),
-                 rtol=checks.number(at_least=0))
+    checks.check(
+      'EarlyStoppingAction',
+      locals(),
+      mode=checks.one_of(('min', 'max')),
+      patience=checks.number(at_least=2, integer=True),
+      atol=checks.number(at_least=0),
+      rtol=checks.number(at_least=0),
+    )
     self._task, self._metric = metric
     self._mode = mode
     self._patience = patience
@@ -99,11 +111,17 @@ class EarlyStoppingAction(BaseAction):
     value = _scalar(metrics_by_task, self._task, self._metric)
     if value is None:
       return Stop.CONTINUE
-    self._history = [*self._history, value][-self._patience:]
-    if len(self._history) < self._patience or any(map(self._improves, self._history[1:], self._history)):
+    self._history = [*self._history, value][-self._patience :]
+    if len(self._history) < self._patience or any(
+      map(self._improves, self._history[1:], self._history)
+    ):
       return Stop.CONTINUE
-    logging.getLogger(__name__).warning('%s/%s has stopped improving (last values %s): stopping.', self._task,
-                                        self._metric, self._history)
+    logging.getLogger(__name__).warning(
+      '%s/%s has stopped improving (last values %s): stopping.',
+      self._task,
+      self._metric,
+      self._history,
+    )
     return Stop.EARLY
 
   def get_state(self) -> Any:
@@ -144,8 +162,9 @@ class TerminateOnNanAction(BaseAction):
     return Stop.NON_FINITE
 
 
-def resolve_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None
-                    ) -> dict[ActionMode, list[BaseAction]]:
+def resolve_actions(
+  actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None,
+) -> dict[ActionMode, list[BaseAction]]:
   """Return actions by mode; keys may be names of modes, as in gin files.
 
   Args:
@@ -158,16 +177,28 @@ def resolve_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | N
   for key, members in (actions or {}).items():
     name = key.name if isinstance(key, ActionMode) else key
     option = f'actions[{name!r}]'
-    checks.check('train', {'actions': name, option: members}, actions=checks.one_of(list(ActionMode.__members__)), **{
+    checks.check(
+      'train',
+      {'actions': name, option: members},
+      actions=checks.one_of(list(ActionMode.__members__)),
+      **{
         option: checks.Expectation(
-            'instances of BaseAction', lambda members: all(isinstance(member, BaseAction) for member in members),
-            'In gin, write @trainer.TerminateOnNanAction() with parentheses.')})
+          'instances of BaseAction',
+          lambda members: all(isinstance(member, BaseAction) for member in members),
+          'In gin, write @trainer.TerminateOnNanAction() with parentheses.',
+        )
+      },
+    )
     resolved[ActionMode[name]] = list(members)
   return resolved
 
 
-def run_actions(mode: ActionMode, actions: Mapping[ActionMode, Sequence[BaseAction]], train_state: Any,
-                metrics_by_task: MetricsByTask) -> Stop:
+def run_actions(
+  mode: ActionMode,
+  actions: Mapping[ActionMode, Sequence[BaseAction]],
+  train_state: Any,
+  metrics_by_task: MetricsByTask,
+) -> Stop:
   """Run every action of `mode` on the lead process, and return the greatest request on all processes.
 
   Args:
@@ -197,12 +228,16 @@ def _reads_train_state(action: BaseAction) -> bool:
 
 def get_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]]) -> dict[str, list[Any]]:
   """Return the memory of the actions, as JSON values by mode name."""
-  state = {mode.name: [action.get_state() for action in members] for mode, members in actions.items()}
+  state = {
+    mode.name: [action.get_state() for action in members] for mode, members in actions.items()
+  }
   json.dumps(state)  # Memory that JSON does not support raises here instead of at the next resume.
   return state
 
 
-def set_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]], state: Mapping[str, Sequence[Any]]) -> None:
+def set_actions_state(
+  actions: Mapping[ActionMode, Sequence[BaseAction]], state: Mapping[str, Sequence[Any]]
+) -> None:
   """Restore the memory of the actions, if the number of actions of a mode is unchanged."""
   for mode, members in actions.items():
     remembered = state.get(mode.name, ())
@@ -222,5 +257,6 @@ def _scalar(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | N
     return float(value)
   missing, known = (task, metrics_by_task) if values is None else (metric, values)
   logging.getLogger(__name__).warning(
-      'The metrics have no scalar %r for an action.%s', missing, did_you_mean(missing, known))
+    'The metrics have no scalar %r for an action.%s', missing, did_you_mean(missing, known)
+  )
   return None

@@ -42,14 +42,19 @@ class ParamEma:
 
   def __post_init__(self):
     checks.check(
-        'ParamEma', vars(self),
-        decay=checks.Expectation(f'{_DECAY.text}, or a schedule', lambda decay: callable(decay) or _DECAY.holds(decay)),
-        debias=checks.Expectation(
-            'False if decay is a schedule, else True or False',
-            lambda debias: isinstance(debias, bool) and not (debias and callable(self.decay)),
-            'A schedule that begins at 0, such as averaging.Warmup(decay=0.999), needs no correction.'),
-        start_step=checks.number(at_least=0, below=2**31, integer=True, remedy='Steps are int32.'),
-        evaluate=checks.instance(bool, 'True or False'))
+      'ParamEma',
+      vars(self),
+      decay=checks.Expectation(
+        f'{_DECAY.text}, or a schedule', lambda decay: callable(decay) or _DECAY.holds(decay)
+      ),
+      debias=checks.Expectation(
+        'False if decay is a schedule, else True or False',
+        lambda debias: isinstance(debias, bool) and not (debias and callable(self.decay)),
+        'A schedule that begins at 0, such as averaging.Warmup(decay=0.999), needs no correction.',
+      ),
+      start_step=checks.number(at_least=0, below=2**31, integer=True, remedy='Steps are int32.'),
+      evaluate=checks.instance(bool, 'True or False'),
+    )
 
   def check_decay(self, steps: Sequence[int]) -> None:
     """Raise ConfigError if the schedule leaves [0, 1) when some numbers of updates have been made."""
@@ -68,8 +73,13 @@ class ParamEma:
     """
     if step > self.start_step and (self.debias or callable(self.decay)):
       raise checks.invalid(
-          'ParamEma', 'start_step', f'at least {step} with {"debias" if self.debias else "a schedule as decay"}, since '
-          f'the average begins with the parameters of step {step}', self.start_step, f'Set it to {step}.')
+        'ParamEma',
+        'start_step',
+        f'at least {step} with {"debias" if self.debias else "a schedule as decay"}, since '
+        f'the average begins with the parameters of step {step}',
+        self.start_step,
+        f'Set it to {step}.',
+      )
 
   def init(self, params: Params) -> Params:
     """Return the average before the first update: copies of `params`, in float32 at least."""
@@ -91,12 +101,18 @@ class ParamEma:
       decay, weight = np.float32(self.decay), np.float32(1 - self.decay)
     if self.debias:
       # The parts of the updates add up to 1 - decay ** count.
-      weight = weight / -jnp.expm1(count.astype(jnp.float32) * np.float32(np.log(max(self.decay, 1e-30))))
+      weight = weight / -jnp.expm1(
+        count.astype(jnp.float32) * np.float32(np.log(max(self.decay, 1e-30)))
+      )
       decay = 1 - weight
     decay, weight = jnp.where(count < 1, 0, decay), jnp.where(count < 1, 1, weight)
     return jax.tree.map(
-        lambda a, p: decay * a + weight * p.astype(a.dtype) if jnp.issubdtype(a.dtype, jnp.inexact) else p,
-        average, params)
+      lambda a, p: (
+        decay * a + weight * p.astype(a.dtype) if jnp.issubdtype(a.dtype, jnp.inexact) else p
+      ),
+      average,
+      params,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

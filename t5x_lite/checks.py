@@ -31,12 +31,21 @@ class Expectation(NamedTuple):
 
   def or_none(self) -> 'Expectation':
     """Return the same expectation of an option that may also be None."""
-    return Expectation(f'{self.text} or None', lambda value: value is None or self.holds(value), self.remedy)
+    return Expectation(
+      f'{self.text} or None', lambda value: value is None or self.holds(value), self.remedy
+    )
 
 
 def number(
-    *, at_least: float | None = None, above: float | None = None, at_most: float | None = None,
-    below: float | None = None, integer: bool = False, finite: bool = True, remedy: str = '') -> Expectation:
+  *,
+  at_least: float | None = None,
+  above: float | None = None,
+  at_most: float | None = None,
+  below: float | None = None,
+  integer: bool = False,
+  finite: bool = True,
+  remedy: str = '',
+) -> Expectation:
   """Expect a number in an interval. Booleans and NaN are invalid.
 
   Args:
@@ -61,21 +70,25 @@ def number(
   def holds(value: Any) -> bool:
     if not isinstance(value, kind) or isinstance(value, bool) or value != value:
       return False
-    return ((low is None or value > low or (value == low and at_least is not None))
-            and (high is None or value < high or (value == high and at_most is not None))
-            and (not finite or integer or math.isfinite(value)))
+    return (
+      (low is None or value > low or (value == low and at_least is not None))
+      and (high is None or value < high or (value == high and at_most is not None))
+      and (not finite or integer or math.isfinite(value))
+    )
 
-  return Expectation(f"{'an integer' if integer else 'a number'}{interval}", holds, remedy)
+  return Expectation(f'{"an integer" if integer else "a number"}{interval}', holds, remedy)
 
 
-def _interval(low: float | None, high: float | None, includes_low: bool, includes_high: bool) -> str:
+def _interval(
+  low: float | None, high: float | None, includes_low: bool, includes_high: bool
+) -> str:
   """Return an interval as text, e.g. ' in (0, 1]' or ' >= 1'; empty without bounds."""
   if low is not None and high is not None:
-    return f" in {'[' if includes_low else '('}{low}, {high}{']' if includes_high else ')'}"
+    return f' in {"[" if includes_low else "("}{low}, {high}{"]" if includes_high else ")"}'
   if low is not None:
-    return f" {'>=' if includes_low else '>'} {low}"
+    return f' {">=" if includes_low else ">"} {low}'
   if high is not None:
-    return f" {'<=' if includes_high else '<'} {high}"
+    return f' {"<=" if includes_high else "<"} {high}'
   return ''
 
 
@@ -92,8 +105,11 @@ def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:
     return f'{suggestion} {remedy}'.strip()
 
   # Not `value in choices`: values such as arrays have no truth value, and lists have no hash.
-  return Expectation(f"one of {', '.join(map(repr, choices))}",
-                     lambda value: any(type(value) is type(each) and value == each for each in choices), hint)
+  return Expectation(
+    f'one of {", ".join(map(repr, choices))}',
+    lambda value: any(type(value) is type(each) and value == each for each in choices),
+    hint,
+  )
 
 
 def instance(types: type | tuple[type, ...], text: str, remedy: str = '') -> Expectation:
@@ -101,8 +117,14 @@ def instance(types: type | tuple[type, ...], text: str, remedy: str = '') -> Exp
   return Expectation(text, lambda value: isinstance(value, types), remedy)
 
 
-def check(owner: str, values: Mapping[str, Any], /, *, error: type[T5xLiteError] = ConfigError,
-          **expectations: Expectation) -> None:
+def check(
+  owner: str,
+  values: Mapping[str, Any],
+  /,
+  *,
+  error: type[T5xLiteError] = ConfigError,
+  **expectations: Expectation,
+) -> None:
   """Raise for the first option whose value is not as expected.
 
   Args:
@@ -127,11 +149,19 @@ def check(owner: str, values: Mapping[str, Any], /, *, error: type[T5xLiteError]
       is_valid = False
     if not is_valid:
       remedy = expectation.remedy
-      raise invalid(owner, option, expectation.text, value, remedy(value) if callable(remedy) else remedy, error)
+      raise invalid(
+        owner, option, expectation.text, value, remedy(value) if callable(remedy) else remedy, error
+      )
 
 
-def invalid(owner: str, option: str, expectation: str, value: Any, remedy: str = '',
-            error: type[T5xLiteError] = ConfigError) -> T5xLiteError:
+def invalid(
+  owner: str,
+  option: str,
+  expectation: str,
+  value: Any,
+  remedy: str = '',
+  error: type[T5xLiteError] = ConfigError,
+) -> T5xLiteError:
   """Return an error in the wording of `check`, for a condition on several options.
 
   Args:
@@ -143,11 +173,18 @@ def invalid(owner: str, option: str, expectation: str, value: Any, remedy: str =
     error: class of the error.
   """
   name = f'{owner}.{option}' if owner else option
-  return about(owner, {option: value}, f'`{name}` must be {expectation}, got {_shown(value)}', remedy, error)
+  return about(
+    owner, {option: value}, f'`{name}` must be {expectation}, got {_shown(value)}', remedy, error
+  )
 
 
-def about(owner: str, values: Mapping[str, Any], problem: str, remedy: str,
-          error: type[T5xLiteError] = ConfigError) -> T5xLiteError:
+def about(
+  owner: str,
+  values: Mapping[str, Any],
+  problem: str,
+  remedy: str,
+  error: type[T5xLiteError] = ConfigError,
+) -> T5xLiteError:
   """Return an error about options in another wording; commands add where files bind them.
 
   Args:
@@ -158,7 +195,9 @@ def about(owner: str, values: Mapping[str, Any], problem: str, remedy: str,
     error: class of the error.
   """
   made = error(f'{problem}.{" " if remedy else ""}{remedy}')
-  made.options = InvalidOptions(owner, {name: _shown(value) for name, value in values.items()}, len(problem))
+  made.options = InvalidOptions(
+    owner, {name: _shown(value) for name, value in values.items()}, len(problem)
+  )
   return made
 
 
@@ -183,7 +222,12 @@ def accept_former_name(name: str, former_name: str) -> Callable[[Any], Any]:
         if name in kwargs:
           owner = function.__qualname__.removesuffix('.__init__')
           raise invalid(
-              owner, former_name, f'omitted if {name} is set', kwargs[former_name], 'Remove this former name.')
+            owner,
+            former_name,
+            f'omitted if {name} is set',
+            kwargs[former_name],
+            'Remove this former name.',
+          )
         kwargs[name] = kwargs.pop(former_name)
       return function(*args, **kwargs)
 
@@ -191,15 +235,20 @@ def accept_former_name(name: str, former_name: str) -> Callable[[Any], Any]:
     del call.__wrapped__  # gin would read the parameters of the wrapped function.
     signature = inspect.signature(function)
     own = signature.parameters[name]
-    former = own.replace(name=former_name, kind=inspect.Parameter.KEYWORD_ONLY,
-                         default=None if own.default is own.empty else own.default)
+    former = own.replace(
+      name=former_name,
+      kind=inspect.Parameter.KEYWORD_ONLY,
+      default=None if own.default is own.empty else own.default,
+    )
     call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), former])
     return call
 
   return decorate
 
 
-def call_custom(owner: str, option: str, parameters: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+def call_custom(
+  owner: str, option: str, parameters: str, function: Any, *args: Any, **kwargs: Any
+) -> Any:
   """Call a user's function; raise if it does not take these arguments.
 
   The signature alone does not tell: gin supplies arguments that a call leaves out.
@@ -234,8 +283,10 @@ def call_custom(owner: str, option: str, parameters: str, function: Any, *args: 
       raise
     reason = str(error).partition('\n')[0]
     name = f'{owner}.{option}' if owner else option
-    raise ConfigError(f'`{name}` must be {expectation}, got {_describe(function)}: {reason.rstrip(".")}. '
-                      'Change its parameters, or bind them.') from error
+    raise ConfigError(
+      f'`{name}` must be {expectation}, got {_describe(function)}: {reason.rstrip(".")}. '
+      'Change its parameters, or bind them.'
+    ) from error
 
 
 def _code(function: Any) -> Any:
@@ -267,7 +318,8 @@ REQUIRED = _Required()
 
 
 def bind_arguments(
-    owner: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+  owner: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
   """Return the arguments of a factory or class, bound to its parameters.
 
   Args:

@@ -31,13 +31,42 @@ from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError, did_you_mean
 
 # Third-party packages with log lines at start-up that users do not need; errors are still shown.
-_NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorboardX', 'tensorflow',
-                  'tensorflow_datasets')
-_NOISY_MODULES = ('absl', 'clu', 'etils', 'flax', 'google', 'h5py', 'jax', 'keras', 'numpy', 'optax', 'orbax', 'seqio',
-                  't5', 'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'tree')
+_NOISY_LOGGERS = (
+  'absl',
+  'h5py',
+  'jax',
+  'matplotlib',
+  'orbax',
+  'tensorboardX',
+  'tensorflow',
+  'tensorflow_datasets',
+)
+_NOISY_MODULES = (
+  'absl',
+  'clu',
+  'etils',
+  'flax',
+  'google',
+  'h5py',
+  'jax',
+  'keras',
+  'numpy',
+  'optax',
+  'orbax',
+  'seqio',
+  't5',
+  'tensorboardX',
+  'tensorflow',
+  'tensorflow_datasets',
+  'tree',
+)
 # Environment variables that TensorFlow, XLA and gRPC read at their first import.
-_QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'ABSL_MIN_LOG_LEVEL': '3',
-                      'TF_ENABLE_ONEDNN_OPTS': '0'}
+_QUIET_ENVIRONMENT = {
+  'TF_CPP_MIN_LOG_LEVEL': '3',
+  'GRPC_VERBOSITY': 'ERROR',
+  'ABSL_MIN_LOG_LEVEL': '3',
+  'TF_ENABLE_ONEDNN_OPTS': '0',
+}
 # Commands that compute for long.
 _COMPUTING = ('train', 'eval', 'infer')
 # Exit status that shells report after SIGINT.
@@ -80,8 +109,13 @@ class Program(NamedTuple):
     return self.package.__name__
 
 
-T5X_LITE = Program(package=t5x_lite, call='t5x_lite', commands=COMMANDS, epilog=_EPILOG,
-                   description='Train T5-like models on JAX, configured by gin files.')
+T5X_LITE = Program(
+  package=t5x_lite,
+  call='t5x_lite',
+  commands=COMMANDS,
+  epilog=_EPILOG,
+  description='Train T5-like models on JAX, configured by gin files.',
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -143,19 +177,28 @@ def _report_in_cluster(error: BaseException) -> int | None:
   return monitor.report(error).status
 
 
-def _describe(process: int, error: BaseException, argv: Sequence[str], program: Program) -> tuple[str, int]:
+def _describe(
+  process: int, error: BaseException, argv: Sequence[str], program: Program
+) -> tuple[str, int]:
   """Return the message of an error for the log of several processes, and the exit status."""
   from t5x_lite import cli_errors
+
   who = f'{program.name}: [process {process}] '
   if isinstance(error, KeyboardInterrupt):
     return f'{who}interrupted.', _INTERRUPTED
   if isinstance(error, SystemExit):
     is_failure = isinstance(error.code, int) and error.code != 0
-    return f'{who}error: your code called sys.exit({error.code!r}).', error.code if is_failure else ExitCode.ERROR
+    return (
+      f'{who}error: your code called sys.exit({error.code!r}).',
+      error.code if is_failure else ExitCode.ERROR,
+    )
   report = cli_errors.report(error, _own_paths(program))
   trace = ''.join(traceback.format_exception(error))
   if report is None:
-    return f'{trace}{who}error: an exception in the code of {program.name}, see above.', ExitCode.ERROR
+    return (
+      f'{trace}{who}error: an exception in the code of {program.name}, see above.',
+      ExitCode.ERROR,
+    )
   return f'{trace if _shows_tracebacks(argv) else ""}{who}{report.message}', int(report.exit_code)
 
 
@@ -175,7 +218,9 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
         try:
           threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
           break
-        except KeyboardInterrupt:  # The signal came while the thread started, where it is discarded again.
+        except (
+          KeyboardInterrupt
+        ):  # The signal came while the thread started, where it is discarded again.
           seconds *= 2
     else:
       before(discarded)
@@ -207,7 +252,9 @@ def run_program(may_restart: bool = False) -> NoReturn:
   folder = ''
   with contextlib.suppress(FileNotFoundError):  # The current folder was deleted.
     folder = '' if sys.flags.safe_path else os.getcwd()
-  if folder and sys.path[0] == folder and sys.modules['__main__'].__spec__ is not None:  # of `python -m`
+  if (
+    folder and sys.path[0] == folder and sys.modules['__main__'].__spec__ is not None
+  ):  # of `python -m`
     sys.path.append(sys.path.pop(0))
   compat.set_up_process(folder)
   try:
@@ -219,7 +266,10 @@ def run_program(may_restart: bool = False) -> NoReturn:
     sys.modules['t5x_lite.runtime.cluster'].end(status)
   # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
   # else is closed.
-  if any(thread.name.startswith(('t5x_lite-data', 't5x_lite-compilation')) for thread in threading.enumerate()):
+  if any(
+    thread.name.startswith(('t5x_lite-data', 't5x_lite-compilation'))
+    for thread in threading.enumerate()
+  ):
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(AttributeError, OSError, ValueError):
         stream.flush()
@@ -233,6 +283,7 @@ def _report(error: Exception, argv: Sequence[str], program: Program) -> int | No
   if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
     return int(ExitCode.OK)
   from t5x_lite import cli_errors
+
   report = cli_errors.report(error, _own_paths(program))
   if report is None:
     return None
@@ -249,7 +300,9 @@ def _shows_tracebacks(argv: Sequence[str]) -> bool:
 def _own_paths(program: Program) -> list[str]:
   """Return the files and folders of the program's code; other code that is not installed belongs to the user."""
   folder = os.path.dirname(t5x_lite.__file__)
-  moe = os.path.join(os.path.dirname(folder), 'moe')  # Installed with t5x_lite, which never imports it.
+  moe = os.path.join(
+    os.path.dirname(folder), 'moe'
+  )  # Installed with t5x_lite, which never imports it.
   codes = [getattr(command.run, '__code__', None) for command in program.commands.values()]
   files = [code.co_filename for code in codes if code is not None]
   return [folder, moe, os.path.dirname(program.package.__file__), *files]
@@ -265,6 +318,7 @@ def _run(argv: Sequence[str], program: Program, handler: logging.Handler) -> int
     return int(stop.code or 0)
   if os.environ.get('XLA_FLAGS'):
     from t5x_lite import cli_platform
+
     cli_platform.check_xla_flags()
   loggers = _set_log(handler, arguments)
   arguments.describe_error = lambda process, error: _describe(process, error, argv, program)
@@ -297,7 +351,7 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   others = []
   passes_on = command is not None and command.passes_on
   if passes_on and '--' in argv:
-    argv, others = argv[:argv.index('--')], argv[argv.index('--') + 1:]
+    argv, others = argv[: argv.index('--')], argv[argv.index('--') + 1 :]
   jax_flags = []
   if command is not None and command.entry is not None:
     argv = [argv[0], *cli_flags.expand_flagfiles(argv[1:])]
@@ -308,15 +362,22 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
   # Not parsed by argparse, which would lose the order of both kinds.
   arguments, unknown = parser.parse_known_args(
-      [argument for argument in argv if not argument.startswith(('--gin.', '--gin_bindings='))])
+    [argument for argument in argv if not argument.startswith(('--gin.', '--gin_bindings='))]
+  )
   ignored = [name for text in getattr(arguments, 'undefok', ()) for name in text.split(',') if name]
   unknown = [argument for argument in unknown if not cli_flags.is_named(argument, ignored)]
   command = program.commands[arguments.command]
   if passes_on and unknown and not others:
-    raise ConfigError(f'{unknown[0]} is not a flag of {argv[0]}. Write -- before the command that it starts, e.g. '
-                      f'`{program.call} {argv[0]} -n 2 -- train {unknown[0]}`.')
+    raise ConfigError(
+      f'{unknown[0]} is not a flag of {argv[0]}. Write -- before the command that it starts, e.g. '
+      f'`{program.call} {argv[0]} -n 2 -- train {unknown[0]}`.'
+    )
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
-  problem = _unknown_argument(unknown[0], arguments.command, command.entry is not None, options) if unknown else ''
+  problem = (
+    _unknown_argument(unknown[0], arguments.command, command.entry is not None, options)
+    if unknown
+    else ''
+  )
   if incomplete is not None:
     problem = f'{incomplete} requires a value. Write {incomplete}=VALUE.'
   elif gin_flags and command.entry is None:
@@ -341,9 +402,16 @@ def _options(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argp
 def _unknown_argument(argument: str, command: str, has_gin: bool, options: Iterable[str]) -> str:
   if not argument.startswith('-'):
     name, equals, _ = argument.partition('=')
-    remedy = (f'--gin_file={argument}' if argument.endswith('.gin') else
-              f'--gin.{argument}' if equals and name.isidentifier() else '')
-    return f'{command} does not accept the argument {argument!r}.' + (f' Did you mean {remedy}?' if remedy else '')
+    remedy = (
+      f'--gin_file={argument}'
+      if argument.endswith('.gin')
+      else f'--gin.{argument}'
+      if equals and name.isidentifier()
+      else ''
+    )
+    return f'{command} does not accept the argument {argument!r}.' + (
+      f' Did you mean {remedy}?' if remedy else ''
+    )
   flag = argument.partition('=')[0]
   if flag.startswith(('-gin.', '--gin-', '-gin_')) or (flag.startswith('--gin') and '.' in flag):
     return f'{command} has no flag {flag}. Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
@@ -354,24 +422,41 @@ def _unknown_argument(argument: str, command: str, has_gin: bool, options: Itera
 
 
 def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
-  shape = {'formatter_class': lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=110),
-           'allow_abbrev': False}
+  shape = {
+    'formatter_class': lambda prog: argparse.RawDescriptionHelpFormatter(
+      prog, max_help_position=30, width=110
+    ),
+    'allow_abbrev': False,
+  }
   # argparse's table breaks lines after long names.
   width = max(map(len, program.commands)) + 2
-  table = '\n'.join(f'  {name:<{width}}{command.help}' for name, command in program.commands.items())
-  parser = _Parser(prog=program.call, usage=f'{program.call} COMMAND ...', description=program.description,
-                   epilog=program.epilog.format(commands=table), **shape)
+  table = '\n'.join(
+    f'  {name:<{width}}{command.help}' for name, command in program.commands.items()
+  )
+  parser = _Parser(
+    prog=program.call,
+    usage=f'{program.call} COMMAND ...',
+    description=program.description,
+    epilog=program.epilog.format(commands=table),
+    **shape,
+  )
   parser.add_argument('--version', action='version', version=f't5x_lite {t5x_lite.__version__}')
-  commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True, prog=program.call,
-                                   help=argparse.SUPPRESS)
+  commands = parser.add_subparsers(
+    dest='command', metavar='COMMAND', required=True, prog=program.call, help=argparse.SUPPRESS
+  )
   for name, command in program.commands.items():
     description = command.help[0].upper() + command.help[1:] + '.'
     sub = commands.add_parser(name, description=description, **shape)
     if argv and argv[0] == name:
       command.add_arguments(sub)
     sub.add_argument('--debug', action='store_true', help='show the entire traceback of errors')
-    sub.add_argument('--log_level', choices=_LOG_LEVELS, default='info', help='lowest level of log lines: debug adds '
-                     'the name and time of each compiled program; warning and error also hide progress. Default: info')
+    sub.add_argument(
+      '--log_level',
+      choices=_LOG_LEVELS,
+      default='info',
+      help='lowest level of log lines: debug adds '
+      'the name and time of each compiled program; warning and error also hide progress. Default: info',
+    )
   return parser
 
 
@@ -430,7 +515,9 @@ def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[lo
   for logger in loggers:
     logger.setLevel(arguments.log_level.upper())
   if getattr(arguments, 'showprefixforinfo', False):
-    raise ConfigError('--showprefixforinfo must be false. Write --log_dir for a file of lines with time and place.')
+    raise ConfigError(
+      '--showprefixforinfo must be false. Write --log_dir for a file of lines with time and place.'
+    )
   if not getattr(arguments, 'alsologtostderr', False):
     handler.setLevel(getattr(arguments, 'stderrthreshold', logging.NOTSET))
   if levels := getattr(arguments, 'logger_levels', {}):
@@ -448,23 +535,38 @@ def _log_file(folder: str, command: str, loggers: Sequence[logging.Logger]) -> I
   Raises:
     ConfigError: the file cannot be written.
   """
-  path = os.path.join(os.path.expanduser(folder), f'{command}.{os.uname().nodename}.{os.getpid()}.log')
+  path = os.path.join(
+    os.path.expanduser(folder), f'{command}.{os.uname().nodename}.{os.getpid()}.log'
+  )
   try:
     if '://' in folder:
       raise OSError('it is in an object store')
     os.makedirs(os.path.dirname(path), exist_ok=True)
     handler = logging.FileHandler(path, encoding='utf-8', errors='surrogateescape')
   except OSError as error:
-    raise ConfigError(f'--log_dir must be a local folder that can be written, got {folder!r}: '
-                      f'{error.strerror or error}.') from error
-  handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s'))
+    raise ConfigError(
+      f'--log_dir must be a local folder that can be written, got {folder!r}: '
+      f'{error.strerror or error}.'
+    ) from error
+  handler.setFormatter(
+    logging.Formatter('%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s')
+  )
   for logger in loggers:
     logger.addHandler(handler)
   try:
     yield
   except BaseException as error:
-    handler.handle(logging.LogRecord('t5x_lite', logging.ERROR, __file__, 0, 'The command ended with %s.',
-                                     (type(error).__name__,), (type(error), error, error.__traceback__)))
+    handler.handle(
+      logging.LogRecord(
+        't5x_lite',
+        logging.ERROR,
+        __file__,
+        0,
+        'The command ended with %s.',
+        (type(error).__name__,),
+        (type(error), error, error.__traceback__),
+      )
+    )
     raise
   finally:
     for logger in loggers:
@@ -478,7 +580,9 @@ def _our_loggers() -> list[logging.Logger]:
 
 def _logger_levels() -> dict[str, int]:
   loggers = logging.root.manager.loggerDict.items()
-  return {name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger)}
+  return {
+    name: logger.level for name, logger in list(loggers) if isinstance(logger, logging.Logger)
+  }
 
 
 class _Formatter(logging.Formatter):

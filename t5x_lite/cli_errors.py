@@ -12,7 +12,9 @@ import traceback
 from t5x_lite import cli_platform, files
 from t5x_lite.errors import ExitCode, is_disk_full, StoppedOnSignalError, T5xLiteError
 
-_STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')})
+_STANDARD_LIBRARY = tuple(
+  {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')}
+)
 _INSTALLED = ('site-packages', 'dist-packages')
 # File names of code compiled from text, and of TensorFlow's versions of user functions.
 _GENERATED = ('<', '__autograph_generated_file')
@@ -38,11 +40,15 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
     kind = '' if isinstance(error, StoppedOnSignalError) else 'error: '
     # With any error class: the same command works with free disk space.
     is_full = error.exit_code == ExitCode.INVALID_INPUT and any(map(is_disk_full, _chain(error)))
-    return Report(f'{kind}{_text(error)}{_shown(frames)}', ExitCode.SAVE_FAILED if is_full else error.exit_code)
+    return Report(
+      f'{kind}{_text(error)}{_shown(frames)}', ExitCode.SAVE_FAILED if is_full else error.exit_code
+    )
   if isinstance(error, SyntaxError) and _is_users_file(error.filename, own_paths):
     line = f': `{error.text.strip()}`' if error.text else ''
-    return Report(f'error: {error.filename}:{error.lineno}: {error.msg}{line}. Correct this file.',
-                  ExitCode.INVALID_INPUT)
+    return Report(
+      f'error: {error.filename}:{error.lineno}: {error.msg}{line}. Correct this file.',
+      ExitCode.INVALID_INPUT,
+    )
   platform = cli_platform.platform_message(error)
   if platform is not None:
     return Report(f'error: {platform}', ExitCode.INVALID_INPUT)
@@ -51,15 +57,27 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
     where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
     if is_full or error.errno == errno.EIO:
       is_remote = error.filename is not None and files.is_remote(os.fsdecode(error.filename))
-      remedy = 'Free disk space' if is_full else 'Check the network' if is_remote else 'Check the disk'
-      return Report(f'error: {where}{error.strerror}. {remedy}, then rerun the command; --debug shows more.',
-                    ExitCode.SAVE_FAILED)
-    return Report(f'error: {where}{error.strerror}. Correct the path or its permissions, then rerun the command; '
-                  '--debug shows more.', ExitCode.INVALID_INPUT)
+      remedy = (
+        'Free disk space' if is_full else 'Check the network' if is_remote else 'Check the disk'
+      )
+      return Report(
+        f'error: {where}{error.strerror}. {remedy}, then rerun the command; --debug shows more.',
+        ExitCode.SAVE_FAILED,
+      )
+    return Report(
+      f'error: {where}{error.strerror}. Correct the path or its permissions, then rerun the command; '
+      '--debug shows more.',
+      ExitCode.INVALID_INPUT,
+    )
   if frames:
-    notes = ''.join(f'\n{note}' for note in getattr(error, '__notes__', ()) if 'JAX has removed' not in note)
-    return Report(f'error: your code raised {type(error).__name__}: {_text(error)}{notes}{_shown(frames)}\n'
-                  'Correct this code, then rerun the command; --debug shows all frames.', ExitCode.ERROR)
+    notes = ''.join(
+      f'\n{note}' for note in getattr(error, '__notes__', ()) if 'JAX has removed' not in note
+    )
+    return Report(
+      f'error: your code raised {type(error).__name__}: {_text(error)}{notes}{_shown(frames)}\n'
+      'Correct this code, then rerun the command; --debug shows all frames.',
+      ExitCode.ERROR,
+    )
   return None
 
 
@@ -67,6 +85,7 @@ def _text(error: BaseException) -> str:
   if 'gin' not in sys.modules:
     return str(error)
   from t5x_lite import gin_utils
+
   return gin_utils.plain_message(error)
 
 
@@ -78,8 +97,11 @@ def _shown(frames: Sequence[traceback.FrameSummary]) -> str:
 def _user_frames(error: BaseException, own_paths: Sequence[str]) -> list[traceback.FrameSummary]:
   """Return the frames of user code, neither the program's nor installed, of the error or else of its causes."""
   for exception in _chain(error):
-    frames = [frame for frame in traceback.extract_tb(exception.__traceback__)
-              if not _is_own(frame.filename, own_paths) and not _is_installed(frame.filename)]
+    frames = [
+      frame
+      for frame in traceback.extract_tb(exception.__traceback__)
+      if not _is_own(frame.filename, own_paths) and not _is_installed(frame.filename)
+    ]
     if frames:
       return frames
   return []
@@ -106,14 +128,21 @@ def _is_own(filename: str, own_paths: Sequence[str]) -> bool:
 def _is_installed(filename: str) -> bool:
   """Return True for the standard library, installed packages and generated code."""
   path = pathlib.PurePath(filename)
-  return (filename.startswith(_GENERATED) or path.name.startswith(_GENERATED)
-          or any(part in _INSTALLED for part in path.parts)
-          or os.path.realpath(filename).startswith(_STANDARD_LIBRARY))
+  return (
+    filename.startswith(_GENERATED)
+    or path.name.startswith(_GENERATED)
+    or any(part in _INSTALLED for part in path.parts)
+    or os.path.realpath(filename).startswith(_STANDARD_LIBRARY)
+  )
 
 
 def _is_about_our_files(error: OSError, own_paths: Sequence[str]) -> bool:
   """Return True if the error is about a file or folder of the run, as opposed to one that user code opens."""
-  theirs = (sysconfig.get_path('stdlib') + os.sep, sysconfig.get_path('purelib') + os.sep + 'tensorboardX', '<')
+  theirs = (
+    sysconfig.get_path('stdlib') + os.sep,
+    sysconfig.get_path('purelib') + os.sep + 'tensorboardX',
+    '<',
+  )
   files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
   while files and files[-1].startswith(theirs) and not _is_own(files[-1], own_paths):
     files.pop()

@@ -12,13 +12,16 @@ _PROFILE = 'To profile Python, run `python -m cProfile -o FILE -m t5x_lite`'
 _DEBUGGER = 'To debug, run `python -m pdb -c continue -m t5x_lite`'
 # Remedy for each flag of T5X's programs, or prefix of flags, without an equivalent.
 _REMEDIES = {
-    'fdl': 'Fiddle configurations are not supported: write a gin file',
-    'helpxml': 'Write --help',
-    'module_import': 'Set --gin.MIXTURE_OR_TASK_MODULE=MODULE, or import the module in a gin file',
-    'only_check_args': 'Write --dry_run',
-    'pdb': _DEBUGGER, 'run_with_pdb': _DEBUGGER,
-    'profile_file': _PROFILE, 'run_with_profiling': _PROFILE, 'use_cprofile_for_profiling': _PROFILE,
-    'xla_': 'Set the environment variable XLA_FLAGS',
+  'fdl': 'Fiddle configurations are not supported: write a gin file',
+  'helpxml': 'Write --help',
+  'module_import': 'Set --gin.MIXTURE_OR_TASK_MODULE=MODULE, or import the module in a gin file',
+  'only_check_args': 'Write --dry_run',
+  'pdb': _DEBUGGER,
+  'run_with_pdb': _DEBUGGER,
+  'profile_file': _PROFILE,
+  'run_with_profiling': _PROFILE,
+  'use_cprofile_for_profiling': _PROFILE,
+  'xla_': 'Set the environment variable XLA_FLAGS',
 }
 
 
@@ -47,7 +50,9 @@ def expand_flagfiles(arguments: Sequence[str], within: Sequence[str] = ()) -> li
         lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
       reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-      raise ConfigError(f'--flagfile must name a text file with a flag in each line, got {path!r}: {reason}.') from None
+      raise ConfigError(
+        f'--flagfile must name a text file with a flag in each line, got {path!r}: {reason}.'
+      ) from None
     flags = [line for line in lines if line and not line.startswith(('#', '//'))]
     expanded += expand_flagfiles(flags, (*within, path))
   return expanded
@@ -70,7 +75,9 @@ def plain(arguments: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     if flag.startswith('-') and f'-{flag}' in options:
       flag = f'-{flag}'
     flag = flag if flag in options else _SHORT.get(flag, flag)
-    name = flag if flag in options or not flag.startswith('--no') else f'--{flag.removeprefix("--no")}'
+    name = (
+      flag if flag in options or not flag.startswith('--no') else f'--{flag.removeprefix("--no")}'
+    )
     if not _is_boolean(options.get(name)):
       if flag == '--gin_bindings' and not equals:
         value = next(iterator, '')
@@ -80,8 +87,14 @@ def plain(arguments: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     is_negated = name != flag
     if equals and (is_negated or value.lower() not in _BOOLEANS):
       from t5x_lite import checks  # Only errors need it.
-      raise checks.invalid('', name, 'true or false', value if not is_negated else argument,
-                           f'Write {name} or leave it out.')
+
+      raise checks.invalid(
+        '',
+        name,
+        'true or false',
+        value if not is_negated else argument,
+        f'Write {name} or leave it out.',
+      )
     result = [each for each in result if each != name]  # The last one counts.
     if not is_negated and _BOOLEANS.get(value.lower(), True):
       result.append(name)
@@ -104,12 +117,21 @@ def remedy(flag: str) -> str:
   name = flag.lstrip('-')
   if name == 'run_mode':
     from t5x_lite.compat import names  # Only errors need it.
+
     return names.LEFT_OUT_MODULES['t5x.main']
-  return next((f'{sentence}.' for start, sentence in _REMEDIES.items()
-               if name.startswith(start) or name.removeprefix('no').startswith(start)), '')
+  return next(
+    (
+      f'{sentence}.'
+      for start, sentence in _REMEDIES.items()
+      if name.startswith(start) or name.removeprefix('no').startswith(start)
+    ),
+    '',
+  )
 
 
 def is_named(argument: str, flags: Sequence[str]) -> bool:
   """Return True if an argument is one of `flags`, which are named without dashes."""
   name = argument.lstrip('-').partition('=')[0]
-  return bool(name) and argument.startswith('-') and (name in flags or name.removeprefix('no') in flags)
+  return (
+    bool(name) and argument.startswith('-') and (name in flags or name.removeprefix('no') in flags)
+  )

@@ -32,18 +32,33 @@ def check_xla_flags() -> None:
   flags = os.environ.get('XLA_FLAGS', '').replace(runtime.FAST_COMPILATION_FLAG, '').strip()
   complaint = _complaint(flags) if not all(map(_VIRTUAL_DEVICES.fullmatch, flags.split())) else ''
   if complaint:
-    raise ConfigError(f'XLA_FLAGS must be flags that XLA knows, or the path of a file of them, got {flags!r}: '
-                      f'{complaint}. Correct the environment variable or unset it.')
+    raise ConfigError(
+      f'XLA_FLAGS must be flags that XLA knows, or the path of a file of them, got {flags!r}: '
+      f'{complaint}. Correct the environment variable or unset it.'
+    )
 
 
 @functools.cache
 def _complaint(flags: str) -> str:
   """Return XLA's error message for `flags`, or ''."""
   import subprocess  # Most processes have no flags to check.
-  environment = os.environ | {'XLA_FLAGS': flags, 'ABSL_MIN_LOG_LEVEL': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}
+
+  environment = os.environ | {
+    'XLA_FLAGS': flags,
+    'ABSL_MIN_LOG_LEVEL': '0',
+    'TF_CPP_MIN_LOG_LEVEL': '0',
+  }
   try:
-    done = subprocess.run([sys.executable, '-c', _PROBE], env=environment, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL, errors='replace', timeout=_PROBE_SECONDS, check=False)
+    done = subprocess.run(
+      [sys.executable, '-c', _PROBE],
+      env=environment,
+      capture_output=True,
+      text=True,
+      stdin=subprocess.DEVNULL,
+      errors='replace',
+      timeout=_PROBE_SECONDS,
+      check=False,
+    )
   except (OSError, subprocess.TimeoutExpired):
     return ''  # An error of the probe itself.
   # Lines such as `F1122 17:47:33.436029  7791 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1`.
@@ -55,19 +70,27 @@ def platform_message(error: BaseException) -> str | None:
   """Return the message for an exception of JAX about a missing platform; None for any other exception."""
   if not isinstance(error, (RuntimeError, AssertionError)):
     return None
-  in_jax = any(pathlib.PurePath(frame.filename).parts[-3:] == _JAX_PLATFORMS_MODULE and frame.name == 'backends'
-               for frame in traceback.extract_tb(error.__traceback__))
+  in_jax = any(
+    pathlib.PurePath(frame.filename).parts[-3:] == _JAX_PLATFORMS_MODULE
+    and frame.name == 'backends'
+    for frame in traceback.extract_tb(error.__traceback__)
+  )
   if not in_jax:
     return None
   import jax
+
   wanted = jax.config.jax_platforms
   reason = str(error).partition('\n')[0].partition(" (set JAX_PLATFORMS=''")[0].rstrip('. ')
   reason = re.sub("^Unable to initialize backend '.*?': ", '', reason)
   if not wanted:
     return f'JAX finds no usable device: {reason}. Set JAX_PLATFORMS=cpu to use the CPU.'
-  hint = next((did_you_mean(name, _PLATFORMS) for name in wanted.split(',') if name not in _PLATFORMS), '')
+  hint = next(
+    (did_you_mean(name, _PLATFORMS) for name in wanted.split(',') if name not in _PLATFORMS), ''
+  )
   remedy = 'Unset JAX_PLATFORMS to use the devices of this machine'
   if not hint and wanted in ('cuda', 'gpu', 'tpu'):
     remedy += f', or install JAX for this platform with `{install_command("tpu" if wanted == "tpu" else "cuda")}`'
-  return (f'JAX_PLATFORMS must name platforms that this machine has, got {wanted!r}'
-          f'{f": {reason}" if reason else ""}.{hint} {remedy}.')
+  return (
+    f'JAX_PLATFORMS must name platforms that this machine has, got {wanted!r}'
+    f'{f": {reason}" if reason else ""}.{hint} {remedy}.'
+  )

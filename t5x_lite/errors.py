@@ -66,7 +66,7 @@ class T5xLiteError(Exception):
     text, options = super().__str__(), getattr(self, 'options', None)
     if options is None or not options.locations:
       return text
-    return f'{text[:options.end]} ({", ".join(options.locations)}){text[options.end:]}'
+    return f'{text[: options.end]} ({", ".join(options.locations)}){text[options.end :]}'
 
 
 class ConfigError(T5xLiteError, ValueError):
@@ -145,7 +145,8 @@ def of_other_process(error: Exception) -> Exception:
 def is_of_other_process(error: BaseException) -> bool:
   """Return whether an error, or its cause, was made by `of_other_process`."""
   return getattr(error, 'is_of_other_process', False) or (
-      error.__cause__ is not None and is_of_other_process(error.__cause__))
+    error.__cause__ is not None and is_of_other_process(error.__cause__)
+  )
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -173,6 +174,7 @@ def did_you_mean(name: str, candidates: Iterable[str], *, lists_all: bool = True
   if not names:
     return ''
   import difflib  # only errors need it
+
   lowered = {candidate.lower(): candidate for candidate in names}
   close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
   if close:
@@ -195,11 +197,15 @@ def install_command(extra: str) -> str:
     The command. For a checkout that is not installed, it installs the checkout with the extra.
   """
   import importlib.metadata  # Only needed for errors.
+
   requirements = []
   with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     requirements = importlib.metadata.requires('t5x_lite') or []
-  names = [requirement.partition(';')[0].strip() for requirement in requirements
-           if re.search(rf'extra\s*==\s*["\']{extra}["\']', requirement)]
+  names = [
+    requirement.partition(';')[0].strip()
+    for requirement in requirements
+    if re.search(rf'extra\s*==\s*["\']{extra}["\']', requirement)
+  ]
   if not names:  # a checkout that is not installed
     return f"pip install -e '{pathlib.Path(__file__).resolve().parents[1]}[{extra}]'"
   return 'pip install ' + ' '.join(f"'{name}'" for name in names)
@@ -207,7 +213,8 @@ def install_command(extra: str) -> str:
 
 @contextlib.contextmanager
 def needs_packages(
-    use: str, packages: str, *, extra: str = '', command: str = '', otherwise: str = '') -> Iterator[None]:
+  use: str, packages: str, *, extra: str = '', command: str = '', otherwise: str = ''
+) -> Iterator[None]:
   """Import optional packages within the context.
 
   Args:
@@ -223,5 +230,7 @@ def needs_packages(
   try:
     yield
   except ImportError as error:
-    raise ConfigError(f'{use} needs {packages}, which cannot be imported ({error}). Install with '
-                      f'`{command or install_command(extra)}`{f", or {otherwise}" if otherwise else ""}.') from error
+    raise ConfigError(
+      f'{use} needs {packages}, which cannot be imported ({error}). Install with '
+      f'`{command or install_command(extra)}`{f", or {otherwise}" if otherwise else ""}.'
+    ) from error

@@ -21,13 +21,17 @@ def program_key(metric_fns: MetricFns, batch: Batch) -> tuple[Any, ...]:
     metric_fns: `evaluation.Evaluation.metric_fns`.
     batch: arrays or shapes by feature.
   """
-  return None if metric_fns is None else tuple(map(id, metric_fns)), tree_utils.shapes_key(tree_utils.shapes(batch))
+  return None if metric_fns is None else tuple(map(id, metric_fns)), tree_utils.shapes_key(
+    tree_utils.shapes(batch)
+  )
 
 
 class EvalSteps:
   """Steps of the evaluations of a trainer; evaluations with an equal `program_key` have one program."""
 
-  def __init__(self, owner: str, make_step_fn: Callable[..., Any], partitioner: partitioning.BasePartitioner):
+  def __init__(
+    self, owner: str, make_step_fn: Callable[..., Any], partitioner: partitioning.BasePartitioner
+  ):
     """Store the arguments; compile nothing.
 
     Args:
@@ -52,9 +56,13 @@ class EvalSteps:
     """
     if metric_fns is None:
       return self._make_step()
-    return checks.call_custom(self._owner, 'partitioned_eval_step', 'metric_fns', self._make_step, metric_fns)
+    return checks.call_custom(
+      self._owner, 'partitioned_eval_step', 'metric_fns', self._make_step, metric_fns
+    )
 
-  def compile(self, name: str, state: PyTree, batch: Batch, metric_fns: MetricFns = None) -> float | None:
+  def compile(
+    self, name: str, state: PyTree, batch: Batch, metric_fns: MetricFns = None
+  ) -> float | None:
     """Compile the step of an evaluation, unless another evaluation has the same program.
 
     Args:

@@ -24,6 +24,7 @@ from t5x_lite.errors import ConfigError, T5xLiteError
 
 if TYPE_CHECKING:
   from t5x_lite import object_store
+
   Path = pathlib.Path | object_store.StorePath
 else:
   Path = pathlib.Path  # for annotations; the other one is imported when it is needed
@@ -68,19 +69,28 @@ def path(name: PathLike) -> Path:
   if not is_remote(name):
     if hub.is_name(name):
       return hub.local_folder(os.fspath(name))
-    if found := _ONE_SLASH_RE.match(os.fspath(name)):  # otherwise a local folder 's3:' would be made
-      raise errors.ConfigError(f'A path in a store must begin with {found[1]}://, got {os.fspath(name)!r}.')
+    if found := _ONE_SLASH_RE.match(
+      os.fspath(name)
+    ):  # otherwise a local folder 's3:' would be made
+      raise errors.ConfigError(
+        f'A path in a store must begin with {found[1]}://, got {os.fspath(name)!r}.'
+      )
     return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
   scheme = os.fspath(name).partition('://')[0]
   if scheme not in STORES:
-    raise errors.ConfigError(f"Paths in stores must begin with {' or '.join(f'{store}://' for store in STORES)}, got "
-                             f'{os.fspath(name)!r}.')
+    raise errors.ConfigError(
+      f'Paths in stores must begin with {" or ".join(f"{store}://" for store in STORES)}, got '
+      f'{os.fspath(name)!r}.'
+    )
   from t5x_lite import object_store  # takes 0.1 s
+
   if isinstance(name, object_store.StorePath):
     return name
   found = object_store.StorePath(name)
   if len(found.parts) < 3 or '..' in found.parts:  # clients of stores resolve '..' differently
-    raise errors.ConfigError(f"A path in a store must be {scheme}://BUCKET/NAME without '..', got {os.fspath(name)!r}.")
+    raise errors.ConfigError(
+      f"A path in a store must be {scheme}://BUCKET/NAME without '..', got {os.fspath(name)!r}."
+    )
   return found
 
 
@@ -88,6 +98,7 @@ def set_store_seconds(name: PathLike, seconds: float) -> None:
   """Set how long requests to stores are repeated if they fail for a temporary reason; only if `name` is in a store."""
   if is_remote(name):
     from t5x_lite import object_store
+
     object_store.set_retry_seconds(seconds)
 
 
@@ -104,8 +115,13 @@ def make_writable(folder: str | os.PathLike[str]) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(folder))
 
 
-def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib.Path], None], *,
-          durable: bool = True, behind: bool = False) -> None:
+def write(
+  path: str | os.PathLike[str],
+  content: str | bytes | Callable[[pathlib.Path], None],
+  *,
+  durable: bool = True,
+  behind: bool = False,
+) -> None:
   """Write a file atomically: readers, also after a crash, find the former content or all of the new one.
 
   Args:
@@ -142,13 +158,17 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
   except BaseException as error:
     with contextlib.suppress(OSError):
       remove(temporary)
-    if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # A full disk gives no name.
+    if isinstance(error, OSError) and error.filename in (
+      None,
+      str(temporary),
+    ):  # A full disk gives no name.
       error.filename = str(path)
     raise
 
 
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
   from t5x_lite import uploads
+
   target = path(name)
   if not callable(content):
     target.write_bytes(content)
@@ -181,7 +201,9 @@ def flush(name: PathLike) -> None:
 
 def _write_behind(bucket: Sequence[str] | None = None) -> None:
   with _behind_lock:
-    for name in [name for name in list(_behind) if bucket is None or path(name).parts[1:3] == bucket]:
+    for name in [
+      name for name in list(_behind) if bucket is None or path(name).parts[1:3] == bucket
+    ]:
       content = _behind[name]
       path(name).write_bytes(content, fence_of(name))
       if _behind[name] is content:  # and not replaced meanwhile
@@ -200,7 +222,11 @@ def unwritten(folder: PathLike) -> dict[str, bytes]:
   """Return path -> content of the objects below a folder of a store that wait for the store to take them."""
   found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
   start = f'{path(folder)}/'
-  return {str(name): content for name, content in {**found, **dict(_behind)}.items() if str(name).startswith(start)}
+  return {
+    str(name): content
+    for name, content in {**found, **dict(_behind)}.items()
+    if str(name).startswith(start)
+  }
 
 
 def write_unwritten(name: str, content: bytes) -> None:
@@ -240,6 +266,7 @@ def each(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
   if len(items) < 2 or not any(map(is_remote, items[:1])):
     return [fn(item) for item in items]
   from t5x_lite import object_store
+
   return object_store.in_parallel(fn, items)
 
 
@@ -273,9 +300,16 @@ def parts(name: PathLike) -> list[Path]:
   first = path(name)
   if not is_remote(name):
     return [first]
-  found = [first, *sorted((path for path in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(path)),
-                          key=_number_of)]
-  while (following := _numbered(first, _number_of(found[-1]) + 1)).is_file():  # A listing may miss new objects.
+  found = [
+    first,
+    *sorted(
+      (path for path in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(path)),
+      key=_number_of,
+    ),
+  ]
+  while (
+    following := _numbered(first, _number_of(found[-1]) + 1)
+  ).is_file():  # A listing may miss new objects.
     found.append(following)
   return found
 
@@ -289,8 +323,9 @@ def _number_of(part: object_store.StorePath) -> int:
   return int(match.group(1)) if match else 0
 
 
-def appended(name: PathLike, *, header: bytes = b'',
-             first_fn: Callable[[], bytes] = bytes) -> AppendedFile | AppendedParts:
+def appended(
+  name: PathLike, *, header: bytes = b'', first_fn: Callable[[], bytes] = bytes
+) -> AppendedFile | AppendedParts:
   """Return a file to append to: an `AppendedFile`, or in an object store `AppendedParts`.
 
   Args:
@@ -351,7 +386,7 @@ class AppendedFile:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     while self._unwritten:
-      del self._unwritten[:os.write(self._fd, self._unwritten)]
+      del self._unwritten[: os.write(self._fd, self._unwritten)]
 
 
 # Folder in a store -> function that raises if this process may not write below it.
@@ -371,8 +406,10 @@ def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
 
 def fence_of(name: PathLike) -> Callable[[], None]:
   """Return the function of `fence` for a path, or one that does nothing."""
-  return next((check_fn for folder, check_fn in list(_fences.items()) if str(name).startswith(f'{folder}/')),
-              lambda: None)
+  return next(
+    (check_fn for folder, check_fn in list(_fences.items()) if str(name).startswith(f'{folder}/')),
+    lambda: None,
+  )
 
 
 # Files of `AppendedParts` that are not closed.
@@ -388,7 +425,13 @@ class AppendedParts:
   that something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
-  def __init__(self, first: object_store.StorePath, *, header: bytes = b'', first_fn: Callable[[], bytes] = bytes):
+  def __init__(
+    self,
+    first: object_store.StorePath,
+    *,
+    header: bytes = b'',
+    first_fn: Callable[[], bytes] = bytes,
+  ):
     self._first = first
     self._header = header
     self._first_fn: Callable[[], bytes] | None = first_fn
@@ -421,12 +464,22 @@ class AppendedParts:
   def unwritten(self) -> tuple[object_store.StorePath, bytes] | None:
     """Return (part, its content) if the store has not yet taken all that was appended."""
     with self._lock:
-      return None if len(self._content) == self._num_written else (
-          self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'), bytes(self._content))
+      return (
+        None
+        if len(self._content) == self._num_written
+        else (
+          self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'),
+          bytes(self._content),
+        )
+      )
 
   def former_parts(self) -> list[Path]:
     """Return the parts that other writers have written before."""
-    return [part for part in parts(self._first) if _number_of(part) < self._first_number and part.is_file()]
+    return [
+      part
+      for part in parts(self._first)
+      if _number_of(part) < self._first_number and part.is_file()
+    ]
 
   def write_now(self, bucket: Sequence[str] | None = None) -> None:
     """Write the appended bytes, if the file is in this bucket; raise OSError if the store does not take them."""
@@ -449,8 +502,11 @@ class AppendedParts:
   def check_outage(self) -> None:
     """Raise OSError if the store does not answer, instead of waiting for it once more, at the end of a run."""
     from t5x_lite import object_store
+
     if object_store.is_in_outage(self._first):
-      raise object_store.StoreUnavailableError(errno.EIO, 'the store did not answer', str(self._first))
+      raise object_store.StoreUnavailableError(
+        errno.EIO, 'the store did not answer', str(self._first)
+      )
 
   def _start_timer(self, seconds: float) -> None:
     if self._timer is None and not self._closed:
@@ -474,7 +530,7 @@ class AppendedParts:
       if self._first_fn is not None:
         first = self._first_fn()
         with self._lock:
-          self._content[len(self._header):len(self._header)] = first
+          self._content[len(self._header) : len(self._header)] = first
         self._first_fn = None
       with self._lock:
         content, self._last_write = bytes(self._content), time.monotonic()
@@ -486,7 +542,7 @@ class AppendedParts:
         self._num_written = len(content)
         if len(content) > _PART_BYTES:
           self._part = _numbered(self._first, _number_of(self._part) + 1)
-          self._content[:len(content)] = self._header
+          self._content[: len(content)] = self._header
           self._num_written = len(self._header)
 
   def _next_part(self) -> object_store.StorePath:

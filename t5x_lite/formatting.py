@@ -72,7 +72,7 @@ def short_repr(value: Any, limit: int = 60) -> str:
   "'abcd..."
   """
   text = repr(value)
-  return text if len(text) <= limit else f'{text[:limit - 3]}...'
+  return text if len(text) <= limit else f'{text[: limit - 3]}...'
 
 
 def first_names(names: Sequence[str], limit: int = 3) -> str:
@@ -96,11 +96,15 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
   widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
 
   def render(line):
-    cells = [cell.rjust(width) if heading in right else cell.ljust(width)
-             for cell, width, heading in zip(line, widths, lines[0], strict=True)]
+    cells = [
+      cell.rjust(width) if heading in right else cell.ljust(width)
+      for cell, width, heading in zip(line, widths, lines[0], strict=True)
+    ]
     return '  '.join(cells).rstrip()
 
-  return '\n'.join([render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])])
+  return '\n'.join(
+    [render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])]
+  )
 
 
 def format_cell(value: Any) -> str:
@@ -108,4 +112,4 @@ def format_cell(value: Any) -> str:
   text = format_number(value) if isinstance(value, float) else str(value)
   # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
   text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
-  return text if len(text) <= _MAX_CELL else text[:_MAX_CELL - 1] + '…'
+  return text if len(text) <= _MAX_CELL else text[: _MAX_CELL - 1] + '…'

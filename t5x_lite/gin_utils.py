@@ -32,20 +32,22 @@ _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats 
 _NOTE = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
 # Remedies for missing macros of T5X.
 _REMEDIES = {
-    'MODEL': 'add a model, e.g. --gin_file=models/t5_1_1_small.gin',
-    'MODEL_DIR': 'set --gin.MODEL_DIR=runs/my_run',
-    'TRAIN_STEPS': 'set --gin.TRAIN_STEPS=1000',
-    'MIXTURE_OR_TASK_NAME': 'set --gin.MIXTURE_OR_TASK_NAME=my_task',
-    'TASK_FEATURE_LENGTHS': 'set --gin.TASK_FEATURE_LENGTHS="{\'inputs\': 512, \'targets\': 114}"',
-    'DROPOUT_RATE': 'set --gin.DROPOUT_RATE=0.1',
-    'INITIAL_CHECKPOINT_PATH': 'set --gin.INITIAL_CHECKPOINT_PATH=runs/pretrain/checkpoint_1000',
-    'CHECKPOINT_PATH': 'set --gin.CHECKPOINT_PATH=runs/my_run/checkpoint_1000',
-    'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
-    'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
+  'MODEL': 'add a model, e.g. --gin_file=models/t5_1_1_small.gin',
+  'MODEL_DIR': 'set --gin.MODEL_DIR=runs/my_run',
+  'TRAIN_STEPS': 'set --gin.TRAIN_STEPS=1000',
+  'MIXTURE_OR_TASK_NAME': 'set --gin.MIXTURE_OR_TASK_NAME=my_task',
+  'TASK_FEATURE_LENGTHS': "set --gin.TASK_FEATURE_LENGTHS=\"{'inputs': 512, 'targets': 114}\"",
+  'DROPOUT_RATE': 'set --gin.DROPOUT_RATE=0.1',
+  'INITIAL_CHECKPOINT_PATH': 'set --gin.INITIAL_CHECKPOINT_PATH=runs/pretrain/checkpoint_1000',
+  'CHECKPOINT_PATH': 'set --gin.CHECKPOINT_PATH=runs/my_run/checkpoint_1000',
+  'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
+  'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
 # Sentences about macros that not all run files use.
-_UNUSED = {'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it.',
-           'TRAIN_STEPS': 'Remove it.'}
+_UNUSED = {
+  'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it.',
+  'TRAIN_STEPS': 'Remove it.',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +75,20 @@ class Configuration:
       left_out: prefixes of modules whose bindings are omitted.
     """
 
-    return {f'{use.name}.{parameter}': repr(_value_of(key))
-            for use in self.uses if not use.configurable.wrapped.__module__.startswith(tuple(left_out))
-            for parameter, key in use.bound.items()}
+    return {
+      f'{use.name}.{parameter}': repr(_value_of(key))
+      for use in self.uses
+      if not use.configurable.wrapped.__module__.startswith(tuple(left_out))
+      for parameter, key in use.bound.items()
+    }
 
   def arguments_of(self, cls: type) -> list[dict[str, Any]]:
     """Return the bound arguments of each use of a class or its subclasses, unevaluated, without macros."""
-    return [{parameter: _value_of(key) for parameter, key in use.bound.items()} for use in self.uses
-            if isinstance(use.configurable.wrapped, type) and issubclass(use.configurable.wrapped, cls)]
+    return [
+      {parameter: _value_of(key) for parameter, key in use.bound.items()}
+      for use in self.uses
+      if isinstance(use.configurable.wrapped, type) and issubclass(use.configurable.wrapped, cls)
+    ]
 
   def call(self, **arguments: Any) -> Any:
     """Call the entry point with the bound values; `arguments` override them.
@@ -93,7 +101,10 @@ class Configuration:
     """
     # Arguments are evaluated here instead of by gin, to distinguish their errors from those of the run.
     bound = {name: self.argument(name) for name in self.uses[0].bound if name not in arguments}
-    with self.locating_errors(), gin.unlock_config():  # The run may import a task module that registers configurables.
+    with (
+      self.locating_errors(),
+      gin.unlock_config(),
+    ):  # The run may import a task module that registers configurables.
       return self.entry(**bound, **arguments)
 
   def argument(self, name: str) -> Any:
@@ -106,8 +117,10 @@ class Configuration:
       ConfigError: the parameter is not bound, or evaluating it raises TypeError or ValueError.
     """
     if name not in self.uses[0].bound:
-      raise ConfigError(f'{self.uses[0].name}.{name} is not bound, which this command requires. Add a run file, e.g. '
-                        '--gin_file=runs/train.gin.')
+      raise ConfigError(
+        f'{self.uses[0].name}.{name} is not bound, which this command requires. Add a run file, e.g. '
+        '--gin_file=runs/train.gin.'
+      )
     try:
       with self.locating_errors(), gin.unlock_config():
         # gin calls references when they are copied.
@@ -115,7 +128,9 @@ class Configuration:
     except (TypeError, ValueError) as error:
       if isinstance(error, T5xLiteError):
         raise
-      raise ConfigError(f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)') from error
+      raise ConfigError(
+        f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)'
+      ) from error
 
   @contextlib.contextmanager
   def locating_errors(self) -> Iterator[None]:
@@ -125,8 +140,10 @@ class Configuration:
     except T5xLiteError as error:
       if (options := getattr(error, 'options', None)) is not None:
         scope = self._scope(str(error), options.argument)
-        found = [gin_check.location_of(options.owner, name, shown, self.uses, self.locations, scope)
-                 for name, shown in options.shown.items()]
+        found = [
+          gin_check.location_of(options.owner, name, shown, self.uses, self.locations, scope)
+          for name, shown in options.shown.items()
+        ]
         options.locations = [str(location) for location in found if location is not None]
       raise
 
@@ -144,8 +161,13 @@ def _value_of(key: gin_check.Key) -> Any:
   return gin_check.value_of(gin_check.path_to_value(key)[-1])
 
 
-def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
-         placeholders: Mapping[str, str] | None = None) -> list[gin_syntax.Text]:
+def read(
+  gin_files: Sequence[str],
+  flags: Sequence[gin_syntax.Text] = (),
+  search_paths: Sequence[str] = (),
+  *,
+  placeholders: Mapping[str, str] | None = None,
+) -> list[gin_syntax.Text]:
   """Read files and flags, and check them as far as possible without importing their modules.
 
   Args:
@@ -159,27 +181,37 @@ def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search
       raises for missing and unused macros.
   """
   texts, rules = mesh_rules.take(
-      [gin_syntax.read_file(name, search_paths) for name in gin_files] + list(flags), search_paths)
+    [gin_syntax.read_file(name, search_paths) for name in gin_files] + list(flags), search_paths
+  )
   unset = gin_syntax.missing_macros(texts)
   if rules is not None:
     mesh_rules.check_macros(rules, texts)
-  additional = [gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
-                for name, value in (placeholders or {}).items() if name in unset]
+  additional = [
+    gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
+    for name, value in (placeholders or {}).items()
+    if name in unset
+  ]
   # Rules override files and placeholders, and flags override rules.
-  texts[len(gin_files):len(gin_files)] = additional if rules is None else [*additional, rules]
-  if rules is None:  # The rule that applies, which may set macros, is known after the imports of the files.
+  texts[len(gin_files) : len(gin_files)] = additional if rules is None else [*additional, rules]
+  if (
+    rules is None
+  ):  # The rule that applies, which may set macros, is known after the imports of the files.
     _check_macros(texts)
   return texts
 
 
 def _check_macros(texts: Sequence[gin_syntax.Text]) -> None:
-  reads_checkpoint = 'CHECKPOINT_PATH' in gin_syntax.mentioned_macros(texts)  # of which it then is a misspelling
+  reads_checkpoint = 'CHECKPOINT_PATH' in gin_syntax.mentioned_macros(
+    texts
+  )  # of which it then is a misspelling
   gin_syntax.check_macros(texts, _REMEDIES, {} if reads_checkpoint else _UNUSED)
   for sentence in gin_syntax.misspelt_macros(texts):
     logging.getLogger(__name__).warning(sentence)
 
 
-def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None = None) -> Configuration:
+def load(
+  entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None = None
+) -> Configuration:
   """Return the configuration of an entry point.
 
   Args:
@@ -195,40 +227,65 @@ def load(entry: str, texts: Sequence[gin_syntax.Text], mesh_selector: str | None
   _log_t5x(binder.t5x_sources, texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
-  if not any(configurable.wrapped is function for configurable in gin_check.configurables().values()):
-    raise ConfigError(f'No file configures {entry}. Add a run file, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
-                      f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
-  macros_of_files = {statement.macro_name for text in texts for statement in text.walk()
-                     if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line}
+  if not any(
+    configurable.wrapped is function for configurable in gin_check.configurables().values()
+  ):
+    raise ConfigError(
+      f'No file configures {entry}. Add a run file, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
+      f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
+    )
+  macros_of_files = {
+    statement.macro_name
+    for text in texts
+    for statement in text.walk()
+    if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line
+  }
   uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
   for sentence in gin_check.misspelt_scopes(uses, binder.locations):
     logging.getLogger(__name__).warning(sentence)
   text = get_gin_config_str()
   _finalize()
   read_keys = {key for use in uses for key in use.bound.values()}
-  if function_name == 'train':  # Files for training may be used for other commands too, which need less.
+  if (
+    function_name == 'train'
+  ):  # Files for training may be used for other commands too, which need less.
     _log_unused(binder.bound, read_keys, texts)
   mesh_rule = '' if choice is None else mesh_rules.describe(choice, changes, read_keys)
-  in_files = {statement.location for text in texts for statement, file in text.walk_files() if file.path is not None}
+  in_files = {
+    statement.location
+    for text in texts
+    for statement, file in text.walk_files()
+    if file.path is not None
+  }
   locations = {key: location for key, location in binder.locations.items() if location in in_files}
   return Configuration(function, text, uses, mesh_rule, locations)
 
 
-def _bind(texts: Sequence[gin_syntax.Text], mesh_selector: str | None, **options: Any) -> tuple[
-    gin_apply.Binder, Sequence[gin_syntax.Text], mesh_rules.Choice | None, dict[gin_check.Key, gin_syntax.Binding]]:
+def _bind(
+  texts: Sequence[gin_syntax.Text], mesh_selector: str | None, **options: Any
+) -> tuple[
+  gin_apply.Binder,
+  Sequence[gin_syntax.Text],
+  mesh_rules.Choice | None,
+  dict[gin_check.Key, gin_syntax.Binding],
+]:
   """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes.
 
   `options` are those of the binder.
   """
   binder = gin_apply.Binder(**options)
-  position = next((index for index, text in enumerate(texts) if isinstance(text, mesh_rules.MeshRules)), None)
+  position = next(
+    (index for index, text in enumerate(texts) if isinstance(text, mesh_rules.MeshRules)), None
+  )
   if position is None:
     if mesh_selector is not None:
-      raise ConfigError(f'--mesh_selector={mesh_selector} has no effect: the configuration has no '
-                        f'{gin_syntax.MESH_RULES}. Remove the flag, or add rules.')
+      raise ConfigError(
+        f'--mesh_selector={mesh_selector} has no effect: the configuration has no '
+        f'{gin_syntax.MESH_RULES}. Remove the flag, or add rules.'
+      )
     binder.bind(texts)
     return binder, texts, None, {}
-  files, rest = texts[:position], texts[position + 1:]
+  files, rest = texts[:position], texts[position + 1 :]
   binder.bind(files)
   choice = mesh_rules.choose(texts[position], mesh_selector, binder.imports)
   texts = [*files, *choice.texts, *rest]
@@ -244,30 +301,59 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     texts: files and flags in the order of application.
   """
   ours = dict.fromkeys(text.source for top in texts for text in _files_of_t5x(top))
-  users = [source for source in users if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours]
+  users = [
+    source
+    for source in users
+    if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours
+  ]
   sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.'] if users else []
   if ours:
-    sentences.append(f'Of T5X\'s files, those of t5x_lite are used: {", ".join(ours)}.')
-    last = {statement.macro_name: (statement, text) for top in texts for statement, text in top.walk_files()
-            if isinstance(statement, gin_syntax.Binding)}
-    defaults = [f'{name} = {last[name][0].value!r} (T5X: {theirs})' for name, theirs in t5x_names.DEFAULTS.items()
-                if name in last and last[name][1].is_packaged()
-                and last[name][1].path.name in ('train.gin', 'precompile.gin')]
-    sentences += [f'Defaults that are not T5X\'s: {", ".join(defaults)}.'] if defaults else []
+    sentences.append(f"Of T5X's files, those of t5x_lite are used: {', '.join(ours)}.")
+    last = {
+      statement.macro_name: (statement, text)
+      for top in texts
+      for statement, text in top.walk_files()
+      if isinstance(statement, gin_syntax.Binding)
+    }
+    defaults = [
+      f'{name} = {last[name][0].value!r} (T5X: {theirs})'
+      for name, theirs in t5x_names.DEFAULTS.items()
+      if name in last
+      and last[name][1].is_packaged()
+      and last[name][1].path.name in ('train.gin', 'precompile.gin')
+    ]
+    sentences += [f"Defaults that are not T5X's: {', '.join(defaults)}."] if defaults else []
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
 
 
-def _log_unused(bound: Mapping[gin_check.Key, gin_syntax.Binding], read_keys: Collection[gin_check.Key],
-                texts: Sequence[gin_syntax.Text]) -> None:
+def _log_unused(
+  bound: Mapping[gin_check.Key, gin_syntax.Binding],
+  read_keys: Collection[gin_check.Key],
+  texts: Sequence[gin_syntax.Text],
+) -> None:
   """Log which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
   mentioned, registry = gin_syntax.mentioned_macros(texts), gin_check.configurables()
-  others = (f'/{_CONFIG_FILE}', *(f'/{name}' for name in gin_syntax.packaged_files(gin_syntax.T5X_FILES)))
-  owned = {id(statement) for top in texts for statement, text in top.walk_files()
-           if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)}
-  unused = [f'{statement.key} ({statement.location})' for key, statement in bound.items()
-            if id(statement) in owned and (statement.macro_name not in mentioned if statement.macro_name else
-                                           key not in read_keys and registry[key[1]].import_source is not None)]
+  others = (
+    f'/{_CONFIG_FILE}',
+    *(f'/{name}' for name in gin_syntax.packaged_files(gin_syntax.T5X_FILES)),
+  )
+  owned = {
+    id(statement)
+    for top in texts
+    for statement, text in top.walk_files()
+    if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)
+  }
+  unused = [
+    f'{statement.key} ({statement.location})'
+    for key, statement in bound.items()
+    if id(statement) in owned
+    and (
+      statement.macro_name not in mentioned
+      if statement.macro_name
+      else key not in read_keys and registry[key[1]].import_source is not None
+    )
+  ]
   if unused:
     logging.getLogger(__name__).info('Not used for training: %s.', ', '.join(unused))
 
@@ -331,8 +417,13 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
   return rewritten
 
 
-def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], gin_bindings: Sequence[str],
-                    skip_unknown: bool | Sequence[str] = False, finalize_config: bool = True) -> None:
+def parse_gin_flags(
+  gin_search_paths: Sequence[str],
+  gin_files: Sequence[str],
+  gin_bindings: Sequence[str],
+  skip_unknown: bool | Sequence[str] = False,
+  finalize_config: bool = True,
+) -> None:
   """Apply gin files and bindings to gin's configuration, for programs that call their configurables themselves.
 
   Bindings that the program made before are kept. A finalized configuration is replaced.
@@ -348,12 +439,22 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
   Raises:
     ConfigError: a name is misspelt or missing.
   """
-  checks.check('parse_gin_flags', {'skip_unknown': skip_unknown}, skip_unknown=checks.instance(
-      (bool, list, tuple, set), 'True, False or a list of names'))
+  checks.check(
+    'parse_gin_flags',
+    {'skip_unknown': skip_unknown},
+    skip_unknown=checks.instance((bool, list, tuple, set), 'True, False or a list of names'),
+  )
   gin_syntax.check_search_paths(gin_search_paths)
-  flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
-  _bind(read(gin_files, flags, gin_search_paths), mesh_selector=None, main_is_t5x=False, skip_unknown=skip_unknown,
-        clears=gin.config_is_locked())
+  flags = [
+    gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings
+  ]
+  _bind(
+    read(gin_files, flags, gin_search_paths),
+    mesh_selector=None,
+    main_is_t5x=False,
+    skip_unknown=skip_unknown,
+    clears=gin.config_is_locked(),
+  )
   if finalize_config:
     _finalize()
 
@@ -367,10 +468,13 @@ def run(main: Callable[[list[str]], Any]) -> NoReturn:
     main: called with the command line without its flags.
   """
   from absl import app
+
   run_main(main, lambda arguments: app.parse_flags_with_usage(rewrite_gin_args(arguments)))
 
 
-def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[[list[str]], list[str]]) -> NoReturn:
+def run_main(
+  main: Callable[[list[str]], Any], flags_parser: Callable[[list[str]], list[str]]
+) -> NoReturn:
   """Run `main` by `absl.app.run`, and end the process.
 
   Args:
@@ -378,6 +482,7 @@ def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[[list[str]
     flags_parser: called with the command line; defines the values of flags and returns the other arguments.
   """
   from absl import app
+
   app.run(main, flags_parser=flags_parser)
 
 
@@ -393,8 +498,10 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
     ConfigError: `show_provenance` is True.
   """
   if show_provenance:
-    raise ConfigError('`gin_utils.get_gin_config_str.show_provenance` must be False, got True. '
-                      f'{t5x_names.remedy("t5x.gin_utils", "get_gin_config_str.show_provenance=True")}')
+    raise ConfigError(
+      '`gin_utils.get_gin_config_str.show_provenance` must be False, got True. '
+      f'{t5x_names.remedy("t5x.gin_utils", "get_gin_config_str.show_provenance=True")}'
+    )
   return _HEADER + mesh_rules.configuration_text()
 
 
@@ -448,7 +555,9 @@ def write_config(model_dir: files.Path, text: str, step: int) -> files.Path:
 
 
 def _read_any(path: files.Path) -> str:
-  return path.read_text(encoding='utf-8', errors='surrogateescape')  # The user may have edited it in any encoding.
+  return path.read_text(
+    encoding='utf-8', errors='surrogateescape'
+  )  # The user may have edited it in any encoding.
 
 
 def _write(path: files.Path, text: str) -> None:
@@ -475,8 +584,12 @@ def bool_fn(var1: Any = gin.REQUIRED) -> bool:
   return bool(var1)
 
 
-def string_split_fn(text: str = gin.REQUIRED, separator: str = gin.REQUIRED, maxsplit: int = -1,
-                    index: int | None = None) -> list[str] | str:
+def string_split_fn(
+  text: str = gin.REQUIRED,
+  separator: str = gin.REQUIRED,
+  maxsplit: int = -1,
+  index: int | None = None,
+) -> list[str] | str:
   """Return the parts of `text` between separators, or one part, for gin files.
 
   Args:

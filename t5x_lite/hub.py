@@ -24,8 +24,16 @@ _NAME_RE = re.compile(rf'{_SCHEME}((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w.
 _CONFIG, _WEIGHTS, _INDEX = 'config.json', 'model.safetensors', 'model.safetensors.index.json'
 _TOKENIZER = ('spiece.model', 'tokenizer_config.json')
 # Everything but the weights. It is downloaded first, so that a folder with weights has it.
-_SMALL_FILES = (_CONFIG, 'generation_config.json', _INDEX, *_TOKENIZER, 'tokenizer.json', 'special_tokens_map.json',
-                'added_tokens.json', '*.model')
+_SMALL_FILES = (
+  _CONFIG,
+  'generation_config.json',
+  _INDEX,
+  *_TOKENIZER,
+  'tokenizer.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  '*.model',
+)
 
 
 def is_name(path: str | os.PathLike[str]) -> bool:
@@ -47,8 +55,10 @@ def local_folder(name: str) -> pathlib.Path:
   """
   match = _NAME_RE.fullmatch(name)
   if match is None:
-    raise errors.ConfigError(f'The name of a model of the Hugging Face hub must be hf://OWNER/NAME or '
-                             f'hf://OWNER/NAME@REVISION, got {name!r}. Write it like hf://google/flan-t5-small.')
+    raise errors.ConfigError(
+      f'The name of a model of the Hugging Face hub must be hf://OWNER/NAME or '
+      f'hf://OWNER/NAME@REVISION, got {name!r}. Write it like hf://google/flan-t5-small.'
+    )
   with errors.needs_packages(f'The path {name!r}', 'huggingface_hub', extra='hub'):
     import huggingface_hub
     import huggingface_hub.errors
@@ -61,7 +71,11 @@ def local_folder(name: str) -> pathlib.Path:
     cached = pathlib.Path(download(local_files_only=True, allow_patterns=[_CONFIG]))
   except failures:
     pass  # it is not in the cache
-  if cached is not None and _has_weights(cached) and any((cached / file).is_file() for file in _TOKENIZER):
+  if (
+    cached is not None
+    and _has_weights(cached)
+    and any((cached / file).is_file() for file in _TOKENIZER)
+  ):
     return cached
   _logger.info('Downloading %s from the Hugging Face hub.', name)
   try:
@@ -73,8 +87,9 @@ def local_folder(name: str) -> pathlib.Path:
     raise errors.CheckpointError(_explain(name, model, revision, error)) from error
   if not _has_weights(folder):
     raise errors.CheckpointError(
-        f'{name!r} must have {_CONFIG} and {_WEIGHTS} (or shards with {_INDEX}), got a model without them. Give a '
-        f'revision that has them, or load the model with transformers and save it: model.save_pretrained(folder).')
+      f'{name!r} must have {_CONFIG} and {_WEIGHTS} (or shards with {_INDEX}), got a model without them. Give a '
+      f'revision that has them, or load the model with transformers and save it: model.save_pretrained(folder).'
+    )
   return folder
 
 
@@ -82,7 +97,8 @@ def _has_weights(folder: pathlib.Path) -> bool:
   """Return True if config.json and all safetensors are there."""
   shards = _shards(folder) or {_WEIGHTS}
   return (folder / _CONFIG).is_file() and (
-      (folder / _WEIGHTS).is_file() or all((folder / shard).is_file() for shard in shards))
+    (folder / _WEIGHTS).is_file() or all((folder / shard).is_file() for shard in shards)
+  )
 
 
 def _shards(folder: pathlib.Path) -> set[str]:
@@ -96,6 +112,7 @@ def _shards(folder: pathlib.Path) -> set[str]:
 
 def _explain(name: str, model: str, revision: str, error: Exception) -> str:
   import huggingface_hub.errors
+
   reason = ' '.join(str(error).split()).partition('. ')[0][:200].rstrip('.') or type(error).__name__
   folder = model.rpartition('/')[2]
   at = '' if revision == 'main' else f' --revision {revision}'
@@ -104,6 +121,8 @@ def _explain(name: str, model: str, revision: str, error: Exception) -> str:
   elif isinstance(error, huggingface_hub.errors.RevisionNotFoundError):
     remedy = 'Correct the revision, or omit it.'
   else:
-    remedy = (f'Connect to the network, or download the model on another machine (`hf download {model}{at} --local-dir '
-              f'{folder}`), copy the folder and give its path.')
+    remedy = (
+      f'Connect to the network, or download the model on another machine (`hf download {model}{at} --local-dir '
+      f'{folder}`), copy the folder and give its path.'
+    )
   return f'{name!r} is not in the cache of the Hugging Face hub and cannot be downloaded: {reason}. {remedy}'

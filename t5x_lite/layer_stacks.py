@@ -57,7 +57,7 @@ def paths_of(path: str) -> list[str]:
   names = path.split('/')
   for i, name in enumerate(names):
     if layers := layers_of(name):
-      return ['/'.join([*names[:i], layer_name(layer), *names[i + 1:]]) for layer in layers]
+      return ['/'.join([*names[:i], layer_name(layer), *names[i + 1 :]]) for layer in layers]
   return [path]
 
 
@@ -100,7 +100,9 @@ def declares(instance: Any, name: str) -> bool:
   """
   cls = type(instance)
   while cls.__base__ is not None and (cls.__module__, cls.__qualname__) == (
-      cls.__base__.__module__, cls.__base__.__qualname__):
+    cls.__base__.__module__,
+    cls.__base__.__qualname__,
+  ):
     cls = cls.__base__
   return vars(cls).get(name, False)
 
@@ -125,9 +127,14 @@ class LayerStacks:
     >>> str(LayerStacks((('encoder', (0, 1, 2)), ('decoder', (0, 2))))), str(LayerStacks())
     ('encoder 0-2; decoder 0, 2', 'none')
     """
+
     def describe(layers):
       first, last = layers[0], layers[-1]
-      return f'{first}-{last}' if layers == tuple(range(first, last + 1)) else ', '.join(map(str, layers))
+      return (
+        f'{first}-{last}'
+        if layers == tuple(range(first, last + 1))
+        else ', '.join(map(str, layers))
+      )
 
     return '; '.join(f'{stack} {describe(layers)}' for stack, layers in self.groups) or 'none'
 
@@ -147,23 +154,34 @@ class LayerStacks:
         if path and getattr(path[-1], 'key', None) == stack and all(name in node for name in names):
           stacked = jax.tree.map(lambda *leaves: _stack(leaves), *(node[name] for name in names))
           node = type(node)(
-              {name: child for name, child in node.items() if name not in names} | {stacked_name(layers): stacked})
+            {name: child for name, child in node.items() if name not in names}
+            | {stacked_name(layers): stacked}
+          )
       return node
 
     first = {layer_name(layers[0]) for _, layers in self.groups}
     return jax.tree_util.tree_map_with_path(
-        convert, tree, is_leaf=lambda node: isinstance(node, Mapping) and any(name in node for name in first))
+      convert,
+      tree,
+      is_leaf=lambda node: isinstance(node, Mapping) and any(name in node for name in first),
+    )
 
   def unstack(self, tree: PyTree) -> PyTree:
     """Return a tree in the stacked form with a subtree per layer, the inverse of `stack`."""
     names = {stacked_name(layers) for _, layers in self.groups}
     return jax.tree.map(
-        lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node, tree,
-        is_leaf=lambda node: isinstance(node, Mapping) and any(name in node for name in names))
+      lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node,
+      tree,
+      is_leaf=lambda node: isinstance(node, Mapping) and any(name in node for name in names),
+    )
 
   def stack_paths(self, paths: Sequence[str]) -> tuple[str, ...]:
     """Return the paths in the stacked form of arrays at '/'-joined paths, in the order in which JAX flattens dicts."""
-    renamed = {(stack, layer_name(layer)): stacked_name(layers) for stack, layers in self.groups for layer in layers}
+    renamed = {
+      (stack, layer_name(layer)): stacked_name(layers)
+      for stack, layers in self.groups
+      for layer in layers
+    }
 
     def rename(path):
       names = path.split('/')
@@ -179,8 +197,10 @@ class LayerStacks:
 def single_shapes(tree: PyTree) -> PyTree:
   """Return a tree of arrays with a subtree per layer and a `jax.ShapeDtypeStruct` for each array."""
   return jax.tree.map(
-      lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node, tree_utils.shapes(tree),
-      is_leaf=lambda node: isinstance(node, Mapping) and any(layers_of(str(name)) for name in node))
+    lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node,
+    tree_utils.shapes(tree),
+    is_leaf=lambda node: isinstance(node, Mapping) and any(layers_of(str(name)) for name in node),
+  )
 
 
 def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
@@ -190,8 +210,10 @@ def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
     if layers := layers_of(name):
       leaves, treedef = jax.tree.flatten(child)
       columns = [_unstack(leaf, len(layers)) for leaf in leaves]
-      result |= {layer_name(layer): treedef.unflatten([column[i] for column in columns])
-                 for i, layer in enumerate(layers)}
+      result |= {
+        layer_name(layer): treedef.unflatten([column[i] for column in columns])
+        for i, layer in enumerate(layers)
+      }
     else:
       result[name] = child
   return type(tree)(result)
@@ -243,8 +265,10 @@ class HeldState:
       self._state = _convert_arrays(lambda state: convert(state, self.stacks), leaves, treedef)
       self._is_stacked = is_stacked
     if self._state is None:
-      raise ConfigError('The conversion of the train state was interrupted, and the state is lost. Set '
-                        'trainer.train_state, for instance from a checkpoint.')
+      raise ConfigError(
+        'The conversion of the train state was interrupted, and the state is lost. Set '
+        'trainer.train_state, for instance from a checkpoint.'
+      )
     return self._state
 
 
@@ -314,21 +338,31 @@ def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
 def _copy(values: np.ndarray, like: jax.Array, sharding: NamedSharding | None) -> jax.Array:
   """Return an array of its own memory, which a step may overwrite, on the device of `like`."""
   # `jax.device_put` reads a NumPy array in place, even with may_alias=False.
-  return jnp.array(values, copy=True, device=sharding or (like.sharding if like.committed else None))
+  return jnp.array(
+    values, copy=True, device=sharding or (like.sharding if like.committed else None)
+  )
 
 
 def _is_on_one_cpu(array: jax.Array) -> bool:
   """Return whether NumPy can read an array in place, so that no program for its shape has to be compiled."""
   devices = array.sharding.device_set
-  return len(devices) == 1 and next(iter(devices)).platform == 'cpu' and isinstance(array.dtype, np.dtype)
+  return (
+    len(devices) == 1
+    and next(iter(devices)).platform == 'cpu'
+    and isinstance(array.dtype, np.dtype)
+  )
 
 
-def _sharding_of(array: jax.Array, convert: Callable[[tuple[Any, ...]], Iterable[Any]]) -> NamedSharding | None:
+def _sharding_of(
+  array: jax.Array, convert: Callable[[tuple[Any, ...]], Iterable[Any]]
+) -> NamedSharding | None:
   """Return the sharding of `array` with a converted spec; None without a mesh."""
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
     return None
-  return NamedSharding(sharding.mesh, PartitionSpec(*convert(tuple(sharding.spec))), memory_kind=sharding.memory_kind)
+  return NamedSharding(
+    sharding.mesh, PartitionSpec(*convert(tuple(sharding.spec))), memory_kind=sharding.memory_kind
+  )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -338,4 +372,6 @@ def _stack_program(sharding: NamedSharding | None) -> Callable[[Sequence[jax.Arr
 
 @functools.lru_cache(maxsize=1024)
 def _index_program(sharding: NamedSharding | None) -> Callable[[jax.Array, np.int32], jax.Array]:
-  return jax.jit(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False), out_shardings=sharding)
+  return jax.jit(
+    functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False), out_shardings=sharding
+  )

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(
-    package: dict[str, Any], modules: Mapping[str, Sequence[str]]
+  package: dict[str, Any], modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
   """Return `__getattr__`, `__dir__` and `__all__` for the `__init__` of a package (PEP 562).
 

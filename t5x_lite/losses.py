@@ -18,12 +18,12 @@ from t5x_lite import errors
 from t5x_lite.types import Array, Batch
 
 __all__ = [
-    'SpecialLossNormalizingFactor',
-    'compute_weighted_cross_entropy',
-    'convert_special_loss_normalizing_factor_to_enum',
-    'cross_entropy_with_logits',
-    'get_loss_normalizing_factor_and_weights',
-    'token_cross_entropy',
+  'SpecialLossNormalizingFactor',
+  'compute_weighted_cross_entropy',
+  'convert_special_loss_normalizing_factor_to_enum',
+  'cross_entropy_with_logits',
+  'get_loss_normalizing_factor_and_weights',
+  'token_cross_entropy',
 ]
 
 
@@ -100,7 +100,7 @@ def _smoothed_masses(label_smoothing: float, vocab_size: int) -> tuple[float, fl
 
 
 def token_cross_entropy(
-    logits: Array, target_ids: Array, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+  logits: Array, target_ids: Array, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Array, Array]:
   """Return the cross entropy against token ids with label smoothing, plus `z_loss * log(Z)**2`.
 
@@ -125,7 +125,9 @@ def token_cross_entropy(
   """
   _check_integers(target_ids)
   # Ids are compared with vocabulary positions in this dtype; a narrower one could overflow.
-  return _token_cross_entropy(logits, target_ids.astype(jnp.int32), float(label_smoothing), float(z_loss))
+  return _token_cross_entropy(
+    logits, target_ids.astype(jnp.int32), float(label_smoothing), float(z_loss)
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -142,10 +144,14 @@ def token_forward(logits, target_ids, label_smoothing, z_loss):
 
   is_id = (target_ids >= 0) & (target_ids < vocab_size)
   target_logit = jnp.take_along_axis(
-      logits, jnp.where(is_id, target_ids, 0)[..., None], axis=-1, mode='promise_in_bounds')
+    logits, jnp.where(is_id, target_ids, 0)[..., None], axis=-1, mode='promise_in_bounds'
+  )
   target_shifted = jnp.where(is_id, target_logit[..., 0].astype(jnp.float32) - largest[..., 0], 0.0)
   # sum(targets * log_softmax), expanded so that only the smoothing term reads all logits again.
-  loss = log_sum[..., 0] * _target_mass(is_id, on_mass, off_mass, vocab_size) - (on_mass - off_mass) * target_shifted
+  loss = (
+    log_sum[..., 0] * _target_mass(is_id, on_mass, off_mass, vocab_size)
+    - (on_mass - off_mass) * target_shifted
+  )
   if off_mass:
     loss -= off_mass * jnp.sum(logits_32 - largest, axis=-1)
   # Without a z-loss nothing is squared, because 0 * inf would be NaN after an overflow.
@@ -163,7 +169,10 @@ def token_backward(label_smoothing, z_loss, residuals, cotangents):
   softmax = jnp.exp(logits.astype(jnp.float32) - largest - log_sum)
   z_slope = 2.0 * z_loss * (largest + log_sum) * (loss_bar + z_bar)
   target_mass = _target_mass(is_id, on_mass, off_mass, vocab_size)[..., None]
-  is_target = jax.lax.broadcasted_iota(target_ids.dtype, logits.shape, logits.ndim - 1) == target_ids[..., None]
+  is_target = (
+    jax.lax.broadcasted_iota(target_ids.dtype, logits.shape, logits.ndim - 1)
+    == target_ids[..., None]
+  )
   targets = jnp.where(is_target, on_mass, off_mass)
   logits_bar = softmax * (loss_bar * target_mass + z_slope) - loss_bar * targets
   return logits_bar.astype(logits.dtype), None
@@ -171,35 +180,45 @@ def token_backward(label_smoothing, z_loss, residuals, cotangents):
 
 def _target_mass(is_id: Array, on_mass: float, off_mass: float, vocab_size: int) -> Array:
   """Return the sum of each position's target distribution, <float32>[...]: 1 for valid ids."""
-  return jnp.where(is_id, on_mass + (vocab_size - 1) * off_mass, vocab_size * off_mass).astype(jnp.float32)
+  return jnp.where(is_id, on_mass + (vocab_size - 1) * off_mass, vocab_size * off_mass).astype(
+    jnp.float32
+  )
 
 
 _token_cross_entropy.defvjp(token_forward, token_backward)
 
 
-def check_targets(logits_shape: tuple[int, ...], targets: Array, weights: Array | None = None) -> None:
+def check_targets(
+  logits_shape: tuple[int, ...], targets: Array, weights: Array | None = None
+) -> None:
   """Raise ConfigError unless targets and weights are those of the positions of logits [batch, length, vocab]."""
-  shapes = [tuple(logits_shape), *(tuple(array.shape) for array in (targets, weights) if array is not None)]
+  shapes = [
+    tuple(logits_shape),
+    *(tuple(array.shape) for array in (targets, weights) if array is not None),
+  ]
   if any(shape != shapes[0][:-1] for shape in shapes[1:]):
     raise errors.ConfigError(
-        'Logits [batch, length, vocab], targets [batch, length] and weights [batch, length] must match, got the shapes '
-        f'{", ".join(map(str, shapes))}. For one-hot targets use cross_entropy_with_logits.')
+      'Logits [batch, length, vocab], targets [batch, length] and weights [batch, length] must match, got the shapes '
+      f'{", ".join(map(str, shapes))}. For one-hot targets use cross_entropy_with_logits.'
+    )
   _check_integers(targets)
 
 
 def _check_integers(target_ids: Array) -> None:
   if not jnp.issubdtype(target_ids.dtype, jnp.integer):
-    raise errors.ConfigError(f'`token_cross_entropy.target_ids` must be integers, got dtype {target_ids.dtype}. For a '
-                             'distribution over the vocabulary use cross_entropy_with_logits.')
+    raise errors.ConfigError(
+      f'`token_cross_entropy.target_ids` must be integers, got dtype {target_ids.dtype}. For a '
+      'distribution over the vocabulary use cross_entropy_with_logits.'
+    )
 
 
 def compute_weighted_cross_entropy(
-    logits: Array,
-    targets: Array,
-    weights: Array | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    loss_normalizing_factor: float | Array | None = None,
+  logits: Array,
+  targets: Array,
+  weights: Array | None = None,
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
+  loss_normalizing_factor: float | Array | None = None,
 ) -> tuple[Array, Array, Array]:
   """Return the summed cross entropy of a batch, weighted by position and divided by a normalising factor.
 
@@ -238,9 +257,12 @@ def compute_weighted_cross_entropy(
 def smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
   """Return the entropy, in nats, of a one-hot distribution after label smoothing."""
   return -sum(
-      count * mass * math.log(mass)
-      for count, mass in zip((1, vocab_size - 1), _smoothed_masses(label_smoothing, vocab_size), strict=True)
-      if mass > 0.0)
+    count * mass * math.log(mass)
+    for count, mass in zip(
+      (1, vocab_size - 1), _smoothed_masses(label_smoothing, vocab_size), strict=True
+    )
+    if mass > 0.0
+  )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,12 +304,17 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
     return SpecialLossNormalizingFactor[x.strip().upper()]
   except KeyError:
     names = [member.name for member in SpecialLossNormalizingFactor]
-    raise checks.invalid('', 'loss_normalizing_factor', f'None, a number, or one of {", ".join(names)}', x,
-                         errors.did_you_mean(x, names).strip()) from None
+    raise checks.invalid(
+      '',
+      'loss_normalizing_factor',
+      f'None, a number, or one of {", ".join(names)}',
+      x,
+      errors.did_you_mean(x, names).strip(),
+    ) from None
 
 
 def get_loss_normalizing_factor_and_weights(
-    loss_normalizing_factor: LossNormalizingFactor, batch: Batch
+  loss_normalizing_factor: LossNormalizingFactor, batch: Batch
 ) -> tuple[float | Array | None, Array | None]:
   """Return the normalising factor and the weights of a batch.
 
@@ -306,7 +333,9 @@ def get_loss_normalizing_factor_and_weights(
   """
   weights = batch.get('decoder_loss_weights')
   if isinstance(loss_normalizing_factor, str):
-    loss_normalizing_factor = convert_special_loss_normalizing_factor_to_enum(loss_normalizing_factor)
+    loss_normalizing_factor = convert_special_loss_normalizing_factor_to_enum(
+      loss_normalizing_factor
+    )
   if not isinstance(loss_normalizing_factor, SpecialLossNormalizingFactor):
     return loss_normalizing_factor, weights
 
@@ -333,10 +362,14 @@ def _average_per_sequence(weights, segment_ids):
   else:
     # [batch, length, length], which the compiler fuses with the sum. Segment 0 is padding, which is not a sequence even
     # if it has weights.
-    same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[:, :, None]
+    same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[
+      :, :, None
+    ]
     sequence_sum = jnp.sum(jnp.where(same_segment, weights[:, None, :], 0.0), axis=-1)
   # A sequence without weights (padding) has weight 0.
-  weights = jnp.where(sequence_sum == 0.0, 0.0, weights / jnp.where(sequence_sum == 0.0, 1.0, sequence_sum))
+  weights = jnp.where(
+    sequence_sum == 0.0, 0.0, weights / jnp.where(sequence_sum == 0.0, 1.0, sequence_sum)
+  )
   return _sum_or_one(weights), weights
 
 
@@ -345,8 +378,10 @@ def _sum_or_one(weights):
   return jnp.where(total == 0.0, 1.0, total)
 
 
-_SPECIAL_FACTORS: dict[SpecialLossNormalizingFactor, Callable[[Array, Array | None], tuple[Array, Array]]] = {
-    SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS: _real_target_tokens,
-    SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS: _total_target_tokens,
-    SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE: _average_per_sequence,
+_SPECIAL_FACTORS: dict[
+  SpecialLossNormalizingFactor, Callable[[Array, Array | None], tuple[Array, Array]]
+] = {
+  SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS: _real_target_tokens,
+  SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS: _total_target_tokens,
+  SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE: _average_per_sequence,
 }

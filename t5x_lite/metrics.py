@@ -18,25 +18,25 @@ import numpy as np
 from t5x_lite.types import Array, ArrayLike, PyTree
 
 __all__ = [
-    'ArrayAverage',
-    'AveragePerStep',
-    'OfLastStep',
-    'Step',
-    'StepsPerTime',
-    'Sum',
-    'Time',
-    'TimeRate',
-    'create_metrics_dict',
-    'is_metric_obj',
-    'is_time_metric',
-    'layer_prefixes',
-    'merge_metrics',
-    'report_worst_layer',
-    'separate',
-    'set_step_metrics_num_steps',
-    'set_time_metrics_duration',
-    'shape_obj_to_defined_obj',
-    'worst_of_layers',
+  'ArrayAverage',
+  'AveragePerStep',
+  'OfLastStep',
+  'Step',
+  'StepsPerTime',
+  'Sum',
+  'Time',
+  'TimeRate',
+  'create_metrics_dict',
+  'is_metric_obj',
+  'is_time_metric',
+  'layer_prefixes',
+  'merge_metrics',
+  'report_worst_layer',
+  'separate',
+  'set_step_metrics_num_steps',
+  'set_time_metrics_duration',
+  'shape_obj_to_defined_obj',
+  'worst_of_layers',
 ]
 
 # Prefix of layers' metrics to short name to metric; see `report_worst_layer`.
@@ -135,8 +135,10 @@ class OfLastStep(clu_metrics.Metric):
     by_dtype: dict[str, list[Array]] = {}
     for leaf in leaves:
       by_dtype.setdefault(leaf.dtype.name, []).append(leaf.ravel())
-    return cls(numbers={dtype: jnp.concatenate(parts) for dtype, parts in by_dtype.items()},
-               layout=(structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)))
+    return cls(
+      numbers={dtype: jnp.concatenate(parts) for dtype, parts in by_dtype.items()},
+      layout=(structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)),
+    )
 
   def separate(self) -> dict[str, clu_metrics.Metric]:
     """Return the metrics by name, the inverse of `join`."""
@@ -145,7 +147,7 @@ class OfLastStep(clu_metrics.Metric):
     for shape, dtype in shapes:
       start = ends[dtype]
       ends[dtype] = start + math.prod(shape)
-      leaves.append(self.numbers[dtype][start:ends[dtype]].reshape(shape))
+      leaves.append(self.numbers[dtype][start : ends[dtype]].reshape(shape))
     return jax.tree.unflatten(structure, leaves)
 
   def merge(self, other: 'OfLastStep') -> 'OfLastStep':
@@ -276,7 +278,9 @@ class StepsPerTime(Step, Time):
 
 def _require(metric: clu_metrics.Metric, name: str, value: Any, setter: str) -> Any:
   if value is None:
-    raise ValueError(f'{type(metric).__name__}.compute needs `{name}`, which is None. Call {setter} first.')
+    raise ValueError(
+      f'{type(metric).__name__}.compute needs `{name}`, which is None. Call {setter} first.'
+    )
   return value
 
 
@@ -284,8 +288,9 @@ def _require_no_duration(*metrics: Time) -> None:
   for metric in metrics:
     if metric.duration is not None:
       raise ValueError(
-          f'Cannot merge a {type(metric).__name__} with a duration ({metric.duration} s). Merge metrics before '
-          'set_time_metrics_duration.')
+        f'Cannot merge a {type(metric).__name__} with a duration ({metric.duration} s). Merge metrics before '
+        'set_time_metrics_duration.'
+      )
 
 
 def is_metric_obj(obj: Any) -> bool:
@@ -311,13 +316,16 @@ def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
 def set_time_metrics_duration(metrics: PyTree, duration: float | np.ndarray | Array) -> PyTree:
   """Return `metrics`, any tree of metrics, with `duration` (seconds, a scalar) set in every time metric."""
   return jax.tree.map(
-      lambda metric: metric.replace_duration(duration) if is_time_metric(metric) else metric,
-      metrics, is_leaf=is_metric_obj)
+    lambda metric: metric.replace_duration(duration) if is_time_metric(metric) else metric,
+    metrics,
+    is_leaf=is_metric_obj,
+  )
 
 
 @jax.jit
 def merge_metrics(
-    a: Mapping[str, clu_metrics.Metric], b: Mapping[str, clu_metrics.Metric]) -> dict[str, clu_metrics.Metric]:
+  a: Mapping[str, clu_metrics.Metric], b: Mapping[str, clu_metrics.Metric]
+) -> dict[str, clu_metrics.Metric]:
   """Return the metrics of `a` merged with those of `b` by name, on the device."""
   return {name: a[name].merge(b[name]) for name in a}
 
@@ -325,8 +333,10 @@ def merge_metrics(
 def set_step_metrics_num_steps(metrics: PyTree, num_steps: int) -> PyTree:
   """Return `metrics`, any tree of metrics, with `num_steps` set in every metric that counts steps."""
   return jax.tree.map(
-      lambda metric: metric.replace_steps(num_steps) if isinstance(metric, Step) else metric,
-      metrics, is_leaf=is_metric_obj)
+    lambda metric: metric.replace_steps(num_steps) if isinstance(metric, Step) else metric,
+    metrics,
+    is_leaf=is_metric_obj,
+  )
 
 
 def report_worst_layer(prefix: str, names: Mapping[str, str]) -> None:
@@ -355,8 +365,11 @@ def worst_of_layers(values: Mapping[str, Any]) -> dict[str, float]:
   found = {}
   for prefix, names in _WORST_OF_LAYERS.items():
     for short, metric in names.items():
-      layers = [value for name, value in values.items()
-                if name.startswith(f'{prefix}/') and name.count('/') > 1 and name.endswith(f'/{metric}')]
+      layers = [
+        value
+        for name, value in values.items()
+        if name.startswith(f'{prefix}/') and name.count('/') > 1 and name.endswith(f'/{metric}')
+      ]
       if worst := max((float(np.asarray(layer)) for layer in layers), default=0.0):
         found[short] = worst
   return found

@@ -41,7 +41,9 @@ def restrict(allowed: str | None) -> None:
     ConfigError: an entry is not the name of a module.
   """
   global _allowed
-  names = None if allowed is None else tuple(name.strip() for name in allowed.split(',') if name.strip())
+  names = (
+    None if allowed is None else tuple(name.strip() for name in allowed.split(',') if name.strip())
+  )
   for name in names or ():
     if not all(part.isidentifier() for part in name.split('.')):
       raise checks.invalid('', '--allowed_modules', 'names of modules, separated by commas', name)
@@ -79,7 +81,9 @@ def check_configurable(wrapped: Any, name: str, where: str) -> None:
     ConfigError: modules are restricted, and it is defined in another one.
   """
   home = getattr(wrapped, '__module__', None) or type(wrapped).__module__
-  _check_allowed(home, _HOMES, f'{where}: `--allowed_modules` must contain {home!r}, where {name} is defined')
+  _check_allowed(
+    home, _HOMES, f'{where}: `--allowed_modules` must contain {home!r}, where {name} is defined'
+  )
 
 
 def _check_allowed(module: str, trusted: Sequence[str], expectation: str) -> None:
@@ -118,7 +122,11 @@ def import_module(module: str, *, what: str = 'Module') -> None:
       problem = f'there is no module {error.name!r}'
       if not _is_view(error.name):
         is_own = f'{module}.'.startswith(f'{error.name}.')
-        folder = 'run the command in its folder, or add the folder to PYTHONPATH' if is_own else 'correct the import'
+        folder = (
+          'run the command in its folder, or add the folder to PYTHONPATH'
+          if is_own
+          else 'correct the import'
+        )
         remedy = f' Install it, or {folder}.{" Omit the suffix .py." if module.endswith(".py") else ""}{remedy}'
     elif remedy:
       problem = str(error)
@@ -132,7 +140,9 @@ def remedy_for(missing: str, error: BaseException | None = None) -> str:
   if _is_view(missing):
     # `from t5x.utils import name`; Python 3.11 has the name in the message only.
     found = re.match("cannot import name '(\\w+)'", str(error))
-    sentence = t5x_names.why_no_module(missing) or (found and t5x_views.why_no_name(missing, found[1]))
+    sentence = t5x_names.why_no_module(missing) or (
+      found and t5x_views.why_no_name(missing, found[1])
+    )
     return f' {sentence}' if sentence else ''
   frames = [] if error is None else traceback.walk_tb(error.__traceback__)
   importers = [frame.f_globals.get('__name__', '') for frame, _ in frames]

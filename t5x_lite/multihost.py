@@ -18,6 +18,7 @@ def sync(name: str) -> None:
   """Wait until every process has reached the barrier `name`."""
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
+
     multihost_utils.sync_global_devices(name)
 
 
@@ -26,6 +27,7 @@ def broadcast_from_lead(tree: PyTree) -> PyTree:
   if jax.process_count() == 1:
     return jax.tree.map(np.asarray, tree)
   from jax.experimental import multihost_utils
+
   return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
 
 
@@ -44,6 +46,7 @@ def any_process(flag: bool) -> bool:
   if jax.process_count() == 1:
     return bool(flag)
   from jax.experimental import multihost_utils
+
   return bool(np.any(multihost_utils.process_allgather(np.asarray(bool(flag)))))
 
 
@@ -51,4 +54,5 @@ def assert_equal(input_tree: PyTree, fail_message: str = '') -> None:
   """Raise AssertionError with `fail_message` unless every process passed equal numbers."""
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
+
     multihost_utils.assert_equal(input_tree, fail_message)

@@ -47,10 +47,21 @@ class NonFinitePolicy:
 
   def __post_init__(self):
     count = checks.number(at_least=1, integer=True).or_none()
-    checks.check('NonFinitePolicy', vars(self), action=checks.one_of(ACTIONS), **{
-        name: count if self.action == action else checks.Expectation(
-            f'None with action={self.action!r}', lambda value: value is None, f'Or set action={action!r}.')
-        for name, action in (('max_skips_in_a_row', 'skip'), ('max_roll_backs', 'roll_back'))})
+    checks.check(
+      'NonFinitePolicy',
+      vars(self),
+      action=checks.one_of(ACTIONS),
+      **{
+        name: count
+        if self.action == action
+        else checks.Expectation(
+          f'None with action={self.action!r}',
+          lambda value: value is None,
+          f'Or set action={action!r}.',
+        )
+        for name, action in (('max_skips_in_a_row', 'skip'), ('max_roll_backs', 'roll_back'))
+      },
+    )
 
   @property
   def tests(self) -> bool:
@@ -142,10 +153,16 @@ class Monitor:
       first, in_a_row = step - self.bad_steps_in_a_row + 1, ''
       if self.bad_steps_in_a_row > 1:
         in_a_row = f' (the first of {self.bad_steps_in_a_row} bad steps in a row)'
-      self.finding = Finding(step=first, what=f'the {what} of step {first:,}{in_a_row}', params_may_be_bad=True)
+      self.finding = Finding(
+        step=first, what=f'the {what} of step {first:,}{in_a_row}', params_may_be_bad=True
+      )
     elif self.policy.action == 'skip' and self.finding is None:
       logging.getLogger(__name__).warning(
-          'step %d: the %s is not finite; the update is skipped (%d in a row).', step, what, self.bad_steps_in_a_row)
+        'step %d: the %s is not finite; the update is skipped (%d in a row).',
+        step,
+        what,
+        self.bad_steps_in_a_row,
+      )
 
   def test_state(self, step: int, state_dict: PyTree) -> bool:
     """Return True if a state may be saved; otherwise record a finding. See `find_in_state`."""
@@ -153,7 +170,8 @@ class Monitor:
     if names and self.finding is None:
       more = f' and {len(names) - 1} more' if len(names) > 1 else ''
       self.finding = Finding(
-          step=step, what=f'the state after step {step:,} ({names[0]}{more})', params_may_be_bad=False)
+        step=step, what=f'the state after step {step:,} ({names[0]}{more})', params_may_be_bad=False
+      )
     return not names
 
 
@@ -168,11 +186,16 @@ def count_of_step(loss: Array, evidence: PyTree) -> NonFiniteSteps:
     The metric, with a count of 0 or 1.
   """
   # Rows first: XLA's CPU compiler splits this reduction over threads, but not a reduction to a scalar.
-  sums = (jnp.sum(jnp.sum(_magnitude(x), axis=-1)) if x.ndim else _magnitude(x) for x in jax.tree.leaves(evidence))
+  sums = (
+    jnp.sum(jnp.sum(_magnitude(x), axis=-1)) if x.ndim else _magnitude(x)
+    for x in jax.tree.leaves(evidence)
+  )
   loss_is_finite = jnp.isfinite(loss)
   norm_is_finite = jnp.isfinite(sum(sums, jnp.float32(0)))
-  return NonFiniteSteps(loss=(~loss_is_finite).astype(jnp.float32),
-                        gradient=(loss_is_finite & ~norm_is_finite).astype(jnp.float32))
+  return NonFiniteSteps(
+    loss=(~loss_is_finite).astype(jnp.float32),
+    gradient=(loss_is_finite & ~norm_is_finite).astype(jnp.float32),
+  )
 
 
 def skip_update(count: NonFiniteSteps, new_state: Any, old_state: Any) -> Any:
@@ -182,13 +205,19 @@ def skip_update(count: NonFiniteSteps, new_state: Any, old_state: Any) -> Any:
   return kept.replace_step(new_state.step)
 
 
-def drop_non_finite(count: NonFiniteSteps, metrics: dict[str, clu.metrics.Metric]) -> dict[str, clu.metrics.Metric]:
+def drop_non_finite(
+  count: NonFiniteSteps, metrics: dict[str, clu.metrics.Metric]
+) -> dict[str, clu.metrics.Metric]:
   """Return `metrics`, in a bad step with zeros for non-finite ones, so that merging ignores them."""
   is_bad = count.compute() > 0
 
   def drop(metric):
-    numbers = [x for x in jax.tree.leaves(metric) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    is_spoilt = is_bad & ~jnp.stack([jnp.isfinite(x).all() for x in numbers]).all() if numbers else False
+    numbers = [
+      x for x in jax.tree.leaves(metric) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
+    is_spoilt = (
+      is_bad & ~jnp.stack([jnp.isfinite(x).all() for x in numbers]).all() if numbers else False
+    )
     return jax.tree.map(lambda x: jnp.where(is_spoilt, jnp.zeros_like(x), x), metric)
 
   def drop_parts(metric):
@@ -208,13 +237,20 @@ def find_in_state(state_dict: PyTree) -> list[str]:
     state_dict: nested dict of global arrays, the result of `TrainState.state_dict`; layers may be stacked. All
       processes call this together.
   """
-  flat = {name: leaf for name, leaf in tree_utils.flatten_dict(state_dict).items()
-          if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size}
+  flat = {
+    name: leaf
+    for name, leaf in tree_utils.flatten_dict(state_dict).items()
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+  }
   if not flat:
     return []
   bad = jax.device_get(_bad_arrays(flat))
-  return [path for name in flat
-          for path, is_bad in zip(layer_stacks.paths_of(name), np.atleast_1d(bad[name]), strict=True) if is_bad]
+  return [
+    path
+    for name in flat
+    for path, is_bad in zip(layer_stacks.paths_of(name), np.atleast_1d(bad[name]), strict=True)
+    if is_bad
+  ]
 
 
 @jax.jit

@@ -52,9 +52,15 @@ class _Kind:
 
 
 _KINDS = {
-    'gs': _Kind('Google Cloud Storage', 'gcs', 'gcsfs',
-                'run `gcloud auth application-default login`, or let GOOGLE_APPLICATION_CREDENTIALS name a key file'),
-    's3': _Kind('S3', 's3', 's3fs', 'run `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'),
+  'gs': _Kind(
+    'Google Cloud Storage',
+    'gcs',
+    'gcsfs',
+    'run `gcloud auth application-default login`, or let GOOGLE_APPLICATION_CREDENTIALS name a key file',
+  ),
+  's3': _Kind(
+    'S3', 's3', 's3fs', 'run `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'
+  ),
 }
 # Statuses of HTTP that another attempt may change.
 _TEMPORARY = {408, 429, *range(500, 600)}
@@ -136,7 +142,10 @@ class StorePath(gpath.PosixGPath):
     if len(self.parts) == 3:  # a bucket, which some keys may not list
       return True
     try:
-      return bool(self._call(lambda fs, name: fs.ls(name, detail=True, refresh=True))) and not self.is_file()
+      return (
+        bool(self._call(lambda fs, name: fs.ls(name, detail=True, refresh=True)))
+        and not self.is_file()
+      )
     except FileNotFoundError:
       return False
 
@@ -145,8 +154,20 @@ class StorePath(gpath.PosixGPath):
     info = self._info()
     changed = info.get('LastModified') or info.get('mtime')
     seconds = changed.timestamp() if changed is not None else 0
-    return os.stat_result((0o100644 if info['type'] == 'file' else 0o040755, 0, 0, 1, 0, 0, info.get('size') or 0,
-                           seconds, seconds, seconds))
+    return os.stat_result(
+      (
+        0o100644 if info['type'] == 'file' else 0o040755,
+        0,
+        0,
+        1,
+        0,
+        0,
+        info.get('size') or 0,
+        seconds,
+        seconds,
+        seconds,
+      )
+    )
 
   def version(self) -> str:
     """Return a text that differs between any two contents of the object."""
@@ -159,20 +180,34 @@ class StorePath(gpath.PosixGPath):
 
   def read_range(self, start: int, end: int) -> bytes:
     """Return the bytes from `start` to before `end`."""
-    return self._call(lambda fs, name: fs.cat_file(name, start=start, end=end)) if end > start else b''
+    return (
+      self._call(lambda fs, name: fs.cat_file(name, start=start, end=end)) if end > start else b''
+    )
 
-  def read_text(self, encoding: str | None = None, errors: str | None = None, newline: str | None = None) -> str:
+  def read_text(
+    self, encoding: str | None = None, errors: str | None = None, newline: str | None = None
+  ) -> str:
     """Return the content as text, UTF-8 by default."""
     with self.open('r', encoding=encoding, errors=errors, newline=newline) as f:
       return f.read()
 
-  def open(self, mode: str = 'r', buffering: int = -1, encoding: str | None = None, errors: str | None = None,
-           newline: str | None = None) -> IO[Any]:
+  def open(
+    self,
+    mode: str = 'r',
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+  ) -> IO[Any]:
     """Open the object for reading ('r', 'rt' or 'rb'), `buffering` bytes at a time; `files.write` writes objects."""
     if mode not in ('r', 'rt', 'rb'):
-      raise ValueError(f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.')
+      raise ValueError(
+        f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.'
+      )
     binary = io.BufferedReader(_Reader(self), buffering if buffering > 1 else _BLOCK_BYTES)
-    return binary if mode == 'rb' else io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
+    return (
+      binary if mode == 'rb' else io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
+    )
 
   def iterdir(self) -> Iterator[StorePath]:
     """Yield the objects and folders in this folder, in alphabetical order.
@@ -180,8 +215,11 @@ class StorePath(gpath.PosixGPath):
     Raises:
       FileNotFoundError: nothing is below this path.
     """
-    names = {name.rstrip('/').rpartition('/')[2] for name in self._call(
-        lambda fs, name: fs.ls(name, detail=False, refresh=True)) if name.rstrip('/') != self._name}
+    names = {
+      name.rstrip('/').rpartition('/')[2]
+      for name in self._call(lambda fs, name: fs.ls(name, detail=False, refresh=True))
+      if name.rstrip('/') != self._name
+    }
     yield from (self / name for name in sorted(names) if name)
 
   def find(self) -> dict[str, int]:
@@ -196,19 +234,36 @@ class StorePath(gpath.PosixGPath):
 
   def rglob(self, pattern: str) -> Iterator[StorePath]:
     """Yield the objects, without folders, at any depth whose last component matches `pattern`."""
-    return (path for path in map(self.joinpath, self.find()) if pathlib.PurePosixPath(path.name).match(pattern))
+    return (
+      path
+      for path in map(self.joinpath, self.find())
+      if pathlib.PurePosixPath(path.name).match(pattern)
+    )
 
   def glob(self, pattern: str) -> Iterator[StorePath]:
     """Yield the objects and folders that match a pattern, in alphabetical order; '**' is any number of folders."""
     if pattern.startswith('**/'):
-      folders = {self, *(folder for name in self.find() for folder in (self / name).parents if self in folder.parents)}
-      yield from sorted({path for folder in folders for path in folder.glob(pattern.removeprefix('**/'))})
+      folders = {
+        self,
+        *(
+          folder
+          for name in self.find()
+          for folder in (self / name).parents
+          if self in folder.parents
+        ),
+      }
+      yield from sorted(
+        {path for folder in folders for path in folder.glob(pattern.removeprefix('**/'))}
+      )
       return
     first, _, rest = pattern.partition('/')
     is_name = not set('*?[') & set(first)
     try:
-      entries = [self / first] if is_name else [
-          entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)]
+      entries = (
+        [self / first]
+        if is_name
+        else [entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)]
+      )
     except FileNotFoundError:
       return
     for entry in entries:
@@ -228,8 +283,13 @@ class StorePath(gpath.PosixGPath):
     self._call(lambda fs, name: (check_fn(), fs.pipe_file(name, data)))
     return len(data)
 
-  def write_text(self, data: str, encoding: str | None = None, errors: str | None = None,
-                 newline: str | None = None) -> int:
+  def write_text(
+    self,
+    data: str,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+  ) -> int:
     """Write the object, by default in UTF-8."""
     del newline
     return self.write_bytes(data.encode(encoding or 'utf-8', errors or 'strict'))
@@ -280,7 +340,8 @@ class StorePath(gpath.PosixGPath):
     scheme = self.parts[1]
     if len(self.parts) < 3:
       raise errors.ConfigError(
-          f'A path in a store must name a bucket, got {str(self)!r}. Write {scheme}://BUCKET/NAME.')
+        f'A path in a store must name a bucket, got {str(self)!r}. Write {scheme}://BUCKET/NAME.'
+      )
     return retrying(lambda: fn(_file_system(scheme), self._name), self)
 
 
@@ -311,9 +372,13 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
       seconds_left = max(start + min(_LEAST_SECONDS, limit), began + limit) - now
       if seconds_left <= 0:
         raise StoreUnavailableError(
-            errno.EIO, f'the store did not answer for {limit:g} seconds, last error: {_text(e)}', str(path)) from e
+          errno.EIO,
+          f'the store did not answer for {limit:g} seconds, last error: {_text(e)}',
+          str(path),
+        ) from e
       (_logger.warning if is_first and began == start else _logger.debug)(
-          '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit)
+        '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit
+      )
       time.sleep(min(pause * random.uniform(0.5, 1), seconds_left))
       pause, is_first = min(2 * pause, _LONGEST_PAUSE), False
 
@@ -326,15 +391,20 @@ def is_in_outage(path: StorePath) -> bool:
 
 def in_parallel(fn: Callable[[Any], Any], items: Any) -> list[Any]:
   """Return `fn(item)` for each item, several at a time; the first error is raised."""
-  with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix='object-store') as pool:
+  with concurrent.futures.ThreadPoolExecutor(
+    NUM_THREADS, thread_name_prefix='object-store'
+  ) as pool:
     return list(pool.map(fn, items))
 
 
 def kvstore_spec(path: StorePath) -> dict[str, Any]:
   """Return the specification of TensorStore's key-value store whose keys are the names below a folder."""
   scheme, bucket = path.parts[1:3]
-  spec = {'driver': 'gcs' if scheme == 'gs' else 's3', 'bucket': bucket,
-          'path': ''.join(f'{part}/' for part in path.parts[3:])}
+  spec = {
+    'driver': 'gcs' if scheme == 'gs' else 's3',
+    'bucket': bucket,
+    'path': ''.join(f'{part}/' for part in path.parts[3:]),
+  }
   if scheme == 's3':
     # TensorStore reads the credentials of the usual places, but neither of these.
     endpoint = os.environ.get('AWS_ENDPOINT_URL_S3') or os.environ.get('AWS_ENDPOINT_URL')
@@ -361,27 +431,46 @@ def _retries() -> dict[str, Any]:
   num_doublings, total, pause = 0, 0.0, _FIRST_PAUSE
   while total < _retry_seconds:
     total, pause, num_doublings = total + pause, min(2 * pause, _LONGEST_PAUSE), num_doublings + 1
-  return {'max_retries': max(1, num_doublings), 'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
-          'max_delay': f'{round(_LONGEST_PAUSE)}s'}
+  return {
+    'max_retries': max(1, num_doublings),
+    'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
+    'max_delay': f'{round(_LONGEST_PAUSE)}s',
+  }
 
 
 @functools.cache
 def _file_system(scheme: str) -> Any:
   kind = _KINDS[scheme]
-  for name in ('gcsfs', 'aiobotocore.credentials'):  # each failed attempt as an error, with a traceback
+  for name in (
+    'gcsfs',
+    'aiobotocore.credentials',
+  ):  # each failed attempt as an error, with a traceback
     if logging.getLogger(name).level == logging.NOTSET:  # not set by the user
       logging.getLogger(name).setLevel(logging.CRITICAL)
   # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need a few.
-  with errors.needs_packages(f'A path that begins with {scheme}://', kind.package, extra=kind.extra):
+  with errors.needs_packages(
+    f'A path that begins with {scheme}://', kind.package, extra=kind.extra
+  ):
     if scheme == 's3':
-      found = fsspec.filesystem('s3', use_listings_cache=False, config_kwargs={
-          'connect_timeout': 10, 'read_timeout': 30, 'retries': {'total_max_attempts': 1}})
+      found = fsspec.filesystem(
+        's3',
+        use_listings_cache=False,
+        config_kwargs={
+          'connect_timeout': 10,
+          'read_timeout': 30,
+          'retries': {'total_max_attempts': 1},
+        },
+      )
       found.retries = _NUM_ATTEMPTS
     else:
       import aiohttp
       from gcsfs import retry
-      found = fsspec.filesystem('gcs', use_listings_cache=False, requests_timeout=aiohttp.ClientTimeout(
-          total=None, sock_connect=10, sock_read=30))
+
+      found = fsspec.filesystem(
+        'gcs',
+        use_listings_cache=False,
+        requests_timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30),
+      )
       # Without the name of this decorator, which is private, it only takes longer until an error is known.
       if (once := getattr(type(found)._request, '__wrapped__', None)) is not None:  # pylint: disable=protected-access
         request = retry.retry_request(retries=_NUM_ATTEMPTS)(once)
@@ -405,21 +494,47 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
   if isinstance(error, FileExistsError) or status == 412:
     return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-  if names & {'NoCredentialsError', 'PartialCredentialsError', 'DefaultCredentialsError', 'ProfileNotFound'} or (
-      status == 401):
-    return errors.ConfigError(f'{kind.name} needs credentials for {str(path)!r} ({_text(error)}): {kind.credentials}.')
+  if names & {
+    'NoCredentialsError',
+    'PartialCredentialsError',
+    'DefaultCredentialsError',
+    'ProfileNotFound',
+  } or (status == 401):
+    return errors.ConfigError(
+      f'{kind.name} needs credentials for {str(path)!r} ({_text(error)}): {kind.credentials}.'
+    )
   if isinstance(error, PermissionError) or status == 403 or str(error).startswith('Forbidden'):
-    return PermissionError(errno.EACCES, f'{kind.name} denies the access ({_text(error)}); use credentials that have '
-                           f'it: {kind.credentials}', str(path))
+    return PermissionError(
+      errno.EACCES,
+      f'{kind.name} denies the access ({_text(error)}); use credentials that have '
+      f'it: {kind.credentials}',
+      str(path),
+    )
   if isinstance(error, (IsADirectoryError, NotADirectoryError)):
     return error
   if status is not None:
     # S3 has codes with the statuses 400 (RequestTimeout) and 409 (OperationAborted) for what may pass.
-    is_temporary = status in _TEMPORARY or isinstance(error, TimeoutError) or getattr(error, 'errno', 0) == errno.EBUSY
+    is_temporary = (
+      status in _TEMPORARY
+      or isinstance(error, TimeoutError)
+      or getattr(error, 'errno', 0) == errno.EBUSY
+    )
   else:  # no answer
     is_temporary = isinstance(error, (OSError, EOFError)) or bool(
-        names & {'ClientError', 'RequestException', 'TimeoutError', 'ConnectionError', 'HTTPClientError',
-                 'FSTimeoutError', 'TransportError', 'RefreshError', 'ChecksumError', 'IncompleteRead'})
+      names
+      & {
+        'ClientError',
+        'RequestException',
+        'TimeoutError',
+        'ConnectionError',
+        'HTTPClientError',
+        'FSTimeoutError',
+        'TransportError',
+        'RefreshError',
+        'ChecksumError',
+        'IncompleteRead',
+      }
+    )
   if is_temporary:
     return None
   if isinstance(error, ValueError | OSError) or status is not None:
@@ -431,7 +546,11 @@ def _status(error: BaseException | None) -> int | None:
   """Return the status of HTTP that caused an exception of gcsfs, s3fs or their libraries; None without an answer."""
   while error is not None:
     response = getattr(error, 'response', None)
-    found = response.get('ResponseMetadata', {}).get('HTTPStatusCode') if isinstance(response, dict) else None
+    found = (
+      response.get('ResponseMetadata', {}).get('HTTPStatusCode')
+      if isinstance(response, dict)
+      else None
+    )
     for value in (found, getattr(error, 'code', None), getattr(error, 'status', None)):
       with contextlib.suppress(TypeError, ValueError):
         if int(value) >= 100:
@@ -469,13 +588,15 @@ class _Reader(io.RawIOBase):
 
   def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
     """See base class."""
-    self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+    self._position = (
+      offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+    )
     return self._position
 
   def readinto(self, buffer: Any) -> int:
     """See base class."""
     end = min(self._position + len(buffer), self._size)
     data = self._path.read_range(self._position, end)
-    buffer[:len(data)] = data
+    buffer[: len(data)] = data
     self._position += len(data)
     return len(data)

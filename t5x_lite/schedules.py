@@ -16,8 +16,12 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite.types import Array, ArrayLike
 
-__all__ = ['LearningRateCallable', 'check_learning_rate_fn', 'check_learning_rate_values',
-           'create_learning_rate_scheduler']
+__all__ = [
+  'LearningRateCallable',
+  'check_learning_rate_fn',
+  'check_learning_rate_values',
+  'create_learning_rate_scheduler',
+]
 
 
 class LearningRateCallable(Protocol):
@@ -42,12 +46,22 @@ class _Schedule:
 
   def __post_init__(self) -> None:
     owner, not_negative = 'create_learning_rate_scheduler', checks.number(at_least=0)
-    checks.check(owner, vars(self), base_learning_rate=not_negative, decay_factor=not_negative,
-                 min_learning_rate=not_negative, **{
-                     _DIVISORS[name]: checks.number(at_least=1, remedy=f'The factor {name!r} divides by it.')
-                     for name in self.names if name in _DIVISORS})
+    checks.check(
+      owner,
+      vars(self),
+      base_learning_rate=not_negative,
+      decay_factor=not_negative,
+      min_learning_rate=not_negative,
+      **{
+        _DIVISORS[name]: checks.number(at_least=1, remedy=f'The factor {name!r} divides by it.')
+        for name in self.names
+        if name in _DIVISORS
+      },
+    )
     for name in self.names:
-      checks.check(owner, {'factors': name}, factors=checks.one_of(_FACTORS, 'Join factors by "*".'))
+      checks.check(
+        owner, {'factors': name}, factors=checks.one_of(_FACTORS, 'Join factors by "*".')
+      )
 
   @property
   def names(self) -> list[str]:
@@ -72,8 +86,12 @@ def _linear_decay(step, schedule):
 def _cosine_decay(step, schedule):
   # The remainder comes before the division: compiled, a division by a constant is a multiplication by its rounded
   # inverse, which would put the start of some cycles one step late.
-  step_of_cycle = jnp.remainder(jnp.maximum(0.0, step - schedule.warmup_steps), schedule.steps_per_cycle)
-  return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(math.pi * (step_of_cycle / schedule.steps_per_cycle))))
+  step_of_cycle = jnp.remainder(
+    jnp.maximum(0.0, step - schedule.warmup_steps), schedule.steps_per_cycle
+  )
+  return jnp.maximum(
+    0.0, 0.5 * (1.0 + jnp.cos(math.pi * (step_of_cycle / schedule.steps_per_cycle)))
+  )
 
 
 def _decay_every(step, schedule):
@@ -83,34 +101,36 @@ def _decay_every(step, schedule):
 
 # Name of a factor: its value at a (float32, offset) step.
 _FACTORS: dict[str, Callable[[Array, _Schedule], ArrayLike]] = {
-    'constant': lambda step, s: s.base_learning_rate,
-    'linear_warmup': lambda step, s: jnp.minimum(1.0, step / s.warmup_steps),
-    'linear_decay': _linear_decay,
-    'rsqrt_decay': lambda step, s: 1.0 / jnp.sqrt(jnp.maximum(step, s.warmup_steps)),
-    'rsqrt_normalized_decay': lambda step, s: jnp.sqrt(s.warmup_steps / jnp.maximum(step, s.warmup_steps)),
-    'decay_every': _decay_every,
-    'cosine_decay': _cosine_decay,
+  'constant': lambda step, s: s.base_learning_rate,
+  'linear_warmup': lambda step, s: jnp.minimum(1.0, step / s.warmup_steps),
+  'linear_decay': _linear_decay,
+  'rsqrt_decay': lambda step, s: 1.0 / jnp.sqrt(jnp.maximum(step, s.warmup_steps)),
+  'rsqrt_normalized_decay': lambda step, s: jnp.sqrt(
+    s.warmup_steps / jnp.maximum(step, s.warmup_steps)
+  ),
+  'decay_every': _decay_every,
+  'cosine_decay': _cosine_decay,
 }
 # Settings that a factor divides by, so that 0 would give a NaN or infinite learning rate.
 _DIVISORS = {
-    'linear_warmup': 'warmup_steps',
-    'linear_decay': 'warmup_steps',
-    'rsqrt_decay': 'warmup_steps',
-    'rsqrt_normalized_decay': 'warmup_steps',
-    'decay_every': 'steps_per_decay',
-    'cosine_decay': 'steps_per_cycle',
+  'linear_warmup': 'warmup_steps',
+  'linear_decay': 'warmup_steps',
+  'rsqrt_decay': 'warmup_steps',
+  'rsqrt_normalized_decay': 'warmup_steps',
+  'decay_every': 'steps_per_decay',
+  'cosine_decay': 'steps_per_cycle',
 }
 
 
 def create_learning_rate_scheduler(
-    factors: str = 'constant * linear_warmup * rsqrt_decay',
-    base_learning_rate: float = 0.5,
-    warmup_steps: int = 1000,
-    decay_factor: float = 0.5,
-    steps_per_decay: int = 20000,
-    steps_per_cycle: int = 100000,
-    step_offset: int = 0,
-    min_learning_rate: float = 1e-8,
+  factors: str = 'constant * linear_warmup * rsqrt_decay',
+  base_learning_rate: float = 0.5,
+  warmup_steps: int = 1000,
+  decay_factor: float = 0.5,
+  steps_per_decay: int = 20000,
+  steps_per_cycle: int = 100000,
+  step_offset: int = 0,
+  min_learning_rate: float = 1e-8,
 ) -> LearningRateCallable:
   """Return the schedule that is the product of the named factors, at least `min_learning_rate`.
 
@@ -147,9 +167,15 @@ def create_learning_rate_scheduler(
   0.05
   """
   return _Schedule(
-      factors=factors, base_learning_rate=base_learning_rate, warmup_steps=warmup_steps, decay_factor=decay_factor,
-      steps_per_decay=steps_per_decay, steps_per_cycle=steps_per_cycle, step_offset=step_offset,
-      min_learning_rate=min_learning_rate)
+    factors=factors,
+    base_learning_rate=base_learning_rate,
+    warmup_steps=warmup_steps,
+    decay_factor=decay_factor,
+    steps_per_decay=steps_per_decay,
+    steps_per_cycle=steps_per_cycle,
+    step_offset=step_offset,
+    min_learning_rate=min_learning_rate,
+  )
 
 
 def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
@@ -171,19 +197,27 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
     except Exception as error:  # users' functions may raise anything
       # JAX and gin append call sites in further lines.
       reason = str(error).partition('\n')[0].rstrip('.')
-      got, cause = f'a function that fails for a traced step ({type(error).__name__}: {reason})', error
+      got, cause = (
+        f'a function that fails for a traced step ({type(error).__name__}: {reason})',
+        error,
+      )
     else:
       got = f'a function that returns {rate!r}'
       if isinstance(rate, jax.ShapeDtypeStruct):
-        if rate.shape == () and (jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(rate.dtype, jnp.integer)):
+        if rate.shape == () and (
+          jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(rate.dtype, jnp.integer)
+        ):
           return
         got = f'a function that returns an array of shape {list(rate.shape)} and dtype {rate.dtype}'
   raise errors.ConfigError(
-      f'`{what}` must be a function from the step, an int32 scalar, to one real number, and traceable by JAX, got '
-      f'{got}. Use schedules.create_learning_rate_scheduler() or an optax schedule.') from cause
+    f'`{what}` must be a function from the step, an int32 scalar, to one real number, and traceable by JAX, got '
+    f'{got}. Use schedules.create_learning_rate_scheduler() or an optax schedule.'
+  ) from cause
 
 
-def check_learning_rate_values(learning_rate_fn: LearningRateCallable, what: str, steps: Iterable[int]) -> None:
+def check_learning_rate_values(
+  learning_rate_fn: LearningRateCallable, what: str, steps: Iterable[int]
+) -> None:
   """Raise if a schedule gives an invalid learning rate at one of some steps; computes them on the host.
 
   Args:
@@ -196,8 +230,11 @@ def check_learning_rate_values(learning_rate_fn: LearningRateCallable, what: str
   """
   steps = sorted(set(steps))
   with jax.default_device(jax.local_devices(backend='cpu')[0]):
-    rates = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])([np.int32(step) for step in steps])
+    rates = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])(
+      [np.int32(step) for step in steps]
+    )
   for step, rate in zip(steps, rates, strict=True):
     if not 0 <= float(rate) < math.inf:
       raise errors.ConfigError(
-          f'`{what}` must be a finite number >= 0 at all steps, got {float(rate):g} at step {step}.')
+        f'`{what}` must be a finite number >= 0 at all steps, got {float(rate):g} at step {step}.'
+      )

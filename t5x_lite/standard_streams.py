@@ -87,7 +87,9 @@ def open_closed_descriptors() -> None:
     try:
       os.fstat(fd)
     except OSError:
-      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # Opens the lowest free number, which is `fd`.
+      os.set_inheritable(
+        os.open(os.devnull, os.O_RDWR), True
+      )  # Opens the lowest free number, which is `fd`.
 
 
 def discard_unwritten_at_exit() -> None:
@@ -104,15 +106,23 @@ def _discard_unwritten() -> None:
 def _lossy(stream: TextIO | None) -> TextIO:
   """Return a stream with the same destination as `stream` that never raises OSError."""
   if stream is None:
-    return io.TextIOWrapper(io.BufferedWriter(_Nowhere()), encoding='utf-8', errors='backslashreplace')
+    return io.TextIOWrapper(
+      io.BufferedWriter(_Nowhere()), encoding='utf-8', errors='backslashreplace'
+    )
   fd = _descriptor(stream)
   if fd is None:
     return stream
   _flush_or_discard(stream)
   file = _LossyFile(fd, 'wb', closefd=False)
   buffer = file if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(file)
-  return io.TextIOWrapper(buffer, encoding=stream.encoding, errors='backslashreplace', newline='\n',
-                          line_buffering=stream.line_buffering, write_through=stream.write_through)
+  return io.TextIOWrapper(
+    buffer,
+    encoding=stream.encoding,
+    errors='backslashreplace',
+    newline='\n',
+    line_buffering=stream.line_buffering,
+    write_through=stream.write_through,
+  )
 
 
 def _descriptor(stream: TextIO | None) -> int | None:

@@ -21,8 +21,12 @@ from t5x_lite.types import PyTree
 class InitFnCallable(Protocol):
   """Function that returns a model's variables, e.g. `model.get_initial_variables`."""
 
-  def __call__(self, rng: jax.Array, input_shapes: Mapping[str, Sequence[int]],
-               input_types: Mapping[str, Any] | None = None) -> Mapping[str, PyTree]:
+  def __call__(
+    self,
+    rng: jax.Array,
+    input_shapes: Mapping[str, Sequence[int]],
+    input_types: Mapping[str, Any] | None = None,
+  ) -> Mapping[str, PyTree]:
     """Return variable collections: `params`, `params_axes`, and other collections with their `_axes`."""
 
 
@@ -36,13 +40,15 @@ class TrainStateInitializer:
 
   ACCEPTS_STACKED_LAYERS = True
 
-  def __init__(self,
-               optimizer_def: OptimizerDef | None,
-               init_fn: InitFnCallable,
-               input_shapes: Mapping[str, Sequence[int]],
-               partitioner: BasePartitioner,
-               input_types: Mapping[str, Any] | None = None,
-               param_ema: averaging.ParamEma | None = None):
+  def __init__(
+    self,
+    optimizer_def: OptimizerDef | None,
+    init_fn: InitFnCallable,
+    input_shapes: Mapping[str, Sequence[int]],
+    partitioner: BasePartitioner,
+    input_types: Mapping[str, Any] | None = None,
+    param_ema: averaging.ParamEma | None = None,
+  ):
     """Trace the initialisation; compute nothing.
 
     Args:
@@ -81,7 +87,8 @@ class TrainStateInitializer:
           return self._init_train_state(rng).stack_layers(stacks)
 
       self._init_fns[stacks] = self._partitioner.partition(
-          init_train_state, in_axis_resources=None, out_axis_resources=axes)
+        init_train_state, in_axis_resources=None, out_axis_resources=axes
+      )
     return self._init_fns[stacks]
 
   def lower(self, init_rng: jax.Array, stacks: LayerStacks = LayerStacks()) -> jax.stages.Lowered:
@@ -106,17 +113,25 @@ class TrainStateInitializer:
       ConfigError: JAX's random numbers depend on the mesh, or arrays in host memory would be split over several hosts.
     """
     if not jax.config.jax_threefry_partitionable:
-      raise errors.ConfigError('With jax_threefry_partitionable off, initial values depend on the mesh. Unset '
-                               'JAX_THREEFRY_PARTITIONABLE.')
+      raise errors.ConfigError(
+        'With jax_threefry_partitionable off, initial values depend on the mesh. Unset '
+        'JAX_THREEFRY_PARTITIONABLE.'
+      )
     if self._params_on_devices:
       return self._init_fn(stacks)(init_rng)
     if jax.process_count() > 1:
-      raise errors.ConfigError(f'params_on_devices=False needs one process, got {jax.process_count()}. Set '
-                               'params_on_devices=True.')
+      raise errors.ConfigError(
+        f'params_on_devices=False needs one process, got {jax.process_count()}. Set '
+        'params_on_devices=True.'
+      )
     return jax.tree.map(np.asarray, self._init_fn(stacks)(init_rng))
 
-  def from_checkpoints(self, restore_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], ds_iter: Any = None,
-                       init_rng: jax.Array | None = None) -> Iterator[tuple[PyTree, str]]:
+  def from_checkpoints(
+    self,
+    restore_cfgs: Sequence[checkpoints.RestoreCheckpointConfig],
+    ds_iter: Any = None,
+    init_rng: jax.Array | None = None,
+  ) -> Iterator[tuple[PyTree, str]]:
     """Yield the state of each checkpoint of the first configuration that has any.
 
     Args:
@@ -134,8 +149,13 @@ class TrainStateInitializer:
     cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(restore_cfgs)
     yield from self._restore_each(cfg, paths, ds_iter, init_rng)
 
-  def from_checkpoint(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *, ds_iter: Any = None,
-                      init_rng: jax.Array | None = None) -> PyTree | None:
+  def from_checkpoint(
+    self,
+    ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig],
+    *,
+    ds_iter: Any = None,
+    init_rng: jax.Array | None = None,
+  ) -> PyTree | None:
     """Return the state of the only checkpoint, or None without one; see `from_checkpoints`.
 
     Raises:
@@ -143,18 +163,30 @@ class TrainStateInitializer:
     """
     cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(ckpt_cfgs)
     if len(paths) > 1:
-      raise errors.CheckpointError('RestoreCheckpointConfig must select at most one checkpoint, got '
-                                   f"{', '.join(paths)}. Set mode='latest', or use from_checkpoints.")
+      raise errors.CheckpointError(
+        'RestoreCheckpointConfig must select at most one checkpoint, got '
+        f"{', '.join(paths)}. Set mode='latest', or use from_checkpoints."
+      )
     return next((state for state, _ in self._restore_each(cfg, paths, ds_iter, init_rng)), None)
 
-  def from_checkpoint_or_scratch(self, ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig], *,
-                                 init_rng: jax.Array, ds_iter: Any = None) -> PyTree:
+  def from_checkpoint_or_scratch(
+    self,
+    ckpt_cfgs: Sequence[checkpoints.RestoreCheckpointConfig],
+    *,
+    init_rng: jax.Array,
+    ds_iter: Any = None,
+  ) -> PyTree:
     """Return the state of the only checkpoint, or a newly initialised state without one."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return self.from_scratch(init_rng) if state is None else state
 
-  def _restore_each(self, cfg: checkpoints.RestoreCheckpointConfig | None, paths: Sequence[str], ds_iter: Any,
-                    init_rng: jax.Array | None) -> Iterator[tuple[PyTree, str]]:
+  def _restore_each(
+    self,
+    cfg: checkpoints.RestoreCheckpointConfig | None,
+    paths: Sequence[str],
+    ds_iter: Any,
+    init_rng: jax.Array | None,
+  ) -> Iterator[tuple[PyTree, str]]:
 
     def initial_state():
       return self.from_scratch(init_rng).state_dict()
@@ -164,13 +196,22 @@ class TrainStateInitializer:
       if checkpoints.is_standard(cfg.checkpointer_cls, 'restore'):
         is_inference = isinstance(shape, train_state_lib.InferenceState)
         state = checkpoints.restore_train_state(
-            path, shape, self._partitioner, cfg, train_state_axes=self.train_state_axes, dataset_iterator=ds_iter,
-            initial_state_fn=None if init_rng is None else initial_state,
-            from_params_fn=None if is_inference else self.begin_from_params, network=self._network)
+          path,
+          shape,
+          self._partitioner,
+          cfg,
+          train_state_axes=self.train_state_axes,
+          dataset_iterator=ds_iter,
+          initial_state_fn=None if init_rng is None else initial_state,
+          from_params_fn=None if is_inference else self.begin_from_params,
+          network=self._network,
+        )
       else:  # a class of a user, with T5X's arguments
         state = checkpoints.restore_checkpointer(cfg, shape, self._partitioner, ds_iter).restore(
-            path=path, state_transformation_fns=cfg.state_transformation_fns,
-            fallback_state=checkpoints.get_fallback_state(cfg, lambda _: initial_state(), init_rng))
+          path=path,
+          state_transformation_fns=cfg.state_transformation_fns,
+          fallback_state=checkpoints.get_fallback_state(cfg, lambda _: initial_state(), init_rng),
+        )
       yield state, path
 
   def begin_from_params(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,18 +235,28 @@ class TrainStateInitializer:
     keys = {'state', 'param_average'} & set(shape.state_dict())
 
     def only(tree):
-      return {key: {name: leaf for name, leaf in tree[key].items() if key != 'state' or name != 'step'} for key in keys}
+      return {
+        key: {name: leaf for name, leaf in tree[key].items() if key != 'state' or name != 'step'}
+        for key in keys
+      }
 
     def begin(params):
-      variables = {'params': params} | ({} if shape.params_axes is None else {'params_axes': shape.params_axes})
-      state = train_state_lib.FlaxOptimTrainState.create(shape.optimizer_def, variables, shape.param_ema)
-      if shape.param_average is not None and state.param_average is None:  # an average that updates do not change
+      variables = {'params': params} | (
+        {} if shape.params_axes is None else {'params_axes': shape.params_axes}
+      )
+      state = train_state_lib.FlaxOptimTrainState.create(
+        shape.optimizer_def, variables, shape.param_ema
+      )
+      if (
+        shape.param_average is not None and state.param_average is None
+      ):  # an average that updates do not change
         state = state.replace(param_average=params)
       return only(state.state_dict())
 
     axes = self.train_state_axes.state_dict()
     begin = self._partitioner.partition(
-        begin, in_axis_resources=(axes['target'],), out_axis_resources=only(axes))
+      begin, in_axis_resources=(axes['target'],), out_axis_resources=only(axes)
+    )
     made = begin(state_dict['target'])
     return made if self._params_on_devices else jax.tree.map(np.asarray, made)
 
@@ -215,5 +266,9 @@ def stack_config(model: Any) -> StackConfig | None:
 
   This field declares that the parameters of a module are T5's. Other networks have one parameter layout only.
   """
-  config = getattr(model.module, 'config', None) if isinstance(model, models.BaseTransformerModel) else None
+  config = (
+    getattr(model.module, 'config', None)
+    if isinstance(model, models.BaseTransformerModel)
+    else None
+  )
   return config if isinstance(config, StackConfig) else None

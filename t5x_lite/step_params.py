@@ -72,10 +72,15 @@ class GaussianParamNoise:
   stddevs: Sequence[tuple[str, float]]
 
   def __post_init__(self):
-    checks.check('GaussianParamNoise', vars(self), stddevs=checks.Expectation(
-        'pairs of a regular expression and a standard deviation >= 0', lambda rules: (
-            len(rules) > 0 and _are_rules(rules, checks.number(at_least=0).holds)),
-        "For noise on all parameters: [('.*', 0.01)]."))
+    checks.check(
+      'GaussianParamNoise',
+      vars(self),
+      stddevs=checks.Expectation(
+        'pairs of a regular expression and a standard deviation >= 0',
+        lambda rules: len(rules) > 0 and _are_rules(rules, checks.number(at_least=0).holds),
+        "For noise on all parameters: [('.*', 0.01)].",
+      ),
+    )
 
   def __call__(self, key: Array, params: Params) -> Params:
     """See `ParamNoise`."""
@@ -84,7 +89,9 @@ class GaussianParamNoise:
       stddev = first_match(self.stddevs, path)
       if not stddev or not jnp.issubdtype(param.dtype, jnp.inexact):
         return param
-      noise = jax.random.normal(jax.random.fold_in(key, zlib.crc32(path.encode())), param.shape, param.dtype)
+      noise = jax.random.normal(
+        jax.random.fold_in(key, zlib.crc32(path.encode())), param.shape, param.dtype
+      )
       return param + jnp.asarray(stddev, param.dtype) * noise
 
     return tree_utils.map_with_names(add, params)
@@ -94,11 +101,19 @@ def check_matches(owner: str, option: str, rules: Any, paths: Sequence[str]) -> 
   """Raise ConfigError if a rule of an option matches none of `paths`; a value that is not a list of rules passes."""
   if not isinstance(rules, (list, tuple)):
     return
-  used = {first_match([(pattern, index) for index, (pattern, _) in enumerate(rules)], path) for path in paths}
+  used = {
+    first_match([(pattern, index) for index, (pattern, _) in enumerate(rules)], path)
+    for path in paths
+  }
   for index, (pattern, _) in enumerate(rules):
     if index not in used:
-      raise checks.invalid(owner, option, 'rules that each are the first match of a name', pattern, (
-          f'Names are {paths[0]!r} and others: correct the expression, move it up, or remove it.'))
+      raise checks.invalid(
+        owner,
+        option,
+        'rules that each are the first match of a name',
+        pattern,
+        (f'Names are {paths[0]!r} and others: correct the expression, move it up, or remove it.'),
+      )
 
 
 def check_train_dtype(train_dtype: Any) -> None:
@@ -110,10 +125,21 @@ def check_train_dtype(train_dtype: Any) -> None:
     except TypeError:
       return False
 
-  checks.check('Trainer', {'train_dtype': train_dtype}, train_dtype=checks.Expectation(
-      "None, 'float32', 'bfloat16' or 'float16', or pairs of a regular expression and one of these", lambda given: (
-          given is None or is_dtype(given) or isinstance(given, (list, tuple)) and len(given) > 0 and _are_rules(
-              given, lambda dtype: dtype is None or is_dtype(dtype))), "For example 'bfloat16'."))
+  checks.check(
+    'Trainer',
+    {'train_dtype': train_dtype},
+    train_dtype=checks.Expectation(
+      "None, 'float32', 'bfloat16' or 'float16', or pairs of a regular expression and one of these",
+      lambda given: (
+        given is None
+        or is_dtype(given)
+        or isinstance(given, (list, tuple))
+        and len(given) > 0
+        and _are_rules(given, lambda dtype: dtype is None or is_dtype(dtype))
+      ),
+      "For example 'bfloat16'.",
+    ),
+  )
 
 
 def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
@@ -140,16 +166,24 @@ class StepParams:
 
   def __post_init__(self):
     check_train_dtype(self.train_dtype)
-    checks.check('Trainer', {'param_noise': self.noise}, param_noise=checks.Expectation(
-        'a function of (key, params)', lambda noise: callable(noise) and not isinstance(noise, type),
-        'In gin, write @step_params.GaussianParamNoise() with parentheses.').or_none())
+    checks.check(
+      'Trainer',
+      {'param_noise': self.noise},
+      param_noise=checks.Expectation(
+        'a function of (key, params)',
+        lambda noise: callable(noise) and not isinstance(noise, type),
+        'In gin, write @step_params.GaussianParamNoise() with parentheses.',
+      ).or_none(),
+    )
 
   def check(self, params: Params, batch: Batch) -> None:
     """Raise ConfigError if a rule of an option applies to nothing; the leaves may be shapes."""
     paths = [path for path, _ in tree_utils.named_leaves(params)]
     if isinstance(self.noise, GaussianParamNoise):
       check_matches('GaussianParamNoise', 'stddevs', self.noise.stddevs, paths)
-    check_matches('Trainer', 'train_dtype', self.train_dtype, [*paths, *(f'{_BATCH}/{name}' for name in batch)])
+    check_matches(
+      'Trainer', 'train_dtype', self.train_dtype, [*paths, *(f'{_BATCH}/{name}' for name in batch)]
+    )
 
   def at_step(self, run_key: Array, step: Array) -> 'StepParams':
     """Return the value with the key of a step.
@@ -160,7 +194,9 @@ class StepParams:
     """
     if self.noise is None:
       return self
-    return dataclasses.replace(self, key=jax.random.fold_in(jax.random.fold_in(run_key, _NOISE_FOLD), step))
+    return dataclasses.replace(
+      self, key=jax.random.fold_in(jax.random.fold_in(run_key, _NOISE_FOLD), step)
+    )
 
   def dtype_of(self, path: str) -> np.dtype | None:
     """Return the dtype for a float array at a path, which may be that of stacked layers; None for its own dtype."""
@@ -191,13 +227,22 @@ class StepParams:
     if self.noise is None:
       return params
     params = self.stacks.unstack(params)
-    noisy = checks.call_custom('Trainer', 'param_noise', 'key, params', self.noise, self.key, params)
+    noisy = checks.call_custom(
+      'Trainer', 'param_noise', 'key, params', self.noise, self.key, params
+    )
     if jax.tree.map(_shape_and_dtype, noisy) != jax.tree.map(_shape_and_dtype, params):
-      raise checks.invalid('Trainer', 'param_noise', 'a function that keeps names, shapes and dtypes of the parameters',
-                           self.noise, 'Return a tree like its argument `params`.')
+      raise checks.invalid(
+        'Trainer',
+        'param_noise',
+        'a function that keeps names, shapes and dtypes of the parameters',
+        self.noise,
+        'Return a tree like its argument `params`.',
+      )
     return self.stacks.stack(noisy)
 
-  def split(self, params: Params) -> tuple[PyTree, Callable[[PyTree, Callable[[Array], Array]], Params]]:
+  def split(
+    self, params: Params
+  ) -> tuple[PyTree, Callable[[PyTree, Callable[[Array], Array]], Params]]:
     """Divide the parameters into those with gradients and the others.
 
     Returns:
@@ -210,6 +255,8 @@ class StepParams:
     trained = {path: leaf for path, leaf in leaves.items() if path not in self.frozen}
 
     def merge(trained: Mapping[str, Any], fill: Callable[[Array], Array]) -> Params:
-      return tree_utils.map_with_names(lambda path, leaf: trained[path] if path in trained else fill(leaf), params)
+      return tree_utils.map_with_names(
+        lambda path, leaf: trained[path] if path in trained else fill(leaf), params
+      )
 
     return trained, merge

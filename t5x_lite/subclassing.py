@@ -6,13 +6,13 @@ from t5x_lite.errors import ConfigError
 
 # Names that T5X's base classes call and ours do not, with what to define instead.
 _OURS = {
-    '_compute_logits': 'compute_logits',
-    '_compute_metrics': 'loss_fn, or set metric_fns,',
-    '_compute_logits_from_slice': 'predict_batch_with_aux',
-    '_compute_kv_cache': 'predict_batch_with_aux',
-    '_partitioned_train_step': 'partitioned_train_step',
-    '_partitioned_eval_step': 'partitioned_eval_step',
-    '_get_step_rng': 'partitioned_train_step',
+  '_compute_logits': 'compute_logits',
+  '_compute_metrics': 'loss_fn, or set metric_fns,',
+  '_compute_logits_from_slice': 'predict_batch_with_aux',
+  '_compute_kv_cache': 'predict_batch_with_aux',
+  '_partitioned_train_step': 'partitioned_train_step',
+  '_partitioned_eval_step': 'partitioned_eval_step',
+  '_get_step_rng': 'partitioned_train_step',
 }
 
 
@@ -23,12 +23,16 @@ class WithoutNamesOfT5x:
     super().__init_subclass__(**kwargs)
     for name in _OURS:
       if name in vars(cls):
-        raise ConfigError(f'{cls.__name__}.{name} of T5X has no effect in t5x_lite. Define {_OURS[name]} instead.')
+        raise ConfigError(
+          f'{cls.__name__}.{name} of T5X has no effect in t5x_lite. Define {_OURS[name]} instead.'
+        )
 
   def __getattr__(self, name: str) -> Any:
     if name in _OURS:
-      raise AttributeError(f"{type(self).__name__} has no {name} of T5X. Use {_OURS[name].partition(',')[0]} of "
-                           't5x_lite: docs/from_t5x.md has their arguments and results.')
+      raise AttributeError(
+        f'{type(self).__name__} has no {name} of T5X. Use {_OURS[name].partition(",")[0]} of '
+        't5x_lite: docs/from_t5x.md has their arguments and results.'
+      )
     return self.__getattribute__(name)  # raises Python's own error, also that of a property
 
 

@@ -37,7 +37,6 @@ from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
 
 
-
 @functools.cache
 def _tensorboardx() -> tuple[Any, Any, Any]:
   """Return the modules (record_writer, summary, event_pb2), which only runs that write metrics import."""
@@ -89,22 +88,35 @@ class SummaryWriter:
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}'
     # TensorBoard reads the parts of a file in a store in the order of their names, as files that each have a version.
-    self._events = files.appended(self._folder / name, header=_event_record(file_version='brain.Event:2'),
-                                  first_fn=self._purge_record)
+    self._events = files.appended(
+      self._folder / name,
+      header=_event_record(file_version='brain.Event:2'),
+      first_fn=self._purge_record,
+    )
     self._lock = threading.Lock()
 
   def _purge_record(self) -> bytes:
     """Return the event that hides the events of steps after the lines of earlier writers; b'' for the first writer."""
     if not any(self._folder.glob('events.out.tfevents.*')):
       return b''
-    former = (row['step'] for part in self._lines.former_parts() for _, row in json_lines.read_file(part)
-              if _has_step(row))
+    former = (
+      row['step']
+      for part in self._lines.former_parts()
+      for _, row in json_lines.read_file(part)
+      if _has_step(row)
+    )
     _, _, event_pb2 = _tensorboardx()
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     return _event_record(step=1 + max(former, default=-1), session_log=start)
 
-  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False,
-                    arrays: Mapping[str, ArrayLike] | None = None) -> None:
+  def write_scalars(
+    self,
+    step: int,
+    scalars: Mapping[str, ArrayLike],
+    *,
+    events_only: bool = False,
+    arrays: Mapping[str, ArrayLike] | None = None,
+  ) -> None:
     """Append one line, and an event for each number; numbers may have any scalar type.
 
     Args:
@@ -117,11 +129,17 @@ class SummaryWriter:
     scalars = {name: float(np.asarray(value)) for name, value in scalars.items()}
     _, summary, _ = _tensorboardx()
     now = time.time()
-    line = {'step': int(step), 'wall_time': round(now, 3), **{k: _to_json(v) for k, v in scalars.items()},
-            **{k: _to_json(np.asarray(v, np.float64).tolist()) for k, v in (arrays or {}).items()}}
+    line = {
+      'step': int(step),
+      'wall_time': round(now, 3),
+      **{k: _to_json(v) for k, v in scalars.items()},
+      **{k: _to_json(np.asarray(v, np.float64).tolist()) for k, v in (arrays or {}).items()},
+    }
     with self._lock:
       if not events_only:
-        self._lines.append(json_lines.to_line(line, ensure_ascii=True, allow_nan=False).encode(), at_once=True)
+        self._lines.append(
+          json_lines.to_line(line, ensure_ascii=True, allow_nan=False).encode(), at_once=True
+        )
       for name, value in scalars.items():
         self._write_event(step=int(step), wall_time=now, summary=summary.scalar(name, value))
 
@@ -147,8 +165,10 @@ class SummaryWriter:
       elif isinstance(value, clu.values.Text):
         texts[name] = value.value
       else:
-        raise DataError(f'Metric {name!r} must be a clu.values.Scalar, Summary or Text, got a {type(value).__name__}. '
-                        'Return one of these types from the metric.')
+        raise DataError(
+          f'Metric {name!r} must be a clu.values.Scalar, Summary or Text, got a {type(value).__name__}. '
+          'Return one of these types from the metric.'
+        )
     if scalars or arrays:
       self.write_scalars(step, scalars, arrays=arrays)
     if texts:
@@ -195,13 +215,20 @@ def _by_layer(metrics: Mapping[str, clu.metrics.Metric]) -> dict[str, clu.metric
   result = {}
   for name, metric in metrics.items():
     paths = layer_stacks.paths_of(name)
-    result |= {name: metric} if paths == [name] else {
-        path: jax.tree.map(lambda x, i=i: x[i] if np.ndim(x) else x, metric) for i, path in enumerate(paths)}
+    result |= (
+      {name: metric}
+      if paths == [name]
+      else {
+        path: jax.tree.map(lambda x, i=i: x[i] if np.ndim(x) else x, metric)
+        for i, path in enumerate(paths)
+      }
+    )
   return result
 
 
-def compute_values(metrics: Mapping[str, clu.metrics.Metric], *, num_steps: int,
-                   duration: float | None = None) -> dict[str, clu.values.Value]:
+def compute_values(
+  metrics: Mapping[str, clu.metrics.Metric], *, num_steps: int, duration: float | None = None
+) -> dict[str, clu.values.Value]:
   """Return the values of metrics by name, separately for each of stacked layers.
 
   Args:
@@ -211,8 +238,12 @@ def compute_values(metrics: Mapping[str, clu.metrics.Metric], *, num_steps: int,
   """
   if duration is not None:
     metrics = metrics_lib.set_time_metrics_duration(metrics, duration)
-  metrics = _by_layer(metrics_lib.separate(metrics_lib.set_step_metrics_num_steps(metrics, num_steps)))
-  with np.errstate(divide='ignore', invalid='ignore'):  # a period with only skipped steps has no means
+  metrics = _by_layer(
+    metrics_lib.separate(metrics_lib.set_step_metrics_num_steps(metrics, num_steps))
+  )
+  with np.errstate(
+    divide='ignore', invalid='ignore'
+  ):  # a period with only skipped steps has no means
     return {name: metric.compute_value() for name, metric in metrics.items()}
 
 
@@ -240,7 +271,9 @@ class MetricsManager:
     self.summary_dir = None if summary_dir is None else str(files.path(summary_dir) / name)
     self._writes = summary_dir is not None and multihost.is_lead()
     self._writer: SummaryWriter | None = None
-    self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f'summaries-{name}')
+    self._worker = concurrent.futures.ThreadPoolExecutor(
+      max_workers=1, thread_name_prefix=f'summaries-{name}'
+    )
     self._pending: list[concurrent.futures.Future] = []
     self._start: float | None = None
     self._last_end = -math.inf
@@ -257,7 +290,9 @@ class MetricsManager:
     """Write one scalar."""
     self.write_scalars(step, {key: val})
 
-  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False) -> None:
+  def write_scalars(
+    self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False
+  ) -> None:
     """Write scalars that are already on the host; see `SummaryWriter.write_scalars`."""
     scalars = dict(scalars)
     self._write(lambda writer: writer.write_scalars(step, scalars, events_only=events_only))
@@ -277,8 +312,9 @@ class MetricsManager:
     jax.block_until_ready(block_on)
     self._start = time.perf_counter()
 
-  def write_metrics_summary(self, metrics: Mapping[str, clu.metrics.Metric], step: int,
-                            num_steps: int) -> MetricValueMapFuture:
+  def write_metrics_summary(
+    self, metrics: Mapping[str, clu.metrics.Metric], step: int, num_steps: int
+  ) -> MetricValueMapFuture:
     """Compute the values of accumulated device metrics and write them; the caller does not wait for the device.
 
     Args:
@@ -293,7 +329,9 @@ class MetricsManager:
       RuntimeError: `start_duration_timer` was not called before.
     """
     if self._start is None:
-      raise RuntimeError('Call start_duration_timer() before write_metrics_summary(): rates need a duration.')
+      raise RuntimeError(
+        'Call start_duration_timer() before write_metrics_summary(): rates need a duration.'
+      )
     start, self._start = self._start, None
 
     def summarize():
@@ -316,7 +354,9 @@ class MetricsManager:
       OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
     """
     pending, self._pending = self._pending, []
-    concurrent.futures.wait(pending)  # all of them, even if one raises: then the thread has stopped writing
+    concurrent.futures.wait(
+      pending
+    )  # all of them, even if one raises: then the thread has stopped writing
     for future in pending:
       future.result()
     if self._writer is not None:
@@ -357,15 +397,23 @@ class MetricsManager:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Return the numbers in the lines of a `metrics.jsonl`, a dict for each, without incomplete lines."""
-  return [{name: float(value) if isinstance(value, str) else value for name, value in row.items()
-           if not isinstance(value, list)} for row in _rows(path)]
+  return [
+    {
+      name: float(value) if isinstance(value, str) else value
+      for name, value in row.items()
+      if not isinstance(value, list)
+    }
+    for row in _rows(path)
+  ]
 
 
 def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Return `step` and float64 arrays by name, for each line of a `metrics.jsonl` that has arrays."""
   found = []
   for row in _rows(path):
-    arrays = {name: np.asarray(value, np.float64) for name, value in row.items() if isinstance(value, list)}
+    arrays = {
+      name: np.asarray(value, np.float64) for name, value in row.items() if isinstance(value, list)
+    }
     if arrays:
       found.append({'step': row['step'], **arrays})
   return found
@@ -374,18 +422,24 @@ def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, files.Path]:
   """Return writer name (`train`, `training_eval/<task>`, ...) to its `metrics.jsonl`, for existing files."""
   root = files.path(model_dir)
-  found = (path for folder in WRITER_FOLDERS for path in sorted((root / folder).rglob(METRICS_FILE)))
+  found = (
+    path for folder in WRITER_FOLDERS for path in sorted((root / folder).rglob(METRICS_FILE))
+  )
   return {path.parent.relative_to(root).as_posix(): path for path in found}
 
 
 def no_metrics_message(model_dir: str | os.PathLike[str]) -> str:
   """Return the message of an error about a directory without metrics."""
   got = 'a directory without metrics' if files.path(model_dir).is_dir() else 'no directory'
-  return (f'The model directory of a run must have {WRITER_FOLDERS[0]}/{METRICS_FILE}, got {got} at '
-          f'{str(model_dir)!r}. Check the path, or wait until the run has written its first metrics.')
+  return (
+    f'The model directory of a run must have {WRITER_FOLDERS[0]}/{METRICS_FILE}, got {got} at '
+    f'{str(model_dir)!r}. Check the path, or wait until the run has written its first metrics.'
+  )
 
 
-def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluation: bool = False) -> None:
+def discard_after(
+  model_dir: str | os.PathLike[str], step: int, *, redo_evaluation: bool = False
+) -> None:
   """Delete the lines of steps after `step` and incomplete lines from every `metrics.jsonl` of a run.
 
   Files of predictions of these steps are deleted too, including those of seqio's JSONLogger.
@@ -427,8 +481,11 @@ def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, files.Pat
 def _files_of_predictions(path: files.Path) -> list[files.Path]:
   """Return the files of predictions of a file of metrics, one for each step."""
   prefix = path.name.removesuffix(METRICS_FILE) or PREDICTIONS_PREFIX
-  return [found for found in path.parent.glob('*.jsonl')
-          if re.fullmatch(rf'{re.escape(prefix)}\d+\.jsonl', found.name, re.ASCII)]
+  return [
+    found
+    for found in path.parent.glob('*.jsonl')
+    if re.fullmatch(rf'{re.escape(prefix)}\d+\.jsonl', found.name, re.ASCII)
+  ]
 
 
 def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
@@ -440,7 +497,9 @@ def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
   first, *others = files.parts(path)
   is_last = True
   for part in (*reversed(others), first):
-    kept = [line for line, row in json_lines.read_file(part) if _has_step(row) and keep_fn(row['step'])]
+    kept = [
+      line for line, row in json_lines.read_file(part) if _has_step(row) and keep_fn(row['step'])
+    ]
     new, old = ''.join(f'{line}\n' for line in kept).encode(), part.read_bytes()
     if not new and is_last and part is not first:
       part.unlink()
@@ -448,7 +507,9 @@ def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
     is_last = False
     if new == old:
       continue
-    if old.startswith(new) and not files.is_remote(part):  # a full disk has no space for a second file
+    if old.startswith(new) and not files.is_remote(
+      part
+    ):  # a full disk has no space for a second file
       with part.open('r+b') as f:
         f.truncate(len(new))
         os.fsync(f.fileno())
@@ -461,7 +522,11 @@ def _has_step(row: Mapping[str, Any] | None) -> bool:
 
 
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  return [row for _, row in json_lines.read(path) if _has_step(row) and all(map(_is_numbers, row.values()))]
+  return [
+    row
+    for _, row in json_lines.read(path)
+    if _has_step(row) and all(map(_is_numbers, row.values()))
+  ]
 
 
 def _is_numbers(value: Any) -> bool:

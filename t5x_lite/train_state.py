@@ -22,8 +22,13 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers import (
-    Optimizer, OptimizerDef, match_logical_axes, restore_from_state_dict, to_state_dict,
-    unnamed_axes)
+  Optimizer,
+  OptimizerDef,
+  match_logical_axes,
+  restore_from_state_dict,
+  to_state_dict,
+  unnamed_axes,
+)
 from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 
 # T5X's name for "no mutable collections".
@@ -79,8 +84,12 @@ class TrainState(Protocol):
     """Return a state with another step, an int or an int32 scalar."""
 
   def apply_gradient(
-      self, grads: PyTree, learning_rate: Any, flax_mutables: Mapping[str, Any] | None = None,
-      **extra_args: Any) -> 'TrainState':
+    self,
+    grads: PyTree,
+    learning_rate: Any,
+    flax_mutables: Mapping[str, Any] | None = None,
+    **extra_args: Any,
+  ) -> 'TrainState':
     """Return the state after one update; see `OptimizerDef.extra_args` for `extra_args`."""
 
   def optimizer_metrics(self) -> dict[str, Array]:
@@ -113,8 +122,12 @@ class FlaxOptimTrainState(struct.PyTreeNode):
   param_ema: averaging.ParamEma | None = struct.field(pytree_node=False, default=None)
 
   @classmethod
-  def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any],
-             param_ema: averaging.ParamEma | None = None) -> 'FlaxOptimTrainState':
+  def create(
+    cls,
+    optimizer_def: OptimizerDef,
+    model_variables: Mapping[str, Any],
+    param_ema: averaging.ParamEma | None = None,
+  ) -> 'FlaxOptimTrainState':
     """Return the state before the first step.
 
     Args:
@@ -131,15 +144,22 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     params = variables.pop('params')
     params_axes = axes.pop('params', None)
     if params_axes is not None:
-      optimizer_def = optimizer_def.with_param_axes(_axis_names(params_axes, params, 'parameter'), params)
+      optimizer_def = optimizer_def.with_param_axes(
+        _axis_names(params_axes, params, 'parameter'), params
+      )
     state = cls(
-        optimizer_def.create(params), params_axes=params_axes, flax_mutables=tree_utils.prune_empty(variables),
-        flax_mutables_axes=axes or None)
+      optimizer_def.create(params),
+      params_axes=params_axes,
+      flax_mutables=tree_utils.prune_empty(variables),
+      flax_mutables_axes=axes or None,
+    )
     if param_ema is None:
       return state
     if state.evaluates_other_params:
-      raise ConfigError(f'`train.param_ema` must be None with the optimizer {optimizer_def.name}, which has its own '
-                        'average of the parameters for evaluation. Remove one of them.')
+      raise ConfigError(
+        f'`train.param_ema` must be None with the optimizer {optimizer_def.name}, which has its own '
+        'average of the parameters for evaluation. Remove one of them.'
+      )
     return state.replace(param_average=param_ema.init(params), param_ema=param_ema)
 
   @property
@@ -156,7 +176,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
   def eval_params(self) -> Params:
     """Parameters for evaluation, decoding and export: the average if there is one, else `OptimizerDef.eval_params`."""
     if self.param_average is not None and (self.param_ema is None or self.param_ema.evaluate):
-      return jax.tree.map(lambda average, param: average.astype(param.dtype), self.param_average, self.params)
+      return jax.tree.map(
+        lambda average, param: average.astype(param.dtype), self.param_average, self.params
+      )
     return self.optimizer_def.eval_params(self._optimizer.target, self._optimizer.state)
 
   @property
@@ -200,20 +222,27 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     Raises:
       CheckpointError: a missing or unknown value.
     """
-    has_entry = {'target': True, 'state': True, 'flax_mutables': bool(self.flax_mutables),
-                 'param_average': self.param_average is not None}
+    has_entry = {
+      'target': True,
+      'state': True,
+      'flax_mutables': bool(self.flax_mutables),
+      'param_average': self.param_average is not None,
+    }
     for key in state_dict:
       if not has_entry.get(key, False):
         raise CheckpointError(
-            f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Remove the '
-            'entry, or restore with the model and options that it was saved with.')
+          f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Remove the '
+          'entry, or restore with the model and options that it was saved with.'
+        )
     restored = self.replace(_optimizer=self._optimizer.restore_state(state_dict))
     if self.flax_mutables:
       restored = restored.replace(
-          flax_mutables=restore_from_state_dict(self.flax_mutables, state_dict, 'flax_mutables'))
+        flax_mutables=restore_from_state_dict(self.flax_mutables, state_dict, 'flax_mutables')
+      )
     if self.param_average is not None:
       restored = restored.replace(
-          param_average=restore_from_state_dict(self.param_average, state_dict, 'param_average'))
+        param_average=restore_from_state_dict(self.param_average, state_dict, 'param_average')
+      )
     return restored
 
   def replace_params(self, params: Params) -> 'FlaxOptimTrainState':
@@ -226,11 +255,17 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   def replace_step(self, step: Array) -> 'FlaxOptimTrainState':
     """Return a state with another step, an int or an int32 scalar, and the same counters in optax states."""
-    return self.replace(_optimizer=self._optimizer.replace(state=self._optimizer.state.replace(step=_as_step(step))))
+    return self.replace(
+      _optimizer=self._optimizer.replace(state=self._optimizer.state.replace(step=_as_step(step)))
+    )
 
   def apply_gradient(
-      self, grads: PyTree, learning_rate: Any = None,
-      flax_mutables: Mapping[str, Any] | None = None, **extra_args: Any) -> 'FlaxOptimTrainState':
+    self,
+    grads: PyTree,
+    learning_rate: Any = None,
+    flax_mutables: Mapping[str, Any] | None = None,
+    **extra_args: Any,
+  ) -> 'FlaxOptimTrainState':
     """Return the state after one update.
 
     Args:
@@ -243,9 +278,13 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       A new state, also with the new `param_average`.
     """
     overrides = {} if learning_rate is None else {'learning_rate': learning_rate}
-    state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **overrides, **extra_args))
+    state = self.replace(
+      _optimizer=self._optimizer.apply_gradient(grads, **overrides, **extra_args)
+    )
     if self.param_ema is not None:
-      state = state.replace(param_average=self.param_ema.update(self.param_average, state.params, state.step))
+      state = state.replace(
+        param_average=self.param_ema.update(self.param_average, state.params, state.step)
+      )
     return state if flax_mutables is None else state.replace_flax_mutables(flax_mutables)
 
   def optimizer_metrics(self) -> dict[str, Array]:
@@ -255,12 +294,20 @@ class FlaxOptimTrainState(struct.PyTreeNode):
   def for_inference(self) -> 'InferenceState':
     """Return a state with the parameters for evaluation, step and mutable collections, without the optimizer."""
     return InferenceState(
-        step=self.step, params=self.eval_params, params_axes=self.params_axes, flax_mutables=self.flax_mutables,
-        flax_mutables_axes=self.flax_mutables_axes)
+      step=self.step,
+      params=self.eval_params,
+      params_axes=self.params_axes,
+      flax_mutables=self.flax_mutables,
+      flax_mutables_axes=self.flax_mutables_axes,
+    )
 
   def find_layer_stacks(
-      self, loops: Mapping[str, Sequence[tuple[int, ...]]], axes: 'FlaxOptimTrainState', min_layers: int = 2,
-      option_fn: Callable[[str], Any] = lambda path: None) -> LayerStacks:
+    self,
+    loops: Mapping[str, Sequence[tuple[int, ...]]],
+    axes: 'FlaxOptimTrainState',
+    min_layers: int = 2,
+    option_fn: Callable[[str], Any] = lambda path: None,
+  ) -> LayerStacks:
     """Return the layers whose arrays can be stacked: those with equal shapes, dtypes, mesh axes and options.
 
     Nothing is stacked if the optimizer does not support it for a parameter of these layers.
@@ -273,19 +320,25 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     """
     if not layer_stacks.is_accepted_by(self, self.optimizer_def):
       return LayerStacks()
-    candidates = {(stack, layer_stacks.layer_name(layer)) for stack, groups in loops.items()
-                  for group in groups for layer in group}
+    candidates = {
+      (stack, layer_stacks.layer_name(layer))
+      for stack, groups in loops.items()
+      for group in groups
+      for layer in group
+    }
     facts = {candidate: {} for candidate in candidates}
 
     def add(path, fact):
       names = path.split('/')
       for i, pair in enumerate(zip(names, names[1:])):
         if pair in candidates:
-          facts[pair][(*names[:i], *names[i + 2:])] = fact
+          facts[pair][(*names[:i], *names[i + 2 :])] = fact
           return True
       return False
 
-    arrays, specs = (jax.tree.leaves((state._optimizer, state.param_average)) for state in (self, axes))
+    arrays, specs = (
+      jax.tree.leaves((state._optimizer, state.param_average)) for state in (self, axes)
+    )
     names = [name for name, _ in tree_utils.named_leaves((self._optimizer, self.param_average))]
     for name, array, spec in zip(names, arrays, specs, strict=True):
       add(name, (array.shape, array.dtype, spec))
@@ -298,7 +351,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       for group in groups:
         while group:  # divide the group into layers with equal facts
           first = facts[stack, layer_stacks.layer_name(group[0])]
-          equal = tuple(layer for layer in group if facts[stack, layer_stacks.layer_name(layer)] == first)
+          equal = tuple(
+            layer for layer in group if facts[stack, layer_stacks.layer_name(layer)] == first
+          )
           stacks += [(stack, equal)] if len(equal) >= min_layers else []
           group = tuple(layer for layer in group if layer not in equal)
     return LayerStacks(tuple(stacks))
@@ -311,7 +366,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     """Return the inverse of `stack_layers`."""
     return self._convert_layers(stacks.unstack, stacks.unstack_paths)
 
-  def _convert_layers(self, convert: Callable[[PyTree], PyTree], rename: Callable[[Sequence[str]], tuple[str, ...]]):
+  def _convert_layers(
+    self, convert: Callable[[PyTree], PyTree], rename: Callable[[Sequence[str]], tuple[str, ...]]
+  ):
     optimizer, average = convert((self._optimizer, self.param_average))
     param_states = self.optimizer_def.rename_params(optimizer.state.param_states, rename)
     optimizer = optimizer.replace(state=optimizer.state.replace(param_states=param_states))
@@ -327,11 +384,14 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     """
     param_axes = _required_axis_names(self.params_axes, self.params)
     return self.replace(
-        _optimizer=self._optimizer.optimizer_def.derive_logical_axes(self._optimizer, param_axes),
-        flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes),
-        param_average=(
-            None if self.param_average is None else
-            match_logical_axes(self.param_average, param_axes, 'averaged parameter')))
+      _optimizer=self._optimizer.optimizer_def.derive_logical_axes(self._optimizer, param_axes),
+      flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes),
+      param_average=(
+        None
+        if self.param_average is None
+        else match_logical_axes(self.param_average, param_axes, 'averaged parameter')
+      ),
+    )
 
 
 class InferenceState(struct.PyTreeNode):
@@ -363,8 +423,12 @@ class InferenceState(struct.PyTreeNode):
     variables, axes = _split_variables(model_variables)
     params = variables.pop('params')
     return cls(
-        step=_as_step(0), params=params, params_axes=axes.pop('params', None),
-        flax_mutables=tree_utils.prune_empty(variables), flax_mutables_axes=axes or None)
+      step=_as_step(0),
+      params=params,
+      params_axes=axes.pop('params', None),
+      flax_mutables=tree_utils.prune_empty(variables),
+      flax_mutables_axes=axes or None,
+    )
 
   @property
   def eval_params(self) -> Params:
@@ -383,8 +447,8 @@ class InferenceState(struct.PyTreeNode):
   def state_dict(self) -> dict[str, Any]:
     """Return {'target', 'state': {'step'}}, with 'flax_mutables' if they exist."""
     state_dict = {
-        'target': to_state_dict(self.params),
-        'state': {} if self.step is None else {'step': self.step},
+      'target': to_state_dict(self.params),
+      'state': {} if self.step is None else {'step': self.step},
     }
     if self.flax_mutables:
       state_dict['flax_mutables'] = to_state_dict(self.flax_mutables)
@@ -403,7 +467,8 @@ class InferenceState(struct.PyTreeNode):
       restored = restored.replace(step=state_dict['state']['step'])
     if self.flax_mutables:
       restored = restored.replace(
-          flax_mutables=restore_from_state_dict(self.flax_mutables, state_dict, 'flax_mutables'))
+        flax_mutables=restore_from_state_dict(self.flax_mutables, state_dict, 'flax_mutables')
+      )
     return restored
 
   def replace_params(self, params: Params) -> 'InferenceState':
@@ -425,18 +490,25 @@ class InferenceState(struct.PyTreeNode):
       ConfigError: the model declares no axes for its parameters.
     """
     return self.replace(
-        step=None if self.step is None else PartitionSpec(),
-        params=_required_axis_names(self.params_axes, self.params),
-        flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes))
+      step=None if self.step is None else PartitionSpec(),
+      params=_required_axis_names(self.params_axes, self.params),
+      flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes),
+    )
 
 
 def _no_optimizer(name: str) -> ConfigError:
-  return ConfigError(f'InferenceState has no optimizer, so it has no {name}. Create a FlaxOptimTrainState to train.')
+  return ConfigError(
+    f'InferenceState has no optimizer, so it has no {name}. Create a FlaxOptimTrainState to train.'
+  )
 
 
 def _as_step(step: Any) -> Any:
   """Return `step` as an int32 array, or unchanged if it is a spec or a shape."""
-  return jnp.asarray(step, jnp.int32) if isinstance(step, (int, np.integer, np.ndarray, jax.Array)) else step
+  return (
+    jnp.asarray(step, jnp.int32)
+    if isinstance(step, (int, np.integer, np.ndarray, jax.Array))
+    else step
+  )
 
 
 def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -447,12 +519,15 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
   """
   collections = flax.core.unfreeze(model_variables)
   axes = {
-      name.removesuffix(_AXES_SUFFIX): collections.pop(name)
-      for name in list(collections) if name.endswith(_AXES_SUFFIX)
+    name.removesuffix(_AXES_SUFFIX): collections.pop(name)
+    for name in list(collections)
+    if name.endswith(_AXES_SUFFIX)
   }
   if missing := {'params', *axes} - set(collections):
-    raise ConfigError(f"The model's variables must have the collections {sorted(missing)}, got {sorted(collections)}. "
-                      'Pass the result of module.init.')
+    raise ConfigError(
+      f"The model's variables must have the collections {sorted(missing)}, got {sorted(collections)}. "
+      'Pass the result of module.init.'
+    )
   for name in axes:
     what = 'parameter' if name == 'params' else f'variable of the collection {name}'
     _axis_names(axes[name], collections[name], what)
@@ -467,15 +542,19 @@ def _axis_names(axes_metadata: Mapping[str, Any], variables: PyTree, what: str) 
 def _required_axis_names(params_axes: Mapping[str, Any] | None, params: Params) -> LogicalAxes:
   if params_axes is None:
     raise ConfigError(
-        "The model declares no logical axes for its parameters (it has no 'params_axes' collection). Create parameters "
-        'with flax.linen.partitioning.param_with_axes, as the modules of t5x_lite.layers do.')
+      "The model declares no logical axes for its parameters (it has no 'params_axes' collection). Create parameters "
+      'with flax.linen.partitioning.param_with_axes, as the modules of t5x_lite.layers do.'
+    )
   return _axis_names(params_axes, params, 'parameter')
 
 
-def _mutables_axes(mutables: Mapping[str, Any], mutables_axes: Mapping[str, Any] | None) -> dict[str, Any]:
+def _mutables_axes(
+  mutables: Mapping[str, Any], mutables_axes: Mapping[str, Any] | None
+) -> dict[str, Any]:
   """Return the logical axes of the mutable collections; a collection without axes metadata has unnamed dims."""
   return {
-      name: _axis_names((mutables_axes or {})[name], collection, f'variable of the collection {name}')
-      if name in (mutables_axes or {}) else jax.tree.map(unnamed_axes, collection)
-      for name, collection in mutables.items()
+    name: _axis_names((mutables_axes or {})[name], collection, f'variable of the collection {name}')
+    if name in (mutables_axes or {})
+    else jax.tree.map(unnamed_axes, collection)
+    for name, collection in mutables.items()
   }

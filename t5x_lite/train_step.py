@@ -39,7 +39,9 @@ WEIGHT_METRICS = 'weight_metrics'
 class PartitionedTrainCallable(Protocol):
   """A training step compiled over the mesh."""
 
-  def __call__(self, train_state: TrainState, batch: Batch, *arguments: Array) -> tuple[TrainState, Metrics]:
+  def __call__(
+    self, train_state: TrainState, batch: Batch, *arguments: Array
+  ) -> tuple[TrainState, Metrics]:
     """Return the new state and the metrics of the step; the old state's buffers are consumed.
 
     Args:
@@ -73,8 +75,9 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
     below, above = batch_size - batch_size % divisor, batch_size - batch_size % divisor + divisor
     nearest = f'{below} or {above}' if below else f'{above}'
     raise ConfigError(
-        f'A batch of {batch_size} rows cannot be divided into {num_microbatches} micro-batches on {data_mesh_size} '
-        f'device(s) of the data axes. Set BATCH_SIZE to a multiple of {divisor}, for instance {nearest}.')
+      f'A batch of {batch_size} rows cannot be divided into {num_microbatches} micro-batches on {data_mesh_size} '
+      f'device(s) of the data axes. Set BATCH_SIZE to a multiple of {divisor}, for instance {nearest}.'
+    )
 
 
 def batch_size(batch: Mapping[str, Any]) -> int:
@@ -82,7 +85,9 @@ def batch_size(batch: Mapping[str, Any]) -> int:
   return next(iter(batch.values())).shape[0]
 
 
-def step_params_of(train_state: TrainState, step_params: StepParams, stacks: LayerStacks) -> StepParams:
+def step_params_of(
+  train_state: TrainState, step_params: StepParams, stacks: LayerStacks
+) -> StepParams:
   """Return `step_params` for the parameters of a state, of which the optimizer's frozen ones get no gradients.
 
   Args:
@@ -92,8 +97,14 @@ def step_params_of(train_state: TrainState, step_params: StepParams, stacks: Lay
   """
   optimizer_state = OptimizerState(train_state.step, train_state.param_states)
   frozen = train_state.optimizer_def.frozen_paths(train_state.params, optimizer_state)
-  notes = [f'{option} = {value}' for option, value in (
-      ('train_dtype', step_params.train_dtype), ('param_noise', step_params.noise)) if value is not None]
+  notes = [
+    f'{option} = {value}'
+    for option, value in (
+      ('train_dtype', step_params.train_dtype),
+      ('param_noise', step_params.noise),
+    )
+    if value is not None
+  ]
   if frozen:
     num_arrays = len(jax.tree.leaves(train_state.params))
     notes.append(f'no gradients for {len(frozen)} of {num_arrays} arrays of parameters')
@@ -119,17 +130,25 @@ def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:
   if learning_rate_fn is not None:
     check_learning_rate_fn(learning_rate_fn, 'Trainer.learning_rate_fn')
   elif optimizer_def.needs_learning_rate:
-    raise ConfigError(f'{optimizer_def.name} takes its learning rate from the trainer, and the trainer has none. Set '
-                      'Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the learning_rate '
-                      'of the optimizer.')
+    raise ConfigError(
+      f'{optimizer_def.name} takes its learning rate from the trainer, and the trainer has none. Set '
+      'Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the learning_rate '
+      'of the optimizer.'
+    )
   if not isinstance(train_state.step, jax.ShapeDtypeStruct):
     check_schedules(optimizer_def, learning_rate_fn, [int(train_state.step)])
-  reason = optimizer_def.unsupported_reason(OptimizerState(train_state.step, train_state.param_states))
+  reason = optimizer_def.unsupported_reason(
+    OptimizerState(train_state.step, train_state.param_states)
+  )
   if reason is not None:
-    raise ConfigError(f'The trainer cannot train with the optimizer {optimizer_def.name}: {reason}.')
+    raise ConfigError(
+      f'The trainer cannot train with the optimizer {optimizer_def.name}: {reason}.'
+    )
 
 
-def check_schedules(optimizer_def: OptimizerDef, learning_rate_fn: Any, steps: Sequence[int]) -> None:
+def check_schedules(
+  optimizer_def: OptimizerDef, learning_rate_fn: Any, steps: Sequence[int]
+) -> None:
   """Raise if a schedule of the trainer or the optimizer is negative or not finite at one of some steps.
 
   Args:
@@ -148,9 +167,12 @@ def check_schedules(optimizer_def: OptimizerDef, learning_rate_fn: Any, steps: S
       check_learning_rate_values(schedule, what, steps)
 
 
-def split_microbatches(batch: Batch, num_microbatches: int,
-                       data_partition_spec: PartitionSpec = PartitionSpec('data'),
-                       rows_together: int = 1) -> dict[str, Array]:
+def split_microbatches(
+  batch: Batch,
+  num_microbatches: int,
+  data_partition_spec: PartitionSpec = PartitionSpec('data'),
+  rows_together: int = 1,
+) -> dict[str, Array]:
   """Return the arrays of `batch` with a leading micro-batch dim, without communication if possible.
 
   Micro-batch k has the blocks of rows whose index is k modulo `num_microbatches`. Rows are sharded in order, so each
@@ -180,12 +202,12 @@ def split_microbatches(batch: Batch, num_microbatches: int,
 
 
 def accumulate_grads_microbatched(
-    model: Any,
-    train_state: Any,
-    batch: Batch,
-    dropout_rng: Array | None,
-    num_microbatches: int | None,
-    data_partition_spec: PartitionSpec = PartitionSpec('data'),
+  model: Any,
+  train_state: Any,
+  batch: Batch,
+  dropout_rng: Array | None,
+  num_microbatches: int | None,
+  data_partition_spec: PartitionSpec = PartitionSpec('data'),
 ) -> tuple[PyTree, Metrics, PyTree | None]:
   """Return the gradients of `model.loss_fn` over `batch`, computed at once or accumulated over micro-batches.
 
@@ -204,18 +226,20 @@ def accumulate_grads_microbatched(
   Returns:
     (gradients, float32 if accumulated; metrics of the batch; new mutable collections, or None if the state has none).
   """
-  _, *rest = accumulate_gradients(model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
+  _, *rest = accumulate_gradients(
+    model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec
+  )
   return tuple(rest)
 
 
 def make_value_fn(
-    model: Any,
-    train_state: Any,
-    batch: Batch,
-    dropout_rng: Array | None,
-    num_microbatches: int | None,
-    data_partition_spec: PartitionSpec = PartitionSpec('data'),
-    step_params: StepParams = StepParams(),
+  model: Any,
+  train_state: Any,
+  batch: Batch,
+  dropout_rng: Array | None,
+  num_microbatches: int | None,
+  data_partition_spec: PartitionSpec = PartitionSpec('data'),
+  step_params: StepParams = StepParams(),
 ) -> Callable[[PyTree], Array]:
   """Return the function from parameters to the loss whose gradients `accumulate_grads_microbatched` computes.
 
@@ -243,13 +267,17 @@ def make_value_fn(
     if num_microbatches is None or num_microbatches <= 1:
       return _loss(model, params, batch, dropout_rng, mutables)[0].astype(jnp.float32)
     part_model, parts, fixed = model.for_microbatches(batch, num_microbatches)
-    parts = split_microbatches(parts, num_microbatches, data_partition_spec, part_model.rows_together)
+    parts = split_microbatches(
+      parts, num_microbatches, data_partition_spec, part_model.rows_together
+    )
 
     @jax.checkpoint
     def add(carry, indexed_microbatch):
       total, mutables = carry
       index, microbatch = indexed_microbatch
-      loss, (_, mutables) = _loss(part_model, params, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables)
+      loss, (_, mutables) = _loss(
+        part_model, params, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables
+      )
       return (total + loss.astype(jnp.float32), mutables), None
 
     carry = (jnp.zeros([], jnp.float32), mutables)
@@ -272,8 +300,14 @@ def _fold_in(rng: Array | None, index: Array) -> Array | None:
 
 
 def accumulate_gradients(
-    model: Any, train_state: Any, batch: Batch, dropout_rng: Array | None, num_microbatches: int | None,
-    data_partition_spec: Any, step_params: StepParams = StepParams()) -> tuple[Array, PyTree, Metrics, PyTree | None]:
+  model: Any,
+  train_state: Any,
+  batch: Batch,
+  dropout_rng: Array | None,
+  num_microbatches: int | None,
+  data_partition_spec: Any,
+  step_params: StepParams = StepParams(),
+) -> tuple[Array, PyTree, Metrics, PyTree | None]:
   """Return (loss, float32 scalar, *results of `accumulate_grads_microbatched`); see there for the arguments.
 
   Args:
@@ -284,8 +318,11 @@ def accumulate_gradients(
   # Only parameters with gradients are differentiated, so that nothing is computed or accumulated for the others.
   trained, merge = step_params.split(train_state.params)
   grads_of = jax.value_and_grad(
-      lambda trained, *arguments: _loss(
-          arguments[0], step_params.for_loss(merge(trained, lambda param: param)), *arguments[1:]), has_aux=True)
+    lambda trained, *arguments: _loss(
+      arguments[0], step_params.for_loss(merge(trained, lambda param: param)), *arguments[1:]
+    ),
+    has_aux=True,
+  )
   mutables, batch = tree_utils.to_dict(train_state.flax_mutables), step_params.cast_batch(batch)
   if num_microbatches is None or num_microbatches <= 1:
     (loss, (metrics, mutables)), grads = grads_of(trained, model, batch, dropout_rng, mutables)
@@ -299,15 +336,20 @@ def accumulate_gradients(
     total, mutables = carry
     index, microbatch = indexed_microbatch
     (loss, (metrics, mutables)), grads = grads_of(
-        trained, model, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables)
+      trained, model, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables
+    )
     total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
     return (total, mutables), (loss.astype(jnp.float32), metrics)
 
   zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
   (grads, mutables), (losses, stacked) = jax.lax.scan(
-      accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch))
-  metrics = jax.tree.map(lambda metric: merge_stacked(metric, num_microbatches), stacked,
-                         is_leaf=metrics_lib.is_metric_obj)
+    accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch)
+  )
+  metrics = jax.tree.map(
+    lambda metric: merge_stacked(metric, num_microbatches),
+    stacked,
+    is_leaf=metrics_lib.is_metric_obj,
+  )
   # All micro-batches are one step in averages over steps.
   metrics = metrics_lib.set_step_metrics_num_steps(model.metrics_of_microbatches(metrics), 1)
   grads = merge(grads, lambda param: jnp.zeros(param.shape, jnp.float32))
@@ -315,12 +357,12 @@ def accumulate_gradients(
 
 
 def apply_grads(
-    train_state: Any,
-    grad_accum: PyTree,
-    metrics: Metrics,
-    learning_rate: Array | None,
-    weight_metrics_computer: WeightMetricsComputer | None,
-    other_state_variables: Mapping[str, Any] | None = None,
+  train_state: Any,
+  grad_accum: PyTree,
+  metrics: Metrics,
+  learning_rate: Array | None,
+  weight_metrics_computer: WeightMetricsComputer | None,
+  other_state_variables: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Metrics]:
   """Return the state updated with the gradients, and the complete metrics of the step.
 
@@ -337,10 +379,12 @@ def apply_grads(
     optimizer's metrics as `optimizer/<name>`, see `OptimizerDef.metrics` and `OptimizerDef.configured_learning_rates`).
   """
   new_train_state = train_state.apply_gradient(
-      grad_accum, learning_rate=learning_rate, **(other_state_variables or {}))
+    grad_accum, learning_rate=learning_rate, **(other_state_variables or {})
+  )
   metrics = dict(metrics)
   optimizer_rates = train_state.optimizer_def.learning_rates(
-      OptimizerState(train_state.step, train_state.param_states), is_passed=learning_rate is not None)
+    OptimizerState(train_state.step, train_state.param_states), is_passed=learning_rate is not None
+  )
   if learning_rate is None:
     learning_rate = optimizer_rates.pop('learning_rate', None)
   if learning_rate is not None:
@@ -351,24 +395,26 @@ def apply_grads(
     value = jnp.asarray(value, jnp.float32).reshape(1)
     metrics[f'{OPTIMIZER_METRICS}/{name}'] = clu.metrics.LastValue.from_model_output(value)
   if weight_metrics_computer is not None:
-    metrics.update(weight_metrics_computer.compute_metrics(grad_accum, train_state, new_train_state))
+    metrics.update(
+      weight_metrics_computer.compute_metrics(grad_accum, train_state, new_train_state)
+    )
   return new_train_state, metrics
 
 
 def train_with_lr(
-    train_state: Any,
-    batch: Batch,
-    learning_rate: Array | None,
-    dropout_rng: Array | None,
-    model: Any,
-    num_microbatches: int | None,
-    weight_metrics_computer: WeightMetricsComputer | None = None,
-    data_partition_spec: PartitionSpec = PartitionSpec('data'),
-    *,
-    gradient_transform: Callable[[PyTree], PyTree] | None = None,
-    non_finite_action: str = 'ignore',
-    computes_weight_metrics: Array | None = None,
-    step_params: StepParams = StepParams(),
+  train_state: Any,
+  batch: Batch,
+  learning_rate: Array | None,
+  dropout_rng: Array | None,
+  model: Any,
+  num_microbatches: int | None,
+  weight_metrics_computer: WeightMetricsComputer | None = None,
+  data_partition_spec: PartitionSpec = PartitionSpec('data'),
+  *,
+  gradient_transform: Callable[[PyTree], PyTree] | None = None,
+  non_finite_action: str = 'ignore',
+  computes_weight_metrics: Array | None = None,
+  step_params: StepParams = StepParams(),
 ) -> tuple[Any, Metrics]:
   """Return the result of one training step: gradients of the batch, then the update.
 
@@ -397,12 +443,25 @@ def train_with_lr(
     (new state, metrics).
   """
   transform = gradient_transform or (lambda grads: grads)
-  arguments = (model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec, step_params)
+  arguments = (
+    model,
+    train_state,
+    batch,
+    dropout_rng,
+    num_microbatches,
+    data_partition_spec,
+    step_params,
+  )
   loss, grads, metrics, mutables = accumulate_gradients(*arguments)
   grads = transform(grads)
   value_fn = make_value_fn(*arguments)
-  known = {'value': loss, 'grad': grads, 'value_fn': value_fn, 'obj_fn': value_fn,
-           'grad_fn': lambda params, number: transform(jax.grad(value_fn)(params))}
+  known = {
+    'value': loss,
+    'grad': grads,
+    'value_fn': value_fn,
+    'obj_fn': value_fn,
+    'grad_fn': lambda params, number: transform(jax.grad(value_fn)(params)),
+  }
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
     others['flax_mutables'] = mutables
@@ -411,24 +470,35 @@ def train_with_lr(
 
   is_optional = computes_weight_metrics is not None
   new_state, metrics = apply_grads(
-      train_state, grads, metrics, learning_rate, None if is_optional else weight_metrics_computer, others)
+    train_state,
+    grads,
+    metrics,
+    learning_rate,
+    None if is_optional else weight_metrics_computer,
+    others,
+  )
   if is_optional and weight_metrics_computer is not None:
     compute = lambda: metrics_lib.OfLastStep.join(
-        weight_metrics_computer.compute_metrics(grads, train_state, new_state))
+      weight_metrics_computer.compute_metrics(grads, train_state, new_state)
+    )
     zeros = metrics_lib.shape_obj_to_defined_obj(jax.eval_shape(compute))
     metrics[WEIGHT_METRICS] = jax.lax.cond(computes_weight_metrics, compute, lambda: zeros)
   if non_finite_action == 'ignore':
     return new_state, metrics
   optimizer_def = train_state.optimizer_def
   new_optimizer_state = OptimizerState(new_state.step, new_state.param_states)
-  count = non_finite.count_of_step(loss, optimizer_def.gradient_evidence(grads, new_optimizer_state))
+  count = non_finite.count_of_step(
+    loss, optimizer_def.gradient_evidence(grads, new_optimizer_state)
+  )
   if non_finite_action == 'skip':
     new_state = non_finite.skip_update(count, new_state, train_state)
     metrics = non_finite.drop_non_finite(count, metrics)
   return new_state, {**metrics, non_finite.NON_FINITE_STEPS: count}
 
 
-def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future) -> None:
+def log_optimizer_report(
+  optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future
+) -> None:
   """Log an optimizer's report of its metrics when they are on the host, in the thread that copies them.
 
   Args:
@@ -441,8 +511,11 @@ def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concur
   def log(summary):
     # Errors are raised by `summary.result()` elsewhere.
     metrics = {} if summary.exception() is not None else summary.result()
-    values = {name.removeprefix(prefix): float(metric.value) for name, metric in metrics.items()
-              if name.startswith(prefix)}
+    values = {
+      name.removeprefix(prefix): float(metric.value)
+      for name, metric in metrics.items()
+      if name.startswith(prefix)
+    }
     for line in optimizer_def.report(values) if values else ():
       logging.getLogger(__name__).info('step %d  optimizer: %s', step, line)
 

@@ -28,7 +28,14 @@ from t5x_lite import summaries
 from t5x_lite import train_step as train_step_lib
 from t5x_lite import tree_utils
 from t5x_lite.actions import (
-    ActionMode, BaseAction, EarlyStoppingAction, run_actions, Stop, TerminateOnNanAction, TRAIN_METRIC_KEY)
+  ActionMode,
+  BaseAction,
+  EarlyStoppingAction,
+  run_actions,
+  Stop,
+  TerminateOnNanAction,
+  TRAIN_METRIC_KEY,
+)
 from t5x_lite.errors import ConfigError, DataError, PreemptionError
 from t5x_lite.metrics import merge_metrics, OfLastStep
 from t5x_lite.models import BaseModel
@@ -38,17 +45,50 @@ from t5x_lite.step_params import ParamNoise, StepParams
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
 from t5x_lite.train_state import FlaxOptimTrainState, InferenceState, TrainState
 from t5x_lite.train_step import (
-    accumulate_grads_microbatched, apply_grads, eval_step, PartitionedEvalCallable, PartitionedTrainCallable,
-    train_with_lr)
-from t5x_lite.types import Array, ArrayMapFuture, Batch, PyTree, SummarizeMetricsCallable, TimeFuture
+  accumulate_grads_microbatched,
+  apply_grads,
+  eval_step,
+  PartitionedEvalCallable,
+  PartitionedTrainCallable,
+  train_with_lr,
+)
+from t5x_lite.types import (
+  Array,
+  ArrayMapFuture,
+  Batch,
+  PyTree,
+  SummarizeMetricsCallable,
+  TimeFuture,
+)
 from t5x_lite.weight_metrics import unstacking, WeightMetricsComputer
 
 __all__ = [
-    'ActionMode', 'ArrayMapFuture', 'BaseAction', 'BaseTrainer', 'BaseTrainerConstructor', 'EarlyStoppingAction',
-    'LearningRateCallable', 'MetricValueMapFuture', 'MetricsManager', 'NonFinitePolicy', 'PartitionedEvalCallable',
-    'PartitionedTrainCallable', 'PreemptionError', 'Stop', 'SummarizeMetricsCallable', 'TRAIN_METRIC_KEY',
-    'TerminateOnNanAction', 'TimeFuture', 'Trainer', 'WeightMetricsComputer', 'accumulate_grads_microbatched',
-    'apply_grads', 'eval_step', 'merge_metrics', 'run_actions', 'train_with_lr',
+  'ActionMode',
+  'ArrayMapFuture',
+  'BaseAction',
+  'BaseTrainer',
+  'BaseTrainerConstructor',
+  'EarlyStoppingAction',
+  'LearningRateCallable',
+  'MetricValueMapFuture',
+  'MetricsManager',
+  'NonFinitePolicy',
+  'PartitionedEvalCallable',
+  'PartitionedTrainCallable',
+  'PreemptionError',
+  'Stop',
+  'SummarizeMetricsCallable',
+  'TRAIN_METRIC_KEY',
+  'TerminateOnNanAction',
+  'TimeFuture',
+  'Trainer',
+  'WeightMetricsComputer',
+  'accumulate_grads_microbatched',
+  'apply_grads',
+  'eval_step',
+  'merge_metrics',
+  'run_actions',
+  'train_with_lr',
 ]
 
 Metrics = Mapping[str, clu.metrics.Metric]
@@ -71,8 +111,16 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
 
-  def __init__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
-               eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array):
+  def __init__(
+    self,
+    model: BaseModel,
+    train_state: TrainState,
+    partitioner: partitioning.BasePartitioner,
+    eval_names: Sequence[str],
+    summary_dir: str | None,
+    train_state_axes: PyTree,
+    rng: Array,
+  ):
     """Construct the trainer; nothing is compiled, computed or written.
 
     Args:
@@ -98,12 +146,17 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compilation_seconds: float | None = None  # until they are written
-    self.eval_steps = eval_steps.EvalSteps(type(self).__name__, self.partitioned_eval_step, partitioner)
-    self._in_flight: list[tuple[int, Metrics]] = []  # metrics of steps that are not read yet, oldest first
+    self.eval_steps = eval_steps.EvalSteps(
+      type(self).__name__, self.partitioned_eval_step, partitioner
+    )
+    self._in_flight: list[
+      tuple[int, Metrics]
+    ] = []  # metrics of steps that are not read yet, oldest first
     self._made_at = time.time()
     self.train_metrics_manager = MetricsManager('train', summary_dir)
     self.eval_metrics_managers = {
-        name: MetricsManager(f'training_eval/{name}', summary_dir) for name in eval_names}
+      name: MetricsManager(f'training_eval/{name}', summary_dir) for name in eval_names
+    }
 
   @property
   def partitioner(self) -> partitioning.BasePartitioner:
@@ -118,7 +171,11 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
   @property
   def step_state_axes(self) -> PyTree:
     """Mesh PartitionSpecs of `step_state`."""
-    return self._train_state_axes.stack_layers(self.stacked_layers) if self.stacked_layers else self._train_state_axes
+    return (
+      self._train_state_axes.stack_layers(self.stacked_layers)
+      if self.stacked_layers
+      else self._train_state_axes
+    )
 
   # ---- Methods of subclasses -----------------------------------------------------------------------------------------
 
@@ -127,7 +184,9 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     """Return the training step, partitioned over the mesh, donating the state; called once."""
 
   @abc.abstractmethod
-  def partitioned_eval_step(self, metric_fns: eval_steps.MetricFns = None) -> PartitionedEvalCallable:
+  def partitioned_eval_step(
+    self, metric_fns: eval_steps.MetricFns = None
+  ) -> PartitionedEvalCallable:
     """Return the evaluation step, partitioned over the mesh.
 
     Args:
@@ -163,7 +222,10 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       ConfigError: the batch size is not divisible.
     """
     train_step_lib.check_microbatches(
-        train_step_lib.batch_size(element_spec), self.num_microbatches, self._partitioner.data_mesh_size)
+      train_step_lib.batch_size(element_spec),
+      self.num_microbatches,
+      self._partitioner.data_mesh_size,
+    )
 
   # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +291,8 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     self.check_batch(batch)
     start = time.perf_counter()
     lowered = self._train_step.lower(
-        self._step_shapes, tree_utils.shapes(batch), *self.step_arguments(is_last=False))
+      self._step_shapes, tree_utils.shapes(batch), *self.step_arguments(is_last=False)
+    )
 
     def compile_step() -> None:
       self._compiled_train_step = lowered.compile()
@@ -238,13 +301,13 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     return compile_step
 
   def train(
-      self,
-      batch_iter: Iterator[Batch],
-      num_steps: int,
-      start_step: int | None = None,
-      *,
-      on_step: Callable[[int, Metrics], None] | None = None,
-      should_stop: Callable[[], bool] | None = None,
+    self,
+    batch_iter: Iterator[Batch],
+    num_steps: int,
+    start_step: int | None = None,
+    *,
+    on_step: Callable[[int, Metrics], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
   ) -> MetricValueMapFuture:
     """Train for `num_steps` steps, unless stopped earlier, and write their metrics to the summaries.
 
@@ -268,28 +331,36 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       ConfigError: the trainer has only the shapes of a state.
     """
     if self.step is None:
-      raise ConfigError('The trainer has only the shapes of a state. Set trainer.train_state before training.')
+      raise ConfigError(
+        'The trainer has only the shapes of a state. Set trainer.train_state before training.'
+      )
     first = self.step if start_step is None else start_step
     end = first + num_steps
     step_fn = self._compiled_train_step or self._train_step
     metrics, num_done = None, 0
     if self._compilation_seconds is not None:  # Files are written by the thread that trains.
       self.train_metrics_manager.write_scalars(
-          first, {'timing/compilation_seconds': self._compilation_seconds}, events_only=True)
+        first, {'timing/compilation_seconds': self._compilation_seconds}, events_only=True
+      )
       self._compilation_seconds = None
     self.train_metrics_manager.start_duration_timer()
     for step in range(first, end):
-      if self.stop_training or self.non_finite.finding or (should_stop is not None and should_stop()):
+      if (
+        self.stop_training or self.non_finite.finding or (should_stop is not None and should_stop())
+      ):
         break
       with jax.profiler.StepTraceAnnotation('train', step_num=step):
         batch = next(batch_iter, None)
         if batch is None:
           if should_stop is not None and should_stop():
             break
-          raise DataError(f'The training data must repeat, got the end of the data after {num_done} of {num_steps} '
-                          f'steps (step {step} of the run). Let the iterator repeat its data.')
+          raise DataError(
+            f'The training data must repeat, got the end of the data after {num_done} of {num_steps} '
+            f'steps (step {step} of the run). Let the iterator repeat its data.'
+          )
         self._held.stacked, step_metrics = step_fn(
-            self._held.stacked, batch, *self.step_arguments(is_last=step + 1 == end))
+          self._held.stacked, batch, *self.step_arguments(is_last=step + 1 == end)
+        )
         metrics = step_metrics if metrics is None else merge_metrics(metrics, step_metrics)
       num_done += 1
       self.step = step + 1
@@ -300,9 +371,15 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       empty.set_result({})
       return empty
     if num_done < num_steps:  # Its last step was not known to be the last.
-      metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, OfLastStep)}
-    metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(
-        np.asarray([time.time() - self._made_at], np.float32))}
+      metrics = {
+        name: metric for name, metric in metrics.items() if not isinstance(metric, OfLastStep)
+      }
+    metrics = {
+      **metrics,
+      'timing/uptime': clu.metrics.LastValue.from_model_output(
+        np.asarray([time.time() - self._made_at], np.float32)
+      ),
+    }
     summary = self.train_metrics_manager.write_metrics_summary(metrics, self.step, num_done)
     train_step_lib.log_optimizer_report(self._held.stacked.optimizer_def, self.step, summary)
     return summary
@@ -330,7 +407,9 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
 
   # ---- teacher-forced evaluation -----------------------------------------------------------------------------------
 
-  def compile_eval(self, batches: Mapping[str, Mapping[str, Any]], metric_fns: eval_steps.MetricFns = None) -> None:
+  def compile_eval(
+    self, batches: Mapping[str, Mapping[str, Any]], metric_fns: eval_steps.MetricFns = None
+  ) -> None:
     """Compile the evaluation steps ahead of time, once for equal batch shapes and metric functions.
 
     Args:
@@ -338,13 +417,18 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       metric_fns: metric functions of these evaluations, which replace those of the model; None keeps those.
     """
     for name, batch in batches.items():
-      train_step_lib.check_microbatches(train_step_lib.batch_size(batch), None, self._partitioner.data_mesh_size)
+      train_step_lib.check_microbatches(
+        train_step_lib.batch_size(batch), None, self._partitioner.data_mesh_size
+      )
       seconds = self.eval_steps.compile(name, self._step_shapes, batch, metric_fns)
       if seconds is not None:
         self.eval_metrics_managers[name].write_scalars(
-            self.step or 0, {'timing/compilation_seconds': seconds}, events_only=True)
+          self.step or 0, {'timing/compilation_seconds': seconds}, events_only=True
+        )
 
-  def eval(self, batch_iters: Mapping[str, Iterable[Batch]]) -> dict[str, Mapping[str, clu.values.Value]]:
+  def eval(
+    self, batch_iters: Mapping[str, Iterable[Batch]]
+  ) -> dict[str, Mapping[str, clu.values.Value]]:
     """Evaluate the current state on the given datasets, and wait for the results.
 
     Args:
@@ -370,7 +454,9 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
         previous = batch_metrics
         num_batches += 1
       if metrics is None:
-        raise DataError(f'The evaluation data of {name!r} is empty. Check its split and eval_steps.')
+        raise DataError(
+          f'The evaluation data of {name!r} is empty. Check its split and eval_steps.'
+        )
       futures[name] = manager.write_metrics_summary(metrics, self.step, num_batches)
     return {name: future.result() for name, future in futures.items()}
 
@@ -378,9 +464,16 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
 class BaseTrainerConstructor(Protocol):
   """Constructor of a trainer: a subclass of `BaseTrainer` with its further arguments bound, e.g. by gin."""
 
-  def __call__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
-               eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree,
-               rng: Array) -> BaseTrainer:
+  def __call__(
+    self,
+    model: BaseModel,
+    train_state: TrainState,
+    partitioner: partitioning.BasePartitioner,
+    eval_names: Sequence[str],
+    summary_dir: str | None,
+    train_state_axes: PyTree,
+    rng: Array,
+  ) -> BaseTrainer:
     """Return the trainer."""
 
 
@@ -389,13 +482,24 @@ class Trainer(BaseTrainer):
 
   ACCEPTS_STACKED_LAYERS = True
 
-  def __init__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
-               eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array,
-               learning_rate_fn: LearningRateCallable | None = None, num_microbatches: int | None = None,
-               weight_metrics_computer: WeightMetricsComputer | None = None, *,
-               gradient_transform: Callable[[PyTree], PyTree] | None = None,
-               non_finite_policy: NonFinitePolicy = NonFinitePolicy(),
-               train_dtype: Any = None, param_noise: ParamNoise | None = None):
+  def __init__(
+    self,
+    model: BaseModel,
+    train_state: TrainState,
+    partitioner: partitioning.BasePartitioner,
+    eval_names: Sequence[str],
+    summary_dir: str | None,
+    train_state_axes: PyTree,
+    rng: Array,
+    learning_rate_fn: LearningRateCallable | None = None,
+    num_microbatches: int | None = None,
+    weight_metrics_computer: WeightMetricsComputer | None = None,
+    *,
+    gradient_transform: Callable[[PyTree], PyTree] | None = None,
+    non_finite_policy: NonFinitePolicy = NonFinitePolicy(),
+    train_dtype: Any = None,
+    param_noise: ParamNoise | None = None,
+  ):
     """Construct the trainer; see `BaseTrainer` for the first seven arguments.
 
     Args:
@@ -418,8 +522,12 @@ class Trainer(BaseTrainer):
       ConfigError: see `train_step.check_trainable`, or `num_microbatches` or `train_dtype` is invalid.
     """
     self._step_params = StepParams(train_dtype=train_dtype, noise=param_noise)
-    super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
-    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=0, integer=True).or_none())
+    super().__init__(
+      model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng
+    )
+    checks.check(
+      'Trainer', locals(), num_microbatches=checks.number(at_least=0, integer=True).or_none()
+    )
     # A state without an optimizer is only evaluated, without a learning rate.
     trains = not isinstance(train_state, InferenceState)
     if trains:
@@ -444,8 +552,9 @@ class Trainer(BaseTrainer):
     accepts = layer_stacks.is_accepted_by(self) and isinstance(train_state, FlaxOptimTrainState)
     if not accepts or not (loops := self._model.scanned_layers):
       return layer_stacks.LayerStacks()
-    stacks = train_state.find_layer_stacks(loops, self._train_state_axes, self._model.min_stacked_layers,
-                                           self._step_params.dtype_of)
+    stacks = train_state.find_layer_stacks(
+      loops, self._train_state_axes, self._model.min_stacked_layers, self._step_params.dtype_of
+    )
     if stacks:
       logging.getLogger(__name__).info('Equal layers are compiled as loops: %s.', stacks)
     return stacks
@@ -463,36 +572,66 @@ class Trainer(BaseTrainer):
     """See base class."""
     if self._learning_rate_is_ignored:
       logging.getLogger(__name__).warning(
-          'The optimizer has a learning-rate schedule: Trainer.learning_rate_fn has no effect.')
+        'The optimizer has a learning-rate schedule: Trainer.learning_rate_fn has no effect.'
+      )
     elif self.has_two_learning_rates:
       logging.getLogger(__name__).warning(
-          'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.')
+        'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.'
+      )
     data_spec = self._partitioner.data_partition_spec
-    stacks, transform, computer = self.stacked_layers, self._gradient_transform, self._weight_metrics_computer
+    stacks, transform, computer = (
+      self.stacked_layers,
+      self._gradient_transform,
+      self._weight_metrics_computer,
+    )
     if stacks:  # functions of users get a subtree per layer
-      transform = transform and (lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads))))
+      transform = transform and (
+        lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads)))
+      )
       computer = computer and unstacking(computer, stacks)
 
     step_params = train_step_lib.step_params_of(self._step_shapes, self._step_params, stacks)
 
     def step_fn(train_state, batch, computes_weight_metrics=None):
       rate_fn = self.learning_rate_fn
-      learning_rate = None if rate_fn is None else jnp.asarray(rate_fn(train_state.step), jnp.float32)
+      learning_rate = (
+        None if rate_fn is None else jnp.asarray(rate_fn(train_state.step), jnp.float32)
+      )
       return train_with_lr(
-          train_state, batch, learning_rate=learning_rate,
-          dropout_rng=jax.random.fold_in(self._base_rng, train_state.step), model=self._model,
-          num_microbatches=self._num_microbatches, weight_metrics_computer=computer,
-          data_partition_spec=data_spec, gradient_transform=transform,
-          non_finite_action=self.non_finite.policy.action, computes_weight_metrics=computes_weight_metrics,
-          step_params=step_params.at_step(self._base_rng, train_state.step))
+        train_state,
+        batch,
+        learning_rate=learning_rate,
+        dropout_rng=jax.random.fold_in(self._base_rng, train_state.step),
+        model=self._model,
+        num_microbatches=self._num_microbatches,
+        weight_metrics_computer=computer,
+        data_partition_spec=data_spec,
+        gradient_transform=transform,
+        non_finite_action=self.non_finite.policy.action,
+        computes_weight_metrics=computes_weight_metrics,
+        step_params=step_params.at_step(self._base_rng, train_state.step),
+      )
 
     return self._partitioner.partition(
-        step_fn, in_axis_resources=(self.step_state_axes, data_spec, *(None for _ in self.step_arguments(False))),
-        out_axis_resources=(self.step_state_axes, None), donate_argnums=(0,))
+      step_fn,
+      in_axis_resources=(
+        self.step_state_axes,
+        data_spec,
+        *(None for _ in self.step_arguments(False)),
+      ),
+      out_axis_resources=(self.step_state_axes, None),
+      donate_argnums=(0,),
+    )
 
-  def partitioned_eval_step(self, metric_fns: eval_steps.MetricFns = None) -> PartitionedEvalCallable:
+  def partitioned_eval_step(
+    self, metric_fns: eval_steps.MetricFns = None
+  ) -> PartitionedEvalCallable:
     """See base class."""
-    model = self._model if metric_fns is None else self._model.with_metric_fns(metric_fns, 'Evaluation')
+    model = (
+      self._model if metric_fns is None else self._model.with_metric_fns(metric_fns, 'Evaluation')
+    )
     return self._partitioner.partition(
-        functools.partial(eval_step, model),
-        in_axis_resources=(self.step_state_axes, self._partitioner.data_partition_spec), out_axis_resources=None)
+      functools.partial(eval_step, model),
+      in_axis_resources=(self.step_state_axes, self._partitioner.data_partition_spec),
+      out_axis_resources=None,
+    )

@@ -28,7 +28,9 @@ def path_name(path: tuple[Any, ...]) -> str:
   return '/'.join(names)
 
 
-def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
+def named_leaves(
+  tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[str, Any]]:
   """Yield ('/'-joined path, leaf) pairs in the order in which JAX flattens `tree`."""
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
     yield path_name(path), leaf
@@ -37,11 +39,15 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 def map_with_names(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf=None) -> PyTree:
   """Return the result of `jax.tree.map` with the leaf's '/'-joined path as first argument of `fn`."""
   return jax.tree_util.tree_map_with_path(
-      lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf)
+    lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf
+  )
 
 
-def flatten_dict(tree: Mapping[str, Any], keep_empty: bool = False,
-                 is_leaf: Callable[[str, Mapping[str, Any]], bool] = lambda name, node: False) -> dict[str, Any]:
+def flatten_dict(
+  tree: Mapping[str, Any],
+  keep_empty: bool = False,
+  is_leaf: Callable[[str, Mapping[str, Any]], bool] = lambda name, node: False,
+) -> dict[str, Any]:
   """Return nested mappings as one dict with '/'-joined keys; values that are not mappings are leaves.
 
   Args:
@@ -91,8 +97,12 @@ def prune_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
   >>> prune_empty({'a': {'b': {}, 'c': {'d': {}}}, 'e': {'f': 0, 'g': {}}})
   {'e': {'f': 0}}
   """
-  pruned = {key: prune_empty(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-  return {key: value for key, value in pruned.items() if not (isinstance(value, dict) and not value)}
+  pruned = {
+    key: prune_empty(value) if isinstance(value, Mapping) else value for key, value in tree.items()
+  }
+  return {
+    key: value for key, value in pruned.items() if not (isinstance(value, dict) and not value)
+  }
 
 
 def to_dict(tree: PyTree) -> PyTree:
@@ -117,7 +127,9 @@ def num_elements(tree: PyTree) -> int:
 
 def num_bytes(tree: PyTree) -> int:
   """Return the size in bytes of the arrays of `tree`: all shards, without replicas."""
-  return sum(int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+  return sum(
+    int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+  )
 
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class TimeFuture(Protocol):
 class SummarizeMetricsCallable(Protocol):
   """Function that turns the metrics of several steps into values."""
 
-  def __call__(self, metrics: Mapping[str, Any], duration: float, num_steps: int) -> Mapping[str, jax.Array]:
+  def __call__(
+    self, metrics: Mapping[str, Any], duration: float, num_steps: int
+  ) -> Mapping[str, jax.Array]:
     """Return values by name.
 
     Args:

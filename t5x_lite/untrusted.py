@@ -66,7 +66,11 @@ def name_problem(value: Any) -> str | None:
   """Return why `value` is not a valid relative path of a file, or None."""
   if not isinstance(value, str) or not value:
     return f'must be a relative path, got {shorten(value)}'
-  if '\\' in value or not value.isprintable() or any(part in ('', '.', '..') for part in value.split('/')):
+  if (
+    '\\' in value
+    or not value.isprintable()
+    or any(part in ('', '.', '..') for part in value.split('/'))
+  ):
     return f"must be a relative path without '..', '.', '\\' and control characters, got {shorten(value)}"
   return None
 
@@ -99,7 +103,9 @@ def file_problem(root: files.Path, name: str) -> str | None:
     mode = os.stat(path).st_mode
   except OSError:
     return None
-  return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else f'{name} is neither a file nor a folder'
+  return (
+    None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else f'{name} is neither a file nor a folder'
+  )
 
 
 def check_file(root: files.Path, name: str) -> files.Path:
@@ -110,7 +116,9 @@ def check_file(root: files.Path, name: str) -> files.Path:
   """
   problem = file_problem(root, name)
   if problem is not None:
-    raise errors.CheckpointError(f'{str(root)!r} is invalid: {problem}. Replace it by a copy of the file.')
+    raise errors.CheckpointError(
+      f'{str(root)!r} is invalid: {problem}. Replace it by a copy of the file.'
+    )
   return root / name
 
 
@@ -124,8 +132,10 @@ def read_limited(root: files.Path, name: str) -> bytes:
   path = check_file(root, name)
   size = path.stat().st_size
   if size > MAX_TEXT_BYTES:
-    raise errors.CheckpointError(f'{str(path)!r} must have at most {MAX_TEXT_BYTES:,} bytes, got {size:,}. Restore '
-                                 'another checkpoint.')
+    raise errors.CheckpointError(
+      f'{str(path)!r} must have at most {MAX_TEXT_BYTES:,} bytes, got {size:,}. Restore '
+      'another checkpoint.'
+    )
   return path.read_bytes()
 
 
@@ -157,7 +167,9 @@ def walk(root: files.Path, folder: str = '') -> dict[str, int]:
   yields an empty result.
   """
   if files.is_remote(root):
-    return {f'{folder}/{name}' if folder else name: size for name, size in (root / folder).find().items()}
+    return {
+      f'{folder}/{name}' if folder else name: size for name, size in (root / folder).find().items()
+    }
   found, waiting = {}, [folder]
   while waiting:
     below = waiting.pop()

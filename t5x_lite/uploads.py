@@ -28,9 +28,11 @@ def uploaded_folder(target: object_store.StorePath, *, last: str) -> Iterator[pa
     try:
       (target / last).unlink(missing_ok=True)
       object_store.in_parallel(
-          lambda name: (target / name).unlink(missing_ok=True), sorted(set(target.find()) - {*names}))
+        lambda name: (target / name).unlink(missing_ok=True), sorted(set(target.find()) - {*names})
+      )
       object_store.in_parallel(
-          lambda name: (target / name).upload(local / name), [name for name in names if name != last])
+        lambda name: (target / name).upload(local / name), [name for name in names if name != last]
+      )
       (target / last).upload(local / last)
     except BaseException as error:
       if not isinstance(error, object_store.StoreUnavailableError):

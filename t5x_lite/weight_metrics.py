@@ -25,7 +25,9 @@ class WeightMetricsComputer:
   parameter, without gathering it.
   """
 
-  def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
+  def compute_metrics(
+    self, gradients: PyTree, old_train_state: Any, new_train_state: Any
+  ) -> Metrics:
     """Return the statistics of one update, computed in float32, as metrics that need no duration.
 
     Args:
@@ -41,24 +43,32 @@ class WeightMetricsComputer:
     gradients = _float32(gradients)
     updates = jax.tree.map(jnp.subtract, new, old)
     # Elements whose weight is zero (initial biases) have the relative update zero; T5X divides by zero.
-    relative = jax.tree.map(lambda u, w: jnp.where(w == 0, 0, u / jnp.where(w == 0, 1, w)), updates, old)
+    relative = jax.tree.map(
+      lambda u, w: jnp.where(w == 0, 0, u / jnp.where(w == 0, 1, w)), updates, old
+    )
     squared_norm = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
     values = {
-        **_rms('weight_rms', new),
-        **_rms('weight_gradient_rms', gradients),
-        'weight_gradient_norm': jnp.sqrt(squared_norm),
-        **_rms('weight_update_rms', updates),
-        **_rms('weight_update_divided_by_weight_rms', relative),
-        **{f'weight_max/{path}': jnp.max(jnp.abs(w), axis=_parameter_dims(path, w))
-           for path, w in tree_utils.named_leaves(new)},
+      **_rms('weight_rms', new),
+      **_rms('weight_gradient_rms', gradients),
+      'weight_gradient_norm': jnp.sqrt(squared_norm),
+      **_rms('weight_update_rms', updates),
+      **_rms('weight_update_divided_by_weight_rms', relative),
+      **{
+        f'weight_max/{path}': jnp.max(jnp.abs(w), axis=_parameter_dims(path, w))
+        for path, w in tree_utils.named_leaves(new)
+      },
     }
-    return {name: metrics_lib.AveragePerStep(total=value, steps=1) for name, value in values.items()}
+    return {
+      name: metrics_lib.AveragePerStep(total=value, steps=1) for name, value in values.items()
+    }
 
 
 def unstacking(computer: WeightMetricsComputer, stacks: LayerStacks) -> WeightMetricsComputer:
   """Return a computer of the same metrics for trees in the form of `layer_stacks`."""
   # A subclass may read single layers.
-  return computer if type(computer) is WeightMetricsComputer else _UnstackingComputer(computer, stacks)
+  return (
+    computer if type(computer) is WeightMetricsComputer else _UnstackingComputer(computer, stacks)
+  )
 
 
 class _UnstackingComputer(WeightMetricsComputer):
@@ -68,11 +78,15 @@ class _UnstackingComputer(WeightMetricsComputer):
     """Store the computer and what is stacked."""
     self._computer, self._stacks = computer, stacks
 
-  def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
+  def compute_metrics(
+    self, gradients: PyTree, old_train_state: Any, new_train_state: Any
+  ) -> Metrics:
     """See base class."""
     return self._computer.compute_metrics(
-        self._stacks.unstack(gradients), old_train_state.unstack_layers(self._stacks),
-        new_train_state.unstack_layers(self._stacks))
+      self._stacks.unstack(gradients),
+      old_train_state.unstack_layers(self._stacks),
+      new_train_state.unstack_layers(self._stacks),
+    )
 
 
 def _float32(tree: PyTree) -> PyTree:
@@ -92,6 +106,8 @@ def _rms(name: str, tree: PyTree) -> dict[str, Array]:
     sizes.append(x.size // sums[f'{name}/{path}'].size)
   # Means and roots of one array, instead of kernels for each parameter.
   bounds = np.cumsum([0, *(x.size for x in sums.values())])
-  means = jnp.concatenate([x.ravel() for x in sums.values()]) / np.repeat(np.float32(sizes), np.diff(bounds))
+  means = jnp.concatenate([x.ravel() for x in sums.values()]) / np.repeat(
+    np.float32(sizes), np.diff(bounds)
+  )
   roots = jnp.split(jnp.sqrt(means), bounds[1:-1])
   return {name: root.reshape(x.shape) for (name, x), root in zip(sums.items(), roots, strict=True)}

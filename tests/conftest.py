@@ -18,7 +18,7 @@ from tests import stores
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 _DEVICES = '--xla_force_host_platform_device_count=8'
 if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
 # Tests compile much and compute little: programs are compiled with few optimizations, in one piece each (in parallel
 # pieces they cost a third more) and without XLA's newer code generator for fusions, which costs a quarter more, and
 # equal programs only once, in this process, its workers and the programs that tests start, which have the flag of the

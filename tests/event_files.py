@@ -15,10 +15,15 @@ def records(data):
   """Yield the events of the content of a file."""
   while data:
     length = int.from_bytes(data[:8], 'little')
-    yield event_pb2.Event.FromString(data[12:12 + length])
-    data = data[12 + length + 4:]
+    yield event_pb2.Event.FromString(data[12 : 12 + length])
+    data = data[12 + length + 4 :]
 
 
 def scalars(folder):
   """Return (step, name, value) of all scalars of a folder."""
-  return [(e.step, v.tag, v.simple_value) for e in read(folder) for v in e.summary.value if v.HasField('simple_value')]
+  return [
+    (e.step, v.tag, v.simple_value)
+    for e in read(folder)
+    for v in e.summary.value
+    if v.HasField('simple_value')
+  ]

@@ -24,7 +24,7 @@ def subtree(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Any]:
   tree: dict[str, Any] = {}
   for key, value in arrays.items():
     if key.startswith(prefix + '/'):
-      *parents, last = key[len(prefix) + 1:].split('/')
+      *parents, last = key[len(prefix) + 1 :].split('/')
       node = tree
       for parent in parents:
         node = node.setdefault(parent, {})

@@ -23,13 +23,26 @@ import time
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _SAVING_PERIOD = 50
-_SIGNALS = {'SIGKILL': signal.SIGKILL, 'SIGTERM': signal.SIGTERM, 'SIGINT': signal.SIGINT, 'SIGHUP': signal.SIGHUP}
+_SIGNALS = {
+  'SIGKILL': signal.SIGKILL,
+  'SIGTERM': signal.SIGTERM,
+  'SIGINT': signal.SIGINT,
+  'SIGHUP': signal.SIGHUP,
+}
 # Kind of fault to the exit statuses that it may end a process with. 0: the run ended before, or survived.
 _STATUSES = {
-    'SIGKILL': (-9, 0), 'SIGTERM': (75, 0), 'SIGINT': (75, 0), 'SIGHUP': (75, 0),
-    'stop and continue, then SIGTERM': (75, 0), 'damaged checkpoint after SIGKILL': (-9, 0),
-    'stalled data, then SIGTERM': (75,), 'error of the data': (1,), 'error of the data, retried': (0, 75),
-    'full disk for 60 steps, then SIGTERM': (75, 74, 0), 'full disk to the end': (74,)}
+  'SIGKILL': (-9, 0),
+  'SIGTERM': (75, 0),
+  'SIGINT': (75, 0),
+  'SIGHUP': (75, 0),
+  'stop and continue, then SIGTERM': (75, 0),
+  'damaged checkpoint after SIGKILL': (-9, 0),
+  'stalled data, then SIGTERM': (75,),
+  'error of the data': (1,),
+  'error of the data, retried': (0, 75),
+  'full disk for 60 steps, then SIGTERM': (75, 74, 0),
+  'full disk to the end': (74,),
+}
 
 
 def _child(model_dir: str, steps: int, fault: str, at: int) -> None:
@@ -74,39 +87,75 @@ def _child(model_dir: str, steps: int, fault: str, at: int) -> None:
       if fault.startswith('full disk'):
         step = int(train_state.step)
         is_full = step >= at and (fault.endswith('end') or step < at + 60)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(
+          resource.RLIMIT_FSIZE,
+          (1000 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+        )
 
   try:
-    toy_run.train(model_dir, steps, save={'period': _SAVING_PERIOD, 'keep': 3, 'max_failures_in_a_row': 3},
-                  stats_period=10, eval_period=500, actions={'TRAIN': [Disk()]}, get_dataset_fn=FaultyData)
+    toy_run.train(
+      model_dir,
+      steps,
+      save={'period': _SAVING_PERIOD, 'keep': 3, 'max_failures_in_a_row': 3},
+      stats_period=10,
+      eval_period=500,
+      actions={'TRAIN': [Disk()]},
+      get_dataset_fn=FaultyData,
+    )
   except T5xLiteError as error:
     sys.exit(int(error.exit_code))
 
 
-def _start(folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: str = '', at: int = -1):
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-                 'PYTHONPATH': str(_ROOT), 'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
-                 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
+def _start(
+  folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: str = '', at: int = -1
+):
+  environment = {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+    'PYTHONPATH': str(_ROOT),
+    'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+  }
   with open(folder / 'log', 'a') as log:
-    return subprocess.Popen([sys.executable, '-m', 'tests.soak', '--child',
-                             json.dumps([str(model_dir), steps, fault, at])],
-                            cwd=_ROOT, env=environment, stdout=log, stderr=log)
+    return subprocess.Popen(
+      [
+        sys.executable,
+        '-m',
+        'tests.soak',
+        '--child',
+        json.dumps([str(model_dir), steps, fault, at]),
+      ],
+      cwd=_ROOT,
+      env=environment,
+      stdout=log,
+      stderr=log,
+    )
 
 
 def _num_starts(folder: pathlib.Path) -> int:
   path = folder / 'log'
-  return len(re.findall('(Compiled|Loaded) the training step', path.read_text())) if path.exists() else 0
+  return (
+    len(re.findall('(Compiled|Loaded) the training step', path.read_text())) if path.exists() else 0
+  )
 
 
 def _newest_row(model_dir: pathlib.Path) -> int:
   from t5x_lite import summaries
+
   path = model_dir / 'train/metrics.jsonl'
-  return max((row['step'] for row in summaries.read_metrics(path)), default=0) if path.exists() else 0
+  return (
+    max((row['step'] for row in summaries.read_metrics(path)), default=0) if path.exists() else 0
+  )
 
 
-def _disturb(folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: str, at: int, rng: random.Random) -> int:
+def _disturb(
+  folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: str, at: int, rng: random.Random
+) -> int:
   """Starts the run, has the fault happen around step `at`, and returns the exit status."""
   from t5x_lite import checkpoints
+
   num_starts = _num_starts(folder)
   process = _start(folder, model_dir, steps, fault, at)
   # By then the process has cut the summaries of an earlier one that went further, and takes signals.
@@ -131,7 +180,9 @@ def _disturb(folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: s
       process.send_signal(signal.SIGTERM)
   status = process.wait(timeout=600)
   if fault.startswith('damaged') and len(saved := checkpoints.all_steps(model_dir)) > 1:
-    victims = [path for path in (model_dir / f'checkpoint_{saved[-1]}').rglob('*') if path.is_file()]
+    victims = [
+      path for path in (model_dir / f'checkpoint_{saved[-1]}').rglob('*') if path.is_file()
+    ]
     victim = rng.choice([path for path in victims if path.stat().st_size])
     content = bytearray(victim.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -143,6 +194,7 @@ def soak(folder: pathlib.Path, steps: int, num_faults: int, seed: int) -> None:
   """Runs both runs in `folder`; raises AssertionError where they differ or a process ends as it should not."""
   from t5x_lite import checkpoints
   from tests.apps.train import toy_run
+
   rng = random.Random(seed)
   whole, disturbed = folder / 'whole', folder / 'disturbed'
   started = time.monotonic()
@@ -160,15 +212,26 @@ def soak(folder: pathlib.Path, steps: int, num_faults: int, seed: int) -> None:
       at += 10 - at % 10
     status = _disturb(folder, disturbed, steps, fault, at, rng)
     newest = checkpoints.newest_sound_step(disturbed)
-    print(f'{number:3}  {fault:<40} at {at:5}  status {status:3}  newest sound checkpoint {newest}', flush=True)
+    print(
+      f'{number:3}  {fault:<40} at {at:5}  status {status:3}  newest sound checkpoint {newest}',
+      flush=True,
+    )
     assert status in _STATUSES[fault], (fault, status, (folder / 'log').read_text()[-3000:])
     num_effective += status != 0
-  assert num_effective > num_faults // 2, 'The run ended before most of the faults could happen: take more steps.'
-  assert _start(folder, disturbed, steps).wait(timeout=1800) == 0, (folder / 'log').read_text()[-3000:]
+  assert num_effective > num_faults // 2, (
+    'The run ended before most of the faults could happen: take more steps.'
+  )
+  assert _start(folder, disturbed, steps).wait(timeout=1800) == 0, (folder / 'log').read_text()[
+    -3000:
+  ]
   toy_run.assert_same_run(whole, disturbed, steps, b_was_stopped=True)
-  leftovers = [path.name for path in disturbed.iterdir() if '.tmp-' in path.name or '.deleted-' in path.name]
+  leftovers = [
+    path.name for path in disturbed.iterdir() if '.tmp-' in path.name or '.deleted-' in path.name
+  ]
   assert not leftovers, leftovers
-  print(f'The disturbed run equals the undisturbed one bitwise ({time.monotonic() - started:.0f} s in all).')
+  print(
+    f'The disturbed run equals the undisturbed one bitwise ({time.monotonic() - started:.0f} s in all).'
+  )
 
 
 def main() -> None:
@@ -176,7 +239,9 @@ def main() -> None:
   parser.add_argument('--steps', type=int, default=2000)
   parser.add_argument('--faults', type=int, default=30)
   parser.add_argument('--seed', type=int, default=random.SystemRandom().randrange(2**31))
-  parser.add_argument('--folder', type=pathlib.Path, help='keep the runs here; it must be empty or new')
+  parser.add_argument(
+    '--folder', type=pathlib.Path, help='keep the runs here; it must be empty or new'
+  )
   parser.add_argument('--child', type=json.loads, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:

@@ -35,19 +35,26 @@ def mostly(kind: str) -> pytest.MarkDecorator:
 
   What differs between the kinds is tested by the tests of files, checkpoints and the stores themselves.
   """
-  return pytest.mark.parametrize('store', [
-      each if each == kind else pytest.param(each, marks=pytest.mark.full) for each in KINDS], indirect=True)
+  return pytest.mark.parametrize(
+    'store',
+    [each if each == kind else pytest.param(each, marks=pytest.mark.full) for each in KINDS],
+    indirect=True,
+  )
 
 
 _BUCKET = 'bucket'
-_PACKAGES = {'gcs': ('gcsfs', 'gcp_storage_emulator'), 's3': ('s3fs', 'moto', 'flask', 'flask_cors')}
+_PACKAGES = {
+  'gcs': ('gcsfs', 'gcp_storage_emulator'),
+  's3': ('s3fs', 'moto', 'flask', 'flask_cors'),
+}
 _PROGRAMS = {
-    # At each write the emulator would write the metadata of all objects, which takes 10 ms for 1,000 objects.
-    'gcs': 'from gcp_storage_emulator import storage\n'
-           'from gcp_storage_emulator.__main__ import main\n'
-           'storage.Storage._write_config_to_file = lambda self: None\n'
-           'main(["start", "--quiet", "--in-memory", "--host=127.0.0.1", f"--port={port}"])',
-    's3': 'from moto.server import main\nmain(["-H", "127.0.0.1", "-p", port])'}
+  # At each write the emulator would write the metadata of all objects, which takes 10 ms for 1,000 objects.
+  'gcs': 'from gcp_storage_emulator import storage\n'
+  'from gcp_storage_emulator.__main__ import main\n'
+  'storage.Storage._write_config_to_file = lambda self: None\n'
+  'main(["start", "--quiet", "--in-memory", "--host=127.0.0.1", f"--port={port}"])',
+  's3': 'from moto.server import main\nmain(["-H", "127.0.0.1", "-p", port])',
+}
 # An emulator ends when its standard input does, thus also when the tests are killed.
 _START = """
 import os, sys, threading
@@ -59,8 +66,10 @@ _START_SECONDS = 60
 _HEAD_BYTES = 8192
 _HOP_BY_HOP = {'connection', 'content-length', 'expect', 'keep-alive', 'transfer-encoding'}
 # moto wants a signature and does not check it.
-SIGNED = {'Authorization': 'AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, '
-                           'Signature=0'}
+SIGNED = {
+  'Authorization': 'AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, '
+  'Signature=0'
+}
 _S3_NAMESPACE = 'http://s3.amazonaws.com/doc/2006-03-01/'
 
 
@@ -105,7 +114,9 @@ class Fault:
 
   def applies(self, request: Request) -> bool:
     """Returns whether `request` gets the fault, and counts it."""
-    if not all(re.search(pattern, getattr(request, name)) for name, pattern in self.patterns.items()):
+    if not all(
+      re.search(pattern, getattr(request, name)) for name, pattern in self.patterns.items()
+    ):
       return False
     if self.skip:
       self.skip -= 1
@@ -152,6 +163,7 @@ class Proxy:
 
     class Handler(http.server.BaseHTTPRequestHandler):
       """Passes each request on."""
+
       protocol_version = 'HTTP/1.1'
       disable_nagle_algorithm = True
 
@@ -171,14 +183,24 @@ class Proxy:
 
     class Server(http.server.ThreadingHTTPServer):
       """Takes as many connections at once as clients have threads."""
+
       request_queue_size = 128
 
     server = Server(('127.0.0.1', 0), Handler)
     self.url = f'http://127.0.0.1:{server.server_address[1]}'
     threading.Thread(target=server.serve_forever, daemon=True, name='store proxy').start()
 
-  def fault(self, *, times: int | None = None, skip: int = 0, method: str = '', path: str = '', operation: str = '',
-            name: str = '', **effects: Any) -> Fault:
+  def fault(
+    self,
+    *,
+    times: int | None = None,
+    skip: int = 0,
+    method: str = '',
+    path: str = '',
+    operation: str = '',
+    name: str = '',
+    **effects: Any,
+  ) -> Fault:
     """Adds a rule that stays until it is removed, or used up.
 
     Args:
@@ -197,11 +219,20 @@ class Proxy:
     Returns:
       The rule.
     """
-    unknown = effects.keys() - {'status', 'delay', 'cut_upload', 'cut_download', 'lose_answer', 'unreachable',
-                                'listing_lag'}
+    unknown = effects.keys() - {
+      'status',
+      'delay',
+      'cut_upload',
+      'cut_download',
+      'lose_answer',
+      'unreachable',
+      'listing_lag',
+    }
     assert effects and not unknown, unknown
     patterns = {'method': method, 'path': path, 'operation': operation, 'name': name}
-    fault = Fault(self, effects, {key: pattern for key, pattern in patterns.items() if pattern}, times, skip)
+    fault = Fault(
+      self, effects, {key: pattern for key, pattern in patterns.items() if pattern}, times, skip
+    )
     with self.state:
       self.faults = [*self.faults, fault]
     return fault
@@ -215,8 +246,11 @@ class Proxy:
 
   def count(self, *, status: int | None = None, **patterns: str) -> int:
     """Returns the number of requests whose attributes have matches of `patterns`, and that got `status`, if given."""
-    return sum(all(re.search(pattern, getattr(request, name)) for name, pattern in patterns.items())
-               and status in (None, request.status) for request in list(self.requests))
+    return sum(
+      all(re.search(pattern, getattr(request, name)) for name, pattern in patterns.items())
+      and status in (None, request.status)
+      for request in list(self.requests)
+    )
 
   def _serve(self, handler: http.server.BaseHTTPRequestHandler) -> None:
     """Answers one request."""
@@ -228,7 +262,10 @@ class Proxy:
       body = handler.rfile.read(min(length, _HEAD_BYTES))
       length -= len(body)
     url = urllib.parse.urlsplit(handler.path)
-    query = {name: values[-1] for name, values in urllib.parse.parse_qs(url.query, keep_blank_values=True).items()}
+    query = {
+      name: values[-1]
+      for name, values in urllib.parse.parse_qs(url.query, keep_blank_values=True).items()
+    }
     request = Request(handler.command, urllib.parse.unquote(handler.path), 'other', '', query)
     request.operation, request.name = self._classify(request, url.path, headers, body)
     with self.state:
@@ -268,10 +305,12 @@ class Proxy:
       if name.lower() not in _HOP_BY_HOP:
         handler.send_header(name, value)
     if answer.status not in (204, 304):
-      length = answer.headers.get('Content-Length', 0) if handler.command == 'HEAD' else len(answer.body)
+      length = (
+        answer.headers.get('Content-Length', 0) if handler.command == 'HEAD' else len(answer.body)
+      )
       handler.send_header('Content-Length', str(length))
     handler.end_headers()
-    handler.wfile.write(answer.body[:effects.get('cut_download')])
+    handler.wfile.write(answer.body[: effects.get('cut_download')])
     if 'cut_download' in effects:
       handler.close_connection = True
 
@@ -279,10 +318,16 @@ class Proxy:
     """Returns a listing without the objects written within the last `seconds`, and the folders that have no others."""
     start = time.monotonic() - seconds
     visible = {name for name in self.all_names(prefix) if self._written.get(name, 0) < start}
-    return self._filter(listing, lambda name: any(known == name or name.endswith('/') and known.startswith(name)
-                                                  for known in visible))
+    return self._filter(
+      listing,
+      lambda name: any(
+        known == name or name.endswith('/') and known.startswith(name) for known in visible
+      ),
+    )
 
-  def send(self, method: str, target: str, headers: dict[str, str] | None = None, body: bytes = b'') -> _Answer:
+  def send(
+    self, method: str, target: str, headers: dict[str, str] | None = None, body: bytes = b''
+  ) -> _Answer:
     """Returns the emulator's answer, without faults."""
     connection = http.client.HTTPConnection('127.0.0.1', self._port, timeout=_START_SECONDS)
     try:
@@ -318,7 +363,9 @@ class Proxy:
 class _GcsProxy(Proxy):
   """Adds what the emulator lacks: preconditions, generations of downloads, limits of listings, moves, empty uploads."""
 
-  _OBJECTS = re.compile(r'(?:/(?:upload|download))?(?:/storage/v1)?/b/[^/]+/o(?:/(?P<name>[^/]+))?/?')
+  _OBJECTS = re.compile(
+    r'(?:/(?:upload|download))?(?:/storage/v1)?/b/[^/]+/o(?:/(?P<name>[^/]+))?/?'
+  )
   _COPY = re.compile(r'/(?:(?:copyTo|rewriteTo)/b/[^/]+|(?P<move>moveTo))/o/(?P<destination>[^/]+)')
   _DOWNLOAD = re.compile(rf'/{_BUCKET}/(?P<name>.+)')
 
@@ -328,14 +375,25 @@ class _GcsProxy(Proxy):
 
   def reset(self):
     self.send('GET', '/wipe')
-    self.send('POST', '/storage/v1/b', {'Content-Type': 'application/json'}, json.dumps({'name': _BUCKET}).encode())
+    self.send(
+      'POST',
+      '/storage/v1/b',
+      {'Content-Type': 'application/json'},
+      json.dumps({'name': _BUCKET}).encode(),
+    )
     # Deleted objects would be kept for a week.
-    answer = self.send('PATCH', f'/storage/v1/b/{_BUCKET}', {'Content-Type': 'application/json'},
-                       b'{"softDeletePolicy": {"retentionDurationSeconds": "0"}}')
+    answer = self.send(
+      'PATCH',
+      f'/storage/v1/b/{_BUCKET}',
+      {'Content-Type': 'application/json'},
+      b'{"softDeletePolicy": {"retentionDurationSeconds": "0"}}',
+    )
     assert answer.status == 200, answer
 
   def all_names(self, prefix):
-    listing = self.send('GET', f'/storage/v1/b/{_BUCKET}/o?{urllib.parse.urlencode({"prefix": prefix})}').body
+    listing = self.send(
+      'GET', f'/storage/v1/b/{_BUCKET}/o?{urllib.parse.urlencode({"prefix": prefix})}'
+    ).body
     return [item['name'] for item in json.loads(listing).get('items', ())]
 
   def _filter(self, listing, is_visible):
@@ -404,17 +462,24 @@ class _GcsProxy(Proxy):
     if operation == 'copy' and (move := self._COPY.search(target)) and move['move']:
       answer = self.send('POST', target.replace('/moveTo/', f'/rewriteTo/b/{_BUCKET}/'))
       if answer.status == 200:
-        self.send('DELETE', target[:move.start()])
+        self.send('DELETE', target[: move.start()])
         answer.body = json.dumps(json.loads(answer.body)['resource']).encode()
       return answer
     answer = self.send(request.method, target, headers, body)
     if operation == 'list' and answer.status == 200 and {'startOffset', 'endOffset'} & query.keys():
-      answer.body = self._filter(answer.body, lambda name: query.get('startOffset', '') <= name and (
-          name < query['endOffset'] if query.get('endOffset') else True))
+      answer.body = self._filter(
+        answer.body,
+        lambda name: (
+          query.get('startOffset', '') <= name
+          and (name < query['endOffset'] if query.get('endOffset') else True)
+        ),
+      )
     if is_read and metadata:
       answer.headers |= {'x-goog-generation': generation}
     if location := answer.headers.get('Location'):
-      self._uploads[urllib.parse.parse_qs(urllib.parse.urlsplit(location).query)['upload_id'][0]] = request.name
+      self._uploads[
+        urllib.parse.parse_qs(urllib.parse.urlsplit(location).query)['upload_id'][0]
+      ] = request.name
     return answer
 
 
@@ -431,7 +496,9 @@ class _S3Proxy(Proxy):
   def all_names(self, prefix):
     names, page = [], None
     while page is None or len(page) == 1000:
-      query = urllib.parse.urlencode({'list-type': 2, 'prefix': prefix, 'start-after': names[-1] if names else ''})
+      query = urllib.parse.urlencode(
+        {'list-type': 2, 'prefix': prefix, 'start-after': names[-1] if names else ''}
+      )
       root = ElementTree.fromstring(self.send('GET', f'/{_BUCKET}?{query}').body)
       page = [key.text or '' for key in root.iter(f'{{{_S3_NAMESPACE}}}Key')]
       names += page
@@ -446,7 +513,9 @@ class _S3Proxy(Proxy):
       if not is_visible(decode(entry.findtext(tag('Key')) or entry.findtext(tag('Prefix')) or '')):
         root.remove(entry)
     if (count := root.find(tag('KeyCount'))) is not None:
-      count.text = str(len(root.findall(tag('Contents'))) + len(root.findall(tag('CommonPrefixes'))))
+      count.text = str(
+        len(root.findall(tag('Contents'))) + len(root.findall(tag('CommonPrefixes')))
+      )
     return ElementTree.tostring(root, encoding='utf-8', xml_declaration=True)
 
   def _classify(self, request, path, headers, head):
@@ -461,7 +530,9 @@ class _S3Proxy(Proxy):
       return 'copy' if 'x-amz-copy-source' in headers else 'write', name
     if method == 'DELETE' and 'uploadId' in query:
       return 'other', name
-    return {'GET': 'read', 'HEAD': 'stat', 'POST': 'write', 'DELETE': 'delete'}.get(method, 'other'), name
+    return {'GET': 'read', 'HEAD': 'stat', 'POST': 'write', 'DELETE': 'delete'}.get(
+      method, 'other'
+    ), name
 
 
 def _read_chunks(stream: Any) -> bytes:
@@ -501,7 +572,11 @@ class Store:
   def spec(self, path: str = '') -> dict[str, str]:
     """Returns TensorStore's specification of a key-value store at `path`, relative to the folder."""
     spec = {'driver': self.kind, 'bucket': self.bucket, 'path': self.prefix + path}
-    return spec if self.kind == 'gcs' else spec | {'endpoint': self.proxy.url, 'aws_region': self.env['AWS_REGION']}
+    return (
+      spec
+      if self.kind == 'gcs'
+      else spec | {'endpoint': self.proxy.url, 'aws_region': self.env['AWS_REGION']}
+    )
 
   def names(self) -> list[str]:
     """Returns the names of all objects, relative to the folder, asked without the proxy and its faults."""
@@ -516,8 +591,13 @@ def _proxy(kind: str) -> Proxy:
       free.bind(('127.0.0.1', 0))
       port = free.getsockname()[1]
     log = tempfile.TemporaryFile(mode='w+')
-    process = subprocess.Popen([sys.executable, '-c', _START + _PROGRAMS[kind], str(port)], stdin=subprocess.PIPE,
-                               stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+      [sys.executable, '-c', _START + _PROGRAMS[kind], str(port)],
+      stdin=subprocess.PIPE,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
     deadline = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
       try:
@@ -544,17 +624,29 @@ def _environment(kind: str, url: str) -> dict[str, str]:
   """Returns the environment in which clients reach a store at `url`."""
   common = {'EPATH_USE_TF': '0', 'no_proxy': '127.0.0.1', 'NO_PROXY': '127.0.0.1'}
   if kind == 'gcs':
-    return common | {'STORAGE_EMULATOR_HOST': url, 'TENSORSTORE_GCS_HTTP_URL': url,
-                     'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'test', 'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false'}
-  return common | {'AWS_ENDPOINT_URL': url, 'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test',
-                   'AWS_REGION': 'us-east-1', 'AWS_DEFAULT_REGION': 'us-east-1', 'AWS_CONFIG_FILE': os.devnull,
-                   'AWS_SHARED_CREDENTIALS_FILE': os.devnull, 'AWS_EC2_METADATA_DISABLED': 'true'}
+    return common | {
+      'STORAGE_EMULATOR_HOST': url,
+      'TENSORSTORE_GCS_HTTP_URL': url,
+      'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'test',
+      'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',
+    }
+  return common | {
+    'AWS_ENDPOINT_URL': url,
+    'AWS_ACCESS_KEY_ID': 'test',
+    'AWS_SECRET_ACCESS_KEY': 'test',
+    'AWS_REGION': 'us-east-1',
+    'AWS_DEFAULT_REGION': 'us-east-1',
+    'AWS_CONFIG_FILE': os.devnull,
+    'AWS_SHARED_CREDENTIALS_FILE': os.devnull,
+    'AWS_EC2_METADATA_DISABLED': 'true',
+  }
 
 
 def clear_client_caches() -> None:
   """Makes fsspec and epath forget their connections and listings, and epath the choice of its backend."""
   from etils import epath
   import fsspec
+
   epath.gpath._is_tf_installed.cache_clear()
   epath.backend.fsspec_backend._get_filesystem.cache_clear()
   for protocol, filesystem in fsspec.registry.items():
@@ -562,6 +654,7 @@ def clear_client_caches() -> None:
       filesystem.clear_instance_cache()
   if 't5x_lite.object_store' in sys.modules:
     from t5x_lite import files, object_store
+
     object_store._file_system.cache_clear()
     object_store._outages.clear()
     object_store._reached.clear()
@@ -595,4 +688,6 @@ def opened(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     for fault in proxy.faults:
       fault.remove()
     clear_client_caches()
-    assert not os.path.lexists('gs:') and not os.path.lexists('s3:'), 'a path of a store was taken for a local one'
+    assert not os.path.lexists('gs:') and not os.path.lexists('s3:'), (
+      'a path of a store was taken for a local one'
+    )

@@ -12,7 +12,9 @@ def _metrics(value, task='train', metric='loss'):
   return {task: {metric: clu.values.Scalar(value)}}
 
 
-@pytest.mark.parametrize('mode, kwargs, values, stops_at', [
+@pytest.mark.parametrize(
+  'mode, kwargs, values, stops_at',
+  [
     ('min', {}, [1.0, 0.9, 0.8, 0.7], None),
     ('min', {}, [1.0, 1.0, 1.0, 0.7], 2),
     ('min', {}, [1.0, 1.1, 0.9, 1.0, 1.1], 4),
@@ -25,7 +27,8 @@ def _metrics(value, task='train', metric='loss'):
     ('max', {'atol': 0.15}, [0.1, 0.2, 0.3], 2),
     ('max', {'patience': 4}, [0.3, 0.3, 0.3, 0.3], 3),
     ('min', {}, [1.0, float('nan'), float('nan')], 2),
-])
+  ],
+)
 def test_early_stopping(mode, kwargs, values, stops_at):
   action = EarlyStoppingAction(('train', 'loss'), mode, **kwargs)
   stopped = [bool(action.run(None, _metrics(v))) for v in values]
@@ -41,18 +44,23 @@ def test_early_stopping_continues_after_a_restart():
   assert second.run(None, _metrics(1.0)) == Stop.EARLY
 
 
-@pytest.mark.parametrize('args, kwargs, message', [
+@pytest.mark.parametrize(
+  'args, kwargs, message',
+  [
     ((('a', 'b'), 'least'), {}, "one of 'min', 'max'"),
     ((('a', 'b'), 'min'), {'patience': 1}, 'patience'),
     ((('a', 'b'), 'min'), {'atol': -1.0}, 'atol` must be a number >= 0, got -1.0'),
-])
+  ],
+)
 def test_early_stopping_rejects(args, kwargs, message):
   with pytest.raises(ConfigError, match=message):
     EarlyStoppingAction(*args, **kwargs)
 
 
-@pytest.mark.parametrize('value, expected', [
-    (1.0, Stop.CONTINUE), (float('nan'), Stop.NON_FINITE), (float('inf'), Stop.NON_FINITE)])
+@pytest.mark.parametrize(
+  'value, expected',
+  [(1.0, Stop.CONTINUE), (float('nan'), Stop.NON_FINITE), (float('inf'), Stop.NON_FINITE)],
+)
 def test_terminate_on_nan(value, expected):
   assert TerminateOnNanAction('train').run(None, _metrics(value)) == expected
 
@@ -64,7 +72,6 @@ def test_absent_metrics_are_named_not_fatal(caplog):
 
 
 class _Recorder(actions_lib.BaseAction):
-
   def __init__(self, answer):
     self.answer = answer
     self.calls = 0
@@ -85,15 +92,19 @@ def test_requests_are_ored_and_all_actions_run():
 
 def test_a_state_is_made_only_for_actions_that_read_it():
   class Reads(EarlyStoppingAction):
-
     def run(self, train_state, metrics_by_task):
       return train_state == 'state'
 
   watches, reads = (cls(('train', 'loss'), 'min') for cls in (EarlyStoppingAction, Reads))
   calls = []
   make = lambda: calls.append(1) or 'state'
-  assert not actions_lib.run_actions(ActionMode.TRAIN, {ActionMode.TRAIN: [watches]}, make, {}) and not calls
-  assert actions_lib.run_actions(ActionMode.TRAIN, {ActionMode.TRAIN: [watches, reads]}, make, {}) and calls == [1]
+  assert (
+    not actions_lib.run_actions(ActionMode.TRAIN, {ActionMode.TRAIN: [watches]}, make, {})
+    and not calls
+  )
+  assert actions_lib.run_actions(
+    ActionMode.TRAIN, {ActionMode.TRAIN: [watches, reads]}, make, {}
+  ) and calls == [1]
 
 
 def test_modes_and_members_are_checked():

@@ -21,7 +21,7 @@ from tests.models import toy_model
 def _expected(ema, params):
   """Return the average of `params`, one value per update and that of step 0 first, in float64."""
   start, average = ema.start_step, params[min(ema.start_step, len(params) - 1)].astype(np.float64)
-  later = params[start + 1:]
+  later = params[start + 1 :]
   if ema.debias and later:
     weights = np.float64(ema.decay) ** np.arange(len(later))[::-1]
     return np.average(np.stack(later).astype(np.float64), axis=0, weights=weights)
@@ -31,10 +31,18 @@ def _expected(ema, params):
   return average
 
 
-@pytest.mark.parametrize('options', [
-    {'decay': 0.9}, {'decay': 0.0}, {'decay': 0.9, 'start_step': 3}, {'decay': 0.9, 'debias': True},
-    {'decay': 0.0, 'debias': True}, {'decay': 0.999, 'debias': True, 'start_step': 3},
-    {'decay': averaging.Warmup(decay=0.5), 'start_step': 2}])
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'decay': 0.9},
+    {'decay': 0.0},
+    {'decay': 0.9, 'start_step': 3},
+    {'decay': 0.9, 'debias': True},
+    {'decay': 0.0, 'debias': True},
+    {'decay': 0.999, 'debias': True, 'start_step': 3},
+    {'decay': averaging.Warmup(decay=0.5), 'start_step': 2},
+  ],
+)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_definition(options, dtype):
   ema = averaging.ParamEma(**options)
@@ -45,7 +53,7 @@ def test_definition(options, dtype):
     if step:
       average = update(average, {'w': value}, jnp.int32(step))
     assert average['w'].dtype == jnp.float32
-    expected = _expected(ema, [np.asarray(p, np.float32) for p in params[:step + 1]])
+    expected = _expected(ema, [np.asarray(p, np.float32) for p in params[: step + 1]])
     np.testing.assert_allclose(average['w'], expected, rtol=3e-5, atol=1e-6)
     if step <= ema.start_step:
       np.testing.assert_array_equal(average['w'], value.astype(jnp.float32))
@@ -57,11 +65,20 @@ def test_arrays_that_are_no_floats_are_copied():
   assert average['n'] == 4 and average['n'].dtype == jnp.int32
 
 
-@pytest.mark.parametrize('options, message', [
+@pytest.mark.parametrize(
+  'options, message',
+  [
     ({'decay': 1.0}, r'ParamEma.decay` must be .* got 1.0'),
-    ({'decay': 0.9, 'start_step': -1}, 'start_step'), ({'decay': 0.9, 'start_step': 2**31}, 'start_step'),
-    ({'decay': 0.9, 'debias': 'no'}, 'debias'), ({'decay': 0.9, 'evaluate': None}, 'evaluate'),
-    ({'decay': averaging.Warmup(decay=0.9), 'debias': True}, r'averaging.Warmup\(decay=0.999\), needs no correction')])
+    ({'decay': 0.9, 'start_step': -1}, 'start_step'),
+    ({'decay': 0.9, 'start_step': 2**31}, 'start_step'),
+    ({'decay': 0.9, 'debias': 'no'}, 'debias'),
+    ({'decay': 0.9, 'evaluate': None}, 'evaluate'),
+    (
+      {'decay': averaging.Warmup(decay=0.9), 'debias': True},
+      r'averaging.Warmup\(decay=0.999\), needs no correction',
+    ),
+  ],
+)
 def test_errors(options, message):
   with pytest.raises(errors.ConfigError, match=message):
     averaging.ParamEma(**options)
@@ -78,29 +95,42 @@ def test_a_schedule_out_of_range_is_found_before_the_run():
 
 
 def test_optimizers_with_their_own_average_are_an_error():
-  variables = toy_model.make_model().get_initial_variables(jax.random.key(0), {'decoder_input_tokens': (8, 6)})
-  with pytest.raises(errors.ConfigError, match='`train.param_ema` must be None with the optimizer schedule_free'):
+  variables = toy_model.make_model().get_initial_variables(
+    jax.random.key(0), {'decoder_input_tokens': (8, 6)}
+  )
+  with pytest.raises(
+    errors.ConfigError, match='`train.param_ema` must be None with the optimizer schedule_free'
+  ):
     train_state_lib.FlaxOptimTrainState.create(
-        optimizers.schedule_free_sgd(0.1), variables, averaging.ParamEma(decay=0.9))
+      optimizers.schedule_free_sgd(0.1), variables, averaging.ParamEma(decay=0.9)
+    )
 
 
 def test_state():
   model, ema = toy_run.model(optimizers.sgd(0.1)), averaging.ParamEma(decay=0.9)
-  make = functools.partial(state_init.TrainStateInitializer, model.optimizer_def, model.get_initial_variables,
-                           {'decoder_input_tokens': (8, 6)}, toy_run.partitioner())
+  make = functools.partial(
+    state_init.TrainStateInitializer,
+    model.optimizer_def,
+    model.get_initial_variables,
+    {'decoder_input_tokens': (8, 6)},
+    toy_run.partitioner(),
+  )
   initializer = make(param_ema=ema)
   state = initializer.from_scratch(jax.random.key(1))
   grads = jax.tree.map(jnp.ones_like, state.params)
   stepped = jax.jit(lambda state: state.apply_gradient(grads))(state)
   assert set(stepped.state_dict()) == {'target', 'state', 'param_average'}
-  for average, param, before in zip(*map(jax.tree.leaves, (
-      stepped.param_average, stepped.params, state.params)), strict=True):
+  for average, param, before in zip(
+    *map(jax.tree.leaves, (stepped.param_average, stepped.params, state.params)), strict=True
+  ):
     np.testing.assert_allclose(average, before - 0.01, rtol=1e-5, atol=1e-7)
     assert average.sharding == param.sharding
   assert initializer.train_state_axes.param_average == initializer.train_state_axes.params
   assert stepped.evaluates_other_params and stepped.eval_params is not stepped.params
   jax.tree.map(np.testing.assert_array_equal, stepped.eval_params, stepped.param_average)
-  only_saved = make(param_ema=averaging.ParamEma(decay=0.9, evaluate=False)).global_train_state_shape
+  only_saved = make(
+    param_ema=averaging.ParamEma(decay=0.9, evaluate=False)
+  ).global_train_state_shape
   assert not only_saved.evaluates_other_params
   # A start from parameters alone begins with their copies, in buffers of their own.
   begun = initializer.begin_from_params(state.state_dict())
@@ -124,15 +154,27 @@ def test_a_run_evaluates_its_average(averaged, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, saved['target'], plain['target'])
   assert rows['train'] == toy_run.lines(tmp_path)['train']
   # The model with the saved average has the losses of the last evaluation.
-  model, batches = toy_run.model(), toy_run.train_app.data.open_eval_iterators(
-      toy_run.dataset('validation'), toy_run.partitioner().get_data_layout(8), None,
-      feature_converter='encoder_decoder')['letters']
-  totals = [model.eval_fn(saved['param_average'], jax.tree.map(jnp.asarray, dict(batch)))[1]['loss']
-            for batch in batches]
+  model, batches = (
+    toy_run.model(),
+    toy_run.train_app.data.open_eval_iterators(
+      toy_run.dataset('validation'),
+      toy_run.partitioner().get_data_layout(8),
+      None,
+      feature_converter='encoder_decoder',
+    )['letters'],
+  )
+  totals = [
+    model.eval_fn(saved['param_average'], jax.tree.map(jnp.asarray, dict(batch)))[1]['loss']
+    for batch in batches
+  ]
   merged = functools.reduce(lambda a, b: a.merge(b), totals)
-  assert rows['training_eval/letters'][-1]['loss'] == pytest.approx(float(merged.compute()), rel=1e-5)
+  assert rows['training_eval/letters'][-1]['loss'] == pytest.approx(
+    float(merged.compute()), rel=1e-5
+  )
   assert rows['training_eval/letters'] != toy_run.lines(tmp_path)['training_eval/letters']
-  assert not checkpoints.read_metadata(averaged / 'checkpoint_20')['optimizer']['evaluates_other_params']
+  assert not checkpoints.read_metadata(averaged / 'checkpoint_20')['optimizer'][
+    'evaluates_other_params'
+  ]
 
 
 def test_ten_and_ten_steps_equal_twenty(averaged, tmp_path):
@@ -144,16 +186,26 @@ def test_ten_and_ten_steps_equal_twenty(averaged, tmp_path):
 def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged, tmp_path):
   toy_run.train(tmp_path / 'plain', 6)
   restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))
-  toy_run.train(tmp_path / 'new', 12, restore=restore, param_ema=averaging.ParamEma(decay=0.0), save={'period': 6})
+  toy_run.train(
+    tmp_path / 'new',
+    12,
+    restore=restore,
+    param_ema=averaging.ParamEma(decay=0.0),
+    save={'period': 6},
+  )
   saved = toy_run.saved(tmp_path / 'new', 12)[0]
   jax.tree.map(np.testing.assert_array_equal, saved['target'], saved['param_average'])
 
 
-@pytest.mark.parametrize('options', [{'decay': 0.9, 'debias': True}, {'decay': averaging.Warmup(decay=0.9)}])
+@pytest.mark.parametrize(
+  'options', [{'decay': 0.9, 'debias': True}, {'decay': averaging.Warmup(decay=0.9)}]
+)
 def test_an_average_that_begins_after_its_start_step_is_an_error(options, tmp_path):
   toy_run.train(tmp_path / 'plain', 6)
   restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))
-  with pytest.raises(errors.ConfigError, match='ParamEma.start_step` must be at least 6 with .*, got 0. Set it to 6.'):
+  with pytest.raises(
+    errors.ConfigError, match='ParamEma.start_step` must be at least 6 with .*, got 0. Set it to 6.'
+  ):
     toy_run.train(tmp_path / 'early', 12, restore=restore, param_ema=averaging.ParamEma(**options))
   # A run that resumes is not affected.
   ema = averaging.ParamEma(**options, start_step=6)
@@ -164,14 +216,20 @@ def test_an_average_that_begins_after_its_start_step_is_an_error(options, tmp_pa
 
 
 def test_errors_about_an_average_only_name_its_options(averaged, tmp_path):
-  with pytest.raises(errors.CheckpointError, match='A run that resumes must keep it: set `train.param_ema` as before'):
-    toy_run.train(tmp_path / 'new', 22, restore=checkpoints.RestoreCheckpointConfig(path=str(averaged)))
+  with pytest.raises(
+    errors.CheckpointError, match='A run that resumes must keep it: set `train.param_ema` as before'
+  ):
+    toy_run.train(
+      tmp_path / 'new', 22, restore=checkpoints.RestoreCheckpointConfig(path=str(averaged))
+    )
   toy_run.train(tmp_path / 'plain', 6)
   with pytest.raises(errors.CheckpointError, match='A run cannot add an average when it resumes'):
     toy_run.train(tmp_path / 'plain', 12, param_ema=averaging.ParamEma(decay=0.9))
   # The remedies.
-  for name, options in {'as_parameters': {'use_param_average': True},
-                        'dropped': {'assignment_map': [('param_average/.*', None)]}}.items():
+  for name, options in {
+    'as_parameters': {'use_param_average': True},
+    'dropped': {'assignment_map': [('param_average/.*', None)]},
+  }.items():
     restore = checkpoints.RestoreCheckpointConfig(path=str(averaged), **options)
     toy_run.train(tmp_path / name, 22, restore=restore)
     assert 'param_average' not in toy_run.saved(tmp_path / name, 22)[0]
@@ -179,5 +237,9 @@ def test_errors_about_an_average_only_name_its_options(averaged, tmp_path):
 
 def test_debias_cannot_count_skipped_updates(tmp_path):
   policy = {'non_finite_policy': trainer.NonFinitePolicy(action='skip')}
-  with pytest.raises(errors.ConfigError, match="ParamEma.debias` must be False with NonFinitePolicy.action='skip'"):
-    toy_run.train(tmp_path, 2, param_ema=averaging.ParamEma(decay=0.9, debias=True), trainer_kwargs=policy)
+  with pytest.raises(
+    errors.ConfigError, match="ParamEma.debias` must be False with NonFinitePolicy.action='skip'"
+  ):
+    toy_run.train(
+      tmp_path, 2, param_ema=averaging.ParamEma(decay=0.9, debias=True), trainer_kwargs=policy
+    )

@@ -12,10 +12,16 @@ from t5x_lite.errors import CheckpointError, ConfigError
 
 def test_a_condition_that_raises_does_not_hold():
   with pytest.raises(ConfigError, match=r'`A.b` must be a list, got 5. For example .1.'):
-    checks.check('A', {'b': 5}, b=checks.Expectation('a list', lambda value: len(value) > 0, 'For example [1].'))
+    checks.check(
+      'A',
+      {'b': 5},
+      b=checks.Expectation('a list', lambda value: len(value) > 0, 'For example [1].'),
+    )
 
 
-@pytest.mark.parametrize('interval, text, valid, invalid', [
+@pytest.mark.parametrize(
+  'interval, text, valid, invalid',
+  [
     ({'above': 0, 'at_most': 1}, 'a number in (0, 1]', [1, 0.5, np.float32(0.25)], [0, 1.5, -1]),
     ({'at_least': 0, 'below': 1}, 'a number in [0, 1)', [0, 0.9], [1, -0.1]),
     ({'at_least': 2}, 'a number >= 2', [2, 3.5], [1.9]),
@@ -24,8 +30,14 @@ def test_a_condition_that_raises_does_not_hold():
     ({'below': 2}, 'a number < 2', [1.9], [2]),
     ({}, 'a number', [-1, 0, 1e30], [math.inf, -math.inf]),
     ({'finite': False}, 'a number', [math.inf], []),
-    ({'integer': True, 'at_least': 1}, 'an integer >= 1', [1, np.int64(3)], [0, 1.0, np.float32(2)]),
-])
+    (
+      {'integer': True, 'at_least': 1},
+      'an integer >= 1',
+      [1, np.int64(3)],
+      [0, 1.0, np.float32(2)],
+    ),
+  ],
+)
 def test_number(interval, text, valid, invalid):
   expectation = checks.number(**interval)
   assert expectation.text == text
@@ -39,8 +51,11 @@ def test_one_of():
   expectation = checks.one_of(['sum', 'mean', None])
   assert expectation.holds('sum') and expectation.holds(None)
   assert not any(map(expectation.holds, ['max', True, ['sum'], np.arange(3)]))
-  with pytest.raises(ConfigError, match=r"^`loss.by` must be one of 'sum', 'mean', None, got 'maen'\. "
-                     r"Did you mean 'mean'\?$"):
+  with pytest.raises(
+    ConfigError,
+    match=r"^`loss.by` must be one of 'sum', 'mean', None, got 'maen'\. "
+    r"Did you mean 'mean'\?$",
+  ):
     checks.check('loss', {'by': 'maen'}, by=expectation)
   with pytest.raises(ConfigError, match=r"^`by` must be one of 'sum', 'mean', None, got 7\.$"):
     checks.check('', {'by': 7}, by=expectation)
@@ -73,13 +88,19 @@ def test_a_call_of_a_custom_function_with_other_parameters_names_the_option():
 
   call = lambda fn: checks.call_custom('Model', 'metric_fns', 'logits, batch', fn, 1, 2)
   assert call(lambda logits, batch: logits + batch) == 3
-  for fn, got in ((lambda logits: 0, r'lambda>.* takes 1 positional argument'), (dict, None),
-                  (lambda logits, batch, k: 0, r"missing 1 required positional argument: 'k'"), (3, 'got 3. In gin')):
+  for fn, got in (
+    (lambda logits: 0, r'lambda>.* takes 1 positional argument'),
+    (dict, None),
+    (lambda logits, batch, k: 0, r"missing 1 required positional argument: 'k'"),
+    (3, 'got 3. In gin'),
+  ):
     if got is None:
       with pytest.raises(TypeError, match='dict'):  # no Python code: the error as it is
         call(fn)
     else:
-      with pytest.raises(ConfigError, match=rf'^`Model.metric_fns` must be a function of \(logits, batch\), .*{got}'):
+      with pytest.raises(
+        ConfigError, match=rf'^`Model.metric_fns` must be a function of \(logits, batch\), .*{got}'
+      ):
         call(fn)
   with pytest.raises(TypeError, match='len'):
     call(inside)
@@ -91,7 +112,13 @@ def test_a_former_name_is_accepted():
   def area(width, size=2, *, scale=1):
     return width * size * scale
 
-  assert area(3) == 6 and area(3, 4) == area(3, size=4) == area(3, extent=4) == area(3, extent=2, scale=2) == 12
+  assert (
+    area(3) == 6
+    and area(3, 4) == area(3, size=4) == area(3, extent=4) == area(3, extent=2, scale=2) == 12
+  )
   assert [*inspect.signature(area).parameters] == ['width', 'size', 'scale', 'extent']
-  with pytest.raises(ConfigError, match='area.extent` must be omitted if size is set, got 4. Remove this former name.'):
+  with pytest.raises(
+    ConfigError,
+    match='area.extent` must be omitted if size is set, got 4. Remove this former name.',
+  ):
     area(3, size=4, extent=4)

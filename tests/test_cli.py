@@ -34,8 +34,9 @@ def _main(capsys, *argv):
 
 
 def _command(run, entry=None):
-  return commands.Command('do something', lambda parser: parser.add_argument('--count', type=int, default=1), run,
-                          entry)
+  return commands.Command(
+    'do something', lambda parser: parser.add_argument('--count', type=int, default=1), run, entry
+  )
 
 
 @pytest.fixture
@@ -92,47 +93,72 @@ assert not heavy, heavy
 """
 
 
-@pytest.mark.parametrize('arguments', [
-    ['t5x_lite', 't5x_lite', '--help'], ['t5x_lite', 't5x_lite', 'train', '--help'],
-    ['scripts', 'scripts/train.py', '--help'], ['scripts', 'scripts/explain_sharding.py', '--help'],
-])
+@pytest.mark.parametrize(
+  'arguments',
+  [
+    ['t5x_lite', 't5x_lite', '--help'],
+    ['t5x_lite', 't5x_lite', 'train', '--help'],
+    ['scripts', 'scripts/train.py', '--help'],
+    ['scripts', 'scripts/explain_sharding.py', '--help'],
+  ],
+)
 def test_help_imports_nothing_heavy(arguments):
   code = _IMPORTS_NOTHING_HEAVY.format(arguments=arguments)
-  done = subprocess.run([sys.executable, '-c', code], cwd=_ROOT, capture_output=True, text=True, timeout=60)
+  done = subprocess.run(
+    [sys.executable, '-c', code], cwd=_ROOT, capture_output=True, text=True, timeout=60
+  )
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith('usage: t5x_lite') and not done.stderr
 
 
 def test_script_and_command_are_one_program():
   flags = ['--gin_file=recipes/keyword_cloz.gin']
-  runs = [subprocess.run([sys.executable, *start, *flags], cwd=_ROOT, capture_output=True, text=True, timeout=60)
-          for start in (['scripts/train.py'], ['-m', 't5x_lite', 'train'])]
+  runs = [
+    subprocess.run(
+      [sys.executable, *start, *flags], cwd=_ROOT, capture_output=True, text=True, timeout=60
+    )
+    for start in (['scripts/train.py'], ['-m', 't5x_lite', 'train'])
+  ]
   assert runs[0].returncode == runs[1].returncode == 2
-  assert runs[0].stderr == runs[1].stderr and "Did you mean 'recipes/keyword_cloze.gin'?" in runs[0].stderr
+  assert (
+    runs[0].stderr == runs[1].stderr
+    and "Did you mean 'recipes/keyword_cloze.gin'?" in runs[0].stderr
+  )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Misspelt commands and flags
 
 
-@pytest.mark.parametrize('argv, fragments', [
+@pytest.mark.parametrize(
+  'argv, fragments',
+  [
     (['tran'], ["'tran' is not a command", "Did you mean 'train'?"]),
     (['train', '--dry-run'], ['train has no flag --dry-run', "'--dry_run'"]),
     (['train', '--gin_fil=a.gin'], ['has no flag --gin_fil', "'--gin_file'"]),
     (['train', '--gin-file=a.gin'], ['has no flag --gin-file', '--gin_file']),
     (['train', '--gin'], ['train has no flag --gin.']),
     (['train', '-gin.TRAIN_STEPS=3'], ['train has no flag -gin.TRAIN_STEPS', '--gin.NAME=VALUE']),
-    (['train', 'recipes/keyword_cloze.gin'], ['Did you mean --gin_file=recipes/keyword_cloze.gin?']),
+    (
+      ['train', 'recipes/keyword_cloze.gin'],
+      ['Did you mean --gin_file=recipes/keyword_cloze.gin?'],
+    ),
     (['train', 'TRAIN_STEPS=3'], ['Did you mean --gin.TRAIN_STEPS=3?']),
     (['train'], ['--gin_file is missing', 'recipes/keyword_cloze.gin']),
     (['train', '--gin_file'], ['expected one argument', '--help']),
-    (['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR'], ['--gin.MODEL_DIR requires a value']),
+    (
+      ['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR'],
+      ['--gin.MODEL_DIR requires a value'],
+    ),
     (['--dry_run'], ['arguments are required: COMMAND']),
-    (['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'],
-     ['must be an integer in [1, 2048]']),
+    (
+      ['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'],
+      ['must be an integer in [1, 2048]'],
+    ),
     (['explain_sharding', '--log_level=loud'], ["invalid choice: 'loud'", 'debug']),
     (['explain_sharding', '--num_devices=x'], ["invalid int value: 'x'"]),
-])
+  ],
+)
 def test_misspelt_command_lines_are_rejected(capsys, argv, fragments):
   status, out, err = _main(capsys, *argv)
   assert status == 2 and not out
@@ -147,9 +173,13 @@ def test_gin_flags_are_rejected_by_commands_without_gin(capsys, fake):
   assert status == 2 and '--gin.X=1: fake has no gin configuration' in err
 
 
-@pytest.mark.parametrize('flag', [f'--gin_bindings=NO_SUCH{value}' for value in (' = 3', '=3', '=abc')])
+@pytest.mark.parametrize(
+  'flag', [f'--gin_bindings=NO_SUCH{value}' for value in (' = 3', '=3', '=abc')]
+)
 def test_gin_bindings_are_flags_too(capsys, flag):
-  status, _, err = _main(capsys, 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=x', flag)
+  status, _, err = _main(
+    capsys, 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=x', flag
+  )
   assert status == 2 and f"{flag}: the macro 'NO_SUCH' is not used" in err
 
 
@@ -157,10 +187,17 @@ def test_gin_bindings_are_flags_too(capsys, flag):
 # Exit statuses
 
 
-@pytest.mark.parametrize('error, status', [
-    (errors.ConfigError, 2), (errors.DataError, 2), (errors.CheckpointError, 2), (errors.CheckpointDamagedError, 2),
-    (errors.NonFiniteMetricError, 3), (errors.DirectoryInUseError, 5),
-])
+@pytest.mark.parametrize(
+  'error, status',
+  [
+    (errors.ConfigError, 2),
+    (errors.DataError, 2),
+    (errors.CheckpointError, 2),
+    (errors.CheckpointDamagedError, 2),
+    (errors.NonFiniteMetricError, 3),
+    (errors.DirectoryInUseError, 5),
+  ],
+)
 def test_errors_on_purpose_become_a_message_and_a_status(capsys, fake, error, status):
 
   def run(arguments):
@@ -177,17 +214,27 @@ def test_a_store_that_does_not_answer_is_not_a_fault_of_the_disk(capsys, fake):
 
   fake(run)
   assert _main(capsys, 'fake') == (
-      74, '', "t5x_lite: error: 'gs://bucket/x': the store did not answer. Check the network, then rerun the command; "
-      '--debug shows more.\n')
+    74,
+    '',
+    "t5x_lite: error: 'gs://bucket/x': the store did not answer. Check the network, then rerun the command; "
+    '--debug shows more.\n',
+  )
 
 
-@pytest.mark.parametrize('cause, wrapper, status, fragment', [
+@pytest.mark.parametrize(
+  'cause, wrapper, status, fragment',
+  [
     (errno.ENOSPC, None, 74, "'x.jsonl': No space left on device. Free disk space, then rerun"),
-    (errno.EDQUOT, errors.ConfigError, 74, 'config.gin cannot be written'), (errno.EIO, None, 74, 'Check the disk'),
-    (errno.EIO, errors.CheckpointDamagedError, 2, ''), (errno.EACCES, None, 2, 'Correct the path or its permissions'),
+    (errno.EDQUOT, errors.ConfigError, 74, 'config.gin cannot be written'),
+    (errno.EIO, None, 74, 'Check the disk'),
+    (errno.EIO, errors.CheckpointDamagedError, 2, ''),
+    (errno.EACCES, None, 2, 'Correct the path or its permissions'),
     (errno.ENOSPC, errors.NonFiniteMetricError, 3, ''),
-])
-def test_faults_of_the_disk_are_not_the_configuration(capsys, fake, cause, wrapper, status, fragment):
+  ],
+)
+def test_faults_of_the_disk_are_not_the_configuration(
+  capsys, fake, cause, wrapper, status, fragment
+):
 
   def run(arguments):
     try:
@@ -221,7 +268,9 @@ def test_debug_shows_the_traceback(capsys, fake, monkeypatch, flags, variable):
 
   fake(run)
   status, _, err = _main(capsys, 'fake', *flags)
-  assert status == 2 and err.startswith('Traceback') and err.endswith('t5x_lite: error: rejected.\n')
+  assert (
+    status == 2 and err.startswith('Traceback') and err.endswith('t5x_lite: error: rejected.\n')
+  )
 
 
 def test_interrupt_is_reported_as_shells_do(capsys, fake):
@@ -238,7 +287,6 @@ def test_interrupt_is_reported_as_shells_do(capsys, fake):
 def test_interrupt_in_a_callback_is_not_lost(capsys, fake, place):
 
   class Interrupts:
-
     def __del__(self):
       if place == 'destructor':
         interrupt()
@@ -272,7 +320,11 @@ def test_interrupt_in_a_callback_is_not_lost(capsys, fake, place):
 
 
 def test_status_of_a_command_is_returned(capsys, fake):
-  fake(lambda arguments: errors.ExitCode.SAVED_ON_SIGNAL if arguments.count == 3 else errors.ExitCode.OK)
+  fake(
+    lambda arguments: (
+      errors.ExitCode.SAVED_ON_SIGNAL if arguments.count == 3 else errors.ExitCode.OK
+    )
+  )
   assert _main(capsys, 'fake', '--count=3')[0] == 75 and _main(capsys, 'fake')[0] == 0
 
 
@@ -296,13 +348,22 @@ def test_our_messages_are_plain_and_others_are_silent(capsys, fake):
     warnings.resetwarnings()
     status, out, err = _main(capsys, 'fake')
   assert status == 0 and not out
-  assert err.splitlines() == ['saved step 3', 'warning: disk nearly full', 'warning: look here (y.py:7)']
+  assert err.splitlines() == [
+    'saved step 3',
+    'warning: disk nearly full',
+    'warning: look here (y.py:7)',
+  ]
 
 
-@pytest.mark.parametrize('level, shown', [
+@pytest.mark.parametrize(
+  'level, shown',
+  [
     ('debug', ['found', 'saved', 'warning: full', 'warning: look here (y.py:7)', 'error: lost']),
     ('info', ['saved', 'warning: full', 'warning: look here (y.py:7)', 'error: lost']),
-    ('warning', ['warning: full', 'warning: look here (y.py:7)', 'error: lost']), ('error', ['error: lost'])])
+    ('warning', ['warning: full', 'warning: look here (y.py:7)', 'error: lost']),
+    ('error', ['error: lost']),
+  ],
+)
 def test_level_of_log_lines(capsys, fake, level, shown):
 
   def run(arguments):
@@ -340,7 +401,9 @@ def test_logging_is_as_before_afterwards(capsys, fake):
   assert logging.getLogger('t5x_lite').propagate and not logging.getLogger('t5x_lite').handlers
 
 
-@pytest.mark.parametrize('arguments, may_restart, restarts', [
+@pytest.mark.parametrize(
+  'arguments, may_restart, restarts',
+  [
     (['train', '--x=1'], True, True),
     (['eval', 'run'], True, True),
     (['--help'], True, False),
@@ -348,8 +411,11 @@ def test_logging_is_as_before_afterwards(capsys, fake):
     ([], True, False),
     # A launcher may have done other work.
     (['train', '--x=1'], False, False),
-])
-def test_only_processes_of_commands_that_compute_restart(monkeypatch, arguments, may_restart, restarts):
+  ],
+)
+def test_only_processes_of_commands_that_compute_restart(
+  monkeypatch, arguments, may_restart, restarts
+):
   monkeypatch.setattr(sys, 'argv', ['t5x_lite', *arguments])
   monkeypatch.setattr(cli, 'main', lambda: 0)
   monkeypatch.setattr(gc, 'set_threshold', lambda *args: None)

@@ -20,7 +20,9 @@ def _parse(*argv):
   return cli.parse(['train', *argv])
 
 
-@pytest.mark.parametrize('argv, expected', [
+@pytest.mark.parametrize(
+  'argv, expected',
+  [
     (['-gin_file=a.gin', '--gin_file', 'b.gin'], {'gin_file': ['a.gin', 'b.gin']}),
     (['--dry_run=TRUE'], {'dry_run': True}),
     (['--dry_run', '--nodry_run'], {'dry_run': False}),
@@ -39,16 +41,24 @@ def _parse(*argv):
     (['--stderrthreshold=1'], {'stderrthreshold': logging.WARNING}),
     (['--stderrthreshold', 'Debug'], {'stderrthreshold': logging.DEBUG}),
     (['--stderrthreshold=3'], {'stderrthreshold': logging.ERROR}),
-    (['--logger_levels=jax:debug, a.b : WARN,'], {'logger_levels': {'jax': logging.DEBUG, 'a.b': logging.WARNING}}),
+    (
+      ['--logger_levels=jax:debug, a.b : WARN,'],
+      {'logger_levels': {'jax': logging.DEBUG, 'a.b': logging.WARNING}},
+    ),
     (['--logger_levels=a:INFO', '--logger_levels='], {'logger_levels': {}}),
     (['--showprefixforinfo', '--noshowprefixforinfo'], {'showprefixforinfo': False}),
-    (['--jax_log_compiles', '--nojax_enable_checks', '-jax_platforms=cpu'],
-     {'jax_flags': ['--jax_log_compiles', '--nojax_enable_checks', '-jax_platforms=cpu']}),
+    (
+      ['--jax_log_compiles', '--nojax_enable_checks', '-jax_platforms=cpu'],
+      {'jax_flags': ['--jax_log_compiles', '--nojax_enable_checks', '-jax_platforms=cpu']},
+    ),
     (['--undefok=foo,bar', '--nofoo', '-bar=3'], {'dry_run': False}),
     # In T5X, both kinds of bindings apply in their order.
-    (['--gin.A=1', '--gin_bindings', 'A = 2', '--gin_bindings=A=3', "--gin.B='x'"],
-     {'gin_flags': ['--gin.A=1', '--gin_bindings=A = 2', '--gin_bindings=A=3', "--gin.B='x'"]}),
-])
+    (
+      ['--gin.A=1', '--gin_bindings', 'A = 2', '--gin_bindings=A=3', "--gin.B='x'"],
+      {'gin_flags': ['--gin.A=1', '--gin_bindings=A = 2', '--gin_bindings=A=3', "--gin.B='x'"]},
+    ),
+  ],
+)
 def test_flags_have_the_meaning_of_absl(argv, expected):
   arguments = vars(_parse(*argv))
   assert {name: arguments[name] for name in expected} == expected
@@ -60,8 +70,14 @@ def test_a_flag_with_only_the_prefix_of_negation_is_unknown():
 
 
 def test_later_bindings_win_over_earlier_ones_of_both_kinds(tmp_path):
-  arguments = _parse('--gin_file=recipes/keyword_cloze.gin', f'--gin.MODEL_DIR="{tmp_path}"', '--gin.TRAIN_STEPS=4',
-                     '--gin_bindings=TRAIN_STEPS = 5', '--compilation_cache_dir=off', '--distributed=off')
+  arguments = _parse(
+    '--gin_file=recipes/keyword_cloze.gin',
+    f'--gin.MODEL_DIR="{tmp_path}"',
+    '--gin.TRAIN_STEPS=4',
+    '--gin_bindings=TRAIN_STEPS = 5',
+    '--compilation_cache_dir=off',
+    '--distributed=off',
+  )
   assert command_flags.load_configuration(arguments).argument('total_steps') == 5
 
 
@@ -70,14 +86,18 @@ def test_flags_of_files_replace_flagfile(tmp_path, monkeypatch):
   (tmp_path / 'outer').write_text('# T5X\n\n// run\n--gin_file=a.gin\n--flagfile=inner\n')
   (tmp_path / 'inner').write_text('--gin.MODEL_DIR="b c"\n')
   arguments = _parse('--dry_run', '--flagfile', 'outer', '-gin_file=d.gin')
-  assert arguments.gin_file == ['a.gin', 'd.gin'] and arguments.gin_flags == ['--gin.MODEL_DIR="b c"']
+  assert arguments.gin_file == ['a.gin', 'd.gin'] and arguments.gin_flags == [
+    '--gin.MODEL_DIR="b c"'
+  ]
   (tmp_path / 'inner').write_text('--flagfile=outer')
   for name, reason in (('outer', 'contains itself'), ('none', 'No such file')):
     with pytest.raises(ConfigError, match=f'--flagfile must .*{reason}'):
       _parse(f'--flagfile={name}')
 
 
-@pytest.mark.parametrize('flag, fragments', [
+@pytest.mark.parametrize(
+  'flag, fragments',
+  [
     ('--dry_run=maybe', ['`--dry_run` must be true or false', "'maybe'"]),
     ('--nodry_run=true', ['`--dry_run` must be true or false']),
     ('--verbosity=loud', ['number from -2 (error) to 1 (debug)', "'loud'"]),
@@ -86,7 +106,10 @@ def test_flags_of_files_replace_flagfile(tmp_path, monkeypatch):
     ('--pdb_post_mortem', ['python -m pdb']),
     ('--norun_with_profiling', ['cProfile']),
     ('--only_check_args', ['--dry_run']),
-    ('--stderrthreshold=loud', ['--stderrthreshold: must be debug, info, warning, error', "'loud'"]),
+    (
+      '--stderrthreshold=loud',
+      ['--stderrthreshold: must be debug, info, warning, error', "'loud'"],
+    ),
     ('--stderrthreshold=4', ['number from 0 (info) to 3 (fatal)', "'4'"]),
     ('--logger_levels=jax:DEBUG,orbax', ['--logger_levels: must be NAME:LEVEL', "'orbax'"]),
     ('--logger_levels=jax:loud', ["'jax:loud'"]),
@@ -100,8 +123,9 @@ def test_flags_of_files_replace_flagfile(tmp_path, monkeypatch):
     ('--tfds_data_dir=data', ['`--tfds_data_dir` must be unset', 'no data of seqio', "'data'"]),
     ('--seqio_additional_cache_dirs=a', ['`--seqio_additional_cache_dirs` must be unset']),
     ('--log_dir=gs://bucket/logs', ['--log_dir must be a local folder', 'object store']),
-    ('--gin_search_paths=/nope', ["`--gin_search_paths` must be existing folders", "'/nope'"]),
-])
+    ('--gin_search_paths=/nope', ['`--gin_search_paths` must be existing folders', "'/nope'"]),
+  ],
+)
 def test_other_flags_are_errors_with_the_alternative(capsys, monkeypatch, flag, fragments):
   monkeypatch.delitem(sys.modules, 'seqio', raising=False)
   assert cli.main([*_RUN, '--gin.MODEL_DIR=x', '--dry_run', flag]) == 2
@@ -110,12 +134,17 @@ def test_other_flags_are_errors_with_the_alternative(capsys, monkeypatch, flag, 
 
 
 def test_only_commands_with_gin_have_these_flags(capsys):
-  assert cli.main(['plot', 'run', '--alsologtostderr']) == 2 and cli.main(['plot', 'run', '--jax_log_compiles']) == 2
+  assert (
+    cli.main(['plot', 'run', '--alsologtostderr']) == 2
+    and cli.main(['plot', 'run', '--jax_log_compiles']) == 2
+  )
   assert capsys.readouterr().err.count('has no flag') == 2
 
 
 def test_jax_options_are_set_before_the_run():
-  before = {name: jax.config.values[name] for name in ('jax_log_compiles', 'jax_default_matmul_precision')}
+  before = {
+    name: jax.config.values[name] for name in ('jax_log_compiles', 'jax_default_matmul_precision')
+  }
   level = logging.getLogger('jax').level
   try:
     command_flags._set_jax_options(['--jax_log_compiles', '-jax_default_matmul_precision=highest'])
@@ -130,10 +159,18 @@ def test_jax_options_are_set_before_the_run():
 
 
 def test_a_missing_folder_is_a_warning_if_files_of_t5x_are_replaced(caplog, tmp_path):
-  argv = ['--gin_file=t5x/examples/t5/t5_1_1/tiny.gin', '--gin_file=t5x/configs/runs/pretrain.gin',
-          '--gin.MIXTURE_OR_TASK_NAME="c"', "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
-          '--gin.TRAIN_STEPS=1', '--gin.DROPOUT_RATE=0.0', f'--gin.MODEL_DIR={tmp_path}', '--distributed=off',
-          '--compilation_cache_dir=off', f'--gin_search_paths={tmp_path}/t5x']
+  argv = [
+    '--gin_file=t5x/examples/t5/t5_1_1/tiny.gin',
+    '--gin_file=t5x/configs/runs/pretrain.gin',
+    '--gin.MIXTURE_OR_TASK_NAME="c"',
+    "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
+    '--gin.TRAIN_STEPS=1',
+    '--gin.DROPOUT_RATE=0.0',
+    f'--gin.MODEL_DIR={tmp_path}',
+    '--distributed=off',
+    '--compilation_cache_dir=off',
+    f'--gin_search_paths={tmp_path}/t5x',
+  ]
   command_flags.load_configuration(_parse(*argv))
   assert "/t5x'. All gin files were found without it." in caplog.text
 
@@ -141,8 +178,10 @@ def test_a_missing_folder_is_a_warning_if_files_of_t5x_are_replaced(caplog, tmp_
 def test_log_lines_and_errors_are_in_the_file_of_log_dir(capsys, tmp_path):
   argv = [*_RUN, f'--log_dir={tmp_path}/logs', '--gin.MODEL_DIR=x', '--gin.NO_SUCH=1']
   assert cli.main(argv) == 2
-  text, = [path.read_text() for path in (tmp_path / 'logs').iterdir()]
-  assert "ConfigError: --gin.NO_SUCH=1: the macro 'NO_SUCH' is not used" in text and ' ERROR ' in text
+  (text,) = [path.read_text() for path in (tmp_path / 'logs').iterdir()]
+  assert (
+    "ConfigError: --gin.NO_SUCH=1: the macro 'NO_SUCH' is not used" in text and ' ERROR ' in text
+  )
   assert not logging.getLogger('t5x_lite').handlers and 'NO_SUCH' in capsys.readouterr().err
 
 
@@ -156,7 +195,11 @@ def log(capsys, monkeypatch, tmp_path):
         getattr(logging.getLogger(name), level)('%s of %s', level, name)
     return runtime.Progress().log('progress') or 0
 
-  monkeypatch.setitem(commands.COMMANDS, 'fake', commands.Command('do something', command_flags.add_gin_arguments, run))
+  monkeypatch.setitem(
+    commands.COMMANDS,
+    'fake',
+    commands.Command('do something', command_flags.add_gin_arguments, run),
+  )
 
   def main(*argv):
     assert cli.main(['fake', f'--log_dir={tmp_path}', *argv]) == 0
@@ -168,17 +211,24 @@ def log(capsys, monkeypatch, tmp_path):
   return main
 
 
-_OURS = ['info of t5x_lite.part', 'warning: warning of t5x_lite.part', 'error: error of t5x_lite.part']
+_OURS = [
+  'info of t5x_lite.part',
+  'warning: warning of t5x_lite.part',
+  'error: error of t5x_lite.part',
+]
 
 
-@pytest.mark.parametrize('argv, first, progress', [
+@pytest.mark.parametrize(
+  'argv, first, progress',
+  [
     (['--stderrthreshold=info'], 0, True),
     (['--stderrthreshold=debug'], 0, True),
     (['--stderrthreshold=warning'], 1, False),
     (['--stderrthreshold=fatal'], 2, False),
     (['--stderrthreshold=error', '--alsologtostderr'], 0, True),
     (['--stderrthreshold=error', '--logtostderr'], 0, True),
-])
+  ],
+)
 def test_stderrthreshold_hides_lines_but_not_in_the_file(log, argv, first, progress):
   shown, written = log(*argv)
   assert shown == [*_OURS[first:], *(['progress'] * progress)]
@@ -187,9 +237,20 @@ def test_stderrthreshold_hides_lines_but_not_in_the_file(log, argv, first, progr
 
 def test_levels_of_loggers_decide_what_is_shown(log):
   before = logging.root.level, logging.root.handlers[:], logging.getLogger('jax').level
-  shown, written = log('--logger_levels=jax:INFO,other:debug,t5x_lite.part:ERROR', '--log_level=debug')
-  assert shown == [_OURS[2], 'info of jax.part', 'warning: warning of jax.part', 'error: error of jax.part',
-                   'debug of other', 'info of other', 'warning: warning of other', 'error: error of other', 'progress']
+  shown, written = log(
+    '--logger_levels=jax:INFO,other:debug,t5x_lite.part:ERROR', '--log_level=debug'
+  )
+  assert shown == [
+    _OURS[2],
+    'info of jax.part',
+    'warning: warning of jax.part',
+    'error: error of jax.part',
+    'debug of other',
+    'info of other',
+    'warning: warning of other',
+    'error: error of other',
+    'progress',
+  ]
   assert written == [line.rpartition(': ')[2] for line in shown[:-1]]
   assert 'info of other' in log('--logger_levels=root:INFO')[0]
   assert (logging.root.level, logging.root.handlers, logging.getLogger('jax').level) == before
@@ -205,6 +266,7 @@ def test_levels_of_loggers_last_while_packages_hide_their_lines(monkeypatch):
   logging_of_absl = pytest.importorskip('absl.logging')
   pytest.importorskip('seqio')
   from t5x_lite.data import seqio_evaluator, seqio_import
+
   logger = logging_of_absl.get_absl_logger()
   monkeypatch.setattr(logger, 'level', logging.INFO)
   with seqio_import.quiet():
@@ -223,14 +285,20 @@ def test_levels_of_loggers_last_while_packages_hide_their_lines(monkeypatch):
 _PLACE = ['--coordinator_address=host:99', '--process_count=2', '--process_index=1']
 
 
-@pytest.mark.parametrize('argv, expected', [
+@pytest.mark.parametrize(
+  'argv, expected',
+  [
     (_PLACE, ('auto', 'host:99', 2, 1)),
     (['--multiprocess_gpu', *_PLACE], ('on', 'host:99', 2, 1)),
     (['--multiprocess_gpu=false', *_PLACE], ('off', None, None, None)),
     (['--nomultiprocess_gpu', '--process_index=0'], ('off', None, None, None)),
-    (['--nomultiprocess_gpu', '--distributed=off', '--coordinator_address='], ('off', None, None, None)),
+    (
+      ['--nomultiprocess_gpu', '--distributed=off', '--coordinator_address='],
+      ('off', None, None, None),
+    ),
     (['--coordinator_address='], ('auto', None, None, None)),
-])
+  ],
+)
 def test_multiprocess_gpu_decides_whether_a_process_is_alone(monkeypatch, caplog, argv, expected):
   joined = []
   monkeypatch.setattr(runtime, 'join', joined.append)
@@ -242,23 +310,41 @@ def test_multiprocess_gpu_decides_whether_a_process_is_alone(monkeypatch, caplog
     assert (cfg.mode, cfg.coordinator_address, cfg.process_count, cfg.process_index) == expected
   ignored = [flag.partition('=')[0] for flag in argv if flag in (*_PLACE, '--process_index=0')]
   assert len(joined) == 2 and [record.getMessage() for record in caplog.records] == [
-      f'No effect of {", ".join(ignored)}: --multiprocess_gpu=false starts one process.'
+    f'No effect of {", ".join(ignored)}: --multiprocess_gpu=false starts one process.'
   ] * (bool(ignored) and expected[0] == 'off')
 
 
-@pytest.mark.parametrize('argv, message', [
-    (['--multiprocess_gpu', '--distributed=off'], '--distributed=off starts one process, and --multiprocess_gpu asks'),
-    (['--nomultiprocess_gpu', '--distributed=on'], '--distributed=on asks for several processes, and --multiproc'),
-])
+@pytest.mark.parametrize(
+  'argv, message',
+  [
+    (
+      ['--multiprocess_gpu', '--distributed=off'],
+      '--distributed=off starts one process, and --multiprocess_gpu asks',
+    ),
+    (
+      ['--nomultiprocess_gpu', '--distributed=on'],
+      '--distributed=on asks for several processes, and --multiproc',
+    ),
+  ],
+)
 def test_modes_that_contradict_each_other(argv, message):
   with pytest.raises(ConfigError, match=message):
     command_flags.join_cluster(_parse(*argv))
 
 
 def test_lists_of_folders_are_lines_of_csv():
-  assert command_flags._folders(['a, b', '"gs://c/d"', '"e,f"', '']) == ['a', 'b', 'gs://c/d', 'e,f']
+  assert command_flags._folders(['a, b', '"gs://c/d"', '"e,f"', '']) == [
+    'a',
+    'b',
+    'gs://c/d',
+    'e,f',
+  ]
 
 
 def test_sentences_do_not_catch_flags_that_exist():
   for command in ('train', 'eval', 'infer', 'chat', 'export', 'precompile', 'explain_sharding'):
-    assert not [flag for flag in cli._options(cli._parser([command], cli.T5X_LITE), command) if cli_flags.remedy(flag)]
+    assert not [
+      flag
+      for flag in cli._options(cli._parser([command], cli.T5X_LITE), command)
+      if cli_flags.remedy(flag)
+    ]

@@ -14,36 +14,67 @@ _RECIPE = ('train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=run
 
 
 def _environment(folder: pathlib.Path, **variables: str) -> dict[str, str]:
-  kept = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'T5X_LITE_DEBUG')}
+  kept = {
+    name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'T5X_LITE_DEBUG')
+  }
   return kept | {'PYTHONPATH': f'{_ROOT}{os.pathsep}{folder}', 'JAX_PLATFORMS': 'cpu'} | variables
 
 
-@pytest.mark.parametrize('variables, fragments', [
-    ({'JAX_PLATFORMS': 'cuda'}, ["JAX_PLATFORMS must name platforms that this machine has, got 'cuda'",
-                                 "pip install 'jax[cuda"]),
-    pytest.param({'JAX_PLATFORMS': 'cdua'}, ["got 'cdua'", "Did you mean 'cuda'?", 'Unset JAX_PLATFORMS'],
-                 marks=pytest.mark.full),
+@pytest.mark.parametrize(
+  'variables, fragments',
+  [
+    (
+      {'JAX_PLATFORMS': 'cuda'},
+      [
+        "JAX_PLATFORMS must name platforms that this machine has, got 'cuda'",
+        "pip install 'jax[cuda",
+      ],
+    ),
+    pytest.param(
+      {'JAX_PLATFORMS': 'cdua'},
+      ["got 'cdua'", "Did you mean 'cuda'?", 'Unset JAX_PLATFORMS'],
+      marks=pytest.mark.full,
+    ),
     ({'XLA_FLAGS': '--xla_no_such_flag=1'}, ["got '--xla_no_such_flag=1'", 'Unknown flag']),
-    pytest.param({'XLA_FLAGS': '--xla_force_host_platform_device_count=x'}, ["Couldn't interpret value x"],
-                 marks=pytest.mark.full),
+    pytest.param(
+      {'XLA_FLAGS': '--xla_force_host_platform_device_count=x'},
+      ["Couldn't interpret value x"],
+      marks=pytest.mark.full,
+    ),
     ({'XLA_FLAGS': 'no_such_file'}, ["got 'no_such_file'", 'Could not open file']),
-])
+  ],
+)
 def test_broken_environment(tmp_path, variables, fragments):
   if variables.get('JAX_PLATFORMS') == 'cuda' and pathlib.Path('/dev/nvidia0').exists():
     pytest.skip('This machine has the platform.')
-  done = subprocess.run([sys.executable, '-m', 't5x_lite', *_RECIPE], cwd=tmp_path, capture_output=True, text=True,
-                        env=_environment(tmp_path, **variables), timeout=120, check=False)
+  done = subprocess.run(
+    [sys.executable, '-m', 't5x_lite', *_RECIPE],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    env=_environment(tmp_path, **variables),
+    timeout=120,
+    check=False,
+  )
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith('t5x_lite: error: ') and len(done.stderr.splitlines()) == 1
   for fragment in fragments:
     assert fragment in done.stderr
 
 
-@pytest.mark.parametrize('flags, is_probed', [
-    ('', False), ('--xla_force_host_platform_device_count=8', False), ('--xla_cpu_multi_thread_eigen=false', True)])
+@pytest.mark.parametrize(
+  'flags, is_probed',
+  [
+    ('', False),
+    ('--xla_force_host_platform_device_count=8', False),
+    ('--xla_cpu_multi_thread_eigen=false', True),
+  ],
+)
 def test_sound_xla_flags_pass_and_the_usual_ones_cost_nothing(monkeypatch, flags, is_probed):
   probes, run = [], subprocess.run
-  monkeypatch.setattr(subprocess, 'run', lambda *args, **kwargs: probes.append(args) or run(*args, **kwargs))
+  monkeypatch.setattr(
+    subprocess, 'run', lambda *args, **kwargs: probes.append(args) or run(*args, **kwargs)
+  )
   monkeypatch.setenv('XLA_FLAGS', flags)
   cli_platform.check_xla_flags()
   assert len(probes) == is_probed

@@ -12,8 +12,16 @@ from t5x_lite import errors
 _ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize('extra, package', [('seqio', 'tensorflow'), ('plot', 'matplotlib'), ('grain', 'grain'),
-                                            ('cuda', 'jax'), ('tpu', 'jax')])
+@pytest.mark.parametrize(
+  'extra, package',
+  [
+    ('seqio', 'tensorflow'),
+    ('plot', 'matplotlib'),
+    ('grain', 'grain'),
+    ('cuda', 'jax'),
+    ('tpu', 'jax'),
+  ],
+)
 def test_remedies_name_packages_of_an_index(extra, package):
   _, *quoted = errors.install_command(extra).removeprefix('pip ').split(' ')
   requirements = [Requirement(text.strip("'")) for text in quoted]

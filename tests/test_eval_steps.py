@@ -22,8 +22,11 @@ def num_rows(logits, batch):
 
 def test_each_evaluation_has_its_metrics_and_equal_ones_share_a_program(monkeypatch):
   compiled, compile_fn = [], partitioning.PjitPartitioner.compile
-  monkeypatch.setattr(partitioning.PjitPartitioner, 'compile',
-                      lambda self, *args: compiled.append(args[-1]) or compile_fn(self, *args))
+  monkeypatch.setattr(
+    partitioning.PjitPartitioner,
+    'compile',
+    lambda self, *args: compiled.append(args[-1]) or compile_fn(self, *args),
+  )
   model = toy_model.make_model(metric_fns=[num_rows])
   trainer = test_trainer._trainer(model=model, eval_names=['model', 'a', 'b', 'none'])
   spec, batch = tree_utils.shapes(toy_model.make_batch()), toy_model.make_batch()
@@ -33,8 +36,15 @@ def test_each_evaluation_has_its_metrics_and_equal_ones_share_a_program(monkeypa
   trainer.compile_eval({'a': spec}, [largest_logit])
   assert len(compiled) == 3
   found = trainer.eval({name: [batch] for name in ('model', 'a', 'b', 'none')})
-  of_functions = {name: {'largest_logit', 'num_rows'} & set(metrics) for name, metrics in found.items()}
-  assert of_functions == {'model': {'num_rows'}, 'a': {'largest_logit'}, 'b': {'largest_logit'}, 'none': set()}
+  of_functions = {
+    name: {'largest_logit', 'num_rows'} & set(metrics) for name, metrics in found.items()
+  }
+  assert of_functions == {
+    'model': {'num_rows'},
+    'a': {'largest_logit'},
+    'b': {'largest_logit'},
+    'none': set(),
+  }
   expected = float(jnp.max(model.compute_logits(trainer.train_state.params, batch)[0]))
   assert float(found['a']['largest_logit'].value) == pytest.approx(expected, rel=1e-5)
   assert len({float(metrics['loss'].value) for metrics in found.values()}) == 1
@@ -43,11 +53,12 @@ def test_each_evaluation_has_its_metrics_and_equal_ones_share_a_program(monkeypa
 def test_a_trainer_whose_step_does_not_take_them(tmp_path):
 
   class OwnTrainer(trainer_lib.Trainer):
-
     def partitioned_eval_step(self):
       return super().partitioned_eval_step()
 
   trainer = test_trainer._trainer(trainer_cls=OwnTrainer)
   trainer.eval_steps.make()
-  with pytest.raises(ConfigError, match=r'^`OwnTrainer.partitioned_eval_step` must be a function of \(metric_fns\)'):
+  with pytest.raises(
+    ConfigError, match=r'^`OwnTrainer.partitioned_eval_step` must be a function of \(metric_fns\)'
+  ):
     trainer.eval_steps.make([largest_logit])

@@ -14,16 +14,22 @@ def _half_and_full(path):
   raise OSError(errno.ENOSPC, 'No space left on device')
 
 
-@pytest.mark.parametrize('content', ['grün\n', 'grün\n'.encode(), lambda path: path.write_text('grün\n', 'utf-8')])
+@pytest.mark.parametrize(
+  'content', ['grün\n', 'grün\n'.encode(), lambda path: path.write_text('grün\n', 'utf-8')]
+)
 @pytest.mark.parametrize('durable', [True, False])
 def test_content(tmp_path, content, durable, monkeypatch):
   waited, fsync = [], os.fsync
-  monkeypatch.setattr(os, 'fsync', lambda fd: (waited.append(os.readlink(f'/proc/self/fd/{fd}')), fsync(fd)))
+  monkeypatch.setattr(
+    os, 'fsync', lambda fd: (waited.append(os.readlink(f'/proc/self/fd/{fd}')), fsync(fd))
+  )
   (tmp_path / 'a').write_text('former')
   files.write(tmp_path / 'a', content, durable=durable)
   assert (tmp_path / 'a').read_text('utf-8') == 'grün\n' and os.listdir(tmp_path) == ['a']
   # The content before the name, and the name in its folder after it.
-  assert [path.partition('.tmp-')[0] for path in waited] == ([f'{tmp_path}/a', str(tmp_path)] if durable else [])
+  assert [path.partition('.tmp-')[0] for path in waited] == (
+    [f'{tmp_path}/a', str(tmp_path)] if durable else []
+  )
   umask = os.umask(0o022)
   os.umask(umask)
   assert (tmp_path / 'a').stat().st_mode & 0o777 == 0o666 & ~umask
@@ -33,8 +39,10 @@ def test_content(tmp_path, content, durable, monkeypatch):
 def test_an_error_of_a_full_disk_names_the_file_and_changes_nothing(tmp_path, monkeypatch, step):
   (tmp_path / 'a').write_text('former')
   if step != 'content':
+
     def full(*args, **kwargs):
       raise OSError(errno.ENOSPC, 'No space left on device')
+
     monkeypatch.setattr(files, step, full)
   with pytest.raises(OSError, match="No space left on device: '[^']*/a'$"):
     files.write(tmp_path / 'a', _half_and_full if step == 'content' else 'new')
@@ -50,7 +58,10 @@ def test_names_that_cannot_be_written_and_other_errors(tmp_path):
   with pytest.raises(OSError, match="'/elsewhere'"):
     files.write(tmp_path / 'a', lambda path: open('/elsewhere', encoding='utf-8'))
   with pytest.raises(KeyboardInterrupt):
-    files.write(tmp_path / 'a', lambda path: (path.write_text('half'), (_ for _ in ()).throw(KeyboardInterrupt)))
+    files.write(
+      tmp_path / 'a',
+      lambda path: (path.write_text('half'), (_ for _ in ()).throw(KeyboardInterrupt)),
+    )
   with pytest.raises(UnicodeEncodeError, match='surrogates'):
     files.write(tmp_path / 'a', '\ud800')
   assert os.listdir(tmp_path) == ['folder']
@@ -80,10 +91,15 @@ def test_appending_does_not_wait_for_a_store_and_each_writer_has_its_own_parts(s
     second.append(b'second', at_once=False)
     second.close()
   content = b''.join(part.read_bytes() for part in files.parts(name))
-  assert content.replace(header, b'') == b'1234\n5678\nabcdefgh\nleftsecond' and content.count(header) == 3
+  assert (
+    content.replace(header, b'') == b'1234\n5678\nabcdefgh\nleftsecond'
+    and content.count(header) == 3
+  )
 
 
-@pytest.mark.parametrize('name', ['s3://', 'gs://', 's3:/bucket/a', 'gs:/bucket', 'gs://bucket/a/../b'])
+@pytest.mark.parametrize(
+  'name', ['s3://', 'gs://', 's3:/bucket/a', 'gs:/bucket', 'gs://bucket/a/../b']
+)
 def test_names_that_are_neither_local_nor_in_a_store(name):
   with pytest.raises(errors.ConfigError, match=r'(s3|gs)://'):
     files.path(name)

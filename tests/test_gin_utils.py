@@ -16,7 +16,9 @@ from tests.configuration.configuration_cases import program_files  # noqa: F401
 
 
 def test_files_and_flags_reach_the_program():
-  result = cases.load('BATCH_SIZE=4', 'models.Model.rate=1e-4', 'eval/data.DatasetConfig.batch_size=2').call()
+  result = cases.load(
+    'BATCH_SIZE=4', 'models.Model.rate=1e-4', 'eval/data.DatasetConfig.batch_size=2'
+  ).call()
   assert result['total_steps'] == 10 and result['model_dir'] == 'runs/a'
   assert result['model'].width == 32 and result['model'].rate == 1e-4
   assert (result['train_cfg'].batch_size, result['eval_cfg'].batch_size) == (4, 2)
@@ -28,8 +30,11 @@ def test_files_and_flags_reach_the_program():
 
 
 def test_written_configuration_repeats_itself(tmp_path):
-  first = cases.load('BATCH_SIZE=4', "data.DatasetConfig.lengths={'targets': 2, 'inputs': 1}",
-                'models.Model.predict.num_decodes=2')
+  first = cases.load(
+    'BATCH_SIZE=4',
+    "data.DatasetConfig.lengths={'targets': 2, 'inputs': 1}",
+    'models.Model.predict.num_decodes=2',
+  )
   path = gin_utils.write_config(tmp_path / 'run', first.text, 0)
   second = gin_utils.load(cases.ENTRY, gin_utils.read([str(path)]))
   assert second.text == first.text == path.read_text()
@@ -47,11 +52,16 @@ def test_configuration_of_a_former_run_is_kept(tmp_path):
   gin_utils.write_config(tmp_path, 'A = 1\n', 5)
   assert [p.name for p in tmp_path.glob('config*')] == ['config.gin']
   gin_utils.write_config(tmp_path, 'A = 2\n', 10)
-  assert path.read_text() == 'A = 2\n' and (tmp_path / 'config-until-10.gin').read_text() == 'A = 1\n'
+  assert (
+    path.read_text() == 'A = 2\n' and (tmp_path / 'config-until-10.gin').read_text() == 'A = 1\n'
+  )
   gin_utils.write_config(tmp_path, 'A = 3\n', 10)
   assert (tmp_path / 'config-until-10-2.gin').read_text() == 'A = 2\n'
   assert sorted(p.name for p in tmp_path.glob('config*')) == [
-      'config-until-10-2.gin', 'config-until-10.gin', 'config.gin']
+    'config-until-10-2.gin',
+    'config-until-10.gin',
+    'config.gin',
+  ]
 
 
 def test_summarize_gin_config_writes_file_and_text(tmp_path):
@@ -71,7 +81,8 @@ def test_summarize_gin_config_writes_file_and_text(tmp_path):
 
 
 def test_parse_gin_flags_and_helpers(tmp_path):
-  (tmp_path / 'sum.gin').write_text(textwrap.dedent("""\
+  (tmp_path / 'sum.gin').write_text(
+    textwrap.dedent("""\
       from __gin__ import dynamic_registration
       from t5x_lite import gin_utils
       from tests.configuration import gin_program as script
@@ -80,7 +91,8 @@ def test_parse_gin_flags_and_helpers(tmp_path):
         var1 = 3
         var2 = 4
       script.unused.value = %TOTAL
-      """))
+      """)
+  )
   gin_utils.parse_gin_flags([str(tmp_path)], ['sum.gin'], ['gin_utils.sum_fn.var2 = 5'])
   assert gin.get_configurable(gin_program.unused)() == 8
   assert 'gin_utils.sum_fn.var1 = 3' in gin_utils.get_gin_config_str()
@@ -93,7 +105,8 @@ def test_parse_gin_flags_and_helpers(tmp_path):
 
 
 def test_unknown_names_are_skipped_on_request(tmp_path, caplog):
-  (tmp_path / 'a.gin').write_text(textwrap.dedent("""\
+  (tmp_path / 'a.gin').write_text(
+    textwrap.dedent("""\
       from __gin__ import dynamic_registration
       import no_such_package
       from t5x_lite import gin_utils
@@ -102,18 +115,25 @@ def test_unknown_names_are_skipped_on_request(tmp_path, caplog):
         value = %NUMBER
       gin_utils.sum_fn.var1 = %NUMBER
       NUMBER = 3
-      """))
+      """)
+  )
 
   def parse(**options):
-    gin_utils.parse_gin_flags([str(tmp_path)], ['a.gin'], ['gin_utils.other_fn.value = 4'], **options)
+    gin_utils.parse_gin_flags(
+      [str(tmp_path)], ['a.gin'], ['gin_utils.other_fn.value = 4'], **options
+    )
 
   with pytest.raises(ConfigError, match='no_such_package'):
     parse()
   with caplog.at_level('INFO'):
     parse(skip_unknown=True)
   text = gin_utils.get_gin_config_str()
-  assert 'gin_utils.sum_fn.var1 = %NUMBER' in text and 'no_such' not in text and 'other_fn' not in text
-  assert 'a.gin:2: skipped' in caplog.text and 'gin_utils.other_fn.value = 4: skipped' in caplog.text
+  assert (
+    'gin_utils.sum_fn.var1 = %NUMBER' in text and 'no_such' not in text and 'other_fn' not in text
+  )
+  assert (
+    'a.gin:2: skipped' in caplog.text and 'gin_utils.other_fn.value = 4: skipped' in caplog.text
+  )
   parse(skip_unknown=['no_such_package.fn', 'gin_utils.no_such_fn', 'gin_utils.other_fn'])
   with pytest.raises(ConfigError, match='no_such_fn'):
     parse(skip_unknown=['no_such_package.fn'])
@@ -145,26 +165,41 @@ def test_a_program_of_absl_reads_gin_flags():
       bindings = flags.DEFINE_multi_string('gin_bindings', [], 'Bindings.')
       gin_utils.run(lambda argv: print(argv[1:], bindings.value))
       """
-  done = subprocess.run([sys.executable, '-c', textwrap.dedent(program), 'x', '--gin.A=runs/a', '--gin_bindings=B = 2'],
-                        capture_output=True, text=True, timeout=60, check=False)
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(program), 'x', '--gin.A=runs/a', '--gin_bindings=B = 2'],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
   assert done.stdout == """['x'] ["A = 'runs/a'", 'B = 2']\n""", done.stderr
 
 
-@pytest.mark.parametrize('call', [
-    lambda: gin_utils.sum_fn(1), gin_utils.bool_fn, lambda: gin_utils.string_split_fn('a'),
-    lambda: gin_utils.get_gin_config_str(show_provenance=True)])
+@pytest.mark.parametrize(
+  'call',
+  [
+    lambda: gin_utils.sum_fn(1),
+    gin_utils.bool_fn,
+    lambda: gin_utils.string_split_fn('a'),
+    lambda: gin_utils.get_gin_config_str(show_provenance=True),
+  ],
+)
 def test_missing_and_unsupported_arguments_are_errors(call):
   with pytest.raises(ConfigError, match=r'_(fn|str)\.(var.|separator|show_provenance)` must be'):
     call()
 
 
 def test_required_of_gin_is_checked_when_the_configuration_is_loaded(tmp_path):
-  (tmp_path / 'a.gin').write_text(textwrap.dedent("""\
+  (tmp_path / 'a.gin').write_text(
+    textwrap.dedent("""\
       from __gin__ import dynamic_registration
       from t5x_lite import gin_utils
       from tests.configuration import gin_program as script
       script.unused.value = @gin_utils.sum_fn()
       gin_utils.sum_fn.var1 = 1
-      """))
+      """)
+  )
   with pytest.raises(ConfigError, match='gin_utils.sum_fn requires var2'):
-    gin_utils.load('tests.configuration.gin_program.unused', gin_utils.read([str(tmp_path / 'a.gin')]))
+    gin_utils.load(
+      'tests.configuration.gin_program.unused', gin_utils.read([str(tmp_path / 'a.gin')])
+    )

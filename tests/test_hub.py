@@ -14,9 +14,13 @@ pytest.importorskip('huggingface_hub')
 
 _NAME = 'google/tiny'
 _FILES = {'config.json': b'{}', 'model.safetensors': b'weights', 'spiece.model': b'pieces'}
-_SHARDED = {'config.json': b'{}', 'tokenizer_config.json': b'{}', 'model-a.safetensors': b'a',
-            'model-b.safetensors': b'b',
-            'model.safetensors.index.json': b'{"weight_map": {"x": "model-a.safetensors", "y": "model-b.safetensors"}}'}
+_SHARDED = {
+  'config.json': b'{}',
+  'tokenizer_config.json': b'{}',
+  'model-a.safetensors': b'a',
+  'model-b.safetensors': b'b',
+  'model.safetensors.index.json': b'{"weight_map": {"x": "model-a.safetensors", "y": "model-b.safetensors"}}',
+}
 
 
 @pytest.fixture(name='cache')
@@ -34,7 +38,6 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-
   def log_message(self, *_):
     pass
 
@@ -47,8 +50,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if path.startswith(f'/api/models/{_NAME}/revision/'):
       found = json.dumps({'id': _NAME, 'sha': hub_cache.COMMIT, 'siblings': []}).encode()
     elif path.startswith(f'/api/models/{_NAME}/tree/'):
-      found = json.dumps([{'type': 'file', 'path': file, 'size': len(content), 'oid': f'{i:040}'}
-                          for i, (file, content) in enumerate(contents.items())]).encode()
+      found = json.dumps(
+        [
+          {'type': 'file', 'path': file, 'size': len(content), 'oid': f'{i:040}'}
+          for i, (file, content) in enumerate(contents.items())
+        ]
+      ).encode()
     else:
       file = path.removeprefix(f'/{_NAME}/resolve/{hub_cache.COMMIT}/')
       found = contents.get(file)
@@ -72,15 +79,21 @@ def fixture_server(cache, monkeypatch):
   server = _Server({})
   threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
   monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', False)
-  monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', f'http://127.0.0.1:{server.server_port}')
-  monkeypatch.setattr('huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE',
-                      f'http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}')
+  monkeypatch.setattr(
+    'huggingface_hub.constants.ENDPOINT', f'http://127.0.0.1:{server.server_port}'
+  )
+  monkeypatch.setattr(
+    'huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE',
+    f'http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}',
+  )
   yield server
   server.shutdown()
   server.server_close()
 
 
-@pytest.mark.parametrize('name', [_NAME, f'{_NAME}@main', f'{_NAME}@{hub_cache.COMMIT}', f'{_NAME}/'])
+@pytest.mark.parametrize(
+  'name', [_NAME, f'{_NAME}@main', f'{_NAME}@{hub_cache.COMMIT}', f'{_NAME}/']
+)
 def test_a_name_is_the_folder_in_the_cache(cache, name):
   folder = hub_cache.add(cache, _NAME, _FILES)
   path = files.path(f'hf://{name}')
@@ -95,7 +108,9 @@ def test_old_names_have_no_owner(cache):
 
 @pytest.mark.parametrize('contents', [_FILES, _SHARDED])
 def test_only_the_needed_files_are_downloaded_once(server, cache, contents):
-  server.contents = contents | dict.fromkeys(('pytorch_model.bin', 'tf_model.h5', 'model.fp16.safetensors'), b'')
+  server.contents = contents | dict.fromkeys(
+    ('pytorch_model.bin', 'tf_model.h5', 'model.fp16.safetensors'), b''
+  )
   folder = files.path(f'hf://{_NAME}')
   assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents
   assert sorted(server.requested) == sorted(contents) and folder.is_relative_to(cache)
@@ -120,7 +135,9 @@ def test_weights_without_a_tokenizer_are_used_without_a_network(cache):
 def test_a_missing_model_is_explained_without_a_network(cache, cached):
   if cached:
     hub_cache.add(cache, _NAME, cached)
-  with pytest.raises(errors.CheckpointError, match='hf download google/tiny --revision v1 --local-dir tiny') as error:
+  with pytest.raises(
+    errors.CheckpointError, match='hf download google/tiny --revision v1 --local-dir tiny'
+  ) as error:
     files.path(f'hf://{_NAME}@v1')
   assert 'not in the cache' in str(error.value) and '\n' not in str(error.value)
 

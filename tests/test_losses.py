@@ -59,17 +59,31 @@ def test_weighted_cross_entropy_equals_t5x(index):
   else:
     assert weights is None
   result = losses.compute_weighted_cross_entropy(
-      jnp.asarray(ARRAYS['logits']), batch['decoder_target_tokens'], weights,
-      GOLDEN['label_smoothing'], GOLDEN['z_loss'], factor)
+    jnp.asarray(ARRAYS['logits']),
+    batch['decoder_target_tokens'],
+    weights,
+    GOLDEN['label_smoothing'],
+    GOLDEN['z_loss'],
+    factor,
+  )
   expected = [case[name] for name in ('loss', 'z_loss', 'weight_sum')]
   np.testing.assert_allclose(result, expected, rtol=GOLDEN['tol']['rtol'])
 
 
 def test_gradient_equals_t5x():
-  gradient = jax.jit(jax.grad(lambda logits: losses.compute_weighted_cross_entropy(
-      logits, jnp.asarray(ARRAYS['targets']), jnp.asarray(ARRAYS['weights']), 0.1, 1e-3)[0]))
+  gradient = jax.jit(
+    jax.grad(
+      lambda logits: losses.compute_weighted_cross_entropy(
+        logits, jnp.asarray(ARRAYS['targets']), jnp.asarray(ARRAYS['weights']), 0.1, 1e-3
+      )[0]
+    )
+  )
   np.testing.assert_allclose(
-      gradient(jnp.asarray(ARRAYS['logits'])), ARRAYS['dlogits_ls0.1_z1e-3_weights'], rtol=1e-5, atol=1e-6)
+    gradient(jnp.asarray(ARRAYS['logits'])),
+    ARRAYS['dlogits_ls0.1_z1e-3_weights'],
+    rtol=1e-5,
+    atol=1e-6,
+  )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,18 +91,30 @@ def test_gradient_equals_t5x():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('shape, label_smoothing, z_loss', [
-    ((3, 5), 0.0, 0.0), ((3, 5), 0.1, 0.0), ((3, 5), 0.0, 1e-2), ((3, 5), 0.1, 1e-2), ((4,), 0.9, 1e-2), ((), 0.1, 0.3),
-])
+@pytest.mark.parametrize(
+  'shape, label_smoothing, z_loss',
+  [
+    ((3, 5), 0.0, 0.0),
+    ((3, 5), 0.1, 0.0),
+    ((3, 5), 0.0, 1e-2),
+    ((3, 5), 0.1, 1e-2),
+    ((4,), 0.9, 1e-2),
+    ((), 0.1, 0.3),
+  ],
+)
 def test_token_cross_entropy_equals_its_definition(shape, label_smoothing, z_loss):
   logits, ids, weights = random_case(shape)
 
   def ours(logits):
-    loss, z = losses.token_cross_entropy(logits, ids, label_smoothing=label_smoothing, z_loss=z_loss)
+    loss, z = losses.token_cross_entropy(
+      logits, ids, label_smoothing=label_smoothing, z_loss=z_loss
+    )
     return jnp.sum(loss * weights), (loss, z)
 
   def plain(logits):
-    loss, z = plain_cross_entropy(logits, smoothed_one_hot(ids, logits.shape[-1], label_smoothing), z_loss)
+    loss, z = plain_cross_entropy(
+      logits, smoothed_one_hot(ids, logits.shape[-1], label_smoothing), z_loss
+    )
     return jnp.sum(loss * weights), (loss, z)
 
   (_, values), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(logits)
@@ -97,23 +123,32 @@ def test_token_cross_entropy_equals_its_definition(shape, label_smoothing, z_los
   np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('which, z_loss', [('loss', 0.0), ('loss', 1e-2), ('z', 1e-2), ('both', 1e-2)])
+@pytest.mark.parametrize(
+  'which, z_loss', [('loss', 0.0), ('loss', 1e-2), ('z', 1e-2), ('both', 1e-2)]
+)
 def test_both_outputs_are_differentiable_in_logits_and_targets(which, z_loss):
   logits, ids, weights = random_case()
   rng = np.random.default_rng(1)
   # Neither one-hot nor normalised: the derivative must not assume a distribution.
   targets = jnp.asarray(rng.uniform(size=logits.shape), jnp.float32)
   pick = {'loss': (1.0, 0.0), 'z': (0.0, 1.0), 'both': (1.0, -0.5)}[which]
-  total = lambda values: sum(share * jnp.sum(value * weights) for share, value in zip(pick, values, strict=True))
+  total = lambda values: sum(
+    share * jnp.sum(value * weights) for share, value in zip(pick, values, strict=True)
+  )
 
   def gradients(fn):
     return jax.jit(jax.grad(lambda l, t: total(fn(l, t, z_loss)), argnums=(0, 1)))(logits, targets)
 
-  for ours, expected in zip(gradients(losses.cross_entropy_with_logits), gradients(plain_cross_entropy), strict=True):
+  for ours, expected in zip(
+    gradients(losses.cross_entropy_with_logits), gradients(plain_cross_entropy), strict=True
+  ):
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
-  by_ids = jax.jit(jax.grad(
-      lambda l: total(losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=z_loss))))(logits)
+  by_ids = jax.jit(
+    jax.grad(
+      lambda l: total(losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=z_loss))
+    )
+  )(logits)
   smoothed = smoothed_one_hot(ids, logits.shape[-1], 0.1)
   expected = jax.jit(jax.grad(lambda l: total(plain_cross_entropy(l, smoothed, z_loss))))(logits)
   np.testing.assert_allclose(by_ids, expected, rtol=1e-5, atol=1e-6)
@@ -123,7 +158,10 @@ def test_soft_targets_give_the_values_of_the_definition():
   logits, ids, _ = random_case()
   targets = smoothed_one_hot(ids, logits.shape[-1], 0.3)
   np.testing.assert_allclose(
-      losses.cross_entropy_with_logits(logits, targets, 1e-3), plain_cross_entropy(logits, targets, 1e-3), rtol=1e-5)
+    losses.cross_entropy_with_logits(logits, targets, 1e-3),
+    plain_cross_entropy(logits, targets, 1e-3),
+    rtol=1e-5,
+  )
 
 
 @pytest.mark.parametrize('ids', [-1, 17, 400])
@@ -131,9 +169,12 @@ def test_an_id_outside_of_the_vocabulary_counts_as_a_one_hot_row_of_zeros(ids):
   logits, _, _ = random_case(shape=(2,))
   ids = jnp.full((2,), ids, jnp.int32)
   fns = [
-      lambda l: jnp.sum(losses.token_cross_entropy(l, ids, label_smoothing=0.2, z_loss=1e-2)[0]),
-      lambda l: jnp.sum(plain_cross_entropy(l, smoothed_one_hot(ids, 17, 0.2), 1e-2)[0])]
-  (ours, ours_gradient), (expected, expected_gradient) = (jax.jit(jax.value_and_grad(fn))(logits) for fn in fns)
+    lambda l: jnp.sum(losses.token_cross_entropy(l, ids, label_smoothing=0.2, z_loss=1e-2)[0]),
+    lambda l: jnp.sum(plain_cross_entropy(l, smoothed_one_hot(ids, 17, 0.2), 1e-2)[0]),
+  ]
+  (ours, ours_gradient), (expected, expected_gradient) = (
+    jax.jit(jax.value_and_grad(fn))(logits) for fn in fns
+  )
   assert float(ours) == pytest.approx(float(expected), rel=1e-5)
   np.testing.assert_allclose(ours_gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
@@ -142,7 +183,9 @@ def test_ids_of_a_narrow_dtype_reach_every_position_of_a_larger_vocabulary():
   logits = random_case(shape=(2,), vocab_size=300)[0]
   gradient = jax.jit(jax.grad(lambda l, ids: jnp.sum(losses.token_cross_entropy(l, ids)[0])))
   np.testing.assert_array_equal(
-      gradient(logits, jnp.asarray([3, 200], jnp.uint8)), gradient(logits, jnp.asarray([3, 200], jnp.int32)))
+    gradient(logits, jnp.asarray([3, 200], jnp.uint8)),
+    gradient(logits, jnp.asarray([3, 200], jnp.int32)),
+  )
 
 
 @pytest.mark.parametrize('soft', [True, False])
@@ -173,14 +216,18 @@ def test_large_logits_stay_accurate():
   value, gradient = jax.jit(jax.value_and_grad(fn))(logits)
   assert float(value) == pytest.approx(float(np.log1p(np.e)), rel=1e-6)
   softmax = 1.0 / (1.0 + np.e)
-  np.testing.assert_allclose(gradient, [[1 - softmax, softmax - 1, 0], [0, 0, 0]], rtol=1e-6, atol=1e-7)
+  np.testing.assert_allclose(
+    gradient, [[1 - softmax, softmax - 1, 0], [0, 0, 0]], rtol=1e-6, atol=1e-7
+  )
 
 
 def test_perfect_smoothed_prediction_has_loss_zero():
   vocab_size, label_smoothing = 9, 0.1
   ids = jnp.asarray([[2, 3, 4]], jnp.int32)
   logits = jnp.log(smoothed_one_hot(ids, vocab_size, label_smoothing))
-  loss, _, weight_sum = losses.compute_weighted_cross_entropy(logits, ids, label_smoothing=label_smoothing)
+  loss, _, weight_sum = losses.compute_weighted_cross_entropy(
+    logits, ids, label_smoothing=label_smoothing
+  )
   assert float(loss) == pytest.approx(0.0, abs=1e-5)
   assert float(weight_sum) == 3.0
 
@@ -210,7 +257,9 @@ def test_backward_pass_keeps_nothing_of_the_logits_size_but_the_logits(label_smo
 def test_compiled_memory_is_below_that_of_the_definition():
   logits = jax.ShapeDtypeStruct((4, 64, 4096), jnp.float32)
   ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
-  ours = lambda l, ids: jnp.sum(losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=1e-4)[0])
+  ours = lambda l, ids: jnp.sum(
+    losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=1e-4)[0]
+  )
   plain = lambda l, ids: jnp.sum(plain_cross_entropy(l, smoothed_one_hot(ids, 4096, 0.1), 1e-4)[0])
 
   def temporaries(fn):
@@ -224,16 +273,25 @@ def test_compiled_memory_is_below_that_of_the_definition():
 def test_vocabulary_sharded_logits_are_not_gathered():
   mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
   logits, ids, weights = random_case(shape=(8, 6), vocab_size=64)
-  fn = jax.value_and_grad(lambda l, ids: losses.compute_weighted_cross_entropy(l, ids, weights, 0.1, 1e-3)[0])
+  fn = jax.value_and_grad(
+    lambda l, ids: losses.compute_weighted_cross_entropy(l, ids, weights, 0.1, 1e-3)[0]
+  )
   sharding = NamedSharding(mesh, P('data', None, 'model'))
-  step = jax.jit(fn, in_shardings=(sharding, NamedSharding(mesh, P('data'))), out_shardings=(None, sharding))
+  step = jax.jit(
+    fn, in_shardings=(sharding, NamedSharding(mesh, P('data'))), out_shardings=(None, sharding)
+  )
   hlo = step.lower(logits, ids).compile().as_text()
-  collectives = re.findall(r'= (.*?) (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(', hlo)
+  collectives = re.findall(
+    r'= (.*?) (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(', hlo
+  )
   assert collectives
   for shape, name in collectives:
     assert name == 'all-reduce', (name, shape)
     # Two rows of six positions on each device: per-position numbers travel, logits do not.
-    assert all(np.prod([int(n) for n in dims.split(',') if n]) <= 12 for dims in re.findall(r'\[([\d,]*)\]', shape))
+    assert all(
+      np.prod([int(n) for n in dims.split(',') if n]) <= 12
+      for dims in re.findall(r'\[([\d,]*)\]', shape)
+    )
   value, gradient = step(logits, ids)
   expected_value, expected_gradient = jax.jit(fn)(logits, ids)
   assert float(value) == pytest.approx(float(expected_value), rel=1e-6)
@@ -245,20 +303,29 @@ def test_vocabulary_sharded_logits_are_not_gathered():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', [
-    'NUM_REAL_TARGET_TOKENS', 'num_total_target_tokens', 'Average_Per_Sequence', ' AVERAGE_PER_SEQUENCE '])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'NUM_REAL_TARGET_TOKENS',
+    'num_total_target_tokens',
+    'Average_Per_Sequence',
+    ' AVERAGE_PER_SEQUENCE ',
+  ],
+)
 def test_names_of_special_factors_in_any_case(name):
   member = losses.convert_special_loss_normalizing_factor_to_enum(name)
   assert member is losses.SpecialLossNormalizingFactor[name.strip().upper()]
   batch = {'decoder_target_tokens': jnp.asarray([[3, 1, 0], [4, 5, 1]])}
-  by_name, by_member = (losses.get_loss_normalizing_factor_and_weights(f, batch) for f in (name, member))
+  by_name, by_member = (
+    losses.get_loss_normalizing_factor_and_weights(f, batch) for f in (name, member)
+  )
   jax.tree.map(np.testing.assert_array_equal, by_name, by_member)
 
 
 def test_average_per_sequence_averages_segments_and_ignores_empty_rows():
   batch = {
-      'decoder_target_tokens': jnp.asarray([[3, 1, 4, 5, 6, 1], [7, 1, 0, 0, 0, 0], [0] * 6]),
-      'decoder_segment_ids': jnp.asarray([[1, 1, 2, 2, 2, 2], [1, 1, 0, 0, 0, 0], [0] * 6]),
+    'decoder_target_tokens': jnp.asarray([[3, 1, 4, 5, 6, 1], [7, 1, 0, 0, 0, 0], [0] * 6]),
+    'decoder_segment_ids': jnp.asarray([[1, 1, 2, 2, 2, 2], [1, 1, 0, 0, 0, 0], [0] * 6]),
   }
   factor, weights = losses.get_loss_normalizing_factor_and_weights('AVERAGE_PER_SEQUENCE', batch)
   expected = [[0.5, 0.5, 0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0, 0, 0, 0], [0] * 6]
@@ -274,20 +341,31 @@ def test_average_per_sequence_counts_no_padding_that_has_weights():
   rng = np.random.default_rng(0)
   # Two and one sequences with padding behind them, a full row, a row of padding alone: 4 sequences.
   segment_ids = np.asarray([[1, 1, 1, 2, 2, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1] * 7, [0] * 7])
-  targets, given = np.where(segment_ids > 0, 5, 0), rng.uniform(0.5, 2.0, segment_ids.shape).astype(np.float32)
-  batch = {'decoder_target_tokens': targets, 'decoder_loss_weights': given, 'decoder_segment_ids': segment_ids}
+  targets, given = (
+    np.where(segment_ids > 0, 5, 0),
+    rng.uniform(0.5, 2.0, segment_ids.shape).astype(np.float32),
+  )
+  batch = {
+    'decoder_target_tokens': targets,
+    'decoder_loss_weights': given,
+    'decoder_segment_ids': segment_ids,
+  }
   batch = jax.tree.map(jnp.asarray, batch)
   factor, weights = losses.get_loss_normalizing_factor_and_weights('AVERAGE_PER_SEQUENCE', batch)
   expected = np.zeros_like(given)
-  for row, segment in {(row, segment) for row, ids in enumerate(segment_ids) for segment in ids if segment}:
+  for row, segment in {
+    (row, segment) for row, ids in enumerate(segment_ids) for segment in ids if segment
+  }:
     places = segment_ids[row] == segment
     expected[row, places] = given[row, places] / given[row, places].sum()
   np.testing.assert_allclose(weights, expected, rtol=1e-6)
   assert float(factor) == pytest.approx(4.0)
   # By hand: T5X divides by 3 here, and by 4 if the padding of the second row were a sequence.
-  batch = {'decoder_target_tokens': jnp.asarray([[3, 1, 4, 1], [5, 1, 0, 0]]),
-           'decoder_segment_ids': jnp.asarray([[1, 1, 2, 2], [1, 1, 0, 0]]),
-           'decoder_loss_weights': jnp.full([2, 4], 2.0)}
+  batch = {
+    'decoder_target_tokens': jnp.asarray([[3, 1, 4, 1], [5, 1, 0, 0]]),
+    'decoder_segment_ids': jnp.asarray([[1, 1, 2, 2], [1, 1, 0, 0]]),
+    'decoder_loss_weights': jnp.full([2, 4], 2.0),
+  }
   factor, weights = losses.get_loss_normalizing_factor_and_weights('AVERAGE_PER_SEQUENCE', batch)
   np.testing.assert_array_equal(weights, [[0.5] * 4, [0.5, 0.5, 0, 0]])
   assert float(factor) == 3.0
@@ -303,7 +381,8 @@ def test_a_batch_of_padding_has_loss_and_gradient_zero(factor, given_weights):
   def loss_fn(logits):
     resolved, weights = losses.get_loss_normalizing_factor_and_weights(factor, batch)
     return losses.compute_weighted_cross_entropy(
-        logits, batch['decoder_target_tokens'], weights, 0.1, 1e-3, resolved)[0]
+      logits, batch['decoder_target_tokens'], weights, 0.1, 1e-3, resolved
+    )[0]
 
   loss, gradient = jax.jit(jax.value_and_grad(loss_fn))(random_case((2, 3))[0])
   assert float(loss) == 0.0
@@ -312,7 +391,11 @@ def test_a_batch_of_padding_has_loss_and_gradient_zero(factor, given_weights):
 
 def test_factor_may_be_traced():
   logits, ids, weights = random_case()
-  fn = jax.jit(lambda factor: losses.compute_weighted_cross_entropy(logits, ids, weights, 0.0, 1e-3, factor)[:2])
+  fn = jax.jit(
+    lambda factor: losses.compute_weighted_cross_entropy(logits, ids, weights, 0.0, 1e-3, factor)[
+      :2
+    ]
+  )
   whole = losses.compute_weighted_cross_entropy(logits, ids, weights, 0.0, 1e-3)[:2]
   np.testing.assert_allclose(fn(4.0), np.asarray(whole) / 4.0, rtol=1e-6)
 
@@ -327,10 +410,18 @@ def test_an_unknown_factor_is_rejected_with_the_nearest_name():
     losses.convert_special_loss_normalizing_factor_to_enum('average_per_sequense')
 
 
-@pytest.mark.parametrize('targets, weights, message', [
-    ((2, 3, 7), (2, 3), 'For one-hot targets'), ((2, 4), None, r'\(2, 3, 7\)'),
-    ((2, 3), (2,), r'got the shapes .*, \(2,\)')])
+@pytest.mark.parametrize(
+  'targets, weights, message',
+  [
+    ((2, 3, 7), (2, 3), 'For one-hot targets'),
+    ((2, 4), None, r'\(2, 3, 7\)'),
+    ((2, 3), (2,), r'got the shapes .*, \(2,\)'),
+  ],
+)
 def test_shapes_that_do_not_match_are_rejected(targets, weights, message):
   with pytest.raises(errors.ConfigError, match=message):
     losses.compute_weighted_cross_entropy(
-        jnp.zeros((2, 3, 7)), jnp.zeros(targets, jnp.int32), None if weights is None else jnp.ones(weights))
+      jnp.zeros((2, 3, 7)),
+      jnp.zeros(targets, jnp.int32),
+      None if weights is None else jnp.ones(weights),
+    )

@@ -16,12 +16,12 @@ def example_metrics(scale=1.0):
   """One metric of every class, as a step makes them."""
   values = scale * jnp.asarray([1.0, 2.0, 3.0])
   return {
-      'sum': metrics.Sum.from_model_output(values),
-      'per_step': metrics.AveragePerStep.from_model_output(values),
-      'time': metrics.Time(),
-      'rate': metrics.TimeRate.from_model_output(numerator=jnp.sum(values)),
-      'steps_per_time': metrics.StepsPerTime.from_model_output(),
-      'average': clu_metrics.Average.from_model_output(values),
+    'sum': metrics.Sum.from_model_output(values),
+    'per_step': metrics.AveragePerStep.from_model_output(values),
+    'time': metrics.Time(),
+    'rate': metrics.TimeRate.from_model_output(numerator=jnp.sum(values)),
+    'steps_per_time': metrics.StepsPerTime.from_model_output(),
+    'average': clu_metrics.Average.from_model_output(values),
   }
 
 
@@ -29,11 +29,20 @@ def merge(a, b):
   return {name: a[name].merge(b[name]) for name in a}
 
 
-EXPECTED = {'sum': 36.0, 'per_step': 12.0, 'time': 4.0, 'rate': 9.0, 'steps_per_time': 0.75, 'average': 4.0}
+EXPECTED = {
+  'sum': 36.0,
+  'per_step': 12.0,
+  'time': 4.0,
+  'rate': 9.0,
+  'steps_per_time': 0.75,
+  'average': 4.0,
+}
 
 
 def finish(tree, duration, num_steps):
-  tree = metrics.set_step_metrics_num_steps(metrics.set_time_metrics_duration(tree, duration), num_steps)
+  tree = metrics.set_step_metrics_num_steps(
+    metrics.set_time_metrics_duration(tree, duration), num_steps
+  )
   return {name: float(metric.compute()) for name, metric in tree.items()}
 
 
@@ -49,8 +58,11 @@ def test_merging_works_compiled_and_inside_a_loop():
 
   @jax.jit
   def looped(scales):
-    zero = jax.tree.map(metrics.shape_obj_to_defined_obj, jax.eval_shape(example_metrics, 1.0),
-                        is_leaf=metrics.is_metric_obj)
+    zero = jax.tree.map(
+      metrics.shape_obj_to_defined_obj,
+      jax.eval_shape(example_metrics, 1.0),
+      is_leaf=metrics.is_metric_obj,
+    )
     return jax.lax.fori_loop(0, 3, lambda i, total: merge(total, example_metrics(scales[i])), zero)
 
   assert finish(looped(jnp.asarray([1.0, 2.0, 3.0])), 4.0, 3) == EXPECTED
@@ -73,14 +85,17 @@ def test_merging_keeps_time_and_rejects_durations_that_are_set():
         pair[0].merge(pair[1])
 
 
-@pytest.mark.parametrize('metric, setter', [
+@pytest.mark.parametrize(
+  'metric, setter',
+  [
     (metrics.Time(), 'set_time_metrics_duration'),
     (metrics.TimeRate(numerator=1.0), 'set_time_metrics_duration'),
     (metrics.StepsPerTime(), 'set_time_metrics_duration'),
     (metrics.AveragePerStep(steps=None, total=1.0), 'set_step_metrics_num_steps'),
     (metrics.Step(steps=None), 'set_step_metrics_num_steps'),
     (metrics.StepsPerTime(steps=None, duration=1.0), 'set_step_metrics_num_steps'),
-])
+  ],
+)
 def test_computing_without_steps_or_duration_names_the_function_to_call(metric, setter):
   with pytest.raises(ValueError, match=setter):
     metric.compute()
@@ -95,23 +110,38 @@ def test_setters_touch_only_their_own_metrics_in_any_tree():
   stepped = metrics.set_step_metrics_num_steps(timed, 5)
   assert stepped[0]['steps_per_time'] == metrics.StepsPerTime(duration=2.0, steps=5)
   assert [name for name, metric in tree[0].items() if metrics.is_time_metric(metric)] == [
-      'time', 'rate', 'steps_per_time']
+    'time',
+    'rate',
+    'steps_per_time',
+  ]
 
 
 def test_metrics_of_the_last_step_are_joined_and_separated():
-  parts = {**example_metrics(), 'layers': metrics.AveragePerStep(total=jnp.arange(3.0), steps=1),
-           'none': metrics.ArrayAverage.from_model_output(jnp.ones((2, 0)))}
+  parts = {
+    **example_metrics(),
+    'layers': metrics.AveragePerStep(total=jnp.arange(3.0), steps=1),
+    'none': metrics.ArrayAverage.from_model_output(jnp.ones((2, 0))),
+  }
   joined = jax.jit(metrics.OfLastStep.join)(parts)
   assert len(jax.tree.leaves(joined)) == 2  # float32 and int32
-  for found in (joined.separate(), jax.device_get(joined).separate(), metrics.separate({'a': joined})):
+  for found in (
+    joined.separate(),
+    jax.device_get(joined).separate(),
+    metrics.separate({'a': joined}),
+  ):
     assert list(found) == sorted(parts)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(parts), strict=True):
       np.testing.assert_array_equal(a, b)
       assert a.shape == jnp.shape(b) and a.dtype == jnp.result_type(b)
   later = metrics.OfLastStep.join(example_metrics(2.0))
   assert joined.merge(later) is later
-  assert metrics.separate({'sum': metrics.Sum(1), 'a': later})['sum'].total == 12  # the last of a name
-  assert metrics.OfLastStep.join({'a': metrics.Sum(3), 'b': metrics.Sum(4)}).compute() == {'a': 3, 'b': 4}
+  assert (
+    metrics.separate({'sum': metrics.Sum(1), 'a': later})['sum'].total == 12
+  )  # the last of a name
+  assert metrics.OfLastStep.join({'a': metrics.Sum(3), 'b': metrics.Sum(4)}).compute() == {
+    'a': 3,
+    'b': 4,
+  }
 
 
 def test_helpers():

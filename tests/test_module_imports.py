@@ -15,8 +15,11 @@ def test_a_module_is_imported_by_name(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   module_imports.import_module('tasks_for_import')
   assert sys.modules.pop('tasks_for_import').VALUE == 1
-  with pytest.raises(ConfigError, match="'broken_for_import' cannot be imported: there is no module 'module_that_is_mi"
-                     "ssing'. Install it, or correct the import"):
+  with pytest.raises(
+    ConfigError,
+    match="'broken_for_import' cannot be imported: there is no module 'module_that_is_mi"
+    "ssing'. Install it, or correct the import",
+  ):
     module_imports.import_module('broken_for_import')
   with pytest.raises(ConfigError, match='or add the folder to PYTHONPATH. Omit the suffix .py'):
     module_imports.import_module('missing_for_import.py')
@@ -32,6 +35,8 @@ def test_a_folder_t5x_is_not_t5x(tmp_path, monkeypatch, line):
   with pytest.raises(ConfigError, match=r'After t5x_lite.compat.install\(\), t5x means'):
     module_imports.import_module('tasks_with_t5x')
   (tmp_path / 'a.gin').write_text('import tasks_with_t5x')
-  with pytest.raises(ConfigError, match='a.gin:1: importing tasks_with_t5x failed.*After t5x_lite.compat.install'):
+  with pytest.raises(
+    ConfigError, match='a.gin:1: importing tasks_with_t5x failed.*After t5x_lite.compat.install'
+  ):
     gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([str(tmp_path / 'a.gin')]))
   sys.modules.pop('t5x', None)

@@ -19,10 +19,16 @@ from tests import processes
 
 _ROOT = pathlib.Path(__file__).parents[1]
 # Buffered output, as is usual: an error may come as late as at the end.
-_ENVIRONMENT = {**os.environ, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'PYTHONUNBUFFERED': ''}
+_ENVIRONMENT = {
+  **os.environ,
+  'PYTHONPATH': str(_ROOT),
+  'JAX_PLATFORMS': 'cpu',
+  'XLA_FLAGS': '',
+  'PYTHONUNBUFFERED': '',
+}
 
 # A command that writes in every way that libraries do, then leaves proof that it came to its end.
-_WRITES = '''
+_WRITES = """
     import contextlib, logging, subprocess, sys, threading, warnings
     from t5x_lite import cli, errors, standard_streams
     from t5x_lite.apps import commands
@@ -62,13 +68,23 @@ _WRITES = '''
 
     commands.COMMANDS['fake'] = commands.Command('write', lambda parser: None, run)
     sys.exit(cli.main(['fake']))
-    '''
+    """
 
 
 def _start(code, *arguments, redirection='', environment=None, **kwargs):
   return subprocess.Popen(
-      ['sh', '-c', f'exec "$0" -c "$@" {redirection}', sys.executable, textwrap.dedent(code), *map(str, arguments)],
-      cwd=_ROOT, env=environment or _ENVIRONMENT, **kwargs)
+    [
+      'sh',
+      '-c',
+      f'exec "$0" -c "$@" {redirection}',
+      sys.executable,
+      textwrap.dedent(code),
+      *map(str, arguments),
+    ],
+    cwd=_ROOT,
+    env=environment or _ENVIRONMENT,
+    **kwargs,
+  )
 
 
 def _dead_pipe():
@@ -94,12 +110,25 @@ def _full_pipe():
 
 
 @pytest.mark.parametrize('end, status', [('request', 75), ('defect', 1)])
-@pytest.mark.parametrize('output', [_dead_pipe, _dead_terminal, _full_pipe, '>/dev/full 2>&1', '<&- >&- 2>&-'])
-def test_work_ends_with_its_own_status_whatever_becomes_of_its_output(tmp_path, output, end, status):
+@pytest.mark.parametrize(
+  'output', [_dead_pipe, _dead_terminal, _full_pipe, '>/dev/full 2>&1', '<&- >&- 2>&-']
+)
+def test_work_ends_with_its_own_status_whatever_becomes_of_its_output(
+  tmp_path, output, end, status
+):
   out = tmp_path / 'out'
   fd = os.open(os.devnull, os.O_WRONLY) if isinstance(output, str) else output()
-  process = _start(_WRITES, out, 'news', 'now', end, redirection=output if isinstance(output, str) else '',
-                   stdin=subprocess.DEVNULL, stdout=fd, stderr=fd)
+  process = _start(
+    _WRITES,
+    out,
+    'news',
+    'now',
+    end,
+    redirection=output if isinstance(output, str) else '',
+    stdin=subprocess.DEVNULL,
+    stdout=fd,
+    stderr=fd,
+  )
   os.close(fd)
   process.wait(timeout=60)
   assert process.returncode == status
@@ -109,7 +138,9 @@ def test_work_ends_with_its_own_status_whatever_becomes_of_its_output(tmp_path, 
 def test_a_reader_that_ends_in_the_meantime(tmp_path):
   out = tmp_path / 'out'
   reader, writer = os.pipe()
-  process = _start(_WRITES, out, 'news', 'later', 'request', stdin=subprocess.PIPE, stdout=writer, stderr=writer)
+  process = _start(
+    _WRITES, out, 'news', 'later', 'request', stdin=subprocess.PIPE, stdout=writer, stderr=writer
+  )
   os.close(writer)
   with open(reader) as f:
     assert f.readline() == 'text\n'
@@ -133,9 +164,13 @@ def test_output_comes_back_with_its_space(monkeypatch):
     assert os.read(reader, 100) == 'é\\udcff\n'.encode()
 
 
-@pytest.mark.parametrize('output, status, error', [
-    (_dead_pipe, 0, ''), ('>/dev/full', 74, 't5x_lite: error: No space left on device')])
-def test_a_result_that_cannot_be_written_is_an_error_unless_its_reader_has_enough(output, status, error):
+@pytest.mark.parametrize(
+  'output, status, error',
+  [(_dead_pipe, 0, ''), ('>/dev/full', 74, 't5x_lite: error: No space left on device')],
+)
+def test_a_result_that_cannot_be_written_is_an_error_unless_its_reader_has_enough(
+  output, status, error
+):
   code = """
       import sys
       from t5x_lite import cli
@@ -144,12 +179,19 @@ def test_a_result_that_cannot_be_written_is_an_error_unless_its_reader_has_enoug
       sys.exit(cli.main(['fake']))
       """
   fd = subprocess.DEVNULL if isinstance(output, str) else output()
-  process = _start(code, redirection=output if isinstance(output, str) else '', stdout=fd, stderr=subprocess.PIPE,
-                   text=True)
+  process = _start(
+    code,
+    redirection=output if isinstance(output, str) else '',
+    stdout=fd,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
   if fd != subprocess.DEVNULL:
     os.close(fd)
   _, err = process.communicate(timeout=60)
-  assert process.returncode == status and err.startswith(error) and len(err.splitlines()) == bool(error), err
+  assert (
+    process.returncode == status and err.startswith(error) and len(err.splitlines()) == bool(error)
+  ), err
 
 
 def test_a_broken_pipe_of_a_data_source_is_an_error(capsys, monkeypatch):
@@ -200,7 +242,11 @@ def test_a_run_without_output_saves_when_its_terminal_closes(tmp_path, environme
   process = _start(_TRAINS, tmp_path, 10**6, environment=environment, redirection='>&- 2>/dev/full')
   metrics = tmp_path / 'train/metrics.jsonl'
   deadline = time.monotonic() + 300
-  while process.poll() is None and not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+  while (
+    process.poll() is None
+    and not (metrics.exists() and metrics.stat().st_size)
+    and time.monotonic() < deadline
+  ):
     time.sleep(0.05)
   process.send_signal(signal.SIGHUP)
   process.send_signal(signal.SIGHUP)
@@ -209,12 +255,23 @@ def test_a_run_without_output_saves_when_its_terminal_closes(tmp_path, environme
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('redirection, status', [
-    ('2>&1 | head -2', 0), ('>&- 2>&-', 0), ('>/dev/full 2>&1', 0), ('2>&1 >&- | true', 0)])
+@pytest.mark.parametrize(
+  'redirection, status',
+  [('2>&1 | head -2', 0), ('>&- 2>&-', 0), ('>/dev/full 2>&1', 0), ('2>&1 >&- | true', 0)],
+)
 def test_a_recipe_survives_its_output(tmp_path, environment, redirection, status):
-  flags = ['--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin', f'--gin.MODEL_DIR={tmp_path}/run',
-           '--gin.TRAIN_STEPS=3', '--gin.EVAL_PERIOD=2', '--gin.SAVING_PERIOD=1', '--gin.BATCH_SIZE=8']
+  flags = [
+    '--gin_file=recipes/keyword_cloze.gin',
+    '--gin.DATA_SOURCE=builtin',
+    f'--gin.MODEL_DIR={tmp_path}/run',
+    '--gin.TRAIN_STEPS=3',
+    '--gin.EVAL_PERIOD=2',
+    '--gin.SAVING_PERIOD=1',
+    '--gin.BATCH_SIZE=8',
+  ]
   command = f'{{ "$0" -m t5x_lite train "$@"; echo $? >{tmp_path}/status; }} {redirection}'
-  subprocess.run(['sh', '-c', command, sys.executable, *flags], cwd=_ROOT, env=environment, timeout=600)
+  subprocess.run(
+    ['sh', '-c', command, sys.executable, *flags], cwd=_ROOT, env=environment, timeout=600
+  )
   assert int((tmp_path / 'status').read_text()) == status
   assert checkpoints.all_steps(tmp_path / 'run') == [1, 2, 3]

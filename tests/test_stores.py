@@ -28,12 +28,14 @@ _BODY = bytes(range(256)) * 64 + b'\r\n--\r\n\x85\x0b'
 def _filesystem(store):
   """Returns fsspec's file system of the store, which keeps no listings."""
   import fsspec
+
   return fsspec.filesystem(store.root.partition(':')[0], use_listings_cache=False)
 
 
 def _kvstore(store, path=''):
   """Returns TensorStore's view of the store."""
   import tensorstore
+
   return tensorstore.KvStore.open(store.spec(path)).result()
 
 
@@ -51,7 +53,9 @@ def _request(store, method, path, body=None):
   """Returns status and body of the answer to one request, without retries."""
   connection = http.client.HTTPConnection(store.proxy.url.removeprefix('http://'), timeout=30)
   try:
-    connection.request(method, path, body, stores.SIGNED | {'Content-Type': 'application/octet-stream'})
+    connection.request(
+      method, path, body, stores.SIGNED | {'Content-Type': 'application/octet-stream'}
+    )
     answer = connection.getresponse()
     return answer.status, answer.read()
   finally:
@@ -85,6 +89,7 @@ def test_fsspec(store):
 
 def test_epath(store):
   from etils import epath
+
   path = epath.Path(store.root) / 'folder' / 'file.txt'
   path.write_text('text')
   assert path.read_text() == 'text' and path.parent.is_dir() and [*path.parent.iterdir()] == [path]
@@ -109,9 +114,17 @@ def test_tensorstore(store):
 
 def test_tensorstore_arrays(store):
   import tensorstore
+
   array = np.arange(600_000, dtype=np.float32).reshape(600, 1000)
-  for kvstore in (store.spec('zarr/'), {'driver': 'ocdbt', 'base': store.spec('ocdbt/'), 'path': 'array/'}):
-    spec = {'driver': 'zarr3', 'kvstore': kvstore, 'metadata': {'shape': array.shape, 'data_type': 'float32'}}
+  for kvstore in (
+    store.spec('zarr/'),
+    {'driver': 'ocdbt', 'base': store.spec('ocdbt/'), 'path': 'array/'},
+  ):
+    spec = {
+      'driver': 'zarr3',
+      'kvstore': kvstore,
+      'metadata': {'shape': array.shape, 'data_type': 'float32'},
+    }
     tensorstore.open(spec, create=True).result().write(array).result()
     read = tensorstore.open({'driver': 'zarr3', 'kvstore': kvstore}).result()
     np.testing.assert_array_equal(read.read().result(), array)
@@ -133,8 +146,14 @@ def test_conditions(store):
   assert kv.read('lease').result().state == 'missing'
   # S3 is asked by a HEAD first.
   assert store.proxy.count(operation='write|delete|stat', status=412) == 3
-  stale = subprocess.run([sys.executable, '-c', _OTHER_PROCESS, json.dumps(store.spec())], env=os.environ | store.env,
-                         capture_output=True, text=True, check=True, timeout=60).stdout
+  stale = subprocess.run(
+    [sys.executable, '-c', _OTHER_PROCESS, json.dumps(store.spec())],
+    env=os.environ | store.env,
+    capture_output=True,
+    text=True,
+    check=True,
+    timeout=60,
+  ).stdout
   assert stale == 'created\n' and kv.read('lease').result().value == b'other'
 
 
@@ -168,13 +187,19 @@ def test_one_of_many_wins(store):
         write = write or _write(kv.read('lease').result().stamp.generation)
         stamps = [*pool.map(write, range(10, 18))]
         read = kv.read(name).result()
-        assert [10 + i for i, stamp in enumerate(stamps) if stamp == read.stamp.generation] == [int(read.value)]
+        assert [10 + i for i, stamp in enumerate(stamps) if stamp == read.stamp.generation] == [
+          int(read.value)
+        ]
 
 
 def test_listing_of_many(store):
   fs = _filesystem(store)
   fs.pipe({f'{store.root}/{i:04}': b'' for i in range(1100)})
-  assert store.names() == [f'{i:04}' for i in range(1100)] == [name[-4:] for name in fs.ls(store.root, detail=False)]
+  assert (
+    store.names()
+    == [f'{i:04}' for i in range(1100)]
+    == [name[-4:] for name in fs.ls(store.root, detail=False)]
+  )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -308,13 +333,16 @@ def test_skipped_only_without_the_packages(kind, monkeypatch):
 
 def test_emulators_end_when_the_tests_are_killed(gcs_store, s3_store):
   del gcs_store, s3_store  # their packages are installed
-  started = processes.start("""
+  started = processes.start(
+    """
       import pytest
       from tests import stores
       proxies = [stores._proxy(kind) for kind in stores.KINDS]
       print(*(proxy._port for proxy in proxies), flush=True)
       input()
-      """, stdin=subprocess.PIPE)
+      """,
+    stdin=subprocess.PIPE,
+  )
   ports = [int(port) for port in started.stdout.readline().split()]
   started.kill()
   started.communicate()

@@ -23,11 +23,14 @@ def test_losses(factor):
   assert (value.dtype, grad.dtype) == (jnp.float32, jnp.bfloat16)
 
 
-@pytest.mark.parametrize('layer', [
+@pytest.mark.parametrize(
+  'layer',
+  [
     layers.LayerNorm(dtype=jnp.bfloat16),
     layers.DenseGeneral(6, dtype=jnp.bfloat16, kernel_axes=('embed', 'mlp')),
     layers.MlpBlock(intermediate_dim=6, activations=('gelu', 'linear'), dtype=jnp.bfloat16),
-])
+  ],
+)
 def test_layers(layer):
   def apply(key, x):
     variables = layer.init({'params': key, 'dropout': key}, x)
@@ -38,16 +41,28 @@ def test_layers(layer):
   assert y.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize('make', [
+@pytest.mark.parametrize(
+  'make',
+  [
     lambda: optimizers.Adafactor(beta1=0.9, weight_decay_rate=0.1),
     lambda: optimizers.scaled_adam(clipping_scale=2.0),
     lambda: optimizers.distributed_shampoo(
-        block_size=64, graft_type='RMSPROP_NORMALIZED', clip_by_scaled_gradient_norm=1.0, weight_decay=0.1),
+      block_size=64,
+      graft_type='RMSPROP_NORMALIZED',
+      clip_by_scaled_gradient_norm=1.0,
+      weight_decay=0.1,
+    ),
     lambda: optimizers.distributed_shampoo(block_size=64, shard_optimizer_states=True),
     lambda: optimizers.distributed_shampoo(
-        block_size=64, root_method='eigh', spread_roots=True, preconditioning_compute_steps=4,
-        best_effort_memory_usage_reduction=True, quantize_statistics=True),
-])
+      block_size=64,
+      root_method='eigh',
+      spread_roots=True,
+      preconditioning_compute_steps=4,
+      best_effort_memory_usage_reduction=True,
+      quantize_statistics=True,
+    ),
+  ],
+)
 def test_optimizers(make):
   """Parameters and gradients are bfloat16, statistics float32."""
   params = {'w': jnp.ones((256, 128), jnp.bfloat16), 'b': jnp.ones((3,), jnp.bfloat16)}

@@ -6,26 +6,33 @@ from t5x_lite import errors, models, trainer
 from tests.models import model_cases as cases
 
 
-@pytest.mark.parametrize('base, name, ours', [
+@pytest.mark.parametrize(
+  'base, name, ours',
+  [
     (models.EncoderDecoderModel, '_compute_logits', 'compute_logits'),
     (trainer.Trainer, '_partitioned_train_step', 'partitioned_train_step'),
-])
+  ],
+)
 def test_names_that_only_t5x_calls_are_rejected(base, name, ours):
-  with pytest.raises(errors.ConfigError, match=rf'^Mine.{name} of T5X has no effect in t5x_lite. Define {ours}\b'):
+  with pytest.raises(
+    errors.ConfigError, match=rf'^Mine.{name} of T5X has no effect in t5x_lite. Define {ours}\b'
+  ):
     type('Mine', (base,), {name: None})
   type('Mine', (base,), {ours: getattr(base, ours)})
 
 
 def test_calls_of_names_that_only_t5x_has_name_ours():
   class Mine(cases.make_model().__class__):
-
     @property
     def broken(self):
       raise AttributeError('of the property')
 
   model = cases.make_model(model_cls=Mine)
-  for name, message in (('_compute_logits', 'Mine has no _compute_logits of T5X. Use compute_logits of t5x_lite'),
-                        ('broken', '^of the property$'), ('absent', "'Mine' object has no attribute 'absent'")):
+  for name, message in (
+    ('_compute_logits', 'Mine has no _compute_logits of T5X. Use compute_logits of t5x_lite'),
+    ('broken', '^of the property$'),
+    ('absent', "'Mine' object has no attribute 'absent'"),
+  ):
     with pytest.raises(AttributeError, match=message):
       getattr(model, name)
 

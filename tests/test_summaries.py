@@ -31,14 +31,21 @@ def test_scalars_are_in_both_files(tmp_path):
   writer.close()
   rows = summaries.read_metrics(tmp_path / 'metrics.jsonl')
   assert [{k: v for k, v in row.items() if k != 'wall_time'} for row in rows[:1]] == [
-      {'step': 3, 'loss': 0.5, 'accuracy': 0.25}]
+    {'step': 3, 'loss': 0.5, 'accuracy': 0.25}
+  ]
   assert math.isnan(rows[1]['loss']) and rows[1]['a/b'] == -math.inf
   assert abs(rows[0]['wall_time'] - os.path.getmtime(tmp_path / 'metrics.jsonl')) < 60
-  for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():  # Strict JSON: other readers must not stumble.
+  for line in (
+    (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  ):  # Strict JSON: other readers must not stumble.
     json.loads(line, parse_constant=lambda name: pytest.fail(f'{name} is not JSON'))
   assert event_files.scalars(tmp_path)[:2] == [(3, 'loss', 0.5), (3, 'accuracy', 0.25)]
-  texts = [v.tensor.string_val[0] for e in event_files.read(tmp_path) for v in e.summary.value
-           if v.tag.startswith('config')]
+  texts = [
+    v.tensor.string_val[0]
+    for e in event_files.read(tmp_path)
+    for v in e.summary.value
+    if v.tag.startswith('config')
+  ]
   assert texts == [b'x = 1']
 
 
@@ -55,7 +62,7 @@ def test_flushed_lines_survive_a_kill(tmp_path):
 
 def test_a_full_disk_is_told_and_does_not_hang(tmp_path):
   # As in a disk that fills up: files of this process may not grow.
-  script = '''
+  script = """
 import resource, signal, sys
 from t5x_lite import summaries
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -73,13 +80,25 @@ except OSError as e:
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 manager.write_scalars(200, {'loss': 2.0})
 manager.close_files()
-'''
-  done = subprocess.run([sys.executable, '-c', script, str(tmp_path)], capture_output=True, text=True, timeout=60,
-                        check=False)
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', script, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
   assert done.stdout.startswith('told: '), done
   written = [(step, name) for step, name, _ in event_files.scalars(tmp_path / 'train')]
-  assert written == [(1, 'loss'), *((step, f'metric_{i}') for step in range(200) for i in range(10)), (200, 'loss')]
-  assert [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')] == [1, 200]
+  assert written == [
+    (1, 'loss'),
+    *((step, f'metric_{i}') for step in range(200) for i in range(10)),
+    (200, 'loss'),
+  ]
+  assert [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')] == [
+    1,
+    200,
+  ]
 
 
 def test_a_first_write_waits_for_a_disk_with_free_space(tmp_path):
@@ -92,7 +111,10 @@ def test_a_first_write_waits_for_a_disk_with_free_space(tmp_path):
   folder.write_text('')  # No folder can be made, and no file opened.
   manager.write_scalars(2, {'loss': 2.0})
   manager.start_duration_timer()
-  assert float(manager.write_metrics_summary(_metrics(12.0), step=3, num_steps=4).result()['loss'].value) == 3.0
+  assert (
+    float(manager.write_metrics_summary(_metrics(12.0), step=3, num_steps=4).result()['loss'].value)
+    == 3.0
+  )
   for _ in range(2):
     with pytest.raises(OSError, match='train'):
       manager.flush()
@@ -100,10 +122,15 @@ def test_a_first_write_waits_for_a_disk_with_free_space(tmp_path):
   (tmp_path / 'moved').rename(folder)
   manager.write_scalars(4, {'loss': 4.0})
   manager.flush()
-  assert [(row['step'], row['loss']) for row in summaries.read_metrics(folder / 'metrics.jsonl')] == [
-      (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+  assert [
+    (row['step'], row['loss']) for row in summaries.read_metrics(folder / 'metrics.jsonl')
+  ] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
   assert [(step, value) for step, name, value in event_files.scalars(folder) if name == 'loss'] == [
-      (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    (1, 1.0),
+    (2, 2.0),
+    (3, 3.0),
+    (4, 4.0),
+  ]
   manager.close()
 
 
@@ -120,7 +147,8 @@ def test_discard_after_cuts_later_steps_and_half_lines(tmp_path):
   for folder in ('train', 'training_eval/task', 'inference_eval/task', 'elsewhere'):
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / folder / 'metrics.jsonl').write_text(
-        '{"step": 5, "loss": 1.0}\n{"step": 10, "loss": 0.5}\n{"step": 11, "lo')
+      '{"step": 5, "loss": 1.0}\n{"step": 10, "loss": 0.5}\n{"step": 11, "lo'
+    )
   summaries.discard_after(tmp_path, 5)
   files = summaries.metrics_files(tmp_path)
   assert list(files) == ['train', 'training_eval/task', 'inference_eval/task']
@@ -133,7 +161,10 @@ def test_discard_after_cuts_later_steps_and_half_lines(tmp_path):
 
 def test_discard_after_changes_each_file_atomically(tmp_path, monkeypatch):
   before = '{"step": 5}\n{"step": 11}\n{"step": 4}\n'  # of two evaluations: not cut by truncation
-  paths = [tmp_path / folder / 'metrics.jsonl' for folder in ('train', 'training_eval/a', 'training_eval/b')]
+  paths = [
+    tmp_path / folder / 'metrics.jsonl'
+    for folder in ('train', 'training_eval/a', 'training_eval/b')
+  ]
   for path in paths:
     path.parent.mkdir(parents=True)
     path.write_text(before)
@@ -161,8 +192,13 @@ def test_discard_after_deletes_later_predictions(tmp_path):
   folder.mkdir(parents=True)
   (folder / 'metrics.jsonl').write_text('{"step": 5}\n{"step": 10}\n')
   (folder.parent / 'task-metrics.jsonl').write_text('{"step": 5}\n{"step": 10}\n')
-  kept = [folder / 'predictions-5.jsonl', folder / 'predictions-final.jsonl', folder.parent / 'task-000005.jsonl',
-          folder.parent / 'task-two-000010.jsonl', folder / 'task-10.jsonl']
+  kept = [
+    folder / 'predictions-5.jsonl',
+    folder / 'predictions-final.jsonl',
+    folder.parent / 'task-000005.jsonl',
+    folder.parent / 'task-two-000010.jsonl',
+    folder / 'task-10.jsonl',
+  ]
   gone = [folder / 'predictions-10.jsonl', folder.parent / 'task-000010.jsonl']
   for path in kept + gone:
     path.write_text('{}\n')
@@ -223,9 +259,9 @@ def test_facts_of_a_process_stay_out_of_the_lines(tmp_path):
 
 def _metrics(total, steps=1):
   return {
-      'loss': metrics_lib.AveragePerStep.from_model_output(jnp.asarray(total)),
-      'accuracy': clu.metrics.Average.from_model_output(jnp.asarray([1.0, 0.0])),
-      'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(steps=steps),
+    'loss': metrics_lib.AveragePerStep.from_model_output(jnp.asarray(total)),
+    'accuracy': clu.metrics.Average.from_model_output(jnp.asarray([1.0, 0.0])),
+    'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(steps=steps),
   }
 
 
@@ -267,9 +303,16 @@ def test_errors_of_the_thread_surface(tmp_path):
 
 @pytest.mark.full  # by default, tests/repository/test_start_up.py imports it in a dry run
 def test_summaries_import_no_tensorflow():
-  code = ("import sys, t5x_lite.summaries; "
-          "sys.exit(str([m for m in ('tensorflow', 'torch', 'tensorboard') if m in sys.modules] or ''))")
-  assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False).stderr.strip() == ''
+  code = (
+    'import sys, t5x_lite.summaries; '
+    "sys.exit(str([m for m in ('tensorflow', 'torch', 'tensorboard') if m in sys.modules] or ''))"
+  )
+  assert (
+    subprocess.run(
+      [sys.executable, '-c', code], capture_output=True, text=True, check=False
+    ).stderr.strip()
+    == ''
+  )
 
 
 def test_arrays_are_only_in_lines(tmp_path):
@@ -284,8 +327,9 @@ def test_arrays_are_only_in_lines(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   first = json.loads(path.read_text().splitlines()[0])
   assert first['load'] == [0.5, 0.25, 'NaN'] and first['loss'] == 2.0
-  assert [{k: v for k, v in row.items() if k != 'wall_time'} for row in summaries.read_metrics(path)] == [
-      {'step': 4, 'loss': 2.0}, {'step': 5, 'loss': 1.0}, {'step': 6}]
+  assert [
+    {k: v for k, v in row.items() if k != 'wall_time'} for row in summaries.read_metrics(path)
+  ] == [{'step': 4, 'loss': 2.0}, {'step': 5, 'loss': 1.0}, {'step': 6}]
   arrays = summaries.read_arrays(path)
   assert [row['step'] for row in arrays] == [4, 6]
   np.testing.assert_array_equal(arrays[0]['load'], [0.5, 0.25, np.nan])
@@ -326,8 +370,12 @@ def test_a_resumed_run_in_a_store_has_the_lines_of_an_uninterrupted_one(store, m
   # TensorBoard reads files in the order of their names, and each must begin with the version.
   events = sorted(files.path(f'{store.root}/train').glob('*tfevents*'))
   assert len(events) > 4 and all(b'brain.Event:2' in part.read_bytes()[:60] for part in events)
-  scalars = [(e.step, v.simple_value) for part in events for e in event_files.records(part.read_bytes())
-             for v in e.summary.value]
+  scalars = [
+    (e.step, v.simple_value)
+    for part in events
+    for e in event_files.records(part.read_bytes())
+    for v in e.summary.value
+  ]
   assert scalars == [(step, step) for step in [*range(1, 11), *range(4, 13)]]
 
 
@@ -343,7 +391,9 @@ def test_metrics_wait_in_memory_while_a_store_does_not_answer(s3_store, monkeypa
       manager.write_scalars(2, {'loss': 2.0})
     manager.flush()
     files.write(f'{s3_store.root}/manifest', b'')
-    assert [row['step'] for row in summaries.read_metrics(f'{s3_store.root}/train/metrics.jsonl')] == [1, 2]
+    assert [
+      row['step'] for row in summaries.read_metrics(f'{s3_store.root}/train/metrics.jsonl')
+    ] == [1, 2]
 
 
 def test_a_writer_that_is_made_while_a_store_does_not_answer(s3_store, monkeypatch):
@@ -355,6 +405,7 @@ def test_a_writer_that_is_made_while_a_store_does_not_answer(s3_store, monkeypat
         manager.write_scalars(step, {'loss': float(step)})
         manager.flush()
       files.write(f'{s3_store.root}/manifest', b'')
-      assert [row['step'] for row in summaries.read_metrics(f'{s3_store.root}/training_eval/a/metrics.jsonl')] == [
-          *range(1, step + 1)]
-
+      assert [
+        row['step']
+        for row in summaries.read_metrics(f'{s3_store.root}/training_eval/a/metrics.jsonl')
+      ] == [*range(1, step + 1)]

@@ -22,10 +22,14 @@ class _Layer(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    kernel = flax_partitioning.param_with_axes('kernel', nn.initializers.ones, (4, 6), axes=('embed', 'mlp'))
+    kernel = flax_partitioning.param_with_axes(
+      'kernel', nn.initializers.ones, (4, 6), axes=('embed', 'mlp')
+    )
     scale = flax_partitioning.param_with_axes('scale', nn.initializers.ones, (), axes=())
     if self.with_mutables:
-      mean = flax_partitioning.variable_with_axes('statistics', 'mean', jnp.zeros, (6,), axes=('mlp',))
+      mean = flax_partitioning.variable_with_axes(
+        'statistics', 'mean', jnp.zeros, (6,), axes=('mlp',)
+      )
       mean.value = jnp.mean(x @ kernel, axis=0)
       self.variable('calls', 'count', jnp.zeros, [2]).value += 1.0
     return x @ kernel * scale
@@ -48,7 +52,9 @@ _PARAM_AXES = {'layer': {'kernel': P('embed', 'mlp'), 'scale': P()}}
 
 def _create(optimizer_def=None, with_mutables=True, average=False):
   state = FlaxOptimTrainState.create(optimizer_def or optimizers.adamw(), _variables(with_mutables))
-  return state.replace(param_average=jax.tree.map(lambda p: p + 1, state.params)) if average else state
+  return (
+    state.replace(param_average=jax.tree.map(lambda p: p + 1, state.params)) if average else state
+  )
 
 
 def _assert_equal(left, right):
@@ -66,7 +72,10 @@ def test_create_splits_the_variables():
   assert state.param_states[0].mu.keys() == state.params.keys()
   plain = _create(with_mutables=False)
   assert plain.flax_mutables == {} and plain.flax_mutables_axes is None
-  assert set(plain.state_dict()) == {'target', 'state'} and set(plain.state_dict()['state']) == {'step', 'param_states'}
+  assert set(plain.state_dict()) == {'target', 'state'} and set(plain.state_dict()['state']) == {
+    'step',
+    'param_states',
+  }
 
 
 def test_frozen_variables_become_plain_dicts():
@@ -74,14 +83,19 @@ def test_frozen_variables_become_plain_dicts():
   assert type(state.params) is dict and type(state.params['layer']) is dict
   assert type(state.flax_mutables['statistics']) is dict
   assert jax.tree.structure(state) == jax.tree.structure(
-      FlaxOptimTrainState.create(state.optimizer_def, _variables()))
+    FlaxOptimTrainState.create(state.optimizer_def, _variables())
+  )
 
 
 def test_the_optimizer_gets_the_axes_before_it_initialises_its_state():
   optimizer_def = optimizers.Adafactor(
-      logical_factor_rules=optimizers.standard_logical_factor_rules(), min_dim_size_to_factor=2)
+    logical_factor_rules=optimizers.standard_logical_factor_rules(), min_dim_size_to_factor=2
+  )
   state = _create(optimizer_def)
-  assert [role.name for role in state.optimizer_def.hyper_params.factor_map['layer/kernel']] == ['ROW', 'COLUMN']
+  assert [role.name for role in state.optimizer_def.hyper_params.factor_map['layer/kernel']] == [
+    'ROW',
+    'COLUMN',
+  ]
   assert state.param_states['layer']['kernel'].v_row.shape == (4,)
 
 
@@ -108,8 +122,9 @@ def test_apply_gradient_uses_the_learning_rate_and_carries_the_rest():
 def test_state_dict_round_trip(with_mutables, average):
   state = _create(optimizers.adamw(), with_mutables, average)
   state_dict = state.state_dict()
-  assert set(state_dict) == {'target', 'state'} | ({'flax_mutables'} if with_mutables else set()) | (
-      {'param_average'} if average else set())
+  assert set(state_dict) == {'target', 'state'} | (
+    {'flax_mutables'} if with_mutables else set()
+  ) | ({'param_average'} if average else set())
   flat = tree_utils.flatten_dict(state_dict, keep_empty=True)
   assert len(flat) == len(jax.tree.leaves(state))
   changed = jax.tree.map(lambda leaf: leaf + 1, state)
@@ -141,14 +156,24 @@ def test_replacements():
   for step in (9, np.int64(9), np.array(9)):
     stepped = state.replace_step(step)
     # Another dtype would make an ahead-of-time compiled step reject the state.
-    assert stepped.step == 9 and stepped.step.dtype == jnp.int32 and isinstance(stepped.step, jax.Array)
+    assert (
+      stepped.step == 9 and stepped.step.dtype == jnp.int32 and isinstance(stepped.step, jax.Array)
+    )
   mutables = {'statistics': {'layer': {'mean': jnp.ones([6])}}}
-  assert state.replace_flax_mutables(flax.core.freeze(mutables)).flax_mutables.keys() == mutables.keys()
+  assert (
+    state.replace_flax_mutables(flax.core.freeze(mutables)).flax_mutables.keys() == mutables.keys()
+  )
 
 
-@pytest.mark.parametrize('make', [
-    lambda: optimizers.adamw(), lambda: optimizers.sgd(0.1, momentum=0.9), lambda: optimizers.Adafactor(beta1=0.9),
-    lambda: optimizers.OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation())])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: optimizers.adamw(),
+    lambda: optimizers.sgd(0.1, momentum=0.9),
+    lambda: optimizers.Adafactor(beta1=0.9),
+    lambda: optimizers.OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
+  ],
+)
 def test_logical_axes_have_the_structure_of_the_state(make):
   optimizer_def = make()
   state = _create(optimizer_def, average=True)
@@ -156,10 +181,15 @@ def test_logical_axes_have_the_structure_of_the_state(make):
   for tree in (state, shapes):
     axes = tree.as_logical_axes()
     assert jax.tree.structure(axes) == jax.tree.structure(tree)
-    for (name, leaf), spec in zip(tree_utils.named_leaves(tree), jax.tree.leaves(axes), strict=True):
+    for (name, leaf), spec in zip(
+      tree_utils.named_leaves(tree), jax.tree.leaves(axes), strict=True
+    ):
       assert isinstance(spec, P) and len(spec) == leaf.ndim, name
     assert axes.params == _PARAM_AXES and axes.param_average == _PARAM_AXES
-    assert axes.flax_mutables == {'statistics': {'layer': {'mean': P('mlp')}}, 'calls': {'layer': {'count': P(None)}}}
+    assert axes.flax_mutables == {
+      'statistics': {'layer': {'mean': P('mlp')}},
+      'calls': {'layer': {'count': P(None)}},
+    }
     assert axes.step == P()
 
 
@@ -197,22 +227,39 @@ def test_inference_state():
     state.restore_state({'target': {'layer': {'scale': 1.0}}, 'state': {'step': 1}})
   words = 'Cannot restore the mutable collections: .* flax_mutables/calls/other.* saved with another model'
   with pytest.raises(CheckpointError, match=words):
-    state.restore_state({**restored.state_dict(), 'flax_mutables': {
-        **restored.state_dict()['flax_mutables'], 'calls': {'other': 1}}})
+    state.restore_state(
+      {
+        **restored.state_dict(),
+        'flax_mutables': {**restored.state_dict()['flax_mutables'], 'calls': {'other': 1}},
+      }
+    )
 
 
 def test_invalid_variables_are_rejected():
   variables = flax.core.unfreeze(_variables())
-  with pytest.raises(ConfigError, match=r"must have the collections \['params'\], got \['calls', 'statistics'\]"):
-    FlaxOptimTrainState.create(optimizers.sgd(), {k: v for k, v in variables.items() if not k.startswith('params')})
+  with pytest.raises(
+    ConfigError, match=r"must have the collections \['params'\], got \['calls', 'statistics'\]"
+  ):
+    FlaxOptimTrainState.create(
+      optimizers.sgd(), {k: v for k, v in variables.items() if not k.startswith('params')}
+    )
   with pytest.raises(ConfigError, match="'layer/scale' has no logical axes"):
     axes = {'layer': {'kernel_axes': variables['params_axes']['layer']['kernel_axes']}}
     FlaxOptimTrainState.create(optimizers.sgd(), {**variables, 'params_axes': axes})
   with pytest.raises(ConfigError, match="'layer/scale' has no logical axes"):
     InferenceState.create({**variables, 'params_axes': axes})
-  with pytest.raises(ConfigError, match="'other/mean', but no such variable of the collection statistics"):
-    InferenceState.create({**variables, 'statistics_axes': {
-        **variables['statistics_axes'], 'other': variables['statistics_axes']['layer']}})
+  with pytest.raises(
+    ConfigError, match="'other/mean', but no such variable of the collection statistics"
+  ):
+    InferenceState.create(
+      {
+        **variables,
+        'statistics_axes': {
+          **variables['statistics_axes'],
+          'other': variables['statistics_axes']['layer'],
+        },
+      }
+    )
   with pytest.raises(ConfigError, match=r"must have the collections \['cache'\]"):
     FlaxOptimTrainState.create(optimizers.sgd(), {**variables, 'cache_axes': {}})
   without_axes = {name: value for name, value in variables.items() if name != 'params_axes'}
@@ -233,13 +280,18 @@ class _ToldByAxes(optimizers.OptaxWrapper):
 
 
 _BY_AXES = {
-    'adafactor': lambda: adafactor.Adafactor(logical_factor_rules=adafactor.standard_logical_factor_rules()),
-    'scaled_adam': lambda: optimizers.scaled_adam(0.1, batch_axes=('mlp',)),
-    'chain': lambda: optimizers.chain([optax.zero_nans(), optimizers.scaled_adam(batch_axes=('mlp',))]),
-    'mechanize': lambda: optimizers.mechanize(optimizers.scaled_adam(0.1, batch_axes=('mlp',))),
-    'several': lambda: optimizers.MultiOptimizer([('scale', optimizers.sgd(0.1)), (
-        'kernel', optimizers.scaled_adam(batch_axes=('mlp',)))]),
-    'set_param_axes': lambda: _ToldByAxes(optax.sgd(0.1)),
+  'adafactor': lambda: adafactor.Adafactor(
+    logical_factor_rules=adafactor.standard_logical_factor_rules()
+  ),
+  'scaled_adam': lambda: optimizers.scaled_adam(0.1, batch_axes=('mlp',)),
+  'chain': lambda: optimizers.chain(
+    [optax.zero_nans(), optimizers.scaled_adam(batch_axes=('mlp',))]
+  ),
+  'mechanize': lambda: optimizers.mechanize(optimizers.scaled_adam(0.1, batch_axes=('mlp',))),
+  'several': lambda: optimizers.MultiOptimizer(
+    [('scale', optimizers.sgd(0.1)), ('kernel', optimizers.scaled_adam(batch_axes=('mlp',)))]
+  ),
+  'set_param_axes': lambda: _ToldByAxes(optax.sgd(0.1)),
 }
 
 
@@ -260,11 +312,15 @@ def test_states_of_one_definition_do_not_influence_each_other(make):
   assert first.optimizer_def != second.optimizer_def
   # Equal axes give equal definitions: the structures agree, and a compiled step serves both.
   again = FlaxOptimTrainState.create(second.optimizer_def, _named('embed', 'mlp'))
-  assert again.optimizer_def == first.optimizer_def and hash(again.optimizer_def) == hash(first.optimizer_def)
+  assert again.optimizer_def == first.optimizer_def and hash(again.optimizer_def) == hash(
+    first.optimizer_def
+  )
   assert jax.tree.structure(again) == jax.tree.structure(first)
   assert jax.tree.map(jnp.shape, again) == shapes
   traced = []
-  step = jax.jit(lambda state, grads: (traced.append(1), state.apply_gradient(grads, learning_rate=0.1))[1])
+  step = jax.jit(
+    lambda state, grads: (traced.append(1), state.apply_gradient(grads, learning_rate=0.1))[1]
+  )
   updated = [step(state, jax.tree.map(jnp.ones_like, state.params)) for state in (first, again)]
   _assert_equal(*updated)
   assert len(traced) == 1

@@ -45,12 +45,27 @@ def _state(model):
   return jax.tree.map(jnp.asarray, _host_state(model))
 
 
-def _trainer(summary_dir=None, *, model=_MODEL, state=None, eval_names=(), trainer_cls=trainer_lib.Trainer, **kwargs):
+def _trainer(
+  summary_dir=None,
+  *,
+  model=_MODEL,
+  state=None,
+  eval_names=(),
+  trainer_cls=trainer_lib.Trainer,
+  **kwargs,
+):
   state = _state(model) if state is None else state
   kwargs = {'learning_rate_fn': _RATE, **kwargs}
   return trainer_cls(
-      model, state, _partitioner(), eval_names, summary_dir, _partitioner().get_mesh_axes(state), jax.random.key(0),
-      **kwargs)
+    model,
+    state,
+    _partitioner(),
+    eval_names,
+    summary_dir,
+    _partitioner().get_mesh_axes(state),
+    jax.random.key(0),
+    **kwargs,
+  )
 
 
 def _specs(batch):
@@ -76,14 +91,20 @@ def test_training_equals_the_step_called_by_hand(tmp_path):
   state, losses = _state(_MODEL), []
   step = jax.jit(functools.partial(train_step.train_with_lr, model=_MODEL, num_microbatches=None))
   for i, batch in zip(range(3), _batches()):
-    state, metrics = step(state, batch, jnp.float32(rate_fn(i)), jax.random.fold_in(jax.random.key(0), i))
+    state, metrics = step(
+      state, batch, jnp.float32(rate_fn(i)), jax.random.fold_in(jax.random.key(0), i)
+    )
     losses.append(float(metrics['loss'].compute()))
   for name, value in trained.items():
     np.testing.assert_allclose(value, state.params[name], atol=2e-3)
   assert isinstance(values['loss'], clu.values.Scalar)
   assert float(values['loss'].value) == pytest.approx(np.mean(losses), rel=1e-5)
-  assert float(values['learning_rate'].value) == pytest.approx(np.mean([rate_fn(i) for i in range(3)]))
-  assert float(values['timing/steps_per_second'].value) > 0 and float(values['timing/uptime'].value) > 0
+  assert float(values['learning_rate'].value) == pytest.approx(
+    np.mean([rate_fn(i) for i in range(3)])
+  )
+  assert (
+    float(values['timing/steps_per_second'].value) > 0 and float(values['timing/uptime'].value) > 0
+  )
   rows = summaries.read_metrics(tmp_path / 'train/metrics.jsonl')
   assert [row['step'] for row in rows] == [3] and rows[0]['loss'] == float(values['loss'].value)
 
@@ -100,15 +121,22 @@ def test_two_halves_equal_the_entire_run_bitwise():
   assert resumed.step == 2
   resumed.compile_train(_specs(toy_model.make_batch()))
   resumed.train(_batches(2), 4)
-  for a, b in zip(jax.tree.leaves(whole.train_state), jax.tree.leaves(resumed.train_state), strict=True):
+  for a, b in zip(
+    jax.tree.leaves(whole.train_state), jax.tree.leaves(resumed.train_state), strict=True
+  ):
     np.testing.assert_array_equal(a, b)
 
 
 def test_compiling_needs_shapes_only_and_the_state_may_come_later(monkeypatch):
   compiled, compile_fn = [], partitioning.PjitPartitioner.compile
-  monkeypatch.setattr(partitioning.PjitPartitioner, 'compile',
-                      lambda self, *args: compiled.append(args[-1]) or compile_fn(self, *args))
-  shapes = jax.eval_shape(lambda: toy_model.make_state(_MODEL))  # not `_state`, which would keep the tracers
+  monkeypatch.setattr(
+    partitioning.PjitPartitioner,
+    'compile',
+    lambda self, *args: compiled.append(args[-1]) or compile_fn(self, *args),
+  )
+  shapes = jax.eval_shape(
+    lambda: toy_model.make_state(_MODEL)
+  )  # not `_state`, which would keep the tracers
   trainer = _trainer(state=shapes, eval_names=['a', 'b', 'c'])
   spec = _specs(toy_model.make_batch())
   trainer.compile_train(spec)
@@ -179,9 +207,13 @@ def test_no_value_of_a_step_is_read_before_the_next_is_dispatched(monkeypatch, a
     events.append(('dispatch', step))
     values = [_OnDevice(step, events) for _ in range(6)]
     state = types.SimpleNamespace(
-        step=values[0], params=values[1], param_states=values[2], optimizer_def=optimizer_def)
+      step=values[0], params=values[1], param_states=values[2], optimizer_def=optimizer_def
+    )
     count = types.SimpleNamespace(loss=values[3], gradient=values[4])
-    return state, {'loss': clu.metrics.LastValue(values[5], values[5]), non_finite.NON_FINITE_STEPS: count}
+    return state, {
+      'loss': clu.metrics.LastValue(values[5], values[5]),
+      non_finite.NON_FINITE_STEPS: count,
+    }
 
   monkeypatch.setattr(trainer_lib, 'merge_metrics', lambda a, b: b)
   monkeypatch.setattr(trainer, 'partitioned_train_step', lambda: step_fn)
@@ -228,7 +260,9 @@ def test_evaluation_averages_over_batches_and_leaves_the_state(tmp_path):
 
 def test_indivisible_batches_are_rejected_before_compiling():
   trainer = _trainer(num_microbatches=3)
-  with pytest.raises(ConfigError, match=r'16 rows cannot be divided into 3 micro-batches on 2 device\(s\)'):
+  with pytest.raises(
+    ConfigError, match=r'16 rows cannot be divided into 3 micro-batches on 2 device\(s\)'
+  ):
     trainer.compile_train(_specs(toy_model.make_batch()))
   with pytest.raises(ConfigError, match='num_microbatches` must be an integer >= 0'):
     _trainer(num_microbatches=-1)
@@ -252,7 +286,10 @@ def test_who_owns_the_learning_rate(caplog):
 
 @pytest.mark.parametrize('compiled', [False, True])
 def test_weight_metrics_are_those_of_the_last_step_and_do_not_change_it(compiled):
-  runs = [_trainer(weight_metrics_computer=train_step.WeightMetricsComputer(), num_microbatches=2) for _ in range(2)]
+  runs = [
+    _trainer(weight_metrics_computer=train_step.WeightMetricsComputer(), num_microbatches=2)
+    for _ in range(2)
+  ]
   if compiled:
     for trainer in runs:
       trainer.compile_train(_specs(toy_model.make_batch()))
@@ -267,15 +304,20 @@ def test_weight_metrics_are_those_of_the_last_step_and_do_not_change_it(compiled
     assert float(values[name].value) == float(each[2][name].value) != float(each[1][name].value)
     # Other steps do not compute them.
     assert [float(metrics['weight_metrics'].separate()[name].total) for metrics in seen] == [0, 0]
-  for a, b in zip(jax.tree.leaves(whole.train_state), jax.tree.leaves(by_step.train_state), strict=True):
+  for a, b in zip(
+    jax.tree.leaves(whole.train_state), jax.tree.leaves(by_step.train_state), strict=True
+  ):
     np.testing.assert_array_equal(a, b)
   stopped = whole.train(_batches(3), 9, should_stop=lambda: whole.step >= 5).result()
   assert whole.step == 5 and 'loss' in stopped and not names & stopped.keys()
 
 
 def test_weight_metrics_and_gradient_transform_reach_the_step():
-  trainer = _trainer(weight_metrics_computer=train_step.WeightMetricsComputer(),
-                     gradient_transform=lambda grads: jax.tree.map(jnp.zeros_like, grads), num_microbatches=2)
+  trainer = _trainer(
+    weight_metrics_computer=train_step.WeightMetricsComputer(),
+    gradient_transform=lambda grads: jax.tree.map(jnp.zeros_like, grads),
+    num_microbatches=2,
+  )
   values = trainer.train(_batches(), 2).result()
   assert float(values['weight_gradient_norm'].value) == 0
   assert float(values['weight_rms/hidden'].value) > 0

@@ -19,8 +19,13 @@ _NAMES = [(form, name) for form, cases in untrusted_cases.CASES.items() for name
 def outcomes(tmp_path_factory):
   """Of all cases, from one process that may allocate 1 GiB more than it needs for sound checkpoints."""
   done = subprocess.run(
-      [sys.executable, '-m', 'tests.untrusted_cases', str(tmp_path_factory.mktemp('cases'))], cwd=_ROOT, text=True,
-      capture_output=True, timeout=300, env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'})
+    [sys.executable, '-m', 'tests.untrusted_cases', str(tmp_path_factory.mktemp('cases'))],
+    cwd=_ROOT,
+    text=True,
+    capture_output=True,
+    timeout=300,
+    env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
 

@@ -4,7 +4,7 @@ from moe.commands import plan, report, surgery
 from t5x_lite.apps.common.flags import Command
 
 COMMANDS: dict[str, Command] = {
-    'report': report.COMMAND,
-    'plan': plan.COMMAND,
-    'surgery': surgery.COMMAND,
+  'report': report.COMMAND,
+  'plan': plan.COMMAND,
+  'surgery': surgery.COMMAND,
 }

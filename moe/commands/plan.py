@@ -13,36 +13,86 @@ _FEATURES = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_token
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   load = parser.add_argument_group('load of the experts: recorded or artificial')
-  load.add_argument('--run', metavar='RUN', help='model directory of a sparse model with recorded loads')
-  load.add_argument('--writer', metavar='NAME', help='records to read: train (the default), or training_eval/TASK')
+  load.add_argument(
+    '--run', metavar='RUN', help='model directory of a sparse model with recorded loads'
+  )
+  load.add_argument(
+    '--writer', metavar='NAME', help='records to read: train (the default), or training_eval/TASK'
+  )
   load.add_argument('--layer', metavar='NAME', help='only this layer, e.g. encoder/layers_1')
-  load.add_argument('--step', type=int, metavar='N',
-                    help='the recorded period that ends with this step; default: the last tenth of the run')
-  load.add_argument('--zipf', type=float, metavar='S',
-                    help='popularity falls as rank ** -S; 0 is balanced, 1 is Zipf\'s law')
+  load.add_argument(
+    '--step',
+    type=int,
+    metavar='N',
+    help='the recorded period that ends with this step; default: the last tenth of the run',
+  )
+  load.add_argument(
+    '--zipf',
+    type=float,
+    metavar='S',
+    help="popularity falls as rank ** -S; 0 is balanced, 1 is Zipf's law",
+  )
   load.add_argument('--num_experts', type=int, metavar='E', help='number of experts, with --zipf')
   layer = parser.add_argument_group('layer')
-  layer.add_argument('--tokens_per_group', type=int, required=True, metavar='T',
-                     help='number of tokens that are routed together')
-  layer.add_argument('--num_selected', type=int, metavar='K',
-                     help="number of experts of a token; default: the value in the run's config.gin, else 1")
-  layer.add_argument('--routed_share', type=float, metavar='SHARE',
-                     help='share of the tokens that are routed, without ignored padding; default: the recorded share, '
-                     'or 1')
+  layer.add_argument(
+    '--tokens_per_group',
+    type=int,
+    required=True,
+    metavar='T',
+    help='number of tokens that are routed together',
+  )
+  layer.add_argument(
+    '--num_selected',
+    type=int,
+    metavar='K',
+    help="number of experts of a token; default: the value in the run's config.gin, else 1",
+  )
+  layer.add_argument(
+    '--routed_share',
+    type=float,
+    metavar='SHARE',
+    help='share of the tokens that are routed, without ignored padding; default: the recorded share, '
+    'or 1',
+  )
   layer.add_argument('--width', type=int, default=512, metavar='D', help='size of a token (512)')
-  layer.add_argument('--hidden', type=int, default=2048, metavar='F', help='hidden units of an expert (2048)')
+  layer.add_argument(
+    '--hidden', type=int, default=2048, metavar='F', help='hidden units of an expert (2048)'
+  )
   layer.add_argument('--gated', action='store_true', help='experts have two input kernels')
-  layer.add_argument('--dtype', default='bfloat16', metavar='NAME', help=f'dtype of activations: {", ".join(_BYTES)}')
-  layer.add_argument('--min_capacity', type=int, default=4, metavar='N',
-                     help='minimum number of slots of an expert (4)')
+  layer.add_argument(
+    '--dtype', default='bfloat16', metavar='NAME', help=f'dtype of activations: {", ".join(_BYTES)}'
+  )
+  layer.add_argument(
+    '--min_capacity',
+    type=int,
+    default=4,
+    metavar='N',
+    help='minimum number of slots of an expert (4)',
+  )
   plan = parser.add_argument_group('plan')
-  plan.add_argument('--max_drop', type=float, default=0.01, metavar='SHARE',
-                    help='maximum share of the choices that may be dropped (0.01)')
-  plan.add_argument('--factors', type=numbers, metavar='LIST', help='capacity factors of the table, e.g. 1,1.25,2')
-  plan.add_argument('--expert_partitions', type=int, default=1, metavar='P',
-                    help='number of devices that share the experts (1)')
-  plan.add_argument('--tokens_per_device', type=int, metavar='N',
-                    help='number of tokens that each of them sends; default: one group')
+  plan.add_argument(
+    '--max_drop',
+    type=float,
+    default=0.01,
+    metavar='SHARE',
+    help='maximum share of the choices that may be dropped (0.01)',
+  )
+  plan.add_argument(
+    '--factors', type=numbers, metavar='LIST', help='capacity factors of the table, e.g. 1,1.25,2'
+  )
+  plan.add_argument(
+    '--expert_partitions',
+    type=int,
+    default=1,
+    metavar='P',
+    help='number of devices that share the experts (1)',
+  )
+  plan.add_argument(
+    '--tokens_per_device',
+    type=int,
+    metavar='N',
+    help='number of tokens that each of them sends; default: one group',
+  )
   plan.add_argument('--json', metavar='FILE', help='also write the plan to this file')
 
 
@@ -54,16 +104,27 @@ def numbers(text: str) -> list[float]:
 def _run(arguments: argparse.Namespace) -> int:
   _check(arguments)
   from moe.tools import capacity_plan
-  source, loads, num_selected, shares = _of_zipf(arguments) if arguments.run is None else _of_run(arguments)
+
+  source, loads, num_selected, shares = (
+    _of_zipf(arguments) if arguments.run is None else _of_run(arguments)
+  )
   plan = capacity_plan.make(
-      source, loads, {name: _sizes(arguments, num_selected, shares[name]) for name in loads},
-      factors=arguments.factors, max_drop_rate=arguments.max_drop, num_shards=arguments.expert_partitions,
-      tokens_per_device=arguments.tokens_per_device)
+    source,
+    loads,
+    {name: _sizes(arguments, num_selected, shares[name]) for name in loads},
+    factors=arguments.factors,
+    max_drop_rate=arguments.max_drop,
+    num_shards=arguments.expert_partitions,
+    tokens_per_device=arguments.tokens_per_device,
+  )
   if arguments.json is not None:
     import json
 
     from t5x_lite import files
-    files.write(arguments.json, json.dumps(capacity_plan.as_data(plan), indent=2) + '\n', durable=False)
+
+    files.write(
+      arguments.json, json.dumps(capacity_plan.as_data(plan), indent=2) + '\n', durable=False
+    )
   print(capacity_plan.as_text(plan))
   return ExitCode.OK
 
@@ -73,43 +134,72 @@ def _check(arguments: argparse.Namespace) -> None:
   positive = checks.number(at_least=1, integer=True)
   given = {name: value is not None for name, value in vars(arguments).items()}
   problems = {
-      'Pass either --run=RUN or --zipf=S --num_experts=E.': given['run'] == given['zipf'],
-      '--zipf needs --num_experts=E.': given['zipf'] and not given['num_experts'],
-      '--num_experts has no effect with --run; remove it.': given['run'] and given['num_experts'],
-      '--tokens_per_device has no effect with one expert partition; pass --expert_partitions=P or remove it.':
-          given['tokens_per_device'] and arguments.expert_partitions == 1}
-  problems |= {f'--{name} has no effect with --zipf; remove it.': given['zipf'] and given[name]
-               for name in ('writer', 'layer', 'step')}
+    'Pass either --run=RUN or --zipf=S --num_experts=E.': given['run'] == given['zipf'],
+    '--zipf needs --num_experts=E.': given['zipf'] and not given['num_experts'],
+    '--num_experts has no effect with --run; remove it.': given['run'] and given['num_experts'],
+    '--tokens_per_device has no effect with one expert partition; pass --expert_partitions=P or remove it.': given[
+      'tokens_per_device'
+    ]
+    and arguments.expert_partitions == 1,
+  }
+  problems |= {
+    f'--{name} has no effect with --zipf; remove it.': given['zipf'] and given[name]
+    for name in ('writer', 'layer', 'step')
+  }
   for message in (message for message, is_wrong in problems.items() if is_wrong):
     raise ConfigError(message)
   values = {f'--{name}': value for name, value in vars(arguments).items()}
-  checks.check('', values, **{'--dtype': checks.one_of(_BYTES), '--expert_partitions': positive,
-                              '--tokens_per_device': positive.or_none()})
+  checks.check(
+    '',
+    values,
+    **{
+      '--dtype': checks.one_of(_BYTES),
+      '--expert_partitions': positive,
+      '--tokens_per_device': positive.or_none(),
+    },
+  )
 
 
 def _of_zipf(arguments):
   """Return (source in words, loads by layer, number of experts of a token, routed shares by layer)."""
   from moe.tools import planner
+
   name = f'Zipf {arguments.zipf:g}'
-  source = f'artificial, {arguments.num_experts} experts with popularity rank ** -{arguments.zipf:g}'
+  source = (
+    f'artificial, {arguments.num_experts} experts with popularity rank ** -{arguments.zipf:g}'
+  )
   num_selected = 1 if arguments.num_selected is None else arguments.num_selected
   share = 1.0 if arguments.routed_share is None else arguments.routed_share
-  return source, {name: planner.zipf_load(arguments.num_experts, arguments.zipf)}, num_selected, {name: share}
+  return (
+    source,
+    {name: planner.zipf_load(arguments.num_experts, arguments.zipf)},
+    num_selected,
+    {name: share},
+  )
 
 
 def _of_run(arguments):
   """Return the same as `_of_zipf`, for a run."""
   from moe.tools import report
   from moe.tools.report import page
+
   history = report.read(arguments.run, arguments.writer or 'train')
   steps = history.steps.tolist()
-  checks.check('', {'--layer': arguments.layer, '--step': arguments.step}, **{
+  checks.check(
+    '',
+    {'--layer': arguments.layer, '--step': arguments.step},
+    **{
       '--layer': checks.one_of(
-          [layer.name for layer in history.layers], f'They are the sparse layers of {arguments.run!r}.').or_none(),
+        [layer.name for layer in history.layers],
+        f'They are the sparse layers of {arguments.run!r}.',
+      ).or_none(),
       '--step': checks.Expectation(
-          f'the last step of one of the {len(steps)} periods of {history.writer}, {steps[0]} to {steps[-1]}',
-          steps.__contains__, lambda step: f'The closest is {min(steps, key=lambda found: abs(found - step))}.'
-      ).or_none()})
+        f'the last step of one of the {len(steps)} periods of {history.writer}, {steps[0]} to {steps[-1]}',
+        steps.__contains__,
+        lambda step: f'The closest is {min(steps, key=lambda found: abs(found - step))}.',
+      ).or_none(),
+    },
+  )
   layers = [layer for layer in history.layers if arguments.layer in (None, layer.name)]
   if arguments.step is None:
     when, take = history.end, history.at_end
@@ -136,24 +226,40 @@ def _num_selected(run) -> tuple[int, str]:
   path = run / 'config.gin'
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines() if path.is_file() else ()
   # Indented lines are not bindings of the run, e.g. those of mesh rules.
-  values = {name.strip(): value.strip() for name, _, value in (line.partition('=') for line in lines)
-            if not name.startswith(' ')}
+  values = {
+    name.strip(): value.strip()
+    for name, _, value in (line.partition('=') for line in lines)
+    if not name.startswith(' ')
+  }
   bound = [value for name, value in values.items() if name.rpartition('.')[2] == 'num_selected']
-  found = sorted({values.get(value[1:], value) if value.startswith('%') else value for value in bound})
+  found = sorted(
+    {values.get(value[1:], value) if value.startswith('%') else value for value in bound}
+  )
   if not found:
     return 1, 'the default, as config.gin says nothing'
   if len(found) > 1 or not found[0].isdecimal():
-    raise ConfigError(f"{str(path)!r} has num_selected={' and '.join(found)}; a plan needs one number. Pass "
-                      '--num_selected=K, and --layer if layers differ.')
+    raise ConfigError(
+      f'{str(path)!r} has num_selected={" and ".join(found)}; a plan needs one number. Pass '
+      '--num_selected=K, and --layer if layers differ.'
+    )
   return int(found[0]), 'config.gin'
 
 
 def _sizes(arguments, num_selected: int, routed_share: float):
   from moe.tools import planner
+
   return planner.Sizes(
-      tokens_per_group=arguments.tokens_per_group, routed_share=routed_share, num_selected=num_selected,
-      width=arguments.width, hidden=arguments.hidden, num_inputs=2 if arguments.gated else 1,
-      bytes_per_number=_BYTES[arguments.dtype], min_capacity=arguments.min_capacity)
+    tokens_per_group=arguments.tokens_per_group,
+    routed_share=routed_share,
+    num_selected=num_selected,
+    width=arguments.width,
+    hidden=arguments.hidden,
+    num_inputs=2 if arguments.gated else 1,
+    bytes_per_number=_BYTES[arguments.dtype],
+    min_capacity=arguments.min_capacity,
+  )
 
 
-COMMAND = Command('print drop rates and costs of capacity factors, and suggest one', _add_arguments, _run)
+COMMAND = Command(
+  'print drop rates and costs of capacity factors, and suggest one', _add_arguments, _run
+)

@@ -11,18 +11,32 @@ _FOLDER = 'routing_report'
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('run', metavar='RUN', help='model directory of a sparse model; the run may still be training')
-  parser.add_argument('--out', metavar='FOLDER',
-                      help=f'folder of index.html and the figures; default: RUN/{_FOLDER}/WRITER')
-  parser.add_argument('--writer', default='train', metavar='NAME',
-                      help='writer of the metrics: train (the default) or training_eval/TASK')
+  parser.add_argument(
+    'run', metavar='RUN', help='model directory of a sparse model; the run may still be training'
+  )
+  parser.add_argument(
+    '--out',
+    metavar='FOLDER',
+    help=f'folder of index.html and the figures; default: RUN/{_FOLDER}/WRITER',
+  )
+  parser.add_argument(
+    '--writer',
+    default='train',
+    metavar='NAME',
+    help='writer of the metrics: train (the default) or training_eval/TASK',
+  )
 
 
 def _run(arguments: argparse.Namespace) -> int:
   from moe.tools import report
   from moe.tools.report import findings
+
   history = report.read(arguments.run, arguments.writer)
-  out = files.path(arguments.run) / _FOLDER / arguments.writer if arguments.out is None else arguments.out
+  out = (
+    files.path(arguments.run) / _FOLDER / arguments.writer
+    if arguments.out is None
+    else arguments.out
+  )
   path = report.write(history, out)
   for finding in findings.findings(history, findings.layer_states(history)):
     print(f'{finding.title}: {finding.text}')

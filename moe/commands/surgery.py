@@ -27,43 +27,96 @@ examples:
 """
 # Required flags of each operation: exactly one of a tuple.
 _NEEDED = {
-    'show': (), 'permute': ('permutation',), 'prune': ('experts', 'least_loaded'), 'replicate': ('times',),
-    'split': ('slices',), 'merge': ('groups', 'to')}
+  'show': (),
+  'permute': ('permutation',),
+  'prune': ('experts', 'least_loaded'),
+  'replicate': ('times',),
+  'split': ('slices',),
+  'merge': ('groups', 'to'),
+}
 _FURTHER = {'prune': ('load',), 'replicate': ('noise_stddev', 'seed'), 'merge': ('load',)}
-_OWN_FLAGS = ('permutation', 'experts', 'least_loaded', 'times', 'slices', 'groups', 'to', 'load', 'noise_stddev',
-              'seed')
+_OWN_FLAGS = (
+  'permutation',
+  'experts',
+  'least_loaded',
+  'times',
+  'slices',
+  'groups',
+  'to',
+  'load',
+  'noise_stddev',
+  'seed',
+)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-  parser.add_argument('operation', choices=tuple(_NEEDED), metavar='OPERATION', help='one of the operations above')
-  parser.add_argument('checkpoint', metavar='CHECKPOINT',
-                      help='a folder checkpoint_<step>, or a model directory, whose newest checkpoint is used')
+  parser.add_argument(
+    'operation', choices=tuple(_NEEDED), metavar='OPERATION', help='one of the operations above'
+  )
+  parser.add_argument(
+    'checkpoint',
+    metavar='CHECKPOINT',
+    help='a folder checkpoint_<step>, or a model directory, whose newest checkpoint is used',
+  )
   parser.add_argument('output', nargs='?', metavar='OUTPUT', help='the new model directory')
-  parser.add_argument('--layers', nargs='+', metavar='LAYER',
-                      help='layers to change, e.g. encoder/layers_1; default: all sparse layers')
-  parser.add_argument('--optimizer_state', choices=('follow', 'drop'), default='follow',
-                      help="follow (default): change the optimizer's state like the experts, or fail; drop: omit the "
-                      "optimizer's state; a run then needs fallback_to_scratch=True")
+  parser.add_argument(
+    '--layers',
+    nargs='+',
+    metavar='LAYER',
+    help='layers to change, e.g. encoder/layers_1; default: all sparse layers',
+  )
+  parser.add_argument(
+    '--optimizer_state',
+    choices=('follow', 'drop'),
+    default='follow',
+    help="follow (default): change the optimizer's state like the experts, or fail; drop: omit the "
+    "optimizer's state; a run then needs fallback_to_scratch=True",
+  )
   own = parser.add_argument_group('flags of one operation')
-  own.add_argument('--permutation', type=integers, metavar='I,J,...',
-                   help='permute: the old expert at each new position')
-  own.add_argument('--experts', type=integers, metavar='I,J,...', help='prune: the experts to remove')
-  own.add_argument('--least_loaded', type=int, metavar='N',
-                   help='prune: remove the N experts of each layer with the least --load')
-  own.add_argument('--times', type=int, metavar='N', help='replicate: number of replicas of each expert')
-  own.add_argument('--noise_stddev', type=float, metavar='SHARE',
-                   help="replicate: noise on all replicas except the first, relative to the standard deviation of each "
-                   'kernel; default: 0, with which replicas stay equal')
+  own.add_argument(
+    '--permutation',
+    type=integers,
+    metavar='I,J,...',
+    help='permute: the old expert at each new position',
+  )
+  own.add_argument(
+    '--experts', type=integers, metavar='I,J,...', help='prune: the experts to remove'
+  )
+  own.add_argument(
+    '--least_loaded',
+    type=int,
+    metavar='N',
+    help='prune: remove the N experts of each layer with the least --load',
+  )
+  own.add_argument(
+    '--times', type=int, metavar='N', help='replicate: number of replicas of each expert'
+  )
+  own.add_argument(
+    '--noise_stddev',
+    type=float,
+    metavar='SHARE',
+    help='replicate: noise on all replicas except the first, relative to the standard deviation of each '
+    'kernel; default: 0, with which replicas stay equal',
+  )
   own.add_argument('--seed', type=int, metavar='N', help='replicate: seed of the noise; default: 0')
   own.add_argument('--slices', type=int, metavar='N', help='split: number of parts of each expert')
-  own.add_argument('--groups', type=integers, nargs='+', metavar='I,J', help='merge: experts of each group')
-  own.add_argument('--to', type=int, metavar='N',
-                   help='merge: number of resulting experts, each the mean of the same number of consecutive ones')
-  own.add_argument('--load', metavar='RUN',
-                   help='prune, merge: a model directory whose last training metrics have the load of each expert; '
-                   'merge takes it as weights')
+  own.add_argument(
+    '--groups', type=integers, nargs='+', metavar='I,J', help='merge: experts of each group'
+  )
+  own.add_argument(
+    '--to',
+    type=int,
+    metavar='N',
+    help='merge: number of resulting experts, each the mean of the same number of consecutive ones',
+  )
+  own.add_argument(
+    '--load',
+    metavar='RUN',
+    help='prune, merge: a model directory whose last training metrics have the load of each expert; '
+    'merge takes it as weights',
+  )
 
 
 def integers(text: str) -> list[int]:
@@ -77,24 +130,35 @@ def _check(arguments: argparse.Namespace) -> None:
   given = {name for name, value in vars(arguments).items() if value is not None}
   other = sorted(given & set(_OWN_FLAGS) - {*needed, *_FURTHER.get(operation, ())})
   problems = {
-      f'exactly one of {", ".join(f"--{name}" for name in needed)} must be set':
-          len(given & set(needed)) != bool(needed),
-      f'--{other[0] if other else ""} belongs to another operation': other,
-      'it writes nothing; remove OUTPUT': operation == 'show' and 'output' in given,
-      'OUTPUT is missing: the path of the new model directory': operation != 'show' and 'output' not in given,
-      '--least_loaded and --load need each other': operation == 'prune' and len(given & {'least_loaded', 'load'}) == 1,
-      '--seed has no effect without --noise_stddev': 'seed' in given and not arguments.noise_stddev}
+    f'exactly one of {", ".join(f"--{name}" for name in needed)} must be set': len(
+      given & set(needed)
+    )
+    != bool(needed),
+    f'--{other[0] if other else ""} belongs to another operation': other,
+    'it writes nothing; remove OUTPUT': operation == 'show' and 'output' in given,
+    'OUTPUT is missing: the path of the new model directory': operation != 'show'
+    and 'output' not in given,
+    '--least_loaded and --load need each other': operation == 'prune'
+    and len(given & {'least_loaded', 'load'}) == 1,
+    '--seed has no effect without --noise_stddev': 'seed' in given and not arguments.noise_stddev,
+  }
   for problem in (problem for problem, is_wrong in problems.items() if is_wrong):
     raise ConfigError(f'surgery {operation}: {problem}. See python -m moe surgery --help.')
-  checks.check('', {f'--{name}': value for name, value in vars(arguments).items()}, **{
+  checks.check(
+    '',
+    {f'--{name}': value for name, value in vars(arguments).items()},
+    **{
       '--least_loaded': checks.number(at_least=1, integer=True).or_none(),
-      '--seed': checks.number(at_least=0, integer=True).or_none()})
+      '--seed': checks.number(at_least=0, integer=True).or_none(),
+    },
+  )
 
 
 def _run(arguments: argparse.Namespace) -> int:
   _check(arguments)
   from moe.tools import surgery, surgery_files
   from t5x_lite import checkpoints
+
   if arguments.output is not None:
     surgery_files.check_output(arguments.output)
   source = surgery_files.find_checkpoint(arguments.checkpoint)
@@ -103,7 +167,9 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f'{source}:\n{surgery_files.describe(shapes)}')
     return ExitCode.OK
   chosen = surgery.chosen_layers(shapes, arguments.layers)
-  layers = {layer: number for layer, number in surgery.expert_layers(shapes).items() if layer in chosen}
+  layers = {
+    layer: number for layer, number in surgery.expert_layers(shapes).items() if layer in chosen
+  }
   load = None if arguments.load is None else surgery_files.recorded_load(arguments.load, layers)
   operate = _operation(arguments, load)
   after = {}
@@ -113,7 +179,11 @@ def _run(arguments: argparse.Namespace) -> int:
     after.update(surgery.expert_layers(result))
     return result
 
-  flags = {name: getattr(arguments, name) for name in (*_OWN_FLAGS, 'layers') if getattr(arguments, name) is not None}
+  flags = {
+    name: getattr(arguments, name)
+    for name in (*_OWN_FLAGS, 'layers')
+    if getattr(arguments, name) is not None
+  }
   what = ' '.join([arguments.operation, *(f'--{name}={value}' for name, value in flags.items())])
   written = surgery_files.rewrite(source, arguments.output, change, what)
   print(f'Wrote {written}:')
@@ -128,32 +198,50 @@ def _operation(arguments, load):
   import functools
 
   from moe.tools import surgery
+
   if arguments.operation == 'permute':
     return functools.partial(surgery.permute, permutation=arguments.permutation)
   if arguments.operation == 'prune':
-    experts = arguments.experts if load is None else surgery.least_loaded(load, arguments.least_loaded)
+    experts = (
+      arguments.experts if load is None else surgery.least_loaded(load, arguments.least_loaded)
+    )
     return functools.partial(surgery.prune, experts=experts)
   if arguments.operation == 'replicate':
-    return functools.partial(surgery.replicate, times=arguments.times, noise_stddev=arguments.noise_stddev or 0.0,
-                             seed=arguments.seed or 0)
+    return functools.partial(
+      surgery.replicate,
+      times=arguments.times,
+      noise_stddev=arguments.noise_stddev or 0.0,
+      seed=arguments.seed or 0,
+    )
   if arguments.operation == 'split':
     return functools.partial(surgery.split, slices=arguments.slices)
   return functools.partial(
-      surgery.merge, groups=arguments.to if arguments.groups is None else arguments.groups, load=load)
+    surgery.merge, groups=arguments.to if arguments.groups is None else arguments.groups, load=load
+  )
 
 
 def _advice(arguments, uneven: bool) -> str:
   texts = {
-      'permute': 'The function is the same.',
-      'prune': 'Set num_experts, and num_selected to at most num_experts.',
-      'replicate': f'Set num_experts. To keep the function, multiply num_selected by {arguments.times}.',
-      'split': f'Set num_experts, and divide expert_dim by {arguments.slices}. To keep the function, multiply '
-               f'num_selected by {arguments.slices}.',
-      'merge': 'Set num_experts, and num_selected to at most num_experts.'}
-  uneven_text = ' The layers now have different numbers of experts: give each its own block.' if uneven else ''
-  drop_text = ('' if arguments.optimizer_state == 'follow' else
-               " The optimizer's state is omitted: restore with fallback_to_scratch=True.")
+    'permute': 'The function is the same.',
+    'prune': 'Set num_experts, and num_selected to at most num_experts.',
+    'replicate': f'Set num_experts. To keep the function, multiply num_selected by {arguments.times}.',
+    'split': f'Set num_experts, and divide expert_dim by {arguments.slices}. To keep the function, multiply '
+    f'num_selected by {arguments.slices}.',
+    'merge': 'Set num_experts, and num_selected to at most num_experts.',
+  }
+  uneven_text = (
+    ' The layers now have different numbers of experts: give each its own block.' if uneven else ''
+  )
+  drop_text = (
+    ''
+    if arguments.optimizer_state == 'follow'
+    else " The optimizer's state is omitted: restore with fallback_to_scratch=True."
+  )
   return texts[arguments.operation] + uneven_text + drop_text
 
 
-COMMAND = Command('change the experts of a checkpoint: split, merge, permute, prune, replicate', _add_arguments, _run)
+COMMAND = Command(
+  'change the experts of a checkpoint: split, merge, permute, prune, replicate',
+  _add_arguments,
+  _run,
+)

@@ -10,13 +10,13 @@ from moe.dispatch.mlp import batched_mlp, dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
 
 __all__ = [
-    'METHODS',
-    'DispatchStats',
-    'MlpParams',
-    'MlpSpec',
-    'apply_experts',
-    'batched_mlp',
-    'dropout_keep',
-    'grouped_mlp',
-    'select_method',
+  'METHODS',
+  'DispatchStats',
+  'MlpParams',
+  'MlpSpec',
+  'apply_experts',
+  'batched_mlp',
+  'dropout_keep',
+  'grouped_mlp',
+  'select_method',
 ]

@@ -55,7 +55,9 @@ def mosaic_gpu_unsupported_reason(params: MlpParams, spec: MlpSpec) -> str | Non
   return mosaic_gpu_unsupported_shapes(params, spec)
 
 
-def mosaic_gpu_unsupported_shapes(params: MlpParams, spec: MlpSpec, multiple: int = 64) -> str | None:
+def mosaic_gpu_unsupported_shapes(
+  params: MlpParams, spec: MlpSpec, multiple: int = 64
+) -> str | None:
   """Return the reason why `mosaic_gpu_mlp` does not support the dims of `params` or the dtype of `spec`, or None."""
   if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
     return f'computes in bfloat16 or float16, got {jnp.dtype(spec.dtype)}'
@@ -65,7 +67,9 @@ def mosaic_gpu_unsupported_shapes(params: MlpParams, spec: MlpSpec, multiple: in
 def _unsupported_dims(params, multiple):
   _, hidden, width = params.wo.shape
   if hidden % multiple or width % multiple:
-    return f'needs width and hidden units that are multiples of {multiple}, got {width} and {hidden}'
+    return (
+      f'needs width and hidden units that are multiples of {multiple}, got {width} and {hidden}'
+    )
   return None
 
 
@@ -88,10 +92,19 @@ def mosaic_gpu_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Arr
 
 def _mosaic_product(rows, kernels, group_sizes, *, transpose):
   from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu  # Importable only in GPU builds.
+
   width = kernels.shape[1 if transpose else 2]
   return ragged_dot_mgpu.ragged_dot(
-      rows, kernels, group_sizes=group_sizes, block_m=_HOPPER_ROWS, block_n=_block(width), block_k=64,
-      max_concurrent_steps=4, grid_block_n=1, transpose_rhs=transpose)
+    rows,
+    kernels,
+    group_sizes=group_sizes,
+    block_m=_HOPPER_ROWS,
+    block_n=_block(width),
+    block_k=64,
+    max_concurrent_steps=4,
+    grid_block_n=1,
+    transpose_rhs=transpose,
+  )
 
 
 def _mosaic_product_fwd(rows, kernels, group_sizes):
@@ -100,10 +113,18 @@ def _mosaic_product_fwd(rows, kernels, group_sizes):
 
 def _mosaic_product_bwd(residuals, grad):
   from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
   rows, kernels, group_sizes = residuals
   kernels_grad = transposed_ragged_dot_mgpu.transposed_ragged_dot(
-      rows, grad, group_sizes=group_sizes, block_m=_block(rows.shape[1]), block_n=_block(grad.shape[1]), block_k=64,
-      max_concurrent_steps=4, grid_block_n=1)
+    rows,
+    grad,
+    group_sizes=group_sizes,
+    block_m=_block(rows.shape[1]),
+    block_n=_block(grad.shape[1]),
+    block_k=64,
+    max_concurrent_steps=4,
+    grid_block_n=1,
+  )
   # The kernel may not write the gradients of experts without rows.
   kernels_grad = jnp.where((group_sizes > 0)[:, None, None], kernels_grad, 0)
   return _mosaic_product(grad, kernels, group_sizes, transpose=True), kernels_grad, None
@@ -112,11 +133,19 @@ def _mosaic_product_bwd(residuals, grad):
 mosaic_gpu_product.defvjp(_mosaic_product_fwd, without_second_derivatives(_mosaic_product_bwd))
 
 
-def mosaic_gpu_mlp(params: MlpParams, x: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-                   keep: DropoutMask | None = None, balanced_rows: int | None = None,
-                   plan: RowPlan | None = None) -> jax.Array:
+def mosaic_gpu_mlp(
+  params: MlpParams,
+  x: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  balanced_rows: int | None = None,
+  plan: RowPlan | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows, on a Hopper GPU; see `mlp_by_products`."""
-  return mlp_by_products(mosaic_gpu_product, params, x, group_sizes, spec, keep, balanced_rows, plan)
+  return mlp_by_products(
+    mosaic_gpu_product, params, x, group_sizes, spec, keep, balanced_rows, plan
+  )
 
 
 # ---- Blackwell ------------------------------------------------------------------------------------------------------
@@ -134,10 +163,17 @@ def blackwell_unsupported_reason(params: MlpParams, spec: MlpSpec) -> str | None
 def blackwell_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
   """Return products of rows, see `GroupedProduct`; N is a multiple of 256, and arbitrary rows are finite."""
   from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
+
   # Two multiprocessors share a tile of twice these rows and columns: JAX 0.10 cannot trace the form with one.
   config = blackwell_ragged_dot_mgpu.TuningConfig(
-      tile_m=128, tile_n=_block(kernels.shape[2] // 2), tile_k=64, max_concurrent_steps=4, collective=True,
-      grid_tile_width=1, grid_minor_dim=blackwell_matmul_mgpu.MatmulDimension.N)
+    tile_m=128,
+    tile_n=_block(kernels.shape[2] // 2),
+    tile_k=64,
+    max_concurrent_steps=4,
+    collective=True,
+    grid_tile_width=1,
+    grid_minor_dim=blackwell_matmul_mgpu.MatmulDimension.N,
+  )
   return blackwell_ragged_dot_mgpu.ragged_dot_kernel(rows, kernels, group_sizes, config)
 
 
@@ -167,16 +203,26 @@ def _kernels_grad_by_tiles(rows, grad, group_sizes):
     offset = jnp.arange(blocks.tile_rows, dtype=jnp.int32)
     row = block.starts[:, None] + offset
     is_valid = (offset < block.counts[:, None])[:, :, None]
-    tiles, grads = (jnp.where(is_valid, jnp.take(x, row, axis=0, mode='clip'), 0) for x in (rows, grad))
-    return total.at[block.groups].add(jnp.einsum('tri,tro->tio', tiles, grads, preferred_element_type=jnp.float32))
+    tiles, grads = (
+      jnp.where(is_valid, jnp.take(x, row, axis=0, mode='clip'), 0) for x in (rows, grad)
+    )
+    return total.at[block.groups].add(
+      jnp.einsum('tri,tro->tio', tiles, grads, preferred_element_type=jnp.float32)
+    )
 
   zeros = jnp.zeros((group_sizes.shape[0], rows.shape[1], grad.shape[1]), jnp.float32)
   return jax.lax.fori_loop(0, blocks.num_blocks(group_sizes), step, zeros)
 
 
-def blackwell_mlp(params: MlpParams, x: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-                  keep: DropoutMask | None = None, balanced_rows: int | None = None,
-                  plan: RowPlan | None = None) -> jax.Array:
+def blackwell_mlp(
+  params: MlpParams,
+  x: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  balanced_rows: int | None = None,
+  plan: RowPlan | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows, on a Blackwell GPU; see `mlp_by_products`."""
   return mlp_by_products(blackwell_product, params, x, group_sizes, spec, keep, balanced_rows, plan)
 
@@ -192,7 +238,9 @@ def megablox_unsupported_reason(params: MlpParams, spec: MlpSpec) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def megablox_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array, interpret: bool = False) -> jax.Array:
+def megablox_product(
+  rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array, interpret: bool = False
+) -> jax.Array:
   """Return products of rows, see `GroupedProduct`; N is a multiple of 128. `interpret` emulates it without a TPU."""
   return _megablox_product(rows, kernels, group_sizes, interpret, transpose=False)
 
@@ -200,9 +248,20 @@ def megablox_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array
 def _megablox_product(rows, kernels, group_sizes, interpret, *, transpose):
   num_experts, *dims = kernels.shape
   tiling = tilings.product_tiling(
-      rows.shape[0], rows.shape[0] // num_experts, *(reversed(dims) if transpose else dims), rows.dtype)
-  return _megablox().gmm(rows, kernels, group_sizes, preferred_element_type=rows.dtype, tiling=tiling,
-                         transpose_rhs=transpose, interpret=interpret)
+    rows.shape[0],
+    rows.shape[0] // num_experts,
+    *(reversed(dims) if transpose else dims),
+    rows.dtype,
+  )
+  return _megablox().gmm(
+    rows,
+    kernels,
+    group_sizes,
+    preferred_element_type=rows.dtype,
+    tiling=tiling,
+    transpose_rhs=transpose,
+    interpret=interpret,
+  )
 
 
 def _megablox():
@@ -217,18 +276,38 @@ def _megablox_product_fwd(rows, kernels, group_sizes, interpret):
 def _megablox_product_bwd(interpret, residuals, grad):
   rows, kernels, group_sizes = residuals
   num_experts, *dims = kernels.shape
-  tiling = tilings.kernel_grad_tiling(rows.shape[0], rows.shape[0] // num_experts, *dims, rows.dtype)
+  tiling = tilings.kernel_grad_tiling(
+    rows.shape[0], rows.shape[0] // num_experts, *dims, rows.dtype
+  )
   kernels_grad = _megablox().tgmm(
-      rows.swapaxes(0, 1), grad, group_sizes, preferred_element_type=kernels.dtype, tiling=tiling, interpret=interpret)
-  return _megablox_product(grad, kernels, group_sizes, interpret, transpose=True), kernels_grad, None
+    rows.swapaxes(0, 1),
+    grad,
+    group_sizes,
+    preferred_element_type=kernels.dtype,
+    tiling=tiling,
+    interpret=interpret,
+  )
+  return (
+    _megablox_product(grad, kernels, group_sizes, interpret, transpose=True),
+    kernels_grad,
+    None,
+  )
 
 
-megablox_product.defvjp(_megablox_product_fwd, without_second_derivatives(_megablox_product_bwd, (0,)))
+megablox_product.defvjp(
+  _megablox_product_fwd, without_second_derivatives(_megablox_product_bwd, (0,))
+)
 
 
-def megablox_mlp(params: MlpParams, x: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-                 keep: DropoutMask | None = None, balanced_rows: int | None = None,
-                 plan: RowPlan | None = None) -> jax.Array:
+def megablox_mlp(
+  params: MlpParams,
+  x: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  balanced_rows: int | None = None,
+  plan: RowPlan | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows, on a TPU; see `mlp_by_products`."""
   return mlp_by_products(megablox_product, params, x, group_sizes, spec, keep, balanced_rows, plan)
 
@@ -262,13 +341,24 @@ class ProductBlocks:
   def add_grads(self, total: MlpParams, grads: MlpParams, block: Block) -> MlpParams:
     return jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), total, grads)
 
-  def mlp(self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None) -> jax.Array:
-    return _product_mlp(self.product_fn, params, rows[0], block.groups, spec, None if keep is None else keep[0])[None]
+  def mlp(
+    self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None
+  ) -> jax.Array:
+    return _product_mlp(
+      self.product_fn, params, rows[0], block.groups, spec, None if keep is None else keep[0]
+    )[None]
 
 
-def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, x: jax.Array, group_sizes: jax.Array,
-                    spec: MlpSpec, keep: DropoutMask | None = None, balanced_rows: int | None = None,
-                    plan: RowPlan | None = None) -> jax.Array:
+def mlp_by_products(
+  product_fn: GroupedProduct,
+  params: MlpParams,
+  x: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  balanced_rows: int | None = None,
+  plan: RowPlan | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows; see `blocks.mlp_in_blocks`.
 
   Without a loop, if all rows fit in one block, the derivative computes nothing again.
@@ -291,11 +381,15 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, x: jax.Array,
     return jnp.zeros((0, x.shape[1]), spec.dtype)
   block_rows = _in_row_tiles(int(_BLOCK_MARGIN * (balanced_rows or num_rows)))
   if num_rows > block_rows:
-    return mlp_in_blocks(ProductBlocks(product_fn, block_rows), params, x, group_sizes, spec, keep, plan)
+    return mlp_in_blocks(
+      ProductBlocks(product_fn, block_rows), params, x, group_sizes, spec, keep, plan
+    )
   rows = x.astype(spec.dtype) if plan is None else plans.dispatch(x.astype(spec.dtype), plan)
   padding = ((0, _in_row_tiles(num_rows) - num_rows), (0, 0))
   keep_rows = None if keep is None else jnp.pad(keep.of_all(), padding)
-  return _product_mlp(product_fn, params, jnp.pad(rows, padding), group_sizes, spec, keep_rows)[:num_rows]
+  return _product_mlp(product_fn, params, jnp.pad(rows, padding), group_sizes, spec, keep_rows)[
+    :num_rows
+  ]
 
 
 def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
@@ -311,12 +405,16 @@ def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
     # Uninitialized memory may contain NaN or infinity, whose products with 0 are NaN.
     y = jnp.where(is_valid, y, 0)
     # The cast follows the copy, so that gradients of an expert's rows are summed in float32.
-    return y if biases is None else y + jnp.take(biases, expert, axis=0, mode='clip').astype(spec.dtype)
+    return (
+      y if biases is None else y + jnp.take(biases, expert, axis=0, mode='clip').astype(spec.dtype)
+    )
 
   biases = params.wi_bias or (None,) * len(params.wi)
   pre = [project(rows, *each) for each in zip(params.wi, biases, strict=True)]
   hidden = jnp.where(is_valid, activate(checkpoint_name(pre, 'expert_hidden'), keep, spec), 0)
-  return checkpoint_name(jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0), 'expert_output')
+  return checkpoint_name(
+    jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0), 'expert_output'
+  )
 
 
 def _in_row_tiles(num_rows):
@@ -366,7 +464,9 @@ class PaddedBlocks:
   def block(self, group_sizes: jax.Array, index: jax.Array) -> Block:
     row_ends, tile_ends = jnp.cumsum(group_sizes), self._tile_ends(group_sizes)
     tile = index * self.num_tiles + jnp.arange(self.num_tiles, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(tile_ends, tile, side='right'), group_sizes.shape[0] - 1).astype(jnp.int32)
+    expert = jnp.minimum(
+      jnp.searchsorted(tile_ends, tile, side='right'), group_sizes.shape[0] - 1
+    ).astype(jnp.int32)
     ends, sizes = jnp.take(row_ends, expert), jnp.take(group_sizes, expert)
     of_expert = tile - jnp.take(tile_ends, expert) + -(-sizes // self.tile_rows)
     starts = jnp.minimum(ends - sizes + of_expert * self.tile_rows, row_ends[-1])
@@ -376,16 +476,26 @@ class PaddedBlocks:
     return jax.tree.map(lambda param: jnp.take(param, block.groups, axis=0), params)
 
   def add_grads(self, total: MlpParams, grads: MlpParams, block: Block) -> MlpParams:
-    return jax.tree.map(lambda total, grad: total.at[block.groups].add(grad.astype(jnp.float32)), total, grads)
+    return jax.tree.map(
+      lambda total, grad: total.at[block.groups].add(grad.astype(jnp.float32)), total, grads
+    )
 
-  def mlp(self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None) -> jax.Array:
+  def mlp(
+    self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None
+  ) -> jax.Array:
     # The cast follows the copy, so that gradients of an expert's tiles are summed in float32.
     return batched_mlp(params, rows, spec, keep)
 
 
-def padded_mlp(params: MlpParams, x: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-               keep: DropoutMask | None = None, balanced_rows: int | None = None,
-               plan: RowPlan | None = None) -> jax.Array:
+def padded_mlp(
+  params: MlpParams,
+  x: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  balanced_rows: int | None = None,
+  plan: RowPlan | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows, by batched products of tiles; see `mlp_by_products`."""
   num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
   if num_rows == 0:

@@ -19,9 +19,16 @@ from t5x_lite import checks
 METHODS = ('auto', 'einsum', 'capacity', 'grouped')
 
 
-def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, *,
-                  method: str = 'auto', dropout_rng: jax.Array | None = None,
-                  receive_factor: float | None = None) -> tuple[jax.Array, DispatchStats]:
+def apply_experts(
+  x: jax.Array,
+  routing: Routing,
+  params: MlpParams,
+  spec: MlpSpec,
+  *,
+  method: str = 'auto',
+  dropout_rng: jax.Array | None = None,
+  receive_factor: float | None = None,
+) -> tuple[jax.Array, DispatchStats]:
   """Return for every token the sum of its experts' outputs, weighted by the gates.
 
   All forms compute the same function of x, gates and parameters, with the same dropout.
@@ -48,21 +55,43 @@ def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSp
   method = select_method(method, routing, layers.traced_platform())
   _check(x, routing, params, spec, receive_factor)
   groups, no_drops = _groups(routing), DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
-  layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1])
-  if layout is not None and method != 'grouped' and expert_parallel.divides_groups(layout, groups[0]):
+  layout = expert_parallel.find_layout(
+    math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1]
+  )
+  if (
+    layout is not None and method != 'grouped' and expert_parallel.divides_groups(layout, groups[0])
+  ):
     y = expert_parallel.sharded_capacity(
-        x.reshape(*groups, x.shape[-1]), routing, params, spec, layout, dropout_rng=dropout_rng,
-        dispatch_fn=_FORMS[method])
+      x.reshape(*groups, x.shape[-1]),
+      routing,
+      params,
+      spec,
+      layout,
+      dropout_rng=dropout_rng,
+      dispatch_fn=_FORMS[method],
+    )
     return y.reshape(x.shape), no_drops
-  if layout is not None and 'grouped' in routing.forms and layers.traced_platform() in KERNELS_OF_BACKEND:
+  if (
+    layout is not None
+    and 'grouped' in routing.forms
+    and layers.traced_platform() in KERNELS_OF_BACKEND
+  ):
     # In every form the rows of groups that span devices travel one by one: to fill their buffers would gather tokens.
     return expert_parallel.sharded_grouped(
-        x, routing, params, spec, layout, dropout_rng=dropout_rng,
-        receive_factor=receive_factor if method == 'grouped' else None)
+      x,
+      routing,
+      params,
+      spec,
+      layout,
+      dropout_rng=dropout_rng,
+      receive_factor=receive_factor if method == 'grouped' else None,
+    )
   mask_fn = None
   if dropout_rng is not None and spec.dropout_rate > 0:
     mask_fn = lambda ids: DropoutMask(dropout_rng, ids, params.wo.shape[1], spec.dropout_rate)
-  y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, mask_fn).reshape(x.shape)
+  y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, mask_fn).reshape(
+    x.shape
+  )
   return y, no_drops
 
 
@@ -80,9 +109,16 @@ def select_method(method: str, routing: Routing, backend: str) -> str:
   if method == 'ragged_dot':
     select_kernel(method, backend)
   is_dropless = routing.forms == ('grouped',)
-  checks.check('', {'dispatch': method}, dispatch=checks.one_of(
+  checks.check(
+    '',
+    {'dispatch': method},
+    dispatch=checks.one_of(
       METHODS if method not in METHODS else ('auto', *routing.forms),
-      f'The {type(routing).__name__} is dropless: set a capacity factor for buffers.' if is_dropless else ''))
+      f'The {type(routing).__name__} is dropless: set a capacity factor for buffers.'
+      if is_dropless
+      else '',
+    ),
+  )
   if method == 'auto':
     method = routing.forms[0]
   if method == 'grouped':
@@ -99,11 +135,14 @@ def _check(x, routing, params, spec, receive_factor):
   check_params(params, spec, x.shape[-1])
   num_experts, shape = routing.num_experts, _groups(routing)
   checks.check(
-      'apply_experts', {'routing': (num_experts, math.prod(shape)), 'receive_factor': receive_factor},
-      routing=checks.Expectation(
-          f'of {params.num_experts} experts, those of params, and {math.prod(x.shape[:2])} tokens, those of x',
-          lambda got: got == (params.num_experts, math.prod(x.shape[:2]))),
-      receive_factor=checks.number(above=0).or_none())
+    'apply_experts',
+    {'routing': (num_experts, math.prod(shape)), 'receive_factor': receive_factor},
+    routing=checks.Expectation(
+      f'of {params.num_experts} experts, those of params, and {math.prod(x.shape[:2])} tokens, those of x',
+      lambda got: got == (params.num_experts, math.prod(x.shape[:2])),
+    ),
+    receive_factor=checks.number(above=0).or_none(),
+  )
 
 
 def _grouped(x, routing: TokenChoice, params, spec, mask_fn: MaskFn | None):

@@ -58,12 +58,21 @@ class Blocks(Protocol):
   def add_grads(self, total: MlpParams, grads: MlpParams, block: Block) -> MlpParams:
     """Return float32 gradients of all parameters plus those of `params_of`."""
 
-  def mlp(self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None) -> jax.Array:
+  def mlp(
+    self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None
+  ) -> jax.Array:
     """Return outputs <dtype>[T, tile_rows, D] of `rows` of this shape; rows after a tile's count are arbitrary."""
 
 
-def mlp_in_blocks(blocks: Blocks, params: MlpParams, x: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-                  keep: DropoutMask | None = None, plan: RowPlan | None = None) -> jax.Array:
+def mlp_in_blocks(
+  blocks: Blocks,
+  params: MlpParams,
+  x: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  plan: RowPlan | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows.
 
   Args:
@@ -78,7 +87,9 @@ def mlp_in_blocks(blocks: Blocks, params: MlpParams, x: jax.Array, group_sizes: 
   Returns:
     <spec.dtype>[N, D] in the order of the rows.
   """
-  return _in_blocks(blocks, spec, params, x.astype(spec.dtype), plan, group_sizes.astype(jnp.int32), keep)
+  return _in_blocks(
+    blocks, spec, params, x.astype(spec.dtype), plan, group_sizes.astype(jnp.int32), keep
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -87,11 +98,16 @@ def _in_blocks(blocks, spec, params, x, plan, group_sizes, keep):
 
   def step(index, y):
     tiles = loop.tiles(index)
-    out = blocks.mlp(blocks.params_of(params, tiles.block), loop.take(x, tiles), tiles.block, spec,
-                     None if keep is None else keep.of_rows(tiles.rows))
+    out = blocks.mlp(
+      blocks.params_of(params, tiles.block),
+      loop.take(x, tiles),
+      tiles.block,
+      spec,
+      None if keep is None else keep.of_rows(tiles.rows),
+    )
     return loop.put(y, out, tiles)
 
-  return loop.run(step, loop.zeros(x))[:loop.num_rows]
+  return loop.run(step, loop.zeros(x))[: loop.num_rows]
 
 
 def _in_blocks_fwd(blocks, spec, params, x, plan, group_sizes, keep):
@@ -112,8 +128,10 @@ def without_second_derivatives(fn, static_argnums=()):
 
   def raise_error(*args):
     del args
-    raise ConfigError("The grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
-                      'capacity factor.')
+    raise ConfigError(
+      "The grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
+      'capacity factor.'
+    )
 
   wrapped = jax.custom_jvp(fn, nondiff_argnums=static_argnums)
   wrapped.defjvp(raise_error)
@@ -130,8 +148,11 @@ def _backward(blocks, spec, residuals, grad):
     x_grad, total = state
     tiles = loop.tiles(index)
     tile_keep = None if keep is None else keep.of_rows(tiles.rows)
-    _, pull = jax.vjp(lambda params, rows: blocks.mlp(params, rows, tiles.block, spec, tile_keep),
-                      blocks.params_of(params, tiles.block), loop.take(x, tiles))
+    _, pull = jax.vjp(
+      lambda params, rows: blocks.mlp(params, rows, tiles.block, spec, tile_keep),
+      blocks.params_of(params, tiles.block),
+      loop.take(x, tiles),
+    )
     dy = jnp.where(tiles.is_valid, jnp.take(grad, tiles.rows, axis=0, mode='clip'), 0)
     params_grad, rows_grad = pull(dy)
     return loop.put(x_grad, rows_grad, tiles), blocks.add_grads(total, params_grad, tiles.block)
@@ -139,7 +160,9 @@ def _backward(blocks, spec, residuals, grad):
   zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
   x_grad, total = loop.run(step, (loop.zeros(x), zeros))
   params_grad = jax.tree.map(lambda total, param: total.astype(param.dtype), total, params)
-  return params_grad, x_grad[:loop.num_rows] if plan is None else plans.sum_of_choices(x_grad, plan, x.shape[0])
+  return params_grad, x_grad[: loop.num_rows] if plan is None else plans.sum_of_choices(
+    x_grad, plan, x.shape[0]
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +205,9 @@ class _Loop:
     values = jnp.where(tiles.is_valid, values, 0).astype(buffer.dtype)
 
     def put_one(tile, buffer):
-      return jax.lax.dynamic_update_slice_in_dim(buffer, values[tile], tiles.block.starts[tile], axis=0)
+      return jax.lax.dynamic_update_slice_in_dim(
+        buffer, values[tile], tiles.block.starts[tile], axis=0
+      )
 
     if values.shape[0] == 1:
       return put_one(0, buffer)

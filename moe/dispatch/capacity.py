@@ -21,8 +21,14 @@ MaskFn = Callable[[jax.Array], DropoutMask]
 BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
 
-def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
-                      mask_fn: MaskFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
+def capacity_dispatch(
+  x: jax.Array,
+  routing: Routing,
+  params: MlpParams,
+  spec: MlpSpec,
+  mask_fn: MaskFn | None = None,
+  experts_fn: ExpertsFn | None = None,
+) -> jax.Array:
   """Apply the experts to buffers that are filled and emptied by gathers.
 
   Args:
@@ -36,17 +42,27 @@ def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: M
   Returns:
     <spec.dtype>[G, T, D].
   """
-  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, mask_fn=mask_fn)
+  experts_fn = experts_fn or functools.partial(
+    _apply_to_buffers, params=params, spec=spec, mask_fn=mask_fn
+  )
   num_groups, group_size, width = x.shape
   tokens = x.astype(spec.dtype).reshape(-1, width)
   y = routing.through_buffers(tokens, experts_fn)
   return constrain(y.reshape(num_groups, group_size, width), ('batch', None, None))
 
 
-def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
-                    mask_fn: MaskFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
+def einsum_dispatch(
+  x: jax.Array,
+  routing: Routing,
+  params: MlpParams,
+  spec: MlpSpec,
+  mask_fn: MaskFn | None = None,
+  experts_fn: ExpertsFn | None = None,
+) -> jax.Array:
   """Apply the experts by products with the masks of the routing; see `capacity_dispatch`."""
-  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, mask_fn=mask_fn)
+  experts_fn = experts_fn or functools.partial(
+    _apply_to_buffers, params=params, spec=spec, mask_fn=mask_fn
+  )
   dispatch_mask, combine_weights = routing.masks()
   buffers = jnp.einsum('gtec,gtd->egcd', dispatch_mask.astype(spec.dtype), x.astype(spec.dtype))
   buffers = experts_fn(buffers, routing.choice_ids())
@@ -54,8 +70,14 @@ def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: Mlp
   return constrain(y, ('batch', None, None))
 
 
-def _apply_to_buffers(buffers: jax.Array, choice_ids: jax.Array, *, params: MlpParams, spec: MlpSpec,
-                      mask_fn: MaskFn | None) -> jax.Array:
+def _apply_to_buffers(
+  buffers: jax.Array,
+  choice_ids: jax.Array,
+  *,
+  params: MlpParams,
+  spec: MlpSpec,
+  mask_fn: MaskFn | None,
+) -> jax.Array:
   """Return the experts' outputs <dtype>[E, G, C, D] for `buffers` of the same shape; see `ExpertsFn`."""
   shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
   keep = None

@@ -21,8 +21,14 @@ def select_form(backend: str) -> str:
   return 'ragged' if backend in ('gpu', 'tpu') else 'blocks'
 
 
-def exchange(rows: jax.Array, sizes: jax.Array, num_received: int, block: int, axis_name: tuple[str, ...],
-             form: str) -> jax.Array:
+def exchange(
+  rows: jax.Array,
+  sizes: jax.Array,
+  num_received: int,
+  block: int,
+  axis_name: tuple[str, ...],
+  form: str,
+) -> jax.Array:
   """Send every shard its part of the rows, inside `shard_map`. The derivative is the reverse exchange.
 
   Args:
@@ -74,7 +80,14 @@ def _ragged(rows, sizes, num_received, axis_name):
   output_offsets = _starts(sizes.T)[:, shard]
   output = jnp.zeros((num_received, *rows.shape[1:]), rows.dtype)
   return jax.lax.ragged_all_to_all(
-      rows, output, _starts(sizes[shard]), sizes[shard], output_offsets, sizes[:, shard], axis_name=axis_name)
+    rows,
+    output,
+    _starts(sizes[shard]),
+    sizes[shard],
+    output_offsets,
+    sizes[:, shard],
+    axis_name=axis_name,
+  )
 
 
 def _by_blocks(rows, sizes, num_received, block, axis_name):

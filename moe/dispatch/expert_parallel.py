@@ -93,9 +93,10 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
   batch, expert = mesh_axes_of('batch'), mesh_axes_of('expert')
   if num_experts % num_shards(expert):
     raise ConfigError(
-        f'The number of experts must be a multiple of {num_shards(expert)}, the devices along mesh axes {expert} of '
-        f'{dict(mesh.shape)}, got {num_experts}. Alternatively, use '
-        f'{math.gcd(num_experts, num_shards(expert))} expert partitions.')
+      f'The number of experts must be a multiple of {num_shards(expert)}, the devices along mesh axes {expert} of '
+      f'{dict(mesh.shape)}, got {num_experts}. Alternatively, use '
+      f'{math.gcd(num_experts, num_shards(expert))} expert partitions.'
+    )
   mlp = mesh_axes_of('expert_mlp', taken=(*batch, *expert))
   if hidden_dim % num_shards(mlp):
     mlp = ()
@@ -109,8 +110,14 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
   return Layout(tokens, expert, mlp, num_shards(expert), num_shards(mlp))
 
 
-def num_receive_rows(num_tokens: int, num_selected: int, num_experts: int, num_shards: int,
-                     receive_factor: float | None, num_slots: int | None = None) -> tuple[int, int]:
+def num_receive_rows(
+  num_tokens: int,
+  num_selected: int,
+  num_experts: int,
+  num_shards: int,
+  receive_factor: float | None,
+  num_slots: int | None = None,
+) -> tuple[int, int]:
   """Return (rows of a device's receive buffer, largest number of rows from one device to another).
 
   Without a factor the buffer has the size of the worst case, in which all devices send all rows to one. The choices of
@@ -128,16 +135,25 @@ def num_receive_rows(num_tokens: int, num_selected: int, num_experts: int, num_s
   ((800, 200), (400, 100), (250, 200))
   """
   block = num_tokens * min(num_selected, num_experts)
-  num_rows = num_shards * block if num_slots is None else min(num_shards * block, num_experts * num_slots)
+  num_rows = (
+    num_shards * block if num_slots is None else min(num_shards * block, num_experts * num_slots)
+  )
   if receive_factor is not None:
     num_rows = min(num_rows, max(math.ceil(receive_factor * num_tokens * num_selected), 1))
   return num_rows, min(block, num_rows)
 
 
 def sharded_grouped(
-    x: jax.Array, routing: TokenChoice, params: MlpParams, spec: MlpSpec, layout: Layout, *,
-    dropout_rng: jax.Array | None = None, receive_factor: float | None = None,
-    exchange_form: str | None = None) -> tuple[jax.Array, DispatchStats]:
+  x: jax.Array,
+  routing: TokenChoice,
+  params: MlpParams,
+  spec: MlpSpec,
+  layout: Layout,
+  *,
+  dropout_rng: jax.Array | None = None,
+  receive_factor: float | None = None,
+  exchange_form: str | None = None,
+) -> tuple[jax.Array, DispatchStats]:
   """Apply the experts on the mesh in context, without drops unless `receive_factor` is too small.
 
   Args:
@@ -158,16 +174,28 @@ def sharded_grouped(
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
   num_tokens = tokens.shape[0]
   form = exchange_form or exchange_lib.select_form(layers.traced_platform())
-  num_slots = None if routing.position is None else routing.num_slots * routing.expert_index.shape[0]
-  shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, num_slots)
+  num_slots = (
+    None if routing.position is None else routing.num_slots * routing.expert_index.shape[0]
+  )
+  shard = _Shard(
+    layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, num_slots
+  )
   y, drops = _map(shard.grouped, params, dropout_rng, layout)(
-      tokens, (routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1)))
+    tokens, (routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1))
+  )
   return y.reshape(x.shape), DispatchStats(receive_drops=drops)
 
 
 def sharded_capacity(
-    x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, layout: Layout, *,
-    dropout_rng: jax.Array | None = None, dispatch_fn: Callable[..., jax.Array] = capacity_dispatch) -> jax.Array:
+  x: jax.Array,
+  routing: Routing,
+  params: MlpParams,
+  spec: MlpSpec,
+  layout: Layout,
+  *,
+  dropout_rng: jax.Array | None = None,
+  dispatch_fn: Callable[..., jax.Array] = capacity_dispatch,
+) -> jax.Array:
   """Apply the experts to buffers on the mesh in context, for a layout and groups with `divides_groups`.
 
   Args:
@@ -201,8 +229,12 @@ def divides_groups(layout: Layout, num_groups: int) -> bool:
   return is_divided and (layout.moves_tokens or layout.num_expert_shards == 1)
 
 
-def _map(fn: Callable[..., tuple[jax.Array, jax.Array]], params: MlpParams, rng: jax.Array | None,
-         layout: Layout) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _map(
+  fn: Callable[..., tuple[jax.Array, jax.Array]],
+  params: MlpParams,
+  rng: jax.Array | None,
+  layout: Layout,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
   """Return a function of global arrays (tokens [S or G, ..., D], arrays of routing).
 
   Args:
@@ -231,12 +263,17 @@ def _map(fn: Callable[..., tuple[jax.Array, jax.Array]], params: MlpParams, rng:
       return y, number
 
     by_token = PartitionSpec(layout.token_axes or None)
-    out_spec = PartitionSpec(layout.token_axes or None, *[None] * (dims - 2), layout.mlp_axes if scatters else None)
+    out_spec = PartitionSpec(
+      layout.token_axes or None, *[None] * (dims - 2), layout.mlp_axes if scatters else None
+    )
     return jax.shard_map(
-        on_device, in_specs=(by_token, by_token, _params_specs(params, layout), PartitionSpec()),
-        # No check of replication: loops of kernels start with zeros, equal on all devices, and end with different
-        # values.
-        out_specs=(out_spec, PartitionSpec()), check_vma=False)(tokens, arrays, params, rng)
+      on_device,
+      in_specs=(by_token, by_token, _params_specs(params, layout), PartitionSpec()),
+      # No check of replication: loops of kernels start with zeros, equal on all devices, and end with different
+      # values.
+      out_specs=(out_spec, PartitionSpec()),
+      check_vma=False,
+    )(tokens, arrays, params, rng)
 
   return mapped
 
@@ -244,9 +281,13 @@ def _map(fn: Callable[..., tuple[jax.Array, jax.Array]], params: MlpParams, rng:
 def _params_specs(params: MlpParams, layout: Layout) -> MlpParams:
   expert, mlp = layout.expert_axes or None, layout.mlp_axes or None
   return MlpParams(
-      wi=tuple(PartitionSpec(expert, None, mlp) for _ in params.wi), wo=PartitionSpec(expert, mlp, None),
-      wi_bias=None if params.wi_bias is None else tuple(PartitionSpec(expert, mlp) for _ in params.wi_bias),
-      wo_bias=None if params.wo_bias is None else PartitionSpec(expert, None))
+    wi=tuple(PartitionSpec(expert, None, mlp) for _ in params.wi),
+    wo=PartitionSpec(expert, mlp, None),
+    wi_bias=None
+    if params.wi_bias is None
+    else tuple(PartitionSpec(expert, mlp) for _ in params.wi_bias),
+    wo_bias=None if params.wo_bias is None else PartitionSpec(expert, None),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +341,9 @@ class _Shard:
       flat = buffers.reshape(buffers.shape[0], -1, buffers.shape[-1])
       return move(batched_mlp(params, flat, self.spec, keep).reshape(buffers.shape), back=True)
 
-    return dispatch_fn(x, routing, params, self.spec, experts_fn=experts_fn), jnp.zeros([], jnp.float32)
+    return dispatch_fn(x, routing, params, self.spec, experts_fn=experts_fn), jnp.zeros(
+      [], jnp.float32
+    )
 
   @property
   def _num_local_experts(self):
@@ -315,22 +358,43 @@ class _Shard:
     plan, group_sizes = plans.sort_by_expert(expert_index.reshape(-1), local)
     keep = self._mask(rng, self._choice_ids(plan, gates))
     return grouped_tokens(
-        params, tokens, gates, plan, group_sizes, self.spec, keep,
-        balanced_rows=-(-gates.size // self.layout.num_expert_shards))
+      params,
+      tokens,
+      gates,
+      plan,
+      group_sizes,
+      self.spec,
+      keep,
+      balanced_rows=-(-gates.size // self.layout.num_expert_shards),
+    )
 
   def _exchange(self, tokens, gates, expert_index, params, rng):
     """Send tokens to the devices of their experts, apply these, and return the outputs."""
-    axes, num_shards, local = self.layout.expert_axes, self.layout.num_expert_shards, self._num_local_experts
-    num_rows, block = num_receive_rows(*gates.shape, local, num_shards, self.receive_factor, self.num_slots)
+    axes, num_shards, local = (
+      self.layout.expert_axes,
+      self.layout.num_expert_shards,
+      self._num_local_experts,
+    )
+    num_rows, block = num_receive_rows(
+      *gates.shape, local, num_shards, self.receive_factor, self.num_slots
+    )
     plan, kept, drops = self._admit(expert_index.reshape(-1), num_rows, block)
     kept = kept.reshape(num_shards, num_shards, local)  # [from, to, expert]
     sizes = jnp.sum(kept, axis=2)
     send = functools.partial(
-        exchange_lib.exchange, sizes=sizes, num_received=num_rows, block=block, axis_name=axes, form=self.form)
+      exchange_lib.exchange,
+      sizes=sizes,
+      num_received=num_rows,
+      block=block,
+      axis_name=axes,
+      form=self.form,
+    )
     received = send(plans.dispatch(tokens, plan))
     # Rows arrive ordered by sender, and those of a sender by expert.
     ends = jnp.cumsum(kept[:, jax.lax.axis_index(axes)].reshape(-1))
-    run = jnp.searchsorted(ends, jnp.arange(num_rows, dtype=jnp.int32), side='right').astype(jnp.int32)
+    run = jnp.searchsorted(ends, jnp.arange(num_rows, dtype=jnp.int32), side='right').astype(
+      jnp.int32
+    )
     expert = jnp.where(run < ends.shape[0], run % local, local)
     received_plan, group_sizes = plans.sort_by_expert(expert, local)
     keep = None
@@ -338,10 +402,18 @@ class _Shard:
       ids = send(self._choice_ids(plan, gates))
       keep = self._mask(rng, jnp.take(ids, received_plan.row_choice))
     results = grouped_tokens(
-        params, received, jnp.ones((num_rows, 1), jnp.float32), received_plan, group_sizes, self.spec, keep,
-        balanced_rows=min(gates.size, num_rows))
+      params,
+      received,
+      jnp.ones((num_rows, 1), jnp.float32),
+      received_plan,
+      group_sizes,
+      self.spec,
+      keep,
+      balanced_rows=min(gates.size, num_rows),
+    )
     rows = exchange_lib.exchange(
-        results, sizes.T, plan.row_choice.shape[0], block=block, axis_name=axes, form=self.form)
+      results, sizes.T, plan.row_choice.shape[0], block=block, axis_name=axes, form=self.form
+    )
     return plans.combine(rows, gates, plan), drops
 
   def _admit(self, expert_index, num_rows, block):
@@ -356,9 +428,13 @@ class _Shard:
     bounded = jnp.minimum(expert_index, self.num_experts - 1)
     rank = plan.choice_row - jnp.take(jnp.cumsum(counts) - counts, bounded)
     is_kept = (expert_index < self.num_experts) & (rank < jnp.take(kept_here, bounded))
-    plan, _ = plans.sort_by_expert(jnp.where(is_kept, expert_index, self.num_experts), self.num_experts)
-    lost, chosen = (jax.lax.psum(jnp.sum(n).astype(jnp.float32), self.layout.token_axes)
-                    for n in (counts - kept_here, counts))
+    plan, _ = plans.sort_by_expert(
+      jnp.where(is_kept, expert_index, self.num_experts), self.num_experts
+    )
+    lost, chosen = (
+      jax.lax.psum(jnp.sum(n).astype(jnp.float32), self.layout.token_axes)
+      for n in (counts - kept_here, counts)
+    )
     return plan, kept, lost / jnp.maximum(chosen, 1.0)
 
   def _choice_ids(self, plan, gates):
@@ -397,7 +473,11 @@ def admitted(counts: jax.Array, num_shards: int, num_rows: int, block: int) -> j
   """
   by_pair = counts.reshape(num_shards, num_shards, -1)  # [from, to, expert]
   part = jnp.sum(by_pair, axis=2, keepdims=True)
-  share = jnp.minimum(num_rows / jnp.maximum(jnp.sum(part, axis=0, keepdims=True), 1.0),
-                      block / jnp.maximum(part, 1.0))
-  kept = jnp.where(share >= 1.0, by_pair, jnp.floor(by_pair * share * _JUST_BELOW_ONE).astype(jnp.int32))
+  share = jnp.minimum(
+    num_rows / jnp.maximum(jnp.sum(part, axis=0, keepdims=True), 1.0),
+    block / jnp.maximum(part, 1.0),
+  )
+  kept = jnp.where(
+    share >= 1.0, by_pair, jnp.floor(by_pair * share * _JUST_BELOW_ONE).astype(jnp.int32)
+  )
   return kept.reshape(counts.shape)

@@ -40,21 +40,29 @@ _has_logged_choice = False
 
 # Kernels by name, and for each backend the kernels whose cost does not grow with the number of experts, best first.
 KERNELS: Mapping[str, GroupedKernel] = {
-    'tiles': GroupedKernel(tiles.tiled_mlp, tiles.tiled_tokens),
-    'mosaic_gpu': GroupedKernel(
-        accelerators.mosaic_gpu_mlp, unsupported_reason_fn=accelerators.mosaic_gpu_unsupported_reason),
-    'blackwell': GroupedKernel(
-        accelerators.blackwell_mlp, unsupported_reason_fn=accelerators.blackwell_unsupported_reason),
-    'megablox': GroupedKernel(
-        accelerators.megablox_mlp, unsupported_reason_fn=accelerators.megablox_unsupported_reason),
-    'padded': GroupedKernel(accelerators.padded_mlp),
+  'tiles': GroupedKernel(tiles.tiled_mlp, tiles.tiled_tokens),
+  'mosaic_gpu': GroupedKernel(
+    accelerators.mosaic_gpu_mlp, unsupported_reason_fn=accelerators.mosaic_gpu_unsupported_reason
+  ),
+  'blackwell': GroupedKernel(
+    accelerators.blackwell_mlp, unsupported_reason_fn=accelerators.blackwell_unsupported_reason
+  ),
+  'megablox': GroupedKernel(
+    accelerators.megablox_mlp, unsupported_reason_fn=accelerators.megablox_unsupported_reason
+  ),
+  'padded': GroupedKernel(accelerators.padded_mlp),
 }
 KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
-    'cpu': ('tiles', 'padded'), 'gpu': ('mosaic_gpu', 'blackwell', 'padded'), 'tpu': ('megablox', 'padded'),
-    layers.PORTABLE: ('padded',)}
+  'cpu': ('tiles', 'padded'),
+  'gpu': ('mosaic_gpu', 'blackwell', 'padded'),
+  'tpu': ('megablox', 'padded'),
+  layers.PORTABLE: ('padded',),
+}
 
 
-def select_kernel(method: str, backend: str, params: MlpParams | None = None, spec: MlpSpec | None = None) -> str:
+def select_kernel(
+  method: str, backend: str, params: MlpParams | None = None, spec: MlpSpec | None = None
+) -> str:
   """Return the name of the grouped kernel for `method` on `backend`.
 
   Args:
@@ -69,11 +77,20 @@ def select_kernel(method: str, backend: str, params: MlpParams | None = None, sp
   """
   kernels = KERNELS_OF_BACKEND.get(backend, ())
   checks.check(
-      '', {'backend': backend, 'grouped kernel': method}, backend=checks.one_of(
-          KERNELS_OF_BACKEND, "Use dispatch='capacity' with a capacity factor."),
-      **{'grouped kernel': checks.one_of(
-          ('auto', *kernels), f'On {backend!r} jax.lax.ragged_dot would multiply every row with every expert.'
-          if method == 'ragged_dot' else f"It is for another backend than {backend!r}." if method in KERNELS else '')})
+    '',
+    {'backend': backend, 'grouped kernel': method},
+    backend=checks.one_of(KERNELS_OF_BACKEND, "Use dispatch='capacity' with a capacity factor."),
+    **{
+      'grouped kernel': checks.one_of(
+        ('auto', *kernels),
+        f'On {backend!r} jax.lax.ragged_dot would multiply every row with every expert.'
+        if method == 'ragged_dot'
+        else f'It is for another backend than {backend!r}.'
+        if method in KERNELS
+        else '',
+      )
+    },
+  )
 
   def unsupported_reason(name):
     fn = KERNELS[name].unsupported_reason_fn
@@ -82,12 +99,16 @@ def select_kernel(method: str, backend: str, params: MlpParams | None = None, sp
   if method == 'auto':
     name = next(name for name in kernels if unsupported_reason(name) is None)
     if params is not None and backend in ('gpu', 'tpu'):
-      reasons = [f'{other!r} {unsupported_reason(other)}' for other in kernels[:kernels.index(name)]]
+      reasons = [
+        f'{other!r} {unsupported_reason(other)}' for other in kernels[: kernels.index(name)]
+      ]
       _log_choice(name, '; '.join(reasons) or 'device, dtype and dims allow it')
     return name
   if unsupported_reason(method) is not None:
-    raise ConfigError(f"The grouped kernel {method!r} {unsupported_reason(method)}. Use 'auto', or meet this "
-                      'requirement.')
+    raise ConfigError(
+      f"The grouped kernel {method!r} {unsupported_reason(method)}. Use 'auto', or meet this "
+      'requirement.'
+    )
   return method
 
 
@@ -95,12 +116,23 @@ def _log_choice(name: str, reason: str) -> None:
   global _has_logged_choice
   if not _has_logged_choice:
     _has_logged_choice = True
-    _logger.info("Grouped kernel 'auto' takes %r for the first experts of this process: %s. Others may differ, "
-                 'depending on their dims and dtypes.', name, reason)
+    _logger.info(
+      "Grouped kernel 'auto' takes %r for the first experts of this process: %s. Others may differ, "
+      'depending on their dims and dtypes.',
+      name,
+      reason,
+    )
 
 
-def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-                keep: DropoutMask | None = None, method: str = 'auto', balanced_rows: int | None = None) -> jax.Array:
+def grouped_mlp(
+  params: MlpParams,
+  rows: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  method: str = 'auto',
+  balanced_rows: int | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows.
 
   Args:
@@ -123,9 +155,17 @@ def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec
   return kernel.mlp_fn(params, rows, group_sizes, spec, keep, balanced_rows)
 
 
-def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
-                   spec: MlpSpec, keep: DropoutMask | None = None, method: str = 'auto',
-                   balanced_rows: int | None = None) -> jax.Array:
+def grouped_tokens(
+  params: MlpParams,
+  tokens: jax.Array,
+  gates: jax.Array,
+  plan: RowPlan,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  method: str = 'auto',
+  balanced_rows: int | None = None,
+) -> jax.Array:
   """Return for every token the sum of what its experts make of it, weighted by the gates.
 
   Args:
@@ -148,4 +188,6 @@ def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan:
   kernel = KERNELS[select_kernel(method, layers.traced_platform(), params, spec)]
   if kernel.tokens_fn is not None:
     return kernel.tokens_fn(params, tokens, gates, plan, group_sizes, spec, keep, balanced_rows)
-  return plans.combine(kernel.mlp_fn(params, tokens, group_sizes, spec, keep, balanced_rows, plan), gates, plan)
+  return plans.combine(
+    kernel.mlp_fn(params, tokens, group_sizes, spec, keep, balanced_rows, plan), gates, plan
+  )

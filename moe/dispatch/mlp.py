@@ -27,7 +27,9 @@ def activate(pre: Sequence[jax.Array], keep: jax.Array | None, spec: MlpSpec) ->
   Returns:
     <float>[..., F] in the dtype of `pre`.
   """
-  hidden = functools.reduce(operator.mul, [fn(x) for fn, x in zip(spec.activation_fns, pre, strict=True)])
+  hidden = functools.reduce(
+    operator.mul, [fn(x) for fn, x in zip(spec.activation_fns, pre, strict=True)]
+  )
   if keep is None:
     return hidden
   return jnp.where(keep, hidden * (1.0 / kept_share(spec.dropout_rate)), 0.0).astype(hidden.dtype)
@@ -42,7 +44,9 @@ def _dropped_levels(dropout_rate: float) -> int:
   return min(round(dropout_rate * _DROPOUT_LEVELS), _DROPOUT_LEVELS - 1)
 
 
-def dropout_keep(rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout_rate: float) -> jax.Array:
+def dropout_keep(
+  rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout_rate: float
+) -> jax.Array:
   """Return the hidden units of each row that dropout keeps.
 
   The mask of a row depends only on the key and on its choice, so that all forms of dispatch and all meshes drop the
@@ -91,7 +95,8 @@ class DropoutMask:
   def of_rows(self, rows: jax.Array) -> jax.Array:
     """Return bool [..., F of this device] for `rows` int32 [...], row numbers."""
     keep = dropout_keep(
-        self.rng, jnp.take(self.choice_ids, rows, mode='clip'), self.hidden_dim, self.dropout_rate)
+      self.rng, jnp.take(self.choice_ids, rows, mode='clip'), self.hidden_dim, self.dropout_rate
+    )
     if self.first is None:
       return keep
     return jax.lax.dynamic_slice_in_dim(keep, self.first, self.size, axis=keep.ndim - 1)
@@ -101,7 +106,9 @@ class DropoutMask:
     return self.of_rows(jnp.arange(self.choice_ids.shape[0], dtype=jnp.int32))
 
 
-def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
+def batched_mlp(
+  params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array | None = None
+) -> jax.Array:
   """Return the experts' outputs for their buffers.
 
   Args:
@@ -128,5 +135,7 @@ def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array 
 def _project(x, kernel, bias, spec):
   """Return <dtype>[E, C, out] of x [E, C, in] and kernel [E, in, out], bias [E, out] or None."""
   operands = layers.operand_dtype(kernel, spec.dtype)
-  y = jnp.einsum('eci,eio->eco', x.astype(operands), kernel.astype(operands), preferred_element_type=spec.dtype)
+  y = jnp.einsum(
+    'eci,eio->eco', x.astype(operands), kernel.astype(operands), preferred_element_type=spec.dtype
+  )
   return y if bias is None else y + bias.astype(spec.dtype)[:, None, :]

@@ -31,11 +31,19 @@ def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
   """Return (rows of a large tile, about `num_rows` / `num_experts`; rows of a small tile)."""
   share = max(num_rows // num_experts, 1)
   large = min(max(-(-share // _SMALLEST_TILE) * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_TILE)
-  return large, min(max(large // 4 // _SMALLEST_TILE * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_SMALL_TILE)
+  return large, min(
+    max(large // 4 // _SMALLEST_TILE * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_SMALL_TILE
+  )
 
 
-def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
-              keep: DropoutMask | None = None, balanced_rows: int | None = None) -> jax.Array:
+def tiled_mlp(
+  params: MlpParams,
+  rows: jax.Array,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  balanced_rows: int | None = None,
+) -> jax.Array:
   """Return the experts' outputs for their rows; see `grouped_mlp`."""
   if rows.shape[0] == 0:
     return jnp.zeros(rows.shape, spec.dtype)
@@ -43,8 +51,16 @@ def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: 
   return _tiled(spec, sizes, params, rows.astype(spec.dtype), None, None, group_sizes, keep)
 
 
-def tiled_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
-                 spec: MlpSpec, keep: DropoutMask | None = None, balanced_rows: int | None = None) -> jax.Array:
+def tiled_tokens(
+  params: MlpParams,
+  tokens: jax.Array,
+  gates: jax.Array,
+  plan: RowPlan,
+  group_sizes: jax.Array,
+  spec: MlpSpec,
+  keep: DropoutMask | None = None,
+  balanced_rows: int | None = None,
+) -> jax.Array:
   """Return the sums of the experts' outputs for tokens, weighted by the gates.
 
   Args:
@@ -164,6 +180,7 @@ class _Tiles:
         offset = done + i * size
         results, terms = run(size, start + offset, count - offset)
         return _put_all(carry, results, start + offset), jax.tree.map(jnp.add, sums, terms)
+
       return jax.lax.fori_loop(0, num_tiles, tile, (carry, sums))
 
     done = jnp.where(is_large, large, 0)
@@ -192,7 +209,9 @@ def _put_all(buffers, updates, start):
 
 
 def _dot(a, b, contracted, dtype=jnp.float32):
-  return jax.lax.dot_general(a, b, (((contracted[0],), (contracted[1],)), ((), ())), preferred_element_type=dtype)
+  return jax.lax.dot_general(
+    a, b, (((contracted[0],), (contracted[1],)), ((), ())), preferred_element_type=dtype
+  )
 
 
 def _project(x, kernel, bias, dtype):
@@ -213,7 +232,10 @@ def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
     def run(size, start, num_valid):
       del num_valid
       tokens = _take(x, tiles.sources(start, size))
-      pre = [_project(tokens, kernel, bias, spec.dtype) for kernel, bias in zip(weights.wi, biases, strict=True)]
+      pre = [
+        _project(tokens, kernel, bias, spec.dtype)
+        for kernel, bias in zip(weights.wi, biases, strict=True)
+      ]
       hidden = activate(pre, None if keep is None else keep.of_rows(tiles.rows(start, size)), spec)
       out = _project(hidden, weights.wo, weights.wo_bias, spec.dtype)
       gate = tiles.gates(start, size)
@@ -227,7 +249,7 @@ def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
   saved = tuple(tiles.zeros(params.wo.shape[1], spec.dtype) for _ in params.wi) if save else ()
   y = tiles.zeros(x.shape[1], spec.dtype)
   (y, saved), _ = jax.lax.scan(expert, (y, saved), (params, tiles.ends, tiles.counts))
-  return (y[:tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
+  return (y[: tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
 
 
 @functools.partial(without_second_derivatives, static_argnums=(0, 1))
@@ -245,7 +267,9 @@ def _backward(spec, sizes, residuals, grad):
       dy = jnp.where((jnp.arange(size) < num_valid)[:, None], _take(grad, source), 0)
       tokens = _take(x, source)
       tile_keep = None if keep is None else keep.of_rows(tiles.rows(start, size))
-      hidden, pull = jax.vjp(lambda pre: activate(pre, tile_keep, spec), [_slice(p, start, size) for p in pre])
+      hidden, pull = jax.vjp(
+        lambda pre: activate(pre, tile_keep, spec), [_slice(p, start, size) for p in pre]
+      )
       dhidden = _dot(dy, weights.wo.astype(spec.dtype), (1, 1), jnp.float32)
       gate = tiles.gates(start, size)
       dgate = None
@@ -253,14 +277,23 @@ def _backward(spec, sizes, residuals, grad):
         # <out, dy> without `out`: <hidden @ wo + bias, dy>.
         dgate = jnp.sum(hidden.astype(jnp.float32) * dhidden, axis=1)
         if weights.wo_bias is not None:
-          dgate += jnp.sum(weights.wo_bias.astype(spec.dtype).astype(jnp.float32) * dy.astype(jnp.float32), axis=1)
+          dgate += jnp.sum(
+            weights.wo_bias.astype(spec.dtype).astype(jnp.float32) * dy.astype(jnp.float32), axis=1
+          )
         dhidden, dy = dhidden * gate, (dy.astype(jnp.float32) * gate).astype(spec.dtype)
-      dpre, = pull(dhidden.astype(spec.dtype))
+      (dpre,) = pull(dhidden.astype(spec.dtype))
       terms = MlpParams(
-          wi=tuple(_dot(tokens, d, (0, 0)) for d in dpre), wo=_dot(hidden, dy, (0, 0)),
-          wi_bias=None if weights.wi_bias is None else tuple(jnp.sum(d, 0, dtype=jnp.float32) for d in dpre),
-          wo_bias=None if weights.wo_bias is None else jnp.sum(dy, 0, dtype=jnp.float32))
-      dx = sum(_dot(d, kernel.astype(spec.dtype), (1, 1)) for d, kernel in zip(dpre, weights.wi, strict=True))
+        wi=tuple(_dot(tokens, d, (0, 0)) for d in dpre),
+        wo=_dot(hidden, dy, (0, 0)),
+        wi_bias=None
+        if weights.wi_bias is None
+        else tuple(jnp.sum(d, 0, dtype=jnp.float32) for d in dpre),
+        wo_bias=None if weights.wo_bias is None else jnp.sum(dy, 0, dtype=jnp.float32),
+      )
+      dx = sum(
+        _dot(d, kernel.astype(spec.dtype), (1, 1))
+        for d, kernel in zip(dpre, weights.wi, strict=True)
+      )
       return (dx, dgate), terms
 
     carry, sums = tiles.over_expert(run, carry, end - count, count)
@@ -269,8 +302,9 @@ def _backward(spec, sizes, residuals, grad):
   x_grad = tiles.zeros(x.shape[1], spec.dtype)
   gate_grad = None if gates is None else jnp.zeros((tiles.space,), jnp.float32)
   (x_grad, gate_grad), params_grad = jax.lax.scan(
-      expert, (x_grad, gate_grad), (params, tiles.ends, tiles.counts))
+    expert, (x_grad, gate_grad), (params, tiles.ends, tiles.counts)
+  )
   if plan is None:
-    return params_grad, x_grad[:tiles.num_rows], None
+    return params_grad, x_grad[: tiles.num_rows], None
   gates_grad = _take(gate_grad, plan.choice_row).reshape(gates.shape)
   return params_grad, plans.sum_of_choices(x_grad, plan, x.shape[0]), gates_grad

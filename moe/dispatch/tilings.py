@@ -23,10 +23,14 @@ _LARGEST_ROWS, _LARGEST_DIM = 512, 1024
 # (in, out, bytes of an element) -> tile of a kernel, where the rule below has only small ones: the hidden units of T5
 # 1.1 large (2816 = 22 * 128) and of fine-grained experts (1408 = 11 * 128) have no divisors between 2 and 11 lanes.
 _KERNEL_TILES: Mapping[tuple[int, int, int], tuple[int, int]] = {
-    (1024, 2816, 2): (512, 1408), (2816, 1024, 2): (1408, 512),
-    (1024, 2816, 4): (256, 1408), (2816, 1024, 4): (1408, 256),
-    (2048, 1408, 2): (512, 1408), (1408, 2048, 2): (1408, 512),
-    (2048, 1408, 4): (256, 1408), (1408, 2048, 4): (1408, 256),
+  (1024, 2816, 2): (512, 1408),
+  (2816, 1024, 2): (1408, 512),
+  (1024, 2816, 4): (256, 1408),
+  (2816, 1024, 4): (1408, 256),
+  (2048, 1408, 2): (512, 1408),
+  (1408, 2048, 2): (1408, 512),
+  (2048, 1408, 4): (256, 1408),
+  (1408, 2048, 4): (1408, 256),
 }
 
 
@@ -54,7 +58,9 @@ def kernel_grad_vmem(tiling: tuple[int, int, int], itemsize: int) -> int:
   return 2 * itemsize * (tm * tk + tm * tn + tk * tn) + 4 * (tk * tn + tm * tk + tm * tn)
 
 
-def product_tiling(num_rows: int, rows_per_expert: int, dim_in: int, dim_out: int, dtype: Any) -> tuple[int, int, int]:
+def product_tiling(
+  num_rows: int, rows_per_expert: int, dim_in: int, dim_out: int, dtype: Any
+) -> tuple[int, int, int]:
   """Return the tiling (rows, in, out) of `gmm`, the product of rows [num_rows, in] and kernels [E, in, out].
 
   Args:
@@ -74,14 +80,20 @@ def product_tiling(num_rows: int, rows_per_expert: int, dim_in: int, dim_out: in
 
 
 def kernel_grad_tiling(
-    num_rows: int, rows_per_expert: int, dim_in: int, dim_out: int, dtype: Any) -> tuple[int, int, int]:
+  num_rows: int, rows_per_expert: int, dim_in: int, dim_out: int, dtype: Any
+) -> tuple[int, int, int]:
   """Return the tiling of `tgmm`, the gradient of kernels [E, in, out]; see `product_tiling`.
 
   >>> kernel_grad_tiling(8192, 1024, 1024, 4096, 'bfloat16')
   (512, 1024, 512)
   """
-  return _largest_fitting(row_tile(num_rows, rows_per_expert), dim_in, dim_out, jnp.dtype(dtype).itemsize,
-                          kernel_grad_vmem)
+  return _largest_fitting(
+    row_tile(num_rows, rows_per_expert),
+    dim_in,
+    dim_out,
+    jnp.dtype(dtype).itemsize,
+    kernel_grad_vmem,
+  )
 
 
 def _largest_fitting(tm, dim_in, dim_out, itemsize, vmem_fn):

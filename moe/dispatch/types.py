@@ -49,9 +49,11 @@ class MlpParams:
     names = ['wi'] if 'wi' in tree else sorted(name for name in tree if name.startswith('wi_'))
     has_bias = 'bias' in tree['wo']
     return cls(
-        wi=tuple(tree[name]['kernel'] for name in names), wo=tree['wo']['kernel'],
-        wi_bias=tuple(tree[name]['bias'] for name in names) if has_bias else None,
-        wo_bias=tree['wo']['bias'] if has_bias else None)
+      wi=tuple(tree[name]['kernel'] for name in names),
+      wo=tree['wo']['kernel'],
+      wi_bias=tuple(tree[name]['bias'] for name in names) if has_bias else None,
+      wo_bias=tree['wo']['bias'] if has_bias else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +72,17 @@ class MlpSpec:
 
   def __post_init__(self):
     checks.check(
-        'MlpSpec', vars(self), activations=checks.Expectation(
-            "a tuple of names or functions, such as ('gelu', 'linear')",
-            lambda names: isinstance(names, tuple) and len(names) > 0),
-        dropout_rate=checks.number(at_least=0, below=1), dtype=checks.Expectation(
-            'a floating-point dtype', lambda dtype: jnp.issubdtype(dtype, jnp.floating)))
+      'MlpSpec',
+      vars(self),
+      activations=checks.Expectation(
+        "a tuple of names or functions, such as ('gelu', 'linear')",
+        lambda names: isinstance(names, tuple) and len(names) > 0,
+      ),
+      dropout_rate=checks.number(at_least=0, below=1),
+      dtype=checks.Expectation(
+        'a floating-point dtype', lambda dtype: jnp.issubdtype(dtype, jnp.floating)
+      ),
+    )
     for activation in self.activations:
       activation_fn(activation)
 
@@ -107,12 +115,26 @@ def check_params(params: MlpParams, spec: MlpSpec, width: int) -> None:
   num_experts, hidden, out_width = params.wo.shape
   count = len(spec.activations)
   expected = {
-      'wi': [(num_experts, width, hidden)] * count, 'wo': (num_experts, hidden, width),
-      'wi_bias': None if params.wi_bias is None else [(num_experts, hidden)] * count,
-      'wo_bias': None if params.wo_bias is None else (num_experts, out_width)}
+    'wi': [(num_experts, width, hidden)] * count,
+    'wo': (num_experts, hidden, width),
+    'wi_bias': None if params.wi_bias is None else [(num_experts, hidden)] * count,
+    'wo_bias': None if params.wo_bias is None else (num_experts, out_width),
+  }
   values = {name: getattr(params, name) for name in expected}
-  shapes = {name: [x.shape for x in value] if isinstance(value, (tuple, list)) else getattr(value, 'shape', None)
-            for name, value in values.items()}
-  checks.check('MlpParams', shapes, **{
-      name: checks.Expectation(f'of shape {shape} for inputs of size {width} and activations {spec.activations}',
-                               lambda got, shape=shape: got == shape) for name, shape in expected.items()})
+  shapes = {
+    name: [x.shape for x in value]
+    if isinstance(value, (tuple, list))
+    else getattr(value, 'shape', None)
+    for name, value in values.items()
+  }
+  checks.check(
+    'MlpParams',
+    shapes,
+    **{
+      name: checks.Expectation(
+        f'of shape {shape} for inputs of size {width} and activations {spec.activations}',
+        lambda got, shape=shape: got == shape,
+      )
+      for name, shape in expected.items()
+    },
+  )

@@ -30,14 +30,20 @@ class _Dense(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     kernel = nn_partitioning.param_with_axes(
-        'kernel', self.kernel_init, (x.shape[-1], self.num_experts), jnp.float32, axes=('embed', 'unmodeled'))
+      'kernel',
+      self.kernel_init,
+      (x.shape[-1], self.num_experts),
+      jnp.float32,
+      axes=('embed', 'unmodeled'),
+    )
     rows = _replicate_last_dims(x.astype(jnp.float32)).reshape(-1, x.shape[-1])
     # Highest precision on all backends, since choices depend on the last bits.
     kernel = _replicate_last_dims(kernel.astype(jnp.float32), num_dims=2)
     logits = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
     if self.use_bias:
       bias = nn_partitioning.param_with_axes(
-          'bias', self.bias_init, (self.num_experts,), jnp.float32, axes=('unmodeled',))
+        'bias', self.bias_init, (self.num_experts,), jnp.float32, axes=('unmodeled',)
+      )
       logits += bias.astype(jnp.float32)
     return logits.reshape(*x.shape[:-1], self.num_experts)
 
@@ -106,12 +112,14 @@ class Router(nn.Module):
   def _expectations(self) -> dict[str, checks.Expectation]:
     """Return the expectations on options by name; subclasses add theirs."""
     return {
-        'num_experts': checks.number(at_least=1, integer=True),
-        'jitter_noise': checks.number(at_least=0, below=1),
-        'padding_in_losses': checks.Expectation(
-            'True with ignore_padding_tokens=False', lambda value: value or self.ignore_padding_tokens),
-        'bias_init': checks.Expectation(
-            'the default with use_bias=False', lambda value: self.use_bias or value is default_bias_init),
+      'num_experts': checks.number(at_least=1, integer=True),
+      'jitter_noise': checks.number(at_least=0, below=1),
+      'padding_in_losses': checks.Expectation(
+        'True with ignore_padding_tokens=False', lambda value: value or self.ignore_padding_tokens
+      ),
+      'bias_init': checks.Expectation(
+        'the default with use_bias=False', lambda value: self.use_bias or value is default_bias_init
+      ),
     }
 
   @property
@@ -151,9 +159,15 @@ class Router(nn.Module):
 
   @nn.compact
   def __call__(
-      self, x: jax.Array, *, capacity: int | None, token_mask: jax.Array | None = None,
-      token_ids: jax.Array | None = None, deterministic: bool = False,
-      recorded: RecordedChoice | None = None) -> Routing:
+    self,
+    x: jax.Array,
+    *,
+    capacity: int | None,
+    token_mask: jax.Array | None = None,
+    token_ids: jax.Array | None = None,
+    deterministic: bool = False,
+    recorded: RecordedChoice | None = None,
+  ) -> Routing:
     """Route tokens.
 
     Args:
@@ -176,21 +190,34 @@ class Router(nn.Module):
 
   @abc.abstractmethod
   def route(
-      self, x: jax.Array, capacity: int | None, token_mask: jax.Array | None, token_ids: jax.Array | None,
-      deterministic: bool, recorded: RecordedChoice | None) -> Routing:
+    self,
+    x: jax.Array,
+    capacity: int | None,
+    token_mask: jax.Array | None,
+    token_ids: jax.Array | None,
+    deterministic: bool,
+    recorded: RecordedChoice | None,
+  ) -> Routing:
     """Route tokens after checks; see `__call__`. `token_mask` is None if no token is ignored."""
 
   def _check_inputs(self, x, capacity, token_mask, token_ids):
     count = checks.number(at_least=1, integer=True)
     per_token = checks.Expectation(
-        f'an array of shape {x.shape[:2]}', lambda array: array is not None and array.shape == x.shape[:2])
-    ids = per_token._replace(text=f'integers of shape {x.shape[:2]}', holds=lambda array: (
-        per_token.holds(array) and jnp.issubdtype(array.dtype, jnp.integer)))
+      f'an array of shape {x.shape[:2]}',
+      lambda array: array is not None and array.shape == x.shape[:2],
+    )
+    ids = per_token._replace(
+      text=f'integers of shape {x.shape[:2]}',
+      holds=lambda array: per_token.holds(array) and jnp.issubdtype(array.dtype, jnp.integer),
+    )
     checks.check(
-        type(self).__name__, {'x': x, 'capacity': capacity, 'token_mask': token_mask, 'token_ids': token_ids},
-        x=checks.Expectation('an array [groups, tokens of a group, width]', lambda x: x.ndim == 3),
-        capacity=count if self.needs_capacity else count.or_none(), token_mask=per_token.or_none(),
-        token_ids=ids if self.needs_token_ids else per_token.or_none())
+      type(self).__name__,
+      {'x': x, 'capacity': capacity, 'token_mask': token_mask, 'token_ids': token_ids},
+      x=checks.Expectation('an array [groups, tokens of a group, width]', lambda x: x.ndim == 3),
+      capacity=count if self.needs_capacity else count.or_none(),
+      token_mask=per_token.or_none(),
+      token_ids=ids if self.needs_token_ids else per_token.or_none(),
+    )
 
   def _routed_tokens(self, x, token_mask):
     """Return bool [G, T], the tokens that are routed; None for all."""
@@ -209,11 +236,13 @@ class Router(nn.Module):
     if self.jitter_noise > 0 and not deterministic and not self.is_initializing():
       x *= self._jitter(x.shape)
     return RouterWeights(
-        self.num_experts, self.use_bias, self.kernel_init, self.bias_init, name='router_weights')(x)
+      self.num_experts, self.use_bias, self.kernel_init, self.bias_init, name='router_weights'
+    )(x)
 
   def _jitter(self, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.uniform(
-        self.make_rng('jitter'), shape, jnp.float32, 1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
+      self.make_rng('jitter'), shape, jnp.float32, 1.0 - self.jitter_noise, 1.0 + self.jitter_noise
+    )
 
 
 def _replicate_last_dims(x: jax.Array, num_dims: int = 1) -> jax.Array:
@@ -224,5 +253,6 @@ def _replicate_last_dims(x: jax.Array, num_dims: int = 1) -> jax.Array:
   if jax.sharding.get_abstract_mesh().empty:
     return x
   free = jax.sharding.PartitionSpec.UNCONSTRAINED
-  return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(
-      *[free] * (x.ndim - num_dims), *[None] * num_dims))
+  return jax.lax.with_sharding_constraint(
+    x, jax.sharding.PartitionSpec(*[free] * (x.ndim - num_dims), *[None] * num_dims)
+  )

@@ -3,7 +3,9 @@
 from t5x_lite import checks
 
 
-def expert_capacity(tokens_per_group: int, num_experts: int, factor: float, min_capacity: int = 4) -> int:
+def expert_capacity(
+  tokens_per_group: int, num_experts: int, factor: float, min_capacity: int = 4
+) -> int:
   """Return the number of slots of an expert for a group: `max(round(factor * tokens / experts), min_capacity)`.
 
   Halves are rounded to even, as in T5X. With a factor of 1 each expert has the number of slots that balanced top-1
@@ -27,10 +29,18 @@ def expert_capacity(tokens_per_group: int, num_experts: int, factor: float, min_
   count = checks.number(at_least=1, integer=True)
   positive = checks.number(above=0)
   checks.check(
-      'expert_capacity', locals(), tokens_per_group=count, num_experts=count,
-      min_capacity=checks.number(at_least=0, integer=True), factor=checks.Expectation(
-          'a capacity factor > 0 that gives each expert at least one slot',
-          lambda factor: positive.holds(factor) and (
-              min_capacity > 0 or round(factor * tokens_per_group / num_experts) > 0),
-          'Increase it, or set min_expert_capacity >= 1.'))
+    'expert_capacity',
+    locals(),
+    tokens_per_group=count,
+    num_experts=count,
+    min_capacity=checks.number(at_least=0, integer=True),
+    factor=checks.Expectation(
+      'a capacity factor > 0 that gives each expert at least one slot',
+      lambda factor: (
+        positive.holds(factor)
+        and (min_capacity > 0 or round(factor * tokens_per_group / num_experts) > 0)
+      ),
+      'Increase it, or set min_expert_capacity >= 1.',
+    ),
+  )
   return max(int(round(factor * tokens_per_group / num_experts)), min_capacity)

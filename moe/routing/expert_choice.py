@@ -12,8 +12,14 @@ from t5x_lite import checks
 
 @checks.accept_former_name('padding_uses_capacity', 'padding_takes_places')
 def experts_choose(
-    logits: jax.Array, capacity: int, *, token_mask: jax.Array | None = None, padding_uses_capacity: bool = False,
-    padding_in_losses: bool = True, recorded: RecordedChoice | None = None) -> ExpertChoice:
+  logits: jax.Array,
+  capacity: int,
+  *,
+  token_mask: jax.Array | None = None,
+  padding_uses_capacity: bool = False,
+  padding_in_losses: bool = True,
+  recorded: RecordedChoice | None = None,
+) -> ExpertChoice:
   """Assign to every expert the C tokens of its group with its highest probability; of equal tokens, the earlier ones.
 
   https://arxiv.org/abs/2202.09368, section 3.2.
@@ -50,10 +56,15 @@ def experts_choose(
     safe = jnp.minimum(token_index, num_tokens - 1)
     gates = jnp.take_along_axis(by_expert, safe, axis=-1)
   return ExpertChoice(
-      token_index=token_index, gates=jnp.where(token_index < num_tokens, gates, 0.0), probs=probs,
-      auxiliary_loss=jnp.zeros([], jnp.float32),
-      router_z_loss=losses.router_z_loss(logits, None if padding_in_losses else token_mask),
-      num_tokens=num_tokens, token_mask=token_mask, padding_in_losses=padding_in_losses)
+    token_index=token_index,
+    gates=jnp.where(token_index < num_tokens, gates, 0.0),
+    probs=probs,
+    auxiliary_loss=jnp.zeros([], jnp.float32),
+    router_z_loss=losses.router_z_loss(logits, None if padding_in_losses else token_mask),
+    num_tokens=num_tokens,
+    token_mask=token_mask,
+    padding_in_losses=padding_in_losses,
+  )
 
 
 def _choose(by_expert: jax.Array, num_slots: int, token_mask: jax.Array | None) -> jax.Array:
@@ -80,8 +91,12 @@ class ExpertsChooseRouter(Router):
   padding_uses_capacity: bool = False
 
   def _expectations(self) -> dict[str, checks.Expectation]:
-    return super()._expectations() | {'padding_uses_capacity': checks.Expectation(
-        'False with ignore_padding_tokens=False', lambda value: not value or self.ignore_padding_tokens)}
+    return super()._expectations() | {
+      'padding_uses_capacity': checks.Expectation(
+        'False with ignore_padding_tokens=False',
+        lambda value: not value or self.ignore_padding_tokens,
+      )
+    }
 
   @property
   def losses(self) -> tuple[str, ...]:
@@ -106,5 +121,10 @@ class ExpertsChooseRouter(Router):
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> ExpertChoice:
     del token_ids
     return experts_choose(
-        self.logits(x, deterministic), capacity, token_mask=token_mask,
-        padding_uses_capacity=self.padding_uses_capacity, padding_in_losses=self.padding_in_losses, recorded=recorded)
+      self.logits(x, deterministic),
+      capacity,
+      token_mask=token_mask,
+      padding_uses_capacity=self.padding_uses_capacity,
+      padding_in_losses=self.padding_in_losses,
+      recorded=recorded,
+    )

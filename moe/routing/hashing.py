@@ -32,7 +32,9 @@ def mix_bits(x: jax.Array | np.ndarray, seed: int) -> jax.Array | np.ndarray:
 
 def _steps(num_experts: int) -> np.ndarray:
   """Return the numbers up to `num_experts` that are coprime to it, as steps that visit all experts."""
-  return np.array([step for step in range(1, num_experts + 1) if math.gcd(step, num_experts) == 1], np.uint32)
+  return np.array(
+    [step for step in range(1, num_experts + 1) if math.gcd(step, num_experts) == 1], np.uint32
+  )
 
 
 @functools.lru_cache(maxsize=16)
@@ -52,7 +54,9 @@ def balanced_table(vocab_size: int, num_experts: int, num_selected: int, seed: i
   rank = np.arange(vocab_size)
   # Ids of one round through the experts have the same step, so that each later choice is a round too.
   steps = _steps(num_experts)
-  step = steps[mix_bits((rank // num_experts).astype(np.uint32), seed + 1) % np.uint32(len(steps))].astype(np.int64)
+  step = steps[
+    mix_bits((rank // num_experts).astype(np.uint32), seed + 1) % np.uint32(len(steps))
+  ].astype(np.int64)
   table = np.zeros((vocab_size, num_selected), np.int32)
   table[order] = (rank[:, None] + step[:, None] * np.arange(num_selected)) % num_experts
   table.flags.writeable = False
@@ -96,22 +100,32 @@ class HashRouter(Router):
 
   def _expectations(self) -> dict[str, checks.Expectation]:
     without_effect = {
-        'jitter_noise': (0.0, 'a router by token ids has no noise'),
-        'use_bias': (False, 'the router has no parameters'),
-        'kernel_init': (default_router_init, 'the router has no parameters'),
-        'bias_init': (default_bias_init, 'the router has no parameters'),
-        'padding_in_losses': (True, 'the router has no losses')}
+      'jitter_noise': (0.0, 'a router by token ids has no noise'),
+      'use_bias': (False, 'the router has no parameters'),
+      'kernel_init': (default_router_init, 'the router has no parameters'),
+      'bias_init': (default_bias_init, 'the router has no parameters'),
+      'padding_in_losses': (True, 'the router has no losses'),
+    }
     is_balanced = self.hash_fn == 'balanced'
     count = checks.number(at_least=1, integer=True)
-    return super()._expectations() | {
-        name: checks.Expectation(f'the default, since {reason}', lambda value, default=default: value == default)
-        for name, (default, reason) in without_effect.items()} | {
-            'num_selected': functions.num_selected_expectation(self.num_experts),
-            'hash_fn': checks.one_of(HASH_FNS),
-            'seed': checks.number(at_least=0, integer=True),
-            'vocab_size': checks.Expectation(
-                f'{count.text} with hash_fn=\'balanced\', None with \'mix\'',
-                lambda size: count.holds(size) if is_balanced else size is None)}
+    return (
+      super()._expectations()
+      | {
+        name: checks.Expectation(
+          f'the default, since {reason}', lambda value, default=default: value == default
+        )
+        for name, (default, reason) in without_effect.items()
+      }
+      | {
+        'num_selected': functions.num_selected_expectation(self.num_experts),
+        'hash_fn': checks.one_of(HASH_FNS),
+        'seed': checks.number(at_least=0, integer=True),
+        'vocab_size': checks.Expectation(
+          f"{count.text} with hash_fn='balanced', None with 'mix'",
+          lambda size: count.holds(size) if is_balanced else size is None,
+        ),
+      }
+    )
 
   @property
   def losses(self) -> tuple[str, ...]:
@@ -140,5 +154,11 @@ class HashRouter(Router):
     probs = jnp.mean(expert_index[..., None] == experts, axis=2, dtype=jnp.float32)
     zero = jnp.zeros([], jnp.float32)
     return functions.assign_slots(
-        expert_index, probs, functions.ChoiceOptions(capacity=capacity), token_mask=token_mask, gates=gates,
-        auxiliary_loss=zero, router_z_loss=zero)
+      expert_index,
+      probs,
+      functions.ChoiceOptions(capacity=capacity),
+      token_mask=token_mask,
+      gates=gates,
+      auxiliary_loss=zero,
+      router_z_loss=zero,
+    )

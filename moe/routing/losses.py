@@ -7,7 +7,8 @@ from moe.routing.types import choice_counts
 
 
 def load_balancing_loss(
-    probs: jax.Array, expert_index: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
+  probs: jax.Array, expert_index: jax.Array, token_mask: jax.Array | None = None
+) -> jax.Array:
   """Return the load-balancing loss, which is smallest for an even distribution of tokens over experts.
 
   `E^2 * mean over groups and experts of (share of the group's tokens that chose the expert) * (its mean probability)`:
@@ -49,4 +50,6 @@ def router_z_loss(logits: jax.Array, token_mask: jax.Array | None = None) -> jax
   squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
   if token_mask is None:
     return jnp.mean(squares)
-  return jnp.sum(jnp.where(token_mask, squares, 0.0)) / jnp.maximum(jnp.sum(token_mask), 1).astype(jnp.float32)
+  return jnp.sum(jnp.where(token_mask, squares, 0.0)) / jnp.maximum(jnp.sum(token_mask), 1).astype(
+    jnp.float32
+  )

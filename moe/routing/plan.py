@@ -40,12 +40,18 @@ def sort_by_expert(expert_index: jax.Array, num_experts: int) -> tuple[RowPlan, 
     # A combined key: sorting one array is cheaper than sorting one array by another.
     keys = jax.lax.sort(expert_index * num_choices + choices)
     row_choice = keys % max(num_choices, 1)
-    ends = jnp.searchsorted(keys, num_choices * jnp.arange(1, num_experts + 1, dtype=jnp.int32), side='left')
+    ends = jnp.searchsorted(
+      keys, num_choices * jnp.arange(1, num_experts + 1, dtype=jnp.int32), side='left'
+    )
   else:
     keys, row_choice = jax.lax.sort((expert_index, choices), num_keys=1, is_stable=True)
     ends = jnp.searchsorted(keys, jnp.arange(num_experts, dtype=jnp.int32), side='right')
   group_sizes = jnp.diff(ends.astype(jnp.int32), prepend=0)
-  choice_row = jnp.zeros_like(choices).at[row_choice].set(choices, unique_indices=True, mode='promise_in_bounds')
+  choice_row = (
+    jnp.zeros_like(choices)
+    .at[row_choice]
+    .set(choices, unique_indices=True, mode='promise_in_bounds')
+  )
   return RowPlan(row_choice, choice_row, is_full=True), group_sizes
 
 
@@ -54,7 +60,9 @@ def _take(x, index):
 
 
 def _masked(values, is_valid):
-  return jnp.where(is_valid.reshape(is_valid.shape + (1,) * (values.ndim - is_valid.ndim)), values, 0)
+  return jnp.where(
+    is_valid.reshape(is_valid.shape + (1,) * (values.ndim - is_valid.ndim)), values, 0
+  )
 
 
 def _gather_rows(x, plan, num_choices_per_token):
@@ -88,7 +96,9 @@ def _dispatch_bwd(residuals, grad):
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-def sum_of_choices(rows: jax.Array, plan: RowPlan, num_tokens: int, gates: jax.Array | None = None) -> jax.Array:
+def sum_of_choices(
+  rows: jax.Array, plan: RowPlan, num_tokens: int, gates: jax.Array | None = None
+) -> jax.Array:
   """Return for each token the sum of the rows of its choices, weighted by their gates.
 
   Args:
@@ -143,14 +153,19 @@ def _combine_bwd(residuals, grad):
   gate_grad = _take(row_gate_grad, plan.choice_row)
   if not plan.is_full:
     gate_grad = _masked(gate_grad, plan.choice_row < plan.row_choice.shape[0])
-  return ((row_grad * row_gate[:, None]).astype(rows.dtype),
-          gate_grad.reshape(num_tokens, num_selected).astype(gates.dtype), None)
+  return (
+    (row_grad * row_gate[:, None]).astype(rows.dtype),
+    gate_grad.reshape(num_tokens, num_selected).astype(gates.dtype),
+    None,
+  )
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
 
 
-def plan_buffers(expert_index: jax.Array, position: jax.Array, num_experts: int, capacity: int) -> RowPlan:
+def plan_buffers(
+  expert_index: jax.Array, position: jax.Array, num_experts: int, capacity: int
+) -> RowPlan:
   """Return the plan of buffers [E, G, C] for choices with assigned slots.
 
   Args:
@@ -168,6 +183,9 @@ def plan_buffers(expert_index: jax.Array, position: jax.Array, num_experts: int,
   is_kept = (expert_index < num_experts) & (position >= 0) & (position < capacity)
   row = jnp.where(is_kept, (expert_index * num_groups + group) * capacity + position, num_rows)
   choice_row = row.reshape(-1).astype(jnp.int32)
-  row_choice = jnp.full((num_rows,), num_choices, jnp.int32).at[choice_row].set(
-      jnp.arange(num_choices, dtype=jnp.int32), mode='drop')
+  row_choice = (
+    jnp.full((num_rows,), num_choices, jnp.int32)
+    .at[choice_row]
+    .set(jnp.arange(num_choices, dtype=jnp.int32), mode='drop')
+  )
   return RowPlan(row_choice, choice_row)

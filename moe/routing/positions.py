@@ -25,18 +25,25 @@ def rank_within_expert(expert_index: jax.Array, num_experts: int) -> jax.Array:
   """
   groups, num_entries = expert_index.shape
   padding = -num_entries % _BLOCK
-  blocks = jnp.pad(expert_index, ((0, 0), (0, padding)), constant_values=num_experts).reshape(groups, -1, _BLOCK)
+  blocks = jnp.pad(expert_index, ((0, 0), (0, padding)), constant_values=num_experts).reshape(
+    groups, -1, _BLOCK
+  )
   earlier = jnp.tri(_BLOCK, k=-1, dtype=bool)
   same = blocks[..., :, None] == blocks[..., None, :]
   within_block = jnp.sum(jnp.logical_and(same, earlier), axis=-1, dtype=jnp.int32)
-  counts = jnp.sum(blocks[..., None] == jnp.arange(num_experts, dtype=blocks.dtype), axis=2, dtype=jnp.int32)
+  counts = jnp.sum(
+    blocks[..., None] == jnp.arange(num_experts, dtype=blocks.dtype), axis=2, dtype=jnp.int32
+  )
   in_earlier_blocks = jnp.cumsum(counts, axis=1) - counts
-  in_earlier_blocks = jnp.take_along_axis(in_earlier_blocks, jnp.minimum(blocks, num_experts - 1), axis=2)
+  in_earlier_blocks = jnp.take_along_axis(
+    in_earlier_blocks, jnp.minimum(blocks, num_experts - 1), axis=2
+  )
   return (within_block + in_earlier_blocks).reshape(groups, -1)[:, :num_entries]
 
 
 def buffer_positions(
-    expert_index: jax.Array, num_experts: int, priority: jax.Array | None = None) -> jax.Array:
+  expert_index: jax.Array, num_experts: int, priority: jax.Array | None = None
+) -> jax.Array:
   """Return the slot of every choice in its expert's buffer.
 
   All first choices of a group precede all second choices, and so on; equal choices are in the order of tokens.
@@ -55,8 +62,11 @@ def buffer_positions(
     order = jnp.argsort(-priority, axis=-1, stable=True)
     expert_index = jnp.take_along_axis(expert_index, order[..., None], axis=1)
   by_choice = jnp.swapaxes(expert_index, 1, 2).reshape(groups, choices * tokens)
-  positions = jnp.swapaxes(rank_within_expert(by_choice, num_experts).reshape(groups, choices, tokens), 1, 2)
+  positions = jnp.swapaxes(
+    rank_within_expert(by_choice, num_experts).reshape(groups, choices, tokens), 1, 2
+  )
   if priority is None:
     return positions
-  return jax.vmap(lambda position, token: jnp.zeros_like(position).at[token].set(position, unique_indices=True))(
-      positions, order)
+  return jax.vmap(
+    lambda position, token: jnp.zeros_like(position).at[token].set(position, unique_indices=True)
+  )(positions, order)

@@ -82,7 +82,9 @@ class Routing(abc.ABC):
     """Return the share of filled slots, float32 []; here 1."""
     return jnp.ones([], jnp.float32)
 
-  def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
+  def drops_by_position(
+    self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS
+  ) -> jax.Array:
     """Return the share of dropped choices by position, float32 [num_bins]; here 0. See `TokenChoice`."""
     del batch, length
     return jnp.zeros([num_bins], jnp.float32)
@@ -104,9 +106,17 @@ class Routing(abc.ABC):
     Returns:
       float32 [] by name of the loss or metric; [num_bins] for `drops_by_position`.
     """
-    tokens = self.probs.shape[0] * self.probs.shape[1] if self.token_mask is None else jnp.sum(self.token_mask)
-    counts = {'fraction_tokens_left_behind': tokens, 'router_entropy': tokens, 'router_confidence': tokens,
-              **self._choice_weights(batch, length)}
+    tokens = (
+      self.probs.shape[0] * self.probs.shape[1]
+      if self.token_mask is None
+      else jnp.sum(self.token_mask)
+    )
+    counts = {
+      'fraction_tokens_left_behind': tokens,
+      'router_entropy': tokens,
+      'router_confidence': tokens,
+      **self._choice_weights(batch, length),
+    }
     if not self.padding_in_losses and self.token_mask is not None:
       counts |= {'auxiliary_loss': tokens, 'router_z_loss': tokens}
     return {name: jnp.asarray(count, jnp.float32) for name, count in counts.items()}
@@ -126,7 +136,9 @@ def _entropy(probs: jax.Array, token_mask: jax.Array | None) -> jax.Array:
   # Scores such as sigmoids are normalized to a distribution; padding of probability 0 has entropy 0.
   total = jnp.sum(probs, axis=-1, keepdims=True)
   probs = probs / jnp.where(total > 1e-18, total, 1.0)
-  entropy = -jnp.sum(jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0), axis=-1)
+  entropy = -jnp.sum(
+    jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0), axis=-1
+  )
   if token_mask is None:
     return jnp.mean(entropy)
   return ratio(jnp.sum(jnp.where(token_mask, entropy, 0.0)), jnp.sum(token_mask))

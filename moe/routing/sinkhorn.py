@@ -11,7 +11,11 @@ from t5x_lite import checks
 
 
 def sinkhorn_scores(
-    logits: jax.Array, num_iterations: int, temperature: float = 1.0, token_mask: jax.Array | None = None) -> jax.Array:
+  logits: jax.Array,
+  num_iterations: int,
+  temperature: float = 1.0,
+  token_mask: jax.Array | None = None,
+) -> jax.Array:
   """Return the log of a transport plan with equal loads of experts, up to a constant per token.
 
   The plan P = exp(logits / temperature + u_token + v_expert) is the entropic optimal transport whose rows sum to 1 and
@@ -28,7 +32,11 @@ def sinkhorn_scores(
     float32 [G, T, E], `logits / temperature + v`: the largest of a row is the largest of the plan. Without gradient.
   """
   scaled = lax.stop_gradient(logits) / temperature
-  weight = jnp.ones(logits.shape[:2], jnp.float32) if token_mask is None else token_mask.astype(jnp.float32)
+  weight = (
+    jnp.ones(logits.shape[:2], jnp.float32)
+    if token_mask is None
+    else token_mask.astype(jnp.float32)
+  )
   # Log of a column's sum, up to a constant; groups without tokens need no balance.
   column = jnp.log(jnp.maximum(jnp.sum(weight, axis=1), 1.0) / logits.shape[-1])[:, None]
 
@@ -40,7 +48,9 @@ def sinkhorn_scores(
     total = jnp.sum(jnp.exp(rows - top[:, None]), axis=1)
     return jnp.where(total > 0, column - (top + jnp.log(jnp.where(total > 0, total, 1.0))), 0.0)
 
-  v = lax.fori_loop(0, num_iterations, scale, jnp.zeros((logits.shape[0], logits.shape[-1]), jnp.float32))
+  v = lax.fori_loop(
+    0, num_iterations, scale, jnp.zeros((logits.shape[0], logits.shape[-1]), jnp.float32)
+  )
   return scaled + v[:, None]
 
 
@@ -67,10 +77,11 @@ class SinkhornRouter(Router):
 
   def _expectations(self) -> dict[str, checks.Expectation]:
     return super()._expectations() | {
-        'num_selected': functions.num_selected_expectation(self.num_experts),
-        'score': checks.one_of(functions.SCORE_FNS),
-        'num_iterations': checks.number(at_least=1, integer=True),
-        'temperature': checks.number(above=0)}
+      'num_selected': functions.num_selected_expectation(self.num_experts),
+      'score': checks.one_of(functions.SCORE_FNS),
+      'num_iterations': checks.number(at_least=1, integer=True),
+      'temperature': checks.number(above=0),
+    }
 
   @property
   def uses_later_tokens(self) -> str:
@@ -79,8 +90,11 @@ class SinkhornRouter(Router):
 
   def _options(self, capacity: int | None) -> functions.ChoiceOptions:
     return functions.ChoiceOptions(
-        capacity=capacity, score=self.score, normalize_gates=self.normalize_gates,
-        padding_in_losses=self.padding_in_losses)
+      capacity=capacity,
+      score=self.score,
+      normalize_gates=self.normalize_gates,
+      padding_in_losses=self.padding_in_losses,
+    )
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids
@@ -89,5 +103,10 @@ class SinkhornRouter(Router):
     if not deterministic and recorded is None:
       plan = sinkhorn_scores(logits, self.num_iterations, self.temperature, token_mask)
     return functions.tokens_choose(
-        logits, self.num_selected, self._options(capacity), token_mask=token_mask, selection_scores=plan,
-        recorded=recorded)
+      logits,
+      self.num_selected,
+      self._options(capacity),
+      token_mask=token_mask,
+      selection_scores=plan,
+      recorded=recorded,
+    )

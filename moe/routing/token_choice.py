@@ -13,7 +13,10 @@ from moe.routing.types import RecordedChoice, TokenChoice
 from t5x_lite import checks
 
 # Functions from logits [..., E] to scores, from which gates are selected.
-SCORE_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {'softmax': jax.nn.softmax, 'sigmoid': jax.nn.sigmoid}
+SCORE_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  'softmax': jax.nn.softmax,
+  'sigmoid': jax.nn.sigmoid,
+}
 
 
 @checks.accept_former_name('padding_uses_capacity', 'padding_takes_places')
@@ -47,13 +50,21 @@ class ChoiceOptions:
 
 def num_selected_expectation(num_experts: int) -> checks.Expectation:
   """Return the expectation on the number of choices of a token among `num_experts` experts."""
-  return checks.number(at_least=1, at_most=num_experts, integer=True, remedy=f'num_experts is {num_experts}.')
+  return checks.number(
+    at_least=1, at_most=num_experts, integer=True, remedy=f'num_experts is {num_experts}.'
+  )
 
 
 def tokens_choose(
-    logits: jax.Array, num_selected: int, options: ChoiceOptions, *, token_mask: jax.Array | None = None,
-    selection_bias: jax.Array | None = None, selection_scores: jax.Array | None = None,
-    recorded: RecordedChoice | None = None) -> TokenChoice:
+  logits: jax.Array,
+  num_selected: int,
+  options: ChoiceOptions,
+  *,
+  token_mask: jax.Array | None = None,
+  selection_bias: jax.Array | None = None,
+  selection_scores: jax.Array | None = None,
+  recorded: RecordedChoice | None = None,
+) -> TokenChoice:
   """Route every token to the K experts with its highest scores; of equal scores, to the lower index.
 
   https://arxiv.org/abs/2101.03961 (K = 1), https://arxiv.org/abs/2202.08906 (K = 2).
@@ -78,13 +89,19 @@ def tokens_choose(
   if recorded is not None:
     recorded.check(record_shape(groups, tokens, num_selected, options))
     return make_token_choice(
-        recorded.index.astype(jnp.int32).reshape(groups, tokens, num_selected), logits, options,
-        token_mask=token_mask, gates=recorded.gates)
+      recorded.index.astype(jnp.int32).reshape(groups, tokens, num_selected),
+      logits,
+      options,
+      token_mask=token_mask,
+      gates=recorded.gates,
+    )
   scores = SCORE_FNS[options.score](logits) if selection_scores is None else selection_scores
   scores = lax.stop_gradient(scores)
   if selection_bias is not None:
     scores += selection_bias
-  return make_token_choice(top_k_index(scores, num_selected), logits, options, token_mask=token_mask)
+  return make_token_choice(
+    top_k_index(scores, num_selected), logits, options, token_mask=token_mask
+  )
 
 
 def top_k_index(scores: jax.Array, num_selected: int) -> jax.Array:
@@ -112,7 +129,9 @@ def top_k_index(scores: jax.Array, num_selected: int) -> jax.Array:
   return jnp.stack(chosen, axis=-1)
 
 
-def record_shape(groups: int, tokens: int, num_selected: int, options: ChoiceOptions) -> tuple[int, int, int]:
+def record_shape(
+  groups: int, tokens: int, num_selected: int, options: ChoiceOptions
+) -> tuple[int, int, int]:
   """Return the shape of the `expert_index` of a routing and of its recorded choices.
 
   Args:
@@ -127,8 +146,13 @@ def record_shape(groups: int, tokens: int, num_selected: int, options: ChoiceOpt
 
 
 def make_token_choice(
-    expert_index: jax.Array, logits: jax.Array, options: ChoiceOptions, *, token_mask: jax.Array | None = None,
-    gates: jax.Array | None = None) -> TokenChoice:
+  expert_index: jax.Array,
+  logits: jax.Array,
+  options: ChoiceOptions,
+  *,
+  token_mask: jax.Array | None = None,
+  gates: jax.Array | None = None,
+) -> TokenChoice:
   """Return the routing of chosen experts: gates from the logits, slots in buffers, drops and losses.
 
   Args:
@@ -143,20 +167,34 @@ def make_token_choice(
   """
   probs = SCORE_FNS[options.score](logits)
   if token_mask is not None:
-    expert_index = jnp.where(token_mask[..., None], expert_index, _experts_of_padding(expert_index, logits, options))
+    expert_index = jnp.where(
+      token_mask[..., None], expert_index, _experts_of_padding(expert_index, logits, options)
+    )
     probs = jnp.where(token_mask[..., None], probs, 0.0)
     logits = jnp.where(token_mask[..., None], logits, 0.0)
   loss_mask = None if options.padding_in_losses else token_mask
   distribution = probs if options.score == 'softmax' else _normalized(probs)
   return assign_slots(
-      expert_index, probs, options, token_mask=token_mask, gates=gates,
-      auxiliary_loss=losses.load_balancing_loss(distribution, expert_index, loss_mask),
-      router_z_loss=losses.router_z_loss(logits, loss_mask))
+    expert_index,
+    probs,
+    options,
+    token_mask=token_mask,
+    gates=gates,
+    auxiliary_loss=losses.load_balancing_loss(distribution, expert_index, loss_mask),
+    router_z_loss=losses.router_z_loss(logits, loss_mask),
+  )
 
 
 def assign_slots(
-    expert_index: jax.Array, probs: jax.Array, options: ChoiceOptions, *, token_mask: jax.Array | None,
-    gates: jax.Array | None, auxiliary_loss: jax.Array, router_z_loss: jax.Array) -> TokenChoice:
+  expert_index: jax.Array,
+  probs: jax.Array,
+  options: ChoiceOptions,
+  *,
+  token_mask: jax.Array | None,
+  gates: jax.Array | None,
+  auxiliary_loss: jax.Array,
+  router_z_loss: jax.Array,
+) -> TokenChoice:
   """Return the routing of chosen experts: gates and slots in buffers.
 
   Args:
@@ -185,9 +223,17 @@ def assign_slots(
     position = jnp.where(kept, buffer_positions(expert_index, num_experts, priority), capacity)
     kept = position < capacity
   return TokenChoice(
-      expert_index=expert_index, gates=jnp.where(kept, gates.reshape(kept.shape), 0.0), position=position, probs=probs,
-      auxiliary_loss=auxiliary_loss, router_z_loss=router_z_loss, num_experts=num_experts, capacity=capacity,
-      token_mask=token_mask, padding_in_losses=options.padding_in_losses)
+    expert_index=expert_index,
+    gates=jnp.where(kept, gates.reshape(kept.shape), 0.0),
+    position=position,
+    probs=probs,
+    auxiliary_loss=auxiliary_loss,
+    router_z_loss=router_z_loss,
+    num_experts=num_experts,
+    capacity=capacity,
+    token_mask=token_mask,
+    padding_in_losses=options.padding_in_losses,
+  )
 
 
 def gates_of(probs: jax.Array, expert_index: jax.Array) -> jax.Array:

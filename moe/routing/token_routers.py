@@ -56,18 +56,22 @@ class TokensChooseRouter(Router):
 
   def _expectations(self) -> dict[str, checks.Expectation]:
     return super()._expectations() | {
-        'num_selected': functions.num_selected_expectation(self.num_experts),
-        'score': checks.one_of(functions.SCORE_FNS),
-        'capacity_scope': checks.one_of(CAPACITY_SCOPES),
-        'padding_uses_capacity': checks.Expectation(
-            'False with ignore_padding_tokens=False', lambda value: not value or self.ignore_padding_tokens),
-        'bias_update_rate': checks.number(at_least=0)}
+      'num_selected': functions.num_selected_expectation(self.num_experts),
+      'score': checks.one_of(functions.SCORE_FNS),
+      'capacity_scope': checks.one_of(CAPACITY_SCOPES),
+      'padding_uses_capacity': checks.Expectation(
+        'False with ignore_padding_tokens=False',
+        lambda value: not value or self.ignore_padding_tokens,
+      ),
+      'bias_update_rate': checks.number(at_least=0),
+    }
 
   @property
   def capacity_options(self) -> tuple[str, ...]:
     """Names of options with other than default values that have an effect only with a capacity."""
-    return ((('batch_prioritized_routing',) if self.batch_prioritized_routing else ())
-            + (('capacity_scope',) if self.capacity_scope == 'global' else ()))
+    return (('batch_prioritized_routing',) if self.batch_prioritized_routing else ()) + (
+      ('capacity_scope',) if self.capacity_scope == 'global' else ()
+    )
 
   @property
   def shares_capacity(self) -> bool:
@@ -76,18 +80,31 @@ class TokensChooseRouter(Router):
 
   def _options(self, capacity: int | None) -> functions.ChoiceOptions:
     return functions.ChoiceOptions(
-        capacity=capacity, score=self.score, normalize_gates=self.normalize_gates,
-        batch_prioritized=self.batch_prioritized_routing, shared_capacity=self.capacity_scope == 'global',
-        padding_uses_capacity=self.padding_uses_capacity, padding_in_losses=self.padding_in_losses)
+      capacity=capacity,
+      score=self.score,
+      normalize_gates=self.normalize_gates,
+      batch_prioritized=self.batch_prioritized_routing,
+      shared_capacity=self.capacity_scope == 'global',
+      padding_uses_capacity=self.padding_uses_capacity,
+      padding_in_losses=self.padding_in_losses,
+    )
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids
     logits = self.logits(x, deterministic)
-    bias = self.variable(STATE, 'bias', jnp.zeros, (self.num_experts,), jnp.float32) \
-        if self.bias_update_rate else None
+    bias = (
+      self.variable(STATE, 'bias', jnp.zeros, (self.num_experts,), jnp.float32)
+      if self.bias_update_rate
+      else None
+    )
     choice = functions.tokens_choose(
-        logits, self.num_selected, self._options(capacity), token_mask=token_mask,
-        selection_bias=None if bias is None else bias.value, recorded=recorded)
+      logits,
+      self.num_selected,
+      self._options(capacity),
+      token_mask=token_mask,
+      selection_bias=None if bias is None else bias.value,
+      recorded=recorded,
+    )
     if bias is not None:
       self._update_bias(bias, choice, deterministic)
     return choice
@@ -98,14 +115,21 @@ class TokensChooseRouter(Router):
     num_passes = self.variable(STATE, NUM_PASSES, jnp.zeros, (), jnp.int32)
     if deterministic or self.is_initializing() or not self.is_mutable_collection(STATE):
       return
-    passes_of_step = self.get_variable(STEP, NUM_PASSES) if self.has_variable(STEP, NUM_PASSES) else 1
+    passes_of_step = (
+      self.get_variable(STEP, NUM_PASSES) if self.has_variable(STEP, NUM_PASSES) else 1
+    )
     chosen = jnp.sum(choice.choice_counts(), axis=0).astype(jnp.float32)
     bias.value, counts.value, num_passes.value = balancing_step(
-        bias.value, counts.value + chosen, num_passes.value + 1, self.bias_update_rate, passes_of_step)
+      bias.value, counts.value + chosen, num_passes.value + 1, self.bias_update_rate, passes_of_step
+    )
 
 
 def balancing_step(
-    bias: jax.Array, counts: jax.Array, num_passes: jax.Array, rate: float, passes_of_step: jax.Array | int,
+  bias: jax.Array,
+  counts: jax.Array,
+  num_passes: jax.Array,
+  rate: float,
+  passes_of_step: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Update the bias of loss-free balancing if a step is complete. https://arxiv.org/abs/2408.15664, algorithm 1.
 
@@ -121,8 +145,11 @@ def balancing_step(
   """
   complete = num_passes >= passes_of_step
   updated = bias + rate * jnp.sign(jnp.mean(counts) - counts)
-  return (jnp.where(complete, updated, bias), jnp.where(complete, 0.0, counts),
-          jnp.where(complete, 0, num_passes))
+  return (
+    jnp.where(complete, updated, bias),
+    jnp.where(complete, 0.0, counts),
+    jnp.where(complete, 0, num_passes),
+  )
 
 
 def step_of(state: PyTree, num_passes: int) -> PyTree:
@@ -135,5 +162,10 @@ def step_of(state: PyTree, num_passes: int) -> PyTree:
     num_passes: number of passes of a step.
   """
   flat = tree_utils.flatten_dict(tree_utils.to_dict(state))
-  return tree_utils.unflatten_dict({
-      name: jnp.full_like(value, num_passes) for name, value in flat.items() if name.rsplit('/', 1)[-1] == NUM_PASSES})
+  return tree_utils.unflatten_dict(
+    {
+      name: jnp.full_like(value, num_passes)
+      for name, value in flat.items()
+      if name.rsplit('/', 1)[-1] == NUM_PASSES
+    }
+  )

@@ -103,8 +103,10 @@ class TokenChoice(_Choice):
     """Return (dispatch weights, combine weights), float32 [G, T, E, C] each."""
     experts = jax.nn.one_hot(self.expert_index, self.num_experts, dtype=jnp.float32)
     slots = jax.nn.one_hot(self.position, self.num_slots, dtype=jnp.float32)
-    return (jnp.einsum('gtke,gtkc->gtec', experts, slots),
-            jnp.einsum('gtke,gtkc,gtk->gtec', experts, slots, self.gates))
+    return (
+      jnp.einsum('gtke,gtkc->gtec', experts, slots),
+      jnp.einsum('gtke,gtkc,gtk->gtec', experts, slots, self.gates),
+    )
 
   def choice_ids(self) -> jax.Array:
     """Return int32 [E, G, C], the choice of each slot."""
@@ -114,7 +116,9 @@ class TokenChoice(_Choice):
   def slots(self) -> tuple[jax.Array, jax.Array]:
     """Return the token of each slot, int32 [E, G, C], and its gate."""
     choice = self.choice_ids()
-    return choice // self.num_selected, jnp.take(self.gates.reshape(-1), choice, mode='fill', fill_value=0)
+    return choice // self.num_selected, jnp.take(
+      self.gates.reshape(-1), choice, mode='fill', fill_value=0
+    )
 
   def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
     """Return the experts' weighted outputs, with buffers filled by gathers.
@@ -124,8 +128,12 @@ class TokenChoice(_Choice):
       experts_fn: function from the slots of all experts to their outputs.
     """
     plan, shape = self._buffers()
-    rows = experts_fn(plans.dispatch(tokens, plan).reshape(*shape, -1), plan.row_choice.reshape(shape))
-    return plans.combine(rows.reshape(-1, tokens.shape[-1]), self.gates.reshape(tokens.shape[0], -1), plan)
+    rows = experts_fn(
+      plans.dispatch(tokens, plan).reshape(*shape, -1), plan.row_choice.reshape(shape)
+    )
+    return plans.combine(
+      rows.reshape(-1, tokens.shape[-1]), self.gates.reshape(tokens.shape[0], -1), plan
+    )
 
   def record(self) -> dict[str, jax.Array]:
     """Return `expert_index`, int32 [G, T, K], and `gates`, float32 [G, T, K], by name."""
@@ -178,7 +186,9 @@ class TokenChoice(_Choice):
     num_slots = self.expert_index.shape[0] * self.num_experts * self.capacity
     return jnp.sum(self.kept()).astype(jnp.float32) / num_slots
 
-  def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
+  def drops_by_position(
+    self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS
+  ) -> jax.Array:
     """Return float32 [num_bins], the share of dropped choices by position in the sequence.
 
     Args:
@@ -190,8 +200,11 @@ class TokenChoice(_Choice):
 
   def _drop_weights(self, batch, length):
     counted = self._drops()[1]
-    return {'expert_load': jnp.sum(self.chosen()), 'choices_dropped': jnp.sum(counted),
-            'drops_by_position': _sum_by_position(counted, batch, length, NUM_POSITION_BINS)}
+    return {
+      'expert_load': jnp.sum(self.chosen()),
+      'choices_dropped': jnp.sum(counted),
+      'drops_by_position': _sum_by_position(counted, batch, length, NUM_POSITION_BINS),
+    }
 
 
 @flax.struct.dataclass
@@ -253,15 +266,19 @@ class ExpertChoice(_Choice):
     """Return int32 [E, G, C], the choice of each slot."""
     num_groups, num_experts, _ = self.token_index.shape
     if num_experts * (num_groups * self.num_tokens + 1) >= 2**31:
-      raise ConfigError(f'The number of choices of {num_experts} experts among {num_groups} x {self.num_tokens} tokens '
-                        'must be below 2**31. Use a smaller batch, or micro-batches.')
+      raise ConfigError(
+        f'The number of choices of {num_experts} experts among {num_groups} x {self.num_tokens} tokens '
+        'must be below 2**31. Use a smaller batch, or micro-batches.'
+      )
     return self.slots()[0] * num_experts + jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
 
   def slots(self) -> tuple[jax.Array, jax.Array]:
     """Return the token of each slot, int32 [E, G, C], and its gate."""
     num_groups, num_tokens = self.token_index.shape[0], self.num_tokens
     group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
-    token = jnp.where(self.kept(), group * num_tokens + self.token_index, num_groups * num_tokens).astype(jnp.int32)
+    token = jnp.where(
+      self.kept(), group * num_tokens + self.token_index, num_groups * num_tokens
+    ).astype(jnp.int32)
     return jnp.moveaxis(token, 1, 0), jnp.moveaxis(self.gates, 1, 0)
 
   def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
@@ -274,7 +291,9 @@ class ExpertChoice(_Choice):
     token, gates = self.slots()
     rows = jnp.take(tokens, token, axis=0, mode='fill', fill_value=0)
     weighted = experts_fn(rows, self.choice_ids()).astype(jnp.float32) * gates[..., None]
-    return jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(tokens.dtype)
+    return (
+      jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(tokens.dtype)
+    )
 
   def record(self) -> dict[str, jax.Array]:
     """Return `token_index`, int32 [G, E, C], and `gates`, float32 [G, E, C], by name."""
@@ -312,7 +331,9 @@ class ExpertChoice(_Choice):
     """Return float32 [], the share of filled slots: 1 unless a group has too few tokens. T5X's metric."""
     return jnp.sum(self.kept()).astype(jnp.float32) / self.token_index.size
 
-  def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
+  def drops_by_position(
+    self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS
+  ) -> jax.Array:
     """Return float32 [num_bins], the share of tokens that no expert chose, by position in the sequence.
 
     Args:
@@ -321,7 +342,9 @@ class ExpertChoice(_Choice):
       num_bins: number of equal parts of a sequence. A part without tokens has 0.
     """
     tokens = self._counted_tokens()
-    return _share_by_position(jnp.where(self.times_chosen() > 0, 0, tokens), tokens, batch, length, num_bins)
+    return _share_by_position(
+      jnp.where(self.times_chosen() > 0, 0, tokens), tokens, batch, length, num_bins
+    )
 
   def _counted_tokens(self) -> jax.Array:
     """Return int32 [G, T], 1 for tokens and 0 for ignored padding."""
@@ -331,8 +354,11 @@ class ExpertChoice(_Choice):
 
   def _drop_weights(self, batch, length):
     tokens = self._counted_tokens()
-    return {'expert_load': jnp.sum(self.kept()), 'choices_dropped': jnp.sum(tokens),
-            'drops_by_position': _sum_by_position(tokens, batch, length, NUM_POSITION_BINS)}
+    return {
+      'expert_load': jnp.sum(self.kept()),
+      'choices_dropped': jnp.sum(tokens),
+      'drops_by_position': _sum_by_position(tokens, batch, length, NUM_POSITION_BINS),
+    }
 
 
 @flax.struct.dataclass
@@ -353,8 +379,12 @@ class RecordedChoice:
     shapes = [tuple(array.shape) for array in (self.index, self.gates) if array is not None]
     if set(shapes) != {tuple(shape)} or not jnp.issubdtype(self.index.dtype, jnp.integer):
       raise checks.invalid(
-          '', 'recorded', f'integers of shape {tuple(shape)}', f'{self.index.dtype} of {shapes}',
-          'Use the batch, group size, number of choices and capacity of the recorded run.')
+        '',
+        'recorded',
+        f'integers of shape {tuple(shape)}',
+        f'{self.index.dtype} of {shapes}',
+        'Use the batch, group size, number of choices and capacity of the recorded run.',
+      )
 
 
 def choice_counts(expert_index: jax.Array, num_experts: int) -> jax.Array:
@@ -371,7 +401,9 @@ def _left_behind(computed: jax.Array, token_mask: jax.Array | None) -> jax.Array
   return ratio(num_tokens - jnp.sum(jnp.logical_and(computed, token_mask)), num_tokens)
 
 
-def _share_by_position(part: jax.Array, whole: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
+def _share_by_position(
+  part: jax.Array, whole: jax.Array, batch: int, length: int, num_bins: int
+) -> jax.Array:
   """Return float32 [num_bins], sums of `part` over sums of `whole`, int32 [G, T] each, by part of the sequence."""
   return ratio(*(_sum_by_position(counts, batch, length, num_bins) for counts in (part, whole)))
 
@@ -379,8 +411,10 @@ def _share_by_position(part: jax.Array, whole: jax.Array, batch: int, length: in
 def _sum_by_position(counts: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
   """Return int32 [num_bins], sums of `counts` int32 [G, T] by part of the sequence."""
   if batch * length > counts.size:
-    raise ConfigError(f'The batch must have at most as many tokens as were routed, {counts.size}, got {batch} '
-                      f'sequences of {length} tokens.')
+    raise ConfigError(
+      f'The batch must have at most as many tokens as were routed, {counts.size}, got {batch} '
+      f'sequences of {length} tokens.'
+    )
   bins = jnp.arange(length) * num_bins // length
-  by_position = jnp.sum(counts.reshape(-1)[:batch * length].reshape(batch, length), axis=0)
+  by_position = jnp.sum(counts.reshape(-1)[: batch * length].reshape(batch, length), axis=0)
   return jnp.zeros([num_bins], jnp.int32).at[bins].add(by_position.astype(jnp.int32))

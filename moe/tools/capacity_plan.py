@@ -83,13 +83,19 @@ class Plan:
   @property
   def prefers_buffers(self) -> bool:
     """True if buffers of equal size have few rows per choice in every layer."""
-    return max(_at(layer, self.capacity_factor).rows_per_choice for layer in self.layers) <= _WORTH_BUFFERS
+    return (
+      max(_at(layer, self.capacity_factor).rows_per_choice for layer in self.layers)
+      <= _WORTH_BUFFERS
+    )
 
   def gin_lines(self, buffers: bool) -> list[str]:
     """Return the settings in gin, with capacity buffers or dropless."""
     lines = ['moe.SparseBlock:']
     if buffers:
-      lines += [f'  {name} = {self.capacity_factor:g}' for name in ('train_capacity_factor', 'eval_capacity_factor')]
+      lines += [
+        f'  {name} = {self.capacity_factor:g}'
+        for name in ('train_capacity_factor', 'eval_capacity_factor')
+      ]
       minimum = self.layers[0].sizes.min_capacity
       if minimum != planner.DEFAULT_MIN_CAPACITY:
         lines.append(f'  min_expert_capacity = {minimum}')
@@ -100,9 +106,16 @@ class Plan:
     return lines
 
 
-def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, planner.Sizes], *,
-         factors: Sequence[float] | None = None, max_drop_rate: float = 0.01, num_shards: int = 1,
-         tokens_per_device: int | None = None) -> Plan:
+def make(
+  source: str,
+  loads: Mapping[str, np.ndarray],
+  sizes: Mapping[str, planner.Sizes],
+  *,
+  factors: Sequence[float] | None = None,
+  max_drop_rate: float = 0.01,
+  num_shards: int = 1,
+  tokens_per_device: int | None = None,
+) -> Plan:
   """Plan the buffers of layers.
 
   Args:
@@ -119,32 +132,50 @@ def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, plann
   """
   for factor in factors or ():
     checks.check('', {'factors': factor}, factors=checks.number(above=0))
-  layers = [_plan_layer(name, load, sizes[name], factors, max_drop_rate, num_shards, tokens_per_device)
-            for name, load in loads.items()]
+  layers = [
+    _plan_layer(name, load, sizes[name], factors, max_drop_rate, num_shards, tokens_per_device)
+    for name, load in loads.items()
+  ]
   first = next(iter(sizes.values()))
-  return Plan(source=source, layers=layers, max_drop_rate=max_drop_rate, num_shards=num_shards,
-              tokens_per_device=tokens_per_device or first.tokens_per_group)
+  return Plan(
+    source=source,
+    layers=layers,
+    max_drop_rate=max_drop_rate,
+    num_shards=num_shards,
+    tokens_per_device=tokens_per_device or first.tokens_per_group,
+  )
 
 
-def _plan_layer(name, load, sizes, factors, max_drop_rate, num_shards, tokens_per_device) -> LayerPlan:
+def _plan_layer(
+  name, load, sizes, factors, max_drop_rate, num_shards, tokens_per_device
+) -> LayerPlan:
   load = np.asarray(load, np.float64)
   if not np.isfinite(load).all() or not load.sum() > 0:
-    raise ConfigError(f'{name} has no finite load above 0: no tokens were routed, or the recorded numbers are not '
-                      'finite. Choose another period (--step) or other layers (--layer).')
+    raise ConfigError(
+      f'{name} has no finite load above 0: no tokens were routed, or the recorded numbers are not '
+      'finite. Choose another period (--step) or other layers (--layer).'
+    )
   factors = factors or [factor * sizes.num_selected for factor in planner.DEFAULT_FACTORS]
   suggested = planner.suggest_factor(load, sizes, max_drop_rate)
   received, receive_suggestion = (), None
   if num_shards > 1:
-    device = dataclasses.replace(sizes, tokens_per_group=tokens_per_device or sizes.tokens_per_group)
+    device = dataclasses.replace(
+      sizes, tokens_per_group=tokens_per_device or sizes.tokens_per_group
+    )
     received = planner.receive_options(load, device, num_shards, _RECEIVE_FACTORS)
     smallest = planner.suggest_receive_factor(load, device, num_shards, max_drop_rate)
-    receive_suggestion, = planner.receive_options(load, device, num_shards, (smallest,))
+    (receive_suggestion,) = planner.receive_options(load, device, num_shards, (smallest,))
   return LayerPlan(
-      name=name, num_experts=load.size, largest_load=float(load.max() / load.mean()), sizes=sizes,
-      options=planner.capacity_options(load, sizes, factors),
-      suggestion=planner.capacity_options(load, sizes, (suggested,))[0],
-      dropless_bytes=sizes.num_choices * sizes.bytes_per_row, receive_options=received,
-      receive_suggestion=receive_suggestion)
+    name=name,
+    num_experts=load.size,
+    largest_load=float(load.max() / load.mean()),
+    sizes=sizes,
+    options=planner.capacity_options(load, sizes, factors),
+    suggestion=planner.capacity_options(load, sizes, (suggested,))[0],
+    dropless_bytes=sizes.num_choices * sizes.bytes_per_row,
+    receive_options=received,
+    receive_suggestion=receive_suggestion,
+  )
 
 
 def _at(layer: LayerPlan, factor: float) -> planner.Option:
@@ -156,12 +187,18 @@ def _at(layer: LayerPlan, factor: float) -> planner.Option:
 def as_data(plan: Plan) -> dict[str, Any]:
   """Return the plan as dicts, lists, numbers and texts, for JSON."""
   return {
-      'source': plan.source, 'max_drop_rate': plan.max_drop_rate, 'num_shards': plan.num_shards,
-      'tokens_per_device': plan.tokens_per_device,
-      'suggestion': {
-          'buffers': plan.prefers_buffers, 'capacity_factor': plan.capacity_factor,
-          'receive_factor': plan.receive_factor, 'gin': plan.gin_lines(plan.prefers_buffers)},
-      'layers': [dataclasses.asdict(layer) for layer in plan.layers]}
+    'source': plan.source,
+    'max_drop_rate': plan.max_drop_rate,
+    'num_shards': plan.num_shards,
+    'tokens_per_device': plan.tokens_per_device,
+    'suggestion': {
+      'buffers': plan.prefers_buffers,
+      'capacity_factor': plan.capacity_factor,
+      'receive_factor': plan.receive_factor,
+      'gin': plan.gin_lines(plan.prefers_buffers),
+    },
+    'layers': [dataclasses.asdict(layer) for layer in plan.layers],
+  }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,13 +213,17 @@ def as_text(plan: Plan) -> str:
     parts.append(_layers_table(plan))
   shown = plan.widest
   of = f'{shown.name}, which needs the largest' if len(plan.layers) > 1 else shown.name
-  parts.append(f'Capacity factors ({of}; *: the least for at most {format_percent(plan.max_drop_rate)} dropped)\n'
-               f'{_options_table(shown)}')
+  parts.append(
+    f'Capacity factors ({of}; *: the least for at most {format_percent(plan.max_drop_rate)} dropped)\n'
+    f'{_options_table(shown)}'
+  )
   if plan.num_shards > 1:
     fullest = max(plan.layers, key=lambda layer: layer.receive_suggestion.factor)
-    parts.append(f'Receive factors of dropless dispatch over {plan.num_shards} expert shards, experts in their order,\n'
-                 f'{plan.tokens_per_device:,} tokens a device ({fullest.name}; None: the worst case)\n'
-                 f'{_receive_table(fullest)}')
+    parts.append(
+      f'Receive factors of dropless dispatch over {plan.num_shards} expert shards, experts in their order,\n'
+      f'{plan.tokens_per_device:,} tokens a device ({fullest.name}; None: the worst case)\n'
+      f'{_receive_table(fullest)}'
+    )
   parts += [_suggestion(plan), _ASSUMPTIONS]
   return '\n\n'.join(parts)
 
@@ -196,19 +237,41 @@ buffers of the exchange of tokens are not included."""
 
 def _sizes_in_words(sizes: planner.Sizes) -> str:
   kernels = 'gated, ' if sizes.num_inputs > 1 else ''
-  text = (f'Groups of {sizes.tokens_per_group:,} tokens, each of which chooses {sizes.num_selected} '
-          f'expert{"s" * (sizes.num_selected > 1)}; experts {sizes.width} wide with {sizes.hidden} hidden units '
-          f'({kernels}{sizes.bytes_per_number} bytes a number), with at least {sizes.min_capacity} slots.')
+  text = (
+    f'Groups of {sizes.tokens_per_group:,} tokens, each of which chooses {sizes.num_selected} '
+    f'expert{"s" * (sizes.num_selected > 1)}; experts {sizes.width} wide with {sizes.hidden} hidden units '
+    f'({kernels}{sizes.bytes_per_number} bytes a number), with at least {sizes.min_capacity} slots.'
+  )
   return textwrap.fill(text, _TEXT_WIDTH)
 
 
 def _layers_table(plan: Plan) -> str:
-  rows = [('layer', 'experts', 'largest/mean', 'tokens routed', 'factor needed', 'its drops', 'rows/choice', 'memory')]
+  rows = [
+    (
+      'layer',
+      'experts',
+      'largest/mean',
+      'tokens routed',
+      'factor needed',
+      'its drops',
+      'rows/choice',
+      'memory',
+    )
+  ]
   for layer in plan.layers:
     option = layer.suggestion
-    rows.append((layer.name, str(layer.num_experts), f'{layer.largest_load:.2f}',
-                 format_percent(layer.sizes.routed_share), f'{option.factor:g}', format_percent(option.drop_rate),
-                 f'{option.rows_per_choice:.2f}', format_bytes(option.bytes)))
+    rows.append(
+      (
+        layer.name,
+        str(layer.num_experts),
+        f'{layer.largest_load:.2f}',
+        format_percent(layer.sizes.routed_share),
+        f'{option.factor:g}',
+        format_percent(option.drop_rate),
+        f'{option.rows_per_choice:.2f}',
+        format_bytes(option.bytes),
+      )
+    )
   return f'For at most {format_percent(plan.max_drop_rate)} of the choices dropped\n{table(rows)}'
 
 
@@ -226,26 +289,44 @@ def _receive_table(layer: LayerPlan) -> str:
   return table([*rows, ('None', *_option_rows([worst], None)[0][1:])])
 
 
-def _option_rows(options: Sequence[planner.Option], least: planner.Option | None) -> list[tuple[str, ...]]:
+def _option_rows(
+  options: Sequence[planner.Option], least: planner.Option | None
+) -> list[tuple[str, ...]]:
   """Return rows by factor, among them the one of the smallest factor that is large enough."""
-  by_factor = {option.factor: option for option in options} | ({least.factor: least} if least else {})
-  return [(f'{factor:g}{" *" if least and factor == least.factor else ""}', f'{option.num_slots:,}',
-           format_percent(option.drop_rate), f'{option.rows_per_choice:.2f}', format_bytes(option.bytes))
-          for factor, option in sorted(by_factor.items())]
+  by_factor = {option.factor: option for option in options} | (
+    {least.factor: least} if least else {}
+  )
+  return [
+    (
+      f'{factor:g}{" *" if least and factor == least.factor else ""}',
+      f'{option.num_slots:,}',
+      format_percent(option.drop_rate),
+      f'{option.rows_per_choice:.2f}',
+      format_bytes(option.bytes),
+    )
+    for factor, option in sorted(by_factor.items())
+  ]
 
 
 def _suggestion(plan: Plan) -> str:
   cost = max(_at(layer, plan.capacity_factor).rows_per_choice for layer in plan.layers)
   chosen, other = ('buffers', 'dropless') if plan.prefers_buffers else ('dropless', 'buffers')
-  reason = (f'A capacity factor of {plan.capacity_factor:g} drops at most {format_percent(plan.max_drop_rate)}, and '
-            f'computes {cost:.2f} rows per choice; dropless dispatch computes 1. Buffers are suggested for at most '
-            f'{_WORTH_BUFFERS:g} rows per choice.')
+  reason = (
+    f'A capacity factor of {plan.capacity_factor:g} drops at most {format_percent(plan.max_drop_rate)}, and '
+    f'computes {cost:.2f} rows per choice; dropless dispatch computes 1. Buffers are suggested for at most '
+    f'{_WORTH_BUFFERS:g} rows per choice.'
+  )
   if plan.num_shards > 1:
-    reason += (' Dropless dispatch over shards needs receive buffers; None makes them large enough for the worst '
-               'case.')
+    reason += (
+      ' Dropless dispatch over shards needs receive buffers; None makes them large enough for the worst '
+      'case.'
+    )
   words = {'buffers': 'buffers of equal size', 'dropless': 'dropless'}
-  texts = [f'{lead}: {words[kind]}\n' + '\n'.join(f'  {line}' for line in plan.gin_lines(kind == 'buffers'))
-           for lead, kind in (('Suggested', chosen), ('Or', other))]
+  texts = [
+    f'{lead}: {words[kind]}\n'
+    + '\n'.join(f'  {line}' for line in plan.gin_lines(kind == 'buffers'))
+    for lead, kind in (('Suggested', chosen), ('Or', other))
+  ]
   return '\n'.join([textwrap.fill(reason, _TEXT_WIDTH), *texts])
 
 

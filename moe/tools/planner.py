@@ -53,7 +53,9 @@ class Sizes:
   min_capacity: int = DEFAULT_MIN_CAPACITY
 
   def __post_init__(self):
-    expected = {field.name: checks.number(at_least=1, integer=True) for field in dataclasses.fields(self)}
+    expected = {
+      field.name: checks.number(at_least=1, integer=True) for field in dataclasses.fields(self)
+    }
     checks.check('', vars(self), **expected | {'routed_share': checks.number(above=0, at_most=1)})
 
   @property
@@ -100,8 +102,12 @@ def zipf_load(num_experts: int, exponent: float) -> np.ndarray:
   >>> zipf_load(2, 1.0).round(3).tolist()
   [0.667, 0.333]
   """
-  checks.check('', {'num_experts': num_experts, 'zipf': exponent}, num_experts=checks.number(at_least=1, integer=True),
-               zipf=checks.number(at_least=0))
+  checks.check(
+    '',
+    {'num_experts': num_experts, 'zipf': exponent},
+    num_experts=checks.number(at_least=1, integer=True),
+    zipf=checks.number(at_least=0),
+  )
   load = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
   return load / load.sum()
 
@@ -116,9 +122,15 @@ def choice_probabilities(load: np.ndarray, num_selected: int) -> np.ndarray:
     ConfigError: an invalid load, or fewer experts than choices.
   """
   load = np.asarray(load, np.float64)
-  is_load = lambda load: load.ndim == 1 and np.all(np.isfinite(load)) and np.all(load >= 0) and load.sum() > 0
-  checks.check('', locals(), load=checks.Expectation('one finite number >= 0 for each expert, not all 0', is_load),
-               num_selected=checks.number(at_most=load.size))
+  is_load = lambda load: (
+    load.ndim == 1 and np.all(np.isfinite(load)) and np.all(load >= 0) and load.sum() > 0
+  )
+  checks.check(
+    '',
+    locals(),
+    load=checks.Expectation('one finite number >= 0 for each expert, not all 0', is_load),
+    num_selected=checks.number(at_most=load.size),
+  )
   probability = num_selected * load / load.sum()
   full = np.zeros(load.size, bool)
   while np.any(probability[~full] > 1):
@@ -183,17 +195,26 @@ def capacity_options(load: np.ndarray, sizes: Sizes, factors: Sequence[float]) -
   """
   options = []
   for factor in factors:
-    num_slots = capacity_lib.expert_capacity(sizes.tokens_per_group, len(load), factor, sizes.min_capacity)
+    num_slots = capacity_lib.expert_capacity(
+      sizes.tokens_per_group, len(load), factor, sizes.min_capacity
+    )
     # An expert gets at most all tokens of the group, which limits its buffer.
     rows = len(load) * min(num_slots, sizes.tokens_per_group)
-    options.append(Option(
-        factor=factor, num_slots=num_slots, drop_rate=drop_rate(load, sizes, num_slots),
-        rows_per_choice=rows / sizes.num_choices, bytes=rows * sizes.bytes_per_row))
+    options.append(
+      Option(
+        factor=factor,
+        num_slots=num_slots,
+        drop_rate=drop_rate(load, sizes, num_slots),
+        rows_per_choice=rows / sizes.num_choices,
+        bytes=rows * sizes.bytes_per_row,
+      )
+    )
   return options
 
 
-def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
-                    factors: Sequence[float | None]) -> list[Option]:
+def receive_options(
+  load: np.ndarray, sizes: Sizes, num_shards: int, factors: Sequence[float | None]
+) -> list[Option]:
   """Return the drop rate and the costs of each `receive_factor`, for shards of consecutive experts.
 
   Padding is not sent, but an even share includes it.
@@ -208,10 +229,19 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
   Raises:
     ConfigError: `num_shards` does not divide the number of experts.
   """
-  checks.check('', locals(), num_shards=checks.Expectation(
-      f'a divisor of the number of experts {len(load)}', lambda shards: shards >= 1 and len(load) % shards == 0,
-      'The flag is --expert_partitions.'))
-  share = choice_probabilities(load, sizes.num_selected).reshape(num_shards, -1).sum(axis=1) / sizes.num_selected
+  checks.check(
+    '',
+    locals(),
+    num_shards=checks.Expectation(
+      f'a divisor of the number of experts {len(load)}',
+      lambda shards: shards >= 1 and len(load) % shards == 0,
+      'The flag is --expert_partitions.',
+    ),
+  )
+  share = (
+    choice_probabilities(load, sizes.num_selected).reshape(num_shards, -1).sum(axis=1)
+    / sizes.num_selected
+  )
   even_share = sizes.tokens_per_group * sizes.num_selected
   layout = (sizes.tokens_per_group, sizes.num_selected, len(load) // num_shards, num_shards)
   worst_case, _ = expert_parallel.num_receive_rows(*layout, None)
@@ -219,12 +249,20 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
   for factor in factors:
     num_slots, _ = expert_parallel.num_receive_rows(*layout, factor)
     # The choices of one token are assumed to be independent here, as those of different tokens.
-    overflow = (0.0 if num_slots >= worst_case
-                else expected_overflow(num_shards * sizes.num_choices, share, num_slots).sum())
-    options.append(Option(
-        factor=num_slots / even_share if factor is None else factor, num_slots=num_slots,
+    overflow = (
+      0.0
+      if num_slots >= worst_case
+      else expected_overflow(num_shards * sizes.num_choices, share, num_slots).sum()
+    )
+    options.append(
+      Option(
+        factor=num_slots / even_share if factor is None else factor,
+        num_slots=num_slots,
         drop_rate=float(overflow / (num_shards * sizes.num_choices)),
-        rows_per_choice=num_slots / sizes.num_choices, bytes=num_slots * sizes.bytes_per_row))
+        rows_per_choice=num_slots / sizes.num_choices,
+        bytes=num_slots * sizes.bytes_per_row,
+      )
+    )
   return options
 
 
@@ -240,10 +278,14 @@ def suggest_factor(load: np.ndarray, sizes: Sizes, max_drop_rate: float) -> floa
     ConfigError: a rate outside [0, 1).
   """
   # With a factor of E every token gets a slot.
-  return _smallest(len(load), max_drop_rate, lambda factor: capacity_options(load, sizes, (factor,))[0])
+  return _smallest(
+    len(load), max_drop_rate, lambda factor: capacity_options(load, sizes, (factor,))[0]
+  )
 
 
-def suggest_receive_factor(load: np.ndarray, sizes: Sizes, num_shards: int, max_drop_rate: float) -> float:
+def suggest_receive_factor(
+  load: np.ndarray, sizes: Sizes, num_shards: int, max_drop_rate: float
+) -> float:
   """Return the smallest receive factor, a multiple of 0.05, with an expected drop rate of at most `max_drop_rate`.
 
   Args:
@@ -255,7 +297,9 @@ def suggest_receive_factor(load: np.ndarray, sizes: Sizes, num_shards: int, max_
   Raises:
     ConfigError: a rate outside [0, 1), or `num_shards` does not divide the number of experts.
   """
-  return _smallest(num_shards, max_drop_rate, lambda factor: receive_options(load, sizes, num_shards, (factor,))[0])
+  return _smallest(
+    num_shards, max_drop_rate, lambda factor: receive_options(load, sizes, num_shards, (factor,))[0]
+  )
 
 
 def _smallest(largest: float, max_drop_rate: float, option_fn: Callable[[float], Option]) -> float:

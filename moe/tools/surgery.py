@@ -45,8 +45,13 @@ def expert_layers(state: StateDict) -> dict[str, int]:
   return layers
 
 
-def permute(state: StateDict, permutation: Sequence[int], layers: Sequence[str] | None = None, *,
-            optimizer_state: str = 'follow') -> dict[str, Any]:
+def permute(
+  state: StateDict,
+  permutation: Sequence[int],
+  layers: Sequence[str] | None = None,
+  *,
+  optimizer_state: str = 'follow',
+) -> dict[str, Any]:
   """Return the state with experts in another order: the same function, up to the order of sums.
 
   Args:
@@ -61,15 +66,25 @@ def permute(state: StateDict, permutation: Sequence[int], layers: Sequence[str] 
   """
 
   def change(layer, num_experts):
-    _check(sorted(permutation) == list(range(num_experts)), 'permute.permutation', layer,
-           f'each number from 0 to {num_experts - 1} once', permutation)
+    _check(
+      sorted(permutation) == list(range(num_experts)),
+      'permute.permutation',
+      layer,
+      f'each number from 0 to {num_experts - 1} once',
+      permutation,
+    )
     return Change.of_index(permutation)
 
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
 
 
-def prune(state: StateDict, experts: Sequence[int] | Mapping[str, Sequence[int]],
-          layers: Sequence[str] | None = None, *, optimizer_state: str = 'follow') -> dict[str, Any]:
+def prune(
+  state: StateDict,
+  experts: Sequence[int] | Mapping[str, Sequence[int]],
+  layers: Sequence[str] | None = None,
+  *,
+  optimizer_state: str = 'follow',
+) -> dict[str, Any]:
   """Return the state without some experts; the tokens of these experts choose the next best ones.
 
   Args:
@@ -90,8 +105,15 @@ def prune(state: StateDict, experts: Sequence[int] | Mapping[str, Sequence[int]]
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
 
 
-def replicate(state: StateDict, times: int, layers: Sequence[str] | None = None, *, noise_stddev: float = 0.0,
-              seed: int = 0, optimizer_state: str = 'follow') -> dict[str, Any]:
+def replicate(
+  state: StateDict,
+  times: int,
+  layers: Sequence[str] | None = None,
+  *,
+  noise_stddev: float = 0.0,
+  seed: int = 0,
+  optimizer_state: str = 'follow',
+) -> dict[str, Any]:
   """Return the state with several replicas of each expert: those of old expert i begin at new expert i * times.
 
   The function is the same if tokens choose `times` as many experts and the router's probabilities are a softmax: all
@@ -111,8 +133,12 @@ def replicate(state: StateDict, times: int, layers: Sequence[str] | None = None,
     CheckpointError: see `permute`.
     ConfigError: an invalid `times` or `noise_stddev`.
   """
-  checks.check('replicate', locals(), times=checks.number(at_least=1, integer=True),
-               noise_stddev=checks.number(at_least=0))
+  checks.check(
+    'replicate',
+    locals(),
+    times=checks.number(at_least=1, integer=True),
+    noise_stddev=checks.number(at_least=0),
+  )
   change = lambda layer, num_experts: Change.of_index(np.repeat(np.arange(num_experts), times))
   result = change_experts(state, change, layers, optimizer_state=optimizer_state)
   if not noise_stddev:
@@ -122,18 +148,29 @@ def replicate(state: StateDict, times: int, layers: Sequence[str] | None = None,
   for name, leaf in flat.items():
     parts = names.split(name)
     found = expert_state.split_path(parts.param) if parts is not None else None
-    if (found is not None and found[:2] in [(layer, expert_state.EXPERT) for layer in changed]
-        and (name.startswith(PARAM_TREES) or parts.is_copy) and name.endswith('/kernel')):
+    if (
+      found is not None
+      and found[:2] in [(layer, expert_state.EXPERT) for layer in changed]
+      and (name.startswith(PARAM_TREES) or parts.is_copy)
+      and name.endswith('/kernel')
+    ):
       # The same noise for all arrays that hold values of a parameter.
-      noise = np.random.default_rng([seed, zlib.crc32(parts.param.encode())]).standard_normal(leaf.shape, np.float32)
+      noise = np.random.default_rng([seed, zlib.crc32(parts.param.encode())]).standard_normal(
+        leaf.shape, np.float32
+      )
       noise[::times] = 0
       wide = leaf.astype(np.float32)
       flat[name] = (wide + noise * (noise_stddev * np.std(wide))).astype(leaf.dtype)
   return tree_utils.unflatten_dict(flat)
 
 
-def split(state: StateDict, slices: int, layers: Sequence[str] | None = None, *,
-          optimizer_state: str = 'follow') -> dict[str, Any]:
+def split(
+  state: StateDict,
+  slices: int,
+  layers: Sequence[str] | None = None,
+  *,
+  optimizer_state: str = 'follow',
+) -> dict[str, Any]:
   """Return the state with each expert cut into slices of its hidden units; those of expert i begin at i * slices.
 
   The function is the same if tokens choose `slices` times as many experts and the router's probabilities are a softmax:
@@ -157,16 +194,27 @@ def split(state: StateDict, slices: int, layers: Sequence[str] | None = None, *,
     if found is None or found[1] != expert_state.EXPERT:
       continue
     dims = expert_state.dims_of(path, leaf.ndim)
-    if any(dim.startswith('x') for dim in dims) or ('f' in dims and leaf.shape[dims.index('f')] % slices):
+    if any(dim.startswith('x') for dim in dims) or (
+      'f' in dims and leaf.shape[dims.index('f')] % slices
+    ):
       raise errors.CheckpointError(
-          f'Cannot split {path} of shape {tuple(leaf.shape)} with slices={slices}: only kernels and biases of '
-          'moe.ExpertMlp can be split, and slices must divide their hidden units.')
-  change = lambda layer, num_experts: Change.of_index(np.repeat(np.arange(num_experts), slices), slices)
+        f'Cannot split {path} of shape {tuple(leaf.shape)} with slices={slices}: only kernels and biases of '
+        'moe.ExpertMlp can be split, and slices must divide their hidden units.'
+      )
+  change = lambda layer, num_experts: Change.of_index(
+    np.repeat(np.arange(num_experts), slices), slices
+  )
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
 
 
-def merge(state: StateDict, groups: Sequence[Sequence[int]] | int, layers: Sequence[str] | None = None, *,
-          load: Mapping[str, Sequence[float]] | None = None, optimizer_state: str = 'follow') -> dict[str, Any]:
+def merge(
+  state: StateDict,
+  groups: Sequence[Sequence[int]] | int,
+  layers: Sequence[str] | None = None,
+  *,
+  load: Mapping[str, Sequence[float]] | None = None,
+  optimizer_state: str = 'follow',
+) -> dict[str, Any]:
   """Return the state with each group of experts, and of router columns, replaced by its mean.
 
   New expert j is the mean of group j; the other experts follow, unchanged. Optimizer state is averaged in the same way.
@@ -185,14 +233,29 @@ def merge(state: StateDict, groups: Sequence[Sequence[int]] | int, layers: Seque
   """
 
   def change(layer, num_experts):
-    sources = _consecutive(layer, num_experts, groups) if isinstance(groups, int) else [list(g) for g in groups]
+    sources = (
+      _consecutive(layer, num_experts, groups)
+      if isinstance(groups, int)
+      else [list(g) for g in groups]
+    )
     _check_experts('merge.groups', layer, num_experts, [i for group in sources for i in group])
-    _check(sources and all(sources), 'merge.groups', layer, 'groups of at least one expert', sources)
+    _check(
+      sources and all(sources), 'merge.groups', layer, 'groups of at least one expert', sources
+    )
     merged = {i for group in sources for i in group}
     sources += [[i] for i in range(num_experts) if i not in merged]
-    weights = np.ones(num_experts) if load is None else np.asarray(_of_layer('merge', load, layer), np.float64)
-    _check(weights.shape == (num_experts,) and np.all((weights >= 0) & np.isfinite(weights)), 'merge.load', layer,
-           f'one finite number >= 0 for each of the {num_experts} experts', weights.tolist())
+    weights = (
+      np.ones(num_experts)
+      if load is None
+      else np.asarray(_of_layer('merge', load, layer), np.float64)
+    )
+    _check(
+      weights.shape == (num_experts,) and np.all((weights >= 0) & np.isfinite(weights)),
+      'merge.load',
+      layer,
+      f'one finite number >= 0 for each of the {num_experts} experts',
+      weights.tolist(),
+    )
     return Change(tuple(map(tuple, sources)), tuple(_shares(weights[group]) for group in sources))
 
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
@@ -204,12 +267,19 @@ def least_loaded(load: Mapping[str, Sequence[float]], number: int) -> dict[str, 
   >>> least_loaded({'encoder/layers_1': [0.5, 0.1, 0.3, 0.1]}, 2)
   {'encoder/layers_1': [1, 3]}
   """
-  return {layer: sorted(np.argsort(np.asarray(values), kind='stable')[:number].tolist())
-          for layer, values in load.items()}
+  return {
+    layer: sorted(np.argsort(np.asarray(values), kind='stable')[:number].tolist())
+    for layer, values in load.items()
+  }
 
 
-def change_experts(state: StateDict, change_fn: Callable[[str, int], Change], layers: Sequence[str] | None = None, *,
-                   optimizer_state: str = 'follow') -> dict[str, Any]:
+def change_experts(
+  state: StateDict,
+  change_fn: Callable[[str, int], Change],
+  layers: Sequence[str] | None = None,
+  *,
+  optimizer_state: str = 'follow',
+) -> dict[str, Any]:
   """Return the state with changed experts in some layers.
 
   Args:
@@ -227,7 +297,9 @@ def change_experts(state: StateDict, change_fn: Callable[[str, int], Change], la
   changes = {layer: change_fn(layer, counts[layer]) for layer in chosen_layers(state, layers)}
   params = expert_state.params_of(flat)
   expert_state.check_routers('surgery', params, changes)
-  names = expert_state.ArrayNames(path for path in params if expert_state.split_path(path) is not None)
+  names = expert_state.ArrayNames(
+    path for path in params if expert_state.split_path(path) is not None
+  )
   result, stuck = {}, []
   for name, leaf in flat.items():
     if name.startswith(PARAM_STATES) and optimizer_state == 'drop':
@@ -256,9 +328,10 @@ def change_experts(state: StateDict, change_fn: Callable[[str, int], Change], la
     result[name] = new
   if stuck:
     raise errors.CheckpointError(
-        f'{len(stuck)} arrays of the state have no unambiguous dim of experts, e.g. {stuck[0]} of shape '
-        f"{tuple(flat[stuck[0]].shape)}. Pass optimizer_state='drop' (--optimizer_state=drop) to omit the optimizer's "
-        'state, and start from the new checkpoint with RestoreCheckpointConfig.fallback_to_scratch=True.')
+      f'{len(stuck)} arrays of the state have no unambiguous dim of experts, e.g. {stuck[0]} of shape '
+      f"{tuple(flat[stuck[0]].shape)}. Pass optimizer_state='drop' (--optimizer_state=drop) to omit the optimizer's "
+      'state, and start from the new checkpoint with RestoreCheckpointConfig.fallback_to_scratch=True.'
+    )
   return tree_utils.unflatten_dict(result)
 
 
@@ -270,14 +343,18 @@ def chosen_layers(state: StateDict, layers: Sequence[str] | None) -> list[str]:
   """
   known = expert_layers(state)
   if not known:
-    raise errors.CheckpointError('The state has no experts. Give the checkpoint of a sparse model; moe.upcycle adds '
-                                 'experts to a dense model.')
+    raise errors.CheckpointError(
+      'The state has no experts. Give the checkpoint of a sparse model; moe.upcycle adds '
+      'experts to a dense model.'
+    )
   if layers is None:
     return list(known)
   by_name = {name: layer for layer in known for name in (layer, layer.rpartition('/')[0])}
   for name in layers:
     if name not in by_name:
-      raise errors.CheckpointError(f'Unknown sparse layer {name!r}.{errors.did_you_mean(name, known)}')
+      raise errors.CheckpointError(
+        f'Unknown sparse layer {name!r}.{errors.did_you_mean(name, known)}'
+      )
   return list(dict.fromkeys(by_name[name] for name in layers))
 
 
@@ -285,26 +362,41 @@ def _of_layer(owner: str, values: Mapping[str, Any], layer: str) -> Any:
   for name in (layer, layer.rpartition('/')[0]):
     if name in values:
       return values[name]
-  raise errors.CheckpointError(f'{owner}: no value for the layer {layer}.{errors.did_you_mean(layer, values)}')
+  raise errors.CheckpointError(
+    f'{owner}: no value for the layer {layer}.{errors.did_you_mean(layer, values)}'
+  )
 
 
-def _check_experts(option: str, layer: str, num_experts: int, experts: Sequence[int],
-                   at_most: int | None = None) -> None:
+def _check_experts(
+  option: str, layer: str, num_experts: int, experts: Sequence[int], at_most: int | None = None
+) -> None:
   count = num_experts if at_most is None else at_most
-  _check(len(set(experts) & set(range(num_experts))) == len(experts) <= count, option, layer,
-         f'at most {count} different numbers from 0 to {num_experts - 1}', experts)
+  _check(
+    len(set(experts) & set(range(num_experts))) == len(experts) <= count,
+    option,
+    layer,
+    f'at most {count} different numbers from 0 to {num_experts - 1}',
+    experts,
+  )
 
 
 def _consecutive(layer: str, num_experts: int, number: int) -> list[list[int]]:
-  _check(1 <= number <= num_experts and num_experts % number == 0, 'merge.groups', layer,
-         f'a divisor of the number of experts {num_experts}, or groups', number)
+  _check(
+    1 <= number <= num_experts and num_experts % number == 0,
+    'merge.groups',
+    layer,
+    f'a divisor of the number of experts {num_experts}, or groups',
+    number,
+  )
   size = num_experts // number
   return [list(range(start, start + size)) for start in range(0, num_experts, size)]
 
 
 def _check(is_valid: bool, option: str, layer: str, expectation: str, value: Any) -> None:
   if not is_valid:
-    raise checks.invalid('', option, f'{expectation} in {layer}', value, error=errors.CheckpointError)
+    raise checks.invalid(
+      '', option, f'{expectation} in {layer}', value, error=errors.CheckpointError
+    )
 
 
 def _shares(weights: np.ndarray) -> tuple[float, ...]:

@@ -48,7 +48,9 @@ def check_output(path: str) -> None:
     raise errors.CheckpointError(f'{path!r} exists. Give the path of a new model directory.')
 
 
-def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str, Any]], what: str) -> str:
+def rewrite(
+  source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str, Any]], what: str
+) -> str:
   """Apply `fn` to the state of a checkpoint and write the result, with the same step, to a new model directory.
 
   The write is atomic, like that of any checkpoint. The metadata is copied, and so is the position in the data if one
@@ -73,7 +75,10 @@ def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str
   flat = tree_utils.flatten_dict(result)
   step = found.step if found is not None else int(np.asarray(flat['state/step']))
   metadata = dict(found.metadata) if found is not None else {}
-  metadata['surgery'] = [*metadata.get('surgery', []), {'of': str(files.path(source).absolute()), 'what': what}]
+  metadata['surgery'] = [
+    *metadata.get('surgery', []),
+    {'of': str(files.path(source).absolute()), 'what': what},
+  ]
   save_cfg = checkpoints.SaveCheckpointConfig(dtype=_float_dtype(flat))
   with checkpoints.CheckpointManager(output, save_cfg=save_cfg) as manager:
     manager.save(step, result, data_state=_data_state(source, found), metadata=metadata)
@@ -101,12 +106,16 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
   for layer, num_experts in layers.items():
     own = layer.rpartition('/')[0]
     stack = own.split('/')[0] if own == '/'.join([own.split('/')[0]] * 2) else None
-    wanted = lambda name, own=own, stack=stack: name == f'{_PREFIX}{own}{_LOAD}' or (
-        stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))
+    wanted = lambda name, own=own, stack=stack: (
+      name == f'{_PREFIX}{own}{_LOAD}'
+      or (stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))
+    )
     loads = [values for line in lines for name, values in line.items() if wanted(name)]
     if not loads or any(np.shape(load) != (num_experts,) for load in loads):
-      raise errors.CheckpointError(f'No recorded load of the {num_experts} experts of {layer} in {path!r}. Give the '
-                                   'model directory of the run that wrote this checkpoint.')
+      raise errors.CheckpointError(
+        f'No recorded load of the {num_experts} experts of {layer} in {path!r}. Give the '
+        'model directory of the run that wrote this checkpoint.'
+      )
     result[layer] = np.mean(loads, axis=0)
   return result
 
@@ -116,8 +125,14 @@ def _float_dtype(flat: Mapping[str, Any]) -> str:
   dtypes = {np.asarray(leaf).dtype for name, leaf in flat.items() if name.startswith(_CAST)}
   floating = [dtype for dtype in dtypes if dtype.kind not in 'iub']
   if len(floating) > 1:
-    _logger.warning('The parameters have the dtypes %s; all are saved in the widest.', sorted(map(str, floating)))
-  widest = max(floating, key=lambda dtype: (dtype.itemsize, dtype.name == 'float32'), default=np.dtype(np.float32))
+    _logger.warning(
+      'The parameters have the dtypes %s; all are saved in the widest.', sorted(map(str, floating))
+    )
+  widest = max(
+    floating,
+    key=lambda dtype: (dtype.itemsize, dtype.name == 'float32'),
+    default=np.dtype(np.float32),
+  )
   mixed_halves = len(floating) > 1 and widest.itemsize < 4
   return 'float32' if mixed_halves else widest.name
 
@@ -126,9 +141,13 @@ def _data_state(source: str, found: checkpoints.Manifest | None) -> dict[str, by
   if found is None or not found.num_data_processes:
     return None
   if found.num_data_processes > 1:
-    _logger.warning('The position in the data is not copied, because %d processes wrote it.', found.num_data_processes)
+    _logger.warning(
+      'The position in the data is not copied, because %d processes wrote it.',
+      found.num_data_processes,
+    )
     return None
   from t5x_lite.checkpoints import restore
+
   return restore.read_data_state(source, found)
 
 

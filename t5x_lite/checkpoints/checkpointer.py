@@ -19,9 +19,18 @@ from t5x_lite.train_state import TrainState
 class CheckpointerConstructor(Protocol):
   """Function or class that makes a `Checkpointer`."""
 
-  def __call__(self, train_state: TrainState, partitioner: BasePartitioner, checkpoints_dir: str,
-               dataset_iterator: Any = None, *, keep: int | None = None, save_dtype: Any = np.float32,
-               restore_dtype: Any = None, keep_dataset_checkpoints: int | None = None) -> Checkpointer:
+  def __call__(
+    self,
+    train_state: TrainState,
+    partitioner: BasePartitioner,
+    checkpoints_dir: str,
+    dataset_iterator: Any = None,
+    *,
+    keep: int | None = None,
+    save_dtype: Any = np.float32,
+    restore_dtype: Any = None,
+    keep_dataset_checkpoints: int | None = None,
+  ) -> Checkpointer:
     """Return the checkpointer; see `Checkpointer`."""
 
 
@@ -39,9 +48,18 @@ class Checkpointer:
     keep_dataset_checkpoints: number of newest checkpoints that keep the position in the data; None for all.
   """
 
-  def __init__(self, train_state: TrainState, partitioner: BasePartitioner, checkpoints_dir: discovery.PathLike,
-               dataset_iterator: Any = None, *, keep: int | None = None, save_dtype: Any = np.float32,
-               restore_dtype: Any = None, keep_dataset_checkpoints: int | None = None):
+  def __init__(
+    self,
+    train_state: TrainState,
+    partitioner: BasePartitioner,
+    checkpoints_dir: discovery.PathLike,
+    dataset_iterator: Any = None,
+    *,
+    keep: int | None = None,
+    save_dtype: Any = np.float32,
+    restore_dtype: Any = None,
+    keep_dataset_checkpoints: int | None = None,
+  ):
     """Store the arguments.
 
     Args:
@@ -61,7 +79,11 @@ class Checkpointer:
     self.checkpoints_dir = checkpoints_dir
     self.keep, self.keep_dataset_checkpoints = keep, keep_dataset_checkpoints
     self.save_dtype, self.restore_dtype = save_dtype, restore_dtype
-    self._train_state, self._partitioner, self._dataset_iterator = train_state, partitioner, dataset_iterator
+    self._train_state, self._partitioner, self._dataset_iterator = (
+      train_state,
+      partitioner,
+      dataset_iterator,
+    )
 
   @property
   def builders(self) -> Sequence[base.StateBuilder]:
@@ -85,8 +107,13 @@ class Checkpointer:
     """Return the newest step, or None."""
     return discovery.latest_step_of_any_program(self.checkpoints_dir)
 
-  def save(self, train_state: TrainState, state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
-           *, concurrent_gb: int = 128) -> None:
+  def save(
+    self,
+    train_state: TrainState,
+    state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+    *,
+    concurrent_gb: int = 128,
+  ) -> None:
     """Save a state as the checkpoint of its step, unless there is one, and delete checkpoints that are not kept.
 
     Args:
@@ -98,19 +125,37 @@ class Checkpointer:
       SaveError: the checkpoint could not be written; earlier ones are complete.
       DirectoryInUseError: another run saves to the directory.
     """
-    checks.check(type(self).__name__, locals(), concurrent_gb=checks.one_of(
-        (128,), t5x_names.remedy('t5x.checkpoints', 'Checkpointer.save.concurrent_gb=64')))
-    saving = options.SaveOptions(dtype=self.save_dtype, keep_dataset_checkpoints=self.keep_dataset_checkpoints,
-                                 **self.retention)
+    checks.check(
+      type(self).__name__,
+      locals(),
+      concurrent_gb=checks.one_of(
+        (128,), t5x_names.remedy('t5x.checkpoints', 'Checkpointer.save.concurrent_gb=64')
+      ),
+    )
+    saving = options.SaveOptions(
+      dtype=self.save_dtype,
+      keep_dataset_checkpoints=self.keep_dataset_checkpoints,
+      **self.retention,
+    )
     train_states.save_train_state(
-        self.checkpoints_dir, train_state, saving, dataset_iterator=self._dataset_iterator,
-        state_transformation_fns=state_transformation_fns)
+      self.checkpoints_dir,
+      train_state,
+      saving,
+      dataset_iterator=self._dataset_iterator,
+      state_transformation_fns=state_transformation_fns,
+    )
     multihost.sync(f'saved to {self.checkpoints_dir}')
 
-  def restore(self, step: int | None = None, path: discovery.PathLike | None = None,
-              state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
-              fallback_state: transforms.StateDict | None = None, lazy_parameters: bool = False, *,
-              restore_cfg: options.RestoreOptions | None = None) -> TrainState:
+  def restore(
+    self,
+    step: int | None = None,
+    path: discovery.PathLike | None = None,
+    state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
+    fallback_state: transforms.StateDict | None = None,
+    lazy_parameters: bool = False,
+    *,
+    restore_cfg: options.RestoreOptions | None = None,
+  ) -> TrainState:
     """Restore a checkpoint of any format.
 
     Args:
@@ -132,20 +177,32 @@ class Checkpointer:
     """
     loading.check_not_lazy(f'{type(self).__name__}.restore', lazy_parameters)
     return restore_with_fallback(
-        choose_path(self.checkpoints_dir, step, path), self._train_state, self._partitioner, fallback_state,
-        state_transformation_fns, restore_dtype=self.restore_dtype, dataset_iterator=self._dataset_iterator,
-        builders=self.builders, restore_cfg=restore_cfg)
+      choose_path(self.checkpoints_dir, step, path),
+      self._train_state,
+      self._partitioner,
+      fallback_state,
+      state_transformation_fns,
+      restore_dtype=self.restore_dtype,
+      dataset_iterator=self._dataset_iterator,
+      builders=self.builders,
+      restore_cfg=restore_cfg,
+    )
 
-  def restore_from_tf_checkpoint(self, path_or_dir: discovery.PathLike, strict: bool = True,
-                                 translator: Any = None) -> NoReturn:
+  def restore_from_tf_checkpoint(
+    self, path_or_dir: discovery.PathLike, strict: bool = True, translator: Any = None
+  ) -> NoReturn:
     """Raise CheckpointError, with the alternative: checkpoints of TensorFlow are not read."""
     del strict, translator
     raise loading.tensorflow_error(path_or_dir)
 
   def convert_from_tf_checkpoint(
-      self, path_or_dir: discovery.PathLike, *,
-      state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (), concurrent_gb: int = 16,
-      translator: Any = None) -> NoReturn:
+    self,
+    path_or_dir: discovery.PathLike,
+    *,
+    state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+    concurrent_gb: int = 16,
+    translator: Any = None,
+  ) -> NoReturn:
     """Raise CheckpointError, with the alternative: checkpoints of TensorFlow are not read."""
     del state_transformation_fns, concurrent_gb, translator
     raise loading.tensorflow_error(path_or_dir)
@@ -164,17 +221,42 @@ class SaveBestCheckpointer(Checkpointer):
     force_keep_period: also keep every checkpoint whose step is a multiple of this number.
   """
 
-  def __init__(self, train_state: TrainState, partitioner: BasePartitioner, checkpoints_dir: discovery.PathLike,
-               dataset_iterator: Any = None, *, keep: int | None = None, save_dtype: Any = np.float32,
-               restore_dtype: Any = None, metric_name_to_monitor: str = 'train/accuracy', metric_mode: str = 'max',
-               keep_checkpoints_without_metrics: bool = True, force_keep_period: int | None = None,
-               keep_dataset_checkpoints: int | None = None):
+  def __init__(
+    self,
+    train_state: TrainState,
+    partitioner: BasePartitioner,
+    checkpoints_dir: discovery.PathLike,
+    dataset_iterator: Any = None,
+    *,
+    keep: int | None = None,
+    save_dtype: Any = np.float32,
+    restore_dtype: Any = None,
+    metric_name_to_monitor: str = 'train/accuracy',
+    metric_mode: str = 'max',
+    keep_checkpoints_without_metrics: bool = True,
+    force_keep_period: int | None = None,
+    keep_dataset_checkpoints: int | None = None,
+  ):
     """Store the arguments; see the class and `Checkpointer`."""
-    checks.check(type(self).__name__, locals(), metric_mode=checks.one_of(('max', 'min')),
-                 metric_name_to_monitor=checks.instance(str, "a name such as 'inference_eval/my_task/f1'").or_none(),
-                 keep_checkpoints_without_metrics=checks.instance(bool, 'True or False'))
-    super().__init__(train_state, partitioner, checkpoints_dir, dataset_iterator, keep=keep, save_dtype=save_dtype,
-                     restore_dtype=restore_dtype, keep_dataset_checkpoints=keep_dataset_checkpoints)
+    checks.check(
+      type(self).__name__,
+      locals(),
+      metric_mode=checks.one_of(('max', 'min')),
+      metric_name_to_monitor=checks.instance(
+        str, "a name such as 'inference_eval/my_task/f1'"
+      ).or_none(),
+      keep_checkpoints_without_metrics=checks.instance(bool, 'True or False'),
+    )
+    super().__init__(
+      train_state,
+      partitioner,
+      checkpoints_dir,
+      dataset_iterator,
+      keep=keep,
+      save_dtype=save_dtype,
+      restore_dtype=restore_dtype,
+      keep_dataset_checkpoints=keep_dataset_checkpoints,
+    )
     self.metric_name_to_monitor, self.metric_mode = metric_name_to_monitor, metric_mode
     self.keep_checkpoints_without_metrics = keep_checkpoints_without_metrics
     self.force_keep_period = force_keep_period
@@ -182,23 +264,40 @@ class SaveBestCheckpointer(Checkpointer):
   @property
   def retention(self) -> Mapping[str, Any]:
     """See `Checkpointer.retention`."""
-    return best_retention(self.keep, self.metric_name_to_monitor, self.metric_mode,
-                          self.keep_checkpoints_without_metrics, self.force_keep_period)
+    return best_retention(
+      self.keep,
+      self.metric_name_to_monitor,
+      self.metric_mode,
+      self.keep_checkpoints_without_metrics,
+      self.force_keep_period,
+    )
 
 
-def best_retention(keep: int | None, metric_name_to_monitor: str | None, metric_mode: str,
-                   keep_checkpoints_without_metrics: bool, force_keep_period: int | None) -> dict[str, Any]:
+def best_retention(
+  keep: int | None,
+  metric_name_to_monitor: str | None,
+  metric_mode: str,
+  keep_checkpoints_without_metrics: bool,
+  force_keep_period: int | None,
+) -> dict[str, Any]:
   """Return the options of `SaveCheckpointConfig` for T5X's options of keeping the best; without `keep` all are kept."""
   if keep is None:
     return {}
   if metric_name_to_monitor is None:
     return {'keep': keep, 'keep_period': force_keep_period}
-  return {'keep': None, 'keep_best': keep, 'keep_period': force_keep_period, 'metric_mode': metric_mode,
-          'metric_name_to_monitor': metric_name_to_monitor,
-          'keep_checkpoints_without_metrics': keep_checkpoints_without_metrics}
+  return {
+    'keep': None,
+    'keep_best': keep,
+    'keep_period': force_keep_period,
+    'metric_mode': metric_mode,
+    'metric_name_to_monitor': metric_name_to_monitor,
+    'keep_checkpoints_without_metrics': keep_checkpoints_without_metrics,
+  }
 
 
-def choose_path(directory: discovery.PathLike, step: int | None, path: discovery.PathLike | None) -> str:
+def choose_path(
+  directory: discovery.PathLike, step: int | None, path: discovery.PathLike | None
+) -> str:
   """Return the checkpoint that `step` or `path` names, or the newest sound one of the directory without both.
 
   Raises:
@@ -212,23 +311,43 @@ def choose_path(directory: discovery.PathLike, step: int | None, path: discovery
   if path is None:
     path = train_states.newest_path(directory)
   if path is None:
-    raise errors.CheckpointError(f'There is no checkpoint in {str(directory)!r} to restore. Give the path of one.')
+    raise errors.CheckpointError(
+      f'There is no checkpoint in {str(directory)!r} to restore. Give the path of one.'
+    )
   return str(path)
 
 
 def restore_with_fallback(
-    path: str, train_state: TrainState, partitioner: BasePartitioner, fallback_state: transforms.StateDict | None,
-    state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn], *, restore_dtype: Any,
-    dataset_iterator: Any, builders: Sequence[base.StateBuilder] = (),
-    restore_cfg: options.RestoreOptions | None = None) -> TrainState:
+  path: str,
+  train_state: TrainState,
+  partitioner: BasePartitioner,
+  fallback_state: transforms.StateDict | None,
+  state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn],
+  *,
+  restore_dtype: Any,
+  dataset_iterator: Any,
+  builders: Sequence[base.StateBuilder] = (),
+  restore_cfg: options.RestoreOptions | None = None,
+) -> TrainState:
   """Restore a checkpoint with T5X's options; see `Checkpointer.restore`."""
   maps = [fn.rules for fn in state_transformation_fns if isinstance(fn, transforms.AssignmentMap)]
   given = restore_cfg or options.RestoreOptions(path=path)
   restoring = dataclasses.replace(
-      given, path=path, mode='specific', assignment_map=maps[0] if maps else None, dtype=restore_dtype,
-      fallback_to_scratch=fallback_state is not None, restore_dataset=True,
-      state_transformation_fns=state_transformation_fns,
-      builders=(*builders, *(each for each in given.builders if each not in builders)))
+    given,
+    path=path,
+    mode='specific',
+    assignment_map=maps[0] if maps else None,
+    dtype=restore_dtype,
+    fallback_to_scratch=fallback_state is not None,
+    restore_dataset=True,
+    state_transformation_fns=state_transformation_fns,
+    builders=(*builders, *(each for each in given.builders if each not in builders)),
+  )
   return train_states.restore_train_state(
-      path, train_state, partitioner, restoring, dataset_iterator=dataset_iterator,
-      initial_state_fn=None if fallback_state is None else lambda: fallback_state)
+    path,
+    train_state,
+    partitioner,
+    restoring,
+    dataset_iterator=dataset_iterator,
+    initial_state_fn=None if fallback_state is None else lambda: fallback_state,
+  )

@@ -30,11 +30,18 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
     CheckpointDamagedError: all checkpoints are damaged or marked unsound.
   """
   steps = discovery.all_steps(checkpoints_dir)
-  newer = [s for s in discovery.all_steps(checkpoints_dir, require_manifest=False) if s > max(steps, default=-1)]
+  newer = [
+    s
+    for s in discovery.all_steps(checkpoints_dir, require_manifest=False)
+    if s > max(steps, default=-1)
+  ]
   if newer:
     _logger.warning(
-        'Ignoring checkpoint(s) %s in %s: they have no manifest, so they cannot be verified. To use one, give its path '
-        "(mode='specific').", newer, checkpoints_dir)
+      'Ignoring checkpoint(s) %s in %s: they have no manifest, so they cannot be verified. To use one, give its path '
+      "(mode='specific').",
+      newer,
+      checkpoints_dir,
+    )
   problems = []
   while True:
     # All processes use the lead's view: on a shared file system directories may appear at different times.
@@ -43,15 +50,19 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
       break
     path = discovery.get_checkpoint_dir(checkpoints_dir, step)
     if multihost.broadcast_from_lead(np.int32(discovery.is_marked_unsound(path))):
-      problem = (f'{path} is marked {discovery.UNSOUND_FILENAME}: training with it was not finite. Delete the mark to '
-                 'use it.')
+      problem = (
+        f'{path} is marked {discovery.UNSOUND_FILENAME}: training with it was not finite. Delete the mark to '
+        'use it.'
+      )
     else:
       try:
         found = manifest.verify(path)
         if found is not None and found.step == step:
           return step
-        problem = (f'The checkpoint {path!r} is that of step {found and found.step}: it was renamed or copied. Rename '
-                   "it, or give its path (mode='specific') in another MODEL_DIR.")
+        problem = (
+          f'The checkpoint {path!r} is that of step {found and found.step}: it was renamed or copied. Rename '
+          "it, or give its path (mode='specific') in another MODEL_DIR."
+        )
       except errors.CheckpointDamagedError as e:
         problem = str(e)
     _logger.warning('%s Trying an older checkpoint.', problem)
@@ -59,13 +70,14 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
     steps = [s for s in steps if s < step]
   if problems:
     raise errors.CheckpointDamagedError(
-        f'All {len(problems)} checkpoint(s) in {os.fspath(checkpoints_dir)!r} are damaged or marked '
-        f'{discovery.UNSOUND_FILENAME}. The newest: {problems[0]} To start from scratch, choose another MODEL_DIR.')
+      f'All {len(problems)} checkpoint(s) in {os.fspath(checkpoints_dir)!r} are damaged or marked '
+      f'{discovery.UNSOUND_FILENAME}. The newest: {problems[0]} To start from scratch, choose another MODEL_DIR.'
+    )
   return None
 
 
 def get_first_valid_restore_config_and_paths(
-    restore_cfgs: Sequence[options.RestoreOptions],
+  restore_cfgs: Sequence[options.RestoreOptions],
 ) -> tuple[options.RestoreOptions | None, Sequence[str]]:
   """Return the first configuration whose checkpoints exist, and their paths.
 
@@ -108,11 +120,14 @@ def _below(path: str, mode: str) -> list[str]:
     if stored_as == sources.HuggingFaceSource.format:
       return [path]
     raise errors.CheckpointError(
-        f'RestoreCheckpointConfig: path {path!r} is a checkpoint, and mode={mode!r} expects a directory of '
-        "checkpoints. Set mode='specific', or give the directory above it.")
+      f'RestoreCheckpointConfig: path {path!r} is a checkpoint, and mode={mode!r} expects a directory of '
+      "checkpoints. Set mode='specific', or give the directory above it."
+    )
   steps = discovery.all_steps(path, require_manifest=False)
   # All processes must take the same branch, since `newest_sound_step` communicates: use the lead's view.
-  has_steps, has_own = multihost.broadcast_from_lead(np.int32([len(steps) > 0, len(discovery.all_steps(path)) > 0]))
+  has_steps, has_own = multihost.broadcast_from_lead(
+    np.int32([len(steps) > 0, len(discovery.all_steps(path)) > 0])
+  )
   if has_steps and mode == 'all':
     return [discovery.get_checkpoint_dir(path, step) for step in steps]
   if has_steps:
@@ -130,12 +145,19 @@ def newest_of_others(checkpoints_dir: discovery.PathLike) -> int | None:
 
   Logs a warning that the checkpoint cannot be verified. All processes must call this together.
   """
-  steps = [step for step in discovery.all_steps(checkpoints_dir, require_manifest=False)
-           if sources.detect_format(discovery.get_checkpoint_dir(checkpoints_dir, step)) is not None]
+  steps = [
+    step
+    for step in discovery.all_steps(checkpoints_dir, require_manifest=False)
+    if sources.detect_format(discovery.get_checkpoint_dir(checkpoints_dir, step)) is not None
+  ]
   # See `newest_sound_step`.
   step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))
   if step < 0:
     return None
-  _logger.warning('Using the newest checkpoint in %s, of step %d. Another program wrote it, without a manifest: it '
-                  'cannot be verified.', checkpoints_dir, step)
+  _logger.warning(
+    'Using the newest checkpoint in %s, of step %d. Another program wrote it, without a manifest: it '
+    'cannot be verified.',
+    checkpoints_dir,
+    step,
+  )
   return step

@@ -63,8 +63,11 @@ class PendingCheckpoint:
 def new_save(directory: files.Path, step: int, attempt: str, **fields: Any) -> PendingCheckpoint:
   """Return a save of `step` below a model directory; `attempt` distinguishes it from all others."""
   final = directory / f'{discovery.CHECKPOINT_PREFIX}_{step}'
-  temporary = final if files.is_remote(directory) else final.with_name(
-      f'{final.name}{discovery.WRITING_INFIX}{attempt}')
+  temporary = (
+    final
+    if files.is_remote(directory)
+    else final.with_name(f'{final.name}{discovery.WRITING_INFIX}{attempt}')
+  )
   return PendingCheckpoint(step=step, temporary=temporary, final=final, attempt=attempt, **fields)
 
 
@@ -91,7 +94,9 @@ def has_begun(pending: PendingCheckpoint) -> bool:
 
 def discard(pending: PendingCheckpoint) -> None:
   """Remove the files of a save in a store that failed; only in the lead process."""
-  if discovery.is_incomplete(pending.final) and has_begun(pending):  # and not one of a run that has taken the lease
+  if discovery.is_incomplete(pending.final) and has_begun(
+    pending
+  ):  # and not one of a run that has taken the lease
     discovery.delete(pending.final, pending.final.name)
     if _replaced(pending).is_dir():
       discovery.move(_replaced(pending), pending.final)
@@ -102,6 +107,7 @@ def is_unavailable(error: BaseException | None) -> bool:
   if not isinstance(error, OSError):
     return False
   from t5x_lite import object_store
+
   return isinstance(error, object_store.StoreUnavailableError)
 
 
@@ -115,7 +121,9 @@ def is_committed(pending: PendingCheckpoint) -> bool:
 def _replaced(pending: PendingCheckpoint) -> files.Path:
   """Return the path of the checkpoint that a save replaces."""
   name = f'{discovery.CHECKPOINT_PREFIX}_{pending.step}'
-  return pending.final.with_name(f'{name}{discovery.REPLACED_INFIX}{name}{discovery.WRITING_INFIX}{pending.attempt}')
+  return pending.final.with_name(
+    f'{name}{discovery.REPLACED_INFIX}{name}{discovery.WRITING_INFIX}{pending.attempt}'
+  )
 
 
 def mark_part_written(pending: PendingCheckpoint) -> None:
@@ -153,23 +161,43 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
     marks = [_mark(pending, i) for i in range(jax.process_count())]
     missing = [i for i, mark in enumerate(marks) if not mark.exists()]
     if missing:
-      raise errors.CheckpointError(f'process(es) {missing} could not write their part; see their messages')
+      raise errors.CheckpointError(
+        f'process(es) {missing} could not write their part; see their messages'
+      )
     if in_store:
-      hashes = {name: entry for mark in marks for name, entry in json.loads(mark.read_bytes()).items()}
+      hashes = {
+        name: entry for mark in marks for name, entry in json.loads(mark.read_bytes()).items()
+      }
     for mark in marks:
       mark.unlink()
   store_io.merge(pending.state)
-  names = manifest.list_files(root) if not in_store else [
-      name for name in store_io.list_complete(root, pending.state) if f'/{pending.own_folder}/' in name]
+  names = (
+    manifest.list_files(root)
+    if not in_store
+    else [
+      name
+      for name in store_io.list_complete(root, pending.state)
+      if f'/{pending.own_folder}/' in name
+    ]
+  )
   hashes = {name: hashes.get(name) for name in names} | manifest.hash_files(
-      root, [name for name in names if name not in hashes])
+    root, [name for name in names if name not in hashes]
+  )
   if not in_store:
     check_fn()
-  manifest.write(root, manifest.Manifest(
-      step=pending.step, files=hashes, arrays=pending.arrays,
-      metadata=pending.metadata, metrics=pending.metrics,
-      num_data_processes=jax.process_count() if pending.has_data_state else 0, versions=manifest.library_versions()),
-                 check_fn if in_store else None)
+  manifest.write(
+    root,
+    manifest.Manifest(
+      step=pending.step,
+      files=hashes,
+      arrays=pending.arrays,
+      metadata=pending.metadata,
+      metrics=pending.metrics,
+      num_data_processes=jax.process_count() if pending.has_data_state else 0,
+      versions=manifest.library_versions(),
+    ),
+    check_fn if in_store else None,
+  )
   replaced = _replaced(pending)
   if in_store:
     # The save has succeeded. What is left is removed when the directory is locked the next time.
@@ -183,8 +211,12 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
 def _remove_replaced(pending: PendingCheckpoint, has_replaced: bool) -> None:
   replaced = _replaced(pending)
   if has_replaced and discovery.is_protected(replaced):
-    _logger.warning('The previous %s was renamed to %s and kept: it is pinned, or has no manifest because another '
-                    'program wrote it.', pending.final, replaced.name)
+    _logger.warning(
+      'The previous %s was renamed to %s and kept: it is pinned, or has no manifest because another '
+      'program wrote it.',
+      pending.final,
+      replaced.name,
+    )
   elif has_replaced:
     # If this fails, the folder is deleted when the directory is locked the next time.
     with contextlib.suppress(OSError):
@@ -209,7 +241,9 @@ def _rename(temporary: pathlib.Path, final: pathlib.Path, replaced: pathlib.Path
   return is_replacing
 
 
-def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike, train_ds_prefix: str | None = None) -> None:
+def remove_dataset_checkpoint(
+  ckpt_dir: discovery.PathLike, train_ds_prefix: str | None = None
+) -> None:
   """Delete the dataset state of a checkpoint unless it is pinned; the checkpoint is valid at any time.
 
   Args:
@@ -222,7 +256,11 @@ def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike, train_ds_prefix: str
   found = manifest.read(root)
   if found is not None:
     # First remove the files from the manifest: without an entry they are not part of the checkpoint.
-    kept = {name: entry for name, entry in found.files.items() if not name.startswith(f'{discovery.DATASET_DIRNAME}/')}
+    kept = {
+      name: entry
+      for name, entry in found.files.items()
+      if not name.startswith(f'{discovery.DATASET_DIRNAME}/')
+    }
     manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
   for path in root.glob(f'{train_ds_prefix}*') if train_ds_prefix else ():
     files.remove(path)
@@ -250,4 +288,5 @@ def on_all_processes(fn: Callable[[], None]) -> None:
     failed = e
   if multihost.any_process(failed is not None):
     raise failed or errors.of_other_process(
-        errors.CheckpointError('another process could not write its part; see its message'))
+      errors.CheckpointError('another process could not write its part; see its message')
+    )

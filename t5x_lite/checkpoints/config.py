@@ -17,7 +17,10 @@ from t5x_lite.checkpoints import checkpointer, manager_interface, options
 Checkpointer = checkpointer.Checkpointer
 OrbaxCheckpointManagerInterface = manager_interface.OrbaxCheckpointManagerInterface
 
-_CLASSES = {'checkpointer_cls': Checkpointer, 'checkpoint_manager_cls': OrbaxCheckpointManagerInterface}
+_CLASSES = {
+  'checkpointer_cls': Checkpointer,
+  'checkpoint_manager_cls': OrbaxCheckpointManagerInterface,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +58,27 @@ class SaveCheckpointConfig(options.SaveOptions):
 
   checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
   state_transformation_fns: Sequence[Any] = dataclasses.field(default_factory=tuple)
-  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = OrbaxCheckpointManagerInterface
+  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (
+    OrbaxCheckpointManagerInterface
+  )
 
   def __post_init__(self):
     _check_classes(self, 'save')
     for option in _CLASSES:
-      retention = getattr(_made_of(getattr(self, option), 'retention', keep=self.keep), 'retention', {})
-      if retention.get('keep_best') is not None and self.keep_best not in (None, retention['keep_best']):
-        raise checks.invalid('SaveCheckpointConfig', 'keep_best', f'None with this {option}', self.keep_best,
-                             'Set keep, the number of best checkpoints, and the options of the class.')
+      retention = getattr(
+        _made_of(getattr(self, option), 'retention', keep=self.keep), 'retention', {}
+      )
+      if retention.get('keep_best') is not None and self.keep_best not in (
+        None,
+        retention['keep_best'],
+      ):
+        raise checks.invalid(
+          'SaveCheckpointConfig',
+          'keep_best',
+          f'None with this {option}',
+          self.keep_best,
+          'Set keep, the number of best checkpoints, and the options of the class.',
+        )
       for name, value in retention.items():
         if value is not None or name == 'keep':
           object.__setattr__(self, name, value)
@@ -107,13 +122,17 @@ class RestoreCheckpointConfig(options.RestoreOptions):
   """
 
   checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
-  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = OrbaxCheckpointManagerInterface
+  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (
+    OrbaxCheckpointManagerInterface
+  )
 
   def __post_init__(self):
     _check_classes(self, 'restore')
     added = tuple(getattr(_made_of(self.checkpointer_cls, 'builders'), 'builders', ()))
     if added:
-      object.__setattr__(self, 'builders', (*added, *(each for each in self.builders if each not in added)))
+      object.__setattr__(
+        self, 'builders', (*added, *(each for each in self.builders if each not in added))
+      )
     super().__post_init__()
 
 
@@ -137,9 +156,15 @@ def _check_classes(cfg: options.SaveOptions | options.RestoreOptions, method: st
     made = _class_of(constructor)
     return callable(constructor) if made is None else callable(getattr(made, method, None))
 
-  expected = checks.Expectation(f'a class with the method {method}, or a function that makes an instance', makes_one)
-  checks.check(type(cfg).__name__, vars(cfg), checkpointer_cls=expected.or_none(),
-               checkpoint_manager_cls=expected.or_none())
+  expected = checks.Expectation(
+    f'a class with the method {method}, or a function that makes an instance', makes_one
+  )
+  checks.check(
+    type(cfg).__name__,
+    vars(cfg),
+    checkpointer_cls=expected.or_none(),
+    checkpoint_manager_cls=expected.or_none(),
+  )
 
 
 def _class_of(constructor: Any) -> type | None:
@@ -154,9 +179,14 @@ def _made_of(constructor: Any, hook: str, **kwargs: Any) -> Any:
   made = _class_of(constructor)
   if made is None:
     return None
-  if issubclass(made, Checkpointer) and getattr(made, hook, None) is not getattr(Checkpointer, hook):
+  if issubclass(made, Checkpointer) and getattr(made, hook, None) is not getattr(
+    Checkpointer, hook
+  ):
     return constructor(train_state=None, partitioner=None, checkpoints_dir='', **kwargs)
-  if issubclass(made, OrbaxCheckpointManagerInterface) and constructor is not OrbaxCheckpointManagerInterface:
+  if (
+    issubclass(made, OrbaxCheckpointManagerInterface)
+    and constructor is not OrbaxCheckpointManagerInterface
+  ):
     return constructor(directory='', train_state=None, partitioner=None, **kwargs)
   return None
 
@@ -167,8 +197,9 @@ def is_standard(constructor: Any, *methods: str) -> bool:
     return True
   made = _class_of(constructor)
   return made is not None and any(
-      issubclass(made, each) and all(getattr(made, name) is getattr(each, name) for name in methods)
-      for each in _CLASSES.values())
+    issubclass(made, each) and all(getattr(made, name) is getattr(each, name) for name in methods)
+    for each in _CLASSES.values()
+  )
 
 
 def check_standard(cfg: CheckpointConfig) -> None:
@@ -178,18 +209,34 @@ def check_standard(cfg: CheckpointConfig) -> None:
     ConfigError: with the alternative.
   """
   for part, method, hook, remedy in (
-      (cfg.save, 'save', 'retention',
-       'Change saved states by `state_transformation_fns`, and choose steps by `policies`.'),
-      (cfg.restore, 'restore', 'builders',
-       'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.')):
+    (
+      cfg.save,
+      'save',
+      'retention',
+      'Change saved states by `state_transformation_fns`, and choose steps by `policies`.',
+    ),
+    (
+      cfg.restore,
+      'restore',
+      'builders',
+      'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.',
+    ),
+  ):
     for option, standard in _CLASSES.items() if part is not None else ():
       constructor = getattr(part, option)
-      problem = '' if is_standard(constructor, method) else f'whose `{method}` is that of {standard.__name__}'
+      problem = (
+        ''
+        if is_standard(constructor, method)
+        else f'whose `{method}` is that of {standard.__name__}'
+      )
       made = None if constructor is None else _class_of(constructor)
       if made is not None and issubclass(made, Checkpointer) and _is_of_user(made.__init__):
         # Only its properties are read, so other options that the constructor sets would have no effect.
         if not _is_of_user(getattr(made, hook).fget):
-          problem = problem or f'with the constructor of {standard.__name__}, or with a property `{hook}` of its own'
+          problem = (
+            problem
+            or f'with the constructor of {standard.__name__}, or with a property `{hook}` of its own'
+          )
       if problem:
         raise checks.invalid(type(part).__name__, option, f'a class {problem}', constructor, remedy)
 

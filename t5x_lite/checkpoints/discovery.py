@@ -70,11 +70,16 @@ def check_path(path: PathLike, what: str, *, may_be_model: bool = False) -> None
     return
   if scheme == 'hf' or scheme and 'huggingface' in text:
     remedy = _download_remedy(
-        '/'.join([part for part in text.partition('://')[2].split('/') if 'huggingface' not in part][:2]))
+      '/'.join(
+        [part for part in text.partition('://')[2].split('/') if 'huggingface' not in part][:2]
+      )
+    )
   elif scheme is not None:
-    remedy = f"Object stores are {' and '.join(f'{name}://' for name in files.STORES)}."
+    remedy = f'Object stores are {" and ".join(f"{name}://" for name in files.STORES)}.'
   elif text.startswith('~') and not os.path.exists(text):
-    remedy = f'The shell expands ~ only at the beginning of a word: write {os.path.expanduser(text)!r}.'
+    remedy = (
+      f'The shell expands ~ only at the beginning of a word: write {os.path.expanduser(text)!r}.'
+    )
   else:
     return
   raise checks.invalid('', what, 'a path on a disk or in an object store', text, remedy)
@@ -84,7 +89,8 @@ def check_free(path: files.Path) -> None:
   """Raise CheckpointError if `path` exists."""
   if path.exists() or path.is_symlink():
     raise errors.CheckpointError(
-        f'{str(path)!r} must be a new folder, got an existing path. Give another name, or delete it.')
+      f'{str(path)!r} must be a new folder, got an existing path. Give another name, or delete it.'
+    )
 
 
 def hint(path: PathLike) -> str:
@@ -98,7 +104,11 @@ def hint(path: PathLike) -> str:
   for found in sorted([*root.glob('snapshots/*/config.json'), *root.glob('*/config.json')]):
     if found.parent.parent.name == 'snapshots':
       return f' It is a cache of the Hugging Face hub; a model in it is the folder {str(found.parent)!r}.'
-  if not root.exists() and _HUB_NAME_RE.fullmatch(os.fspath(path)) and not is_checkpoint_dir_name(path):
+  if (
+    not root.exists()
+    and _HUB_NAME_RE.fullmatch(os.fspath(path))
+    and not is_checkpoint_dir_name(path)
+  ):
     if '/' not in os.fspath(path) or not root.parent.exists():
       return f' If it is the name of a model: {_download_remedy(os.fspath(path))}'
   return ''
@@ -106,18 +116,25 @@ def hint(path: PathLike) -> str:
 
 def _download_remedy(name: str) -> str:
   folder = name.rsplit('/', maxsplit=1)[-1]
-  return (f"Name it 'hf://{name}', or run `hf download {name} --local-dir {folder}` (of the package huggingface_hub) "
-          f'and give the path {folder!r}.')
+  return (
+    f"Name it 'hf://{name}', or run `hf download {name} --local-dir {folder}` (of the package huggingface_hub) "
+    f'and give the path {folder!r}.'
+  )
 
 
 def get_checkpoint_prefix(prefix: str = CHECKPOINT_PREFIX) -> str:
   """Return the common prefix of the names of checkpoint directories; `prefix` must be 'checkpoint'."""
-  checks.check('get_checkpoint_prefix', {'prefix': prefix}, prefix=checks.one_of(
-      (CHECKPOINT_PREFIX,), 'Checkpoints have no other prefix here.'))
+  checks.check(
+    'get_checkpoint_prefix',
+    {'prefix': prefix},
+    prefix=checks.one_of((CHECKPOINT_PREFIX,), 'Checkpoints have no other prefix here.'),
+  )
   return prefix
 
 
-def get_checkpoint_dir(checkpoints_dir: PathLike, step: int, step_format_fixed_length: int | None = None) -> str:
+def get_checkpoint_dir(
+  checkpoints_dir: PathLike, step: int, step_format_fixed_length: int | None = None
+) -> str:
   """Return the path of the checkpoint of `step` below `checkpoints_dir`.
 
   Args:
@@ -158,7 +175,8 @@ def get_step_from_checkpoint_dir(checkpoints_dir: PathLike) -> tuple[str, int]:
   match = _STEP_RE.fullmatch(path.name)
   if match is None:
     raise errors.CheckpointError(
-        f"The path of a checkpoint must end with '{CHECKPOINT_PREFIX}_<step>', got {os.fspath(checkpoints_dir)!r}.")
+      f"The path of a checkpoint must end with '{CHECKPOINT_PREFIX}_<step>', got {os.fspath(checkpoints_dir)!r}."
+    )
   return str(path.parent), int(match.group(1))
 
 
@@ -178,8 +196,11 @@ def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Se
   except (FileNotFoundError, NotADirectoryError):
     return []
   steps = []
-  for entry, is_checkpoint in zip(entries, files.each(
-      functools.partial(_is_checkpoint, require_manifest=require_manifest), entries), strict=True):
+  for entry, is_checkpoint in zip(
+    entries,
+    files.each(functools.partial(_is_checkpoint, require_manifest=require_manifest), entries),
+    strict=True,
+  ):
     if is_checkpoint and int(entry.name.rpartition('_')[2]) > untrusted.MAX_STEP:
       _warn_of_step(str(entry))
     elif is_checkpoint:
@@ -188,7 +209,12 @@ def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Se
 
 
 def _is_checkpoint(path: files.Path, *, require_manifest: bool) -> bool:
-  return (path / MANIFEST_FILENAME).is_file() or not require_manifest and path.is_dir() and not is_incomplete(path)
+  return (
+    (path / MANIFEST_FILENAME).is_file()
+    or not require_manifest
+    and path.is_dir()
+    and not is_incomplete(path)
+  )
 
 
 def is_incomplete(ckpt_dir: PathLike) -> bool:
@@ -197,13 +223,21 @@ def is_incomplete(ckpt_dir: PathLike) -> bool:
   It has the mark, or arrays of an attempt, which a run that lost its lease may write after the mark was deleted.
   """
   path = files.path(ckpt_dir)
-  return files.is_remote(path) and not (path / MANIFEST_FILENAME).is_file() and (
-      (path / INCOMPLETE_FILENAME).is_file() or any((path / STATE_DIRNAME).glob(f'{ATTEMPT_PREFIX}*')))
+  return (
+    files.is_remote(path)
+    and not (path / MANIFEST_FILENAME).is_file()
+    and (
+      (path / INCOMPLETE_FILENAME).is_file()
+      or any((path / STATE_DIRNAME).glob(f'{ATTEMPT_PREFIX}*'))
+    )
+  )
 
 
 @functools.cache  # Warn once for each folder: a run lists its checkpoints often.
 def _warn_of_step(path: str) -> None:
-  _logger.warning('Ignoring %s: steps must be at most %d. Rename or move the folder.', path, untrusted.MAX_STEP)
+  _logger.warning(
+    'Ignoring %s: steps must be at most %d. Rename or move the folder.', path, untrusted.MAX_STEP
+  )
 
 
 def all_steps_of_any_program(checkpoints_dir: PathLike) -> Sequence[int]:
@@ -223,8 +257,11 @@ def latest_step(checkpoints_dir: PathLike) -> int | None:
 
 def all_dataset_checkpoint_steps(checkpoints_dir: PathLike) -> Sequence[int]:
   """Return the steps of the checkpoints that hold dataset state, ascending."""
-  return [step for step in all_steps(checkpoints_dir)
-          if (files.path(get_checkpoint_dir(checkpoints_dir, step)) / DATASET_DIRNAME).is_dir()]
+  return [
+    step
+    for step in all_steps(checkpoints_dir)
+    if (files.path(get_checkpoint_dir(checkpoints_dir, step)) / DATASET_DIRNAME).is_dir()
+  ]
 
 
 def pinned_checkpoint_filepath(ckpt_dir: PathLike) -> str:
@@ -264,7 +301,8 @@ def is_marked_unsound(ckpt_dir: PathLike) -> bool:
 def is_protected(ckpt_dir: PathLike) -> bool:
   """Return True if a checkpoint is never deleted: it is pinned, or another program wrote it (no manifest)."""
   return is_pinned_checkpoint(ckpt_dir) or not (
-      (files.path(ckpt_dir) / MANIFEST_FILENAME).is_file() or is_incomplete(ckpt_dir))
+    (files.path(ckpt_dir) / MANIFEST_FILENAME).is_file() or is_incomplete(ckpt_dir)
+  )
 
 
 def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
@@ -296,8 +334,10 @@ def delete(path: files.Path, final_name: str) -> None:
 
 def mark_incomplete(path: files.Path, attempt: str = '') -> None:
   """Mark a folder of a store, in which a save (named `attempt`) or a deletion begins."""
-  files.write(path / INCOMPLETE_FILENAME,
-              f'A save or a deletion has begun here. Without manifest.json this is not a checkpoint. {attempt}\n')
+  files.write(
+    path / INCOMPLETE_FILENAME,
+    f'A save or a deletion has begun here. Without manifest.json this is not a checkpoint. {attempt}\n',
+  )
 
 
 def upload(source: pathlib.Path, target: files.Path) -> None:
@@ -311,8 +351,12 @@ def upload(source: pathlib.Path, target: files.Path) -> None:
   check_free(target)
   mark_incomplete(target)
   names = [name for name in untrusted.walk(source) if name != MANIFEST_FILENAME]
-  files.each(lambda path: path.upload(source / path.relative_to(target)), [target / name for name in names])
-  (target / MANIFEST_FILENAME).write_bytes((source / MANIFEST_FILENAME).read_bytes(), files.fence_of(target))
+  files.each(
+    lambda path: path.upload(source / path.relative_to(target)), [target / name for name in names]
+  )
+  (target / MANIFEST_FILENAME).write_bytes(
+    (source / MANIFEST_FILENAME).read_bytes(), files.fence_of(target)
+  )
   files.remove(target / INCOMPLETE_FILENAME)
 
 
@@ -323,8 +367,10 @@ def move(source: files.Path, target: files.Path) -> None:
     return
   mark_incomplete(target)
   names = source.find()
-  files.each(lambda path: path.copy_object(target / path.relative_to(source)),
-             [source / name for name in names if name not in (MANIFEST_FILENAME, INCOMPLETE_FILENAME)])
+  files.each(
+    lambda path: path.copy_object(target / path.relative_to(source)),
+    [source / name for name in names if name not in (MANIFEST_FILENAME, INCOMPLETE_FILENAME)],
+  )
   if MANIFEST_FILENAME in names:
     (source / MANIFEST_FILENAME).copy_object(target / MANIFEST_FILENAME)
   files.remove(target / INCOMPLETE_FILENAME)
@@ -365,7 +411,9 @@ def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
       continue
     done.append(entry.name)
     if is_replaced and not final.exists():
-      _logger.warning('Renaming a checkpoint back to %s: the run that was replacing it died.', final)
+      _logger.warning(
+        'Renaming a checkpoint back to %s: the run that was replacing it died.', final
+      )
       move(entry, final)
     else:
       _logger.info('Removing %s, left behind by a run that died.', entry)

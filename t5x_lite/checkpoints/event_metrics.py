@@ -17,8 +17,9 @@ _FLOAT, _DOUBLE, _HALF, _BFLOAT16 = 1, 2, 19, 14
 _DTYPES = {_FLOAT: np.float32, _DOUBLE: np.float64, _HALF: np.float16, _BFLOAT16: jnp.bfloat16}
 
 
-def populate_metrics_for_steps(checkpoints_dir: discovery.PathLike, metric_name: str,
-                               steps: Collection[int]) -> dict[int, float]:
+def populate_metrics_for_steps(
+  checkpoints_dir: discovery.PathLike, metric_name: str, steps: Collection[int]
+) -> dict[int, float]:
   """Return the values of a metric at steps, from the TensorBoard events of a run of t5x_lite or T5X.
 
   Args:
@@ -33,17 +34,22 @@ def populate_metrics_for_steps(checkpoints_dir: discovery.PathLike, metric_name:
   for length in range(1, len(parts)):
     folder, tag = files.path(checkpoints_dir) / '/'.join(parts[:length]), '/'.join(parts[length:])
     for path in sorted(folder.glob(_EVENT_FILES)) if folder.is_dir() else ():
-      found |= {step: value for step, name, value in _scalars(path.read_bytes()) if name == tag and step in steps}
+      found |= {
+        step: value
+        for step, name, value in _scalars(path.read_bytes())
+        if name == tag and step in steps
+      }
   return found
 
 
 def _scalars(data: bytes) -> Iterator[tuple[int, str, float]]:
   """Yield (step, tag, value) of the numbers in an events file; a last record that is incomplete is ignored."""
   from tensorboardX.proto import event_pb2  # takes long to import
+
   at = 0
   while at + _NUM_HEADER_BYTES <= len(data):
     start = at + _NUM_HEADER_BYTES
-    end = start + int.from_bytes(data[at:at + 8], 'little')
+    end = start + int.from_bytes(data[at : at + 8], 'little')
     if end + _NUM_FOOTER_BYTES > len(data):
       return
     event = event_pb2.Event.FromString(data[start:end])

@@ -7,7 +7,9 @@ from t5x_lite.checkpoints.builders import changing
 from t5x_lite.networks.t5_config import StackConfig
 
 
-def param_layout_fns(path: discovery.PathLike, config: StackConfig) -> tuple[changing.ConvertLayout, ...]:
+def param_layout_fns(
+  path: discovery.PathLike, config: StackConfig
+) -> tuple[changing.ConvertLayout, ...]:
   """Return the builder that converts a checkpoint to the parameter layout of a model.
 
   Pass the result to `restore_checkpoint(..., transformation_fns=...)`; `network=config` does the same. It is empty if
@@ -25,8 +27,12 @@ def param_layout_fns(path: discovery.PathLike, config: StackConfig) -> tuple[cha
   return () if stored_layout in (None, config.param_layout) else (changing.ConvertLayout(config),)
 
 
-def check_other_layout_fits(path: discovery.PathLike, target: transforms.StateDict, config: StackConfig,
-                            restore_cfg: options.RestoreOptions) -> None:
+def check_other_layout_fits(
+  path: discovery.PathLike,
+  target: transforms.StateDict,
+  config: StackConfig,
+  restore_cfg: options.RestoreOptions,
+) -> None:
   """Call `check_fits` with the network; a former name.
 
   Args:

@@ -79,13 +79,20 @@ class ComputedArray(LazyArray):
 
 def stored(source: sources.StateSource) -> dict[str, StoredArray]:
   """Return all arrays of a stored state by name; reads no values."""
-  return {name: StoredArray(source=source, name=name, shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype))
-          for name, leaf in source.shapes().items()}
+  return {
+    name: StoredArray(source=source, name=name, shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype))
+    for name, leaf in source.shapes().items()
+  }
 
 
 def initial_names(arrays: Mapping[str, Any]) -> set[str]:
   """Return the names of the initial arrays that are needed to read `arrays`."""
-  return {leaf.name for array in arrays.values() for leaf in _inputs(array) if isinstance(leaf, InitialArray)}
+  return {
+    leaf.name
+    for array in arrays.values()
+    for leaf in _inputs(array)
+    if isinstance(leaf, InitialArray)
+  }
 
 
 def read(arrays: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -120,8 +127,12 @@ def read(arrays: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, np.
   return {name: value(array) for name, array in arrays.items()}
 
 
-def place(arrays: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
-          shardings: Mapping[str, jax.sharding.Sharding | None], initial: Mapping[str, Any]) -> dict[str, Any]:
+def place(
+  arrays: Mapping[str, Any],
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
+  shardings: Mapping[str, jax.sharding.Sharding | None],
+  initial: Mapping[str, Any],
+) -> dict[str, Any]:
   """Return arrays cast to dtypes and placed with shardings; all processes must call this together.
 
   Arrays are read, computed and placed in groups of limited size, so that the host holds no second copy of a large
@@ -181,19 +192,28 @@ def _groups(arrays: Mapping[str, LazyArray]) -> Iterator[dict[str, Any]]:
     yield group
 
 
-def _read_sharded(source: sources.StateSource, names: Mapping[str, str], wanted: Mapping[str, jax.ShapeDtypeStruct],
-                  shardings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_sharded(
+  source: sources.StateSource,
+  names: Mapping[str, str],
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
+  shardings: Mapping[str, Any],
+) -> dict[str, Any]:
   """Read stored arrays; `names` has the stored name by name."""
   # A stored array that several names need is read with the sharding of the first name and copied for the others.
   first: dict[str, str] = {}
   for name, stored_name in names.items():
     first.setdefault(stored_name, name)
-  values = source.read({stored_name: (wanted[name].dtype, shardings[name]) for stored_name, name in first.items()})
-  return state_io.place({name: values[stored_name] for name, stored_name in names.items()}, wanted, shardings)
+  values = source.read(
+    {stored_name: (wanted[name].dtype, shardings[name]) for stored_name, name in first.items()}
+  )
+  return state_io.place(
+    {name: values[stored_name] for name, stored_name in names.items()}, wanted, shardings
+  )
 
 
 def _to_host(value: Any) -> np.ndarray:
   if isinstance(value, jax.Array) and not value.is_fully_addressable:
     from jax.experimental import multihost_utils
+
     return multihost_utils.process_allgather(value, tiled=True)
   return np.asarray(value)

@@ -49,11 +49,20 @@ class Lease:
       OSError: the store cannot be reached or written.
       ConfigError: the store's package, or credentials, are missing.
     """
-    (folder / name).is_file()  # reports missing packages, buckets and credentials better than TensorStore
+    (
+      folder / name
+    ).is_file()  # reports missing packages, buckets and credentials better than TensorStore
     self._path, self._name, self._in_use = folder / name, name, in_use
     self._store = _open(folder)
-    self.holder = json.dumps({'pid': os.getpid(), 'host': socket.gethostname(), 'machine': _machine(),
-                              'since': time.strftime('%Y-%m-%d %H:%M:%S'), 'id': uuid.uuid4().hex})
+    self.holder = json.dumps(
+      {
+        'pid': os.getpid(),
+        'host': socket.gethostname(),
+        'machine': _machine(),
+        'since': time.strftime('%Y-%m-%d %H:%M:%S'),
+        'id': uuid.uuid4().hex,
+      }
+    )
     self._number = 0
     self._lost: errors.DirectoryInUseError | None = None
     self._guard = threading.Lock()
@@ -69,7 +78,9 @@ class Lease:
       DirectoryInUseError: another process has taken it.
       OSError: it could not be renewed, and another process may take it.
     """
-    if self._lost is None and _now() > self._valid_until - LEASE_SECONDS / 2:  # time for the request that follows
+    if (
+      self._lost is None and _now() > self._valid_until - LEASE_SECONDS / 2
+    ):  # time for the request that follows
       self._renew()
     if self._lost is not None:
       raise self._lost
@@ -81,10 +92,16 @@ class Lease:
       # An expired one may be another owner's in the next moment, and S3 deletes without a condition.
       if self._lost is None and _now() < self._valid_until:
         try:
-          self._store.write(self._name, None, if_equal=self._generation).result(timeout=_REQUEST_SECONDS)
+          self._store.write(self._name, None, if_equal=self._generation).result(
+            timeout=_REQUEST_SECONDS
+          )
         except (ValueError, TimeoutError) as e:
-          _logger.warning('%s could not be deleted (%s); it expires after %g seconds.', self._path, _text(e),
-                          LEASE_SECONDS)
+          _logger.warning(
+            '%s could not be deleted (%s); it expires after %g seconds.',
+            self._path,
+            _text(e),
+            LEASE_SECONDS,
+          )
 
   def abandon(self) -> None:
     """Forget the lease in a forked child: it is the parent's."""
@@ -93,23 +110,32 @@ class Lease:
   def _take(self) -> bytes:
     """Write the object with the condition that it is missing or expired, and return its generation."""
     from t5x_lite import object_store
+
     seen, since, start, num_vain = None, 0.0, _now(), 0
     while True:
       found = object_store.retrying(self._read, self._path)
       is_there = found.state == 'value'
-      if is_there and _constant_part(found.value) == self.holder:  # the answer to the write was lost
+      if (
+        is_there and _constant_part(found.value) == self.holder
+      ):  # the answer to the write was lost
         self._valid_until = start + LEASE_SECONDS
         return found.stamp.generation
       if is_there and seen is None:
         seen, since = found.stamp.generation, _now()
         if not _has_ended(found.value):
-          _logger.info('%s names %s; waiting for up to %g seconds to see whether it still runs.', self._path,
-                       holder_name(found.value), LEASE_SECONDS)
+          _logger.info(
+            '%s names %s; waiting for up to %g seconds to see whether it still runs.',
+            self._path,
+            holder_name(found.value),
+            LEASE_SECONDS,
+          )
       elif is_there and found.stamp.generation != seen:
         raise errors.DirectoryInUseError(self._in_use.format(holder=holder_name(found.value)))
       if not is_there or _has_ended(found.value) or _now() - since > LEASE_SECONDS:
         start = _now()
-        written = object_store.retrying(functools.partial(self._write, found.stamp.generation), self._path)
+        written = object_store.retrying(
+          functools.partial(self._write, found.stamp.generation), self._path
+        )
         if written:
           self._valid_until = start + LEASE_SECONDS
           return written
@@ -117,8 +143,11 @@ class Lease:
         # S3 takes for another generation.
         num_vain = 0 if is_there else num_vain + 1
         if num_vain == _MAX_VAIN:
-          raise FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}, or it takes no objects',
-                                  str(self._path))
+          raise FileNotFoundError(
+            errno.ENOENT,
+            f'there is no bucket {self._path.parts[2]!r}, or it takes no objects',
+            str(self._path),
+          )
         if num_vain:
           time.sleep(_POLL_SECONDS * num_vain / _MAX_VAIN)
       else:
@@ -141,23 +170,32 @@ class Lease:
       generation = self._write(self._generation)
       if not generation:
         found = self._read()
-        if found.state == 'value' and _constant_part(found.value) == self.holder:  # the answer to a write was lost
+        if (
+          found.state == 'value' and _constant_part(found.value) == self.holder
+        ):  # the answer to a write was lost
           generation = found.stamp.generation
-        elif found.state != 'value' and start < self._valid_until:  # deleted by hand, or by a run that has ended
+        elif (
+          found.state != 'value' and start < self._valid_until
+        ):  # deleted by hand, or by a run that has ended
           generation = self._write(found.stamp.generation)
       if generation:
         self._generation, self._valid_until = generation, start + LEASE_SECONDS
       else:
         self._lost = errors.DirectoryInUseError(
-            f'{self._in_use.format(holder=holder_name(found.value))} That process took the lease {str(self._path)!r} '
-            f'because this one could not renew it for {LEASE_SECONDS:g} seconds.')
+          f'{self._in_use.format(holder=holder_name(found.value))} That process took the lease {str(self._path)!r} '
+          f'because this one could not renew it for {LEASE_SECONDS:g} seconds.'
+        )
 
   def _write(self, generation: bytes) -> bytes:
     """Write the object if its generation is `generation`; return the new generation, or b'' if it is another."""
     self._number += 1  # stores know contents by their hash, so each must differ
     content = json.dumps(json.loads(self.holder) | {'renewed': self._number}).encode()
     try:
-      return self._store.write(self._name, content, if_equal=generation).result(timeout=_REQUEST_SECONDS).generation
+      return (
+        self._store.write(self._name, content, if_equal=generation)
+        .result(timeout=_REQUEST_SECONDS)
+        .generation
+      )
     except (ValueError, TimeoutError) as e:
       raise self._error('written', e) from e
 
@@ -170,10 +208,15 @@ class Lease:
   def _error(self, what: str, error: Exception) -> OSError:
     """Return the exception for one of TensorStore, whose kind is the first word of its text."""
     if str(error).startswith('NOT_FOUND'):  # of an object it is no error
-      return FileNotFoundError(errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}', str(self._path))
+      return FileNotFoundError(
+        errno.ENOENT, f'there is no bucket {self._path.parts[2]!r}', str(self._path)
+      )
     is_denied = str(error).startswith('PERMISSION_DENIED')
     return (PermissionError if is_denied else OSError)(
-        errno.EACCES if is_denied else errno.EIO, f'the lease cannot be {what} ({_text(error)})', str(self._path))
+      errno.EACCES if is_denied else errno.EIO,
+      f'the lease cannot be {what} ({_text(error)})',
+      str(self._path),
+    )
 
 
 def read_holder(path: files.Path) -> str:
@@ -189,14 +232,16 @@ def holder_name(content: str | bytes) -> str:
   """Return the process that a lock or lease names, as text."""
   try:
     holder = json.loads(content)
-    return f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
+    return f'process {holder["pid"]} on host {holder["host"]}, since {holder["since"]}'
   except (ValueError, KeyError, TypeError):
     return 'another process'  # it holds the lock and has not yet written its name
 
 
 def _constant_part(content: bytes) -> str:
   try:
-    return json.dumps({name: value for name, value in json.loads(content).items() if name != 'renewed'})
+    return json.dumps(
+      {name: value for name, value in json.loads(content).items() if name != 'renewed'}
+    )
   except (ValueError, AttributeError):
     return ''
 
@@ -221,14 +266,16 @@ def _has_ended(content: bytes) -> bool:
 
 def _now() -> float:
   """Return seconds of a clock that also runs while the machine is suspended, where there is one."""
-  return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else time.monotonic()
+  return (
+    time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else time.monotonic()
+  )
 
 
 def _machine() -> str | None:
   """Return a name of this boot of this machine and its namespace of process numbers; None if it is unknown."""
   try:
     with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as f:
-      return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+      return f'{f.read().strip()} {os.readlink("/proc/self/ns/pid")}'
   except OSError:
     return None
 
@@ -236,6 +283,7 @@ def _machine() -> str | None:
 def _open(folder: files.Path) -> Any:
   from t5x_lite import object_store
   import tensorstore  # takes 0.1 s
+
   # Few retries: the thread tries again anyway, and must notice that the lease is getting old.
   retries = {'max_retries': 3, 'initial_delay': '500ms', 'max_delay': '2s'}
   context = tensorstore.Context(object_store.kvstore_context(retries))

@@ -11,7 +11,14 @@ from typing import Any
 import jax
 
 from t5x_lite import checks, files
-from t5x_lite.checkpoints import checkpointer, config, discovery, manager_interface, train_states, transforms
+from t5x_lite.checkpoints import (
+  checkpointer,
+  config,
+  discovery,
+  manager_interface,
+  train_states,
+  transforms,
+)
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
@@ -20,8 +27,13 @@ from t5x_lite.train_state import TrainState
 class LegacyCheckpointer:
   """Checkpointer that saves by one `Checkpointer` and restores by another."""
 
-  def __init__(self, *, save_checkpointer: checkpointer.Checkpointer | None = None,
-               restore_checkpointer: checkpointer.Checkpointer | None, strict: bool | None = False):
+  def __init__(
+    self,
+    *,
+    save_checkpointer: checkpointer.Checkpointer | None = None,
+    restore_checkpointer: checkpointer.Checkpointer | None,
+    strict: bool | None = False,
+  ):
     """Store the arguments.
 
     Args:
@@ -32,9 +44,16 @@ class LegacyCheckpointer:
     self._save_checkpointer, self._restore_checkpointer = save_checkpointer, restore_checkpointer
     self._strict = strict
 
-  def save(self, path: str, item: TrainState, force: bool = False, custom_metadata: Mapping[str, Any] | None = None,
-           state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (), *,
-           concurrent_gb: int = 128) -> None:
+  def save(
+    self,
+    path: str,
+    item: TrainState,
+    force: bool = False,
+    custom_metadata: Mapping[str, Any] | None = None,
+    state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+    *,
+    concurrent_gb: int = 128,
+  ) -> None:
     """Save a state to the directory of `save_checkpointer`; see `Checkpointer.save`.
 
     Args:
@@ -49,18 +68,36 @@ class LegacyCheckpointer:
       ConfigError: there is no `save_checkpointer`, or an unsupported option.
     """
     del path
-    checks.check('LegacyCheckpointer.save', locals(), force=checks.one_of(
-        (False,), t5x_names.remedy('t5x.utils', 'LegacyCheckpointer.save.force=True')),
-                 custom_metadata=checks.Expectation('None', lambda value: value is None, t5x_names.remedy(
-                     't5x.utils', 'LegacyCheckpointer.save.custom_metadata={...}')))
+    checks.check(
+      'LegacyCheckpointer.save',
+      locals(),
+      force=checks.one_of(
+        (False,), t5x_names.remedy('t5x.utils', 'LegacyCheckpointer.save.force=True')
+      ),
+      custom_metadata=checks.Expectation(
+        'None',
+        lambda value: value is None,
+        t5x_names.remedy('t5x.utils', 'LegacyCheckpointer.save.custom_metadata={...}'),
+      ),
+    )
     if self._save_checkpointer is None:
-      raise checks.invalid('LegacyCheckpointer', 'save_checkpointer', 'a Checkpointer in order to save', None,
-                           'Pass one, or set SaveCheckpointConfig.')
+      raise checks.invalid(
+        'LegacyCheckpointer',
+        'save_checkpointer',
+        'a Checkpointer in order to save',
+        None,
+        'Pass one, or set SaveCheckpointConfig.',
+      )
     self._save_checkpointer.save(item, state_transformation_fns, concurrent_gb=concurrent_gb)
 
-  def restore(self, path: str, item: TrainState | None = None,
-              state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
-              fallback_state: transforms.StateDict | None = None, lazy_parameters: bool = False) -> TrainState:
+  def restore(
+    self,
+    path: str,
+    item: TrainState | None = None,
+    state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
+    fallback_state: transforms.StateDict | None = None,
+    lazy_parameters: bool = False,
+  ) -> TrainState:
     """Restore a checkpoint by `restore_checkpointer`; see `Checkpointer.restore`.
 
     Args:
@@ -72,21 +109,36 @@ class LegacyCheckpointer:
     """
     del item
     if self._restore_checkpointer is None:
-      raise checks.invalid('LegacyCheckpointer', 'restore_checkpointer', 'a Checkpointer in order to restore', None,
-                           'Pass one, or set RestoreCheckpointConfig.')
+      raise checks.invalid(
+        'LegacyCheckpointer',
+        'restore_checkpointer',
+        'a Checkpointer in order to restore',
+        None,
+        'Pass one, or set RestoreCheckpointConfig.',
+      )
     if _is_tensorflow(path):
       return self._restore_checkpointer.restore_from_tf_checkpoint(path, strict=self._strict)
     return self._restore_checkpointer.restore(
-        path=path, state_transformation_fns=state_transformation_fns, fallback_state=fallback_state,
-        lazy_parameters=lazy_parameters)
+      path=path,
+      state_transformation_fns=state_transformation_fns,
+      fallback_state=fallback_state,
+      lazy_parameters=lazy_parameters,
+    )
 
 
 class LegacyCheckpointManager:
   """T5X's manager that uses the checkpointers of two configurations."""
 
-  def __init__(self, *, save_cfg: config.SaveCheckpointConfig | None,
-               restore_cfg: config.RestoreCheckpointConfig | None, train_state_shape: TrainState,
-               partitioner: BasePartitioner, ds_iter: Any = None, model_dir: str | None = None):
+  def __init__(
+    self,
+    *,
+    save_cfg: config.SaveCheckpointConfig | None,
+    restore_cfg: config.RestoreCheckpointConfig | None,
+    train_state_shape: TrainState,
+    partitioner: BasePartitioner,
+    ds_iter: Any = None,
+    model_dir: str | None = None,
+  ):
     """Make the checkpointers.
 
     Args:
@@ -101,11 +153,19 @@ class LegacyCheckpointManager:
     self._save_iterator = ds_iter if save_cfg is not None and save_cfg.save_dataset else None
     if save_cfg is not None and not config.is_standard(save_cfg.checkpointer_cls, 'save'):
       self._saving = save_cfg.checkpointer_cls(
-          train_state=train_state_shape, partitioner=partitioner, checkpoints_dir=model_dir,
-          dataset_iterator=self._save_iterator, save_dtype=save_cfg.dtype, keep=save_cfg.keep,
-          keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints)
-    self._restoring = None if restore_cfg is None else restore_checkpointer(
-        restore_cfg, train_state_shape, partitioner, ds_iter)
+        train_state=train_state_shape,
+        partitioner=partitioner,
+        checkpoints_dir=model_dir,
+        dataset_iterator=self._save_iterator,
+        save_dtype=save_cfg.dtype,
+        keep=save_cfg.keep,
+        keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
+      )
+    self._restoring = (
+      None
+      if restore_cfg is None
+      else restore_checkpointer(restore_cfg, train_state_shape, partitioner, ds_iter)
+    )
 
   def wait_until_finished(self) -> None:
     """Do nothing: every save is finished when `save` returns."""
@@ -113,21 +173,37 @@ class LegacyCheckpointManager:
   def close(self) -> None:
     """Do nothing: nothing is open between calls."""
 
-  def save(self, train_state: TrainState,
-           state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = ()) -> None:
+  def save(
+    self,
+    train_state: TrainState,
+    state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+  ) -> None:
     """Save a state; see `Checkpointer.save`. The functions of `save_cfg` are not applied, as in T5X."""
     if self._save_cfg is None:
-      raise checks.invalid('LegacyCheckpointManager', 'save_cfg', 'a SaveCheckpointConfig in order to save', None,
-                           'Pass one.')
+      raise checks.invalid(
+        'LegacyCheckpointManager',
+        'save_cfg',
+        'a SaveCheckpointConfig in order to save',
+        None,
+        'Pass one.',
+      )
     if self._saving is not None:
       self._saving.save(train_state, state_transformation_fns)
       return
     train_states.save_train_state(
-        self._model_dir, train_state, dataclasses.replace(self._save_cfg, state_transformation_fns=()),
-        dataset_iterator=self._save_iterator, state_transformation_fns=state_transformation_fns)
+      self._model_dir,
+      train_state,
+      dataclasses.replace(self._save_cfg, state_transformation_fns=()),
+      dataset_iterator=self._save_iterator,
+      state_transformation_fns=state_transformation_fns,
+    )
 
-  def restore(self, paths: Sequence[str], restore_cfg: config.RestoreCheckpointConfig | None = None,
-              fallback_state: transforms.StateDict | None = None) -> TrainState | list[TrainState] | None:
+  def restore(
+    self,
+    paths: Sequence[str],
+    restore_cfg: config.RestoreCheckpointConfig | None = None,
+    fallback_state: transforms.StateDict | None = None,
+  ) -> TrainState | list[TrainState] | None:
     """Restore checkpoints.
 
     Args:
@@ -141,36 +217,61 @@ class LegacyCheckpointManager:
     return restore(self._restoring, paths, restore_cfg, fallback_state)
 
 
-def restore_checkpointer(cfg: config.RestoreCheckpointConfig, train_state: TrainState, partitioner: BasePartitioner,
-                         ds_iter: Any) -> checkpointer.Checkpointer:
+def restore_checkpointer(
+  cfg: config.RestoreCheckpointConfig,
+  train_state: TrainState,
+  partitioner: BasePartitioner,
+  ds_iter: Any,
+) -> checkpointer.Checkpointer:
   """Return the checkpointer of a configuration, which restores checkpoints by their paths."""
   make = cfg.checkpointer_cls or checkpointer.Checkpointer
-  return make(train_state=train_state, partitioner=partitioner, checkpoints_dir='',
-              dataset_iterator=ds_iter if cfg.restore_dataset else None, restore_dtype=cfg.dtype)
+  return make(
+    train_state=train_state,
+    partitioner=partitioner,
+    checkpoints_dir='',
+    dataset_iterator=ds_iter if cfg.restore_dataset else None,
+    restore_dtype=cfg.dtype,
+  )
 
 
-def restore(checkpoint_manager: manager_interface.OrbaxCheckpointManagerInterface, paths: Sequence[str],
-            restore_cfg: config.RestoreCheckpointConfig,
-            fallback_state: transforms.StateDict | None = None) -> TrainState | list[TrainState] | None:
+def restore(
+  checkpoint_manager: manager_interface.OrbaxCheckpointManagerInterface,
+  paths: Sequence[str],
+  restore_cfg: config.RestoreCheckpointConfig,
+  fallback_state: transforms.StateDict | None = None,
+) -> TrainState | list[TrainState] | None:
   """Restore checkpoints by a manager or a `Checkpointer`; see `LegacyCheckpointManager.restore`."""
   if restore_cfg is None or paths is None:
     return None
   restored = []
   for path in paths:
     if _is_tensorflow(path):
-      restored.append(checkpoint_manager.restore_from_tf_checkpoint(path, strict=restore_cfg.strict))
+      restored.append(
+        checkpoint_manager.restore_from_tf_checkpoint(path, strict=restore_cfg.strict)
+      )
       continue
     # Custom classes have T5X's arguments.
-    more = {'restore_cfg': restore_cfg} if config.is_standard(type(checkpoint_manager), 'restore') else {}
-    restored.append(checkpoint_manager.restore(
-        path=path, state_transformation_fns=restore_cfg.state_transformation_fns, fallback_state=fallback_state,
-        **more))
+    more = (
+      {'restore_cfg': restore_cfg}
+      if config.is_standard(type(checkpoint_manager), 'restore')
+      else {}
+    )
+    restored.append(
+      checkpoint_manager.restore(
+        path=path,
+        state_transformation_fns=restore_cfg.state_transformation_fns,
+        fallback_state=fallback_state,
+        **more,
+      )
+    )
   return restored[0] if len(restored) == 1 else restored
 
 
-def get_fallback_state(restore_cfg: config.RestoreCheckpointConfig | None,
-                       init_fn: Callable[[jax.Array], transforms.StateDict],
-                       init_rng: jax.Array | None) -> transforms.StateDict | None:
+def get_fallback_state(
+  restore_cfg: config.RestoreCheckpointConfig | None,
+  init_fn: Callable[[jax.Array], transforms.StateDict],
+  init_rng: jax.Array | None,
+) -> transforms.StateDict | None:
   """Return a new state for arrays that a checkpoint lacks, or None without `fallback_to_scratch`.
 
   Args:
@@ -184,15 +285,25 @@ def get_fallback_state(restore_cfg: config.RestoreCheckpointConfig | None,
   if restore_cfg is None or not restore_cfg.fallback_to_scratch:
     return None
   if init_rng is None:
-    raise checks.invalid('get_fallback_state', 'init_rng', 'a key with fallback_to_scratch=True', None,
-                         'Pass a key, such as jax.random.key(0), or set fallback_to_scratch=False.')
+    raise checks.invalid(
+      'get_fallback_state',
+      'init_rng',
+      'a key with fallback_to_scratch=True',
+      None,
+      'Pass a key, such as jax.random.key(0), or set fallback_to_scratch=False.',
+    )
   return init_fn(init_rng)
 
 
 def create_orbax_checkpoint_manager(
-    *, save_cfg: config.SaveCheckpointConfig | None = None, restore_cfg: config.RestoreCheckpointConfig | None = None,
-    train_state: TrainState, partitioner: BasePartitioner, ds_iter: Any = None,
-    model_dir: str | None = None) -> manager_interface.OrbaxCheckpointManagerInterface:
+  *,
+  save_cfg: config.SaveCheckpointConfig | None = None,
+  restore_cfg: config.RestoreCheckpointConfig | None = None,
+  train_state: TrainState,
+  partitioner: BasePartitioner,
+  ds_iter: Any = None,
+  model_dir: str | None = None,
+) -> manager_interface.OrbaxCheckpointManagerInterface:
   """Return the manager of `checkpoint_manager_cls`.
 
   Args:
@@ -209,27 +320,47 @@ def create_orbax_checkpoint_manager(
   cfgs = [cfg for cfg in (save_cfg, restore_cfg) if cfg is not None]
   classes = [cfg.checkpoint_manager_cls for cfg in cfgs]
   if not cfgs or any(each is not classes[0] for each in classes):
-    raise checks.invalid('create_orbax_checkpoint_manager', 'checkpoint_manager_cls',
-                         'the same class in save_cfg and restore_cfg, of which one is given', classes,
-                         'Set it in both, or in neither.')
+    raise checks.invalid(
+      'create_orbax_checkpoint_manager',
+      'checkpoint_manager_cls',
+      'the same class in save_cfg and restore_cfg, of which one is given',
+      classes,
+      'Set it in both, or in neither.',
+    )
   make, kwargs = classes[0] or manager_interface.OrbaxCheckpointManagerInterface, {}
   if save_cfg is not None and config.is_standard(make, 'save', '__init__'):
     kwargs['save_cfg'] = dataclasses.replace(save_cfg, state_transformation_fns=())
   elif save_cfg is not None:
     kwargs |= dict(save_dtype=save_cfg.dtype, keep=save_cfg.keep, period=save_cfg.period)
-  uses_data = any((save_cfg is not None and save_cfg.save_dataset,
-                   restore_cfg is not None and restore_cfg.restore_dataset))
-  return make(directory=model_dir, train_state=train_state, partitioner=partitioner,
-              dataset_iterator=ds_iter if uses_data else None, restore_dtype=restore_cfg and restore_cfg.dtype,
-              **kwargs)
+  uses_data = any(
+    (
+      save_cfg is not None and save_cfg.save_dataset,
+      restore_cfg is not None and restore_cfg.restore_dataset,
+    )
+  )
+  return make(
+    directory=model_dir,
+    train_state=train_state,
+    partitioner=partitioner,
+    dataset_iterator=ds_iter if uses_data else None,
+    restore_dtype=restore_cfg and restore_cfg.dtype,
+    **kwargs,
+  )
 
 
 def create_checkpoint_manager_and_restore(
-    train_state_initializer: Any, partitioner: BasePartitioner, restore_checkpoint_cfg: config.RestoreCheckpointConfig,
-    restore_path: str | None, fallback_init_rng: jax.Array | None,
-    save_checkpoint_cfg: config.SaveCheckpointConfig | None = None, model_dir: str | None = None, ds_iter: Any = None,
-    use_orbax: bool = False,
-) -> tuple[TrainState | None, LegacyCheckpointManager | manager_interface.OrbaxCheckpointManagerInterface]:
+  train_state_initializer: Any,
+  partitioner: BasePartitioner,
+  restore_checkpoint_cfg: config.RestoreCheckpointConfig,
+  restore_path: str | None,
+  fallback_init_rng: jax.Array | None,
+  save_checkpoint_cfg: config.SaveCheckpointConfig | None = None,
+  model_dir: str | None = None,
+  ds_iter: Any = None,
+  use_orbax: bool = False,
+) -> tuple[
+  TrainState | None, LegacyCheckpointManager | manager_interface.OrbaxCheckpointManagerInterface
+]:
   """Return the state of one checkpoint and the manager of further ones.
 
   Args:
@@ -247,8 +378,13 @@ def create_checkpoint_manager_and_restore(
     (the restored state or None, the manager).
   """
   shape = train_state_initializer.global_train_state_shape
-  common = dict(save_cfg=save_checkpoint_cfg, restore_cfg=restore_checkpoint_cfg, partitioner=partitioner,
-                ds_iter=ds_iter, model_dir=model_dir or restore_checkpoint_cfg.path)
+  common = dict(
+    save_cfg=save_checkpoint_cfg,
+    restore_cfg=restore_checkpoint_cfg,
+    partitioner=partitioner,
+    ds_iter=ds_iter,
+    model_dir=model_dir or restore_checkpoint_cfg.path,
+  )
   if use_orbax:
     manager = create_orbax_checkpoint_manager(train_state=shape, **common)
     restore_fn = functools.partial(restore, manager)
@@ -258,7 +394,10 @@ def create_checkpoint_manager_and_restore(
   if not restore_path:
     return None, manager
   fallback = get_fallback_state(
-      restore_checkpoint_cfg, lambda rng: train_state_initializer.from_scratch(rng).state_dict(), fallback_init_rng)
+    restore_checkpoint_cfg,
+    lambda rng: train_state_initializer.from_scratch(rng).state_dict(),
+    fallback_init_rng,
+  )
   return restore_fn([restore_path], restore_checkpoint_cfg, fallback), manager
 
 

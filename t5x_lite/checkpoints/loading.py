@@ -18,7 +18,10 @@ from t5x_lite.compat import names as t5x_names
 _logger = logging.getLogger(__name__)
 _FIRST_OF_TENSORFLOW = b'model_checkpoint_path'
 _NOT_LAZY = checks.Expectation(
-    'False', lambda lazy: not lazy, t5x_names.remedy('t5x.checkpoints', 'load_t5x_checkpoint.lazy_parameters=True'))
+  'False',
+  lambda lazy: not lazy,
+  t5x_names.remedy('t5x.checkpoints', 'load_t5x_checkpoint.lazy_parameters=True'),
+)
 
 
 class CheckpointTypes(enum.Enum):
@@ -62,13 +65,19 @@ def find_checkpoint(path: discovery.PathLike, step: int | None = None) -> str:
   if step is not None or steps:
     root = files.path(discovery.get_checkpoint_dir(root, steps[-1] if step is None else step))
   source = sources.open_source(root)
-  return str(root / t5x_index.FILENAME) if source.format == sources.T5xNativeSource.format else str(root)
+  return (
+    str(root / t5x_index.FILENAME) if source.format == sources.T5xNativeSource.format else str(root)
+  )
 
 
 def load_t5x_checkpoint(
-    path: discovery.PathLike, step: int | None = None,
-    state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (), remap: bool = True,
-    restore_dtype: Any = None, lazy_parameters: bool = False) -> dict[str, Any]:
+  path: discovery.PathLike,
+  step: int | None = None,
+  state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
+  remap: bool = True,
+  restore_dtype: Any = None,
+  lazy_parameters: bool = False,
+) -> dict[str, Any]:
   """Return all arrays of a checkpoint, of T5X, t5x_lite or Hugging Face, without a model.
 
   Args:
@@ -88,19 +97,35 @@ def load_t5x_checkpoint(
     ConfigError: an unsupported option.
   """
   check_not_lazy('load_t5x_checkpoint', lazy_parameters)
-  checks.check('load_t5x_checkpoint', locals(), restore_dtype=options.FLOAT_DTYPE.or_none(),
-               state_transformation_fns=options.FUNCTIONS)
-  checks.check('load_t5x_checkpoint', locals(), state_transformation_fns=checks.Expectation(
-      'empty with remap=False', lambda fns: remap or not fns, 'Set remap=True to apply them.'))
+  checks.check(
+    'load_t5x_checkpoint',
+    locals(),
+    restore_dtype=options.FLOAT_DTYPE.or_none(),
+    state_transformation_fns=options.FUNCTIONS,
+  )
+  checks.check(
+    'load_t5x_checkpoint',
+    locals(),
+    state_transformation_fns=checks.Expectation(
+      'empty with remap=False', lambda fns: remap or not fns, 'Set remap=True to apply them.'
+    ),
+  )
   state = restore.load(folder_of(find_checkpoint(path, step)), dtype=restore_dtype)
   for fn in state_transformation_fns:
-    state = checks.call_custom('load_t5x_checkpoint', 'state_transformation_fns', 'state_dict, target_state_dict', fn,
-                               state, {})
+    state = checks.call_custom(
+      'load_t5x_checkpoint',
+      'state_transformation_fns',
+      'state_dict, target_state_dict',
+      fn,
+      state,
+      {},
+    )
   return state
 
 
-def detect_checkpoint_type(checkpoint_path: discovery.PathLike,
-                           expected: CheckpointTypes | None = None) -> CheckpointTypes:
+def detect_checkpoint_type(
+  checkpoint_path: discovery.PathLike, expected: CheckpointTypes | None = None
+) -> CheckpointTypes:
   """Return the format of a checkpoint, by its contents.
 
   Args:
@@ -123,10 +148,16 @@ def detect_checkpoint_type(checkpoint_path: discovery.PathLike,
   else:
     sources.check_exists(root)
     raise errors.CheckpointError(
-        f'{str(checkpoint_path)!r} must be a checkpoint of T5X or t5x_lite, got a folder of another format '
-        f'({found or "unknown"}). checkpoints.detect_format names all formats.')
+      f'{str(checkpoint_path)!r} must be a checkpoint of T5X or t5x_lite, got a folder of another format '
+      f'({found or "unknown"}). checkpoints.detect_format names all formats.'
+    )
   if expected is not None and result != expected:
-    _logger.warning('%s is a checkpoint of the format %s; expected %s.', checkpoint_path, result.value, expected.value)
+    _logger.warning(
+      '%s is a checkpoint of the format %s; expected %s.',
+      checkpoint_path,
+      result.value,
+      expected.value,
+    )
   return result
 
 
@@ -143,24 +174,34 @@ def get_restore_parameters(directory: discovery.PathLike, structure: Any) -> Any
   """
   import orbax.checkpoint as ocp
   from etils import epath
+
   handlers = ocp.type_handlers
   root = epath.Path(directory)
-  shared = {'parent_dir': root, 'is_ocdbt_checkpoint': handlers.is_ocdbt_checkpoint(root),
-            'ts_context': handlers.get_ts_context()}
+  shared = {
+    'parent_dir': root,
+    'is_ocdbt_checkpoint': handlers.is_ocdbt_checkpoint(root),
+    'ts_context': handlers.get_ts_context(),
+  }
   names = ocp.tree.to_flat_dict(ocp.tree.get_param_names(structure), keep_empty_nodes=True)
 
   def info(key, leaf):
     if handlers.is_supported_empty_value(leaf):
       return leaf
     is_array = isinstance(leaf, ocp.metadata.tree.ValueMetadataEntry)
-    return handlers.ParamInfo(name=names[key], skip_deserialize=leaf.skip_deserialize if is_array else True, **shared)
+    return handlers.ParamInfo(
+      name=names[key], skip_deserialize=leaf.skip_deserialize if is_array else True, **shared
+    )
 
   flat = ocp.tree.to_flat_dict(structure, keep_empty_nodes=True)
-  return ocp.tree.from_flat_dict({key: info(key, leaf) for key, leaf in flat.items()}, target=structure)
+  return ocp.tree.from_flat_dict(
+    {key: info(key, leaf) for key, leaf in flat.items()}, target=structure
+  )
 
 
 def register_ts_spec_for_serialization() -> None:
   """Let `flax.serialization` put instances of `tensorstore.Spec` into state dicts, as JSON, and restore them."""
   import tensorstore as ts
+
   serialization.register_serialization_state(
-      ts.Spec, lambda spec: spec.to_json(), lambda spec, state: ts.Spec(state), override=True)
+    ts.Spec, lambda spec: spec.to_json(), lambda spec, state: ts.Spec(state), override=True
+  )

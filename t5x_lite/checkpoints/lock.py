@@ -51,8 +51,15 @@ class ModelDirLock:
   A process may lock a directory several times; the last `release` frees it.
   """
 
-  def __init__(self, directory: files.Path, fd: int | None, created: list[pathlib.Path], holder: str = '',
-               what: str = 'directory', held_lease: lease.Lease | None = None):
+  def __init__(
+    self,
+    directory: files.Path,
+    fd: int | None,
+    created: list[pathlib.Path],
+    holder: str = '',
+    what: str = 'directory',
+    held_lease: lease.Lease | None = None,
+  ):
     self.directory = directory
     self._fd = fd
     self._lease = held_lease
@@ -83,8 +90,9 @@ class ModelDirLock:
       return
     if found != self._holder:
       raise errors.DirectoryInUseError(
-          f'The {self._what} {str(self.directory)!r} is also in use by {_holder_name(self.directory)}, because its '
-          'file system did not keep the lock of this run. Stop one of the runs, and mount the file system with locks.')
+        f'The {self._what} {str(self.directory)!r} is also in use by {_holder_name(self.directory)}, because its '
+        'file system did not keep the lock of this run. Stop one of the runs, and mount the file system with locks.'
+      )
 
   def release(self) -> None:
     """Release the lock once; the last release frees the directory, and further calls do nothing."""
@@ -129,8 +137,12 @@ class ModelDirLock:
     self.release()
 
 
-def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model directory',
-                   elsewhere: str = 'another MODEL_DIR') -> ModelDirLock:
+def lock_model_dir(
+  directory: str | os.PathLike[str],
+  *,
+  what: str = 'model directory',
+  elsewhere: str = 'another MODEL_DIR',
+) -> ModelDirLock:
   """Create `directory` if it is missing, lock it against other runs, and remove leftovers of runs that died.
 
   The lock is `flock` on `directory/.lock`: the kernel releases it when the process ends, also after `kill -9`. In an
@@ -185,13 +197,21 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
       raise
     if files.is_remote(path):
       from t5x_lite import object_store
+
       # The status of an outage tells a scheduler to try again.
-      kind = errors.SaveError if isinstance(e, object_store.StoreUnavailableError) else errors.CheckpointError
-      raise kind(f'The {what} {str(path)!r} cannot be written: {getattr(e, "strerror", None) or e}.') from e
+      kind = (
+        errors.SaveError
+        if isinstance(e, object_store.StoreUnavailableError)
+        else errors.CheckpointError
+      )
+      raise kind(
+        f'The {what} {str(path)!r} cannot be written: {getattr(e, "strerror", None) or e}.'
+      ) from e
     is_full = errors.is_disk_full(e)
     remedy = 'Free disk space, then rerun the command' if is_full else 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(
-        f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.') from e
+      f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.'
+    ) from e
 
 
 def check_is_shared(lock: ModelDirLock, *, seconds: float = _SHARED_SECONDS) -> None:
@@ -212,16 +232,19 @@ def check_is_shared(lock: ModelDirLock, *, seconds: float = _SHARED_SECONDS) -> 
     time.sleep(0.1)
   if multihost.any_process(not is_seen):
     error = errors.CheckpointError(
-        f'The {lock._what} {str(lock.directory)!r} must be the same folder for all processes, and process '
-        f'{jax.process_index()} does not see the file {LOCK_FILENAME} of process 0 there. Use a folder that all '
-        'machines share, under the same path.')
+      f'The {lock._what} {str(lock.directory)!r} must be the same folder for all processes, and process '
+      f'{jax.process_index()} does not see the file {LOCK_FILENAME} of process 0 there. Use a folder that all '
+      'machines share, under the same path.'
+    )
     raise errors.of_other_process(error) if is_seen else error
 
 
 def _read_checksum(directory: files.Path) -> int | None:
   path = directory / LOCK_FILENAME
   try:
-    return zlib.crc32(lease.read_holder(path).encode() if files.is_remote(path) else path.read_bytes())
+    return zlib.crc32(
+      lease.read_holder(path).encode() if files.is_remote(path) else path.read_bytes()
+    )
   except OSError:
     return None
 
@@ -242,16 +265,23 @@ def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> tuple[int, str]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
         raise errors.DirectoryInUseError(
-            _in_use(path, what, elsewhere).format(holder=_holder_name(path))) from None
+          _in_use(path, what, elsewhere).format(holder=_holder_name(path))
+        ) from None
       except OSError as e:
         if e.errno not in _NO_LOCKS:
           raise
         raise errors.CheckpointError(
-            f'The {what} {str(path)!r} cannot be locked: {e.strerror}. Mount its file system with locks (NFS: without '
-            f'nolock, and with rpc.statd for version 3), or choose {elsewhere}.') from e
+          f'The {what} {str(path)!r} cannot be locked: {e.strerror}. Mount its file system with locks (NFS: without '
+          f'nolock, and with rpc.statd for version 3), or choose {elsewhere}.'
+        ) from e
       if _is_file(fd, path / LOCK_FILENAME):
         holder = json.dumps(
-            {'pid': os.getpid(), 'host': socket.gethostname(), 'since': time.strftime('%Y-%m-%d %H:%M:%S')})
+          {
+            'pid': os.getpid(),
+            'host': socket.gethostname(),
+            'since': time.strftime('%Y-%m-%d %H:%M:%S'),
+          }
+        )
         os.ftruncate(fd, 0)
         os.pwrite(fd, holder.encode(), 0)
         os.fsync(fd)  # a network file system shows it to other hosts

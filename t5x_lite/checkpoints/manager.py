@@ -27,7 +27,16 @@ import numpy as np
 
 from t5x_lite import checks, errors, files, multihost
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import choice, discovery, manifest, options, policies, retention, state_io, store_io
+from t5x_lite.checkpoints import (
+  choice,
+  discovery,
+  manifest,
+  options,
+  policies,
+  retention,
+  state_io,
+  store_io,
+)
 from t5x_lite.checkpoints import store_save, transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
@@ -48,8 +57,13 @@ class CheckpointManager:
   writing threads when the main program ends, and an unfinished save is then lost.
   """
 
-  def __init__(self, directory: discovery.PathLike, *, save_cfg: options.SaveOptions | None = None,
-               spool_dir: str | None = None):
+  def __init__(
+    self,
+    directory: discovery.PathLike,
+    *,
+    save_cfg: options.SaveOptions | None = None,
+    spool_dir: str | None = None,
+  ):
     """Open `directory`.
 
     Args:
@@ -78,7 +92,9 @@ class CheckpointManager:
     self._lock: lock_lib.ModelDirLock | None = None
     self._in_store = files.is_remote(self._directory)
     self._spool = None if spool_dir is None else spool_lib.Spool(spool_dir, self._directory)
-    self._recorder = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint-metrics')
+    self._recorder = concurrent.futures.ThreadPoolExecutor(
+      1, thread_name_prefix='checkpoint-metrics'
+    )
     self._save_policy = policies.AnySavePolicy(())
     if save_cfg is not None:
       self._save_policy = policies.save_policies_from_config(save_cfg)
@@ -124,9 +140,17 @@ class CheckpointManager:
 
   # ---- saving -------------------------------------------------------------------------------------------------------
 
-  def save(self, step: int, state: transforms.StateDict, *, data_state: Mapping[str, bytes] | None = None,
-           metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None,
-           is_sound: bool = True, on_commit: Callable[[], None] = lambda: None) -> bool:
+  def save(
+    self,
+    step: int,
+    state: transforms.StateDict,
+    *,
+    data_state: Mapping[str, bytes] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    is_sound: bool = True,
+    on_commit: Callable[[], None] = lambda: None,
+  ) -> bool:
     """Save `state` as the checkpoint of `step`, independent of the schedule of the configuration.
 
     First waits for an unfinished save. Returns when the values are copied: the caller may then continue training, also
@@ -154,17 +178,25 @@ class CheckpointManager:
       TypeError: JSON does not support a value of `metadata`.
     """
     self._check_can_save()
-    checks.check('CheckpointManager.save', {'step': operator.index(step)}, step=checks.number(at_least=0, integer=True))
+    checks.check(
+      'CheckpointManager.save',
+      {'step': operator.index(step)},
+      step=checks.number(at_least=0, integer=True),
+    )
     step = int(step)
     self.wait()
     if step in self._own_steps:
       # It may have been deleted by hand; all processes must take the same branch.
       if multihost.broadcast_from_lead(np.int32(files.path(self.checkpoint_path(step)).is_dir())):
         return False
-    pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
+    pending, values = self._begin(
+      step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata
+    )
     if is_sound:
       self._sound_step = step
-    self._thread = threading.Thread(target=self._run, args=(pending, values, on_commit), name=f'checkpoint-{step}')
+    self._thread = threading.Thread(
+      target=self._run, args=(pending, values, on_commit), name=f'checkpoint-{step}'
+    )
     self._thread.start()
     return True
 
@@ -176,7 +208,9 @@ class CheckpointManager:
       self._committed_unsound.discard(step)
     if is_due and multihost.is_lead():
       self._join()  # returns at once: the thread of this step has committed it
-      self._thread = threading.Thread(target=self._apply_retention, args=(step,), name=f'checkpoint-retention-{step}')
+      self._thread = threading.Thread(
+        target=self._apply_retention, args=(step,), name=f'checkpoint-retention-{step}'
+      )
       self._thread.start()
 
   def mark_unsound(self, first_step: int, last_step: int, reason: str) -> list[int]:
@@ -193,12 +227,18 @@ class CheckpointManager:
       The marked steps.
     """
     self.wait()
-    steps = [step for step in self.all_steps() if first_step <= step <= last_step and step != self._sound_step]
+    steps = [
+      step
+      for step in self.all_steps()
+      if first_step <= step <= last_step and step != self._sound_step
+    ]
     for step in steps if multihost.is_lead() else ():
       try:
         discovery.mark_unsound(self.checkpoint_path(step), reason)
       except OSError as e:  # do not hide the error of the loss, which ends the run
-        _logger.warning('%s could not be marked as unsound: %s.', self.checkpoint_path(step), e.strerror)
+        _logger.warning(
+          '%s could not be marked as unsound: %s.', self.checkpoint_path(step), e.strerror
+        )
     self._own_steps.difference_update(steps)
     multihost.sync(f'unsound from {first_step}')
     return steps
@@ -217,8 +257,11 @@ class CheckpointManager:
     if not multihost.is_lead():
       return
     if self._in_store:  # training does not wait for it
-      self._recorder.submit(self._record_later, step, functools.partial(
-          retention.record_metrics, self._directory, step, dict(metrics)))
+      self._recorder.submit(
+        self._record_later,
+        step,
+        functools.partial(retention.record_metrics, self._directory, step, dict(metrics)),
+      )
     else:
       retention.record_metrics(self._directory, step, metrics)
 
@@ -226,7 +269,9 @@ class CheckpointManager:
     try:
       fn()
     except OSError as e:
-      _logger.warning('The metrics of step %d are not recorded for keeping the best checkpoints: %s', step, e)
+      _logger.warning(
+        'The metrics of step %d are not recorded for keeping the best checkpoints: %s', step, e
+      )
 
   @property
   def is_writing(self) -> bool:
@@ -281,14 +326,14 @@ class CheckpointManager:
   # ---- restoring ----------------------------------------------------------------------------------------------------
 
   def restore(
-      self,
-      step_or_path: int | discovery.PathLike | None,
-      target: transforms.StateDict,
-      *,
-      shardings: Any = None,
-      restore_cfg: options.RestoreOptions | None = None,
-      transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
-      initial_state_fn: Callable[[], transforms.StateDict] | None = None,
+    self,
+    step_or_path: int | discovery.PathLike | None,
+    target: transforms.StateDict,
+    *,
+    shardings: Any = None,
+    restore_cfg: options.RestoreOptions | None = None,
+    transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
+    initial_state_fn: Callable[[], transforms.StateDict] | None = None,
   ) -> restore_lib.RestoredCheckpoint:
     """Restore a checkpoint; see `restore.restore_checkpoint` for the arguments.
 
@@ -313,11 +358,21 @@ class CheckpointManager:
       step_or_path = choice.newest_sound_step(self._directory)
       if step_or_path is None:
         raise errors.CheckpointError(f'There is no checkpoint in {self.directory!r} to restore.')
-    path = self.checkpoint_path(step_or_path) if isinstance(step_or_path, int) else os.fspath(step_or_path)
+    path = (
+      self.checkpoint_path(step_or_path)
+      if isinstance(step_or_path, int)
+      else os.fspath(step_or_path)
+    )
     parent = files.path(path).absolute().parent
     restored = restore_lib.restore_checkpoint(
-        path, target, shardings=shardings, restore_cfg=restore_cfg, transformation_fns=transformation_fns,
-        initial_state_fn=initial_state_fn, is_resuming=files.real_path(parent) == files.real_path(self._directory))
+      path,
+      target,
+      shardings=shardings,
+      restore_cfg=restore_cfg,
+      transformation_fns=transformation_fns,
+      initial_state_fn=initial_state_fn,
+      is_resuming=files.real_path(parent) == files.real_path(self._directory),
+    )
     if restored.is_resuming and restored.is_verified:
       self._own_steps.add(restored.step)
     return restored
@@ -326,17 +381,26 @@ class CheckpointManager:
 
   def _check_can_save(self) -> None:
     if self._lock is None:
-      raise errors.ConfigError('This CheckpointManager cannot save: it is closed, or it has no save_cfg. Create one '
-                               'with a save_cfg.')
+      raise errors.ConfigError(
+        'This CheckpointManager cannot save: it is closed, or it has no save_cfg. Create one '
+        'with a save_cfg.'
+      )
 
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
-    kept = (f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to '
-            'the store.') if hasattr(error, 'kept_at') else ''
+    kept = (
+      (
+        f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to '
+        'the store.'
+      )
+      if hasattr(error, 'kept_at')
+      else ''
+    )
     found = errors.SaveError(
-        f'The checkpoint of step {step} could not be written to {self.directory!r}: '
-        f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}')
+      f'The checkpoint of step {step} could not be written to {self.directory!r}: '
+      f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}'
+    )
     found.ends_run = self._misses_barriers
     return found
 
@@ -347,9 +411,14 @@ class CheckpointManager:
       flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
     pending = commit_lib.new_save(
-        self._directory, step, f'{self._run_id}-{self._num_saves}', arrays=manifest.describe_arrays(flat),
-        metadata=json.loads(json.dumps(dict(metadata or {}))),
-        metrics={name: float(value) for name, value in (metrics or {}).items()}, has_data_state=data_state is not None)
+      self._directory,
+      step,
+      f'{self._run_id}-{self._num_saves}',
+      arrays=manifest.describe_arrays(flat),
+      metadata=json.loads(json.dumps(dict(metadata or {}))),
+      metrics={name: float(value) for name, value in (metrics or {}).items()},
+      has_data_state=data_state is not None,
+    )
     # Orbax does not store arrays without elements; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     if self._in_store:  # training does not wait for the store
@@ -358,12 +427,22 @@ class CheckpointManager:
       except Exception as e:
         raise self._save_error(step, e) from e
       if multihost.is_lead():  # in the order of these calls
-        self._recorder.submit(self._record_later, step, functools.partial(
-            retention.forget_metrics, self._directory, step))
+        self._recorder.submit(
+          self._record_later,
+          step,
+          functools.partial(retention.forget_metrics, self._directory, step),
+        )
       return pending, store_save.StoreSave(
-          pending=pending, parts=parts, data_state=data_state, begin_fn=self._make_folder, kept=self._spool)
+        pending=pending,
+        parts=parts,
+        data_state=data_state,
+        begin_fn=self._make_folder,
+        kept=self._spool,
+      )
     try:
-      commit_lib.on_all_processes(lambda: self._make_folder(pending) if multihost.is_lead() else None)
+      commit_lib.on_all_processes(
+        lambda: self._make_folder(pending) if multihost.is_lead() else None
+      )
       if data_state is not None:
         commit_lib.on_all_processes(lambda: store_save.write_data_state(pending, data_state))
       values = state_io.snapshot(flat)
@@ -387,8 +466,12 @@ class CheckpointManager:
     if not self._in_store:
       retention.forget_metrics(self._directory, pending.step)
 
-  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | store_save.StoreSave | None,
-           on_commit: Callable[[], None]) -> None:
+  def _run(
+    self,
+    pending: commit_lib.PendingCheckpoint,
+    values: Mapping[str, Any] | store_save.StoreSave | None,
+    on_commit: Callable[[], None],
+  ) -> None:
     failed: BaseException | None = None
     name = f'{pending.final.name}-{pending.attempt}'
     try:
@@ -421,7 +504,8 @@ class CheckpointManager:
         failed = values.keep(failed)
       elif failed is None and not commit_lib.is_committed(pending):
         failed = errors.of_other_process(
-            errors.CheckpointError('the lead process could not commit it; see its message'))
+          errors.CheckpointError('the lead process could not commit it; see its message')
+        )
       state_io.barrier(f'{name}:checked')
       if failed is not None and multihost.is_lead():
         self._remove_partial_files(pending, failed)
@@ -433,7 +517,9 @@ class CheckpointManager:
     else:
       self._error = (pending.step, failed)
 
-  def _write_on_disk(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
+  def _write_on_disk(
+    self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None
+  ) -> None:
     if values is not None:
       self._writer.start(pending.state, values)
     try:
@@ -442,8 +528,9 @@ class CheckpointManager:
       self._misses_barriers = jax.process_count() > 1
       raise
 
-  def _remove_partial_files(self, pending: commit_lib.PendingCheckpoint | None = None,
-                            error: BaseException | None = None) -> None:
+  def _remove_partial_files(
+    self, pending: commit_lib.PendingCheckpoint | None = None, error: BaseException | None = None
+  ) -> None:
     """Remove what failed saves of this manager have left; in a store, of the save that failed with `error`."""
     if self._in_store:
       if pending is None:
@@ -457,7 +544,9 @@ class CheckpointManager:
           commit_lib.discard(pending)
       return
     # `fullmatch`, since names of replaced checkpoints have the same suffix.
-    name = re.compile(rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+')
+    name = re.compile(
+      rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+'
+    )
     for folder in self._directory.iterdir():
       if name.fullmatch(folder.name):
         self._has_partial_files = True
@@ -465,8 +554,13 @@ class CheckpointManager:
 
   def _apply_retention(self, step: int) -> None:
     try:
-      retention.apply(self._directory, self._retention, step, with_metrics=self._save_cfg.keep_best is not None,
-                      keep_dataset_checkpoints=self._save_cfg.keep_dataset_checkpoints)
+      retention.apply(
+        self._directory,
+        self._retention,
+        step,
+        with_metrics=self._save_cfg.keep_best is not None,
+        keep_dataset_checkpoints=self._save_cfg.keep_dataset_checkpoints,
+      )
     except Exception as e:  # pylint: disable=broad-exception-caught
       # The state is saved; the next commit tries the deletion again.
       _logger.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
@@ -488,5 +582,6 @@ def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
   if name in _saving_directories:
     lock.release()
     raise errors.DirectoryInUseError(
-        f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.')
+      f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.'
+    )
   _saving_directories.add(name)

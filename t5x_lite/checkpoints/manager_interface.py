@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from t5x_lite import files
-from t5x_lite.checkpoints import checkpointer, discovery, loading, options, policies, train_states, transforms
+from t5x_lite.checkpoints import (
+  checkpointer,
+  discovery,
+  loading,
+  options,
+  policies,
+  train_states,
+  transforms,
+)
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
 
@@ -15,10 +23,19 @@ from t5x_lite.train_state import TrainState
 class CheckpointManagerConstructor(Protocol):
   """Function or class that makes an `OrbaxCheckpointManagerInterface`."""
 
-  def __call__(self, directory: str, train_state: TrainState, partitioner: BasePartitioner,
-               dataset_iterator: Any = None, save_dtype: Any = None, restore_dtype: Any = None, keep: int | None = None,
-               period: int | None = None, force_keep_period: int | None = None,
-               checkpoint_steps: Sequence[int] | None = None) -> OrbaxCheckpointManagerInterface:
+  def __call__(
+    self,
+    directory: str,
+    train_state: TrainState,
+    partitioner: BasePartitioner,
+    dataset_iterator: Any = None,
+    save_dtype: Any = None,
+    restore_dtype: Any = None,
+    keep: int | None = None,
+    period: int | None = None,
+    force_keep_period: int | None = None,
+    checkpoint_steps: Sequence[int] | None = None,
+  ) -> OrbaxCheckpointManagerInterface:
     """Return the manager; see `OrbaxCheckpointManagerInterface`."""
 
 
@@ -29,12 +46,25 @@ class OrbaxCheckpointManagerInterface:
   while training continues.
   """
 
-  def __init__(self, directory: discovery.PathLike, train_state: TrainState, partitioner: BasePartitioner,
-               dataset_iterator: Any = None, save_dtype: Any = None, restore_dtype: Any = None, keep: int | None = None,
-               period: int | None = 1, checkpoint_steps: Sequence[int] | None = None,
-               keep_dataset_checkpoints: int | None = None, force_keep_period: int | None = None,
-               metric_name_to_monitor: str | None = None, metric_mode: str = 'max',
-               keep_checkpoints_without_metrics: bool = True, *, save_cfg: options.SaveOptions | None = None):
+  def __init__(
+    self,
+    directory: discovery.PathLike,
+    train_state: TrainState,
+    partitioner: BasePartitioner,
+    dataset_iterator: Any = None,
+    save_dtype: Any = None,
+    restore_dtype: Any = None,
+    keep: int | None = None,
+    period: int | None = 1,
+    checkpoint_steps: Sequence[int] | None = None,
+    keep_dataset_checkpoints: int | None = None,
+    force_keep_period: int | None = None,
+    metric_name_to_monitor: str | None = None,
+    metric_mode: str = 'max',
+    keep_checkpoints_without_metrics: bool = True,
+    *,
+    save_cfg: options.SaveOptions | None = None,
+  ):
     """Check and store the arguments; read and write nothing.
 
     Args:
@@ -59,14 +89,25 @@ class OrbaxCheckpointManagerInterface:
     """
     train_states.check_iterator('OrbaxCheckpointManagerInterface', dataset_iterator)
     self.retention: Mapping[str, Any] = checkpointer.best_retention(
-        keep, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, force_keep_period)
+      keep, metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics, force_keep_period
+    )
     self._options = save_cfg or options.SaveOptions(
-        dtype=save_dtype, period=period, checkpoint_steps=checkpoint_steps,
-        keep_dataset_checkpoints=keep_dataset_checkpoints, **self.retention)
+      dtype=save_dtype,
+      period=period,
+      checkpoint_steps=checkpoint_steps,
+      keep_dataset_checkpoints=keep_dataset_checkpoints,
+      **self.retention,
+    )
     self._policy = policies.save_policies_from_config(self._options)
     path = os.fspath(directory)
-    self._directory = str(files.path(path).parent) if discovery.is_checkpoint_dir_name(path) else path
-    self._train_state, self._partitioner, self._dataset_iterator = train_state, partitioner, dataset_iterator
+    self._directory = (
+      str(files.path(path).parent) if discovery.is_checkpoint_dir_name(path) else path
+    )
+    self._train_state, self._partitioner, self._dataset_iterator = (
+      train_state,
+      partitioner,
+      dataset_iterator,
+    )
     self._restore_dtype = restore_dtype
 
   @property
@@ -92,8 +133,12 @@ class OrbaxCheckpointManagerInterface:
   def close(self) -> None:
     """Do nothing: nothing is open between calls."""
 
-  def save(self, train_state: TrainState, state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
-           force: bool = True) -> bool:
+  def save(
+    self,
+    train_state: TrainState,
+    state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+    force: bool = True,
+  ) -> bool:
     """Save a state as the checkpoint of its step, unless there is one, and delete checkpoints that are not kept.
 
     Args:
@@ -111,23 +156,39 @@ class OrbaxCheckpointManagerInterface:
     if not force and not self.should_save(int(train_states.get_local_data(train_state.step))):
       return False
     return train_states.save_train_state(
-        self._directory, train_state, self._options, dataset_iterator=self._dataset_iterator,
-        state_transformation_fns=state_transformation_fns)
+      self._directory,
+      train_state,
+      self._options,
+      dataset_iterator=self._dataset_iterator,
+      state_transformation_fns=state_transformation_fns,
+    )
 
-  def restore(self, step: int | None = None, path: discovery.PathLike | None = None,
-              fallback_state: transforms.StateDict | None = None,
-              state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
-              lazy_parameters: bool | None = False, *,
-              restore_cfg: options.RestoreOptions | None = None) -> TrainState:
+  def restore(
+    self,
+    step: int | None = None,
+    path: discovery.PathLike | None = None,
+    fallback_state: transforms.StateDict | None = None,
+    state_transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
+    lazy_parameters: bool | None = False,
+    *,
+    restore_cfg: options.RestoreOptions | None = None,
+  ) -> TrainState:
     """Restore a checkpoint of any format; see `Checkpointer.restore`."""
     loading.check_not_lazy('OrbaxCheckpointManagerInterface.restore', lazy_parameters)
     return checkpointer.restore_with_fallback(
-        checkpointer.choose_path(self._directory, step, path), self._train_state, self._partitioner, fallback_state,
-        state_transformation_fns, restore_dtype=self._restore_dtype, dataset_iterator=self._dataset_iterator,
-        restore_cfg=restore_cfg)
+      checkpointer.choose_path(self._directory, step, path),
+      self._train_state,
+      self._partitioner,
+      fallback_state,
+      state_transformation_fns,
+      restore_dtype=self._restore_dtype,
+      dataset_iterator=self._dataset_iterator,
+      restore_cfg=restore_cfg,
+    )
 
-  def restore_from_tf_checkpoint(self, path_or_dir: discovery.PathLike, strict: bool = True,
-                                 translator: Any = None) -> NoReturn:
+  def restore_from_tf_checkpoint(
+    self, path_or_dir: discovery.PathLike, strict: bool = True, translator: Any = None
+  ) -> NoReturn:
     """Raise CheckpointError, with the alternative: checkpoints of TensorFlow are not read."""
     del strict, translator
     raise loading.tensorflow_error(path_or_dir)

@@ -57,8 +57,11 @@ class Manifest:
 def library_versions() -> dict[str, str]:
   """Return the versions of the libraries that determine the bytes and the meaning of a checkpoint."""
   names = ('jax', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy')
-  return {'t5x_lite': __version__, 'python': platform.python_version(),
-          **{name: importlib.metadata.version(name) for name in names}}
+  return {
+    't5x_lite': __version__,
+    'python': platform.python_version(),
+    **{name: importlib.metadata.version(name) for name in names},
+  }
 
 
 def hash_files(root: files.Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -67,13 +70,18 @@ def hash_files(root: files.Path, names: Iterable[str]) -> dict[str, dict[str, An
   def one(name):
     try:
       with (root / name).open('rb') as f:
-        return {'sha256': hashlib.file_digest(f, 'sha256').hexdigest(), 'bytes': f.seek(0, os.SEEK_END)}
+        return {
+          'sha256': hashlib.file_digest(f, 'sha256').hexdigest(),
+          'bytes': f.seek(0, os.SEEK_END),
+        }
     except OSError as e:
       e.filename = name  # errors of reading, unlike those of opening, have no file name
       raise
 
   names = list(names)
-  with concurrent.futures.ThreadPoolExecutor(files.NUM_THREADS, thread_name_prefix='checkpoint-hash') as pool:
+  with concurrent.futures.ThreadPoolExecutor(
+    files.NUM_THREADS, thread_name_prefix='checkpoint-hash'
+  ) as pool:
     return dict(zip(names, pool.map(one, names), strict=True))
 
 
@@ -136,8 +144,10 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     document = json.loads(data)
     canonical = json.dumps(document, indent=1, sort_keys=True) + '\n'
     body_text = json.dumps(document['2_contents'], indent=1, sort_keys=True)
-    if (canonical.encode() != data
-        or document['1_sha256'] != hashlib.sha256(body_text.encode()).hexdigest()):
+    if (
+      canonical.encode() != data
+      or document['1_sha256'] != hashlib.sha256(body_text.encode()).hexdigest()
+    ):
       damage = 'differs from the written one'
   except FileNotFoundError:
     return None
@@ -151,34 +161,59 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     damage = 'differs from the written one'
   if damage is not None:
     raise errors.CheckpointDamagedError(
-        f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: {discovery.MANIFEST_FILENAME} {damage}. Restore '
-        'another checkpoint, or a copy of this one.')
+      f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: {discovery.MANIFEST_FILENAME} {damage}. Restore '
+      'another checkpoint, or a copy of this one.'
+    )
   body = document['2_contents']
   surplus = sorted(set(document) - {'1_sha256', '2_contents'})
   version = body.get('format_version') if isinstance(body, dict) else None
-  if untrusted.is_count(version) and version != FORMAT_VERSION:  # before fields that are unknown in this version
-    problem = (f'`format_version` must be {FORMAT_VERSION}, got {version}; it was written with '
-               f"{untrusted.shorten(body.get('versions'))}")
+  if (
+    untrusted.is_count(version) and version != FORMAT_VERSION
+  ):  # before fields that are unknown in this version
+    problem = (
+      f'`format_version` must be {FORMAT_VERSION}, got {version}; it was written with '
+      f'{untrusted.shorten(body.get("versions"))}'
+    )
   else:
     problem = f'`{surplus[0]}` is unknown' if surplus else _problem(body)
   if problem is not None:
     raise errors.CheckpointError(
-        f'The checkpoint {os.fspath(checkpoint_dir)!r} cannot be read: in {discovery.MANIFEST_FILENAME}, {problem}. '
-        'Restore another checkpoint, or use the version of t5x_lite that wrote this one.')
+      f'The checkpoint {os.fspath(checkpoint_dir)!r} cannot be read: in {discovery.MANIFEST_FILENAME}, {problem}. '
+      'Restore another checkpoint, or use the version of t5x_lite that wrote this one.'
+    )
   return Manifest(**body)
 
 
 # Types of the metadata that t5x_lite records; callers may record further entries of any type.
-_METADATA_KINDS = {'param_layout': str, 'network': dict, 'optimizer': dict, 'run': dict, 'converted': dict,
-                   'surgery': list}
+_METADATA_KINDS = {
+  'param_layout': str,
+  'network': dict,
+  'optimizer': dict,
+  'run': dict,
+  'converted': dict,
+  'surgery': list,
+}
 _FIELD_KINDS = {
-    'network': {'config': str, 'logits_via_embedding': bool, 'scale_tied_logits': bool, 'num_heads': int,
-                'custom_blocks': list},
-    'optimizer': {'name': str, 'evaluates_other_params': bool},
-    'run': {'start_step': int, 'random_seed': int, 'batch_number': int, 'bad_steps_in_a_row': int,
-            'num_roll_backs': int, 'left_out_batches': list, 'evaluation_due': (bool, list), 'actions': dict,
-            'data': dict},
-    'converted': {'family': str},
+  'network': {
+    'config': str,
+    'logits_via_embedding': bool,
+    'scale_tied_logits': bool,
+    'num_heads': int,
+    'custom_blocks': list,
+  },
+  'optimizer': {'name': str, 'evaluates_other_params': bool},
+  'run': {
+    'start_step': int,
+    'random_seed': int,
+    'batch_number': int,
+    'bad_steps_in_a_row': int,
+    'num_roll_backs': int,
+    'left_out_batches': list,
+    'evaluation_due': (bool, list),
+    'actions': dict,
+    'data': dict,
+  },
+  'converted': {'family': str},
 }
 _MAX_COUNT = 2**32 - 1
 _MAX_PROCESSES = 2**20
@@ -200,12 +235,22 @@ def _problem(body: Any) -> str | None:
   for name in ('files', 'arrays', 'metadata', 'metrics', 'versions'):
     if not isinstance(body.get(name, {}), dict):
       return f'`{name}` must be an object, got {untrusted.shorten(body[name])}'
-  for name, most in (('step', untrusted.MAX_STEP), ('num_data_processes', _MAX_PROCESSES), ('format_version', None)):
+  for name, most in (
+    ('step', untrusted.MAX_STEP),
+    ('num_data_processes', _MAX_PROCESSES),
+    ('format_version', None),
+  ):
     if not untrusted.is_count(body.get(name, 0), most):
       bound = '' if most is None else f' to {most}'
-      return f'`{name}` must be an integer from 0{bound or " up"}, got {untrusted.shorten(body[name])}'
-  return _problem_of_files(body['files'], body.get('num_data_processes', 0)) or _problem_of_arrays(
-      body['arrays'], body['files']) or _problem_of_metadata(body.get('metadata', {})) or _problem_of_facts(body)
+      return (
+        f'`{name}` must be an integer from 0{bound or " up"}, got {untrusted.shorten(body[name])}'
+      )
+  return (
+    _problem_of_files(body['files'], body.get('num_data_processes', 0))
+    or _problem_of_arrays(body['arrays'], body['files'])
+    or _problem_of_metadata(body.get('metadata', {}))
+    or _problem_of_facts(body)
+  )
 
 
 def _problem_of_files(entries: Mapping[str, Any], num_data_processes: int) -> str | None:
@@ -215,14 +260,20 @@ def _problem_of_files(entries: Mapping[str, Any], num_data_processes: int) -> st
     if problem is not None:
       return f'the name in {owner} {problem}'
     if not isinstance(entry, dict) or set(entry) != {'sha256', 'bytes'}:
-      return f"{owner} must have only the fields 'sha256' and 'bytes', got {untrusted.shorten(entry)}"
+      return (
+        f"{owner} must have only the fields 'sha256' and 'bytes', got {untrusted.shorten(entry)}"
+      )
     if not isinstance(entry['sha256'], str) or _SHA256_RE.fullmatch(entry['sha256']) is None:
-      return f"{owner}.sha256 must be 64 hexadecimal digits, got {untrusted.shorten(entry['sha256'])}"
+      return (
+        f'{owner}.sha256 must be 64 hexadecimal digits, got {untrusted.shorten(entry["sha256"])}'
+      )
     if not untrusted.is_count(entry['bytes'], 2**63 - 1):
-      return f"{owner}.bytes must be an integer from 0 up, got {untrusted.shorten(entry['bytes'])}"
+      return f'{owner}.bytes must be an integer from 0 up, got {untrusted.shorten(entry["bytes"])}'
     if name.startswith(f'{discovery.DATASET_DIRNAME}/'):
       match = _DATA_FILE_RE.fullmatch(name)
-      if match is None or int(match[2]) != num_data_processes or int(match[1]) >= num_data_processes:
+      if (
+        match is None or int(match[2]) != num_data_processes or int(match[1]) >= num_data_processes
+      ):
         return f'{owner} must belong to one of the {num_data_processes} processes of `num_data_processes`'
   return None
 
@@ -239,21 +290,29 @@ def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) ->
     if not name or any(parent in arrays for parent in parents):
       return f'the name in {owner} must not be empty or below the name of another array'
     if not isinstance(entry, dict) or set(entry) != {'shape', 'dtype'}:
-      return f"{owner} must have only the fields 'shape' and 'dtype', got {untrusted.shorten(entry)}"
+      return (
+        f"{owner} must have only the fields 'shape' and 'dtype', got {untrusted.shorten(entry)}"
+      )
     problem = untrusted.shape_problem(entry['shape'])
     if problem is not None:
       return f'{owner}.shape {problem}'
     dtype = untrusted.parse_dtype(entry['dtype'])
     if dtype is None:
-      return f"{owner}.dtype must be the name of a dtype of numbers, got {untrusted.shorten(entry['dtype'])}"
+      return f'{owner}.dtype must be the name of a dtype of numbers, got {untrusted.shorten(entry["dtype"])}'
     array_bytes = untrusted.num_bytes(entry['shape'], dtype)
     num_bytes += array_bytes if array_bytes > _MAX_INLINE_BYTES else 0
   # Nothing else is compressed (`state_io.HANDLER_OPTIONS`).
-  stored = sum(entry['bytes'] for name, entry in entries.items() if name.startswith(f'{discovery.STATE_DIRNAME}/'))
+  stored = sum(
+    entry['bytes']
+    for name, entry in entries.items()
+    if name.startswith(f'{discovery.STATE_DIRNAME}/')
+  )
   if num_bytes > stored:
     largest = max(arrays, key=lambda name: math.prod(arrays[name]['shape']))
-    return (f'`arrays` must fit into the {stored:,} bytes of the files below {discovery.STATE_DIRNAME}/, got '
-            f"{num_bytes:,} bytes; the largest is {largest!r} of shape {untrusted.shorten(arrays[largest]['shape'])}")
+    return (
+      f'`arrays` must fit into the {stored:,} bytes of the files below {discovery.STATE_DIRNAME}/, got '
+      f'{num_bytes:,} bytes; the largest is {largest!r} of shape {untrusted.shorten(arrays[largest]["shape"])}'
+    )
   return None
 
 
@@ -264,14 +323,16 @@ def _problem_of_metadata(metadata: Mapping[str, Any]) -> str | None:
       return f'`metadata.{name}` must be of type {kind.__name__}, got {untrusted.shorten(value)}'
     for field, kinds in _FIELD_KINDS.get(name, {}).items():
       if value is not None and field in value and not _is_of_kind(value[field], kinds):
-        expected = ' or '.join('integer >= 0' if k is int else k.__name__
-                               for k in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        expected = ' or '.join(
+          'integer >= 0' if k is int else k.__name__
+          for k in (kinds if isinstance(kinds, tuple) else (kinds,))
+        )
         return f'`metadata.{name}.{field}` must be of type {expected}, got {untrusted.shorten(value[field])}'
   run = metadata.get('run') or {}
   if not all(untrusted.is_count(number, _MAX_COUNT) for number in run.get('left_out_batches', ())):
-    return f"`metadata.run.left_out_batches` must hold integers >= 0, got {untrusted.shorten(run['left_out_batches'])}"
+    return f'`metadata.run.left_out_batches` must hold integers >= 0, got {untrusted.shorten(run["left_out_batches"])}'
   if not all(isinstance(states, list) for states in run.get('actions', {}).values()):
-    return f"`metadata.run.actions` must hold lists, got {untrusted.shorten(run['actions'])}"
+    return f'`metadata.run.actions` must hold lists, got {untrusted.shorten(run["actions"])}'
   return None
 
 
@@ -280,7 +341,9 @@ def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
     for key, value in body.get(name, {}).items():
       if not isinstance(value, kind) or isinstance(value, bool):
         expected = 'a string' if kind is str else 'a number'
-        return f'`{name}[{untrusted.shorten(key)}]` must be {expected}, got {untrusted.shorten(value)}'
+        return (
+          f'`{name}[{untrusted.shorten(key)}]` must be {expected}, got {untrusted.shorten(value)}'
+        )
   return None
 
 
@@ -295,7 +358,11 @@ _verified: dict[str, dict[str, Any]] = {}
 
 def _stats(root: files.Path, names: Sequence[str]) -> dict[str, Any]:
   if files.is_remote(root):
-    return dict(zip(names, files.each(lambda path: path.version(), [root / name for name in names]), strict=True))
+    return dict(
+      zip(
+        names, files.each(lambda path: path.version(), [root / name for name in names]), strict=True
+      )
+    )
   stats = {name: os.stat(root / name) for name in names}
   return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
 
@@ -312,7 +379,11 @@ def attempts(root: files.Path) -> Iterator[str]:
 
 def _attempts_of(manifest: Manifest) -> Iterator[str]:
   start, end = f'{discovery.STATE_DIRNAME}/{discovery.ATTEMPT_PREFIX}', '/_METADATA'
-  return (name.removesuffix(end) for name in manifest.files if name.startswith(start) and name.endswith(end))
+  return (
+    name.removesuffix(end)
+    for name in manifest.files
+    if name.startswith(start) and name.endswith(end)
+  )
 
 
 def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
@@ -343,14 +414,19 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       raise
     # The disk cannot read a bad sector: the checkpoint cannot be restored, as after a bit flip.
     name = e.filename or 'a file of it'
-    problem = (f'The checkpoint {str(root)!r} is damaged: {name} cannot be read ({e.strerror}). '
-               'Restore another checkpoint, or a copy of this one.')
+    problem = (
+      f'The checkpoint {str(root)!r} is damaged: {name} cannot be read ({e.strerror}). '
+      'Restore another checkpoint, or a copy of this one.'
+    )
   if multihost.any_process(problem is not None):
     _verified.pop(str(root), None)
     if problem is not None:
       raise errors.CheckpointDamagedError(problem)
-    raise errors.of_other_process(errors.CheckpointDamagedError(
-        f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: see the message of another process.'))
+    raise errors.of_other_process(
+      errors.CheckpointDamagedError(
+        f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: see the message of another process.'
+      )
+    )
   return manifest
 
 
@@ -362,13 +438,16 @@ def damage(root: files.Path) -> str | None:
   """
   found = read(root)
   if found is None:
-    raise errors.CheckpointError(f'The checkpoint {str(root)!r} has no {discovery.MANIFEST_FILENAME}.')
+    raise errors.CheckpointError(
+      f'The checkpoint {str(root)!r} has no {discovery.MANIFEST_FILENAME}.'
+    )
   return _find_damage(root, found, is_shared=False)
 
 
 def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True) -> str | None:
   link = untrusted.tree_problem(root, discovery.STATE_DIRNAME) or next(
-      filter(None, (untrusted.file_problem(root, name) for name in manifest.files)), None)
+    filter(None, (untrusted.file_problem(root, name) for name in manifest.files)), None
+  )
   if link is not None:  # checked before any file is opened
     return f'The checkpoint {str(root)!r} is damaged: {link}. Restore another checkpoint, or a copy of this one.'
   problems = []
@@ -376,24 +455,37 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
   # attempt, are harmless.
   folder = next(_attempts_of(manifest), discovery.STATE_DIRNAME)
   others = f'{discovery.STATE_DIRNAME}/{discovery.ATTEMPT_PREFIX}'
-  present = {name for name in (f'{folder}/{name}' for name in list_files(root / folder))
-             if folder.startswith(others) or not name.startswith(others)}
+  present = {
+    name
+    for name in (f'{folder}/{name}' for name in list_files(root / folder))
+    if folder.startswith(others) or not name.startswith(others)
+  }
   for name in sorted(present - set(manifest.files)):
     problems.append(f'{name} is not in the manifest')
   are_there = files.each(lambda path: path.is_file(), [root / name for name in manifest.files])
-  missing = sorted(name for name, is_there in zip(manifest.files, are_there, strict=True) if not is_there)
+  missing = sorted(
+    name for name, is_there in zip(manifest.files, are_there, strict=True) if not is_there
+  )
   problems += [f'{name} is missing' for name in missing]
   if not problems:
     names = [discovery.MANIFEST_FILENAME, *manifest.files]
     before = _stats(root, names)
     if _verified.get(str(root)) == before:
       return None
-    share = sorted(manifest.files)[jax.process_index()::jax.process_count()] if is_shared else sorted(manifest.files)
+    share = (
+      sorted(manifest.files)[jax.process_index() :: jax.process_count()]
+      if is_shared
+      else sorted(manifest.files)
+    )
     for name, found in hash_files(root, share).items():
       if found != manifest.files[name]:
         size, wanted_size = found['bytes'], manifest.files[name]['bytes']
-        problems.append(f'{name} has ' + (
-            f'{size} bytes instead of {wanted_size}' if size != wanted_size else 'changed contents'))
+        problems.append(
+          f'{name} has '
+          + (
+            f'{size} bytes instead of {wanted_size}' if size != wanted_size else 'changed contents'
+          )
+        )
     if not problems:
       _verified[str(root)] = before
       return None
@@ -403,4 +495,7 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
 
 def describe_arrays(flat_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """Return {'shape', 'dtype'} for each array of a flat state."""
-  return {name: {'shape': list(leaf.shape), 'dtype': np.dtype(leaf.dtype).name} for name, leaf in flat_state.items()}
+  return {
+    name: {'shape': list(leaf.shape), 'dtype': np.dtype(leaf.dtype).name}
+    for name, leaf in flat_state.items()
+  }

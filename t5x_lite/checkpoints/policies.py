@@ -87,9 +87,15 @@ class AtSteps:
   steps: Collection[int]
 
   def __post_init__(self):
-    checks.check('AtSteps', vars(self), steps=checks.Expectation(
-        'steps, integers >= 0', lambda steps: len(steps) > 0 and all(map(_STEP.holds, steps)),
-        'For example [0, 1000].'))
+    checks.check(
+      'AtSteps',
+      vars(self),
+      steps=checks.Expectation(
+        'steps, integers >= 0',
+        lambda steps: len(steps) > 0 and all(map(_STEP.holds, steps)),
+        'For example [0, 1000].',
+      ),
+    )
 
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
@@ -119,8 +125,13 @@ class WhenBest:
   from_step: int = 0
 
   def __post_init__(self):
-    checks.check('WhenBest', vars(self), metric_name=checks.instance(str, 'the full name of a metric'),
-                 mode=checks.one_of(options.METRIC_MODES), from_step=_STEP)
+    checks.check(
+      'WhenBest',
+      vars(self),
+      metric_name=checks.instance(str, 'the full name of a metric'),
+      mode=checks.one_of(options.METRIC_MODES),
+      from_step=_STEP,
+    )
 
   @property
   def key(self) -> tuple[str, str]:
@@ -129,7 +140,9 @@ class WhenBest:
 
   def is_better(self, value: float, than: float | None) -> bool:
     """Return whether a value is better than another one, of which None is the worst; only finite values are."""
-    return math.isfinite(value) and (than is None or (value > than if self.mode == 'max' else value < than))
+    return math.isfinite(value) and (
+      than is None or (value > than if self.mode == 'max' else value < than)
+    )
 
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
@@ -163,7 +176,9 @@ class EveryNMinutes:
 
   def should_save(self, step: int, point: SavePoint | None = None) -> bool:
     """See `SavePolicy`."""
-    return point is not None and step >= self.from_step and point.seconds_since_save >= 60 * self.minutes
+    return (
+      point is not None and step >= self.from_step and point.seconds_since_save >= 60 * self.minutes
+    )
 
   def next_step(self, step: int) -> int | None:
     """See `SavePolicy`; the step is unknown."""
@@ -221,15 +236,22 @@ class AnySavePolicy:
 def _is_true(policy: SavePolicy, result: Any) -> bool:
   """Return the result of `SavePolicy.should_save`; raise if a custom policy returns something else than a bool."""
   if result is None or np.ndim(result):
-    raise checks.invalid(type(policy).__name__, 'should_save', 'a method that returns True or False', result,
-                         'Return True to save.')
+    raise checks.invalid(
+      type(policy).__name__,
+      'should_save',
+      'a method that returns True or False',
+      result,
+      'Return True to save.',
+    )
   return bool(result)
 
 
 class RetentionPolicy(Protocol):
   """Policy that selects the checkpoints to keep."""
 
-  def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+  def steps_to_keep(
+    self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
+  ) -> set[int]:
     """Return the subset of the ascending `steps` to keep, given the known metrics by step."""
 
 
@@ -240,10 +262,12 @@ class KeepLast:
 
   count: int
 
-  def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+  def steps_to_keep(
+    self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
+  ) -> set[int]:
     """See `RetentionPolicy`."""
     del metrics
-    return set(steps[-self.count:])
+    return set(steps[-self.count :])
 
 
 @final
@@ -253,7 +277,9 @@ class KeepEvery:
 
   period: int
 
-  def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+  def steps_to_keep(
+    self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
+  ) -> set[int]:
     """See `RetentionPolicy`."""
     del metrics
     return {step for step in steps if step % self.period == 0}
@@ -276,12 +302,14 @@ class KeepBest:
   mode: str = 'max'
   keep_without_metrics: bool = True
 
-  def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+  def steps_to_keep(
+    self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
+  ) -> set[int]:
     """See `RetentionPolicy`."""
     values = {step: metrics.get(step, {}).get(self.metric_name, math.nan) for step in steps}
     known = [step for step in steps if math.isfinite(values[step])]
     sign = 1 if self.mode == 'max' else -1
-    best = sorted(known, key=lambda step: (sign * values[step], step))[-self.count:]
+    best = sorted(known, key=lambda step: (sign * values[step], step))[-self.count :]
     unknown = [step for step in steps if step not in known]
     return set(best) | (set(unknown) if self.keep_without_metrics else set())
 
@@ -291,7 +319,9 @@ class KeepBest:
 class KeepAll:
   """Policy that keeps all checkpoints."""
 
-  def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+  def steps_to_keep(
+    self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
+  ) -> set[int]:
     """See `RetentionPolicy`."""
     del metrics
     return set(steps)
@@ -309,10 +339,16 @@ def save_policies_from_config(cfg: options.SaveOptions) -> AnySavePolicy:
 
 def metric_names(cfg: options.SaveOptions) -> list[tuple[str, str]]:
   """Return (option, full name) of each metric on which saving or keeping depends."""
-  names = [] if cfg.keep_best is None else [(
-      'SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor)]
-  return names + [('WhenBest.metric_name', policy.metric_name) for policy in cfg.policies
-                  if isinstance(policy, WhenBest)]
+  names = (
+    []
+    if cfg.keep_best is None
+    else [('SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor)]
+  )
+  return names + [
+    ('WhenBest.metric_name', policy.metric_name)
+    for policy in cfg.policies
+    if isinstance(policy, WhenBest)
+  ]
 
 
 def retention_policies_from_config(cfg: options.SaveOptions) -> tuple[RetentionPolicy, ...]:
@@ -323,13 +359,23 @@ def retention_policies_from_config(cfg: options.SaveOptions) -> tuple[RetentionP
   if cfg.keep_period is not None:
     policies.append(KeepEvery(cfg.keep_period))
   if cfg.keep_best is not None:
-    policies.append(KeepBest(cfg.keep_best, cfg.metric_name_to_monitor, cfg.metric_mode,
-                             cfg.keep_checkpoints_without_metrics))
+    policies.append(
+      KeepBest(
+        cfg.keep_best,
+        cfg.metric_name_to_monitor,
+        cfg.metric_mode,
+        cfg.keep_checkpoints_without_metrics,
+      )
+    )
   return tuple(policies) or (KeepAll(),)
 
 
-def steps_to_delete(policies: Sequence[RetentionPolicy], steps: Sequence[int],
-                    metrics: Mapping[int, Mapping[str, float]], pinned: Collection[int]) -> list[int]:
+def steps_to_delete(
+  policies: Sequence[RetentionPolicy],
+  steps: Sequence[int],
+  metrics: Mapping[int, Mapping[str, float]],
+  pinned: Collection[int],
+) -> list[int]:
   """Return the steps that no policy keeps.
 
   Args:
@@ -353,8 +399,15 @@ def steps_to_delete(policies: Sequence[RetentionPolicy], steps: Sequence[int],
 
 
 def find_next_checkpoint_step(
-    checkpoint_steps_index: int, inner_num_steps: int, is_checkpoint_step: bool, host_step: int,
-    checkpoint_steps: Sequence[int], epoch_end_step: int, checkpoint_period: int, first_step: int) -> tuple[int, bool]:
+  checkpoint_steps_index: int,
+  inner_num_steps: int,
+  is_checkpoint_step: bool,
+  host_step: int,
+  checkpoint_steps: Sequence[int],
+  epoch_end_step: int,
+  checkpoint_period: int,
+  first_step: int,
+) -> tuple[int, bool]:
   """Shorten a stretch of training so that it ends at the next of the further steps to save.
 
   For training loops written for T5X; `train` asks save policies.
@@ -383,8 +436,9 @@ def find_next_checkpoint_step(
   return inner_num_steps, is_checkpoint_step
 
 
-def find_first_checkpoint_step(checkpoint_steps_index: int, checkpoint_steps: Sequence[int], first_step: int,
-                               host_step: int) -> int:
+def find_first_checkpoint_step(
+  checkpoint_steps_index: int, checkpoint_steps: Sequence[int], first_step: int, host_step: int
+) -> int:
   """Return the index of the next of the further steps to save, from an index on, or of the last step.
 
   Args:

@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from t5x_lite import checks, errors, files, tree_utils
-from t5x_lite.checkpoints import discovery, lazy_arrays, manifest, options, sources, state_io, transforms
+from t5x_lite.checkpoints import (
+  discovery,
+  lazy_arrays,
+  manifest,
+  options,
+  sources,
+  state_io,
+  transforms,
+)
 from t5x_lite.checkpoints.builders import base, chain
 from t5x_lite.formatting import first_names
 from t5x_lite.networks.t5_config import StackConfig
@@ -63,16 +71,16 @@ def is_cast(name: str) -> bool:
 
 
 def restore_checkpoint(
-    path: discovery.PathLike | None,
-    target: transforms.StateDict,
-    *,
-    shardings: Any = None,
-    restore_cfg: options.RestoreOptions | None = None,
-    transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
-    initial_state_fn: Callable[[], transforms.StateDict] | None = None,
-    from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
-    is_resuming: bool = False,
-    network: StackConfig | None = None,
+  path: discovery.PathLike | None,
+  target: transforms.StateDict,
+  *,
+  shardings: Any = None,
+  restore_cfg: options.RestoreOptions | None = None,
+  transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
+  initial_state_fn: Callable[[], transforms.StateDict] | None = None,
+  from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
+  is_resuming: bool = False,
+  network: StackConfig | None = None,
 ) -> RestoredCheckpoint:
   """Restore a checkpoint into the structure of `target`. All processes must call this together.
 
@@ -109,39 +117,66 @@ def restore_checkpoint(
     ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
   cfg = restore_cfg or options.RestoreOptions(path=os.fspath(path), mode='specific')
-  builders = chain.chain_of(path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming)
-  goal = base.TargetState(state_dict=target, wanted=_wanted_leaves(target, cfg.dtype), network=network,
-                          is_resuming=is_resuming)
+  builders = chain.chain_of(
+    path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
+  )
+  goal = base.TargetState(
+    state_dict=target,
+    wanted=_wanted_leaves(target, cfg.dtype),
+    network=network,
+    is_resuming=is_resuming,
+  )
   flat_shardings = _flat_shardings(shardings, target, goal.wanted)
-  built = _build(builders, goal, cfg, path, begins=from_params_fn is not None,
-                 initializes=initial_state_fn is not None)
+  built = _build(
+    builders,
+    goal,
+    cfg,
+    path,
+    begins=from_params_fn is not None,
+    initializes=initial_state_fn is not None,
+  )
   missing = [name for name in goal.wanted if name not in built.arrays]
-  begun = [] if from_params_fn is None or is_resuming else [
-      name for name in missing if name.startswith(base.FROM_PARAMS)]
+  begun = (
+    []
+    if from_params_fn is None or is_resuming
+    else [name for name in missing if name.startswith(base.FROM_PARAMS)]
+  )
   arrays = {name: array for name, array in built.arrays.items() if name in goal.wanted}
-  state = _placed(arrays, [name for name in missing if name not in begun], goal, flat_shardings,
-                  initial_state_fn)
+  state = _placed(
+    arrays, [name for name in missing if name not in begun], goal, flat_shardings, initial_state_fn
+  )
   del arrays
-  built = built.replace(arrays={}, initialized=built.initialized | set(missing))  # frees the results of functions
+  built = built.replace(
+    arrays={}, initialized=built.initialized | set(missing)
+  )  # frees the results of functions
   if begun:
-    _logger.info('New, made from the restored parameters: %s.',
-                 _sections_or_names(begun, state))
+    _logger.info('New, made from the restored parameters: %s.', _sections_or_names(begun, state))
     made = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
     state |= state_io.place({name: made[name] for name in begun}, goal.wanted, flat_shardings)
   if any(builder.INPUT == base.ARRAYS for builder in builders):
     complete = chain.run_on_arrays(builders, built.replace(arrays=state), goal)
     state = state_io.place(complete, goal.wanted, flat_shardings)
   if _has_builders(cfg, goal):
-    _logger.info('Built the state of step %d from %s: %d of %d arrays; the others are new.', built.step or 0,
-                 chain.describe(path and os.fspath(path), cfg), len(goal.wanted) - len(built.initialized),
-                 len(goal.wanted))
+    _logger.info(
+      'Built the state of step %d from %s: %d of %d arrays; the others are new.',
+      built.step or 0,
+      chain.describe(path and os.fspath(path), cfg),
+      len(goal.wanted) - len(built.initialized),
+      len(goal.wanted),
+    )
   return _restored(state, built.step or 0, path and os.fspath(path), goal, cfg)
 
 
-def check_fits(path: discovery.PathLike | None, target: transforms.StateDict, *,
-               restore_cfg: options.RestoreOptions | None = None,
-               transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
-               is_resuming: bool = False, may_begin: bool = False, network: StackConfig | None = None) -> None:
+def check_fits(
+  path: discovery.PathLike | None,
+  target: transforms.StateDict,
+  *,
+  restore_cfg: options.RestoreOptions | None = None,
+  transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
+  is_resuming: bool = False,
+  may_begin: bool = False,
+  network: StackConfig | None = None,
+) -> None:
   """Raise if a state cannot be restored into the structure of `target`; reads no values.
 
   Functions with T5X's signature are applied to shapes, see `transforms.transform_shapes`.
@@ -160,26 +195,41 @@ def check_fits(path: discovery.PathLike | None, target: transforms.StateDict, *,
     ValuesNeededError: a function needs values, so the result is unknown.
   """
   cfg = restore_cfg or options.RestoreOptions(path=os.fspath(path), mode='specific')
-  builders = chain.chain_of(path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming)
-  goal = base.TargetState(state_dict=target, wanted=_wanted_leaves(target, cfg.dtype), network=network,
-                          is_resuming=is_resuming, has_values=False)
+  builders = chain.chain_of(
+    path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
+  )
+  goal = base.TargetState(
+    state_dict=target,
+    wanted=_wanted_leaves(target, cfg.dtype),
+    network=network,
+    is_resuming=is_resuming,
+    has_values=False,
+  )
   built = _build(builders, goal, cfg, path, begins=may_begin, initializes=may_begin)
   # An optimizer without state looks like an inference state, for which stored optimizer state is not an error.
   prefix = base.FROM_PARAMS[0]
   left = [name for name in built.arrays if name.startswith(prefix)]
   if is_resuming and left and not any(name.startswith(prefix) for name in goal.wanted):
     raise errors.CheckpointError(
-        f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), but the configured '
-        'optimizer has no state. Use the optimizer of the checkpoint, or start a new run from the checkpoint in '
-        'another MODEL_DIR.')
+      f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), but the configured '
+      'optimizer has no state. Use the optimizer of the checkpoint, or start a new run from the checkpoint in '
+      'another MODEL_DIR.'
+    )
 
 
 def _has_builders(cfg: options.RestoreOptions, goal: base.TargetState) -> bool:
   return bool(cfg.builders) and not goal.is_resuming
 
 
-def _build(builders: chain.Chain, goal: base.TargetState, cfg: options.RestoreOptions,
-           path: discovery.PathLike | None, *, begins: bool, initializes: bool) -> base.BuiltState:
+def _build(
+  builders: chain.Chain,
+  goal: base.TargetState,
+  cfg: options.RestoreOptions,
+  path: discovery.PathLike | None,
+  *,
+  begins: bool,
+  initializes: bool,
+) -> base.BuiltState:
   """Return the state that the builders on shapes build, after comparing it with the wanted one.
 
   Args:
@@ -196,54 +246,87 @@ def _build(builders: chain.Chain, goal: base.TargetState, cfg: options.RestoreOp
   built, absent = chain.run_on_shapes(builders, goal)
   if path is None and not any(name.startswith(base.PARAMS) for name in built.arrays):
     raise errors.CheckpointError(
-        f'`RestoreCheckpointConfig.builders` must build parameters, got {chain.describe(None, cfg)!r}, which builds '
-        'none. Set RestoreCheckpointConfig.path, or begin with builders.Average.')
+      f'`RestoreCheckpointConfig.builders` must build parameters, got {chain.describe(None, cfg)!r}, which builds '
+      'none. Set RestoreCheckpointConfig.path, or begin with builders.Average.'
+    )
   if _has_builders(cfg, goal) and base.STEP in goal.wanted and base.STEP not in built.arrays:
     built = built.at_step(built.step or 0)
   sections = (base.FROM_PARAMS if begins else ()) + (base.FROM_SCRATCH if initializes else ())
   fresh = tuple(section for section in sections if section in absent and not goal.is_resuming)
   # A part of which only some arrays are built is replaced.
   partial = {name for name in goal.wanted if name.startswith(fresh) and name not in built.arrays}
-  built = built.without(*(section for section in fresh if any(name.startswith(section) for name in partial)))
+  built = built.without(
+    *(section for section in fresh if any(name.startswith(section) for name in partial))
+  )
   # Builders without a checkpoint of the entire model may build some of the parameters, and nothing else.
-  is_partial = path is None and initializes and not any(name.startswith(base.FROM_PARAMS) for name in built.arrays)
+  is_partial = (
+    path is None
+    and initializes
+    and not any(name.startswith(base.FROM_PARAMS) for name in built.arrays)
+  )
   is_lenient = cfg.fallback_to_scratch
   transforms.check_fit(
-      built.arrays,
-      {name: leaf for name, leaf in goal.wanted.items() if name in built.arrays or not name.startswith(fresh)},
-      allow_surplus=is_lenient or not cfg.strict, allow_missing=is_lenient or is_partial,
-      where=chain.describe(path and os.fspath(path), cfg),
-      what='state built from' if _has_builders(cfg, goal) else 'checkpoint')
+    built.arrays,
+    {
+      name: leaf
+      for name, leaf in goal.wanted.items()
+      if name in built.arrays or not name.startswith(fresh)
+    },
+    allow_surplus=is_lenient or not cfg.strict,
+    allow_missing=is_lenient or is_partial,
+    where=chain.describe(path and os.fspath(path), cfg),
+    what='state built from' if _has_builders(cfg, goal) else 'checkpoint',
+  )
   return built
 
 
-def _placed(arrays: Mapping[str, Any], missing: Sequence[str], goal: base.TargetState,
-            shardings: Mapping[str, jax.sharding.Sharding | None],
-            initial_state_fn: Callable[[], transforms.StateDict] | None) -> dict[str, Any]:
+def _placed(
+  arrays: Mapping[str, Any],
+  missing: Sequence[str],
+  goal: base.TargetState,
+  shardings: Mapping[str, jax.sharding.Sharding | None],
+  initial_state_fn: Callable[[], transforms.StateDict] | None,
+) -> dict[str, Any]:
   """Return the built arrays, and the initial arrays that are `missing`, on their devices."""
   initial = _initial_arrays(missing, arrays, initial_state_fn)
   state = lazy_arrays.place(arrays, goal.wanted, shardings, initial)
   return state | state_io.place({name: initial[name] for name in missing}, goal.wanted, shardings)
 
 
-def _restored(state: Mapping[str, Any], step: int, path: str | None, goal: base.TargetState,
-              cfg: options.RestoreOptions) -> RestoredCheckpoint:
+def _restored(
+  state: Mapping[str, Any],
+  step: int,
+  path: str | None,
+  goal: base.TargetState,
+  cfg: options.RestoreOptions,
+) -> RestoredCheckpoint:
   """Return a complete state with the values stored next to the checkpoint of `path`."""
   nested = _like_target(goal.state_dict, state)
   if path is None:
-    return RestoredCheckpoint(state=nested, data_state=None, num_data_processes=0, step=step, path=None)
+    return RestoredCheckpoint(
+      state=nested, data_state=None, num_data_processes=0, step=step, path=None
+    )
   source = goal.open(path)
   found = source.manifest
   return RestoredCheckpoint(
-      state=nested, data_state=read_data_state(path, found) if cfg.restore_dataset else None,
-      num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
-      step=step if _has_builders(cfg, goal) else _step(source, state), path=path, is_resuming=goal.is_resuming,
-      is_verified=goal.is_verified(path), metadata=source.metadata, metrics=found.metrics if found else {},
-      format=source.format)
+    state=nested,
+    data_state=read_data_state(path, found) if cfg.restore_dataset else None,
+    num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
+    step=step if _has_builders(cfg, goal) else _step(source, state),
+    path=path,
+    is_resuming=goal.is_resuming,
+    is_verified=goal.is_verified(path),
+    metadata=source.metadata,
+    metrics=found.metrics if found else {},
+    format=source.format,
+  )
 
 
-def _initial_arrays(missing: Sequence[str], arrays: Mapping[str, Any],
-                    initial_state_fn: Callable[[], transforms.StateDict] | None) -> dict[str, Any]:
+def _initial_arrays(
+  missing: Sequence[str],
+  arrays: Mapping[str, Any],
+  initial_state_fn: Callable[[], transforms.StateDict] | None,
+) -> dict[str, Any]:
   """Return the initial arrays that are missing, and those that `arrays` need; may be empty.
 
   Raises:
@@ -255,11 +338,13 @@ def _initial_arrays(missing: Sequence[str], arrays: Mapping[str, Any],
   if initial_state_fn is None:
     if needed:
       raise errors.ConfigError(
-          f'The builders need initial values of {first_names(sorted(needed))}, and there is no seed for them. Set '
-          'fallback_init_rng, or use builders without initial values.')
+        f'The builders need initial values of {first_names(sorted(needed))}, and there is no seed for them. Set '
+        'fallback_init_rng, or use builders without initial values.'
+      )
     raise errors.ConfigError(
-        f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial '
-        'state. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
+      f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial '
+      'state. Restore through a command that initialises the model, or set fallback_to_scratch=False.'
+    )
   if missing:
     _logger.info('New, initialised from scratch: %s.', first_names(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
@@ -269,7 +354,9 @@ def _initial_arrays(missing: Sequence[str], arrays: Mapping[str, Any],
 def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
   """Return the `missing` names for a message, with one entry for a section of which `state` has no array."""
   parts = []
-  for section, words in zip(base.FROM_PARAMS, ("the optimizer's state", 'averages of parameters'), strict=True):
+  for section, words in zip(
+    base.FROM_PARAMS, ("the optimizer's state", 'averages of parameters'), strict=True
+  ):
     names = [name for name in missing if name.startswith(section)]
     if names and not any(name.startswith(section) for name in state):
       parts.append(f'{words} ({len(names)} arrays)')
@@ -332,7 +419,9 @@ def data_dir_name(process_index: int, process_count: int) -> str:
   return f'{discovery.DATASET_DIRNAME}/process_{process_index}-of-{process_count}'
 
 
-def read_data_state(path: discovery.PathLike, found: manifest.Manifest | None) -> dict[str, bytes] | None:
+def read_data_state(
+  path: discovery.PathLike, found: manifest.Manifest | None
+) -> dict[str, bytes] | None:
   """Return the stored dataset state of this process (of process 0 if the number of processes has changed), or None."""
   if found is None or not found.num_data_processes:
     return None
@@ -360,8 +449,12 @@ def check_keeps_dtypes(target: transforms.StateDict, restore_cfg: options.Restor
   for name, wanted in _wanted_leaves(target, restore_cfg.dtype).items():
     if wanted.dtype != flat[name].dtype:
       raise checks.invalid(
-          'RestoreCheckpointConfig', 'dtype', f'None or {flat[name].dtype.name!r} in training, the dtype of {name}',
-          restore_cfg.dtype, 'Set it to None; to compute in another dtype, set `Trainer.train_dtype`.')
+        'RestoreCheckpointConfig',
+        'dtype',
+        f'None or {flat[name].dtype.name!r} in training, the dtype of {name}',
+        restore_cfg.dtype,
+        'Set it to None; to compute in another dtype, set `Trainer.train_dtype`.',
+      )
 
 
 def _wanted_leaves(target: transforms.StateDict, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -376,21 +469,30 @@ def _wanted_leaves(target: transforms.StateDict, dtype: Any) -> dict[str, jax.Sh
   return leaves
 
 
-def _flat_shardings(shardings: Any, target: transforms.StateDict, wanted: Mapping[str, Any],
-                    ) -> dict[str, jax.sharding.Sharding | None]:
+def _flat_shardings(
+  shardings: Any,
+  target: transforms.StateDict,
+  wanted: Mapping[str, Any],
+) -> dict[str, jax.sharding.Sharding | None]:
   if isinstance(shardings, jax.sharding.Sharding):
     return dict.fromkeys(wanted, shardings)
   if shardings is None:
     leaves = tree_utils.flatten_dict(target)
-    return {name: leaves[name].sharding if isinstance(leaves[name], jax.Array | jax.ShapeDtypeStruct) else None
-            for name in wanted}
+    return {
+      name: leaves[name].sharding
+      if isinstance(leaves[name], jax.Array | jax.ShapeDtypeStruct)
+      else None
+      for name in wanted
+    }
   flat = tree_utils.flatten_dict(shardings)
   return {name: flat[name] for name in wanted}
 
 
 def _like_target(target: transforms.StateDict, flat_state: Mapping[str, Any]) -> dict[str, Any]:
   flat_target = tree_utils.flatten_dict(target, keep_empty=True)
-  return tree_utils.unflatten_dict({name: flat_state.get(name, leaf) for name, leaf in flat_target.items()})
+  return tree_utils.unflatten_dict(
+    {name: flat_state.get(name, leaf) for name, leaf in flat_target.items()}
+  )
 
 
 def _step(source: sources.StateSource, flat_state: Mapping[str, Any]) -> int:

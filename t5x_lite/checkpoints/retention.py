@@ -13,7 +13,9 @@ from t5x_lite.checkpoints import commit, discovery, manifest, policies
 _logger = logging.getLogger(__name__)
 
 
-def record_metrics(checkpoints_dir: discovery.PathLike, step: int, metrics: Mapping[str, float]) -> None:
+def record_metrics(
+  checkpoints_dir: discovery.PathLike, step: int, metrics: Mapping[str, float]
+) -> None:
   """Add metrics of the checkpoint of `step` to the directory's record; only in the lead process."""
   recorded = _recorded_metrics(checkpoints_dir)
   recorded.setdefault(step, {}).update({name: float(value) for name, value in metrics.items()})
@@ -26,12 +28,16 @@ def forget_metrics(checkpoints_dir: discovery.PathLike, step: int) -> None:
   The lead process calls this before it saves `step`: recorded metrics belong to an earlier state of that step.
   """
   recorded = _recorded_metrics(checkpoints_dir)
-  kept = {s: recorded[s] for s in recorded if s != step and s in discovery.all_steps(checkpoints_dir)}
+  kept = {
+    s: recorded[s] for s in recorded if s != step and s in discovery.all_steps(checkpoints_dir)
+  }
   if kept != recorded:
     _write_record(checkpoints_dir, kept)
 
 
-def metrics_by_step(checkpoints_dir: discovery.PathLike, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+def metrics_by_step(
+  checkpoints_dir: discovery.PathLike, steps: Sequence[int]
+) -> dict[int, dict[str, float]]:
   """Return the metrics of each checkpoint; metrics recorded later override those saved with the checkpoint."""
   recorded = _recorded_metrics(checkpoints_dir)
   result = {}
@@ -44,8 +50,14 @@ def metrics_by_step(checkpoints_dir: discovery.PathLike, steps: Sequence[int]) -
   return result
 
 
-def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.RetentionPolicy], newest_step: int, *,
-          with_metrics: bool, keep_dataset_checkpoints: int | None) -> None:
+def apply(
+  checkpoints_dir: discovery.PathLike,
+  retention: Sequence[policies.RetentionPolicy],
+  newest_step: int,
+  *,
+  with_metrics: bool,
+  keep_dataset_checkpoints: int | None,
+) -> None:
   """Delete the checkpoints that no policy keeps; only in the lead process, after a commit.
 
   Checkpoints that are marked unsound or of later steps than the committed one are ignored: the run replaces them later.
@@ -57,8 +69,12 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
     with_metrics: whether a policy needs metrics; otherwise no manifest is read.
     keep_dataset_checkpoints: number of newest checkpoints that keep their dataset state; None for all.
   """
-  steps = [step for step in discovery.all_steps(checkpoints_dir) if step <= newest_step and
-           not discovery.is_marked_unsound(discovery.get_checkpoint_dir(checkpoints_dir, step))]
+  steps = [
+    step
+    for step in discovery.all_steps(checkpoints_dir)
+    if step <= newest_step
+    and not discovery.is_marked_unsound(discovery.get_checkpoint_dir(checkpoints_dir, step))
+  ]
   path = {step: discovery.get_checkpoint_dir(checkpoints_dir, step) for step in steps}
   pinned = [step for step in steps if discovery.is_pinned_checkpoint(path[step])]
   metrics = metrics_by_step(checkpoints_dir, steps) if with_metrics else {}
@@ -68,20 +84,29 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
   for step in policies.steps_to_delete(retention, steps, metrics, pinned):
     discovery.remove_checkpoint_dir(path[step])
   if keep_dataset_checkpoints is not None:
-    with_data = [step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step in path]
+    with_data = [
+      step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step in path
+    ]
     for step in with_data[:-keep_dataset_checkpoints]:
       commit.remove_dataset_checkpoint(path[step])
 
 
 def _warn_of_unknown_metric(name: str, metrics: Mapping[int, Mapping[str, float]]) -> None:
   kind = name.partition('/')[0]  # an evaluation of another kind may have come first
-  known = {other for of_step in metrics.values() for other in of_step if other.partition('/')[0] == kind}
+  known = {
+    other for of_step in metrics.values() for other in of_step if other.partition('/')[0] == kind
+  }
   if known and name not in known:
-    _logger.warning('SaveCheckpointConfig.metric_name_to_monitor is %r, and no checkpoint has a metric of that name.%s',
-                    name, errors.did_you_mean(name, known))
+    _logger.warning(
+      'SaveCheckpointConfig.metric_name_to_monitor is %r, and no checkpoint has a metric of that name.%s',
+      name,
+      errors.did_you_mean(name, known),
+    )
 
 
-def _write_record(checkpoints_dir: discovery.PathLike, recorded: Mapping[int, Mapping[str, float]]) -> None:
+def _write_record(
+  checkpoints_dir: discovery.PathLike, recorded: Mapping[int, Mapping[str, float]]
+) -> None:
   path = files.path(checkpoints_dir) / discovery.METRICS_FILENAME
   files.write(path, json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
 

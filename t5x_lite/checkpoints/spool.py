@@ -38,21 +38,36 @@ class Spool:
     Raises:
       ConfigError: the folder is not local or cannot be written, or the model directory is local.
     """
-    checks.check('train', {'spool_dir': spool_dir}, spool_dir=checks.Expectation(
+    checks.check(
+      'train',
+      {'spool_dir': spool_dir},
+      spool_dir=checks.Expectation(
         'a local folder, with a MODEL_DIR in an object store',
-        lambda name: isinstance(name, str) and name and not files.is_remote(name) and files.is_remote(model_dir),
-        'Omit it, or name a folder on a disk.'))
-    self.folder = pathlib.Path(spool_dir).absolute() / urllib.parse.quote(str(files.path(model_dir)), safe='')
+        lambda name: (
+          isinstance(name, str)
+          and name
+          and not files.is_remote(name)
+          and files.is_remote(model_dir)
+        ),
+        'Omit it, or name a folder on a disk.',
+      ),
+    )
+    self.folder = pathlib.Path(spool_dir).absolute() / urllib.parse.quote(
+      str(files.path(model_dir)), safe=''
+    )
     self._model_dir = files.path(model_dir)
     try:
       files.make_writable(self.folder)
     except OSError as e:
       raise errors.ConfigError(
-          f'`train.spool_dir` must be a folder that can be written, got {spool_dir!r} ({e}).') from e
+        f'`train.spool_dir` must be a folder that can be written, got {spool_dir!r} ({e}).'
+      ) from e
 
   def report(self, pending: commit.PendingCheckpoint, outcome: int) -> None:
     """Tell all processes the outcome of this process's part of a save: `OK`, `FAILED` or `LOST_LEASE`."""
-    files.write(self.folder / f'{_name(pending)}.process_{jax.process_index()}', str(outcome), durable=False)
+    files.write(
+      self.folder / f'{_name(pending)}.process_{jax.process_index()}', str(outcome), durable=False
+    )
 
   def worst(self, pending: commit.PendingCheckpoint) -> int:
     """Return the worst outcome of all processes, `FAILED` if one cannot be read; only after a barrier."""
@@ -69,8 +84,12 @@ class Spool:
     for path in self.folder.glob(f'{_name(pending)}.process_*'):
       files.remove(path)
 
-  def write(self, pending: commit.PendingCheckpoint, write_fn: Callable[[commit.PendingCheckpoint], None],
-            barrier_fn: Callable[[str], None]) -> pathlib.Path:
+  def write(
+    self,
+    pending: commit.PendingCheckpoint,
+    write_fn: Callable[[commit.PendingCheckpoint], None],
+    barrier_fn: Callable[[str], None],
+  ) -> pathlib.Path:
     """Write a checkpoint that the store did not take, in place of those kept before; all processes call this together.
 
     Args:
@@ -85,8 +104,15 @@ class Spool:
       OSError: e.g. the disk is full.
       CheckpointError: another process could not write its part.
     """
-    here = commit.new_save(self.folder, pending.step, pending.attempt, arrays=pending.arrays, metadata=pending.metadata,
-                           metrics=pending.metrics, has_data_state=pending.has_data_state)
+    here = commit.new_save(
+      self.folder,
+      pending.step,
+      pending.attempt,
+      arrays=pending.arrays,
+      metadata=pending.metadata,
+      metrics=pending.metrics,
+      has_data_state=pending.has_data_state,
+    )
     failed = None
 
     def write_part():
@@ -94,8 +120,11 @@ class Spool:
       commit.mark_part_written(here)
 
     # A process that fails reaches each barrier too; otherwise the others would wait for it.
-    for name, fn, is_for_lead in (('begun', lambda: commit.begin(here), True), ('parts', write_part, False),
-                                  ('kept', lambda: self._commit(here), True)):
+    for name, fn, is_for_lead in (
+      ('begun', lambda: commit.begin(here), True),
+      ('parts', write_part, False),
+      ('kept', lambda: self._commit(here), True),
+    ):
       if failed is None and (multihost.is_lead() or not is_for_lead):
         try:
           fn()
@@ -103,7 +132,9 @@ class Spool:
           failed = e
       barrier_fn(f'spool {name}')
     if failed is None and not here.final.exists():
-      failed = errors.of_other_process(errors.CheckpointError('another process could not write its part'))
+      failed = errors.of_other_process(
+        errors.CheckpointError('another process could not write its part')
+      )
     if failed is not None:
       raise failed
     return here.final
@@ -136,20 +167,34 @@ class Spool:
     step = discovery.latest_step(self.folder)
     if step is None:
       return None
-    there = max((each for each in discovery.all_steps(self._model_dir) if not discovery.is_marked_unsound(
-        discovery.get_checkpoint_dir(self._model_dir, each))), default=-1)
+    there = max(
+      (
+        each
+        for each in discovery.all_steps(self._model_dir)
+        if not discovery.is_marked_unsound(discovery.get_checkpoint_dir(self._model_dir, each))
+      ),
+      default=-1,
+    )
     if there >= step:
-      _logger.warning('The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in '
-                      '%s. Delete it, or it is replaced by the next one that the store does not take.', step,
-                      self.folder, there, self._model_dir)
+      _logger.warning(
+        'The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in '
+        '%s. Delete it, or it is replaced by the next one that the store does not take.',
+        step,
+        self.folder,
+        there,
+        self._model_dir,
+      )
       return None
     source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
     if problem := manifest.damage(source):
       raise errors.CheckpointDamagedError(
-          f'{problem} A former run kept it because the store failed. To go on without it, from step {max(there, 0)} in '
-          f'{str(self._model_dir)!r}, delete {str(self.folder)!r}.')
+        f'{problem} A former run kept it because the store failed. To go on without it, from step {max(there, 0)} in '
+        f'{str(self._model_dir)!r}, delete {str(self.folder)!r}.'
+      )
     target = self._model_dir / source.name
-    _logger.info('Copying the checkpoint of step %d, which was kept in %s, to %s.', step, source, target)
+    _logger.info(
+      'Copying the checkpoint of step %d, which was kept in %s, to %s.', step, source, target
+    )
     for path in (self.folder / _UNWRITTEN).glob('*'):
       files.write_unwritten(urllib.parse.unquote(path.name), path.read_bytes())
       path.unlink()  # a part would be added again
@@ -180,11 +225,18 @@ def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
     try:
       kept.recover()
     except (OSError, errors.CheckpointError) as e:
-      failed = e if isinstance(e, errors.CheckpointError) else errors.CheckpointError(
+      failed = (
+        e
+        if isinstance(e, errors.CheckpointError)
+        else errors.CheckpointError(
           f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the '
-          'command again when the store can be reached.')
+          'command again when the store can be reached.'
+        )
+      )
   if multihost.any_process(failed is not None):
-    raise failed or errors.of_other_process(errors.CheckpointError('The lead process failed; see its message.'))
+    raise failed or errors.of_other_process(
+      errors.CheckpointError('The lead process failed; see its message.')
+    )
 
 
 def _name(pending: commit.PendingCheckpoint) -> str:

@@ -56,13 +56,18 @@ def orbax():
     py_logging.getLogger(name).addFilter(_QuietOrbax())
   sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
   import orbax.checkpoint as ocp
+
   return ocp
 
 
 def _report_unraisable(report_fn: Callable[[Any], None], unraisable: Any) -> None:
   """Report an error of a callback, except TensorStore's error about an event loop that a failed save has closed."""
   error = unraisable.exc_value
-  if unraisable.object is not None or not isinstance(error, RuntimeError) or str(error) != 'Event loop is closed':
+  if (
+    unraisable.object is not None
+    or not isinstance(error, RuntimeError)
+    or str(error) != 'Event loop is closed'
+  ):
     report_fn(unraisable)
 
 
@@ -91,8 +96,14 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
     name -> array, of the same shape and dtype; a NumPy array if it is not sharded and there is one process.
   """
   # Orbax takes twice the time for an array of JAX: it records the sharding, and checks it on all processes.
-  becomes_numpy = {name for name, leaf in flat_state.items() if isinstance(leaf, jax.Array) and is_on_host(leaf)
-                   and leaf.is_fully_replicated and jax.process_count() == 1}
+  becomes_numpy = {
+    name
+    for name, leaf in flat_state.items()
+    if isinstance(leaf, jax.Array)
+    and is_on_host(leaf)
+    and leaf.is_fully_replicated
+    and jax.process_count() == 1
+  }
   result = {}
   for name, leaf in flat_state.items():
     if not isinstance(leaf, jax.Array):
@@ -101,9 +112,13 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
       result[name] = leaf
     else:
       leaf = leaf.addressable_data(0) if name in becomes_numpy else leaf
-      result[name] = jax.device_put(leaf, leaf.sharding, may_alias=False)  # copies of all arrays in parallel
+      result[name] = jax.device_put(
+        leaf, leaf.sharding, may_alias=False
+      )  # copies of all arrays in parallel
   jax.block_until_ready(result)
-  return {name: np.asarray(leaf) if name in becomes_numpy else leaf for name, leaf in result.items()}
+  return {
+    name: np.asarray(leaf) if name in becomes_numpy else leaf for name, leaf in result.items()
+  }
 
 
 def may_start_later(snapshot_of_state: Mapping[str, jax.Array | np.ndarray]) -> bool:
@@ -121,7 +136,9 @@ class StateWriter:
     ocp = orbax()
     self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**HANDLER_OPTIONS))
 
-  def start(self, directory: pathlib.Path, flat_state: Mapping[str, jax.Array | np.ndarray]) -> None:
+  def start(
+    self, directory: pathlib.Path, flat_state: Mapping[str, jax.Array | np.ndarray]
+  ) -> None:
     """Begin to write `flat_state` to `directory`; on return the caller may change the arrays."""
     ocp = orbax()
     # Orbax raises the errors of a write one at a time, also during later successful writes.
@@ -131,7 +148,9 @@ class StateWriter:
         break
       except Exception as e:  # pylint: disable=broad-exception-caught
         py_logging.getLogger(__name__).debug('An error of an earlier write: %s', e)
-    self._checkpointer.save(directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(flat_state)))
+    self._checkpointer.save(
+      directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(flat_state))
+    )
 
   def finish(self) -> None:
     """Wait until the write is complete; raises errors of the background thread."""
@@ -167,8 +186,11 @@ def _problem_of_names(directory: files.Path) -> str | None:
     names = ['.'.join(str(key['key']) for key in entry['key_metadata']) for entry in entries]
   except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
     return None  # Orbax reports the problem
-  problems = (f'in {_INDEX}, the name of an array {problem}' for name in names
-              if (problem := untrusted.name_problem(name)) is not None)
+  problems = (
+    f'in {_INDEX}, the name of an array {problem}'
+    for name in names
+    if (problem := untrusted.name_problem(name)) is not None
+  )
   return next(problems, None)
 
 
@@ -183,8 +205,9 @@ def _explained(what: str) -> Iterator[None]:
     if isinstance(e, OSError) and files.is_remote(str(e.filename)):
       raise  # not damaged, but denied or not reached
     raise errors.CheckpointError(
-        f'The {what} cannot be read: _METADATA, manifest.ocdbt or a file below d/ is missing or damaged '
-        f'({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
+      f'The {what} cannot be read: _METADATA, manifest.ocdbt or a file below d/ is missing or damaged '
+      f'({type(e).__name__}: {str(e)[:300]}). {_REMEDY}'
+    ) from e
 
 
 def read_shapes(directory: files.Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -202,11 +225,21 @@ def read_shapes(directory: files.Path) -> dict[str, jax.ShapeDtypeStruct]:
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     with _explained(f'index of {str(directory)!r}'):
       tree = checkpointer.metadata(directory).item_metadata.tree
-  leaves = {name: leaf for name, leaf in tree_utils.flatten_dict(tree).items() if hasattr(leaf, 'shape')}
-  shapes = {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in leaves.items()}
-  _check_sizes(directory, shapes, {
+  leaves = {
+    name: leaf for name, leaf in tree_utils.flatten_dict(tree).items() if hasattr(leaf, 'shape')
+  }
+  shapes = {
+    name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
+    for name, leaf in leaves.items()
+  }
+  _check_sizes(
+    directory,
+    shapes,
+    {
       name: {'chunk_shape': getattr(getattr(leaf, 'storage', None), 'chunk_shape', None) or ()}
-      for name, leaf in leaves.items()})
+      for name, leaf in leaves.items()
+    },
+  )
   return shapes
 
 
@@ -224,20 +257,26 @@ def read_shapes_of(directory: files.Path, names: Iterable[str]) -> dict[str, jax
   return shapes
 
 
-def _check_sizes(directory: files.Path, shapes: Mapping[str, jax.ShapeDtypeStruct],
-                 chunks: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+def _check_sizes(
+  directory: files.Path,
+  shapes: Mapping[str, jax.ShapeDtypeStruct],
+  chunks: Mapping[str, Mapping[str, Sequence[int]]],
+) -> None:
   """Raise CheckpointError if an array, or a chunk of it by name, is larger than the files."""
   max_bytes = untrusted.tree_bytes(directory) * untrusted.MAX_COMPRESSION['zstd']
   for name, leaf in shapes.items():
     for what, shape in {'shape': leaf.shape, **chunks[name]}.items():
       if untrusted.num_bytes(shape, leaf.dtype) > max_bytes:
         raise errors.CheckpointError(
-            f'The checkpoint {str(directory)!r} cannot be read: the {what} of {name} must fit into its files, got '
-            f'{untrusted.shorten(tuple(shape))}. {_REMEDY}')
+          f'The checkpoint {str(directory)!r} cannot be read: the {what} of {name} must fit into its files, got '
+          f'{untrusted.shorten(tuple(shape))}. {_REMEDY}'
+        )
 
 
-def read_arrays(directory: files.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
-                ) -> dict[str, jax.Array | np.ndarray]:
+def read_arrays(
+  directory: files.Path,
+  wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
+) -> dict[str, jax.Array | np.ndarray]:
   """Read the named arrays.
 
   Args:
@@ -266,12 +305,16 @@ def read_arrays(directory: files.Path, wanted: Mapping[str, tuple[Any, jax.shard
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     with _explained(f'data of {str(directory)!r}'):
       tree = checkpointer.restore(
-          directory, args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True))
+        directory, args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+      )
   return tree_utils.flatten_dict(tree)
 
 
-def place(flat_values: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
-          shardings: Mapping[str, jax.sharding.Sharding | None]) -> dict[str, jax.Array | np.ndarray]:
+def place(
+  flat_values: Mapping[str, Any],
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
+  shardings: Mapping[str, jax.sharding.Sharding | None],
+) -> dict[str, jax.Array | np.ndarray]:
   """Return arrays cast to dtypes and placed with shardings.
 
   Args:
@@ -291,7 +334,9 @@ def place(flat_values: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStr
       to_devices[name] = value.astype(dtype) if value.dtype != dtype else value
     else:
       value = np.asarray(value).astype(dtype, copy=False)
-      placed[name] = jax.make_array_from_callback(value.shape, sharding, functools.partial(_part, value))
+      placed[name] = jax.make_array_from_callback(
+        value.shape, sharding, functools.partial(_part, value)
+      )
   return placed | jax.device_put(to_devices, {name: shardings[name] for name in to_devices})
 
 
@@ -299,9 +344,14 @@ def _part(value: np.ndarray, index: Any) -> np.ndarray:
   return value[index]
 
 
-def cast_floating(flat_state: Mapping[str, Any], is_cast_fn: Callable[[str], bool], dtype: Any) -> dict[str, Any]:
+def cast_floating(
+  flat_state: Mapping[str, Any], is_cast_fn: Callable[[str], bool], dtype: Any
+) -> dict[str, Any]:
   """Return `flat_state` with the floating-point arrays whose names `is_cast_fn` accepts cast to `dtype`."""
   dtype = jax.numpy.dtype(dtype)
   return {
-      name: leaf.astype(dtype) if is_cast_fn(name) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating) else leaf
-      for name, leaf in flat_state.items()}
+    name: leaf.astype(dtype)
+    if is_cast_fn(name) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+    else leaf
+    for name, leaf in flat_state.items()
+  }

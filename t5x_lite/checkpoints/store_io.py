@@ -51,8 +51,12 @@ def host_parts(flat_state: Mapping[str, jax.Array | np.ndarray]) -> HostParts:
     for shard in _own_shards(leaf) if isinstance(leaf, jax.Array) else ():
       shard.data.copy_to_host_async()  # all at a time
   return HostParts(
-      arrays={name: (tuple(leaf.shape), np.dtype(leaf.dtype), _chunk_shape(leaf)) for name, leaf in flat_state.items()},
-      parts={name: _own_parts(leaf) for name, leaf in flat_state.items()})
+    arrays={
+      name: (tuple(leaf.shape), np.dtype(leaf.dtype), _chunk_shape(leaf))
+      for name, leaf in flat_state.items()
+    },
+    parts={name: _own_parts(leaf) for name, leaf in flat_state.items()},
+  )
 
 
 def write_parts(directory: files.Path, state: HostParts) -> None:
@@ -63,10 +67,17 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
   """
   base = _database(directory, jax.process_index(), jax.process_count())
   context = context_of(directory)  # one, so that the writes of all arrays are committed together
-  arrays = {name: _opened(base, name, *state.arrays[name], context) for name, parts in state.parts.items() if parts}
+  arrays = {
+    name: _opened(base, name, *state.arrays[name], context)
+    for name, parts in state.parts.items()
+    if parts
+  }
   arrays = _results(arrays, directory)
-  writes = [(array[index] if index else array).write(values)
-            for name, array in arrays.items() for index, values in state.parts[name]]
+  writes = [
+    (array[index] if index else array).write(values)
+    for name, array in arrays.items()
+    for index, values in state.parts[name]
+  ]
   _wait_for(writes, directory)
   if jax.process_index() == 0:
     _write_index(directory, state.arrays)
@@ -84,7 +95,9 @@ def _wait_for(writes: Sequence[Any], directory: files.Path) -> None:
       raise failed[0]
 
 
-def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
+def write_one_by_one(
+  directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]
+) -> None:
   """Write arrays that are read when their turn comes.
 
   Args:
@@ -95,8 +108,13 @@ def write_one_by_one(directory: files.Path, arrays: Mapping[str, Any], read_fn: 
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
   base, context = _database(directory, 0, 1), context_of(directory)
   # Together, because each commit of the database takes several requests.
-  opened = _results({name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
-                     for name, (shape, dtype) in shapes.items()}, directory)
+  opened = _results(
+    {
+      name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+      for name, (shape, dtype) in shapes.items()
+    },
+    directory,
+  )
   writes, num_bytes = [], 0
   try:
     for name, array in opened.items():
@@ -124,12 +142,17 @@ def merge(directory: files.Path) -> None:
   if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
     return
   import tensorstore  # takes 0.1 s
+
   context = context_of(directory)  # only databases of one context can be copied to each other
   with _explained(directory):
     target = tensorstore.KvStore.open(_database(directory, 0, 1), context=context).result()
     with tensorstore.Transaction() as transaction:
-      copies = [tensorstore.KvStore.open(_database(directory, i, num_processes), context=context).result()
-                .experimental_copy_range_to(target.with_transaction(transaction)) for i in range(num_processes)]
+      copies = [
+        tensorstore.KvStore.open(_database(directory, i, num_processes), context=context)
+        .result()
+        .experimental_copy_range_to(target.with_transaction(transaction))
+        for i in range(num_processes)
+      ]
       for copy in copies:
         copy.result()
 
@@ -145,19 +168,25 @@ def list_complete(root: files.Path, state: files.Path) -> list[str]:
     CheckpointError: for `object_store.retry_seconds()` the listing lacked a file that the database names.
   """
   from t5x_lite import object_store
-  needed = {f'{state.relative_to(root)}/{name}' for name in (_INDEX, _DATABASE, *_files_of_database(state))}
+
+  needed = {
+    f'{state.relative_to(root)}/{name}' for name in (_INDEX, _DATABASE, *_files_of_database(state))
+  }
   deadline = time.monotonic() + object_store.retry_seconds()
   pause = 0.5
   while missing := sorted(needed - (found := root.find()).keys()):
     if time.monotonic() > deadline:
-      raise errors.CheckpointError(f'the list of files below {str(root)!r} lacks {missing[0]!r}, which was written')
+      raise errors.CheckpointError(
+        f'the list of files below {str(root)!r} lacks {missing[0]!r}, which was written'
+      )
     time.sleep(pause)
     pause = min(2 * pause, 10)
   return list(found)
 
 
-def read_shapes(directory: files.Path, names: Iterable[str] | None = None) -> tuple[
-    dict[str, jax.ShapeDtypeStruct], dict[str, dict[str, Sequence[int]]]]:
+def read_shapes(
+  directory: files.Path, names: Iterable[str] | None = None
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, dict[str, Sequence[int]]]]:
   """Return the shape and dtype of stored arrays by name, and the shapes of their chunks by name.
 
   Args:
@@ -169,15 +198,28 @@ def read_shapes(directory: files.Path, names: Iterable[str] | None = None) -> tu
   """
   stored = _Stored(directory)
   names = list(stored.names if names is None else names)
-  found = {name: entry for name, entry in zip(names, stored.entries(names), strict=True) if entry is not None}
-  shapes = {name: jax.ShapeDtypeStruct(checked_shape(entry['shape']), checked_dtype(
-      entry['data_type'] if stored.is_zarr3 else entry['dtype'])) for name, entry in found.items()}
-  return shapes, {name: chunks_of(entry) if stored.is_zarr3 else {'chunks': checked_shape(entry['chunks'])}
-                  for name, entry in found.items()}
+  found = {
+    name: entry
+    for name, entry in zip(names, stored.entries(names), strict=True)
+    if entry is not None
+  }
+  shapes = {
+    name: jax.ShapeDtypeStruct(
+      checked_shape(entry['shape']),
+      checked_dtype(entry['data_type'] if stored.is_zarr3 else entry['dtype']),
+    )
+    for name, entry in found.items()
+  }
+  return shapes, {
+    name: chunks_of(entry) if stored.is_zarr3 else {'chunks': checked_shape(entry['chunks'])}
+    for name, entry in found.items()
+  }
 
 
-def read_arrays(directory: files.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
-                ) -> dict[str, jax.Array | np.ndarray]:
+def read_arrays(
+  directory: files.Path,
+  wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
+) -> dict[str, jax.Array | np.ndarray]:
   """Read the named arrays; see `state_io.read_arrays`."""
   stored = _Stored(directory)
   arrays = {name: stored.open(name) for name in wanted}
@@ -202,16 +244,20 @@ def checked_shape(value: Any) -> tuple[int, ...]:
 def checked_dtype(value: Any) -> np.dtype:
   """Return the dtype that a file names; raises ValueError if it is not numeric."""
   if (dtype := untrusted.parse_dtype(value)) is None:
-    raise ValueError(f'data_type must be the name of a numeric dtype, got {untrusted.shorten(value)}')
+    raise ValueError(
+      f'data_type must be the name of a numeric dtype, got {untrusted.shorten(value)}'
+    )
   return dtype
 
 
 def chunks_of(entry: Mapping[str, Any]) -> dict[str, Sequence[int]]:
   """Return the shapes of chunks in the metadata of an array of zarr 3, by name."""
   # A chunk of the grid is divided into smaller ones by the codec 'sharding_indexed'.
-  return {f'chunk_shape {i}': checked_shape(part['configuration']['chunk_shape'])
-          for i, part in enumerate([entry['chunk_grid'], *entry['codecs']])
-          if 'chunk_shape' in part.get('configuration', {})}
+  return {
+    f'chunk_shape {i}': checked_shape(part['configuration']['chunk_shape'])
+    for i, part in enumerate([entry['chunk_grid'], *entry['codecs']])
+    if 'chunk_shape' in part.get('configuration', {})
+  }
 
 
 class _Stored:
@@ -219,6 +265,7 @@ class _Stored:
 
   def __init__(self, directory: files.Path):
     import tensorstore
+
     self._index = json.loads(untrusted.read_limited(directory, _INDEX))
     self.is_zarr3 = bool(self._index.get('use_zarr3', False))
     has_database = (directory / _DATABASE).is_file()
@@ -229,23 +276,36 @@ class _Stored:
   @property
   def names(self) -> list[str]:
     """'/'-joined names of all arrays."""
-    return ['/'.join(str(key['key']) for key in entry['key_metadata'])
-            for entry in self._index['tree_metadata'].values()
-            if not entry.get('value_metadata', {}).get('skip_deserialize', False)]
+    return [
+      '/'.join(str(key['key']) for key in entry['key_metadata'])
+      for entry in self._index['tree_metadata'].values()
+      if not entry.get('value_metadata', {}).get('skip_deserialize', False)
+    ]
 
   def entries(self, names: Sequence[str]) -> list[dict[str, Any] | None]:
     """Return the metadata of each array; None for one that does not exist."""
     file = 'zarr.json' if self.is_zarr3 else '.zarray'
     reads = [self._kvstore.read(f'{_key(name)}/{file}') for name in names]
-    return [json.loads(read.value) if read.state == 'value' else None for read in (r.result() for r in reads)]
+    return [
+      json.loads(read.value) if read.state == 'value' else None
+      for read in (r.result() for r in reads)
+    ]
 
   def open(self, name: str) -> Any:
     """Return the future of an array."""
     import tensorstore
-    return tensorstore.open({'driver': 'zarr3' if self.is_zarr3 else 'zarr', 'kvstore': self._kvstore.spec().to_json()
-                             | {'path': f'{_key(name)}/'} if 'base' in self._base else
-                             self._base | {'path': f'{self._base["path"]}{_key(name)}/'}},
-                            context=self._context, read=True, open=True)
+
+    return tensorstore.open(
+      {
+        'driver': 'zarr3' if self.is_zarr3 else 'zarr',
+        'kvstore': self._kvstore.spec().to_json() | {'path': f'{_key(name)}/'}
+        if 'base' in self._base
+        else self._base | {'path': f'{self._base["path"]}{_key(name)}/'},
+      },
+      context=self._context,
+      read=True,
+      open=True,
+    )
 
 
 class _Read:
@@ -254,19 +314,30 @@ class _Read:
   def __init__(self, array: Any, dtype: np.dtype, sharding: jax.sharding.Sharding | None):
     self._shape, self._dtype, self._sharding = tuple(array.shape), dtype, sharding
     self._parts: dict[str, Any] = {}
-    indices = [()] if sharding is None else sharding.addressable_devices_indices_map(self._shape).values()
+    indices = (
+      [()] if sharding is None else sharding.addressable_devices_indices_map(self._shape).values()
+    )
     for index in indices:
       if str(index) not in self._parts:
         self._parts[str(index)] = array[index].read() if index else array.read()
-    share = 1 if sharding is None else math.prod(sharding.shard_shape(self._shape)) / max(1, math.prod(self._shape))
+    share = (
+      1
+      if sharding is None
+      else math.prod(sharding.shard_shape(self._shape)) / max(1, math.prod(self._shape))
+    )
     self.num_bytes = int(math.prod(self._shape) * dtype.itemsize * share * len(self._parts))
 
   def result(self) -> jax.Array | np.ndarray:
     """Wait for the parts and return the array."""
-    values = {key: np.asarray(part.result()).astype(self._dtype, copy=False) for key, part in self._parts.items()}
+    values = {
+      key: np.asarray(part.result()).astype(self._dtype, copy=False)
+      for key, part in self._parts.items()
+    }
     if self._sharding is None:
       return values['()']
-    return jax.make_array_from_callback(self._shape, self._sharding, lambda index: values[str(index)])
+    return jax.make_array_from_callback(
+      self._shape, self._sharding, lambda index: values[str(index)]
+    )
 
 
 def _own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:
@@ -289,7 +360,8 @@ def _halved(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
   """Return the shape of chunks of at most `_MAX_CHUNK_BYTES`, as far as halving the first even dims gives one."""
   chunk = list(shape)
   while untrusted.num_bytes(chunk, dtype) > _MAX_CHUNK_BYTES and (
-      even := [i for i, n in enumerate(chunk) if not n % 2]):
+    even := [i for i, n in enumerate(chunk) if not n % 2]
+  ):
     chunk[even[0]] //= 2
   return tuple(chunk)
 
@@ -298,31 +370,66 @@ def _write_index(directory: files.Path, names: Iterable[str]) -> None:
   tree = {}
   for name in names:
     keys = name.split('/')
-    tree[str(tuple(keys))] = {'key_metadata': [{'key': key, 'key_type': _KEY_OF_DICT} for key in keys],
-                              'value_metadata': {'value_type': 'np.ndarray', 'skip_deserialize': False}}
-  files.write(directory / _INDEX, json.dumps({
-      'tree_metadata': tree, 'use_ocdbt': True, 'use_zarr3': True, 'store_array_data_equal_to_fill_value': True,
-      'custom_metadata': None}))
-  files.write(directory / _COMMITTED, 'The arrays are complete; manifest.json of the checkpoint is written last.\n')
+    tree[str(tuple(keys))] = {
+      'key_metadata': [{'key': key, 'key_type': _KEY_OF_DICT} for key in keys],
+      'value_metadata': {'value_type': 'np.ndarray', 'skip_deserialize': False},
+    }
+  files.write(
+    directory / _INDEX,
+    json.dumps(
+      {
+        'tree_metadata': tree,
+        'use_ocdbt': True,
+        'use_zarr3': True,
+        'store_array_data_equal_to_fill_value': True,
+        'custom_metadata': None,
+      }
+    ),
+  )
+  files.write(
+    directory / _COMMITTED,
+    'The arrays are complete; manifest.json of the checkpoint is written last.\n',
+  )
 
 
-def _opened(base: Mapping[str, Any], name: str, shape: Sequence[int], dtype: np.dtype, chunk: Sequence[int],
-            context: Any) -> Any:
+def _opened(
+  base: Mapping[str, Any],
+  name: str,
+  shape: Sequence[int],
+  dtype: np.dtype,
+  chunk: Sequence[int],
+  context: Any,
+) -> Any:
   """Return the future of a new array, as Orbax stores it without compression."""
   import tensorstore
-  return tensorstore.open({
-      'driver': 'zarr3', 'kvstore': {**base, 'path': f'{_key(name)}/'}, 'store_data_equal_to_fill_value': True,
+
+  return tensorstore.open(
+    {
+      'driver': 'zarr3',
+      'kvstore': {**base, 'path': f'{_key(name)}/'},
+      'store_data_equal_to_fill_value': True,
       'metadata': {
-          'shape': list(shape), 'data_type': np.dtype(dtype).name, 'fill_value': False if dtype == np.bool_ else 0,
-          'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': list(chunk)}},
-          'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}} if dtype.itemsize > 1
-                     else {'name': 'bytes'}]}},
-      context=context, create=True, open=True)
+        'shape': list(shape),
+        'data_type': np.dtype(dtype).name,
+        'fill_value': False if dtype == np.bool_ else 0,
+        'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': list(chunk)}},
+        'codecs': [
+          {'name': 'bytes', 'configuration': {'endian': 'little'}}
+          if dtype.itemsize > 1
+          else {'name': 'bytes'}
+        ],
+      },
+    },
+    context=context,
+    create=True,
+    open=True,
+  )
 
 
 def _files_of_database(directory: files.Path) -> set[str]:
   """Return the names of the files below `directory` to which its database refers."""
   import tensorstore
+
   found = set()
   with _explained(directory):
     base = tensorstore.KvStore.open(kvstore(directory), context=context_of(directory)).result()
@@ -353,8 +460,12 @@ def _key(name: str) -> str:
 def kvstore(directory: files.Path) -> dict[str, Any]:
   """Return TensorStore's specification of the store of a folder's files."""
   if not files.is_remote(directory):
-    return {'driver': 'file', 'path': f'{os.path.realpath(directory)}/'}  # TensorStore rejects '..'.
+    return {
+      'driver': 'file',
+      'path': f'{os.path.realpath(directory)}/',
+    }  # TensorStore rejects '..'.
   from t5x_lite import object_store
+
   return object_store.kvstore_spec(directory)
 
 
@@ -366,9 +477,11 @@ def _database(directory: files.Path, process_index: int, num_processes: int) -> 
 def context_of(directory: files.Path) -> Any:
   """Return a context of TensorStore that repeats requests, if the folder is in an object store."""
   import tensorstore
+
   if not files.is_remote(directory):
     return tensorstore.Context()
   from t5x_lite import object_store
+
   return tensorstore.Context(object_store.kvstore_context())
 
 

@@ -51,8 +51,12 @@ class StoreSave:
       raise failed
     if not commit.has_begun(self.pending):
       if multihost.is_lead():
-        raise errors.CheckpointError('the store does not return the object INCOMPLETE, which was just written')
-      raise errors.of_other_process(errors.CheckpointError('the lead process could not begin it; see its message'))
+        raise errors.CheckpointError(
+          'the store does not return the object INCOMPLETE, which was just written'
+        )
+      raise errors.of_other_process(
+        errors.CheckpointError('the lead process could not begin it; see its message')
+      )
     self._write(self.pending)
 
   def keep(self, failed: BaseException | None) -> BaseException | None:
@@ -63,9 +67,14 @@ class StoreSave:
     """
     lost_lease = isinstance(failed, errors.DirectoryInUseError)
     try:
-      self.kept.report(self.pending, spool.OK if failed is None else spool.LOST_LEASE if lost_lease else spool.FAILED)
+      self.kept.report(
+        self.pending,
+        spool.OK if failed is None else spool.LOST_LEASE if lost_lease else spool.FAILED,
+      )
     except OSError as e:  # reach the barrier, in which the others wait
-      _logger.error('The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, self.kept.folder, e)
+      _logger.error(
+        'The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, self.kept.folder, e
+      )
     self._barrier('told')
     worst = self.kept.worst(self.pending)
     self._barrier('counted')
@@ -74,15 +83,20 @@ class StoreSave:
         self.kept.forget(self.pending)
     if failed is None and (worst != spool.OK or not commit.is_committed(self.pending)):
       failed = errors.of_other_process(
-          errors.CheckpointError('another process could not write its part; see its message'))
+        errors.CheckpointError('another process could not write its part; see its message')
+      )
     if failed is None and multihost.is_lead():
       self.kept.clear()
     if worst == spool.FAILED:  # after a lost lease another run continues in the store
       try:
         failed.kept_at = str(self.kept.write(self.pending, self._write, self._barrier))
       except (OSError, errors.CheckpointError) as e:
-        _logger.error('The checkpoint of step %d could not be written to %s either: %s', self.pending.step,
-                      self.kept.folder, e)
+        _logger.error(
+          'The checkpoint of step %d could not be written to %s either: %s',
+          self.pending.step,
+          self.kept.folder,
+          e,
+        )
     return failed
 
   def _write(self, pending: commit.PendingCheckpoint) -> None:
@@ -96,7 +110,11 @@ class StoreSave:
 
 def write_data_state(pending: commit.PendingCheckpoint, data_state: Mapping[str, bytes]) -> None:
   """Write the position of this process's data iterator for a save."""
-  folder = pending.temporary / restore.data_dir_name(jax.process_index(), jax.process_count()) / pending.own_folder
+  folder = (
+    pending.temporary
+    / restore.data_dir_name(jax.process_index(), jax.process_count())
+    / pending.own_folder
+  )
   folder.mkdir(parents=True, exist_ok=True)
   for key, value in data_state.items():
     files.write(folder / restore.data_file_name(key), value, durable=False)  # flushed at the commit

@@ -45,7 +45,9 @@ class _Leaf:
     """Return the array; raises CheckpointError if its shape or dtype differs."""
     array = np.asarray(self._read_fn(self.name))
     if array.shape != self.shape or array.dtype != self.dtype:
-      raise errors.CheckpointError(f'{self.name} must be {self.dtype} {self.shape}, got {array.dtype} {array.shape}.')
+      raise errors.CheckpointError(
+        f'{self.name} must be {self.dtype} {self.shape}, got {array.dtype} {array.shape}.'
+      )
     return np.ascontiguousarray(array).reshape(self.shape)
 
 
@@ -79,7 +81,9 @@ def _handler_class():
       futures = []
       for array, info in group:
         futures += await super().serialize([array], [info])
-      results = await asyncio.gather(*(asyncio.to_thread(future.result) for future in futures), return_exceptions=True)
+      results = await asyncio.gather(
+        *(asyncio.to_thread(future.result) for future in futures), return_exceptions=True
+      )
       for error in results:
         if isinstance(error, BaseException):
           raise error
@@ -87,8 +91,14 @@ def _handler_class():
   return LeafHandler
 
 
-def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[str, Any],
-                     read_fn: Callable[[str], np.ndarray], *, metadata: Mapping[str, Any] | None = None) -> str:
+def write_checkpoint(
+  directory: discovery.PathLike,
+  step: int,
+  arrays: Mapping[str, Any],
+  read_fn: Callable[[str], np.ndarray],
+  *,
+  metadata: Mapping[str, Any] | None = None,
+) -> str:
   """Write a checkpoint atomically, one array at a time.
 
   Args:
@@ -107,8 +117,14 @@ def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[s
   """
   with lock.lock_model_dir(directory) as held:
     pending = commit_lib.new_save(
-        held.directory, step, uuid.uuid4().hex[:8], arrays=manifest.describe_arrays(arrays),
-        metadata=json.loads(json.dumps(dict(metadata or {}))), metrics={}, has_data_state=False)
+      held.directory,
+      step,
+      uuid.uuid4().hex[:8],
+      arrays=manifest.describe_arrays(arrays),
+      metadata=json.loads(json.dumps(dict(metadata or {}))),
+      metrics={},
+      has_data_state=False,
+    )
     discovery.check_free(pending.final)
     try:
       commit_lib.begin(pending)
@@ -124,7 +140,9 @@ def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[s
   return discovery.get_checkpoint_dir(directory, step)
 
 
-def _write_state(directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
+def _write_state(
+  directory: files.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]
+) -> None:
   own: list[BaseException] = []
   stopped = threading.Event()
 
@@ -140,9 +158,15 @@ def _write_state(directory: files.Path, arrays: Mapping[str, Any], read_fn: Call
   # Orbax does not store arrays without elements; the manifest has their shapes.
   if files.is_remote(directory):
     with_elements = {name: leaf for name, leaf in arrays.items() if 0 not in leaf.shape}
-    store_io.write_one_by_one(directory, with_elements, lambda name: _Leaf(name, 0, arrays[name], read_fn).read())
+    store_io.write_one_by_one(
+      directory, with_elements, lambda name: _Leaf(name, 0, arrays[name], read_fn).read()
+    )
     return
-  leaves = {name: _Leaf(name, i, leaf, read) for i, (name, leaf) in enumerate(arrays.items()) if 0 not in leaf.shape}
+  leaves = {
+    name: _Leaf(name, i, leaf, read)
+    for i, (name, leaf) in enumerate(arrays.items())
+    if 0 not in leaf.shape
+  }
   try:
     # Run Orbax's event loops in another thread: Ctrl-C could be lost in them, or leave them open.
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint-stream') as pool:
@@ -156,7 +180,8 @@ def _write_state(directory: files.Path, arrays: Mapping[str, Any], read_fn: Call
     if isinstance(e, errors.T5xLiteError):
       raise
     raise errors.CheckpointError(
-        f'The checkpoint could not be written to {str(directory.parent)!r}: {commit_lib.explain(e)}.') from e
+      f'The checkpoint could not be written to {str(directory.parent)!r}: {commit_lib.explain(e)}.'
+    ) from e
 
 
 def _save(directory: pathlib.Path, leaves: Mapping[str, _Leaf]) -> None:

@@ -16,7 +16,15 @@ import numpy as np
 
 from t5x_lite import checks, files, multihost
 from t5x_lite.checkpoints import (
-    choice, discovery, event_metrics, loading, manager, options, restore, transforms)
+  choice,
+  discovery,
+  event_metrics,
+  loading,
+  manager,
+  options,
+  restore,
+  transforms,
+)
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
@@ -48,8 +56,10 @@ class SavesPosition(Protocol):
 
 
 _ITERATOR = checks.instance(
-    (HasPosition, SavesPosition), 'an iterator with get_state and set_state, or with save and restore',
-    'Pass an iterator of data.open_train_iterator, or a DatasetIterator of clu.').or_none()
+  (HasPosition, SavesPosition),
+  'an iterator with get_state and set_state, or with save and restore',
+  'Pass an iterator of data.open_train_iterator, or a DatasetIterator of clu.',
+).or_none()
 _POSITION_FILE = 'position'
 
 
@@ -60,12 +70,19 @@ def check_iterator(owner: str, dataset_iterator: Any) -> None:
 
 def get_local_data(x: Any) -> Any:
   """Return the first shard of a `jax.Array` on this process, and any other value unchanged."""
-  return x.addressable_data(0) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else x
+  return (
+    x.addressable_data(0) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else x
+  )
 
 
-def save_train_state(directory: discovery.PathLike, train_state: TrainState, save_options: options.SaveOptions, *,
-                     dataset_iterator: HasPosition | SavesPosition | None = None,
-                     state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = ()) -> bool:
+def save_train_state(
+  directory: discovery.PathLike,
+  train_state: TrainState,
+  save_options: options.SaveOptions,
+  *,
+  dataset_iterator: HasPosition | SavesPosition | None = None,
+  state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+) -> bool:
   """Save a state as the checkpoint of its step, and return when it is committed.
 
   An existing checkpoint of this step is kept, whatever program wrote it. All processes must call this together.
@@ -86,29 +103,42 @@ def save_train_state(directory: discovery.PathLike, train_state: TrainState, sav
   """
   step = int(get_local_data(train_state.step))
   path = discovery.get_checkpoint_dir(directory, step)
-  if multihost.broadcast_from_lead(np.int32(files.path(path).exists() and not discovery.is_incomplete(path))):
+  if multihost.broadcast_from_lead(
+    np.int32(files.path(path).exists() and not discovery.is_incomplete(path))
+  ):
     _logger.warning('Step %d is not saved, because %s exists.', step, path)
     return False
   save_options = dataclasses.replace(
-      save_options, state_transformation_fns=(*save_options.state_transformation_fns, *state_transformation_fns))
+    save_options,
+    state_transformation_fns=(*save_options.state_transformation_fns, *state_transformation_fns),
+  )
   with manager.CheckpointManager(directory, save_cfg=save_options) as writer:
     name = save_options.metric_name_to_monitor
-    for known, value in (event_metrics.populate_metrics_for_steps(directory, name, writer.all_steps()) if name else {}
-                         ).items():
+    for known, value in (
+      event_metrics.populate_metrics_for_steps(directory, name, writer.all_steps()) if name else {}
+    ).items():
       if math.isfinite(value):
         writer.record_metrics(known, {name: value})
-    writer.save(step, train_state.state_dict(),
-                data_state=None if dataset_iterator is None else _position(dataset_iterator))
+    writer.save(
+      step,
+      train_state.state_dict(),
+      data_state=None if dataset_iterator is None else _position(dataset_iterator),
+    )
   return True
 
 
 def restore_train_state(
-    path: discovery.PathLike, train_state: TrainState, partitioner: BasePartitioner,
-    restore_options: options.RestoreOptions, *, train_state_axes: PyTree | None = None,
-    dataset_iterator: HasPosition | SavesPosition | None = None,
-    initial_state_fn: Callable[[], transforms.StateDict] | None = None,
-    from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
-    network: StackConfig | None = None) -> TrainState:
+  path: discovery.PathLike,
+  train_state: TrainState,
+  partitioner: BasePartitioner,
+  restore_options: options.RestoreOptions,
+  *,
+  train_state_axes: PyTree | None = None,
+  dataset_iterator: HasPosition | SavesPosition | None = None,
+  initial_state_fn: Callable[[], transforms.StateDict] | None = None,
+  from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
+  network: StackConfig | None = None,
+) -> TrainState:
   """Restore a checkpoint of any format into the structure of a state. All processes must call this together.
 
   Args:
@@ -136,11 +166,19 @@ def restore_train_state(
     axes = partitioner.get_mesh_axes(train_state) if train_state_axes is None else train_state_axes
     shardings = partitioner.get_shardings(axes).state_dict()
   restored = restore.restore_checkpoint(
-      loading.folder_of(path), target, shardings=shardings, restore_cfg=restore_options,
-      initial_state_fn=initial_state_fn, from_params_fn=from_params_fn, network=network)
+    loading.folder_of(path),
+    target,
+    shardings=shardings,
+    restore_cfg=restore_options,
+    initial_state_fn=initial_state_fn,
+    from_params_fn=from_params_fn,
+    network=network,
+  )
   if dataset_iterator is not None and restore_options.restore_dataset:
     if restored.data_state is None:
-      _logger.warning('%s has no position in the data that can be read: the iterator stays where it is.', path)
+      _logger.warning(
+        '%s has no position in the data that can be read: the iterator stays where it is.', path
+      )
     else:
       _set_position(dataset_iterator, restored.data_state)
   return train_state.restore_state(restored.state)
@@ -148,7 +186,9 @@ def restore_train_state(
 
 def newest_path(directory: discovery.PathLike) -> str | None:
   """Return the newest sound checkpoint in a directory, also of T5X, or None."""
-  _, paths = choice.get_first_valid_restore_config_and_paths([options.RestoreOptions(os.fspath(directory))])
+  _, paths = choice.get_first_valid_restore_config_and_paths(
+    [options.RestoreOptions(os.fspath(directory))]
+  )
   return paths[0] if paths else None
 
 
@@ -158,8 +198,11 @@ def _position(iterator: HasPosition | SavesPosition) -> dict[str, bytes]:
     return dict(iterator.get_state())
   with tempfile.TemporaryDirectory() as folder:
     iterator.save(os.path.join(folder, _POSITION_FILE))
-    return {str(path.relative_to(folder)): path.read_bytes()
-            for path in sorted(pathlib.Path(folder).rglob('*')) if path.is_file()}
+    return {
+      str(path.relative_to(folder)): path.read_bytes()
+      for path in sorted(pathlib.Path(folder).rglob('*'))
+      if path.is_file()
+    }
 
 
 def _set_position(iterator: HasPosition | SavesPosition, state: Mapping[str, bytes]) -> None:

@@ -33,7 +33,9 @@ _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
 class RestoreStateTransformationFn(Protocol):
   """Function that changes a stored state before it is compared with the target state."""
 
-  def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
+  def __call__(
+    self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False
+  ) -> StateDict:
     """Return the state dict with the structure of `target_state_dict`."""
 
 
@@ -52,7 +54,9 @@ class AcceptsShapes(abc.ABC):
   """
 
   @abc.abstractmethod
-  def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
+  def __call__(
+    self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False
+  ) -> StateDict:
     """Return the state dict with the structure of `target_state_dict`."""
 
 
@@ -60,8 +64,13 @@ class ValuesNeededError(Exception):
   """A restore transform cannot be applied to shapes alone."""
 
 
-def transform_shapes(fn: RestoreStateTransformationFn, state_dict: StateDict, target_state_dict: StateDict, *,
-                     is_resuming: bool = False) -> StateDict:
+def transform_shapes(
+  fn: RestoreStateTransformationFn,
+  state_dict: StateDict,
+  target_state_dict: StateDict,
+  *,
+  is_resuming: bool = False,
+) -> StateDict:
   """Return the result of a restore transform as shapes.
 
   Args:
@@ -80,7 +89,9 @@ def transform_shapes(fn: RestoreStateTransformationFn, state_dict: StateDict, ta
   if isinstance(fn, AcceptsShapes):
     return fn(state_dict, target_state_dict, is_resuming=is_resuming)
   try:
-    return jax.eval_shape(lambda state: fn(state, target_state_dict, is_resuming=is_resuming), state_dict)
+    return jax.eval_shape(
+      lambda state: fn(state, target_state_dict, is_resuming=is_resuming), state_dict
+    )
   except errors.T5xLiteError:
     raise
   except Exception as error:  # tracing a custom function may raise any exception
@@ -110,18 +121,26 @@ def get_name_tree(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict
   {'a': {'b': 'a/b'}}
   """
   flat = flatten_state_dict(state_dict, keep_empty_nodes)
-  return tree_utils.unflatten_dict({name: leaf if leaf == {} and isinstance(leaf, Mapping) else name
-                                    for name, leaf in flat.items()})
+  return tree_utils.unflatten_dict(
+    {
+      name: leaf if leaf == {} and isinstance(leaf, Mapping) else name
+      for name, leaf in flat.items()
+    }
+  )
 
 
 def intersect_state(state_dict: StateDict, intersect_state_dict: StateDict) -> dict[str, Any]:
   """Return `state_dict` without the names that are not in `intersect_state_dict`; logs the omitted names."""
   flat, other = flatten_state_dict(state_dict), flatten_state_dict(intersect_state_dict)
-  _log_names('Not restored, since the target state does not have', [n for n in flat if n not in other])
+  _log_names(
+    'Not restored, since the target state does not have', [n for n in flat if n not in other]
+  )
   return tree_utils.unflatten_dict({name: leaf for name, leaf in flat.items() if name in other})
 
 
-def merge_state(state_dict: StateDict, from_scratch_state: StateDict, overwrite: bool = False) -> dict[str, Any]:
+def merge_state(
+  state_dict: StateDict, from_scratch_state: StateDict, overwrite: bool = False
+) -> dict[str, Any]:
   """Return `state_dict` with the missing leaves of `from_scratch_state`; logs their names.
 
   Args:
@@ -138,9 +157,12 @@ def merge_state(state_dict: StateDict, from_scratch_state: StateDict, overwrite:
   return tree_utils.unflatten_dict(flat | added)
 
 
-def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
-               assignment_map: Sequence[tuple[str, str | None]], require_all_rules_match: bool = True,
-               ) -> dict[str, str]:
+def assignment(
+  stored_names: Sequence[str],
+  wanted_names: Sequence[str],
+  assignment_map: Sequence[tuple[str, str | None]],
+  require_all_rules_match: bool = True,
+) -> dict[str, str]:
   """Return the stored name from which each name is restored.
 
   The first rule whose expression matches a wanted name in full applies: with None the name is not restored, otherwise
@@ -184,13 +206,17 @@ def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
       continue
     try:
       source = match.expand(replacement)
-      problem = None if source in stored else (
-          f'the checkpoint does not hold {source!r}.{errors.did_you_mean(source, stored)}')
+      problem = (
+        None
+        if source in stored
+        else (f'the checkpoint does not hold {source!r}.{errors.did_you_mean(source, stored)}')
+      )
     except (re.error, IndexError) as e:
       problem = f'the replacement does not suit the expression: {e}.'
     if problem is not None:
       raise errors.CheckpointError(
-          f'assignment_map: the rule {tuple(assignment_map[number])} cannot restore {name!r}: {problem}')
+        f'assignment_map: the rule {tuple(assignment_map[number])} cannot restore {name!r}: {problem}'
+      )
     result[name] = source
     renamed_sources.add(source)
   for name in stored_names:
@@ -203,14 +229,20 @@ def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
   unused = [assignment_map[n] for n in range(len(assignment_map)) if n not in used_rules]
   if unused and require_all_rules_match:
     raise errors.CheckpointError(
-        f'assignment_map: the rule(s) {unused} match no name of the target state in full. Expected regular expressions '
-        f"of names such as {', '.join(map(repr, list(wanted_names)[:3]))}; correct or remove the rules.")
+      f'assignment_map: the rule(s) {unused} match no name of the target state in full. Expected regular expressions '
+      f'of names such as {", ".join(map(repr, list(wanted_names)[:3]))}; correct or remove the rules.'
+    )
   return result
 
 
-def apply_assignment_map(ckpt_optimizer_state: StateDict, optimizer_state: StateDict,
-                         assignment_map: Sequence[tuple[str, str | None]], require_all_rules_match: bool = True, *,
-                         is_resuming: bool = False) -> dict[str, Any]:
+def apply_assignment_map(
+  ckpt_optimizer_state: StateDict,
+  optimizer_state: StateDict,
+  assignment_map: Sequence[tuple[str, str | None]],
+  require_all_rules_match: bool = True,
+  *,
+  is_resuming: bool = False,
+) -> dict[str, Any]:
   """Apply `assignment` to states; returns the stored state unchanged when resuming.
 
   Args:
@@ -226,7 +258,9 @@ def apply_assignment_map(ckpt_optimizer_state: StateDict, optimizer_state: State
   if is_resuming:
     return dict(ckpt_optimizer_state)
   flat = flatten_state_dict(ckpt_optimizer_state)
-  names = assignment(list(flat), list(flatten_state_dict(optimizer_state)), assignment_map, require_all_rules_match)
+  names = assignment(
+    list(flat), list(flatten_state_dict(optimizer_state)), assignment_map, require_all_rules_match
+  )
   return tree_utils.unflatten_dict({name: flat[source] for name, source in names.items()})
 
 
@@ -242,12 +276,16 @@ class AssignmentMap(AcceptsShapes):
 
   rules: tuple[tuple[str, str | None], ...]
 
-  def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
+  def __call__(
+    self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False
+  ) -> StateDict:
     """See `apply_assignment_map`."""
     return apply_assignment_map(state_dict, target_state_dict, self.rules, is_resuming=is_resuming)
 
 
-def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> RestoreStateTransformationFn:
+def convert_param_trees(
+  convert_fn: Callable[[StateDict], StateDict],
+) -> RestoreStateTransformationFn:
   """Return a restore transform that applies `convert_fn` to the parameters and to all trees with their shapes.
 
   Such trees are per-parameter moments in the optimizer state, and `param_average`. Optimizer state of other shapes,
@@ -261,7 +299,9 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
   """
 
   def convert(state_dict, target_state_dict, *, is_resuming=False):
-    params_shapes = {name: tuple(leaf.shape) for name, leaf in flatten_state_dict(state_dict['target']).items()}
+    params_shapes = {
+      name: tuple(leaf.shape) for name, leaf in flatten_state_dict(state_dict['target']).items()
+    }
     left = []
 
     def visit(node, prefix):
@@ -284,18 +324,28 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
       stuck = [name for name, leaf in left if np.ndim(leaf) and name not in wanted]
       if stuck and any(name.startswith('state/param_states/') for name in wanted):
         # A run that resumes ignores assignment_map.
-        where = 'Keep the param_layout of this run; or, in another MODEL_DIR, r' if is_resuming else 'R'
+        where = (
+          'Keep the param_layout of this run; or, in another MODEL_DIR, r' if is_resuming else 'R'
+        )
         raise errors.CheckpointError(
-            f'Optimizer state whose shapes differ from those of the parameters cannot be converted to another '
-            f"param_layout: {first_names(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], "
-            'which initialises the optimizer.')
+          f'Optimizer state whose shapes differ from those of the parameters cannot be converted to another '
+          f"param_layout: {first_names(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], "
+          'which initialises the optimizer.'
+        )
     return result
 
   return convert
 
 
-def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_surplus: bool, allow_missing: bool,
-              where: str, what: str = 'checkpoint') -> None:
+def check_fit(
+  stored: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+  *,
+  allow_surplus: bool,
+  allow_missing: bool,
+  where: str,
+  what: str = 'checkpoint',
+) -> None:
   """Raise if a stored state does not fit the target state in names, shapes or kinds of numbers.
 
   Dtypes of the same kind may differ in width: they are cast at restore.
@@ -319,60 +369,88 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
   lines = []
   if missing and not allow_missing:
     lines += [f'  {len(missing)} missing from the checkpoint:']
-    lines += [f'    {name} {tuple(wanted[name].shape)}{errors.did_you_mean(name, surplus, lists_all=False)}'
-              for name in missing[:_NUM_NAMES_SHOWN]]
+    lines += [
+      f'    {name} {tuple(wanted[name].shape)}{errors.did_you_mean(name, surplus, lists_all=False)}'
+      for name in missing[:_NUM_NAMES_SHOWN]
+    ]
   if surplus and not allow_surplus:
     lines += [f'  {len(surplus)} in the checkpoint only:']
     lines += [f'    {name} {tuple(stored[name].shape)}' for name in surplus[:_NUM_NAMES_SHOWN]]
   if misshapen:
     lines += [f'  {len(misshapen)} of another shape:']
-    lines += [f'    {name}: stored {tuple(stored[name].shape)}, wanted {tuple(wanted[name].shape)}'
-              for name in misshapen[:_NUM_NAMES_SHOWN]]
+    lines += [
+      f'    {name}: stored {tuple(stored[name].shape)}, wanted {tuple(wanted[name].shape)}'
+      for name in misshapen[:_NUM_NAMES_SHOWN]
+    ]
   if mistyped:
     lines += [f'  {len(mistyped)} of another kind of number:']
-    lines += [f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
-              for name in mistyped[:_NUM_NAMES_SHOWN]]
-  averages = [lacks for lacks, names in ((True, missing), (False, surplus))
-              if names and all(name.startswith('param_average/') for name in names)]
+    lines += [
+      f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
+      for name in mistyped[:_NUM_NAMES_SHOWN]
+    ]
+  averages = [
+    lacks
+    for lacks, names in ((True, missing), (False, surplus))
+    if names and all(name.startswith('param_average/') for name in names)
+  ]
   if lines and averages and not misshapen and not mistyped and not (missing and surplus):
-    raise errors.CheckpointError('\n'.join([
-        f'The {what} {where!r} does not fit the state of the model:', *lines, _average_remedy(lacks=averages[0])]))
+    raise errors.CheckpointError(
+      '\n'.join(
+        [
+          f'The {what} {where!r} does not fit the state of the model:',
+          *lines,
+          _average_remedy(lacks=averages[0]),
+        ]
+      )
+    )
   if lines:
     lines += _expert_hints(stored, wanted, misshapen)
     # An inference state has no optimizer, and no run that could resume.
     is_training = any(name.startswith(f'{_SECTIONS[0]}/') for name in wanted)
     remedy = (
-        f'Use the model {"and optimizer " if is_training else ""}that wrote it, or set options of '
-        'RestoreCheckpointConfig: assignment_map renames or drops names, strict=False ignores arrays that are only in '
-        'the checkpoint, fallback_to_scratch=True initialises missing arrays.')
+      f'Use the model {"and optimizer " if is_training else ""}that wrote it, or set options of '
+      'RestoreCheckpointConfig: assignment_map renames or drops names, strict=False ignores arrays that are only in '
+      'the checkpoint, fallback_to_scratch=True initialises missing arrays.'
+    )
     if is_training:
       remedy += ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
-    raise errors.CheckpointError('\n'.join([
-        f'The {what} {where!r} does not fit the state of the model:', *lines, remedy]))
+    raise errors.CheckpointError(
+      '\n'.join([f'The {what} {where!r} does not fit the state of the model:', *lines, remedy])
+    )
 
 
 def _average_remedy(*, lacks: bool) -> str:
   """Return the remedy if the states differ only in the running average of the parameters."""
   if lacks:
-    return ('A run cannot add an average when it resumes. Set `train.param_ema` to None, or start another run from '
-            'this checkpoint in another MODEL_DIR, which begins an average with its parameters.')
-  return ('The checkpoint has a running average of the parameters. A run that resumes must keep it: set '
-          '`train.param_ema` as before. Another run can continue it with `train.param_ema`, begin with it as '
-          "parameters by RestoreCheckpointConfig.use_param_average=True, or drop it by assignment_map=[('param_average"
-          "/.*', None)].")
+    return (
+      'A run cannot add an average when it resumes. Set `train.param_ema` to None, or start another run from '
+      'this checkpoint in another MODEL_DIR, which begins an average with its parameters.'
+    )
+  return (
+    'The checkpoint has a running average of the parameters. A run that resumes must keep it: set '
+    '`train.param_ema` as before. Another run can continue it with `train.param_ema`, begin with it as '
+    "parameters by RestoreCheckpointConfig.use_param_average=True, or drop it by assignment_map=[('param_average"
+    "/.*', None)]."
+  )
 
 
-def _expert_hints(stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]) -> list[str]:
+def _expert_hints(
+  stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]
+) -> list[str]:
   """Return hints, as lines, if only one of the states has experts, or both have different ones."""
   has, wants = (any('/expert/' in name for name in names) for names in (stored, wanted))
   if wants and not has:
-    return ['The checkpoint is of a dense model. To start a sparse model from it: --gin_file=runs/sparse_upcycle.gin, '
-            'or RestoreCheckpointConfig.builders = [@moe.upcycle()].']
+    return [
+      'The checkpoint is of a dense model. To start a sparse model from it: --gin_file=runs/sparse_upcycle.gin, '
+      'or RestoreCheckpointConfig.builders = [@moe.upcycle()].'
+    ]
   if has and not wants:
     return ['The checkpoint is of a sparse model, which cannot be converted to a dense one.']
   if any('/expert/' in name for name in misshapen):
-    return ['The number or size of the experts differs: `python -m moe surgery` converts the checkpoint, into a new '
-            'model directory.']
+    return [
+      'The number or size of the experts differs: `python -m moe surgery` converts the checkpoint, into a new '
+      'model directory.'
+    ]
   return []
 
 
@@ -393,7 +471,9 @@ def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
 
 def _kind(dtype: Any) -> str:
   kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
-  return next((kind.__name__ for kind in kinds if jnp.issubdtype(dtype, kind)), jnp.dtype(dtype).name)
+  return next(
+    (kind.__name__ for kind in kinds if jnp.issubdtype(dtype, kind)), jnp.dtype(dtype).name
+  )
 
 
 def _log_names(what: str, names: Sequence[str]) -> None:
@@ -419,13 +499,20 @@ class ParameterInfo:
 def transform_saved(state: StateDict, fns: Sequence[SaveStateTransformationFn]) -> dict[str, Any]:
   """Return the arrays to save by name, after the functions of `SaveCheckpointConfig.state_transformation_fns`."""
   # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.
-  flat = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-          for name, leaf in tree_utils.flatten_dict(state).items() if leaf is not None}
+  flat = {
+    name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    for name, leaf in tree_utils.flatten_dict(state).items()
+    if leaf is not None
+  }
   if not fns:
     return flat
   tree = tree_utils.unflatten_dict(flat)
   infos = tree_utils.unflatten_dict(
-      {name: ParameterInfo(name, tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in flat.items()})
+    {
+      name: ParameterInfo(name, tuple(leaf.shape), np.dtype(leaf.dtype))
+      for name, leaf in flat.items()
+    }
+  )
   for fn in fns:
     tree, infos = fn(tree, infos)
   return tree_utils.flatten_dict(tree)

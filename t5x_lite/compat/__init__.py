@@ -20,14 +20,22 @@ def install() -> None:
   Raises:
     ConfigError: T5X itself was imported before.
   """
-  loaded = [name for name, module in sys.modules.items()
-            if name.partition('.')[0] == 't5x' and not isinstance(module, views.View)]
+  loaded = [
+    name
+    for name, module in sys.modules.items()
+    if name.partition('.')[0] == 't5x' and not isinstance(module, views.View)
+  ]
   if loaded:
-    raise ConfigError(f'compat.install() must be called before T5X itself is imported, and {loaded[0]} is imported '
-                      'already. Call it first, or start a new process.')
+    raise ConfigError(
+      f'compat.install() must be called before T5X itself is imported, and {loaded[0]} is imported '
+      'already. Call it first, or start a new process.'
+    )
   packages = {name.rpartition('.')[0] for name in names.MODULES}
-  parents = {'.'.join(parts[:length]) for parts in (package.split('.') for package in packages)
-             for length in range(1, len(parts) + 1)}
+  parents = {
+    '.'.join(parts[:length])
+    for parts in (package.split('.') for package in packages)
+    for length in range(1, len(parts) + 1)
+  }
   for name in sorted({*names.MODULES, *parents}):
     sys.modules[name] = views.module(name)
 
@@ -43,8 +51,9 @@ class _LastFolder:
   def __init__(self, folder: str):
     self.folder = folder
 
-  def find_spec(self, name: str, path: Sequence[str] | None = None,
-                target: Any = None) -> importlib.machinery.ModuleSpec | None:
+  def find_spec(
+    self, name: str, path: Sequence[str] | None = None, target: Any = None
+  ) -> importlib.machinery.ModuleSpec | None:
     """Return the specification of a module or package in the folder, for Python's import."""
     del target
     return importlib.machinery.PathFinder.find_spec(name, [self.folder]) if path is None else None

@@ -34,48 +34,48 @@ class Place(NamedTuple):
 
 # Types and functions that several of T5X's modules have under these names, for annotations in users' code.
 ALIASES: dict[str, str] = {
-    'ActionMapType': 'typing:Mapping',
-    'Activation': 'typing:Callable',
-    'Array': 'jax:Array',
-    'BatchSpec': 'typing:Mapping',
-    'BatchType': 'typing:Mapping',
-    'CompiledPartitionedCallable': 'typing:Callable',
-    'DType': 'typing:Any',
-    'Dtype': 'typing:Any',
-    'FlaxMutables': 'typing:Mapping',
-    'FrozenDict': 'flax.core:FrozenDict',
-    'FrozenVariableDict': 'flax.core.scope:FrozenVariableDict',
-    'InferStepCallable': 'typing:Callable',
-    'Inferences': 'typing:Any',
-    'Initializer': 'typing:Callable',
-    'JaxDevice': 'jax:Device',
-    'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
-    'MergeFn': 'typing:Callable',
-    'Mesh': 'jax.sharding:Mesh',
-    'MetricMapSpec': 'typing:Mapping',
-    'MetricMapType': 'typing:Mapping',
-    'MetricValueMapType': 'typing:Mapping',
-    'MetricsMap': 'typing:MutableMapping',
-    'ModelWeights': 'typing:Any',
-    'MutableMetricMapType': 'typing:MutableMapping',
-    'MutableVariableDict': 'flax.core.scope:MutableVariableDict',
-    'OptimizerStateType': 'typing:Any',
-    'PRNGKey': 'jax:Array',
-    'PartitionSpec': 'jax.sharding:PartitionSpec',
-    'PartitionedCallable': 'typing:Callable',
-    'PartitionedTrainCallable': 't5x_lite.trainer:PartitionedTrainCallable',
-    'PyTree': 'typing:Any',
-    'PyTreeDef': 'jax.tree_util:PyTreeDef',
-    'Pytree': 'typing:Any',
-    'Rng': 'jax:Array',
-    'Scalar': 'typing:Any',
-    'Shape': 'typing:Sequence',
-    'TrainState': 't5x_lite.train_state:TrainState',
-    'VariableDict': 'flax.core.scope:VariableDict',
-    'WriteFn': 'typing:Callable',
-    'param_with_axes': 'flax.linen.partitioning:param_with_axes',
-    'scan_with_axes': 'flax.linen.partitioning:scan_with_axes',
-    'with_sharding_constraint': 'flax.linen.partitioning:with_sharding_constraint',
+  'ActionMapType': 'typing:Mapping',
+  'Activation': 'typing:Callable',
+  'Array': 'jax:Array',
+  'BatchSpec': 'typing:Mapping',
+  'BatchType': 'typing:Mapping',
+  'CompiledPartitionedCallable': 'typing:Callable',
+  'DType': 'typing:Any',
+  'Dtype': 'typing:Any',
+  'FlaxMutables': 'typing:Mapping',
+  'FrozenDict': 'flax.core:FrozenDict',
+  'FrozenVariableDict': 'flax.core.scope:FrozenVariableDict',
+  'InferStepCallable': 'typing:Callable',
+  'Inferences': 'typing:Any',
+  'Initializer': 'typing:Callable',
+  'JaxDevice': 'jax:Device',
+  'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
+  'MergeFn': 'typing:Callable',
+  'Mesh': 'jax.sharding:Mesh',
+  'MetricMapSpec': 'typing:Mapping',
+  'MetricMapType': 'typing:Mapping',
+  'MetricValueMapType': 'typing:Mapping',
+  'MetricsMap': 'typing:MutableMapping',
+  'ModelWeights': 'typing:Any',
+  'MutableMetricMapType': 'typing:MutableMapping',
+  'MutableVariableDict': 'flax.core.scope:MutableVariableDict',
+  'OptimizerStateType': 'typing:Any',
+  'PRNGKey': 'jax:Array',
+  'PartitionSpec': 'jax.sharding:PartitionSpec',
+  'PartitionedCallable': 'typing:Callable',
+  'PartitionedTrainCallable': 't5x_lite.trainer:PartitionedTrainCallable',
+  'PyTree': 'typing:Any',
+  'PyTreeDef': 'jax.tree_util:PyTreeDef',
+  'Pytree': 'typing:Any',
+  'Rng': 'jax:Array',
+  'Scalar': 'typing:Any',
+  'Shape': 'typing:Sequence',
+  'TrainState': 't5x_lite.train_state:TrainState',
+  'VariableDict': 'flax.core.scope:VariableDict',
+  'WriteFn': 'typing:Callable',
+  'param_with_axes': 'flax.linen.partitioning:param_with_axes',
+  'scan_with_axes': 'flax.linen.partitioning:scan_with_axes',
+  'with_sharding_constraint': 'flax.linen.partitioning:with_sharding_constraint',
 }
 _LAYERS = 't5x_lite.layers'
 _ARRAYS = 'Remove it: arrays are always jax.Array.'
@@ -83,206 +83,236 @@ _NOT_LAZY = 'To read arrays one at a time, use checkpoints.open_source(path).rea
 _ONE_ORDER = 'It belongs to deterministic=True.'
 _SAVE_MEMORY = 'The memory of a save is not limited; omit the option.'
 _TENSORFLOW = (
-    'Checkpoints of Mesh TensorFlow are not read. Use the same model in the format of T5X or of Hugging Face, in which '
-    'all T5 models are published, or convert it with T5X.')
+  'Checkpoints of Mesh TensorFlow are not read. Use the same model in the format of T5X or of Hugging Face, in which '
+  'all T5 models are published, or convert it with T5X.'
+)
 _EXPORTS = 'Include gin/t5x/configs/runs/export.gin, the file of t5x_lite: exported programs take and return ids.'
 
 MODULES: dict[str, Module] = {
-    't5x.adafactor': Module(here='t5x_lite.adafactor'),
-    't5x.binary_search': Module(here='t5x_lite.decoding'),
-    't5x.checkpoint_utils': Module(here='t5x_lite.checkpoints'),
-    't5x.checkpointing': Module(here='t5x_lite.checkpoints'),
-    't5x.checkpoints': Module(
-        here='t5x_lite.checkpoints',
-        names={
-            'VERSION': 't5x_lite.checkpoints.sources.t5x_index:VERSION',
-            'all_steps': 't5x_lite.checkpoints:all_steps_of_any_program',
-            'latest_step': 't5x_lite.checkpoints:latest_step_of_any_program',
-        },
-        left_out={
-            'Checkpointer.convert_from_tf_checkpoint': _TENSORFLOW,
-            'Checkpointer.restore.lazy_parameters=True': _NOT_LAZY,
-            'Checkpointer.restore_from_tf_checkpoint': _TENSORFLOW,
-            'Checkpointer.save.concurrent_gb=64': _SAVE_MEMORY,
-            'DatasetArgs': 'CheckpointManager.save has data_state, the position in the data.',
-            'DatasetCheckpointHandler': 'CheckpointManager.save has data_state, the position in the data.',
-            'OrbaxCheckpointManagerInterface.restore.lazy_parameters=True': _NOT_LAZY,
-            'OrbaxCheckpointManagerInterface.restore_from_tf_checkpoint': _TENSORFLOW,
-            'fake_param_info': 'checkpoints.open_source(path).shapes() has the shape and dtype of each array.',
-            'load_t5x_checkpoint.lazy_parameters=True': _NOT_LAZY,
-        }),
-    't5x.checkpoints_utils': Module(
-        here='t5x_lite.checkpoints',
-        names={
-            'all_steps': 't5x_lite.checkpoints:all_steps_of_any_program',
-            'latest_step': 't5x_lite.checkpoints:latest_step_of_any_program',
-        }),
-    't5x.contrib.moe.adafactor_utils': Module(here='moe'),
-    't5x.contrib.moe.checkpoints': Module(here='moe'),
-    't5x.contrib.moe.models': Module(
-        here='moe.models',
-        names={
-            'MOE_METRICS': 'moe.metrics:MOE_METRICS',
-        }),
-    't5x.contrib.moe.partitioning': Module(
-        here='moe',
-        names={
-            'DataLayout': 't5x_lite.partitioning:DataLayout',
-            'HardwareMesh': 't5x_lite.partitioning:HardwareMesh',
-            'LogicalAxisRules': 't5x_lite.partitioning:LogicalAxisRules',
-            'PartitionSpec': 't5x_lite.partitioning:PartitionSpec',
-            'get_cpu_mesh': 'moe.mesh:get_cpu_mesh',
-            'get_gpu_mesh': 'moe.mesh:get_gpu_mesh',
-            'standard_logical_axis_rules': 'moe.rules:head_logical_axis_rules',
-        }),
-    't5x.contrib.moe.trainer': Module(here='moe'),
-    't5x.contrib.moe.training_utils': Module(here='moe'),
-    't5x.decoding': Module(here='t5x_lite.decoding'),
-    't5x.eval': Module(here='t5x_lite.apps.evaluate'),
-    't5x.export_lib': Module(
-        here='t5x_lite.apps.export',
-        left_out=dict.fromkeys((
-            'ExportableModule', 'create_batch_polymorphic_shapes', 'create_inference_function', 'create_postprocessor',
-            'create_preprocessor', 'create_preprocessor_from_task', 'write_warmup_examples',
-            'save.create_decoding_state_callback_fn', 'save.create_inference_function_fn',
-            'save.create_polymorphic_shapes_fn', 'save.create_postprocessor_fn', 'save.create_preprocessor_fn',
-            'save.decode_outputs', 'save.enable_xla', 'save.exportable_module_cls', 'save.mixture_or_task_name',
-            'save.native_lowering', 'save.output_features', 'save.output_vocab_feature_name', 'save.signature_name',
-            'save.tokenized_inputs', 'save.trailing_shapes', 'save.validation_examples', 'save.warmup_examples',
-            'save.write_warmup_example_fn'), _EXPORTS)),
-    't5x.examples.decoder_only.layers': Module(
-        here=_LAYERS,
-        names={
-            'RelativePositionBiases': 't5x_lite.layers:CachedRelativePositionBiases',
-        },
-        left_out={
-            'MultiHeadDotProductAttention.update_cache_decode': 'Override project_key_value to change cached arrays.',
-            'MultiHeadDotProductAttention.update_cache_prefill': 'Override project_key_value to change cached arrays.',
-        }),
-    't5x.examples.decoder_only.network': Module(here='t5x_lite.networks.decoder_only'),
-    't5x.examples.scalable_t5.layers': Module(
-        here=_LAYERS,
-        names={
-            'DenseGeneral': 't5x_lite.layers.nd:DenseGeneral',
-            'MultiHeadDotProductAttention': 't5x_lite.layers.nd:MultiHeadDotProductAttention',
-        }),
-    't5x.examples.scalable_t5.network': Module(
-        here='t5x_lite.networks.scalable_t5',
-        left_out={
-            'T5Config.scan_layers=False': "Without loops, use t5.T5Config with relpos_bias_tables='per_layer'.",
-        }),
-    't5x.examples.t5.layers': Module(here=_LAYERS),
-    't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
-    't5x.gin_utils': Module(
-        here='t5x_lite.gin_utils',
-        left_out={
-            'get_gin_config_str.show_provenance=True':
-                'The text does not show the file of each setting; search the gin files for its name.',
-        }),
-    't5x.infer': Module(here='t5x_lite.apps.infer'),
-    't5x.interactive_model': Module(here='t5x_lite.interactive_model'),
-    't5x.losses': Module(here='t5x_lite.losses'),
-    't5x.metrics': Module(here='t5x_lite.metrics'),
-    't5x.models': Module(here='t5x_lite.models'),
-    't5x.optimizers': Module(
-        here='t5x_lite.optimizers',
-        left_out={
-            'amos': "Amos is not part of optax; wrap jestimator's function with optimizers.wrap_optax_optimizer.",
-        }),
-    't5x.partitioning': Module(here='t5x_lite.partitioning'),
-    't5x.precompile': Module(here='t5x_lite.apps.precompile'),
-    't5x.state_utils': Module(here='t5x_lite.checkpoints'),
-    't5x.train': Module(
-        here='t5x_lite.apps.train',
-        left_out={
-            'train.use_gda': _ARRAYS,
-            'train.use_jax_array': _ARRAYS,
-            'train.use_orbax=False':
-                'Remove it: checkpoints of both formats are read, and `t5x_lite convert --to=t5x` writes the former '
-                'one.',
-        }),
-    't5x.train_state': Module(here='t5x_lite.train_state'),
-    't5x.trainer': Module(here='t5x_lite.trainer'),
-    't5x.utils': Module(
-        names={
-            'CheckpointConfig': 't5x_lite.checkpoints:CheckpointConfig',
-            'DatasetConfig': 't5x_lite.data:DatasetConfig',
-            'EvaluatorConstructor': 't5x_lite.evaluation:EvaluatorConstructor',
-            'GetDatasetCallable': 't5x_lite.data:GetDatasetCallable',
-            'GetEvalDatasetCallable': 't5x_lite.data:GetEvalDatasetCallable',
-            'InferFnCallable': 't5x_lite.evaluation:InferFnCallable',
-            'InferStepWithRngCallable': 't5x_lite.evaluation:InferStepWithRngCallable',
-            'InferStepWithoutRngCallable': 't5x_lite.evaluation:InferStepWithoutRngCallable',
-            'InitFnCallable': 't5x_lite.state_init:InitFnCallable',
-            'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
-            'LegacyCheckpointManager': 't5x_lite.checkpoints:LegacyCheckpointManager',
-            'LegacyCheckpointer': 't5x_lite.checkpoints:LegacyCheckpointer',
-            'RestoreCheckpointConfig': 't5x_lite.checkpoints:RestoreCheckpointConfig',
-            'SaveCheckpointConfig': 't5x_lite.checkpoints:SaveCheckpointConfig',
-            'ShardedDatasetIterator': 't5x_lite.data:ShardedDatasetIterator',
-            'TrainStateInitializer': 't5x_lite.state_init:TrainStateInitializer',
-            'create_checkpoint_manager_and_restore': 't5x_lite.checkpoints:create_checkpoint_manager_and_restore',
-            'create_learning_rate_scheduler': 't5x_lite.schedules:create_learning_rate_scheduler',
-            'create_orbax_checkpoint_manager': 't5x_lite.checkpoints:create_orbax_checkpoint_manager',
-            'find_first_checkpoint_step': 't5x_lite.checkpoints:find_first_checkpoint_step',
-            'find_next_checkpoint_step': 't5x_lite.checkpoints:find_next_checkpoint_step',
-            'flatten_dict_string_keys': 't5x_lite.tree_utils:flatten_dict_string_keys',
-            'get_dataset': 't5x_lite.data:get_dataset',
-            'get_dataset_inner': 't5x_lite.data:get_dataset_inner',
-            'get_fallback_state': 't5x_lite.checkpoints:get_fallback_state',
-            'get_first_valid_restore_config_and_paths': 't5x_lite.checkpoints:get_first_valid_restore_config_and_paths',
-            'get_infer_fn': 't5x_lite.evaluation:get_infer_fn',
-            'get_training_eval_datasets': 't5x_lite.data:get_training_eval_datasets',
-            'get_vocabulary': 't5x_lite.data:get_vocabulary',
-            'get_zeros_batch_like_dataset': 't5x_lite.data:get_zeros_batch_like_dataset',
-            'get_zeros_batch_like_spec': 't5x_lite.data:get_zeros_batch_like_spec',
-            'import_module': 't5x_lite.module_imports:import_module',
-            'log_model_info': 't5x_lite.partitioning:log_model_info',
-            'multihost_assert_equal': 't5x_lite.multihost:assert_equal',
-            'override_params_axes_names': 't5x_lite.partitioning:override_params_axes_names',
-            'prepare_train_iter': 't5x_lite.data:prepare_train_iter',
-            'restore': 't5x_lite.checkpoints.legacy:restore',
-            'round_vocab_size_to_multiple': 't5x_lite.data:round_vocab_size_to_multiple',
-            'run_main': 't5x_lite.gin_utils:run_main',
-            'set_hardware_rng_ops': 't5x_lite.random_numbers:set_hardware_rng_ops',
-            'sync_global_devices': 't5x_lite.multihost:sync',
-            'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
-        },
-        left_out={
-            'DatasetConfig.runtime_preprocessors=[...]':
-                "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. "
-                'Add others to the task.',
-            'LegacyCheckpointer.restore.lazy_parameters=True': _NOT_LAZY,
-            'LegacyCheckpointer.save.concurrent_gb=64': _SAVE_MEMORY,
-            'LegacyCheckpointer.save.custom_metadata={...}': 'CheckpointManager.save has metadata.',
-            'LegacyCheckpointer.save.force=True': 'Delete the existing checkpoint to replace it.',
-            'RestoreCheckpointConfig.use_gda': _ARRAYS,
-            'SaveCheckpointConfig.use_gda': _ARRAYS,
-            'get_training_eval_datasets.deterministic=True':
-                'The order of the data is always determined by DatasetConfig.seed.',
-            'get_training_eval_datasets.model_dir=...': _ONE_ORDER,
-            'get_training_eval_datasets.start_step=1': _ONE_ORDER,
-        }),
+  't5x.adafactor': Module(here='t5x_lite.adafactor'),
+  't5x.binary_search': Module(here='t5x_lite.decoding'),
+  't5x.checkpoint_utils': Module(here='t5x_lite.checkpoints'),
+  't5x.checkpointing': Module(here='t5x_lite.checkpoints'),
+  't5x.checkpoints': Module(
+    here='t5x_lite.checkpoints',
+    names={
+      'VERSION': 't5x_lite.checkpoints.sources.t5x_index:VERSION',
+      'all_steps': 't5x_lite.checkpoints:all_steps_of_any_program',
+      'latest_step': 't5x_lite.checkpoints:latest_step_of_any_program',
+    },
+    left_out={
+      'Checkpointer.convert_from_tf_checkpoint': _TENSORFLOW,
+      'Checkpointer.restore.lazy_parameters=True': _NOT_LAZY,
+      'Checkpointer.restore_from_tf_checkpoint': _TENSORFLOW,
+      'Checkpointer.save.concurrent_gb=64': _SAVE_MEMORY,
+      'DatasetArgs': 'CheckpointManager.save has data_state, the position in the data.',
+      'DatasetCheckpointHandler': 'CheckpointManager.save has data_state, the position in the data.',
+      'OrbaxCheckpointManagerInterface.restore.lazy_parameters=True': _NOT_LAZY,
+      'OrbaxCheckpointManagerInterface.restore_from_tf_checkpoint': _TENSORFLOW,
+      'fake_param_info': 'checkpoints.open_source(path).shapes() has the shape and dtype of each array.',
+      'load_t5x_checkpoint.lazy_parameters=True': _NOT_LAZY,
+    },
+  ),
+  't5x.checkpoints_utils': Module(
+    here='t5x_lite.checkpoints',
+    names={
+      'all_steps': 't5x_lite.checkpoints:all_steps_of_any_program',
+      'latest_step': 't5x_lite.checkpoints:latest_step_of_any_program',
+    },
+  ),
+  't5x.contrib.moe.adafactor_utils': Module(here='moe'),
+  't5x.contrib.moe.checkpoints': Module(here='moe'),
+  't5x.contrib.moe.models': Module(
+    here='moe.models',
+    names={
+      'MOE_METRICS': 'moe.metrics:MOE_METRICS',
+    },
+  ),
+  't5x.contrib.moe.partitioning': Module(
+    here='moe',
+    names={
+      'DataLayout': 't5x_lite.partitioning:DataLayout',
+      'HardwareMesh': 't5x_lite.partitioning:HardwareMesh',
+      'LogicalAxisRules': 't5x_lite.partitioning:LogicalAxisRules',
+      'PartitionSpec': 't5x_lite.partitioning:PartitionSpec',
+      'get_cpu_mesh': 'moe.mesh:get_cpu_mesh',
+      'get_gpu_mesh': 'moe.mesh:get_gpu_mesh',
+      'standard_logical_axis_rules': 'moe.rules:head_logical_axis_rules',
+    },
+  ),
+  't5x.contrib.moe.trainer': Module(here='moe'),
+  't5x.contrib.moe.training_utils': Module(here='moe'),
+  't5x.decoding': Module(here='t5x_lite.decoding'),
+  't5x.eval': Module(here='t5x_lite.apps.evaluate'),
+  't5x.export_lib': Module(
+    here='t5x_lite.apps.export',
+    left_out=dict.fromkeys(
+      (
+        'ExportableModule',
+        'create_batch_polymorphic_shapes',
+        'create_inference_function',
+        'create_postprocessor',
+        'create_preprocessor',
+        'create_preprocessor_from_task',
+        'write_warmup_examples',
+        'save.create_decoding_state_callback_fn',
+        'save.create_inference_function_fn',
+        'save.create_polymorphic_shapes_fn',
+        'save.create_postprocessor_fn',
+        'save.create_preprocessor_fn',
+        'save.decode_outputs',
+        'save.enable_xla',
+        'save.exportable_module_cls',
+        'save.mixture_or_task_name',
+        'save.native_lowering',
+        'save.output_features',
+        'save.output_vocab_feature_name',
+        'save.signature_name',
+        'save.tokenized_inputs',
+        'save.trailing_shapes',
+        'save.validation_examples',
+        'save.warmup_examples',
+        'save.write_warmup_example_fn',
+      ),
+      _EXPORTS,
+    ),
+  ),
+  't5x.examples.decoder_only.layers': Module(
+    here=_LAYERS,
+    names={
+      'RelativePositionBiases': 't5x_lite.layers:CachedRelativePositionBiases',
+    },
+    left_out={
+      'MultiHeadDotProductAttention.update_cache_decode': 'Override project_key_value to change cached arrays.',
+      'MultiHeadDotProductAttention.update_cache_prefill': 'Override project_key_value to change cached arrays.',
+    },
+  ),
+  't5x.examples.decoder_only.network': Module(here='t5x_lite.networks.decoder_only'),
+  't5x.examples.scalable_t5.layers': Module(
+    here=_LAYERS,
+    names={
+      'DenseGeneral': 't5x_lite.layers.nd:DenseGeneral',
+      'MultiHeadDotProductAttention': 't5x_lite.layers.nd:MultiHeadDotProductAttention',
+    },
+  ),
+  't5x.examples.scalable_t5.network': Module(
+    here='t5x_lite.networks.scalable_t5',
+    left_out={
+      'T5Config.scan_layers=False': "Without loops, use t5.T5Config with relpos_bias_tables='per_layer'.",
+    },
+  ),
+  't5x.examples.t5.layers': Module(here=_LAYERS),
+  't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
+  't5x.gin_utils': Module(
+    here='t5x_lite.gin_utils',
+    left_out={
+      'get_gin_config_str.show_provenance=True': 'The text does not show the file of each setting; search the gin files for its name.',
+    },
+  ),
+  't5x.infer': Module(here='t5x_lite.apps.infer'),
+  't5x.interactive_model': Module(here='t5x_lite.interactive_model'),
+  't5x.losses': Module(here='t5x_lite.losses'),
+  't5x.metrics': Module(here='t5x_lite.metrics'),
+  't5x.models': Module(here='t5x_lite.models'),
+  't5x.optimizers': Module(
+    here='t5x_lite.optimizers',
+    left_out={
+      'amos': "Amos is not part of optax; wrap jestimator's function with optimizers.wrap_optax_optimizer.",
+    },
+  ),
+  't5x.partitioning': Module(here='t5x_lite.partitioning'),
+  't5x.precompile': Module(here='t5x_lite.apps.precompile'),
+  't5x.state_utils': Module(here='t5x_lite.checkpoints'),
+  't5x.train': Module(
+    here='t5x_lite.apps.train',
+    left_out={
+      'train.use_gda': _ARRAYS,
+      'train.use_jax_array': _ARRAYS,
+      'train.use_orbax=False': 'Remove it: checkpoints of both formats are read, and `t5x_lite convert --to=t5x` writes the former '
+      'one.',
+    },
+  ),
+  't5x.train_state': Module(here='t5x_lite.train_state'),
+  't5x.trainer': Module(here='t5x_lite.trainer'),
+  't5x.utils': Module(
+    names={
+      'CheckpointConfig': 't5x_lite.checkpoints:CheckpointConfig',
+      'DatasetConfig': 't5x_lite.data:DatasetConfig',
+      'EvaluatorConstructor': 't5x_lite.evaluation:EvaluatorConstructor',
+      'GetDatasetCallable': 't5x_lite.data:GetDatasetCallable',
+      'GetEvalDatasetCallable': 't5x_lite.data:GetEvalDatasetCallable',
+      'InferFnCallable': 't5x_lite.evaluation:InferFnCallable',
+      'InferStepWithRngCallable': 't5x_lite.evaluation:InferStepWithRngCallable',
+      'InferStepWithoutRngCallable': 't5x_lite.evaluation:InferStepWithoutRngCallable',
+      'InitFnCallable': 't5x_lite.state_init:InitFnCallable',
+      'LearningRateCallable': 't5x_lite.schedules:LearningRateCallable',
+      'LegacyCheckpointManager': 't5x_lite.checkpoints:LegacyCheckpointManager',
+      'LegacyCheckpointer': 't5x_lite.checkpoints:LegacyCheckpointer',
+      'RestoreCheckpointConfig': 't5x_lite.checkpoints:RestoreCheckpointConfig',
+      'SaveCheckpointConfig': 't5x_lite.checkpoints:SaveCheckpointConfig',
+      'ShardedDatasetIterator': 't5x_lite.data:ShardedDatasetIterator',
+      'TrainStateInitializer': 't5x_lite.state_init:TrainStateInitializer',
+      'create_checkpoint_manager_and_restore': 't5x_lite.checkpoints:create_checkpoint_manager_and_restore',
+      'create_learning_rate_scheduler': 't5x_lite.schedules:create_learning_rate_scheduler',
+      'create_orbax_checkpoint_manager': 't5x_lite.checkpoints:create_orbax_checkpoint_manager',
+      'find_first_checkpoint_step': 't5x_lite.checkpoints:find_first_checkpoint_step',
+      'find_next_checkpoint_step': 't5x_lite.checkpoints:find_next_checkpoint_step',
+      'flatten_dict_string_keys': 't5x_lite.tree_utils:flatten_dict_string_keys',
+      'get_dataset': 't5x_lite.data:get_dataset',
+      'get_dataset_inner': 't5x_lite.data:get_dataset_inner',
+      'get_fallback_state': 't5x_lite.checkpoints:get_fallback_state',
+      'get_first_valid_restore_config_and_paths': 't5x_lite.checkpoints:get_first_valid_restore_config_and_paths',
+      'get_infer_fn': 't5x_lite.evaluation:get_infer_fn',
+      'get_training_eval_datasets': 't5x_lite.data:get_training_eval_datasets',
+      'get_vocabulary': 't5x_lite.data:get_vocabulary',
+      'get_zeros_batch_like_dataset': 't5x_lite.data:get_zeros_batch_like_dataset',
+      'get_zeros_batch_like_spec': 't5x_lite.data:get_zeros_batch_like_spec',
+      'import_module': 't5x_lite.module_imports:import_module',
+      'log_model_info': 't5x_lite.partitioning:log_model_info',
+      'multihost_assert_equal': 't5x_lite.multihost:assert_equal',
+      'override_params_axes_names': 't5x_lite.partitioning:override_params_axes_names',
+      'prepare_train_iter': 't5x_lite.data:prepare_train_iter',
+      'restore': 't5x_lite.checkpoints.legacy:restore',
+      'round_vocab_size_to_multiple': 't5x_lite.data:round_vocab_size_to_multiple',
+      'run_main': 't5x_lite.gin_utils:run_main',
+      'set_hardware_rng_ops': 't5x_lite.random_numbers:set_hardware_rng_ops',
+      'sync_global_devices': 't5x_lite.multihost:sync',
+      'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
+    },
+    left_out={
+      'DatasetConfig.runtime_preprocessors=[...]': "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. "
+      'Add others to the task.',
+      'LegacyCheckpointer.restore.lazy_parameters=True': _NOT_LAZY,
+      'LegacyCheckpointer.save.concurrent_gb=64': _SAVE_MEMORY,
+      'LegacyCheckpointer.save.custom_metadata={...}': 'CheckpointManager.save has metadata.',
+      'LegacyCheckpointer.save.force=True': 'Delete the existing checkpoint to replace it.',
+      'RestoreCheckpointConfig.use_gda': _ARRAYS,
+      'SaveCheckpointConfig.use_gda': _ARRAYS,
+      'get_training_eval_datasets.deterministic=True': 'The order of the data is always determined by DatasetConfig.seed.',
+      'get_training_eval_datasets.model_dir=...': _ONE_ORDER,
+      'get_training_eval_datasets.start_step=1': _ONE_ORDER,
+    },
+  ),
 }
 
 # Modules of T5X, with their submodules, that have no row, and the alternative.
 LEFT_OUT_MODULES: dict[str, str] = {
-    't5x.checkpoint_importer': 'Convert Mesh TensorFlow checkpoints with T5X, and read the result here.',
-    't5x.config_utils': 'Configure runs with gin files; fiddle is not supported.',
-    't5x.contrib.calm': 'CALM is not part of t5x_lite; decoding.temperature_sample decodes with all layers.',
-    't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs too.',
-    't5x.export': 'Run t5x_lite export, or import t5x.export_lib.',
-    't5x.fiddle_configs': 'Configure runs with gin files; fiddle is not supported.',
-    't5x.main': 'There is one command for each run mode: t5x_lite train, eval, infer, precompile, export.',
-    't5x.scripts': 'Use xm or SLURM scripts of your own; `t5x_lite launch` starts several processes.',
-    't5x.tasks': 'Register the tasks that you use in a module of your own.',
-    't5x.test_utils': "Its functions belong to T5X's own tests.",
+  't5x.checkpoint_importer': 'Convert Mesh TensorFlow checkpoints with T5X, and read the result here.',
+  't5x.config_utils': 'Configure runs with gin files; fiddle is not supported.',
+  't5x.contrib.calm': 'CALM is not part of t5x_lite; decoding.temperature_sample decodes with all layers.',
+  't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs too.',
+  't5x.export': 'Run t5x_lite export, or import t5x.export_lib.',
+  't5x.fiddle_configs': 'Configure runs with gin files; fiddle is not supported.',
+  't5x.main': 'There is one command for each run mode: t5x_lite train, eval, infer, precompile, export.',
+  't5x.scripts': 'Use xm or SLURM scripts of your own; `t5x_lite launch` starts several processes.',
+  't5x.tasks': 'Register the tasks that you use in a module of your own.',
+  't5x.test_utils': "Its functions belong to T5X's own tests.",
 }
 
 # Macros of T5X's run files whose default here is another one, with T5X's.
 DEFAULTS: dict[str, str] = {
-    'RANDOM_SEED': 'the clock',
-    'USE_CACHED_TASKS': 'True',
+  'RANDOM_SEED': 'the clock',
+  'USE_CACHED_TASKS': 'True',
 }
 
 # Programs of T5X, whose names gin files import as those of `__main__`.
@@ -325,14 +355,20 @@ def why_no_module(module: str) -> str:
     if module == name or module.startswith(f'{name}.'):
       return f'{name} has no equivalent in t5x_lite. {sentence}'
   if module.startswith('__main__.'):
-    return ('Names of __main__ cannot be imported. Write `import __main__ as NAME`, and NAME.'
-            f'{module.partition(".")[2]} for this one.')
+    return (
+      'Names of __main__ cannot be imported. Write `import __main__ as NAME`, and NAME.'
+      f'{module.partition(".")[2]} for this one.'
+    )
   parent, _, name = module.rpartition('.')
   if parent in MODULES:
     return f'T5X has no module {module!r}. Import {parent}, and write {parent.rpartition(".")[2]}.{name}.'
   # The common beginning would make all names similar.
-  near = did_you_mean(module.removeprefix('t5x.'), [name.removeprefix('t5x.') for name in MODULES], lists_all=False)
-  return f'T5X has no module {module!r}.{near} A module of your own must be outside of the package t5x.'
+  near = did_you_mean(
+    module.removeprefix('t5x.'), [name.removeprefix('t5x.') for name in MODULES], lists_all=False
+  )
+  return (
+    f'T5X has no module {module!r}.{near} A module of your own must be outside of the package t5x.'
+  )
 
 
 def sentence(module: str, name: str) -> str:

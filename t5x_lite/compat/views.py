@@ -25,12 +25,20 @@ class View(types.ModuleType):
     if is_package:
       self.__path__ = []  # Python imports submodules of packages only.
     self.__file__ = names.__file__  # Python names it where a name cannot be imported.
-    self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)  # `find_spec` requires it.
+    self.__spec__ = importlib.machinery.ModuleSpec(
+      name, None, is_package=is_package
+    )  # `find_spec` requires it.
 
   def __getattr__(self, name: str) -> Any:
     if name == '__all__':
-      return [each for each in dir(self) if each in names.submodules(self.__name__) or find(self.__name__, each)]
-    if name.startswith('_'):  # Python asks all modules for such names; the search would import all modules of ours.
+      return [
+        each
+        for each in dir(self)
+        if each in names.submodules(self.__name__) or find(self.__name__, each)
+      ]
+    if name.startswith(
+      '_'
+    ):  # Python asks all modules for such names; the search would import all modules of ours.
       raise AttributeError(f'{self.__name__} has no {name!r}.')
     _log_use()
     if name in names.submodules(self.__name__):
@@ -83,9 +91,12 @@ def resolve(view: View, attributes: Sequence[str]) -> tuple[names.Place | None, 
     if place is None:
       return None, why_no_name(view.__name__, attribute)
     value, path = _get(place), place.name
-    for inner in attributes[position + 1:]:
+    for inner in attributes[position + 1 :]:
       if not hasattr(value, inner):
-        return None, f'{view.__name__}.{path} has no {inner!r}.{did_you_mean(inner, _public(value), lists_all=False)}'
+        return (
+          None,
+          f'{view.__name__}.{path} has no {inner!r}.{did_you_mean(inner, _public(value), lists_all=False)}',
+        )
       value, path = getattr(value, inner), f'{path}.{inner}'
     return names.Place(place.module, path), ''
   return None, f'{view.__name__} is a module. Name a function or class in it.'
@@ -107,8 +118,9 @@ def _log_use() -> None:
   frame = sys._getframe()  # pylint: disable=protected-access
   while frame.f_back is not None and _module_of(frame).startswith((__name__, 'importlib.')):
     frame = frame.f_back
-  logging.getLogger(__name__).info('Names of T5X in the module %s mean those of t5x_lite. See docs/from_t5x.md.',
-                                   _module_of(frame))
+  logging.getLogger(__name__).info(
+    'Names of T5X in the module %s mean those of t5x_lite. See docs/from_t5x.md.', _module_of(frame)
+  )
 
 
 def _module_of(frame: types.FrameType) -> str:

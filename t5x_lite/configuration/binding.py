@@ -29,12 +29,20 @@ _logger = logging.getLogger(__name__)
 
 # Packages that extras of t5x_lite install.
 _EXTRAS = {
-    'seqio': 'seqio', 'tensorflow': 'seqio', 'tensorflow_datasets': 'seqio', 'tensorflow_text': 'seqio',
-    'grain': 'grain', 'matplotlib': 'plot',
+  'seqio': 'seqio',
+  'tensorflow': 'seqio',
+  'tensorflow_datasets': 'seqio',
+  'tensorflow_text': 'seqio',
+  'grain': 'grain',
+  'matplotlib': 'plot',
 }
 # Names that gin files give to the programs, and their modules in t5x_lite.apps.
-_PROGRAMS = {'train_script': 'train', 'eval_script': 'evaluate', 'infer_script': 'infer',
-             'precompile_script': 'precompile'}
+_PROGRAMS = {
+  'train_script': 'train',
+  'eval_script': 'evaluate',
+  'infer_script': 'infer',
+  'precompile_script': 'precompile',
+}
 
 
 class Binder:
@@ -47,7 +55,12 @@ class Binder:
     t5x_sources: names of the files and flags that import modules of T5X.
   """
 
-  def __init__(self, main_is_t5x: bool = True, skip_unknown: bool | Collection[str] = False, clears: bool = True):
+  def __init__(
+    self,
+    main_is_t5x: bool = True,
+    skip_unknown: bool | Collection[str] = False,
+    clears: bool = True,
+  ):
     """Clear gin's configuration, if `clears`.
 
     Args:
@@ -99,8 +112,12 @@ class Binder:
         match statement:
           case gin_syntax.Text():
             self._bind_text(statement, ())
-          case gin_syntax.Import() | gin_syntax.Block() | gin_syntax.Binding() if self._skips(names, statement):
-            _logger.info('%s: skipped, because a name in it is unknown (skip_unknown).', statement.location)
+          case gin_syntax.Import() | gin_syntax.Block() | gin_syntax.Binding() if self._skips(
+            names, statement
+          ):
+            _logger.info(
+              '%s: skipped, because a name in it is unknown (skip_unknown).', statement.location
+            )
           case gin_syntax.Import():
             names.add_import(statement)
             if not statement.statement.module.startswith('__gin__'):
@@ -110,7 +127,9 @@ class Binder:
           case gin_syntax.Binding():
             key = names.bind(statement)
             if key in self.bound:
-              forgotten = {*gin_syntax.macros_in(self.bound[key].value)} - {*gin_syntax.macros_in(statement.value)}
+              forgotten = {*gin_syntax.macros_in(self.bound[key].value)} - {
+                *gin_syntax.macros_in(statement.value)
+              }
               self.replaced |= dict.fromkeys(forgotten, statement.location)
             self.bound[key] = statement
     finally:
@@ -119,11 +138,17 @@ class Binder:
       self.t5x_sources[text.source] = None
     gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
 
-  def _skips(self, names: '_Names', statement: gin_syntax.Import | gin_syntax.Block | gin_syntax.Binding) -> bool:
+  def _skips(
+    self, names: '_Names', statement: gin_syntax.Import | gin_syntax.Block | gin_syntax.Binding
+  ) -> bool:
     """Return True for a statement that `skip_unknown` allows to skip and whose module or configurable is unknown."""
-    if not self._skip_unknown or (isinstance(statement, gin_syntax.Binding) and statement.macro_name is not None):
+    if not self._skip_unknown or (
+      isinstance(statement, gin_syntax.Binding) and statement.macro_name is not None
+    ):
       return False
-    if isinstance(statement, gin_syntax.Import) and statement.statement.module.startswith('__gin__'):
+    if isinstance(statement, gin_syntax.Import) and statement.statement.module.startswith(
+      '__gin__'
+    ):
       return False
     try:
       if isinstance(statement, gin_syntax.Import):
@@ -131,7 +156,9 @@ class Binder:
       elif self._skip_unknown is True or statement.selector in self._skip_unknown:
         names.configurable(statement.selector, statement.location)
     except ConfigError as error:
-      return not isinstance(statement, gin_syntax.Import) or isinstance(error.__cause__, ImportError)
+      return not isinstance(statement, gin_syntax.Import) or isinstance(
+        error.__cause__, ImportError
+      )
     return False
 
 
@@ -210,10 +237,15 @@ class _Names(gin_config.ParseContext):
       self._add_view(statement)
       return
     if root == '__gin__' and module != '__gin__.dynamic_registration':
-      problem = (f'gin has no {module.partition(".")[2]!r}. Write `from __gin__ import dynamic_registration`')
+      problem = (
+        f'gin has no {module.partition(".")[2]!r}. Write `from __gin__ import dynamic_registration`'
+      )
     elif root == '__gin__' and self.imports:
-      remedy = ('Remove it: flags may use all imports of the files' if statement.location.on_command_line else
-                'Move it before all other imports')
+      remedy = (
+        'Remove it: flags may use all imports of the files'
+        if statement.location.on_command_line
+        else 'Move it before all other imports'
+      )
       problem = f'`from __gin__ import dynamic_registration` must be the first import. {remedy}'
     if problem:
       raise ConfigError(f'{statement.location}: {problem}.')
@@ -227,7 +259,9 @@ class _Names(gin_config.ParseContext):
       remedy = module_imports.remedy_for(error.name or '', error)
       if not remedy:
         raise
-      raise ConfigError(f'{statement.location}: importing {module} failed: {error}.{remedy}') from error
+      raise ConfigError(
+        f'{statement.location}: importing {module} failed: {error}.{remedy}'
+      ) from error
 
   def _add_view(self, statement: gin_syntax.Import) -> None:
     """Import a module of T5X on behalf of the file: a view of our objects, even if T5X is installed."""
@@ -237,7 +271,9 @@ class _Names(gin_config.ParseContext):
     except ConfigError as error:
       raise ConfigError(f'{statement.location}: {error}') from None
     root = module.partition('.')[0]
-    self._symbol_table[name] = view if statement.statement.alias or name != root else t5x_views.module(root)
+    self._symbol_table[name] = (
+      view if statement.statement.alias or name != root else t5x_views.module(root)
+    )
 
   def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
     """Return the configurable of `selector`, as written in the file; register it at its first use.
@@ -262,8 +298,9 @@ class _Names(gin_config.ParseContext):
       if 'was registered with a custom module' not in str(error):
         raise
       raise ConfigError(
-          f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind '
-          'the method after the files of the model, by the class of the model.') from error
+        f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind '
+        'the method after the files of the model, by the class of the model.'
+      ) from error
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
@@ -279,7 +316,9 @@ class _Names(gin_config.ParseContext):
       found = self._register([place.module, *place.name.split('.')], values)
     return found
 
-  def _register(self, attr_names: Sequence[str], attr_values: Sequence[Any]) -> gin_config.Configurable:
+  def _register(
+    self, attr_names: Sequence[str], attr_values: Sequence[Any]
+  ) -> gin_config.Configurable:
     """Register an object; the class of a method keeps the name under which it is registered.
 
     gin would register the class again with the name of this file's import, and references to its other name would give
@@ -291,7 +330,9 @@ class _Names(gin_config.ParseContext):
       try:
         return super()._register(attr_names, attr_values)
       except ValueError:  # Another file has imported another module by the same name.
-        with self._source_of(attr_names[0], self._symbol_source[attr_names[0]]._replace(alias=None)):
+        with self._source_of(
+          attr_names[0], self._symbol_source[attr_names[0]]._replace(alias=None)
+        ):
           return super()._register(attr_names, attr_values)
     source, path = known.import_source
     is_path = not source.is_from and not source.alias
@@ -314,8 +355,10 @@ class _Names(gin_config.ParseContext):
     root, *attributes = selector.split('.')
     if root not in self._symbol_table:
       known = [name for name in self._symbol_table if name != 'gin']
-      return (f'{root!r} in {selector!r} is not imported by this file.{did_you_mean(root, known)} Add '
-              f'{" or ".join(self._imports_of(selector))}.')
+      return (
+        f'{root!r} in {selector!r} is not imported by this file.{did_you_mean(root, known)} Add '
+        f'{" or ".join(self._imports_of(selector))}.'
+      )
     found, owner = root, self._symbol_table[root]
     for attribute in attributes:
       if not hasattr(owner, attribute):
@@ -330,32 +373,53 @@ class _Names(gin_config.ParseContext):
     """Return the statements that import the root of a selector: T5X's unless the file only has names of t5x_lite."""
     root, *attributes = selector.split('.')
     if root in _PROGRAMS:
-      program = 'precompile' if attributes == ['precompile'] else _PROGRAMS[root]  # T5X's is in its train
-      theirs, ours = [f'`import __main__ as {root}`'], [f'`from t5x_lite.apps import {program} as {root}`']
+      program = (
+        'precompile' if attributes == ['precompile'] else _PROGRAMS[root]
+      )  # T5X's is in its train
+      theirs, ours = (
+        [f'`import __main__ as {root}`'],
+        [f'`from t5x_lite.apps import {program} as {root}`'],
+      )
     else:
       modules = t5x_names.modules_ending_with(root)
-      having = [module for module in modules if t5x_views.resolve(t5x_views.module(module), attributes)[0] is not None]
+      having = [
+        module
+        for module in modules
+        if t5x_views.resolve(t5x_views.module(module), attributes)[0] is not None
+      ]
       # t5x.trainer, not t5x.contrib.moe.trainer
       depth = min((module.count('.') for module in having or modules), default=0)
-      theirs = [f'`from {module.rpartition(".")[0]} import {root}`' for module in having or modules
-                if module.count('.') == depth]
+      theirs = [
+        f'`from {module.rpartition(".")[0]} import {root}`'
+        for module in having or modules
+        if module.count('.') == depth
+      ]
       is_ours = any(found.name == root for found in pkgutil.iter_modules(t5x_lite.__path__))
       ours = [f'`from t5x_lite import {root}`'] if is_ours else []
-    imports_ours = any(getattr(module, '__name__', '').split('.')[0] == 't5x_lite'
-                       for module in self._symbol_table.values())
+    imports_ours = any(
+      getattr(module, '__name__', '').split('.')[0] == 't5x_lite'
+      for module in self._symbol_table.values()
+    )
     in_order = (ours, theirs) if imports_ours and not self.uses_t5x else (theirs, ours)
-    installed = [f'`import {root}`'] if module_imports.exists(root) else [f'`from PACKAGE import {root}`']
+    installed = (
+      [f'`import {root}`'] if module_imports.exists(root) else [f'`from PACKAGE import {root}`']
+    )
     return in_order[0] or in_order[1] or installed
 
   def _matches(self, selector: str) -> list[str]:
     """Return the registered names that end with `selector`; only `selector` if it is a complete name."""
     known = self._known()
-    return [selector] if selector in known else [name for name in known if name.endswith('.' + selector)]
+    return (
+      [selector] if selector in known else [name for name in known if name.endswith('.' + selector)]
+    )
 
   def _known(self) -> dict[str, gin_config.Configurable]:
     """Return what this configuration has used and what Python has registered, by complete name."""
-    return {name: each for name, each in gin_check.configurables().items()
-            if each.import_source is None or name in self._used}
+    return {
+      name: each
+      for name, each in gin_check.configurables().items()
+      if each.import_source is None or name in self._used
+    }
 
   def _place_by_t5x_name(self, selector: str) -> t5x_names.Place | None:
     """Return the place of the end of a name of T5X, e.g. utils.DatasetConfig, which gin accepts in T5X.
@@ -368,8 +432,11 @@ class _Names(gin_config.ParseContext):
         place, _ = t5x_views.resolve(t5x_views.module(module), parts[length:])
         if place is not None:
           found[_objects(place)[-1]] = place
-    configured = [place for each, place in found.items()
-                  if (known := _configurable_of(each)) is not None and known.selector in self._used]
+    configured = [
+      place
+      for each, place in found.items()
+      if (known := _configurable_of(each)) is not None and known.selector in self._used
+    ]
     places = configured or list(found.values())
     return places[0] if len(places) == 1 else None
 
@@ -401,10 +468,14 @@ class _Names(gin_config.ParseContext):
     try:
       gin.bind_parameter(key, value)
     except ValueError:
-      raise ConfigError(f'{binding.location}: {self._why_no_parameter(configurable, binding)}') from None
+      raise ConfigError(
+        f'{binding.location}: {self._why_no_parameter(configurable, binding)}'
+      ) from None
     return key
 
-  def _why_no_parameter(self, configurable: gin_config.Configurable, binding: gin_syntax.Binding) -> str:
+  def _why_no_parameter(
+    self, configurable: gin_config.Configurable, binding: gin_syntax.Binding
+  ) -> str:
     name, parameter = binding.selector, binding.arg_name
     if configurable.import_source is not None:
       statement, path = configurable.import_source
@@ -417,7 +488,9 @@ class _Names(gin_config.ParseContext):
   def _value(self, value: Any, location: gin_syntax.Location) -> Any:
     """Return `value` with placeholders replaced by gin's references."""
     if isinstance(value, dict):
-      return {self._value(key, location): self._value(item, location) for key, item in value.items()}
+      return {
+        self._value(key, location): self._value(item, location) for key, item in value.items()
+      }
     if isinstance(value, (list, tuple)):
       return type(value)(self._value(item, location) for item in value)
     if isinstance(value, gin_syntax.Macro):
@@ -425,7 +498,9 @@ class _Names(gin_config.ParseContext):
     if isinstance(value, gin_syntax.Reference):
       *scopes, selector = value.scoped_selector.split('/')
       configurable = self.configurable(selector, location)
-      return gin_config.ConfigurableReference('/'.join((*scopes, configurable.selector)), value.evaluate)
+      return gin_config.ConfigurableReference(
+        '/'.join((*scopes, configurable.selector)), value.evaluate
+      )
     return value
 
 
@@ -448,19 +523,32 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
     return f'importing {module} failed: it requires {missing!r}, which is not installed.{_extra(missing, error)}'
   parent, _, leaf = missing.rpartition('.')
   if not parent:
-    near = did_you_mean(missing, ('t5x_lite', 'seqio', 'moe', 'optax', 'jax', 'flax'), lists_all=False)
-    return (f'no module {missing!r}.{_extra(missing, error)}' if missing in _EXTRAS else
-            f'no module {missing!r}. Install it, run the command in its folder, or add the folder to '
-            f'PYTHONPATH.{near}')
-  names = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))]
+    near = did_you_mean(
+      missing, ('t5x_lite', 'seqio', 'moe', 'optax', 'jax', 'flax'), lists_all=False
+    )
+    return (
+      f'no module {missing!r}.{_extra(missing, error)}'
+      if missing in _EXTRAS
+      else f'no module {missing!r}. Install it, run the command in its folder, or add the folder to '
+      f'PYTHONPATH.{near}'
+    )
+  names = [
+    found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))
+  ]
   return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, [n for n in names if not n.startswith("_")])}'
 
 
 def _extra(package: str, error: ModuleNotFoundError) -> str:
   extra = _EXTRAS.get(package.split('.')[0])
-  return f' Install it with `{install_command(extra)}`.' if extra else module_imports.remedy_for(package, error)
+  return (
+    f' Install it with `{install_command(extra)}`.'
+    if extra
+    else module_imports.remedy_for(package, error)
+  )
 
 
 def _public_names(owner: Any) -> list[str]:
   """Return the names of functions and classes in a module or class, for suggestions."""
-  return [name for name in dir(owner) if not name.startswith('_') and callable(getattr(owner, name, None))]
+  return [
+    name for name in dir(owner) if not name.startswith('_') and callable(getattr(owner, name, None))
+  ]

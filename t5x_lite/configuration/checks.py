@@ -27,7 +27,18 @@ from t5x_lite.formatting import short_repr
 Key = tuple[str, str, str]
 _MACRO = 'gin.macro'
 # Modules whose classes accept values of other types, e.g. int for float, or a list for an array.
-_LOOSELY_TYPED = ('abc', 'builtins', 'collections', 'enum', 'jax', 'jaxlib', 'numpy', 'os', 'pathlib', 'typing')
+_LOOSELY_TYPED = (
+  'abc',
+  'builtins',
+  'collections',
+  'enum',
+  'jax',
+  'jaxlib',
+  'numpy',
+  'os',
+  'pathlib',
+  'typing',
+)
 # What the parameters need that read a macro which may be None for others.
 _NEEDS = {'TRAIN_STEPS': 'the total number of steps'}
 _PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
@@ -58,7 +69,7 @@ class Use:
 
 def short_name(configurable: gin_config.Configurable) -> str:
   """Return the last two parts of the full name (three for a method), e.g. `data.DatasetConfig`."""
-  return '.'.join(configurable.selector.split('.')[-3 if configurable.is_method else -2:])
+  return '.'.join(configurable.selector.split('.')[-3 if configurable.is_method else -2 :])
 
 
 def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
@@ -95,11 +106,21 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
     for key in bound.values():
       for reference in _references(value_of(key)):
         # A reference without a scope runs in the active one. Callables run later, without a scope.
-        scopes = [tuple(reference.scopes)] if reference.scopes else [scope] if reference.evaluate else [scope, ()]
+        scopes = (
+          [tuple(reference.scopes)]
+          if reference.scopes
+          else [scope]
+          if reference.evaluate
+          else [scope, ()]
+        )
         waiting += [(reference.configurable, inner, reference.evaluate) for inner in scopes]
     if inspect.isclass(configurable.wrapped):
-      waiting += [(method, inner, False) for method in registry.values() for inner in {scope, ()}
-                  if method.is_method and method.selector.startswith(configurable.selector + '.')]
+      waiting += [
+        (method, inner, False)
+        for method in registry.values()
+        for inner in {scope, ()}
+        if method.is_method and method.selector.startswith(configurable.selector + '.')
+      ]
   return list(found.values())
 
 
@@ -123,7 +144,10 @@ def _references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
 
 def is_macro(reference: Any) -> bool:
   """Return whether a value is `%NAME` for a macro, as opposed to a constant."""
-  return isinstance(reference, gin_config.ConfigurableReference) and reference.configurable.selector == _MACRO
+  return (
+    isinstance(reference, gin_config.ConfigurableReference)
+    and reference.configurable.selector == _MACRO
+  )
 
 
 def is_macro_scope(scope: str) -> bool:
@@ -131,9 +155,12 @@ def is_macro_scope(scope: str) -> bool:
   return (scope, _MACRO) in bindings()
 
 
-def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
-          macros_of_files: Collection[str] = (), replaced: Mapping[str, Location] = types.MappingProxyType({}),
-          ) -> list[Use]:
+def check(
+  entry: Callable[..., Any],
+  locations: Mapping[Key, Location],
+  macros_of_files: Collection[str] = (),
+  replaced: Mapping[str, Location] = types.MappingProxyType({}),
+) -> list[Use]:
   """Raise for flags without effect, required parameters without a value, and values of the wrong type.
 
   Args:
@@ -153,12 +180,25 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
   for use in uses:
     if use.configurable.selector == _MACRO and not use.bound:
       name = '/'.join(use.scope)
-      reader = next((location for key, location in locations.items() for reference in _references(value_of(key))
-                     if is_macro(reference) and '/'.join(reference.scopes) == name), 'The configuration')
-      raise ConfigError(f'{reader}: the macro {name!r} is not defined. Write a value, or a macro that a file sets.')
+      reader = next(
+        (
+          location
+          for key, location in locations.items()
+          for reference in _references(value_of(key))
+          if is_macro(reference) and '/'.join(reference.scopes) == name
+        ),
+        'The configuration',
+      )
+      raise ConfigError(
+        f'{reader}: the macro {name!r} is not defined. Write a value, or a macro that a file sets.'
+      )
   _check_cycles(uses)
-  signatures = [(use, parameters) for use in uses if use.configurable.selector != _MACRO
-                and (parameters := _signature(use.configurable.wrapped)) is not None]
+  signatures = [
+    (use, parameters)
+    for use in uses
+    if use.configurable.selector != _MACRO
+    and (parameters := _signature(use.configurable.wrapped)) is not None
+  ]
   for use, parameters in signatures:
     hints = _type_hints(use.configurable.wrapped)
     for name, key in use.bound.items():
@@ -166,13 +206,18 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
         _check_type(use, parameters[name], hints[name], key, locations)
   for use, parameters in signatures:
     if use.evaluated:
-      unbound = [name for name, parameter in parameters.items()
-                 if (parameter.default is parameter.empty or parameter.default is gin_config.REQUIRED)
-                 and name not in use.bound
-                 and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+      unbound = [
+        name
+        for name, parameter in parameters.items()
+        if (parameter.default is parameter.empty or parameter.default is gin_config.REQUIRED)
+        and name not in use.bound
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+      ]
       if unbound:
-        raise ConfigError(f'{use.name} requires {", ".join(unbound)}, which is not bound. Set '
-                          f'--gin.{use.name}.{unbound[0]}=VALUE or add a file that binds it.')
+        raise ConfigError(
+          f'{use.name} requires {", ".join(unbound)}, which is not bound. Set '
+          f'--gin.{use.name}.{unbound[0]}=VALUE or add a file that binds it.'
+        )
   return uses
 
 
@@ -181,19 +226,34 @@ def _check_cycles(uses: list[Use]) -> None:
   by_object = {(use.configurable.selector, use.scope): use for use in uses if use.evaluated}
   graph = {}
   for node, use in by_object.items():
-    references = [reference for key in use.bound.values() for reference in _references(value_of(key))]
-    graph[node] = {(reference.configurable.selector, tuple(reference.scopes) or use.scope) for reference in references
-                   if reference.evaluate}
+    references = [
+      reference for key in use.bound.values() for reference in _references(value_of(key))
+    ]
+    graph[node] = {
+      (reference.configurable.selector, tuple(reference.scopes) or use.scope)
+      for reference in references
+      if reference.evaluate
+    }
   try:
     graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
-    names = [by_object[node].name if node[0] != _MACRO else f'%{"/".join(node[1])}' for node in error.args[1]]
-    raise ConfigError(f'{names[0]} is an argument of itself: {" -> ".join(names)}. Bind something else to one of '
-                      'them.') from None
+    names = [
+      by_object[node].name if node[0] != _MACRO else f'%{"/".join(node[1])}'
+      for node in error.args[1]
+    ]
+    raise ConfigError(
+      f'{names[0]} is an argument of itself: {" -> ".join(names)}. Bind something else to one of '
+      'them.'
+    ) from None
 
 
-def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping[Key, Location],
-                  macros_of_files: Collection[str], replaced: Mapping[str, Location]) -> None:
+def _check_effect(
+  entry: Callable[..., Any],
+  uses: list[Use],
+  locations: Mapping[Key, Location],
+  macros_of_files: Collection[str],
+  replaced: Mapping[str, Location],
+) -> None:
   """Raise if no reached configurable reads the binding of a flag."""
   read = {key for use in uses for key in use.bound.values()}
   registry = configurables()
@@ -201,23 +261,31 @@ def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping
     scope, selector, parameter = key
     configurable = registry[selector]
     # User code may call a function that it has registered itself without a reference.
-    if not location.on_command_line or key in read or (selector != _MACRO and configurable.import_source is None):
+    if (
+      not location.on_command_line
+      or key in read
+      or (selector != _MACRO and configurable.import_source is None)
+    ):
       continue
     used = [use for use in uses if use.configurable.selector == selector]
     wanted = tuple(scope.split('/')) if scope else ()
-    narrower = next((use for use in used if use.scope[:len(wanted)] == wanted), None)
+    narrower = next((use for use in used if use.scope[: len(wanted)] == wanted), None)
     if selector == _MACRO:
       reason = _why_macro_has_no_effect(scope, entry, read, macros_of_files, replaced)
     elif narrower is not None:
       by = narrower.bound[parameter]
-      reason = (f'the narrower binding {narrower.name}.{parameter} = {short_repr(value_of(by))} '
-                f'({locations.get(by, "set in code")}) has priority. Set that one.')
+      reason = (
+        f'the narrower binding {narrower.name}.{parameter} = {short_repr(value_of(by))} '
+        f'({locations.get(by, "set in code")}) has priority. Set that one.'
+      )
     elif used:
       names = ' or '.join(dict.fromkeys(f'{use.name}.{parameter}' for use in used))
       reason = f'the scope {scope!r} is not used. Set {names}.'
     else:
       name = short_name(configurable)
-      reason = f'{name} is not used.{did_you_mean(name, [u.name for u in uses if not _is_builtin(u)])}'
+      reason = (
+        f'{name} is not used.{did_you_mean(name, [u.name for u in uses if not _is_builtin(u)])}'
+      )
     raise ConfigError(f'{location} has no effect: {reason}')
 
 
@@ -228,8 +296,10 @@ def misspelt_scopes(uses: list[Use], locations: Mapping[Key, Location]) -> list[
   """
   used: dict[str, set[str]] = {}
   for use in uses:
-    scopes = {'/'.join(use.scope[:length + 1]) for length in range(len(use.scope))}
-    used.setdefault(use.configurable.selector, set()).update(each for each in scopes if not is_macro_scope(each))
+    scopes = {'/'.join(use.scope[: length + 1]) for length in range(len(use.scope))}
+    used.setdefault(use.configurable.selector, set()).update(
+      each for each in scopes if not is_macro_scope(each)
+    )
   sentences = []
   for (scope, selector, parameter), location in locations.items():
     known = used.get(selector, set())
@@ -237,12 +307,19 @@ def misspelt_scopes(uses: list[Use], locations: Mapping[Key, Location]) -> list[
       near = difflib.get_close_matches(scope, known, n=1, cutoff=0.78)
       if near:
         name = f'{short_name(configurables()[selector])}.{parameter}'
-        sentences.append(f'{location}: the scope of {scope}/{name} is not used. Did you mean {near[0]}/{name}?')
+        sentences.append(
+          f'{location}: the scope of {scope}/{name} is not used. Did you mean {near[0]}/{name}?'
+        )
   return sentences
 
 
-def _why_macro_has_no_effect(name: str, entry: Callable[..., Any], read: Collection[Key],
-                             macros_of_files: Collection[str], replaced: Mapping[str, Location]) -> str:
+def _why_macro_has_no_effect(
+  name: str,
+  entry: Callable[..., Any],
+  read: Collection[Key],
+  macros_of_files: Collection[str],
+  replaced: Mapping[str, Location],
+) -> str:
   if name in replaced:
     return f'{replaced[name]} replaces the binding that reads {name!r}. Remove one of the two.'
   if name in macros_of_files:
@@ -255,8 +332,14 @@ def _is_builtin(use: Use) -> bool:
   return use.configurable.selector.startswith('gin.')
 
 
-def location_of(owner: str, name: str, shown: str, uses: Collection[Use], locations: Mapping[Key, Location],
-                scope: tuple[str, ...] | None) -> Location | None:
+def location_of(
+  owner: str,
+  name: str,
+  shown: str,
+  uses: Collection[Use],
+  locations: Mapping[Key, Location],
+  scope: tuple[str, ...] | None,
+) -> Location | None:
   """Return the location of the binding of an invalid option; None if not exactly one binding can be meant.
 
   Args:
@@ -272,9 +355,15 @@ def location_of(owner: str, name: str, shown: str, uses: Collection[Use], locati
     wrapped = use.configurable.wrapped
     parameter = (_signature(wrapped) or {}).get(name)
     kinds = wrapped.__mro__ if inspect.isclass(wrapped) else (wrapped,)
-    owners = (use.configurable.selector, *(f'{kind.__module__}.{kind.__qualname__}' for kind in kinds))
-    if parameter is None or scope not in (None, use.scope) or (
-        owner and not any(f'.{each}'.endswith(f'.{owner}') for each in owners)):
+    owners = (
+      use.configurable.selector,
+      *(f'{kind.__module__}.{kind.__qualname__}' for kind in kinds),
+    )
+    if (
+      parameter is None
+      or scope not in (None, use.scope)
+      or (owner and not any(f'.{each}'.endswith(f'.{owner}') for each in owners))
+    ):
       continue
     key = path_to_value(use.bound[name])[-1] if name in use.bound else None
     value = parameter.default if key is None else value_of(key)
@@ -299,18 +388,28 @@ def _signature(fn_or_cls: Any) -> Mapping[str, inspect.Parameter] | None:
 
 def parameter_names(fn_or_cls: Any) -> list[str]:
   """Return the names that can be bound for a function or class, for suggestions."""
-  return [name for name, parameter in (_signature(fn_or_cls) or {}).items()
-          if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != 'self']
+  return [
+    name
+    for name, parameter in (_signature(fn_or_cls) or {}).items()
+    if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    and name != 'self'
+  ]
 
 
 def _type_hints(fn_or_cls: Any) -> Mapping[str, Any]:
   try:
     return typing.get_type_hints(fn_or_cls.__init__ if inspect.isclass(fn_or_cls) else fn_or_cls)
-  except (NameError, TypeError, AttributeError):  # Annotations that only a type checker can resolve.
+  except (
+    NameError,
+    TypeError,
+    AttributeError,
+  ):  # Annotations that only a type checker can resolve.
     return {}
 
 
-def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, locations: Mapping[Key, Location]) -> None:
+def _check_type(
+  use: Use, parameter: inspect.Parameter, hint: Any, key: Key, locations: Mapping[Key, Location]
+) -> None:
   path = path_to_value(key)
   value = value_of(path[-1])
   if value is None and parameter.default is None:
@@ -330,12 +429,19 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
     remedy = f' Write {int(value)}.'
   elif value is not None and not isinstance(value, str) and fits('', hint):
     remedy = f' Write --gin.{name}=\'"{value}"\'.'
-  raise ConfigError(f'`{name}` must be {describe(hint)}{for_what}, got {short_repr(value)} of type '
-                    f'{type(value).__name__}{where}.{remedy}')
+  raise ConfigError(
+    f'`{name}` must be {describe(hint)}{for_what}, got {short_repr(value)} of type '
+    f'{type(value).__name__}{where}.{remedy}'
+  )
 
 
-def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: gin_config.ConfigurableReference,
-                     location: Location | None) -> None:
+def _check_reference(
+  use: Use,
+  parameter: inspect.Parameter,
+  hint: Any,
+  value: gin_config.ConfigurableReference,
+  location: Location | None,
+) -> None:
   """Raise for `@Class` instead of an instance, `@Class()` instead of a class, and classes of the wrong type."""
   fn_or_cls = value.configurable.wrapped
   made, kinds = _made(fn_or_cls), [kind for kind in _alternatives(hint) if kind is not type(None)]
@@ -350,15 +456,19 @@ def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: g
       problem = f'must be an instance, got a factory of it. Write {written}()'
     elif all_classes and not isinstance(fn_or_cls, tuple(kinds)):
       problem = f'must be of type {describe(hint)}, got {written}, a factory of {_full_name(made)}'
-  elif fn_or_cls is made and not _defines_call(made) and kinds and all(map(_takes_a_callable, kinds)):
+  elif (
+    fn_or_cls is made and not _defines_call(made) and kinds and all(map(_takes_a_callable, kinds))
+  ):
     problem = f'must be {written} itself, got an instance. Write {written} without ()'
   elif all_classes and not _is_protocol(made) and not any(_related(made, kind) for kind in kinds):
     problem = f'must be of type {describe(hint)}, got {written}() of type {_full_name(made)}'
   if problem:
     remedy = ''
     if made.__module__.partition('.')[0] == 't5x':
-      remedy = (' It is of T5X itself. Call t5x_lite.compat.install() before the module that imports t5x, so that it '
-                'gets the classes of t5x_lite.')
+      remedy = (
+        ' It is of T5X itself. Call t5x_lite.compat.install() before the module that imports t5x, so that it '
+        'gets the classes of t5x_lite.'
+      )
     raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} {problem}.{remedy}')
 
 
@@ -369,14 +479,24 @@ def _full_name(made: type) -> str:
 
 def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableReference) -> None:
   """Raise for bindings of keyword-only parameters of a protocol, which its callers pass."""
-  protocols = [] if value.evaluate else [kind for kind in kinds if _is_protocol(kind) and '__call__' in vars(kind)]
-  passed = {parameter.name for kind in protocols for parameter in inspect.signature(kind.__call__).parameters.values()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+  protocols = (
+    []
+    if value.evaluate
+    else [kind for kind in kinds if _is_protocol(kind) and '__call__' in vars(kind)]
+  )
+  passed = {
+    parameter.name
+    for kind in protocols
+    for parameter in inspect.signature(kind.__call__).parameters.values()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+  }
   for length in range(len(value.scopes) + 1):
     bound = bindings().get(('/'.join(value.scopes[:length]), value.configurable.selector), {})
     for name in sorted(passed & set(bound)):
-      raise ConfigError(f'{short_name(value.configurable)}.{name} has no effect: {use.name} passes {name} itself. '
-                        f'Remove the binding, and set {name} in {use.name}.')
+      raise ConfigError(
+        f'{short_name(value.configurable)}.{name} has no effect: {use.name} passes {name} itself. '
+        f'Remove the binding, and set {name} in {use.name}.'
+      )
 
 
 def _made(fn_or_cls: Any) -> type | None:
@@ -384,7 +504,9 @@ def _made(fn_or_cls: Any) -> type | None:
   made = fn_or_cls
   if not inspect.isclass(made):  # One annotation that cannot be resolved hides the others.
     made = _type_hints(made).get('return') or getattr(made, '__annotations__', {}).get('return')
-  known = inspect.isclass(made) and typing.get_origin(made) is None and made not in (type(None), Any)
+  known = (
+    inspect.isclass(made) and typing.get_origin(made) is None and made not in (type(None), Any)
+  )
   return made if known else None
 
 
@@ -394,7 +516,9 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _is_protocol(kind: Any) -> bool:
-  return getattr(kind, '_is_protocol', False)  # typing has a public function for this from Python 3.13 on.
+  return getattr(
+    kind, '_is_protocol', False
+  )  # typing has a public function for this from Python 3.13 on.
 
 
 def _is_known_class(kind: Any) -> bool:
@@ -413,13 +537,18 @@ def _takes_a_callable(kind: Any) -> bool:
   if typing.get_origin(kind) is type:
     return any(map(_is_known_class, typing.get_args(kind)))
   plain = typing.get_origin(kind) or kind
-  return plain is collections.abc.Callable or (inspect.isclass(kind) and _is_protocol(kind) and _defines_call(kind))
+  return plain is collections.abc.Callable or (
+    inspect.isclass(kind) and _is_protocol(kind) and _defines_call(kind)
+  )
 
 
 def _related(made: type, kind: type) -> bool:
   """Return whether two classes share a user-defined base, so that one may replace the other."""
-  return any(base.__module__.split('.')[0] not in (*_LOOSELY_TYPED, 'flax') for base in made.__mro__
-             if base in kind.__mro__) or issubclass(made, kind)
+  return any(
+    base.__module__.split('.')[0] not in (*_LOOSELY_TYPED, 'flax')
+    for base in made.__mro__
+    if base in kind.__mro__
+  ) or issubclass(made, kind)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -450,8 +579,10 @@ def _fits_one(value: Any, hint: Any) -> bool:
   if plain in _SCALARS:
     return isinstance(value, _SCALARS[plain]) and (plain is bool or not isinstance(value, bool))
   if plain in (dict, collections.abc.Mapping):
-    return isinstance(value, dict) and (len(arguments) != 2 or all(
-        fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items()))
+    return isinstance(value, dict) and (
+      len(arguments) != 2
+      or all(fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items())
+    )
   if _is_known_class(hint) or _takes_a_callable(hint) or not isinstance(value, (list, tuple)):
     return False
   return _items_fit(value, plain, arguments)
@@ -463,8 +594,15 @@ def _items_fit(value: list[Any] | tuple[Any, ...], plain: Any, arguments: tuple[
   return not arguments or all(fits(item, arguments[0]) for item in value)
 
 
-_CONTAINERS = (dict, list, tuple, collections.abc.Mapping, collections.abc.Sequence, collections.abc.Iterable,
-               collections.abc.Collection)
+_CONTAINERS = (
+  dict,
+  list,
+  tuple,
+  collections.abc.Mapping,
+  collections.abc.Sequence,
+  collections.abc.Iterable,
+  collections.abc.Collection,
+)
 
 
 def _kinds(hint: Any) -> list[Any] | None:
@@ -475,7 +613,9 @@ def _kinds(hint: Any) -> list[Any] | None:
   if typing.get_origin(hint) in (typing.Annotated, typing.ClassVar, typing.Final):
     return _kinds(typing.get_args(hint)[0])
   plain = typing.get_origin(hint) or hint
-  decidable = plain in (int, float, str, bool, None, type(None), typing.Literal) or plain in _CONTAINERS
+  decidable = (
+    plain in (int, float, str, bool, None, type(None), typing.Literal) or plain in _CONTAINERS
+  )
   return [hint] if decidable or _is_known_class(hint) or _takes_a_callable(hint) else None
 
 

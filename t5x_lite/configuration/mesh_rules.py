@@ -25,8 +25,17 @@ from t5x_lite.errors import ConfigError, did_you_mean
 _KEY = (MESH_RULES, 'gin.macro', 'value')
 _EXAMPLE = "Example: MESH_RULES = [('gpu-h100-.*', 'h100.gin'), ('cpu-.*', 'NUM_PARTITIONS = 2'), ('.*', None)]."
 # Names of TPUs by the name in JAX, without "TPU", and words in JAX's names of GPUs that do not tell them apart.
-_TPU_NAMES = {'v4 lite': 'v4i', 'v5 lite': 'v5e', 'v5': 'v5p', 'v6 lite': 'v6e', '7': 'v7', '7x': 'v7x'}
-_GPU_WORDS = re.compile(r'nvidia|amd|tesla|geforce|quadro|instinct|radeon|graphics|pcie|nvl|oam|sxm\d*|hbm\w*|\d+gb')
+_TPU_NAMES = {
+  'v4 lite': 'v4i',
+  'v5 lite': 'v5e',
+  'v5': 'v5p',
+  'v6 lite': 'v6e',
+  '7': 'v7',
+  '7x': 'v7x',
+}
+_GPU_WORDS = re.compile(
+  r'nvidia|amd|tesla|geforce|quadro|instinct|radeon|graphics|pcie|nvl|oam|sxm\d*|hbm\w*|\d+gb'
+)
 _MOST_SHOWN = 6  # bindings in a log line
 
 
@@ -49,13 +58,18 @@ def hardware_selector(platform: str, device_kind: str, num_devices: int) -> str:
   if platform == 'tpu':
     kind = kind.removeprefix('tpu').strip()
     kind = _TPU_NAMES.get(kind, kind)
-  words = [word for word in re.findall(r'[a-z0-9]+', kind) if not _GPU_WORDS.fullmatch(word) and word != platform]
+  words = [
+    word
+    for word in re.findall(r'[a-z0-9]+', kind)
+    if not _GPU_WORDS.fullmatch(word) and word != platform
+  ]
   return '-'.join((platform, *([''.join(words)] if words else ()), str(num_devices)))
 
 
 def detected_selector() -> str:
   """Return the selector of the devices of this job. This initializes JAX."""
   import jax  # Files are read before JAX is imported.
+
   devices = jax.devices()
   return hardware_selector(devices[0].platform, devices[0].device_kind, len(devices))
 
@@ -123,16 +137,25 @@ def take(texts: Sequence[Text], search_paths: Sequence[str]) -> tuple[list[Text]
     raise _invalid(location, MESH_RULES, expected, binding.value)
   for index, pair in enumerate(binding.value):
     if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[0], str):
-      raise _invalid(location, f'{MESH_RULES}[{index}]', 'a pair (regular expression, change)', pair)
+      raise _invalid(
+        location, f'{MESH_RULES}[{index}]', 'a pair (regular expression, change)', pair
+      )
     pattern, change = pair
     try:
       re.compile(pattern)
     except re.error as error:
-      raise _invalid(location, f'{MESH_RULES}[{index}]', f'a regular expression and a change ({error})', pattern,
-                     "A wildcard is '.*'.") from error
+      raise _invalid(
+        location,
+        f'{MESH_RULES}[{index}]',
+        f'a regular expression and a change ({error})',
+        pattern,
+        "A wildcard is '.*'.",
+      ) from error
     changes = change if isinstance(change, (list, tuple)) else (change,)
     label = f'{location} (mesh rule {pattern!r})'
-    rules.append(MeshRule(pattern, tuple(_read_change(each, label, path, search_paths) for each in changes)))
+    rules.append(
+      MeshRule(pattern, tuple(_read_change(each, label, path, search_paths) for each in changes))
+    )
   return remaining, MeshRules(MESH_RULES, (), rules=tuple(rules))
 
 
@@ -153,30 +176,47 @@ def _shown(location: Location) -> str:
   return f'--gin.{MESH_RULES}' if location.on_command_line else str(location)
 
 
-def _invalid(location: str, option: str, expectation: str, value: Any, remedy: str = _EXAMPLE) -> ConfigError:
+def _invalid(
+  location: str, option: str, expectation: str, value: Any, remedy: str = _EXAMPLE
+) -> ConfigError:
   return ConfigError(f'{location}: {checks.invalid("", option, expectation, value, remedy)}')
 
 
-def _read_change(change: Any, label: str, path: files.Path | None, search_paths: Sequence[str]) -> Text | None:
+def _read_change(
+  change: Any, label: str, path: files.Path | None, search_paths: Sequence[str]
+) -> Text | None:
   if change is None:
     return None
   if not isinstance(change, str):
-    raise _invalid(label, 'change', 'the name of a gin file, gin bindings as a string, None, or a list of these',
-                   change)
+    raise _invalid(
+      label,
+      'change',
+      'the name of a gin file, gin bindings as a string, None, or a list of these',
+      change,
+    )
   if '=' in change or '\n' in change:
     text = gin_syntax.read_text(textwrap.dedent(change), label, search_paths, is_flag=False)
   else:
     try:
       gin_syntax.find_file(change, search_paths, path)
     except ConfigError as error:
-      raise ConfigError(f"{label}: {error} A change without '=' is the name of a gin file.") from None
+      raise ConfigError(
+        f"{label}: {error} A change without '=' is the name of a gin file."
+      ) from None
     try:
-      text = gin_syntax.read_file(change, search_paths, included_from=path, source=f'{change} of {label}')
+      text = gin_syntax.read_file(
+        change, search_paths, included_from=path, source=f'{change} of {label}'
+      )
     except ConfigError as error:
       raise ConfigError(f'{label}: {error}') from None
-  nested = next((binding for binding in gin_syntax.bindings_of([text]) if binding.macro_name == MESH_RULES), None)
+  nested = next(
+    (binding for binding in gin_syntax.bindings_of([text]) if binding.macro_name == MESH_RULES),
+    None,
+  )
   if nested is not None:
-    raise ConfigError(f'{label}: a rule cannot set {MESH_RULES}, which {nested.location} does. Name another file.')
+    raise ConfigError(
+      f'{label}: a rule cannot set {MESH_RULES}, which {nested.location} does. Name another file.'
+    )
   return text
 
 
@@ -197,12 +237,16 @@ def check_macros(rules: MeshRules, texts: Sequence[Text]) -> None:
     texts_of_rule = [change for change in rule.changes if change is not None]
     known = mentioned | gin_syntax.mentioned_macros(texts_of_rule)
     for text in texts_of_rule:
-      if text.path is not None or any(isinstance(statement, Import) for statement in text.statements):
+      if text.path is not None or any(
+        isinstance(statement, Import) for statement in text.statements
+      ):
         continue
       for binding in gin_syntax.bindings_of([text]):
         if binding.macro_name is not None and binding.macro_name not in known:
-          raise ConfigError(f'{binding.location}: the macro {binding.macro_name!r} is not used in the configuration.'
-                            f'{did_you_mean(binding.macro_name, known)}')
+          raise ConfigError(
+            f'{binding.location}: the macro {binding.macro_name!r} is not used in the configuration.'
+            f'{did_you_mean(binding.macro_name, known)}'
+          )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -231,7 +275,9 @@ class Choice:
   def description(self) -> str:
     """Selector and rule in words."""
     origin = 'detected' if self.is_detected else '--mesh_selector'
-    rule = f'no rule of {MESH_RULES} matches' if self.rule is None else f'rule {self.rule.pattern!r}'
+    rule = (
+      f'no rule of {MESH_RULES} matches' if self.rule is None else f'rule {self.rule.pattern!r}'
+    )
     return f'Mesh selector {self.selector!r} ({origin}): {rule}'
 
 
@@ -248,17 +294,26 @@ def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]
   """
   chosen = detected_selector() if selector is None else selector
   rule = rules.first_match(chosen)
-  texts = () if rule is None else tuple(
-      _automatic_mesh(rule) if change is None else change for change in _changes_with_imports(rule, imports))
+  texts = (
+    ()
+    if rule is None
+    else tuple(
+      _automatic_mesh(rule) if change is None else change
+      for change in _changes_with_imports(rule, imports)
+    )
+  )
   if rule is not None and None in rule.changes and not any(text.statements for text in texts):
-    raise ConfigError(f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
-                      'the partitioner, or replace None by bindings.')
+    raise ConfigError(
+      f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
+      'the partitioner, or replace None by bindings.'
+    )
   return Choice(rules=rules, selector=chosen, is_detected=selector is None, rule=rule, texts=texts)
 
 
 def _automatic_mesh(rule: MeshRule) -> Text:
   """Return bindings with which the configured partitioners choose the mesh themselves."""
   from t5x_lite.types import ChoosesMesh  # Imports JAX, too.
+
   source = f'automatic mesh of mesh rule {rule.pattern!r}'
   table, classes = gin_check.bindings(), gin_check.configurables()
   statements = []
@@ -266,10 +321,15 @@ def _automatic_mesh(rule: MeshRule) -> Text:
     cls = classes[selector].wrapped
     if isinstance(cls, type) and issubclass(cls, ChoosesMesh):
       parts = scope.split('/') if scope else []
-      configured = {name: value for length in range(len(parts) + 1)
-                    for name, value in table.get(('/'.join(parts[:length]), selector), {}).items()}
-      statements += [Binding(scope, selector, name, value, Location(source, 1))
-                     for name, value in cls.automatic_mesh(configured).items()]
+      configured = {
+        name: value
+        for length in range(len(parts) + 1)
+        for name, value in table.get(('/'.join(parts[:length]), selector), {}).items()
+      }
+      statements += [
+        Binding(scope, selector, name, value, Location(source, 1))
+        for name, value in cls.automatic_mesh(configured).items()
+      ]
   return Text(source, tuple(statements))
 
 
@@ -290,21 +350,31 @@ def _with_imports(text: Text, imports: Mapping[str, Import]) -> Text:
     return text
   bindings = [statement for statement in text.statements if isinstance(statement, Binding)]
   used = [binding.selector for binding in bindings if binding.macro_name is None]
-  used += [part.scoped_selector for binding in bindings for part in gin_syntax.parts_of(binding.value)
-           if isinstance(part, gin_syntax.Reference)]
+  used += [
+    part.scoped_selector
+    for binding in bindings
+    for part in gin_syntax.parts_of(binding.value)
+    if isinstance(part, gin_syntax.Reference)
+  ]
   names = dict.fromkeys(selector.rpartition('/')[2].partition('.')[0] for selector in used)
   needed = [imports[name] for name in names if name in imports]
   if not needed:
     return text
-  return dataclasses.replace(text, statements=(_dynamic_registration(text.source), *needed, *text.statements))
+  return dataclasses.replace(
+    text, statements=(_dynamic_registration(text.source), *needed, *text.statements)
+  )
 
 
 def _dynamic_registration(source: str) -> Import:
   location = Location(source, 1)
-  return Import(config_parser.ImportStatement('__gin__.dynamic_registration', True, None, location), location)
+  return Import(
+    config_parser.ImportStatement('__gin__.dynamic_registration', True, None, location), location
+  )
 
 
-def bind(choice: Choice, binder: gin_apply.Binder, rest: Sequence[Text]) -> dict[gin_check.Key, Binding]:
+def bind(
+  choice: Choice, binder: gin_apply.Binder, rest: Sequence[Text]
+) -> dict[gin_check.Key, Binding]:
   """Bind a rule and the texts after it, and record the rules in gin's macro `MESH_RULES`.
 
   Args:
@@ -318,20 +388,29 @@ def bind(choice: Choice, binder: gin_apply.Binder, rest: Sequence[Text]) -> dict
   Raises:
     ConfigError: a name does not exist.
   """
-  values = {(*name, parameter): value for name, bound in gin_check.bindings().items()
-            for parameter, value in bound.items()}
+  values = {
+    (*name, parameter): value
+    for name, bound in gin_check.bindings().items()
+    for parameter, value in bound.items()
+  }
   imports, files_imports = gin_apply.imports(), dict(binder.imports)
   binder.bind(choice.texts)
   added_imports = gin_apply.imports() - imports
   binder.bind(rest)
   keys = {id(statement): key for key, statement in binder.bound.items()}
   # In the order of the rule, without those that it or a flag binds again.
-  effective = {keys[id(statement)]: statement for statement in gin_syntax.bindings_of(choice.texts)
-               if id(statement) in keys}
+  effective = {
+    keys[id(statement)]: statement
+    for statement in gin_syntax.bindings_of(choice.texts)
+    if id(statement) in keys
+  }
   former = {key: values.get(key, gin_apply.UNBOUND) for key in effective}
   # References to one function in two scopes are equal for gin, also two macros.
-  changes = {key: statement for key, statement in effective.items()
-             if repr(former[key]) != repr(gin_check.value_of(key))}
+  changes = {
+    key: statement
+    for key, statement in effective.items()
+    if repr(former[key]) != repr(gin_check.value_of(key))
+  }
   recorded = _recorded_rules(choice.rules, files_imports, binder.imports, rest)
   gin.bind_parameter(_KEY, _Record(recorded, _comment(choice, changes), former, added_imports))
   return changes
@@ -339,12 +418,16 @@ def bind(choice: Choice, binder: gin_apply.Binder, rest: Sequence[Text]) -> dict
 
 def _comment(choice: Choice, changes: Mapping[gin_check.Key, Binding]) -> str:
   """Return the comment of a recorded configuration on the rule that applied."""
-  lines = [f'{choice.description}{", which changes these values of the configuration below:" if changes else "."}']
+  lines = [
+    f'{choice.description}{", which changes these values of the configuration below:" if changes else "."}'
+  ]
   lines += [f'  {statement}' for statement in changes.values()]
   return ''.join(f'# {line}\n' for line in lines)
 
 
-def describe(choice: Choice, changes: Mapping[gin_check.Key, Binding], read: Collection[gin_check.Key]) -> str:
+def describe(
+  choice: Choice, changes: Mapping[gin_check.Key, Binding], read: Collection[gin_check.Key]
+) -> str:
   """Return selector, rule and changes in one line.
 
   Args:
@@ -352,8 +435,10 @@ def describe(choice: Choice, changes: Mapping[gin_check.Key, Binding], read: Col
     changes: result of `bind`.
     read: bindings that the command reads.
   """
-  shown = [str(statement) + ('' if key in read else ' (not used by this command)')
-           for key, statement in changes.items()]
+  shown = [
+    str(statement) + ('' if key in read else ' (not used by this command)')
+    for key, statement in changes.items()
+  ]
   more = f', and {len(shown) - _MOST_SHOWN} more' if len(shown) > _MOST_SHOWN else ''
   changed = f'sets {", ".join(shown[:_MOST_SHOWN])}{more}' if shown else 'changes nothing'
   return f'{choice.description}{"" if choice.rule is None else f" {changed}"}'
@@ -366,7 +451,13 @@ def describe(choice: Choice, changes: Mapping[gin_check.Key, Binding], read: Col
 class _Record:
   """Value of gin's macro `MESH_RULES`, by which gin prints the rules."""
 
-  def __init__(self, rules: MeshRules, comment: str, values: Mapping[gin_check.Key, Any], imports: Collection[Any]):
+  def __init__(
+    self,
+    rules: MeshRules,
+    comment: str,
+    values: Mapping[gin_check.Key, Any],
+    imports: Collection[Any],
+  ):
     self.rules = rules
     self.comment = comment
     self.values_without_rule = values
@@ -384,16 +475,26 @@ def configuration_text() -> str:
   record = gin_check.bindings().get(_KEY[:2], {}).get(_KEY[2])
   if not isinstance(record, _Record):
     return gin.config_str()
-  return f'{record.comment}\n{gin_apply.text_with(record.values_without_rule, record.imports_of_rule)}'
+  return (
+    f'{record.comment}\n{gin_apply.text_with(record.values_without_rule, record.imports_of_rule)}'
+  )
 
 
-def _recorded_rules(rules: MeshRules, files_imports: Mapping[str, Import], imports: Mapping[str, Import],
-                    rest: Sequence[Text]) -> MeshRules:
+def _recorded_rules(
+  rules: MeshRules,
+  files_imports: Mapping[str, Import],
+  imports: Mapping[str, Import],
+  rest: Sequence[Text],
+) -> MeshRules:
   """Return rules that hold their gin files as texts, and at the end the flags that override them.
 
   The recorded configuration has no flags: without the latter, its rules would override values of flags.
   """
-  flags = {binding.target: binding for binding in gin_syntax.bindings_of(rest) if binding.location.on_command_line}
+  flags = {
+    binding.target: binding
+    for binding in gin_syntax.bindings_of(rest)
+    if binding.location.on_command_line
+  }
   recorded = []
   for rule in rules.rules:
     changes: list[Text | None] = []
@@ -401,7 +502,9 @@ def _recorded_rules(rules: MeshRules, files_imports: Mapping[str, Import], impor
     for change in _changes_with_imports(rule, files_imports):
       targets += gin_syntax.bindings_of([_automatic_mesh(rule) if change is None else change])
       changes += [None] if change is None else _pieces(change)
-    overriding = {binding.target: flags[binding.target] for binding in targets if binding.target in flags}
+    overriding = {
+      binding.target: flags[binding.target] for binding in targets if binding.target in flags
+    }
     if overriding:
       changes.append(_with_imports(Text(MESH_RULES, tuple(overriding.values())), imports))
     recorded.append(MeshRule(rule.pattern, tuple(changes)))
@@ -432,8 +535,10 @@ def _pieces(text: Text) -> list[Text]:
 
 def _as_string(text: Text) -> str:
   """Return the statements of a text without includes as a string literal."""
-  lines = [statement.statement.format() if isinstance(statement, Import) else str(statement)
-           for statement in text.statements]
+  lines = [
+    statement.statement.format() if isinstance(statement, Import) else str(statement)
+    for statement in text.statements
+  ]
   if all(isinstance(statement, Binding) and statement.macro_name for statement in text.statements):
     # A text with imports may set macros that the configuration does not use, as the file of this text may have done.
     lines.insert(0, _dynamic_registration(text.source).statement.format())

@@ -23,7 +23,13 @@ from t5x_lite.errors import ConfigError, did_you_mean
 # Left side of a binding: maybe/some/scope/module.Class.parameter, or the name of a macro.
 _KEY = re.compile(r'^[A-Za-z_][\w./]*$')
 # Words of other languages for Python's constants.
-_LOWER_CASE_CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None', 'nil': 'None'}
+_LOWER_CASE_CONSTANTS = {
+  'true': 'True',
+  'false': 'False',
+  'none': 'None',
+  'null': 'None',
+  'nil': 'None',
+}
 REQUIRED = 'gin.REQUIRED'
 # Macro with the rules of `mesh_rules`.
 MESH_RULES = 'MESH_RULES'
@@ -181,10 +187,14 @@ def check_search_paths(folders: Sequence[str]) -> None:
   """Raise ConfigError unless all of `folders` exist."""
   for folder in folders:
     if not files.path(folder).expanduser().is_dir():
-      raise checks.invalid('', '--gin_search_paths', 'existing folders, separated by commas', folder)
+      raise checks.invalid(
+        '', '--gin_search_paths', 'existing folders, separated by commas', folder
+      )
 
 
-def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.Path | None = None) -> files.Path:
+def find_file(
+  name: str, search_paths: Sequence[str] = (), included_from: files.Path | None = None
+) -> files.Path:
   """Return the path of the gin file called `name`.
 
   Search order: the current folder, the folder of the including file, `search_paths`, the files of t5x_lite, whose names
@@ -211,13 +221,17 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
     parts, ours = wanted.parts, [packaged / wanted]
     if parts[:1] == ('gin',):
       ours.append(packaged.joinpath(*parts[1:]))
-    ours += [packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES]
+    ours += [
+      packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES
+    ]
     theirs = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
     # Files of t5x_lite include each other, whatever is in the current folder.
     is_ours = included_from is not None and packaged in included_from.parents
     candidates = [*([*ours, *theirs] if is_ours else [*theirs, *ours]), *_in_package(wanted)]
   for candidate in candidates:
-    candidate = candidate.resolve() if files.is_remote(candidate) else candidate  # Stores have no '..'.
+    candidate = (
+      candidate.resolve() if files.is_remote(candidate) else candidate
+    )  # Stores have no '..'.
     if candidate.is_file():
       return candidate
   near = [path.name for folder in [*folders[1:], wanted.parent] for path in folder.glob('*.gin')]
@@ -225,11 +239,17 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: files.
   hint = did_you_mean(wanted.name if files.is_remote(name) else name, known, lists_all=False)
   if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
-    hint = f' Did you mean {same_name[0]!r}?' if same_name else f' Recipes: {", ".join(packaged_files("recipes"))}.'
+    hint = (
+      f' Did you mean {same_name[0]!r}?'
+      if same_name
+      else f' Recipes: {", ".join(packaged_files("recipes"))}.'
+    )
   first = wanted.parts[0] if len(wanted.parts) > 1 else ''
   if first.isidentifier() and not any((root / first).exists() for root in [*folders, packaged]):
     hint = f' If it belongs to a package, install the package {first}, or add its parent folder to --gin_search_paths.'
-  searched = ', '.join(dict.fromkeys(str(folder) for folder in [*folders, packaged if folders else wanted.parent]))
+  searched = ', '.join(
+    dict.fromkeys(str(folder) for folder in [*folders, packaged if folders else wanted.parent])
+  )
   raise ConfigError(f'The gin file {name!r} does not exist in {searched}.{hint}')
 
 
@@ -237,13 +257,23 @@ def _in_package(name: pathlib.Path) -> list[pathlib.Path]:
   """Return the paths of a file in the Python package that its first folder names, without importing the package."""
   first, *rest = name.parts or ('',)
   # `importlib.util.find_spec` knows of an installed T5X only the views that are imported instead.
-  specs = (finder.find_spec(first, None) for finder in sys.meta_path if rest and first.isidentifier())
+  specs = (
+    finder.find_spec(first, None) for finder in sys.meta_path if rest and first.isidentifier()
+  )
   spec = next(filter(None, specs), None)
-  return [pathlib.Path(folder).joinpath(*rest) for folder in spec and spec.submodule_search_locations or ()]
+  return [
+    pathlib.Path(folder).joinpath(*rest)
+    for folder in spec and spec.submodule_search_locations or ()
+  ]
 
 
-def read_file(name: str, search_paths: Sequence[str] = (), *, included_from: files.Path | None = None,
-              source: str | None = None) -> Text:
+def read_file(
+  name: str,
+  search_paths: Sequence[str] = (),
+  *,
+  included_from: files.Path | None = None,
+  source: str | None = None,
+) -> Text:
   """Return the statements of a gin file and of the files that it includes.
 
   Args:
@@ -258,7 +288,9 @@ def read_file(name: str, search_paths: Sequence[str] = (), *, included_from: fil
   return _read_path(find_file(name, search_paths, included_from), source or name, search_paths, ())
 
 
-def _read_path(path: files.Path, name: str, search_paths: Sequence[str], stack: tuple[files.Path, ...]) -> Text:
+def _read_path(
+  path: files.Path, name: str, search_paths: Sequence[str], stack: tuple[files.Path, ...]
+) -> Text:
   if path.resolve() in stack:
     raise ConfigError(f'{name} includes itself: {" -> ".join(p.name for p in (*stack, path))}.')
   try:
@@ -268,7 +300,9 @@ def _read_path(path: files.Path, name: str, search_paths: Sequence[str], stack: 
   return _read(text, name, search_paths, path, (*stack, path.resolve()))
 
 
-def read_text(text: str, source: str, search_paths: Sequence[str] = (), *, is_flag: bool = True) -> Text:
+def read_text(
+  text: str, source: str, search_paths: Sequence[str] = (), *, is_flag: bool = True
+) -> Text:
   """Return the statements of gin text that is not in a file.
 
   Args:
@@ -280,15 +314,25 @@ def read_text(text: str, source: str, search_paths: Sequence[str] = (), *, is_fl
   return _read(text, source, search_paths, None, (), is_flag)
 
 
-def _read(text: str, source: str, search_paths: Sequence[str], path: files.Path | None,
-          stack: tuple[files.Path, ...], is_flag: bool = False) -> Text:
+def _read(
+  text: str,
+  source: str,
+  search_paths: Sequence[str],
+  path: files.Path | None,
+  stack: tuple[files.Path, ...],
+  is_flag: bool = False,
+) -> Text:
   statements: list[Binding | Block | Import | Text] = []
   try:
     for statement in config_parser.ConfigParser(io.StringIO(text), _Delegate()):
       location = Location(source, 0 if is_flag else statement.location.line_num)
       match statement:
         case config_parser.BindingStatement():
-          statements.append(Binding(statement.scope, statement.selector, statement.arg_name, statement.value, location))
+          statements.append(
+            Binding(
+              statement.scope, statement.selector, statement.arg_name, statement.value, location
+            )
+          )
         case config_parser.BlockDeclaration():
           statements.append(Block(statement.selector, location))
         case config_parser.ImportStatement():
@@ -304,8 +348,9 @@ def _read(text: str, source: str, search_paths: Sequence[str], path: files.Path 
   return Text(source, tuple(statements), path)
 
 
-def _syntax_message(error: SyntaxError | tokenize.TokenError | RecursionError, text: str, source: str,
-                    in_file: bool) -> str:
+def _syntax_message(
+  error: SyntaxError | tokenize.TokenError | RecursionError, text: str, source: str, in_file: bool
+) -> str:
   """Return the message of a syntax error: `file:line: error (text)`."""
   if isinstance(error, RecursionError):
     return f'{source[:80]}: a value is nested too deeply. Close brackets earlier.'
@@ -315,9 +360,13 @@ def _syntax_message(error: SyntaxError | tokenize.TokenError | RecursionError, t
   else:
     what, line = error.msg, error.lineno or 0
   lines = text.splitlines()
-  shown = lines[line - 1].strip() if 0 < line <= len(lines) else (lines[-1].strip() if lines else '')
+  shown = (
+    lines[line - 1].strip() if 0 < line <= len(lines) else (lines[-1].strip() if lines else '')
+  )
   where = f'{source}:{line}' if in_file else source
-  what = ' '.join(re.sub(r'malformed node or string.*?: <.*?>', 'names in values need quotes.', what).split())
+  what = ' '.join(
+    re.sub(r'malformed node or string.*?: <.*?>', 'names in values need quotes.', what).split()
+  )
   hint = ''
   value = shown.partition('=')[2].strip()
   if value.lower() in _LOWER_CASE_CONSTANTS:
@@ -352,20 +401,28 @@ def read_flag(key: str, value: str, flag: str) -> Text:
     value = value[1:-2] + value[-1]
   constant, statements, problem = _LOWER_CASE_CONSTANTS.get(value.lower()), (), ''
   if not _KEY.match(key):
-    problem = (f'{key!r} is not the name of a macro or parameter. Write --gin.NAME=VALUE or '
-               '--gin.module.Class.parameter=VALUE')
+    problem = (
+      f'{key!r} is not the name of a macro or parameter. Write --gin.NAME=VALUE or '
+      '--gin.module.Class.parameter=VALUE'
+    )
   elif not value:
     problem = f'the value is missing. For an empty string, write --gin.{key}=\'""\''
   elif constant is not None and value not in _LOWER_CASE_CONSTANTS.values():
-    problem = (f'{value} is not a valid gin value. Write --gin.{key}={constant}, or --gin.{key}=\'"{value}"\' for a '
-               'string')
+    problem = (
+      f'{value} is not a valid gin value. Write --gin.{key}={constant}, or --gin.{key}=\'"{value}"\' for a '
+      'string'
+    )
   else:
     # A value in gin's syntax with an error is read as it is, to raise gin's error.
-    read = read_text(f'{key} = {value if _is_value(value) or value[0] in _OPENING else repr(value)}', flag)
+    read = read_text(
+      f'{key} = {value if _is_value(value) or value[0] in _OPENING else repr(value)}', flag
+    )
     if len(read.statements) == 1:
       return read
-    problem = (f'the flag must have one value, got {len(read.statements)} statements. Write one flag each, or '
-               '--gin_bindings=TEXT')
+    problem = (
+      f'the flag must have one value, got {len(read.statements)} statements. Write one flag each, or '
+      '--gin_bindings=TEXT'
+    )
   raise ConfigError(f'{flag}: {problem}.')
 
 
@@ -378,7 +435,12 @@ def _is_value(text: str) -> bool:
     return False
   except RecursionError:
     return True  # Reading it raises the error.
-  return parser.current_token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.COMMENT)
+  return parser.current_token.type in (
+    tokenize.NEWLINE,
+    tokenize.NL,
+    tokenize.ENDMARKER,
+    tokenize.COMMENT,
+  )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -410,7 +472,9 @@ def parts_of(value: Any) -> Iterator[Any]:
     yield value
 
 
-def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] = {}, unused: Mapping[str, str] = {}) -> None:
+def check_macros(
+  texts: Sequence[Text], remedies: Mapping[str, str] = {}, unused: Mapping[str, str] = {}
+) -> None:
   """Raise for missing and undefined macros, and for macros of flags that are not used.
 
   Args:
@@ -425,10 +489,12 @@ def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] = {}, unused
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   mentioned = mentioned_macros(texts) - {REQUIRED}
   missing = missing_macros(texts)
-  problems = [f'{binding.location}: the macro {name!r} is not used in the configuration.'
-              f'{" " + unused[name] if name in unused else did_you_mean(name, mentioned)}'
-              for name, binding in definitions.items()
-              if binding.location.on_command_line and name not in mentioned]
+  problems = [
+    f'{binding.location}: the macro {name!r} is not used in the configuration.'
+    f'{" " + unused[name] if name in unused else did_you_mean(name, mentioned)}'
+    for name, binding in definitions.items()
+    if binding.location.on_command_line and name not in mentioned
+  ]
   for name, location in missing.items():
     near = did_you_mean(name, definitions.keys() - missing.keys(), lists_all=False)
     if near and name not in definitions and name not in remedies:
@@ -446,8 +512,13 @@ def misspelt_macros(texts: Sequence[Text]) -> list[str]:
   Unused macros are allowed, since a file may be used for several commands.
   """
   mentioned = mentioned_macros(texts) | {MESH_RULES}
-  unread = {binding.macro_name: binding.location for binding in bindings_of(texts)
-            if binding.macro_name and binding.macro_name not in mentioned and not binding.location.on_command_line}
+  unread = {
+    binding.macro_name: binding.location
+    for binding in bindings_of(texts)
+    if binding.macro_name
+    and binding.macro_name not in mentioned
+    and not binding.location.on_command_line
+  }
   sentences = []
   for name, location in unread.items():
     near = difflib.get_close_matches(name, mentioned, n=1, cutoff=0.85)
@@ -463,16 +534,24 @@ def _check_cycles(definitions: Mapping[str, Binding]) -> None:
     graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
     first, *others = error.args[1]
-    raise ConfigError(f'{definitions[first].location}: the macro {first!r} is defined by itself: '
-                      f'{" -> ".join((first, *others))}. Set one of them to a value.') from None
+    raise ConfigError(
+      f'{definitions[first].location}: the macro {first!r} is defined by itself: '
+      f'{" -> ".join((first, *others))}. Set one of them to a value.'
+    ) from None
 
 
 def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
   """Return the macros without a value, with the location that requires each."""
   bindings = bindings_of(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
-  effective = {binding.target: binding for binding in bindings}  # The last binding of a parameter applies.
-  missing = {name: binding.location for name, binding in definitions.items() if binding.value == Macro(REQUIRED)}
+  effective = {
+    binding.target: binding for binding in bindings
+  }  # The last binding of a parameter applies.
+  missing = {
+    name: binding.location
+    for name, binding in definitions.items()
+    if binding.value == Macro(REQUIRED)
+  }
   for binding in effective.values():
     for name in macros_in(binding.value):
       if name not in definitions and '.' not in name:  # A name with a dot is a constant.
@@ -482,19 +561,28 @@ def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
 
 def bindings_of(texts: Sequence[Text]) -> list[Binding]:
   """Return all bindings in the order in which they take effect."""
-  return [statement for text in texts for statement in text.walk() if isinstance(statement, Binding)]
+  return [
+    statement for text in texts for statement in text.walk() if isinstance(statement, Binding)
+  ]
 
 
-def _missing_message(missing: Mapping[str, Location], bindings: Sequence[Binding], remedies: Mapping[str, str]) -> str:
+def _missing_message(
+  missing: Mapping[str, Location], bindings: Sequence[Binding], remedies: Mapping[str, str]
+) -> str:
   names = sorted(missing)
   many = len(names) > 1
-  lines = [f'{len(names)} required values are missing: {", ".join(names)}.' if many
-           else f'A required value is missing: {names[0]}.']
+  lines = [
+    f'{len(names)} required values are missing: {", ".join(names)}.'
+    if many
+    else f'A required value is missing: {names[0]}.'
+  ]
   for name in names:
     remedy = remedies.get(name, f'set --gin.{name}=VALUE')
     earlier = [b for b in bindings if b.macro_name == name and b.value != Macro(REQUIRED)]
     if earlier:
-      remedy = (f'{earlier[-1].location} sets it, but {missing[name]}, which is read later, requires it again: '
-                'pass that file first')
+      remedy = (
+        f'{earlier[-1].location} sets it, but {missing[name]}, which is read later, requires it again: '
+        'pass that file first'
+      )
     lines.append(f'  {name}: {remedy} (required by {missing[name]})')
   return '\n'.join(lines)

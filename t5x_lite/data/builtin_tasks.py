@@ -82,13 +82,18 @@ class ExampleTable(abc.ABC):
 class StaticExamples(ExampleTable):
   """Table of examples that are equal in each epoch."""
 
-  def __init__(self, examples: Sequence[Mapping[str, np.ndarray]], texts: Sequence[Mapping[str, str]],
-               end_ids: Mapping[str, int] | None = None, lengths: Mapping[str, int] | None = None):
+  def __init__(
+    self,
+    examples: Sequence[Mapping[str, np.ndarray]],
+    texts: Sequence[Mapping[str, str]],
+    end_ids: Mapping[str, int] | None = None,
+    lengths: Mapping[str, int] | None = None,
+  ):
     """Args:
-      examples: task features of each example, int32[length] arrays, not trimmed.
-      texts: texts of each example.
-      end_ids: see `ExampleTable.end_ids`.
-      lengths: task feature lengths for the fingerprint, which ignores ids beyond; None for all ids.
+    examples: task features of each example, int32[length] arrays, not trimmed.
+    texts: texts of each example.
+    end_ids: see `ExampleTable.end_ids`.
+    lengths: task feature lengths for the fingerprint, which ignores ids beyond; None for all ids.
     """
     self._examples = [dict(example) for example in examples]
     self._texts = texts
@@ -123,12 +128,16 @@ class SpanCorruptionExamples(ExampleTable):
 
   def __init__(self, documents: Sequence[str], vocabulary: Vocabulary, lengths: Mapping[str, int]):
     """Args:
-      documents: texts.
-      vocabulary: vocabulary of inputs and targets.
-      lengths: lengths of 'inputs' and 'targets', which determine the length of a segment.
+    documents: texts.
+    vocabulary: vocabulary of inputs and targets.
+    lengths: lengths of 'inputs' and 'targets', which determine the length of a segment.
     """
-    segment_length = span_corruption.check_lengths(dict(lengths), NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH)
-    self._segments = span_corruption.segment([vocabulary.encode(text) for text in documents], segment_length)
+    segment_length = span_corruption.check_lengths(
+      dict(lengths), NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH
+    )
+    self._segments = span_corruption.segment(
+      [vocabulary.encode(text) for text in documents], segment_length
+    )
     self._vocabulary = vocabulary
     self._lengths = dict(lengths)
 
@@ -139,15 +148,24 @@ class SpanCorruptionExamples(ExampleTable):
     """See base class."""
     numbers = np.asarray(numbers)
     first = seed + _DENOISE_SEED_OFFSET
-    seeds = philox.as_seeds(philox.stream_values(first, numbers), philox.stream_values(first + 1, numbers))
+    seeds = philox.as_seeds(
+      philox.stream_values(first, numbers), philox.stream_values(first + 1, numbers)
+    )
     corrupted = span_corruption.corrupt(
-        [self._segments[number % len(self)] for number in numbers.tolist()], seeds,
-        first_sentinel=sentinel_id(self._vocabulary), noise_density=NOISE_DENSITY,
-        mean_noise_span_length=MEAN_NOISE_SPAN_LENGTH)
+      [self._segments[number % len(self)] for number in numbers.tolist()],
+      seeds,
+      first_sentinel=sentinel_id(self._vocabulary),
+      noise_density=NOISE_DENSITY,
+      mean_noise_span_length=MEAN_NOISE_SPAN_LENGTH,
+    )
     eos_id = self._vocabulary.eos_id
-    return [{'inputs': append_eos_after_trim(inputs, eos_id, self._lengths['inputs']),
-             'targets': append_eos_after_trim(targets, eos_id, self._lengths['targets'])}
-            for inputs, targets in corrupted]
+    return [
+      {
+        'inputs': append_eos_after_trim(inputs, eos_id, self._lengths['inputs']),
+        'targets': append_eos_after_trim(targets, eos_id, self._lengths['targets']),
+      }
+      for inputs, targets in corrupted
+    ]
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -209,9 +227,14 @@ class BuiltinMixture:
   rates: Mapping[str, float]
 
   def __post_init__(self) -> None:
-    checks.check('BuiltinMixture', vars(self), rates=checks.Expectation(
+    checks.check(
+      'BuiltinMixture',
+      vars(self),
+      rates=checks.Expectation(
         'a mapping of task names to positive numbers, e.g. {"task": 1.0}',
-        lambda rates: bool(rates) and all(0 < rate < math.inf for rate in rates.values())))
+        lambda rates: bool(rates) and all(0 < rate < math.inf for rate in rates.values()),
+      ),
+    )
 
   @property
   def tasks(self) -> list[BuiltinTask]:
@@ -219,9 +242,15 @@ class BuiltinMixture:
     tasks = [get_builtin(name) for name in self.rates]
     for task in tasks:
       if not isinstance(task, BuiltinTask) or task.vocabularies != tasks[0].vocabularies:
-        got = f'with {dict(task.vocabularies)}' if isinstance(task, BuiltinTask) else 'which is a mixture'
-        raise ConfigError(f'The tasks of the mixture {self.name!r} must have the features and vocabularies of '
-                          f'{tasks[0].name!r}, got {task.name!r}, {got}.')
+        got = (
+          f'with {dict(task.vocabularies)}'
+          if isinstance(task, BuiltinTask)
+          else 'which is a mixture'
+        )
+        raise ConfigError(
+          f'The tasks of the mixture {self.name!r} must have the features and vocabularies of '
+          f'{tasks[0].name!r}, got {task.name!r}, {got}.'
+        )
     return tasks
 
 
@@ -250,7 +279,9 @@ def register_builtin_mixture(mixture: BuiltinMixture) -> BuiltinMixture:
 
 def _register(entry: Any) -> Any:
   if entry.name in _REGISTRY:
-    raise ConfigError(f'The name {entry.name!r} is taken by another builtin task or mixture: choose another.')
+    raise ConfigError(
+      f'The name {entry.name!r} is taken by another builtin task or mixture: choose another.'
+    )
   _REGISTRY[entry.name] = entry
   return entry
 
@@ -269,21 +300,29 @@ def get_builtin(name_or_task: Any) -> BuiltinTask | BuiltinMixture:
   if isinstance(name_or_task, BuiltinTask | BuiltinMixture):
     return name_or_task
   if not isinstance(name_or_task, str) or name_or_task not in _REGISTRY:
-    raise DataError(f'Unknown builtin task or mixture {name_or_task!r}.{did_you_mean(str(name_or_task), _REGISTRY)} A '
-                    "task of seqio needs source = 'seqio'; a custom task needs the module that registers it "
-                    '(DatasetConfig.module).')
+    raise DataError(
+      f'Unknown builtin task or mixture {name_or_task!r}.{did_you_mean(str(name_or_task), _REGISTRY)} A '
+      "task of seqio needs source = 'seqio'; a custom task needs the module that registers it "
+      '(DatasetConfig.module).'
+    )
   return _REGISTRY[name_or_task]
 
 
 def append_eos_after_trim(ids: np.ndarray, eos_id: int, length: int) -> np.ndarray:
   """Return `ids`, int32[n], trimmed and with the end-of-sequence id appended: int32[min(n + 1, length)]."""
-  return np.concatenate([ids[:length - 1], [eos_id]]).astype(np.int32)
+  return np.concatenate([ids[: length - 1], [eos_id]]).astype(np.int32)
 
 
-def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]], splits: tuple[str, ...],
-              vocabulary: Vocabulary, metric_fns: Sequence[MetricFn] = (),
-              encode_inputs_fn: Callable[[str], Sequence[int]] | None = None,
-              postprocess_fn: Callable[..., Any] = identity_postprocess) -> BuiltinTask:
+def text_task(
+  *,
+  name: str,
+  texts_fn: Callable[[str], Sequence[tuple[str, str]]],
+  splits: tuple[str, ...],
+  vocabulary: Vocabulary,
+  metric_fns: Sequence[MetricFn] = (),
+  encode_inputs_fn: Callable[[str], Sequence[int]] | None = None,
+  postprocess_fn: Callable[..., Any] = identity_postprocess,
+) -> BuiltinTask:
   """Return a task of (input, target) texts, without registering it.
 
   Args:
@@ -306,15 +345,28 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
 
     pairs = _checked_pairs(texts_fn(split), f'The task {name!r}, split {split!r}', features)
     # A language model may need only the targets.
-    inputs = [{'inputs': finish(encode_inputs(source))} if 'inputs' in lengths else {} for source, _ in pairs]
+    inputs = [
+      {'inputs': finish(encode_inputs(source))} if 'inputs' in lengths else {}
+      for source, _ in pairs
+    ]
     return StaticExamples(
-        [{**example, 'targets': finish(vocabulary.encode(target))}
-         for example, (_, target) in zip(inputs, pairs, strict=True)],
-        [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs],
-        end_ids=dict.fromkeys(lengths, vocabulary.eos_id), lengths=lengths)
+      [
+        {**example, 'targets': finish(vocabulary.encode(target))}
+        for example, (_, target) in zip(inputs, pairs, strict=True)
+      ],
+      [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs],
+      end_ids=dict.fromkeys(lengths, vocabulary.eos_id),
+      lengths=lengths,
+    )
 
-  return BuiltinTask(name=name, splits=splits, vocabularies={'inputs': vocabulary, 'targets': vocabulary},
-                     table_fn=table_fn, metric_fns=metric_fns, postprocess_fn=postprocess_fn)
+  return BuiltinTask(
+    name=name,
+    splits=splits,
+    vocabularies={'inputs': vocabulary, 'targets': vocabulary},
+    table_fn=table_fn,
+    metric_fns=metric_fns,
+    postprocess_fn=postprocess_fn,
+  )
 
 
 def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list[tuple[Any, Any]]:
@@ -328,22 +380,33 @@ def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list
   Raises:
     DataError: an example is not a pair of texts.
   """
-  checked = list(pairs) if isinstance(pairs, Iterable) else [pairs]  # not iterable, e.g. None: fails below
+  checked = (
+    list(pairs) if isinstance(pairs, Iterable) else [pairs]
+  )  # not iterable, e.g. None: fails below
   for number, pair in enumerate(checked, start=1):
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-    invalid = [feature for (feature, is_text), value in zip(features.items(), pair if is_pair else (), strict=is_pair)
-               if is_text and not isinstance(value, str)]
+    invalid = [
+      feature
+      for (feature, is_text), value in zip(
+        features.items(), pair if is_pair else (), strict=is_pair
+      )
+      if is_text and not isinstance(value, str)
+    ]
     if not is_pair or invalid:
-      raise DataError(f'{where}, example {number}: {invalid[0] if invalid else "it"} must be '
-                      f'{"a text" if invalid else "a pair (input, target) of texts"}, got {pair!r:.80}. '
-                      'data.read_tsv reports the file and line of an invalid pair.')
+      raise DataError(
+        f'{where}, example {number}: {invalid[0] if invalid else "it"} must be '
+        f'{"a text" if invalid else "a pair (input, target) of texts"}, got {pair!r:.80}. '
+        'data.read_tsv reports the file and line of an invalid pair.'
+      )
   return checked
 
 
 def check_split(name: str, split: str, splits: Sequence[str]) -> None:
   """Raise DataError if the task or mixture `name` does not have `split` among its `splits`."""
   if split not in splits:
-    raise DataError(f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}{split_remedy(splits)}')
+    raise DataError(
+      f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}{split_remedy(splits)}'
+    )
 
 
 def check_not_empty(found: Any, split: str, name: str, where: str = '') -> None:
@@ -356,8 +419,10 @@ def check_not_empty(found: Any, split: str, name: str, where: str = '') -> None:
     where: data shard, for the message.
   """
   if found is None or not len(found):  # an array has no truth value
-    raise DataError(f'The split {split!r} of {name!r} is empty: it gave no example{where}. Check its files, its '
-                    'preprocessors, and the number of processes.')
+    raise DataError(
+      f'The split {split!r} of {name!r} is empty: it gave no example{where}. Check its files, its '
+      'preprocessors, and the number of processes.'
+    )
 
 
 def split_remedy(splits: Iterable[str]) -> str:
@@ -368,7 +433,9 @@ def split_remedy(splits: Iterable[str]) -> str:
   """
   splits = list(splits)
   proposed = 'validation' if 'validation' in splits else next(iter(splits), None)
-  return f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.' if proposed else ''
+  return (
+    f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.' if proposed else ''
+  )
 
 
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
@@ -377,7 +444,7 @@ def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
   for marker in _SENTINEL_TEXT.finditer(text):
     sentinel = sentinel_id(vocabulary) - int(marker[1])
     if int(marker[1]) < vocabulary.extra_ids or vocabulary.encode(marker[0]) == [sentinel]:
-      ids += [*vocabulary.encode(text[start:marker.start()]), sentinel]
+      ids += [*vocabulary.encode(text[start : marker.start()]), sentinel]
       start = marker.end()
   return ids + vocabulary.encode(text[start:])
 
@@ -395,7 +462,9 @@ def _hash_arrays(arrays) -> str:
 BYTE_VOCABULARY = ByteVocabulary(extra_ids=125)
 
 
-def keyword_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_keyword_cloze') -> BuiltinTask:
+def keyword_cloze_task(
+  *, vocabulary: Vocabulary, name: str = 'python_keyword_cloze'
+) -> BuiltinTask:
   """Return the embedded cloze task of keywords with another vocabulary, for gin files, without registering it.
 
   Args:
@@ -403,14 +472,21 @@ def keyword_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_keyword_cl
     name: name of the task.
   """
   return text_task(
-      name=name, texts_fn=corpora.python_keyword_cloze, splits=corpora.SPLITS, vocabulary=vocabulary,
-      encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary), metric_fns=(exact_match,))
+    name=name,
+    texts_fn=corpora.python_keyword_cloze,
+    splits=corpora.SPLITS,
+    vocabulary=vocabulary,
+    encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary),
+    metric_fns=(exact_match,),
+  )
 
 
 register_builtin_task(keyword_cloze_task(vocabulary=BYTE_VOCABULARY))
 
 
-def function_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_function_cloze') -> BuiltinTask:
+def function_cloze_task(
+  *, vocabulary: Vocabulary, name: str = 'python_function_cloze'
+) -> BuiltinTask:
   """Return the embedded cloze task of function bodies with another vocabulary, for gin files, without registering it.
 
   In bytes, inputs have at most 2048 ids and targets 512, with the end-of-sequence id.
@@ -420,15 +496,21 @@ def function_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_function_
     name: name of the task.
   """
   return text_task(
-      name=name, texts_fn=corpora.python_function_cloze, splits=corpora.SPLITS, vocabulary=vocabulary,
-      encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary),
-      metric_fns=(exact_match, edit_similarity))
+    name=name,
+    texts_fn=corpora.python_function_cloze,
+    splits=corpora.SPLITS,
+    vocabulary=vocabulary,
+    encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary),
+    metric_fns=(exact_match, edit_similarity),
+  )
 
 
 register_builtin_task(function_cloze_task(vocabulary=BYTE_VOCABULARY))
 
 
-def docs_span_corruption_task(*, vocabulary: Vocabulary, name: str = 'python_docs_span_corruption') -> BuiltinTask:
+def docs_span_corruption_task(
+  *, vocabulary: Vocabulary, name: str = 'python_docs_span_corruption'
+) -> BuiltinTask:
   """Return the embedded pretraining task with another vocabulary, for gin files, without registering it.
 
   Args:
@@ -436,11 +518,20 @@ def docs_span_corruption_task(*, vocabulary: Vocabulary, name: str = 'python_doc
     name: name of the task.
   """
   return BuiltinTask(
-      name=name, splits=corpora.SPLITS, vocabularies={'inputs': vocabulary, 'targets': vocabulary},
-      table_fn=lambda split, lengths: SpanCorruptionExamples(corpora.python_docs(split), vocabulary, lengths))
+    name=name,
+    splits=corpora.SPLITS,
+    vocabularies={'inputs': vocabulary, 'targets': vocabulary},
+    table_fn=lambda split, lengths: SpanCorruptionExamples(
+      corpora.python_docs(split), vocabulary, lengths
+    ),
+  )
 
 
 register_builtin_task(docs_span_corruption_task(vocabulary=BYTE_VOCABULARY))
 
-register_builtin_mixture(BuiltinMixture(
-    name='python_cloze_and_docs', rates={'python_keyword_cloze': 1.0, 'python_docs_span_corruption': 1.0}))
+register_builtin_mixture(
+  BuiltinMixture(
+    name='python_cloze_and_docs',
+    rates={'python_keyword_cloze': 1.0, 'python_docs_span_corruption': 1.0},
+  )
+)

@@ -10,23 +10,35 @@ from t5x_lite.data.sources import base
 from t5x_lite.errors import ConfigError
 
 _LENGTHS = checks.Expectation(
-    "a mapping such as {'inputs': 512, 'targets': 114} to integers >= 1",
-    lambda lengths: isinstance(lengths, Mapping) and all(map(checks.number(at_least=1, integer=True).holds,
-                                                             lengths.values())))
+  "a mapping such as {'inputs': 512, 'targets': 114} to integers >= 1",
+  lambda lengths: (
+    isinstance(lengths, Mapping)
+    and all(map(checks.number(at_least=1, integer=True).holds, lengths.values()))
+  ),
+)
 _LENGTHS_OR_NONE = checks.Expectation(
-    f'None or {_LENGTHS.text}', lambda lengths: lengths is None or _LENGTHS.holds(lengths))
+  f'None or {_LENGTHS.text}', lambda lengths: lengths is None or _LENGTHS.holds(lengths)
+)
 _TASK = checks.Expectation(
-    'the name of a registered task or mixture',
-    lambda task: bool(task) and not isinstance(task, (bool, int, float, list, tuple, dict)))
+  'the name of a registered task or mixture',
+  lambda task: bool(task) and not isinstance(task, (bool, int, float, list, tuple, dict)),
+)
 _MODULE = checks.Expectation(
-    "the dotted name of a Python module, such as 'my_package.my_tasks', or None",
-    lambda module: module is None or (isinstance(module, str) and all(map(str.isidentifier, module.split('.')))))
-_SPLIT = checks.Expectation("a name such as 'train'", lambda split: isinstance(split, str) and bool(split))
+  "the dotted name of a Python module, such as 'my_package.my_tasks', or None",
+  lambda module: (
+    module is None or (isinstance(module, str) and all(map(str.isidentifier, module.split('.'))))
+  ),
+)
+_SPLIT = checks.Expectation(
+  "a name such as 'train'", lambda split: isinstance(split, str) and bool(split)
+)
 _BOOL = checks.instance(bool, 'True or False')
 _COUNT_OR_NONE = checks.number(at_least=0, integer=True).or_none()
 _NO_PREPROCESSORS = checks.Expectation(
-    'None or empty', lambda preprocessors: preprocessors is None or not len(preprocessors),
-    t5x_names.remedy('t5x.utils', 'DatasetConfig.runtime_preprocessors=[...]'))
+  'None or empty',
+  lambda preprocessors: preprocessors is None or not len(preprocessors),
+  t5x_names.remedy('t5x.utils', 'DatasetConfig.runtime_preprocessors=[...]'),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +94,38 @@ class DatasetConfig:
 
   def __post_init__(self) -> None:
     checks.check(
-        'DatasetConfig', vars(self), mixture_or_task_name=_TASK, module=_MODULE, split=_SPLIT,
-        task_feature_lengths=_LENGTHS_OR_NONE, batch_size=checks.number(at_least=1, integer=True),
-        seed=checks.number(at_least=0, below=2**62, integer=True).or_none(),
-        num_workers=_COUNT_OR_NONE, num_prefetch_threads=_COUNT_OR_NONE, runtime_preprocessors=_NO_PREPROCESSORS,
-        num_epochs=checks.number(at_least=1, integer=True).or_none(), shuffle=_BOOL, use_cached=_BOOL, pack=_BOOL,
-        use_custom_packing_ops=_BOOL, use_memory_cache=_BOOL, trim_output_features=_BOOL)
+      'DatasetConfig',
+      vars(self),
+      mixture_or_task_name=_TASK,
+      module=_MODULE,
+      split=_SPLIT,
+      task_feature_lengths=_LENGTHS_OR_NONE,
+      batch_size=checks.number(at_least=1, integer=True),
+      seed=checks.number(at_least=0, below=2**62, integer=True).or_none(),
+      num_workers=_COUNT_OR_NONE,
+      num_prefetch_threads=_COUNT_OR_NONE,
+      runtime_preprocessors=_NO_PREPROCESSORS,
+      num_epochs=checks.number(at_least=1, integer=True).or_none(),
+      shuffle=_BOOL,
+      use_cached=_BOOL,
+      pack=_BOOL,
+      use_custom_packing_ops=_BOOL,
+      use_memory_cache=_BOOL,
+      trim_output_features=_BOOL,
+    )
     longest = max((self.task_feature_lengths or {}).values(), default=1)
     checks.check(
-        'DatasetConfig', vars(self), batch_size=checks.Expectation(
-            f'below {-(-2**31 // longest)} for features of {longest} ids', lambda rows: rows * longest < 2**31,
-            'An array has at most 2**31 - 1 positions.'),
-        use_custom_packing_ops=checks.Expectation('False with pack = False', lambda use: self.pack or not use))
+      'DatasetConfig',
+      vars(self),
+      batch_size=checks.Expectation(
+        f'below {-(-(2**31) // longest)} for features of {longest} ids',
+        lambda rows: rows * longest < 2**31,
+        'An array has at most 2**31 - 1 positions.',
+      ),
+      use_custom_packing_ops=checks.Expectation(
+        'False with pack = False', lambda use: self.pack or not use
+      ),
+    )
     if self.source not in base.source_names():
       self.import_module()
     base.check_source(self)
@@ -118,8 +150,13 @@ class DatasetConfig:
     """
     if self.task_feature_lengths is None:
       error = checks.invalid(
-          'DatasetConfig', 'task_feature_lengths', f'{_LENGTHS.text} for {use}', None, 'Set TASK_FEATURE_LENGTHS. None '
-          'is for evaluation and inference with tasks that do not need lengths.')
+        'DatasetConfig',
+        'task_feature_lengths',
+        f'{_LENGTHS.text} for {use}',
+        None,
+        'Set TASK_FEATURE_LENGTHS. None '
+        'is for evaluation and inference with tasks that do not need lengths.',
+      )
       error.options.argument = argument
       raise error
 

@@ -22,21 +22,40 @@ from t5x_lite.partitioning import DataLayout
 class GetDatasetCallable(Protocol):
   """Function that opens the training data, with T5X's signature; see `get_dataset`."""
 
-  def __call__(self, cfg: DatasetConfig, shard_id: int, num_shards: int, feature_converter_cls: Callable[..., Any],
-               num_epochs: int | None = None, continue_from_last_checkpoint: bool = True) -> Any:
+  def __call__(
+    self,
+    cfg: DatasetConfig,
+    shard_id: int,
+    num_shards: int,
+    feature_converter_cls: Callable[..., Any],
+    num_epochs: int | None = None,
+    continue_from_last_checkpoint: bool = True,
+  ) -> Any:
     """Return a `tf.data.Dataset`, an iterator of clu, or a `HostIterator`, of this process's rows."""
 
 
 class GetEvalDatasetCallable(Protocol):
   """Function that opens evaluation data, with T5X's signature; see `get_training_eval_datasets`."""
 
-  def __call__(self, cfg: DatasetConfig, shard_id: int, num_shards: int, eval_steps: int,
-               feature_converter_cls: Callable[..., Any]) -> Mapping[str, Any]:
+  def __call__(
+    self,
+    cfg: DatasetConfig,
+    shard_id: int,
+    num_shards: int,
+    eval_steps: int,
+    feature_converter_cls: Callable[..., Any],
+  ) -> Mapping[str, Any]:
     """Return task name to a `tf.data.Dataset` or another iterable of batches of this process's rows."""
 
 
-def get_dataset(cfg: DatasetConfig, shard_id: int, num_shards: int, feature_converter_cls: Any,
-                num_epochs: int | None = None, continue_from_last_checkpoint: bool = False) -> Any:
+def get_dataset(
+  cfg: DatasetConfig,
+  shard_id: int,
+  num_shards: int,
+  feature_converter_cls: Any,
+  num_epochs: int | None = None,
+  continue_from_last_checkpoint: bool = False,
+) -> Any:
   """Return the batches of a shard, [batch_size / num_shards, ...] by feature name.
 
   Args:
@@ -55,17 +74,26 @@ def get_dataset(cfg: DatasetConfig, shard_id: int, num_shards: int, feature_conv
     ConfigError: an option is not supported, or `cfg.task_feature_lengths` is None.
     DataError: see `open_train_iterator`.
   """
-  checks.check('get_dataset', {'continue_from_last_checkpoint': continue_from_last_checkpoint},
-               continue_from_last_checkpoint=checks.Expectation(
-                   'False', lambda value: value is False, 'Set RestoreCheckpointConfig.restore_dataset = True.'))
+  checks.check(
+    'get_dataset',
+    {'continue_from_last_checkpoint': continue_from_last_checkpoint},
+    continue_from_last_checkpoint=checks.Expectation(
+      'False', lambda value: value is False, 'Set RestoreCheckpointConfig.restore_dataset = True.'
+    ),
+  )
   cfg.check_lengths_are_given('training')
   cfg = cfg if num_epochs is None else dataclasses.replace(cfg, num_epochs=num_epochs)
   log_seed(cfg)
   return get_source(cfg).get_dataset(_layout(cfg, shard_id, num_shards), feature_converter_cls)
 
 
-def get_dataset_inner(cfg: DatasetConfig, shard_info: Any, feature_converter_cls: Any, seed: int | None = None,
-                      num_epochs: int | None = None) -> Any:
+def get_dataset_inner(
+  cfg: DatasetConfig,
+  shard_info: Any,
+  feature_converter_cls: Any,
+  seed: int | None = None,
+  num_epochs: int | None = None,
+) -> Any:
   """Return the same as `get_dataset`, for another description of the shard and another seed.
 
   Args:
@@ -75,13 +103,25 @@ def get_dataset_inner(cfg: DatasetConfig, shard_info: Any, feature_converter_cls
     seed: seed instead of `cfg.seed`; None is 0.
     num_epochs: see `get_dataset`.
   """
-  return get_dataset(dataclasses.replace(cfg, seed=seed), shard_info.index, shard_info.num_shards,
-                     feature_converter_cls, num_epochs)
+  return get_dataset(
+    dataclasses.replace(cfg, seed=seed),
+    shard_info.index,
+    shard_info.num_shards,
+    feature_converter_cls,
+    num_epochs,
+  )
 
 
 def get_training_eval_datasets(
-    cfg: DatasetConfig, shard_id: int, num_shards: int, eval_steps: int, feature_converter_cls: Any,
-    deterministic: bool = False, model_dir: str | None = None, start_step: int = 0) -> dict[str, EvalBatches]:
+  cfg: DatasetConfig,
+  shard_id: int,
+  num_shards: int,
+  eval_steps: int,
+  feature_converter_cls: Any,
+  deterministic: bool = False,
+  model_dir: str | None = None,
+  start_step: int = 0,
+) -> dict[str, EvalBatches]:
   """Return task name to the batches of a shard for teacher-forced evaluation.
 
   Each example is read once, and the last batch is padded with rows of zeros: see `open_eval_iterators`. T5X repeats the
@@ -101,19 +141,32 @@ def get_training_eval_datasets(
     ConfigError, DataError: see `open_eval_iterators`.
   """
   checks.check(
-      'get_training_eval_datasets', {'deterministic': deterministic, 'model_dir': model_dir, 'start_step': start_step},
-      deterministic=checks.Expectation('False', lambda value: value is False, t5x_names.remedy(
-          't5x.utils', 'get_training_eval_datasets.deterministic=True')),
-      model_dir=checks.Expectation('None', lambda value: value is None, t5x_names.remedy(
-          't5x.utils', 'get_training_eval_datasets.model_dir=...')),
-      start_step=checks.Expectation('0', lambda value: value == 0, t5x_names.remedy(
-          't5x.utils', 'get_training_eval_datasets.start_step=1')))
-  return open_eval_iterators(cfg, _layout(cfg, shard_id, num_shards), eval_steps,
-                             feature_converter=feature_converter_cls)
+    'get_training_eval_datasets',
+    {'deterministic': deterministic, 'model_dir': model_dir, 'start_step': start_step},
+    deterministic=checks.Expectation(
+      'False',
+      lambda value: value is False,
+      t5x_names.remedy('t5x.utils', 'get_training_eval_datasets.deterministic=True'),
+    ),
+    model_dir=checks.Expectation(
+      'None',
+      lambda value: value is None,
+      t5x_names.remedy('t5x.utils', 'get_training_eval_datasets.model_dir=...'),
+    ),
+    start_step=checks.Expectation(
+      '0',
+      lambda value: value == 0,
+      t5x_names.remedy('t5x.utils', 'get_training_eval_datasets.start_step=1'),
+    ),
+  )
+  return open_eval_iterators(
+    cfg, _layout(cfg, shard_id, num_shards), eval_steps, feature_converter=feature_converter_cls
+  )
 
 
-def open_train_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayout,
-                    feature_converter: str) -> HostIterator:
+def open_train_data(
+  fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayout, feature_converter: str
+) -> HostIterator:
   """Return the training data that a user's function opens.
 
   Args:
@@ -122,21 +175,52 @@ def open_train_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayo
     layout: the partitioner's layout for `cfg.batch_size`.
     feature_converter: name that the model gives.
   """
-  if inspect.unwrap(fn) is get_dataset:  # the same batches, with the sources' own positions; gin wraps it
+  if (
+    inspect.unwrap(fn) is get_dataset
+  ):  # the same batches, with the sources' own positions; gin wraps it
     fn = open_train_iterator
   if not _has_shards(fn):
-    return checks.call_custom('train', 'get_dataset_fn', 'cfg, layout, feature_converter=', fn, cfg, layout,
-                              feature_converter=feature_converter)
+    return checks.call_custom(
+      'train',
+      'get_dataset_fn',
+      'cfg, layout, feature_converter=',
+      fn,
+      cfg,
+      layout,
+      feature_converter=feature_converter,
+    )
   found = checks.call_custom(
-      'train', 'get_dataset_fn', 'cfg, shard_id, num_shards, feature_converter_cls', fn, cfg, layout.shard_id,
-      layout.num_shards, get_source(cfg).get_converter_cls(feature_converter))
-  return as_host_iterator(found, layout, {
-      'mixture_or_task_name': cfg.name, 'split': cfg.split, 'batch_size': cfg.batch_size, 'seed': cfg.effective_seed,
-      'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items()))}, may_end=cfg.num_epochs is not None)
+    'train',
+    'get_dataset_fn',
+    'cfg, shard_id, num_shards, feature_converter_cls',
+    fn,
+    cfg,
+    layout.shard_id,
+    layout.num_shards,
+    get_source(cfg).get_converter_cls(feature_converter),
+  )
+  return as_host_iterator(
+    found,
+    layout,
+    {
+      'mixture_or_task_name': cfg.name,
+      'split': cfg.split,
+      'batch_size': cfg.batch_size,
+      'seed': cfg.effective_seed,
+      'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
+    },
+    may_end=cfg.num_epochs is not None,
+  )
 
 
-def open_eval_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayout, eval_steps: int | None,
-                   feature_converter: str, folder: str | None = None) -> dict[str, EvalBatches]:
+def open_eval_data(
+  fn: Callable[..., Any],
+  cfg: DatasetConfig,
+  layout: DataLayout,
+  eval_steps: int | None,
+  feature_converter: str,
+  folder: str | None = None,
+) -> dict[str, EvalBatches]:
   """Return task name to the batches that a user's function opens; `cfg` may have no lengths.
 
   Args:
@@ -147,18 +231,40 @@ def open_eval_data(fn: Callable[..., Any], cfg: DatasetConfig, layout: DataLayou
     feature_converter: name that the model gives.
     folder: see `with_feature_lengths`.
   """
-  cfg = with_feature_lengths(cfg, feature_converter=feature_converter, folder=folder,
-                             num_examples=eval_steps and eval_steps * cfg.batch_size)
+  cfg = with_feature_lengths(
+    cfg,
+    feature_converter=feature_converter,
+    folder=folder,
+    num_examples=eval_steps and eval_steps * cfg.batch_size,
+  )
   if not _has_shards(fn):
-    return checks.call_custom('train', 'train_eval_get_dataset_fn', 'cfg, layout, eval_steps, feature_converter=', fn,
-                              cfg, layout, eval_steps, feature_converter=feature_converter)
+    return checks.call_custom(
+      'train',
+      'train_eval_get_dataset_fn',
+      'cfg, layout, eval_steps, feature_converter=',
+      fn,
+      cfg,
+      layout,
+      eval_steps,
+      feature_converter=feature_converter,
+    )
   found = checks.call_custom(
-      'train', 'train_eval_get_dataset_fn', 'cfg, shard_id, num_shards, eval_steps, feature_converter_cls', fn, cfg,
-      layout.shard_id, layout.num_shards, eval_steps, get_source(cfg).get_converter_cls(feature_converter))
+    'train',
+    'train_eval_get_dataset_fn',
+    'cfg, shard_id, num_shards, eval_steps, feature_converter_cls',
+    fn,
+    cfg,
+    layout.shard_id,
+    layout.num_shards,
+    eval_steps,
+    get_source(cfg).get_converter_cls(feature_converter),
+  )
   return {name: _as_eval_batches(name, batches, cfg, layout) for name, batches in found.items()}
 
 
-def _as_eval_batches(name: str, batches: Any, cfg: DatasetConfig, layout: DataLayout) -> EvalBatches:
+def _as_eval_batches(
+  name: str, batches: Any, cfg: DatasetConfig, layout: DataLayout
+) -> EvalBatches:
   """Return batches that a user's function opened, after counting them.
 
   Raises:
@@ -167,28 +273,45 @@ def _as_eval_batches(name: str, batches: Any, cfg: DatasetConfig, layout: DataLa
   """
   if isinstance(batches, EvalBatches):
     return batches
-  if isinstance(batches, Iterator):  # Counting would use up its batches, and evaluations would have none.
-    raise checks.invalid('', 'train_eval_get_dataset_fn', 'a function that returns tf.data.Datasets, or iterables that '
-                         'can be read several times', batches, 'Return the dataset instead of its iterator.')
+  if isinstance(
+    batches, Iterator
+  ):  # Counting would use up its batches, and evaluations would have none.
+    raise checks.invalid(
+      '',
+      'train_eval_get_dataset_fn',
+      'a function that returns tf.data.Datasets, or iterables that can be read several times',
+      batches,
+      'Return the dataset instead of its iterator.',
+    )
   start_fn = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))
   number, first = 0, None
   for number, each in enumerate(start_fn(), 1):
     first = each if first is None else first
   check_not_empty(first, cfg.split, name)
-  spec = {feature: jax.ShapeDtypeStruct((layout.batch_size, *rows.shape[1:]), rows.dtype)
-          for feature, rows in first.items()}
+  spec = {
+    feature: jax.ShapeDtypeStruct((layout.batch_size, *rows.shape[1:]), rows.dtype)
+    for feature, rows in first.items()
+  }
   return EvalBatches(start_fn, spec, number, number * layout.batch_size)
 
 
 def _has_shards(fn: Callable[..., Any]) -> bool:
   """Return whether a function has T5X's signature: T5X passes all arguments by position, so any names are allowed."""
   parameters = inspect.signature(fn).parameters
-  has_ours = 'feature_converter' in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+  has_ours = 'feature_converter' in parameters or any(
+    each.kind is each.VAR_KEYWORD for each in parameters.values()
+  )
   return 'num_shards' in parameters or not has_ours
 
 
 def _layout(cfg: DatasetConfig, shard_id: int, num_shards: int) -> DataLayout:
   checks.check('', {'num_shards': num_shards}, num_shards=checks.number(at_least=1, integer=True))
-  checks.check('', {'shard_id': shard_id}, shard_id=checks.number(at_least=0, below=num_shards, integer=True))
-  return DataLayout(batch_size=cfg.batch_size, shard_id=shard_id, num_shards=num_shards,
-                    is_first_host_in_replica_set=True)
+  checks.check(
+    '', {'shard_id': shard_id}, shard_id=checks.number(at_least=0, below=num_shards, integer=True)
+  )
+  return DataLayout(
+    batch_size=cfg.batch_size,
+    shard_id=shard_id,
+    num_shards=num_shards,
+    is_first_host_in_replica_set=True,
+  )

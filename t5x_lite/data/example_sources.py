@@ -17,8 +17,8 @@ class ConvertedSource(ExampleSource):
 
   def __init__(self, converter: FeatureConverter, lengths: Mapping[str, int]):
     """Args:
-      converter: feature converter of the model.
-      lengths: task feature name to length.
+    converter: feature converter of the model.
+    lengths: task feature name to length.
     """
     self._converter = converter
     self._lengths = dict(lengths)
@@ -36,12 +36,14 @@ class ConvertedSource(ExampleSource):
 class TableExamples(ConvertedSource):
   """Source of the examples of a table."""
 
-  def __init__(self, cfg: DatasetConfig, name: str, table: TrimmedExamples, converter: FeatureConverter):
+  def __init__(
+    self, cfg: DatasetConfig, name: str, table: TrimmedExamples, converter: FeatureConverter
+  ):
     """Args:
-      cfg: options of the dataset.
-      name: name of the task.
-      table: examples of the task.
-      converter: feature converter of the model.
+    cfg: options of the dataset.
+    name: name of the task.
+    table: examples of the task.
+    converter: feature converter of the model.
     """
     super().__init__(converter, cfg.task_feature_lengths)
     self.name = name
@@ -64,5 +66,11 @@ class TableExamples(ConvertedSource):
 
 def task_identity(cfg: DatasetConfig, name: str) -> dict[str, Any]:
   """Return the options that determine the examples of the task `name`."""
-  return {'source': cfg.source, 'task': name, 'split': cfg.split, 'seed': cfg.effective_seed,
-          'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())), 'use_cached': cfg.use_cached}
+  return {
+    'source': cfg.source,
+    'task': name,
+    'split': cfg.split,
+    'seed': cfg.effective_seed,
+    'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
+    'use_cached': cfg.use_cached,
+  }

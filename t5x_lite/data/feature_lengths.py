@@ -23,9 +23,14 @@ _SECONDS_PER_LINE = 30.0
 _logger = logging.getLogger(__name__)
 
 
-def with_feature_lengths(cfg: DatasetConfig, *, feature_converter: Any = 'encoder_decoder',
-                         num_examples: int | None = None, decodes: bool = False,
-                         folder: str | None = None) -> DatasetConfig:
+def with_feature_lengths(
+  cfg: DatasetConfig,
+  *,
+  feature_converter: Any = 'encoder_decoder',
+  num_examples: int | None = None,
+  decodes: bool = False,
+  folder: str | None = None,
+) -> DatasetConfig:
   """Return `cfg` with the lengths of its longest examples, if its `task_feature_lengths` are None.
 
   They are the exact maxima over the tasks, in ids with the end-of-sequence id, like those of seqio's Evaluator. All
@@ -48,28 +53,56 @@ def with_feature_lengths(cfg: DatasetConfig, *, feature_converter: Any = 'encode
     return cfg
   num_examples = None if cfg.pack else num_examples
   split = get_source(cfg).measure(feature_converter, num_examples, decodes)
-  identity = json.loads(json.dumps({
-      'source': cfg.source, 'mixture_or_task_name': cfg.name, 'split': cfg.split, 'seed': cfg.effective_seed,
-      'shuffle': cfg.shuffle, 'use_cached': cfg.use_cached, 'num_examples': num_examples, 'decodes': decodes,
-      'feature_converter': str(feature_converter), **(split.identity or {})}))
+  identity = json.loads(
+    json.dumps(
+      {
+        'source': cfg.source,
+        'mixture_or_task_name': cfg.name,
+        'split': cfg.split,
+        'seed': cfg.effective_seed,
+        'shuffle': cfg.shuffle,
+        'use_cached': cfg.use_cached,
+        'num_examples': num_examples,
+        'decodes': decodes,
+        'feature_converter': str(feature_converter),
+        **(split.identity or {}),
+      }
+    )
+  )
   path = None if folder is None or split.identity is None else files.path(folder) / LENGTHS_FILE
   entries = [] if path is None or not multihost.is_lead() else _read(path)
-  lengths = next((entry['task_feature_lengths'] for entry in entries if entry['data'] == identity), None)
+  lengths = next(
+    (entry['task_feature_lengths'] for entry in entries if entry['data'] == identity), None
+  )
   lengths = multihost.broadcast_json(lengths)
-  origin = '' if path is None else f'from {os.fspath(path)}' if lengths is not None else f'kept in {os.fspath(path)}'
+  origin = (
+    ''
+    if path is None
+    else f'from {os.fspath(path)}'
+    if lengths is not None
+    else f'kept in {os.fspath(path)}'
+  )
   if lengths is None:
     lengths = multihost.broadcast_json(_longest(cfg, split))
     if path is not None and multihost.is_lead():
       origin = _write(path, [*entries, {'data': identity, 'task_feature_lengths': lengths}])
-  _logger.info('task_feature_lengths of %r, split %r: %s, those of the longest examples%s.', cfg.name, cfg.split,
-               lengths, origin and f' ({origin})')
+  _logger.info(
+    'task_feature_lengths of %r, split %r: %s, those of the longest examples%s.',
+    cfg.name,
+    cfg.split,
+    lengths,
+    origin and f' ({origin})',
+  )
   return dataclasses.replace(cfg, task_feature_lengths=lengths)
 
 
 def _longest(cfg: DatasetConfig, split: SplitLengths) -> dict[str, int]:
   """Return the maximum of each feature, at least 1."""
-  _logger.info('DatasetConfig.task_feature_lengths of %r are None: reading the split %r for its longest examples.',
-               cfg.name, cfg.split)
+  _logger.info(
+    'DatasetConfig.task_feature_lengths of %r are None: reading the split %r for its longest examples.',
+    cfg.name,
+    cfg.split,
+  )
   longest: dict[str, int] = {}
   last_line = time.monotonic()
   number = 0
@@ -78,7 +111,13 @@ def _longest(cfg: DatasetConfig, split: SplitLengths) -> dict[str, int]:
       longest[feature] = max(longest.get(feature, 1), length)
     if time.monotonic() - last_line > _SECONDS_PER_LINE:
       last_line = time.monotonic()
-      _logger.info('%s, split %s: read %s examples, the longest have %s.', cfg.name, cfg.split, f'{number:,}', longest)
+      _logger.info(
+        '%s, split %s: read %s examples, the longest have %s.',
+        cfg.name,
+        cfg.split,
+        f'{number:,}',
+        longest,
+      )
   check_not_empty(longest, cfg.split, cfg.name)
   return longest
 
@@ -86,8 +125,10 @@ def _longest(cfg: DatasetConfig, split: SplitLengths) -> dict[str, int]:
 def _read(path: files.Path) -> list[Mapping[str, Any]]:
   """Return the entries of a file of lengths; none if it is missing or damaged."""
   try:
-    return [{'data': entry['data'], 'task_feature_lengths': dict(entry['task_feature_lengths'])}
-            for entry in json.loads(path.read_text())]
+    return [
+      {'data': entry['data'], 'task_feature_lengths': dict(entry['task_feature_lengths'])}
+      for entry in json.loads(path.read_text())
+    ]
   except FileNotFoundError:
     return []
   except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

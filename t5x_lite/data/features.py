@@ -20,8 +20,12 @@ UNKNOWN_LENGTH = sys.maxsize
 Row = Sequence[Mapping[str, np.ndarray]]
 
 
-def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int], trim_output_features: bool,
-         end_ids: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
+def trim(
+  example: Mapping[str, np.ndarray],
+  lengths: Mapping[str, int],
+  trim_output_features: bool,
+  end_ids: Mapping[str, int] | None = None,
+) -> dict[str, np.ndarray]:
   """Return the features of `example` that are in `lengths`, trimmed to their lengths.
 
   Args:
@@ -41,8 +45,9 @@ def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int], trim_out
   for feature, length in lengths.items():
     if not trim_output_features and len(example[feature]) > length:
       raise DataError(
-          f'An example must have at most {length} ids of {feature!r}, got {len(example[feature])}. Increase '
-          f"task_feature_lengths['{feature}'], or set trim_output_features = True.")
+        f'An example must have at most {length} ids of {feature!r}, got {len(example[feature])}. Increase '
+        f"task_feature_lengths['{feature}'], or set trim_output_features = True."
+      )
   if not lengths:
     return dict(example)
   trimmed = {feature: example[feature][:length] for feature, length in lengths.items()}
@@ -66,11 +71,15 @@ class FeatureConverter(abc.ABC):
     Raises:
       ConfigError: the message names the feature.
     """
-    check_lengths(lengths, task_features, task_name, self.TASK_FEATURES, self.OPTIONAL_TASK_FEATURES)
+    check_lengths(
+      lengths, task_features, task_name, self.TASK_FEATURES, self.OPTIONAL_TASK_FEATURES
+    )
 
   def features_of(self, task_features: Sequence[str]) -> list[str]:
     """Return the features of a task that this converter uses."""
-    return [name for name in (*self.TASK_FEATURES, *self.OPTIONAL_TASK_FEATURES) if name in task_features]
+    return [
+      name for name in (*self.TASK_FEATURES, *self.OPTIONAL_TASK_FEATURES) if name in task_features
+    ]
 
   def row_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
     """Return the lengths of a row by name; by default those of the task features."""
@@ -80,7 +89,9 @@ class FeatureConverter(abc.ABC):
     """Return the length of a trimmed example, features int32[length], for each name of `row_lengths`."""
     return {feature: len(values) for feature, values in example.items()}
 
-  def pack(self, examples: Sequence[Mapping[str, np.ndarray]], lengths: Mapping[str, int]) -> list[Row]:
+  def pack(
+    self, examples: Sequence[Mapping[str, np.ndarray]], lengths: Mapping[str, int]
+  ) -> list[Row]:
     """Pack examples into rows, in order: a new row begins when the next example does not fit.
 
     Args:
@@ -104,7 +115,9 @@ class FeatureConverter(abc.ABC):
     return max(self.row_lengths(lengths).values(), default=1)
 
   @abc.abstractmethod
-  def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
+  def element_spec(
+    self, lengths: Mapping[str, int], batch_size: int, pack: bool
+  ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch: model feature name to int32[batch_size, length]."""
 
   @abc.abstractmethod
@@ -117,18 +130,33 @@ class EncoderDecoderFeatureConverter(FeatureConverter):
 
   TASK_FEATURES = ('inputs', 'targets')
 
-  def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
+  def element_spec(
+    self, lengths: Mapping[str, int], batch_size: int, pack: bool
+  ) -> dict[str, jax.ShapeDtypeStruct]:
     """See base class."""
-    names = {'encoder_input_tokens': 'inputs', 'decoder_input_tokens': 'targets', 'decoder_target_tokens': 'targets',
-             'decoder_loss_weights': 'targets'}
+    names = {
+      'encoder_input_tokens': 'inputs',
+      'decoder_input_tokens': 'targets',
+      'decoder_target_tokens': 'targets',
+      'decoder_loss_weights': 'targets',
+    }
     if pack:
-      names |= {'encoder_segment_ids': 'inputs', 'encoder_positions': 'inputs', 'decoder_segment_ids': 'targets',
-                'decoder_positions': 'targets'}
-    return {name: jax.ShapeDtypeStruct((batch_size, lengths[feature]), np.int32) for name, feature in names.items()}
+      names |= {
+        'encoder_segment_ids': 'inputs',
+        'encoder_positions': 'inputs',
+        'decoder_segment_ids': 'targets',
+        'decoder_positions': 'targets',
+      }
+    return {
+      name: jax.ShapeDtypeStruct((batch_size, lengths[feature]), np.int32)
+      for name, feature in names.items()
+    }
 
   def convert(self, rows: Sequence[Row], lengths: Mapping[str, int], pack: bool) -> HostBatch:
     """See base class."""
-    inputs, input_segments, input_positions = _lay_out([[e['inputs'] for e in row] for row in rows], lengths['inputs'])
+    inputs, input_segments, input_positions = _lay_out(
+      [[e['inputs'] for e in row] for row in rows], lengths['inputs']
+    )
     batch = {'encoder_input_tokens': inputs, **_decoder_features(rows, lengths['targets'], pack)}
     if pack:
       batch |= {'encoder_segment_ids': input_segments, 'encoder_positions': input_positions}
@@ -148,8 +176,8 @@ class DecoderFeatureConverter(FeatureConverter):
 
   def __init__(self, *, inputs_required: bool = False, loss_on_targets_only: bool = True):
     """Args:
-      inputs_required: whether a length for `inputs` is required.
-      loss_on_targets_only: whether positions that predict inputs have no loss.
+    inputs_required: whether a length for `inputs` is required.
+    loss_on_targets_only: whether positions that predict inputs have no loss.
     """
     if inputs_required:
       self.TASK_FEATURES, self.OPTIONAL_TASK_FEATURES = ('inputs', 'targets'), ()
@@ -163,7 +191,9 @@ class DecoderFeatureConverter(FeatureConverter):
     """See base class."""
     return {'targets': sum(len(values) for values in example.values())}
 
-  def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
+  def element_spec(
+    self, lengths: Mapping[str, int], batch_size: int, pack: bool
+  ) -> dict[str, jax.ShapeDtypeStruct]:
     """See base class."""
     names = ['decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights']
     names += ['decoder_causal_attention'] if 'inputs' in lengths else []
@@ -176,7 +206,9 @@ class DecoderFeatureConverter(FeatureConverter):
     (length,) = self.row_lengths(lengths).values()
     if 'inputs' not in lengths:
       return _decoder_features(rows, length, pack)
-    joined = [[{'targets': np.concatenate([e['inputs'], e['targets']])} for e in row] for row in rows]
+    joined = [
+      [{'targets': np.concatenate([e['inputs'], e['targets']])} for e in row] for row in rows
+    ]
     batch = _decoder_features(joined, length, pack)
     reads_inputs = np.zeros((len(rows), length), np.int32)
     predicts_inputs = np.zeros_like(reads_inputs)
@@ -185,7 +217,7 @@ class DecoderFeatureConverter(FeatureConverter):
       for example in row:
         # The first position reads the start id, so n + 1 positions read inputs of n ids and n positions predict them.
         end = start + len(example['inputs'])
-        reads_inputs[r, start:end + 1] = 1
+        reads_inputs[r, start : end + 1] = 1
         predicts_inputs[r, start:end] = 1
         start = end + len(example['targets'])
     batch['decoder_causal_attention'] = reads_inputs
@@ -196,18 +228,27 @@ class DecoderFeatureConverter(FeatureConverter):
 
 def _decoder_features(rows: Sequence[Row], length: int, pack: bool) -> HostBatch:
   """Return the decoder's features for `targets` of the examples in `rows`, each int32[len(rows), length]."""
-  targets, segments, positions = _lay_out([[example['targets'] for example in row] for row in rows], length)
+  targets, segments, positions = _lay_out(
+    [[example['targets'] for example in row] for row in rows], length
+  )
   # Teacher forcing: each position reads the id before it, the first position of an example reads 0.
   shifted = np.zeros_like(targets)
   shifted[:, 1:] = targets[:, :-1]
   if pack:
     shifted[:, 1:] *= segments[:, 1:] == segments[:, :-1]
-  batch = {'decoder_input_tokens': shifted, 'decoder_target_tokens': targets,
-           'decoder_loss_weights': (targets != 0).astype(np.int32)}
-  return batch | {'decoder_segment_ids': segments, 'decoder_positions': positions} if pack else batch
+  batch = {
+    'decoder_input_tokens': shifted,
+    'decoder_target_tokens': targets,
+    'decoder_loss_weights': (targets != 0).astype(np.int32),
+  }
+  return (
+    batch | {'decoder_segment_ids': segments, 'decoder_positions': positions} if pack else batch
+  )
 
 
-def _lay_out(rows: Sequence[Sequence[np.ndarray]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _lay_out(
+  rows: Sequence[Sequence[np.ndarray]], length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Return (ids, segment ids from 1, positions within the example), each int32[len(rows), length], padded with 0."""
   ids, segments, positions = (np.zeros((len(rows), length), np.int32) for _ in range(3))
   for r, row in enumerate(rows):
@@ -222,10 +263,12 @@ def _lay_out(rows: Sequence[Sequence[np.ndarray]], length: int) -> tuple[np.ndar
 
 
 CONVERTERS: dict[str, FeatureConverter] = {
-    'encoder_decoder': EncoderDecoderFeatureConverter(),
-    'decoder_only': DecoderFeatureConverter(),
-    'prefix_lm': DecoderFeatureConverter(inputs_required=True),
-    'prefix_lm_with_loss_on_inputs': DecoderFeatureConverter(inputs_required=True, loss_on_targets_only=False),
+  'encoder_decoder': EncoderDecoderFeatureConverter(),
+  'decoder_only': DecoderFeatureConverter(),
+  'prefix_lm': DecoderFeatureConverter(inputs_required=True),
+  'prefix_lm_with_loss_on_inputs': DecoderFeatureConverter(
+    inputs_required=True, loss_on_targets_only=False
+  ),
 }
 
 
@@ -235,13 +278,23 @@ def get_converter(name: str) -> FeatureConverter:
   Raises:
     ConfigError: the name is unknown.
   """
-  checks.check('', {'FEATURE_CONVERTER': name}, FEATURE_CONVERTER=checks.one_of(
-      CONVERTERS, "A converter class of seqio needs DatasetConfig.source = 'seqio'."))
+  checks.check(
+    '',
+    {'FEATURE_CONVERTER': name},
+    FEATURE_CONVERTER=checks.one_of(
+      CONVERTERS, "A converter class of seqio needs DatasetConfig.source = 'seqio'."
+    ),
+  )
   return CONVERTERS[name]
 
 
-def check_lengths(lengths: Mapping[str, int], task_features: Sequence[str], task_name: str,
-                  required: Sequence[str] = (), optional: Sequence[str] | None = None) -> None:
+def check_lengths(
+  lengths: Mapping[str, int],
+  task_features: Sequence[str],
+  task_name: str,
+  required: Sequence[str] = (),
+  optional: Sequence[str] | None = None,
+) -> None:
   """Raise if `task_feature_lengths` lacks a required feature, or has one that the model or the task does not have.
 
   Args:
@@ -257,7 +310,12 @@ def check_lengths(lengths: Mapping[str, int], task_features: Sequence[str], task
   known = tuple(task_features) if optional is None else (*required, *optional)
   for feature in dict.fromkeys((*required, *lengths)):
     if feature not in task_features or feature not in lengths or feature not in known:
-      remedy = (f"Add '{feature}': <number of ids>." if feature not in lengths and feature in task_features else
-                f'{task_name!r} has the features {", ".join(sorted(task_features))}.{did_you_mean(feature, known)}')
+      remedy = (
+        f"Add '{feature}': <number of ids>."
+        if feature not in lengths and feature in task_features
+        else f'{task_name!r} has the features {", ".join(sorted(task_features))}.{did_you_mean(feature, known)}'
+      )
       expected = f'a mapping {"with" if feature in required else "without"} the feature {feature!r}'
-      raise checks.invalid('', 'task_feature_lengths', f'{expected} for {task_name!r}', dict(lengths), remedy)
+      raise checks.invalid(
+        '', 'task_feature_lengths', f'{expected} for {task_name!r}', dict(lengths), remedy
+      )

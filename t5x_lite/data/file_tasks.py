@@ -27,10 +27,10 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite.data import philox, span_corruption
 from t5x_lite.data.builtin_tasks import (
-    MEAN_NOISE_SPAN_LENGTH,
-    NOISE_DENSITY,
-    BuiltinTask,
-    ExampleTable,
+  MEAN_NOISE_SPAN_LENGTH,
+  NOISE_DENSITY,
+  BuiltinTask,
+  ExampleTable,
 )
 from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn, identity_postprocess
@@ -53,13 +53,18 @@ class RecordContext:
     vocabularies: task feature name to vocabulary.
   """
 
-  def __init__(self, lengths: Mapping[str, int], vocabularies: Mapping[str, Vocabulary], seeds: np.ndarray,
-               number: int):
+  def __init__(
+    self,
+    lengths: Mapping[str, int],
+    vocabularies: Mapping[str, Vocabulary],
+    seeds: np.ndarray,
+    number: int,
+  ):
     """Args:
-      lengths: see above.
-      vocabularies: see above.
-      seeds: uint64[2], from which the seeds of all examples are derived.
-      number: number of the example, counted over all epochs.
+    lengths: see above.
+    vocabularies: see above.
+    seeds: uint64[2], from which the seeds of all examples are derived.
+    number: number of the example, counted over all epochs.
     """
     self.lengths = lengths
     self.vocabularies = vocabularies
@@ -94,23 +99,34 @@ class SpanCorruption:
   mean_noise_span_length: float = MEAN_NOISE_SPAN_LENGTH
 
   def __post_init__(self) -> None:
-    checks.check('SpanCorruption', vars(self), noise_density=checks.number(above=0, below=1),
-                 mean_noise_span_length=checks.number(at_least=1))
+    checks.check(
+      'SpanCorruption',
+      vars(self),
+      noise_density=checks.number(above=0, below=1),
+      mean_noise_span_length=checks.number(at_least=1),
+    )
 
   def __call__(self, record: dict[str, Any], context: RecordContext) -> dict[str, Any]:
     """Return the record with ids `inputs` and `targets`, int32[length] each, instead of the text."""
     vocabulary = context.vocabularies['targets']
-    segment_length = span_corruption.check_lengths(dict(context.lengths), self.noise_density,
-                                                   self.mean_noise_span_length)
+    segment_length = span_corruption.check_lengths(
+      dict(context.lengths), self.noise_density, self.mean_noise_span_length
+    )
     ids = as_ids(_value(record, self.key), vocabulary, repr(self.key))
     if not len(ids):
-      raise DataError(f'{self.key!r} is empty, but span corruption needs at least one id: remove such records.')
+      raise DataError(
+        f'{self.key!r} is empty, but span corruption needs at least one id: remove such records.'
+      )
     place_seed, mask_seed = philox.split(context.seed, 2)
     num_positions = max(len(ids) - segment_length, 0) + 1
     first = int(philox.random_words(place_seed, 1)[0] * np.uint64(num_positions) >> np.uint64(32))
     ((inputs, targets),) = span_corruption.corrupt(
-        [ids[first:first + segment_length]], mask_seed[None], first_sentinel=sentinel_id(vocabulary),
-        noise_density=self.noise_density, mean_noise_span_length=self.mean_noise_span_length)
+      [ids[first : first + segment_length]],
+      mask_seed[None],
+      first_sentinel=sentinel_id(vocabulary),
+      noise_density=self.noise_density,
+      mean_noise_span_length=self.mean_noise_span_length,
+    )
     kept = {name: value for name, value in record.items() if name != self.key}
     return {**kept, 'inputs': inputs, 'targets': targets}
 
@@ -118,18 +134,26 @@ class SpanCorruption:
 class FileExamples(ExampleTable):
   """Table of the examples of one split of a `file_task`."""
 
-  def __init__(self, name: str, records: Records, parse_fn: Callable[[bytes, object], dict[str, Any]],
-               keys: Mapping[str, str], vocabularies: Mapping[str, Vocabulary], add_eos: Mapping[str, bool],
-               preprocessors: Sequence[Preprocessor], lengths: Mapping[str, int]):
+  def __init__(
+    self,
+    name: str,
+    records: Records,
+    parse_fn: Callable[[bytes, object], dict[str, Any]],
+    keys: Mapping[str, str],
+    vocabularies: Mapping[str, Vocabulary],
+    add_eos: Mapping[str, bool],
+    preprocessors: Sequence[Preprocessor],
+    lengths: Mapping[str, int],
+  ):
     """Args:
-      name: name of the task, on which seeds of preprocessors depend.
-      records: the records.
-      parse_fn: function from the bytes and the location of a record to the record.
-      keys: task feature to the name of its value after the preprocessors.
-      vocabularies: task feature to vocabulary.
-      add_eos: task feature to whether it ends with an end-of-sequence id.
-      preprocessors: see `file_task`.
-      lengths: task feature to length, for the features of the examples.
+    name: name of the task, on which seeds of preprocessors depend.
+    records: the records.
+    parse_fn: function from the bytes and the location of a record to the record.
+    keys: task feature to the name of its value after the preprocessors.
+    vocabularies: task feature to vocabulary.
+    add_eos: task feature to whether it ends with an end-of-sequence id.
+    preprocessors: see `file_task`.
+    lengths: task feature to length, for the features of the examples.
     """
     self._name = name
     self._records = records
@@ -149,35 +173,50 @@ class FileExamples(ExampleTable):
     digest = hashlib.sha256(self._records.fingerprint.encode())
     for example in self.examples(0, np.arange(min(_NUM_TRIED, len(self)))):
       for feature, ids in sorted(trim(example, self._lengths, True, self.end_ids).items()):
-        digest.update(f'{feature} {len(ids)} '.encode() + np.ascontiguousarray(ids, '<i4').tobytes())
+        digest.update(
+          f'{feature} {len(ids)} '.encode() + np.ascontiguousarray(ids, '<i4').tobytes()
+        )
     return digest.hexdigest()[:16]
 
   @property
   def end_ids(self) -> Mapping[str, int]:
     """See base class."""
-    return {feature: self._vocabularies[feature].eos_id for feature in self._lengths if self._add_eos[feature]}
+    return {
+      feature: self._vocabularies[feature].eos_id
+      for feature in self._lengths
+      if self._add_eos[feature]
+    }
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
     """See base class."""
     numbers = np.asarray(numbers).tolist()
     contents = self._records.read([number % len(self) for number in numbers])
     seeds = self._seeds(seed)
-    return [self._finish(*self._prepare(seeds, number, content))
-            for number, content in zip(numbers, contents, strict=True)]
+    return [
+      self._finish(*self._prepare(seeds, number, content))
+      for number, content in zip(numbers, contents, strict=True)
+    ]
 
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
     """Return the texts of the features, and the other fields of the record, which postprocessors may use."""
     (content,) = self._records.read([number % len(self)])
     record, _ = self._prepare(self._seeds(seed), number, content)
-    texts = {f'{feature}_pretokenized': record[key] if isinstance(record[key], str) else record[key].decode(
-        'utf-8', errors='replace') for feature, key in self._keys.items() if isinstance(record.get(key), (str, bytes))}
+    texts = {
+      f'{feature}_pretokenized': record[key]
+      if isinstance(record[key], str)
+      else record[key].decode('utf-8', errors='replace')
+      for feature, key in self._keys.items()
+      if isinstance(record.get(key), (str, bytes))
+    }
     return {**{name: value for name, value in record.items() if name not in self._keys}, **texts}
 
   def _seeds(self, seed: int) -> list[np.ndarray]:
     """Return, for each preprocessor, the seed from which its seeds are derived."""
     return [philox.fold(seed, self._name, 'example', p) for p in range(len(self._preprocessors))]
 
-  def _prepare(self, seeds: Sequence[np.ndarray], number: int, content: bytes) -> tuple[dict[str, Any], Where]:
+  def _prepare(
+    self, seeds: Sequence[np.ndarray], number: int, content: bytes
+  ) -> tuple[dict[str, Any], Where]:
     """Return the record after the preprocessors, and its location."""
     where = Where(self._records, number % len(self))
     record = self._parse(content, where)
@@ -209,22 +248,34 @@ def _located(where: Where, what: str) -> Iterator[None]:
   except ConfigError:
     raise
   except Exception as error:
-    problem = str(error) if isinstance(error, DataError) else (
-        f'{what} failed: {type(error).__name__}: {error}. Correct it, or the record.')
+    problem = (
+      str(error)
+      if isinstance(error, DataError)
+      else (f'{what} failed: {type(error).__name__}: {error}. Correct it, or the record.')
+    )
     raise DataError(f'{where}: {problem}') from error
 
 
 def _value(record: Mapping[str, Any], key: str) -> Any:
   if key not in record:
-    raise DataError(f"the record has no {key!r}.{did_you_mean(key, record)} Correct the record, or the task's keys.")
+    raise DataError(
+      f"the record has no {key!r}.{did_you_mean(key, record)} Correct the record, or the task's keys."
+    )
   return record[key]
 
 
-def file_task(*, name: str, splits: Mapping[str, str | Sequence[str]], format: str,
-              vocabulary: Vocabulary | Mapping[str, Vocabulary], keys: Mapping[str, str] | None = None,
-              add_eos: bool | Mapping[str, bool] = True, preprocessors: Sequence[Preprocessor] = (),
-              metric_fns: Sequence[MetricFn] = (), postprocess_fn: Callable[..., Any] = identity_postprocess
-              ) -> BuiltinTask:
+def file_task(
+  *,
+  name: str,
+  splits: Mapping[str, str | Sequence[str]],
+  format: str,
+  vocabulary: Vocabulary | Mapping[str, Vocabulary],
+  keys: Mapping[str, str] | None = None,
+  add_eos: bool | Mapping[str, bool] = True,
+  preprocessors: Sequence[Preprocessor] = (),
+  metric_fns: Sequence[MetricFn] = (),
+  postprocess_fn: Callable[..., Any] = identity_postprocess,
+) -> BuiltinTask:
   """Return a task of files, without registering it.
 
   Args:
@@ -250,30 +301,55 @@ def file_task(*, name: str, splits: Mapping[str, str | Sequence[str]], format: s
     ConfigError: the format is unknown, there are no splits, or features lack a vocabulary.
   """
   keys = dict(_DEFAULT_KEYS if keys is None else keys)
-  vocabularies = dict(vocabulary) if isinstance(vocabulary, Mapping) else dict.fromkeys(keys, vocabulary)
+  vocabularies = (
+    dict(vocabulary) if isinstance(vocabulary, Mapping) else dict.fromkeys(keys, vocabulary)
+  )
   ends = dict(add_eos) if isinstance(add_eos, Mapping) else dict.fromkeys(keys, add_eos)
-  without_eos = [feature for feature, vocabulary in vocabularies.items() if vocabulary.eos_id is None]
+  without_eos = [
+    feature for feature, vocabulary in vocabularies.items() if vocabulary.eos_id is None
+  ]
   checks.check(
-      f'file_task({name!r})', {'format': format, 'splits': splits, 'keys': sorted(keys), 'add_eos': ends},
-      format=checks.one_of(FORMATS), splits=checks.Expectation(
-          "a mapping of split names to file patterns such as {'train': 'train-*.jsonl'}", bool),
-      keys=checks.Expectation(
-          'at least one feature, those of vocabulary and add_eos',
-          lambda keys: keys and keys == sorted(vocabularies) == sorted(ends),
-          f'The vocabularies are for {sorted(vocabularies)}, add_eos is for {sorted(ends)}.'),
-      add_eos=checks.Expectation(
-          f'False for {without_eos}, whose vocabularies have no end-of-sequence id',
-          lambda ends: not any(ends[feature] for feature in without_eos)))
+    f'file_task({name!r})',
+    {'format': format, 'splits': splits, 'keys': sorted(keys), 'add_eos': ends},
+    format=checks.one_of(FORMATS),
+    splits=checks.Expectation(
+      "a mapping of split names to file patterns such as {'train': 'train-*.jsonl'}", bool
+    ),
+    keys=checks.Expectation(
+      'at least one feature, those of vocabulary and add_eos',
+      lambda keys: keys and keys == sorted(vocabularies) == sorted(ends),
+      f'The vocabularies are for {sorted(vocabularies)}, add_eos is for {sorted(ends)}.',
+    ),
+    add_eos=checks.Expectation(
+      f'False for {without_eos}, whose vocabularies have no end-of-sequence id',
+      lambda ends: not any(ends[feature] for feature in without_eos),
+    ),
+  )
 
   def table_fn(split: str, lengths: Mapping[str, int]) -> FileExamples:
     paths = find_files(splits[split], f'The split {split!r} of the task {name!r}')
     if format == 'array_record':
       from t5x_lite.data import grain_records
+
       records: Records = grain_records.ArrayRecords(paths)
     else:
       records = JsonLines(paths)
-    return FileExamples(name, records, parse_json if format == 'jsonl' else parse_record, keys, vocabularies,
-                        ends, tuple(preprocessors), lengths)
+    return FileExamples(
+      name,
+      records,
+      parse_json if format == 'jsonl' else parse_record,
+      keys,
+      vocabularies,
+      ends,
+      tuple(preprocessors),
+      lengths,
+    )
 
-  return BuiltinTask(name=name, splits=tuple(splits), vocabularies=vocabularies, table_fn=table_fn,
-                     metric_fns=metric_fns, postprocess_fn=postprocess_fn)
+  return BuiltinTask(
+    name=name,
+    splits=tuple(splits),
+    vocabularies=vocabularies,
+    table_fn=table_fn,
+    metric_fns=metric_fns,
+    postprocess_fn=postprocess_fn,
+  )

@@ -29,8 +29,11 @@ _MAX_RETRIES = 11
 _SKIP_FILE = 'skipped_batches.json'
 
 
-def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any,
-                     element_spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def to_global_arrays(
+  batch: Mapping[str, np.ndarray],
+  partitioner: Any,
+  element_spec: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.Array]:
   """Return global arrays, sharded over the partitioner's data axes.
 
   Args:
@@ -42,8 +45,10 @@ def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any,
     Feature name to array of the global shape, in the dtype of the rows.
   """
   sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
-  return {name: jax.make_array_from_process_local_data(sharding, rows, element_spec[name].shape)
-          for name, rows in batch.items()}
+  return {
+    name: jax.make_array_from_process_local_data(sharding, rows, element_spec[name].shape)
+    for name, rows in batch.items()
+  }
 
 
 def _may_be_transient(error: BaseException | None) -> bool:
@@ -60,8 +65,9 @@ def _as_source_error(error: BaseException, num_retries: int) -> BaseException:
   if isinstance(error, DataUnavailableError):
     return error
   failure = DataUnavailableError(
-      f'The training data could not be read, after {num_retries} retries (`num_retries`): {type(error).__name__}: '
-      f'{error}. Make the data available, then rerun the command.')
+    f'The training data could not be read, after {num_retries} retries (`num_retries`): {type(error).__name__}: '
+    f'{error}. Make the data available, then rerun the command.'
+  )
   failure.__cause__ = error
   return failure
 
@@ -69,7 +75,9 @@ def _as_source_error(error: BaseException, num_retries: int) -> BaseException:
 class _Producer:
   """The background thread and the data that it shares with the consumer, without a reference to the consumer."""
 
-  def __init__(self, host_iterator: HostIterator, convert, capacity: int, num_retries: int, batch_size: int):
+  def __init__(
+    self, host_iterator: HostIterator, convert, capacity: int, num_retries: int, batch_size: int
+  ):
     self._batch_size = batch_size
     self._host_iterator = host_iterator
     self._convert = convert
@@ -78,7 +86,9 @@ class _Producer:
     # Only the thread calls the host iterator, which may stall in any call; this lock protects everything else.
     self._changed = threading.Condition()
     # (batch as read, global arrays, position after it if the source returns one after each batch)
-    self._ready: collections.deque[tuple[HostBatch, dict[str, jax.Array], DataState | None]] = collections.deque()
+    self._ready: collections.deque[tuple[HostBatch, dict[str, jax.Array], DataState | None]] = (
+      collections.deque()
+    )
     self._error: BaseException | None = None
     self._closed = False
     self._thread: threading.Thread | None = None
@@ -122,8 +132,12 @@ class _Producer:
       raise RuntimeError('This iterator is closed.')
 
   def _has_work(self) -> bool:
-    return (self._closed or self._state_wanted or (self._open_wanted and self._must_reopen)
-            or (self._is_read and len(self._ready) < self._capacity))
+    return (
+      self._closed
+      or self._state_wanted
+      or (self._open_wanted and self._must_reopen)
+      or (self._is_read and len(self._ready) < self._capacity)
+    )
 
   def _run(self) -> None:
     while True:
@@ -144,7 +158,9 @@ class _Producer:
           if generation != self._generation:
             continue
           is_transient = _may_be_transient(error)
-          is_final = self._known is None or self._num_failures == self._num_retries or not is_transient
+          is_final = (
+            self._known is None or self._num_failures == self._num_retries or not is_transient
+          )
           # The newest position may contain the error, unless opening it failed.
           if (self._num_failures or is_final) and self._older is not None and not self._must_reopen:
             self._known, self._older = self._older, None
@@ -158,8 +174,13 @@ class _Producer:
           delay = _FIRST_DELAY_SECONDS * 2**self._num_failures
           self._num_failures += 1
           logging.getLogger(__name__).warning(
-              'The training data could not be read (%s: %s). Retry %d of %d in %g s, from the same position.',
-              type(error).__name__, error, self._num_failures, self._num_retries, delay)
+            'The training data could not be read (%s: %s). Retry %d of %d in %g s, from the same position.',
+            type(error).__name__,
+            error,
+            self._num_failures,
+            self._num_retries,
+            delay,
+          )
       with self._changed:
         self._changed.wait_for(lambda: self._closed or generation != self._generation, delay)
     if self._is_left_behind:
@@ -236,7 +257,9 @@ class _Producer:
         self._state_wanted = True
       self._open_wanted = True
       self._changed.notify_all()
-      self._changed.wait_for(lambda: self._closed or self._error is not None or self._is_open(), timeout)
+      self._changed.wait_for(
+        lambda: self._closed or self._error is not None or self._is_open(), timeout
+      )
       if self._error is not None:
         raise self._error
       self._check_open()
@@ -255,7 +278,9 @@ class _Producer:
       self._start()
       self._is_read = True
       self._changed.notify_all()
-      self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed, timeout)
+      self._changed.wait_for(
+        lambda: self._ready or self._error is not None or self._closed, timeout
+      )
       if self._ready:
         _, batch, self._state_taken = self._ready.popleft()
         self._num_taken += 1
@@ -283,7 +308,11 @@ class _Producer:
       self._start()
       self._is_read = True
       self._changed.notify_all()
-      return bool(self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed, timeout))
+      return bool(
+        self._changed.wait_for(
+          lambda: self._ready or self._error is not None or self._closed, timeout
+        )
+      )
 
   def has_ended(self) -> bool:
     """Return True if the source has raised StopIteration and all of its batches were returned."""
@@ -300,15 +329,24 @@ class _Producer:
         self._start()
         self._state_wanted, self._state_error = True, None
         self._changed.notify_all()
-        patience = None if not self._is_read else _STALLED_SAVE_SECONDS if self._stalls else _PATIENCE_SECONDS
-        if not self._changed.wait_for(lambda: not self._state_wanted or self._must_reopen or self._closed, patience):
+        patience = (
+          None
+          if not self._is_read
+          else _STALLED_SAVE_SECONDS
+          if self._stalls
+          else _PATIENCE_SECONDS
+        )
+        if not self._changed.wait_for(
+          lambda: not self._state_wanted or self._must_reopen or self._closed, patience
+        ):
           self._stalls = True  # `close` then waits for a shorter time
       if self._state_taken is not None:
         return self._state_taken
       known, error = self._known, self._state_error
       if known is None or known[1] > self._num_taken:
         raise error or DataError(
-            'The position in the training data is unknown: the source stalls or failed before it returned a position.')
+          'The position in the training data is unknown: the source stalls or failed before it returned a position.'
+        )
       self._state_error = None
     # If the source stalls, fails or cannot return its position, batches are counted from the last known position.
     state, number = known
@@ -317,8 +355,12 @@ class _Producer:
       return state
     if error is not None:
       logging.getLogger(__name__).warning(
-          'The position in the training data is not available (%s: %s). The position of %d batches ago is used '
-          'instead; a resumed run reads these batches again and drops them.', type(error).__name__, error, num_batches)
+        'The position in the training data is not available (%s: %s). The position of %d batches ago is used '
+        'instead; a resumed run reads these batches again and drops them.',
+        type(error).__name__,
+        error,
+        num_batches,
+      )
     skip = {'version': 1, 'num_batches': num_batches, 'batch_size': self._batch_size}
     return {**state, _SKIP_FILE: json.dumps(skip, indent=1).encode()}
 
@@ -330,8 +372,9 @@ class _Producer:
       num_skipped = skip['num_batches']
       if skip['batch_size'] != self._batch_size:
         raise DataError(
-            f"The saved data position counts {num_skipped} batches of {skip['batch_size']} rows, but this run's batch "
-            f"size is {self._batch_size}. Set the batch size to {skip['batch_size']}, or {RESTART_REMEDY}.")
+          f"The saved data position counts {num_skipped} batches of {skip['batch_size']} rows, but this run's batch "
+          f'size is {self._batch_size}. Set the batch size to {skip["batch_size"]}, or {RESTART_REMEDY}.'
+        )
     with self._changed:
       self._generation += 1
       self._ready.clear()
@@ -371,7 +414,9 @@ class GlobalBatches:
   it as a context manager, or close it; otherwise it is closed when it is collected or when Python exits.
   """
 
-  def __init__(self, host_iterator: HostIterator, partitioner: Any, prefetch: int = 2, *, num_retries: int = 0):
+  def __init__(
+    self, host_iterator: HostIterator, partitioner: Any, prefetch: int = 2, *, num_retries: int = 0
+  ):
     """Args:
       host_iterator: iterator of this process's rows; this object owns and closes it.
       partitioner: object with `mesh` and `data_partition_spec`.
@@ -383,17 +428,26 @@ class GlobalBatches:
     Raises:
       ConfigError: `prefetch` or `num_retries` is out of range.
     """
-    checks.check('GlobalBatches', {'prefetch': prefetch, 'num_retries': num_retries},
-                 prefetch=checks.number(at_least=1, at_most=MAX_UNDELIVERED, integer=True),
-                 num_retries=checks.number(at_least=0, at_most=_MAX_RETRIES, integer=True))
+    checks.check(
+      'GlobalBatches',
+      {'prefetch': prefetch, 'num_retries': num_retries},
+      prefetch=checks.number(at_least=1, at_most=MAX_UNDELIVERED, integer=True),
+      num_retries=checks.number(at_least=0, at_most=_MAX_RETRIES, integer=True),
+    )
     # A user's `get_dataset_fn` may return an iterator of another class.
     self.ends_together = isinstance(host_iterator, HostIterator) and host_iterator.ends_together
-    self.handles_process_count = isinstance(host_iterator, HostIterator) and host_iterator.handles_process_count
+    self.handles_process_count = (
+      isinstance(host_iterator, HostIterator) and host_iterator.handles_process_count
+    )
     self.element_spec = dict(host_iterator.element_spec)
     spec = self.element_spec
     self._producer = _Producer(
-        host_iterator, lambda batch: to_global_arrays(batch, partitioner, spec), prefetch, num_retries,
-        batch_size=next(iter(spec.values())).shape[0])
+      host_iterator,
+      lambda batch: to_global_arrays(batch, partitioner, spec),
+      prefetch,
+      num_retries,
+      batch_size=next(iter(spec.values())).shape[0],
+    )
     self._finalizer = weakref.finalize(self, self._producer.close)
 
   def __iter__(self) -> Iterator[dict[str, jax.Array]]:

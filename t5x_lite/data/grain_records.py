@@ -19,8 +19,12 @@ from t5x_lite.data.local_copies import local_paths
 from t5x_lite.data.records import Records, reading
 from t5x_lite.errors import DataError, needs_packages
 
-with needs_packages("DatasetConfig.source = 'grain' or a file of array records", 'the package grain', extra='grain',
-                    otherwise='read JSON lines with --gin.DATA_SOURCE=builtin'):
+with needs_packages(
+  "DatasetConfig.source = 'grain' or a file of array records",
+  'the package grain',
+  extra='grain',
+  otherwise='read JSON lines with --gin.DATA_SOURCE=builtin',
+):
   import grain as grain
   from array_record.python import array_record_module
 
@@ -45,8 +49,10 @@ class ArrayRecords(Records):
       try:
         sources.append(grain.sources.ArrayRecordDataSource([copy]))
       except RuntimeError as error:
-        raise DataError(f'{path!r} is not a complete array record file: {error}. Write it again, or set format = '
-                        "'jsonl' if its records are lines of text.") from error
+        raise DataError(
+          f'{path!r} is not a complete array record file: {error}. Write it again, or set format = '
+          "'jsonl' if its records are lines of text."
+        ) from error
     self._paths = list(paths)
     self._sources = sources
     self._firsts = np.cumsum([0, *map(len, sources)])
@@ -75,8 +81,9 @@ class ArrayRecords(Records):
         try:
           self._sources[file][number]
         except RuntimeError as error:
-          raise DataError(f'{self._paths[file]}, record {number}: cannot be read: {error}. Write the file again.'
-                          ) from error
+          raise DataError(
+            f'{self._paths[file]}, record {number}: cannot be read: {error}. Write the file again.'
+          ) from error
       raise
 
   def where(self, number: int) -> str:
@@ -114,7 +121,9 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
     OSError: the file cannot be written.
   """
   if files.path(path).exists():
-    raise DataError(f'{path!r} must be a new file, got an existing one. Delete it, or choose another name.')
+    raise DataError(
+      f'{path!r} must be a new file, got an existing one. Delete it, or choose another name.'
+    )
   count = 0
 
   def save(unfinished: pathlib.Path) -> None:
@@ -122,7 +131,11 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
     # With groups of one record, each record can be read separately.
     writer = array_record_module.ArrayRecordWriter(str(unfinished), 'group_size:1')
     for record in records:
-      content = record if isinstance(record, bytes) else json.dumps(record, ensure_ascii=False).encode('utf-8')
+      content = (
+        record
+        if isinstance(record, bytes)
+        else json.dumps(record, ensure_ascii=False).encode('utf-8')
+      )
       _checked(path, writer.write, content)
       count += 1
     _checked(path, writer.close)

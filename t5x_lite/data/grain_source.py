@@ -70,9 +70,9 @@ class GrainReader(PieceReader):
 
   def __init__(self, pieces: Pieces, num_workers: int, num_threads: int = 0):
     """Args:
-      pieces: the pieces.
-      num_workers: number of processes that prepare them; 0 for threads of this process.
-      num_threads: number of threads that prepare them, in each process; 0 for 4.
+    pieces: the pieces.
+    num_workers: number of processes that prepare them; 0 for threads of this process.
+    num_threads: number of threads that prepare them, in each process; 0 for 4.
     """
     self._pieces = pieces
     self._num_workers = num_workers
@@ -98,16 +98,19 @@ class GrainReader(PieceReader):
   def _open(self, number: int) -> Any:
     """Return grain's iterator of the pieces from `number` on."""
     dataset = grain.MapDataset.source(_Sequence(self._pieces, number)).to_iter_dataset(
-        grain.ReadOptions(num_threads=self._num_threads,
-                          prefetch_buffer_size=max(_NUM_WAITING, self._num_threads)))
+      grain.ReadOptions(
+        num_threads=self._num_threads, prefetch_buffer_size=max(_NUM_WAITING, self._num_threads)
+      )
+    )
     if self._num_workers:
       if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain reads its flags, whose defaults are suitable
       # Use pipes: a container's shared memory is often 64 MB, and a killed run would not free it.
       options = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
       dataset = grain.experimental.WithOptionsIterDataset(dataset, options).mp_prefetch(
-          grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=1),
-          worker_init_fn=_start_worker)
+        grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=1),
+        worker_init_fn=_start_worker,
+      )
     return iter(dataset)
 
   def _next(self) -> HostBatch:
@@ -116,9 +119,11 @@ class GrainReader(PieceReader):
     except Exception as error:
       if isinstance(error, T5xLiteError) or not self._num_workers:
         raise
-      raise DataError(f'Preparing data in worker processes failed ({type(error).__name__}: {error}). Possible '
-                      'causes are a lack of memory, or functions and vocabularies of the task that cannot be pickled. '
-                      f'Set DatasetConfig.num_workers to 0 instead of {self._num_workers}.') from error
+      raise DataError(
+        f'Preparing data in worker processes failed ({type(error).__name__}: {error}). Possible '
+        'causes are a lack of memory, or functions and vocabularies of the task that cannot be pickled. '
+        f'Set DatasetConfig.num_workers to 0 instead of {self._num_workers}.'
+      ) from error
 
   def _leave(self) -> None:
     _close_all(self._opened)

@@ -82,13 +82,18 @@ class EvalBatches:
   The last batch is padded with rows of zeros, whose loss weights are zero.
   """
 
-  def __init__(self, batches_fn: Callable[[], Iterator[HostBatch]], element_spec: dict[str, jax.ShapeDtypeStruct],
-               num_batches: int, num_examples: int):
+  def __init__(
+    self,
+    batches_fn: Callable[[], Iterator[HostBatch]],
+    element_spec: dict[str, jax.ShapeDtypeStruct],
+    num_batches: int,
+    num_examples: int,
+  ):
     """Args:
-      batches_fn: function that starts a new pass over the batches.
-      element_spec: feature name to the shape and dtype of the global batch.
-      num_batches: number of batches in one pass.
-      num_examples: number of rows in one pass, without padding rows.
+    batches_fn: function that starts a new pass over the batches.
+    element_spec: feature name to the shape and dtype of the global batch.
+    num_batches: number of batches in one pass.
+    num_examples: number of rows in one pass, without padding rows.
     """
     self._batches_fn = batches_fn
     self.element_spec = element_spec
@@ -180,18 +185,27 @@ class EvalTask:
   def kinds(self) -> list[str]:
     """Outputs that the task's metrics need, in the order of `OUTPUT_KINDS`."""
     wanted = {metric.kind for metric in self.output_metrics}
-    wanted |= {kind for kind, fns in (('predict', self.metric_fns), ('score', self.score_metric_fns),
-                                      ('predict_with_aux', self.predict_with_aux_metric_fns)) if fns}
+    wanted |= {
+      kind
+      for kind, fns in (
+        ('predict', self.metric_fns),
+        ('score', self.score_metric_fns),
+        ('predict_with_aux', self.predict_with_aux_metric_fns),
+      )
+      if fns
+    }
     return [kind for kind in OUTPUT_KINDS if kind in wanted]
 
 
 class IndexedBatches:
   """A finite, re-iterable sequence of (indices, host batch)."""
 
-  def __init__(self, batches_fn: Callable[[], Iterator[tuple[np.ndarray, HostBatch]]], num_batches: int):
+  def __init__(
+    self, batches_fn: Callable[[], Iterator[tuple[np.ndarray, HostBatch]]], num_batches: int
+  ):
     """Args:
-      batches_fn: function that starts a new pass.
-      num_batches: number of batches in one pass.
+    batches_fn: function that starts a new pass.
+    num_batches: number of batches in one pass.
     """
     self._batches_fn = batches_fn
     self.num_batches = num_batches
@@ -316,4 +330,6 @@ def batches_of_rows(rows: Mapping[str, np.ndarray], batch_size: int, own: slice)
 def warn_of_omitted_tasks(tasks: Sequence[EvalTask], names: Sequence[str]) -> None:
   """Warn of tasks without metrics if other tasks have metrics; otherwise the caller raises an error."""
   for name in names if tasks else ():
-    logging.getLogger(__name__).warning('%s has no metrics: omitted from the evaluation by decoding.', name)
+    logging.getLogger(__name__).warning(
+      '%s has no metrics: omitted from the evaluation by decoding.', name
+    )

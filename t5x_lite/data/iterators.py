@@ -16,8 +16,9 @@ from t5x_lite.partitioning import DataLayout
 _logger = logging.getLogger(__name__)
 
 
-def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
-                        feature_converter: Any = 'encoder_decoder') -> HostIterator:
+def open_train_iterator(
+  cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder'
+) -> HostIterator:
   """Return an iterator of this process's rows of each global batch, which is endless without `cfg.num_epochs`.
 
   Args:
@@ -32,11 +33,21 @@ def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
   _check_layout(cfg, layout)
   cfg.check_lengths_are_given('training')
   source = _open_source(cfg)
-  return _checked(source, 'open_train_iterator', source.open_train_iterator(layout, feature_converter), HostIterator)
+  return _checked(
+    source,
+    'open_train_iterator',
+    source.open_train_iterator(layout, feature_converter),
+    HostIterator,
+  )
 
 
-def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int | None = None, *,
-                        feature_converter: Any = 'encoder_decoder') -> dict[str, EvalBatches]:
+def open_eval_iterators(
+  cfg: DatasetConfig,
+  layout: DataLayout,
+  eval_steps: int | None = None,
+  *,
+  feature_converter: Any = 'encoder_decoder',
+) -> dict[str, EvalBatches]:
   """Return, for each task of a mixture, the batches for teacher-forced evaluation.
 
   A pass has each example of the split once, in at most `eval_steps` batches; the last batch is padded with rows of
@@ -57,15 +68,32 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
   """
   _check_layout(cfg, layout)
   _check_reads_once(cfg, 'for evaluation')
-  checks.check('', {'eval_steps': eval_steps}, eval_steps=checks.number(at_least=1, integer=True).or_none())
-  source = _open_source(with_feature_lengths(
-      cfg, feature_converter=feature_converter, num_examples=eval_steps and eval_steps * cfg.batch_size))
-  return _checked(source, 'open_eval_iterators', source.open_eval_iterators(layout, eval_steps, feature_converter),
-                  EvalBatches, dict)
+  checks.check(
+    '', {'eval_steps': eval_steps}, eval_steps=checks.number(at_least=1, integer=True).or_none()
+  )
+  source = _open_source(
+    with_feature_lengths(
+      cfg,
+      feature_converter=feature_converter,
+      num_examples=eval_steps and eval_steps * cfg.batch_size,
+    )
+  )
+  return _checked(
+    source,
+    'open_eval_iterators',
+    source.open_eval_iterators(layout, eval_steps, feature_converter),
+    EvalBatches,
+    dict,
+  )
 
 
-def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder',
-                    num_examples: int | None = None) -> list[EvalTask]:
+def open_eval_tasks(
+  cfg: DatasetConfig,
+  layout: DataLayout,
+  *,
+  feature_converter: Any = 'encoder_decoder',
+  num_examples: int | None = None,
+) -> list[EvalTask]:
   """Return the tasks with metric functions, for evaluation by decoding each example of the split once.
 
   Args:
@@ -80,13 +108,23 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
   _check_layout(cfg, layout)
   _check_false(cfg, ('pack',), 'for evaluation by decoding')
   _check_reads_once(cfg, 'for evaluation by decoding')
-  source = _open_source(with_feature_lengths(
-      cfg, feature_converter=feature_converter, num_examples=num_examples, decodes=True))
-  return _checked(source, 'open_eval_tasks', source.open_eval_tasks(layout, feature_converter, num_examples), EvalTask,
-                  list)
+  source = _open_source(
+    with_feature_lengths(
+      cfg, feature_converter=feature_converter, num_examples=num_examples, decodes=True
+    )
+  )
+  return _checked(
+    source,
+    'open_eval_tasks',
+    source.open_eval_tasks(layout, feature_converter, num_examples),
+    EvalTask,
+    list,
+  )
 
 
-def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -> list[ExampleSource]:
+def open_example_sources(
+  cfg: Any, model: Any, *, needs_targets: bool = False
+) -> list[ExampleSource]:
   """Return the examples of a task, of each task of a mixture that has the split, or of a file of texts.
 
   Args:
@@ -100,17 +138,32 @@ def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -
   """
   if not isinstance(cfg, DatasetConfig):
     from t5x_lite.data.text_sources import TextSource  # training reads no texts of users
-    return [TextSource(cfg, model.FEATURE_CONVERTER, model.input_vocabulary, model.output_vocabulary,
-                       needs_targets=needs_targets)]
+
+    return [
+      TextSource(
+        cfg,
+        model.FEATURE_CONVERTER,
+        model.input_vocabulary,
+        model.output_vocabulary,
+        needs_targets=needs_targets,
+      )
+    ]
   _check_false(cfg, ('shuffle', 'pack'), 'for inference')
   _check_reads_once(cfg, 'for inference')
   reader = _open_source(with_feature_lengths(cfg, feature_converter=model.FEATURE_CONVERTER))
-  sources = _checked(reader, 'open_example_sources', reader.open_example_sources(model.FEATURE_CONVERTER),
-                     ExampleSource, list)
+  sources = _checked(
+    reader,
+    'open_example_sources',
+    reader.open_example_sources(model.FEATURE_CONVERTER),
+    ExampleSource,
+    list,
+  )
   for source in sources:
     if needs_targets and not source.has_targets:
-      raise ConfigError(f'Scoring needs targets, and {source.name!r} has none: set '
-                        'create_task_from_tfexample_file.targets_key, or choose another mode.')
+      raise ConfigError(
+        f'Scoring needs targets, and {source.name!r} has none: set '
+        'create_task_from_tfexample_file.targets_key, or choose another mode.'
+      )
   return sources
 
 
@@ -154,11 +207,17 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
   Raises:
     ConfigError: the message has both vocabularies.
   """
-  for side, of_data, of_model in zip(('input', 'output'), get_vocabulary(cfg),
-                                     (model.input_vocabulary, model.output_vocabulary), strict=True):
+  for side, of_data, of_model in zip(
+    ('input', 'output'),
+    get_vocabulary(cfg),
+    (model.input_vocabulary, model.output_vocabulary),
+    strict=True,
+  ):
     if not same_vocabulary(of_data, of_model):
-      raise ConfigError(f"The {side} vocabulary of the model must be that of the data {cfg.name!r}, {of_data}, got "
-                        f'{of_model}. Bind VOCABULARY to the vocabulary of the data, or choose other data.')
+      raise ConfigError(
+        f'The {side} vocabulary of the model must be that of the data {cfg.name!r}, {of_data}, got '
+        f'{of_model}. Bind VOCABULARY to the vocabulary of the data, or choose other data.'
+      )
 
 
 def log_seed(cfg: DatasetConfig) -> None:
@@ -174,33 +233,61 @@ def _open_source(cfg: DatasetConfig) -> DataSource:
 
 @functools.cache
 def _log_seed(name: str, split: str) -> None:
-  _logger.info('DatasetConfig.seed of %r, split %r, is None: the seed is 0, so that a run can be repeated (T5X uses '
-               'the clock).', name, split)
+  _logger.info(
+    'DatasetConfig.seed of %r, split %r, is None: the seed is 0, so that a run can be repeated (T5X uses '
+    'the clock).',
+    name,
+    split,
+  )
 
 
 def _check_false(cfg: DatasetConfig, options: tuple[str, ...], use: str) -> None:
-  checks.check('DatasetConfig', vars(cfg), **dict.fromkeys(
-      options, checks.Expectation(f'False {use}', lambda value: value is False)))
+  checks.check(
+    'DatasetConfig',
+    vars(cfg),
+    **dict.fromkeys(options, checks.Expectation(f'False {use}', lambda value: value is False)),
+  )
 
 
 def _check_reads_once(cfg: DatasetConfig, use: str) -> None:
-  checks.check('DatasetConfig', vars(cfg), num_epochs=checks.Expectation(
-      f'None {use}', lambda value: value is None,
-      'Each example is read once. In gin, bind it with the scope `train/`.'))
+  checks.check(
+    'DatasetConfig',
+    vars(cfg),
+    num_epochs=checks.Expectation(
+      f'None {use}',
+      lambda value: value is None,
+      'Each example is read once. In gin, bind it with the scope `train/`.',
+    ),
+  )
 
 
-def _checked(source: DataSource, method: str, result: Any, cls: type, container: type | None = None) -> Any:
+def _checked(
+  source: DataSource, method: str, result: Any, cls: type, container: type | None = None
+) -> Any:
   """Return what a method of a source returned; raise if it is not a `cls`, or a list or dict of them."""
-  values = [result] if container is None else list(result.values()) if isinstance(result, dict) else result
+  values = (
+    [result] if container is None else list(result.values()) if isinstance(result, dict) else result
+  )
   if (container is not None and not isinstance(result, container)) or not all(
-      isinstance(value, cls) for value in values):
+    isinstance(value, cls) for value in values
+  ):
     kind = {None: 'a', list: 'a list of', dict: 'a dict from task name to'}[container]
-    raise checks.invalid(type(source).__name__, f'{method}()', f'{kind} data.{cls.__name__}', result,
-                         f'See `data.DataSource.{method}`.')
+    raise checks.invalid(
+      type(source).__name__,
+      f'{method}()',
+      f'{kind} data.{cls.__name__}',
+      result,
+      f'See `data.DataSource.{method}`.',
+    )
   return result
 
 
 def _check_layout(cfg: DatasetConfig, layout: DataLayout) -> None:
   if layout.batch_size != cfg.batch_size:
-    raise checks.invalid('DatasetConfig', 'batch_size', f'that of the layout, {layout.batch_size}', cfg.batch_size,
-                         'Make the layout with partitioner.get_data_layout(cfg.batch_size).')
+    raise checks.invalid(
+      'DatasetConfig',
+      'batch_size',
+      f'that of the layout, {layout.batch_size}',
+      cfg.batch_size,
+      'Make the layout with partitioner.get_data_layout(cfg.batch_size).',
+    )

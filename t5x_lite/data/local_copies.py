@@ -38,17 +38,25 @@ def local_paths(paths: Sequence[str]) -> list[str]:
   if not any(map(files.is_remote, paths)):
     return list(paths)
   from t5x_lite import object_store
+
   remote = list(dict.fromkeys(files.path(path) for path in paths if files.is_remote(path)))
   with _guard:
     folder = _folder()
     try:
       versions = object_store.in_parallel(lambda path: path.version(), remote)
-      copies = {str(path): folder / f'{hashlib.sha256(f"{path} {version}".encode()).hexdigest()[:32]}{path.suffix}'
-                for path, version in zip(remote, versions, strict=True)}
+      copies = {
+        str(path): folder
+        / f'{hashlib.sha256(f"{path} {version}".encode()).hexdigest()[:32]}{path.suffix}'
+        for path, version in zip(remote, versions, strict=True)
+      }
       missing = [path for path in remote if not copies[str(path)].exists()]
       if missing:
-        _check_space(folder, missing, sum(object_store.in_parallel(lambda path: path.stat().st_size, missing)))
-        object_store.in_parallel(lambda path: _copy(path, copies[str(path)], versions[remote.index(path)]), missing)
+        _check_space(
+          folder, missing, sum(object_store.in_parallel(lambda path: path.stat().st_size, missing))
+        )
+        object_store.in_parallel(
+          lambda path: _copy(path, copies[str(path)], versions[remote.index(path)]), missing
+        )
     except OSError as error:
       raise DataError(f'Cannot read {error.filename!r}: {error.strerror or error}.') from error
   return [str(copies[str(files.path(path))]) if files.is_remote(path) else path for path in paths]
@@ -58,10 +66,16 @@ def _check_space(folder: pathlib.Path, paths: Sequence[files.Path], size: int) -
   free = shutil.disk_usage(folder).free
   what = f'{paths[0]}' + (f' and {len(paths) - 1} more' if len(paths) > 1 else '')
   if size > free:
-    raise DataError(f'Reading {what} requires a local copy of {format_bytes(size)}, and {folder.parent} has '
-                    f'{format_bytes(free)} left. Set TMPDIR to a folder on a larger disk.')
-  _logger.info('Copying %s (%s) to %s until this program ends; TMPDIR chooses another disk.', what, format_bytes(size),
-               folder)
+    raise DataError(
+      f'Reading {what} requires a local copy of {format_bytes(size)}, and {folder.parent} has '
+      f'{format_bytes(free)} left. Set TMPDIR to a folder on a larger disk.'
+    )
+  _logger.info(
+    'Copying %s (%s) to %s until this program ends; TMPDIR chooses another disk.',
+    what,
+    format_bytes(size),
+    folder,
+  )
 
 
 def _copy(source: files.Path, target: pathlib.Path, version: str) -> None:
@@ -70,7 +84,9 @@ def _copy(source: files.Path, target: pathlib.Path, version: str) -> None:
   with source.open('rb') as stream, unfinished.open('wb') as output:
     shutil.copyfileobj(stream, output, 1 << 20)
   if source.version() != version:
-    raise DataError(f'{source} was changed while it was copied. Rerun the command when the file is complete.')
+    raise DataError(
+      f'{source} was changed while it was copied. Rerun the command when the file is complete.'
+    )
   unfinished.rename(target)
 
 

@@ -44,8 +44,12 @@ def philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndar
   k0, k1 = key & _LOW, key >> _SHIFT
   for _ in range(10):
     product_0, product_1 = _MULTIPLIER_0 * c0, _MULTIPLIER_1 * c2
-    c0, c1, c2, c3 = ((product_1 >> _SHIFT) ^ c1 ^ k0, product_1 & _LOW,
-                      (product_0 >> _SHIFT) ^ c3 ^ k1, product_0 & _LOW)
+    c0, c1, c2, c3 = (
+      (product_1 >> _SHIFT) ^ c1 ^ k0,
+      product_1 & _LOW,
+      (product_0 >> _SHIFT) ^ c3 ^ k1,
+      product_0 & _LOW,
+    )
     k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
   return np.stack([c0, c1, c2, c3], axis=-1)
 
@@ -56,7 +60,10 @@ def _join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 def as_seeds(*columns: int | np.ndarray) -> np.ndarray:
   """Return integers or arrays, stacked in a new last dim, uint64[..., len(columns)]; negative values wrap around."""
-  arrays = [np.asarray(column % 2**64 if isinstance(column, int) else column).astype(np.uint64) for column in columns]
+  arrays = [
+    np.asarray(column % 2**64 if isinstance(column, int) else column).astype(np.uint64)
+    for column in columns
+  ]
   return np.stack(np.broadcast_arrays(*arrays), axis=-1)
 
 
@@ -96,7 +103,9 @@ def stream_values(seed: int, positions: np.ndarray) -> np.ndarray:
   """Return the elements at `positions`, int64[...], of TensorFlow's `Dataset.random(seed)`, uint64[...]."""
   positions = np.asarray(positions, np.uint64)
   words = philox_words(_DEFAULT_GRAPH_SEED, np.uint64(seed % 2**64), positions // np.uint64(4))
-  return np.take_along_axis(words, (positions % np.uint64(4))[..., None].astype(np.int64), axis=-1)[..., 0]
+  return np.take_along_axis(words, (positions % np.uint64(4))[..., None].astype(np.int64), axis=-1)[
+    ..., 0
+  ]
 
 
 def fold(*parts: int | str) -> np.ndarray:
@@ -164,7 +173,9 @@ def permuted(seed: np.ndarray, size: int, positions: np.ndarray) -> np.ndarray:
   return numbers.astype(np.int64)
 
 
-def _add_mixed(half: np.ndarray, other: np.ndarray, seed: np.ndarray, round_number: int, size: int) -> np.ndarray:
+def _add_mixed(
+  half: np.ndarray, other: np.ndarray, seed: np.ndarray, round_number: int, size: int
+) -> np.ndarray:
   """Return `half` plus a random function of `other`, modulo `size`; uint64[n]."""
   words = philox_words(seed[0], seed[1] ^ np.uint64(round_number), other)
   return (half + _join(words[..., 0], words[..., 1]) % np.uint64(size)) % np.uint64(size)

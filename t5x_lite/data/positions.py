@@ -15,8 +15,10 @@ STATE_FILE = 'data_state.json'
 # Maximal number of batches in a queue after an iterator.
 MAX_UNDELIVERED = 64
 # A run that resumes in its MODEL_DIR always uses its data position.
-RESTART_REMEDY = ('start another run from this checkpoint: another MODEL_DIR, with RestoreCheckpointConfig.path naming '
-                  'it and restore_dataset = False')
+RESTART_REMEDY = (
+  'start another run from this checkpoint: another MODEL_DIR, with RestoreCheckpointConfig.path naming '
+  'it and restore_dataset = False'
+)
 
 
 def shard_rows(layout: Any) -> slice:
@@ -26,8 +28,12 @@ def shard_rows(layout: Any) -> slice:
     ConfigError: the batch size is not a multiple of the number of data shards.
   """
   if layout.batch_size % layout.num_shards:
-    raise checks.invalid('', 'batch_size', f'a multiple of {layout.num_shards}, the number of data shards',
-                         layout.batch_size)
+    raise checks.invalid(
+      '',
+      'batch_size',
+      f'a multiple of {layout.num_shards}, the number of data shards',
+      layout.batch_size,
+    )
   per_shard = layout.batch_size // layout.num_shards
   return slice(layout.shard_id * per_shard, (layout.shard_id + 1) * per_shard)
 
@@ -39,7 +45,9 @@ def write_state(identity: Mapping[str, Any], **fields: Any) -> DataState:
     identity: JSON values that determine the rows and their order; see `check_identity`.
     **fields: the position, as JSON values.
   """
-  return {STATE_FILE: json.dumps({'version': 1, 'identity': identity, **fields}, indent=1).encode('utf-8')}
+  return {
+    STATE_FILE: json.dumps({'version': 1, 'identity': identity, **fields}, indent=1).encode('utf-8')
+  }
 
 
 def read_state(state: DataState) -> dict[str, Any]:
@@ -50,8 +58,10 @@ def read_state(state: DataState) -> dict[str, Any]:
   """
   decoded = json.loads(state[STATE_FILE]) if STATE_FILE in state else {}
   if decoded.get('version') != 1:
-    raise DataError(f"The saved data position must have {STATE_FILE!r} of version 1, got {sorted(state)} of version "
-                    f"{decoded.get('version')}. Use the version of t5x_lite that wrote it, or {RESTART_REMEDY}.")
+    raise DataError(
+      f'The saved data position must have {STATE_FILE!r} of version 1, got {sorted(state)} of version '
+      f'{decoded.get("version")}. Use the version of t5x_lite that wrote it, or {RESTART_REMEDY}.'
+    )
   return decoded
 
 
@@ -66,17 +76,26 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     DataError: the message has all differences.
   """
   now = json.loads(json.dumps(now))
-  differences = [f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
-                 for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+  differences = [
+    f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
+    for key in sorted({*saved, *now})
+    if saved.get(key) != now.get(key)
+  ]
   if differences:
-    raise DataError('The checkpoint holds a position in other data than those of this run (' + '; '.join(differences) +
-                    f'). Resume with the same data configuration, or {RESTART_REMEDY}.')
+    raise DataError(
+      'The checkpoint holds a position in other data than those of this run ('
+      + '; '.join(differences)
+      + f'). Resume with the same data configuration, or {RESTART_REMEDY}.'
+    )
 
 
 def pack_batches(batches: Sequence[HostBatch]) -> bytes:
   """Return a file with batches that were read and not used."""
   buffer = io.BytesIO()
-  np.savez(buffer, **{f'{i}/{name}': rows for i, batch in enumerate(batches) for name, rows in batch.items()})
+  np.savez(
+    buffer,
+    **{f'{i}/{name}': rows for i, batch in enumerate(batches) for name, rows in batch.items()},
+  )
   return buffer.getvalue()
 
 

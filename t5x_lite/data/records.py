@@ -69,7 +69,8 @@ class JsonLines(Records):
     self._paths = copies
     self._firsts = np.cumsum([0, *(len(starts) for starts, _ in indices)])
     self._starts, self._lengths = (
-        np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*indices, strict=True))
+      np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*indices, strict=True)
+    )
     self._fingerprint = digest.hexdigest()[:16]
 
   def __len__(self) -> int:
@@ -86,7 +87,9 @@ class JsonLines(Records):
       stream.seek(start)
       line = stream.read(length)
     if len(line) < length:
-      raise DataError(f'{path} has become shorter since it was opened: do not change the files during a run.')
+      raise DataError(
+        f'{path} has become shorter since it was opened: do not change the files during a run.'
+      )
     return line
 
   def where(self, number: int) -> str:
@@ -94,7 +97,9 @@ class JsonLines(Records):
     file, start, _ = self._locate(number)
     # Count on demand, with empty lines.
     with open(self._paths[file], 'rb') as stream:
-      line = 1 + sum(stream.read(min(_CHUNK, start - offset)).count(b'\n') for offset in range(0, start, _CHUNK))
+      line = 1 + sum(
+        stream.read(min(_CHUNK, start - offset)).count(b'\n') for offset in range(0, start, _CHUNK)
+      )
     return f'{self._names[file]}, line {line}'
 
   @property
@@ -112,8 +117,8 @@ class Where:
 
   def __init__(self, records: Records, number: int):
     """Args:
-      records: all records.
-      number: number of the record.
+    records: all records.
+    number: number of the record.
     """
     self._records = records
     self._number = number
@@ -132,7 +137,7 @@ def checked_objects(lines: Records) -> Iterator[bytes]:
     (content,) = lines.read([number])
     parse_json(content, Where(lines, number))
     # Remove a byte order mark or spaces before the object.
-    yield content[content.index(b'{'):]
+    yield content[content.index(b'{') :]
 
 
 def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +153,7 @@ def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndar
     content = np.memmap(path, np.uint8, mode='r') if size else np.zeros(0, np.uint8)
   ends = []
   for offset in range(0, size, _CHUNK):
-    chunk = content[offset:offset + _CHUNK]
+    chunk = content[offset : offset + _CHUNK]
     digest.update(chunk)
     ends.append(np.flatnonzero(chunk == _NEWLINE) + offset)
   digest.update(f' {size} '.encode())
@@ -156,13 +161,19 @@ def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndar
   if size and content[-1] != _NEWLINE:
     ends = np.append(ends, size)
   starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
-  ends = np.where((ends > starts) & (content[ends - 1] == _RETURN), ends - 1, ends) if size else ends
+  ends = (
+    np.where((ends > starts) & (content[ends - 1] == _RETURN), ends - 1, ends) if size else ends
+  )
   lengths = ends - starts
   # A line between braces is parsed when it is read; any other line is parsed now.
-  is_plain = (lengths > 1) & (content[np.minimum(starts, size - 1)] == _OPENING) & (content[ends - 1] == _CLOSING)
+  is_plain = (
+    (lengths > 1)
+    & (content[np.minimum(starts, size - 1)] == _OPENING)
+    & (content[ends - 1] == _CLOSING)
+  )
   is_kept = is_plain.copy()
   for line in np.flatnonzero(~is_plain):
-    text = content[starts[line]:ends[line]].tobytes()
+    text = content[starts[line] : ends[line]].tobytes()
     if text.strip():
       parse_json(text, f'{name}, line {line + 1}')
       is_kept[line] = True
@@ -189,8 +200,10 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     record, problem = None, f'not JSON ({error})'
   if not isinstance(record, dict):
-    raise DataError(f'{where} must be one JSON object, such as {{"inputs": "a text", "targets": "another"}}, '
-                    f'got {_shown(text)}, which is {problem}.')
+    raise DataError(
+      f'{where} must be one JSON object, such as {{"inputs": "a text", "targets": "another"}}, '
+      f'got {_shown(text)}, which is {problem}.'
+    )
   return record
 
 
@@ -217,8 +230,11 @@ def read_tsv(path: str | os.PathLike[str], num_fields: int = 2) -> list[tuple[st
     try:
       text = line.decode('utf-8').removesuffix('\r')
       fields = tuple(text.split('\t'))
-      problem = None if not text or len(fields) == num_fields else (
-          f'must have {num_fields} fields separated by tabs, got {len(fields)}: {_shown(line)}')
+      problem = (
+        None
+        if not text or len(fields) == num_fields
+        else (f'must have {num_fields} fields separated by tabs, got {len(fields)}: {_shown(line)}')
+      )
     except UnicodeDecodeError as error:
       problem = f'must be UTF-8, got {error.reason} at byte {error.start + 1} of the line'
     if problem is not None:
@@ -243,8 +259,12 @@ def parse_record(content: bytes, where: object) -> dict[str, Any]:
   """
   if content[:1] == b'{':
     return parse_json(content, where)
-  with needs_packages(f'{where}: a record that is not JSON', 'the package msgpack', command='pip install msgpack',
-                      otherwise='write JSON'):
+  with needs_packages(
+    f'{where}: a record that is not JSON',
+    'the package msgpack',
+    command='pip install msgpack',
+    otherwise='write JSON',
+  ):
     import msgpack
   try:
     record = msgpack.unpackb(content)
@@ -252,7 +272,9 @@ def parse_record(content: bytes, where: object) -> dict[str, Any]:
   except (ValueError, msgpack.UnpackException) as error:
     record, problem = None, f'invalid msgpack ({error or type(error).__name__})'
   if not isinstance(record, dict):
-    raise DataError(f'{where} must be a JSON object or a msgpack map, got {problem}: {_shown(content)}.')
+    raise DataError(
+      f'{where} must be a JSON object or a msgpack map, got {problem}: {_shown(content)}.'
+    )
   return record
 
 
@@ -277,9 +299,14 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
     twice = set(paths).intersection(found)
     if twice or not paths:
       at = '' if os.path.isabs(pattern) or files.is_remote(pattern) else f' in {os.getcwd()!r}'
-      raise DataError(f'{what}: ' + (
-          f'two patterns match {min(twice)!r}, so its records would be read twice. Omit one of them.' if twice else
-          f'no file matches {pattern!r}{at}. Write the files first, or correct the pattern.'))
+      raise DataError(
+        f'{what}: '
+        + (
+          f'two patterns match {min(twice)!r}, so its records would be read twice. Omit one of them.'
+          if twice
+          else f'no file matches {pattern!r}{at}. Write the files first, or correct the pattern.'
+        )
+      )
     found.extend(paths)
   return found
 

@@ -15,15 +15,23 @@ from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import (
-    EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows, warn_of_omitted_tasks)
+  EvalBatches,
+  EvalTask,
+  HostBatch,
+  IndexedBatches,
+  OutputMetric,
+  batches_of_rows,
+  warn_of_omitted_tasks,
+)
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.seqio_import import quiet, reading, seqio, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
 
 
-def open_eval_iterators(cfg: DatasetConfig, layout: Any, eval_steps: int | None,
-                        feature_converter: Any) -> dict[str, EvalBatches]:
+def open_eval_iterators(
+  cfg: DatasetConfig, layout: Any, eval_steps: int | None, feature_converter: Any
+) -> dict[str, EvalBatches]:
   """Return task name to batches; see `DataSource.open_eval_iterators`."""
   result, own = {}, shard_rows(layout)
   limit = -1 if eval_steps is None else eval_steps * layout.batch_size
@@ -34,8 +42,9 @@ def open_eval_iterators(cfg: DatasetConfig, layout: Any, eval_steps: int | None,
   return result
 
 
-def open_eval_tasks(cfg: DatasetConfig, layout: Any, feature_converter: Any,
-                    num_examples: int | None) -> list[EvalTask]:
+def open_eval_tasks(
+  cfg: DatasetConfig, layout: Any, feature_converter: Any, num_examples: int | None
+) -> list[EvalTask]:
   """Return the tasks with metrics; see `DataSource.open_eval_tasks`."""
   result, omitted, own = [], [], shard_rows(layout)
   for task, converter in _tasks(cfg, feature_converter):
@@ -43,20 +52,31 @@ def open_eval_tasks(cfg: DatasetConfig, layout: Any, feature_converter: Any,
       if not task.metric_objs:
         omitted.append(task.name)
         continue
-    dataset = task_dataset(task, cfg, num_epochs=1).take(-1 if num_examples is None else num_examples)
+    dataset = task_dataset(task, cfg, num_epochs=1).take(
+      -1 if num_examples is None else num_examples
+    )
     raw_examples = _materialize(dataset, task, cfg)
     features = convert(converter, dataset, cfg, task)
     rows = _materialize(features, task, cfg)
     if len(rows) != len(raw_examples):
-      raise DataError(f'The feature converter must make one row per example, got {len(rows)} rows for the '
-                      f'{len(raw_examples)} examples of {task.name!r}. Use a converter that does not pack.')
+      raise DataError(
+        f'The feature converter must make one row per example, got {len(rows)} rows for the '
+        f'{len(raw_examples)} examples of {task.name!r}. Use a converter that does not pack.'
+      )
     result.append(make_eval_task(task, raw_examples, features, rows, layout, own, cfg))
   warn_of_omitted_tasks(result, omitted)
   return result
 
 
-def make_eval_task(task: Any, raw_examples: Sequence[dict[str, Any]], features: tf.data.Dataset,
-                   rows: Sequence[dict[str, np.ndarray]], layout: Any, own: slice, cfg: DatasetConfig) -> EvalTask:
+def make_eval_task(
+  task: Any,
+  raw_examples: Sequence[dict[str, Any]],
+  features: tf.data.Dataset,
+  rows: Sequence[dict[str, np.ndarray]],
+  layout: Any,
+  own: slice,
+  cfg: DatasetConfig,
+) -> EvalTask:
   """Return the `EvalTask` of a seqio Task with metrics.
 
   Args:
@@ -71,27 +91,36 @@ def make_eval_task(task: Any, raw_examples: Sequence[dict[str, Any]], features: 
   batches = _eval_batches(features, rows, layout, own, task, cfg)
   table, indexed = None, _with_indices(batches, layout, own)
   if cfg.use_memory_cache:
-    table = {name: np.stack([row[name] for row in rows]).astype(spec.dtype, copy=False)
-             for name, spec in batches.element_spec.items()}
+    table = {
+      name: np.stack([row[name] for row in rows]).astype(spec.dtype, copy=False)
+      for name, spec in batches.element_spec.items()
+    }
     indexed = batches_of_rows(table, layout.batch_size, own)
   with quiet():
     # seqio also makes an object of each metric function, at the end of the list.
-    objects = task.metric_objs[:len(task.metric_objs) - len(task.metric_fns)]
+    objects = task.metric_objs[: len(task.metric_objs) - len(task.metric_fns)]
     return EvalTask(
-        name=task.name, batches=indexed, examples=[_as_text(example) for example in raw_examples],
-        metric_fns=tuple(task.predict_metric_fns), score_metric_fns=tuple(task.score_metric_fns),
-        predict_with_aux_metric_fns=tuple(task.predict_with_aux_metric_fns),
-        output_metrics=tuple(_output_metric(metric, task, raw_examples) for metric in objects),
-        postprocess=functools.partial(_postprocess, task), element_spec=batches.element_spec,
-        output_vocabulary=task.output_features['targets'].vocabulary, rows=table, own=own)
+      name=task.name,
+      batches=indexed,
+      examples=[_as_text(example) for example in raw_examples],
+      metric_fns=tuple(task.predict_metric_fns),
+      score_metric_fns=tuple(task.score_metric_fns),
+      predict_with_aux_metric_fns=tuple(task.predict_with_aux_metric_fns),
+      output_metrics=tuple(_output_metric(metric, task, raw_examples) for metric in objects),
+      postprocess=functools.partial(_postprocess, task),
+      element_spec=batches.element_spec,
+      output_vocabulary=task.output_features['targets'].vocabulary,
+      rows=table,
+      own=own,
+    )
 
 
 # seqio's output types to our kinds.
 KINDS = {
-    seqio.metrics.ModelOutputType.PREDICTION: 'predict',
-    seqio.metrics.ModelOutputType.SCORE: 'score',
-    seqio.metrics.ModelOutputType.PREDICTION_WITH_AUX: 'predict_with_aux',
-    seqio.metrics.ModelOutputType.SCORE_WITH_INTERMEDIATES: 'score_with_intermediates',
+  seqio.metrics.ModelOutputType.PREDICTION: 'predict',
+  seqio.metrics.ModelOutputType.SCORE: 'score',
+  seqio.metrics.ModelOutputType.PREDICTION_WITH_AUX: 'predict_with_aux',
+  seqio.metrics.ModelOutputType.SCORE_WITH_INTERMEDIATES: 'score_with_intermediates',
 }
 
 
@@ -108,9 +137,14 @@ def _output_metric(metric: Any, task: Any, raw_examples: Sequence[dict[str, Any]
 
 def _postprocess(task: Any, text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
   """Call the Task's postprocessor like seqio, with the texts of the example as bytes."""
-  return task.postprocess_fn(text, example={
-      name: value.encode('utf-8') if isinstance(value, str) else value for name, value in example.items()
-  }, is_target=is_target)
+  return task.postprocess_fn(
+    text,
+    example={
+      name: value.encode('utf-8') if isinstance(value, str) else value
+      for name, value in example.items()
+    },
+    is_target=is_target,
+  )
 
 
 def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, Any]]:
@@ -121,7 +155,9 @@ def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, An
     yield task, seqio_features.get_converter(cfg, feature_converter, task)
 
 
-def _materialize(dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig) -> list[dict[str, np.ndarray]]:
+def _materialize(
+  dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig
+) -> list[dict[str, np.ndarray]]:
   """Return all elements of `dataset` as NumPy arrays.
 
   Raises:
@@ -133,18 +169,28 @@ def _materialize(dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig) -> lis
   return rows
 
 
-def _eval_batches(dataset: tf.data.Dataset, rows: Sequence[dict[str, np.ndarray]], layout: Any, own: slice, task: Any,
-                  cfg: DatasetConfig) -> EvalBatches:
-  spec = {name: jax.ShapeDtypeStruct((layout.batch_size, *s.shape), s.dtype.as_numpy_dtype)
-          for name, s in dataset.element_spec.items()}
+def _eval_batches(
+  dataset: tf.data.Dataset,
+  rows: Sequence[dict[str, np.ndarray]],
+  layout: Any,
+  own: slice,
+  task: Any,
+  cfg: DatasetConfig,
+) -> EvalBatches:
+  spec = {
+    name: jax.ShapeDtypeStruct((layout.batch_size, *s.shape), s.dtype.as_numpy_dtype)
+    for name, s in dataset.element_spec.items()
+  }
   num_examples = len(rows)
   keep = rows if cfg.use_memory_cache else None
 
   def batches() -> Iterator[HostBatch]:
     current = _materialize(dataset, task, cfg) if keep is None else keep
     for start in range(0, num_examples, layout.batch_size):
-      mine = current[start:start + layout.batch_size][own]
-      batch = {name: np.zeros((own.stop - own.start, *s.shape[1:]), s.dtype) for name, s in spec.items()}
+      mine = current[start : start + layout.batch_size][own]
+      batch = {
+        name: np.zeros((own.stop - own.start, *s.shape[1:]), s.dtype) for name, s in spec.items()
+      }
       for name, array in batch.items():
         for i, row in enumerate(mine):
           array[i] = row[name]
@@ -165,5 +211,9 @@ def _with_indices(batches: EvalBatches, layout: Any, own: slice) -> IndexedBatch
 
 def _as_text(example: dict[str, Any]) -> dict[str, Any]:
   """Return `example` with decoded `*_pretokenized` texts; other fields are unchanged."""
-  return {name: value.decode('utf-8') if name.endswith('_pretokenized') and isinstance(value, bytes) else value
-          for name, value in example.items()}
+  return {
+    name: value.decode('utf-8')
+    if name.endswith('_pretokenized') and isinstance(value, bytes)
+    else value
+    for name, value in example.items()
+  }

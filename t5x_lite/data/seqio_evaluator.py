@@ -37,8 +37,16 @@ _logger = logging.getLogger(__name__)
 class SeqioEvaluator:
   """An Evaluator of seqio and its tasks."""
 
-  def __init__(self, evaluator_cls: Callable[..., Any], cfg: DatasetConfig, layout: Any, feature_converter: Any, *,
-               log_dir: files.Path | None, writes: bool):
+  def __init__(
+    self,
+    evaluator_cls: Callable[..., Any],
+    cfg: DatasetConfig,
+    layout: Any,
+    feature_converter: Any,
+    *,
+    log_dir: files.Path | None,
+    writes: bool,
+  ):
     """Make the Evaluator, which reads all examples, and its loggers.
 
     Args:
@@ -55,35 +63,59 @@ class SeqioEvaluator:
     """
     provider = seqio_features.get_provider(cfg)
     seqio_features.check_split(provider, cfg.split)
-    checks.check('DatasetConfig', vars(cfg), mixture_or_task_name=checks.instance(
-        str, "a registered name with seqio's Evaluator",
-        'Register the Task and give its name, or set inference_evaluator_cls to None.'))
+    checks.check(
+      'DatasetConfig',
+      vars(cfg),
+      mixture_or_task_name=checks.instance(
+        str,
+        "a registered name with seqio's Evaluator",
+        'Register the Task and give its name, or set inference_evaluator_cls to None.',
+      ),
+    )
     options: dict[str, Any] = {'shuffle': True} if cfg.shuffle else {}
     cache = inspect.signature(evaluator_cls).parameters.get('use_memory_cache')
     if not cfg.use_memory_cache or (cache is not None and cache.default is inspect.Parameter.empty):
-      options['use_memory_cache'] = cfg.use_memory_cache  # otherwise the option of the Evaluator decides
+      options['use_memory_cache'] = (
+        cfg.use_memory_cache
+      )  # otherwise the option of the Evaluator decides
     self._log_dir = log_dir if writes else None
     self._remote_dir: files.Path | None = None
     self._uploaded: dict[pathlib.Path, int] = {}  # time of the last change
     if self._log_dir is None:
       options['logger_cls'] = ()
     elif files.is_remote(log_dir):  # TensorFlow writes, which has no s3://
-      self._remote_dir, self._log_dir = log_dir, pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-seqio-'))
+      self._remote_dir, self._log_dir = (
+        log_dir,
+        pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-seqio-')),
+      )
       weakref.finalize(self, shutil.rmtree, self._log_dir, ignore_errors=True)
     failure = f"seqio's Evaluator does not accept {cfg.name!r}"
-    with (explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError),
-          reading(cfg, provider), _lines_about_reading(cfg)):
+    with (
+      explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError),
+      reading(cfg, provider),
+      _lines_about_reading(cfg),
+    ):
       self._evaluator = evaluator_cls(
-          mixture_or_task_name=cfg.mixture_or_task_name,
-          feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
-          eval_split=cfg.split, use_cached=cfg.use_cached, seed=cfg.effective_seed,
-          sequence_length=None if cfg.task_feature_lengths is None else dict(cfg.task_feature_lengths),
-          log_dir=None if log_dir is None else str(self._log_dir or log_dir), **options)
+        mixture_or_task_name=cfg.mixture_or_task_name,
+        feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
+        eval_split=cfg.split,
+        use_cached=cfg.use_cached,
+        seed=cfg.effective_seed,
+        sequence_length=None
+        if cfg.task_feature_lengths is None
+        else dict(cfg.task_feature_lengths),
+        log_dir=None if log_dir is None else str(self._log_dir or log_dir),
+        **options,
+      )
     if self._evaluator.eval_tasks:  # without tasks, the Evaluator makes no loggers
       self._evaluator._loggers = tuple(map(_LossyLogger, self._evaluator.loggers))  # pylint: disable=protected-access
     if cfg.task_feature_lengths is None and self._evaluator.eval_tasks:
-      _logger.info("task_feature_lengths of %r, split %r, by seqio's Evaluator: its longest examples make rows of %s.",
-                   cfg.name, cfg.split, self._evaluator.model_feature_shapes)
+      _logger.info(
+        "task_feature_lengths of %r, split %r, by seqio's Evaluator: its longest examples make rows of %s.",
+        cfg.name,
+        cfg.split,
+        self._evaluator.model_feature_shapes,
+      )
     self.tasks: list[EvalTask] = []
     own = shard_rows(layout)
     for task in self._evaluator.eval_tasks:
@@ -112,7 +144,9 @@ class SeqioEvaluator:
         # seqio's JSONLogger writes <task>-metrics.jsonl and <task>-<step>.jsonl without creating the folder.
         with contextlib.suppress(OSError):  # the logger reports the error
           os.makedirs((self._log_dir / f'{task.name}-').parent, exist_ok=True)
-    datasets = {id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()}
+    datasets = {
+      id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()
+    }
 
     def model_fn(kind: str) -> Callable[..., Any]:
       def fn(dataset: Any, model_feature_shapes: Any = None) -> Any:
@@ -121,12 +155,16 @@ class SeqioEvaluator:
         if isinstance(found, tuple):
           return list(enumerate(found[0])), _as_lists(found[1])
         return list(enumerate(found))
+
       return fn
 
     can_write = self._download(step)
     with quiet(), _LogRelay():
       metrics, _ = self._evaluator.evaluate(
-          compute_metrics=True, step=step, model_fns={output: model_fn(kind) for output, kind in KINDS.items()})
+        compute_metrics=True,
+        step=step,
+        model_fns={output: model_fn(kind) for output, kind in KINDS.items()},
+      )
       found = {name: dict(found) for name, found in metrics.result().items()}
     if can_write:
       self._upload(step)
@@ -139,7 +177,9 @@ class SeqioEvaluator:
         path = self._log_dir / f'{task.name}-metrics.jsonl'
         files.remove(path)
         with contextlib.suppress(FileNotFoundError):
-          path.write_bytes((self._remote_dir / path.relative_to(self._log_dir).as_posix()).read_bytes())
+          path.write_bytes(
+            (self._remote_dir / path.relative_to(self._log_dir).as_posix()).read_bytes()
+          )
     except OSError as error:
       _warn_of_loss(step, error)
       return False
@@ -151,7 +191,9 @@ class SeqioEvaluator:
       for path in self._log_dir.rglob('*'):
         changed = path.stat().st_mtime_ns
         if path.is_file() and self._uploaded.get(path) != changed:
-          files.write(self._remote_dir / path.relative_to(self._log_dir).as_posix(), path.read_bytes())
+          files.write(
+            self._remote_dir / path.relative_to(self._log_dir).as_posix(), path.read_bytes()
+          )
           self._uploaded[path] = changed
     except OSError as error:
       _warn_of_loss(step, error)
@@ -166,7 +208,12 @@ def _lines_about_reading(cfg: DatasetConfig) -> Iterator[None]:
     seconds = 0.0
     while not has_read.wait(_SECONDS_PER_LINE):
       seconds += _SECONDS_PER_LINE
-      _logger.info("seqio's Evaluator has been reading the split %r of %r for %.0f s.", cfg.split, cfg.name, seconds)
+      _logger.info(
+        "seqio's Evaluator has been reading the split %r of %r for %.0f s.",
+        cfg.split,
+        cfg.name,
+        seconds,
+      )
 
   thread = threading.Thread(target=log, name='t5x_lite-data-lines', daemon=True)
   thread.start()
@@ -178,8 +225,11 @@ def _lines_about_reading(cfg: DatasetConfig) -> Iterator[None]:
 
 
 def _warn_of_loss(step: int, error: OSError) -> None:
-  _logger.warning("The results of seqio's loggers at step %s could not be written and are lost: %s. The run continues.",
-                  step, error)
+  _logger.warning(
+    "The results of seqio's loggers at step %s could not be written and are lost: %s. The run continues.",
+    step,
+    error,
+  )
 
 
 def _as_lists(tree: Any) -> Any:
@@ -204,9 +254,14 @@ class _LossyLogger:
       if isinstance(error, tf.errors.InvalidArgumentError):  # the logger does not support a value
         raise
       if not self._has_failed:
-        _logger.warning("seqio's %s could not write the results of %s at step %s, which are lost: %s. The run "
-                        'continues.', type(self._logger).__name__, kwargs.get('task_name'), kwargs.get('step'),
-                        summary(error) if isinstance(error, tf.errors.OpError) else error.strerror or error)
+        _logger.warning(
+          "seqio's %s could not write the results of %s at step %s, which are lost: %s. The run "
+          'continues.',
+          type(self._logger).__name__,
+          kwargs.get('task_name'),
+          kwargs.get('step'),
+          summary(error) if isinstance(error, tf.errors.OpError) else error.strerror or error,
+        )
       self._has_failed = True
 
 

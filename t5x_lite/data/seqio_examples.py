@@ -16,8 +16,12 @@ from t5x_lite.errors import ConfigError, DataError
 _SPLITS = ('train', 'validation')
 
 
-def preprocess(examples: Sequence[Mapping[str, Any]], preprocessors: Sequence[Callable[..., tf.data.Dataset]],
-               features: Mapping[str, Any], lengths: Mapping[str, int]) -> list[dict[str, Any]]:
+def preprocess(
+  examples: Sequence[Mapping[str, Any]],
+  preprocessors: Sequence[Callable[..., tf.data.Dataset]],
+  features: Mapping[str, Any],
+  lengths: Mapping[str, int],
+) -> list[dict[str, Any]]:
   """Return examples after preprocessors of tf.data, as NumPy arrays and texts, trimmed to their lengths.
 
   Args:
@@ -31,15 +35,28 @@ def preprocess(examples: Sequence[Mapping[str, Any]], preprocessors: Sequence[Ca
     DataError: a preprocessor fails, or its features are not those of the model.
     ConfigError: seqio has no vocabulary equal to the model's.
   """
-  task = _task('interactive_examples', lambda: _source_dataset(examples), len(examples), preprocessors, features, ())
+  task = _task(
+    'interactive_examples',
+    lambda: _source_dataset(examples),
+    len(examples),
+    preprocessors,
+    features,
+    (),
+  )
   with _preparing(preprocessors):
     dataset = _task_dataset(task, lengths)
-    return [{name: _as_text(value) for name, value in example.items()} for example in dataset.as_numpy_iterator()]
+    return [
+      {name: _as_text(value) for name, value in example.items()}
+      for example in dataset.as_numpy_iterator()
+    ]
 
 
-def dataset_from_examples(examples: Sequence[Mapping[str, Any]],
-                          preprocessors: Sequence[Callable[..., tf.data.Dataset]], lengths: Mapping[str, int] | None,
-                          features: Mapping[str, Any]) -> tf.data.Dataset:
+def dataset_from_examples(
+  examples: Sequence[Mapping[str, Any]],
+  preprocessors: Sequence[Callable[..., tf.data.Dataset]],
+  lengths: Mapping[str, int] | None,
+  features: Mapping[str, Any],
+) -> tf.data.Dataset:
   """Return a dataset of examples after preprocessors; see `interactive_model.get_dataset_from_natural_text_examples`.
 
   Args:
@@ -53,30 +70,53 @@ def dataset_from_examples(examples: Sequence[Mapping[str, Any]],
     for preprocessor in preprocessors:
       dataset = preprocessor(dataset)
     return dataset
-  task = _task('interactive_examples', lambda: _source_dataset(examples), len(examples), preprocessors, features, ())
+  task = _task(
+    'interactive_examples',
+    lambda: _source_dataset(examples),
+    len(examples),
+    preprocessors,
+    features,
+    (),
+  )
   with _preparing(preprocessors):
     return _task_dataset(task, lengths)
 
 
-def task_from_examples(name: str, examples: Sequence[Mapping[str, Any]],
-                       preprocessors: Sequence[Callable[..., tf.data.Dataset]], features: Mapping[str, Any],
-                       metric_fns: Sequence[Callable[..., Any]], add_to_registry: bool) -> seqio.Task:
+def task_from_examples(
+  name: str,
+  examples: Sequence[Mapping[str, Any]],
+  preprocessors: Sequence[Callable[..., tf.data.Dataset]],
+  features: Mapping[str, Any],
+  metric_fns: Sequence[Callable[..., Any]],
+  add_to_registry: bool,
+) -> seqio.Task:
   """Return a Task with the examples as its splits `train` and `validation`.
 
   Raises:
     ConfigError: the name is taken.
   """
   if not add_to_registry:
-    return _task(name, lambda: _source_dataset(examples), len(examples), preprocessors, features, metric_fns)
+    return _task(
+      name, lambda: _source_dataset(examples), len(examples), preprocessors, features, metric_fns
+    )
   if name in {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}:
     raise ConfigError(f'seqio has a task or mixture {name!r} already: choose another task_name.')
-  task = _task(name, lambda: _source_dataset(examples), len(examples), preprocessors, features, metric_fns)
+  task = _task(
+    name, lambda: _source_dataset(examples), len(examples), preprocessors, features, metric_fns
+  )
   seqio.TaskRegistry.add_provider(name, task)
   return task
 
 
-def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, pretokenized: bool,
-                      sequence_length: Mapping[str, int] | None, **options: Any) -> list[list[dict[str, Any]]]:
+def batches_from_task(
+  name: str,
+  split: str,
+  batch_size: int,
+  num_batches: int,
+  pretokenized: bool,
+  sequence_length: Mapping[str, int] | None,
+  **options: Any,
+) -> list[list[dict[str, Any]]]:
   """Return batches of examples; see `interactive_model.get_batches_from_seqio`.
 
   Raises:
@@ -89,16 +129,25 @@ def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, 
   with _preparing(()):
     dataset = task.get_dataset(sequence_length=sequence_length, split=split, **options).take(wanted)
     for element in dataset.as_numpy_iterator():
-      found = {ours: element[name + suffix] for ours, name in (('input', 'inputs'), ('target', 'targets'))
-               if name + suffix in element}
+      found = {
+        ours: element[name + suffix]
+        for ours, name in (('input', 'inputs'), ('target', 'targets'))
+        if name + suffix in element
+      }
       if not found:
-        raise DataError(f'The examples of {name!r} have no {"texts (inputs_pretokenized)" if pretokenized else "ids"}: '
-                        f'set get_pretokenized_examples={not pretokenized}.')
-      examples.append({key: _as_text(value) if pretokenized else value.tolist() for key, value in found.items()})
+        raise DataError(
+          f'The examples of {name!r} have no {"texts (inputs_pretokenized)" if pretokenized else "ids"}: '
+          f'set get_pretokenized_examples={not pretokenized}.'
+        )
+      examples.append(
+        {key: _as_text(value) if pretokenized else value.tolist() for key, value in found.items()}
+      )
   if len(examples) < wanted:
-    raise DataError(f'The split {split!r} of {name!r} must have at least {wanted} examples, {num_batches} batches of '
-                    f'{batch_size}, got {len(examples)}. Ask for fewer.')
-  return [examples[start:start + batch_size] for start in range(0, wanted, batch_size)]
+    raise DataError(
+      f'The split {split!r} of {name!r} must have at least {wanted} examples, {num_batches} batches of '
+      f'{batch_size}, got {len(examples)}. Ask for fewer.'
+    )
+  return [examples[start : start + batch_size] for start in range(0, wanted, batch_size)]
 
 
 def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
@@ -118,12 +167,18 @@ def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
       _, path, extra_ids, reverse_extra_ids = vocabulary.identity
       if path.startswith('s3://'):
         raise checks.invalid(
-            'SentencePieceVocabulary', 'sentencepiece_model_file',
-            'a local file or in gs:// for seqio, whose TensorFlow has no s3://', path, 'Copy it to a disk.')
+          'SentencePieceVocabulary',
+          'sentencepiece_model_file',
+          'a local file or in gs:// for seqio, whose TensorFlow has no s3://',
+          path,
+          'Copy it to a disk.',
+        )
       return seqio.SentencePieceVocabulary(path, extra_ids, reverse_extra_ids=reverse_extra_ids)
-  raise ConfigError('Preprocessors of tf.data need a seqio vocabulary, and seqio has no vocabulary equal to '
-                    f'{vocabulary!r}. Use a vocabulary of seqio, or write the preprocessors in plain Python '
-                    '(map_over_examples).')
+  raise ConfigError(
+    'Preprocessors of tf.data need a seqio vocabulary, and seqio has no vocabulary equal to '
+    f'{vocabulary!r}. Use a vocabulary of seqio, or write the preprocessors in plain Python '
+    '(map_over_examples).'
+  )
 
 
 def _task(name, dataset_fn, num_examples, preprocessors, features, metric_fns) -> seqio.Task:
@@ -132,17 +187,27 @@ def _task(name, dataset_fn, num_examples, preprocessors, features, metric_fns) -
     return dataset_fn()
 
   output_features = {
-      key: feature if isinstance(feature, seqio.Feature) else
-      seqio.Feature(vocabulary=as_seqio_vocabulary(feature.vocabulary), add_eos=feature.add_eos)
-      for key, feature in features.items()}
-  source = seqio.FunctionDataSource(read, splits=_SPLITS, num_input_examples=dict.fromkeys(_SPLITS, num_examples))
+    key: feature
+    if isinstance(feature, seqio.Feature)
+    else seqio.Feature(vocabulary=as_seqio_vocabulary(feature.vocabulary), add_eos=feature.add_eos)
+    for key, feature in features.items()
+  }
+  source = seqio.FunctionDataSource(
+    read, splits=_SPLITS, num_input_examples=dict.fromkeys(_SPLITS, num_examples)
+  )
   with quiet():
-    return seqio.Task(name, source, output_features, list(preprocessors), metric_fns=list(metric_fns))
+    return seqio.Task(
+      name, source, output_features, list(preprocessors), metric_fns=list(metric_fns)
+    )
 
 
 def _task_dataset(task: seqio.Task, lengths: Mapping[str, int] | None) -> tf.data.Dataset:
-  return task.get_dataset(sequence_length=None if lengths is None else dict(lengths), split='train', shuffle=False,
-                          try_in_mem_cache=False)
+  return task.get_dataset(
+    sequence_length=None if lengths is None else dict(lengths),
+    split='train',
+    shuffle=False,
+    try_in_mem_cache=False,
+  )
 
 
 def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
@@ -152,7 +217,9 @@ def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
     values = [example[name] for example in examples if name in example]
     texts = [isinstance(value, (str, bytes)) for value in values]
     if len(values) < len(examples) or any(texts) != all(texts):
-      raise DataError(f'{name!r} must be text, or ids, in all examples, got different types or examples without it.')
+      raise DataError(
+        f'{name!r} must be text, or ids, in all examples, got different types or examples without it.'
+      )
     if all(texts):
       columns[name] = tf.constant(values)
     else:  # ids, or several texts, e.g. all correct answers
@@ -164,11 +231,24 @@ def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
 
 def _preparing(preprocessors: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
   """Raise DataError instead of exceptions of seqio and TensorFlow, with the names of the preprocessors."""
-  names = ', '.join(getattr(preprocessor, '__name__', repr(preprocessor)) for preprocessor in preprocessors)
-  remedy = (f'. The preprocessors {names} were called with a tf.data.Dataset each; wrap a function of plain Python in '
-            'map_over_examples or over_examples.' if preprocessors else '')
-  return explained('The examples cannot be prepared', AttributeError, KeyError, TypeError, ValueError, AssertionError,
-                   remedy=remedy)
+  names = ', '.join(
+    getattr(preprocessor, '__name__', repr(preprocessor)) for preprocessor in preprocessors
+  )
+  remedy = (
+    f'. The preprocessors {names} were called with a tf.data.Dataset each; wrap a function of plain Python in '
+    'map_over_examples or over_examples.'
+    if preprocessors
+    else ''
+  )
+  return explained(
+    'The examples cannot be prepared',
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    remedy=remedy,
+  )
 
 
 def _as_text(value: Any) -> Any:

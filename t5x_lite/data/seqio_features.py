@@ -15,10 +15,12 @@ from t5x_lite.errors import DataError, did_you_mean
 
 # Names that models give, and seqio's classes for them.
 _CONVERTERS = {
-    'encoder_decoder': seqio.EncDecFeatureConverter,
-    'decoder_only': seqio.DecoderFeatureConverter,
-    'prefix_lm': seqio.PrefixLMFeatureConverter,
-    'prefix_lm_with_loss_on_inputs': functools.partial(seqio.PrefixLMFeatureConverter, loss_on_targets_only=False),
+  'encoder_decoder': seqio.EncDecFeatureConverter,
+  'decoder_only': seqio.DecoderFeatureConverter,
+  'prefix_lm': seqio.PrefixLMFeatureConverter,
+  'prefix_lm_with_loss_on_inputs': functools.partial(
+    seqio.PrefixLMFeatureConverter, loss_on_targets_only=False
+  ),
 }
 # Features that seqio's DecoderFeatureConverter reads if they have a length.
 _OPTIONAL_OF_DECODER = ('inputs', 'suffixes')
@@ -36,8 +38,12 @@ def get_provider(cfg: DatasetConfig) -> Any:
   name = cfg.mixture_or_task_name
   if isinstance(name, seqio.Task | seqio.Mixture):
     return name
-  return find(name, f'The module {cfg.module!r} does not register it.' if cfg.module is not None else
-              'A custom task needs the module that registers it (DatasetConfig.module).')
+  return find(
+    name,
+    f'The module {cfg.module!r} does not register it.'
+    if cfg.module is not None
+    else 'A custom task needs the module that registers it (DatasetConfig.module).',
+  )
 
 
 def find(name: Any, remedy: str) -> Any:
@@ -52,7 +58,9 @@ def find(name: Any, remedy: str) -> Any:
   """
   tasks, mixtures = set(seqio.TaskRegistry.names()), set(seqio.MixtureRegistry.names())
   if not isinstance(name, str) or name not in tasks | mixtures:
-    raise DataError(f'seqio has no task or mixture {name!r}.{did_you_mean(str(name), tasks | mixtures)} {remedy}')
+    raise DataError(
+      f'seqio has no task or mixture {name!r}.{did_you_mean(str(name), tasks | mixtures)} {remedy}'
+    )
   return (seqio.MixtureRegistry if name in mixtures else seqio.TaskRegistry).get(name)
 
 
@@ -71,8 +79,12 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
   found = [feature.vocabulary for feature in features.values()]
   found = [each for each in found if not isinstance(each, seqio.PassThroughVocabulary)] or found
   if not found or any(each != found[0] for each in found):
-    raise checks.invalid('', f'output_features of {provider.name!r}', 'one vocabulary, or inputs and targets',
-                         {name: str(feature.vocabulary) for name, feature in features.items()})
+    raise checks.invalid(
+      '',
+      f'output_features of {provider.name!r}',
+      'one vocabulary, or inputs and targets',
+      {name: str(feature.vocabulary) for name, feature in features.items()},
+    )
   return found[0], found[0]
 
 
@@ -90,7 +102,9 @@ def get_converter_cls(feature_converter: Any) -> Any:
   """
   if not isinstance(feature_converter, str):
     return feature_converter
-  checks.check('', {'FEATURE_CONVERTER': feature_converter}, FEATURE_CONVERTER=checks.one_of(_CONVERTERS))
+  checks.check(
+    '', {'FEATURE_CONVERTER': feature_converter}, FEATURE_CONVERTER=checks.one_of(_CONVERTERS)
+  )
   return _CONVERTERS[feature_converter]
 
 
@@ -107,23 +121,41 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
   """
   feature_converter = get_converter_cls(feature_converter)
   if cfg.use_custom_packing_ops and importlib.util.find_spec('tensor2tensor') is None:
-    raise checks.invalid('DatasetConfig', 'use_custom_packing_ops', 'False without the package tensor2tensor', True,
-                         'Remove it, or install tensor2tensor.')
+    raise checks.invalid(
+      'DatasetConfig',
+      'use_custom_packing_ops',
+      'False without the package tensor2tensor',
+      True,
+      'Remove it, or install tensor2tensor.',
+    )
   converter = checks.call_custom(
-      '', 'feature_converter_cls', 'pack=, use_custom_packing_ops=', feature_converter, pack=cfg.pack,
-      use_custom_packing_ops=cfg.use_custom_packing_ops)
+    '',
+    'feature_converter_cls',
+    'pack=, use_custom_packing_ops=',
+    feature_converter,
+    pack=cfg.pack,
+    use_custom_packing_ops=cfg.use_custom_packing_ops,
+  )
   lengths = cfg.task_feature_lengths
   if lengths is None:  # They will be those of the split.
     lengths = dict.fromkeys(features_of(converter, provider), features_lib.UNKNOWN_LENGTH)
-  features_lib.check_lengths(lengths, list(provider.output_features), provider.name,
-                             list(converter.TASK_FEATURES), _optional_features(converter))
+  features_lib.check_lengths(
+    lengths,
+    list(provider.output_features),
+    provider.name,
+    list(converter.TASK_FEATURES),
+    _optional_features(converter),
+  )
   return converter
 
 
 def features_of(converter: Any, provider: Any) -> list[str]:
   """Return the features of a Task or Mixture that a converter uses."""
-  return [name for name in (*converter.TASK_FEATURES, *_optional_features(converter))
-          if name in provider.output_features]
+  return [
+    name
+    for name in (*converter.TASK_FEATURES, *_optional_features(converter))
+    if name in provider.output_features
+  ]
 
 
 def _optional_features(converter: Any) -> tuple[str, ...]:
@@ -157,6 +189,11 @@ def rates(provider: Any) -> dict[str, float]:
   except (TypeError, ValueError) as error:
     values, is_valid = error, False
   if not is_valid:
-    raise checks.invalid(f'Mixture {provider.name}', 'rates', 'numbers >= 0, one of them > 0', values,
-                         'Give each task a rate, or set default_rate.')
+    raise checks.invalid(
+      f'Mixture {provider.name}',
+      'rates',
+      'numbers >= 0, one of them > 0',
+      values,
+      'Give each task a rate, or set default_rate.',
+    )
   return values

@@ -34,9 +34,15 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-with quiet(), needs_packages(
-    "DatasetConfig.source = 'seqio'", 'seqio and TensorFlow', extra='seqio',
-    otherwise='set --gin.DATA_SOURCE=builtin for the embedded tasks and those of data.text_task'):
+with (
+  quiet(),
+  needs_packages(
+    "DatasetConfig.source = 'seqio'",
+    'seqio and TensorFlow',
+    extra='seqio',
+    otherwise='set --gin.DATA_SOURCE=builtin for the embedded tasks and those of data.text_task',
+  ),
+):
   import seqio as seqio
   import tensorflow as tf
 
@@ -45,22 +51,32 @@ try:
   tf.config.set_visible_devices([], 'GPU')
 except RuntimeError:
   # Custom code has started TensorFlow before.
-  logging.warning('TensorFlow was in use before its devices could be hidden; it may hold accelerator memory.')
+  logging.warning(
+    'TensorFlow was in use before its devices could be hidden; it may hold accelerator memory.'
+  )
 
 
 def summary(error: Exception) -> str:
   """Return the first line of TensorFlow's message, without names of graph nodes; the last one for code in a graph."""
   message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-  if found := re.search(r"File system scheme '(\w+)' not implemented(?: \(file: '(.*?)'\))?", message):
-    return (f'TensorFlow reads gs:// but not {found[1]}:// ({found[2]}). Copy the files to a disk or to gs://, or read '
-            'JSON lines with data.file_task')
+  if found := re.search(
+    r"File system scheme '(\w+)' not implemented(?: \(file: '(.*?)'\))?", message
+  ):
+    return (
+      f'TensorFlow reads gs:// but not {found[1]}:// ({found[2]}). Copy the files to a disk or to gs://, or read '
+      'JSON lines with data.file_task'
+    )
   first, *others = re.sub(r'\{\{.*?\}\}\s*', '', message).strip().split('\n')
   return others[-1].strip() if others and first == 'in user code:' else first
 
 
 @contextlib.contextmanager
-def explained(failure: str, *kinds: type[Exception], error_class: type[T5xLiteError] = DataError,
-              remedy: str = '') -> Iterator[None]:
+def explained(
+  failure: str,
+  *kinds: type[Exception],
+  error_class: type[T5xLiteError] = DataError,
+  remedy: str = '',
+) -> Iterator[None]:
   """Run without log lines, and raise an error of t5x_lite instead of errors of TensorFlow and seqio.
 
   Args:

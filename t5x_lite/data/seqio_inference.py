@@ -27,8 +27,10 @@ def open_example_sources(cfg: DatasetConfig, feature_converter: Any) -> list[Exa
   """
   provider = seqio_features.get_provider(cfg)
   seqio_features.check_split(provider, cfg.split)
-  return [_SeqioSource(cfg, task, seqio_features.get_converter(cfg, feature_converter, task))
-          for task in seqio_features.subtasks_with_split(provider, cfg.split)]
+  return [
+    _SeqioSource(cfg, task, seqio_features.get_converter(cfg, feature_converter, task))
+    for task in seqio_features.subtasks_with_split(provider, cfg.split)
+  ]
 
 
 class _SeqioSource(ExampleSource):
@@ -44,12 +46,18 @@ class _SeqioSource(ExampleSource):
     rows = convert(converter, examples, cfg, task)
     # Read the task twice in parallel, since a converter drops texts and other unknown fields.
     self._dataset = tf.data.Dataset.zip((examples, rows))
-    self._spec = {name: (tuple(spec.shape), spec.dtype.as_numpy_dtype) for name, spec in rows.element_spec.items()}
+    self._spec = {
+      name: (tuple(spec.shape), spec.dtype.as_numpy_dtype)
+      for name, spec in rows.element_spec.items()
+    }
     with quiet():
       self.num_examples = task.num_input_examples(cfg.split)
     first = next(self.records(), None)
     check_not_empty(first, cfg.split, task.name)
-    self.identity = {**task_identity(cfg, task.name), 'first_example': _fingerprint(self.prepare(first))}
+    self.identity = {
+      **task_identity(cfg, task.name),
+      'first_example': _fingerprint(self.prepare(first)),
+    }
 
   def records(self, first: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     iterator = self._dataset.skip(first).as_numpy_iterator()
@@ -62,14 +70,24 @@ class _SeqioSource(ExampleSource):
 
   def prepare(self, record: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Example:
     fields, row = record
-    return Example({name: value.decode('utf-8', errors='replace') if isinstance(value, bytes) else value
-                    for name, value in fields.items()}, row)
+    return Example(
+      {
+        name: value.decode('utf-8', errors='replace') if isinstance(value, bytes) else value
+        for name, value in fields.items()
+      },
+      row,
+    )
 
   def element_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct((batch_size, *shape), dtype) for name, (shape, dtype) in self._spec.items()}
+    return {
+      name: jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+      for name, (shape, dtype) in self._spec.items()
+    }
 
   def convert(self, examples: Sequence[Example], num_rows: int) -> HostBatch:
-    batch = {name: np.zeros((num_rows, *shape), dtype) for name, (shape, dtype) in self._spec.items()}
+    batch = {
+      name: np.zeros((num_rows, *shape), dtype) for name, (shape, dtype) in self._spec.items()
+    }
     for name, array in batch.items():
       for i, example in enumerate(examples):
         array[i] = example.row[name]
@@ -92,7 +110,9 @@ def read_task_texts(cfg: DatasetConfig, max_examples: int | None) -> dict[str, l
   check_lengths(cfg.task_feature_lengths, list(provider.output_features), provider.name)
   texts: dict[str, list[str]] = {feature: [] for feature in cfg.task_feature_lengths}
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
-    dataset = task_dataset(task, cfg, num_epochs=1).take(-1 if max_examples is None else max_examples)
+    dataset = task_dataset(task, cfg, num_epochs=1).take(
+      -1 if max_examples is None else max_examples
+    )
     with reading(cfg, task):
       examples = list(dataset.as_numpy_iterator())
     for feature, found in texts.items():
@@ -101,5 +121,7 @@ def read_task_texts(cfg: DatasetConfig, max_examples: int | None) -> dict[str, l
         text = example.get(f'{feature}_pretokenized')
         if text is None:
           text = vocabulary.decode([int(i) for i in example[feature]])
-        found.append(text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text))
+        found.append(
+          text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text)
+        )
   return texts

@@ -23,7 +23,9 @@ from t5x_lite.errors import ConfigError
 _MAX_FILES = 64
 
 
-def measure(cfg: DatasetConfig, feature_converter: Any, num_examples: int | None, decodes: bool) -> SplitLengths:
+def measure(
+  cfg: DatasetConfig, feature_converter: Any, num_examples: int | None, decodes: bool
+) -> SplitLengths:
   """Return the lengths of the examples; see `DataSource.measure`.
 
   Raises:
@@ -38,14 +40,18 @@ def measure(cfg: DatasetConfig, feature_converter: Any, num_examples: int | None
   for task in tasks:
     _check_needs_no_lengths(task)
   converter = seqio_features.get_converter(cfg, feature_converter, provider)
-  dims = {name: getattr(converter.TASK_FEATURES.get(name), 'sequence_dim', 0)
-          for name in seqio_features.features_of(converter, provider)}
+  dims = {
+    name: getattr(converter.TASK_FEATURES.get(name), 'sequence_dim', 0)
+    for name in seqio_features.features_of(converter, provider)
+  }
 
   def measured() -> Iterator[dict[str, int]]:
     for task in tasks:
       dataset = _dataset(task, cfg)
       with reading(cfg, task):
-        for example in dataset.take(-1 if num_examples is None else num_examples).as_numpy_iterator():
+        for example in dataset.take(
+          -1 if num_examples is None else num_examples
+        ).as_numpy_iterator():
           yield {name: np.shape(example[name])[dim] for name, dim in dims.items()}
 
   content = {task.name: _content(task, cfg) for task in tasks}
@@ -56,8 +62,12 @@ def measure(cfg: DatasetConfig, feature_converter: Any, num_examples: int | None
 
 def _dataset(task: Any, cfg: DatasetConfig) -> tf.data.Dataset:
   """Return the examples of one epoch, made without lengths."""
-  with explained(f'The preprocessors of {task.name!r} failed with sequence_length=None', Exception,
-                 error_class=ConfigError, remedy='. Set TASK_FEATURE_LENGTHS if they need the lengths.'):
+  with explained(
+    f'The preprocessors of {task.name!r} failed with sequence_length=None',
+    Exception,
+    error_class=ConfigError,
+    remedy='. Set TASK_FEATURE_LENGTHS if they need the lengths.',
+  ):
     return task_dataset(task, cfg, num_epochs=1, tell_lengths=False)
 
 
@@ -67,8 +77,12 @@ def _check_needs_no_lengths(task: Any) -> None:
     if parameter is not None and parameter.default is inspect.Parameter.empty:
       name = getattr(_function(preprocessor), '__name__', type(preprocessor).__name__)
       raise checks.invalid(
-          'DatasetConfig', 'task_feature_lengths', f'a mapping for {task.name!r}, since its preprocessor {name} needs '
-          'the lengths', None, 'Set TASK_FEATURE_LENGTHS.')
+        'DatasetConfig',
+        'task_feature_lengths',
+        f'a mapping for {task.name!r}, since its preprocessor {name} needs the lengths',
+        None,
+        'Set TASK_FEATURE_LENGTHS.',
+      )
 
 
 def _function(preprocessor: Any) -> Any:
@@ -81,16 +95,25 @@ def _content(task: Any, cfg: DatasetConfig) -> dict[str, Any]:
   with contextlib.suppress(Exception), quiet():  # A source may know it for other splits only.
     number = task.num_input_examples(cfg.split)
   with quiet():
-    vocabularies = {name: [type(feature.vocabulary).__name__, feature.vocabulary.vocab_size, feature.add_eos]
-                    for name, feature in task.output_features.items()}
+    vocabularies = {
+      name: [type(feature.vocabulary).__name__, feature.vocabulary.vocab_size, feature.add_eos]
+      for name, feature in task.output_features.items()
+    }
   with reading(cfg, task):
     first = next(_dataset(task, cfg).take(1).as_numpy_iterator(), None)
   check_not_empty(first, cfg.split, task.name)
   digest = hashlib.sha256()
   for name in task.output_features:
-    digest.update(f'{name} {np.shape(first[name])}'.encode() + np.ascontiguousarray(first[name]).tobytes())
-  return {'num_input_examples': number, 'vocabularies': vocabularies, 'first_example': digest.hexdigest()[:16],
-          'files': _stats(_data_files(task, cfg)), 'code': _stats(_code_files(task))}
+    digest.update(
+      f'{name} {np.shape(first[name])}'.encode() + np.ascontiguousarray(first[name]).tobytes()
+    )
+  return {
+    'num_input_examples': number,
+    'vocabularies': vocabularies,
+    'first_example': digest.hexdigest()[:16],
+    'files': _stats(_data_files(task, cfg)),
+    'code': _stats(_code_files(task)),
+  }
 
 
 def _data_files(task: Any, cfg: DatasetConfig) -> list[str]:
@@ -115,7 +138,7 @@ def _code_files(task: Any) -> list[str]:
 def _stats(paths: list[str]) -> list[list[Any]]:
   """Return [path, bytes, time of the last change] of the files that exist."""
   found: list[list[Any]] = []
-  for path in paths[:_MAX_FILES + 1]:
+  for path in paths[: _MAX_FILES + 1]:
     with contextlib.suppress(tf.errors.OpError):
       stat = tf.io.gfile.stat(path)
       found.append([path, stat.length, stat.mtime_nsec])

@@ -22,12 +22,21 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def _warn_of_no_cache(name: str) -> None:
-  _logger.warning('use_cached has no effect on the task %r, which has no CacheDatasetPlaceholder: its examples are '
-                  'computed.', name)
+  _logger.warning(
+    'use_cached has no effect on the task %r, which has no CacheDatasetPlaceholder: its examples are '
+    'computed.',
+    name,
+  )
 
 
-def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
-                 shard_info: Any = None, tell_lengths: bool = True) -> tf.data.Dataset:
+def task_dataset(
+  provider: Any,
+  cfg: DatasetConfig,
+  *,
+  num_epochs: int | None,
+  shard_info: Any = None,
+  tell_lengths: bool = True,
+) -> tf.data.Dataset:
   """Return seqio's dataset of task features, in an order that depends only on the seed.
 
   Args:
@@ -44,15 +53,25 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
     if not task.supports_caching:
       _warn_of_no_cache(task.name)
   failure = f'seqio cannot read the split {cfg.split!r} of {provider.name!r}'
-  remedy = (' Set --seqio_additional_cache_dirs to the folder with the caches, or USE_CACHED_TASKS=False to compute '
-            'the examples.' if cfg.use_cached else '')
+  remedy = (
+    ' Set --seqio_additional_cache_dirs to the folder with the caches, or USE_CACHED_TASKS=False to compute '
+    'the examples.'
+    if cfg.use_cached
+    else ''
+  )
   with explained(failure, ValueError, AssertionError, OSError, remedy=remedy):
     dataset = provider.get_dataset(
-        sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None, split=cfg.split,
-        use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info,
-        num_epochs=num_epochs, trim_output_features=cfg.trim_output_features,
-        # tf.data would write a memory cache into every checkpoint.
-        try_in_mem_cache=False)
+      sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None,
+      split=cfg.split,
+      use_cached=cfg.use_cached,
+      shuffle=cfg.shuffle,
+      seed=cfg.effective_seed,
+      shard_info=shard_info,
+      num_epochs=num_epochs,
+      trim_output_features=cfg.trim_output_features,
+      # tf.data would write a memory cache into every checkpoint.
+      try_in_mem_cache=False,
+    )
   options = tf.data.Options()
   options.deterministic = True
   return dataset.with_options(options)
@@ -66,22 +85,32 @@ def _check_tasks(provider: Any, cfg: DatasetConfig, shard_info: Any) -> None:
   """
   where = f' to data shard {shard_info.index} of {shard_info.num_shards}' if shard_info else ''
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
-    dataset = task_dataset(task, dataclasses.replace(cfg, shuffle=False), num_epochs=1, shard_info=shard_info)
+    dataset = task_dataset(
+      task, dataclasses.replace(cfg, shuffle=False), num_epochs=1, shard_info=shard_info
+    )
     with reading(cfg, task):
       check_not_empty(next(iter(dataset.take(1)), None), cfg.split, task.name, where)
 
 
-def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provider: Any) -> tf.data.Dataset:
+def convert(
+  converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provider: Any
+) -> tf.data.Dataset:
   """Return the dataset of model features.
 
   Raises:
     ConfigError: the converter does not accept the dataset.
   """
-  with explained(f'{type(converter).__name__} cannot convert {provider.name!r}', ValueError, error_class=ConfigError):
+  with explained(
+    f'{type(converter).__name__} cannot convert {provider.name!r}',
+    ValueError,
+    error_class=ConfigError,
+  ):
     return converter(dataset, dict(cfg.task_feature_lengths))
 
 
-def open_dataset(cfg: DatasetConfig, layout: Any, feature_converter: Any) -> tuple[tf.data.Dataset, Any, Any]:
+def open_dataset(
+  cfg: DatasetConfig, layout: Any, feature_converter: Any
+) -> tuple[tf.data.Dataset, Any, Any]:
   """Return (dataset of this process's rows of each batch, Task or Mixture, converter).
 
   Args:
@@ -97,7 +126,11 @@ def open_dataset(cfg: DatasetConfig, layout: Any, feature_converter: Any) -> tup
   converter = seqio_features.get_converter(cfg, feature_converter, provider)
   seqio_features.rates(provider)
   own = positions.shard_rows(layout)
-  shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards) if layout.num_shards > 1 else None
+  shard_info = (
+    seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards)
+    if layout.num_shards > 1
+    else None
+  )
   _check_tasks(provider, cfg, shard_info)
   dataset = task_dataset(provider, cfg, num_epochs=cfg.num_epochs, shard_info=shard_info)
   rows = convert(converter, dataset, cfg, provider).batch(own.stop - own.start, drop_remainder=True)
@@ -110,15 +143,29 @@ class SeqioIterator(TfDatasetIterator):
   def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: Any):
     """See `open_dataset`."""
     dataset, provider, converter = open_dataset(cfg, layout, feature_converter)
-    super().__init__(dataset, layout, f'The split {cfg.split!r} of {provider.name!r}', {
-        'source': cfg.source, 'mixture_or_task_name': provider.name, 'split': cfg.split,
-        'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())), 'batch_size': cfg.batch_size,
-        'seed': cfg.effective_seed, 'shuffle': cfg.shuffle, 'pack': cfg.pack,
-        'use_custom_packing_ops': cfg.use_custom_packing_ops, 'use_cached': cfg.use_cached,
-        'trim_output_features': cfg.trim_output_features, 'feature_converter': type(converter).__name__,
+    super().__init__(
+      dataset,
+      layout,
+      f'The split {cfg.split!r} of {provider.name!r}',
+      {
+        'source': cfg.source,
+        'mixture_or_task_name': provider.name,
+        'split': cfg.split,
+        'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
+        'batch_size': cfg.batch_size,
+        'seed': cfg.effective_seed,
+        'shuffle': cfg.shuffle,
+        'pack': cfg.pack,
+        'use_custom_packing_ops': cfg.use_custom_packing_ops,
+        'use_cached': cfg.use_cached,
+        'trim_output_features': cfg.trim_output_features,
+        'feature_converter': type(converter).__name__,
         'rates': seqio_features.rates(provider),
         # TensorFlow reads ahead, so its position may already contain the end of the data.
-        'num_epochs': cfg.num_epochs}, may_end=cfg.num_epochs is not None)
+        'num_epochs': cfg.num_epochs,
+      },
+      may_end=cfg.num_epochs is not None,
+    )
     self._cfg, self._provider = cfg, provider
 
   def sample_truncation(self) -> Truncation | None:
@@ -132,7 +179,9 @@ class SeqioIterator(TfDatasetIterator):
     sampled_cfg = dataclasses.replace(cfg, shuffle=False, trim_output_features=False)
     for tell_lengths in (False, True):
       try:
-        dataset = task_dataset(self._provider, sampled_cfg, num_epochs=None, tell_lengths=tell_lengths)
+        dataset = task_dataset(
+          self._provider, sampled_cfg, num_epochs=None, tell_lengths=tell_lengths
+        )
         with quiet():
           return sample_truncation(dataset.as_numpy_iterator(), cfg.task_feature_lengths)
       except Exception:  # pylint: disable=broad-exception-caught

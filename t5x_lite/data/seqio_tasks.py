@@ -32,15 +32,17 @@ from t5x_lite.errors import needs_packages
 VOCABULARY = seqio.ByteVocabulary(extra_ids=125)
 
 OUTPUT_FEATURES = {
-    'inputs': seqio.Feature(vocabulary=VOCABULARY, add_eos=True),
-    'targets': seqio.Feature(vocabulary=VOCABULARY, add_eos=True),
+  'inputs': seqio.Feature(vocabulary=VOCABULARY, add_eos=True),
+  'targets': seqio.Feature(vocabulary=VOCABULARY, add_eos=True),
 }
 
 
 # --- Python cloze: find the missing keyword or function body -------------------
 
 
-def _cloze_dataset(split: str, shuffle_files: bool, seed: int | None = None, *, texts_fn) -> tf.data.Dataset:
+def _cloze_dataset(
+  split: str, shuffle_files: bool, seed: int | None = None, *, texts_fn
+) -> tf.data.Dataset:
   """Return the examples of `split` as texts; seqio passes the first three arguments to every such function.
 
   The examples are in memory, so `shuffle_buffer_size` below shuffles them instead of the files.
@@ -63,13 +65,19 @@ def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.dat
   def tokenize(example):
     before_and_after = tf.strings.split(example['inputs'], corpora.SENTINEL_TEXT)
     inputs = tf.concat(
-        [vocabulary.encode_tf(before_and_after[0]), [sentinel], vocabulary.encode_tf(before_and_after[1])], axis=0)
+      [
+        vocabulary.encode_tf(before_and_after[0]),
+        [sentinel],
+        vocabulary.encode_tf(before_and_after[1]),
+      ],
+      axis=0,
+    )
     return {
-        'inputs': inputs,
-        'targets': output_features['targets'].vocabulary.encode_tf(example['targets']),
-        # For results and metrics; not features of the model.
-        'inputs_pretokenized': example['inputs'],
-        'targets_pretokenized': example['targets'],
+      'inputs': inputs,
+      'targets': output_features['targets'].vocabulary.encode_tf(example['targets']),
+      # For results and metrics; not features of the model.
+      'inputs_pretokenized': example['inputs'],
+      'targets_pretokenized': example['targets'],
     }
 
   return dataset.map(tokenize, num_parallel_calls=tf.data.AUTOTUNE)
@@ -77,21 +85,24 @@ def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.dat
 
 def _register_cloze(name: str, texts_fn, metric_fns) -> None:
   seqio.TaskRegistry.add(
-      name,
-      source=seqio.FunctionDataSource(
-          functools.partial(_cloze_dataset, texts_fn=texts_fn), splits=corpora.SPLITS,
-          num_input_examples={split: len(texts_fn(split)) for split in corpora.SPLITS}),
-      preprocessors=[
-          _tokenize_with_sentinel,
-          # seqio's cache job can compute the preprocessors before this line once (USE_CACHED_TASKS = True).
-          seqio.CacheDatasetPlaceholder(),
-          # Trims to TASK_FEATURE_LENGTHS before it appends the end-of-sequence id.
-          seqio.preprocessors.append_eos_after_trim,
-      ],
-      output_features=OUTPUT_FEATURES,
-      metric_fns=metric_fns,
-      # Examples from which the next one is drawn; every checkpoint stores them.
-      shuffle_buffer_size=4096)
+    name,
+    source=seqio.FunctionDataSource(
+      functools.partial(_cloze_dataset, texts_fn=texts_fn),
+      splits=corpora.SPLITS,
+      num_input_examples={split: len(texts_fn(split)) for split in corpora.SPLITS},
+    ),
+    preprocessors=[
+      _tokenize_with_sentinel,
+      # seqio's cache job can compute the preprocessors before this line once (USE_CACHED_TASKS = True).
+      seqio.CacheDatasetPlaceholder(),
+      # Trims to TASK_FEATURE_LENGTHS before it appends the end-of-sequence id.
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features=OUTPUT_FEATURES,
+    metric_fns=metric_fns,
+    # Examples from which the next one is drawn; every checkpoint stores them.
+    shuffle_buffer_size=4096,
+  )
 
 
 # --- Span corruption over Python's documentation: pretraining ----------------------
@@ -106,30 +117,40 @@ def _docs_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> t
 def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features) -> tf.data.Dataset:
   """Apply T5's pretraining objective; imports the package t5 when the task is read."""
   span_corruption.check_feature_lengths(sequence_length)
-  with quiet(), needs_packages('The task python_docs_span_corruption', 'the package t5 without its dependencies',
-                               command='pip install --no-deps t5==0.9.4', otherwise='set --gin.DATA_SOURCE=builtin'):
+  with (
+    quiet(),
+    needs_packages(
+      'The task python_docs_span_corruption',
+      'the package t5 without its dependencies',
+      command='pip install --no-deps t5==0.9.4',
+      otherwise='set --gin.DATA_SOURCE=builtin',
+    ),
+  ):
     from t5.data import preprocessors
   return preprocessors.span_corruption(dataset, sequence_length, output_features)
 
 
 def _register_docs() -> None:
   seqio.TaskRegistry.add(
-      'python_docs_span_corruption',
-      source=seqio.FunctionDataSource(
-          _docs_dataset, splits=corpora.SPLITS,
-          num_input_examples={split: len(corpora.python_docs(split)) for split in corpora.SPLITS}),
-      preprocessors=[
-          # Span corruption makes the inputs from the targets.
-          functools.partial(seqio.preprocessors.rekey, key_map={'inputs': None, 'targets': 'text'}),
-          seqio.preprocessors.tokenize,
-          seqio.CacheDatasetPlaceholder(),
-          _span_corruption,
-          seqio.preprocessors.append_eos_after_trim,
-      ],
-      output_features=OUTPUT_FEATURES,
-      # Without metric functions, evaluation by decoding omits this task: pretraining is evaluated by its loss.
-      metric_fns=[],
-      shuffle_buffer_size=4096)
+    'python_docs_span_corruption',
+    source=seqio.FunctionDataSource(
+      _docs_dataset,
+      splits=corpora.SPLITS,
+      num_input_examples={split: len(corpora.python_docs(split)) for split in corpora.SPLITS},
+    ),
+    preprocessors=[
+      # Span corruption makes the inputs from the targets.
+      functools.partial(seqio.preprocessors.rekey, key_map={'inputs': None, 'targets': 'text'}),
+      seqio.preprocessors.tokenize,
+      seqio.CacheDatasetPlaceholder(),
+      _span_corruption,
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features=OUTPUT_FEATURES,
+    # Without metric functions, evaluation by decoding omits this task: pretraining is evaluated by its loss.
+    metric_fns=[],
+    shuffle_buffer_size=4096,
+  )
 
 
 # --- A mixture: each next example comes from a task drawn in proportion to its rate --------------
@@ -137,11 +158,14 @@ def _register_docs() -> None:
 
 def _register_mixture() -> None:
   seqio.MixtureRegistry.add(
-      'python_cloze_and_docs', [('python_keyword_cloze', 1.0), ('python_docs_span_corruption', 1.0)])
+    'python_cloze_and_docs', [('python_keyword_cloze', 1.0), ('python_docs_span_corruption', 1.0)]
+  )
 
 
 with quiet():
   _register_cloze('python_keyword_cloze', corpora.python_keyword_cloze, [exact_match])
-  _register_cloze('python_function_cloze', corpora.python_function_cloze, [exact_match, edit_similarity])
+  _register_cloze(
+    'python_function_cloze', corpora.python_function_cloze, [exact_match, edit_similarity]
+  )
   _register_docs()
   _register_mixture()

@@ -21,13 +21,21 @@ _TF_PREFIX = 'tf_iterator'
 _UNDELIVERED_FILE = 'undelivered.npz'
 # Errors of file systems and networks, after which reading again may succeed. UnknownError includes exceptions of Python
 # functions in the pipeline, such as OSError.
-_TRANSIENT_ERRORS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError,
-                     tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.UnknownError)
+_TRANSIENT_ERRORS = (
+  tf.errors.UnavailableError,
+  tf.errors.DeadlineExceededError,
+  tf.errors.AbortedError,
+  tf.errors.NotFoundError,
+  tf.errors.PermissionDeniedError,
+  tf.errors.UnknownError,
+)
 
 
 def _lacks_part_of_pipeline(error: Exception) -> bool:
   """Return True if a saved position lacks a part of the pipeline; a missing file is a NotFoundError too."""
-  return isinstance(error, tf.errors.NotFoundError) and 'from checkpoint: Iterator::' in error.message
+  return (
+    isinstance(error, tf.errors.NotFoundError) and 'from checkpoint: Iterator::' in error.message
+  )
 
 
 class TfDatasetIterator(HostIterator):
@@ -35,14 +43,21 @@ class TfDatasetIterator(HostIterator):
 
   handles_process_count = True
 
-  def __init__(self, dataset: tf.data.Dataset, layout: Any, description: str, identity: Mapping[str, Any], *,
-               may_end: bool):
+  def __init__(
+    self,
+    dataset: tf.data.Dataset,
+    layout: Any,
+    description: str,
+    identity: Mapping[str, Any],
+    *,
+    may_end: bool,
+  ):
     """Args:
-      dataset: dataset of batches, [rows of this process, ...] by feature name.
-      layout: the partitioner's `DataLayout`.
-      description: name of the data, for messages.
-      identity: JSON values that determine the rows; part of a saved position.
-      may_end: whether the end of the dataset is the end of the data; otherwise it is an error.
+    dataset: dataset of batches, [rows of this process, ...] by feature name.
+    layout: the partitioner's `DataLayout`.
+    description: name of the data, for messages.
+    identity: JSON values that determine the rows; part of a saved position.
+    may_end: whether the end of the dataset is the end of the data; otherwise it is an error.
     """
     own = positions.shard_rows(layout)
     # Shards may have different numbers of rows.
@@ -50,8 +65,10 @@ class TfDatasetIterator(HostIterator):
     self._may_end = may_end
     self._num_rows = own.stop - own.start
     self._description = description
-    self._spec = {name: jax.ShapeDtypeStruct((layout.batch_size, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
-                  for name, spec in dataset.element_spec.items()}
+    self._spec = {
+      name: jax.ShapeDtypeStruct((layout.batch_size, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
+      for name, spec in dataset.element_spec.items()
+    }
     with quiet():
       self._iterator = iter(dataset)
     # Batches before TensorFlow's position: those of a restored state, or one that was read to start the pipeline.
@@ -79,8 +96,10 @@ class TfDatasetIterator(HostIterator):
     except StopIteration:
       if self._may_end:
         raise
-      raise DataError(f'{self._description} is exhausted after {self._num_batches} batches of {self._num_rows} rows '
-                      'per process: its pipeline does not repeat. Train for fewer steps, or let it repeat.') from None
+      raise DataError(
+        f'{self._description} is exhausted after {self._num_batches} batches of {self._num_rows} rows '
+        'per process: its pipeline does not repeat. Train for fewer steps, or let it repeat.'
+      ) from None
     except tf.errors.OpError as error:
       kind = DataUnavailableError if isinstance(error, _TRANSIENT_ERRORS) else DataError
       raise kind(f'{self._description} failed while reading: {summary(error)}') from error
@@ -91,8 +110,9 @@ class TfDatasetIterator(HostIterator):
       # TensorFlow starts some pipelines, e.g. with a shuffle buffer, with the first batch; before that, saving does not
       # show whether the position can be saved.
       self._waiting.append(self._read())
-    files = positions.write_state(self._identity, sharding=self._sharding,
-                                  num_batches=self._num_batches - len(undelivered))
+    files = positions.write_state(
+      self._identity, sharding=self._sharding, num_batches=self._num_batches - len(undelivered)
+    )
     waiting = [*undelivered, *self._waiting]
     if waiting:
       files[_UNDELIVERED_FILE] = positions.pack_batches(waiting)
@@ -101,13 +121,19 @@ class TfDatasetIterator(HostIterator):
         with quiet():
           tf.train.Checkpoint(iterator=self._iterator).write(str(pathlib.Path(folder) / _TF_PREFIX))
       except tf.errors.OpError as error:
-        is_disk = isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError))
+        is_disk = isinstance(
+          error, (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError)
+        )
         remedy = (
-            f'Free disk space in the temporary folder {folder!r}, or set TMPDIR to another folder.' if is_disk else
-            'TensorFlow cannot save the position of from_generator, py_function and unseeded random numbers: build the '
-            'pipeline from files or tensors, or set SaveCheckpointConfig.save_dataset = False, so that resumed runs '
-            'restart the data.')
-        raise DataError(f'{self._description}: the position cannot be saved: {summary(error)} {remedy}') from error
+          f'Free disk space in the temporary folder {folder!r}, or set TMPDIR to another folder.'
+          if is_disk
+          else 'TensorFlow cannot save the position of from_generator, py_function and unseeded random numbers: build the '
+          'pipeline from files or tensors, or set SaveCheckpointConfig.save_dataset = False, so that resumed runs '
+          'restart the data.'
+        )
+        raise DataError(
+          f'{self._description}: the position cannot be saved: {summary(error)} {remedy}'
+        ) from error
       files.update({path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()})
     return files
 
@@ -117,35 +143,48 @@ class TfDatasetIterator(HostIterator):
     if saved.get('sharding', self._sharding) != self._sharding:
       raise self._sharding_error(saved['sharding'])
     positions.check_identity(saved['identity'], self._identity)
-    waiting = positions.unpack_batches(state[_UNDELIVERED_FILE]) if _UNDELIVERED_FILE in state else []
+    waiting = (
+      positions.unpack_batches(state[_UNDELIVERED_FILE]) if _UNDELIVERED_FILE in state else []
+    )
     with tempfile.TemporaryDirectory(prefix='t5x_lite_data_') as folder:
       for name, content in state.items():
         if name.startswith(_TF_PREFIX):
           (pathlib.Path(folder) / name).write_bytes(content)
       try:
         with quiet():
-          tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
+          tf.train.Checkpoint(iterator=self._iterator).read(
+            str(pathlib.Path(folder) / _TF_PREFIX)
+          ).assert_consumed()
       except (tf.errors.OpError, AssertionError) as error:
         is_transient = isinstance(error, _TRANSIENT_ERRORS) and not _lacks_part_of_pipeline(error)
         reason = summary(error).partition(' Make sure the dataset definition')[0]
-        remedy = '' if is_transient else (
+        remedy = (
+          ''
+          if is_transient
+          else (
             '. The task, its preprocessors, or the version of TensorFlow have changed: undo the change, or '
-            f'{positions.RESTART_REMEDY}.')
+            f'{positions.RESTART_REMEDY}.'
+          )
+        )
         raise (DataUnavailableError if is_transient else DataError)(
-            f'{self._description} cannot be opened at the saved position: {reason}{remedy}') from error
+          f'{self._description} cannot be opened at the saved position: {reason}{remedy}'
+        ) from error
     self._waiting = collections.deque(waiting)
     self._is_started = True
     self._num_batches = saved['num_batches']
 
   def _sharding_error(self, saved: dict[str, int]) -> DataError:
     if saved['num_shards'] == self._sharding['num_shards']:
-      return DataError(f"This is the data position of shard {saved['shard_id']} of {saved['num_shards']}, but this "
-                       f"process reads shard {self._sharding['shard_id']}: give each process its position.")
+      return DataError(
+        f'This is the data position of shard {saved["shard_id"]} of {saved["num_shards"]}, but this '
+        f'process reads shard {self._sharding["shard_id"]}: give each process its position.'
+      )
     return DataError(
-        f"The data position was saved with {saved['num_shards']} data shards, this run has "
-        f"{self._sharding['num_shards']}, and the order of seqio pipelines depends on this number. Run with "
-        f"{saved['num_shards']} shards again, or {positions.RESTART_REMEDY}; with DatasetConfig.source = 'builtin' the "
-        'order does not depend on the number.')
+      f'The data position was saved with {saved["num_shards"]} data shards, this run has '
+      f'{self._sharding["num_shards"]}, and the order of seqio pipelines depends on this number. Run with '
+      f"{saved['num_shards']} shards again, or {positions.RESTART_REMEDY}; with DatasetConfig.source = 'builtin' the "
+      'order does not depend on the number.'
+    )
 
   def close(self) -> None:
     """See base class."""

@@ -20,8 +20,14 @@ SPLIT = 'infer'
 _WITHOUT_TARGETS: set[str] = set()
 
 
-def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs_key: str, targets_key: str | None,
-                                    features: Mapping[str, Any], task_id: str | None = None) -> str:
+def create_task_from_tfexample_file(
+  paths: Sequence[str],
+  file_type: str,
+  inputs_key: str,
+  targets_key: str | None,
+  features: Mapping[str, Any],
+  task_id: str | None = None,
+) -> str:
   """Register a Task of files of TFExamples, with the split 'infer', and return its name.
 
   A repeated call with the same arguments returns the same name.
@@ -38,27 +44,42 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
     ConfigError: the file type is not supported, or 'inputs' or 'targets' is missing in `features`.
     DataError: a file does not exist.
   """
-  checks.check('create_task_from_tfexample_file', {'file_type': file_type, 'features': features},
-               file_type=checks.one_of(_READERS), features=checks.Expectation(
-                   "a mapping of 'inputs' and 'targets' to seqio.Feature", {'inputs', 'targets'}.issubset))
+  checks.check(
+    'create_task_from_tfexample_file',
+    {'file_type': file_type, 'features': features},
+    file_type=checks.one_of(_READERS),
+    features=checks.Expectation(
+      "a mapping of 'inputs' and 'targets' to seqio.Feature", {'inputs', 'targets'}.issubset
+    ),
+  )
   files = records.find_files(paths, 'TF_EXAMPLE_FILE_PATHS')
   if task_id is None:
-    task_id = hashlib.sha256('\n'.join([*files, inputs_key, targets_key or '']).encode()).hexdigest()[:10]
+    task_id = hashlib.sha256(
+      '\n'.join([*files, inputs_key, targets_key or '']).encode()
+    ).hexdigest()[:10]
   name = f'infer_{task_id}'
   if name in seqio.TaskRegistry.names():
     return name
   keys = {'inputs': inputs_key} | ({} if targets_key is None else {'targets': targets_key})
-  output_features = {key: dataclasses.replace(feature, vocabulary=as_seqio_vocabulary(feature.vocabulary))
-                     for key, feature in features.items()}
+  output_features = {
+    key: dataclasses.replace(feature, vocabulary=as_seqio_vocabulary(feature.vocabulary))
+    for key, feature in features.items()
+  }
   with quiet():
     seqio.TaskRegistry.add(
-        name,
-        source=seqio.TFExampleDataSource(
-            split_to_filepattern={SPLIT: files}, reader_cls=_READERS[file_type],
-            feature_description={key: tf.io.FixedLenFeature([], tf.string) for key in keys.values()}),
-        preprocessors=[functools.partial(_rename, keys=keys), functools.partial(_tokenize, with_text=tuple(keys)),
-                       seqio.preprocessors.append_eos_after_trim],
-        output_features=output_features)
+      name,
+      source=seqio.TFExampleDataSource(
+        split_to_filepattern={SPLIT: files},
+        reader_cls=_READERS[file_type],
+        feature_description={key: tf.io.FixedLenFeature([], tf.string) for key in keys.values()},
+      ),
+      preprocessors=[
+        functools.partial(_rename, keys=keys),
+        functools.partial(_tokenize, with_text=tuple(keys)),
+        seqio.preprocessors.append_eos_after_trim,
+      ],
+      output_features=output_features,
+    )
   if targets_key is None:
     _WITHOUT_TARGETS.add(name)
   return name
@@ -71,21 +92,35 @@ def lacks_targets(name: str) -> bool:
 
 def _rename(dataset: tf.data.Dataset, keys: Mapping[str, str]) -> tf.data.Dataset:
   """Rename the texts to task features; a missing text is empty."""
-  return dataset.map(lambda example: {name: example[keys[name]] if name in keys else tf.constant('')
-                                      for name in ('inputs', 'targets')})
+  return dataset.map(
+    lambda example: {
+      name: example[keys[name]] if name in keys else tf.constant('')
+      for name in ('inputs', 'targets')
+    }
+  )
 
 
-def _tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature],
-              with_text: Sequence[str]) -> tf.data.Dataset:
+def _tokenize(
+  dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature], with_text: Sequence[str]
+) -> tf.data.Dataset:
   """Convert texts to ids, with sentinels, like sources without TensorFlow; keeps the texts of the files."""
+
   def encoded(text: tf.Tensor, vocabulary: seqio.Vocabulary) -> tf.Tensor:
     # seqio's byte vocabulary would encode sentinels as bytes; other vocabularies encode them as one id.
     if not isinstance(vocabulary, seqio.ByteVocabulary):
       return vocabulary.encode_tf(text)
-    ids = tf.numpy_function(lambda value: np.asarray(
-        text_examples.encode_text(value.decode('utf-8', errors='replace'), vocabulary), np.int32), [text], tf.int32)
+    ids = tf.numpy_function(
+      lambda value: np.asarray(
+        text_examples.encode_text(value.decode('utf-8', errors='replace'), vocabulary), np.int32
+      ),
+      [text],
+      tf.int32,
+    )
     return tf.ensure_shape(ids, [None])
 
-  return dataset.map(lambda example: {
+  return dataset.map(
+    lambda example: {
       **{f'{name}_pretokenized': example[name] for name in with_text},
-      **{name: encoded(text, output_features[name].vocabulary) for name, text in example.items()}})
+      **{name: encoded(text, output_features[name].vocabulary) for name, text in example.items()},
+    }
+  )

@@ -27,12 +27,14 @@ class DatasetIterator(HostIterator):
 
   def __init__(self, iterator: Any, layout: DataLayout):
     """Args:
-      iterator: iterator of batches, with `element_spec`; `save` and `restore` are needed to save its position.
-      layout: the partitioner's layout.
+    iterator: iterator of batches, with `element_spec`; `save` and `restore` are needed to save its position.
+    layout: the partitioner's layout.
     """
     self._iterator = iterator
-    self._spec = {name: jax.ShapeDtypeStruct((layout.batch_size, *spec.shape[1:]), spec.dtype)
-                  for name, spec in iterator.element_spec.items()}
+    self._spec = {
+      name: jax.ShapeDtypeStruct((layout.batch_size, *spec.shape[1:]), spec.dtype)
+      for name, spec in iterator.element_spec.items()
+    }
     self._waiting: collections.deque[HostBatch] = collections.deque()
 
   @property
@@ -51,11 +53,16 @@ class DatasetIterator(HostIterator):
       try:
         self._iterator.save(pathlib.Path(folder) / _FILE)
       except (AttributeError, NotImplementedError) as error:
-        raise DataError(f'{type(self._iterator).__name__} cannot save its position: {error}. Return a tf.data.Dataset, '
-                        'or set SaveCheckpointConfig.save_dataset = False.') from error
+        raise DataError(
+          f'{type(self._iterator).__name__} cannot save its position: {error}. Return a tf.data.Dataset, '
+          'or set SaveCheckpointConfig.save_dataset = False.'
+        ) from error
       state = {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
-    return {**state, **positions.write_state({}), _UNDELIVERED_FILE: positions.pack_batches(
-        [*undelivered, *self._waiting])}
+    return {
+      **state,
+      **positions.write_state({}),
+      _UNDELIVERED_FILE: positions.pack_batches([*undelivered, *self._waiting]),
+    }
 
   def set_state(self, state: DataState) -> None:
     """See base class."""
@@ -67,7 +74,9 @@ class DatasetIterator(HostIterator):
     self._waiting = collections.deque(positions.unpack_batches(state[_UNDELIVERED_FILE]))
 
 
-def as_host_iterator(found: Any, layout: DataLayout, identity: Mapping[str, Any], *, may_end: bool) -> HostIterator:
+def as_host_iterator(
+  found: Any, layout: DataLayout, identity: Mapping[str, Any], *, may_end: bool
+) -> HostIterator:
   """Return the iterator of a run's data for what T5X's `get_dataset_fn` may return.
 
   Args:
@@ -83,10 +92,18 @@ def as_host_iterator(found: Any, layout: DataLayout, identity: Mapping[str, Any]
     return found
   if hasattr(found, 'as_numpy_iterator') and hasattr(found, 'element_spec'):
     from t5x_lite.data import seqio_tf_data
-    return seqio_tf_data.TfDatasetIterator(found, layout, 'The training data', identity, may_end=may_end)
+
+    return seqio_tf_data.TfDatasetIterator(
+      found, layout, 'The training data', identity, may_end=may_end
+    )
   if not isinstance(found, Iterator) or not hasattr(found, 'element_spec'):
-    raise checks.invalid('', 'get_dataset_fn', 'a function that returns a tf.data.Dataset, a data.HostIterator, or an '
-                         'iterator with `element_spec` like those of clu', found)
+    raise checks.invalid(
+      '',
+      'get_dataset_fn',
+      'a function that returns a tf.data.Dataset, a data.HostIterator, or an '
+      'iterator with `element_spec` like those of clu',
+      found,
+    )
   return DatasetIterator(found, layout)
 
 
@@ -95,14 +112,16 @@ class ShardedDatasetIterator(Iterator):
 
   def __init__(self, iterator: Any, partitioner: Any, global_shapes: Mapping[str, Sequence[int]]):
     """Args:
-      iterator: iterator of batches with clu's methods.
-      partitioner: object with `mesh` and `data_partition_spec`.
-      global_shapes: feature name to the shape of the global batch.
+    iterator: iterator of batches with clu's methods.
+    partitioner: object with `mesh` and `data_partition_spec`.
+    global_shapes: feature name to the shape of the global batch.
     """
     self._iterator = iterator
     self._partitioner = partitioner
-    self._spec = {name: jax.ShapeDtypeStruct(tuple(shape), iterator.element_spec[name].dtype)
-                  for name, shape in global_shapes.items()}
+    self._spec = {
+      name: jax.ShapeDtypeStruct(tuple(shape), iterator.element_spec[name].dtype)
+      for name, shape in global_shapes.items()
+    }
 
   def __next__(self) -> dict[str, jax.Array]:
     return to_global_arrays(next(self._iterator), self._partitioner, self._spec)
@@ -130,8 +149,9 @@ class ShardedDatasetIterator(Iterator):
     return getattr(self._iterator, 'iterator', self._iterator)
 
 
-def prepare_train_iter(train_iter: Any, *, partitioner: Any, checkpoint_cfg: Any,
-                       data_layout: DataLayout) -> GlobalBatches:
+def prepare_train_iter(
+  train_iter: Any, *, partitioner: Any, checkpoint_cfg: Any, data_layout: DataLayout
+) -> GlobalBatches:
   """Return global batches, prepared in the background, whose position can be saved.
 
   Args:
@@ -148,13 +168,19 @@ def prepare_train_iter(train_iter: Any, *, partitioner: Any, checkpoint_cfg: Any
   batches = GlobalBatches(as_host_iterator(train_iter, data_layout, {}, may_end=True), partitioner)
   with contextlib.ExitStack() as stack:
     stack.callback(batches.close)
-    if checkpoint_cfg is not None and checkpoint_cfg.save is not None and checkpoint_cfg.save.save_dataset:
+    if (
+      checkpoint_cfg is not None
+      and checkpoint_cfg.save is not None
+      and checkpoint_cfg.save.save_dataset
+    ):
       batches.open()
     stack.pop_all()
   return batches
 
 
-def get_zeros_batch_like_spec(batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def get_zeros_batch_like_spec(
+  batch_spec: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.Array]:
   """Return a batch of zeros with the given shapes and dtypes, by feature name.
 
   >>> get_zeros_batch_like_spec({'x': jax.ShapeDtypeStruct((1, 2), jnp.int32)})['x'].tolist()
@@ -163,15 +189,20 @@ def get_zeros_batch_like_spec(batch_spec: Mapping[str, jax.ShapeDtypeStruct]) ->
   return {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in batch_spec.items()}
 
 
-def get_zeros_batch_like_dataset(dataset: Any, batch_size: int | None = None) -> dict[str, jax.Array]:
+def get_zeros_batch_like_dataset(
+  dataset: Any, batch_size: int | None = None
+) -> dict[str, jax.Array]:
   """Return a batch of zeros with the `element_spec` of a dataset or an iterator.
 
   Args:
     dataset: a `tf.data.Dataset`, or another object with `element_spec`, of batches.
     batch_size: number of rows; None for that of `element_spec`.
   """
-  checks.check('get_zeros_batch_like_dataset', {'batch_size': batch_size},
-               batch_size=checks.number(at_least=1, integer=True).or_none())
+  checks.check(
+    'get_zeros_batch_like_dataset',
+    {'batch_size': batch_size},
+    batch_size=checks.number(at_least=1, integer=True).or_none(),
+  )
   spec = {}
   for name, leaf in dataset.element_spec.items():
     shape = tuple(leaf.shape) if batch_size is None else (batch_size, *leaf.shape[1:])

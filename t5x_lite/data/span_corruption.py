@@ -14,7 +14,9 @@ from t5x_lite import checks
 from t5x_lite.data import features, philox
 
 
-def random_spans_lengths(inputs_length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
+def random_spans_lengths(
+  inputs_length: int, noise_density: float, mean_noise_span_length: float
+) -> tuple[int, int]:
   """Return (length of a raw segment, length of its targets) that fill `inputs_length` without padding.
 
   The lengths of inputs and targets include the sentinels and one end-of-sequence id.
@@ -31,7 +33,10 @@ def random_spans_lengths(inputs_length: int, noise_density: float, mean_noise_sp
   def corrupted_lengths(tokens_length: int) -> tuple[int, int]:
     num_noise_tokens = int(round(tokens_length * noise_density))
     num_noise_spans = int(round(num_noise_tokens / mean_noise_span_length))
-    return (tokens_length - num_noise_tokens + num_noise_spans + 1, num_noise_tokens + num_noise_spans + 1)
+    return (
+      tokens_length - num_noise_tokens + num_noise_spans + 1,
+      num_noise_tokens + num_noise_spans + 1,
+    )
 
   tokens_length = inputs_length - 1
   while corrupted_lengths(tokens_length + 1)[0] <= inputs_length:
@@ -43,7 +48,9 @@ def random_spans_lengths(inputs_length: int, noise_density: float, mean_noise_sp
   return tokens_length, targets_length
 
 
-def segment(documents: Sequence[Sequence[int]], length: int, documents_per_group: int = 128) -> list[np.ndarray]:
+def segment(
+  documents: Sequence[Sequence[int]], length: int, documents_per_group: int = 128
+) -> list[np.ndarray]:
   """Join each group of documents and divide it into segments of `length` tokens; the last of a group may be shorter.
 
   Args:
@@ -56,8 +63,10 @@ def segment(documents: Sequence[Sequence[int]], length: int, documents_per_group
   """
   segments = []
   for start in range(0, len(documents), documents_per_group):
-    tokens = np.concatenate([np.asarray(d, np.int32) for d in documents[start:start + documents_per_group]])
-    segments.extend(tokens[first:first + length] for first in range(0, len(tokens), length))
+    tokens = np.concatenate(
+      [np.asarray(d, np.int32) for d in documents[start : start + documents_per_group]]
+    )
+    segments.extend(tokens[first : first + length] for first in range(0, len(tokens), length))
   return segments
 
 
@@ -80,8 +89,9 @@ def random_segmentation(num_items: int, num_segments: int, seeds: np.ndarray) ->
   return (run[..., None] == np.arange(num_segments)).sum(axis=1)
 
 
-def random_spans_noise_mask(length: int, noise_density: float, mean_noise_span_length: float,
-                            seeds: np.ndarray) -> np.ndarray:
+def random_spans_noise_mask(
+  length: int, noise_density: float, mean_noise_span_length: float, seeds: np.ndarray
+) -> np.ndarray:
   """Return masks of random spans, alternately kept and noise, beginning with a kept span.
 
   The numbers of noise tokens and spans depend only on `length`; the positions of the spans are random.
@@ -102,7 +112,9 @@ def random_spans_noise_mask(length: int, noise_density: float, mean_noise_span_l
   num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_noise_span_length))), 1)
   noise_lengths = random_segmentation(num_noise, num_spans, seeds[:, 0])
   kept_lengths = random_segmentation(padded_length - num_noise, num_spans, seeds[:, 1])
-  ends = np.cumsum(np.stack([kept_lengths, noise_lengths], axis=-1).reshape(len(seeds), 2 * num_spans), axis=-1)
+  ends = np.cumsum(
+    np.stack([kept_lengths, noise_lengths], axis=-1).reshape(len(seeds), 2 * num_spans), axis=-1
+  )
   spans_before = (ends[:, :-1, None] <= np.arange(padded_length)).sum(axis=1)
   return (spans_before % 2 == 1)[:, :length]
 
@@ -124,8 +136,14 @@ def spans_to_sentinels(tokens: np.ndarray, mask: np.ndarray, first_sentinel: int
   return np.where(first, sentinels, tokens)[~(mask & previous)].astype(np.int32)
 
 
-def corrupt(segments: Sequence[np.ndarray], seeds: np.ndarray, *, first_sentinel: int, noise_density: float,
-            mean_noise_span_length: float) -> list[tuple[np.ndarray, np.ndarray]]:
+def corrupt(
+  segments: Sequence[np.ndarray],
+  seeds: np.ndarray,
+  *,
+  first_sentinel: int,
+  noise_density: float,
+  mean_noise_span_length: float,
+) -> list[tuple[np.ndarray, np.ndarray]]:
   """Return (inputs, targets) of each segment, without end-of-sequence ids.
 
   Args:
@@ -144,11 +162,15 @@ def corrupt(segments: Sequence[np.ndarray], seeds: np.ndarray, *, first_sentinel
   results: list[tuple[np.ndarray, np.ndarray]] = [None] * len(segments)  # type: ignore[list-item]
   for length in np.unique(lengths):
     rows = np.flatnonzero(lengths == length)
-    masks = random_spans_noise_mask(int(length), noise_density, mean_noise_span_length, mask_seeds[rows])
+    masks = random_spans_noise_mask(
+      int(length), noise_density, mean_noise_span_length, mask_seeds[rows]
+    )
     for row, mask in zip(rows, masks, strict=True):
       tokens = segments[row]
-      results[row] = (spans_to_sentinels(tokens, mask, first_sentinel),
-                      spans_to_sentinels(tokens, ~mask, first_sentinel))
+      results[row] = (
+        spans_to_sentinels(tokens, mask, first_sentinel),
+        spans_to_sentinels(tokens, ~mask, first_sentinel),
+      )
   return results
 
 
@@ -162,7 +184,9 @@ def check_feature_lengths(lengths: Mapping[str, int]) -> None:
   features.check_lengths(lengths, both, 'span corruption', both, tuple(lengths))
 
 
-def check_lengths(lengths: dict[str, int], noise_density: float, mean_noise_span_length: float) -> int:
+def check_lengths(
+  lengths: dict[str, int], noise_density: float, mean_noise_span_length: float
+) -> int:
   """Return the segment length for `lengths`, whose targets must be long enough for all spans.
 
   Raises:
@@ -170,15 +194,26 @@ def check_lengths(lengths: dict[str, int], noise_density: float, mean_noise_span
   """
   if features.UNKNOWN_LENGTH in lengths.values():
     raise checks.invalid(
-        'DatasetConfig', 'task_feature_lengths',
-        "a mapping such as {'inputs': 512, 'targets': 114} for span corruption", None,
-        'It makes examples of these lengths. Set TASK_FEATURE_LENGTHS.')
+      'DatasetConfig',
+      'task_feature_lengths',
+      "a mapping such as {'inputs': 512, 'targets': 114} for span corruption",
+      None,
+      'It makes examples of these lengths. Set TASK_FEATURE_LENGTHS.',
+    )
   check_feature_lengths(lengths)
-  tokens_length, needed = random_spans_lengths(max(lengths['inputs'], 4), noise_density, mean_noise_span_length)
+  tokens_length, needed = random_spans_lengths(
+    max(lengths['inputs'], 4), noise_density, mean_noise_span_length
+  )
   checks.check(
-      'task_feature_lengths', lengths,
-      inputs=checks.number(at_least=4, remedy='Span corruption needs 4 ids.'),
-      targets=checks.number(at_least=needed, remedy=(
-          f"Span corruption of {lengths['inputs']} input ids makes {needed} target ids: raise 'targets' or lower "
-          "'inputs'.")))
+    'task_feature_lengths',
+    lengths,
+    inputs=checks.number(at_least=4, remedy='Span corruption needs 4 ids.'),
+    targets=checks.number(
+      at_least=needed,
+      remedy=(
+        f"Span corruption of {lengths['inputs']} input ids makes {needed} target ids: raise 'targets' or lower "
+        "'inputs'."
+      ),
+    ),
+  )
   return tokens_length

@@ -38,7 +38,7 @@ class _Recent:
     results = self._results
     if number not in results:
       # A new dict, since other threads may be reading the old one.
-      kept = dict(list(results.items())[-self._size + 1:]) if self._size > 1 else {}
+      kept = dict(list(results.items())[-self._size + 1 :]) if self._size > 1 else {}
       results = self._results = {**kept, number: self._fn(number)}
     return results[number]
 
@@ -60,10 +60,10 @@ class TaskStream(Stream):
 
   def __init__(self, name: str, table: ExampleTable, seed: int, shuffle: bool):
     """Args:
-      name: name of the task, on which the order depends.
-      table: examples of the task.
-      seed: seed of the order and of the examples.
-      shuffle: whether the order is random.
+    name: name of the task, on which the order depends.
+    table: examples of the task.
+    seed: seed of the order and of the examples.
+    shuffle: whether the order is random.
     """
     self._name = name
     self._table = table
@@ -74,7 +74,11 @@ class TaskStream(Stream):
   def _draw_order(self, epoch: int) -> np.ndarray:
     """Return the order of an epoch, int64[number of examples], or its seed, uint64[2], if the epoch is large."""
     seed = philox.fold(self._seed, self._name, 'order', epoch)
-    return philox.permutation(seed, len(self._table)) if len(self._table) <= _LARGEST_KEPT_ORDER else seed
+    return (
+      philox.permutation(seed, len(self._table))
+      if len(self._table) <= _LARGEST_KEPT_ORDER
+      else seed
+    )
 
   def numbers(self, positions: np.ndarray) -> np.ndarray:
     """Return the number of the example at each position; both int64[n]."""
@@ -86,8 +90,11 @@ class TaskStream(Stream):
     for epoch in np.unique(epochs).tolist():
       rows = epochs == epoch
       order = self._order(epoch)
-      numbers[rows] = epoch * size + (order[offsets[rows]] if size <= _LARGEST_KEPT_ORDER else
-                                      philox.permuted(order, size, offsets[rows]))
+      numbers[rows] = epoch * size + (
+        order[offsets[rows]]
+        if size <= _LARGEST_KEPT_ORDER
+        else philox.permuted(order, size, offsets[rows])
+      )
     return numbers
 
   def num_examples(self, num_epochs: int) -> int:
@@ -117,10 +124,15 @@ class MixtureStream(Stream):
     """
     exact = np.asarray(rates, np.float64) / sum(rates) * _MIXTURE_BLOCK
     quotas = np.floor(exact).astype(np.int64)
-    quotas[np.argsort(quotas - exact, kind='stable')[:_MIXTURE_BLOCK - quotas.sum()]] += 1
+    quotas[np.argsort(quotas - exact, kind='stable')[: _MIXTURE_BLOCK - quotas.sum()]] += 1
     if not quotas.all():
-      raise checks.invalid(f'Mixture {name}', 'rates', f'numbers of at least 1/{_MIXTURE_BLOCK} of their sum',
-                           list(rates), 'Raise the smallest rate, or omit the task.')
+      raise checks.invalid(
+        f'Mixture {name}',
+        'rates',
+        f'numbers of at least 1/{_MIXTURE_BLOCK} of their sum',
+        list(rates),
+        'Raise the smallest rate, or omit the task.',
+      )
     self._name = name
     self._streams = streams
     self._quotas = quotas
@@ -129,7 +141,9 @@ class MixtureStream(Stream):
 
   def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (number of the stream, index in its quota) at each offset of a block, int64[_MIXTURE_BLOCK] each."""
-    order = philox.permutation(philox.fold(self._seed, self._name, 'mixture', block), _MIXTURE_BLOCK)
+    order = philox.permutation(
+      philox.fold(self._seed, self._name, 'mixture', block), _MIXTURE_BLOCK
+    )
     chosen = np.repeat(np.arange(len(self._quotas)), self._quotas)[order]
     ranks = np.empty(_MIXTURE_BLOCK, np.int64)
     for stream, quota in enumerate(self._quotas):
@@ -142,7 +156,9 @@ class MixtureStream(Stream):
     for s, stream in enumerate(self._streams):
       block, rank = divmod(stream.num_examples(num_epochs), self._quotas[s])
       chosen, ranks = self._drawn(int(block))
-      ends.append(int(block) * _MIXTURE_BLOCK + int(np.flatnonzero((chosen == s) & (ranks == rank))[0]))
+      ends.append(
+        int(block) * _MIXTURE_BLOCK + int(np.flatnonzero((chosen == s) & (ranks == rank))[0])
+      )
     return min(ends)
 
   def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
@@ -169,10 +185,10 @@ class Pieces:
 
   def __init__(self, stream: Stream, converter: FeatureConverter, cfg: DatasetConfig, own: slice):
     """Args:
-      stream: trimmed examples.
-      converter: feature converter of the model.
-      cfg: options with lengths, packing and batch size.
-      own: this process's rows of a batch.
+    stream: trimmed examples.
+    converter: feature converter of the model.
+    cfg: options with lengths, packing and batch size.
+    own: this process's rows of a batch.
     """
     self._stream = stream
     self._converter = converter
@@ -205,11 +221,17 @@ class Pieces:
     """
     if self._pack:
       positions = number * self._group_size + np.arange(self._group_size)
-      positions = positions[:None if self._num_examples is None else self._num_examples - int(positions[0])]
+      positions = positions[
+        : None if self._num_examples is None else self._num_examples - int(positions[0])
+      ]
     else:
       positions = number + np.arange(self._own.start, self._own.stop)
     examples = self._stream.examples(positions)
-    rows = self._converter.pack(examples, self._lengths) if self._pack else [(example,) for example in examples]
+    rows = (
+      self._converter.pack(examples, self._lengths)
+      if self._pack
+      else [(example,) for example in examples]
+    )
     return self._converter.convert(rows, self._lengths, self._pack)
 
 
@@ -229,7 +251,7 @@ class DirectReader(PieceReader):
 
   def __init__(self, pieces: Pieces):
     """Args:
-      pieces: the pieces.
+    pieces: the pieces.
     """
     self._made = _Recent(pieces.make, 1)
 

@@ -13,6 +13,7 @@ from t5x_lite.data.builtin_tasks import ExampleTable
 from t5x_lite.data.features import FeatureConverter, Row
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.vocabularies import PassThroughVocabulary
+
 _EOS_ID = 1
 
 
@@ -32,10 +33,17 @@ class SyntheticFeature:
 
   def __post_init__(self) -> None:
     kind = np.dtype(self.dtype).kind
-    maximum = checks.number(above=0) if kind not in 'iu' else checks.number(
-        at_least=1, at_most=min(2**32, int(np.iinfo(self.dtype).max) + 1))
-    checks.check('SyntheticFeature', vars(self), dtype=checks.Expectation(
-        'an integer or floating dtype', lambda _: kind in 'iuf'), maximum=maximum)
+    maximum = (
+      checks.number(above=0)
+      if kind not in 'iu'
+      else checks.number(at_least=1, at_most=min(2**32, int(np.iinfo(self.dtype).max) + 1))
+    )
+    checks.check(
+      'SyntheticFeature',
+      vars(self),
+      dtype=checks.Expectation('an integer or floating dtype', lambda _: kind in 'iuf'),
+      maximum=maximum,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +68,13 @@ class SyntheticSource:
   name: str = 'synthetic'
 
   def __post_init__(self) -> None:
-    checks.check('SyntheticSource', vars(self), vocab_size=checks.number(at_least=3, integer=True),
-                 shortest=checks.number(above=0, at_most=1), num_examples=checks.number(at_least=1, integer=True))
+    checks.check(
+      'SyntheticSource',
+      vars(self),
+      vocab_size=checks.number(at_least=3, integer=True),
+      shortest=checks.number(above=0, at_most=1),
+      num_examples=checks.number(at_least=1, integer=True),
+    )
 
   @property
   def vocabulary(self) -> PassThroughVocabulary:
@@ -74,15 +87,16 @@ class SyntheticExamples(ExampleTable):
 
   def __init__(self, source: SyntheticSource, split: str, lengths: Mapping[str, int]):
     """Args:
-      source: options of the data.
-      split: any name, on which the numbers depend.
-      lengths: task feature lengths, unused if the source has `features`.
+    source: options of the data.
+    split: any name, on which the numbers depend.
+    lengths: task feature lengths, unused if the source has `features`.
     """
     self._source = source
     self._split = split
     ids = source.vocab_size - 2
     self._features = source.features or {
-        feature: SyntheticFeature(shape=(length,), maximum=ids) for feature, length in lengths.items()}
+      feature: SyntheticFeature(shape=(length,), maximum=ids) for feature, length in lengths.items()
+    }
 
   def __len__(self) -> int:
     return self._source.num_examples
@@ -108,8 +122,13 @@ class SyntheticExamples(ExampleTable):
     examples = [{name: array[i] for name, array in arrays.items()} for i in range(len(numbers))]
     if self._source.features:
       return examples
-    cut = philox.uniform(philox.as_seeds(*philox.fold(seed, self._split, 'length').tolist())[None], len(self))[0]
-    return [self._finish(example, float(fraction)) for example, fraction in zip(examples, cut[numbers], strict=True)]
+    cut = philox.uniform(
+      philox.as_seeds(*philox.fold(seed, self._split, 'length').tolist())[None], len(self)
+    )[0]
+    return [
+      self._finish(example, float(fraction))
+      for example, fraction in zip(examples, cut[numbers], strict=True)
+    ]
 
   def _finish(self, example: Mapping[str, np.ndarray], fraction: float) -> dict[str, np.ndarray]:
     """Return ids >= 2 of a random length, with the end-of-sequence id at the end."""
@@ -129,19 +148,27 @@ class StackConverter(FeatureConverter):
 
   def __init__(self, features: Mapping[str, SyntheticFeature]):
     """Args:
-      features: model feature name to shape and dtype.
+    features: model feature name to shape and dtype.
     """
     self._features = features
 
-  def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
+  def element_spec(
+    self, lengths: Mapping[str, int], batch_size: int, pack: bool
+  ) -> dict[str, jax.ShapeDtypeStruct]:
     """See base class."""
-    return {name: jax.ShapeDtypeStruct((batch_size, *feature.shape), np.dtype(feature.dtype))
-            for name, feature in self._features.items()}
+    return {
+      name: jax.ShapeDtypeStruct((batch_size, *feature.shape), np.dtype(feature.dtype))
+      for name, feature in self._features.items()
+    }
 
   def convert(self, rows: Sequence[Row], lengths: Mapping[str, int], pack: bool) -> HostBatch:
     """See base class."""
-    return {name: np.stack([row[0][name] if row else np.zeros(feature.shape, feature.dtype) for row in rows])
-            for name, feature in self._features.items()}
+    return {
+      name: np.stack(
+        [row[0][name] if row else np.zeros(feature.shape, feature.dtype) for row in rows]
+      )
+      for name, feature in self._features.items()
+    }
 
 
 def get_synthetic(source: Any) -> SyntheticSource:
@@ -152,6 +179,12 @@ def get_synthetic(source: Any) -> SyntheticSource:
   """
   if isinstance(source, SyntheticSource):
     return source
-  checks.check('DatasetConfig', {'mixture_or_task_name': source}, mixture_or_task_name=checks.Expectation(
-      "'synthetic' or a SyntheticSource with source = 'synthetic'", lambda value: value == 'synthetic'))
+  checks.check(
+    'DatasetConfig',
+    {'mixture_or_task_name': source},
+    mixture_or_task_name=checks.Expectation(
+      "'synthetic' or a SyntheticSource with source = 'synthetic'",
+      lambda value: value == 'synthetic',
+    ),
+  )
   return SyntheticSource()

@@ -18,7 +18,14 @@ from t5x_lite.data.builtin_tasks import ExampleTable
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.streams import DirectReader, MixtureStream, PieceReader, Pieces, Stream, TaskStream
+from t5x_lite.data.streams import (
+  DirectReader,
+  MixtureStream,
+  PieceReader,
+  Pieces,
+  Stream,
+  TaskStream,
+)
 from t5x_lite.data.trimming import TrimmedExamples
 from t5x_lite.data.truncation import Truncation, sample_truncation
 
@@ -35,9 +42,16 @@ class TableIterator(HostIterator):
   ends_together = True
   handles_process_count = True
 
-  def __init__(self, cfg: DatasetConfig, layout: Any, tables: Mapping[str, TrimmedExamples], rates: Sequence[float],
-               converter: FeatureConverter, converter_name: str,
-               open_reader_fn: Callable[[Pieces], PieceReader] = DirectReader):
+  def __init__(
+    self,
+    cfg: DatasetConfig,
+    layout: Any,
+    tables: Mapping[str, TrimmedExamples],
+    rates: Sequence[float],
+    converter: FeatureConverter,
+    converter_name: str,
+    open_reader_fn: Callable[[Pieces], PieceReader] = DirectReader,
+  ):
     """Args:
       cfg: options of the dataset.
       layout: the partitioner's `DataLayout`.
@@ -58,8 +72,14 @@ class TableIterator(HostIterator):
     self._own = positions.shard_rows(layout)
 
     def stream_of(tables: Mapping[str, ExampleTable]) -> Stream:
-      streams = [TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
-      return streams[0] if len(streams) == 1 else MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
+      streams = [
+        TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()
+      ]
+      return (
+        streams[0]
+        if len(streams) == 1
+        else MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
+      )
 
     stream = stream_of(tables)
     self._whole_stream = stream_of({name: table.whole for name, table in tables.items()})
@@ -67,13 +87,23 @@ class TableIterator(HostIterator):
     self._reader = open_reader_fn(self._pieces)
     self._cursor: _Cursor = (0, 0)
     self._num_batches = 0
-    self._past_cursors: collections.deque[_Cursor] = collections.deque(maxlen=positions.MAX_UNDELIVERED)
+    self._past_cursors: collections.deque[_Cursor] = collections.deque(
+      maxlen=positions.MAX_UNDELIVERED
+    )
     # All options that determine the rows, without the batch size and the number of processes.
     self._identity = {
-        'source': cfg.source, 'mixture_or_task_name': cfg.name, 'split': cfg.split,
-        'task_feature_lengths': dict(sorted(self._lengths.items())), 'seed': cfg.effective_seed, 'shuffle': cfg.shuffle,
-        'pack': cfg.pack, 'trim_output_features': cfg.trim_output_features, 'feature_converter': converter_name,
-        'rates': list(rates), 'content': {name: [len(table), table.fingerprint] for name, table in tables.items()}}
+      'source': cfg.source,
+      'mixture_or_task_name': cfg.name,
+      'split': cfg.split,
+      'task_feature_lengths': dict(sorted(self._lengths.items())),
+      'seed': cfg.effective_seed,
+      'shuffle': cfg.shuffle,
+      'pack': cfg.pack,
+      'trim_output_features': cfg.trim_output_features,
+      'feature_converter': converter_name,
+      'rates': list(rates),
+      'content': {name: [len(table), table.fingerprint] for name, table in tables.items()},
+    }
 
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -86,7 +116,8 @@ class TableIterator(HostIterator):
       return None
     blocks = (np.arange(first, first + _NUM_READ) for first in itertools.count(step=_NUM_READ))
     return sample_truncation(
-        itertools.chain.from_iterable(map(self._whole_stream.examples, blocks)), self._lengths)
+      itertools.chain.from_iterable(map(self._whole_stream.examples, blocks)), self._lengths
+    )
 
   def __next__(self) -> HostBatch:
     batch, after = self._read_packed(self._cursor) if self._pack else self._read(self._cursor)
@@ -111,18 +142,25 @@ class TableIterator(HostIterator):
     num_missing = self._batch_size
     while num_missing:
       rows = self._read_piece(group)
-      part = {name: array[offset:offset + num_missing] for name, array in rows.items()}
+      part = {name: array[offset : offset + num_missing] for name, array in rows.items()}
       num_taken, num_rows = (len(next(iter(features.values()))) for features in (part, rows))
       parts.append(part)
       num_missing -= num_taken
-      group, offset = (group + 1, 0) if offset + num_taken == num_rows else (group, offset + num_taken)
-    return {name: np.concatenate([part[name] for part in parts])[self._own] for name in parts[0]}, (group, offset)
+      group, offset = (
+        (group + 1, 0) if offset + num_taken == num_rows else (group, offset + num_taken)
+      )
+    return {name: np.concatenate([part[name] for part in parts])[self._own] for name in parts[0]}, (
+      group,
+      offset,
+    )
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
     """See base class."""
     num = len(undelivered)
     cursor = self._past_cursors[-num] if num else self._cursor
-    return positions.write_state(self._identity, cursor=list(cursor), num_batches=self._num_batches - num)
+    return positions.write_state(
+      self._identity, cursor=list(cursor), num_batches=self._num_batches - num
+    )
 
   def set_state(self, state: DataState) -> None:
     """See base class."""

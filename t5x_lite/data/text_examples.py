@@ -63,7 +63,9 @@ def map_over_examples(fn: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Exam
   return ExamplesPreprocessor(lambda examples: map(fn, examples))
 
 
-def over_examples(fn: Callable[[Iterable[dict[str, Any]]], Iterable[Mapping[str, Any]]]) -> ExamplesPreprocessor:
+def over_examples(
+  fn: Callable[[Iterable[dict[str, Any]]], Iterable[Mapping[str, Any]]],
+) -> ExamplesPreprocessor:
   """Return a preprocessor that replaces the examples by `fn(examples)`, whose number may differ."""
   return ExamplesPreprocessor(fn)
 
@@ -87,7 +89,7 @@ def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
   if kind_of(vocabulary) != 'ByteVocabulary':
     return str(vocabulary.decode(ids))
   if vocabulary.eos_id in ids:
-    ids = ids[:ids.index(vocabulary.eos_id)]
+    ids = ids[: ids.index(vocabulary.eos_id)]
   first, parts, start = builtin_tasks.sentinel_id(vocabulary), [], 0
   for index, i in enumerate(ids):
     if first - vocabulary.extra_ids < i <= first:
@@ -99,8 +101,13 @@ def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
 class ExampleReader:
   """Reader of interactive examples as the task features of one model."""
 
-  def __init__(self, converter: FeatureConverter, features: Mapping[str, TextFeature], lengths: Mapping[str, int],
-               length_remedies: Mapping[str, str] | None = None):
+  def __init__(
+    self,
+    converter: FeatureConverter,
+    features: Mapping[str, TextFeature],
+    lengths: Mapping[str, int],
+    length_remedies: Mapping[str, str] | None = None,
+  ):
     """Args:
       converter: the model's feature converter.
       features: task feature name to `TextFeature`.
@@ -113,15 +120,23 @@ class ExampleReader:
     converter.check(lengths, list(features), 'the interactive model')
     for name in lengths:
       if features[name].add_eos and features[name].vocabulary.eos_id is None:
-        raise checks.invalid(f'TextFeature of {name!r}', 'add_eos', 'False without an end-of-sequence id', True,
-                             f'The vocabulary is {features[name].vocabulary!r}.')
+        raise checks.invalid(
+          f'TextFeature of {name!r}',
+          'add_eos',
+          'False without an end-of-sequence id',
+          True,
+          f'The vocabulary is {features[name].vocabulary!r}.',
+        )
     self.features = {name: features[name] for name in lengths}
     self.lengths = dict(lengths)
-    self._length_remedies = {name: f'raise task_feature_lengths[{name!r}]' for name in lengths} | dict(
-        length_remedies or {})
+    self._length_remedies = {
+      name: f'raise task_feature_lengths[{name!r}]' for name in lengths
+    } | dict(length_remedies or {})
     self._has_warned: set[str] = set()
 
-  def read(self, examples: Sequence[TextExample], preprocessors: Sequence[Any] = ()) -> list[dict[str, Any]]:
+  def read(
+    self, examples: Sequence[TextExample], preprocessors: Sequence[Any] = ()
+  ) -> list[dict[str, Any]]:
     """Return the task features of examples.
 
     After the preprocessors, a text is encoded and ends with the end-of-sequence id according to its `TextFeature`; ids
@@ -148,10 +163,15 @@ class ExampleReader:
         self._check_names(example, number)
     if preprocessors and not any(ours):
       from t5x_lite.data import seqio_examples
-      dicts = seqio_examples.preprocess(self._completed(dicts), preprocessors, self.features, self.lengths)
+
+      dicts = seqio_examples.preprocess(
+        self._completed(dicts), preprocessors, self.features, self.lengths
+      )
     elif not all(ours):
-      raise ConfigError('Preprocessors must all be functions wrapped by map_over_examples or over_examples, or all be '
-                        'preprocessors of tf.data, got both kinds.')
+      raise ConfigError(
+        'Preprocessors must all be functions wrapped by map_over_examples or over_examples, or all be '
+        'preprocessors of tf.data, got both kinds.'
+      )
     else:
       for preprocessor in preprocessors:
         dicts = [dict(example) for example in preprocessor(dicts)]
@@ -162,8 +182,10 @@ class ExampleReader:
   def _check_names(self, example: Mapping[str, Any], number: int) -> None:
     for name in example:
       if name.removesuffix(_PRETOKENIZED) not in self.features:
-        raise ConfigError(f'Example {number} has {name!r}, which the model does not read.'
-                          f'{did_you_mean(name, [*self.features, *_T5X_NAMES])} Use a preprocessor to convert it.')
+        raise ConfigError(
+          f'Example {number} has {name!r}, which the model does not read.'
+          f'{did_you_mean(name, [*self.features, *_T5X_NAMES])} Use a preprocessor to convert it.'
+        )
 
   def _completed(self, dicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**{name: '' for name in self.features}, **example} for example in dicts]
@@ -177,21 +199,30 @@ class ExampleReader:
       is_text = isinstance(value, (str, bytes))
       text = value if is_text else example.get(name + _PRETOKENIZED)
       if text is not None:
-        finished[name + _PRETOKENIZED] = text.decode('utf-8', errors='replace') if isinstance(text, bytes) else text
+        finished[name + _PRETOKENIZED] = (
+          text.decode('utf-8', errors='replace') if isinstance(text, bytes) else text
+        )
       self._note_length(name, len(ids) + (is_text and feature.add_eos))
       if is_text and feature.add_eos:
         ids = builtin_tasks.append_eos_after_trim(ids, vocabulary.eos_id, self.lengths[name])
-      finished[name] = ids[:self.lengths[name]]
+      finished[name] = ids[: self.lengths[name]]
     return finished
 
   def _note_length(self, name: str, num_ids: int) -> None:
     if num_ids > self.lengths[name] and name not in self._has_warned:
       self._has_warned.add(name)
-      _logger.warning('%r has %d ids and is truncated to %d, like all later ones that are too long. To avoid this, %s.',
-                      name, num_ids, self.lengths[name], self._length_remedies[name])
+      _logger.warning(
+        '%r has %d ids and is truncated to %d, like all later ones that are too long. To avoid this, %s.',
+        name,
+        num_ids,
+        self.lengths[name],
+        self._length_remedies[name],
+      )
 
 
-def as_dicts(examples: Sequence[TextExample], feature_of_texts: str = 'inputs') -> list[dict[str, Any]]:
+def as_dicts(
+  examples: Sequence[TextExample], feature_of_texts: str = 'inputs'
+) -> list[dict[str, Any]]:
   """Return each example as a dict with the names `inputs` and `targets`.
 
   Args:
@@ -201,20 +232,33 @@ def as_dicts(examples: Sequence[TextExample], feature_of_texts: str = 'inputs') 
   Raises:
     DataError: there are no examples, or an example is neither text nor mapping.
   """
-  checks.check('', {'examples': examples}, error=DataError, examples=checks.Expectation(
+  checks.check(
+    '',
+    {'examples': examples},
+    error=DataError,
+    examples=checks.Expectation(
       "a non-empty list of texts or of mappings such as {'input': 'a text', 'target': 'another'}",
-      lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0))
+      lambda value: (
+        isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
+      ),
+    ),
+  )
   return [_as_dict(example, number, feature_of_texts) for number, example in enumerate(examples)]
 
 
 def _as_dict(example: Any, number: int, feature_of_texts: str) -> dict[str, Any]:
   if isinstance(example, (str, bytes)):
     return {feature_of_texts: example}
-  named = {_T5X_NAMES.get(name, name): value for name, value in example.items()} if (
-      isinstance(example, Mapping)) else None
+  named = (
+    {_T5X_NAMES.get(name, name): value for name, value in example.items()}
+    if (isinstance(example, Mapping))
+    else None
+  )
   if named is None or len(named) < len(example):
-    raise DataError(f"Example {number} must be a text, or a mapping such as {{'input': 'a text', 'target': 'another'}} "
-                    f'with each feature once, got {short_repr(example)} of type {type(example).__name__}.')
+    raise DataError(
+      f"Example {number} must be a text, or a mapping such as {{'input': 'a text', 'target': 'another'}} "
+      f'with each feature once, got {short_repr(example)} of type {type(example).__name__}.'
+    )
   return named
 
 
@@ -241,7 +285,9 @@ def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
   outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)] if is_ids and ids.size else ()
   if not is_ids or len(outside):
     has_texts = kind_of(vocabulary) != 'PassThroughVocabulary'
-    raise DataError(f'{what} must be {"a text or " if has_texts else ""}a flat list of ids from 0 to '
-                    f'{vocabulary.vocab_size - 1}, those of the vocabulary {vocabulary!r}, got '
-                    f'{outside[0] if len(outside) else got}. Correct it, or convert it in a preprocessor.')
+    raise DataError(
+      f'{what} must be {"a text or " if has_texts else ""}a flat list of ids from 0 to '
+      f'{vocabulary.vocab_size - 1}, those of the vocabulary {vocabulary!r}, got '
+      f'{outside[0] if len(outside) else got}. Correct it, or convert it in a preprocessor.'
+    )
   return ids.astype(np.int32)

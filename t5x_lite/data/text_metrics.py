@@ -15,7 +15,9 @@ def exact_match(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str,
   >>> exact_match(['if', 'for'], ['if', 'while'])
   {'exact_match': 0.5}
   """
-  num_equal = sum(target == prediction for target, prediction in zip(targets, predictions, strict=True))
+  num_equal = sum(
+    target == prediction for target, prediction in zip(targets, predictions, strict=True)
+  )
   return {'exact_match': num_equal / max(len(targets), 1)}
 
 
@@ -31,8 +33,10 @@ def edit_similarity(targets: Sequence[str], predictions: Sequence[str]) -> dict[
   >>> edit_similarity(['abcd', 'x'], ['abed', 'x'])
   {'edit_similarity': 0.875}
   """
-  similarities = [1 - _edit_distance(target, prediction) / max(len(target), len(prediction), 1)
-                  for target, prediction in zip(targets, predictions, strict=True)]
+  similarities = [
+    1 - _edit_distance(target, prediction) / max(len(target), len(prediction), 1)
+    for target, prediction in zip(targets, predictions, strict=True)
+  ]
   return {'edit_similarity': sum(similarities) / max(len(similarities), 1)}
 
 

@@ -71,13 +71,27 @@ class TextFileConfig:
   def __post_init__(self) -> None:
     count = checks.number(at_least=1, integer=True)
     checks.check(
-        'TextFileConfig', vars(self), path=checks.Expectation(
-            "the path of a file, or '-' for standard input", lambda path: isinstance(path, str) and bool(path)),
-        file_format=checks.one_of(FILE_FORMATS), batch_size=count, task_feature_lengths=checks.Expectation(
-            "a mapping such as {'inputs': 512, 'targets': 114} to integers >= 1",
-            lambda lengths: isinstance(lengths, Mapping) and bool(lengths) and all(map(count.holds, lengths.values()))),
-        name=checks.Expectation(f'a name without {os.sep!r}', lambda name: bool(name) and os.sep not in name).or_none(),
-        targets_key=checks.Expectation('different from inputs_key', lambda key: key != self.inputs_key))
+      'TextFileConfig',
+      vars(self),
+      path=checks.Expectation(
+        "the path of a file, or '-' for standard input",
+        lambda path: isinstance(path, str) and bool(path),
+      ),
+      file_format=checks.one_of(FILE_FORMATS),
+      batch_size=count,
+      task_feature_lengths=checks.Expectation(
+        "a mapping such as {'inputs': 512, 'targets': 114} to integers >= 1",
+        lambda lengths: (
+          isinstance(lengths, Mapping) and bool(lengths) and all(map(count.holds, lengths.values()))
+        ),
+      ),
+      name=checks.Expectation(
+        f'a name without {os.sep!r}', lambda name: bool(name) and os.sep not in name
+      ).or_none(),
+      targets_key=checks.Expectation(
+        'different from inputs_key', lambda key: key != self.inputs_key
+      ),
+    )
 
   @property
   def is_jsonl(self) -> bool:
@@ -89,8 +103,15 @@ class TextFileConfig:
 class TextSource(ConvertedSource):
   """Source of the lines of a file as examples."""
 
-  def __init__(self, cfg: TextFileConfig, feature_converter: Any, input_vocabulary: Any, output_vocabulary: Any, *,
-               needs_targets: bool):
+  def __init__(
+    self,
+    cfg: TextFileConfig,
+    feature_converter: Any,
+    input_vocabulary: Any,
+    output_vocabulary: Any,
+    *,
+    needs_targets: bool,
+  ):
     """Read the entire file once, to count the examples and to find unusable lines.
 
     Args:
@@ -114,15 +135,25 @@ class TextSource(ConvertedSource):
     if 'inputs' not in self._vocabularies:  # the model has only targets
       self._required, self._line_feature = ('targets',), 'targets'
     else:
-      self._required, self._line_feature = ('inputs', 'targets') if needs_targets else ('inputs',), 'inputs'
+      self._required, self._line_feature = (
+        ('inputs', 'targets') if needs_targets else ('inputs',),
+        'inputs',
+      )
     if not cfg.is_jsonl and len(self._required) > 1:
-      raise ConfigError(f'{_shown(cfg.path)} is a text file, which has only inputs, but scoring needs targets too. Use '
-                        f'a JSON-lines file with the keys {cfg.inputs_key!r} and {cfg.targets_key!r} '
-                        "(TextFileConfig.file_format='jsonl' for another suffix).")
+      raise ConfigError(
+        f'{_shown(cfg.path)} is a text file, which has only inputs, but scoring needs targets too. Use '
+        f'a JSON-lines file with the keys {cfg.inputs_key!r} and {cfg.targets_key!r} '
+        "(TextFileConfig.file_format='jsonl' for another suffix)."
+      )
     for name, vocabulary in self._vocabularies.items():
       if isinstance(vocabulary.encode('a'), str):
-        raise checks.invalid('', 'VOCABULARY', f'a vocabulary of texts for {name}', vocabulary,
-                             'Choose another one, or infer from a task.')
+        raise checks.invalid(
+          '',
+          'VOCABULARY',
+          f'a vocabulary of texts for {name}',
+          vocabulary,
+          'Choose another one, or infer from a task.',
+        )
     self._append_eos = {'inputs': cfg.append_eos_to_inputs, 'targets': cfg.append_eos_to_targets}
     stem = 'stdin' if cfg.path == STANDARD_INPUT else pathlib.PurePath(cfg.path).stem
     self.name = cfg.name or stem
@@ -131,8 +162,12 @@ class TextSource(ConvertedSource):
       self._spooled = _spool(cfg.path)
     self.num_examples, self.num_skipped, digest = self._scan()
     self.identity = {
-        'source': 'jsonl' if cfg.is_jsonl else 'text', 'content': digest, 'keys': dict(self._keys),
-        'append_eos': dict(self._append_eos), 'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items()))}
+      'source': 'jsonl' if cfg.is_jsonl else 'text',
+      'content': digest,
+      'keys': dict(self._keys),
+      'append_eos': dict(self._append_eos),
+      'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
+    }
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[BinaryIO]:
@@ -147,7 +182,9 @@ class TextSource(ConvertedSource):
       if isinstance(error, DataError) or (isinstance(error, OSError) and error.filename is None):
         raise
       why = error.strerror if isinstance(error, OSError) else error
-      raise DataError(f'{_shown(self._cfg.path)!r} cannot be read: {why}.{_similar(self._cfg.path)}') from error
+      raise DataError(
+        f'{_shown(self._cfg.path)!r} cannot be read: {why}.{_similar(self._cfg.path)}'
+      ) from error
 
   def _scan(self) -> tuple[int, int, str]:
     """Return (number of examples, number of unusable lines, hash of the content); warns of unusable lines."""
@@ -161,14 +198,21 @@ class TextSource(ConvertedSource):
           skipped.append((number, problem))
     where = _shown(self._cfg.path)
     if not count:
-      reason = 'it is empty' if not skipped else (
-          f'all {len(skipped)} lines are unusable. Line {skipped[0][0]}: {skipped[0][1]}')
+      reason = (
+        'it is empty'
+        if not skipped
+        else (f'all {len(skipped)} lines are unusable. Line {skipped[0][0]}: {skipped[0][1]}')
+      )
       raise DataError(f'{where} must have at least one usable line, but {reason}.')
     for number, problem in skipped[:_MAX_NAMED]:
       _logger.warning('%s, line %d is skipped: %s.', where, number, problem)
     if len(skipped) > _MAX_NAMED:
-      _logger.warning('%s: %d more lines are skipped, the last is line %d.', where, len(skipped) - _MAX_NAMED,
-                      skipped[-1][0])
+      _logger.warning(
+        '%s: %d more lines are skipped, the last is line %d.',
+        where,
+        len(skipped) - _MAX_NAMED,
+        skipped[-1][0],
+      )
     return count, len(skipped), digest.hexdigest()
 
   def _parse(self, number: int, line: bytes) -> tuple[dict[str, Any] | None, str | None]:
@@ -192,8 +236,10 @@ class TextSource(ConvertedSource):
     except (ValueError, RecursionError) as error:
       return None, f'not JSON: {str(error).partition(": line")[0]}'
     if not isinstance(found, dict):
-      return None, (f'the line must be a JSON object such as {{"{self._keys[self._line_feature]}": "a text"}}, '
-                    f'got a {type(found).__name__}')
+      return None, (
+        f'the line must be a JSON object such as {{"{self._keys[self._line_feature]}": "a text"}}, '
+        f'got a {type(found).__name__}'
+      )
     used = {}
     for feature in self._vocabularies:
       key = self._keys[feature]
@@ -221,8 +267,10 @@ class TextSource(ConvertedSource):
           if count > first:
             yield fields
     if digest.hexdigest() != self.identity['content']:
-      raise DataError(f'{_shown(self._cfg.path)} was changed while it was read. Rerun the command, with another '
-                      'output, when the file is complete.')
+      raise DataError(
+        f'{_shown(self._cfg.path)} was changed while it was read. Rerun the command, with another '
+        'output, when the file is complete.'
+      )
 
   def prepare(self, record: dict[str, Any]) -> Example:
     """See base class."""
@@ -235,8 +283,11 @@ class TextSource(ConvertedSource):
       fields[f'{feature}_pretokenized'] = text
       ids, length = text_examples.encode_text(text, vocabulary), self._lengths[feature]
       is_cut |= len(ids) + self._append_eos[feature] > length
-      row[feature] = (append_eos_after_trim(np.asarray(ids, np.int32), vocabulary.eos_id, length)
-                      if self._append_eos[feature] else np.asarray(ids[:length], np.int32))
+      row[feature] = (
+        append_eos_after_trim(np.asarray(ids, np.int32), vocabulary.eos_id, length)
+        if self._append_eos[feature]
+        else np.asarray(ids[:length], np.int32)
+      )
     texts = {name: value for name, value in fields.items() if name.endswith('_pretokenized')}
     return Example({**texts, **row, **fields}, row, is_cut)
 
@@ -250,8 +301,11 @@ def _field_problem(found: Mapping[str, Any], key: str) -> str | None:
   """Return the problem of the field `key` of a JSON object, which must be a text; None if it is valid."""
   if key not in found:
     close = difflib.get_close_matches(key, found, n=1)
-    return f'no {key!r}' + (f' (did you mean {close[0]!r}?)' if close else
-                            f', only {", ".join(map(repr, list(found)[:8])) or "nothing"}')
+    return f'no {key!r}' + (
+      f' (did you mean {close[0]!r}?)'
+      if close
+      else f', only {", ".join(map(repr, list(found)[:8])) or "nothing"}'
+    )
   if not isinstance(found[key], str):
     return f'{key!r} must be a text, got a value of type {type(found[key]).__name__}'
   try:
@@ -276,9 +330,15 @@ def _spool(path: str) -> BinaryIO:
   """Return a temporary file with the contents of standard input or a pipe."""
   if path == STANDARD_INPUT:
     if sys.stdin is None:
-      raise DataError('Standard input must be open, got a closed stream. Pipe a file into it, or give its path.')
+      raise DataError(
+        'Standard input must be open, got a closed stream. Pipe a file into it, or give its path.'
+      )
     if sys.stdin.isatty():
-      print('Reading one input per line from the terminal; end with Ctrl-D.', file=sys.stderr, flush=True)
+      print(
+        'Reading one input per line from the terminal; end with Ctrl-D.',
+        file=sys.stderr,
+        flush=True,
+      )
     with _temporary() as spooled:
       shutil.copyfileobj(sys.stdin.buffer, spooled)
       return spooled

@@ -18,7 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5x_lite import checks, files, untrusted
-from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary, sentencepiece_modules
+from t5x_lite.data.vocabularies import (
+  ByteVocabulary,
+  SentencePieceVocabulary,
+  Vocabulary,
+  sentencepiece_modules,
+)
 from t5x_lite.errors import ConfigError
 
 MODEL_FILE = 'spiece.model'
@@ -33,7 +38,9 @@ _SENTINEL = re.compile(r'\u2581?<extra_id_\d+>')
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
-def hugging_face_vocabulary(folder: str, *, extra_ids: int | None = None, library: str = 't5x_lite') -> Any:
+def hugging_face_vocabulary(
+  folder: str, *, extra_ids: int | None = None, library: str = 't5x_lite'
+) -> Any:
   """Return the vocabulary of a Hugging Face folder, with the sentinels of its family.
 
   Args:
@@ -50,22 +57,32 @@ def hugging_face_vocabulary(folder: str, *, extra_ids: int | None = None, librar
       has rows.
     CheckpointError: a file of the folder is not a JSON object.
   """
-  root = files.path(folder)  # downloads a model of the Hugging Face hub, or raises the error of that
+  root = files.path(
+    folder
+  )  # downloads a model of the Hugging Face hub, or raises the error of that
   checks.check(
-      'hugging_face_vocabulary', {'library': library, 'extra_ids': extra_ids, 'folder': os.fspath(folder)},
-      library=checks.one_of(LIBRARIES), extra_ids=checks.number(at_least=0, integer=True).or_none(),
-      folder=checks.Expectation('an existing Hugging Face folder', lambda _: root.is_dir(),
-                                'Copy it to this path, or bind VOCABULARY to another vocabulary.'))
+    'hugging_face_vocabulary',
+    {'library': library, 'extra_ids': extra_ids, 'folder': os.fspath(folder)},
+    library=checks.one_of(LIBRARIES),
+    extra_ids=checks.number(at_least=0, integer=True).or_none(),
+    folder=checks.Expectation(
+      'an existing Hugging Face folder',
+      lambda _: root.is_dir(),
+      'Copy it to this path, or bind VOCABULARY to another vocabulary.',
+    ),
+  )
   config = _read_json(root / 'config.json')
   vocabulary = _make(root, config, extra_ids)
   num_rows = config.get('vocab_size')
   if isinstance(num_rows, int) and vocabulary.vocab_size > num_rows:
     raise ConfigError(
-        f'The vocabulary of {os.fspath(folder)!r} must have at most vocab_size={num_rows} ids (config.json), got '
-        f'{vocabulary.vocab_size}, {vocabulary.extra_ids} of them sentinels. Set hugging_face_vocabulary.extra_ids, or '
-        "copy the model's tokenizer to the folder.")
+      f'The vocabulary of {os.fspath(folder)!r} must have at most vocab_size={num_rows} ids (config.json), got '
+      f'{vocabulary.vocab_size}, {vocabulary.extra_ids} of them sentinels. Set hugging_face_vocabulary.extra_ids, or '
+      "copy the model's tokenizer to the folder."
+    )
   if library == 'seqio':
     from t5x_lite.data import seqio_examples  # only this branch needs TensorFlow
+
     return seqio_examples.as_seqio_vocabulary(vocabulary)
   return vocabulary
 
@@ -83,20 +100,31 @@ def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) ->
       number = 0 if has_sentinels(path) else _EXTRA_IDS.get(str(config.get('model_type')))
     if number is None:
       raise checks.invalid(
-          'hugging_face_vocabulary', 'extra_ids', f'set for model_type={config.get("model_type")!r} of {str(root)!r}',
-          None, f'The types with defaults are {", ".join(_EXTRA_IDS)}; T5 has 100.')
+        'hugging_face_vocabulary',
+        'extra_ids',
+        f'set for model_type={config.get("model_type")!r} of {str(root)!r}',
+        None,
+        f'The types with defaults are {", ".join(_EXTRA_IDS)}; T5 has 100.',
+      )
     return SentencePieceVocabulary(path, number)
   is_byt5 = config.get('model_type') == 't5' and config.get('vocab_size') == _BYT5_VOCAB_SIZE
   if name.startswith('ByT5') or (is_byt5 and not (root / TOKENIZER_JSON).is_file()):
     return ByteVocabulary(_BYT5_EXTRA_IDS if number is None else number)
-  remedy = (f'Write it from {TOKENIZER_JSON}, once: python -c "from t5x_lite.data import tokenizer_folders; '
-            f'tokenizer_folders.write_sentencepiece_model({str(root)!r})"' if (root / TOKENIZER_JSON).is_file() else
-            'Copy the tokenizer of the original model into the folder, or bind VOCABULARY to its vocabulary.')
-  raise ConfigError(f'{str(root)!r} must contain {MODEL_FILE}, or the tokenizer_config.json of a ByT5, got neither. '
-                    f'{remedy}')
+  remedy = (
+    f'Write it from {TOKENIZER_JSON}, once: python -c "from t5x_lite.data import tokenizer_folders; '
+    f'tokenizer_folders.write_sentencepiece_model({str(root)!r})"'
+    if (root / TOKENIZER_JSON).is_file()
+    else 'Copy the tokenizer of the original model into the folder, or bind VOCABULARY to its vocabulary.'
+  )
+  raise ConfigError(
+    f'{str(root)!r} must contain {MODEL_FILE}, or the tokenizer_config.json of a ByT5, got neither. '
+    f'{remedy}'
+  )
 
 
-def _recorded_extra_ids(tokenizer: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> int | None:
+def _recorded_extra_ids(
+  tokenizer: Mapping[str, Any], special_tokens: Mapping[str, Any]
+) -> int | None:
   """Return the number of sentinels in the files of transformers' tokenizer, or None."""
   number = tokenizer.get('extra_ids')
   is_number = isinstance(number, int) and not isinstance(number, bool)
@@ -106,7 +134,9 @@ def _recorded_extra_ids(tokenizer: Mapping[str, Any], special_tokens: Mapping[st
   for config in (tokenizer, special_tokens):
     for key in ('additional_special_tokens', 'extra_special_tokens'):
       tokens = config.get(key) or ()
-      texts = [token.get('content', '') if isinstance(token, Mapping) else str(token) for token in tokens]
+      texts = [
+        token.get('content', '') if isinstance(token, Mapping) else str(token) for token in tokens
+      ]
       if sentinels := {text for text in texts if _SENTINEL.fullmatch(text)}:
         return len(sentinels)
   return 0 if is_number and 'additional_special_tokens' in tokenizer else None
@@ -114,7 +144,9 @@ def _recorded_extra_ids(tokenizer: Mapping[str, Any], special_tokens: Mapping[st
 
 def has_sentinels(model_file: str) -> bool:
   """Return True if the pieces of a sentencepiece model include sentinels, as in mT5."""
-  return any(_SENTINEL.fullmatch(piece.piece) for piece in read_sentencepiece_model(model_file).pieces)
+  return any(
+    _SENTINEL.fullmatch(piece.piece) for piece in read_sentencepiece_model(model_file).pieces
+  )
 
 
 def read_sentencepiece_model(model_file: str) -> Any:
@@ -160,9 +192,11 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
   source = files.path(folder) / TOKENIZER_JSON
   target = files.path(output) if output is not None else files.path(folder) / MODEL_FILE
   if target.exists() or not source.is_file():
-    raise ConfigError(f'{str(target)!r} must be a new file, got an existing one. Give another output, or delete it.'
-                      if source.is_file() else
-                      f'{str(source)!r} must be the tokenizer of a T5-like model, got no file.')
+    raise ConfigError(
+      f'{str(target)!r} must be a new file, got an existing one. Give another output, or delete it.'
+      if source.is_file()
+      else f'{str(source)!r} must be the tokenizer of a T5-like model, got no file.'
+    )
   serialized = _rebuild(_read_json(source), str(source)).SerializeToString()
   files.write(target, serialized)
   return str(target)
@@ -173,8 +207,10 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
   unigram = tokenizer.get('model') or {}
   pieces = unigram.get('vocab')
   if unigram.get('type') != 'Unigram' or not isinstance(pieces, list):
-    raise ConfigError(f"The tokenizer {path} must be of type 'Unigram', as in T5, got {unigram.get('type')!r}. Other "
-                      'types have no sentencepiece model.')
+    raise ConfigError(
+      f"The tokenizer {path} must be of type 'Unigram', as in T5, got {unigram.get('type')!r}. Other "
+      'types have no sentencepiece model.'
+    )
   while pieces and _SENTINEL.fullmatch(pieces[-1][0]) and not pieces[-1][0].startswith('\u2581'):
     pieces = pieces[:-1]
   model, unk_id = sentencepiece_modules()[1].ModelProto(), unigram.get('unk_id', 2)
@@ -209,12 +245,22 @@ def _charsmap(normalizer: Mapping[str, Any] | None, path: str) -> bytes:
   for part in parts:
     if part.get('type') == 'Precompiled':
       charsmap = base64.b64decode(part['precompiled_charsmap'] or '')
-    elif (part.get('type'), part.get('content')) not in (('Replace', ' '), ('Replace', '\u2581'), ('Strip', None)):
-      raise ConfigError(f'The normalizer of {path} must be only the table of a sentencepiece model (Precompiled), got '
-                        f'{part.get("type")!r}. Use spiece.model of the original model.')
+    elif (part.get('type'), part.get('content')) not in (
+      ('Replace', ' '),
+      ('Replace', '\u2581'),
+      ('Strip', None),
+    ):
+      raise ConfigError(
+        f'The normalizer of {path} must be only the table of a sentencepiece model (Precompiled), got '
+        f'{part.get("type")!r}. Use spiece.model of the original model.'
+      )
   return charsmap
 
 
 def _read_json(path: files.Path) -> Mapping[str, Any]:
   """Return the JSON object in a file, empty if the file does not exist."""
-  return untrusted.parse_object(untrusted.read_limited(path.parent, path.name), str(path)) if path.is_file() else {}
+  return (
+    untrusted.parse_object(untrusted.read_limited(path.parent, path.name), str(path))
+    if path.is_file()
+    else {}
+  )

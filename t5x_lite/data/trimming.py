@@ -14,9 +14,9 @@ class TrimmedExamples(ExampleTable):
 
   def __init__(self, table: ExampleTable, lengths: Mapping[str, int], trim_output_features: bool):
     """Args:
-      table: table of untrimmed examples.
-      lengths: task feature name to the maximal number of ids; empty for no trimming.
-      trim_output_features: whether longer features are trimmed; otherwise they are an error.
+    table: table of untrimmed examples.
+    lengths: task feature name to the maximal number of ids; empty for no trimming.
+    trim_output_features: whether longer features are trimmed; otherwise they are an error.
     """
     self.whole = table
     self._lengths = dict(lengths)

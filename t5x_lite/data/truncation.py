@@ -36,25 +36,36 @@ class Truncation:
     for feature, count in self.num_cut.items():
       if count:
         found[f'data/truncated_examples_fraction/{feature}'] = count / self.num_examples
-        found[f'data/truncated_tokens_fraction/{feature}'] = self.num_lost[feature] / self.num_tokens[feature]
+        found[f'data/truncated_tokens_fraction/{feature}'] = (
+          self.num_lost[feature] / self.num_tokens[feature]
+        )
     return found
 
   def describe(self) -> str:
     """Return a line for the log; '' if no example is trimmed."""
     parts = [
-        f'{_percent(count / self.num_examples)} have {feature!r} cut to {self.lengths[feature]} tokens, which loses '
-        f'{_percent(self.num_lost[feature] / self.num_tokens[feature])} of its tokens'
-        for feature, count in self.num_cut.items() if count]
-    return '' if not parts else (
+      f'{_percent(count / self.num_examples)} have {feature!r} cut to {self.lengths[feature]} tokens, which loses '
+      f'{_percent(self.num_lost[feature] / self.num_tokens[feature])} of its tokens'
+      for feature, count in self.num_cut.items()
+      if count
+    ]
+    return (
+      ''
+      if not parts
+      else (
         f'Of {self.num_examples} training examples that were sampled, {" and ".join(parts)}. Raise '
-        'task_feature_lengths (TASK_FEATURE_LENGTHS) to avoid this.')
+        'task_feature_lengths (TASK_FEATURE_LENGTHS) to avoid this.'
+      )
+    )
 
 
 def _percent(fraction: float) -> str:
   return 'less than 1%' if fraction < 0.01 else f'{fraction:.0%}'
 
 
-def sample_truncation(examples: Iterable[Mapping[str, np.ndarray]], lengths: Mapping[str, int]) -> Truncation | None:
+def sample_truncation(
+  examples: Iterable[Mapping[str, np.ndarray]], lengths: Mapping[str, int]
+) -> Truncation | None:
   """Count the ids that trimming to `lengths` loses in the first examples, at most 256, for at most two seconds.
 
   Args:
@@ -79,4 +90,9 @@ def sample_truncation(examples: Iterable[Mapping[str, np.ndarray]], lengths: Map
   if not num_examples:
     return None
   return Truncation(
-      num_examples=num_examples, lengths=dict(lengths), num_cut=num_cut, num_tokens=num_tokens, num_lost=num_lost)
+    num_examples=num_examples,
+    lengths=dict(lengths),
+    num_cut=num_cut,
+    num_tokens=num_tokens,
+    num_lost=num_lost,
+  )

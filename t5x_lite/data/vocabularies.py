@@ -67,7 +67,7 @@ class Vocabulary(abc.ABC):
     if self.unk_id is not None:
       clean = [self.unk_id if i >= self._num_decodable_ids() else i for i in clean]
     if self.eos_id is not None and self.eos_id in clean:
-      clean = clean[:clean.index(self.eos_id) + 1]
+      clean = clean[: clean.index(self.eos_id) + 1]
     return self._decode(clean)
 
   def __eq__(self, other: object) -> bool:
@@ -78,7 +78,7 @@ class Vocabulary(abc.ABC):
 
   def __repr__(self) -> str:
     name, *details = self.identity
-    return f"{name}({', '.join(map(repr, details))})"
+    return f'{name}({", ".join(map(repr, details))})'
 
 
 class ByteVocabulary(Vocabulary):
@@ -98,7 +98,9 @@ class ByteVocabulary(Vocabulary):
     Args:
       extra_ids: number of sentinels after the bytes; ByT5 has 125.
     """
-    checks.check('ByteVocabulary', {'extra_ids': extra_ids}, extra_ids=checks.number(at_least=0, integer=True))
+    checks.check(
+      'ByteVocabulary', {'extra_ids': extra_ids}, extra_ids=checks.number(at_least=0, integer=True)
+    )
     self._extra_ids = extra_ids
 
   @property
@@ -149,7 +151,9 @@ class PassThroughVocabulary(Vocabulary):
       size: number of ids.
       eos_id: the end-of-sequence id, if any.
     """
-    checks.check('PassThroughVocabulary', {'size': size}, size=checks.number(at_least=1, integer=True))
+    checks.check(
+      'PassThroughVocabulary', {'size': size}, size=checks.number(at_least=1, integer=True)
+    )
     self._size = size
     self._eos_id = eos_id
 
@@ -192,8 +196,12 @@ def sentencepiece_modules() -> tuple[Any, Any, type[Exception]]:
   Raises:
     ConfigError: sentencepiece or protobuf is not installed.
   """
-  with needs_packages('A vocabulary of sentencepiece', 'the packages sentencepiece and protobuf',
-                      command='pip install sentencepiece protobuf', otherwise='use ByteVocabulary'):
+  with needs_packages(
+    'A vocabulary of sentencepiece',
+    'the packages sentencepiece and protobuf',
+    command='pip install sentencepiece protobuf',
+    otherwise='use ByteVocabulary',
+  ):
     import sentencepiece
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -203,7 +211,9 @@ def sentencepiece_modules() -> tuple[Any, Any, type[Exception]]:
 class SentencePieceVocabulary(Vocabulary):
   """Vocabulary of a sentencepiece model with sentinels as last ids, `<extra_id_0>` the very last."""
 
-  def __init__(self, sentencepiece_model_file: str, extra_ids: int = 0, *, reverse_extra_ids: bool = True):
+  def __init__(
+    self, sentencepiece_model_file: str, extra_ids: int = 0, *, reverse_extra_ids: bool = True
+  ):
     """Make the vocabulary.
 
     Args:
@@ -233,11 +243,20 @@ class SentencePieceVocabulary(Vocabulary):
           model.pieces.add(piece=f'\u2581<extra_id_{number}>', score=0.0, type=piece_type)
         serialized = model.SerializeToString()
         processor.LoadFromSerializedProto(serialized)
-      except (OSError, RuntimeError, ConfigError, decode_error) as error:  # ConfigError: the store's.
+      except (
+        OSError,
+        RuntimeError,
+        ConfigError,
+        decode_error,
+      ) as error:  # ConfigError: the store's.
         reason = error.strerror if isinstance(error, OSError) else ' '.join(str(error).split())
         raise checks.invalid(
-            'SentencePieceVocabulary', 'sentencepiece_model_file', f'a readable sentencepiece model ({reason})',
-            self._file, 'Set --gin.VOCABULARY_FILE to a local copy, or train a model with `t5x_lite vocab`.') from error
+          'SentencePieceVocabulary',
+          'sentencepiece_model_file',
+          f'a readable sentencepiece model ({reason})',
+          self._file,
+          'Set --gin.VOCABULARY_FILE to a local copy, or train a model with `t5x_lite vocab`.',
+        ) from error
       self._loaded = processor, hashlib.sha256(serialized).hexdigest()
     return self._loaded
 
@@ -344,5 +363,9 @@ def round_vocab_size_to_multiple(vocabulary: Any, divisor: int = 128) -> int:
   >>> round_vocab_size_to_multiple(ByteVocabulary(extra_ids=0))
   384
   """
-  checks.check('round_vocab_size_to_multiple', {'divisor': divisor}, divisor=checks.number(at_least=1, integer=True))
+  checks.check(
+    'round_vocab_size_to_multiple',
+    {'divisor': divisor},
+    divisor=checks.number(at_least=1, integer=True),
+  )
   return -(-vocabulary.vocab_size // divisor) * divisor

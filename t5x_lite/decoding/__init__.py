@@ -2,16 +2,45 @@
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(),
+  {
     't5x_lite.decoding.beam': ('beam_init', 'beam_search', 'brevity_penalty'),
     't5x_lite.decoding.cache': (
-        'add_beam_dim', 'cache_gather_beams', 'cache_map', 'flat_batch_beam_expand', 'flatten_beam_dim',
-        'gather_beams', 'gather_topk_beams', 'unflatten_beam_dim'),
+      'add_beam_dim',
+      'cache_gather_beams',
+      'cache_map',
+      'flat_batch_beam_expand',
+      'flatten_beam_dim',
+      'gather_beams',
+      'gather_topk_beams',
+      'unflatten_beam_dim',
+    ),
     't5x_lite.decoding.greedy': ('greedy_search',),
     't5x_lite.decoding.sampling': ('temperature_sample',),
     't5x_lite.decoding.state': (
-        'BeamState', 'DecodeContract', 'DecodeFnCallable', 'DecodingState', 'LogitCallbackFn', 'MIN_TEMPERATURE',
-        'NEG_INF', 'NEG_INF_VALUE', 'SamplingLoopState', 'StateCallbackFn', 'TokensIdsToLogitsCallable',
-        'accepts_padding_rows', 'contract_of', 'declare', 'takes_filling_rows'),
-    't5x_lite.decoding.topk': ('float32_bsearch', 'int32_bsearch', 'top_k_two_stage', 'topk_mask', 'topp_mask'),
-})
+      'BeamState',
+      'DecodeContract',
+      'DecodeFnCallable',
+      'DecodingState',
+      'LogitCallbackFn',
+      'MIN_TEMPERATURE',
+      'NEG_INF',
+      'NEG_INF_VALUE',
+      'SamplingLoopState',
+      'StateCallbackFn',
+      'TokensIdsToLogitsCallable',
+      'accepts_padding_rows',
+      'contract_of',
+      'declare',
+      'takes_filling_rows',
+    ),
+    't5x_lite.decoding.topk': (
+      'float32_bsearch',
+      'int32_bsearch',
+      'top_k_two_stage',
+      'topk_mask',
+      'topp_mask',
+    ),
+  },
+)

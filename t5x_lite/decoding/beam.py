@@ -10,7 +10,12 @@ from t5x_lite import checks
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import options
 from t5x_lite.decoding.state import (
-    NEG_INF_VALUE, BeamState, DecodingState, TokensIdsToLogitsCallable, declare)
+  NEG_INF_VALUE,
+  BeamState,
+  DecodingState,
+  TokensIdsToLogitsCallable,
+  declare,
+)
 from t5x_lite.decoding.topk import top_k_two_stage
 from t5x_lite.types import Array, ArrayLike
 
@@ -29,13 +34,13 @@ def brevity_penalty(alpha: float, length: ArrayLike) -> Array:
 
 
 def beam_init(
-    batch_size: int,
-    beam_size: int,
-    max_decode_len: int,
-    cache: Mapping[str, Any],
-    offset: int = 0,
-    live_seqs: Array | None = None,
-    initial_index: Array | None = None,
+  batch_size: int,
+  beam_size: int,
+  max_decode_len: int,
+  cache: Mapping[str, Any],
+  offset: int = 0,
+  live_seqs: Array | None = None,
+  initial_index: Array | None = None,
 ) -> BeamState:
   """Return the state before the first step: one live beam per row, of probability 1, and no ended sequences.
 
@@ -51,35 +56,42 @@ def beam_init(
   """
   empty = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
   return BeamState(
-      cur_index=jnp.zeros((), jnp.int32),
-      live_logprobs=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32).at[:, 0].set(0.0),
-      finished_scores=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32),
-      live_seqs=empty if live_seqs is None else live_seqs,
-      finished_seqs=empty,
-      finished_flags=jnp.zeros((batch_size, beam_size), bool),
-      cache=cache_lib.cache_map(
-          lambda x: cache_lib.add_beam_dim(x, beam_size, offset), cache, apply_to_index=live_seqs is not None),
-      initial_index=initial_index)
+    cur_index=jnp.zeros((), jnp.int32),
+    live_logprobs=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32).at[:, 0].set(0.0),
+    finished_scores=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32),
+    live_seqs=empty if live_seqs is None else live_seqs,
+    finished_seqs=empty,
+    finished_flags=jnp.zeros((batch_size, beam_size), bool),
+    cache=cache_lib.cache_map(
+      lambda x: cache_lib.add_beam_dim(x, beam_size, offset),
+      cache,
+      apply_to_index=live_seqs is not None,
+    ),
+    initial_index=initial_index,
+  )
 
 
-@declare(padding_mask=True, reorders_decodes=True,
-         options=('alpha', 'max_decode_len', 'max_decode_step', 'min_log_prob', 'stop_token_ids'))
+@declare(
+  padding_mask=True,
+  reorders_decodes=True,
+  options=('alpha', 'max_decode_len', 'max_decode_step', 'min_log_prob', 'stop_token_ids'),
+)
 def beam_search(
-    inputs: Array,
-    cache: Mapping[str, Any],
-    tokens_to_logits: TokensIdsToLogitsCallable,
-    eos_id: int,
-    num_decodes: int = 4,
-    alpha: float = 0.6,
-    max_decode_len: int | None = None,
-    max_decode_step: int = -1,
-    min_log_prob: float = NEG_INF_VALUE,
-    decode_rng: Array | None = None,
-    cache_offset: int = 0,
-    initial_index: Array | None = None,
-    *,
-    stop_token_ids: Sequence[int] = (),
-    padding_mask: Array | None = None,
+  inputs: Array,
+  cache: Mapping[str, Any],
+  tokens_to_logits: TokensIdsToLogitsCallable,
+  eos_id: int,
+  num_decodes: int = 4,
+  alpha: float = 0.6,
+  max_decode_len: int | None = None,
+  max_decode_step: int = -1,
+  min_log_prob: float = NEG_INF_VALUE,
+  decode_rng: Array | None = None,
+  cache_offset: int = 0,
+  initial_index: Array | None = None,
+  *,
+  stop_token_ids: Sequence[int] = (),
+  padding_mask: Array | None = None,
 ) -> tuple[Array, Array]:
   """Search for the `num_decodes` sequences of each row with the best scores.
 
@@ -119,14 +131,32 @@ def beam_search(
   options.check_inputs('beam_search', inputs)
   known_inputs = options.concrete(inputs)
   checks.check(
-      'beam_search', locals(), num_decodes=options.COUNT, eos_id=options.EOS_ID, stop_token_ids=options.STOP_TOKEN_IDS,
-      initial_index=options.initial_index(inputs), padding_mask=options.padding_mask(inputs),
-      alpha=options.numbers('a finite number >= 0', lambda x: (x >= 0) & (x < np.inf), remedy="0.6 is T5X's default."),
-      min_log_prob=options.numbers('a number', lambda x: ~np.isnan(x), remedy='-1e7 stops no search.'),
-      max_decode_step=options.MAX_DECODE_STEP, max_decode_len=checks.Expectation(
-          'an integer >= 1 and at least the number of tokens of each prompt, or None', lambda n: n is None or (
-              options.COUNT.holds(n) and (known_inputs is None or not known_inputs[:, n + 1:].any()))))
-  batch_size, length = inputs.shape[0], inputs.shape[1] if max_decode_len is None else max_decode_len
+    'beam_search',
+    locals(),
+    num_decodes=options.COUNT,
+    eos_id=options.EOS_ID,
+    stop_token_ids=options.STOP_TOKEN_IDS,
+    initial_index=options.initial_index(inputs),
+    padding_mask=options.padding_mask(inputs),
+    alpha=options.numbers(
+      'a finite number >= 0', lambda x: (x >= 0) & (x < np.inf), remedy="0.6 is T5X's default."
+    ),
+    min_log_prob=options.numbers(
+      'a number', lambda x: ~np.isnan(x), remedy='-1e7 stops no search.'
+    ),
+    max_decode_step=options.MAX_DECODE_STEP,
+    max_decode_len=checks.Expectation(
+      'an integer >= 1 and at least the number of tokens of each prompt, or None',
+      lambda n: (
+        n is None
+        or (options.COUNT.holds(n) and (known_inputs is None or not known_inputs[:, n + 1 :].any()))
+      ),
+    ),
+  )
+  batch_size, length = (
+    inputs.shape[0],
+    inputs.shape[1] if max_decode_len is None else max_decode_len,
+  )
   ends = options.end_token_ids(eos_id, stop_token_ids)
   initial_index = options.int32_or_none(initial_index)
   padding_mask = options.mask_or_zeros(padding_mask, batch_size)
@@ -134,10 +164,14 @@ def beam_search(
   num_cached = initial_index if is_prefilled else jnp.zeros((batch_size,), jnp.int32)
 
   # Column s: input token of step 0 (s = 0) or forced choice of step s - 1; 0 if not forced. One column more than steps.
-  forced = _shift_left(jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length + 1))), num_cached)[:, :length + 1]
+  forced = _shift_left(jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length + 1))), num_cached)[
+    :, : length + 1
+  ]
   live_seqs = None
   if is_prefilled:
-    live_seqs = jnp.zeros((batch_size, num_decodes, length + 1), jnp.int32).at[:, :, 0].set(forced[:, :1])
+    live_seqs = (
+      jnp.zeros((batch_size, num_decodes, length + 1), jnp.int32).at[:, :, 0].set(forced[:, :1])
+    )
 
   def is_complete(state: BeamState) -> Array:
     """Return <bool>[batch], True for full rows."""
@@ -148,7 +182,9 @@ def beam_search(
     best_penalty = brevity_penalty(alpha, length + 1)
     best_live = state.live_logprobs[:, -1:] / best_penalty
     worst_finished = jnp.min(state.finished_scores, axis=1, keepdims=True)
-    is_settled = jnp.all(jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE) > best_live, axis=1)
+    is_settled = jnp.all(
+      jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE) > best_live, axis=1
+    )
     is_hopeless = (state.cur_index > 0) & (best_live < min_log_prob / best_penalty)[:, 0]
     is_out_of_steps = (max_decode_step > 0) & (state.cur_index >= max_decode_step)
     complete = is_complete(state) | padding_mask
@@ -157,29 +193,40 @@ def beam_search(
   def select_beams(flat_cache, beams):
     # `cache_index` stays unchanged: all beams of a row are at the same position.
     cache = cache_lib.cache_map(
-        lambda x: cache_lib.unflatten_beam_dim(x, batch_size, num_decodes, cache_offset), flat_cache)
+      lambda x: cache_lib.unflatten_beam_dim(x, batch_size, num_decodes, cache_offset), flat_cache
+    )
     cache = cache_lib.cache_gather_beams(
-        cache, beams, batch_size, num_decodes, num_decodes, one_hot=False, offset=cache_offset)
+      cache, beams, batch_size, num_decodes, num_decodes, one_hot=False, offset=cache_offset
+    )
     return cache_lib.cache_map(lambda x: cache_lib.flatten_beam_dim(x, cache_offset), cache)
 
   def decode_position(state: BeamState) -> BeamState:
     cur_tokens = jax.lax.dynamic_slice_in_dim(state.live_seqs, state.cur_index, 1, axis=2)
-    logits, new_cache = tokens_to_logits(DecodingState(
-        cur_index=state.cur_index, sequences=cache_lib.flatten_beam_dim(state.live_seqs),
-        cur_token=cache_lib.flatten_beam_dim(cur_tokens), cache=state.cache))
+    logits, new_cache = tokens_to_logits(
+      DecodingState(
+        cur_index=state.cur_index,
+        sequences=cache_lib.flatten_beam_dim(state.live_seqs),
+        cur_token=cache_lib.flatten_beam_dim(cur_tokens),
+        cache=state.cache,
+      )
+    )
     new_cache = cache_lib.like_cache(new_cache, state.cache)
     logits = cache_lib.unflatten_beam_dim(logits.astype(jnp.float32), batch_size, num_decodes)
     next_forced = jax.lax.dynamic_slice_in_dim(forced, state.cur_index + 1, 1, axis=1)
     log_probs, beams, tokens = _best_extensions(logits, state.live_logprobs, next_forced)
     sequences = cache_lib.gather_beams(
-        state.live_seqs, beams, batch_size, num_decodes, 2 * num_decodes, one_hot=False)
-    sequences = jax.lax.dynamic_update_slice_in_dim(sequences, tokens[:, :, None], state.cur_index + 1, axis=2)
+      state.live_seqs, beams, batch_size, num_decodes, 2 * num_decodes, one_hot=False
+    )
+    sequences = jax.lax.dynamic_update_slice_in_dim(
+      sequences, tokens[:, :, None], state.cur_index + 1, axis=2
+    )
     has_ended = options.is_end_token(tokens, ends)
 
     # Live beams: the best extensions that have not ended.
     live_log_probs = log_probs + has_ended * NEG_INF_VALUE
     live_seqs, live_logprobs, live_beams = cache_lib.gather_topk_beams(
-        (sequences, live_log_probs, beams), live_log_probs, batch_size, num_decodes)
+      (sequences, live_log_probs, beams), live_log_probs, batch_size, num_decodes
+    )
     if num_decodes > 1:
       new_cache = select_beams(new_cache, live_beams)
 
@@ -187,31 +234,50 @@ def beam_search(
     penalty = brevity_penalty(alpha, num_cached[:, None] + state.cur_index + 1)
     scores = log_probs / penalty + ~has_ended * NEG_INF_VALUE
     candidates = jax.tree.map(
-        lambda old, new: jnp.concatenate([old, new], axis=1),
-        (state.finished_seqs, state.finished_scores, state.finished_flags), (sequences, scores, has_ended))
+      lambda old, new: jnp.concatenate([old, new], axis=1),
+      (state.finished_seqs, state.finished_scores, state.finished_flags),
+      (sequences, scores, has_ended),
+    )
     finished_seqs, finished_scores, finished_flags = cache_lib.gather_topk_beams(
-        candidates, candidates[1], batch_size, num_decodes)
+      candidates, candidates[1], batch_size, num_decodes
+    )
     new_state = state.replace(
-        cur_index=state.cur_index + 1, live_logprobs=live_logprobs, finished_scores=finished_scores,
-        live_seqs=live_seqs, finished_seqs=finished_seqs, finished_flags=finished_flags, cache=new_cache)
+      cur_index=state.cur_index + 1,
+      live_logprobs=live_logprobs,
+      finished_scores=finished_scores,
+      live_seqs=live_seqs,
+      finished_seqs=finished_seqs,
+      finished_flags=finished_flags,
+      cache=new_cache,
+    )
     return _keep_complete_rows(is_complete(state), state, new_state) if is_prefilled else new_state
 
-  initial = beam_init(batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index)
+  initial = beam_init(
+    batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index
+  )
   # The loop carries the cache with the network's rows: with a dim of beams, the CPU compiler would keep and write both
   # forms.
-  initial = initial.replace(cache=cache_lib.cache_map(
-      lambda x: cache_lib.flatten_beam_dim(x, cache_offset), initial.cache, apply_to_index=is_prefilled))
+  initial = initial.replace(
+    cache=cache_lib.cache_map(
+      lambda x: cache_lib.flatten_beam_dim(x, cache_offset),
+      initial.cache,
+      apply_to_index=is_prefilled,
+    )
+  )
   final = jax.lax.while_loop(not_done, decode_position, initial)
   any_finished = jnp.any(final.finished_flags, axis=1)[:, None]
   sequences = jnp.where(any_finished[:, :, None], final.finished_seqs, final.live_seqs)[:, :, 1:]
   scores = jnp.where(any_finished, final.finished_scores, final.live_logprobs)
   if is_prefilled:
     sequences = _prepend_prompts(sequences, inputs, num_cached)
-  return jnp.where(padding_mask[:, None, None], 0, sequences), jnp.where(padding_mask[:, None], 0.0, scores)
+  return jnp.where(padding_mask[:, None, None], 0, sequences), jnp.where(
+    padding_mask[:, None], 0.0, scores
+  )
 
 
 def _best_extensions(
-    logits: Array, live_logprobs: Array, forced: Array) -> tuple[Array, Array, Array]:
+  logits: Array, live_logprobs: Array, forced: Array
+) -> tuple[Array, Array, Array]:
   """Rank all one-token extensions of each row's beams.
 
   Args:
@@ -236,7 +302,11 @@ def _best_extensions(
   tokens = jnp.take_along_axis(tokens.reshape(batch_size, -1), positions, axis=1)
   is_free = forced == 0
   certain = jnp.where(jnp.arange(num_best) == 0, 0.0, NEG_INF_VALUE)
-  return jnp.where(is_free, log_probs, certain), positions // num_of_beam, jnp.where(is_free, tokens, forced)
+  return (
+    jnp.where(is_free, log_probs, certain),
+    positions // num_of_beam,
+    jnp.where(is_free, tokens, forced),
+  )
 
 
 def _keep_complete_rows(complete: Array, old: BeamState, new: BeamState) -> BeamState:
@@ -244,10 +314,22 @@ def _keep_complete_rows(complete: Array, old: BeamState, new: BeamState) -> Beam
 
   def keep(name):
     old_value = getattr(old, name)
-    return jnp.where(complete.reshape(-1, *(1,) * (old_value.ndim - 1)), old_value, getattr(new, name))
+    return jnp.where(
+      complete.reshape(-1, *(1,) * (old_value.ndim - 1)), old_value, getattr(new, name)
+    )
 
-  return new.replace(**{name: keep(name) for name in (
-      'live_logprobs', 'live_seqs', 'finished_scores', 'finished_seqs', 'finished_flags')})
+  return new.replace(
+    **{
+      name: keep(name)
+      for name in (
+        'live_logprobs',
+        'live_seqs',
+        'finished_scores',
+        'finished_seqs',
+        'finished_flags',
+      )
+    }
+  )
 
 
 def _shift_left(x: Array, by: Array) -> Array:
@@ -263,5 +345,5 @@ def _prepend_prompts(decoded: Array, inputs: Array, num_cached: Array) -> Array:
   is_prompt = columns < num_cached[:, None]
   source = jnp.maximum(columns - num_cached[:, None], 0)
   shifted = jnp.take_along_axis(decoded, source[:, None, :], axis=2)
-  prompts = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length)))[:, 1:length + 1]
+  prompts = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length)))[:, 1 : length + 1]
   return jnp.where(is_prompt[:, None, :], prompts[:, None, :], shifted)

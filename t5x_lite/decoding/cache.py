@@ -19,7 +19,8 @@ _NOT_PER_ROW = ('cached_bias', 'position_embedder_index', 'slot_key', 'slot_valu
 
 
 def cache_map(
-    fn: Callable[[Array], Array], cache: Mapping[str, Any], apply_to_index: bool = False) -> Mapping[str, Any]:
+  fn: Callable[[Array], Array], cache: Mapping[str, Any], apply_to_index: bool = False
+) -> Mapping[str, Any]:
   """Apply a function to the leaves of a cache that have one entry per row.
 
   Args:
@@ -69,7 +70,7 @@ def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
 
 def flatten_beam_dim(x: Array, offset: int = 0) -> Array:
   """Merge `x` [..., batch, beam, ...] into [..., batch * beam, ...], with the batch dim at `offset`."""
-  return x.reshape(*x.shape[:offset], x.shape[offset] * x.shape[offset + 1], *x.shape[offset + 2:])
+  return x.reshape(*x.shape[:offset], x.shape[offset] * x.shape[offset + 1], *x.shape[offset + 2 :])
 
 
 def unflatten_beam_dim(x: Array, batch_size: int, beam_size: int, offset: int = 0) -> Array:
@@ -84,7 +85,7 @@ def unflatten_beam_dim(x: Array, batch_size: int, beam_size: int, offset: int = 
   Returns:
     [..., batch, beam, ...].
   """
-  return x.reshape(*x.shape[:offset], batch_size, beam_size, *x.shape[offset + 1:])
+  return x.reshape(*x.shape[:offset], batch_size, beam_size, *x.shape[offset + 1 :])
 
 
 def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
@@ -106,13 +107,13 @@ def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
 
 
 def cache_gather_beams(
-    nested: Mapping[str, Any],
-    beam_indices: Array,
-    batch_size: int,
-    old_beam_size: int,
-    new_beam_size: int,
-    one_hot: bool = True,
-    offset: int = 0,
+  nested: Mapping[str, Any],
+  beam_indices: Array,
+  batch_size: int,
+  old_beam_size: int,
+  new_beam_size: int,
+  one_hot: bool = True,
+  offset: int = 0,
 ) -> Mapping[str, Any]:
   """Select beams of each row, in the leaves of a cache that `cache_map` changes.
 
@@ -133,12 +134,12 @@ def cache_gather_beams(
 
 
 def gather_beams(
-    nested: PyTree,
-    beam_indices: Array,
-    batch_size: int,
-    old_beam_size: int,
-    new_beam_size: int,
-    one_hot: bool = True,
+  nested: PyTree,
+  beam_indices: Array,
+  batch_size: int,
+  old_beam_size: int,
+  new_beam_size: int,
+  one_hot: bool = True,
 ) -> PyTree:
   """Select beams of each row, in each array of a tree.
 
@@ -157,7 +158,9 @@ def gather_beams(
   return jax.tree.map(lambda x: gather(x) if jnp.ndim(x) else x, nested)
 
 
-def gather_topk_beams(nested: PyTree, score_or_log_prob: Array, batch_size: int, new_beam_size: int) -> PyTree:
+def gather_topk_beams(
+  nested: PyTree, score_or_log_prob: Array, batch_size: int, new_beam_size: int
+) -> PyTree:
   """Select the best beams of each row, in ascending order, in each array of a tree.
 
   Args:
@@ -171,7 +174,13 @@ def gather_topk_beams(nested: PyTree, score_or_log_prob: Array, batch_size: int,
   """
   _, best_first = jax.lax.top_k(score_or_log_prob, new_beam_size)
   return gather_beams(
-      nested, jnp.flip(best_first, axis=1), batch_size, score_or_log_prob.shape[1], new_beam_size, one_hot=False)
+    nested,
+    jnp.flip(best_first, axis=1),
+    batch_size,
+    score_or_log_prob.shape[1],
+    new_beam_size,
+    one_hot=False,
+  )
 
 
 def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, offset):
@@ -179,17 +188,25 @@ def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, 
 
   def check(x):
     # `take` clips indices, so wrong sizes would give wrong beams silently.
-    shapes, expected = (beam_indices.shape, x.shape[offset:offset + 2]), (
-        (batch_size, new_beam_size), (batch_size, old_beam_size))
+    shapes, expected = (
+      (beam_indices.shape, x.shape[offset : offset + 2]),
+      ((batch_size, new_beam_size), (batch_size, old_beam_size)),
+    )
     if shapes != expected:
-      raise ConfigError(f'The shape of beam_indices and dims {offset} and {offset + 1} of arrays of beams must be '
-                        f'{expected}, got {shapes}.')
+      raise ConfigError(
+        f'The shape of beam_indices and dims {offset} and {offset + 1} of arrays of beams must be '
+        f'{expected}, got {shapes}.'
+      )
 
   def by_contraction(x):
     check(x)
-    chosen = jax.nn.one_hot(beam_indices, old_beam_size, dtype=jnp.int32 if x.dtype == bool else x.dtype)
+    chosen = jax.nn.one_hot(
+      beam_indices, old_beam_size, dtype=jnp.int32 if x.dtype == bool else x.dtype
+    )
     rows = jnp.moveaxis(x, (offset, offset + 1), (0, 1)).astype(chosen.dtype)
-    return jnp.moveaxis(jnp.einsum('beo,bo...->be...', chosen, rows).astype(x.dtype), (0, 1), (offset, offset + 1))
+    return jnp.moveaxis(
+      jnp.einsum('beo,bo...->be...', chosen, rows).astype(x.dtype), (0, 1), (offset, offset + 1)
+    )
 
   def by_index(x):
     check(x)

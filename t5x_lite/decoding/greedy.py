@@ -14,18 +14,18 @@ from t5x_lite.types import Array
 
 @declare(padding_mask=True, max_num_decodes=1, options=('max_decode_steps', 'stop_token_ids'))
 def greedy_search(
-    inputs: Array,
-    cache: Mapping[str, Any],
-    tokens_to_logits: TokensIdsToLogitsCallable,
-    eos_id: int,
-    num_decodes: int = 1,
-    decode_rng: Array | None = None,
-    cache_offset: int = 0,
-    *,
-    initial_index: Array | None = None,
-    max_decode_steps: int | Array | None = None,
-    stop_token_ids: Sequence[int] = (),
-    padding_mask: Array | None = None,
+  inputs: Array,
+  cache: Mapping[str, Any],
+  tokens_to_logits: TokensIdsToLogitsCallable,
+  eos_id: int,
+  num_decodes: int = 1,
+  decode_rng: Array | None = None,
+  cache_offset: int = 0,
+  *,
+  initial_index: Array | None = None,
+  max_decode_steps: int | Array | None = None,
+  stop_token_ids: Sequence[int] = (),
+  padding_mask: Array | None = None,
 ) -> tuple[Array, Array]:
   """Decode each row greedily until all rows have ended.
 
@@ -53,14 +53,30 @@ def greedy_search(
   """
   del decode_rng, cache_offset
   options.check_inputs('greedy_search', inputs)
-  checks.check('greedy_search', locals(), num_decodes=checks.one_of((1,)), eos_id=options.EOS_ID,
-               stop_token_ids=options.STOP_TOKEN_IDS, initial_index=options.initial_index(inputs),
-               padding_mask=options.padding_mask(inputs), max_decode_steps=options.max_decode_steps(inputs))
+  checks.check(
+    'greedy_search',
+    locals(),
+    num_decodes=checks.one_of((1,)),
+    eos_id=options.EOS_ID,
+    stop_token_ids=options.STOP_TOKEN_IDS,
+    initial_index=options.initial_index(inputs),
+    padding_mask=options.padding_mask(inputs),
+    max_decode_steps=options.max_decode_steps(inputs),
+  )
   rows = Rows(
-      tokens=inputs, start_tokens=inputs[:, 0], padding_mask=options.mask_or_zeros(padding_mask, inputs.shape[0]),
-      initial_index=options.int32_or_none(initial_index), max_decode_steps=options.int32_or_none(max_decode_steps))
+    tokens=inputs,
+    start_tokens=inputs[:, 0],
+    padding_mask=options.mask_or_zeros(padding_mask, inputs.shape[0]),
+    initial_index=options.int32_or_none(initial_index),
+    max_decode_steps=options.int32_or_none(max_decode_steps),
+  )
   sequences, log_probs = loop.decode_tokens(
-      rows, cache, tokens_to_logits, sampling.take_best, ends=options.end_token_ids(eos_id, stop_token_ids),
-      # Greedy search draws nothing, but the state of the loop has a key.
-      rng=jax.random.key(0))
+    rows,
+    cache,
+    tokens_to_logits,
+    sampling.take_best,
+    ends=options.end_token_ids(eos_id, stop_token_ids),
+    # Greedy search draws nothing, but the state of the loop has a key.
+    rng=jax.random.key(0),
+  )
   return sequences[:, None], log_probs[:, None]

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from t5x_lite.decoding.cache import like_cache
 from t5x_lite.decoding.options import is_end_token
 from t5x_lite.decoding.state import (
-    DecodingState, LogitCallbackFn, Rows, SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable)
+  DecodingState,
+  LogitCallbackFn,
+  Rows,
+  SamplingLoopState,
+  StateCallbackFn,
+  TokensIdsToLogitsCallable,
+)
 from t5x_lite.types import Array
 
 # (key, <float32>[rows, vocab] logits) -> (<int32>[rows] tokens, <float32>[rows] their log-probabilities).
@@ -19,15 +25,15 @@ _EXTRA_COLUMNS = 2
 
 
 def decode_tokens(
-    rows: Rows,
-    cache: Mapping[str, Any],
-    tokens_to_logits: TokensIdsToLogitsCallable,
-    choose: ChooseFn,
-    *,
-    ends: tuple[int, ...],
-    rng: Array,
-    state_callback_fn: StateCallbackFn | None = None,
-    logit_callback_fn: LogitCallbackFn | None = None,
+  rows: Rows,
+  cache: Mapping[str, Any],
+  tokens_to_logits: TokensIdsToLogitsCallable,
+  choose: ChooseFn,
+  *,
+  ends: tuple[int, ...],
+  rng: Array,
+  state_callback_fn: StateCallbackFn | None = None,
+  logit_callback_fn: LogitCallbackFn | None = None,
 ) -> tuple[Array, Array]:
   """Decode one sequence for each row.
 
@@ -55,9 +61,14 @@ def decode_tokens(
   # Number of tokens of each row when it is complete.
   limit = jnp.full((num_rows,), length, jnp.int32)
   if rows.max_decode_steps is not None:
-    limit = jnp.minimum(limit, jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32) + rows.max_decode_steps)
+    limit = jnp.minimum(
+      limit, jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32) + rows.max_decode_steps
+    )
   if rows.initial_index is None:
-    position, token = jnp.zeros((num_rows,), jnp.int32), rows.start_tokens.astype(jnp.int32)[:, None]
+    position, token = (
+      jnp.zeros((num_rows,), jnp.int32),
+      rows.start_tokens.astype(jnp.int32)[:, None],
+    )
   else:
     position = rows.initial_index
     token = jnp.take_along_axis(sequences, position[:, None], axis=1)
@@ -74,8 +85,14 @@ def decode_tokens(
     if state_callback_fn is not None:
       state = state_callback_fn(state)
     rng, next_rng = jax.random.split(state.rng)
-    logits, cache = tokens_to_logits(DecodingState(
-        cur_index=state.cur_index, sequences=state.sequences[:, :length], cur_token=state.cur_token, cache=state.cache))
+    logits, cache = tokens_to_logits(
+      DecodingState(
+        cur_index=state.cur_index,
+        sequences=state.sequences[:, :length],
+        cur_token=state.cur_token,
+        cache=state.cache,
+      )
+    )
     if logit_callback_fn is not None:
       logits = logit_callback_fn(logits, state)
     choice, choice_log_prob = choose(rng, logits.astype(jnp.float32))
@@ -92,17 +109,20 @@ def decode_tokens(
       # The callback may have written an end token at any position.
       ends_now = count_ends(sequences) > num_ends_forced
     return SamplingLoopState(
-        step=state.step + 1,
-        cur_index=position + 1,
-        sequences=sequences,
-        cache=like_cache(cache, state.cache),
-        cur_token=token[:, None],
-        ended=(ended | ends_now | (position + 1 >= limit))[:, None],
-        rng=next_rng,
-        log_prob=state.log_prob + jnp.where(is_decoded, choice_log_prob, 0.0),
+      step=state.step + 1,
+      cur_index=position + 1,
+      sequences=sequences,
+      cache=like_cache(cache, state.cache),
+      cur_token=token[:, None],
+      ended=(ended | ends_now | (position + 1 >= limit))[:, None],
+      rng=next_rng,
+      log_prob=state.log_prob + jnp.where(is_decoded, choice_log_prob, 0.0),
     )
 
-  final = jax.lax.while_loop(not_done, decode_position, SamplingLoopState(
+  final = jax.lax.while_loop(
+    not_done,
+    decode_position,
+    SamplingLoopState(
       step=jnp.zeros((), jnp.int32),
       cur_index=position,
       sequences=sequences,
@@ -112,9 +132,12 @@ def decode_tokens(
       ended=(padding_mask | (position >= limit))[:, None],
       rng=rng,
       log_prob=jnp.zeros((num_rows,), jnp.float32),
-  ))
+    ),
+  )
   # Forced tokens after the end of a row are still there if the loop ended with that row.
-  final = final.replace(sequences=jnp.where(columns <= final.cur_index[:, None], final.sequences, 0))
+  final = final.replace(
+    sequences=jnp.where(columns <= final.cur_index[:, None], final.sequences, 0)
+  )
   if state_callback_fn is not None:
     final = state_callback_fn(final)
-  return final.sequences[:, 1:length + 1], final.log_prob
+  return final.sequences[:, 1 : length + 1], final.log_prob

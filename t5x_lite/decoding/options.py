@@ -19,14 +19,22 @@ COUNT = checks.number(at_least=1, integer=True)
 
 def concrete(value: Any) -> np.ndarray | None:
   """Return the numbers of `value` in its shape, NaN if not numeric; None if traced or on devices of other processes."""
-  if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+  if isinstance(value, jax.core.Tracer) or (
+    isinstance(value, jax.Array) and not value.is_fully_addressable
+  ):
     return None
   known = np.asarray(value)
   return np.full(known.shape, np.nan) if known.dtype.kind in 'OSU' else known
 
 
-def numbers(text: str, condition: Callable[[np.ndarray], Any], *, shapes: Sequence[tuple[int, ...]] = ((),),
-            integer: bool = False, remedy: str = '') -> Expectation:
+def numbers(
+  text: str,
+  condition: Callable[[np.ndarray], Any],
+  *,
+  shapes: Sequence[tuple[int, ...]] = ((),),
+  integer: bool = False,
+  remedy: str = '',
+) -> Expectation:
   """Expect a number or an array of numbers; of a traced option only the shape is checked.
 
   Args:
@@ -42,14 +50,21 @@ def numbers(text: str, condition: Callable[[np.ndarray], Any], *, shapes: Sequen
       return False
     known = concrete(value)
     return known is None or bool(
-        (not integer or np.issubdtype(known.dtype, np.integer)) and np.all(condition(known)))
+      (not integer or np.issubdtype(known.dtype, np.integer)) and np.all(condition(known))
+    )
 
   return Expectation(text, holds, remedy)
 
 
-MAX_DECODE_STEP = numbers('an integer', lambda known: True, integer=True, remedy='0 or less sets no bound.')
-EOS_ID = numbers('a token id of the output vocabulary', lambda known: True, integer=True,
-                 remedy='With a negative number no token ends a sequence.')
+MAX_DECODE_STEP = numbers(
+  'an integer', lambda known: True, integer=True, remedy='0 or less sets no bound.'
+)
+EOS_ID = numbers(
+  'a token id of the output vocabulary',
+  lambda known: True,
+  integer=True,
+  remedy='With a negative number no token ends a sequence.',
+)
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -59,7 +74,9 @@ def _are_token_ids(value: Any) -> bool:
     return False
 
 
-STOP_TOKEN_IDS = Expectation('a sequence of token ids above 0, such as (5, 9)', _are_token_ids, '0 is padding.')
+STOP_TOKEN_IDS = Expectation(
+  'a sequence of token ids above 0, such as (5, 9)', _are_token_ids, '0 is padding.'
+)
 
 
 def check_inputs(owner: str, inputs: Array) -> None:
@@ -69,9 +86,14 @@ def check_inputs(owner: str, inputs: Array) -> None:
     owner: name of the decoding function, for the error.
     inputs: the start token, forced tokens, then zeros for the tokens to decode.
   """
-  checks.check(owner, {'inputs': inputs}, inputs=Expectation(
+  checks.check(
+    owner,
+    {'inputs': inputs},
+    inputs=Expectation(
       'token ids <int32>[batch, length]: the start token, forced tokens, then zeros for the tokens to decode',
-      lambda inputs: jnp.ndim(inputs) == 2 and jnp.issubdtype(jnp.result_type(inputs), jnp.integer)))
+      lambda inputs: jnp.ndim(inputs) == 2 and jnp.issubdtype(jnp.result_type(inputs), jnp.integer),
+    ),
+  )
 
 
 def end_token_ids(eos_id: int, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -101,20 +123,26 @@ def initial_index(inputs: Array) -> Expectation:
     if jnp.shape(value) != (batch,) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
       return False
     index, tokens = concrete(value), concrete(inputs)
-    return index is None or bool(np.all((index >= 0) & (index < length)) and (
-        tokens is None or np.all((index == 0) | (tokens[np.arange(batch), index] != 0))))
+    return index is None or bool(
+      np.all((index >= 0) & (index < length))
+      and (tokens is None or np.all((index == 0) | (tokens[np.arange(batch), index] != 0)))
+    )
 
   return Expectation(
-      f'<int32>[{batch}] or None: the position in `inputs`, from 0 to {length - 1}, of the last token of each prompt, '
-      'which is not padding', holds, 'Longer inputs hold longer prompts.')
+    f'<int32>[{batch}] or None: the position in `inputs`, from 0 to {length - 1}, of the last token of each prompt, '
+    'which is not padding',
+    holds,
+    'Longer inputs hold longer prompts.',
+  )
 
 
 def padding_mask(inputs: Array) -> Expectation:
   """Expect <bool>[batch], True for padding rows of `inputs` <int32>[batch, length], or None."""
   batch = inputs.shape[0]
   return Expectation(
-      f'<bool>[{batch}], True for padding rows, or None',
-      lambda mask: mask is None or (jnp.shape(mask) == (batch,) and jnp.result_type(mask) == bool))
+    f'<bool>[{batch}], True for padding rows, or None',
+    lambda mask: mask is None or (jnp.shape(mask) == (batch,) and jnp.result_type(mask) == bool),
+  )
 
 
 def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectation:
@@ -126,9 +154,14 @@ def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectatio
   """
   batch, length = inputs.shape
   return numbers(
-      f'an integer from 1 to {length}, the length of `inputs`, or one for each of the {batch} rows',
-      lambda known: (known >= 1) & ((np.minimum(known, hard_limit) if hard_limit else known) <= length),
-      shapes=((), (batch,)), integer=True, remedy='Longer inputs decode more tokens.').or_none()
+    f'an integer from 1 to {length}, the length of `inputs`, or one for each of the {batch} rows',
+    lambda known: (
+      (known >= 1) & ((np.minimum(known, hard_limit) if hard_limit else known) <= length)
+    ),
+    shapes=((), (batch,)),
+    integer=True,
+    remedy='Longer inputs decode more tokens.',
+  ).or_none()
 
 
 def mask_or_zeros(mask: Array | None, batch_size: int) -> Array:

@@ -14,7 +14,14 @@ from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
 from t5x_lite.decoding.state import (
-    MIN_TEMPERATURE, NEG_INF_VALUE, LogitCallbackFn, Rows, StateCallbackFn, TokensIdsToLogitsCallable, declare)
+  MIN_TEMPERATURE,
+  NEG_INF_VALUE,
+  LogitCallbackFn,
+  Rows,
+  StateCallbackFn,
+  TokensIdsToLogitsCallable,
+  declare,
+)
 from t5x_lite.decoding.topk import first_argmax, topk_mask, topp_mask
 from t5x_lite.types import Array, ArrayLike
 
@@ -23,29 +30,40 @@ _MIN_TEMPERATURE = float(MIN_TEMPERATURE)
 _CLEARLY_ABOVE_MASKED = NEG_INF_VALUE + 1000.0
 
 
-@declare(padding_mask=True, options=(
-    'temperature', 'topk', 'topp', 'max_decode_steps', 'max_decode_steps_hard_limit', 'rescale_log_probs',
-    'state_callback_fn', 'logit_callback_fn', 'stop_token_ids'))
+@declare(
+  padding_mask=True,
+  options=(
+    'temperature',
+    'topk',
+    'topp',
+    'max_decode_steps',
+    'max_decode_steps_hard_limit',
+    'rescale_log_probs',
+    'state_callback_fn',
+    'logit_callback_fn',
+    'stop_token_ids',
+  ),
+)
 def temperature_sample(
-    inputs: Array,
-    cache: Mapping[str, Any],
-    tokens_to_logits: TokensIdsToLogitsCallable,
-    eos_id: int,
-    decode_rng: Array | None = None,
-    num_decodes: int = 1,
-    temperature: float | Array = 1.0,
-    topk: int = 1,
-    topp: float = 0.0,
-    cache_offset: int = 0,
-    initial_index: Array | None = None,
-    max_decode_steps: int | Array | None = None,
-    max_decode_steps_hard_limit: int | None = None,
-    rescale_log_probs: bool = True,
-    state_callback_fn: StateCallbackFn | None = None,
-    logit_callback_fn: LogitCallbackFn | None = None,
-    *,
-    stop_token_ids: Sequence[int] = (),
-    padding_mask: Array | None = None,
+  inputs: Array,
+  cache: Mapping[str, Any],
+  tokens_to_logits: TokensIdsToLogitsCallable,
+  eos_id: int,
+  decode_rng: Array | None = None,
+  num_decodes: int = 1,
+  temperature: float | Array = 1.0,
+  topk: int = 1,
+  topp: float = 0.0,
+  cache_offset: int = 0,
+  initial_index: Array | None = None,
+  max_decode_steps: int | Array | None = None,
+  max_decode_steps_hard_limit: int | None = None,
+  rescale_log_probs: bool = True,
+  state_callback_fn: StateCallbackFn | None = None,
+  logit_callback_fn: LogitCallbackFn | None = None,
+  *,
+  stop_token_ids: Sequence[int] = (),
+  padding_mask: Array | None = None,
 ) -> tuple[Array, Array]:
   """Sample `num_decodes` sequences for each row and return them ranked by log-probability.
 
@@ -91,40 +109,66 @@ def temperature_sample(
   options.check_inputs('temperature_sample', inputs)
   batch_size = inputs.shape[0]
   checks.check(
-      'temperature_sample', locals(), num_decodes=options.COUNT, eos_id=options.EOS_ID,
-      stop_token_ids=options.STOP_TOKEN_IDS, initial_index=options.initial_index(inputs),
-      padding_mask=options.padding_mask(inputs),
-      temperature=options.numbers(
-          f'a finite number >= 0, or one for each of the {batch_size} rows', lambda t: np.isfinite(t) & (t >= 0),
-          shapes=((), (batch_size,)), remedy='0 chooses the most probable token.'),
-      topk=options.numbers('an integer >= 0', lambda k: k >= 0, integer=True, remedy='0 draws from all tokens.'),
-      topp=options.numbers(
-          'a probability in [0, 1], and 0 unless `topk` is 0', lambda p: (p >= 0) & (p <= 1) & (
-              (p == 0) | (not options.concrete(topk))), remedy='Set topk=0 to sample with topp.'),
-      max_decode_steps_hard_limit=checks.number(at_least=0, integer=True).or_none(),
-      max_decode_steps=options.max_decode_steps(inputs, max_decode_steps_hard_limit))
+    'temperature_sample',
+    locals(),
+    num_decodes=options.COUNT,
+    eos_id=options.EOS_ID,
+    stop_token_ids=options.STOP_TOKEN_IDS,
+    initial_index=options.initial_index(inputs),
+    padding_mask=options.padding_mask(inputs),
+    temperature=options.numbers(
+      f'a finite number >= 0, or one for each of the {batch_size} rows',
+      lambda t: np.isfinite(t) & (t >= 0),
+      shapes=((), (batch_size,)),
+      remedy='0 chooses the most probable token.',
+    ),
+    topk=options.numbers(
+      'an integer >= 0', lambda k: k >= 0, integer=True, remedy='0 draws from all tokens.'
+    ),
+    topp=options.numbers(
+      'a probability in [0, 1], and 0 unless `topk` is 0',
+      lambda p: (p >= 0) & (p <= 1) & ((p == 0) | (not options.concrete(topk))),
+      remedy='Set topk=0 to sample with topp.',
+    ),
+    max_decode_steps_hard_limit=checks.number(at_least=0, integer=True).or_none(),
+    max_decode_steps=options.max_decode_steps(inputs, max_decode_steps_hard_limit),
+  )
   max_decode_steps = options.int32_or_none(max_decode_steps)
   if max_decode_steps is not None and max_decode_steps_hard_limit:
     max_decode_steps = jnp.minimum(max_decode_steps, max_decode_steps_hard_limit)
   rows = Rows(
-      tokens=inputs, start_tokens=jnp.zeros((batch_size,), jnp.int32),
-      padding_mask=options.mask_or_zeros(padding_mask, batch_size),
-      initial_index=options.int32_or_none(initial_index), max_decode_steps=max_decode_steps)
-  rows = jax.tree.map(lambda x: x if jnp.ndim(x) == 0 else cache_lib.flat_batch_beam_expand(x, num_decodes), rows)
+    tokens=inputs,
+    start_tokens=jnp.zeros((batch_size,), jnp.int32),
+    padding_mask=options.mask_or_zeros(padding_mask, batch_size),
+    initial_index=options.int32_or_none(initial_index),
+    max_decode_steps=max_decode_steps,
+  )
+  rows = jax.tree.map(
+    lambda x: x if jnp.ndim(x) == 0 else cache_lib.flat_batch_beam_expand(x, num_decodes), rows
+  )
 
   if num_decodes > 1:
     cache = cache_lib.cache_map(
-        lambda x: cache_lib.flat_batch_beam_expand(x, num_decodes, cache_offset), cache,
-        apply_to_index=initial_index is not None)
+      lambda x: cache_lib.flat_batch_beam_expand(x, num_decodes, cache_offset),
+      cache,
+      apply_to_index=initial_index is not None,
+    )
   sequences, log_probs = loop.decode_tokens(
-      rows, cache, tokens_to_logits, _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs),
-      ends=options.end_token_ids(eos_id, stop_token_ids),
-      rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
-      state_callback_fn=state_callback_fn, logit_callback_fn=logit_callback_fn)
+    rows,
+    cache,
+    tokens_to_logits,
+    _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs),
+    ends=options.end_token_ids(eos_id, stop_token_ids),
+    rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
+    state_callback_fn=state_callback_fn,
+    logit_callback_fn=logit_callback_fn,
+  )
   sequences = cache_lib.unflatten_beam_dim(sequences, batch_size, num_decodes)
   log_probs = cache_lib.unflatten_beam_dim(log_probs, batch_size, num_decodes)
   order = jnp.argsort(log_probs, axis=1)
-  return jnp.take_along_axis(sequences, order[:, :, None], axis=1), jnp.take_along_axis(log_probs, order, axis=1)
+  return jnp.take_along_axis(sequences, order[:, :, None], axis=1), jnp.take_along_axis(
+    log_probs, order, axis=1
+  )
 
 
 def take_best(rng: Array, logits: Array) -> tuple[Array, Array]:
@@ -140,7 +184,8 @@ def take_best(rng: Array, logits: Array) -> tuple[Array, Array]:
 
 
 def _choose_fn(
-    temperature: ArrayLike, topk: ArrayLike, topp: ArrayLike, num_decodes: int, rescale: bool) -> loop.ChooseFn:
+  temperature: ArrayLike, topk: ArrayLike, topp: ArrayLike, num_decodes: int, rescale: bool
+) -> loop.ChooseFn:
   """Return the function that chooses the tokens of a step, with only the computations that the options need."""
 
   def best(rng, logits):
@@ -160,8 +205,14 @@ def _choose_fn(
       return draw_from_kept()
     # One token is kept, unless others are equal; then one of these is drawn.
     largest, token = first_argmax(scaled)
-    is_certain = (jnp.sum(scaled == largest[:, None], axis=-1) == 1) & (largest > _CLEARLY_ABOVE_MASKED)
-    log_prob = jnp.zeros_like(largest) if rescale else _log_prob(logits, jnp.max(logits, axis=-1), _at(logits, token))
+    is_certain = (jnp.sum(scaled == largest[:, None], axis=-1) == 1) & (
+      largest > _CLEARLY_ABOVE_MASKED
+    )
+    log_prob = (
+      jnp.zeros_like(largest)
+      if rescale
+      else _log_prob(logits, jnp.max(logits, axis=-1), _at(logits, token))
+    )
     return jax.lax.cond(jnp.all(is_certain), lambda: (token, log_prob), draw_from_kept)
 
   known = options.concrete(temperature)
@@ -170,11 +221,15 @@ def _choose_fn(
   if known is not None and np.all(known > _MIN_TEMPERATURE):
     return draw
   if jnp.ndim(temperature) == 0:
-    return lambda rng, logits: jax.lax.cond(jnp.asarray(temperature) > _MIN_TEMPERATURE, draw, best, rng, logits)
+    return lambda rng, logits: jax.lax.cond(
+      jnp.asarray(temperature) > _MIN_TEMPERATURE, draw, best, rng, logits
+    )
   is_drawn = jnp.repeat(jnp.asarray(temperature), num_decodes) > _MIN_TEMPERATURE
 
   def either(rng, logits):
-    return tuple(jnp.where(is_drawn, a, b) for a, b in zip(draw(rng, logits), best(rng, logits), strict=True))
+    return tuple(
+      jnp.where(is_drawn, a, b) for a, b in zip(draw(rng, logits), best(rng, logits), strict=True)
+    )
 
   return either
 
@@ -200,11 +255,14 @@ def _mask(scaled: Array, topk: ArrayLike, topp: ArrayLike) -> Array:
 
 
 def _draw(
-    rng: Array, logits: Array, kept: Array, noise_rows: int | None, rescale: bool) -> tuple[Array, Array]:
+  rng: Array, logits: Array, kept: Array, noise_rows: int | None, rescale: bool
+) -> tuple[Array, Array]:
   """Draw tokens from the logits `kept`; return them and their log-probabilities under `kept` or `logits`."""
   rows, vocab_size = kept.shape
   # Same as `jax.random.categorical`, with a faster arg-max.
-  noise = jax.random.gumbel(rng, (rows if noise_rows is None else noise_rows, vocab_size), kept.dtype)
+  noise = jax.random.gumbel(
+    rng, (rows if noise_rows is None else noise_rows, vocab_size), kept.dtype
+  )
   if noise_rows is not None:
     noise = jnp.tile(noise, (rows // noise_rows, 1))
   _, token = first_argmax(noise + kept)

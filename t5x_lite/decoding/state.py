@@ -106,7 +106,6 @@ class Rows(NamedTuple):
   max_decode_steps: Array | None
 
 
-
 class TokensIdsToLogitsCallable(Protocol):
   """Step of the network."""
 
@@ -129,16 +128,16 @@ class DecodeFnCallable(Protocol):
   """
 
   def __call__(
-      self,
-      *,
-      inputs: Array,
-      cache: Mapping[str, Any],
-      tokens_to_logits: TokensIdsToLogitsCallable,
-      eos_id: int,
-      num_decodes: int,
-      decode_rng: Array | None,
-      cache_offset: int,
-      **kwargs,
+    self,
+    *,
+    inputs: Array,
+    cache: Mapping[str, Any],
+    tokens_to_logits: TokensIdsToLogitsCallable,
+    eos_id: int,
+    num_decodes: int,
+    decode_rng: Array | None,
+    cache_offset: int,
+    **kwargs,
   ) -> tuple[Array, Array]:
     """Decode a batch.
 
@@ -220,9 +219,14 @@ def contract_of(decode_fn: Callable[..., Any]) -> DecodeContract:
   while (contract := getattr(decode_fn, _ATTRIBUTE, None)) is None:
     if getattr(decode_fn, 'takes_filling_rows', False):
       raise ConfigError(
-          f'The attribute takes_filling_rows of decode_fn={getattr(decode_fn, "__name__", repr(decode_fn))} has no '
-          'effect. Decorate the function or class with @decoding.declare(padding_mask=True) instead.')
-    inner = decode_fn.func if isinstance(decode_fn, functools.partial) else getattr(decode_fn, '__wrapped__', None)
+        f'The attribute takes_filling_rows of decode_fn={getattr(decode_fn, "__name__", repr(decode_fn))} has no '
+        'effect. Decorate the function or class with @decoding.declare(padding_mask=True) instead.'
+      )
+    inner = (
+      decode_fn.func
+      if isinstance(decode_fn, functools.partial)
+      else getattr(decode_fn, '__wrapped__', None)
+    )
     if inner is None:
       return DecodeContract()
     decode_fn = inner

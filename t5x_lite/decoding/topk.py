@@ -41,7 +41,8 @@ def _first_argmax(x: Array) -> tuple[Array, Array]:
 
 
 def top_k_two_stage(
-    x: Array, k: int, score_fn: Callable[[Array], Array] = lambda x: x) -> tuple[Array, Array]:
+  x: Array, k: int, score_fn: Callable[[Array], Array] = lambda x: x
+) -> tuple[Array, Array]:
   """Return `jax.lax.top_k(score_fn(x), k)`, computed faster: rank maxima of pieces, then entries of the best k pieces.
 
   The result is exact: a piece with one of the k largest entries has one of the k largest maxima.
@@ -64,12 +65,16 @@ def top_k_two_stage(
   best_chunks = jnp.sort(best_chunks, axis=-1)
   entries = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1).reshape(batch, k * _CHUNK)
   values, positions = jax.lax.top_k(score_fn(entries), k)
-  return values, jnp.take_along_axis(best_chunks, positions // _CHUNK, axis=1) * _CHUNK + positions % _CHUNK
+  return values, jnp.take_along_axis(
+    best_chunks, positions // _CHUNK, axis=1
+  ) * _CHUNK + positions % _CHUNK
 
 
 def _chunks(x: Array) -> Array:
   """Divide [..., n] into pieces [..., pieces, _CHUNK], the last one padded with minus infinity."""
-  padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _CHUNK)], constant_values=-jnp.inf)
+  padded = jnp.pad(
+    x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _CHUNK)], constant_values=-jnp.inf
+  )
   return padded.reshape(*x.shape[:-1], -1, _CHUNK)
 
 
@@ -120,13 +125,17 @@ def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
   >>> topp_mask(np.log(np.float32([0.5, 0.125, 0.25, 0.125])), 0.7, -1.0).round(3).tolist()
   [-0.6930000185966492, -1.0, -1.3860000371932983, -1.0]
   """
-  checks.check('topp_mask', locals(), p=options.numbers('a probability in (0, 1]', lambda p: (p > 0) & (p <= 1)))
+  checks.check(
+    'topp_mask',
+    locals(),
+    p=options.numbers('a probability in (0, 1]', lambda p: (p > 0) & (p <= 1)),
+  )
   probs = jax.nn.softmax(logits, axis=-1)
 
   def search_all():
     return float32_bsearch(
-        probs.shape[:-1],
-        lambda t: jnp.sum(jnp.where(probs >= t[..., None], probs, 0.0), axis=-1) < p)[..., None]
+      probs.shape[:-1], lambda t: jnp.sum(jnp.where(probs >= t[..., None], probs, 0.0), axis=-1) < p
+    )[..., None]
 
   if probs.shape[-1] <= _TOPP_CANDIDATES:
     cutoff = search_all()
@@ -137,7 +146,8 @@ def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
     reached = mass >= p
     at = jnp.argmax(reached, axis=-1, keepdims=True)
     cutoff = jax.lax.cond(
-        jnp.all(reached[..., -1]), lambda: jnp.take_along_axis(candidates, at, axis=-1), search_all)
+      jnp.all(reached[..., -1]), lambda: jnp.take_along_axis(candidates, at, axis=-1), search_all
+    )
   return jnp.where(probs >= cutoff, logits, jnp.asarray(replace_val, logits.dtype))
 
 

@@ -8,19 +8,44 @@ inference too, and `infer_fn` has T5X's function for it. Teacher-forced evaluati
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(),
+  {
     't5x_lite.evaluation.config': ('Evaluation', 'InferenceEvalConfig'),
     't5x_lite.evaluation.evaluator': (
-        'AllMetricsFuture', 'EvaluatorConstructor', 'InferenceEvaluator', 'NoMetricsError', 'check_eval_batch',
-        'check_evaluator_cls'),
+      'AllMetricsFuture',
+      'EvaluatorConstructor',
+      'InferenceEvaluator',
+      'NoMetricsError',
+      'check_eval_batch',
+      'check_evaluator_cls',
+    ),
     't5x_lite.evaluation.infer_fn': (
-        'InferFnCallable', 'InferStepWithRngCallable', 'InferStepWithoutRngCallable', 'get_infer_fn'),
-    't5x_lite.evaluation.judging': ('EvaluationResult', 'as_number', 'compute_metrics', 'judge', 'write_predictions'),
+      'InferFnCallable',
+      'InferStepWithRngCallable',
+      'InferStepWithoutRngCallable',
+      'get_infer_fn',
+    ),
+    't5x_lite.evaluation.judging': (
+      'EvaluationResult',
+      'as_number',
+      'compute_metrics',
+      'judge',
+      'write_predictions',
+    ),
     't5x_lite.evaluation.metric_names': (
-        'INFERENCE_EVAL', 'MEAN', 'TRAINING_EVAL', 'check_metric_name', 'check_task_names', 'full_names',
-        'mean_over_tasks', 'names_of_metrics'),
+      'INFERENCE_EVAL',
+      'MEAN',
+      'TRAINING_EVAL',
+      'check_metric_name',
+      'check_task_names',
+      'full_names',
+      'mean_over_tasks',
+      'names_of_metrics',
+    ),
     't5x_lite.evaluation.outputs': ('OutputRunner',),
     't5x_lite.evaluation.runner': ('PredictRunner',),
     't5x_lite.evaluation.when': ('Threshold', 'When'),
     't5x_lite.summaries': ('PREDICTIONS_PREFIX',),
-})
+  },
+)

@@ -17,8 +17,14 @@ import numpy as np
 
 # Features whose padding, id 0 at the end of a row, does not affect a model. Batches with other features are not cut.
 _ENCODER_FEATURES = frozenset({'encoder_input_tokens'})
-_DECODER_FEATURES = frozenset({'decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights',
-                               'decoder_causal_attention'})
+_DECODER_FEATURES = frozenset(
+  {
+    'decoder_input_tokens',
+    'decoder_target_tokens',
+    'decoder_loss_weights',
+    'decoder_causal_attention',
+  }
+)
 # Lengths are multiples of this number, as vector units pad to it anyway.
 _MULTIPLE = 8
 # Maximum number of candidates in the search for the best lengths.
@@ -47,11 +53,15 @@ def in_order(num_examples: int, batch_size: int) -> list[PlannedBatch]:
   >>> [batch.indices.tolist() for batch in in_order(3, 2)]
   [[0, 1], [2, -1]]
   """
-  return [PlannedBatch(indices, {}) for indices in _padded_batches(np.arange(num_examples, dtype=np.int32), batch_size)]
+  return [
+    PlannedBatch(indices, {})
+    for indices in _padded_batches(np.arange(num_examples, dtype=np.int32), batch_size)
+  ]
 
 
-def by_length(rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *,
-              max_num_lengths: int) -> list[PlannedBatch]:
+def by_length(
+  rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *, max_num_lengths: int
+) -> list[PlannedBatch]:
   """Return batches of examples of similar length, the longest first.
 
   Args:
@@ -62,11 +72,16 @@ def by_length(rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *,
     max_num_lengths: maximum number of different lengths.
   """
   num_examples = len(next(iter(rows.values())))
-  known = set(rows) <= _ENCODER_FEATURES | _DECODER_FEATURES and all(array.ndim == 2 for array in rows.values())
+  known = set(rows) <= _ENCODER_FEATURES | _DECODER_FEATURES and all(
+    array.ndim == 2 for array in rows.values()
+  )
   if not known or kind == 'score_with_intermediates':
     return in_order(num_examples, batch_size)
   encoder, decoder = sorted(set(rows) & _ENCODER_FEATURES), sorted(set(rows) & _DECODER_FEATURES)
-  encoder_needs, decoder_needs = _needed(rows, encoder, num_examples), _needed(rows, decoder, num_examples)
+  encoder_needs, decoder_needs = (
+    _needed(rows, encoder, num_examples),
+    _needed(rows, decoder, num_examples),
+  )
   if kind == 'predict' or kind == 'predict_with_aux':
     # The length of the decoder's features is the number of tokens to decode.
     cut, needs, also = encoder, encoder_needs, {}
@@ -75,9 +90,17 @@ def by_length(rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *,
     also = {name: _round_up(int(decoder_needs.max()), rows[name].shape[1]) for name in decoder}
   else:
     cut, needs, also = decoder, decoder_needs, {}
-  lengths = [0] if not cut else choose_lengths(
-      needs, rows[cut[0]].shape[1], max_num_lengths=min(max_num_lengths, max(
-          1, num_examples // (batch_size * _MIN_BATCHES_PER_LENGTH))))
+  lengths = (
+    [0]
+    if not cut
+    else choose_lengths(
+      needs,
+      rows[cut[0]].shape[1],
+      max_num_lengths=min(
+        max_num_lengths, max(1, num_examples // (batch_size * _MIN_BATCHES_PER_LENGTH))
+      ),
+    )
+  )
   # Within one length, rows with targets of similar length, which probably finish together.
   order = np.lexsort((np.arange(num_examples), decoder_needs))
   planned, carried = [], np.zeros(0, np.int32)
@@ -122,12 +145,14 @@ def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int)
   while count < len(costs) and costs[count][-1] <= (1 - _MIN_SAVING) * costs[count - 1][-1]:
     count += 1
   chosen = [len(candidates) - 1]
-  for back in reversed(before[:count - 1]):
+  for back in reversed(before[: count - 1]):
     chosen.append(back[chosen[-1]])
   return [int(candidates[j]) for j in reversed(chosen)]
 
 
-def _needed(rows: Mapping[str, np.ndarray], features: Sequence[str], num_examples: int) -> np.ndarray:
+def _needed(
+  rows: Mapping[str, np.ndarray], features: Sequence[str], num_examples: int
+) -> np.ndarray:
   """Return int64[num_examples], one more than the last position at which any of the features is not 0."""
   needed = np.zeros(num_examples, np.int64)
   for name in features:

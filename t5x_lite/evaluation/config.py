@@ -39,11 +39,17 @@ class InferenceEvalConfig:
 
   def __post_init__(self):
     checks.check(
-        'InferenceEvalConfig', vars(self), num_examples=_COUNT.or_none(), max_num_lengths=_COUNT,
-        num_examples_to_write=checks.number(at_least=0, integer=True).or_none(),
-        batch_by_length=checks.instance(bool, 'True or False'), metric_fns=checks.Expectation(
-            'functions of (targets, predictions), or None',
-            lambda fns: fns is None or (len(fns) > 0 and all(map(callable, fns)))))
+      'InferenceEvalConfig',
+      vars(self),
+      num_examples=_COUNT.or_none(),
+      max_num_lengths=_COUNT,
+      num_examples_to_write=checks.number(at_least=0, integer=True).or_none(),
+      batch_by_length=checks.instance(bool, 'True or False'),
+      metric_fns=checks.Expectation(
+        'functions of (targets, predictions), or None',
+        lambda fns: fns is None or (len(fns) > 0 and all(map(callable, fns))),
+      ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,22 +85,45 @@ class Evaluation:
   def __post_init__(self):
     kinds = (metric_names.TRAINING_EVAL, metric_names.INFERENCE_EVAL, metric_names.MEAN)
     checks.check(
-        'Evaluation', vars(self), name=checks.Expectation(
-            f"a name of letters, digits, '_' and '-' other than {', '.join(kinds)}",
-            lambda name: isinstance(name, str) and re.fullmatch(r'[\w-]+', name, re.ASCII) and name not in kinds),
-        dataset_cfg=checks.instance(data.DatasetConfig, 'a DatasetConfig'), when=checks.Expectation(
-            'a When that is due at some step', lambda when: isinstance(when, When) and not when.is_never,
-            'Set its period, steps, at_start, at_end or condition.'),
-        num_batches=checks.Expectation('None with decode=True', lambda number: number is None,
-                                       'Set InferenceEvalConfig.num_examples.') if self.decode else _COUNT.or_none(),
-        metric_fns=checks.Expectation(
-            'None with decode=True', lambda fns: fns is None, 'Set InferenceEvalConfig.metric_fns.',
-        ) if self.decode else checks.Expectation(
-            'a list of functions of (logits, batch), or None',
-            lambda fns: fns is None or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
-            'In gin, write metric_fns = [@my_module.my_metric] without parentheses.'),
-        infer_eval_cfg=checks.Expectation('an InferenceEvalConfig, unset without decode=True', lambda cfg: (
-            isinstance(cfg, InferenceEvalConfig) and (self.decode or cfg == InferenceEvalConfig()))))
+      'Evaluation',
+      vars(self),
+      name=checks.Expectation(
+        f"a name of letters, digits, '_' and '-' other than {', '.join(kinds)}",
+        lambda name: (
+          isinstance(name, str) and re.fullmatch(r'[\w-]+', name, re.ASCII) and name not in kinds
+        ),
+      ),
+      dataset_cfg=checks.instance(data.DatasetConfig, 'a DatasetConfig'),
+      when=checks.Expectation(
+        'a When that is due at some step',
+        lambda when: isinstance(when, When) and not when.is_never,
+        'Set its period, steps, at_start, at_end or condition.',
+      ),
+      num_batches=checks.Expectation(
+        'None with decode=True',
+        lambda number: number is None,
+        'Set InferenceEvalConfig.num_examples.',
+      )
+      if self.decode
+      else _COUNT.or_none(),
+      metric_fns=checks.Expectation(
+        'None with decode=True',
+        lambda fns: fns is None,
+        'Set InferenceEvalConfig.metric_fns.',
+      )
+      if self.decode
+      else checks.Expectation(
+        'a list of functions of (logits, batch), or None',
+        lambda fns: fns is None or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
+        'In gin, write metric_fns = [@my_module.my_metric] without parentheses.',
+      ),
+      infer_eval_cfg=checks.Expectation(
+        'an InferenceEvalConfig, unset without decode=True',
+        lambda cfg: (
+          isinstance(cfg, InferenceEvalConfig) and (self.decode or cfg == InferenceEvalConfig())
+        ),
+      ),
+    )
 
   @property
   def folder(self) -> str:

@@ -55,21 +55,38 @@ class AllMetricsFuture(Protocol):
 class EvaluatorConstructor(Protocol):
   """Constructor of seqio's Evaluator, possibly with bound options, for `inference_evaluator_cls`."""
 
-  def __call__(self, mixture_or_task_name: str, feature_converter: Any, eval_split: str, use_cached: bool,
-               seed: int | None, sequence_length: Mapping[str, int] | None, log_dir: str | None,
-               use_memory_cache: bool) -> Any:
+  def __call__(
+    self,
+    mixture_or_task_name: str,
+    feature_converter: Any,
+    eval_split: str,
+    use_cached: bool,
+    seed: int | None,
+    sequence_length: Mapping[str, int] | None,
+    log_dir: str | None,
+    use_memory_cache: bool,
+  ) -> Any:
     """Return the Evaluator; the arguments are those of `seqio.Evaluator`."""
 
 
 class InferenceEvaluator:
   """Decodes the tasks of a dataset configuration and computes their metrics."""
 
-  def __init__(self, infer_eval_dataset_cfg: data.DatasetConfig, inference_evaluator_cls: Any, model: BaseModel,
-               partitioner: partitioning.BasePartitioner, log_dir: str | None = None,
-               verify_matching_vocabs_fn: Callable[[data.DatasetConfig, BaseModel], None] | None = (
-                   data.verify_matching_vocabs), *,
-               cfg: InferenceEvalConfig = InferenceEvalConfig(), concurrent_metrics: bool = False,
-               folder: str = metric_names.INFERENCE_EVAL):
+  def __init__(
+    self,
+    infer_eval_dataset_cfg: data.DatasetConfig,
+    inference_evaluator_cls: Any,
+    model: BaseModel,
+    partitioner: partitioning.BasePartitioner,
+    log_dir: str | None = None,
+    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, BaseModel], None] | None = (
+      data.verify_matching_vocabs
+    ),
+    *,
+    cfg: InferenceEvalConfig = InferenceEvalConfig(),
+    concurrent_metrics: bool = False,
+    folder: str = metric_names.INFERENCE_EVAL,
+  ):
     """Read the examples; compute and write nothing.
 
     Args:
@@ -96,21 +113,45 @@ class InferenceEvaluator:
     self._seqio = None
     if inference_evaluator_cls is None:
       self._tasks = data.open_eval_tasks(
-          data.with_feature_lengths(infer_eval_dataset_cfg, feature_converter=model.FEATURE_CONVERTER, decodes=True,
-                                    num_examples=cfg.num_examples, folder=log_dir),
-          layout, feature_converter=model.FEATURE_CONVERTER, num_examples=cfg.num_examples)
+        data.with_feature_lengths(
+          infer_eval_dataset_cfg,
+          feature_converter=model.FEATURE_CONVERTER,
+          decodes=True,
+          num_examples=cfg.num_examples,
+          folder=log_dir,
+        ),
+        layout,
+        feature_converter=model.FEATURE_CONVERTER,
+        num_examples=cfg.num_examples,
+      )
     else:
       from t5x_lite.data import seqio_evaluator
+
       self._seqio = seqio_evaluator.SeqioEvaluator(
-          inference_evaluator_cls, infer_eval_dataset_cfg, layout, model.FEATURE_CONVERTER,
-          log_dir=self._folder, writes=multihost.is_lead())
+        inference_evaluator_cls,
+        infer_eval_dataset_cfg,
+        layout,
+        model.FEATURE_CONVERTER,
+        log_dir=self._folder,
+        writes=multihost.is_lead(),
+      )
       self._tasks = self._seqio.tasks
     if cfg.metric_fns is not None:
-      self._tasks = [dataclasses.replace(task, metric_fns=tuple(cfg.metric_fns), score_metric_fns=(),
-                                         predict_with_aux_metric_fns=(), output_metrics=()) for task in self._tasks]
+      self._tasks = [
+        dataclasses.replace(
+          task,
+          metric_fns=tuple(cfg.metric_fns),
+          score_metric_fns=(),
+          predict_with_aux_metric_fns=(),
+          output_metrics=(),
+        )
+        for task in self._tasks
+      ]
     if not self._tasks:
-      raise NoMetricsError(f'No task of {infer_eval_dataset_cfg.name!r} has metrics for evaluation by decoding. Add '
-                           'metric functions to the task, or remove this evaluation.')
+      raise NoMetricsError(
+        f'No task of {infer_eval_dataset_cfg.name!r} has metrics for evaluation by decoding. Add '
+        'metric functions to the task, or remove this evaluation.'
+      )
     for task in self._tasks:
       if any(kind.startswith('predict') for kind in task.kinds):
         model.check_prediction_features(task.element_spec)
@@ -120,8 +161,7 @@ class InferenceEvaluator:
       names.append(metric_names.MEAN)
     self._num_examples_to_write = cfg.num_examples_to_write
     self._runner = OutputRunner(model, partitioner, cfg)
-    self._managers = {
-        name: summaries.MetricsManager(f'{folder}/{name}', log_dir) for name in names}
+    self._managers = {name: summaries.MetricsManager(f'{folder}/{name}', log_dir) for name in names}
     self._worker = None
     if concurrent_metrics:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='inference-eval')
@@ -148,7 +188,9 @@ class InferenceEvaluator:
     """Number of batches per evaluation."""
     return sum(map(self._runner.num_batches, self._tasks))
 
-  def programs(self, train_state: TrainState, train_state_axes: PyTree) -> dict[str, Callable[[], jax.stages.Lowered]]:
+  def programs(
+    self, train_state: TrainState, train_state_axes: PyTree
+  ) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """Return the programs that `evaluate` compiles; see `OutputRunner.programs`."""
     return self._runner.programs(self._tasks, train_state, train_state_axes)
 
@@ -188,11 +230,16 @@ class InferenceEvaluator:
     for manager in self._managers.values():
       manager.close()
 
-  def evaluate(self, train_state: TrainState, train_state_axes: PyTree, *, step: int | None = None,
-               note_fn: Callable[[str], None] = lambda text: None,
-               compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-               read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
-               ) -> AllMetricsFuture:
+  def evaluate(
+    self,
+    train_state: TrainState,
+    train_state_axes: PyTree,
+    *,
+    step: int | None = None,
+    note_fn: Callable[[str], None] = lambda text: None,
+    compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
+  ) -> AllMetricsFuture:
     """Evaluate a state on every task.
 
     Args:
@@ -213,7 +260,8 @@ class InferenceEvaluator:
     for task in self._tasks:
       start = time.perf_counter()
       outputs[task.name] = found = self._runner.run(
-          task, train_state, train_state_axes, note_fn, compiling_fn, read_fn)
+        task, train_state, train_state_axes, note_fn, compiling_fn, read_fn
+      )
       if self._seqio is None:
         # The devices compute the next task at the same time.
         parts.append(self._submit(self._compute_metrics, task, found, step, start))
@@ -227,19 +275,28 @@ class InferenceEvaluator:
     else:
       future = concurrent.futures.Future()
       future.set_result(fn(*args))
-    self._pending = [f for f in self._pending if not f.done() or f.exception() is not None] + [future]
+    self._pending = [f for f in self._pending if not f.done() or f.exception() is not None] + [
+      future
+    ]
     return future
 
-  def _compute_metrics(self, task: data.EvalTask, outputs: Mapping[str, PyTree], step: int,
-                       start: float) -> MetricsByTask:
+  def _compute_metrics(
+    self, task: data.EvalTask, outputs: Mapping[str, PyTree], step: int, start: float
+  ) -> MetricsByTask:
     result = judging.compute_metrics(task, outputs, self._num_examples_to_write)
     self._write(task.name, step, result.metrics, result.predictions)
     self._managers[task.name].write_scalars(
-        step, {'timing/evaluation_seconds': time.perf_counter() - start}, events_only=True)
+      step, {'timing/evaluation_seconds': time.perf_counter() - start}, events_only=True
+    )
     return {task.name: dict(result.metrics)}
 
-  def _compute_metrics_by_seqio(self, outputs: Mapping[str, Mapping[str, PyTree]], step: int) -> MetricsByTask:
-    plain = {name: {kind: judging.as_numpy(tree) for kind, tree in found.items()} for name, found in outputs.items()}
+  def _compute_metrics_by_seqio(
+    self, outputs: Mapping[str, Mapping[str, PyTree]], step: int
+  ) -> MetricsByTask:
+    plain = {
+      name: {kind: judging.as_numpy(tree) for kind, tree in found.items()}
+      for name, found in outputs.items()
+    }
     metrics = {}
     for name, found in self._seqio.judge(step, plain).items():
       metrics[name] = {}
@@ -248,14 +305,22 @@ class InferenceEvaluator:
           metrics[name][metric] = judging.as_value(metric, value)
     for task in self._tasks:
       texts = judging.decode_texts(task, plain[task.name])
-      self._write(task.name, step, metrics[task.name], judging.prediction_rows(
-          task, plain[task.name], texts, self._num_examples_to_write))
+      self._write(
+        task.name,
+        step,
+        metrics[task.name],
+        judging.prediction_rows(task, plain[task.name], texts, self._num_examples_to_write),
+      )
     return metrics
 
-  def _write(self, name: str, step: int, metrics: Mapping[str, clu.values.Value], predictions: Any) -> None:
+  def _write(
+    self, name: str, step: int, metrics: Mapping[str, clu.values.Value], predictions: Any
+  ) -> None:
     self._managers[name].write_values(step, metrics)
     if self._folder is not None and multihost.is_lead():
-      self._unwritten.append((self._folder / name / f'{summaries.PREDICTIONS_PREFIX}{step}.jsonl', predictions))
+      self._unwritten.append(
+        (self._folder / name / f'{summaries.PREDICTIONS_PREFIX}{step}.jsonl', predictions)
+      )
       with contextlib.suppress(OSError):  # `flush` raises it.
         self._write_predictions()
 
@@ -279,8 +344,11 @@ class InferenceEvaluator:
     return metrics
 
 
-def check_evaluator_cls(inference_evaluator_cls: Any, dataset_cfg: data.DatasetConfig | None,
-                        cfg: InferenceEvalConfig = InferenceEvalConfig()) -> None:
+def check_evaluator_cls(
+  inference_evaluator_cls: Any,
+  dataset_cfg: data.DatasetConfig | None,
+  cfg: InferenceEvalConfig = InferenceEvalConfig(),
+) -> None:
   """Raise if the evaluator is not supported, or if options conflict with its own.
 
   Args:
@@ -295,20 +363,37 @@ def check_evaluator_cls(inference_evaluator_cls: Any, dataset_cfg: data.DatasetC
     return
   expectation = ''
   if not callable(inference_evaluator_cls):
-    expectation = 'None or a class such as seqio.Evaluator (in gin @seqio.Evaluator, without parentheses)'
+    expectation = (
+      'None or a class such as seqio.Evaluator (in gin @seqio.Evaluator, without parentheses)'
+    )
   elif dataset_cfg is not None and not data.get_source(dataset_cfg).supports_seqio_evaluator:
     expectation = f"None unless `DatasetConfig.source` is 'seqio' (it is {dataset_cfg.source!r})"
-  checks.check('', {'inference_evaluator_cls': inference_evaluator_cls, 'num_examples': cfg.num_examples,
-                    'metric_fns': cfg.metric_fns}, **{
+  checks.check(
+    '',
+    {
+      'inference_evaluator_cls': inference_evaluator_cls,
+      'num_examples': cfg.num_examples,
+      'metric_fns': cfg.metric_fns,
+    },
+    **{
       'inference_evaluator_cls': checks.Expectation(
-          expectation, lambda _: not expectation, 'With None, t5x_lite computes the same metrics.'),
+        expectation, lambda _: not expectation, 'With None, t5x_lite computes the same metrics.'
+      ),
       'num_examples': checks.Expectation(
-          'None with an inference_evaluator_cls', lambda number: number is None,
-          'Set seqio.Evaluator.num_examples instead.'),
-      'metric_fns': checks.Expectation('None with an inference_evaluator_cls', lambda fns: fns is None)})
+        'None with an inference_evaluator_cls',
+        lambda number: number is None,
+        'Set seqio.Evaluator.num_examples instead.',
+      ),
+      'metric_fns': checks.Expectation(
+        'None with an inference_evaluator_cls', lambda fns: fns is None
+      ),
+    },
+  )
 
 
-def check_eval_batch(cfg: data.DatasetConfig | None, partitioner: partitioning.BasePartitioner) -> None:
+def check_eval_batch(
+  cfg: data.DatasetConfig | None, partitioner: partitioning.BasePartitioner
+) -> None:
   """Raise ConfigError if the batch size of an evaluation is not divisible by the data axes."""
   if cfg is not None:
     train_step.check_microbatches(cfg.batch_size, None, partitioner.data_mesh_size)

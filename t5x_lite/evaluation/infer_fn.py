@@ -17,37 +17,53 @@ from t5x_lite.types import Batch, PyTree
 
 
 _PAIR = checks.Expectation(
-    'pairs (index, example)', lambda pair: isinstance(pair, (tuple, list)) and len(pair) == 2,
-    'Pass dataset.enumerate().')
+  'pairs (index, example)',
+  lambda pair: isinstance(pair, (tuple, list)) and len(pair) == 2,
+  'Pass dataset.enumerate().',
+)
 
 
 class InferStepWithRngCallable(Protocol):
   """Function that predicts a batch, with a key for sampling, such as `BaseModel.predict_batch_with_aux`."""
 
-  def __call__(self, params: Mapping[str, Any], batch: Batch, rng: jax.Array | None = None,
-               flax_mutables: Mapping[str, Any] | None = None) -> PyTree:
+  def __call__(
+    self,
+    params: Mapping[str, Any],
+    batch: Batch,
+    rng: jax.Array | None = None,
+    flax_mutables: Mapping[str, Any] | None = None,
+  ) -> PyTree:
     """Return the outputs of a batch, arrays [batch, ...]; `flax_mutables` is passed only if it is a parameter."""
 
 
 class InferStepWithoutRngCallable(Protocol):
   """Function that predicts or scores a batch, such as `BaseModel.score_batch`."""
 
-  def __call__(self, params: Mapping[str, Any], batch: Batch,
-               flax_mutables: Mapping[str, Any] | None = None) -> PyTree:
+  def __call__(
+    self, params: Mapping[str, Any], batch: Batch, flax_mutables: Mapping[str, Any] | None = None
+  ) -> PyTree:
     """Return the outputs of a batch, arrays [batch, ...]; `flax_mutables` is passed only if it is a parameter."""
 
 
 class InferFnCallable(Protocol):
   """Function that predicts or scores a dataset: the result of `get_infer_fn`."""
 
-  def __call__(self, ds: Iterable[tuple[int, Mapping[str, np.ndarray]]], train_state: TrainState,
-               rng: jax.Array | None = None) -> Any:
+  def __call__(
+    self,
+    ds: Iterable[tuple[int, Mapping[str, np.ndarray]]],
+    train_state: TrainState,
+    rng: jax.Array | None = None,
+  ) -> Any:
     """Return the outputs of a dataset; see `get_infer_fn`."""
 
 
 def get_infer_fn(
-    infer_step: InferStepWithRngCallable | InferStepWithoutRngCallable, batch_size: int, train_state_axes: TrainState,
-    partitioner: partitioning.BasePartitioner, keep_aux_as_numpy: bool = False) -> InferFnCallable:
+  infer_step: InferStepWithRngCallable | InferStepWithoutRngCallable,
+  batch_size: int,
+  train_state_axes: TrainState,
+  partitioner: partitioning.BasePartitioner,
+  keep_aux_as_numpy: bool = False,
+) -> InferFnCallable:
   """Return a function of (dataset, state, key) that predicts or scores each example.
 
   The dataset is a `tf.data.Dataset` or another iterable of pairs (index, example), and an example a mapping of model
@@ -73,11 +89,20 @@ def get_infer_fn(
 
   def step(params, batch, rng, flax_mutables):
     options = {'rng': rng, 'flax_mutables': flax_mutables}
-    return infer_step(params, batch, **{name: value for name, value in options.items() if name in parameters})
+    return infer_step(
+      params, batch, **{name: value for name, value in options.items() if name in parameters}
+    )
 
   program = partitioner.partition(
-      step, in_axis_resources=(train_state_axes.params, partitioner.data_partition_spec, None,
-                               train_state_axes.flax_mutables), out_axis_resources=None)
+    step,
+    in_axis_resources=(
+      train_state_axes.params,
+      partitioner.data_partition_spec,
+      None,
+      train_state_axes.flax_mutables,
+    ),
+    out_axis_resources=None,
+  )
 
   def infer_fn(ds, train_state, rng=None):
     indices, outputs = [], []
@@ -86,21 +111,30 @@ def get_infer_fn(
       if rng is not None:
         step_rng, rng = jax.random.split(rng)
       found = program(train_state.params, batch, step_rng, train_state.flax_mutables)
-      outputs.append(jax.tree.map(lambda rows, n=len(numbers): np.asarray(rows)[:n], jax.device_get(found)))
+      outputs.append(
+        jax.tree.map(lambda rows, n=len(numbers): np.asarray(rows)[:n], jax.device_get(found))
+      )
       indices += numbers
     if not indices:
-      raise DataError('The dataset has no examples. Pass pairs (index, example), e.g. dataset.enumerate().')
+      raise DataError(
+        'The dataset has no examples. Pass pairs (index, example), e.g. dataset.enumerate().'
+      )
     joined = jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
     if not isinstance(joined, tuple):
       return _pairs(indices, joined)
     predictions, aux = joined
-    return _pairs(indices, predictions), jax.tree.map(list if keep_aux_as_numpy else np.ndarray.tolist, aux)
+    return _pairs(indices, predictions), jax.tree.map(
+      list if keep_aux_as_numpy else np.ndarray.tolist, aux
+    )
 
   return infer_fn
 
 
-def _batches(ds: Iterable[tuple[int, Mapping[str, np.ndarray]]], batch_size: int,
-             partitioner: partitioning.BasePartitioner) -> Iterator[tuple[list[int], Batch]]:
+def _batches(
+  ds: Iterable[tuple[int, Mapping[str, np.ndarray]]],
+  batch_size: int,
+  partitioner: partitioning.BasePartitioner,
+) -> Iterator[tuple[list[int], Batch]]:
   """Yield (indices of the examples, global arrays) of each batch."""
   examples = getattr(ds, 'as_numpy_iterator', lambda: iter(ds))()
   own = partitioner.get_rows(batch_size)
@@ -114,14 +148,24 @@ def _batches(ds: Iterable[tuple[int, Mapping[str, np.ndarray]]], batch_size: int
       found = {name: np.shape(value) for name, value in example.items()}
       shapes = shapes or found
       if found != shapes:
-        raise DataError(f'Example {index} must have the shapes of the first one, {shapes}, got {found}. Pad the '
-                        'features to one length.')
-    spec = {name: jax.ShapeDtypeStruct((batch_size, *np.shape(value)), np.asarray(value).dtype)
-            for name, value in rows[0].items()}
-    local = {name: np.stack([rows[row][name] if row < len(rows) else np.zeros_like(rows[0][name]) for row in own])
-             for name in spec}
+        raise DataError(
+          f'Example {index} must have the shapes of the first one, {shapes}, got {found}. Pad the '
+          'features to one length.'
+        )
+    spec = {
+      name: jax.ShapeDtypeStruct((batch_size, *np.shape(value)), np.asarray(value).dtype)
+      for name, value in rows[0].items()
+    }
+    local = {
+      name: np.stack(
+        [rows[row][name] if row < len(rows) else np.zeros_like(rows[0][name]) for row in own]
+      )
+      for name in spec
+    }
     yield [int(index) for index, _ in chunk], data.to_global_arrays(local, partitioner, spec)
 
 
 def _pairs(indices: Sequence[int], outputs: PyTree) -> list[tuple[int, PyTree]]:
-  return [(index, jax.tree.map(lambda rows, i=i: rows[i], outputs)) for i, index in enumerate(indices)]
+  return [
+    (index, jax.tree.map(lambda rows, i=i: rows[i], outputs)) for i, index in enumerate(indices)
+  ]

@@ -32,8 +32,9 @@ class EvaluationResult:
   predictions: Sequence[Mapping[str, Any]]
 
 
-def compute_metrics(task: data.EvalTask, outputs: Mapping[str, PyTree],
-                    num_predictions: int | None = None) -> EvaluationResult:
+def compute_metrics(
+  task: data.EvalTask, outputs: Mapping[str, PyTree], num_predictions: int | None = None
+) -> EvaluationResult:
   """Compute the metrics of a task.
 
   Args:
@@ -58,8 +59,10 @@ def compute_metrics(task: data.EvalTask, outputs: Mapping[str, PyTree],
   if task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns:
     targets = task.targets()
   if texts is not None and (task.metric_fns or task.predict_with_aux_metric_fns):
-    processed = [task.postprocess(text, example=example, is_target=False)
-                 for text, example in zip(texts, task.examples, strict=True)]
+    processed = [
+      task.postprocess(text, example=example, is_target=False)
+      for text, example in zip(texts, task.examples, strict=True)
+    ]
   for fn in task.metric_fns:
     add(fn, fn(targets, processed))
   for fn in task.score_metric_fns:
@@ -96,13 +99,21 @@ def decode_texts(task: data.EvalTask, outputs: Mapping[str, PyTree]) -> list[Any
     return None
 
   def decode(row):
-    return [decode(part) for part in row] if row.ndim > 1 else task.output_vocabulary.decode(row.tolist())
+    return (
+      [decode(part) for part in row]
+      if row.ndim > 1
+      else task.output_vocabulary.decode(row.tolist())
+    )
 
   return [decode(row) for row in tokens]
 
 
-def prediction_rows(task: data.EvalTask, outputs: Mapping[str, PyTree], texts: Sequence[Any] | None,
-                    num_rows: int | None) -> list[dict[str, Any]]:
+def prediction_rows(
+  task: data.EvalTask,
+  outputs: Mapping[str, PyTree],
+  texts: Sequence[Any] | None,
+  num_rows: int | None,
+) -> list[dict[str, Any]]:
   """Return `EvaluationResult.predictions`.
 
   Args:
@@ -116,8 +127,11 @@ def prediction_rows(task: data.EvalTask, outputs: Mapping[str, PyTree], texts: S
   aux = outputs.get('predict_with_aux', (None, {}))[1]
   for i, example in enumerate(task.examples[:num_rows]):
     row = {'index': i}
-    row |= {name: example[f'{name}_pretokenized'] for name in ('inputs', 'targets')
-            if f'{name}_pretokenized' in example}
+    row |= {
+      name: example[f'{name}_pretokenized']
+      for name in ('inputs', 'targets')
+      if f'{name}_pretokenized' in example
+    }
     if texts is not None:
       row['prediction'] = texts[i]
     if scores is not None:
@@ -128,7 +142,9 @@ def prediction_rows(task: data.EvalTask, outputs: Mapping[str, PyTree], texts: S
   return rows
 
 
-def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mapping[str, Any]]) -> None:
+def write_predictions(
+  path: str | os.PathLike[str], predictions: Sequence[Mapping[str, Any]]
+) -> None:
   """Write one JSON object per line, atomically.
 
   Args:
@@ -155,10 +171,14 @@ def as_value(name: str, value: Any) -> clu.values.Value:
     return clu.values.Scalar(float(np.asarray(value.value)))
   if isinstance(value, _value_classes('Text')):
     text = value.value if isinstance(value, clu.values.Text) else value.textdata
-    return clu.values.Text(text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text))
-  raise DataError(f'The metric {name!r} must be a number, or a Scalar or Text of clu or seqio, got a '
-                  f'{type(value).__name__}. For other kinds, set inference_evaluator_cls = @seqio.Evaluator and its '
-                  'logger_cls.')
+    return clu.values.Text(
+      text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text)
+    )
+  raise DataError(
+    f'The metric {name!r} must be a number, or a Scalar or Text of clu or seqio, got a '
+    f'{type(value).__name__}. For other kinds, set inference_evaluator_cls = @seqio.Evaluator and its '
+    'logger_cls.'
+  )
 
 
 def as_number(name: str, value: Any) -> float:
@@ -179,6 +199,7 @@ def _value_classes(name: str) -> tuple[type, ...]:
   classes = [getattr(clu.values, name)]
   if sys.modules.get('seqio') is not None:
     from t5x_lite.data.seqio_import import seqio
+
     classes.append(getattr(seqio.metrics, name))
   return tuple(classes)
 
@@ -187,5 +208,7 @@ def _as_mapping(fn: Callable[..., Any], result: Any) -> Mapping[str, Any]:
   """Return the result of a metric function; raise if it is not a mapping."""
   if isinstance(result, Mapping):
     return result
-  raise DataError(f'The metric function {getattr(fn, "__name__", fn)!r} must return a mapping of metric name to value, '
-                  f"e.g. {{'accuracy': 0.5}}, got {result!r}.")
+  raise DataError(
+    f'The metric function {getattr(fn, "__name__", fn)!r} must return a mapping of metric name to value, '
+    f"e.g. {{'accuracy': 0.5}}, got {result!r}."
+  )

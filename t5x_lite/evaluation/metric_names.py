@@ -18,7 +18,9 @@ MEAN = 'mean'
 _TIMING = 'timing/'
 
 
-def mean_over_tasks(metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, clu.values.Scalar]:
+def mean_over_tasks(
+  metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]],
+) -> dict[str, clu.values.Scalar]:
   """Return the mean of each number over the tasks that have it, without rates and times.
 
   >>> values = {'a': {'f1': clu.values.Scalar(1.0)}, 'b': {'f1': clu.values.Scalar(0.5), 'em': clu.values.Scalar(0.0)}}
@@ -33,12 +35,17 @@ def mean_over_tasks(metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]
   return {name: clu.values.Scalar(float(np.mean(values))) for name, values in numbers.items()}
 
 
-def full_names(folder: str, metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, float]:
+def full_names(
+  folder: str, metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]
+) -> dict[str, float]:
   """Return the numbers of each task, and their means, by full name, without rates and times."""
   everything = {**metrics_by_task, MEAN: mean_over_tasks(metrics_by_task)}
-  return {f'{folder}/{task}/{name}': float(np.asarray(value.value)) for task, metrics in everything.items()
-          for name, value in metrics.items()
-          if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING)}
+  return {
+    f'{folder}/{task}/{name}': float(np.asarray(value.value))
+    for task, metrics in everything.items()
+    for name, value in metrics.items()
+    if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING)
+  }
 
 
 def check_task_names(names: Iterable[str]) -> None:
@@ -48,7 +55,9 @@ def check_task_names(names: Iterable[str]) -> None:
     ConfigError: see above.
   """
   if MEAN in names:
-    raise ConfigError(f'No task may be called {MEAN!r}, the folder of means over tasks. Rename the task.')
+    raise ConfigError(
+      f'No task may be called {MEAN!r}, the folder of means over tasks. Rename the task.'
+    )
 
 
 def names_of_metrics(task: data.EvalTask) -> set[str] | None:
@@ -71,7 +80,9 @@ def names_of_metrics(task: data.EvalTask) -> set[str] | None:
   return None
 
 
-def check_metric_name(option: str, name: Any, known: Mapping[str, Mapping[str, set[str] | None]]) -> None:
+def check_metric_name(
+  option: str, name: Any, known: Mapping[str, Mapping[str, set[str] | None]]
+) -> None:
   """Raise if the run does not compute a metric.
 
   Args:
@@ -88,10 +99,17 @@ def check_metric_name(option: str, name: Any, known: Mapping[str, Mapping[str, s
     folders |= {f'{folder}/{task}': names for task, names in tasks.items()}
     folders[f'{folder}/{MEAN}'] = None if None in tasks.values() else set().union(*tasks.values())
   of_folder = [folder for folder in folders if name.startswith(f'{folder}/')]
-  if any(folders[folder] is None or name.removeprefix(f'{folder}/') in folders[folder] for folder in of_folder):
+  if any(
+    folders[folder] is None or name.removeprefix(f'{folder}/') in folders[folder]
+    for folder in of_folder
+  ):
     return
   candidates = [f'{folder}/{metric}' for folder, names in folders.items() for metric in names or ()]
-  hint = did_you_mean(name, candidates) if candidates else did_you_mean(name, [f'{folder}/...' for folder in folders])
+  hint = (
+    did_you_mean(name, candidates)
+    if candidates
+    else did_you_mean(name, [f'{folder}/...' for folder in folders])
+  )
   if not folders:
     hint = ' Nothing is evaluated: configure an evaluation, or remove the option.'
   owner, _, option = option.rpartition('.')

@@ -26,7 +26,9 @@ _FIRST_PARTS = {'predict_with_aux': 'predict', 'score_with_intermediates': 'scor
 class OutputRunner:
   """Runs a model over tasks; compiles once per kind of output and length of inputs."""
 
-  def __init__(self, model: BaseModel, partitioner: partitioning.BasePartitioner, cfg: InferenceEvalConfig):
+  def __init__(
+    self, model: BaseModel, partitioner: partitioning.BasePartitioner, cfg: InferenceEvalConfig
+  ):
     """Store the arguments; compile nothing.
 
     Args:
@@ -43,8 +45,9 @@ class OutputRunner:
     """Return the number of batches that `run` computes for a task."""
     return sum(len(self._plan(task, kind)) for kind in _to_compute(task))
 
-  def programs(self, tasks: Sequence[data.EvalTask], train_state: TrainState,
-               train_state_axes: PyTree) -> dict[str, Callable[[], jax.stages.Lowered]]:
+  def programs(
+    self, tasks: Sequence[data.EvalTask], train_state: TrainState, train_state_axes: PyTree
+  ) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """Return the programs that `run` compiles for some tasks: functions that lower, by name.
 
     Args:
@@ -56,12 +59,19 @@ class OutputRunner:
     for task in tasks:
       for kind in _to_compute(task):
         for spec in self._batch_specs(task, kind):
-          fn = functools.partial(self._runner.lower, kind, _with_indices(spec), train_state, train_state_axes)
+          fn = functools.partial(
+            self._runner.lower, kind, _with_indices(spec), train_state, train_state_axes
+          )
           found.setdefault((kind, tree_utils.shapes_key(spec)), ([], fn))[0].append(task.name)
-    names = [f'{kind} {_short_shape(shapes)} ({", ".join(tasks)})' for (kind, shapes), (tasks, _) in found.items()]
+    names = [
+      f'{kind} {_short_shape(shapes)} ({", ".join(tasks)})'
+      for (kind, shapes), (tasks, _) in found.items()
+    ]
     return dict(zip(names, (fn for _, fn in found.values()), strict=True))
 
-  def check(self, tasks: Sequence[data.EvalTask], train_state: TrainState, train_state_axes: PyTree) -> None:
+  def check(
+    self, tasks: Sequence[data.EvalTask], train_state: TrainState, train_state_axes: PyTree
+  ) -> None:
     """Raise if the model does not support a task or its decoding options, by tracing a program of each kind.
 
     Args:
@@ -76,10 +86,15 @@ class OutputRunner:
     for kind, spec in first.items():
       self._runner.trace(kind, _with_indices(spec), train_state, train_state_axes)
 
-  def run(self, task: data.EvalTask, train_state: TrainState, train_state_axes: PyTree,
-          note_fn: Callable[[str], None] = lambda text: None,
-          compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-          read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches) -> dict[str, PyTree]:
+  def run(
+    self,
+    task: data.EvalTask,
+    train_state: TrainState,
+    train_state_axes: PyTree,
+    note_fn: Callable[[str], None] = lambda text: None,
+    compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
+  ) -> dict[str, PyTree]:
     """Compute the outputs for the metrics of a task.
 
     Args:
@@ -97,8 +112,13 @@ class OutputRunner:
     """
     outputs: dict[str, PyTree] = {}
     for kind in _to_compute(task):
-      found = self._runner.run(kind, self._global_batches(task, kind, note_fn, read_fn), train_state, train_state_axes,
-                               compiling_fn=compiling_fn)
+      found = self._runner.run(
+        kind,
+        self._global_batches(task, kind, note_fn, read_fn),
+        train_state,
+        train_state_axes,
+        compiling_fn=compiling_fn,
+      )
       outputs[kind] = _by_example((indexed for _, indexed in found), task)
       if kind in _FIRST_PARTS:
         outputs[_FIRST_PARTS[kind]] = outputs[kind][0]
@@ -111,16 +131,20 @@ class OutputRunner:
       batch_size = next(iter(task.element_spec.values())).shape[0]
       if self._cfg.batch_by_length and task.rows is not None:
         self._plans[key] = batching.by_length(
-            task.rows, batch_size, kind, max_num_lengths=self._cfg.max_num_lengths)
+          task.rows, batch_size, kind, max_num_lengths=self._cfg.max_num_lengths
+        )
       else:
         self._plans[key] = batching.in_order(len(task.examples), batch_size)
     return self._plans[key]
 
-  def _host_batches(self, task, kind,
-                    read_fn) -> Iterator[tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, Any]]]:
+  def _host_batches(
+    self, task, kind, read_fn
+  ) -> Iterator[tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, Any]]]:
     """Yield (indices of this process, its rows, shapes of the global batch)."""
     if task.rows is None:
-      for indices, batch in read_fn(task.batches, f'reading a batch of the evaluation data {task.name!r}'):
+      for indices, batch in read_fn(
+        task.batches, f'reading a batch of the evaluation data {task.name!r}'
+      ):
         yield indices, batch, task.element_spec
       return
     for planned in self._plan(task, kind):
@@ -134,7 +158,9 @@ class OutputRunner:
     """Return the different shapes of the global batches."""
     if task.rows is None:
       return [dict(task.element_spec)]
-    found = {tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)}
+    found = {
+      tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)
+    }
     return [_cut(task.element_spec, lengths) for lengths in found.values()]
 
   def _global_batches(self, task, kind, note_fn, read_fn) -> Iterator[tuple[None, int, Batch]]:
@@ -143,8 +169,13 @@ class OutputRunner:
     num_batches = len(self._plan(task, kind))
     for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind, read_fn)):
       note_fn(f'{doing} {task.name}: batch {number + 1} of {num_batches}')
-      yield None, number, data.to_global_arrays(
-          {**batch, runner.INDICES: indices}, self._partitioner, _with_indices(spec))
+      yield (
+        None,
+        number,
+        data.to_global_arrays(
+          {**batch, runner.INDICES: indices}, self._partitioner, _with_indices(spec)
+        ),
+      )
 
 
 def _with_indices(spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -152,10 +183,14 @@ def _with_indices(spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Sha
   return {**spec, runner.INDICES: jax.ShapeDtypeStruct((num_rows,), np.int32)}
 
 
-def _cut(spec: Mapping[str, jax.ShapeDtypeStruct], lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+def _cut(
+  spec: Mapping[str, jax.ShapeDtypeStruct], lengths: Mapping[str, int]
+) -> dict[str, jax.ShapeDtypeStruct]:
   """Return the shapes of a batch with some features cut to lengths."""
-  cut = {name: jax.ShapeDtypeStruct((spec[name].shape[0], length), spec[name].dtype)
-         for name, length in lengths.items()}
+  cut = {
+    name: jax.ShapeDtypeStruct((spec[name].shape[0], length), spec[name].dtype)
+    for name, length in lengths.items()
+  }
   return {**spec, **cut}
 
 
@@ -188,6 +223,8 @@ def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTas
     seen[indices[real]] = True
   if not seen.all():
     missing = np.flatnonzero(~seen)
-    raise DataError(f'The batches of {task.name!r} lack {len(missing)} of {num_examples} examples; the first is '
-                    f'number {missing[0]}. Evaluate an unpacked split without filters that depend on the batch.')
+    raise DataError(
+      f'The batches of {task.name!r} lack {len(missing)} of {num_examples} examples; the first is '
+      f'number {missing[0]}. Evaluate an unpacked split without filters that depend on the batch.'
+    )
   return jax.tree.unflatten(treedef, collected)

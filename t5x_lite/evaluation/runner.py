@@ -40,8 +40,14 @@ class PredictRunner:
     self._partitioner = partitioner
     self._programs: dict[tuple[Any, ...], jax.stages.Compiled] = {}
 
-  def lower(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,
-            options: Mapping[str, Any] = _NO_OPTIONS) -> jax.stages.Lowered:
+  def lower(
+    self,
+    kind: str,
+    spec: Mapping[str, Any],
+    train_state: TrainState,
+    train_state_axes: PyTree,
+    options: Mapping[str, Any] = _NO_OPTIONS,
+  ) -> jax.stages.Lowered:
     """Return the lowered program of (state, batch, seed, number of the batch).
 
     Args:
@@ -58,15 +64,28 @@ class PredictRunner:
     partitioned, arguments = self._program(kind, spec, train_state, train_state_axes, options)
     return partitioned.lower(*arguments)
 
-  def trace(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,
-            options: Mapping[str, Any] = _NO_OPTIONS) -> None:
+  def trace(
+    self,
+    kind: str,
+    spec: Mapping[str, Any],
+    train_state: TrainState,
+    train_state_axes: PyTree,
+    options: Mapping[str, Any] = _NO_OPTIONS,
+  ) -> None:
     """Raise the errors of `lower`; compile nothing. Arguments are those of `lower`."""
     partitioned, arguments = self._program(kind, spec, train_state, train_state_axes, options)
     partitioned.trace(*arguments)
 
-  def _program(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,
-               options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+  def _program(
+    self,
+    kind: str,
+    spec: Mapping[str, Any],
+    train_state: TrainState,
+    train_state_axes: PyTree,
+    options: Mapping[str, Any],
+  ) -> tuple[Any, tuple[Any, ...]]:
     """Return the partitioned function of `lower` and the shapes of its arguments."""
+
     def outputs_fn(train_state, batch, seed, number):
       batch = dict(batch)
       indices = batch.pop(INDICES, None)
@@ -77,26 +96,46 @@ class PredictRunner:
 
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in spec.items()}
     partitioned = self._partitioner.partition(
-        outputs_fn, in_axis_resources=(train_state_axes, self._partitioner.data_partition_spec, None, None),
-        out_axis_resources=None)
+      outputs_fn,
+      in_axis_resources=(train_state_axes, self._partitioner.data_partition_spec, None, None),
+      out_axis_resources=None,
+    )
     return partitioned, (
-        train_state, shapes, jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.int32))
+      train_state,
+      shapes,
+      jax.ShapeDtypeStruct((), np.uint32),
+      jax.ShapeDtypeStruct((), np.int32),
+    )
 
-  def compile(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,
-              options: Mapping[str, Any] = _NO_OPTIONS,
-              compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-              ) -> jax.stages.Compiled:
+  def compile(
+    self,
+    kind: str,
+    spec: Mapping[str, Any],
+    train_state: TrainState,
+    train_state_axes: PyTree,
+    options: Mapping[str, Any] = _NO_OPTIONS,
+    compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+  ) -> jax.stages.Compiled:
     """Return the compiled program of `lower`; compile it, in the context of `compiling_fn`, at the first call."""
     key = (kind, _options_key(kind, options), tree_utils.shapes_key(spec))
     if key not in self._programs:
       with compiling_fn():
-        self._programs[key] = self.lower(kind, spec, train_state, train_state_axes, options).compile()
+        self._programs[key] = self.lower(
+          kind, spec, train_state, train_state_axes, options
+        ).compile()
     return self._programs[key]
 
-  def run(self, kind: str, batches: Iterable[tuple[T, int, Batch]], train_state: TrainState, train_state_axes: PyTree,
-          *, seed: int = 0, options: Mapping[str, Any] = _NO_OPTIONS,
-          compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-          ) -> Iterator[tuple[T, PyTree]]:
+  def run(
+    self,
+    kind: str,
+    batches: Iterable[tuple[T, int, Batch]],
+    train_state: TrainState,
+    train_state_axes: PyTree,
+    *,
+    seed: int = 0,
+    options: Mapping[str, Any] = _NO_OPTIONS,
+    compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+  ) -> Iterator[tuple[T, PyTree]]:
     """Yield the outputs of each batch on the host, while the devices compute the next one.
 
     Args:
@@ -130,13 +169,21 @@ def _options_key(kind: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
   try:
     hash(key)
   except TypeError:
-    raise ConfigError(f'The options of {kind} must be numbers, strings or functions, because they are compiled into '
-                      f'the program as constants, got {dict(options)!r}.') from None
+    raise ConfigError(
+      f'The options of {kind} must be numbers, strings or functions, because they are compiled into '
+      f'the program as constants, got {dict(options)!r}.'
+    ) from None
   return key
 
 
-def _call_model(model: BaseModel, kind: str, train_state: TrainState, batch: Batch, rng: Array,
-                options: Mapping[str, Any]) -> PyTree:
+def _call_model(
+  model: BaseModel,
+  kind: str,
+  train_state: TrainState,
+  batch: Batch,
+  rng: Array,
+  options: Mapping[str, Any],
+) -> PyTree:
   mutables = tree_utils.to_dict(train_state.flax_mutables)
   options = {**options, **({'flax_mutables': mutables} if mutables else {})}
   params = train_state.eval_params
@@ -155,6 +202,8 @@ def _check_rows(kind: str, outputs: PyTree, num_rows: int) -> None:
   """Raise if an output has not one row per example."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
     if jnp.ndim(leaf) < 1 or leaf.shape[0] != num_rows:
-      raise DataError(f"The model's output {kind}{jax.tree_util.keystr(path)} must have {num_rows} rows, one per "
-                      f'example of the batch, got shape {jnp.shape(leaf)}. Add the batch dim as its first, or remove '
-                      'the output from the model.')
+      raise DataError(
+        f"The model's output {kind}{jax.tree_util.keystr(path)} must have {num_rows} rows, one per "
+        f'example of the batch, got shape {jnp.shape(leaf)}. Add the batch dim as its first, or remove '
+        'the output from the model.'
+      )

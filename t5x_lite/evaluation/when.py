@@ -36,11 +36,18 @@ class When:
 
   def __post_init__(self):
     checks.check(
-        'When', vars(self), period=checks.number(at_least=0, integer=True).or_none(), from_step=_STEP,
-        steps=checks.Expectation('steps, integers >= 0', lambda steps: all(map(_STEP.holds, steps))),
-        at_start=_BOOL, at_end=_BOOL,
-        condition=checks.Expectation('None or a function of (step, metrics)',
-                                     lambda condition: condition is None or callable(condition)))
+      'When',
+      vars(self),
+      period=checks.number(at_least=0, integer=True).or_none(),
+      from_step=_STEP,
+      steps=checks.Expectation('steps, integers >= 0', lambda steps: all(map(_STEP.holds, steps))),
+      at_start=_BOOL,
+      at_end=_BOOL,
+      condition=checks.Expectation(
+        'None or a function of (step, metrics)',
+        lambda condition: condition is None or callable(condition),
+      ),
+    )
 
   @property
   def is_never(self) -> bool:
@@ -49,9 +56,17 @@ class When:
 
   def is_due(self, step: int, last_step: int | None) -> bool:
     """Return whether it is due after `step` of a run that ends at `last_step`, if the condition holds."""
-    return self.is_due_at_end(step, last_step) or (step >= self.from_step and (
-        bool(self.period) and step % self.period == 0 or step in self.steps
-        or self.condition is not None and not self.period and not self.steps))
+    return self.is_due_at_end(step, last_step) or (
+      step >= self.from_step
+      and (
+        bool(self.period)
+        and step % self.period == 0
+        or step in self.steps
+        or self.condition is not None
+        and not self.period
+        and not self.steps
+      )
+    )
 
   def is_due_at_end(self, step: int, last_step: int | None) -> bool:
     """Return whether it is due at `step` because the run ends there."""
@@ -85,14 +100,24 @@ class Threshold:
 
   def __post_init__(self):
     number = checks.number()
-    checks.check('Threshold', vars(self), metric=checks.instance(str, 'the name of a metric'), below=number.or_none(),
-                 above=(number if self.below is None else checks.number(below=self.below)).or_none())
+    checks.check(
+      'Threshold',
+      vars(self),
+      metric=checks.instance(str, 'the name of a metric'),
+      below=number.or_none(),
+      above=(number if self.below is None else checks.number(below=self.below)).or_none(),
+    )
     if self.below is None and self.above is None:
-      raise checks.invalid('Threshold', 'below', 'a number if `above` is None', None, 'Set one of them.')
+      raise checks.invalid(
+        'Threshold', 'below', 'a number if `above` is None', None, 'Set one of them.'
+      )
 
   def __call__(self, step: int, metrics: Mapping[str, float]) -> bool:
     """Return whether the condition holds for these training metrics."""
     del step
     value = metrics.get(self.metric)
-    return value is not None and (self.below is None or value < self.below) and (
-        self.above is None or value > self.above)
+    return (
+      value is not None
+      and (self.below is None or value < self.below)
+      and (self.above is None or value > self.above)
+    )

@@ -39,19 +39,25 @@ from t5x_lite.data.text_examples import TextExample, map_over_examples, over_exa
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.interactive import texts as text_inference
 from t5x_lite.interactive.tasks import (
-    T5XScriptType,
-    get_batches_from_seqio,
-    get_dataset_from_natural_text_examples,
-    get_gin_config_from_interactive_model,
-    get_seqio_task_from_examples,
+  T5XScriptType,
+  get_batches_from_seqio,
+  get_dataset_from_natural_text_examples,
+  get_gin_config_from_interactive_model,
+  get_seqio_task_from_examples,
 )
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch, PyTree
 
 __all__ = [
-    'InferenceType', 'InteractiveModel', 'T5XScriptType', 'get_batches_from_seqio',
-    'get_dataset_from_natural_text_examples', 'get_gin_config_from_interactive_model', 'get_seqio_task_from_examples',
-    'map_over_examples', 'over_examples',
+  'InferenceType',
+  'InteractiveModel',
+  'T5XScriptType',
+  'get_batches_from_seqio',
+  'get_dataset_from_natural_text_examples',
+  'get_gin_config_from_interactive_model',
+  'get_seqio_task_from_examples',
+  'map_over_examples',
+  'over_examples',
 ]
 
 # A list of examples, or a list of such lists.
@@ -74,12 +80,25 @@ class InferenceType(enum.Enum):
 class InteractiveModel:
   """Model with its state, for training, prediction, scoring and evaluation in a notebook."""
 
-  def __init__(self, batch_size: int, task_feature_lengths: Mapping[str, int], output_dir: str,
-               partitioner: partitioning.PjitPartitioner, model: models.BaseTransformerModel, dtype: str | None,
-               restore_mode: str, checkpoint_path: str, input_shapes: Mapping[str, Any] | None = None,
-               input_types: Mapping[str, Any] | None = None, init_random_seed: int = 42, add_eos: bool = True,
-               eval_names: Sequence[str] | None = None, *,
-               trainer_cls: trainer_lib.BaseTrainerConstructor | None = None, save_period: int | None = 1):
+  def __init__(
+    self,
+    batch_size: int,
+    task_feature_lengths: Mapping[str, int],
+    output_dir: str,
+    partitioner: partitioning.PjitPartitioner,
+    model: models.BaseTransformerModel,
+    dtype: str | None,
+    restore_mode: str,
+    checkpoint_path: str,
+    input_shapes: Mapping[str, Any] | None = None,
+    input_types: Mapping[str, Any] | None = None,
+    init_random_seed: int = 42,
+    add_eos: bool = True,
+    eval_names: Sequence[str] | None = None,
+    *,
+    trainer_cls: trainer_lib.BaseTrainerConstructor | None = None,
+    save_period: int | None = 1,
+  ):
     """Restore or initialize the state; compile nothing.
 
     Args:
@@ -106,8 +125,12 @@ class InteractiveModel:
       CheckpointError: the checkpoint is missing, damaged or does not match the model.
     """
     checks.check(
-        'InteractiveModel', locals(), save_period=_COUNT.or_none(), init_random_seed=start_lib.SEED,
-        restore_mode=checks.one_of(('specific', 'latest')))
+      'InteractiveModel',
+      locals(),
+      save_period=_COUNT.or_none(),
+      init_random_seed=start_lib.SEED,
+      restore_mode=checks.one_of(('specific', 'latest')),
+    )
     start_lib.check_model_dir('InteractiveModel', 'output_dir', output_dir)
     start_lib.check_optimizer(model)
     self._model = model
@@ -115,36 +138,56 @@ class InteractiveModel:
     self._output_dir = str(files.path(output_dir).absolute())
     self._batch_size = batch_size
     self._task_feature_lengths = dict(task_feature_lengths)
-    self._save_checkpoint_cfg = checkpoints.SaveCheckpointConfig(dtype=dtype or 'float32', save_dataset=False)
+    self._save_checkpoint_cfg = checkpoints.SaveCheckpointConfig(
+      dtype=dtype or 'float32', save_dataset=False
+    )
     self._save_period = save_period
     self._saved_steps: list[int] = []
     self._restore_checkpoint_cfg = None
     if checkpoint_path:
       self._restore_checkpoint_cfg = checkpoints.RestoreCheckpointConfig(
-          path=checkpoint_path, mode=restore_mode, dtype=dtype, restore_dataset=False)
-    init_rng, trainer_rng = jax.random.split(jax.random.key(start_lib.choose_seed(init_random_seed)))
+        path=checkpoint_path, mode=restore_mode, dtype=dtype, restore_dataset=False
+      )
+    init_rng, trainer_rng = jax.random.split(
+      jax.random.key(start_lib.choose_seed(init_random_seed))
+    )
 
     spec = text_inference.element_spec(model, self._task_feature_lengths, batch_size)
-    shapes = {name: s.shape for name, s in spec.items()} if input_shapes is None else {
-        name: tuple(int(n) for n in shape) for name, shape in input_shapes.items()}
+    shapes = (
+      {name: s.shape for name, s in spec.items()}
+      if input_shapes is None
+      else {name: tuple(int(n) for n in shape) for name, shape in input_shapes.items()}
+    )
     initializer = state_init.TrainStateInitializer(
-        model.optimizer_def, model.get_initial_variables, shapes, partitioner, input_types)
+      model.optimizer_def, model.get_initial_variables, shapes, partitioner, input_types
+    )
     self._train_state_axes = initializer.train_state_axes
     self._inference = text_inference.TextInference(
-        model, partitioner, self._train_state_axes, self._task_feature_lengths, batch_size, add_eos)
+      model, partitioner, self._train_state_axes, self._task_feature_lengths, batch_size, add_eos
+    )
     self._trainer = (trainer_cls or _default_trainer_cls(model))(
-        model=model, train_state=initializer.global_train_state_shape, partitioner=partitioner,
-        eval_names=list(eval_names or ()), summary_dir=self._output_dir, train_state_axes=self._train_state_axes,
-        rng=trainer_rng)
+      model=model,
+      train_state=initializer.global_train_state_shape,
+      partitioner=partitioner,
+      eval_names=list(eval_names or ()),
+      summary_dir=self._output_dir,
+      train_state_axes=self._train_state_axes,
+      rng=trainer_rng,
+    )
     self._trainer.check_batch(spec)
     start = _starting_point(self._restore_checkpoint_cfg)
     start_lib.check_start(start, initializer.global_train_state_shape, model)
-    self._trainer.train_state, _ = start_lib.make_state(start, initializer, partitioner, model, init_rng)
+    self._trainer.train_state, _ = start_lib.make_state(
+      start, initializer, partitioner, model, init_rng
+    )
     self._train_summary: Any = None
     if multihost.is_lead():
       files.path(self._output_dir).mkdir(parents=True, exist_ok=True)
-      partitioning.write_model_info(os.path.join(self._output_dir, 'model-info.txt'),
-                                    initializer.global_train_state_shape, partitioner)
+      partitioning.write_model_info(
+        os.path.join(self._output_dir, 'model-info.txt'),
+        initializer.global_train_state_shape,
+        partitioner,
+      )
 
   # ---- parts ---------------------------------------------------------------------------------------------------------
 
@@ -204,8 +247,11 @@ class InteractiveModel:
     """(path, mode) of the newest checkpoint saved here, else of the restored checkpoint, else None."""
     if self._saved_steps:
       return checkpoints.get_checkpoint_dir(self._output_dir, self._saved_steps[-1]), 'specific'
-    return None if self._restore_checkpoint_cfg is None else (
-        self._restore_checkpoint_cfg.path, self._restore_checkpoint_cfg.mode)
+    return (
+      None
+      if self._restore_checkpoint_cfg is None
+      else (self._restore_checkpoint_cfg.path, self._restore_checkpoint_cfg.mode)
+    )
 
   @property
   def features(self) -> Mapping[str, text_examples.TextFeature]:
@@ -235,7 +281,9 @@ class InteractiveModel:
     """
     self.train_step_with_preprocessors(examples, ())
 
-  def train_step_with_preprocessors(self, examples: Sequence[TextExample], preprocessors: Sequence[Any]) -> None:
+  def train_step_with_preprocessors(
+    self, examples: Sequence[TextExample], preprocessors: Sequence[Any]
+  ) -> None:
     """Train one step on one batch, and save the state if `save_period` is due.
 
     Args:
@@ -249,14 +297,20 @@ class InteractiveModel:
     """
     features = self._inference.reader.read(examples, preprocessors)
     if len(features) > self._batch_size:
-      raise DataError(f'`examples` must be at most {self._batch_size} examples, one batch, got {len(features)}. Pass '
-                      'fewer, or call train_loop with several batches.')
+      raise DataError(
+        f'`examples` must be at most {self._batch_size} examples, one batch, got {len(features)}. Pass '
+        'fewer, or call train_loop with several batches.'
+      )
     try:
       self.train_step_from_batch_iterator(batch for _, batch in self._inference.batches(features))
     except trainer_lib.PreemptionError:
       self.save_checkpoint()
       raise
-    if self._save_period is not None and self.step % self._save_period == 0 and not self._trainer.stop_training:
+    if (
+      self._save_period is not None
+      and self.step % self._save_period == 0
+      and not self._trainer.stop_training
+    ):
       self.save_checkpoint()
 
   def train_step_from_batch_iterator(self, iterator: Iterator[Batch]) -> None:
@@ -267,8 +321,10 @@ class InteractiveModel:
   def _as_global(self, batch: Batch) -> dict[str, jax.Array]:
     if all(isinstance(array, jax.Array) for array in batch.values()):
       return dict(batch)
-    spec = {name: jax.ShapeDtypeStruct((self._batch_size, *array.shape[1:]), array.dtype)
-            for name, array in batch.items()}
+    spec = {
+      name: jax.ShapeDtypeStruct((self._batch_size, *array.shape[1:]), array.dtype)
+      for name, array in batch.items()
+    }
     return data.to_global_arrays(batch, self._partitioner, spec)
 
   def save_checkpoint(self) -> None:
@@ -279,8 +335,12 @@ class InteractiveModel:
       DirectoryInUseError: a run uses the folder.
     """
     # Opened only while saving, so that a cell that constructs this object again finds the folder unlocked.
-    with checkpoints.CheckpointManager(self._output_dir, save_cfg=self._save_checkpoint_cfg) as manager:
-      manager.save(self.step, self.train_state.state_dict(), metadata=start_lib.layout_metadata(self._model))
+    with checkpoints.CheckpointManager(
+      self._output_dir, save_cfg=self._save_checkpoint_cfg
+    ) as manager:
+      manager.save(
+        self.step, self.train_state.state_dict(), metadata=start_lib.layout_metadata(self._model)
+      )
     self._saved_steps = [*(step for step in self._saved_steps if step != self.step), self.step]
     # The manager's retention would count checkpoints of other programs.
     for step in self._saved_steps[:-_KEEP]:
@@ -291,9 +351,13 @@ class InteractiveModel:
 
   # ---- inference ---------------------------------------------------------------------------------------------------
 
-  def infer_with_preprocessors(self, mode: InferenceType, examples: Sequence[TextExample],
-                               preprocessors: Sequence[Any],
-                               **inference_kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+  def infer_with_preprocessors(
+    self,
+    mode: InferenceType,
+    examples: Sequence[TextExample],
+    preprocessors: Sequence[Any],
+    **inference_kwargs: Any,
+  ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Predict or score any number of examples.
 
     Args:
@@ -319,7 +383,9 @@ class InteractiveModel:
       outputs = [self._inference.text(each) for each in ids]
     return list(zip(features, outputs, strict=True)), aux
 
-  def predict_with_aux(self, examples: Sequence[TextExample]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+  def predict_with_aux(
+    self, examples: Sequence[TextExample]
+  ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return (pairs of example and predicted text, auxiliary outputs); see `infer_with_preprocessors`."""
     return self.infer_with_preprocessors(InferenceType.PREDICT_WITH_AUX, examples, ())
 
@@ -329,15 +395,19 @@ class InteractiveModel:
 
   # ---- evaluation --------------------------------------------------------------------------------------------------
 
-  def evaluate(self, examples: Sequence[TextExample],
-               metric_fns: Sequence[Callable[..., Mapping[str, Any]]]) -> Mapping[Any, Any]:
+  def evaluate(
+    self, examples: Sequence[TextExample], metric_fns: Sequence[Callable[..., Mapping[str, Any]]]
+  ) -> Mapping[Any, Any]:
     """Return metrics of examples; see `evaluate_with_preprocessors`."""
     return self.evaluate_with_preprocessors(examples, (), metric_fns)
 
   def evaluate_with_preprocessors(
-      self, examples: Sequence[TextExample], preprocessors: Sequence[Any],
-      metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
-      postprocessor: Callable[..., Any] | None = None) -> Mapping[Any, Any]:
+    self,
+    examples: Sequence[TextExample],
+    preprocessors: Sequence[Any],
+    metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
+    postprocessor: Callable[..., Any] | None = None,
+  ) -> Mapping[Any, Any]:
     """Predict or score examples and compute metrics.
 
     Args:
@@ -356,10 +426,16 @@ class InteractiveModel:
 
   # ---- training loop -------------------------------------------------------------------------------------------------
 
-  def train_loop(self, num_steps: int, eval_period: int | None = 1, train_batches: Batches | None = None,
-                 predict_batches: Batches | None = None, score_batches: Batches | None = None,
-                 eval_batches: Batches | None = None,
-                 metrics_fns: Sequence[Callable[..., Mapping[str, Any]]] | None = None) -> tuple[Any, Any, Any]:
+  def train_loop(
+    self,
+    num_steps: int,
+    eval_period: int | None = 1,
+    train_batches: Batches | None = None,
+    predict_batches: Batches | None = None,
+    score_batches: Batches | None = None,
+    eval_batches: Batches | None = None,
+    metrics_fns: Sequence[Callable[..., Mapping[str, Any]]] | None = None,
+  ) -> tuple[Any, Any, Any]:
     """Train several steps, with evaluations.
 
     Args:
@@ -380,8 +456,11 @@ class InteractiveModel:
       ConfigError: a number is out of range, or only one of `eval_batches` and `metrics_fns` is given.
     """
     pair = checks.Expectation(
-        'given if and only if metrics_fns is', lambda batches: bool(batches) == bool(metrics_fns))
-    checks.check('train_loop', locals(), num_steps=_COUNT, eval_period=_COUNT.or_none(), eval_batches=pair)
+      'given if and only if metrics_fns is', lambda batches: bool(batches) == bool(metrics_fns)
+    )
+    checks.check(
+      'train_loop', locals(), num_steps=_COUNT, eval_period=_COUNT.or_none(), eval_batches=pair
+    )
     batches = itertools.cycle(_as_batches(train_batches)) if train_batches else None
     to_evaluate = _flat(eval_batches)
     metrics = None
@@ -393,7 +472,8 @@ class InteractiveModel:
         if to_evaluate and (is_last or (eval_period is not None and number % eval_period == 0)):
           metrics = self.evaluate(to_evaluate, metrics_fns)
           writer.write_scalars(
-              self.step, {name: evaluation.as_number(name, value) for name, value in metrics.items()})
+            self.step, {name: evaluation.as_number(name, value) for name, value in metrics.items()}
+          )
         if is_last:
           break
     predictions = self.predict_with_aux(_flat(predict_batches))[0] if predict_batches else None
@@ -403,7 +483,9 @@ class InteractiveModel:
 
 def _default_trainer_cls(model: models.BaseTransformerModel) -> trainer_lib.BaseTrainerConstructor:
   """Return the trainer with T5X's default schedule, or without a schedule if the optimizer has a learning rate."""
-  schedule = schedules.create_learning_rate_scheduler() if model.optimizer_def.needs_learning_rate else None
+  schedule = (
+    schedules.create_learning_rate_scheduler() if model.optimizer_def.needs_learning_rate else None
+  )
   return functools.partial(trainer_lib.Trainer, learning_rate_fn=schedule)
 
 
@@ -413,8 +495,10 @@ def _starting_point(cfg: checkpoints.RestoreCheckpointConfig | None) -> start_li
     return start_lib.StartingPoint()
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   if not paths:
-    raise CheckpointError(f'{cfg.path!r} must be a run directory with checkpoint_<step>, got one without checkpoints. '
-                          "Correct checkpoint_path, or set it to '' for new parameters.")
+    raise CheckpointError(
+      f'{cfg.path!r} must be a run directory with checkpoint_<step>, got one without checkpoints. '
+      "Correct checkpoint_path, or set it to '' for new parameters."
+    )
   return start_lib.StartingPoint(path=paths[0], restore_cfg=cfg)
 
 

@@ -1,9 +1,9 @@
 """Opening of a run by its directory: its config.gin defines the model, its checkpoints have the parameters.
 
-    from t5x_lite import notebook
+from t5x_lite import notebook
 
-    model = notebook.open_run('runs/keyword_cloze')
-    model.predict_with_aux(['<extra_id_0> x in numbers:'])
+model = notebook.open_run('runs/keyword_cloze')
+model.predict_with_aux(['<extra_id_0> x in numbers:'])
 """
 
 import argparse
@@ -15,9 +15,18 @@ from t5x_lite.apps.common.runs import ENTRY, find_run, load_run
 from t5x_lite.interactive.model import InteractiveModel
 
 
-def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None = None,
-             save_period: int | None = None, gin_files: Sequence[str] = (), gin_bindings: Sequence[str] = (),
-             allowed_modules: str | None = None, mesh_selector: str | None = None, **overrides: Any) -> Any:
+def open_run(
+  path: str,
+  *,
+  output_dir: str | None = None,
+  batch_size: int | None = None,
+  save_period: int | None = None,
+  gin_files: Sequence[str] = (),
+  gin_bindings: Sequence[str] = (),
+  allowed_modules: str | None = None,
+  mesh_selector: str | None = None,
+  **overrides: Any,
+) -> Any:
   """Return an `InteractiveModel` of a run, with the run's optimizer and learning-rate schedule.
 
   Opening a run executes code: the functions and classes of its config.gin are imported and called. Afterwards, gin's
@@ -41,16 +50,33 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
     CheckpointError: the checkpoint is missing, damaged or does not match the configuration.
   """
   run = find_run(path)
-  configuration = load_run(run, argparse.Namespace(
-      command='open_run', entry=ENTRY, gin_file=list(gin_files), gin_bindings=list(gin_bindings), gin_flags=[],
-      jax_flags=[], gin_search_paths=[], compilation_cache_dir=NO_CACHE, allowed_modules=allowed_modules,
-      mesh_selector=mesh_selector, distributed=None))
+  configuration = load_run(
+    run,
+    argparse.Namespace(
+      command='open_run',
+      entry=ENTRY,
+      gin_file=list(gin_files),
+      gin_bindings=list(gin_bindings),
+      gin_flags=[],
+      jax_flags=[],
+      gin_search_paths=[],
+      compilation_cache_dir=NO_CACHE,
+      allowed_modules=allowed_modules,
+      mesh_selector=mesh_selector,
+      distributed=None,
+    ),
+  )
   dataset_cfg = configuration.argument('train_dataset_cfg')
   arguments = {
-      'batch_size': dataset_cfg.batch_size if batch_size is None else batch_size,
-      'task_feature_lengths': dataset_cfg.task_feature_lengths,
-      'output_dir': f'{run.model_dir}-interactive' if output_dir is None else output_dir,
-      'partitioner': configuration.argument('partitioner'), 'model': configuration.argument('model'), 'dtype': None,
-      'restore_mode': run.mode, 'checkpoint_path': run.checkpoint,
-      'trainer_cls': configuration.argument('trainer_cls'), 'save_period': save_period}
+    'batch_size': dataset_cfg.batch_size if batch_size is None else batch_size,
+    'task_feature_lengths': dataset_cfg.task_feature_lengths,
+    'output_dir': f'{run.model_dir}-interactive' if output_dir is None else output_dir,
+    'partitioner': configuration.argument('partitioner'),
+    'model': configuration.argument('model'),
+    'dtype': None,
+    'restore_mode': run.mode,
+    'checkpoint_path': run.checkpoint,
+    'trainer_cls': configuration.argument('trainer_cls'),
+    'save_period': save_period,
+  }
   return InteractiveModel(**{**arguments, **overrides})

@@ -26,8 +26,9 @@ from t5x_lite.types import PyTree
 _KINDS = {'predict': 'predict_with_aux', 'score': 'score'}
 
 
-def element_spec(model: BaseTransformerModel, task_feature_lengths: Mapping[str, int],
-                 batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+def element_spec(
+  model: BaseTransformerModel, task_feature_lengths: Mapping[str, int], batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct]:
   """Return shapes and dtypes of a global batch by model feature.
 
   Args:
@@ -47,17 +48,29 @@ def element_spec(model: BaseTransformerModel, task_feature_lengths: Mapping[str,
 
 def _converter(model: BaseTransformerModel) -> features_lib.FeatureConverter:
   if not isinstance(model.FEATURE_CONVERTER, str):
-    raise checks.invalid(type(model).__name__, 'feature_converter_cls', f'one of {", ".join(features_lib.CONVERTERS)}',
-                         model.FEATURE_CONVERTER, "Classes of seqio's converters are not supported for texts.")
+    raise checks.invalid(
+      type(model).__name__,
+      'feature_converter_cls',
+      f'one of {", ".join(features_lib.CONVERTERS)}',
+      model.FEATURE_CONVERTER,
+      "Classes of seqio's converters are not supported for texts.",
+    )
   return features_lib.get_converter(model.FEATURE_CONVERTER)
 
 
 class TextInference:
   """Predicts and scores examples in batches; padding rows are dropped."""
 
-  def __init__(self, model: BaseTransformerModel, partitioner: partitioning.BasePartitioner, train_state_axes: PyTree,
-               task_feature_lengths: Mapping[str, int], batch_size: int, add_eos: bool | Mapping[str, bool] = True,
-               length_remedies: Mapping[str, str] | None = None):
+  def __init__(
+    self,
+    model: BaseTransformerModel,
+    partitioner: partitioning.BasePartitioner,
+    train_state_axes: PyTree,
+    task_feature_lengths: Mapping[str, int],
+    batch_size: int,
+    add_eos: bool | Mapping[str, bool] = True,
+    length_remedies: Mapping[str, str] | None = None,
+  ):
     """Store the arguments; compile nothing.
 
     Args:
@@ -79,32 +92,52 @@ class TextInference:
     if not isinstance(add_eos, Mapping):
       add_eos = {'inputs': add_eos, 'targets': add_eos}
     vocabularies = {'inputs': model.input_vocabulary, 'targets': model.output_vocabulary}
-    self.reader = text_examples.ExampleReader(self._converter, {
+    self.reader = text_examples.ExampleReader(
+      self._converter,
+      {
         name: text_examples.TextFeature(vocabulary=vocabulary, add_eos=add_eos[name])
-        for name, vocabulary in vocabularies.items()}, task_feature_lengths, length_remedies)
+        for name, vocabulary in vocabularies.items()
+      },
+      task_feature_lengths,
+      length_remedies,
+    )
     self._model = model
     self._partitioner = partitioner
     self._axes = train_state_axes
-    partitioner.get_data_layout(batch_size)  # Raises if the batch is not divisible by the data axes.
+    partitioner.get_data_layout(
+      batch_size
+    )  # Raises if the batch is not divisible by the data axes.
     self._local_rows = partitioner.get_rows(batch_size)
     self._batch_size = batch_size
     self._runner = evaluation.PredictRunner(model, partitioner)
 
-  def batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, jax.Array]]]:
+  def batches(
+    self, examples: Sequence[Mapping[str, Any]]
+  ) -> Iterator[tuple[int, dict[str, jax.Array]]]:
     """Yield (number of examples, global batch of arrays [batch, ...]); rows of zeros pad the last batch.
 
     Args:
       examples: result of `reader.read`, the same on every process.
     """
     for start in range(0, len(examples), self._batch_size):
-      rows = [(example,) for example in examples[start:start + self._batch_size]]
+      rows = [(example,) for example in examples[start : start + self._batch_size]]
       padded = [*rows, *[()] * (self._batch_size - len(rows))]
-      task_rows = [[{name: e[name] for name in self.reader.lengths} for e in padded[row]] for row in self._local_rows]
+      task_rows = [
+        [{name: e[name] for name in self.reader.lengths} for e in padded[row]]
+        for row in self._local_rows
+      ]
       batch = self._converter.convert(task_rows, self.reader.lengths, False)
       yield len(rows), data.to_global_arrays(batch, self._partitioner, self.element_spec)
 
-  def predict(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]], *, seed: int = 0, first: int = 0,
-              **options: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+  def predict(
+    self,
+    train_state: TrainState,
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    first: int = 0,
+    **options: Any,
+  ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Decode examples.
 
     Args:
@@ -126,8 +159,9 @@ class TextInference:
       return [self.text(row) for row in ids]
     return self._model.output_vocabulary.decode(ids.tolist())
 
-  def score(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]],
-            **options: Any) -> tuple[list[float], dict[str, Any]]:
+  def score(
+    self, train_state: TrainState, examples: Sequence[Mapping[str, Any]], **options: Any
+  ) -> tuple[list[float], dict[str, Any]]:
     """Compute the log-likelihood of each example's targets.
 
     Args:
@@ -141,9 +175,13 @@ class TextInference:
     """
     return self._run('score', train_state, examples, 0, 0, options)
 
-  def evaluate(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]],
-               metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
-               postprocessor: Callable[..., Any] | None = None) -> dict[str, Any]:
+  def evaluate(
+    self,
+    train_state: TrainState,
+    examples: Sequence[Mapping[str, Any]],
+    metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
+    postprocessor: Callable[..., Any] | None = None,
+  ) -> dict[str, Any]:
     """Predict or score examples, as the metrics require, and compute the metrics.
 
     Args:
@@ -162,15 +200,21 @@ class TextInference:
     """
     wanted = [_metric_parameters(fn) for fn in metric_fns]
     if not wanted:
-      raise ConfigError('`metric_fns` is empty. Pass at least one function, such as data.exact_match.')
+      raise ConfigError(
+        '`metric_fns` is empty. Pass at least one function, such as data.exact_match.'
+      )
 
     def process(texts, is_target):
       if postprocessor is None:
         return list(texts)
-      return [postprocessor(text, example=example, is_target=is_target)
-              for text, example in zip(texts, examples, strict=True)]
+      return [
+        postprocessor(text, example=example, is_target=is_target)
+        for text, example in zip(texts, examples, strict=True)
+      ]
 
-    given: dict[str, Any] = {'targets': process([self._target(example) for example in examples], True)}
+    given: dict[str, Any] = {
+      'targets': process([self._target(example) for example in examples], True)
+    }
     if any('predictions' in names for names in wanted):
       ids, given['aux_values'] = self.predict(train_state, examples)
       given['predictions'] = process(map(self.text, ids), False)
@@ -191,15 +235,32 @@ class TextInference:
 
   def compile(self, kind: str, train_state: TrainState, **options: Any) -> None:
     """Compile 'predict' or 'score' with these options ahead of time; otherwise the first call compiles."""
-    self._runner.compile(_KINDS[kind], self.element_spec, tree_utils.shapes(train_state), self._axes, options)
+    self._runner.compile(
+      _KINDS[kind], self.element_spec, tree_utils.shapes(train_state), self._axes, options
+    )
 
-  def _run(self, kind: str, train_state: TrainState, examples: Sequence[Mapping[str, Any]], seed: int, first: int,
-           options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+  def _run(
+    self,
+    kind: str,
+    train_state: TrainState,
+    examples: Sequence[Mapping[str, Any]],
+    seed: int,
+    first: int,
+    options: Mapping[str, Any],
+  ) -> tuple[list[Any], dict[str, Any]]:
     """Return (outputs, auxiliary values) by example."""
-    batches = ((count, first + number, batch) for number, (count, batch) in enumerate(self.batches(examples)))
-    found = self._runner.run(_KINDS[kind], batches, train_state, self._axes, seed=seed, options=options)
-    results = [jax.tree.map(lambda rows, n=count: rows[:n], outputs if isinstance(outputs, tuple) else (outputs, {}))
-               for count, outputs in found]
+    batches = (
+      (count, first + number, batch) for number, (count, batch) in enumerate(self.batches(examples))
+    )
+    found = self._runner.run(
+      _KINDS[kind], batches, train_state, self._axes, seed=seed, options=options
+    )
+    results = [
+      jax.tree.map(
+        lambda rows, n=count: rows[:n], outputs if isinstance(outputs, tuple) else (outputs, {})
+      )
+      for count, outputs in found
+    ]
     return jax.tree.map(_by_example, *results)
 
 
@@ -211,10 +272,19 @@ def _by_example(*batches: np.ndarray) -> list[Any]:
 
 def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
   """Return the names of a metric function's required parameters, which, as in seqio, determine its arguments."""
-  names = tuple(name for name, parameter in inspect.signature(fn).parameters.items()
-                if parameter.default is parameter.empty)
-  if names not in (('targets', 'predictions'), ('targets', 'predictions', 'aux_values'), ('targets', 'scores')):
-    raise ConfigError(f'The required parameters of the metric function {getattr(fn, "__name__", fn)!r} must be '
-                      '(targets, predictions), (targets, predictions, aux_values) or (targets, scores), by these '
-                      f'names, got ({", ".join(names)}).')
+  names = tuple(
+    name
+    for name, parameter in inspect.signature(fn).parameters.items()
+    if parameter.default is parameter.empty
+  )
+  if names not in (
+    ('targets', 'predictions'),
+    ('targets', 'predictions', 'aux_values'),
+    ('targets', 'scores'),
+  ):
+    raise ConfigError(
+      f'The required parameters of the metric function {getattr(fn, "__name__", fn)!r} must be '
+      '(targets, predictions), (targets, predictions, aux_values) or (targets, scores), by these '
+      f'names, got ({", ".join(names)}).'
+    )
   return names

@@ -69,8 +69,12 @@ class MultiHeadDotProductAttention(nn.Module):
   def setup(self):
     heads_axes = ('joined_kv',) if self.flat_kernels else ('heads', 'kv')
     project = functools.partial(
-        DenseGeneral, (self.num_heads, self.head_dim), dtype=self.dtype, kernel_axes=('embed', *heads_axes),
-        flat_kernel=self.flat_kernels)
+      DenseGeneral,
+      (self.num_heads, self.head_dim),
+      dtype=self.dtype,
+      kernel_axes=('embed', *heads_axes),
+      flat_kernel=self.flat_kernels,
+    )
 
     @functools.wraps(self.kernel_init)
     def query_init(*args):
@@ -85,33 +89,64 @@ class MultiHeadDotProductAttention(nn.Module):
   def _project_out(self, x: jax.Array, features: int) -> jax.Array:
     """Project <dtype>[batch, q, heads, head_dim] to [batch, q, features]."""
     out = DenseGeneral(
-        features, axis=(-2, -1), dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=self._out_axes,
-        flat_kernel=self.flat_kernels, name='out')(x)
+      features,
+      axis=(-2, -1),
+      dtype=self.dtype,
+      kernel_init=self.kernel_init,
+      kernel_axes=self._out_axes,
+      flat_kernel=self.flat_kernels,
+      name='out',
+    )(x)
     return checkpoint_name(out, 'attention_output')
 
   def project_query(self, inputs_q: jax.Array) -> jax.Array:
     """Project <float>[batch, q, embed] to <dtype>[batch, q, heads, head_dim]."""
-    return nn_partitioning.with_sharding_constraint(self.query(inputs_q), ('batch', 'length', 'heads', 'kv'))
+    return nn_partitioning.with_sharding_constraint(
+      self.query(inputs_q), ('batch', 'length', 'heads', 'kv')
+    )
 
   def project_key_value(self, inputs_kv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Project <float>[batch, k, embed] to keys and values, <dtype>[batch, k, heads, head_dim] each."""
     constrain = functools.partial(
-        nn_partitioning.with_sharding_constraint, logical_axis_resources=('batch', 'length', 'heads', 'kv'))
+      nn_partitioning.with_sharding_constraint,
+      logical_axis_resources=('batch', 'length', 'heads', 'kv'),
+    )
     return constrain(self.key(inputs_kv)), constrain(self.value(inputs_kv))
 
   def _attend(self, query, key, value, bias, deterministic, heads_first=False):
     """Attend, without the output projection; see `dot_product_attention`."""
     dropout = not deterministic and self.dropout_rate > 0.0
     # The result is not used in initialization, and its choice of a kernel must not be logged.
-    kernel = 'dot' if self.attention_kernel == 'auto' and self.is_initializing() else self.attention_kernel
+    kernel = (
+      'dot' if self.attention_kernel == 'auto' and self.is_initializing() else self.attention_kernel
+    )
     return dot_product_attention(
-        query, key, value, bias, self.make_rng('dropout') if dropout else None, self.dropout_rate, deterministic,
-        self.dtype, self.float32_logits, kernel=kernel, heads_first=heads_first)
+      query,
+      key,
+      value,
+      bias,
+      self.make_rng('dropout') if dropout else None,
+      self.dropout_rate,
+      deterministic,
+      self.dtype,
+      self.float32_logits,
+      kernel=kernel,
+      heads_first=heads_first,
+    )
 
   def __call__(
-      self, inputs_q: jax.Array, inputs_kv: jax.Array, mask: jax.Array | None = None,
-      bias: jax.Array | AttentionBias | None = None, *, decode: bool = False, deterministic: bool = False,
-      prefill: bool = False, prefill_lengths: jax.Array | None = None, cache_length: int | None = None) -> jax.Array:
+    self,
+    inputs_q: jax.Array,
+    inputs_kv: jax.Array,
+    mask: jax.Array | None = None,
+    bias: jax.Array | AttentionBias | None = None,
+    *,
+    decode: bool = False,
+    deterministic: bool = False,
+    prefill: bool = False,
+    prefill_lengths: jax.Array | None = None,
+    cache_length: int | None = None,
+  ) -> jax.Array:
     """Attend from `inputs_q` to `inputs_kv`.
 
     With `decode`, self-attention uses the cache. The first call makes an empty cache and attends as without `decode`. A
@@ -145,10 +180,19 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.encode_positions_fn is not None:
       # A step's positions follow those in the cache.
       first = self.get_variable('cache', 'cache_index', 0) if decode and not prefill else 0
-      query, key = (self._encode_positions(
-          x, jnp.reshape(first, (-1, 1)) + jnp.arange(x.shape[1], dtype=jnp.int32)) for x in (query, key))
+      query, key = (
+        self._encode_positions(
+          x, jnp.reshape(first, (-1, 1)) + jnp.arange(x.shape[1], dtype=jnp.int32)
+        )
+        for x in (query, key)
+      )
     batch, length = inputs_kv.shape[:2]
-    if decode and isinstance(bias, jax.Array) and bias.shape[-2] > length and self.has_variable('cache', 'cached_key'):
+    if (
+      decode
+      and isinstance(bias, jax.Array)
+      and bias.shape[-2] > length
+      and self.has_variable('cache', 'cached_key')
+    ):
       bias = rows_at(bias, self.get_variable('cache', 'cache_index'), length)
     bias = _merge(mask, bias)
     shape, is_step = query.shape, False
@@ -168,13 +212,20 @@ class MultiHeadDotProductAttention(nn.Module):
   def _encode_positions(self, x: jax.Array, positions: jax.Array) -> jax.Array:
     encoded = self.encode_positions_fn(x, positions)
     if jnp.shape(encoded) != x.shape:
-      raise ConfigError(f'`PositionEncoding.encode_positions_fn` must return an array of the shape of its input '
-                        f'{x.shape}, got shape {jnp.shape(encoded)}.')
+      raise ConfigError(
+        f'`PositionEncoding.encode_positions_fn` must return an array of the shape of its input '
+        f'{x.shape}, got shape {jnp.shape(encoded)}.'
+      )
     return encoded
 
   def attend_to_cache(
-      self, inputs_q: jax.Array, mask: jax.Array | None = None, bias: jax.Array | AttentionBias | None = None, *,
-      deterministic: bool = False) -> jax.Array:
+    self,
+    inputs_q: jax.Array,
+    mask: jax.Array | None = None,
+    bias: jax.Array | AttentionBias | None = None,
+    *,
+    deterministic: bool = False,
+  ) -> jax.Array:
     """Attend to the keys and values that `cache_keys_values` stored.
 
     Args:
@@ -193,8 +244,10 @@ class MultiHeadDotProductAttention(nn.Module):
     query = self.project_query(inputs_q)
     rows, q_len, *head_dims = query.shape
     if rows % key.shape[0]:
-      raise ConfigError(f'The number of rows must be a multiple of the {key.shape[0]} examples of the cache, got '
-                        f'{rows}. Make the cache from inputs of the same batch.')
+      raise ConfigError(
+        f'The number of rows must be a multiple of the {key.shape[0]} examples of the cache, got '
+        f'{rows}. Make the cache from inputs of the same batch.'
+      )
     # Queries are independent of each other, so the decodes of an example can be queries of one row.
     query = query.reshape(key.shape[0], -1, *head_dims)
     x = self._attend(query, key, value, _merge(mask, bias), deterministic, heads_first=True)
@@ -216,29 +269,44 @@ class MultiHeadDotProductAttention(nn.Module):
     key, value = self.project_key_value(inputs_kv)
     self._put_keys_values('cross_cache', jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
 
-  def _put_keys_values(self, collection: str, key: jax.Array, value: jax.Array, prefix: str = 'cached') -> None:
+  def _put_keys_values(
+    self, collection: str, key: jax.Array, value: jax.Array, prefix: str = 'cached'
+  ) -> None:
     for kind, array in (('key', key), ('value', value)):
-      self.put_variable(collection, f'{prefix}_{kind}', nn_partitioning.with_sharding_constraint(
-          array, ('batch', 'heads', 'length', 'kv')))
+      self.put_variable(
+        collection,
+        f'{prefix}_{kind}',
+        nn_partitioning.with_sharding_constraint(array, ('batch', 'heads', 'length', 'kv')),
+      )
 
   def _prefill_cache(self, key, value, lengths, cache_length):
     """Make a cache of `cache_length` positions that starts with keys and values [batch, length, heads, head_dim]."""
     length = key.shape[1]
     if length > cache_length:
-      raise ConfigError(f'A prompt must have at most {cache_length} positions, the length of the cache, got {length}. '
-                        'Increase max_decode_length, or shorten the prompt.')
+      raise ConfigError(
+        f'A prompt must have at most {cache_length} positions, the length of the cache, got {length}. '
+        'Increase max_decode_length, or shorten the prompt.'
+      )
     padding = ((0, 0), (0, 0), (0, cache_length - length), (0, 0))
-    self._put_keys_values('cache', *(jnp.pad(jnp.swapaxes(new, 1, 2), padding) for new in (key, value)))
-    self.put_variable('cache', 'cache_index', jnp.asarray(length if lengths is None else lengths, jnp.int32))
+    self._put_keys_values(
+      'cache', *(jnp.pad(jnp.swapaxes(new, 1, 2), padding) for new in (key, value))
+    )
+    self.put_variable(
+      'cache', 'cache_index', jnp.asarray(length if lengths is None else lengths, jnp.int32)
+    )
 
   def _append_to_cache(self, key, value, bias):
     """Append keys and values [batch, new, heads, head_dim] to the cache; return its keys, values and their bias."""
-    cached_key, cached_value = (self.get_variable('cache', name) for name in ('cached_key', 'cached_value'))
+    cached_key, cached_value = (
+      self.get_variable('cache', name) for name in ('cached_key', 'cached_value')
+    )
     index = self.get_variable('cache', 'cache_index')
     batch, num_new = key.shape[:2]
     _check_rows(batch, cached_key.shape[0])
-    key, value = (_append(cached, jnp.swapaxes(new, 1, 2), index)
-                  for cached, new in ((cached_key, key), (cached_value, value)))
+    key, value = (
+      _append(cached, jnp.swapaxes(new, 1, 2), index)
+      for cached, new in ((cached_key, key), (cached_value, value))
+    )
     self._put_keys_values('cache', key, value)
     self.put_variable('cache', 'cache_index', index + num_new)
     # Masks also the positions of the cache that are not filled.
@@ -249,27 +317,40 @@ class MultiHeadDotProductAttention(nn.Module):
     """Like `_append_to_cache`, for a cache with slots for beams; also return queries [batch, beam * new, ...]."""
     slot_key, slot_value = (self.get_variable('cache', name) for name in ('slot_key', 'slot_value'))
     index, table = (self.get_variable('cache', name) for name in ('cache_index', 'slot_table'))
-    (rows, num_new, *head_dims), (batch, _, num_slots, _), length = key.shape, slot_key.shape, table.shape[1]
+    (rows, num_new, *head_dims), (batch, _, num_slots, _), length = (
+      key.shape,
+      slot_key.shape,
+      table.shape[1],
+    )
     num_beams = num_slots // length
     _check_rows(rows, batch * num_beams)
     # All beams of an example are at the same position.
     first = num_beams * (index if index.ndim == 0 else index.reshape(batch, num_beams)[:, 0])
     slot_key, slot_value = (
-        _append(cached, beam_cache.to_slots(new, num_beams), first)
-        for cached, new in ((slot_key, key), (slot_value, value)))
+      _append(cached, beam_cache.to_slots(new, num_beams), first)
+      for cached, new in ((slot_key, key), (slot_value, value))
+    )
     self._put_keys_values('cache', slot_key, slot_value, prefix='slot')
     self.put_variable('cache', 'cache_index', index + num_new)
     table = beam_cache.mark_slots(table, index, num_new, num_beams)
     self.put_variable('cache', 'slot_table', table)
-    bias = (AttentionBias() if bias is None else bias).plus(causal_bias(num_new, length, query_offset=index))
-    return (query.reshape(batch, num_beams * num_new, *head_dims), slot_key, slot_value,
-            beam_cache.slot_bias(bias, table, num_new, num_beams))
+    bias = (AttentionBias() if bias is None else bias).plus(
+      causal_bias(num_new, length, query_offset=index)
+    )
+    return (
+      query.reshape(batch, num_beams * num_new, *head_dims),
+      slot_key,
+      slot_value,
+      beam_cache.slot_bias(bias, table, num_new, num_beams),
+    )
 
 
 def _check_rows(rows: int, expected: int) -> None:
   if rows != expected:
-    raise ConfigError(f'The number of sequences must be {expected}, that of the cache, got {rows}. Make the cache from '
-                      'inputs of the same batch and number of decodes.')
+    raise ConfigError(
+      f'The number of sequences must be {expected}, that of the cache, got {rows}. Make the cache from '
+      'inputs of the same batch and number of decodes.'
+    )
 
 
 def _append(cached: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
@@ -279,8 +360,11 @@ def _append(cached: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(cached, new, index, axis=2)
   offsets = jnp.arange(new.shape[2])
   # Full rows (those with long prompts are full first) drop new entries, so that they keep their old ones.
-  return jax.vmap(lambda row, new_row, start: row.at[:, start + offsets].set(
-      new_row, mode='drop', unique_indices=True))(cached, new, index)
+  return jax.vmap(
+    lambda row, new_row, start: row.at[:, start + offsets].set(
+      new_row, mode='drop', unique_indices=True
+    )
+  )(cached, new, index)
 
 
 def _merge(mask: jax.Array | None, bias: jax.Array | AttentionBias | None) -> AttentionBias | None:

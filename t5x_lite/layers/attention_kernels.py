@@ -44,12 +44,16 @@ class KernelChoice(NamedTuple):
   reason: str
 
   def __str__(self) -> str:
-    return f'{self.kernel!r} for {self.q_len:,} queries and {self.k_len:,} keys, since {self.reason}'
+    return (
+      f'{self.kernel!r} for {self.q_len:,} queries and {self.k_len:,} keys, since {self.reason}'
+    )
 
 
 # Choices that this process has logged, and those of the programs traced in a `kernel_choices` context.
 _logged_choices: set[KernelChoice] = set()
-_choices: contextvars.ContextVar[list[KernelChoice] | None] = contextvars.ContextVar('kernel_choices', default=None)
+_choices: contextvars.ContextVar[list[KernelChoice] | None] = contextvars.ContextVar(
+  'kernel_choices', default=None
+)
 
 
 @contextlib.contextmanager
@@ -80,13 +84,17 @@ def select_attention_kernel(kernel: str, **conditions: Any) -> str:
     return kernel
   platform, q_len, k_len = (conditions[name] for name in ('platform', 'q_len', 'k_len'))
   reasons = {
-      'cudnn': fused_attention.cudnn_unsupported_reason(**conditions),
-      'splash': fused_attention.splash_unsupported_reason(
-          platform=platform, q_len=q_len, k_len=k_len, bias=conditions['bias'])}
+    'cudnn': fused_attention.cudnn_unsupported_reason(**conditions),
+    'splash': fused_attention.splash_unsupported_reason(
+      platform=platform, q_len=q_len, k_len=k_len, bias=conditions['bias']
+    ),
+  }
   if kernel != 'auto':
     reason = reasons[kernel]
     if reason is not None:
-      alternative = '' if reason.endswith(fused_attention.USE_AUTO) else "; or use attention_kernel='auto'"
+      alternative = (
+        '' if reason.endswith(fused_attention.USE_AUTO) else "; or use attention_kernel='auto'"
+      )
       raise ConfigError(f'attention_kernel={kernel!r} is not supported: {reason}{alternative}.')
     return kernel
   choice = KernelChoice(q_len, k_len, *_choose(platform, q_len * k_len, reasons))
@@ -104,7 +112,10 @@ def _choose(platform: str, num_scores: int, reasons: dict[str, str | None]) -> t
   reason = f'{num_scores:,} scores per head are {size} {least:,}'
   if fused is None:
     return kernel, reason
-  return kernel, f'{fused!r} is not possible ({reasons[fused].removesuffix(fused_attention.USE_AUTO)}) and {reason}'
+  return (
+    kernel,
+    f'{fused!r} is not possible ({reasons[fused].removesuffix(fused_attention.USE_AUTO)}) and {reason}',
+  )
 
 
 def _min_blockwise_scores(platform: str) -> int:
@@ -183,7 +194,8 @@ def _softmax(scores: jax.Array) -> jax.Array:
 
 
 def drop_keys(
-    value: jax.Array, dropout_rng: jax.Array | None, dropout_rate: float, heads_first: bool = False) -> jax.Array:
+  value: jax.Array, dropout_rng: jax.Array | None, dropout_rate: float, heads_first: bool = False
+) -> jax.Array:
   """Return the values of attention with dropout: a dropped key has weight 0 in all queries of a head, as in T5X.
 
   That is the same as a value of zeros, so all kernels have the same dropout.
@@ -198,7 +210,9 @@ def drop_keys(
     return value
   batch, *dims, _ = value.shape
   heads, k_len = dims if heads_first else reversed(dims)
-  keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (batch, heads, 1, k_len))[:, :, 0, :, None]
+  keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (batch, heads, 1, k_len))[
+    :, :, 0, :, None
+  ]
   keep = keep if heads_first else jnp.swapaxes(keep, 1, 2)
   return value * (keep.astype(value.dtype) / jnp.asarray(1.0 - dropout_rate, value.dtype))
 
@@ -219,14 +233,26 @@ def _platform(bias: AttentionBias | None) -> dict[str, str | None]:
   platform, gpu = platforms.traced_platform(), None
   if platform == 'gpu':
     gpu = fused_attention.gpu_unsupported_reason(
-        jax.local_devices()[0], fused_attention.installed_cudnn_version(), bias is not None and bias.is_packed)
+      jax.local_devices()[0],
+      fused_attention.installed_cudnn_version(),
+      bias is not None and bias.is_packed,
+    )
   return {'platform': platform, 'gpu': gpu}
 
 
 def dot_product_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | AttentionBias | None = None,
-    dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
-    dtype: Any = jnp.float32, float32_logits: bool = False, *, kernel: str = 'dot', heads_first: bool = False
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  bias: jax.Array | AttentionBias | None = None,
+  dropout_rng: jax.Array | None = None,
+  dropout_rate: float = 0.0,
+  deterministic: bool = False,
+  dtype: Any = jnp.float32,
+  float32_logits: bool = False,
+  *,
+  kernel: str = 'dot',
+  heads_first: bool = False,
 ) -> jax.Array:
   """Attend: softmax(query . key + bias) . value, without 1/sqrt(head_dim), which is in T5's initializer of the query.
 
@@ -257,15 +283,30 @@ def dot_product_attention(
   """
   dropout = not deterministic and dropout_rate > 0.0
   if dropout and dropout_rng is None:
-    raise checks.invalid('dot_product_attention', 'dropout_rng', f'a key for dropout_rate={dropout_rate}', None,
-                         'Alternatively, pass deterministic=True.')
+    raise checks.invalid(
+      'dot_product_attention',
+      'dropout_rng',
+      f'a key for dropout_rate={dropout_rate}',
+      None,
+      'Alternatively, pass deterministic=True.',
+    )
   if bias is not None and not isinstance(bias, AttentionBias):
     bias = AttentionBias.from_array(bias)
   query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)
   value = drop_keys(value, dropout_rng if dropout else None, dropout_rate, heads_first)
-  chosen = 'dot' if heads_first or kernel == 'dot' else select_attention_kernel(
-      kernel, **_platform(bias), dtype=dtype, head_dim=query.shape[-1], q_len=query.shape[1], k_len=key.shape[1],
-      bias=bias)
+  chosen = (
+    'dot'
+    if heads_first or kernel == 'dot'
+    else select_attention_kernel(
+      kernel,
+      **_platform(bias),
+      dtype=dtype,
+      head_dim=query.shape[-1],
+      q_len=query.shape[1],
+      k_len=key.shape[1],
+      bias=bias,
+    )
+  )
   if chosen == 'cudnn':
     return fused_attention.cudnn_attention(query, key, value, bias, fallback=blockwise_attention)
   if chosen == 'splash':

@@ -33,7 +33,10 @@ def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
   >>> {name: jnp.shape(leaf) for name, leaf in share_beams(cache, 3).items()}
   {'cache_index': (), 'slot_key': (1, 1, 6, 4), 'slot_value': (1, 1, 6, 4), 'slot_table': (1, 2)}
   """
-  shared = {name: share_beams(node, num_beams) if isinstance(node, Mapping) else node for name, node in cache.items()}
+  shared = {
+    name: share_beams(node, num_beams) if isinstance(node, Mapping) else node
+    for name, node in cache.items()
+  }
   if 'cached_key' not in shared:
     return shared
   for kind in ('key', 'value'):
@@ -69,7 +72,9 @@ def mark_slots(table: jax.Array, index: jax.Array, num_new: int, num_beams: int)
   return jnp.where((positions >= 0) & (positions < num_new), own, table)
 
 
-def slot_bias(bias: AttentionBias, table: jax.Array, num_queries: int, num_beams: int) -> AttentionBias:
+def slot_bias(
+  bias: AttentionBias, table: jax.Array, num_queries: int, num_beams: int
+) -> AttentionBias:
   """Return a bias over slots that masks, for each beam, the slots that are not its past.
 
   Args:
@@ -83,9 +88,14 @@ def slot_bias(bias: AttentionBias, table: jax.Array, num_queries: int, num_beams
   """
   rows, length = table.shape
   past = mask_to_bias(table[:, :, None] == jnp.arange(num_beams, dtype=jnp.int32))[:, None, None]
-  total = sum(part[..., None] for part in (bias.shared, bias.per_example) if part is not None) + past
+  total = (
+    sum(part[..., None] for part in (bias.shared, bias.per_example) if part is not None) + past
+  )
   num_heads = total.shape[1]
   total = jnp.broadcast_to(total, (rows, num_heads, num_queries, length, num_beams))
   total = total.reshape(rows // num_beams, num_beams, num_heads, num_queries, length * num_beams)
-  return AttentionBias.from_array(jnp.swapaxes(total, 1, 2).reshape(
-      rows // num_beams, num_heads, num_beams * num_queries, length * num_beams))
+  return AttentionBias.from_array(
+    jnp.swapaxes(total, 1, 2).reshape(
+      rows // num_beams, num_heads, num_beams * num_queries, length * num_beams
+    )
+  )

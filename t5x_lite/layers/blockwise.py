@@ -84,9 +84,16 @@ class _Blocks:
       return pairs, None
     q_low, q_high = _range(bias.query_segments, self.num_q)
     k_low, k_high = _range(bias.key_segments, self.num_k)
-    visible = (q_high[:, :, None] >= k_low[:, None]) & (k_high[:, None] >= q_low[:, :, None]) & (k_high >= 0)[:, None]
+    visible = (
+      (q_high[:, :, None] >= k_low[:, None])
+      & (k_high[:, None] >= q_low[:, :, None])
+      & (k_high >= 0)[:, None]
+    )
     if self.causal and bias.prefix is not None:
-      any_q, any_k = (jnp.any(bias.prefix.reshape(bias.prefix.shape[0], n, -1), 2) for n in (self.num_q, self.num_k))
+      any_q, any_k = (
+        jnp.any(bias.prefix.reshape(bias.prefix.shape[0], n, -1), 2)
+        for n in (self.num_q, self.num_k)
+      )
       visible &= jnp.asarray(below) | (any_q[:, :, None] & any_k[:, None])
     return pairs, jnp.any(visible, axis=0)[pairs[:, 0], pairs[:, 1]]
 
@@ -95,7 +102,9 @@ class _Blocks:
     last_query = (np.arange(self.num_q) + 1) * self.q_block - 1
     return last_query[:, None] >= np.arange(self.num_k) * self.k_block
 
-  def scores(self, query: jax.Array, key: jax.Array, bias: _Bias, i: jax.Array, j: jax.Array) -> jax.Array:
+  def scores(
+    self, query: jax.Array, key: jax.Array, bias: _Bias, i: jax.Array, j: jax.Array
+  ) -> jax.Array:
     """Return float32 [batch, heads, q_block, k_block], the scores of block (i, j) with its bias and mask."""
     scores = _product('bhqd,bhkd->bhqk', _cut(query, i, self.q_block), _cut(key, j, self.k_block))
     if bias.distances is not None:
@@ -110,20 +119,29 @@ class _Blocks:
     parts = []
     if self.causal:
       first_query, first_key = i * self.q_block, j * self.k_block
-      queries, keys = (lax.broadcasted_iota(jnp.int32, (1, self.q_block, self.k_block), dim) for dim in (1, 2))
+      queries, keys = (
+        lax.broadcasted_iota(jnp.int32, (1, self.q_block, self.k_block), dim) for dim in (1, 2)
+      )
       causally = queries + first_query >= keys + first_key
       if bias.prefix is not None:
-        in_prefix = _cut(bias.prefix, i, self.q_block, 1)[:, :, None] & _cut(bias.prefix, j, self.k_block, 1)[:, None]
+        in_prefix = (
+          _cut(bias.prefix, i, self.q_block, 1)[:, :, None]
+          & _cut(bias.prefix, j, self.k_block, 1)[:, None]
+        )
         causally |= in_prefix
       parts.append(causally)
     if bias.key_segments is not None:
-      parts.append(_cut(bias.query_segments, i, self.q_block, 1)[:, :, None]
-                   == _cut(bias.key_segments, j, self.k_block, 1)[:, None])
+      parts.append(
+        _cut(bias.query_segments, i, self.q_block, 1)[:, :, None]
+        == _cut(bias.key_segments, j, self.k_block, 1)[:, None]
+      )
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
   def distances(self, values: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     """Return float32 [heads, q_block + k_block - 1], the biases of the distances in block (i, j)."""
-    return lax.dynamic_slice_in_dim(values, self.first_distance(i, j), self.q_block + self.k_block - 1, axis=1)
+    return lax.dynamic_slice_in_dim(
+      values, self.first_distance(i, j), self.q_block + self.k_block - 1, axis=1
+    )
 
   def first_distance(self, i: jax.Array, j: jax.Array) -> jax.Array:
     """Return the index of the least distance of block (i, j) among all distances."""
@@ -131,14 +149,24 @@ class _Blocks:
 
   def cut_array(self, array: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     """Return block (i, j) of a bias [batch or 1, heads or 1, q or 1, k or 1]."""
-    sizes = [*array.shape[:2], *(1 if array.shape[dim] == 1 else size
-                                 for dim, size in ((2, self.q_block), (3, self.k_block)))]
+    sizes = [
+      *array.shape[:2],
+      *(
+        1 if array.shape[dim] == 1 else size for dim, size in ((2, self.q_block), (3, self.k_block))
+      ),
+    ]
     return lax.dynamic_slice(array, self.start(array, i, j), sizes)
 
   def start(self, array: jax.Array, i: jax.Array, j: jax.Array) -> tuple[Any, ...]:
     """Return the indices of the first element of block (i, j) of such a bias."""
-    return 0, 0, *(0 if array.shape[dim] == 1 else first
-                   for dim, first in ((2, i * self.q_block), (3, j * self.k_block)))
+    return (
+      0,
+      0,
+      *(
+        0 if array.shape[dim] == 1 else first
+        for dim, first in ((2, i * self.q_block), (3, j * self.k_block))
+      ),
+    )
 
 
 def _range(segments: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
@@ -160,7 +188,12 @@ def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _over_pairs(
-    pairs: np.ndarray, visible: jax.Array | None, carry: PyTree, read: Callable, update: Callable, write: Callable
+  pairs: np.ndarray,
+  visible: jax.Array | None,
+  carry: PyTree,
+  read: Callable,
+  update: Callable,
+  write: Callable,
 ) -> PyTree:
   """Return `carry` after `carry = write(carry, update(read(carry, i, j), i, j), i, j)` for all pairs (i, j).
 
@@ -181,7 +214,8 @@ def _over_pairs(
 
 
 def _forward(
-    blocks: _Blocks, query: jax.Array, key: jax.Array, value: jax.Array, bias: _Bias) -> tuple[jax.Array, jax.Array]:
+  blocks: _Blocks, query: jax.Array, key: jax.Array, value: jax.Array, bias: _Bias
+) -> tuple[jax.Array, jax.Array]:
   """Return the output float32 [batch, heads, q, head_dim] and the statistics [batch, heads, q, 2] of each query.
 
   The statistics are the largest score and the sum of exp(score - largest). They are separate, because the log of a sum
@@ -198,8 +232,14 @@ def _forward(
     new_largest = jnp.maximum(largest, jnp.max(scores, axis=3))
     weights = jnp.exp(scores - new_largest[..., None])
     rescale = jnp.exp(largest - new_largest)
-    values = _product('bhqk,bhkd->bhqd', weights.astype(value.dtype), _cut(value, j, blocks.k_block))
-    return [new_largest, total * rescale + jnp.sum(weights, axis=3), output * rescale[..., None] + values]
+    values = _product(
+      'bhqk,bhkd->bhqd', weights.astype(value.dtype), _cut(value, j, blocks.k_block)
+    )
+    return [
+      new_largest,
+      total * rescale + jnp.sum(weights, axis=3),
+      output * rescale[..., None] + values,
+    ]
 
   def write(carry, part, i, j):
     del j
@@ -207,15 +247,29 @@ def _forward(
 
   per_query = query.shape[:3]
   largest, total, output = _over_pairs(
-      *blocks.pairs(bias), [jnp.full(per_query, _LEAST_MAX, jnp.float32), jnp.zeros(per_query, jnp.float32),
-                            jnp.zeros((*per_query, value.shape[3]), jnp.float32)], read, update, write)
+    *blocks.pairs(bias),
+    [
+      jnp.full(per_query, _LEAST_MAX, jnp.float32),
+      jnp.zeros(per_query, jnp.float32),
+      jnp.zeros((*per_query, value.shape[3]), jnp.float32),
+    ],
+    read,
+    update,
+    write,
+  )
   total = jnp.where(total == 0, 1.0, total)
   return output / total[..., None], jnp.stack([largest, total], axis=3)
 
 
 def _backward(
-    blocks: _Blocks, query: jax.Array, key: jax.Array, value: jax.Array, bias: _Bias, output: jax.Array,
-    statistics: jax.Array, output_bar: jax.Array
+  blocks: _Blocks,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  bias: _Bias,
+  output: jax.Array,
+  statistics: jax.Array,
+  output_bar: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[jax.Array, ...]]:
   """Return the derivatives of query, key, value, `bias.distances` and `bias.arrays`, in float32."""
   # The derivative of the softmax, summed over keys: the same for all keys of a query.
@@ -224,9 +278,13 @@ def _backward(
 
   def read(carry, i, j):
     query_bar, key_bar, value_bar, distances_bar, array_bars = carry
-    return [_cut(query_bar, i, blocks.q_block), _cut(key_bar, j, blocks.k_block), _cut(value_bar, j, blocks.k_block),
-            None if distances_bar is None else blocks.distances(distances_bar, i, j),
-            [blocks.cut_array(array, i, j) for array in array_bars]]
+    return [
+      _cut(query_bar, i, blocks.q_block),
+      _cut(key_bar, j, blocks.k_block),
+      _cut(value_bar, j, blocks.k_block),
+      None if distances_bar is None else blocks.distances(distances_bar, i, j),
+      [blocks.cut_array(array, i, j) for array in array_bars],
+    ]
 
   def update(part, i, j):
     query_bar, key_bar, value_bar, distances_bar, array_bars = part
@@ -239,8 +297,11 @@ def _backward(
     if distances_bar is not None:
       per_head = scores_bar[0] if scores_bar.shape[0] == 1 else sum_over_batch(scores_bar)
       distances_bar += _sum_diagonals(per_head)
-    array_bars = [bar + jnp.sum(scores_bar, axis=[dim for dim in range(4) if bar.shape[dim] == 1], keepdims=True)
-                  for bar in array_bars]
+    array_bars = [
+      bar
+      + jnp.sum(scores_bar, axis=[dim for dim in range(4) if bar.shape[dim] == 1], keepdims=True)
+      for bar in array_bars
+    ]
     scores_bar = scores_bar.astype(query.dtype)
     query_bar += _product('bhqk,bhkd->bhqd', scores_bar, _cut(key, j, blocks.k_block))
     key_bar += _product('bhqk,bhqd->bhkd', scores_bar, _cut(query, i, blocks.q_block))
@@ -250,15 +311,29 @@ def _backward(
     query_bar, key_bar, value_bar, distances_bar, array_bars = carry
     new_query_bar, new_key_bar, new_value_bar, new_distances_bar, new_array_bars = part
     if distances_bar is not None:
-      distances_bar = lax.dynamic_update_slice_in_dim(distances_bar, new_distances_bar, blocks.first_distance(i, j), 1)
-    array_bars = [lax.dynamic_update_slice(bar, new, blocks.start(bar, i, j))
-                  for bar, new in zip(array_bars, new_array_bars, strict=True)]
-    return [_put(query_bar, new_query_bar, i), _put(key_bar, new_key_bar, j), _put(value_bar, new_value_bar, j),
-            distances_bar, array_bars]
+      distances_bar = lax.dynamic_update_slice_in_dim(
+        distances_bar, new_distances_bar, blocks.first_distance(i, j), 1
+      )
+    array_bars = [
+      lax.dynamic_update_slice(bar, new, blocks.start(bar, i, j))
+      for bar, new in zip(array_bars, new_array_bars, strict=True)
+    ]
+    return [
+      _put(query_bar, new_query_bar, i),
+      _put(key_bar, new_key_bar, j),
+      _put(value_bar, new_value_bar, j),
+      distances_bar,
+      array_bars,
+    ]
 
   zeros = functools.partial(jax.tree.map, lambda array: jnp.zeros(array.shape, jnp.float32))
-  return _over_pairs(*blocks.pairs(bias), zeros([query, key, value, bias.distances, list(bias.arrays)]), read, update,
-                     write)
+  return _over_pairs(
+    *blocks.pairs(bias),
+    zeros([query, key, value, bias.distances, list(bias.arrays)]),
+    read,
+    update,
+    write,
+  )
 
 
 def _sum_diagonals(scores: jax.Array) -> jax.Array:
@@ -270,7 +345,9 @@ def _sum_diagonals(scores: jax.Array) -> jax.Array:
 
 def _row(bias: _Bias, row: jax.Array) -> _Bias:
   """Return the bias of one row of the batch."""
-  cut = lambda array: array if array is None or array.shape[0] == 1 else lax.dynamic_slice_in_dim(array, row, 1, 0)
+  cut = lambda array: (
+    array if array is None or array.shape[0] == 1 else lax.dynamic_slice_in_dim(array, row, 1, 0)
+  )
   return _Bias(bias.distances, *(jax.tree.map(cut, part) for part in bias[1:]))
 
 
@@ -279,7 +356,9 @@ def _forward_by_row(blocks, query, key, value, bias):
 
   def run(scanned):
     row, *arrays = scanned
-    return [array[0] for array in _forward(blocks, *(array[None] for array in arrays), _row(bias, row))]
+    return [
+      array[0] for array in _forward(blocks, *(array[None] for array in arrays), _row(bias, row))
+    ]
 
   return lax.map(run, (jnp.arange(query.shape[0]), query, key, value))
 
@@ -295,13 +374,21 @@ def _backward_by_row(blocks, query, key, value, bias, output, statistics, output
   def step(totals, scanned):
     row, query, key, value, *others = scanned
     query, key, value, *others = (array[None] for array in (query, key, value, *others))
-    *bars, distances_bar, array_bars = _backward(blocks, query, key, value, _row(bias, row), *others)
-    totals = (None if distances_bar is None else totals[0] + distances_bar,
-              [add(total, part, row) for total, part in zip(totals[1], array_bars, strict=True)])
+    *bars, distances_bar, array_bars = _backward(
+      blocks, query, key, value, _row(bias, row), *others
+    )
+    totals = (
+      None if distances_bar is None else totals[0] + distances_bar,
+      [add(total, part, row) for total, part in zip(totals[1], array_bars, strict=True)],
+    )
     return totals, [bar[0] for bar in bars]
 
-  zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (bias.distances, list(bias.arrays)))
-  totals, bars = lax.scan(step, zeros, (jnp.arange(query.shape[0]), query, key, value, output, statistics, output_bar))
+  zeros = jax.tree.map(
+    lambda array: jnp.zeros(array.shape, jnp.float32), (bias.distances, list(bias.arrays))
+  )
+  totals, bars = lax.scan(
+    step, zeros, (jnp.arange(query.shape[0]), query, key, value, output, statistics, output_bar)
+  )
   return [*bars, *totals]
 
 
@@ -310,13 +397,20 @@ _HEADS_FIRST = 'bh..'
 
 def _bias_dims(bias: _Bias) -> _Bias:
   """Return the dims of the arrays of a bias for `on_each_device`."""
-  of_array = lambda array: ''.join('.' if size == 1 else name for name, size in zip('bh', array.shape)) + '..'
-  return _Bias(None if bias.distances is None else 'h.', tuple(map(of_array, bias.arrays)),
-               *(None if part is None else 'b.' for part in bias[2:]))
+  of_array = lambda array: (
+    ''.join('.' if size == 1 else name for name, size in zip('bh', array.shape)) + '..'
+  )
+  return _Bias(
+    None if bias.distances is None else 'h.',
+    tuple(map(of_array, bias.arrays)),
+    *(None if part is None else 'b.' for part in bias[2:]),
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: _Blocks, query: jax.Array, key: jax.Array, value: jax.Array, bias: _Bias) -> jax.Array:
+def _attend(
+  blocks: _Blocks, query: jax.Array, key: jax.Array, value: jax.Array, bias: _Bias
+) -> jax.Array:
   """Return <dtype>[batch, heads, q, head_dim] of queries, keys and values in this order of dims, padded to blocks."""
   return _attend_forward(blocks, query, key, value, bias)[0]
 
@@ -325,11 +419,18 @@ def _attend_forward(blocks, query, key, value, bias):
   # In a loop over layers, what depends on the bias alone is the same in all layers, and JAX would compute it before the
   # loop, for all blocks at once. Together with the query it is not the same.
   query, bias = lax.optimization_barrier((query, bias))
-  fn = functools.partial(_forward_by_row if blocks.by_row and query.shape[0] > 1 else _forward, blocks)
+  fn = functools.partial(
+    _forward_by_row if blocks.by_row and query.shape[0] > 1 else _forward, blocks
+  )
   output, statistics = on_each_device(
-      lambda *args: tuple(fn(*args)), (query, key, value, bias), (*[_HEADS_FIRST] * 3, _bias_dims(bias)),
-      (_HEADS_FIRST, _HEADS_FIRST))
-  output, statistics = checkpoint_name((output.astype(value.dtype), statistics), 'attention_context')
+    lambda *args: tuple(fn(*args)),
+    (query, key, value, bias),
+    (*[_HEADS_FIRST] * 3, _bias_dims(bias)),
+    (_HEADS_FIRST, _HEADS_FIRST),
+  )
+  output, statistics = checkpoint_name(
+    (output.astype(value.dtype), statistics), 'attention_context'
+  )
   # A policy that stores what operations return does not know results of loops; it has this name.
   output, statistics = checkpoint_name((output, statistics), 'blockwise_context')
   return output, (query, key, value, bias, output, statistics)
@@ -338,14 +439,22 @@ def _attend_forward(blocks, query, key, value, bias):
 def _attend_backward(blocks, residuals, output_bar):
   query, key, value, bias, output, statistics = residuals
   output_bar, bias = lax.optimization_barrier((output_bar, bias))
-  fn = functools.partial(_backward_by_row if blocks.by_row and query.shape[0] > 1 else _backward, blocks)
+  fn = functools.partial(
+    _backward_by_row if blocks.by_row and query.shape[0] > 1 else _backward, blocks
+  )
   dims = _bias_dims(bias)
   query_bar, key_bar, value_bar, distances_bar, array_bars = on_each_device(
-      lambda *args: tuple(fn(*args)), (query, key, value, bias, output, statistics, output_bar),
-      (*[_HEADS_FIRST] * 3, dims, _HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST),
-      (*[_HEADS_FIRST] * 3, dims.distances, list(dims.arrays)))
-  return (query_bar.astype(query.dtype), key_bar.astype(key.dtype), value_bar.astype(value.dtype),
-          _Bias(distances_bar, tuple(array_bars), None, None, None))
+    lambda *args: tuple(fn(*args)),
+    (query, key, value, bias, output, statistics, output_bar),
+    (*[_HEADS_FIRST] * 3, dims, _HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST),
+    (*[_HEADS_FIRST] * 3, dims.distances, list(dims.arrays)),
+  )
+  return (
+    query_bar.astype(query.dtype),
+    key_bar.astype(key.dtype),
+    value_bar.astype(value.dtype),
+    _Bias(distances_bar, tuple(array_bars), None, None, None),
+  )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -364,8 +473,13 @@ def _pad(array: jax.Array, dim: int, length: int, value: float = 0) -> jax.Array
 
 
 def blockwise_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: AttentionBias | None = None, *,
-    max_block: int | None = None) -> jax.Array:
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  bias: AttentionBias | None = None,
+  *,
+  max_block: int | None = None,
+) -> jax.Array:
   """Attend as `dot_product_attention`, block by block: softmax(query . key + bias) . value.
 
   A query of packed rows that is padding, and any query without a visible key, gets zeros. Plain biases down to -1e20
@@ -391,21 +505,33 @@ def blockwise_attention(
   padded_q, padded_k = q_block * num_q, k_block * num_k
 
   bias = bias or AttentionBias()
-  distances = None if bias.distances is None else jnp.pad(
-      bias.distances.values, ((0, 0), (padded_q - q_len, padded_k - k_len)))
+  distances = (
+    None
+    if bias.distances is None
+    else jnp.pad(bias.distances.values, ((0, 0), (padded_q - q_len, padded_k - k_len)))
+  )
   arrays = [array for array in (bias.position, bias.extra) if array is not None]
   query_segments, key_segments, prefix = bias.query_segments, bias.key_segments, bias.prefix
   if padded_k > k_len and key_segments is None:
-    query_segments, key_segments = (jnp.zeros((batch, length), jnp.int32) for length in (q_len, k_len))
+    query_segments, key_segments = (
+      jnp.zeros((batch, length), jnp.int32) for length in (q_len, k_len)
+    )
   if key_segments is not None:
-    query_segments, key_segments = _pad(query_segments, 1, padded_q, NO_KEY), _pad(key_segments, 1, padded_k, NO_QUERY)
+    query_segments, key_segments = (
+      _pad(query_segments, 1, padded_q, NO_KEY),
+      _pad(key_segments, 1, padded_k, NO_QUERY),
+    )
   if prefix is not None:
     prefix = _pad(prefix, 1, max(padded_q, padded_k), False)
   arrays = [array.astype(jnp.float32) for array in arrays]
   for dim, padded in ((2, padded_q), (3, padded_k)):
     arrays = [array if array.shape[dim] == 1 else _pad(array, dim, padded) for array in arrays]
-  query, key, value = (jnp.swapaxes(_pad(array, 1, padded), 1, 2) for array, padded in (
-      (query, padded_q), (key, padded_k), (value, padded_k)))
+  query, key, value = (
+    jnp.swapaxes(_pad(array, 1, padded), 1, 2)
+    for array, padded in ((query, padded_q), (key, padded_k), (value, padded_k))
+  )
   blocks = _Blocks(q_block, k_block, num_q, num_k, bias.causal, by_row=is_cpu)
-  output = _attend(blocks, query, key, value, _Bias(distances, tuple(arrays), query_segments, key_segments, prefix))
+  output = _attend(
+    blocks, query, key, value, _Bias(distances, tuple(arrays), query_segments, key_segments, prefix)
+  )
   return jnp.swapaxes(output, 1, 2)[:, :q_len]

@@ -35,7 +35,12 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 
 def _needs_dims(initializer: Initializer) -> bool:
   parameters = inspect.signature(initializer).parameters.values()
-  return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters) == 5
+  return (
+    sum(
+      each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters
+    )
+    == 5
+  )
 
 
 class DenseGeneral(nn.Module):
@@ -81,11 +86,18 @@ class DenseGeneral(nn.Module):
     def init(rng, shape, dtype):
       if _needs_dims(self.kernel_init):
         dims = tuple(range(len(full_shape)))
-        return self.kernel_init(rng, full_shape, dtype, dims[:len(axis)], dims[len(axis):]).reshape(shape)
+        return self.kernel_init(
+          rng, full_shape, dtype, dims[: len(axis)], dims[len(axis) :]
+        ).reshape(shape)
       return self.kernel_init(rng, matrix_shape, dtype).reshape(shape)
 
     kernel = nn_partitioning.param_with_axes(
-        'kernel', init, matrix_shape if self.flat_kernel else full_shape, jnp.float32, axes=self.kernel_axes)
+      'kernel',
+      init,
+      matrix_shape if self.flat_kernel else full_shape,
+      jnp.float32,
+      axes=self.kernel_axes,
+    )
     operands = operand_dtype(kernel, self.dtype)
     inputs, kernel = inputs.astype(operands), kernel.astype(operands)
     if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
@@ -93,8 +105,14 @@ class DenseGeneral(nn.Module):
       # length the CPU compiler makes transposed copies of the operands, which cost as much as the products. Batch comes
       # first, so rows stay sharded over it; with a sharded `length` the reshape would move data.
       rows = jnp.dot(
-          inputs.reshape(-1, matrix_shape[0]), kernel.reshape(matrix_shape), preferred_element_type=self.dtype)
-      return rows.reshape(*inputs.shape[:axis[0]], *features)
+        inputs.reshape(-1, matrix_shape[0]),
+        kernel.reshape(matrix_shape),
+        preferred_element_type=self.dtype,
+      )
+      return rows.reshape(*inputs.shape[: axis[0]], *features)
     return lax.dot_general(
-        inputs, kernel.reshape(full_shape), ((axis, tuple(range(len(axis)))), ((), ())),
-        preferred_element_type=self.dtype)
+      inputs,
+      kernel.reshape(full_shape),
+      ((axis, tuple(range(len(axis)))), ((), ())),
+      preferred_element_type=self.dtype,
+    )

@@ -40,8 +40,13 @@ class Embed(nn.Module):
 
   def setup(self):
     self.embedding = nn_partitioning.param_with_axes(
-        'embedding', self.embedding_init, (self.num_embeddings, self.features), jnp.float32,
-        axes=('vocab', 'embed'), module=self)
+      'embedding',
+      self.embedding_init,
+      (self.num_embeddings, self.features),
+      jnp.float32,
+      axes=('vocab', 'embed'),
+      module=self,
+    )
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Return the vectors of ids.
@@ -58,13 +63,22 @@ class Embed(nn.Module):
     if self.cast_input_dtype is not None:
       inputs = inputs.astype(self.cast_input_dtype)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
-      raise checks.invalid('Embed', 'inputs', 'integer ids', inputs.dtype,
-                           'Alternatively, set cast_input_dtype=jnp.int32.')
+      raise checks.invalid(
+        'Embed',
+        'inputs',
+        'integer ids',
+        inputs.dtype,
+        'Alternatively, set cast_input_dtype=jnp.int32.',
+      )
     if self.one_hot:
       rows = lax.broadcasted_iota(inputs.dtype, (*inputs.shape, self.num_embeddings), inputs.ndim)
-      return jnp.dot((inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype))
+      return jnp.dot(
+        (inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype)
+      )
     # The gather precedes the cast, so that the table is not copied and its gradient is summed in the table's dtype.
-    take = _take_bits if self.embedding.dtype == jnp.bfloat16 else functools.partial(jnp.take, axis=0)
+    take = (
+      _take_bits if self.embedding.dtype == jnp.bfloat16 else functools.partial(jnp.take, axis=0)
+    )
     return take(self.embedding, inputs).astype(self.dtype)
 
   def attend(self, query: jax.Array) -> jax.Array:
@@ -81,14 +95,17 @@ class Embed(nn.Module):
     operands = operand_dtype(self.embedding, dtype)
     rows = query.astype(operands).reshape(-1, self.features)
     scores = lax.dot_general(
-        rows, self.embedding.astype(operands), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+      rows, self.embedding.astype(operands), (((1,), (1,)), ((), ())), preferred_element_type=dtype
+    )
     return scores.reshape(*query.shape[:-1], self.num_embeddings)
 
 
 @jax.custom_jvp
 def _take_bits(table: jax.Array, ids: jax.Array) -> jax.Array:
   """Return the rows of a bfloat16 table, as `jnp.take` does, whose program on a CPU holds the table in float32."""
-  rows = jnp.take(lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0)  # outside the table all bits are 1: NaN
+  rows = jnp.take(
+    lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0
+  )  # outside the table all bits are 1: NaN
   return lax.bitcast_convert_type(rows, jnp.bfloat16)
 
 

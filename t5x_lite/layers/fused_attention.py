@@ -28,12 +28,15 @@ def installed_cudnn_version() -> int | None:
   try:
     # JAX's fused attention uses the same module, which is None without the CUDA plugin.
     from jax._src.lib import cuda_versions
+
     return cuda_versions.cudnn_get_version()
   except (ImportError, AttributeError, RuntimeError):
     return None
 
 
-def gpu_unsupported_reason(device: Any, cudnn_version: int | None, packed: bool = False) -> str | None:
+def gpu_unsupported_reason(
+  device: Any, cudnn_version: int | None, packed: bool = False
+) -> str | None:
   """Return the reason why a GPU does not support cuDNN's fused attention, or None if it does.
 
   Args:
@@ -50,15 +53,21 @@ def gpu_unsupported_reason(device: Any, cudnn_version: int | None, packed: bool 
     return "cuDNN is not installed: install JAX with its CUDA packages, pip install 'jax[cuda12]' or 'jax[cuda13]'"
   capability = tuple(int(part) for part in device.compute_capability.split('.'))
   if capability < _CUDNN_MIN_CAPABILITY:
-    return (f'{device.device_kind} has compute capability {device.compute_capability} and the fused kernel needs '
-            f'{".".join(map(str, _CUDNN_MIN_CAPABILITY))}{USE_AUTO}')
+    return (
+      f'{device.device_kind} has compute capability {device.compute_capability} and the fused kernel needs '
+      f'{".".join(map(str, _CUDNN_MIN_CAPABILITY))}{USE_AUTO}'
+    )
   if packed and capability < _CUDNN_MIN_PACKED_CAPABILITY:
-    return (f'{device.device_kind} has compute capability {device.compute_capability} and packed rows need '
-            f'{".".join(map(str, _CUDNN_MIN_PACKED_CAPABILITY))}: set pack=False')
+    return (
+      f'{device.device_kind} has compute capability {device.compute_capability} and packed rows need '
+      f'{".".join(map(str, _CUDNN_MIN_PACKED_CAPABILITY))}: set pack=False'
+    )
   needed = _CUDNN_MIN_VERSIONS.get(capability, 0)
   if cudnn_version < needed:
-    return (f'{device.device_kind} needs cuDNN {_format_version(needed)} and {_format_version(cudnn_version)} is '
-            'installed: update nvidia-cudnn')
+    return (
+      f'{device.device_kind} needs cuDNN {_format_version(needed)} and {_format_version(cudnn_version)} is '
+      'installed: update nvidia-cudnn'
+    )
   return None
 
 
@@ -67,8 +76,15 @@ def _format_version(version: int) -> str:
 
 
 def cudnn_unsupported_reason(
-    *, platform: str, dtype: Any, head_dim: int, q_len: int, k_len: int, bias: AttentionBias | None,
-    gpu: str | None = None) -> str | None:
+  *,
+  platform: str,
+  dtype: Any,
+  head_dim: int,
+  q_len: int,
+  k_len: int,
+  bias: AttentionBias | None,
+  gpu: str | None = None,
+) -> str | None:
   """Return the reason why cuDNN's fused attention does not support an attention, or None if it does.
 
   Args:
@@ -98,17 +114,23 @@ def cudnn_unsupported_reason(
   if bias is None:
     return None
   if bias.extra is not None or bias.prefix is not None:
-    return ('the mask or bias is a plain array, which may differ between examples, or has bidirectional attention '
-            'among inputs' + USE_AUTO)
+    return (
+      'the mask or bias is a plain array, which may differ between examples, or has bidirectional attention '
+      'among inputs' + USE_AUTO
+    )
   if bias.is_packed and bias.has_position:
     return 'rows are packed and cuDNN adds no position biases within packed rows: set pack=False'
   if bias.position is not None and bias.position.shape[2:] != (q_len, k_len):
-    return f'position biases have the shape {bias.position.shape} and must have one for each query and key' + USE_AUTO
+    return (
+      f'position biases have the shape {bias.position.shape} and must have one for each query and key'
+      + USE_AUTO
+    )
   return None
 
 
 def splash_unsupported_reason(
-    *, platform: str, q_len: int, k_len: int, bias: AttentionBias | None) -> str | None:
+  *, platform: str, q_len: int, k_len: int, bias: AttentionBias | None
+) -> str | None:
   """Return the reason why splash attention does not support an attention, or None if it does.
 
   For the arguments and the result see `cudnn_unsupported_reason`.
@@ -116,8 +138,10 @@ def splash_unsupported_reason(
   if platform != 'tpu':
     return f'the backend is {platform!r} and splash attention needs a TPU{USE_AUTO}'
   if q_len % _SPLASH_TILES[-1] or k_len % _SPLASH_TILES[-1]:
-    return (f'lengths are {q_len} and {k_len} and must be multiples of {_SPLASH_TILES[-1]}: change '
-            'task_feature_lengths')
+    return (
+      f'lengths are {q_len} and {k_len} and must be multiples of {_SPLASH_TILES[-1]}: change '
+      'task_feature_lengths'
+    )
   if bias is None:
     return None
   if bias.has_position or bias.extra is not None:
@@ -131,7 +155,8 @@ gpu_refusal, cudnn_refusal = gpu_unsupported_reason, cudnn_unsupported_reason  #
 
 
 def cudnn_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: AttentionBias | None, fallback: Any) -> jax.Array:
+  query: jax.Array, key: jax.Array, value: jax.Array, bias: AttentionBias | None, fallback: Any
+) -> jax.Array:
   """Attend by cuDNN's kernel, where `cudnn_unsupported_reason` is None.
 
   Args:
@@ -147,22 +172,44 @@ def cudnn_attention(
   """
   bias = bias or AttentionBias()
   if bias.is_packed:
+
     def run(query, key, value, *segments):
       local = bias.replace(query_segments=segments[0], key_segments=segments[1])
-      return jax.lax.cond(_is_in_order(*segments), lambda *args: _cudnn_packed(*args, local),
-                          lambda *args: fallback(*args, local), query, key, value)
+      return jax.lax.cond(
+        _is_in_order(*segments),
+        lambda *args: _cudnn_packed(*args, local),
+        lambda *args: fallback(*args, local),
+        query,
+        key,
+        value,
+      )
 
     others, dims = (bias.query_segments, bias.key_segments), ('b.', 'b.')
   else:
+
     def run(query, key, value, position, query_lengths, key_lengths):
       return jax.nn.dot_product_attention(
-          query, key, value, bias=position, scale=1.0, is_causal=bias.causal, query_seq_lengths=query_lengths,
-          key_value_seq_lengths=key_lengths, implementation='cudnn')
+        query,
+        key,
+        value,
+        bias=position,
+        scale=1.0,
+        is_causal=bias.causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        implementation='cudnn',
+      )
 
     position = bias.position_array()
-    others = (None if position is None else position.astype(query.dtype), bias.query_lengths, bias.key_lengths)
+    others = (
+      None if position is None else position.astype(query.dtype),
+      bias.query_lengths,
+      bias.key_lengths,
+    )
     heads = '.h..' if position is not None and position.shape[1] > 1 else '....'
-    dims = tuple(None if other is None else dim for other, dim in zip(others, (heads, 'b', 'b'), strict=True))
+    dims = tuple(
+      None if other is None else dim for other, dim in zip(others, (heads, 'b', 'b'), strict=True)
+    )
   # JAX's own partitioning of the kernel takes the parts of each array as they are, which may be of different heads.
   return on_each_device(run, (query, key, value, *others), (*['b.h.'] * 3, *dims), 'b.h.')
 
@@ -197,8 +244,14 @@ def packed_layout(query_segments: jax.Array, key_segments: jax.Array) -> tuple[j
   """
   lengths = [_segment_lengths(segments) for segments in (query_segments, key_segments)]
   exists = (lengths[0] > 0) | (lengths[1] > 0)
-  offsets = [jnp.pad(jnp.where(exists, jnp.cumsum(length, axis=1) - length, -1), ((0, 0), (0, 1)), constant_values=-1)
-             for length in lengths]
+  offsets = [
+    jnp.pad(
+      jnp.where(exists, jnp.cumsum(length, axis=1) - length, -1),
+      ((0, 0), (0, 1)),
+      constant_values=-1,
+    )
+    for length in lengths
+  ]
   return *(jnp.where(exists, length, -1) for length in lengths), *offsets
 
 
@@ -206,18 +259,36 @@ def _cudnn_packed(query, key, value, bias):
   # JAX has no public function with offsets. What the kernel leaves for padding may be anything, and so may the
   # derivatives, which `where` replaces by zeros.
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
-  is_query, is_key = ((segments > 0)[:, :, None, None] for segments in (bias.query_segments, bias.key_segments))
-  query, key, value = (jnp.where(mask, x, 0) for mask, x in ((is_query, query), (is_key, key), (is_key, value)))
+
+  is_query, is_key = (
+    (segments > 0)[:, :, None, None] for segments in (bias.query_segments, bias.key_segments)
+  )
+  query, key, value = (
+    jnp.where(mask, x, 0) for mask, x in ((is_query, query), (is_key, key), (is_key, value))
+  )
   q_lengths, k_lengths, q_offsets, k_offsets = packed_layout(bias.query_segments, bias.key_segments)
   mask_type = cudnn.MaskType.PADDING_CAUSAL if bias.causal else cudnn.MaskType.PADDING
   output = cudnn.dot_product_attention(
-      query, key, value, q_seqlen=q_lengths, kv_seqlen=k_lengths, q_offsets=q_offsets, kv_offsets=k_offsets, scale=1.0,
-      mask_type=mask_type)
+    query,
+    key,
+    value,
+    q_seqlen=q_lengths,
+    kv_seqlen=k_lengths,
+    q_offsets=q_offsets,
+    kv_offsets=k_offsets,
+    scale=1.0,
+    mask_type=mask_type,
+  )
   return jnp.where(is_query, output, 0)
 
 
 def splash_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: AttentionBias | None, *, interpret: bool = False
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  bias: AttentionBias | None,
+  *,
+  interpret: bool = False,
 ) -> jax.Array:
   """Attend by the splash kernel, where `splash_unsupported_reason` is None.
 
@@ -234,9 +305,17 @@ def splash_attention(
   bias = bias or AttentionBias()
   segments = () if bias.key_segments is None else (bias.query_segments, bias.key_segments)
   fn = functools.partial(_splash, causal=bias.causal, interpret=interpret)
-  output = jnp.swapaxes(on_each_device(
-      fn, (*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), *segments), (*['bh..'] * 3, *['b.'] * len(segments)),
-      'bh..', is_kernel=True), 1, 2)
+  output = jnp.swapaxes(
+    on_each_device(
+      fn,
+      (*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), *segments),
+      (*['bh..'] * 3, *['b.'] * len(segments)),
+      'bh..',
+      is_kernel=True,
+    ),
+    1,
+    2,
+  )
   # The kernel's derivative is too large for queries without a key, whose log of a sum it rounds away.
   return jnp.where(_has_key(bias)[:, :, None, None], output, 0) if segments else output
 
@@ -248,22 +327,39 @@ def _has_key(bias: AttentionBias) -> jax.Array:
     positions = jnp.minimum(jnp.arange(bias.query_segments.shape[1]), seen.shape[1] - 1)
     return jnp.take(seen, positions, axis=1)
   # In packed rows a query that is not padding sees itself, or the keys of its example.
-  return jax.vmap(functools.partial(jnp.isin, method='sort'))(bias.query_segments, bias.key_segments)
+  return jax.vmap(functools.partial(jnp.isin, method='sort'))(
+    bias.query_segments, bias.key_segments
+  )
 
 
 def _splash(query, key, value, *segments, causal, interpret):
   """Attend from [batch, heads, q, head_dim] to keys and values with the same order of dims."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
   heads, q_len, k_len = query.shape[1], query.shape[2], key.shape[2]
   mask = (masks.CausalMask if causal else masks.FullMask)((q_len, k_len))
-  q_tile, k_tile = (next(tile for tile in _SPLASH_TILES if length % tile == 0) for length in (q_len, k_len))
+  q_tile, k_tile = (
+    next(tile for tile in _SPLASH_TILES if length % tile == 0) for length in (q_len, k_len)
+  )
   sizes = kernels.BlockSizes(
-      block_q=q_tile, block_kv=k_tile, block_q_dkv=q_tile, block_kv_dkv=k_tile, block_q_dq=q_tile, block_kv_dq=k_tile)
+    block_q=q_tile,
+    block_kv=k_tile,
+    block_q_dkv=q_tile,
+    block_kv_dkv=k_tile,
+    block_q_dq=q_tile,
+    block_kv_dq=k_tile,
+  )
   kernel = kernels.make_splash_mha(
-      masks.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
-      residual_checkpoint_name='attention_context', interpret=interpret)
+    masks.MultiHeadMask([mask] * heads),
+    block_sizes=sizes,
+    head_shards=1,
+    q_seq_shards=1,
+    residual_checkpoint_name='attention_context',
+    interpret=interpret,
+  )
   if not segments:
     return jax.vmap(kernel)(query, key, value)
   return jax.vmap(lambda q, k, v, *ids: kernel(q, k, v, segment_ids=kernels.SegmentIds(*ids)))(
-      query, key, value, *segments)
+    query, key, value, *segments
+  )

@@ -56,7 +56,9 @@ def product_dtype(hidden: jax.Array, kernel: jax.Array) -> jnp.dtype:
   It is bfloat16 if one of the arrays is. T5X converts both to float32, but on a TPU such a product has bfloat16
   operands by default. (float16 has too small a range for T5's activations.)
   """
-  return jnp.dtype(jnp.bfloat16) if hidden.dtype == jnp.bfloat16 else operand_dtype(kernel, jnp.float32)
+  return (
+    jnp.dtype(jnp.bfloat16) if hidden.dtype == jnp.bfloat16 else operand_dtype(kernel, jnp.float32)
+  )
 
 
 def multiply(rows: jax.Array, kernel: jax.Array, vocab_dim: int, dtype: Any) -> jax.Array:
@@ -69,10 +71,14 @@ def multiply(rows: jax.Array, kernel: jax.Array, vocab_dim: int, dtype: Any) -> 
     dtype: see `product_dtype`.
   """
   dims = (((1,), (1 - vocab_dim,)), ((), ()))
-  return lax.dot_general(rows.astype(dtype), kernel.astype(dtype), dims, preferred_element_type=jnp.float32)
+  return lax.dot_general(
+    rows.astype(dtype), kernel.astype(dtype), dims, preferred_element_type=jnp.float32
+  )
 
 
-def hidden_gradient(gradient: jax.Array, kernel: jax.Array, vocab_dim: int, dtype: Any) -> jax.Array:
+def hidden_gradient(
+  gradient: jax.Array, kernel: jax.Array, vocab_dim: int, dtype: Any
+) -> jax.Array:
   """Return the gradient of `rows` in `multiply`, float32 [rows, embed].
 
   Args:
@@ -82,11 +88,14 @@ def hidden_gradient(gradient: jax.Array, kernel: jax.Array, vocab_dim: int, dtyp
     dtype: see `product_dtype`.
   """
   dims = (((1,), (vocab_dim,)), ((), ()))
-  return lax.dot_general(gradient.astype(dtype), kernel.astype(dtype), dims, preferred_element_type=jnp.float32)
+  return lax.dot_general(
+    gradient.astype(dtype), kernel.astype(dtype), dims, preferred_element_type=jnp.float32
+  )
 
 
 def kernel_gradient(
-    rows: jax.Array, gradient: jax.Array, vocab_dim: int, dtype: Any, num_parts: int | None = None) -> jax.Array:
+  rows: jax.Array, gradient: jax.Array, vocab_dim: int, dtype: Any, num_parts: int | None = None
+) -> jax.Array:
   """Return the gradient of `kernel` in `multiply`, float32 with its shape.
 
   Args:
@@ -117,8 +126,10 @@ def _mixed_forward(rows, kernel, vocab_dim):
 
 def _mixed_backward(vocab_dim, residuals, gradient):
   rows, kernel = residuals
-  return (hidden_gradient(gradient, kernel, vocab_dim, jnp.bfloat16).astype(rows.dtype),
-          kernel_gradient(rows, gradient, vocab_dim, jnp.bfloat16).astype(kernel.dtype))
+  return (
+    hidden_gradient(gradient, kernel, vocab_dim, jnp.bfloat16).astype(rows.dtype),
+    kernel_gradient(rows, gradient, vocab_dim, jnp.bfloat16).astype(kernel.dtype),
+  )
 
 
 _mixed_product.defvjp(_mixed_forward, _mixed_backward)
@@ -139,5 +150,10 @@ class LogitsDense(nn.Module):
   def __call__(self, hidden: jax.Array, **fields: Any) -> OutputProjection:
     """Return the projection of `hidden`, <float>[batch, length, embed], with more `fields`."""
     kernel = nn_partitioning.param_with_axes(
-        'kernel', self.kernel_init, (hidden.shape[-1], self.vocab_size), jnp.float32, axes=('embed', 'vocab'))
+      'kernel',
+      self.kernel_init,
+      (hidden.shape[-1], self.vocab_size),
+      jnp.float32,
+      axes=('embed', 'vocab'),
+    )
     return OutputProjection(hidden, kernel, **fields)

@@ -23,8 +23,12 @@ NO_KEY, NO_QUERY = -2, -1
 
 
 def make_attention_mask(
-    query_input: jax.Array, key_input: jax.Array, pairwise_fn: Callable[[Any, Any], Any] = jnp.multiply,
-    extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+  query_input: jax.Array,
+  key_input: jax.Array,
+  pairwise_fn: Callable[[Any, Any], Any] = jnp.multiply,
+  extra_batch_dims: int = 0,
+  dtype: Any = jnp.float32,
+) -> jax.Array:
   """Return the mask of a function of every query and key position.
 
   Args:
@@ -41,7 +45,9 @@ def make_attention_mask(
   return jnp.expand_dims(mask, tuple(range(extra_batch_dims))).astype(dtype)
 
 
-def make_causal_mask(x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+def make_causal_mask(
+  x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.float32
+) -> jax.Array:
   """Return the causal mask: each position attends to itself and to earlier positions.
 
   Args:
@@ -93,8 +99,11 @@ def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
 
 
 def make_decoder_mask(
-    decoder_target_tokens: jax.Array, dtype: Any, decoder_causal_attention: jax.Array | None = None,
-    decoder_segment_ids: jax.Array | None = None) -> jax.Array:
+  decoder_target_tokens: jax.Array,
+  dtype: Any,
+  decoder_causal_attention: jax.Array | None = None,
+  decoder_segment_ids: jax.Array | None = None,
+) -> jax.Array:
   """Return the mask of decoder self-attention: causal, without padding, within segments.
 
   Args:
@@ -109,14 +118,22 @@ def make_decoder_mask(
   """
   visible = make_causal_mask(decoder_target_tokens, dtype=jnp.bool_)
   if decoder_causal_attention is not None:
-    prefix = make_attention_mask(decoder_causal_attention, decoder_causal_attention, jnp.logical_and, dtype=jnp.bool_)
+    prefix = make_attention_mask(
+      decoder_causal_attention, decoder_causal_attention, jnp.logical_and, dtype=jnp.bool_
+    )
     visible = jnp.logical_or(visible, prefix)
   valid = decoder_target_tokens > 0
   same_segment = None
   if decoder_segment_ids is not None:
-    same_segment = make_attention_mask(decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=jnp.bool_)
-  return combine_masks(visible, make_attention_mask(valid, valid, jnp.logical_and, dtype=jnp.bool_), same_segment,
-                       dtype=dtype)
+    same_segment = make_attention_mask(
+      decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=jnp.bool_
+    )
+  return combine_masks(
+    visible,
+    make_attention_mask(valid, valid, jnp.logical_and, dtype=jnp.bool_),
+    same_segment,
+    dtype=dtype,
+  )
 
 
 def mask_to_bias(mask: jax.Array) -> jax.Array:
@@ -149,7 +166,9 @@ def rows_at(bias: jax.Array, first: jax.Array, num: int) -> jax.Array:
   if first.ndim == 0:
     return lax.dynamic_slice_in_dim(bias, first, num, axis=2)
   bias = jnp.broadcast_to(bias, (first.shape[0], *bias.shape[1:]))
-  return jax.vmap(lambda rows, start: lax.dynamic_slice_in_dim(rows, start, num, axis=1))(bias, first)
+  return jax.vmap(lambda rows, start: lax.dynamic_slice_in_dim(rows, start, num, axis=1))(
+    bias, first
+  )
 
 
 def _lengths(valid: jax.Array) -> jax.Array:
@@ -196,7 +215,9 @@ def expand_diagonals(values: jax.Array, q_len: int, k_len: int) -> jax.Array:
   lead = values.shape[:-1]
   no_pad = [(0, 0, 0)] * len(lead)
   padded = lax.pad(values, jnp.zeros((), values.dtype), [*no_pad, (0, 1, 0)])
-  repeated = jnp.broadcast_to(padded[..., None, :], (*lead, q_len, period)).reshape(*lead, q_len * period)
+  repeated = jnp.broadcast_to(padded[..., None, :], (*lead, q_len, period)).reshape(
+    *lead, q_len * period
+  )
   start = q_len - 1
   skewed = lax.slice_in_dim(repeated, start, start + q_len * (period - 1), axis=-1)
   return skewed.reshape(*lead, q_len, period - 1)[..., :k_len]
@@ -288,7 +309,9 @@ class AttentionBias:
 
   def plus(self, bias: jax.Array) -> 'AttentionBias':
     """Return the sum of this bias and a plain one <float>[batch or 1, heads or 1, q or 1, k]."""
-    return self.replace(extra=combine_biases(self.extra, bias.astype(jnp.float32)))._with_new_arrays()
+    return self.replace(
+      extra=combine_biases(self.extra, bias.astype(jnp.float32))
+    )._with_new_arrays()
 
   def with_position(self, position: jax.Array | DistanceBias) -> 'AttentionBias':
     """Return this bias with other position biases, <float>[1, heads, q, k] or by distance.
@@ -303,9 +326,16 @@ class AttentionBias:
 
 
 def make_attention_bias(
-    query_valid: jax.Array, key_valid: jax.Array, *, query_segment_ids: jax.Array | None = None,
-    key_segment_ids: jax.Array | None = None, causal: bool = False, prefix: jax.Array | None = None,
-    position: jax.Array | DistanceBias | None = None, arrays: bool = True) -> AttentionBias:
+  query_valid: jax.Array,
+  key_valid: jax.Array,
+  *,
+  query_segment_ids: jax.Array | None = None,
+  key_segment_ids: jax.Array | None = None,
+  causal: bool = False,
+  prefix: jax.Array | None = None,
+  position: jax.Array | DistanceBias | None = None,
+  arrays: bool = True,
+) -> AttentionBias:
   """Return the bias of one kind of attention, for all layers of a stack.
 
   Only padding keys are masked: no loss depends on padding *queries*, whose mask would need the shape [batch, q, k].
@@ -330,20 +360,31 @@ def make_attention_bias(
     ConfigError: only one of the two segment ids is given, or a prefix without causality.
   """
   if (query_segment_ids is None) != (key_segment_ids is None):
-    raise ConfigError('An attention must have segment ids of both sides or neither, got one. Pass encoder_segment_ids '
-                      'and decoder_segment_ids together.')
+    raise ConfigError(
+      'An attention must have segment ids of both sides or neither, got one. Pass encoder_segment_ids '
+      'and decoder_segment_ids together.'
+    )
   if prefix is not None and not causal:
-    raise checks.invalid('make_attention_bias', 'prefix', 'None without causal=True', 'an array', 'Pass causal=True.')
+    raise checks.invalid(
+      'make_attention_bias', 'prefix', 'None without causal=True', 'an array', 'Pass causal=True.'
+    )
   is_packed = query_segment_ids is not None
   if is_packed:
     # Padding attends to nothing, so that blocks of it can be skipped.
     query_segments = jnp.where(query_valid, query_segment_ids, NO_KEY).astype(jnp.int32)
     key_segments = key_segment_ids.astype(jnp.int32)
   else:
-    query_segments, key_segments = (jnp.zeros(valid.shape, jnp.int32) for valid in (query_valid, key_valid))
+    query_segments, key_segments = (
+      jnp.zeros(valid.shape, jnp.int32) for valid in (query_valid, key_valid)
+    )
   bias = AttentionBias(
-      query_segments=query_segments, key_segments=jnp.where(key_valid, key_segments, NO_QUERY), prefix=prefix,
-      causal=causal, is_packed=is_packed, has_arrays=False)
+    query_segments=query_segments,
+    key_segments=jnp.where(key_valid, key_segments, NO_QUERY),
+    prefix=prefix,
+    causal=causal,
+    is_packed=is_packed,
+    has_arrays=False,
+  )
   if not is_packed and prefix is None:
     bias = bias.replace(query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid))
   if position is not None:

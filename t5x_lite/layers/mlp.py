@@ -16,21 +16,23 @@ from t5x_lite.layers.dense import DenseGeneral, Initializer, default_kernel_init
 
 # Activations by their names in T5 configurations. `gelu` is the tanh approximation, as in T5 1.1.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    'linear': lambda x: x,
-    'relu': nn.relu,
-    'gelu': functools.partial(nn.gelu, approximate=True),
-    'gelu_exact': functools.partial(nn.gelu, approximate=False),
-    'silu': nn.silu,
-    'swish': nn.silu,
-    'sigmoid': nn.sigmoid,
-    'tanh': nn.tanh,
-    'elu': nn.elu,
-    'selu': nn.selu,
-    'softplus': nn.softplus,
+  'linear': lambda x: x,
+  'relu': nn.relu,
+  'gelu': functools.partial(nn.gelu, approximate=True),
+  'gelu_exact': functools.partial(nn.gelu, approximate=False),
+  'silu': nn.silu,
+  'swish': nn.silu,
+  'sigmoid': nn.sigmoid,
+  'tanh': nn.tanh,
+  'elu': nn.elu,
+  'selu': nn.selu,
+  'softplus': nn.softplus,
 }
 
 
-def activation_fn(activation: str | Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def activation_fn(
+  activation: str | Callable[[jax.Array], jax.Array],
+) -> Callable[[jax.Array], jax.Array]:
   """Return the function named `activation`, elementwise on any shape; a callable is returned unchanged.
 
   Raises:
@@ -66,7 +68,9 @@ class MlpBlock(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, decode: bool = False, deterministic: bool = False) -> jax.Array:
+  def __call__(
+    self, inputs: jax.Array, decode: bool = False, deterministic: bool = False
+  ) -> jax.Array:
     """Transform every position.
 
     Args:
@@ -81,13 +85,23 @@ class MlpBlock(nn.Module):
     branches = []
     for i, activation in enumerate(self.activations):
       branch = DenseGeneral(
-          self.intermediate_dim, dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=('embed', 'mlp'),
-          name='wi' if len(self.activations) == 1 else f'wi_{i}')(inputs)
+        self.intermediate_dim,
+        dtype=self.dtype,
+        kernel_init=self.kernel_init,
+        kernel_axes=('embed', 'mlp'),
+        name='wi' if len(self.activations) == 1 else f'wi_{i}',
+      )(inputs)
       branches.append(activation_fn(activation)(checkpoint_name(branch, 'mlp_hidden')))
     hidden = functools.reduce(operator.mul, branches)
-    hidden = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(-2,))(hidden, deterministic=deterministic)
+    hidden = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(-2,))(
+      hidden, deterministic=deterministic
+    )
     hidden = nn_partitioning.with_sharding_constraint(hidden, ('batch', 'length', 'mlp'))
     out = DenseGeneral(
-        inputs.shape[-1], dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=('mlp', 'embed'),
-        name='wo')(hidden)
+      inputs.shape[-1],
+      dtype=self.dtype,
+      kernel_init=self.kernel_init,
+      kernel_axes=('mlp', 'embed'),
+      name='wo',
+    )(hidden)
     return checkpoint_name(out, 'mlp_output')

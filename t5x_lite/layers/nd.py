@@ -24,8 +24,11 @@ def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
     Function of (key, shape, dtype, in_axis, out_axis); by default the last two dims. The layers of this package call it
     with the shape of a matrix and without axes.
   """
+
   def init_fn(key, shape, dtype, in_axis=-2, out_axis=-1) -> jax.Array:
-    return nn.initializers.variance_scaling(scale, mode, distribution, in_axis, out_axis)(key, shape, dtype)
+    return nn.initializers.variance_scaling(scale, mode, distribution, in_axis, out_axis)(
+      key, shape, dtype
+    )
 
   return init_fn
 

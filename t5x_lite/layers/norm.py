@@ -30,6 +30,8 @@ class LayerNorm(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalize <float>[..., features] to <dtype> of the same shape."""
     x = x.astype(jnp.float32)
-    scale = nn_partitioning.param_with_axes('scale', self.scale_init, (x.shape[-1],), jnp.float32, axes=('embed',))
+    scale = nn_partitioning.param_with_axes(
+      'scale', self.scale_init, (x.shape[-1],), jnp.float32, axes=('embed',)
+    )
     inverse_rms = lax.rsqrt(jnp.mean(lax.square(x), axis=-1, keepdims=True) + self.epsilon)
     return (x * inverse_rms).astype(self.dtype) * scale.astype(self.dtype)

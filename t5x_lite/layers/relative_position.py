@@ -33,8 +33,11 @@ def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 
 
 def relative_position_bucket(
-    relative_position: jax.Array | np.ndarray, bidirectional: bool = True, num_buckets: int = 32,
-    max_distance: int = 128) -> jax.Array:
+  relative_position: jax.Array | np.ndarray,
+  bidirectional: bool = True,
+  num_buckets: int = 32,
+  max_distance: int = 128,
+) -> jax.Array:
   """Map relative positions to buckets.
 
   Args:
@@ -77,13 +80,20 @@ class RelativePositionBiases(nn.Module):
 
   def setup(self):
     self.rel_embedding = nn_partitioning.param_with_axes(
-        'rel_embedding', self.embedding_init, (self.num_heads, self.num_buckets), jnp.float32,
-        axes=('heads', 'relpos_buckets'), module=self)
+      'rel_embedding',
+      self.embedding_init,
+      (self.num_heads, self.num_buckets),
+      jnp.float32,
+      axes=('heads', 'relpos_buckets'),
+      module=self,
+    )
 
   def _values(self, first: int, klen: int, bidirectional: bool) -> jax.Array:
     """Return <dtype>[num_heads, first + klen], the biases of the distances -first to klen - 1."""
     relative_position = jnp.arange(-first, klen, dtype=jnp.int32)
-    bucket = relative_position_bucket(relative_position, bidirectional, self.num_buckets, self.max_distance)
+    bucket = relative_position_bucket(
+      relative_position, bidirectional, self.num_buckets, self.max_distance
+    )
     return jnp.take(self.rel_embedding.astype(self.dtype), bucket, axis=1)
 
   def by_distance(self, qlen: int, klen: int, bidirectional: bool = True) -> DistanceBias:
@@ -91,7 +101,8 @@ class RelativePositionBiases(nn.Module):
     return DistanceBias(self._values(qlen - 1, klen, bidirectional).astype(jnp.float32), qlen)
 
   def __call__(
-      self, qlen: int, klen: int, bidirectional: bool = True, query_offset: jax.Array | None = None) -> jax.Array:
+    self, qlen: int, klen: int, bidirectional: bool = True, query_offset: jax.Array | None = None
+  ) -> jax.Array:
     """Compute biases for queries at consecutive positions and keys at positions 0 to klen - 1.
 
     Args:
@@ -114,7 +125,9 @@ class RelativePositionBiases(nn.Module):
       visible = lax.dynamic_slice_in_dim(values, klen - qlen - offset, qlen + klen - 1, axis=1)
       return expand_diagonals(visible, qlen, klen)
 
-    return window(query_offset)[None] if jnp.ndim(query_offset) == 0 else jax.vmap(window)(query_offset)
+    return (
+      window(query_offset)[None] if jnp.ndim(query_offset) == 0 else jax.vmap(window)(query_offset)
+    )
 
 
 class CachedRelativePositionBiases(RelativePositionBiases):
@@ -123,7 +136,9 @@ class CachedRelativePositionBiases(RelativePositionBiases):
   For layers written for T5X.
   """
 
-  def __call__(self, qlen: int, klen: int, bidirectional: bool = True, decode: bool = False) -> jax.Array:
+  def __call__(
+    self, qlen: int, klen: int, bidirectional: bool = True, decode: bool = False
+  ) -> jax.Array:
     """Compute biases for queries and keys at positions from 0 on.
 
     Args:

@@ -14,8 +14,14 @@ from t5x_lite.types import PyTree
 _LOGICAL_AXES = {'b': 'batch', 'h': 'heads'}
 
 
-def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result_dims: PyTree, *,
-                   is_kernel: bool = False) -> PyTree:
+def on_each_device(
+  fn: Callable[..., PyTree],
+  args: PyTree,
+  dims: PyTree,
+  result_dims: PyTree,
+  *,
+  is_kernel: bool = False,
+) -> PyTree:
   """Return `fn(*args)`, computed on each device for its rows of the batch and its heads.
 
   Without a mesh of several devices, `fn` is called on the whole arrays. So it is if rules divide no dim: a dim is whole
@@ -32,10 +38,16 @@ def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result
   axes, free = {}, set() if mesh.empty else set(mesh.axis_names) - set(mesh.manual_axes)
   if rules and free and mesh.size > 1:
     leaves, names = jax.tree.leaves(args), jax.tree.leaves(dims)
-    for letter, entry in zip(_LOGICAL_AXES, _mesh_axes(tuple(_LOGICAL_AXES.values()), rules), strict=True):
+    for letter, entry in zip(
+      _LOGICAL_AXES, _mesh_axes(tuple(_LOGICAL_AXES.values()), rules), strict=True
+    ):
       found = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,) if entry else ()
       shards = math.prod(mesh.shape[axis] for axis in found) if set(found) <= free else 1
-      sizes = [array.shape[dim.index(letter)] for array, dim in zip(leaves, names, strict=True) if letter in dim]
+      sizes = [
+        array.shape[dim.index(letter)]
+        for array, dim in zip(leaves, names, strict=True)
+        if letter in dim
+      ]
       if shards > 1 and all(size % shards == 0 for size in sizes):
         axes[letter] = found
   if not axes and not (is_kernel and free and mesh.size > 1):
@@ -43,20 +55,32 @@ def on_each_device(fn: Callable[..., PyTree], args: PyTree, dims: PyTree, result
 
   def run(*args):
     results = fn(*args)
-    return jax.tree.map(lambda dim, part: _sum(part, [axes[letter] for letter in axes if letter not in dim]),
-                        result_dims, results)
+    return jax.tree.map(
+      lambda dim, part: _sum(part, [axes[letter] for letter in axes if letter not in dim]),
+      result_dims,
+      results,
+    )
 
   def spec(dim):
     return PartitionSpec(*(axes.get(letter) for letter in dim))
 
-  return jax.shard_map(run, in_specs=jax.tree.map(spec, dims), out_specs=jax.tree.map(spec, result_dims),
-                       axis_names=free, check_vma=False)(*args)
+  return jax.shard_map(
+    run,
+    in_specs=jax.tree.map(spec, dims),
+    out_specs=jax.tree.map(spec, result_dims),
+    axis_names=free,
+    check_vma=False,
+  )(*args)
 
 
 def _mesh_axes(names: tuple[str, ...], rules: Any) -> tuple[Any, ...]:
   """Return the mesh axes of logical axes; None for one without a rule."""
   known = {name for name, _ in rules}
-  return tuple(nn_partitioning.logical_to_mesh_axes(tuple(name if name in known else None for name in names), rules))
+  return tuple(
+    nn_partitioning.logical_to_mesh_axes(
+      tuple(name if name in known else None for name in names), rules
+    )
+  )
 
 
 def _sum(array: jax.Array, groups: list[tuple[str, ...]]) -> jax.Array:

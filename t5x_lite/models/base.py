@@ -59,7 +59,9 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     """Least number of layers that are stacked; see `Network.min_stacked_layers`."""
     return 2
 
-  def for_microbatches(self, batch: Batch, num_microbatches: int) -> tuple['BaseModel', Batch, Batch]:
+  def for_microbatches(
+    self, batch: Batch, num_microbatches: int
+  ) -> tuple['BaseModel', Batch, Batch]:
     """Return (model, batch, fixed) whose losses over the slices of that batch sum to this model's loss over `batch`.
 
     Call it before a batch is divided along dim 0: it computes the values of the loss that depend on the entire batch.
@@ -81,7 +83,11 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
 
   @abc.abstractmethod
   def loss_fn(
-      self, params: Params, batch: Batch, dropout_rng: Array | None, flax_mutables: FlaxMutables | None = None
+    self,
+    params: Params,
+    batch: Batch,
+    dropout_rng: Array | None,
+    flax_mutables: FlaxMutables | None = None,
   ) -> tuple[Array, MetricsMap | tuple[MetricsMap, FlaxMutables]]:
     """Compute the loss to differentiate with respect to `params`.
 
@@ -97,7 +103,8 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
 
   @abc.abstractmethod
   def eval_fn(
-      self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None) -> tuple[Array, MetricsMap]:
+    self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None
+  ) -> tuple[Array, MetricsMap]:
     """Compute (loss, metrics) without dropout. See `loss_fn`; `flax_mutables` are read, not updated."""
 
   def with_metric_fns(self, metric_fns: Sequence[MetricFn], owner: str) -> 'BaseModel':
@@ -110,11 +117,21 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     Raises:
       ConfigError: the model does not support metric functions.
     """
-    raise checks.invalid(owner, 'metric_fns', f'None for the model {type(self).__name__}', metric_fns,
-                         'Remove it, or derive the model from models.BaseTransformerModel.')
+    raise checks.invalid(
+      owner,
+      'metric_fns',
+      f'None for the model {type(self).__name__}',
+      metric_fns,
+      'Remove it, or derive the model from models.BaseTransformerModel.',
+    )
 
   def predict_batch(
-      self, params: Params, batch: Batch, rng: Array | None = None, *, flax_mutables: FlaxMutables | None = None
+    self,
+    params: Params,
+    batch: Batch,
+    rng: Array | None = None,
+    *,
+    flax_mutables: FlaxMutables | None = None,
   ) -> Array:
     """Return only the predictions, usually <int32>[batch, length] tokens. See `predict_batch_with_aux`."""
     return self.predict_batch_with_aux(params, batch, rng=rng, flax_mutables=flax_mutables)[0]
@@ -132,7 +149,12 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
 
   @abc.abstractmethod
   def predict_batch_with_aux(
-      self, params: Params, batch: Batch, rng: Array | None = None, *, flax_mutables: FlaxMutables | None = None
+    self,
+    params: Params,
+    batch: Batch,
+    rng: Array | None = None,
+    *,
+    flax_mutables: FlaxMutables | None = None,
   ) -> tuple[Array, Mapping[str, Array]]:
     """Return (predictions, other arrays by name, such as scores); the first dim of every array is the batch.
 
@@ -145,8 +167,12 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
 
   @abc.abstractmethod
   def score_batch(
-      self, params: Params, batch: Batch, return_intermediates: bool = False, *,
-      flax_mutables: FlaxMutables | None = None,
+    self,
+    params: Params,
+    batch: Batch,
+    return_intermediates: bool = False,
+    *,
+    flax_mutables: FlaxMutables | None = None,
   ) -> Array | tuple[Array, Mapping[str, Any]]:
     """Return <float32>[batch] log-likelihoods of the targets.
 
@@ -159,7 +185,10 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
 
   @abc.abstractmethod
   def get_initial_variables(
-      self, rng: Array, input_shapes: Mapping[str, tuple[int, ...]], input_types: Mapping[str, Any] | None = None
+    self,
+    rng: Array,
+    input_shapes: Mapping[str, tuple[int, ...]],
+    input_types: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
     """Initialize all variables.
 
@@ -210,39 +239,51 @@ class BaseTransformerModel(BaseModel):
   auxiliary_losses_per_target: bool = False
 
   def __init__(
-      self,
-      module: nn.Module,
-      input_vocabulary: Any,
-      output_vocabulary: Any,
-      optimizer_def: Any,
-      decode_fn: decoding.DecodeFnCallable | None = None,
-      label_smoothing: float = 0.0,
-      z_loss: float = 0.0,
-      loss_normalizing_factor: losses.LossNormalizingFactor = None,
-      *,
-      feature_converter_cls: Any = None,
-      metric_fns: Sequence[MetricFn] = (),
+    self,
+    module: nn.Module,
+    input_vocabulary: Any,
+    output_vocabulary: Any,
+    optimizer_def: Any,
+    decode_fn: decoding.DecodeFnCallable | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: losses.LossNormalizingFactor = None,
+    *,
+    feature_converter_cls: Any = None,
+    metric_fns: Sequence[MetricFn] = (),
   ):
     super().__init__(optimizer_def)
     if isinstance(loss_normalizing_factor, str):
-      loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(loss_normalizing_factor)
+      loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
+        loss_normalizing_factor
+      )
     factor_number = checks.number(above=0).or_none()
     checks.check(
-        type(self).__name__, locals(), label_smoothing=checks.number(at_least=0, below=1),
-        z_loss=checks.number(at_least=0), loss_normalizing_factor=checks.Expectation(
-            f'{factor_number.text}, or the name of a special factor',
-            lambda x: isinstance(x, losses.SpecialLossNormalizingFactor) or factor_number.holds(x)),
-        metric_fns=checks.Expectation(
-            'a list of functions of (logits, batch)',
-            lambda fns: isinstance(fns, (list, tuple)) and all(map(callable, fns)),
-            'In gin, write metric_fns = [@my_module.my_metric] without parentheses.'))
+      type(self).__name__,
+      locals(),
+      label_smoothing=checks.number(at_least=0, below=1),
+      z_loss=checks.number(at_least=0),
+      loss_normalizing_factor=checks.Expectation(
+        f'{factor_number.text}, or the name of a special factor',
+        lambda x: isinstance(x, losses.SpecialLossNormalizingFactor) or factor_number.holds(x),
+      ),
+      metric_fns=checks.Expectation(
+        'a list of functions of (logits, batch)',
+        lambda fns: isinstance(fns, (list, tuple)) and all(map(callable, fns)),
+        'In gin, write metric_fns = [@my_module.my_metric] without parentheses.',
+      ),
+    )
     _check_decode_fn(decode_fn)
     _check_network(module)
     # The vocabularies of any other network are checked against its logits when it is initialized.
     network_vocab_size = module.vocab_size if isinstance(module, Network) else None
     if network_vocab_size is not None:
-      vocabulary_size.check_vocabulary_fits('input_vocabulary', input_vocabulary, network_vocab_size)
-      vocabulary_size.check_vocabulary_fits('output_vocabulary', output_vocabulary, network_vocab_size)
+      vocabulary_size.check_vocabulary_fits(
+        'input_vocabulary', input_vocabulary, network_vocab_size
+      )
+      vocabulary_size.check_vocabulary_fits(
+        'output_vocabulary', output_vocabulary, network_vocab_size
+      )
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER = feature_converter_cls
     self.module = module
@@ -266,7 +307,11 @@ class BaseTransformerModel(BaseModel):
   @property
   def min_stacked_layers(self) -> int:
     """See base class."""
-    return self.module.min_stacked_layers if isinstance(self.module, Network) else super().min_stacked_layers
+    return (
+      self.module.min_stacked_layers
+      if isinstance(self.module, Network)
+      else super().min_stacked_layers
+    )
 
   @property
   def input_vocabulary(self) -> Any:
@@ -306,13 +351,13 @@ class BaseTransformerModel(BaseModel):
 
   @abc.abstractmethod
   def compute_logits(
-      self,
-      params: Params,
-      batch: Batch,
-      dropout_rng: Array | None = None,
-      *,
-      flax_mutables: FlaxMutables | None = None,
-      mutable: tuple[str, ...] = (),
+    self,
+    params: Params,
+    batch: Batch,
+    dropout_rng: Array | None = None,
+    *,
+    flax_mutables: FlaxMutables | None = None,
+    mutable: tuple[str, ...] = (),
   ) -> tuple[Array, dict[str, Any]]:
     """Run the network on given targets (teacher forcing).
 
@@ -328,7 +373,9 @@ class BaseTransformerModel(BaseModel):
       declare `SUPPORTS_CHUNKED_LOSS` return a `layers.OutputProjection` of the logits with `return_logits=False`.
     """
 
-  def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch) -> tuple[Array | float, MetricsMap]:
+  def auxiliary_losses(
+    self, intermediates: Mapping[str, Any], batch: Batch
+  ) -> tuple[Array | float, MetricsMap]:
     """Return (loss to add to the cross entropy, its metrics); by default (0, {}).
 
     The loss must be a mean over the batch: the mean over micro-batches is added.
@@ -347,7 +394,9 @@ class BaseTransformerModel(BaseModel):
     """See `BaseModel.for_microbatches`; computes a normalizing factor that depends on the batch."""
     model = copy.copy(self)
     model._auxiliary_loss_share = self._auxiliary_loss_share / num_microbatches
-    factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(
+      self._loss_normalizing_factor, batch
+    )
     fixed = {}
     if self.auxiliary_losses_per_target:
       fixed[_AUXILIARY_WEIGHT] = self._auxiliary_weight(batch, weights, factor)
@@ -372,28 +421,46 @@ class BaseTransformerModel(BaseModel):
   def _loss(self, params, batch, dropout_rng, flax_mutables, updated):
     """Return (loss, metrics, collections after the pass) where the collections named in `updated` are mutable."""
     outputs, collections = self.compute_logits(
-        params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=('intermediates', *updated),
-        **token_losses.logits_arguments(self, self.module, self._custom_metrics.metric_fns))
-    factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
+      params,
+      batch,
+      dropout_rng,
+      flax_mutables=flax_mutables,
+      mutable=('intermediates', *updated),
+      **token_losses.logits_arguments(self, self.module, self._custom_metrics.metric_fns),
+    )
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(
+      self._loss_normalizing_factor, batch
+    )
     targets = batch['decoder_target_tokens']
     loss, z_loss, is_correct = token_losses.weighted_loss(
-        outputs, targets, weights, self._label_smoothing, self._z_loss, factor)
+      outputs, targets, weights, self._label_smoothing, self._z_loss, factor
+    )
     metrics = batch_metrics.metrics_of_batch(
-        is_correct, targets, weights, loss, z_loss, batch_metrics.segment_ids_of(batch))
-    auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(collections.get('intermediates', {}), batch)
+      is_correct, targets, weights, loss, z_loss, batch_metrics.segment_ids_of(batch)
+    )
+    auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(
+      collections.get('intermediates', {}), batch
+    )
     # Only `loss` includes auxiliary losses; `cross_ent_loss` and the losses per token do not.
-    loss += auxiliary_loss * (self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share)
+    loss += auxiliary_loss * (
+      self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share
+    )
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
     return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
 
-  def _auxiliary_weight(self, batch: Batch, weights: Array | None, factor: Array | float | None) -> Array | float:
+  def _auxiliary_weight(
+    self, batch: Batch, weights: Array | None, factor: Array | float | None
+  ) -> Array | float:
     """Return the factor of the auxiliary losses of a batch; for a slice, the factor of its batch."""
     if not self.auxiliary_losses_per_target:
       return 1.0
     if _AUXILIARY_WEIGHT in batch:
       return batch[_AUXILIARY_WEIGHT]
-    num_targets = (jnp.float32(batch['decoder_target_tokens'].size) if weights is None
-                   else jnp.sum(weights, dtype=jnp.float32))
+    num_targets = (
+      jnp.float32(batch['decoder_target_tokens'].size)
+      if weights is None
+      else jnp.sum(weights, dtype=jnp.float32)
+    )
     return num_targets if factor is None else num_targets / factor
 
   def _rngs(self, rng: Array | None) -> dict[str, Array] | None:
@@ -401,7 +468,10 @@ class BaseTransformerModel(BaseModel):
     if rng is None:
       return None
     first, *others = self.RANDOM_STREAMS
-    return {first: rng, **{name: jax.random.fold_in(rng, i) for i, name in enumerate(others, start=1)}}
+    return {
+      first: rng,
+      **{name: jax.random.fold_in(rng, i) for i, name in enumerate(others, start=1)},
+    }
 
   def score_batch(self, params, batch, return_intermediates=False, *, flax_mutables=None):
     """Compute each row's log-likelihood: the sum of log p(target) times loss weight, without smoothing and z-loss.
@@ -418,7 +488,8 @@ class BaseTransformerModel(BaseModel):
     """
     arguments = token_losses.logits_arguments(self, self.module, ())
     outputs, collections = self.compute_logits(
-        params, batch, flax_mutables=flax_mutables, mutable=('intermediates',), **arguments)
+      params, batch, flax_mutables=flax_mutables, mutable=('intermediates',), **arguments
+    )
     targets = batch['decoder_target_tokens']
     weights = jnp.asarray(batch.get('decoder_loss_weights', targets > 0), jnp.float32)
     scores = -jnp.sum(token_losses.token_losses(outputs, targets) * weights, axis=-1)
@@ -431,8 +502,13 @@ class BaseTransformerModel(BaseModel):
 
 
 def _check_decode_fn(decode_fn):
-  checks.check('', locals(), decode_fn=checks.Expectation(
-      'a decoding algorithm, such as decoding.greedy_search,', callable).or_none())
+  checks.check(
+    '',
+    locals(),
+    decode_fn=checks.Expectation(
+      'a decoding algorithm, such as decoding.greedy_search,', callable
+    ).or_none(),
+  )
   if decode_fn is not None:
     decoding.contract_of(decode_fn)
 
@@ -446,17 +522,18 @@ def _check_network(module):
       owner, value = type(module).__name__, getattr(module, name)
       attribute = f'method {name}' if callable(value) else f'attribute {name}={value!r}'
       raise errors.ConfigError(
-          f'The {attribute} of module class {owner} has an effect only in a networks.Network. '
-          f'Write `class {owner}(networks.Network)` instead of `nn.Module`, or remove it.')
+        f'The {attribute} of module class {owner} has an effect only in a networks.Network. '
+        f'Write `class {owner}(networks.Network)` instead of `nn.Module`, or remove it.'
+      )
 
 
 def apply_module(
-    module: nn.Module,
-    params: Params,
-    *args,
-    flax_mutables: FlaxMutables | None = None,
-    mutable: tuple[str, ...] = (),
-    **kwargs,
+  module: nn.Module,
+  params: Params,
+  *args,
+  flax_mutables: FlaxMutables | None = None,
+  mutable: tuple[str, ...] = (),
+  **kwargs,
 ) -> tuple[Any, dict[str, Any]]:
   """Apply `module` to `params` and its other collections.
 
@@ -472,7 +549,8 @@ def apply_module(
     (output, the `mutable` collections after the pass as nested dicts).
   """
   output, collections = module.apply(
-      {**(flax_mutables or {}), 'params': params}, *args, mutable=list(mutable), **kwargs)
+    {**(flax_mutables or {}), 'params': params}, *args, mutable=list(mutable), **kwargs
+  )
   return output, tree_utils.to_dict(collections)
 
 

@@ -41,13 +41,16 @@ class CustomMetrics:
       ConfigError: a function does not take these arguments, does not return metrics, or returns a name twice.
     """
     for metric_fn in self.metric_fns:
-      found = checks.call_custom(self.owner, 'metric_fns', 'logits, batch', metric_fn, logits, batch)
+      found = checks.call_custom(
+        self.owner, 'metric_fns', 'logits, batch', metric_fn, logits, batch
+      )
       is_valid = isinstance(found, Mapping) and all(map(metrics_lib.is_metric_obj, found.values()))
       if not is_valid or set(found) & set(metrics):
         raise errors.ConfigError(
-            f'The function {getattr(metric_fn, "__name__", repr(metric_fn))} of `{self.owner}.metric_fns` must return '
-            'a dict of clu.metrics.Metric, such as Average(total=..., count=...), with names that no other metric has, '
-            f'got {sorted(set(found) & set(metrics)) if is_valid else found!r}.')
+          f'The function {getattr(metric_fn, "__name__", repr(metric_fn))} of `{self.owner}.metric_fns` must return '
+          'a dict of clu.metrics.Metric, such as Average(total=..., count=...), with names that no other metric has, '
+          f'got {sorted(set(found) & set(metrics)) if is_valid else found!r}.'
+        )
       metrics = metrics | found
     return metrics
 
@@ -86,15 +89,17 @@ def is_argmax(logits: Array, ids: Array) -> Array:
     ids: <int>[...].
   """
   ids = ids.astype(jnp.int32)
-  own = jnp.take_along_axis(logits, jnp.clip(ids, 0, logits.shape[-1] - 1)[..., None], axis=-1,
-                            mode='promise_in_bounds')
+  own = jnp.take_along_axis(
+    logits, jnp.clip(ids, 0, logits.shape[-1] - 1)[..., None], axis=-1, mode='promise_in_bounds'
+  )
   positions = jax.lax.broadcasted_iota(ids.dtype, logits.shape, logits.ndim - 1)
   is_below = jnp.where(positions < ids[..., None], logits < own, logits <= own)
   return jnp.all(is_below, axis=-1) & (ids >= 0) & (ids < logits.shape[-1])
 
 
 def compute_weighted_accuracy(
-    logits: Array, targets: Array, weights: Array | None = None) -> tuple[Array, Array]:
+  logits: Array, targets: Array, weights: Array | None = None
+) -> tuple[Array, Array]:
   """Return (sum of the weights of targets that are the most probable token, sum of all weights), float32 scalars.
 
   The `accuracy` of `compute_base_metrics` counts positions instead, independent of their weights.
@@ -109,20 +114,25 @@ def compute_weighted_accuracy(
 
 
 def compute_base_metrics(
-    logits: Array,
-    targets: Array,
-    mask: Array | None,
-    loss: Array,
-    z_loss: Array | None = None,
-    segment_ids: Mapping[str, Array] | None = None,
+  logits: Array,
+  targets: Array,
+  mask: Array | None,
+  loss: Array,
+  z_loss: Array | None = None,
+  segment_ids: Mapping[str, Array] | None = None,
 ) -> MetricsMap:
   """Compute the metrics of one batch from its logits, <float>[batch, length, vocab]; see `metrics_of_batch`."""
   return metrics_of_batch(is_argmax(logits, targets), targets, mask, loss, z_loss, segment_ids)
 
 
 def compute_metrics(
-    logits: Array, targets: Array, weights: Array | None, loss: Array, weight_sum: Array,
-    additional_metrics: MetricsMap) -> MetricsMap:
+  logits: Array,
+  targets: Array,
+  weights: Array | None,
+  loss: Array,
+  weight_sum: Array,
+  additional_metrics: MetricsMap,
+) -> MetricsMap:
   """Return sums over one batch, and other metrics; for models written for older versions of T5X.
 
   The models of this package use `compute_base_metrics`.
@@ -140,18 +150,27 @@ def compute_metrics(
     (positions), each a `Sum`, and `additional_metrics`.
   """
   correct, _ = compute_weighted_accuracy(logits, targets, weights)
-  return {**metrics_lib.create_metrics_dict({
-      'loss': loss, 'accuracy': correct, 'weight_sum': weight_sum, 'num_examples': targets.shape[0],
-      'num_tokens': targets.size}), **additional_metrics}
+  return {
+    **metrics_lib.create_metrics_dict(
+      {
+        'loss': loss,
+        'accuracy': correct,
+        'weight_sum': weight_sum,
+        'num_examples': targets.shape[0],
+        'num_tokens': targets.size,
+      }
+    ),
+    **additional_metrics,
+  }
 
 
 def metrics_of_batch(
-    is_correct: Array,
-    targets: Array,
-    mask: Array | None,
-    loss: Array,
-    z_loss: Array | None = None,
-    segment_ids: Mapping[str, Array] | None = None,
+  is_correct: Array,
+  targets: Array,
+  mask: Array | None,
+  loss: Array,
+  z_loss: Array | None = None,
+  segment_ids: Mapping[str, Array] | None = None,
 ) -> MetricsMap:
   """Compute the metrics of one batch, with T5X's names.
 
@@ -184,37 +203,49 @@ def metrics_of_batch(
   rate = metrics_lib.TimeRate.from_model_output
   average = clu_metrics.Average
   metrics = {
-      'accuracy': clu_metrics.Accuracy(total=num_correct, count=jnp.sum(is_counted, dtype=jnp.float32)),
-      'loss': metrics_lib.AveragePerStep(total=loss),
-      'loss_per_nonpadding_target_token': average(total=loss, count=mask_sum),
-      'loss_per_all_target_tokens': average(total=loss, count=num_target_tokens),
-      'timing/seqs_per_second': rate(numerator=num_seqs),
-      'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(),
-      'timing/seconds': metrics_lib.Time(),
-      'timing/seqs': metrics_lib.Sum(num_seqs),
-      'timing/seqs_per_second_per_core': rate(numerator=num_seqs / num_devices),
-      'timing/target_tokens_per_second': rate(numerator=num_target_tokens),
-      'timing/target_tokens_per_second_per_core': rate(numerator=num_target_tokens / num_devices),
-      'non_padding_fraction/loss_weights': average(total=mask_sum, count=num_target_tokens),
+    'accuracy': clu_metrics.Accuracy(
+      total=num_correct, count=jnp.sum(is_counted, dtype=jnp.float32)
+    ),
+    'loss': metrics_lib.AveragePerStep(total=loss),
+    'loss_per_nonpadding_target_token': average(total=loss, count=mask_sum),
+    'loss_per_all_target_tokens': average(total=loss, count=num_target_tokens),
+    'timing/seqs_per_second': rate(numerator=num_seqs),
+    'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(),
+    'timing/seconds': metrics_lib.Time(),
+    'timing/seqs': metrics_lib.Sum(num_seqs),
+    'timing/seqs_per_second_per_core': rate(numerator=num_seqs / num_devices),
+    'timing/target_tokens_per_second': rate(numerator=num_target_tokens),
+    'timing/target_tokens_per_second_per_core': rate(numerator=num_target_tokens / num_devices),
+    'non_padding_fraction/loss_weights': average(total=mask_sum, count=num_target_tokens),
   }
   if z_loss is not None:
     metrics |= {
-        'z_loss': metrics_lib.AveragePerStep(total=z_loss),
-        'z_loss_per_all_target_tokens': average(total=z_loss, count=num_target_tokens),
-        'cross_ent_loss': metrics_lib.AveragePerStep(total=loss - z_loss),
-        'cross_ent_loss_per_all_target_tokens': average(total=loss - z_loss, count=num_target_tokens),
+      'z_loss': metrics_lib.AveragePerStep(total=z_loss),
+      'z_loss_per_all_target_tokens': average(total=z_loss, count=num_target_tokens),
+      'cross_ent_loss': metrics_lib.AveragePerStep(total=loss - z_loss),
+      'cross_ent_loss_per_all_target_tokens': average(total=loss - z_loss, count=num_target_tokens),
     }
 
   if segment_ids:
     num_tokens = float(sum(ids.size for ids in segment_ids.values()))
-    num_real = {feature: jnp.sum(ids != 0, dtype=jnp.float32) for feature, ids in segment_ids.items()}
+    num_real = {
+      feature: jnp.sum(ids != 0, dtype=jnp.float32) for feature, ids in segment_ids.items()
+    }
     num_examples = {feature: count_packed_examples(ids) for feature, ids in segment_ids.items()}
     for feature, ids in segment_ids.items():
-      metrics[f'effective_batch_size/{feature}'] = metrics_lib.AveragePerStep(total=num_examples[feature])
-      metrics[f'non_padding_fraction/{feature}'] = average(total=num_real[feature], count=float(ids.size))
-    metrics['non_padding_fraction/overall'] = average(total=sum(num_real.values()), count=num_tokens)
+      metrics[f'effective_batch_size/{feature}'] = metrics_lib.AveragePerStep(
+        total=num_examples[feature]
+      )
+      metrics[f'non_padding_fraction/{feature}'] = average(
+        total=num_real[feature], count=float(ids.size)
+      )
+    metrics['non_padding_fraction/overall'] = average(
+      total=sum(num_real.values()), count=num_tokens
+    )
     # A feature may be empty in some examples, so the largest count is the number of examples.
-    metrics['timing/examples_per_second'] = rate(numerator=jnp.stack(list(num_examples.values())).max())
+    metrics['timing/examples_per_second'] = rate(
+      numerator=jnp.stack(list(num_examples.values())).max()
+    )
   else:
     num_tokens = num_target_tokens
     metrics['timing/examples_per_second'] = rate(numerator=num_seqs)

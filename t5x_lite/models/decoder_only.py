@@ -53,30 +53,30 @@ class DecoderOnlyModel(base.BaseTransformerModel):
   SUPPORTS_CHUNKED_LOSS = True
 
   def __init__(
-      self,
-      module: nn.Module,
-      vocabulary: Any,
-      optimizer_def: Any,
-      decode_fn: decoding.DecodeFnCallable = decoding.temperature_sample,
-      inputs_bidirectional_attention: bool = False,
-      feature_converter_cls: Any = None,
-      label_smoothing: float = 0.0,
-      z_loss: float = 0.0,
-      loss_normalizing_factor: losses.LossNormalizingFactor = None,
-      *,
-      metric_fns: Sequence[base.MetricFn] = (),
+    self,
+    module: nn.Module,
+    vocabulary: Any,
+    optimizer_def: Any,
+    decode_fn: decoding.DecodeFnCallable = decoding.temperature_sample,
+    inputs_bidirectional_attention: bool = False,
+    feature_converter_cls: Any = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: losses.LossNormalizingFactor = None,
+    *,
+    metric_fns: Sequence[base.MetricFn] = (),
   ):
     super().__init__(
-        module=module,
-        input_vocabulary=vocabulary,
-        output_vocabulary=vocabulary,
-        optimizer_def=optimizer_def,
-        decode_fn=decode_fn,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        loss_normalizing_factor=loss_normalizing_factor,
-        feature_converter_cls=feature_converter_cls,
-        metric_fns=metric_fns,
+      module=module,
+      input_vocabulary=vocabulary,
+      output_vocabulary=vocabulary,
+      optimizer_def=optimizer_def,
+      decode_fn=decode_fn,
+      label_smoothing=label_smoothing,
+      z_loss=z_loss,
+      loss_normalizing_factor=loss_normalizing_factor,
+      feature_converter_cls=feature_converter_cls,
+      metric_fns=metric_fns,
     )
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
 
@@ -94,25 +94,37 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     """
     name = 'decoder_input_tokens'
     tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
-    logits, variables = self.module.init_with_output(rng, tokens, tokens, decode=False, enable_dropout=False)
+    logits, variables = self.module.init_with_output(
+      rng, tokens, tokens, decode=False, enable_dropout=False
+    )
     vocabulary_size.check_vocabulary_fits('vocabulary', self.output_vocabulary, logits.shape[-1])
     variables = dict(tree_utils.to_dict(variables))
     # Sown values belong to a batch, not to the state.
     variables.pop('intermediates', None)
     return variables
 
-  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True):
+  def compute_logits(
+    self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True
+  ):
     """Run the network on given targets; see `BaseTransformerModel.compute_logits`.
 
     Raises:
       ConfigError: the inputs are not marked, but `inputs_bidirectional_attention` is set.
     """
     return base.apply_module(
-        self.module, params, batch['decoder_input_tokens'], batch['decoder_target_tokens'],
-        **{name: batch[name] for name in _PACKING_FEATURES if name in batch}, **self._prefix(batch),
-        decode=False, enable_dropout=dropout_rng is not None, **({} if return_logits else {'return_logits': False}),
-        rngs=self._rngs(dropout_rng),
-        flax_mutables=flax_mutables, mutable=mutable)
+      self.module,
+      params,
+      batch['decoder_input_tokens'],
+      batch['decoder_target_tokens'],
+      **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
+      **self._prefix(batch),
+      decode=False,
+      enable_dropout=dropout_rng is not None,
+      **({} if return_logits else {'return_logits': False}),
+      rngs=self._rngs(dropout_rng),
+      flax_mutables=flax_mutables,
+      mutable=mutable,
+    )
 
   def _prefix(self, batch: Batch) -> dict[str, Array]:
     """Return the network's argument for bidirectional attention among inputs, if it is used."""
@@ -120,27 +132,35 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       return {}
     if _PREFIX not in batch:
       raise checks.invalid(
-          type(self).__name__, 'inputs_bidirectional_attention', f'False for batches without {_PREFIX!r}, which marks '
-          'the inputs', True, "Set it to False, or add a length for 'inputs' to task_feature_lengths.")
+        type(self).__name__,
+        'inputs_bidirectional_attention',
+        f'False for batches without {_PREFIX!r}, which marks the inputs',
+        True,
+        "Set it to False, or add a length for 'inputs' to task_feature_lengths.",
+      )
     return {_PREFIX: batch[_PREFIX]}
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """Raise if batches are packed, or their inputs are not marked; see `BaseModel`."""
-    generation.check_features(features, {
+    generation.check_features(
+      features,
+      {
         'decoder_input_tokens': 'int32 [batch, length], the inputs, followed by positions to decode',
         _PREFIX: "which marks the inputs if task_feature_lengths has a length for 'inputs' (set "
-                 'infer_eval_dataset_cfg=None for a task without inputs)'})
+        'infer_eval_dataset_cfg=None for a task without inputs)',
+      },
+    )
 
   def predict_batch_with_aux(
-      self,
-      params: Params,
-      batch: Batch,
-      rng: Array | None = None,
-      *,
-      return_all_decodes: bool = False,
-      num_decodes: int = 1,
-      decoder_params: Mapping[str, Any] | None = None,
-      flax_mutables: base.FlaxMutables | None = None,
+    self,
+    params: Params,
+    batch: Batch,
+    rng: Array | None = None,
+    *,
+    return_all_decodes: bool = False,
+    num_decodes: int = 1,
+    decoder_params: Mapping[str, Any] | None = None,
+    flax_mutables: base.FlaxMutables | None = None,
   ) -> tuple[Array, dict[str, Array]]:
     """Decode the targets of a batch: read all inputs in one pass, then run the network step by step with a cache.
 
@@ -166,34 +186,65 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     """
     self.check_prediction_features(batch)
     options = generation.decode_options(
-        self.decode_fn, decoder_params, _GENERATION_KEYS, rng=rng, eos_id=self.output_vocabulary.eos_id,
-        num_decodes=num_decodes, prefilled=True)
+      self.decode_fn,
+      decoder_params,
+      _GENERATION_KEYS,
+      rng=rng,
+      eos_id=self.output_vocabulary.eos_id,
+      num_decodes=num_decodes,
+      prefilled=True,
+    )
     is_prompt = batch[_PREFIX] > 0
     # Padding rows have no start token. They get a prompt that leaves one token to decode, so that they end at once.
     padding_mask = ~jnp.any(is_prompt, axis=1)
-    prompt = jnp.where(padding_mask[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0))
+    prompt = jnp.where(
+      padding_mask[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0)
+    )
     length = prompt.shape[1]
     num_inputs = jnp.where(padding_mask, length, jnp.sum(is_prompt, axis=1, dtype=jnp.int32)) - 1
     apply = functools.partial(
-        base.apply_module, self.module, params, enable_dropout=False, decode=True, max_decode_length=length,
-        mutable=('cache',))
+      base.apply_module,
+      self.module,
+      params,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=length,
+      mutable=('cache',),
+    )
     # The last input is excluded from the cache: the first step reads it again for its logits.
     _, collections = apply(
-        prompt, batch[_PREFIX], **self._prefix(batch), prefill=True, prefill_lengths=num_inputs,
-        flax_mutables=flax_mutables)
+      prompt,
+      batch[_PREFIX],
+      **self._prefix(batch),
+      prefill=True,
+      prefill_lengths=num_inputs,
+      flax_mutables=flax_mutables,
+    )
     cache = generation.share_beams(self.module, collections['cache'], self.decode_fn, num_decodes)
 
     def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
       generation.check_fits_cache(state, length)
       logits, updated = apply(
-          state.cur_token, state.cur_token, flax_mutables={**(flax_mutables or {}), 'cache': state.cache})
+        state.cur_token,
+        state.cur_token,
+        flax_mutables={**(flax_mutables or {}), 'cache': state.cache},
+      )
       return jnp.squeeze(logits, axis=1), updated['cache']
 
     sequences, scores = generation.call_decode_fn(
-        self.decode_fn, inputs=prompt, cache=cache, tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
-        initial_index=num_inputs, cache_offset=generation.cache_offset(self.module), **options)
+      self.decode_fn,
+      inputs=prompt,
+      cache=cache,
+      tokens_to_logits=tokens_to_logits,
+      num_decodes=num_decodes,
+      initial_index=num_inputs,
+      cache_offset=generation.cache_offset(self.module),
+      **options,
+    )
     # The first decoded token of a row is at the position of its last input token.
-    sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(sequences, num_inputs)
+    sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(
+      sequences, num_inputs
+    )
     if return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
@@ -201,11 +252,11 @@ class DecoderOnlyModel(base.BaseTransformerModel):
 
 # Arguments of decoding functions that the model sets, and the remedy for callers that set them.
 _GENERATION_KEYS = {
-    'inputs': 'They are in the batch.',
-    'cache': 'It contains the inputs of the batch.',
-    'tokens_to_logits': 'It is a step of the network.',
-    'num_decodes': 'Pass the argument num_decodes.',
-    'initial_index': 'It is the end of the inputs of each row.',
-    'padding_mask': f'Padding rows have no 1 in {_PREFIX}.',
-    'cache_offset': "It is a property of the network's cache.",
+  'inputs': 'They are in the batch.',
+  'cache': 'It contains the inputs of the batch.',
+  'tokens_to_logits': 'It is a step of the network.',
+  'num_decodes': 'Pass the argument num_decodes.',
+  'initial_index': 'It is the end of the inputs of each row.',
+  'padding_mask': f'Padding rows have no 1 in {_PREFIX}.',
+  'cache_offset': "It is a property of the network's cache.",
 }

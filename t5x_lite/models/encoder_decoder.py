@@ -15,7 +15,12 @@ from t5x_lite.models import generation
 from t5x_lite.models import vocabulary_size
 from t5x_lite.types import Array, Batch, Params
 
-_PACKING_FEATURES = ('encoder_segment_ids', 'decoder_segment_ids', 'encoder_positions', 'decoder_positions')
+_PACKING_FEATURES = (
+  'encoder_segment_ids',
+  'decoder_segment_ids',
+  'encoder_positions',
+  'decoder_positions',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,9 @@ class DecoderParams:
   num_decodes: int = 1
 
   def __post_init__(self):
-    checks.check('models.DecoderParams', vars(self), num_decodes=checks.number(at_least=1, integer=True))
+    checks.check(
+      'models.DecoderParams', vars(self), num_decodes=checks.number(at_least=1, integer=True)
+    )
 
 
 class EncoderDecoderModel(base.BaseTransformerModel):
@@ -65,35 +72,36 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   SUPPORTS_CHUNKED_LOSS = True
 
   def __init__(
-      self,
-      module: nn.Module,
-      input_vocabulary: Any,
-      output_vocabulary: Any,
-      optimizer_def: Any,
-      decode_fn: decoding.DecodeFnCallable = decoding.beam_search,
-      feature_converter_cls: Any = None,
-      label_smoothing: float = 0.0,
-      z_loss: float = 0.0,
-      loss_normalizing_factor: losses.LossNormalizingFactor = None,
-      default_decoder_params: DecoderParams | None = None,
-      *,
-      metric_fns: Sequence[base.MetricFn] = (),
+    self,
+    module: nn.Module,
+    input_vocabulary: Any,
+    output_vocabulary: Any,
+    optimizer_def: Any,
+    decode_fn: decoding.DecodeFnCallable = decoding.beam_search,
+    feature_converter_cls: Any = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: losses.LossNormalizingFactor = None,
+    default_decoder_params: DecoderParams | None = None,
+    *,
+    metric_fns: Sequence[base.MetricFn] = (),
   ):
     super().__init__(
-        module=module,
-        input_vocabulary=input_vocabulary,
-        output_vocabulary=output_vocabulary,
-        optimizer_def=optimizer_def,
-        decode_fn=decode_fn,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        loss_normalizing_factor=loss_normalizing_factor,
-        feature_converter_cls=feature_converter_cls,
-        metric_fns=metric_fns,
+      module=module,
+      input_vocabulary=input_vocabulary,
+      output_vocabulary=output_vocabulary,
+      optimizer_def=optimizer_def,
+      decode_fn=decode_fn,
+      label_smoothing=label_smoothing,
+      z_loss=z_loss,
+      loss_normalizing_factor=loss_normalizing_factor,
+      feature_converter_cls=feature_converter_cls,
+      metric_fns=metric_fns,
     )
     self._default_decoder_params = default_decoder_params or DecoderParams()
-    generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes,
-                                     'models.DecoderParams.num_decodes')
+    generation.check_decoder_options(
+      decode_fn, self._default_decoder_params.num_decodes, 'models.DecoderParams.num_decodes'
+    )
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """See `BaseModel.get_initial_variables`.
@@ -115,41 +123,62 @@ class EncoderDecoderModel(base.BaseTransformerModel):
 
     encoder_inputs, decoder_inputs = ones('encoder_input_tokens'), ones('decoder_input_tokens')
     logits, variables = self.module.init_with_output(
-        rng, encoder_inputs, decoder_inputs, decoder_inputs, decode=False, enable_dropout=False,
-        **{name: ones(name) for name in _PACKING_FEATURES if name in input_shapes})
-    vocabulary_size.check_vocabulary_fits('output_vocabulary', self.output_vocabulary, logits.shape[-1])
+      rng,
+      encoder_inputs,
+      decoder_inputs,
+      decoder_inputs,
+      decode=False,
+      enable_dropout=False,
+      **{name: ones(name) for name in _PACKING_FEATURES if name in input_shapes},
+    )
+    vocabulary_size.check_vocabulary_fits(
+      'output_vocabulary', self.output_vocabulary, logits.shape[-1]
+    )
     variables = dict(tree_utils.to_dict(variables))
     # Sown values belong to a batch, not to the state.
     variables.pop('intermediates', None)
     return variables
 
-  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True):
+  def compute_logits(
+    self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True
+  ):
     """Run the network on given targets; see `BaseTransformerModel.compute_logits`."""
     return base.apply_module(
-        self.module, params,
-        batch['encoder_input_tokens'], batch['decoder_input_tokens'], batch['decoder_target_tokens'],
-        **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
-        decode=False, enable_dropout=dropout_rng is not None, **({} if return_logits else {'return_logits': False}),
-        rngs=self._rngs(dropout_rng),
-        flax_mutables=flax_mutables, mutable=mutable)
+      self.module,
+      params,
+      batch['encoder_input_tokens'],
+      batch['decoder_input_tokens'],
+      batch['decoder_target_tokens'],
+      **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
+      decode=False,
+      enable_dropout=dropout_rng is not None,
+      **({} if return_logits else {'return_logits': False}),
+      rngs=self._rngs(dropout_rng),
+      flax_mutables=flax_mutables,
+      mutable=mutable,
+    )
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """Raise if batches are packed, or without inputs or a length to decode; see `BaseModel`."""
-    generation.check_features(features, {
+    generation.check_features(
+      features,
+      {
         'encoder_input_tokens': 'the inputs, int32 [batch, input length]',
-        'decoder_input_tokens': 'int32 [batch, length], the prompts or zeros, with the length to decode'})
+        'decoder_input_tokens': 'int32 [batch, length], the prompts or zeros, with the length to decode',
+      },
+    )
 
   def predict_batch_with_aux(
-      self,
-      params: Params,
-      batch: Batch,
-      rng: Array | None = None,
-      decoder_params: Mapping[str, Any] | None = None,
-      return_all_decodes: bool | None = None,
-      num_decodes: int | None = None,
-      prompt_with_targets: bool = False,
-      *,
-      flax_mutables: base.FlaxMutables | None = None,
+    self,
+    params: Params,
+    batch: Batch,
+    rng: Array | None = None,
+    decoder_params: Mapping[str, Any] | None = None,
+    return_all_decodes: bool | None = None,
+    num_decodes: int | None = None,
+    prompt_with_targets: bool = False,
+    *,
+    flax_mutables: base.FlaxMutables | None = None,
   ) -> tuple[Array, dict[str, Array]]:
     """Decode the targets of a batch: encode the inputs once, then run the decoder step by step with a cache.
 
@@ -181,15 +210,32 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     defaults = self._default_decoder_params
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     options = generation.decode_options(
-        self.decode_fn, decoder_params, _GENERATION_KEYS, rng=rng, eos_id=self.output_vocabulary.eos_id,
-        num_decodes=num_decodes, prefilled=prompt_with_targets)
+      self.decode_fn,
+      decoder_params,
+      _GENERATION_KEYS,
+      rng=rng,
+      eos_id=self.output_vocabulary.eos_id,
+      num_decodes=num_decodes,
+      prefilled=prompt_with_targets,
+    )
     decoder_inputs = batch['decoder_input_tokens']
-    prompt = (generation.prompt_from_targets(decoder_inputs, options['eos_id']) if prompt_with_targets
-              else jnp.zeros_like(decoder_inputs))
+    prompt = (
+      generation.prompt_from_targets(decoder_inputs, options['eos_id'])
+      if prompt_with_targets
+      else jnp.zeros_like(decoder_inputs)
+    )
     sequences, scores = generation.generate(
-        self.module, params, batch['encoder_input_tokens'], prompt, self.decode_fn,
-        num_decodes=num_decodes, prefill=prompt_with_targets, padding_mask=generation.padding_mask(batch),
-        flax_mutables=flax_mutables, **options)
+      self.module,
+      params,
+      batch['encoder_input_tokens'],
+      prompt,
+      self.decode_fn,
+      num_decodes=num_decodes,
+      prefill=prompt_with_targets,
+      padding_mask=generation.padding_mask(batch),
+      flax_mutables=flax_mutables,
+      **options,
+    )
     if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
@@ -197,11 +243,11 @@ class EncoderDecoderModel(base.BaseTransformerModel):
 
 # Arguments of decoding functions that the model sets, and the remedy for callers that set them.
 _GENERATION_KEYS = {
-    'inputs': 'Use prompt_with_targets.',
-    'cache': "It is the result of the network's init_cache.",
-    'tokens_to_logits': "It is the network's decode.",
-    'num_decodes': 'Pass the argument num_decodes.',
-    'initial_index': 'Use prompt_with_targets.',
-    'padding_mask': 'It is True for rows of the batch without tokens.',
-    'cache_offset': "It is a property of the network's cache.",
+  'inputs': 'Use prompt_with_targets.',
+  'cache': "It is the result of the network's init_cache.",
+  'tokens_to_logits': "It is the network's decode.",
+  'num_decodes': 'Pass the argument num_decodes.',
+  'initial_index': 'Use prompt_with_targets.',
+  'padding_mask': 'It is True for rows of the batch without tokens.',
+  'cache_offset': "It is a property of the network's cache.",
 }

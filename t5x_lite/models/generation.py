@@ -20,18 +20,18 @@ _TOKENS = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_token
 
 
 def generate(
-    module: nn.Module,
-    params: Params,
-    encoder_input_tokens: Array,
-    decoder_prompt: Array,
-    decode_fn: decoding.DecodeFnCallable,
-    *,
-    eos_id: int,
-    num_decodes: int,
-    prefill: bool = False,
-    padding_mask: Array | None = None,
-    flax_mutables: FlaxMutables | None = None,
-    **decoder_params,
+  module: nn.Module,
+  params: Params,
+  encoder_input_tokens: Array,
+  decoder_prompt: Array,
+  decode_fn: decoding.DecodeFnCallable,
+  *,
+  eos_id: int,
+  num_decodes: int,
+  prefill: bool = False,
+  padding_mask: Array | None = None,
+  flax_mutables: FlaxMutables | None = None,
+  **decoder_params,
 ) -> tuple[Array, Array]:
   """Decode a batch from an encoder-decoder network.
 
@@ -61,17 +61,39 @@ def generate(
   encoded, _ = apply(encoder_input_tokens, enable_dropout=False, method=module.encode)
   if hasattr(module, 'init_cache'):
     _, collections = apply(
-        encoded, encoder_input_tokens, max_decode_length, method=module.init_cache, mutable=('cache', 'cross_cache'))
+      encoded,
+      encoder_input_tokens,
+      max_decode_length,
+      method=module.init_cache,
+      mutable=('cache', 'cross_cache'),
+    )
   else:  # A network for T5X makes its cache when it is called with `decode=True`.
     prompt = jnp.ones_like(decoder_prompt)
     _, collections = apply(
-        jnp.ones_like(encoder_input_tokens), prompt, prompt, enable_dropout=False, decode=True, mutable=('cache',))
+      jnp.ones_like(encoder_input_tokens),
+      prompt,
+      prompt,
+      enable_dropout=False,
+      decode=True,
+      mutable=('cache',),
+    )
 
   def decode(encoded, inputs, tokens, cache, **options):
     logits, updated = apply_module(
-        module, params, encoded, inputs, tokens, tokens, enable_dropout=False, decode=True,
-        max_decode_length=max_decode_length, flax_mutables={**(flax_mutables or {}), **collections, 'cache': cache},
-        mutable=('cache',), method=module.decode, **options)
+      module,
+      params,
+      encoded,
+      inputs,
+      tokens,
+      tokens,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=max_decode_length,
+      flax_mutables={**(flax_mutables or {}), **collections, 'cache': cache},
+      mutable=('cache',),
+      method=module.decode,
+      **options,
+    )
     return logits, updated['cache']
 
   cache = collections['cache']
@@ -79,7 +101,8 @@ def generate(
     # The first step reads the last token of a prompt.
     lengths = prompt_lengths(decoder_prompt) - 1
     _, cache = decode(
-        encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths)
+      encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths
+    )
     decoder_params['initial_index'] = lengths
   if padding_mask is not None and decoding.contract_of(decode_fn).padding_mask:
     decoder_params['padding_mask'] = padding_mask
@@ -95,31 +118,45 @@ def generate(
     return jnp.squeeze(logits, axis=1), cache
 
   return call_decode_fn(
-      decode_fn, inputs=decoder_prompt, cache=cache, tokens_to_logits=tokens_to_logits, eos_id=eos_id,
-      num_decodes=num_decodes, cache_offset=cache_offset(module), **decoder_params)
+    decode_fn,
+    inputs=decoder_prompt,
+    cache=cache,
+    tokens_to_logits=tokens_to_logits,
+    eos_id=eos_id,
+    num_decodes=num_decodes,
+    cache_offset=cache_offset(module),
+    **decoder_params,
+  )
 
 
 def call_decode_fn(
-    decode_fn: decoding.DecodeFnCallable, *, inputs: Array, num_decodes: int, **options: Any) -> tuple[Array, Array]:
+  decode_fn: decoding.DecodeFnCallable, *, inputs: Array, num_decodes: int, **options: Any
+) -> tuple[Array, Array]:
   """Return (sequences [batch, num_decodes, length], scores [batch, num_decodes]) of a decoding algorithm.
 
   Raises:
     ConfigError: `decode_fn` does not take the arguments, or returns arrays of other shapes.
   """
   options |= {'inputs': inputs, 'num_decodes': num_decodes}
-  result = checks.call_custom('', 'decode_fn', ', '.join(f'{name}=' for name in sorted(options)), decode_fn, **options)
+  result = checks.call_custom(
+    '', 'decode_fn', ', '.join(f'{name}=' for name in sorted(options)), decode_fn, **options
+  )
   results = list(result) if isinstance(result, (tuple, list)) else [result]
   shapes = [getattr(x, 'shape', type(x).__name__) for x in results]
   rows = (inputs.shape[0], num_decodes)
   if len(shapes) != 2 or len(shapes[0]) != 3 or shapes[0][:2] != rows or shapes[1] != rows:
     raise errors.ConfigError(
-        f'`decode_fn` must return (sequences of shape [batch, num_decodes, length], scores [batch, num_decodes]) with '
-        f'batch={rows[0]} and num_decodes={num_decodes}, got {shapes} from {_name(decode_fn)}. Return both arrays.')
+      f'`decode_fn` must return (sequences of shape [batch, num_decodes, length], scores [batch, num_decodes]) with '
+      f'batch={rows[0]} and num_decodes={num_decodes}, got {shapes} from {_name(decode_fn)}. Return both arrays.'
+    )
   return result
 
 
 def share_beams(
-    module: nn.Module, cache: Mapping[str, Any], decode_fn: decoding.DecodeFnCallable, num_decodes: int
+  module: nn.Module,
+  cache: Mapping[str, Any],
+  decode_fn: decoding.DecodeFnCallable,
+  num_decodes: int,
 ) -> Mapping[str, Any]:
   """Return the initial cache of `decode_fn`; if it reorders decodes, a cache that need not be reordered, if supported.
 
@@ -129,7 +166,11 @@ def share_beams(
     decode_fn: decoding algorithm.
     num_decodes: number of sequences for each row.
   """
-  if num_decodes == 1 or not isinstance(module, Network) or not decoding.contract_of(decode_fn).reorders_decodes:
+  if (
+    num_decodes == 1
+    or not isinstance(module, Network)
+    or not decoding.contract_of(decode_fn).reorders_decodes
+  ):
     return cache
   return module.share_beams(cache, num_decodes)
 
@@ -152,8 +193,9 @@ def check_fits_cache(state: decoding.DecodingState, max_decode_length: int) -> N
   length = state.sequences.shape[1] - 1
   if length > max_decode_length:
     raise errors.ConfigError(
-        f'The sequences of decode_fn (max_decode_len) must have at most {max_decode_length} tokens, the length of '
-        f'decoder_input_tokens, got {length}. Remove max_decode_len, or increase task_feature_lengths.')
+      f'The sequences of decode_fn (max_decode_len) must have at most {max_decode_length} tokens, the length of '
+      f'decoder_input_tokens, got {length}. Remove max_decode_len, or increase task_feature_lengths.'
+    )
 
 
 def prompt_lengths(prompt: Array) -> Array:
@@ -203,19 +245,20 @@ def padding_mask(batch: Batch) -> Array:
   [False, True]
   """
   has_tokens = functools.reduce(
-      jnp.logical_or, (jnp.any(batch[name] != 0, axis=1) for name in _TOKENS if name in batch))
+    jnp.logical_or, (jnp.any(batch[name] != 0, axis=1) for name in _TOKENS if name in batch)
+  )
   return ~has_tokens & jnp.any(has_tokens)
 
 
 def decode_options(
-    decode_fn: decoding.DecodeFnCallable,
-    decoder_params: Mapping[str, Any] | None,
-    set_by_model: Mapping[str, str],
-    *,
-    rng: Array | None,
-    eos_id: int,
-    num_decodes: int,
-    prefilled: bool,
+  decode_fn: decoding.DecodeFnCallable,
+  decoder_params: Mapping[str, Any] | None,
+  set_by_model: Mapping[str, str],
+  *,
+  rng: Array | None,
+  eos_id: int,
+  num_decodes: int,
+  prefilled: bool,
 ) -> dict[str, Any]:
   """Return the options of a decoding, checked before anything is computed.
 
@@ -236,15 +279,23 @@ def decode_options(
       decodes, or prompts for a `decode_fn` that cannot start after them.
   """
   if decode_fn is None:
-    raise checks.invalid('', 'decode_fn', 'a decoding algorithm for predictions', None,
-                         'Use model.with_decode_fn(decoding.greedy_search).')
+    raise checks.invalid(
+      '',
+      'decode_fn',
+      'a decoding algorithm for predictions',
+      None,
+      'Use model.with_decode_fn(decoding.greedy_search).',
+    )
   check_decoder_options(decode_fn, num_decodes)
   contract = decoding.contract_of(decode_fn)
   arguments = _argument_names(decode_fn)
-  if prefilled and not (contract.initial_index and (arguments is None or 'initial_index' in arguments)):
+  if prefilled and not (
+    contract.initial_index and (arguments is None or 'initial_index' in arguments)
+  ):
     raise errors.ConfigError(
-        f'Prompts need a decode_fn with the argument initial_index, the number of prompt tokens of each row, got '
-        f'{_name(decode_fn)}. Use decoding.temperature_sample, or decode without prompts.')
+      f'Prompts need a decode_fn with the argument initial_index, the number of prompt tokens of each row, got '
+      f'{_name(decode_fn)}. Use decoding.temperature_sample, or decode without prompts.'
+    )
   supported = arguments if contract.options is None else contract.options
   options = {'decode_rng': rng, 'eos_id': eos_id}
   for name, value in (decoder_params or {}).items():
@@ -253,8 +304,13 @@ def decode_options(
     if name == 'decode_rng' and rng is not None:
       remedy = 'Pass a key as rng or in decoder_params, not both.'
     if remedy or (known is not None and name not in known):
-      raise checks.invalid('', 'decoder_params', f'options of decode_fn={_name(decode_fn)} that the model does not set',
-                           name, remedy or errors.did_you_mean(str(name), known).strip())
+      raise checks.invalid(
+        '',
+        'decoder_params',
+        f'options of decode_fn={_name(decode_fn)} that the model does not set',
+        name,
+        remedy or errors.did_you_mean(str(name), known).strip(),
+      )
     options[name] = value
   return options
 
@@ -273,7 +329,9 @@ def _name(decode_fn: decoding.DecodeFnCallable) -> str:
   return getattr(decode_fn, '__name__', repr(decode_fn))
 
 
-def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int, name: str = 'num_decodes') -> None:
+def check_decoder_options(
+  decode_fn: decoding.DecodeFnCallable, num_decodes: int, name: str = 'num_decodes'
+) -> None:
   """Raise ConfigError, before anything is traced, if `decode_fn` does not support a number of decodes.
 
   Args:
@@ -281,9 +339,18 @@ def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int
     num_decodes: number of sequences for each row.
     name: name of the option, for the error.
   """
-  checks.check('', {name: num_decodes}, **{name: checks.number(
-      at_least=1, at_most=decoding.contract_of(decode_fn).max_num_decodes, integer=True,
-      remedy=f'It is the number of sequences per input, which decode_fn={_name(decode_fn)} must support.')})
+  checks.check(
+    '',
+    {name: num_decodes},
+    **{
+      name: checks.number(
+        at_least=1,
+        at_most=decoding.contract_of(decode_fn).max_num_decodes,
+        integer=True,
+        remedy=f'It is the number of sequences per input, which decode_fn={_name(decode_fn)} must support.',
+      )
+    },
+  )
 
 
 def check_features(features: Collection[str], needed: Mapping[str, str]) -> None:
@@ -294,9 +361,18 @@ def check_features(features: Collection[str], needed: Mapping[str, str]) -> None
     needed: features that predictions read, and a description of each.
   """
   packed = sorted(name for name in features if name.endswith('_segment_ids'))
-  problems = [f'one example per row, got a packed batch (features {", ".join(packed)}). Set pack=False in the dataset '
-              'config of inference.'] if packed else []
-  problems += [f'the feature {name!r}, {meaning}, got {sorted(features)}.{errors.did_you_mean(name, features)}'
-               for name, meaning in needed.items() if name not in features]
+  problems = (
+    [
+      f'one example per row, got a packed batch (features {", ".join(packed)}). Set pack=False in the dataset '
+      'config of inference.'
+    ]
+    if packed
+    else []
+  )
+  problems += [
+    f'the feature {name!r}, {meaning}, got {sorted(features)}.{errors.did_you_mean(name, features)}'
+    for name, meaning in needed.items()
+    if name not in features
+  ]
   if problems:
     raise errors.ConfigError(f'Predictions need {problems[0]}')

@@ -67,13 +67,28 @@ def check_chunk_size(model: Any, module: Any, owner: str, metric_fns: Sequence[A
   size = module.loss_chunk_size if isinstance(module, Network) else None
   if not size:
     return
-  reason = f'{owner}.metric_fns, which need all logits' if metric_fns else next((
-      f'the class {type(each).__name__}, which does not declare SUPPORTS_CHUNKED_LOSS' for each in (model, module)
-      if not is_supported_by(each)), None)
+  reason = (
+    f'{owner}.metric_fns, which need all logits'
+    if metric_fns
+    else next(
+      (
+        f'the class {type(each).__name__}, which does not declare SUPPORTS_CHUNKED_LOSS'
+        for each in (model, module)
+        if not is_supported_by(each)
+      ),
+      None,
+    )
+  )
   if reason is not None:
-    raise checks.invalid(type(module).__name__, 'loss_chunk_size', f'None with {reason},', size,
-                         'Set the field of its config to None, or remove the metrics.' if metric_fns else
-                         'Set the field of its config to None.')
+    raise checks.invalid(
+      type(module).__name__,
+      'loss_chunk_size',
+      f'None with {reason},',
+      size,
+      'Set the field of its config to None, or remove the metrics.'
+      if metric_fns
+      else 'Set the field of its config to None.',
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +119,15 @@ class Chunks:
 
   def join(self, x: Array, batch: int, length: int) -> Array:
     """Return the inverse of `split`."""
-    x = jnp.moveaxis(x, 0, 1).reshape(self.num_shards, -1, *x.shape[3:])[:, :batch * length // self.num_shards]
+    x = jnp.moveaxis(x, 0, 1).reshape(self.num_shards, -1, *x.shape[3:])[
+      :, : batch * length // self.num_shards
+    ]
     return x.reshape(batch, length, *x.shape[2:])
 
 
-def find_chunks(projection: layers.OutputProjection, label_smoothing: float, z_loss: float) -> Chunks | None:
+def find_chunks(
+  projection: layers.OutputProjection, label_smoothing: float, z_loss: float
+) -> Chunks | None:
   """Return the chunks of a loss for the mesh and the logical axis rules in context; None for all tokens at once.
 
   Args:
@@ -124,11 +143,17 @@ def find_chunks(projection: layers.OutputProjection, label_smoothing: float, z_l
   token_bytes = 4 * projection.vocab_size // vocab_shards
   size = projection.chunk_size
   if size is None:
-    size = 0 if tokens * token_bytes <= MAX_LOGITS_BYTES else max(MAX_LOGITS_BYTES // token_bytes, MIN_CHUNK_SIZE)
+    size = (
+      0
+      if tokens * token_bytes <= MAX_LOGITS_BYTES
+      else max(MAX_LOGITS_BYTES // token_bytes, MIN_CHUNK_SIZE)
+    )
   if size == 0 or size >= tokens:
     return None
   # A part of the gradient is not larger than the logits of a chunk, whose memory it takes.
-  num_parts = next(n for n in range(1, embed + 1) if embed % n == 0 and (n == embed or embed // n <= size))
+  num_parts = next(
+    n for n in range(1, embed + 1) if embed % n == 0 and (n == embed or embed // n <= size)
+  )
   return Chunks(num_shards, -(-tokens // size), num_parts, label_smoothing, z_loss)
 
 
@@ -137,14 +162,21 @@ def _num_shards(batch: int, vocab_size: int) -> tuple[int, int]:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return 1, 1
-  entries = nn_partitioning.logical_to_mesh_axes(('batch', 'length', 'vocab'), nn_partitioning.get_axis_rules())
+  entries = nn_partitioning.logical_to_mesh_axes(
+    ('batch', 'length', 'vocab'), nn_partitioning.get_axis_rules()
+  )
   rows, vocab = (rules_lib.num_shards(entry, mesh.shape) for entry in (entries[0], entries[2]))
   return (rows if batch % rows == 0 else 1), (vocab if vocab_size % vocab == 0 else 1)
 
 
 def weighted_loss(
-    outputs: Outputs, targets: Array, weights: Array | None, label_smoothing: float, z_loss: float,
-    loss_normalizing_factor: float | Array | None) -> tuple[Array, Array, Array]:
+  outputs: Outputs,
+  targets: Array,
+  weights: Array | None,
+  label_smoothing: float,
+  z_loss: float,
+  loss_normalizing_factor: float | Array | None,
+) -> tuple[Array, Array, Array]:
   """Return the loss of `losses.compute_weighted_cross_entropy` and the positions with correct predictions.
 
   Args:
@@ -162,18 +194,27 @@ def weighted_loss(
   Raises:
     ConfigError: see `losses.compute_weighted_cross_entropy`.
   """
-  chunks = find_chunks(outputs, label_smoothing, z_loss) if isinstance(outputs, layers.OutputProjection) else None
+  chunks = (
+    find_chunks(outputs, label_smoothing, z_loss)
+    if isinstance(outputs, layers.OutputProjection)
+    else None
+  )
   if chunks is None:
     logits = outputs.logits() if isinstance(outputs, layers.OutputProjection) else outputs
     loss, z, _ = losses.compute_weighted_cross_entropy(
-        logits, targets, weights, label_smoothing, z_loss, loss_normalizing_factor)
+      logits, targets, weights, label_smoothing, z_loss, loss_normalizing_factor
+    )
     return loss, jax.lax.stop_gradient(z), batch_metrics.is_argmax(logits, targets)
   losses.check_targets((*outputs.hidden.shape[:2], outputs.vocab_size), targets, weights)
   weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-  if loss_normalizing_factor is not None:  # before the gradients, which may be rounded to half precision
+  if (
+    loss_normalizing_factor is not None
+  ):  # before the gradients, which may be rounded to half precision
     weights = weights / loss_normalizing_factor
   projection = outputs.replace(hidden=None, kernel=None)
-  loss, z, is_correct = _loss_in_chunks(outputs.hidden, outputs.kernel, targets, weights, projection, chunks)
+  loss, z, is_correct = _loss_in_chunks(
+    outputs.hidden, outputs.kernel, targets, weights, projection, chunks
+  )
   return loss, jax.lax.stop_gradient(z), is_correct
 
 
@@ -210,7 +251,9 @@ def _gather_kernel(hidden: Array, kernel: Array, vocab_dim: int) -> Array:
 def _constrain_kernel(kernel: Array, vocab_dim: int) -> Array:
   """Constrain an array like the kernel, perhaps with a first dim for the shards of the batch."""
   axes = ('vocab', None) if vocab_dim == 0 else (None, 'vocab')
-  return nn_partitioning.with_sharding_constraint(kernel, ('batch', *axes) if kernel.ndim == 3 else axes)
+  return nn_partitioning.with_sharding_constraint(
+    kernel, ('batch', *axes) if kernel.ndim == 3 else axes
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -220,13 +263,16 @@ def _loss_in_chunks(hidden, kernel, targets, weights, projection, chunks):
   The loss is a scalar, so its gradients are those of the forward pass times its later gradient, also for a micro-batch
   or with auxiliary losses.
   """
-  loss, z, is_correct, _ = _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_gradients=False)
+  loss, z, is_correct, _ = _scan_chunks(
+    hidden, kernel, targets, weights, projection, chunks, with_gradients=False
+  )
   return jnp.sum(loss * weights), jnp.sum(z * weights), is_correct
 
 
 def _forward(hidden, kernel, targets, weights, projection, chunks):
   loss, z, is_correct, gradients = _scan_chunks(
-      hidden, kernel, targets, weights, projection, chunks, with_gradients=True)
+    hidden, kernel, targets, weights, projection, chunks, with_gradients=True
+  )
   outputs = jnp.sum(loss * weights), jnp.sum(z * weights), is_correct
   # Residuals are arrays, so an empty one has the dtype.
   return outputs, (*gradients, loss, jnp.zeros(0, kernel.dtype))
@@ -236,8 +282,12 @@ def _backward(projection, chunks, residuals, cotangents):
   del projection, chunks
   hidden_bar, kernel_bar, loss, kernel_like = residuals
   loss_bar = cotangents[0]
-  return ((hidden_bar * loss_bar).astype(hidden_bar.dtype), (kernel_bar * loss_bar).astype(kernel_like.dtype), None,
-          loss * loss_bar)
+  return (
+    (hidden_bar * loss_bar).astype(hidden_bar.dtype),
+    (kernel_bar * loss_bar).astype(kernel_like.dtype),
+    None,
+    loss * loss_bar,
+  )
 
 
 _loss_in_chunks.defvjp(_forward, _backward)
@@ -247,7 +297,9 @@ def _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_grad
   """Return (loss, z_loss, is_correct), [batch, length] each, and the gradients of hidden states and kernel or None."""
   dtype = products.product_dtype(hidden, kernel)
   kernel = _gather_kernel(hidden, kernel, projection.vocab_dim)
-  entropy = losses.smoothed_target_entropy(chunks.label_smoothing, kernel.shape[projection.vocab_dim])
+  entropy = losses.smoothed_target_entropy(
+    chunks.label_smoothing, kernel.shape[projection.vocab_dim]
+  )
 
   def body(kernel_bar, chunk):
     rows, ids, ids_weights = chunk
@@ -256,23 +308,35 @@ def _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_grad
     hidden_bar = None
     if with_gradients:
       logits_bar = losses.token_backward(
-          chunks.label_smoothing, chunks.z_loss, residuals, (ids_weights, jnp.zeros_like(ids_weights)))[0]
+        chunks.label_smoothing, chunks.z_loss, residuals, (ids_weights, jnp.zeros_like(ids_weights))
+      )[0]
       logits_bar = (logits_bar / jnp.float32(projection.divisor)).reshape(-1, logits.shape[-1])
       hidden_bar = products.hidden_gradient(logits_bar, kernel, projection.vocab_dim, dtype)
       hidden_bar = hidden_bar.reshape(rows.shape).astype(rows.dtype)
-      kernel_bar = _add_kernel_gradient(kernel_bar, rows, logits_bar, projection.vocab_dim, dtype, chunks)
+      kernel_bar = _add_kernel_gradient(
+        kernel_bar, rows, logits_bar, projection.vocab_dim, dtype, chunks
+      )
     return kernel_bar, (loss - entropy, z, batch_metrics.is_argmax(logits, ids), hidden_bar)
 
   kernel_bar = None
   if with_gradients:
     shards = (chunks.num_shards,) if chunks.num_shards > 1 else ()
-    kernel_bar = _constrain_kernel(jnp.zeros((*shards, *kernel.shape), jnp.float32), projection.vocab_dim)
-  kernel_bar, outputs = jax.lax.scan(body, kernel_bar, tuple(map(chunks.split, (hidden, targets, weights))))
+    kernel_bar = _constrain_kernel(
+      jnp.zeros((*shards, *kernel.shape), jnp.float32), projection.vocab_dim
+    )
+  kernel_bar, outputs = jax.lax.scan(
+    body, kernel_bar, tuple(map(chunks.split, (hidden, targets, weights)))
+  )
   loss, z, is_correct, hidden_bar = jax.tree.map(lambda x: chunks.join(x, *targets.shape), outputs)
   if not with_gradients:
     return loss, z, is_correct, None
   # Devices add their gradients of the kernel once, not in each chunk.
-  return loss, z, is_correct, (hidden_bar, kernel_bar.sum(axis=0) if chunks.num_shards > 1 else kernel_bar)
+  return (
+    loss,
+    z,
+    is_correct,
+    (hidden_bar, kernel_bar.sum(axis=0) if chunks.num_shards > 1 else kernel_bar),
+  )
 
 
 def _add_kernel_gradient(kernel_bar, rows, logits_bar, vocab_dim, dtype, chunks):
@@ -281,12 +345,18 @@ def _add_kernel_gradient(kernel_bar, rows, logits_bar, vocab_dim, dtype, chunks)
   rows = rows.reshape(-1, rows.shape[-1])
   if chunks.num_parts == 1:
     return kernel_bar + _constrain_kernel(
-        products.kernel_gradient(rows, logits_bar, vocab_dim, dtype, num_shards), vocab_dim)
+      products.kernel_gradient(rows, logits_bar, vocab_dim, dtype, num_shards), vocab_dim
+    )
   size, embed_dim = rows.shape[-1] // chunks.num_parts, kernel_bar.ndim - 1 - vocab_dim
 
   def add_part(i, kernel_bar):
     part = products.kernel_gradient(
-        jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1), logits_bar, vocab_dim, dtype, num_shards)
+      jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1),
+      logits_bar,
+      vocab_dim,
+      dtype,
+      num_shards,
+    )
     part += jax.lax.dynamic_slice_in_dim(kernel_bar, i * size, size, axis=embed_dim)
     return jax.lax.dynamic_update_slice_in_dim(kernel_bar, part, i * size, axis=embed_dim)
 

@@ -18,10 +18,17 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
     size = getattr(vocabulary, 'vocab_size', vocabulary)
   except Exception as error:  # seqio reads the file here, with TensorFlow's errors.
     reason = (str(error).strip() or type(error).__name__).partition('\n')[0].removesuffix('.')
-    raise errors.ConfigError(f'The {name} cannot be loaded: {reason}. If its file is missing or cannot be reached, '
-                             'copy it to this machine and set VOCABULARY_FILE to its path.') from error
+    raise errors.ConfigError(
+      f'The {name} cannot be loaded: {reason}. If its file is missing or cannot be reached, '
+      'copy it to this machine and set VOCABULARY_FILE to its path.'
+    ) from error
   if size is vocabulary or size > network_vocab_size:
     raise checks.invalid(
-        '', name, f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network', size,
-        'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().' if size is vocabulary else
-        "Increase vocab_size in the network's config, or use a smaller vocabulary.")
+      '',
+      name,
+      f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network',
+      size,
+      'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().'
+      if size is vocabulary
+      else "Increase vocab_size in the network's config, or use a smaller vocabulary.",
+    )

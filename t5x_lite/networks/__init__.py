@@ -7,9 +7,12 @@ layers, and `param_layouts` conversions of parameters.
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(),
+  {
     't5x_lite.networks': ('decoder_only', 'param_layouts', 'scalable_t5', 'scan', 't5'),
     't5x_lite.networks.decoder_only': ('DecoderWrapper', 'TransformerConfig'),
     't5x_lite.networks.network': ('Network',),
     't5x_lite.networks.t5': ('T5Config', 'Transformer'),
-})
+  },
+)

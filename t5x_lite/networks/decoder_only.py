@@ -21,12 +21,20 @@ class Decoder(stacks.Decoder):
   """Decoder without an encoder: embedding, layers, norm, logits."""
 
   def __call__(
-      self, decoder_input_tokens: jax.Array, decoder_target_tokens: jax.Array,
-      decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,
-      decoder_causal_attention: jax.Array | None = None, *, enable_dropout: bool = True, decode: bool = False,
-      max_decode_length: int | None = None, prefill: bool | None = None,
-      prefill_lengths: jax.Array | None = None,
-      return_logits: bool = True) -> jax.Array | layers.OutputProjection:
+    self,
+    decoder_input_tokens: jax.Array,
+    decoder_target_tokens: jax.Array,
+    decoder_segment_ids: jax.Array | None = None,
+    decoder_positions: jax.Array | None = None,
+    decoder_causal_attention: jax.Array | None = None,
+    *,
+    enable_dropout: bool = True,
+    decode: bool = False,
+    max_decode_length: int | None = None,
+    prefill: bool | None = None,
+    prefill_lengths: jax.Array | None = None,
+    return_logits: bool = True,
+  ) -> jax.Array | layers.OutputProjection:
     """Compute logits of all positions, or of the next positions with a cache.
 
     Cached decoding: a call with `prefill=True` and `cache` mutable reads entire prompts at once, as in training, and
@@ -56,10 +64,19 @@ class Decoder(stacks.Decoder):
     """
     del decoder_positions
     return super().__call__(
-        decoder_input_tokens, decoder_target_tokens, decoder_segment_ids, decoder_causal_attention,
-        deterministic=not enable_dropout,
-        cache=CacheUse(decode=decode, prefill=bool(prefill), prefill_lengths=prefill_lengths,
-                       max_decode_length=max_decode_length), return_logits=return_logits)
+      decoder_input_tokens,
+      decoder_target_tokens,
+      decoder_segment_ids,
+      decoder_causal_attention,
+      deterministic=not enable_dropout,
+      cache=CacheUse(
+        decode=decode,
+        prefill=bool(prefill),
+        prefill_lengths=prefill_lengths,
+        max_decode_length=max_decode_length,
+      ),
+      return_logits=return_logits,
+    )
 
 
 class DecoderWrapper(stacks.StackNetwork):

@@ -50,12 +50,16 @@ def unchanged(name: str, leaf: Any) -> PlannedArray:
     name: name of the stored array.
     leaf: object with `shape` and `dtype`.
   """
-  return PlannedArray(inputs=(name,), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype),
-                      make=lambda read: read(name))
+  return PlannedArray(
+    inputs=(name,),
+    shape=tuple(leaf.shape),
+    dtype=np.dtype(leaf.dtype),
+    make=lambda read: read(name),
+  )
 
 
 def plan(
-    shapes: Mapping[str, Any], to_layout: str, *, relpos_per_layer: bool, heads: int | None = None
+  shapes: Mapping[str, Any], to_layout: str, *, relpos_per_layer: bool, heads: int | None = None
 ) -> dict[str, PlannedArray]:
   """Plan the conversion of parameters to a layout.
 
@@ -84,7 +88,9 @@ def plan(
     if stack not in _STACKS or not _is_layered(stack, rest):
       result[name] = unchanged(name, leaf)
   for stack in _STACKS:
-    of_stack = {name.partition('/')[2]: leaf for name, leaf in shapes.items() if name.startswith(f'{stack}/')}
+    of_stack = {
+      name.partition('/')[2]: leaf for name, leaf in shapes.items() if name.startswith(f'{stack}/')
+    }
     if not of_stack:
       continue
     if to_layout == 't5':
@@ -107,8 +113,10 @@ def num_heads(shapes: Mapping[str, Any]) -> int:
   for name, leaf in shapes.items():
     if name.endswith(_TABLE):
       return leaf.shape[0]
-  raise ConfigError(f'The number of heads is not known, as the parameters have no table {_TABLE!r}. Keep their '
-                    'param_layout.')
+  raise ConfigError(
+    f'The number of heads is not known, as the parameters have no table {_TABLE!r}. Keep their '
+    'param_layout.'
+  )
 
 
 def layer_tables(shapes: Mapping[str, Any]) -> tuple[str, ...]:
@@ -136,7 +144,11 @@ def _is_layered(stack: str, rest: str) -> bool:
 def _attention_projection(name: str) -> str | None:
   """Return 'query', 'key', 'value' or 'out' for a kernel of attention, by its name within a layer."""
   parts = name.split('/')
-  return parts[-2] if len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel' else None
+  return (
+    parts[-2]
+    if len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel'
+    else None
+  )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,23 +177,37 @@ def _plan_stacked(stack: str, of_stack: Mapping[str, Any], heads: int) -> dict[s
 
 
 def _check_layers(stack: str, layers: Mapping[int, Mapping[str, Any]]) -> None:
-  shapes = {i: {name: tuple(leaf.shape) for name, leaf in layer.items()} for i, layer in layers.items()}
+  shapes = {
+    i: {name: tuple(leaf.shape) for name, leaf in layer.items()} for i, layer in layers.items()
+  }
   first, *others = [shapes.get(i, {}) for i in range(max(layers) + 1)]
   for i, other in enumerate(others, start=1):
     for name in sorted({*first, *other}):
       if first.get(name) != other.get(name):
         raise ConfigError(
-            f"The layers of {stack!r} must be equal for param_layout='scalable_t5', got {name} of shape "
-            f"{first.get(name)} in layer 0 and {other.get(name)} in layer {i}. Keep param_layout='t5'.")
+          f"The layers of {stack!r} must be equal for param_layout='scalable_t5', got {name} of shape "
+          f"{first.get(name)} in layer 0 and {other.get(name)} in layer {i}. Keep param_layout='t5'."
+        )
 
 
 def _check_attention(stack: str, layer: Mapping[str, Any], heads: int) -> None:
-  shapes = {name: tuple(leaf.shape) for name, leaf in layer.items() if _attention_projection(name) is not None}
-  widths = {shape[0 if _attention_projection(name) == 'out' else -1] for name, shape in shapes.items()}
-  if len(widths) > 1 or any(width % heads for width in widths) or any(len(shape) != 2 for shape in shapes.values()):
+  shapes = {
+    name: tuple(leaf.shape)
+    for name, leaf in layer.items()
+    if _attention_projection(name) is not None
+  }
+  widths = {
+    shape[0 if _attention_projection(name) == 'out' else -1] for name, shape in shapes.items()
+  }
+  if (
+    len(widths) > 1
+    or any(width % heads for width in widths)
+    or any(len(shape) != 2 for shape in shapes.values())
+  ):
     raise ConfigError(
-        f'The attention kernels of {stack!r} must be matrices with the same number of columns (of rows for `out`), '
-        f"divisible by {heads} heads, got shapes {shapes}. Keep param_layout='t5'.")
+      f'The attention kernels of {stack!r} must be matrices with the same number of columns (of rows for `out`), '
+      f"divisible by {heads} heads, got shapes {shapes}. Keep param_layout='t5'."
+    )
 
 
 def _split_shape(rest: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
@@ -209,24 +235,34 @@ def _stacked(names: tuple[str, ...], layer_shape: tuple[int, ...], dtype: np.dty
 # From stacks to layers
 
 
-def _plan_layers(stack: str, of_stack: Mapping[str, Any], relpos_per_layer: bool) -> dict[str, PlannedArray]:
-  stacked = {name.partition('/')[2]: leaf for name, leaf in of_stack.items() if name.startswith(f'{stack}/')}
-  counts = {leaf.shape[_LAYERS_DIM] if len(leaf.shape) > _LAYERS_DIM else None for leaf in stacked.values()}
+def _plan_layers(
+  stack: str, of_stack: Mapping[str, Any], relpos_per_layer: bool
+) -> dict[str, PlannedArray]:
+  stacked = {
+    name.partition('/')[2]: leaf for name, leaf in of_stack.items() if name.startswith(f'{stack}/')
+  }
+  counts = {
+    leaf.shape[_LAYERS_DIM] if len(leaf.shape) > _LAYERS_DIM else None for leaf in stacked.values()
+  }
   if len(counts) != 1 or None in counts:
-    raise ConfigError(f'The arrays of {stack}/{stack} must have the same number of layers in dim {_LAYERS_DIM}, got '
-                      f'{sorted(map(str, counts))}.')
-  num_layers, = counts
+    raise ConfigError(
+      f'The arrays of {stack}/{stack} must have the same number of layers in dim {_LAYERS_DIM}, got '
+      f'{sorted(map(str, counts))}.'
+    )
+  (num_layers,) = counts
   result = {}
   for rest, leaf in stacked.items():
     source, dtype = f'{stack}/{stack}/{rest}', np.dtype(leaf.dtype)
-    shape = _joined_shape(rest, (*leaf.shape[:_LAYERS_DIM], *leaf.shape[_LAYERS_DIM + 1:]))
+    shape = _joined_shape(rest, (*leaf.shape[:_LAYERS_DIM], *leaf.shape[_LAYERS_DIM + 1 :]))
     if rest == _TABLE and not relpos_per_layer:
       result[f'{stack}/{_TABLE}'] = PlannedArray(
-          inputs=(source,), shape=shape, dtype=dtype, make=functools.partial(_one_table, source))
+        inputs=(source,), shape=shape, dtype=dtype, make=functools.partial(_one_table, source)
+      )
       continue
     for i in range(num_layers):
       result[f'{stack}/layers_{i}/{rest}'] = PlannedArray(
-          inputs=(source,), shape=shape, dtype=dtype, make=functools.partial(_layer, source, i, shape))
+        inputs=(source,), shape=shape, dtype=dtype, make=functools.partial(_layer, source, i, shape)
+      )
   return result
 
 
@@ -247,6 +283,8 @@ def _layer(source: str, index: int, shape: tuple[int, ...], read: ReadFn) -> np.
 def _one_table(source: str, read: ReadFn) -> np.ndarray:
   table = read(source)
   if not tables_are_equal(table):
-    raise ConfigError(f'The layers of {source} must have equal tables of relative position biases for one table per '
-                      "stack. Set relpos_bias_tables='per_layer'.")
+    raise ConfigError(
+      f'The layers of {source} must have equal tables of relative position biases for one table per '
+      "stack. Set relpos_bias_tables='per_layer'."
+    )
   return np.ascontiguousarray(table[:, 0])

@@ -28,15 +28,22 @@ class _SharedPositions(nn.Module):
   config: StackConfig
   relative_embedding: nn.Module | None = None
 
-  def _bias(self, mask: jax.Array | None, q_len: int, k_len: int, bidirectional: bool,
-            offset: jax.Array | None = None) -> layers.AttentionBias:
+  def _bias(
+    self,
+    mask: jax.Array | None,
+    q_len: int,
+    k_len: int,
+    bidirectional: bool,
+    offset: jax.Array | None = None,
+  ) -> layers.AttentionBias:
     """Return the bias of self-attention, without positions if each layer has its own table."""
     if (self.relative_embedding is None) != self.config.relpos_per_layer:
       raise ConfigError(
-          f'`{type(self).__name__}.relative_embedding` must be '
-          f'{"None" if self.config.relpos_per_layer else "a module"} with '
-          f'relpos_bias_tables of {"each layer" if self.config.relpos_per_layer else "each stack"}, '
-          f'got {self.relative_embedding}.')
+        f'`{type(self).__name__}.relative_embedding` must be '
+        f'{"None" if self.config.relpos_per_layer else "a module"} with '
+        f'relpos_bias_tables of {"each layer" if self.config.relpos_per_layer else "each stack"}, '
+        f'got {self.relative_embedding}.'
+      )
     position = None
     if self.relative_embedding is not None:
       position = self.relative_embedding(k_len, k_len, bidirectional)
@@ -49,7 +56,9 @@ class _SharedPositions(nn.Module):
     if not use.is_used or 'cached_key' not in cache:
       return use
     return use.replace(
-        index=None if use.prefill else cache['cache_index'], max_decode_length=cache['cached_key'].shape[2])
+      index=None if use.prefill else cache['cache_index'],
+      max_decode_length=cache['cached_key'].shape[2],
+    )
 
 
 class EncoderLayer(t5_blocks.EncoderLayer, _SharedPositions):
@@ -64,7 +73,8 @@ class EncoderLayer(t5_blocks.EncoderLayer, _SharedPositions):
   """
 
   def __call__(
-      self, inputs: jax.Array, encoder_mask: jax.Array | None = None, deterministic: bool = False) -> jax.Array:
+    self, inputs: jax.Array, encoder_mask: jax.Array | None = None, deterministic: bool = False
+  ) -> jax.Array:
     """Apply the layer.
 
     Args:
@@ -76,7 +86,9 @@ class EncoderLayer(t5_blocks.EncoderLayer, _SharedPositions):
       <dtype>[batch, length, embed].
     """
     length = inputs.shape[1]
-    return super().__call__(inputs, self._bias(encoder_mask, length, length, True), deterministic=deterministic)
+    return super().__call__(
+      inputs, self._bias(encoder_mask, length, length, True), deterministic=deterministic
+    )
 
 
 class DecoderLayer(t5_blocks.DecoderLayer, _SharedPositions):
@@ -87,9 +99,15 @@ class DecoderLayer(t5_blocks.DecoderLayer, _SharedPositions):
   """
 
   def __call__(
-      self, inputs: jax.Array, encoded: jax.Array, decoder_mask: jax.Array | None = None,
-      encoder_decoder_mask: jax.Array | None = None, deterministic: bool = False, decode: bool = False,
-      max_decode_length: int | None = None) -> jax.Array:
+    self,
+    inputs: jax.Array,
+    encoded: jax.Array,
+    decoder_mask: jax.Array | None = None,
+    encoder_decoder_mask: jax.Array | None = None,
+    deterministic: bool = False,
+    decode: bool = False,
+    max_decode_length: int | None = None,
+  ) -> jax.Array:
     """Apply the layer.
 
     Args:
@@ -105,15 +123,32 @@ class DecoderLayer(t5_blocks.DecoderLayer, _SharedPositions):
       <dtype>[batch, length, embed].
     """
     return self._apply(
-        super().__call__, inputs, encoded, stacks.DecoderMasks(decoder_mask, encoder_decoder_mask), deterministic,
-        CacheUse(decode=decode, max_decode_length=max_decode_length))
+      super().__call__,
+      inputs,
+      encoded,
+      stacks.DecoderMasks(decoder_mask, encoder_decoder_mask),
+      deterministic,
+      CacheUse(decode=decode, max_decode_length=max_decode_length),
+    )
 
   def _apply(self, layer_fn, inputs, encoded, masks, deterministic, cache):
     cache, length = self._cache_use(cache), inputs.shape[1]
     bias = self._bias(
-        masks.decoder, length, length if cache.index is None else cache.max_decode_length, False, cache.index)
-    return layer_fn(inputs, encoded, bias, stacks.masked_bias(masks.encoder_decoder), None, cache,
-                    deterministic=deterministic)
+      masks.decoder,
+      length,
+      length if cache.index is None else cache.max_decode_length,
+      False,
+      cache.index,
+    )
+    return layer_fn(
+      inputs,
+      encoded,
+      bias,
+      stacks.masked_bias(masks.encoder_decoder),
+      None,
+      cache,
+      deterministic=deterministic,
+    )
 
 
 class DecoderOnlyLayer(DecoderLayer):
@@ -124,9 +159,15 @@ class DecoderOnlyLayer(DecoderLayer):
   """
 
   def __call__(
-      self, inputs: jax.Array, decoder_mask: jax.Array | None = None, deterministic: bool = False,
-      decode: bool = False, max_decode_length: int | None = None, prefill: bool = False,
-      prefill_lengths: jax.Array | None = None) -> jax.Array:
+    self,
+    inputs: jax.Array,
+    decoder_mask: jax.Array | None = None,
+    deterministic: bool = False,
+    decode: bool = False,
+    max_decode_length: int | None = None,
+    prefill: bool = False,
+    prefill_lengths: jax.Array | None = None,
+  ) -> jax.Array:
     """Apply the layer.
 
     Args:
@@ -146,23 +187,42 @@ class DecoderOnlyLayer(DecoderLayer):
       ConfigError: both `decode` and `prefill`.
     """
     if prefill and decode:
-      raise ConfigError('`DecoderOnlyLayer.decode` must be False with prefill=True, got True. Read the prompt first, '
-                        'then decode step by step.')
+      raise ConfigError(
+        '`DecoderOnlyLayer.decode` must be False with prefill=True, got True. Read the prompt first, '
+        'then decode step by step.'
+      )
     if prefill and prefill_lengths is None and decoder_mask is not None:
       prefill_lengths = jnp.sum(decoder_mask[:, 0, 0] > 0, axis=-1, dtype=jnp.int32)
     cache = CacheUse(
-        decode=decode, prefill=prefill, prefill_lengths=prefill_lengths, max_decode_length=max_decode_length)
+      decode=decode,
+      prefill=prefill,
+      prefill_lengths=prefill_lengths,
+      max_decode_length=max_decode_length,
+    )
     return self._apply(
-        super(DecoderLayer, self).__call__, inputs, None, stacks.DecoderMasks(decoder_mask, None), deterministic, cache)
+      super(DecoderLayer, self).__call__,
+      inputs,
+      None,
+      stacks.DecoderMasks(decoder_mask, None),
+      deterministic,
+      cache,
+    )
 
 
 class Decoder(stacks.Decoder):
   """Decoder of an encoder-decoder, see `stacks.Decoder`, with masks as arrays."""
 
   def __call__(
-      self, encoded: jax.Array, decoder_input_tokens: jax.Array, decoder_positions: jax.Array | None = None,
-      decoder_mask: jax.Array | None = None, encoder_decoder_mask: jax.Array | None = None,
-      deterministic: bool = False, decode: bool = False, max_decode_length: int | None = None) -> jax.Array:
+    self,
+    encoded: jax.Array,
+    decoder_input_tokens: jax.Array,
+    decoder_positions: jax.Array | None = None,
+    decoder_mask: jax.Array | None = None,
+    encoder_decoder_mask: jax.Array | None = None,
+    deterministic: bool = False,
+    decode: bool = False,
+    max_decode_length: int | None = None,
+  ) -> jax.Array:
     """Compute logits of all positions, or of the next positions with a cache.
 
     Args:
@@ -180,6 +240,10 @@ class Decoder(stacks.Decoder):
     """
     del decoder_positions
     return super().__call__(
-        decoder_input_tokens, None, encoder=stacks.EncoderOutput(encoded, None), deterministic=deterministic,
-        cache=CacheUse(decode=decode, max_decode_length=max_decode_length),
-        masks=stacks.DecoderMasks(decoder_mask, encoder_decoder_mask))
+      decoder_input_tokens,
+      None,
+      encoder=stacks.EncoderOutput(encoded, None),
+      deterministic=deterministic,
+      cache=CacheUse(decode=decode, max_decode_length=max_decode_length),
+      masks=stacks.DecoderMasks(decoder_mask, encoder_decoder_mask),
+    )

@@ -38,8 +38,10 @@ def param_layout(params: Params) -> str:
       return 'scalable_t5'
     if 'layers_0' in subtree:
       return 't5'
-  raise ConfigError("The parameters must have 'decoder/layers_0' (param_layout t5) or 'decoder/decoder' (scalable_t5), "
-                    f'got a tree with {sorted(params)} at the top.')
+  raise ConfigError(
+    "The parameters must have 'decoder/layers_0' (param_layout t5) or 'decoder/decoder' (scalable_t5), "
+    f'got a tree with {sorted(params)} at the top.'
+  )
 
 
 def _xp(leaf: Any) -> Any:
@@ -60,28 +62,44 @@ def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
 
 def _flatten_kernel(projection: str, kernel: Any) -> Any:
   """Merge the heads and kv dims of an attention kernel of one layer."""
-  _check_kernel(projection, kernel, kernel.ndim == 3, 'three dims, with one for heads and one for kv')
-  return kernel.reshape(-1, kernel.shape[-1]) if projection == 'out' else kernel.reshape(kernel.shape[0], -1)
+  _check_kernel(
+    projection, kernel, kernel.ndim == 3, 'three dims, with one for heads and one for kv'
+  )
+  return (
+    kernel.reshape(-1, kernel.shape[-1])
+    if projection == 'out'
+    else kernel.reshape(kernel.shape[0], -1)
+  )
 
 
 def _unflatten_kernel(config: StackConfig, projection: str, kernel: Any) -> Any:
   """Split the heads and kv dims of an attention kernel of one layer."""
   heads = (config.num_heads, config.head_dim)
   joined = config.num_heads * config.head_dim
-  _check_kernel(projection, kernel, kernel.ndim == 2 and kernel.shape[0 if projection == 'out' else 1] == joined,
-                f'two dims, with num_heads * head_dim = {joined}')
+  _check_kernel(
+    projection,
+    kernel,
+    kernel.ndim == 2 and kernel.shape[0 if projection == 'out' else 1] == joined,
+    f'two dims, with num_heads * head_dim = {joined}',
+  )
   return kernel.reshape((*heads, -1) if projection == 'out' else (-1, *heads))
 
 
 def _check_kernel(projection: str, kernel: Any, is_valid: bool, expectation: str) -> None:
   if not is_valid:
-    raise ConfigError(f'The attention kernel {projection!r} must have {expectation}, got shape {tuple(kernel.shape)}. '
-                      "Keep the param_layout of attention without T5's projections.")
+    raise ConfigError(
+      f'The attention kernel {projection!r} must have {expectation}, got shape {tuple(kernel.shape)}. '
+      "Keep the param_layout of attention without T5's projections."
+    )
 
 
-def _read_stack(subtree: Params, stack: str, layout: str, config: StackConfig) -> tuple[list[dict], dict]:
+def _read_stack(
+  subtree: Params, stack: str, layout: str, config: StackConfig
+) -> tuple[list[dict], dict]:
   """Return (one tree per layer in layout t5, including its position biases if it has any, the rest of the stack)."""
-  rest = {key: value for key, value in subtree.items() if key != stack and not key.startswith('layers_')}
+  rest = {
+    key: value for key, value in subtree.items() if key != stack and not key.startswith('layers_')
+  }
   num_layers = config.num_layers_of(stack)
   names = [f'layers_{i}' for i in range(num_layers)]
   if layout == 't5':
@@ -89,11 +107,16 @@ def _read_stack(subtree: Params, stack: str, layout: str, config: StackConfig) -
     is_valid, got = sorted(found) == sorted(names), len(found)
   else:
     stacked = tree_utils.to_dict(subtree[stack])
-    got = {leaf.shape[_LAYERS_DIM] if leaf.ndim > _LAYERS_DIM else None for leaf in jax.tree.leaves(stacked)}
+    got = {
+      leaf.shape[_LAYERS_DIM] if leaf.ndim > _LAYERS_DIM else None
+      for leaf in jax.tree.leaves(stacked)
+    }
     is_valid = got == {num_layers}
   if not is_valid:
-    raise ConfigError(f'The parameters of {stack!r} must have {num_layers} layers, got {got}. Set '
-                      f'{config.LAYER_COUNTS[stack]}.')
+    raise ConfigError(
+      f'The parameters of {stack!r} must have {num_layers} layers, got {got}. Set '
+      f'{config.LAYER_COUNTS[stack]}.'
+    )
   if layout == 't5':
     return [tree_utils.to_dict(subtree[name]) for name in names], rest
   layers = [jax.tree.map(lambda leaf, i=i: leaf[:, i], stacked) for i in range(num_layers)]
@@ -114,12 +137,15 @@ def _move_position_biases(layers: list[dict], rest: dict, stack: str, per_layer:
       for first, other in zip(jax.tree.leaves(tables[0]), jax.tree.leaves(table), strict=True):
         if not np.array_equal(np.asarray(first), np.asarray(other)):
           raise ConfigError(
-              f'The layers of {stack!r} must have equal tables of relative position biases for one table per stack, '
-              f"got different ones in layers 0 and {i}. Set relpos_bias_tables='per_layer'.")
+            f'The layers of {stack!r} must have equal tables of relative position biases for one table per stack, '
+            f"got different ones in layers 0 and {i}. Set relpos_bias_tables='per_layer'."
+          )
     rest[_RELPOS] = tables[0]
 
 
-def convert(params: Params, from_layout: str, to_layout: str, config: StackConfig) -> dict[str, Any]:
+def convert(
+  params: Params, from_layout: str, to_layout: str, config: StackConfig
+) -> dict[str, Any]:
   """Convert parameters from one layout to another.
 
   Position biases follow `config`: a shared table is copied into each layer for a model with one table per layer; tables
@@ -138,23 +164,31 @@ def convert(params: Params, from_layout: str, to_layout: str, config: StackConfi
     ConfigError: the parameters are not in `from_layout` or do not fit `config`, `config` has another layout or another
       architecture, or tables per layer differ but the result has one table.
   """
-  checks.check('', locals(), from_layout=checks.one_of(
-      (param_layout(params),), 'It is the layout of the parameters.'), to_layout=checks.one_of(
-          (config.param_layout,), 'It is the param_layout of the model.'))
+  checks.check(
+    '',
+    locals(),
+    from_layout=checks.one_of((param_layout(params),), 'It is the layout of the parameters.'),
+    to_layout=checks.one_of((config.param_layout,), 'It is the param_layout of the model.'),
+  )
   result = {key: value for key, value in tree_utils.to_dict(params).items() if key not in _STACKS}
   for stack in _STACKS:
     if stack not in params:
       continue
     if stack not in config.LAYER_COUNTS:
-      raise ConfigError(f"The model has no {stack!r}, but the parameters have one. Choose a checkpoint of the model's "
-                        'architecture.')
+      raise ConfigError(
+        f"The model has no {stack!r}, but the parameters have one. Choose a checkpoint of the model's "
+        'architecture.'
+      )
     layers, rest = _read_stack(params[stack], stack, from_layout, config)
     layers = [dict(layer) for layer in layers]
     _move_position_biases(layers, rest, stack, config.relpos_per_layer)
     if to_layout == 't5':
       rest.update({f'layers_{i}': layer for i, layer in enumerate(layers)})
     else:
-      unflat = [_map_attention_kernels(layer, lambda name, k: _unflatten_kernel(config, name, k)) for layer in layers]
+      unflat = [
+        _map_attention_kernels(layer, lambda name, k: _unflatten_kernel(config, name, k))
+        for layer in layers
+      ]
       rest[stack] = jax.tree.map(lambda *leaves: _xp(leaves[0]).stack(leaves, _LAYERS_DIM), *unflat)
     result[stack] = rest
   return result

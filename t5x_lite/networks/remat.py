@@ -20,25 +20,58 @@ PyTree = Any
 # Names of results. 'layer_input' is the residual stream, 'attention_weights' are the exponentials of the softmax, and
 # 'mlp_hidden' and 'expert_hidden' are hidden units before their activation. 'attention_context', the sum of values by
 # attention, includes the log-sum-exp of fused kernels, which compute no weights.
-RESULT_NAMES = ('layer_input', 'query', 'key', 'value', 'attention_weights', 'attention_context', 'attention_output',
-                'mlp_hidden', 'mlp_output', 'expert_hidden', 'expert_output')
+RESULT_NAMES = (
+  'layer_input',
+  'query',
+  'key',
+  'value',
+  'attention_weights',
+  'attention_context',
+  'attention_output',
+  'mlp_hidden',
+  'mlp_output',
+  'expert_hidden',
+  'expert_output',
+)
 # Names that each policy stores, in addition to `_stores_primitive`. Products of experts are not known by their
 # primitives: they have batch dims, or are within kernels with custom derivatives.
 _STORED_NAMES = {
-    'none': ('blockwise_context', 'expert_hidden', 'expert_output'),
-    'minimal': ('expert_hidden', 'expert_output'),
-    'save_attention': ('attention_weights', 'attention_context'),
-    'save_dots_except_mlp': ('query', 'key', 'value', 'attention_output'),
-    'full': (),
-    'offload': (),
+  'none': ('blockwise_context', 'expert_hidden', 'expert_output'),
+  'minimal': ('expert_hidden', 'expert_output'),
+  'save_attention': ('attention_weights', 'attention_context'),
+  'save_dots_except_mlp': ('query', 'key', 'value', 'attention_output'),
+  'full': (),
+  'offload': (),
 }
 REMAT_POLICIES = tuple(_STORED_NAMES)
 # Operations on elements that cost less to repeat, as a part of the operation that needs their result, than a loop needs
 # to write and read it. Comparisons are not among them: their results, such as dropout's masks, are small.
-_CHEAP_PRIMITIVES = frozenset((
-    'abs', 'add', 'broadcast_in_dim', 'convert_element_type', 'div', 'integer_pow', 'max', 'min', 'mul', 'name', 'neg',
-    'reshape', 'rsqrt', 'select_n', 'sharding_constraint', 'sign', 'slice', 'sqrt', 'square', 'squeeze', 'sub',
-    'transpose'))
+_CHEAP_PRIMITIVES = frozenset(
+  (
+    'abs',
+    'add',
+    'broadcast_in_dim',
+    'convert_element_type',
+    'div',
+    'integer_pow',
+    'max',
+    'min',
+    'mul',
+    'name',
+    'neg',
+    'reshape',
+    'rsqrt',
+    'select_n',
+    'sharding_constraint',
+    'sign',
+    'slice',
+    'sqrt',
+    'square',
+    'squeeze',
+    'sub',
+    'transpose',
+  )
+)
 # Forward pass of cuDNN's fused attention in JAX: context and log-sum-exp, without a name.
 _CUDNN_FORWARD = 'dot_product_attention_fwd_wrapper'
 _ON_HOST = ad_checkpoint.Offloadable(src='device', dst='pinned_host')
@@ -46,7 +79,9 @@ _ON_HOST = ad_checkpoint.Offloadable(src='device', dst='pinned_host')
 _logger = logging.getLogger(__name__)
 
 
-def remat(fn: Callable[..., Any], policy: str, offload: Sequence[str] = (), *, in_loop: bool) -> Callable[..., Any]:
+def remat(
+  fn: Callable[..., Any], policy: str, offload: Sequence[str] = (), *, in_loop: bool
+) -> Callable[..., Any]:
   """Return `fn` with rematerialization in the backward pass.
 
   Outside of loops on one CPU device, the result has no forward-mode derivatives.
@@ -64,12 +99,19 @@ def remat(fn: Callable[..., Any], policy: str, offload: Sequence[str] = (), *, i
   if policy == 'none' and not in_loop:
     return fn
   on_cpu, reason = layers.traced_platform() == 'cpu', None
-  unrolled_on_cpu, several_devices = on_cpu and not in_loop, jax.sharding.get_abstract_mesh().size > 1
+  unrolled_on_cpu, several_devices = (
+    on_cpu and not in_loop,
+    jax.sharding.get_abstract_mesh().size > 1,
+  )
   if on_cpu and policy == 'offload':
-    reason = 'a CPU has no other memory, so results to offload stay where they are. Use it on TPUs or GPUs'
+    reason = (
+      'a CPU has no other memory, so results to offload stay where they are. Use it on TPUs or GPUs'
+    )
   elif unrolled_on_cpu and several_devices:
-    reason = ('on several CPU devices, XLA would compute layers outside of loops again before their results are '
-              'needed. Set scan_layers=True')
+    reason = (
+      'on several CPU devices, XLA would compute layers outside of loops again before their results are '
+      'needed. Set scan_layers=True'
+    )
 
   def decide(primitive, *avals, **params):
     # JAX asks only if there is a backward pass.
@@ -82,11 +124,15 @@ def remat(fn: Callable[..., Any], policy: str, offload: Sequence[str] = (), *, i
       name = 'attention_context'
     if name in offload:
       return ad_checkpoint.Saveable if on_cpu else _ON_HOST
-    is_stored = name in _STORED_NAMES[policy] or _stores_primitive(policy, primitive, *avals, **params)
+    is_stored = name in _STORED_NAMES[policy] or _stores_primitive(
+      policy, primitive, *avals, **params
+    )
     return ad_checkpoint.Saveable if is_stored else ad_checkpoint.Recompute
 
   rematerialized = jax.checkpoint(fn, policy=decide, prevent_cse=not in_loop)
-  return _after_cotangents(rematerialized) if unrolled_on_cpu and not several_devices else rematerialized
+  return (
+    _after_cotangents(rematerialized) if unrolled_on_cpu and not several_devices else rematerialized
+  )
 
 
 def _stores_primitive(policy: str, primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -121,10 +167,14 @@ def _after_cotangents(fn: Callable[..., Any]) -> Callable[..., Any]:
   def backward(pullback, cotangents):
     floats = [leaf for leaf in jax.tree.leaves(cotangents) if _is_float(leaf) and leaf.size]
     is_invalid = functools.reduce(
-        jnp.logical_or, [jnp.isnan(leaf[(0,) * leaf.ndim]) for leaf in floats], jnp.array(False))
+      jnp.logical_or, [jnp.isnan(leaf[(0,) * leaf.ndim]) for leaf in floats], jnp.array(False)
+    )
     pullback = jax.tree.map(
-        lambda leaf: jnp.where(is_invalid, jnp.asarray(jnp.nan, leaf.dtype), leaf) if _is_float(leaf) else leaf,
-        pullback)
+      lambda leaf: (
+        jnp.where(is_invalid, jnp.asarray(jnp.nan, leaf.dtype), leaf) if _is_float(leaf) else leaf
+      ),
+      pullback,
+    )
     return pullback(cotangents)
 
   run.defvjp(forward, backward)

@@ -33,10 +33,17 @@ class T5Config(t5_config.T5Config):
 
   def __post_init__(self):
     checks.check(
-        'scalable_t5.T5Config', {'scan_layers': self.scan_layers, 'param_scan_axis': self.param_scan_axis,
-                                 'param_layout': self.param_layout},
-        scan_layers=checks.one_of((True, None), t5x_names.remedy(
-            't5x.examples.scalable_t5.network', 'T5Config.scan_layers=False')),
-        param_scan_axis=checks.one_of((1,), "This is T5X's default."),
-        param_layout=checks.one_of(('scalable_t5',), "Use t5.T5Config for the layout 't5'."))
+      'scalable_t5.T5Config',
+      {
+        'scan_layers': self.scan_layers,
+        'param_scan_axis': self.param_scan_axis,
+        'param_layout': self.param_layout,
+      },
+      scan_layers=checks.one_of(
+        (True, None),
+        t5x_names.remedy('t5x.examples.scalable_t5.network', 'T5Config.scan_layers=False'),
+      ),
+      param_scan_axis=checks.one_of((1,), "This is T5X's default."),
+      param_layout=checks.one_of(('scalable_t5',), "Use t5.T5Config for the layout 't5'."),
+    )
     super().__post_init__()

@@ -35,7 +35,9 @@ Variables = dict[str, PyTree]
 MIN_LAYERS_OF_A_LOOP = 6
 # Logical name of the dim over layers.
 LAYERS_AXIS = 'layers'
-_UNEQUAL_LAYERS_REMEDY = "Set param_layout='t5', or let feed_forward_fn return equal objects for every layer."
+_UNEQUAL_LAYERS_REMEDY = (
+  "Set param_layout='t5', or let feed_forward_fn return equal objects for every layer."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,8 +121,11 @@ class _Store:
 
   def _collections(self) -> Mapping[str, Mapping[str, Any]]:
     """Return the owner's variables for its layers, without `*_axes`, which layers declare in each call."""
-    return {name: tree for name, tree in self._owner.variables.items()
-            if not name.endswith('_axes') and name not in self._fresh}
+    return {
+      name: tree
+      for name, tree in self._owner.variables.items()
+      if not name.endswith('_axes') and name not in self._fresh
+    }
 
   def _subtrees(self, collection: str, tree: Mapping[str, Any]) -> dict[int, PyTree]:
     """Return the variables of layers in `collection`, by layer number."""
@@ -130,7 +135,9 @@ class _Store:
       return {i: tree_utils.to_dict(tree[name]) for i, name in names.items() if name in tree}
     if self._tree.name not in tree:
       return {}
-    parts = unstack_tree(tree_utils.to_dict(tree[self._tree.name]), self._num_layers, self._axis(collection))
+    parts = unstack_tree(
+      tree_utils.to_dict(tree[self._tree.name]), self._num_layers, self._axis(collection)
+    )
     return dict(enumerate(parts))
 
   def kinds_by_stack(self, kinds: Sequence[int]) -> tuple[int, ...]:
@@ -159,7 +166,9 @@ class _Store:
         if self._tree.name in tree:
           axis = self._axis(collection)
           period[0][collection] = jax.tree.map(
-              lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0), tree_utils.to_dict(tree[self._tree.name]))
+            lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0),
+            tree_utils.to_dict(tree[self._tree.name]),
+          )
         continue
       subtrees = None
       for offset, variables in enumerate(period):
@@ -174,14 +183,18 @@ class _Store:
           variables[collection] = stack_trees(parts, lambda ndim: 0)
         elif parts:
           found = [i for i in numbers if i in subtrees]
-          raise ConfigError(f'Layers of one loop must all have variables {collection!r} or none, got them in {found} '
-                            f'of {list(numbers)}. Set scan_layers=False.')
+          raise ConfigError(
+            f'Layers of one loop must all have variables {collection!r} or none, got them in {found} '
+            f'of {list(numbers)}. Set scan_layers=False.'
+          )
     return period
 
   def write_layers(self, layers: Mapping[int, Variables]) -> None:
     """Store the updated variables of layers, by layer number."""
     for collection in dict.fromkeys(name for layer in layers.values() for name in layer):
-      self._put(collection, {i: layer[collection] for i, layer in layers.items() if collection in layer})
+      self._put(
+        collection, {i: layer[collection] for i, layer in layers.items() if collection in layer}
+      )
 
   def _put(self, collection: str, parts: Mapping[int, PyTree]) -> None:
     """Store the variables of layers in `collection`, by layer number."""
@@ -189,9 +202,12 @@ class _Store:
       axis, trees = self._axis(collection), list(parts.values())
       if len(trees) != self._num_layers or any(_form(tree) != _form(trees[0]) for tree in trees):
         raise ConfigError(
-            f"With param_layout='scalable_t5' all layers must have equal variables, but those of collection "
-            f"{collection!r} differ. {_UNEQUAL_LAYERS_REMEDY}")
-      self._owner.put_variable(collection, self._tree.name, _add_layers_axis(stack_trees(trees, axis), axis))
+          f"With param_layout='scalable_t5' all layers must have equal variables, but those of collection "
+          f'{collection!r} differ. {_UNEQUAL_LAYERS_REMEDY}'
+        )
+      self._owner.put_variable(
+        collection, self._tree.name, _add_layers_axis(stack_trees(trees, axis), axis)
+      )
       return
     for i, part in parts.items():
       self._owner.put_variable(collection, self._tree.layer_name(i), part)
@@ -215,7 +231,9 @@ def _form(tree: PyTree) -> tuple[Any, ...]:
   return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
-def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: Sequence[str]) -> jax.Array | None:
+def read_first_layer(
+  owner: nn.Module, tree: LayerTree, collection: str, path: Sequence[str]
+) -> jax.Array | None:
   """Return one variable of a stack's first layer, or None if it does not exist.
 
   Args:
@@ -231,8 +249,7 @@ def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: S
 
 
 class _Runner:
-  """Application of layers to the residual stream, in loops or one by one; see `run_layers` for the arguments.
-  """
+  """Application of layers to the residual stream, in loops or one by one; see `run_layers` for the arguments."""
 
   def __init__(self, owner, layers, operands, store, remat_fn, method, options):
     self._owner, self._layers, self._operands, self._store = owner, layers, operands, store
@@ -263,8 +280,11 @@ class _Runner:
   def loop(self, segment: Segment, x: PyTree) -> PyTree:
     """Run a repeated segment in a `lax.scan`."""
     start, period, repeats = segment
-    kinds = kinds_of(self._layers[start:start + period])
-    bodies = [self._remat(self._layer_fn(layer), in_loop=True) for layer in self._layers[start:start + period]]
+    kinds = kinds_of(self._layers[start : start + period])
+    bodies = [
+      self._remat(self._layer_fn(layer), in_loop=True)
+      for layer in self._layers[start : start + period]
+    ]
     if period > 1:
       # Equal layers are traced once, as outside of loops.
       bodies = [jax.jit(body) for body in bodies]
@@ -277,12 +297,22 @@ class _Runner:
         updates.append(update)
       return x, updates
 
-    indices = [jnp.arange(numbers.start, numbers.stop, numbers.step, dtype=jnp.uint32)
-               for numbers in map(segment.layers_at, range(period))]
+    indices = [
+      jnp.arange(numbers.start, numbers.stop, numbers.step, dtype=jnp.uint32)
+      for numbers in map(segment.layers_at, range(period))
+    ]
     x, updates = lax.scan(body, x, (indices, self._store.read_segment(segment)))
-    self._store.write_segment(segment, [
-        {name: update for name, update in updated.items() if self._owner.is_mutable_collection(name)}
-        for updated in updates])
+    self._store.write_segment(
+      segment,
+      [
+        {
+          name: update
+          for name, update in updated.items()
+          if self._owner.is_mutable_collection(name)
+        }
+        for updated in updates
+      ],
+    )
     return x
 
   def one_by_one(self, variables: Mapping[int, Variables], x: PyTree) -> PyTree:
@@ -308,9 +338,18 @@ class _Runner:
 
 
 def run_layers(
-    owner: nn.Module, layers: Sequence[nn.Module], x: PyTree, *operands: PyTree, tree: LayerTree, scan: bool | None,
-    remat_policy: str, remat_offload: Sequence[str] = (), method: str = '__call__', fresh: Sequence[str] = (),
-    **options: Any) -> PyTree:
+  owner: nn.Module,
+  layers: Sequence[nn.Module],
+  x: PyTree,
+  *operands: PyTree,
+  tree: LayerTree,
+  scan: bool | None,
+  remat_policy: str,
+  remat_offload: Sequence[str] = (),
+  method: str = '__call__',
+  fresh: Sequence[str] = (),
+  **options: Any,
+) -> PyTree:
   """Apply `layers` one after the other: x = layer(x, *operands, **options).
 
   Call it in a (compact) method of `owner`, whose scope has the layers' variables at the positions of `tree`. Missing
@@ -343,8 +382,10 @@ def run_layers(
   kinds, is_step = kinds_of(layers), False
   alike = not any(kinds)
   if scan and tree.stacked and not alike:
-    raise ConfigError("With scan_layers=True and param_layout='scalable_t5' all layers must be equal. "
-                      f'{_UNEQUAL_LAYERS_REMEDY}')
+    raise ConfigError(
+      "With scan_layers=True and param_layout='scalable_t5' all layers must be equal. "
+      f'{_UNEQUAL_LAYERS_REMEDY}'
+    )
   if owner.is_initializing():
     # Parameters are initialized in loops if possible: compiling random number generators per layer is slow.
     in_loop = alike or not tree.stacked
@@ -364,12 +405,20 @@ def run_layers(
   if in_loop:
     for segment in find_segments(kinds):
       first = segment.start
-      x = runner.loop(segment, x) if segment.repeats > 1 else runner.one_by_one({first: layer_variables[first]}, x)
+      x = (
+        runner.loop(segment, x)
+        if segment.repeats > 1
+        else runner.one_by_one({first: layer_variables[first]}, x)
+      )
     return x
   if is_step and tree.stacked:
     # The slices of stacked parameters are the same in all steps. Without a barrier the compiler does not move them out
     # of the loop over steps, and copies all parameters in each step.
     layer_variables = {
-        i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
-            for name, variables in layer.items()} for i, layer in layer_variables.items()}
+      i: {
+        name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
+        for name, variables in layer.items()
+      }
+      for i, layer in layer_variables.items()
+    }
   return runner.one_by_one(layer_variables, x)

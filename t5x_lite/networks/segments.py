@@ -71,7 +71,10 @@ def _segments_from(kinds: tuple[Hashable, ...], start: int) -> list[Segment]:
   found = [Segment(start, 1, 1)]
   for period in range(1, (len(kinds) - start) // 2 + 1):
     repeats = 2
-    while kinds[start + period * (repeats - 1):start + period * repeats] == kinds[start:start + period]:
+    while (
+      kinds[start + period * (repeats - 1) : start + period * repeats]
+      == kinds[start : start + period]
+    ):
       found.append(Segment(start, period, repeats))
       repeats += 1
   return found

@@ -16,22 +16,22 @@ from t5x_lite.networks import scan
 from t5x_lite.networks.network import Network
 from t5x_lite.networks.segments import find_segments, kinds_of
 from t5x_lite.networks.t5_blocks import (
-    NO_CACHE,
-    RELATIVE_POSITIONS,
-    AttentionFn,
-    CacheUse,
-    DecoderLayer,
-    EncoderLayer,
-    FeedForwardFn,
-    PositionEncoding,
-    TokenFeedForwardFactory,
-    Tokens,
-    constrain_activations,
-    dense_everywhere,
-    feed_forward_factories,
-    t5_attention,
-    t5_attention_everywhere,
-    token_embedding,
+  NO_CACHE,
+  RELATIVE_POSITIONS,
+  AttentionFn,
+  CacheUse,
+  DecoderLayer,
+  EncoderLayer,
+  FeedForwardFn,
+  PositionEncoding,
+  TokenFeedForwardFactory,
+  Tokens,
+  constrain_activations,
+  dense_everywhere,
+  feed_forward_factories,
+  t5_attention,
+  t5_attention_everywhere,
+  token_embedding,
 )
 from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
 
@@ -64,20 +64,40 @@ class Stack(nn.Module):
   position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def setup(self):
-    self.embedding = (token_embedding(self.config, name='token_embedder') if self.shared_embedding is None
-                      else self.shared_embedding)
+    self.embedding = (
+      token_embedding(self.config, name='token_embedder')
+      if self.shared_embedding is None
+      else self.shared_embedding
+    )
 
-  def _run_layers(self, layer_cls: Callable[..., nn.Module], stack: str, x: Any, *operands: Any, **options: Any):
+  def _run_layers(
+    self, layer_cls: Callable[..., nn.Module], stack: str, x: Any, *operands: Any, **options: Any
+  ):
     """Run the layers of `stack` on `x`; see `scan.run_layers`."""
     modules = [
-        layer_cls(self.config, self.feed_forward_fn(stack, i), self.attention_fn(stack, i), self.position_encoding,
-                  parent=None) for i in range(self.config.num_layers_of(stack))]
+      layer_cls(
+        self.config,
+        self.feed_forward_fn(stack, i),
+        self.attention_fn(stack, i),
+        self.position_encoding,
+        parent=None,
+      )
+      for i in range(self.config.num_layers_of(stack))
+    ]
     return scan.run_layers(
-        self, modules, x, *operands, tree=layer_tree(self.config, stack), scan=self.config.scan_layers,
-        remat_policy=self.config.remat_policy, remat_offload=self.config.remat_offload, **options)
+      self,
+      modules,
+      x,
+      *operands,
+      tree=layer_tree(self.config, stack),
+      scan=self.config.scan_layers,
+      remat_policy=self.config.remat_policy,
+      remat_offload=self.config.remat_offload,
+      **options,
+    )
 
   def _position(
-      self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
+    self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
   ) -> jax.Array | layers.DistanceBias | None:
     """Return the position biases of all layers, or None; for the arguments see `PositionEncoding.biases`."""
     if self.config.relpos_per_layer:
@@ -95,7 +115,9 @@ class Stack(nn.Module):
   def _embed(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
     """Return embeddings <dtype>[batch, length, embed] of int32 [batch, length], with dropout."""
     x = self.embedding(tokens.astype(jnp.int32))
-    x = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))(x, deterministic=deterministic)
+    x = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))(
+      x, deterministic=deterministic
+    )
     return constrain_activations(x.astype(self.config.dtype))
 
 
@@ -104,8 +126,13 @@ class Encoder(Stack):
 
   @nn.compact
   def __call__(
-      self, encoder_input_tokens: jax.Array, encoder_mask: jax.Array | None = None, deterministic: bool = False, *,
-      encoder_segment_ids: jax.Array | None = None) -> jax.Array:
+    self,
+    encoder_input_tokens: jax.Array,
+    encoder_mask: jax.Array | None = None,
+    deterministic: bool = False,
+    *,
+    encoder_segment_ids: jax.Array | None = None,
+  ) -> jax.Array:
     """Encode tokens.
 
     Args:
@@ -126,8 +153,13 @@ class Encoder(Stack):
       bias = masked_bias(encoder_mask, position)
     else:
       bias = layers.make_attention_bias(
-          valid, valid, query_segment_ids=encoder_segment_ids, key_segment_ids=encoder_segment_ids, position=position,
-          arrays=layers.uses_arrays(cfg.attention_kernel, length, length))
+        valid,
+        valid,
+        query_segment_ids=encoder_segment_ids,
+        key_segment_ids=encoder_segment_ids,
+        position=position,
+        arrays=layers.uses_arrays(cfg.attention_kernel, length, length),
+      )
     x = self._embed(encoder_input_tokens, deterministic)
     tokens = self._tokens('encoder', encoder_input_tokens, valid)
     x = self._run_layers(EncoderLayer, 'encoder', x, bias, tokens, deterministic=deterministic)
@@ -166,10 +198,18 @@ class Decoder(Stack):
 
   @nn.compact
   def __call__(
-      self, decoder_input_tokens: jax.Array | None, decoder_target_tokens: jax.Array | None,
-      decoder_segment_ids: jax.Array | None = None, decoder_causal_attention: jax.Array | None = None,
-      encoder: EncoderOutput | None = None, *, deterministic: bool = False, cache: CacheUse = NO_CACHE,
-      return_logits: bool = True, masks: DecoderMasks | None = None) -> jax.Array | layers.OutputProjection | None:
+    self,
+    decoder_input_tokens: jax.Array | None,
+    decoder_target_tokens: jax.Array | None,
+    decoder_segment_ids: jax.Array | None = None,
+    decoder_causal_attention: jax.Array | None = None,
+    encoder: EncoderOutput | None = None,
+    *,
+    deterministic: bool = False,
+    cache: CacheUse = NO_CACHE,
+    return_logits: bool = True,
+    masks: DecoderMasks | None = None,
+  ) -> jax.Array | layers.OutputProjection | None:
     """Compute logits, or make the cache for decoding step by step.
 
     Args:
@@ -197,27 +237,43 @@ class Decoder(Stack):
 
     length, kernel = decoder_input_tokens.shape[1], self.config.attention_kernel
     if cache.is_used:
-      if decoder_segment_ids is not None or (encoder is not None and encoder.segment_ids is not None):
+      if decoder_segment_ids is not None or (
+        encoder is not None and encoder.segment_ids is not None
+      ):
         raise ConfigError('Cached decoding needs unpacked rows, got segment ids. Set pack=False.')
-      cache = cache.replace(max_decode_length=self._cache_length(cache.max_decode_length),
-                            index=None if cache.prefill else self._cached('cache_index'))
+      cache = cache.replace(
+        max_decode_length=self._cache_length(cache.max_decode_length),
+        index=None if cache.prefill else self._cached('cache_index'),
+      )
       # No mask is needed: the positions of a prompt do not attend to later ones, which steps overwrite.
       valid = prompt_positions(decoder_input_tokens, None)
-      real = prompt_positions(decoder_input_tokens, cache.prefill_lengths) if cache.prefill else valid
+      real = (
+        prompt_positions(decoder_input_tokens, cache.prefill_lengths) if cache.prefill else valid
+      )
     else:
-      valid = real = (decoder_target_tokens if masks is None else jnp.ones_like(decoder_input_tokens)) > 0
+      valid = real = (
+        decoder_target_tokens if masks is None else jnp.ones_like(decoder_input_tokens)
+      ) > 0
     if masks is not None:
       bias = self._masked_bias(masks.decoder, length, cache)
     elif cache.index is None:
       # Teacher forcing; a prompt; or with `decode`, a pass over dummy inputs that makes a cache, as in T5X.
       prefix = None if decoder_causal_attention is None else decoder_causal_attention > 0
       bias = layers.make_attention_bias(
-          valid, valid, query_segment_ids=decoder_segment_ids, key_segment_ids=decoder_segment_ids, causal=True,
-          prefix=prefix, position=self._position(length, length, bidirectional=False),
-          arrays=layers.uses_arrays(kernel, length, length))
+        valid,
+        valid,
+        query_segment_ids=decoder_segment_ids,
+        key_segment_ids=decoder_segment_ids,
+        causal=True,
+        prefix=prefix,
+        position=self._position(length, length, bidirectional=False),
+        arrays=layers.uses_arrays(kernel, length, length),
+      )
     elif decoder_causal_attention is not None:
-      raise ConfigError('A step of decoding must not get decoder_causal_attention. Pass it with prefill=True, when the '
-                        'prompt is read.')
+      raise ConfigError(
+        'A step of decoding must not get decoder_causal_attention. Pass it with prefill=True, when the '
+        'prompt is read.'
+      )
     else:
       bias = self._step_bias(length, cache.max_decode_length, cache.index)
     encoded, cross_bias = None if encoder is None else encoder.encoded, None
@@ -225,18 +281,32 @@ class Decoder(Stack):
       cross_bias = masked_bias(masks.encoder_decoder)
     elif encoder is not None:
       cross_bias = layers.make_attention_bias(
-          real, encoder.tokens > 0, query_segment_ids=decoder_segment_ids, key_segment_ids=encoder.segment_ids,
-          arrays=layers.uses_arrays(kernel, length, encoder.tokens.shape[1]))
+        real,
+        encoder.tokens > 0,
+        query_segment_ids=decoder_segment_ids,
+        key_segment_ids=encoder.segment_ids,
+        arrays=layers.uses_arrays(kernel, length, encoder.tokens.shape[1]),
+      )
 
     y = self._embed(decoder_input_tokens, deterministic)
-    y = run(y, encoded, bias, cross_bias, self._tokens('decoder', decoder_input_tokens, real), cache,
-            deterministic=deterministic, fresh=('cache',) if cache.prefill else ())
+    y = run(
+      y,
+      encoded,
+      bias,
+      cross_bias,
+      self._tokens('decoder', decoder_input_tokens, real),
+      cache,
+      deterministic=deterministic,
+      fresh=('cache',) if cache.prefill else (),
+    )
     projection = self._project(y, deterministic)
     return projection.logits() if return_logits else projection
 
   def _cached(self, name: str) -> jax.Array | None:
     """Return an array of the first layer's self-attention cache; None without cache."""
-    return scan.read_first_layer(self, layer_tree(self.config, 'decoder'), 'cache', ('self_attention', name))
+    return scan.read_first_layer(
+      self, layer_tree(self.config, 'decoder'), 'cache', ('self_attention', name)
+    )
 
   def _cache_length(self, max_decode_length: int | None) -> int | None:
     """Return the length of the existing cache, or else `max_decode_length`.
@@ -249,8 +319,13 @@ class Decoder(Stack):
       return max_decode_length
     length = cached_key.shape[2] if slot_table is None else slot_table.shape[1]
     if max_decode_length not in (None, length):
-      raise checks.invalid('', 'max_decode_length', f'{length}, the length of the cache', max_decode_length,
-                           'Make the cache by init_cache with this max_decode_length.')
+      raise checks.invalid(
+        '',
+        'max_decode_length',
+        f'{length}, the length of the cache',
+        max_decode_length,
+        'Make the cache by init_cache with this max_decode_length.',
+      )
     return length
 
   def _step_bias(self, q_len: int, cache_length: int, index: jax.Array) -> layers.AttentionBias:
@@ -259,9 +334,13 @@ class Decoder(Stack):
     It has no mask: the cache masks later positions and positions that are not filled.
     """
     position = self._position(q_len, cache_length, False, index)
-    return layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
+    return (
+      layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
+    )
 
-  def _masked_bias(self, mask: jax.Array | None, length: int, cache: CacheUse) -> layers.AttentionBias:
+  def _masked_bias(
+    self, mask: jax.Array | None, length: int, cache: CacheUse
+  ) -> layers.AttentionBias:
     """Return the bias of self-attention for a given mask, see `DecoderMasks`."""
     k_len = length if cache.index is None else cache.max_decode_length
     return masked_bias(mask, self._position(length, k_len, False, cache.index))
@@ -273,17 +352,28 @@ class Decoder(Stack):
     y = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))(y, deterministic=deterministic)
     y = constrain_activations(y)
     if not cfg.logits_via_embedding:
-      return layers.LogitsDense(cfg.vocab_size, name='logits_dense')(y, chunk_size=cfg.loss_chunk_size)
+      return layers.LogitsDense(cfg.vocab_size, name='logits_dense')(
+        y, chunk_size=cfg.loss_chunk_size
+      )
     # The table's vectors have unit variance per dim, so their products with y have variance emb_dim.
     return layers.OutputProjection(
-        y, self.embedding.embedding, vocab_dim=0, divisor=math.sqrt(cfg.emb_dim) if cfg.scale_tied_logits else 1.0,
-        chunk_size=cfg.loss_chunk_size)
+      y,
+      self.embedding.embedding,
+      vocab_dim=0,
+      divisor=math.sqrt(cfg.emb_dim) if cfg.scale_tied_logits else 1.0,
+      chunk_size=cfg.loss_chunk_size,
+    )
 
 
 def masked_bias(
-    mask: jax.Array | None, position: jax.Array | layers.DistanceBias | None = None) -> layers.AttentionBias:
+  mask: jax.Array | None, position: jax.Array | layers.DistanceBias | None = None
+) -> layers.AttentionBias:
   """Return the bias of attention for a mask and position biases, both optional; see `layers.make_attention_mask`."""
-  bias = layers.AttentionBias() if mask is None else layers.AttentionBias.from_array(layers.mask_to_bias(mask))
+  bias = (
+    layers.AttentionBias()
+    if mask is None
+    else layers.AttentionBias.from_array(layers.mask_to_bias(mask))
+  )
   return bias if position is None else bias.with_position(position)
 
 
@@ -318,20 +408,40 @@ class StackNetwork(Network):
   position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def __post_init__(self):
-    checks.check(type(self).__name__, {'position_encoding': self.position_encoding}, position_encoding=checks.instance(
-        PositionEncoding, 'a `PositionEncoding`', 'In gin, call the function that returns one: @name().'))
+    checks.check(
+      type(self).__name__,
+      {'position_encoding': self.position_encoding},
+      position_encoding=checks.instance(
+        PositionEncoding,
+        'a `PositionEncoding`',
+        'In gin, call the function that returns one: @name().',
+      ),
+    )
     if self.attention_fn is not t5_attention_everywhere:
       for stack in self.config.LAYER_COUNTS:
-        factory = checks.call_custom(type(self).__name__, 'attention_fn', 'stack, layer', self.attention_fn, stack, 0)
-        checks.check(type(self).__name__, {'attention_fn(stack, layer)': factory}, **{
-            'attention_fn(stack, layer)': checks.Expectation('a factory of attention blocks', callable)})
+        factory = checks.call_custom(
+          type(self).__name__, 'attention_fn', 'stack, layer', self.attention_fn, stack, 0
+        )
+        checks.check(
+          type(self).__name__,
+          {'attention_fn(stack, layer)': factory},
+          **{
+            'attention_fn(stack, layer)': checks.Expectation(
+              'a factory of attention blocks', callable
+            )
+          },
+        )
     if not self.has_position_biases:
       for field in dataclasses.fields(self.config):
         value = getattr(self.config, field.name)
         if field.name in RELPOS_FIELDS and value != field.default:
           raise checks.invalid(
-              type(self.config).__name__, field.name, f'{field.default!r} with a `{type(self).__name__}.'
-              'position_encoding` without biases', value, 'Alternatively, give the position encoding a biases_fn.')
+            type(self.config).__name__,
+            field.name,
+            f'{field.default!r} with a `{type(self).__name__}.position_encoding` without biases',
+            value,
+            'Alternatively, give the position encoding a biases_fn.',
+          )
     super().__post_init__()
 
   @property
@@ -342,15 +452,22 @@ class StackNetwork(Network):
   @property
   def custom_blocks(self) -> tuple[str, ...]:
     """Names of the attributes `attention_fn` and `position_encoding` that differ from T5's."""
-    layers_of = [(stack, i) for stack in self.config.LAYER_COUNTS for i in range(self.config.num_layers_of(stack))]
-    is_t5 = {'attention_fn': all(self.attention_fn(stack, i) is t5_attention for stack, i in layers_of),
-             'position_encoding': self.position_encoding == RELATIVE_POSITIONS}
+    layers_of = [
+      (stack, i)
+      for stack in self.config.LAYER_COUNTS
+      for i in range(self.config.num_layers_of(stack))
+    ]
+    is_t5 = {
+      'attention_fn': all(self.attention_fn(stack, i) is t5_attention for stack, i in layers_of),
+      'position_encoding': self.position_encoding == RELATIVE_POSITIONS,
+    }
     return tuple(name for name, value in is_t5.items() if not value)
 
   def _stack(self, stack_cls: type[Stack], shared_embedding: nn.Module | None = None) -> Stack:
     """Return an encoder or decoder of this network's layers."""
     return stack_cls(
-        self.config, shared_embedding, self.feed_forward_fn, self.attention_fn, self.position_encoding)
+      self.config, shared_embedding, self.feed_forward_fn, self.attention_fn, self.position_encoding
+    )
 
   @property
   def vocab_size(self) -> int:
@@ -369,9 +486,15 @@ class StackNetwork(Network):
     if scan_layers is not False and not self.config.stacked_params:
       for stack in self.config.LAYER_COUNTS:
         layers_of_stack = range(self.config.num_layers_of(stack))
-        kinds = kinds_of([(self.feed_forward_fn(stack, i), self.attention_fn(stack, i)) for i in layers_of_stack])
-        result[stack] = [tuple(segment.layers_at(offset)) for segment in find_segments(kinds)
-                         if segment.repeats >= self.min_stacked_layers for offset in range(segment.period)]
+        kinds = kinds_of(
+          [(self.feed_forward_fn(stack, i), self.attention_fn(stack, i)) for i in layers_of_stack]
+        )
+        result[stack] = [
+          tuple(segment.layers_at(offset))
+          for segment in find_segments(kinds)
+          if segment.repeats >= self.min_stacked_layers
+          for offset in range(segment.period)
+        ]
     return result
 
   @property

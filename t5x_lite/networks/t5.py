@@ -12,29 +12,47 @@ from t5x_lite.networks import stacks
 from t5x_lite.networks.masked import Decoder, DecoderLayer, EncoderLayer
 from t5x_lite.networks.stacks import Encoder, EncoderOutput, StackNetwork, layer_tree
 from t5x_lite.networks.t5_blocks import (
-    RELATIVE_POSITIONS,
-    AttentionFactory,
-    AttentionFn,
-    CacheUse,
-    FeedForward,
-    FeedForwardFactory,
-    FeedForwardFn,
-    PositionEncoding,
-    TokenFeedForwardFactory,
-    Tokens,
-    dense_everywhere,
-    dense_feed_forward,
-    t5_attention,
-    t5_attention_everywhere,
-    token_embedding,
+  RELATIVE_POSITIONS,
+  AttentionFactory,
+  AttentionFn,
+  CacheUse,
+  FeedForward,
+  FeedForwardFactory,
+  FeedForwardFn,
+  PositionEncoding,
+  TokenFeedForwardFactory,
+  Tokens,
+  dense_everywhere,
+  dense_feed_forward,
+  t5_attention,
+  t5_attention_everywhere,
+  token_embedding,
 )
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS, RELPOS_BIAS_TABLES, T5Config
 
 __all__ = [
-    'AttentionFactory', 'AttentionFn', 'Decoder', 'DecoderLayer', 'Encoder', 'EncoderLayer', 'FeedForward',
-    'FeedForwardFactory', 'FeedForwardFn', 'PARAM_LAYOUTS', 'PositionEncoding', 'RELATIVE_POSITIONS',
-    'RELPOS_BIAS_TABLES', 'T5Config', 'TokenFeedForwardFactory', 'Tokens', 'Transformer', 'dense_everywhere',
-    'dense_feed_forward', 'layer_tree', 't5_attention', 't5_attention_everywhere',
+  'AttentionFactory',
+  'AttentionFn',
+  'Decoder',
+  'DecoderLayer',
+  'Encoder',
+  'EncoderLayer',
+  'FeedForward',
+  'FeedForwardFactory',
+  'FeedForwardFn',
+  'PARAM_LAYOUTS',
+  'PositionEncoding',
+  'RELATIVE_POSITIONS',
+  'RELPOS_BIAS_TABLES',
+  'T5Config',
+  'TokenFeedForwardFactory',
+  'Tokens',
+  'Transformer',
+  'dense_everywhere',
+  'dense_feed_forward',
+  'layer_tree',
+  't5_attention',
+  't5_attention_everywhere',
 ]
 
 
@@ -51,8 +69,11 @@ class Transformer(StackNetwork):
     self.decoder = self._stack(stacks.Decoder, self.shared_embedding)
 
   def encode(
-      self, encoder_input_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,
-      enable_dropout: bool = True) -> jax.Array:
+    self,
+    encoder_input_tokens: jax.Array,
+    encoder_segment_ids: jax.Array | None = None,
+    enable_dropout: bool = True,
+  ) -> jax.Array:
     """Encode tokens.
 
     Args:
@@ -64,15 +85,28 @@ class Transformer(StackNetwork):
       <dtype>[batch, encoder length, embed].
     """
     return self.encoder(
-        encoder_input_tokens, deterministic=not enable_dropout, encoder_segment_ids=encoder_segment_ids)
+      encoder_input_tokens,
+      deterministic=not enable_dropout,
+      encoder_segment_ids=encoder_segment_ids,
+    )
 
   def decode(
-      self, encoded: jax.Array, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array,
-      decoder_target_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,
-      decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,
-      enable_dropout: bool = True, decode: bool = False, max_decode_length: int | None = None, *,
-      prefill: bool = False, prefill_lengths: jax.Array | None = None,
-      return_logits: bool = True) -> jax.Array | layers.OutputProjection:
+    self,
+    encoded: jax.Array,
+    encoder_input_tokens: jax.Array,
+    decoder_input_tokens: jax.Array,
+    decoder_target_tokens: jax.Array,
+    encoder_segment_ids: jax.Array | None = None,
+    decoder_segment_ids: jax.Array | None = None,
+    decoder_positions: jax.Array | None = None,
+    enable_dropout: bool = True,
+    decode: bool = False,
+    max_decode_length: int | None = None,
+    *,
+    prefill: bool = False,
+    prefill_lengths: jax.Array | None = None,
+    return_logits: bool = True,
+  ) -> jax.Array | layers.OutputProjection:
     """Compute logits from the encoder's output: of all positions, or of the next positions with a cache.
 
     Cached decoding: `init_cache` makes the collections `cache` and `cross_cache`; then each call with `decode=True` and
@@ -107,12 +141,23 @@ class Transformer(StackNetwork):
     """
     del decoder_positions
     return self.decoder(
-        decoder_input_tokens, decoder_target_tokens, decoder_segment_ids,
-        encoder=EncoderOutput(encoded, encoder_input_tokens, encoder_segment_ids), deterministic=not enable_dropout,
-        cache=CacheUse(decode=decode, prefill=prefill, prefill_lengths=prefill_lengths,
-                       max_decode_length=max_decode_length), return_logits=return_logits)
+      decoder_input_tokens,
+      decoder_target_tokens,
+      decoder_segment_ids,
+      encoder=EncoderOutput(encoded, encoder_input_tokens, encoder_segment_ids),
+      deterministic=not enable_dropout,
+      cache=CacheUse(
+        decode=decode,
+        prefill=prefill,
+        prefill_lengths=prefill_lengths,
+        max_decode_length=max_decode_length,
+      ),
+      return_logits=return_logits,
+    )
 
-  def init_cache(self, encoded: jax.Array, encoder_input_tokens: jax.Array, max_decode_length: int) -> None:
+  def init_cache(
+    self, encoded: jax.Array, encoder_input_tokens: jax.Array, max_decode_length: int
+  ) -> None:
     """Make the collections `cache`, empty, and `cross_cache` for decoding up to `max_decode_length` positions.
 
     Args:
@@ -120,15 +165,28 @@ class Transformer(StackNetwork):
       encoder_input_tokens: int32 [batch, encoder length].
       max_decode_length: number of positions of the self-attention cache.
     """
-    self.decoder(None, None, encoder=EncoderOutput(encoded, encoder_input_tokens), deterministic=True,
-                 cache=CacheUse(fill=True, max_decode_length=max_decode_length))
+    self.decoder(
+      None,
+      None,
+      encoder=EncoderOutput(encoded, encoder_input_tokens),
+      deterministic=True,
+      cache=CacheUse(fill=True, max_decode_length=max_decode_length),
+    )
 
   def __call__(
-      self, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array, decoder_target_tokens: jax.Array,
-      encoder_segment_ids: jax.Array | None = None, decoder_segment_ids: jax.Array | None = None,
-      encoder_positions: jax.Array | None = None, decoder_positions: jax.Array | None = None, *,
-      enable_dropout: bool = True, decode: bool = False,
-      return_logits: bool = True) -> jax.Array | layers.OutputProjection:
+    self,
+    encoder_input_tokens: jax.Array,
+    decoder_input_tokens: jax.Array,
+    decoder_target_tokens: jax.Array,
+    encoder_segment_ids: jax.Array | None = None,
+    decoder_segment_ids: jax.Array | None = None,
+    encoder_positions: jax.Array | None = None,
+    decoder_positions: jax.Array | None = None,
+    *,
+    enable_dropout: bool = True,
+    decode: bool = False,
+    return_logits: bool = True,
+  ) -> jax.Array | layers.OutputProjection:
     """Compute the logits of teacher-forced decoding.
 
     Args:
@@ -149,6 +207,14 @@ class Transformer(StackNetwork):
     del encoder_positions
     encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout=enable_dropout)
     return self.decode(
-        encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, encoder_segment_ids,
-        decoder_segment_ids, decoder_positions, enable_dropout=enable_dropout, decode=decode,
-        return_logits=return_logits)
+      encoded,
+      encoder_input_tokens,
+      decoder_input_tokens,
+      decoder_target_tokens,
+      encoder_segment_ids,
+      decoder_segment_ids,
+      decoder_positions,
+      enable_dropout=enable_dropout,
+      decode=decode,
+      return_logits=return_logits,
+    )

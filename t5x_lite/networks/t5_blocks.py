@@ -96,31 +96,49 @@ def feed_forward_factories(feed_forward: FeedForward) -> tuple[FeedForwardFactor
   """
   factories = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,)
   if not 1 <= len(factories) <= len(_FEED_FORWARD_NAMES):
-    raise checks.invalid('', 'feed_forward_fn', 'a function that returns a factory or a tuple of 1 or '
-                         f'{len(_FEED_FORWARD_NAMES)} factories', factories)
+    raise checks.invalid(
+      '',
+      'feed_forward_fn',
+      f'a function that returns a factory or a tuple of 1 or {len(_FEED_FORWARD_NAMES)} factories',
+      factories,
+    )
   return factories
 
 
 def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
   """Return T5's feed-forward block; see `FeedForwardFactory`."""
   return layers.MlpBlock(
-      intermediate_dim=config.mlp_dim, activations=config.mlp_activations,
-      intermediate_dropout_rate=config.dropout_rate, dtype=config.dtype, name=name)
+    intermediate_dim=config.mlp_dim,
+    activations=config.mlp_activations,
+    intermediate_dropout_rate=config.dropout_rate,
+    dtype=config.dtype,
+    name=name,
+  )
 
 
 def token_embedding(config: StackConfig, **kwargs: Any) -> layers.Embed:
   """Return a token embedding; `kwargs` are arguments of the module, such as its name."""
   return layers.Embed(
-      num_embeddings=config.vocab_size, features=config.emb_dim, dtype=config.dtype, attend_dtype=jnp.float32,
-      embedding_init=nn.initializers.normal(stddev=1.0), **kwargs)
+    num_embeddings=config.vocab_size,
+    features=config.emb_dim,
+    dtype=config.dtype,
+    attend_dtype=jnp.float32,
+    embedding_init=nn.initializers.normal(stddev=1.0),
+    **kwargs,
+  )
 
 
 def relative_position_biases(config: StackConfig, **kwargs: Any) -> layers.RelativePositionBiases:
   """Return a table of relative position biases; `kwargs` are arguments of the module, such as its name."""
   return layers.RelativePositionBiases(
-      num_buckets=config.num_relpos_buckets, max_distance=config.max_relpos_distance, num_heads=config.num_heads,
-      # The scores are float32, so rounding the biases to the compute dtype would gain nothing.
-      dtype='float32', embedding_init=relpos_bias_init, **kwargs)
+    num_buckets=config.num_relpos_buckets,
+    max_distance=config.max_relpos_distance,
+    num_heads=config.num_heads,
+    # The scores are float32, so rounding the biases to the compute dtype would gain nothing.
+    dtype='float32',
+    embedding_init=relpos_bias_init,
+    **kwargs,
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +159,12 @@ class PositionEncoding:
   encode_positions_fn: layers.EncodePositionsFn | None = None
 
   def biases(
-      self, config: StackConfig, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
+    self,
+    config: StackConfig,
+    q_len: int,
+    k_len: int,
+    bidirectional: bool,
+    offset: jax.Array | None = None,
   ) -> jax.Array | layers.DistanceBias | None:
     """Return the biases of a module named `relpos_bias`; None without biases.
 
@@ -158,14 +181,18 @@ class PositionEncoding:
     if self.biases_fn is None:
       return None
     module = checks.call_custom(
-        'PositionEncoding', 'biases_fn', 'config, name=', self.biases_fn, config, name='relpos_bias')
-    if type(module) is layers.RelativePositionBiases and offset is None:  # a subclass may compute others
+      'PositionEncoding', 'biases_fn', 'config, name=', self.biases_fn, config, name='relpos_bias'
+    )
+    if (
+      type(module) is layers.RelativePositionBiases and offset is None
+    ):  # a subclass may compute others
       return module.by_distance(q_len, k_len, bidirectional)
     biases = module(q_len, k_len, bidirectional, offset)
     if getattr(biases, 'ndim', None) != 4:
       raise ConfigError(
-          '`PositionEncoding.biases_fn` must return a module of biases of shape [1 or batch, heads, q, k], got '
-          f'{getattr(biases, "shape", biases)}. Add the missing dims, of size 1 where biases are equal.')
+        '`PositionEncoding.biases_fn` must return a module of biases of shape [1 or batch, heads, q, k], got '
+        f'{getattr(biases, "shape", biases)}. Add the missing dims, of size 1 where biases are equal.'
+      )
     return biases
 
 
@@ -181,7 +208,8 @@ class AttentionFactory(Protocol):
   """
 
   def __call__(
-      self, config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None) -> nn.Module:
+    self, config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None
+  ) -> nn.Module:
     """Return a module named `name`.
 
     Args:
@@ -193,13 +221,23 @@ class AttentionFactory(Protocol):
 
 
 def t5_attention(
-    config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None,
-    block: Callable[..., nn.Module] = layers.MultiHeadDotProductAttention) -> nn.Module:
+  config: StackConfig,
+  name: str,
+  encode_positions_fn: layers.EncodePositionsFn | None,
+  block: Callable[..., nn.Module] = layers.MultiHeadDotProductAttention,
+) -> nn.Module:
   """Return T5's attention block; see `AttentionFactory`. `block` may be another class with the same arguments."""
   return block(
-      num_heads=config.num_heads, head_dim=config.head_dim, dtype=config.dtype, dropout_rate=config.dropout_rate,
-      float32_logits=config.float32_attention_logits, flat_kernels=not config.stacked_params,
-      attention_kernel=config.attention_kernel, encode_positions_fn=encode_positions_fn, name=name)
+    num_heads=config.num_heads,
+    head_dim=config.head_dim,
+    dtype=config.dtype,
+    dropout_rate=config.dropout_rate,
+    float32_logits=config.float32_attention_logits,
+    flat_kernels=not config.stacked_params,
+    attention_kernel=config.attention_kernel,
+    encode_positions_fn=encode_positions_fn,
+    name=name,
+  )
 
 
 def constrain_activations(x: jax.Array) -> jax.Array:
@@ -225,13 +263,27 @@ class Residual(nn.Module):
   def _self_attention(self, name: str) -> nn.Module:
     return self._make_attention(name, self.position_encoding.encode_positions_fn)
 
-  def _make_attention(self, name: str, encode_positions_fn: layers.EncodePositionsFn | None) -> nn.Module:
-    return checks.call_custom('', 'attention_fn(stack, layer)', 'config, name, encode_positions_fn', self.attention,
-                              self.config, name, encode_positions_fn)
+  def _make_attention(
+    self, name: str, encode_positions_fn: layers.EncodePositionsFn | None
+  ) -> nn.Module:
+    return checks.call_custom(
+      '',
+      'attention_fn(stack, layer)',
+      'config, name, encode_positions_fn',
+      self.attention,
+      self.config,
+      name,
+      encode_positions_fn,
+    )
 
   def _with_layer_positions(
-      self, bias: layers.AttentionBias | None, q_len: int, k_len: int, bidirectional: bool,
-      offset: jax.Array | None = None) -> layers.AttentionBias | None:
+    self,
+    bias: layers.AttentionBias | None,
+    q_len: int,
+    k_len: int,
+    bidirectional: bool,
+    offset: jax.Array | None = None,
+  ) -> layers.AttentionBias | None:
     """Return `bias` with the position biases of this layer, if each layer has a table."""
     if not self.config.relpos_per_layer:
       return bias
@@ -247,15 +299,20 @@ class Residual(nn.Module):
     return constrain_activations(x + dropout(update, deterministic=deterministic))
 
   def _feed_forward(
-      self, x: jax.Array, tokens: Tokens | None, deterministic: bool, decode: bool = False) -> jax.Array:
+    self, x: jax.Array, tokens: Tokens | None, deterministic: bool, decode: bool = False
+  ) -> jax.Array:
     """Apply the feed-forward sub-layer, or two, with residual connections."""
     factories = feed_forward_factories(self.feed_forward)
-    for name, factory in zip(_FEED_FORWARD_NAMES[:len(factories)], factories, strict=True):
+    for name, factory in zip(_FEED_FORWARD_NAMES[: len(factories)], factories, strict=True):
       inputs = {}
       if isinstance(factory, TokenFeedForwardFactory) and tokens is not None:
         inputs = dict(token_mask=tokens.mask, token_ids=tokens.ids)
       update = factory(self.config, name)(
-          self._norm(x, f'pre_{name}_layer_norm'), decode=decode, deterministic=deterministic, **inputs)
+        self._norm(x, f'pre_{name}_layer_norm'),
+        decode=decode,
+        deterministic=deterministic,
+        **inputs,
+      )
       x = self._add(x, update, deterministic)
     return x
 
@@ -272,8 +329,13 @@ class EncoderLayer(Residual):
 
   @nn.compact
   def __call__(
-      self, inputs: jax.Array, bias: layers.AttentionBias | None = None, tokens: Tokens | None = None, *,
-      deterministic: bool = False) -> jax.Array:
+    self,
+    inputs: jax.Array,
+    bias: layers.AttentionBias | None = None,
+    tokens: Tokens | None = None,
+    *,
+    deterministic: bool = False,
+  ) -> jax.Array:
     """Apply the layer to the residual stream.
 
     Args:
@@ -303,9 +365,16 @@ class DecoderLayer(Residual):
 
   @nn.compact
   def __call__(
-      self, inputs: jax.Array, encoded: jax.Array | None = None, bias: layers.AttentionBias | None = None,
-      encoder_decoder_bias: layers.AttentionBias | None = None, tokens: Tokens | None = None,
-      cache: CacheUse = NO_CACHE, *, deterministic: bool = False) -> jax.Array | None:
+    self,
+    inputs: jax.Array,
+    encoded: jax.Array | None = None,
+    bias: layers.AttentionBias | None = None,
+    encoder_decoder_bias: layers.AttentionBias | None = None,
+    tokens: Tokens | None = None,
+    cache: CacheUse = NO_CACHE,
+    *,
+    deterministic: bool = False,
+  ) -> jax.Array | None:
     """Apply the layer to the residual stream, or make its cache.
 
     Args:
@@ -333,13 +402,22 @@ class DecoderLayer(Residual):
     bias = self._with_layer_positions(bias, q_len, k_len, False, cache.index)
     x = self._norm(inputs, 'pre_self_attention_layer_norm')
     x = self._self_attention('self_attention')(
-        x, x, bias=bias, decode=cache.decode, deterministic=deterministic, prefill=cache.prefill,
-        prefill_lengths=cache.prefill_lengths, cache_length=cache.max_decode_length)
+      x,
+      x,
+      bias=bias,
+      decode=cache.decode,
+      deterministic=deterministic,
+      prefill=cache.prefill,
+      prefill_lengths=cache.prefill_lengths,
+      cache_length=cache.max_decode_length,
+    )
     x = self._add(inputs, x, deterministic)
     if cross_attention is not None:
       y = self._norm(x, 'pre_cross_attention_layer_norm')
       if cache.is_used and cross_attention.has_variable('cross_cache', 'cached_key'):
-        y = cross_attention.attend_to_cache(y, bias=encoder_decoder_bias, deterministic=deterministic)
+        y = cross_attention.attend_to_cache(
+          y, bias=encoder_decoder_bias, deterministic=deterministic
+        )
       else:
         y = cross_attention(y, encoded, bias=encoder_decoder_bias, deterministic=deterministic)
       x = self._add(x, y, deterministic)

@@ -119,7 +119,9 @@ class StackConfig(_FieldsBeforeDepth):
   @property
   def relpos_per_layer(self) -> bool:
     """True if each layer has its own table of relative position biases."""
-    return (self.relpos_bias_tables or ('per_layer' if self.stacked_params else 'per_stack')) == 'per_layer'
+    return (
+      self.relpos_bias_tables or ('per_layer' if self.stacked_params else 'per_stack')
+    ) == 'per_layer'
 
   @property
   def has_encoder(self) -> bool:
@@ -136,35 +138,53 @@ class StackConfig(_FieldsBeforeDepth):
     values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     values['dtype'] = dtype = _dtype_name(self.dtype)
     checks.check(
-        type(self).__name__, values, vocab_size=size, emb_dim=size, num_heads=size,
-        **dict.fromkeys(self.LAYER_COUNTS.values(), size), head_dim=size, mlp_dim=size,
-        num_relpos_buckets=checks.Expectation(
-            'a positive multiple of 4', lambda buckets: size.holds(buckets) and buckets % 4 == 0),
-        max_relpos_distance=checks.Expectation(
-            'an integer above num_relpos_buckets / 2',
-            lambda distance: size.holds(distance) and distance > self.num_relpos_buckets // 2),
-        dropout_rate=checks.number(at_least=0, below=1),
-        loss_chunk_size=checks.number(at_least=0, integer=True).or_none(),
-        dtype=checks.one_of(_DTYPES),
-        mlp_activations=checks.Expectation(
-            "a sequence of names, such as ('gelu', 'linear')",
-            lambda names: isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0),
-        remat_policy=checks.one_of(REMAT_POLICIES),
-        remat_offload=checks.Expectation(
-            f'a sequence of names out of {RESULT_NAMES}' if self.remat_policy == 'offload' else '()',
-            lambda names: isinstance(names, Sequence) and not isinstance(names, str) and set(names) <= set(
-                RESULT_NAMES) and bool(names) == (self.remat_policy == 'offload'),
-            '' if self.remat_policy == 'offload' else "Names need remat_policy='offload'."),
-        param_layout=checks.one_of(PARAM_LAYOUTS),
-        attention_kernel=checks.one_of(
-            [kernel for kernel in ATTENTION_KERNELS if kernel != 'cudnn' or dtype != 'float32'],
-            "'cudnn' needs half precision: set dtype='bfloat16'." if dtype == 'float32' else ''),
-        relpos_bias_tables=checks.one_of(
-            ('per_layer',) if self.stacked_params else RELPOS_BIAS_TABLES,
-            "'per_stack' needs param_layout='t5'." if self.stacked_params else '').or_none(),
-        scale_tied_logits=checks.one_of(
-            (True, False) if self.logits_via_embedding else (True,),
-            '' if self.logits_via_embedding else 'False needs logits_via_embedding=True.'))
+      type(self).__name__,
+      values,
+      vocab_size=size,
+      emb_dim=size,
+      num_heads=size,
+      **dict.fromkeys(self.LAYER_COUNTS.values(), size),
+      head_dim=size,
+      mlp_dim=size,
+      num_relpos_buckets=checks.Expectation(
+        'a positive multiple of 4', lambda buckets: size.holds(buckets) and buckets % 4 == 0
+      ),
+      max_relpos_distance=checks.Expectation(
+        'an integer above num_relpos_buckets / 2',
+        lambda distance: size.holds(distance) and distance > self.num_relpos_buckets // 2,
+      ),
+      dropout_rate=checks.number(at_least=0, below=1),
+      loss_chunk_size=checks.number(at_least=0, integer=True).or_none(),
+      dtype=checks.one_of(_DTYPES),
+      mlp_activations=checks.Expectation(
+        "a sequence of names, such as ('gelu', 'linear')",
+        lambda names: isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0,
+      ),
+      remat_policy=checks.one_of(REMAT_POLICIES),
+      remat_offload=checks.Expectation(
+        f'a sequence of names out of {RESULT_NAMES}' if self.remat_policy == 'offload' else '()',
+        lambda names: (
+          isinstance(names, Sequence)
+          and not isinstance(names, str)
+          and set(names) <= set(RESULT_NAMES)
+          and bool(names) == (self.remat_policy == 'offload')
+        ),
+        '' if self.remat_policy == 'offload' else "Names need remat_policy='offload'.",
+      ),
+      param_layout=checks.one_of(PARAM_LAYOUTS),
+      attention_kernel=checks.one_of(
+        [kernel for kernel in ATTENTION_KERNELS if kernel != 'cudnn' or dtype != 'float32'],
+        "'cudnn' needs half precision: set dtype='bfloat16'." if dtype == 'float32' else '',
+      ),
+      relpos_bias_tables=checks.one_of(
+        ('per_layer',) if self.stacked_params else RELPOS_BIAS_TABLES,
+        "'per_stack' needs param_layout='t5'." if self.stacked_params else '',
+      ).or_none(),
+      scale_tied_logits=checks.one_of(
+        (True, False) if self.logits_via_embedding else (True,),
+        '' if self.logits_via_embedding else 'False needs logits_via_embedding=True.',
+      ),
+    )
     for activation in self.mlp_activations:
       activation_fn(activation)
 
@@ -173,7 +193,10 @@ class StackConfig(_FieldsBeforeDepth):
 class _EncoderDecoderDepth(_FieldsBeforeDepth):
   """Depth of an encoder-decoder, at T5X's position, after the fields of the base class."""
 
-  LAYER_COUNTS: ClassVar[Mapping[str, str]] = {'encoder': 'num_encoder_layers', 'decoder': 'num_decoder_layers'}
+  LAYER_COUNTS: ClassVar[Mapping[str, str]] = {
+    'encoder': 'num_encoder_layers',
+    'decoder': 'num_decoder_layers',
+  }
 
   num_encoder_layers: int = 6
   num_decoder_layers: int = 6

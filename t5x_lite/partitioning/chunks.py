@@ -50,17 +50,27 @@ class LocalChunker:
     coordinates = np.argwhere(owner == process)
     start = coordinates.min(axis=0)
     extent = coordinates.max(axis=0) - start + 1
-    if math.prod(extent.tolist()) != len(coordinates) or (start % extent).any() or (owner.shape % extent).any():
+    if (
+      math.prod(extent.tolist()) != len(coordinates)
+      or (start % extent).any()
+      or (owner.shape % extent).any()
+    ):
       raise errors.ConfigError(
-          f'The {len(coordinates)} devices of process {process} must form a block of the mesh '
-          f'{dict(global_mesh.shape)}. Choose another model_parallel_submesh or num_partitions.')
+        f'The {len(coordinates)} devices of process {process} must form a block of the mesh '
+        f'{dict(global_mesh.shape)}. Choose another model_parallel_submesh or num_partitions.'
+      )
     self.global_mesh = global_mesh
     self.num_chunks = {
-        axis: int(size) for axis, size in zip(global_mesh.axis_names, owner.shape // extent, strict=True)}
-    self.chunk_ids = {axis: int(index) for axis, index in zip(global_mesh.axis_names, start // extent, strict=True)}
+      axis: int(size)
+      for axis, size in zip(global_mesh.axis_names, owner.shape // extent, strict=True)
+    }
+    self.chunk_ids = {
+      axis: int(index) for axis, index in zip(global_mesh.axis_names, start // extent, strict=True)
+    }
 
-  def get_local_chunk_info(self, global_shape: Sequence[int],
-                           mesh_axes: Sequence[rules_lib.MeshAxis]) -> LocalChunkInfo:
+  def get_local_chunk_info(
+    self, global_shape: Sequence[int], mesh_axes: Sequence[rules_lib.MeshAxis]
+  ) -> LocalChunkInfo:
     """Return the piece of an array that this process holds.
 
     Args:

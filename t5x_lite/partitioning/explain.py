@@ -20,11 +20,11 @@ from t5x_lite.types import LogicalAxisRules, PyTree
 
 # Prefix of a train state's leaf path -> section of the report.
 _SECTIONS = {
-    '_optimizer/target/': 'parameters',
-    'params/': 'parameters',
-    '_optimizer/state/': 'optimizer state',
-    'flax_mutables/': 'mutable collections',
-    'param_average/': 'parameter average',
+  '_optimizer/target/': 'parameters',
+  'params/': 'parameters',
+  '_optimizer/state/': 'optimizer state',
+  'flax_mutables/': 'mutable collections',
+  'param_average/': 'parameter average',
 }
 
 
@@ -99,7 +99,11 @@ class SectionTotals:
 
   def cells(self) -> tuple[str, str, str]:
     """Return bytes of one copy, bytes per device and the share of copies, as text for a table."""
-    return format_bytes(self.bytes_total), format_bytes(self.bytes_per_device), f'{self.replicated_share:.1%}'
+    return (
+      format_bytes(self.bytes_total),
+      format_bytes(self.bytes_per_device),
+      f'{self.replicated_share:.1%}',
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,11 +142,15 @@ class ShardingReport:
     """
     parts = [self._header()]
     for section in self.sections:
-      table = self._slot_table() if fold and section == 'optimizer state' else self._table(section, fold)
+      table = (
+        self._slot_table() if fold and section == 'optimizer state' else self._table(section, fold)
+      )
       parts.append(f'{section.capitalize()}\n{table}')
     parts += ['Totals\n' + self._totals_table(), *self._largest_copies()]
     if self.num_indivisible:
-      parts.append('Parameters with a dim that its mesh axes do not divide\n' + self.indivisible_to_text())
+      parts.append(
+        'Parameters with a dim that its mesh axes do not divide\n' + self.indivisible_to_text()
+      )
     return '\n\n'.join(parts) + '\n'
 
   @property
@@ -155,10 +163,17 @@ class ShardingReport:
     lines = []
     for name, group in fold_rows(self._indivisible_parameters()):
       row = group[0]
-      dims = [f'{decision.logical_axis} {size} by {_format_mesh_axes(decision.indivisible)} '
-              f'{"/".join(str(rules_lib.num_shards(rule[1], self.mesh.shape)) for rule in decision.indivisible)}: '
-              + ('replicated' if decision.mesh_axis is None else rules_lib.format_mesh_axis(decision.mesh_axis))
-              for decision, size in zip(row.decisions, row.shape) if decision.indivisible]
+      dims = [
+        f'{decision.logical_axis} {size} by {_format_mesh_axes(decision.indivisible)} '
+        f'{"/".join(str(rules_lib.num_shards(rule[1], self.mesh.shape)) for rule in decision.indivisible)}: '
+        + (
+          'replicated'
+          if decision.mesh_axis is None
+          else rules_lib.format_mesh_axis(decision.mesh_axis)
+        )
+        for decision, size in zip(row.decisions, row.shape)
+        if decision.indivisible
+      ]
       lines.append(f'  {name} ({_format_shape(row.shape)}): {", ".join(dims)}')
     return '\n'.join(lines)
 
@@ -169,9 +184,13 @@ class ShardingReport:
     devices = self.mesh.devices.ravel()
     processes = len({device.process_index for device in devices})
     axes = ' x '.join(f'{axis}={size}' for axis, size in self.mesh.shape.items())
-    batch = rules_lib.format_mesh_axis(self.data_partition_spec[0] if len(self.data_partition_spec) else None)
-    lines = [f'Mesh   {axes}: {devices.size} {devices[0].device_kind} device(s), {processes} process(es)',
-             f'Batch  {batch}']
+    batch = rules_lib.format_mesh_axis(
+      self.data_partition_spec[0] if len(self.data_partition_spec) else None
+    )
+    lines = [
+      f'Mesh   {axes}: {devices.size} {devices[0].device_kind} device(s), {processes} process(es)',
+      f'Batch  {batch}',
+    ]
     by_mesh_axis: dict[rules_lib.MeshAxis, list[str]] = {}
     for logical_axis, mesh_axis in self.rules:
       by_mesh_axis.setdefault(mesh_axis, []).append(logical_axis)
@@ -182,16 +201,35 @@ class ShardingReport:
 
   def _table(self, section: str, fold: bool) -> str:
     rows = [row for row in self.rows if row.section == section]
-    header = ('name', 'arrays', 'dtype', 'shape', 'logical axes', 'mesh axes', 'on a device', 'per device', 'copies',
-              'decided by')
+    header = (
+      'name',
+      'arrays',
+      'dtype',
+      'shape',
+      'logical axes',
+      'mesh axes',
+      'on a device',
+      'per device',
+      'copies',
+      'decided by',
+    )
     lines = [header]
     for name, group in fold_rows(rows) if fold else [(row.name, [row]) for row in rows]:
       row = group[0]
-      lines.append((
-          name, str(len(group)), row.dtype.name, _format_shape(row.shape),
+      lines.append(
+        (
+          name,
+          str(len(group)),
+          row.dtype.name,
+          _format_shape(row.shape),
           ', '.join(str(axis or '-') for axis in row.logical_axes),
-          ', '.join(rules_lib.format_mesh_axis(axis) for axis in row.mesh_axes), _format_shape(row.shard_shape),
-          format_bytes(sum(member.bytes_per_device for member in group)), str(row.num_copies), row.format_rules()))
+          ', '.join(rules_lib.format_mesh_axis(axis) for axis in row.mesh_axes),
+          _format_shape(row.shard_shape),
+          format_bytes(sum(member.bytes_per_device for member in group)),
+          str(row.num_copies),
+          row.format_rules(),
+        )
+      )
     return format_table(lines, right_aligned=('arrays', 'per device', 'copies'))
 
   def _slot_table(self) -> str:
@@ -202,20 +240,41 @@ class ShardingReport:
       if row.section == 'optimizer state':
         slot, parameter = _split_slot(row.name, parameters)
         slots.setdefault(slot, []).append((row, parameters.get(parameter)))
-    lines = [('slot', 'arrays', 'like parameter', 'dtype', 'bytes once', 'per device', 'copies\' share')]
+    lines = [
+      ('slot', 'arrays', 'like parameter', 'dtype', 'bytes once', 'per device', "copies' share")
+    ]
     for slot, pairs in slots.items():
-      alike = sum(parameter is not None and (row.shape, row.mesh_axes) == (parameter.shape, parameter.mesh_axes)
-                  for row, parameter in pairs)
+      alike = sum(
+        parameter is not None
+        and (row.shape, row.mesh_axes) == (parameter.shape, parameter.mesh_axes)
+        for row, parameter in pairs
+      )
       totals = _sum_rows([row for row, _ in pairs], self.mesh.size)
-      lines.append((slot, f'{len(pairs):,}', f'{alike:,}', '/'.join(sorted({row.dtype.name for row, _ in pairs})),
-                    *totals.cells()))
-    return format_table(lines, right_aligned=[name for name in lines[0] if name not in ('slot', 'dtype')])
+      lines.append(
+        (
+          slot,
+          f'{len(pairs):,}',
+          f'{alike:,}',
+          '/'.join(sorted({row.dtype.name for row, _ in pairs})),
+          *totals.cells(),
+        )
+      )
+    return format_table(
+      lines, right_aligned=[name for name in lines[0] if name not in ('slot', 'dtype')]
+    )
 
   def _totals_table(self) -> str:
-    lines = [('', 'arrays', 'elements', 'bytes once', 'per device', 'copies\' share')]
+    lines = [('', 'arrays', 'elements', 'bytes once', 'per device', "copies' share")]
     for section in (*self.sections, None):
       totals = self.totals(section)
-      lines.append((section or 'whole state', f'{totals.num_arrays:,}', f'{totals.num_elements:,}', *totals.cells()))
+      lines.append(
+        (
+          section or 'whole state',
+          f'{totals.num_arrays:,}',
+          f'{totals.num_elements:,}',
+          *totals.cells(),
+        )
+      )
     return format_table(lines, right_aligned=lines[0][1:])
 
   def _largest_copies(self) -> list[str]:
@@ -226,17 +285,30 @@ class ShardingReport:
       row = group[0]
       surplus = sum(member.bytes_per_device for member in group) * (1 - 1 / row.num_copies)
       if surplus > 0.01 * per_device:
-        wasted.append((surplus, f'  {format_bytes(round(surplus)):>10}  {row.section}: {name} '
-                                f'({row.num_copies} copies over {", ".join(row.replicated_over)})'))
+        wasted.append(
+          (
+            surplus,
+            f'  {format_bytes(round(surplus)):>10}  {row.section}: {name} '
+            f'({row.num_copies} copies over {", ".join(row.replicated_over)})',
+          )
+        )
     if not wasted:
       return []
     wasted.sort(reverse=True, key=lambda pair: pair[0])
-    return ['Largest copies (bytes per device that sharding them fully would save)\n'
-            + '\n'.join(line for _, line in wasted[:5])]
+    return [
+      'Largest copies (bytes per device that sharding them fully would save)\n'
+      + '\n'.join(line for _, line in wasted[:5])
+    ]
 
 
-def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRules, mesh: Mesh,
-                data_partition_spec: PartitionSpec, max_replicated_size: int) -> ShardingReport:
+def make_report(
+  train_state: PyTree,
+  logical_axes: PyTree,
+  rules: LogicalAxisRules,
+  mesh: Mesh,
+  data_partition_spec: PartitionSpec,
+  max_replicated_size: int,
+) -> ShardingReport:
   """Determine the sharding of every array of a state.
 
   Args:
@@ -256,7 +328,9 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
       rule, or a dim of a large array that is not divisible by its mesh axes.
   """
   rules_lib.check_rules(rules, mesh.axis_names)
-  axes_of_leaf = dict(tree_utils.named_leaves(logical_axes, is_leaf=lambda node: node is None or _is_names(node)))
+  axes_of_leaf = dict(
+    tree_utils.named_leaves(logical_axes, is_leaf=lambda node: node is None or _is_names(node))
+  )
   leaves = [(path, leaf, *_section(path)) for path, leaf in tree_utils.named_leaves(train_state)]
   rows: list[ShardingRow | None] = [None] * len(leaves)
   # Parameters first: an error in the axes of a parameter is also one in its statistics.
@@ -266,9 +340,10 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
   extra = [path for path, names in axes_of_leaf.items() if names is not None and path not in paths]
   if missing or extra:
     raise errors.ConfigError(
-        f'The logical axes of a state must have its structure, got none at {missing[:3]} and unknown ones at '
-        f'{extra[:3]}. Annotate the model\'s parameters (param_with_axes), or correct as_logical_axes or the '
-        'optimizer\'s derive_logical_axes.')
+      f'The logical axes of a state must have its structure, got none at {missing[:3]} and unknown ones at '
+      f"{extra[:3]}. Annotate the model's parameters (param_with_axes), or correct as_logical_axes or the "
+      "optimizer's derive_logical_axes."
+    )
   parameters: dict[str, ShardingRow] = {}
   for index in order:
     path, leaf, section, name = leaves[index]
@@ -280,9 +355,13 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
       # An array of a parameter's state is replicated where the parameter is, even if it is larger.
       parameter = _split_slot(name, parameters)[1] if section == 'optimizer state' else name
       belongs = section in ('optimizer state', 'parameter average') and parameter in parameters
-      _check_size(title, row, parameters[parameter].shape if belongs else row.shape, mesh, max_replicated_size)
+      _check_size(
+        title, row, parameters[parameter].shape if belongs else row.shape, mesh, max_replicated_size
+      )
     rows[index] = row
-  return ShardingReport(rows=tuple(rows), mesh=mesh, rules=rules, data_partition_spec=data_partition_spec)
+  return ShardingReport(
+    rows=tuple(rows), mesh=mesh, rules=rules, data_partition_spec=data_partition_spec
+  )
 
 
 def _is_names(node) -> bool:
@@ -296,29 +375,50 @@ def _section(path: str) -> tuple[str, str]:
   return 'other', path
 
 
-def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | None], rules: LogicalAxisRules,
-              mesh: Mesh) -> ShardingRow:
+def _make_row(
+  title: str,
+  name: str,
+  section: str,
+  leaf,
+  names: Sequence[str | None],
+  rules: LogicalAxisRules,
+  mesh: Mesh,
+) -> ShardingRow:
   shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
   logical_axes = tuple(names)
   if logical_axes and len(logical_axes) != len(shape):
     raise errors.ConfigError(
-        f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}, must be one name (or None) per '
-        'dim. Correct the axes in the declaration of the array.')
+      f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}, must be one name (or None) per '
+      'dim. Correct the axes in the declaration of the array.'
+    )
   rules = rules_lib.with_optimizer_rules(rules, logical_axes, shape, mesh.shape)
   decisions = rules_lib.resolve(logical_axes, rules, title, shape, mesh.shape)
   spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
-  shard_shape = tuple(size // rules_lib.num_shards(entry, mesh.shape)
-                      for size, entry in zip(shape, tuple(spec) or (None,) * len(shape)))
+  shard_shape = tuple(
+    size // rules_lib.num_shards(entry, mesh.shape)
+    for size, entry in zip(shape, tuple(spec) or (None,) * len(shape))
+  )
   used = {axis for entry in spec for axis in rules_lib.axes_of(entry)}
   free = tuple(axis for axis, size in mesh.shape.items() if axis not in used and size > 1)
   return ShardingRow(
-      name=name, section=section, shape=shape, dtype=dtype, logical_axes=PartitionSpec(*logical_axes), mesh_axes=spec,
-      shard_shape=shard_shape, bytes_total=math.prod(shape) * dtype.itemsize,
-      bytes_per_device=math.prod(shard_shape) * dtype.itemsize,
-      num_copies=math.prod(mesh.shape[axis] for axis in free), replicated_over=free, decisions=decisions)
+    name=name,
+    section=section,
+    shape=shape,
+    dtype=dtype,
+    logical_axes=PartitionSpec(*logical_axes),
+    mesh_axes=spec,
+    shard_shape=shard_shape,
+    bytes_total=math.prod(shape) * dtype.itemsize,
+    bytes_per_device=math.prod(shard_shape) * dtype.itemsize,
+    num_copies=math.prod(mesh.shape[axis] for axis in free),
+    replicated_over=free,
+    decisions=decisions,
+  )
 
 
-def _check_size(title: str, row: ShardingRow, shape: Sequence[int], mesh: Mesh, max_replicated_size: int) -> None:
+def _check_size(
+  title: str, row: ShardingRow, shape: Sequence[int], mesh: Mesh, max_replicated_size: int
+) -> None:
   """Raise ConfigError if no rule divides a dim of a row, and the array of `shape` is too large to be replicated."""
   if math.prod(shape) <= max_replicated_size:
     return
@@ -328,24 +428,32 @@ def _check_size(title: str, row: ShardingRow, shape: Sequence[int], mesh: Mesh, 
     entry = decision.indivisible[0][1]
     pieces = rules_lib.num_shards(entry, mesh.shape)
     raise errors.ConfigError(
-        f'{title}: dim {dim} ({decision.logical_axis!r}) of shape {row.shape} must be a multiple of {pieces}, the size '
-        f'of mesh axis {entry!r} in {dict(mesh.shape)}, got {size}. Round the size up to '
-        f'{-(-size // pieces) * pieces}, choose a mesh with {math.gcd(size, pieces)} devices along the axis, or append '
-        f'the rule ({decision.logical_axis!r}, {_dividing_axis(size, entry, mesh)!r}), for instance by '
-        'additional_rules.')
+      f'{title}: dim {dim} ({decision.logical_axis!r}) of shape {row.shape} must be a multiple of {pieces}, the size '
+      f'of mesh axis {entry!r} in {dict(mesh.shape)}, got {size}. Round the size up to '
+      f'{-(-size // pieces) * pieces}, choose a mesh with {math.gcd(size, pieces)} devices along the axis, or append '
+      f'the rule ({decision.logical_axis!r}, {_dividing_axis(size, entry, mesh)!r}), for instance by '
+      'additional_rules.'
+    )
 
 
 def _dividing_axis(size: int, entry: rules_lib.MeshAxis, mesh: Mesh) -> str | None:
   """Return the largest mesh axis of `entry` that divides `size`, or None."""
-  fitting = [axis for axis in rules_lib.axes_of(entry) if size % mesh.shape[axis] == 0 and mesh.shape[axis] > 1]
+  fitting = [
+    axis
+    for axis in rules_lib.axes_of(entry)
+    if size % mesh.shape[axis] == 0 and mesh.shape[axis] > 1
+  ]
   return max(fitting, key=lambda axis: mesh.shape[axis], default=None)
 
 
 def _sum_rows(rows: Sequence[ShardingRow], num_devices: int) -> SectionTotals:
   return SectionTotals(
-      num_arrays=len(rows), num_elements=sum(math.prod(row.shape) for row in rows),
-      bytes_total=sum(row.bytes_total for row in rows), bytes_per_device=sum(row.bytes_per_device for row in rows),
-      num_devices=num_devices)
+    num_arrays=len(rows),
+    num_elements=sum(math.prod(row.shape) for row in rows),
+    bytes_total=sum(row.bytes_total for row in rows),
+    bytes_per_device=sum(row.bytes_per_device for row in rows),
+    num_devices=num_devices,
+  )
 
 
 def _split_slot(name: str, parameters: Mapping[str, ShardingRow]) -> tuple[str, str | None]:
@@ -359,9 +467,9 @@ def _split_slot(name: str, parameters: Mapping[str, ShardingRow]) -> tuple[str, 
   parts = name.split('/')
   for length in range(len(parts), 0, -1):
     for start in range(len(parts) - length + 1):
-      parameter = '/'.join(parts[start:start + length])
+      parameter = '/'.join(parts[start : start + length])
       if parameter in parameters:
-        rest = parts[:start] + parts[start + length:]
+        rest = parts[:start] + parts[start + length :]
         return '/'.join(rest[1:] if rest[0] == 'param_states' else rest), parameter
   return name.removeprefix('param_states/'), None
 
@@ -374,14 +482,23 @@ def fold_rows(rows: Iterable[ShardingRow]) -> list[tuple[str, list[ShardingRow]]
   """
   groups: dict[tuple, list[ShardingRow]] = {}
   for row in rows:
-    key = (row.section, re.sub(r'_\d+(?=/|$)', '_#', row.name), row.shape, row.dtype, row.logical_axes, row.mesh_axes)
+    key = (
+      row.section,
+      re.sub(r'_\d+(?=/|$)', '_#', row.name),
+      row.shape,
+      row.dtype,
+      row.logical_axes,
+      row.mesh_axes,
+    )
     groups.setdefault(key, []).append(row)
   folded = []
   for key, group in groups.items():
     numbers = [re.findall(r'_(\d+)(?=/|$)', row.name) for row in group]
     name = key[1]
     for position in zip(*numbers, strict=True):
-      name = name.replace('_#', '_' + _format_numbers(sorted({int(number) for number in position})), 1)
+      name = name.replace(
+        '_#', '_' + _format_numbers(sorted({int(number) for number in position})), 1
+      )
     folded.append((name, group))
   return folded
 

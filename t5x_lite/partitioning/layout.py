@@ -48,12 +48,15 @@ def process_of_devices(mesh: Mesh, process_index: int) -> np.ndarray:
   owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
   if not (owner == process_index).any():
     raise errors.ConfigError(
-        f'Process {process_index} has no device in the mesh {dict(mesh.shape)}, only the processes '
-        f'{sorted(set(owner.ravel().tolist()))} have. Make the mesh of all devices.')
+      f'Process {process_index} has no device in the mesh {dict(mesh.shape)}, only the processes '
+      f'{sorted(set(owner.ravel().tolist()))} have. Make the mesh of all devices.'
+    )
   return owner
 
 
-def rows_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int, batch_size: int) -> np.ndarray:
+def rows_of_process(
+  mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int, batch_size: int
+) -> np.ndarray:
   """Return the rows of a global batch that the devices of one process hold, in ascending order; int [rows].
 
   The rows are consecutive and equal those of the process's `DataLayout`, unless its devices are not neighbours along
@@ -76,7 +79,9 @@ def rows_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_inde
   return (np.unique(blocks)[:, None] * length + np.arange(length)).ravel()
 
 
-def shard_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int) -> tuple[int, int, bool]:
+def shard_of_process(
+  mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int
+) -> tuple[int, int, bool]:
   """Return the piece of a batch that a process loads.
 
   Processes with the same positions along the data axes load the same piece; each position belongs to one piece. Pieces
@@ -106,15 +111,17 @@ def shard_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_ind
   pieces = sorted(set(map(tuple, positions.values())))
   if sum(map(len, pieces)) != len(owner) or len(set(map(len, pieces))) > 1:
     raise errors.ConfigError(
-        f'Batches are sharded over mesh axes {axes} of {dict(mesh.shape)}, and the batch shards of two processes '
-        'overlap only partially. Two processes must hold the same shards or disjoint ones. Choose another '
-        'num_partitions or model_parallel_submesh.')
+      f'Batches are sharded over mesh axes {axes} of {dict(mesh.shape)}, and the batch shards of two processes '
+      'overlap only partially. Two processes must hold the same shards or disjoint ones. Choose another '
+      'num_partitions or model_parallel_submesh.'
+    )
   own = tuple(positions[process_index])
   return pieces.index(own), len(pieces), bool(owner[own[0], 0] == process_index)
 
 
-def make_data_layout(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int,
-                     batch_size: int | None = None) -> DataLayout:
+def make_data_layout(
+  mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int, batch_size: int | None = None
+) -> DataLayout:
   """Return the layout of a batch for a process.
 
   Args:
@@ -133,8 +140,13 @@ def make_data_layout(mesh: Mesh, data_partition_spec: PartitionSpec, process_ind
     lower = batch_size // num_devices * num_devices
     nearest = f'{lower} or {lower + num_devices}' if lower > 0 else str(num_devices)
     raise errors.ConfigError(
-        f'Batch size {batch_size} must be divisible by {num_devices}, the number of devices along mesh axes {axes} of '
-        f'{dict(mesh.shape)}. Use {nearest}, or more model partitions.')
+      f'Batch size {batch_size} must be divisible by {num_devices}, the number of devices along mesh axes {axes} of '
+      f'{dict(mesh.shape)}. Use {nearest}, or more model partitions.'
+    )
   shard_id, num_shards, is_first = shard_of_process(mesh, data_partition_spec, process_index)
-  return DataLayout(batch_size=batch_size, shard_id=shard_id, num_shards=num_shards,
-                    is_first_host_in_replica_set=is_first)
+  return DataLayout(
+    batch_size=batch_size,
+    shard_id=shard_id,
+    num_shards=num_shards,
+    is_first_host_in_replica_set=is_first,
+  )

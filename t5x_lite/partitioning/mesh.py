@@ -41,14 +41,18 @@ def devices_of(backend: str | None) -> list[jax.Device]:
   try:
     return jax.devices(backend)
   except RuntimeError as error:
-    raise checks.invalid('', 'backend', 'a platform of this machine or None', backend, f'JAX says: {error}.') from error
+    raise checks.invalid(
+      '', 'backend', 'a platform of this machine or None', backend, f'JAX says: {error}.'
+    ) from error
 
 
-def get_mesh(model_parallel_submesh: HardwareMesh,
-             input_devices: Sequence[jax.Device] = (),
-             input_local_devices: Sequence[jax.Device] = (),
-             tile_by_host_if_needed: bool = True,
-             backend: str | None = None) -> Mesh:
+def get_mesh(
+  model_parallel_submesh: HardwareMesh,
+  input_devices: Sequence[jax.Device] = (),
+  input_local_devices: Sequence[jax.Device] = (),
+  tile_by_host_if_needed: bool = True,
+  backend: str | None = None,
+) -> Mesh:
   """Return the (`data`, `model`) mesh whose model axis runs over one tile of the hardware grid.
 
   Every process must own a block of the mesh (see `LocalChunker`), and the order of devices within both axes is chosen
@@ -72,7 +76,10 @@ def get_mesh(model_parallel_submesh: HardwareMesh,
   tile = tuple(int(extent) for extent in model_parallel_submesh)
   devices = list(input_devices) or devices_of(backend)
   slices = _by_slice(devices) if is_in_torus(devices[0]) else [devices]
-  blocks = [tiles.tile_slice(tile, members, input_local_devices, tile_by_host_if_needed) for members in slices]
+  blocks = [
+    tiles.tile_slice(tile, members, input_local_devices, tile_by_host_if_needed)
+    for members in slices
+  ]
   return make_mesh(np.concatenate(blocks), ('data', 'model'))
 
 
@@ -103,6 +110,7 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
 
 def _in_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
   """Return the devices in the order that `mesh_utils` expects: by z, y, x and core, or by process and number."""
+
   def key(device):
     if is_in_torus(device):
       return (*reversed(device.coords), device.core_on_chip)
@@ -156,24 +164,40 @@ def mesh_by_topology(devices: Sequence[jax.Device], num_partitions: int) -> Mesh
   """
   slices, processes = _by_slice(devices), _by_process(devices)
   # Devices with coordinates have fast links across processes.
-  levels = {'slices': slices} if is_in_torus(devices[0]) else {'slices': slices, 'processes': processes}
+  levels = (
+    {'slices': slices} if is_in_torus(devices[0]) else {'slices': slices, 'processes': processes}
+  )
   for name, groups in levels.items():
     sizes = sorted({len(group) for group in groups}, reverse=True)
     if len(sizes) > 1:
-      raise errors.ConfigError(f'The {name} must have equal numbers of devices, got {sizes}. Start every process with '
-                               'the same devices, on slices of one size.')
-  possible = _model_axis_sizes([*(len(groups[0]) for groups in reversed(levels.values())), len(devices)])
+      raise errors.ConfigError(
+        f'The {name} must have equal numbers of devices, got {sizes}. Start every process with '
+        'the same devices, on slices of one size.'
+      )
+  possible = _model_axis_sizes(
+    [*(len(groups[0]) for groups in reversed(levels.values())), len(devices)]
+  )
   if num_partitions not in possible:
     raise checks.invalid(
-        '', 'num_partitions', f'one of {possible} for {len(slices)} slice(s) of {len(processes) // len(slices)} '
-        f'process(es) of {len(processes[0])} {devices[0].platform} device(s)', num_partitions,
-        'XLA_FLAGS=--xla_force_host_platform_device_count=N makes virtual CPU devices.'
-        if devices[0].platform == 'cpu' else '')
-  local_model = math.gcd(num_partitions, len(slices[0]))  # the entire model axis, or all devices of a slice
+      '',
+      'num_partitions',
+      f'one of {possible} for {len(slices)} slice(s) of {len(processes) // len(slices)} '
+      f'process(es) of {len(processes[0])} {devices[0].platform} device(s)',
+      num_partitions,
+      'XLA_FLAGS=--xla_force_host_platform_device_count=N makes virtual CPU devices.'
+      if devices[0].platform == 'cpu'
+      else '',
+    )
+  local_model = math.gcd(
+    num_partitions, len(slices[0])
+  )  # the entire model axis, or all devices of a slice
   dcn_model = num_partitions // local_model
   return make_mesh(
-      _join_slices(slices, (len(slices[0]) // local_model, local_model), (len(slices) // dcn_model, dcn_model)),
-      ('data', 'model'))
+    _join_slices(
+      slices, (len(slices[0]) // local_model, local_model), (len(slices) // dcn_model, dcn_model)
+    ),
+    ('data', 'model'),
+  )
 
 
 def _model_axis_sizes(sizes: Sequence[int]) -> list[int]:
@@ -187,13 +211,16 @@ def _model_axis_sizes(sizes: Sequence[int]) -> list[int]:
   """
   possible, inner = {1}, 1
   for size in sizes:
-    possible |= {inner * number for number in range(1, size // inner + 1) if size // inner % number == 0}
+    possible |= {
+      inner * number for number in range(1, size // inner + 1) if size // inner % number == 0
+    }
     inner = size
   return sorted(possible)
 
 
-def _join_slices(slices: Sequence[Sequence[jax.Device]], ici_shape: Sequence[int],
-                 dcn_shape: Sequence[int]) -> np.ndarray:
+def _join_slices(
+  slices: Sequence[Sequence[jax.Device]], ici_shape: Sequence[int], dcn_shape: Sequence[int]
+) -> np.ndarray:
   """Return devices as `mesh_utils.create_hybrid_device_mesh` does; the slices are arguments, not read from devices.
 
   Args:
@@ -207,17 +234,22 @@ def _join_slices(slices: Sequence[Sequence[jax.Device]], ici_shape: Sequence[int
   blocks = np.empty(len(slices), dtype=object)
   for index, members in enumerate(slices):
     try:
-      blocks[index] = mesh_utils.create_device_mesh(ici_shape, members, allow_split_physical_axes=True)
+      blocks[index] = mesh_utils.create_device_mesh(
+        ici_shape, members, allow_split_physical_axes=True
+      )
     except (AssertionError, NotImplementedError, ValueError) as error:
       # The message of JAX lists all devices.
       bounds = tiles.bounds_from_last_device(max(members, key=tiles.get_coords))
       raise errors.ConfigError(
-          f'JAX has no layout for {len(members)} {members[0].device_kind} devices in a grid of {bounds}, only for full '
-          'boxes of chips. Give model_parallel_submesh, the (x, y, z, core) extents of a tile, or mesh.') from error
+        f'JAX has no layout for {len(members)} {members[0].device_kind} devices in a grid of {bounds}, only for full '
+        'boxes of chips. Give model_parallel_submesh, the (x, y, z, core) extents of a tile, or mesh.'
+      ) from error
   return np.block(blocks.reshape(dcn_shape).tolist())
 
 
-def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], backend: str | None = None) -> Mesh:
+def hybrid_mesh(
+  ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], backend: str | None = None
+) -> Mesh:
   """Return a (`replica`, `data`, `model`) mesh over several slices.
 
   A slice is a set of devices with fast links: devices with the same `slice_index`; except on TPU, the devices of a
@@ -246,22 +278,33 @@ def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], ba
   # Devices without `slice_index` cannot be grouped by it.
   candidates = [_group(devices, numbers) for numbers in slice_numbers if None not in numbers]
   sizes = [sorted({len(members) for members in slices}) for slices in candidates]
-  fitting = [slices for slices, size in zip(candidates, sizes, strict=True)
-             if len(slices) == math.prod(dcn) and size == [math.prod(ici)]]
+  fitting = [
+    slices
+    for slices, size in zip(candidates, sizes, strict=True)
+    if len(slices) == math.prod(dcn) and size == [math.prod(ici)]
+  ]
   if not fitting or len(ici) != 3 or len(dcn) != 3:
-    got = ' or '.join(f'{len(slices)} slice(s) of {"/".join(map(str, size))} device(s)'
-                      for slices, size in zip(candidates, sizes, strict=True)) or 'devices without slice_index'
+    got = (
+      ' or '.join(
+        f'{len(slices)} slice(s) of {"/".join(map(str, size))} device(s)'
+        for slices, size in zip(candidates, sizes, strict=True)
+      )
+      or 'devices without slice_index'
+    )
     raise errors.ConfigError(
-        f'`ici_mesh_shape` and `dcn_mesh_shape` must be three extents each, of {HYBRID_AXIS_NAMES}, whose products are '
-        f'the devices of a slice and the slices, got {ici} and {dcn} for {got}.')
+      f'`ici_mesh_shape` and `dcn_mesh_shape` must be three extents each, of {HYBRID_AXIS_NAMES}, whose products are '
+      f'the devices of a slice and the slices, got {ici} and {dcn} for {got}.'
+    )
   return make_mesh(_join_slices(fitting[0], ici, dcn), HYBRID_AXIS_NAMES)
 
 
-def default_mesh(num_partitions: int,
-                 model_parallel_submesh: HardwareMesh | None = None,
-                 backend: str | None = None,
-                 ici_mesh_shape: Sequence[int] | None = None,
-                 dcn_mesh_shape: Sequence[int] | None = None) -> Mesh:
+def default_mesh(
+  num_partitions: int,
+  model_parallel_submesh: HardwareMesh | None = None,
+  backend: str | None = None,
+  ici_mesh_shape: Sequence[int] | None = None,
+  dcn_mesh_shape: Sequence[int] | None = None,
+) -> Mesh:
   """Return the mesh for the devices of this job.
 
   Args:
@@ -289,6 +332,7 @@ def default_mesh(num_partitions: int,
   tile = tiles.default_tile(last_device.device_kind, bounds, num_partitions)
   if tile is None:
     raise errors.ConfigError(
-        f'No default mesh for num_partitions={num_partitions} on {last_device.device_kind} devices in a grid of '
-        f'{bounds}. Give model_parallel_submesh, the (x, y, z, core) extents of the model-parallel tile.')
+      f'No default mesh for num_partitions={num_partitions} on {last_device.device_kind} devices in a grid of '
+      f'{bounds}. Give model_parallel_submesh, the (x, y, z, core) extents of the model-parallel tile.'
+    )
   return get_mesh(tile, backend=backend)

@@ -11,8 +11,14 @@ from t5x_lite.partitioning.partitioner import PjitPartitioner
 from t5x_lite.types import PyTree
 
 
-def write_model_info(path: files.PathLike, train_state: PyTree, partitioner: PjitPartitioner, *,
-                     fold: bool = False, header: Mapping[str, str] | None = None) -> None:
+def write_model_info(
+  path: files.PathLike,
+  train_state: PyTree,
+  partitioner: PjitPartitioner,
+  *,
+  fold: bool = False,
+  header: Mapping[str, str] | None = None,
+) -> None:
   """Write the report of `train_state` (arrays or shapes) to a text file, from the lead process only.
 
   Args:
@@ -41,12 +47,25 @@ def write_state_tree(path: files.PathLike, state_dict: PyTree, axes: PyTree) -> 
     axes: PartitionSpecs of mesh axes, a tree of the same structure.
   """
   specs = tree_utils.flatten_dict(axes)
-  rows = [(name, np.dtype(leaf.dtype).name, str(list(leaf.shape)), f'({", ".join(map(str, specs[name]))})')
-          for name, leaf in tree_utils.flatten_dict(state_dict).items()]
-  files.write(files.path(path), format_table([('name', 'dtype', 'shape', 'mesh axes'), *rows]) + '\n', durable=False)
+  rows = [
+    (
+      name,
+      np.dtype(leaf.dtype).name,
+      str(list(leaf.shape)),
+      f'({", ".join(map(str, specs[name]))})',
+    )
+    for name, leaf in tree_utils.flatten_dict(state_dict).items()
+  ]
+  files.write(
+    files.path(path),
+    format_table([('name', 'dtype', 'shape', 'mesh axes'), *rows]) + '\n',
+    durable=False,
+  )
 
 
-def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: PjitPartitioner) -> None:
+def log_model_info(
+  log_file: str | None, full_train_state: PyTree, partitioner: PjitPartitioner
+) -> None:
   """Log the report of a state, with equal layers joined, and write it in full to `log_file` if that is given.
 
   Args:

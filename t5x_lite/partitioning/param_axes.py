@@ -12,8 +12,9 @@ from t5x_lite.errors import ConfigError
 
 
 def override_params_axes_names(
-    model_variables: Mapping[str, Any],
-    params_axes_names_override: Sequence[tuple[str, tuple[str, ...]]] = ()) -> dict[str, Any]:
+  model_variables: Mapping[str, Any],
+  params_axes_names_override: Sequence[tuple[str, tuple[str, ...]]] = (),
+) -> dict[str, Any]:
   """Return variables of a model with other logical axes of parameters, for `get_initial_variables` of custom models.
 
   Args:
@@ -25,8 +26,10 @@ def override_params_axes_names(
     ConfigError: no collection `params_axes`, or the number of names is not that of the dims.
   """
   if 'params_axes' not in model_variables:
-    raise ConfigError(f'The variables must contain the collection params_axes, got {sorted(model_variables)}. Declare '
-                      'axes in the network, see flax.linen.partitioning.param_with_axes.')
+    raise ConfigError(
+      f'The variables must contain the collection params_axes, got {sorted(model_variables)}. Declare '
+      'axes in the network, see flax.linen.partitioning.param_with_axes.'
+    )
   axes = tree_utils.flatten_dict(tree_utils.to_dict(model_variables['params_axes']))
   used = set()
   for name, param in tree_utils.named_leaves(model_variables['params']):
@@ -36,10 +39,13 @@ def override_params_axes_names(
     pattern, names = found
     used.add(pattern)
     if len(names) != param.ndim:
-      raise ConfigError(f'`params_axes_names_override` of {name} must have {param.ndim} names, one for each dim of '
-                        f'{param.shape}, got {tuple(names)!r}.')
+      raise ConfigError(
+        f'`params_axes_names_override` of {name} must have {param.ndim} names, one for each dim of '
+        f'{param.shape}, got {tuple(names)!r}.'
+      )
     axes[f'{name}_axes'] = flax_partitioning.AxisMetadata(names=tuple(names))
   if unused := [pattern for pattern, _ in params_axes_names_override if pattern not in used]:
-    logging.getLogger(__name__).warning('params_axes_names_override: no parameter uses the names of %s.',
-                                        str(unused).strip('[]'))
+    logging.getLogger(__name__).warning(
+      'params_axes_names_override: no parameter uses the names of %s.', str(unused).strip('[]')
+    )
   return {**model_variables, 'params_axes': tree_utils.unflatten_dict(axes)}

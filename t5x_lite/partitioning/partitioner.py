@@ -43,8 +43,12 @@ class PjittedFnWithContext:
   mesh set by `jax.set_mesh`. Calls may nest.
   """
 
-  def __init__(self, pjitted_fn: Callable[..., Any], partition_mesh: Mesh,
-               logical_axis_rules: Sequence[tuple[str, rules_lib.MeshAxis]] = ()):
+  def __init__(
+    self,
+    pjitted_fn: Callable[..., Any],
+    partition_mesh: Mesh,
+    logical_axis_rules: Sequence[tuple[str, rules_lib.MeshAxis]] = (),
+  ):
     """Wrap a function.
 
     Args:
@@ -90,16 +94,18 @@ class BasePartitioner(ChoosesMesh):
 
   params_on_devices: bool = True
 
-  def __init__(self,
-               num_partitions: int | None = None,
-               model_parallel_submesh: mesh_lib.HardwareMesh | None = None,
-               params_on_devices: bool = True,
-               backend: str | None = None,
-               ici_mesh_shape: Sequence[int] | None = None,
-               dcn_mesh_shape: Sequence[int] | None = None,
-               *,
-               mesh: Mesh | None = None,
-               data_axes: str | Sequence[str] | None = None):
+  def __init__(
+    self,
+    num_partitions: int | None = None,
+    model_parallel_submesh: mesh_lib.HardwareMesh | None = None,
+    params_on_devices: bool = True,
+    backend: str | None = None,
+    ici_mesh_shape: Sequence[int] | None = None,
+    dcn_mesh_shape: Sequence[int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+  ):
     """Configure the mesh, in one of four ways. The devices are read when the mesh is first used.
 
     Args:
@@ -119,9 +125,14 @@ class BasePartitioner(ChoosesMesh):
     Raises:
       ConfigError: none or several ways are given, or the arguments contradict each other.
     """
-    ways = {'num_partitions': num_partitions, 'model_parallel_submesh': model_parallel_submesh,
-            'ici_mesh_shape with dcn_mesh_shape': ici_mesh_shape if dcn_mesh_shape is None else dcn_mesh_shape,
-            'mesh': mesh}
+    ways = {
+      'num_partitions': num_partitions,
+      'model_parallel_submesh': model_parallel_submesh,
+      'ici_mesh_shape with dcn_mesh_shape': ici_mesh_shape
+      if dcn_mesh_shape is None
+      else dcn_mesh_shape,
+      'mesh': mesh,
+    }
     chosen = [name for name, value in ways.items() if value is not None]
     expected = checks.number(at_least=1, integer=True)
     if num_partitions is not None and (ici_mesh_shape, model_parallel_submesh) != (None, None):
@@ -129,22 +140,41 @@ class BasePartitioner(ChoosesMesh):
       chosen.remove('num_partitions')
       if ici_mesh_shape is not None:
         size = ici_mesh_shape[-1] * (dcn_mesh_shape or (1,))[-1]
-        expected = checks.one_of((size,), f'It is the size of the model axis of ici_mesh_shape={ici_mesh_shape} and '
-                                 f'dcn_mesh_shape={dcn_mesh_shape}.')
+        expected = checks.one_of(
+          (size,),
+          f'It is the size of the model axis of ici_mesh_shape={ici_mesh_shape} and '
+          f'dcn_mesh_shape={dcn_mesh_shape}.',
+        )
       else:
-        expected = checks.one_of((1, math.prod(model_parallel_submesh)), 'model_parallel_submesh='
-                                 f'{model_parallel_submesh} sets the size of the model axis.')
-    checks.check('BasePartitioner', {'num_partitions': num_partitions}, num_partitions=expected.or_none())
+        expected = checks.one_of(
+          (1, math.prod(model_parallel_submesh)),
+          f'model_parallel_submesh={model_parallel_submesh} sets the size of the model axis.',
+        )
+    checks.check(
+      'BasePartitioner', {'num_partitions': num_partitions}, num_partitions=expected.or_none()
+    )
     if ici_mesh_shape is None and model_parallel_submesh is not None:
       num_partitions = None
-    if len(chosen) != 1 or (ici_mesh_shape is None) != (dcn_mesh_shape is None) or (
-        mesh is not None and backend is not None):
-      given = {'num_partitions': num_partitions, 'model_parallel_submesh': model_parallel_submesh,
-               'ici_mesh_shape': ici_mesh_shape, 'dcn_mesh_shape': dcn_mesh_shape, 'mesh': mesh, 'backend': backend}
+    if (
+      len(chosen) != 1
+      or (ici_mesh_shape is None) != (dcn_mesh_shape is None)
+      or (mesh is not None and backend is not None)
+    ):
+      given = {
+        'num_partitions': num_partitions,
+        'model_parallel_submesh': model_parallel_submesh,
+        'ici_mesh_shape': ici_mesh_shape,
+        'dcn_mesh_shape': dcn_mesh_shape,
+        'mesh': mesh,
+        'backend': backend,
+      }
       raise checks.about(
-          'BasePartitioner', {name: value for name, value in given.items() if value is not None},
-          f'A partitioner must get exactly one of {", ".join(ways)} (without backend), got {ways} and '
-          f'backend={backend!r}', 'Use num_partitions=1 for data parallelism alone.')
+        'BasePartitioner',
+        {name: value for name, value in given.items() if value is not None},
+        f'A partitioner must get exactly one of {", ".join(ways)} (without backend), got {ways} and '
+        f'backend={backend!r}',
+        'Use num_partitions=1 for data parallelism alone.',
+      )
     if data_axes is None:
       data_axes = 'data' if ici_mesh_shape is None else ('replica', 'data')
     self._num_partitions = num_partitions
@@ -200,7 +230,9 @@ class BasePartitioner(ChoosesMesh):
   def _local_chunker(self) -> LocalChunker:
     return LocalChunker(self.mesh)
 
-  def get_data_layout(self, batch_size: int | None = None, host_index: int | None = None) -> layout.DataLayout:
+  def get_data_layout(
+    self, batch_size: int | None = None, host_index: int | None = None
+  ) -> layout.DataLayout:
     """Return the piece of each batch that a process loads.
 
     Args:
@@ -219,8 +251,9 @@ class BasePartitioner(ChoosesMesh):
     process_index = jax.process_index() if host_index is None else host_index
     return layout.rows_of_process(self.mesh, self.data_partition_spec, process_index, batch_size)
 
-  def get_local_chunk_info(self, global_shape: Sequence[int],
-                           mesh_axes: Sequence[rules_lib.MeshAxis]) -> LocalChunkInfo:
+  def get_local_chunk_info(
+    self, global_shape: Sequence[int], mesh_axes: Sequence[rules_lib.MeshAxis]
+  ) -> LocalChunkInfo:
     """Return the piece of a global array that this process holds; see `LocalChunker.get_local_chunk_info`.
 
     Raises:
@@ -258,16 +291,20 @@ class BasePartitioner(ChoosesMesh):
       return resource
     spec = PartitionSpec() if resource is None else resource
     if not isinstance(spec, PartitionSpec):
-      raise checks.invalid('', name or 'axis_resources', 'a PartitionSpec, a pytree of these, or None', spec)
+      raise checks.invalid(
+        '', name or 'axis_resources', 'a PartitionSpec, a pytree of these, or None', spec
+      )
     return NamedSharding(self.mesh, spec)
 
   @abc.abstractmethod
-  def partition(self,
-                fn: Callable[..., Any],
-                in_axis_resources: PyTree,
-                out_axis_resources: PyTree,
-                static_argnums: int | Sequence[int] = (),
-                donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> Callable[..., Any]:
     """Return `fn`, jitted over the mesh with the given shardings."""
 
   @abc.abstractmethod
@@ -287,8 +324,13 @@ class BasePjitPartitioner(BasePartitioner):
     """Return the mesh that the constructor's arguments define; subclasses with other axes override this."""
     if self._given_mesh is not None:
       return self._given_mesh
-    return mesh_lib.default_mesh(self._num_partitions or 1, self._model_parallel_submesh, self._backend,
-                                 self._ici_mesh_shape, self._dcn_mesh_shape)
+    return mesh_lib.default_mesh(
+      self._num_partitions or 1,
+      self._model_parallel_submesh,
+      self._backend,
+      self._ici_mesh_shape,
+      self._dcn_mesh_shape,
+    )
 
   @functools.cached_property
   def mesh(self) -> Mesh:
@@ -298,12 +340,14 @@ class BasePjitPartitioner(BasePartitioner):
     rules_lib.check_rules(self.logical_axis_rules, mesh.axis_names)
     return mesh
 
-  def partition(self,
-                fn: Callable[..., Any],
-                in_axis_resources: PyTree,
-                out_axis_resources: PyTree,
-                static_argnums: int | Sequence[int] = (),
-                donate_argnums: int | Sequence[int] = ()) -> PjittedFnWithContext:
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> PjittedFnWithContext:
     """Return `fn`, jitted over the mesh with the given shardings and this partitioner's rules.
 
     Args:
@@ -317,17 +361,19 @@ class BasePjitPartitioner(BasePartitioner):
     Returns:
       A callable with a method `lower(*args)`, which runs on the entire mesh.
     """
+
     # jit caches traces by function, not by rules or partitioner, so each partitioner needs its own function.
     @functools.wraps(fn)
     def fn_of_this_partitioner(*args, **kwargs):
       return fn(*args, **kwargs)
 
     jitted = jax.jit(
-        fn_of_this_partitioner,
-        in_shardings=self.get_shardings(in_axis_resources),
-        out_shardings=self.get_shardings(out_axis_resources),
-        static_argnums=static_argnums,
-        donate_argnums=donate_argnums)
+      fn_of_this_partitioner,
+      in_shardings=self.get_shardings(in_axis_resources),
+      out_shardings=self.get_shardings(out_axis_resources),
+      static_argnums=static_argnums,
+      donate_argnums=donate_argnums,
+    )
     return PjittedFnWithContext(jitted, self.mesh, self.logical_axis_rules)
 
   def compile(self, partitioned_fn: PjittedFnWithContext, *args) -> jax.stages.Compiled:
@@ -338,18 +384,20 @@ class BasePjitPartitioner(BasePartitioner):
 class PjitPartitioner(BasePjitPartitioner):
   """Default partitioner: rules map logical axis names to mesh axes."""
 
-  def __init__(self,
-               num_partitions: int | None = None,
-               model_parallel_submesh: mesh_lib.HardwareMesh | None = None,
-               params_on_devices: bool = True,
-               backend: str | None = None,
-               ici_mesh_shape: Sequence[int] | None = None,
-               dcn_mesh_shape: Sequence[int] | None = None,
-               logical_axis_rules: Sequence[tuple[str, rules_lib.MeshAxis]] | None = None,
-               *,
-               mesh: Mesh | None = None,
-               data_axes: str | Sequence[str] | None = None,
-               max_replicated_size: int = MAX_REPLICATED_SIZE):
+  def __init__(
+    self,
+    num_partitions: int | None = None,
+    model_parallel_submesh: mesh_lib.HardwareMesh | None = None,
+    params_on_devices: bool = True,
+    backend: str | None = None,
+    ici_mesh_shape: Sequence[int] | None = None,
+    dcn_mesh_shape: Sequence[int] | None = None,
+    logical_axis_rules: Sequence[tuple[str, rules_lib.MeshAxis]] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    max_replicated_size: int = MAX_REPLICATED_SIZE,
+  ):
     """Configure mesh and rules.
 
     Args:
@@ -369,12 +417,27 @@ class PjitPartitioner(BasePjitPartitioner):
     Raises:
       ConfigError: see `BasePartitioner`; or an invalid rule or size.
     """
-    checks.check('PjitPartitioner', locals(), max_replicated_size=checks.number(at_least=0, integer=True))
-    super().__init__(num_partitions, model_parallel_submesh, params_on_devices, backend, ici_mesh_shape,
-                     dcn_mesh_shape, mesh=mesh, data_axes=data_axes)
-    rules = rules_lib.standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
+    checks.check(
+      'PjitPartitioner', locals(), max_replicated_size=checks.number(at_least=0, integer=True)
+    )
+    super().__init__(
+      num_partitions,
+      model_parallel_submesh,
+      params_on_devices,
+      backend,
+      ici_mesh_shape,
+      dcn_mesh_shape,
+      mesh=mesh,
+      data_axes=data_axes,
+    )
+    rules = (
+      rules_lib.standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
+    )
     if ici_mesh_shape is not None:
-      rules = [(name, ('replica', 'data') if name == 'batch' and axis == 'data' else axis) for name, axis in rules]
+      rules = [
+        (name, ('replica', 'data') if name == 'batch' and axis == 'data' else axis)
+        for name, axis in rules
+      ]
     self._logical_axis_rules = rules_lib.freeze_rules(rules)
     self._max_replicated_size = max_replicated_size
     self._use_shardy_partitioner = bool(jax.config.jax_use_shardy_partitioner)
@@ -390,21 +453,30 @@ class PjitPartitioner(BasePjitPartitioner):
     """Rules in order of precedence."""
     return self._logical_axis_rules
 
-  def partition(self,
-                fn: Callable[..., Any],
-                in_axis_resources: PyTree,
-                out_axis_resources: PyTree,
-                static_argnums: int | Sequence[int] = (),
-                donate_argnums: int | Sequence[int] = ()) -> PjittedFnWithContext:
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> PjittedFnWithContext:
     """Return `fn`, jitted over the mesh; see `BasePjitPartitioner.partition`.
 
     Raises:
       ConfigError: `jax_use_shardy_partitioner` has changed since this partitioner was made.
     """
     if bool(jax.config.jax_use_shardy_partitioner) != self._use_shardy_partitioner:
-      raise checks.invalid('', 'jax_use_shardy_partitioner', f'{self._use_shardy_partitioner}, as when the partitioner '
-                           'was made', not self._use_shardy_partitioner, 'Set it before making the partitioner.')
-    return super().partition(fn, in_axis_resources, out_axis_resources, static_argnums, donate_argnums)
+      raise checks.invalid(
+        '',
+        'jax_use_shardy_partitioner',
+        f'{self._use_shardy_partitioner}, as when the partitioner was made',
+        not self._use_shardy_partitioner,
+        'Set it before making the partitioner.',
+      )
+    return super().partition(
+      fn, in_axis_resources, out_axis_resources, static_argnums, donate_argnums
+    )
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
     """Return the logical axes of every array of `train_state`; see its `as_logical_axes`."""
@@ -429,14 +501,22 @@ class PjitPartitioner(BasePjitPartitioner):
     Log one warning, in the lead process, about parameters that the mesh axes of a rule do not divide.
     """
     report = explain_lib.make_report(
-        train_state, self.get_logical_axes(train_state), self.logical_axis_rules, self.mesh, self.data_partition_spec,
-        self._max_replicated_size)
+      train_state,
+      self.get_logical_axes(train_state),
+      self.logical_axis_rules,
+      self.mesh,
+      self.data_partition_spec,
+      self._max_replicated_size,
+    )
     text = report.indivisible_to_text()
     if text and text not in self._shown_warnings and multihost.is_lead():
       _logger.warning(
-          '%d parameter(s) have a dim that is not a multiple of its mesh axes in %s. The next rule for the dim '
-          'applies, or the dim is replicated, also in the optimizer state:\n%s',
-          report.num_indivisible, dict(self.mesh.shape), text)
+        '%d parameter(s) have a dim that is not a multiple of its mesh axes in %s. The next rule for the dim '
+        'applies, or the dim is replicated, also in the optimizer state:\n%s',
+        report.num_indivisible,
+        dict(self.mesh.shape),
+        text,
+      )
     self._shown_warnings.add(text)
     return report
 
@@ -453,5 +533,7 @@ def host_local_array_to_global_array(arr_tree: PyTree, mesh: Mesh, pspecs: PyTre
     mesh: the mesh of all devices.
     pspecs: PartitionSpecs of the global arrays, a pytree or prefix; None means replicated.
   """
-  specs = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, pspecs, is_leaf=_is_axis_resource)
+  specs = jax.tree.map(
+    lambda spec: PartitionSpec() if spec is None else spec, pspecs, is_leaf=_is_axis_resource
+  )
   return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)

@@ -53,9 +53,10 @@ class AxisNames(tuple):
 
 
 def standard_logical_axis_rules(
-    activation_partitioning_dims: int = 1,
-    parameter_partitioning_dims: int = 1,
-    additional_rules: Sequence[tuple[str, MeshAxis]] | None = None) -> list[tuple[str, MeshAxis]]:
+  activation_partitioning_dims: int = 1,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: Sequence[tuple[str, MeshAxis]] | None = None,
+) -> list[tuple[str, MeshAxis]]:
   """Return the rules for T5-like models on a mesh with the axes `data` and `model`.
 
   The batch is always sharded over `data`, and `heads`, `joined_kv`, `mlp` and `vocab` over `model`. The first two
@@ -82,13 +83,17 @@ def standard_logical_axis_rules(
   Reference: Xu et al. 2021, "GSPMD: General and Scalable Parallelization for ML Computation Graphs",
   https://arxiv.org/abs/2105.04663.
   """
-  checks.check('standard_logical_axis_rules', locals(), activation_partitioning_dims=checks.one_of((1, 2)),
-               parameter_partitioning_dims=checks.one_of((1, 2)))
+  checks.check(
+    'standard_logical_axis_rules',
+    locals(),
+    activation_partitioning_dims=checks.one_of((1, 2)),
+    parameter_partitioning_dims=checks.one_of((1, 2)),
+  )
   embed_rules: dict[tuple[int, int], list[tuple[str, MeshAxis]]] = {
-      (1, 1): [],
-      (1, 2): [('embed', 'data')],
-      (2, 1): [('embed', 'model')],
-      (2, 2): [('embed', 'model'), ('embed', 'data')],
+    (1, 1): [],
+    (1, 2): [('embed', 'data')],
+    (2, 1): [('embed', 'model')],
+    (2, 2): [('embed', 'model'), ('embed', 'data')],
   }
   rules: list[tuple[str, MeshAxis]] = [('batch', 'data'), ('vocab', 'model')]
   if activation_partitioning_dims == parameter_partitioning_dims == 1:
@@ -96,8 +101,10 @@ def standard_logical_axis_rules(
   # `mlp` precedes `embed`: in an [embed, mlp] kernel `mlp` must get `model` first.
   rules += [('mlp', 'model'), ('heads', 'model'), ('kv', None), ('joined_kv', 'model')]
   rules += embed_rules[activation_partitioning_dims, parameter_partitioning_dims]
-  rules += [(name, None) for name in
-            ('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations')]
+  rules += [
+    (name, None)
+    for name in ('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations')
+  ]
   return rules + list(freeze_rules(additional_rules or ()))
 
 
@@ -114,8 +121,12 @@ def freeze_rules(rules: Iterable[Sequence]) -> LogicalAxisRules:
     if isinstance(mesh_axis, (tuple, list)):
       mesh_axis = tuple(mesh_axis)
     if not is_pair or not all(isinstance(axis, str) for axis in axes_of(mesh_axis)):
-      raise checks.invalid('', 'logical_axis_rules', "pairs such as ('embed', 'data'), ('batch', ('expert', 'data')) "
-                           "or ('length', None)", rule)
+      raise checks.invalid(
+        '',
+        'logical_axis_rules',
+        "pairs such as ('embed', 'data'), ('batch', ('expert', 'data')) or ('length', None)",
+        rule,
+      )
     frozen.append((rule[0], mesh_axis))
   return tuple(frozen)
 
@@ -154,8 +165,13 @@ def check_mesh_axes(owner: str, spec: Iterable[MeshAxis], mesh_axis_names: Itera
   """
   for axis in itertools.chain.from_iterable(map(axes_of, spec)):
     if axis not in mesh_axis_names:
-      raise checks.invalid('', owner, f'one of the mesh axes {tuple(mesh_axis_names)}', axis,
-                           errors.did_you_mean(str(axis), mesh_axis_names).strip())
+      raise checks.invalid(
+        '',
+        owner,
+        f'one of the mesh axes {tuple(mesh_axis_names)}',
+        axis,
+        errors.did_you_mean(str(axis), mesh_axis_names).strip(),
+      )
 
 
 def check_rules(rules: LogicalAxisRules, mesh_axis_names: Sequence[str]) -> None:
@@ -183,8 +199,13 @@ class DimDecision:
   indivisible: tuple[tuple[str, MeshAxis], ...] = ()
 
 
-def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules, name: str = 'array',
-            shape: Sequence[int] | None = None, mesh_shape: Mapping[str, int] | None = None) -> tuple[DimDecision, ...]:
+def resolve(
+  logical_axes: Sequence[str | None],
+  rules: LogicalAxisRules,
+  name: str = 'array',
+  shape: Sequence[int] | None = None,
+  mesh_shape: Mapping[str, int] | None = None,
+) -> tuple[DimDecision, ...]:
   """Apply `rules` in order to the dims of one array.
 
   The first rule decides whose mesh axes are free and, if the shape is given, divide the dim.
@@ -208,7 +229,8 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules, name: s
     problem = ''
     if axis not in known:
       remedy = _REMEDIES.get(axis) or (
-          f'Add (\'{axis}\', MESH_AXIS or None) to logical_axis_rules.{errors.did_you_mean(str(axis), known)}')
+        f"Add ('{axis}', MESH_AXIS or None) to logical_axis_rules.{errors.did_you_mean(str(axis), known)}"
+      )
       problem = f'no rule for logical axis {axis!r} of {logical_axes}. {remedy} Rules: {format_rules(rules)}'
     elif logical_axes.count(axis) > 1:
       problem = f'logical axes must be distinct, got {axis!r} more than once in {logical_axes}'
@@ -234,13 +256,23 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules, name: s
     decided[dim] = rule
     taken.update(axes_of(mesh_axis))
   return tuple(
-      DimDecision(logical_axis=axis, mesh_axis=decided[dim][1] if dim in decided else None, rule=decided.get(dim),
-                  blocked=tuple(blocked.get(dim, ())), indivisible=tuple(indivisible.get(dim, ())))
-      for dim, axis in enumerate(logical_axes))
+    DimDecision(
+      logical_axis=axis,
+      mesh_axis=decided[dim][1] if dim in decided else None,
+      rule=decided.get(dim),
+      blocked=tuple(blocked.get(dim, ())),
+      indivisible=tuple(indivisible.get(dim, ())),
+    )
+    for dim, axis in enumerate(logical_axes)
+  )
 
 
-def with_optimizer_rules(rules: LogicalAxisRules, logical_axes: Sequence[str | None], shape: Sequence[int],
-                         mesh_shape: Mapping[str, int]) -> LogicalAxisRules:
+def with_optimizer_rules(
+  rules: LogicalAxisRules,
+  logical_axes: Sequence[str | None],
+  shape: Sequence[int],
+  mesh_shape: Mapping[str, int],
+) -> LogicalAxisRules:
   """Return `rules` with rules appended for dims that only optimizer state has, unless `rules` mentions these dims.
 
   Args:
@@ -255,17 +287,25 @@ def with_optimizer_rules(rules: LogicalAxisRules, logical_axes: Sequence[str | N
   known = {logical_axis for logical_axis, _ in rules}
   for axis, size in zip(logical_axes, shape):
     if axis == STACK_AXIS and axis not in known:
-      choices = [axes for count in range(len(mesh_shape), 0, -1) for axes in itertools.combinations(mesh_shape, count)
-                 if size % num_shards(axes, mesh_shape) == 0]
+      choices = [
+        axes
+        for count in range(len(mesh_shape), 0, -1)
+        for axes in itertools.combinations(mesh_shape, count)
+        if size % num_shards(axes, mesh_shape) == 0
+      ]
       # max returns the first of equal choices, which has the most axes.
-      rules = (*rules, (axis, max(choices, key=lambda axes: num_shards(axes, mesh_shape), default=None)))
+      rules = (
+        *rules,
+        (axis, max(choices, key=lambda axes: num_shards(axes, mesh_shape), default=None)),
+      )
     elif axis == BLOCKS_AXIS and axis not in known:
       rules = (*rules, (axis, None))
   return rules
 
 
-def logical_to_mesh_axes(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
-                         name: str = 'array') -> PartitionSpec:
+def logical_to_mesh_axes(
+  logical_axes: Sequence[str | None], rules: LogicalAxisRules, name: str = 'array'
+) -> PartitionSpec:
   """Return the PartitionSpec of mesh axes of an array with these logical axes.
 
   Args:
@@ -282,8 +322,13 @@ def logical_to_mesh_axes(logical_axes: Sequence[str | None], rules: LogicalAxisR
   return PartitionSpec(*(decision.mesh_axis for decision in resolve(logical_axes, rules, name)))
 
 
-def check_divisible(name: str, shape: Sequence[int], spec: Sequence[MeshAxis], mesh_shape: Mapping[str, int],
-                    logical_axes: Sequence[str | None] | None = None) -> None:
+def check_divisible(
+  name: str,
+  shape: Sequence[int],
+  spec: Sequence[MeshAxis],
+  mesh_shape: Mapping[str, int],
+  logical_axes: Sequence[str | None] | None = None,
+) -> None:
   """Raise ConfigError unless an array of `shape` can be divided evenly as `spec` says.
 
   Args:
@@ -297,11 +342,16 @@ def check_divisible(name: str, shape: Sequence[int], spec: Sequence[MeshAxis], m
   for dim, (size, entry) in enumerate(zip(shape, spec)):
     pieces = num_shards(entry, mesh_shape)
     if size % pieces:
-      called = f' ({logical_axes[dim]!r})' if logical_axes is not None and logical_axes[dim] is not None else ''
+      called = (
+        f' ({logical_axes[dim]!r})'
+        if logical_axes is not None and logical_axes[dim] is not None
+        else ''
+      )
       raise errors.ConfigError(
-          f'{name}: dim {dim}{called} of shape {tuple(shape)} must be a multiple of {pieces}, the size of mesh axis '
-          f'{entry!r} in {dict(mesh_shape)}, got {size}. Change the size (round a vocabulary up), use fewer '
-          'partitions, or replicate the dim by a rule.')
+        f'{name}: dim {dim}{called} of shape {tuple(shape)} must be a multiple of {pieces}, the size of mesh axis '
+        f'{entry!r} in {dict(mesh_shape)}, got {size}. Change the size (round a vocabulary up), use fewer '
+        'partitions, or replicate the dim by a rule.'
+      )
 
 
 def format_mesh_axis(entry: MeshAxis) -> str:
@@ -311,7 +361,9 @@ def format_mesh_axis(entry: MeshAxis) -> str:
 
 def format_rules(rules: LogicalAxisRules) -> str:
   """Return rules as one line of text: `batch->data, embed->-`."""
-  return ', '.join(f'{logical_axis}->{format_mesh_axis(mesh_axis)}' for logical_axis, mesh_axis in rules)
+  return ', '.join(
+    f'{logical_axis}->{format_mesh_axis(mesh_axis)}' for logical_axis, mesh_axis in rules
+  )
 
 
 def global_mesh_defined() -> bool:

@@ -11,7 +11,13 @@ from t5x_lite import checks, errors
 # (x, y, z, core) on TPU, (process, local device) elsewhere.
 HardwareMesh = tuple[int, int, int, int] | tuple[int, int]
 # Model-parallel tiles (x, y, z, core) of TPU v2 and v3 (two cores a chip) by number of partitions.
-_TWO_CORE_TILES = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16: (4, 2, 1, 2)}
+_TWO_CORE_TILES = {
+  1: (1, 1, 1, 1),
+  2: (1, 1, 1, 2),
+  4: (2, 1, 1, 2),
+  8: (2, 2, 1, 2),
+  16: (4, 2, 1, 2),
+}
 _TWO_CORE_KINDS = ('TPU v2', 'TPU v3')
 # TPU kinds whose default tiles are T5X's.
 T5X_KINDS = (*_TWO_CORE_KINDS, 'TPU v4', 'TPU v4 lite')
@@ -36,8 +42,12 @@ def bounds_from_last_device(last_device: jax.Device) -> HardwareMesh:
   return (jax.process_count(), jax.local_device_count())
 
 
-def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices: Sequence[jax.Device],
-               tile_by_host_if_needed: bool) -> np.ndarray:
+def tile_slice(
+  tile: HardwareMesh,
+  devices: Sequence[jax.Device],
+  local_devices: Sequence[jax.Device],
+  tile_by_host_if_needed: bool,
+) -> np.ndarray:
   """Return the devices of one slice as an array [data, model]; see `mesh.get_mesh`.
 
   Args:
@@ -53,20 +63,30 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
   grid_shape = bounds_from_last_device(devices[-1])
   if all(extent == 1 for extent in tile):  # T5X's four extents on other devices than TPUs
     tile = (1,) * len(grid_shape)
-  if len(tile) != len(grid_shape) or any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)):
+  if len(tile) != len(grid_shape) or any(
+    extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)
+  ):
     raise checks.invalid(
-        '', 'model_parallel_submesh', f'{len(grid_shape)} extents that divide the grid {grid_shape} of '
-        f'{devices[-1].platform} devices', tile, f'Alternatively, set it to None, and num_partitions to '
-        f'{math.prod(tile)} or another number that divides the number of devices.')
+      '',
+      'model_parallel_submesh',
+      f'{len(grid_shape)} extents that divide the grid {grid_shape} of '
+      f'{devices[-1].platform} devices',
+      tile,
+      f'Alternatively, set it to None, and num_partitions to '
+      f'{math.prod(tile)} or another number that divides the number of devices.',
+    )
   if math.prod(grid_shape) != len(devices):
     raise errors.ConfigError(
-        f'{len(devices)} devices do not fill the grid {grid_shape} of {math.prod(grid_shape)}. Use a full block of '
-        'devices, or give num_partitions instead.')
+      f'{len(devices)} devices do not fill the grid {grid_shape} of {math.prod(grid_shape)}. Use a full block of '
+      'devices, or give num_partitions instead.'
+    )
   grid = np.empty(grid_shape, dtype=object)
   for device in devices:
     grid[get_coords(device)] = device
 
-  process_devices = list(local_devices) or [d for d in devices if d.process_index == devices[0].process_index]
+  process_devices = list(local_devices) or [
+    d for d in devices if d.process_index == devices[0].process_index
+  ]
   coordinates = np.array([get_coords(device) for device in process_devices])
   block = tuple(int(extent) for extent in coordinates.max(axis=0) - coordinates.min(axis=0) + 1)
 
@@ -77,10 +97,17 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
   elif tile_by_host_if_needed:
     return _tile_by_process(grid, tile, block)
   # Split each hardware axis into (tile, position in the tile), then gather the former as data, the latter as model.
-  split = grid.reshape([
-      part for bound, extent in zip(grid.shape, tile, strict=True) for part in (bound // extent, extent)])
+  split = grid.reshape(
+    [
+      part
+      for bound, extent in zip(grid.shape, tile, strict=True)
+      for part in (bound // extent, extent)
+    ]
+  )
   ndim = len(tile)
-  gathered = split.transpose([2 * axis for axis in range(ndim)] + [2 * axis + 1 for axis in range(ndim)])
+  gathered = split.transpose(
+    [2 * axis for axis in range(ndim)] + [2 * axis + 1 for axis in range(ndim)]
+  )
   return gathered.reshape(-1, math.prod(tile))
 
 
@@ -110,14 +137,23 @@ def _tile_by_process(grid: np.ndarray, tile: HardwareMesh, block: HardwareMesh) 
     elif local % extent == 0:
       parts += [bound // local, local // extent, 1, extent]
     else:
-      raise checks.invalid('', 'model_parallel_submesh', f'extents that divide, or are multiples of, the blocks of '
-                           f'{block} devices of the processes', tile, 'Alternatively, set num_partitions instead.')
+      raise checks.invalid(
+        '',
+        'model_parallel_submesh',
+        f'extents that divide, or are multiples of, the blocks of {block} devices of the processes',
+        tile,
+        'Alternatively, set num_partitions instead.',
+      )
   ndim = len(tile)
-  gathered = grid.reshape(parts).transpose([4 * axis + part for part in range(4) for axis in range(ndim)])
+  gathered = grid.reshape(parts).transpose(
+    [4 * axis + part for part in range(4) for axis in range(ndim)]
+  )
   return gathered.reshape(-1, math.prod(tile))
 
 
-def default_tile(device_kind: str, bounds: HardwareMesh, num_partitions: int) -> HardwareMesh | None:
+def default_tile(
+  device_kind: str, bounds: HardwareMesh, num_partitions: int
+) -> HardwareMesh | None:
   """Return T5X's model-parallel tile: a long ring where the torus closes, else a compact plate.
 
   Args:

@@ -2,11 +2,18 @@
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(),
+  {
     't5x_lite.formatting': ('format_duration', 'format_number'),
     't5x_lite.runtime.compilation_cache': (
-        'CacheCounts', 'count_cache_use', 'default_folder', 'log_compilations', 'use_compilation_cache',
-        'use_default_compilation_cache'),
+      'CacheCounts',
+      'count_cache_use',
+      'default_folder',
+      'log_compilations',
+      'use_compilation_cache',
+      'use_default_compilation_cache',
+    ),
     't5x_lite.runtime.cluster': ('ClusterConfig', 'join'),
     't5x_lite.runtime.cluster_environment': ('command_line',),
     't5x_lite.runtime.device_memory': ('DeviceMemory',),
@@ -22,4 +29,5 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.runtime.stacks': ('print_stacks',),
     't5x_lite.runtime.watchdog': ('Watchdog', 'awake_seconds'),
     't5x_lite.runtime.xla_options': ('FAST_COMPILATION_FLAG', 'compile_faster'),
-})
+  },
+)

@@ -27,7 +27,14 @@ from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.runtime import cluster_environment as names
 from t5x_lite.runtime import connections
 from t5x_lite.runtime import monitor as monitor_lib
-from t5x_lite.runtime.cluster_environment import ADDRESS, COUNT, INDEX, LAUNCHED, LOCAL_DEVICES, MODES
+from t5x_lite.runtime.cluster_environment import (
+  ADDRESS,
+  COUNT,
+  INDEX,
+  LAUNCHED,
+  LOCAL_DEVICES,
+  MODES,
+)
 
 # JAX aborts processes, with a stack of C++, after these seconds more than we wait.
 _JAX_MARGIN = 30
@@ -64,17 +71,27 @@ class ClusterConfig:
     seconds = functools.partial(checks.number, at_most=_MAX_SECONDS, integer=True)
     checks.check('ClusterConfig', vars(self), mode=checks.one_of(MODES))
     checks.check(
-        '', {f'--{name}': value for name, value in vars(self).items()},
-        **{'--process_count': checks.number(at_least=1, at_most=_MAX_PROCESSES, integer=True).or_none(),
-           '--initialization_timeout': seconds(at_least=1),
-           '--heartbeat_timeout_seconds': seconds(at_least=5),
-           '--process_index': checks.number(at_least=0, integer=True).or_none()})
+      '',
+      {f'--{name}': value for name, value in vars(self).items()},
+      **{
+        '--process_count': checks.number(
+          at_least=1, at_most=_MAX_PROCESSES, integer=True
+        ).or_none(),
+        '--initialization_timeout': seconds(at_least=1),
+        '--heartbeat_timeout_seconds': seconds(at_least=5),
+        '--process_index': checks.number(at_least=0, integer=True).or_none(),
+      },
+    )
     if self.coordinator_address is not None and not is_address(self.coordinator_address):
-      raise ConfigError(f'--coordinator_address must be HOST:PORT, got {self.coordinator_address!r}. Use the host of '
-                        'process 0 and a free port, e.g. node1:8476.')
+      raise ConfigError(
+        f'--coordinator_address must be HOST:PORT, got {self.coordinator_address!r}. Use the host of '
+        'process 0 and a free port, e.g. node1:8476.'
+      )
     if self.mode == 'off' and self.is_explicit:
-      raise ConfigError('--distributed=off starts one process, and --coordinator_address, --process_count or '
-                        '--process_index asks for several. Remove one of them.')
+      raise ConfigError(
+        '--distributed=off starts one process, and --coordinator_address, --process_count or '
+        '--process_index asks for several. Remove one of them.'
+      )
 
   @property
   def is_explicit(self) -> bool:
@@ -114,6 +131,7 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   if cfg.mode == 'off' or monitor_lib.current_monitor() is not None:
     return monitor_lib.current_monitor()
   import jax
+
   if jax.distributed.is_initialized():
     return None
   spec = find_process(cfg)
@@ -129,26 +147,39 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
     _check_port(spec.address)
   with _waiting_for_others(spec, cfg.initialization_timeout):
     jax.distributed.initialize(
-        coordinator_address=spec.address, num_processes=spec.count, process_id=spec.index,
-        local_device_ids=spec.local_devices, cluster_detection_method='deactivate',
-        initialization_timeout=cfg.initialization_timeout + _JAX_MARGIN,
-        heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds + _JAX_MARGIN)
+      coordinator_address=spec.address,
+      num_processes=spec.count,
+      process_id=spec.index,
+      local_device_ids=spec.local_devices,
+      cluster_detection_method='deactivate',
+      initialization_timeout=cfg.initialization_timeout + _JAX_MARGIN,
+      heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds + _JAX_MARGIN,
+    )
   _interrupt_on_signals()
   # JAX has no public name for the store.
   from jax._src import distributed
+
   monitor = monitor_lib.Monitor(
-      distributed.global_state.client, spec.index, spec.count,
-      heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
-      is_gone_fn=functools.partial(connections.refuses_connections, spec.address),
-      is_abandoned_fn=_launcher_has_ended)
+    distributed.global_state.client,
+    spec.index,
+    spec.count,
+    heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
+    is_gone_fn=functools.partial(connections.refuses_connections, spec.address),
+    is_abandoned_fn=_launcher_has_ended,
+  )
   connections.hold_aborts()
   monitor.start()
   monitor_lib.set_current_monitor(monitor)
   _end_with_program(monitor)
   num_devices = jax.device_count()  # All processes wait for each other here.
   if spec.index == 0:
-    logging.getLogger(__name__).info('%d processes (%s) with %d devices, address %s.', spec.count, spec.origin,
-                                     num_devices, spec.address)
+    logging.getLogger(__name__).info(
+      '%d processes (%s) with %d devices, address %s.',
+      spec.count,
+      spec.origin,
+      num_devices,
+      spec.address,
+    )
   return monitor
 
 
@@ -165,7 +196,10 @@ def end(status: int = 0) -> None:
     monitor.leave(monitor.failure.status)
   try:
     all_are_there = monitor.finish()
-  except (KeyboardInterrupt, StoppedOnSignalError):  # Everything is done, and nobody needs to be waited for.
+  except (
+    KeyboardInterrupt,
+    StoppedOnSignalError,
+  ):  # Everything is done, and nobody needs to be waited for.
     all_are_there = False
   if not all_are_there:
     monitor.leave(status)
@@ -174,12 +208,15 @@ def end(status: int = 0) -> None:
   limit.daemon = True
   limit.start()
   import jax
+
   jax.distributed.shutdown()
   limit.cancel()
   monitor_lib.set_current_monitor(None)
 
 
-def find_process(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ) -> ProcessSpec | None:
+def find_process(
+  cfg: ClusterConfig, environment: Mapping[str, str] = os.environ
+) -> ProcessSpec | None:
   """Return the number and index of this process; None if it is alone, and nothing says so.
 
   Args:
@@ -189,38 +226,67 @@ def find_process(cfg: ClusterConfig, environment: Mapping[str, str] = os.environ
   Raises:
     ConfigError: see `join`.
   """
-  spec = ProcessSpec(address=cfg.coordinator_address, count=cfg.process_count, index=cfg.process_index,
-                     local_devices=_numbers(environment, LOCAL_DEVICES), origin='flags')
+  spec = ProcessSpec(
+    address=cfg.coordinator_address,
+    count=cfg.process_count,
+    index=cfg.process_index,
+    local_devices=_numbers(environment, LOCAL_DEVICES),
+    origin='flags',
+  )
   if not cfg.is_explicit:
-    in_environment = {COUNT, ADDRESS, INDEX} & {name for name, value in environment.items() if value}
-    spec = dataclasses.replace(spec, origin='launch' if in_environment and environment.get(LAUNCHED) else
-                               'environment variables' if in_environment else '')
+    in_environment = {COUNT, ADDRESS, INDEX} & {
+      name for name, value in environment.items() if value
+    }
+    spec = dataclasses.replace(
+      spec,
+      origin='launch'
+      if in_environment and environment.get(LAUNCHED)
+      else 'environment variables'
+      if in_environment
+      else '',
+    )
   spec = dataclasses.replace(
-      spec, address=_first(spec.address, environment.get(ADDRESS) or None),
-      count=_first(spec.count, _number(environment, COUNT)), index=_first(spec.index, _number(environment, INDEX)))
+    spec,
+    address=_first(spec.address, environment.get(ADDRESS) or None),
+    count=_first(spec.count, _number(environment, COUNT)),
+    index=_first(spec.index, _number(environment, INDEX)),
+  )
   if None in (spec.address, spec.count, spec.index) and spec.count != 1:
     spec = _complete(spec, cfg)
   if not spec.origin and cfg.mode == 'auto':
     return None
   if spec.count == 1 and not spec.index:
     return spec
-  missing = [f'{flag} ({name})' for flag, name, value in (
-      ('--coordinator_address', ADDRESS, spec.address), ('--process_count', COUNT, spec.count),
-      ('--process_index', INDEX, spec.index)) if value is None]
+  missing = [
+    f'{flag} ({name})'
+    for flag, name, value in (
+      ('--coordinator_address', ADDRESS, spec.address),
+      ('--process_count', COUNT, spec.count),
+      ('--process_index', INDEX, spec.index),
+    )
+    if value is None
+  ]
   if not spec.origin:
     raise ConfigError(
-        '--distributed=on must be used in a cluster, and neither flags, environment variables nor a scheduler that JAX '
-        f'knows describe one. Pass {", ".join(missing)}, start all processes of one machine with `t5x_lite launch -n N '
-        '-- COMMAND`, or remove --distributed=on or --multiprocess_gpu.')
+      '--distributed=on must be used in a cluster, and neither flags, environment variables nor a scheduler that JAX '
+      f'knows describe one. Pass {", ".join(missing)}, start all processes of one machine with `t5x_lite launch -n N '
+      '-- COMMAND`, or remove --distributed=on or --multiprocess_gpu.'
+    )
   if missing:
-    raise ConfigError(f'A cluster ({spec.origin}) must have an address, a number of processes and an index of this '
-                      f'process, got no {", ".join(missing)}. Set it, or unset the others.')
+    raise ConfigError(
+      f'A cluster ({spec.origin}) must have an address, a number of processes and an index of this '
+      f'process, got no {", ".join(missing)}. Set it, or unset the others.'
+    )
   if not is_address(spec.address):
-    raise ConfigError(f'The environment variable {ADDRESS} must be HOST:PORT, got {spec.address!r}. Correct or unset '
-                      'it.')
+    raise ConfigError(
+      f'The environment variable {ADDRESS} must be HOST:PORT, got {spec.address!r}. Correct or unset '
+      'it.'
+    )
   if not spec.index < spec.count <= _MAX_PROCESSES:
-    raise ConfigError(f'The index of a process must be below the number of processes, got --process_index={spec.index} '
-                      f'and --process_count={spec.count} ({spec.origin}). Number the processes from 0.')
+    raise ConfigError(
+      f'The index of a process must be below the number of processes, got --process_index={spec.index} '
+      f'and --process_count={spec.count} ({spec.origin}). Number the processes from 0.'
+    )
   return spec
 
 
@@ -235,32 +301,43 @@ def _complete(spec: ProcessSpec, cfg: ClusterConfig) -> ProcessSpec:
     except Exception as error:  # a scheduler may set anything, and JAX may rename its detectors
       found, problem = None, f'{type(error).__name__}: {error}'
   if problem and (cfg.mode == 'on' or cfg.is_explicit):
-    raise ConfigError(f'The cluster cannot be detected: {problem.rstrip(".")}. Pass --coordinator_address, '
-                      '--process_count and --process_index.')
+    raise ConfigError(
+      f'The cluster cannot be detected: {problem.rstrip(".")}. Pass --coordinator_address, '
+      '--process_count and --process_index.'
+    )
   if problem:
     logging.getLogger(__name__).warning(
-        'The cluster cannot be detected, so this process runs alone (%s). Pass --coordinator_address, --process_count '
-        'and --process_index for several processes, or --distributed=off for one.', problem)
+      'The cluster cannot be detected, so this process runs alone (%s). Pass --coordinator_address, --process_count '
+      'and --process_index for several processes, or --distributed=off for one.',
+      problem,
+    )
   return spec if found is None else found
 
 
 def _detect(spec: ProcessSpec, timeout: int) -> ProcessSpec | None:
   """Return the spec that JAX's first applicable detector finds; None without a detector, or with one process."""
   from jax._src import clusters
+
   for detector in clusters.ClusterEnv._cluster_types:
     if detector.opt_in_only_method or not detector.is_env_present():
       continue
     count = _first(spec.count, detector.get_process_count())
     if count == 1 and spec.address is None:
-      return ProcessSpec(address=None, count=1, index=0, origin=_NAMES.get(detector.__name__, detector.__name__))
+      return ProcessSpec(
+        address=None, count=1, index=0, origin=_NAMES.get(detector.__name__, detector.__name__)
+      )
     local = None if _has_own_gpus() else detector.get_local_process_id()
     return ProcessSpec(
-        address=spec.address or detector.get_coordinator_address(
-            timeout_secs=timeout, override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT')),
-        count=count, index=_first(spec.index, detector.get_process_id()),
-        # A scheduler of TPUs gives each process its own ones.
-        local_devices=spec.local_devices or (None if local is None else (local,)),
-        origin=_NAMES.get(detector.__name__, detector.__name__))
+      address=spec.address
+      or detector.get_coordinator_address(
+        timeout_secs=timeout, override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT')
+      ),
+      count=count,
+      index=_first(spec.index, detector.get_process_id()),
+      # A scheduler of TPUs gives each process its own ones.
+      local_devices=spec.local_devices or (None if local is None else (local,)),
+      origin=_NAMES.get(detector.__name__, detector.__name__),
+    )
   return None
 
 
@@ -269,8 +346,13 @@ def _has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
   return bool(environment.get('SLURM_GPUS_PER_TASK')) or len(names.gpus(environment)) == 1
 
 
-_NAMES = {'SlurmCluster': 'SLURM', 'OmpiCluster': 'Open MPI', 'K8sCluster': 'Kubernetes', 'GkeTpuCluster': 'TPU pod',
-          'GceTpuCluster': 'TPU pod'}
+_NAMES = {
+  'SlurmCluster': 'SLURM',
+  'OmpiCluster': 'Open MPI',
+  'K8sCluster': 'Kubernetes',
+  'GkeTpuCluster': 'TPU pod',
+  'GceTpuCluster': 'TPU pod',
+}
 
 
 def _check_share(spec: ProcessSpec, environment: Mapping[str, str] = os.environ) -> None:
@@ -282,15 +364,24 @@ def _check_share(spec: ProcessSpec, environment: Mapping[str, str] = os.environ)
   num_used = len(spec.local_devices)
   if tasks * num_used < num_gpus:
     logging.getLogger(__name__).warning(
-        'Process %d uses %d of the %d GPUs of its node, which has %d task(s). Start one task for each GPU (SLURM: '
-        '--ntasks-per-node=%d), or set %s=%s for a task with all of them.', spec.index, num_used, num_gpus, tasks,
-        num_gpus, LOCAL_DEVICES, ','.join(map(str, range(num_gpus))))
+      'Process %d uses %d of the %d GPUs of its node, which has %d task(s). Start one task for each GPU (SLURM: '
+      '--ntasks-per-node=%d), or set %s=%s for a task with all of them.',
+      spec.index,
+      num_used,
+      num_gpus,
+      tasks,
+      num_gpus,
+      LOCAL_DEVICES,
+      ','.join(map(str, range(num_gpus))),
+    )
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
   """Return the number of tasks of this node: SLURM writes '2(x3),1' for three nodes with two tasks and one with one."""
   counts = []
-  for count, times in re.findall(r'(\d+)(?:\(x(\d+)\))?', environment.get('SLURM_STEP_TASKS_PER_NODE', '')):
+  for count, times in re.findall(
+    r'(\d+)(?:\(x(\d+)\))?', environment.get('SLURM_STEP_TASKS_PER_NODE', '')
+  ):
     counts += [int(count)] * int(times or 1)
   node = _number(environment, 'SLURM_NODEID')
   return counts[node] if node is not None and node < len(counts) else None
@@ -301,15 +392,18 @@ def _check_port(address: str) -> None:
   port = int(address.rpartition(':')[2])
   for family, host in ((socket.AF_INET6, '::'), (socket.AF_INET, '0.0.0.0')):
     with contextlib.suppress(OSError), socket.socket(family) as probe:
-      probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # A run that has ended does not count.
+      probe.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+      )  # A run that has ended does not count.
       try:
         probe.bind((host, port))
       except OSError as error:
         if error.errno == errno.EADDRINUSE:
           raise ConfigError(
-              f'The port of --coordinator_address={address} must be free on the machine of process 0, got one that '
-              'another program uses, perhaps a second process with the index 0. Choose another port, or correct '
-              '--process_index.') from None
+            f'The port of --coordinator_address={address} must be free on the machine of process 0, got one that '
+            'another program uses, perhaps a second process with the index 0. Choose another port, or correct '
+            '--process_index.'
+          ) from None
 
 
 @contextlib.contextmanager
@@ -323,15 +417,23 @@ def _waiting_for_others(spec: ProcessSpec, timeout: int) -> Iterator[None]:
       return
     os.write(2, f't5x_lite: {who} waits for the others.\n'.encode())
     if not has_joined.wait(timeout - min(_SILENT_SECONDS, timeout)):
-      os.write(2, (f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
-                   'that all of them were started, each with its own index, and that process 0 runs on this host and '
-                   'can be reached at this port. Then rerun the command on all machines.\n').encode())
+      os.write(
+        2,
+        (
+          f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
+          'that all of them were started, each with its own index, and that process 0 runs on this host and '
+          'can be reached at this port. Then rerun the command on all machines.\n'
+        ).encode(),
+      )
       os._exit(ExitCode.RESTART)
 
   threading.Thread(target=limit, name='t5x_lite-cluster', daemon=True).start()
   # JAX does not return to Python, whose handler would wait.
   handler = signal.getsignal(signal.SIGINT)
-  is_replaced = threading.current_thread() is threading.main_thread() and handler not in (signal.SIG_IGN, None)
+  is_replaced = threading.current_thread() is threading.main_thread() and handler not in (
+    signal.SIG_IGN,
+    None,
+  )
   if is_replaced:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
@@ -350,8 +452,9 @@ def _interrupt_on_signals() -> None:
   def handle(number: int, frame: Any) -> None:
     del frame
     name = signal.Signals(number).name
-    raise StoppedOnSignalError(f'Stopped by {name} outside of the steps of a run; there is nothing to save.',
-                               signal=name)
+    raise StoppedOnSignalError(
+      f'Stopped by {name} outside of the steps of a run; there is nothing to save.', signal=name
+    )
 
   for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_DFL:
@@ -365,7 +468,9 @@ def _end_with_program(monitor: monitor_lib.Monitor) -> None:
   """
   print_exception = sys.excepthook
 
-  def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+  def report(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+  ) -> None:
     if isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed:
       print_exception(kind, error, trace)
     else:
@@ -378,7 +483,11 @@ def _end_with_program(monitor: monitor_lib.Monitor) -> None:
 def _launcher_has_ended(environment: Mapping[str, str] = os.environ) -> bool:
   """Return whether `launch` has started this process and does not run any more, e.g. because it was killed."""
   launcher = _number(environment, LAUNCHED)
-  return launcher is not None and not pathlib.Path(f'/proc/{launcher}').exists() and pathlib.Path('/proc/self').exists()
+  return (
+    launcher is not None
+    and not pathlib.Path(f'/proc/{launcher}').exists()
+    and pathlib.Path('/proc/self').exists()
+  )
 
 
 def is_address(text: str) -> bool:
@@ -396,7 +505,9 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
   if text is None or text == '':
     return None
   if not text.isdecimal():
-    raise ConfigError(f'The environment variable {name} must be a number, got {text!r}. Correct or unset it.')
+    raise ConfigError(
+      f'The environment variable {name} must be a number, got {text!r}. Correct or unset it.'
+    )
   return int(text)
 
 
@@ -405,6 +516,8 @@ def _numbers(environment: Mapping[str, str], name: str) -> tuple[int, ...] | Non
   if not text:
     return None
   if not re.fullmatch(r'\d+(,\d+)*', text):
-    raise ConfigError(f'The environment variable {name} must be numbers separated by commas, got {text!r}. Correct or '
-                      'unset it.')
+    raise ConfigError(
+      f'The environment variable {name} must be numbers separated by commas, got {text!r}. Correct or '
+      'unset it.'
+    )
   return tuple(map(int, text.split(',')))

@@ -26,7 +26,9 @@ def command_line() -> str:
   if os.environ.get(LAUNCHED) == str(os.getppid()) and COMMAND in os.environ:
     return os.environ[COMMAND]
   each = ' # for each process, with its --process_index'
-  return shlex.join(sys.orig_argv) + (each if any('--process_index' in word for word in sys.orig_argv) else '')
+  return shlex.join(sys.orig_argv) + (
+    each if any('--process_index' in word for word in sys.orig_argv) else ''
+  )
 
 
 def gpus(environment: Mapping[str, str]) -> list[str]:

@@ -20,8 +20,24 @@ import jaxlib
 from t5x_lite import files
 
 # File systems of other machines, where many small files are slow and the CPU may be another one.
-_REMOTE = ('9p', 'afs', 'beegfs', 'ceph', 'cifs', 'glusterfs', 'gpfs', 'lustre', 'ncpfs', 'nfs', 'nfs4', 'panfs',
-           'smb3', 'smbfs', 'sshfs', 'virtiofs')
+_REMOTE = (
+  '9p',
+  'afs',
+  'beegfs',
+  'ceph',
+  'cifs',
+  'glusterfs',
+  'gpfs',
+  'lustre',
+  'ncpfs',
+  'nfs',
+  'nfs4',
+  'panfs',
+  'smb3',
+  'smbfs',
+  'sshfs',
+  'virtiofs',
+)
 _HIT = '/jax/compilation_cache/cache_hits'
 _MISS = '/jax/compilation_cache/cache_misses'
 # Also reported for programs from the cache.
@@ -57,7 +73,9 @@ def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
     max_bytes: size of all programs above which some are deleted.
   """
   folder = default_folder()
-  is_set = jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
+  is_set = (
+    jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
+  )
   if folder is None or is_set or jax.distributed.is_initialized():
     return
   try:
@@ -83,7 +101,9 @@ def default_folder() -> pathlib.Path | None:
   home = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
   if not os.path.isabs(home) or _is_remote(home):
     return None
-  name = hashlib.sha256('\n'.join((platform.machine(), jaxlib.__version__, _cpu_features())).encode()).hexdigest()
+  name = hashlib.sha256(
+    '\n'.join((platform.machine(), jaxlib.__version__, _cpu_features())).encode()
+  ).hexdigest()
   return pathlib.Path(home) / 't5x_lite' / f'programs-{name[:12]}'
 
 
@@ -104,8 +124,10 @@ def _is_remote(path: str) -> bool:
   except OSError:
     return False
   # Spaces are written as octal numbers; other bytes are those of the path.
-  kinds = {os.fsdecode(point.decode('unicode_escape').encode('latin-1')): kind.decode()
-           for _, point, kind, *_ in mounts}
+  kinds = {
+    os.fsdecode(point.decode('unicode_escape').encode('latin-1')): kind.decode()
+    for _, point, kind, *_ in mounts
+  }
   # In a chroot, the path may be in none of them.
   found = [point for point in kinds if os.path.commonpath((path, point)) == point]
   kind = kinds[max(found, key=len)] if found else ''
@@ -169,8 +191,10 @@ class CacheCounts:
   def __str__(self) -> str:
     """Return e.g. '3 programs in 1.5 s, 2 from the compilation cache'."""
     hits = 'none' if not self.hits else 'all' if self.hits == self.programs else f'{self.hits:,}'
-    return (f'{self.programs:,} program{"" if self.programs == 1 else "s"} in {self.seconds:.1f} s, {hits} from the '
-            'compilation cache')
+    return (
+      f'{self.programs:,} program{"" if self.programs == 1 else "s"} in {self.seconds:.1f} s, {hits} from the '
+      'compilation cache'
+    )
 
 
 @contextlib.contextmanager
@@ -215,14 +239,18 @@ def log_compilations() -> Iterator[None]:
     if event == _COMPILATION:
       verb = 'Loaded' if getattr(loaded, 'value', False) else 'Compiled'
       loaded.value = False
-      logging.getLogger(__name__).debug('%s %s in %.3f s.', verb, details.get('fun_name', 'a program'), seconds)
+      logging.getLogger(__name__).debug(
+        '%s %s in %.3f s.', verb, details.get('fun_name', 'a program'), seconds
+      )
 
   with _listening(listen, listen_to_durations):
     yield
 
 
 @contextlib.contextmanager
-def _listening(listen: Callable[..., None], listen_to_durations: Callable[..., None]) -> Iterator[None]:
+def _listening(
+  listen: Callable[..., None], listen_to_durations: Callable[..., None]
+) -> Iterator[None]:
   """Context in which JAX passes its events, and their durations, to functions."""
   jax.monitoring.register_event_listener(listen)
   jax.monitoring.register_event_duration_secs_listener(listen_to_durations)

@@ -11,8 +11,10 @@ from typing import Protocol
 
 # Errors of collectives and barriers when another process has gone.
 _BROKEN = re.compile(
-    r'gloo|nccl|connection (closed|reset|refused)|socket closed|broken pipe|UNAVAILABLE|DEADLINE_EXCEEDED|heartbeat|'
-    r'coordination service|unhealthy', re.IGNORECASE)
+  r'gloo|nccl|connection (closed|reset|refused)|socket closed|broken pipe|UNAVAILABLE|DEADLINE_EXCEEDED|heartbeat|'
+  r'coordination service|unhealthy',
+  re.IGNORECASE,
+)
 _BROKEN_EAGERLY = re.compile(r'(gloo|nccl) \w+ failed', re.IGNORECASE)
 
 
@@ -72,5 +74,8 @@ def hold_aborts() -> None:
   """
   with contextlib.suppress(OSError, AttributeError, ValueError):
     library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    library.signal.argtypes, library.signal.restype = (
+      [ctypes.c_int, ctypes.c_void_p],
+      ctypes.c_void_p,
+    )
     library.signal(int(signal.SIGABRT), ctypes.cast(library.sleep, ctypes.c_void_p))

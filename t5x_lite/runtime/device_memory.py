@@ -36,8 +36,12 @@ class DeviceMemory:
     self._devices = [device for device in devices if self._read(device)] if reads else []
     if is_enabled and len(self._devices) < len(devices):
       raise checks.invalid(
-          'LogConfig', 'device_memory', 'False or None, since not all devices report their memory', is_enabled,
-          f'The backend is {devices[0].platform!r}.')
+        'LogConfig',
+        'device_memory',
+        'False or None, since not all devices report their memory',
+        is_enabled,
+        f'The backend is {devices[0].platform!r}.',
+      )
 
   def metrics(self) -> dict[str, float]:
     """Return `memory/<statistic>/device_<id>` in bytes, and the number of devices that report, `memory/num_devices`.
@@ -48,9 +52,15 @@ class DeviceMemory:
     if not self._devices:
       return {}
     found = self._read_all()
-    return {'memory/num_devices': float(len(found)), **{
+    return {
+      'memory/num_devices': float(len(found)),
+      **{
         f'memory/{name}/device_{device}': float(stats[name])
-        for device, stats in found.items() for name in _STATISTICS if name in stats}}
+        for device, stats in found.items()
+        for name in _STATISTICS
+        if name in stats
+      },
+    }
 
   def describe(self) -> str:
     """Return the largest numbers of all devices as text, e.g. 'memory 9.50 GiB, peak 12.0 GiB of 79.0 GiB', or ''."""
@@ -58,7 +68,9 @@ class DeviceMemory:
     if not found:
       return ''
     in_use, peak, limit = (max(stats.get(name, 0) for stats in found) for name in _STATISTICS)
-    return f'memory {format_bytes(in_use)}, peak {format_bytes(peak)}' + (f' of {format_bytes(limit)}' if limit else '')
+    return f'memory {format_bytes(in_use)}, peak {format_bytes(peak)}' + (
+      f' of {format_bytes(limit)}' if limit else ''
+    )
 
   def _read_all(self) -> dict[int, Mapping[str, int]]:
     """Return the statistics of each device that reports, by id."""
@@ -66,8 +78,14 @@ class DeviceMemory:
     for device, stats in found.items():
       peak, limit = stats.get('peak_bytes_in_use', 0), stats.get('bytes_limit', 0)
       if limit and peak > _HIGH_SHARE * limit:
-        self._warn('is full', device, 'has used %s of %s: its memory is nearly full. Use smaller batches, more '
-                   'micro-batches or a remat_policy.', format_bytes(peak), format_bytes(limit))
+        self._warn(
+          'is full',
+          device,
+          'has used %s of %s: its memory is nearly full. Use smaller batches, more '
+          'micro-batches or a remat_policy.',
+          format_bytes(peak),
+          format_bytes(limit),
+        )
     return found
 
   def _read(self, device: Any) -> Mapping[str, int] | None:

@@ -49,9 +49,16 @@ class EventLog(contextlib.AbstractContextManager):
     step: number of completed steps, for the next event; None before the run has its state.
   """
 
-  def __init__(self, path: str | os.PathLike[str], *, process: int = 0,
-               event_fns: Sequence[Callable[[Event], None]] = (), log_fn: Callable[[str], None] = lambda text: None,
-               clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time):
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    *,
+    process: int = 0,
+    event_fns: Sequence[Callable[[Event], None]] = (),
+    log_fn: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+  ):
     """Start the clock; nothing is written before `open`.
 
     Args:
@@ -88,9 +95,15 @@ class EventLog(contextlib.AbstractContextManager):
   def __enter__(self) -> 'EventLog':
     for name in _LOGGERS:
       logging.getLogger(name).addHandler(self._handler)
-    self.emit('start', host=socket.gethostname(), pid=os.getpid(), version=t5x_lite.__version__,
-              num_processes=jax.process_count(), hardware=mesh_rules.detected_selector(),
-              command=shlex.join(sys.orig_argv))
+    self.emit(
+      'start',
+      host=socket.gethostname(),
+      pid=os.getpid(),
+      version=t5x_lite.__version__,
+      num_processes=jax.process_count(),
+      hardware=mesh_rules.detected_selector(),
+      command=shlex.join(sys.orig_argv),
+    )
     return self
 
   def __exit__(self, exc_type, error: BaseException | None, traceback) -> None:
@@ -156,7 +169,9 @@ class EventLog(contextlib.AbstractContextManager):
   def tick(self) -> None:
     """Emit 'progress' after some time without events; for calls within long phases."""
     now, (shortest, longest) = self._clock(), _PROGRESS_SECONDS
-    if now - self._emitted_at >= min(longest, max(shortest, _PROGRESS_FRACTION * (now - self._started))):
+    if now - self._emitted_at >= min(
+      longest, max(shortest, _PROGRESS_FRACTION * (now - self._started))
+    ):
       self.emit('progress')
 
   def emit(self, kind: str, **details: Any) -> None:
@@ -168,8 +183,14 @@ class EventLog(contextlib.AbstractContextManager):
     """
     with self._lock:
       self._count()
-      event = Event(kind=kind, wall_time=self._wall_clock(), step=self.step, process=self._process,
-                    seconds={phase: seconds for phase, seconds in self._seconds.items() if seconds}, details=details)
+      event = Event(
+        kind=kind,
+        wall_time=self._wall_clock(),
+        step=self.step,
+        process=self._process,
+        seconds={phase: seconds for phase, seconds in self._seconds.items() if seconds},
+        details=details,
+      )
       self._seconds = {}
       self._emitted_at = self._counted_at
       if self._file is None:
@@ -210,7 +231,11 @@ class EventLog(contextlib.AbstractContextManager):
       line = measured.describe()
     except Exception as error:  # the file may have any content, e.g. after a change by hand
       logging.getLogger(__name__).warning(
-          'The goodput is unknown, because %s cannot be read (%s: %s).', self._path, type(error).__name__, error)
+        'The goodput is unknown, because %s cannot be read (%s: %s).',
+        self._path,
+        type(error).__name__,
+        error,
+      )
       return
     self.emit('summary', **measured.details)
     self._log_fn(line)
@@ -222,7 +247,8 @@ class EventLog(contextlib.AbstractContextManager):
     """Return whether an event is not passed to the hooks, see the class; the caller holds the lock."""
     current = self._event_of_hooks
     return current is not None and (
-        self._calling_thread == threading.get_ident() or event.kind == current.kind == 'warning')
+      self._calling_thread == threading.get_ident() or event.kind == current.kind == 'warning'
+    )
 
   def _next_for_hooks(self) -> Event | None:
     """Return the next event for the hooks; None ends the calls of this thread."""
@@ -252,8 +278,12 @@ class EventLog(contextlib.AbstractContextManager):
       self._event_of_hooks = None
     for error in errors:
       logging.getLogger(__name__).warning(
-          'A function of `train.event_fns` failed for the event %r (%s: %s). Training continues, and further errors of '
-          'this function are not shown.', event.kind, type(error).__name__, error)
+        'A function of `train.event_fns` failed for the event %r (%s: %s). Training continues, and further errors of '
+        'this function are not shown.',
+        event.kind,
+        type(error).__name__,
+        error,
+      )
 
 
 class _WarningHandler(logging.Handler):
@@ -271,8 +301,12 @@ class _WarningHandler(logging.Handler):
 
   def emit(self, record: logging.LogRecord) -> None:
     """See base class."""
-    self._log.emit('warning', level=record.levelname.lower(), logger=record.name,
-                   message=record.getMessage()[:_MAX_MESSAGE])
+    self._log.emit(
+      'warning',
+      level=record.levelname.lower(),
+      logger=record.name,
+      message=record.getMessage()[:_MAX_MESSAGE],
+    )
 
 
 def _cause(error: BaseException | None) -> dict[str, Any]:

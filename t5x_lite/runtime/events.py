@@ -40,14 +40,27 @@ class Event:
 
   def to_line(self) -> str:
     """Return the line of the event in the file."""
-    return json_lines.to_line({
-        'event': self.kind, 'wall_time': round(self.wall_time, 3), 'step': self.step, 'process': self.process,
-        'seconds': {phase: round(seconds, 6) for phase, seconds in self.seconds.items()}, **self.details})
+    return json_lines.to_line(
+      {
+        'event': self.kind,
+        'wall_time': round(self.wall_time, 3),
+        'step': self.step,
+        'process': self.process,
+        'seconds': {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
+        **self.details,
+      }
+    )
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
   """Yield the events of a file in order; a line that is not an event, such as one cut off by a kill, is omitted."""
   for _, row in json_lines.read(path):
     if row is not None and {'event', 'wall_time', 'step', 'process', 'seconds'} <= row.keys():
-      yield Event(kind=row.pop('event'), wall_time=row.pop('wall_time'), step=row.pop('step'),
-                  process=row.pop('process'), seconds=row.pop('seconds'), details=row)
+      yield Event(
+        kind=row.pop('event'),
+        wall_time=row.pop('wall_time'),
+        step=row.pop('step'),
+        process=row.pop('process'),
+        seconds=row.pop('seconds'),
+        details=row,
+      )

@@ -33,12 +33,18 @@ class Failure:
       return f'process {self.process} failed{where and " " + where}: {self.error}'
     last = ' '.join(part for part in (where, self.phase and f'in the phase {self.phase!r}') if part)
     last = last and f', the last {last}'
-    return (f'process {self.process} has given no sign of life for {self.seconds:.0f} s{last}: it was killed, or its '
-            'machine or network has failed')
+    return (
+      f'process {self.process} has given no sign of life for {self.seconds:.0f} s{last}: it was killed, or its '
+      'machine or network has failed'
+    )
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:
   """Return the traceback of an error, and the exit status of a program that it ends."""
   if isinstance(error, SystemExit):
-    return f'sys.exit({error.code!r})', error.code if isinstance(error.code, int) and error.code else 1
-  return ''.join(traceback.format_exception(error)).rstrip(), int(getattr(error, 'exit_code', ExitCode.ERROR))
+    return f'sys.exit({error.code!r})', error.code if isinstance(
+      error.code, int
+    ) and error.code else 1
+  return ''.join(traceback.format_exception(error)).rstrip(), int(
+    getattr(error, 'exit_code', ExitCode.ERROR)
+  )

@@ -9,8 +9,16 @@ from t5x_lite.runtime.events import Event, PHASES
 
 # Shares of the time of a run, and their names for people.
 SHARES: Mapping[str, str] = {
-    'step': 'training steps', 'data': 'waiting for data', 'evaluation': 'evaluation', 'saving': 'saving',
-    'compiling': 'compiling', 'starting': 'starting', 'other': 'other', 'repeated': 'repeated work', 'down': 'down'}
+  'step': 'training steps',
+  'data': 'waiting for data',
+  'evaluation': 'evaluation',
+  'saving': 'saving',
+  'compiling': 'compiling',
+  'starting': 'starting',
+  'other': 'other',
+  'repeated': 'repeated work',
+  'down': 'down',
+}
 # Causes of a stop after which the run was complete: the time until somebody continues it does not count.
 _COMPLETE = ('completed', 'action')
 
@@ -37,8 +45,11 @@ class Goodput:
   @property
   def details(self) -> dict[str, Any]:
     """JSON values for the event 'summary'."""
-    return {'goodput': round(self.seconds['step'] / max(self.total_seconds, 1e-9), 6), 'num_starts': self.num_starts,
-            'total_seconds': {name: round(seconds, 3) for name, seconds in self.seconds.items()}}
+    return {
+      'goodput': round(self.seconds['step'] / max(self.total_seconds, 1e-9), 6),
+      'num_starts': self.num_starts,
+      'total_seconds': {name: round(seconds, 3) for name, seconds in self.seconds.items()},
+    }
 
   def describe(self) -> str:
     """Return one line; its percentages add up to 100.
@@ -46,9 +57,14 @@ class Goodput:
     >>> print(Goodput(seconds={'step': 50.0, 'data': 0.0, 'saving': 25.0, 'down': 25.0}, num_starts=2).describe())
     Time of the run 1:40, started 2 times: 50.0% training steps, 25.0% saving, 25.0% down.
     """
-    tenths = _rounded([1000 * seconds / max(self.total_seconds, 1e-9) for seconds in self.seconds.values()])
-    shares = ', '.join(f'{tenth // 10}.{tenth % 10}% {SHARES[name]}'
-                       for name, tenth in zip(self.seconds, tenths, strict=True) if tenth)
+    tenths = _rounded(
+      [1000 * seconds / max(self.total_seconds, 1e-9) for seconds in self.seconds.values()]
+    )
+    shares = ', '.join(
+      f'{tenth // 10}.{tenth % 10}% {SHARES[name]}'
+      for name, tenth in zip(self.seconds, tenths, strict=True)
+      if tenth
+    )
     starts = f', started {self.num_starts} times' if self.num_starts > 1 else ''
     return f'Time of the run {format_duration(self.total_seconds)}{starts}: {shares}.'
 
@@ -83,7 +99,9 @@ def measure(events: Iterable[Event]) -> Goodput:
       was_complete = False
     elif event.kind == 'restored':
       repeat_after(event.step)
-    if event.step is None or event.kind == 'restored':  # the time of a start, which is not repeated work
+    if (
+      event.step is None or event.kind == 'restored'
+    ):  # the time of a start, which is not repeated work
       add(event.seconds)
     else:
       kept.append((event.step, event.seconds))
@@ -99,6 +117,6 @@ def _rounded(values: list[float]) -> list[int]:
   """Round to integers whose sum is the rounded sum of `values`."""
   whole = [int(value) for value in values]
   by_remainder = sorted(range(len(values)), key=lambda i: whole[i] - values[i])
-  for i in by_remainder[:round(sum(values)) - sum(whole)]:
+  for i in by_remainder[: round(sum(values)) - sum(whole)]:
     whole[i] += 1
   return whole

@@ -31,7 +31,11 @@ def restart_with_huge_pages() -> None:
   program = getattr(sys.modules['__main__'], '__file__', None)
   if not sys.executable or program is None or not os.path.isfile(program):
     return
-  environment = {**os.environ, _VARIABLE: f'{tunables}:{_TUNABLE}=1'.lstrip(':'), _RESTARTED: process}
+  environment = {
+    **os.environ,
+    _VARIABLE: f'{tunables}:{_TUNABLE}=1'.lstrip(':'),
+    _RESTARTED: process,
+  }
   try:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
   except (OSError, ValueError):  # 4 KB pages work too. ValueError: an odd name in the environment.

@@ -60,10 +60,18 @@ class Monitor:
     stops: agreement on the point at which all processes stop after a signal to one of them.
   """
 
-  def __init__(self, store: Store, process: int, num_processes: int, *, heartbeat_timeout_seconds: float = 30.0,
-               is_gone_fn: Callable[[], bool] = lambda: False, is_abandoned_fn: Callable[[], bool] = lambda: False,
-               exit_fn: Callable[[int], NoReturn] = os._exit,
-               clock: Callable[[], float] = time.monotonic):
+  def __init__(
+    self,
+    store: Store,
+    process: int,
+    num_processes: int,
+    *,
+    heartbeat_timeout_seconds: float = 30.0,
+    is_gone_fn: Callable[[], bool] = lambda: False,
+    is_abandoned_fn: Callable[[], bool] = lambda: False,
+    exit_fn: Callable[[int], NoReturn] = os._exit,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     """Store the arguments; `start` begins.
 
     Args:
@@ -121,7 +129,9 @@ class Monitor:
         os.set_blocking(end, False)
       # Python's handlers wait for the main thread, which may hang in a collective; this pipe does not.
       self._former_wakeup_fd = signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
-      os.register_at_fork(after_in_child=_forget_signals)  # a signal to a child is none to this process
+      os.register_at_fork(
+        after_in_child=_forget_signals
+      )  # a signal to a child is none to this process
     for run in (self._beat, self._listen, self._watch):
       thread = threading.Thread(target=run, name=f't5x_lite-monitor{run.__name__}', daemon=True)
       self._threads.append(thread)
@@ -221,9 +231,17 @@ class Monitor:
   def print_reason(self) -> None:
     """Print once why this process ends, if another one has failed."""
     failure = self._failure
-    if failure is None or (failure.process == self.process and failure.error) or not self._prints_first():
+    if (
+      failure is None
+      or (failure.process == self.process and failure.error)
+      or not self._prints_first()
+    ):
       return
-    more = 'Its output has the whole message' if failure.error else 'Rerun the command on all machines to resume'
+    more = (
+      'Its output has the whole message'
+      if failure.error
+      else 'Rerun the command on all machines to resume'
+    )
     text = f't5x_lite: [process {self.process}] ends because {failure}. {more}.\n'
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
@@ -245,8 +263,11 @@ class Monitor:
     if not returns_within(_CALL_SECONDS, self._read_beats):
       return True
     now = self._clock()
-    return all(beat['stage'] == 'ending' or now - at > _SUSPICIOUS_SILENCE
-               for process, (beat, at) in list(self._beats.items()) if process)
+    return all(
+      beat['stage'] == 'ending' or now - at > _SUSPICIOUS_SILENCE
+      for process, (beat, at) in list(self._beats.items())
+      if process
+    )
 
   def _on_failure(self, failure: Failure) -> None:
     with self._lock:
@@ -290,15 +311,22 @@ class Monitor:
     groups: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for process, (beat, at) in sorted(list(self._beats.items())):
       step = -1 if beat['step'] is None else beat['step']
-      groups.setdefault((step, beat['phase']), []).append((process, beat['seconds'] + self._clock() - at))
+      groups.setdefault((step, beat['phase']), []).append(
+        (process, beat['seconds'] + self._clock() - at)
+      )
     parts = []
     # Those that wait for another one at the same step are in the collectives of 'step'.
     for (step, phase), members in sorted(
-        groups.items(), key=lambda item: (item[0][0], item[0][1] == 'step', len(item[1]))):
-      names = ', '.join(str(process) for process, _ in members[:8]) + (', ...' if len(members) > 8 else '')
+      groups.items(), key=lambda item: (item[0][0], item[0][1] == 'step', len(item[1]))
+    ):
+      names = ', '.join(str(process) for process, _ in members[:8]) + (
+        ', ...' if len(members) > 8 else ''
+      )
       where = 'before the first step' if step < 0 else f'after step {step:,}'
-      parts.append(f'process{"es" if len(members) > 1 else ""} {names} {where} in {phase!r} for '
-                   f'{max(seconds for _, seconds in members):.0f} s')
+      parts.append(
+        f'process{"es" if len(members) > 1 else ""} {names} {where} in {phase!r} for '
+        f'{max(seconds for _, seconds in members):.0f} s'
+      )
     return f'Processes, the last one first: {"; ".join(parts)}.' if parts else ''
 
   # ---- Threads -------------------------------------------------------------------------------------------------------
@@ -327,9 +355,20 @@ class Monitor:
   def _send_beat(self) -> None:
     step, phase = self._read_state()
     now = self._clock()
-    self._store.key_value_set(f'{_ROOT}/beat/{self.process}', json.dumps({
-        'at': now, 'step': step, 'phase': phase, 'seconds': now - self._state_at, 'limit': self.stops.limit,
-        'stage': self._stage}), True)
+    self._store.key_value_set(
+      f'{_ROOT}/beat/{self.process}',
+      json.dumps(
+        {
+          'at': now,
+          'step': step,
+          'phase': phase,
+          'seconds': now - self._state_at,
+          'limit': self.stops.limit,
+          'stage': self._stage,
+        }
+      ),
+      True,
+    )
     self._contact_at = self._clock()
 
   def _read_beats(self) -> None:
@@ -344,15 +383,33 @@ class Monitor:
   def _judge(self) -> None:
     """On the lead: find silent processes, the point at which all stop, and the end of all."""
     before, self._judged_at = self._judged_at, self._clock()
-    awake = awake_seconds(self._judged_at - before, 2 * _BEAT_SECONDS)  # not time in which this process was stopped
+    awake = awake_seconds(
+      self._judged_at - before, 2 * _BEAT_SECONDS
+    )  # not time in which this process was stopped
     beats = [self._beats.get(process) for process in range(self.num_processes)]
     for process, found in enumerate(beats):
-      beat, at = found or ({'stage': 'running', 'step': None, 'phase': 'starting'}, self._started_at)
+      beat, at = found or (
+        {'stage': 'running', 'step': None, 'phase': 'starting'},
+        self._started_at,
+      )
       self._silences[process] = 0.0 if at > before else self._silences[process] + awake
-      if self._failure is None and beat['stage'] == 'running' and self._silences[process] > self._limit:
-        self._post('failed', **dataclasses.asdict(Failure(
-            process=process, status=int(ExitCode.RESTART), step=beat['step'], phase=beat['phase'],
-            seconds=self._silences[process])))
+      if (
+        self._failure is None
+        and beat['stage'] == 'running'
+        and self._silences[process] > self._limit
+      ):
+        self._post(
+          'failed',
+          **dataclasses.asdict(
+            Failure(
+              process=process,
+              status=int(ExitCode.RESTART),
+              step=beat['step'],
+              phase=beat['phase'],
+              seconds=self._silences[process],
+            )
+          ),
+        )
         return
     if None in beats:
       return
@@ -366,7 +423,9 @@ class Monitor:
   def _listen(self) -> None:
     while not self._closed.is_set():
       try:
-        text = self._store.blocking_key_value_get(f'{_ROOT}/message/{self._next_message}', int(_BEAT_SECONDS * 1000))
+        text = self._store.blocking_key_value_get(
+          f'{_ROOT}/message/{self._next_message}', int(_BEAT_SECONDS * 1000)
+        )
       except Exception:  # no message yet, or the store is gone, which `_watch` notices
         self._closed.wait(_AGREEING_SECONDS)
         continue
@@ -393,7 +452,9 @@ class Monitor:
   def _on_lost_store(self) -> None:
     """End soon: JAX aborts the process when it loses the store, see `hold_aborts`."""
     self._has_lost_store = True
-    self._on_failure(Failure(process=0, status=int(ExitCode.RESTART), seconds=self._clock() - self._contact_at))
+    self._on_failure(
+      Failure(process=0, status=int(ExitCode.RESTART), seconds=self._clock() - self._contact_at)
+    )
 
   @property
   def _limit(self) -> float:
@@ -433,7 +494,9 @@ class Monitor:
         threading.Timer(_HANDLER_SECONDS, self._exit_fn, (128 + number,)).start()
       request = f'{signal.Signals(number).name} to process {self.process}'
       self._is_suspicious = True
-      threading.Thread(target=self._post, args=('stop',), kwargs={'request': request}, daemon=True).start()
+      threading.Thread(
+        target=self._post, args=('stop',), kwargs={'request': request}, daemon=True
+      ).start()
     return num_signals
 
   def _post(self, kind: str, **details: Any) -> None:

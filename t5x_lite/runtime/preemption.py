@@ -16,7 +16,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def signals_that_end_a_wait() -> str:
   """Return them for a message."""
-  return 'SIGTERM or Ctrl-C' if jax.process_count() == 1 else 'SIGTERM or Ctrl-C, sent twice to all processes,'
+  return (
+    'SIGTERM or Ctrl-C'
+    if jax.process_count() == 1
+    else 'SIGTERM or Ctrl-C, sent twice to all processes,'
+  )
 
 
 class StopSignals:
@@ -79,13 +83,18 @@ class StopSignals:
 
   def __enter__(self) -> 'StopSignals':
     if threading.current_thread() is threading.main_thread():
-      self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS
-                        if signal.getsignal(number) is not signal.SIG_IGN}
+      self._previous = {
+        number: signal.signal(number, self._handle)
+        for number in _SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+      }
     return self
 
   def __exit__(self, *exc_info) -> None:
     for number, handler in self._previous.items():
-      signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python.
+      signal.signal(
+        number, signal.SIG_DFL if handler is None else handler
+      )  # None: not installed from Python.
     self._previous = {}
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -105,4 +114,6 @@ class StopSignals:
     # `print` is not reentrant: the handler may interrupt a `print` of the main program.
     with contextlib.suppress(OSError):  # After SIGHUP the terminal is closed.
       new_line = '\n' if os.isatty(2) else ''  # after the ^C of the terminal
-      os.write(2, f'{new_line}{self._received.name}: {self.doing}; {again} to exit immediately.\n'.encode())
+      os.write(
+        2, f'{new_line}{self._received.name}: {self.doing}; {again} to exit immediately.\n'.encode()
+      )

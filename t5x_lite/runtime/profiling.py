@@ -13,13 +13,26 @@ from t5x_lite import checks
 from t5x_lite import files
 
 _STEPS = checks.Expectation(
-    '(first, last), such as (100, 105) for five steps, a ProfileConfig or None',
-    lambda steps: steps is None or isinstance(steps, ProfileConfig) or (
-        isinstance(steps, (list, tuple)) and len(steps) == 2 and all(isinstance(s, int) for s in steps)
-        and 0 <= steps[0] < steps[1]))
+  '(first, last), such as (100, 105) for five steps, a ProfileConfig or None',
+  lambda steps: (
+    steps is None
+    or isinstance(steps, ProfileConfig)
+    or (
+      isinstance(steps, (list, tuple))
+      and len(steps) == 2
+      and all(isinstance(s, int) for s in steps)
+      and 0 <= steps[0] < steps[1]
+    )
+  ),
+)
 _NUMBERS = checks.Expectation(
-    'a list of integers >= 0', lambda numbers: isinstance(numbers, (list, tuple)) and len(numbers) > 0 and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers))
+  'a list of integers >= 0',
+  lambda numbers: (
+    isinstance(numbers, (list, tuple))
+    and len(numbers) > 0
+    and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +60,14 @@ class ProfileConfig:
 
   def __post_init__(self):
     checks.check(
-        'ProfileConfig', vars(self), start_steps=_NUMBERS, num_steps=checks.number(at_least=1, integer=True),
-        processes=_NUMBERS.or_none(), host_tracer_level=checks.one_of((0, 1, 2, 3)),
-        python_tracer_level=checks.one_of((0, 1)))
+      'ProfileConfig',
+      vars(self),
+      start_steps=_NUMBERS,
+      num_steps=checks.number(at_least=1, integer=True),
+      processes=_NUMBERS.or_none(),
+      host_tracer_level=checks.one_of((0, 1, 2, 3)),
+      python_tracer_level=checks.one_of((0, 1)),
+    )
 
 
 class StepProfiler:
@@ -71,7 +89,9 @@ class StepProfiler:
       steps = ProfileConfig(start_steps=[steps[0]], num_steps=steps[1] - steps[0])
     self._cfg = steps
     self._folder = folder
-    self._local: tempfile.TemporaryDirectory | None = None  # of the running profile, if `folder` is in a store
+    self._local: tempfile.TemporaryDirectory | None = (
+      None  # of the running profile, if `folder` is in a store
+    )
     self._starts, self._skipped = [], []
     for start in sorted(set(steps.start_steps)) if steps else ():
       is_too_close = self._starts and start < self._starts[-1] + steps.num_steps
@@ -90,16 +110,29 @@ class StepProfiler:
     """
     for start in self._starts:
       if not start_step <= start < start + self._cfg.num_steps <= last_step:
-        raise checks.invalid('train', 'profile_steps', f'within the steps of the run, {start_step} to {last_step}',
-                             (start, start + self._cfg.num_steps), 'Choose other steps, or raise TRAIN_STEPS.')
+        raise checks.invalid(
+          'train',
+          'profile_steps',
+          f'within the steps of the run, {start_step} to {last_step}',
+          (start, start + self._cfg.num_steps),
+          'Choose other steps, or raise TRAIN_STEPS.',
+        )
     if self._cfg is not None and self._cfg.processes is not None:
-      checks.check('ProfileConfig', vars(self._cfg), processes=checks.Expectation(
+      checks.check(
+        'ProfileConfig',
+        vars(self._cfg),
+        processes=checks.Expectation(
           f'indices of processes of the run, below {jax.process_count()}',
-          lambda processes: max(processes) < jax.process_count()))
+          lambda processes: max(processes) < jax.process_count(),
+        ),
+      )
     if self._skipped:
       logging.getLogger(__name__).warning(
-          'No profile starts after step %s: each must start at least %d steps after the previous one '
-          '(`ProfileConfig.num_steps`).', ', '.join(f'{step:,}' for step in self._skipped), self._cfg.num_steps)
+        'No profile starts after step %s: each must start at least %d steps after the previous one '
+        '(`ProfileConfig.num_steps`).',
+        ', '.join(f'{step:,}' for step in self._skipped),
+        self._cfg.num_steps,
+      )
 
   @property
   def pause_steps(self) -> tuple[int, ...]:
@@ -113,7 +146,9 @@ class StepProfiler:
       step: number of dispatched steps.
       wait_fn: waits for these steps, so that they are not in the profile.
     """
-    is_chosen = step in self._starts and (self._cfg.processes is None or jax.process_index() in self._cfg.processes)
+    is_chosen = step in self._starts and (
+      self._cfg.processes is None or jax.process_index() in self._cfg.processes
+    )
     if not is_chosen or self._start is not None:
       return
     wait_fn()
@@ -125,7 +160,9 @@ class StepProfiler:
     try:
       if files.is_remote(self._folder):
         self._local = tempfile.TemporaryDirectory(prefix='t5x_lite-profile-')
-      jax.profiler.start_trace(self._local.name if self._local else self._folder, profiler_options=options)
+      jax.profiler.start_trace(
+        self._local.name if self._local else self._folder, profiler_options=options
+      )
     except (OSError, RuntimeError) as error:  # e.g. another profile is running
       _warn('started', step, error)
       if self._local is not None:
@@ -134,7 +171,8 @@ class StepProfiler:
       return
     self._start = step
     logging.getLogger(__name__).info(
-        'Profiling the steps %s to %s.', f'{step + 1:,}', f'{step + self._cfg.num_steps:,}')
+      'Profiling the steps %s to %s.', f'{step + 1:,}', f'{step + self._cfg.num_steps:,}'
+    )
 
   def after(self, step: int, wait_fn: Callable[[], None]) -> None:
     """End the profile if it ends at `step`, which was dispatched, after `wait_fn` has waited for it."""
@@ -154,9 +192,10 @@ class StepProfiler:
         return
       path = os.path.join(self._folder, 'plugins', 'profile', f'step_{start}')
       logging.getLogger(__name__).info(
-          'The profile is in %s. Open it with `tensorboard --logdir=%s`, or a file *.trace.json.gz in Perfetto.',
-          path, self._folder)
-
+        'The profile is in %s. Open it with `tensorboard --logdir=%s`, or a file *.trace.json.gz in Perfetto.',
+        path,
+        self._folder,
+      )
 
   def _upload(self) -> None:
     if self._local is None:
@@ -165,10 +204,16 @@ class StepProfiler:
       self._local, local = None, pathlib.Path(name)
       for path in local.rglob('*'):
         if path.is_file():
-          files.write(files.path(self._folder) / path.relative_to(local).as_posix(), path.read_bytes())
+          files.write(
+            files.path(self._folder) / path.relative_to(local).as_posix(), path.read_bytes()
+          )
 
 
 def _warn(what: str, step: int, error: Exception) -> None:
   logging.getLogger(__name__).warning(
-      'The profile that starts after step %s was not %s (%s: %s). Training continues.', f'{step:,}', what,
-      type(error).__name__, error)
+    'The profile that starts after step %s was not %s (%s: %s). Training continues.',
+    f'{step:,}',
+    what,
+    type(error).__name__,
+    error,
+  )

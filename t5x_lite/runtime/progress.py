@@ -33,8 +33,15 @@ class Progress:
     step: number of completed steps, for the prefix of lines; None if unknown.
   """
 
-  def __init__(self, *, enabled: bool = True, stream: TextIO | None = None, clock=time.monotonic, unit: str = 'step',
-               process: int | None = None):
+  def __init__(
+    self,
+    *,
+    enabled: bool = True,
+    stream: TextIO | None = None,
+    clock=time.monotonic,
+    unit: str = 'step',
+    process: int | None = None,
+  ):
     """Start the clock; the number of steps is unknown until `begin`.
 
     Args:
@@ -49,7 +56,9 @@ class Progress:
     self._process = process
     self._stream = sys.stderr if stream is None else stream
     logger = logging.getLogger('t5x_lite')
-    same = [handler for handler in logger.handlers if getattr(handler, 'stream', None) is self._stream]
+    same = [
+      handler for handler in logger.handlers if getattr(handler, 'stream', None) is self._stream
+    ]
     self._enabled = enabled and all(each.level <= logging.INFO for each in (logger, *same))
     self._clock = clock
     self._in_place = self._enabled and self._stream.isatty()
@@ -67,7 +76,11 @@ class Progress:
     if not self._enabled:
       return False
     now = self._clock()
-    interval = _REDRAW_SECONDS if self._in_place else max(_LINE_SECONDS, _LINE_FRACTION * (now - self._started))
+    interval = (
+      _REDRAW_SECONDS
+      if self._in_place
+      else max(_LINE_SECONDS, _LINE_FRACTION * (now - self._started))
+    )
     return now - self._drawn_at >= interval
 
   def begin(self, total_steps: int, first_step: int, *, tokens_per_step: int = 0) -> None:
@@ -111,7 +124,9 @@ class Progress:
       parts = [f'{self._unit} {step:,}']
     parts += [f'{name} {format_number(value)}' for name, value in values.items()]
     if self._rate:
-      parts.append(f'{format_number(self._rate)} {self._unit}{"es" if self._unit.endswith("ch") else "s"}/s')
+      parts.append(
+        f'{format_number(self._rate)} {self._unit}{"es" if self._unit.endswith("ch") else "s"}/s'
+      )
       if self._tokens_per_step:
         parts.append(f'{format_number(self._rate * self._tokens_per_step)} tokens/s')
     if done > 0 and step < self._total:
@@ -199,6 +214,6 @@ class Progress:
     if keep:
       line = self.prefix(line) + line
     columns = shutil.get_terminal_size().columns
-    shown = line if len(line) < columns else line[:max(columns - 2, 0)] + '…'
+    shown = line if len(line) < columns else line[: max(columns - 2, 0)] + '…'
     print(f'\r{shown}\x1b[K', end='\n' if keep else '', file=self._stream, flush=True)
     self._line = '' if keep else line

@@ -19,8 +19,10 @@ def format_stacks() -> str:
   # A copy, since other threads may start or end threads.
   for ident, frame in list(sys._current_frames().items()):
     lines.append(f'Thread {names.get(ident, ident)!r}, innermost frame first:')
-    lines += [f'  File "{f.f_code.co_filename}", line {line} in {f.f_code.co_name}'
-              for f, line in traceback.walk_stack(frame)]
+    lines += [
+      f'  File "{f.f_code.co_filename}", line {line} in {f.f_code.co_name}'
+      for f, line in traceback.walk_stack(frame)
+    ]
   return '\n'.join(lines)
 
 

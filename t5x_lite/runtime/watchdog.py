@@ -33,7 +33,8 @@ class _Activity:
   max_seconds: float | None
   warning_seconds: float
   durations: collections.deque[float] = dataclasses.field(
-      default_factory=lambda: collections.deque(maxlen=_NUM_DURATIONS))
+    default_factory=lambda: collections.deque(maxlen=_NUM_DURATIONS)
+  )
 
   def is_late(self, seconds: float) -> bool:
     """Return whether this duration requires a warning."""
@@ -53,12 +54,18 @@ class Watchdog:
   restoring and waiting for training data are not watched either.
   """
 
-  def __init__(self, max_step_seconds: float | None = None, on_timeout: Callable[[str], None] | None = None, *,
-               max_evaluation_seconds: float | None = None, max_saving_seconds: float | None = None,
-               on_warning: Callable[[str], None] = print_stacks,
-               phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-               others_fn: Callable[[], str] = lambda: '',
-               warning_seconds: Mapping[str, float] = WARNING_SECONDS):
+  def __init__(
+    self,
+    max_step_seconds: float | None = None,
+    on_timeout: Callable[[str], None] | None = None,
+    *,
+    max_evaluation_seconds: float | None = None,
+    max_saving_seconds: float | None = None,
+    on_warning: Callable[[str], None] = print_stacks,
+    phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    others_fn: Callable[[], str] = lambda: '',
+    warning_seconds: Mapping[str, float] = WARNING_SECONDS,
+  ):
     """Configure the watchdog; the first `watching` starts the thread.
 
     Args:
@@ -77,15 +84,33 @@ class Watchdog:
     """
     seconds = checks.number(above=0).or_none()
     checks.check(
-        'train', locals(), max_step_seconds=seconds, max_evaluation_seconds=seconds, max_saving_seconds=seconds)
+      'train',
+      locals(),
+      max_step_seconds=seconds,
+      max_evaluation_seconds=seconds,
+      max_saving_seconds=seconds,
+    )
     self._activities = {
-        'compiling': None,
-        'step': _Activity('step', 'max_step_seconds', max_step_seconds, warning_seconds['step']),
-        'evaluation': _Activity('batch of an evaluation', 'max_evaluation_seconds', max_evaluation_seconds,
-                                warning_seconds['evaluation']),
-        'saving': _Activity('save', 'max_saving_seconds', max_saving_seconds, warning_seconds['saving'])}
-    limits = [*warning_seconds.values(), *(limit for limit in (
-        max_step_seconds, max_evaluation_seconds, max_saving_seconds) if limit is not None)]
+      'compiling': None,
+      'step': _Activity('step', 'max_step_seconds', max_step_seconds, warning_seconds['step']),
+      'evaluation': _Activity(
+        'batch of an evaluation',
+        'max_evaluation_seconds',
+        max_evaluation_seconds,
+        warning_seconds['evaluation'],
+      ),
+      'saving': _Activity(
+        'save', 'max_saving_seconds', max_saving_seconds, warning_seconds['saving']
+      ),
+    }
+    limits = [
+      *warning_seconds.values(),
+      *(
+        limit
+        for limit in (max_step_seconds, max_evaluation_seconds, max_saving_seconds)
+        if limit is not None
+      ),
+    ]
     self._period = min(min(limits) / _CHECKS_PER_LIMIT, _MAX_PERIOD)
     self._on_timeout = on_timeout or _print_stacks_and_exit
     self._on_warning = on_warning
@@ -155,14 +180,16 @@ class Watchdog:
       after = '' if step is None else f' after step {step}'
       if activity.max_seconds is not None and seconds >= activity.max_seconds:
         self._on_timeout(
-            f'Watchdog: no {activity.noun} was completed within {activity.max_seconds:g} seconds{after}. Raise '
-            f'{activity.option} if this duration is normal, otherwise rerun the command.{self._others()}')
+          f'Watchdog: no {activity.noun} was completed within {activity.max_seconds:g} seconds{after}. Raise '
+          f'{activity.option} if this duration is normal, otherwise rerun the command.{self._others()}'
+        )
         seconds = float('-inf')  # Once per hang.
       elif not warned and activity.is_late(seconds):
         warned = True
         self._on_warning(
-            f'warning: Watchdog: no {activity.noun} was completed within {seconds:.3g} seconds{after}. The run '
-            f'continues to wait; set `{activity.option}` to limit the wait.{self._others()}')
+          f'warning: Watchdog: no {activity.noun} was completed within {seconds:.3g} seconds{after}. The run '
+          f'continues to wait; set `{activity.option}` to limit the wait.{self._others()}'
+        )
 
 
 def awake_seconds(elapsed: float, expected: float) -> float:

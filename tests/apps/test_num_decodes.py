@@ -14,8 +14,11 @@ from tests.apps.common import cloze_run
 
 _METHOD = '--gin.models.EncoderDecoderModel.predict_batch_with_aux'
 _LENGTHS = {'inputs': 16, 'targets': 4}
-_MODEL = ['--gin_file=recipes/keyword_cloze.gin', *(f'--gin.{each}' for each in cloze_run.bindings(_LENGTHS)),
-          '--gin.BATCH_SIZE=8']
+_MODEL = [
+  '--gin_file=recipes/keyword_cloze.gin',
+  *(f'--gin.{each}' for each in cloze_run.bindings(_LENGTHS)),
+  '--gin.BATCH_SIZE=8',
+]
 _BEAM = '--gin.models.EncoderDecoderModel.decode_fn=@decoding.beam_search'
 
 
@@ -45,11 +48,24 @@ def test_bound_decodes_reach_decoding(command, run, tmp_path, monkeypatch, capsy
   (tmp_path / 'in.txt').write_text('x\ny\n')
   few = '--gin.evaluation.InferenceEvalConfig.num_examples=8'
   arguments = {
-      'train': [*_MODEL, f'--gin.MODEL_DIR={tmp_path}/run', '--gin.TRAIN_STEPS=1', '--gin.EVAL_STEPS=1', '--dry_run'],
-      'eval': [run, few, f'--gin.EVAL_OUTPUT_DIR={tmp_path}/eval'],
-      'infer': [run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl'],
-      'chat': [run], 'export': [run, f'--gin.MODEL_OUTPUT_DIR={tmp_path}']}[command]
-  assert cli.main([command, *arguments, _BEAM, f'{_METHOD}.num_decodes=3', f'{_METHOD}.return_all_decodes=True']) == 0
+    'train': [
+      *_MODEL,
+      f'--gin.MODEL_DIR={tmp_path}/run',
+      '--gin.TRAIN_STEPS=1',
+      '--gin.EVAL_STEPS=1',
+      '--dry_run',
+    ],
+    'eval': [run, few, f'--gin.EVAL_OUTPUT_DIR={tmp_path}/eval'],
+    'infer': [run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl'],
+    'chat': [run],
+    'export': [run, f'--gin.MODEL_OUTPUT_DIR={tmp_path}'],
+  }[command]
+  assert (
+    cli.main(
+      [command, *arguments, _BEAM, f'{_METHOD}.num_decodes=3', f'{_METHOD}.return_all_decodes=True']
+    )
+    == 0
+  )
   assert set(found) == {3}
   if command == 'infer':
     rows = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
@@ -58,11 +74,27 @@ def test_bound_decodes_reach_decoding(command, run, tmp_path, monkeypatch, capsy
 
 
 def test_greedy_search_rejects_decodes_before_the_run(tmp_path, capsys):
-  assert cli.main(['train', *_MODEL, f'--gin.MODEL_DIR={tmp_path}/run', '--gin.TRAIN_STEPS=1',
-                   f'{_METHOD}.num_decodes=3']) == 2
+  assert (
+    cli.main(
+      [
+        'train',
+        *_MODEL,
+        f'--gin.MODEL_DIR={tmp_path}/run',
+        '--gin.TRAIN_STEPS=1',
+        f'{_METHOD}.num_decodes=3',
+      ]
+    )
+    == 2
+  )
   message = capsys.readouterr().err
-  assert '`num_decodes` must be' in message and 'got 3' in message and 'decode_fn=greedy_search' in message
-  assert 'Compiled the training step' not in message and not list((tmp_path / 'run').glob('checkpoint_*'))
+  assert (
+    '`num_decodes` must be' in message
+    and 'got 3' in message
+    and 'decode_fn=greedy_search' in message
+  )
+  assert 'Compiled the training step' not in message and not list(
+    (tmp_path / 'run').glob('checkpoint_*')
+  )
 
 
 def test_a_bound_method_keeps_the_declarations_of_the_class(tmp_path):

@@ -10,7 +10,9 @@ P = jax.sharding.PartitionSpec
 
 
 def mesh(data=4, model=2):
-  return jax.make_mesh((data, model), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  return jax.make_mesh(
+    (data, model), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
 
 
 def sharding(spec=P(), on=None):
@@ -21,9 +23,9 @@ def flat_numpy(step, seed=0):
   """A training state in the names that the train state gives, as NumPy; different at each step."""
   rng = np.random.default_rng([seed, step])
   params = {
-      'token_embedder/embedding': rng.standard_normal((16, 8), np.float32),
-      'encoder/layers_0/mlp/wi/kernel': rng.standard_normal((8, 24), np.float32),
-      'decoder/decoder_norm/scale': rng.standard_normal((8,), np.float32),
+    'token_embedder/embedding': rng.standard_normal((16, 8), np.float32),
+    'encoder/layers_0/mlp/wi/kernel': rng.standard_normal((8, 24), np.float32),
+    'decoder/decoder_norm/scale': rng.standard_normal((8,), np.float32),
   }
   state = {f'target/{name}': value for name, value in params.items()}
   for moment in ('mu', 'nu'):
@@ -42,7 +44,9 @@ def flat_specs():
 
 def shardings(on=None):
   on = on or mesh()
-  return tree_utils.unflatten_dict({name: sharding(spec, on) for name, spec in flat_specs().items()})
+  return tree_utils.unflatten_dict(
+    {name: sharding(spec, on) for name, spec in flat_specs().items()}
+  )
 
 
 def state(step, seed=0, on=None):
@@ -68,5 +72,7 @@ def assert_same(tree, flat_expected):
 
 def big_state(value, num=4, size=512):
   """Arrays of one value, for tests in which a save should take a while."""
-  return {'target': {f'w{i}': jnp.full((size, size), value, jnp.float32) for i in range(num)},
-          'state': {'step': jnp.int32(value)}}
+  return {
+    'target': {f'w{i}': jnp.full((size, size), value, jnp.float32) for i in range(num)},
+    'state': {'step': jnp.int32(value)},
+  }

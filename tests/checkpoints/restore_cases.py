@@ -11,9 +11,12 @@ Restore = checkpoints.RestoreCheckpointConfig
 
 def restore(saved, target=None, **kwargs):
   """Restore step 2 with the config arguments among `kwargs`."""
-  cfg = Restore(str(saved), **{k: kwargs.pop(k) for k in list(kwargs) if k in Restore.__dataclass_fields__})
+  cfg = Restore(
+    str(saved), **{k: kwargs.pop(k) for k in list(kwargs) if k in Restore.__dataclass_fields__}
+  )
   return checkpoints.restore_checkpoint(
-      saved / 'checkpoint_2', states.target() if target is None else target, restore_cfg=cfg, **kwargs)
+    saved / 'checkpoint_2', states.target() if target is None else target, restore_cfg=cfg, **kwargs
+  )
 
 
 def flat_target(**changes):

@@ -24,9 +24,12 @@ def test_at_every_time_of_a_commit_the_old_or_the_new_checkpoint_is_complete(tmp
   watching = threading.Event()
 
   def hook(event, args):
-    if (watching.is_set() and event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'open')
-        and (str(run) in str(args[0]) or event in ('os.remove', 'os.rmdir'))
-        and re.fullmatch(r'checkpoint-\d+', threading.current_thread().name)):
+    if (
+      watching.is_set()
+      and event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'open')
+      and (str(run) in str(args[0]) or event in ('os.remove', 'os.rmdir'))
+      and re.fullmatch(r'checkpoint-\d+', threading.current_thread().name)
+    ):
       watching.clear()  # The copy itself is not to be watched.
       copy = tmp_path / f'copy_{len(snapshots)}'
       shutil.copytree(run, copy)
@@ -60,15 +63,19 @@ def test_at_every_time_of_a_commit_the_old_or_the_new_checkpoint_is_complete(tmp
     for step in checkpoints.all_steps(copy):
       checkpoints.verify_checkpoint(copy / f'checkpoint_{step}')
     loaded = checkpoints.load(copy / f'checkpoint_{newest}')
-    seed = int(not np.array_equal(loaded['target']['decoder']['decoder_norm']['scale'],
-                                  states.flat_numpy(newest)['target/decoder/decoder_norm/scale']))
+    seed = int(
+      not np.array_equal(
+        loaded['target']['decoder']['decoder_norm']['scale'],
+        states.flat_numpy(newest)['target/decoder/decoder_norm/scale'],
+      )
+    )
     states.assert_same(loaded, states.flat_numpy(newest, seed))
     seen.add((newest, seed))
     shutil.rmtree(copy)
   assert seen == {(1, 0), (2, 0), (2, 1), (3, 0)}
 
 
-SAVER = '''
+SAVER = """
     import sys
     import jax.numpy as jnp, numpy as np
     from t5x_lite import checkpoints
@@ -91,7 +98,7 @@ SAVER = '''
         manager.forget_after(step - 1)
         manager.save(step, state(step), data_state={'position': b'%d' % step})
       step += 1
-    '''
+    """
 
 
 def kill_at_random_moments(directory, num_kills, caplog):
@@ -102,7 +109,9 @@ def kill_at_random_moments(directory, num_kills, caplog):
   for number in range(num_kills):
     saver = processes.start(SAVER, directory)
     assert saver.stdout.readline() == 'ready\n'
-    if newest < 0 and number == num_kills - 1:  # A slow machine may have committed nothing before any kill.
+    if (
+      newest < 0 and number == num_kills - 1
+    ):  # A slow machine may have committed nothing before any kill.
       newest = int(saver.stdout.readline())
     time.sleep(rng.uniform(0.0, 0.8))
     saver.kill()
@@ -123,7 +132,8 @@ def kill_at_random_moments(directory, num_kills, caplog):
       assert 'damaged' not in caplog.text
       for step in checkpoints.all_steps(copy):
         restored = checkpoints.restore_checkpoint(
-            copy / f'checkpoint_{step}', checkpoints.load(copy / f'checkpoint_{step}'))
+          copy / f'checkpoint_{step}', checkpoints.load(copy / f'checkpoint_{step}')
+        )
         assert restored.is_verified and restored.step == step == restored.state['state']['step']
         for leaf in restored.state['target'].values():
           np.testing.assert_array_equal(leaf, np.full((256, 1024), step, np.float32))
@@ -131,7 +141,9 @@ def kill_at_random_moments(directory, num_kills, caplog):
           assert restored.data_state == {'position': b'%d' % step}
       leftover = [n for n in os.listdir(copy) if n != '.lock' and not checkpoints.all_steps(copy)]
       assert leftover == []
-    assert all(n == '.lock' or n.removeprefix('checkpoint_').isdigit() for n in os.listdir(copy)), os.listdir(copy)
+    assert all(n == '.lock' or n.removeprefix('checkpoint_').isdigit() for n in os.listdir(copy)), (
+      os.listdir(copy)
+    )
     shutil.rmtree(copy)
   assert newest >= 0
   return newest

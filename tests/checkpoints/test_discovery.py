@@ -32,8 +32,11 @@ def test_names_on_disk(tmp_path):
 
 def test_leftovers_of_dead_runs(tmp_path):
   save(tmp_path, [1, 2, 3])
-  for old, new in (('checkpoint_2', 'checkpoint_2.deleted-1'), ('checkpoint_3', 'checkpoint_3.replaced-checkpoint_3'),
-                   ('checkpoint_1', 'checkpoint_1')):
+  for old, new in (
+    ('checkpoint_2', 'checkpoint_2.deleted-1'),
+    ('checkpoint_3', 'checkpoint_3.replaced-checkpoint_3'),
+    ('checkpoint_1', 'checkpoint_1'),
+  ):
     (tmp_path / old).rename(tmp_path / new)
   (tmp_path / 'checkpoint_4.tmp-00ab-1/state').mkdir(parents=True)
   shutil.copytree(tmp_path / 'checkpoint_1', tmp_path / 'checkpoint_1.replaced-x')
@@ -43,5 +46,10 @@ def test_leftovers_of_dead_runs(tmp_path):
   assert len(os.listdir(tmp_path)) == 8
   checkpoints.lock_model_dir(tmp_path).release()
   # The one that was set aside, and whose successor never came, has its name back.
-  assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_1', 'checkpoint_3', 'checkpoint_backup']
+  assert sorted(os.listdir(tmp_path)) == [
+    '.lock',
+    'checkpoint_1',
+    'checkpoint_3',
+    'checkpoint_backup',
+  ]
   assert checkpoints.newest_sound_step(tmp_path) == 3

@@ -16,7 +16,9 @@ def test_values_of_our_runs(tmp_path):
   for step, value in ((1, 0.25), (2, 0.5), (2, 0.75), (3, 1.0)):
     writer.write_scalars(step, {'exact/match': value})
   writer.close()
-  found = checkpoints.populate_metrics_for_steps(tmp_path, 'inference_eval/task/exact/match', [1, 2, 4])
+  found = checkpoints.populate_metrics_for_steps(
+    tmp_path, 'inference_eval/task/exact/match', [1, 2, 4]
+  )
   assert found == {1: 0.25, 2: 0.75}
   assert checkpoints.populate_metrics_for_steps(tmp_path, 'inference_eval/task/other', [1]) == {}
   assert checkpoints.populate_metrics_for_steps(tmp_path / 'nothing', 'a/b', [1]) == {}
@@ -30,4 +32,7 @@ def test_values_that_t5x_wrote(tmp_path):
   write_event(path, 3, tag='text', tensor={'dtype': 7, 'string_val': [b'accuracy']})
   with path.open('ab') as file:  # the writer was killed
     file.write(b'\x40\x00\x00')
-  assert checkpoints.populate_metrics_for_steps(tmp_path, 'train/accuracy', range(9)) == {1: 0.5, 2: 1.0}
+  assert checkpoints.populate_metrics_for_steps(tmp_path, 'train/accuracy', range(9)) == {
+    1: 0.5,
+    2: 1.0,
+  }

@@ -37,11 +37,15 @@ def short_times(monkeypatch):
 def test_a_second_owner_is_rejected_until_the_release(store):
   with checkpoints.lock_model_dir(store.root) as held:
     held.check()
-    with pytest.raises(errors.DirectoryInUseError, match=r"in use by process \d+ on host .*, since 20"):
+    with pytest.raises(
+      errors.DirectoryInUseError, match=r'in use by process \d+ on host .*, since 20'
+    ):
       _take(store)
     with checkpoints.lock_model_dir(store.root) as again:  # the same run
       assert again is held
-    assert lock._read_checksum(files.path(store.root)) is not None  # what the other processes of a run compare
+    assert (
+      lock._read_checksum(files.path(store.root)) is not None
+    )  # what the other processes of a run compare
   assert store.names() == []
   _take(store).release()
 
@@ -65,15 +69,25 @@ def test_one_of_many_wins(store):
 
 
 def test_the_lease_of_a_killed_process(store):
-  with subprocess.Popen([sys.executable, '-c', _HOLD, store.root], stdout=subprocess.PIPE, text=True,
-                        env={**os.environ, **store.env}) as owner:
+  with subprocess.Popen(
+    [sys.executable, '-c', _HOLD, store.root],
+    stdout=subprocess.PIPE,
+    text=True,
+    env={**os.environ, **store.env},
+  ) as owner:
     assert owner.stdout.readline() == 'held\n'
     owner.kill()
   start = time.monotonic()
   _take(store).release()  # this machine knows that the process has ended
   assert time.monotonic() - start < 1.5
   # Of another machine nothing is known, so the lease must expire.
-  elsewhere = {'pid': 1, 'host': 'other', 'machine': 'other', 'since': '2026-01-01 00:00:00', 'renewed': 3}
+  elsewhere = {
+    'pid': 1,
+    'host': 'other',
+    'machine': 'other',
+    'since': '2026-01-01 00:00:00',
+    'renewed': 3,
+  }
   (files.path(store.root) / '.lock').write_text(json.dumps(elsewhere))
   start = time.monotonic()
   _take(store).release()
@@ -98,7 +112,9 @@ def test_an_owner_that_was_cut_off_for_too_long(s3_store):
   cut_off._thread.join()
   cut_off._stopped.clear()
   other = _take(s3_store)
-  with pytest.raises(errors.DirectoryInUseError, match='took the lease .* could not renew it for 2 seconds'):
+  with pytest.raises(
+    errors.DirectoryInUseError, match='took the lease .* could not renew it for 2 seconds'
+  ):
     cut_off.check()
   cut_off.release()
   other.check()

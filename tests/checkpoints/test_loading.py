@@ -46,21 +46,34 @@ def test_options_of_load(saved):
   assert checkpoints.find_checkpoint(saved) == str(saved / 'checkpoint_2')
   loaded = checkpoints.load_t5x_checkpoint(saved, 1, [only_target], restore_dtype='bfloat16')
   flat = tree_utils.flatten_dict(loaded)
-  expected = {name: value for name, value in states.flat_numpy(1).items() if name.startswith('target/')}
-  assert {name: leaf.dtype.name for name, leaf in flat.items()} == dict.fromkeys(expected, 'bfloat16')
-  with pytest.raises(errors.ConfigError, match='lazy_parameters` must be False, got True. To read .*read_array'):
+  expected = {
+    name: value for name, value in states.flat_numpy(1).items() if name.startswith('target/')
+  }
+  assert {name: leaf.dtype.name for name, leaf in flat.items()} == dict.fromkeys(
+    expected, 'bfloat16'
+  )
+  with pytest.raises(
+    errors.ConfigError, match='lazy_parameters` must be False, got True. To read .*read_array'
+  ):
     checkpoints.load_t5x_checkpoint(saved, lazy_parameters=True)
-  with pytest.raises(errors.ConfigError, match='state_transformation_fns` must be empty with remap=False'):
+  with pytest.raises(
+    errors.ConfigError, match='state_transformation_fns` must be empty with remap=False'
+  ):
     checkpoints.load_t5x_checkpoint(saved, state_transformation_fns=[only_target], remap=False)
   with pytest.raises(errors.CheckpointError, match='checkpoint_9'):
     checkpoints.find_checkpoint(saved, 9)
 
 
 def test_types(t5x_runs, saved, tmp_path, caplog):
-  assert checkpoints.detect_checkpoint_type(t5x_runs['t5x'] / 'checkpoint_7' / 'checkpoint') is Types.T5X
+  assert (
+    checkpoints.detect_checkpoint_type(t5x_runs['t5x'] / 'checkpoint_7' / 'checkpoint') is Types.T5X
+  )
   assert checkpoints.detect_checkpoint_type(t5x_runs['t5x_orbax'] / 'checkpoint_7') is Types.ORBAX
   with caplog.at_level(logging.WARNING):
-    assert checkpoints.detect_checkpoint_type(saved / 'checkpoint_1' / 'checkpoint', Types.ORBAX) is Types.ORBAX
+    assert (
+      checkpoints.detect_checkpoint_type(saved / 'checkpoint_1' / 'checkpoint', Types.ORBAX)
+      is Types.ORBAX
+    )
     assert not caplog.messages
     checkpoints.detect_checkpoint_type(saved / 'checkpoint_1', Types.T5X)
   assert 'of the format ORBAX; expected T5X' in caplog.text
@@ -74,7 +87,9 @@ def test_types(t5x_runs, saved, tmp_path, caplog):
 def test_the_index_of_t5x_is_not_mistaken_for_a_folder_of_that_name(tmp_path, t5x_runs):
   copy = tmp_path / 'checkpoint'
   shutil.copytree(t5x_runs['t5x'] / 'checkpoint_7', copy)
-  assert loading.folder_of(copy) == str(copy) and loading.folder_of(copy / 'checkpoint') == str(copy)
+  assert loading.folder_of(copy) == str(copy) and loading.folder_of(copy / 'checkpoint') == str(
+    copy
+  )
   assert checkpoints.detect_checkpoint_type(copy) is Types.T5X
 
 
@@ -90,6 +105,7 @@ def test_restore_parameters_are_those_of_orbax(tmp_path):
 
 def test_specs_of_tensorstore_are_in_state_dicts():
   import tensorstore as ts
+
   spec = ts.Spec({'driver': 'zarr', 'kvstore': 'memory://', 'path': 'a'})
   loading.register_ts_spec_for_serialization()
   state = serialization.to_state_dict({'kernel': spec})
@@ -97,12 +113,21 @@ def test_specs_of_tensorstore_are_in_state_dicts():
   assert serialization.from_state_dict({'kernel': spec}, state) == {'kernel': spec}
 
 
-@pytest.mark.parametrize('options, message', [
+@pytest.mark.parametrize(
+  'options, message',
+  [
     ({'restore_dtype': 'int8'}, "restore_dtype` must be a floating dtype .*got 'int8'"),
     ({'restore_dtype': 'foo'}, "restore_dtype` must be a floating dtype .*got 'foo'"),
-    ({'state_transformation_fns': 3}, 'state_transformation_fns` must be a sequence of functions, got 3'),
-    ({'state_transformation_fns': [lambda state: state]}, 'must be a function of .state_dict, target_state_dict'),
-])
+    (
+      {'state_transformation_fns': 3},
+      'state_transformation_fns` must be a sequence of functions, got 3',
+    ),
+    (
+      {'state_transformation_fns': [lambda state: state]},
+      'must be a function of .state_dict, target_state_dict',
+    ),
+  ],
+)
 def test_invalid_options_of_load_t5x_checkpoint(t5x_runs, options, message):
   with pytest.raises(errors.ConfigError, match=message):
     checkpoints.load_t5x_checkpoint(t5x_runs['t5x'], **options)

@@ -15,7 +15,8 @@ from tests import processes
 
 def test_the_lock_names_its_holder_and_ends_with_it(tmp_path):
   # The holder has forked a child, which outlasts it with a copy of its open files. This must not keep the lock.
-  holder = processes.start('''
+  holder = processes.start(
+    """
       import os, sys, time, warnings
       from t5x_lite import checkpoints
       warnings.simplefilter('ignore')
@@ -24,10 +25,14 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path):
       if not child:  # it has closed its copy
         print(os.getpid(), flush=True)
       time.sleep(120)
-      ''', tmp_path / 'run')
+      """,
+    tmp_path / 'run',
+  )
   child = int(holder.stdout.readline())
   try:
-    with pytest.raises(errors.DirectoryInUseError, match=f'in use by process {holder.pid} on host .* MODEL_DIR') as e:
+    with pytest.raises(
+      errors.DirectoryInUseError, match=f'in use by process {holder.pid} on host .* MODEL_DIR'
+    ) as e:
       checkpoints.lock_model_dir(tmp_path / 'run')
     assert e.value.exit_code == 5
     with pytest.raises(errors.DirectoryInUseError, match=str(tmp_path / 'run')):
@@ -38,7 +43,9 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path):
     os.kill(child, 0)  # The child is still running.
     with checkpoints.lock_model_dir(tmp_path / 'run') as lock:
       assert lock.held
-      assert json.loads((tmp_path / 'run' / lock_lib.LOCK_FILENAME).read_text())['pid'] == os.getpid()
+      assert (
+        json.loads((tmp_path / 'run' / lock_lib.LOCK_FILENAME).read_text())['pid'] == os.getpid()
+      )
   finally:
     holder.kill()
     holder.wait()
@@ -49,7 +56,9 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path):
 def test_a_directory_that_cannot_be_tidied_up_is_not_kept_locked(tmp_path, monkeypatch):
   (tmp_path / 'checkpoint_1.tmp-x').mkdir()
   with monkeypatch.context() as patch:
-    patch.setattr(shutil, 'rmtree', lambda path: (_ for _ in ()).throw(PermissionError(13, 'Permission denied')))
+    patch.setattr(
+      shutil, 'rmtree', lambda path: (_ for _ in ()).throw(PermissionError(13, 'Permission denied'))
+    )
     with pytest.raises(errors.CheckpointError, match='cannot be written'):
       checkpoints.lock_model_dir(tmp_path)
   lock = checkpoints.lock_model_dir(tmp_path)
@@ -62,7 +71,7 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
   with checkpoints.lock_model_dir(str(tmp_path) + '/../' + tmp_path.name) as second:
     assert second is first
   assert first.held
-  probe = '''
+  probe = """
       import sys
       from t5x_lite import checkpoints, errors
       for _ in range(2):
@@ -72,7 +81,7 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
         except errors.DirectoryInUseError:
           print('held', flush=True)
         sys.stdin.readline()
-      '''
+      """
   other = processes.start(probe, tmp_path, stdin=subprocess.PIPE)
   assert other.stdout.readline() == 'held\n'
   first.release()

@@ -33,8 +33,13 @@ def test_round_trip_from_step_0(tmp_path, with_shardings):
   data_state = {'iterator/position': b'\x00\xff' * 50, '..': b'', 'ü': b'x'}
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     assert manager.latest_step() is None
-    assert manager.save(0, states.state(0), data_state=data_state, metadata={'param_layout': 't5'},
-                        metrics={'loss': 2.5})
+    assert manager.save(
+      0,
+      states.state(0),
+      data_state=data_state,
+      metadata={'param_layout': 't5'},
+      metrics={'loss': 2.5},
+    )
     restored_shardings = states.shardings() if with_shardings else None
     restored = manager.restore(None, states.target(), shardings=restored_shardings)
     assert manager.all_steps() == [0] and manager.latest_step() == 0
@@ -126,7 +131,10 @@ def test_dtype_takes_effect_on_parameters_only(tmp_path):
       assert not np.array_equal(leaf, expected)
       expected = expected.astype(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(leaf, expected)
-  assert checkpoints.load(tmp_path / 'checkpoint_1', dtype='float32')['param_average']['w'].dtype == np.float32
+  assert (
+    checkpoints.load(tmp_path / 'checkpoint_1', dtype='float32')['param_average']['w'].dtype
+    == np.float32
+  )
 
 
 def state_leaf(state, name):
@@ -145,7 +153,9 @@ def test_dataset_state_options(tmp_path):
     restored = checkpoints.restore_checkpoint(tmp_path / f'b/checkpoint_{step}', states.target())
     assert restored.data_state == data_state and restored.is_verified
   cfg = checkpoints.RestoreCheckpointConfig('b', restore_dataset=False)
-  restored = checkpoints.restore_checkpoint(tmp_path / 'b/checkpoint_3', states.target(), restore_cfg=cfg)
+  restored = checkpoints.restore_checkpoint(
+    tmp_path / 'b/checkpoint_3', states.target(), restore_cfg=cfg
+  )
   assert restored.data_state is None
 
 
@@ -186,11 +196,18 @@ def test_save_transformation(tmp_path):
 
   save(tmp_path, [1], Cfg(state_transformation_fns=[drop_moments]))
   loaded = checkpoints.load(tmp_path / 'checkpoint_1')
-  assert set(loaded['state']) == {'step'} and set(loaded['target']) == {'decoder', 'encoder', 'token_embedder'}
+  assert set(loaded['state']) == {'step'} and set(loaded['target']) == {
+    'decoder',
+    'encoder',
+    'token_embedder',
+  }
 
 
 def test_empty_nodes_and_none_come_back_from_the_target(tmp_path):
-  state = {'target': {'w': jnp.ones(3)}, 'state': {'step': jnp.int32(1), 'param_states': {'0': {}, '1': None}}}
+  state = {
+    'target': {'w': jnp.ones(3)},
+    'state': {'step': jnp.int32(1), 'param_states': {'0': {}, '1': None}},
+  }
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     manager.save(1, state)
     restored = manager.restore(1, state)
@@ -219,9 +236,14 @@ def test_a_failed_write_does_not_affect_later_ones(tmp_path, monkeypatch):
   assert checkpoints.all_steps(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize('where', [
-    pytest.param((manifest, 'hash_files'), marks=pytest.mark.full), (files, 'fsync_tree'),
-    pytest.param((manifest, 'write'), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'where',
+  [
+    pytest.param((manifest, 'hash_files'), marks=pytest.mark.full),
+    (files, 'fsync_tree'),
+    pytest.param((manifest, 'write'), marks=pytest.mark.full),
+  ],
+)
 def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where):
   def disk_full(*args):
     raise OSError(errno.ENOSPC, 'No space left on device')
@@ -232,7 +254,9 @@ def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where)
   with monkeypatch.context() as patch:
     patch.setattr(*where, disk_full)
     manager.save(2, states.state(2))
-    with pytest.raises(errors.CheckpointError, match='step 2 could not be written .*disk is full.* free disk space'):
+    with pytest.raises(
+      errors.CheckpointError, match='step 2 could not be written .*disk is full.* free disk space'
+    ):
       manager.save(3, states.state(3))
   # The older one is untouched, nothing half-written is left, and the next save works.
   assert manager.all_steps() == [1] and sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_1']
@@ -250,7 +274,7 @@ def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where)
 
 def test_a_full_disk(tmp_path):
   # The kernel limits the size of files, which fails like a full disk during Orbax's writing.
-  script = textwrap.dedent('''
+  script = textwrap.dedent("""
     import resource, sys
     import jax.numpy as jnp
     from t5x_lite import checkpoints, errors
@@ -271,11 +295,18 @@ def test_a_full_disk(tmp_path):
     print(manager.all_steps())
     manager.save(3, state)
     manager.close()
-  ''')
-  done = subprocess.run([sys.executable, '-W', 'error', '-c', script, str(tmp_path)], capture_output=True, text=True,
-                        timeout=120, env=os.environ | {'PYTHONPATH': str(pathlib.Path(__file__).parents[2])})
+  """)
+  done = subprocess.run(
+    [sys.executable, '-W', 'error', '-c', script, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env=os.environ | {'PYTHONPATH': str(pathlib.Path(__file__).parents[2])},
+  )
   assert done.returncode == 0, done.stderr
-  assert re.search(r'failed: The checkpoint of step 2 could not be .*complete\.\n\[1\]', done.stdout), done.stdout
+  assert re.search(
+    r'failed: The checkpoint of step 2 could not be .*complete\.\n\[1\]', done.stdout
+  ), done.stdout
   assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_3']
   assert checkpoints.newest_sound_step(tmp_path) == 3
   # The log has one line with the error, and no lines of Orbax.
@@ -283,7 +314,10 @@ def test_a_full_disk(tmp_path):
 
 
 def test_arrays_without_elements(tmp_path):
-  state = {'target': {'w': jnp.ones((2, 3)), 'void': jnp.zeros((0, 3), jnp.bfloat16)}, 'state': {'step': np.int32(1)}}
+  state = {
+    'target': {'w': jnp.ones((2, 3)), 'void': jnp.zeros((0, 3), jnp.bfloat16)},
+    'state': {'step': np.int32(1)},
+  }
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     manager.save(1, state)
   path = checkpoints.get_checkpoint_dir(str(tmp_path), 1)
@@ -292,19 +326,27 @@ def test_arrays_without_elements(tmp_path):
     assert tree['target']['void'].shape == (0, 3)
     np.testing.assert_array_equal(tree['target']['w'], state['target']['w'])
   assert restored['target']['void'].dtype == jnp.bfloat16
-  other = {'target': {'w': jnp.ones((2, 3)), 'void': jnp.zeros((0, 4), jnp.bfloat16)}, 'state': {'step': np.int32(1)}}
+  other = {
+    'target': {'w': jnp.ones((2, 3)), 'void': jnp.zeros((0, 4), jnp.bfloat16)},
+    'state': {'step': np.int32(1)},
+  }
   with pytest.raises(errors.CheckpointError, match='target/void'):
     checkpoints.restore_checkpoint(path, jax.eval_shape(lambda: other))
 
 
 def test_bad_calls(tmp_path):
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
-    for step, error, message in ((-1, errors.ConfigError, 'integer >= 0, got -1'), (1.5, TypeError, "'float' object")):
+    for step, error, message in (
+      (-1, errors.ConfigError, 'integer >= 0, got -1'),
+      (1.5, TypeError, "'float' object"),
+    ):
       with pytest.raises(error, match=message):
         manager.save(step, states.state(1))
     with pytest.raises(TypeError, match='not JSON serializable'):
       manager.save(1, states.state(1), metadata={'layout': object()})
-    with pytest.raises(errors.DirectoryInUseError, match='Another CheckpointManager of this process'):
+    with pytest.raises(
+      errors.DirectoryInUseError, match='Another CheckpointManager of this process'
+    ):
       checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg())
     assert sorted(os.listdir(tmp_path)) == ['.lock']
     with pytest.raises(errors.CheckpointError, match='There is no checkpoint in'):

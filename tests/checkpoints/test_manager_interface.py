@@ -9,13 +9,22 @@ Interface = checkpoints.OrbaxCheckpointManagerInterface
 
 
 def open_run(directory, **kwargs):
-  return Interface(directory, make_state(0), partitioning.PjitPartitioner(num_partitions=2), **kwargs)
+  return Interface(
+    directory, make_state(0), partitioning.PjitPartitioner(num_partitions=2), **kwargs
+  )
 
 
 def test_saves_by_period_and_keeps_the_newest(tmp_path):
   manager = open_run(tmp_path, period=2, checkpoint_steps=[5], keep=2, force_keep_period=2)
   assert [step for step in range(7) if manager.should_save(step)] == [2, 4, 5, 6]
-  assert [manager.save(make_state(step), force=False) for step in range(1, 7)] == [False, True, False, True, True, True]
+  assert [manager.save(make_state(step), force=False) for step in range(1, 7)] == [
+    False,
+    True,
+    False,
+    True,
+    True,
+    True,
+  ]
   assert manager.all_steps() == [2, 4, 5, 6] and manager.latest_step() == 6
   assert manager.save(make_state(7)) and not manager.save(make_state(7))
   assert manager.all_steps() == [2, 4, 6, 7] and str(manager.directory) == str(tmp_path)
@@ -27,8 +36,13 @@ def test_saves_by_period_and_keeps_the_newest(tmp_path):
 
 
 def test_keeps_the_best(tmp_path):
-  manager = open_run(tmp_path, keep=1, metric_name_to_monitor='train/loss', metric_mode='min',
-                     keep_checkpoints_without_metrics=False)
+  manager = open_run(
+    tmp_path,
+    keep=1,
+    metric_name_to_monitor='train/loss',
+    metric_mode='min',
+    keep_checkpoints_without_metrics=False,
+  )
   assert manager.retention['keep_best'] == 1 and manager.retention['metric_mode'] == 'min'
   with pytest.raises(errors.ConfigError, match='metric_mode'):
     open_run(tmp_path, keep=1, metric_name_to_monitor='train/loss', metric_mode='least')

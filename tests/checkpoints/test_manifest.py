@@ -18,9 +18,15 @@ from tests.checkpoints import checkpoint_states as states
 
 @pytest.fixture
 def run_dir(tmp_path):
-  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     for step in (1, 2, 3):
-      manager.save(step, states.state(step), data_state={'position': b'%d' % step, 'shuffle_buffer': bytes(300)})
+      manager.save(
+        step,
+        states.state(step),
+        data_state={'position': b'%d' % step, 'shuffle_buffer': bytes(300)},
+      )
   return tmp_path
 
 
@@ -29,7 +35,9 @@ def files_of(checkpoint_dir):
 
 
 def assert_damaged(checkpoint_dir, name):
-  with pytest.raises(errors.CheckpointDamagedError, match=f'is damaged: .*{name}.* Restore another checkpoint') as e:
+  with pytest.raises(
+    errors.CheckpointDamagedError, match=f'is damaged: .*{name}.* Restore another checkpoint'
+  ) as e:
     checkpoints.restore_checkpoint(checkpoint_dir, states.target())
   assert str(checkpoint_dir) in str(e.value)
 
@@ -46,7 +54,9 @@ def test_one_flipped_bit_in_any_file(run_dir):
   rng = random.Random(seed)
   checkpoint_dir = run_dir / 'checkpoint_3'
   files = [path for path in files_of(checkpoint_dir) if path.stat().st_size]
-  assert len(files) >= 10 and {'manifest.json', '_METADATA', 'position.bin'} <= {path.name for path in files}
+  assert len(files) >= 10 and {'manifest.json', '_METADATA', 'position.bin'} <= {
+    path.name for path in files
+  }
   for path in files:
     for position in {0, path.stat().st_size - 1, rng.randrange(path.stat().st_size)}:
       bit = rng.randrange(8)
@@ -68,7 +78,9 @@ def test_any_bit_of_the_manifest(run_dir):
       flipped = bytearray(data)
       flipped[position] ^= 1 << bit
       path.write_bytes(flipped)
-      with pytest.raises(errors.CheckpointDamagedError, match='manifest.json (differs from|cannot be read)'):
+      with pytest.raises(
+        errors.CheckpointDamagedError, match='manifest.json (differs from|cannot be read)'
+      ):
         checkpoints.read_manifest(path.parent)
   path.write_bytes(data)
   assert checkpoints.read_manifest(path.parent).step == 3
@@ -82,7 +94,9 @@ def test_missing_truncated_and_surplus_files(run_dir):
     path.unlink()
     assert_damaged(run_dir / 'checkpoint_3', f'{path.name} is missing')
     path.write_bytes(data + b'\0')
-    assert_damaged(run_dir / 'checkpoint_3', f'{path.name} has {len(data) + 1} bytes instead of {len(data)}')
+    assert_damaged(
+      run_dir / 'checkpoint_3', f'{path.name} has {len(data) + 1} bytes instead of {len(data)}'
+    )
     path.write_bytes(data)
   (run_dir / 'checkpoint_3/state/d/extra').write_text('')
   assert_damaged(run_dir / 'checkpoint_3', 'state/d/extra is not in the manifest')
@@ -103,9 +117,13 @@ def test_latest_takes_the_newest_sound_one_and_says_so(run_dir, caplog):
     assert f"checkpoint_{step}' is damaged: state/_METADATA has changed contents" in caplog.text
   restored = checkpoints.CheckpointManager(run_dir).restore(None, states.target())
   assert restored.step == 1 and restored.data_state['position'] == b'1'
-  assert_damaged(run_dir / 'checkpoint_3', '_METADATA')  # Asked for by name, it is not replaced by another.
+  assert_damaged(
+    run_dir / 'checkpoint_3', '_METADATA'
+  )  # Asked for by name, it is not replaced by another.
   flip_bit(run_dir / 'checkpoint_1/manifest.json', 5, 1)
-  with pytest.raises(errors.CheckpointDamagedError, match=r'All 3 checkpoint\(s\) .* damaged .*The newest: .*_3'):
+  with pytest.raises(
+    errors.CheckpointDamagedError, match=r'All 3 checkpoint\(s\) .* damaged .*The newest: .*_3'
+  ):
     checkpoints.newest_sound_step(run_dir)
 
 
@@ -119,12 +137,18 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypa
       raise OSError(errno.EIO, 'Input/output error')
 
   file_digest, read_bytes = hashlib.file_digest, pathlib.Path.read_bytes
-  monkeypatch.setattr(hashlib, 'file_digest', lambda f, *args: (fail(f.name), file_digest(f, *args))[1])
+  monkeypatch.setattr(
+    hashlib, 'file_digest', lambda f, *args: (fail(f.name), file_digest(f, *args))[1]
+  )
   monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: (fail(path), read_bytes(path))[1])
   with caplog.at_level('WARNING'):
     assert checkpoints.newest_sound_step(run_dir) == 2
-  assert re.search(rf"checkpoint_3' is damaged: {name} cannot be read \(Input/output error\)", caplog.text)
-  with pytest.raises(errors.CheckpointDamagedError, match=f'{name} cannot be read .*Restore another checkpoint'):
+  assert re.search(
+    rf"checkpoint_3' is damaged: {name} cannot be read \(Input/output error\)", caplog.text
+  )
+  with pytest.raises(
+    errors.CheckpointDamagedError, match=f'{name} cannot be read .*Restore another checkpoint'
+  ):
     checkpoints.restore_checkpoint(run_dir / 'checkpoint_3', states.target())
 
 
@@ -133,7 +157,9 @@ def test_a_renamed_checkpoint_is_not_taken_for_a_later_one(run_dir, caplog):
   with caplog.at_level('WARNING'):
     assert checkpoints.newest_sound_step(run_dir) == 3
   assert "checkpoint_40' is that of step 1: it was renamed or copied" in caplog.text
-  assert checkpoints.restore_checkpoint(run_dir / 'checkpoint_40', states.target()).step == 1  # Named, it is taken.
+  assert (
+    checkpoints.restore_checkpoint(run_dir / 'checkpoint_40', states.target()).step == 1
+  )  # Named, it is taken.
 
 
 @pytest.mark.parametrize('step', [2**31, 10**200])
@@ -156,14 +182,24 @@ def test_damage_after_a_first_check_is_found_too(run_dir):
 def test_a_manifest_of_another_format(run_dir):
   root = run_dir / 'checkpoint_3'
   manifest.write(root, dataclasses.replace(manifest.read(root), format_version=99))
-  with pytest.raises(errors.CheckpointError, match='`format_version` must be 1, got 99; it was written with'):
+  with pytest.raises(
+    errors.CheckpointError, match='`format_version` must be 1, got 99; it was written with'
+  ):
     checkpoints.restore_checkpoint(root, states.target())
 
 
 def test_small_equal_numbers_are_saved_though_the_index_compresses_them(tmp_path):
-  state = {'target': {str(i): np.ones(250, np.float32) for i in range(200)}, 'state': {'step': np.int32(1)}}
-  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  state = {
+    'target': {str(i): np.ones(250, np.float32) for i in range(200)},
+    'state': {'step': np.int32(1)},
+  }
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     manager.save(1, state)
   folder = tmp_path / 'checkpoint_1'
-  assert sum(path.stat().st_size for path in (folder / 'state').rglob('*') if path.is_file()) < 200 * 1000
+  assert (
+    sum(path.stat().st_size for path in (folder / 'state').rglob('*') if path.is_file())
+    < 200 * 1000
+  )
   assert checkpoints.load(folder)['target']['199'].sum() == 250

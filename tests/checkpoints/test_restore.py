@@ -36,15 +36,22 @@ def test_relative_paths_with_two_dots(saved, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   path = os.path.relpath(saved / 'checkpoint_2')
   assert '..' in path
-  restored = checkpoints.restore_checkpoint(path, states.target(), restore_cfg=Restore(path, 'specific'))
+  restored = checkpoints.restore_checkpoint(
+    path, states.target(), restore_cfg=Restore(path, 'specific')
+  )
   assert restored.step == 2
 
 
 def test_unknown_paths_are_named(saved):
   get = checkpoints.get_first_valid_restore_config_and_paths
-  with pytest.raises(errors.CheckpointError, match="checkpoint_3' must be .*, got a missing path. Did you mean 'check"):
+  with pytest.raises(
+    errors.CheckpointError,
+    match="checkpoint_3' must be .*, got a missing path. Did you mean 'check",
+  ):
     get([Restore(str(saved / 'checkpoint_3'), 'specific')])
-  with pytest.raises(errors.CheckpointError, match="is a checkpoint, and mode='latest' expects a directory.*specific"):
+  with pytest.raises(
+    errors.CheckpointError, match="is a checkpoint, and mode='latest' expects a directory.*specific"
+  ):
     get([Restore(str(saved / 'checkpoint_2'))])
   with pytest.raises(errors.CheckpointError, match='got a missing path'):
     checkpoints.restore_checkpoint(saved / 'checkpoint_9', states.target())
@@ -58,17 +65,24 @@ def test_unknown_paths_are_named(saved):
 def test_is_resuming_only_from_its_own_directory(saved, tmp_path):
   manager = checkpoints.CheckpointManager(tmp_path)
   assert not manager.restore(saved / 'checkpoint_2', states.target()).is_resuming
-  assert checkpoints.CheckpointManager(saved).restore(saved / 'checkpoint_2', states.target()).is_resuming
+  assert (
+    checkpoints.CheckpointManager(saved)
+    .restore(saved / 'checkpoint_2', states.target())
+    .is_resuming
+  )
   assert checkpoints.CheckpointManager(saved).restore(1, states.target()).step == 1
 
 
 def test_paths_and_steps(saved):
   shapes = checkpoints.read_shapes(saved / 'checkpoint_2')
   assert {name: (leaf.shape, leaf.dtype) for name, leaf in shapes.items()} == {
-      name: (leaf.shape, leaf.dtype) for name, leaf in states.flat_numpy(2).items()}
+    name: (leaf.shape, leaf.dtype) for name, leaf in states.flat_numpy(2).items()
+  }
   assert checkpoints.read_shapes(saved / 'checkpoint_2/state') == shapes  # As Orbax says it.
   assert checkpoints.all_steps(saved) == [1, 2] and checkpoints.latest_step(saved) == 2
-  assert checkpoints.all_steps(saved / 'none') == [] and checkpoints.latest_step(saved / 'none') is None
+  assert (
+    checkpoints.all_steps(saved / 'none') == [] and checkpoints.latest_step(saved / 'none') is None
+  )
   with pytest.raises(errors.CheckpointError, match='The path of a checkpoint must end with'):
     checkpoints.get_step_from_checkpoint_dir('runs/model_3')
   with pytest.raises(FileNotFoundError, match='PINNED'):
@@ -87,8 +101,11 @@ def test_onto_another_mesh(saved, data, model):
 
 
 def test_the_targets_own_shardings(saved):
-  wanted = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                        states.target(), states.shardings())
+  wanted = jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    states.target(),
+    states.shardings(),
+  )
   for target in (wanted, states.state(0)):
     restored = restore(saved, target)
     states.assert_same(restored.state, states.flat_numpy(2))
@@ -106,17 +123,23 @@ def test_one_sharding_for_all_and_missing_shardings(saved):
 @pytest.mark.parametrize('by_transform', [False, True])
 def test_dtype_cast(saved, by_transform):
   fns = [lambda state, target, *, is_resuming: state] if by_transform else []
-  restored = restore(saved, dtype='bfloat16', state_transformation_fns=fns, shardings=states.shardings())
+  restored = restore(
+    saved, dtype='bfloat16', state_transformation_fns=fns, shardings=states.shardings()
+  )
   for name, leaf in tree_utils.flatten_dict(restored.state).items():
     expected = states.flat_numpy(2)[name]
     if name.startswith('target/'):
       expected = expected.astype(jnp.bfloat16)
-    assert leaf.dtype == expected.dtype and leaf.sharding == states.sharding(states.flat_specs()[name])
+    assert leaf.dtype == expected.dtype and leaf.sharding == states.sharding(
+      states.flat_specs()[name]
+    )
     np.testing.assert_array_equal(np.asarray(leaf), expected)
   # Without the option the wanted state's dtype rules.
   wanted = flat_target(**{'target/decoder/decoder_norm/scale': spec(8, dtype=np.float16)})
   leaf = restore(saved, nested(wanted)).state['target']['decoder']['decoder_norm']['scale']
-  np.testing.assert_array_equal(leaf, states.flat_numpy(2)['target/decoder/decoder_norm/scale'].astype(np.float16))
+  np.testing.assert_array_equal(
+    leaf, states.flat_numpy(2)['target/decoder/decoder_norm/scale'].astype(np.float16)
+  )
 
 
 def test_inference_state_from_a_training_checkpoint(saved):
@@ -130,33 +153,52 @@ NORM, WI = 'target/decoder/decoder_norm/scale', 'target/encoder/layers_0/mlp/wi/
 
 
 def test_mismatches_are_listed_in_one_error(saved):
-  wanted = flat_target(**{
-      NORM: None, 'target/decoder/decoder_nrom/scale': spec(8), WI: spec(8, 32), 'state/step': spec(dtype=np.float32)})
+  wanted = flat_target(
+    **{
+      NORM: None,
+      'target/decoder/decoder_nrom/scale': spec(8),
+      WI: spec(8, 32),
+      'state/step': spec(dtype=np.float32),
+    }
+  )
   with pytest.raises(errors.CheckpointError) as e:
     restore(saved, nested(wanted))
   text = str(e.value)
   for part in (
-      "1 missing from the checkpoint:\n    target/decoder/decoder_nrom/scale (8,) Did you mean "
-      "'target/decoder/decoder_norm/scale'?",
-      '1 in the checkpoint only:\n    target/decoder/decoder_norm/scale (8,)',
-      '1 of another shape:\n    target/encoder/layers_0/mlp/wi/kernel: stored (8, 24), wanted (8, 32)',
-      '1 of another kind of number:\n    state/step: stored int32, wanted float32',
-      'assignment_map', 'strict=False', 'fallback_to_scratch=True', str(saved / 'checkpoint_2')):
+    '1 missing from the checkpoint:\n    target/decoder/decoder_nrom/scale (8,) Did you mean '
+    "'target/decoder/decoder_norm/scale'?",
+    '1 in the checkpoint only:\n    target/decoder/decoder_norm/scale (8,)',
+    '1 of another shape:\n    target/encoder/layers_0/mlp/wi/kernel: stored (8, 24), wanted (8, 32)',
+    '1 of another kind of number:\n    state/step: stored int32, wanted float32',
+    'assignment_map',
+    'strict=False',
+    'fallback_to_scratch=True',
+    str(saved / 'checkpoint_2'),
+  ):
     assert part in text, text
 
 
 def test_a_dense_checkpoint_for_a_sparse_model_names_upcycling(saved):
   experts = 'target/encoder/layers_0/mlp/expert/wi/kernel'
   wanted = flat_target(**{WI: None, experts: spec(4, 8, 24)})
-  with pytest.raises(errors.CheckpointError, match='of a dense model.*runs/sparse_upcycle.gin.*moe.upcycle'):
+  with pytest.raises(
+    errors.CheckpointError, match='of a dense model.*runs/sparse_upcycle.gin.*moe.upcycle'
+  ):
     restore(saved, nested(wanted))
 
 
 def test_experts_of_another_number_name_surgery():
   experts = 'target/encoder/layers_0/mlp/expert/wi/kernel'
-  with pytest.raises(errors.CheckpointError, match='stored .8, 8, 24., wanted .4, 8, 24.(.|\n)*python -m moe surgery'):
-    transforms.check_fit({experts: spec(8, 8, 24)}, {experts: spec(4, 8, 24)}, allow_surplus=False, allow_missing=False,
-                         where='runs/a')
+  with pytest.raises(
+    errors.CheckpointError, match='stored .8, 8, 24., wanted .4, 8, 24.(.|\n)*python -m moe surgery'
+  ):
+    transforms.check_fit(
+      {experts: spec(8, 8, 24)},
+      {experts: spec(4, 8, 24)},
+      allow_surplus=False,
+      allow_missing=False,
+      where='runs/a',
+    )
 
 
 def test_many_mismatches_are_cut_short(saved):
@@ -169,11 +211,15 @@ def test_many_mismatches_are_cut_short(saved):
 @pytest.mark.parametrize('section', ['flax_mutables', 'param_average'])
 def test_a_training_state_must_have_all_parts_of_the_checkpoint(tmp_path, section):
   state = states.state(1) | {section: {'bias': jnp.ones(3)}}
-  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     manager.save(1, state)
     restored = manager.restore(1, states.shapes(state))
     np.testing.assert_array_equal(restored.state[section]['bias'], np.ones(3))
-    with pytest.raises(errors.CheckpointError, match=f'1 in the checkpoint only:\n    {section}/bias'):
+    with pytest.raises(
+      errors.CheckpointError, match=f'1 in the checkpoint only:\n    {section}/bias'
+    ):
       manager.restore(1, states.target())
     manager.restore(1, {'target': states.target()['target']})  # One for inference need not.
 
@@ -181,8 +227,10 @@ def test_a_training_state_must_have_all_parts_of_the_checkpoint(tmp_path, sectio
 def test_strict_false_lets_go_of_the_rest(saved):
   wanted = nested(flat_target(**{WI: None, NORM: None}))
   restored = restore(saved, wanted, strict=False)
-  states.assert_same(restored.state, {name: leaf for name, leaf in states.flat_numpy(2).items()
-                                      if name not in (WI, NORM)})
+  states.assert_same(
+    restored.state,
+    {name: leaf for name, leaf in states.flat_numpy(2).items() if name not in (WI, NORM)},
+  )
   with pytest.raises(errors.CheckpointError, match='1 missing'):
     restore(saved, nested(flat_target(**{'target/new': spec(2)})), strict=False)
 
@@ -196,19 +244,39 @@ def test_fallback_to_scratch(saved):
     return jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), wanted)
 
   new_sharding = {'target': {'new': {'kernel': states.sharding(states.P('data'))}}}
-  flat_shardings = tree_utils.flatten_dict(states.shardings()) | tree_utils.flatten_dict(new_sharding)
-  restored = restore(saved, wanted, fallback_to_scratch=True, initial_state_fn=initial_state,
-                     shardings=nested(flat_shardings))
+  flat_shardings = tree_utils.flatten_dict(states.shardings()) | tree_utils.flatten_dict(
+    new_sharding
+  )
+  restored = restore(
+    saved,
+    wanted,
+    fallback_to_scratch=True,
+    initial_state_fn=initial_state,
+    shardings=nested(flat_shardings),
+  )
   expected = {name: leaf for name, leaf in states.flat_numpy(2).items() if name != WI}
-  states.assert_same(restored.state, expected | {'target/new/kernel': np.full((4, 4), 7, np.float32)})
-  assert restored.state['target']['new']['kernel'].sharding == new_sharding['target']['new']['kernel']
+  states.assert_same(
+    restored.state, expected | {'target/new/kernel': np.full((4, 4), 7, np.float32)}
+  )
+  assert (
+    restored.state['target']['new']['kernel'].sharding == new_sharding['target']['new']['kernel']
+  )
   assert calls == [1]
   restore(saved, fallback_to_scratch=True, initial_state_fn=initial_state)
   assert calls == [1]  # Nothing was missing.
-  with pytest.raises(errors.ConfigError, match='fallback_to_scratch: the checkpoint lacks .*new/kernel'):
+  with pytest.raises(
+    errors.ConfigError, match='fallback_to_scratch: the checkpoint lacks .*new/kernel'
+  ):
     restore(saved, wanted, fallback_to_scratch=True)
-  with pytest.raises(errors.CheckpointError, match='1 of another shape'):  # Never filled in silently.
-    restore(saved, nested(flat_target(**{WI: spec(8, 32)})), fallback_to_scratch=True, initial_state_fn=initial_state)
+  with pytest.raises(
+    errors.CheckpointError, match='1 of another shape'
+  ):  # Never filled in silently.
+    restore(
+      saved,
+      nested(flat_target(**{WI: spec(8, 32)})),
+      fallback_to_scratch=True,
+      initial_state_fn=initial_state,
+    )
 
 
 def test_load_and_plain_orbax_checkpoints(saved, tmp_path, caplog):
@@ -226,7 +294,10 @@ def test_load_and_plain_orbax_checkpoints(saved, tmp_path, caplog):
   assert 'Ignoring checkpoint(s) [5]' in caplog.text
   for mode in ('latest', 'all'):
     cfg = Restore(str(tmp_path), mode)
-    assert checkpoints.get_first_valid_restore_config_and_paths([cfg]) == (cfg, [str(tmp_path / 'checkpoint_5')])
+    assert checkpoints.get_first_valid_restore_config_and_paths([cfg]) == (
+      cfg,
+      [str(tmp_path / 'checkpoint_5')],
+    )
   assert 'without a manifest: it cannot be verified' in caplog.text
   states.assert_same(checkpoints.load(tmp_path / 'checkpoint_5'), states.flat_numpy(1))
   # The folder of arrays itself will do as well.

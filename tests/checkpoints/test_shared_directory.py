@@ -17,7 +17,7 @@ from t5x_lite.checkpoints import sources
 from tests import processes
 
 # Saves a state of equal numbers, the step, until its standard input ends. The arrays are in several files.
-_SAVER = '''
+_SAVER = """
     import fcntl, sys
     import jax.numpy as jnp
     from t5x_lite import checkpoints
@@ -36,7 +36,7 @@ _SAVER = '''
       manager.save(step, state(step))
       manager.wait()
       print(step, flush=True)
-    '''
+    """
 
 
 def _state(value):
@@ -65,10 +65,16 @@ def test_a_second_run_is_rejected_and_nothing_changes(tmp_path):
     saver.stdin.write('save\n')
     assert saver.stdout.readline() == '1\n'
     (run / 'checkpoint_2.tmp-unfinished').mkdir()
-    with pytest.raises(errors.DirectoryInUseError, match=(
-        f'is in use by process {saver.pid} on host .*Wait for that run or stop it, or choose another MODEL_DIR')):
+    with pytest.raises(
+      errors.DirectoryInUseError,
+      match=(
+        f'is in use by process {saver.pid} on host .*Wait for that run or stop it, or choose another MODEL_DIR'
+      ),
+    ):
       _manager(run)
-    assert (run / 'checkpoint_2.tmp-unfinished').exists() and checkpoints.newest_sound_step(run) == 1
+    assert (run / 'checkpoint_2.tmp-unfinished').exists() and checkpoints.newest_sound_step(
+      run
+    ) == 1
   finally:
     _end(saver)
   with _manager(run):  # the lock has ended with its process
@@ -112,7 +118,9 @@ def test_a_checkpoint_that_is_deleted_while_it_is_opened(tmp_path):
   opened = sources.open_source(path)
   (path / 'manifest.json').unlink()
   for read in (opened.verify, lambda: sources.OwnSource(path)):
-    with pytest.raises(errors.CheckpointDamagedError, match='checkpoint_1. was deleted while it was read'):
+    with pytest.raises(
+      errors.CheckpointDamagedError, match='checkpoint_1. was deleted while it was read'
+    ):
       read()
 
 
@@ -123,12 +131,23 @@ def test_damage_by_another_process_is_found(tmp_path, caplog):
   assert saver.wait(timeout=60) == 0
   _end(saver)
   assert checkpoints.newest_sound_step(run) == 2
-  largest = max((path for path in (run / 'checkpoint_2').rglob('*') if path.is_file()), key=lambda p: p.stat().st_size)
-  subprocess.run(['python3', '-c', '''if True:
+  largest = max(
+    (path for path in (run / 'checkpoint_2').rglob('*') if path.is_file()),
+    key=lambda p: p.stat().st_size,
+  )
+  subprocess.run(
+    [
+      'python3',
+      '-c',
+      """if True:
       import sys
       with open(sys.argv[1], 'r+b') as f:
         f.seek(-1, 2); byte = f.read(1); f.seek(-1, 2); f.write(bytes([byte[0] ^ 1]))
-      ''', str(largest)], check=True)
+      """,
+      str(largest),
+    ],
+    check=True,
+  )
   assert checkpoints.newest_sound_step(run) == 1
   assert f'{largest.relative_to(run / "checkpoint_2")} has changed contents' in caplog.text
 
@@ -143,8 +162,12 @@ def test_a_run_that_lost_its_lock_ends_at_its_next_save(tmp_path):
   try:
     other.stdin.write('save\n')
     assert other.stdout.readline() == '2\n'
-    with pytest.raises(errors.DirectoryInUseError, match=(
-        f'is also in use by process {other.pid} on host .* did not keep the lock .*Stop one of the runs')) as error:
+    with pytest.raises(
+      errors.DirectoryInUseError,
+      match=(
+        f'is also in use by process {other.pid} on host .* did not keep the lock .*Stop one of the runs'
+      ),
+    ) as error:
       manager.save(3, _state(3))
     assert error.value.exit_code == 5
     with pytest.raises(errors.DirectoryInUseError, match='is also in use'):
@@ -165,11 +188,15 @@ def test_a_lock_that_is_lost_while_a_save_is_written(tmp_path, monkeypatch):
 
   def lose_lock():
     finish()
-    (run / lock_lib.LOCK_FILENAME).write_text(json.dumps({'pid': 7, 'host': 'elsewhere', 'since': 'today'}))
+    (run / lock_lib.LOCK_FILENAME).write_text(
+      json.dumps({'pid': 7, 'host': 'elsewhere', 'since': 'today'})
+    )
 
   monkeypatch.setattr(manager._writer, 'finish', lose_lock)
   manager.save(1, _state(1))
-  with pytest.raises(errors.DirectoryInUseError, match='also in use by process 7 on host elsewhere, since today'):
+  with pytest.raises(
+    errors.DirectoryInUseError, match='also in use by process 7 on host elsewhere, since today'
+  ):
     manager.wait()
   manager.close()
   assert checkpoints.all_steps(run) == []
@@ -188,9 +215,13 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
     raise OSError(number, 'No locks available')
 
   monkeypatch.setattr(fcntl, 'flock', flock)
-  with pytest.raises(errors.CheckpointError, match=(
+  with pytest.raises(
+    errors.CheckpointError,
+    match=(
       "The model directory '.*run' cannot be locked: No locks available. Mount its file system with locks .*without "
-      'nolock, .*or choose another MODEL_DIR.')):
+      'nolock, .*or choose another MODEL_DIR.'
+    ),
+  ):
     checkpoints.lock_model_dir(tmp_path / 'run')
 
 
@@ -198,11 +229,15 @@ def test_locks_are_of_byte_ranges_on_a_server(tmp_path, monkeypatch):
   """NFS clients send `flock` as a lock of the bytes of a file, which needs a file that is open for writing."""
   monkeypatch.setattr(fcntl, 'flock', fcntl.lockf)
   with checkpoints.lock_model_dir(tmp_path / 'run'):
-    probe = processes.start('''
+    probe = processes.start(
+      """
         import fcntl, sys
         from t5x_lite import checkpoints
         fcntl.flock = fcntl.lockf
         checkpoints.lock_model_dir(sys.argv[1])
-        ''', tmp_path / 'run', stderr=subprocess.PIPE)
+        """,
+      tmp_path / 'run',
+      stderr=subprocess.PIPE,
+    )
     assert 'is in use by process' in probe.communicate(timeout=60)[1]
   assert not pathlib.Path(tmp_path / 'run').exists()

@@ -23,7 +23,9 @@ def _keep(store, folder, step, monkeypatch):
   with checkpoints.CheckpointManager(store.root, save_cfg=_CFG, spool_dir=str(folder)) as manager:
     with store.proxy.fault(name='checkpoint_', method='P', status=503):
       manager.save(step, _state(step))
-      with pytest.raises(errors.SaveError, match=rf'step {step} .* kept in .*checkpoint_{step}.*--spool_dir'):
+      with pytest.raises(
+        errors.SaveError, match=rf'step {step} .* kept in .*checkpoint_{step}.*--spool_dir'
+      ):
         manager.wait()
   monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
   return folder / os.listdir(folder)[0]
@@ -42,7 +44,9 @@ def test_the_newest_is_kept_and_copied(s3_store, tmp_path, monkeypatch):
   assert _value(s3_store.root, 3) == 3 and os.listdir(folder) == []
   checkpoints.recover_spooled(str(tmp_path / 'spool'), s3_store.root)  # nothing is left
   _keep(s3_store, tmp_path / 'spool', 4, monkeypatch)
-  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path / 'spool')) as manager:
+  with checkpoints.CheckpointManager(
+    s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path / 'spool')
+  ) as manager:
     manager.save(5, _state(5))  # replaces what was kept
   assert os.listdir(folder) == [] and _value(s3_store.root, 5) == 5
 
@@ -64,7 +68,10 @@ def test_metrics_that_were_not_written(s3_store, tmp_path, monkeypatch):
 
 def test_an_old_or_a_damaged_one_is_not_copied(s3_store, tmp_path, monkeypatch, caplog):
   folder = _keep(s3_store, tmp_path, 2, monkeypatch)
-  path = max((folder / 'checkpoint_2/state').rglob('*'), key=lambda path: path.stat().st_size * path.is_file())
+  path = max(
+    (folder / 'checkpoint_2/state').rglob('*'),
+    key=lambda path: path.stat().st_size * path.is_file(),
+  )
   content = bytearray(path.read_bytes())
   content[50] ^= 1
   path.write_bytes(content)
@@ -76,26 +83,34 @@ def test_an_old_or_a_damaged_one_is_not_copied(s3_store, tmp_path, monkeypatch, 
   caplog.set_level('INFO')
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert 'step 2 in' in caplog.text and 'is not newer than that of step 7' in caplog.text
-  assert os.listdir(folder) == ['checkpoint_2'] and list(checkpoints.all_steps(s3_store.root)) == [7]
+  assert os.listdir(folder) == ['checkpoint_2'] and list(checkpoints.all_steps(s3_store.root)) == [
+    7
+  ]
 
 
 def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):
   _keep(s3_store, tmp_path, 2, monkeypatch)
   monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
   with s3_store.proxy.fault(name='manifest', method='P', status=503):
-    with pytest.raises(errors.CheckpointError, match='could not be copied .* Run the command again'):
+    with pytest.raises(
+      errors.CheckpointError, match='could not be copied .* Run the command again'
+    ):
       checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert list(checkpoints.all_steps(s3_store.root)) == []
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert _value(s3_store.root, 2) == 2
 
 
-@pytest.mark.parametrize('spool_dir, model_dir', [
-    ('s3://bucket/spool', 's3://bucket/run'), ('spool', 'run'), ('', 's3://b/r')])
+@pytest.mark.parametrize(
+  'spool_dir, model_dir',
+  [('s3://bucket/spool', 's3://bucket/run'), ('spool', 'run'), ('', 's3://b/r')],
+)
 def test_invalid_folders(tmp_path, monkeypatch, spool_dir, model_dir):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(
-      errors.ConfigError, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object'):
+    errors.ConfigError,
+    match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object',
+  ):
     spool.Spool(spool_dir, model_dir)
   assert not os.listdir(tmp_path)
 

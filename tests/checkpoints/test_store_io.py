@@ -14,16 +14,20 @@ _SAVE = checkpoints.SaveCheckpointConfig(keep=2)
 
 
 def _mesh(*shape):
-  return jax.sharding.Mesh(np.array(jax.devices()[:np.prod(shape)]).reshape(shape), ('a', 'b'))
+  return jax.sharding.Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ('a', 'b'))
 
 
 def _state(mesh):
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('a', 'b'))
   return {
-      'target': {'w': jax.device_put(jnp.arange(64 * 128.).reshape(64, 128), sharding),
-                 'b': jnp.asarray([1.5, -2, 3], jnp.bfloat16), 'mask': np.array([True, False]),
-                 'byte': np.arange(5, dtype=np.int8)},
-      'state': {'step': np.int32(5), 'none': np.zeros((0, 3), np.float32)}}
+    'target': {
+      'w': jax.device_put(jnp.arange(64 * 128.0).reshape(64, 128), sharding),
+      'b': jnp.asarray([1.5, -2, 3], jnp.bfloat16),
+      'mask': np.array([True, False]),
+      'byte': np.arange(5, dtype=np.int8),
+    },
+    'state': {'step': np.int32(5), 'none': np.zeros((0, 3), np.float32)},
+  }
 
 
 def _shapes(state, sharding=None):
@@ -31,7 +35,9 @@ def _shapes(state, sharding=None):
 
 
 def _check_equal(found, state):
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, state)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, state
+  )
 
 
 def test_round_trip_onto_other_meshes(store):
@@ -40,12 +46,18 @@ def test_round_trip_onto_other_meshes(store):
     manager.save(5, state, data_state={'position': b'\0x'}, metrics={'loss': 1.5})
     manager.wait()
     assert manager.all_steps() == [5]
-  assert re.fullmatch(r'checkpoint_5/dataset/process_0-of-1/attempt-\w+-1/position.bin', store.names()[0])  # no mark
+  assert re.fullmatch(
+    r'checkpoint_5/dataset/process_0-of-1/attempt-\w+-1/position.bin', store.names()[0]
+  )  # no mark
   replicated = jax.sharding.NamedSharding(_mesh(1, 2), jax.sharding.PartitionSpec())
   for shardings in (None, replicated):
     with checkpoints.CheckpointManager(store.root) as manager:
       restored = manager.restore(None, _shapes(state), shardings=shardings)
-    assert (restored.step, restored.data_state, restored.is_verified) == (5, {'position': b'\0x'}, True)
+    assert (restored.step, restored.data_state, restored.is_verified) == (
+      5,
+      {'position': b'\0x'},
+      True,
+    )
     _check_equal(restored.state, state)
 
 
@@ -66,9 +78,13 @@ def test_orbax_reads_the_arrays(s3_store, tmp_path):
 
 def test_orbax_arrays_in_folders_are_read(s3_store, tmp_path):
   ocp = state_io.orbax()
-  tree = {'target': {'w': np.arange(6, dtype=np.float32).reshape(2, 3), 'b': np.ones(3, jnp.bfloat16)}}
+  tree = {
+    'target': {'w': np.arange(6, dtype=np.float32).reshape(2, 3), 'b': np.ones(3, jnp.bfloat16)}
+  }
   for zarr3 in (False, True):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=zarr3)) as checkpointer:
+    with ocp.Checkpointer(
+      ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=zarr3)
+    ) as checkpointer:
       checkpointer.save(tmp_path / f'{zarr3}', args=ocp.args.PyTreeSave(tree))
     root = files.path(s3_store.root) / f'{zarr3}'
     for path in (tmp_path / f'{zarr3}').rglob('*'):
@@ -81,9 +97,16 @@ def test_orbax_arrays_in_folders_are_read(s3_store, tmp_path):
     np.testing.assert_array_equal(found['target/b'], tree['target']['b'])
 
 
-@pytest.mark.parametrize('shape, dtype, chunk', [
-    ((8, 4), 'float32', (8, 4)), ((2**14, 2**12), 'float32', (2**12, 2**12)), ((3, 2**25), 'bfloat16', (3, 2**23)),
-    ((3 * 7**9,), 'float32', (3 * 7**9,)), ((), 'int32', ())])
+@pytest.mark.parametrize(
+  'shape, dtype, chunk',
+  [
+    ((8, 4), 'float32', (8, 4)),
+    ((2**14, 2**12), 'float32', (2**12, 2**12)),
+    ((3, 2**25), 'bfloat16', (3, 2**23)),
+    ((3 * 7**9,), 'float32', (3 * 7**9,)),
+    ((), 'int32', ()),
+  ],
+)
 def test_chunks_are_halves_of_a_limited_size(shape, dtype, chunk):
   assert store_io._halved(shape, np.dtype(dtype)) == chunk
 
@@ -95,7 +118,11 @@ def test_a_listing_that_is_behind(s3_store, monkeypatch):
       manager.save(5, state)
       manager.wait()
     names = set(manifest.read(files.path(s3_store.root) / 'checkpoint_5').files)
-    written = {name.removeprefix('checkpoint_5/') for name in s3_store.names() if name.startswith('checkpoint_5/')}
+    written = {
+      name.removeprefix('checkpoint_5/')
+      for name in s3_store.names()
+      if name.startswith('checkpoint_5/')
+    }
     assert names == written - {'manifest.json'}
     monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
     with s3_store.proxy.fault(listing_lag=60.0):
@@ -116,8 +143,11 @@ def test_hashes_are_verified(s3_store, damage):
   path = root / max(root.find().items(), key=lambda item: item[1])[0]
   content = bytearray(path.read_bytes())
   content[100] ^= 1
-  {'flip': lambda: path.write_bytes(bytes(content)), 'surplus': lambda: (root / 'd' / 'other').write_bytes(b'x'),
-   'missing': path.unlink}[damage]()
+  {
+    'flip': lambda: path.write_bytes(bytes(content)),
+    'surplus': lambda: (root / 'd' / 'other').write_bytes(b'x'),
+    'missing': path.unlink,
+  }[damage]()
   with pytest.raises(errors.CheckpointDamagedError, match='is damaged: state/attempt-.*/d/'):
     manifest.verify(f'{s3_store.root}/checkpoint_6')
   with checkpoints.CheckpointManager(s3_store.root) as manager:
@@ -130,7 +160,9 @@ def test_one_by_one(store):
   assert path == f'{store.root}/checkpoint_7'
   with pytest.raises(errors.CheckpointError, match='must be a new folder'):
     streaming.write_checkpoint(store.root, 7, state, state.__getitem__)
-  found = state_io.read_arrays(state_io.state_dir(path), {name: (np.float32, None) for name in state})
+  found = state_io.read_arrays(
+    state_io.state_dir(path), {name: (np.float32, None) for name in state}
+  )
   _check_equal(found, state)
 
   def fails(name):
@@ -146,7 +178,9 @@ def test_late_writes_of_another_attempt_are_harmless(s3_store, tmp_path):
   with checkpoints.CheckpointManager(s3_store.root, save_cfg=_SAVE) as manager:
     manager.save(5, state, data_state={'position': b'x'})
   root = files.path(s3_store.root) / 'checkpoint_5'
-  late = {name.replace('attempt-', 'attempt-0'): b'late' for name in root.find() if 'attempt-' in name}
+  late = {
+    name.replace('attempt-', 'attempt-0'): b'late' for name in root.find() if 'attempt-' in name
+  }
   assert len(late) > 4
   for name, content in late.items():
     (root / name).write_bytes(content)

@@ -63,11 +63,18 @@ def short_times(monkeypatch):
   monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
 
 
-@pytest.mark.parametrize('effects', [
-    {'status': 503, 'times': 2}, {'cut_upload': 1000, 'times': 2}, {'lose_answer': True, 'times': 2},
+@pytest.mark.parametrize(
+  'effects',
+  [
+    {'status': 503, 'times': 2},
+    {'cut_upload': 1000, 'times': 2},
+    {'lose_answer': True, 'times': 2},
     pytest.param({'status': 429, 'times': 2}, marks=pytest.mark.full),
     pytest.param({'unreachable': True, 'times': 3}, marks=pytest.mark.full),
-    pytest.param({'delay': 0.3, 'times': 6}, marks=pytest.mark.full)], ids=str)
+    pytest.param({'delay': 0.3, 'times': 6}, marks=pytest.mark.full),
+  ],
+  ids=str,
+)
 def test_faults_that_pass(store, effects):
   with checkpoints.CheckpointManager(store.root, save_cfg=_CFG) as manager:
     with store.proxy.fault(method='P', name='checkpoint_1', **effects):
@@ -85,7 +92,9 @@ def test_a_read_that_is_cut(store):
     assert _value(store.root, 1) == 1
 
 
-@pytest.mark.parametrize('place, value', [('begin', 1), ('arrays', 1), ('manifest', 2), ('deletion', None)])
+@pytest.mark.parametrize(
+  'place, value', [('begin', 1), ('arrays', 1), ('manifest', 2), ('deletion', None)]
+)
 @pytest.mark.parametrize('is_saved_before', [pytest.param(False, marks=pytest.mark.full), True])
 def test_kill(s3_store, place, value, is_saved_before):
   with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
@@ -93,11 +102,18 @@ def test_kill(s3_store, place, value, is_saved_before):
     if is_saved_before:
       manager.wait()
       manager.save(2, _state(1))
-  killed = subprocess.run([sys.executable, '-c', _KILLED, s3_store.root, place], env={**os.environ, **s3_store.env},
-                          check=False, capture_output=True, text=True)
+  killed = subprocess.run(
+    [sys.executable, '-c', _KILLED, s3_store.root, place],
+    env={**os.environ, **s3_store.env},
+    check=False,
+    capture_output=True,
+    text=True,
+  )
   assert killed.returncode == -signal.SIGKILL, killed.stderr
   if place == 'deletion':
-    assert discovery.all_steps(s3_store.root, require_manifest=False) == ([2] if is_saved_before else [])
+    assert discovery.all_steps(s3_store.root, require_manifest=False) == (
+      [2] if is_saved_before else []
+    )
   with checkpoints.lock_model_dir(s3_store.root):  # which cleans up
     pass
   expected = {1: 1, 2: 1} if is_saved_before else {1: 1}
@@ -105,7 +121,9 @@ def test_kill(s3_store, place, value, is_saved_before):
     expected[2] = value
   if place == 'deletion':
     del expected[1]
-  assert {step: _value(s3_store.root, step) for step in discovery.all_steps(s3_store.root)} == expected
+  assert {
+    step: _value(s3_store.root, step) for step in discovery.all_steps(s3_store.root)
+  } == expected
   assert _steps_of_any_kind(s3_store) == [f'checkpoint_{step}' for step in expected]
 
 
@@ -127,7 +145,7 @@ def test_checkpoints_that_are_replaced(s3_store):
     manager.save(1, _state(4))
     manager.wait()
   assert _value(s3_store.root, 1) == 4
-  kept, = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
+  (kept,) = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
   assert manifest.verify(files.path(s3_store.root) / kept).step == 1
 
 
@@ -138,7 +156,9 @@ def test_an_upload_that_is_interrupted(s3_store, tmp_path, monkeypatch):
   monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
   with s3_store.proxy.fault(name='manifest', method='P', status=503), pytest.raises(OSError):
     discovery.upload(tmp_path / 'checkpoint_1', target)
-  assert discovery.all_steps(s3_store.root, require_manifest=False) == [] and discovery.is_incomplete(target)
+  assert discovery.all_steps(
+    s3_store.root, require_manifest=False
+  ) == [] and discovery.is_incomplete(target)
   discovery.upload(tmp_path / 'checkpoint_1', target)
   assert _value(s3_store.root, 1) == 1
   with pytest.raises(errors.CheckpointError, match='must be a new folder'):
@@ -151,7 +171,7 @@ def test_a_folder_of_another_program_is_not_taken_for_remains(s3_store):
     assert discovery.all_steps(s3_store.root, require_manifest=False) == [3]
     manager.save(3, _state(3))
   assert _value(s3_store.root, 3) == 3
-  kept, = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
+  (kept,) = [name for name in _steps_of_any_kind(s3_store) if 'replaced' in name]
   assert f'{kept}/checkpoint' in s3_store.names()
 
 
@@ -162,7 +182,9 @@ def test_metrics_of_a_resumed_run_that_the_store_did_not_take(s3_store, monkeypa
   file.append(b'1\n', at_once=True)
   file.close()
   resumed = files.appended(name)
-  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager:
+  with checkpoints.CheckpointManager(
+    s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)
+  ) as manager:
     with s3_store.proxy.fault(name='checkpoint_|metrics', status=503):
       resumed.append(b'2\n', at_once=True)
       manager.save(1, _state(1))
@@ -176,7 +198,9 @@ def test_metrics_of_a_resumed_run_that_the_store_did_not_take(s3_store, monkeypa
 def test_a_run_that_lost_its_lease_leaves_the_save_of_the_next_owner_alone(s3_store, monkeypatch):
   def lose(pending, check_fn):
     del check_fn
-    discovery.delete(pending.final, pending.final.name)  # the next owner removes remains, and saves the same step
+    discovery.delete(
+      pending.final, pending.final.name
+    )  # the next owner removes remains, and saves the same step
     discovery.mark_incomplete(pending.final, 'of another run')
     raise errors.DirectoryInUseError('lost')
 
@@ -220,7 +244,9 @@ def test_a_commit_whose_mark_cannot_be_removed(s3_store):
 
 def test_a_spool_folder_that_is_broken_too(s3_store, monkeypatch, tmp_path):
   monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
-  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager:
+  with checkpoints.CheckpointManager(
+    s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)
+  ) as manager:
     shutil.rmtree(manager._spool.folder)
     with s3_store.proxy.fault(name='checkpoint_', method='P', status=503):
       manager.save(1, _state(1))
@@ -242,20 +268,25 @@ def test_a_manifest_comes_after_all_that_was_written_before(s3_store, monkeypatc
     with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
       manager.save(1, _state(1))
       manager.wait()
-      assert {'train/metrics.jsonl', 'predictions-1.jsonl', 'checkpoint_1/manifest.json'} <= set(s3_store.names())
+      assert {'train/metrics.jsonl', 'predictions-1.jsonl', 'checkpoint_1/manifest.json'} <= set(
+        s3_store.names()
+      )
   lines.close()
-
 
 
 def test_a_kept_checkpoint_that_is_damaged(s3_store, monkeypatch, tmp_path):
   monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
-  with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager:
+  with checkpoints.CheckpointManager(
+    s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)
+  ) as manager:
     with s3_store.proxy.fault(name='checkpoint_', method='P', status=503):
       manager.save(3, _state(3))
       with pytest.raises(errors.SaveError):
         manager.wait()
   (next(tmp_path.glob('*/checkpoint_3')) / 'state/_METADATA').write_text('{}')
-  with pytest.raises(errors.CheckpointDamagedError, match='To go on without it, from step 0 in .*, delete'):
+  with pytest.raises(
+    errors.CheckpointDamagedError, match='To go on without it, from step 0 in .*, delete'
+  ):
     checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert discovery.all_steps(s3_store.root, require_manifest=False) == []
 

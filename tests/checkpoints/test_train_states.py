@@ -39,9 +39,12 @@ class CluIterator:
 
 
 def make_state(step):
-  return train_state.InferenceState.create({
+  return train_state.InferenceState.create(
+    {
       'params': {'kernel': np.full((8, 4), step, np.float32)},
-      'params_axes': {'kernel_axes': flax_partitioning.AxisMetadata(('embed', 'mlp'))}}).replace_step(step)
+      'params_axes': {'kernel_axes': flax_partitioning.AxisMetadata(('embed', 'mlp'))},
+    }
+  ).replace_step(step)
 
 
 @pytest.mark.parametrize('iterator_cls', [OurIterator, CluIterator])
@@ -51,7 +54,9 @@ def test_positions(tmp_path, caplog, iterator_cls, manager):
 
   def open_with(iterator):
     if manager:
-      return checkpoints.OrbaxCheckpointManagerInterface(tmp_path, make_state(0), partitioner, iterator)
+      return checkpoints.OrbaxCheckpointManagerInterface(
+        tmp_path, make_state(0), partitioner, iterator
+      )
     return checkpoints.Checkpointer(make_state(0), partitioner, tmp_path, iterator)
 
   iterator = iterator_cls()
@@ -69,5 +74,7 @@ def test_positions(tmp_path, caplog, iterator_cls, manager):
 
 def test_local_data():
   mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-  array = jax.device_put(np.arange(8), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data')))
+  array = jax.device_put(
+    np.arange(8), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+  )
   assert checkpoints.get_local_data(array).shape == (1,) and checkpoints.get_local_data(3) == 3

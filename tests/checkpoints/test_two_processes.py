@@ -5,7 +5,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from tests import processes
 
-PROGRAM = '''
+PROGRAM = """
     import pathlib, sys
     import jax
     from t5x_lite import runtime
@@ -117,7 +117,7 @@ PROGRAM = '''
     manager.save(6, state(6))
     manager.close()
     print('steps', list(checkpoints.all_steps(directory)))
-'''
+"""
 
 
 def test_two_processes(tmp_path):
@@ -125,6 +125,8 @@ def test_two_processes(tmp_path):
     assert output.endswith('steps [3, 6]\n')
   # One process reads what two have written; the position of the data is then the lead's, and the count says so.
   root = tmp_path / 'run/checkpoint_3'
-  assert checkpoints.load(root)['target']['w'].tolist() == (np.arange(64.).reshape(8, 8) + 3).tolist()
+  assert (
+    checkpoints.load(root)['target']['w'].tolist() == (np.arange(64.0).reshape(8, 8) + 3).tolist()
+  )
   restored = checkpoints.restore_checkpoint(root, checkpoints.load(root))
   assert restored.num_data_processes == 2 and restored.data_state == {'position': b'3 of process 0'}

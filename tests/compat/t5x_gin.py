@@ -23,54 +23,75 @@ from t5x_lite.errors import T5xLiteError
 
 # T5X has the form of its export in gin; ours is another one.
 LEFT_OUT = ('configs/runs/export_seqio.gin', 'contrib/moe/configs/runs/export_seqio.gin')
-ENTRIES = {'train': 't5x_lite.apps.train.train', 'eval': 't5x_lite.apps.evaluate.evaluate',
-           'infer': 't5x_lite.apps.infer.infer', 'export': 't5x_lite.apps.export.save',
-           'precompile': 't5x_lite.apps.precompile.precompile'}
+ENTRIES = {
+  'train': 't5x_lite.apps.train.train',
+  'eval': 't5x_lite.apps.evaluate.evaluate',
+  'infer': 't5x_lite.apps.infer.infer',
+  'export': 't5x_lite.apps.export.save',
+  'precompile': 't5x_lite.apps.precompile.precompile',
+}
 # Values of macros that a user must set, in gin's syntax.
 VALUES = {
-    'MODEL_DIR': "'runs/x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_EVAL_MIXTURE_OR_TASK_NAME': "'y'",
-    'TRAIN_STEPS': '3', 'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'DROPOUT_RATE': '0.1',
-    'VOCAB_SIZE': '128', 'INITIAL_CHECKPOINT_PATH': "'runs/y/checkpoint_3'",
-    'CHECKPOINT_PATH': "'runs/y/checkpoint_3'", 'EVAL_OUTPUT_DIR': "'runs/y/eval'",
-    'INFER_OUTPUT_DIR': "'runs/y/infer'", 'MODEL_OUTPUT_DIR': "'runs/y/export'", 'MODEL_NAME': "'model'",
-    'TF_EXAMPLE_FILE_PATHS': "['a.tfrecord']", 'TF_EXAMPLE_FILE_TYPE': "'tfrecord'",
-    'FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'BATCH_SIZE': '32',
+  'MODEL_DIR': "'runs/x'",
+  'MIXTURE_OR_TASK_NAME': "'x'",
+  'TRAIN_EVAL_MIXTURE_OR_TASK_NAME': "'y'",
+  'TRAIN_STEPS': '3',
+  'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}",
+  'DROPOUT_RATE': '0.1',
+  'VOCAB_SIZE': '128',
+  'INITIAL_CHECKPOINT_PATH': "'runs/y/checkpoint_3'",
+  'CHECKPOINT_PATH': "'runs/y/checkpoint_3'",
+  'EVAL_OUTPUT_DIR': "'runs/y/eval'",
+  'INFER_OUTPUT_DIR': "'runs/y/infer'",
+  'MODEL_OUTPUT_DIR': "'runs/y/export'",
+  'MODEL_NAME': "'model'",
+  'TF_EXAMPLE_FILE_PATHS': "['a.tfrecord']",
+  'TF_EXAMPLE_FILE_TYPE': "'tfrecord'",
+  'FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}",
+  'BATCH_SIZE': '32',
 }
 # Settings that differ on purpose, and why.
 EXPECTED = {
-    'checkpoints.RestoreCheckpointConfig.dtype': "None is the run's dtype, float32 for T5X's networks",
-    'checkpoints.RestoreCheckpointConfig.restore_dataset': 'as in T5X, whose default is False; ours is True',
-    'checkpoints.SaveCheckpointConfig.save_dataset': 'a run that is started again resumes in its data',
-    'train/data.DatasetConfig.seed': 'RANDOM_SEED instead of the clock',
-    '(train_script.train|precompile_script.precompile).random_seed': '0 instead of the clock',
-    'train_script.train.inference_evaluator_cls': "T5X's default, if infer_eval_dataset_cfg is set",
-    'partitioning.PjitPartitioner.backend': 'the devices of the machine',
-    '(train|train_eval|infer_eval)/data.DatasetConfig.use_cached': 'tasks without a cache work',
-    '(trainer.Trainer|moe.MoeTrainer).non_finite_policy': "with the action 'stop', the default",
-    '(eval_script.evaluate|infer_script.infer).summarize_config_fn': 'config.gin next to the results',
-    'eval_script.evaluate.infer_eval_cfg': 'with the default options',
-    'trainer.Trainer.num_microbatches': 'None for 0, which means the same',
-    'partitioning.PjitPartitioner.num_partitions': 'T5X ignores it next to a submesh',
-    'partitioning.PjitPartitioner.logical_axis_rules': 'the default rules',
-    r'partitioner.MoePjitPartitioner.logical_axis_rules|moe.head_logical_axis_rules.additional_rules':
-        'T5X replicates axes without a rule; here mlp_embed needs one',
+  'checkpoints.RestoreCheckpointConfig.dtype': "None is the run's dtype, float32 for T5X's networks",
+  'checkpoints.RestoreCheckpointConfig.restore_dataset': 'as in T5X, whose default is False; ours is True',
+  'checkpoints.SaveCheckpointConfig.save_dataset': 'a run that is started again resumes in its data',
+  'train/data.DatasetConfig.seed': 'RANDOM_SEED instead of the clock',
+  '(train_script.train|precompile_script.precompile).random_seed': '0 instead of the clock',
+  'train_script.train.inference_evaluator_cls': "T5X's default, if infer_eval_dataset_cfg is set",
+  'partitioning.PjitPartitioner.backend': 'the devices of the machine',
+  '(train|train_eval|infer_eval)/data.DatasetConfig.use_cached': 'tasks without a cache work',
+  '(trainer.Trainer|moe.MoeTrainer).non_finite_policy': "with the action 'stop', the default",
+  '(eval_script.evaluate|infer_script.infer).summarize_config_fn': 'config.gin next to the results',
+  'eval_script.evaluate.infer_eval_cfg': 'with the default options',
+  'trainer.Trainer.num_microbatches': 'None for 0, which means the same',
+  'partitioning.PjitPartitioner.num_partitions': 'T5X ignores it next to a submesh',
+  'partitioning.PjitPartitioner.logical_axis_rules': 'the default rules',
+  r'partitioner.MoePjitPartitioner.logical_axis_rules|moe.head_logical_axis_rules.additional_rules': 'T5X replicates axes without a rule; here mlp_embed needs one',
 }
 # Files of T5X that cannot be compared, and why.
 UNREADABLE = {
-    'configs/runs/export.gin': 'the export of T5X has other parts',
-    'contrib/moe/configs/runs/export.gin': 'the export of T5X has other parts',
-    'contrib/moe/configs/runs/infer_from_tfexample_file.gin': 'broken: binds train_script without importing it',
-    'contrib/moe/configs/runs/sparse_upcycle.gin': 'UpcycleCheckpointer is a builder here',
-    'examples/scalable_t5/umt5/tydiqa_base.gin': 'broken: binds partitioning without importing it',
-    'examples/t5/t5_1_1/examples/base_wmt_eval.gin': 'broken: no partitioner',
+  'configs/runs/export.gin': 'the export of T5X has other parts',
+  'contrib/moe/configs/runs/export.gin': 'the export of T5X has other parts',
+  'contrib/moe/configs/runs/infer_from_tfexample_file.gin': 'broken: binds train_script without importing it',
+  'contrib/moe/configs/runs/sparse_upcycle.gin': 'UpcycleCheckpointer is a builder here',
+  'examples/scalable_t5/umt5/tydiqa_base.gin': 'broken: binds partitioning without importing it',
+  'examples/t5/t5_1_1/examples/base_wmt_eval.gin': 'broken: no partitioner',
 }
 
 
 def t5x_paths(kind: str = '') -> list[str]:
   """Return the paths of our files that T5X has too, below `t5x/`."""
-  ours_only = {'training.gin', 'evaluator.gin', 'export.gin', 'vocabulary.gin', 'beam_search.gin',
-               'contrib/moe/partitioner.gin', 'contrib/moe/trainer.gin', 'examples/scalable_t5/encoder_decoder.gin',
-               'configs/runs/pretrain_deterministic.gin'}
+  ours_only = {
+    'training.gin',
+    'evaluator.gin',
+    'export.gin',
+    'vocabulary.gin',
+    'beam_search.gin',
+    'contrib/moe/partitioner.gin',
+    'contrib/moe/trainer.gin',
+    'examples/scalable_t5/encoder_decoder.gin',
+    'configs/runs/pretrain_deterministic.gin',
+  }
   paths = (name.removeprefix('t5x/') for name in gin_syntax.packaged_files('t5x'))
   return [path for path in paths if path not in ours_only and path.startswith(kind)]
 
@@ -101,7 +122,9 @@ def companions(path: str) -> list[str]:
   return [path, run]
 
 
-def load(path: str, folder: str = '', macros: Mapping[str, str] | None = None) -> gin_utils.Configuration:
+def load(
+  path: str, folder: str = '', macros: Mapping[str, str] | None = None
+) -> gin_utils.Configuration:
   """Load a file of T5X's path with what it needs.
 
   Args:
@@ -109,10 +132,15 @@ def load(path: str, folder: str = '', macros: Mapping[str, str] | None = None) -
     folder: checkout of T5X whose files are read; '' for ours.
     macros: values of macros, as flags.
   """
-  names = [name if name.startswith('models/') else str(pathlib.PurePath(folder or 'gin') / 't5x' / name)
-           for name in companions(path)]
+  names = [
+    name if name.startswith('models/') else str(pathlib.PurePath(folder or 'gin') / 't5x' / name)
+    for name in companions(path)
+  ]
   search_paths = [folder] if folder else []
-  flags = [gin_syntax.read_flag(name, value, f'--gin.{name}={value}') for name, value in (macros or {}).items()]
+  flags = [
+    gin_syntax.read_flag(name, value, f'--gin.{name}={value}')
+    for name, value in (macros or {}).items()
+  ]
   texts = gin_utils.read(names, flags, search_paths, placeholders=VALUES)
   return gin_utils.load(ENTRIES[command(path)], texts)
 
@@ -121,7 +149,9 @@ def settings(configuration: gin_utils.Configuration) -> dict[str, str]:
   """Return the values of all bindings that the command reaches and that are not the default, as text by name."""
   found = {}
   for use in configuration.uses:
-    if use.configurable.selector.startswith('gin.') or gin_check.is_macro_scope('/'.join(use.scope)):
+    if use.configurable.selector.startswith('gin.') or gin_check.is_macro_scope(
+      '/'.join(use.scope)
+    ):
       continue
     parameters = inspect.signature(use.configurable.wrapped).parameters
     for name, key in use.bound.items():
@@ -130,7 +160,8 @@ def settings(configuration: gin_utils.Configuration) -> dict[str, str]:
         value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
       default = parameters[name].default if name in parameters else inspect.Parameter.empty
       is_default_fn = isinstance(value, gin_config.ConfigurableReference) and (
-          not value.evaluate and not value.scopes and value.configurable.wrapped is default)
+        not value.evaluate and not value.scopes and value.configurable.wrapped is default
+      )
       if not is_default_fn and (value != default or type(value) is not type(default)):
         found[f'{use.name}.{name}'] = repr(value)
   return found
@@ -144,8 +175,11 @@ def differences(path: str, folder: str) -> list[tuple[str, str, str]]:
     theirs = settings(load(path, folder))
   finally:
     gin.clear_config()
-  return [(name, ours.get(name, '-'), theirs.get(name, '-')) for name in sorted({*ours, *theirs})
-          if ours.get(name) != theirs.get(name)]
+  return [
+    (name, ours.get(name, '-'), theirs.get(name, '-'))
+    for name in sorted({*ours, *theirs})
+    if ours.get(name) != theirs.get(name)
+  ]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -159,12 +193,18 @@ def main(arguments: Sequence[str]) -> int:
       if path not in UNREADABLE:
         unexpected.append(f'{path}: {error}')
       continue
-    found = [f'{path}: {name} = {ours} (T5X: {theirs})' for name, ours, theirs in found
-             if not any(re.fullmatch(pattern, name) for pattern in EXPECTED)]
+    found = [
+      f'{path}: {name} = {ours} (T5X: {theirs})'
+      for name, ours, theirs in found
+      if not any(re.fullmatch(pattern, name) for pattern in EXPECTED)
+    ]
     num_equal += not found
     unexpected += found
-  print(f'{num_equal} files of T5X and ours give the same settings; {len(unexpected)} unexpected differences.',
-        *unexpected, sep='\n')
+  print(
+    f'{num_equal} files of T5X and ours give the same settings; {len(unexpected)} unexpected differences.',
+    *unexpected,
+    sep='\n',
+  )
   return len(unexpected)
 
 

@@ -6,7 +6,9 @@ import textwrap
 
 
 def _python(code):
-  done = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, timeout=300
+  )
   assert done.returncode == 0, done.stderr
   return done.stdout
 
@@ -72,9 +74,16 @@ def test_install_raises_where_t5x_itself_was_imported(tmp_path):
 
 
 def test_messages_of_imports_name_the_alternative(tmp_path):
-  for number, line in enumerate((
-      'from t5x.optimizers import amos', 'from t5x import test_utils', 'import t5x.test_utils', 'from t5x import mine',
-      'import t5x.mine', 'import t5x.contrib.mine')):
+  for number, line in enumerate(
+    (
+      'from t5x.optimizers import amos',
+      'from t5x import test_utils',
+      'import t5x.test_utils',
+      'from t5x import mine',
+      'import t5x.mine',
+      'import t5x.contrib.mine',
+    )
+  ):
     (tmp_path / f'tasks_{number}.py').write_text(line)
   printed = _python(f"""
       import sys
@@ -87,8 +96,15 @@ def test_messages_of_imports_name_the_alternative(tmp_path):
         except compat.ConfigError as error:
           print(error)
       """).splitlines()
-  for message, text in zip(printed, ('t5x.optimizers.amos has no equivalent', *['t5x.test_utils has no equivalent'] * 2,
-                                     *['module of your own must be outside of the package t5x'] * 3), strict=True):
+  for message, text in zip(
+    printed,
+    (
+      't5x.optimizers.amos has no equivalent',
+      *['t5x.test_utils has no equivalent'] * 2,
+      *['module of your own must be outside of the package t5x'] * 3,
+    ),
+    strict=True,
+  ):
     assert text in message and 'Install it' not in message, printed
 
 

@@ -21,35 +21,47 @@ import pytest
 
 from t5x_lite.compat import names, views
 
-_RECORDED = json.loads((pathlib.Path(__file__).parents[1] / 'golden' / 't5x_signatures.json').read_text())
+_RECORDED = json.loads(
+  (pathlib.Path(__file__).parents[1] / 'golden' / 't5x_signatures.json').read_text()
+)
 _FLAX_FIELDS = ('parent', 'name')
 _ANY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
 
 _CACHE = 'takes variables in T5X; subclasses override project_key_value'
-_DECODER_PARAMS = 'the default is that of default_decoder_params, which is that of T5X if it is not set'
-_EVALUATOR = {'inference_evaluator_cls=None instead of seqio.evaluation.Evaluator': 'the same metrics without seqio'}
-_MUTABLES = {'.apply_gradient: flax_mutables=None instead of {}': 'keeps the mutable collections, which T5X drops'}
+_DECODER_PARAMS = (
+  'the default is that of default_decoder_params, which is that of T5X if it is not set'
+)
+_EVALUATOR = {
+  'inference_evaluator_cls=None instead of seqio.evaluation.Evaluator': 'the same metrics without seqio'
+}
+_MUTABLES = {
+  '.apply_gradient: flax_mutables=None instead of {}': 'keeps the mutable collections, which T5X drops'
+}
 _POSITION = 'a run continues at its position in the data'
 
 # All differences of names whose signature differs on purpose, with the reason of each; docs/from_t5x.md has the
 # consequence for users.
 DIFFERENT = {
-    't5x.examples.decoder_only.layers.MultiHeadDotProductAttention': {
-        'no .update_cache_prefill': _CACHE, 'no .update_cache_decode': _CACHE},
-    't5x.contrib.moe.models.MoeEncoderDecoderModel': {
-        '.predict_batch_with_aux: return_all_decodes=None instead of False': _DECODER_PARAMS,
-        '.predict_batch_with_aux: num_decodes=None instead of 1': _DECODER_PARAMS},
-    't5x.contrib.moe.partitioning.MoePjitPartitioner': {
-        'num_expert_partitions is not at position 0': 'num_experts of earlier versions of T5X is first'},
-    't5x.train_state.FlaxOptimTrainState': _MUTABLES,
-    't5x.train_state.TrainState': _MUTABLES,
-    't5x.eval.evaluate': _EVALUATOR,
-    't5x.infer.write_inferences_to_file': {
-        "json_encoder_cls=<class 't5x_lite.json_lines.JsonEncoder'> instead of seqio.loggers.TensorAndNumpyEncoder":
-            'it writes what that of seqio writes'},
-    't5x.train.train': _EVALUATOR,
-    't5x.utils.RestoreCheckpointConfig': {'restore_dataset=True instead of False': _POSITION},
-    't5x.utils.SaveCheckpointConfig': {'save_dataset=True instead of False': _POSITION},
+  't5x.examples.decoder_only.layers.MultiHeadDotProductAttention': {
+    'no .update_cache_prefill': _CACHE,
+    'no .update_cache_decode': _CACHE,
+  },
+  't5x.contrib.moe.models.MoeEncoderDecoderModel': {
+    '.predict_batch_with_aux: return_all_decodes=None instead of False': _DECODER_PARAMS,
+    '.predict_batch_with_aux: num_decodes=None instead of 1': _DECODER_PARAMS,
+  },
+  't5x.contrib.moe.partitioning.MoePjitPartitioner': {
+    'num_expert_partitions is not at position 0': 'num_experts of earlier versions of T5X is first'
+  },
+  't5x.train_state.FlaxOptimTrainState': _MUTABLES,
+  't5x.train_state.TrainState': _MUTABLES,
+  't5x.eval.evaluate': _EVALUATOR,
+  't5x.infer.write_inferences_to_file': {
+    "json_encoder_cls=<class 't5x_lite.json_lines.JsonEncoder'> instead of seqio.loggers.TensorAndNumpyEncoder": 'it writes what that of seqio writes'
+  },
+  't5x.train.train': _EVALUATOR,
+  't5x.utils.RestoreCheckpointConfig': {'restore_dataset=True instead of False': _POSITION},
+  't5x.utils.SaveCheckpointConfig': {'save_dataset=True instead of False': _POSITION},
 }
 
 
@@ -65,11 +77,15 @@ def _parameters(signature: str) -> list[tuple[str, str, ast.expr | None]]:
   """Return (kind, name, default) of each parameter of a recorded signature; '*' and '**' are kinds too."""
   arguments = ast.parse(f'def f{signature}: pass').body[0].args
   defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
-  found = [('positional', arg.arg, default) for arg, default in zip(arguments.args, defaults, strict=True)]
+  found = [
+    ('positional', arg.arg, default) for arg, default in zip(arguments.args, defaults, strict=True)
+  ]
   if arguments.vararg:
     found.append(('*', arguments.vararg.arg, None))
-  found += [('keyword', arg.arg, default)
-            for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+  found += [
+    ('keyword', arg.arg, default)
+    for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+  ]
   if arguments.kwarg:
     found.append(('**', arguments.kwarg.arg, None))
   return found
@@ -99,7 +115,9 @@ def differences(recorded: str, ours: inspect.Signature) -> list[str]:
   kinds, position = {parameter.kind for parameter in ours.parameters.values()}, 0
   for kind, name, default in _parameters(recorded):
     if kind in ('*', '**'):
-      if getattr(inspect.Parameter, 'VAR_POSITIONAL' if kind == '*' else 'VAR_KEYWORD') not in kinds:
+      if (
+        getattr(inspect.Parameter, 'VAR_POSITIONAL' if kind == '*' else 'VAR_KEYWORD') not in kinds
+      ):
         found.append(f'no {kind}{name}')
       continue
     parameter = ours.parameters.get(name)
@@ -116,8 +134,17 @@ def differences(recorded: str, ours: inspect.Signature) -> list[str]:
       found.append(f'{name}={parameter.default!r} instead of {ast.unparse(default)}')
   # A recorded '*' passes on arguments whose names are not recorded.
   forwards = any(kind == '*' for kind, _, _ in _parameters(recorded))
-  required = [] if forwards else [p.name for p in ours.parameters.values() if p.default is p.empty and p.kind not in (
-      p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in {n for _, n, _ in _parameters(recorded)}]
+  required = (
+    []
+    if forwards
+    else [
+      p.name
+      for p in ours.parameters.values()
+      if p.default is p.empty
+      and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+      and p.name not in {n for _, n, _ in _parameters(recorded)}
+    ]
+  )
   return found + [f'{name} is required' for name in required if name not in _FLAX_FIELDS]
 
 
@@ -150,14 +177,22 @@ def differences_of_name(module: str, name: str) -> list[str]:
   kind = recorded['kind']
   if kind == 'constant':
     expression = ast.parse(recorded['value'], mode='eval').body
-    same = isinstance(expression, ast.Constant) and expression.value is ... or np.all(
-        np.isclose(value, ast.literal_eval(expression), rtol=1e-6) if isinstance(value, float | jax.Array | np.ndarray)
-        else value == ast.literal_eval(expression))
+    same = (
+      isinstance(expression, ast.Constant)
+      and expression.value is ...
+      or np.all(
+        np.isclose(value, ast.literal_eval(expression), rtol=1e-6)
+        if isinstance(value, float | jax.Array | np.ndarray)
+        else value == ast.literal_eval(expression)
+      )
+    )
     return [] if same else [f'{value!r} instead of {recorded["value"]}']
   base = {'enum': enum.Enum, 'exception': Exception, 'class': object, 'protocol': object}.get(kind)
   if base is not None and not (isinstance(value, type) and issubclass(value, base)):
     return [f'{value!r} is not a class of {base.__name__}']
-  found = differences(recorded['signature'], inspect.signature(value)) if 'signature' in recorded else []
+  found = (
+    differences(recorded['signature'], inspect.signature(value)) if 'signature' in recorded else []
+  )
   return found + _differences_of_methods(value, recorded.get('methods', {}))
 
 
@@ -166,15 +201,23 @@ _ALL = [(module, name) for module, recorded in _RECORDED.items() for name in rec
 
 @pytest.mark.parametrize('module', _RECORDED)
 def test_names_accept_the_arguments_of_t5x(module):
-  found = {f'{module}.{name}': differences_of_name(module, name) for name in _RECORDED[module]
-           if name not in names.MODULES[module].left_out}
-  expected = {name: [*texts] for name, texts in DIFFERENT.items() if name.rpartition('.')[0] == module}
+  found = {
+    f'{module}.{name}': differences_of_name(module, name)
+    for name in _RECORDED[module]
+    if name not in names.MODULES[module].left_out
+  }
+  expected = {
+    name: [*texts] for name, texts in DIFFERENT.items() if name.rpartition('.')[0] == module
+  }
   assert {name: texts for name, texts in found.items() if texts} == expected
 
 
 def test_at_least_95_percent_of_the_names_are_here():
-  missing = [f'{module}.{name}' for module, name in _ALL
-             if name in names.MODULES[module].left_out or f'{module}.{name}' in DIFFERENT]
+  missing = [
+    f'{module}.{name}'
+    for module, name in _ALL
+    if name in names.MODULES[module].left_out or f'{module}.{name}' in DIFFERENT
+  ]
   assert len(_ALL) == 308
   assert len(missing) <= 0.05 * len(_ALL), missing
 

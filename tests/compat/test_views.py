@@ -28,7 +28,9 @@ def test_main_is_the_program_that_has_the_name():
 
 
 def test_missing_names_tell_the_nearest_one_or_the_alternative():
-  with pytest.raises(AttributeError, match="t5x.utils has no 'DataConfig'. Did you mean 'DatasetConfig'?"):
+  with pytest.raises(
+    AttributeError, match="t5x.utils has no 'DataConfig'. Did you mean 'DatasetConfig'?"
+  ):
     views.module('t5x.utils').DataConfig
   with pytest.raises(AttributeError, match='no equivalent in t5x_lite. Include'):
     views.module('t5x.export_lib').ExportableModule
@@ -38,8 +40,15 @@ def test_missing_names_tell_the_nearest_one_or_the_alternative():
 
 def test_selectors_resolve_through_modules_and_classes():
   t5x = views.module('t5x')
-  assert views.resolve(t5x, ['utils', 'DatasetConfig']) == (names.Place('t5x_lite.data', 'DatasetConfig'), '')
+  assert views.resolve(t5x, ['utils', 'DatasetConfig']) == (
+    names.Place('t5x_lite.data', 'DatasetConfig'),
+    '',
+  )
   assert views.resolve(t5x.models, ['EncoderDecoderModel', 'predict_batch_with_aux']) == (
-      names.Place('t5x_lite.models', 'EncoderDecoderModel.predict_batch_with_aux'), '')
-  assert views.resolve(t5x, ['utils'])[1] == 't5x.utils is a module. Name a function or class in it.'
+    names.Place('t5x_lite.models', 'EncoderDecoderModel.predict_batch_with_aux'),
+    '',
+  )
+  assert (
+    views.resolve(t5x, ['utils'])[1] == 't5x.utils is a module. Name a function or class in it.'
+  )
   assert "Did you mean 'loss_fn'?" in views.resolve(t5x.models, ['BaseModel', 'los_fn'])[1]

@@ -53,7 +53,9 @@ def program_files(tmp_path, monkeypatch):
   gin.clear_config()
 
 
-def load(*flags, files=('run.gin', 'model.gin'), defaults=('STEPS=10', 'MODEL_DIR=runs/a'), search_paths=()):
+def load(
+  *flags, files=('run.gin', 'model.gin'), defaults=('STEPS=10', 'MODEL_DIR=runs/a'), search_paths=()
+):
   texts = []
   for flag in (*defaults, *flags):
     key, _, value = flag.partition('=')

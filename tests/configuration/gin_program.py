@@ -23,13 +23,17 @@ class DatasetConfig:
   def __post_init__(self):
     if self.batch_size < 1:
       raise ConfigError(f'batch_size: got {self.batch_size}, expected at least 1.')
-    checks.check('DatasetConfig', vars(self), seed=checks.number(at_least=0, remedy='Omit it.').or_none())
+    checks.check(
+      'DatasetConfig', vars(self), seed=checks.number(at_least=0, remedy='Omit it.').or_none()
+    )
 
 
 class Model:
   """A class with a configurable method."""
 
-  def __init__(self, width: int, rate: float = 0.1, names: Sequence[str] = (), dtype: Any = 'float32'):
+  def __init__(
+    self, width: int, rate: float = 0.1, names: Sequence[str] = (), dtype: Any = 'float32'
+  ):
     self.width, self.rate, self.names, self.dtype = width, rate, names, dtype
 
   def predict(self, num_decodes: int = 1) -> int:
@@ -49,13 +53,27 @@ class Trainer:
     self.model, self.learning_rate_fn = model, learning_rate_fn
 
 
-def train(*, model: Model, train_cfg: DatasetConfig, eval_cfg: DatasetConfig | None = None,
-          trainer_cls: Callable[..., Trainer], model_dir: str, total_steps: int,
-          dry_run: bool = False) -> dict[str, Any]:
+def train(
+  *,
+  model: Model,
+  train_cfg: DatasetConfig,
+  eval_cfg: DatasetConfig | None = None,
+  trainer_cls: Callable[..., Trainer],
+  model_dir: str,
+  total_steps: int,
+  dry_run: bool = False,
+) -> dict[str, Any]:
   """Return the arguments."""
   trainer = trainer_cls(model=model)
-  return {'model': model, 'train_cfg': train_cfg, 'eval_cfg': eval_cfg, 'rate': trainer.learning_rate_fn(5),
-          'model_dir': model_dir, 'total_steps': total_steps, 'dry_run': dry_run}
+  return {
+    'model': model,
+    'train_cfg': train_cfg,
+    'eval_cfg': eval_cfg,
+    'rate': trainer.learning_rate_fn(5),
+    'model_dir': model_dir,
+    'total_steps': total_steps,
+    'dry_run': dry_run,
+  }
 
 
 def unused(value: int = 1) -> int:
@@ -69,7 +87,12 @@ NOT_CALLABLE = 3
 class Mesh(ChoosesMesh):
   """A mesh that is configured, or chosen by the class."""
 
-  def __init__(self, extents: Sequence[int] | None = None, num_partitions: int | None = None, names: str = 'data'):
+  def __init__(
+    self,
+    extents: Sequence[int] | None = None,
+    num_partitions: int | None = None,
+    names: str = 'data',
+  ):
     self.extents, self.num_partitions, self.names = extents, num_partitions, names
 
   @classmethod

@@ -18,27 +18,49 @@ def test_errors_of_the_program_lose_gins_lines_but_keep_the_scope():
   configuration = cases.load('eval/data.DatasetConfig.batch_size=0')
   with pytest.raises(ConfigError) as caught:
     configuration.call()
-  assert gin_utils.plain_message(caught.value) == 'batch_size: got 0, expected at least 1. (in eval/DatasetConfig)'
+  assert (
+    gin_utils.plain_message(caught.value)
+    == 'batch_size: got 0, expected at least 1. (in eval/DatasetConfig)'
+  )
 
 
-_MORE = 'from __gin__ import dynamic_registration\nfrom tests.configuration import gin_program as data\n'
+_MORE = (
+  'from __gin__ import dynamic_registration\nfrom tests.configuration import gin_program as data\n'
+)
 
 
-@pytest.mark.parametrize('text, flags, end', [
+@pytest.mark.parametrize(
+  'text, flags, end',
+  [
     ('data.DatasetConfig.seed = -1', (), '-1 (more.gin:3). Omit it. (in train/DatasetConfig)'),
-    ('train/data.DatasetConfig.seed = 5\neval/data.DatasetConfig.seed = -1', (), '-1 (more.gin:4). Omit it. (in eval/'),
-    ('train/data.DatasetConfig.seed = -1\neval/data.DatasetConfig.seed = -1', (), '-1 (more.gin:3). Omit it. (in '),
-    ('data.DatasetConfig.seed = -2\neval/data.DatasetConfig:\n  seed = -1\ntrain/data.DatasetConfig.seed = 5', (),
-     '-1 (more.gin:5). Omit it. (in eval/'),
+    (
+      'train/data.DatasetConfig.seed = 5\neval/data.DatasetConfig.seed = -1',
+      (),
+      '-1 (more.gin:4). Omit it. (in eval/',
+    ),
+    (
+      'train/data.DatasetConfig.seed = -1\neval/data.DatasetConfig.seed = -1',
+      (),
+      '-1 (more.gin:3). Omit it. (in ',
+    ),
+    (
+      'data.DatasetConfig.seed = -2\neval/data.DatasetConfig:\n  seed = -1\ntrain/data.DatasetConfig.seed = 5',
+      (),
+      '-1 (more.gin:5). Omit it. (in eval/',
+    ),
     ('data.DatasetConfig.seed = %A\nA = %B\nB = -1', (), '-1 (more.gin:5). Omit it.'),
     ('', ('data.DatasetConfig.seed=-1',), '-1. Omit it.'),  # the user sees a flag
     ('data.DatasetConfig.seed = %A\nA = 1', ('A=-1',), '-1. Omit it.'),
-])
+  ],
+)
 def test_errors_of_options_name_the_line_of_the_binding(tmp_path, text, flags, end):
   (tmp_path / 'more.gin').write_text(_MORE + text)
   with pytest.raises(ConfigError) as caught:
     cases.load(*flags, files=('run.gin', 'model.gin', 'more.gin')).call()
-  assert f'`DatasetConfig.seed` must be a number >= 0 or None, got {end}' in gin_utils.plain_message(caught.value)
+  assert (
+    f'`DatasetConfig.seed` must be a number >= 0 or None, got {end}'
+    in gin_utils.plain_message(caught.value)
+  )
 
 
 def test_text_of_a_command_is_no_file():
@@ -48,7 +70,9 @@ def test_text_of_a_command_is_no_file():
     gin_utils.load(cases.ENTRY, texts).call()
 
 
-@pytest.mark.parametrize('owner, values, argument, lines', [
+@pytest.mark.parametrize(
+  'owner, values, argument, lines',
+  [
     ('DatasetConfig', {'seed': 1}, '', ''),  # of train or of eval
     ('DatasetConfig', {'seed': 1}, 'eval_cfg', 'more.gin:5'),
     ('DatasetConfig', {'seed': 1}, 'model', ''),
@@ -62,14 +86,18 @@ def test_text_of_a_command_is_no_file():
     ('train', {'seed': 1}, '', ''),
     ('DatasetConfig', {'name': 'cols', 'shuffle': False}, 'eval_cfg', 'run.gin:24'),
     ('DatasetConfig', {'name': 'rows', 'shuffle': False}, 'eval_cfg', 'run.gin:23, run.gin:24'),
-])
+  ],
+)
 def test_a_line_is_only_named_if_one_binding_can_be_meant(tmp_path, owner, values, argument, lines):
-  (tmp_path / 'more.gin').write_text(_MORE + """\
+  (tmp_path / 'more.gin').write_text(
+    _MORE
+    + """\
 train/data.DatasetConfig.name = 'cols'
 train/data.DatasetConfig.seed = 1
 eval/data.DatasetConfig.seed = 1
 train/data.DatasetConfig.mode = 'fast'
-""")
+"""
+  )
 
   def raises(**kwargs):
     error = checks.about(owner, values, 'Wrong', 'Change it.')
@@ -88,10 +116,13 @@ def test_method_bindings_apply():
 
 def test_macros_may_be_chained_and_scopes_inherited(tmp_path):
   (tmp_path / 'more.gin').write_text(
-      'from __gin__ import dynamic_registration\nfrom tests.configuration import gin_program as models\n'
-      'WIDTH = %OTHER\nOTHER = 7\nMODEL/models.Model.rate = 0.5\n')
+    'from __gin__ import dynamic_registration\nfrom tests.configuration import gin_program as models\n'
+    'WIDTH = %OTHER\nOTHER = 7\nMODEL/models.Model.rate = 0.5\n'
+  )
   model = cases.load(files=('run.gin', 'model.gin', 'more.gin')).call()['model']
-  assert model.width == 7 and model.rate == 0.5  # a macro's name is the scope in which its value is made
+  assert (
+    model.width == 7 and model.rate == 0.5
+  )  # a macro's name is the scope in which its value is made
   message = cases.error_of('OTHER=x', files=('run.gin', 'model.gin', 'more.gin'))
   assert message.startswith('`OTHER` must be int for ')
 
@@ -99,18 +130,27 @@ def test_macros_may_be_chained_and_scopes_inherited(tmp_path):
 def test_reachable_follows_references_and_scopes():
   uses = [use for use in cases.load().uses if not use.configurable.selector.startswith('gin.')]
   found = {('/'.join(use.scope), use.configurable.name) for use in uses}
-  assert found >= {('', 'train'), ('train', 'DatasetConfig'), ('eval', 'DatasetConfig'), ('MODEL', 'Model'),
-                   ('', 'Trainer'), ('', 'schedule')}
+  assert found >= {
+    ('', 'train'),
+    ('train', 'DatasetConfig'),
+    ('eval', 'DatasetConfig'),
+    ('MODEL', 'Model'),
+    ('', 'Trainer'),
+    ('', 'schedule'),
+  }
   assert 'unused' not in {name for _, name in found}
 
 
 def test_user_modules_may_register_while_the_program_runs(tmp_path, monkeypatch):
   """A task module that uses @gin.configurable is imported by the run, after the configuration is locked."""
-  (tmp_path / 'late_module.py').write_text('import gin\n\n@gin.configurable\ndef late(x=1):\n  return x\n')
+  (tmp_path / 'late_module.py').write_text(
+    'import gin\n\n@gin.configurable\ndef late(x=1):\n  return x\n'
+  )
   monkeypatch.syspath_prepend(tmp_path)
 
   def imports_late():
     import late_module
+
     return late_module.late()
 
   configuration = cases.load()
@@ -119,11 +159,15 @@ def test_user_modules_may_register_while_the_program_runs(tmp_path, monkeypatch)
   assert gin_utils.Configuration(imports_late, '', [use]).call() == 1
 
 
-def test_functions_that_users_decorate_are_bound_without_dynamic_registration(tmp_path, monkeypatch):
+def test_functions_that_users_decorate_are_bound_without_dynamic_registration(
+  tmp_path, monkeypatch
+):
   (tmp_path / 'decorated_module.py').write_text(
-      'import gin\n\n@gin.configurable\ndef decorated(x: int = 1):\n  return x\n')
+    'import gin\n\n@gin.configurable\ndef decorated(x: int = 1):\n  return x\n'
+  )
   (tmp_path / 'old.gin').write_text('import decorated_module\ndecorated.x = 5\n')
   monkeypatch.syspath_prepend(tmp_path)
   cases.load('decorated.x=6', files=('run.gin', 'model.gin', 'old.gin'))
   import decorated_module
+
   assert decorated_module.decorated() == 6

@@ -15,11 +15,16 @@ def test_all_missing_values_are_named_at_once():
 def test_a_later_file_that_requires_a_value_again_is_named(tmp_path):
   (tmp_path / 'mine.gin').write_text('STEPS = 7\n')
   message = cases.error_of(defaults=('MODEL_DIR=x',), files=('mine.gin', 'run.gin', 'model.gin'))
-  assert 'mine.gin:1 sets it, but run.gin:6, which is read later, requires it again: pass that file first' in message
+  assert (
+    'mine.gin:1 sets it, but run.gin:6, which is read later, requires it again: pass that file first'
+    in message
+  )
 
 
 def test_unbound_required_parameter_is_named_before_the_call(tmp_path):
-  (tmp_path / 'run.gin').write_text(cases.RUN.replace("train/data.DatasetConfig.name = 'rows'\n", ''))
+  (tmp_path / 'run.gin').write_text(
+    cases.RUN.replace("train/data.DatasetConfig.name = 'rows'\n", '')
+  )
   message = cases.error_of()
   assert message.startswith('train/data.DatasetConfig requires name, which is not bound.')
   assert '--gin.train/data.DatasetConfig.name=VALUE' in message

@@ -22,7 +22,10 @@ include 'recipes/keyword_cloze.gin'
 def _load(tmp_path, text, *flags, entry='t5x_lite.apps.train.train', head=HEAD):
   path = tmp_path / 'mine.gin'
   path.write_text(head + text)
-  texts = [gin_syntax.read_flag(*flag.split('=', 1), f'--gin.{flag}') for flag in ('MODEL_DIR=runs/a', *flags)]
+  texts = [
+    gin_syntax.read_flag(*flag.split('=', 1), f'--gin.{flag}')
+    for flag in ('MODEL_DIR=runs/a', *flags)
+  ]
   return gin_utils.load(entry, gin_utils.read([str(path)], texts))
 
 
@@ -34,16 +37,24 @@ def _error(tmp_path, text, *flags, **kwargs):
 
 def test_all_import_forms_bind_our_objects_and_config_gin_has_our_names(tmp_path, caplog):
   with caplog.at_level(logging.INFO):
-    configuration = _load(tmp_path, """
+    configuration = _load(
+      tmp_path,
+      """
 train/utils.DatasetConfig.batch_size = 16
 train_script.train.eval_period = 7
 models.EncoderDecoderModel.z_loss = 0.1
 t5x.partitioning.PjitPartitioner.num_partitions = 2
 t5_network.T5Config.dropout_rate = 0.25
-""", 'utils.SaveCheckpointConfig.keep=3', 'train_script.train.eval_steps=2')
+""",
+      'utils.SaveCheckpointConfig.keep=3',
+      'train_script.train.eval_steps=2',
+    )
   settings = configuration.settings(())
   assert settings['train/data.DatasetConfig.batch_size'] == '16'
-  assert settings['train_script.train.eval_period'] == '7' and settings['train_script.train.eval_steps'] == '2'
+  assert (
+    settings['train_script.train.eval_period'] == '7'
+    and settings['train_script.train.eval_steps'] == '2'
+  )
   assert settings['checkpoints.SaveCheckpointConfig.keep'] == '3'
   assert 't5x.' not in configuration.text and '__main__' not in configuration.text
   lines = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
@@ -56,23 +67,53 @@ t5_network.T5Config.dropout_rate = 0.25
 
 
 def test_flags_may_use_the_end_of_a_name_of_t5x_that_no_file_imports(tmp_path):
-  configuration = _load(tmp_path, '', 'trainer.Trainer.num_microbatches=2', 'utils.SaveCheckpointConfig.period=5',
-                        head="include 'recipes/keyword_cloze.gin'\n")
+  configuration = _load(
+    tmp_path,
+    '',
+    'trainer.Trainer.num_microbatches=2',
+    'utils.SaveCheckpointConfig.period=5',
+    head="include 'recipes/keyword_cloze.gin'\n",
+  )
   assert configuration.settings(())['checkpoints.SaveCheckpointConfig.period'] == '5'
 
 
-@pytest.mark.parametrize('text, fragments', [
-    ('utils.DataConfig.split = 1', ['mine.gin:8: t5x.utils has no', "Did you mean 'DatasetConfig'?"]),
-    ('from t5x import export_lib\nx = @export_lib.ExportableModule', ['mine.gin:9: t5x.export_lib.ExportableModule',
-                                                                     'gin/t5x/configs/runs/export.gin']),
-    ('from t5x.contrib.calm import models as calm', ['mine.gin:8: t5x.contrib.calm has no equivalent', 'CALM']),
-    ('import t5x.fiddle_configs.base', ['mine.gin:8: t5x.fiddle_configs has no equivalent', 'gin files']),
-    ('from __main__ import evaluate', ['mine.gin:8: Names of __main__', '`import __main__ as NAME`, and NAME.evalu']),
-    ('train_script.trian.total_steps = 1', ["mine.gin:8: __main__ has no 'trian'", "Did you mean 'train'?"]),
-    ('train_script.train.use_jax_array = True', [
-        'mine.gin:8: train_script.train.use_jax_array of T5X has no equivalent', 'always jax.Array']),
-    ('utils.DatasetConfig.splitt = 1', ["mine.gin:8: utils.DatasetConfig has no parameter 'splitt'"]),
-])
+@pytest.mark.parametrize(
+  'text, fragments',
+  [
+    (
+      'utils.DataConfig.split = 1',
+      ['mine.gin:8: t5x.utils has no', "Did you mean 'DatasetConfig'?"],
+    ),
+    (
+      'from t5x import export_lib\nx = @export_lib.ExportableModule',
+      ['mine.gin:9: t5x.export_lib.ExportableModule', 'gin/t5x/configs/runs/export.gin'],
+    ),
+    (
+      'from t5x.contrib.calm import models as calm',
+      ['mine.gin:8: t5x.contrib.calm has no equivalent', 'CALM'],
+    ),
+    (
+      'import t5x.fiddle_configs.base',
+      ['mine.gin:8: t5x.fiddle_configs has no equivalent', 'gin files'],
+    ),
+    (
+      'from __main__ import evaluate',
+      ['mine.gin:8: Names of __main__', '`import __main__ as NAME`, and NAME.evalu'],
+    ),
+    (
+      'train_script.trian.total_steps = 1',
+      ["mine.gin:8: __main__ has no 'trian'", "Did you mean 'train'?"],
+    ),
+    (
+      'train_script.train.use_jax_array = True',
+      ['mine.gin:8: train_script.train.use_jax_array of T5X has no equivalent', 'always jax.Array'],
+    ),
+    (
+      'utils.DatasetConfig.splitt = 1',
+      ["mine.gin:8: utils.DatasetConfig has no parameter 'splitt'"],
+    ),
+  ],
+)
 def test_messages_name_line_t5x_name_and_equivalent(tmp_path, text, fragments):
   message = _error(tmp_path, text)
   for fragment in fragments:
@@ -84,35 +125,57 @@ _T5X = _DYNAMIC + 'from t5x import utils\n'
 _OURS = _DYNAMIC + 'from t5x_lite import data\n'
 
 
-@pytest.mark.parametrize('head, text, remedy', [
+@pytest.mark.parametrize(
+  'head, text, remedy',
+  [
     (_T5X, 'trainer.Trainer.num_microbatches = 1', '`from t5x import trainer`'),
     (_DYNAMIC, 'trainer.Trainer.num_microbatches = 1', '`from t5x import trainer`'),
     (_OURS, 'trainer.Trainer.num_microbatches = 1', '`from t5x_lite import trainer`'),
-    (_OURS + 'from t5x import utils\n', 'trainer.Trainer.num_microbatches = 1', '`from t5x import trainer`'),
+    (
+      _OURS + 'from t5x import utils\n',
+      'trainer.Trainer.num_microbatches = 1',
+      '`from t5x import trainer`',
+    ),
     (_T5X, 'trainer.Trainr.num_microbatches = 1', '`from t5x import trainer`'),
     (_T5X, 'A = @partitioning.MoePjitPartitioner()', '`from t5x.contrib.moe import partitioning`'),
-    (_T5X, 'A = @network.Transformer()', ' or '.join(
-        f'`from t5x.examples.{name} import network`' for name in ('scalable_t5', 't5'))),
+    (
+      _T5X,
+      'A = @network.Transformer()',
+      ' or '.join(f'`from t5x.examples.{name} import network`' for name in ('scalable_t5', 't5')),
+    ),
     (_T5X, 'train_script.train.eval_period = 1', '`import __main__ as train_script`'),
     (_DYNAMIC, 'eval_script.evaluate.use_orbax = True', '`import __main__ as eval_script`'),
-    (_OURS, 'eval_script.evaluate.use_orbax = True', '`from t5x_lite.apps import evaluate as eval_script`'),
+    (
+      _OURS,
+      'eval_script.evaluate.use_orbax = True',
+      '`from t5x_lite.apps import evaluate as eval_script`',
+    ),
     (_DYNAMIC, 'infer_script.infer.use_orbax = True', '`import __main__ as infer_script`'),
     (_T5X, 'data.DatasetConfig.seed = 1', '`from t5x_lite import data`'),
     (_OURS, 'utils.CheckpointConfig.restore = None', '`from t5x import utils`'),
     (_OURS, 'my_package.f.x = 1', '`from PACKAGE import my_package`'),
-])
+  ],
+)
 def test_the_import_that_a_file_lacks_is_proposed(tmp_path, head, text, remedy):
   path = tmp_path / 'mine.gin'
   path.write_text(head + text)
   with pytest.raises(ConfigError) as caught:
     gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([str(path)]))
   message = str(caught.value)
-  assert f"mine.gin:{len(head.splitlines()) + 1}: '" in message and message.endswith(f' Add {remedy}.'), message
+  assert f"mine.gin:{len(head.splitlines()) + 1}: '" in message and message.endswith(
+    f' Add {remedy}.'
+  ), message
 
 
-@pytest.mark.parametrize('name', ['t5x/configs/runs/pretrain.gin', 't5x/t5x/configs/runs/pretrain.gin',
-                                  '../no_such_folder/t5x/configs/runs/pretrain.gin',
-                                  '/no_such_folder/t5x/configs/runs/pretrain.gin'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    't5x/configs/runs/pretrain.gin',
+    't5x/t5x/configs/runs/pretrain.gin',
+    '../no_such_folder/t5x/configs/runs/pretrain.gin',
+    '/no_such_folder/t5x/configs/runs/pretrain.gin',
+  ],
+)
 def test_files_of_t5x_are_ours_where_they_are_not_found(tmp_path, monkeypatch, name):
   monkeypatch.chdir(tmp_path)
   ours = gin_syntax.packaged_folder() / 't5x/configs/runs/pretrain.gin'
@@ -142,16 +205,29 @@ def test_files_of_this_package_include_each_other(tmp_path, monkeypatch):
 def test_log_says_once_which_files_and_defaults_are_ours(tmp_path, caplog, monkeypatch):
   monkeypatch.chdir(tmp_path)
   text = "include '../t5x/t5x/configs/runs/pretrain.gin'\ninclude 't5x/examples/t5/byt5/tiny.gin'\n"
-  flags = ('MIXTURE_OR_TASK_NAME=a', "TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", 'DROPOUT_RATE=0.0')
+  flags = (
+    'MIXTURE_OR_TASK_NAME=a',
+    "TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
+    'DROPOUT_RATE=0.0',
+  )
   with caplog.at_level(logging.INFO):
     _load(tmp_path, text, 'TRAIN_STEPS=1', *flags, head='')
-  line, = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
-  assert line == ("Of T5X's files, those of t5x_lite are used: ../t5x/t5x/configs/runs/pretrain.gin, "
-                  "t5x/examples/t5/byt5/tiny.gin. Defaults that are not T5X's: RANDOM_SEED = 0 (T5X: the clock), "
-                  'USE_CACHED_TASKS = False (T5X: True). See docs/from_t5x.md.')
+  (line,) = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
+  assert line == (
+    "Of T5X's files, those of t5x_lite are used: ../t5x/t5x/configs/runs/pretrain.gin, "
+    "t5x/examples/t5/byt5/tiny.gin. Defaults that are not T5X's: RANDOM_SEED = 0 (T5X: the clock), "
+    'USE_CACHED_TASKS = False (T5X: True). See docs/from_t5x.md.'
+  )
   caplog.clear()
   with caplog.at_level(logging.INFO):
-    _load(tmp_path, text + 'USE_CACHED_TASKS = True\n', 'TRAIN_STEPS=1', 'RANDOM_SEED=3', *flags, head='')
+    _load(
+      tmp_path,
+      text + 'USE_CACHED_TASKS = True\n',
+      'TRAIN_STEPS=1',
+      'RANDOM_SEED=3',
+      *flags,
+      head='',
+    )
   assert 'Defaults' not in ' '.join(record.getMessage() for record in caplog.records)
 
 
@@ -162,19 +238,25 @@ def test_log_omits_defaults_that_equal_those_of_t5x(tmp_path, caplog, name, entr
   (tmp_path / 'mine.gin').write_text(text + "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}\n")
   with caplog.at_level(logging.INFO):
     gin_utils.load(f't5x_lite.apps.{entry}', gin_utils.read([str(tmp_path / 'mine.gin')], []))
-  line, = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
+  (line,) = [record.getMessage() for record in caplog.records if 'T5X' in record.getMessage()]
   assert 'Defaults' not in line
 
 
 def test_a_misspelt_scope_of_a_file_is_a_warning(tmp_path, caplog):
-  _load(tmp_path, 'trian/utils.DatasetConfig.batch_size = 4\nother/utils.DatasetConfig.batch_size = 4\n')
+  _load(
+    tmp_path, 'trian/utils.DatasetConfig.batch_size = 4\nother/utils.DatasetConfig.batch_size = 4\n'
+  )
   (warning,) = [record.getMessage() for record in caplog.records if 'scope' in record.getMessage()]
-  assert warning.endswith('mine.gin:8: the scope of trian/data.DatasetConfig.batch_size is not used. Did you mean '
-                          'train/data.DatasetConfig.batch_size?')
+  assert warning.endswith(
+    'mine.gin:8: the scope of trian/data.DatasetConfig.batch_size is not used. Did you mean '
+    'train/data.DatasetConfig.batch_size?'
+  )
 
 
 def test_undefined_constants_and_imports_of_names_are_explained(tmp_path):
   message = _error(tmp_path, 'train_script.train.total_steps = %t5x.utils.STEPS\n')
   assert "mine.gin:8: the macro 't5x.utils.STEPS' is not defined. Write a value" in message
   message = _error(tmp_path, 'from t5x.utils import DatasetConfig\n')
-  assert message.endswith("no module 't5x.utils.DatasetConfig'. Import t5x.utils, and write utils.DatasetConfig.")
+  assert message.endswith(
+    "no module 't5x.utils.DatasetConfig'. Import t5x.utils, and write utils.DatasetConfig."
+  )

@@ -10,17 +10,28 @@ VOCABULARY = data.ByteVocabulary(extra_ids=125)
 
 
 def layout(shard=0, num_shards=1, batch_size=8):
-  return DataLayout(batch_size=batch_size, shard_id=shard, num_shards=num_shards, is_first_host_in_replica_set=True)
+  return DataLayout(
+    batch_size=batch_size, shard_id=shard, num_shards=num_shards, is_first_host_in_replica_set=True
+  )
 
 
 def make_task(name='digits', num=21, **kwargs):
   """Inputs '<i> xxx' of various lengths, target '<i>': every example tells its number."""
   texts = [(f'{i} ' + 'x' * (i * 5 % 7), str(i)) for i in range(num)]
-  return data.text_task(name=name, texts_fn=lambda split: texts, splits=('train',), vocabulary=VOCABULARY, **kwargs)
+  return data.text_task(
+    name=name, texts_fn=lambda split: texts, splits=('train',), vocabulary=VOCABULARY, **kwargs
+  )
 
 
 def make_cfg(task=None, **kwargs):
-  defaults = dict(task_feature_lengths=LENGTHS, split='train', batch_size=8, shuffle=True, seed=1, source='builtin')
+  defaults = dict(
+    task_feature_lengths=LENGTHS,
+    split='train',
+    batch_size=8,
+    shuffle=True,
+    seed=1,
+    source='builtin',
+  )
   return data.DatasetConfig(task or make_task(), **{**defaults, **kwargs})
 
 
@@ -57,7 +68,9 @@ def unpack(batch):
       used = segments[segments > 0]
       assert (np.diff(used) >= 0).all() and set(used) == set(range(1, used.max() + 1))
       for s in set(used):
-        np.testing.assert_array_equal(row[f'{side}_positions'][segments == s], np.arange((segments == s).sum()))
+        np.testing.assert_array_equal(
+          row[f'{side}_positions'][segments == s], np.arange((segments == s).sum())
+        )
     assert row['encoder_segment_ids'].max() == row['decoder_segment_ids'].max()
     np.testing.assert_array_equal(row['decoder_loss_weights'], row['decoder_target_tokens'] > 0)
     for s in range(1, row['encoder_segment_ids'].max() + 1):
@@ -66,4 +79,6 @@ def unpack(batch):
       targets = row['decoder_target_tokens'][where]
       np.testing.assert_array_equal(row['decoder_input_tokens'][where], [0, *targets[:-1]])
       yield inputs, targets
+
+
 # --- Mixtures -----------------------------------------------------------------------

@@ -14,12 +14,20 @@ FORMATS = ('jsonl', 'array_record')
 
 
 def layout(shard=0, num_shards=1, batch_size=64):
-  return DataLayout(batch_size=batch_size, shard_id=shard, num_shards=num_shards, is_first_host_in_replica_set=True)
+  return DataLayout(
+    batch_size=batch_size, shard_id=shard, num_shards=num_shards, is_first_host_in_replica_set=True
+  )
 
 
 def make_cfg(task, **kwargs):
-  defaults = dict(task_feature_lengths=LENGTHS, split='validation', batch_size=64, shuffle=False, seed=3,
-                  source='grain')
+  defaults = dict(
+    task_feature_lengths=LENGTHS,
+    split='validation',
+    batch_size=64,
+    shuffle=False,
+    seed=3,
+    source='grain',
+  )
   return data.DatasetConfig(task, **{**defaults, **kwargs})
 
 
@@ -40,5 +48,10 @@ def write(path, examples, format='jsonl'):
 
 
 def make_task(files, format='jsonl', name='from_files', **kwargs):
-  return data.file_task(name=name, splits=files if isinstance(files, dict) else {'validation': files}, format=format,
-                        vocabulary=kwargs.pop('vocabulary', VOCABULARY), **kwargs)
+  return data.file_task(
+    name=name,
+    splits=files if isinstance(files, dict) else {'validation': files},
+    format=format,
+    vocabulary=kwargs.pop('vocabulary', VOCABULARY),
+    **kwargs,
+  )

@@ -8,6 +8,12 @@ def isolate(monkeypatch):
   """Remove registered sources of other modules than the package's, and undo registrations after the test."""
   # Names are registered for the life of a process; the package has no public function that removes them.
   monkeypatch.setattr(builtin_tasks, '_REGISTRY', dict(builtin_tasks._REGISTRY))
-  monkeypatch.setattr(base, '_SOURCES', {
-      name: known for name, known in base._SOURCES.items()
-      if isinstance(known, str) or known.__module__.startswith('t5x_lite.')})
+  monkeypatch.setattr(
+    base,
+    '_SOURCES',
+    {
+      name: known
+      for name, known in base._SOURCES.items()
+      if isinstance(known, str) or known.__module__.startswith('t5x_lite.')
+    },
+  )

@@ -11,21 +11,40 @@ from tests.data import builtin_cases as cases
 # --- Checks before compute ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('change, message', [
+@pytest.mark.parametrize(
+  'change, message',
+  [
     (dict(source='seqoi'), "'seqoi'.*mean 'seqio'"),
     (dict(task_feature_lengths={'inputs': 0, 'targets': 8}), "to integers >= 1, got {'inputs': 0"),
-    (dict(task_feature_lengths={'inputs': 8.5, 'targets': 8}), "to integers >= 1, got {'inputs': 8.5"),
-    (dict(runtime_preprocessors=[len]), 'runtime_preprocessors` must be None or empty, got .*AirIO'),
-    (dict(num_prefetch_threads=-1), 'num_prefetch_threads` must be an integer >= 0 or None, got -1'),
-    (dict(num_prefetch_threads=2), "num_prefetch_threads` must be unset with source = 'builtin', got 2.*'grain' only"),
-    (dict(batch_size=0), 'batch_size` must be an integer >= 1, got 0'), (dict(batch_size=True), 'batch_size.*got True'),
+    (
+      dict(task_feature_lengths={'inputs': 8.5, 'targets': 8}),
+      "to integers >= 1, got {'inputs': 8.5",
+    ),
+    (
+      dict(runtime_preprocessors=[len]),
+      'runtime_preprocessors` must be None or empty, got .*AirIO',
+    ),
+    (
+      dict(num_prefetch_threads=-1),
+      'num_prefetch_threads` must be an integer >= 0 or None, got -1',
+    ),
+    (
+      dict(num_prefetch_threads=2),
+      "num_prefetch_threads` must be unset with source = 'builtin', got 2.*'grain' only",
+    ),
+    (dict(batch_size=0), 'batch_size` must be an integer >= 1, got 0'),
+    (dict(batch_size=True), 'batch_size.*got True'),
     (dict(batch_size=2**30), 'batch_size` must be below .*2.*31'),
-    (dict(seed='1'), "seed` must be an integer in .* or None, got '1'"), (dict(seed=-1), 'seed.*got -1'),
+    (dict(seed='1'), "seed` must be an integer in .* or None, got '1'"),
+    (dict(seed=-1), 'seed.*got -1'),
     (dict(split=''), "split` must be a name such as 'train', got ''"),
-    (dict(shuffle='yes'), "shuffle` must be True or False, got 'yes'"), (dict(pack=1), 'pack.*got 1'),
+    (dict(shuffle='yes'), "shuffle` must be True or False, got 'yes'"),
+    (dict(pack=1), 'pack.*got 1'),
     (dict(use_custom_packing_ops=True), 'use_custom_packing_ops` must be False with pack = False'),
     (dict(use_custom_packing_ops=True, pack=True), "source = 'seqio' only"),
-    (dict(use_cached=True), "source = 'seqio' only")])
+    (dict(use_cached=True), "source = 'seqio' only"),
+  ],
+)
 def test_rejected_configurations(change, message):
   with pytest.raises(ConfigError, match=message):
     cases.make_cfg(**change)
@@ -53,5 +72,7 @@ def test_vocabularies_of_model_and_data_must_match():
   cfg = cases.make_cfg()
   assert data.get_vocabulary(cfg) == (cases.VOCABULARY, cases.VOCABULARY)
   data.verify_matching_vocabs(cfg, Model(data.ByteVocabulary(extra_ids=125), cases.VOCABULARY))
-  with pytest.raises(ConfigError, match=r'output vocabulary.*ByteVocabulary\(125\), got ByteVocabulary\(100\)'):
+  with pytest.raises(
+    ConfigError, match=r'output vocabulary.*ByteVocabulary\(125\), got ByteVocabulary\(100\)'
+  ):
     data.verify_matching_vocabs(cfg, Model(cases.VOCABULARY, data.ByteVocabulary(100)))

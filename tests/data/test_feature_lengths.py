@@ -27,12 +27,20 @@ class _Texts:
 
 
 def _task(texts, name='lines', **kwargs):
-  return data.text_task(name=name, texts_fn=texts, splits=('validation',), vocabulary=cases.VOCABULARY,
-                        metric_fns=(data.exact_match,), **kwargs)
+  return data.text_task(
+    name=name,
+    texts_fn=texts,
+    splits=('validation',),
+    vocabulary=cases.VOCABULARY,
+    metric_fns=(data.exact_match,),
+    **kwargs,
+  )
 
 
 def _cfg(task, **kwargs):
-  return cases.make_cfg(task, **{'task_feature_lengths': None, 'split': 'validation', 'shuffle': False, **kwargs})
+  return cases.make_cfg(
+    task, **{'task_feature_lengths': None, 'split': 'validation', 'shuffle': False, **kwargs}
+  )
 
 
 def _lengths(cfg, **kwargs):
@@ -43,7 +51,10 @@ def test_lengths_are_those_of_the_longest_examples_with_their_end():
   cfg = _cfg(_task(_Texts(3, 40, 9)))
   assert _lengths(cfg) == {'inputs': 41, 'targets': 21}
   assert _lengths(cfg, num_examples=1) == {'inputs': 4, 'targets': 2}
-  assert _lengths(dataclasses.replace(cfg, pack=True), num_examples=1) == {'inputs': 41, 'targets': 21}
+  assert _lengths(dataclasses.replace(cfg, pack=True), num_examples=1) == {
+    'inputs': 41,
+    'targets': 21,
+  }
   assert _lengths(_cfg(_task(_Texts(0)))) == {'inputs': 1, 'targets': 1}
   given = dataclasses.replace(cfg, task_feature_lengths={'inputs': 4, 'targets': 4})
   assert data.with_feature_lengths(given) is given
@@ -53,7 +64,9 @@ def test_only_features_of_the_converter_and_tasks_with_metrics_count(monkeypatch
   monkeypatch.setattr('t5x_lite.data.builtin_tasks._REGISTRY', {})
   data.register_builtin_task(_task(_Texts(3), 'judged'))
   data.register_builtin_task(dataclasses.replace(_task(_Texts(40), 'unjudged'), metric_fns=()))
-  data.register_builtin_mixture(data.BuiltinMixture(name='both', rates={'judged': 1.0, 'unjudged': 1.0}))
+  data.register_builtin_mixture(
+    data.BuiltinMixture(name='both', rates={'judged': 1.0, 'unjudged': 1.0})
+  )
   assert _lengths(_cfg('both')) == {'inputs': 41, 'targets': 21}
   assert _lengths(_cfg('both'), decodes=True) == {'inputs': 4, 'targets': 2}
   assert _lengths(_cfg('unjudged'), decodes=True) == {'inputs': 41, 'targets': 21}
@@ -74,14 +87,21 @@ def test_all_uses_compute_lengths():
 
   (source,) = data.open_example_sources(cfg, Model)
   assert source.element_spec(2)['encoder_input_tokens'].shape == (2, 41)
-  for use in (lambda: data.open_train_iterator(cfg, cases.layout()), lambda: data.get_dataset(cfg, 0, 1, Model),
-              lambda: data.read_task_texts(cfg)):
-    with pytest.raises(ConfigError, match='task_feature_lengths` must be a mapping .*got None. Set TASK_FEA'):
+  for use in (
+    lambda: data.open_train_iterator(cfg, cases.layout()),
+    lambda: data.get_dataset(cfg, 0, 1, Model),
+    lambda: data.read_task_texts(cfg),
+  ):
+    with pytest.raises(
+      ConfigError, match='task_feature_lengths` must be a mapping .*got None. Set TASK_FEA'
+    ):
       use()
 
 
 def test_tasks_and_sources_that_need_lengths_say_so():
-  with pytest.raises(ConfigError, match='for span corruption, got None. It makes examples of these lengths'):
+  with pytest.raises(
+    ConfigError, match='for span corruption, got None. It makes examples of these lengths'
+  ):
     _lengths(_cfg('python_docs_span_corruption'))
   with pytest.raises(ConfigError, match='for random data, got None'):
     _cfg(data.SyntheticSource(), source='synthetic')
@@ -93,10 +113,11 @@ def test_kept_lengths_are_used_until_the_data_changes(tmp_path, caplog, monkeypa
   with caplog.at_level(logging.INFO):
     found = _lengths(cfg, folder=str(tmp_path / 'run'))
   assert [record.getMessage() for record in caplog.records] == [
-      "DatasetConfig.task_feature_lengths of 'lines' are None: reading the split 'validation' for its "
-      'longest examples.',
-      "task_feature_lengths of 'lines', split 'validation': {'inputs': 41, 'targets': 21}, those of the longest "
-      f"examples (kept in {tmp_path / 'run' / feature_lengths.LENGTHS_FILE})."]
+    "DatasetConfig.task_feature_lengths of 'lines' are None: reading the split 'validation' for its "
+    'longest examples.',
+    "task_feature_lengths of 'lines', split 'validation': {'inputs': 41, 'targets': 21}, those of the longest "
+    f'examples (kept in {tmp_path / "run" / feature_lengths.LENGTHS_FILE}).',
+  ]
   with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
     patch.setattr(feature_lengths, '_longest', lambda cfg, split: pytest.fail('computed again'))
     assert _lengths(cfg, folder=str(tmp_path / 'run')) == found
@@ -106,7 +127,12 @@ def test_kept_lengths_are_used_until_the_data_changes(tmp_path, caplog, monkeypa
       texts.lengths = (3, 50)
     _lengths(dataclasses.replace(cfg, **change), folder=str(tmp_path / 'run'))
   path = tmp_path / 'run' / feature_lengths.LENGTHS_FILE
-  assert [entry['task_feature_lengths']['inputs'] for entry in json.loads(path.read_text())] == [41, 41, 41, 51]
+  assert [entry['task_feature_lengths']['inputs'] for entry in json.loads(path.read_text())] == [
+    41,
+    41,
+    41,
+    51,
+  ]
   for damaged in ('[{"data"', '[' * 100_000):
     path.write_text(damaged)
     assert _lengths(cfg, folder=str(tmp_path / 'run')) == {'inputs': 51, 'targets': 26}
@@ -116,7 +142,10 @@ def test_kept_lengths_are_used_until_the_data_changes(tmp_path, caplog, monkeypa
 def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):
   (tmp_path / 'file').write_text('')
   with caplog.at_level(logging.INFO):
-    assert _lengths(_cfg(_task(_Texts(3))), folder=str(tmp_path / 'file')) == {'inputs': 4, 'targets': 2}
+    assert _lengths(_cfg(_task(_Texts(3))), folder=str(tmp_path / 'file')) == {
+      'inputs': 4,
+      'targets': 2,
+    }
   assert '(not kept: ' in caplog.text
 
 
@@ -124,22 +153,32 @@ def test_a_long_split_is_reported(caplog, monkeypatch):
   monkeypatch.setattr(feature_lengths, '_SECONDS_PER_LINE', -1)
   with caplog.at_level(logging.INFO):
     _lengths(_cfg(_task(_Texts(3, 40))))
-  assert "lines, split validation: read 2 examples, the longest have {'inputs': 41, 'targets': 21}." in caplog.text
+  assert (
+    "lines, split validation: read 2 examples, the longest have {'inputs': 41, 'targets': 21}."
+    in caplog.text
+  )
 
 
 def test_preprocessors_see_no_limit(tmp_path):
-  (tmp_path / 'lines.jsonl').write_text('\n'.join(json.dumps({'text': 'z' * n}) for n in (5, 30)) + '\n')
+  (tmp_path / 'lines.jsonl').write_text(
+    '\n'.join(json.dumps({'text': 'z' * n}) for n in (5, 30)) + '\n'
+  )
 
   def split_text(record, context):
-    text = record['text'][:context.lengths['inputs']]
+    text = record['text'][: context.lengths['inputs']]
     return {'inputs': text, 'targets': text[:2]}
 
-  task = data.file_task(name='limited', format='jsonl', splits={'validation': str(tmp_path / 'lines.jsonl')},
-                        vocabulary=cases.VOCABULARY, preprocessors=[split_text])
+  task = data.file_task(
+    name='limited',
+    format='jsonl',
+    splits={'validation': str(tmp_path / 'lines.jsonl')},
+    vocabulary=cases.VOCABULARY,
+    preprocessors=[split_text],
+  )
   assert _lengths(_cfg(task)) == {'inputs': 31, 'targets': 3}
 
 
-_PROGRAM = '''
+_PROGRAM = """
     import sys
     from t5x_lite import runtime
     process = runtime.join(runtime.ClusterConfig()).process
@@ -149,7 +188,7 @@ _PROGRAM = '''
     cfg = cases._cfg(cases._task(cases._Texts(3 + process)))
     for _ in range(2):
       print('lengths', cases._lengths(cfg, folder=folder), flush=True)
-'''
+"""
 
 
 def test_all_processes_have_the_lengths_of_the_lead_process(tmp_path):
@@ -161,11 +200,20 @@ def test_all_processes_have_the_lengths_of_the_lead_process(tmp_path):
 
 def test_reading_lengths_needs_no_more_than_a_block(monkeypatch):
   sizes = []
-  table = data.StaticExamples([{'inputs': np.ones(n % 7 + 1, np.int32), 'targets': np.ones(1, np.int32)}
-                               for n in range(600)], [{}] * 600)
+  table = data.StaticExamples(
+    [{'inputs': np.ones(n % 7 + 1, np.int32), 'targets': np.ones(1, np.int32)} for n in range(600)],
+    [{}] * 600,
+  )
   before = data.StaticExamples.examples
-  monkeypatch.setattr(data.StaticExamples, 'examples', lambda self, seed, numbers: (
-      sizes.append(len(numbers)), before(self, seed, numbers))[1])
-  task = data.BuiltinTask(name='many', splits=('validation',), table_fn=lambda split, lengths: table,
-                          vocabularies=dict.fromkeys(('inputs', 'targets'), cases.VOCABULARY))
+  monkeypatch.setattr(
+    data.StaticExamples,
+    'examples',
+    lambda self, seed, numbers: (sizes.append(len(numbers)), before(self, seed, numbers))[1],
+  )
+  task = data.BuiltinTask(
+    name='many',
+    splits=('validation',),
+    table_fn=lambda split, lengths: table,
+    vocabularies=dict.fromkeys(('inputs', 'targets'), cases.VOCABULARY),
+  )
   assert _lengths(_cfg(task)) == {'inputs': 7, 'targets': 1} and sizes == [256, 256, 88]

@@ -43,7 +43,8 @@ class _Counter(data.HostIterator):
 
   def get_state(self, undelivered=()):
     assert [int(b['x'][0, 0]) for b in undelivered] == [
-        100 * (self.position - len(undelivered) + 1 + i) for i in range(len(undelivered))]
+      100 * (self.position - len(undelivered) + 1 + i) for i in range(len(undelivered))
+    ]
     return {'position': str(self.position - len(undelivered)).encode()}
 
   def set_state(self, state):
@@ -85,7 +86,6 @@ def _place(state):
 
 def test_the_end_is_known_without_taking_a_batch(partitioner):
   class Ending(_Counter):
-
     def _give_up(self):
       raise StopIteration
 
@@ -96,7 +96,11 @@ def test_the_end_is_known_without_taking_a_batch(partitioner):
       assert batches.knows_next(60) and batches.knows_next(0) and not batches.has_ended
       assert _number(batches.take(60)) == number
     state = batches.get_state()
-    assert batches.knows_next(60) and batches.has_ended and _place(state) == _place(batches.get_state()) == 2
+    assert (
+      batches.knows_next(60)
+      and batches.has_ended
+      and _place(state) == _place(batches.get_state()) == 2
+    )
     for _ in range(2):
       with pytest.raises(StopIteration):
         batches.take(60)
@@ -178,11 +182,21 @@ def test_prefetch_is_checked(partitioner):
 
 
 def test_builtin_source_behind_it(partitioner):
-  cfg = data.DatasetConfig('python_cloze_and_docs', {'inputs': 64, 'targets': 32}, 'train', 16, True, 0, pack=True,
-                           source='builtin')
+  cfg = data.DatasetConfig(
+    'python_cloze_and_docs',
+    {'inputs': 64, 'targets': 32},
+    'train',
+    16,
+    True,
+    0,
+    pack=True,
+    source='builtin',
+  )
   layout = partitioner.get_data_layout(cfg.batch_size)
   plain = data.open_train_iterator(cfg, layout)
-  with data.GlobalBatches(data.open_train_iterator(cfg, layout), partitioner, prefetch=3) as batches:
+  with data.GlobalBatches(
+    data.open_train_iterator(cfg, layout), partitioner, prefetch=3
+  ) as batches:
     for _ in range(4):
       expected, batch = next(plain), next(batches)
       for name, rows in expected.items():
@@ -192,4 +206,6 @@ def test_builtin_source_behind_it(partitioner):
   with data.GlobalBatches(data.open_train_iterator(cfg, layout), partitioner) as resumed:
     assert resumed.handles_process_count
     resumed.set_state(state)
-    np.testing.assert_array_equal(next(resumed)['encoder_input_tokens'], following['encoder_input_tokens'])
+    np.testing.assert_array_equal(
+      next(resumed)['encoder_input_tokens'], following['encoder_input_tokens']
+    )

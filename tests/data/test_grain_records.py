@@ -24,14 +24,25 @@ from tests.data import grain_cases as cases  # noqa: E402
 
 def test_array_records_of_json_and_msgpack(tmp_path):
   path = tmp_path / 'new' / 'a.array_record'
-  written = [{'inputs': 'é', 'targets': [5, 6]}, msgpack.packb({'inputs': [7, 8, 1], 'targets': 'b'}),
-             msgpack.packb({'inputs': b'c', 'targets': ''}), '{"inputs": "d", "targets": "d"}'.encode()]
+  written = [
+    {'inputs': 'é', 'targets': [5, 6]},
+    msgpack.packb({'inputs': [7, 8, 1], 'targets': 'b'}),
+    msgpack.packb({'inputs': b'c', 'targets': ''}),
+    '{"inputs": "d", "targets": "d"}'.encode(),
+  ]
   assert grain_records.write_array_records(str(path), written) == 4
   assert [p.name for p in path.parent.iterdir()] == ['a.array_record']
   batch = next(cases.open(cases.make_cfg(cases.make_task(str(path), 'array_record'), batch_size=4)))
-  shown = [(cases.VOCABULARY.decode(i), [int(x) for x in t if x]) for i, t in
-           zip(batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True)]
-  assert shown == [('é', [5, 6, 1]), (cases.VOCABULARY.decode([7, 8]), [101, 1]), ('c', [1]), ('d', [103, 1])]
+  shown = [
+    (cases.VOCABULARY.decode(i), [int(x) for x in t if x])
+    for i, t in zip(batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True)
+  ]
+  assert shown == [
+    ('é', [5, 6, 1]),
+    (cases.VOCABULARY.decode([7, 8]), [101, 1]),
+    ('c', [1]),
+    ('d', [103, 1]),
+  ]
   # An end that is there already is not put twice.
   np.testing.assert_array_equal(batch['encoder_input_tokens'][1, :4], [7, 8, 1, 0])
   with pytest.raises(DataError, match='must be a new file'):
@@ -54,12 +65,16 @@ def test_bad_array_records(tmp_path):
       next(iterator)
   path.unlink()
   rng = np.random.default_rng(0)
-  grain_records.write_array_records(str(path), [{'inputs': rng.bytes(30).hex(), 'targets': 'b'} for _ in range(2000)])
+  grain_records.write_array_records(
+    str(path), [{'inputs': rng.bytes(30).hex(), 'targets': 'b'} for _ in range(2000)]
+  )
   content = bytearray(path.read_bytes())
   content[len(content) // 4] ^= 1
   path.write_bytes(content)
   iterator = cases.open(cases.make_cfg(cases.make_task(str(path), 'array_record'), batch_size=64))
-  with pytest.raises(DataError, match=r'a.array_record, record \d+: cannot be read: .*hash mismatch'):
+  with pytest.raises(
+    DataError, match=r'a.array_record, record \d+: cannot be read: .*hash mismatch'
+  ):
     cases.take(iterator, 2000 // 64 + 1)
 
 
@@ -97,10 +112,17 @@ def test_array_records_in_stores(store, capsys):
   assert cli.main(argv) == 0 and 'Wrote 70 records' in capsys.readouterr().out
   assert store.names() == ['d/a.array_record', 'd/a.jsonl']
   assert cli.main(argv) == 2 and 'must be a new file' in capsys.readouterr().err
-  tasks = [cases.make_task(f'{store.root}/d/a.{suffix}', format) for suffix, format in (
-      ('jsonl', 'jsonl'), ('array_record', 'array_record'))]
-  batches = [next(cases.open(cases.make_cfg(task, num_workers=workers))) for task, workers in zip(tasks, (0, 1))]
+  tasks = [
+    cases.make_task(f'{store.root}/d/a.{suffix}', format)
+    for suffix, format in (('jsonl', 'jsonl'), ('array_record', 'array_record'))
+  ]
+  batches = [
+    next(cases.open(cases.make_cfg(task, num_workers=workers)))
+    for task, workers in zip(tasks, (0, 1))
+  ]
   for name in batches[0]:
     np.testing.assert_array_equal(batches[0][name], batches[1][name])
-  with pytest.raises(DataError, match=f"'{store.root}/d/a.jsonl' is not a complete array record file"):
+  with pytest.raises(
+    DataError, match=f"'{store.root}/d/a.jsonl' is not a complete array record file"
+  ):
     grain_records.ArrayRecords([f'{store.root}/d/a.jsonl'])

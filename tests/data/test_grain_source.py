@@ -27,13 +27,22 @@ from tests.data import grain_cases as cases  # noqa: E402
 
 
 @pytest.mark.parametrize('format', cases.FORMATS)
-@pytest.mark.parametrize('shuffle, pack', [
-    (False, True), (True, False), *(pytest.param(*both, marks=pytest.mark.full) for both in (
-        (False, False), (True, True)))])
+@pytest.mark.parametrize(
+  'shuffle, pack',
+  [
+    (False, True),
+    (True, False),
+    *(pytest.param(*both, marks=pytest.mark.full) for both in ((False, False), (True, True))),
+  ],
+)
 def test_batches_are_those_of_the_builtin_source(cloze, format, shuffle, pack):
   # 1,000 examples: 18 batches of 64 reach the second epoch, which has another order.
-  cfg = cases.make_cfg(cloze[format], shuffle=shuffle, pack=pack, task_feature_lengths={'inputs': 70, 'targets': 24})
-  ours = cases.open(dataclasses.replace(cfg, mixture_or_task_name='python_keyword_cloze', source='builtin'))
+  cfg = cases.make_cfg(
+    cloze[format], shuffle=shuffle, pack=pack, task_feature_lengths={'inputs': 70, 'targets': 24}
+  )
+  ours = cases.open(
+    dataclasses.replace(cfg, mixture_or_task_name='python_keyword_cloze', source='builtin')
+  )
   theirs = cases.open(cfg)
   assert theirs.element_spec == ours.element_spec
   for _ in range(18):
@@ -50,15 +59,21 @@ def test_data_ends_where_that_of_the_builtin_source_ends(cloze, pack):
 
 
 def test_mixtures_and_tasks_in_memory(cloze):
-  mixture = data.BuiltinMixture(name='mix', rates={'python_keyword_cloze': 2, 'python_docs_span_corruption': 1})
-  cfg = cases.make_cfg(mixture, shuffle=True, pack=True, task_feature_lengths={'inputs': 64, 'targets': 32})
+  mixture = data.BuiltinMixture(
+    name='mix', rates={'python_keyword_cloze': 2, 'python_docs_span_corruption': 1}
+  )
+  cfg = cases.make_cfg(
+    mixture, shuffle=True, pack=True, task_feature_lengths={'inputs': 64, 'targets': 32}
+  )
   ours, theirs = cases.open(dataclasses.replace(cfg, source='builtin')), cases.open(cfg)
   for _ in range(6):
     assert_equal(next(theirs), next(ours))
 
 
 def test_json_lines_without_grain(cloze):
-  ours, theirs = (cases.open(cases.make_cfg(cloze['jsonl'], source=source)) for source in ('builtin', 'grain'))
+  ours, theirs = (
+    cases.open(cases.make_cfg(cloze['jsonl'], source=source)) for source in ('builtin', 'grain')
+  )
   assert_equal(next(ours), next(theirs))
 
 
@@ -67,7 +82,6 @@ def test_grain_prepares_batches_in_advance(source, is_ahead):
   second_is_read = threading.Event()
 
   class Numbers(data.StaticExamples):
-
     def examples(self, seed, numbers):
       if max(numbers) >= 8:
         second_is_read.set()
@@ -75,9 +89,14 @@ def test_grain_prepares_batches_in_advance(source, is_ahead):
 
   ids = np.array([5, 1], np.int32)
   task = data.BuiltinTask(
-      name='numbers', splits=('train',), vocabularies=dict.fromkeys(('inputs', 'targets'), cases.VOCABULARY),
-      table_fn=lambda split, lengths: Numbers([{'inputs': ids, 'targets': ids}] * 64, [{}] * 64))
-  with contextlib.closing(cases.open(cases.make_cfg(task, source=source, split='train', batch_size=8))) as iterator:
+    name='numbers',
+    splits=('train',),
+    vocabularies=dict.fromkeys(('inputs', 'targets'), cases.VOCABULARY),
+    table_fn=lambda split, lengths: Numbers([{'inputs': ids, 'targets': ids}] * 64, [{}] * 64),
+  )
+  with contextlib.closing(
+    cases.open(cases.make_cfg(task, source=source, split='train', batch_size=8))
+  ) as iterator:
     next(iterator)
     assert second_is_read.wait(60 if is_ahead else 0) == is_ahead
 
@@ -109,8 +128,17 @@ def test_evaluation_is_that_of_the_builtin_source(cloze, pack):
     assert theirs.examples[7]['inputs_pretokenized'] == ours.examples[7]['inputs_pretokenized']
     # Postprocessors see the rest of the record.
     assert theirs.examples[7]['number'] == 7 and set(theirs.examples[7]) == {
-        'inputs', 'targets', 'inputs_pretokenized', 'targets_pretokenized', 'question', 'answer', 'number'}
-    for (indices, batch), (own_indices, own_batch) in zip(theirs.batches, ours.batches, strict=True):
+      'inputs',
+      'targets',
+      'inputs_pretokenized',
+      'targets_pretokenized',
+      'question',
+      'answer',
+      'number',
+    }
+    for (indices, batch), (own_indices, own_batch) in zip(
+      theirs.batches, ours.batches, strict=True
+    ):
       np.testing.assert_array_equal(indices, own_indices)
       assert_equal(batch, own_batch)
 
@@ -119,12 +147,22 @@ def _letters(folder, format):
   """The task of `toy_run` as files of ids."""
   for split in ('train', 'validation'):
     table = toy_run.TASK.table(split, {})
-    cases.write(folder / f'{split}.{format}', [
+    cases.write(
+      folder / f'{split}.{format}',
+      [
         {**{name: ids.tolist() for name, ids in example.items()}, **table.texts(number)}
-        for number, example in enumerate(table.examples(0, np.arange(len(table))))], format)
-  return data.file_task(name='letters', splits={s: str(folder / f'{s}.{format}') for s in ('train', 'validation')},
-                        format=format, vocabulary=toy_run.TASK.vocabularies['inputs'],
-                        add_eos={'inputs': False, 'targets': True}, metric_fns=[data.exact_match])
+        for number, example in enumerate(table.examples(0, np.arange(len(table))))
+      ],
+      format,
+    )
+  return data.file_task(
+    name='letters',
+    splits={s: str(folder / f'{s}.{format}') for s in ('train', 'validation')},
+    format=format,
+    vocabulary=toy_run.TASK.vocabularies['inputs'],
+    add_eos={'inputs': False, 'targets': True},
+    metric_fns=[data.exact_match],
+  )
 
 
 @pytest.mark.full  # by default, the batches are compared, also those after a resumption
@@ -132,17 +170,26 @@ def test_a_model_trains_to_the_same_loss(tmp_path):
   """Losses, metrics and predictions are bitwise equal, also in a run that resumes in the middle of an epoch."""
   builtin, straight, resumed = tmp_path / 'builtin', tmp_path / 'straight', tmp_path / 'resumed'
   task = _letters(tmp_path, 'array_record')
-  datasets = {f'{use}_dataset_cfg': dataclasses.replace(
-      toy_run.dataset('train' if use == 'train' else 'validation'), mixture_or_task_name=task, source='grain')
-              for use in ('train', 'train_eval', 'infer_eval')}
+  datasets = {
+    f'{use}_dataset_cfg': dataclasses.replace(
+      toy_run.dataset('train' if use == 'train' else 'validation'),
+      mixture_or_task_name=task,
+      source='grain',
+    )
+    for use in ('train', 'train_eval', 'infer_eval')
+  }
   toy_run.train(builtin)
   toy_run.train(straight, **datasets)
   assert toy_run.lines(straight) == toy_run.lines(builtin)
-  for ours, theirs in zip(*(sorted(run.rglob('predictions-*.jsonl')) for run in (straight, builtin)), strict=True):
+  for ours, theirs in zip(
+    *(sorted(run.rglob('predictions-*.jsonl')) for run in (straight, builtin)), strict=True
+  ):
     assert ours.read_bytes() == theirs.read_bytes()
   toy_run.train(resumed, 12, **datasets)  # 96 examples of 60
   toy_run.train(resumed, 20, **datasets)
-  (state, position), (resumed_state, resumed_position) = (toy_run.saved(run, 20) for run in (straight, resumed))
+  (state, position), (resumed_state, resumed_position) = (
+    toy_run.saved(run, 20) for run in (straight, resumed)
+  )
   for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(resumed_state), strict=True):
     np.testing.assert_array_equal(ours, theirs)
   assert position == resumed_position and position
@@ -187,16 +234,23 @@ def test_resumes_exactly(cloze, pack):
   other_size = cases.open(dataclasses.replace(cfg, batch_size=16))
   other_size.set_state(state)
   for part in range(4):
-    assert_equal(next(other_size), {name: rows[16 * part:16 * part + 16] for name, rows in after[0].items()})
+    assert_equal(
+      next(other_size), {name: rows[16 * part : 16 * part + 16] for name, rows in after[0].items()}
+    )
 
 
 def test_other_data_is_rejected_when_resuming(tmp_path):
-  files = [cases.write(tmp_path / f'{i}.jsonl', [{'inputs': 'a', 'targets': str(i)}] * 9) for i in range(2)]
+  files = [
+    cases.write(tmp_path / f'{i}.jsonl', [{'inputs': 'a', 'targets': str(i)}] * 9) for i in range(2)
+  ]
   cfg = cases.make_cfg(cases.make_task(files[0]), batch_size=4)
   state = cases.open(cfg).get_state()
   cases.open(cfg).set_state(state)
-  changed = [cases.make_task(files[1]), cases.make_task(files[0], vocabulary=data.ByteVocabulary(100)),
-             cases.make_task(files[0], preprocessors=[lambda record, context: {**record, 'inputs': 'b'}])]
+  changed = [
+    cases.make_task(files[1]),
+    cases.make_task(files[0], vocabulary=data.ByteVocabulary(100)),
+    cases.make_task(files[0], preprocessors=[lambda record, context: {**record, 'inputs': 'b'}]),
+  ]
   # The last ids of another vocabulary are others, even where no text shows it.
   for task in (changed[0], changed[2]):
     with pytest.raises(DataError, match='content: saved .*restore_dataset = False'):
@@ -214,7 +268,9 @@ def test_continues_after_an_error(tmp_path):
   with pytest.raises(DataError, match='shorter since it was opened'):
     next(iterator)
   path.write_bytes(whole)
-  assert_equal(next(iterator), next(cases.open(cases.make_cfg(cases.make_task(str(path)), batch_size=4))))
+  assert_equal(
+    next(iterator), next(cases.open(cases.make_cfg(cases.make_task(str(path)), batch_size=4)))
+  )
 
 
 # --- Records ----------------------------------------------------------------------------------------------------------
@@ -244,18 +300,37 @@ def test_json_lines_over_chunks(tmp_path, monkeypatch):
   assert lines.where(29) == f'{path}, line 30'
 
 
-@pytest.mark.parametrize('make, message', [
-    (lambda: data.SpanCorruption(noise_density=0.0), r'noise_density` must be a number in \(0, 1\), got 0.0'),
-    (lambda: data.SpanCorruption(mean_noise_span_length=0.5), 'mean_noise_span_length` must be .*got 0.5'),
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    (
+      lambda: data.SpanCorruption(noise_density=0.0),
+      r'noise_density` must be a number in \(0, 1\), got 0.0',
+    ),
+    (
+      lambda: data.SpanCorruption(mean_noise_span_length=0.5),
+      'mean_noise_span_length` must be .*got 0.5',
+    ),
     (lambda: cases.make_task('a', 'json'), "format` must be one of .*got 'json'.*mean 'jsonl'"),
     (lambda: cases.make_task({}), 'splits` must be a mapping .*got {}'),
     (lambda: cases.make_task('a', keys={}), 'at least one'),
     (lambda: cases.make_task('a', add_eos={'inputs': True}), "add_eos is for .'inputs'."),
-    (lambda: cases.make_task('a', vocabulary=data.PassThroughVocabulary(9)), 'add_eos` must be False for .*no end-of-'),
-    (lambda: cases.make_task('a', vocabulary={'inputs': cases.VOCABULARY}), "vocabularies are for .'inputs'."),
+    (
+      lambda: cases.make_task('a', vocabulary=data.PassThroughVocabulary(9)),
+      'add_eos` must be False for .*no end-of-',
+    ),
+    (
+      lambda: cases.make_task('a', vocabulary={'inputs': cases.VOCABULARY}),
+      "vocabularies are for .'inputs'.",
+    ),
     (lambda: cases.make_cfg('x', num_workers=-1), 'num_workers` must be .*got -1'),
-    (lambda: cases.make_cfg('x', source='builtin', num_workers=2), "works with source = 'grain' only"),
-    (lambda: cases.make_cfg('x', source='grian'), "'grian'.*mean 'grain'")])
+    (
+      lambda: cases.make_cfg('x', source='builtin', num_workers=2),
+      "works with source = 'grain' only",
+    ),
+    (lambda: cases.make_cfg('x', source='grian'), "'grian'.*mean 'grain'"),
+  ],
+)
 def test_rejected_configurations(make, message):
   with pytest.raises(ConfigError, match=message):
     make()

@@ -29,7 +29,9 @@ def test_a_version_is_copied_once(store, tmp_path):
   local, unchanged, _ = local_copies.local_paths([name, other, name])
   assert pathlib.Path(local).read_text() == 'one' and unchanged == other
   num_reads = store.proxy.count(operation='read')
-  assert local_copies.local_paths([name]) == [local] and store.proxy.count(operation='read') == num_reads
+  assert (
+    local_copies.local_paths([name]) == [local] and store.proxy.count(operation='read') == num_reads
+  )
   files.write(name, 'three')
   assert pathlib.Path(local_copies.local_paths([name])[0]).read_text() == 'three'
   with pytest.raises(errors.DataError, match=f"Cannot read '{store.root}/none': No such file"):
@@ -38,8 +40,12 @@ def test_a_version_is_copied_once(store, tmp_path):
 
 def test_too_little_space(gcs_store, monkeypatch):
   files.write(f'{gcs_store.root}/big.txt', 'x' * 100)
-  monkeypatch.setattr(shutil, 'disk_usage', lambda path: collections.namedtuple('Usage', 'free')(99))
-  with pytest.raises(errors.DataError, match=r'requires a local copy of 100 B, and .* has 99 B left\. Set TMPDIR'):
+  monkeypatch.setattr(
+    shutil, 'disk_usage', lambda path: collections.namedtuple('Usage', 'free')(99)
+  )
+  with pytest.raises(
+    errors.DataError, match=r'requires a local copy of 100 B, and .* has 99 B left\. Set TMPDIR'
+  ):
     local_copies.local_paths([f'{gcs_store.root}/big.txt'])
 
 
@@ -47,8 +53,14 @@ def test_copies_of_a_killed_process_are_removed(gcs_store, tmp_path):
   files.write(f'{gcs_store.root}/a.txt', 'text')
 
   def start(how):
-    return subprocess.run([sys.executable, '-c', _PROGRAM, f'{gcs_store.root}/a.txt', how], cwd=_ROOT, text=True,
-                          env={**os.environ, 'TMPDIR': str(tmp_path)}, stdout=subprocess.PIPE, check=False)
+    return subprocess.run(
+      [sys.executable, '-c', _PROGRAM, f'{gcs_store.root}/a.txt', how],
+      cwd=_ROOT,
+      text=True,
+      env={**os.environ, 'TMPDIR': str(tmp_path)},
+      stdout=subprocess.PIPE,
+      check=False,
+    )
 
   assert start('die').stdout == 'text\n' and len(list(tmp_path.iterdir())) == 1
   assert start('end').stdout == 'text\n' and not list(tmp_path.iterdir())

@@ -42,4 +42,12 @@ def test_philox_derived():
   assert values.shape == (4, 5000) and values.dtype == np.float32
   assert 0 <= values.min() and values.max() < 1
   np.testing.assert_allclose(values.mean(axis=1), 0.5, atol=0.02)
-  assert len({tuple(philox.fold(*parts).tolist()) for parts in [(0, 1), (1, 0), ('01',), (0, 1, 0), ('0', '1')]}) == 5
+  assert (
+    len(
+      {
+        tuple(philox.fold(*parts).tolist())
+        for parts in [(0, 1), (1, 0), ('01',), (0, 1, 0), ('0', '1')]
+      }
+    )
+    == 5
+  )

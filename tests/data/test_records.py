@@ -8,9 +8,13 @@ from t5x_lite import files
 from t5x_lite.data import records
 
 
-@pytest.mark.parametrize('content, message', [
+@pytest.mark.parametrize(
+  'content, message',
+  [
     (b'a\tb\nc\td\te\n', r'a\.tsv, line 2 must have 2 fields separated by tabs, got 3'),
-    (b'a\tb\n\xff\tb\n', r'a\.tsv, line 2 must be UTF-8, got invalid start byte at byte 1')])
+    (b'a\tb\n\xff\tb\n', r'a\.tsv, line 2 must be UTF-8, got invalid start byte at byte 1'),
+  ],
+)
 def test_read_tsv_names_the_line(tmp_path, content, message):
   path = tmp_path / 'a.tsv'
   path.write_bytes(content)
@@ -33,13 +37,23 @@ def test_files_in_stores(store):
   found = [f'{store.root}/a/train-{number}.jsonl' for number in range(2)]
   assert records.find_files(f'{store.root}/a/train-*.jsonl', 'x') == found
   assert records.find_files(f'{store.root}/?/train-[1].jsonl', 'x') == found[1:]
-  assert records.find_files(f'{store.root}/**/train-*.jsonl', 'x') == [f'{store.root}/a/b/c/train-2.jsonl', *found]
-  with pytest.raises(errors.DataError, match=f'no file matches .{store.root}/a/train.jsonl.. Write'):
+  assert records.find_files(f'{store.root}/**/train-*.jsonl', 'x') == [
+    f'{store.root}/a/b/c/train-2.jsonl',
+    *found,
+  ]
+  with pytest.raises(
+    errors.DataError, match=f'no file matches .{store.root}/a/train.jsonl.. Write'
+  ):
     records.find_files(f'{store.root}/a/train.jsonl', 'x')
   lines = records.JsonLines(found)
-  assert lines.read([1]) == [b'{"inputs": "a/train-1.jsonl"}'] and lines.where(1) == f'{found[1]}, line 2'
+  assert (
+    lines.read([1]) == [b'{"inputs": "a/train-1.jsonl"}']
+    and lines.where(1) == f'{found[1]}, line 2'
+  )
   files.write(f'{store.root}/bad.jsonl', '{"inputs": 1}\nx\n')
-  with pytest.raises(errors.DataError, match=f'{store.root}/bad.jsonl, line 2 must be one JSON object'):
+  with pytest.raises(
+    errors.DataError, match=f'{store.root}/bad.jsonl, line 2 must be one JSON object'
+  ):
     records.JsonLines([f'{store.root}/bad.jsonl'])
   files.write(f'{store.root}/a.tsv', 'a\tb\r\n')
   assert data.read_tsv(f'{store.root}/a.tsv') == [('a', 'b')]

@@ -6,8 +6,14 @@ from t5x_lite import cli
 from t5x_lite.apps.common import flags
 
 seqio = pytest.importorskip('seqio')
-_ARGV = ['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=seqio', '--compilation_cache_dir=off',
-         '--distributed=off', '--gin.MODEL_DIR=x']
+_ARGV = [
+  'train',
+  '--gin_file=recipes/keyword_cloze.gin',
+  '--gin.DATA_SOURCE=seqio',
+  '--compilation_cache_dir=off',
+  '--distributed=off',
+  '--gin.MODEL_DIR=x',
+]
 
 
 @pytest.fixture
@@ -18,10 +24,19 @@ def state(monkeypatch):
 
 
 def test_flags_set_the_folders_of_all_tasks(state, caplog):
-  argv = [*_ARGV, '--tfds_data_dir="gs://bucket/tfds"', '--seqio_additional_cache_dirs="gs://bucket/a",/b',
-          '--seqio_additional_cache_dirs', '/first', '--gin.USE_CACHED_TASKS=True']
+  argv = [
+    *_ARGV,
+    '--tfds_data_dir="gs://bucket/tfds"',
+    '--seqio_additional_cache_dirs="gs://bucket/a",/b',
+    '--seqio_additional_cache_dirs',
+    '/first',
+    '--gin.USE_CACHED_TASKS=True',
+  ]
   flags.load_configuration(cli.parse(argv))
-  assert seqio.TfdsDataSource(tfds_name='x:1.0.0', tfds_data_dir='/own').tfds_dataset.data_dir == 'gs://bucket/tfds'
+  assert (
+    seqio.TfdsDataSource(tfds_name='x:1.0.0', tfds_data_dir='/own').tfds_dataset.data_dir
+    == 'gs://bucket/tfds'
+  )
   assert state._GLOBAL_CACHE_DIRECTORIES == ['/first', 'gs://bucket/a', '/b']
   assert 'no effect' not in caplog.text
   assert "`--seqio_additional_cache_dirs` must be an existing folder, got '/b'." in caplog.text
@@ -29,6 +44,10 @@ def test_flags_set_the_folders_of_all_tasks(state, caplog):
 
 
 def test_cache_folders_without_cached_tasks_are_a_warning(state, caplog):
-  flags.load_configuration(cli.parse([*_ARGV, '--seqio_additional_cache_dirs=/a', '--tfds_data_dir=']))
+  flags.load_configuration(
+    cli.parse([*_ARGV, '--seqio_additional_cache_dirs=/a', '--tfds_data_dir='])
+  )
   assert state._TFDS_DATA_DIR_OVERRIDE is None
-  assert 'has no effect: no dataset reads cached tasks. Set --gin.USE_CACHED_TASKS=True.' in caplog.text
+  assert (
+    'has no effect: no dataset reads cached tasks. Set --gin.USE_CACHED_TASKS=True.' in caplog.text
+  )

@@ -30,7 +30,9 @@ _BOTH = {'inputs': 64, 'targets': 32}
 
 
 def _layout(shard=0, num_shards=1, batch_size=64):
-  return DataLayout(batch_size=batch_size, shard_id=shard, num_shards=num_shards, is_first_host_in_replica_set=True)
+  return DataLayout(
+    batch_size=batch_size, shard_id=shard, num_shards=num_shards, is_first_host_in_replica_set=True
+  )
 
 
 def _cfg(name='python_keyword_cloze', lengths=None, **kwargs):
@@ -56,12 +58,19 @@ def _assert_equal(first, second):
 def _task(name, preprocessors=(), dataset_fn=None, texts=('a', 'b', 'c'), **kwargs):
   """Returns an unregistered Task of the given texts."""
   if dataset_fn is None:
+
     def dataset_fn(split, shuffle_files, seed=None):
       return tf.data.Dataset.from_tensor_slices({'inputs': list(texts), 'targets': list(texts)})
-  defaults = dict(output_features=seqio_tasks.OUTPUT_FEATURES, metric_fns=[], shuffle_buffer_size=10)
-  return seqio.Task(name, source=seqio.FunctionDataSource(dataset_fn, splits=['train']),
-                    preprocessors=[seqio.preprocessors.tokenize, *preprocessors, seqio.preprocessors.append_eos],
-                    **{**defaults, **kwargs})
+
+  defaults = dict(
+    output_features=seqio_tasks.OUTPUT_FEATURES, metric_fns=[], shuffle_buffer_size=10
+  )
+  return seqio.Task(
+    name,
+    source=seqio.FunctionDataSource(dataset_fn, splits=['train']),
+    preprocessors=[seqio.preprocessors.tokenize, *preprocessors, seqio.preprocessors.append_eos],
+    **{**defaults, **kwargs},
+  )
 
 
 # --- The builtin source gives the same -----------------------------------------------------
@@ -76,22 +85,42 @@ def test_a_sample_counts_ids_that_preprocessors_and_seqio_trim():
   assert sampled.num_examples == 256 and sampled.num_cut['inputs'] > 50
   _assert_equal(next(iterator), next(other))
   # Only seqio's own cut: the preprocessors are told no lengths and need none. A mixture is sampled as a task is.
-  seqio.MixtureRegistry.add('cut_mixture', [_task('cut_task', texts=('a', 'b' * 30))], default_rate=1.0)
-  mixed = _open(_cfg('cut_mixture', {'inputs': 10, 'targets': 40}, split='train', batch_size=1)).sample_truncation()
-  assert mixed.metrics == {'data/truncated_examples_fraction/inputs': 0.5,
-                           'data/truncated_tokens_fraction/inputs': pytest.approx(21 / 33)}
+  seqio.MixtureRegistry.add(
+    'cut_mixture', [_task('cut_task', texts=('a', 'b' * 30))], default_rate=1.0
+  )
+  mixed = _open(
+    _cfg('cut_mixture', {'inputs': 10, 'targets': 40}, split='train', batch_size=1)
+  ).sample_truncation()
+  assert mixed.metrics == {
+    'data/truncated_examples_fraction/inputs': 0.5,
+    'data/truncated_tokens_fraction/inputs': pytest.approx(21 / 33),
+  }
   # Span corruption cuts its own segments, whose lengths it must know: nothing is lost.
   assert _open(_cfg('python_docs_span_corruption', _BOTH)).sample_truncation().metrics == {}
 
 
-@pytest.mark.parametrize('name, lengths, pack, num', [
+@pytest.mark.parametrize(
+  'name, lengths, pack, num',
+  [
     # The validation split has 1,000 lines: 18 batches of 64 go into the second epoch.
     pytest.param('python_keyword_cloze', _CLOZE, False, 18, marks=pytest.mark.full),
-    pytest.param('python_keyword_cloze', {'inputs': 30, 'targets': 24}, True, 8, marks=pytest.mark.full),
-    pytest.param('python_function_cloze', {'inputs': 2048, 'targets': 512}, False, 4, marks=pytest.mark.full),
+    pytest.param(
+      'python_keyword_cloze', {'inputs': 30, 'targets': 24}, True, 8, marks=pytest.mark.full
+    ),
+    pytest.param(
+      'python_function_cloze', {'inputs': 2048, 'targets': 512}, False, 4, marks=pytest.mark.full
+    ),
     # 128 documents make some 1,000 segments, the last of which is shorter; the second epoch has new noise.
     ('python_docs_span_corruption', _BOTH, False, 20),
-    pytest.param('python_docs_span_corruption', {'inputs': 200, 'targets': 100}, True, 6, marks=pytest.mark.full)])
+    pytest.param(
+      'python_docs_span_corruption',
+      {'inputs': 200, 'targets': 100},
+      True,
+      6,
+      marks=pytest.mark.full,
+    ),
+  ],
+)
 def test_identical_batches_unshuffled(name, lengths, pack, num):
   seqio_cfg = _cfg(name, lengths, pack=pack)
   ours, theirs = _open(dataclasses.replace(seqio_cfg, source='builtin')), _open(seqio_cfg)
@@ -100,14 +129,20 @@ def test_identical_batches_unshuffled(name, lengths, pack, num):
     _assert_equal(first, second)
 
 
-@pytest.mark.parametrize('converter, lengths, pack', [
+@pytest.mark.parametrize(
+  'converter, lengths, pack',
+  [
     pytest.param('decoder_only', _CLOZE, False, marks=pytest.mark.full),
     pytest.param('decoder_only', {'targets': 40}, True, marks=pytest.mark.full),
     pytest.param('prefix_lm', {'inputs': 90, 'targets': 60}, True, marks=pytest.mark.full),
-    ('prefix_lm_with_loss_on_inputs', _CLOZE, False)])
+    ('prefix_lm_with_loss_on_inputs', _CLOZE, False),
+  ],
+)
 def test_identical_batches_of_decoder_only_models(converter, lengths, pack):
   cfg = _cfg(lengths=lengths, pack=pack)
-  ours, theirs = (_open(c, feature_converter=converter) for c in (dataclasses.replace(cfg, source='builtin'), cfg))
+  ours, theirs = (
+    _open(c, feature_converter=converter) for c in (dataclasses.replace(cfg, source='builtin'), cfg)
+  )
   assert theirs.element_spec == ours.element_spec
   assert ('decoder_causal_attention' in ours.element_spec) == ('inputs' in lengths)
   num = 3 if pack else 17
@@ -115,15 +150,25 @@ def test_identical_batches_of_decoder_only_models(converter, lengths, pack):
     _assert_equal(first, second)
 
 
-@pytest.mark.parametrize('name, lengths', [
-    ('python_keyword_cloze', _CLOZE), pytest.param('python_docs_span_corruption', _BOTH, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'name, lengths',
+  [
+    ('python_keyword_cloze', _CLOZE),
+    pytest.param('python_docs_span_corruption', _BOTH, marks=pytest.mark.full),
+  ],
+)
 def test_same_examples_per_epoch_shuffled(name, lengths):
   cfg = _cfg(name, lengths, shuffle=True)
   dataset = seqio_source.task_dataset(seqio.TaskRegistry.get(name), cfg, num_epochs=1)
-  theirs = [tuple(example['inputs']) + (-1,) + tuple(example['targets']) for example in dataset.as_numpy_iterator()]
+  theirs = [
+    tuple(example['inputs']) + (-1,) + tuple(example['targets'])
+    for example in dataset.as_numpy_iterator()
+  ]
   batch = next(_open(dataclasses.replace(cfg, source='builtin', batch_size=len(theirs))))
-  ours = [tuple(i[i > 0]) + (-1,) + tuple(t[t > 0])
-          for i, t in zip(batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True)]
+  ours = [
+    tuple(i[i > 0]) + (-1,) + tuple(t[t > 0])
+    for i, t in zip(batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True)
+  ]
   assert sorted(ours) == sorted(theirs) and ours != theirs
 
 
@@ -133,7 +178,9 @@ def test_random_numbers_are_those_of_tensorflow():
   ours_split = philox.split(seeds.astype(np.uint64), 6).astype(np.int64)
   for i, seed in enumerate(seeds):
     np.testing.assert_array_equal(tf.random.stateless_uniform([13], seed=seed).numpy(), ours[i])
-    np.testing.assert_array_equal(tf.random.experimental.stateless_split(seed, 6).numpy(), ours_split[i])
+    np.testing.assert_array_equal(
+      tf.random.experimental.stateless_split(seed, 6).numpy(), ours_split[i]
+    )
   stream = list(tf.data.Dataset.random(44).take(11).as_numpy_iterator())
   np.testing.assert_array_equal(philox.stream_values(44, np.arange(11)), stream)
 
@@ -142,19 +189,32 @@ def test_random_numbers_are_those_of_tensorflow():
 @pytest.mark.parametrize('density, mean_length', [(0.15, 3.0), (0.5, 2.0)])
 def test_span_corruption_is_t5s(length, density, mean_length):
   from t5.data import preprocessors
+
   tokens = np.arange(3, 3 + length, dtype=np.int32)
   seed = np.array([length, 77], np.int64)
   features = preprocessors.single_example_denoise(
-      {'targets': tf.constant(tokens)}, tf.constant(seed), output_features=seqio_tasks.OUTPUT_FEATURES,
-      noise_density=density,
-      noise_mask_fn=functools.partial(preprocessors.random_spans_noise_mask, mean_noise_span_length=mean_length),
-      inputs_fn=preprocessors.noise_span_to_unique_sentinel, targets_fn=preprocessors.nonnoise_span_to_unique_sentinel)
-  ((inputs, targets),) = span_corruption.corrupt([tokens], seed[None].astype(np.uint64), first_sentinel=383,
-                                                 noise_density=density, mean_noise_span_length=mean_length)
+    {'targets': tf.constant(tokens)},
+    tf.constant(seed),
+    output_features=seqio_tasks.OUTPUT_FEATURES,
+    noise_density=density,
+    noise_mask_fn=functools.partial(
+      preprocessors.random_spans_noise_mask, mean_noise_span_length=mean_length
+    ),
+    inputs_fn=preprocessors.noise_span_to_unique_sentinel,
+    targets_fn=preprocessors.nonnoise_span_to_unique_sentinel,
+  )
+  ((inputs, targets),) = span_corruption.corrupt(
+    [tokens],
+    seed[None].astype(np.uint64),
+    first_sentinel=383,
+    noise_density=density,
+    mean_noise_span_length=mean_length,
+  )
   np.testing.assert_array_equal(inputs, features['inputs'].numpy())
   np.testing.assert_array_equal(targets, features['targets'].numpy())
-  assert span_corruption.random_spans_lengths(length + 5, density, mean_length) == preprocessors.random_spans_helper(
-      length + 5, density, mean_length, 1, 1)
+  assert span_corruption.random_spans_lengths(
+    length + 5, density, mean_length
+  ) == preprocessors.random_spans_helper(length + 5, density, mean_length, 1, 1)
 
 
 # --- Position ------------------------------------------------------------------------------
@@ -163,8 +223,10 @@ def test_span_corruption_is_t5s(length, density, mean_length):
 @pytest.fixture(scope='module')
 def run():
   """The mixture, with small shuffle buffers, and packed: the batches of one run, and the state between them."""
-  tasks = [seqio.TaskRegistry.get(name).replace(name=f'small_{name}', shuffle_buffer_size=256)
-           for name in ('python_keyword_cloze', 'python_docs_span_corruption')]
+  tasks = [
+    seqio.TaskRegistry.get(name).replace(name=f'small_{name}', shuffle_buffer_size=256)
+    for name in ('python_keyword_cloze', 'python_docs_span_corruption')
+  ]
   seqio.MixtureRegistry.add('small_cloze_and_docs', tasks, default_rate=1.0)
   cfg = _cfg('small_cloze_and_docs', _BOTH, split='train', shuffle=True, pack=True, batch_size=16)
   partitioner = PjitPartitioner(num_partitions=1)
@@ -203,22 +265,32 @@ def test_positions_of_other_processes_and_data_are_rejected(run):
   iterator = _open(cfg, 1, 2)
   with pytest.raises(DataError, match='position of shard 0 of 2.*reads shard 1'):
     iterator.set_state(state)
-  with pytest.raises(DataError, match='saved with 1 data shards, this run has 2.*Run with 1 shards.*'
-                                      "restore_dataset = False.*source = 'builtin'"):
+  with pytest.raises(
+    DataError,
+    match='saved with 1 data shards, this run has 2.*Run with 1 shards.*'
+    "restore_dataset = False.*source = 'builtin'",
+  ):
     iterator.set_state(mixture_state)
   own_state = iterator.get_state()
-  for saved, now in (('"seed": 3', '"seed": 4'), ('"batch_size": 16', '"batch_size": 32'),
-                     ('"shuffle": false', '"shuffle": true')):
+  for saved, now in (
+    ('"seed": 3', '"seed": 4'),
+    ('"batch_size": 16', '"batch_size": 32'),
+    ('"shuffle": false', '"shuffle": true'),
+  ):
     changed = own_state['data_state.json'].decode().replace(saved, now)
     with pytest.raises(DataError, match=saved.split('"')[1] + ': saved .*restore_dataset = False'):
       iterator.set_state({**own_state, 'data_state.json': changed.encode()})
-  builtin = _open(dataclasses.replace(mixture_cfg, mixture_or_task_name='python_cloze_and_docs', source='builtin'))
+  builtin = _open(
+    dataclasses.replace(mixture_cfg, mixture_or_task_name='python_cloze_and_docs', source='builtin')
+  )
   with pytest.raises(DataError, match="source: saved 'seqio', now 'builtin'"):
     builtin.set_state(mixture_state)
   with pytest.raises(DataError, match="source: saved 'builtin', now 'seqio'"):
     iterator.set_state(builtin.get_state())
   # TensorFlow's error for a position in a pipeline of another structure.
-  swapped = {name: content for name, content in mixture_state.items() if name.startswith('tf_iterator')}
+  swapped = {
+    name: content for name, content in mixture_state.items() if name.startswith('tf_iterator')
+  }
   with pytest.raises(DataError, match='cannot be opened at the saved position.*have changed'):
     iterator.set_state({'data_state.json': own_state['data_state.json'], **swapped})
 
@@ -229,17 +301,45 @@ def test_shards_partition_the_examples():
   assert len(rows) == len(set(rows)) == 1000
 
 
-@pytest.mark.parametrize('make', [
+@pytest.mark.parametrize(
+  'make',
+  [
     pytest.param(
-        lambda: _task('generator', dataset_fn=lambda split, shuffle_files, seed=None: tf.data.Dataset.from_generator(
-            lambda: iter([{'inputs': 'a', 'targets': 'b'}] * 100),
-            output_signature={f: tf.TensorSpec((), tf.string) for f in ('inputs', 'targets')})),
-        marks=pytest.mark.full),
-    lambda: _task('py_function', [lambda ds: ds.map(lambda ex: {
-        **ex, 'inputs': tf.ensure_shape(tf.py_function(lambda ids: ids, [ex['inputs']], tf.int32), [None])})]),
+      lambda: _task(
+        'generator',
+        dataset_fn=lambda split, shuffle_files, seed=None: tf.data.Dataset.from_generator(
+          lambda: iter([{'inputs': 'a', 'targets': 'b'}] * 100),
+          output_signature={f: tf.TensorSpec((), tf.string) for f in ('inputs', 'targets')},
+        ),
+      ),
+      marks=pytest.mark.full,
+    ),
+    lambda: _task(
+      'py_function',
+      [
+        lambda ds: ds.map(
+          lambda ex: {
+            **ex,
+            'inputs': tf.ensure_shape(
+              tf.py_function(lambda ids: ids, [ex['inputs']], tf.int32), [None]
+            ),
+          }
+        )
+      ],
+    ),
     pytest.param(
-        lambda: _task('random', [lambda ds: ds.map(lambda ex: {
-            **ex, 'inputs': ex['inputs'] + tf.random.uniform([], 0, 2, tf.int32)})]), marks=pytest.mark.full)])
+      lambda: _task(
+        'random',
+        [
+          lambda ds: ds.map(
+            lambda ex: {**ex, 'inputs': ex['inputs'] + tf.random.uniform([], 0, 2, tf.int32)}
+          )
+        ],
+      ),
+      marks=pytest.mark.full,
+    ),
+  ],
+)
 @pytest.mark.parametrize('shuffle', [pytest.param(False, marks=pytest.mark.full), True])
 def test_pipelines_without_a_position_say_so(make, shuffle):
   iterator = _open(_cfg(make(), split='train', batch_size=4, shuffle=shuffle))
@@ -252,7 +352,9 @@ def test_pipelines_without_a_position_say_so(make, shuffle):
 
 
 def test_a_position_asked_for_before_the_first_batch_is_that_of_a_fresh_run():
-  cfg = _cfg(_task('letters', texts='abcdefghijklmnopqrst'), split='train', shuffle=True, batch_size=16)
+  cfg = _cfg(
+    _task('letters', texts='abcdefghijklmnopqrst'), split='train', shuffle=True, batch_size=16
+  )
   expected = _take(_open(cfg), 6)
   partitioner = PjitPartitioner(num_partitions=1)
   with data.GlobalBatches(_open(cfg), partitioner, prefetch=2) as batches:
@@ -269,7 +371,7 @@ def test_a_position_asked_for_before_the_first_batch_is_that_of_a_fresh_run():
       looked_ahead.get_state()
       looked_ahead.set_state(state)
       fresh.set_state(state)
-      for batch in expected[number:number + 3]:
+      for batch in expected[number : number + 3]:
         for iterator in (batches, looked_ahead, fresh):
           _assert_equal(_take(iterator, 1)[0], batch)
 
@@ -288,24 +390,38 @@ def test_a_full_temporary_folder_is_not_blamed_on_the_pipeline(monkeypatch):
 # --- Evaluation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('converter', ['encoder_decoder', pytest.param('decoder_only', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'converter', ['encoder_decoder', pytest.param('decoder_only', marks=pytest.mark.full)]
+)
 def test_evaluation_is_that_of_the_builtin_source(converter):
   cfg = _cfg('python_cloze_and_docs', _BOTH)
   ours = dataclasses.replace(cfg, source='builtin')
   (theirs_task,), (ours_task,) = (
-      data.open_eval_tasks(c, _layout(1, 2), feature_converter=converter) for c in (cfg, ours))
+    data.open_eval_tasks(c, _layout(1, 2), feature_converter=converter) for c in (cfg, ours)
+  )
   assert theirs_task.name == ours_task.name == 'python_keyword_cloze'
   assert theirs_task.targets() == ours_task.targets() and len(theirs_task.examples) == 1000
-  assert theirs_task.examples[7]['inputs_pretokenized'] == ours_task.examples[7]['inputs_pretokenized']
+  assert (
+    theirs_task.examples[7]['inputs_pretokenized'] == ours_task.examples[7]['inputs_pretokenized']
+  )
   assert len(theirs_task.batches) == len(ours_task.batches) == 16
-  for (theirs_indices, theirs_batch), (ours_indices, ours_batch) in zip(theirs_task.batches, ours_task.batches,
-                                                                        strict=True):
+  for (theirs_indices, theirs_batch), (ours_indices, ours_batch) in zip(
+    theirs_task.batches, ours_task.batches, strict=True
+  ):
     np.testing.assert_array_equal(theirs_indices, ours_indices)
     _assert_equal(theirs_batch, ours_batch)
-  assert theirs_task.metric_fns[0](theirs_task.targets(), theirs_task.targets()) == {'exact_match': 1.0}
+  assert theirs_task.metric_fns[0](theirs_task.targets(), theirs_task.targets()) == {
+    'exact_match': 1.0
+  }
   theirs, ours = (
-      data.open_eval_iterators(dataclasses.replace(c, pack=True, use_memory_cache=False), _layout(), 3,
-                               feature_converter=converter) for c in (cfg, ours))
+    data.open_eval_iterators(
+      dataclasses.replace(c, pack=True, use_memory_cache=False),
+      _layout(),
+      3,
+      feature_converter=converter,
+    )
+    for c in (cfg, ours)
+  )
   assert set(theirs) == set(ours) == {'python_keyword_cloze', 'python_docs_span_corruption'}
   for name, batches in theirs.items():
     assert batches.num_examples == ours[name].num_examples
@@ -320,7 +436,12 @@ def test_postprocessors_and_score_metrics():
   def score_metric(targets, scores):
     return {'score': 0.0}
 
-  task = _task('judged', texts=('a', 'bb'), postprocess_fn=postprocess, metric_fns=[data.exact_match, score_metric])
+  task = _task(
+    'judged',
+    texts=('a', 'bb'),
+    postprocess_fn=postprocess,
+    metric_fns=[data.exact_match, score_metric],
+  )
   (opened,) = data.open_eval_tasks(_cfg(task, split='train', batch_size=4), _layout(batch_size=4))
   assert opened.targets() == [('A', True, 2), ('BB', True, 3)]
   assert opened.postprocess('x', example=opened.examples[0], is_target=False) == ('X', False, 2)
@@ -332,23 +453,56 @@ def test_postprocessors_and_score_metrics():
 # --- Errors before compute --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('change, error, message', [
-    (dict(name='python_keyword_close'), DataError, "mean 'python_keyword_cloze'.*DatasetConfig.module"),
+@pytest.mark.parametrize(
+  'change, error, message',
+  [
+    (
+      dict(name='python_keyword_close'),
+      DataError,
+      "mean 'python_keyword_cloze'.*DatasetConfig.module",
+    ),
     (dict(name=object()), DataError, 'seqio has no task or mixture <object'),
     (dict(split='valid'), DataError, "no split 'valid'.*mean 'validation'"),
     (dict(lengths={'inputs': 64}), ConfigError, "with the feature 'targets'"),
-    (dict(lengths={'inputs': 64, 'targets': 12, 'target': 3}), ConfigError, "'target'.*mean 'targets'"),
+    (
+      dict(lengths={'inputs': 64, 'targets': 12, 'target': 3}),
+      ConfigError,
+      "'target'.*mean 'targets'",
+    ),
     (dict(module='no_such_module_here'), ConfigError, "no module 'no_such_module_here'"),
-    (dict(use_cached=True), DataError,
-     'does not exist in any of the task cache directories.*--seqio_additional_cache_dirs .* USE_CACHED_TASKS=False'),
-    (dict(pack=True, use_custom_packing_ops=True), ConfigError, 'Remove it, or install tensor2tensor'),
+    (
+      dict(use_cached=True),
+      DataError,
+      'does not exist in any of the task cache directories.*--seqio_additional_cache_dirs .* USE_CACHED_TASKS=False',
+    ),
+    (
+      dict(pack=True, use_custom_packing_ops=True),
+      ConfigError,
+      'Remove it, or install tensor2tensor',
+    ),
     (dict(name='python_docs_span_corruption'), DataError, 'Expected targets length'),
-    (dict(name='python_docs_span_corruption', lengths={'targets': 32}, converter='decoder_only'), ConfigError,
-     "with the feature 'inputs' for 'span corruption'"),
-    (dict(lengths={'targets': 32}, converter='prefix_lm'), ConfigError, "with the feature 'inputs'"),
-    (dict(lengths={'targets': 32, 'input': 3}, converter='decoder_only'), ConfigError, "'input'.*mean 'inputs'"),
-    (dict(lengths={'targets': 32, 'suffixes': 3}, converter='decoder_only'), ConfigError,
-     "without the feature 'suffixes'")])
+    (
+      dict(name='python_docs_span_corruption', lengths={'targets': 32}, converter='decoder_only'),
+      ConfigError,
+      "with the feature 'inputs' for 'span corruption'",
+    ),
+    (
+      dict(lengths={'targets': 32}, converter='prefix_lm'),
+      ConfigError,
+      "with the feature 'inputs'",
+    ),
+    (
+      dict(lengths={'targets': 32, 'input': 3}, converter='decoder_only'),
+      ConfigError,
+      "'input'.*mean 'inputs'",
+    ),
+    (
+      dict(lengths={'targets': 32, 'suffixes': 3}, converter='decoder_only'),
+      ConfigError,
+      "without the feature 'suffixes'",
+    ),
+  ],
+)
 def test_rejected(change, error, message):
   converter = change.pop('converter', 'encoder_decoder')
   with pytest.raises(error, match=message):
@@ -356,7 +510,13 @@ def test_rejected(change, error, message):
 
 
 def test_a_task_that_cannot_be_cached_is_a_warning(caplog):
-  cfg = _cfg(_task('not_cacheable'), {'inputs': 4, 'targets': 4}, use_cached=True, split='train', batch_size=1)
+  cfg = _cfg(
+    _task('not_cacheable'),
+    {'inputs': 4, 'targets': 4},
+    use_cached=True,
+    split='train',
+    batch_size=1,
+  )
   for _ in range(2):
     next(_open(cfg))
   assert caplog.text.count("use_cached has no effect on the task 'not_cacheable'") == 1
@@ -384,7 +544,11 @@ def test_empty_and_exhausted_sources_say_so():
 def test_data_ends_after_its_epochs():
   task = _task('ends', texts='abcdefg')
   cfg = _cfg(task, {'inputs': 2, 'targets': 2}, split='train', batch_size=4, num_epochs=3)
-  shuffled = [row for batch in _open(dataclasses.replace(cfg, shuffle=True)) for row in batch['encoder_input_tokens']]
+  shuffled = [
+    row
+    for batch in _open(dataclasses.replace(cfg, shuffle=True))
+    for row in batch['encoder_input_tokens']
+  ]
   counts = np.unique(np.stack(shuffled)[:, 0], return_counts=True)[1]
   assert sorted(counts) == [2] + 6 * [3]  # of 21 examples, the last does not fill a batch
   iterator, endless = _open(cfg), _open(dataclasses.replace(cfg, num_epochs=None))
@@ -401,20 +565,28 @@ def test_data_ends_after_its_epochs():
     _open(dataclasses.replace(cfg, num_epochs=4)).set_state(middle)
   # Shards of 4 and 3 examples need not end together.
   shards = [_open(cfg, index, 2) for index in range(2)]
-  assert [len(list(shard)) for shard in shards] == [6, 4] and not shards[0].ends_together and iterator.ends_together
+  assert (
+    [len(list(shard)) for shard in shards] == [6, 4]
+    and not shards[0].ends_together
+    and iterator.ends_together
+  )
 
 
 def test_failing_preprocessors_are_named():
   def fail(ds):
     return ds.map(lambda ex: {**ex, 'inputs': tf.ensure_shape(ex['inputs'], [7])})
 
-  with pytest.raises(DataError, match="'train' of 'failing' failed while reading: .*Shape") as caught:
+  with pytest.raises(
+    DataError, match="'train' of 'failing' failed while reading: .*Shape"
+  ) as caught:
     _open(_cfg(_task('failing', [fail]), split='train', batch_size=4))
   assert '\n' not in str(caught.value)
 
 
 def test_mixture_without_usable_rates():
-  with pytest.raises(ConfigError, match='`Mixture zero.rates` must be numbers >= 0, one of them > 0'):
+  with pytest.raises(
+    ConfigError, match='`Mixture zero.rates` must be numbers >= 0, one of them > 0'
+  ):
     seqio_features.rates(seqio.Mixture('zero', [(_task('a'), 0.0)]))
   with pytest.raises(ConfigError, match='`Mixture none.rates` must be numbers.*default_rate'):
     seqio_features.rates(seqio.Mixture('none', [(_task('a'), None)]))
@@ -422,9 +594,10 @@ def test_mixture_without_usable_rates():
 
 def test_module_registers_a_task(tmp_path, monkeypatch):
   (tmp_path / 'seqio_tasks_of_a_user.py').write_text(
-      'import seqio\n'
-      'from t5x_lite.data import seqio_tasks\n'
-      "seqio.MixtureRegistry.add('users_mixture', [('python_keyword_cloze', 2.0)])\n")
+    'import seqio\n'
+    'from t5x_lite.data import seqio_tasks\n'
+    "seqio.MixtureRegistry.add('users_mixture', [('python_keyword_cloze', 2.0)])\n"
+  )
   monkeypatch.syspath_prepend(str(tmp_path))
   cfg = _cfg('users_mixture', module='seqio_tasks_of_a_user')
   _assert_equal(_take(_open(cfg), 1)[0], _take(_open(_cfg()), 1)[0])
@@ -438,7 +611,8 @@ def test_texts_behind_a_task():
   ours = data.read_task_texts(_cfg('python_cloze_and_docs', _BOTH, source='builtin'), 2)
   assert ours['inputs'][:2] == list(lines[:2]) and len(ours['inputs']) == 4
   assert {name: sorted(of_feature) for name, of_feature in texts.items()} == {
-      name: sorted(of_feature) for name, of_feature in ours.items()}
+    name: sorted(of_feature) for name, of_feature in ours.items()
+  }
   with pytest.raises(ConfigError, match="without the feature 'input' .*Did you mean 'inputs'"):
     data.read_task_texts(_cfg(lengths={'input': 4}), 4)
 
@@ -458,27 +632,55 @@ def test_byte_vocabularies_agree():
   for line in corpora.python_docs('validation')[:20]:
     assert ours.encode(line) == list(theirs.encode(line))
   from t5.data.preprocessors import sentinel_id
-  assert vocabularies_lib.sentinel_id(theirs) == vocabularies_lib.sentinel_id(ours) == sentinel_id(theirs) == 383
+
+  assert (
+    vocabularies_lib.sentinel_id(theirs)
+    == vocabularies_lib.sentinel_id(ours)
+    == sentinel_id(theirs)
+    == 383
+  )
 
 
 def test_vocabularies_are_compared_across_families(tmp_path):
   import sentencepiece
+
   sentences = corpora.python_docs('validation')[0].splitlines() * 2
   sentencepiece.SentencePieceTrainer.Train(
-      sentence_iterator=iter(sentences), model_prefix=str(tmp_path / 'tiny'), vocab_size=60, hard_vocab_limit=False,
-      pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2)
+    sentence_iterator=iter(sentences),
+    model_prefix=str(tmp_path / 'tiny'),
+    vocab_size=60,
+    hard_vocab_limit=False,
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    minloglevel=2,
+  )
   path = str(tmp_path / 'tiny.model')
-  pairs = [(data.ByteVocabulary(125), seqio.ByteVocabulary(125), seqio.ByteVocabulary(100)),
-           (data.PassThroughVocabulary(9, 1), seqio.PassThroughVocabulary(9, 1), seqio.PassThroughVocabulary(9)),
-           (data.SentencePieceVocabulary(path, 5), seqio.SentencePieceVocabulary(path, 5),
-            seqio.SentencePieceVocabulary(path, 6))]
+  pairs = [
+    (data.ByteVocabulary(125), seqio.ByteVocabulary(125), seqio.ByteVocabulary(100)),
+    (
+      data.PassThroughVocabulary(9, 1),
+      seqio.PassThroughVocabulary(9, 1),
+      seqio.PassThroughVocabulary(9),
+    ),
+    (
+      data.SentencePieceVocabulary(path, 5),
+      seqio.SentencePieceVocabulary(path, 5),
+      seqio.SentencePieceVocabulary(path, 6),
+    ),
+  ]
   for ours, same, other in pairs:
     assert data.same_vocabulary(ours, same) and data.same_vocabulary(same, ours)
     assert not data.same_vocabulary(ours, other) and not data.same_vocabulary(other, ours)
   ours, theirs, _ = pairs[2]
   text = 'The statement <extra_id_0> is <extra_id_4>'
   ids = theirs.encode(text)
-  assert ours.encode(text) == ids and ours.decode(ids) == theirs.decode(ids) and ours.vocab_size == theirs.vocab_size
+  assert (
+    ours.encode(text) == ids
+    and ours.decode(ids) == theirs.decode(ids)
+    and ours.vocab_size == theirs.vocab_size
+  )
 
   @dataclasses.dataclass
   class Model:
@@ -498,12 +700,15 @@ def _faulty_task(name, fault):
 
   def dataset_fn(split, shuffle_files, seed=None):
     dataset = tf.data.Dataset.range(4000).map(
-        lambda i: tf.ensure_shape(tf.numpy_function(fault, [i], tf.int64), ()), num_parallel_calls=2)
+      lambda i: tf.ensure_shape(tf.numpy_function(fault, [i], tf.int64), ()), num_parallel_calls=2
+    )
     options = tf.data.Options()
     # Like pipelines that call Python and can be saved.
     options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
     dataset = dataset.with_options(options)
-    return dataset.map(lambda i: {'inputs': tf.strings.as_string(i), 'targets': tf.strings.as_string(i + 1)})
+    return dataset.map(
+      lambda i: {'inputs': tf.strings.as_string(i), 'targets': tf.strings.as_string(i + 1)}
+    )
 
   return _task(name, dataset_fn=dataset_fn)
 
@@ -511,13 +716,26 @@ def _faulty_task(name, fault):
 def test_a_missing_file_is_not_a_change_of_the_pipeline(tmp_path, monkeypatch):
   path, away = tmp_path / 'lines.txt', tmp_path / 'away.txt'
   path.write_text('\n'.join(map(str, range(400))))
-  iterator = _open(_cfg(_task('lines', dataset_fn=lambda split, shuffle_files, seed=None: tf.data.TextLineDataset(
-      [str(path)]).map(lambda line: {'inputs': line, 'targets': line})), split='train', batch_size=4, shuffle=True))
+  iterator = _open(
+    _cfg(
+      _task(
+        'lines',
+        dataset_fn=lambda split, shuffle_files, seed=None: tf.data.TextLineDataset([str(path)]).map(
+          lambda line: {'inputs': line, 'targets': line}
+        ),
+      ),
+      split='train',
+      batch_size=4,
+      shuffle=True,
+    )
+  )
   state = iterator.get_state()
   expected = _take(iterator, 3)
   path.rename(away)
   # Opening a position opens its files.
-  with pytest.raises(DataUnavailableError, match=r'cannot be opened at the saved position: .*No such file[^.]*\.$'):
+  with pytest.raises(
+    DataUnavailableError, match=r'cannot be opened at the saved position: .*No such file[^.]*\.$'
+  ):
     iterator.set_state(state)
   away.rename(path)
   iterator.set_state(state)

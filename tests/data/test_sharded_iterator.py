@@ -64,19 +64,32 @@ def test_prepared_batches_end_with_their_source_and_need_a_position_if_it_is_sav
       batches.peek()
   with pytest.raises(RuntimeError, match='closed'):
     batches.peek()
-  saved = checkpoints.CheckpointConfig(save=checkpoints.SaveCheckpointConfig(period=1, save_dataset=True))
-  with pytest.raises(DataError, match='_Rows cannot save its position: no iterator. Return a tf.data.Dataset, or set'):
+  saved = checkpoints.CheckpointConfig(
+    save=checkpoints.SaveCheckpointConfig(period=1, save_dataset=True)
+  )
+  with pytest.raises(
+    DataError, match='_Rows cannot save its position: no iterator. Return a tf.data.Dataset, or set'
+  ):
     data.prepare_train_iter(_Rows(), checkpoint_cfg=saved, **options)
-  with data.prepare_train_iter(cases.open(cases.make_cfg()), checkpoint_cfg=saved, **options) as batches:
-    cases.assert_equal({name: np.asarray(rows) for name, rows in next(batches).items()},
-                       next(cases.open(cases.make_cfg())))
+  with data.prepare_train_iter(
+    cases.open(cases.make_cfg()), checkpoint_cfg=saved, **options
+  ) as batches:
+    cases.assert_equal(
+      {name: np.asarray(rows) for name, rows in next(batches).items()},
+      next(cases.open(cases.make_cfg())),
+    )
 
 
 def test_zeros():
-  spec = {'x': jax.ShapeDtypeStruct((2, 3), jnp.int32), 'y': jax.ShapeDtypeStruct((2,), jnp.bfloat16)}
+  spec = {
+    'x': jax.ShapeDtypeStruct((2, 3), jnp.int32),
+    'y': jax.ShapeDtypeStruct((2,), jnp.bfloat16),
+  }
   zeros = data.get_zeros_batch_like_spec(spec)
   assert {name: (array.shape, array.dtype) for name, array in zeros.items()} == {
-      'x': ((2, 3), jnp.int32), 'y': ((2,), jnp.bfloat16)}
+    'x': ((2, 3), jnp.int32),
+    'y': ((2,), jnp.bfloat16),
+  }
   assert not any(array.any() for array in zeros.values())
   iterator = cases.open(cases.make_cfg())
   assert data.get_zeros_batch_like_dataset(iterator)['encoder_input_tokens'].shape == (8, 16)

@@ -12,8 +12,10 @@ from t5x_lite.errors import ConfigError
 # --- Span corruption ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('inputs_length, density, mean_length', [(512, 0.15, 3.0), (64, 0.15, 3.0), (100, 0.5, 10.0),
-                                                                 (7, 0.15, 3.0), (256, 0.3, 1.5)])
+@pytest.mark.parametrize(
+  'inputs_length, density, mean_length',
+  [(512, 0.15, 3.0), (64, 0.15, 3.0), (100, 0.5, 10.0), (7, 0.15, 3.0), (256, 0.3, 1.5)],
+)
 def test_lengths_fill_the_inputs(inputs_length, density, mean_length):
   tokens, targets = span_corruption.random_spans_lengths(inputs_length, density, mean_length)
 
@@ -26,8 +28,9 @@ def test_lengths_fill_the_inputs(inputs_length, density, mean_length):
   assert targets == lengths(tokens)[1] or density == 0.5
 
 
-@pytest.mark.parametrize('length, noise', [(1, None), (2, 1), (3, 1), (5, 1), (20, 3), (73, 11), (200, 30),
-                                           (190, 29)])  # 28.5 in double precision, which is rounded to 28
+@pytest.mark.parametrize(
+  'length, noise', [(1, None), (2, 1), (3, 1), (5, 1), (20, 3), (73, 11), (200, 30), (190, 29)]
+)  # 28.5 in double precision, which is rounded to 28
 def test_noise_masks(length, noise):
   """The numbers of noise tokens and spans are fixed, every mask begins with a kept token, and masks differ."""
   seeds = philox.split(philox.as_seeds(np.arange(300), 5), 2)
@@ -53,8 +56,13 @@ def test_segmentations_are_equally_likely():
 def test_inputs_and_targets_restore_the_text():
   rng = np.random.default_rng(0)
   segments = [rng.integers(3, 259, length).astype(np.int32) for length in [73] * 5 + [20, 9, 1]]
-  pairs = span_corruption.corrupt(segments, philox.as_seeds(np.arange(8), 9), first_sentinel=383, noise_density=0.15,
-                                  mean_noise_span_length=3.0)
+  pairs = span_corruption.corrupt(
+    segments,
+    philox.as_seeds(np.arange(8), 9),
+    first_sentinel=383,
+    noise_density=0.15,
+    mean_noise_span_length=3.0,
+  )
   for segment, (inputs, targets) in zip(segments, pairs, strict=True):
     spans, kept = {}, []
     for token in targets:
@@ -66,8 +74,13 @@ def test_inputs_and_targets_restore_the_text():
     for token in inputs:
       kept.extend(spans.pop(token) if token in spans else [token])
     np.testing.assert_array_equal(kept, segment)
-  alone = span_corruption.corrupt(segments[5:6], philox.as_seeds(np.array([5]), 9), first_sentinel=383,
-                                  noise_density=0.15, mean_noise_span_length=3.0)
+  alone = span_corruption.corrupt(
+    segments[5:6],
+    philox.as_seeds(np.array([5]), 9),
+    first_sentinel=383,
+    noise_density=0.15,
+    mean_noise_span_length=3.0,
+  )
   np.testing.assert_array_equal(alone[0][0], pairs[5][0])
 
 
@@ -83,9 +96,13 @@ def test_too_short_targets_are_rejected():
 
 
 def test_each_epoch_has_new_noise():
-  table = data.get_builtin('python_docs_span_corruption').table('validation', {'inputs': 64, 'targets': 32})
+  table = data.get_builtin('python_docs_span_corruption').table(
+    'validation', {'inputs': 64, 'targets': 32}
+  )
   first, second = (table.examples(0, np.arange(3) + epoch * len(table)) for epoch in range(2))
-  assert any(len(a['inputs']) != len(b['inputs']) or (a['inputs'] != b['inputs']).any()
-             for a, b in zip(first, second, strict=True))
+  assert any(
+    len(a['inputs']) != len(b['inputs']) or (a['inputs'] != b['inputs']).any()
+    for a, b in zip(first, second, strict=True)
+  )
   other_seed = table.examples(1, np.arange(3))
   assert (first[0]['inputs'] != other_seed[0]['inputs']).any()

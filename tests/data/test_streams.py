@@ -17,7 +17,9 @@ from tests.data import builtin_cases as cases
 
 @pytest.mark.parametrize('pack', [False, True])
 def test_resumes_exactly(pack):
-  cfg = cases.make_cfg('python_cloze_and_docs', pack=pack, task_feature_lengths={'inputs': 64, 'targets': 32})
+  cfg = cases.make_cfg(
+    'python_cloze_and_docs', pack=pack, task_feature_lengths={'inputs': 64, 'targets': 32}
+  )
   iterator = cases.open(cfg)
   before = cases.take(iterator, 5)
   state = iterator.get_state()
@@ -41,11 +43,18 @@ def test_resumes_with_another_batch_size():
   assert cases.numbers(next(resumed)) == cases.numbers(next(state_of_16))[:4]
 
 
-@pytest.mark.parametrize('change, named', [
-    (dict(seed=2), 'seed: saved 1, now 2'), (dict(shuffle=False), 'shuffle'), (dict(pack=True), 'pack'),
+@pytest.mark.parametrize(
+  'change, named',
+  [
+    (dict(seed=2), 'seed: saved 1, now 2'),
+    (dict(shuffle=False), 'shuffle'),
+    (dict(pack=True), 'pack'),
     (dict(task_feature_lengths={'inputs': 12, 'targets': 8}), "'inputs': 16.*'inputs': 12"),
-    (dict(task=cases.make_task('other')), 'mixture_or_task_name'), (dict(task=cases.make_task(num=20)), 'content'),
-    (dict(task='synthetic', source='synthetic'), 'source')])
+    (dict(task=cases.make_task('other')), 'mixture_or_task_name'),
+    (dict(task=cases.make_task(num=20)), 'content'),
+    (dict(task='synthetic', source='synthetic'), 'source'),
+  ],
+)
 def test_other_data_is_rejected_when_resuming(change, named):
   state = cases.open(cases.make_cfg()).get_state()
   with pytest.raises(DataError, match=f'{named}.*restore_dataset = False'):
@@ -73,7 +82,9 @@ def test_large_tables_are_shuffled_position_by_position(monkeypatch):
   for e in range(2):
     np.testing.assert_array_equal(np.sort(epochs[e]), e * len(table) + np.arange(len(table)))
   assert (epochs[0] != epochs[1] - len(table)).mean() > 0.99
-  np.testing.assert_array_equal(stream.numbers(np.array([20_002, 20_003, 7])), numbers[[20_002, 20_003, 7]])
+  np.testing.assert_array_equal(
+    stream.numbers(np.array([20_002, 20_003, 7])), numbers[[20_002, 20_003, 7]]
+  )
   assert len(pickle.dumps(stream)) < 2000
 
 
@@ -103,17 +114,25 @@ def test_blocks_of_a_mixture_continue_each_stream(monkeypatch, seed):
   for name, quota in (('a', 2), ('b', 6)):
     assert [example[name] for example in examples if name in example] == list(range(3 * quota))
     for block in range(3):
-      assert sum(name in example for example in examples[8 * block:8 * block + 8]) == quota
+      assert sum(name in example for example in examples[8 * block : 8 * block + 8]) == quota
   assert mixture.examples(np.array([13, 2])) == [examples[13], examples[2]]
 
 
 @pytest.mark.parametrize('sizes', [(3, 20), (100, 7), (4, 12), (6, 18)])
 @pytest.mark.parametrize('num_epochs', [1, 3])
-def test_a_mixture_ends_before_the_first_example_beyond_the_epochs_of_its_task(monkeypatch, sizes, num_epochs):
+def test_a_mixture_ends_before_the_first_example_beyond_the_epochs_of_its_task(
+  monkeypatch, sizes, num_epochs
+):
   monkeypatch.setattr(streams, '_MIXTURE_BLOCK', 8)
   mixture = streams.MixtureStream(
-      'mix', [_Positions(name, size) for name, size in zip('ab', sizes, strict=True)], [1.0, 3.0], 0)
+    'mix', [_Positions(name, size) for name, size in zip('ab', sizes, strict=True)], [1.0, 3.0], 0
+  )
   ends = dict(zip('ab', sizes, strict=True))
   examples = mixture.examples(np.arange(400))
-  first = next(i for i, example in enumerate(examples) for name in example if example[name] == num_epochs * ends[name])
+  first = next(
+    i
+    for i, example in enumerate(examples)
+    for name in example
+    if example[name] == num_epochs * ends[name]
+  )
   assert mixture.num_examples(num_epochs) == first

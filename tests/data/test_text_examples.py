@@ -15,13 +15,21 @@ LENGTHS = {'inputs': 8, 'targets': 4}
 def _reader(converter='encoder_decoder', vocabulary=BYTES, lengths=None, add_eos=True):
   feature = text_examples.TextFeature(vocabulary=vocabulary, add_eos=add_eos)
   return text_examples.ExampleReader(
-      features.get_converter(converter), {'inputs': feature, 'targets': feature}, lengths or LENGTHS)
+    features.get_converter(converter), {'inputs': feature, 'targets': feature}, lengths or LENGTHS
+  )
 
 
-@pytest.mark.parametrize('text, ids', [
-    ('', []), ('ab', [100, 101]), ('a<extra_id_0>', [100, 383]), ('<extra_id_124><extra_id_1>é', [259, 382, 198, 172]),
-    ('<extra_id_125>', [b + 3 for b in b'<extra_id_125>']), ('<extra_id_>', [b + 3 for b in b'<extra_id_>']),
-])
+@pytest.mark.parametrize(
+  'text, ids',
+  [
+    ('', []),
+    ('ab', [100, 101]),
+    ('a<extra_id_0>', [100, 383]),
+    ('<extra_id_124><extra_id_1>é', [259, 382, 198, 172]),
+    ('<extra_id_125>', [b + 3 for b in b'<extra_id_125>']),
+    ('<extra_id_>', [b + 3 for b in b'<extra_id_>']),
+  ],
+)
 def test_sentinels_are_one_id(text, ids):
   assert text_examples.encode_text(text, BYTES) == ids
   assert text_examples.decode_ids([*ids, 1, 100], BYTES) == text
@@ -34,7 +42,13 @@ def test_no_sentinels_in_a_vocabulary_without():
 
 
 def test_supported_forms_of_examples():
-  texts = ['ab', b'ab', {'input': 'ab'}, {'inputs': 'ab', 'targets': ''}, {'inputs': [100, 101, 1], 'targets': [1]}]
+  texts = [
+    'ab',
+    b'ab',
+    {'input': 'ab'},
+    {'inputs': 'ab', 'targets': ''},
+    {'inputs': [100, 101, 1], 'targets': [1]},
+  ]
   for example in _reader().read(texts):
     assert example['inputs'].tolist() == [100, 101, 1] and example['targets'].tolist() == [1]
     assert example['inputs'].dtype == np.int32 and example.get('inputs_pretokenized', 'ab') == 'ab'
@@ -45,9 +59,21 @@ def test_supported_forms_of_examples():
   assert example['inputs'].tolist() == list(range(100, 108)) and example['targets'].size == 0
 
 
-@pytest.mark.parametrize('vocabulary, error, message', [
-    (data.PassThroughVocabulary(9), ConfigError, 'add_eos` must be False without an end-of-sequence id'),
-    (data.PassThroughVocabulary(9, eos_id=1), DataError, "example 0 must be a flat list of ids .*got 'a' of type str")])
+@pytest.mark.parametrize(
+  'vocabulary, error, message',
+  [
+    (
+      data.PassThroughVocabulary(9),
+      ConfigError,
+      'add_eos` must be False without an end-of-sequence id',
+    ),
+    (
+      data.PassThroughVocabulary(9, eos_id=1),
+      DataError,
+      "example 0 must be a flat list of ids .*got 'a' of type str",
+    ),
+  ],
+)
 def test_vocabularies_that_cannot(vocabulary, error, message):
   with pytest.raises(error, match=message):
     _reader(vocabulary=vocabulary).read(['a'])
@@ -67,12 +93,16 @@ def test_preprocessors_that_leave_nothing():
 def seqio():
   pytest.importorskip('tensorflow')
   from t5x_lite.data import seqio_import
+
   return seqio_import.seqio
 
 
 def test_seqios_preprocessors_give_the_same(seqio):
-  texts = [{'input': 'ab é', 'target': 'x'}, {'input': b'', 'target': 'xyz'},
-           {'input': 'abcdefghijk', 'target': 'w' * 9}]
+  texts = [
+    {'input': 'ab é', 'target': 'x'},
+    {'input': b'', 'target': 'xyz'},
+    {'input': 'abcdefghijk', 'target': 'w' * 9},
+  ]
   theirs = [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim]
   for ours, other in zip(_reader().read(texts), _reader().read(texts, theirs), strict=True):
     assert ours.keys() == other.keys()
@@ -97,23 +127,37 @@ def test_tasks_of_examples_and_examples_of_tasks(seqio):
 
   examples = [{'input': f'in {i}', 'target': str(i)} for i in range(5)]
   theirs = [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
-  task = lib.get_seqio_task_from_examples('typed_examples', Model(), examples, theirs, [data.exact_match])
+  task = lib.get_seqio_task_from_examples(
+    'typed_examples', Model(), examples, theirs, [data.exact_match]
+  )
   try:
     assert set(task.splits) == {'train', 'validation'} and task.metric_fns == [data.exact_match]
     batches = lib.get_batches_from_seqio('typed_examples', 'validation', 2, 2, shuffle=False)
     assert batches == [examples[:2], examples[2:4]]
-    ((first,),) = lib.get_batches_from_seqio('typed_examples', 'train', 1, 1, False, LENGTHS, shuffle=False)
+    ((first,),) = lib.get_batches_from_seqio(
+      'typed_examples', 'train', 1, 1, False, LENGTHS, shuffle=False
+    )
     assert first == {'input': [108, 113, 35, 51, 1], 'target': [51, 1]}
     dataset = lib.get_dataset_from_natural_text_examples(
-        ['abcdefgh', 'a'], theirs, {'inputs': 3, 'targets': 3}, task.output_features)
-    assert [example['inputs'].tolist() for example in dataset.as_numpy_iterator()] == [[100, 101, 102], [100, 1]]
-    dataset = lib.get_dataset_from_natural_text_examples([first], [], None, {})  # nothing is asked of it
-    assert [example['inputs'].tolist() for example in dataset.as_numpy_iterator()] == [first['input']]
+      ['abcdefgh', 'a'], theirs, {'inputs': 3, 'targets': 3}, task.output_features
+    )
+    assert [example['inputs'].tolist() for example in dataset.as_numpy_iterator()] == [
+      [100, 101, 102],
+      [100, 1],
+    ]
+    dataset = lib.get_dataset_from_natural_text_examples(
+      [first], [], None, {}
+    )  # nothing is asked of it
+    assert [example['inputs'].tolist() for example in dataset.as_numpy_iterator()] == [
+      first['input']
+    ]
     with pytest.raises(ConfigError, match='taken|already'):
       lib.get_seqio_task_from_examples('typed_examples', Model(), examples, theirs)
-    for arguments, message in ((('typed_example', 'train', 1, 1), "Did you mean 'typed_examples'"),
-                               (('typed_examples', 'test', 1, 1), "no split 'test'"),
-                               (('typed_examples', 'train', 3, 2), 'must have at least 6 examples, .*, got 5')):
+    for arguments, message in (
+      (('typed_example', 'train', 1, 1), "Did you mean 'typed_examples'"),
+      (('typed_examples', 'test', 1, 1), "no split 'test'"),
+      (('typed_examples', 'train', 3, 2), 'must have at least 6 examples, .*, got 5'),
+    ):
       with pytest.raises(DataError, match=message):
         lib.get_batches_from_seqio(*arguments)
   finally:

@@ -19,11 +19,21 @@ _SENTINELS = [f'<extra_id_{i}>' for i in range(7)]
 def _train(path, **options):
   """Writes a sentencepiece model of 200 pieces of T5's form."""
   import sentencepiece
-  lines = [line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line]
+
+  lines = [
+    line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line
+  ]
   with open(path, 'wb') as file:
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(lines), model_writer=file, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
-        **{'vocab_size': 200, **options})
+      sentence_iterator=iter(lines),
+      model_writer=file,
+      pad_id=0,
+      eos_id=1,
+      unk_id=2,
+      bos_id=-1,
+      minloglevel=2,
+      **{'vocab_size': 200, **options},
+    )
   return path
 
 
@@ -49,7 +59,9 @@ def _folder(path, model_file=None, **json_files):
   return str(path)
 
 
-@pytest.mark.parametrize('files, expected', [
+@pytest.mark.parametrize(
+  'files, expected',
+  [
     (dict(config={'model_type': 't5', 'vocab_size': 32128}), 100),
     (dict(config={'model_type': 'switch_transformers'}), 100),
     (dict(config={'model_type': 'umt5'}), 300),
@@ -59,8 +71,14 @@ def _folder(path, model_file=None, **json_files):
     (dict(config={'model_type': 't5'}, tokenizer_config={'extra_ids': 0}), 0),
     (dict(tokenizer_config={'additional_special_tokens': [*_SENTINELS, '<sep>']}), 7),
     (dict(tokenizer_config={'extra_special_tokens': ['<pad>', '</s>', *_SENTINELS]}), 7),
-    (dict(special_tokens_map={'additional_special_tokens': [{'content': text} for text in _SENTINELS]}), 7),
-])
+    (
+      dict(
+        special_tokens_map={'additional_special_tokens': [{'content': text} for text in _SENTINELS]}
+      ),
+      7,
+    ),
+  ],
+)
 def test_number_of_sentinels(tmp_path, model_file, files, expected):
   folder = _folder(tmp_path / 'x', model_file, **files)
   vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
@@ -78,14 +96,25 @@ def test_sentinels_among_the_pieces(tmp_path, model_file_with_sentinels):
   assert vocabulary.encode('a <extra_id_1> b')[1] == vocabulary.encode('<extra_id_0>')[0] - 1
 
 
-@pytest.mark.parametrize('files, expected', [
+@pytest.mark.parametrize(
+  'files, expected',
+  [
     (dict(config={'model_type': 't5', 'vocab_size': 384}), 125),
     (dict(config={'model_type': 't5', 'tokenizer_class': 'ByT5Tokenizer', 'vocab_size': 384}), 125),
     (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer', 'extra_ids': 0}), 125),
     (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer', 'extra_ids': 9}), 9),
-    (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer', 'extra_ids': 0,
-                            'additional_special_tokens': _SENTINELS}), 7),
-])
+    (
+      dict(
+        tokenizer_config={
+          'tokenizer_class': 'ByT5Tokenizer',
+          'extra_ids': 0,
+          'additional_special_tokens': _SENTINELS,
+        }
+      ),
+      7,
+    ),
+  ],
+)
 def test_bytes_need_no_file(tmp_path, files, expected):
   vocabulary = tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', **files))
   assert vocabulary == data.ByteVocabulary(expected)
@@ -99,22 +128,36 @@ def test_for_seqio(tmp_path, model_file):
   ours = tokenizer_folders.hugging_face_vocabulary(folder)
   assert data.same_vocabulary(ours, theirs)
   text = 'Return the <extra_id_0> of a <extra_id_99>'
-  assert ours.encode(text) == theirs.encode(text) and max(ours.encode(text)) == theirs.vocab_size - 1
+  assert (
+    ours.encode(text) == theirs.encode(text) and max(ours.encode(text)) == theirs.vocab_size - 1
+  )
   byt5 = _folder(tmp_path / 'y', config={'model_type': 't5', 'vocab_size': 384})
-  assert tokenizer_folders.hugging_face_vocabulary(byt5, library='seqio') == seqio.ByteVocabulary(125)
+  assert tokenizer_folders.hugging_face_vocabulary(byt5, library='seqio') == seqio.ByteVocabulary(
+    125
+  )
 
 
-@pytest.mark.parametrize('files, options, message', [
+@pytest.mark.parametrize(
+  'files, options, message',
+  [
     ({}, {}, 'must contain spiece.model, or .*, got neither'),
     (dict(config={'model_type': 'bert'}), {}, 'must contain spiece.model'),
-    (dict(tokenizer='{}'), {}, r'must contain spiece.model.*from tokenizer.json.*write_sentencepiece_model\('),
+    (
+      dict(tokenizer='{}'),
+      {},
+      r'must contain spiece.model.*from tokenizer.json.*write_sentencepiece_model\(',
+    ),
     (dict(tokenizer_config='{'), {}, 'tokenizer_config.json must hold a JSON object, got invalid'),
     (dict(config='[]'), {}, 'config.json must hold a JSON object, got a list'),
     ({}, dict(library='seqoi'), "library` must be one of .*Did you mean 'seqio'"),
     ({}, dict(extra_ids=-1), 'extra_ids` must be .*got -1'),
-    (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer'}, config={'vocab_size': 300}), {},
-     r'at most vocab_size=300 ids .*, got 384, 125 of them sentinels\.'),
-])
+    (
+      dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer'}, config={'vocab_size': 300}),
+      {},
+      r'at most vocab_size=300 ids .*, got 384, 125 of them sentinels\.',
+    ),
+  ],
+)
 def test_rejected(tmp_path, files, options, message):
   with pytest.raises((CheckpointError, ConfigError), match=message):
     tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', **files), **options)
@@ -124,13 +167,19 @@ def test_rejected_without_folder_or_number(tmp_path, model_file):
   with pytest.raises(ConfigError, match='folder` must be an existing Hugging Face folder'):
     tokenizer_folders.hugging_face_vocabulary(str(tmp_path / 'none'))
   with pytest.raises(ConfigError, match="extra_ids` must be set for model_type='bert'"):
-    tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', model_file, config={'model_type': 'bert'}))
+    tokenizer_folders.hugging_face_vocabulary(
+      _folder(tmp_path / 'x', model_file, config={'model_type': 'bert'})
+    )
 
 
-@pytest.mark.parametrize('line', ['é ü ﬁ ½ 中文 \U0001F600', ' a  b\n\tc ', '', '</s> <unk>', 'x <extra_id_0> y'])
+@pytest.mark.parametrize(
+  'line', ['é ü ﬁ ½ 中文 \U0001f600', ' a  b\n\tc ', '', '</s> <unk>', 'x <extra_id_0> y']
+)
 def test_model_from_tokenizer_json(tmp_path, model_file, line):
   """The model rebuilt from `tokenizer.json` gives the same ids."""
-  folder = _folder(tmp_path / 'x', tokenizer=_tokenizer_json(model_file), tokenizer_config={'extra_ids': 7})
+  folder = _folder(
+    tmp_path / 'x', tokenizer=_tokenizer_json(model_file), tokenizer_config={'extra_ids': 7}
+  )
   tokenizer_folders.write_sentencepiece_model(folder)
   rebuilt = tokenizer_folders.hugging_face_vocabulary(folder)
   original = data.SentencePieceVocabulary(str(model_file), 7)
@@ -146,21 +195,31 @@ def _tokenizer_json(model_file):
   """Returns a `tokenizer.json` of the model and 7 sentinels, as transformers makes it."""
   import base64
   from sentencepiece import sentencepiece_model_pb2
+
   model = sentencepiece_model_pb2.ModelProto.FromString(model_file.read_bytes())
-  vocab = [[piece.piece, piece.score] for piece in model.pieces] + [[text, 0.0] for text in reversed(_SENTINELS)]
+  vocab = [[piece.piece, piece.score] for piece in model.pieces] + [
+    [text, 0.0] for text in reversed(_SENTINELS)
+  ]
   charsmap = base64.b64encode(model.normalizer_spec.precompiled_charsmap).decode()
   return {
-      'added_tokens': [{'id': i, 'content': vocab[i][0], 'special': True} for i in (0, 1, 2, *range(200, 207))],
-      'normalizer': {'type': 'Sequence', 'normalizers': [
-          {'type': 'Precompiled', 'precompiled_charsmap': charsmap}, {'type': 'Strip'}]},
-      'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': vocab},
+    'added_tokens': [
+      {'id': i, 'content': vocab[i][0], 'special': True} for i in (0, 1, 2, *range(200, 207))
+    ],
+    'normalizer': {
+      'type': 'Sequence',
+      'normalizers': [{'type': 'Precompiled', 'precompiled_charsmap': charsmap}, {'type': 'Strip'}],
+    },
+    'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': vocab},
   }
 
 
-@pytest.mark.parametrize('change, message', [
+@pytest.mark.parametrize(
+  'change, message',
+  [
     ({'model': {'type': 'BPE', 'vocab': {}}}, "must be of type 'Unigram', .*, got 'BPE'"),
     ({'normalizer': {'type': 'Lowercase'}}, "normalizer of .* must be .*, got 'Lowercase'"),
-])
+  ],
+)
 def test_other_tokenizer_json(tmp_path, model_file, change, message):
   folder = _folder(tmp_path / 'x', tokenizer=_tokenizer_json(model_file) | change)
   with pytest.raises(ConfigError, match=message):
@@ -174,19 +233,29 @@ def test_sentinels_in_texts(tmp_path, model_file):
   for text in ('\u2581<extra_id_1>', '\u2581<extra_id_0>'):  # the last pieces, in mT5's order
     model.pieces.add(piece=text, score=0.0, type=4)
   (tmp_path / 'like_mt5.model').write_bytes(model.SerializeToString())
-  for vocabulary, among in ((data.SentencePieceVocabulary(str(model_file), 2), False),
-                            (data.SentencePieceVocabulary(str(tmp_path / 'like_mt5.model')), True)):
+  for vocabulary, among in (
+    (data.SentencePieceVocabulary(str(model_file), 2), False),
+    (data.SentencePieceVocabulary(str(tmp_path / 'like_mt5.model')), True),
+  ):
     assert (vocabulary.vocab_size, vocabulary.extra_ids) == (202, 0 if among else 2)
     assert builtin_tasks.encode_with_sentinel('(<extra_id_0>) <extra_id_1>.', vocabulary) == [
-        *vocabulary.encode('('), 201, *vocabulary.encode(')'), 200, *vocabulary.encode('.')]
-    assert 199 < max(builtin_tasks.encode_with_sentinel('<extra_id_2> <extra_id_0>', vocabulary)) == 201
+      *vocabulary.encode('('),
+      201,
+      *vocabulary.encode(')'),
+      200,
+      *vocabulary.encode('.'),
+    ]
+    assert (
+      199 < max(builtin_tasks.encode_with_sentinel('<extra_id_2> <extra_id_0>', vocabulary)) == 201
+    )
   assert tokenizer_folders.has_sentinels(str(tmp_path / 'like_mt5.model'))
   assert not tokenizer_folders.has_sentinels(str(model_file))
 
 
 def test_cloze_task_with_the_vocabulary(tmp_path, model_file):
   vocabulary = tokenizer_folders.hugging_face_vocabulary(
-      _folder(tmp_path / 'x', model_file, config={'model_type': 't5'}))
+    _folder(tmp_path / 'x', model_file, config={'model_type': 't5'})
+  )
   task = builtin_tasks.keyword_cloze_task(vocabulary=vocabulary)
   example = task.table_fn('validation', {'inputs': 64, 'targets': 8}).examples(0, np.array([0]))[0]
   assert vocabulary.vocab_size - 1 in example['inputs'] and example['inputs'][-1] == 1
@@ -198,8 +267,10 @@ def test_cloze_task_with_the_vocabulary(tmp_path, model_file):
 # Files of an exported folder
 
 
-@pytest.mark.parametrize('family, sidecar, expected', [('t5_1_1', None, 100), ('umt5', None, 300), ('mt5', None, 0),
-                                                       ('t5_1_1', {'extra_ids': 9}, 9)])
+@pytest.mark.parametrize(
+  'family, sidecar, expected',
+  [('t5_1_1', None, 100), ('umt5', None, 300), ('mt5', None, 0), ('t5_1_1', {'extra_ids': 9}, 9)],
+)
 def test_written_from_a_model_file(tmp_path, model_file, family, sidecar, expected):
   path = tmp_path / 'docs.model'
   shutil.copy(model_file, path)
@@ -208,24 +279,38 @@ def test_written_from_a_model_file(tmp_path, model_file, family, sidecar, expect
   folder = tmp_path / 'x'
   folder.mkdir()
   written = tokenizer_files.write(folder, get_family(family), path, vocab_size=200 + expected)
-  assert set(written) == {file.name for file in folder.iterdir()} == {
-      'spiece.model', 'tokenizer.json', 'tokenizer_config.json'}
+  assert (
+    set(written)
+    == {file.name for file in folder.iterdir()}
+    == {'spiece.model', 'tokenizer.json', 'tokenizer_config.json'}
+  )
   assert tokenizer_folders.hugging_face_vocabulary(str(folder)).extra_ids == expected
-  assert len(json.loads((folder / 'tokenizer.json').read_text())['model']['vocab']) == 200 + expected
-  with pytest.raises(CheckpointError, match=f'with {expected} sentinels must have .*, got {200 + expected}') as caught:
+  assert (
+    len(json.loads((folder / 'tokenizer.json').read_text())['model']['vocab']) == 200 + expected
+  )
+  with pytest.raises(
+    CheckpointError, match=f'with {expected} sentinels must have .*, got {200 + expected}'
+  ) as caught:
     tokenizer_files.write(folder, get_family(family), path, vocab_size=199 + expected)
   # Without sentinels there would be enough rows, so the message names the file that sets their number.
   assert (f'{path}.json' in str(caught.value)) == (expected > 0)
 
 
 def test_sentinels_among_the_pieces_are_not_doubled(tmp_path, model_file_with_sentinels):
-  assert tokenizer_files.write(tmp_path, get_family('t5_1_1'), model_file_with_sentinels, vocab_size=200)
+  assert tokenizer_files.write(
+    tmp_path, get_family('t5_1_1'), model_file_with_sentinels, vocab_size=200
+  )
   assert tokenizer_folders.hugging_face_vocabulary(str(tmp_path)).extra_ids == 0
 
 
 def test_a_folder_is_copied(tmp_path, model_file):
-  source = _folder(tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7}, special_tokens_map={'a': 1},
-                   config={'model_type': 't5'})
+  source = _folder(
+    tmp_path / 'x',
+    model_file,
+    tokenizer_config={'extra_ids': 7},
+    special_tokens_map={'a': 1},
+    config={'model_type': 't5'},
+  )
   target = tmp_path / 'y'
   target.mkdir()
   written = tokenizer_files.write(target, get_family('t5_1_1'), source)
@@ -246,8 +331,14 @@ def test_a_folder_with_more_ids_than_rows_is_not_copied(tmp_path, model_file, wi
   source, target = tmp_path / 'x', tmp_path / 'y'
   target.mkdir()
   if with_json:
-    (source / 'tokenizer.json').write_text(json.dumps({
-        'model': {'vocab': [['a', 0.0]] * 200}, 'added_tokens': [{'id': 206, 'content': '<extra_id_0>'}]}))
+    (source / 'tokenizer.json').write_text(
+      json.dumps(
+        {
+          'model': {'vocab': [['a', 0.0]] * 200},
+          'added_tokens': [{'id': 206, 'content': '<extra_id_0>'}],
+        }
+      )
+    )
   with pytest.raises(CheckpointError, match='must have at most vocab_size=206 ids, .*, got 207'):
     tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=206)
   assert not list(target.iterdir())
@@ -260,18 +351,28 @@ def test_a_folder_with_more_ids_than_rows_is_not_copied(tmp_path, model_file, wi
 def test_without_a_tokenizer(tmp_path):
   assert tokenizer_files.write(tmp_path, get_family('t5_1_1'), None) == ()
   assert not list(tmp_path.iterdir())
-  assert tokenizer_files.write(tmp_path, get_family('byt5'), None, vocab_size=384) == ('tokenizer_config.json',)
+  assert tokenizer_files.write(tmp_path, get_family('byt5'), None, vocab_size=384) == (
+    'tokenizer_config.json',
+  )
   assert tokenizer_folders.hugging_face_vocabulary(str(tmp_path)) == data.ByteVocabulary(125)
 
 
-@pytest.mark.parametrize('options, message', [
-    (dict(byte_fallback=True, vocab_size=400), 'byte_fallback'), (dict(model_type='bpe'), 'not a unigram model'),
-    (dict(remove_extra_whitespaces=False), 'keeps spaces'), (dict(pad_piece='[PAD]'), r"begins with .*'\[PAD\]'"),
-    (dict(split_by_whitespace=False), 'pieces of several words')])
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    (dict(byte_fallback=True, vocab_size=400), 'byte_fallback'),
+    (dict(model_type='bpe'), 'not a unigram model'),
+    (dict(remove_extra_whitespaces=False), 'keeps spaces'),
+    (dict(pad_piece='[PAD]'), r"begins with .*'\[PAD\]'"),
+    (dict(split_by_whitespace=False), 'pieces of several words'),
+  ],
+)
 def test_models_that_transformers_reads_otherwise(tmp_path, options, message):
   path = _train(tmp_path / 'x.model', **options)
   with pytest.raises(CheckpointError, match=f'{message}.*would give different ids'):
-    tokenizer_files.write(tmp_path, get_family('t5_1_1'), data.SentencePieceVocabulary(str(path), 3))
+    tokenizer_files.write(
+      tmp_path, get_family('t5_1_1'), data.SentencePieceVocabulary(str(path), 3)
+    )
   assert not (tmp_path / 'spiece.model').exists()
 
 
@@ -285,7 +386,9 @@ def test_invalid_tokenizers(tmp_path, model_file):
     write(model_file, 'byt5')
   with pytest.raises(CheckpointError, match='reverse_extra_ids=False'):
     write(data.SentencePieceVocabulary(str(model_file), 3, reverse_extra_ids=False))
-  with pytest.raises(CheckpointError, match='must be a ByteVocabulary or a SentencePieceVocabulary'):
+  with pytest.raises(
+    CheckpointError, match='must be a ByteVocabulary or a SentencePieceVocabulary'
+  ):
     write(data.PassThroughVocabulary(5))
   with pytest.raises(CheckpointError, match='got 384'):
     write(data.ByteVocabulary(125), vocab_size=300)
@@ -298,7 +401,10 @@ def test_invalid_tokenizers(tmp_path, model_file):
 
 
 def test_a_folder_in_a_store(store, tmp_path, model_file):
-  for name, content in {'spiece.model': model_file.read_bytes(), 'config.json': '{"model_type": "umt5"}'}.items():
+  for name, content in {
+    'spiece.model': model_file.read_bytes(),
+    'config.json': '{"model_type": "umt5"}',
+  }.items():
     files.write(f'{store.root}/sp/{name}', content)
   vocabulary = tokenizer_folders.hugging_face_vocabulary(f'{store.root}/sp')
   assert vocabulary == data.SentencePieceVocabulary(f'{store.root}/sp/spiece.model', 300)

@@ -17,25 +17,38 @@ _LENGTHS = {'inputs': 12, 'targets': 6}
 
 def _texts(seed, count, longest_input=20):
   rng = np.random.default_rng(seed)
-  return [('i' * int(rng.integers(1, longest_input)), 't' * int(rng.integers(1, 9))) for _ in range(count)]
+  return [
+    ('i' * int(rng.integers(1, longest_input)), 't' * int(rng.integers(1, 9))) for _ in range(count)
+  ]
 
 
 def _text_task(texts, name='texts'):
-  return data.text_task(name=name, texts_fn=lambda split: texts, splits=('train',), vocabulary=_VOCABULARY)
+  return data.text_task(
+    name=name, texts_fn=lambda split: texts, splits=('train',), vocabulary=_VOCABULARY
+  )
 
 
 def _file_task(texts, tmp_path, **kwargs):
   (tmp_path / 'train.jsonl').write_text(
-      ''.join(json.dumps({'inputs': source, 'targets': target}) + '\n' for source, target in texts))
-  return data.file_task(name='records', splits={'train': str(tmp_path / 'train.jsonl')}, format='jsonl',
-                        vocabulary=_VOCABULARY, **kwargs)
+    ''.join(json.dumps({'inputs': source, 'targets': target}) + '\n' for source, target in texts)
+  )
+  return data.file_task(
+    name='records',
+    splits={'train': str(tmp_path / 'train.jsonl')},
+    format='jsonl',
+    vocabulary=_VOCABULARY,
+    **kwargs,
+  )
 
 
 def _open(task, **kwargs):
   options = {'shuffle': True, 'source': 'builtin', 'seed': 0, **kwargs}
-  cfg = data.DatasetConfig(task, _LENGTHS, 'train', 4, options.pop('shuffle'), options.pop('seed'), **options)
-  return data.open_train_iterator(cfg, DataLayout(
-      batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True))
+  cfg = data.DatasetConfig(
+    task, _LENGTHS, 'train', 4, options.pop('shuffle'), options.pop('seed'), **options
+  )
+  return data.open_train_iterator(
+    cfg, DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
+  )
 
 
 def _expected(texts, num_ends=1):
@@ -43,8 +56,12 @@ def _expected(texts, num_ends=1):
   metrics = {}
   for number, (feature, length) in enumerate(_LENGTHS.items()):
     sizes = [len(pair[number]) + num_ends for pair in texts]
-    metrics[f'data/truncated_examples_fraction/{feature}'] = sum(size > length for size in sizes) / len(sizes)
-    metrics[f'data/truncated_tokens_fraction/{feature}'] = sum(max(size - length, 0) for size in sizes) / sum(sizes)
+    metrics[f'data/truncated_examples_fraction/{feature}'] = sum(
+      size > length for size in sizes
+    ) / len(sizes)
+    metrics[f'data/truncated_tokens_fraction/{feature}'] = sum(
+      max(size - length, 0) for size in sizes
+    ) / sum(sizes)
   return metrics
 
 
@@ -63,18 +80,34 @@ def test_without_trimming_a_text_that_is_too_long_is_an_error(kind, tmp_path):
     return _text_task(texts) if kind == 'text' else _file_task(texts, tmp_path, **kwargs)
 
   # Where all fit, the option changes nothing, whatever the length.
-  _assert_equal(next(_open(make([fits] * 4), trim_output_features=False)), next(_open(make([fits] * 4))))
+  _assert_equal(
+    next(_open(make([fits] * 4), trim_output_features=False)), next(_open(make([fits] * 4)))
+  )
   texts = [too_long] * 4 if kind != 'file_without_ends' else [('i' * 13, 't')] * 4
   batch = next(_open(make(texts)))
-  expected = [*_VOCABULARY.encode('i' * 11), 1] if kind != 'file_without_ends' else _VOCABULARY.encode('i' * 12)
+  expected = (
+    [*_VOCABULARY.encode('i' * 11), 1]
+    if kind != 'file_without_ends'
+    else _VOCABULARY.encode('i' * 12)
+  )
   np.testing.assert_array_equal(batch['encoder_input_tokens'][0], expected)
-  with pytest.raises(DataError, match="An example must have at most 12 ids of 'inputs', got 13.*trim_output_features"):
+  with pytest.raises(
+    DataError, match="An example must have at most 12 ids of 'inputs', got 13.*trim_output_features"
+  ):
     next(_open(make(texts), trim_output_features=False))
 
 
 def test_evaluation_and_inference_honour_the_option_too():
-  cfg = data.DatasetConfig(_text_task([('i' * 30, 't')]), _LENGTHS, 'train', 4, False, 0, source='builtin',
-                           trim_output_features=False)
+  cfg = data.DatasetConfig(
+    _text_task([('i' * 30, 't')]),
+    _LENGTHS,
+    'train',
+    4,
+    False,
+    0,
+    source='builtin',
+    trim_output_features=False,
+  )
   layout = DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
   with pytest.raises(DataError, match="ids of 'inputs', got 31"):
     data.open_eval_iterators(cfg, layout)
@@ -82,7 +115,10 @@ def test_evaluation_and_inference_honour_the_option_too():
 
 def test_trimming_does_not_change_fingerprints():
   # Runs that started before tasks stopped trimming their texts can resume.
-  cut, whole = (_text_task([(text, 't')]).table('train', {'inputs': 12, 'targets': 6}) for text in ('i' * 11, 'i' * 30))
+  cut, whole = (
+    _text_task([(text, 't')]).table('train', {'inputs': 12, 'targets': 6})
+    for text in ('i' * 11, 'i' * 30)
+  )
   assert cut.fingerprint == whole.fingerprint
   assert len(whole.examples(0, np.arange(1))[0]['inputs']) == 31
 
@@ -113,7 +149,10 @@ def test_the_tasks_of_a_mixture_count_by_their_rates():
   mixture = data.BuiltinMixture(name='short_and_long', rates={'short': 3.0, 'long': 1.0})
   metrics = _open(mixture).sample_truncation().metrics
   assert metrics['data/truncated_examples_fraction/inputs'] == pytest.approx(0.25, abs=0.1)
-  assert set(metrics) == {'data/truncated_examples_fraction/inputs', 'data/truncated_tokens_fraction/inputs'}
+  assert set(metrics) == {
+    'data/truncated_examples_fraction/inputs',
+    'data/truncated_tokens_fraction/inputs',
+  }
 
 
 def test_the_line_names_trimmed_features_and_the_option():

@@ -15,19 +15,32 @@ from t5x_lite.errors import ConfigError
 
 def test_byte_ids():
   vocabulary = data.ByteVocabulary(extra_ids=125)
-  assert (vocabulary.vocab_size, vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (384, 0, 1, 2)
+  assert (vocabulary.vocab_size, vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (
+    384,
+    0,
+    1,
+    2,
+  )
   # The ids of ByT5: byte + 3.
   assert vocabulary.encode('Aé\n') == [68, 198, 172, 13]
   assert vocabularies.sentinel_id(vocabulary) == 383
   assert data.ByteVocabulary().vocab_size == 259
 
 
-@pytest.mark.parametrize('ids, text', [
+@pytest.mark.parametrize(
+  'ids, text',
+  [
     ([68, 1, 69], 'A'),  # up to the end of the sequence
     ([68, 383, 259, 69], 'AB'),  # sentinels leave no trace
     ([0, 2, 68, 0, 69], 'AB'),  # nor do special ids
-    ([198, 68], 'A'), ([68, 198], 'A'), ([131, 258, 68], 'A'),  # nor bytes that are not UTF-8
-    ([198, 172, 229, 133], 'é'), ([], ''), ([1], '')])
+    ([198, 68], 'A'),
+    ([68, 198], 'A'),
+    ([131, 258, 68], 'A'),  # nor bytes that are not UTF-8
+    ([198, 172, 229, 133], 'é'),
+    ([], ''),
+    ([1], ''),
+  ],
+)
 def test_byte_texts(ids, text):
   assert data.ByteVocabulary(extra_ids=125).decode(ids) == text
 
@@ -41,7 +54,12 @@ def test_byte_round_trip():
 def test_pass_through():
   vocabulary = data.PassThroughVocabulary(100, eos_id=1)
   assert vocabulary.encode([5, 6]) == [5, 6] and vocabulary.decode([5, 1, 6]) == [5, 1]
-  assert (vocabulary.vocab_size, vocabulary.eos_id, vocabulary.unk_id, vocabulary.pad_id) == (100, 1, None, 0)
+  assert (vocabulary.vocab_size, vocabulary.eos_id, vocabulary.unk_id, vocabulary.pad_id) == (
+    100,
+    1,
+    None,
+    0,
+  )
   assert data.PassThroughVocabulary(9).decode([5, 1, 6]) == [5, 1, 6]
 
 
@@ -49,13 +67,19 @@ def test_equality():
   assert data.ByteVocabulary(5) == data.ByteVocabulary(5) != data.ByteVocabulary(6)
   assert len({data.ByteVocabulary(5), data.ByteVocabulary(5), data.PassThroughVocabulary(264)}) == 2
   assert data.same_vocabulary(data.PassThroughVocabulary(9), data.PassThroughVocabulary(9))
-  assert not data.same_vocabulary(data.PassThroughVocabulary(9), data.PassThroughVocabulary(9, eos_id=1))
+  assert not data.same_vocabulary(
+    data.PassThroughVocabulary(9), data.PassThroughVocabulary(9, eos_id=1)
+  )
   assert not data.same_vocabulary(data.ByteVocabulary(5), object())
 
 
 @pytest.mark.parametrize('base', [object, data.ByteVocabulary])
 def test_a_class_of_another_package_is_not_taken_for_the_one_of_its_name(base):
-  own = type('ByteVocabulary', (base,), {'__module__': 'mine', 'extra_ids': 0, 'eos_id': 1, 'encode': lambda *_: [7]})()
+  own = type(
+    'ByteVocabulary',
+    (base,),
+    {'__module__': 'mine', 'extra_ids': 0, 'eos_id': 1, 'encode': lambda *_: [7]},
+  )()
   assert vocabularies.kind_of(own) == 'mine.ByteVocabulary'
   assert text_examples.encode_text('<extra_id_0>', own) == [7]
   assert text_examples.encode_text('<extra_id_0>', data.ByteVocabulary(5)) == [263]
@@ -66,8 +90,13 @@ def test_a_class_of_another_package_is_not_taken_for_the_one_of_its_name(base):
 def test_one_file_is_one_vocabulary_however_its_path_is_written(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   pathlib.Path('link').symlink_to(tmp_path)
-  relative, others = data.SentencePieceVocabulary('a.model', 3), [
-      data.SentencePieceVocabulary(path, 3) for path in ('./a.model', str(tmp_path / 'a.model'), 'link/a.model')]
+  relative, others = (
+    data.SentencePieceVocabulary('a.model', 3),
+    [
+      data.SentencePieceVocabulary(path, 3)
+      for path in ('./a.model', str(tmp_path / 'a.model'), 'link/a.model')
+    ],
+  )
   assert all(data.same_vocabulary(relative, other) for other in others)
   assert not data.same_vocabulary(relative, data.SentencePieceVocabulary('b.model', 3))
   assert not data.same_vocabulary(relative, data.SentencePieceVocabulary('gs://a.model', 3))
@@ -75,9 +104,14 @@ def test_one_file_is_one_vocabulary_however_its_path_is_written(tmp_path, monkey
   assert repr(data.ByteVocabulary(5)) == 'ByteVocabulary(5)'
 
 
-@pytest.mark.parametrize('make', [
-    lambda: data.ByteVocabulary(-1), lambda: data.PassThroughVocabulary(0),
-    lambda: data.round_vocab_size_to_multiple(data.ByteVocabulary(), 0)])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: data.ByteVocabulary(-1),
+    lambda: data.PassThroughVocabulary(0),
+    lambda: data.round_vocab_size_to_multiple(data.ByteVocabulary(), 0),
+  ],
+)
 def test_rejected(make):
   with pytest.raises(ConfigError, match='must be an integer >= [01], got'):
     make()
@@ -86,12 +120,23 @@ def test_rejected(make):
 @pytest.fixture(scope='module')
 def model_file(tmp_path_factory):
   import sentencepiece
+
   prefix = tmp_path_factory.mktemp('sentencepiece') / 'tiny'
   from t5x_lite.data import corpora
-  sentences = [line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line]
+
+  sentences = [
+    line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line
+  ]
   sentencepiece.SentencePieceTrainer.Train(
-      sentence_iterator=iter(sentences), model_prefix=str(prefix), vocab_size=200, pad_id=0, eos_id=1, unk_id=2,
-      bos_id=-1, minloglevel=2)
+    sentence_iterator=iter(sentences),
+    model_prefix=str(prefix),
+    vocab_size=200,
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    minloglevel=2,
+  )
   return f'{prefix}.model'
 
 
@@ -114,16 +159,22 @@ def test_sentencepiece_without_its_file_or_package(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match='a readable sentencepiece model .No such file'):
     _ = data.SentencePieceVocabulary(str(tmp_path / 'none.model')).vocab_size
   monkeypatch.setitem(__import__('sys').modules, 'sentencepiece', None)
-  with pytest.raises(ConfigError, match=r'needs the packages sentencepiece.*pip install sentencepiece protobuf'):
+  with pytest.raises(
+    ConfigError, match=r'needs the packages sentencepiece.*pip install sentencepiece protobuf'
+  ):
     data.SentencePieceVocabulary('x.model').encode('a')
 
 
 def test_sentencepiece_in_a_store(store, model_file):
   files.write(f'{store.root}/x.model', pathlib.Path(model_file).read_bytes())
   vocabulary = data.SentencePieceVocabulary(f'{store.root}/x.model', extra_ids=10)
-  assert vocabulary.encode('a dict') == data.SentencePieceVocabulary(model_file, extra_ids=10).encode('a dict')
+  assert vocabulary.encode('a dict') == data.SentencePieceVocabulary(
+    model_file, extra_ids=10
+  ).encode('a dict')
   assert data.same_vocabulary(vocabulary, pickle.loads(pickle.dumps(vocabulary)))
-  with pytest.raises(ConfigError, match=r'readable sentencepiece model \(No such file.*Set --gin.VOCABULARY_FILE'):
+  with pytest.raises(
+    ConfigError, match=r'readable sentencepiece model \(No such file.*Set --gin.VOCABULARY_FILE'
+  ):
     _ = data.SentencePieceVocabulary(f'{store.root}/y.model').vocab_size
 
 
@@ -134,5 +185,9 @@ def test_a_store_without_its_package_names_the_extra(monkeypatch):
   object_store._file_system.cache_clear()
   monkeypatch.setattr(object_store.fsspec, 'filesystem', fail)
   with pytest.raises(
-      ConfigError, match=r'needs gcsfs.*Install with.*(\[gcs\]|gcsfs>=).*Set --gin.VOCABULARY_FILE to a local copy'):
-    _ = data.SentencePieceVocabulary('gs://t5-data/vocabs/cc_all.32000/sentencepiece.model').vocab_size
+    ConfigError,
+    match=r'needs gcsfs.*Install with.*(\[gcs\]|gcsfs>=).*Set --gin.VOCABULARY_FILE to a local copy',
+  ):
+    _ = data.SentencePieceVocabulary(
+      'gs://t5-data/vocabs/cc_all.32000/sentencepiece.model'
+    ).vocab_size

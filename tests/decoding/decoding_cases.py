@@ -44,8 +44,12 @@ class HistoryModel:
     else:
       index = np.asarray([len(prompt) for prompt in prompts], np.int32)
       # The last token of a prompt is fed by the first step; the start token, 0, was fed before all of them.
-      history = np.asarray([self.history(c, prompt[:-1], empty=not prompt)
-                            for c, prompt in zip(history, prompts, strict=True)])
+      history = np.asarray(
+        [
+          self.history(c, prompt[:-1], empty=not prompt)
+          for c, prompt in zip(history, prompts, strict=True)
+        ]
+      )
     leaves = {'history': jnp.asarray(history, jnp.int32), 'cache_index': jnp.asarray(index)}
     return {'layer': {name: x[None] if self.offset else x for name, x in leaves.items()}}
 
@@ -71,7 +75,7 @@ def prompts_to_inputs(prompts, length):
   """Return <int32>[batch, length]: the start token 0, each row's prompt, zeros."""
   inputs = np.zeros((len(prompts), length), np.int32)
   for row, prompt in enumerate(prompts):
-    inputs[row, 1:1 + len(prompt)] = prompt
+    inputs[row, 1 : 1 + len(prompt)] = prompt
   return jnp.asarray(inputs)
 
 

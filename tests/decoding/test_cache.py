@@ -21,13 +21,23 @@ def test_rows_are_repeated_side_by_side(offset):
   assert beams.shape[offset + 1] == 3
   flat = decoding.flatten_beam_dim(beams, offset)
   np.testing.assert_array_equal(flat, expanded)
-  np.testing.assert_array_equal(decoding.unflatten_beam_dim(flat, _X.shape[offset], 3, offset), beams)
+  np.testing.assert_array_equal(
+    decoding.unflatten_beam_dim(flat, _X.shape[offset], 3, offset), beams
+  )
 
 
 def test_cache_map_does_not_change_values_without_rows():
-  cache = {'a': {'cached_key': 1, 'cache_index': 2, 'cached_bias': 3}, 'position_embedder_index': 4, 'other': 5}
+  cache = {
+    'a': {'cached_key': 1, 'cache_index': 2, 'cached_bias': 3},
+    'position_embedder_index': 4,
+    'other': 5,
+  }
   add = lambda x: x + 10
-  expected = {'a': {'cached_key': 11, 'cache_index': 2, 'cached_bias': 3}, 'position_embedder_index': 4, 'other': 15}
+  expected = {
+    'a': {'cached_key': 11, 'cache_index': 2, 'cached_bias': 3},
+    'position_embedder_index': 4,
+    'other': 15,
+  }
   assert decoding.cache_map(add, cache) == expected
   expected['a']['cache_index'] = 12
   mapped = decoding.cache_map(add, flax.core.freeze(cache), apply_to_index=True)
@@ -63,19 +73,32 @@ def test_the_first_state_of_a_beam_search():
   state = jit(lambda: decoding.beam_init(2, 3, 5, cache))()
   assert state.live_logprobs.tolist() == [[0.0, -1e7, -1e7]] * 2
   assert state.finished_scores.tolist() == [[-1e7] * 3] * 2
-  assert not state.finished_flags.any() and state.live_seqs.shape == state.finished_seqs.shape == (2, 3, 5)
+  assert not state.finished_flags.any() and state.live_seqs.shape == state.finished_seqs.shape == (
+    2,
+    3,
+    5,
+  )
   assert state.cache['cached_key'].shape == (2, 3, 3) and state.cache['cache_index'].shape == ()
   assert state.cur_index == 0 and state.initial_index is None
   prefilled = decoding.beam_init(
-      2, 3, 5, {**cache, 'cache_index': jnp.asarray([4, 2])}, live_seqs=jnp.ones((2, 3, 5), jnp.int32),
-      initial_index=jnp.asarray([4, 2]))
-  assert prefilled.cache['cache_index'].tolist() == [[4] * 3, [2] * 3] and prefilled.live_seqs.min() == 1
+    2,
+    3,
+    5,
+    {**cache, 'cache_index': jnp.asarray([4, 2])},
+    live_seqs=jnp.ones((2, 3, 5), jnp.int32),
+    initial_index=jnp.asarray([4, 2]),
+  )
+  assert (
+    prefilled.cache['cache_index'].tolist() == [[4] * 3, [2] * 3] and prefilled.live_seqs.min() == 1
+  )
 
 
 def test_wrong_shapes():
   with pytest.raises(TypeError, match=r'cannot reshape array of shape \(5, 2\)'):
     decoding.unflatten_beam_dim(jnp.zeros((5, 2)), 2, 3)
-  with pytest.raises(ConfigError, match=r'must be \(\(2, 4\), \(2, 3\)\), got \(\(2, 2\), \(2, 3\)\)'):
+  with pytest.raises(
+    ConfigError, match=r'must be \(\(2, 4\), \(2, 3\)\), got \(\(2, 2\), \(2, 3\)\)'
+  ):
     decoding.gather_beams(jnp.zeros((2, 3)), jnp.zeros((2, 2), jnp.int32), 2, 3, 4)
   with pytest.raises(ConfigError, match=r'dims 0 and 1 .*must be \(\(2, 2\), \(2, 4\)\)'):
     decoding.gather_beams(jnp.zeros((2, 3)), jnp.zeros((2, 2), jnp.int32), 2, 4, 2)

@@ -18,7 +18,11 @@ def _tabulated(arrays):
   token_VV, position_PV, context_CV = (jnp.asarray(arrays[name]) for name in 'TPC')
 
   def step(state):
-    logits = token_VV[state.cur_token[:, 0]] + position_PV[state.cur_index] + context_CV[state.cache['ctx']]
+    logits = (
+      token_VV[state.cur_token[:, 0]]
+      + position_PV[state.cur_index]
+      + context_CV[state.cache['ctx']]
+    )
     return logits, state.cache
 
   return step, {'ctx': jnp.arange(3)}
@@ -35,11 +39,18 @@ def test_beam_search(index):
   sequences, scores = search(arrays[f'case{index}/inputs'])
   np.testing.assert_array_equal(sequences, arrays[f'case{index}/seqs'])
   assert sequences.dtype == jnp.int32 and scores.dtype == jnp.float32
-  np.testing.assert_allclose(scores, arrays[f'case{index}/scores'], rtol=0, atol=_BEAM['tol']['scores'])
+  np.testing.assert_allclose(
+    scores, arrays[f'case{index}/scores'], rtol=0, atol=_BEAM['tol']['scores']
+  )
 
 
-@pytest.mark.parametrize('index', [
-    pytest.param(index, marks=pytest.mark.full) if index % 2 else index for index in range(len(_SAMPLE['cases']))])
+@pytest.mark.parametrize(
+  'index',
+  [
+    pytest.param(index, marks=pytest.mark.full) if index % 2 else index
+    for index in range(len(_SAMPLE['cases']))
+  ],
+)
 def test_temperature_sample(index):
   case, arrays = dict(_SAMPLE['cases'][index]), _SAMPLE_ARRAYS
   prompts = case.pop('prompts', None)
@@ -47,26 +58,35 @@ def test_temperature_sample(index):
     case['initial_index'] = lengths(prompts)
   banned = case.pop('ban_token', None)
   if banned is not None:
-    case['logit_callback_fn'] = lambda logits, state: logits.at[:, banned].set(decoding.NEG_INF_VALUE)
+    case['logit_callback_fn'] = lambda logits, state: logits.at[:, banned].set(
+      decoding.NEG_INF_VALUE
+    )
   if isinstance(case.get('temperature'), list):
     case['temperature'] = jnp.asarray(case['temperature'])
   case.pop('seed', None)
   step, cache = _tabulated(arrays)
-  sample = jit(lambda inputs, rng: decoding.temperature_sample(
-      inputs, cache, step, _SAMPLE['eos_id'], decode_rng=rng, **case))
+  sample = jit(
+    lambda inputs, rng: decoding.temperature_sample(
+      inputs, cache, step, _SAMPLE['eos_id'], decode_rng=rng, **case
+    )
+  )
   sequences, log_probs = sample(arrays[f'case{index}/inputs'], arrays[f'case{index}/rng'])
   np.testing.assert_array_equal(sequences, arrays[f'case{index}/seqs'])
   np.testing.assert_allclose(
-      log_probs, arrays[f'case{index}/log_prob'], rtol=0, atol=_SAMPLE['tol']['log_prob'])
+    log_probs, arrays[f'case{index}/log_prob'], rtol=0, atol=_SAMPLE['tol']['log_prob']
+  )
 
 
-@pytest.mark.parametrize('kind, mask_fn, number', [
-    ('topk', decoding.topk_mask, int), ('topp', decoding.topp_mask, float)])
+@pytest.mark.parametrize(
+  'kind, mask_fn, number', [('topk', decoding.topk_mask, int), ('topp', decoding.topp_mask, float)]
+)
 def test_masks(kind, mask_fn, number):
   limits = {name: number(name.split('/')[1]) for name in _MASK_ARRAYS if name.startswith(kind)}
   assert len(limits) == 3
   x, replace_val = _MASK_ARRAYS['x'], _MASKS['replace_val']
-  of_known = jit(lambda x: {name: mask_fn(x, limit, replace_val) for name, limit in limits.items()})(x)
+  of_known = jit(
+    lambda x: {name: mask_fn(x, limit, replace_val) for name, limit in limits.items()}
+  )(x)
   of_traced = jit(lambda x, limit: mask_fn(x, limit, replace_val))
   for name, limit in limits.items():
     np.testing.assert_array_equal(of_known[name], _MASK_ARRAYS[name])

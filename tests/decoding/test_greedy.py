@@ -27,7 +27,9 @@ def tabulated(table_TV, position_PV=None, context_CV=None):
 
 def search(inputs, fn, **options):
   """Return the result of compiled greedy search."""
-  return jit(lambda inputs: decoding.greedy_search(inputs, make_cache(len(inputs)), fn, EOS, **options))(inputs)
+  return jit(
+    lambda inputs: decoding.greedy_search(inputs, make_cache(len(inputs)), fn, EOS, **options)
+  )(inputs)
 
 
 def make_cache(batch_size):
@@ -77,7 +79,7 @@ def test_equals_brute_force_with_and_without_forced_tokens(seed):
   table = rng.normal(size=(7, 7)).astype(np.float32)
   inputs = np.zeros((5, 8), np.int32)
   for row in range(1, 5):
-    inputs[row, 1:row + 1] = rng.integers(1, 7, row)
+    inputs[row, 1 : row + 1] = rng.integers(1, 7, row)
   sequences, scores = search(jnp.asarray(inputs), tabulated(jnp.asarray(table)))
   expected_sequences, expected_scores = brute_force(table, inputs)
   assert sequences.shape == (5, 1, 8) and sequences.dtype == jnp.int32
@@ -159,8 +161,11 @@ def test_no_token_is_forced_after_the_end_of_a_row_and_the_start_token_is_not_pa
   np.testing.assert_array_equal(ended[0, 0], [4, EOS, 0, 0, 0])
   endless = HistoryModel(10, bias=np.float32([-50.0, -50.0] + [0.0] * 8))
   inputs = jnp.asarray([[2, 4, 0, 0, 0]], jnp.int32)
-  limited, _ = jit(lambda: decoding.greedy_search(
-      inputs, endless.cache([0]), endless.step, EOS, max_decode_steps=1))()
+  limited, _ = jit(
+    lambda: decoding.greedy_search(
+      inputs, endless.cache([0]), endless.step, EOS, max_decode_steps=1
+    )
+  )()
   assert np.count_nonzero(limited) == 2
 
 
@@ -169,8 +174,16 @@ def test_prefilled_prompts_of_uneven_length_and_max_decode_steps():
   prompts = [[3, 4, 5, 6], [], [7, EOS], [8, 2, 3]]
   inputs = prompts_to_inputs(prompts, 9)
   forced = jit(lambda: decoding.greedy_search(inputs, model.cache(range(4)), model.step, EOS))()
-  prefilled = jit(lambda **options: decoding.greedy_search(
-      inputs, model.cache(range(4), prompts), model.step, EOS, initial_index=lengths(prompts), **options))
+  prefilled = jit(
+    lambda **options: decoding.greedy_search(
+      inputs,
+      model.cache(range(4), prompts),
+      model.step,
+      EOS,
+      initial_index=lengths(prompts),
+      **options,
+    )
+  )
   for one, other in zip(forced, prefilled(), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-6)
   steps = np.array([1, 2, 9, 3])

@@ -58,12 +58,16 @@ def _expected_topk_mask(x, k):
 
 def test_topk_mask_equals_sorting_for_known_and_traced_k():
   rng = np.random.default_rng(0)
-  x = np.concatenate([rng.normal(size=(3, 2, 1500)), rng.integers(-9, 9, (3, 2, 1500))], axis=1).astype(np.float32)
+  x = np.concatenate(
+    [rng.normal(size=(3, 2, 1500)), rng.integers(-9, 9, (3, 2, 1500))], axis=1
+  ).astype(np.float32)
   traced = jit(lambda x, k: decoding.topk_mask(x, k, -1.0))
   for k in (1, 2, 37, 1200, 1500, 4000):
     np.testing.assert_array_equal(traced(x, k), _expected_topk_mask(x, k))
   for k in (37, 1200):
-    np.testing.assert_array_equal(jit(lambda x: decoding.topk_mask(x, k, -1.0))(x), _expected_topk_mask(x, k))
+    np.testing.assert_array_equal(
+      jit(lambda x: decoding.topk_mask(x, k, -1.0))(x), _expected_topk_mask(x, k)
+    )
 
 
 def test_topp_mask_keeps_the_fewest_entries_that_reach_p():
@@ -73,8 +77,10 @@ def test_topp_mask_keeps_the_fewest_entries_that_reach_p():
   flat[2] = np.round(flat[2])
   masked_fn = jit(lambda x, p: decoding.topp_mask(x, p, -100.0))
   with jax.disable_jit():  # as users do to look for errors
-    np.testing.assert_array_equal(decoding.topp_mask(jnp.log(jnp.float32([[0.1, 0.6, 0.3]])), 0.7, -100.0) > -100,
-                                  [[False, True, True]])
+    np.testing.assert_array_equal(
+      decoding.topp_mask(jnp.log(jnp.float32([[0.1, 0.6, 0.3]])), 0.7, -100.0) > -100,
+      [[False, True, True]],
+    )
   for x in (flat, 9 * flat[[2, 1, 2]]):
     for p in (0.05, 0.5, 0.97):
       probs = np.asarray(jax.nn.softmax(x), np.float64)
@@ -88,21 +94,34 @@ def test_topp_mask_keeps_the_fewest_entries_that_reach_p():
         np.testing.assert_array_equal(row_kept, row_probs >= least)
 
 
-@pytest.mark.parametrize('mask_fn, limit', [
-    (decoding.topk_mask, 0), (decoding.topp_mask, 0.0), (decoding.topp_mask, 1.5), (decoding.topp_mask, float('nan'))])
+@pytest.mark.parametrize(
+  'mask_fn, limit',
+  [
+    (decoding.topk_mask, 0),
+    (decoding.topp_mask, 0.0),
+    (decoding.topp_mask, 1.5),
+    (decoding.topp_mask, float('nan')),
+  ],
+)
 def test_masks_raise_for_limits_out_of_range(mask_fn, limit):
   with pytest.raises(ConfigError, match=f'mask.[kp]` must be .* got {limit}'):
     mask_fn(jnp.zeros((1, 4)), limit, -1.0)
 
 
 def test_searches_find_the_largest_number_of_which_the_predicate_is_false():
-  ints = np.array([[0, -1, 7], [2**31 - 1, -2**31, -12345]], np.int32)
-  np.testing.assert_array_equal(jit(lambda: decoding.int32_bsearch((2, 3), lambda x: x > ints))(), ints)
+  ints = np.array([[0, -1, 7], [2**31 - 1, -(2**31), -12345]], np.int32)
+  np.testing.assert_array_equal(
+    jit(lambda: decoding.int32_bsearch((2, 3), lambda x: x > ints))(), ints
+  )
   always = jit(lambda: decoding.int32_bsearch((2,), lambda x: jnp.ones((2,), bool)))()
-  np.testing.assert_array_equal(always, [-2**31] * 2)
+  np.testing.assert_array_equal(always, [-(2**31)] * 2)
   greatest = np.finfo(np.float32).max
   floats = np.array([1e-30, 1.5, -2.25, greatest, -greatest, 1e-3], np.float32)
-  np.testing.assert_array_equal(jit(lambda: decoding.float32_bsearch((6,), lambda x: x > floats))(), floats)
+  np.testing.assert_array_equal(
+    jit(lambda: decoding.float32_bsearch((6,), lambda x: x > floats))(), floats
+  )
   nowhere, everywhere = (
-      jit(lambda value=value: decoding.float32_bsearch((), lambda x: jnp.full((), value)))() for value in (False, True))
+    jit(lambda value=value: decoding.float32_bsearch((), lambda x: jnp.full((), value)))()
+    for value in (False, True)
+  )
   assert nowhere == greatest and everywhere == -np.inf

@@ -21,7 +21,8 @@ _VOCABULARY = toy_model.ToyVocabulary()  # Tasks of a mixture have equal vocabul
 def make_state(width=8):
   model = toy_model.make_model(width=width)
   initializer = state_init.TrainStateInitializer(
-      None, model.get_initial_variables, {'decoder_input_tokens': (8, 6)}, toy_run.partitioner())
+    None, model.get_initial_variables, {'decoder_input_tokens': (8, 6)}, toy_run.partitioner()
+  )
   return model, initializer.from_scratch(jax.random.key(3)), initializer.train_state_axes
 
 
@@ -30,19 +31,43 @@ def make_task(name='letters', count=20, **kwargs):
   rng = np.random.default_rng(count)
   examples, texts, vocabulary = [], [], _VOCABULARY
   for _ in range(count):
-    targets = np.append(rng.integers(2, toy_model.VOCAB_SIZE, rng.integers(1, 6)), 1).astype(np.int32)
+    targets = np.append(rng.integers(2, toy_model.VOCAB_SIZE, rng.integers(1, 6)), 1).astype(
+      np.int32
+    )
     examples.append({'inputs': targets[::-1].copy(), 'targets': targets})
     texts.append({'targets_pretokenized': vocabulary.decode(targets)})
-  return data.BuiltinTask(name=name, splits=('validation',), vocabularies={'inputs': vocabulary, 'targets': vocabulary},
-                          table_fn=lambda split, lengths: data.StaticExamples(examples, texts), **kwargs)
+  return data.BuiltinTask(
+    name=name,
+    splits=('validation',),
+    vocabularies={'inputs': vocabulary, 'targets': vocabulary},
+    table_fn=lambda split, lengths: data.StaticExamples(examples, texts),
+    **kwargs,
+  )
 
 
-def make_evaluator(task, model_dir=None, *, model=None, use_memory_cache=True, concurrent_metrics=False, **kwargs):
-  cfg = data.DatasetConfig(task, {'inputs': 6, 'targets': 6}, 'validation', 8, False, 0, source='builtin',
-                           use_memory_cache=use_memory_cache)
+def make_evaluator(
+  task, model_dir=None, *, model=None, use_memory_cache=True, concurrent_metrics=False, **kwargs
+):
+  cfg = data.DatasetConfig(
+    task,
+    {'inputs': 6, 'targets': 6},
+    'validation',
+    8,
+    False,
+    0,
+    source='builtin',
+    use_memory_cache=use_memory_cache,
+  )
   return evaluation.InferenceEvaluator(
-      cfg, None, model or make_state()[0], toy_run.partitioner(), model_dir, None,
-      cfg=evaluation.InferenceEvalConfig(**kwargs), concurrent_metrics=concurrent_metrics)
+    cfg,
+    None,
+    model or make_state()[0],
+    toy_run.partitioner(),
+    model_dir,
+    None,
+    cfg=evaluation.InferenceEvalConfig(**kwargs),
+    concurrent_metrics=concurrent_metrics,
+  )
 
 
 def predictions(model_dir, task='letters', step=7):
@@ -72,7 +97,9 @@ def rich_model(what):
 
 def with_fns(task, **fns):
   """Return the opened task with further metrics, as seqio's tasks have them."""
-  return EvalTask(**{**{name: getattr(task, name) for name in EvalTask.__dataclass_fields__}, **fns})
+  return EvalTask(
+    **{**{name: getattr(task, name) for name in EvalTask.__dataclass_fields__}, **fns}
+  )
 
 
 def outputs(what='aux', change_state=lambda state: state, **fns):
@@ -81,5 +108,7 @@ def outputs(what='aux', change_state=lambda state: state, **fns):
   evaluator = make_evaluator(make_task())
   task = with_fns(evaluator.eval_tasks[0], **fns)
   evaluator.close()
-  runner = evaluation.OutputRunner(rich_model(what), toy_run.partitioner(), evaluation.InferenceEvalConfig())
+  runner = evaluation.OutputRunner(
+    rich_model(what), toy_run.partitioner(), evaluation.InferenceEvalConfig()
+  )
   return task, runner.run(task, state, axes)

@@ -9,23 +9,38 @@ from t5x_lite.evaluation import batching
 def _rows(input_lengths, target_lengths, input_length=64, target_length=16):
   def padded(lengths, full):
     return (np.arange(full) < np.asarray(lengths)[:, None]).astype(np.int32) * 5
+
   targets = padded(target_lengths, target_length)
-  return {'encoder_input_tokens': padded(input_lengths, input_length), 'decoder_target_tokens': targets,
-          'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1], 'decoder_loss_weights': targets // 5}
+  return {
+    'encoder_input_tokens': padded(input_lengths, input_length),
+    'decoder_target_tokens': targets,
+    'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+    'decoder_loss_weights': targets // 5,
+  }
 
 
-@pytest.mark.parametrize('kind', ['predict', 'predict_with_aux', 'score', 'score_with_intermediates'])
-@pytest.mark.parametrize('num_examples, batch_size, max_num_lengths', [(300, 4, 4), (37, 8, 4), (3, 8, 4), (64, 1, 2)])
-def test_every_example_is_in_one_batch_and_nothing_of_it_is_cut_off(kind, num_examples, batch_size, max_num_lengths):
+@pytest.mark.parametrize(
+  'kind', ['predict', 'predict_with_aux', 'score', 'score_with_intermediates']
+)
+@pytest.mark.parametrize(
+  'num_examples, batch_size, max_num_lengths', [(300, 4, 4), (37, 8, 4), (3, 8, 4), (64, 1, 2)]
+)
+def test_every_example_is_in_one_batch_and_nothing_of_it_is_cut_off(
+  kind, num_examples, batch_size, max_num_lengths
+):
   rng = np.random.default_rng(0)
   needed, targets = rng.integers(1, 61, num_examples), rng.integers(0, 11, num_examples)
   rows = _rows(needed, targets)
   planned = batching.by_length(rows, batch_size, kind, max_num_lengths=max_num_lengths)
   indices = np.concatenate([batch.indices for batch in planned])
   assert sorted(indices[indices >= 0]) == list(range(num_examples))
-  assert all(batch.indices.shape == (batch_size,) and batch.indices.dtype == np.int32 for batch in planned)
+  assert all(
+    batch.indices.shape == (batch_size,) and batch.indices.dtype == np.int32 for batch in planned
+  )
   # At most one batch is not full.
-  assert sum((batch.indices < 0).any() for batch in planned) <= 1 and len(planned) == -(-num_examples // batch_size)
+  assert sum((batch.indices < 0).any() for batch in planned) <= 1 and len(planned) == -(
+    -num_examples // batch_size
+  )
   for batch in planned:
     real = batch.indices[batch.indices >= 0]
     for name, length in batch.lengths.items():
@@ -57,16 +72,25 @@ def test_lengths_are_the_best_ones():
 
 
 def test_decoder_only_rows_are_cut_for_scores_alone():
-  rows = {name: array for name, array in _rows([1] * 40, [3] * 40, target_length=64).items()
-          if name.startswith('decoder')} | {'decoder_causal_attention': np.ones((40, 64), np.int32)}
+  rows = {
+    name: array
+    for name, array in _rows([1] * 40, [3] * 40, target_length=64).items()
+    if name.startswith('decoder')
+  } | {'decoder_causal_attention': np.ones((40, 64), np.int32)}
   rows['decoder_causal_attention'][:, 5:] = 0
-  assert all(not batch.lengths for batch in batching.by_length(rows, 4, 'predict', max_num_lengths=4))
-  assert all(set(batch.lengths) == set(rows) and set(batch.lengths.values()) == {8}
-             for batch in batching.by_length(rows, 4, 'score', max_num_lengths=4))
+  assert all(
+    not batch.lengths for batch in batching.by_length(rows, 4, 'predict', max_num_lengths=4)
+  )
+  assert all(
+    set(batch.lengths) == set(rows) and set(batch.lengths.values()) == {8}
+    for batch in batching.by_length(rows, 4, 'score', max_num_lengths=4)
+  )
 
 
-@pytest.mark.parametrize('extra', [{'my_feature': np.ones((40, 8))},
-                                   {'decoder_causal_attention': np.ones((40, 8, 3), np.int32)}])
+@pytest.mark.parametrize(
+  'extra',
+  [{'my_feature': np.ones((40, 8))}, {'decoder_causal_attention': np.ones((40, 8, 3), np.int32)}],
+)
 def test_unknown_features_are_not_cut(extra):
   planned = batching.by_length(_rows([1] * 40, [3] * 40) | extra, 4, 'score', max_num_lengths=4)
   assert [batch.indices.tolist() for batch in planned] == np.arange(40).reshape(10, 4).tolist()

@@ -18,8 +18,16 @@ from tests.evaluation import evaluation_cases as cases
 def test_means_over_tasks_are_those_of_the_tasks_that_have_the_metric(tmp_path):
   _, state, axes = cases.make_state()
   data_tasks = []
-  for name, values in (('a', {'f1': 0.5, 'em': 1.0}), ('b', {'f1': 1.0}), ('c', {'note': clu.values.Text('x')})):
-    data_tasks.append(cases.make_task(f'mean_{name}', metric_fns=[lambda targets, predictions, values=values: values]))
+  for name, values in (
+    ('a', {'f1': 0.5, 'em': 1.0}),
+    ('b', {'f1': 1.0}),
+    ('c', {'note': clu.values.Text('x')}),
+  ):
+    data_tasks.append(
+      cases.make_task(
+        f'mean_{name}', metric_fns=[lambda targets, predictions, values=values: values]
+      )
+    )
   for task in data_tasks:
     data.register_builtin_task(task)
   mixture = data.BuiltinMixture(name='mean_of_three', rates={task.name: 1.0 for task in data_tasks})
@@ -28,11 +36,15 @@ def test_means_over_tasks_are_those_of_the_tasks_that_have_the_metric(tmp_path):
   evaluator.flush()
   evaluator.close()
   assert set(metrics) == {'mean_a', 'mean_b', 'mean_c'}
-  line, = summaries.read_metrics(tmp_path / 'inference_eval/mean/metrics.jsonl')
+  (line,) = summaries.read_metrics(tmp_path / 'inference_eval/mean/metrics.jsonl')
   assert {k: v for k, v in line.items() if k != 'wall_time'} == {'step': 7, 'f1': 0.75, 'em': 1.0}
   assert evaluation.full_names('inference_eval', metrics) == {
-      'inference_eval/mean_a/f1': 0.5, 'inference_eval/mean_a/em': 1.0, 'inference_eval/mean_b/f1': 1.0,
-      'inference_eval/mean/f1': 0.75, 'inference_eval/mean/em': 1.0}
+    'inference_eval/mean_a/f1': 0.5,
+    'inference_eval/mean_a/em': 1.0,
+    'inference_eval/mean_b/f1': 1.0,
+    'inference_eval/mean/f1': 0.75,
+    'inference_eval/mean/em': 1.0,
+  }
 
 
 def test_the_host_computes_metrics_while_the_device_continues():
@@ -60,7 +72,9 @@ def test_errors_of_metrics_are_raised(concurrent_metrics):
     raise KeyError('mine')
 
   _, state, axes = cases.make_state()
-  evaluator = cases.make_evaluator(cases.make_task(metric_fns=[broken]), concurrent_metrics=concurrent_metrics)
+  evaluator = cases.make_evaluator(
+    cases.make_task(metric_fns=[broken]), concurrent_metrics=concurrent_metrics
+  )
   with pytest.raises(KeyError, match='mine'):
     evaluator.evaluate(state, axes, step=1).result()
   if concurrent_metrics:
@@ -72,10 +86,15 @@ def test_errors_of_metrics_are_raised(concurrent_metrics):
 @pytest.mark.parametrize('concurrent_metrics', [False, True])
 def test_results_wait_for_a_disk_with_free_space(tmp_path, concurrent_metrics):
   _, state, axes = cases.make_state()
-  evaluator = cases.make_evaluator(cases.make_task(), tmp_path, concurrent_metrics=concurrent_metrics)
+  evaluator = cases.make_evaluator(
+    cases.make_task(), tmp_path, concurrent_metrics=concurrent_metrics
+  )
   blocker = tmp_path / 'inference_eval'
   blocker.write_text('')  # No folder can be made.
-  found = [evaluator.evaluate(state, axes, step=step).result()['letters']['exact_match'].value for step in (7, 8)]
+  found = [
+    evaluator.evaluate(state, axes, step=step).result()['letters']['exact_match'].value
+    for step in (7, 8)
+  ]
   for _ in range(2):
     with pytest.raises(OSError, match='inference_eval'):
       evaluator.flush()
@@ -84,14 +103,22 @@ def test_results_wait_for_a_disk_with_free_space(tmp_path, concurrent_metrics):
   (blocker / 'letters/predictions-7.jsonl').mkdir(parents=True)
   with pytest.raises(OSError, match='predictions-7'):
     evaluator.flush()
-  assert [path.name for path in (blocker / 'letters').glob('predictions*')] == ['predictions-7.jsonl']
+  assert [path.name for path in (blocker / 'letters').glob('predictions*')] == [
+    'predictions-7.jsonl'
+  ]
   (blocker / 'letters/predictions-7.jsonl').rmdir()
   found.append(evaluator.evaluate(state, axes, step=9).result()['letters']['exact_match'].value)
   evaluator.flush()
-  assert [(row['step'], row['exact_match']) for row in summaries.read_metrics(blocker / 'letters/metrics.jsonl')] == [
-      (step, number) for step, number in zip((7, 8, 9), found, strict=True)]
-  assert (cases.predictions(tmp_path, step=7) == cases.predictions(tmp_path, step=8)
-          == cases.predictions(tmp_path, step=9) != [])
+  assert [
+    (row['step'], row['exact_match'])
+    for row in summaries.read_metrics(blocker / 'letters/metrics.jsonl')
+  ] == [(step, number) for step, number in zip((7, 8, 9), found, strict=True)]
+  assert (
+    cases.predictions(tmp_path, step=7)
+    == cases.predictions(tmp_path, step=8)
+    == cases.predictions(tmp_path, step=9)
+    != []
+  )
   evaluator.close()
 
 
@@ -112,8 +139,20 @@ def test_values_of_every_kind():
   class Text:  # Neither clu's nor seqio's, whatever its name.
     textdata = value = 'x'
 
-  values = {'a': 1, 'b': np.float32(0.5), 'c': np.array([2.0]), 'd': clu.values.Scalar(3.0), 'e': jax.numpy.ones(())}
-  assert [judging.as_value(name, value).value for name, value in values.items()] == [1.0, 0.5, 2.0, 3.0, 1.0]
+  values = {
+    'a': 1,
+    'b': np.float32(0.5),
+    'c': np.array([2.0]),
+    'd': clu.values.Scalar(3.0),
+    'e': jax.numpy.ones(()),
+  }
+  assert [judging.as_value(name, value).value for name, value in values.items()] == [
+    1.0,
+    0.5,
+    2.0,
+    3.0,
+    1.0,
+  ]
   assert [judging.as_number(name, values[name]) for name in 'abd'] == [1.0, 0.5, 3.0]
   assert judging.as_value('t', clu.values.Text('x')).value == 'x'
   for value in (Text(), 'x', np.ones(2)):

@@ -34,8 +34,11 @@ def test_programs_are_kept_by_options_and_shape_and_serve_all_seeds():
 
   def run(seed=0, num_rows=8, **options):
     batches = [(f'batch {k}', k, {'inputs': jax.numpy.zeros((num_rows, 3))}) for k in (4, 5)]
-    found = list(runner.run(
-        'predict_with_aux', batches, state, axes, seed=seed, options=options, compiling_fn=compiling))
+    found = list(
+      runner.run(
+        'predict_with_aux', batches, state, axes, seed=seed, options=options, compiling_fn=compiling
+      )
+    )
     assert [given for given, _ in found] == ['batch 4', 'batch 5']
     return [outputs[0] for _, outputs in found], len(compiled)
 
@@ -43,7 +46,8 @@ def test_programs_are_kept_by_options_and_shape_and_serve_all_seeds():
     drawn, num_compiled = run(seed)
     for number, each in zip((4, 5), drawn, strict=True):
       np.testing.assert_array_equal(
-          each, jax.random.randint(jax.random.fold_in(jax.random.key(seed), number), (8,), 0, 1000))
+        each, jax.random.randint(jax.random.fold_in(jax.random.key(seed), number), (8,), 0, 1000)
+      )
     assert num_compiled == 1
   doubled, num_compiled = run(seed, times=2)
   assert num_compiled == 2 and (doubled[0] == 2 * drawn[0]).all()
@@ -51,8 +55,17 @@ def test_programs_are_kept_by_options_and_shape_and_serve_all_seeds():
   assert run(num_rows=16)[1] == 4
 
 
-@pytest.mark.parametrize('kwargs', [{'num_examples': 0}, {'num_examples': True}, {'num_examples_to_write': -1},
-                                    {'max_num_lengths': 0}, {'max_num_lengths': None}, {'batch_by_length': 'yes'}])
+@pytest.mark.parametrize(
+  'kwargs',
+  [
+    {'num_examples': 0},
+    {'num_examples': True},
+    {'num_examples_to_write': -1},
+    {'max_num_lengths': 0},
+    {'max_num_lengths': None},
+    {'batch_by_length': 'yes'},
+  ],
+)
 def test_options_out_of_range(kwargs):
   with pytest.raises(ConfigError, match=f'InferenceEvalConfig.{next(iter(kwargs))}` must be'):
     evaluation.InferenceEvalConfig(**kwargs)

@@ -16,8 +16,18 @@ import threading
 
 _JOB = '4711'
 # Options of sbatch that may occur, all with a value except the last one.
-_OPTIONS = {'job-name', 'nodes', 'ntasks-per-node', 'gpus-per-node', 'cpus-per-task', 'time', 'output', 'open-mode',
-            'signal', 'requeue'}
+_OPTIONS = {
+  'job-name',
+  'nodes',
+  'ntasks-per-node',
+  'gpus-per-node',
+  'cpus-per-task',
+  'time',
+  'output',
+  'open-mode',
+  'signal',
+  'requeue',
+}
 
 
 def install(folder):
@@ -25,7 +35,8 @@ def install(folder):
   root = pathlib.Path(__file__).parents[2]
   for name in ('sbatch', 'srun', 'scontrol'):
     (folder / name).write_text(
-        f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.examples.fake_slurm {name} "$@"\n')
+      f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.examples.fake_slurm {name} "$@"\n'
+    )
     (folder / name).chmod(0o755)
 
 
@@ -54,8 +65,13 @@ def sbatch(arguments):
   num_nodes, tasks = int(options['nodes']), int(options['ntasks-per-node'])
   assert num_nodes == 1 and 'requeue' in options and options['open-mode'] == 'append'
   environment = {
-      **os.environ, 'SLURM_JOB_ID': _JOB, 'SLURM_NTASKS': str(tasks), 'SLURM_JOB_NODELIST': 'localhost',
-      'SLURM_GPUS_ON_NODE': options['gpus-per-node'], 'FAKE_SLURM_SIGNAL': options['signal']}
+    **os.environ,
+    'SLURM_JOB_ID': _JOB,
+    'SLURM_NTASKS': str(tasks),
+    'SLURM_JOB_NODELIST': 'localhost',
+    'SLURM_GPUS_ON_NODE': options['gpus-per-node'],
+    'FAKE_SLURM_SIGNAL': options['signal'],
+  }
   with tempfile.TemporaryDirectory() as spool:
     copy = shutil.copy(script, pathlib.Path(spool) / 'slurm_script')
     requeues = 0
@@ -83,9 +99,23 @@ def srun(arguments):
   assert options == {'kill-on-bad-exit': '0'}, options
   count = int(os.environ['SLURM_NTASKS'])
   tasks = [
-      subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {
-          'SLURM_STEP_NODELIST': 'localhost', 'SLURM_STEP_TASKS_PER_NODE': str(count), 'SLURM_NTASKS': str(count),
-          'SLURM_PROCID': str(i), 'SLURM_LOCALID': str(i), 'SLURM_NODEID': '0'}) for i in range(count)]
+    subprocess.Popen(
+      command,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      env=os.environ
+      | {
+        'SLURM_STEP_NODELIST': 'localhost',
+        'SLURM_STEP_TASKS_PER_NODE': str(count),
+        'SLURM_NTASKS': str(count),
+        'SLURM_PROCID': str(i),
+        'SLURM_LOCALID': str(i),
+        'SLURM_NODEID': '0',
+      },
+    )
+    for i in range(count)
+  ]
   readers = [threading.Thread(target=_read, args=[task, tasks]) for task in tasks]
   for reader in readers:
     reader.start()

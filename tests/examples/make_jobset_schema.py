@@ -29,7 +29,9 @@ def prune(schema, used):
       values = [value[name] for value in used if name in value]
       kept['properties'][name] = prune(child, values) if values else True
   elif 'additionalProperties' in schema:
-    kept['additionalProperties'] = prune(schema['additionalProperties'], [v for value in used for v in value.values()])
+    kept['additionalProperties'] = prune(
+      schema['additionalProperties'], [v for value in used for v in value.values()]
+    )
   if 'items' in schema:
     kept['items'] = prune(schema['items'], [item for value in used for item in value])
   return kept
@@ -37,11 +39,17 @@ def prune(schema, used):
 
 def main(path):
   """Write the schema."""
-  (version,) = [version for version in yaml.safe_load(pathlib.Path(path).read_text())['spec']['versions']
-                if version['name'] == 'v1alpha2']
+  (version,) = [
+    version
+    for version in yaml.safe_load(pathlib.Path(path).read_text())['spec']['versions']
+    if version['name'] == 'v1alpha2'
+  ]
   schema = prune(version['schema']['openAPIV3Schema'], [yaml.safe_load(_MANIFEST.read_text())])
-  schema['properties'] |= {'apiVersion': {'const': 'jobset.x-k8s.io/v1alpha2'}, 'kind': {'const': 'JobSet'},
-                           'metadata': {'type': 'object', 'required': ['name']}}
+  schema['properties'] |= {
+    'apiVersion': {'const': 'jobset.x-k8s.io/v1alpha2'},
+    'kind': {'const': 'JobSet'},
+    'metadata': {'type': 'object', 'required': ['name']},
+  }
   schema['required'] = ['apiVersion', 'kind', 'metadata', 'spec']
   (_FOLDER / 'jobset_schema.json').write_text(json.dumps(schema, indent=1, sort_keys=True) + '\n')
 

@@ -17,7 +17,9 @@ class QueryKeyNorm(layers.MultiHeadDotProductAttention):
     self.key_norm = layers.LayerNorm(dtype=self.dtype)
 
   def project_query(self, inputs_q):
-    return self.query_norm(super().project_query(inputs_q)) / jnp.sqrt(self.head_dim).astype(self.dtype)
+    return self.query_norm(super().project_query(inputs_q)) / jnp.sqrt(self.head_dim).astype(
+      self.dtype
+    )
 
   def project_key_value(self, inputs_kv):
     key, value = super().project_key_value(inputs_kv)

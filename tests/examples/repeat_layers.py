@@ -16,7 +16,9 @@ class RepeatLayers(builders.StateBuilder):
   def build(self, state, target):
     matches = list(filter(None, map(LAYER.fullmatch, state.arrays)))
     if not matches:
-      raise CheckpointError("RepeatLayers must follow the restore of a model with the layout 't5', got no layers.")
+      raise CheckpointError(
+        "RepeatLayers must follow the restore of a model with the layout 't5', got no layers."
+      )
     num_layers = {}
     for match in matches:
       num_layers[match[1]] = max(num_layers.get(match[1], 0), int(match[2]) + 1)

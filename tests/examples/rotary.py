@@ -13,7 +13,10 @@ def rotate(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Ar
   half = x.shape[-1] // 2
   angle = positions[..., None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  turned = (first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle))
+  turned = (
+    first * jnp.cos(angle) - second * jnp.sin(angle),
+    second * jnp.cos(angle) + first * jnp.sin(angle),
+  )
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 

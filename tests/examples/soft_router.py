@@ -65,13 +65,22 @@ class SoftRouter(moe.Router):
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded):
     if capacity is not None:
-      raise ConfigError('SoftRouter: got a capacity; its experts have `num_slots`. Leave the capacity factors at None.')
-    logits = moe.RouterWeights(self.num_experts * self.num_slots, name='router_weights')(x.astype(jnp.float32))
+      raise ConfigError(
+        'SoftRouter: got a capacity; its experts have `num_slots`. Leave the capacity factors at None.'
+      )
+    logits = moe.RouterWeights(self.num_experts * self.num_slots, name='router_weights')(
+      x.astype(jnp.float32)
+    )
     combine = jax.nn.softmax(logits)
     if token_mask is not None:
       logits = jnp.where(token_mask[..., None], logits, -1e9)
     shape = (*x.shape[:2], self.num_experts, self.num_slots)
     combine, zero = combine.reshape(shape), jnp.zeros([], jnp.float32)
     return SoftRouting(
-        dispatch_weights=jax.nn.softmax(logits, axis=1).reshape(shape), combine_weights=combine,
-        probs=jnp.sum(combine, axis=-1), auxiliary_loss=zero, router_z_loss=zero, token_mask=token_mask)
+      dispatch_weights=jax.nn.softmax(logits, axis=1).reshape(shape),
+      combine_weights=combine,
+      probs=jnp.sum(combine, axis=-1),
+      auxiliary_loss=zero,
+      router_z_loss=zero,
+      token_mask=token_mask,
+    )

@@ -31,9 +31,15 @@ class SumsIterator(data.HostIterator):
   def __init__(self, cfg, layout, converter):
     self._lengths, self._converter = dict(cfg.task_feature_lengths), converter
     self._batch_size, self._own = layout.batch_size, data.shard_rows(layout)
-    self._identity = {'source': cfg.source, 'seed': cfg.effective_seed, 'batch_size': layout.batch_size}
+    self._identity = {
+      'source': cfg.source,
+      'seed': cfg.effective_seed,
+      'batch_size': layout.batch_size,
+    }
     self._rng = np.random.Generator(np.random.PCG64(cfg.effective_seed))
-    self._states_before = collections.deque(maxlen=positions.MAX_UNDELIVERED)  # each of the last batches
+    self._states_before = collections.deque(
+      maxlen=positions.MAX_UNDELIVERED
+    )  # each of the last batches
 
   @property
   def element_spec(self):
@@ -63,14 +69,24 @@ class SumsSource(data.TableSource):
   @classmethod
   def check(cls, cfg):
     super().check(cfg)
-    if cfg.pack or any(cfg.task_feature_lengths.get(name, 0) < length for name, length in LENGTHS.items()):
-      raise ConfigError(f"DatasetConfig.source = 'sums' needs pack = False and task_feature_lengths of at least "
-                        f'{LENGTHS}, got pack = {cfg.pack} and {dict(cfg.task_feature_lengths)}.')
+    if cfg.pack or any(
+      cfg.task_feature_lengths.get(name, 0) < length for name, length in LENGTHS.items()
+    ):
+      raise ConfigError(
+        f"DatasetConfig.source = 'sums' needs pack = False and task_feature_lengths of at least "
+        f'{LENGTHS}, got pack = {cfg.pack} and {dict(cfg.task_feature_lengths)}.'
+      )
 
   def tasks(self):
-    return [data.text_task(
-        name=self.cfg.name, splits=SPLITS, vocabulary=VOCABULARY, metric_fns=[data.exact_match],
-        texts_fn=lambda split: draw(np.random.default_rng([1, SPLITS.index(split)]), 64))]
+    return [
+      data.text_task(
+        name=self.cfg.name,
+        splits=SPLITS,
+        vocabulary=VOCABULARY,
+        metric_fns=[data.exact_match],
+        texts_fn=lambda split: draw(np.random.default_rng([1, SPLITS.index(split)]), 64),
+      )
+    ]
 
   def open_train_iterator(self, layout, feature_converter):
     return SumsIterator(self.cfg, layout, self.get_converter(feature_converter))

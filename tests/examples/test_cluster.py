@@ -25,11 +25,26 @@ _FOLDER = _ROOT / 'examples/cluster'
 _SCRIPTS = ('train.sbatch', 'rerun.sh', 'tpu_pod.sh')
 # Statuses after which the scripts start a command again.
 _RESTARTED = {
-    errors.ExitCode.WATCHDOG, errors.ExitCode.SAVE_FAILED, errors.ExitCode.RESTART,
-    *(128 + number for number in (signal.SIGABRT, signal.SIGKILL, signal.SIGTERM))}
-_TRAIN = ['--gin_file=recipes/keyword_cloze.gin', *(f'--gin.{binding}' for binding in (
-    *cloze_run.bindings("{'inputs': 16, 'targets': 8}"), 'TRAIN_STEPS=100', 'BATCH_SIZE=4', 'SAVING_PERIOD=50',
-    'EVAL_PERIOD=None', 'train.infer_eval_dataset_cfg=None', 'train.train_eval_dataset_cfg=None'))]
+  errors.ExitCode.WATCHDOG,
+  errors.ExitCode.SAVE_FAILED,
+  errors.ExitCode.RESTART,
+  *(128 + number for number in (signal.SIGABRT, signal.SIGKILL, signal.SIGTERM)),
+}
+_TRAIN = [
+  '--gin_file=recipes/keyword_cloze.gin',
+  *(
+    f'--gin.{binding}'
+    for binding in (
+      *cloze_run.bindings("{'inputs': 16, 'targets': 8}"),
+      'TRAIN_STEPS=100',
+      'BATCH_SIZE=4',
+      'SAVING_PERIOD=50',
+      'EVAL_PERIOD=None',
+      'train.infer_eval_dataset_cfg=None',
+      'train.train_eval_dataset_cfg=None',
+    )
+  ),
+]
 
 
 @pytest.fixture
@@ -52,8 +67,9 @@ def _write(path, text):
 
 def _call(*command, timeout=200):
   """Runs a program; returns its status and its output."""
-  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                        start_new_session=True) as process:
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+  ) as process:
     try:
       output = process.communicate(timeout=timeout)[0]
     finally:
@@ -67,7 +83,9 @@ def _call(*command, timeout=200):
 
 
 def _shellcheck():
-  found = shutil.which('shellcheck', path=f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}')
+  found = shutil.which(
+    'shellcheck', path=f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}'
+  )
   return found or pytest.skip('shellcheck is missing: install requirements/lock-3.*.txt')
 
 
@@ -79,22 +97,43 @@ def test_shellcheck(name):
 
 
 def test_both_scripts_restart_on_the_same_statuses():
-  lists = [set(map(int, re.search(r'^ +(\d+(?: \| \d+)+)\)', (_FOLDER / name).read_text(), re.MULTILINE)[1].split('|')))
-           for name in ('train.sbatch', 'rerun.sh')]
+  lists = [
+    set(
+      map(
+        int,
+        re.search(r'^ +(\d+(?: \| \d+)+)\)', (_FOLDER / name).read_text(), re.MULTILINE)[1].split(
+          '|'
+        ),
+      )
+    )
+    for name in ('train.sbatch', 'rerun.sh')
+  ]
   assert lists == [_RESTARTED] * 2
 
 
 def _ends_with(programs, statuses):
   """Makes a program `t5x_lite` that ends with one status after the other; returns the file that counts its starts."""
   count = programs / 'starts'
-  _write(programs / 't5x_lite', f'echo start >> {count}\n'
-         f'statuses=({" ".join(map(str, statuses))})\nexit "${{statuses[$(wc -l < {count}) - 1]}}"')
+  _write(
+    programs / 't5x_lite',
+    f'echo start >> {count}\n'
+    f'statuses=({" ".join(map(str, statuses))})\nexit "${{statuses[$(wc -l < {count}) - 1]}}"',
+  )
   return count
 
 
-@pytest.mark.parametrize('statuses, status, starts', [
-    ([75, 137, 0], 0, 3), ([143, 4, 2], 2, 3), ([1], 1, 1), ([3], 3, 1), ([5], 5, 1), ([130], 130, 1),
-    ([75, 75, 75, 75], 75, 3)])
+@pytest.mark.parametrize(
+  'statuses, status, starts',
+  [
+    ([75, 137, 0], 0, 3),
+    ([143, 4, 2], 2, 3),
+    ([1], 1, 1),
+    ([3], 3, 1),
+    ([5], 5, 1),
+    ([130], 130, 1),
+    ([75, 75, 75, 75], 75, 3),
+  ],
+)
 def test_rerun(programs, monkeypatch, statuses, status, starts):
   monkeypatch.setenv('MAX_RESTARTS', '2')
   count = _ends_with(programs, statuses)
@@ -104,9 +143,13 @@ def test_rerun(programs, monkeypatch, statuses, status, starts):
 
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
 def test_a_signal_to_rerun_stops_the_command_for_good(programs, name):
-  _write(programs / 't5x_lite', "trap 'echo saved; exit 75' TERM\necho runs\nwhile :; do sleep 0.05; done")
-  with subprocess.Popen([_FOLDER / 'rerun.sh', 't5x_lite'], stdout=subprocess.PIPE, text=True,
-                        start_new_session=True) as process:
+  _write(
+    programs / 't5x_lite',
+    "trap 'echo saved; exit 75' TERM\necho runs\nwhile :; do sleep 0.05; done",
+  )
+  with subprocess.Popen(
+    [_FOLDER / 'rerun.sh', 't5x_lite'], stdout=subprocess.PIPE, text=True, start_new_session=True
+  ) as process:
     try:
       assert process.stdout.readline() == 'runs\n'
       process.send_signal(getattr(signal, name))
@@ -117,17 +160,35 @@ def test_a_signal_to_rerun_stops_the_command_for_good(programs, name):
   assert process.returncode == 75
 
 
-def test_tpu_pod_passes_arguments_through_the_shell_of_each_machine(programs, monkeypatch, tmp_path):
+def test_tpu_pod_passes_arguments_through_the_shell_of_each_machine(
+  programs, monkeypatch, tmp_path
+):
   _write(programs / 'gcloud', 'printf "%s\\n" "$@"')
   monkeypatch.setenv('TPU_NAME', 'pod')
   monkeypatch.setenv('ZONE', 'here')
   argument = "--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 12}"
   status, output = _call(str(_FOLDER / 'tpu_pod.sh'), '--gin.MODEL_DIR=/shared/a', argument)
   *words, command = output.splitlines()
-  assert status == 0 and words == ['compute', 'tpus', 'tpu-vm', 'ssh', 'pod', '--zone=here', '--worker=all']
+  assert status == 0 and words == [
+    'compute',
+    'tpus',
+    'tpu-vm',
+    'ssh',
+    'pod',
+    '--zone=here',
+    '--worker=all',
+  ]
   assert shlex.split(command.removeprefix('--command=')) == [
-      'cd', 't5x_lite', '&&', 'examples/cluster/rerun.sh', '.venv/bin/t5x_lite', 'train', '--distributed=on',
-      '--gin.MODEL_DIR=/shared/a', argument]
+    'cd',
+    't5x_lite',
+    '&&',
+    'examples/cluster/rerun.sh',
+    '.venv/bin/t5x_lite',
+    'train',
+    '--distributed=on',
+    '--gin.MODEL_DIR=/shared/a',
+    argument,
+  ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,8 +209,14 @@ def slurm(programs, tmp_path, monkeypatch):
   def submit(*arguments, **faults):
     for name, text in faults.items():
       (folder / name).write_text(text)
-    status, output = _call('sbatch', '--nodes=1', '--ntasks-per-node=2', '--gpus-per-node=2',
-                           str(_FOLDER / 'train.sbatch'), *arguments)
+    status, output = _call(
+      'sbatch',
+      '--nodes=1',
+      '--ntasks-per-node=2',
+      '--gpus-per-node=2',
+      str(_FOLDER / 'train.sbatch'),
+      *arguments,
+    )
     return status, output, (folder / 'log').read_text().splitlines()
 
   return submit
@@ -158,9 +225,17 @@ def slurm(programs, tmp_path, monkeypatch):
 def test_slurm_job_saves_before_its_limit_is_requeued_and_resumes(slurm, tmp_path):
   status, output, log = slurm(*_TRAIN, f'--gin.MODEL_DIR={tmp_path / "run"}', limit='step 5  loss')
   assert status == 0, output
-  assert log == ['job starts', 'tasks end with [75, 75]', 'requeue', 'job starts', 'tasks end with [0, 0]']
+  assert log == [
+    'job starts',
+    'tasks end with [75, 75]',
+    'requeue',
+    'job starts',
+    'tasks end with [0, 0]',
+  ]
   assert output.count('2 processes (SLURM)') == 2
-  (saved,) = re.findall(r'Stopped after step (\d+) of 100 by SIGTERM to process [01]; step \1 is saved', output)
+  (saved,) = re.findall(
+    r'Stopped after step (\d+) of 100 by SIGTERM to process [01]; step \1 is saved', output
+  )
   assert 5 <= int(saved) < 100
   assert f'checkpoint_{saved} (this run) at step {saved}, to step 100' in output
   assert checkpoints.all_steps(tmp_path / 'run')[-1] == 100
@@ -172,8 +247,12 @@ def test_slurm_job_with_an_invalid_configuration_is_not_requeued(slurm):
   assert log == ['job starts', 'tasks end with [2, 2]']
 
 
-@pytest.mark.parametrize('statuses, status, starts', [([75, 137, 0], 0, 3), ([75, 3], 3, 2), ([75, 75, 75, 0], 75, 3)])
-def test_slurm_requeues_on_statuses_that_a_rerun_can_mend(slurm, programs, monkeypatch, statuses, status, starts):
+@pytest.mark.parametrize(
+  'statuses, status, starts', [([75, 137, 0], 0, 3), ([75, 3], 3, 2), ([75, 75, 75, 0], 75, 3)]
+)
+def test_slurm_requeues_on_statuses_that_a_rerun_can_mend(
+  slurm, programs, monkeypatch, statuses, status, starts
+):
   monkeypatch.setenv('MAX_RESTARTS', '2')
   # Both tasks count.
   _ends_with(programs, [one for each in statuses for one in (0, each)])
@@ -184,10 +263,17 @@ def test_slurm_requeues_on_statuses_that_a_rerun_can_mend(slurm, programs, monke
 
 @pytest.mark.full  # by default, the script gets the statuses, and the faults are tested without a scheduler
 def test_slurm_job_with_a_killed_task_is_requeued(slurm, tmp_path):
-  status, output, log = slurm(*_TRAIN, '--gin.TRAIN_STEPS=300', f'--gin.MODEL_DIR={tmp_path / "run"}',
-                              kill='step 100  loss')
+  status, output, log = slurm(
+    *_TRAIN, '--gin.TRAIN_STEPS=300', f'--gin.MODEL_DIR={tmp_path / "run"}', kill='step 100  loss'
+  )
   assert status == 0, output
-  assert log == ['job starts', 'tasks end with [-9, 75]', 'requeue', 'job starts', 'tasks end with [0, 0]']
+  assert log == [
+    'job starts',
+    'tasks end with [-9, 75]',
+    'requeue',
+    'job starts',
+    'tasks end with [0, 0]',
+  ]
   assert 'ends because process 1 has given no sign of life' in output
   assert checkpoints.all_steps(tmp_path / 'run')[-1] == 300
 
@@ -204,7 +290,9 @@ def _manifest():
 def _errors(manifest):
   jsonschema = pytest.importorskip('jsonschema')
   schema = json.loads((pathlib.Path(__file__).parent / 'jobset_schema.json').read_text())
-  return [error.json_path for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)]
+  return [
+    error.json_path for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)
+  ]
 
 
 def _job(manifest):
@@ -245,7 +333,10 @@ def test_jobset_gives_each_process_its_place():
       environment[variable['name']] = variable['value']
     else:
       assert variable['valueFrom'] == {
-          'fieldRef': {'fieldPath': "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+        'fieldRef': {
+          'fieldPath': "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        }
+      }
       environment[variable['name']] = '3'
   place = cluster.find_process(cluster.ClusterConfig(mode='on'), environment)
   name, replicated = manifest['metadata']['name'], manifest['spec']['replicatedJobs'][0]['name']
@@ -260,7 +351,9 @@ def test_jobset_arguments_are_those_of_the_command():
   arguments = cli.parse(container['args'])
   assert arguments.command == 'train' and arguments.distributed == 'on'
   (mount,) = container['volumeMounts']
-  assert any(flag.startswith(f'--gin.MODEL_DIR={mount["mountPath"]}/') for flag in arguments.gin_flags)
+  assert any(
+    flag.startswith(f'--gin.MODEL_DIR={mount["mountPath"]}/') for flag in arguments.gin_flags
+  )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,27 +368,48 @@ def _instructions():
 
 def test_dockerfile_copies_what_the_package_is_made_of():
   ignored = (_FOLDER / 'Dockerfile.dockerignore').read_text().split()
-  copied = [source for name, arguments in _instructions() if name == 'COPY' for source in arguments.split()[:-1]]
+  copied = [
+    source
+    for name, arguments in _instructions()
+    if name == 'COPY'
+    for source in arguments.split()[:-1]
+  ]
   for source in copied:
     assert (_ROOT / source).exists() and source not in ignored, source
   assert {'t5x_lite', 'moe', 'gin', 'setup.py', 'requirements'} <= set(copied)
   for name, arguments in _instructions():
     if name == 'RUN':
-      assert all((_ROOT / file).exists() for file in re.findall(r'requirements/\S+?\.txt', arguments))
+      assert all(
+        (_ROOT / file).exists() for file in re.findall(r'requirements/\S+?\.txt', arguments)
+      )
 
 
 def test_commands_of_the_dockerfile_pass_shellcheck(tmp_path):
-  (tmp_path / 'run.sh').write_text('DEVICE=cpu\n' + '\n'.join(
-      arguments for name, arguments in _instructions() if name == 'RUN') + '\n')
+  (tmp_path / 'run.sh').write_text(
+    'DEVICE=cpu\n'
+    + '\n'.join(arguments for name, arguments in _instructions() if name == 'RUN')
+    + '\n'
+  )
   status, output = _call(_shellcheck(), '--shell=sh', str(tmp_path / 'run.sh'))
   assert status == 0, output
 
 
 def test_lock_for_cuda_pins_the_plugin_of_the_locked_jax():
-  pins = [dict(line.split('==') for line in (_ROOT / f'requirements/lock-{name}.txt').read_text().splitlines()
-               if not line.startswith('#')) for name in ('3.12', 'cuda')]
+  pins = [
+    dict(
+      line.split('==')
+      for line in (_ROOT / f'requirements/lock-{name}.txt').read_text().splitlines()
+      if not line.startswith('#')
+    )
+    for name in ('3.12', 'cuda')
+  ]
   assert not pins[0].keys() & pins[1].keys()
-  assert pins[1]['jax-cuda13-plugin'] == pins[1]['jax-cuda13-pjrt'] == pins[0]['jax'] == pins[0]['jaxlib']
+  assert (
+    pins[1]['jax-cuda13-plugin']
+    == pins[1]['jax-cuda13-pjrt']
+    == pins[0]['jax']
+    == pins[0]['jaxlib']
+  )
   # The rest is of NVIDIA, and a CPU has no use for it.
   assert all(name.startswith(('jax-cuda13-', 'nvidia-')) for name in pins[1])
 
@@ -316,10 +430,25 @@ def test_instructions_of_the_dockerfile_install_the_command(tmp_path):
         copy = shutil.copytree if (_ROOT / source).is_dir() else shutil.copy
         copy(_ROOT / source, work / target if copy is shutil.copytree else work)
     elif name == 'RUN':
-      subprocess.run(['sh', '-c', arguments.replace('lock-3.12', f'lock-{version}')], cwd=work, env=environment,
-                     check=True)
+      subprocess.run(
+        ['sh', '-c', arguments.replace('lock-3.12', f'lock-{version}')],
+        cwd=work,
+        env=environment,
+        check=True,
+      )
   (entry,) = [json.loads(arguments) for name, arguments in _instructions() if name == 'ENTRYPOINT']
-  done = subprocess.run([tmp_path / 'env/bin' / entry[0], 'train', '--gin_file=recipes/keyword_cloze.gin',
-                         '--gin.MODEL_DIR=x', '--dry_run'], cwd=tmp_path, env=environment, capture_output=True,
-                        text=True, check=True)
+  done = subprocess.run(
+    [
+      tmp_path / 'env/bin' / entry[0],
+      'train',
+      '--gin_file=recipes/keyword_cloze.gin',
+      '--gin.MODEL_DIR=x',
+      '--dry_run',
+    ],
+    cwd=tmp_path,
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
   assert 'Plan' in done.stdout

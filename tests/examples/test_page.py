@@ -6,8 +6,10 @@ import pytest
 
 _FOLDER = pathlib.Path(__file__).parent
 _EXAMPLES = sorted(
-    path for path in _FOLDER.glob('*.py')
-    if not path.name.startswith(('test_', '__init__', 'conftest', 'fake_', 'make_')))
+  path
+  for path in _FOLDER.glob('*.py')
+  if not path.name.startswith(('test_', '__init__', 'conftest', 'fake_', 'make_'))
+)
 
 
 @pytest.mark.parametrize('path', _EXAMPLES, ids=lambda path: path.stem)

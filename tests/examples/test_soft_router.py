@@ -22,7 +22,9 @@ from tests.networks import network_cases as cases
 
 def _layer(expert=None, router=None, **options):
   router = soft_router.SoftRouter(4, num_slots=2) if router is None else router
-  return moe.MoeLayer(num_experts=4, expert=expert or moe.ExpertMlp(dim=12), router=router, group_size=6, **options)
+  return moe.MoeLayer(
+    num_experts=4, expert=expert or moe.ExpertMlp(dim=12), router=router, group_size=6, **options
+  )
 
 
 def _inputs():
@@ -56,16 +58,31 @@ def test_layer_computes_the_papers_formula_and_reports_metrics():
   x, mask = _inputs()
   layer = _layer()
   params = _init(layer, x, mask)
-  y, sown = cases.jit(lambda params: layer.apply(
-      {'params': params}, x, mask, deterministic=True, mutable=['intermediates', 'routing']))(params)
+  y, sown = cases.jit(
+    lambda params: layer.apply(
+      {'params': params}, x, mask, deterministic=True, mutable=['intermediates', 'routing']
+    )
+  )(params)
   np.testing.assert_allclose(y, _reference(params, x, mask), rtol=1e-4, atol=1e-5)
   assert 'routing' not in sown
-  values = {name: np.asarray(value[0]) for name, value in sown['intermediates'].items() if name != 'metric_weights'}
-  assert values['fraction_tokens_left_behind'] == values['choices_dropped'] == values['auxiliary_loss'] == 0
+  values = {
+    name: np.asarray(value[0])
+    for name, value in sown['intermediates'].items()
+    if name != 'metric_weights'
+  }
+  assert (
+    values['fraction_tokens_left_behind']
+    == values['choices_dropped']
+    == values['auxiliary_loss']
+    == 0
+  )
   np.testing.assert_allclose(values['expert_load'].sum(), 1, rtol=1e-6)
   assert 0.25 < values['router_confidence'] < 1 and 0 < values['router_entropy'] < np.log(4)
-  grads = cases.jit(jax.grad(
-      lambda params: jnp.sum(layer.apply({'params': params}, x, mask, deterministic=True)**2)))(params)
+  grads = cases.jit(
+    jax.grad(
+      lambda params: jnp.sum(layer.apply({'params': params}, x, mask, deterministic=True) ** 2)
+    )
+  )(params)
   assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(grads))
 
 
@@ -73,8 +90,10 @@ def test_dropout_draws_for_each_slot():
   x, mask = _inputs()
   layer = _layer(moe.ExpertMlp(dim=12, dropout_rate=0.5))
   params = _init(layer, x, mask)
-  first, again, other = (layer.apply({'params': params}, x, mask, rngs={'dropout': jax.random.key(seed)})
-                         for seed in (0, 0, 1))
+  first, again, other = (
+    layer.apply({'params': params}, x, mask, rngs={'dropout': jax.random.key(seed)})
+    for seed in (0, 0, 1)
+  )
   np.testing.assert_array_equal(first, again)
   assert np.abs(first - other).max() > 1e-3
 
@@ -85,18 +104,26 @@ def test_mesh_makes_no_difference(shape):
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 8)), jnp.float32)
   layer = _layer(moe.ExpertMlp(dim=12, dropout_rate=0.2))
   params = _init(layer, x, None)
-  run = lambda: jax.jit(lambda params: layer.apply({'params': params}, x, rngs={'dropout': jax.random.key(0)}))(params)
+  run = lambda: jax.jit(
+    lambda params: layer.apply({'params': params}, x, rngs={'dropout': jax.random.key(0)})
+  )(params)
   expected = run()
   mesh = jax.make_mesh(shape, ('data', 'expert', 'model'), axis_types=(AxisType.Auto,) * 3)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(tuple(rules.head_logical_axis_rules(1))):
     np.testing.assert_allclose(jax.device_get(run()), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('options, message', [
+@pytest.mark.parametrize(
+  'options, message',
+  [
     (dict(dispatch='grouped'), "`dispatch` must be one of 'auto', 'einsum', got 'grouped'"),
     (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0), 'its experts have `num_slots`'),
-    (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0, dispatch='capacity'), 'its experts have `num_slots`'),
-])
+    (
+      dict(train_capacity_factor=1.0, eval_capacity_factor=1.0, dispatch='capacity'),
+      'its experts have `num_slots`',
+    ),
+  ],
+)
 def test_unsupported_options_are_rejected(options, message):
   x, mask = _inputs()
   with pytest.raises(ConfigError, match=re.escape(message)):
@@ -105,23 +132,32 @@ def test_unsupported_options_are_rejected(options, message):
 
 def test_other_forms_of_dispatch_are_rejected():
   x, mask = _inputs()
-  routing, _ = soft_router.SoftRouter(4).init_with_output(jax.random.key(0), x, capacity=None, token_mask=mask)
+  routing, _ = soft_router.SoftRouter(4).init_with_output(
+    jax.random.key(0), x, capacity=None, token_mask=mask
+  )
   assert dispatch.select_method('auto', routing, 'cpu') == 'einsum'
-  with pytest.raises(ConfigError, match="`dispatch` must be one of 'auto', 'einsum', got 'capacity'"):
+  with pytest.raises(
+    ConfigError, match="`dispatch` must be one of 'auto', 'einsum', got 'capacity'"
+  ):
     dispatch.select_method('capacity', routing, 'cpu')
 
 
 def test_gin_file_of_the_page(monkeypatch):
   monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
   page = (pathlib.Path(__file__).parents[2] / 'docs' / 'extending.md').read_text(encoding='utf-8')
-  shown, = re.findall(r'`soft_moe.gin`:\n\n```gin\n(.*?)```', page, re.DOTALL)
+  (shown,) = re.findall(r'`soft_moe.gin`:\n\n```gin\n(.*?)```', page, re.DOTALL)
   shown = gin_syntax.read_text(shown + "MODEL_DIR = 'runs/x'\n", 'own.gin', is_flag=False)
   model = gin_utils.load('t5x_lite.apps.train.train', [shown]).argument('model')
   tokens = {name: jax.ShapeDtypeStruct((2, 4), jnp.int32) for name in cases.tiny_batch()}
-  params = jax.eval_shape(lambda: model.get_initial_variables(
-      jax.random.key(0), {name: array.shape for name, array in tokens.items()}))['params']
+  params = jax.eval_shape(
+    lambda: model.get_initial_variables(
+      jax.random.key(0), {name: array.shape for name, array in tokens.items()}
+    )
+  )['params']
   kernel = params['encoder']['layers_1']['mlp']['router']['router_weights']['w']['kernel']
   assert kernel.shape == (model.module.config.emb_dim, 8 * 4)
-  metrics = jax.eval_shape(lambda params, batch: model.loss_fn(params, batch, jax.random.key(0))[1], params, tokens)
+  metrics = jax.eval_shape(
+    lambda params, batch: model.loss_fn(params, batch, jax.random.key(0))[1], params, tokens
+  )
   assert 'experts/encoder/layers_1/load' in metrics
   gin.clear_config()

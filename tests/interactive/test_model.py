@@ -29,32 +29,61 @@ from tests.networks import network_cases as cases
 VOCABULARY = data.ByteVocabulary(extra_ids=125)
 LENGTHS = {'inputs': 12, 'targets': 6}
 BATCH_SIZE = 4
-EXAMPLES = [{'input': '<extra_id_0> x in y:', 'target': 'for'}, {'input': 'x <extra_id_0> y', 'target': 'is'}]
+EXAMPLES = [
+  {'input': '<extra_id_0> x in y:', 'target': 'for'},
+  {'input': 'x <extra_id_0> y', 'target': 'is'},
+]
 
 
 @functools.cache
 def _model():
-  network = t5.Transformer(t5.T5Config(
-      vocab_size=384, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=8, mlp_dim=16,
-      mlp_activations=('gelu', 'linear'), dropout_rate=0.0))
+  network = t5.Transformer(
+    t5.T5Config(
+      vocab_size=384,
+      emb_dim=16,
+      num_heads=2,
+      num_encoder_layers=1,
+      num_decoder_layers=1,
+      head_dim=8,
+      mlp_dim=16,
+      mlp_activations=('gelu', 'linear'),
+      dropout_rate=0.0,
+    )
+  )
   return models.EncoderDecoderModel(
-      network, VOCABULARY, VOCABULARY, optimizers.sgd(), loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+    network,
+    VOCABULARY,
+    VOCABULARY,
+    optimizers.sgd(),
+    loss_normalizing_factor='NUM_REAL_TARGET_TOKENS',
+  )
 
 
 @functools.cache
 def _partitioner():
   devices = np.array(jax.devices()[:2]).reshape(2, 1)
   return partitioning.PjitPartitioner(
-      mesh=jax.sharding.Mesh(devices, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2))
+    mesh=jax.sharding.Mesh(devices, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  )
 
 
 def _make(output_dir, checkpoint_path='', restore_mode='latest', **kwargs):
   arguments = {
-      'batch_size': BATCH_SIZE, 'task_feature_lengths': LENGTHS, 'partitioner': _partitioner(), 'model': _model(),
-      'dtype': 'float32', 'save_period': None,
-      'trainer_cls': functools.partial(trainer.Trainer, learning_rate_fn=lambda step: 0.5), **kwargs}
-  return lib.InteractiveModel(output_dir=str(output_dir), restore_mode=restore_mode,
-                              checkpoint_path=str(checkpoint_path), **arguments)
+    'batch_size': BATCH_SIZE,
+    'task_feature_lengths': LENGTHS,
+    'partitioner': _partitioner(),
+    'model': _model(),
+    'dtype': 'float32',
+    'save_period': None,
+    'trainer_cls': functools.partial(trainer.Trainer, learning_rate_fn=lambda step: 0.5),
+    **kwargs,
+  }
+  return lib.InteractiveModel(
+    output_dir=str(output_dir),
+    restore_mode=restore_mode,
+    checkpoint_path=str(checkpoint_path),
+    **arguments,
+  )
 
 
 @pytest.fixture(scope='module')
@@ -63,9 +92,15 @@ def trained(tmp_path_factory):
   made = _make(tmp_path_factory.mktemp('trained'))
   made.train_step(EXAMPLES)
   first_loss = float(made.train_summary['loss'].value)
-  results = made.train_loop(40, eval_period=20, train_batches=EXAMPLES, predict_batches=EXAMPLES,
-                            score_batches=[EXAMPLES[:1], EXAMPLES[1:]], eval_batches=EXAMPLES,
-                            metrics_fns=[data.exact_match])
+  results = made.train_loop(
+    40,
+    eval_period=20,
+    train_batches=EXAMPLES,
+    predict_batches=EXAMPLES,
+    score_batches=[EXAMPLES[:1], EXAMPLES[1:]],
+    eval_batches=EXAMPLES,
+    metrics_fns=[data.exact_match],
+  )
   yield made, results, first_loss
   made.close()
 
@@ -75,16 +110,25 @@ def _params(made):
 
 
 def _ids(text, length):
-  ids = [383 if part == '\0' else byte + 3 for part in text.replace('<extra_id_0>', '\0') for byte in part.encode()]
-  return (ids[:length - 1] + [1] + [0] * length)[:length]
+  ids = [
+    383 if part == '\0' else byte + 3
+    for part in text.replace('<extra_id_0>', '\0')
+    for byte in part.encode()
+  ]
+  return (ids[: length - 1] + [1] + [0] * length)[:length]
 
 
 def _batch(examples):
   """Return model features by hand."""
   targets = np.array([_ids(e['target'], LENGTHS['targets']) for e in examples], np.int32)
-  return {'encoder_input_tokens': np.array([_ids(e['input'], LENGTHS['inputs']) for e in examples], np.int32),
-          'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1], 'decoder_target_tokens': targets,
-          'decoder_loss_weights': (targets > 0).astype(np.int32)}
+  return {
+    'encoder_input_tokens': np.array(
+      [_ids(e['input'], LENGTHS['inputs']) for e in examples], np.int32
+    ),
+    'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+    'decoder_target_tokens': targets,
+    'decoder_loss_weights': (targets > 0).astype(np.int32),
+  }
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -97,7 +141,9 @@ def test_train_loop_learns_two_examples(trained):
   assert [text for _, text in predictions] == ['for', 'is'] and metrics == {'exact_match': 1.0}
   assert [example['targets_pretokenized'] for example, _ in scores] == ['for', 'is']
   # After the first step of the loop, after 20 more, and at its end.
-  rows = summaries.read_metrics(summaries.metrics_files(made.output_dir)['inference_eval/interactive'])
+  rows = summaries.read_metrics(
+    summaries.metrics_files(made.output_dir)['inference_eval/interactive']
+  )
   assert [row['step'] for row in rows] == [2, 22, 41] and rows[-1]['exact_match'] == 1.0
 
 
@@ -114,7 +160,9 @@ def test_rows_that_fill_a_batch_do_not_count(tmp_path):
   assert not checkpoints.all_steps(tmp_path)
   # The same examples as model features that somebody else has made.
   expected = loss_by_hand()
-  made.train_step_from_batch_iterator(iter([{name: np.pad(x, ((0, 2), (0, 0))) for name, x in rows.items()}]))
+  made.train_step_from_batch_iterator(
+    iter([{name: np.pad(x, ((0, 2), (0, 0))) for name, x in rows.items()}])
+  )
   np.testing.assert_allclose(float(made.train_summary['cross_ent_loss'].value), expected, rtol=1e-5)
   for _ in range(2):
     made.train_step(EXAMPLES)
@@ -127,12 +175,18 @@ def test_rows_that_fill_a_batch_do_not_count(tmp_path):
 
 def test_score_is_the_models(trained):
   made, _, _ = trained
-  examples = [*EXAMPLES, {'input': 'a', 'target': 'b'}, {'input': 'c', 'target': ''}, {'input': 'long ' * 9,
-                                                                                      'target': 'word ' * 9}]
+  examples = [
+    *EXAMPLES,
+    {'input': 'a', 'target': 'b'},
+    {'input': 'c', 'target': ''},
+    {'input': 'long ' * 9, 'target': 'word ' * 9},
+  ]
   pairs = made.score(examples)
   expected = cases.jit(_model().score_batch)(_params(made), _batch(examples))
   np.testing.assert_allclose([score for _, score in pairs], expected, rtol=1e-5)
-  assert pairs[4][0]['inputs'].tolist() == _ids('long ' * 9, 12) and len(pairs[0][0]['targets']) == 4
+  assert (
+    pairs[4][0]['inputs'].tolist() == _ids('long ' * 9, 12) and len(pairs[0][0]['targets']) == 4
+  )
 
 
 def test_prediction_is_the_models(trained):
@@ -140,29 +194,40 @@ def test_prediction_is_the_models(trained):
   texts = [*(e['input'] for e in EXAMPLES), 'a', b'bc', 'x = y']
   pairs, aux = made.predict_with_aux(texts)
   batch = _batch([{'input': t if isinstance(t, str) else t.decode(), 'target': ''} for t in texts])
-  tokens, scores = cases.jit(lambda p, b: _model().predict_batch_with_aux(p, b))(_params(made), batch)
-  assert [text for _, text in pairs] == [VOCABULARY.decode(row) for row in np.asarray(tokens).tolist()]
+  tokens, scores = cases.jit(lambda p, b: _model().predict_batch_with_aux(p, b))(
+    _params(made), batch
+  )
+  assert [text for _, text in pairs] == [
+    VOCABULARY.decode(row) for row in np.asarray(tokens).tolist()
+  ]
   np.testing.assert_allclose(aux['scores'], scores['scores'], rtol=1e-5)
   assert [e['inputs_pretokenized'] for e, _ in pairs] == [*texts[:3], 'bc', 'x = y']
 
 
 def test_options_of_inference(trained):
   made, _, _ = trained
-  _, sown = made.infer_with_preprocessors(lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=True)
+  _, sown = made.infer_with_preprocessors(
+    lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=True
+  )
   (tokens,) = sown['decoder']['target_tokens']
   np.testing.assert_array_equal(tokens, _batch(EXAMPLES)['decoder_target_tokens'])
   with pytest.raises(ConfigError, match='must be numbers, strings or functions'):
-    made.infer_with_preprocessors(lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=np.ones(2))
+    made.infer_with_preprocessors(
+      lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=np.ones(2)
+    )
 
 
 def test_preprocessors_in_plain_python(trained):
   made, _, _ = trained
   raw = [{'question': 'X', 'answers': ['for', 'while']}, {'question': 'drop me', 'answers': []}]
   preprocessors = [
-      lib.over_examples(lambda examples: [e for e in examples if e['answers']]),
-      lib.map_over_examples(lambda e: {'inputs': e['question'].lower(), 'targets': e['answers'][0]})]
+    lib.over_examples(lambda examples: [e for e in examples if e['answers']]),
+    lib.map_over_examples(lambda e: {'inputs': e['question'].lower(), 'targets': e['answers'][0]}),
+  ]
   pairs, _ = made.infer_with_preprocessors(lib.InferenceType.SCORE, raw, preprocessors)
-  assert [score for _, score in pairs] == [score for _, score in made.score([{'input': 'x', 'target': 'for'}])]
+  assert [score for _, score in pairs] == [
+    score for _, score in made.score([{'input': 'x', 'target': 'for'}])
+  ]
   # Ids are taken as they are.
   ids = {'inputs': [123, 1], 'targets': np.array([105, 114, 117, 1])}
   assert made.score([ids])[0][1] == pairs[0][1]
@@ -186,11 +251,18 @@ def test_metrics_of_all_kinds(trained):
     return text.upper() if is_target else example['targets_pretokenized'].upper()
 
   metrics = made.evaluate(EXAMPLES, [data.exact_match, scored, with_aux])
-  assert metrics == {'exact_match': 1.0, 'mean_score': np.mean(seen['scores']), 'num_targets': 2, 'num_scores': 2}
+  assert metrics == {
+    'exact_match': 1.0,
+    'mean_score': np.mean(seen['scores']),
+    'num_targets': 2,
+    'num_scores': 2,
+  }
   assert seen['scores'] == [score for _, score in made.score(EXAMPLES)]
   wrong = [{'input': e['input'], 'target': 'no'} for e in EXAMPLES]
   assert made.evaluate(wrong, [data.exact_match]) == {'exact_match': 0.0}
-  assert made.evaluate_with_preprocessors(wrong, [], [data.exact_match], upper) == {'exact_match': 1.0}
+  assert made.evaluate_with_preprocessors(wrong, [], [data.exact_match], upper) == {
+    'exact_match': 1.0
+  }
   with pytest.raises(DataError, match='exact_match'):
     made.evaluate(EXAMPLES, [data.exact_match, data.exact_match])
   for fn in (lambda a, b: {}, lambda targets: {}):
@@ -207,8 +279,11 @@ def test_saved_and_opened_again(trained, tmp_path):
   path, mode = made.checkpoint
   for again in (_make(tmp_path, path, mode), _make(tmp_path, made.output_dir)):
     assert again.step == 41
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.train_state.state_dict()),
-                 jax.device_get(made.train_state.state_dict()))
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      jax.device_get(again.train_state.state_dict()),
+      jax.device_get(made.train_state.state_dict()),
+    )
     again.close()
   assert [t for _, t in again.predict_with_aux(EXAMPLES)[0]] == [text for _, text in predictions]
 
@@ -246,7 +321,9 @@ def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
 # ---- Errors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('examples, error, fragments', [
+@pytest.mark.parametrize(
+  'examples, error, fragments',
+  [
     ([], DataError, ['empty']),
     ('one text', DataError, ['non-empty list of texts', "'one text'"]),
     ([3], DataError, ['Example 0 must be a text', '3 of type int']),
@@ -257,7 +334,8 @@ def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
     ([b'\xff'], DataError, ['utf-8', '0xff']),
     (['\ud800'], DataError, ['surrogate']),
     (EXAMPLES * 3, DataError, ['got 6', 'at most 4 examples, one batch', 'train_loop']),
-])
+  ],
+)
 def test_bad_examples_are_rejected(trained, examples, error, fragments):
   made, _, _ = trained
   with pytest.raises(error) as caught:
@@ -275,17 +353,24 @@ def test_too_long_warns_once(tmp_path, caplog):
   made.close()
 
 
-@pytest.mark.parametrize('kwargs, error, fragments', [
+@pytest.mark.parametrize(
+  'kwargs, error, fragments',
+  [
     ({'batch_size': 3}, ConfigError, ['3', '2']),
     ({'batch_size': 0}, ConfigError, ['batch_size']),
     ({'task_feature_lengths': {'inputs': 8}}, ConfigError, ['targets']),
     ({'task_feature_lengths': {'inputs': 8, 'targets': 8, 'target': 3}}, ConfigError, ["'target'"]),
     ({'save_period': 0}, ConfigError, ['save_period']),
-    ({'checkpoint_path': 'no/such/checkpoint_3', 'restore_mode': 'specific'}, CheckpointError, ['no/such']),
+    (
+      {'checkpoint_path': 'no/such/checkpoint_3', 'restore_mode': 'specific'},
+      CheckpointError,
+      ['no/such'],
+    ),
     ({'checkpoint_path': 'no/such'}, CheckpointError, ['no/such', 'checkpoint_path']),
     ({'checkpoint_path': 'no/such', 'restore_mode': 'all'}, ConfigError, ["'all'", "'latest'"]),
     ({'checkpoint_path': 'no/such', 'restore_mode': 'newest'}, ConfigError, ["'newest'"]),
-])
+  ],
+)
 def test_bad_arguments_are_rejected(tmp_path, kwargs, error, fragments):
   with pytest.raises(error) as caught:
     _make(tmp_path / 'out', **kwargs)
@@ -296,9 +381,11 @@ def test_bad_arguments_are_rejected(tmp_path, kwargs, error, fragments):
 
 def test_bad_loops_are_rejected(trained):
   made, _, _ = trained
-  for kwargs, message in (({'num_steps': 0}, 'num_steps` must be .* got 0'),
-                          ({'num_steps': 2, 'eval_period': 0}, 'eval_period'),
-                          ({'num_steps': 2, 'eval_batches': EXAMPLES}, 'eval_batches')):
+  for kwargs, message in (
+    ({'num_steps': 0}, 'num_steps` must be .* got 0'),
+    ({'num_steps': 2, 'eval_period': 0}, 'eval_period'),
+    ({'num_steps': 2, 'eval_batches': EXAMPLES}, 'eval_batches'),
+  ):
     with pytest.raises(ConfigError, match=message):
       made.train_loop(**kwargs)
   assert made.step == 41
@@ -315,11 +402,22 @@ def test_gin_files_for_the_commands(trained, tmp_path, kind):
   made, _, _ = trained
   made.save_checkpoint()
   text = lib.get_gin_config_from_interactive_model(
-      made, kind, 'python_keyword_cloze', 'partitioning.PjitPartitioner.num_partitions = 2',
-      'VOCABULARY_FILE = "x.model"', train_steps=7, imports_str=_IMPORTS)
-  command = {lib.T5XScriptType.INFERENCE: 'infer', lib.T5XScriptType.EVALUATION: 'eval'}.get(kind, 'train')
-  entry = {'eval': 't5x_lite.apps.evaluate.evaluate', 'infer': 't5x_lite.apps.infer.infer',
-           'train': 't5x_lite.apps.train.train'}[command]
+    made,
+    kind,
+    'python_keyword_cloze',
+    'partitioning.PjitPartitioner.num_partitions = 2',
+    'VOCABULARY_FILE = "x.model"',
+    train_steps=7,
+    imports_str=_IMPORTS,
+  )
+  command = {lib.T5XScriptType.INFERENCE: 'infer', lib.T5XScriptType.EVALUATION: 'eval'}.get(
+    kind, 'train'
+  )
+  entry = {
+    'eval': 't5x_lite.apps.evaluate.evaluate',
+    'infer': 't5x_lite.apps.infer.infer',
+    'train': 't5x_lite.apps.train.train',
+  }[command]
   path = tmp_path / 'run.gin'
   path.write_text(text)
   configuration = gin_utils.load(entry, gin_utils.read([str(path)]))

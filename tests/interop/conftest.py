@@ -44,6 +44,12 @@ def pytest_collect_file(file_path: pathlib.Path, parent: pytest.Collector):
   collectors = yield
   if not _MISSING:
     _MISSING.append(_find_missing())
-  if _MISSING[0] is None or file_path.suffix != '.py' or file_path.name in ('__init__.py', 'conftest.py'):
+  if (
+    _MISSING[0] is None
+    or file_path.suffix != '.py'
+    or file_path.name in ('__init__.py', 'conftest.py')
+  ):
     return collectors
-  return [_Skipped.from_parent(parent, path=file_path)] if file_path.name.startswith('test_') else []
+  return (
+    [_Skipped.from_parent(parent, path=file_path)] if file_path.name.startswith('test_') else []
+  )

@@ -62,29 +62,47 @@ class Family:
   our_options: tuple[tuple[str, Any], ...] = ()
 
 
-FAMILIES = {family.name: family for family in (
+FAMILIES = {
+  family.name: family
+  for family in (
     Family(name='t5_1_0', gated=False, tied=True),
     Family(name='t5_1_1', num_decoder_layers=3),
-    Family(name='tied_gated', tied=True,
-           options=(('relative_attention_num_buckets', 8), ('relative_attention_max_distance', 14)),
-           our_options=(('num_relpos_buckets', 8), ('max_relpos_distance', 14))),
+    Family(
+      name='tied_gated',
+      tied=True,
+      options=(('relative_attention_num_buckets', 8), ('relative_attention_max_distance', 14)),
+      our_options=(('num_relpos_buckets', 8), ('max_relpos_distance', 14)),
+    ),
     # T5 1.1 as transformers 5 makes it new: tied and not scaled, whatever it writes of `tie_word_embeddings`.
-    Family(name='tied_unscaled', tied=True, options=(('tie_word_embeddings', False),),
-           our_options=(('scale_tied_logits', False),)),
+    Family(
+      name='tied_unscaled',
+      tied=True,
+      options=(('tie_word_embeddings', False),),
+      our_options=(('scale_tied_logits', False),),
+    ),
     Family(name='mt5', kind='MT5'),
     Family(name='umt5', kind='UMT5', per_layer=True),
     # Its tokenizer has 384 ids.
-    Family(name='byt5', num_encoder_layers=3, num_decoder_layers=1, options=(('vocab_size', 384),),
-           our_options=(('vocab_size', 384),)),
+    Family(
+      name='byt5',
+      num_encoder_layers=3,
+      num_decoder_layers=1,
+      options=(('vocab_size', 384),),
+      our_options=(('vocab_size', 384),),
+    ),
     Family(name='switch', kind='SwitchTransformers', gated=False, tied=True, sparse=True),
-)}
+  )
+}
 DENSE = [name for name, family in FAMILIES.items() if not family.sparse]
 
 
 def cases(*default: tuple[str, str]) -> list[Any]:
   """Returns test parameters (family, layout): all there are, those that are not in `default` for the long tests."""
   found = [(name, 't5') for name in FAMILIES] + [(name, 'scalable_t5') for name in DENSE]
-  return [pytest.param(*case, id='-'.join(case), marks=[] if case in default else [pytest.mark.full]) for case in found]
+  return [
+    pytest.param(*case, id='-'.join(case), marks=[] if case in default else [pytest.mark.full])
+    for case in found
+  ]
 
 
 # ---- Their side -----------------------------------------------------------------------------------------------------
@@ -93,16 +111,30 @@ def cases(*default: tuple[str, str]) -> list[Any]:
 def torch_config(family: Family, **overrides: Any) -> Any:
   """Returns a configuration of `transformers`, without dropout and jitter."""
   fields = dict(
-      vocab_size=VOCAB_SIZE, d_model=32, d_kv=_HEAD_DIM, d_ff=40, num_heads=4, num_layers=family.num_encoder_layers,
-      num_decoder_layers=family.num_decoder_layers, dropout_rate=0.0, decoder_start_token_id=0)
+    vocab_size=VOCAB_SIZE,
+    d_model=32,
+    d_kv=_HEAD_DIM,
+    d_ff=40,
+    num_heads=4,
+    num_layers=family.num_encoder_layers,
+    num_decoder_layers=family.num_decoder_layers,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+  )
   if family.sparse:
     fields.update(
-        num_experts=NUM_EXPERTS, num_sparse_encoder_layers=family.num_encoder_layers // 2,
-        num_sparse_decoder_layers=family.num_decoder_layers // 2, router_jitter_noise=0.0)
+      num_experts=NUM_EXPERTS,
+      num_sparse_encoder_layers=family.num_encoder_layers // 2,
+      num_sparse_decoder_layers=family.num_decoder_layers // 2,
+      router_jitter_noise=0.0,
+    )
   else:
     fields.update(
-        feed_forward_proj='gated-gelu' if family.gated else 'relu', tie_word_embeddings=family.tied)
-  return getattr(transformers, f'{family.kind}Config')(**{**fields, **dict(family.options), **overrides})
+      feed_forward_proj='gated-gelu' if family.gated else 'relu', tie_word_embeddings=family.tied
+    )
+  return getattr(transformers, f'{family.kind}Config')(
+    **{**fields, **dict(family.options), **overrides}
+  )
 
 
 def loaded(model: Any, family: Family) -> Any:
@@ -148,8 +180,12 @@ def state_dict(model: torch.nn.Module) -> dict[str, np.ndarray]:
 def torch_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
   """Returns the gradients that a backward pass left, by the names of `state_dict`; of tied tensors once."""
   # An expert without tokens has none.
-  return {name: np.zeros(parameter.shape, np.float32) if parameter.grad is None else parameter.grad.numpy()
-          for name, parameter in model.named_parameters()}
+  return {
+    name: np.zeros(parameter.shape, np.float32)
+    if parameter.grad is None
+    else parameter.grad.numpy()
+    for name, parameter in model.named_parameters()
+  }
 
 
 def torch_logits(model: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -160,11 +196,17 @@ def torch_logits(model: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def torch_forward(model: Any, batch: Mapping[str, np.ndarray]) -> torch.Tensor:
   """Runs `model` on a batch in our form, with attention masks made of its padding."""
-  inputs, targets = (torch.from_numpy(np.asarray(batch[name], np.int64)) for name in (
-      'encoder_input_tokens', 'decoder_target_tokens'))
+  inputs, targets = (
+    torch.from_numpy(np.asarray(batch[name], np.int64))
+    for name in ('encoder_input_tokens', 'decoder_target_tokens')
+  )
   return model(
-      input_ids=inputs, attention_mask=(inputs > 0).long(), decoder_attention_mask=(targets > 0).long(),
-      decoder_input_ids=torch.from_numpy(np.asarray(batch['decoder_input_tokens'], np.int64)), use_cache=False).logits
+    input_ids=inputs,
+    attention_mask=(inputs > 0).long(),
+    decoder_attention_mask=(targets > 0).long(),
+    decoder_input_ids=torch.from_numpy(np.asarray(batch['decoder_input_tokens'], np.int64)),
+    use_cache=False,
+  ).logits
 
 
 # ---- Our side -------------------------------------------------------------------------------------------------------
@@ -173,23 +215,39 @@ def torch_forward(model: Any, batch: Mapping[str, np.ndarray]) -> torch.Tensor:
 def our_config(family: Family, **overrides: Any) -> t5.T5Config:
   """Returns our configuration of the same model."""
   fields = dict(
-      vocab_size=VOCAB_SIZE, emb_dim=32, head_dim=_HEAD_DIM, mlp_dim=40, num_heads=4,
-      num_encoder_layers=family.num_encoder_layers, num_decoder_layers=family.num_decoder_layers, dropout_rate=0.0,
-      mlp_activations=('gelu', 'linear') if family.gated else ('relu',), logits_via_embedding=family.tied,
-      relpos_bias_tables='per_layer' if family.per_layer else None)
+    vocab_size=VOCAB_SIZE,
+    emb_dim=32,
+    head_dim=_HEAD_DIM,
+    mlp_dim=40,
+    num_heads=4,
+    num_encoder_layers=family.num_encoder_layers,
+    num_decoder_layers=family.num_decoder_layers,
+    dropout_rate=0.0,
+    mlp_activations=('gelu', 'linear') if family.gated else ('relu',),
+    logits_via_embedding=family.tied,
+    relpos_bias_tables='per_layer' if family.per_layer else None,
+  )
   return t5.T5Config(**{**fields, **dict(family.our_options), **overrides})
 
 
 def our_module(family: Family, layout: str = 't5', **block_options: Any) -> t5.Transformer:
   """Returns our network of a family, with parameters in `layout`."""
-  scanned = dict(param_layout=layout, scan_layers=True, relpos_bias_tables=None) if layout == 'scalable_t5' else {}
+  scanned = (
+    dict(param_layout=layout, scan_layers=True, relpos_bias_tables=None)
+    if layout == 'scalable_t5'
+    else {}
+  )
   config = our_config(family, **scanned)
   if not family.sparse:
     return t5.Transformer(config)
   block = moe_networks.SparseBlock(
-      num_experts=NUM_EXPERTS, router=moe.TokensChooseRouter(NUM_EXPERTS, ignore_padding_tokens=False), **block_options)
+    num_experts=NUM_EXPERTS,
+    router=moe.TokensChooseRouter(NUM_EXPERTS, ignore_padding_tokens=False),
+    **block_options,
+  )
   return moe_networks.sparse_transformer(
-      config, block, encoder_layout='every_2', decoder_layout='every_2')
+    config, block, encoder_layout='every_2', decoder_layout='every_2'
+  )
 
 
 @functools.cache
@@ -197,7 +255,8 @@ def logits_fn(family: Family, layout: str = 't5'):
   """Returns a compiled function from (parameters, batch) to our logits."""
   module = our_module(family, layout)
   return network_cases.jit(
-      lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False))
+    lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False)
+  )
 
 
 def random_batch(seed: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
@@ -206,17 +265,23 @@ def random_batch(seed: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
 
   def tokens(length):
     lengths = np.concatenate([[length, 2], rng.integers(2, length, rows - 2)])
-    return np.where(np.arange(length) < lengths[:, None], rng.integers(2, VOCAB_SIZE, (rows, length)), 0)
+    return np.where(
+      np.arange(length) < lengths[:, None], rng.integers(2, VOCAB_SIZE, (rows, length)), 0
+    )
 
   inputs, targets = tokens(_ENCODER_LENGTH), tokens(_DECODER_LENGTH)
   shifted = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
-  arrays = dict(encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets)
+  arrays = dict(
+    encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets
+  )
   return {name: value.astype(np.int32) for name, value in arrays.items()}
 
 
 def our_model(module: t5.Transformer, **options: Any) -> models.EncoderDecoderModel:
   """Return this package's model; `options` are its arguments."""
-  return models.EncoderDecoderModel(module, VOCABULARY, VOCABULARY, **{'optimizer_def': None, **options})
+  return models.EncoderDecoderModel(
+    module, VOCABULARY, VOCABULARY, **{'optimizer_def': None, **options}
+  )
 
 
 def param_shapes(module: t5.Transformer) -> dict[str, Any]:
@@ -250,15 +315,25 @@ def max_error(got: Any, want: Any, batch: Mapping[str, np.ndarray]) -> float:
 
 # ---- Weights --------------------------------------------------------------------------------------------------------
 
-_ATTENTION = {'SelfAttention': {'encoder': 'attention', 'decoder': 'self_attention'},
-              'EncDecAttention': {'decoder': 'encoder_decoder_attention'}}
+_ATTENTION = {
+  'SelfAttention': {'encoder': 'attention', 'decoder': 'self_attention'},
+  'EncDecAttention': {'decoder': 'encoder_decoder_attention'},
+}
 _PROJECTIONS = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
-_NORMS = {'encoder': ('pre_attention_layer_norm', 'pre_mlp_layer_norm'),
-          'decoder': ('pre_self_attention_layer_norm', 'pre_cross_attention_layer_norm', 'pre_mlp_layer_norm')}
+_NORMS = {
+  'encoder': ('pre_attention_layer_norm', 'pre_mlp_layer_norm'),
+  'decoder': (
+    'pre_self_attention_layer_norm',
+    'pre_cross_attention_layer_norm',
+    'pre_mlp_layer_norm',
+  ),
+}
 _COPIES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 
 
-def our_tree(tensors: Mapping[str, np.ndarray], family: Family, layout: str = 't5') -> dict[str, Any]:
+def our_tree(
+  tensors: Mapping[str, np.ndarray], family: Family, layout: str = 't5'
+) -> dict[str, Any]:
   """Returns our parameters, in `layout`, of the tensors of a `transformers` model (or of their gradients)."""
   flat: dict[str, np.ndarray] = {}
   experts: dict[str, dict[int, np.ndarray]] = {}
@@ -290,7 +365,9 @@ def to_t5_layout(params: Any, family: Family, add_tables: bool) -> dict[str, Any
   tree = param_layouts.convert(jax.tree.map(np.asarray, params), 'scalable_t5', 't5', config)
   if add_tables:
     for stack in ('encoder', 'decoder'):
-      tables = [tree[stack][f'layers_{i}'].pop('relpos_bias') for i in range(config.num_layers_of(stack))]
+      tables = [
+        tree[stack][f'layers_{i}'].pop('relpos_bias') for i in range(config.num_layers_of(stack))
+      ]
       tree[stack]['relpos_bias'] = jax.tree.map(lambda *each: np.sum(each, axis=0), *tables)
   return tree
 
@@ -303,7 +380,9 @@ def _one(name: str, tensor: np.ndarray, family: Family) -> tuple[str, np.ndarray
     return 'decoder/logits_dense/kernel', tensor.T, None
   if match := re.fullmatch(r'(encoder|decoder)\.final_layer_norm\.weight', name):
     return f'{match[1]}/{match[1]}_norm/scale', tensor, None
-  stack, layer, part, rest = re.fullmatch(r'(\w+)\.block\.(\d+)\.layer\.(\d+)\.(.*)\.weight', name).groups()
+  stack, layer, part, rest = re.fullmatch(
+    r'(\w+)\.block\.(\d+)\.layer\.(\d+)\.(.*)\.weight', name
+  ).groups()
   prefix = f'{stack}/layers_{layer}/'
   match rest.split('.'):
     case ['layer_norm']:
@@ -312,7 +391,11 @@ def _one(name: str, tensor: np.ndarray, family: Family) -> tuple[str, np.ndarray
       where = prefix if family.per_layer else f'{stack}/'
       return f'{where}relpos_bias/rel_embedding', tensor.T, None
     case [attention, projection] if attention in _ATTENTION:
-      return f'{prefix}{_ATTENTION[attention][stack]}/{_PROJECTIONS[projection]}/kernel', tensor.T, None
+      return (
+        f'{prefix}{_ATTENTION[attention][stack]}/{_PROJECTIONS[projection]}/kernel',
+        tensor.T,
+        None,
+      )
     case ['DenseReluDense' | 'mlp', kernel]:
       return f'{prefix}mlp/{kernel}/kernel', tensor.T, None
     case ['mlp', 'router', 'classifier']:
@@ -328,7 +411,12 @@ def assert_same_bits(got: Any, want: Any) -> None:
   assert got.keys() == want.keys()
   for name, value in want.items():
     have, value = np.asarray(got[name]), np.asarray(value)
-    assert have.dtype == value.dtype and have.shape == value.shape, (name, have.dtype, have.shape, value.shape)
+    assert have.dtype == value.dtype and have.shape == value.shape, (
+      name,
+      have.dtype,
+      have.shape,
+      value.shape,
+    )
     assert have.tobytes() == value.tobytes(), name
 
 
@@ -349,7 +437,9 @@ def save_theirs(model: Any, path: pathlib.Path, **options: Any) -> str:
 def load_theirs(path: Any, family: Family) -> Any:
   """Returns a model as `transformers` loads it; all of its weights must be in the folder, and no others."""
   model, found = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, output_loading_info=True)
-  assert type(model).__name__ == f'{family.kind}ForConditionalGeneration' and not any(found.values()), found
+  assert type(model).__name__ == f'{family.kind}ForConditionalGeneration' and not any(
+    found.values()
+  ), found
   return loaded(model, family)
 
 
@@ -368,5 +458,9 @@ def restore(path: str, family: Family, layout: str = 't5') -> dict[str, Any]:
   _, (found,) = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   target = {'target': param_shapes(module), 'state': {'step': jax.ShapeDtypeStruct((), jnp.int32)}}
   restored = checkpoints.restore_checkpoint(
-      found, target, restore_cfg=cfg, transformation_fns=checkpoints.param_layout_fns(found, module.config))
+    found,
+    target,
+    restore_cfg=cfg,
+    transformation_fns=checkpoints.param_layout_fns(found, module.config),
+  )
   return restored.state['target']

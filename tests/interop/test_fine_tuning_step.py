@@ -20,7 +20,9 @@ _PADDING = -100
 def _loss_fn(name, layout, **options):
   """Returns a compiled function from (parameters, batch) to (loss, gradients) of our model with these options."""
   model = reference.our_model(reference.our_module(reference.FAMILIES[name], layout), **options)
-  return network_cases.jit(jax.value_and_grad(lambda params, batch: model.loss_fn(params, batch, None)[0]))
+  return network_cases.jit(
+    jax.value_and_grad(lambda params, batch: model.loss_fn(params, batch, None)[0])
+  )
 
 
 def _labels(batch):
@@ -38,9 +40,11 @@ def _mean_loss(model, batch):
 def _summed_loss(model, batch, z_loss):
   """Returns the cross entropy with a z-loss, summed over target tokens, in PyTorch."""
   logits, labels = reference.torch_forward(model, batch), _labels(batch)
-  cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum')
+  cross_entropy = torch.nn.functional.cross_entropy(
+    logits.flatten(0, 1), labels.flatten(), reduction='sum'
+  )
   log_z = torch.logsumexp(logits, dim=-1)[labels != _PADDING]
-  return cross_entropy + z_loss * torch.sum(log_z ** 2)
+  return cross_entropy + z_loss * torch.sum(log_z**2)
 
 
 def _check(name, layout, loss_fn, torch_loss_fn):
@@ -60,8 +64,7 @@ def _check(name, layout, loss_fn, torch_loss_fn):
 
 
 @pytest.mark.full  # by default, the sum below, and the logits of every architecture
-@pytest.mark.parametrize(
-    'name, layout', reference.cases(('switch', 't5')))
+@pytest.mark.parametrize('name, layout', reference.cases(('switch', 't5')))
 def test_mean_loss_and_gradients(name, layout):
   loss_fn = _loss_fn(name, layout, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
   _check(name, layout, loss_fn, _mean_loss)
@@ -70,30 +73,54 @@ def test_mean_loss_and_gradients(name, layout):
 @pytest.mark.parametrize('name, layout', reference.cases(('umt5', 't5')))
 def test_summed_loss_with_z_loss_and_gradients(name, layout):
   z_loss = 0.01
-  _check(name, layout, _loss_fn(name, layout, z_loss=z_loss), functools.partial(_summed_loss, z_loss=z_loss))
+  _check(
+    name,
+    layout,
+    _loss_fn(name, layout, z_loss=z_loss),
+    functools.partial(_summed_loss, z_loss=z_loss),
+  )
 
 
 _OPTIMIZERS = {
-    'sgd': (lambda: optimizers.sgd(_RATE, momentum=0.9), lambda params: torch.optim.SGD(params, _RATE, momentum=0.9)),
-    # Where gradients are small, AdamW makes much of their rounding: hence the rate and epsilon.
-    'adamw': (lambda: optimizers.adamw(_RATE / 10, b2=0.99, eps=1e-4, weight_decay=0.1),
-              lambda params: torch.optim.AdamW(params, _RATE / 10, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)),
-    # Theirs factors every matrix; ours, as T5X's, by default those only whose dims are all 128 or more.
-    'adafactor': (
-        lambda: optimizers.Adafactor(_RATE, min_dim_size_to_factor=1),
-        lambda params: transformers.Adafactor(params, _RATE, relative_step=False, scale_parameter=True)),
+  'sgd': (
+    lambda: optimizers.sgd(_RATE, momentum=0.9),
+    lambda params: torch.optim.SGD(params, _RATE, momentum=0.9),
+  ),
+  # Where gradients are small, AdamW makes much of their rounding: hence the rate and epsilon.
+  'adamw': (
+    lambda: optimizers.adamw(_RATE / 10, b2=0.99, eps=1e-4, weight_decay=0.1),
+    lambda params: torch.optim.AdamW(
+      params, _RATE / 10, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1
+    ),
+  ),
+  # Theirs factors every matrix; ours, as T5X's, by default those only whose dims are all 128 or more.
+  'adafactor': (
+    lambda: optimizers.Adafactor(_RATE, min_dim_size_to_factor=1),
+    lambda params: transformers.Adafactor(params, _RATE, relative_step=False, scale_parameter=True),
+  ),
 }
 
 
 @pytest.mark.full  # by default, the gradients above and tests/test_train_golden.py
-@pytest.mark.parametrize('name, optimizer', [
-    pytest.param(name, optimizer, marks=[] if (name, optimizer) == ('t5_1_1', 'adafactor') else [pytest.mark.full])
-    for name in reference.DENSE for optimizer in _OPTIMIZERS])
+@pytest.mark.parametrize(
+  'name, optimizer',
+  [
+    pytest.param(
+      name,
+      optimizer,
+      marks=[] if (name, optimizer) == ('t5_1_1', 'adafactor') else [pytest.mark.full],
+    )
+    for name in reference.DENSE
+    for optimizer in _OPTIMIZERS
+  ],
+)
 def test_two_steps_of_an_optimizer(name, optimizer):
   family = reference.FAMILIES[name]
   model = reference.torch_model(family, 4)
   start = reference.our_tree(reference.state_dict(model), family)
-  ours, theirs = (make() if i == 0 else make(model.parameters()) for i, make in enumerate(_OPTIMIZERS[optimizer]))
+  ours, theirs = (
+    make() if i == 0 else make(model.parameters()) for i, make in enumerate(_OPTIMIZERS[optimizer])
+  )
   state = ours.create(start)
   update = network_cases.jit(lambda state, grads: state.apply_gradient(grads))
   grads_fn = _loss_fn(name, 't5', loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')

@@ -44,17 +44,30 @@ def _model_that_ends(family, seed):
 @functools.cache
 def _predict_fn(name, layout, alpha):
   """Returns a compiled function from (parameters, batch) to the model's predictions; alpha None: greedily."""
-  decode_fn = decoding.greedy_search if alpha is None else functools.partial(decoding.beam_search, alpha=alpha)
-  model = reference.our_model(reference.our_module(reference.FAMILIES[name], layout), decode_fn=decode_fn)
-  return network_cases.jit(functools.partial(
-      model.predict_batch_with_aux, num_decodes=1 if alpha is None else _NUM_BEAMS, return_all_decodes=True))
+  decode_fn = (
+    decoding.greedy_search
+    if alpha is None
+    else functools.partial(decoding.beam_search, alpha=alpha)
+  )
+  model = reference.our_model(
+    reference.our_module(reference.FAMILIES[name], layout), decode_fn=decode_fn
+  )
+  return network_cases.jit(
+    functools.partial(
+      model.predict_batch_with_aux,
+      num_decodes=1 if alpha is None else _NUM_BEAMS,
+      return_all_decodes=True,
+    )
+  )
 
 
 def _ours(model, batch, name, layout, alpha=None):
   """Returns (int [rows, decodes, length], their scores), best first."""
   params = reference.our_tree(reference.state_dict(model), reference.FAMILIES[name], layout)
-  inputs = {'encoder_input_tokens': batch['encoder_input_tokens'],
-            'decoder_input_tokens': np.zeros((_ROWS, _LENGTH), np.int32)}
+  inputs = {
+    'encoder_input_tokens': batch['encoder_input_tokens'],
+    'decoder_input_tokens': np.zeros((_ROWS, _LENGTH), np.int32),
+  }
   sequences, aux = _predict_fn(name, layout, alpha)(params, inputs)
   return np.asarray(sequences)[:, ::-1], np.asarray(aux['scores'])[:, ::-1]
 
@@ -63,8 +76,15 @@ def _theirs(model, batch, **options):
   """Returns (int [rows, decodes, length] with 0 behind the end, their scores or None), best first."""
   inputs = torch.from_numpy(batch['encoder_input_tokens']).long()
   result = model.generate(
-      input_ids=inputs, attention_mask=(inputs > 0).long(), max_new_tokens=_LENGTH, do_sample=False, use_cache=False,
-      return_dict_in_generate=True, output_scores=True, **options)
+    input_ids=inputs,
+    attention_mask=(inputs > 0).long(),
+    max_new_tokens=_LENGTH,
+    do_sample=False,
+    use_cache=False,
+    return_dict_in_generate=True,
+    output_scores=True,
+    **options,
+  )
   tokens = result.sequences.numpy()[:, 1:]
   tokens = np.pad(tokens, ((0, 0), (0, _LENGTH - tokens.shape[1]))).reshape(_ROWS, -1, _LENGTH)
   is_end = tokens == _EOS
@@ -87,14 +107,22 @@ class _AllCandidatesMayEnd:
     self._update = model._update_finished_beams
     self.rows = np.zeros(_ROWS, bool)
 
-  def __call__(self, *, top_num_beam_mask, next_token_hits_stopping_criteria, is_early_stop_heuristic_unsatisfied,
-               **options):
+  def __call__(
+    self,
+    *,
+    top_num_beam_mask,
+    next_token_hits_stopping_criteria,
+    is_early_stop_heuristic_unsatisfied,
+    **options,
+  ):
     late = torch.any(next_token_hits_stopping_criteria & ~top_num_beam_mask, dim=1, keepdim=True)
     self.rows |= torch.any(late & is_early_stop_heuristic_unsatisfied, dim=1).numpy()
     return self._update(
-        top_num_beam_mask=torch.ones_like(top_num_beam_mask),
-        next_token_hits_stopping_criteria=next_token_hits_stopping_criteria,
-        is_early_stop_heuristic_unsatisfied=is_early_stop_heuristic_unsatisfied, **options)
+      top_num_beam_mask=torch.ones_like(top_num_beam_mask),
+      next_token_hits_stopping_criteria=next_token_hits_stopping_criteria,
+      is_early_stop_heuristic_unsatisfied=is_early_stop_heuristic_unsatisfied,
+      **options,
+    )
 
 
 # The other families and layouts are for the long tests; test_logits.py compares their logits.
@@ -111,16 +139,30 @@ def test_greedy_search(name, layout):
 
 
 @pytest.mark.full  # by default, tests/decoding compares beams with T5X and with brute force
-@pytest.mark.parametrize('name, layout, alpha', [
-    pytest.param(*case.values, alpha, id=f'{case.id}-{alpha}', marks=case.marks if alpha == 0 else pytest.mark.full)
-    for case in reference.cases(('switch', 't5')) for alpha in (0.0, 0.6)])
+@pytest.mark.parametrize(
+  'name, layout, alpha',
+  [
+    pytest.param(
+      *case.values,
+      alpha,
+      id=f'{case.id}-{alpha}',
+      marks=case.marks if alpha == 0 else pytest.mark.full,
+    )
+    for case in reference.cases(('switch', 't5'))
+    for alpha in (0.0, 0.6)
+  ],
+)
 def test_beam_search(name, layout, alpha):
   num_compared = num_plain = num_changed = 0
   for seed in range(6):
     model, batch = _model_that_ends(reference.FAMILIES[name], seed)
     sequences, scores = _ours(model, batch, name, layout, alpha)
-    options = dict(num_beams=_NUM_BEAMS, num_return_sequences=_NUM_BEAMS, early_stopping='never',
-                   length_penalty=_BrevityPenalty(alpha))
+    options = dict(
+      num_beams=_NUM_BEAMS,
+      num_return_sequences=_NUM_BEAMS,
+      early_stopping='never',
+      length_penalty=_BrevityPenalty(alpha),
+    )
     plain, _ = _theirs(model, batch, **options)
     model._update_finished_beams = all_may_end = _AllCandidatesMayEnd(model)
     want, want_scores = _theirs(model, batch, **options)
@@ -134,4 +176,8 @@ def test_beam_search(name, layout, alpha):
     num_compared += compared.sum()
     num_plain += agree.sum()
     num_changed += np.any(plain[compared] != want[compared], axis=(1, 2)).sum()
-  assert num_compared >= 18 and num_changed and (alpha or num_plain), (num_compared, num_changed, num_plain)
+  assert num_compared >= 18 and num_changed and (alpha or num_plain), (
+    num_compared,
+    num_changed,
+    num_plain,
+  )

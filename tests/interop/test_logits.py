@@ -20,8 +20,10 @@ _TOLERANCE = 1e-5
 # Where a family cannot be told by its network at this size of a vocabulary.
 _FAMILY_FLAGS = {'mt5': 'mt5'}
 # Each option of the architecture once; T5 1.1 and mT5 differ from the others in no code.
-_CASES = reference.cases(*((name, 't5') for name in ('t5_1_0', 'tied_gated', 'tied_unscaled', 'switch')),
-                         ('umt5', 'scalable_t5'))
+_CASES = reference.cases(
+  *((name, 't5') for name in ('t5_1_0', 'tied_gated', 'tied_unscaled', 'switch')),
+  ('umt5', 'scalable_t5'),
+)
 
 
 @pytest.mark.parametrize('name, layout', _CASES)
@@ -30,7 +32,9 @@ def test_their_weights_here(name, layout, tmp_path):
   model = reference.torch_model(family)
   folder = reference.save_theirs(model, tmp_path / 'theirs')
   params = reference.restore(folder, family, layout)
-  reference.assert_same_bits(params, reference.our_tree(reference.state_dict(model), family, layout))
+  reference.assert_same_bits(
+    params, reference.our_tree(reference.state_dict(model), family, layout)
+  )
   logits = reference.logits_fn(family, layout)(params, batch)
   assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
   # And by way of a converted checkpoint.
@@ -46,9 +50,13 @@ def test_our_weights_there(name, layout, tmp_path):
   if layout != 't5':
     params = param_layouts.convert(params, 't5', layout, module.config)
   run = reference.save_ours(params, tmp_path / 'run', module)
-  made = convert.convert(run, str(tmp_path / 'theirs'), to='hugging_face', family=_FAMILY_FLAGS.get(name))
+  made = convert.convert(
+    run, str(tmp_path / 'theirs'), to='hugging_face', family=_FAMILY_FLAGS.get(name)
+  )
   model = reference.load_theirs(made.path, family)
-  reference.assert_same_bits(reference.our_tree(reference.state_dict(model), family, layout), params)
+  reference.assert_same_bits(
+    reference.our_tree(reference.state_dict(model), family, layout), params
+  )
   logits = reference.logits_fn(family, layout)(params, batch)
   assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
 
@@ -58,21 +66,31 @@ def test_umt5_without_tied_embeddings_needs_the_flag_that_its_configuration_does
   model = reference.torch_model(family)
   right = reference.torch_logits(model, batch)
   model.config.tie_word_embeddings = True
-  np.testing.assert_allclose(reference.torch_logits(model, batch), right * 32 ** -0.5, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(
+    reference.torch_logits(model, batch), right * 32**-0.5, rtol=1e-4, atol=1e-5
+  )
   # As `transformers` saves a model that it has loaded. That the tables differ says that they are not tied.
   folder = reference.save_theirs(model, tmp_path / 'theirs')
   reference.assert_same_bits(
-      reference.restore(folder, family), reference.our_tree(reference.state_dict(model), family))
-  np.testing.assert_array_equal(reference.torch_logits(reference.load_theirs(folder, family), batch), right)
+    reference.restore(folder, family), reference.our_tree(reference.state_dict(model), family)
+  )
+  np.testing.assert_array_equal(
+    reference.torch_logits(reference.load_theirs(folder, family), batch), right
+  )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('name, needs_flag', [('mt5', False), ('umt5', True), ('switch', True)])
 def test_tied_models_whose_logits_are_not_scaled_stay_one_table(name, needs_flag, tmp_path):
   """An mT5 as `transformers` 5 makes it, and the other types as written here; T5 is among the families."""
-  family, batch = dataclasses.replace(
-      reference.FAMILIES[name], tied=True,
-      our_options=(('logits_via_embedding', True), ('scale_tied_logits', False))), reference.random_batch()
+  family, batch = (
+    dataclasses.replace(
+      reference.FAMILIES[name],
+      tied=True,
+      our_options=(('logits_via_embedding', True), ('scale_tied_logits', False)),
+    ),
+    reference.random_batch(),
+  )
   module, params = reference.our_module(family), reference.random_params(family)
   run = reference.save_ours(params, tmp_path / 'run', module)
   made = convert.convert(run, str(tmp_path / 'folder'), to='hugging_face', family=name)
@@ -95,7 +113,10 @@ def test_tied_models_whose_logits_are_not_scaled_stay_one_table(name, needs_flag
 @pytest.mark.full
 def test_umt5_with_tied_logits(tmp_path):
   """No such model was published, and `transformers` makes nothing else of its default configuration."""
-  family, batch = dataclasses.replace(reference.FAMILIES['umt5'], tied=True), reference.random_batch()
+  family, batch = (
+    dataclasses.replace(reference.FAMILIES['umt5'], tied=True),
+    reference.random_batch(),
+  )
   model = reference.torch_model(family)
   params = reference.restore(reference.save_theirs(model, tmp_path / 'theirs'), family)
   logits = reference.logits_fn(family)(params, batch)
@@ -103,13 +124,24 @@ def test_umt5_with_tied_logits(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('theirs, ours', [
-    ('gelu', ('gelu_exact',)), ('silu', ('silu',)), ('gated-relu', ('relu', 'linear')),
-    ('gated-silu', ('silu', 'linear')), ('gated-gelu_new', ('gelu', 'linear')), ('gated-tanh', ('tanh', 'linear'))])
+@pytest.mark.parametrize(
+  'theirs, ours',
+  [
+    ('gelu', ('gelu_exact',)),
+    ('silu', ('silu',)),
+    ('gated-relu', ('relu', 'linear')),
+    ('gated-silu', ('silu', 'linear')),
+    ('gated-gelu_new', ('gelu', 'linear')),
+    ('gated-tanh', ('tanh', 'linear')),
+  ],
+)
 def test_other_activations(theirs, ours, tmp_path):
   family = reference.Family(
-      name='other', gated=len(ours) > 1, options=(('feed_forward_proj', theirs),),
-      our_options=(('mlp_activations', ours),))
+    name='other',
+    gated=len(ours) > 1,
+    options=(('feed_forward_proj', theirs),),
+    our_options=(('mlp_activations', ours),),
+  )
   batch = reference.random_batch()
   model = reference.torch_model(family)
   folder = reference.save_theirs(model, tmp_path / 'theirs')
@@ -119,16 +151,23 @@ def test_other_activations(theirs, ours, tmp_path):
   assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
   # And back, by a run of a network with these activations.
   run = reference.save_ours(params, tmp_path / 'run', reference.our_module(family))
-  back = reference.load_theirs(convert.convert(run, str(tmp_path / 'back'), to='hugging_face').path, family)
+  back = reference.load_theirs(
+    convert.convert(run, str(tmp_path / 'back'), to='hugging_face').path, family
+  )
   assert reference.max_error(reference.torch_logits(back, batch), logits, batch) < _TOLERANCE
 
 
-@pytest.mark.parametrize('num_buckets, max_distance', [
-    (32, 128), (8, 14), pytest.param(32, 1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'num_buckets, max_distance', [(32, 128), (8, 14), pytest.param(32, 1000, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize('bidirectional', [True, False])
-def test_buckets_of_relative_positions_are_theirs_at_every_distance(num_buckets, max_distance, bidirectional):
+def test_buckets_of_relative_positions_are_theirs_at_every_distance(
+  num_buckets, max_distance, bidirectional
+):
   distances = np.arange(-3 * max_distance, 3 * max_distance + 1)
   np.testing.assert_array_equal(
-      relative_position.relative_position_bucket(distances, bidirectional, num_buckets, max_distance),
-      modeling_t5.T5Attention._relative_position_bucket(
-          torch.from_numpy(distances), bidirectional, num_buckets, max_distance))
+    relative_position.relative_position_bucket(distances, bidirectional, num_buckets, max_distance),
+    modeling_t5.T5Attention._relative_position_bucket(
+      torch.from_numpy(distances), bidirectional, num_buckets, max_distance
+    ),
+  )

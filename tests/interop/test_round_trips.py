@@ -25,7 +25,11 @@ def _tensors(folder):
   for path in sorted(pathlib.Path(folder).glob('*.safetensors')):
     for name, tensor in safetensors.torch.load_file(path).items():
       assert name not in found
-      found[name] = (str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes())
+      found[name] = (
+        str(tensor.dtype),
+        tuple(tensor.shape),
+        tensor.contiguous().view(torch.uint8).numpy().tobytes(),
+      )
   return found
 
 
@@ -33,44 +37,84 @@ def _config(folder):
   """Returns a folder's configuration as `transformers` reads it, without what says how it was saved."""
   config = transformers.AutoConfig.from_pretrained(folder)
   # Ours writes its activation as all of the T5 family do, too: to Switch Transformers, `dense_act_fn` says it.
-  unread = ('feed_forward_proj', 'is_gated_act') if config.model_type == 'switch_transformers' else ()
-  return {key: value for key, value in config.to_dict().items()
-          if key not in ('_name_or_path', 'tokenizer_class', 'transformers_version', 'dropout_rate', *unread)}
+  unread = (
+    ('feed_forward_proj', 'is_gated_act') if config.model_type == 'switch_transformers' else ()
+  )
+  return {
+    key: value
+    for key, value in config.to_dict().items()
+    if key
+    not in ('_name_or_path', 'tokenizer_class', 'transformers_version', 'dropout_rate', *unread)
+  }
 
 
-@pytest.mark.parametrize('name, dtype, shards', [
-    *(pytest.param(name, 'bfloat16', 3, marks=[] if name in ('tied_unscaled', 'mt5', 'umt5', 'switch')
-                   else [pytest.mark.full]) for name in reference.FAMILIES),
-    *(pytest.param(name, 'float32', 1, marks=[] if name == 't5_1_0' else [pytest.mark.full])
-      for name in reference.FAMILIES)])
+@pytest.mark.parametrize(
+  'name, dtype, shards',
+  [
+    *(
+      pytest.param(
+        name,
+        'bfloat16',
+        3,
+        marks=[] if name in ('tied_unscaled', 'mt5', 'umt5', 'switch') else [pytest.mark.full],
+      )
+      for name in reference.FAMILIES
+    ),
+    *(
+      pytest.param(name, 'float32', 1, marks=[] if name == 't5_1_0' else [pytest.mark.full])
+      for name in reference.FAMILIES
+    ),
+  ],
+)
 def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
   family = reference.FAMILIES[name]
-  model = reference.torch_model(family, router_jitter_noise=0.01, expert_capacity=5) if family.sparse else (
-      reference.torch_model(family))
+  model = (
+    reference.torch_model(family, router_jitter_noise=0.01, expert_capacity=5)
+    if family.sparse
+    else (reference.torch_model(family))
+  )
   model = model.to(_DTYPES[dtype])
   num_bytes = sum(parameter.nbytes for parameter in model.parameters())
   there = reference.save_theirs(model, tmp_path / 'theirs', max_shard_size=num_bytes // shards)
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x_lite')
   assert here.dtypes == {dtype: here.num_arrays - 1}
   back = convert.convert(
-      here.path, str(tmp_path / 'back'), to='hugging_face', max_shard_size=num_bytes // shards,
-      family='mt5' if name == 'mt5' else None)
+    here.path,
+    str(tmp_path / 'back'),
+    to='hugging_face',
+    max_shard_size=num_bytes // shards,
+    family='mt5' if name == 'mt5' else None,
+  )
   assert len(list(pathlib.Path(there).glob('*.safetensors'))) >= shards
   assert len(list(pathlib.Path(back.path).glob('*.safetensors'))) >= shards
   assert _tensors(back.path) == _tensors(there)
   assert _config(back.path) == _config(there)
   # A run has float32 parameters whatever the folder has.
   reference.assert_same_bits(
-      reference.restore(there, family), reference.our_tree(reference.state_dict(model.float()), family))
+    reference.restore(there, family),
+    reference.our_tree(reference.state_dict(model.float()), family),
+  )
 
 
-@pytest.mark.parametrize('layers', [
+@pytest.mark.parametrize(
+  'layers',
+  [
     # Every layer; layer 1 of 4; a number of 0 with 2 layers, and with 3.
-    dict(num_layers=2, num_sparse_encoder_layers=2, num_decoder_layers=4, num_sparse_decoder_layers=1),
-    pytest.param(dict(num_layers=2, num_sparse_encoder_layers=0, num_decoder_layers=3, num_sparse_decoder_layers=0),
-                 marks=pytest.mark.full)])
+    dict(
+      num_layers=2, num_sparse_encoder_layers=2, num_decoder_layers=4, num_sparse_decoder_layers=1
+    ),
+    pytest.param(
+      dict(
+        num_layers=2, num_sparse_encoder_layers=0, num_decoder_layers=3, num_sparse_decoder_layers=0
+      ),
+      marks=pytest.mark.full,
+    ),
+  ],
+)
 def test_which_layers_are_sparse(layers, tmp_path):
-  there = reference.save_theirs(reference.torch_model(reference.FAMILIES['switch'], **layers), tmp_path / 'theirs')
+  there = reference.save_theirs(
+    reference.torch_model(reference.FAMILIES['switch'], **layers), tmp_path / 'theirs'
+  )
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x_lite')
   back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
   assert _tensors(back.path) == _tensors(there)
@@ -83,16 +127,26 @@ def test_rounding_is_that_of_pytorch(dtype, tmp_path):
   model = reference.torch_model(reference.FAMILIES['t5_1_0'])
   there = reference.save_theirs(model, tmp_path / 'theirs')
   cast = convert.convert(there, str(tmp_path / 'cast'), to='hugging_face', dtype=dtype).path
-  assert _tensors(cast) == _tensors(reference.save_theirs(model.to(getattr(torch, dtype)), tmp_path / 'want'))
+  assert _tensors(cast) == _tensors(
+    reference.save_theirs(model.to(getattr(torch, dtype)), tmp_path / 'want')
+  )
   assert reference.load_theirs(cast, reference.FAMILIES['t5_1_0']).dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize('name', [
-    pytest.param('t5_1_0', marks=pytest.mark.full), 'umt5', pytest.param('byt5', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param('t5_1_0', marks=pytest.mark.full),
+    'umt5',
+    pytest.param('byt5', marks=pytest.mark.full),
+  ],
+)
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_theirs_to_t5x_and_back(name, layout, tmp_path):
   """In T5X's form only names and shapes describe the network; stacked, all layers have a table."""
-  there = reference.save_theirs(reference.torch_model(reference.FAMILIES[name]), tmp_path / 'theirs')
+  there = reference.save_theirs(
+    reference.torch_model(reference.FAMILIES[name]), tmp_path / 'theirs'
+  )
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x', param_layout=layout)
   assert (here.format, here.param_layout) == ('t5x', layout)
   back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
@@ -104,7 +158,9 @@ def test_a_folder_as_they_were_published_first(tmp_path):
   """With copies of the embedding table, positions of the attention to the encoder, and the flag of untied models."""
   family = reference.FAMILIES['t5_1_1']
   tensors = reference.state_dict(reference.torch_model(family))
-  tensors['decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'] = np.ones((32, 4), np.float32)
+  tensors['decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'] = np.ones(
+    (32, 4), np.float32
+  )
   config = reference.torch_config(family).to_dict()
   del config['scale_decoder_outputs'], config['dense_act_fn'], config['is_gated_act']
   safetensors.numpy.save_file(tensors, tmp_path / 'model.safetensors')
@@ -126,7 +182,9 @@ def test_of_t5x_to_theirs_and_back(samples, form, tmp_path):
   back = convert.convert(there.path, str(tmp_path / 'back'), to='t5x', step=t5x_samples.STEP)
   want = checkpoints.load(str(samples[form] / f'checkpoint_{t5x_samples.STEP}'))
   got = checkpoints.load(back.path)
-  reference.assert_same_bits(got, {'target': want['target'], 'state': {'step': want['state']['step']}})
+  reference.assert_same_bits(
+    got, {'target': want['target'], 'state': {'step': want['state']['step']}}
+  )
   if form == 't5x':
     # Array by array the files are those that T5X wrote, too.
     chunks = t5x_samples.read_chunks(samples[form] / f'checkpoint_{t5x_samples.STEP}')

@@ -25,13 +25,22 @@ def test_with_a_group_for_each_sequence_the_same_tokens_are_dropped(capacity):
   # The decoder's rows are shorter: the largest groups that divide its tokens are its rows.
   assert batch['decoder_input_tokens'].shape == (3, 11) and length == 19
   module = reference.our_module(
-      _FAMILY, group_size=length, train_capacity_factor=0.01, eval_capacity_factor=0.01, min_expert_capacity=capacity)
+    _FAMILY,
+    group_size=length,
+    train_capacity_factor=0.01,
+    eval_capacity_factor=0.01,
+    min_expert_capacity=capacity,
+  )
   logits = network_cases.jit(
-      lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False))(params, batch)
+    lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False)
+  )(params, batch)
   want = reference.torch_logits(model, batch)
   assert reference.max_error(logits, want, batch) < 1e-5
   # And it matters.
-  assert reference.max_error(reference.torch_logits(reference.torch_model(_FAMILY), batch), want, batch) > 0.01
+  assert (
+    reference.max_error(reference.torch_logits(reference.torch_model(_FAMILY), batch), want, batch)
+    > 0.01
+  )
 
 
 @pytest.mark.full
@@ -40,7 +49,10 @@ def test_logits_that_are_not_tied(tmp_path):
   family, batch = dataclasses.replace(_FAMILY, name='untied', tied=False), reference.random_batch()
   module, params = reference.our_module(family), reference.random_params(family)
   folder = convert.convert(
-      reference.save_ours(params, tmp_path / 'run', module), str(tmp_path / 'theirs'), to='hugging_face').path
+    reference.save_ours(params, tmp_path / 'run', module),
+    str(tmp_path / 'theirs'),
+    to='hugging_face',
+  ).path
   model = reference.load_theirs(folder, family)
   logits = reference.logits_fn(family)(params, batch)
   assert reference.max_error(reference.torch_logits(model, batch), logits, batch) < 1e-5

@@ -12,8 +12,15 @@ from t5x_lite.checkpoints.hugging_face import families, tokenizer_files
 from t5x_lite.data import corpora, tokenizer_folders
 
 _TEXTS = [
-    'The statement is a name', '<extra_id_0> x in numbers:', 'if x <extra_id_1> None: <extra_id_2>', 'a  b\n\tc', '',
-    ' leading and trailing ', 'é ü ﬁ ½ 中文 \U0001F600', "it's `code` (with, brackets) [1] 100%", 'x <extra_id_7>',
+  'The statement is a name',
+  '<extra_id_0> x in numbers:',
+  'if x <extra_id_1> None: <extra_id_2>',
+  'a  b\n\tc',
+  '',
+  ' leading and trailing ',
+  'é ü ﬁ ½ 中文 \U0001f600',
+  "it's `code` (with, brackets) [1] 100%",
+  'x <extra_id_7>',
 ]
 _T5_LIKE = ('t5_1_0', 't5_1_1', 'mt5', 'umt5', 'switch')
 
@@ -21,15 +28,20 @@ _T5_LIKE = ('t5_1_0', 't5_1_1', 'mt5', 'umt5', 'switch')
 @pytest.fixture(scope='module')
 def model_file(tmp_path_factory):
   path = str(tmp_path_factory.mktemp('pieces') / 'docs.model')
-  vocab.train_vocabulary(vocab.corpus_lines('python_docs', 'validation'), path, vocab_size=500, extra_ids=8)
+  vocab.train_vocabulary(
+    vocab.corpus_lines('python_docs', 'validation'), path, vocab_size=500, extra_ids=8
+  )
   return path
 
 
 def _make_folder(path, family, tokenizer, vocab_size):
   """Writes a folder of the family without weights; returns the names of its tokenizer's files."""
   path.mkdir()
-  (path / 'config.json').write_text(json.dumps(
-      {'model_type': families.get_family(family).model_type, 'vocab_size': vocab_size, 'd_model': 8}))
+  (path / 'config.json').write_text(
+    json.dumps(
+      {'model_type': families.get_family(family).model_type, 'vocab_size': vocab_size, 'd_model': 8}
+    )
+  )
   return tokenizer_files.write(path, families.get_family(family), tokenizer, vocab_size=vocab_size)
 
 
@@ -37,11 +49,20 @@ def _make_folder(path, family, tokenizer, vocab_size):
 def test_sentencepiece(tmp_path, model_file, family):
   ours = data.SentencePieceVocabulary(model_file, 8)
   folder = tmp_path / 'x'
-  assert set(_make_folder(folder, family, ours, 512)) == {'tokenizer_config.json', 'tokenizer.json', 'spiece.model'}
+  assert set(_make_folder(folder, family, ours, 512)) == {
+    'tokenizer_config.json',
+    'tokenizer.json',
+    'spiece.model',
+  }
   texts = [*_TEXTS, *corpora.python_docs('validation')[2].splitlines()]
   for load in (transformers.T5Tokenizer, transformers.AutoTokenizer):
     theirs = load.from_pretrained(folder)
-    assert (theirs.pad_token_id, theirs.eos_token_id, theirs.unk_token_id, len(theirs)) == (0, 1, 2, ours.vocab_size)
+    assert (theirs.pad_token_id, theirs.eos_token_id, theirs.unk_token_id, len(theirs)) == (
+      0,
+      1,
+      2,
+      ours.vocab_size,
+    )
     for text in texts:
       ids = ours.encode(text)
       assert theirs(text).input_ids == [*ids, 1], (load, text)
@@ -81,11 +102,13 @@ def test_folders_that_transformers_saves(tmp_path, model_file):
 def test_bytes(tmp_path, extra_ids):
   ours = data.ByteVocabulary(extra_ids)
   folder = tmp_path / 'x'
-  assert _make_folder(folder, 'byt5', None if extra_ids == 125 else ours, 384) == ('tokenizer_config.json',)
+  assert _make_folder(folder, 'byt5', None if extra_ids == 125 else ours, 384) == (
+    'tokenizer_config.json',
+  )
   for load in (transformers.ByT5Tokenizer, transformers.AutoTokenizer):
     theirs = load.from_pretrained(folder)
     assert (theirs.pad_token_id, theirs.eos_token_id, theirs.unk_token_id) == (0, 1, 2)
-    for text in ('The statement', 'é 中文 \U0001F600\n\t', ''):
+    for text in ('The statement', 'é 中文 \U0001f600\n\t', ''):
       assert theirs(text).input_ids == [*ours.encode(text), 1]
       assert theirs.decode(ours.encode(text)) == text
   assert tokenizer_folders.hugging_face_vocabulary(str(folder)) == ours
@@ -95,7 +118,11 @@ def test_bytes(tmp_path, extra_ids):
 @pytest.mark.parametrize('kind, first, last', [('sentencepiece', 507, 500), ('bytes', 266, 259)])
 def test_order_of_sentinels(tmp_path, model_file, kind, first, last):
   """<extra_id_0> is the last id: ours, in the folders that we write transformers', and seqio's (core tests)."""
-  ours = data.SentencePieceVocabulary(model_file, 8) if kind == 'sentencepiece' else data.ByteVocabulary(8)
+  ours = (
+    data.SentencePieceVocabulary(model_file, 8)
+    if kind == 'sentencepiece'
+    else data.ByteVocabulary(8)
+  )
   assert data.vocabularies.sentinel_id(ours) == first
   _make_folder(tmp_path / 'x', 't5_1_1', ours, 512)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'x')
@@ -107,7 +134,10 @@ def test_order_of_sentinels(tmp_path, model_file, kind, first, last):
 
 def test_published_byt5_has_another_order():
   """As `docs/weights.md` says: in transformers' own tokenizer the first sentinel is the first id behind the bytes."""
-  assert transformers.ByT5Tokenizer().convert_tokens_to_ids(['<extra_id_0>', '<extra_id_124>']) == [259, 383]
+  assert transformers.ByT5Tokenizer().convert_tokens_to_ids(['<extra_id_0>', '<extra_id_124>']) == [
+    259,
+    383,
+  ]
 
 
 # Where the two tokenizers differ, which `docs/weights.md` says: text, what ours gives, what theirs gives.

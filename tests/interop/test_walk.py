@@ -43,11 +43,21 @@ def test_fine_tune_convert_and_generate(tmp_path, monkeypatch):
   model = reference.torch_model(_FAMILY)
   reference.save_theirs(model, theirs)
   transformers.ByT5Tokenizer().save_pretrained(theirs)
-  _main('train', '--gin_file=recipes/finetune_from_hf.gin', f'--gin.INITIAL_CHECKPOINT_PATH={theirs}',
-        f'--gin.MODEL_DIR={run}', '--gin.TRAIN_STEPS=2', '--gin.BATCH_SIZE=8', '--gin.DROPOUT_RATE=0.0',
-        '--gin.train_script.train.infer_eval_dataset_cfg=None', '--gin.train_script.train.train_eval_dataset_cfg=None',
-        '--gin.train_script.train.stats_period=1')
-  losses = [json.loads(line)['loss'] for line in (run / 'train' / 'metrics.jsonl').read_text().splitlines()]
+  _main(
+    'train',
+    '--gin_file=recipes/finetune_from_hf.gin',
+    f'--gin.INITIAL_CHECKPOINT_PATH={theirs}',
+    f'--gin.MODEL_DIR={run}',
+    '--gin.TRAIN_STEPS=2',
+    '--gin.BATCH_SIZE=8',
+    '--gin.DROPOUT_RATE=0.0',
+    '--gin.train_script.train.infer_eval_dataset_cfg=None',
+    '--gin.train_script.train.train_eval_dataset_cfg=None',
+    '--gin.train_script.train.stats_period=1',
+  )
+  losses = [
+    json.loads(line)['loss'] for line in (run / 'train' / 'metrics.jsonl').read_text().splitlines()
+  ]
   assert len(losses) == 2 and all(0 < loss < 2 * math.log(384) for loss in losses)
   _main('convert', run, back, '--to=hugging_face', f'--tokenizer={theirs}')
   trained = reference.load_theirs(back, _FAMILY)
@@ -55,7 +65,9 @@ def test_fine_tune_convert_and_generate(tmp_path, monkeypatch):
   reference.assert_same_bits(reference.our_tree(reference.state_dict(trained), _FAMILY), params)
   start = reference.our_tree(reference.state_dict(model), _FAMILY)
   # Every parameter has moved a little, from where it was over there.
-  moved = jax.tree.map(lambda new, old: np.linalg.norm(new - old) / np.linalg.norm(old), params, start)
+  moved = jax.tree.map(
+    lambda new, old: np.linalg.norm(new - old) / np.linalg.norm(old), params, start
+  )
   assert 0 < min(jax.tree.leaves(moved)) and max(jax.tree.leaves(moved)) < 0.1
   tokenizer = transformers.AutoTokenizer.from_pretrained(back)
   inputs = tokenizer(['to be or not <extra_id_0> be', 'a'], padding=True, return_tensors='pt')

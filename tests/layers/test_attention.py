@@ -29,16 +29,23 @@ def _reference(query, key, value, bias):
 
 
 def _inputs(batch=2, q_len=4, k_len=6, heads=3, head_dim=8):
-  return (_random(batch, q_len, heads, head_dim), _random(batch, k_len, heads, head_dim, seed=1),
-          _random(batch, k_len, heads, head_dim, seed=2))
+  return (
+    _random(batch, q_len, heads, head_dim),
+    _random(batch, k_len, heads, head_dim, seed=1),
+    _random(batch, k_len, heads, head_dim, seed=2),
+  )
 
 
-@pytest.mark.parametrize('bias_shape', [None, (1, 3, 4, 6), (2, 1, 1, 6), (2, 1, 4, 6), (1, 1, 4, 6), (2, 3, 4, 6)])
+@pytest.mark.parametrize(
+  'bias_shape', [None, (1, 3, 4, 6), (2, 1, 1, 6), (2, 1, 4, 6), (1, 1, 4, 6), (2, 3, 4, 6)]
+)
 def test_attention_by_brute_force(bias_shape):
   query, key, value = _inputs()
   bias = None if bias_shape is None else _random(*bias_shape, seed=3)
   got = layers.dot_product_attention(query, key, value, bias)
-  np.testing.assert_allclose(got, _reference(query, key, value, 0.0 if bias is None else bias), rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(
+    got, _reference(query, key, value, 0.0 if bias is None else bias), rtol=1e-5, atol=1e-5
+  )
 
 
 def test_bias_in_parts_is_their_sum_and_so_are_its_gradients():
@@ -55,7 +62,10 @@ def test_bias_in_parts_is_their_sum_and_so_are_its_gradients():
   def in_one(position, query, key, value):
     return jnp.sum(layers.dot_product_attention(query, key, value, position + hidden) * cotangent)
 
-  got, want = (jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3)))(position, query, key, value) for fn in (in_parts, in_one))
+  got, want = (
+    jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3)))(position, query, key, value)
+    for fn in (in_parts, in_one)
+  )
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
   assert got[1][0].shape == position.shape
 
@@ -65,25 +75,37 @@ def test_there_is_no_scaling():
   scores = np.einsum('bqhd,bkhd->bqk', query, key)[:, 0]
   weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
   np.testing.assert_allclose(
-      layers.dot_product_attention(query, key, value)[:, 0, 0], np.einsum('bk,bkd->bd', weights, value[:, :, 0]),
-      rtol=1e-4, atol=1e-5)
+    layers.dot_product_attention(query, key, value)[:, 0, 0],
+    np.einsum('bk,bkd->bd', weights, value[:, :, 0]),
+    rtol=1e-4,
+    atol=1e-5,
+  )
 
 
 def test_rows_without_any_key_stay_finite():
   query, key, value = _inputs()
   valid = jnp.zeros((2, 6), bool)
   bias = layers.make_attention_bias(jnp.zeros((2, 4), bool), valid)
-  assert np.isfinite(layers.dot_product_attention(query, key, value, bias, dtype=jnp.bfloat16)).all()
+  assert np.isfinite(
+    layers.dot_product_attention(query, key, value, bias, dtype=jnp.bfloat16)
+  ).all()
 
 
 def test_softmax_is_float32_and_the_option_keeps_scores_so():
   """The score of one key is larger than those of a hundred others by less than the resolution of bfloat16."""
-  key = jnp.concatenate([jnp.full((1, 100, 1, 1), 256.0), jnp.full((1, 1, 1, 1), 256.0)], axis=1).at[0, 100].set(258.0)
+  key = (
+    jnp.concatenate([jnp.full((1, 100, 1, 1), 256.0), jnp.full((1, 1, 1, 1), 256.0)], axis=1)
+    .at[0, 100]
+    .set(258.0)
+  )
   query = jnp.full((1, 1, 1, 1), 0.75)  # scores 192 and 193.5; bfloat16 has steps of 1 there
   value = (jnp.arange(101) == 100).astype(jnp.float32)[None, :, None, None]
   weight = {
-      exact: layers.dot_product_attention(query, key, value, dtype=jnp.bfloat16, float32_logits=exact).item()
-      for exact in (False, True)}
+    exact: layers.dot_product_attention(
+      query, key, value, dtype=jnp.bfloat16, float32_logits=exact
+    ).item()
+    for exact in (False, True)
+  }
   softmax = lambda gap: np.exp(gap) / (np.exp(gap) + 100)
   assert abs(weight[True] - softmax(1.5)) < 1e-3
   assert min(abs(weight[False] - softmax(gap)) for gap in (1.0, 2.0)) < 1e-3
@@ -115,7 +137,12 @@ def test_projections_have_t5s_names_shapes_and_scales(flat):
   shapes = {name: sub['kernel'].shape for name, sub in variables['params'].items()}
   wide, back = ((512, 512), (512, 512)) if flat else ((512, 8, 64), (8, 64, 512))
   assert shapes == {'query': wide, 'key': wide, 'value': wide, 'out': back}
-  for name, std in (('query', 512**-0.5 / 8), ('key', 512**-0.5), ('value', 512**-0.5), ('out', 512**-0.5)):
+  for name, std in (
+    ('query', 512**-0.5 / 8),
+    ('key', 512**-0.5),
+    ('value', 512**-0.5),
+    ('out', 512**-0.5),
+  ):
     kernel = np.asarray(variables['params'][name]['kernel'])
     assert abs(kernel.std() / std - 1) < 0.02, name
     # A normal distribution that is not truncated at two standard deviations.
@@ -128,11 +155,20 @@ def test_mask_and_bias_arrays_are_t5xs_arguments():
   variables = module.init(_KEY, x, y)
   mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 1, 3, 5))).at[..., 0].set(1)
   bias = _random(1, 2, 3, 5, seed=3)
-  params = {name: sub['kernel'].reshape(16, 2, 8) for name, sub in variables['params'].items() if name != 'out'}
-  query, key, value = (np.einsum('ble,ehd->blhd', a, params[n]) for a, n in ((x, 'query'), (y, 'key'), (y, 'value')))
+  params = {
+    name: sub['kernel'].reshape(16, 2, 8)
+    for name, sub in variables['params'].items()
+    if name != 'out'
+  }
+  query, key, value = (
+    np.einsum('ble,ehd->blhd', a, params[n]) for a, n in ((x, 'query'), (y, 'key'), (y, 'value'))
+  )
   total = np.where(np.asarray(mask) > 0, 0.0, -1e10) + bias
-  out = np.einsum('blhd,hde->ble', _reference(query, key, value, total),
-                  variables['params']['out']['kernel'].reshape(2, 8, 16))
+  out = np.einsum(
+    'blhd,hde->ble',
+    _reference(query, key, value, total),
+    variables['params']['out']['kernel'].reshape(2, 8, 16),
+  )
   np.testing.assert_allclose(module.apply(variables, x, y, mask, bias), out, rtol=1e-4, atol=1e-5)
   # The same mask for all examples, and a bias in the other form.
   shared = module.apply(variables, x, y, mask[:1], layers.AttentionBias.from_array(bias))
@@ -148,10 +184,16 @@ def test_cached_steps_equal_causal_attention(chunk):
   expected = module.apply({'params': params}, x, x, layers.make_causal_mask(x[..., 0]), bias)
   _, variables = module.apply({'params': params}, 2, 6, method='init_cache', mutable=['cache'])
   assert {name: leaf.shape for name, leaf in variables['cache'].items()} == {
-      'cached_key': (2, 2, 6, 8), 'cached_value': (2, 2, 6, 8), 'cache_index': ()}
+    'cached_key': (2, 2, 6, 8),
+    'cached_value': (2, 2, 6, 8),
+    'cache_index': (),
+  }
   cache = variables['cache']
-  step = jax.jit(lambda cache, x, bias: module.apply(
-      {'params': params, 'cache': cache}, x, x, bias=bias, decode=True, mutable=['cache']))
+  step = jax.jit(
+    lambda cache, x, bias: module.apply(
+      {'params': params, 'cache': cache}, x, x, bias=bias, decode=True, mutable=['cache']
+    )
+  )
   for i in range(0, 6, chunk):
     rows = slice(i, i + chunk)
     out, variables = step(cache, x[:, rows], bias[:, :, rows])
@@ -165,9 +207,12 @@ def test_a_full_row_of_a_cache_drops_new_tokens():
   x = _random(2, 4, 16)
   params = module.init(_KEY, x, x)['params']
   _, variables = module.apply(
-      {'params': params}, x, x, prefill=True, prefill_lengths=jnp.array([4, 2]), mutable=['cache'])
+    {'params': params}, x, x, prefill=True, prefill_lengths=jnp.array([4, 2]), mutable=['cache']
+  )
   before = variables['cache']
-  _, variables = module.apply({'params': params, 'cache': before}, x[:, :1], x[:, :1], decode=True, mutable=['cache'])
+  _, variables = module.apply(
+    {'params': params, 'cache': before}, x[:, :1], x[:, :1], decode=True, mutable=['cache']
+  )
   for name in ('cached_key', 'cached_value'):
     changed = np.any(np.asarray(variables['cache'][name] != before[name]), axis=(1, 3))
     np.testing.assert_array_equal(changed, [[False] * 4, [False, False, True, False]])
@@ -181,7 +226,9 @@ def test_cache_is_written_in_place():
   _, variables = module.apply({'params': params}, 2, 512, method='init_cache', mutable=['cache'])
 
   def step(cache, x):
-    out, variables = module.apply({'params': params, 'cache': cache}, x, x, decode=True, mutable=['cache'])
+    out, variables = module.apply(
+      {'params': params, 'cache': cache}, x, x, decode=True, mutable=['cache']
+    )
     return variables['cache'], out
 
   compiled = jax.jit(step, donate_argnums=0).lower(variables['cache'], x).compile()
@@ -204,10 +251,18 @@ def test_cached_keys_and_values_serve_cross_attention():
   module = _attention()
   x, encoded = _random(2, 3, 16), _random(2, 5, 16, seed=1)
   params = module.init(_KEY, x, encoded)['params']
-  bias = layers.make_attention_bias(jnp.ones((2, 3), bool), jnp.array([[True] * 5, [True] * 3 + [False] * 2]))
-  _, variables = module.apply({'params': params}, encoded, method='cache_keys_values', mutable=['cross_cache'])
-  got = module.apply({'params': params, **variables}, x, bias=bias, method='attend_to_cache', deterministic=True)
-  np.testing.assert_allclose(got, module.apply({'params': params}, x, encoded, bias=bias), rtol=1e-5, atol=1e-6)
+  bias = layers.make_attention_bias(
+    jnp.ones((2, 3), bool), jnp.array([[True] * 5, [True] * 3 + [False] * 2])
+  )
+  _, variables = module.apply(
+    {'params': params}, encoded, method='cache_keys_values', mutable=['cross_cache']
+  )
+  got = module.apply(
+    {'params': params, **variables}, x, bias=bias, method='attend_to_cache', deterministic=True
+  )
+  np.testing.assert_allclose(
+    got, module.apply({'params': params}, x, encoded, bias=bias), rtol=1e-5, atol=1e-6
+  )
 
 
 @pytest.mark.parametrize('lengths', [None, (3, 1)])
@@ -218,10 +273,22 @@ def test_a_bias_of_all_positions_serves_a_step(lengths):
   expected = module.apply({'params': params}, x, x, layers.make_causal_mask(x[..., 0]), bias)
   lengths = jnp.array((3, 3) if lengths is None else lengths)
   _, variables = module.apply(
-      {'params': params}, x, x, prefill=True, prefill_lengths=lengths if lengths[0] != lengths[1] else 3,
-      mutable=['cache'])
+    {'params': params},
+    x,
+    x,
+    prefill=True,
+    prefill_lengths=lengths if lengths[0] != lengths[1] else 3,
+    mutable=['cache'],
+  )
   token = jnp.take_along_axis(jnp.asarray(x), lengths[:, None, None], axis=1)
   out, _ = module.apply(
-      {'params': params, **variables}, token, token, bias=jnp.asarray(bias), decode=True, mutable=['cache'])
+    {'params': params, **variables},
+    token,
+    token,
+    bias=jnp.asarray(bias),
+    decode=True,
+    mutable=['cache'],
+  )
   np.testing.assert_allclose(
-      out, jnp.take_along_axis(expected, lengths[:, None, None], axis=1), rtol=1e-5, atol=1e-5)
+    out, jnp.take_along_axis(expected, lengths[:, None, None], axis=1), rtol=1e-5, atol=1e-5
+  )

@@ -21,23 +21,35 @@ def _random(*shape, seed=0):
 
 
 def _inputs(batch=2, q_len=4, k_len=6, heads=3, head_dim=8):
-  return (_random(batch, q_len, heads, head_dim), _random(batch, k_len, heads, head_dim, seed=1),
-          _random(batch, k_len, heads, head_dim, seed=2))
+  return (
+    _random(batch, q_len, heads, head_dim),
+    _random(batch, k_len, heads, head_dim, seed=1),
+    _random(batch, k_len, heads, head_dim, seed=2),
+  )
 
 
 _PADDING = layers.make_attention_bias(jnp.ones((2, 64), bool), jnp.ones((2, 64), bool), causal=True)
 _PACKED = layers.make_attention_bias(
-    jnp.ones((2, 64), bool), jnp.ones((2, 64), bool), query_segment_ids=jnp.ones((2, 64)),
-    key_segment_ids=jnp.ones((2, 64)))
+  jnp.ones((2, 64), bool),
+  jnp.ones((2, 64), bool),
+  query_segment_ids=jnp.ones((2, 64)),
+  key_segment_ids=jnp.ones((2, 64)),
+)
 _LEGAL = dict(platform='gpu', dtype=jnp.bfloat16, head_dim=64, q_len=64, k_len=64, bias=_PADDING)
 
 
-@pytest.mark.parametrize('change, reason, remedy', [
+@pytest.mark.parametrize(
+  'change, reason, remedy',
+  [
     ({}, None, None),
     ({'dtype': 'float16'}, None, None),
     ({'bias': None}, None, None),
     ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 3, 64, 64)))}, None, None),
-    ({'bias': layers.AttentionBias().with_position(jnp.zeros((1, 3, 1, 64)))}, 'for each query and key', 'auto'),
+    (
+      {'bias': layers.AttentionBias().with_position(jnp.zeros((1, 3, 1, 64)))},
+      'for each query and key',
+      'auto',
+    ),
     ({'bias': layers.AttentionBias.from_array(jnp.zeros((1, 3, 64, 64)))}, 'plain array', 'auto'),
     ({'platform': 'cpu'}, 'backend', 'auto'),
     ({'platform': 'tpu'}, 'backend', 'auto'),
@@ -50,7 +62,8 @@ _LEGAL = dict(platform='gpu', dtype=jnp.bfloat16, head_dim=64, q_len=64, k_len=6
     ({'bias': _PACKED.with_position(jnp.zeros((1, 3, 64, 64)))}, 'packed', 'pack=False'),
     ({'bias': layers.AttentionBias.from_array(jnp.zeros((2, 3, 64, 64)))}, 'plain array', 'auto'),
     ({'bias': _PADDING.plus(jnp.zeros((1, 1, 64, 64)))}, 'plain array', 'auto'),
-])
+  ],
+)
 def test_fused_attention_is_taken_where_it_computes_the_same(change, reason, remedy):
   conditions = {**_LEGAL, **change}
   assert layers.select_attention_kernel('dot', **conditions) == 'dot'
@@ -85,14 +98,22 @@ class FakeGpu:
 
 H100 = FakeGpu('NVIDIA H100 80GB HBM3', '9.0')
 _GPUS = [
-    (H100, 90800, None),
-    (FakeGpu('NVIDIA A100-SXM4-40GB', '8.0'), 90800, None),
-    (FakeGpu('NVIDIA GB200', '10.0'), 90800, None),
-    (FakeGpu('NVIDIA GB300', '10.3'), 91100, None),
-    (FakeGpu('NVIDIA GB300', '10.3'), 91002, 'NVIDIA GB300 needs cuDNN 9.11.0 and 9.10.2 is installed'),
-    (FakeGpu('Tesla V100-SXM2-16GB', '7.0'), 90800, 'compute capability 7.0 and the fused kernel needs 8.0'),
-    (H100, None, 'cuDNN is not installed'),
-    (FakeGpu('AMD Instinct MI300X', 'gfx942', 'PJRT C API\nrocm 60300'), None, 'MI300X is not one'),
+  (H100, 90800, None),
+  (FakeGpu('NVIDIA A100-SXM4-40GB', '8.0'), 90800, None),
+  (FakeGpu('NVIDIA GB200', '10.0'), 90800, None),
+  (FakeGpu('NVIDIA GB300', '10.3'), 91100, None),
+  (
+    FakeGpu('NVIDIA GB300', '10.3'),
+    91002,
+    'NVIDIA GB300 needs cuDNN 9.11.0 and 9.10.2 is installed',
+  ),
+  (
+    FakeGpu('Tesla V100-SXM2-16GB', '7.0'),
+    90800,
+    'compute capability 7.0 and the fused kernel needs 8.0',
+  ),
+  (H100, None, 'cuDNN is not installed'),
+  (FakeGpu('AMD Instinct MI300X', 'gfx942', 'PJRT C API\nrocm 60300'), None, 'MI300X is not one'),
 ]
 
 
@@ -100,7 +121,12 @@ def use_gpu(monkeypatch, device, cudnn_version):
   """Make JAX and this package report a GPU with cuDNN."""
   from jax._src import lib
   from jax._src.cudnn import fused_attention_stablehlo
-  versions = None if cudnn_version is None else types.SimpleNamespace(cudnn_get_version=lambda: cudnn_version)
+
+  versions = (
+    None
+    if cudnn_version is None
+    else types.SimpleNamespace(cudnn_get_version=lambda: cudnn_version)
+  )
   for module in (lib, fused_attention_stablehlo):
     monkeypatch.setattr(module, 'cuda_versions', versions)
   monkeypatch.setattr(jax, 'default_backend', lambda: device.platform)
@@ -113,12 +139,17 @@ def use_gpu(monkeypatch, device, cudnn_version):
 def test_auto_asks_the_gpu_and_says_so_once(monkeypatch, caplog, device, cudnn_version, reason):
   use_gpu(monkeypatch, device, cudnn_version)
   taken = []
-  monkeypatch.setattr(jax.nn, 'dot_product_attention',
-                      lambda query, *args, implementation, **kwargs: taken.append(implementation) or query)
+  monkeypatch.setattr(
+    jax.nn,
+    'dot_product_attention',
+    lambda query, *args, implementation, **kwargs: taken.append(implementation) or query,
+  )
   x = jax.ShapeDtypeStruct((2, 64, 3, 64), jnp.bfloat16)
 
   def attend(kernel):
-    return jax.eval_shape(lambda x: layers.dot_product_attention(x, x, x, dtype=jnp.bfloat16, kernel=kernel), x)
+    return jax.eval_shape(
+      lambda x: layers.dot_product_attention(x, x, x, dtype=jnp.bfloat16, kernel=kernel), x
+    )
 
   with caplog.at_level(logging.INFO):
     attend('dot')
@@ -127,7 +158,9 @@ def test_auto_asks_the_gpu_and_says_so_once(monkeypatch, caplog, device, cudnn_v
       attend('auto')
   assert taken == ['cudnn'] * 3 * (reason is None)
   (line,) = caplog.messages
-  assert line.startswith(f"Attention kernel: {'dot' if reason else 'cudnn'!r} for 64 queries and 64 keys, since ")
+  assert line.startswith(
+    f'Attention kernel: {"dot" if reason else "cudnn"!r} for 64 queries and 64 keys, since '
+  )
   assert (reason or 'allow it') in line
   assert 'use attention_kernel' not in line
   if reason is None:
@@ -140,25 +173,43 @@ def test_auto_asks_the_gpu_and_says_so_once(monkeypatch, caplog, device, cudnn_v
 def test_the_logged_choice_is_that_of_training(monkeypatch, caplog):
   """Not that of the first call, which initializes the parameters with a short input."""
   use_gpu(monkeypatch, H100, 90800)
-  module = layers.MultiHeadDotProductAttention(2, 64, dtype=jnp.bfloat16, dropout_rate=0.1, attention_kernel='auto')
+  module = layers.MultiHeadDotProductAttention(
+    2, 64, dtype=jnp.bfloat16, dropout_rate=0.1, attention_kernel='auto'
+  )
   x = jnp.zeros((2, 4, 128))
   with caplog.at_level(logging.INFO):
     variables = jax.eval_shape(lambda: module.init(_KEY, x, x, deterministic=True))
     assert not caplog.messages
     for _ in range(2):
       jax.eval_shape(lambda v: module.apply(v, x, x, rngs={'dropout': _KEY}), variables)
-  assert caplog.messages == ["Attention kernel: 'cudnn' for 4 queries and 4 keys, since device, dtype, lengths and "
-                             'mask allow it.']
+  assert caplog.messages == [
+    "Attention kernel: 'cudnn' for 4 queries and 4 keys, since device, dtype, lengths and "
+    'mask allow it.'
+  ]
 
 
-@pytest.mark.parametrize('platform,q_len,k_len,kernel', [
-    ('cpu', 512, 512, 'dot'), ('cpu', 1023, 1024, 'dot'), ('cpu', 512, 2048, 'blockwise'),
-    ('gpu', 511, 512, 'dot'), ('gpu', 512, 512, 'blockwise'), ('tpu', 512, 512, 'blockwise')])
+@pytest.mark.parametrize(
+  'platform,q_len,k_len,kernel',
+  [
+    ('cpu', 512, 512, 'dot'),
+    ('cpu', 1023, 1024, 'dot'),
+    ('cpu', 512, 2048, 'blockwise'),
+    ('gpu', 511, 512, 'dot'),
+    ('gpu', 512, 512, 'blockwise'),
+    ('tpu', 512, 512, 'blockwise'),
+  ],
+)
 def test_long_rows_take_blocks(monkeypatch, caplog, platform, q_len, k_len, kernel):
   """The choice and its reason are one line of the log, or of `kernel_choices`, except for 'dot' on a CPU."""
   monkeypatch.setattr(attention_kernels, '_logged_choices', set())
-  conditions = dict(platform=platform, dtype=jnp.float32, head_dim=64, q_len=q_len, k_len=k_len,
-                    bias=layers.AttentionBias.from_array(jnp.zeros((2, 3, 1, 1))))
+  conditions = dict(
+    platform=platform,
+    dtype=jnp.float32,
+    head_dim=64,
+    q_len=q_len,
+    k_len=k_len,
+    bias=layers.AttentionBias.from_array(jnp.zeros((2, 3, 1, 1))),
+  )
   with caplog.at_level(logging.INFO):
     for _ in range(2):
       assert layers.select_attention_kernel('auto', **conditions) == kernel
@@ -169,14 +220,18 @@ def test_long_rows_take_blocks(monkeypatch, caplog, platform, q_len, k_len, kern
   assert choice.kernel == kernel and f'{q_len * k_len:,} scores per head are' in choice.reason
   monkeypatch.setattr(layers.platforms, 'traced_platform', lambda: platform)
   assert layers.uses_arrays('auto', q_len, k_len) == (kernel == 'dot')
-  assert layers.uses_arrays('dot', q_len, k_len) and not layers.uses_arrays('blockwise', q_len, k_len)
+  assert layers.uses_arrays('dot', q_len, k_len) and not layers.uses_arrays(
+    'blockwise', q_len, k_len
+  )
 
 
 def test_the_mesh_decides_for_which_platform(monkeypatch, caplog):
   """The kernel depends on the devices of the partitioner, CPUs on a machine with a GPU."""
   use_gpu(monkeypatch, H100, 90800)
   x = jnp.zeros((2, 64, 3, 64), jnp.bfloat16)
-  mesh = jax.sharding.Mesh(np.array(jax.devices()), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+  )
   assert layers.traced_platform() == 'gpu'
   with jax.set_mesh(mesh), caplog.at_level(logging.INFO):
     assert layers.traced_platform() == 'cpu'
@@ -189,7 +244,9 @@ def test_the_seam_applies_the_choice():
   with pytest.raises(ConfigError, match='half precision|backend'):
     layers.dot_product_attention(query, key, value, kernel='cudnn')
   np.testing.assert_array_equal(
-      layers.dot_product_attention(query, key, value, kernel='auto'), layers.dot_product_attention(query, key, value))
+    layers.dot_product_attention(query, key, value, kernel='auto'),
+    layers.dot_product_attention(query, key, value),
+  )
 
 
 @pytest.mark.skipif(jax.default_backend() != 'gpu', reason='the fused kernel needs an NVIDIA GPU')
@@ -205,13 +262,20 @@ def test_fused_attention_agrees_with_the_einsum_form(causal):
   def run(kernel, dtype):
     def loss(position, query, key, value):
       bias = layers.make_attention_bias(valid, valid, causal=causal, position=position)
-      out = layers.dot_product_attention(query, key, value, bias, dtype=dtype, kernel=kernel).astype(jnp.float32)
+      out = layers.dot_product_attention(
+        query, key, value, bias, dtype=dtype, kernel=kernel
+      ).astype(jnp.float32)
       return jnp.sum(out * cotangent), out * valid[:, :, None, None]
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(position, query, key, value)
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(
+      position, query, key, value
+    )
     return (out, *grads)
 
   exact = run('dot', jnp.float32)
   found = run('cudnn', jnp.bfloat16)
-  for name, got, want in zip(('output', 'position', 'query', 'key', 'value'), found, exact, strict=True):
+  for name, got, want in zip(
+    ('output', 'position', 'query', 'key', 'value'), found, exact, strict=True
+  ):
     error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
     assert error < 0.02, (name, error)

@@ -19,8 +19,9 @@ def _attention(**fields):
   return layers.MultiHeadDotProductAttention(num_heads=2, head_dim=8, **fields)
 
 
-@pytest.mark.parametrize('per_row, chunk', [
-    pytest.param(False, 1, marks=pytest.mark.full), (False, 2), (True, 1)])
+@pytest.mark.parametrize(
+  'per_row, chunk', [pytest.param(False, 1, marks=pytest.mark.full), (False, 2), (True, 1)]
+)
 def test_beams_with_slots_attend_as_those_whose_cache_is_reordered(per_row, chunk):
   """Only the table is reordered; keys and values are unchanged."""
   num_beams, length, batch = 3, 9, 2
@@ -29,7 +30,14 @@ def test_beams_with_slots_attend_as_those_whose_cache_is_reordered(per_row, chun
   params = module.init(_KEY, x, x)['params']
   lengths = jnp.asarray([3, 1]) if per_row else None
   _, variables = module.apply(
-      {'params': params}, x, x, prefill=True, prefill_lengths=lengths, cache_length=length, mutable=['cache'])
+    {'params': params},
+    x,
+    x,
+    prefill=True,
+    prefill_lengths=lengths,
+    cache_length=length,
+    mutable=['cache'],
+  )
   slotted = layers.share_beams(variables['cache'], num_beams)
   rows = lambda leaf: jnp.repeat(leaf, num_beams, axis=0) if leaf.ndim else leaf
   ordinary = jax.tree.map(rows, variables['cache'])
@@ -37,7 +45,9 @@ def test_beams_with_slots_attend_as_those_whose_cache_is_reordered(per_row, chun
 
   @jax.jit
   def step(cache, x, bias):
-    out, variables = module.apply({'params': params, 'cache': cache}, x, x, bias=bias, decode=True, mutable=['cache'])
+    out, variables = module.apply(
+      {'params': params, 'cache': cache}, x, x, bias=bias, decode=True, mutable=['cache']
+    )
     return out, variables['cache']
 
   rng = np.random.default_rng(0)
@@ -48,7 +58,9 @@ def test_beams_with_slots_attend_as_those_whose_cache_is_reordered(per_row, chun
     want, ordinary = step(ordinary, x, bias)
     got, slotted = step(slotted, x, bias)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    parents = (rng.integers(0, num_beams, (batch, num_beams)) + num_beams * np.arange(batch)[:, None]).reshape(-1)
+    parents = (
+      rng.integers(0, num_beams, (batch, num_beams)) + num_beams * np.arange(batch)[:, None]
+    ).reshape(-1)
     ordinary = {name: leaf if leaf.ndim == 0 else leaf[parents] for name, leaf in ordinary.items()}
     slotted['slot_table'] = slotted['slot_table'][parents]
   np.testing.assert_array_equal(slotted['cache_index'], ordinary['cache_index'])

@@ -40,10 +40,14 @@ class Case:
   def bias(self, position):
     """Return the bias of three rows, with the given biases of positions."""
     lengths = [np.array([n, n - 7, n // 2]) for n in (self.q_len, self.k_len)]
-    valid = [jnp.arange(n) < length[:, None] for n, length in zip((self.q_len, self.k_len), lengths)]
+    valid = [
+      jnp.arange(n) < length[:, None] for n, length in zip((self.q_len, self.k_len), lengths)
+    ]
     options = {}
     if self.packed:
-      ids = [jnp.where(v, 1 + jnp.arange(n) * 3 // n, 0) for n, v in zip((self.q_len, self.k_len), valid)]
+      ids = [
+        jnp.where(v, 1 + jnp.arange(n) * 3 // n, 0) for n, v in zip((self.q_len, self.k_len), valid)
+      ]
       options = dict(query_segment_ids=ids[0], key_segment_ids=ids[1])
     if self.prefix:
       options['prefix'] = jnp.arange(self.q_len) < jnp.array([[10], [20], [3]])
@@ -56,22 +60,33 @@ class Case:
 
   def position_shape(self):
     """Return the shape of the biases of positions."""
-    return {'distance': (2, self.q_len + self.k_len - 1), 'array': (1, 2, self.q_len, self.k_len),
-            'mask': (3, 2, self.q_len, self.k_len), '': ()}[self.position]
+    return {
+      'distance': (2, self.q_len + self.k_len - 1),
+      'array': (1, 2, self.q_len, self.k_len),
+      'mask': (3, 2, self.q_len, self.k_len),
+      '': (),
+    }[self.position]
 
 
 CASES = [
-    Case(37, 53, position='distance'), Case(40, 40, causal=True, position='distance'), Case(33, 33, causal=True),
-    Case(40, 40, causal=True, packed=True, position='distance'), Case(40, 24, packed=True),
-    Case(40, 40, causal=True, packed=True, prefix=True, position='distance'),
-    Case(64, 64, causal=True, prefix=True, position='array'), Case(40, 40, position='mask'), Case(8, 8, causal=True),
+  Case(37, 53, position='distance'),
+  Case(40, 40, causal=True, position='distance'),
+  Case(33, 33, causal=True),
+  Case(40, 40, causal=True, packed=True, position='distance'),
+  Case(40, 24, packed=True),
+  Case(40, 40, causal=True, packed=True, prefix=True, position='distance'),
+  Case(64, 64, causal=True, prefix=True, position='array'),
+  Case(40, 40, position='mask'),
+  Case(8, 8, causal=True),
 ]
 
 
 def _gradients(case, attend, dtype=jnp.float32):
   """Return (loss, gradients of queries, keys, values and biases), where padding queries of packed rows do not count."""
-  query, key, value = (_random(3, n, 2, 8, seed=i).astype(dtype)
-                       for i, n in enumerate((case.q_len, case.k_len, case.k_len)))
+  query, key, value = (
+    _random(3, n, 2, 8, seed=i).astype(dtype)
+    for i, n in enumerate((case.q_len, case.k_len, case.k_len))
+  )
   cotangent = _random(3, case.q_len, 2, 8, seed=3)
   if case.packed:
     cotangent *= (case.bias(jnp.zeros(case.position_shape())).query_segments >= 0)[:, :, None, None]
@@ -80,7 +95,8 @@ def _gradients(case, attend, dtype=jnp.float32):
     return jnp.sum(cotangent * attend(query, key, value, case.bias(position)).astype(jnp.float32))
 
   return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(
-      query, key, value, _random(*case.position_shape(), seed=4))
+    query, key, value, _random(*case.position_shape(), seed=4)
+  )
 
 
 @pytest.mark.parametrize('case', CASES, ids=str)
@@ -95,8 +111,12 @@ def test_outputs_and_gradients_equal_the_plain_form(monkeypatch, case, by_row):
 
 def test_dropout_drops_the_same_keys_with_every_kernel():
   case = Case(40, 40, causal=True, position='distance')
-  attend = functools.partial(layers.dot_product_attention, dropout_rng=jax.random.key(5), dropout_rate=0.4)
-  got, want = (_gradients(case, functools.partial(attend, kernel=kernel)) for kernel in ('blockwise', 'dot'))
+  attend = functools.partial(
+    layers.dot_product_attention, dropout_rng=jax.random.key(5), dropout_rate=0.4
+  )
+  got, want = (
+    _gradients(case, functools.partial(attend, kernel=kernel)) for kernel in ('blockwise', 'dot')
+  )
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
   assert not np.allclose(got[0], _gradients(case, layers.dot_product_attention)[0])
 
@@ -117,7 +137,11 @@ def test_queries_without_a_key_get_zeros():
   x = _random(3, 40, 2, 8)
   out = layers.blockwise_attention(x, x, x, bias, max_block=16)
   is_padding = np.asarray(bias.query_segments) < 0
-  assert is_padding.any() and not np.any(np.asarray(out)[is_padding]) and np.all(np.asarray(out)[~is_padding])
+  assert (
+    is_padding.any()
+    and not np.any(np.asarray(out)[is_padding])
+    and np.all(np.asarray(out)[~is_padding])
+  )
   empty = layers.make_attention_bias(jnp.ones((3, 40), bool), jnp.zeros((3, 40), bool))
   attend = lambda x: layers.blockwise_attention(x, x, x, empty, max_block=16)
   assert not np.any(attend(x)) and not np.any(jax.grad(lambda x: jnp.sum(attend(x)))(x))
@@ -128,15 +152,26 @@ def test_gradients_of_rows_that_a_plain_bias_masks(masked):
   """As in T5X, such queries attend to all keys alike. The log of the number of keys is rounded away at -1e10."""
   bias = jnp.zeros((1, 1, 16, 16)).at[:, :, 3:5].set(masked)
   x, y, z, cotangent = (_random(1, 16, 2, 8, seed=i) for i in range(4))
-  got, want = (jax.grad(lambda *args, kernel=kernel: jnp.sum(cotangent * layers.dot_product_attention(
-      *args, bias, kernel=kernel)), (0, 1, 2))(x, y, z) for kernel in ('blockwise', 'dot'))
+  got, want = (
+    jax.grad(
+      lambda *args, kernel=kernel: jnp.sum(
+        cotangent * layers.dot_product_attention(*args, bias, kernel=kernel)
+      ),
+      (0, 1, 2),
+    )(x, y, z)
+    for kernel in ('blockwise', 'dot')
+  )
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
 
 
-@pytest.mark.parametrize('case,computed', [
+@pytest.mark.parametrize(
+  'case,computed',
+  [
     (Case(64, 64, packed=True), None),
-    (Case(64, 64, causal=True), 10 + 10 + 7), (Case(64, 64), 16 + 16 + 8),
-])
+    (Case(64, 64, causal=True), 10 + 10 + 7),
+    (Case(64, 64), 16 + 16 + 8),
+  ],
+)
 def test_empty_blocks_are_skipped(monkeypatch, case, computed):
   """Blocks above the diagonal, between packed examples, and of padding keys are not computed."""
   calls = []
@@ -172,7 +207,8 @@ def test_memory_of_an_attention_is_linear_in_the_length():
     def loss(x):
       values = jnp.mean(x) * jnp.ones((4, 2 * length - 1))
       bias = layers.make_attention_bias(
-          valid, valid, causal=True, position=layers.DistanceBias(values, length), arrays=False)
+        valid, valid, causal=True, position=layers.DistanceBias(values, length), arrays=False
+      )
       return jnp.sum(layers.blockwise_attention(x, x, x, bias))
 
     return _temporaries(loss, x)
@@ -186,15 +222,30 @@ def test_memory_of_an_attention_is_linear_in_the_length():
 def test_memory_of_a_network_is_linear_in_the_length(layout):
   """Also in a loop over layers, where JAX would compute the biases of all blocks before the loop."""
   config = t5.T5Config(
-      vocab_size=32, emb_dim=32, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=16, mlp_dim=32,
-      dropout_rate=0.1, param_layout=layout, scan_layers=True, remat_policy='full')
+    vocab_size=32,
+    emb_dim=32,
+    num_heads=2,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    head_dim=16,
+    mlp_dim=32,
+    dropout_rate=0.1,
+    param_layout=layout,
+    scan_layers=True,
+    remat_policy='full',
+  )
   network = t5.Transformer(config)
 
   def program_size(length):
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     params = jax.eval_shape(network.init, jax.random.key(0), tokens, tokens, tokens)['params']
-    return _temporaries(lambda params, x: jnp.sum(network.apply(
-        {'params': params}, x, x, x, rngs={'dropout': jax.random.key(1)})**2), params, tokens)
+    return _temporaries(
+      lambda params, x: jnp.sum(
+        network.apply({'params': params}, x, x, x, rngs={'dropout': jax.random.key(1)}) ** 2
+      ),
+      params,
+      tokens,
+    )
 
   sizes = [program_size(length) for length in (1024, 4096)]
   assert sizes[1] < 4.4 * sizes[0], sizes
@@ -208,16 +259,29 @@ def test_devices_share_rows_and_heads():
   valid = jnp.ones((4, 32), bool)
 
   def loss(query, key, value, values):
-    bias = layers.make_attention_bias(valid, valid, causal=True, query_segment_ids=ids, key_segment_ids=ids,
-                                      position=layers.DistanceBias(values, 32), arrays=False)
+    bias = layers.make_attention_bias(
+      valid,
+      valid,
+      causal=True,
+      query_segment_ids=ids,
+      key_segment_ids=ids,
+      position=layers.DistanceBias(values, 32),
+      arrays=False,
+    )
     return jnp.sum(cotangent * layers.blockwise_attention(query, key, value, bias, max_block=16))
 
   args = (query, key, value, _random(*case.position_shape(), seed=4))
   want = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*args)
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
-  by_row, by_head = jax.sharding.PartitionSpec('data', None, 'model'), jax.sharding.PartitionSpec('model')
-  fn = partitioner.partition(jax.value_and_grad(loss, (0, 1, 2, 3)), ((by_row,) * 3 + (by_head,)),
-                             (None, (by_row,) * 3 + (by_head,)))
+  by_row, by_head = (
+    jax.sharding.PartitionSpec('data', None, 'model'),
+    jax.sharding.PartitionSpec('model'),
+  )
+  fn = partitioner.partition(
+    jax.value_and_grad(loss, (0, 1, 2, 3)),
+    ((by_row,) * 3 + (by_head,)),
+    (None, (by_row,) * 3 + (by_head,)),
+  )
   program = partitioner.compile(fn, *args)
   got = program(*jax.tree.map(jax.device_put, args, tuple(program.input_shardings[0])))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)

@@ -34,11 +34,16 @@ def test_bfloat16_rows_score_a_bfloat16_query_in_float32():
   scores = layers.Embed(7, 64).apply({'params': {'embedding': table}}, query, method='attend')
   assert scores.dtype == jnp.float32
   rounded = np.asarray(jnp.asarray(query, jnp.bfloat16), np.float64)
-  np.testing.assert_allclose(scores, rounded @ np.asarray(table, np.float64).T, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(
+    scores, rounded @ np.asarray(table, np.float64).T, rtol=1e-5, atol=1e-5
+  )
 
 
 def test_bfloat16_rows_are_gathered_without_a_copy_of_the_table():
-  ids, table = np.array([[0, 6, 3, 3, 2000]], np.int32), jnp.asarray(_random(2000, 64), jnp.bfloat16)
+  ids, table = (
+    np.array([[0, 6, 3, 3, 2000]], np.int32),
+    jnp.asarray(_random(2000, 64), jnp.bfloat16),
+  )
 
   def look_up(table, ids=ids):
     return layers.Embed(2000, 64).apply({'params': {'embedding': table}}, ids)
@@ -59,12 +64,13 @@ def test_embedding_by_one_hot_is_the_same_function():
   table = {'params': {'embedding': _random(7, 4)}}
 
   def loss(variables, one_hot):
-    return jnp.sum(layers.Embed(7, 4, one_hot=one_hot).apply(variables, ids)**3)
+    return jnp.sum(layers.Embed(7, 4, one_hot=one_hot).apply(variables, ids) ** 3)
 
   gather, one_hot = (jax.value_and_grad(loss)(table, flag) for flag in (False, True))
   np.testing.assert_allclose(gather[0], one_hot[0], rtol=1e-6)
   np.testing.assert_allclose(
-      gather[1]['params']['embedding'], one_hot[1]['params']['embedding'], rtol=1e-6, atol=1e-6)
+    gather[1]['params']['embedding'], one_hot[1]['params']['embedding'], rtol=1e-6, atol=1e-6
+  )
 
 
 def test_embedding_raises_for_ids_that_are_not_integers():
@@ -72,4 +78,6 @@ def test_embedding_raises_for_ids_that_are_not_integers():
   with pytest.raises(ConfigError, match='cast_input_dtype'):
     layers.Embed(7, 4).apply(table, np.array([1.0]))
   np.testing.assert_array_equal(
-      layers.Embed(7, 4, cast_input_dtype=jnp.int32).apply(table, np.array([1.0])), table['params']['embedding'][[1]])
+    layers.Embed(7, 4, cast_input_dtype=jnp.int32).apply(table, np.array([1.0])),
+    table['params']['embedding'][[1]],
+  )

@@ -20,8 +20,11 @@ def test_decoder_mask_by_brute_force():
   prefix = np.array([[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
   for use_prefix, use_segments in itertools.product((False, True), repeat=2):
     mask = layers.make_decoder_mask(
-        jnp.asarray(targets), jnp.float32, jnp.asarray(prefix) if use_prefix else None,
-        jnp.asarray(segments) if use_segments else None)
+      jnp.asarray(targets),
+      jnp.float32,
+      jnp.asarray(prefix) if use_prefix else None,
+      jnp.asarray(segments) if use_segments else None,
+    )
     assert mask.shape == (2, 1, 6, 6) and mask.dtype == jnp.float32
     for b, q, k in itertools.product(range(2), range(6), range(6)):
       seen = k <= q or (use_prefix and prefix[b, q] and prefix[b, k])
@@ -52,7 +55,8 @@ def test_attention_bias_equals_the_masks():
     mask = layers.make_decoder_mask(targets, jnp.float32, decoder_segment_ids=ids)
     expected = np.broadcast_to(layers.mask_to_bias(mask) + position, (2, 3, 6, 6))
     bias = layers.make_attention_bias(
-        valid, valid, query_segment_ids=ids, key_segment_ids=ids, causal=True, position=position)
+      valid, valid, query_segment_ids=ids, key_segment_ids=ids, causal=True, position=position
+    )
     got = np.broadcast_to(bias.shared + bias.per_example, expected.shape)
     rows = np.broadcast_to(np.asarray(valid)[:, None, :], (2, 3, 6))
     # Masked twice is as masked as once.
@@ -70,7 +74,11 @@ def test_attention_bias_equals_the_masks():
 @pytest.mark.parametrize('arrays', [True, False])
 def test_plain_biases_and_positions_add_up_in_any_order(arrays):
   valid = jnp.array([[True, True, True, False]])
-  position, shared, per_example = _random(1, 2, 4, 4), _random(1, 1, 4, 4, seed=1), _random(3, 2, 1, 4, seed=2)
+  position, shared, per_example = (
+    _random(1, 2, 4, 4),
+    _random(1, 1, 4, 4, seed=1),
+    _random(3, 2, 1, 4, seed=2),
+  )
   base = layers.make_attention_bias(valid, valid, causal=True, arrays=arrays)
   parts = {'position': position, 'shared': shared, 'per_example': per_example}
   for order in itertools.permutations(parts):
@@ -78,9 +86,16 @@ def test_plain_biases_and_positions_add_up_in_any_order(arrays):
     for name in order:
       bias = bias.with_position(position) if name == 'position' else bias.plus(parts[name])
     bias = bias.with_arrays()
-    expected = np.asarray(base.with_arrays().shared + base.with_arrays().per_example) + sum(parts.values())
-    np.testing.assert_allclose(np.broadcast_to((bias.shared if bias.shared is not None else 0) + bias.per_example,
-                                               expected.shape), expected, rtol=1e-5)
+    expected = np.asarray(base.with_arrays().shared + base.with_arrays().per_example) + sum(
+      parts.values()
+    )
+    np.testing.assert_allclose(
+      np.broadcast_to(
+        (bias.shared if bias.shared is not None else 0) + bias.per_example, expected.shape
+      ),
+      expected,
+      rtol=1e-5,
+    )
 
 
 def test_lengths_of_rows_without_tokens_leave_one_key():

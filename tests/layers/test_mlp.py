@@ -16,12 +16,18 @@ def _random(*shape, seed=0, dtype=np.float32):
 
 def test_mlp_multiplies_activated_projections():
   x = _random(2, 3, 4)
-  module = layers.MlpBlock(intermediate_dim=6, activations=('gelu', 'linear'), intermediate_dropout_rate=0.0)
+  module = layers.MlpBlock(
+    intermediate_dim=6, activations=('gelu', 'linear'), intermediate_dropout_rate=0.0
+  )
   variables = module.init(_KEY, x)
-  wi_0, wi_1, wo = (np.asarray(variables['params'][name]['kernel'], np.float64) for name in ('wi_0', 'wi_1', 'wo'))
+  wi_0, wi_1, wo = (
+    np.asarray(variables['params'][name]['kernel'], np.float64) for name in ('wi_0', 'wi_1', 'wo')
+  )
   gate = x @ wi_0
   gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-  np.testing.assert_allclose(module.apply(variables, x), (gate * (x @ wi_1)) @ wo, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(
+    module.apply(variables, x), (gate * (x @ wi_1)) @ wo, rtol=1e-4, atol=1e-5
+  )
 
 
 def test_mlp_with_one_activation_has_one_input_kernel():
@@ -30,12 +36,16 @@ def test_mlp_with_one_activation_has_one_input_kernel():
   variables = module.init(_KEY, x)
   assert set(variables['params']) == {'wi', 'wo'}
   wi, wo = (np.asarray(variables['params'][name]['kernel']) for name in ('wi', 'wo'))
-  np.testing.assert_allclose(module.apply(variables, x), np.maximum(x @ wi, 0) @ wo, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(
+    module.apply(variables, x), np.maximum(x @ wi, 0) @ wo, rtol=1e-4, atol=1e-5
+  )
 
 
 def test_mlp_drops_hidden_units_of_a_sequence_at_all_positions():
   x = np.broadcast_to(_random(2, 1, 4), (2, 5, 4))
-  module = layers.MlpBlock(intermediate_dim=64, activations=('linear',), intermediate_dropout_rate=0.5)
+  module = layers.MlpBlock(
+    intermediate_dim=64, activations=('linear',), intermediate_dropout_rate=0.5
+  )
   variables = module.init(_KEY, x, deterministic=True)
   y = np.asarray(module.apply(variables, x, rngs={'dropout': _KEY}))
   np.testing.assert_allclose(y, np.broadcast_to(y[:, :1], y.shape), rtol=1e-5, atol=1e-6)

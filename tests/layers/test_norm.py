@@ -12,10 +12,12 @@ def _random(*shape, seed=0, dtype=np.float32):
 
 def test_layer_norm_divides_by_the_root_mean_square():
   # Rows of usual size, next to epsilon's, and of zeros.
-  x = np.concatenate([_random(3, 8) * 5 + 2, _random(1, 8, seed=2) * 1e-3, np.zeros((1, 8))]).astype(np.float32)
+  x = np.concatenate(
+    [_random(3, 8) * 5 + 2, _random(1, 8, seed=2) * 1e-3, np.zeros((1, 8))]
+  ).astype(np.float32)
   module = layers.LayerNorm()
   scale = _random(8, seed=1)
-  expected = x / np.sqrt(np.mean(x.astype(np.float64)**2, -1, keepdims=True) + 1e-6) * scale
+  expected = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, -1, keepdims=True) + 1e-6) * scale
   np.testing.assert_allclose(module.apply({'params': {'scale': scale}}, x), expected, rtol=1e-5)
 
 

@@ -22,7 +22,9 @@ def test_buckets_are_those_of_t5x():
 
 @pytest.mark.parametrize('qlen, klen, bidirectional', [(3, 7, True), (7, 3, False), (1, 5, True)])
 def test_biases_are_the_table_at_the_buckets(qlen, klen, bidirectional):
-  module = layers.RelativePositionBiases(num_buckets=8, max_distance=6, num_heads=2, dtype=jnp.float32)
+  module = layers.RelativePositionBiases(
+    num_buckets=8, max_distance=6, num_heads=2, dtype=jnp.float32
+  )
   table = _random(2, 8)
   variables = {'params': {'rel_embedding': table}}
 
@@ -34,25 +36,33 @@ def test_biases_are_the_table_at_the_buckets(qlen, klen, bidirectional):
   expected = jax.jit(expected, static_argnums=1)
   apply = jax.jit(lambda: module.apply(variables, qlen, klen, bidirectional))
   np.testing.assert_array_equal(apply(), expected(table, 0))
-  rows = jax.jit(lambda offset: module.apply(variables, qlen, klen, bidirectional, query_offset=offset))
+  rows = jax.jit(
+    lambda offset: module.apply(variables, qlen, klen, bidirectional, query_offset=offset)
+  )
   offsets = list(range(klen - qlen + 1))  # a step's queries are at positions of the cache
   for offset in offsets:
     np.testing.assert_array_equal(rows(jnp.int32(offset)), expected(table, offset))
   if offsets:
     np.testing.assert_array_equal(
-        rows(jnp.array(offsets, jnp.int32)), np.concatenate([expected(table, offset) for offset in offsets]))
+      rows(jnp.array(offsets, jnp.int32)),
+      np.concatenate([expected(table, offset) for offset in offsets]),
+    )
   # The derivative sums over all pairs of a bucket.
   cotangent = _random(1, 2, qlen, klen, seed=1)
-  got = jax.jit(jax.grad(lambda v: jnp.sum(module.apply(v, qlen, klen, bidirectional) * cotangent)))(variables)
+  got = jax.jit(
+    jax.grad(lambda v: jnp.sum(module.apply(v, qlen, klen, bidirectional) * cotangent))
+  )(variables)
   want = jax.jit(jax.grad(lambda t: jnp.sum(expected(t, 0) * cotangent)))(table)
   np.testing.assert_allclose(got['params']['rel_embedding'], want, rtol=1e-5, atol=1e-6)
 
 
 def test_biases_need_no_one_hot():
   """Lookup and expansion need no matrix product."""
-  module = layers.RelativePositionBiases(num_buckets=32, max_distance=128, num_heads=2, dtype=jnp.float32)
+  module = layers.RelativePositionBiases(
+    num_buckets=32, max_distance=128, num_heads=2, dtype=jnp.float32
+  )
   variables = {'params': {'rel_embedding': _random(2, 32)}}
-  fn = jax.value_and_grad(lambda v: jnp.sum(module.apply(v, 16, 16)**2))
+  fn = jax.value_and_grad(lambda v: jnp.sum(module.apply(v, 16, 16) ** 2))
   assert 'dot_general' not in jax.jit(fn).lower(variables).as_text()
 
 

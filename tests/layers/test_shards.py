@@ -14,10 +14,14 @@ def test_a_kernel_is_never_left_to_the_compiler():
   run = lambda x, is_kernel: on_each_device(jnp.sin, (x,), ('bh.',), 'bh.', is_kernel=is_kernel)
   for is_kernel in (False, True):
     with jax.set_mesh(partitioner.mesh):
-      assert ('shard_map' in str(jax.make_jaxpr(lambda x: run(x, is_kernel))(jnp.ones((3, 3, 2))))) == is_kernel
+      assert (
+        'shard_map' in str(jax.make_jaxpr(lambda x: run(x, is_kernel))(jnp.ones((3, 3, 2))))
+      ) == is_kernel
 
 
-@pytest.mark.parametrize('batch,heads,local', [(8, 2, (2, 1)), (8, 3, (2, 3)), (6, 2, (6, 1)), (3, 3, (3, 3))])
+@pytest.mark.parametrize(
+  'batch,heads,local', [(8, 2, (2, 1)), (8, 3, (2, 3)), (6, 2, (6, 1)), (3, 3, (3, 3))]
+)
 def test_each_device_gets_its_part(batch, heads, local):
   """Dims that the devices do not divide are whole, and results without a dim are sums over it."""
   shapes = []
@@ -38,12 +42,15 @@ def test_each_device_gets_its_part(batch, heads, local):
   # Inside of `shard_map` over some axes, only the others are divided.
   shapes.clear()
   over_data = lambda x, scale: jax.shard_map(
-      run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), axis_names={'data'}, check_vma=False)(x, scale)
+    run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), axis_names={'data'}, check_vma=False
+  )(x, scale)
   got = partitioner.partition(over_data, None, None)(x, scale)
   jax.tree.map(np.testing.assert_allclose, got, want)
   assert set(shapes) == {(batch, local[1])}
   shapes.clear()
-  inner = lambda x, scale: jax.shard_map(run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False)(x, scale)
+  inner = lambda x, scale: jax.shard_map(
+    run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False
+  )(x, scale)
   got = partitioner.partition(inner, None, None)(x, scale)
   jax.tree.map(np.testing.assert_allclose, got, want)
   assert set(shapes) == {(batch, heads)}

@@ -84,21 +84,49 @@ class T5XSeq2Seq(nn.Module):
     encoded = jnp.mean(x_BLD * (encoder_input_tokens > 0)[..., None], axis=1, keepdims=True)
     return self.statistics(encoded) if self.with_statistics else encoded
 
-  def decode(self, encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, enable_dropout=True,
-             decode=False, max_decode_length=None, prefill=False, prefill_lengths=None):
+  def decode(
+    self,
+    encoded,
+    encoder_input_tokens,
+    decoder_input_tokens,
+    decoder_target_tokens,
+    enable_dropout=True,
+    decode=False,
+    max_decode_length=None,
+    prefill=False,
+    prefill_lengths=None,
+  ):
     del encoder_input_tokens, decoder_target_tokens, max_decode_length, prefill
     state = self.running_sum(self.embed(decoder_input_tokens), decode, prefill_lengths)
-    logits = self.out(jnp.tanh(self.dropout(state, deterministic=not enable_dropout) + 3.0 * encoded))
+    logits = self.out(
+      jnp.tanh(self.dropout(state, deterministic=not enable_dropout) + 3.0 * encoded)
+    )
     self.sow('intermediates', 'logit_square', jnp.mean(jnp.square(logits)))
     return logits
 
-  def __call__(self, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, encoder_segment_ids=None,
-               decoder_segment_ids=None, encoder_positions=None, decoder_positions=None, *, enable_dropout=True,
-               decode=False):
+  def __call__(
+    self,
+    encoder_input_tokens,
+    decoder_input_tokens,
+    decoder_target_tokens,
+    encoder_segment_ids=None,
+    decoder_segment_ids=None,
+    encoder_positions=None,
+    decoder_positions=None,
+    *,
+    enable_dropout=True,
+    decode=False,
+  ):
     del encoder_segment_ids, decoder_segment_ids, encoder_positions, decoder_positions
     encoded = self.encode(encoder_input_tokens, enable_dropout=enable_dropout)
-    return self.decode(encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
-                       enable_dropout=enable_dropout, decode=decode)
+    return self.decode(
+      encoded,
+      encoder_input_tokens,
+      decoder_input_tokens,
+      decoder_target_tokens,
+      enable_dropout=enable_dropout,
+      decode=decode,
+    )
 
 
 class TinySeq2Seq(T5XSeq2Seq):
@@ -122,11 +150,11 @@ def make_batch(seed=0, rows=4, input_length=7, length=6, weights=True):
     num_real = rng.integers(2, length + 1)
     targets[row, num_real - 1] = 1
     targets[row, num_real:] = 0
-    inputs[row, input_length - row % 3:] = 0
+    inputs[row, input_length - row % 3 :] = 0
   batch = {
-      'encoder_input_tokens': inputs,
-      'decoder_target_tokens': targets,
-      'decoder_input_tokens': np.concatenate([np.zeros((rows, 1), int), targets[:, :-1]], axis=1),
+    'encoder_input_tokens': inputs,
+    'decoder_target_tokens': targets,
+    'decoder_input_tokens': np.concatenate([np.zeros((rows, 1), int), targets[:, :-1]], axis=1),
   }
   batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
   if weights:

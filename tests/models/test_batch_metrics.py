@@ -12,12 +12,16 @@ from tests.models import model_cases as cases
 
 
 def compute(metrics, duration=2.0, num_steps=1):
-  metrics = metrics_lib.set_step_metrics_num_steps(metrics_lib.set_time_metrics_duration(metrics, duration), num_steps)
+  metrics = metrics_lib.set_step_metrics_num_steps(
+    metrics_lib.set_time_metrics_duration(metrics, duration), num_steps
+  )
   return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
 def test_timing_metrics_count_rows_examples_and_tokens(batch):
-  values = compute(jax.jit(cases.make_model().eval_fn)(cases.initial_params(), batch)[1], duration=2.0, num_steps=3)
+  values = compute(
+    jax.jit(cases.make_model().eval_fn)(cases.initial_params(), batch)[1], duration=2.0, num_steps=3
+  )
   num_devices = jax.device_count()
   assert values['timing/seconds'] == 2.0
   assert values['timing/seqs'] == 4
@@ -33,10 +37,14 @@ def test_timing_metrics_count_rows_examples_and_tokens(batch):
 def test_metrics_of_a_packed_batch_count_its_examples():
   logits = jnp.zeros((2, 5, cases.VOCAB_SIZE))
   targets = jnp.asarray([[2, 1, 3, 1, 0], [4, 4, 4, 4, 1]])
-  segment_ids = {'encoder': jnp.asarray([[1, 1, 2], [1, 1, 0]]),
-                 'decoder': jnp.asarray([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])}
+  segment_ids = {
+    'encoder': jnp.asarray([[1, 1, 2], [1, 1, 0]]),
+    'decoder': jnp.asarray([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]),
+  }
   mask = (targets > 0).astype(jnp.float32)
-  metrics = jax.jit(models.compute_base_metrics)(logits, targets, mask, jnp.float32(9.0), segment_ids=segment_ids)
+  metrics = jax.jit(models.compute_base_metrics)(
+    logits, targets, mask, jnp.float32(9.0), segment_ids=segment_ids
+  )
   values = compute(metrics, duration=1.0)
   assert 'z_loss' not in values and 'cross_ent_loss' not in values
   assert values['effective_batch_size/encoder'] == 3
@@ -50,8 +58,16 @@ def test_metrics_of_a_packed_batch_count_its_examples():
   assert values['loss_per_nonpadding_target_token'] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize('rows, expected', [
-    ([[0, 0, 0]], 0), ([[1, 1, 1]], 1), ([[1, 2, 3]], 3), ([[1, 1, 0], [1, 2, 0]], 3), ([[0, 0], [1, 0]], 1)])
+@pytest.mark.parametrize(
+  'rows, expected',
+  [
+    ([[0, 0, 0]], 0),
+    ([[1, 1, 1]], 1),
+    ([[1, 2, 3]], 3),
+    ([[1, 1, 0], [1, 2, 0]], 3),
+    ([[0, 0], [1, 0]], 1),
+  ],
+)
 def test_count_packed_examples(rows, expected):
   assert int(models.count_packed_examples(jnp.asarray(rows))) == expected
 
@@ -81,7 +97,10 @@ def test_weighted_accuracy_sums_weights_of_correct_positions():
   targets = jnp.asarray([[1, 2, 0]])
   assert [float(x) for x in models.compute_weighted_accuracy(logits, targets)] == [2.0, 3.0]
   weights = jnp.asarray([[0.5, 1.0, 0.0]])
-  assert [float(x) for x in models.compute_weighted_accuracy(logits, targets, weights)] == [0.5, 1.5]
+  assert [float(x) for x in models.compute_weighted_accuracy(logits, targets, weights)] == [
+    0.5,
+    1.5,
+  ]
 
 
 def test_metrics_merge_under_jit_and_over_micro_batches(batch):
@@ -93,7 +112,7 @@ def test_metrics_merge_under_jit_and_over_micro_batches(batch):
     a, b = model.eval_fn(params, first)[1], model.eval_fn(params, second)[1]
     return {name: a[name].merge(b[name]) for name in a}
 
-  halves = [{k: v[i:i + 2] for k, v in batch.items()} for i in (0, 2)]
+  halves = [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2)]
   parts = compute(merged(cases.initial_params(), *halves))
   assert set(parts) == set(whole)
   for name, value in whole.items():
@@ -115,8 +134,18 @@ def test_token_counts_of_many_steps_do_not_overflow(batch):
 
 def test_older_metrics_of_t5x_are_sums():
   logits = jnp.eye(3)[jnp.array([[0, 1, 2], [1, 1, 1]])]
-  targets, weights = jnp.array([[0, 1, 1], [1, 0, 1]]), jnp.array([[1.0, 0.5, 1.0], [1.0, 1.0, 0.0]])
+  targets, weights = (
+    jnp.array([[0, 1, 1], [1, 0, 1]]),
+    jnp.array([[1.0, 0.5, 1.0], [1.0, 1.0, 0.0]]),
+  )
   metrics = models.compute_metrics(
-      logits, targets, weights, jnp.float32(2.0), jnp.sum(weights), {'more': metrics_lib.Sum(7)})
+    logits, targets, weights, jnp.float32(2.0), jnp.sum(weights), {'more': metrics_lib.Sum(7)}
+  )
   assert {name: float(metric.compute()) for name, metric in metrics.items()} == {
-      'loss': 2.0, 'accuracy': 2.5, 'weight_sum': 4.5, 'num_examples': 2, 'num_tokens': 6, 'more': 7}
+    'loss': 2.0,
+    'accuracy': 2.5,
+    'weight_sum': 4.5,
+    'num_examples': 2,
+    'num_tokens': 6,
+    'more': 7,
+  }

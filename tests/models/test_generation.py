@@ -32,7 +32,9 @@ def _long(*values):
 
 def _model(layout='t5', decode_fn=decoding.greedy_search, **options):
   config = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=2, **_LAYOUTS[layout])
-  return models.EncoderDecoderModel(t5.Transformer(config), _VOCABULARY, _VOCABULARY, None, decode_fn, **options)
+  return models.EncoderDecoderModel(
+    t5.Transformer(config), _VOCABULARY, _VOCABULARY, None, decode_fn, **options
+  )
 
 
 @functools.cache
@@ -50,7 +52,9 @@ def _batch(rows=4):
 
 def _prompts():
   """Return `decoder_input_tokens` with prompts of 2, 0, 5 and 3 tokens; the last one contains an end token."""
-  return jnp.asarray([[0, 7, 9, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 4, 5, 6, 7, 8], [0, 3, 3, 3, 1, 0]], jnp.int32)
+  return jnp.asarray(
+    [[0, 7, 9, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 4, 5, 6, 7, 8], [0, 3, 3, 3, 1, 0]], jnp.int32
+  )
 
 
 def _predict(model, params, batch, **options):
@@ -71,21 +75,40 @@ def _assert_same(got, want):
 _COLD = functools.partial(decoding.temperature_sample, temperature=0.0, rescale_log_probs=False)
 
 
-@pytest.mark.parametrize('layout, decode_fn, num_decodes', [
-    _long('t5', decoding.greedy_search, 1), ('scalable', decoding.beam_search, 3),
-    _long('t5', _COLD, 2), _long('scalable', decoding.greedy_search, 1), _long('scalable', _COLD, 2),
-    _long('t5', decoding.beam_search, 3)])
-def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(layout, decode_fn, num_decodes):
+@pytest.mark.parametrize(
+  'layout, decode_fn, num_decodes',
+  [
+    _long('t5', decoding.greedy_search, 1),
+    ('scalable', decoding.beam_search, 3),
+    _long('t5', _COLD, 2),
+    _long('scalable', decoding.greedy_search, 1),
+    _long('scalable', _COLD, 2),
+    _long('t5', decoding.beam_search, 3),
+  ],
+)
+def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(
+  layout, decode_fn, num_decodes
+):
   model, params = _model(layout, decode_fn), _params(layout)
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
-  got = _predict(model, params, batch, prompt_with_targets=True, return_all_decodes=True, num_decodes=num_decodes)
+  got = _predict(
+    model, params, batch, prompt_with_targets=True, return_all_decodes=True, num_decodes=num_decodes
+  )
   prompt = generation.prompt_from_targets(_prompts(), 1)
   force = lambda params, inputs: generation.generate(
-      model.module, params, inputs, prompt, decode_fn, eos_id=1, num_decodes=num_decodes, decode_rng=None)
+    model.module,
+    params,
+    inputs,
+    prompt,
+    decode_fn,
+    eos_id=1,
+    num_decodes=num_decodes,
+    decode_rng=None,
+  )
   sequences, scores = cases.jit(force)(params, batch['encoder_input_tokens'])
   _assert_same(got, (sequences, {'scores': scores}))
   for row, length in enumerate((2, 0, 5, 3)):
-    assert (np.asarray(got[0])[row, -1, :length] == _prompts()[row, 1:length + 1]).all()
+    assert (np.asarray(got[0])[row, -1, :length] == _prompts()[row, 1 : length + 1]).all()
 
 
 # ---- Beams ----------------------------------------------------------------------------------------------------------
@@ -93,7 +116,12 @@ def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(layout
 
 @pytest.mark.parametrize('layout', ['t5', _long('scalable')])
 def test_beams_share_the_encoding_and_equal_a_search_by_full_passes_over_copies(layout):
-  model, params, batch, num_decodes = _model(layout, decoding.beam_search), _params(layout), _batch(), 3
+  model, params, batch, num_decodes = (
+    _model(layout, decoding.beam_search),
+    _params(layout),
+    _batch(),
+    3,
+  )
   got = _predict(model, params, batch, num_decodes=num_decodes, return_all_decodes=True)
 
   def by_full_passes(params, inputs):
@@ -102,10 +130,13 @@ def test_beams_share_the_encoding_and_equal_a_search_by_full_passes_over_copies(
     def tokens_to_logits(state):
       tokens = state.sequences[:, :_LENGTH]
       logits = model.module.apply(
-          {'params': params}, rows, tokens, jnp.ones_like(tokens), enable_dropout=False)
+        {'params': params}, rows, tokens, jnp.ones_like(tokens), enable_dropout=False
+      )
       return jax.lax.dynamic_index_in_dim(logits, state.cur_index, 1, keepdims=False), state.cache
 
-    return decoding.beam_search(jnp.zeros((4, _LENGTH), jnp.int32), {}, tokens_to_logits, 1, num_decodes)
+    return decoding.beam_search(
+      jnp.zeros((4, _LENGTH), jnp.int32), {}, tokens_to_logits, 1, num_decodes
+    )
 
   sequences, scores = cases.jit(by_full_passes)(params, batch['encoder_input_tokens'])
   _assert_same(got, (sequences, {'scores': scores}))
@@ -116,24 +147,43 @@ def test_beams_share_the_encoding_and_equal_a_search_by_full_passes_over_copies(
 
 
 def test_sequences_longer_than_the_cache_raise_and_shorter_ones_are_the_same_search():
-  model, params = _model(decode_fn=decoding.beam_search), jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params()))
+  model, params = (
+    _model(decode_fn=decoding.beam_search),
+    jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params())),
+  )
   search = lambda decode_fn: jax.eval_shape(
-      functools.partial(model.with_decode_fn(decode_fn).predict_batch_with_aux, num_decodes=np.int64(2)), params,
-      _batch())
+    functools.partial(
+      model.with_decode_fn(decode_fn).predict_batch_with_aux, num_decodes=np.int64(2)
+    ),
+    params,
+    _batch(),
+  )
   with pytest.raises(ConfigError, match=f'at most {_LENGTH} tokens, .*, got {_LENGTH + 1}.'):
     search(functools.partial(decoding.beam_search, max_decode_len=_LENGTH + 1))
   for length in (_LENGTH, _LENGTH - 2):
-    assert search(functools.partial(decoding.beam_search, max_decode_len=length))[0].shape == (4, length)
+    assert search(functools.partial(decoding.beam_search, max_decode_len=length))[0].shape == (
+      4,
+      length,
+    )
 
 
 @pytest.mark.full  # by default, test_encoder_decoder.py has options and keys of any decode_fn
 def test_sampling_takes_its_options_and_key():
   model, batch = _model(decode_fn=decoding.temperature_sample), _batch()
-  predict = cases.jit(lambda params, batch, rng, temperature: model.predict_batch_with_aux(
-      params, batch, rng, {'topk': 0, 'temperature': temperature}, num_decodes=2, return_all_decodes=True))
+  predict = cases.jit(
+    lambda params, batch, rng, temperature: model.predict_batch_with_aux(
+      params,
+      batch,
+      rng,
+      {'topk': 0, 'temperature': temperature},
+      num_decodes=2,
+      return_all_decodes=True,
+    )
+  )
   first, again, other, cold = (
-      np.asarray(predict(_params(), batch, jax.random.key(seed), temperature)[0])
-      for seed, temperature in ((0, 3.0), (0, 3.0), (1, 3.0), (0, 1e-3)))
+    np.asarray(predict(_params(), batch, jax.random.key(seed), temperature)[0])
+    for seed, temperature in ((0, 3.0), (0, 3.0), (1, 3.0), (0, 1e-3))
+  )
   np.testing.assert_array_equal(first, again)
   assert (first != other).any() and (first[:, 0] != first[:, 1]).any()
   greedy = _predict(_model(), _params(), batch)[0]
@@ -144,28 +194,46 @@ def test_sampling_takes_its_options_and_key():
 
 
 @pytest.mark.full  # by default, rows of padding are below and inputs in tests/networks
-@pytest.mark.parametrize('decode_fn, num_decodes', [_long(decoding.greedy_search, 1), (decoding.beam_search, 2)])
+@pytest.mark.parametrize(
+  'decode_fn, num_decodes', [_long(decoding.greedy_search, 1), (decoding.beam_search, 2)]
+)
 def test_padding_of_the_batch_and_of_inputs_changes_no_prediction(decode_fn, num_decodes):
   model, params = _model(decode_fn=decode_fn), _params()
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
   options = dict(num_decodes=num_decodes, prompt_with_targets=True)
-  padded = {name: jnp.pad(value, ((0, 3), (0, 4 if name.startswith('encoder') else 0)))
-            for name, value in batch.items()}
+  padded = {
+    name: jnp.pad(value, ((0, 3), (0, 4 if name.startswith('encoder') else 0)))
+    for name, value in batch.items()
+  }
   got = _predict(model, params, padded, **options)
-  _assert_same((got[0][:4], {'scores': got[1]['scores'][:4]}), _predict(model, params, batch, **options))
+  _assert_same(
+    (got[0][:4], {'scores': got[1]['scores'][:4]}), _predict(model, params, batch, **options)
+  )
 
 
 @pytest.mark.full  # by default, test_base.py has predictions on a mesh
-@pytest.mark.parametrize('layout, prompted', [
-    ('t5', True), _long('t5', False), _long('scalable', True), _long('scalable', False)])
+@pytest.mark.parametrize(
+  'layout, prompted',
+  [('t5', True), _long('t5', False), _long('scalable', True), _long('scalable', False)],
+)
 def test_predictions_on_a_mesh_equal_those_of_one_device(layout, prompted):
-  rules = (('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('heads', 'model'), ('joined_kv', 'model'))
+  rules = (
+    ('batch', 'data'),
+    ('vocab', 'model'),
+    ('mlp', 'model'),
+    ('heads', 'model'),
+    ('joined_kv', 'model'),
+  )
   model, params = _model(layout, decoding.beam_search), _params(layout)
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
   batch = {name: jnp.concatenate([value, value[::-1]]) for name, value in batch.items()}
 
   predict = functools.partial(
-      model.predict_batch_with_aux, num_decodes=2, return_all_decodes=True, prompt_with_targets=prompted)
+    model.predict_batch_with_aux,
+    num_decodes=2,
+    return_all_decodes=True,
+    prompt_with_targets=prompted,
+  )
   want = cases.jit(predict)(params, batch)
   mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
   with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
@@ -194,28 +262,46 @@ def _counted(decode_fn, masked=True):
   # The outermost declaration overrides that of the wrapped function.
   decode = functools.wraps(decode_fn)(decode)
   contract = dataclasses.asdict(decoding.contract_of(decode_fn))
-  return (decode if masked else decoding.declare(**{**contract, 'padding_mask': False})(decode)), steps
+  return (
+    decode if masked else decoding.declare(**{**contract, 'padding_mask': False})(decode)
+  ), steps
 
 
 _SAMPLE = functools.partial(decoding.temperature_sample, topk=0, temperature=0.01)
 
 
-@pytest.mark.parametrize('decode_fn, num_decodes, prompted', [
-    _long(decoding.greedy_search, 1, False), (decoding.beam_search, 3, True), _long(_SAMPLE, 2, False),
-    _long(decoding.beam_search, 1, False), _long(decoding.beam_search, 3, False), _long(_SAMPLE, 2, True)],
-    ids=lambda value: getattr(value, '__name__', None))
+@pytest.mark.parametrize(
+  'decode_fn, num_decodes, prompted',
+  [
+    _long(decoding.greedy_search, 1, False),
+    (decoding.beam_search, 3, True),
+    _long(_SAMPLE, 2, False),
+    _long(decoding.beam_search, 1, False),
+    _long(decoding.beam_search, 3, False),
+    _long(_SAMPLE, 2, True),
+  ],
+  ids=lambda value: getattr(value, '__name__', None),
+)
 def test_padding_rows_do_not_delay_decoding(decode_fn, num_decodes, prompted):
   params = jax.tree.map(np.copy, _params())
   # With these parameters, rows with inputs end early, and rows without inputs do not.
   params['decoder']['logits_dense']['kernel'][:, 1] *= 3
-  one = {'encoder_input_tokens': _batch()['encoder_input_tokens'][1:2],
-         'decoder_input_tokens': _prompts()[:1] * prompted}
+  one = {
+    'encoder_input_tokens': _batch()['encoder_input_tokens'][1:2],
+    'decoder_input_tokens': _prompts()[:1] * prompted,
+  }
   padded = {name: jnp.pad(value, ((0, 7), (0, 0))) for name, value in one.items()}
 
   def predict(batch, masked):
     counted, steps = _counted(decode_fn, masked)
-    result = _predict(_model(decode_fn=counted), params, batch, num_decodes=num_decodes, prompt_with_targets=prompted,
-                      return_all_decodes=True)
+    result = _predict(
+      _model(decode_fn=counted),
+      params,
+      batch,
+      num_decodes=num_decodes,
+      prompt_with_targets=prompted,
+      return_all_decodes=True,
+    )
     jax.block_until_ready(result)
     jax.effects_barrier()
     return len(steps), result
@@ -231,11 +317,18 @@ def test_padding_rows_do_not_delay_decoding(decode_fn, num_decodes, prompted):
 
 def test_a_decode_fn_with_the_arguments_of_t5x_gets_no_padding_mask():
 
-  def of_t5x(*, inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, **options):
+  def of_t5x(
+    *, inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, **options
+  ):
     assert not options
-    return jnp.full((len(inputs), num_decodes, inputs.shape[1]), 7), jnp.zeros((len(inputs), num_decodes))
+    return jnp.full((len(inputs), num_decodes, inputs.shape[1]), 7), jnp.zeros(
+      (len(inputs), num_decodes)
+    )
 
-  batch = {name: jnp.pad(_batch()[name], ((0, 1), (0, 0))) for name in ('encoder_input_tokens', 'decoder_input_tokens')}
+  batch = {
+    name: jnp.pad(_batch()[name], ((0, 1), (0, 0)))
+    for name in ('encoder_input_tokens', 'decoder_input_tokens')
+  }
   tokens, _ = _predict(_model(decode_fn=of_t5x), _params(), batch)
   assert tokens.shape == (len(batch['encoder_input_tokens']), _LENGTH) and np.all(tokens == 7)
 
@@ -243,7 +336,8 @@ def test_a_decode_fn_with_the_arguments_of_t5x_gets_no_padding_mask():
 def test_padding_mask_depends_on_all_tokens_and_on_other_rows():
   inputs, decoder_inputs = np.zeros((3, 4), np.int32), np.zeros((3, 2), np.int32)
   mask = lambda **features: generation.padding_mask(
-      {'encoder_input_tokens': inputs, 'decoder_input_tokens': decoder_inputs, **features}).tolist()
+    {'encoder_input_tokens': inputs, 'decoder_input_tokens': decoder_inputs, **features}
+  ).tolist()
   # The batch of an unconditional model has no inputs.
   assert mask() == [False] * 3
   inputs[0, 3], decoder_inputs[1, 1] = 5, 6
@@ -258,19 +352,29 @@ def test_padding_mask_depends_on_all_tokens_and_on_other_rows():
 def _loop_body(text):
   """Return the lines of the longest loop body of a compiled program."""
   bodies = re.findall(r' while\(.*body=%?([\w.\-]+)', text)
-  found = [re.search(rf'^%{re.escape(name)} .*?^}}', text, re.MULTILINE | re.DOTALL).group().splitlines()
-           for name in bodies]
+  found = [
+    re.search(rf'^%{re.escape(name)} .*?^}}', text, re.MULTILINE | re.DOTALL).group().splitlines()
+    for name in bodies
+  ]
   return max(found, key=len)
 
 
-@pytest.mark.parametrize('layout, decode_fn, num_beams', [
-    _long('t5', decoding.greedy_search, 1), _long('scalable', decoding.greedy_search, 1),
-    _long('t5', decoding.beam_search, 1), ('t5', decoding.beam_search, 3)])
+@pytest.mark.parametrize(
+  'layout, decode_fn, num_beams',
+  [
+    _long('t5', decoding.greedy_search, 1),
+    _long('scalable', decoding.greedy_search, 1),
+    _long('t5', decoding.beam_search, 1),
+    ('t5', decoding.beam_search, 3),
+  ],
+)
 def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_beams):
   """Greedy search and beam search, which reorders its beams, copy no cache."""
   model, length = _model(layout, decode_fn), 96
-  batch = {'encoder_input_tokens': jax.ShapeDtypeStruct((4, 7), jnp.int32),
-           'decoder_input_tokens': jax.ShapeDtypeStruct((4, length), jnp.int32)}
+  batch = {
+    'encoder_input_tokens': jax.ShapeDtypeStruct((4, 7), jnp.int32),
+    'decoder_input_tokens': jax.ShapeDtypeStruct((4, length), jnp.int32),
+  }
   params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params(layout)))
   # Compiled as it is run: it is the optimizations that put copies in.
   predict = functools.partial(model.predict_batch_with_aux, num_decodes=num_beams)
@@ -285,7 +389,11 @@ def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_bea
   assert results['update', f'4,2,{length * num_beams},8'] == 4, results
   # Nothing else of the size of such a cache, of the encoder's keys, or of a kernel is moved.
   sizes = {4 * 2 * length * num_beams * 8, 4 * 2 * 7 * 8, 16 * 16, 16 * 24, 16 * 40}
-  moved = {shape: int(np.prod([int(d) for d in shape.split(',') if d])) for kind, shape in results if kind == 'other'}
+  moved = {
+    shape: int(np.prod([int(d) for d in shape.split(',') if d]))
+    for kind, shape in results
+    if kind == 'other'
+  }
   assert not sizes & set(moved.values()), moved
 
 
@@ -294,12 +402,30 @@ def test_the_error_for_a_wrong_number_of_decodes_names_the_option():
     models.DecoderParams(num_decodes=0)
 
 
-@pytest.mark.parametrize(('decode_fn', 'message'), [
-    (lambda inputs, cache, tokens_to_logits: None, '`decode_fn` must be a function of .*eos_id=.*unexpected keyword'),
-    (lambda inputs, **options: inputs, r'`decode_fn` must return \(sequences .*, got \[\(2, 3\)\] from <lambda>'),
-    (lambda inputs, num_decodes, **options: (inputs, inputs[:, 0]), r'got \[\(2, 3\), \(2,\)\] from'),
-])
+@pytest.mark.parametrize(
+  ('decode_fn', 'message'),
+  [
+    (
+      lambda inputs, cache, tokens_to_logits: None,
+      '`decode_fn` must be a function of .*eos_id=.*unexpected keyword',
+    ),
+    (
+      lambda inputs, **options: inputs,
+      r'`decode_fn` must return \(sequences .*, got \[\(2, 3\)\] from <lambda>',
+    ),
+    (
+      lambda inputs, num_decodes, **options: (inputs, inputs[:, 0]),
+      r'got \[\(2, 3\), \(2,\)\] from',
+    ),
+  ],
+)
 def test_a_decode_fn_with_other_parameters_or_results_raises(decode_fn, message):
   with pytest.raises(ConfigError, match=message):
     generation.call_decode_fn(
-        decode_fn, inputs=jnp.zeros((2, 3), jnp.int32), num_decodes=1, cache={}, tokens_to_logits=None, eos_id=1)
+      decode_fn,
+      inputs=jnp.zeros((2, 3), jnp.int32),
+      num_decodes=1,
+      cache={},
+      tokens_to_logits=None,
+      eos_id=1,
+    )

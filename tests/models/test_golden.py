@@ -35,8 +35,15 @@ def make_model(golden, loss_normalizing_factor=None, **options):
     config['param_layout'] = 'scalable_t5'
   vocabulary = types.SimpleNamespace(vocab_size=config['vocab_size'], eos_id=1, pad_id=0)
   return models.EncoderDecoderModel(
-      t5.Transformer(t5.T5Config(**config)), vocabulary, vocabulary, None, label_smoothing=golden['label_smoothing'],
-      z_loss=golden['z_loss'], loss_normalizing_factor=loss_normalizing_factor, **options)
+    t5.Transformer(t5.T5Config(**config)),
+    vocabulary,
+    vocabulary,
+    None,
+    label_smoothing=golden['label_smoothing'],
+    z_loss=golden['z_loss'],
+    loss_normalizing_factor=loss_normalizing_factor,
+    **options,
+  )
 
 
 def parse_factor(name):
@@ -53,10 +60,14 @@ def test_losses_by_normalizing_factor_and_scores(name):
 
   @jax.jit
   def evaluate(logits):
-    by_factor = {key: make_model(golden, parse_factor(key)) for key in golden['losses_by_normalizing_factor']}
+    by_factor = {
+      key: make_model(golden, parse_factor(key)) for key in golden['losses_by_normalizing_factor']
+    }
     for model in by_factor.values():
       model.module = model_cases.Recorded(logits)
-    return {key: model.eval_fn({}, batch) for key, model in by_factor.items()}, model.score_batch({}, batch)
+    return {key: model.eval_fn({}, batch) for key, model in by_factor.items()}, model.score_batch(
+      {}, batch
+    )
 
   losses, scores = evaluate(arrays['out/logits'])
   if 'out/score_batch' in arrays:
@@ -66,13 +77,21 @@ def test_losses_by_normalizing_factor_and_scores(name):
     assert float(loss) == values['loss'] == pytest.approx(expected['loss'], rel=1e-5), key
     assert values['z_loss'] == pytest.approx(expected['z_loss'], rel=1e-4), key
     assert values['accuracy'] == expected['accuracy'], key
-    assert values['loss_per_nonpadding_target_token'] == pytest.approx(expected['loss_per_nonpadding'], rel=1e-5), key
-    assert values['loss_per_all_target_tokens'] == pytest.approx(expected['loss_per_all'], rel=1e-5), key
-    assert values['non_padding_fraction/loss_weights'] == pytest.approx(expected['nonpad_frac'], rel=1e-5), key
+    assert values['loss_per_nonpadding_target_token'] == pytest.approx(
+      expected['loss_per_nonpadding'], rel=1e-5
+    ), key
+    assert values['loss_per_all_target_tokens'] == pytest.approx(
+      expected['loss_per_all'], rel=1e-5
+    ), key
+    assert values['non_padding_fraction/loss_weights'] == pytest.approx(
+      expected['nonpad_frac'], rel=1e-5
+    ), key
 
 
 def global_norm(tree):
-  return np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree)))
+  return np.sqrt(
+    sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))
+  )
 
 
 def gradients(name, factor):
@@ -83,9 +102,13 @@ def gradients(name, factor):
 
 
 # The gradients of all networks are compared in the tests of networks.
-@pytest.mark.parametrize('name', [
+@pytest.mark.parametrize(
+  'name',
+  [
     name if name == 'net_t5_1_1_packed' else pytest.param(name, marks=pytest.mark.full)
-    for name in NETWORKS])
+    for name in NETWORKS
+  ],
+)
 def test_metrics_and_gradients_of_the_summed_loss(name):
   golden, arrays, _, _ = load(name)
   (_, metrics), grads = gradients(name, None)
@@ -114,14 +137,22 @@ def test_scores_through_the_network():
   np.testing.assert_allclose(scores, arrays['out/score_batch'], **golden['tol'])
 
 
-@pytest.mark.parametrize('name', [
-    name if name == 'net_t5_1_0_tiny' else pytest.param(name, marks=pytest.mark.full) for name in UNPACKED])
+@pytest.mark.parametrize(
+  'name',
+  [
+    name if name == 'net_t5_1_0_tiny' else pytest.param(name, marks=pytest.mark.full)
+    for name in UNPACKED
+  ],
+)
 def test_greedy_decoding_and_beam_search(name):
   golden, arrays, params, batch = load(name)
   greedy, beam = make_model(golden, decode_fn=decoding.greedy_search), make_model(golden)
-  (tokens, aux), (beam_tokens, beam_aux) = jax.jit(lambda params, batch: (
+  (tokens, aux), (beam_tokens, beam_aux) = jax.jit(
+    lambda params, batch: (
       greedy.predict_batch_with_aux(params, batch),
-      beam.predict_batch_with_aux(params, batch, num_decodes=3, return_all_decodes=True)))(params, batch)
+      beam.predict_batch_with_aux(params, batch, num_decodes=3, return_all_decodes=True),
+    )
+  )(params, batch)
   np.testing.assert_array_equal(tokens, arrays['out/greedy_tokens'])
   np.testing.assert_allclose(aux['scores'], arrays['out/greedy_scores'], rtol=1e-4)
   np.testing.assert_array_equal(beam_tokens, arrays['out/beam3_tokens'])
@@ -132,5 +163,8 @@ def test_initial_variables_have_the_recorded_tree_and_axes():
   golden, _, params, batch = load('net_t5_1_1_tiny')
   shapes = {name: value.shape for name, value in batch.items()}
   variables = jax.eval_shape(
-      lambda rng: make_model(golden).get_initial_variables(rng, shapes)['params'], jax.random.key(0))
-  assert jax.tree.map(lambda x: (x.shape, x.dtype), variables) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+    lambda rng: make_model(golden).get_initial_variables(rng, shapes)['params'], jax.random.key(0)
+  )
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), variables) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), params
+  )

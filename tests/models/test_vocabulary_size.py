@@ -8,7 +8,6 @@ from t5x_lite.models import vocabulary_size
 
 def test_a_vocabulary_that_cannot_be_loaded_is_named_with_the_remedy():
   class Missing:
-
     @property
     def vocab_size(self):
       raise RuntimeError('no file gs://a/b.model.\nmore')

@@ -45,10 +45,14 @@ class ToyNetwork(nn.Module):
   @nn.compact
   def __call__(self, inputs, enable_dropout=True):
     def param(name, shape, axes):
-      return nn_partitioning.param_with_axes(name, nn.initializers.normal(0.5), shape, jnp.float32, axes=axes)
+      return nn_partitioning.param_with_axes(
+        name, nn.initializers.normal(0.5), shape, jnp.float32, axes=axes
+      )
 
     if self.counts:
-      seen = nn_partitioning.variable_with_axes('counters', 'seen', lambda: jnp.zeros((), jnp.float32), axes=())
+      seen = nn_partitioning.variable_with_axes(
+        'counters', 'seen', lambda: jnp.zeros((), jnp.float32), axes=()
+      )
       if self.is_mutable_collection('counters') and not self.is_initializing():
         seen.value += jnp.sum(inputs).astype(jnp.float32)
     x = param('embedding', (VOCAB_SIZE, self.width), ('vocab', 'embed'))[inputs]
@@ -66,9 +70,12 @@ class ToyModel(models.BaseTransformerModel):
 
   def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
     return self.module.apply(
-        {'params': params, **(flax_mutables or {})}, batch['decoder_input_tokens'],
-        enable_dropout=dropout_rng is not None, rngs=None if dropout_rng is None else {'dropout': dropout_rng},
-        mutable=list(mutable))
+      {'params': params, **(flax_mutables or {})},
+      batch['decoder_input_tokens'],
+      enable_dropout=dropout_rng is not None,
+      rngs=None if dropout_rng is None else {'dropout': dropout_rng},
+      mutable=list(mutable),
+    )
 
   def auxiliary_losses(self, intermediates, batch):
     if not self.module.sows:
@@ -87,28 +94,41 @@ class ToyModel(models.BaseTransformerModel):
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), {}
 
 
-def make_model(optimizer_def=None, *, width=8, dropout_rate=0.0, counts=False, sows=False, **kwargs):
+def make_model(
+  optimizer_def=None, *, width=8, dropout_rate=0.0, counts=False, sows=False, **kwargs
+):
   vocabulary = ToyVocabulary()
-  return ToyModel(ToyNetwork(width, dropout_rate, counts, sows), vocabulary, vocabulary,
-                  optimizer_def or optimizers.adamw(), **kwargs)
+  return ToyModel(
+    ToyNetwork(width, dropout_rate, counts, sows),
+    vocabulary,
+    vocabulary,
+    optimizer_def or optimizers.adamw(),
+    **kwargs,
+  )
 
 
 def make_state(model, batch_size=8, length=6):
   shapes = {'decoder_input_tokens': (batch_size, length)}
   init = lambda rng: train_state_lib.FlaxOptimTrainState.create(
-      model.optimizer_def, model.get_initial_variables(rng, shapes))
+    model.optimizer_def, model.get_initial_variables(rng, shapes)
+  )
   return jax.jit(init)(jax.random.key(0))
 
 
 @functools.cache
 def _double(kind):
-  return type(f'Double{kind.__name__}', (kind,), {
-      'eval_params': property(lambda self: jax.tree.map(lambda x: 2 * x, self.params))})
+  return type(
+    f'Double{kind.__name__}',
+    (kind,),
+    {'eval_params': property(lambda self: jax.tree.map(lambda x: 2 * x, self.params))},
+  )
 
 
 def evaluates_double(state):
   """Return the state, or its axes, with different parameters for evaluation."""
-  return _double(type(state))(**{field.name: getattr(state, field.name) for field in dataclasses.fields(state)})
+  return _double(type(state))(
+    **{field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+  )
 
 
 def make_batch(batch_size=16, length=6, seed=0, packed=False):
@@ -118,13 +138,15 @@ def make_batch(batch_size=16, length=6, seed=0, packed=False):
   lengths = 1 + np.arange(batch_size) * (length - 1) // (batch_size - 1)
   targets[np.arange(length) >= lengths[:, None]] = 0
   batch = {
-      'encoder_input_tokens': targets[:, ::-1].copy(),
-      'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
-      'decoder_target_tokens': targets,
-      'decoder_loss_weights': (targets > 0).astype(np.int32),
+    'encoder_input_tokens': targets[:, ::-1].copy(),
+    'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+    'decoder_target_tokens': targets,
+    'decoder_loss_weights': (targets > 0).astype(np.int32),
   }
   if packed:
-    ids = np.where(targets > 0, 1 + (np.arange(length) >= lengths[:, None] // 2), 0).astype(np.int32)
+    ids = np.where(targets > 0, 1 + (np.arange(length) >= lengths[:, None] // 2), 0).astype(
+      np.int32
+    )
     batch |= {'decoder_segment_ids': ids, 'encoder_segment_ids': ids}
   return batch
 

@@ -10,7 +10,11 @@ import moe
 from t5x_lite import checkpoints, errors, optimizers, tree_utils
 from tests.moe import upcycling_cases as up
 
-MAP = [(r'target(.*)mlp\/expert(.*)', r'target\1mlp\2'), (r'.*\/router\/.*', None), (r'state\/param_states.*', None)]
+MAP = [
+  (r'target(.*)mlp\/expert(.*)', r'target\1mlp\2'),
+  (r'.*\/router\/.*', None),
+  (r'state\/param_states.*', None),
+]
 
 
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
@@ -19,13 +23,25 @@ def test_experts_are_copies_of_the_dense_blocks_and_the_rest_is_as_usual(tmp_pat
   dense = up.state_of(up.dense_network(param_layout=layout), optimizer)
   path = up.save(dense, tmp_path)
   every = 1 if layout == 'scalable_t5' else 2
-  wanted = up.state_shapes(up.sparse_network(num_experts=4, every=every, param_layout=layout), optimizer)
+  wanted = up.state_shapes(
+    up.sparse_network(num_experts=4, every=every, param_layout=layout), optimizer
+  )
   new = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), wanted).state_dict()
   cfg = checkpoints.RestoreCheckpointConfig(
-      str(path), 'specific', MAP, fallback_to_scratch=True, dtype='float32',
-      checkpointer_cls=functools.partial(moe.UpcycleCheckpointer, num_experts=4))
-  restored = checkpoints.restore_checkpoint(path, wanted.state_dict(), restore_cfg=cfg, initial_state_fn=lambda: new)
-  flat, stored = tree_utils.flatten_dict(restored.state), tree_utils.flatten_dict(dense.state_dict())
+    str(path),
+    'specific',
+    MAP,
+    fallback_to_scratch=True,
+    dtype='float32',
+    checkpointer_cls=functools.partial(moe.UpcycleCheckpointer, num_experts=4),
+  )
+  restored = checkpoints.restore_checkpoint(
+    path, wanted.state_dict(), restore_cfg=cfg, initial_state_fn=lambda: new
+  )
+  flat, stored = (
+    tree_utils.flatten_dict(restored.state),
+    tree_utils.flatten_dict(dense.state_dict()),
+  )
   num_experts = 0
   for name, value in flat.items():
     value = np.asarray(value)
@@ -45,10 +61,16 @@ def test_experts_are_copies_of_the_dense_blocks_and_the_rest_is_as_usual(tmp_pat
 def test_errors(tmp_path):
   path = up.save(up.state_of(up.dense_network()), tmp_path)
   cfg = checkpoints.RestoreCheckpointConfig(
-      str(path), 'specific', MAP[:2], fallback_to_scratch=True,
-      checkpointer_cls=functools.partial(moe.UpcycleCheckpointer, num_experts=8))
+    str(path),
+    'specific',
+    MAP[:2],
+    fallback_to_scratch=True,
+    checkpointer_cls=functools.partial(moe.UpcycleCheckpointer, num_experts=8),
+  )
   wanted = up.state_shapes(up.sparse_network(num_experts=4)).state_dict()
-  with pytest.raises(errors.ConfigError, match='UpcycleCheckpointer.num_experts` must be 4, the number in .*, got 8'):
+  with pytest.raises(
+    errors.ConfigError, match='UpcycleCheckpointer.num_experts` must be 4, the number in .*, got 8'
+  ):
     checkpoints.restore_checkpoint(path, wanted, restore_cfg=cfg, initial_state_fn=dict)
   with pytest.raises(errors.ConfigError, match='num_experts` must be an integer >= 1, got 0'):
     moe.UpcycleCheckpointer(None, None, '', 0)

@@ -31,14 +31,26 @@ def _sown(num_layers, num_experts=4, seed=0):
   for _ in range(num_layers):
     load = rng.random(num_experts)
     load[0] = 0
-    layers.append({name: (load / load.sum() if name == 'expert_load' else rng.random([16] * ndim)).astype(np.float32)
-                   for name, ndim in moe_metrics.SOWN.items()})
+    layers.append(
+      {
+        name: (load / load.sum() if name == 'expert_load' else rng.random([16] * ndim)).astype(
+          np.float32
+        )
+        for name, ndim in moe_metrics.SOWN.items()
+      }
+    )
   return layers
 
 
 def _tree(layers, stack='encoder', first=1):
-  return {stack: {f'layers_{first + i}': {'mlp': {name: (jnp.asarray(value),) for name, value in values.items()}}
-                  for i, values in enumerate(layers)}}
+  return {
+    stack: {
+      f'layers_{first + i}': {
+        'mlp': {name: (jnp.asarray(value),) for name, value in values.items()}
+      }
+      for i, values in enumerate(layers)
+    }
+  }
 
 
 class _Network(nn.Module):
@@ -77,8 +89,12 @@ class _Stack(nn.Module):
 
 def _model(logits, sown, cls=models.MoeDecoderOnlyModel, **options):
   frozen = tuple(
-      tuple((name, tuple(np.asarray(v).tolist()) if np.ndim(v) else float(v)) for name, v in values.items())
-      for values in sown)
+    tuple(
+      (name, tuple(np.asarray(v).tolist()) if np.ndim(v) else float(v))
+      for name, v in values.items()
+    )
+    for values in sown
+  )
   network = _Stack((tuple(np.asarray(logits).ravel().tolist()), np.shape(logits)), frozen)
   return cls(network, _VOCABULARY, None, **options)
 
@@ -88,16 +104,32 @@ def test_golden_losses(case):
   description, arrays = golden_data.load('t5x/moe_loss_fn')
   case = description['cases'][case]
   others = _sown(2)
-  sown = [{**others[i], **{name: arrays[f'sown/{name}'][i] for name in moe_metrics.MOE_METRICS}} for i in range(2)]
-  model = _model(arrays['logits'], sown, label_smoothing=case['label_smoothing'], z_loss=case['z_loss'],
-                 loss_normalizing_factor=case['lnf'], aux_loss_factor=case['aux'], router_z_loss_factor=case['rz'])
+  sown = [
+    {**others[i], **{name: arrays[f'sown/{name}'][i] for name in moe_metrics.MOE_METRICS}}
+    for i in range(2)
+  ]
+  model = _model(
+    arrays['logits'],
+    sown,
+    label_smoothing=case['label_smoothing'],
+    z_loss=case['z_loss'],
+    loss_normalizing_factor=case['lnf'],
+    aux_loss_factor=case['aux'],
+    router_z_loss_factor=case['rz'],
+  )
   targets = jnp.asarray(arrays['targets'])
-  batch = {'decoder_input_tokens': targets, 'decoder_target_tokens': targets,
-           'decoder_loss_weights': (targets > 0).astype(jnp.float32)}
+  batch = {
+    'decoder_input_tokens': targets,
+    'decoder_target_tokens': targets,
+    'decoder_loss_weights': (targets > 0).astype(jnp.float32),
+  }
   loss, metrics = model.loss_fn({'decoder': {'bias': jnp.zeros([])}}, batch, None)
   np.testing.assert_allclose(loss, case['loss'], rtol=1e-5)
-  values = {name: metric.compute_value().value for name, metric in metrics.items()
-            if not metrics_lib.is_time_metric(metric)}
+  values = {
+    name: metric.compute_value().value
+    for name, metric in metrics.items()
+    if not metrics_lib.is_time_metric(metric)
+  }
   np.testing.assert_allclose(values['cross_ent_loss'], case['cross_ent_loss'], rtol=1e-5)
   np.testing.assert_allclose(values['loss'], case['loss'], rtol=1e-5)
   for name, value in case['experts'].items():
@@ -109,14 +141,23 @@ def test_metrics_of_each_layer():
   tree = _tree(layers[:2]) | _tree(layers[2:], 'decoder', first=0)
   loss, metrics = moe_metrics.expert_losses_and_metrics(tree, 0.5, 0.25)
   mean = {name: np.mean([values[name] for values in layers]) for name in moe_metrics.MOE_METRICS}
-  np.testing.assert_allclose(loss, 0.5 * mean['auxiliary_loss'] + 0.25 * mean['router_z_loss'], rtol=1e-6)
-  np.testing.assert_allclose(metrics['experts/expert_usage'].compute(), mean['expert_usage'], rtol=1e-6)
-  for layer, values in zip(('encoder/layers_1', 'encoder/layers_2', 'decoder/layers_0'), layers, strict=True):
+  np.testing.assert_allclose(
+    loss, 0.5 * mean['auxiliary_loss'] + 0.25 * mean['router_z_loss'], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    metrics['experts/expert_usage'].compute(), mean['expert_usage'], rtol=1e-6
+  )
+  for layer, values in zip(
+    ('encoder/layers_1', 'encoder/layers_2', 'decoder/layers_0'), layers, strict=True
+  ):
     load = metrics[f'experts/{layer}/load'].compute_value()
     assert isinstance(load, clu.values.Summary)
     np.testing.assert_allclose(load.value, values['expert_load'], rtol=1e-6)
-    np.testing.assert_allclose(metrics[f'experts/{layer}/max_over_mean_load'].compute(),
-                               values['expert_load'].max() / values['expert_load'].mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+      metrics[f'experts/{layer}/max_over_mean_load'].compute(),
+      values['expert_load'].max() / values['expert_load'].mean(),
+      rtol=1e-5,
+    )
     assert metrics[f'experts/{layer}/dead_experts'].compute() == 1
     assert metrics[f'experts/{layer}/drops_by_position'].compute_value().value.shape == (16,)
   assert len(metrics) == 5 + 3 * 12
@@ -124,26 +165,48 @@ def test_metrics_of_each_layer():
 
 def test_stacked_layers_are_those_of_separate_subtrees():
   layers = _sown(3)
-  stacked = {'decoder': {'decoder': {'mlp': {
-      name: (jnp.stack([values[name] for values in layers]),) for name in moe_metrics.SOWN}}}}
+  stacked = {
+    'decoder': {
+      'decoder': {
+        'mlp': {
+          name: (jnp.stack([values[name] for values in layers]),) for name in moe_metrics.SOWN
+        }
+      }
+    }
+  }
   expected = moe_metrics.expert_losses_and_metrics(_tree(layers, 'decoder', first=0), 1.0, 1.0)
-  jax.tree.map(np.testing.assert_array_equal, moe_metrics.expert_losses_and_metrics(stacked, 1.0, 1.0), expected)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    moe_metrics.expert_losses_and_metrics(stacked, 1.0, 1.0),
+    expected,
+  )
 
 
 @pytest.mark.parametrize('stacked', [False, True])
 def test_a_layer_with_two_sparse_blocks_loses_neither(stacked):
   first, second = _sown(1, num_experts=4)[0], _sown(1, num_experts=6, seed=1)[0]
   blocks = {'extra_mlp': {'moe': second}, 'mlp': first}
-  tree = jax.tree.map(lambda value: (jnp.asarray(value)[None] if stacked else jnp.asarray(value),), blocks)
-  loss, metrics = moe_metrics.expert_losses_and_metrics({'decoder': {'decoder' if stacked else 'layers_0': tree}}, 1, 0)
-  np.testing.assert_allclose(loss, (first['auxiliary_loss'] + second['auxiliary_loss']) / 2, rtol=1e-6)
+  tree = jax.tree.map(
+    lambda value: (jnp.asarray(value)[None] if stacked else jnp.asarray(value),), blocks
+  )
+  loss, metrics = moe_metrics.expert_losses_and_metrics(
+    {'decoder': {'decoder' if stacked else 'layers_0': tree}}, 1, 0
+  )
+  np.testing.assert_allclose(
+    loss, (first['auxiliary_loss'] + second['auxiliary_loss']) / 2, rtol=1e-6
+  )
   for name, values in (('layers_0', first), ('layers_0/extra_mlp/moe', second)):
     np.testing.assert_allclose(
-        metrics[f'experts/decoder/{name}/load'].compute_value().value, values['expert_load'], rtol=1e-6)
+      metrics[f'experts/decoder/{name}/load'].compute_value().value,
+      values['expert_load'],
+      rtol=1e-6,
+    )
 
 
 def test_metrics_average_over_steps_and_microbatches():
-  first, second = (moe_metrics.expert_losses_and_metrics(_tree(_sown(1, seed=i)), 0.1, 0.0)[1] for i in range(2))
+  first, second = (
+    moe_metrics.expert_losses_and_metrics(_tree(_sown(1, seed=i)), 0.1, 0.0)[1] for i in range(2)
+  )
   name = 'experts/encoder/layers_1/load'
   stacked = jax.tree.map(lambda *x: jnp.stack(x), first[name], second[name])
   merged = train_step.merge_stacked(stacked, 2)
@@ -152,7 +215,10 @@ def test_metrics_average_over_steps_and_microbatches():
   np.testing.assert_allclose(first[name].merge(second[name]).compute(), mean, rtol=1e-6)
   name = 'experts/auxiliary_loss'
   np.testing.assert_allclose(
-      first[name].merge(second[name]).compute(), (first[name].compute() + second[name].compute()) / 2, rtol=1e-6)
+    first[name].merge(second[name]).compute(),
+    (first[name].compute() + second[name].compute()) / 2,
+    rtol=1e-6,
+  )
 
 
 @pytest.mark.parametrize('factor', [None, 7.0, 'NUM_REAL_TARGET_TOKENS'])
@@ -160,17 +226,24 @@ def test_metrics_average_over_steps_and_microbatches():
 def test_weight_of_the_auxiliary_losses(factor, per_target):
   rng = np.random.default_rng(0)
   logits, targets = rng.normal(size=(4, 6, 11)), rng.integers(0, 11, (4, 6))
-  batch = {'decoder_input_tokens': jnp.asarray(targets), 'decoder_target_tokens': jnp.asarray(targets),
-           'decoder_loss_weights': jnp.asarray(targets > 0, jnp.float32)}
+  batch = {
+    'decoder_input_tokens': jnp.asarray(targets),
+    'decoder_target_tokens': jnp.asarray(targets),
+    'decoder_loss_weights': jnp.asarray(targets > 0, jnp.float32),
+  }
   options = dict(loss_normalizing_factor=factor, auxiliary_losses_per_target=per_target)
   sown = _sown(2)
   params = {'decoder': {'bias': jnp.zeros([])}}
-  extra = (_model(logits, sown, aux_loss_factor=0.5, **options).loss_fn(params, batch, None)[0]
-           - _model(logits, sown, **options).loss_fn(params, batch, None)[0])
+  extra = (
+    _model(logits, sown, aux_loss_factor=0.5, **options).loss_fn(params, batch, None)[0]
+    - _model(logits, sown, **options).loss_fn(params, batch, None)[0]
+  )
   num_targets = np.sum(targets > 0)
   divisor = {None: 1.0, 7.0: 7.0, 'NUM_REAL_TARGET_TOKENS': num_targets}[factor]
   weight = num_targets / divisor if per_target else 1.0
-  np.testing.assert_allclose(extra, 0.5 * weight * np.mean([v['auxiliary_loss'] for v in sown]), rtol=1e-4)
+  np.testing.assert_allclose(
+    extra, 0.5 * weight * np.mean([v['auxiliary_loss'] for v in sown]), rtol=1e-4
+  )
 
   # The slices of a batch have this weight together.
   model = _model(logits[:2], sown, aux_loss_factor=0.5, **options)
@@ -184,28 +257,46 @@ def test_weight_of_the_auxiliary_losses(factor, per_target):
 
 
 def test_factors_without_effect_or_out_of_range_raise():
-  for options in ({'aux_loss_factor': -1.0}, {'router_z_loss_factor': float('nan')}, {'aux_loss_factor': '0.1'}):
+  for options in (
+    {'aux_loss_factor': -1.0},
+    {'router_z_loss_factor': float('nan')},
+    {'aux_loss_factor': '0.1'},
+  ):
     with pytest.raises(ConfigError, match=next(iter(options))):
       _model(np.zeros([1, 1, 11]), [], **options)
   for name in ('aux_loss_factor', 'router_z_loss_factor'):
     model = _model(np.zeros([1, 1, 11]), [], **{name: 0.1})
     tokens = jnp.ones([1, 1], jnp.int32)
-    with pytest.raises(ConfigError, match=f'`{name}` must be 0 for a network without sparse layers, got 0.1'):
-      model.loss_fn({'decoder': {'bias': jnp.zeros([])}},
-                    {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}, None)
+    with pytest.raises(
+      ConfigError, match=f'`{name}` must be 0 for a network without sparse layers, got 0.1'
+    ):
+      model.loss_fn(
+        {'decoder': {'bias': jnp.zeros([])}},
+        {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens},
+        None,
+      )
 
 
-@pytest.mark.parametrize('router, decoder_router, warned', [
+@pytest.mark.parametrize(
+  'router, decoder_router, warned',
+  [
     (routing.HashRouter(4), None, ['aux_loss_factor=0.01', 'router_z_loss_factor=0.001']),
     (routing.ExpertsChooseRouter(4), routing.HashRouter(4), ['aux_loss_factor=0.01']),
     (routing.HashRouter(4), routing.TokensChooseRouter(4), []),
     (routing.SinkhornRouter(4), None, []),
-])
+  ],
+)
 def test_factors_of_losses_that_no_router_has_are_warned_of(router, decoder_router, warned, caplog):
-  block = functools.partial(networks.SparseBlock, num_experts=4, train_capacity_factor=1.0, eval_capacity_factor=1.0)
+  block = functools.partial(
+    networks.SparseBlock, num_experts=4, train_capacity_factor=1.0, eval_capacity_factor=1.0
+  )
   network = networks.sparse_transformer(
-      cases.tiny_config(), block(router=router), num_encoder_sparse_layers=1, num_decoder_sparse_layers=1,
-      decoder_block=block(router=decoder_router) if decoder_router else None)
+    cases.tiny_config(),
+    block(router=router),
+    num_encoder_sparse_layers=1,
+    num_decoder_sparse_layers=1,
+    decoder_block=block(router=decoder_router) if decoder_router else None,
+  )
   make = functools.partial(models.MoeEncoderDecoderModel, network, _VOCABULARY, _VOCABULARY, None)
   caplog.clear()
   make()
@@ -218,10 +309,19 @@ def test_factors_of_losses_that_no_router_has_are_warned_of(router, decoder_rout
 
 # ---- recording ------------------------------------------------------------------------------------------------------
 
+
 def _record(seed=0):
   rng = np.random.default_rng(seed)
-  return {'encoder': {'layers_1': {'mlp': {'expert_index': rng.integers(0, 4, (2, 8, 2), np.int32),
-                                           'gates': rng.random((2, 8, 2), np.float32)}}}}
+  return {
+    'encoder': {
+      'layers_1': {
+        'mlp': {
+          'expert_index': rng.integers(0, 4, (2, 8, 2), np.int32),
+          'gates': rng.random((2, 8, 2), np.float32),
+        }
+      }
+    }
+  }
 
 
 def test_files_hold_records(tmp_path):
@@ -242,12 +342,17 @@ def test_files_hold_records(tmp_path):
 
 def test_invalid_records_raise():
   model = _model(np.zeros([1, 1, 11]), [])
-  for record in ({}, {'layer': {'expert': np.zeros([1, 1, 1], np.int32)}},
-                 {'layer': {'expert_index': np.zeros([1, 1, 1], np.float32)}},
-                 {'layer': {'expert_index': np.zeros([1], np.int32)}}):
+  for record in (
+    {},
+    {'layer': {'expert': np.zeros([1, 1, 1], np.int32)}},
+    {'layer': {'expert_index': np.zeros([1, 1, 1], np.float32)}},
+    {'layer': {'expert_index': np.zeros([1], np.int32)}},
+  ):
     with pytest.raises(ConfigError, match='record'):
       model.with_replayed_routing(record)
   tokens = jnp.ones([1, 1], jnp.int32)
   with pytest.raises(ConfigError, match='SparseFeedForward'):
-    model.record_routing({'decoder': {'bias': jnp.zeros([])}},
-                         {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens})
+    model.record_routing(
+      {'decoder': {'bias': jnp.zeros([])}},
+      {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens},
+    )

@@ -25,15 +25,15 @@ from t5x_lite import tree_utils
 from tests.optimizers.contract_rows import ROWS
 
 _AXES = {
-    'encoder/layers_0/mlp/wi/kernel': ('embed', 'mlp'),
-    'encoder/layers_1/mlp/expert/wi/kernel': ('expert', 'embed', 'expert_mlp'),
-    'encoder/layers_1/mlp/expert/wi/bias': ('expert', 'expert_mlp'),
-    'encoder/layers_1/mlp/expert/wo/kernel': ('expert', 'expert_mlp', 'embed'),
-    'encoder/stack/mlp/expert/wi/kernel': ('expert', 'layers', 'embed', 'expert_mlp'),
-    'encoder/layers_1/mlp/router/router_weights/w/kernel': ('embed', None),
-    'encoder/norm/scale': ('embed',),
-    'decoder/norm/scale': ('embed',),
-    'token_embedder/embedding': ('vocab', 'embed'),
+  'encoder/layers_0/mlp/wi/kernel': ('embed', 'mlp'),
+  'encoder/layers_1/mlp/expert/wi/kernel': ('expert', 'embed', 'expert_mlp'),
+  'encoder/layers_1/mlp/expert/wi/bias': ('expert', 'expert_mlp'),
+  'encoder/layers_1/mlp/expert/wo/kernel': ('expert', 'expert_mlp', 'embed'),
+  'encoder/stack/mlp/expert/wi/kernel': ('expert', 'layers', 'embed', 'expert_mlp'),
+  'encoder/layers_1/mlp/router/router_weights/w/kernel': ('embed', None),
+  'encoder/norm/scale': ('embed',),
+  'decoder/norm/scale': ('embed',),
+  'token_embedder/embedding': ('vocab', 'embed'),
 }
 _EXPERTS = tuple(path for path, names in _AXES.items() if names[0] == 'expert')
 # Experts are the smallest dim, as they are in practice: optax's factored optimizers leave the two largest out.
@@ -41,55 +41,78 @@ _SIZES = {'embed': 24, 'mlp': 32, 'expert_mlp': 32, 'vocab': 48, 'layers': 2, No
 
 # Regular expression over names of the state to the reason why an array of more than one element has no dim of experts.
 _EXCEPTIONS = {
-    r'/(statistics|preconditioners)/stacks/': (
-        'Shampoo joins experts in its blocks; its matrices are spread over all devices that they divide over.'),
-    r'/training_metrics/': 'Shampoo: one number for each block, on every device.',
-    r'omentum/bucket_size$': 'Shampoo: scales of 8-bit momentum are maxima over the first dim, which is the experts.',
-    r'^param_states/(parts/\d/)?0/mu/.*/kernel/[123]$|^param_states/0/mu/.*/bias/1$': (
-        'SM3: maxima along each dim over all others, the experts too.'),
-    r'^param_states/0/v_col/.*/bias$': 'Adafactor of optax takes a bias [expert, hidden] for a matrix.',
-    r'^param_states/0/projector/.*/bias$': 'GaLore takes a bias [expert, hidden] for a matrix of low rank.',
+  r'/(statistics|preconditioners)/stacks/': (
+    'Shampoo joins experts in its blocks; its matrices are spread over all devices that they divide over.'
+  ),
+  r'/training_metrics/': 'Shampoo: one number for each block, on every device.',
+  r'omentum/bucket_size$': 'Shampoo: scales of 8-bit momentum are maxima over the first dim, which is the experts.',
+  r'^param_states/(parts/\d/)?0/mu/.*/kernel/[123]$|^param_states/0/mu/.*/bias/1$': (
+    'SM3: maxima along each dim over all others, the experts too.'
+  ),
+  r'^param_states/0/v_col/.*/bias$': 'Adafactor of optax takes a bias [expert, hidden] for a matrix.',
+  r'^param_states/0/projector/.*/bias$': 'GaLore takes a bias [expert, hidden] for a matrix of low rank.',
 }
 # Large state that does not belong to one parameter.
 _GLOBAL = {
-    r'/global_stats/': 'Shampoo: all matrices in one stack over all devices.',
-    r'/groups/': 'ScaledAdam: four numbers for each parameter, and each expert of one, on every device.',
+  r'/global_stats/': 'Shampoo: all matrices in one stack over all devices.',
+  r'/groups/': 'ScaledAdam: four numbers for each parameter, and each expert of one, on every device.',
 }
 # (form, number of experts, model partitions): all that the first form can do, and all of the second.
-_MESHES = [('num_experts', experts, partitions) for experts in (2, 4, 8, 16) for partitions in (1, 2, 4)
-           if (experts, partitions) != (2, 2)]  # two experts do not divide over four devices
-_MESHES += [('num_expert_partitions', experts, partitions) for experts in (2, 4, 8, 16) for partitions in (1, 2, 4)]
+_MESHES = [
+  ('num_experts', experts, partitions)
+  for experts in (2, 4, 8, 16)
+  for partitions in (1, 2, 4)
+  if (experts, partitions) != (2, 2)
+]  # two experts do not divide over four devices
+_MESHES += [
+  ('num_expert_partitions', experts, partitions)
+  for experts in (2, 4, 8, 16)
+  for partitions in (1, 2, 4)
+]
 
 
 def _variables(num_experts, make):
   sizes = {**_SIZES, 'expert': num_experts}
   params = {path: make([sizes[name] for name in names]) for path, names in _AXES.items()}
   axes = {f'{path}_axes': flax_partitioning.AxisMetadata(names) for path, names in _AXES.items()}
-  return {'params': tree_utils.unflatten_dict(params), 'params_axes': tree_utils.unflatten_dict(axes)}
+  return {
+    'params': tree_utils.unflatten_dict(params),
+    'params_axes': tree_utils.unflatten_dict(axes),
+  }
 
 
 @functools.cache
 def _shapes(row, num_experts):
-  return jax.eval_shape(lambda: train_state_lib.FlaxOptimTrainState.create(
-      ROWS[row].factory(), _variables(num_experts, jnp.zeros)))
+  return jax.eval_shape(
+    lambda: train_state_lib.FlaxOptimTrainState.create(
+      ROWS[row].factory(), _variables(num_experts, jnp.zeros)
+    )
+  )
 
 
 @functools.cache
 def _partitioner(form, num_experts, num_partitions, parameter_dims):
   if form == 'num_experts':
     rules = rules_lib.standard_logical_axis_rules(
-        num_experts, num_partitions, parameter_partitioning_dims=parameter_dims)
+      num_experts, num_partitions, parameter_partitioning_dims=parameter_dims
+    )
   else:
     rules = rules_lib.head_logical_axis_rules(1, parameter_dims)
-  return MoePjitPartitioner(**{form: num_experts}, num_partitions=num_partitions, logical_axis_rules=rules)
+  return MoePjitPartitioner(
+    **{form: num_experts}, num_partitions=num_partitions, logical_axis_rules=rules
+  )
 
 
 @functools.cache
 def _experts_by_device(mesh, spec, shape):
   """Return device id to the range of experts that it holds of an array whose first dim is experts."""
-  dim = next(dim for dim, size in enumerate(shape) if dim == list(spec).index(_expert_mesh_axis(mesh)))
+  dim = next(
+    dim for dim, size in enumerate(shape) if dim == list(spec).index(_expert_mesh_axis(mesh))
+  )
   indices = NamedSharding(mesh, spec).devices_indices_map(shape)
-  return {device.id: indices[device][dim].indices(shape[dim])[:2] for device in mesh.devices.ravel()}
+  return {
+    device.id: indices[device][dim].indices(shape[dim])[:2] for device in mesh.devices.ravel()
+  }
 
 
 def _expert_mesh_axis(mesh):
@@ -100,8 +123,10 @@ def _owned_experts(mesh, num_experts):
   """Return device id to the range of experts that belongs to it, counted by hand."""
   axis = mesh.axis_names.index(_expert_mesh_axis(mesh))
   length = num_experts // mesh.devices.shape[axis]
-  return {mesh.devices[place].id: (place[axis] * length, place[axis] * length + length)
-          for place in np.ndindex(mesh.devices.shape)}
+  return {
+    mesh.devices[place].id: (place[axis] * length, place[axis] * length + length)
+    for place in np.ndindex(mesh.devices.shape)
+  }
 
 
 def _parameter_of(name):
@@ -130,10 +155,17 @@ def _check_placement(row, form, num_experts, num_partitions, parameter_dims=1):
     assert _experts_by_device(mesh, array.mesh_axes, array.shape) == owned, where
     shard = NamedSharding(mesh, array.mesh_axes).shard_shape(array.shape)
     itemsize = array.dtype.itemsize
-    assert math.prod(shard) * num_shards <= size and array.bytes_per_device == math.prod(shard) * itemsize, where
+    assert (
+      math.prod(shard) * num_shards <= size
+      and array.bytes_per_device == math.prod(shard) * itemsize
+    ), where
     if array.name == path and array.section == 'parameters' and 'kernel' in path:
       # Hidden units on the model axis, if that holds parts and no copies; with two dims nothing has copies.
-      parts = 8 if parameter_dims == 2 else num_shards * (1 if partitioner.two_data_axes else num_partitions)
+      parts = (
+        8
+        if parameter_dims == 2
+        else num_shards * (1 if partitioner.two_data_axes else num_partitions)
+      )
       assert math.prod(shard) * parts == size, where
     bytes_of_experts += size * itemsize
     bytes_on_device += array.bytes_per_device
@@ -142,44 +174,70 @@ def _check_placement(row, form, num_experts, num_partitions, parameter_dims=1):
 
 # The states of all optimizers are traced once for each number of experts: that is what costs. So every fourth optimizer
 # has other numbers of experts.
-@pytest.mark.parametrize('mesh', [
-    mesh if mesh[1] == 4 else pytest.param(mesh, marks=pytest.mark.full) for mesh in _MESHES],
-                         ids=lambda mesh: '-'.join(map(str, mesh)))
+@pytest.mark.parametrize(
+  'mesh',
+  [mesh if mesh[1] == 4 else pytest.param(mesh, marks=pytest.mark.full) for mesh in _MESHES],
+  ids=lambda mesh: '-'.join(map(str, mesh)),
+)
 def test_every_optimizer_on_every_mesh(mesh):
   for row in ROWS if mesh[1] == 4 else list(ROWS)[::4]:
     _check_placement(row, *mesh)
 
 
-@pytest.mark.parametrize('mesh', [
-    mesh if mesh in (('num_experts', 4, 1), ('num_expert_partitions', 4, 2)) else pytest.param(
-        mesh, marks=pytest.mark.full) for mesh in _MESHES], ids=lambda mesh: '-'.join(map(str, mesh)))
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    mesh
+    if mesh in (('num_experts', 4, 1), ('num_expert_partitions', 4, 2))
+    else pytest.param(mesh, marks=pytest.mark.full)
+    for mesh in _MESHES
+  ],
+  ids=lambda mesh: '-'.join(map(str, mesh)),
+)
 def test_every_optimizer_with_two_dims_of_parameters(mesh):
   for row in ROWS:
     _check_placement(row, *mesh, parameter_dims=2)
 
 
 def test_no_exception_is_idle():
-  names = {array.name for row in ROWS for array in _partitioner('num_expert_partitions', 4, 1, 1).explain(
-      _shapes(row, 4)).rows if math.prod(array.shape) > 1 and 'expert' not in array.logical_axes}
+  names = {
+    array.name
+    for row in ROWS
+    for array in _partitioner('num_expert_partitions', 4, 1, 1).explain(_shapes(row, 4)).rows
+    if math.prod(array.shape) > 1 and 'expert' not in array.logical_axes
+  }
   for pattern in (*_EXCEPTIONS, *_GLOBAL):
     assert any(re.search(pattern, name) for name in names), pattern
 
 
-@pytest.mark.parametrize('form,num_experts', [('num_experts', 2), ('num_experts', 16), ('num_expert_partitions', 4)])
+@pytest.mark.parametrize(
+  'form,num_experts', [('num_experts', 2), ('num_experts', 16), ('num_expert_partitions', 4)]
+)
 def test_the_mixed_parts_of_a_multi_optimizer(form, num_experts):
   """Adafactor for experts, Adam for matrices, the rest frozen."""
   matrices = optimizers.ModelParamTraversal(lambda path, p: p.ndim == 2 and 'expert' not in path)
-  optimizer_def = optimizers.MultiOptimizer([
-      ('expert', optimizers.Adafactor(logical_factor_rules=rules_lib.logical_factor_rules(), beta1=0.9)),
-      (matrices, optimizers.adam())])
-  state = jax.eval_shape(lambda: train_state_lib.FlaxOptimTrainState.create(
-      optimizer_def, _variables(num_experts, jnp.zeros)))
+  optimizer_def = optimizers.MultiOptimizer(
+    [
+      (
+        'expert',
+        optimizers.Adafactor(logical_factor_rules=rules_lib.logical_factor_rules(), beta1=0.9),
+      ),
+      (matrices, optimizers.adam()),
+    ]
+  )
+  state = jax.eval_shape(
+    lambda: train_state_lib.FlaxOptimTrainState.create(
+      optimizer_def, _variables(num_experts, jnp.zeros)
+    )
+  )
   rows = {row.name: row for row in _partitioner(form, num_experts, 1, 1).explain(state).rows}
   kernel = 'param_states/parts/0/encoder/layers_1/mlp/expert/wi/kernel'
   assert rows[f'{kernel}/v_row'].logical_axes == P('expert', 'embed')
   assert rows[f'{kernel}/v_col'].logical_axes == P('expert', 'expert_mlp')
   assert rows[f'{kernel}/m'].mesh_axes == rows['encoder/layers_1/mlp/expert/wi/kernel'].mesh_axes
-  assert rows['param_states/parts/1/0/mu/token_embedder/embedding'].logical_axes == P('vocab', 'embed')
+  assert rows['param_states/parts/1/0/mu/token_embedder/embedding'].logical_axes == P(
+    'vocab', 'embed'
+  )
 
 
 # ---- Prepending ------------------------------------------------------------------------------------------------------
@@ -195,10 +253,14 @@ class SilentAdafactor(optimizers.Adafactor):
 
 
 def _logical_axes(optimizer_def, state_filter_fn=None, num_experts=4):
-  state = jax.eval_shape(lambda: train_state_lib.FlaxOptimTrainState.create(
-      optimizer_def, _variables(num_experts, jnp.zeros)))
+  state = jax.eval_shape(
+    lambda: train_state_lib.FlaxOptimTrainState.create(
+      optimizer_def, _variables(num_experts, jnp.zeros)
+    )
+  )
   partitioner = MoePjitPartitioner(
-      num_expert_partitions=num_experts, num_partitions=2, state_filter_fn=state_filter_fn)
+    num_expert_partitions=num_experts, num_partitions=2, state_filter_fn=state_filter_fn
+  )
   axes = partitioner.get_logical_axes(state)
   partitioner.get_mesh_axes(state)  # they can be laid out
   return {name: tuple(spec) for name, spec in tree_utils.named_leaves(axes.param_states)}
@@ -208,27 +270,43 @@ def test_state_without_logical_axes_gets_those_of_experts():
   rules = rules_lib.logical_factor_rules()
   axes = _logical_axes(SilentAdafactor(logical_factor_rules=rules, beta1=0.9))
   kernel = 'encoder/layers_1/mlp/expert/wi/kernel'
-  assert axes[f'{kernel}/v_row'] == ('expert', None) and axes[f'{kernel}/m'] == ('expert', None, None)
+  assert axes[f'{kernel}/v_row'] == ('expert', None) and axes[f'{kernel}/m'] == (
+    'expert',
+    None,
+    None,
+  )
   assert axes[f'{kernel}/v'] == (None,)  # a slot that is not in use
   assert axes['encoder/stack/mlp/expert/wi/kernel/v_col'] == ('expert', None, None)
   assert not any('expert' in spec for name, spec in axes.items() if '/expert/' not in name)
   # The optimizer's own names stay, and are not doubled.
   named = _logical_axes(optimizers.Adafactor(logical_factor_rules=rules, beta1=0.9))
-  assert named[f'{kernel}/v_row'] == ('expert', 'embed') and named[f'{kernel}/m'] == ('expert', 'embed', 'expert_mlp')
+  assert named[f'{kernel}/v_row'] == ('expert', 'embed') and named[f'{kernel}/m'] == (
+    'expert',
+    'embed',
+    'expert_mlp',
+  )
 
 
 def test_a_filter_of_one_s_own_selects():
   rules = rules_lib.logical_factor_rules()
   kernel = 'encoder/layers_1/mlp/expert/wi/kernel'
   silent = lambda pattern: _logical_axes(
-      SilentAdafactor(logical_factor_rules=rules, beta1=0.9), state_axes.match_fn(pattern))
+    SilentAdafactor(logical_factor_rules=rules, beta1=0.9), state_axes.match_fn(pattern)
+  )
   axes = silent('.*expert.*/kernel/v_.*')
   assert axes[f'{kernel}/v_row'] == ('expert', None) and axes[f'{kernel}/m'] == (None,) * 3
   assert not any('expert' in spec for spec in silent('').values())
   # Selected state without a dim of experts, or whose dim already has this name, is unchanged.
-  for optimizer_def in (optimizers.Adafactor(logical_factor_rules=rules), optimizers.novograd(), optimizers.sm3(),
-                        optimizers.scaled_adam(), optimizers.distributed_shampoo(block_size=8)):
-    assert _logical_axes(optimizer_def, lambda name: True) == _logical_axes(optimizer_def, lambda name: False)
+  for optimizer_def in (
+    optimizers.Adafactor(logical_factor_rules=rules),
+    optimizers.novograd(),
+    optimizers.sm3(),
+    optimizers.scaled_adam(),
+    optimizers.distributed_shampoo(block_size=8),
+  ):
+    assert _logical_axes(optimizer_def, lambda name: True) == _logical_axes(
+      optimizer_def, lambda name: False
+    )
 
 
 def test_experts_that_a_factor_rule_averages_over_are_not_prepended():
@@ -247,7 +325,9 @@ def test_inference_states_are_as_they_are(options):
   partitioner = MoePjitPartitioner(**options, num_partitions=1, state_filter_fn=lambda name: True)
   state = jax.eval_shape(lambda: train_state_lib.InferenceState.create(_variables(4, jnp.zeros)))
   assert partitioner.get_logical_axes(state) == state.as_logical_axes()
-  experts = partitioner.get_mesh_axes(state).params['encoder']['layers_1']['mlp']['expert']['wi']['bias']
+  experts = partitioner.get_mesh_axes(state).params['encoder']['layers_1']['mlp']['expert']['wi'][
+    'bias'
+  ]
   assert experts[0] == _expert_mesh_axis(partitioner.mesh)
 
 
@@ -272,29 +352,54 @@ def _check_updates(row, form, num_experts, num_partitions, parameter_dims):
   # On both sides in one program: each update alone would only compile longer.
   sharded = partitioner.partition(update, (axes, *(axes.params,) * 3), axes)(state, *grads)
   expected = jax.jit(update)(state, *grads)
-  for (name, got), want in zip(tree_utils.named_leaves(sharded.params), jax.tree.leaves(expected.params), strict=True):
+  for (name, got), want in zip(
+    tree_utils.named_leaves(sharded.params), jax.tree.leaves(expected.params), strict=True
+  ):
     error = np.linalg.norm(np.asarray(got) - np.asarray(want)) / np.linalg.norm(np.asarray(want))
     assert error < 1e-5, (name, error)
   owned = _owned_experts(partitioner.mesh, num_experts)
   for name, array in tree_utils.named_leaves(sharded.params):
     if _parameter_of(name) in _EXPERTS:
-      held = {shard.device.id: shard.index[0].indices(num_experts)[:2] for shard in array.addressable_shards}
+      held = {
+        shard.device.id: shard.index[0].indices(num_experts)[:2]
+        for shard in array.addressable_shards
+      }
       assert held == owned, name
   assert axes == jax.tree.map(
-      lambda array, spec: P(*array.sharding.spec, *(None,) * (len(spec) - len(array.sharding.spec))), sharded, axes)
+    lambda array, spec: P(*array.sharding.spec, *(None,) * (len(spec) - len(array.sharding.spec))),
+    sharded,
+    axes,
+  )
 
 
 _NUMERIC = [('scaled_adam_clipping', 'num_expert_partitions', 4, 2, 1)]
 _NUMERIC_FULL = [('adafactor', 'num_experts', 4, 1, 2)]
-_NUMERIC_FULL += [(row, *mesh, dims) for row in ('adafactor_momentum', 'adamw', 'multi_nested', 'scaled_adam',
-                                                 'shampoo_sgd', 'shampoo_sharded', 'lamb', 'muon')
-                  for mesh, dims in ((('num_experts', 2, 1), 2), (('num_experts', 8, 2), 1),
-                                     (('num_expert_partitions', 4, 1), 2))]
+_NUMERIC_FULL += [
+  (row, *mesh, dims)
+  for row in (
+    'adafactor_momentum',
+    'adamw',
+    'multi_nested',
+    'scaled_adam',
+    'shampoo_sgd',
+    'shampoo_sharded',
+    'lamb',
+    'muon',
+  )
+  for mesh, dims in (
+    (('num_experts', 2, 1), 2),
+    (('num_experts', 8, 2), 1),
+    (('num_expert_partitions', 4, 1), 2),
+  )
+]
 
 
 @pytest.mark.full  # by default, tests/optimizers/test_contract.py updates on meshes
-@pytest.mark.parametrize('case', _NUMERIC + [pytest.param(case, marks=pytest.mark.full) for case in _NUMERIC_FULL],
-                         ids=lambda case: '-'.join(map(str, case)))
+@pytest.mark.parametrize(
+  'case',
+  _NUMERIC + [pytest.param(case, marks=pytest.mark.full) for case in _NUMERIC_FULL],
+  ids=lambda case: '-'.join(map(str, case)),
+)
 def test_sharded_updates_equal_those_of_one_device(case):
   _check_updates(*case)
 
@@ -305,13 +410,18 @@ def test_scaled_adam_counts_every_expert_as_a_parameter():
   rng = np.random.default_rng(0)
   draw = lambda shape: rng.normal(size=shape).astype(np.float32)
   state = train_state_lib.FlaxOptimTrainState.create(optimizer_def, _variables(4, draw))
-  num_units = sum(math.prod(4 if name == 'expert' else 2 for name in names if name in ('expert', 'layers'))
-                  for names in _AXES.values())
+  num_units = sum(
+    math.prod(4 if name == 'expert' else 2 for name in names if name in ('expert', 'layers'))
+    for names in _AXES.values()
+  )
   assert state.param_states.groups['default'].param_rms.shape == (num_units,)
   grads = _variables(4, draw)['params']
   other = jax.tree.map(np.copy, grads)
   other['encoder']['layers_1']['mlp']['expert']['wi']['kernel'][3] *= -7
   step = jax.jit(lambda state, grads: state.apply_gradient(grads).apply_gradient(grads))
-  kernels = [step(state, g).params['encoder']['layers_1']['mlp']['expert']['wi']['kernel'] for g in (grads, other)]
+  kernels = [
+    step(state, g).params['encoder']['layers_1']['mlp']['expert']['wi']['kernel']
+    for g in (grads, other)
+  ]
   np.testing.assert_array_equal(kernels[0][:3], kernels[1][:3])
   assert not np.array_equal(kernels[0][3], kernels[1][3])

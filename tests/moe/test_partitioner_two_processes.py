@@ -2,7 +2,7 @@
 
 from tests import processes
 
-_PROGRAM = '''
+_PROGRAM = """
     import jax
     from t5x_lite import runtime
     process = runtime.join(runtime.ClusterConfig()).process
@@ -34,7 +34,7 @@ _PROGRAM = '''
       np.testing.assert_array_equal(loaded[np.argsort(loaded[:, 0])], batch)
       assert scattered[-1] == (loaded != batch).any()
     assert scattered == [False, False, True, False, False, False], scattered
-'''
+"""
 
 
 def test_rows_of_two_processes(tmp_path):

@@ -19,8 +19,17 @@ def _after_two_steps(trainer_cls, state, **options):
   partitioner = partitioning.PjitPartitioner(num_partitions=1)
   state = jax.tree.map(np.array, state)
   with trainer_cls(
-      model, state, partitioner, (), None, partitioner.get_mesh_axes(state), jax.random.key(0), lambda step: 0.01,
-      None, **options) as runner:
+    model,
+    state,
+    partitioner,
+    (),
+    None,
+    partitioner.get_mesh_axes(state),
+    jax.random.key(0),
+    lambda step: 0.01,
+    None,
+    **options,
+  ) as runner:
     runner.train(itertools.repeat(toy_model.make_batch()), 1)
     return jax.device_get(runner.train_state.params)
 
@@ -29,19 +38,23 @@ def test_gradients_of_matching_parameters_are_multiplied():
   state = jax.device_get(toy_model.make_state(toy_model.make_model(optimizers.sgd())))
   plain = _after_two_steps(trainer.Trainer, state)
   scaled = _after_two_steps(
-      moe.MoeTrainer, state, num_expert_partitions=4, sharded_match_fn=moe.match_fn('hid'))
+    moe.MoeTrainer, state, num_expert_partitions=4, sharded_match_fn=moe.match_fn('hid')
+  )
   for name, old in state.params.items():
     step, other_step = plain[name] - old, scaled[name] - old
     assert np.linalg.norm(step) > 0
-    np.testing.assert_allclose(other_step, (4 if name == 'hidden' else 1) * step, rtol=1e-3, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(
+      other_step, (4 if name == 'hidden' else 1) * step, rtol=1e-3, atol=1e-6, err_msg=name
+    )
   assert moe.MoeTrainer.ACCEPTS_STACKED_LAYERS
 
 
 def test_options_are_checked():
   state = toy_model.make_state(toy_model.make_model())
-  for options, message in (({'num_expert_partitions': 0}, 'num_expert_partitions. must be .* got 0'),
-                           ({'num_expert_partitions': 2, 'sharded_match_fn': '.*'},
-                            'sharded_match_fn. must be a func')):
+  for options, message in (
+    ({'num_expert_partitions': 0}, 'num_expert_partitions. must be .* got 0'),
+    ({'num_expert_partitions': 2, 'sharded_match_fn': '.*'}, 'sharded_match_fn. must be a func'),
+  ):
     with pytest.raises(ConfigError, match=message):
       _after_two_steps(moe.MoeTrainer, state, **options)
 

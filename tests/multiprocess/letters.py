@@ -57,9 +57,15 @@ class _Vocabulary(toy_infer.LetterVocabulary):
 
 
 VOCABULARY = _Vocabulary()
-data.register_builtin_task(data.BuiltinTask(
-    name='letters', splits=toy_run.TASK.splits, table_fn=toy_run._table, metric_fns=[exact_match],
-    vocabularies={'inputs': VOCABULARY, 'targets': VOCABULARY}))
+data.register_builtin_task(
+  data.BuiltinTask(
+    name='letters',
+    splits=toy_run.TASK.splits,
+    table_fn=toy_run._table,
+    metric_fns=[exact_match],
+    vocabularies={'inputs': VOCABULARY, 'targets': VOCABULARY},
+  )
+)
 
 _MESSAGE = 'first line\nsecond line'
 
@@ -78,15 +84,23 @@ class _Model(toy_model.ToyModel):
 def model(optimizer_def):
   """Return the model."""
   return _Model(
-      toy_model.ToyNetwork(dropout_rate=0.1), VOCABULARY, VOCABULARY, optimizer_def,
-      loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+    toy_model.ToyNetwork(dropout_rate=0.1),
+    VOCABULARY,
+    VOCABULARY,
+    optimizer_def,
+    loss_normalizing_factor='NUM_REAL_TARGET_TOKENS',
+  )
 
 
 def happens(at):
   """Cause the faults of this process that are due now."""
   _counts[at] = _counts.get(at, 0) + 1
   for fault in _FAULTS:
-    if (fault['process'], fault['at'], fault.get('number', 1)) != (jax.process_index(), at, _counts[at]):
+    if (fault['process'], fault['at'], fault.get('number', 1)) != (
+      jax.process_index(),
+      at,
+      _counts[at],
+    ):
       continue
     print(f'FAULT {fault["do"]} at {at} {_counts[at]}', file=sys.stderr, flush=True)
     if fault['do'] == 'raise':
@@ -142,7 +156,9 @@ def open_train_iterator(*args, **kwargs):
       happens('batch')
       batch = super().__next__()
       if 'RECORD' in os.environ:
-        path = pathlib.Path(os.environ['RECORD']) / f'{self._num_batches:04}-{jax.process_index()}.npy'
+        path = (
+          pathlib.Path(os.environ['RECORD']) / f'{self._num_batches:04}-{jax.process_index()}.npy'
+        )
         np.save(path, batch['decoder_target_tokens'])
       return batch
 
@@ -164,16 +180,25 @@ class StopAt(actions.BaseAction):
 
 def _deceive():
   """Let this process see another folder than the others see."""
-  folders = {at: [fault['do'] for fault in _FAULTS if (fault['process'], fault['at']) == (jax.process_index(), at)]
-             for at in ('listing', 'contents')}
+  folders = {
+    at: [
+      fault['do']
+      for fault in _FAULTS
+      if (fault['process'], fault['at']) == (jax.process_index(), at)
+    ]
+    for at in ('listing', 'contents')
+  }
   all_steps, find_damage = discovery.all_steps, manifest._find_damage
   if folders['listing']:
     discovery.all_steps = lambda folder, **kwargs: [
-        step for step in all_steps(folder, **kwargs)
-        if discovery.get_checkpoint_dir(folder, step) not in folders['listing']]
+      step
+      for step in all_steps(folder, **kwargs)
+      if discovery.get_checkpoint_dir(folder, step) not in folders['listing']
+    ]
   if folders['contents']:
     manifest._find_damage = lambda root, found: (
-        f'{root} is damaged here' if str(root) in folders['contents'] else find_damage(root, found))
+      f'{root} is damaged here' if str(root) in folders['contents'] else find_damage(root, found)
+    )
 
 
 print('pid', os.getpid(), file=sys.stderr, flush=True)

@@ -35,9 +35,18 @@ class Run:
     statuses: of the launcher, or of each process; set by `end`.
   """
 
-  def __init__(self, command: Sequence[str], num_processes: int = 2, *, launched: bool = True, num_devices: int = 1,
-               faults: Sequence[Mapping[str, Any]] = (), seconds: float = 0.0, environment: Mapping[str, str] = {},
-               flags: Sequence[str] = ()):
+  def __init__(
+    self,
+    command: Sequence[str],
+    num_processes: int = 2,
+    *,
+    launched: bool = True,
+    num_devices: int = 1,
+    faults: Sequence[Mapping[str, Any]] = (),
+    seconds: float = 0.0,
+    environment: Mapping[str, str] = {},
+    flags: Sequence[str] = (),
+  ):
     """Start the processes.
 
     Args:
@@ -53,22 +62,51 @@ class Run:
     self.lines: list[tuple[float, str]] = []
     self.statuses: list[int] = []
     self._changed = threading.Condition()
-    env = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': processes.xla_flags(1),
-                        'FAULTS': json.dumps(list(faults)), 'SECONDS': str(seconds), **environment}
+    env = os.environ | {
+      'PYTHONPATH': str(ROOT),
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': processes.xla_flags(1),
+      'FAULTS': json.dumps(list(faults)),
+      'SECONDS': str(seconds),
+      **environment,
+    }
     program = [sys.executable, '-m', 't5x_lite']
     if launched:
-      commands = [[*program, 'launch', '-n', str(num_processes), f'--devices_per_process={num_devices}', '--',
-                   *command, *flags]]
+      commands = [
+        [
+          *program,
+          'launch',
+          '-n',
+          str(num_processes),
+          f'--devices_per_process={num_devices}',
+          '--',
+          *command,
+          *flags,
+        ]
+      ]
     else:
       with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{s.getsockname()[1]}'
-      commands = [[*program, *command, *flags, f'--coordinator_address={address}',
-                   f'--process_count={num_processes}', f'--process_index={i}'] for i in range(num_processes)]
-    self._started = [subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-                     for line in commands]
-    self._readers = [threading.Thread(target=self._read, args=(process, '' if launched else f'[process {i}] '))
-                     for i, process in enumerate(self._started)]
+      commands = [
+        [
+          *program,
+          *command,
+          *flags,
+          f'--coordinator_address={address}',
+          f'--process_count={num_processes}',
+          f'--process_index={i}',
+        ]
+        for i in range(num_processes)
+      ]
+    self._started = [
+      subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+      for line in commands
+    ]
+    self._readers = [
+      threading.Thread(target=self._read, args=(process, '' if launched else f'[process {i}] '))
+      for i, process in enumerate(self._started)
+    ]
     for reader in self._readers:
       reader.start()
 
@@ -105,7 +143,10 @@ class Run:
           if at > after and re.search(pattern, line):
             return at
         assert any(reader.is_alive() for reader in self._readers), (pattern, self.output[-5000:])
-        assert self._changed.wait(max(deadline - time.monotonic(), 0)), (pattern, self.output[-5000:])
+        assert self._changed.wait(max(deadline - time.monotonic(), 0)), (
+          pattern,
+          self.output[-5000:],
+        )
 
   def pid(self, process: int) -> int:
     """Return the id of a process that has read its configuration."""
@@ -145,7 +186,9 @@ class Run:
 
   def __exit__(self, *exc_info) -> None:
     for _, line in list(self.lines):
-      if (found := re.fullmatch(r'\[process \d+\] pid (\d+)', line)) and self._started[0].poll() is None:
+      if (found := re.fullmatch(r'\[process \d+\] pid (\d+)', line)) and self._started[
+        0
+      ].poll() is None:
         with contextlib.suppress(ProcessLookupError):
           os.kill(int(found[1]), signal.SIGKILL)
     for process in self._started:

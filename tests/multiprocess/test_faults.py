@@ -27,45 +27,78 @@ def _others(run, failed, num_processes):
 
 
 @pytest.mark.parametrize('num_processes', [2, _FOUR])
-@pytest.mark.parametrize('failed, at', [(1, 'batch')] + [
-    pytest.param(process, at, marks=pytest.mark.full) for process, at in (
-        (0, 'batch'), *itertools.product((0, 1), ('import', 'open', 'evaluation')), (0, 'metric'))])
+@pytest.mark.parametrize(
+  'failed, at',
+  [(1, 'batch')]
+  + [
+    pytest.param(process, at, marks=pytest.mark.full)
+    for process, at in (
+      (0, 'batch'),
+      *itertools.product((0, 1), ('import', 'open', 'evaluation')),
+      (0, 'metric'),
+    )
+  ],
+)
 def test_an_exception_in_one_ends_all_and_is_printed_once(model_dir, failed, at, num_processes):
   number = 5 if at == 'batch' else 1
-  with runs.Run(_train(model_dir), num_processes, faults=[_fault(failed, 'raise', at, number)]) as run:
+  with runs.Run(
+    _train(model_dir), num_processes, faults=[_fault(failed, 'raise', at, number)]
+  ) as run:
     seconds = run.seconds_to_end()
   print(f'{seconds:.1f} s until all have ended')
   assert run.statuses == [1] and seconds < 10, run.output
   message = run.output_of(failed)
   assert message.count('first line\n') == message.count('second line') == 1, message
   for output in _others(run, failed, num_processes).values():
-    assert re.search(rf'ends because process {failed} failed.*RaisedByTest: .*first line', output), output
+    assert re.search(
+      rf'ends because process {failed} failed.*RaisedByTest: .*first line', output
+    ), output
     assert 'second line' not in output and 'Traceback' not in output, output
 
 
-@pytest.mark.parametrize('failed, at', [(1, 'finish')] + [
-    pytest.param(process, at, marks=pytest.mark.full) for process, at in ((0, 'finish'), (0, 'write'), (1, 'write'))])
+@pytest.mark.parametrize(
+  'failed, at',
+  [(1, 'finish')]
+  + [
+    pytest.param(process, at, marks=pytest.mark.full)
+    for process, at in ((0, 'finish'), (0, 'write'), (1, 'write'))
+  ],
+)
 def test_a_part_that_cannot_be_written_ends_all(model_dir, failed, at):
   before = checkpoints.all_steps(model_dir)
   with runs.Run(_train(model_dir), faults=[_fault(failed, 'fill_disk', at, 1)]) as run:
     seconds = run.seconds_to_end()
   print(f'{seconds:.1f} s until all have ended')
   assert run.statuses == [74] and seconds < 20, run.output
-  assert run.output.count('error: The checkpoint of step') == 1 and 'the disk is full' in run.output, run.output
+  assert (
+    run.output.count('error: The checkpoint of step') == 1 and 'the disk is full' in run.output
+  ), run.output
   assert checkpoints.all_steps(model_dir) == before
 
 
 @pytest.mark.parametrize('num_processes', [2, _FOUR])
-@pytest.mark.parametrize('killed, at', [(0, 'batch'), (1, 'batch')] + [
+@pytest.mark.parametrize(
+  'killed, at',
+  [(0, 'batch'), (1, 'batch')]
+  + [
     pytest.param(process, at, marks=pytest.mark.full)
-    for process, at in itertools.product((0, 1), ('save_begun', 'evaluation', 'compiled'))])
+    for process, at in itertools.product((0, 1), ('save_begun', 'evaluation', 'compiled'))
+  ],
+)
 def test_others_survive_a_killed_process_for_seconds(model_dir, killed, at, num_processes):
-  with runs.Run(_train(model_dir), num_processes, launched=False, flags=['--heartbeat_timeout_seconds=5'],
-                faults=[_fault(killed, 'SIGKILL', at, 5 if at == 'batch' else 1)]) as run:
+  with runs.Run(
+    _train(model_dir),
+    num_processes,
+    launched=False,
+    flags=['--heartbeat_timeout_seconds=5'],
+    faults=[_fault(killed, 'SIGKILL', at, 5 if at == 'batch' else 1)],
+  ) as run:
     seconds = run.seconds_to_end()
   print(f'{seconds:.1f} s until all have ended')
   assert seconds < 5 + 10, run.output
-  assert run.statuses == [-signal.SIGKILL if i == killed else 75 for i in range(num_processes)], run.output
+  assert run.statuses == [-signal.SIGKILL if i == killed else 75 for i in range(num_processes)], (
+    run.output
+  )
   for output in _others(run, killed, num_processes).values():
     assert re.search(rf'ends because process {killed} has given no sign of life', output), output
     assert 'Rerun the command on all machines' in output and 'Traceback' not in output, output
@@ -83,7 +116,9 @@ def test_the_launcher_ends_the_others_of_a_killed_process(model_dir, killed):
 
 def test_a_stalled_source_ends_all_and_sigterm_a_survivor_of_a_stopped_process(model_dir, tmp_path):
   """Two runs at once, since both wait: for the limit of a step, and for a process that gives no sign of life."""
-  stalled = runs.Run(_train(model_dir, '--gin.train_script.train.max_step_seconds=4'), faults=[_fault(1, 'sleep')])
+  stalled = runs.Run(
+    _train(model_dir, '--gin.train_script.train.max_step_seconds=4'), faults=[_fault(1, 'sleep')]
+  )
   stopped = runs.Run(_train(tmp_path), launched=False, faults=[_fault(1, 'SIGSTOP')])
   with stalled, stopped:
     stopped.wait_for('FAULT')
@@ -96,22 +131,35 @@ def test_a_stalled_source_ends_all_and_sigterm_a_survivor_of_a_stopped_process(m
   print(f'{stalled_seconds:.1f} and {stopped_seconds:.1f} s until all have ended')
   assert stalled.statuses == [4] and stalled_seconds < 4 + 10, stalled.output
   waiting = stalled.output_of(0)
-  assert re.search(r"no step was completed within 4 seconds.*Processes, the last one first: process 1 after step \d+ "
-                   r"in 'data'", waiting), waiting
+  assert re.search(
+    r'no step was completed within 4 seconds.*Processes, the last one first: process 1 after step \d+ '
+    r"in 'data'",
+    waiting,
+  ), waiting
   assert re.search(r'ends because process 0 failed.*Watchdog', stalled.output_of(1)), stalled.output
   assert stopped.statuses[0] == 75 and stopped_seconds < 20, stopped.output
 
 
-@pytest.mark.parametrize('number, process', [(signal.SIGTERM, 1), pytest.param(
-    signal.SIGINT, 0, marks=pytest.mark.full), pytest.param(signal.SIGHUP, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'number, process',
+  [
+    (signal.SIGTERM, 1),
+    pytest.param(signal.SIGINT, 0, marks=pytest.mark.full),
+    pytest.param(signal.SIGHUP, 1, marks=pytest.mark.full),
+  ],
+)
 def test_a_signal_to_one_stops_all_after_a_few_steps(model_dir, number, process):
-  with runs.Run(_train(model_dir), seconds=0.5, faults=[_fault(process, number.name, number=4)]) as run:
+  with runs.Run(
+    _train(model_dir), seconds=0.5, faults=[_fault(process, number.name, number=4)]
+  ) as run:
     seconds = run.seconds_to_end()
   print(f'{seconds:.1f} s until all have ended')
   assert run.statuses == [75], run.output
   assert run.output.count('Stopped after step') == 1, run.output
-  found = re.search(rf'Stopped after step (\d+) of {_STEPS} by {number.name} to process {process}; step (\d+) is saved',
-                    run.output_of(0))
+  found = re.search(
+    rf'Stopped after step (\d+) of {_STEPS} by {number.name} to process {process}; step (\d+) is saved',
+    run.output_of(0),
+  )
   assert found and found[1] == found[2], run.output
   first = int(re.search(r'at step (\d+), to step', run.output)[1])
   # Three steps had their batches before the signal.
@@ -135,9 +183,22 @@ def test_a_signal_during_an_evaluation_stops_all(model_dir):
   assert run.statuses == [75] and 'by SIGTERM to process 1' in run.output_of(0), run.output
 
 
-@pytest.mark.parametrize('at, process', [('import', 1)] + [
-    pytest.param(at, process, marks=pytest.mark.full) for at, process in (
-        ('import', 0), ('open', 0), ('open', 1), ('restored', 0), ('restored', 1), ('compiled', 1), ('first_step', 0))])
+@pytest.mark.parametrize(
+  'at, process',
+  [('import', 1)]
+  + [
+    pytest.param(at, process, marks=pytest.mark.full)
+    for at, process in (
+      ('import', 0),
+      ('open', 0),
+      ('open', 1),
+      ('restored', 0),
+      ('restored', 1),
+      ('compiled', 1),
+      ('first_step', 0),
+    )
+  ],
+)
 def test_a_signal_during_the_start_stops_all(model_dir, at, process):
   with runs.Run(_train(model_dir), faults=[_fault(process, 'SIGTERM', at, 1)]) as run:
     seconds = run.seconds_to_end()

@@ -39,7 +39,9 @@ def copy_checkout(target: pathlib.Path) -> None:
       shutil.copy2(_ROOT / name, target / name)
 
 
-def run_tests(root: pathlib.Path, tests: Sequence[str], cache: str, seconds: float) -> tuple[int, str]:
+def run_tests(
+  root: pathlib.Path, tests: Sequence[str], cache: str, seconds: float
+) -> tuple[int, str]:
   """Runs `tests` in the copy `root` until the first failure.
 
   Args:
@@ -52,10 +54,22 @@ def run_tests(root: pathlib.Path, tests: Sequence[str], cache: str, seconds: flo
     (exit status of pytest, its output); an exceeded limit counts as a failed test.
   """
   # No byte code: Python takes a file for unchanged whose size and second of change are equal.
-  env = {'JAX_COMPILATION_CACHE_DIR': cache, **os.environ, 'PYTHONPATH': str(root), 'PYTHONDONTWRITEBYTECODE': '1'}
+  env = {
+    'JAX_COMPILATION_CACHE_DIR': cache,
+    **os.environ,
+    'PYTHONPATH': str(root),
+    'PYTHONDONTWRITEBYTECODE': '1',
+  }
   command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', *tests]
-  with subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                        start_new_session=True) as process:
+  with subprocess.Popen(
+    command,
+    cwd=root,
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    start_new_session=True,
+  ) as process:
     try:
       output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -97,16 +111,27 @@ def outcome(root: pathlib.Path, mutant: Mutant, cache: str, seconds: float) -> s
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the mutants; returns the exit status."""
-  parser = argparse.ArgumentParser(prog='python -m tests.mutation', description='Runs the mutants of tests/mutation.')
-  parser.add_argument('--only', metavar='NAME_OR_FILE', help='only mutants whose name or file contains this')
-  parser.add_argument('--jobs', type=int, default=1, metavar='N', help='number of mutants at a time (1)')
-  parser.add_argument('--seconds', type=float, default=300, metavar='N', help="time limit of a mutant's test (300)")
+  parser = argparse.ArgumentParser(
+    prog='python -m tests.mutation', description='Runs the mutants of tests/mutation.'
+  )
+  parser.add_argument(
+    '--only', metavar='NAME_OR_FILE', help='only mutants whose name or file contains this'
+  )
+  parser.add_argument(
+    '--jobs', type=int, default=1, metavar='N', help='number of mutants at a time (1)'
+  )
+  parser.add_argument(
+    '--seconds', type=float, default=300, metavar='N', help="time limit of a mutant's test (300)"
+  )
   args = parser.parse_args(arguments)
   only = args.only or ''
   mutants = [mutant for mutant in table.MUTANTS if only in mutant.name or only in mutant.file]
   if not mutants:
     parser.error(f'--only {only}: no mutant has a name or a file with this.')
-  with tempfile.TemporaryDirectory(prefix='mutants_') as folder, futures.ThreadPoolExecutor(args.jobs) as pool:
+  with (
+    tempfile.TemporaryDirectory(prefix='mutants_') as folder,
+    futures.ThreadPoolExecutor(args.jobs) as pool,
+  ):
     cache = str(pathlib.Path(folder) / 'compiled')
     copies = queue.SimpleQueue()
     for number in range(args.jobs):
@@ -121,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copies.put(root)
 
     tests = sorted({mutant.test for mutant in mutants})
-    shares = [tests[number::args.jobs] for number in range(args.jobs) if tests[number::args.jobs]]
+    shares = [
+      tests[number :: args.jobs] for number in range(args.jobs) if tests[number :: args.jobs]
+    ]
     limit = args.seconds * len(tests)
     for status, output in pool.map(lambda share: in_a_copy(run_tests, share, cache, limit), shares):
       if status:
@@ -133,8 +160,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mutant, result in zip(mutants, results, strict=True):
       outcomes[result] += 1
       print(f'{mutant.name:{width}}  {result:14}  {mutant.file}', flush=True)
-  print(f'{outcomes[_KILLED]} of {len(mutants)} mutants killed, {outcomes[_SURVIVED]} survived, text not found of '
-        f'{outcomes[_NOT_FOUND]}.')
+  print(
+    f'{outcomes[_KILLED]} of {len(mutants)} mutants killed, {outcomes[_SURVIVED]} survived, text not found of '
+    f'{outcomes[_NOT_FOUND]}.'
+  )
   return int(outcomes[_KILLED] < len(mutants))
 
 

@@ -42,7 +42,9 @@ class Mutant:
     except SyntaxError as error:
       found.append(f'{self.file} does not compile after the change: {error}')
     test_path, _, function = self.test.partition('::')
-    if not (root / test_path).is_file() or function.partition('[')[0] not in _functions(root / test_path):
+    if not (root / test_path).is_file() or function.partition('[')[0] not in _functions(
+      root / test_path
+    ):
       found.append(f'{self.test} does not exist')
     return found
 
@@ -55,4 +57,6 @@ def _dump(path: pathlib.Path) -> str:
 @functools.cache
 def _functions(path: pathlib.Path) -> frozenset[str]:
   """Returns the names of the functions that a file defines at its top."""
-  return frozenset(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+  return frozenset(
+    node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+  )

@@ -19,18 +19,24 @@ def test_mutants_fit_the_code():
 
 def test_names_are_unique_and_no_change_comes_twice():
   for key in (lambda mutant: mutant.name, lambda mutant: (mutant.file, mutant.old, mutant.new)):
-    assert not [item for item, count in collections.Counter(map(key, table.MUTANTS)).items() if count > 1]
+    assert not [
+      item for item, count in collections.Counter(map(key, table.MUTANTS)).items() if count > 1
+    ]
 
 
 def test_there_are_enough():
   assert len(table.MUTANTS) >= 60
 
 
-@pytest.mark.parametrize('old, new, outcome', [
-    ('x = 1', 'x = 2', 'killed'), ('y = 1', 'y = 2', 'SURVIVED'), ('= 1', '= 2', 'TEXT NOT FOUND')])
+@pytest.mark.parametrize(
+  'old, new, outcome',
+  [('x = 1', 'x = 2', 'killed'), ('y = 1', 'y = 2', 'SURVIVED'), ('= 1', '= 2', 'TEXT NOT FOUND')],
+)
 def test_outcomes(tmp_path, old, new, outcome):
   (tmp_path / 'module.py').write_text('x = 1\ny = 1\n')
-  (tmp_path / 'test_module.py').write_text('import module\n\ndef test_x():\n  assert module.x == 1\n')
+  (tmp_path / 'test_module.py').write_text(
+    'import module\n\ndef test_x():\n  assert module.x == 1\n'
+  )
   mutant = Mutant('name', 'module.py', old, new, 'test_module.py::test_x')
   assert runner.outcome(tmp_path, mutant, str(tmp_path / 'compiled'), seconds=60) == outcome
   assert (tmp_path / 'module.py').read_text() == 'x = 1\ny = 1\n'

@@ -12,7 +12,12 @@ from t5x_lite import losses, tree_utils
 from t5x_lite.networks import t5
 from tests import golden_data
 
-GOLDEN_NETWORKS = ('net_t5_1_0_tiny', 'net_t5_1_1_tiny', 'net_t5_1_1_packed', 'net_scalable_t5_1_1_tiny')
+GOLDEN_NETWORKS = (
+  'net_t5_1_0_tiny',
+  'net_t5_1_1_tiny',
+  'net_t5_1_1_packed',
+  'net_scalable_t5_1_1_tiny',
+)
 
 
 @functools.cache
@@ -34,7 +39,9 @@ def golden_config(name: str, **overrides: Any) -> t5.T5Config:
 
 def golden_batch(name: str) -> tuple[dict[str, jax.Array], jax.Array]:
   """Return (the network's inputs, the weights of the target tokens) of a golden network."""
-  batch = {key: jnp.asarray(value) for key, value in golden_data.subtree(golden(name)[1], 'batch').items()}
+  batch = {
+    key: jnp.asarray(value) for key, value in golden_data.subtree(golden(name)[1], 'batch').items()
+  }
   weights = batch.pop('decoder_loss_weights')
   return batch, weights
 
@@ -47,12 +54,22 @@ def golden_params(name: str) -> dict[str, Any]:
 def tiny_config(**overrides: Any) -> t5.T5Config:
   """Return a configuration of a few thousand parameters."""
   fields = dict(
-      vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=3, head_dim=8, mlp_dim=24,
-      mlp_activations=('gelu', 'linear'), dropout_rate=0.0)
+    vocab_size=40,
+    emb_dim=16,
+    num_heads=2,
+    num_encoder_layers=2,
+    num_decoder_layers=3,
+    head_dim=8,
+    mlp_dim=24,
+    mlp_activations=('gelu', 'linear'),
+    dropout_rate=0.0,
+  )
   return t5.T5Config(**{**fields, **overrides})
 
 
-def tiny_batch(batch: int = 4, encoder_length: int = 6, decoder_length: int = 5, seed: int = 0) -> dict[str, jax.Array]:
+def tiny_batch(
+  batch: int = 4, encoder_length: int = 6, decoder_length: int = 5, seed: int = 0
+) -> dict[str, jax.Array]:
   """Return inputs for a tiny network, with padding in some rows."""
   rng = np.random.default_rng(seed)
   inputs = rng.integers(1, 40, (batch, encoder_length))
@@ -60,7 +77,9 @@ def tiny_batch(batch: int = 4, encoder_length: int = 6, decoder_length: int = 5,
   inputs[0, -2:] = 0
   targets[1, -1:] = 0
   shifted = np.concatenate([np.zeros((batch, 1), targets.dtype), targets[:, :-1]], axis=1)
-  arrays = dict(encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets)
+  arrays = dict(
+    encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets
+  )
   return {key: jnp.asarray(value, jnp.int32) for key, value in arrays.items()}
 
 
@@ -70,10 +89,13 @@ def jit(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def init_params(
-    config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0, **module_fields: Any) -> dict[str, Any]:
+  config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0, **module_fields: Any
+) -> dict[str, Any]:
   """Return initial parameters."""
   module = t5.Transformer(config, **module_fields)
-  return jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])(jax.random.key(seed))
+  return jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])(
+    jax.random.key(seed)
+  )
 
 
 def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
@@ -84,16 +106,27 @@ def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
   return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, shapes)
 
 
-def forward(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> jax.Array:
+def forward(
+  config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None = None
+) -> jax.Array:
   """Return logits, with dropout if there is a key."""
   module = t5.Transformer(config)
   rngs = None if rng is None else {'dropout': rng}
-  return jit(lambda params, rngs: module.apply({'params': params}, **batch, enable_dropout=rng is not None, rngs=rngs))(
-      params, rngs)
+  return jit(
+    lambda params, rngs: module.apply(
+      {'params': params}, **batch, enable_dropout=rng is not None, rngs=rngs
+    )
+  )(params, rngs)
 
 
-def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], weights: Any = None,
-                   rng: jax.Array | None = None, **loss_options: Any) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
+def loss_and_grads(
+  config: t5.T5Config,
+  params: Any,
+  batch: dict[str, jax.Array],
+  weights: Any = None,
+  rng: jax.Array | None = None,
+  **loss_options: Any,
+) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
   """Return (summed loss, its gradients, logits, encoder output), with dropout if there is a key."""
   module = t5.Transformer(config)
   dropout = dict(enable_dropout=rng is not None, rngs=None if rng is None else {'dropout': rng})
@@ -101,12 +134,23 @@ def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array]
     weights = (batch['decoder_target_tokens'] > 0).astype(jnp.float32)
 
   def loss_fn(params):
-    encoded = module.apply({'params': params}, batch['encoder_input_tokens'], batch.get('encoder_segment_ids'),
-                           method='encode', **dropout)
-    logits = module.apply({'params': params}, encoded, **{k: v for k, v in batch.items() if k != 'encoder_positions'},
-                          method='decode', **dropout)
+    encoded = module.apply(
+      {'params': params},
+      batch['encoder_input_tokens'],
+      batch.get('encoder_segment_ids'),
+      method='encode',
+      **dropout,
+    )
+    logits = module.apply(
+      {'params': params},
+      encoded,
+      **{k: v for k, v in batch.items() if k != 'encoder_positions'},
+      method='decode',
+      **dropout,
+    )
     loss, _, _ = losses.compute_weighted_cross_entropy(
-        logits, batch['decoder_target_tokens'], weights, **loss_options)
+      logits, batch['decoder_target_tokens'], weights, **loss_options
+    )
     return loss, (logits, encoded)
 
   (loss, (logits, encoded)), grads = jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
@@ -121,4 +165,7 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
     got = np.asarray(actual[name], np.float64)
     assert got.shape == want.shape, name
     scale = np.linalg.norm(np.asarray(want, np.float64))
-    assert np.linalg.norm(got - want) <= rtol * scale + 1e-30, (name, np.linalg.norm(got - want) / max(scale, 1e-30))
+    assert np.linalg.norm(got - want) <= rtol * scale + 1e-30, (
+      name,
+      np.linalg.norm(got - want) / max(scale, 1e-30),
+    )

@@ -13,18 +13,20 @@ from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 _VARIANTS = {
-    't5': dict(),
-    't5-looped': dict(scan_layers=True),
-    't5-unscaled-logits': dict(logits_via_embedding=True, scale_tied_logits=False),
-    't5-relpos-per-layer': dict(relpos_bias_tables='per_layer'),
-    'scalable': dict(param_layout='scalable_t5'),
-    'scalable-looped': dict(param_layout='scalable_t5', scan_layers=True, remat_policy='minimal'),
+  't5': dict(),
+  't5-looped': dict(scan_layers=True),
+  't5-unscaled-logits': dict(logits_via_embedding=True, scale_tied_logits=False),
+  't5-relpos-per-layer': dict(relpos_bias_tables='per_layer'),
+  'scalable': dict(param_layout='scalable_t5'),
+  'scalable-looped': dict(param_layout='scalable_t5', scan_layers=True, remat_policy='minimal'),
 }
 
 
 def _some(*names):
   """Return the variants as parameters; all except the named ones run with the long tests."""
-  return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in _VARIANTS]
+  return [
+    name if name in names else pytest.param(name, marks=pytest.mark.full) for name in _VARIANTS
+  ]
 
 
 def _model(**options):
@@ -42,15 +44,22 @@ def _random_model(variant):
 def _shape_model(**options):
   """Return (module, shapes of the parameters, batch) of a small network."""
   _, module, batch = _model(**options)
-  params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  params = jax.eval_shape(
+    lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
+  )
   return module, params, batch
 
 
 def _init_cache(module, params, encoded, batch, length):
   """Return the collections of decoding."""
   result, variables = module.apply(
-      {'params': params}, encoded, batch['encoder_input_tokens'], length, method=module.init_cache,
-      mutable=['cache', 'cross_cache'])
+    {'params': params},
+    encoded,
+    batch['encoder_input_tokens'],
+    length,
+    method=module.init_cache,
+    mutable=['cache', 'cross_cache'],
+  )
   assert result is None
   return variables
 
@@ -61,9 +70,19 @@ def _step_fn(module, batch, length, **options):
   def step(params, collections, encoded, tokens, *lengths):
     prefilled = dict(prefill_lengths=lengths[0]) if lengths else {}
     logits, variables = module.apply(
-        {'params': params, **collections}, encoded, batch['encoder_input_tokens'], tokens, tokens,
-        enable_dropout=False, decode=True, max_decode_length=length, mutable=['cache'], method=module.decode,
-        **options, **prefilled)
+      {'params': params, **collections},
+      encoded,
+      batch['encoder_input_tokens'],
+      tokens,
+      tokens,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=length,
+      mutable=['cache'],
+      method=module.decode,
+      **options,
+      **prefilled,
+    )
     return logits, {**collections, **variables}
 
   return step
@@ -73,8 +92,12 @@ def _teacher_forced(module, params, batch, length):
   """Return (encoder output, logits of a pass without a cache, collections of decoding)."""
 
   def run(params):
-    encoded = module.apply({'params': params}, batch['encoder_input_tokens'], enable_dropout=False, method='encode')
-    logits = module.apply({'params': params}, encoded, **batch, enable_dropout=False, method='decode')
+    encoded = module.apply(
+      {'params': params}, batch['encoder_input_tokens'], enable_dropout=False, method='encode'
+    )
+    logits = module.apply(
+      {'params': params}, encoded, **batch, enable_dropout=False, method='decode'
+    )
     return encoded, logits, _init_cache(module, params, encoded, batch, length)
 
   return cases.jit(run)(params)
@@ -86,14 +109,18 @@ def _decode(module, params, collections, encoded, batch):
   step = cases.jit(_step_fn(module, batch, tokens.shape[1]))
   logits = []
   for i in range(tokens.shape[1]):
-    out, collections = step(params, collections, encoded, tokens[:, i:i + 1])
+    out, collections = step(params, collections, encoded, tokens[:, i : i + 1])
     assert out.shape[1] == 1 and out.dtype == jnp.float32
     logits.append(out)
   return np.concatenate(logits, axis=1), collections['cache']
 
 
 def _cache_indices(cache):
-  return [np.asarray(leaf) for name, leaf in tree_utils.named_leaves(cache) if name.endswith('cache_index')]
+  return [
+    np.asarray(leaf)
+    for name, leaf in tree_utils.named_leaves(cache)
+    if name.endswith('cache_index')
+  ]
 
 
 @pytest.mark.parametrize('variant', _some('t5', 'scalable-looped'))
@@ -120,10 +147,13 @@ def test_cached_logits_equal_uncached_ones(variant):
   for i in range(5):
     # Full rows take further steps, as in a loop; their cache must not change.
     position = np.minimum(lengths + i, 4)
-    out, collections = step(params, collections, unread, np.take_along_axis(tokens, position[:, None], axis=1))
+    out, collections = step(
+      params, collections, unread, np.take_along_axis(tokens, position[:, None], axis=1)
+    )
     checked = (lengths + i < 5) & real[np.arange(4), position]
     np.testing.assert_allclose(
-        np.asarray(out)[checked, 0], expected[np.arange(4), position][checked], rtol=1e-5, atol=1e-5)
+      np.asarray(out)[checked, 0], expected[np.arange(4), position][checked], rtol=1e-5, atol=1e-5
+    )
   assert all(np.all(index == lengths + 5) for index in _cache_indices(collections['cache']))
 
 
@@ -135,8 +165,12 @@ def test_prompts_of_one_length_keep_one_index(variant):
   real = np.asarray(batch['decoder_target_tokens']) > 0
   tokens = batch['decoder_input_tokens']
   # Without `init_cache` the cache is made of the prompt, and the encoder's output is projected in each call.
-  first, collections = cases.jit(_step_fn(module, batch, 5, prefill=True))(params, {}, encoded, tokens[:, :2])
-  second, collections = cases.jit(_step_fn(module, batch, 5))(params, collections, encoded, tokens[:, 2:])
+  first, collections = cases.jit(_step_fn(module, batch, 5, prefill=True))(
+    params, {}, encoded, tokens[:, :2]
+  )
+  second, collections = cases.jit(_step_fn(module, batch, 5))(
+    params, collections, encoded, tokens[:, 2:]
+  )
   logits = np.concatenate([first, second], axis=1)
   np.testing.assert_allclose(logits[real], np.asarray(expected)[real], rtol=1e-5, atol=1e-5)
   assert all(index.shape == () and index == 5 for index in _cache_indices(collections['cache']))
@@ -147,7 +181,9 @@ def test_decodes_of_an_example_attend_to_one_copy_of_its_encoding(variant):
   module, params, batch = _random_model(variant)
   encoded, _, collections = _teacher_forced(module, params, batch, 5)
   expand = functools.partial(jnp.repeat, repeats=3, axis=0)
-  cache = {'cache': jax.tree.map(lambda leaf: expand(leaf) if leaf.ndim else leaf, collections['cache'])}
+  cache = {
+    'cache': jax.tree.map(lambda leaf: expand(leaf) if leaf.ndim else leaf, collections['cache'])
+  }
   cross = {'cross_cache': collections['cross_cache']}
   expanded = {'cross_cache': jax.tree.map(expand, collections['cross_cache'])}
   rows = {name: jnp.repeat(value, 3, axis=0) for name, value in batch.items()}
@@ -159,22 +195,35 @@ def test_decodes_of_an_example_attend_to_one_copy_of_its_encoding(variant):
     got, shared = shared_step(params, shared, encoded, tokens)
     want, other = expanded_step(params, other, None, tokens)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-  assert tree_utils.num_bytes(shared['cross_cache']) * 3 == tree_utils.num_bytes(other['cross_cache'])
+  assert tree_utils.num_bytes(shared['cross_cache']) * 3 == tree_utils.num_bytes(
+    other['cross_cache']
+  )
 
 
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_cache_has_t5xs_leaves_for_each_layer(layout):
   module, params, batch = _shape_model(param_layout=layout)
   collections = jax.eval_shape(
-      lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, 9), params)
+    lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, 9), params
+  )
   shapes = {name: leaf.shape for name, leaf in tree_utils.flatten_dict(collections).items()}
   layer = {
-      'cache': {'self_attention/cached_key': (4, 2, 9, 8), 'self_attention/cached_value': (4, 2, 9, 8),
-                'self_attention/cache_index': ()},
-      'cross_cache': {'encoder_decoder_attention/cached_key': (4, 2, 6, 8),
-                      'encoder_decoder_attention/cached_value': (4, 2, 6, 8)}}
-  assert shapes == {f'{collection}/decoder/layers_{i}/{name}': shape
-                    for collection, leaves in layer.items() for name, shape in leaves.items() for i in range(3)}
+    'cache': {
+      'self_attention/cached_key': (4, 2, 9, 8),
+      'self_attention/cached_value': (4, 2, 9, 8),
+      'self_attention/cache_index': (),
+    },
+    'cross_cache': {
+      'encoder_decoder_attention/cached_key': (4, 2, 6, 8),
+      'encoder_decoder_attention/cached_value': (4, 2, 6, 8),
+    },
+  }
+  assert shapes == {
+    f'{collection}/decoder/layers_{i}/{name}': shape
+    for collection, leaves in layer.items()
+    for name, shape in leaves.items()
+    for i in range(3)
+  }
 
 
 def test_cache_made_in_t5xs_way_works_too():
@@ -182,7 +231,9 @@ def test_cache_made_in_t5xs_way_works_too():
   config, module, batch = _model()
   params = cases.random_params(config)
   dummies = {name: jnp.ones_like(value) for name, value in batch.items()}
-  make = cases.jit(functools.partial(module.apply, enable_dropout=False, decode=True, mutable=['cache']))
+  make = cases.jit(
+    functools.partial(module.apply, enable_dropout=False, decode=True, mutable=['cache'])
+  )
   _, variables = make({'params': params}, **dummies)
   encode = cases.jit(functools.partial(module.apply, enable_dropout=False, method='encode'))
   encoded = encode({'params': params}, batch['encoder_input_tokens'])
@@ -192,21 +243,34 @@ def test_cache_made_in_t5xs_way_works_too():
   np.testing.assert_allclose(logits[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('variant, per_row', [
-    ('t5', True), ('scalable-looped', False),
-    *(pytest.param(variant, per_row, marks=pytest.mark.full) for variant in _VARIANTS for per_row in (False, True)
-      if (variant, per_row) not in (('t5', True), ('scalable-looped', False)))])
+@pytest.mark.parametrize(
+  'variant, per_row',
+  [
+    ('t5', True),
+    ('scalable-looped', False),
+    *(
+      pytest.param(variant, per_row, marks=pytest.mark.full)
+      for variant in _VARIANTS
+      for per_row in (False, True)
+      if (variant, per_row) not in (('t5', True), ('scalable-looped', False))
+    ),
+  ],
+)
 def test_a_step_works_in_place_and_computes_one_row_of_biases(variant, per_row):
   module, params, batch = _shape_model(**_VARIANTS[variant])
   length = 2048
   encoded = jax.ShapeDtypeStruct((4, 6, 16), jnp.float32)
-  collections = jax.eval_shape(lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, length), params)
+  collections = jax.eval_shape(
+    lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, length), params
+  )
   if per_row:
     prompts = jax.ShapeDtypeStruct((4, 5), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
     prefill = _step_fn(module, batch, length, prefill=True)
     _, collections = jax.eval_shape(prefill, params, collections, encoded, *prompts)
   tokens = jax.ShapeDtypeStruct((4, 1), jnp.int32)
-  lowered = jax.jit(_step_fn(module, batch, length), donate_argnums=1).lower(params, collections, encoded, tokens)
+  lowered = jax.jit(_step_fn(module, batch, length), donate_argnums=1).lower(
+    params, collections, encoded, tokens
+  )
   assert f'{length}x{length}' not in lowered.as_text()
   memory = lowered.compile(compiler_options={'xla_backend_optimization_level': 0}).memory_analysis()
   cache_bytes = tree_utils.num_bytes(collections['cache'])
@@ -218,17 +282,43 @@ def test_a_step_works_in_place_and_computes_one_row_of_biases(variant, per_row):
 def test_errors_of_decoding():
   module, params, batch = _shape_model()
   encoded, tokens = jnp.zeros((4, 6, 16)), batch['decoder_input_tokens'][:, :1]
-  collections = jax.eval_shape(lambda params: _init_cache(module, params, encoded, batch, 9), params)
+  collections = jax.eval_shape(
+    lambda params: _init_cache(module, params, encoded, batch, 9), params
+  )
   run = functools.partial(jax.eval_shape, _step_fn(module, batch, 8), params)
-  with pytest.raises(ConfigError, match='`max_decode_length` must be 9, the length of the cache, got 8'):
+  with pytest.raises(
+    ConfigError, match='`max_decode_length` must be 9, the length of the cache, got 8'
+  ):
     run(collections, encoded, tokens)
   with pytest.raises(ConfigError, match='at most 8 positions, the length of the cache, got 10'):
-    jax.eval_shape(_step_fn(module, batch, 8, prefill=True), params, {}, encoded, jnp.zeros((4, 10), jnp.int32))
-  rows = {'cache': jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct((6, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype), collections['cache'])}
+    jax.eval_shape(
+      _step_fn(module, batch, 8, prefill=True), params, {}, encoded, jnp.zeros((4, 10), jnp.int32)
+    )
+  rows = {
+    'cache': jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct((6, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype),
+      collections['cache'],
+    )
+  }
   with pytest.raises(ConfigError, match='multiple of the 4 examples of the cache, got 6'):
-    jax.eval_shape(_step_fn(module, batch, 9), params, {**collections, **rows}, encoded, jnp.zeros((6, 1), jnp.int32))
+    jax.eval_shape(
+      _step_fn(module, batch, 9),
+      params,
+      {**collections, **rows},
+      encoded,
+      jnp.zeros((6, 1), jnp.int32),
+    )
   with pytest.raises(ConfigError, match='unpacked rows'):
-    jax.eval_shape(lambda params: module.apply(
-        {'params': params}, encoded, batch['encoder_input_tokens'], tokens, tokens, decoder_segment_ids=tokens,
-        decode=True, method='decode'), params)
+    jax.eval_shape(
+      lambda params: module.apply(
+        {'params': params},
+        encoded,
+        batch['encoder_input_tokens'],
+        tokens,
+        tokens,
+        decoder_segment_ids=tokens,
+        decode=True,
+        method='decode',
+      ),
+      params,
+    )

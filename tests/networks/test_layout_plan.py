@@ -19,16 +19,30 @@ def _random_params(rng, config):
   """Return flat parameters in the layout 't5' for `config`, without code of the package."""
   width, joined = config.emb_dim, config.num_heads * config.head_dim
   flat = {'token_embedder/embedding': (config.vocab_size, width)}
-  for stack, num_layers in (('encoder', config.num_encoder_layers), ('decoder', config.num_decoder_layers)):
+  for stack, num_layers in (
+    ('encoder', config.num_encoder_layers),
+    ('decoder', config.num_decoder_layers),
+  ):
     flat[f'{stack}/{stack}_norm/scale'] = (width,)
     if not config.relpos_per_layer:
       flat[f'{stack}/{_TABLE}'] = (config.num_heads, config.num_relpos_buckets)
     for i in range(num_layers):
       layer = f'{stack}/layers_{i}'
-      for attention in ('attention',) if stack == 'encoder' else ('self_attention', 'encoder_decoder_attention'):
-        flat |= {f'{layer}/{attention}/{name}/kernel': (width, joined) for name in ('query', 'key', 'value')}
-        flat |= {f'{layer}/{attention}/out/kernel': (joined, width), f'{layer}/pre_{attention}_norm/scale': (width,)}
-      flat |= {f'{layer}/mlp/wi/kernel': (width, config.mlp_dim), f'{layer}/mlp/wo/kernel': (config.mlp_dim, width)}
+      for attention in (
+        ('attention',) if stack == 'encoder' else ('self_attention', 'encoder_decoder_attention')
+      ):
+        flat |= {
+          f'{layer}/{attention}/{name}/kernel': (width, joined)
+          for name in ('query', 'key', 'value')
+        }
+        flat |= {
+          f'{layer}/{attention}/out/kernel': (joined, width),
+          f'{layer}/pre_{attention}_norm/scale': (width,),
+        }
+      flat |= {
+        f'{layer}/mlp/wi/kernel': (width, config.mlp_dim),
+        f'{layer}/mlp/wo/kernel': (config.mlp_dim, width),
+      }
       if config.relpos_per_layer:
         flat[f'{layer}/{_TABLE}'] = (config.num_heads, config.num_relpos_buckets)
   return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in flat.items()}
@@ -37,9 +51,17 @@ def _random_params(rng, config):
 def _random_config(rng, **kwargs):
   number = lambda low, high: int(rng.integers(low, high))
   return t5.T5Config(
-      vocab_size=number(5, 9), emb_dim=number(2, 7), num_heads=number(1, 5), num_encoder_layers=number(1, 5),
-      num_decoder_layers=number(1, 4), head_dim=number(1, 4), mlp_dim=number(2, 6),
-      num_relpos_buckets=8, max_relpos_distance=16, **kwargs)
+    vocab_size=number(5, 9),
+    emb_dim=number(2, 7),
+    num_heads=number(1, 5),
+    num_encoder_layers=number(1, 5),
+    num_decoder_layers=number(1, 4),
+    head_dim=number(1, 4),
+    mlp_dim=number(2, 6),
+    num_relpos_buckets=8,
+    max_relpos_distance=16,
+    **kwargs,
+  )
 
 
 def _carry_out(plan, flat):
@@ -72,29 +94,58 @@ def test_agrees_with_the_conversion_of_trees_both_ways(seed):
   flat = _random_params(rng, config)
   stacked_config = dataclasses.replace(config, param_layout='scalable_t5', relpos_bias_tables=None)
   expected = tree_utils.flatten_dict(
-      param_layouts.convert(tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config))
+    param_layouts.convert(tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config)
+  )
   stacked = _carry_out(layout_plan.plan(flat, 'scalable_t5', relpos_per_layer=True), flat)
   _assert_equal(stacked, expected)
-  back = _carry_out(layout_plan.plan(stacked, 't5', relpos_per_layer=config.relpos_per_layer), stacked)
-  _assert_equal(back, tree_utils.flatten_dict(
-      param_layouts.convert(tree_utils.unflatten_dict(stacked), 'scalable_t5', 't5', config)))
+  back = _carry_out(
+    layout_plan.plan(stacked, 't5', relpos_per_layer=config.relpos_per_layer), stacked
+  )
+  _assert_equal(
+    back,
+    tree_utils.flatten_dict(
+      param_layouts.convert(tree_utils.unflatten_dict(stacked), 'scalable_t5', 't5', config)
+    ),
+  )
   _assert_equal(back, flat)
 
 
 def test_decoder_only():
   rng = np.random.default_rng(5)
   config = decoder_only.TransformerConfig(
-      vocab_size=7, emb_dim=6, num_heads=3, num_layers=4, head_dim=2, mlp_dim=5, num_relpos_buckets=8,
-      max_relpos_distance=16)
+    vocab_size=7,
+    emb_dim=6,
+    num_heads=3,
+    num_layers=4,
+    head_dim=2,
+    mlp_dim=5,
+    num_relpos_buckets=8,
+    max_relpos_distance=16,
+  )
   like = t5.T5Config(
-      vocab_size=7, emb_dim=6, num_heads=3, num_encoder_layers=1, num_decoder_layers=4, head_dim=2, mlp_dim=5,
-      num_relpos_buckets=8, max_relpos_distance=16)
-  flat = {name: leaf for name, leaf in _random_params(rng, like).items()
-          if not name.startswith('encoder/') and 'encoder_decoder' not in name}
+    vocab_size=7,
+    emb_dim=6,
+    num_heads=3,
+    num_encoder_layers=1,
+    num_decoder_layers=4,
+    head_dim=2,
+    mlp_dim=5,
+    num_relpos_buckets=8,
+    max_relpos_distance=16,
+  )
+  flat = {
+    name: leaf
+    for name, leaf in _random_params(rng, like).items()
+    if not name.startswith('encoder/') and 'encoder_decoder' not in name
+  }
   stacked_config = dataclasses.replace(config, param_layout='scalable_t5')
   stacked = _carry_out(layout_plan.plan(flat, 'scalable_t5', relpos_per_layer=True), flat)
-  _assert_equal(stacked, tree_utils.flatten_dict(
-      param_layouts.convert(tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config)))
+  _assert_equal(
+    stacked,
+    tree_utils.flatten_dict(
+      param_layouts.convert(tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config)
+    ),
+  )
   _assert_equal(_carry_out(layout_plan.plan(stacked, 't5', relpos_per_layer=False), stacked), flat)
 
 
@@ -106,10 +157,14 @@ def test_the_same_layout_passes_everything_on():
 
 def test_tables_that_differ_do_not_become_one():
   rng = np.random.default_rng(1)
-  config = dataclasses.replace(_random_config(rng, relpos_bias_tables='per_layer'), num_encoder_layers=2)
+  config = dataclasses.replace(
+    _random_config(rng, relpos_bias_tables='per_layer'), num_encoder_layers=2
+  )
   flat = _random_params(rng, config)
   stacked = _carry_out(layout_plan.plan(flat, 'scalable_t5', relpos_per_layer=True), flat)
-  assert layout_plan.layer_tables(stacked) == tuple(f'{s}/{s}/{_TABLE}' for s in ('encoder', 'decoder'))
+  assert layout_plan.layer_tables(stacked) == tuple(
+    f'{s}/{s}/{_TABLE}' for s in ('encoder', 'decoder')
+  )
   assert not layout_plan.tables_are_equal(stacked[f'encoder/encoder/{_TABLE}'])
   plan = layout_plan.plan(stacked, 't5', relpos_per_layer=False)
   with pytest.raises(ConfigError, match='must have equal tables of relative position biases'):
@@ -120,35 +175,58 @@ def test_layers_that_cannot_be_stacked_raise():
   rng = np.random.default_rng(2)
   config = dataclasses.replace(_random_config(rng), num_encoder_layers=3)
   flat = _random_params(rng, config)
-  without = {name: leaf for name, leaf in flat.items() if not name.startswith('encoder/layers_1/mlp')}
-  with pytest.raises(ConfigError, match=r"'encoder' must be equal .*got mlp/wi/kernel .* and None in layer 1"):
+  without = {
+    name: leaf for name, leaf in flat.items() if not name.startswith('encoder/layers_1/mlp')
+  }
+  with pytest.raises(
+    ConfigError, match=r"'encoder' must be equal .*got mlp/wi/kernel .* and None in layer 1"
+  ):
     layout_plan.plan(without, 'scalable_t5', relpos_per_layer=True)
   without = {name: leaf for name, leaf in flat.items() if not name.startswith('encoder/layers_1/')}
-  with pytest.raises(ConfigError, match=r"layers of 'encoder' must be equal .* and None in layer 1"):
+  with pytest.raises(
+    ConfigError, match=r"layers of 'encoder' must be equal .* and None in layer 1"
+  ):
     layout_plan.plan(without, 'scalable_t5', relpos_per_layer=True)
   without = {name: leaf for name, leaf in flat.items() if not name.endswith(_TABLE)}
   with pytest.raises(ConfigError, match='The number of heads is not known'):
     layout_plan.plan(without, 'scalable_t5', relpos_per_layer=True)
-  with pytest.raises(ConfigError, match="`to_layout` must be one of 't5', 'scalable_t5', got 'scalable'"):
+  with pytest.raises(
+    ConfigError, match="`to_layout` must be one of 't5', 'scalable_t5', got 'scalable'"
+  ):
     layout_plan.plan(flat, 'scalable', relpos_per_layer=True)
 
 
 def test_attention_with_other_projections_raises():
   """Keys and values of fewer heads, whose sizes divide by all heads."""
   config = t5.T5Config(
-      vocab_size=8, emb_dim=4, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=4, mlp_dim=6)
+    vocab_size=8,
+    emb_dim=4,
+    num_heads=2,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    head_dim=4,
+    mlp_dim=6,
+  )
   stacked_config = dataclasses.replace(config, param_layout='scalable_t5')
   flat = _random_params(np.random.default_rng(0), config)
   name = 'encoder/layers_0/attention/value/kernel'
   fewer = flat | {name: flat[name][:, :4]}
-  with pytest.raises(ConfigError, match=r"of 'encoder' must be matrices with the same .*value/kernel': \(4, 4\)"):
+  with pytest.raises(
+    ConfigError, match=r"of 'encoder' must be matrices with the same .*value/kernel': \(4, 4\)"
+  ):
     layout_plan.plan(fewer, 'scalable_t5', relpos_per_layer=True)
-  with pytest.raises(ConfigError, match=r"kernel 'value' must have two dims, .* = 8, got shape \(4, 4\)"):
+  with pytest.raises(
+    ConfigError, match=r"kernel 'value' must have two dims, .* = 8, got shape \(4, 4\)"
+  ):
     param_layouts.convert(tree_utils.unflatten_dict(fewer), 't5', 'scalable_t5', stacked_config)
-  stacked = param_layouts.convert(tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config)
+  stacked = param_layouts.convert(
+    tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config
+  )
   kernel = stacked['encoder']['encoder']['attention']['value']
   kernel['kernel'] = kernel['kernel'].reshape(4, 1, 8)
-  with pytest.raises(ConfigError, match=r"kernel 'value' must have three dims, .*got shape \(4, 8\)"):
+  with pytest.raises(
+    ConfigError, match=r"kernel 'value' must have three dims, .*got shape \(4, 8\)"
+  ):
     param_layouts.convert(stacked, 'scalable_t5', 't5', config)
 
 
@@ -158,4 +236,6 @@ def test_dtypes_of_the_plan_are_those_of_the_result():
   cast = {name: leaf.astype(np.float16) for name, leaf in flat.items()}
   plan = layout_plan.plan(cast, 'scalable_t5', relpos_per_layer=True)
   for planned in plan.values():
-    assert planned.make(lambda name: flat[name].astype(np.float16)).dtype == np.float16 == planned.dtype
+    assert (
+      planned.make(lambda name: flat[name].astype(np.float16)).dtype == np.float16 == planned.dtype
+    )

@@ -22,13 +22,26 @@ _IN_LOOP = dict(scan_layers=True, param_layout='scalable_t5')
 
 def _trace(num_layers=_LAYERS, **fields):
   """Trace loss and gradients of an encoder."""
-  module = t5.Transformer(cases.tiny_config(
-      num_encoder_layers=num_layers, emb_dim=_EMBED, num_heads=_HEADS, head_dim=_HEAD_DIM, mlp_dim=_MLP, **fields))
+  module = t5.Transformer(
+    cases.tiny_config(
+      num_encoder_layers=num_layers,
+      emb_dim=_EMBED,
+      num_heads=_HEADS,
+      head_dim=_HEAD_DIM,
+      mlp_dim=_MLP,
+      **fields,
+    )
+  )
   options = dict(method='encode', enable_dropout=False)
   tokens = jax.ShapeDtypeStruct((_BATCH, _LENGTH), jnp.int32)
-  params = jax.eval_shape(lambda key, tokens: module.init(key, tokens, **options)['params'], jax.random.key(0), tokens)
-  return jax.jit(jax.value_and_grad(
-      lambda params, tokens: jnp.sum(module.apply({'params': params}, tokens, **options)))).trace(params, tokens)
+  params = jax.eval_shape(
+    lambda key, tokens: module.init(key, tokens, **options)['params'], jax.random.key(0), tokens
+  )
+  return jax.jit(
+    jax.value_and_grad(
+      lambda params, tokens: jnp.sum(module.apply({'params': params}, tokens, **options))
+    )
+  ).trace(params, tokens)
 
 
 def _temporaries(traced):
@@ -59,15 +72,29 @@ def test_each_policy_stores_its_results_and_computes_the_others_again():
   projections, out = 3 * 2 * rows * _EMBED * joined, 2 * rows * _EMBED * joined
   scores, mlp = 2 * 2 * rows * _LENGTH * joined, 2 * 2 * rows * _EMBED * _MLP
   assert {policy: flops[policy] - flops['none'] for policy in names} == {
-      'none': 0, 'minimal': scores, 'save_attention': projections + out + mlp, 'save_dots_except_mlp': scores + mlp,
-      'full': projections + scores + out + mlp}
+    'none': 0,
+    'minimal': scores,
+    'save_attention': projections + out + mlp,
+    'save_dots_except_mlp': scores + mlp,
+    'full': projections + scores + out + mlp,
+  }
 
   temporaries = {policy: _temporaries(program) for policy, program in traced.items()}
   assert sorted(names, key=temporaries.get, reverse=True) == [
-      'none', 'save_attention', 'minimal', 'save_dots_except_mlp', 'full'], temporaries
-  stored = {'minimal': 4 * joined + 2 * _MLP - 2 * _EMBED, 'save_attention': _HEADS * _LENGTH + joined}
+    'none',
+    'save_attention',
+    'minimal',
+    'save_dots_except_mlp',
+    'full',
+  ], temporaries
+  stored = {
+    'minimal': 4 * joined + 2 * _MLP - 2 * _EMBED,
+    'save_attention': _HEADS * _LENGTH + joined,
+  }
   for policy, width in stored.items():
-    np.testing.assert_allclose(temporaries[policy] - temporaries['full'], 4 * rows * width, rtol=0.2)
+    np.testing.assert_allclose(
+      temporaries[policy] - temporaries['full'], 4 * rows * width, rtol=0.2
+    )
 
 
 @pytest.mark.parametrize('policy, bound', [('minimal', 0.6), ('full', 0.25)])
@@ -84,10 +111,19 @@ def test_results_with_dropout_are_those_without_remat(in_loop):
 
   def run(policy, in_loop):
     offload = remat.RESULT_NAMES if policy == 'offload' else ()
-    module = t5.Transformer(cases.tiny_config(
-        num_encoder_layers=2, dropout_rate=0.3, remat_policy=policy, remat_offload=offload, scan_layers=in_loop))
-    loss = lambda params: jnp.mean(module.apply(
-        {'params': params}, tokens, method='encode', rngs={'dropout': jax.random.key(1)})**2)
+    module = t5.Transformer(
+      cases.tiny_config(
+        num_encoder_layers=2,
+        dropout_rate=0.3,
+        remat_policy=policy,
+        remat_offload=offload,
+        scan_layers=in_loop,
+      )
+    )
+    loss = lambda params: jnp.mean(
+      module.apply({'params': params}, tokens, method='encode', rngs={'dropout': jax.random.key(1)})
+      ** 2
+    )
     return cases.jit(jax.value_and_grad(loss))(params)
 
   expected = run('none', False)
@@ -116,7 +152,9 @@ def test_unrolled_layers_keep_their_order_and_their_integers():
 
 
 def test_an_empty_batch_has_gradients():
-  grad = jax.grad(lambda x: jnp.sum(remat.remat(jnp.sin, 'full', in_loop=False)(x)))(jnp.zeros((0, 3)))
+  grad = jax.grad(lambda x: jnp.sum(remat.remat(jnp.sin, 'full', in_loop=False)(x)))(
+    jnp.zeros((0, 3))
+  )
   assert grad.shape == (0, 3)
 
 
@@ -132,7 +170,9 @@ def _warnings(caplog):
 
 
 def _mesh(num_devices):
-  return jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.sharding.Mesh(
+    np.array(jax.devices()[:num_devices]), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+  )
 
 
 def test_several_cpu_devices_without_loops_warn_once(warnings):
@@ -144,17 +184,25 @@ def test_several_cpu_devices_without_loops_warn_once(warnings):
       _trace(2, remat_policy='full')
   (line,) = warnings()
   with jax.set_mesh(_mesh(2)):  # nor does it add operations
-    assert count_flops(_trace(2, remat_policy='full').jaxpr.jaxpr) == count_flops(_trace(2).jaxpr.jaxpr)
-  assert re.match(r"remat_policy='full' has no effect: on several CPU devices.*Set scan_layers=True\.$", line)
+    assert count_flops(_trace(2, remat_policy='full').jaxpr.jaxpr) == count_flops(
+      _trace(2).jaxpr.jaxpr
+    )
+  assert re.match(
+    r"remat_policy='full' has no effect: on several CPU devices.*Set scan_layers=True\.$", line
+  )
   with jax.set_mesh(_mesh(1)):
     _trace(2, remat_policy='minimal')
   assert len(warnings()) == 1
 
 
 def test_offloading_on_a_cpu_stores_and_warns(warnings):
-  offloaded = _trace(remat_policy='offload', remat_offload=('query', 'key', 'value', 'attention_output'), **_IN_LOOP)
+  offloaded = _trace(
+    remat_policy='offload', remat_offload=('query', 'key', 'value', 'attention_output'), **_IN_LOOP
+  )
   (line,) = warnings()
-  assert re.match(r"remat_policy='offload' has no effect: a CPU has no other memory.*TPUs or GPUs\.$", line)
+  assert re.match(
+    r"remat_policy='offload' has no effect: a CPU has no other memory.*TPUs or GPUs\.$", line
+  )
   stored = _trace(remat_policy='save_dots_except_mlp', **_IN_LOOP)
   assert _temporaries(offloaded) == _temporaries(stored)
 
@@ -168,20 +216,27 @@ def test_unknown_policy_raises():
 
 
 _SHAPES = {
-    'layer_input': (_BATCH, _LENGTH, _EMBED), **dict.fromkeys(('query', 'key', 'value'), (
-        _BATCH, _LENGTH, _HEADS, _HEAD_DIM)), 'attention_weights': (_BATCH, _HEADS, _LENGTH, _LENGTH),
-    'attention_context': (_BATCH, _LENGTH, _HEADS, _HEAD_DIM), 'attention_output': (_BATCH, _LENGTH, _EMBED),
-    'mlp_hidden': (_BATCH, _LENGTH, _MLP)}
+  'layer_input': (_BATCH, _LENGTH, _EMBED),
+  **dict.fromkeys(('query', 'key', 'value'), (_BATCH, _LENGTH, _HEADS, _HEAD_DIM)),
+  'attention_weights': (_BATCH, _HEADS, _LENGTH, _LENGTH),
+  'attention_context': (_BATCH, _LENGTH, _HEADS, _HEAD_DIM),
+  'attention_output': (_BATCH, _LENGTH, _EMBED),
+  'mlp_hidden': (_BATCH, _LENGTH, _MLP),
+}
 
 
-@pytest.mark.parametrize('names', [('layer_input',), ('attention_weights', 'mlp_hidden'), tuple(_SHAPES)])
+@pytest.mark.parametrize(
+  'names', [('layer_input',), ('attention_weights', 'mlp_hidden'), tuple(_SHAPES)]
+)
 @pytest.mark.parametrize('fields', [_IN_LOOP, {}])
 def test_tpus_offload_the_chosen_results_to_the_host(names, fields, monkeypatch):
   monkeypatch.setattr(remat.layers, 'traced_platform', lambda: 'tpu')
   traced = _trace(2, remat_policy='offload', remat_offload=names, **fields)
   text = traced.lower(lowering_platforms=('tpu',)).as_text()
   # Each kind of layer is one function, and the hidden units have two projections.
-  expected = sorted(_SHAPES[name] for name in names for _ in range(2 if name == 'mlp_hidden' else 1))
+  expected = sorted(
+    _SHAPES[name] for name in names for _ in range(2 if name == 'mlp_hidden' else 1)
+  )
   for memory in ('pinned_host', 'device'):
     moved = re.findall(rf'_xla_buffer_placement = "{memory}".*-> tensor<([\dx]+)xf32>', text)
     assert sorted(tuple(map(int, shape.split('x'))) for shape in moved) == expected
@@ -191,7 +246,9 @@ def test_cudnn_attention_is_not_computed_again(monkeypatch):
   test_attention_kernels.use_gpu(monkeypatch, test_attention_kernels.H100, 90800)
   counts = {}
   for policy in ('full', 'save_attention'):
-    config = dict(dtype='bfloat16', attention_kernel='cudnn', remat_policy=policy, relpos_bias_tables=None)
+    config = dict(
+      dtype='bfloat16', attention_kernel='cudnn', remat_policy=policy, relpos_bias_tables=None
+    )
     counts[policy] = str(_trace(1, **config).jaxpr).count('dot_product_attention_fwd_wrapper[')
   assert counts == {'full': 2, 'save_attention': 1}
 

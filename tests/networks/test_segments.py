@@ -27,8 +27,8 @@ def _fewest_compiled(kinds):
     return 0
   costs = [1 + _fewest_compiled(kinds[1:])]
   for period, repeats in itertools.product(range(1, len(kinds) + 1), range(2, len(kinds) + 1)):
-    if kinds[:period] * repeats == kinds[:period * repeats]:
-      costs.append(period + _fewest_compiled(kinds[period * repeats:]))
+    if kinds[:period] * repeats == kinds[: period * repeats]:
+      costs.append(period + _fewest_compiled(kinds[period * repeats :]))
   return min(costs)
 
 
@@ -38,8 +38,12 @@ def test_segments_cover_all_layers_and_compile_as_few_as_possible():
   sequences += [tuple(rng.choice(['a', 'b', 'c'], 9)) for _ in range(20)]
   for kinds in sequences:
     segments = find_segments(kinds)
-    order = [i for s in segments for r in range(s.repeats) for i in range(s.start + r * s.period,
-                                                                        s.start + (r + 1) * s.period)]
+    order = [
+      i
+      for s in segments
+      for r in range(s.repeats)
+      for i in range(s.start + r * s.period, s.start + (r + 1) * s.period)
+    ]
     assert order == list(range(len(kinds)))
     for segment in segments:
       for offset in range(segment.period):
@@ -47,7 +51,9 @@ def test_segments_cover_all_layers_and_compile_as_few_as_possible():
     assert sum(segment.period for segment in segments) == _fewest_compiled(kinds), kinds
 
 
-@pytest.mark.parametrize('kinds, expected', [
+@pytest.mark.parametrize(
+  'kinds, expected',
+  [
     ('d' * 12, [(0, 1, 12)]),
     ('ds' * 6, [(0, 2, 6)]),
     ('ddds' * 3, [(0, 4, 3)]),
@@ -55,7 +61,8 @@ def test_segments_cover_all_layers_and_compile_as_few_as_possible():
     ('dddssddd', [(0, 1, 3), (3, 1, 2), (5, 1, 3)]),
     ('dsdsd', [(0, 2, 2), (4, 1, 1)]),
     ('abc', [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
-])
+  ],
+)
 def test_segments_of_the_usual_layouts(kinds, expected):
   assert find_segments(kinds_of(kinds)) == tuple(expected)
 
@@ -69,7 +76,9 @@ class _Noisy(nn.Module):
   @nn.compact
   def __call__(self, x, decode=False, deterministic=False):
     del decode
-    factor = nn_partitioning.param_with_axes('factor', nn.initializers.normal(1.0), (x.shape[-1],), axes=('embed',))
+    factor = nn_partitioning.param_with_axes(
+      'factor', nn.initializers.normal(1.0), (x.shape[-1],), axes=('embed',)
+    )
     calls = self.variable('counters', 'calls', lambda: jnp.zeros((), jnp.int32))
     if self.is_mutable_collection('counters') and not self.is_initializing():
       calls.value += 1
@@ -96,8 +105,12 @@ class _Layout:
 
 
 def _module(layout, **fields):
-  config = cases.tiny_config(num_encoder_layers=len(layout.encoder), num_decoder_layers=len(layout.decoder),
-                             dropout_rate=0.1, **fields)
+  config = cases.tiny_config(
+    num_encoder_layers=len(layout.encoder),
+    num_decoder_layers=len(layout.decoder),
+    dropout_rate=0.1,
+    **fields,
+  )
   return t5.Transformer(config, feed_forward_fn=layout)
 
 
@@ -106,23 +119,39 @@ def _step(module, **batch):
   batch = batch or cases.tiny_batch()
 
   def loss_fn(params, rest, key):
-    outputs, updates = module.apply({'params': params, **rest}, **batch, rngs={'dropout': key},
-                                    mutable=['counters', 'intermediates'])
+    outputs, updates = module.apply(
+      {'params': params, **rest},
+      **batch,
+      rngs={'dropout': key},
+      mutable=['counters', 'intermediates'],
+    )
     return jnp.mean(jnp.square(outputs)), updates
 
   return lambda params, rest, key: jax.value_and_grad(loss_fn, has_aux=True)(params, rest, key)
 
 
-@pytest.mark.parametrize('remat_policy', ['full', *(pytest.param(policy, marks=pytest.mark.full) for policy in (
-    'none', 'minimal', 'save_attention', 'save_dots_except_mlp'))])
+@pytest.mark.parametrize(
+  'remat_policy',
+  [
+    'full',
+    *(
+      pytest.param(policy, marks=pytest.mark.full)
+      for policy in ('none', 'minimal', 'save_attention', 'save_dots_except_mlp')
+    ),
+  ],
+)
 def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized(remat_policy):
   layout = _Layout('dsdss', 'd')
   plain, looped = _module(layout), _module(layout, scan_layers=True)
   batch = dict(encoder_input_tokens=cases.tiny_batch()['encoder_input_tokens'], method='encode')
-  init = lambda module: cases.jit(lambda key: module.init(key, **batch, enable_dropout=False))(jax.random.key(0))
+  init = lambda module: cases.jit(lambda key: module.init(key, **batch, enable_dropout=False))(
+    jax.random.key(0)
+  )
   variables, again = init(plain), init(looped)
   cases.assert_trees_close(again['params'], variables['params'], 1e-6)
-  axes = lambda variables: tree_utils.flatten_dict(nn_partitioning.get_axis_names(variables['params_axes']))
+  axes = lambda variables: tree_utils.flatten_dict(
+    nn_partitioning.get_axis_names(variables['params_axes'])
+  )
   assert axes(variables) == axes(again)
   assert tuple(axes(again)['encoder/layers_4/mlp/factor']) == ('embed',)
   assert set(again['params']['encoder']['layers_2']['mlp']) == {'wi_0', 'wi_1', 'wo'}
@@ -130,12 +159,16 @@ def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized(remat_p
   assert jax.tree.leaves(variables['counters']) == jax.tree.leaves(again['counters']) == [0] * 3
 
   rest = {'counters': variables['counters']}
-  (loss, updates), grads = cases.jit(_step(plain, **batch))(variables['params'], rest, jax.random.key(1))
+  (loss, updates), grads = cases.jit(_step(plain, **batch))(
+    variables['params'], rest, jax.random.key(1)
+  )
   assert jax.tree.leaves(updates['counters']) == [1] * 3
   means = np.array(jax.tree.leaves(updates['intermediates']))
   assert means.shape == (3,) and len(np.unique(means)) == 3
   module = _module(layout, scan_layers=True, remat_policy=remat_policy)
-  (got_loss, got_updates), got_grads = cases.jit(_step(module, **batch))(variables['params'], rest, jax.random.key(1))
+  (got_loss, got_updates), got_grads = cases.jit(_step(module, **batch))(
+    variables['params'], rest, jax.random.key(1)
+  )
   np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
   cases.assert_trees_close(got_grads, grads, 1e-5)
   cases.assert_trees_close(got_updates['intermediates'], updates['intermediates'], 1e-5)
@@ -146,12 +179,20 @@ def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized(remat_p
 def test_a_looped_program_of_unlike_layers_does_not_grow_with_depth(remat_policy):
   texts = []
   for repeats in (2, 6):
-    module = _module(_Layout('ddds' * repeats, 'd' * 2 * repeats + 's' * repeats), scan_layers=True,
-                     remat_policy=remat_policy)
+    module = _module(
+      _Layout('ddds' * repeats, 'd' * 2 * repeats + 's' * repeats),
+      scan_layers=True,
+      remat_policy=remat_policy,
+    )
     variables = jax.eval_shape(
-        lambda key, module=module: module.init(key, **cases.tiny_batch(), enable_dropout=False), jax.random.key(0))
-    texts.append(jax.jit(_step(module)).lower(
-        variables['params'], {'counters': variables['counters']}, jax.random.key(0)).as_text())
+      lambda key, module=module: module.init(key, **cases.tiny_batch(), enable_dropout=False),
+      jax.random.key(0),
+    )
+    texts.append(
+      jax.jit(_step(module))
+      .lower(variables['params'], {'counters': variables['counters']}, jax.random.key(0))
+      .as_text()
+    )
   shallow, deep = texts
   for operation in ('dot_general', 'while', 'sine'):
     assert shallow.count(f'stablehlo.{operation}') == deep.count(f'stablehlo.{operation}') > 0
@@ -162,15 +203,20 @@ def test_a_looped_program_of_unlike_layers_does_not_grow_with_depth(remat_policy
 def test_stacked_parameters_of_unlike_layers_raise(scan_layers):
   module = _module(_Layout('ds', 'dd'), param_layout='scalable_t5', scan_layers=scan_layers)
   with pytest.raises(ConfigError, match="Set param_layout='t5'.*equal objects"):
-    jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch(), enable_dropout=False), jax.random.key(0))
+    jax.eval_shape(
+      lambda key: module.init(key, **cases.tiny_batch(), enable_dropout=False), jax.random.key(0)
+    )
 
 
 def test_variables_for_some_layers_of_a_loop_raise():
   module = _module(_Layout('ss', 'd'), scan_layers=True)
   variables = jax.eval_shape(
-      lambda key: module.init(key, **cases.tiny_batch(), enable_dropout=False), jax.random.key(0))
+    lambda key: module.init(key, **cases.tiny_batch(), enable_dropout=False), jax.random.key(0)
+  )
   counters = {'encoder': {'layers_1': variables['counters']['encoder']['layers_1']}}
-  with pytest.raises(ConfigError, match=r"'counters' or none, got them in \[1\] of \[0, 1\].*scan_layers=False"):
+  with pytest.raises(
+    ConfigError, match=r"'counters' or none, got them in \[1\] of \[0, 1\].*scan_layers=False"
+  ):
     jax.eval_shape(_step(module), variables['params'], {'counters': counters}, jax.random.key(0))
 
 
@@ -191,7 +237,6 @@ class _Listener(nn.Module):
 
 
 class _ListenerFactory(t5.TokenFeedForwardFactory):
-
   def __call__(self, config, name):
     return _Listener(name=name)
 
@@ -210,16 +255,24 @@ def _told(updates, stack):
 
 
 def test_blocks_of_the_encoder_decoder_are_told_tokens_in_every_pass():
-  module = t5.Transformer(cases.tiny_config(num_encoder_layers=1, num_decoder_layers=2), _listen_on_top)
+  module = t5.Transformer(
+    cases.tiny_config(num_encoder_layers=1, num_decoder_layers=2), _listen_on_top
+  )
   batch = cases.tiny_batch()
-  params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  params = jax.eval_shape(
+    lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
+  )
   params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
 
   def apply(variables, *args, **options):
-    run = functools.partial(module.apply, mutable=['intermediates', 'cache', 'cross_cache'], **options)
+    run = functools.partial(
+      module.apply, mutable=['intermediates', 'cache', 'cross_cache'], **options
+    )
     return cases.jit(run)(variables, *args)[1]
 
-  inputs, prompts, targets = (batch[f'{name}_tokens'] for name in ('encoder_input', 'decoder_input', 'decoder_target'))
+  inputs, prompts, targets = (
+    batch[f'{name}_tokens'] for name in ('encoder_input', 'decoder_input', 'decoder_target')
+  )
   updates = apply({'params': params}, inputs, prompts, targets, enable_dropout=False)
   for stack, ids, real in (('encoder', inputs, inputs), ('decoder', prompts, targets)):
     mask, told = _told(updates, stack)
@@ -228,13 +281,31 @@ def test_blocks_of_the_encoder_decoder_are_told_tokens_in_every_pass():
 
   encoded = jnp.zeros((*inputs.shape, 16))
   lengths = jnp.array([1, 5, 3, 0])
-  updates = apply({'params': params}, encoded, inputs, prompts, prompts, prefill=True, prefill_lengths=lengths,
-                  max_decode_length=7, enable_dropout=False, method='decode')
+  updates = apply(
+    {'params': params},
+    encoded,
+    inputs,
+    prompts,
+    prompts,
+    prefill=True,
+    prefill_lengths=lengths,
+    max_decode_length=7,
+    enable_dropout=False,
+    method='decode',
+  )
   mask, told = _told(updates, 'decoder')
   np.testing.assert_array_equal(told, prompts)
   np.testing.assert_array_equal(mask, np.arange(5) < np.asarray(lengths)[:, None])
-  updates = apply({'params': params, 'cache': updates['cache']}, encoded, inputs, prompts[:, :1], prompts[:, :1],
-                  decode=True, enable_dropout=False, method='decode')
+  updates = apply(
+    {'params': params, 'cache': updates['cache']},
+    encoded,
+    inputs,
+    prompts[:, :1],
+    prompts[:, :1],
+    decode=True,
+    enable_dropout=False,
+    method='decode',
+  )
   mask, told = _told(updates, 'decoder')
   np.testing.assert_array_equal(told, prompts[:, :1])
   assert mask.all()
@@ -242,15 +313,22 @@ def test_blocks_of_the_encoder_decoder_are_told_tokens_in_every_pass():
 
 def test_blocks_of_the_decoder_only_network_are_told_tokens_in_every_pass():
   config = decoder_only.TransformerConfig(
-      vocab_size=40, emb_dim=16, num_heads=2, num_layers=2, head_dim=8, mlp_dim=24, dropout_rate=0.0)
+    vocab_size=40, emb_dim=16, num_heads=2, num_layers=2, head_dim=8, mlp_dim=24, dropout_rate=0.0
+  )
   module = decoder_only.DecoderWrapper(config, _listen_on_top)
-  tokens, targets = cases.tiny_batch()['decoder_input_tokens'], cases.tiny_batch()['decoder_target_tokens']
+  tokens, targets = (
+    cases.tiny_batch()['decoder_input_tokens'],
+    cases.tiny_batch()['decoder_target_tokens'],
+  )
   params = jax.eval_shape(
-      lambda key: module.init(key, tokens, targets, enable_dropout=False)['params'], jax.random.key(0))
+    lambda key: module.init(key, tokens, targets, enable_dropout=False)['params'], jax.random.key(0)
+  )
   params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
 
   def apply(variables, *args, **options):
-    run = functools.partial(module.apply, mutable=['intermediates', 'cache'], enable_dropout=False, **options)
+    run = functools.partial(
+      module.apply, mutable=['intermediates', 'cache'], enable_dropout=False, **options
+    )
     return cases.jit(run)(variables, *args)
 
   _, updates = apply({'params': params}, tokens, targets)
@@ -258,10 +336,14 @@ def test_blocks_of_the_decoder_only_network_are_told_tokens_in_every_pass():
   np.testing.assert_array_equal(told, tokens)
   np.testing.assert_array_equal(mask, np.asarray(targets) > 0)
   lengths = jnp.array([2, 5, 3, 1])
-  _, updates = apply({'params': params}, tokens, tokens, prefill=True, prefill_lengths=lengths, max_decode_length=6)
+  _, updates = apply(
+    {'params': params}, tokens, tokens, prefill=True, prefill_lengths=lengths, max_decode_length=6
+  )
   mask, _ = _told(updates, 'decoder')
   np.testing.assert_array_equal(mask, np.arange(5) < np.asarray(lengths)[:, None])
-  _, updates = apply({'params': params, 'cache': updates['cache']}, tokens[:, :1], tokens[:, :1], decode=True)
+  _, updates = apply(
+    {'params': params, 'cache': updates['cache']}, tokens[:, :1], tokens[:, :1], decode=True
+  )
   mask, told = _told(updates, 'decoder')
   assert mask.shape == (4, 1) and mask.all()
   np.testing.assert_array_equal(told, tokens[:, :1])
@@ -271,7 +353,11 @@ def test_blocks_of_the_decoder_only_network_are_told_tokens_in_every_pass():
 
 
 def _two_blocks(stack, layer):
-  return (t5.dense_feed_forward, t5.dense_feed_forward) if stack == 'encoder' and layer else t5.dense_feed_forward
+  return (
+    (t5.dense_feed_forward, t5.dense_feed_forward)
+    if stack == 'encoder' and layer
+    else t5.dense_feed_forward
+  )
 
 
 def test_a_layer_may_have_two_feed_forward_blocks():
@@ -283,7 +369,9 @@ def test_a_layer_may_have_two_feed_forward_blocks():
   init = functools.partial(module.init, method='encode', enable_dropout=False)
   shapes = jax.eval_shape(lambda key: init(key, tokens)['params'], jax.random.key(0))
   assert 'extra_mlp' not in shapes['encoder']['layers_0']
-  assert {'mlp', 'pre_mlp_layer_norm', 'extra_mlp', 'pre_extra_mlp_layer_norm'} < set(shapes['encoder']['layers_1'])
+  assert {'mlp', 'pre_mlp_layer_norm', 'extra_mlp', 'pre_extra_mlp_layer_norm'} < set(
+    shapes['encoder']['layers_1']
+  )
   rng = np.random.default_rng(0)
   params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32), shapes)
   layer = params['encoder']['layers_1']
@@ -292,7 +380,9 @@ def test_a_layer_may_have_two_feed_forward_blocks():
   got = encode({'params': params}, tokens)
   layer['mlp'], layer['extra_mlp'] = layer['extra_mlp'], layer['mlp']
   layer['pre_mlp_layer_norm'], layer['pre_extra_mlp_layer_norm'] = (
-      layer['pre_extra_mlp_layer_norm'], layer['pre_mlp_layer_norm'])
+    layer['pre_extra_mlp_layer_norm'],
+    layer['pre_mlp_layer_norm'],
+  )
   np.testing.assert_allclose(encode({'params': params}, tokens), got, rtol=1e-5, atol=1e-5)
   layer['mlp']['wo']['kernel'] = layer['extra_mlp']['wo']['kernel']
   assert not np.allclose(encode({'params': params}, tokens), got, atol=1e-2)
@@ -300,5 +390,7 @@ def test_a_layer_may_have_two_feed_forward_blocks():
 
 def test_other_numbers_of_feed_forward_blocks_raise():
   module = t5.Transformer(cases.tiny_config(), lambda stack, layer: (t5.dense_feed_forward,) * 3)
-  with pytest.raises(ConfigError, match='`feed_forward_fn` must be a function that returns .* tuple of 1 or 2'):
+  with pytest.raises(
+    ConfigError, match='`feed_forward_fn` must be a function that returns .* tuple of 1 or 2'
+  ):
     jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch()), jax.random.key(0))

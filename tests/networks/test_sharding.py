@@ -15,14 +15,24 @@ from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 _RULES = (
-    ('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('heads', 'model'), ('joined_kv', 'model'),
-    ('embed', 'data'), ('kv', None), ('length', None), ('layers', None), ('relpos_buckets', None))
+  ('batch', 'data'),
+  ('vocab', 'model'),
+  ('mlp', 'model'),
+  ('heads', 'model'),
+  ('joined_kv', 'model'),
+  ('embed', 'data'),
+  ('kv', None),
+  ('length', None),
+  ('layers', None),
+  ('relpos_buckets', None),
+)
 
 
 def _mesh(data, model):
-  devices = jax.devices()[:data * model]
-  return jax.make_mesh((data, model), ('data', 'model'), axis_types=(AxisType.Auto, AxisType.Auto),
-                       devices=devices)
+  devices = jax.devices()[: data * model]
+  return jax.make_mesh(
+    (data, model), ('data', 'model'), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices
+  )
 
 
 def _count(jaxpr, primitive):
@@ -39,17 +49,28 @@ def _count(jaxpr, primitive):
 
 def _constraints(num_encoder_layers, num_decoder_layers, **fields):
   """Return the number of sharding constraints that a forward pass applies."""
-  config = cases.tiny_config(num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers, **fields)
+  config = cases.tiny_config(
+    num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers, **fields
+  )
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
-  params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  params = jax.eval_shape(
+    lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
+  )
   forward = lambda params: module.apply({'params': params}, **batch, enable_dropout=False)
   return _count(jax.make_jaxpr(forward)(params).jaxpr, 'sharding_constraint')
 
 
-@pytest.mark.parametrize('layout, scan_layers', [
-    ('scalable_t5', True), *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        ('t5', False), ('t5', True), ('scalable_t5', False)))])
+@pytest.mark.parametrize(
+  'layout, scan_layers',
+  [
+    ('scalable_t5', True),
+    *(
+      pytest.param(*case, marks=pytest.mark.full)
+      for case in (('t5', False), ('t5', True), ('scalable_t5', False))
+    ),
+  ],
+)
 def test_every_layer_constrains_its_activations_and_parameters(layout, scan_layers):
   fields = dict(param_layout=layout, scan_layers=scan_layers, relpos_bias_tables='per_layer')
   with jax.set_mesh(_mesh(4, 2)), nn_partitioning.axis_rules(_RULES):
@@ -66,7 +87,9 @@ def test_every_layer_constrains_its_activations_and_parameters(layout, scan_laye
 def test_constraints_reach_the_lowered_step():
   batch = cases.tiny_batch()
   module = t5.Transformer(cases.tiny_config())
-  params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  params = jax.eval_shape(
+    lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
+  )
   loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
   with jax.set_mesh(_mesh(4, 2)), nn_partitioning.axis_rules(_RULES):
     text = jax.jit(jax.grad(loss)).lower(params).as_text()
@@ -76,23 +99,32 @@ def test_constraints_reach_the_lowered_step():
 
 def _shardings(config, batch, mesh):
   module = t5.Transformer(config)
-  variables = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
+  variables = jax.eval_shape(
+    lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0)
+  )
   axes = tree_utils.to_dict(nn_partitioning.get_axis_names(variables['params_axes']))
   return jax.tree.map(
-      lambda spec: NamedSharding(mesh, nn_partitioning.logical_to_mesh_axes(tuple(spec), _RULES)), axes,
-      is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    lambda spec: NamedSharding(mesh, nn_partitioning.logical_to_mesh_axes(tuple(spec), _RULES)),
+    axes,
+    is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+  )
 
 
 @pytest.mark.full  # by default, tests/partitioning/test_mesh_equality.py trains on a mesh
-@pytest.mark.parametrize('layout, scan_layers, shape', [
-    pytest.param('t5', False, (4, 2), marks=pytest.mark.full), ('scalable_t5', True, (2, 2))])
+@pytest.mark.parametrize(
+  'layout, scan_layers, shape',
+  [pytest.param('t5', False, (4, 2), marks=pytest.mark.full), ('scalable_t5', True, (2, 2))],
+)
 def test_loss_and_gradients_are_those_of_one_device(layout, scan_layers, shape):
-  config = cases.tiny_config(param_layout=layout, scan_layers=scan_layers, num_encoder_layers=1, num_decoder_layers=2)
+  config = cases.tiny_config(
+    param_layout=layout, scan_layers=scan_layers, num_encoder_layers=1, num_decoder_layers=2
+  )
   batch = cases.tiny_batch(batch=8)
   params = cases.random_params(config)
   module = t5.Transformer(config)
-  loss_fn = lambda params, batch: jnp.mean(jax.nn.logsumexp(
-      module.apply({'params': params}, **batch, enable_dropout=False), axis=-1))
+  loss_fn = lambda params, batch: jnp.mean(
+    jax.nn.logsumexp(module.apply({'params': params}, **batch, enable_dropout=False), axis=-1)
+  )
   loss, grads = cases.jit(jax.value_and_grad(loss_fn))(params, batch)
   mesh = _mesh(*shape)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
@@ -113,7 +145,7 @@ def test_a_table_sharded_over_its_rows_is_looked_up_where_it_is():
   table = jnp.asarray(np.random.default_rng(0).standard_normal((vocab, width)), jnp.float32)
   ids = jnp.asarray(np.random.default_rng(1).integers(0, vocab, (4, 6)), jnp.int32)
   module = layers.Embed(vocab, width)
-  loss = lambda table: jnp.sum(module.apply({'params': {'embedding': table}}, ids)**3)
+  loss = lambda table: jnp.sum(module.apply({'params': {'embedding': table}}, ids) ** 3)
   want = jax.value_and_grad(loss)(table)
   mesh = _mesh(1, 8)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
@@ -124,5 +156,8 @@ def test_a_table_sharded_over_its_rows_is_looked_up_where_it_is():
   np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
   np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
   full_shapes = collections.Counter(
-      line.split('=')[1].split()[0] for line in compiled.as_text().splitlines() if f'f32[{vocab},{width}]' in line)
+    line.split('=')[1].split()[0]
+    for line in compiled.as_text().splitlines()
+    if f'f32[{vocab},{width}]' in line
+  )
   assert not full_shapes, full_shapes

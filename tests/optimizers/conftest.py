@@ -9,7 +9,9 @@ from t5x_lite import optimizers
 def rules(monkeypatch):
   """Return the rules; registrations of a test are undone after it."""
   # Users never undo a registration, so the package has no public function for it.
-  monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES))
+  monkeypatch.setattr(
+    optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES)
+  )
   return optimizers.OptaxStatePartitionRules
 
 

@@ -20,27 +20,48 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from tests.optimizers.contract_rows import CHECKS, ROWS
 
 _AXES = {
-    'encoder': {
-        'mlp': {'kernel': P('embed', 'mlp')},
-        'attention': {'kernel': P('embed', 'heads', 'kv')},
-        'stack': {'kernel': P('embed', 'layers', 'mlp'), 'scale': P('embed', 'layers')},
-        'moe': {'kernel': P('expert', 'embed', 'expert_mlp')},
-        'norm': {'scale': P('embed')},
-        'temperature': P(),
-    },
-    'token_embedder': {'embedding': P('vocab', 'embed')},
+  'encoder': {
+    'mlp': {'kernel': P('embed', 'mlp')},
+    'attention': {'kernel': P('embed', 'heads', 'kv')},
+    'stack': {'kernel': P('embed', 'layers', 'mlp'), 'scale': P('embed', 'layers')},
+    'moe': {'kernel': P('expert', 'embed', 'expert_mlp')},
+    'norm': {'scale': P('embed')},
+    'temperature': P(),
+  },
+  'token_embedder': {'embedding': P('vocab', 'embed')},
 }
-_SIZES = {'embed': 16, 'mlp': 24, 'heads': 8, 'kv': 4, 'layers': 3, 'vocab': 32, 'expert': 4, 'expert_mlp': 8}
+_SIZES = {
+  'embed': 16,
+  'mlp': 24,
+  'heads': 8,
+  'kv': 4,
+  'layers': 3,
+  'vocab': 32,
+  'expert': 4,
+  'expert_mlp': 8,
+}
 _MESH_AXES = ('data', 'expert', 'model')
 # Two-dim parameter sharding: everything that has a size to shard is sharded.
-_MESH_AXIS = {'vocab': 'model', 'mlp': 'model', 'heads': 'model', 'expert_mlp': 'model', 'embed': 'data',
-              'expert': 'expert'}
+_MESH_AXIS = {
+  'vocab': 'model',
+  'mlp': 'model',
+  'heads': 'model',
+  'expert_mlp': 'model',
+  'embed': 'data',
+  'expert': 'expert',
+}
 
 
 # Shampoo takes a second to trace: by default one row for each part of its state, and both kinds of grafts.
 _LONG = {row for row in ROWS if row.startswith('shampoo')} - {
-    'shampoo_rmsprop_normalized', 'shampoo_sharded_shared_momentum', 'shampoo_quantized_intervals',
-    'shampoo_sharded_intervals', 'shampoo_spread', 'shampoo_all_skipped', 'shampoo_sharded_all_skipped'}
+  'shampoo_rmsprop_normalized',
+  'shampoo_sharded_shared_momentum',
+  'shampoo_quantized_intervals',
+  'shampoo_sharded_intervals',
+  'shampoo_spread',
+  'shampoo_all_skipped',
+  'shampoo_sharded_all_skipped',
+}
 
 
 # Every third row, for checks of shapes that take long.
@@ -57,7 +78,11 @@ def _rows(check: str, by_default: tuple[str, ...] | None = None) -> list[Any]:
   assert check in CHECKS and set(by_default or ()) <= set(ROWS)
   params = []
   for name, row in ROWS.items():
-    marks = [] if (name not in _LONG if by_default is None else name in by_default) else [pytest.mark.full]
+    marks = (
+      []
+      if (name not in _LONG if by_default is None else name in by_default)
+      else [pytest.mark.full]
+    )
     if check in row.exceptions:
       marks.append(pytest.mark.xfail(reason=row.exceptions[check], strict=True))
     params.append(pytest.param(name, marks=marks))
@@ -72,7 +97,9 @@ def _random_params(seed: int, per_example: bool = False, step: int | None = None
   rng = np.random.default_rng(seed)
   lead = [2] if per_example else []
   lead = lead if step is None else [step, *lead]
-  draw = lambda axes: np.asarray(rng.normal(size=[*lead, *(_SIZES[name] for name in axes)]) * 0.3, np.float32)
+  draw = lambda axes: np.asarray(
+    rng.normal(size=[*lead, *(_SIZES[name] for name in axes)]) * 0.3, np.float32
+  )
   return jax.tree.map(draw, _AXES, is_leaf=_is_axes)
 
 
@@ -85,24 +112,44 @@ def _definition(row: str) -> optimizers.OptimizerDef:
   return ROWS[row].factory().with_param_axes(_AXES)
 
 
-def _update(row: str, optimizer: optimizers.Optimizer, grads: Any, loss_fn: Any = None,
-            overrides: dict[str, Any] | None = None) -> optimizers.Optimizer:
+def _update(
+  row: str,
+  optimizer: optimizers.Optimizer,
+  grads: Any,
+  loss_fn: Any = None,
+  overrides: dict[str, Any] | None = None,
+) -> optimizers.Optimizer:
   """Make one update with the values of the step that the row needs, of `loss_fn` or by default of another loss."""
-  squares = lambda params: [jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)]
+  squares = lambda params: [
+    jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)
+  ]
   loss_fn = loss_fn or (lambda params: sum(squares(params), start=jnp.float32(0)))
-  known = {'value': lambda: loss_fn(optimizer.target), 'grad': lambda: grads, 'value_fn': lambda: loss_fn,
-           'obj_fn': lambda: loss_fn, 'grad_fn': lambda: lambda params, number: jax.grad(loss_fn)(params)}
+  known = {
+    'value': lambda: loss_fn(optimizer.target),
+    'grad': lambda: grads,
+    'value_fn': lambda: loss_fn,
+    'obj_fn': lambda: loss_fn,
+    'grad_fn': lambda: lambda params, number: jax.grad(loss_fn)(params),
+  }
   extra_args = {name: known[name]() for name in ROWS[row].needs}
-  return optimizer.apply_gradient(grads, **(ROWS[row].overrides if overrides is None else overrides), **extra_args)
+  return optimizer.apply_gradient(
+    grads, **(ROWS[row].overrides if overrides is None else overrides), **extra_args
+  )
 
 
 @functools.cache
 def _shapes(row: str) -> tuple[optimizers.Optimizer, optimizers.Optimizer]:
   """Return the shapes of an optimizer before and after an update; half of the parameters are bfloat16."""
-  narrow = lambda tree: {**jax.tree.map(jnp.asarray, tree), 'encoder': jax.tree.map(
-      lambda array: jnp.asarray(array, jnp.bfloat16), tree['encoder'])}
-  optimizer = jax.eval_shape(lambda params: _definition(row).create(narrow(params)), _random_params(0))
-  updated = jax.eval_shape(lambda optimizer, grads: _update(row, optimizer, narrow(grads)), optimizer, _grads(row))
+  narrow = lambda tree: {
+    **jax.tree.map(jnp.asarray, tree),
+    'encoder': jax.tree.map(lambda array: jnp.asarray(array, jnp.bfloat16), tree['encoder']),
+  }
+  optimizer = jax.eval_shape(
+    lambda params: _definition(row).create(narrow(params)), _random_params(0)
+  )
+  updated = jax.eval_shape(
+    lambda optimizer, grads: _update(row, optimizer, narrow(grads)), optimizer, _grads(row)
+  )
   return optimizer, updated
 
 
@@ -110,9 +157,16 @@ def _numbered(shapes: Any) -> Any:
   """Return NumPy arrays of the given shapes, each filled with another number."""
   leaves, structure = jax.tree.flatten(shapes)
   return jax.tree.unflatten(
-      structure, [np.full(leaf.shape, number % {1: 2 if leaf.dtype == bool else 128}.get(leaf.dtype.itemsize, 2**15),
-                          leaf.dtype)
-                  for number, leaf in enumerate(leaves)])
+    structure,
+    [
+      np.full(
+        leaf.shape,
+        number % {1: 2 if leaf.dtype == bool else 128}.get(leaf.dtype.itemsize, 2**15),
+        leaf.dtype,
+      )
+      for number, leaf in enumerate(leaves)
+    ],
+  )
 
 
 def _assert_same(left: Any, right: Any) -> None:
@@ -122,7 +176,9 @@ def _assert_same(left: Any, right: Any) -> None:
 
 
 def _signature(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
-  return [(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in tree_utils.named_leaves(tree)]
+  return [
+    (name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in tree_utils.named_leaves(tree)
+  ]
 
 
 # ---- what shapes can tell --------------------------------------------------------------------------------------------
@@ -132,7 +188,9 @@ def _signature(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
 def test_one_trace_serves_all_steps(row):
   optimizer, updated = _shapes(row)
   assert jax.tree.structure(updated) == jax.tree.structure(optimizer)
-  for (name, new), old in zip(tree_utils.named_leaves(updated), jax.tree.leaves(optimizer), strict=True):
+  for (name, new), old in zip(
+    tree_utils.named_leaves(updated), jax.tree.leaves(optimizer), strict=True
+  ):
     # weak_type is part of what jit compiles for.
     assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type), name
   assert updated.state.step.shape == () and updated.state.step.dtype == jnp.int32
@@ -141,8 +199,12 @@ def test_one_trace_serves_all_steps(row):
 @pytest.mark.parametrize('row', _rows('bfloat16'))
 def test_parameters_keep_their_dtype_and_statistics_are_float32(row):
   for optimizer in _shapes(row):
-    assert {leaf.dtype for leaf in jax.tree.leaves(optimizer.target['encoder'])} == {jnp.dtype(jnp.bfloat16)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(optimizer.target['token_embedder'])} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(optimizer.target['encoder'])} == {
+      jnp.dtype(jnp.bfloat16)
+    }
+    assert {leaf.dtype for leaf in jax.tree.leaves(optimizer.target['token_embedder'])} == {
+      jnp.dtype(jnp.float32)
+    }
     for name, leaf in tree_utils.named_leaves(optimizer.state):
       assert leaf.dtype == jnp.float32 or not jnp.issubdtype(leaf.dtype, jnp.floating), name
 
@@ -176,14 +238,18 @@ def test_logical_axes_mirror_the_state(row):
   assert axes.target == _AXES
   mesh_size = dict(zip(_MESH_AXES, (2, 2, 2), strict=True))
   whole = sharded = 0
-  for (name, leaf), spec in zip(tree_utils.named_leaves(optimizer), jax.tree.leaves(axes), strict=True):
+  for (name, leaf), spec in zip(
+    tree_utils.named_leaves(optimizer), jax.tree.leaves(axes), strict=True
+  ):
     assert isinstance(spec, P) and len(spec) == len(leaf.shape), name
     # Sharded by two axes of the mesh at most, each once, and evenly.
     mesh_axes = [_MESH_AXIS.get(axis) for axis in spec]
     used = [axis for axis in mesh_axes if axis is not None]
     assert len(used) == len(set(used)), f'{name}: {spec}'
-    assert all(axis is None or size % mesh_size[axis] == 0
-               for axis, size in zip(mesh_axes, leaf.shape, strict=True)), name
+    assert all(
+      axis is None or size % mesh_size[axis] == 0
+      for axis, size in zip(mesh_axes, leaf.shape, strict=True)
+    ), name
     # Arrays as large as a parameter, or as a factor of one, have named axes.
     if leaf.size >= 16 and name.startswith('state'):
       assert any(spec), name
@@ -202,23 +268,33 @@ def test_missing_values_of_the_step_are_named(row):
   assert set(needs) <= set(optimizer.optimizer_def.extra_args)
   if needs:
     with pytest.raises(ConfigError, match=f'failed: .*{needs[0]}.*apply_gradient'):
-      jax.eval_shape(lambda o, g: o.apply_gradient(g, **ROWS[row].overrides), optimizer, _grads(row))
+      jax.eval_shape(
+        lambda o, g: o.apply_gradient(g, **ROWS[row].overrides), optimizer, _grads(row)
+      )
 
 
 # ---- odd trees -------------------------------------------------------------------------------------------------------
 
 _ODD_TREES = {
-    'empty': ({}, {}),
-    'sizes': (flax.core.freeze({
+  'empty': ({}, {}),
+  'sizes': (
+    flax.core.freeze(
+      {
         'scalar': np.float32(1.0),
-        'sizes': {'void': np.zeros([0, 4], np.float32), 'tall': np.zeros([3, 0, 8], np.float32),
-                  'one': np.ones([1], np.float32)},
+        'sizes': {
+          'void': np.zeros([0, 4], np.float32),
+          'tall': np.zeros([3, 0, 8], np.float32),
+          'one': np.ones([1], np.float32),
+        },
         'a': {'kernel': np.ones([4, 6], np.float32)},
-    }), {
-        'scalar': P(),
-        'sizes': {'void': P('embed', 'mlp'), 'tall': P('layers', 'embed', 'mlp'), 'one': P('embed')},
-        'a': {'kernel': P('embed', 'mlp')},
-    }),
+      }
+    ),
+    {
+      'scalar': P(),
+      'sizes': {'void': P('embed', 'mlp'), 'tall': P('layers', 'embed', 'mlp'), 'one': P('embed')},
+      'a': {'kernel': P('embed', 'mlp')},
+    },
+  ),
 }
 
 
@@ -226,7 +302,9 @@ def _odd_optimizer(row: str, tree: str):
   """Return (optimizer, gradients, its parameters' axes)."""
   params, axes = _ODD_TREES[tree]
   optimizer_def = ROWS[row].factory().with_param_axes(axes)
-  grads = jax.tree.map(lambda p: jnp.ones([2, *p.shape]) if ROWS[row].per_example else jnp.ones_like(p), params)
+  grads = jax.tree.map(
+    lambda p: jnp.ones([2, *p.shape]) if ROWS[row].per_example else jnp.ones_like(p), params
+  )
   return optimizer_def.create(jax.tree.map(jnp.asarray, params)), grads, axes
 
 
@@ -267,7 +345,9 @@ def test_minimises_two_functions_within_scan(row):
     return jnp.mean((x @ params['w'] + params['b'] - x @ target - 1.0) ** 2)
 
   def valley(params):
-    return jnp.mean((1.0 - params['w']) ** 2) + 2.0 * jnp.mean((params['b'] ** 2 - params['w'][0]) ** 2)
+    return jnp.mean((1.0 - params['w']) ** 2) + 2.0 * jnp.mean(
+      (params['b'] ** 2 - params['w'][0]) ** 2
+    )
 
   def losses_of(params):
     return jnp.stack([regression(params['regression']), valley(params['valley'])])
@@ -294,7 +374,10 @@ def test_minimises_two_functions_within_scan(row):
 
 @pytest.mark.parametrize('row', ['adamw', 'adamw_schedule', 'adafactor', 'adafactor_schedule'])
 def test_compiles_once_over_changing_steps_and_rates(row):
-  optimizer, rate = _definition(row).create(jax.tree.map(jnp.asarray, _random_params(0))), ROWS[row].learning_rate
+  optimizer, rate = (
+    _definition(row).create(jax.tree.map(jnp.asarray, _random_params(0))),
+    ROWS[row].learning_rate,
+  )
   num_traces = 0
 
   @jax.jit
@@ -304,23 +387,32 @@ def test_compiles_once_over_changing_steps_and_rates(row):
     return _update(row, optimizer, grads, overrides=overrides)
 
   for seed in range(3):
-    optimizer = step(optimizer, _grads(row, seed), {} if rate is None else {'learning_rate': rate * (seed + 1)})
+    optimizer = step(
+      optimizer, _grads(row, seed), {} if rate is None else {'learning_rate': rate * (seed + 1)}
+    )
   assert num_traces == 1
 
 
 @pytest.mark.parametrize('row', _rows('checkpoint', ('adamw', 'adafactor', 'noisy_sgd')))
 def test_is_saved_and_restored_by_a_checkpoint(row, tmp_path):
   optimizer = jax.tree.map(jnp.asarray, _numbered(_shapes(row)[0]))
-  with checkpoints.CheckpointManager(str(tmp_path), save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  with checkpoints.CheckpointManager(
+    str(tmp_path), save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     manager.save(1, optimizer.state_dict())
   shapes = _shapes(row)[0]
-  restored = checkpoints.restore_checkpoint(checkpoints.get_checkpoint_dir(str(tmp_path), 1), shapes.state_dict())
+  restored = checkpoints.restore_checkpoint(
+    checkpoints.get_checkpoint_dir(str(tmp_path), 1), shapes.state_dict()
+  )
   _assert_same(shapes.restore_state(restored.state), optimizer)
 
 
 def _shardings(specs: Any, mesh: Mesh, *leading: None) -> Any:
   return jax.tree.map(
-      lambda spec: NamedSharding(mesh, P(*leading, *(_MESH_AXIS.get(name) for name in spec))), specs, is_leaf=_is_axes)
+    lambda spec: NamedSharding(mesh, P(*leading, *(_MESH_AXIS.get(name) for name in spec))),
+    specs,
+    is_leaf=_is_axes,
+  )
 
 
 def _train(row, optimizer, recorded):
@@ -353,13 +445,19 @@ def _updates_of_one_device(row: str):
 def _check_sharded_updates(row: str, mesh_shape: tuple[int, int, int]) -> None:
   """20 updates by the same gradients, unsharded and sharded, give the same parameters."""
   optimizer, recorded, expected = _updates_of_one_device(row)
-  mesh = Mesh(np.reshape(jax.devices()[:8], mesh_shape), _MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+  mesh = Mesh(
+    np.reshape(jax.devices()[:8], mesh_shape), _MESH_AXES, axis_types=(AxisType.Auto,) * 3
+  )
   shardings = _shardings(optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES), mesh)
   leading = [None, None] if ROWS[row].per_example else [None]
   with jax.set_mesh(mesh):
     sharded = jax.jit(functools.partial(_train, row), out_shardings=shardings)(
-        jax.device_put(optimizer, shardings), jax.device_put(recorded, _shardings(_AXES, mesh, *leading)))
-  for (name, got), want in zip(tree_utils.named_leaves(sharded.target), jax.tree.leaves(expected), strict=True):
+      jax.device_put(optimizer, shardings),
+      jax.device_put(recorded, _shardings(_AXES, mesh, *leading)),
+    )
+  for (name, got), want in zip(
+    tree_utils.named_leaves(sharded.target), jax.tree.leaves(expected), strict=True
+  ):
     error = np.linalg.norm(np.asarray(got) - np.asarray(want)) / np.linalg.norm(np.asarray(want))
     assert error < 1e-6, f'{name}: {error}'
   experts = sharded.target['encoder']['moe']['kernel']
@@ -367,8 +465,13 @@ def _check_sharded_updates(row: str, mesh_shape: tuple[int, int, int]) -> None:
   assert experts.addressable_shards[0].data.shape == (4 // expert, 16 // data, 8 // model)
 
 
-@pytest.mark.parametrize('mesh_shape', [
-    (2, 2, 2), *(pytest.param(shape, marks=pytest.mark.full) for shape in ((8, 1, 1), (1, 2, 4), (1, 1, 8)))])
+@pytest.mark.parametrize(
+  'mesh_shape',
+  [
+    (2, 2, 2),
+    *(pytest.param(shape, marks=pytest.mark.full) for shape in ((8, 1, 1), (1, 2, 4), (1, 1, 8))),
+  ],
+)
 def test_sharded_updates_on_every_kind_of_mesh(mesh_shape):
   _check_sharded_updates('adafactor', mesh_shape)
 
@@ -378,9 +481,14 @@ def test_sharded_updates_equal_those_of_one_device(row):
   _check_sharded_updates(row, (2, 2, 2))
 
 
-@pytest.mark.parametrize('row', _rows('learning_rate', ('adamw', 'adamw_own_rate', 'adafactor_own_rate')))
+@pytest.mark.parametrize(
+  'row', _rows('learning_rate', ('adamw', 'adamw_own_rate', 'adafactor_own_rate'))
+)
 def test_learning_rate_has_one_owner(row):
-  optimizer_def, learning_rate = ROWS[row].factory().with_param_axes({'w': P('embed')}), ROWS[row].learning_rate
+  optimizer_def, learning_rate = (
+    ROWS[row].factory().with_param_axes({'w': P('embed')}),
+    ROWS[row].learning_rate,
+  )
   shape = [2, 4] if ROWS[row].per_example else [4]
   # Small, so that first steps of optimizers that compute their step size are not lost in rounding.
   optimizer, grads = optimizer_def.create({'w': jnp.full([4], 1e-3)}), {'w': jnp.full(shape, 0.3)}
@@ -389,7 +497,9 @@ def test_learning_rate_has_one_owner(row):
     assert learning_rate is not None
     with pytest.raises(ConfigError, match='learning_rate_fn'):
       _update(row, optimizer, grads, overrides={})
-  step = jax.jit(lambda optimizer, rate: _update(row, optimizer, grads, loss_fn, {'learning_rate': rate}))
+  step = jax.jit(
+    lambda optimizer, rate: _update(row, optimizer, grads, loss_fn, {'learning_rate': rate})
+  )
   # Not the first updates, in which schedules are 0 and multi_steps only accumulates.
   for _ in range(3):
     optimizer = step(optimizer, 0.05)

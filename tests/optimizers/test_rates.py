@@ -15,13 +15,21 @@ from t5x_lite.errors import ConfigError
 from tests.apps.train import toy_run
 from tests.models import toy_model
 
-_PARAMS = {'w': np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), 'b': np.full([4], 0.5, np.float32)}
-_REQUIRED = {'dpsgd': {'l2_norm_clip': 1.0, 'noise_multiplier': 0.1},
-             'schedule_free': {'base_optimizer': optax.sgd(0.1)}}
+_PARAMS = {
+  'w': np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4),
+  'b': np.full([4], 0.5, np.float32),
+}
+_REQUIRED = {
+  'dpsgd': {'l2_norm_clip': 1.0, 'noise_multiplier': 0.1},
+  'schedule_free': {'base_optimizer': optax.sgd(0.1)},
+}
 _WITH_RATES = [
-    name for name, factory in ((name, getattr(optimizers, name)) for name in dir(optimizers))
-    if inspect.isfunction(factory) and 'learning_rate' in inspect.signature(factory).parameters
-    and name not in ('rprop', 'relative_step')]
+  name
+  for name, factory in ((name, getattr(optimizers, name)) for name in dir(optimizers))
+  if inspect.isfunction(factory)
+  and 'learning_rate' in inspect.signature(factory).parameters
+  and name not in ('rprop', 'relative_step')
+]
 
 
 def _schedule(step):
@@ -32,10 +40,10 @@ def _schedule(step):
 # ---- invalid values of schedules -------------------------------------------------------------------------------------
 
 _BAD = [
-    (lambda step: jnp.where(step < 3, 0.1, jnp.nan), 'nan at step 9'),
-    (lambda step: 1.0 / jnp.asarray(step, jnp.float32), 'inf at step 0'),
-    (lambda step: 0.5 - 0.1 * jnp.asarray(step, jnp.float32), '-0.4 at step 9'),
-    (optax.linear_schedule(0.0, -1.0, 9), '-1 at step 9'),
+  (lambda step: jnp.where(step < 3, 0.1, jnp.nan), 'nan at step 9'),
+  (lambda step: 1.0 / jnp.asarray(step, jnp.float32), 'inf at step 0'),
+  (lambda step: 0.5 - 0.1 * jnp.asarray(step, jnp.float32), '-0.4 at step 9'),
+  (optax.linear_schedule(0.0, -1.0, 9), '-1 at step 9'),
 ]
 
 
@@ -44,16 +52,25 @@ def test_schedules_are_checked_in_the_first_and_the_last_step(schedule, message)
   state = jax.eval_shape(lambda: toy_model.make_state(toy_model.make_model(optimizers.adamw())))
   train_step.check_trainable(state, schedule)  # Shapes have no step, and nothing is computed.
   for optimizer_def, trainers, owner in (
-      (optimizers.adamw(), schedule, 'Trainer.learning_rate_fn'), (optimizers.sgd(schedule), None, 'sgd.learning_rate'),
-      (optimizers.Adafactor(schedule), None, 'Adafactor.learning_rate'),
-      (optimizers.MultiOptimizer([('a', optimizers.sgd(0.1)), ('b', optimizers.lion(schedule))]), None,
-       r'\.1/learning_rate')):
+    (optimizers.adamw(), schedule, 'Trainer.learning_rate_fn'),
+    (optimizers.sgd(schedule), None, 'sgd.learning_rate'),
+    (optimizers.Adafactor(schedule), None, 'Adafactor.learning_rate'),
+    (
+      optimizers.MultiOptimizer([('a', optimizers.sgd(0.1)), ('b', optimizers.lion(schedule))]),
+      None,
+      r'\.1/learning_rate',
+    ),
+  ):
     with pytest.raises(ConfigError, match=f'{owner}.* must be .*got {message}'):
       train_step.check_schedules(optimizer_def, trainers, [0, 9])
 
 
 def test_a_rate_of_zero_and_numbers_are_valid():
-  for schedule in (optax.linear_schedule(0.0, 1.0, 4), optax.linear_schedule(1.0, 0.0, 4), lambda step: 1):
+  for schedule in (
+    optax.linear_schedule(0.0, 1.0, 4),
+    optax.linear_schedule(1.0, 0.0, 4),
+    lambda step: 1,
+  ):
     train_step.check_schedules(optimizers.adamw(0.1), schedule, [0, 4, 2**31 - 1])
 
 
@@ -65,7 +82,9 @@ def test_a_trainer_with_a_state_checks_its_step():
 
 def test_the_run_is_rejected_before_its_first_step(tmp_path):
   model = toy_run.model(optimizers.sgd(_BAD[2][0]))
-  with pytest.raises(ConfigError, match='`sgd.learning_rate` must be a finite number .*, got -0.4 at step 9'):
+  with pytest.raises(
+    ConfigError, match='`sgd.learning_rate` must be a finite number .*, got -0.4 at step 9'
+  ):
     toy_run.train(tmp_path / 'run', 10, model=model, trainer_kwargs={'learning_rate_fn': None})
   assert not list((tmp_path / 'run').glob('checkpoint_*'))
 
@@ -76,8 +95,11 @@ def test_the_run_is_rejected_before_its_first_step(tmp_path):
 @pytest.mark.parametrize('name', _WITH_RATES)
 def test_a_schedule_is_reported_where_the_update_takes_it(name):
   factory = getattr(optimizers, name)
-  optimizer = jax.eval_shape(lambda: factory(learning_rate=_schedule, **_REQUIRED.get(name, {})).create(
-      jax.tree.map(jnp.asarray, _PARAMS)))
+  optimizer = jax.eval_shape(
+    lambda: factory(learning_rate=_schedule, **_REQUIRED.get(name, {})).create(
+      jax.tree.map(jnp.asarray, _PARAMS)
+    )
+  )
   # Parameters were restored at step 100 and the optimizer was not, so its schedule starts at 0.
   zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), optimizer.state)
   rates = optimizer.optimizer_def.learning_rates(zeros.replace(step=jnp.int32(100)), is_passed=True)
@@ -89,12 +111,24 @@ def test_a_schedule_is_reported_where_the_update_takes_it(name):
 
 
 def test_the_rate_reported_is_the_rate_of_the_update():
-  for make in (optimizers.sgd, lambda rate: optimizers.chain([optax.scale(1.0), optimizers.sgd(rate)]),
-               lambda rate: optimizers.Adafactor(rate, multiply_by_parameter_scale=False, factored=False,
-                                                 decay_rate=0.0, clipping_threshold=None)):
+  for make in (
+    optimizers.sgd,
+    lambda rate: optimizers.chain([optax.scale(1.0), optimizers.sgd(rate)]),
+    lambda rate: optimizers.Adafactor(
+      rate,
+      multiply_by_parameter_scale=False,
+      factored=False,
+      decay_rate=0.0,
+      clipping_threshold=None,
+    ),
+  ):
     optimizer = make(_schedule).create({'p': jnp.zeros([])})
-    step = jax.jit(lambda optimizer: (
-        optimizer.optimizer_def.learning_rates(optimizer.state, is_passed=False), optimizer.apply_gradient({'p': 1.0})))
+    step = jax.jit(
+      lambda optimizer: (
+        optimizer.optimizer_def.learning_rates(optimizer.state, is_passed=False),
+        optimizer.apply_gradient({'p': 1.0}),
+      )
+    )
     for _ in range(3):
       rates, updated = step(optimizer)
       rate = rates['learning_rate']
@@ -115,37 +149,79 @@ def _metrics(optimizer_def, learning_rate=None):
   return {name: round(float(rate), 6) for name, rate in rates().items()}
 
 
-@pytest.mark.parametrize('make,passed,expected', [
+@pytest.mark.parametrize(
+  'make,passed,expected',
+  [
     (optimizers.sgd, 0.125, {'learning_rate': 0.125, 'learning_rate/current': 0.125}),
     (lambda: optimizers.sgd(_schedule), None, {'learning_rate': 0.5, 'learning_rate/current': 0.5}),
     (lambda: optimizers.sgd(0.25), None, {'learning_rate': 0.25, 'learning_rate/current': 0.25}),
-    (lambda: optimizers.Adafactor(0.25), None, {'learning_rate': 0.25, 'learning_rate/current': 0.25}),
-    (lambda: optimizers.Adafactor(0.25), 0.125, {'learning_rate': 0.125, 'learning_rate/current': 0.125}),
-    (lambda: optimizers.chain([optax.clip(1.0), optimizers.sgd(0.25)]), None,
-     {'learning_rate': 0.25, 'learning_rate/current': 0.25}),
+    (
+      lambda: optimizers.Adafactor(0.25),
+      None,
+      {'learning_rate': 0.25, 'learning_rate/current': 0.25},
+    ),
+    (
+      lambda: optimizers.Adafactor(0.25),
+      0.125,
+      {'learning_rate': 0.125, 'learning_rate/current': 0.125},
+    ),
+    (
+      lambda: optimizers.chain([optax.clip(1.0), optimizers.sgd(0.25)]),
+      None,
+      {'learning_rate': 0.25, 'learning_rate/current': 0.25},
+    ),
     # Unknown, or of several optimizers.
     (lambda: optimizers.OptaxWrapper(optax.sgd(0.25)), None, {}),
     (lambda: optimizers.rprop(0.25), None, {}),
     (lambda: optimizers.sam(optimizers.sgd(0.25), optimizers.sgd(0.5)), None, {}),
-    (lambda: optimizers.OptaxWrapper(optax.sgd(0.25), own_learning_rate=0.25), None,
-     {'learning_rate': 0.25, 'learning_rate/current': 0.25}),
-    (lambda: optimizers.MultiOptimizer([('embedding', optimizers.sgd(0.25)), ('logits', optimizers.sgd())]), 0.125,
-     {'learning_rate': 0.125, 'learning_rate/current': 0.125, 'optimizer/0/learning_rate': 0.25}),
-    (lambda: optimizers.MultiOptimizer([('embedding', optimizers.sgd(0.25)), ('logits', optimizers.Adafactor(0.5))]),
-     None, {'optimizer/0/learning_rate': 0.25, 'optimizer/1/learning_rate': 0.5}),
+    (
+      lambda: optimizers.OptaxWrapper(optax.sgd(0.25), own_learning_rate=0.25),
+      None,
+      {'learning_rate': 0.25, 'learning_rate/current': 0.25},
+    ),
+    (
+      lambda: optimizers.MultiOptimizer(
+        [('embedding', optimizers.sgd(0.25)), ('logits', optimizers.sgd())]
+      ),
+      0.125,
+      {'learning_rate': 0.125, 'learning_rate/current': 0.125, 'optimizer/0/learning_rate': 0.25},
+    ),
+    (
+      lambda: optimizers.MultiOptimizer(
+        [('embedding', optimizers.sgd(0.25)), ('logits', optimizers.Adafactor(0.5))]
+      ),
+      None,
+      {'optimizer/0/learning_rate': 0.25, 'optimizer/1/learning_rate': 0.5},
+    ),
     # The trainer's replaces Adafactor's where every part has one.
-    (lambda: optimizers.MultiOptimizer([('embedding', optimizers.sgd(0.25)), ('logits', optimizers.Adafactor(0.5))]),
-     0.125, {'learning_rate': 0.125, 'learning_rate/current': 0.125, 'optimizer/0/learning_rate': 0.25}),
-    (lambda: optimizers.scaled_adam(param_labels=[('logits', 'slow')], group_options={'slow': {'learning_rate': 0.5}}),
-     0.125, {'learning_rate': 0.125, 'learning_rate/current': 0.125,
-             'optimizer/scaled_adam/slow/learning_rate': 0.5}),
-])
+    (
+      lambda: optimizers.MultiOptimizer(
+        [('embedding', optimizers.sgd(0.25)), ('logits', optimizers.Adafactor(0.5))]
+      ),
+      0.125,
+      {'learning_rate': 0.125, 'learning_rate/current': 0.125, 'optimizer/0/learning_rate': 0.25},
+    ),
+    (
+      lambda: optimizers.scaled_adam(
+        param_labels=[('logits', 'slow')], group_options={'slow': {'learning_rate': 0.5}}
+      ),
+      0.125,
+      {
+        'learning_rate': 0.125,
+        'learning_rate/current': 0.125,
+        'optimizer/scaled_adam/slow/learning_rate': 0.5,
+      },
+    ),
+  ],
+)
 def test_metrics_of_rates(make, passed, expected):
   assert _metrics(make(), passed) == expected
 
 
 def test_the_configured_rate_of_a_wrapper_is_checked():
-  with pytest.raises(ConfigError, match='learning_rate` must be a number >= 0 or a schedule, got -1'):
+  with pytest.raises(
+    ConfigError, match='learning_rate` must be a number >= 0 or a schedule, got -1'
+  ):
     optimizers.OptaxWrapper(optax.sgd(0.1), own_learning_rate=-1)
   with pytest.raises(ConfigError, match='learning_rate_factory and own_learning_rate'):
     optimizers.OptaxWrapper(learning_rate_factory=optax.sgd, own_learning_rate=0.1)
@@ -154,47 +230,82 @@ def test_the_configured_rate_of_a_wrapper_is_checked():
 # ---- no rate is applied twice ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('make', [
+@pytest.mark.parametrize(
+  'make',
+  [
     lambda: optimizers.chain([optimizers.adamw(), optimizers.lion()]),
-    lambda: optimizers.chain([optimizers.chain([optimizers.adamw()]), optax.clip(1.0), optimizers.lion()]),
-])
+    lambda: optimizers.chain(
+      [optimizers.chain([optimizers.adamw()]), optax.clip(1.0), optimizers.lion()]
+    ),
+  ],
+)
 def test_two_in_a_chain_do_not_both_take_the_trainers_rate(make):
-  with pytest.raises(ConfigError, match='adamw and lion each take .* 2 times.*scale_by_lion.*MultiOptimizer'):
+  with pytest.raises(
+    ConfigError, match='adamw and lion each take .* 2 times.*scale_by_lion.*MultiOptimizer'
+  ):
     make()
 
 
 def test_one_in_a_chain_takes_the_trainers_rate():
-  optimizer = optimizers.chain([optax.scale(2.0), optimizers.sgd(), optimizers.reduce_on_plateau()]).create({'p': 1.0})
-  assert float(optimizer.apply_gradient({'p': 1.0}, learning_rate=0.25, value=1.0).target['p']) == 0.5
+  optimizer = optimizers.chain(
+    [optax.scale(2.0), optimizers.sgd(), optimizers.reduce_on_plateau()]
+  ).create({'p': 1.0})
+  assert (
+    float(optimizer.apply_gradient({'p': 1.0}, learning_rate=0.25, value=1.0).target['p']) == 0.5
+  )
 
 
 # ---- optimizers that the trainer rejects -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('make,message', [
+@pytest.mark.parametrize(
+  'make,message',
+  [
     (optimizers.reduce_on_plateau, 'only scales the updates.*last in a chain'),
     (lambda: optimizers.chain([optimizers.reduce_on_plateau()]), 'only scales the updates'),
     (lambda: optimizers.OptaxWrapper(optax.contrib.reduce_on_plateau()), 'only scales the updates'),
-    (lambda: optimizers.distributed_shampoo(0.1, batch_axis_name='batch'),
-     "batch_axis_name='batch' is for.*Leave it out"),
-    (lambda: optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2), 'no effect without shard_optimizer_states'),
-    (lambda: optimizers.chain([optax.clip(1.0), optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2)]),
-     'no effect without shard_optimizer_states'),
-    (lambda: optimizers.MultiOptimizer([('.', optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2))]),
-     'no effect without shard_optimizer_states'),
-    (lambda: optimizers.sam(optax.sgd(0.1), optax.sgd(0.1), batch_axis_name='batch'), "batch_axis_name='batch' is for"),
-])
+    (
+      lambda: optimizers.distributed_shampoo(0.1, batch_axis_name='batch'),
+      "batch_axis_name='batch' is for.*Leave it out",
+    ),
+    (
+      lambda: optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2),
+      'no effect without shard_optimizer_states',
+    ),
+    (
+      lambda: optimizers.chain(
+        [optax.clip(1.0), optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2)]
+      ),
+      'no effect without shard_optimizer_states',
+    ),
+    (
+      lambda: optimizers.MultiOptimizer(
+        [('.', optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2))]
+      ),
+      'no effect without shard_optimizer_states',
+    ),
+    (
+      lambda: optimizers.sam(optax.sgd(0.1), optax.sgd(0.1), batch_axis_name='batch'),
+      "batch_axis_name='batch' is for",
+    ),
+  ],
+)
 def test_options_without_effect_are_rejected_by_the_trainer(make, message):
   state = jax.eval_shape(lambda: toy_model.make_state(toy_model.make_model(make())))
   with pytest.raises(ConfigError, match=f'The trainer cannot train with .*{message}'):
     train_step.check_trainable(state, None)
 
 
-@pytest.mark.parametrize('make', [
+@pytest.mark.parametrize(
+  'make',
+  [
     lambda: optimizers.chain([optax.scale(-0.1), optimizers.reduce_on_plateau()]),
-    lambda: optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2, shard_optimizer_states=True),
+    lambda: optimizers.distributed_shampoo(
+      0.1, num_devices_for_pjit=2, shard_optimizer_states=True
+    ),
     lambda: optimizers.sam(optax.sgd(0.1), optax.sgd(0.1)),
-])
+  ],
+)
 def test_options_with_effect_are_accepted_by_the_trainer(make):
   state = jax.eval_shape(lambda: toy_model.make_state(toy_model.make_model(make())))
   train_step.check_trainable(state, None)
@@ -203,13 +314,20 @@ def test_options_with_effect_are_accepted_by_the_trainer(make):
 # ---- invalid updates -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('update,message', [
-    (lambda u: jnp.ones([]), r"shape \[\] .* 'a/p' of shape \[3\]"), (lambda u: jnp.ones([1]), r'shape \[1\]'),
-    (lambda u: jnp.ones([2, 3]), r'shape \[2, 3\]'), (lambda u: u > 0, 'dtype bool'),
+@pytest.mark.parametrize(
+  'update,message',
+  [
+    (lambda u: jnp.ones([]), r"shape \[\] .* 'a/p' of shape \[3\]"),
+    (lambda u: jnp.ones([1]), r'shape \[1\]'),
+    (lambda u: jnp.ones([2, 3]), r'shape \[2, 3\]'),
+    (lambda u: u > 0, 'dtype bool'),
     (lambda u: u.astype(jnp.complex64), 'dtype complex64'),
-])
+  ],
+)
 def test_updates_of_another_shape_or_kind_are_rejected_when_traced(update, message):
-  optimizer_def = optimizers.OptaxWrapper(optax.stateless(lambda updates, params: jax.tree.map(update, updates)))
+  optimizer_def = optimizers.OptaxWrapper(
+    optax.stateless(lambda updates, params: jax.tree.map(update, updates))
+  )
   params = {'a': {'p': jnp.ones([3])}}
   with pytest.raises(ConfigError, match=f'The optimizer OptaxWrapper returned .*{message}'):
     jax.eval_shape(lambda: optimizer_def.create(params).apply_gradient(params))
@@ -217,15 +335,20 @@ def test_updates_of_another_shape_or_kind_are_rejected_when_traced(update, messa
 
 def test_integers_and_narrow_updates_are_taken():
   for dtype in (jnp.int32, jnp.bfloat16, jnp.float16):
-    optimizer_def = optimizers.OptaxWrapper(optax.stateless(
-        lambda updates, params, dtype=dtype: jax.tree.map(lambda u: u.astype(dtype), updates)))
+    optimizer_def = optimizers.OptaxWrapper(
+      optax.stateless(
+        lambda updates, params, dtype=dtype: jax.tree.map(lambda u: u.astype(dtype), updates)
+      )
+    )
     updated = optimizer_def.create({'p': jnp.ones([3])}).apply_gradient({'p': jnp.ones([3])})
     np.testing.assert_array_equal(updated.target['p'], 2.0)
 
 
 def test_a_schedule_is_traced_once_for_all_checked_steps():
   calls = []
-  schedules.check_learning_rate_values(lambda step: calls.append(step) or step * 0.1, 'mine', [3, 3, 5])
+  schedules.check_learning_rate_values(
+    lambda step: calls.append(step) or step * 0.1, 'mine', [3, 3, 5]
+  )
   assert len(calls) == 2 and all(isinstance(step, jax.core.Tracer) for step in calls)
 
 

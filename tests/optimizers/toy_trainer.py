@@ -15,8 +15,11 @@ RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0
 
 @functools.cache
 def partitioner():
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'model'),
-                           axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()[:4]).reshape(2, 2),
+    ('data', 'model'),
+    axis_types=(jax.sharding.AxisType.Auto,) * 2,
+  )
   return partitioning.PjitPartitioner(mesh=mesh)
 
 
@@ -25,8 +28,16 @@ def make(optimizer_def, learning_rate_fn=RATE, summary_dir=None, **kwargs):
   model = toy_model.make_model(optimizer_def, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
   state = toy_model.make_state(model)
   return trainer.Trainer(
-      model, state, partitioner(), ['held_out'], summary_dir, partitioner().get_mesh_axes(state), jax.random.key(0),
-      learning_rate_fn, **kwargs)
+    model,
+    state,
+    partitioner(),
+    ['held_out'],
+    summary_dir,
+    partitioner().get_mesh_axes(state),
+    jax.random.key(0),
+    learning_rate_fn,
+    **kwargs,
+  )
 
 
 def make_with_shapes(optimizer_def, learning_rate_fn=RATE):
@@ -34,4 +45,12 @@ def make_with_shapes(optimizer_def, learning_rate_fn=RATE):
   model = toy_model.make_model(optimizer_def)
   state = jax.eval_shape(lambda: toy_model.make_state(model))
   return trainer.Trainer(
-      model, state, partitioner(), [], None, partitioner().get_mesh_axes(state), jax.random.key(0), learning_rate_fn)
+    model,
+    state,
+    partitioner(),
+    [],
+    None,
+    partitioner().get_mesh_axes(state),
+    jax.random.key(0),
+    learning_rate_fn,
+  )

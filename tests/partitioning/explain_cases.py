@@ -24,9 +24,18 @@ class FakeTrainState:
   def as_logical_axes(self):
     axes = params_axes()
     return FakeTrainState(
-        FakeOptimizer(state={'step': P(), 'param_states': {'mu': axes, 'nu': jax.tree.map(
-            lambda _: P(None), axes, is_leaf=lambda node: isinstance(node, P))}}, target=axes),
-        flax_mutables={'counts': {'seen': P('vocab')}} if self.flax_mutables else {})
+      FakeOptimizer(
+        state={
+          'step': P(),
+          'param_states': {
+            'mu': axes,
+            'nu': jax.tree.map(lambda _: P(None), axes, is_leaf=lambda node: isinstance(node, P)),
+          },
+        },
+        target=axes,
+      ),
+      flax_mutables={'counts': {'seen': P('vocab')}} if self.flax_mutables else {},
+    )
 
 
 def params_axes():
@@ -38,7 +47,15 @@ def make_state(mutables=True, **other_params):
   layer = {'mlp': {'wi': jnp.ones([16, 32])}, 'norm': jnp.ones([16])}
   params = {'embedding': jnp.ones([64, 16]), 'layers_0': layer, 'layers_1': layer}
   return FakeTrainState(
-      FakeOptimizer(target=params | other_params, state={'step': jnp.int32(0), 'param_states': {
+    FakeOptimizer(
+      target=params | other_params,
+      state={
+        'step': jnp.int32(0),
+        'param_states': {
           'mu': jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
-          'nu': jax.tree.map(lambda x: jnp.zeros([1]), params)}}),
-      flax_mutables={'counts': {'seen': jnp.zeros([64], jnp.int32)}} if mutables else {})
+          'nu': jax.tree.map(lambda x: jnp.zeros([1]), params),
+        },
+      },
+    ),
+    flax_mutables={'counts': {'seen': jnp.zeros([64], jnp.int32)}} if mutables else {},
+  )

@@ -25,11 +25,18 @@ class FakeTpuDevice:
 
 def fake_pod(case):
   """Return the devices of a golden case."""
-  key = '|'.join(str(part) for part in (tuple(case['bounds']), tuple(case['host_layout']), case['kind']))
+  key = '|'.join(
+    str(part) for part in (tuple(case['bounds']), tuple(case['host_layout']), case['kind'])
+  )
   return [
-      FakeTpuDevice(id=row[0], process_index=row[1], coords=tuple(row[2:5]), core_on_chip=row[5],
-                    device_kind=case['kind'])
-      for row in ARRAYS[f'device_table/{key}'].tolist()
+    FakeTpuDevice(
+      id=row[0],
+      process_index=row[1],
+      coords=tuple(row[2:5]),
+      core_on_chip=row[5],
+      device_kind=case['kind'],
+    )
+    for row in ARRAYS[f'device_table/{key}'].tolist()
   ]
 
 
@@ -40,19 +47,27 @@ def make_pod(kind, bounds):
   for px, py, pz, core in itertools.product(*map(range, bounds)):
     process = (px // 2) + (py // 2) * (x // 2) + pz * (x // 2) * (y // 2)
     number = ((pz * y + py) * x + px) * cores + core
-    devices.append(FakeTpuDevice(id=number, process_index=process, coords=(px, py, pz), core_on_chip=core,
-                                 device_kind=kind))
+    devices.append(
+      FakeTpuDevice(
+        id=number, process_index=process, coords=(px, py, pz), core_on_chip=core, device_kind=kind
+      )
+    )
   return devices
 
 
 def use_devices(devices, process_index):
   """Make JAX report `devices`, as seen by one process."""
+
   def local_devices(process=None, backend=None):
     del backend
     process = process_index if process is None else process
     return [device for device in devices if device.process_index == process]
 
   return mock.patch.multiple(
-      jax, devices=lambda backend=None: devices, local_devices=local_devices, process_index=lambda: process_index,
-      process_count=lambda: len({device.process_index for device in devices}),
-      local_device_count=lambda: len(local_devices()))
+    jax,
+    devices=lambda backend=None: devices,
+    local_devices=local_devices,
+    process_index=lambda: process_index,
+    process_count=lambda: len({device.process_index for device in devices}),
+    local_device_count=lambda: len(local_devices()),
+  )

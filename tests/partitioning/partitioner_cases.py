@@ -14,5 +14,8 @@ class FakeDevice:
 
 
 def fake_devices(num_processes, num_local):
-  return [FakeDevice(id=process * num_local + local, process_index=process)
-          for process in range(num_processes) for local in range(num_local)]
+  return [
+    FakeDevice(id=process * num_local + local, process_index=process)
+    for process in range(num_processes)
+    for local in range(num_local)
+  ]

@@ -19,10 +19,14 @@ from tests.partitioning import explain_cases as cases
 
 def make_partitioner(num_partitions, dims):
   return partitioning.PjitPartitioner(
-      num_partitions=num_partitions, logical_axis_rules=partitioning.standard_logical_axis_rules(*dims))
+    num_partitions=num_partitions,
+    logical_axis_rules=partitioning.standard_logical_axis_rules(*dims),
+  )
 
 
-@pytest.mark.parametrize('num_partitions,dims', [(1, (1, 1)), (2, (1, 1)), (4, (1, 2)), (2, (2, 2)), (8, (2, 1))])
+@pytest.mark.parametrize(
+  'num_partitions,dims', [(1, (1, 1)), (2, (1, 1)), (4, (1, 2)), (2, (2, 2)), (8, (2, 1))]
+)
 def test_figures_are_those_of_the_arrays_on_devices(num_partitions, dims):
   partitioner = make_partitioner(num_partitions, dims)
   state = cases.make_state()
@@ -40,14 +44,18 @@ def test_figures_are_those_of_the_arrays_on_devices(num_partitions, dims):
       assert shard.data.nbytes == row.bytes_per_device
       bytes_of_device[shard.device] += shard.data.nbytes
     assert array.nbytes == row.bytes_total
-    assert NamedSharding(partitioner.mesh, row.mesh_axes).is_equivalent_to(array.sharding, array.ndim)
+    assert NamedSharding(partitioner.mesh, row.mesh_axes).is_equivalent_to(
+      array.sharding, array.ndim
+    )
   totals = report.totals()
   assert set(bytes_of_device.values()) == {totals.bytes_per_device}
   assert totals.num_arrays == len(leaves)
   # Of all memory in use, the share that is not needed to hold everything once.
   unique = sum(array.nbytes for array in leaves)
   assert totals.replicated_share == pytest.approx(1 - unique / sum(bytes_of_device.values()))
-  assert sum(report.totals(section).bytes_total for section in report.sections) == totals.bytes_total
+  assert (
+    sum(report.totals(section).bytes_total for section in report.sections) == totals.bytes_total
+  )
 
 
 def test_rows_name_the_deciding_rule():
@@ -64,7 +72,10 @@ def test_rows_name_the_deciding_rule():
 def test_sections_and_names():
   report = make_partitioner(1, (1, 1)).explain(cases.make_state())
   assert report.sections == ('parameters', 'optimizer state', 'mutable collections')
-  names = {section: {row.name for row in report.rows if row.section == section} for section in report.sections}
+  names = {
+    section: {row.name for row in report.rows if row.section == section}
+    for section in report.sections
+  }
   assert 'layers_1/mlp/wi' in names['parameters']
   assert {'step', 'param_states/mu/layers_0/norm'} <= names['optimizer state']
   assert names['mutable collections'] == {'counts/seen'}
@@ -78,14 +89,16 @@ def test_text():
 
 def test_text_names_the_largest_copies():
   text = make_partitioner(2, (1, 1)).explain(cases.make_state(mutables=False)).to_text()
-  assert text.endswith(textwrap.dedent('''
+  assert text.endswith(
+    textwrap.dedent("""
       Largest copies (bytes per device that sharding them fully would save)
           1.50 KiB  parameters: embedding (4 copies over data)
           1.50 KiB  parameters: layers_{0-1}/mlp/wi (4 copies over data)
              768 B  optimizer state: param_states/mu/embedding (4 copies over data)
              768 B  optimizer state: param_states/mu/layers_{0-1}/mlp/wi (4 copies over data)
              112 B  parameters: layers_{0-1}/norm (8 copies over data, model)
-      '''))
+      """)
+  )
 
 
 def test_unfolded_text_has_every_array():
@@ -97,21 +110,30 @@ def test_unfolded_text_has_every_array():
 
 def test_folding_joins_only_equal_rows():
   state = cases.make_state(layers_1={'mlp': {'wi': jnp.ones([16, 64])}, 'norm': jnp.ones([16])})
-  rows = [row for row in make_partitioner(2, (1, 1)).explain(state).rows if row.section == 'parameters']
+  rows = [
+    row for row in make_partitioner(2, (1, 1)).explain(state).rows if row.section == 'parameters'
+  ]
   folded = {name: len(group) for name, group in explain.fold_rows(rows)}
-  assert folded == {'embedding': 1, 'layers_0/mlp/wi': 1, 'layers_1/mlp/wi': 1, 'layers_{0-1}/norm': 2}
+  assert folded == {
+    'embedding': 1,
+    'layers_0/mlp/wi': 1,
+    'layers_1/mlp/wi': 1,
+    'layers_{0-1}/norm': 2,
+  }
 
 
 def test_folded_names_show_gaps_and_several_numbers():
   rows = make_partitioner(1, (1, 1)).explain(cases.make_state()).rows[:1]
   names = [f'layers_{layer}/wi_{gate}/kernel' for layer in (0, 1, 3) for gate in (0, 1)]
   rows = [dataclasses.replace(rows[0], name=name) for name in names]
-  (name, group), = explain.fold_rows(rows)
+  ((name, group),) = explain.fold_rows(rows)
   assert name == 'layers_{0,1,3}/wi_{0-1}/kernel' and len(group) == 6
 
 
 def _make_partitioner_of_small_arrays(num_partitions, max_replicated_size):
-  return partitioning.PjitPartitioner(num_partitions=num_partitions, max_replicated_size=max_replicated_size)
+  return partitioning.PjitPartitioner(
+    num_partitions=num_partitions, max_replicated_size=max_replicated_size
+  )
 
 
 def test_what_belongs_to_a_parameter_follows_it():
@@ -127,14 +149,26 @@ def test_what_belongs_to_a_parameter_follows_it():
     both = []
     for tree, slot in ((state, history), (axes, history_axes)):
       optimizer = tree._optimizer
-      both.append(tree.replace(_optimizer=optimizer.replace(
-          state={**optimizer.state, 'param_states': {**optimizer.state['param_states'], 'history': slot}})))
+      both.append(
+        tree.replace(
+          _optimizer=optimizer.replace(
+            state={
+              **optimizer.state,
+              'param_states': {**optimizer.state['param_states'], 'history': slot},
+            }
+          )
+        )
+      )
     partitioner.get_logical_axes = lambda train_state: both[1]
-    return {row.name: row for row in partitioner.explain(both[0]).rows if row.section == 'optimizer state'}
+    return {
+      row.name: row for row in partitioner.explain(both[0]).rows if row.section == 'optimizer state'
+    }
 
   rows = explain_history(480, history, history_axes)
   assert rows['param_states/history/layers_0/mlp/wi'].mesh_axes == P(None, None, None)
-  with pytest.raises(errors.ConfigError, match='optimizer state: param_states/history/other: dim 2'):
+  with pytest.raises(
+    errors.ConfigError, match='optimizer state: param_states/history/other: dim 2'
+  ):
     explain_history(480, {'other': jnp.ones([4, 16, 30])}, {'other': P(None, 'embed', 'mlp')})
   with pytest.raises(errors.ConfigError, match='parameters: layers_0/mlp/wi: dim 1'):
     explain_history(479, history, history_axes)
@@ -142,12 +176,16 @@ def test_what_belongs_to_a_parameter_follows_it():
 
 def test_text_lists_parameters_that_do_not_divide(caplog):
   layer = {'mlp': {'wi': jnp.ones([16, 30])}, 'norm': jnp.ones([16])}
-  report = make_partitioner(4, (1, 2)).explain(cases.make_state(mutables=False, layers_0=layer, layers_1=layer))
+  report = make_partitioner(4, (1, 2)).explain(
+    cases.make_state(mutables=False, layers_0=layer, layers_1=layer)
+  )
   text = report.to_text()
-  assert text.endswith(textwrap.dedent("""
+  assert text.endswith(
+    textwrap.dedent("""
       Parameters with a dim that its mesh axes do not divide
         layers_{0-1}/mlp/wi (16 x 30): mlp 30 by model 4: replicated
-      """))
+      """)
+  )
   assert 'embed->data, mlp->- (model does not divide)' in text and report.num_indivisible == 2
   assert len(caplog.records) == 1
 

@@ -11,7 +11,11 @@ from t5x_lite import partitioning
 from tests.partitioning import fake_pods
 
 # The cases with experts belong to moe/partitioning and are tested there.
-CASES = [(index, case) for index, case in enumerate(fake_pods.GOLDEN['cases']) if case['moe_experts'] is None]
+CASES = [
+  (index, case)
+  for index, case in enumerate(fake_pods.GOLDEN['cases'])
+  if case['moe_experts'] is None
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,9 @@ class SlicedTpuDevice(fake_pods.FakeTpuDevice):
 
 
 def make_partitioner(case):
-  return partitioning.PjitPartitioner(num_partitions=case['num_partitions'], model_parallel_submesh=case['submesh'])
+  return partitioning.PjitPartitioner(
+    num_partitions=case['num_partitions'], model_parallel_submesh=case['submesh']
+  )
 
 
 def as_jsonable(slices):
@@ -34,20 +40,26 @@ def test_rules(name):
   dims, _, additional = name.partition('+')
   activation, parameter = (int(digit) for digit in dims.strip('()').split(','))
   rules = partitioning.standard_logical_axis_rules(
-      activation, parameter, additional_rules=[('relpos_buckets', 'model'), ('foo', None)] if additional else None)
+    activation,
+    parameter,
+    additional_rules=[('relpos_buckets', 'model'), ('foo', None)] if additional else None,
+  )
   assert [list(rule) for rule in rules] == fake_pods.GOLDEN['rules'][name]
 
 
 @pytest.mark.parametrize('name', fake_pods.GOLDEN['logical_to_mesh_examples'])
 def test_logical_to_mesh(name):
   rules_name, _, axes = name.partition(':')
-  spec = partitioning.logical_to_mesh_axes(axes.split(','),
-                                           [tuple(rule) for rule in fake_pods.GOLDEN['rules'][rules_name]])
+  spec = partitioning.logical_to_mesh_axes(
+    axes.split(','), [tuple(rule) for rule in fake_pods.GOLDEN['rules'][rules_name]]
+  )
   assert spec == PartitionSpec(*fake_pods.GOLDEN['logical_to_mesh_examples'][name])
 
 
 def test_cases_left_out_are_those_with_experts():
-  left_out = [case for index, case in enumerate(fake_pods.GOLDEN['cases']) if index not in dict(CASES)]
+  left_out = [
+    case for index, case in enumerate(fake_pods.GOLDEN['cases']) if index not in dict(CASES)
+  ]
   assert left_out and all(case['moe_experts'] for case in left_out)
 
 
@@ -62,10 +74,12 @@ def test_mesh_and_layout(index, case):
     mesh = partitioner.mesh
     assert mesh.axis_names == tuple(case['axis_names'])
     assert dict(mesh.shape) == case['shape']
-    assert ([[device.id for device in row] for row in mesh.devices]
-            == fake_pods.ARRAYS[f'case{index}/device_ids'].tolist())
-    assert ([[device.process_index for device in row] for row in mesh.devices]
-            == fake_pods.ARRAYS[f'case{index}/device_process'].tolist())
+    assert [[device.id for device in row] for row in mesh.devices] == fake_pods.ARRAYS[
+      f'case{index}/device_ids'
+    ].tolist()
+    assert [[device.process_index for device in row] for row in mesh.devices] == fake_pods.ARRAYS[
+      f'case{index}/device_process'
+    ].tolist()
     assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
     layout = partitioner.get_data_layout(case['data_layout']['batch_size'])
@@ -75,15 +89,22 @@ def test_mesh_and_layout(index, case):
     chunker = partitioning.LocalChunker(mesh)
     assert chunker.num_chunks == case['num_chunks']
     assert chunker.chunk_ids == case['chunk_ids']
-    for shape, axes in (((64, 32), ('data', 'model')), ((64, 32), ('data', None)), ((32, 16), (None, 'model'))):
+    for shape, axes in (
+      ((64, 32), ('data', 'model')),
+      ((64, 32), ('data', None)),
+      ((32, 16), (None, 'model')),
+    ):
       info = partitioner.get_local_chunk_info(shape, axes)
       expected = case[f'chunk_info{shape}{axes}']
       assert as_jsonable(info.slice) == expected['slice']
       assert info.replica_id == expected['replica_id']
 
 
-@pytest.mark.parametrize('index,case', [pair for pair in CASES if 'error' not in pair[1]],
-                         ids=[f'case{index}' for index, case in CASES if 'error' not in case])
+@pytest.mark.parametrize(
+  'index,case',
+  [pair for pair in CASES if 'error' not in pair[1]],
+  ids=[f'case{index}' for index, case in CASES if 'error' not in case],
+)
 def test_processes_cover_the_batch(index, case):
   """Brute force: the layouts of all processes agree with where the mesh places the rows of a batch."""
   devices = fake_pods.fake_pod(case)
@@ -91,13 +112,22 @@ def test_processes_cover_the_batch(index, case):
     partitioner = make_partitioner(case)
     mesh = partitioner.mesh
     batch_size = 2 * partitioner.data_mesh_size
-    rows_of_device = {device: range(2 * row, 2 * row + 2) for row, line in enumerate(mesh.devices) for device in line}
+    rows_of_device = {
+      device: range(2 * row, 2 * row + 2)
+      for row, line in enumerate(mesh.devices)
+      for device in line
+    }
     first_of_shard = set()
     for process in sorted({device.process_index for device in devices}):
       layout = partitioner.get_data_layout(batch_size, host_index=process)
       length = batch_size // layout.num_shards
       loaded = set(range(layout.shard_id * length, (layout.shard_id + 1) * length))
-      needed = {row for device in devices if device.process_index == process for row in rows_of_device[device]}
+      needed = {
+        row
+        for device in devices
+        if device.process_index == process
+        for row in rows_of_device[device]
+      }
       assert loaded == needed
       if layout.is_first_host_in_replica_set:
         assert layout.shard_id not in first_of_shard
@@ -108,9 +138,18 @@ def test_processes_cover_the_batch(index, case):
 def test_hybrid_mesh_of_tpu_slices():
   """Slices are along the axes of the DCN shape; links within a tile of the model axis do not leave a slice."""
   one_slice = fake_pods.make_pod('TPU v3', (4, 4, 1, 2))
-  devices = [SlicedTpuDevice(**{**dataclasses.asdict(device), 'id': device.id + 32 * index, 'process_index':
-                                device.process_index + 4 * index, 'slice_index': index})
-             for index in (1, 0) for device in one_slice]
+  devices = [
+    SlicedTpuDevice(
+      **{
+        **dataclasses.asdict(device),
+        'id': device.id + 32 * index,
+        'process_index': device.process_index + 4 * index,
+        'slice_index': index,
+      }
+    )
+    for index in (1, 0)
+    for device in one_slice
+  ]
   with fake_pods.use_devices(devices, 0):
     partitioner = partitioning.PjitPartitioner(ici_mesh_shape=(1, 8, 4), dcn_mesh_shape=(2, 1, 1))
     mesh = partitioner.mesh
@@ -118,7 +157,9 @@ def test_hybrid_mesh_of_tpu_slices():
     for index, part in enumerate(mesh.devices):
       assert {device.slice_index for device in part.ravel()} == {index}
     mesh = partitioning.default_mesh(1, ici_mesh_shape=(1, 8, 4), dcn_mesh_shape=(1, 2, 1))
-    assert [{device.slice_index for device in row.ravel()} for row in mesh.devices[0]] == [{0}] * 8 + [{1}] * 8
+    assert [{device.slice_index for device in row.ravel()} for row in mesh.devices[0]] == [
+      {0}
+    ] * 8 + [{1}] * 8
     with pytest.raises(errors.ConfigError, match='for 2 slice.s. of 32 device'):
       partitioning.default_mesh(1, ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(8, 1, 1))
 
@@ -137,18 +178,26 @@ class FakeGpuDevice:
 
 @pytest.mark.parametrize('options', [{'num_partitions': 4}, {'model_parallel_submesh': (1, 4)}])
 def test_gpus_have_coords_but_no_torus(options):
-  devices = [FakeGpuDevice(id=index, process_index=index // 8, coords=(index % 8,)) for index in range(16)]
+  devices = [
+    FakeGpuDevice(id=index, process_index=index // 8, coords=(index % 8,)) for index in range(16)
+  ]
   with fake_pods.use_devices(devices, 1):
     assert partitioning.get_coords(devices[9]) == (1, 1)
     assert partitioning.bounds_from_last_device(devices[-1]) == (2, 8)
     mesh = partitioning.PjitPartitioner(**options).mesh
     assert [[device.id for device in row] for row in mesh.devices] == [
-        list(range(start, start + 4)) for start in (0, 4, 8, 12)]
+      list(range(start, start + 4)) for start in (0, 4, 8, 12)
+    ]
     assert partitioning.get_gpu_mesh(4).devices.tolist() == mesh.devices.tolist()
 
 
 def test_unknown_backend():
-  for options in ({'num_partitions': 1}, {'model_parallel_submesh': (1, 1)},
-                  {'ici_mesh_shape': (1, 8, 1), 'dcn_mesh_shape': (1, 1, 1)}):
-    with pytest.raises(errors.ConfigError, match="`backend` must be a platform .*, got 'tpo'. JAX says"):
+  for options in (
+    {'num_partitions': 1},
+    {'model_parallel_submesh': (1, 1)},
+    {'ici_mesh_shape': (1, 8, 1), 'dcn_mesh_shape': (1, 1, 1)},
+  ):
+    with pytest.raises(
+      errors.ConfigError, match="`backend` must be a platform .*, got 'tpo'. JAX says"
+    ):
       _ = partitioning.PjitPartitioner(backend='tpo', **options).mesh

@@ -19,7 +19,9 @@ def test_process_without_a_block():
   by_column = mesh_lib.make_mesh(devices[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(4, 2), ('data', 'model'))
   assert partitioning.LocalChunker(by_column, process_index=1).chunk_ids == {'data': 0, 'model': 1}
   scattered = mesh_lib.make_mesh(devices[[0, 4, 1, 5, 2, 6, 7, 3]].reshape(4, 2), ('data', 'model'))
-  misaligned = mesh_lib.make_mesh(devices[[0, 4, 5, 1]], ('data',))  # contiguous, but half of two chunks
+  misaligned = mesh_lib.make_mesh(
+    devices[[0, 4, 5, 1]], ('data',)
+  )  # contiguous, but half of two chunks
   uneven = mesh_lib.make_mesh(devices[[4, 5, 0]], ('data',))
   for mesh in (scattered, misaligned, uneven):
     with pytest.raises(errors.ConfigError, match='must form a block'):
@@ -33,12 +35,20 @@ def test_process_without_a_block():
 def test_data_layout(num_partitions, batch_size):
   partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
   assert partitioner.get_data_layout(batch_size) == partitioning.DataLayout(
-      batch_size=batch_size or 8 // num_partitions, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
+    batch_size=batch_size or 8 // num_partitions,
+    shard_id=0,
+    num_shards=1,
+    is_first_host_in_replica_set=True,
+  )
 
 
-@pytest.mark.parametrize('batch_size,nearest', [(12, '8 or 16'), (3, 'Use 8'), (0, 'Use 8'), (-8, 'Use 8')])
+@pytest.mark.parametrize(
+  'batch_size,nearest', [(12, '8 or 16'), (3, 'Use 8'), (0, 'Use 8'), (-8, 'Use 8')]
+)
 def test_batch_that_does_not_divide(batch_size, nearest):
-  with pytest.raises(errors.ConfigError, match=f'Batch size {batch_size} must be divisible by 8.*{nearest}'):
+  with pytest.raises(
+    errors.ConfigError, match=f'Batch size {batch_size} must be divisible by 8.*{nearest}'
+  ):
     partitioning.PjitPartitioner(num_partitions=1).get_data_layout(batch_size)
 
 
@@ -48,7 +58,9 @@ def test_processes_that_share_some_rows():
   for order in ([0, 2, 3, 4, 5, 1], [0, 1, 2, 4, 3, 5]):
     mesh = mesh_lib.make_mesh(devices[order].reshape(3, 2), ('data', 'model'))
     partitioner = partitioning.PjitPartitioner(mesh=mesh)
-    with pytest.raises(errors.ConfigError, match="sharded over mesh axes .'data'.*same shards or disjoint ones"):
+    with pytest.raises(
+      errors.ConfigError, match="sharded over mesh axes .'data'.*same shards or disjoint ones"
+    ):
       partitioner.get_data_layout(host_index=0)
   with pytest.raises(errors.ConfigError, match='Process 3 has no device'):
     partitioner.get_data_layout(host_index=3)

@@ -18,39 +18,72 @@ def tpu_slices(kind, chips, host, num_slices=1):
   cores = 2 if kind == 'TPU7x' else 1
   hosts = [chip // extent for chip, extent in zip(chips, host, strict=True)]
   size, devices = math.prod(chips) * cores, []
-  for number, (z, y, x, core) in itertools.product(range(num_slices), itertools.product(
-      *map(range, reversed(chips)), range(cores))):
-    process = (z // host[2] * hosts[1] + y // host[1]) * hosts[0] + x // host[0] + number * math.prod(hosts)
-    devices.append(SlicedTpuDevice(
-        id=len(devices), process_index=process, coords=(x, y, z), core_on_chip=core, device_kind=kind,
-        slice_index=number))
+  for number, (z, y, x, core) in itertools.product(
+    range(num_slices), itertools.product(*map(range, reversed(chips)), range(cores))
+  ):
+    process = (
+      (z // host[2] * hosts[1] + y // host[1]) * hosts[0] + x // host[0] + number * math.prod(hosts)
+    )
+    devices.append(
+      SlicedTpuDevice(
+        id=len(devices),
+        process_index=process,
+        coords=(x, y, z),
+        core_on_chip=core,
+        device_kind=kind,
+        slice_index=number,
+      )
+    )
   assert len(devices) == size * num_slices
   return devices
 
 
 def gpu_nodes(num_processes, num_local, processes_per_slice=None):
   """Return GPUs; slices are NVLink domains, all of one number where JAX does not know them."""
-  return [FakeGpuDevice(id=index, process_index=index // num_local, coords=(index % num_local,),
-                        slice_index=index // num_local // processes_per_slice if processes_per_slice else 0)
-          for index in range(num_processes * num_local)]
+  return [
+    FakeGpuDevice(
+      id=index,
+      process_index=index // num_local,
+      coords=(index % num_local,),
+      slice_index=index // num_local // processes_per_slice if processes_per_slice else 0,
+    )
+    for index in range(num_processes * num_local)
+  ]
 
 
 def divisors(number):
   return [n for n in range(1, number + 1) if number % n == 0]
 
 
-_FLAT = [((1, 1, 1), (1, 1, 1)), ((2, 2, 1), (2, 2, 1)), ((2, 4, 1), (2, 4, 1)), ((4, 2, 1), (2, 2, 1)),
-         ((2, 4, 1), (2, 2, 1)), ((4, 4, 1), (2, 2, 1)), ((4, 8, 1), (2, 2, 1)), ((8, 8, 1), (2, 4, 1)),
-         ((8, 16, 1), (2, 2, 1)), ((16, 16, 1), (2, 2, 1))]
+_FLAT = [
+  ((1, 1, 1), (1, 1, 1)),
+  ((2, 2, 1), (2, 2, 1)),
+  ((2, 4, 1), (2, 4, 1)),
+  ((4, 2, 1), (2, 2, 1)),
+  ((2, 4, 1), (2, 2, 1)),
+  ((4, 4, 1), (2, 2, 1)),
+  ((4, 8, 1), (2, 2, 1)),
+  ((8, 8, 1), (2, 4, 1)),
+  ((8, 16, 1), (2, 2, 1)),
+  ((16, 16, 1), (2, 2, 1)),
+]
 _CUBES = [((2, 2, z), (2, 2, 1)) for z in (1, 2, 4)] + [
-    (chips, (2, 2, 1)) for chips in ((2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 4, 12), (4, 8, 8), (8, 8, 8), (8, 8, 12))]
+  (chips, (2, 2, 1))
+  for chips in ((2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 4, 12), (4, 8, 8), (8, 8, 8), (8, 8, 12))
+]
 _TPUS = [
-    *(('TPU v5 lite', *shape, 1) for shape in _FLAT), *(('TPU v6 lite', *shape, 1) for shape in _FLAT),
-    *(('TPU v5p', *shape, 1) for shape in _CUBES), *(('TPU v5', *shape, 1) for shape in _CUBES[:5]),
-    *(('TPU7x', *shape, 1) for shape in _CUBES),
-    ('TPU v5p', (16, 16, 16), (2, 2, 1), 1), ('TPU7x', (8, 16, 16), (2, 2, 1), 1),
-    ('TPU v5 lite', (16, 16, 1), (2, 2, 1), 16), ('TPU v6 lite', (16, 16, 1), (2, 2, 1), 16),
-    ('TPU v6 lite', (4, 4, 1), (2, 2, 1), 3), ('TPU v5p', (2, 2, 2), (2, 2, 1), 2), ('TPU7x', (4, 4, 4), (2, 2, 1), 4),
+  *(('TPU v5 lite', *shape, 1) for shape in _FLAT),
+  *(('TPU v6 lite', *shape, 1) for shape in _FLAT),
+  *(('TPU v5p', *shape, 1) for shape in _CUBES),
+  *(('TPU v5', *shape, 1) for shape in _CUBES[:5]),
+  *(('TPU7x', *shape, 1) for shape in _CUBES),
+  ('TPU v5p', (16, 16, 16), (2, 2, 1), 1),
+  ('TPU7x', (8, 16, 16), (2, 2, 1), 1),
+  ('TPU v5 lite', (16, 16, 1), (2, 2, 1), 16),
+  ('TPU v6 lite', (16, 16, 1), (2, 2, 1), 16),
+  ('TPU v6 lite', (4, 4, 1), (2, 2, 1), 3),
+  ('TPU v5p', (2, 2, 2), (2, 2, 1), 2),
+  ('TPU7x', (4, 4, 4), (2, 2, 1), 4),
 ]
 
 
@@ -82,7 +115,7 @@ def check_loading(partitioner, devices):
   for row, processes in enumerate(owners.tolist()):
     for process in processes:
       held.setdefault(process, set()).add(row)
-  processes = sorted(held) if len(held) <= 8 else sorted(held)[::len(held) // 3]
+  processes = sorted(held) if len(held) <= 8 else sorted(held)[:: len(held) // 3]
   pieces = {}
   for process in processes:
     layout = partitioner.get_data_layout(host_index=process)
@@ -91,10 +124,17 @@ def check_loading(partitioner, devices):
     assert set(partitioner.get_rows(layout.batch_size, process)) == held[process]
   assert len(set(map(frozenset, pieces.values()))) == len(pieces)
   if len(processes) == len(held):
-    assert sorted(pieces) == list(range(layout.num_shards)) and set().union(*pieces.values()) == set(range(len(owners)))
-    first = [process for process in processes
-             if partitioner.get_data_layout(host_index=process).is_first_host_in_replica_set]
-    assert len(first) == layout.num_shards and len({frozenset(held[process]) for process in first}) == len(first)
+    assert sorted(pieces) == list(range(layout.num_shards)) and set().union(
+      *pieces.values()
+    ) == set(range(len(owners)))
+    first = [
+      process
+      for process in processes
+      if partitioner.get_data_layout(host_index=process).is_first_host_in_replica_set
+    ]
+    assert len(first) == layout.num_shards and len(
+      {frozenset(held[process]) for process in first}
+    ) == len(first)
 
 
 @pytest.mark.parametrize('kind,chips,host,num_slices', _TPUS)
@@ -107,7 +147,10 @@ def test_tpus(kind, chips, host, num_slices):
     for num_partitions in [*divisors(size), *(size * n for n in divisors(num_slices)[1:])]:
       partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
       table = Table(partitioner.mesh)
-      assert dict(partitioner.mesh.shape) == {'data': len(devices) // num_partitions, 'model': num_partitions}
+      assert dict(partitioner.mesh.shape) == {
+        'data': len(devices) // num_partitions,
+        'model': num_partitions,
+      }
       table.check_devices(devices)
       assert table.num_per_row(table.slice) == max(1, num_partitions // size)
       if num_partitions <= size:
@@ -119,14 +162,27 @@ def test_tpus(kind, chips, host, num_slices):
       check_loading(partitioner, devices)
 
 
-@pytest.mark.parametrize('num_processes,num_local,processes_per_slice', [
+@pytest.mark.parametrize(
+  'num_processes,num_local,processes_per_slice',
+  [
     # H100 nodes of 8, one process per node: JAX calls a node a slice.
-    *((nodes, 8, 1) for nodes in (1, 2, 3, 8, 64, 512)), (1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 8, None),
+    *((nodes, 8, 1) for nodes in (1, 2, 3, 8, 64, 512)),
+    (1, 1, 1),
+    (1, 2, 1),
+    (1, 4, 1),
+    (4, 8, None),
     # One process per GPU.
-    (8, 1, 8), (32, 1, 8), (4096, 1, 8),
+    (8, 1, 8),
+    (32, 1, 8),
+    (4096, 1, 8),
     # GB200: processes of 4 GPUs, NVLink domains of 72 or 64.
-    (1, 4, 1), (18, 4, 18), (36, 4, 18), (1024, 4, 16), (1008, 4, 18),
-])
+    (1, 4, 1),
+    (18, 4, 18),
+    (36, 4, 18),
+    (1024, 4, 16),
+    (1008, 4, 18),
+  ],
+)
 def test_gpus(num_processes, num_local, processes_per_slice):
   """The model axis fills a process, then an NVLink domain; the data axis goes over the network."""
   devices = gpu_nodes(num_processes, num_local, processes_per_slice)
@@ -135,10 +191,14 @@ def test_gpus(num_processes, num_local, processes_per_slice):
   with use_devices(devices, 0):
     for num_partitions in divisors(len(devices)):
       partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
-      fits = any(size % num_partitions == 0 and num_partitions % unit == 0 for unit, size in (
-          (1, num_local), (num_local, per_slice), (per_slice, len(devices))))
+      fits = any(
+        size % num_partitions == 0 and num_partitions % unit == 0
+        for unit, size in ((1, num_local), (num_local, per_slice), (per_slice, len(devices)))
+      )
       if not fits:
-        with pytest.raises(errors.ConfigError, match=f'`num_partitions` must be one of .*, got {num_partitions}.'):
+        with pytest.raises(
+          errors.ConfigError, match=f'`num_partitions` must be one of .*, got {num_partitions}.'
+        ):
           _ = partitioner.mesh
         continue
       made.append(num_partitions)
@@ -155,23 +215,37 @@ def test_gpus(num_processes, num_local, processes_per_slice):
     assert f'must be one of {made} for' in str(error.value)
 
 
-@pytest.mark.parametrize('devices,ici,dcn', [
+@pytest.mark.parametrize(
+  'devices,ici,dcn',
+  [
     (tpu_slices('TPU v6 lite', (4, 4, 1), (2, 2, 1), 3), (4, 4), (3, 1)),
     (tpu_slices('TPU7x', (2, 2, 2), (2, 2, 1), 2), (2, 8), (2, 1)),
-    (gpu_nodes(4, 8, 1), (2, 4), (4, 1)), (gpu_nodes(4, 8, 1), (1, 8), (2, 2))])
+    (gpu_nodes(4, 8, 1), (2, 4), (4, 1)),
+    (gpu_nodes(4, 8, 1), (1, 8), (2, 2)),
+  ],
+)
 def test_the_mesh_is_that_of_create_hybrid_device_mesh(devices, ici, dcn):
   expected = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
   with use_devices(devices[::-1], 0):
     assert partitioning.default_mesh(ici[1] * dcn[1]).devices.tolist() == expected.tolist()
-    hybrid = partitioning.default_mesh(1, ici_mesh_shape=(1, *ici), dcn_mesh_shape=(dcn[0], 1, dcn[1]))
+    hybrid = partitioning.default_mesh(
+      1, ici_mesh_shape=(1, *ici), dcn_mesh_shape=(dcn[0], 1, dcn[1])
+    )
     assert hybrid.devices.shape == (dcn[0], ici[0], ici[1] * dcn[1])
     assert hybrid.devices.reshape(-1).tolist() == expected.reshape(-1).tolist()
 
 
-@pytest.mark.parametrize('kind,chips,submesh,num_slices', [
-    ('TPU v5 lite', (4, 8, 1), (2, 2, 1, 1), 1), ('TPU v5 lite', (4, 4, 1), (4, 2, 1, 1), 3),
-    ('TPU v5p', (4, 4, 4), (2, 2, 2, 1), 2), ('TPU7x', (2, 4, 4), (2, 2, 1, 2), 2),
-    ('TPU v4', (2, 2, 4), (2, 2, 1, 1), 2), ('TPU v9', (4, 4, 1), (2, 1, 1, 1), 1)])
+@pytest.mark.parametrize(
+  'kind,chips,submesh,num_slices',
+  [
+    ('TPU v5 lite', (4, 8, 1), (2, 2, 1, 1), 1),
+    ('TPU v5 lite', (4, 4, 1), (4, 2, 1, 1), 3),
+    ('TPU v5p', (4, 4, 4), (2, 2, 2, 1), 2),
+    ('TPU7x', (2, 4, 4), (2, 2, 1, 2), 2),
+    ('TPU v4', (2, 2, 4), (2, 2, 1, 1), 2),
+    ('TPU v9', (4, 4, 1), (2, 1, 1, 1), 1),
+  ],
+)
 def test_submesh_of_slices(kind, chips, submesh, num_slices):
   devices = tpu_slices(kind, chips, (2, 2, 1), num_slices)
   places = np.array([(*device.coords, device.core_on_chip) for device in devices])
@@ -191,20 +265,37 @@ def test_errors_of_unsupported_layouts():
   full = tpu_slices('TPU v5 lite', (4, 4, 1), (2, 2, 1))
   two = tpu_slices('TPU v5 lite', (2, 2, 1), (2, 2, 1), 2)
   cases = [
-      (full, 3, r'one of \[1, 2, 4, 8, 16\] for 1 slice.s. of 4 process.es. of 4 tpu device.s., got 3'),
-      (two, 16, r'one of \[1, 2, 4, 8\] for 2 slice.*got 16'),
-      (full[:-1], 1, r'JAX has no layout for 15 TPU v5 lite devices .*Give model_parallel_submesh'),
-      (two[:-1], 1, r'The slices must have equal numbers of devices, got \[4, 3\]. Start every process'),
-      (gpu_nodes(4, 8, 1)[:-4], 1, r'The slices must have equal numbers of devices, got \[8, 4\]'),
-      (gpu_nodes(2, 8), 3, r'one of \[1, 2, 4, 8, 16\] for 1 slice.s. of 2 process.es. of 8 gpu .*got 3'),
+    (
+      full,
+      3,
+      r'one of \[1, 2, 4, 8, 16\] for 1 slice.s. of 4 process.es. of 4 tpu device.s., got 3',
+    ),
+    (two, 16, r'one of \[1, 2, 4, 8\] for 2 slice.*got 16'),
+    (full[:-1], 1, r'JAX has no layout for 15 TPU v5 lite devices .*Give model_parallel_submesh'),
+    (
+      two[:-1],
+      1,
+      r'The slices must have equal numbers of devices, got \[4, 3\]. Start every process',
+    ),
+    (gpu_nodes(4, 8, 1)[:-4], 1, r'The slices must have equal numbers of devices, got \[8, 4\]'),
+    (
+      gpu_nodes(2, 8),
+      3,
+      r'one of \[1, 2, 4, 8, 16\] for 1 slice.s. of 2 process.es. of 8 gpu .*got 3',
+    ),
   ]
   for devices, num_partitions, message in cases:
     with use_devices(devices, 0), pytest.raises(errors.ConfigError, match=message):
       partitioning.default_mesh(num_partitions)
-  with use_devices(full[:-1], 0), pytest.raises(errors.ConfigError, match='JAX has no layout for 15'):
+  with (
+    use_devices(full[:-1], 0),
+    pytest.raises(errors.ConfigError, match='JAX has no layout for 15'),
+  ):
     partitioning.default_mesh(1, ici_mesh_shape=(1, 15, 1), dcn_mesh_shape=(1, 1, 1))
   # A model axis of 3 chips of 12, of which processes have 2.
   with use_devices(tpu_slices('TPU v5p', (12, 4, 4), (2, 2, 1)), 0):
     partitioner = partitioning.PjitPartitioner(num_partitions=3)
-    with pytest.raises(errors.ConfigError, match='same shards or disjoint ones.*Choose another num_partitions'):
+    with pytest.raises(
+      errors.ConfigError, match='same shards or disjoint ones.*Choose another num_partitions'
+    ):
       partitioner.get_data_layout()

@@ -22,12 +22,24 @@ NUM_STEPS = 20
 BATCH_SIZE = 8
 INPUT_SHAPES = {'encoder_input_tokens': (BATCH_SIZE, 12), 'decoder_input_tokens': (BATCH_SIZE, 6)}
 # Every size divides by 8, so that every array can be cut over either axis of any mesh.
-CONFIG = t5.T5Config(vocab_size=64, emb_dim=16, num_heads=8, num_encoder_layers=1, num_decoder_layers=1, head_dim=4,
-                     mlp_dim=32, mlp_activations=('gelu', 'linear'), dropout_rate=0.1)
+CONFIG = t5.T5Config(
+  vocab_size=64,
+  emb_dim=16,
+  num_heads=8,
+  num_encoder_layers=1,
+  num_decoder_layers=1,
+  head_dim=4,
+  mlp_dim=32,
+  mlp_activations=('gelu', 'linear'),
+  dropout_rate=0.1,
+)
 OPTIMIZERS = {
-    'adafactor': lambda: adafactor.Adafactor(
-        beta1=0.9, min_dim_size_to_factor=8, logical_factor_rules=adafactor.standard_logical_factor_rules()),
-    'adamw': lambda: optimizers.adamw(weight_decay=0.01),
+  'adafactor': lambda: adafactor.Adafactor(
+    beta1=0.9,
+    min_dim_size_to_factor=8,
+    logical_factor_rules=adafactor.standard_logical_factor_rules(),
+  ),
+  'adamw': lambda: optimizers.adamw(weight_decay=0.01),
 }
 LEARNING_RATE = {'adafactor': 0.03, 'adamw': 0.01}
 # 6 heads are not a multiple of 4 model partitions, although their 24 units are; nor is a width of 18.
@@ -35,8 +47,12 @@ INDIVISIBLE_CONFIG = dataclasses.replace(CONFIG, emb_dim=18, num_heads=6)
 # (data, model) extents, (activation, parameter) partitioning dims, optimizer. All combinations are in the full suite;
 # each costs seconds of compilation.
 CASES = [((4, 2), (2, 2), 'adafactor')]
-ALL_CASES = [(shape, dims, optimizer_name) for shape in ((8, 1), (4, 2), (2, 4), (1, 8))
-             for dims in ((1, 1), (1, 2), (2, 1), (2, 2)) for optimizer_name in OPTIMIZERS]
+ALL_CASES = [
+  (shape, dims, optimizer_name)
+  for shape in ((8, 1), (4, 2), (2, 4), (1, 8))
+  for dims in ((1, 1), (1, 2), (2, 1), (2, 2))
+  for optimizer_name in OPTIMIZERS
+]
 # The programs are tiny: compiling them well would take far longer than running them.
 COMPILER_OPTIONS = {'xla_backend_optimization_level': 0}
 
@@ -60,8 +76,14 @@ def make_batches():
     targets = (inputs[:, :6] // 2 + 2) * weights
     decoder_inputs = np.pad(targets[:, :-1], [(0, 0), (1, 0)])
     inputs[:, 8:] *= rng.integers(0, 2, [BATCH_SIZE, 1], dtype=np.int32)
-    batches.append({'encoder_input_tokens': inputs, 'decoder_input_tokens': decoder_inputs,
-                    'decoder_target_tokens': targets, 'decoder_loss_weights': weights})
+    batches.append(
+      {
+        'encoder_input_tokens': inputs,
+        'decoder_input_tokens': decoder_inputs,
+        'decoder_target_tokens': targets,
+        'decoder_loss_weights': weights,
+      }
+    )
   return batches
 
 
@@ -71,7 +93,12 @@ BATCHES = make_batches()
 @functools.cache
 def make_model(optimizer_name, config=CONFIG):
   return models.EncoderDecoderModel(
-      t5.Transformer(config), FakeVocabulary(), FakeVocabulary(), OPTIMIZERS[optimizer_name](), z_loss=1e-4)
+    t5.Transformer(config),
+    FakeVocabulary(),
+    FakeVocabulary(),
+    OPTIMIZERS[optimizer_name](),
+    z_loss=1e-4,
+  )
 
 
 class Training:
@@ -79,31 +106,43 @@ class Training:
 
   def __init__(self, mesh, dims, optimizer_name, config=CONFIG):
     self.partitioner = partitioning.PjitPartitioner(
-        mesh=mesh, logical_axis_rules=partitioning.standard_logical_axis_rules(*dims))
+      mesh=mesh, logical_axis_rules=partitioning.standard_logical_axis_rules(*dims)
+    )
     model = make_model(optimizer_name, config)
     self.initializer = state_init.TrainStateInitializer(
-        model.optimizer_def, model.get_initial_variables, INPUT_SHAPES, self.partitioner)
+      model.optimizer_def, model.get_initial_variables, INPUT_SHAPES, self.partitioner
+    )
     self.axes = self.initializer.train_state_axes
     learning_rate = jnp.float32(LEARNING_RATE[optimizer_name])
     spec = self.partitioner.data_partition_spec
 
     def step(state, batch, dropout_rng):
       grads, metrics, _ = train_step.accumulate_grads_microbatched(
-          model, state, batch, dropout_rng, None, data_partition_spec=spec)
+        model, state, batch, dropout_rng, None, data_partition_spec=spec
+      )
       state, _ = train_step.apply_grads(state, grads, metrics, learning_rate, None)
       return state, metrics['loss'].total, grads
 
     self.step = self.partitioner.partition(
-        step, in_axis_resources=(self.axes, spec, None), out_axis_resources=(self.axes, None, self.axes.params))
+      step,
+      in_axis_resources=(self.axes, spec, None),
+      out_axis_resources=(self.axes, None, self.axes.params),
+    )
 
   def run(self, state):
     """Return (state, losses, gradients of the first step) after `NUM_STEPS` steps from `state`."""
     state = jax.device_put(state, self.partitioner.get_shardings(self.axes))
-    compiled = self.step.lower(state, BATCHES[0], jax.random.key(7)).compile(compiler_options=COMPILER_OPTIONS)
+    compiled = self.step.lower(state, BATCHES[0], jax.random.key(7)).compile(
+      compiler_options=COMPILER_OPTIONS
+    )
     losses, first_grads = [], None
     for number, batch in enumerate(BATCHES):
-      batch = jax.device_put(batch, self.partitioner.get_shardings(self.partitioner.data_partition_spec))
-      rng = jax.device_put(jax.random.fold_in(jax.random.key(7), number), self.partitioner.get_shardings(None))
+      batch = jax.device_put(
+        batch, self.partitioner.get_shardings(self.partitioner.data_partition_spec)
+      )
+      rng = jax.device_put(
+        jax.random.fold_in(jax.random.key(7), number), self.partitioner.get_shardings(None)
+      )
       state, loss, grads = compiled(state, batch, rng)
       losses.append(float(loss))
       first_grads = grads if first_grads is None else first_grads
@@ -111,7 +150,7 @@ class Training:
 
 
 def make_mesh(shape):
-  devices = np.array(jax.devices()[:shape[0] * shape[1]]).reshape(shape)
+  devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
   return Mesh(devices, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
@@ -126,7 +165,9 @@ def one_device(optimizer_name, config=CONFIG):
   """Return (initial state, losses, first gradients) of one device, as NumPy arrays."""
   training = Training(make_mesh((1, 1)), (1, 1), optimizer_name, config)
   optimizer_def = make_model(optimizer_name, config).optimizer_def
-  state = jax.tree.map(np.asarray, train_state_lib.FlaxOptimTrainState.create(optimizer_def, initial_variables(config)))
+  state = jax.tree.map(
+    np.asarray, train_state_lib.FlaxOptimTrainState.create(optimizer_def, initial_variables(config))
+  )
   _, losses, grads = training.run(state)
   return state, losses, jax.tree.map(np.asarray, grads)
 
@@ -135,13 +176,17 @@ def assert_placed_as(tree, axes, mesh):
   def check(array, spec):
     sharding = NamedSharding(mesh, spec)
     assert array.sharding.is_equivalent_to(sharding, array.ndim)
-    assert {shard.data.shape for shard in array.addressable_shards} == {sharding.shard_shape(array.shape)}
+    assert {shard.data.shape for shard in array.addressable_shards} == {
+      sharding.shard_shape(array.shape)
+    }
     assert len(array.addressable_shards) == mesh.size
 
   jax.tree.map(check, tree, axes)
 
 
-@pytest.mark.parametrize('optimizer_name', ['adafactor', pytest.param('adamw', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'optimizer_name', ['adafactor', pytest.param('adamw', marks=pytest.mark.full)]
+)
 def test_the_reference_learns(optimizer_name):
   """Constant losses would make the comparisons below meaningless."""
   _, losses, _ = one_device(optimizer_name)
@@ -149,17 +194,26 @@ def test_the_reference_learns(optimizer_name):
   assert (losses / tokens)[-3:].mean() < 0.9 * (losses / tokens)[0]
 
 
-@pytest.mark.parametrize('shape,dims,optimizer_name', [
-    *CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL_CASES if case not in CASES)])
+@pytest.mark.parametrize(
+  'shape,dims,optimizer_name',
+  [
+    *CASES,
+    *(pytest.param(*case, marks=pytest.mark.full) for case in ALL_CASES if case not in CASES),
+  ],
+)
 def test_mesh_equals_one_device(shape, dims, optimizer_name):
   check_mesh(Training(make_mesh(shape), dims, optimizer_name), one_device(optimizer_name))
 
 
-@pytest.mark.parametrize('optimizer_name', ['adafactor', pytest.param('adamw', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'optimizer_name', ['adafactor', pytest.param('adamw', marks=pytest.mark.full)]
+)
 def test_dims_that_do_not_divide(optimizer_name):
   training = Training(make_mesh((2, 4)), (2, 2), optimizer_name, INDIVISIBLE_CONFIG)
   params = training.axes.params['encoder']
-  assert params['relpos_bias']['rel_embedding'] == P(None, None) and params['encoder_norm']['scale'] == P('data')
+  assert params['relpos_bias']['rel_embedding'] == P(None, None) and params['encoder_norm'][
+    'scale'
+  ] == P('data')
   assert params['layers_0']['attention']['query']['kernel'] == P('data', 'model')
   check_mesh(training, one_device(optimizer_name, INDIVISIBLE_CONFIG))
 
@@ -170,8 +224,10 @@ def check_mesh(training, expected):
   state, losses, grads = training.run(initial_state)
 
   assert abs(losses[0] - reference_losses[0]) <= 1e-6 * abs(reference_losses[0])
+
   def check_gradient(got, expected):
     assert np.linalg.norm(np.asarray(got) - expected) <= 1e-5 * np.linalg.norm(expected)
+
   jax.tree.map(check_gradient, grads, reference_grads)
   np.testing.assert_allclose(losses, reference_losses, rtol=1e-3)
 
@@ -180,12 +236,15 @@ def check_mesh(training, expected):
   assert_placed_as(grads, training.axes.params, mesh)
 
 
-@pytest.mark.parametrize('dims,kernel,embedding,norm', [
+@pytest.mark.parametrize(
+  'dims,kernel,embedding,norm',
+  [
     ((1, 1), P(None, 'model'), P('model', None), P(None)),
     ((1, 2), P('data', 'model'), P('model', 'data'), P('data')),
     ((2, 1), P(None, 'model'), P('model', None), P('model')),
     ((2, 2), P('data', 'model'), P('model', 'data'), P('model')),
-])
+  ],
+)
 def test_rules_shard_parameters_and_their_statistics(dims, kernel, embedding, norm):
   """The specs that the arrays above were compared with, written out."""
   training = Training(make_mesh((4, 2)), dims, 'adafactor')
@@ -200,8 +259,13 @@ def test_rules_shard_parameters_and_their_statistics(dims, kernel, embedding, no
   assert states['encoder']['layers_0']['mlp']['wi_0']['kernel'].m == kernel
 
 
-@pytest.mark.parametrize('dims,activation', [
-    pytest.param((1, 1), '[{"data"}, {}, {}]', marks=pytest.mark.full), ((2, 2), '[{"data"}, {}, {"model"}]')])
+@pytest.mark.parametrize(
+  'dims,activation',
+  [
+    pytest.param((1, 1), '[{"data"}, {}, {}]', marks=pytest.mark.full),
+    ((2, 2), '[{"data"}, {}, {"model"}]'),
+  ],
+)
 def test_logical_constraints_are_in_the_lowered_step(dims, activation):
   """Flax ignores constraints silently if no mesh is set."""
   training = Training(make_mesh((4, 2)), dims, 'adafactor')

@@ -6,7 +6,9 @@ from tests.partitioning import explain_cases as cases
 
 def make_partitioner(num_partitions, dims):
   return partitioning.PjitPartitioner(
-      num_partitions=num_partitions, logical_axis_rules=partitioning.standard_logical_axis_rules(*dims))
+    num_partitions=num_partitions,
+    logical_axis_rules=partitioning.standard_logical_axis_rules(*dims),
+  )
 
 
 def test_write_and_log_model_info(tmp_path):

@@ -11,10 +11,11 @@ from t5x_lite.errors import ConfigError
 
 
 class _Network(nn.Module):
-
   @nn.compact
   def __call__(self, x):
-    kernel = nn_partitioning.param_with_axes('kernel', nn.initializers.ones, (2, 3), jnp.float32, axes=('embed', 'mlp'))
+    kernel = nn_partitioning.param_with_axes(
+      'kernel', nn.initializers.ones, (2, 3), jnp.float32, axes=('embed', 'mlp')
+    )
     return x @ kernel + self.param('bias', nn.initializers.zeros, (3,))
 
 
@@ -22,7 +23,9 @@ def test_the_first_matching_name_decides(caplog):
   variables = _Network().init(jax.random.key(0), jnp.ones((1, 2)))
   with caplog.at_level('WARNING'):
     changed = partitioning.override_params_axes_names(
-        variables, [('ker', ('wrong',)), ('ker.*', ('vocab', 'embed')), ('.*', ('mlp',)), ('b.*', ('no',))])
+      variables,
+      [('ker', ('wrong',)), ('ker.*', ('vocab', 'embed')), ('.*', ('mlp',)), ('b.*', ('no',))],
+    )
   assert tuple(changed['params_axes']['kernel_axes'].names) == ('vocab', 'embed')
   assert tuple(changed['params_axes']['bias_axes'].names) == ('mlp',)
   assert tuple(variables['params_axes']['kernel_axes'].names) == ('embed', 'mlp')

@@ -18,13 +18,16 @@ AXIS_NAMES = ('batch', 'length', 'embed', 'mlp', 'heads', 'vocab', None)
 
 @pytest.mark.parametrize('dims', [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_resolution_equals_flax(dims):
-  rules = partitioning.standard_logical_axis_rules(*dims, additional_rules=[('heads', ('data', 'model'))])
+  rules = partitioning.standard_logical_axis_rules(
+    *dims, additional_rules=[('heads', ('data', 'model'))]
+  )
   # A rule with two mesh axes, ahead of the others, exercises partial overlaps.
   for rule_list in (rules, [('embed', ('data', 'model'))] + rules):
     for rank in range(4):
       for axes in itertools.permutations(AXIS_NAMES, rank):
-        assert (partitioning.logical_to_mesh_axes(axes, rule_list)
-                == flax_partitioning.logical_to_mesh_axes(axes, rule_list))
+        assert partitioning.logical_to_mesh_axes(
+          axes, rule_list
+        ) == flax_partitioning.logical_to_mesh_axes(axes, rule_list)
 
 
 def test_resolution_says_which_rule_decided_and_which_lost():
@@ -40,30 +43,49 @@ def test_a_rule_that_does_not_divide_its_dim_is_skipped():
   rules = (('embed', ('data', 'expert')), ('mlp', 'model'), ('embed', 'data'), ('heads', 'model'))
   for size, chosen, num_skipped in ((12, ('data', 'expert'), 0), (8, 'data', 1), (9, None, 2)):
     embed, mlp = rules_lib.resolve(('embed', 'mlp'), rules, shape=(size, 8), mesh_shape=mesh_shape)
-    assert (embed.mesh_axis, embed.indivisible) == (chosen, tuple(r for r in rules if r[0] == 'embed')[:num_skipped])
+    assert (embed.mesh_axis, embed.indivisible) == (
+      chosen,
+      tuple(r for r in rules if r[0] == 'embed')[:num_skipped],
+    )
     assert (embed.rule is None) == (size == 9) and mlp.mesh_axis == 'model' and not mlp.indivisible
   # Mesh axes that were not taken are free for other dims, and taken ones are not called indivisible.
   heads, mlp = rules_lib.resolve(('heads', 'mlp'), rules[::-1], shape=(6, 8), mesh_shape=mesh_shape)
-  assert heads.mesh_axis is None and heads.indivisible == (('heads', 'model'),) and mlp.mesh_axis == 'model'
+  assert (
+    heads.mesh_axis is None
+    and heads.indivisible == (('heads', 'model'),)
+    and mlp.mesh_axis == 'model'
+  )
   heads, mlp = rules_lib.resolve(('heads', 'mlp'), rules, shape=(6, 8), mesh_shape=mesh_shape)
-  assert heads.blocked == (('heads', 'model'),) and not heads.indivisible and mlp.mesh_axis == 'model'
-  assert rules_lib.resolve(('embed',), (*rules, ('embed', None)), shape=(9,), mesh_shape=mesh_shape)[0].rule == (
-      'embed', None)
+  assert (
+    heads.blocked == (('heads', 'model'),) and not heads.indivisible and mlp.mesh_axis == 'model'
+  )
+  assert rules_lib.resolve(
+    ('embed',), (*rules, ('embed', None)), shape=(9,), mesh_shape=mesh_shape
+  )[0].rule == ('embed', None)
 
 
-@pytest.mark.parametrize('axes,message', [
+@pytest.mark.parametrize(
+  'axes,message',
+  [
     (('embd', 'mlp'), "no rule for logical axis 'embd'.*Did you mean 'embed'"),
     (('registered', 'embed'), "no rule for logical axis 'registered'.* Read its page. Rules"),
     (('embed', 'embed'), 'more than once'),
-])
+  ],
+)
 def test_bad_logical_axes(monkeypatch, axes, message):
-  monkeypatch.setattr(rules_lib, '_REMEDIES', {})  # A registration cannot be undone by a public function.
+  monkeypatch.setattr(
+    rules_lib, '_REMEDIES', {}
+  )  # A registration cannot be undone by a public function.
   partitioning.register_axis_remedy(['registered'], 'Read its page.')
   with pytest.raises(errors.ConfigError, match='decoder/kernel: .*' + message):
-    partitioning.logical_to_mesh_axes(axes, partitioning.standard_logical_axis_rules(), 'decoder/kernel')
+    partitioning.logical_to_mesh_axes(
+      axes, partitioning.standard_logical_axis_rules(), 'decoder/kernel'
+    )
 
 
-@pytest.mark.parametrize('rules', [['embed'], [('embed', 3)], [('embed', ('data', None))], [('a', 'b', 'c')]])
+@pytest.mark.parametrize(
+  'rules', [['embed'], [('embed', 3)], [('embed', ('data', None))], [('a', 'b', 'c')]]
+)
 def test_malformed_rules(rules):
   with pytest.raises(errors.ConfigError, match='`logical_axis_rules` must be pairs such as'):
     partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
@@ -74,6 +96,10 @@ def test_axis_names_are_a_leaf():
 
 
 def test_rule_for_an_axis_that_the_mesh_lacks():
-  partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=[('embed', 'modle')])
-  with pytest.raises(errors.ConfigError, match="_rules.'embed'.` must be one of .*got 'modle'. Did you mean 'model'"):
+  partitioner = partitioning.PjitPartitioner(
+    num_partitions=1, logical_axis_rules=[('embed', 'modle')]
+  )
+  with pytest.raises(
+    errors.ConfigError, match="_rules.'embed'.` must be one of .*got 'modle'. Did you mean 'model'"
+  ):
     _ = partitioner.mesh

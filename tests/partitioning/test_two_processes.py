@@ -4,7 +4,7 @@ import pytest
 
 from tests import processes
 
-PROGRAM = '''
+PROGRAM = """
     import jax
     from t5x_lite import runtime
     process = runtime.join(runtime.ClusterConfig()).process
@@ -61,7 +61,7 @@ PROGRAM = '''
       raise AssertionError('no error')
     except errors.ConfigError as e:
       assert 'params_on_devices=True' in str(e)
-'''
+"""
 
 
 @pytest.mark.full  # by default, tests/apps/train/test_two_processes.py trains and evaluates

@@ -23,8 +23,18 @@ from tests.apps.train import toy_run
 from tests.models import toy_model
 
 _BENCHMARKS = pathlib.Path(__file__).parents[2] / 'benchmarks'
-_CONFIG = t5.T5Config(vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, head_dim=8,
-                      mlp_dim=24, mlp_activations=('gelu', 'linear'), dropout_rate=0.0, logits_via_embedding=False)
+_CONFIG = t5.T5Config(
+  vocab_size=40,
+  emb_dim=16,
+  num_heads=2,
+  num_encoder_layers=1,
+  num_decoder_layers=2,
+  head_dim=8,
+  mlp_dim=24,
+  mlp_activations=('gelu', 'linear'),
+  dropout_rate=0.0,
+  logits_via_embedding=False,
+)
 _VOCABULARY = vocabularies.PassThroughVocabulary(40)
 
 
@@ -40,13 +50,17 @@ def _peer(monkeypatch, name):
 
 def _model(**options):
   return models.EncoderDecoderModel(
-      t5.Transformer(_CONFIG), _VOCABULARY, _VOCABULARY, optimizers.sgd(0.1), z_loss=1e-4, **options)
+    t5.Transformer(_CONFIG), _VOCABULARY, _VOCABULARY, optimizers.sgd(0.1), z_loss=1e-4, **options
+  )
 
 
 def _batch():
   rng = np.random.default_rng(0)
-  batch = {'encoder_input_tokens': rng.integers(1, 40, (3, 9)), 'decoder_input_tokens': rng.integers(1, 40, (3, 6)),
-           'decoder_target_tokens': rng.integers(1, 40, (3, 6))}
+  batch = {
+    'encoder_input_tokens': rng.integers(1, 40, (3, 9)),
+    'decoder_input_tokens': rng.integers(1, 40, (3, 6)),
+    'decoder_target_tokens': rng.integers(1, 40, (3, 6)),
+  }
   batch['encoder_input_tokens'][:, 7:] = 0
   batch['decoder_target_tokens'][1, 4:] = 0
   batch['decoder_loss_weights'] = batch['decoder_target_tokens'] > 0
@@ -55,14 +69,18 @@ def _batch():
 
 def _params():
   shapes = {name: x.shape for name, x in _batch().items()}
-  return jax.jit(lambda key: _model().get_initial_variables(key, shapes)['params'])(jax.random.key(0))
+  return jax.jit(lambda key: _model().get_initial_variables(key, shapes)['params'])(
+    jax.random.key(0)
+  )
 
 
 def test_peer_has_the_same_loss_and_gradients(monkeypatch):
   peer_t5 = _peer(monkeypatch, 'peer_t5')
   model, batch, params = _model(), _batch(), _params()
   ours, our_grads = jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, batch, None)[0]))(params)
-  peer, peer_grads = jax.jit(jax.value_and_grad(lambda p: peer_t5.loss_fn(p, batch, _CONFIG, 1e-4)))(params)
+  peer, peer_grads = jax.jit(
+    jax.value_and_grad(lambda p: peer_t5.loss_fn(p, batch, _CONFIG, 1e-4))
+  )(params)
   np.testing.assert_allclose(peer, ours, rtol=1e-6)
   for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(peer_grads), strict=True):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
@@ -76,14 +94,19 @@ def test_peer_decodes_the_same_tokens(monkeypatch, num_beams):
   batch, params = _batch(), _params()
   params['token_embedder']['embedding'] *= 3  # so that the sequences are no constants
   model = _model(decode_fn=decoding.beam_search if num_beams else decoding.greedy_search)
-  ours = jax.jit(lambda p: model.predict_batch_with_aux(
-      p, batch, decoder_params={'eos_id': 40}, num_decodes=num_beams or 1, return_all_decodes=True)[0])(params)
+  ours = jax.jit(
+    lambda p: model.predict_batch_with_aux(
+      p, batch, decoder_params={'eos_id': 40}, num_decodes=num_beams or 1, return_all_decodes=True
+    )[0]
+  )(params)
 
   def peer(params):
     inputs = batch['encoder_input_tokens']
     if num_beams:
       return peer_decode.beam_search(params, inputs, _CONFIG, length=6, num_beams=num_beams)
-    return peer_decode.sample(params, inputs, jax.random.key(0), _CONFIG, length=6, temperature=0.0, topk=0)[:, None]
+    return peer_decode.sample(
+      params, inputs, jax.random.key(0), _CONFIG, length=6, temperature=0.0, topk=0
+    )[:, None]
 
   theirs = jax.jit(peer)(params)
   np.testing.assert_array_equal(ours, theirs)
@@ -99,22 +122,24 @@ def test_rebuilt_sampler_keeps_the_top_k_as_top_k_does(monkeypatch):
   x = np.concatenate([x, -np.abs(x), np.float32([[0.0, -0.0] * 25])])
   for k in (1, 5, 50):
     kth = np.sort(x, axis=1)[:, -k, None]
-    np.testing.assert_array_equal(jax.jit(keep_top, static_argnums=1)(x, k), np.where(x >= kth, x, np.float32(-1e7)))
+    np.testing.assert_array_equal(
+      jax.jit(keep_top, static_argnums=1)(x, k), np.where(x >= kth, x, np.float32(-1e7))
+    )
 
 
 # ---- a checkout of T5X -----------------------------------------------------------------------------------------------
 
 # The few names of T5X that a checkpoint needs. Saving prints, which must not disturb the answers.
 _FAKE_T5X = {
-    '__init__': '',
-    'trainer': '',
-    'train_state': 'import types\nInferenceState = types.SimpleNamespace',
-    'partitioning': '''
+  '__init__': '',
+  'trainer': '',
+  'train_state': 'import types\nInferenceState = types.SimpleNamespace',
+  'partitioning': """
 class PjitPartitioner:
   def __init__(self, num_partitions, logical_axis_rules): pass
 def standard_logical_axis_rules(): pass
-''',
-    'checkpoints': '''
+""",
+  'checkpoints': """
 import pathlib
 class Checkpointer:
   def __init__(self, state, partitioner, folder): self.path = pathlib.Path(folder) / 'saved'
@@ -124,7 +149,8 @@ class OrbaxCheckpointManagerInterface(Checkpointer):
   def __init__(self, folder, state, partitioner): super().__init__(state, partitioner, folder)
   def wait_until_finished(self): pass
   def close(self): pass
-'''}
+""",
+}
 
 
 def _fake_checkout(folder, **files):
@@ -145,26 +171,58 @@ def test_a_checkout_is_measured_in_turn(monkeypatch, capfd, tmp_path):
   checkout = _fake_checkout(tmp_path / 'checkout')
   _run(monkeypatch, 'bench_checkpoint', '--megabytes', '1', '--runs', '1', '--t5x', str(checkout))
   shown = capfd.readouterr().out
-  assert re.search(r'\| T5X \(unknown commit\), Orbax interface, save: until committed \| [\d.e-]+ \|', shown), shown
-  assert 'T5X (unknown commit), Checkpointer, restore' in shown and 'restore, every hash verified' in shown
+  assert re.search(
+    r'\| T5X \(unknown commit\), Orbax interface, save: until committed \| [\d.e-]+ \|', shown
+  ), shown
+  assert (
+    'T5X (unknown commit), Checkpointer, restore' in shown
+    and 'restore, every hash verified' in shown
+  )
 
 
-@pytest.mark.parametrize('trainer, reason', [
-    ('import airio_of_nobody', "ModuleNotFoundError: No module named 'airio_of_nobody'. Install T5X's dependencies"),
+@pytest.mark.parametrize(
+  'trainer, reason',
+  [
+    (
+      'import airio_of_nobody',
+      "ModuleNotFoundError: No module named 'airio_of_nobody'. Install T5X's dependencies",
+    ),
     ("raise ValueError('too old')", 'ValueError: too old. Its output is above.'),
     ('import os; os._exit(7)', 'its process ended with status 7. Its output is above.'),
-])
+  ],
+)
 def test_a_checkout_that_cannot_run_is_an_error(monkeypatch, tmp_path, trainer, reason):
   checkout = _fake_checkout(tmp_path / 'checkout', trainer=trainer)
   with pytest.raises(SystemExit) as caught:
     _run(monkeypatch, 'bench_checkpoint', '--megabytes', '1', '--t5x', str(checkout))
   message = str(caught.value)
-  assert f'--t5x must be a checkout that --t5x_python can run, got {checkout} and {sys.executable}: {reason}' in message
+  assert (
+    f'--t5x must be a checkout that --t5x_python can run, got {checkout} and {sys.executable}: {reason}'
+    in message
+  )
 
 
 def test_without_a_checkout_the_peer_is_named_rebuilt(monkeypatch, capsys):
-  _run(monkeypatch, 'decode', '--layers', '1', '--batch', '1', '--inputs', '2', '--tokens', '2', '--repeats', '1',
-       '--vocab', '40', '--only', 'greedy, batch', '--beams', '1')
+  _run(
+    monkeypatch,
+    'decode',
+    '--layers',
+    '1',
+    '--batch',
+    '1',
+    '--inputs',
+    '2',
+    '--tokens',
+    '2',
+    '--repeats',
+    '1',
+    '--vocab',
+    '40',
+    '--only',
+    'greedy, batch',
+    '--beams',
+    '1',
+  )
   shown = capsys.readouterr().out
   assert '| rebuilt peer, s | ratio |' in shown and '| greedy, batch 1 |' in shown
 
@@ -177,16 +235,32 @@ def test_rows_of_records_make_their_records_in_every_step(monkeypatch, tmp_path)
 
   def make_trainer(param_ema):
     initializer = state_init.TrainStateInitializer(
-        model.optimizer_def, model.get_initial_variables, {name: x.shape for name, x in batch.items()}, partitioner,
-        param_ema=param_ema)
-    return trainer_lib.Trainer(model, initializer.from_scratch(jax.random.key(0)), partitioner, [], None,
-                               initializer.train_state_axes, jax.random.key(0), lambda step: 1e-3)
+      model.optimizer_def,
+      model.get_initial_variables,
+      {name: x.shape for name, x in batch.items()},
+      partitioner,
+      param_ema=param_ema,
+    )
+    return trainer_lib.Trainer(
+      model,
+      initializer.from_scratch(jax.random.key(0)),
+      partitioner,
+      [],
+      None,
+      initializer.train_state_axes,
+      jax.random.key(0),
+      lambda step: 1e-3,
+    )
 
   trainer, averaging_trainer = make_trainer(None), make_trainer(averaging.ParamEma(decay=0.9))
   rows = _peer(monkeypatch, 'observation')._rows(trainer, averaging_trainer, batch, str(tmp_path))
 
   def written():
-    steps = [step for step, name, _ in event_files.scalars(tmp_path / 'train') if name == 'timing/average_step_seconds']
+    steps = [
+      step
+      for step, name, _ in event_files.scalars(tmp_path / 'train')
+      if name == 'timing/average_step_seconds'
+    ]
     return [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')], steps
 
   for row in rows:
@@ -209,13 +283,27 @@ def _scripts():
   """Returns the stems of what `make bench` runs, in its order."""
   makefile = (_BENCHMARKS.parent / 'Makefile').read_text()
   patterns = re.search(
-      r'^bench:.*\n\tfor script in (.*); do \$\(PY\) \$\$script \|\| exit 1; done$', makefile, re.MULTILINE)
-  return [path.stem for pattern in patterns[1].split() for path in sorted(_BENCHMARKS.parent.glob(pattern))]
+    r'^bench:.*\n\tfor script in (.*); do \$\(PY\) \$\$script \|\| exit 1; done$',
+    makefile,
+    re.MULTILINE,
+  )
+  return [
+    path.stem
+    for pattern in patterns[1].split()
+    for path in sorted(_BENCHMARKS.parent.glob(pattern))
+  ]
 
 
 def test_make_bench_runs_every_script():
-  runnable = {path.stem for path in _BENCHMARKS.glob('*.py') if "if __name__ == '__main__'" in path.read_text()}
-  runnable -= {'against_commit', 't5x_worker'}  # one needs the name of a commit, one is started by `--t5x`
+  runnable = {
+    path.stem
+    for path in _BENCHMARKS.glob('*.py')
+    if "if __name__ == '__main__'" in path.read_text()
+  }
+  runnable -= {
+    'against_commit',
+    't5x_worker',
+  }  # one needs the name of a commit, one is started by `--t5x`
   assert sorted(_scripts()) == sorted(runnable) and len(runnable) >= 7
 
 
@@ -237,25 +325,63 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
   assert set(re.findall(r'--[\w-]+', sys.modules[f'benchmark_{script}'].__doc__)) <= flags
 
 
-@pytest.mark.parametrize('script, argv, answer', [
-    ('bench_checkpoint', ['--runs', '0'], "argument --runs: got '0'; expected an integer of at least 1"),
-    ('bench_input', ['--batches', '-3'], "argument --batches: got '-3'; expected an integer of at least 1"),
-    ('bench_startup', ['--runs', 'many'], "argument --runs: got 'many'; expected an integer of at least 1"),
-    ('bench_train_step', ['--steps', '0'], "argument --steps: got '0'; expected an integer of at least 1"),
+@pytest.mark.parametrize(
+  'script, argv, answer',
+  [
+    (
+      'bench_checkpoint',
+      ['--runs', '0'],
+      "argument --runs: got '0'; expected an integer of at least 1",
+    ),
+    (
+      'bench_input',
+      ['--batches', '-3'],
+      "argument --batches: got '-3'; expected an integer of at least 1",
+    ),
+    (
+      'bench_startup',
+      ['--runs', 'many'],
+      "argument --runs: got 'many'; expected an integer of at least 1",
+    ),
+    (
+      'bench_train_step',
+      ['--steps', '0'],
+      "argument --steps: got '0'; expected an integer of at least 1",
+    ),
     ('bench_train_step', ['--optimizer', 'adamx'], 'invalid choice'),
-    ('bench_train_step', ['--sweep', 'steps', '3'], "argument --sweep: must be one of layers, batch,"),
+    (
+      'bench_train_step',
+      ['--sweep', 'steps', '3'],
+      'argument --sweep: must be one of layers, batch,',
+    ),
     ('bench_train_step', ['--sweep', 'batch'], "and its values, got 'batch'"),
-    ('bench_train_step', ['--sweep', 'batch', '8', '0'],
-     "argument --sweep: got '0'; expected an integer of at least 1"),
-    ('decode', ['--t5x', 'nowhere'], "argument --t5x: must be a checkout of T5X, the folder that contains "
-     "t5x/train_state.py, got 'nowhere'. Clone https://github.com/google-research/t5x and give its path."),
-    ('decode', ['--t5x_python', 'no_python'], "argument --t5x_python: must be a Python interpreter, got 'no_python'."),
+    (
+      'bench_train_step',
+      ['--sweep', 'batch', '8', '0'],
+      "argument --sweep: got '0'; expected an integer of at least 1",
+    ),
+    (
+      'decode',
+      ['--t5x', 'nowhere'],
+      'argument --t5x: must be a checkout of T5X, the folder that contains '
+      "t5x/train_state.py, got 'nowhere'. Clone https://github.com/google-research/t5x and give its path.",
+    ),
+    (
+      'decode',
+      ['--t5x_python', 'no_python'],
+      "argument --t5x_python: must be a Python interpreter, got 'no_python'.",
+    ),
     ('decode', ['--t5x_python', sys.executable], 'argument --t5x_python: must come with --t5x'),
     ('decode', ['--beams', '0'], "argument --beams: got '0'; expected an integer of at least 1"),
     ('shampoo', ['--blok', '3'], 'unrecognized arguments'),
     ('shampoo', ['--block', '0'], "argument --block: got '0'; expected an integer of at least 1"),
-    ('shampoo', ['--interval', '2'], "argument --interval: got '2'; expected an integer of at least 3"),
-])
+    (
+      'shampoo',
+      ['--interval', '2'],
+      "argument --interval: got '2'; expected an integer of at least 3",
+    ),
+  ],
+)
 def test_bad_arguments_are_rejected(monkeypatch, capsys, script, argv, answer):
   assert _exit_status(monkeypatch, script, *argv) == 2
   assert answer in capsys.readouterr().err

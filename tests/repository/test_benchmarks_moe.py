@@ -28,14 +28,17 @@ def test_a_layer_of_one_expert_is_its_dense_peer(benchmark):
   layer, _, x, weights = benchmark.make_arrays(case)
   dense = {'wi': [kernel[0] for kernel in layer['experts'].wi], 'wo': layer['experts'].wo[0]}
   grads = jax.jit(jax.grad(lambda dense: benchmark.dense_loss(dense, x, weights, case)))(dense)
-  layer_grads = jax.jit(jax.grad(lambda layer: benchmark.layer_loss(layer, x, weights, case, 'grouped')))(
-      layer)['experts']
+  layer_grads = jax.jit(
+    jax.grad(lambda layer: benchmark.layer_loss(layer, x, weights, case, 'grouped'))
+  )(layer)['experts']
   for a, b in zip((*grads['wi'], grads['wo']), (*layer_grads.wi, layer_grads.wo), strict=True):
     np.testing.assert_allclose(a, b[0], atol=1e-6)
 
 
 @pytest.mark.full
 def test_measures_every_method(benchmark):
-  results = benchmark.measure(benchmark.Case(64, 8, 12, 4, 2, zipf=1.0), ('grouped', 'capacity', 'einsum'), 1)
+  results = benchmark.measure(
+    benchmark.Case(64, 8, 12, 4, 2, zipf=1.0), ('grouped', 'capacity', 'einsum'), 1
+  )
   assert sorted(results) == ['capacity', 'dense', 'einsum', 'grouped']
   assert all(seconds > 0 and megabytes > 0 for seconds, megabytes in results.values())

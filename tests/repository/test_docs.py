@@ -56,17 +56,25 @@ from t5x_lite.configuration import syntax as gin_syntax
 from tests.data import registries
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
-          for path in (_ROOT / 'README.md', *sorted((_ROOT / 'docs').glob('*.md')),
-                       *sorted((_ROOT / 'docs/notebooks').glob('*.md')))}
+_PAGES = {
+  path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
+  for path in (
+    _ROOT / 'README.md',
+    *sorted((_ROOT / 'docs').glob('*.md')),
+    *sorted((_ROOT / 'docs/notebooks').glob('*.md')),
+  )
+}
 
 sys.path.insert(0, str(_ROOT / 'docs'))
 import tables  # pylint: disable=wrong-import-position
+
 sys.path.pop(0)
 
 _REFERENCE = _PAGES['docs/configuration.md'] + _PAGES['docs/moe.md']
 _TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
-_NAMED_BLOCK = re.compile(r'`(?P<name>[\w/]+\.(?:gin|py))`:\n\n```(?:gin|python)\n(?P<text>.*?)```', re.DOTALL)
+_NAMED_BLOCK = re.compile(
+  r'`(?P<name>[\w/]+\.(?:gin|py))`:\n\n```(?:gin|python)\n(?P<text>.*?)```', re.DOTALL
+)
 # In place of a sentencepiece model, which does not come with t5x_lite.
 _NO_VOCABULARY = """
 from __gin__ import dynamic_registration
@@ -87,7 +95,10 @@ def _tables(kind):
   found = []
   for match in _TABLE.finditer(_REFERENCE):
     if match['kind'] == kind:
-      rows = [[cell.strip() for cell in line.strip().strip('|').split('|')] for line in match['rows'].splitlines()[2:]]
+      rows = [
+        [cell.strip() for cell in line.strip().strip('|').split('|')]
+        for line in match['rows'].splitlines()[2:]
+      ]
       found.append((match['what'], rows))
   assert found, kind
   return found
@@ -108,7 +119,12 @@ def _ids(kind):
 
 def _blocks(kind):
   """Returns the contents of the blocks that `docs/tables.py` replaces by tables."""
-  found = [block['what'] for text in _PAGES.values() for block in tables.BLOCK.finditer(text) if block['kind'] == kind]
+  found = [
+    block['what']
+    for text in _PAGES.values()
+    for block in tables.BLOCK.finditer(text)
+    if block['kind'] == kind
+  ]
   assert found, kind
   return found
 
@@ -129,7 +145,9 @@ def test_every_command_has_a_table_of_described_flags():
 def test_choices_of_a_flag_stay_in_its_cell():
   table = tables.expand('```{flags}\ninfer\n```')
   assert '| `--input_format=auto\\|text\\|jsonl` |' in table
-  assert {len(re.findall(r'(?<!\\)\|', line)) for line in table.splitlines() if line.startswith('|')} == {3}
+  assert {
+    len(re.findall(r'(?<!\\)\|', line)) for line in table.splitlines() if line.startswith('|')
+  } == {3}
 
 
 def test_no_block_is_left():
@@ -138,11 +156,18 @@ def test_no_block_is_left():
 
 
 def test_tables_show_defaults_and_the_descriptions_of_base_classes():
-  rows = {name: (default, meaning) for name, default, meaning in tables.parameters('t5x_lite.models.DecoderOnlyModel')}
+  rows = {
+    name: (default, meaning)
+    for name, default, meaning in tables.parameters('t5x_lite.models.DecoderOnlyModel')
+  }
   assert rows['module'][0] == 'required'
   assert rows['decode_fn'][0] == '`temperature_sample`'
-  assert rows['z_loss'][0] == '`0.0`' and rows['z_loss'][1].startswith('coefficient')  # of `BaseTransformerModel`
-  assert 'atol' not in dict(row[:2] for row in tables.parameters('t5x_lite.trainer.EarlyStoppingAction without atol'))
+  assert rows['z_loss'][0] == '`0.0`' and rows['z_loss'][1].startswith(
+    'coefficient'
+  )  # of `BaseTransformerModel`
+  assert 'atol' not in dict(
+    row[:2] for row in tables.parameters('t5x_lite.trainer.EarlyStoppingAction without atol')
+  )
 
 
 @pytest.mark.parametrize('file', _ids('macros'))
@@ -153,8 +178,9 @@ def test_macros_and_defaults(file):
   assert {_names(row[0])[0] for row in rows} == set(macros)
   for cell, default, meaning in rows:
     value = macros[_names(cell)[0]]
-    assert (value if value != '%gin.REQUIRED' else 'required') == (default if default == 'required' else
-                                                                   _names(default)[0]), cell
+    assert (value if value != '%gin.REQUIRED' else 'required') == (
+      default if default == 'required' else _names(default)[0]
+    ), cell
     assert meaning, cell
 
 
@@ -184,15 +210,23 @@ def test_learning_rate_factors():
 
 
 def test_loss_factors():
-  listed = [ast.literal_eval(_names(row[0])[0]) for _, rows in _tables('loss factors') for row in rows]
+  listed = [
+    ast.literal_eval(_names(row[0])[0]) for _, rows in _tables('loss factors') for row in rows
+  ]
   assert listed == [factor.name for factor in losses.SpecialLossNormalizingFactor]
 
 
 def test_metric_names():
   listed = {name for _, rows in _tables('metrics') for row in rows for name in _names(row[0])}
   ones = jnp.ones((2, 3), jnp.int32)
-  metrics = models.compute_base_metrics(jnp.zeros((2, 3, 5)), ones, ones, jnp.float32(1), jnp.float32(1),
-                                        {'encoder_input_tokens': ones, 'decoder_target_tokens': ones})
+  metrics = models.compute_base_metrics(
+    jnp.zeros((2, 3, 5)),
+    ones,
+    ones,
+    jnp.float32(1),
+    jnp.float32(1),
+    {'encoder_input_tokens': ones, 'decoder_target_tokens': ones},
+  )
   features = re.compile('/(encoder_input_tokens|decoder_target_tokens)$')
   assert listed == {features.sub('/<feature>', name) for name in metrics}
 
@@ -235,8 +269,12 @@ def test_links_resolve(page):
 
 
 def test_index_lists_every_page():
-  listed = ' '.join(re.findall(r'```\{toctree\}.*?\n\n(.*?)```', _PAGES['docs/index.md'], re.DOTALL)).split()
-  pages = {page.removeprefix('docs/').removesuffix('.md') for page in _PAGES if page.startswith('docs/')}
+  listed = ' '.join(
+    re.findall(r'```\{toctree\}.*?\n\n(.*?)```', _PAGES['docs/index.md'], re.DOTALL)
+  ).split()
+  pages = {
+    page.removeprefix('docs/').removesuffix('.md') for page in _PAGES if page.startswith('docs/')
+  }
   # `make docs` writes the API reference.
   assert sorted(listed) == sorted(pages - {'index'} | {'api/index'})
 
@@ -256,13 +294,15 @@ def _commands(text):
   for block in _shell_blocks(text):
     for line in re.sub(r'\\\n', ' ', block).splitlines():
       words = shlex.split(line, comments=True)
-      words = list(itertools.takewhile(lambda word: word != '|' and not word.startswith('2>'), words))
+      words = list(
+        itertools.takewhile(lambda word: word != '|' and not word.startswith('2>'), words)
+      )
       while words and re.fullmatch(r'[A-Z_]+=.*', words[0]):
         words = words[1:]
       if words[:1] == ['t5x_lite']:
         commands.append(words[1:])
         if words[1] == 'launch':
-          commands.append(words[words.index('--') + 1:])
+          commands.append(words[words.index('--') + 1 :])
   return commands
 
 
@@ -278,8 +318,11 @@ _NOTEBOOKS = [page for page in _PAGES if page.startswith('docs/notebooks/')]
 
 
 def _python_cells(page):
-  return [cell for cell in re.findall(r'```\{code-cell\} ipython3\n(.*?)```', _PAGES[page], re.DOTALL)
-          if not cell.startswith('%%')]
+  return [
+    cell
+    for cell in re.findall(r'```\{code-cell\} ipython3\n(.*?)```', _PAGES[page], re.DOTALL)
+    if not cell.startswith('%%')
+  ]
 
 
 @pytest.mark.parametrize('page', _NOTEBOOKS)
@@ -290,8 +333,13 @@ def test_names_of_notebooks_exist(page):
   for node in ast.walk(tree):
     if isinstance(node, ast.Import | ast.ImportFrom):
       exec(ast.unparse(node), modules)  # pylint: disable=exec-used
-  found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-           and inspect.ismodule(modules.get(node.value.id))]
+  found = [
+    node
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute)
+    and isinstance(node.value, ast.Name)
+    and inspect.ismodule(modules.get(node.value.id))
+  ]
   assert found
   for node in found:
     assert hasattr(modules[node.value.id], node.attr), ast.unparse(node)
@@ -373,7 +421,9 @@ def _write_run(folder):
   """Writes the configuration that the run of that name would have left."""
   recipe = 'keyword_cloze_decoder_only' if 'decoder_only' in folder.name else 'keyword_cloze'
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / 'config.gin').write_text(f"include 'recipes/{recipe}.gin'\nMODEL_DIR = 'runs/{folder.name}'\n")
+  (folder / 'config.gin').write_text(
+    f"include 'recipes/{recipe}.gin'\nMODEL_DIR = 'runs/{folder.name}'\n"
+  )
 
 
 @pytest.mark.parametrize('page', [page for page, text in _PAGES.items() if _commands(text)])
@@ -394,11 +444,15 @@ def test_own_task(shown_files, capsys, monkeypatch):
   """A run accepts everything that `docs/own_task.md` shows, for both sources."""
   folder = shown_files('docs/own_task.md')
   subprocess.run([sys.executable, 'make_data.py'], cwd=folder, check=True)
-  assert cli.main(['train', '--gin_file=number_words.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']) == 0
+  assert (
+    cli.main(['train', '--gin_file=number_words.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run'])
+    == 0
+  )
   assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
   shown = runpy.run_path('look.py')
-  np.testing.assert_array_equal(shown['batch']['decoder_segment_ids'][0] > 0, shown['batch']['decoder_loss_weights'][0]
-  > 0)
+  np.testing.assert_array_equal(
+    shown['batch']['decoder_segment_ids'][0] > 0, shown['batch']['decoder_loss_weights'][0] > 0
+  )
 
 
 def test_own_task_from_files(shown_files, capsys):
@@ -406,7 +460,12 @@ def test_own_task_from_files(shown_files, capsys):
   for script in ('make_data.py', 'make_records.py'):
     subprocess.run([sys.executable, script], cwd=folder, check=True)
   files = ['--gin_file=number_words_grain.gin', '--gin_file=data/grain.gin']
-  assert cli.main(['train', *files, '--gin.MODEL_DIR=runs/numbers', '--gin.GRAIN_NUM_WORKERS=4', '--dry_run']) == 0
+  assert (
+    cli.main(
+      ['train', *files, '--gin.MODEL_DIR=runs/numbers', '--gin.GRAIN_NUM_WORKERS=4', '--dry_run']
+    )
+    == 0
+  )
   assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
 
 
@@ -416,12 +475,18 @@ def test_own_seqio_task(shown_files, capsys):
   folder = shown_files('docs/own_task.md')
   subprocess.run([sys.executable, 'make_data.py'], cwd=folder, check=True)
   try:
-    argv = ['train', '--gin_file=number_words_seqio.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']
+    argv = [
+      'train',
+      '--gin_file=number_words_seqio.gin',
+      '--gin.MODEL_DIR=runs/numbers',
+      '--dry_run',
+    ]
     assert cli.main(argv) == 0
     assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
   finally:
     seqio.TaskRegistry.remove('number_words')
     seqio.MixtureRegistry.remove('numbers_and_keywords')
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizers
@@ -442,16 +507,23 @@ def _optimizer_rows():
 
 def _optimizer_of(stem):
   """Returns the optimizer of the keyword-cloze recipe with that file after it."""
-  texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{stem}.gin'],
-                         [gin_syntax.read_flag('MODEL_DIR', 'runs/x', '--gin.MODEL_DIR=runs/x')])
+  texts = gin_utils.read(
+    ['recipes/keyword_cloze.gin', f'optimizers/{stem}.gin'],
+    [gin_syntax.read_flag('MODEL_DIR', 'runs/x', '--gin.MODEL_DIR=runs/x')],
+  )
   return gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
 
 
 def test_every_optimizer_has_a_row():
   rows = {stem: notes for stem, _, _, notes in _optimizer_rows()}
   assert sorted(rows) == sorted(stem for stem, *_ in _optimizer_rows())
-  makers = {name for name in optimizers.__all__ if inspect.isfunction(getattr(optimizers, name)) and getattr(
-      optimizers, name).__annotations__.get('return') in (optimizers.OptaxWrapper, optimizers.MultiOptimizer)}
+  makers = {
+    name
+    for name in optimizers.__all__
+    if inspect.isfunction(getattr(optimizers, name))
+    and getattr(optimizers, name).__annotations__.get('return')
+    in (optimizers.OptaxWrapper, optimizers.MultiOptimizer)
+  }
   assert len(makers) > 50 and {'adamw', 'partition', 'distributed_shampoo'} <= makers
   named = {re.search(r'`optimizers\.(\w+)`|$', notes)[1] or stem for stem, notes in rows.items()}
   assert makers | {'MultiOptimizer'} <= named
@@ -461,19 +533,30 @@ def test_every_optimizer_has_a_row():
 def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state):
   text = (gin_syntax.packaged_folder() / f'optimizers/{stem}.gin').read_text()
   header = text.partition('\n\n')[0].replace('\n# ', ' ')
-  written = re.search(r'\b(?:(?:begin|start) with(?: a rate of)?|trains at|about) (\d[\d.]*(?:e-\d+)?)', header)
+  written = re.search(
+    r'\b(?:(?:begin|start) with(?: a rate of)?|trains at|about) (\d[\d.]*(?:e-\d+)?)', header
+  )
   assert rate == (written[1].rstrip('.') if written and 'multi' not in stem else '')
   optimizer_def = _optimizer_of(stem)
   if state:
-    shapes = {f'm{i}': jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32) for i in range(16)}
-    per_param = tree_utils.num_bytes(jax.eval_shape(optimizer_def.init_state, shapes)) / tree_utils.num_elements(shapes)
+    shapes = {
+      f'm{i}': jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32) for i in range(16)
+    }
+    per_param = tree_utils.num_bytes(
+      jax.eval_shape(optimizer_def.init_state, shapes)
+    ) / tree_utils.num_elements(shapes)
     assert f'{round(per_param, 3):.2g}' == state
 
 
 @pytest.mark.full  # by default, the state of each optimizer, in the test above
 def test_shampoo_takes_the_memory_that_is_said():
-  (rows,) = [match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'shampoo memory']
-  shapes = {'a': jax.ShapeDtypeStruct((512, 512), jnp.float32), 'b': jax.ShapeDtypeStruct((512, 1024), jnp.float32)}
+  (rows,) = [
+    match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'shampoo memory'
+  ]
+  shapes = {
+    'a': jax.ShapeDtypeStruct((512, 512), jnp.float32),
+    'b': jax.ShapeDtypeStruct((512, 1024), jnp.float32),
+  }
   int8, int16 = {'best_effort_memory_usage_reduction': True}, {'quantize_statistics': True}
   sharded = {'shard_optimizer_states': True, 'num_devices_for_pjit': 1}
   modes = [{}, int8 | {'quantize_statistics': False}, int16, int8 | int16, sharded, int8 | sharded]
@@ -483,15 +566,23 @@ def test_shampoo_takes_the_memory_that_is_said():
     for name in _names(types):
       listed.add(name)
       for options, number in zip(modes, said, strict=True):
-        state = jax.eval_shape(optimizers.distributed_shampoo(graft_type=name, **options).init_state, shapes)
-        assert f'{tree_utils.num_bytes(state) / tree_utils.num_elements(shapes):.2g}' == number, (name, options)
+        state = jax.eval_shape(
+          optimizers.distributed_shampoo(graft_type=name, **options).init_state, shapes
+        )
+        assert f'{tree_utils.num_bytes(state) / tree_utils.num_elements(shapes):.2g}' == number, (
+          name,
+          options,
+        )
   assert listed == {member.name for member in optimizers.GraftingType}
 
 
-@pytest.mark.parametrize('make, changed', [
+@pytest.mark.parametrize(
+  'make, changed',
+  [
     (lambda: importlib.import_module('my_optimizers').bounded_momentum(bound=0.5), 0.1 * 0.1),
     (lambda: importlib.import_module('sign_descent').SignDescent(), 0.1),
-])
+  ],
+)
 def test_own_optimizers(shown_files, make, changed):
   shown_files('docs/optimizers.md')
   params = {'a': jnp.ones([4, 3]), 'b': jnp.ones([3], jnp.bfloat16)}
@@ -508,10 +599,15 @@ def test_own_optimizers(shown_files, make, changed):
 
 
 def test_traversals_of_the_page_select():
-  (shown,) = re.findall(r'```python\n(from t5x_lite import adafactor, optimizers\n.*?)```', _OPTIMIZERS, re.DOTALL)
+  (shown,) = re.findall(
+    r'```python\n(from t5x_lite import adafactor, optimizers\n.*?)```', _OPTIMIZERS, re.DOTALL
+  )
   names = {}
   exec(shown, names)  # pylint: disable=exec-used
-  params = {'encoder': {'kernel': jnp.ones([2, 3]), 'scale': jnp.ones([2])}, 'decoder': {'scale': jnp.ones([2])}}
+  params = {
+    'encoder': {'kernel': jnp.ones([2, 3]), 'scale': jnp.ones([2])},
+    'decoder': {'scale': jnp.ones([2])},
+  }
   state = names['optimizer_def'].create(params).state
   assert state.param_states.paths == (('encoder/kernel',), ('encoder/scale',))
 
@@ -523,16 +619,23 @@ _MOE = _PAGES['docs/moe.md']
 
 
 def _moe_metrics(kind):
-  (rows,) = [match['rows'] for match in _TABLE.finditer(_MOE)
-             if (match['kind'], match['what']) == ('moe metrics', kind)]
+  (rows,) = [
+    match['rows']
+    for match in _TABLE.finditer(_MOE)
+    if (match['kind'], match['what']) == ('moe metrics', kind)
+  ]
   return {name for row in rows.splitlines()[2:] for name in _names(row.split('|')[1])}
 
 
 def test_moe_metric_names():
   layer = {name: (jnp.ones([4] * num_dims),) for name, num_dims in moe_metrics.SOWN.items()}
-  _, metrics = moe_metrics.expert_losses_and_metrics({'encoder': {'layers_1': {'mlp': layer}}}, 0.0, 0.0)
+  _, metrics = moe_metrics.expert_losses_and_metrics(
+    {'encoder': {'layers_1': {'mlp': layer}}}, 0.0, 0.0
+  )
   prefix = 'experts/encoder/layers_1/'
-  assert _moe_metrics('layer') == {name.removeprefix(prefix) for name in metrics if name.startswith(prefix)}
+  assert _moe_metrics('layer') == {
+    name.removeprefix(prefix) for name in metrics if name.startswith(prefix)
+  }
   assert _moe_metrics('model') == {name for name in metrics if not name.startswith(prefix)}
 
 
@@ -549,14 +652,19 @@ def test_moe_page_names_existing_objects():
 @pytest.mark.full  # by default, the layers and the balance are tested in tests/moe
 def test_moe_page_shows_the_outputs_of_python(monkeypatch, capsys):
   """The page's network has the layers that it says, and balances as it says."""
-  (shown, said) = re.search(r'```python\n(import jax\n.*?moe\.sparse_transformer.*?)```\n\n```text\n(.*?)```', _MOE,
-                            re.DOTALL).groups()
+  (shown, said) = re.search(
+    r'```python\n(import jax\n.*?moe\.sparse_transformer.*?)```\n\n```text\n(.*?)```',
+    _MOE,
+    re.DOTALL,
+  ).groups()
   exec(shown, {})  # pylint: disable=exec-used
   assert capsys.readouterr().out == said
 
 
-@pytest.mark.parametrize('code, message', re.findall(r'^\| `(moe\..*?)` \| (.*?) \|$', _MOE[_MOE.index(
-    '## Errors'):], re.MULTILINE))
+@pytest.mark.parametrize(
+  'code, message',
+  re.findall(r'^\| `(moe\..*?)` \| (.*?) \|$', _MOE[_MOE.index('## Errors') :], re.MULTILINE),
+)
 def test_moe_page_errors(code, message):
   with pytest.raises(errors.ConfigError) as caught:
     eval(code, {'moe': moe})  # pylint: disable=eval-used
@@ -565,17 +673,29 @@ def test_moe_page_errors(code, message):
 
 def test_moe_page_model_options():
   (rows,) = re.findall(r'with three more options:\n\n((?:\|.*\n)+)', _MOE)
-  listed = {_names(row.split('|')[1])[0]: _names(row.split('|')[2])[0] for row in rows.splitlines()[2:]}
-  for sparse, dense in ((moe_models.MoeEncoderDecoderModel, models.EncoderDecoderModel),
-                        (moe_models.MoeDecoderOnlyModel, models.DecoderOnlyModel)):
+  listed = {
+    _names(row.split('|')[1])[0]: _names(row.split('|')[2])[0] for row in rows.splitlines()[2:]
+  }
+  for sparse, dense in (
+    (moe_models.MoeEncoderDecoderModel, models.EncoderDecoderModel),
+    (moe_models.MoeDecoderOnlyModel, models.DecoderOnlyModel),
+  ):
     known = inspect.signature(sparse).parameters
-    assert listed == {name: repr(known[name].default)
-                      for name in known if name not in inspect.signature(dense).parameters}
+    assert listed == {
+      name: repr(known[name].default)
+      for name in known
+      if name not in inspect.signature(dense).parameters
+    }
 
 
 def _moe_commands():
-  return [shlex.split(line)[3:] for text in _PAGES.values() for block in _shell_blocks(text)
-          for line in re.sub(r'\\\n', ' ', block).splitlines() if line.startswith('python -m moe ')]
+  return [
+    shlex.split(line)[3:]
+    for text in _PAGES.values()
+    for block in _shell_blocks(text)
+    for line in re.sub(r'\\\n', ' ', block).splitlines()
+    if line.startswith('python -m moe ')
+  ]
 
 
 @pytest.mark.parametrize('argv', _moe_commands(), ids=' '.join)
@@ -591,18 +711,32 @@ _WEIGHTS = _PAGES['docs/weights.md']
 
 def _weights_table(kind):
   (rows,) = [match['rows'] for match in _TABLE.finditer(_WEIGHTS) if match['kind'] == kind]
-  return [[cell.strip() for cell in row.strip().strip('|').split('|')] for row in rows.splitlines()[2:]]
+  return [
+    [cell.strip() for cell in row.strip().strip('|').split('|')] for row in rows.splitlines()[2:]
+  ]
 
 
 def test_weights_families():
   listed = {}
   for family, _, architecture, files, logits, sentinels in _weights_table('weights families'):
     stem, sizes = re.fullmatch(r'models/(.*)_\{(.*)\}\.gin', _names(files)[0]).groups()
-    listed[_names(family)[0]] = (stem, _names(architecture)[0], tuple(sizes.split(',')), logits, int(sentinels))
+    listed[_names(family)[0]] = (
+      stem,
+      _names(architecture)[0],
+      tuple(sizes.split(',')),
+      logits,
+      int(sentinels),
+    )
   assert listed == {
-      name: (name, family.architecture, tuple(hugging_face_gin.SIZES[name]),
-             'by the embedding' if name in ('t5_1_0', 'switch') else 'own weights', family.extra_ids)
-      for name, family in hugging_face.FAMILIES.items()}
+    name: (
+      name,
+      family.architecture,
+      tuple(hugging_face_gin.SIZES[name]),
+      'by the embedding' if name in ('t5_1_0', 'switch') else 'own weights',
+      family.extra_ids,
+    )
+    for name, family in hugging_face.FAMILIES.items()
+  }
 
 
 def test_weights_forms():
@@ -617,10 +751,18 @@ def test_weights_page_shows_the_bindings_of_the_recipe(shown_files):
   folder = shown_files('docs/weights.md')
   (folder / 'shown.gin').write_text(shown)
   source = _ROOT / 'tests/golden/hugging_face/byt5_tiny'
-  placeholders = {'MODEL_DIR': "'x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3',
-               'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'INITIAL_CHECKPOINT_PATH': repr(str(source))}
-  made = [gin_utils.load('t5x_lite.apps.train.train',
-                         gin_utils.read([file], placeholders=placeholders)).argument('model')
-          for file in ('shown.gin', 'recipes/finetune_from_hf.gin')]
+  placeholders = {
+    'MODEL_DIR': "'x'",
+    'MIXTURE_OR_TASK_NAME': "'x'",
+    'TRAIN_STEPS': '3',
+    'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}",
+    'INITIAL_CHECKPOINT_PATH': repr(str(source)),
+  }
+  made = [
+    gin_utils.load(
+      't5x_lite.apps.train.train', gin_utils.read([file], placeholders=placeholders)
+    ).argument('model')
+    for file in ('shown.gin', 'recipes/finetune_from_hf.gin')
+  ]
   assert made[0].input_vocabulary == made[1].input_vocabulary == data.ByteVocabulary(125)
   assert made[0].module.config == dataclasses.replace(made[1].module.config, dtype='bfloat16')

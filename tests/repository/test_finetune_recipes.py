@@ -23,8 +23,17 @@ from t5x_lite.networks import t5
 from tests import hub_cache
 
 _CHOSEN = re.compile(r'norm/scale$|rel_embedding$|/encoder_decoder_attention/')
-_TINY = dict(vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, num_encoder_layers=2, num_decoder_layers=1,
-             mlp_activations=('gelu', 'linear'), logits_via_embedding=False)
+_TINY = dict(
+  vocab_size=384,
+  emb_dim=8,
+  num_heads=2,
+  head_dim=4,
+  mlp_dim=16,
+  num_encoder_layers=2,
+  num_decoder_layers=1,
+  mlp_activations=('gelu', 'linear'),
+  logits_via_embedding=False,
+)
 
 
 _UNSCALED = dict(logits_via_embedding=True, scale_tied_logits=False)
@@ -40,39 +49,65 @@ def _write_folder(path, seed=0, **fields):
   """Writes a folder of random weights; returns them by our names."""
   architecture = hugging_face.Architecture(**_TINY | fields)
   rng = np.random.default_rng(seed)
-  arrays = {rule.ours: rng.normal(size=rule.shape).astype(np.float32) / 8
-            for rule in hugging_face.tensor_table(architecture)}
-  hugging_face.write_folder(path, architecture, hugging_face.guess_family(architecture), arrays.__getitem__)
+  arrays = {
+    rule.ours: rng.normal(size=rule.shape).astype(np.float32) / 8
+    for rule in hugging_face.tensor_table(architecture)
+  }
+  hugging_face.write_folder(
+    path, architecture, hugging_face.guess_family(architecture), arrays.__getitem__
+  )
   return arrays
 
 
 def _model(recipe, folder):
-  flags = [gin_syntax.read_flag(name, value, name)
-           for name, value in (('MODEL_DIR', 'x'), ('INITIAL_CHECKPOINT_PATH', str(folder)))]
-  return gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([recipe], flags)).argument('model')
+  flags = [
+    gin_syntax.read_flag(name, value, name)
+    for name, value in (('MODEL_DIR', 'x'), ('INITIAL_CHECKPOINT_PATH', str(folder)))
+  ]
+  return gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([recipe], flags)).argument(
+    'model'
+  )
 
 
-@pytest.mark.parametrize('fields', [
-    {}, dict(logits_via_embedding=True, mlp_activations=('relu',)), dict(relpos_per_layer=True), _UNSCALED,
-    dict(num_encoder_layers=3, relpos_num_buckets=16, relpos_max_distance=64)])
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {},
+    dict(logits_via_embedding=True, mlp_activations=('relu',)),
+    dict(relpos_per_layer=True),
+    _UNSCALED,
+    dict(num_encoder_layers=3, relpos_num_buckets=16, relpos_max_distance=64),
+  ],
+)
 def test_network_of_a_folder(tmp_path, fields):
   _write_folder(tmp_path / 'x', **fields)
-  config = network.network_config(tmp_path / 'x', dtype='float32', dropout_rate=0.2, scan_layers=True)
+  config = network.network_config(
+    tmp_path / 'x', dtype='float32', dropout_rate=0.2, scan_layers=True
+  )
   assert config == t5.T5Config(
-      **{name: value for name, value in (_TINY | fields).items() if not name.startswith('relpos_')}, dtype='float32',
-      dropout_rate=0.2, scan_layers=True, num_relpos_buckets=fields.get('relpos_num_buckets', 32),
-      max_relpos_distance=fields.get('relpos_max_distance', 128),
-      relpos_bias_tables='per_layer' if 'relpos_per_layer' in fields else 'per_stack')
+    **{name: value for name, value in (_TINY | fields).items() if not name.startswith('relpos_')},
+    dtype='float32',
+    dropout_rate=0.2,
+    scan_layers=True,
+    num_relpos_buckets=fields.get('relpos_num_buckets', 32),
+    max_relpos_distance=fields.get('relpos_max_distance', 128),
+    relpos_bias_tables='per_layer' if 'relpos_per_layer' in fields else 'per_stack',
+  )
   if fields == _UNSCALED:
     return  # Their config.json equals that of an untied model that transformers 5 saves.
   # To use a trained run again, config.json is enough.
   (tmp_path / 'x' / 'model.safetensors').unlink()
-  assert network.network_config(tmp_path / 'x', dtype='float32', dropout_rate=0.2, scan_layers=True) == config
+  assert (
+    network.network_config(tmp_path / 'x', dtype='float32', dropout_rate=0.2, scan_layers=True)
+    == config
+  )
 
 
 def test_a_model_of_the_hub(tmp_path, monkeypatch):
   _write_folder(tmp_path / 'x')
-  folder = hub_cache.add(hub_cache.use(tmp_path / 'cache', monkeypatch), 'google/tiny', tmp_path / 'x')
+  folder = hub_cache.add(
+    hub_cache.use(tmp_path / 'cache', monkeypatch), 'google/tiny', tmp_path / 'x'
+  )
   name = 'hf://google/tiny'
   assert network.network_config(name) == network.network_config(folder)
   assert _model('recipes/finetune_from_hf.gin', name).input_vocabulary == ByteVocabulary(125)
@@ -85,14 +120,24 @@ def test_a_model_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_rejected_networks(tmp_path):
-  with pytest.raises(ConfigError, match='must be a Hugging Face folder with config.json.*add a model file'):
+  with pytest.raises(
+    ConfigError, match='must be a Hugging Face folder with config.json.*add a model file'
+  ):
     network.network_config(tmp_path)
   (tmp_path / 'config.json').write_text('{"model_type": "bert"}')
   with pytest.raises(CheckpointError, match="model_type. must be one of .*'t5'.* got 'bert'"):
     network.network_config(tmp_path)
-  _write_folder(tmp_path / 'x', num_experts=4, sparse_encoder_layers=(1,), sparse_decoder_layers=(),
-                mlp_activations=('relu',), logits_via_embedding=True)
-  with pytest.raises(ConfigError, match=r'4 experts.*--gin_file=models/switch_base.gin --gin\.\S+=.*NUM_EXPERTS=4'):
+  _write_folder(
+    tmp_path / 'x',
+    num_experts=4,
+    sparse_encoder_layers=(1,),
+    sparse_decoder_layers=(),
+    mlp_activations=('relu',),
+    logits_via_embedding=True,
+  )
+  with pytest.raises(
+    ConfigError, match=r'4 experts.*--gin_file=models/switch_base.gin --gin\.\S+=.*NUM_EXPERTS=4'
+  ):
     network.network_config(tmp_path / 'x')
 
 
@@ -105,26 +150,47 @@ def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '')
   arrays = _write_folder(tmp_path / 'folder', **_UNSCALED)
   run = tmp_path / 'run'
-  assert cli.main([
-      'train', '--gin_file=recipes/finetune_chosen_params.gin', f'--gin.MODEL_DIR={run}',
-      f'--gin.INITIAL_CHECKPOINT_PATH={tmp_path / "folder"}', '--gin.TRAIN_STEPS=2', '--gin.BATCH_SIZE=8',
-      '--gin.train_script.train.infer_eval_dataset_cfg=None',
-      '--gin.train_script.train.train_eval_dataset_cfg=None']) == 0
+  assert (
+    cli.main(
+      [
+        'train',
+        '--gin_file=recipes/finetune_chosen_params.gin',
+        f'--gin.MODEL_DIR={run}',
+        f'--gin.INITIAL_CHECKPOINT_PATH={tmp_path / "folder"}',
+        '--gin.TRAIN_STEPS=2',
+        '--gin.BATCH_SIZE=8',
+        '--gin.train_script.train.infer_eval_dataset_cfg=None',
+        '--gin.train_script.train.train_eval_dataset_cfg=None',
+      ]
+    )
+    == 0
+  )
   state = tree_utils.flatten_dict(checkpoints.load(str(run / 'checkpoint_2')))
   chosen = {name for name in arrays if _CHOSEN.search(name)}
-  assert {name.removeprefix('target/') for name in state if name.startswith('target/')} == set(arrays)
+  assert {name.removeprefix('target/') for name in state if name.startswith('target/')} == set(
+    arrays
+  )
   for name, array in arrays.items():
     assert np.array_equal(state[f'target/{name}'], array) == (name not in chosen), name
   # Two moments of each chosen parameter and two counters, and nothing else.
   optimizer_state = {name: value for name, value in state.items() if name.startswith('state/')}
-  assert sum(value.size for value in optimizer_state.values()) == 2 * sum(arrays[name].size for name in chosen) + 2
-  losses = [json.loads(line)['loss'] for line in (run / 'train' / 'metrics.jsonl').read_text().splitlines()]
+  assert (
+    sum(value.size for value in optimizer_state.values())
+    == 2 * sum(arrays[name].size for name in chosen) + 2
+  )
+  losses = [
+    json.loads(line)['loss'] for line in (run / 'train' / 'metrics.jsonl').read_text().splitlines()
+  ]
   assert losses and all(math.isfinite(loss) for loss in losses)
   network_fields = checkpoints.read_metadata(str(run / 'checkpoint_2'))['network']
   assert network_fields['logits_via_embedding'] and not network_fields['scale_tied_logits']
-  back = hugging_face.HuggingFaceFolder(convert.convert(str(run), str(tmp_path / 'back'), to='hugging_face').path)
+  back = hugging_face.HuggingFaceFolder(
+    convert.convert(str(run), str(tmp_path / 'back'), to='hugging_face').path
+  )
   assert back.architecture == hugging_face.Architecture(**_TINY | _UNSCALED)
-  assert set(back.tensors.entries) == set(hugging_face.HuggingFaceFolder(tmp_path / 'folder').tensors.entries)
+  assert set(back.tensors.entries) == set(
+    hugging_face.HuggingFaceFolder(tmp_path / 'folder').tensors.entries
+  )
 
 
 @pytest.mark.parametrize('fields, extra_ids', [({}, 100), (dict(relpos_per_layer=True), 300)])
@@ -132,10 +198,18 @@ def test_conversion_says_the_sentinels(tmp_path, fields, extra_ids):
   """A folder's spiece.model has none, and the file that the model files of T5 name has them; umT5's add 300."""
   _write_folder(tmp_path / 'x', vocab_size=600, **fields)
   import sentencepiece
+
   with open(tmp_path / 'x' / 'spiece.model', 'wb') as file:
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(['a b c d e'] * 20), model_writer=file, vocab_size=9, pad_id=0, eos_id=1, unk_id=2,
-        bos_id=-1, minloglevel=2)
+      sentence_iterator=iter(['a b c d e'] * 20),
+      model_writer=file,
+      vocab_size=9,
+      pad_id=0,
+      eos_id=1,
+      unk_id=2,
+      bos_id=-1,
+      minloglevel=2,
+    )
   done = convert.convert(str(tmp_path / 'x'), str(tmp_path / 'y'), to='t5x_lite')
   text = convert_report.describe(done)
   assert f'--gin.VOCABULARY_FILE={tmp_path}/x/spiece.model' in text
@@ -145,16 +219,31 @@ def test_conversion_says_the_sentinels(tmp_path, fields, extra_ids):
 
 def test_state_of_chosen_parameters_in_a_released_size(tmp_path):
   """Numbers of docs/weights.md for T5 1.1 small: parameters, and bytes of the optimizer's state."""
-  (tmp_path / 'config.json').write_text(json.dumps({
-      'model_type': 't5', 'vocab_size': 32128, 'd_model': 512, 'num_heads': 6, 'd_kv': 64, 'd_ff': 1024,
-      'num_layers': 8, 'num_decoder_layers': 8, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False,
-      'tokenizer_class': 'ByT5Tokenizer'}))
+  (tmp_path / 'config.json').write_text(
+    json.dumps(
+      {
+        'model_type': 't5',
+        'vocab_size': 32128,
+        'd_model': 512,
+        'num_heads': 6,
+        'd_kv': 64,
+        'd_ff': 1024,
+        'num_layers': 8,
+        'num_decoder_layers': 8,
+        'feed_forward_proj': 'gated-gelu',
+        'tie_word_embeddings': False,
+        'tokenizer_class': 'ByT5Tokenizer',
+      }
+    )
+  )
   model = _model('recipes/finetune_chosen_params.gin', tmp_path)
   assert model.input_vocabulary == ByteVocabulary(125)
-  rules = hugging_face.tensor_table(hugging_face.Architecture.from_config_json(
-      json.loads((tmp_path / 'config.json').read_text())))
+  rules = hugging_face.tensor_table(
+    hugging_face.Architecture.from_config_json(json.loads((tmp_path / 'config.json').read_text()))
+  )
   shapes = tree_utils.unflatten_dict(
-      {rule.ours: jax.ShapeDtypeStruct(rule.shape, np.dtype(np.float32)) for rule in rules})
+    {rule.ours: jax.ShapeDtypeStruct(rule.shape, np.dtype(np.float32)) for rule in rules}
+  )
   state = jax.eval_shape(model.optimizer_def.init_state, shapes)
   chosen = sum(math.prod(rule.shape) for rule in rules if _CHOSEN.search(rule.ours))
   assert (tree_utils.num_elements(shapes), chosen) == (76_961_152, 6_313_344)

@@ -10,47 +10,99 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 # Module (or package) to layer. A package's files inherit its layer.
 _LAYERS = {
-    't5x_lite.types': 0, 't5x_lite.errors': 0, 't5x_lite.tree_utils': 0, 't5x_lite.multihost': 0, 't5x_lite.checks': 0,
-    't5x_lite.subclassing': 0,
-    't5x_lite.files': 0, 't5x_lite.object_store': 0, 't5x_lite.uploads': 0, 't5x_lite.json_lines': 0,
-    't5x_lite.formatting': 0, 't5x_lite.standard_streams': 0, 't5x_lite.random_numbers': 0, 't5x_lite.untrusted': 0,
-    't5x_lite.module_imports': 0, 't5x_lite.lazy_names': 0, 't5x_lite.layer_stacks': 0, 't5x_lite.hub': 0,
-    't5x_lite.compat': 0,
-    't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1,
-    't5x_lite.averaging': 1, 't5x_lite.step_params': 1, 't5x_lite.decoding': 1,
-    't5x_lite.configuration': 1,
-    't5x_lite.networks': 2, 't5x_lite.optimizers': 2, 't5x_lite.adafactor': 2, 't5x_lite.partitioning': 2,
-    't5x_lite.gin_utils': 2, 't5x_lite.weight_metrics': 2,
-    't5x_lite.train_state': 3, 't5x_lite.models': 3, 't5x_lite.data': 3,
-    't5x_lite.state_init': 4, 't5x_lite.checkpoints': 4, 't5x_lite.train_step': 4,
-    't5x_lite.eval_steps': 4, 't5x_lite.summaries': 4,
-    't5x_lite.non_finite': 3,
-    't5x_lite.trainer': 5, 't5x_lite.evaluation': 5, 't5x_lite.actions': 5, 't5x_lite.runtime': 5,
-    't5x_lite.apps.common': 6,
-    't5x_lite.interactive': 7, 't5x_lite.interactive_model': 7, 't5x_lite.notebook': 7,
-    **{f't5x_lite.apps.{name}': 8 for name in (
-        'train', 'evaluate', 'infer', 'convert', 'export', 'precompile', 'vocab', 'plot', 'explain_sharding', 'chat',
-        'jsonl_to_array_record', 'launch')},
-    't5x_lite.inference': 8, 'moe': 8,
-    't5x_lite.apps': 9, 't5x_lite.cli': 9, 't5x_lite.__main__': 9,
-    **{f't5x_lite.compat.{name}': 9 for name in ('train', 'eval', 'infer', 'precompile')},
-    'moe.commands': 10, 'moe.__main__': 10,
-    'scripts': 11,
+  't5x_lite.types': 0,
+  't5x_lite.errors': 0,
+  't5x_lite.tree_utils': 0,
+  't5x_lite.multihost': 0,
+  't5x_lite.checks': 0,
+  't5x_lite.subclassing': 0,
+  't5x_lite.files': 0,
+  't5x_lite.object_store': 0,
+  't5x_lite.uploads': 0,
+  't5x_lite.json_lines': 0,
+  't5x_lite.formatting': 0,
+  't5x_lite.standard_streams': 0,
+  't5x_lite.random_numbers': 0,
+  't5x_lite.untrusted': 0,
+  't5x_lite.module_imports': 0,
+  't5x_lite.lazy_names': 0,
+  't5x_lite.layer_stacks': 0,
+  't5x_lite.hub': 0,
+  't5x_lite.compat': 0,
+  't5x_lite.losses': 1,
+  't5x_lite.schedules': 1,
+  't5x_lite.metrics': 1,
+  't5x_lite.layers': 1,
+  't5x_lite.averaging': 1,
+  't5x_lite.step_params': 1,
+  't5x_lite.decoding': 1,
+  't5x_lite.configuration': 1,
+  't5x_lite.networks': 2,
+  't5x_lite.optimizers': 2,
+  't5x_lite.adafactor': 2,
+  't5x_lite.partitioning': 2,
+  't5x_lite.gin_utils': 2,
+  't5x_lite.weight_metrics': 2,
+  't5x_lite.train_state': 3,
+  't5x_lite.models': 3,
+  't5x_lite.data': 3,
+  't5x_lite.state_init': 4,
+  't5x_lite.checkpoints': 4,
+  't5x_lite.train_step': 4,
+  't5x_lite.eval_steps': 4,
+  't5x_lite.summaries': 4,
+  't5x_lite.non_finite': 3,
+  't5x_lite.trainer': 5,
+  't5x_lite.evaluation': 5,
+  't5x_lite.actions': 5,
+  't5x_lite.runtime': 5,
+  't5x_lite.apps.common': 6,
+  't5x_lite.interactive': 7,
+  't5x_lite.interactive_model': 7,
+  't5x_lite.notebook': 7,
+  **{
+    f't5x_lite.apps.{name}': 8
+    for name in (
+      'train',
+      'evaluate',
+      'infer',
+      'convert',
+      'export',
+      'precompile',
+      'vocab',
+      'plot',
+      'explain_sharding',
+      'chat',
+      'jsonl_to_array_record',
+      'launch',
+    )
+  },
+  't5x_lite.inference': 8,
+  'moe': 8,
+  't5x_lite.apps': 9,
+  't5x_lite.cli': 9,
+  't5x_lite.__main__': 9,
+  **{f't5x_lite.compat.{name}': 9 for name in ('train', 'eval', 'infer', 'precompile')},
+  'moe.commands': 10,
+  'moe.__main__': 10,
+  'scripts': 11,
 }
 # Modules of one layer that may import each other, and why.
 _SAME_LAYER = {
-    ('t5x_lite.adafactor', 't5x_lite.optimizers'),  # T5X's module of that name, re-exported
-    ('t5x_lite.errors', 't5x_lite.types'),
+  ('t5x_lite.adafactor', 't5x_lite.optimizers'),  # T5X's module of that name, re-exported
+  ('t5x_lite.errors', 't5x_lite.types'),
 }
 # Third parties, and the modules that may import them.
 _IMPORTERS = {
-    # apps.export.saved_model writes SavedModels, which only TensorFlow can; it is imported when one is asked for.
-    'tensorflow': ('t5x_lite.data.seqio_', 't5x_lite.apps.export.saved_model'),
-    'tensorflow_datasets': ('t5x_lite.data.seqio_',),
-    'seqio': ('t5x_lite.data.seqio_',), 't5': ('t5x_lite.data.seqio_',), 'tensorflow_text': ('t5x_lite.data.seqio_',),
-    'grain': ('t5x_lite.data.grain_',),
-    'orbax': ('t5x_lite.checkpoints',),
-    'gin': ('t5x_lite.configuration', 't5x_lite.gin_utils', 't5x_lite.compat'),
+  # apps.export.saved_model writes SavedModels, which only TensorFlow can; it is imported when one is asked for.
+  'tensorflow': ('t5x_lite.data.seqio_', 't5x_lite.apps.export.saved_model'),
+  'tensorflow_datasets': ('t5x_lite.data.seqio_',),
+  'seqio': ('t5x_lite.data.seqio_',),
+  't5': ('t5x_lite.data.seqio_',),
+  'tensorflow_text': ('t5x_lite.data.seqio_',),
+  'grain': ('t5x_lite.data.grain_',),
+  'orbax': ('t5x_lite.checkpoints',),
+  'gin': ('t5x_lite.configuration', 't5x_lite.gin_utils', 't5x_lite.compat'),
 }
 
 
@@ -89,7 +141,7 @@ def _imports(module: str, path: pathlib.Path) -> list[tuple[str, int]]:
     elif isinstance(node, ast.ImportFrom):
       base = node.module or ''
       if node.level:
-        parents = package.split('.')[:len(package.split('.')) - node.level + 1]
+        parents = package.split('.')[: len(package.split('.')) - node.level + 1]
         base = '.'.join([*parents, *([base] if base else [])])
       for alias in node.names:
         # `from t5x_lite import models` imports the submodule; `from t5x_lite.errors import X` does not.
@@ -111,7 +163,9 @@ def test_imports_point_downwards(module):
     allowed = _LAYERS[target] < _LAYERS[entry] or (_LAYERS[target] == 0 == _LAYERS[entry])
     if _LAYERS[target] == _LAYERS[entry] and not (_is_package(entry) and _is_package(target)):
       allowed = True
-    assert allowed, (f'{module}:{line} (layer {_LAYERS[entry]}) imports {imported} (layer {_LAYERS[target]})')
+    assert allowed, (
+      f'{module}:{line} (layer {_LAYERS[entry]}) imports {imported} (layer {_LAYERS[target]})'
+    )
 
 
 def _is_package(entry: str) -> bool:
@@ -141,15 +195,17 @@ def test_every_module_has_a_layer():
 def test_no_import_cycles():
   """Depth-first search over all imports: one inside a function hides a cycle, but does not remove it."""
   graph = {
-      module: sorted({name for name, _ in _imports(module, path) if name in _SOURCES and name != module})
-      for module, path in _SOURCES.items()
+    module: sorted(
+      {name for name, _ in _imports(module, path) if name in _SOURCES and name != module}
+    )
+    for module, path in _SOURCES.items()
   }
 
   done, path_now = set(), []
 
   def visit(module):
     if module in path_now:
-      cycle = ' -> '.join([*path_now[path_now.index(module):], module])
+      cycle = ' -> '.join([*path_now[path_now.index(module) :], module])
       raise AssertionError(f'import cycle: {cycle}')
     if module in done:
       return

@@ -11,10 +11,27 @@ import pytest
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize('name', [
-    'README.md', 'setup.py', 'pyproject.toml', 'Makefile', 'CHANGELOG.md', 'CONTRIBUTING.md', 'LICENSE', 'requirements',
-    'docs/design.md', 'benchmarks', '.ci/run', 't5x_lite', 'moe', 'gin', 'scripts', 'tests',
-])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'README.md',
+    'setup.py',
+    'pyproject.toml',
+    'Makefile',
+    'CHANGELOG.md',
+    'CONTRIBUTING.md',
+    'LICENSE',
+    'requirements',
+    'docs/design.md',
+    'benchmarks',
+    '.ci/run',
+    't5x_lite',
+    'moe',
+    'gin',
+    'scripts',
+    'tests',
+  ],
+)
 def test_top_level(name):
   assert (_ROOT / name).exists()
 
@@ -36,8 +53,12 @@ def test_scripts_are_flags_only():
 
 
 def test_modules_have_a_docstring_of_their_purpose():
-  silent = [str(path.relative_to(_ROOT)) for top in ('t5x_lite', 'moe', 'scripts', 'benchmarks')
-            for path in (_ROOT / top).rglob('*.py') if not path.read_text().lstrip().startswith(('"""', '#!'))]
+  silent = [
+    str(path.relative_to(_ROOT))
+    for top in ('t5x_lite', 'moe', 'scripts', 'benchmarks')
+    for path in (_ROOT / top).rglob('*.py')
+    if not path.read_text().lstrip().startswith(('"""', '#!'))
+  ]
   assert not silent, silent
 
 
@@ -60,27 +81,50 @@ def test_locks_agree_between_pythons():
   assert differing <= {'contourpy', 'scipy'}, differing
 
 
-@pytest.mark.skipif((platform.system(), platform.machine()) != ('Linux', 'x86_64'), reason='the locks are for Linux')
-@pytest.mark.parametrize('name', [
-    'grain', 'jsonschema', 'matplotlib', 'safetensors', 'seqio', 'sentencepiece', 't5', 'tensorflow'])
+@pytest.mark.skipif(
+  (platform.system(), platform.machine()) != ('Linux', 'x86_64'), reason='the locks are for Linux'
+)
+@pytest.mark.parametrize(
+  'name',
+  [
+    'grain',
+    'jsonschema',
+    'matplotlib',
+    'safetensors',
+    'seqio',
+    'sentencepiece',
+    't5',
+    'tensorflow',
+  ],
+)
 def test_packages_of_the_lock_are_installed(name):
   """Tests that need one of them are skipped where it is missing; with the lock none is."""
-  assert importlib.util.find_spec(name) is not None, f'{name} is missing: install requirements/lock-3.*.txt'
+  assert importlib.util.find_spec(name) is not None, (
+    f'{name} is missing: install requirements/lock-3.*.txt'
+  )
 
 
 def test_locks_satisfy_setup_ranges():
   from packaging.requirements import Requirement
+
   text = (_ROOT / 'setup.py').read_text()
-  block = text[text.index('install_requires'):text.index('extras_require')]
-  pins = dict(line.split('==') for line in (_ROOT / 'requirements/lock-3.11.txt').read_text().lower().splitlines()
-              if line and not line.startswith('#'))
-  requirements = [Requirement(found) for found in re.findall(r"'([^']+)'", block) if found != 'install_requires']
+  block = text[text.index('install_requires') : text.index('extras_require')]
+  pins = dict(
+    line.split('==')
+    for line in (_ROOT / 'requirements/lock-3.11.txt').read_text().lower().splitlines()
+    if line and not line.startswith('#')
+  )
+  requirements = [
+    Requirement(found) for found in re.findall(r"'([^']+)'", block) if found != 'install_requires'
+  ]
   assert len(requirements) >= 8
   for requirement in requirements:
     assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement
 
 
 def test_make_lists_its_targets():
-  listed = subprocess.run(['make', '-s'], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
+  listed = subprocess.run(
+    ['make', '-s'], cwd=_ROOT, capture_output=True, text=True, check=True
+  ).stdout
   for target in ('train', 'test', 'test-full', 'bench', 'docs', 'clean'):
     assert re.search(rf'^  {target}\s', listed, re.MULTILINE), listed

@@ -29,9 +29,15 @@ _URL = 'https://github.com/t5x-lite/t5x_lite'
 # Written by setuptools, next to the checkout's files.
 _GENERATED = re.compile(r'PKG-INFO|setup\.cfg|t5x_lite\.egg-info/.*')
 # Ignored by git; a developer's checkout has them.
-_LEFTOVERS = ('runs/cloze/config.gin', '.venv/bin/python', '.jax_cache/program', 'docs/_build/index.html',
-              'build/lib/moe/old.py', 't5x_lite/__pycache__/cli.cpython-311.pyc',
-              'tests/__pycache__/test_cli.cpython-311.pyc')
+_LEFTOVERS = (
+  'runs/cloze/config.gin',
+  '.venv/bin/python',
+  '.jax_cache/program',
+  'docs/_build/index.html',
+  'build/lib/moe/old.py',
+  't5x_lite/__pycache__/cli.cpython-311.pyc',
+  'tests/__pycache__/test_cli.cpython-311.pyc',
+)
 _BUILD = """
 import os, sys, tarfile
 from setuptools import build_meta
@@ -49,8 +55,13 @@ def _git_files(*flags):
   if not (_ROOT / '.git').exists() or shutil.which('git') is None:
     pytest.skip('not a git checkout, so there is nothing to compare a distribution with')
   # Git lists nothing in a checkout of another owner, as in some containers, unless told.
-  listed = subprocess.run(['git', '-c', 'safe.directory=*', 'ls-files', '-z', *flags], cwd=_ROOT, capture_output=True,
-                          text=True, check=True).stdout
+  listed = subprocess.run(
+    ['git', '-c', 'safe.directory=*', 'ls-files', '-z', *flags],
+    cwd=_ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  ).stdout
   return {name for name in listed.split('\0') if name and (_ROOT / name).is_file()}
 
 
@@ -71,18 +82,32 @@ def built(tmp_path_factory):
     (folder / 'checkout' / name).write_text('')
   dist = folder / 'dist'
   dist.mkdir()
-  subprocess.run([sys.executable, '-W', 'error', '-c', _BUILD, dist], cwd=folder / 'checkout', check=True,
-                 capture_output=True, text=True, timeout=300)
+  subprocess.run(
+    [sys.executable, '-W', 'error', '-c', _BUILD, dist],
+    cwd=folder / 'checkout',
+    check=True,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   (sdist,), (wheel,) = dist.glob('*.tar.gz'), dist.glob('*.whl')
   with tarfile.open(sdist) as archive:
     sdist_files = {member.name.partition('/')[2] for member in archive if member.isfile()}
   with zipfile.ZipFile(wheel) as archive:
     wheel_files = set(archive.namelist())
     (info,) = {name.partition('/')[0] for name in wheel_files if '.dist-info/' in name}
-    metadata, entry_points = (archive.read(f'{info}/{name}').decode() for name in ('METADATA', 'entry_points.txt'))
+    metadata, entry_points = (
+      archive.read(f'{info}/{name}').decode() for name in ('METADATA', 'entry_points.txt')
+    )
   return types.SimpleNamespace(
-      copied=copied, sdist=sdist, sdist_files=sdist_files, wheel=wheel, wheel_files=wheel_files,
-      metadata=email.parser.Parser().parsestr(metadata), entry_points=entry_points)
+    copied=copied,
+    sdist=sdist,
+    sdist_files=sdist_files,
+    wheel=wheel,
+    wheel_files=wheel_files,
+    metadata=email.parser.Parser().parsestr(metadata),
+    entry_points=entry_points,
+  )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -98,26 +123,45 @@ def test_sdist_is_the_checkout(built):
 
 def test_wheel_has_both_packages_and_all_gin_files(built):
   expected = {name for name in built.copied if name.startswith(('t5x_lite/', 'moe/'))}
-  expected |= {f't5x_lite/gin_files/{name.removeprefix("gin/")}' for name in built.copied if name.startswith('gin/')}
+  expected |= {
+    f't5x_lite/gin_files/{name.removeprefix("gin/")}'
+    for name in built.copied
+    if name.startswith('gin/')
+  }
   found = {name for name in built.wheel_files if '.dist-info/' not in name}
   assert found == expected, (sorted(expected - found), sorted(found - expected))
   assert {'t5x_lite/py.typed', 'moe/py.typed'} <= found
   licenses = {name.partition('/licenses/')[2] for name in built.wheel_files} - {''}
-  assert licenses == {'LICENSE', 't5x_lite/data/corpora/PSF-LICENSE.txt', 't5x_lite/data/corpora/NOTICE.txt'}
+  assert licenses == {
+    'LICENSE',
+    't5x_lite/data/corpora/PSF-LICENSE.txt',
+    't5x_lite/data/corpora/NOTICE.txt',
+  }
 
 
 def test_metadata(built):
   metadata = built.metadata
   assert metadata['Version'] == t5x_lite.__version__
   assert f'({t5x_lite.__version__})' in (_ROOT / 'CHANGELOG.md').read_text() or re.search(
-      rf'^## {re.escape(t5x_lite.__version__)}', (_ROOT / 'CHANGELOG.md').read_text(), re.MULTILINE)
-  assert metadata['Author'] == 'The t5x_lite authors' and 'mixture-of-experts' in metadata['Keywords'].split(',')
+    rf'^## {re.escape(t5x_lite.__version__)}', (_ROOT / 'CHANGELOG.md').read_text(), re.MULTILINE
+  )
+  assert metadata['Author'] == 'The t5x_lite authors' and 'mixture-of-experts' in metadata[
+    'Keywords'
+  ].split(',')
   assert metadata['License-Expression'] == 'Apache-2.0 AND PSF-2.0'
   urls = dict(text.split(', ') for text in metadata.get_all('Project-URL'))
   assert set(urls) == {'Source', 'Documentation', 'Changelog', 'Issues'}
   assert all(url.startswith(_URL) for url in urls.values())
-  systems = {text for text in metadata.get_all('Classifier') if text.startswith(('Operating System', 'Typing'))}
-  assert systems == {'Operating System :: MacOS', 'Operating System :: POSIX :: Linux', 'Typing :: Typed'}
+  systems = {
+    text
+    for text in metadata.get_all('Classifier')
+    if text.startswith(('Operating System', 'Typing'))
+  }
+  assert systems == {
+    'Operating System :: MacOS',
+    'Operating System :: POSIX :: Linux',
+    'Typing :: Typed',
+  }
 
 
 def test_description_has_absolute_links(built):
@@ -136,11 +180,16 @@ def test_description_has_absolute_links(built):
 # The programs that the documentation names
 
 # docs/design.md is for people who read or change the code, in a checkout.
-_TOLD = [path.relative_to(_ROOT).as_posix() for path in (
-    _ROOT / 'README.md', *sorted(set((_ROOT / 'docs').glob('*.md')) - {_ROOT / 'docs/design.md'}),
+_TOLD = [
+  path.relative_to(_ROOT).as_posix()
+  for path in (
+    _ROOT / 'README.md',
+    *sorted(set((_ROOT / 'docs').glob('*.md')) - {_ROOT / 'docs/design.md'}),
     *sorted((_ROOT / 'docs/notebooks').glob('*.md')),
     *sorted((_ROOT / 'gin').rglob('*.gin')),
-    *sorted(path for package in ('t5x_lite', 'moe') for path in (_ROOT / package).rglob('*.py')))]
+    *sorted(path for package in ('t5x_lite', 'moe') for path in (_ROOT / package).rglob('*.py')),
+  )
+]
 _CHECKOUT_PROGRAM = re.compile(r'\b(scripts|benchmarks|tools)/([\w/]+\.(?:py|sh))')
 _OTHERS_MODULES = sys.stdlib_module_names | {'pip', 'pytest', 't5x/train'}
 
@@ -151,8 +200,12 @@ def test_modules_to_run_are_in_the_wheel(built):
     for module in re.findall(r'python3? -m ([\w.]+)', (_ROOT / page).read_text(encoding='utf-8')):
       told.setdefault(module.rstrip('.').replace('.', '/'), page)
   assert {'t5x_lite', 'moe'} <= set(told)
-  lost = {module: page for module, page in told.items() if module not in _OTHERS_MODULES
-          and not {f'{module}.py', f'{module}/__main__.py'} & built.wheel_files}
+  lost = {
+    module: page
+    for module, page in told.items()
+    if module not in _OTHERS_MODULES
+    and not {f'{module}.py', f'{module}/__main__.py'} & built.wheel_files
+  }
   assert not lost, f'not in the wheel: {lost}'
 
 
@@ -164,7 +217,9 @@ def test_programs_outside_the_wheel_are_said_to_be_a_checkouts(built):
       found.add(page)
       assert f'{folder}/{name}' in built.sdist_files, (page, folder, name)
       paragraphs = re.split(r'\n\s*\n', text)
-      if not any(f'{folder}/' in paragraph and 'checkout' in paragraph.lower() for paragraph in paragraphs):
+      if not any(
+        f'{folder}/' in paragraph and 'checkout' in paragraph.lower() for paragraph in paragraphs
+      ):
         unsaid[page] = f'{folder}/{name}'
   assert {'README.md', 'docs/benchmarks.md', 'gin/recipes/keyword_cloze_moe.gin'} <= found
   assert not unsaid, f'say "in a checkout", or name a program of the wheel: {unsaid}'
@@ -187,12 +242,17 @@ def _installed_files(requirements):
   while queue:
     requirement = queue.pop()
     distribution = importlib.metadata.distribution(requirement.name)
-    assert requirement.specifier.contains(distribution.version, prereleases=True), (requirement, distribution.version)
+    assert requirement.specifier.contains(distribution.version, prereleases=True), (
+      requirement,
+      distribution.version,
+    )
     for extra in ('', *requirement.extras):
       if (distribution.name, extra) not in found:
         found[distribution.name, extra] = {str(path) for path in distribution.files}
         wanted = map(Requirement, distribution.requires or ())
-        queue += [one for one in wanted if one.marker is None or one.marker.evaluate({'extra': extra})]
+        queue += [
+          one for one in wanted if one.marker is None or one.marker.evaluate({'extra': extra})
+        ]
   return set().union(*found.values())
 
 
@@ -206,7 +266,9 @@ def _link_requirements(folder, requirements):
       continue
     is_shared = rest and f'{top}/__init__.py' not in files and not top.endswith('.dist-info')
     entries.add(f'{top}/{rest.partition("/")[0]}' if is_shared else top)
-  packages = next(pathlib.Path(path) for path in site.getsitepackages() if (pathlib.Path(path) / 'jax').is_dir())
+  packages = next(
+    pathlib.Path(path) for path in site.getsitepackages() if (pathlib.Path(path) / 'jax').is_dir()
+  )
   for entry in entries:
     (folder / entry).parent.mkdir(parents=True, exist_ok=True)
     (folder / entry).symlink_to(packages / entry)
@@ -214,14 +276,19 @@ def _link_requirements(folder, requirements):
 
 def _environment(**more):
   """Returns the environment of a user who has set nothing, on a CPU."""
-  kept = {name: value for name, value in os.environ.items()
-          if not name.startswith(('PYTHON', 'XLA_', 'JAX_', 'T5X_LITE', 'VIRTUAL_ENV'))}
+  kept = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(('PYTHON', 'XLA_', 'JAX_', 'T5X_LITE', 'VIRTUAL_ENV'))
+  }
   return kept | {'JAX_PLATFORMS': 'cpu'} | more
 
 
 def _first_example(program, folder, env):
   """Returns the words of the first command that `t5x_lite --help` shows."""
-  shown = subprocess.run([program, '--help'], cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+  shown = subprocess.run(
+    [program, '--help'], cwd=folder, env=env, capture_output=True, text=True, check=True
+  ).stdout
   words = shlex.split(re.search(r'^  t5x_lite (train .*)$', shown, re.MULTILINE)[1])
   assert '--gin_file=recipes/keyword_cloze.gin' in words
   return [program, *words]
@@ -256,8 +323,25 @@ def test_first_example_runs_from_the_wheel(built, tmp_path):
   """In a fresh environment that has the wheel and what its metadata requires, and nothing else."""
   venv.create(tmp_path / 'env', with_pip=False)
   python, program = (tmp_path / 'env' / 'bin' / name for name in ('python', 't5x_lite'))
-  subprocess.run([sys.executable, '-m', 'pip', '--python', python, 'install', '--quiet', '--disable-pip-version-check',
-                  '--no-index', '--no-deps', '--no-compile', built.wheel], check=True, cwd=tmp_path, env=_environment())
+  subprocess.run(
+    [
+      sys.executable,
+      '-m',
+      'pip',
+      '--python',
+      python,
+      'install',
+      '--quiet',
+      '--disable-pip-version-check',
+      '--no-index',
+      '--no-deps',
+      '--no-compile',
+      built.wheel,
+    ],
+    check=True,
+    cwd=tmp_path,
+    env=_environment(),
+  )
   required = map(Requirement, built.metadata.get_all('Requires-Dist'))
   _link_requirements(tmp_path / 'required', [one for one in required if one.marker is None])
   (packages,) = (tmp_path / 'env/lib').glob('python*/site-packages')
@@ -268,12 +352,27 @@ def test_first_example_runs_from_the_wheel(built, tmp_path):
   env = _environment(JAX_DISABLE_MOST_OPTIMIZATIONS='1', XLA_FLAGS=processes.xla_flags(1))
   subprocess.run([python, '-c', _LOOK_AROUND], cwd=work, env=env, check=True, timeout=300)
   command = _first_example(program, work, env)
-  done = subprocess.run([*command, '--gin.TRAIN_STEPS=2', '--gin.SAVING_PERIOD=2',
-                         '--gin.EVAL_PERIOD=2', '--gin.EVAL_STEPS=1', '--gin.BATCH_SIZE=8',
-                         '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1'],
-                        cwd=work, env=env, capture_output=True, text=True, timeout=300)
+  done = subprocess.run(
+    [
+      *command,
+      '--gin.TRAIN_STEPS=2',
+      '--gin.SAVING_PERIOD=2',
+      '--gin.EVAL_PERIOD=2',
+      '--gin.EVAL_STEPS=1',
+      '--gin.BATCH_SIZE=8',
+      '--gin.network.T5Config.num_encoder_layers=1',
+      '--gin.network.T5Config.num_decoder_layers=1',
+    ],
+    cwd=work,
+    env=env,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr[-3000:]
-  assert (work / 'runs/cloze/checkpoint_2').is_dir() and 'Outputs are in runs/cloze' in done.stdout + done.stderr
+  assert (
+    work / 'runs/cloze/checkpoint_2'
+  ).is_dir() and 'Outputs are in runs/cloze' in done.stdout + done.stderr
 
 
 @pytest.mark.full  # downloads JAX
@@ -282,11 +381,16 @@ def test_plain_pip_install_runs_the_first_example(built, tmp_path):
   venv.create(tmp_path / 'env', with_pip=True)
   python, program = (tmp_path / 'env' / 'bin' / name for name in ('python', 't5x_lite'))
   env = _environment()
-  subprocess.run([python, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', built.wheel], check=True,
-                 cwd=tmp_path, env=env)
+  subprocess.run(
+    [python, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', built.wheel],
+    check=True,
+    cwd=tmp_path,
+    env=env,
+  )
   subprocess.run([python, '-m', 'pip', 'check'], check=True, env=env)
   command = _first_example(program, tmp_path, env)
-  done = subprocess.run([*command], cwd=tmp_path, env=env, capture_output=True, text=True,
-                        timeout=1800)
+  done = subprocess.run(
+    [*command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   assert (tmp_path / 'runs/cloze/checkpoint_500').is_dir()

@@ -36,7 +36,9 @@ class _Row:
   config: dict = dataclasses.field(default_factory=dict)
 
 
-_T5_PAPER = 'Raffel et al. 2020, section 3.7; text-to-text-transfer-transformer, t5/models/gin/models'
+_T5_PAPER = (
+  'Raffel et al. 2020, section 3.7; text-to-text-transfer-transformer, t5/models/gin/models'
+)
 _T5_1_1 = 'text-to-text-transfer-transformer, released_checkpoints.md; t5x/examples/t5/t5_1_1'
 _MT5 = 'Xue et al. 2021; t5x/examples/t5/mt5'
 _UMT5 = 'Chung et al. 2023; t5x/examples/scalable_t5/umt5; config.json of umt5-base and umt5-xxl in public repositories'
@@ -47,50 +49,112 @@ _SPARSE_LARGE = {**_SPARSE, 'num_sparse_encoder_layers': 12, 'num_sparse_decoder
 
 # Keys that all models of a family have. 'tie_word_embeddings' as it was published: T5's files leave it out (True).
 _FAMILIES = {
-    't5_1_0': {'model_type': 't5', 'vocab_size': 32128},
-    't5_1_1': {'model_type': 't5', 'vocab_size': 32128, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False,
-               'tokenizer_class': 'T5Tokenizer'},
-    'mt5': {'model_type': 'mt5', 'vocab_size': 250112, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
-    'umt5': {'model_type': 'umt5', 'vocab_size': 256384, 'feed_forward_proj': 'gated-gelu',
-             'tie_word_embeddings': False},
-    'byt5': {'model_type': 't5', 'vocab_size': 384, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False,
-             'tokenizer_class': 'ByT5Tokenizer'},
-    'switch': {'model_type': 'switch_transformers', 'vocab_size': 32128, 'feed_forward_proj': 'relu',
-               'dense_act_fn': 'relu', 'is_gated_act': False, 'router_bias': False},
+  't5_1_0': {'model_type': 't5', 'vocab_size': 32128},
+  't5_1_1': {
+    'model_type': 't5',
+    'vocab_size': 32128,
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+    'tokenizer_class': 'T5Tokenizer',
+  },
+  'mt5': {
+    'model_type': 'mt5',
+    'vocab_size': 250112,
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+  },
+  'umt5': {
+    'model_type': 'umt5',
+    'vocab_size': 256384,
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+  },
+  'byt5': {
+    'model_type': 't5',
+    'vocab_size': 384,
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+    'tokenizer_class': 'ByT5Tokenizer',
+  },
+  'switch': {
+    'model_type': 'switch_transformers',
+    'vocab_size': 32128,
+    'feed_forward_proj': 'relu',
+    'dense_act_fn': 'relu',
+    'is_gated_act': False,
+    'router_bias': False,
+  },
 }
 
 _ROWS = [
-    _Row('t5_1_0_small', 't5-small', (512, 8, 64, 2048, 6, 6), _T5_PAPER),
-    _Row('t5_1_0_base', 't5-base', (768, 12, 64, 3072, 12, 12), _T5_PAPER),
-    _Row('t5_1_0_large', 't5-large', (1024, 16, 64, 4096, 24, 24), _T5_PAPER),
-    # Their width is that of large; heads and hidden units are wider together than it.
-    _Row('t5_1_0_xl', 't5-3b', (1024, 32, 128, 16384, 24, 24), _T5_PAPER),
-    _Row('t5_1_0_xxl', 't5-11b', (1024, 128, 128, 65536, 24, 24), _T5_PAPER),
-    _Row('t5_1_1_small', 't5-v1_1-small t5-small-lm-adapt flan-t5-small', (512, 6, 64, 1024, 8, 8), _T5_1_1),
-    _Row('t5_1_1_base', 't5-v1_1-base t5-base-lm-adapt flan-t5-base', (768, 12, 64, 2048, 12, 12), _T5_1_1),
-    _Row('t5_1_1_large', 't5-v1_1-large t5-large-lm-adapt flan-t5-large', (1024, 16, 64, 2816, 24, 24), _T5_1_1),
-    _Row('t5_1_1_xl', 't5-v1_1-xl t5-xl-lm-adapt flan-t5-xl', (2048, 32, 64, 5120, 24, 24), _T5_1_1),
-    _Row('t5_1_1_xxl', 't5-v1_1-xxl t5-xxl-lm-adapt flan-t5-xxl', (4096, 64, 64, 10240, 24, 24), _T5_1_1),
-    _Row('mt5_small', 'mt5-small', (512, 6, 64, 1024, 8, 8), _MT5),
-    _Row('mt5_base', 'mt5-base', (768, 12, 64, 2048, 12, 12), _MT5),
-    _Row('mt5_large', 'mt5-large', (1024, 16, 64, 2816, 24, 24), _MT5),
-    _Row('mt5_xl', 'mt5-xl', (2048, 32, 64, 5120, 24, 24), _MT5),
-    _Row('mt5_xxl', 'mt5-xxl', (4096, 64, 64, 10240, 24, 24), _MT5),
-    _Row('umt5_small', 'umt5-small', (512, 6, 64, 1024, 8, 8), _UMT5),
-    # As a model that includes it quotes its file, that says tie_word_embeddings: true; the folder has both tables.
-    _Row('umt5_base', 'umt5-base', (768, 12, 64, 2048, 12, 12), _UMT5, config={'tie_word_embeddings': True,
-                                                                               'transformers_version': '5.3.0'}),
-    _Row('umt5_xl', 'umt5-xl', (2048, 32, 64, 5120, 24, 24), _UMT5),
-    _Row('umt5_xxl', 'umt5-xxl', (4096, 64, 64, 10240, 24, 24), _UMT5),
-    _Row('byt5_small', 'byt5-small', (1472, 6, 64, 3584, 12, 4), _BYT5),
-    _Row('byt5_base', 'byt5-base', (1536, 12, 64, 3968, 18, 6), _BYT5),
-    _Row('byt5_large', 'byt5-large', (1536, 16, 64, 3840, 36, 12), _BYT5),
-    _Row('byt5_xl', 'byt5-xl', (2560, 32, 64, 6720, 36, 12), _BYT5),
-    _Row('byt5_xxl', 'byt5-xxl', (4672, 64, 64, 12352, 36, 12), _BYT5),
-    *(_Row('switch_base', f'switch-base-{number}', (768, 12, 64, 3072, 12, 12), _SWITCH, {'NUM_EXPERTS': number},
-           {**_SPARSE, 'num_experts': number}) for number in (8, 16, 32, 64, 128, 256)),
-    _Row('switch_large', 'switch-large-128', (1024, 16, 64, 4096, 24, 24), _SWITCH, {},
-         {**_SPARSE_LARGE, 'num_experts': 128}),
+  _Row('t5_1_0_small', 't5-small', (512, 8, 64, 2048, 6, 6), _T5_PAPER),
+  _Row('t5_1_0_base', 't5-base', (768, 12, 64, 3072, 12, 12), _T5_PAPER),
+  _Row('t5_1_0_large', 't5-large', (1024, 16, 64, 4096, 24, 24), _T5_PAPER),
+  # Their width is that of large; heads and hidden units are wider together than it.
+  _Row('t5_1_0_xl', 't5-3b', (1024, 32, 128, 16384, 24, 24), _T5_PAPER),
+  _Row('t5_1_0_xxl', 't5-11b', (1024, 128, 128, 65536, 24, 24), _T5_PAPER),
+  _Row(
+    't5_1_1_small',
+    't5-v1_1-small t5-small-lm-adapt flan-t5-small',
+    (512, 6, 64, 1024, 8, 8),
+    _T5_1_1,
+  ),
+  _Row(
+    't5_1_1_base',
+    't5-v1_1-base t5-base-lm-adapt flan-t5-base',
+    (768, 12, 64, 2048, 12, 12),
+    _T5_1_1,
+  ),
+  _Row(
+    't5_1_1_large',
+    't5-v1_1-large t5-large-lm-adapt flan-t5-large',
+    (1024, 16, 64, 2816, 24, 24),
+    _T5_1_1,
+  ),
+  _Row('t5_1_1_xl', 't5-v1_1-xl t5-xl-lm-adapt flan-t5-xl', (2048, 32, 64, 5120, 24, 24), _T5_1_1),
+  _Row(
+    't5_1_1_xxl', 't5-v1_1-xxl t5-xxl-lm-adapt flan-t5-xxl', (4096, 64, 64, 10240, 24, 24), _T5_1_1
+  ),
+  _Row('mt5_small', 'mt5-small', (512, 6, 64, 1024, 8, 8), _MT5),
+  _Row('mt5_base', 'mt5-base', (768, 12, 64, 2048, 12, 12), _MT5),
+  _Row('mt5_large', 'mt5-large', (1024, 16, 64, 2816, 24, 24), _MT5),
+  _Row('mt5_xl', 'mt5-xl', (2048, 32, 64, 5120, 24, 24), _MT5),
+  _Row('mt5_xxl', 'mt5-xxl', (4096, 64, 64, 10240, 24, 24), _MT5),
+  _Row('umt5_small', 'umt5-small', (512, 6, 64, 1024, 8, 8), _UMT5),
+  # As a model that includes it quotes its file, that says tie_word_embeddings: true; the folder has both tables.
+  _Row(
+    'umt5_base',
+    'umt5-base',
+    (768, 12, 64, 2048, 12, 12),
+    _UMT5,
+    config={'tie_word_embeddings': True, 'transformers_version': '5.3.0'},
+  ),
+  _Row('umt5_xl', 'umt5-xl', (2048, 32, 64, 5120, 24, 24), _UMT5),
+  _Row('umt5_xxl', 'umt5-xxl', (4096, 64, 64, 10240, 24, 24), _UMT5),
+  _Row('byt5_small', 'byt5-small', (1472, 6, 64, 3584, 12, 4), _BYT5),
+  _Row('byt5_base', 'byt5-base', (1536, 12, 64, 3968, 18, 6), _BYT5),
+  _Row('byt5_large', 'byt5-large', (1536, 16, 64, 3840, 36, 12), _BYT5),
+  _Row('byt5_xl', 'byt5-xl', (2560, 32, 64, 6720, 36, 12), _BYT5),
+  _Row('byt5_xxl', 'byt5-xxl', (4672, 64, 64, 12352, 36, 12), _BYT5),
+  *(
+    _Row(
+      'switch_base',
+      f'switch-base-{number}',
+      (768, 12, 64, 3072, 12, 12),
+      _SWITCH,
+      {'NUM_EXPERTS': number},
+      {**_SPARSE, 'num_experts': number},
+    )
+    for number in (8, 16, 32, 64, 128, 256)
+  ),
+  _Row(
+    'switch_large',
+    'switch-large-128',
+    (1024, 16, 64, 4096, 24, 24),
+    _SWITCH,
+    {},
+    {**_SPARSE_LARGE, 'num_experts': 128},
+  ),
 ]
 
 
@@ -100,8 +164,14 @@ def _family(row):
 
 def _config_json(row):
   keys = ('d_model', 'num_heads', 'd_kv', 'd_ff', 'num_layers', 'num_decoder_layers')
-  return {**_FAMILIES[_family(row)], **dict(zip(keys, row.dims, strict=True)), 'layer_norm_epsilon': 1e-6,
-          'relative_attention_num_buckets': 32, 'is_encoder_decoder': True, **row.config}
+  return {
+    **_FAMILIES[_family(row)],
+    **dict(zip(keys, row.dims, strict=True)),
+    'layer_norm_epsilon': 1e-6,
+    'relative_attention_num_buckets': 32,
+    'is_encoder_decoder': True,
+    **row.config,
+  }
 
 
 @pytest.fixture(autouse=True)
@@ -113,19 +183,29 @@ def _clear():
 @pytest.mark.parametrize('row', _ROWS, ids=[row.published.split()[0] for row in _ROWS])
 def test_the_file_has_the_published_dims(row):
   module = load_model(row.gin_file, **row.macros).module
-  published = hugging_face.Architecture.from_config_json(_config_json(row), has_head=_family(row) not in (
-      't5_1_0', 'switch'))
+  published = hugging_face.Architecture.from_config_json(
+    _config_json(row), has_head=_family(row) not in ('t5_1_0', 'switch')
+  )
   wanted = published.network_config_kwargs()
-  assert {name: tuple(value) if isinstance(value, (list, tuple)) else value
-          for name, value in vars(module.config).items() if name in wanted} | {
-              'relpos_bias_tables': 'per_layer' if module.config.relpos_per_layer else 'per_stack'} == wanted
+  assert {
+    name: tuple(value) if isinstance(value, (list, tuple)) else value
+    for name, value in vars(module.config).items()
+    if name in wanted
+  } | {
+    'relpos_bias_tables': 'per_layer' if module.config.relpos_per_layer else 'per_stack'
+  } == wanted
   sparse = {stack: () for stack in ('encoder', 'decoder')}
   if published.num_experts:
     blocks = module.feed_forward_fn
     assert blocks.block.num_experts == published.num_experts
-    sparse = {stack: moe_networks.sparse_layers(
-        getattr(blocks, f'{stack}_layout'), getattr(blocks, f'num_{stack}_layers'),
-        getattr(blocks, f'num_{stack}_sparse_layers')) for stack in sparse}
+    sparse = {
+      stack: moe_networks.sparse_layers(
+        getattr(blocks, f'{stack}_layout'),
+        getattr(blocks, f'num_{stack}_layers'),
+        getattr(blocks, f'num_{stack}_sparse_layers'),
+      )
+      for stack in sparse
+    }
   assert sparse == {stack: published.sparse_layers_of(stack) for stack in sparse}
   assert hugging_face.family_of(_config_json(row)).name == _family(row)
   # The file that conversion proposes is this one.
@@ -135,6 +215,11 @@ def test_the_file_has_the_published_dims(row):
 
 
 def test_every_released_size_has_a_row():
-  files = {name.removeprefix('models/').removesuffix('.gin') for name in gin_syntax.packaged_files('models')}
-  released = {name for name in files if name.startswith(tuple(f'{family}_' for family in _FAMILIES))}
+  files = {
+    name.removeprefix('models/').removesuffix('.gin')
+    for name in gin_syntax.packaged_files('models')
+  }
+  released = {
+    name for name in files if name.startswith(tuple(f'{family}_' for family in _FAMILIES))
+  }
   assert {row.gin_file for row in _ROWS} == released - {'t5_1_0_tiny', 't5_1_1_tiny'}

@@ -31,6 +31,8 @@ class FakeStore:
 
   def blocking_key_value_get(self, key, timeout_in_ms):
     with self._changed:
-      if self.is_gone or not self._changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+      if self.is_gone or not self._changed.wait_for(
+        lambda: key in self.values, timeout_in_ms / 1000
+      ):
         raise RuntimeError(f'DEADLINE_EXCEEDED: {key}')
       return self.values[key]

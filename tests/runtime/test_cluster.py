@@ -16,19 +16,41 @@ from t5x_lite.runtime import cluster
 from t5x_lite.runtime.cluster import ClusterConfig, ProcessSpec
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_SLURM = {'SLURM_JOB_ID': '4100', 'SLURM_STEP_NODELIST': 'node[07-08],node12', 'SLURM_NTASKS': '6', 'SLURM_PROCID': '3',
-          'SLURM_LOCALID': '1'}
+_SLURM = {
+  'SLURM_JOB_ID': '4100',
+  'SLURM_STEP_NODELIST': 'node[07-08],node12',
+  'SLURM_NTASKS': '6',
+  'SLURM_PROCID': '3',
+  'SLURM_LOCALID': '1',
+}
 # Port of JAX's detector for this job.
 _SLURM_ADDRESS = f'node07:{4100 % 2**12 + 65535 - 2**12 + 1}'
-_ENVIRONMENT = {'JAX_COORDINATOR_ADDRESS': 'host:1234', 'JAX_NUM_PROCESSES': '4', 'JAX_PROCESS_ID': '2'}
+_ENVIRONMENT = {
+  'JAX_COORDINATOR_ADDRESS': 'host:1234',
+  'JAX_NUM_PROCESSES': '4',
+  'JAX_PROCESS_ID': '2',
+}
 _FLAGS = {'coordinator_address': 'n0:99', 'process_count': 8, 'process_index': 7}
 
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
   for name in os.environ:
-    if name.startswith(('SLURM_', 'OMPI_', 'KUBERNETES_', 'TPU_', 'MEGASCALE_', 'JAX_COORDINATOR', 'JAX_LOCAL_DEVICE',
-                        'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID', 'T5X_LITE_LAUNCH', 'CUDA_VISIBLE')):
+    if name.startswith(
+      (
+        'SLURM_',
+        'OMPI_',
+        'KUBERNETES_',
+        'TPU_',
+        'MEGASCALE_',
+        'JAX_COORDINATOR',
+        'JAX_LOCAL_DEVICE',
+        'JAX_NUM_PROCESSES',
+        'JAX_PROCESS_ID',
+        'T5X_LITE_LAUNCH',
+        'CUDA_VISIBLE',
+      )
+    ):
       monkeypatch.delenv(name)
 
 
@@ -46,99 +68,201 @@ def test_without_anything_a_process_is_alone(monkeypatch, caplog):
   assert not caplog.records
 
 
-@pytest.mark.parametrize('environment, options, expected', [
+@pytest.mark.parametrize(
+  'environment, options, expected',
+  [
     ({}, _FLAGS, ProcessSpec(address='n0:99', count=8, index=7, origin='flags')),
-    (_ENVIRONMENT, {}, ProcessSpec(address='host:1234', count=4, index=2, origin='environment variables')),
-    (_ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {},
-     ProcessSpec(address='host:1234', count=4, index=2, origin='launch')),
-    (_SLURM, {}, ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, local_devices=(1,), origin='SLURM')),
+    (
+      _ENVIRONMENT,
+      {},
+      ProcessSpec(address='host:1234', count=4, index=2, origin='environment variables'),
+    ),
+    (
+      _ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'},
+      {},
+      ProcessSpec(address='host:1234', count=4, index=2, origin='launch'),
+    ),
+    (
+      _SLURM,
+      {},
+      ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, local_devices=(1,), origin='SLURM'),
+    ),
     # What is said explicitly wins, and the rest is completed.
-    (_SLURM | _ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'}, {}, ProcessSpec(
-        address='host:1234', count=4, index=2, origin='launch')),
+    (
+      _SLURM | _ENVIRONMENT | {'T5X_LITE_LAUNCHED': '1'},
+      {},
+      ProcessSpec(address='host:1234', count=4, index=2, origin='launch'),
+    ),
     (_ENVIRONMENT, _FLAGS, ProcessSpec(address='n0:99', count=8, index=7, origin='flags')),
-    (_SLURM | {'JAX_COORDINATOR_ADDRESS': 'other:5'}, {}, ProcessSpec(
-        address='other:5', count=6, index=3, local_devices=(1,), origin='SLURM')),
-    (_SLURM, {'coordinator_address': 'flag:5'}, ProcessSpec(
-        address='flag:5', count=6, index=3, local_devices=(1,), origin='SLURM')),
-    (_SLURM | {'JAX_LOCAL_DEVICE_IDS': '0,1'}, {}, ProcessSpec(
-        address=_SLURM_ADDRESS, count=6, index=3, local_devices=(0, 1), origin='SLURM')),
+    (
+      _SLURM | {'JAX_COORDINATOR_ADDRESS': 'other:5'},
+      {},
+      ProcessSpec(address='other:5', count=6, index=3, local_devices=(1,), origin='SLURM'),
+    ),
+    (
+      _SLURM,
+      {'coordinator_address': 'flag:5'},
+      ProcessSpec(address='flag:5', count=6, index=3, local_devices=(1,), origin='SLURM'),
+    ),
+    (
+      _SLURM | {'JAX_LOCAL_DEVICE_IDS': '0,1'},
+      {},
+      ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, local_devices=(0, 1), origin='SLURM'),
+    ),
     # A task that sees only its own GPUs.
-    (_SLURM | {'SLURM_GPUS_PER_TASK': '2', 'CUDA_VISIBLE_DEVICES': '0,1'}, {}, ProcessSpec(
-        address=_SLURM_ADDRESS, count=6, index=3, origin='SLURM')),
-    (_SLURM | {'CUDA_VISIBLE_DEVICES': '0'}, {}, ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, origin='SLURM')),
-    (_SLURM | {'JAX_COORDINATOR_PORT': '77'}, {}, ProcessSpec(
-        address='node07:77', count=6, index=3, local_devices=(1,), origin='SLURM')),
-    ({'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911', 'OMPI_COMM_WORLD_SIZE': '2',
-      'OMPI_COMM_WORLD_RANK': '1', 'OMPI_COMM_WORLD_LOCAL_RANK': '0'}, {'mode': 'on'}, ProcessSpec(
-          address=f'10.96.0.1:{1531576320 // 2**12 % 2**12 + 65535 - 2**12 + 1}', count=2, index=1, local_devices=(0,),
-          origin='Open MPI')),
-])
+    (
+      _SLURM | {'SLURM_GPUS_PER_TASK': '2', 'CUDA_VISIBLE_DEVICES': '0,1'},
+      {},
+      ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, origin='SLURM'),
+    ),
+    (
+      _SLURM | {'CUDA_VISIBLE_DEVICES': '0'},
+      {},
+      ProcessSpec(address=_SLURM_ADDRESS, count=6, index=3, origin='SLURM'),
+    ),
+    (
+      _SLURM | {'JAX_COORDINATOR_PORT': '77'},
+      {},
+      ProcessSpec(address='node07:77', count=6, index=3, local_devices=(1,), origin='SLURM'),
+    ),
+    (
+      {
+        'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911',
+        'OMPI_COMM_WORLD_SIZE': '2',
+        'OMPI_COMM_WORLD_RANK': '1',
+        'OMPI_COMM_WORLD_LOCAL_RANK': '0',
+      },
+      {'mode': 'on'},
+      ProcessSpec(
+        address=f'10.96.0.1:{1531576320 // 2**12 % 2**12 + 65535 - 2**12 + 1}',
+        count=2,
+        index=1,
+        local_devices=(0,),
+        origin='Open MPI',
+      ),
+    ),
+  ],
+)
 def test_places(monkeypatch, environment, options, expected):
   assert _find(monkeypatch, environment, **options) == expected
 
 
-@pytest.mark.parametrize('environment, options, message', [
-    ({}, {'mode': 'on'}, r'Pass --coordinator_address.*, --process_count.*, --process_index.*remove --distributed=on'),
-    ({}, {'process_count': 2}, r'\(flags\).*got no --coordinator_address \(JAX_COORDINATOR_ADDRESS\), --process_index'),
+@pytest.mark.parametrize(
+  'environment, options, message',
+  [
+    (
+      {},
+      {'mode': 'on'},
+      r'Pass --coordinator_address.*, --process_count.*, --process_index.*remove --distributed=on',
+    ),
+    (
+      {},
+      {'process_count': 2},
+      r'\(flags\).*got no --coordinator_address \(JAX_COORDINATOR_ADDRESS\), --process_index',
+    ),
     ({}, {**_FLAGS, 'process_index': 8}, r'got --process_index=8 and --process_count=8 \(flags\)'),
     ({'JAX_NUM_PROCESSES': '2'}, {}, r'\(environment variables\).*got no --coordinator_address'),
-    (_ENVIRONMENT | {'JAX_COORDINATOR_ADDRESS': 'host'}, {}, r"JAX_COORDINATOR_ADDRESS must be HOST:PORT, got 'host'"),
+    (
+      _ENVIRONMENT | {'JAX_COORDINATOR_ADDRESS': 'host'},
+      {},
+      r"JAX_COORDINATOR_ADDRESS must be HOST:PORT, got 'host'",
+    ),
     (_ENVIRONMENT | {'JAX_NUM_PROCESSES': '99999999999'}, {}, r'--process_count=99999999999'),
     (_ENVIRONMENT | {'JAX_NUM_PROCESSES': '0'}, {}, r'--process_count=0 \(environment variables\)'),
     ({'JAX_NUM_PROCESSES': 'two'}, {}, r"variable JAX_NUM_PROCESSES must be a number, got 'two'"),
-    ({'JAX_LOCAL_DEVICE_IDS': '0;1'}, {}, r"JAX_LOCAL_DEVICE_IDS must be numbers separated by commas, got '0;1'"),
-    (_SLURM | {'SLURM_NTASKS': 'x'}, {'mode': 'on'}, r'The cluster cannot be detected: ValueError.*Pass --coord'),
-])
+    (
+      {'JAX_LOCAL_DEVICE_IDS': '0;1'},
+      {},
+      r"JAX_LOCAL_DEVICE_IDS must be numbers separated by commas, got '0;1'",
+    ),
+    (
+      _SLURM | {'SLURM_NTASKS': 'x'},
+      {'mode': 'on'},
+      r'The cluster cannot be detected: ValueError.*Pass --coord',
+    ),
+  ],
+)
 def test_errors_of_places(monkeypatch, environment, options, message):
   with pytest.raises(ConfigError, match=message):
     _find(monkeypatch, environment, **options)
 
 
-@pytest.mark.parametrize('options, message', [
+@pytest.mark.parametrize(
+  'options, message',
+  [
     ({'coordinator_address': 'host'}, r"--coordinator_address must be HOST:PORT, got 'host'"),
-    ({'coordinator_address': 'http://x:99'}, r"--coordinator_address must be HOST:PORT"),
-    ({'coordinator_address': '::1:99'}, r"--coordinator_address must be HOST:PORT"),
+    ({'coordinator_address': 'http://x:99'}, r'--coordinator_address must be HOST:PORT'),
+    ({'coordinator_address': '::1:99'}, r'--coordinator_address must be HOST:PORT'),
     ({'process_count': 99999999999}, r'`--process_count` must be an integer in'),
-    ({'heartbeat_timeout_seconds': 9999999999}, r'`--heartbeat_timeout_seconds` must be an integer in'),
+    (
+      {'heartbeat_timeout_seconds': 9999999999},
+      r'`--heartbeat_timeout_seconds` must be an integer in',
+    ),
     ({'coordinator_address': 'host:0'}, r"--coordinator_address must be HOST:PORT, got 'host:0'"),
     ({'process_count': 0}, r'`--process_count` must be an integer in'),
     ({'process_index': -1}, r'`--process_index` must be an integer >= 0'),
     ({'initialization_timeout': 0}, r'`--initialization_timeout` must be'),
     ({'heartbeat_timeout_seconds': 1}, r'`--heartbeat_timeout_seconds` must be an integer in'),
-    ({'mode': 'of'}, r"`ClusterConfig.mode` must be one of"),
+    ({'mode': 'of'}, r'`ClusterConfig.mode` must be one of'),
     ({'mode': 'off', 'process_count': 2}, r'--distributed=off starts one process'),
-])
+  ],
+)
 def test_errors_of_options(options, message):
   with pytest.raises(ConfigError, match=message):
     ClusterConfig(**options)
 
 
-@pytest.mark.parametrize('environment', [
+@pytest.mark.parametrize(
+  'environment',
+  [
     _SLURM | {'SLURM_NTASKS': 'x'},
-    {'KUBERNETES_SERVICE_HOST': '10.0.0.1'},  # without the package `kubernetes`, or without a cluster
-])
+    {
+      'KUBERNETES_SERVICE_HOST': '10.0.0.1'
+    },  # without the package `kubernetes`, or without a cluster
+  ],
+)
 def test_a_detector_that_fails_means_one_process_and_a_warning(monkeypatch, caplog, environment):
   assert _find(monkeypatch, environment) is None
   (record,) = caplog.records
   assert record.levelno == logging.WARNING
-  assert 'this process runs alone' in record.getMessage() and '--distributed=off' in record.getMessage()
+  assert (
+    'this process runs alone' in record.getMessage() and '--distributed=off' in record.getMessage()
+  )
 
 
-@pytest.mark.parametrize('environment, warned', [
-    ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'SLURM_NODEID': '1'}, '1 of the 8 GPUs'),
+@pytest.mark.parametrize(
+  'environment, warned',
+  [
+    (
+      {'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'SLURM_NODEID': '1'},
+      '1 of the 8 GPUs',
+    ),
     ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '8(x2)', 'SLURM_NODEID': '1'}, None),
-    ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '8(x2),4', 'SLURM_NODEID': '2'}, '1 of the 8 GPUs'),
-    ({'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'SLURM_NODEID': '1',
-      'JAX_LOCAL_DEVICE_IDS': '0,1,2,3,4,5,6,7'}, None),
+    (
+      {'SLURM_GPUS_ON_NODE': '8', 'SLURM_STEP_TASKS_PER_NODE': '8(x2),4', 'SLURM_NODEID': '2'},
+      '1 of the 8 GPUs',
+    ),
+    (
+      {
+        'SLURM_GPUS_ON_NODE': '8',
+        'SLURM_STEP_TASKS_PER_NODE': '1(x2)',
+        'SLURM_NODEID': '1',
+        'JAX_LOCAL_DEVICE_IDS': '0,1,2,3,4,5,6,7',
+      },
+      None,
+    ),
     ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'SLURM_NODEID': '1'}, None),
-])
+  ],
+)
 def test_a_task_that_sees_less_than_its_share_is_reported(monkeypatch, caplog, environment, warned):
   cluster._check_share(_find(monkeypatch, _SLURM | environment))
   messages = [record.getMessage() for record in caplog.records]
-  assert [warned in message and '--ntasks-per-node=8' in message for message in messages] == [True] * bool(warned)
+  assert [warned in message and '--ntasks-per-node=8' in message for message in messages] == [
+    True
+  ] * bool(warned)
 
 
-_PROGRAM = '''
+_PROGRAM = """
 import sys, time
 from t5x_lite import runtime
 monitor = runtime.join(runtime.ClusterConfig())
@@ -146,15 +270,29 @@ if monitor.process == 1 and sys.argv[1] == 'raise':
   raise ValueError('of process 1')
 time.sleep(60 if sys.argv[1] == 'raise' else monitor.process)
 print('the end of', monitor.process)
-'''
+"""
 
 
 @pytest.mark.parametrize('what', ['end', 'raise'])
 def test_programs_of_users_end_together(what):
   env = {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'}
-  launch = [sys.executable, '-m', 't5x_lite', 'launch', '-n', '2', '--', sys.executable, '-c', _PROGRAM, what]
+  launch = [
+    sys.executable,
+    '-m',
+    't5x_lite',
+    'launch',
+    '-n',
+    '2',
+    '--',
+    sys.executable,
+    '-c',
+    _PROGRAM,
+    what,
+  ]
   started = time.monotonic()
-  done = subprocess.run(launch, cwd=_ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120)
+  done = subprocess.run(
+    launch, cwd=_ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
+  )
   output = done.stdout + done.stderr
   assert 'terminate called' not in output and 'FATAL' not in output, output
   if what == 'end':
@@ -202,5 +340,7 @@ cluster.join(cluster.ClusterConfig(
 """
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
   assert done.returncode == 75
-  assert f'process {index} of 2 (flags, address {address}) has waited 2 s for the others' in done.stderr
+  assert (
+    f'process {index} of 2 (flags, address {address}) has waited 2 s for the others' in done.stderr
+  )
   assert 'stack trace' not in done.stderr

@@ -16,6 +16,7 @@ from t5x_lite.apps.precompile import run as precompile_lib
 from t5x_lite.runtime import compilation_cache as cache_lib
 from tests.apps.precompile.toy_precompile import GIN, kept_settings
 
+
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch, tmp_path):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'home'))
@@ -31,12 +32,16 @@ def _programs():
 
 def test_commands_use_the_default_folder(capsys, tmp_path, monkeypatch):
   (tmp_path / 'toy.gin').write_text(GIN)
-  monkeypatch.setattr(precompile_command, 'simulate_devices', lambda num_devices: None)  # JAX has begun
+  monkeypatch.setattr(
+    precompile_command, 'simulate_devices', lambda num_devices: None
+  )  # JAX has begun
   monkeypatch.setattr(precompile_lib, 'precompile', lambda **arguments: [])
   command = ['precompile', f'--gin_file={tmp_path}/toy.gin']
   for flag in ('--num_devices=8', '--compilation_cache_dir=off'):
     assert cli.main([*command, flag]) == 0
-  assert capsys.readouterr().out.count('No compilation cache') == 2 and not (tmp_path / 'home').exists()
+  assert (
+    capsys.readouterr().out.count('No compilation cache') == 2 and not (tmp_path / 'home').exists()
+  )
   assert cli.main(command) == 0
   assert f'is {runtime.default_folder()}, the default' in capsys.readouterr().out
   assert runtime.default_folder().stat().st_mode & 0o777 == 0o700
@@ -80,10 +85,14 @@ def test_compilations_are_counted_and_named(caplog):
       jax.clear_caches()
       compile_in_a_thread()
   assert (counts.programs, counts.hits, counts.misses) == (2, 1, 1) and counts.seconds > 0
-  assert str(counts).startswith('2 programs in 0.') and str(counts).endswith(' s, 1 from the compilation cache')
+  assert str(counts).startswith('2 programs in 0.') and str(counts).endswith(
+    ' s, 1 from the compilation cache'
+  )
   assert counts_here == runtime.CacheCounts()
   compile_in_a_thread()  # outside of the context
-  first, second = (record.getMessage() for record in caplog.records if 'triple' in record.getMessage())
+  first, second = (
+    record.getMessage() for record in caplog.records if 'triple' in record.getMessage()
+  )
   assert first.startswith('Compiled ') and second.startswith('Loaded ')
 
 
@@ -121,10 +130,17 @@ def test_no_default_folder_where_programs_are_not_safe(monkeypatch, tmp_path):
   assert jax.config.jax_compilation_cache_dir is None
 
 
-@pytest.mark.parametrize('mounts, is_local', [
-    ('', True), ('none /proc proc rw 0 0', True),  # a chroot
-    ('disk / ext4 rw 0 0', True), ('disk / ext4 rw 0 0\nserver:/ /Gäste\\040a nfs4 rw 0 0', False),
-    ('server:/ / nfs rw 0 0\ndisk /Gäste\\040a ext4 rw 0 0', True), ('server:/ / fuse.sshfs rw 0 0', False)])
+@pytest.mark.parametrize(
+  'mounts, is_local',
+  [
+    ('', True),
+    ('none /proc proc rw 0 0', True),  # a chroot
+    ('disk / ext4 rw 0 0', True),
+    ('disk / ext4 rw 0 0\nserver:/ /Gäste\\040a nfs4 rw 0 0', False),
+    ('server:/ / nfs rw 0 0\ndisk /Gäste\\040a ext4 rw 0 0', True),
+    ('server:/ / fuse.sshfs rw 0 0', False),
+  ],
+)
 def test_network_file_systems(monkeypatch, mounts, is_local):
   monkeypatch.setenv('XDG_CACHE_HOME', '/Gäste a/.cache')
   monkeypatch.setattr(cache_lib.pathlib.Path, 'read_bytes', lambda path: mounts.encode())
@@ -134,7 +150,10 @@ def test_network_file_systems(monkeypatch, mounts, is_local):
 def test_settings_of_jax_come_first(tmp_path):
   jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'mine'))
   runtime.use_default_compilation_cache()
-  assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'mine') and not runtime.default_folder().exists()
+  assert (
+    jax.config.jax_compilation_cache_dir == str(tmp_path / 'mine')
+    and not runtime.default_folder().exists()
+  )
   jax.config.update('jax_compilation_cache_dir', None)
   jax.config.update('jax_enable_compilation_cache', False)
   runtime.use_default_compilation_cache()

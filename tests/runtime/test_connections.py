@@ -13,14 +13,22 @@ from t5x_lite.errors import DataError
 from t5x_lite.runtime import connections
 
 
-@pytest.mark.parametrize('error, expected', [
-    (ValueError('UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:20897'), True),
+@pytest.mark.parametrize(
+  'error, expected',
+  [
+    (
+      ValueError(
+        'UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:20897'
+      ),
+      True,
+    ),
     (jax.errors.JaxRuntimeError('UNAVAILABLE: Socket closed'), True),
     (jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED: Barrier timed out'), True),
     (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), False),
     (ValueError('shapes differ'), False),
     (RuntimeError('Connection reset by peer'), False),  # of a user's data source
-])
+  ],
+)
 def test_errors_of_connections_are_known(error, expected):
   assert connections.is_connection_error(error) is expected
   assert not connections.is_connection_error(DataError('UNAVAILABLE: the storage'))
@@ -42,14 +50,14 @@ def test_a_call_is_waited_for_as_long_as_it_may_take():
 
 def test_a_thread_that_aborts_leaves_time_to_end():
   """As JAX's client does in a thread of its own when it loses the store."""
-  program = '''
+  program = """
 import ctypes, os, threading, time
 from t5x_lite.runtime import connections
 connections.hold_aborts()
 threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
 time.sleep(1)
 os._exit(75)
-'''
+"""
   assert subprocess.run([sys.executable, '-c', program], timeout=60).returncode == 75
   without = program.replace('connections.hold_aborts()', '')
   assert subprocess.run([sys.executable, '-c', without], timeout=60).returncode == -signal.SIGABRT

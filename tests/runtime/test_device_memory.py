@@ -25,21 +25,41 @@ class _Device:
 
 
 def _stats(in_use, peak, limit=80):
-  return {'num_allocs': 7, 'bytes_in_use': in_use << 30, 'peak_bytes_in_use': peak << 30, 'bytes_limit': limit << 30}
+  return {
+    'num_allocs': 7,
+    'bytes_in_use': in_use << 30,
+    'peak_bytes_in_use': peak << 30,
+    'bytes_limit': limit << 30,
+  }
 
 
 def test_metrics_of_each_device_and_a_text_about_the_fullest():
   memory = runtime.DeviceMemory([_Device(4, stats=_stats(10, 12)), _Device(5, stats=_stats(9, 20))])
   metrics = memory.metrics()
-  assert set(metrics) == {'memory/num_devices', *(
-      f'memory/{name}/device_{i}' for name in ('bytes_in_use', 'peak_bytes_in_use', 'bytes_limit') for i in (4, 5))}
-  assert metrics['memory/num_devices'] == 2 and metrics['memory/peak_bytes_in_use/device_5'] == 20 * 2**30
+  assert set(metrics) == {
+    'memory/num_devices',
+    *(
+      f'memory/{name}/device_{i}'
+      for name in ('bytes_in_use', 'peak_bytes_in_use', 'bytes_limit')
+      for i in (4, 5)
+    ),
+  }
+  assert (
+    metrics['memory/num_devices'] == 2
+    and metrics['memory/peak_bytes_in_use/device_5'] == 20 * 2**30
+  )
   assert memory.describe() == 'memory 10.0 GiB, peak 20.0 GiB of 80.0 GiB'
 
 
-@pytest.mark.parametrize('devices, is_enabled', [
-    (jax.local_devices(), None), ([_Device(0, 'cpu', _stats(1, 1))], None), ([_Device(0)], None),
-    ([_Device(0, stats=_stats(1, 1))], False)])
+@pytest.mark.parametrize(
+  'devices, is_enabled',
+  [
+    (jax.local_devices(), None),
+    ([_Device(0, 'cpu', _stats(1, 1))], None),
+    ([_Device(0)], None),
+    ([_Device(0, stats=_stats(1, 1))], False),
+  ],
+)
 def test_nothing_on_cpus_and_without_statistics(devices, is_enabled):
   memory = runtime.DeviceMemory(devices, is_enabled=is_enabled)
   assert memory.metrics() == {} and memory.describe() == ''
@@ -52,7 +72,9 @@ def test_a_backend_without_limit_or_peak_has_fewer_metrics():
 
 
 def test_memory_that_is_not_reported_cannot_be_required():
-  with pytest.raises(ConfigError, match=r"LogConfig.device_memory` must be False or None, .* got True. .*'gpu'"):
+  with pytest.raises(
+    ConfigError, match=r"LogConfig.device_memory` must be False or None, .* got True. .*'gpu'"
+  ):
     runtime.DeviceMemory([_Device(0, stats=_stats(1, 1)), _Device(1)], is_enabled=True)
 
 

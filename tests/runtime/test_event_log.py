@@ -32,7 +32,8 @@ def clock():
 @pytest.fixture
 def make(tmp_path, clock):
   return lambda **kwargs: runtime.EventLog(
-      tmp_path / runtime.EVENTS_FILE, clock=clock, wall_clock=lambda: 1000.0 + clock.now, **kwargs)
+    tmp_path / runtime.EVENTS_FILE, clock=clock, wall_clock=lambda: 1000.0 + clock.now, **kwargs
+  )
 
 
 def _events(tmp_path):
@@ -66,18 +67,29 @@ def test_phases_add_up_to_the_time_between_events(make, clock, tmp_path):
     log.stop('completed')  # the first cause counts
   found = _events(tmp_path)
   assert [(event.kind, event.step, dict(event.seconds)) for event in found] == [
-      ('start', None, {}),
-      ('restored', 4, {'starting': 2.0, 'compiling': 3.0}),
-      ('first_step', 5, {'starting': 1.0, 'step': 5.0, 'data': 0.5}),
-      ('stop', 5, {'step': 7.0, 'other': 0.25, 'compiling': 1.0}),
-      ('summary', 5, {})]
+    ('start', None, {}),
+    ('restored', 4, {'starting': 2.0, 'compiling': 3.0}),
+    ('first_step', 5, {'starting': 1.0, 'step': 5.0, 'data': 0.5}),
+    ('stop', 5, {'step': 7.0, 'other': 0.25, 'compiling': 1.0}),
+    ('summary', 5, {}),
+  ]
   assert [event.wall_time for event in found] == [1100.0, 1105.0, 1111.5, 1119.75, 1119.75]
   assert found[-2].details == {'cause': 'action'} and found[0].details['num_processes'] == 1
   assert found[-1].details['total_seconds'] == {
-      'step': 12.0, 'data': 0.5, 'evaluation': 0.0, 'saving': 0.0, 'compiling': 4.0, 'starting': 3.0, 'other': 0.25,
-      'repeated': 0.0, 'down': 0.0}
-  assert logged == ['Time of the run 0:19: 60.8% training steps, 2.5% waiting for data, 20.2% compiling, '
-                    '15.2% starting, 1.3% other.']
+    'step': 12.0,
+    'data': 0.5,
+    'evaluation': 0.0,
+    'saving': 0.0,
+    'compiling': 4.0,
+    'starting': 3.0,
+    'other': 0.25,
+    'repeated': 0.0,
+    'down': 0.0,
+  }
+  assert logged == [
+    'Time of the run 0:19: 60.8% training steps, 2.5% waiting for data, 20.2% compiling, '
+    '15.2% starting, 1.3% other.'
+  ]
 
 
 def test_a_long_time_without_events_is_written(make, clock, tmp_path):
@@ -86,7 +98,9 @@ def test_a_long_time_without_events_is_written(make, clock, tmp_path):
     for step in range(1, 9):
       _wait(clock, 0.9)
       log.on_step(step)
-    _wait(clock, 86400)  # now a step without an event is short in comparison, but a minute is written
+    _wait(
+      clock, 86400
+    )  # now a step without an event is short in comparison, but a minute is written
     for step in range(9, 14):
       log.on_step(step)
       _wait(clock, 25)
@@ -95,8 +109,17 @@ def test_a_long_time_without_events_is_written(make, clock, tmp_path):
         _wait(clock, 35)
         log.tick()
   assert [(event.kind, event.step) for event in _events(tmp_path)] == [
-      ('start', None), ('first_step', 1), ('progress', 4), ('progress', 7), ('progress', 9), ('progress', 12),
-      ('progress', 13), ('progress', 13), ('stop', 13), ('summary', 13)]
+    ('start', None),
+    ('first_step', 1),
+    ('progress', 4),
+    ('progress', 7),
+    ('progress', 9),
+    ('progress', 12),
+    ('progress', 13),
+    ('progress', 13),
+    ('stop', 13),
+    ('summary', 13),
+  ]
 
 
 def test_a_start_that_fails_is_written_only_in_a_run_that_has_the_file(make, tmp_path):
@@ -111,14 +134,26 @@ def test_a_start_that_fails_is_written_only_in_a_run_that_has_the_file(make, tmp
     with make():
       raise KeyError('x')
   assert [event.details.get('error') for event in _events(tmp_path) if event.kind == 'stop'] == [
-      'ConfigError', 'KeyError']
+    'ConfigError',
+    'KeyError',
+  ]
 
 
-@pytest.mark.parametrize('error, details', [
-    (errors.StoppedOnSignalError('Stopped.', signal='SIGTERM'), {'cause': 'signal', 'signal': 'SIGTERM'}),
-    (errors.NonFiniteMetricError('nan'), {'cause': 'non_finite', 'error': 'NonFiniteMetricError', 'message': 'nan'}),
+@pytest.mark.parametrize(
+  'error, details',
+  [
+    (
+      errors.StoppedOnSignalError('Stopped.', signal='SIGTERM'),
+      {'cause': 'signal', 'signal': 'SIGTERM'},
+    ),
+    (
+      errors.NonFiniteMetricError('nan'),
+      {'cause': 'non_finite', 'error': 'NonFiniteMetricError', 'message': 'nan'},
+    ),
     (OSError('gone' * 900), {'cause': 'error', 'error': 'OSError', 'message': 'gone' * 250}),
-    (None, {'cause': 'completed'})])
+    (None, {'cause': 'completed'}),
+  ],
+)
 def test_causes_of_a_stop(make, tmp_path, error, details):
   try:
     with make() as log:
@@ -144,7 +179,8 @@ def test_the_next_process_appends_to_a_line_that_was_cut_off(make, tmp_path):
 @pytest.mark.parametrize('seconds', ['5', '{"step": NaN}', '{"step": 1e999}', '{"step": "a"}'])
 def test_a_changed_file_does_not_end_the_run(make, tmp_path, seconds, caplog):
   (tmp_path / runtime.EVENTS_FILE).write_text(
-      f'{{"event": "progress", "wall_time": 1, "step": 1, "process": 0, "seconds": {seconds}}}\n')
+    f'{{"event": "progress", "wall_time": 1, "step": 1, "process": 0, "seconds": {seconds}}}\n'
+  )
   with make() as log:
     log.step = 0
     log.open()
@@ -171,8 +207,15 @@ def test_a_hook_that_raises_is_reported_once_and_the_others_are_called(make, tmp
   # The warning comes after the hooks of the event, so that all hooks get it.
   assert [event.kind for event in seen] == ['start', 'warning', 'progress', 'stop', 'summary']
   assert [record.getMessage().partition('. ')[0] for record in caplog.records] == [
-      "A function of `train.event_fns` failed for the event 'start' (ValueError: cannot send start)"]
-  assert [event.kind for event in _events(tmp_path)] == ['start', 'warning', 'progress', 'stop', 'summary']
+    "A function of `train.event_fns` failed for the event 'start' (ValueError: cannot send start)"
+  ]
+  assert [event.kind for event in _events(tmp_path)] == [
+    'start',
+    'warning',
+    'progress',
+    'stop',
+    'summary',
+  ]
 
 
 def test_warnings_are_events_also_in_hooks_and_threads(make, tmp_path):
@@ -193,7 +236,12 @@ def test_warnings_are_events_also_in_hooks_and_threads(make, tmp_path):
   found = [event.details for event in _events(tmp_path) if event.kind == 'warning']
   assert {'level': 'error', 'logger': 't5x_lite.test', 'message': 'broken: 7'} in found
   assert [details['message'] for details in found] == [
-      'hook of start', 'broken: 7', 'hook of warning', 'hook of stop', 'hook of summary']
+    'hook of start',
+    'broken: 7',
+    'hook of warning',
+    'hook of stop',
+    'hook of summary',
+  ]
 
 
 def _run_in_thread(fn, *args):
@@ -217,9 +265,15 @@ def test_a_hook_may_wait_for_a_thread_that_warns(make, tmp_path):
 
   _run_in_thread(run)
   # A warning during the hooks of a warning is written, and not passed to the hooks, or they would be called for ever.
-  in_order = [('start', None), ('warning', 'while the hook of start waits'), ('warning', 'of the run'), ('stop', None),
-              ('warning', 'while the hook of stop waits'), ('summary', None),
-              ('warning', 'while the hook of summary waits')]
+  in_order = [
+    ('start', None),
+    ('warning', 'while the hook of start waits'),
+    ('warning', 'of the run'),
+    ('stop', None),
+    ('warning', 'while the hook of stop waits'),
+    ('summary', None),
+    ('warning', 'while the hook of summary waits'),
+  ]
   assert called == in_order
   found = [(event.kind, event.details.get('message')) for event in _events(tmp_path)]
   assert [each for each in found if each[1] != 'while the hook of warning waits'] == in_order
@@ -238,7 +292,10 @@ def test_hooks_get_the_events_of_all_threads_one_at_a_time_and_in_order(make, tm
 
   with make(event_fns=[hook]) as log:
     log.open()
-    threads = [threading.Thread(target=lambda: [log.emit('progress', number=i) for i in range(40)]) for _ in range(4)]
+    threads = [
+      threading.Thread(target=lambda: [log.emit('progress', number=i) for i in range(40)])
+      for _ in range(4)
+    ]
     for thread in threads:
       thread.start()
     for thread in threads:
@@ -280,8 +337,10 @@ def test_hooks_are_called_again_after_one_that_exits(make):
 
 def test_two_threads_that_warn_and_emit_do_not_wait_for_each_other(make):
   with make(event_fns=[lambda event: _LOGGER.warning('hook')]) as log:
-    threads = [threading.Thread(target=lambda: [_LOGGER.warning('thread') for _ in range(300)], daemon=True)
-               for _ in range(2)]
+    threads = [
+      threading.Thread(target=lambda: [_LOGGER.warning('thread') for _ in range(300)], daemon=True)
+      for _ in range(2)
+    ]
     for thread in threads:
       thread.start()
     for _ in range(300):
@@ -307,13 +366,21 @@ def test_a_disk_that_is_full_does_not_end_the_run(make, tmp_path, monkeypatch):
       log.emit('progress')
       is_full[0] = False
     log.emit('progress')
-  assert [event.kind for event in _events(tmp_path)] == ['start', 'progress', 'progress', 'stop', 'summary']
+  assert [event.kind for event in _events(tmp_path)] == [
+    'start',
+    'progress',
+    'progress',
+    'stop',
+    'summary',
+  ]
 
 
 def test_events_in_a_store(store, clock):
   lines, path = [], f'{store.root}/{runtime.EVENTS_FILE}'
   for _ in range(2):
-    with runtime.EventLog(path, clock=clock, wall_clock=lambda: 1000.0 + clock.now, log_fn=lines.append) as log:
+    with runtime.EventLog(
+      path, clock=clock, wall_clock=lambda: 1000.0 + clock.now, log_fn=lines.append
+    ) as log:
       log.open()
       log.on_step(1)
   kinds = ['start', 'first_step', 'stop', 'summary']

@@ -18,7 +18,10 @@ class _Run:
   def add(self, kind, step=None, details=None, /, **seconds):
     self.now += sum(seconds.values())
     self.events.append(
-        runtime.Event(kind=kind, wall_time=self.now, step=step, seconds=seconds, details=details or {}))
+      runtime.Event(
+        kind=kind, wall_time=self.now, step=step, seconds=seconds, details=details or {}
+      )
+    )
 
   def shares(self):
     measured = goodput.measure(self.events)
@@ -45,13 +48,21 @@ def _killed_run():
 def test_work_after_the_checkpoint_of_a_killed_process_is_repeated_work():
   run = _killed_run()
   run.add('stop', 20, {'cause': 'completed'}, step=10)
-  assert run.shares() == {'step': 20.0, 'compiling': 4.0, 'starting': 5.0, 'repeated': 13.0, 'down': 5.0}
+  assert run.shares() == {
+    'step': 20.0,
+    'compiling': 4.0,
+    'starting': 5.0,
+    'repeated': 13.0,
+    'down': 5.0,
+  }
   assert goodput.measure(run.events).num_starts == 2
 
 
 def test_a_run_without_a_checkpoint_repeats_everything():
   run = _killed_run()
-  run.events[-1] = runtime.Event(kind='restored', wall_time=run.now, step=0, seconds={'starting': 1.0})
+  run.events[-1] = runtime.Event(
+    kind='restored', wall_time=run.now, step=0, seconds={'starting': 1.0}
+  )
   assert run.shares() == {'starting': 5.0, 'repeated': 27.0, 'down': 5.0}
 
 
@@ -61,11 +72,23 @@ def test_a_second_restart_repeats_work_of_both_processes_once():
   run.now += 2
   run.add('start')
   run.add('restored', 5)  # the checkpoint of step 10 is damaged
-  assert run.shares() == {'step': 1.0, 'compiling': 4.0, 'starting': 5.0, 'repeated': 13.0 + 9.0 + 3.0, 'down': 7.0}
+  assert run.shares() == {
+    'step': 1.0,
+    'compiling': 4.0,
+    'starting': 5.0,
+    'repeated': 13.0 + 9.0 + 3.0,
+    'down': 7.0,
+  }
 
 
 def test_the_time_after_a_complete_run_does_not_count_and_that_after_a_signal_does():
-  for cause, down in (('completed', 0), ('action', 0), ('signal', 3600), ('error', 3600), ('non_finite', 3600)):
+  for cause, down in (
+    ('completed', 0),
+    ('action', 0),
+    ('signal', 3600),
+    ('error', 3600),
+    ('non_finite', 3600),
+  ):
     run = _Run()
     run.add('start')
     run.add('restored', 0, starting=1)
@@ -134,5 +157,7 @@ def test_the_shares_of_random_runs_are_all_of_their_time():
     total -= run.now - last
     assert goodput.measure(run.events).total_seconds == pytest.approx(total)
     line = goodput.measure(run.events).describe()
-    percentages = [float(part.split('%')[0].split()[-1]) for part in line.split(': ')[1].split(', ')]
+    percentages = [
+      float(part.split('%')[0].split()[-1]) for part in line.split(': ')[1].split(', ')
+    ]
     assert sum(percentages) == pytest.approx(100)

@@ -13,17 +13,28 @@ from t5x_lite.runtime import huge_pages
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize('kernel, tunables, expected', [
+@pytest.mark.parametrize(
+  'kernel, tunables, expected',
+  [
     ('always [madvise] never', None, 'glibc.malloc.hugetlb=1'),
-    ('always [madvise] never', 'glibc.malloc.check=1', 'glibc.malloc.check=1:glibc.malloc.hugetlb=1'),
+    (
+      'always [madvise] never',
+      'glibc.malloc.check=1',
+      'glibc.malloc.check=1:glibc.malloc.hugetlb=1',
+    ),
     ('always [madvise] never', 'glibc.malloc.hugetlb=0', None),
     ('[always] madvise never', None, None),
     ('always madvise [never]', None, None),
     (None, None, None),
-])
-def test_a_process_restarts_where_huge_pages_have_to_be_asked_for(tmp_path, monkeypatch, kernel, tunables, expected):
+  ],
+)
+def test_a_process_restarts_where_huge_pages_have_to_be_asked_for(
+  tmp_path, monkeypatch, kernel, tunables, expected
+):
   monkeypatch.setattr(huge_pages, '_KERNEL', tmp_path / 'enabled')
-  monkeypatch.setattr(sys.modules['__main__'], '__file__', __file__, raising=False)  # a worker of pytest-xdist has none
+  monkeypatch.setattr(
+    sys.modules['__main__'], '__file__', __file__, raising=False
+  )  # a worker of pytest-xdist has none
   if kernel is not None:
     (tmp_path / 'enabled').write_text(f'{kernel}\n')
   monkeypatch.delenv('GLIBC_TUNABLES', raising=False)
@@ -32,9 +43,17 @@ def test_a_process_restarts_where_huge_pages_have_to_be_asked_for(tmp_path, monk
   restarts = []
   monkeypatch.setattr(os, 'execve', lambda *args: restarts.append(args))
   runtime.restart_with_huge_pages()
-  assert restarts == ([] if expected is None else [
-      (sys.executable, [sys.executable, *sys.orig_argv[1:]], {
-          **os.environ, 'GLIBC_TUNABLES': expected, 'T5X_LITE_RESTARTED_PROCESS': str(os.getpid())})])
+  assert restarts == (
+    []
+    if expected is None
+    else [
+      (
+        sys.executable,
+        [sys.executable, *sys.orig_argv[1:]],
+        {**os.environ, 'GLIBC_TUNABLES': expected, 'T5X_LITE_RESTARTED_PROCESS': str(os.getpid())},
+      )
+    ]
+  )
 
 
 def test_a_process_that_cannot_restart_goes_on(tmp_path, monkeypatch):
@@ -60,11 +79,18 @@ huge_pages.restart_with_huge_pages()
 print(os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.flags.optimize, sys.stdin.read())
 """)
   process = subprocess.Popen(
-      [sys.executable, '-O', tmp_path / 'program.py', 'a b', '--c'], env={**_ENVIRONMENT, 'PYTHONPATH': str(_ROOT)},
-      text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    [sys.executable, '-O', tmp_path / 'program.py', 'a b', '--c'],
+    env={**_ENVIRONMENT, 'PYTHONPATH': str(_ROOT)},
+    text=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  )
   output, _ = process.communicate('input')
   assert output.splitlines() == [
-      'start', 'start', f"{process.pid} glibc.malloc.hugetlb=1 ['a b', '--c'] 1 input"]
+    'start',
+    'start',
+    f"{process.pid} glibc.malloc.hugetlb=1 ['a b', '--c'] 1 input",
+  ]
 
 
 def _program(tmp_path):
@@ -82,12 +108,23 @@ print('end')
 def test_a_process_restarts_once_if_its_environment_is_reset(tmp_path):
   (tmp_path / 'sitecustomize.py').write_text('import os\nos.environ.pop("GLIBC_TUNABLES", None)')
   (tmp_path / 'program.py').write_text(_program(tmp_path))
-  done = subprocess.run([sys.executable, tmp_path / 'program.py'], capture_output=True, text=True, timeout=30, env={
-      **_ENVIRONMENT, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{_ROOT}'})
+  done = subprocess.run(
+    [sys.executable, tmp_path / 'program.py'],
+    capture_output=True,
+    text=True,
+    timeout=30,
+    env={**_ENVIRONMENT, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{_ROOT}'},
+  )
   assert done.stdout.split() == ['start', 'start', 'end']
 
 
 def test_a_program_that_cannot_be_read_again_does_not_restart(tmp_path):
   done = subprocess.run(
-      [sys.executable, '-'], input=_program(tmp_path), cwd=_ROOT, env=_ENVIRONMENT, capture_output=True, text=True)
+    [sys.executable, '-'],
+    input=_program(tmp_path),
+    cwd=_ROOT,
+    env=_ENVIRONMENT,
+    capture_output=True,
+    text=True,
+  )
   assert done.stdout.split() == ['start', 'end']

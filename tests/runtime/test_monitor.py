@@ -22,8 +22,14 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-  for name, seconds in (('_BEAT_SECONDS', 0.02), ('_AGREEING_SECONDS', 0.005), ('_CALL_SECONDS', 0.3),
-                        ('_GRACE_SECONDS', 0.1), ('_LINGER_SECONDS', 2.0), ('_SUSPICIOUS_SILENCE', 0.4)):
+  for name, seconds in (
+    ('_BEAT_SECONDS', 0.02),
+    ('_AGREEING_SECONDS', 0.005),
+    ('_CALL_SECONDS', 0.3),
+    ('_GRACE_SECONDS', 0.1),
+    ('_LINGER_SECONDS', 2.0),
+    ('_SUSPICIOUS_SILENCE', 0.4),
+  ):
     monkeypatch.setattr(monitor_lib, name, seconds)
 
 
@@ -35,14 +41,17 @@ class Cluster:
     self.statuses: dict[int, int] = {}
     self.values_at_end: dict[int, dict[str, str]] = {}
     options = {'heartbeat_timeout_seconds': 1.0, **options}
-    self.monitors = [monitor_lib.Monitor(self.store, i, num_processes, exit_fn=self._exit_fn(i), **options)
-                     for i in range(num_processes)]
+    self.monitors = [
+      monitor_lib.Monitor(self.store, i, num_processes, exit_fn=self._exit_fn(i), **options)
+      for i in range(num_processes)
+    ]
 
   def _exit_fn(self, index):
     def end(status):
       self.values_at_end[index] = dict(self.store.values)
       self.statuses[index] = status
       self.monitors[index]._closed.set()
+
     return end
 
   def ended(self, *indices):
@@ -57,7 +66,9 @@ class Cluster:
 def running(num_processes, **options):
   cluster = Cluster(num_processes, **options)
   try:
-    in_threads([monitor.start for monitor in cluster.monitors])  # only a main thread watches for signals
+    in_threads(
+      [monitor.start for monitor in cluster.monitors]
+    )  # only a main thread watches for signals
     yield cluster
   finally:
     cluster.store.is_gone = False
@@ -94,19 +105,34 @@ def test_an_error_ends_all_processes_with_its_status_and_name(failing, capfd, mo
     cluster.monitors[failing].leave(failure.status)
     assert set(cluster.ended(0, 1, 2).values()) == {3}
   err = capfd.readouterr().err
-  assert err.count(f'because process {failing} failed after step 41: ValueError: bad record 17. Its output has') == 2
+  assert (
+    err.count(
+      f'because process {failing} failed after step 41: ValueError: bad record 17. Its output has'
+    )
+    == 2
+  )
   assert f'[process {failing}] ends' not in err
-  assert err.count('all about it: bad record 17.\nMore about it.') == err.count('More about it') == 1
+  assert (
+    err.count('all about it: bad record 17.\nMore about it.') == err.count('More about it') == 1
+  )
   # The store is that of the lead, which ends when the others no longer need it.
   for process in (1, 2):
-    assert json.loads(cluster.values_at_end[0][f'{monitor_lib._ROOT}/beat/{process}'])['stage'] == 'ending'
+    assert (
+      json.loads(cluster.values_at_end[0][f'{monitor_lib._ROOT}/beat/{process}'])['stage']
+      == 'ending'
+    )
 
 
 def test_the_first_of_several_errors_counts():
   with running(4) as cluster:
     for monitor in cluster.monitors:
-      monitor.describe_fn = lambda error, monitor=monitor: (f'all about {monitor.process}', monitor.process + 10)
-    failures = in_threads([lambda m=m: m.report(KeyError(str(m.process))) for m in cluster.monitors])
+      monitor.describe_fn = lambda error, monitor=monitor: (
+        f'all about {monitor.process}',
+        monitor.process + 10,
+      )
+    failures = in_threads(
+      [lambda m=m: m.report(KeyError(str(m.process))) for m in cluster.monitors]
+    )
     assert len(set(failures)) == 1
     assert failures[0].status == failures[0].process + 10
   with running(3) as cluster:
@@ -125,7 +151,12 @@ def test_a_silent_process_ends_the_others_with_a_status_to_restart_on(capfd):
     assert cluster.ended(0, 2) == {0: 75, 2: 75}
     assert 1 not in cluster.statuses
   err = capfd.readouterr().err
-  assert err.count("process 1 has given no sign of life for 1 s, the last after step 7 in the phase 'step'") == 2
+  assert (
+    err.count(
+      "process 1 has given no sign of life for 1 s, the last after step 7 in the phase 'step'"
+    )
+    == 2
+  )
   assert err.count('Rerun the command on all machines') == 2
 
 
@@ -163,8 +194,11 @@ def test_the_error_of_a_connection_is_that_of_the_process_that_is_gone():
 @pytest.mark.parametrize('is_known', [True, False])
 def test_a_store_that_does_not_answer_is_the_end(is_known, capfd):
   asked = []
-  with running(2, heartbeat_timeout_seconds=1.0 if not is_known else 60.0,
-               is_gone_fn=lambda: asked.append(1) or is_known) as cluster:
+  with running(
+    2,
+    heartbeat_timeout_seconds=1.0 if not is_known else 60.0,
+    is_gone_fn=lambda: asked.append(1) or is_known,
+  ) as cluster:
     time.sleep(0.1)
     assert not asked
     began = time.monotonic()
@@ -204,7 +238,9 @@ def test_the_own_failure_ends_a_process_that_hangs_while_it_closes_files():
 def test_after_an_agreed_stop_a_save_may_take_its_time():
   with running(2, heartbeat_timeout_seconds=60.0) as cluster:
     cluster.monitors[0]._post('stop', request='SIGTERM to process 0')
-    in_threads([lambda m=m: [time.sleep(0.01) for _ in iter(m.stops.is_due, True)] for m in cluster.monitors])
+    in_threads(
+      [lambda m=m: [time.sleep(0.01) for _ in iter(m.stops.is_due, True)] for m in cluster.monitors]
+    )
     assert all(monitor.stops.has_agreed for monitor in cluster.monitors)
     cluster.monitors[1]._send_beat = lambda: None
     time.sleep(1.0)
@@ -215,7 +251,10 @@ def test_time_in_which_all_processes_were_stopped_is_no_silence():
   passed = [0.0]
   with running(2, clock=lambda: time.monotonic() + passed[0]) as cluster:
     late = cluster.monitors[1]
-    send_beat, late._send_beat = late._send_beat, lambda: setattr(late, '_contact_at', late._clock())
+    send_beat, late._send_beat = (
+      late._send_beat,
+      lambda: setattr(late, '_contact_at', late._clock()),
+    )
     time.sleep(0.1)
     passed[0] = 1000.0
     time.sleep(0.1)
@@ -259,8 +298,13 @@ os._exit(0)
 
 
 def _start_with_signals(*what):
-  return subprocess.Popen([sys.executable, '-c', _SIGNALS, *what], cwd=_ROOT, stdout=subprocess.PIPE, text=True,
-                          env=os.environ | {'PYTHONPATH': str(_ROOT)})
+  return subprocess.Popen(
+    [sys.executable, '-c', _SIGNALS, *what],
+    cwd=_ROOT,
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'PYTHONPATH': str(_ROOT)},
+  )
 
 
 def test_a_signal_to_a_child_is_not_for_the_run():
@@ -279,8 +323,10 @@ def test_a_process_whose_launcher_was_killed_stops_once(nohup, name):
 def test_all_get_the_value_of_the_lead():
   with running(3) as cluster:
     for name in 'ab':
-      assert in_threads(
-          [lambda m=m: m.value_of_lead(f'{name}{m.process}') for m in cluster.monitors]) == [f'{name}0'] * 3
+      assert (
+        in_threads([lambda m=m: m.value_of_lead(f'{name}{m.process}') for m in cluster.monitors])
+        == [f'{name}0'] * 3
+      )
 
 
 def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
@@ -306,7 +352,12 @@ def test_all_stop_at_the_same_point_wherever_the_signal_comes():
           monitor._post('stop', request='SIGTERM to process 1')
       return points[monitor.process]
 
-    stops = in_threads([lambda m=m, s=s: run(m, s) for m, s in zip(cluster.monitors, (0.03, 0.02, 0.001), strict=True)])
+    stops = in_threads(
+      [
+        lambda m=m, s=s: run(m, s)
+        for m, s in zip(cluster.monitors, (0.03, 0.02, 0.001), strict=True)
+      ]
+    )
     assert len(set(stops)) == 1, stops
     assert all(monitor.stops.has_agreed for monitor in cluster.monitors)
     assert all(monitor.stops.request == 'SIGTERM to process 1' for monitor in cluster.monitors)
@@ -328,7 +379,10 @@ def test_an_agreed_stop_is_no_failure():
 def test_processes_wait_for_each_other_at_the_end():
   with running(3) as cluster:
     done = []
-    threads = [threading.Thread(target=lambda m=m: (m.finish(), done.append(m.process))) for m in cluster.monitors[:2]]
+    threads = [
+      threading.Thread(target=lambda m=m: (m.finish(), done.append(m.process)))
+      for m in cluster.monitors[:2]
+    ]
     for thread in threads:
       thread.start()
     time.sleep(0.3)
@@ -349,15 +403,22 @@ def test_a_process_that_leaves_at_the_end_is_not_waited_for():
 @pytest.mark.parametrize('asked', [0, 2])
 @pytest.mark.parametrize('step, others', [(41, '0, 2, 3'), (42, '0, 3')])
 def test_the_process_that_is_behind_comes_first(asked, step, others):
-  states = [(42, 'step'), (step, 'data'), (42, 'step') if step < 42 else (step, 'data'), (42, 'step')]
+  states = [
+    (42, 'step'),
+    (step, 'data'),
+    (42, 'step') if step < 42 else (step, 'data'),
+    (42, 'step'),
+  ]
   with running(4) as cluster:
     for monitor, state in zip(cluster.monitors, states, strict=True):
       monitor.state_fn = lambda state=state: state
     time.sleep(0.3)
     text = cluster.monitors[asked].describe_processes()
   behind = 'process 1' if step < 42 else 'processes 1, 2'
-  assert text == (f"Processes, the last one first: {behind} after step {step} in 'data' for 0 s; processes {others} "
-                  "after step 42 in 'step' for 0 s.")
+  assert text == (
+    f"Processes, the last one first: {behind} after step {step} in 'data' for 0 s; processes {others} "
+    "after step 42 in 'step' for 0 s."
+  )
 
 
 def test_what_is_called_at_the_end_may_hang():

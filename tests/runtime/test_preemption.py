@@ -15,8 +15,14 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _run(code, **kwargs):
-  return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code)], cwd=_ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, **kwargs)
+  return subprocess.Popen(
+    [sys.executable, '-c', textwrap.dedent(code)],
+    cwd=_ROOT,
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    **kwargs,
+  )
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -27,13 +33,18 @@ def test_the_first_signal_asks_and_handlers_are_restored(number, capfd):
     os.kill(os.getpid(), number)
     assert signals.requested and signals.name == number.name
   assert signal.getsignal(number) is before
-  again = {signal.SIGINT: 'press Ctrl-C again', signal.SIGTERM: 'send SIGTERM again',
-           signal.SIGHUP: 'send SIGTERM twice'}[number]
-  assert f'{number.name}: finishing the batch; {again} to exit immediately.' in capfd.readouterr().err
+  again = {
+    signal.SIGINT: 'press Ctrl-C again',
+    signal.SIGTERM: 'send SIGTERM again',
+    signal.SIGHUP: 'send SIGTERM twice',
+  }[number]
+  assert (
+    f'{number.name}: finishing the batch; {again} to exit immediately.' in capfd.readouterr().err
+  )
 
 
 def test_the_second_signal_ends_the_process_at_once():
-  process = _run('''
+  process = _run("""
       import time
       from t5x_lite import runtime
       with runtime.StopSignals() as signals:
@@ -42,7 +53,7 @@ def test_the_second_signal_ends_the_process_at_once():
           time.sleep(0.01)
         print('asked', flush=True)
         time.sleep(60)
-      ''')
+      """)
   assert process.stdout.readline() == 'ready\n'
   process.send_signal(signal.SIGINT)
   assert process.stdout.readline() == 'asked\n'
@@ -53,7 +64,7 @@ def test_the_second_signal_ends_the_process_at_once():
 
 
 def test_closing_a_terminal_only_asks_and_ignored_signals_stay_ignored():
-  process = _run('''
+  process = _run("""
       import signal, time
       for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -73,6 +84,8 @@ def test_closing_a_terminal_only_asks_and_ignored_signals_stay_ignored():
           signal.raise_signal(number)
         print(signals.name, flush=True)
         signal.raise_signal(signal.SIGTERM)
-      ''')
+      """)
   out, _ = process.communicate(timeout=60)
-  assert out.split() == ['False', 'SIGTERM', 'SIGHUP'] and process.returncode == 128 + signal.SIGTERM
+  assert (
+    out.split() == ['False', 'SIGTERM', 'SIGHUP'] and process.returncode == 128 + signal.SIGTERM
+  )

@@ -9,7 +9,6 @@ from t5x_lite import runtime
 
 
 class _Clock:
-
   def __init__(self):
     self.now = 1000.0
 
@@ -18,7 +17,6 @@ class _Clock:
 
 
 class _Terminal(io.StringIO):
-
   def isatty(self):
     return True
 
@@ -30,7 +28,7 @@ class _Terminal(io.StringIO):
       for part in line.split('\r'):
         clears = '\x1b[K' in part
         part = part.replace('\x1b[K', '')
-        shown = part if clears else part + shown[len(part):]
+        shown = part if clears else part + shown[len(part) :]
       lines.append(shown)
     return lines
 
@@ -48,13 +46,17 @@ def test_one_line_in_place_on_a_terminal(monkeypatch):
     progress.update(step, {'loss': 2.34567, 'accuracy': 0.5})
     assert not progress.due
   assert terminal.screen() == [
-      'step 1,100/2,000 ( 55%)  loss 2.346  accuracy 0.5  2 steps/s  10.0k tokens/s  ETA 7:30']
+    'step 1,100/2,000 ( 55%)  loss 2.346  accuracy 0.5  2 steps/s  10.0k tokens/s  ETA 7:30'
+  ]
   progress.note('saving')
   assert terminal.screen() == ['saving']
   progress.log('evaluated')
   progress.update(2000, {'loss': 1.0}, last=True)
   assert terminal.screen()[0] == 'evaluated'
-  assert terminal.screen()[1].startswith('step 2,000/2,000 (100%)  loss 1') and 'took 0:50' in terminal.screen()[1]
+  assert (
+    terminal.screen()[1].startswith('step 2,000/2,000 (100%)  loss 1')
+    and 'took 0:50' in terminal.screen()[1]
+  )
   assert terminal.screen()[2:] == ['']
 
 
@@ -129,7 +131,10 @@ def test_lines_that_stay_have_process_and_step():
   lines = stream.getvalue().splitlines()
   assert terminal.screen() == [*lines, '']
   assert lines[:3] == [
-      '[process 3] opening', '[process 3] step 1,200  training', '[process 3] step 1,000  evaluated']
+    '[process 3] opening',
+    '[process 3] step 1,200  training',
+    '[process 3] step 1,000  evaluated',
+  ]
   assert lines[3].startswith('[process 3] step 1,201/2,000 ( 60%)  loss 1')
 
 
@@ -161,7 +166,11 @@ def test_log_records_do_not_join_the_line_and_have_process_and_step(log):
   progress.clear()
   logger.info('afterwards')
   assert terminal.screen() == [
-      '[process 0] step 5  1 of 2 files', '[process 0] step 3  optimizer: slow', 'afterwards', '']
+    '[process 0] step 5  1 of 2 files',
+    '[process 0] step 3  optimizer: slow',
+    'afterwards',
+    '',
+  ]
 
 
 @pytest.mark.parametrize('level, shows', [('INFO', True), ('WARNING', False)])

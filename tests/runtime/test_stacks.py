@@ -17,7 +17,9 @@ def test_stacks_name_threads_and_functions(capsys):
   thread = threading.Thread(target=hangs_here, name='a thread that hangs')
   thread.start()
   try:
-    while not any(f.name == 'wait' for f in traceback.extract_stack(sys._current_frames()[thread.ident])):
+    while not any(
+      f.name == 'wait' for f in traceback.extract_stack(sys._current_frames()[thread.ident])
+    ):
       time.sleep(0.01)
     runtime.print_stacks('Nothing happens.')
   finally:
@@ -27,5 +29,8 @@ def test_stacks_name_threads_and_functions(capsys):
   assert err.startswith('\nNothing happens.\nStacks of all threads:\n')
   stack = err.partition("Thread 'a thread that hangs'")[2].partition('Thread ')[0].splitlines()
   places = [line.rpartition(' in ')[2] for line in stack[1:]]
-  assert places.index('wait') < places.index('hangs_here') and f'"{__file__}"' in stack[1 + places.index('hangs_here')]
+  assert (
+    places.index('wait') < places.index('hangs_here')
+    and f'"{__file__}"' in stack[1 + places.index('hangs_here')]
+  )
   assert "Thread 'MainThread'" in err and ' in test_stacks_name_threads_and_functions' in err

@@ -27,7 +27,11 @@ def test_all_stop_at_the_largest_limit(seed):
     if points[i] > 3 and draw.random() < 0.2:
       processes[i].begin('SIGTERM to process 0')
       assert processes[i].limit <= points[i] + 1
-    if processes[i].limit is not None and points[i] + 1 >= processes[i].limit and processes[i].is_pending:
+    if (
+      processes[i].limit is not None
+      and points[i] + 1 >= processes[i].limit
+      and processes[i].is_pending
+    ):
       continue  # `is_due` would wait
     points[i] += 1
     if processes[i].is_due():

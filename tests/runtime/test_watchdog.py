@@ -58,8 +58,12 @@ class _Messages(list):
 
 def test_the_watchdog_warns_once_per_hang_unless_that_is_the_usual_pace():
   warnings, timeouts = _Messages(), []
-  watchdog = runtime.Watchdog(None, timeouts.append, on_warning=warnings.append,
-                              warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0})
+  watchdog = runtime.Watchdog(
+    None,
+    timeouts.append,
+    on_warning=warnings.append,
+    warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0},
+  )
   with watchdog.watching():
     watchdog.beat(3)
     warnings.wait(1)
@@ -76,8 +80,11 @@ def test_the_watchdog_warns_once_per_hang_unless_that_is_the_usual_pace():
   watchdog.close()
 
   # 20 times the median of 0.05 s is a second.
-  watchdog = runtime.Watchdog(None, on_warning=warnings.append,
-                              warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0})
+  watchdog = runtime.Watchdog(
+    None,
+    on_warning=warnings.append,
+    warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0},
+  )
   with watchdog.watching():
     for step in range(5):
       time.sleep(0.05)
@@ -104,8 +111,14 @@ def test_the_watchdog_has_a_limit_for_each_activity():
       assert not timeouts
       timeouts.wait(1)
     timeouts.wait(2)
-  assert 'no save was completed within 0.4 seconds after step 5' in timeouts[0] and 'max_saving_seconds' in timeouts[0]
-  assert 'no step was completed within 0.2 seconds after step 5' in timeouts[1] and 'max_step_seconds' in timeouts[1]
+  assert (
+    'no save was completed within 0.4 seconds after step 5' in timeouts[0]
+    and 'max_saving_seconds' in timeouts[0]
+  )
+  assert (
+    'no step was completed within 0.2 seconds after step 5' in timeouts[1]
+    and 'max_step_seconds' in timeouts[1]
+  )
   watchdog.close()
   for name in ('max_evaluation_seconds', 'max_saving_seconds'):
     with pytest.raises(ConfigError, match=f'{name}` must be .* got 0'):
@@ -113,12 +126,18 @@ def test_the_watchdog_has_a_limit_for_each_activity():
 
 
 def _run(code, **kwargs):
-  return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code)], cwd=_ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, **kwargs)
+  return subprocess.Popen(
+    [sys.executable, '-c', textwrap.dedent(code)],
+    cwd=_ROOT,
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    **kwargs,
+  )
 
 
 def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
-  process = _run('''
+  process = _run("""
       import threading
       from t5x_lite import runtime
 
@@ -127,14 +146,17 @@ def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
 
       with runtime.Watchdog(0.1).watching():
         hangs_here()
-      ''')
+      """)
   _, err = process.communicate(timeout=60)
   assert process.returncode == 4
-  assert 'no step was completed within 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
+  assert (
+    'no step was completed within 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
+  )
 
 
 def test_a_stopped_and_continued_process_is_not_late():
-  process = _run('''
+  process = _run(
+    """
       import sys
       from t5x_lite import runtime
       with runtime.Watchdog(1.0).watching() as _:
@@ -142,7 +164,9 @@ def test_a_stopped_and_continued_process_is_not_late():
         sys.stdin.readline()
         print('continued', flush=True)
         sys.stdin.readline()
-      ''', stdin=subprocess.PIPE)
+      """,
+    stdin=subprocess.PIPE,
+  )
   assert process.stdout.readline() == 'ready\n'
   time.sleep(0.3)  # the watchdog has looked
   process.send_signal(signal.SIGSTOP)

@@ -12,14 +12,17 @@ _FLAG = runtime.FAST_COMPILATION_FLAG
 _DEVICES = '--xla_force_host_platform_device_count=8'
 
 
-@pytest.mark.parametrize('before, after', [
+@pytest.mark.parametrize(
+  'before, after',
+  [
     (None, _FLAG),
     ('', _FLAG),
     (_DEVICES, f'{_DEVICES} {_FLAG}'),
     (_FLAG, _FLAG),
     ('--xla_backend_extra_options=a=b', '--xla_backend_extra_options=a=b'),
     ('/path/of/a/file', '/path/of/a/file'),
-])
+  ],
+)
 def test_the_flag_is_added_to_flags_without_such_options(monkeypatch, before, after):
   monkeypatch.delenv('XLA_FLAGS', raising=False)
   if before is not None:
@@ -30,7 +33,9 @@ def test_the_flag_is_added_to_flags_without_such_options(monkeypatch, before, af
 
 def test_the_added_flag_is_not_checked(monkeypatch):
   checked = []
-  monkeypatch.setattr(cli_platform, '_complaint', lambda flags: checked.append(flags) or 'Unknown flag')
+  monkeypatch.setattr(
+    cli_platform, '_complaint', lambda flags: checked.append(flags) or 'Unknown flag'
+  )
   monkeypatch.setenv('XLA_FLAGS', f'{_DEVICES} {_FLAG}')
   cli_platform.check_xla_flags()
   assert not checked

@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
     return 2
   from tests.t5x import gin_files
   from tests.t5x import own_tests
+
   wrong = gin_files.check(str(checkout)) + own_tests.check(str(checkout))
   print(f'{wrong} results differ from the lists.' if wrong else 'All as listed.')
   return min(wrong, 1)

@@ -19,11 +19,21 @@ def report(problems: Mapping[str, str], ids: Collection[str], reasons: Mapping[s
     ids: ids of all that was run.
     reasons: list of known failures.
   """
-  wrong = [f'NOT IN THE LIST {name}: {problem}' for name, problem in problems.items() if name not in reasons]
-  wrong += [f'LISTED, BUT PASSES {name}' for name in reasons if name in ids and name not in problems]
+  wrong = [
+    f'NOT IN THE LIST {name}: {problem}'
+    for name, problem in problems.items()
+    if name not in reasons
+  ]
+  wrong += [
+    f'LISTED, BUT PASSES {name}' for name in reasons if name in ids and name not in problems
+  ]
   wrong += [f'LISTED, BUT DOES NOT EXIST {name}' for name in reasons if name not in ids]
   classes = collections.Counter(reasons[name].split(':')[0] for name in problems if name in reasons)
-  print('  Listed failures: ' + ', '.join(f'{count} {each}' for each, count in classes.most_common()) + '.')
+  print(
+    '  Listed failures: '
+    + ', '.join(f'{count} {each}' for each, count in classes.most_common())
+    + '.'
+  )
   for line in wrong:
     print(f'  {line}')
   return len(wrong)

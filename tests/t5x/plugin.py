@@ -25,18 +25,27 @@ def pytest_configure(config) -> None:
   os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'
   jax.devices()
   compat.install()
-  _stand_in('chex', TestCase=parameterized.TestCase, assert_trees_all_equal=_assert_trees_all_equal,
-            assert_trees_all_equal_structs=_assert_same_structure, assert_tree_all_finite=_assert_finite)
+  _stand_in(
+    'chex',
+    TestCase=parameterized.TestCase,
+    assert_trees_all_equal=_assert_trees_all_equal,
+    assert_trees_all_equal_structs=_assert_same_structure,
+    assert_tree_all_finite=_assert_finite,
+  )
   _stand_in('airio')
   sys.modules['airio'].core = _stand_in('airio.core')
   sys.modules['airio'].pygrain_common = _stand_in('airio.pygrain_common')
   argument = pathlib.Path(config.args[0])
-  checkout = next(folder for folder in (argument, *argument.parents) if (folder / 'test_utils.py').exists())
+  checkout = next(
+    folder for folder in (argument, *argument.parents) if (folder / 'test_utils.py').exists()
+  )
   # T5X's __init__ and test_utils import these; no test uses them.
   _stand_in('t5x.checkpoint_importer', LazyArray=type('LazyArray', (), {}))
   _stand_in('t5x.version', __version__='')
   # A module of tests names these private classes at its top; its tests that use them fail.
-  sys.modules['t5x.adafactor']._AdafactorHyperParams = sys.modules['t5x.adafactor']._AdafactorParamState = None
+  sys.modules['t5x.adafactor']._AdafactorHyperParams = sys.modules[
+    't5x.adafactor'
+  ]._AdafactorParamState = None
   spec = importlib.util.spec_from_file_location('t5x.test_utils', checkout / 'test_utils.py')
   module = importlib.util.module_from_spec(spec)
   sys.modules['t5x.test_utils'] = sys.modules['t5x'].test_utils = module

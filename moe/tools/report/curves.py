@@ -28,7 +28,9 @@ def load_by_rank(history: History, is_narrow: bool) -> Any:
       # The logarithm of 0 is infinite: dead experts are not drawn, and the line ends before them.
       share = np.where(shares[layer.name] > 0, shares[layer.name], np.nan)
       ranks = np.arange(1, len(share) + 1)
-      line, = axes.plot(ranks, share, color=color, marker='o' if len(share) <= 16 else None, markersize=3)
+      (line,) = axes.plot(
+        ranks, share, color=color, marker='o' if len(share) <= 16 else None, markersize=3
+      )
       lines.append((layer, line, float(shares[layer.name][0])))
     axes.axhline(1.0, color=style.MUTED, linewidth=0.8, linestyle='--')
     style.log2_axis(axes, [max(s, _FLOOR) for share in shares.values() for s in share])
@@ -56,26 +58,36 @@ def over_steps(history: History, rows: Sequence[tuple[str, str, str]], is_narrow
         values = layer.over_time(name)
         if values is not None and np.isfinite(values).any():
           values = _scale(layer, kind) * values
-          line, = axes.plot(history.steps, values, color=color, marker=_marker(values), markersize=3, clip_on=False)
+          (line,) = axes.plot(
+            history.steps, values, color=color, marker=_marker(values), markersize=3, clip_on=False
+          )
           lines.append((layer, line, float(history.at_end(values))))
       if is_narrow or row == len(rows) - 1:
         axes.set_xlabel('step')
       style.step_ticks(axes, history)
       _name_lines(axes, stack, lines, 'at the end', _FORMS.get(kind, '{:.3g}'), is_narrow)
-    values = [y for axes in panels[row] for line in axes.get_lines() for y in np.atleast_1d(line.get_ydata())]
+    values = [
+      y
+      for axes in panels[row]
+      for line in axes.get_lines()
+      for y in np.atleast_1d(line.get_ydata())
+    ]
     _set_limits(panels[row], kind, values)
     _set_ylabel(panels[row], label + _UNITS.get(kind, ''), is_narrow)
   return figure
 
 
-def _stack_panels(rows: int, stacks: Mapping[str, Sequence[Layer]], row_height: float,
-                  is_narrow: bool) -> tuple[Any, np.ndarray]:
+def _stack_panels(
+  rows: int, stacks: Mapping[str, Sequence[Layer]], row_height: float, is_narrow: bool
+) -> tuple[Any, np.ndarray]:
   """Return (figure, axes [rows, stacks]); for phones all panels are below each other."""
   if not is_narrow:
     return style.panels(rows, len(stacks), row_height * rows + 0.3, is_narrow=False, sharey='row')
   has_legends = any(len(layers) > 1 for layers in stacks.values())
   num_panels = rows * len(stacks)
-  figure, panels = style.panels(num_panels, 1, (3.2 if has_legends else 2.5) * num_panels, is_narrow=True)
+  figure, panels = style.panels(
+    num_panels, 1, (3.2 if has_legends else 2.5) * num_panels, is_narrow=True
+  )
   for axes in panels.flat:
     axes.grid(True)
   return figure, panels.reshape(rows, len(stacks))
@@ -107,16 +119,25 @@ def _set_limits(panels: Sequence[Any], kind: str, values: Sequence[float]) -> No
       axes.yaxis.get_major_locator().set_params(integer=True)
 
 
-def _name_lines(axes: Any, stack: str, lines: Sequence[tuple[Layer, Any, float]], what: str, form: str,
-                is_narrow: bool) -> None:
+def _name_lines(
+  axes: Any,
+  stack: str,
+  lines: Sequence[tuple[Layer, Any, float]],
+  what: str,
+  form: str,
+  is_narrow: bool,
+) -> None:
   """Set the title of a panel, and a legend unless there is only one line; the legend has the highest layers first."""
   from matplotlib import transforms
+
   if len(lines) == 1:
-    (layer, _, value), = lines
+    ((layer, _, value),) = lines
     axes.set_title(f'{stack} layer {layer.index}: {form.format(value)} {what}')
     return
   axes.set_title(stack)
-  ranked = sorted(lines, key=lambda item: (-item[2] if np.isfinite(item[2]) else np.inf, item[0].index))
+  ranked = sorted(
+    lines, key=lambda item: (-item[2] if np.isfinite(item[2]) else np.inf, item[0].index)
+  )
   title = what
   if len(ranked) > _MOST_IN_LEGEND:
     title = f'{what}: highest, lowest\nof {len(ranked)} (light: late layers)'
@@ -125,11 +146,24 @@ def _name_lines(axes: Any, stack: str, lines: Sequence[tuple[Layer, Any, float]]
     position = {'bbox_to_anchor': (1.0, 1.02)}
     if is_narrow:  # below the label of the x axis
       below = transforms.ScaledTranslation(0.0, -34 / 72, axes.figure.dpi_scale_trans)
-      position = {'bbox_to_anchor': (0.0, 0.0), 'bbox_transform': axes.transAxes + below, 'ncols': 2}
-    legend = axes.legend([line for _, line, _ in ranked],
-                         [f'layer {layer.index}  {form.format(value)}' for layer, _, value in ranked],
-                         title=title, loc='upper left', fontsize=7, title_fontsize=7, frameon=False, handlelength=1.4,
-                         labelspacing=0.35, alignment='left', **position)
+      position = {
+        'bbox_to_anchor': (0.0, 0.0),
+        'bbox_transform': axes.transAxes + below,
+        'ncols': 2,
+      }
+    legend = axes.legend(
+      [line for _, line, _ in ranked],
+      [f'layer {layer.index}  {form.format(value)}' for layer, _, value in ranked],
+      title=title,
+      loc='upper left',
+      fontsize=7,
+      title_fontsize=7,
+      frameon=False,
+      handlelength=1.4,
+      labelspacing=0.35,
+      alignment='left',
+      **position,
+    )
     legend.get_title().set_color(style.MUTED)
 
 

@@ -106,7 +106,7 @@ class History:
 
   def at_end(self, values: np.ndarray) -> np.ndarray:
     """Return the mean of [S, ...] over the periods at the end, without missing values; NaN if all are missing."""
-    last = values[-self.num_end:]
+    last = values[-self.num_end :]
     known = np.isfinite(last)
     total = np.where(known, last, 0.0).sum(axis=0)
     return np.where(known.any(axis=0), total / np.maximum(known.sum(axis=0), 1), np.nan)
@@ -127,24 +127,40 @@ def read(model_dir: str | os.PathLike[str], writer: str = 'train') -> History:
   if not found:
     raise DataError(summaries.no_metrics_message(run))
   if writer not in found:
-    raise DataError(f'`report.writer` must be a writer of {str(model_dir)!r}, got {writer!r}.'
-                    f'{did_you_mean(writer, found)}')
+    raise DataError(
+      f'`report.writer` must be a writer of {str(model_dir)!r}, got {writer!r}.'
+      f'{did_you_mean(writer, found)}'
+    )
   rows = _merge(summaries.read_metrics(found[writer]), summaries.read_arrays(found[writer]))
-  keys = {name: match.groups() for row in rows.values() for name in row
-          if (match := _LAYER_METRIC.fullmatch(name)) is not None}
-  with_load = sorted({(stack, int(index)) for stack, index, what in keys.values() if what == 'load'},
-                     key=lambda key: (key[0] != 'encoder', key))
+  keys = {
+    name: match.groups()
+    for row in rows.values()
+    for name in row
+    if (match := _LAYER_METRIC.fullmatch(name)) is not None
+  }
+  with_load = sorted(
+    {(stack, int(index)) for stack, index, what in keys.values() if what == 'load'},
+    key=lambda key: (key[0] != 'encoder', key),
+  )
   if not with_load:
     raise DataError(_nothing_about_experts(model_dir, writer, found))
   # The file may have other lines, without routing.
   rows = {step: row for step, row in sorted(rows.items()) if any(name in keys for name in row)}
   return History(
-      run=run, writer=writer, steps=np.array(list(rows), np.int64), totals=_totals(rows),
-      layers=tuple(_layer(rows, stack, index, keys) for stack, index in with_load),
-      wall_times=np.array([row['wall_time'] for row in rows.values() if 'wall_time' in row] or [np.nan])[[0, -1]])
+    run=run,
+    writer=writer,
+    steps=np.array(list(rows), np.int64),
+    totals=_totals(rows),
+    layers=tuple(_layer(rows, stack, index, keys) for stack, index in with_load),
+    wall_times=np.array(
+      [row['wall_time'] for row in rows.values() if 'wall_time' in row] or [np.nan]
+    )[[0, -1]],
+  )
 
 
-def _merge(numbers: Sequence[Mapping[str, Any]], arrays: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+def _merge(
+  numbers: Sequence[Mapping[str, Any]], arrays: Sequence[Mapping[str, Any]]
+) -> dict[int, dict[str, Any]]:
   """Return step to its values; later lines replace the values of earlier ones."""
   rows: dict[int, dict[str, Any]] = {}
   for row in (*numbers, *arrays):
@@ -155,34 +171,55 @@ def _merge(numbers: Sequence[Mapping[str, Any]], arrays: Sequence[Mapping[str, A
 def _nothing_about_experts(model_dir, writer, found) -> str:
   others = []
   for name, path in found.items():
-    if name != writer and any(_LAYER_METRIC.fullmatch(key) for row in summaries.read_arrays(path) for key in row):
+    if name != writer and any(
+      _LAYER_METRIC.fullmatch(key) for row in summaries.read_arrays(path) for key in row
+    ):
       others.append(name)
   if others:
-    return (f'`report.writer` must be a writer with metrics of experts, got {writer} of {str(model_dir)!r}. '
-            f'Pass --writer {others[0]}.')
-  return (f'`report.model_dir` must be the run of a sparse model, got {str(model_dir)!r} without metrics of experts '
-          f'({moe_metrics.PREFIX}/<stack>/layers_<i>/load in {writer}/{summaries.METRICS_FILE}). For a dense model use '
-          '`t5x_lite plot`.')
+    return (
+      f'`report.writer` must be a writer with metrics of experts, got {writer} of {str(model_dir)!r}. '
+      f'Pass --writer {others[0]}.'
+    )
+  return (
+    f'`report.model_dir` must be the run of a sparse model, got {str(model_dir)!r} without metrics of experts '
+    f'({moe_metrics.PREFIX}/<stack>/layers_<i>/load in {writer}/{summaries.METRICS_FILE}). For a dense model use '
+    '`t5x_lite plot`.'
+  )
 
 
 def _layer(rows, stack, index, keys) -> Layer:
   prefix = f'{moe_metrics.PREFIX}/{stack}/layers_{index}/'
-  names = sorted({what for found_stack, found_index, what in keys.values()
-                  if (found_stack, int(found_index)) == (stack, index)})
+  names = sorted(
+    {
+      what
+      for found_stack, found_index, what in keys.values()
+      if (found_stack, int(found_index)) == (stack, index)
+    }
+  )
   columns = {what: [row.get(prefix + what) for row in rows.values()] for what in names}
-  is_array = {what: any(isinstance(value, np.ndarray) for value in column) for what, column in columns.items()}
+  is_array = {
+    what: any(isinstance(value, np.ndarray) for value in column) for what, column in columns.items()
+  }
   arrays = {what: _stack_arrays(column) for what, column in columns.items() if is_array[what]}
   return Layer(
-      stack=stack, index=index, load=arrays['load'], drops_by_position=arrays.get('drops_by_position'),
-      series={what: _numbers(column) for what, column in columns.items() if not is_array[what]})
+    stack=stack,
+    index=index,
+    load=arrays['load'],
+    drops_by_position=arrays.get('drops_by_position'),
+    series={what: _numbers(column) for what, column in columns.items() if not is_array[what]},
+  )
 
 
 def _stack_arrays(column: Sequence[np.ndarray | None]) -> np.ndarray:
   """Return [S, n] with n of the last array; arrays of other sizes and missing arrays are NaN."""
   size = next(value.size for value in reversed(column) if isinstance(value, np.ndarray))
   nothing = np.full(size, np.nan)
-  return np.stack([value if isinstance(value, np.ndarray) and value.shape == (size,) else nothing
-                   for value in column])
+  return np.stack(
+    [
+      value if isinstance(value, np.ndarray) and value.shape == (size,) else nothing
+      for value in column
+    ]
+  )
 
 
 def _numbers(column: Sequence[float | None]) -> np.ndarray:
@@ -190,6 +227,13 @@ def _numbers(column: Sequence[float | None]) -> np.ndarray:
 
 
 def _totals(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-  names = {name for row in rows.values() for name, value in row.items()
-           if isinstance(value, (int, float)) and not _LAYER_METRIC.fullmatch(name)}
-  return {name: _numbers([row.get(name) for row in rows.values()]) for name in sorted(names - {'step', 'wall_time'})}
+  names = {
+    name
+    for row in rows.values()
+    for name, value in row.items()
+    if isinstance(value, (int, float)) and not _LAYER_METRIC.fullmatch(name)
+  }
+  return {
+    name: _numbers([row.get(name) for row in rows.values()])
+    for name in sorted(names - {'step', 'wall_time'})
+  }

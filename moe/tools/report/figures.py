@@ -11,8 +11,18 @@ from moe.tools.report.data import History
 # Figures that are drawn only if a value is above 0, and their names on the page.
 ONLY_IF_ANY = {'dead_experts': 'dead experts', 'drops': 'drops', 'receive_drops': 'receive drops'}
 # Names of all figures.
-NAMES = frozenset({'load_at_end', 'load_over_time', 'load_by_rank', 'largest_load', 'entropy', 'losses',
-                   'drops_by_position', *ONLY_IF_ANY})
+NAMES = frozenset(
+  {
+    'load_at_end',
+    'load_over_time',
+    'load_by_rank',
+    'largest_load',
+    'entropy',
+    'losses',
+    'drops_by_position',
+    *ONLY_IF_ANY,
+  }
+)
 # A function that draws, its arguments, and the name and texts of the figure.
 _Drawing = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 
@@ -24,44 +34,95 @@ def draw(history: History) -> list[style.Figure]:
     ConfigError: matplotlib is missing.
   """
   with style.report_style():
-    return [style.finish(draw_fn(*arguments, is_narrow=False), draw_fn(*arguments, is_narrow=True), **words)
-            for draw_fn, arguments, words in _drawings(history)]
+    return [
+      style.finish(
+        draw_fn(*arguments, is_narrow=False), draw_fn(*arguments, is_narrow=True), **words
+      )
+      for draw_fn, arguments, words in _drawings(history)
+    ]
 
 
 def _drawings(history: History) -> Iterator[_Drawing]:
   """Yield the figures of a history."""
   at_the_end = history.end
-  yield maps.load_at_end, (history,), dict(
-      name='load_at_end', title=f'Load of every expert, {at_the_end}',
+  yield (
+    maps.load_at_end,
+    (history,),
+    dict(
+      name='load_at_end',
+      title=f'Load of every expert, {at_the_end}',
       caption='Each row is a layer and each cell an expert: its share of the choices divided by an even share, before '
-              'drops. 1 is balanced, 2 is twice as much. Black: no token.')
+      'drops. 1 is balanced, 2 is twice as much. Black: no token.',
+    ),
+  )
   if len(history.steps) > 1:
-    yield maps.load_over_time, (history,), dict(
-        name='load_over_time', title='Load of every expert over time',
+    yield (
+      maps.load_over_time,
+      (history,),
+      dict(
+        name='load_over_time',
+        title='Load of every expert over time',
         caption='Each panel is a layer and each row an expert, with the colours of the figure above. A row that keeps '
-                'its colour is an expert that stays busy or idle; noise means an undecided router.')
-  yield curves.load_by_rank, (history,), dict(
-      name='load_by_rank', title=f'Load curves, {at_the_end}',
+        'its colour is an expert that stays busy or idle; noise means an undecided router.',
+      ),
+    )
+  yield (
+    curves.load_by_rank,
+    (history,),
+    dict(
+      name='load_by_rank',
+      title=f'Load curves, {at_the_end}',
       caption='The experts of a layer from the busiest to the least busy. A flat line at 1 is perfect balance; '
-              'experts below 1/10 are starved.')
+      'experts below 1/10 are starved.',
+    ),
+  )
   rows_of = (
-      ('largest_load', 'Load of the busiest expert over the mean', [('max_over_mean_load', 'largest / mean', 'ratio')],
-       'Computed for each step and averaged over a period, so it includes the noise of small batches, unlike the '
-       'maps above.'),
-      ('entropy', 'Entropy of the routers', [('router_entropy', 'entropy', 'entropy')],
-       'Uncertainty of a router about a token: at 100% it does not prefer any expert, at 0% it is certain. The '
-       'maximum is log(experts).'),
-      ('dead_experts', 'Dead experts', [('num_dead', 'experts without tokens', 'count')],
-       'Experts without a token in an entire period, from one line of metrics to the next.'),
-      ('drops', 'Drops over time', [('choices_dropped', 'choices dropped', 'share'),
-                                    ('fraction_tokens_left_behind', 'tokens left behind', 'share')],
-       'Choices dropped because the buffer of their expert was full, and tokens that no expert computed.'),
-      ('receive_drops', 'Receive drops over time', [('receive_drops', 'choices dropped', 'share')],
-       'Choices dropped because a receive buffer between expert shards was full (receive_factor).'),
-      ('losses', 'Losses of the routers', [('auxiliary_loss', 'load-balancing loss', 'plain'),
-                                           ('router_z_loss', 'router z-loss', 'plain')],
-       "Without the model's factors. With perfect balance and k choices per token the load-balancing loss is k; "
-       'padding may reduce it.'))
+    (
+      'largest_load',
+      'Load of the busiest expert over the mean',
+      [('max_over_mean_load', 'largest / mean', 'ratio')],
+      'Computed for each step and averaged over a period, so it includes the noise of small batches, unlike the '
+      'maps above.',
+    ),
+    (
+      'entropy',
+      'Entropy of the routers',
+      [('router_entropy', 'entropy', 'entropy')],
+      'Uncertainty of a router about a token: at 100% it does not prefer any expert, at 0% it is certain. The '
+      'maximum is log(experts).',
+    ),
+    (
+      'dead_experts',
+      'Dead experts',
+      [('num_dead', 'experts without tokens', 'count')],
+      'Experts without a token in an entire period, from one line of metrics to the next.',
+    ),
+    (
+      'drops',
+      'Drops over time',
+      [
+        ('choices_dropped', 'choices dropped', 'share'),
+        ('fraction_tokens_left_behind', 'tokens left behind', 'share'),
+      ],
+      'Choices dropped because the buffer of their expert was full, and tokens that no expert computed.',
+    ),
+    (
+      'receive_drops',
+      'Receive drops over time',
+      [('receive_drops', 'choices dropped', 'share')],
+      'Choices dropped because a receive buffer between expert shards was full (receive_factor).',
+    ),
+    (
+      'losses',
+      'Losses of the routers',
+      [
+        ('auxiliary_loss', 'load-balancing loss', 'plain'),
+        ('router_z_loss', 'router z-loss', 'plain'),
+      ],
+      "Without the model's factors. With perfect balance and k choices per token the load-balancing loss is k; "
+      'padding may reduce it.',
+    ),
+  )
   for name, title, rows, caption in rows_of:
     if name == 'receive_drops':
       # Drops by position come after the drops over time that they explain.
@@ -72,11 +133,21 @@ def _drawings(history: History) -> Iterator[_Drawing]:
 
 
 def _positions(history: History, at_the_end: str) -> Iterator[_Drawing]:
-  if any(np.nansum(layer.drops_by_position) > 0 for layer in history.layers if layer.drops_by_position is not None):
-    yield maps.drops_by_position, (history,), dict(
-        name='drops_by_position', title=f'Drops by position in the sequence, {at_the_end}',
+  if any(
+    np.nansum(layer.drops_by_position) > 0
+    for layer in history.layers
+    if layer.drops_by_position is not None
+  ):
+    yield (
+      maps.drops_by_position,
+      (history,),
+      dict(
+        name='drops_by_position',
+        title=f'Drops by position in the sequence, {at_the_end}',
         caption='Each row is a layer; the sequence, including padding, is divided into equal parts from its start '
-                '(left) to its end. Without priorities, the last tokens of a group are dropped.')
+        '(left) to its end. Without priorities, the last tokens of a group are dropped.',
+      ),
+    )
 
 
 def _is_worth_drawing(history: History, name: str, label: str, kind: str) -> bool:

@@ -76,10 +76,15 @@ def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
     found.append(_receive_drops(states))
   unknown = [s for s in states if math.isnan(s.largest)]
   if unknown:
-    found.append(Finding(
-        title='Unknown', value=str(len(unknown)), is_good=False,
+    found.append(
+      Finding(
+        title='Unknown',
+        value=str(len(unknown)),
+        is_good=False,
         text=f'{_names(unknown)} recorded no finite load in the last {_periods(history.num_end)}: no token was routed, '
-             'or the numbers are not finite.'))
+        'or the numbers are not finite.',
+      )
+    )
   return found
 
 
@@ -88,14 +93,18 @@ def _state(history: History, layer: Layer) -> LayerState:
   known = bool(np.isfinite(relative).all())
   entropy = _at_end(history, layer, 'router_entropy')
   return LayerState(
-      layer=layer, largest=float(relative.max()) if known else math.nan,
-      busiest=int(relative.argmax()) if known else None, smallest=float(relative.min()) if known else math.nan,
-      dead=tuple(np.flatnonzero(relative == 0).tolist()), num_starved=int((relative < STARVED).sum()),
-      # The maximum is 0 for a single expert.
-      entropy=entropy / math.log(layer.num_experts) if layer.num_experts > 1 else math.nan,
-      choices_dropped=_at_end(history, layer, 'choices_dropped'),
-      tokens_left_behind=_at_end(history, layer, 'fraction_tokens_left_behind'),
-      receive_drops=_at_end(history, layer, 'receive_drops'))
+    layer=layer,
+    largest=float(relative.max()) if known else math.nan,
+    busiest=int(relative.argmax()) if known else None,
+    smallest=float(relative.min()) if known else math.nan,
+    dead=tuple(np.flatnonzero(relative == 0).tolist()),
+    num_starved=int((relative < STARVED).sum()),
+    # The maximum is 0 for a single expert.
+    entropy=entropy / math.log(layer.num_experts) if layer.num_experts > 1 else math.nan,
+    choices_dropped=_at_end(history, layer, 'choices_dropped'),
+    tokens_left_behind=_at_end(history, layer, 'fraction_tokens_left_behind'),
+    receive_drops=_at_end(history, layer, 'receive_drops'),
+  )
 
 
 def _at_end(history: History, layer: Layer, name: str) -> float:
@@ -106,34 +115,55 @@ def _at_end(history: History, layer: Layer, name: str) -> float:
 def _balance(states: Sequence[LayerState]) -> Finding:
   worst = _by(states, lambda s: s.largest)
   if not worst:
-    return Finding(title='Balance, worst layer', value='unknown', is_good=None, text='No layer recorded a load.')
+    return Finding(
+      title='Balance, worst layer', value='unknown', is_good=None, text='No layer recorded a load.'
+    )
   unbalanced = [s for s in worst if s.largest >= UNBALANCED]
   value = f'{worst[0].largest:.2f}×'
-  top = (f'The busiest expert anywhere is expert {worst[0].busiest} of {worst[0].layer.name}, with '
-         f'{worst[0].largest:.2f} times an even share.')
+  top = (
+    f'The busiest expert anywhere is expert {worst[0].busiest} of {worst[0].layer.name}, with '
+    f'{worst[0].largest:.2f} times an even share.'
+  )
   if not unbalanced:
-    return Finding(title='Balance, worst layer', value=value, is_good=True,
-                   text=f'All {len(worst)} layers are balanced. {top}')
+    return Finding(
+      title='Balance, worst layer',
+      value=value,
+      is_good=True,
+      text=f'All {len(worst)} layers are balanced. {top}',
+    )
   return Finding(
-      title='Balance, worst layer', value=value, is_good=False,
-      text=f'{len(unbalanced)} of {len(worst)} layers {"is" if len(unbalanced) == 1 else "are"} unbalanced: '
-           f'{_names(unbalanced, lambda s: f"{s.largest:.2f}×")}. {top}')
+    title='Balance, worst layer',
+    value=value,
+    is_good=False,
+    text=f'{len(unbalanced)} of {len(worst)} layers {"is" if len(unbalanced) == 1 else "are"} unbalanced: '
+    f'{_names(unbalanced, lambda s: f"{s.largest:.2f}×")}. {top}',
+  )
 
 
 def _dead(states: Sequence[LayerState]) -> Finding:
   num_experts = sum(s.layer.num_experts for s in states)
   num_dead = sum(len(s.dead) for s in states)
   num_starved = sum(s.num_starved for s in states) - num_dead
-  starved = (f'Of the {"others" if num_dead else "experts"}, {num_starved} got less than {STARVED:g} of an even share.'
-             if num_starved else 'No expert is starved.')
+  starved = (
+    f'Of the {"others" if num_dead else "experts"}, {num_starved} got less than {STARVED:g} of an even share.'
+    if num_starved
+    else 'No expert is starved.'
+  )
   if not num_dead:
-    return Finding(title='Dead experts', value=f'0, {num_starved} starved' if num_starved else '0',
-                   is_good=not num_starved, text=f'Each of the {num_experts} experts got tokens. {starved}')
+    return Finding(
+      title='Dead experts',
+      value=f'0, {num_starved} starved' if num_starved else '0',
+      is_good=not num_starved,
+      text=f'Each of the {num_experts} experts got tokens. {starved}',
+    )
   with_dead = _by([s for s in states if s.dead], lambda s: len(s.dead))
   return Finding(
-      title='Dead experts', value=str(num_dead), is_good=False,
-      text=f'{num_dead} of {num_experts} experts got no token: '
-           f'{_names(with_dead, lambda s: f"{len(s.dead)} of {s.layer.num_experts}")}. {starved}')
+    title='Dead experts',
+    value=str(num_dead),
+    is_good=False,
+    text=f'{num_dead} of {num_experts} experts got no token: '
+    f'{_names(with_dead, lambda s: f"{len(s.dead)} of {s.layer.num_experts}")}. {starved}',
+  )
 
 
 def _drops(states: Sequence[LayerState]) -> Finding:
@@ -141,13 +171,22 @@ def _drops(states: Sequence[LayerState]) -> Finding:
   if not worst:
     worst = _by(states, lambda s: s.tokens_left_behind)
     if not worst:
-      return Finding(title='Drops, worst layer', value='unknown', is_good=None, text='The run recorded no drops.')
+      return Finding(
+        title='Drops, worst layer', value='unknown', is_good=None, text='The run recorded no drops.'
+      )
     dropped, what = [s.tokens_left_behind for s in worst], 'tokens were computed by no expert'
   else:
-    dropped, what = [s.choices_dropped for s in worst], "choices were dropped because a buffer was full"
+    dropped, what = (
+      [s.choices_dropped for s in worst],
+      'choices were dropped because a buffer was full',
+    )
   if dropped[0] == 0:
-    return Finding(title='Drops, worst layer', value='0%', is_good=True,
-                   text='No choice was dropped: the layers are dropless, or their buffers were large enough.')
+    return Finding(
+      title='Drops, worst layer',
+      value='0%',
+      is_good=True,
+      text='No choice was dropped: the layers are dropless, or their buffers were large enough.',
+    )
   high = [s for s, share in zip(worst, dropped, strict=True) if share > HIGH_DROPS]
   text = f'On average over the layers, {format_percent(float(np.mean(dropped)))} of the {what}.'
   if high:
@@ -156,34 +195,48 @@ def _drops(states: Sequence[LayerState]) -> Finding:
   behind = [s.tokens_left_behind for s in states if not math.isnan(s.tokens_left_behind)]
   if behind and what.startswith('choices'):
     text += f' {format_percent(float(np.mean(behind)))} of the tokens were computed by no expert.'
-  return Finding(title='Drops, worst layer', value=format_percent(dropped[0]), is_good=not high, text=text)
+  return Finding(
+    title='Drops, worst layer', value=format_percent(dropped[0]), is_good=not high, text=text
+  )
 
 
 def _entropy(states: Sequence[LayerState]) -> Finding:
   known = _by(states, lambda s: s.entropy)
   if not known:
-    return Finding(title='Router entropy', value='unknown', is_good=None,
-                   text='The run recorded no entropy of its routers.')
+    return Finding(
+      title='Router entropy',
+      value='unknown',
+      is_good=None,
+      text='The run recorded no entropy of its routers.',
+    )
   most, least = known[0], known[-1]
   value = f'{100 * least.entropy:.0f}–{100 * most.entropy:.0f}%'
   return Finding(
-      title='Router entropy', value=value, is_good=None,
-      text='Mean entropy of the distribution of a token over the experts, as a share of its maximum: from '
-           f'{100 * least.entropy:.0f}% ({least.layer.name}) to {100 * most.entropy:.0f}% ({most.layer.name}). Near '
-           '100% a router does not prefer any expert; near 0% it is certain.')
+    title='Router entropy',
+    value=value,
+    is_good=None,
+    text='Mean entropy of the distribution of a token over the experts, as a share of its maximum: from '
+    f'{100 * least.entropy:.0f}% ({least.layer.name}) to {100 * most.entropy:.0f}% ({most.layer.name}). Near '
+    '100% a router does not prefer any expert; near 0% it is certain.',
+  )
 
 
 def _receive_drops(states: Sequence[LayerState]) -> Finding:
   worst = _by([s for s in states if s.receive_drops > 0], lambda s: s.receive_drops)
   return Finding(
-      title='Receive drops', value=format_percent(worst[0].receive_drops), is_good=worst[0].receive_drops <= HIGH_DROPS,
-      text='Share of the choices dropped because a receive buffer of an expert shard was full (receive_factor): '
-           f'{_names(worst, lambda s: format_percent(s.receive_drops))}.')
+    title='Receive drops',
+    value=format_percent(worst[0].receive_drops),
+    is_good=worst[0].receive_drops <= HIGH_DROPS,
+    text='Share of the choices dropped because a receive buffer of an expert shard was full (receive_factor): '
+    f'{_names(worst, lambda s: format_percent(s.receive_drops))}.',
+  )
 
 
 def _by(states, key) -> list[LayerState]:
   """Return the states with a known key, the largest first."""
-  return sorted((s for s in states if not math.isnan(key(s))), key=lambda s: (-key(s), s.layer.name))
+  return sorted(
+    (s for s in states if not math.isnan(key(s))), key=lambda s: (-key(s), s.layer.name)
+  )
 
 
 def _names(states, say=None) -> str:

@@ -25,8 +25,9 @@ def load_at_end(history: History, is_narrow: bool) -> Any:
   stacks = history.stacks
   cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
   heights = [max(1, len(layers)) * cell for layers in stacks.values()]
-  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow,
-                                heights=heights)
+  figure, panels = style.panels(
+    len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow, heights=heights
+  )
   for axes, (stack, layers) in zip(panels[:, 0], stacks.items(), strict=True):
     rows = _padded([history.at_end(layer.relative_load) for layer in layers])
     image = _load_map(axes, rows)
@@ -42,19 +43,31 @@ def load_at_end(history: History, is_narrow: bool) -> Any:
 
 def load_over_time(history: History, is_narrow: bool) -> Any:
   """Draw step by expert, a map for each layer."""
-  most = 1 if is_narrow and len(history.layers) <= 4 else 2 if is_narrow else 4 if len(history.layers) <= 16 else 6
+  most = (
+    1
+    if is_narrow and len(history.layers) <= 4
+    else 2
+    if is_narrow
+    else 4
+    if len(history.layers) <= 16
+    else 6
+  )
   columns = min(len(history.layers), most)
   num_rows = -(-len(history.layers) // columns)
-  figure, panels = style.panels(num_rows, columns, num_rows * (1.9 if columns <= 4 else 1.35) + 0.3,
-                                is_narrow=is_narrow)
+  figure, panels = style.panels(
+    num_rows, columns, num_rows * (1.9 if columns <= 4 else 1.35) + 0.3, is_narrow=is_narrow
+  )
   edges = bin_edges(history.steps)
   for k, axes in enumerate(panels.flat):
     if k >= len(history.layers):
       axes.set_axis_off()
       continue
     layer = history.layers[k]
-    image = _load_map(axes, resampled(edges, layer.relative_load).T,
-                      extent=(edges[0], edges[-1], layer.num_experts - 0.5, -0.5))
+    image = _load_map(
+      axes,
+      resampled(edges, layer.relative_load).T,
+      extent=(edges[0], edges[-1], layer.num_experts - 0.5, -0.5),
+    )
     axes.invert_yaxis()
     axes.set_title(layer.name.replace('/layers_', ' layer '), loc='left', fontsize=8)
     style.integer_ticks(axes.yaxis, layer.num_experts, most=5)
@@ -72,16 +85,25 @@ def load_over_time(history: History, is_narrow: bool) -> Any:
 
 def drops_by_position(history: History, is_narrow: bool) -> Any:
   """Draw layer by position, a map for each stack; layers that did not record it are omitted."""
-  stacks = {stack: kept for stack, layers in history.stacks.items()
-            if (kept := [layer for layer in layers if layer.drops_by_position is not None])}
+  stacks = {
+    stack: kept
+    for stack, layers in history.stacks.items()
+    if (kept := [layer for layer in layers if layer.drops_by_position is not None])
+  }
   cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
   heights = [len(layers) * cell for layers in stacks.values()]
-  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow,
-                                heights=heights)
-  maps = [100 * _padded([history.at_end(layer.drops_by_position) for layer in layers]) for layers in stacks.values()]
+  figure, panels = style.panels(
+    len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow, heights=heights
+  )
+  maps = [
+    100 * _padded([history.at_end(layer.drops_by_position) for layer in layers])
+    for layers in stacks.values()
+  ]
   largest = max([1e-2, *(np.nanmax(values) for values in maps if np.isfinite(values).any())])
   for axes, (stack, layers), values in zip(panels[:, 0], stacks.items(), maps, strict=True):
-    image = axes.imshow(values, aspect='auto', cmap=_colormap('drops'), vmin=0, vmax=largest, interpolation='nearest')
+    image = axes.imshow(
+      values, aspect='auto', cmap=_colormap('drops'), vmin=0, vmax=largest, interpolation='nearest'
+    )
     if len(layers) <= _MOST_TALL and values.shape[1] <= _MOST_ANNOTATED[is_narrow]:
       _annotate(axes, values, image, digits=0 if largest >= 10 else 1 if largest >= 1 else 2)
     _label_layers(axes, layers)
@@ -98,9 +120,18 @@ def _load_map(axes: Any, relative: np.ndarray, **kwargs: Any) -> Any:
   """Draw log2 of loads within the scale; only loads of 0 are below the scale."""
   with np.errstate(divide='ignore'):
     shown = np.log2(relative)
-  shown = np.ma.masked_invalid(np.where(np.isneginf(shown), -100.0, np.clip(shown, -_SCALE, _SCALE)))
-  return axes.imshow(shown, aspect='auto', cmap=_colormap('load'), vmin=-_SCALE, vmax=_SCALE, interpolation='nearest',
-                     **kwargs)
+  shown = np.ma.masked_invalid(
+    np.where(np.isneginf(shown), -100.0, np.clip(shown, -_SCALE, _SCALE))
+  )
+  return axes.imshow(
+    shown,
+    aspect='auto',
+    cmap=_colormap('load'),
+    vmin=-_SCALE,
+    vmax=_SCALE,
+    interpolation='nearest',
+    **kwargs,
+  )
 
 
 def _load_colorbar(figure: Any, image: Any, panels: np.ndarray) -> None:
@@ -119,12 +150,18 @@ def _finish_colorbar(bar: Any, label: str) -> None:
 
 def _bar_shape(figure: Any) -> dict[str, Any]:
   """Return arguments of a bar of at most about 3 inches, at the top of the figure."""
-  return {'aspect': 30, 'pad': 0.02, 'anchor': (0.0, 1.0), 'shrink': min(1.0, 3.0 / figure.get_figheight())}
+  return {
+    'aspect': 30,
+    'pad': 0.02,
+    'anchor': (0.0, 1.0),
+    'shrink': min(1.0, 3.0 / figure.get_figheight()),
+  }
 
 
 def _colormap(kind: str) -> Any:
   import matplotlib
   from matplotlib import colors
+
   if kind == 'load':
     # The ends of the full colormap are nearly black, and black means no token.
     shades = matplotlib.colormaps['RdBu_r'](np.linspace(0.1, 0.9, 256))
@@ -138,8 +175,15 @@ def _annotate(axes: Any, values: np.ndarray, image: Any, digits: int = 2) -> Non
     if np.isfinite(value):
       red, green, blue, _ = image.cmap(image.norm(image.get_array()[row, column]))
       is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-      axes.text(column, row, _number(value, digits), ha='center', va='center', fontsize=6.5,
-                color='#ffffff' if is_dark else '#101010')
+      axes.text(
+        column,
+        row,
+        _number(value, digits),
+        ha='center',
+        va='center',
+        fontsize=6.5,
+        color='#ffffff' if is_dark else '#101010',
+      )
 
 
 def _number(value: float, digits: int) -> str:
@@ -156,13 +200,22 @@ def _number(value: float, digits: int) -> str:
 
 def _label_layers(axes: Any, layers: Sequence[Layer]) -> None:
   stride = 1 if len(layers) <= _MOST_TALL else 2
-  axes.set_yticks(range(0, len(layers), stride), [f'layer {layer.index}' for layer in layers[::stride]], fontsize=7)
+  axes.set_yticks(
+    range(0, len(layers), stride),
+    [f'layer {layer.index}' for layer in layers[::stride]],
+    fontsize=7,
+  )
 
 
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
   """Return rows of different lengths as one array, padded with NaN."""
   width = max(len(row) for row in rows)
-  return np.stack([np.pad(np.asarray(row, np.float64), (0, width - len(row)), constant_values=np.nan) for row in rows])
+  return np.stack(
+    [
+      np.pad(np.asarray(row, np.float64), (0, width - len(row)), constant_values=np.nan)
+      for row in rows
+    ]
+  )
 
 
 def bin_edges(steps: np.ndarray) -> np.ndarray:
@@ -181,8 +234,12 @@ def resampled(edges: np.ndarray, values: np.ndarray) -> np.ndarray:
 
   def integral(y):
     total = np.concatenate([np.zeros((1, y.shape[1])), np.cumsum(y * widths[:, None], axis=0)])
-    at_columns = np.stack([np.interp(columns, edges, total[:, k]) for k in range(y.shape[1])], axis=1)
+    at_columns = np.stack(
+      [np.interp(columns, edges, total[:, k]) for k in range(y.shape[1])], axis=1
+    )
     return np.diff(at_columns, axis=0)
 
   weight = integral(known.astype(np.float64))
-  return np.where(weight > 0, integral(np.where(known, values, 0.0)) / np.where(weight > 0, weight, 1.0), np.nan)
+  return np.where(
+    weight > 0, integral(np.where(known, values, 0.0)) / np.where(weight > 0, weight, 1.0), np.nan
+  )

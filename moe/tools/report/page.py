@@ -17,9 +17,20 @@ from t5x_lite.formatting import format_percent
 
 PAGE = 'index.html'
 # Macros about routing in the run's config.gin, and classes whose parameters are all about routing.
-_MACROS = ('NUM_EXPERTS', 'ROUTER', 'EXPERT_MLP_DIM', 'SHARED_EXPERT_DIM', 'TRAIN_EXPERT_CAPACITY_FACTOR',
-           'EVAL_EXPERT_CAPACITY_FACTOR', 'GROUP_SIZE', 'BATCH_SIZE', 'JITTER_NOISE', 'AUX_LOSS_FACTOR',
-           'ROUTER_Z_LOSS_FACTOR', 'NUM_EXPERT_PARTITIONS')
+_MACROS = (
+  'NUM_EXPERTS',
+  'ROUTER',
+  'EXPERT_MLP_DIM',
+  'SHARED_EXPERT_DIM',
+  'TRAIN_EXPERT_CAPACITY_FACTOR',
+  'EVAL_EXPERT_CAPACITY_FACTOR',
+  'GROUP_SIZE',
+  'BATCH_SIZE',
+  'JITTER_NOISE',
+  'AUX_LOSS_FACTOR',
+  'ROUTER_Z_LOSS_FACTOR',
+  'NUM_EXPERT_PARTITIONS',
+)
 _CLASSES = re.compile(r'(?:.*[./])?(?:\w+Router|SparseBlock)')
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --muted: #5b6776; --grid: #d3d9e1; --paper: #ffffff; --card: #f4f6f9;
@@ -100,8 +111,10 @@ def write(history: History, folder: str | os.PathLike[str]) -> files.Path:
     for name in figures.NAMES - {figure.name for figure in drawn}:
       files.remove(folder / f'{name}.png')
   except OSError as error:
-    raise ConfigError(f'Cannot write the report to {str(folder)!r}: {error.strerror}. Choose another folder '
-                      '(--out).') from error
+    raise ConfigError(
+      f'Cannot write the report to {str(folder)!r}: {error.strerror}. Choose another folder '
+      '(--out).'
+    ) from error
   return folder / PAGE
 
 
@@ -109,20 +122,33 @@ def page(history: History, drawn: Sequence[Figure]) -> str:
   """Return the page as text. The same numbers give the same text."""
   states = findings_lib.layer_states(history)
   name = html.escape(history.run.resolve().name)
-  body = '\n'.join([
-      *_header(history, name), *_summary(history, states), *_facts(history), *_table(history, states),
-      *(line for figure in drawn for line in _figure(figure)), *_footer(history, drawn)])
-  return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
-          f'content="width=device-width, initial-scale=1">\n<title>Routing report: {name}</title>\n'
-          f'<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n')
+  body = '\n'.join(
+    [
+      *_header(history, name),
+      *_summary(history, states),
+      *_facts(history),
+      *_table(history, states),
+      *(line for figure in drawn for line in _figure(figure)),
+      *_footer(history, drawn),
+    ]
+  )
+  return (
+    f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
+    f'content="width=device-width, initial-scale=1">\n<title>Routing report: {name}</title>\n'
+    f'<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+  )
 
 
 def _header(history: History, name: str) -> Iterator[str]:
   counts = sorted({layer.num_experts for layer in history.layers})
-  num_experts = _count(counts[0], 'expert') if len(counts) == 1 else f'{" or ".join(map(str, counts))} experts'
+  num_experts = (
+    _count(counts[0], 'expert') if len(counts) == 1 else f'{" or ".join(map(str, counts))} experts'
+  )
   yield f'<header><h1>Routing report: {name}</h1>'
-  yield (f'<p class="lead">{_count(len(history.layers), "sparse layer")} of {num_experts}'
-         f' · {_steps(history)} · written by <code>{html.escape(history.writer)}</code></p></header>')
+  yield (
+    f'<p class="lead">{_count(len(history.layers), "sparse layer")} of {num_experts}'
+    f' · {_steps(history)} · written by <code>{html.escape(history.writer)}</code></p></header>'
+  )
 
 
 def _summary(history: History, states: Sequence[LayerState]) -> Iterator[str]:
@@ -130,17 +156,23 @@ def _summary(history: History, states: Sequence[LayerState]) -> Iterator[str]:
   for finding in findings_lib.findings(history, states):
     yield _finding(finding)
   yield '</section>'
-  yield (f'<p class="note">Judged at the end, {history.end} (the last {_count(history.num_end, "period")} of '
-         f'{len(history.steps)} that were recorded). Thresholds: a layer is unbalanced if its busiest expert has at '
-         f'least {findings_lib.UNBALANCED:g} times an even share; an expert is dead if it got no token, starved below '
-         f'{findings_lib.STARVED:g} of an even share; drops are high '
-         f'above {format_percent(findings_lib.HIGH_DROPS)}.</p>')
+  yield (
+    f'<p class="note">Judged at the end, {history.end} (the last {_count(history.num_end, "period")} of '
+    f'{len(history.steps)} that were recorded). Thresholds: a layer is unbalanced if its busiest expert has at '
+    f'least {findings_lib.UNBALANCED:g} times an even share; an expert is dead if it got no token, starved below '
+    f'{findings_lib.STARVED:g} of an even share; drops are high '
+    f'above {format_percent(findings_lib.HIGH_DROPS)}.</p>'
+  )
 
 
 def _finding(finding: Finding) -> str:
-  kind, verdict = {True: ('good', '✓ good'), False: ('bad', '▲ look here'), None: ('', '')}[finding.is_good]
-  return (f'<div class="finding {kind}"><span class="verdict">{verdict}</span><h3>{html.escape(finding.title)}</h3>'
-          f'<div class="value">{html.escape(finding.value)}</div><p>{html.escape(finding.text)}</p></div>')
+  kind, verdict = {True: ('good', '✓ good'), False: ('bad', '▲ look here'), None: ('', '')}[
+    finding.is_good
+  ]
+  return (
+    f'<div class="finding {kind}"><span class="verdict">{verdict}</span><h3>{html.escape(finding.title)}</h3>'
+    f'<div class="value">{html.escape(finding.value)}</div><p>{html.escape(finding.text)}</p></div>'
+  )
 
 
 def _facts(history: History) -> Iterator[str]:
@@ -168,8 +200,11 @@ def _run_facts(history: History) -> Iterator[tuple[str, str]]:
   started, ended = (_time(t) for t in history.wall_times)
   if started:
     yield 'Written', started if started == ended else f'{started} to {ended}'
-  for name, label in (('loss', 'Loss'), ('experts/auxiliary_loss', 'Included load-balancing loss'),
-                      ('experts/router_z_loss', 'Included router z-loss')):
+  for name, label in (
+    ('loss', 'Loss'),
+    ('experts/auxiliary_loss', 'Included load-balancing loss'),
+    ('experts/router_z_loss', 'Included router z-loss'),
+  ):
     if name in history.totals:
       yield label, f'{float(history.at_end(history.totals[name])):.4g}'
 
@@ -198,31 +233,56 @@ def gin_settings(run: files.Path) -> list[tuple[str, str]]:
 
 
 _COLUMNS: tuple[tuple[str, Callable[[LayerState], str], Callable[[LayerState], bool]], ...] = (
-    ('busiest expert', lambda s: '–' if s.busiest is None else str(s.busiest), lambda s: False),
-    ('its load / even', lambda s: _ratio(s.largest), lambda s: s.largest >= findings_lib.UNBALANCED),
-    ('least load / even', lambda s: _ratio(s.smallest), lambda s: s.smallest < findings_lib.STARVED),
-    ('dead', lambda s: str(len(s.dead)), lambda s: bool(s.dead)),
-    ('starved', lambda s: str(s.num_starved - len(s.dead)), lambda s: s.num_starved > len(s.dead)),
-    ('entropy / maximum', lambda s: _share(s.entropy), lambda s: False),
-    ('choices dropped', lambda s: _share(s.choices_dropped), lambda s: s.choices_dropped > findings_lib.HIGH_DROPS),
-    ('tokens left behind', lambda s: _share(s.tokens_left_behind),
-     lambda s: s.tokens_left_behind > findings_lib.HIGH_DROPS),
-    ('receive drops', lambda s: _share(s.receive_drops), lambda s: s.receive_drops > findings_lib.HIGH_DROPS),
+  ('busiest expert', lambda s: '–' if s.busiest is None else str(s.busiest), lambda s: False),
+  ('its load / even', lambda s: _ratio(s.largest), lambda s: s.largest >= findings_lib.UNBALANCED),
+  ('least load / even', lambda s: _ratio(s.smallest), lambda s: s.smallest < findings_lib.STARVED),
+  ('dead', lambda s: str(len(s.dead)), lambda s: bool(s.dead)),
+  ('starved', lambda s: str(s.num_starved - len(s.dead)), lambda s: s.num_starved > len(s.dead)),
+  ('entropy / maximum', lambda s: _share(s.entropy), lambda s: False),
+  (
+    'choices dropped',
+    lambda s: _share(s.choices_dropped),
+    lambda s: s.choices_dropped > findings_lib.HIGH_DROPS,
+  ),
+  (
+    'tokens left behind',
+    lambda s: _share(s.tokens_left_behind),
+    lambda s: s.tokens_left_behind > findings_lib.HIGH_DROPS,
+  ),
+  (
+    'receive drops',
+    lambda s: _share(s.receive_drops),
+    lambda s: s.receive_drops > findings_lib.HIGH_DROPS,
+  ),
 )
 
 
 def _table(history: History, states: Sequence[LayerState]) -> Iterator[str]:
   yield '<h2>Layers at the end</h2>\n<div class="scroll"><table>'
-  yield '<thead><tr>' + ''.join(f'<th scope="col">{name}</th>' for name in (
-      'layer', 'experts', *(name for name, _, _ in _COLUMNS))) + '</tr></thead>\n<tbody>'
+  yield (
+    '<thead><tr>'
+    + ''.join(
+      f'<th scope="col">{name}</th>'
+      for name in ('layer', 'experts', *(name for name, _, _ in _COLUMNS))
+    )
+    + '</tr></thead>\n<tbody>'
+  )
   for state in states:
-    cells = ''.join(f'<td{" class=bad" if is_bad(state) else ""}>{html.escape(text(state))}</td>'
-                    for _, text, is_bad in _COLUMNS)
+    cells = ''.join(
+      f'<td{" class=bad" if is_bad(state) else ""}>{html.escape(text(state))}</td>'
+      for _, text, is_bad in _COLUMNS
+    )
     yield f'<tr><td>{html.escape(state.layer.name)}</td><td>{state.layer.num_experts}</td>{cells}</tr>'
   yield '</tbody></table></div>'
-  missing = [what for name, what in (('choices_dropped', 'choices dropped'), ('router_entropy', 'entropy'),
-                                     ('receive_drops', 'receive drops'))
-             if all(layer.over_time(name) is None for layer in history.layers)]
+  missing = [
+    what
+    for name, what in (
+      ('choices_dropped', 'choices dropped'),
+      ('router_entropy', 'entropy'),
+      ('receive_drops', 'receive drops'),
+    )
+    if all(layer.over_time(name) is None for layer in history.layers)
+  ]
   if missing:
     yield f'<p class="note">Not recorded by this run: {", ".join(missing)}.</p>'
 
@@ -234,14 +294,20 @@ def _figure(figure: Figure) -> Iterator[str]:
 
 
 def _footer(history: History, drawn: Sequence[Figure]) -> Iterator[str]:
-  absent = [title for name, title in figures.ONLY_IF_ANY.items() if name not in {figure.name for figure in drawn}]
+  absent = [
+    title
+    for name, title in figures.ONLY_IF_ANY.items()
+    if name not in {figure.name for figure in drawn}
+  ]
   if absent:
     yield f'<p class="note">Never above 0, so without a figure: {", ".join(absent)}.</p>'
   if len(history.steps) == 1:
     yield '<p class="note">Only one period has been recorded: a map of the load over time needs two.</p>'
   names = ', '.join(f'<code>{figure.name}.png</code>' for figure in drawn)
-  yield (f'<footer>From <code>{html.escape(history.writer)}/metrics.jsonl</code>. The figures are also files next to '
-         f'this page: {names}.</footer>')
+  yield (
+    f'<footer>From <code>{html.escape(history.writer)}/metrics.jsonl</code>. The figures are also files next to '
+    f'this page: {names}.</footer>'
+  )
 
 
 def _ratio(value: float) -> str:
@@ -266,4 +332,6 @@ def _steps(history: History) -> str:
 def _time(seconds: float) -> str:
   if seconds != seconds:
     return ''
-  return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime('%Y-%m-%d %H:%M UTC')
+  return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(
+    '%Y-%m-%d %H:%M UTC'
+  )

@@ -55,14 +55,30 @@ def report_style() -> Iterator[None]:
   Raises:
     ConfigError: matplotlib is missing.
   """
-  with figures.figure_style({
-      'font.size': 8.5, 'axes.titlesize': 9, 'axes.labelsize': 8.5, 'xtick.labelsize': 7.5, 'ytick.labelsize': 7.5,
-      'axes.facecolor': 'none', 'lines.linewidth': 1.3, 'svg.hashsalt': 'moe.report'}):
+  with figures.figure_style(
+    {
+      'font.size': 8.5,
+      'axes.titlesize': 9,
+      'axes.labelsize': 8.5,
+      'xtick.labelsize': 7.5,
+      'ytick.labelsize': 7.5,
+      'axes.facecolor': 'none',
+      'lines.linewidth': 1.3,
+      'svg.hashsalt': 'moe.report',
+    }
+  ):
     yield
 
 
-def panels(rows: int, columns: int, height: float, *, is_narrow: bool, heights: Sequence[float] | None = None,
-           sharey: bool | str = False) -> tuple[Any, np.ndarray]:
+def panels(
+  rows: int,
+  columns: int,
+  height: float,
+  *,
+  is_narrow: bool,
+  heights: Sequence[float] | None = None,
+  sharey: bool | str = False,
+) -> tuple[Any, np.ndarray]:
   """Return (a matplotlib figure, its axes [rows, columns]).
 
   Args:
@@ -74,11 +90,19 @@ def panels(rows: int, columns: int, height: float, *, is_narrow: bool, heights: 
     sharey: as `matplotlib.figure.Figure.subplots` takes it.
   """
   from matplotlib.figure import Figure as Canvas  # not pyplot: no display, no global state
-  figure = Canvas(figsize=(_NARROW_WIDTH if is_narrow else _WIDTH, max(height, 1.6)), layout='constrained')
+
+  figure = Canvas(
+    figsize=(_NARROW_WIDTH if is_narrow else _WIDTH, max(height, 1.6)), layout='constrained'
+  )
   if is_narrow:
     figure.get_layout_engine().set(h_pad=0.1)
-  panels = figure.subplots(rows, columns, squeeze=False, sharey=sharey,
-                           gridspec_kw=None if heights is None else {'height_ratios': heights})
+  panels = figure.subplots(
+    rows,
+    columns,
+    squeeze=False,
+    sharey=sharey,
+    gridspec_kw=None if heights is None else {'height_ratios': heights},
+  )
   if heights is None and sharey:
     for axes in panels.flat:
       axes.grid(True)
@@ -88,28 +112,45 @@ def panels(rows: int, columns: int, height: float, *, is_narrow: bool, heights: 
 def finish(wide: Any, narrow: Any, *, name: str, title: str, caption: str) -> Figure:
   """Convert both drawings of a figure. The title is part of the PNG; on the page it is above the figure."""
   from matplotlib.transforms import Bbox
-  svg, narrow_svg = (_for_page(_svg(drawing), prefix, title)
-                     for drawing, prefix in ((wide, name), (narrow, f'narrow-{name}')))
+
+  svg, narrow_svg = (
+    _for_page(_svg(drawing), prefix, title)
+    for drawing, prefix in ((wide, name), (narrow, f'narrow-{name}'))
+  )
   # The layout stays as it is; the title is added above it.
   wide.set_layout_engine('none')
   width, height = wide.get_size_inches()
-  wide.text(0.1 / width, 1 + 0.1 / height, title, ha='left', va='bottom', fontsize=11, fontweight='bold')
+  wide.text(
+    0.1 / width, 1 + 0.1 / height, title, ha='left', va='bottom', fontsize=11, fontweight='bold'
+  )
   png = io.BytesIO()
-  wide.savefig(png, format='png', dpi=_DPI, metadata={'Software': None},
-               bbox_inches=Bbox([[0, 0], [width, height + _TITLE_HEIGHT]]))
-  return Figure(name=name, title=title, caption=caption, png=png.getvalue(), svg=svg, narrow_svg=narrow_svg)
+  wide.savefig(
+    png,
+    format='png',
+    dpi=_DPI,
+    metadata={'Software': None},
+    bbox_inches=Bbox([[0, 0], [width, height + _TITLE_HEIGHT]]),
+  )
+  return Figure(
+    name=name, title=title, caption=caption, png=png.getvalue(), svg=svg, narrow_svg=narrow_svg
+  )
 
 
 def _svg(figure: Any) -> str:
   svg = io.StringIO()
-  figure.savefig(svg, format='svg', dpi=_DPI, facecolor='none',
-                 metadata={'Date': None, 'Creator': None, 'Format': None, 'Type': None})
+  figure.savefig(
+    svg,
+    format='svg',
+    dpi=_DPI,
+    facecolor='none',
+    metadata={'Date': None, 'Creator': None, 'Format': None, 'Type': None},
+  )
   return svg.getvalue()
 
 
 def _for_page(svg: str, prefix: str, title: str) -> str:
   """Return an SVG file as an element: without XML header, with unique ids and the colours of the page's theme."""
-  svg = svg[svg.index('<svg'):].strip()
+  svg = svg[svg.index('<svg') :].strip()
   svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
   svg = re.sub(r'(href="|url\()#', rf'\1#{prefix}-', svg)
   for color, variable in _VARIABLES.items():
@@ -123,6 +164,7 @@ def _for_page(svg: str, prefix: str, title: str) -> str:
 def shades(count: int) -> list[Any]:
   """Return `count` colours that are visible on white and on dark pages; many are from dark to light."""
   import matplotlib
+
   if count <= 4:
     return list(figures.COLORS[:count])
   return list(matplotlib.colormaps['viridis'](np.linspace(0.2, 0.8, count)))
@@ -148,6 +190,7 @@ def _fraction(value: float, _: Any) -> str:
 def log2_axis(axes: Any, values: Sequence[float]) -> None:
   """Scale an axis of ratios by powers of 2; at least 1 and 2 are visible."""
   from matplotlib import ticker
+
   known = [v for v in values if np.isfinite(v) and v > 0] or [1.0]
   low, high = min(*known, 0.9), max(*known, 2.0)
   axes.set_yscale('log', base=2)

@@ -9,22 +9,42 @@ from t5x_lite.errors import ExitCode
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
-  parser.add_argument('run', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
-                      'of the run defines the model; each --gin_file is read after it')
+  parser.add_argument(
+    'run',
+    metavar='RUN',
+    help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+    'of the run defines the model; each --gin_file is read after it',
+  )
   group = parser.add_argument_group("decoding; default: the model's decoding algorithm")
-  group.add_argument('--num_decodes', type=int, default=1, metavar='N',
-                     help='print N answers, best first: samples, or with --beam the best beams')
+  group.add_argument(
+    '--num_decodes',
+    type=int,
+    default=1,
+    metavar='N',
+    help='print N answers, best first: samples, or with --beam the best beams',
+  )
   group.add_argument('--temperature', type=float, metavar='T', help='sample with this temperature')
   group.add_argument('--topk', type=int, metavar='K', help='sample from the K most probable tokens')
-  group.add_argument('--topp', type=float, metavar='P',
-                     help='sample from the most probable tokens with total probability P')
+  group.add_argument(
+    '--topp',
+    type=float,
+    metavar='P',
+    help='sample from the most probable tokens with total probability P',
+  )
   group.add_argument('--beam', type=int, metavar='N', help='search with N beams')
   group.add_argument('--seed', type=int, default=0, metavar='N', help='seed of sampling')
-  group.add_argument('--max_length', type=int, metavar='N',
-                     help="maximum length of an answer in tokens; default: the run's length of targets")
-  group.add_argument('--max_input_length', type=int, metavar='N',
-                     help="maximum length of an input in tokens; longer inputs are truncated. Default: the run's")
+  group.add_argument(
+    '--max_length',
+    type=int,
+    metavar='N',
+    help="maximum length of an answer in tokens; default: the run's length of targets",
+  )
+  group.add_argument(
+    '--max_input_length',
+    type=int,
+    metavar='N',
+    help="maximum length of an input in tokens; longer inputs are truncated. Default: the run's",
+  )
   add_gin_arguments(parser)
 
 
@@ -34,12 +54,22 @@ def run_command(arguments: argparse.Namespace) -> int:
   configuration = load_run(run, arguments)
   from t5x_lite import checkpoints
   from t5x_lite.apps.chat import run as chat
+
   options = chat.DecodingOptions(
-      num_decodes=arguments.num_decodes, temperature=arguments.temperature, topk=arguments.topk, topp=arguments.topp,
-      beam_size=arguments.beam, seed=arguments.seed)
+    num_decodes=arguments.num_decodes,
+    temperature=arguments.temperature,
+    topk=arguments.topk,
+    topp=arguments.topp,
+    beam_size=arguments.beam,
+    seed=arguments.seed,
+  )
   chat.chat(
-      model=configuration.argument('model'), partitioner=configuration.argument('partitioner'),
-      task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
-      restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(path=run.checkpoint, mode=run.mode), options=options,
-      max_input_length=arguments.max_input_length, max_length=arguments.max_length)
+    model=configuration.argument('model'),
+    partitioner=configuration.argument('partitioner'),
+    task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
+    restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(path=run.checkpoint, mode=run.mode),
+    options=options,
+    max_input_length=arguments.max_input_length,
+    max_length=arguments.max_length,
+  )
   return ExitCode.OK

@@ -1,7 +1,7 @@
 """Chat with a trained model: each line is an input; the answer is printed with its log-probability.
 
-    t5x_lite chat runs/keyword_cloze
-    echo '<extra_id_0> x in numbers:' | t5x_lite chat runs/keyword_cloze/checkpoint_500
+t5x_lite chat runs/keyword_cloze
+echo '<extra_id_0> x in numbers:' | t5x_lite chat runs/keyword_cloze/checkpoint_500
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,9 +29,9 @@ from t5x_lite.train_state import InferenceState
 
 _PROMPT = '> '
 _COMMANDS = {
-    ':score TARGET': 'print the log-probability of TARGET as the answer to the last input',
-    ':help': 'print this help',
-    ':quit': 'quit; Ctrl-D does the same',
+  ':score TARGET': 'print the log-probability of TARGET as the answer to the last input',
+  ':help': 'print this help',
+  ':quit': 'quit; Ctrl-D does the same',
 }
 _COUNT = checks.number(at_least=1, below=2**31, integer=True)
 _SAMPLING = ('--temperature', '--topk', '--topp')
@@ -63,32 +63,57 @@ class DecodingOptions:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    flags = {f'--{"beam" if name == "beam_size" else name}': value for name, value in vars(self).items()}
-    checks.check('', flags, **{
-        '--num_decodes': _COUNT, '--beam': _COUNT.or_none(), '--topk': _COUNT.or_none(),
+    flags = {
+      f'--{"beam" if name == "beam_size" else name}': value for name, value in vars(self).items()
+    }
+    checks.check(
+      '',
+      flags,
+      **{
+        '--num_decodes': _COUNT,
+        '--beam': _COUNT.or_none(),
+        '--topk': _COUNT.or_none(),
         '--seed': checks.number(at_least=0, below=2**31, integer=True),
         '--temperature': checks.number(at_least=0).or_none(),
-        '--topp': checks.number(above=0, at_most=1).or_none()})
-    conflicts = [pair for pair in (('--topk', '--topp'), *(('--beam', name) for name in _SAMPLING))
-                 if all(flags[name] is not None for name in pair)]
+        '--topp': checks.number(above=0, at_most=1).or_none(),
+      },
+    )
+    conflicts = [
+      pair
+      for pair in (('--topk', '--topp'), *(('--beam', name) for name in _SAMPLING))
+      if all(flags[name] is not None for name in pair)
+    ]
     if self.beam_size is not None and self.num_decodes > self.beam_size:
       conflicts.append(('--num_decodes', '--beam'))
     for pair in conflicts:
-      raise ConfigError(f'{" and ".join(f"{name}={flags[name]}" for name in pair)} cannot be combined. '
-                        + ('Increase --beam.' if '--num_decodes' in pair else 'Remove one of them.'))
+      raise ConfigError(
+        f'{" and ".join(f"{name}={flags[name]}" for name in pair)} cannot be combined. '
+        + ('Increase --beam.' if '--num_decodes' in pair else 'Remove one of them.')
+      )
 
-  def apply(self, model: models.BaseTransformerModel) -> tuple[models.BaseTransformerModel, dict[str, Any]]:
+  def apply(
+    self, model: models.BaseTransformerModel
+  ) -> tuple[models.BaseTransformerModel, dict[str, Any]]:
     """Return (model, options of its `predict_batch_with_aux`) for these options."""
     if self.beam_size is not None:
-      return (model.with_decode_fn(decoding.beam_search),
-              {'num_decodes': self.beam_size, 'return_all_decodes': True})
-    if self.num_decodes == 1 and self.temperature is None and self.topk is None and self.topp is None:
+      return (
+        model.with_decode_fn(decoding.beam_search),
+        {'num_decodes': self.beam_size, 'return_all_decodes': True},
+      )
+    if (
+      self.num_decodes == 1 and self.temperature is None and self.topk is None and self.topp is None
+    ):
       return model, {}
     # T5X's default of topk, 1, would always take the most probable token.
-    sampling = {'temperature': 1.0 if self.temperature is None else float(self.temperature), 'topk': self.topk or 0,
-                'topp': self.topp or 0.0}
-    return (model.with_decode_fn(decoding.temperature_sample),
-            {'num_decodes': self.num_decodes, 'return_all_decodes': True, 'decoder_params': sampling})
+    sampling = {
+      'temperature': 1.0 if self.temperature is None else float(self.temperature),
+      'topk': self.topk or 0,
+      'topp': self.topp or 0.0,
+    }
+    return (
+      model.with_decode_fn(decoding.temperature_sample),
+      {'num_decodes': self.num_decodes, 'return_all_decodes': True, 'decoder_params': sampling},
+    )
 
 
 class Answer(NamedTuple):
@@ -106,14 +131,22 @@ class Answer(NamedTuple):
 class Chat:
   """Trained model that answers inputs."""
 
-  def __init__(self, model: models.BaseTransformerModel, partitioner: partitioning.PjitPartitioner,
-               task_feature_lengths: Mapping[str, int],
-               restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig, options: DecodingOptions,
-               max_input_length: int | None = None, max_length: int | None = None):
+  def __init__(
+    self,
+    model: models.BaseTransformerModel,
+    partitioner: partitioning.PjitPartitioner,
+    task_feature_lengths: Mapping[str, int],
+    restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
+    options: DecodingOptions,
+    max_input_length: int | None = None,
+    max_length: int | None = None,
+  ):
     """Restore the parameters and compile; see `chat`."""
     if jax.process_count() > 1:
-      raise ConfigError(f'chat requires a single process, got {jax.process_count()}. Run it without launch and '
-                        'with --distributed=off, or use `t5x_lite infer`.')
+      raise ConfigError(
+        f'chat requires a single process, got {jax.process_count()}. Run it without launch and '
+        'with --distributed=off, or use `t5x_lite infer`.'
+      )
     self._options = options
     self._vocabulary = model.output_vocabulary
     model, self._predict_options = options.apply(model)
@@ -126,14 +159,27 @@ class Chat:
     progress = runtime.Progress()
     progress.note('restoring the parameters')
     try:
-      restored = next(restore_lib.restore_for_inference(
-          model, restore_checkpoint_cfg, partitioner, {name: leaf.shape for name, leaf in spec.items()}))
+      restored = next(
+        restore_lib.restore_for_inference(
+          model,
+          restore_checkpoint_cfg,
+          partitioner,
+          {name: leaf.shape for name, leaf in spec.items()},
+        )
+      )
       self._state: InferenceState = restored.train_state
-      progress.log(f'{restored.origin}: {report.run_header(self._state, partitioner)}, step {restored.step:,}.')
+      progress.log(
+        f'{restored.origin}: {report.run_header(self._state, partitioner)}, step {restored.step:,}.'
+      )
       self._inference = text_inference.TextInference(
-          model, partitioner, restored.train_state_axes, lengths, batch_size,
-          {'inputs': not continues_text, 'targets': True},
-          {feature: f'{flag} sets it' for feature, flag in _LENGTHS.items()})
+        model,
+        partitioner,
+        restored.train_state_axes,
+        lengths,
+        batch_size,
+        {'inputs': not continues_text, 'targets': True},
+        {feature: f'{flag} sets it' for feature, flag in _LENGTHS.items()},
+      )
       progress.note('compiling')
       started = time.perf_counter()
       self._inference.compile('predict', self._state, **self._predict_options)
@@ -145,17 +191,28 @@ class Chat:
 
   def answer(self, text: str) -> list[Answer]:
     """Return the distinct answers to an input, best first."""
-    example, = self._inference.reader.read([text])
+    (example,) = self._inference.reader.read([text])
     (ids,), _ = self._inference.predict(
-        self._state, [example], seed=self._options.seed, first=self._num_inputs, **self._predict_options)
+      self._state,
+      [example],
+      seed=self._options.seed,
+      first=self._num_inputs,
+      **self._predict_options,
+    )
     self._num_inputs += 1
     # Decoders return the best last.
-    decodes = [self._until_end(row) for row in np.atleast_2d(ids)[::-1]][:self._options.num_decodes]
+    decodes = [self._until_end(row) for row in np.atleast_2d(ids)[::-1]][
+      : self._options.num_decodes
+    ]
     decodes = list({tuple(row.tolist()): row for row in decodes}.values())
     # Scores of decoders depend on the algorithm, so that log-probabilities are computed as for `:score`.
-    log_probs, _ = self._inference.score(self._state, [{**example, 'targets': row} for row in decodes])
-    return [Answer(one_line(text_examples.decode_ids(row, self._vocabulary)), log_prob)
-            for row, log_prob in zip(decodes, log_probs, strict=True)]
+    log_probs, _ = self._inference.score(
+      self._state, [{**example, 'targets': row} for row in decodes]
+    )
+    return [
+      Answer(one_line(text_examples.decode_ids(row, self._vocabulary)), log_prob)
+      for row, log_prob in zip(decodes, log_probs, strict=True)
+    ]
 
   def score(self, text: str, target: str) -> float:
     """Return the log-probability of a target as the answer to an input."""
@@ -165,18 +222,24 @@ class Chat:
   def _until_end(self, ids: np.ndarray) -> np.ndarray:
     """Return the ids up to the first end-of-sequence id; without one, the ids without padding at the end."""
     # An answer in one row with its input may be longer than `lengths['targets']`.
-    ids = ids[:self._inference.reader.lengths['targets']]
+    ids = ids[: self._inference.reader.lengths['targets']]
     ends = np.flatnonzero(ids == self._vocabulary.eos_id)
     if len(ends):
-      return ids[:ends[0] + 1]
+      return ids[: ends[0] + 1]
     used = np.flatnonzero(ids)
-    return ids[:used[-1] + 1 if len(used) else 0]
+    return ids[: used[-1] + 1 if len(used) else 0]
 
 
-def chat(*, model: models.BaseTransformerModel, partitioner: partitioning.PjitPartitioner,
-         task_feature_lengths: Mapping[str, int], restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
-         options: DecodingOptions = DecodingOptions(), max_input_length: int | None = None,
-         max_length: int | None = None) -> None:
+def chat(
+  *,
+  model: models.BaseTransformerModel,
+  partitioner: partitioning.PjitPartitioner,
+  task_feature_lengths: Mapping[str, int],
+  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
+  options: DecodingOptions = DecodingOptions(),
+  max_input_length: int | None = None,
+  max_length: int | None = None,
+) -> None:
   """Answer the lines of standard input until it ends.
 
   On a terminal, there are a prompt and commands (`:help`). Otherwise every line is an input and gives one line of
@@ -198,7 +261,15 @@ def chat(*, model: models.BaseTransformerModel, partitioner: partitioning.PjitPa
   for name, stream in (('Standard input', sys.stdin), ('Standard output', sys.stdout)):
     if stream is None:
       raise ConfigError(f'{name} must be a terminal or a pipe, got a closed stream.')
-  talk = Chat(model, partitioner, task_feature_lengths, restore_checkpoint_cfg, options, max_input_length, max_length)
+  talk = Chat(
+    model,
+    partitioner,
+    task_feature_lengths,
+    restore_checkpoint_cfg,
+    options,
+    max_input_length,
+    max_length,
+  )
   if sys.stdin.isatty() and sys.stdout.isatty():
     on_terminal(talk, sys.stdout)
   else:
@@ -212,7 +283,9 @@ def _from_pipe(talk: Chat, lines: TextIO, out: TextIO) -> None:
       _logger.error('Line %d is not UTF-8 and is skipped.', number)
       _print('', out)
     else:
-      _print('\t'.join(f'{answer.text}\t{answer.log_prob:.6g}' for answer in talk.answer(line)), out)
+      _print(
+        '\t'.join(f'{answer.text}\t{answer.log_prob:.6g}' for answer in talk.answer(line)), out
+      )
   if not number:
     _logger.warning('Standard input was empty.')
 
@@ -261,7 +334,9 @@ def _print_answers(talk: Chat, line: str, out: TextIO) -> None:
 
 def _command(talk: Chat, command: str, argument: str, last: str | None, out: TextIO) -> None:
   if command == ':help':
-    _print('Each input gets an answer, followed by the log-probability of its tokens in brackets.', out)
+    _print(
+      'Each input gets an answer, followed by the log-probability of its tokens in brackets.', out
+    )
     for name, what in _COMMANDS.items():
       _print(f'  {name:<15}{what}', out)
     _print('  ::TEXT         input that begins with a colon', out)
@@ -271,7 +346,10 @@ def _command(talk: Chat, command: str, argument: str, last: str | None, out: Tex
     else:
       _print(f'[{talk.score(last, argument):.4g}]', out)
   else:
-    _print(f'{command} is not a command.{did_you_mean(command, [name.split()[0] for name in _COMMANDS])}', out)
+    _print(
+      f'{command} is not a command.{did_you_mean(command, [name.split()[0] for name in _COMMANDS])}',
+      out,
+    )
 
 
 def one_line(text: str) -> str:
@@ -289,7 +367,8 @@ def _print(line: str, out: TextIO) -> None:
 
 
 def feature_lengths(
-    of_training: Mapping[str, int], max_input_length: int | None, max_length: int | None) -> dict[str, int]:
+  of_training: Mapping[str, int], max_input_length: int | None, max_length: int | None
+) -> dict[str, int]:
   """Return the lengths of inputs and targets in tokens.
 
   Args:
@@ -307,8 +386,16 @@ def feature_lengths(
     lengths['targets'] = max(1, lengths['targets'] - lengths['inputs'])
   given = dict(zip(_LENGTHS.values(), (max_input_length, max_length), strict=True))
   required = checks.Expectation(
-      f'{_COUNT.text}, as the run has no length of targets (task_feature_lengths = {dict(of_training)})', _COUNT.holds,
-      'Set --max_input_length and --max_length.')
-  checks.check('', given, **dict.fromkeys(given, _COUNT.or_none()) | (
-      {} if 'targets' in lengths else {_LENGTHS['targets']: required}))
-  return lengths | {feature: given[flag] for feature, flag in _LENGTHS.items() if given[flag] is not None}
+    f'{_COUNT.text}, as the run has no length of targets (task_feature_lengths = {dict(of_training)})',
+    _COUNT.holds,
+    'Set --max_input_length and --max_length.',
+  )
+  checks.check(
+    '',
+    given,
+    **dict.fromkeys(given, _COUNT.or_none())
+    | ({} if 'targets' in lengths else {_LENGTHS['targets']: required}),
+  )
+  return lengths | {
+    feature: given[flag] for feature, flag in _LENGTHS.items() if given[flag] is not None
+  }

@@ -51,7 +51,9 @@ class OpenEvaluation:
   @property
   def tasks(self) -> list[str]:
     """Names of the tasks."""
-    return [task.name for task in self.evaluator.eval_tasks] if self.evaluator else list(self.batches)
+    return (
+      [task.name for task in self.evaluator.eval_tasks] if self.evaluator else list(self.batches)
+    )
 
   def task_of_run(self, task: str) -> str:
     """Return the name of a task among all tasks of its kind, for the trainer and actions: '<name>/<task>'."""
@@ -65,11 +67,18 @@ class RunEvaluations:
   concurrently and no action needs them. `numbers` and `flush` wait for them.
   """
 
-  def __init__(self, *, trainer: trainer_lib.BaseTrainer, evaluations: Sequence[OpenEvaluation],
-               summary_dir: str | None, progress: runtime.Progress, note_fn: Callable[[str], None],
-               compiling_fn: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-               read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
-               actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] | None = None):
+  def __init__(
+    self,
+    *,
+    trainer: trainer_lib.BaseTrainer,
+    evaluations: Sequence[OpenEvaluation],
+    summary_dir: str | None,
+    progress: runtime.Progress,
+    note_fn: Callable[[str], None],
+    compiling_fn: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
+    actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
+  ):
     """Store the arguments; compute nothing.
 
     Args:
@@ -94,7 +103,9 @@ class RunEvaluations:
     for each in evaluations:
       if len(each.batches) > 1:
         evaluation.check_task_names(each.batches)
-        self._mean_managers[each.name] = summaries.MetricsManager(f'{each.folder}/{MEAN}', summary_dir)
+        self._mean_managers[each.name] = summaries.MetricsManager(
+          f'{each.folder}/{MEAN}', summary_dir
+        )
     # State of the last evaluation: its step, the known metrics, and the metrics that are still being computed.
     self._step: int | None = None
     self._numbers: dict[str, float] = {}
@@ -113,8 +124,10 @@ class RunEvaluations:
   @property
   def num_batches(self) -> int:
     """Number of batches per evaluation."""
-    return sum(each.evaluator.num_batches if each.evaluator else sum(map(len, each.batches.values()))
-               for each in self._evaluations.values())
+    return sum(
+      each.evaluator.num_batches if each.evaluator else sum(map(len, each.batches.values()))
+      for each in self._evaluations.values()
+    )
 
   @property
   def _evaluators(self) -> list[evaluation.InferenceEvaluator]:
@@ -134,7 +147,9 @@ class RunEvaluations:
     numbers = self._numbers if self._step == self._trainer.step else {}
     self._step, self._numbers = None, {}
     pending = []
-    results_of: dict[ActionMode, dict[str, Any]] = {mode: {} for mode in ActionMode}  # by the action's name of the task
+    results_of: dict[ActionMode, dict[str, Any]] = {
+      mode: {} for mode in ActionMode
+    }  # by the action's name of the task
     trainer = self._trainer
     due = [each for name, each in self._evaluations.items() if name in names]
     for each in due:
@@ -142,20 +157,36 @@ class RunEvaluations:
         continue
       batches_of = {each.task_of_run(task): batches for task, batches in each.batches.items()}
       with self._compiling(each.name):
-        trainer.compile_eval({name: batches.element_spec for name, batches in batches_of.items()}, each.metric_fns)
-      found = trainer.eval({name: self._global_batches(name, batches) for name, batches in batches_of.items()})
+        trainer.compile_eval(
+          {name: batches.element_spec for name, batches in batches_of.items()}, each.metric_fns
+        )
+      found = trainer.eval(
+        {name: self._global_batches(name, batches) for name, batches in batches_of.items()}
+      )
       results = {task: found[each.task_of_run(task)] for task in each.batches}
       if each.name in self._mean_managers:
-        self._mean_managers[each.name].write_values(trainer.step, evaluation.mean_over_tasks(results))
+        self._mean_managers[each.name].write_values(
+          trainer.step, evaluation.mean_over_tasks(results)
+        )
       numbers |= self._report(trainer.step, each, results)
       results_of[ActionMode.TRAIN_EVAL] |= _by_task_of_run(each, results)
     stop = self._run_actions(ActionMode.TRAIN_EVAL, results_of)
     # Decoding takes the state of single layers, to which stacked ones are converted once.
     for each in due:
       if each.evaluator is not None:
-        pending.append((each, each.evaluator.evaluate(
-            trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
-            compiling_fn=functools.partial(self._compiling, each.name), read_fn=self._read)))
+        pending.append(
+          (
+            each,
+            each.evaluator.evaluate(
+              trainer.train_state,
+              trainer.train_state_axes,
+              step=trainer.step,
+              note_fn=self._note,
+              compiling_fn=functools.partial(self._compiling, each.name),
+              read_fn=self._read,
+            ),
+          )
+        )
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
     is_done = all(future.done() for _, future in pending)
     if pending and (ActionMode.INFER_EVAL in self._actions or is_done):
@@ -168,7 +199,9 @@ class RunEvaluations:
   def _run_actions(self, mode: ActionMode, results_of: Mapping[ActionMode, MetricsByTask]) -> Stop:
     if not results_of[mode]:
       return Stop.CONTINUE
-    return actions_lib.run_actions(mode, self._actions, lambda: self._trainer.train_state, results_of[mode])
+    return actions_lib.run_actions(
+      mode, self._actions, lambda: self._trainer.train_state, results_of[mode]
+    )
 
   def poll(self) -> None:
     """Report results that have become available; do not wait."""
@@ -182,7 +215,9 @@ class RunEvaluations:
       step: number of completed steps.
       needed: full names of the metrics to wait for; None waits for all.
     """
-    if needed is None or any(name.startswith(f'{each.folder}/') for each, _ in self._pending for name in needed):
+    if needed is None or any(
+      name.startswith(f'{each.folder}/') for each, _ in self._pending for name in needed
+    ):
       self._collect_pending()
     return dict(self._numbers) if self._step == step else {}
 
@@ -231,12 +266,15 @@ class RunEvaluations:
         if not str(name).startswith(f'{each.folder}/'):
           continue
         if each.evaluator is not None:
-          known[each.folder] = {task.name: evaluation.names_of_metrics(task) for task in each.evaluator.eval_tasks}
+          known[each.folder] = {
+            task.name: evaluation.names_of_metrics(task) for task in each.evaluator.eval_tasks
+          }
         else:
           step_fn = self._trainer.eval_steps.make(each.metric_fns)
           known[each.folder] = {
-              task: set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
-              for task, batches in each.batches.items()}
+            task: set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
+            for task, batches in each.batches.items()
+          }
       evaluation.check_metric_name(option, name, known)
 
   def _collect_pending(self) -> None:
@@ -252,7 +290,9 @@ class RunEvaluations:
     return evaluation.full_names(each.folder, results)
 
   def _global_batches(self, name: str, batches: data.EvalBatches) -> Iterator[dict[str, Any]]:
-    for number, batch in enumerate(self._read(batches, f'reading a batch of the evaluation data {name!r}')):
+    for number, batch in enumerate(
+      self._read(batches, f'reading a batch of the evaluation data {name!r}')
+    ):
       self._note(f'evaluating {name}: batch {number + 1} of {len(batches)}')
       yield data.to_global_arrays(batch, self._trainer.partitioner, batches.element_spec)
 
@@ -272,7 +312,9 @@ def due_names(recorded: Any, names: Sequence[str]) -> tuple[str, ...]:
   return tuple(name for name in names if name in recorded)
 
 
-def _by_task_of_run(each: OpenEvaluation, results: MetricsByTask) -> dict[str, Mapping[str, clu.values.Value]]:
+def _by_task_of_run(
+  each: OpenEvaluation, results: MetricsByTask
+) -> dict[str, Mapping[str, clu.values.Value]]:
   return {each.task_of_run(task): values for task, values in _with_mean(results).items()}
 
 

@@ -27,13 +27,34 @@ def figure_style(extra: Mapping[str, Any] | None = None) -> Iterator[None]:
   with needs_packages('A plot', 'matplotlib', extra='plot'):
     import matplotlib
   rc = {
-      'font.size': 9, 'text.color': INK, 'axes.labelcolor': INK, 'axes.edgecolor': MUTED, 'axes.linewidth': 0.6,
-      'axes.titlesize': 10, 'axes.titleweight': 'bold', 'axes.titlelocation': 'left', 'axes.labelsize': 9,
-      'axes.spines.top': False, 'axes.spines.right': False, 'axes.axisbelow': True,
-      'xtick.color': MUTED, 'ytick.color': MUTED, 'xtick.labelcolor': INK, 'ytick.labelcolor': INK,
-      'xtick.labelsize': 8, 'ytick.labelsize': 8, 'xtick.major.size': 2.5, 'ytick.major.size': 2.5,
-      'xtick.major.width': 0.6, 'ytick.major.width': 0.6, 'grid.color': GRID, 'grid.linewidth': 0.6,
-      'figure.facecolor': '#ffffff', 'svg.fonttype': 'none', 'text.parse_math': False}
+    'font.size': 9,
+    'text.color': INK,
+    'axes.labelcolor': INK,
+    'axes.edgecolor': MUTED,
+    'axes.linewidth': 0.6,
+    'axes.titlesize': 10,
+    'axes.titleweight': 'bold',
+    'axes.titlelocation': 'left',
+    'axes.labelsize': 9,
+    'axes.spines.top': False,
+    'axes.spines.right': False,
+    'axes.axisbelow': True,
+    'xtick.color': MUTED,
+    'ytick.color': MUTED,
+    'xtick.labelcolor': INK,
+    'ytick.labelcolor': INK,
+    'xtick.labelsize': 8,
+    'ytick.labelsize': 8,
+    'xtick.major.size': 2.5,
+    'ytick.major.size': 2.5,
+    'xtick.major.width': 0.6,
+    'ytick.major.width': 0.6,
+    'grid.color': GRID,
+    'grid.linewidth': 0.6,
+    'figure.facecolor': '#ffffff',
+    'svg.fonttype': 'none',
+    'text.parse_math': False,
+  }
   with matplotlib.rc_context():
     matplotlib.rcdefaults()
     matplotlib.rcParams.update(rc | dict(extra or {}))
@@ -51,9 +72,12 @@ def set_linear_limits(axes: Any, values: Sequence[float]) -> str:
     A note with the range for the reader, e.g. 'axis from 0.9 to 1'; '' if the axis contains 0.
   """
   from matplotlib import ticker
+
   finite = [value for value in values if math.isfinite(value)]
   low, high = min(finite, default=0.0), max(finite, default=1.0)
-  is_zoomed = low < high and (low > _MAX_SHARE_BELOW_DATA * high > 0 or high < _MAX_SHARE_BELOW_DATA * low < 0)
+  is_zoomed = low < high and (
+    low > _MAX_SHARE_BELOW_DATA * high > 0 or high < _MAX_SHARE_BELOW_DATA * low < 0
+  )
   if not is_zoomed:
     low, high = min(low, 0.0), max(high, 0.0) or (1.0 if low == 0 else 0.0)
   locator = ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
@@ -67,7 +91,10 @@ def set_linear_limits(axes: Any, values: Sequence[float]) -> str:
 def set_step_ticks(axes: Any, max_ticks: int = 5) -> None:
   """Label an x axis of steps with at most `max_ticks` + 1 integers."""
   from matplotlib import ticker
-  axes.xaxis.set_major_locator(ticker.MaxNLocator(max_ticks, integer=True, steps=[1, 2, 2.5, 5, 10]))
+
+  axes.xaxis.set_major_locator(
+    ticker.MaxNLocator(max_ticks, integer=True, steps=[1, 2, 2.5, 5, 10])
+  )
   axes.xaxis.set_major_formatter(ticker.FuncFormatter(short_number))
 
 

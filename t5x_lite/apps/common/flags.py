@@ -38,7 +38,9 @@ class Command(NamedTuple):
 NO_CACHE = 'off'
 
 
-def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True, computes: bool = True) -> None:
+def add_gin_arguments(
+  parser: argparse.ArgumentParser, *, compiles: bool = True, computes: bool = True
+) -> None:
   """Add the flags that `load_configuration` reads.
 
   Args:
@@ -47,30 +49,58 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True,
     computes: whether to add the flags of a cluster.
   """
   group = parser.add_argument_group('configuration, applied in this order: files, then flags')
-  group.add_argument('--gin_file', action='append', default=[], metavar='FILE',
-                     help='gin file; repeat the flag for several. Search order: current directory, --gin_search_paths, '
-                     'files of t5x_lite, e.g. models/t5_1_1_small.gin')
+  group.add_argument(
+    '--gin_file',
+    action='append',
+    default=[],
+    metavar='FILE',
+    help='gin file; repeat the flag for several. Search order: current directory, --gin_search_paths, '
+    'files of t5x_lite, e.g. models/t5_1_1_small.gin',
+  )
   # Parsed before argparse runs; listed here for --help.
-  group.add_argument('--gin.NAME=VALUE', dest='_', action='store_true',
-                     help='set a macro (--gin.TRAIN_STEPS=1000, --gin.MODEL_DIR=runs/a) or a parameter '
-                     '(--gin.train_script.train.eval_period=100)')
-  group.add_argument('--gin_bindings', action='append', default=[], metavar='TEXT',
-                     help="gin text, e.g. --gin_bindings='TRAIN_STEPS = 1000'")
-  group.add_argument('--gin_search_paths', action='append', default=[], metavar='FOLDERS',
-                     help='folders with gin files, separated by commas')
-  group.add_argument('--allowed_modules', metavar='MODULES',
-                     help='modules that the configuration may import in addition to jax, flax, optax, seqio, t5x_lite '
-                     'and moe, separated by commas. Default: all modules, each with a log line. This is '
-                     'not a sandbox')
-  group.add_argument('--mesh_selector', metavar='NAME',
-                     help='apply the first rule of the macro MESH_RULES that matches NAME, after the files and before '
-                     'the other flags. Default: the hardware, e.g. gpu-h100-8, tpu-v5e-256, cpu-8')
+  group.add_argument(
+    '--gin.NAME=VALUE',
+    dest='_',
+    action='store_true',
+    help='set a macro (--gin.TRAIN_STEPS=1000, --gin.MODEL_DIR=runs/a) or a parameter '
+    '(--gin.train_script.train.eval_period=100)',
+  )
+  group.add_argument(
+    '--gin_bindings',
+    action='append',
+    default=[],
+    metavar='TEXT',
+    help="gin text, e.g. --gin_bindings='TRAIN_STEPS = 1000'",
+  )
+  group.add_argument(
+    '--gin_search_paths',
+    action='append',
+    default=[],
+    metavar='FOLDERS',
+    help='folders with gin files, separated by commas',
+  )
+  group.add_argument(
+    '--allowed_modules',
+    metavar='MODULES',
+    help='modules that the configuration may import in addition to jax, flax, optax, seqio, t5x_lite '
+    'and moe, separated by commas. Default: all modules, each with a log line. This is '
+    'not a sandbox',
+  )
+  group.add_argument(
+    '--mesh_selector',
+    metavar='NAME',
+    help='apply the first rule of the macro MESH_RULES that matches NAME, after the files and before '
+    'the other flags. Default: the hardware, e.g. gpu-h100-8, tpu-v5e-256, cpu-8',
+  )
   if compiles:
-    parser.add_argument('--compilation_cache_dir', metavar='FOLDER',
-                        help='save compiled programs in this folder and load them from it, so that the next process '
-                        "starts faster; 'off' for none. Default: ~/.cache/t5x_lite/programs-HASH for the features of "
-                        'this CPU, up to 4 GiB, on a local disk of Linux. `t5x_lite precompile` fills the folder ahead '
-                        'of time')
+    parser.add_argument(
+      '--compilation_cache_dir',
+      metavar='FOLDER',
+      help='save compiled programs in this folder and load them from it, so that the next process '
+      "starts faster; 'off' for none. Default: ~/.cache/t5x_lite/programs-HASH for the features of "
+      'this CPU, up to 4 GiB, on a local disk of Linux. `t5x_lite precompile` fills the folder ahead '
+      'of time',
+    )
   else:
     parser.set_defaults(compilation_cache_dir=NO_CACHE)
   if computes:
@@ -81,48 +111,100 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True,
 
 
 def _add_absl_arguments(parser: argparse.ArgumentParser) -> None:
-  group = parser.add_argument_group("flags of T5X's programs, in any syntax of absl (-flag, --flag=true, --noflag)")
-  group.add_argument('--verbosity', type=_log_level, dest='log_level', default=argparse.SUPPRESS, metavar='N',
-                     help='the same as --log_level: 1 for debug, 0 for info, -1 for warning, -2 for error; also -v')
-  group.add_argument('--log_dir', metavar='FOLDER',
-                     help='also write log lines, with time and level, to a file in this folder for each process')
-  group.add_argument('--stderrthreshold', type=_stderr_threshold, default=logging.NOTSET, metavar='LEVEL',
-                     help='lowest level of log lines on standard error: debug, info, warning, error, or 0 for info to '
-                     '2 for error. As with --log_level, but the file of --log_dir has all lines')
-  group.add_argument('--alsologtostderr', action='store_true',
-                     help='log lines always go to standard error; this flag cancels --stderrthreshold')
-  group.add_argument('--logtostderr', action='store_true', dest='alsologtostderr',
-                     help='the same as --alsologtostderr')
-  group.add_argument('--showprefixforinfo', action='store_true',
-                     help='accepted if false: lines have no prefix, except in the file of --log_dir')
-  group.add_argument('--logger_levels', type=_logger_levels, default={}, metavar='NAME:LEVEL,...',
-                     help='levels of Python loggers, also of other packages, e.g. jax:DEBUG,t5x_lite.data:WARNING')
+  group = parser.add_argument_group(
+    "flags of T5X's programs, in any syntax of absl (-flag, --flag=true, --noflag)"
+  )
+  group.add_argument(
+    '--verbosity',
+    type=_log_level,
+    dest='log_level',
+    default=argparse.SUPPRESS,
+    metavar='N',
+    help='the same as --log_level: 1 for debug, 0 for info, -1 for warning, -2 for error; also -v',
+  )
+  group.add_argument(
+    '--log_dir',
+    metavar='FOLDER',
+    help='also write log lines, with time and level, to a file in this folder for each process',
+  )
+  group.add_argument(
+    '--stderrthreshold',
+    type=_stderr_threshold,
+    default=logging.NOTSET,
+    metavar='LEVEL',
+    help='lowest level of log lines on standard error: debug, info, warning, error, or 0 for info to '
+    '2 for error. As with --log_level, but the file of --log_dir has all lines',
+  )
+  group.add_argument(
+    '--alsologtostderr',
+    action='store_true',
+    help='log lines always go to standard error; this flag cancels --stderrthreshold',
+  )
+  group.add_argument(
+    '--logtostderr',
+    action='store_true',
+    dest='alsologtostderr',
+    help='the same as --alsologtostderr',
+  )
+  group.add_argument(
+    '--showprefixforinfo',
+    action='store_true',
+    help='accepted if false: lines have no prefix, except in the file of --log_dir',
+  )
+  group.add_argument(
+    '--logger_levels',
+    type=_logger_levels,
+    default={},
+    metavar='NAME:LEVEL,...',
+    help='levels of Python loggers, also of other packages, e.g. jax:DEBUG,t5x_lite.data:WARNING',
+  )
   # Parsed before argparse runs; listed here for --help.
-  group.add_argument('--jax_NAME=VALUE', action='store_true', dest='_',
-                     help="set an option of JAX, e.g. --jax_log_compiles or --jax_default_matmul_precision=highest")
-  group.add_argument('--flagfile', metavar='FILE', help='read flags from this file, one a line, at this position')
-  group.add_argument('--undefok', action='append', default=[], metavar='NAMES',
-                     help='flags to ignore if they do not exist, separated by commas')
+  group.add_argument(
+    '--jax_NAME=VALUE',
+    action='store_true',
+    dest='_',
+    help='set an option of JAX, e.g. --jax_log_compiles or --jax_default_matmul_precision=highest',
+  )
+  group.add_argument(
+    '--flagfile', metavar='FILE', help='read flags from this file, one a line, at this position'
+  )
+  group.add_argument(
+    '--undefok',
+    action='append',
+    default=[],
+    metavar='NAMES',
+    help='flags to ignore if they do not exist, separated by commas',
+  )
 
 
 def _log_level(text: str) -> str:
   """Return the value of `--log_level` for a number or a name of absl's `--verbosity`."""
   names = {'fatal': 'error', **{name: name for name in ('error', 'warning', 'info', 'debug')}}
   try:
-    return names.get(text.lower()) or ('error', 'warning', 'info', 'debug')[min(max(int(text), -2), 1) + 2]
+    return (
+      names.get(text.lower())
+      or ('error', 'warning', 'info', 'debug')[min(max(int(text), -2), 1) + 2]
+    )
   except ValueError:
-    raise argparse.ArgumentTypeError(f'must be a number from -2 (error) to 1 (debug), got {text!r}') from None
+    raise argparse.ArgumentTypeError(
+      f'must be a number from -2 (error) to 1 (debug), got {text!r}'
+    ) from None
 
 
 def _stderr_threshold(text: str) -> int:
   """Return the value of `--stderrthreshold`; errors are always shown, also for `fatal`."""
   names = ('info', 'warning', 'error', 'fatal')
-  levels = {**{str(i): name for i, name in enumerate(names)}, **{name: name for name in (*names, 'debug', 'warn')}}
+  levels = {
+    **{str(i): name for i, name in enumerate(names)},
+    **{name: name for name in (*names, 'debug', 'warn')},
+  }
   try:
     return min(logging.getLevelNamesMapping()[levels[text.lower()].upper()], logging.ERROR)
   except KeyError:
-    raise argparse.ArgumentTypeError('must be debug, info, warning, error, fatal or a number from 0 (info) to 3 '
-                                     f'(fatal), got {text!r}') from None
+    raise argparse.ArgumentTypeError(
+      'must be debug, info, warning, error, fatal or a number from 0 (info) to 3 '
+      f'(fatal), got {text!r}'
+    ) from None
 
 
 def _logger_levels(text: str) -> dict[str, int]:
@@ -133,41 +215,87 @@ def _logger_levels(text: str) -> dict[str, int]:
     try:
       levels[name] = logging.getLevelNamesMapping()[level.upper()]
     except KeyError:
-      raise argparse.ArgumentTypeError('must be NAME:LEVEL with a level of Python such as DEBUG, separated by commas, '
-                                       f'got {pair!r}') from None
+      raise argparse.ArgumentTypeError(
+        'must be NAME:LEVEL with a level of Python such as DEBUG, separated by commas, '
+        f'got {pair!r}'
+      ) from None
   return levels
 
 
 def add_seqio_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the flags of a command that reads data of seqio."""
   group = parser.add_argument_group('data of seqio')
-  group.add_argument('--tfds_data_dir', metavar='FOLDER',
-                     help='folder of TensorFlow Datasets for all tasks, also for those that name another folder')
-  group.add_argument('--seqio_additional_cache_dirs', action='append', default=[], metavar='FOLDERS',
-                     help="further folders with results of seqio's cache job, separated by commas, for "
-                     '--gin.USE_CACHED_TASKS=True')
+  group.add_argument(
+    '--tfds_data_dir',
+    metavar='FOLDER',
+    help='folder of TensorFlow Datasets for all tasks, also for those that name another folder',
+  )
+  group.add_argument(
+    '--seqio_additional_cache_dirs',
+    action='append',
+    default=[],
+    metavar='FOLDERS',
+    help="further folders with results of seqio's cache job, separated by commas, for "
+    '--gin.USE_CACHED_TASKS=True',
+  )
 
 
 def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-  group = parser.add_argument_group('several processes, one on each machine or for each GPU; see docs/cluster.md')
-  group.add_argument('--distributed', choices=names.MODES, default='auto',
-                     help='auto: several processes if `t5x_lite launch`, the environment, SLURM, Open MPI, Kubernetes '
-                     'or a TPU pod says so; on: an error without a cluster; off: one process. Default: auto')
-  group.add_argument('--multiprocess_gpu', action='store_true', default=None,
-                     help='the same as --distributed=on (name of T5X)')
-  group.add_argument('--nomultiprocess_gpu', action='store_false', dest='multiprocess_gpu', default=None,
-                     help='one process; --coordinator_address, --process_count and --process_index have no effect')
-  group.add_argument('--coordinator_address', metavar='HOST:PORT',
-                     help='address of process 0, the same on all processes; environment: JAX_COORDINATOR_ADDRESS')
-  group.add_argument('--process_count', type=int, metavar='N', help='number of processes; environment: '
-                     'JAX_NUM_PROCESSES')
-  group.add_argument('--process_index', type=int, metavar='I',
-                     help='index of this process, from 0; environment: JAX_PROCESS_ID')
-  group.add_argument('--initialization_timeout', type=int, default=names.INITIALIZATION_TIMEOUT, metavar='SECONDS',
-                     help='time until all processes must have started; default: %(default)s')
-  group.add_argument('--heartbeat_timeout_seconds', type=int, default=names.HEARTBEAT_TIMEOUT, metavar='SECONDS',
-                     help='silence after which a process counts as lost, and all others end with status 75; default: '
-                     '%(default)s')
+  group = parser.add_argument_group(
+    'several processes, one on each machine or for each GPU; see docs/cluster.md'
+  )
+  group.add_argument(
+    '--distributed',
+    choices=names.MODES,
+    default='auto',
+    help='auto: several processes if `t5x_lite launch`, the environment, SLURM, Open MPI, Kubernetes '
+    'or a TPU pod says so; on: an error without a cluster; off: one process. Default: auto',
+  )
+  group.add_argument(
+    '--multiprocess_gpu',
+    action='store_true',
+    default=None,
+    help='the same as --distributed=on (name of T5X)',
+  )
+  group.add_argument(
+    '--nomultiprocess_gpu',
+    action='store_false',
+    dest='multiprocess_gpu',
+    default=None,
+    help='one process; --coordinator_address, --process_count and --process_index have no effect',
+  )
+  group.add_argument(
+    '--coordinator_address',
+    metavar='HOST:PORT',
+    help='address of process 0, the same on all processes; environment: JAX_COORDINATOR_ADDRESS',
+  )
+  group.add_argument(
+    '--process_count',
+    type=int,
+    metavar='N',
+    help='number of processes; environment: JAX_NUM_PROCESSES',
+  )
+  group.add_argument(
+    '--process_index',
+    type=int,
+    metavar='I',
+    help='index of this process, from 0; environment: JAX_PROCESS_ID',
+  )
+  group.add_argument(
+    '--initialization_timeout',
+    type=int,
+    default=names.INITIALIZATION_TIMEOUT,
+    metavar='SECONDS',
+    help='time until all processes must have started; default: %(default)s',
+  )
+  group.add_argument(
+    '--heartbeat_timeout_seconds',
+    type=int,
+    default=names.HEARTBEAT_TIMEOUT,
+    metavar='SECONDS',
+    help='silence after which a process counts as lost, and all others end with status 75; default: '
+    '%(default)s',
+  )
 
 
 def join_cluster(arguments: argparse.Namespace) -> None:
@@ -183,30 +311,48 @@ def join_cluster(arguments: argparse.Namespace) -> None:
   if arguments.distributed is None:
     return
   from t5x_lite import runtime
+
   if arguments.multiprocess_gpu and arguments.distributed == 'off':
-    raise ConfigError('--distributed=off starts one process, and --multiprocess_gpu asks for several. Remove one of '
-                      'them.')
+    raise ConfigError(
+      '--distributed=off starts one process, and --multiprocess_gpu asks for several. Remove one of '
+      'them.'
+    )
   if arguments.multiprocess_gpu is False and arguments.distributed == 'on':
-    raise ConfigError('--distributed=on asks for several processes, and --multiprocess_gpu=false starts one. Remove '
-                      'one of them.')
+    raise ConfigError(
+      '--distributed=on asks for several processes, and --multiprocess_gpu=false starts one. Remove '
+      'one of them.'
+    )
   arguments.coordinator_address = arguments.coordinator_address or None
   place = ('coordinator_address', 'process_count', 'process_index')
   if arguments.multiprocess_gpu is False:
     given = ', '.join(f'--{name}' for name in place if getattr(arguments, name) is not None)
     if given:
-      logging.getLogger(__name__).info('No effect of %s: --multiprocess_gpu=false starts one process.', given)
+      logging.getLogger(__name__).info(
+        'No effect of %s: --multiprocess_gpu=false starts one process.', given
+      )
     vars(arguments).update(dict.fromkeys(place), distributed='off')
   mode = 'on' if arguments.multiprocess_gpu else arguments.distributed
-  monitor = runtime.join(runtime.ClusterConfig(mode=mode, **{name: getattr(arguments, name) for name in (
-      *place, 'initialization_timeout', 'heartbeat_timeout_seconds')}))
+  monitor = runtime.join(
+    runtime.ClusterConfig(
+      mode=mode,
+      **{
+        name: getattr(arguments, name)
+        for name in (*place, 'initialization_timeout', 'heartbeat_timeout_seconds')
+      },
+    )
+  )
   if monitor is not None:
     monitor.describe_fn = lambda error: arguments.describe_error(monitor.process, error)
 
 
 def add_num_devices(parser: argparse.ArgumentParser) -> None:
   """Add the flag that `simulate_devices` reads."""
-  parser.add_argument('--num_devices', type=int, metavar='N',
-                      help='simulate N devices (at most 2048) instead of using the devices of this machine')
+  parser.add_argument(
+    '--num_devices',
+    type=int,
+    metavar='N',
+    help='simulate N devices (at most 2048) instead of using the devices of this machine',
+  )
 
 
 def simulate_devices(num_devices: int | None) -> None:
@@ -221,9 +367,18 @@ def simulate_devices(num_devices: int | None) -> None:
   if num_devices is None:
     return
   from t5x_lite import checks
-  checks.check('', {'--num_devices': num_devices}, **{'--num_devices': checks.number(
-      at_least=1, at_most=2048, integer=True, remedy='XLA simulates at most 2048 devices.')})
+
+  checks.check(
+    '',
+    {'--num_devices': num_devices},
+    **{
+      '--num_devices': checks.number(
+        at_least=1, at_most=2048, integer=True, remedy='XLA simulates at most 2048 devices.'
+      )
+    },
+  )
   import jax
+
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', num_devices)
 
@@ -245,20 +400,36 @@ def prepend_run_file(arguments: argparse.Namespace, run_file: str, function_name
 def binds_model(arguments: argparse.Namespace, function_name: str) -> bool:
   """Return whether one of the gin files binds the argument `model` of a function, with any module."""
   from t5x_lite.configuration import syntax as gin_syntax
+
   folders = _folders(arguments.gin_search_paths)
-  statements = [statement for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk()]
-  return any(isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
-             and statement.selector.rpartition('.')[2] == function_name for statement in statements)
+  statements = [
+    statement
+    for name in arguments.gin_file
+    for statement in gin_syntax.read_file(name, folders).walk()
+  ]
+  return any(
+    isinstance(statement, gin_syntax.Binding)
+    and statement.arg_name == 'model'
+    and statement.selector.rpartition('.')[2] == function_name
+    for statement in statements
+  )
 
 
 def _folders(texts: Iterable[str]) -> list[str]:
   """Return the folders of a flag with lists, which absl reads as lines of CSV."""
   import csv  # Not needed for --help.
-  return [folder.strip() for row in csv.reader(texts, skipinitialspace=True) for folder in row if folder.strip()]
+
+  return [
+    folder.strip()
+    for row in csv.reader(texts, skipinitialspace=True)
+    for folder in row
+    if folder.strip()
+  ]
 
 
-def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str, str] | None = None,
-                       overrides: str = '') -> Any:
+def load_configuration(
+  arguments: argparse.Namespace, placeholders: Mapping[str, str] | None = None, overrides: str = ''
+) -> Any:
   """Return the `gin_utils.Configuration` of a command line.
 
   Args:
@@ -273,19 +444,28 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   from t5x_lite.configuration import syntax as gin_syntax
   from t5x_lite import gin_utils
   from t5x_lite import module_imports
+
   if not arguments.gin_file:
-    raise ConfigError('--gin_file is missing. Recipes that run without further flags: '
-                      f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
+    raise ConfigError(
+      '--gin_file is missing. Recipes that run without further flags: '
+      f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
+    )
   cache = arguments.compilation_cache_dir
   if cache not in (None, NO_CACHE):
     from t5x_lite import runtime
+
     runtime.use_compilation_cache(cache)
   module_imports.restrict(arguments.allowed_modules)
   flags = []
-  for flag in [*(f'--gin_bindings={text}' for text in arguments.gin_bindings), *arguments.gin_flags]:
+  for flag in [
+    *(f'--gin_bindings={text}' for text in arguments.gin_bindings),
+    *arguments.gin_flags,
+  ]:
     text = flag.removeprefix('--gin.').removeprefix('--gin_bindings=')
     key, equals, value = text.partition('=')
-    one_line = equals and '\n' not in text and key.strip().replace('.', '').replace('/', '').isidentifier()
+    one_line = (
+      equals and '\n' not in text and key.strip().replace('.', '').replace('/', '').isidentifier()
+    )
     if one_line or flag.startswith('--gin.'):
       flags.append(gin_syntax.read_flag(key.strip() if one_line else key, value, flag))
     else:
@@ -293,13 +473,16 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
-  _set_jax_options(arguments.jax_flags, shows_warnings='jax' not in getattr(arguments, 'logger_levels', {}))
+  _set_jax_options(
+    arguments.jax_flags, shows_warnings='jax' not in getattr(arguments, 'logger_levels', {})
+  )
   join_cluster(arguments)
   configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
   _set_seqio_folders(arguments, configuration)
   if cache is None:
     # After the imports of the configuration, since a module may have initialized several processes.
     from t5x_lite import runtime
+
     runtime.use_default_compilation_cache()
   _check_same_on_all_processes(arguments.command, configuration.text)
   if configuration.mesh_rule:
@@ -317,6 +500,7 @@ def _search_folders(arguments: argparse.Namespace) -> list[str]:
     ConfigError: a folder does not exist.
   """
   from t5x_lite.configuration import syntax as gin_syntax
+
   folders = _folders(arguments.gin_search_paths)
   try:
     gin_syntax.check_search_paths(folders)
@@ -325,7 +509,9 @@ def _search_folders(arguments: argparse.Namespace) -> list[str]:
       texts = [gin_syntax.read_file(name, folders) for name in arguments.gin_file]
     except ConfigError:  # The missing folder may be the reason.
       raise problem from None
-    if not any(file.is_packaged(gin_syntax.T5X_FILES) for text in texts for _, file in text.walk_files()):
+    if not any(
+      file.is_packaged(gin_syntax.T5X_FILES) for text in texts for _, file in text.walk_files()
+    ):
       raise
     logging.getLogger(__name__).warning('%s All gin files were found without it.', problem)
   return folders
@@ -345,6 +531,7 @@ def _set_jax_options(flags: Sequence[str], shows_warnings: bool = True) -> None:
     return
   import jax
   from t5x_lite import checks
+
   if shows_warnings:
     logging.getLogger('jax').setLevel(logging.WARNING)
   for flag in flags:
@@ -352,11 +539,21 @@ def _set_jax_options(flags: Sequence[str], shows_warnings: bool = True) -> None:
     if name.startswith('no') and not equals:
       name, text = name.removeprefix('no'), 'false'
     if name not in jax.config.values:
-      raise ConfigError(f'JAX has no option {name}.{did_you_mean(name, jax.config.values, lists_all=False)}')
+      raise ConfigError(
+        f'JAX has no option {name}.{did_you_mean(name, jax.config.values, lists_all=False)}'
+      )
     kind = type(jax.config.values[name])
     try:
       if kind is bool:
-        value = {'': True, 'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}[text.lower()]
+        value = {
+          '': True,
+          'true': True,
+          't': True,
+          '1': True,
+          'false': False,
+          'f': False,
+          '0': False,
+        }[text.lower()]
       else:
         value = kind(text) if kind in (int, float) else text
       jax.config.update(name, value)
@@ -377,19 +574,33 @@ def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> Non
   if not data_dir and not cache_dirs:
     return
   from t5x_lite import checks, data
+
   datasets = configuration.arguments_of(data.DatasetConfig)
-  if not any(dataset.get('source', 'seqio') == 'seqio' for dataset in datasets) and 'seqio' not in sys.modules:
-    flag, value = ('--tfds_data_dir', data_dir) if data_dir else ('--seqio_additional_cache_dirs', cache_dirs)
-    raise checks.invalid('', flag, 'unset for a configuration that reads no data of seqio', value, 'Remove the flag.')
+  if (
+    not any(dataset.get('source', 'seqio') == 'seqio' for dataset in datasets)
+    and 'seqio' not in sys.modules
+  ):
+    flag, value = (
+      ('--tfds_data_dir', data_dir) if data_dir else ('--seqio_additional_cache_dirs', cache_dirs)
+    )
+    raise checks.invalid(
+      '', flag, 'unset for a configuration that reads no data of seqio', value, 'Remove the flag.'
+    )
   if cache_dirs and not any(dataset.get('use_cached') for dataset in datasets):
     logging.getLogger(__name__).warning(
-        '--seqio_additional_cache_dirs=%s has no effect: no dataset reads cached tasks. Set '
-        '--gin.USE_CACHED_TASKS=True.', ','.join(cache_dirs))
-  named = [('--tfds_data_dir', data_dir), *(('--seqio_additional_cache_dirs', folder) for folder in cache_dirs)]
+      '--seqio_additional_cache_dirs=%s has no effect: no dataset reads cached tasks. Set '
+      '--gin.USE_CACHED_TASKS=True.',
+      ','.join(cache_dirs),
+    )
+  named = [
+    ('--tfds_data_dir', data_dir),
+    *(('--seqio_additional_cache_dirs', folder) for folder in cache_dirs),
+  ]
   for flag, folder in named:
     if folder and '://' not in folder and not os.path.isdir(folder):
       logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
   from t5x_lite.data import seqio_folders
+
   seqio_folders.use_folders(data_dir, cache_dirs)
 
 
@@ -400,6 +611,7 @@ def _check_same_on_all_processes(command: str, text: str) -> None:
     ConfigError: with the first line that differs.
   """
   from t5x_lite import runtime
+
   monitor = runtime.current_monitor()
   if monitor is None:
     return
@@ -408,8 +620,10 @@ def _check_same_on_all_processes(command: str, text: str) -> None:
   pairs = itertools.zip_longest(own, lead, fillvalue='(nothing)')
   different = next(((mine, theirs) for mine, theirs in pairs if mine != theirs), None)
   if different is not None:
-    raise ConfigError(f'All processes of a run must have the same command and configuration, got {different[0]!r} in '
-                      f'process {monitor.process} and {different[1]!r} in process 0. Start all with the same flags.')
+    raise ConfigError(
+      f'All processes of a run must have the same command and configuration, got {different[0]!r} in '
+      f'process {monitor.process} and {different[1]!r} in process 0. Start all with the same flags.'
+    )
 
 
 def _log_mesh(configuration: Any) -> None:
@@ -419,6 +633,7 @@ def _log_mesh(configuration: Any) -> None:
     ConfigError: the devices have no such mesh.
   """
   from t5x_lite import multihost
+
   try:
     mesh = configuration.argument('partitioner').mesh
   except ConfigError as error:

@@ -30,14 +30,19 @@ def directory(remedy: str) -> checks.Expectation:
 
   def is_path(value: Any) -> bool:
     try:
-      return isinstance(value, str) and bool(value.strip().encode()) and (
-          '://' not in value or value.startswith(stores))
+      return (
+        isinstance(value, str)
+        and bool(value.strip().encode())
+        and ('://' not in value or value.startswith(stores))
+      )
     except UnicodeEncodeError:  # The locale could not decode the bytes of the path.
       return False
 
   return checks.Expectation(
-      f'the path of a directory on a disk or in an object store ({" or ".join(stores)}), encodable in UTF-8', is_path,
-      remedy)
+    f'the path of a directory on a disk or in an object store ({" or ".join(stores)}), encodable in UTF-8',
+    is_path,
+    remedy,
+  )
 
 
 @contextlib.contextmanager
@@ -54,6 +59,7 @@ def replacing(target: files.Path, *, last: str) -> Iterator[pathlib.Path]:
   """
   if files.is_remote(target):
     from t5x_lite import uploads
+
     with uploads.uploaded_folder(target, last=last) as temporary:
       yield temporary
     return
@@ -93,8 +99,10 @@ def creating(target: files.Path) -> Iterator[files.Path]:
         made.rename(target)
       except OSError as error:
         if os.path.lexists(target):
-          raise CheckpointError(f'{str(target)!r} was created by another process in the meantime; existing folders are '
-                                'not overwritten. Choose another name, or remove the folder.') from error
+          raise CheckpointError(
+            f'{str(target)!r} was created by another process in the meantime; existing folders are '
+            'not overwritten. Choose another name, or remove the folder.'
+          ) from error
         raise
       shutil.rmtree(temporary, ignore_errors=True)
       files.fsync(target.parent)
@@ -111,7 +119,9 @@ def _temporary_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
   remove_leftovers(target)
   temporary = target.with_name(f'.{target.name}{INFIX}{secrets.token_hex(8)}')
   try:
-    temporary.mkdir(mode=0o700)  # Within the block, which removes it even if Ctrl-C comes right after its creation.
+    temporary.mkdir(
+      mode=0o700
+    )  # Within the block, which removes it even if Ctrl-C comes right after its creation.
     with _locked(temporary):
       yield temporary
   except BaseException:
@@ -124,7 +134,11 @@ def remove_leftovers(target: files.Path) -> None:
   if files.is_remote(target):  # they were in folders of temporary files
     return
   prefix = f'.{target.name}{INFIX}'
-  left = [path for path in target.parent.iterdir() if path.name.startswith(prefix)] if target.parent.is_dir() else []
+  left = (
+    [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
+    if target.parent.is_dir()
+    else []
+  )
   # In reverse order, the replaced folder comes before its replacement, whose lock covers both.
   for folder in sorted(left, reverse=True):
     is_former = folder.name.endswith(_FORMER)

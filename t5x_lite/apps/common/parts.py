@@ -51,8 +51,12 @@ class RunConfig:
   inference_evaluator_cls: Any = None
   get_dataset_fn: Callable[..., Any] = data.get_dataset
   train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets
-  train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer
-  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs
+  train_state_initializer_cls: type[state_init.TrainStateInitializer] = (
+    state_init.TrainStateInitializer
+  )
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = (
+    data.verify_matching_vocabs
+  )
   infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig()
   evaluations: Sequence[evaluation.Evaluation] = ()
   param_ema: averaging.ParamEma | None = None
@@ -61,19 +65,41 @@ class RunConfig:
     start_lib.check_model_dir('train', 'model_dir', self.model_dir)
     self.train_dataset_cfg.check_lengths_are_given('training', 'train_dataset_cfg')
     start_lib.check_optimizer(self.model)
-    checks.check('train', vars(self), eval_steps=checks.number(at_least=1, integer=True).or_none(),
-                 random_seed=start_lib.SEED, param_ema=checks.instance(
-                     (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'))
-    checks.check('train', vars(self), evaluations=checks.Expectation(
-        'a list of Evaluations', lambda given: all(isinstance(each, evaluation.Evaluation) for each in given),
-        'In gin: [@a/evaluation.Evaluation(), ...].'))
-    checks.check('train', {'evaluations': [each.name for each in self.evaluations]}, evaluations=checks.Expectation(
-        'Evaluations with different names', lambda names: len(names) == len(set(names)),
-        'Set another `Evaluation.name`.'))
-    evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)
+    checks.check(
+      'train',
+      vars(self),
+      eval_steps=checks.number(at_least=1, integer=True).or_none(),
+      random_seed=start_lib.SEED,
+      param_ema=checks.instance(
+        (averaging.ParamEma, type(None)), 'a ParamEma or None', 'Use @averaging.ParamEma().'
+      ),
+    )
+    checks.check(
+      'train',
+      vars(self),
+      evaluations=checks.Expectation(
+        'a list of Evaluations',
+        lambda given: all(isinstance(each, evaluation.Evaluation) for each in given),
+        'In gin: [@a/evaluation.Evaluation(), ...].',
+      ),
+    )
+    checks.check(
+      'train',
+      {'evaluations': [each.name for each in self.evaluations]},
+      evaluations=checks.Expectation(
+        'Evaluations with different names',
+        lambda names: len(names) == len(set(names)),
+        'Set another `Evaluation.name`.',
+      ),
+    )
+    evaluation.check_evaluator_cls(
+      self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg
+    )
     for each in self.evaluations:
       if each.decode:
-        evaluation.check_evaluator_cls(self.inference_evaluator_cls, each.dataset_cfg, each.infer_eval_cfg)
+        evaluation.check_evaluator_cls(
+          self.inference_evaluator_cls, each.dataset_cfg, each.infer_eval_cfg
+        )
 
   @property
   def rng_impl(self) -> str:
@@ -98,7 +124,11 @@ class RunData:
   @property
   def eval_batches(self) -> dict[str, data.EvalBatches]:
     """Batches of the teacher-forced evaluations, by the trainer's name of the task."""
-    return {each.task_of_run(task): batches for each in self.evaluations for task, batches in each.batches.items()}
+    return {
+      each.task_of_run(task): batches
+      for each in self.evaluations
+      for task, batches in each.batches.items()
+    }
 
   @property
   def eval_programs(self) -> list[tuple[list[str], eval_steps.MetricFns, Batch]]:
@@ -106,8 +136,10 @@ class RunData:
     found: dict[Any, tuple[list[str], eval_steps.MetricFns, Batch]] = {}
     for each in self.evaluations:
       for task, batches in each.batches.items():
-        program = found.setdefault(eval_steps.program_key(each.metric_fns, batches.element_spec),
-                                   ([], each.metric_fns, batches.element_spec))
+        program = found.setdefault(
+          eval_steps.program_key(each.metric_fns, batches.element_spec),
+          ([], each.metric_fns, batches.element_spec),
+        )
         program[0].append(each.task_of_run(task))
     return list(found.values())
 
@@ -116,17 +148,27 @@ class RunData:
     """Shapes and dtypes of global batches, by dataset and feature name."""
     specs = {'training': self.batches.element_spec}
     for each in self.evaluations:
-      specs |= {f'{each.folder}/{name}': batches.element_spec for name, batches in each.batches.items()}
+      specs |= {
+        f'{each.folder}/{name}': batches.element_spec for name, batches in each.batches.items()
+      }
       if each.evaluator is not None:
-        specs |= {f'{each.folder}/{task.name}': task.element_spec for task in each.evaluator.eval_tasks}
+        specs |= {
+          f'{each.folder}/{task.name}': task.element_spec for task in each.evaluator.eval_tasks
+        }
     return specs
 
 
 def open_data(
-    stack: contextlib.ExitStack, cfg: RunConfig, *, num_prefetched_batches: int = 2, num_retries: int = 0,
-    concurrent_metrics: bool = False, log_dir: str | None = None,
-    note_fn: Callable[[str], None] = lambda text: None,
-    open_fn: Callable[..., Any] = lambda fn, doing, close_fn=None: fn()) -> RunData:
+  stack: contextlib.ExitStack,
+  cfg: RunConfig,
+  *,
+  num_prefetched_batches: int = 2,
+  num_retries: int = 0,
+  concurrent_metrics: bool = False,
+  log_dir: str | None = None,
+  note_fn: Callable[[str], None] = lambda text: None,
+  open_fn: Callable[..., Any] = lambda fn, doing, close_fn=None: fn(),
+) -> RunData:
   """Check the data against mesh and model, then open the training and evaluation data.
 
   Args:
@@ -160,44 +202,95 @@ def open_data(
   host_iterator = open_fn(open_training, 'opening the training data', lambda opened: opened.close())
   # A user's `get_dataset_fn` may return an iterator of another class.
   knows_truncation = isinstance(host_iterator, data.HostIterator)
-  batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
-      host_iterator, partitioner, num_prefetched_batches, num_retries=num_retries)))
+  batches = stack.enter_context(
+    contextlib.closing(
+      data.GlobalBatches(
+        host_iterator, partitioner, num_prefetched_batches, num_retries=num_retries
+      )
+    )
+  )
   opened = []
   for name, folder, each in _evaluations(cfg):
     if each.decode:
-      evaluator = open_fn(lambda each=each, folder=folder: evaluation.InferenceEvaluator(
-          each.dataset_cfg, cfg.inference_evaluator_cls, cfg.model, partitioner, log_dir=log_dir,
-          verify_matching_vocabs_fn=cfg.verify_matching_vocabs_fn, cfg=each.infer_eval_cfg,
-          concurrent_metrics=concurrent_metrics, folder=folder), f'opening the evaluation data of {name}',
-          lambda opened: opened.close())
+      evaluator = open_fn(
+        lambda each=each, folder=folder: evaluation.InferenceEvaluator(
+          each.dataset_cfg,
+          cfg.inference_evaluator_cls,
+          cfg.model,
+          partitioner,
+          log_dir=log_dir,
+          verify_matching_vocabs_fn=cfg.verify_matching_vocabs_fn,
+          cfg=each.infer_eval_cfg,
+          concurrent_metrics=concurrent_metrics,
+          folder=folder,
+        ),
+        f'opening the evaluation data of {name}',
+        lambda opened: opened.close(),
+      )
       stack.callback(evaluator.close)
       opened.append(OpenEvaluation(name=name, folder=folder, evaluator=evaluator))
     else:
-      batches_by_task = open_fn(lambda each=each: data.open_eval_data(
-          cfg.train_eval_get_dataset_fn, each.dataset_cfg, partitioner.get_data_layout(each.dataset_cfg.batch_size),
-          each.num_batches, converter, log_dir), f'opening the evaluation data of {name}')
-      opened.append(OpenEvaluation(
-          name=name, folder=folder, batches=batches_by_task, metric_fns=each.metric_fns))
+      batches_by_task = open_fn(
+        lambda each=each: data.open_eval_data(
+          cfg.train_eval_get_dataset_fn,
+          each.dataset_cfg,
+          partitioner.get_data_layout(each.dataset_cfg.batch_size),
+          each.num_batches,
+          converter,
+          log_dir,
+        ),
+        f'opening the evaluation data of {name}',
+      )
+      opened.append(
+        OpenEvaluation(
+          name=name, folder=folder, batches=batches_by_task, metric_fns=each.metric_fns
+        )
+      )
   return RunData(
-      batches=batches, evaluations=opened,
-      sample_truncation_fn=host_iterator.sample_truncation if knows_truncation else lambda: None)
+    batches=batches,
+    evaluations=opened,
+    sample_truncation_fn=host_iterator.sample_truncation if knows_truncation else lambda: None,
+  )
 
 
 def _evaluations(cfg: RunConfig) -> list[tuple[str, str, evaluation.Evaluation]]:
   """Return (name, folder, evaluation) of all evaluations; `when` is not set for those of the short form."""
   found = []
   if cfg.train_eval_dataset_cfg is not None:
-    found.append((evaluation.TRAINING_EVAL, evaluation.TRAINING_EVAL, evaluation.Evaluation(
-        name='short_form', dataset_cfg=cfg.train_eval_dataset_cfg, num_batches=cfg.eval_steps)))
+    found.append(
+      (
+        evaluation.TRAINING_EVAL,
+        evaluation.TRAINING_EVAL,
+        evaluation.Evaluation(
+          name='short_form', dataset_cfg=cfg.train_eval_dataset_cfg, num_batches=cfg.eval_steps
+        ),
+      )
+    )
   if cfg.infer_eval_dataset_cfg is not None:
-    found.append((evaluation.INFERENCE_EVAL, evaluation.INFERENCE_EVAL, evaluation.Evaluation(
-        name='short_form', dataset_cfg=cfg.infer_eval_dataset_cfg, decode=True, infer_eval_cfg=cfg.infer_eval_cfg)))
+    found.append(
+      (
+        evaluation.INFERENCE_EVAL,
+        evaluation.INFERENCE_EVAL,
+        evaluation.Evaluation(
+          name='short_form',
+          dataset_cfg=cfg.infer_eval_dataset_cfg,
+          decode=True,
+          infer_eval_cfg=cfg.infer_eval_cfg,
+        ),
+      )
+    )
   return found + [(each.name, each.folder, each) for each in cfg.evaluations]
 
 
 def make_trainer(
-    stack: contextlib.ExitStack, cfg: RunConfig, run_data: RunData, *, random_seed: int, summary_dir: str | None,
-    first_step: int = 0, last_step: float = 0
+  stack: contextlib.ExitStack,
+  cfg: RunConfig,
+  run_data: RunData,
+  *,
+  random_seed: int,
+  summary_dir: str | None,
+  first_step: int = 0,
+  last_step: float = 0,
 ) -> tuple[trainer_lib.BaseTrainer, state_init.TrainStateInitializer, jax.Array]:
   """Return a trainer that holds shapes instead of arrays, so that everything is checked before computation starts.
 
@@ -220,25 +313,48 @@ def make_trainer(
   spec = run_data.batches.element_spec
   init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed, impl=cfg.rng_impl))
   initializer = cfg.train_state_initializer_cls(
-      cfg.model.optimizer_def, cfg.model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()},
-      cfg.partitioner, {name: leaf.dtype for name, leaf in spec.items()},
-      **({} if cfg.param_ema is None else {'param_ema': cfg.param_ema}))
-  trainer = stack.enter_context(checks.call_custom(
-      '', 'trainer_cls', 'model=, train_state=, partitioner=, eval_names=, summary_dir=, train_state_axes=, rng=',
-      cfg.trainer_cls, model=cfg.model, train_state=initializer.global_train_state_shape, partitioner=cfg.partitioner,
-      eval_names=list(run_data.eval_batches), summary_dir=summary_dir, train_state_axes=initializer.train_state_axes,
-      rng=trainer_rng))
+    cfg.model.optimizer_def,
+    cfg.model.get_initial_variables,
+    {name: leaf.shape for name, leaf in spec.items()},
+    cfg.partitioner,
+    {name: leaf.dtype for name, leaf in spec.items()},
+    **({} if cfg.param_ema is None else {'param_ema': cfg.param_ema}),
+  )
+  trainer = stack.enter_context(
+    checks.call_custom(
+      '',
+      'trainer_cls',
+      'model=, train_state=, partitioner=, eval_names=, summary_dir=, train_state_axes=, rng=',
+      cfg.trainer_cls,
+      model=cfg.model,
+      train_state=initializer.global_train_state_shape,
+      partitioner=cfg.partitioner,
+      eval_names=list(run_data.eval_batches),
+      summary_dir=summary_dir,
+      train_state_axes=initializer.train_state_axes,
+      rng=trainer_rng,
+    )
+  )
   _check_train_method(trainer)
   last_steps = [last_step - 1] if first_step < last_step < math.inf else []
   start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, *last_steps])
   if cfg.param_ema is not None:
     skips = trainer.non_finite.policy.action == 'skip'
-    checks.check('ParamEma', {'debias': cfg.param_ema.debias}, debias=checks.Expectation(
-        "False with NonFinitePolicy.action='skip'", lambda debias: not (debias and skips),
-        'It counts skipped steps as updates. Set start_step or a schedule instead, or another action.'))
+    checks.check(
+      'ParamEma',
+      {'debias': cfg.param_ema.debias},
+      debias=checks.Expectation(
+        "False with NonFinitePolicy.action='skip'",
+        lambda debias: not (debias and skips),
+        'It counts skipped steps as updates. Set start_step or a schedule instead, or another action.',
+      ),
+    )
     cfg.param_ema.check_decay([first_step, *last_steps])
-    logging.getLogger(__name__).info('An average of the parameters is kept%s: %s.', (
-        ' and evaluated' if cfg.param_ema.evaluate else ''), cfg.param_ema)
+    logging.getLogger(__name__).info(
+      'An average of the parameters is kept%s: %s.',
+      (' and evaluated' if cfg.param_ema.evaluate else ''),
+      cfg.param_ema,
+    )
   trainer.check_batch(spec)
   # Metric functions of evaluations run late; those of the model are traced with the training step.
   for _, metric_fns, eval_spec in run_data.eval_programs:
@@ -262,7 +378,8 @@ def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> list[lay
   """
   with layers.kernel_choices() as choices:
     trainer.partitioned_train_step().trace(
-        trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
+      trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)
+    )
     for _, metric_fns, spec in run_data.eval_programs:
       if metric_fns is None:  # `make_trainer` has traced the others.
         trainer.eval_steps.make().trace(trainer.step_state, spec)
@@ -274,5 +391,7 @@ def _check_train_method(trainer: trainer_lib.BaseTrainer) -> None:
   parameters = inspect.signature(trainer.train).parameters
   missing = [name for name in ('on_step', 'should_stop') if name not in parameters]
   if missing and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-    raise ConfigError(f'{type(trainer).__name__}.train must have the keyword arguments on_step and should_stop, got '
-                      f'{inspect.signature(trainer.train)}. Add them, and pass them on to super().train.')
+    raise ConfigError(
+      f'{type(trainer).__name__}.train must have the keyword arguments on_step and should_stop, got '
+      f'{inspect.signature(trainer.train)}. Add them, and pass them on to super().train.'
+    )

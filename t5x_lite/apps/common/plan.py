@@ -70,8 +70,14 @@ class SaveTimes:
 
 
 def plan_steps(
-    first_step: int, last_step: float, *, evaluations: Mapping[str, Times] = types.MappingProxyType({}),
-    save: Times = When(at_end=True), collect_garbage: Times = When(), pause: Times = When()) -> Iterator[Stretch]:
+  first_step: int,
+  last_step: float,
+  *,
+  evaluations: Mapping[str, Times] = types.MappingProxyType({}),
+  save: Times = When(at_end=True),
+  collect_garbage: Times = When(),
+  pause: Times = When(),
+) -> Iterator[Stretch]:
   """Yield the stretches of a run.
 
   Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses at the same
@@ -95,12 +101,17 @@ def plan_steps(
     known = (when.next_step(step) for when in (*evaluations.values(), save, collect_garbage, pause))
     stop = min([last_step, *(each for each in known if each is not None)])
     if stop <= step:
-      raise ConfigError(f'`next_step({step})` of a policy must be a later step or None, got {stop}. Correct the policy '
-                        'in `SaveCheckpointConfig.policies`.')
+      raise ConfigError(
+        f'`next_step({step})` of a policy must be a later step or None, got {stop}. Correct the policy '
+        'in `SaveCheckpointConfig.policies`.'
+      )
     yield Stretch(
-        first=step, last=stop, save=save.is_due(stop, last_step),
-        collect_garbage=collect_garbage.is_due(stop, last_step),
-        evaluations=tuple(name for name, when in evaluations.items() if when.is_due(stop, last_step)))
+      first=step,
+      last=stop,
+      save=save.is_due(stop, last_step),
+      collect_garbage=collect_garbage.is_due(stop, last_step),
+      evaluations=tuple(name for name, when in evaluations.items() if when.is_due(stop, last_step)),
+    )
     step = stop
 
 
@@ -114,8 +125,11 @@ def warn_of_late_steps(whens: Mapping[str, When], last_step: float) -> None:
   for name, when in whens.items():
     if when.steps and min(when.steps) > last_step:
       logging.getLogger(__name__).warning(
-          'No step of `When.steps` of the evaluation %r is within the run, which ends at step %s: the first one is %s.',
-          name, f'{last_step:,}', f'{min(when.steps):,}')
+        'No step of `When.steps` of the evaluation %r is within the run, which ends at step %s: the first one is %s.',
+        name,
+        f'{last_step:,}',
+        f'{min(when.steps):,}',
+      )
 
 
 def last_step_of_run(total_steps: int | None, relative_steps: int | None, start_step: int) -> float:
@@ -148,7 +162,9 @@ def describe_end(last_step: float, num_epochs: int | None) -> str:
   return f'to {" or ".join(ends)}' if ends else 'until the run is stopped'
 
 
-def list_stretches(stretches: Iterator[Stretch], last_step: float, longest_period: int) -> list[Stretch]:
+def list_stretches(
+  stretches: Iterator[Stretch], last_step: float, longest_period: int
+) -> list[Stretch]:
   """Return all stretches of a run; of one without a last step, those of the first eight of its longest periods.
 
   Args:
@@ -163,7 +179,9 @@ def list_stretches(stretches: Iterator[Stretch], last_step: float, longest_perio
   return [first, *itertools.takewhile(lambda stretch: stretch.last <= end, stretches)]
 
 
-def describe_plan(stretches: Sequence[Stretch], last_step: float, num_epochs: int | None = None) -> str:
+def describe_plan(
+  stretches: Sequence[Stretch], last_step: float, num_epochs: int | None = None
+) -> str:
   """Return the plan as text: number and steps of the pauses of each kind.
 
   Args:
@@ -190,18 +208,27 @@ def describe_plan(stretches: Sequence[Stretch], last_step: float, num_epochs: in
   evaluations, decodings = steps.pop(TRAINING_EVAL), steps.pop(INFERENCE_EVAL)
   if not evaluations or not decodings or evaluations == decodings:
     evaluations, decodings = evaluations or decodings, []
-  rows = [('summaries', [s.last for s in stretches]), ('evaluations', evaluations), ('decodings', decodings),
-          *steps.items(), ('checkpoints', [s.last for s in stretches if s.save]),
-          ('collections', [s.last for s in stretches if s.collect_garbage])]
+  rows = [
+    ('summaries', [s.last for s in stretches]),
+    ('evaluations', evaluations),
+    ('decodings', decodings),
+    *steps.items(),
+    ('checkpoints', [s.last for s in stretches if s.save]),
+    ('collections', [s.last for s in stretches if s.collect_garbage]),
+  ]
   width = max(13, *(len(name) + 2 for name, _ in rows))
   end = describe_end(last_step, num_epochs).replace('to step ', 'to ')
-  lines = [f'{"steps":<{width}}{stretches[0].first + 1:,}{" " if end.startswith("to ") else ", "}{end}']
-  lines += [f'{name:<{width}}{_shortened(steps, last_step == math.inf)}' for name, steps in rows if steps]
+  lines = [
+    f'{"steps":<{width}}{stretches[0].first + 1:,}{" " if end.startswith("to ") else ", "}{end}'
+  ]
+  lines += [
+    f'{name:<{width}}{_shortened(steps, last_step == math.inf)}' for name, steps in rows if steps
+  ]
   return '\n'.join(lines)
 
 
 def _shortened(steps: Sequence[int], is_endless: bool) -> str:
-  first = ', '.join(f'{step:,}' for step in steps[:_NUM_SHOWN - 2])
+  first = ', '.join(f'{step:,}' for step in steps[: _NUM_SHOWN - 2])
   if is_endless:
     return f'{first}, ...'
   if len(steps) <= _NUM_SHOWN:

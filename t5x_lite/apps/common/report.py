@@ -27,16 +27,32 @@ from t5x_lite.types import PyTree
 
 # Shown first, in this order; the others follow by name. Rates, counts and optimizer metrics are only in the files.
 _FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
-_HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/', 'weight_', 'loss_per_', 'z_loss',
-                    'cross_ent_loss', 'learning_rate/', 'optimizer/')
+_HIDDEN_PREFIXES = (
+  'timing/',
+  'non_padding_fraction/',
+  'effective_batch_size/',
+  'weight_',
+  'loss_per_',
+  'z_loss',
+  'cross_ent_loss',
+  'learning_rate/',
+  'optimizer/',
+)
 _NUM_PREDICTIONS = 10
 # Limit for a source that stalls; otherwise the sample has its own, shorter limit.
 _SAMPLE_SECONDS = 5.0
 
 
-def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner,
-             specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]], start: start_lib.StartingPoint,
-             plan: str, num_microbatches: int, attention_kernels: Sequence[layers.KernelChoice] = ()) -> str:
+def describe(
+  *,
+  train_state_shape: PyTree,
+  partitioner: partitioning.PjitPartitioner,
+  specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
+  start: start_lib.StartingPoint,
+  plan: str,
+  num_microbatches: int,
+  attention_kernels: Sequence[layers.KernelChoice] = (),
+) -> str:
   """Return the description of a run before it starts: parameters, memory, batches and plan.
 
   Args:
@@ -54,14 +70,23 @@ def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartiti
   for name, spec in specs.items():
     for feature, leaf in spec.items():
       per_device = (leaf.shape[0] // partitioner.data_mesh_size, *leaf.shape[1:])
-      rows.append((name, feature, np.dtype(leaf.dtype).name, _shape(leaf.shape), _shape(per_device)))
+      rows.append(
+        (name, feature, np.dtype(leaf.dtype).name, _shape(leaf.shape), _shape(per_device))
+      )
   parts = [
-      report.to_text().rstrip(),
-      f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
-      'Batches\n' + format_table(rows)
-      + (f'\nTraining batches are split into {num_microbatches} micro-batches.' if num_microbatches > 1 else ''),
-      *(['Attention kernels\n' + '\n'.join(map(str, attention_kernels))] if attention_kernels else []),
-      f'Plan\nstart        {start.description}\n{plan}',
+    report.to_text().rstrip(),
+    f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
+    'Batches\n'
+    + format_table(rows)
+    + (
+      f'\nTraining batches are split into {num_microbatches} micro-batches.'
+      if num_microbatches > 1
+      else ''
+    ),
+    *(
+      ['Attention kernels\n' + '\n'.join(map(str, attention_kernels))] if attention_kernels else []
+    ),
+    f'Plan\nstart        {start.description}\n{plan}',
   ]
   return '\n\n'.join(parts)
 
@@ -93,25 +118,37 @@ class StateSize(NamedTuple):
 
   def describe(self) -> str:
     """Return a line for the log."""
-    return (f'State: {self.num_arrays:,} arrays of {format_bytes(self.num_bytes)}, '
-            f'{format_bytes(self.bytes_per_device)} on each device.')
+    return (
+      f'State: {self.num_arrays:,} arrays of {format_bytes(self.num_bytes)}, '
+      f'{format_bytes(self.bytes_per_device)} on each device.'
+    )
 
   def metrics(self) -> dict[str, float]:
     """Return the metrics of the first step of a run."""
-    return {'state/num_params': float(self.num_params), 'state/bytes': float(self.num_bytes),
-            'state/bytes_per_device': float(self.bytes_per_device)}
+    return {
+      'state/num_params': float(self.num_params),
+      'state/bytes': float(self.num_bytes),
+      'state/bytes_per_device': float(self.bytes_per_device),
+    }
 
 
 def state_size(train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner) -> StateSize:
   """Return the size of a train state of arrays or shapes."""
   totals = partitioner.explain(train_state_shape).totals()
-  return StateSize(tree_utils.num_elements(train_state_shape.params), totals.num_arrays, totals.bytes_total,
-                   totals.bytes_per_device)
+  return StateSize(
+    tree_utils.num_elements(train_state_shape.params),
+    totals.num_arrays,
+    totals.bytes_total,
+    totals.bytes_per_device,
+  )
 
 
 def report_truncation(
-    sample_fn: Callable[[], data.Truncation | None], log_fn: Callable[[str], None], manager: summaries.MetricsManager,
-    step: int) -> None:
+  sample_fn: Callable[[], data.Truncation | None],
+  log_fn: Callable[[str], None],
+  manager: summaries.MetricsManager,
+  step: int,
+) -> None:
   """Log and write the truncated share of the training examples; do nothing if no example is truncated.
 
   Args:
@@ -140,10 +177,16 @@ def format_metrics(values: Mapping[str, Any]) -> str:
   >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
   'loss 2  accuracy 0.5  bleu 31.25'
   """
-  plain = {name: value.value if isinstance(value, clu.values.Value) else value for name, value in values.items()
-           if not isinstance(value, clu.values.Summary)}
-  numbers = {name: float(np.asarray(number)) for name, number in plain.items()
-             if not _is_hidden(name) and not isinstance(number, str)}
+  plain = {
+    name: value.value if isinstance(value, clu.values.Value) else value
+    for name, value in values.items()
+    if not isinstance(value, clu.values.Summary)
+  }
+  numbers = {
+    name: float(np.asarray(number))
+    for name, number in plain.items()
+    if not _is_hidden(name) and not isinstance(number, str)
+  }
   names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - {*_FIRST_METRICS})
   shown = {**{name: numbers[name] for name in names}, **metrics_lib.worst_of_layers(plain)}
   return '  '.join(f'{name} {format_number(number)}' for name, number in shown.items())
@@ -154,7 +197,9 @@ def _is_hidden(name: str) -> bool:
   return name.startswith((*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())) or name.count('/') > 1
 
 
-def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mapping[str, Sequence[str]]) -> str:
+def format_evaluations(
+  results: Mapping[int, Mapping[str, float]], tasks: Mapping[str, Sequence[str]]
+) -> str:
   """Return one table for each kind of evaluation, with a row for each checkpoint and task.
 
   Args:
@@ -174,13 +219,19 @@ def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mappin
     for step, metrics in results.items():
       for task in (*names, evaluation.MEAN) if len(names) > 1 else names:
         prefix = f'{kind}/{task}/'
-        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        found = {
+          name.removeprefix(prefix): value
+          for name, value in metrics.items()
+          if name.startswith(prefix)
+        }
         rows[step, task] = {name: value for name, value in found.items() if not _is_hidden(name)}
     found = {name for metrics in rows.values() for name in metrics}
     columns = [n for n in _FIRST_METRICS if n in found] + sorted(found - set(_FIRST_METRICS))
     table = [('step', 'task', *columns)]
-    table += [(f'{step:,}', task, *(format_number(metrics[n]) if n in metrics else '' for n in columns))
-              for (step, task), metrics in rows.items()]
+    table += [
+      (f'{step:,}', task, *(format_number(metrics[n]) if n in metrics else '' for n in columns))
+      for (step, task), metrics in rows.items()
+    ]
     parts.append('\n'.join([kind, *('  ' + line for line in format_table(table).splitlines())]))
   return '\n\n'.join(parts)
 
@@ -198,8 +249,10 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
   saved = checkpoints.all_steps(root)
   lines = [f'Outputs are in {model_dir}:']
   if saved:
-    lines.append(f'  checkpoints       {", ".join(str(step) for step in saved[-5:])}'
-                 + (f' (and {len(saved) - 5} older)' if len(saved) > 5 else ''))
+    lines.append(
+      f'  checkpoints       {", ".join(str(step) for step in saved[-5:])}'
+      + (f' (and {len(saved) - 5} older)' if len(saved) > 5 else '')
+    )
   metrics_files = summaries.metrics_files(root)
   if metrics_files:
     folders = ', '.join(f'{name}/' for name in metrics_files)
@@ -207,11 +260,17 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
   for name in ('config.gin', 'model-info.txt'):
     if (root / name).exists():
       lines.append(f'  {"configuration" if name == "config.gin" else "parameters":<18}{name}')
-  metrics = {name: read for name, path in metrics_files.items() if (read := summaries.read_metrics(path))}
-  num_skipped = int(sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ())))
+  metrics = {
+    name: read for name, path in metrics_files.items() if (read := summaries.read_metrics(path))
+  }
+  num_skipped = int(
+    sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ()))
+  )
   if num_skipped:
     newest = f', including the last {bad_steps_in_a_row}' if bad_steps_in_a_row else ''
-    lines.append(f'  skipped           {num_skipped:,} step(s) with a non-finite loss or gradient norm{newest}')
+    lines.append(
+      f'  skipped           {num_skipped:,} step(s) with a non-finite loss or gradient norm{newest}'
+    )
   if metrics:
     lines += ['', 'Final metrics:']
     for name, rows in metrics.items():
@@ -241,7 +300,9 @@ def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
   """Return table lines of some predictions, evenly spaced among all."""
   count = min(_NUM_PREDICTIONS, len(predictions))
   chosen = [predictions[math.floor(i * len(predictions) / count)] for i in range(count)]
-  columns = [c for c in ('targets', 'prediction', 'score', 'inputs') if any(c in row for row in chosen)]
+  columns = [
+    c for c in ('targets', 'prediction', 'score', 'inputs') if any(c in row for row in chosen)
+  ]
   titles = {'targets': 'target'}
   table = [tuple(titles.get(c, c) for c in columns)]
   table += [tuple(format_cell(row.get(c, '')) for c in columns) for row in chosen]

@@ -47,16 +47,18 @@ class RestoredModel(NamedTuple):
 
 
 def restore_for_inference(
-    model: models.BaseModel,
-    restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
-    partitioner: partitioning.PjitPartitioner,
-    input_shapes: Mapping[str, Sequence[int]],
-    input_types: Mapping[str, Any] | None = None,
-    fallback_init_rng: int | None = None,
-    *,
-    train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
-    is_done: Callable[[str, int], bool] = lambda path, step: False,
-    applies_transforms: bool = False,
+  model: models.BaseModel,
+  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
+  partitioner: partitioning.PjitPartitioner,
+  input_shapes: Mapping[str, Sequence[int]],
+  input_types: Mapping[str, Any] | None = None,
+  fallback_init_rng: int | None = None,
+  *,
+  train_state_initializer_cls: type[
+    state_init.TrainStateInitializer
+  ] = state_init.TrainStateInitializer,
+  is_done: Callable[[str, int], bool] = lambda path, step: False,
+  applies_transforms: bool = False,
 ) -> Iterator[RestoredModel]:
   """Find the configured checkpoints and check them against the model; restore them one by one.
 
@@ -91,11 +93,15 @@ def restore_for_inference(
   checkpoints.check_standard(checkpoints.CheckpointConfig(restore=cfg))
   cfg = None if cfg is None else for_inference(cfg)
   initializer = train_state_initializer_cls(
-      None, model.get_initial_variables, input_shapes, partitioner, input_types)
+    None, model.get_initial_variables, input_shapes, partitioner, input_types
+  )
   starts = _find(cfg, fallback_init_rng is not None)
   # For checkpoints whose evaluation parameters depend on the optimizer state.
-  full_state_initializer = functools.cache(lambda: train_state_initializer_cls(
-      model.optimizer_def, model.get_initial_variables, input_shapes, partitioner, input_types))
+  full_state_initializer = functools.cache(
+    lambda: train_state_initializer_cls(
+      model.optimizer_def, model.get_initial_variables, input_shapes, partitioner, input_types
+    )
+  )
   todo = []
   for start in starts:
     step = None if start.path is None else _known_step(start.path)
@@ -108,18 +114,26 @@ def restore_for_inference(
       paths = dict.fromkeys(path for builder in start.chain for path in builder.paths_of_model)
       if any(_needs_optimizer_state(path, model, shape) for path in paths):
         start_initializer = full_state_initializer()
-      start_lib.check_start(start, start_initializer.global_train_state_shape, model, for_training=False,
-                            applies_transforms=applies_transforms)
+      start_lib.check_start(
+        start,
+        start_initializer.global_train_state_shape,
+        model,
+        for_training=False,
+        applies_transforms=applies_transforms,
+      )
     todo.append((start, step, start_initializer))
   init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
-  return _restore_each(todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done)
+  return _restore_each(
+    todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done
+  )
 
 
 def for_inference(cfg: checkpoints.RestoreCheckpointConfig) -> checkpoints.RestoreCheckpointConfig:
   """Return how inference restores: without the position in the training data, and by default the average."""
   averages = cfg.use_param_average is None and not cfg.builders
   return dataclasses.replace(
-      cfg, restore_dataset=False, use_param_average=True if averages else cfg.use_param_average)
+    cfg, restore_dataset=False, use_param_average=True if averages else cfg.use_param_average
+  )
 
 
 def _seed(cfg: checkpoints.RestoreCheckpointConfig | None) -> checks.Expectation:
@@ -127,9 +141,10 @@ def _seed(cfg: checkpoints.RestoreCheckpointConfig | None) -> checks.Expectation
   if cfg is None or not cfg.fallback_to_scratch:
     return start_lib.SEED
   return checks.Expectation(
-      'an integer if `RestoreCheckpointConfig.fallback_to_scratch` is True',
-      lambda seed: seed is not None and start_lib.SEED.holds(seed),
-      'Set a seed for missing parameters, or set `fallback_to_scratch` to False.')
+    'an integer if `RestoreCheckpointConfig.fallback_to_scratch` is True',
+    lambda seed: seed is not None and start_lib.SEED.holds(seed),
+    'Set a seed for missing parameters, or set `fallback_to_scratch` to False.',
+  )
 
 
 def _needs_optimizer_state(path: str, model: models.BaseModel, shape: InferenceState) -> bool:
@@ -148,21 +163,31 @@ def _needs_optimizer_state(path: str, model: models.BaseModel, shape: InferenceS
   optimizer_def = model.optimizer_def
   has_eval_params = False
   if source.has_optimizer_state and isinstance(optimizer_def, optimizers.OptimizerDef):
-    variables = {'params': shape.params} | ({} if shape.params_axes is None else {'params_axes': shape.params_axes})
+    variables = {'params': shape.params} | (
+      {} if shape.params_axes is None else {'params_axes': shape.params_axes}
+    )
     has_eval_params = jax.eval_shape(
-        lambda params: FlaxOptimTrainState.create(optimizer_def, {**variables, 'params': params}),
-        shape.params).evaluates_other_params
+      lambda params: FlaxOptimTrainState.create(optimizer_def, {**variables, 'params': params}),
+      shape.params,
+    ).evaluates_other_params
   if recorded is not None and not has_eval_params:
     given = optimizer_def.name if isinstance(optimizer_def, optimizers.OptimizerDef) else 'none'
-    remedy = (f"The model's optimizer is {given}: configure the optimizer of the run (OPTIMIZER, or the gin file that "
-              'binds it).' if source.has_optimizer_state else
-              'The optimizer state is missing: use a checkpoint that contains it.')
-    raise CheckpointError(f'{path!r} was trained with the optimizer {recorded["name"]}, which derives the parameters '
-                          f'to evaluate from its state. {remedy}')
+    remedy = (
+      f"The model's optimizer is {given}: configure the optimizer of the run (OPTIMIZER, or the gin file that "
+      'binds it).'
+      if source.has_optimizer_state
+      else 'The optimizer state is missing: use a checkpoint that contains it.'
+    )
+    raise CheckpointError(
+      f'{path!r} was trained with the optimizer {recorded["name"]}, which derives the parameters '
+      f'to evaluate from its state. {remedy}'
+    )
   return has_eval_params
 
 
-def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) -> list[start_lib.StartingPoint]:
+def _find(
+  cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool
+) -> list[start_lib.StartingPoint]:
   paths = []
   if cfg is not None:
     for path in cfg.paths:
@@ -172,12 +197,17 @@ def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) 
     return [start_lib.StartingPoint(path=path, restore_cfg=cfg) for path in paths]
   if cfg is not None and cfg.builders and not cfg.paths:
     return [start_lib.StartingPoint(restore_cfg=cfg)]
-  where = 'No checkpoint is configured' if cfg is None or not cfg.paths else (
-      f'No checkpoint found below {", ".join(cfg.paths)} (mode={cfg.mode!r})')
+  where = (
+    'No checkpoint is configured'
+    if cfg is None or not cfg.paths
+    else (f'No checkpoint found below {", ".join(cfg.paths)} (mode={cfg.mode!r})')
+  )
   if not may_be_random:
-    raise CheckpointError(f'{where}. Set RestoreCheckpointConfig.path (CHECKPOINT_PATH) to a run directory with '
-                          'checkpoint_<step> or to a Hugging Face folder, or set fallback_init_rng, a seed, to '
-                          'use random parameters.')
+    raise CheckpointError(
+      f'{where}. Set RestoreCheckpointConfig.path (CHECKPOINT_PATH) to a run directory with '
+      'checkpoint_<step> or to a Hugging Face folder, or set fallback_init_rng, a seed, to '
+      'use random parameters.'
+    )
   _logger.warning('%s: using random parameters (fallback_init_rng).', where)
   return [start_lib.StartingPoint()]
 
@@ -188,9 +218,10 @@ def _check_path(path: str, mode: str) -> None:
     steps = checkpoints.all_steps(path, require_manifest=False)
     if steps:
       raise CheckpointError(
-          f'{path!r} is a run directory, and mode={mode!r} expects a checkpoint, e.g. '
-          f'{checkpoints.get_checkpoint_dir(path, steps[-1])!r}. Set the path of a checkpoint, or set '
-          "RestoreCheckpointConfig.mode to 'latest' or 'all'.")
+        f'{path!r} is a run directory, and mode={mode!r} expects a checkpoint, e.g. '
+        f'{checkpoints.get_checkpoint_dir(path, steps[-1])!r}. Set the path of a checkpoint, or set '
+        "RestoreCheckpointConfig.mode to 'latest' or 'all'."
+      )
 
 
 def _known_step(path: str) -> int | None:
@@ -201,12 +232,16 @@ def _known_step(path: str) -> int | None:
     return None
 
 
-def _restore_each(todo, axes, partitioner, model, init_rng, cfg, is_done) -> Iterator[RestoredModel]:
+def _restore_each(
+  todo, axes, partitioner, model, init_rng, cfg, is_done
+) -> Iterator[RestoredModel]:
   damaged = []
   for start, known_step, initializer in todo:
     if cfg is not None and cfg.mode == 'all' and start.path is not None:
       if not multihost.broadcast_from_lead(files.path(start.path).is_dir()):
-        _logger.warning('Skipping the checkpoint %s, which has been deleted in the meantime.', start.path)
+        _logger.warning(
+          'Skipping the checkpoint %s, which has been deleted in the meantime.', start.path
+        )
         continue
     # Without `fallback_to_scratch`, all parameters must be restored; builders may initialise parts of them.
     rng = init_rng if start.is_new or cfg.fallback_to_scratch or cfg.builders else None
@@ -223,12 +258,18 @@ def _restore_each(todo, axes, partitioner, model, init_rng, cfg, is_done) -> Ite
       continue
     if isinstance(state, FlaxOptimTrainState):
       state = partitioner.partition(
-          FlaxOptimTrainState.for_inference, in_axis_resources=(initializer.train_state_axes,),
-          out_axis_resources=axes)(state)
-    result = RestoredModel(state, axes, start.path, step, None if start.is_new else start.description)
+        FlaxOptimTrainState.for_inference,
+        in_axis_resources=(initializer.train_state_axes,),
+        out_axis_resources=axes,
+      )(state)
+    result = RestoredModel(
+      state, axes, start.path, step, None if start.is_new else start.description
+    )
     del state, restored
     yield result
     del result
   if damaged:
-    raise CheckpointDamagedError(f'{len(damaged)} of {len(todo)} checkpoint(s) are damaged: {", ".join(damaged)}. '
-                                 'Delete or replace these checkpoints; all others are done.')
+    raise CheckpointDamagedError(
+      f'{len(damaged)} of {len(todo)} checkpoint(s) are damaged: {", ".join(damaged)}. '
+      'Delete or replace these checkpoints; all others are done.'
+    )

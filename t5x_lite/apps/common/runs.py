@@ -15,8 +15,13 @@ ENTRY = 't5x_lite.apps.train.train'
 # Read first if a run has no config.gin: the given gin files may only define the model.
 _RUN_FILE = 'runs/train.gin'
 # Values of macros that a training run requires and that do not affect its model.
-_PLACEHOLDERS = {'MIXTURE_OR_TASK_NAME': "'none'", 'TRAIN_STEPS': '1', 'MODEL_DIR': "'none'",
-                 'INITIAL_CHECKPOINT_PATH': "'none'", 'DROPOUT_RATE': '0.0'}
+_PLACEHOLDERS = {
+  'MIXTURE_OR_TASK_NAME': "'none'",
+  'TRAIN_STEPS': '1',
+  'MODEL_DIR': "'none'",
+  'INITIAL_CHECKPOINT_PATH': "'none'",
+  'DROPOUT_RATE': '0.0',
+}
 
 
 class FoundRun(NamedTuple):
@@ -43,23 +48,33 @@ def find_run(path: str) -> FoundRun:
   folder = files.path(path)
   if not folder.is_dir():
     near = did_you_mean(
-        folder.name, [entry.name for entry in folder.parent.glob('*') if entry.is_dir()], lists_all=False)
-    raise ConfigError(f'{path!r} must be a run directory (MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/'
-                      f'checkpoint_500, got a {"file" if folder.exists() else "missing path"}.{near}')
+      folder.name,
+      [entry.name for entry in folder.parent.glob('*') if entry.is_dir()],
+      lists_all=False,
+    )
+    raise ConfigError(
+      f'{path!r} must be a run directory (MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/'
+      f'checkpoint_500, got a {"file" if folder.exists() else "missing path"}.{near}'
+    )
   from t5x_lite import checkpoints
   from t5x_lite.checkpoints import discovery
+
   absolute = files.path(path if files.is_remote(path) else os.path.abspath(path))
   # A renamed checkpoint has a manifest; a checkpoint of T5X has the name.
   if (folder / discovery.MANIFEST_FILENAME).exists() or discovery.is_checkpoint_dir_name(path):
     return FoundRun(str(absolute.parent), path, 'specific')
   if checkpoints.latest_step(path) is None:
     if checkpoints.detect_format(path) is not None:
-      return FoundRun(str(absolute), path, 'specific')  # Weights in a folder with another name, e.g. of Hugging Face.
+      return FoundRun(
+        str(absolute), path, 'specific'
+      )  # Weights in a folder with another name, e.g. of Hugging Face.
     others = checkpoints.all_steps(path, require_manifest=False)
     remedy = 'Name the directory of a run that has saved a checkpoint.'
     if others:
-      remedy = ('It has checkpoints of another program, which cannot be verified: to use one, name it, e.g. '
-                f'{checkpoints.get_checkpoint_dir(path, others[-1])}.')
+      remedy = (
+        'It has checkpoints of another program, which cannot be verified: to use one, name it, e.g. '
+        f'{checkpoints.get_checkpoint_dir(path, others[-1])}.'
+      )
     raise CheckpointError(f'{path!r} has no checkpoint_<step> of t5x_lite. {remedy}')
   return FoundRun(str(absolute), path, 'latest')
 
@@ -78,15 +93,23 @@ def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
     if named:
       return list(named)
     from t5x_lite import checkpoints
+
     # The recipe reads sizes and vocabulary from the folder of the weights.
     flags = '--gin_file=recipes/keyword_cloze.gin'
     if checkpoints.detect_format(run.checkpoint) == 'hugging_face':
-      flags = f'--gin_file=recipes/finetune_from_hf.gin --gin.INITIAL_CHECKPOINT_PATH={run.checkpoint}'
-    raise ConfigError(f'{run.model_dir!r} has no {CONFIG_FILE}, which defines the model. Pass gin files that define '
-                      f'it, e.g. {flags}.')
+      flags = (
+        f'--gin_file=recipes/finetune_from_hf.gin --gin.INITIAL_CHECKPOINT_PATH={run.checkpoint}'
+      )
+    raise ConfigError(
+      f'{run.model_dir!r} has no {CONFIG_FILE}, which defines the model. Pass gin files that define '
+      f'it, e.g. {flags}.'
+    )
   others = [name for name in named if files.real_path(name) != files.real_path(config)]
-  return [*(name for name in others if name.startswith('runs/')), config,
-          *(name for name in others if not name.startswith('runs/'))]
+  return [
+    *(name for name in others if name.startswith('runs/')),
+    config,
+    *(name for name in others if not name.startswith('runs/')),
+  ]
 
 
 def resolve_run(arguments: argparse.Namespace) -> Any:
@@ -98,8 +121,10 @@ def resolve_run(arguments: argparse.Namespace) -> Any:
   """
   named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
   if named is not None:
-    raise ConfigError(f'Exactly one of {named} and {arguments.run!r} must choose a checkpoint, got both. Remove the '
-                      'flag, and pass the path of the checkpoint instead of the run directory.')
+    raise ConfigError(
+      f'Exactly one of {named} and {arguments.run!r} must choose a checkpoint, got both. Remove the '
+      'flag, and pass the path of the checkpoint instead of the run directory.'
+    )
   run = find_run(arguments.run)
   arguments.gin_file = gin_files_of(run, arguments.gin_file)
   return run

@@ -37,8 +37,19 @@ DEFAULT_SEED = 0
 # Valid random seeds.
 SEED = checks.number(at_least=0, below=2**32, integer=True).or_none()
 # Fields of a network's configuration that do not change the meaning of its parameters.
-_FIELDS_OF_A_RUN = frozenset({'dtype', 'dropout_rate', 'float32_attention_logits', 'remat_policy', 'remat_offload',
-                              'scan_layers', 'param_layout', 'attention_kernel', 'loss_chunk_size'})
+_FIELDS_OF_A_RUN = frozenset(
+  {
+    'dtype',
+    'dropout_rate',
+    'float32_attention_logits',
+    'remat_policy',
+    'remat_offload',
+    'scan_layers',
+    'param_layout',
+    'attention_kernel',
+    'loss_chunk_size',
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,12 +78,18 @@ class StartingPoint:
     """Text for the log."""
     if self.is_new:
       return 'new parameters'
-    return f'{self.path} (this run)' if self.resumes else builders.describe(self.path, self.restore_cfg)
+    return (
+      f'{self.path} (this run)' if self.resumes else builders.describe(self.path, self.restore_cfg)
+    )
 
   @property
   def chain(self) -> builders.Chain:
     """Builders of the state; empty for new parameters."""
-    return () if self.is_new else builders.chain_of(self.path, self.restore_cfg, is_resuming=self.resumes)
+    return (
+      ()
+      if self.is_new
+      else builders.chain_of(self.path, self.restore_cfg, is_resuming=self.resumes)
+    )
 
   @property
   def step(self) -> int:
@@ -91,14 +108,22 @@ def check_model_dir(owner: str, option: str, model_dir: str) -> None:
   Raises:
     ConfigError: the path is empty, is not encodable in UTF-8, or has a file where a metrics folder must be.
   """
-  checks.check(owner, {option: model_dir}, **{
-      option: output_folder.directory('Set MODEL_DIR to the directory of this run.')})
+  checks.check(
+    owner,
+    {option: model_dir},
+    **{option: output_folder.directory('Set MODEL_DIR to the directory of this run.')},
+  )
   if files.is_remote(model_dir):  # a store has no folders
     return
   for path in (os.path.join(model_dir, name) for name in summaries.WRITER_FOLDERS):
     if os.path.lexists(path) and not os.path.isdir(path):
-      raise checks.invalid(owner, option, f'a directory in which {path!r} is not a file', model_dir,
-                           'Delete or move this file, or choose another MODEL_DIR.')
+      raise checks.invalid(
+        owner,
+        option,
+        f'a directory in which {path!r} is not a file',
+        model_dir,
+        'Delete or move this file, or choose another MODEL_DIR.',
+      )
 
 
 def check_optimizer(model: models.BaseModel) -> None:
@@ -119,12 +144,15 @@ def check_optimizer(model: models.BaseModel) -> None:
   elif callable(given):
     shown = f'the {"class" if isinstance(given, type) else "function"} {getattr(given, "__name__", given)}'
     remedy = 'Call it, as in OPTIMIZER = @optimizers.adamw() with parentheses.'
-  raise ConfigError(f'`{type(model).__name__}.optimizer_def` must be an OptimizerDef, e.g. the result of '
-                    f'optimizers.adamw(), got {shown}. {remedy}')
+  raise ConfigError(
+    f'`{type(model).__name__}.optimizer_def` must be an OptimizerDef, e.g. the result of '
+    f'optimizers.adamw(), got {shown}. {remedy}'
+  )
 
 
 def check_learning_rates(
-    trainer: trainer_lib.BaseTrainer, optimizer_def: optimizers.OptimizerDef, steps: Sequence[int]) -> None:
+  trainer: trainer_lib.BaseTrainer, optimizer_def: optimizers.OptimizerDef, steps: Sequence[int]
+) -> None:
   """Raise if both the trainer and the optimizer have a learning rate, or if a schedule returns an invalid rate.
 
   Args:
@@ -136,15 +164,19 @@ def check_learning_rates(
     ConfigError: see above.
   """
   if trainer.has_two_learning_rates:
-    raise ConfigError('Exactly one of the optimizer and the trainer must have a learning rate, got both. Remove '
-                      'learning_rate from the optimizer, or set `Trainer.learning_rate_fn` to None.')
+    raise ConfigError(
+      'Exactly one of the optimizer and the trainer must have a learning rate, got both. Remove '
+      'learning_rate from the optimizer, or set `Trainer.learning_rate_fn` to None.'
+    )
   train_step.check_schedules(optimizer_def, trainer.learning_rate_fn, steps)
 
 
 def choose_seed(random_seed: int | None) -> int:
   """Return `random_seed`, or `DEFAULT_SEED`, with a log line, if it is None."""
   if random_seed is None:
-    logging.getLogger(__name__).info('The random seed is None, which is %s here (in T5X, the clock).', DEFAULT_SEED)
+    logging.getLogger(__name__).info(
+      'The random seed is None, which is %s here (in T5X, the clock).', DEFAULT_SEED
+    )
   return DEFAULT_SEED if random_seed is None else random_seed
 
 
@@ -181,8 +213,9 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     metadata = dict(checkpoints.read_metadata(path))
     if 'converted' in metadata:
       raise ConfigError(
-          f'MODEL_DIR {model_dir!r} was written by `convert` ({os.path.basename(path)}) and cannot be resumed: it has '
-          f'no position in the data. Train in another MODEL_DIR with INITIAL_CHECKPOINT_PATH={path!r}.')
+        f'MODEL_DIR {model_dir!r} was written by `convert` ({os.path.basename(path)}) and cannot be resumed: it has '
+        f'no position in the data. Train in another MODEL_DIR with INITIAL_CHECKPOINT_PATH={path!r}.'
+      )
     own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
     return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   configured = checkpoint_cfg.restore
@@ -191,27 +224,41 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     return StartingPoint(restore_cfg=configured)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
   if len(paths) != 1 or configured.mode == 'all':
-    found = f'got {", ".join(paths)}' if paths else f'found none below {", ".join(configured.paths)}'
-    raise CheckpointError('`RestoreCheckpointConfig.path` must be one checkpoint to train from, a run directory with '
-                          f"checkpoint_<step> (mode='latest') or a Hugging Face folder, {found} "
-                          f'(mode={configured.mode!r}). Correct path or mode, or set CheckpointConfig.restore to None '
-                          'to start from scratch.')
+    found = (
+      f'got {", ".join(paths)}' if paths else f'found none below {", ".join(configured.paths)}'
+    )
+    raise CheckpointError(
+      '`RestoreCheckpointConfig.path` must be one checkpoint to train from, a run directory with '
+      f"checkpoint_<step> (mode='latest') or a Hugging Face folder, {found} "
+      f'(mode={configured.mode!r}). Correct path or mode, or set CheckpointConfig.restore to None '
+      'to start from scratch.'
+    )
   return StartingPoint(path=paths[0], restore_cfg=configured)
 
 
 def _check_has_none_of_t5x(model_dir: str) -> None:
   """Raise ConfigError if a directory has checkpoints of T5X, whose run is probably meant to continue."""
-  paths = [checkpoints.get_checkpoint_dir(model_dir, step) for step in checkpoints.all_steps_of_any_program(model_dir)]
+  paths = [
+    checkpoints.get_checkpoint_dir(model_dir, step)
+    for step in checkpoints.all_steps_of_any_program(model_dir)
+  ]
   found = [path for path in paths if checkpoints.detect_format(path) in ('t5x', 't5x_orbax')]
   if found:
     raise ConfigError(
-        f'MODEL_DIR {model_dir!r} has checkpoints of T5X, the newest {os.path.basename(found[-1])}, and the run would '
-        'start with new parameters. To continue from the newest, set '
-        f'--gin.checkpoints.RestoreCheckpointConfig.path={model_dir!r}; otherwise set another MODEL_DIR.')
+      f'MODEL_DIR {model_dir!r} has checkpoints of T5X, the newest {os.path.basename(found[-1])}, and the run would '
+      'start with new parameters. To continue from the newest, set '
+      f'--gin.checkpoints.RestoreCheckpointConfig.path={model_dir!r}; otherwise set another MODEL_DIR.'
+    )
 
 
-def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel, *, for_training: bool = True,
-                applies_transforms: bool = False) -> None:
+def check_start(
+  start: StartingPoint,
+  state_shape: TrainState,
+  model: models.BaseModel,
+  *,
+  for_training: bool = True,
+  applies_transforms: bool = False,
+) -> None:
   """Raise if names or shapes of a checkpoint do not match the state.
 
   The builders run on shapes, and read no values.
@@ -242,20 +289,34 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   is_other = saved_with is not None and own is not None and saved_with != own
   try:
     checkpoints.check_fits(
-        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes,
-        may_begin=for_training, network=config)
+      start.path,
+      state_shape.state_dict(),
+      restore_cfg=start.restore_cfg,
+      is_resuming=start.resumes,
+      may_begin=for_training,
+      network=config,
+    )
   except checkpoints.ValuesNeededError as error:
     logging.getLogger(__name__).warning(
-        '--dry_run cannot tell whether %s fits: this transform of RestoreCheckpointConfig.state_transformation_fns '
-        'needs values: %s. The run checks its result before the first step.', start.description, error)
+      '--dry_run cannot tell whether %s fits: this transform of RestoreCheckpointConfig.state_transformation_fns '
+      'needs values: %s. The run checks its result before the first step.',
+      start.description,
+      error,
+    )
     return
   except CheckpointError as error:
     if is_other:
-      raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.') from error
+      raise CheckpointError(
+        f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.'
+      ) from error
     raise
   if is_other and not start.restore_cfg.builders:  # most builders drop the state of the optimizer
     logging.getLogger(__name__).warning(
-        '%s was saved with the optimizer %s; this run continues from its state with %s.', start.path, saved_with, own)
+      '%s was saved with the optimizer %s; this run continues from its state with %s.',
+      start.path,
+      saved_with,
+      own,
+    )
 
 
 def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
@@ -265,13 +326,18 @@ def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any
   scaled = bool(network.get('scale_tied_logits', True))  # Older checkpoints lack the field.
   if scaled != config.scale_tied_logits:
     raise CheckpointError(
-        f'`{type(config).__name__}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits are '
-        f'{"scaled" if scaled else "not scaled"}, got {config.scale_tied_logits}. Set it to {scaled}.')
+      f'`{type(config).__name__}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits are '
+      f'{"scaled" if scaled else "not scaled"}, got {config.scale_tied_logits}. Set it to {scaled}.'
+    )
 
 
 def make_state(
-    start: StartingPoint, initializer: state_init.TrainStateInitializer, partitioner: partitioning.PjitPartitioner,
-    model: models.BaseModel, init_rng: jax.Array | None) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
+  start: StartingPoint,
+  initializer: state_init.TrainStateInitializer,
+  partitioner: partitioning.PjitPartitioner,
+  model: models.BaseModel,
+  init_rng: jax.Array | None,
+) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
   """Restore or initialize the state, with each array on its devices.
 
   The state is that of the chain of builders. If it has parameters alone, the optimizer starts with them.
@@ -295,12 +361,17 @@ def make_state(
     shapes = initializer.global_train_state_shape
     on_devices = partitioner.params_on_devices
     restored = checkpoints.restore_checkpoint(
-        start.path, shapes.state_dict(),
-        shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
-        restore_cfg=start.restore_cfg, network=config,
-        initial_state_fn=None if init_rng is None else lambda: initializer.from_scratch(init_rng).state_dict(),
-        from_params_fn=None if isinstance(shapes, InferenceState) else initializer.begin_from_params,
-        is_resuming=start.resumes)
+      start.path,
+      shapes.state_dict(),
+      shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
+      restore_cfg=start.restore_cfg,
+      network=config,
+      initial_state_fn=None
+      if init_rng is None
+      else lambda: initializer.from_scratch(init_rng).state_dict(),
+      from_params_fn=None if isinstance(shapes, InferenceState) else initializer.begin_from_params,
+      is_resuming=start.resumes,
+    )
     state = shapes.restore_state(restored.state)
   if not partitioner.params_on_devices:
     state = partitioner.move_params_to_devices(state, axes)
@@ -308,8 +379,12 @@ def make_state(
 
 
 def set_state(
-    trainer: trainer_lib.BaseTrainer, start: StartingPoint, initializer: state_init.TrainStateInitializer,
-    partitioner: partitioning.PjitPartitioner, model: models.BaseModel, init_rng: jax.Array
+  trainer: trainer_lib.BaseTrainer,
+  start: StartingPoint,
+  initializer: state_init.TrainStateInitializer,
+  partitioner: partitioning.PjitPartitioner,
+  model: models.BaseModel,
+  init_rng: jax.Array,
 ) -> checkpoints.RestoredCheckpoint | None:
   """Give a trainer the state of `make_state`, and return the restored checkpoint without its state, or None.
 
@@ -324,8 +399,11 @@ def set_state(
   return restored and dataclasses.replace(restored, state={})
 
 
-def initial_stacks(trainer: trainer_lib.BaseTrainer, initializer: state_init.TrainStateInitializer,
-                   partitioner: partitioning.PjitPartitioner) -> LayerStacks:
+def initial_stacks(
+  trainer: trainer_lib.BaseTrainer,
+  initializer: state_init.TrainStateInitializer,
+  partitioner: partitioning.PjitPartitioner,
+) -> LayerStacks:
   """Return the layers that a new state has stacked; none in host memory or if the initializer's class is a user's."""
   accepts = layer_stacks.is_accepted_by(initializer) and partitioner.params_on_devices
   return trainer.stacked_layers if accepts else LayerStacks()
@@ -339,20 +417,35 @@ def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.Datas
     run_facts: facts that checkpoints of the run record; those about the data are replaced.
     cfg: the training data.
   """
-  now = {'batch_size': cfg.batch_size, 'mixture_or_task_name': cfg.name, 'seed': cfg.effective_seed,
-         'task_feature_lengths': dict(cfg.task_feature_lengths)}
-  now |= {name: getattr(cfg, name) for name in ('split', 'shuffle', 'pack', 'source', 'trim_output_features')}
+  now = {
+    'batch_size': cfg.batch_size,
+    'mixture_or_task_name': cfg.name,
+    'seed': cfg.effective_seed,
+    'task_feature_lengths': dict(cfg.task_feature_lengths),
+  }
+  now |= {
+    name: getattr(cfg, name)
+    for name in ('split', 'shuffle', 'pack', 'source', 'trim_output_features')
+  }
   before = run_facts.get('data', {}) if start.resumes else {}
-  changes = [f'{name} was {before[name]!r} and is {now[name]!r}' for name in now
-             if name in before and before[name] != now[name]]
+  changes = [
+    f'{name} was {before[name]!r} and is {now[name]!r}'
+    for name in now
+    if name in before and before[name] != now[name]
+  ]
   if changes:
     logging.getLogger(__name__).warning(
-        'The training data differs from that of %s: %s. If this is not intended, set the former values of '
-        '`DatasetConfig`.', start.description, ', '.join(changes))
+      'The training data differs from that of %s: %s. If this is not intended, set the former values of '
+      '`DatasetConfig`.',
+      start.description,
+      ', '.join(changes),
+    )
   run_facts['data'] = now
 
 
-def warn_of_process_count(start: StartingPoint, num_saved: int, batches: data.GlobalBatches) -> None:
+def warn_of_process_count(
+  start: StartingPoint, num_saved: int, batches: data.GlobalBatches
+) -> None:
   """Warn if another number of processes saved the position in the data, and the source does not handle that.
 
   Args:
@@ -364,10 +457,14 @@ def warn_of_process_count(start: StartingPoint, num_saved: int, batches: data.Gl
   if num_saved == now or batches.handles_process_count or not multihost.is_lead():
     return
   logging.getLogger(__name__).warning(
-      'The training data of %s has the positions of %d process(es), and this run has %d: all continue at the position '
-      'of process 0, so that examples may be repeated or omitted. Run with %d process(es) for the same data; a source '
-      'whose position does not depend on the number declares `handles_process_count = True`.',
-      start.description, num_saved, now, num_saved)
+    'The training data of %s has the positions of %d process(es), and this run has %d: all continue at the position '
+    'of process 0, so that examples may be repeated or omitted. Run with %d process(es) for the same data; a source '
+    'whose position does not depend on the number declares `handles_process_count = True`.',
+    start.description,
+    num_saved,
+    now,
+    num_saved,
+  )
 
 
 def check_finite(start: StartingPoint, state: TrainState) -> None:
@@ -383,14 +480,20 @@ def check_finite(start: StartingPoint, state: TrainState) -> None:
   names = non_finite.find_in_state(state.state_dict())
   if names:
     more = f' and {len(names) - 1} more arrays' if len(names) > 1 else ''
-    raise CheckpointError(f'{start.description} has non-finite values in {names[0]}{more}. Start from another '
-                          "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values.")
+    raise CheckpointError(
+      f'{start.description} has non-finite values in {names[0]}{more}. Start from another '
+      "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values."
+    )
 
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:
   """Return the checkpoint metadata about the optimizer; the leaves of `train_state` may be shapes."""
-  return {'optimizer': {'name': train_state.optimizer_def.name,
-                        'evaluates_other_params': train_state.replace(param_average=None).evaluates_other_params}}
+  return {
+    'optimizer': {
+      'name': train_state.optimizer_def.name,
+      'evaluates_other_params': train_state.replace(param_average=None).evaluates_other_params,
+    }
+  }
 
 
 def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
@@ -403,12 +506,20 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
   config = state_init.stack_config(model)
   if config is None:
     return {}
-  fields = [field.name for field in dataclasses.fields(config) if field.name not in _FIELDS_OF_A_RUN]
-  network = {name: list(value) if isinstance(value := getattr(config, name), tuple) else value for name in fields}
+  fields = [
+    field.name for field in dataclasses.fields(config) if field.name not in _FIELDS_OF_A_RUN
+  ]
+  network = {
+    name: list(value) if isinstance(value := getattr(config, name), tuple) else value
+    for name in fields
+  }
   network['relpos_bias_tables'] = 'per_layer' if config.relpos_per_layer else 'per_stack'
   if isinstance(model.module, StackNetwork):
     if not model.module.has_position_biases:
       network = {name: value for name, value in network.items() if name not in RELPOS_FIELDS}
     if model.module.custom_blocks:
       network['custom_blocks'] = list(model.module.custom_blocks)
-  return {'param_layout': config.param_layout, 'network': {'config': type(config).__name__, **network}}
+  return {
+    'param_layout': config.param_layout,
+    'network': {'config': type(config).__name__, **network},
+  }

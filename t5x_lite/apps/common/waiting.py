@@ -19,9 +19,14 @@ POLL_SECONDS = 0.2
 WARNING_SECONDS = 300.0
 
 
-def wait_for(poll_fn: Callable[[float], T], check_fn: Callable[[float], None],
-             warning_fn: Callable[[float], str], *, warning_seconds: float = WARNING_SECONDS,
-             clock: Callable[[], float] = time.monotonic) -> T:
+def wait_for(
+  poll_fn: Callable[[float], T],
+  check_fn: Callable[[float], None],
+  warning_fn: Callable[[float], str],
+  *,
+  warning_seconds: float = WARNING_SECONDS,
+  clock: Callable[[], float] = time.monotonic,
+) -> T:
   """Poll until there is a result and return it. Time in which this process was stopped does not count.
 
   Args:
@@ -52,8 +57,14 @@ class DataWaits:
   signals do not end a wait, since no process can stop alone.
   """
 
-  def __init__(self, signals: runtime.StopSignals, stop_error_fn: Callable[[str], Exception], *,
-               on_wait: Callable[[], object] = lambda: None, warning_seconds: float = WARNING_SECONDS):
+  def __init__(
+    self,
+    signals: runtime.StopSignals,
+    stop_error_fn: Callable[[str], Exception],
+    *,
+    on_wait: Callable[[], object] = lambda: None,
+    warning_seconds: float = WARNING_SECONDS,
+  ):
     """Store the arguments.
 
     Args:
@@ -77,6 +88,7 @@ class DataWaits:
     Raises:
       Exception: errors of `poll_fn`, or `stop_error_fn`'s error after a signal.
     """
+
     def check(waited: float) -> None:
       del waited
       self._on_wait()
@@ -84,12 +96,16 @@ class DataWaits:
         raise self._stop_error_fn(doing)
 
     def warning(waited: float) -> str:
-      return (f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
-              f'{runtime.signals_that_end_a_wait()} ends the wait.')
+      return (
+        f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
+        f'{runtime.signals_that_end_a_wait()} ends the wait.'
+      )
 
     return wait_for(poll_fn, check, warning, warning_seconds=self._warning_seconds)
 
-  def call(self, fn: Callable[[], T], doing: str, close_fn: Callable[[T], None] = lambda result: None) -> T:
+  def call(
+    self, fn: Callable[[], T], doing: str, close_fn: Callable[[T], None] = lambda result: None
+  ) -> T:
     """Call `fn` in a thread and return its result; raise its error, or the error after a signal.
 
     Args:
@@ -109,8 +125,12 @@ class DataWaits:
       while (element := self._result(caller.submit(lambda: next(iterator, end)), doing)) is not end:
         yield element
 
-  def _result(self, future: concurrent.futures.Future, doing: str,
-              close_fn: Callable[[T], None] = lambda result: None) -> T:
+  def _result(
+    self,
+    future: concurrent.futures.Future,
+    doing: str,
+    close_fn: Callable[[T], None] = lambda result: None,
+  ) -> T:
     try:
       self.until(lambda seconds: concurrent.futures.wait([future], seconds).done, doing)
     except BaseException:
@@ -125,7 +145,9 @@ class _Caller:
   def __init__(self):
     self._calls: queue.SimpleQueue = queue.SimpleQueue()
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(self._run,), name='t5x_lite-data-reading', daemon=True).start()
+    threading.Thread(
+      target=context.run, args=(self._run,), name='t5x_lite-data-reading', daemon=True
+    ).start()
 
   def submit(self, fn: Callable[[], T]) -> concurrent.futures.Future:
     """Return the future of what `fn` returns."""

@@ -2,5 +2,6 @@
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
-    't5x_lite.apps.convert.run': ('FORMATS', 'OPTIMIZER_STATE', 'Conversion', 'convert')})
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(), {'t5x_lite.apps.convert.run': ('FORMATS', 'OPTIMIZER_STATE', 'Conversion', 'convert')}
+)

@@ -26,44 +26,85 @@ examples:
   t5x_lite convert runs/mine runs/mine_scanned --to=t5x_lite --param_layout=scalable_t5 --optimizer_state=drop
   t5x_lite convert t5x_runs/large large_half --to=hugging_face --dtype=bfloat16 --max_shard_size=2GB
 """
-_UNITS = {'': 1, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
+_UNITS = {
+  '': 1,
+  'B': 1,
+  'KB': 10**3,
+  'MB': 10**6,
+  'GB': 10**9,
+  'KIB': 2**10,
+  'MIB': 2**20,
+  'GIB': 2**30,
+}
 _SIZE = re.compile(r'(\d+(?:\.\d+)?) ?([a-zA-Z]*)')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-  parser.add_argument('source', metavar='SOURCE',
-                      help='folder with weights, on a disk or in an object store (gs://, s3://); a run directory, of '
-                      'which the newest sound checkpoint is converted; or a model of the Hugging Face hub, '
-                      'hf://OWNER/NAME')
-  parser.add_argument('output', metavar='OUTPUT',
-                      help='path of the result, which must not exist: a Hugging Face folder, or a run directory with '
-                      'one checkpoint_<step>')
+  parser.add_argument(
+    'source',
+    metavar='SOURCE',
+    help='folder with weights, on a disk or in an object store (gs://, s3://); a run directory, of '
+    'which the newest sound checkpoint is converted; or a model of the Hugging Face hub, '
+    'hf://OWNER/NAME',
+  )
+  parser.add_argument(
+    'output',
+    metavar='OUTPUT',
+    help='path of the result, which must not exist: a Hugging Face folder, or a run directory with '
+    'one checkpoint_<step>',
+  )
   parser.add_argument('--to', required=True, metavar='FORMAT', help='t5x_lite, t5x or hugging_face')
-  parser.add_argument('--dtype', metavar='DTYPE',
-                      help='dtype of the parameters: float32, bfloat16 or float16; default: that of each tensor. The '
-                      'optimizer state keeps its dtypes')
-  parser.add_argument('--param_average', action='store_true',
-                      help='convert the running average of the parameters instead of the parameters, without the '
-                      'optimizer state')
+  parser.add_argument(
+    '--dtype',
+    metavar='DTYPE',
+    help='dtype of the parameters: float32, bfloat16 or float16; default: that of each tensor. The '
+    'optimizer state keeps its dtypes',
+  )
+  parser.add_argument(
+    '--param_average',
+    action='store_true',
+    help='convert the running average of the parameters instead of the parameters, without the '
+    'optimizer state',
+  )
   states = parser.add_argument_group('for --to=t5x_lite and --to=t5x')
-  states.add_argument('--param_layout', metavar='LAYOUT',
-                      help='t5 (a subtree per layer) or scalable_t5 (stacked layers); default: that of SOURCE')
-  states.add_argument('--optimizer_state', metavar='KEEP|DROP',
-                      help='keep (default) or drop the optimizer state. To change the parameter layout, the state must '
-                      "have the parameters' shapes, like that of Adam")
-  states.add_argument('--step', type=int, metavar='N',
-                      help='number of training steps to record; default: that of SOURCE, or 0')
+  states.add_argument(
+    '--param_layout',
+    metavar='LAYOUT',
+    help='t5 (a subtree per layer) or scalable_t5 (stacked layers); default: that of SOURCE',
+  )
+  states.add_argument(
+    '--optimizer_state',
+    metavar='KEEP|DROP',
+    help='keep (default) or drop the optimizer state. To change the parameter layout, the state must '
+    "have the parameters' shapes, like that of Adam",
+  )
+  states.add_argument(
+    '--step',
+    type=int,
+    metavar='N',
+    help='number of training steps to record; default: that of SOURCE, or 0',
+  )
   folder = parser.add_argument_group('for --to=hugging_face')
-  folder.add_argument('--family', metavar='FAMILY',
-                      help='t5_1_0, t5_1_1, mt5, umt5, byt5 or switch; default: detected from the network and its '
-                      'vocabulary size')
-  folder.add_argument('--tokenizer', metavar='PATH',
-                      help='tokenizer to copy: a sentencepiece model such as spiece.model, a Hugging Face folder or '
-                      'hf://OWNER/NAME; default: that of a Hugging Face SOURCE')
-  folder.add_argument('--max_shard_size', type=parse_num_bytes, metavar='SIZE',
-                      help='maximum size of a file of weights, e.g. 500MB; default: 5GB')
+  folder.add_argument(
+    '--family',
+    metavar='FAMILY',
+    help='t5_1_0, t5_1_1, mt5, umt5, byt5 or switch; default: detected from the network and its '
+    'vocabulary size',
+  )
+  folder.add_argument(
+    '--tokenizer',
+    metavar='PATH',
+    help='tokenizer to copy: a sentencepiece model such as spiece.model, a Hugging Face folder or '
+    'hf://OWNER/NAME; default: that of a Hugging Face SOURCE',
+  )
+  folder.add_argument(
+    '--max_shard_size',
+    type=parse_num_bytes,
+    metavar='SIZE',
+    help='maximum size of a file of weights, e.g. 500MB; default: 5GB',
+  )
 
 
 def parse_num_bytes(text: str) -> int:
@@ -78,14 +119,23 @@ def parse_num_bytes(text: str) -> int:
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   import jax
+
   # Conversion needs no accelerator.
   jax.config.update('jax_platforms', 'cpu')
   from t5x_lite import runtime
   from t5x_lite.apps.convert import run as convert, report as convert_report
+
   progress = runtime.Progress(unit='tensor')
   try:
-    done = convert.convert(arguments.source, arguments.output, progress=progress, **{
-        field.name: getattr(arguments, field.name) for field in dataclasses.fields(convert.ConvertConfig)})
+    done = convert.convert(
+      arguments.source,
+      arguments.output,
+      progress=progress,
+      **{
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(convert.ConvertConfig)
+      },
+    )
   finally:
     progress.clear()
   print(convert_report.describe(done))

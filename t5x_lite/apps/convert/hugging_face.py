@@ -43,7 +43,9 @@ class FolderTarget:
     """Number of tensors in the folder; each expert has its own."""
     return sum(len(rule.theirs) for rule in hugging_face.tensor_table(self.architecture))
 
-  def write(self, folder: files.Path, make: Callable[[str], np.ndarray], max_shard_size: int | None) -> None:
+  def write(
+    self, folder: files.Path, make: Callable[[str], np.ndarray], max_shard_size: int | None
+  ) -> None:
     """Write the folder.
 
     Args:
@@ -53,9 +55,15 @@ class FolderTarget:
     """
     note = f'Converted from `{os.path.basename(os.path.normpath(self.source.path))}` ({self.source.format})'
     writer.write_folder(
-        folder, self.architecture, self.family, lambda name: make(f'{PARAMS}{name}'),
-        max_shard_bytes=max_shard_size or writer.MAX_SHARD_BYTES, tokenizer=self.tokenizer,
-        source_note=f'{note}, step {self.source.step or 0}.', order=list(self.plan.params()))
+      folder,
+      self.architecture,
+      self.family,
+      lambda name: make(f'{PARAMS}{name}'),
+      max_shard_bytes=max_shard_size or writer.MAX_SHARD_BYTES,
+      tokenizer=self.tokenizer,
+      source_note=f'{note}, step {self.source.step or 0}.',
+      order=list(self.plan.params()),
+    )
 
 
 def known_family(source: sources.StateSource) -> hugging_face.Family | None:
@@ -66,8 +74,13 @@ def known_family(source: sources.StateSource) -> hugging_face.Family | None:
   return None if name is None else hugging_face.get_family(name)
 
 
-def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_face.Family | None,
-            tokenizer: str | None) -> FolderTarget:
+def prepare(
+  source: sources.StateSource,
+  plan: StatePlan,
+  *,
+  family: hugging_face.Family | None,
+  tokenizer: str | None,
+) -> FolderTarget:
   """Determine architecture, family and tokenizer of the folder, without reading values.
 
   Args:
@@ -84,21 +97,34 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_fac
   folder = source.folder if isinstance(source, sources.HuggingFaceSource) else None
   architecture = architecture_of(source, plan)
   if folder is None and not plan.network.get('mlp_activations'):
-    notes.append('The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
-                 f"config.json has T5's values: {', '.join(architecture.mlp_activations)} and "
-                 f'{architecture.relpos_max_distance}. Correct config.json if the model has other values.')
+    notes.append(
+      'The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
+      f"config.json has T5's values: {', '.join(architecture.mlp_activations)} and "
+      f'{architecture.relpos_max_distance}. Correct config.json if the model has other values.'
+    )
     if architecture.logits_via_embedding:
-      notes.append('The checkpoint does not record whether tied logits are scaled. config.json says that they are, as '
-                   'in T5X. If they are not, set "scale_decoder_outputs": false in config.json.')
+      notes.append(
+        'The checkpoint does not record whether tied logits are scaled. config.json says that they are, as '
+        'in T5X. If they are not, set "scale_decoder_outputs": false in config.json.'
+      )
   family = hugging_face.guess_family(architecture) if family is None else family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
   if folder is None and architecture.num_experts:
-    notes.append(f'transformers limits an expert to {architecture.expert_capacity} tokens per sequence and drops '
-                 'further ones; to avoid this, set expert_capacity in config.json to the longest sequence.')
+    notes.append(
+      f'transformers limits an expert to {architecture.expert_capacity} tokens per sequence and drops '
+      'further ones; to avoid this, set expert_capacity in config.json to the longest sequence.'
+    )
   tokenizer, has_tokenizer = _try_tokenizer(tokenizer, source, family, architecture, notes)
-  return FolderTarget(architecture=architecture, family=family, tokenizer=tokenizer, has_tokenizer=has_tokenizer,
-                      source=source, plan=plan, notes=tuple(notes))
+  return FolderTarget(
+    architecture=architecture,
+    family=family,
+    tokenizer=tokenizer,
+    has_tokenizer=has_tokenizer,
+    source=source,
+    plan=plan,
+    notes=tuple(notes),
+  )
 
 
 def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture:
@@ -116,8 +142,13 @@ def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_fac
   return hugging_face.Architecture.from_shapes(plan.params(), plan.network)
 
 
-def _try_tokenizer(path: str | None, source: sources.StateSource, family: hugging_face.Family,
-                   architecture: hugging_face.Architecture, notes: list[str]) -> tuple[str | None, bool]:
+def _try_tokenizer(
+  path: str | None,
+  source: sources.StateSource,
+  family: hugging_face.Family,
+  architecture: hugging_face.Architecture,
+  notes: list[str],
+) -> tuple[str | None, bool]:
   """Write the tokenizer to a temporary folder, so that its errors are raised before the weights are written.
 
   Returns:
@@ -126,12 +157,15 @@ def _try_tokenizer(path: str | None, source: sources.StateSource, family: huggin
 
   def write(tokenizer):
     with tempfile.TemporaryDirectory() as folder:
-      return bool(tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size))
+      return bool(
+        tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
+      )
 
   if path is not None:
     return path, write(path)
   if isinstance(source, sources.HuggingFaceSource) and any(
-      (source.folder.path / name).is_file() for name in tokenizer_files.FILES):
+    (source.folder.path / name).is_file() for name in tokenizer_files.FILES
+  ):
     try:
       return source.path, write(source.path)
     except T5xLiteError as error:
@@ -139,5 +173,7 @@ def _try_tokenizer(path: str | None, source: sources.StateSource, family: huggin
       return None, False
   has_tokenizer = write(None)
   if not has_tokenizer:
-    notes.append('The folder has no tokenizer: --tokenizer=PATH (a spiece.model or a Hugging Face folder) adds one.')
+    notes.append(
+      'The folder has no tokenizer: --tokenizer=PATH (a spiece.model or a Hugging Face folder) adds one.'
+    )
   return None, has_tokenizer

@@ -14,7 +14,12 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import layout_plan
 from t5x_lite.networks.layout_plan import PlannedArray
 
-PARAMS, PARAM_STATES, AVERAGE, MUTABLES = 'target/', 'state/param_states/', 'param_average/', 'flax_mutables/'
+PARAMS, PARAM_STATES, AVERAGE, MUTABLES = (
+  'target/',
+  'state/param_states/',
+  'param_average/',
+  'flax_mutables/',
+)
 STEP = 'state/step'
 DTYPES = ('float32', 'bfloat16', 'float16')
 # Arrays that --dtype applies to; the optimizer state keeps its dtypes.
@@ -49,11 +54,17 @@ class StatePlan:
   @property
   def num_params(self) -> int:
     """Number of parameters."""
-    return sum(_num_elements(planned) for name, planned in self.arrays.items() if name.startswith(PARAMS))
+    return sum(
+      _num_elements(planned) for name, planned in self.arrays.items() if name.startswith(PARAMS)
+    )
 
   def params(self) -> dict[str, PlannedArray]:
     """Return the plans of the parameters by their paths, without `target/`."""
-    return {name.removeprefix(PARAMS): planned for name, planned in self.arrays.items() if name.startswith(PARAMS)}
+    return {
+      name.removeprefix(PARAMS): planned
+      for name, planned in self.arrays.items()
+      if name.startswith(PARAMS)
+    }
 
 
 def _num_elements(planned: PlannedArray) -> int:
@@ -72,7 +83,9 @@ class Reader:
       dtype: floating-point dtype of the parameters; None for the stored ones.
     """
     self._source, self._plan, self._dtype = source, plan, dtype
-    self._order = list(dict.fromkeys(name for planned in plan.arrays.values() for name in planned.inputs))
+    self._order = list(
+      dict.fromkeys(name for planned in plan.arrays.values() for name in planned.inputs)
+    )
     self._position = {name: i for i, name in enumerate(self._order)}
     self._held: dict[str, np.ndarray] = {}
 
@@ -93,13 +106,15 @@ class Reader:
       shapes = self._source.shapes()
       values = self._source.read({each: (shapes[each].dtype, None) for each in self._group(name)})
       for each in list(values):
-        self._held[each] = cast(each, values.pop(each), dtype_of(each, shapes[each].dtype, self._dtype))
+        self._held[each] = cast(
+          each, values.pop(each), dtype_of(each, shapes[each].dtype, self._dtype)
+        )
     return self._held[name]
 
   def _group(self, first: str) -> list[str]:
     """Return `first` and the names that follow it in the order, up to a total size."""
     shapes, names, num_bytes = self._source.shapes(), [], 0
-    for name in self._order[self._position[first]:]:
+    for name in self._order[self._position[first] :]:
       num_bytes += int(np.prod(shapes[name].shape, dtype=np.int64)) * shapes[name].dtype.itemsize
       if names and num_bytes > _GROUP_BYTES:
         break
@@ -133,15 +148,24 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     lost = np.isfinite(array) & ~np.isfinite(result)
     if lost.any():
       largest = float(np.max(np.abs(array[lost].astype(np.float64))))
-      raise ConfigError(f'--dtype={dtype.name} cannot represent {int(lost.sum())} values of {name}, the largest '
-                        f'{largest:.6g}; the maximum of {dtype.name} is {float(jnp.finfo(dtype).max):.6g}. Choose '
-                        '--dtype=bfloat16 or float32; nothing was written.')
+      raise ConfigError(
+        f'--dtype={dtype.name} cannot represent {int(lost.sum())} values of {name}, the largest '
+        f'{largest:.6g}; the maximum of {dtype.name} is {float(jnp.finfo(dtype).max):.6g}. Choose '
+        '--dtype=bfloat16 or float32; nothing was written.'
+      )
   return result
 
 
 def plan_state(
-    source: sources.StateSource, *, to: str, dtype: str | None = None, param_layout: str | None = None,
-    relpos_per_layer: bool = False, optimizer_state: str | None = None, step: int | None = None) -> StatePlan:
+  source: sources.StateSource,
+  *,
+  to: str,
+  dtype: str | None = None,
+  param_layout: str | None = None,
+  relpos_per_layer: bool = False,
+  optimizer_state: str | None = None,
+  step: int | None = None,
+) -> StatePlan:
   """Plan the state that a source is converted to.
 
   For a change of layout, values of relative position biases are read; no other values are.
@@ -163,18 +187,24 @@ def plan_state(
     CheckpointError: the source has no parameters.
     ConfigError: the output format does not support part of the source; the message has the remedy.
   """
-  shapes = {name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, leaf.dtype, dtype))
-            for name, leaf in source.shapes().items()}
+  shapes = {
+    name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, leaf.dtype, dtype))
+    for name, leaf in source.shapes().items()
+  }
   params = _section(shapes, PARAMS)
   if not params:
-    raise CheckpointError(f'{source.path!r} has no parameters: none of its {len(shapes)} array names begins with '
-                          f'{PARAMS!r}. Name a checkpoint of a train state.')
+    raise CheckpointError(
+      f'{source.path!r} has no parameters: none of its {len(shapes)} array names begins with '
+      f'{PARAMS!r}. Name a checkpoint of a train state.'
+    )
   layout = source.metadata.get('param_layout')
   wanted = 't5' if to == 'hugging_face' else param_layout
   if layout is None and wanted is not None:
     flag = '--to=hugging_face' if to == 'hugging_face' else '--param_layout'
-    raise ConfigError(f'{flag} requires a T5 or decoder-only network of t5x_lite; the names of {source.path!r} differ '
-                      f'(e.g. {next(iter(params))}).')
+    raise ConfigError(
+      f'{flag} requires a T5 or decoder-only network of t5x_lite; the names of {source.path!r} differ '
+      f'(e.g. {next(iter(params))}).'
+    )
   notes: list[str] = []
   _check_hugging_face(source, shapes, to, notes)
   change = _no_change
@@ -182,22 +212,34 @@ def plan_state(
   if wanted is not None and wanted != layout:
     tables = wanted != 't5' or relpos_per_layer or _tables_differ(source, params)
     change = functools.partial(
-        layout_plan.plan, to_layout=wanted, relpos_per_layer=tables, heads=_recorded_heads(source, params))
+      layout_plan.plan,
+      to_layout=wanted,
+      relpos_per_layer=tables,
+      heads=_recorded_heads(source, params),
+    )
   if source.manifest is not None and source.manifest.num_data_processes:
     notes.append('The position in the training data is not converted.')
   arrays = _prefixed(PARAMS, change(params))
   if to != 'hugging_face':
     arrays |= _param_average(shapes, to, change, notes)
     arrays |= _mutables(shapes, layout, wanted, notes)
-    arrays |= {name: layout_plan.unchanged(name, leaf) for name, leaf in shapes.items()
-               if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES))}
+    arrays |= {
+      name: layout_plan.unchanged(name, leaf)
+      for name, leaf in shapes.items()
+      if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES))
+    }
     arrays[STEP] = _step(source, shapes, step)
   states = _optimizer_state(source, shapes, params, to, change, optimizer_state, notes)
   _note_missing_state(source, to, bool(states), notes)
   arrays |= states
   ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].inputs, item[0])))
-  return StatePlan(arrays=ordered, param_layout=wanted or layout, network=_network(source, wanted, tables),
-                   with_optimizer_state=bool(states), notes=tuple(notes))
+  return StatePlan(
+    arrays=ordered,
+    param_layout=wanted or layout,
+    network=_network(source, wanted, tables),
+    with_optimizer_state=bool(states),
+    notes=tuple(notes),
+  )
 
 
 ChangeFn = Callable[[Mapping[str, Any]], dict[str, PlannedArray]]
@@ -207,28 +249,47 @@ def _no_change(shapes: Mapping[str, Any]) -> dict[str, PlannedArray]:
   return {name: layout_plan.unchanged(name, leaf) for name, leaf in shapes.items()}
 
 
-def _network(source: sources.StateSource, layout: str | None, tables_per_layer: bool | None) -> dict[str, Any]:
+def _network(
+  source: sources.StateSource, layout: str | None, tables_per_layer: bool | None
+) -> dict[str, Any]:
   """Return the recorded options of the network, updated for the new layout."""
   network = dict(source.metadata.get('network') or {})
   if tables_per_layer is not None:
-    changed = {'param_layout': layout, 'relpos_bias_tables': 'per_layer' if tables_per_layer else 'per_stack'}
+    changed = {
+      'param_layout': layout,
+      'relpos_bias_tables': 'per_layer' if tables_per_layer else 'per_stack',
+    }
     network |= {key: value for key, value in changed.items() if key in network}
   return network
 
 
-def _check_hugging_face(source: sources.StateSource, shapes: Mapping[str, Any], to: str, notes: list[str]) -> None:
+def _check_hugging_face(
+  source: sources.StateSource, shapes: Mapping[str, Any], to: str, notes: list[str]
+) -> None:
   """Raise if a Hugging Face folder does not support parts of the network; add notes on other parts."""
   custom = ' and '.join(map(str, (source.metadata.get('network') or {}).get('custom_blocks', ())))
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
-  unsupported = f'custom {custom}' if custom else f'mutable collections ({mutables[0]}, ...)' if mutables else ''
+  unsupported = (
+    f'custom {custom}'
+    if custom
+    else f'mutable collections ({mutables[0]}, ...)'
+    if mutables
+    else ''
+  )
   if unsupported and to == 'hugging_face':
-    raise ConfigError(f'--to=hugging_face does not support the {unsupported} of the network of {source.path!r}. '
-                      'Convert to t5x_lite or t5x.')
+    raise ConfigError(
+      f'--to=hugging_face does not support the {unsupported} of the network of {source.path!r}. '
+      'Convert to t5x_lite or t5x.'
+    )
   if custom:
-    notes.append(f"The network has a custom {custom}: attention kernels are converted like T5's, and programs that "
-                 'read the result need the same custom code.')
+    notes.append(
+      f"The network has a custom {custom}: attention kernels are converted like T5's, and programs that "
+      'read the result need the same custom code.'
+    )
   if to == 'hugging_face' and any(name.startswith(AVERAGE) for name in shapes):
-    notes.append('The folder has the trained parameters. For their running average, add --param_average.')
+    notes.append(
+      'The folder has the trained parameters. For their running average, add --param_average.'
+    )
 
 
 def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> int | None:
@@ -239,7 +300,9 @@ def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> i
 
 
 def _section(shapes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-  return {name.removeprefix(prefix): leaf for name, leaf in shapes.items() if name.startswith(prefix)}
+  return {
+    name.removeprefix(prefix): leaf for name, leaf in shapes.items() if name.startswith(prefix)
+  }
 
 
 def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, PlannedArray]:
@@ -248,14 +311,21 @@ def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, Plann
   def make(planned, read):
     return planned.make(lambda name: read(f'{prefix}{name}'))
 
-  return {f'{prefix}{name}': dataclasses.replace(
-      planned, inputs=tuple(f'{prefix}{name}' for name in planned.inputs), make=functools.partial(make, planned))
-      for name, planned in plans.items()}
+  return {
+    f'{prefix}{name}': dataclasses.replace(
+      planned,
+      inputs=tuple(f'{prefix}{name}' for name in planned.inputs),
+      make=functools.partial(make, planned),
+    )
+    for name, planned in plans.items()
+  }
 
 
 def _tables_differ(source: sources.StateSource, params: Mapping[str, Any]) -> bool:
-  return not all(layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}'))
-                 for name in layout_plan.layer_tables(params))
+  return not all(
+    layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}'))
+    for name in layout_plan.layer_tables(params)
+  )
 
 
 def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | None) -> PlannedArray:
@@ -263,7 +333,9 @@ def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | No
   if step is None and STEP in shapes:
     return layout_plan.unchanged(STEP, leaf)
   value = np.full(leaf.shape, (source.step or 0) if step is None else step, leaf.dtype)
-  return PlannedArray(inputs=(), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), make=lambda read: value)
+  return PlannedArray(
+    inputs=(), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), make=lambda read: value
+  )
 
 
 def _param_average(shapes, to: str, change: ChangeFn, notes: list[str]) -> dict[str, PlannedArray]:
@@ -272,51 +344,74 @@ def _param_average(shapes, to: str, change: ChangeFn, notes: list[str]) -> dict[
   if not average:
     return {}
   if to == 't5x':
-    notes.append('The running average of the parameters (param_average) is not converted: T5X does not support it. To '
-                 'convert it instead of the parameters, add --param_average.')
+    notes.append(
+      'The running average of the parameters (param_average) is not converted: T5X does not support it. To '
+      'convert it instead of the parameters, add --param_average.'
+    )
     return {}
   return _prefixed(AVERAGE, change(average))
 
 
-def _mutables(shapes, layout: str | None, wanted: str | None, notes: list[str]) -> dict[str, PlannedArray]:
+def _mutables(
+  shapes, layout: str | None, wanted: str | None, notes: list[str]
+) -> dict[str, PlannedArray]:
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
   if mutables and wanted is not None and wanted != layout:
-    raise ConfigError(f'--param_layout={wanted} does not support mutable collections ({mutables[0]}, ...). Keep '
-                      f'--param_layout={layout}.')
+    raise ConfigError(
+      f'--param_layout={wanted} does not support mutable collections ({mutables[0]}, ...). Keep '
+      f'--param_layout={layout}.'
+    )
   if mutables:
-    notes.append(f"The network's {len(mutables)} mutable arrays (flax_mutables) are copied unchanged.")
+    notes.append(
+      f"The network's {len(mutables)} mutable arrays (flax_mutables) are copied unchanged."
+    )
   return {name: layout_plan.unchanged(name, shapes[name]) for name in mutables}
 
 
-def _note_missing_state(source: sources.StateSource, to: str, with_states: bool, notes: list[str]) -> None:
+def _note_missing_state(
+  source: sources.StateSource, to: str, with_states: bool, notes: list[str]
+) -> None:
   if to == 't5x' and not with_states:
-    notes.append('The output has no optimizer state: to train from it, T5X needs RestoreCheckpointConfig with '
-                 "fallback_to_scratch = True and assignment_map = ((r'state/param_states.*', None),).")
+    notes.append(
+      'The output has no optimizer state: to train from it, T5X needs RestoreCheckpointConfig with '
+      "fallback_to_scratch = True and assignment_map = ((r'state/param_states.*', None),)."
+    )
   network = source.metadata.get('network') or {}
   if to == 't5x' and network.get('scale_tied_logits') is False:
-    notes.append('Warning: the tied logits of this network are not scaled (scale_tied_logits=False), which this format '
-                 "does not record. T5X's networks divide tied logits by sqrt(emb_dim): for them, multiply "
-                 'decoder/decoder_norm/scale by sqrt(emb_dim).')
+    notes.append(
+      'Warning: the tied logits of this network are not scaled (scale_tied_logits=False), which this format '
+      "does not record. T5X's networks divide tied logits by sqrt(emb_dim): for them, multiply "
+      'decoder/decoder_norm/scale by sqrt(emb_dim).'
+    )
   optimizer = source.metadata.get('optimizer') or {}
   if optimizer.get('evaluates_other_params') and (to == 'hugging_face' or not with_states):
-    notes.append(f"Warning: the run's optimizer, {optimizer.get('name')}, derives the parameters to evaluate from its "
-                 'state. The output has the stored parameters instead.')
+    notes.append(
+      f"Warning: the run's optimizer, {optimizer.get('name')}, derives the parameters to evaluate from its "
+      'state. The output has the stored parameters instead.'
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer state
 
 
-def _optimizer_state(source, shapes, params, to: str, change: ChangeFn, wanted: str | None,
-                     notes: list[str]) -> dict[str, PlannedArray]:
+def _optimizer_state(
+  source, shapes, params, to: str, change: ChangeFn, wanted: str | None, notes: list[str]
+) -> dict[str, PlannedArray]:
   """Plan the optimizer state, or add a note why it is missing."""
   states = {name: leaf for name, leaf in shapes.items() if name.startswith(PARAM_STATES)}
   if not states:
     if wanted == 'keep':
-      raise ConfigError(f'--optimizer_state=keep: {source.path!r} has no optimizer state. Remove the flag.')
+      raise ConfigError(
+        f'--optimizer_state=keep: {source.path!r} has no optimizer state. Remove the flag.'
+      )
     return {}
   if to == 'hugging_face' or wanted == 'drop':
-    why = ': a Hugging Face folder has no optimizer state' if to == 'hugging_face' else ' (--optimizer_state=drop)'
+    why = (
+      ': a Hugging Face folder has no optimizer state'
+      if to == 'hugging_face'
+      else ' (--optimizer_state=drop)'
+    )
     notes.append(f'The optimizer state, {len(states)} arrays, is not converted{why}.')
     return {}
   if change is _no_change:
@@ -330,9 +425,11 @@ def _optimizer_state(source, shapes, params, to: str, change: ChangeFn, wanted: 
       left = {name: leaf for name, leaf in left.items() if not name.startswith(prefix)}
   stuck = [name for name, leaf in left.items() if leaf.shape]
   if stuck:
-    raise ConfigError(f'The optimizer state cannot be converted to another parameter layout: {stuck[0]} '
-                      f"{tuple(left[stuck[0]].shape)}, and {len(stuck) - 1} more, differ in shape from the parameters. "
-                      'Set --optimizer_state=drop, or keep the layout.')
+    raise ConfigError(
+      f'The optimizer state cannot be converted to another parameter layout: {stuck[0]} '
+      f'{tuple(left[stuck[0]].shape)}, and {len(stuck) - 1} more, differ in shape from the parameters. '
+      'Set --optimizer_state=drop, or keep the layout.'
+    )
   return result | _no_change(left)
 
 

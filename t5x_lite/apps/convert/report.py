@@ -12,14 +12,20 @@ from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import ConfigError
 from t5x_lite.formatting import format_bytes
 
-_NAMES = {'t5x_lite': 't5x_lite checkpoint', 't5x': 'T5X checkpoint', 't5x_orbax': 'T5X Orbax checkpoint',
-          'hugging_face': 'Hugging Face'}
+_NAMES = {
+  't5x_lite': 't5x_lite checkpoint',
+  't5x': 'T5X checkpoint',
+  't5x_orbax': 'T5X Orbax checkpoint',
+  'hugging_face': 'Hugging Face',
+}
 
 
 def describe(done: Conversion) -> str:
   """Return the report."""
   family = '' if done.family is None else f', {done.family.title}'
-  lines = [f'Wrote {done.path} ({_NAMES[done.format]}) from {done.source} ({_NAMES[done.source_format]}{family}):']
+  lines = [
+    f'Wrote {done.path} ({_NAMES[done.format]}) from {done.source} ({_NAMES[done.source_format]}{family}):'
+  ]
   dtypes = ', '.join(sorted(done.dtypes))
   if len(done.dtypes) > 1:
     dtypes = ' and '.join(f'{number} in {name}' for name, number in sorted(done.dtypes.items()))
@@ -37,13 +43,21 @@ def _transformers_lines(done: Conversion) -> list[str]:
   lines, path = ['To load it with transformers:'], done.path
   if files.is_remote(path):
     path = files.path(path).name
-    copy = (f'gcloud storage cp -r {done.path} .' if done.path.startswith('gs://') else
-            f'aws s3 cp --recursive {done.path} {path}')
+    copy = (
+      f'gcloud storage cp -r {done.path} .'
+      if done.path.startswith('gs://')
+      else f'aws s3 cp --recursive {done.path} {path}'
+    )
     lines = ['To load it with transformers, copy it to a disk:', f'  {copy}']
-  lines += [f'  from transformers import {classes}', f'  model = {family.architecture}.from_pretrained({path!r})']
+  lines += [
+    f'  from transformers import {classes}',
+    f'  model = {family.architecture}.from_pretrained({path!r})',
+  ]
   if family.needs_untied_flag(architecture):
-    lines.append(f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits '
-                 'regardless of config.json')
+    lines.append(
+      f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits '
+      'regardless of config.json'
+    )
   if done.has_tokenizer:
     lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({path!r})')
   return lines
@@ -51,12 +65,22 @@ def _transformers_lines(done: Conversion) -> list[str]:
 
 def _gin_lines(done: Conversion) -> list[str]:
   if done.architecture is None:
-    return ['To start a run from it: --gin_file=runs/finetune.gin, the --gin_file of its model, and',
-            f'  {_quoted(_path_flag(done))}']
+    return [
+      'To start a run from it: --gin_file=runs/finetune.gin, the --gin_file of its model, and',
+      f'  {_quoted(_path_flag(done))}',
+    ]
   suggested = hugging_face.suggest_gin(done.architecture, _family(done))
-  flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin', *suggested.flags_after_run,
-           _path_flag(done)]
-  lines = ['To fine-tune it, with the flags of your task (see t5x_lite train --help):', '  t5x_lite train \\']
+  flags = [
+    *suggested.flags,
+    *_layout_flags(done),
+    '--gin_file=runs/finetune.gin',
+    *suggested.flags_after_run,
+    _path_flag(done),
+  ]
+  lines = [
+    'To fine-tune it, with the flags of your task (see t5x_lite train --help):',
+    '  t5x_lite train \\',
+  ]
   lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *_vocabulary_flags(done)]]
   lines[-1] = lines[-1].removesuffix(' \\')
   if suggested.problem is not None:

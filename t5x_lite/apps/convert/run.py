@@ -115,20 +115,37 @@ class ConvertConfig:
       others += ['--optimizer_state'] if self.optimizer_state == 'keep' else []
     else:
       others, supported = ['--family', '--tokenizer', '--max_shard_size'], '--to=hugging_face'
-    checks.check('', flags, **{
-        '--to': checks.one_of(FORMATS), '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
+    checks.check(
+      '',
+      flags,
+      **{
+        '--to': checks.one_of(FORMATS),
+        '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
         '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
         '--optimizer_state': checks.Expectation(
-            "absent or 'drop' with --param_average", lambda value: value in (None, 'drop'),
-            'The state belongs to the trained parameters.') if self.param_average
-                             else checks.one_of(OPTIMIZER_STATE).or_none(),
+          "absent or 'drop' with --param_average",
+          lambda value: value in (None, 'drop'),
+          'The state belongs to the trained parameters.',
+        )
+        if self.param_average
+        else checks.one_of(OPTIMIZER_STATE).or_none(),
         '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
-        '--max_shard_size': checks.number(at_least=1, integer=True).or_none()} | dict.fromkeys(
-            others, checks.Expectation(f'absent with --to={self.to}', lambda value: value is None,
-                                       f'It requires {supported}: remove the flag.')))
+        '--max_shard_size': checks.number(at_least=1, integer=True).or_none(),
+      }
+      | dict.fromkeys(
+        others,
+        checks.Expectation(
+          f'absent with --to={self.to}',
+          lambda value: value is None,
+          f'It requires {supported}: remove the flag.',
+        ),
+      ),
+    )
 
 
-def convert(source: str, output: str, *, progress: runtime.Progress | None = None, **options: Any) -> Conversion:
+def convert(
+  source: str, output: str, *, progress: runtime.Progress | None = None, **options: Any
+) -> Conversion:
   """Convert weights, with a few arrays in memory at a time.
 
   Args:
@@ -153,13 +170,24 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
   opened = open_newest(source)
   if cfg.param_average:
     opened = sources.AverageSource(opened)
-  family = convert_hugging_face.known_family(opened) if cfg.family is None else hugging_face.get_family(cfg.family)
+  family = (
+    convert_hugging_face.known_family(opened)
+    if cfg.family is None
+    else hugging_face.get_family(cfg.family)
+  )
   plan = convert_plan.plan_state(
-      opened, to=cfg.to, dtype=cfg.dtype, param_layout=cfg.param_layout,
-      relpos_per_layer=family is not None and family.relpos_per_layer,
-      optimizer_state=cfg.optimizer_state, step=cfg.step)
+    opened,
+    to=cfg.to,
+    dtype=cfg.dtype,
+    param_layout=cfg.param_layout,
+    relpos_per_layer=family is not None and family.relpos_per_layer,
+    optimizer_state=cfg.optimizer_state,
+    step=cfg.step,
+  )
   if cfg.param_average:
-    plan = dataclasses.replace(plan, notes=('The parameters are the running average (param_average).', *plan.notes))
+    plan = dataclasses.replace(
+      plan, notes=('The parameters are the running average (param_average).', *plan.notes)
+    )
   target = None
   if cfg.to == 'hugging_face':
     target = convert_hugging_face.prepare(opened, plan, family=family, tokenizer=cfg.tokenizer)
@@ -167,7 +195,11 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
     _check_disk_space(pathlib.Path(os.path.abspath(output)).parent, output, plan.num_bytes)
   elif target is not None:  # it is uploaded from there
     _check_disk_space(
-        pathlib.Path(tempfile.gettempdir()), output, plan.num_bytes, 'the disk of temporary files (TMPDIR)')
+      pathlib.Path(tempfile.gettempdir()),
+      output,
+      plan.num_bytes,
+      'the disk of temporary files (TMPDIR)',
+    )
   if opened.format != 'hugging_face':  # Opening a Hugging Face folder verifies it.
     progress.note('verifying the source')
     opened.verify()
@@ -185,14 +217,20 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
     progress.note('waiting for the disk')
   progress.clear()
   return Conversion(
-      path=path, format=cfg.to, source=opened.path, source_format=opened.format,
-      num_arrays=len(plan.arrays) if target is None else target.num_tensors, num_bytes=plan.num_bytes,
-      dtypes=collections.Counter(planned.dtype.name for planned in plan.params().values()),
-      num_params=plan.num_params, param_layout=plan.param_layout,
-      family=family if target is None else target.family,
-      architecture=_known_architecture(opened, plan) if target is None else target.architecture,
-      has_tokenizer=target is not None and target.has_tokenizer,
-      notes=plan.notes if target is None else (*plan.notes, *target.notes))
+    path=path,
+    format=cfg.to,
+    source=opened.path,
+    source_format=opened.format,
+    num_arrays=len(plan.arrays) if target is None else target.num_tensors,
+    num_bytes=plan.num_bytes,
+    dtypes=collections.Counter(planned.dtype.name for planned in plan.params().values()),
+    num_params=plan.num_params,
+    param_layout=plan.param_layout,
+    family=family if target is None else target.family,
+    architecture=_known_architecture(opened, plan) if target is None else target.architecture,
+    has_tokenizer=target is not None and target.has_tokenizer,
+    notes=plan.notes if target is None else (*plan.notes, *target.notes),
+  )
 
 
 def open_newest(path: str) -> sources.StateSource:
@@ -207,7 +245,11 @@ def open_newest(path: str) -> sources.StateSource:
     CheckpointError: no checkpoint is readable.
   """
   if sources.detect_format(path) is None:
-    step = checkpoints.newest_sound_step(path) if checkpoints.all_steps(path) else checkpoints.newest_of_others(path)
+    step = (
+      checkpoints.newest_sound_step(path)
+      if checkpoints.all_steps(path)
+      else checkpoints.newest_of_others(path)
+    )
     if step is not None:
       path = checkpoints.get_checkpoint_dir(path, step)
   return sources.open_source(path)
@@ -220,19 +262,32 @@ def open_newest(path: str) -> sources.StateSource:
 def _check_output(source: str, output: str) -> None:
   discovery.check_path(source, 'SOURCE', may_be_model=True)
   is_path, real_source = output_folder.directory('Name a new folder.'), files.real_path(source)
-  checks.check('', {'OUTPUT': output}, OUTPUT=checks.Expectation(
-      f'{is_path.text}, outside of SOURCE {source!r}', lambda output: is_path.holds(output) and not (
-          files.real_path(output) + os.sep).startswith(real_source + os.sep), is_path.remedy))
+  checks.check(
+    '',
+    {'OUTPUT': output},
+    OUTPUT=checks.Expectation(
+      f'{is_path.text}, outside of SOURCE {source!r}',
+      lambda output: (
+        is_path.holds(output)
+        and not (files.real_path(output) + os.sep).startswith(real_source + os.sep)
+      ),
+      is_path.remedy,
+    ),
+  )
   discovery.check_free(files.path(output))
 
 
-def _check_disk_space(folder: pathlib.Path, output: str, num_bytes: int, disk: str = 'the disk') -> None:
+def _check_disk_space(
+  folder: pathlib.Path, output: str, num_bytes: int, disk: str = 'the disk'
+) -> None:
   while not folder.exists():
     folder = folder.parent
   free = shutil.disk_usage(folder).free
   if 0 < free < num_bytes:
-    raise CheckpointError(f'{output!r} needs {format_bytes(num_bytes)}, and {disk} has {format_bytes(free)} free. '
-                          'Free disk space, choose an OUTPUT on another disk, or a smaller --dtype.')
+    raise CheckpointError(
+      f'{output!r} needs {format_bytes(num_bytes)}, and {disk} has {format_bytes(free)} free. '
+      'Free disk space, choose an OUTPUT on another disk, or a smaller --dtype.'
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -265,10 +320,15 @@ def _write_t5x(folder: files.Path, step: int, plan: StatePlan, make: MakeFn) -> 
   folder.mkdir()
   path = checkpoints.get_checkpoint_dir(folder, step)
   pending: collections.deque[tuple[concurrent.futures.Future, int]] = collections.deque()
-  with sources.T5xNativeWriter(path) as writer, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+  with (
+    sources.T5xNativeWriter(path) as writer,
+    concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+  ):
     for name in plan.arrays:
       array = make(name)
-      while pending and sum(num_bytes for _, num_bytes in pending) + array.nbytes > _MAX_PENDING_BYTES:
+      while (
+        pending and sum(num_bytes for _, num_bytes in pending) + array.nbytes > _MAX_PENDING_BYTES
+      ):
         pending.popleft()[0].result()
       pending.append((pool.submit(writer.write, name, array), array.nbytes))
       del array
@@ -288,7 +348,9 @@ def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
   if plan.network:
     metadata['network'] = dict(plan.network)
   metadata['converted'] = {
-      'from': source.path if '://' in source.path else os.path.abspath(source.path), 'format': source.format}
+    'from': source.path if '://' in source.path else os.path.abspath(source.path),
+    'format': source.format,
+  }
   family = convert_hugging_face.known_family(source)
   if family is not None:  # Used when converting back.
     metadata['converted']['family'] = family.name
@@ -309,11 +371,14 @@ def _named_errors(made: files.Path, output: str) -> Iterator[None]:
       is_about_output = error.filename is None or output_folder.INFIX in os.fsdecode(error.filename)
     if not is_about_output:
       raise
-    raise CheckpointError(f'{message} Nothing was written: free disk space or fix the path, then rerun the command.'
-                          ) from error
+    raise CheckpointError(
+      f'{message} Nothing was written: free disk space or fix the path, then rerun the command.'
+    ) from error
 
 
-def _known_architecture(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture | None:
+def _known_architecture(
+  source: sources.StateSource, plan: StatePlan
+) -> hugging_face.Architecture | None:
   try:
     return convert_hugging_face.architecture_of(source, plan)
   except CheckpointError:

@@ -5,32 +5,55 @@ import os
 
 from t5x_lite import files
 from t5x_lite.apps.common.flags import (
-    add_gin_arguments,
-    add_seqio_arguments,
-    load_configuration,
-    prepend_run_file,
+  add_gin_arguments,
+  add_seqio_arguments,
+  load_configuration,
+  prepend_run_file,
 )
 from t5x_lite.apps.common.runs import FoundRun, resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
 _RUN_FILE = 'runs/eval.gin'
 # Values of required macros that do not affect evaluation.
-_PLACEHOLDERS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0', 'INITIAL_CHECKPOINT_PATH': "'none'"}
+_PLACEHOLDERS = {
+  'MODEL_DIR': "'none'",
+  'TRAIN_STEPS': '1',
+  'DROPOUT_RATE': '0.0',
+  'INITIAL_CHECKPOINT_PATH': "'none'",
+}
 # Modules that change no result, or whose values are compared with those of former results in another way.
-_NOT_SETTINGS = ('t5x_lite.apps.evaluate', 't5x_lite.data.config', 't5x_lite.evaluation', 't5x_lite.partitioning',
-                 't5x_lite.checkpoints', 't5x_lite.optimizers', 't5x_lite.schedules', 't5x_lite.trainer',
-                 't5x_lite.gin_utils', 'gin')
+_NOT_SETTINGS = (
+  't5x_lite.apps.evaluate',
+  't5x_lite.data.config',
+  't5x_lite.evaluation',
+  't5x_lite.partitioning',
+  't5x_lite.checkpoints',
+  't5x_lite.optimizers',
+  't5x_lite.schedules',
+  't5x_lite.trainer',
+  't5x_lite.gin_utils',
+  'gin',
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
-  parser.add_argument('run', nargs='?', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
-                      'of the run defines model and task; each --gin_file is read after it. Replaces CHECKPOINT_PATH; '
-                      'the default of EVAL_OUTPUT_DIR is RUN/eval')
-  parser.add_argument('--all', action='store_true', help='evaluate all checkpoints of RUN, in ascending order of step')
-  parser.add_argument('--dry_run', action='store_true',
-                      help='print the configuration and the checkpoints to evaluate, without evaluating')
+  parser.add_argument(
+    'run',
+    nargs='?',
+    metavar='RUN',
+    help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+    'of the run defines model and task; each --gin_file is read after it. Replaces CHECKPOINT_PATH; '
+    'the default of EVAL_OUTPUT_DIR is RUN/eval',
+  )
+  parser.add_argument(
+    '--all', action='store_true', help='evaluate all checkpoints of RUN, in ascending order of step'
+  )
+  parser.add_argument(
+    '--dry_run',
+    action='store_true',
+    help='print the configuration and the checkpoints to evaluate, without evaluating',
+  )
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
 
@@ -40,11 +63,15 @@ def run_command(arguments: argparse.Namespace) -> int:
   placeholders, overrides = dict(_PLACEHOLDERS), ''
   run, problem = None if arguments.run is None else resolve_run(arguments), ''
   if arguments.all and (run is None or run.mode == 'specific'):
-    problem = (f'--all requires a run directory, got {"no RUN" if run is None else repr(arguments.run)}. Pass one, '
-               'e.g. `t5x_lite eval runs/my_run --all`, or set --gin.CHECKPOINT_MODE=all.')
+    problem = (
+      f'--all requires a run directory, got {"no RUN" if run is None else repr(arguments.run)}. Pass one, '
+      'e.g. `t5x_lite eval runs/my_run --all`, or set --gin.CHECKPOINT_MODE=all.'
+    )
   elif run is None and not arguments.gin_file:
-    problem = ('RUN is missing. Pass a run directory, e.g. `t5x_lite eval runs/my_run`, or --gin_file, '
-               '--gin.CHECKPOINT_PATH and --gin.EVAL_OUTPUT_DIR.')
+    problem = (
+      'RUN is missing. Pass a run directory, e.g. `t5x_lite eval runs/my_run`, or --gin_file, '
+      '--gin.CHECKPOINT_PATH and --gin.EVAL_OUTPUT_DIR.'
+    )
   if problem:
     raise ConfigError(problem)
   if run is not None:
@@ -53,13 +80,16 @@ def run_command(arguments: argparse.Namespace) -> int:
   configuration = load_configuration(arguments, placeholders, overrides)
   if arguments.dry_run:
     from t5x_lite import multihost
+
     if multihost.is_lead():
       print(configuration.text)
   configuration.call(dry_run=arguments.dry_run, settings=configuration.settings(_NOT_SETTINGS))
   return ExitCode.OK
 
 
-def _configure_run(run: FoundRun, arguments: argparse.Namespace, placeholders: dict[str, str]) -> str:
+def _configure_run(
+  run: FoundRun, arguments: argparse.Namespace, placeholders: dict[str, str]
+) -> str:
   """Return gin text for the checkpoints of a run; add the default output directory to `placeholders`."""
   folder = arguments.run
   if files.is_remote(folder):

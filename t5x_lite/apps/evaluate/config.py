@@ -49,16 +49,30 @@ class EvaluateConfig:
     is_path = output_folder.directory('Set EVAL_OUTPUT_DIR, e.g. to the folder eval of the run.')
     is_needed = self.infer_eval_cfg is None or self.eval_steps is not None
     checks.check(
-        'evaluate', vars(self), output_dir=checks.Expectation(
-            f'{is_path.text}, and not a run directory', lambda path: is_path.holds(path) and not _is_run(path),
-            is_path.remedy), best_metric_mode=checks.one_of(('max', 'min')),
-        use_orbax=checks.instance(bool, 'True or False'), training_evaluator_cls=checks.Expectation(
-                'a trainer class, such as trainer.Trainer, '
-                + (f'with eval_steps={self.eval_steps}' if self.infer_eval_cfg else 'since infer_eval_cfg is None too'),
-                lambda cls: cls is not None or not is_needed,
-                'To limit the examples to decode, set --gin.evaluation.InferenceEvalConfig.num_examples=1000.'))
+      'evaluate',
+      vars(self),
+      output_dir=checks.Expectation(
+        f'{is_path.text}, and not a run directory',
+        lambda path: is_path.holds(path) and not _is_run(path),
+        is_path.remedy,
+      ),
+      best_metric_mode=checks.one_of(('max', 'min')),
+      use_orbax=checks.instance(bool, 'True or False'),
+      training_evaluator_cls=checks.Expectation(
+        'a trainer class, such as trainer.Trainer, '
+        + (
+          f'with eval_steps={self.eval_steps}'
+          if self.infer_eval_cfg
+          else 'since infer_eval_cfg is None too'
+        ),
+        lambda cls: cls is not None or not is_needed,
+        'To limit the examples to decode, set --gin.evaluation.InferenceEvalConfig.num_examples=1000.',
+      ),
+    )
     if self.infer_eval_cfg is not None:
-      evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.dataset_cfg, self.infer_eval_cfg)
+      evaluation.check_evaluator_cls(
+        self.inference_evaluator_cls, self.dataset_cfg, self.infer_eval_cfg
+      )
     evaluation.check_eval_batch(self.dataset_cfg, self.partitioner)
 
   @property
@@ -66,8 +80,11 @@ class EvaluateConfig:
     """Folder of metrics; None in a dry run."""
     return None if self.dry_run else self.output_dir
 
-  def identity(self, evaluator: evaluation.InferenceEvaluator | None,
-               eval_batches: Mapping[str, data.EvalBatches]) -> dict[str, Any]:
+  def identity(
+    self,
+    evaluator: evaluation.InferenceEvaluator | None,
+    eval_batches: Mapping[str, data.EvalBatches],
+  ) -> dict[str, Any]:
     """Return everything that the results depend on except the checkpoint, as JSON values.
 
     Args:
@@ -77,27 +94,45 @@ class EvaluateConfig:
     dataset_cfg, restore_cfg = self.dataset_cfg, self.restore_checkpoint_cfg
     names = ('split', 'shuffle', 'use_cached', 'pack', 'trim_output_features', 'source')
     identity = {
-        'dataset': {'mixture_or_task_name': dataset_cfg.name, 'seed': dataset_cfg.effective_seed,
-                    'task_feature_lengths': dataset_cfg.task_feature_lengths and dict(
-                        sorted(dataset_cfg.task_feature_lengths.items())),
-                    **{name: getattr(dataset_cfg, name) for name in names}},
-        'restore': {'fallback_init_rng': self.fallback_init_rng, **({} if restore_cfg is None else {
-            'dtype': restore_cfg.dtype, 'assignment_map': repr(restore_cfg.assignment_map),
-            'strict': restore_cfg.strict, 'fallback_to_scratch': restore_cfg.fallback_to_scratch,
-            **builders.identity(restore_cfg)})},
-        'settings': dict(self.settings or {}),
+      'dataset': {
+        'mixture_or_task_name': dataset_cfg.name,
+        'seed': dataset_cfg.effective_seed,
+        'task_feature_lengths': dataset_cfg.task_feature_lengths
+        and dict(sorted(dataset_cfg.task_feature_lengths.items())),
+        **{name: getattr(dataset_cfg, name) for name in names},
+      },
+      'restore': {
+        'fallback_init_rng': self.fallback_init_rng,
+        **(
+          {}
+          if restore_cfg is None
+          else {
+            'dtype': restore_cfg.dtype,
+            'assignment_map': repr(restore_cfg.assignment_map),
+            'strict': restore_cfg.strict,
+            'fallback_to_scratch': restore_cfg.fallback_to_scratch,
+            **builders.identity(restore_cfg),
+          }
+        ),
+      },
+      'settings': dict(self.settings or {}),
     }
     if evaluator is not None:
       identity['inference_eval'] = {
-          'tasks': {task.name: len(task.examples) for task in evaluator.eval_tasks},
-          'num_examples': self.infer_eval_cfg.num_examples, 'by_seqio': self.inference_evaluator_cls is not None}
+        'tasks': {task.name: len(task.examples) for task in evaluator.eval_tasks},
+        'num_examples': self.infer_eval_cfg.num_examples,
+        'by_seqio': self.inference_evaluator_cls is not None,
+      }
     if eval_batches:
       identity['training_eval'] = {
-          'tasks': {name: batches.num_examples for name, batches in eval_batches.items()},
-          'eval_steps': self.eval_steps}
+        'tasks': {name: batches.num_examples for name, batches in eval_batches.items()},
+        'eval_steps': self.eval_steps,
+      }
     return identity
 
 
 def _is_run(path: str) -> bool:
   folder = files.path(path)
-  return folder.is_dir() and ((folder / 'train').is_dir() or bool(checkpoints.all_steps(path, require_manifest=False)))
+  return folder.is_dir() and (
+    (folder / 'train').is_dir() or bool(checkpoints.all_steps(path, require_manifest=False))
+  )

@@ -47,16 +47,20 @@ class EvalRecord:
     if contents['finished'] and differences:
       shown = '; '.join(differences[:_NUM_DIFFERENCES_SHOWN])
       more = len(differences) - _NUM_DIFFERENCES_SHOWN
-      raise ConfigError(f'{output_dir!r} has results of another configuration: {shown}'
-                        f'{f"; and {more} more" if more > 0 else ""}. Choose another output_dir (EVAL_OUTPUT_DIR), or '
-                        f'delete {self._path} to replace the results.')
+      raise ConfigError(
+        f'{output_dir!r} has results of another configuration: {shown}'
+        f'{f"; and {more} more" if more > 0 else ""}. Choose another output_dir (EVAL_OUTPUT_DIR), or '
+        f'delete {self._path} to replace the results.'
+      )
     self._finished = {int(step): entry for step, entry in contents['finished'].items()}
 
   @property
   def results(self) -> dict[int, dict[str, float]]:
     """Metrics by step and full name, in ascending order of step."""
-    return {step: {name: float(value) for name, value in self._finished[step]['metrics'].items()}
-            for step in sorted(self._finished)}
+    return {
+      step: {name: float(value) for name, value in self._finished[step]['metrics'].items()}
+      for step in sorted(self._finished)
+    }
 
   def path(self, step: int) -> str | None:
     """Return the path of the checkpoint evaluated at a step; None for random parameters."""
@@ -69,21 +73,33 @@ class EvalRecord:
       return False
     fingerprint = _fingerprint(path)
     if fingerprint is None or entry['fingerprint'] is None:
-      is_same = entry['path'] is not None and files.real_path(path) == files.real_path(entry['path'])
+      is_same = entry['path'] is not None and files.real_path(path) == files.real_path(
+        entry['path']
+      )
     else:
       is_same = fingerprint == entry['fingerprint']
     if not is_same:
-      _logger.warning('Step %s was evaluated from another checkpoint (%s); its results are replaced by those of %s.',
-                      step, entry['path'], path)
+      _logger.warning(
+        'Step %s was evaluated from another checkpoint (%s); its results are replaced by those of %s.',
+        step,
+        entry['path'],
+        path,
+      )
     return is_same
 
   def add(self, step: int, path: str | None, metrics: Mapping[str, float]) -> None:
     """Record an evaluated checkpoint; the record is on disk when this returns."""
-    self._finished[step] = {'path': path, 'fingerprint': None if path is None else _fingerprint(path),
-                            'metrics': {name: _to_json(value) for name, value in metrics.items()}}
+    self._finished[step] = {
+      'path': path,
+      'fingerprint': None if path is None else _fingerprint(path),
+      'metrics': {name: _to_json(value) for name, value in metrics.items()},
+    }
     if multihost.is_lead():
-      body = {'version': _VERSION, 'identity': self._identity,
-              'finished': {str(step): self._finished[step] for step in sorted(self._finished)}}
+      body = {
+        'version': _VERSION,
+        'identity': self._identity,
+        'finished': {str(step): self._finished[step] for step in sorted(self._finished)},
+      }
       write_json(self._path, {'sha256': _digest(body), 'contents': body})
 
   def _read(self) -> dict[str, Any] | None:
@@ -98,8 +114,10 @@ class EvalRecord:
       intact = False
     if intact:
       if body['version'] != _VERSION:
-        raise ConfigError(f'{self._path} has version {body["version"]}; this version of t5x_lite supports version '
-                          f'{_VERSION}. Update t5x_lite, or choose another output_dir.')
+        raise ConfigError(
+          f'{self._path} has version {body["version"]}; this version of t5x_lite supports version '
+          f'{_VERSION}. Update t5x_lite, or choose another output_dir.'
+        )
       return body
     if multihost.is_lead():
       aside, number = self._path.with_name(f'{FILENAME}.damaged'), 1
@@ -111,8 +129,11 @@ class EvalRecord:
         files.remove(self._path)
       else:
         self._path.rename(aside)
-      _logger.warning('%s is damaged and was renamed to %s. Its checkpoints are evaluated again.',
-                      self._path, aside.name)
+      _logger.warning(
+        '%s is damaged and was renamed to %s. Its checkpoints are evaluated again.',
+        self._path,
+        aside.name,
+      )
     return None
 
 
@@ -146,8 +167,13 @@ def _digest(body: Any) -> str:
 def _fingerprint(path: str) -> str | None:
   """Return the hash of a checkpoint's manifest, which has the hashes of its files; None without a manifest."""
   try:
-    return None if (found := checkpoints.read_manifest(path)) is None else _digest(
-        {name: entry for name, entry in found.files.items() if name.startswith('state/')})
+    return (
+      None
+      if (found := checkpoints.read_manifest(path)) is None
+      else _digest(
+        {name: entry for name, entry in found.files.items() if name.startswith('state/')}
+      )
+    )
   except CheckpointError:
     return None
 
@@ -155,6 +181,9 @@ def _fingerprint(path: str) -> str | None:
 def _differences(former: Any, now: Any, name: str = '') -> list[str]:
   """Return the differences between two trees of JSON values, one clause each."""
   if isinstance(former, dict) and isinstance(now, dict):
-    return [part for key in sorted({*former, *now})
-            for part in _differences(former.get(key), now.get(key), f'{name}.{key}' if name else key)]
+    return [
+      part
+      for key in sorted({*former, *now})
+      for part in _differences(former.get(key), now.get(key), f'{name}.{key}' if name else key)
+    ]
   return [] if former == now else [f'{name} was {former!r} and is {now!r}']

@@ -45,26 +45,29 @@ BEST_FILENAME = 'best.json'
 
 
 def evaluate(
-    *,
-    model: models.BaseTransformerModel,
-    dataset_cfg: data.DatasetConfig,
-    restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
-    partitioner: partitioning.PjitPartitioner,
-    output_dir: str,
-    inference_evaluator_cls: Any = None,
-    training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None = None,
-    summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
-    train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
-    train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets,
-    fallback_init_rng: int | None = None,
-    use_orbax: bool = True,
-    infer_eval_cfg: evaluation.InferenceEvalConfig | None = evaluation.InferenceEvalConfig(),
-    eval_steps: int | None = None,
-    best_metric: str | None = None,
-    best_metric_mode: str = 'max',
-    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
-    settings: Mapping[str, str] | None = None,
-    dry_run: bool = False,
+  *,
+  model: models.BaseTransformerModel,
+  dataset_cfg: data.DatasetConfig,
+  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
+  partitioner: partitioning.PjitPartitioner,
+  output_dir: str,
+  inference_evaluator_cls: Any = None,
+  training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None = None,
+  summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
+  train_state_initializer_cls: type[
+    state_init.TrainStateInitializer
+  ] = state_init.TrainStateInitializer,
+  train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets,
+  fallback_init_rng: int | None = None,
+  use_orbax: bool = True,
+  infer_eval_cfg: evaluation.InferenceEvalConfig | None = evaluation.InferenceEvalConfig(),
+  eval_steps: int | None = None,
+  best_metric: str | None = None,
+  best_metric_mode: str = 'max',
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None]
+  | None = data.verify_matching_vocabs,
+  settings: Mapping[str, str] | None = None,
+  dry_run: bool = False,
 ) -> dict[int, dict[str, float]]:
   """Evaluate every configured checkpoint that has not been evaluated yet.
 
@@ -112,8 +115,13 @@ def evaluate(
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
-      checkpoints.check_is_shared(stack.enter_context(checkpoints.lock_model_dir(
-          cfg.output_dir, what='folder of results', elsewhere='another folder (EVAL_OUTPUT_DIR)')))
+      checkpoints.check_is_shared(
+        stack.enter_context(
+          checkpoints.lock_model_dir(
+            cfg.output_dir, what='folder of results', elsewhere='another folder (EVAL_OUTPUT_DIR)'
+          )
+        )
+      )
     signals = stack.enter_context(runtime.StopSignals('ending before the first batch'))
     progress = runtime.Progress(enabled=multihost.is_lead(), unit='batch')
     stack.callback(progress.clear)
@@ -122,8 +130,15 @@ def evaluate(
     # Data: tasks to decode, and batches for teacher-forced evaluation
     # ------------------------------------------------------------------------------------------------------------------
     progress.note(f'opening the data: {cfg.dataset_cfg.name}')
-    open_fn = functools.partial(waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
-        f'Stopped by {signals.name} while {doing}; nothing was evaluated.')).call, doing='opening the evaluation data')
+    open_fn = functools.partial(
+      waiting.DataWaits(
+        signals,
+        lambda doing: StoppedOnSignalError(
+          f'Stopped by {signals.name} while {doing}; nothing was evaluated.'
+        ),
+      ).call,
+      doing='opening the evaluation data',
+    )
     if cfg.verify_matching_vocabs_fn is not None:
       open_fn(lambda: cfg.verify_matching_vocabs_fn(cfg.dataset_cfg, cfg.model))
     evaluator = _open_evaluator(cfg, open_fn, progress)
@@ -132,26 +147,50 @@ def evaluate(
     eval_batches = {}
     if cfg.training_evaluator_cls is not None:
       layout = cfg.partitioner.get_data_layout(cfg.dataset_cfg.batch_size)
-      eval_batches = open_fn(lambda: data.open_eval_data(
-          cfg.train_eval_get_dataset_fn, cfg.dataset_cfg, layout, cfg.eval_steps, cfg.model.FEATURE_CONVERTER,
-          cfg.summary_dir))
+      eval_batches = open_fn(
+        lambda: data.open_eval_data(
+          cfg.train_eval_get_dataset_fn,
+          cfg.dataset_cfg,
+          layout,
+          cfg.eval_steps,
+          cfg.model.FEATURE_CONVERTER,
+          cfg.summary_dir,
+        )
+      )
 
     # ------------------------------------------------------------------------------------------------------------------
     # Model: shapes of its state, from which everything is checked before anything is computed
     # ------------------------------------------------------------------------------------------------------------------
     input_shapes, input_types = _input_spec(evaluator, eval_batches)
     initializer = cfg.train_state_initializer_cls(
-        None, cfg.model.get_initial_variables, input_shapes, cfg.partitioner, input_types)
+      None, cfg.model.get_initial_variables, input_shapes, cfg.partitioner, input_types
+    )
     shapes = initializer.global_train_state_shape
     if evaluator is not None:
       evaluator.check(shapes, initializer.train_state_axes)
-    trainer = stack.enter_context((cfg.training_evaluator_cls or trainer_lib.Trainer)(
-        model=cfg.model, train_state=shapes, partitioner=cfg.partitioner, eval_names=list(eval_batches),
-        summary_dir=cfg.summary_dir, train_state_axes=initializer.train_state_axes, rng=jax.random.key(0)))
-    evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
-        trainer=trainer, evaluations=_open_evaluations(evaluator, eval_batches), summary_dir=cfg.summary_dir,
-        progress=progress, note_fn=_BatchNotes(signals, progress),
-        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))
+    trainer = stack.enter_context(
+      (cfg.training_evaluator_cls or trainer_lib.Trainer)(
+        model=cfg.model,
+        train_state=shapes,
+        partitioner=cfg.partitioner,
+        eval_names=list(eval_batches),
+        summary_dir=cfg.summary_dir,
+        train_state_axes=initializer.train_state_axes,
+        rng=jax.random.key(0),
+      )
+    )
+    evaluations = stack.enter_context(
+      contextlib.closing(
+        RunEvaluations(
+          trainer=trainer,
+          evaluations=_open_evaluations(evaluator, eval_batches),
+          summary_dir=cfg.summary_dir,
+          progress=progress,
+          note_fn=_BatchNotes(signals, progress),
+          read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate,
+        )
+      )
+    )
     if cfg.best_metric is not None:
       evaluations.check_metric_names([('best_metric', cfg.best_metric)])
 
@@ -163,9 +202,16 @@ def evaluate(
     record = eval_record.EvalRecord(cfg.output_dir, cfg.identity(evaluator, eval_batches))
     todo = _ToDo(record, cfg.restore_checkpoint_cfg)
     restored_models = restore_lib.restore_for_inference(
-        cfg.model, cfg.restore_checkpoint_cfg, cfg.partitioner, input_shapes, input_types, cfg.fallback_init_rng,
-        train_state_initializer_cls=cfg.train_state_initializer_cls, is_done=todo.is_done,
-        applies_transforms=cfg.dry_run)
+      cfg.model,
+      cfg.restore_checkpoint_cfg,
+      cfg.partitioner,
+      input_shapes,
+      input_types,
+      cfg.fallback_init_rng,
+      train_state_initializer_cls=cfg.train_state_initializer_cls,
+      is_done=todo.is_done,
+      applies_transforms=cfg.dry_run,
+    )
     progress.clear()
     if cfg.dry_run:
       if multihost.is_lead():
@@ -173,8 +219,11 @@ def evaluate(
       return record.results
     if cfg.summarize_config_fn is not None and multihost.is_lead():
       cfg.summarize_config_fn(cfg.output_dir, None, 0)
-    progress.log(f'{todo.num_done} checkpoint(s) are already evaluated.' if todo.num_done
-                 else f'Writing results to {cfg.output_dir}.')
+    progress.log(
+      f'{todo.num_done} checkpoint(s) are already evaluated.'
+      if todo.num_done
+      else f'Writing results to {cfg.output_dir}.'
+    )
 
     # ------------------------------------------------------------------------------------------------------------------
     # Evaluate: the host computes metrics of a checkpoint while the next one is restored
@@ -204,7 +253,9 @@ def evaluate(
         is_first = False
         trainer.train_state = state
         del state
-        progress.log(f'Evaluating {origin or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.')
+        progress.log(
+          f'Evaluating {origin or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.'
+        )
         evaluations.evaluate(evaluations.names)
         unfinished.append((step, path))
         trainer.train_state = shapes  # The devices need not hold two states.
@@ -229,22 +280,35 @@ def evaluate(
     num_left = len(todo.paths.keys() - results.keys())
     if stopped and (num_left or not results):
       name = signals.name or 'a signal to another process'
-      raise StoppedOnSignalError(f'Stopped by {name}; {len(results)} checkpoint(s) are evaluated, {num_left} are left. '
-                                 f'To resume:\n  {runtime.command_line()}')
+      raise StoppedOnSignalError(
+        f'Stopped by {name}; {len(results)} checkpoint(s) are evaluated, {num_left} are left. '
+        f'To resume:\n  {runtime.command_line()}'
+      )
     if damage is not None:
       raise damage
     return results
 
 
-def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[..., Any],
-                    progress: runtime.Progress) -> InferenceEvaluator | None:
+def _open_evaluator(
+  cfg: EvaluateConfig, open_fn: Callable[..., Any], progress: runtime.Progress
+) -> InferenceEvaluator | None:
   """Return the evaluator by decoding; None if it is not configured, or if no task has metrics for it."""
   if cfg.infer_eval_cfg is None:
     return None
   try:
-    return open_fn(lambda: InferenceEvaluator(
-        cfg.dataset_cfg, cfg.inference_evaluator_cls, cfg.model, cfg.partitioner, cfg.summary_dir, None,
-        cfg=cfg.infer_eval_cfg, concurrent_metrics=True), close_fn=lambda opened: opened.close())
+    return open_fn(
+      lambda: InferenceEvaluator(
+        cfg.dataset_cfg,
+        cfg.inference_evaluator_cls,
+        cfg.model,
+        cfg.partitioner,
+        cfg.summary_dir,
+        None,
+        cfg=cfg.infer_eval_cfg,
+        concurrent_metrics=True,
+      ),
+      close_fn=lambda opened: opened.close(),
+    )
   except evaluation.NoMetricsError as error:
     if cfg.training_evaluator_cls is None:
       raise
@@ -253,26 +317,39 @@ def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[..., Any],
 
 
 def _open_evaluations(
-    evaluator: InferenceEvaluator | None, eval_batches: Mapping[str, data.EvalBatches]) -> list[OpenEvaluation]:
+  evaluator: InferenceEvaluator | None, eval_batches: Mapping[str, data.EvalBatches]
+) -> list[OpenEvaluation]:
   """Return the teacher-forced evaluation and that by decoding, if they are configured."""
   found = []
   if eval_batches:
-    found.append(OpenEvaluation(
-        name=evaluation.TRAINING_EVAL, folder=evaluation.TRAINING_EVAL, batches=eval_batches))
+    found.append(
+      OpenEvaluation(
+        name=evaluation.TRAINING_EVAL, folder=evaluation.TRAINING_EVAL, batches=eval_batches
+      )
+    )
   if evaluator is not None:
-    found.append(OpenEvaluation(
-        name=evaluation.INFERENCE_EVAL, folder=evaluation.INFERENCE_EVAL, evaluator=evaluator))
+    found.append(
+      OpenEvaluation(
+        name=evaluation.INFERENCE_EVAL, folder=evaluation.INFERENCE_EVAL, evaluator=evaluator
+      )
+    )
   return found
 
 
-def _input_spec(evaluator: InferenceEvaluator | None, eval_batches: Mapping[str, data.EvalBatches],
-                ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+def _input_spec(
+  evaluator: InferenceEvaluator | None,
+  eval_batches: Mapping[str, data.EvalBatches],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
   """Return shapes and dtypes, by feature name, of a batch for initialization."""
   if evaluator is not None:
-    types = {name: leaf.dtype for task in evaluator.eval_tasks for name, leaf in task.element_spec.items()}
+    types = {
+      name: leaf.dtype for task in evaluator.eval_tasks for name, leaf in task.element_spec.items()
+    }
     return evaluator.model_feature_shapes, types
   spec = next(iter(eval_batches.values())).element_spec
-  return {name: leaf.shape for name, leaf in spec.items()}, {name: leaf.dtype for name, leaf in spec.items()}
+  return {name: leaf.shape for name, leaf in spec.items()}, {
+    name: leaf.dtype for name, leaf in spec.items()
+  }
 
 
 class _BatchNotes:
@@ -295,7 +372,9 @@ class _BatchNotes:
 class _ToDo:
   """Paths by step of the checkpoints to evaluate, in the order in which they are found."""
 
-  def __init__(self, record: eval_record.EvalRecord, restore_cfg: checkpoints.RestoreCheckpointConfig | None):
+  def __init__(
+    self, record: eval_record.EvalRecord, restore_cfg: checkpoints.RestoreCheckpointConfig | None
+  ):
     self._record, self._restore_cfg = record, restore_cfg and restore_lib.for_inference(restore_cfg)
     self.paths: dict[int, str] = {}
     self.num_done = 0
@@ -306,8 +385,10 @@ class _ToDo:
       self.num_done += 1
       return True
     if self.paths.setdefault(step, path) != path:
-      raise ConfigError(f'{self.paths[step]!r} and {path!r} both have step {step}, and results are written by step. '
-                        'Evaluate them into different folders (EVAL_OUTPUT_DIR).')
+      raise ConfigError(
+        f'{self.paths[step]!r} and {path!r} both have step {step}, and results are written by step. '
+        'Evaluate them into different folders (EVAL_OUTPUT_DIR).'
+      )
     return False
 
   def describe(self, num_batches: int, output_dir: str) -> str:
@@ -315,11 +396,15 @@ class _ToDo:
     cfg = self._restore_cfg
     built = cfg is not None and cfg.builders and not cfg.paths
     origins = [builders.describe(path, cfg) for path in ([None] if built else self.paths.values())]
-    return '\n'.join([
-        f'Results will be written to {output_dir}.', f'{self.num_done} checkpoint(s) are already evaluated.',
+    return '\n'.join(
+      [
+        f'Results will be written to {output_dir}.',
+        f'{self.num_done} checkpoint(s) are already evaluated.',
         f'{len(origins)} {"built state" if built else "checkpoint"}(s) will be evaluated on {num_batches} batches '
         'each:',
-        *(f'  {origin}' for origin in origins)])
+        *(f'  {origin}' for origin in origins),
+      ]
+    )
 
 
 def _best(cfg: EvaluateConfig, record: eval_record.EvalRecord) -> int | None:
@@ -327,27 +412,44 @@ def _best(cfg: EvaluateConfig, record: eval_record.EvalRecord) -> int | None:
   if cfg.best_metric is None:
     return None
   results = record.results
-  policy = checkpoints.KeepBest(1, cfg.best_metric, cfg.best_metric_mode, keep_without_metrics=False)
+  policy = checkpoints.KeepBest(
+    1, cfg.best_metric, cfg.best_metric_mode, keep_without_metrics=False
+  )
   return next(iter(policy.steps_to_keep(list(results), results)), None)
 
 
-def _write_best(cfg: EvaluateConfig, record: eval_record.EvalRecord, found: Mapping[str, float]) -> None:
+def _write_best(
+  cfg: EvaluateConfig, record: eval_record.EvalRecord, found: Mapping[str, float]
+) -> None:
   """Write the best checkpoint to best.json; raise if the metric is not in the results."""
   if cfg.best_metric is not None and cfg.best_metric not in found:
-    raise ConfigError(f'`evaluate.best_metric` is {cfg.best_metric!r}, which is not in the results.'
-                      f'{did_you_mean(cfg.best_metric, found)} The results are kept; rerun the command with another '
-                      'metric.')
+    raise ConfigError(
+      f'`evaluate.best_metric` is {cfg.best_metric!r}, which is not in the results.'
+      f'{did_you_mean(cfg.best_metric, found)} The results are kept; rerun the command with another '
+      'metric.'
+    )
   best = _best(cfg, record)
   if multihost.is_lead() and best is not None:
-    eval_record.write_json(files.path(cfg.output_dir) / BEST_FILENAME, {
-        'metric': cfg.best_metric, 'mode': cfg.best_metric_mode, 'step': best,
-        'value': record.results[best][cfg.best_metric], 'path': record.path(best)})
+    eval_record.write_json(
+      files.path(cfg.output_dir) / BEST_FILENAME,
+      {
+        'metric': cfg.best_metric,
+        'mode': cfg.best_metric_mode,
+        'step': best,
+        'value': record.results[best][cfg.best_metric],
+        'path': record.path(best),
+      },
+    )
 
 
-def _print_results(cfg: EvaluateConfig, record: eval_record.EvalRecord, tasks: Mapping[str, Sequence[str]]) -> None:
+def _print_results(
+  cfg: EvaluateConfig, record: eval_record.EvalRecord, tasks: Mapping[str, Sequence[str]]
+) -> None:
   results = record.results
   print(report.format_evaluations(results, tasks), flush=True)
   if (best := _best(cfg, record)) is not None:
-    print(f'\nBest by {cfg.best_metric} ({cfg.best_metric_mode}): step {best:,}, '
-          f'{format_number(results[best][cfg.best_metric])}, {record.path(best)}')
+    print(
+      f'\nBest by {cfg.best_metric} ({cfg.best_metric_mode}): step {best:,}, '
+      f'{format_number(results[best][cfg.best_metric])}, {record.path(best)}'
+    )
   print(f'\nResults are in {cfg.output_dir}.', flush=True)

@@ -2,5 +2,6 @@
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
-    't5x_lite.apps.explain_sharding.run': ('explain_sharding',)})
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(), {'t5x_lite.apps.explain_sharding.run': ('explain_sharding',)}
+)

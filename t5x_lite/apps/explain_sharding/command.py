@@ -3,17 +3,21 @@
 import argparse
 
 from t5x_lite.apps.common.flags import (
-    add_gin_arguments,
-    add_num_devices,
-    load_configuration,
-    simulate_devices,
+  add_gin_arguments,
+  add_num_devices,
+  load_configuration,
+  simulate_devices,
 )
 from t5x_lite.errors import ExitCode
 
 # Values of required macros that do not affect shardings.
 PLACEHOLDERS = {
-    'MIXTURE_OR_TASK_NAME': "'none'", 'TASK_FEATURE_LENGTHS': "{'inputs': 512, 'targets': 114}", 'TRAIN_STEPS': '1',
-    'MODEL_DIR': "'none'", 'INITIAL_CHECKPOINT_PATH': "'none'", 'DROPOUT_RATE': '0.0',
+  'MIXTURE_OR_TASK_NAME': "'none'",
+  'TASK_FEATURE_LENGTHS': "{'inputs': 512, 'targets': 114}",
+  'TRAIN_STEPS': '1',
+  'MODEL_DIR': "'none'",
+  'INITIAL_CHECKPOINT_PATH': "'none'",
+  'DROPOUT_RATE': '0.0',
 }
 # The vocabulary does not affect shardings either, and its file may be remote.
 _NO_VOCABULARY = """
@@ -28,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   add_gin_arguments(parser, compiles=False, computes=False)
   add_num_devices(parser)
-  parser.add_argument('--full', action='store_true', help='print one line per array, without folding equal layers')
+  parser.add_argument(
+    '--full', action='store_true', help='print one line per array, without folding equal layers'
+  )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -36,6 +42,9 @@ def run_command(arguments: argparse.Namespace) -> int:
   simulate_devices(arguments.num_devices)
   configuration = load_configuration(arguments, PLACEHOLDERS, _NO_VOCABULARY)
   from t5x_lite.apps.explain_sharding import run as explain_sharding
-  parts = {name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')}
+
+  parts = {
+    name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')
+  }
   print(explain_sharding.explain_sharding(**parts).to_text(fold=not arguments.full), end='')
   return ExitCode.OK

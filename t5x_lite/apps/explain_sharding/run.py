@@ -7,8 +7,9 @@ from t5x_lite.models import BaseModel
 from t5x_lite.partitioning import PjitPartitioner, ShardingReport
 
 
-def explain_sharding(*, model: BaseModel, partitioner: PjitPartitioner,
-                     train_dataset_cfg: DatasetConfig) -> ShardingReport:
+def explain_sharding(
+  *, model: BaseModel, partitioner: PjitPartitioner, train_dataset_cfg: DatasetConfig
+) -> ShardingReport:
   """Return the sharding of a model's parameters and optimizer state on the partitioner's mesh.
 
   Args:
@@ -22,9 +23,13 @@ def explain_sharding(*, model: BaseModel, partitioner: PjitPartitioner,
   train_dataset_cfg.check_lengths_are_given('training')
   partitioner.get_data_layout(train_dataset_cfg.batch_size)
   spec = get_converter(model.FEATURE_CONVERTER).element_spec(
-      train_dataset_cfg.task_feature_lengths, train_dataset_cfg.batch_size, train_dataset_cfg.pack)
+    train_dataset_cfg.task_feature_lengths, train_dataset_cfg.batch_size, train_dataset_cfg.pack
+  )
   initializer = state_init.TrainStateInitializer(
-      model.optimizer_def, model.get_initial_variables,
-      {name: feature.shape for name, feature in spec.items()}, partitioner,
-      {name: feature.dtype for name, feature in spec.items()})
+    model.optimizer_def,
+    model.get_initial_variables,
+    {name: feature.shape for name, feature in spec.items()},
+    partitioner,
+    {name: feature.dtype for name, feature in spec.items()},
+  )
   return partitioner.explain(initializer.global_train_state_shape)

@@ -4,32 +4,52 @@ import argparse
 import os
 
 from t5x_lite import files
-from t5x_lite.apps.common.flags import add_gin_arguments, join_cluster, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import (
+  add_gin_arguments,
+  join_cluster,
+  load_configuration,
+  prepend_run_file,
+)
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
 _RUN_FILE = 'runs/export.gin'
 # Values of required macros that do not affect an export.
-_PLACEHOLDERS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0', 'INITIAL_CHECKPOINT_PATH': "'none'",
-                 'MIXTURE_OR_TASK_NAME': "'none'"}
+_PLACEHOLDERS = {
+  'MODEL_DIR': "'none'",
+  'TRAIN_STEPS': '1',
+  'DROPOUT_RATE': '0.0',
+  'INITIAL_CHECKPOINT_PATH': "'none'",
+  'MIXTURE_OR_TASK_NAME': "'none'",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
-  parser.add_argument('run', nargs='?', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
-                      'of the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH. '
-                      'Default of MODEL_OUTPUT_DIR/MODEL_NAME: RUN/exports/checkpoint_<step>')
+  parser.add_argument(
+    'run',
+    nargs='?',
+    metavar='RUN',
+    help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+    'of the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH. '
+    'Default of MODEL_OUTPUT_DIR/MODEL_NAME: RUN/exports/checkpoint_<step>',
+  )
   add_gin_arguments(parser, compiles=False)
-  parser.add_argument('--saved_model', action='store_true', help='also write a TensorFlow SavedModel')
-  parser.add_argument('--overwrite', action='store_true', help='replace an existing export after writing the new one')
+  parser.add_argument(
+    '--saved_model', action='store_true', help='also write a TensorFlow SavedModel'
+  )
+  parser.add_argument(
+    '--overwrite', action='store_true', help='replace an existing export after writing the new one'
+  )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   if arguments.run is None and not arguments.gin_file:
-    raise ConfigError('RUN is missing. Pass a run directory, e.g. `t5x_lite export runs/my_run`, or --gin_file, '
-                      '--gin.CHECKPOINT_PATH, --gin.MODEL_OUTPUT_DIR and --gin.MODEL_NAME.')
+    raise ConfigError(
+      'RUN is missing. Pass a run directory, e.g. `t5x_lite export runs/my_run`, or --gin_file, '
+      '--gin.CHECKPOINT_PATH, --gin.MODEL_OUTPUT_DIR and --gin.MODEL_NAME.'
+    )
   placeholders, overrides = dict(_PLACEHOLDERS), ''
   if arguments.run is not None:
     run = resolve_run(arguments)
@@ -37,15 +57,22 @@ def run_command(arguments: argparse.Namespace) -> int:
     if run.mode == 'latest':
       join_cluster(arguments)  # before JAX is used
       from t5x_lite import checkpoints
+
       path = str(checkpoints.get_checkpoint_dir(path, checkpoints.newest_sound_step(path)))
-    folder, name = os.path.split(path.rstrip('/') if files.is_remote(path) else os.path.normpath(path))
-    placeholders |= {'CHECKPOINT_PATH': 'None', 'MODEL_NAME': repr(name),
-                     'MODEL_OUTPUT_DIR': repr(os.path.join(folder, 'exports'))}
+    folder, name = os.path.split(
+      path.rstrip('/') if files.is_remote(path) else os.path.normpath(path)
+    )
+    placeholders |= {
+      'CHECKPOINT_PATH': 'None',
+      'MODEL_NAME': repr(name),
+      'MODEL_OUTPUT_DIR': repr(os.path.join(folder, 'exports')),
+    }
     overrides = f'CHECKPOINT_PATH = {path!r}\n'
   prepend_run_file(arguments, _RUN_FILE, 'save')
   configuration = load_configuration(arguments, placeholders, overrides)
   flags = {name: True for name in ('saved_model', 'overwrite') if getattr(arguments, name)}
   folder = configuration.call(**flags)
   from t5x_lite.apps.export import run as export
+
   print(export.describe(folder))
   return ExitCode.OK

@@ -20,9 +20,13 @@ MODES = ('predict', 'score')
 PARAMS = 'params'
 _FEATURES = ('inputs', 'targets')
 LENGTHS = checks.Expectation(
-    "a mapping of 'inputs' and 'targets' to integers >= 1",
-    lambda value: isinstance(value, Mapping) and sorted(value) == sorted(_FEATURES) and all(
-        type(length) is int and length >= 1 for length in value.values()))
+  "a mapping of 'inputs' and 'targets' to integers >= 1",
+  lambda value: (
+    isinstance(value, Mapping)
+    and sorted(value) == sorted(_FEATURES)
+    and all(type(length) is int and length >= 1 for length in value.values())
+  ),
+)
 
 
 def encoder_decoder_batch(inputs: Array, targets: Array) -> dict[str, Array]:
@@ -32,11 +36,17 @@ def encoder_decoder_batch(inputs: Array, targets: Array) -> dict[str, Array]:
     inputs: <int32>[batch, inputs_length] ids, padded with 0.
     targets: <int32>[batch, targets_length] ids, padded with 0.
   """
-  return {'encoder_input_tokens': inputs, 'decoder_input_tokens': _shift_right(targets),
-          'decoder_target_tokens': targets, 'decoder_loss_weights': (targets > 0).astype(jnp.int32)}
+  return {
+    'encoder_input_tokens': inputs,
+    'decoder_input_tokens': _shift_right(targets),
+    'decoder_target_tokens': targets,
+    'decoder_loss_weights': (targets > 0).astype(jnp.int32),
+  }
 
 
-def prefix_lm_batch(inputs: Array, targets: Array, *, loss_on_targets_only: bool = True) -> dict[str, Array]:
+def prefix_lm_batch(
+  inputs: Array, targets: Array, *, loss_on_targets_only: bool = True
+) -> dict[str, Array]:
   """Return the features of a decoder-only model, with inputs and targets in one sequence.
 
   Args:
@@ -53,14 +63,19 @@ def prefix_lm_batch(inputs: Array, targets: Array, *, loss_on_targets_only: bool
   target_index = position - num_inputs
   of_inputs = jnp.pad(inputs, ((0, 0), (0, targets.shape[1])))
   of_targets = jnp.where(
-      target_index < targets.shape[1],
-      jnp.take_along_axis(targets, jnp.clip(target_index, 0, targets.shape[1] - 1), axis=1), 0)
+    target_index < targets.shape[1],
+    jnp.take_along_axis(targets, jnp.clip(target_index, 0, targets.shape[1] - 1), axis=1),
+    0,
+  )
   joined = jnp.where(target_index < 0, of_inputs, of_targets)
   weights = (joined > 0) & ((target_index >= 0) | (not loss_on_targets_only))
   # The first position reads the start token, so that n input ids are read at n + 1 positions.
-  return {'decoder_input_tokens': _shift_right(joined), 'decoder_target_tokens': joined,
-          'decoder_loss_weights': weights.astype(jnp.int32),
-          'decoder_causal_attention': (target_index <= 0).astype(jnp.int32)}
+  return {
+    'decoder_input_tokens': _shift_right(joined),
+    'decoder_target_tokens': joined,
+    'decoder_loss_weights': weights.astype(jnp.int32),
+    'decoder_causal_attention': (target_index <= 0).astype(jnp.int32),
+  }
 
 
 def _shift_right(ids: Array) -> Array:
@@ -69,11 +84,12 @@ def _shift_right(ids: Array) -> Array:
 
 # By name of the model's feature converter.
 _BATCH_FNS: dict[str, Callable[[Array, Array], Batch]] = {
-    'encoder_decoder': encoder_decoder_batch,
-    'decoder_only': prefix_lm_batch,
-    'prefix_lm': prefix_lm_batch,
-    'prefix_lm_with_loss_on_inputs': lambda inputs, targets: prefix_lm_batch(
-        inputs, targets, loss_on_targets_only=False),
+  'encoder_decoder': encoder_decoder_batch,
+  'decoder_only': prefix_lm_batch,
+  'prefix_lm': prefix_lm_batch,
+  'prefix_lm_with_loss_on_inputs': lambda inputs, targets: prefix_lm_batch(
+    inputs, targets, loss_on_targets_only=False
+  ),
 }
 
 
@@ -86,11 +102,17 @@ def batch_fn(model: models.BaseModel) -> Callable[[Array, Array], Batch]:
   name = model.FEATURE_CONVERTER
   if not isinstance(name, str) or name not in _BATCH_FNS:
     raise checks.invalid(
-        type(model).__name__, 'feature_converter_cls', f'one of {", ".join(_BATCH_FNS)} for export', name)
+      type(model).__name__,
+      'feature_converter_cls',
+      f'one of {", ".join(_BATCH_FNS)} for export',
+      name,
+    )
   return _BATCH_FNS[name]
 
 
-def predict_fn(model: models.BaseModel, lengths: Mapping[str, int], *, seed_input: bool) -> Callable[..., Any]:
+def predict_fn(
+  model: models.BaseModel, lengths: Mapping[str, int], *, seed_input: bool
+) -> Callable[..., Any]:
   """Return the prediction function `fn(variables, inputs[, seed])` of a model.
 
   Its arguments are the variables by name (collection and module names joined by '/'), `inputs` <int32>[batch,
@@ -104,7 +126,9 @@ def predict_fn(model: models.BaseModel, lengths: Mapping[str, int], *, seed_inpu
   """
   make_batch = batch_fn(model)
 
-  def predict(variables: Mapping[str, Array], inputs: Array, seed: Array | int = 0) -> dict[str, Array]:
+  def predict(
+    variables: Mapping[str, Array], inputs: Array, seed: Array | int = 0
+  ) -> dict[str, Array]:
     params, mutables = _collections(variables)
     # Decoding reads only the length of the targets.
     batch = make_batch(inputs, jnp.zeros((inputs.shape[0], lengths['targets']), jnp.int32))
@@ -133,7 +157,9 @@ def score_fn(model: models.BaseModel) -> Callable[..., Any]:
 
 def flat_variables(params: Any, mutables: Any) -> dict[str, Array]:
   """Return variables by name, arrays of any shape, from a nested dict of parameters and one of other collections."""
-  return tree_utils.flatten_dict({PARAMS: tree_utils.to_dict(params), **tree_utils.to_dict(mutables)})
+  return tree_utils.flatten_dict(
+    {PARAMS: tree_utils.to_dict(params), **tree_utils.to_dict(mutables)}
+  )
 
 
 def _collections(variables: Mapping[str, Array]) -> tuple[Any, dict[str, Any]]:

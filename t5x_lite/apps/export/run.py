@@ -66,11 +66,11 @@ program = jax.export.deserialize(bytearray((folder / '{mode}.stablehlo').read_by
 print({{k: v.tolist() for k, v in jax.jit(program.call)(variables, {arguments}).items()}})
 """
 _FEED_TEXT = {
-    'predict': """\
+  'predict': """\
 rows = json.load(sys.stdin)  # a list of lists of ids, each with its end-of-sequence id
 inputs = np.zeros(({rows}, {inputs}), np.int32)
 for row, ids in zip(inputs, rows): row[:len(ids)] = ids""",
-    'score': """\
+  'score': """\
 rows = json.load(sys.stdin)  # a list of pairs of lists of ids: inputs and targets, each with its end-of-sequence id
 inputs, targets = np.zeros(({rows}, {inputs}), np.int32), np.zeros(({rows}, {targets}), np.int32)
 for i, (a, b) in enumerate(rows): inputs[i, :len(a)], targets[i, :len(b)] = a, b""",
@@ -103,20 +103,20 @@ class _Program:
 
 
 def save(
-    *,
-    model: models.BaseTransformerModel,
-    restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
-    partitioner: partitioning.PjitPartitioner,
-    task_feature_lengths: Mapping[str, int],
-    output_dir: str,
-    model_name: str,
-    batch_size: int | None = None,
-    inference_mode: str | Sequence[str] = export_functions.MODES,
-    native_lowering_platforms: Sequence[str] = ('cpu', 'cuda', 'tpu'),
-    seed_input: bool = False,
-    saved_model: bool = False,
-    overwrite: bool = False,
-    fallback_init_rng: int | None = None,
+  *,
+  model: models.BaseTransformerModel,
+  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
+  partitioner: partitioning.PjitPartitioner,
+  task_feature_lengths: Mapping[str, int],
+  output_dir: str,
+  model_name: str,
+  batch_size: int | None = None,
+  inference_mode: str | Sequence[str] = export_functions.MODES,
+  native_lowering_platforms: Sequence[str] = ('cpu', 'cuda', 'tpu'),
+  seed_input: bool = False,
+  saved_model: bool = False,
+  overwrite: bool = False,
+  fallback_init_rng: int | None = None,
 ) -> str:
   """Write a model and its parameters as programs that run without this package.
 
@@ -150,29 +150,62 @@ def save(
   # --- Options ------------------------------------------------------------------------------------------------------
   modes = [inference_mode] if isinstance(inference_mode, str) else list(inference_mode)
   checks.check(
-      'save', {**locals(), 'inference_mode': modes}, inference_mode=_some_of(export_functions.MODES),
-      native_lowering_platforms=_some_of(PLATFORMS), task_feature_lengths=export_functions.LENGTHS,
-      batch_size=checks.number(at_least=1, integer=True, remedy='None allows any number of rows.').or_none(),
-      output_dir=output_folder.directory('Set MODEL_OUTPUT_DIR.'), model_name=_FOLDER_NAME,
-      seed_input=_BOOL if 'predict' in modes else checks.one_of((False,), 'Only predictions are sampled.'))
+    'save',
+    {**locals(), 'inference_mode': modes},
+    inference_mode=_some_of(export_functions.MODES),
+    native_lowering_platforms=_some_of(PLATFORMS),
+    task_feature_lengths=export_functions.LENGTHS,
+    batch_size=checks.number(
+      at_least=1, integer=True, remedy='None allows any number of rows.'
+    ).or_none(),
+    output_dir=output_folder.directory('Set MODEL_OUTPUT_DIR.'),
+    model_name=_FOLDER_NAME,
+    seed_input=_BOOL
+    if 'predict' in modes
+    else checks.one_of((False,), 'Only predictions are sampled.'),
+  )
   export_functions.batch_fn(model)
   _check_single(restore_checkpoint_cfg)
   target = _check_target(output_dir, model_name, overwrite)
   if saved_model:
     from t5x_lite.apps.export import saved_model as export_saved_model
+
     export_saved_model.check_tensorflow()
 
   # --- Parameters -----------------------------------------------------------------------------------------------------
-  spec = get_converter(model.FEATURE_CONVERTER).element_spec(task_feature_lengths, partitioner.data_mesh_size, False)
-  restored = next(restore_lib.restore_for_inference(
-      model, restore_checkpoint_cfg, partitioner, {name: leaf.shape for name, leaf in spec.items()},
-      {name: leaf.dtype for name, leaf in spec.items()}, fallback_init_rng))
-  variables = {name: np.asarray(value) for name, value in export_functions.flat_variables(
-      restored.train_state.params, restored.train_state.flax_mutables).items()}
+  spec = get_converter(model.FEATURE_CONVERTER).element_spec(
+    task_feature_lengths, partitioner.data_mesh_size, False
+  )
+  restored = next(
+    restore_lib.restore_for_inference(
+      model,
+      restore_checkpoint_cfg,
+      partitioner,
+      {name: leaf.shape for name, leaf in spec.items()},
+      {name: leaf.dtype for name, leaf in spec.items()},
+      fallback_init_rng,
+    )
+  )
+  variables = {
+    name: np.asarray(value)
+    for name, value in export_functions.flat_variables(
+      restored.train_state.params, restored.train_state.flax_mutables
+    ).items()
+  }
 
   # --- Programs -------------------------------------------------------------------------------------------------------
-  programs = [_export(mode, model, variables, task_feature_lengths, batch_size, tuple(native_lowering_platforms),
-                      seed_input) for mode in modes]
+  programs = [
+    _export(
+      mode,
+      model,
+      variables,
+      task_feature_lengths,
+      batch_size,
+      tuple(native_lowering_platforms),
+      seed_input,
+    )
+    for mode in modes
+  ]
 
   # --- Files ----------------------------------------------------------------------------------------------------------
   with output_folder.replacing(target, last=MANIFEST) as temporary:
@@ -184,17 +217,30 @@ def save(
       functions[program.name] = _describe_program(program, len(variables), content)
     if saved_model:
       export_saved_model.write_saved_model(
-          str(temporary / SAVED_MODEL), {p.name: p.exported for p in programs},
-          {p.name: p.argument_names for p in programs}, variables)
+        str(temporary / SAVED_MODEL),
+        {p.name: p.exported for p in programs},
+        {p.name: p.argument_names for p in programs},
+        variables,
+      )
     manifest = {
-        'format': FORMAT, 'format_version': _FORMAT_VERSION, 'name': model_name,
-        'versions': {'t5x_lite': t5x_lite.__version__, 'jax': jax.__version__},
-        'model': type(model).__name__, 'checkpoint': restored.origin, 'step': restored.step,
-        'task_feature_lengths': dict(task_feature_lengths), 'batch_size': batch_size, 'functions': functions,
-        'vocabularies': {'inputs': _vocabulary(model.input_vocabulary, 'inputs', temporary),
-                         'targets': _vocabulary(model.output_vocabulary, 'targets', temporary)},
-        'variables': {name: {'shape': list(value.shape), 'dtype': value.dtype.name}
-                      for name, value in variables.items()},
+      'format': FORMAT,
+      'format_version': _FORMAT_VERSION,
+      'name': model_name,
+      'versions': {'t5x_lite': t5x_lite.__version__, 'jax': jax.__version__},
+      'model': type(model).__name__,
+      'checkpoint': restored.origin,
+      'step': restored.step,
+      'task_feature_lengths': dict(task_feature_lengths),
+      'batch_size': batch_size,
+      'functions': functions,
+      'vocabularies': {
+        'inputs': _vocabulary(model.input_vocabulary, 'inputs', temporary),
+        'targets': _vocabulary(model.output_vocabulary, 'targets', temporary),
+      },
+      'variables': {
+        name: {'shape': list(value.shape), 'dtype': value.dtype.name}
+        for name, value in variables.items()
+      },
     }
     _write_texts(temporary, manifest)
   return str(target)
@@ -206,15 +252,23 @@ def describe(folder: str) -> str:
   manifest = json.loads((root / MANIFEST).read_text(encoding='utf-8'))
   size = untrusted.tree_bytes(root)
   num_params = sum(int(np.prod(leaf['shape'])) for leaf in manifest['variables'].values())
-  lines = [f'Exported {manifest["checkpoint"] or "random parameters"} (step {manifest["step"]:,}, {num_params:,} '
-           f'parameters) to {folder}, {format_bytes(size)}:']
+  lines = [
+    f'Exported {manifest["checkpoint"] or "random parameters"} (step {manifest["step"]:,}, {num_params:,} '
+    f'parameters) to {folder}, {format_bytes(size)}:'
+  ]
   for name, function in manifest['functions'].items():
     for way in ('inputs', 'outputs'):
-      arrays = ', '.join(f'{array} {leaf["dtype"]}[{", ".join(map(str, leaf["shape"]))}]'
-                         for array, leaf in function[way].items())
-      lines.append(f'  {name if way == "inputs" else "":<8} {"from" if way == "inputs" else "to":<4} {arrays}')
-  lines.append(f'Platforms: {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it'
-               f'{" from a copy on a disk" if files.is_remote(root) else ""}.')
+      arrays = ', '.join(
+        f'{array} {leaf["dtype"]}[{", ".join(map(str, leaf["shape"]))}]'
+        for array, leaf in function[way].items()
+      )
+      lines.append(
+        f'  {name if way == "inputs" else "":<8} {"from" if way == "inputs" else "to":<4} {arrays}'
+      )
+  lines.append(
+    f'Platforms: {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it'
+    f'{" from a copy on a disk" if files.is_remote(root) else ""}.'
+  )
   if (root / SAVED_MODEL).is_dir():
     lines.append(f'{SAVED_MODEL}/ has the same programs for TensorFlow.')
   return '\n'.join(lines)
@@ -224,9 +278,15 @@ def describe(folder: str) -> str:
 # Programs
 
 
-def _export(mode: str, model: models.BaseTransformerModel, variables: Mapping[str, np.ndarray],
-            lengths: Mapping[str, int], batch_size: int | None, platforms: Sequence[str],
-            seed_input: bool) -> _Program:
+def _export(
+  mode: str,
+  model: models.BaseTransformerModel,
+  variables: Mapping[str, np.ndarray],
+  lengths: Mapping[str, int],
+  batch_size: int | None,
+  platforms: Sequence[str],
+  seed_input: bool,
+) -> _Program:
   (rows,) = jax.export.symbolic_shape(_BATCH) if batch_size is None else (batch_size,)
   arrays = {'inputs': jax.ShapeDtypeStruct((rows, lengths['inputs']), np.int32)}
   if mode == 'predict':
@@ -236,18 +296,24 @@ def _export(mode: str, model: models.BaseTransformerModel, variables: Mapping[st
   else:
     fn = export_functions.score_fn(model)
     arrays['targets'] = jax.ShapeDtypeStruct((rows, lengths['targets']), np.int32)
-  shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in variables.items()}
+  shapes = {
+    name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in variables.items()
+  }
   try:
     with layers.portable_programs():
       exported = jax.export.export(jax.jit(fn), platforms=platforms)(shapes, *arrays.values())
   except T5xLiteError:
     raise
   except Exception as error:
-    ways = [*(['a number for batch_size'] if batch_size is None else []),
-            *(['fewer native_lowering_platforms'] if len(platforms) > 1 else [])]
+    ways = [
+      *(['a number for batch_size'] if batch_size is None else []),
+      *(['fewer native_lowering_platforms'] if len(platforms) > 1 else []),
+    ]
     remedy = f'Try {", or ".join(ways)}. ' if ways else ''
-    raise ConfigError(f'The model cannot be exported for {mode!r}: {type(error).__name__}: '
-                      f'{str(error).strip().splitlines()[0]}. {remedy}--debug shows more.') from error
+    raise ConfigError(
+      f'The model cannot be exported for {mode!r}: {type(error).__name__}: '
+      f'{str(error).strip().splitlines()[0]}. {remedy}--debug shows more.'
+    ) from error
   return _Program(name=mode, exported=exported, argument_names=list(arrays))
 
 
@@ -255,15 +321,22 @@ def _describe_program(program: _Program, num_variables: int, content: bytes) -> 
   exported = program.exported
 
   def leaf(aval) -> dict[str, Any]:
-    return {'shape': [dim if isinstance(dim, int) else _BATCH for dim in aval.shape], 'dtype': aval.dtype.name}
+    return {
+      'shape': [dim if isinstance(dim, int) else _BATCH for dim in aval.shape],
+      'dtype': aval.dtype.name,
+    }
 
   outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
   return {
-      'file': f'{program.name}.stablehlo', 'sha256': hashlib.sha256(content).hexdigest(),
-      'platforms': list(exported.platforms), 'calling_convention_version': exported.calling_convention_version,
-      'inputs': {name: leaf(aval) for name, aval in zip(
-          program.argument_names, exported.in_avals[num_variables:], strict=True)},
-      'outputs': {name: leaf(aval) for name, aval in outputs.items()},
+    'file': f'{program.name}.stablehlo',
+    'sha256': hashlib.sha256(content).hexdigest(),
+    'platforms': list(exported.platforms),
+    'calling_convention_version': exported.calling_convention_version,
+    'inputs': {
+      name: leaf(aval)
+      for name, aval in zip(program.argument_names, exported.in_avals[num_variables:], strict=True)
+    },
+    'outputs': {name: leaf(aval) for name, aval in outputs.items()},
   }
 
 
@@ -286,7 +359,12 @@ def _write_variables(path: pathlib.Path, variables: Mapping[str, np.ndarray]) ->
 def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str, Any]:
   """Return the facts about a vocabulary of t5x_lite or seqio; copy its model file, if any, to `folder`."""
   kind = kind_of(vocabulary)
-  facts = {'kind': kind, 'size': vocabulary.vocab_size, 'pad_id': vocabulary.pad_id, 'eos_id': vocabulary.eos_id}
+  facts = {
+    'kind': kind,
+    'size': vocabulary.vocab_size,
+    'pad_id': vocabulary.pad_id,
+    'eos_id': vocabulary.eos_id,
+  }
   if kind in ('ByteVocabulary', 'SentencePieceVocabulary'):
     facts |= {'unk_id': vocabulary.unk_id, 'extra_ids': vocabulary.extra_ids}
   if kind == 'SentencePieceVocabulary':
@@ -301,41 +379,66 @@ def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
   files.write(folder / MANIFEST, json.dumps(manifest, indent=1) + '\n', durable=False)
   mode, function = next(iter(manifest['functions'].items()))
   arguments = ', '.join('np.int32(0)' if name == 'seed' else name for name in function['inputs'])
-  feed = _FEED_TEXT[mode].format(rows=manifest['batch_size'] or 'len(rows)', **manifest['task_feature_lengths'])
+  feed = _FEED_TEXT[mode].format(
+    rows=manifest['batch_size'] or 'len(rows)', **manifest['task_feature_lengths']
+  )
   script = _SCRIPT_TEXT.format(mode=mode, feed=feed, arguments=arguments)
   files.write(folder / SCRIPT, script, durable=False)
   eos_id = manifest['vocabularies']['inputs']['eos_id']
   ids = str([5, 6, 7] if eos_id is None else [5, 6, 7, eos_id])
   copied = sorted(path.name for path in folder.glob('*.sentencepiece'))
-  files.write(folder / 'README.md', _README_TEXT.format(
-      name=manifest['name'], mode=mode, script=script, example=ids if mode == 'predict' else f'[{ids}, {ids}]',
+  files.write(
+    folder / 'README.md',
+    _README_TEXT.format(
+      name=manifest['name'],
+      mode=mode,
+      script=script,
+      example=ids if mode == 'predict' else f'[{ids}, {ids}]',
       what=f'Step {manifest["step"]:,} of {manifest["checkpoint"] or "random parameters"}',
-      platforms=', '.join(function['platforms']), jax_version=manifest['versions']['jax'],
+      platforms=', '.join(function['platforms']),
+      jax_version=manifest['versions']['jax'],
       files=f', with {", ".join(copied)}' if copied else '',
       saved_model=f'- `{SAVED_MODEL}/`: the same for TensorFlow; signatures: {", ".join(manifest["functions"])}.\n'
-      if (folder / SAVED_MODEL).is_dir() else ''), durable=False)
+      if (folder / SAVED_MODEL).is_dir()
+      else '',
+    ),
+    durable=False,
+  )
 
 
 def _some_of(names: Sequence[str]) -> checks.Expectation:
   """Expect a non-empty list of distinct names."""
   return checks.Expectation(
-      f'a list of {", ".join(names)} without duplicates',
-      lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(name in names for name in value)
-      and len(set(value)) == len(value))
+    f'a list of {", ".join(names)} without duplicates',
+    lambda value: (
+      isinstance(value, (list, tuple))
+      and len(value) > 0
+      and all(name in names for name in value)
+      and len(set(value)) == len(value)
+    ),
+  )
 
 
 _BOOL = checks.instance(bool, 'True or False')
 _FOLDER_NAME = checks.Expectation(
-    'a plain folder name', lambda value: isinstance(value, str) and value.strip() not in ('', '.', '..')
-    and os.path.basename(value) == value, 'Set MODEL_NAME.')
+  'a plain folder name',
+  lambda value: (
+    isinstance(value, str)
+    and value.strip() not in ('', '.', '..')
+    and os.path.basename(value) == value
+  ),
+  'Set MODEL_NAME.',
+)
 
 
 def _check_single(restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None) -> None:
   mode = None if restore_checkpoint_cfg is None else restore_checkpoint_cfg.mode
   if mode == 'all' or jax.process_count() > 1:
-    raise ConfigError("Export requires one checkpoint (RestoreCheckpointConfig.mode 'specific' or 'latest') and one "
-                      f'process (without launch, and with --distributed=off), got mode={mode!r} and '
-                      f'{jax.process_count()} process(es).')
+    raise ConfigError(
+      "Export requires one checkpoint (RestoreCheckpointConfig.mode 'specific' or 'latest') and one "
+      f'process (without launch, and with --distributed=off), got mode={mode!r} and '
+      f'{jax.process_count()} process(es).'
+    )
 
 
 def _check_target(output_dir: str, model_name: str, overwrite: bool) -> files.Path:
@@ -344,11 +447,15 @@ def _check_target(output_dir: str, model_name: str, overwrite: bool) -> files.Pa
   output_folder.remove_leftovers(target)
   if target.exists():
     try:
-      is_export = json.loads((target / MANIFEST).read_text(encoding='utf-8')).get('format') == FORMAT
+      is_export = (
+        json.loads((target / MANIFEST).read_text(encoding='utf-8')).get('format') == FORMAT
+      )
     except (OSError, ValueError, AttributeError):
       is_export = False
     if not is_export or not overwrite:
-      raise ConfigError(f'{str(target)!r} exists{"" if is_export else " and is not an export"}. Choose another '
-                        f'MODEL_NAME{", or pass --overwrite" if is_export else ""}.')
+      raise ConfigError(
+        f'{str(target)!r} exists{"" if is_export else " and is not an export"}. Choose another '
+        f'MODEL_NAME{", or pass --overwrite" if is_export else ""}.'
+      )
   files.make_writable(target.parent)
   return target

@@ -32,15 +32,27 @@ def check_tensorflow() -> None:
     ConfigError: with the versions.
   """
   _, xla = _import()
-  ours, theirs = jax.config.jax_export_calling_convention_version, xla.call_module_maximum_supported_version()
+  ours, theirs = (
+    jax.config.jax_export_calling_convention_version,
+    xla.call_module_maximum_supported_version(),
+  )
   if ours > theirs:
-    raise ConfigError(f'`save.saved_model` requires a TensorFlow that supports calling convention {ours} of the '
-                      f'installed JAX, got one that supports versions up to {theirs}. Update TensorFlow.')
+    raise ConfigError(
+      f'`save.saved_model` requires a TensorFlow that supports calling convention {ours} of the '
+      f'installed JAX, got one that supports versions up to {theirs}. Update TensorFlow.'
+    )
 
 
 def _import() -> tuple[Any, Any]:
-  with warnings.catch_warnings(), needs_packages(
-      '`save.saved_model`', 'TensorFlow', command='pip install tensorflow', otherwise='export without SavedModel'):
+  with (
+    warnings.catch_warnings(),
+    needs_packages(
+      '`save.saved_model`',
+      'TensorFlow',
+      command='pip install tensorflow',
+      otherwise='export without SavedModel',
+    ),
+  ):
     warnings.simplefilter('ignore')
     import tensorflow as tf
     from tensorflow.compiler.tf2xla.python import xla
@@ -51,8 +63,12 @@ def _import() -> tuple[Any, Any]:
   return tf, xla
 
 
-def write_saved_model(folder: str, programs: Mapping[str, jax.export.Exported],
-                      argument_names: Mapping[str, Sequence[str]], variables: Mapping[str, np.ndarray]) -> None:
+def write_saved_model(
+  folder: str,
+  programs: Mapping[str, jax.export.Exported],
+  argument_names: Mapping[str, Sequence[str]],
+  variables: Mapping[str, np.ndarray],
+) -> None:
   """Write a SavedModel with a signature for each program; the first is also `serving_default`.
 
   Args:
@@ -66,17 +82,27 @@ def write_saved_model(folder: str, programs: Mapping[str, jax.export.Exported],
     warnings.simplefilter('ignore')  # TensorFlow uses its deprecated functions.
     module = tf.Module()
     # TensorFlow saves the variables that it finds in attributes.
-    module.parameters = {str(i): tf.Variable(variables[name], trainable=False, name=name.replace('/', '.'))
-                         for i, name in enumerate(sorted(variables))}
+    module.parameters = {
+      str(i): tf.Variable(variables[name], trainable=False, name=name.replace('/', '.'))
+      for i, name in enumerate(sorted(variables))
+    }
     parameters = [module.parameters[str(i)] for i in range(len(variables))]
-    functions = {name: _signature(tf, xla, parameters, exported, argument_names[name])
-                 for name, exported in programs.items()}
+    functions = {
+      name: _signature(tf, xla, parameters, exported, argument_names[name])
+      for name, exported in programs.items()
+    }
     tf.saved_model.save(
-        module, folder, signatures={_DEFAULT_SIGNATURE: next(iter(functions.values())), **functions})
+      module, folder, signatures={_DEFAULT_SIGNATURE: next(iter(functions.values())), **functions}
+    )
 
 
-def _signature(tf: Any, xla: Any, parameters: Sequence[Any], exported: jax.export.Exported,
-               argument_names: Sequence[str]) -> Any:
+def _signature(
+  tf: Any,
+  xla: Any,
+  parameters: Sequence[Any],
+  exported: jax.export.Exported,
+  argument_names: Sequence[str],
+) -> Any:
   """Return a TensorFlow function of the program's arrays, by name.
 
   Args:
@@ -95,15 +121,21 @@ def _signature(tf: Any, xla: Any, parameters: Sequence[Any], exported: jax.expor
   def call(*arrays):
     flat = [*parameters, *arrays]
     results = xla.call_module(
-        [flat[i] for i in exported.module_kept_var_idx], version=exported.calling_convention_version, module=content,
-        Tout=[tf.dtypes.as_dtype(aval.dtype) for aval in exported.out_avals], Sout=list(map(shape, exported.out_avals)),
-        platforms=[platform.upper() for platform in exported.platforms],
-        disabled_checks=[str(check) for check in exported.disabled_safety_checks],
-        use_shardy_partitioner=bool(jax.config.jax_use_shardy_partitioner))
+      [flat[i] for i in exported.module_kept_var_idx],
+      version=exported.calling_convention_version,
+      module=content,
+      Tout=[tf.dtypes.as_dtype(aval.dtype) for aval in exported.out_avals],
+      Sout=list(map(shape, exported.out_avals)),
+      platforms=[platform.upper() for platform in exported.platforms],
+      disabled_checks=[str(check) for check in exported.disabled_safety_checks],
+      use_shardy_partitioner=bool(jax.config.jax_use_shardy_partitioner),
+    )
     return dict(zip(sorted(out_avals), results, strict=True))
 
-  specs = [tf.TensorSpec(shape(aval), tf.dtypes.as_dtype(aval.dtype), name=name)
-           for name, aval in zip(argument_names, exported.in_avals[len(parameters):], strict=True)]
+  specs = [
+    tf.TensorSpec(shape(aval), tf.dtypes.as_dtype(aval.dtype), name=name)
+    for name, aval in zip(argument_names, exported.in_avals[len(parameters) :], strict=True)
+  ]
   return tf.function(call, input_signature=specs, autograph=False)
 
 
@@ -111,6 +143,7 @@ def _for_tensorflow(exported: jax.export.Exported) -> bytes:
   """Return the program's StableHLO without composites, in an old version."""
   from jax.extend.mlir import ir, passmanager
   from jax.extend.mlir.dialects import chlo, stablehlo
+
   stablehlo.register_stablehlo_passes()
   with ir.Context() as context:
     chlo.register_dialect(context)
@@ -121,6 +154,8 @@ def _for_tensorflow(exported: jax.export.Exported) -> bytes:
     try:
       return stablehlo.serialize_portable_artifact(module, _STABLEHLO_VERSION)
     except ValueError as error:
-      raise ConfigError(f'`save.saved_model`: TensorFlow reads programs only up to StableHLO {_STABLEHLO_VERSION}, '
-                        'and this program needs a later version. Use another decoding algorithm, or export without '
-                        'SavedModel.') from error
+      raise ConfigError(
+        f'`save.saved_model`: TensorFlow reads programs only up to StableHLO {_STABLEHLO_VERSION}, '
+        'and this program needs a later version. Use another decoding algorithm, or export without '
+        'SavedModel.'
+      ) from error

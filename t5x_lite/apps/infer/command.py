@@ -10,11 +10,11 @@ import tempfile
 
 from t5x_lite import files
 from t5x_lite.apps.common.flags import (
-    add_gin_arguments,
-    add_seqio_arguments,
-    join_cluster,
-    load_configuration,
-    prepend_run_file,
+  add_gin_arguments,
+  add_seqio_arguments,
+  join_cluster,
+  load_configuration,
+  prepend_run_file,
 )
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
@@ -22,34 +22,64 @@ from t5x_lite.errors import ConfigError, ExitCode
 _RUN_FILE = 'runs/infer.gin'
 _STANDARD = '-'
 # Values of required macros that do not affect inference.
-_PLACEHOLDERS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0', 'INITIAL_CHECKPOINT_PATH': "'none'"}
+_PLACEHOLDERS = {
+  'MODEL_DIR': "'none'",
+  'TRAIN_STEPS': '1',
+  'DROPOUT_RATE': '0.0',
+  'INITIAL_CHECKPOINT_PATH': "'none'",
+}
 _HEADER = """
 from __gin__ import dynamic_registration
 from t5x_lite import data
 from t5x_lite.apps import infer as infer_script
 """
 # Modules that change no result, or whose values are compared in another way when a run resumes.
-_NOT_SETTINGS = ('t5x_lite.apps.infer.run', 't5x_lite.data.config', 't5x_lite.data.text_sources',
-                 't5x_lite.partitioning', 't5x_lite.checkpoints', 't5x_lite.optimizers', 't5x_lite.schedules',
-                 't5x_lite.gin_utils', 'gin')
+_NOT_SETTINGS = (
+  't5x_lite.apps.infer.run',
+  't5x_lite.data.config',
+  't5x_lite.data.text_sources',
+  't5x_lite.partitioning',
+  't5x_lite.checkpoints',
+  't5x_lite.optimizers',
+  't5x_lite.schedules',
+  't5x_lite.gin_utils',
+  'gin',
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
-  parser.add_argument('run', nargs='?', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
-                      'of the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH')
+  parser.add_argument(
+    'run',
+    nargs='?',
+    metavar='RUN',
+    help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+    'of the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH',
+  )
   texts = parser.add_argument_group('texts')
-  texts.add_argument('--input', metavar='FILE',
-                     help='read inputs from this file instead of a task: one input per line, or one JSON object per '
-                     "line with the text in 'inputs' (and 'targets' to score them); - is standard input. Lines that "
-                     'cannot be read are skipped with a warning')
-  texts.add_argument('--input_format', choices=('auto', 'text', 'jsonl'),
-                     help='format of the lines; default: JSON if the name ends in .jsonl, .json or .ndjson')
-  texts.add_argument('--output', metavar='FILE',
-                     help='write the results to this JSONL file instead of INFER_OUTPUT_DIR; - is standard output')
-  shards = parser.add_argument_group('several workers, each started with the same flags except --shard_id')
-  shards.add_argument('--num_shards', type=int, metavar='N', help='number of workers that share the input')
+  texts.add_argument(
+    '--input',
+    metavar='FILE',
+    help='read inputs from this file instead of a task: one input per line, or one JSON object per '
+    "line with the text in 'inputs' (and 'targets' to score them); - is standard input. Lines that "
+    'cannot be read are skipped with a warning',
+  )
+  texts.add_argument(
+    '--input_format',
+    choices=('auto', 'text', 'jsonl'),
+    help='format of the lines; default: JSON if the name ends in .jsonl, .json or .ndjson',
+  )
+  texts.add_argument(
+    '--output',
+    metavar='FILE',
+    help='write the results to this JSONL file instead of INFER_OUTPUT_DIR; - is standard output',
+  )
+  shards = parser.add_argument_group(
+    'several workers, each started with the same flags except --shard_id'
+  )
+  shards.add_argument(
+    '--num_shards', type=int, metavar='N', help='number of workers that share the input'
+  )
   shards.add_argument('--shard_id', type=int, metavar='I', help='index of this worker, from 0')
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
@@ -62,13 +92,17 @@ def run_command(arguments: argparse.Namespace) -> int:
     name = ''
   problem = ''
   if arguments.run is None and not arguments.gin_file:
-    problem = ('RUN is missing. Pass a run directory, e.g. `t5x_lite infer runs/my_run --input=questions.txt '
-               '--output=answers.jsonl`, or --gin_file and --gin.CHECKPOINT_PATH.')
+    problem = (
+      'RUN is missing. Pass a run directory, e.g. `t5x_lite infer runs/my_run --input=questions.txt '
+      '--output=answers.jsonl`, or --gin_file and --gin.CHECKPOINT_PATH.'
+    )
   elif arguments.input_format is not None and arguments.input is None:
     problem = f'--input_format={arguments.input_format} requires --input. Add --input, or remove --input_format.'
   elif arguments.output is not None and not name:
-    problem = (f'--output must be the path of a file, got {arguments.output!r}. To choose a folder, set '
-               f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.')
+    problem = (
+      f'--output must be the path of a file, got {arguments.output!r}. To choose a folder, set '
+      f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.'
+    )
   elif arguments.output == _STANDARD and sys.stdout is None:
     problem = '--output=- writes to standard output, which is closed. Pass the path of a file.'
   if problem:
@@ -93,9 +127,12 @@ def _check_alone(arguments: argparse.Namespace) -> None:
   """Raise if several processes would write to standard output."""
   join_cluster(arguments)
   from t5x_lite import runtime
+
   if runtime.current_monitor() is not None:
-    raise ConfigError('--output=- must be used with one process, since all processes and their libraries write to '
-                      'standard output. Pass the path of a file, or --distributed=off.')
+    raise ConfigError(
+      '--output=- must be used with one process, since all processes and their libraries write to '
+      'standard output. Pass the path of a file, or --distributed=off.'
+    )
 
 
 def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
@@ -108,19 +145,32 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   prepend_run_file(arguments, _RUN_FILE, 'infer')
   if arguments.input is not None:
     placeholders['MIXTURE_OR_TASK_NAME'] = 'None'
-    overrides.append(f'infer_script.infer.dataset_cfg = @data.TextFileConfig()\ndata.TextFileConfig.path = '
-                     f'{arguments.input!r}\n')
+    overrides.append(
+      f'infer_script.infer.dataset_cfg = @data.TextFileConfig()\ndata.TextFileConfig.path = '
+      f'{arguments.input!r}\n'
+    )
     if arguments.input_format is not None:
       overrides.append(f'data.TextFileConfig.file_format = {arguments.input_format!r}\n')
   if arguments.output is not None:
     placeholders['INFER_OUTPUT_DIR'] = 'None'
-    overrides.append(f'infer_script.infer.output_dir = {folder!r}\ninfer_script.infer.output_file = {name!r}\n')
-  overrides += [f'infer_script.infer.{flag} = {value}\n' for flag in ('num_shards', 'shard_id')
-                if (value := getattr(arguments, flag)) is not None]
+    overrides.append(
+      f'infer_script.infer.output_dir = {folder!r}\ninfer_script.infer.output_file = {name!r}\n'
+    )
+  overrides += [
+    f'infer_script.infer.{flag} = {value}\n'
+    for flag in ('num_shards', 'shard_id')
+    if (value := getattr(arguments, flag)) is not None
+  ]
   configuration = load_configuration(arguments, placeholders, ''.join(overrides))
-  num_shards = configuration.argument('num_shards') if 'num_shards' in configuration.uses[0].bound else 1
+  num_shards = (
+    configuration.argument('num_shards') if 'num_shards' in configuration.uses[0].bound else 1
+  )
   if arguments.output == _STANDARD and num_shards != 1:
-    raise ConfigError(f'num_shards={num_shards} and --output=- cannot be combined: results of several workers are '
-                      'merged in a file. Pass the path of a file.')
-  settings = {f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()}
+    raise ConfigError(
+      f'num_shards={num_shards} and --output=- cannot be combined: results of several workers are '
+      'merged in a file. Pass the path of a file.'
+    )
+  settings = {
+    f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()
+  }
   return configuration.call(settings=settings)

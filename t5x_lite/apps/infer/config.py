@@ -21,12 +21,14 @@ from t5x_lite.checkpoints import builders
 _BOOL = checks.instance(bool, 'True or False')
 MODES = ('predict', 'predict_with_aux', 'score')
 _FILE_NAME = checks.Expectation(
-    f'a file name without {os.sep!r}',
-    lambda value: isinstance(value, str) and bool(value.strip()) and os.sep not in value)
+  f'a file name without {os.sep!r}',
+  lambda value: isinstance(value, str) and bool(value.strip()) and os.sep not in value,
+)
 _ONE_CHECKPOINT = checks.Expectation(
-    'the configuration of one checkpoint',
-    lambda cfg: cfg.mode == 'latest' or (cfg.mode == 'specific' and len(cfg.paths) <= 1),
-    "Set RestoreCheckpointConfig.mode='specific' with one path, or mode='latest'.")
+  'the configuration of one checkpoint',
+  lambda cfg: cfg.mode == 'latest' or (cfg.mode == 'specific' and len(cfg.paths) <= 1),
+  "Set RestoreCheckpointConfig.mode='specific' with one path, or mode='latest'.",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,17 @@ class Shard:
   num_shards: int = 1
 
   def __post_init__(self) -> None:
-    checks.check('infer', vars(self), num_shards=checks.number(at_least=1, integer=True), shard_id=checks.number(
-        at_least=0, below=self.num_shards, integer=True, remedy='Start one worker per shard, each with --shard_id.'))
+    checks.check(
+      'infer',
+      vars(self),
+      num_shards=checks.number(at_least=1, integer=True),
+      shard_id=checks.number(
+        at_least=0,
+        below=self.num_shards,
+        integer=True,
+        remedy='Start one worker per shard, each with --shard_id.',
+      ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,15 +93,34 @@ class InferConfig:
 
   def __post_init__(self) -> None:
     checks.check(
-        'infer', vars(self), mode=checks.one_of(MODES), checkpoint_period=checks.number(at_least=1, integer=True),
-        random_seed=checks.number(at_least=0, below=2**32, integer=True), fallback_init_rng=start.SEED,
-        output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'),
-        output_file=_FILE_NAME.or_none(), file_extension=_FILE_NAME, restore_checkpoint_cfg=_ONE_CHECKPOINT,
-        checkpoint_ds_iter=_BOOL, keep_aux_as_numpy=_BOOL, use_orbax=_BOOL, output_vocab_feature_name=checks.one_of(
-            ('targets', 'inputs'), 'For another vocabulary, set a write_fn that knows it.'))
-    object.__setattr__(self, 'shard', Shard(
-        shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id, num_shards=self.num_shards))
-    object.__setattr__(self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size))
+      'infer',
+      vars(self),
+      mode=checks.one_of(MODES),
+      checkpoint_period=checks.number(at_least=1, integer=True),
+      random_seed=checks.number(at_least=0, below=2**32, integer=True),
+      fallback_init_rng=start.SEED,
+      output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'),
+      output_file=_FILE_NAME.or_none(),
+      file_extension=_FILE_NAME,
+      restore_checkpoint_cfg=_ONE_CHECKPOINT,
+      checkpoint_ds_iter=_BOOL,
+      keep_aux_as_numpy=_BOOL,
+      use_orbax=_BOOL,
+      output_vocab_feature_name=checks.one_of(
+        ('targets', 'inputs'), 'For another vocabulary, set a write_fn that knows it.'
+      ),
+    )
+    object.__setattr__(
+      self,
+      'shard',
+      Shard(
+        shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id,
+        num_shards=self.num_shards,
+      ),
+    )
+    object.__setattr__(
+      self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size)
+    )
 
   @property
   def is_stream(self) -> bool:
@@ -100,8 +130,13 @@ class InferConfig:
   def result_paths(self, task: str) -> ResultPaths:
     """Return the paths of the results of a task."""
     name = self.output_file or f'{task.replace(os.sep, "_")}-{self.mode}.{self.file_extension}'
-    return ResultPaths(folder=files.path(self.output_dir), name=name, shard_id=self.shard.shard_id,
-                       num_shards=self.shard.num_shards, has_plain_name=self.output_file is not None)
+    return ResultPaths(
+      folder=files.path(self.output_dir),
+      name=name,
+      shard_id=self.shard.shard_id,
+      num_shards=self.shard.num_shards,
+      has_plain_name=self.output_file is not None,
+    )
 
   def identity(self, source: data.ExampleSource, path: str | None, step: int) -> dict[str, Any]:
     """Return everything that the results depend on, as JSON values.
@@ -111,12 +146,21 @@ class InferConfig:
       path: the checkpoint; None for random parameters.
       step: its step.
     """
-    return {**(self.settings or {}), 'checkpoint': _checkpoint_identity(path, step), 'mode': self.mode,
-            'dtype': self.restore_checkpoint_cfg.dtype, 'random_seed': self.random_seed,
-            'fallback_init_rng': self.fallback_init_rng, 'source': source.identity,
-            **({} if self.output_vocab_feature_name == 'targets' else {
-                'output_vocab_feature_name': self.output_vocab_feature_name}),
-            **builders.identity(self.restore_checkpoint_cfg)}
+    return {
+      **(self.settings or {}),
+      'checkpoint': _checkpoint_identity(path, step),
+      'mode': self.mode,
+      'dtype': self.restore_checkpoint_cfg.dtype,
+      'random_seed': self.random_seed,
+      'fallback_init_rng': self.fallback_init_rng,
+      'source': source.identity,
+      **(
+        {}
+        if self.output_vocab_feature_name == 'targets'
+        else {'output_vocab_feature_name': self.output_vocab_feature_name}
+      ),
+      **builders.identity(self.restore_checkpoint_cfg),
+    }
 
 
 def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
@@ -125,7 +169,12 @@ def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
     return {'path': None, 'step': step}
   found = checkpoints.read_manifest(path)
   # Without the position in the training data, which a running training may delete.
-  hashes = [] if found is None else sorted(
-      (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/'))
+  hashes = (
+    []
+    if found is None
+    else sorted(
+      (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/')
+    )
+  )
   content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16] if hashes else None
   return {'path': files.real_path(path), 'step': int(step), 'content': content}

@@ -30,15 +30,15 @@ class Examples(list):
 
 
 def write_inferences_to_file(
-    path: str,
-    inferences: Inferences,
-    task_ds: Iterable[Mapping[str, Any]],
-    mode: str,
-    vocabulary: Any = None,
-    json_encoder_cls: type[json.JSONEncoder] = JsonEncoder,
-    include_all_inputs: bool = False,
-    input_fields_to_include: Sequence[str] | None = None,
-    output_ids: bool = False,
+  path: str,
+  inferences: Inferences,
+  task_ds: Iterable[Mapping[str, Any]],
+  mode: str,
+  vocabulary: Any = None,
+  json_encoder_cls: type[json.JSONEncoder] = JsonEncoder,
+  include_all_inputs: bool = False,
+  input_fields_to_include: Sequence[str] | None = None,
+  output_ids: bool = False,
 ) -> None:
   """Write one JSON object per line, in UTF-8.
 
@@ -64,16 +64,26 @@ def write_inferences_to_file(
     ConfigError: an unknown mode, predictions without a vocabulary, or `include_all_inputs` and
       `input_fields_to_include` are both given.
   """
-  checks.check('write_inferences_to_file', locals(), mode=checks.one_of(('predict', 'predict_with_aux', 'score')),
-               vocabulary=checks.Expectation(
-                   'a vocabulary to decode predictions', lambda given: given is not None or mode == 'score'))
+  checks.check(
+    'write_inferences_to_file',
+    locals(),
+    mode=checks.one_of(('predict', 'predict_with_aux', 'score')),
+    vocabulary=checks.Expectation(
+      'a vocabulary to decode predictions', lambda given: given is not None or mode == 'score'
+    ),
+  )
   if include_all_inputs and input_fields_to_include is not None:
-    raise ConfigError('write_inferences_to_file: include_all_inputs and input_fields_to_include cannot be combined. '
-                      'Remove one of them.')
+    raise ConfigError(
+      'write_inferences_to_file: include_all_inputs and input_fields_to_include cannot be combined. '
+      'Remove one of them.'
+    )
   predictions, aux = inferences
   examples = task_ds.as_numpy_iterator() if hasattr(task_ds, 'as_numpy_iterator') else task_ds
   if input_fields_to_include is not None:
-    wanted = {*input_fields_to_include, *(f'{name}{_PRETOKENIZED}' for name in input_fields_to_include)}
+    wanted = {
+      *input_fields_to_include,
+      *(f'{name}{_PRETOKENIZED}' for name in input_fields_to_include),
+    }
 
   def lines() -> Iterator[str]:
     for i, (example, found) in enumerate(zip(examples, predictions, strict=True)):
@@ -91,7 +101,9 @@ def write_inferences_to_file(
         if output_ids:
           line['prediction_tokens'] = _tokens(found)
       if mode == 'predict_with_aux' or aux:
-        line['aux'] = jax.tree.map(lambda values: values[i], aux, is_leaf=lambda node: isinstance(node, list))
+        line['aux'] = jax.tree.map(
+          lambda values: values[i], aux, is_leaf=lambda node: isinstance(node, list)
+        )
       yield to_line(line, cls=json_encoder_cls)
 
   if files.is_remote(path):
@@ -112,4 +124,4 @@ def _tokens(ids: Any) -> list[Any]:
   ids = np.asarray(ids)
   if ids.ndim > 1:
     return [_tokens(row) for row in ids]
-  return ids[:np.argmax(ids == 0)].tolist() if (ids == 0).any() else ids.tolist()
+  return ids[: np.argmax(ids == 0)].tolist() if (ids == 0).any() else ids.tolist()

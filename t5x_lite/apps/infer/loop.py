@@ -27,7 +27,9 @@ _PATIENCE_SECONDS = 5.0
 class ChunkWriter(Protocol):
   """Function that writes the results of some batches."""
 
-  def __call__(self, first: int, num_batches: int, examples: Sequence[data.Example], inferences: Inferences) -> None:
+  def __call__(
+    self, first: int, num_batches: int, examples: Sequence[data.Example], inferences: Inferences
+  ) -> None:
     """Write the results of `num_batches` batches starting with number `first` of the shard; called from one thread.
 
     After a failed write it may be called with a later chunk, which it must reject.
@@ -61,29 +63,34 @@ class _Reader:
     if number > self._first * size:
       self.num_examples = number
     else:  # The source ends earlier: the rest of this shard is empty.
-      self.num_examples = (self._source.num_examples if self._source.is_exact
-                           else sum(1 for _ in self._source.records()))
+      self.num_examples = (
+        self._source.num_examples
+        if self._source.is_exact
+        else sum(1 for _ in self._source.records())
+      )
 
   def _make(self, number, records):
     examples = [self._source.prepare(record) for record in records]
     local_rows = self._cfg.partitioner.get_rows(self._cfg.layout.batch_size)
-    rows = self._source.convert([examples[row] for row in local_rows if row < len(examples)], len(local_rows))
+    rows = self._source.convert(
+      [examples[row] for row in local_rows if row < len(examples)], len(local_rows)
+    )
     spec = self._source.element_spec(self._cfg.layout.batch_size)
     return examples, number, data.to_global_arrays(rows, self._cfg.partitioner, spec)
 
 
 def infer_source(
-    source: data.ExampleSource,
-    cfg: InferConfig,
-    runner: evaluation.PredictRunner,
-    train_state: TrainState,
-    train_state_axes: PyTree,
-    *,
-    first_batch: int,
-    write_fn: ChunkWriter,
-    should_stop: Callable[[], bool] = lambda: False,
-    ends_wait: Callable[[], bool] = lambda: False,
-    on_batch: Callable[[int], None] = lambda num_examples: None,
+  source: data.ExampleSource,
+  cfg: InferConfig,
+  runner: evaluation.PredictRunner,
+  train_state: TrainState,
+  train_state_axes: PyTree,
+  *,
+  first_batch: int,
+  write_fn: ChunkWriter,
+  should_stop: Callable[[], bool] = lambda: False,
+  ends_wait: Callable[[], bool] = lambda: False,
+  on_batch: Callable[[int], None] = lambda num_examples: None,
 ) -> int | None:
   """Compute a worker's batches of a source and write the results in chunks.
 
@@ -127,10 +134,13 @@ def infer_source(
       reads.extend(read_pool.submit(next, batches, None) for _ in range(_NUM_AHEAD))
       while not stopped:
         waiting.wait_for(
-            lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or ends_wait(),
-            lambda waited: None,
-            lambda waited: (f'Reading the input has taken {waited:.0f} s. Still waiting; '
-                            f'{runtime.signals_that_end_a_wait()} ends it.'))
+          lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or ends_wait(),
+          lambda waited: None,
+          lambda waited: (
+            f'Reading the input has taken {waited:.0f} s. Still waiting; '
+            f'{runtime.signals_that_end_a_wait()} ends it.'
+          ),
+        )
         if not reads[0].done():  # `ends_wait` returned true.
           stopped = True
           return
@@ -149,7 +159,8 @@ def infer_source(
     try:
       with runtime.reporting_errors():  # before the results so far are written
         for examples, outputs in runner.run(
-            cfg.mode, read_batches(), train_state, train_state_axes, seed=cfg.random_seed):
+          cfg.mode, read_batches(), train_state, train_state_axes, seed=cfg.random_seed
+        ):
           outputs = outputs if cfg.mode == 'predict_with_aux' else (outputs, {})
           chunk.append((examples, jax.tree.map(lambda rows, n=len(examples): rows[:n], outputs)))
           on_batch(len(examples))
@@ -162,12 +173,16 @@ def infer_source(
     finally:
       read_pool.shutdown(wait=False, cancel_futures=True)
       # Reads that are cancelled before they begin never become done.
-      concurrent.futures.wait([read for read in reads if not read.cancelled()], _PATIENCE_SECONDS if stopped else None)
+      concurrent.futures.wait(
+        [read for read in reads if not read.cancelled()], _PATIENCE_SECONDS if stopped else None
+      )
     finish_writing()
   return None if stopped else reader.num_examples
 
 
-def _join(chunk: Sequence[tuple[list[data.Example], tuple[Any, PyTree]]]) -> tuple[list[data.Example], Inferences]:
+def _join(
+  chunk: Sequence[tuple[list[data.Example], tuple[Any, PyTree]]],
+) -> tuple[list[data.Example], Inferences]:
   """Return the examples and the results of the batches of a chunk, concatenated."""
   examples = [example for batch, _ in chunk for example in batch]
   outputs = jax.tree.map(lambda *rows: np.concatenate(rows), *(outputs for _, outputs in chunk))

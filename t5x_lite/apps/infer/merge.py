@@ -18,7 +18,9 @@ _LOCK_FILE = 'merge.lock'
 _BUFFER_BYTES = 1 << 22
 
 
-def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step: int | None) -> None:
+def merge_chunks_to_file(
+  output_dir: str, output_fname: str, tmp_dir: str, step: int | None
+) -> None:
   """Concatenate the files `<tmp_dir>/<output_fname>-chunk?????`, in their order, to `<output_dir>/<output_fname>`.
 
   Args:
@@ -35,10 +37,16 @@ def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step:
   pattern = f'{glob.escape(output_fname)}-chunk{"[0-9]" * 5}'
   numbers = sorted(int(path.name[-5:]) for path in folder.glob(pattern))
   if not numbers or numbers != list(range(len(numbers))):
-    raise DataError(f'{tmp_dir} must have the chunks {output_fname}-chunk00000, -chunk00001, ..., got the numbers '
-                    f'{numbers}. Run the inference again.')
-  files.write(files.path(output_dir) / output_fname, lambda local: concatenate(
-      [folder / f'{output_fname}-chunk{number:05}' for number in numbers], local))
+    raise DataError(
+      f'{tmp_dir} must have the chunks {output_fname}-chunk00000, -chunk00001, ..., got the numbers '
+      f'{numbers}. Run the inference again.'
+    )
+  files.write(
+    files.path(output_dir) / output_fname,
+    lambda local: concatenate(
+      [folder / f'{output_fname}-chunk{number:05}' for number in numbers], local
+    ),
+  )
 
 
 def concatenate(sources: Sequence[files.Path], target: pathlib.Path) -> None:
@@ -65,9 +73,14 @@ def merge_shards(paths: paths_lib.ResultPaths) -> list[int]:
   with _lock(paths.run_folder / _LOCK_FILE):  # If two workers end together, one of them merges.
     shards = [paths.of_shard(i) for i in range(paths.num_shards)]
     runs = [paths_lib.read_json(shard.shard_folder / paths_lib.RUN_FILE) or {} for shard in shards]
-    missing = [shard.shard_id for shard, run in zip(shards, runs, strict=True)
-               if 'result' not in run or not shard.result.exists()]
-    is_merged = paths.merged.exists() and paths_lib.read_json(paths.run_folder / paths_lib.MERGED_FILE)
+    missing = [
+      shard.shard_id
+      for shard, run in zip(shards, runs, strict=True)
+      if 'result' not in run or not shard.result.exists()
+    ]
+    is_merged = paths.merged.exists() and paths_lib.read_json(
+      paths.run_folder / paths_lib.MERGED_FILE
+    )
     if not missing and not is_merged:
       _check_mergeable(shards, runs)
       _merge(shards, runs[0])
@@ -76,8 +89,10 @@ def merge_shards(paths: paths_lib.ResultPaths) -> list[int]:
 
 def merged_totals(paths: paths_lib.ResultPaths) -> dict[str, int]:
   """Return 'num_examples' and 'num_cut' over all shards, after `merge_shards` has merged them."""
-  results = [paths_lib.read_json(paths.of_shard(i).shard_folder / paths_lib.RUN_FILE)['result']
-             for i in range(paths.num_shards)]
+  results = [
+    paths_lib.read_json(paths.of_shard(i).shard_folder / paths_lib.RUN_FILE)['result']
+    for i in range(paths.num_shards)
+  ]
   return {name: sum(result[name] for result in results) for name in paths_lib.TOTALS}
 
 
@@ -87,17 +102,25 @@ def _check_mergeable(shards: list[paths_lib.ResultPaths], runs: list[Mapping[str
   for shard, run in zip(shards, runs, strict=True):
     result, problem = run['result'], None
     if differences := paths_lib.differences(runs[0]['identity'], run['identity']):
-      problem = ConfigError(f'{shard.result} has other settings than {shards[0].result} ({"; ".join(differences)}). '
-                            'Delete one of them, and run its shard again.')
+      problem = ConfigError(
+        f'{shard.result} has other settings than {shards[0].result} ({"; ".join(differences)}). '
+        'Delete one of them, and run its shard again.'
+      )
     elif run['num_source_examples'] != total:
-      problem = DataError(f'{shard.result} has a source of {run["num_source_examples"]} examples, {shards[0].result} '
-                          f'one of {total}. Rerun all shards with one source.')
-    elif paths_lib.describe(shard.result) != {name: result[name] for name in ('size', 'sha256', 'lines')}:
+      problem = DataError(
+        f'{shard.result} has a source of {run["num_source_examples"]} examples, {shards[0].result} '
+        f'one of {total}. Rerun all shards with one source.'
+      )
+    elif paths_lib.describe(shard.result) != {
+      name: result[name] for name in ('size', 'sha256', 'lines')
+    }:
       problem = DataError(f'{shard.result} was modified. Delete it, and run its shard again.')
     elif result['lines'] != result['num_examples']:
-      problem = ConfigError(f'{shard.result} has {result["lines"]} lines for {result["num_examples"]} examples, so the '
-                            'shards cannot be merged: the write_fn must write one line per example. The shards are '
-                            'complete.')
+      problem = ConfigError(
+        f'{shard.result} has {result["lines"]} lines for {result["num_examples"]} examples, so the '
+        'shards cannot be merged: the write_fn must write one line per example. The shards are '
+        'complete.'
+      )
     if problem is not None:
       raise problem
 
@@ -108,9 +131,16 @@ def _merge(shards: list[paths_lib.ResultPaths], run: Mapping[str, Any]) -> None:
   for left in folder.glob(f'merged*{files.WRITING_INFIX}*'):  # Of killed workers.
     files.remove(left)
   paths_lib.write_result(
-      target, folder, lambda path: _interleave(
-          [shard.result for shard in shards], path, run['identity']['batch_size'], run['num_source_examples']),
-      lambda written: paths_lib.write_json(folder / paths_lib.MERGED_FILE, {'file': written}))
+    target,
+    folder,
+    lambda path: _interleave(
+      [shard.result for shard in shards],
+      path,
+      run['identity']['batch_size'],
+      run['num_source_examples'],
+    ),
+    lambda written: paths_lib.write_json(folder / paths_lib.MERGED_FILE, {'file': written}),
+  )
 
 
 @contextlib.contextmanager
@@ -127,10 +157,14 @@ def _lock(path: files.Path) -> Iterator[None]:
     yield
 
 
-def _interleave(sources: list[files.Path], target: pathlib.Path, batch_size: int, num_examples: int) -> None:
+def _interleave(
+  sources: list[files.Path], target: pathlib.Path, batch_size: int, num_examples: int
+) -> None:
   """Write the lines of shards in the order of the source."""
   with contextlib.ExitStack() as stack:
-    streams = [stack.enter_context(source.open('rb', buffering=_BUFFER_BYTES)) for source in sources]
+    streams = [
+      stack.enter_context(source.open('rb', buffering=_BUFFER_BYTES)) for source in sources
+    ]
     with open(target, 'wb') as stream:
       for batch in range(-(-num_examples // batch_size)):
         size = min(batch_size, num_examples - batch * batch_size)

@@ -83,6 +83,8 @@ class ResultPaths:
     """Return the paths of the shard of a folder in `run_folder`; the number of shards may differ."""
     shard_id, num_shards = shard_folder.name.removeprefix('shard-').split('-of-')
     return dataclasses.replace(self, shard_id=int(shard_id), num_shards=int(num_shards))
+
+
 # Former name.
 Place = ResultPaths
 
@@ -109,7 +111,9 @@ def write_json(path: files.Path, value: Mapping[str, Any]) -> None:
   files.write(path, json.dumps(value, indent=1))
 
 
-def write_described(path: files.Path, write_fn: Callable[[pathlib.Path], None]) -> dict[str, int | str]:
+def write_described(
+  path: files.Path, write_fn: Callable[[pathlib.Path], None]
+) -> dict[str, int | str]:
   """Write a file with a function that gets a local path, atomically, and return the result of `describe`."""
   described = {}
 
@@ -121,8 +125,12 @@ def write_described(path: files.Path, write_fn: Callable[[pathlib.Path], None]) 
   return described
 
 
-def write_result(path: files.Path, state_folder: files.Path, write_fn: Callable[[pathlib.Path], None],
-                 record_fn: Callable[[Mapping[str, Any]], None]) -> None:
+def write_result(
+  path: files.Path,
+  state_folder: files.Path,
+  write_fn: Callable[[pathlib.Path], None],
+  record_fn: Callable[[Mapping[str, Any]], None],
+) -> None:
   """Write a result file, atomically.
 
   Args:
@@ -172,20 +180,29 @@ def check_replaceable(path: files.Path, written: Mapping[str, Any]) -> None:
     written: result of `describe` for the file that will replace it.
   """
   if path.exists() and (path.is_dir() or describe(path) != written):
-    raise ConfigError(f'{path} was written by another program in the meantime. Move it, and rerun the command.')
+    raise ConfigError(
+      f'{path} was written by another program in the meantime. Move it, and rerun the command.'
+    )
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   """Return readable differences; hashes are omitted if another setting differs too, and paths come last."""
   found = _leaves_that_differ(saved, now)
   shown = {key: pair for key, pair in found.items() if not key.endswith(_HASHES)} or found
-  if 'checkpoint.step' in shown and len({os.path.dirname(str(path)) for path in shown.get('checkpoint.path', ())}) == 1:
+  if (
+    'checkpoint.step' in shown
+    and len({os.path.dirname(str(path)) for path in shown.get('checkpoint.path', ())}) == 1
+  ):
     del shown['checkpoint.path']
-  return [f'{key}: was {_shown(before)}, now {_shown(after)}'
-          for key, (before, after) in sorted(shown.items(), key=lambda item: item[0].endswith('path'))]
+  return [
+    f'{key}: was {_shown(before)}, now {_shown(after)}'
+    for key, (before, after) in sorted(shown.items(), key=lambda item: item[0].endswith('path'))
+  ]
 
 
-def _leaves_that_differ(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = '') -> dict[str, tuple]:
+def _leaves_that_differ(
+  saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ''
+) -> dict[str, tuple]:
   found = {}
   for key in sorted({*saved, *now}):
     before, after = saved.get(key), now.get(key)

@@ -59,21 +59,35 @@ def _lines(outcome: Outcome) -> list[str]:
   total = counts if outcome.num_merged is None else _count(outcome.num_merged, 'example')
   lines = [f'Results are in {outcome.file or paths.shard_folder}: {total}.']
   if outcome.num_skipped:
-    lines.append(f'{_count(outcome.num_skipped, "line")} of the input {_verb(outcome.num_skipped)} invalid and '
-                 'skipped; see the warnings above.')
+    lines.append(
+      f'{_count(outcome.num_skipped, "line")} of the input {_verb(outcome.num_skipped)} invalid and '
+      'skipped; see the warnings above.'
+    )
   if outcome.num_cut:
-    lines.append(f'{_count(outcome.num_cut, "example")} {_verb(outcome.num_cut)} longer than TASK_FEATURE_LENGTHS and '
-                 'truncated.')
+    lines.append(
+      f'{_count(outcome.num_cut, "example")} {_verb(outcome.num_cut)} longer than TASK_FEATURE_LENGTHS and '
+      'truncated.'
+    )
   if outcome.missing_shards:
     missing = ', '.join(map(str, outcome.missing_shards))
-    lines.append(f'This is shard {paths.shard_id} of {paths.num_shards}; {paths.merged} will be written when the '
-                 f'others are complete (missing: {missing}).')
+    lines.append(
+      f'This is shard {paths.shard_id} of {paths.num_shards}; {paths.merged} will be written when the '
+      f'others are complete (missing: {missing}).'
+    )
   elif outcome.num_merged is not None:
-    lines.append(f'All {paths.num_shards} shards are complete; this one, {paths.shard_id}, has {counts}.')
+    lines.append(
+      f'All {paths.num_shards} shards are complete; this one, {paths.shard_id}, has {counts}.'
+    )
   rows = _first_results(outcome.first_file)
   if any(rows):
-    columns = [name for name in ('prediction', 'score', 'targets', 'inputs') if any(name in row for row in rows)]
-    table = [tuple(columns)] + [tuple(format_cell(row.get(name, '')) for name in columns) for row in rows]
+    columns = [
+      name
+      for name in ('prediction', 'score', 'targets', 'inputs')
+      if any(name in row for row in rows)
+    ]
+    table = [tuple(columns)] + [
+      tuple(format_cell(row.get(name, '')) for name in columns) for row in rows
+    ]
     lines += ['', 'First results:', *(f'  {line}' for line in format_table(table).splitlines())]
   return lines
 
@@ -93,7 +107,10 @@ def _first_results(path: files.Path | None) -> list[dict[str, Any]]:
     for _, found in itertools.islice(json_lines.read(path), _NUM_SHOWN):
       try:
         inputs = found['inputs']
-        texts = {name: inputs.get(f'{name}_pretokenized', inputs.get(name, '')) for name in ('inputs', 'targets')}
+        texts = {
+          name: inputs.get(f'{name}_pretokenized', inputs.get(name, ''))
+          for name in ('inputs', 'targets')
+        }
         score = found.get('score', (found.get('aux') or {}).get('scores'))
       except (KeyError, TypeError, AttributeError):
         return []
@@ -104,4 +121,8 @@ def _first_results(path: files.Path | None) -> list[dict[str, Any]]:
 
 def _best(values: Any) -> Any:
   """Return the last of several decodes, which is the best; any other value unchanged."""
-  return values[-1] if isinstance(values, list) and values and isinstance(values[-1], (str, float)) else values
+  return (
+    values[-1]
+    if isinstance(values, list) and values and isinstance(values[-1], (str, float))
+    else values
+  )

@@ -37,37 +37,46 @@ from t5x_lite.apps.infer.store import ShardStore, num_shard_examples
 from t5x_lite.errors import ConfigError, of_other_process, StoppedOnSignalError
 
 # T5X's names.
-__all__ = ['AUTOTUNE', 'create_task_from_tfexample_file', 'infer', 'merge_chunks_to_file', 'update_measurement_series',
-           'write_inferences_to_file']
+__all__ = [
+  'AUTOTUNE',
+  'create_task_from_tfexample_file',
+  'infer',
+  'merge_chunks_to_file',
+  'update_measurement_series',
+  'write_inferences_to_file',
+]
 AUTOTUNE = -1  # of tf.data
 
 
 def infer(
-    *,
-    mode: str,
-    model: models.BaseTransformerModel,
-    dataset_cfg: data.DatasetConfig | data.TextFileConfig,
-    restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
-    partitioner: partitioning.BasePartitioner,
-    output_dir: str,
-    checkpoint_period: int,
-    shard_id: int | None = 0,
-    num_shards: int = 1,
-    merge_chunked_results: bool = True,
-    write_fn: Callable[..., None] = write_inferences_to_file,
-    checkpoint_ds_iter: bool = True,
-    train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
-    fallback_init_rng: int | None = None,
-    merge_fn: Callable[[str, str, str, int | None], None] = merge_chunks_to_file,
-    summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
-    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
-    output_vocab_feature_name: str = 'targets',
-    file_extension: str = 'jsonl',
-    keep_aux_as_numpy: bool = False,
-    use_orbax: bool = True,
-    output_file: str | None = None,
-    random_seed: int = 0,
-    settings: Mapping[str, str] | None = None,
+  *,
+  mode: str,
+  model: models.BaseTransformerModel,
+  dataset_cfg: data.DatasetConfig | data.TextFileConfig,
+  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
+  partitioner: partitioning.BasePartitioner,
+  output_dir: str,
+  checkpoint_period: int,
+  shard_id: int | None = 0,
+  num_shards: int = 1,
+  merge_chunked_results: bool = True,
+  write_fn: Callable[..., None] = write_inferences_to_file,
+  checkpoint_ds_iter: bool = True,
+  train_state_initializer_cls: type[
+    state_init.TrainStateInitializer
+  ] = state_init.TrainStateInitializer,
+  fallback_init_rng: int | None = None,
+  merge_fn: Callable[[str, str, str, int | None], None] = merge_chunks_to_file,
+  summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None]
+  | None = data.verify_matching_vocabs,
+  output_vocab_feature_name: str = 'targets',
+  file_extension: str = 'jsonl',
+  keep_aux_as_numpy: bool = False,
+  use_orbax: bool = True,
+  output_file: str | None = None,
+  random_seed: int = 0,
+  settings: Mapping[str, str] | None = None,
 ) -> list[str]:
   """Predict or score every example of a source once, and write the results in the source's order.
 
@@ -139,14 +148,28 @@ def infer(
     for source in sources:
       stack.callback(source.close)
     # After opening: standard input must be interruptible while it is read.
-    signals = stack.enter_context(runtime.StopSignals('finishing the batch and keeping the results'))
+    signals = stack.enter_context(
+      runtime.StopSignals('finishing the batch and keeping the results')
+    )
     if cfg.output_file is not None and len(sources) > 1:
-      raise ConfigError(f'`infer.output_file` requires a single task, got {len(sources)}: '
-                        f'{", ".join(source.name for source in sources)}. Remove it, or choose one task.')
-    outcomes = [Outcome(paths=cfg.result_paths(source.name), num_skipped=source.num_skipped) for source in sources]
+      raise ConfigError(
+        f'`infer.output_file` requires a single task, got {len(sources)}: '
+        f'{", ".join(source.name for source in sources)}. Remove it, or choose one task.'
+      )
+    outcomes = [
+      Outcome(paths=cfg.result_paths(source.name), num_skipped=source.num_skipped)
+      for source in sources
+    ]
     for outcome in outcomes:
-      _on_lead(lambda p=outcome.paths: stack.enter_context(checkpoints.lock_model_dir(
-          p.shard_folder, what='folder of the run', elsewhere='another folder (INFER_OUTPUT_DIR or --output)')))
+      _on_lead(
+        lambda p=outcome.paths: stack.enter_context(
+          checkpoints.lock_model_dir(
+            p.shard_folder,
+            what='folder of the run',
+            elsewhere='another folder (INFER_OUTPUT_DIR or --output)',
+          )
+        )
+      )
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoint and former results of this run, both checked before the checkpoint is restored
@@ -155,17 +178,28 @@ def infer(
 
     def open_stores(path: str | None, step: int) -> bool:
       """Open the stores; return whether all results are on disk."""
-      stores[:] = [_on_lead(lambda o=outcome, s=source: ShardStore(
-          o.paths, cfg.identity(s, path, step), cfg.layout.batch_size))
-                   for outcome, source in zip(outcomes, sources, strict=True)]
+      stores[:] = [
+        _on_lead(
+          lambda o=outcome, s=source: ShardStore(
+            o.paths, cfg.identity(s, path, step), cfg.layout.batch_size
+          )
+        )
+        for outcome, source in zip(outcomes, sources, strict=True)
+      ]
       return _agreed(all(store.has_all_chunks for store in stores if store is not None))
 
     progress.note('looking for the checkpoint')
     spec = sources[0].element_spec(cfg.layout.batch_size)
     restored_models = restore_lib.restore_for_inference(
-        cfg.model, cfg.restore_checkpoint_cfg, cfg.partitioner, {name: leaf.shape for name, leaf in spec.items()},
-        {name: leaf.dtype for name, leaf in spec.items()}, cfg.fallback_init_rng,
-        train_state_initializer_cls=cfg.train_state_initializer_cls, is_done=open_stores)
+      cfg.model,
+      cfg.restore_checkpoint_cfg,
+      cfg.partitioner,
+      {name: leaf.shape for name, leaf in spec.items()},
+      {name: leaf.dtype for name, leaf in spec.items()},
+      cfg.fallback_init_rng,
+      train_state_initializer_cls=cfg.train_state_initializer_cls,
+      is_done=open_stores,
+    )
 
     # ------------------------------------------------------------------------------------------------------------------
     # Infer, batch by batch; no checkpoint is restored if all results are on disk
@@ -176,31 +210,47 @@ def infer(
       if not stores:
         open_stores(path, step)
       for source, store, outcome in zip(sources, stores, outcomes, strict=True):
-        first_batch = int(multihost.broadcast_from_lead(np.int32(0 if store is None else store.next_batch)))
+        first_batch = int(
+          multihost.broadcast_from_lead(np.int32(0 if store is None else store.next_batch))
+        )
         if _agreed(store is None or store.has_all_chunks):
           _on_lead(lambda s=store: _begin(s, cfg, step))
           continue
         progress.note('compiling')
         started = time.perf_counter()
-        runner.compile(cfg.mode, source.element_spec(cfg.layout.batch_size), train_state, train_state_axes)
-        progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {cfg.mode} {source.name} with '
-                     f'{origin or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.')
+        runner.compile(
+          cfg.mode, source.element_spec(cfg.layout.batch_size), train_state, train_state_axes
+        )
+        progress.log(
+          f'Compiled in {time.perf_counter() - started:.1f} s: {cfg.mode} {source.name} with '
+          f'{origin or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.'
+        )
         # Recorded after compiling, which raises for invalid decoding options.
         _on_lead(lambda s=store: _begin(s, cfg, step))
-        counter = _Counter(progress, source, cfg, 0 if store is None else store.totals['num_examples'])
+        counter = _Counter(
+          progress, source, cfg, 0 if store is None else store.totals['num_examples']
+        )
         started = time.perf_counter()
         num_source_examples = infer_source(
-            source, cfg, runner, train_state, train_state_axes, first_batch=first_batch,
-            write_fn=_chunk_writer(store, cfg),
-            should_stop=lambda: signals.is_due(may_wait=True), ends_wait=lambda: signals.ends_waits,
-            on_batch=counter.add)
+          source,
+          cfg,
+          runner,
+          train_state,
+          train_state_axes,
+          first_batch=first_batch,
+          write_fn=_chunk_writer(store, cfg),
+          should_stop=lambda: signals.is_due(may_wait=True),
+          ends_wait=lambda: signals.ends_waits,
+          on_batch=counter.add,
+        )
         counter.end()
         outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
         if num_source_examples is None:
           raise StoppedOnSignalError(
-              f'Stopped after {counter.done:,} examples of {source.name!r} by '
-              f'{signals.name or "a signal to another process"}; the results so far are saved. To '
-              f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {runtime.command_line()}')
+            f'Stopped after {counter.done:,} examples of {source.name!r} by '
+            f'{signals.name or "a signal to another process"}; the results so far are saved. To '
+            f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {runtime.command_line()}'
+          )
         _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
       del train_state
 
@@ -216,8 +266,14 @@ def infer(
     return [str(outcome.file or outcome.paths.shard_folder) for outcome in outcomes]
 
 
-def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs_key: str, targets_key: str | None,
-                                    features: Mapping[str, Any], task_id: str | None = None) -> str:
+def create_task_from_tfexample_file(
+  paths: Sequence[str],
+  file_type: str,
+  inputs_key: str,
+  targets_key: str | None,
+  features: Mapping[str, Any],
+  task_id: str | None = None,
+) -> str:
   """Register a seqio Task for files of TFExamples, with the split 'infer', and return its name.
 
   Args:
@@ -233,7 +289,10 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
     DataError: a file does not exist.
   """
   from t5x_lite.data import seqio_tfexample
-  return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
+
+  return seqio_tfexample.create_task_from_tfexample_file(
+    paths, file_type, inputs_key, targets_key, features, task_id
+  )
 
 
 def update_measurement_series(series_name: str, step: int, value: float) -> None:
@@ -250,23 +309,29 @@ def update_measurement_series(series_name: str, step: int, value: float) -> None
 def _check_workers(cfg: InferConfig) -> None:
   """Raise if the processes of a cluster have different shards, which are separate runs."""
   if cfg.num_shards > 1 and multihost.any_process(
-      bool(multihost.broadcast_from_lead(np.int32(cfg.shard_id)) != cfg.shard_id)):
-    raise ConfigError(f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '
-                      f'{cfg.shard_id} here and another one elsewhere. Workers with different shards are separate '
-                      'runs: pass --distributed=off to each.')
+    bool(multihost.broadcast_from_lead(np.int32(cfg.shard_id)) != cfg.shard_id)
+  ):
+    raise ConfigError(
+      f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '
+      f'{cfg.shard_id} here and another one elsewhere. Workers with different shards are separate '
+      'runs: pass --distributed=off to each.'
+    )
 
 
 def _open_sources(cfg: InferConfig) -> list[data.ExampleSource]:
   """Open a source for each task, after checking that the configuration supports it."""
   if cfg.is_stream and jax.process_count() > 1:
-    raise ConfigError(f'Standard input requires a single process, got {jax.process_count()}. Pass a file that all '
-                      'processes can read.')
+    raise ConfigError(
+      f'Standard input requires a single process, got {jax.process_count()}. Pass a file that all '
+      'processes can read.'
+    )
   dataset_cfg = cfg.dataset_cfg
   if isinstance(dataset_cfg, data.DatasetConfig):
     if cfg.verify_matching_vocabs_fn is not None:
       cfg.verify_matching_vocabs_fn(dataset_cfg, cfg.model)
     dataset_cfg = data.with_feature_lengths(
-        dataset_cfg, feature_converter=cfg.model.FEATURE_CONVERTER, folder=cfg.output_dir)
+      dataset_cfg, feature_converter=cfg.model.FEATURE_CONVERTER, folder=cfg.output_dir
+    )
   return data.open_example_sources(dataset_cfg, cfg.model, needs_targets=cfg.mode == 'score')
 
 
@@ -316,7 +381,11 @@ def _finish(store: ShardStore, outcome: Outcome, cfg: InferConfig) -> None:
 
 def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
   """Return the writer of chunks; it writes only on the lead process."""
-  vocabulary = cfg.model.input_vocabulary if cfg.output_vocab_feature_name == 'inputs' else cfg.model.output_vocabulary
+  vocabulary = (
+    cfg.model.input_vocabulary
+    if cfg.output_vocab_feature_name == 'inputs'
+    else cfg.model.output_vocabulary
+  )
 
   def write(first, num_batches, examples, inferences):
     if store is None:
@@ -325,19 +394,36 @@ def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
     if not cfg.keep_aux_as_numpy:
       aux = jax.tree.map(lambda values: values.tolist(), aux)
     store.write_chunk(
-        first, num_batches, len(examples), sum(example.is_cut for example in examples),
-        lambda path: cfg.write_fn(str(path), (outputs, aux), Examples(example.fields for example in examples), cfg.mode,
-                                  vocabulary))
+      first,
+      num_batches,
+      len(examples),
+      sum(example.is_cut for example in examples),
+      lambda path: cfg.write_fn(
+        str(path),
+        (outputs, aux),
+        Examples(example.fields for example in examples),
+        cfg.mode,
+        vocabulary,
+      ),
+    )
+
   return write
 
 
 class _Counter:
   """Counts examples and updates the progress line."""
 
-  def __init__(self, progress: runtime.Progress, source: data.ExampleSource, cfg: InferConfig, done: int):
+  def __init__(
+    self, progress: runtime.Progress, source: data.ExampleSource, cfg: InferConfig, done: int
+  ):
     self._progress = progress
-    self._total = 0 if source.num_examples is None else num_shard_examples(
-        source.num_examples, cfg.layout.batch_size, cfg.shard.shard_id, cfg.shard.num_shards)
+    self._total = (
+      0
+      if source.num_examples is None
+      else num_shard_examples(
+        source.num_examples, cfg.layout.batch_size, cfg.shard.shard_id, cfg.shard.num_shards
+      )
+    )
     self.done, self._first = done, done
     progress.begin(self._total, done)
 

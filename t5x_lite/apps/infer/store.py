@@ -54,7 +54,9 @@ class ShardStore:
       ConfigError: there are results of other settings, or a file of another program.
     """
     self.paths = paths
-    self._identity = json.loads(json.dumps({'version': _VERSION, 'batch_size': batch_size, **identity}))
+    self._identity = json.loads(
+      json.dumps({'version': _VERSION, 'batch_size': batch_size, **identity})
+    )
     self._batch_size = batch_size
     run = paths_lib.read_json(paths.shard_folder / paths_lib.RUN_FILE)
     self._run: dict[str, Any] = run if run is not None and 'identity' in run else {}
@@ -66,14 +68,17 @@ class ShardStore:
     """Raise if the settings differ from those of existing results of this shard or of others."""
     # Also with another number of shards, which may have been merged into the same file.
     runs = sorted(self.paths.run_folder.glob(f'shard-?????-of-?????/{paths_lib.RUN_FILE}'))
-    for paths in sorted([self.paths.of_run(path.parent) for path in runs], key=lambda paths: paths != self.paths):
+    for paths in sorted(
+      [self.paths.of_run(path.parent) for path in runs], key=lambda paths: paths != self.paths
+    ):
       run = paths_lib.read_json(paths.shard_folder / paths_lib.RUN_FILE) or {}
       differences = paths_lib.differences(run.get('identity', self._identity), self._identity)
       if differences:
         raise ConfigError(
-            f'{paths.result} {"has" if run.get("result") else "is being computed with"} other settings '
-            f'({"; ".join(differences)}). Restore the former settings, choose another output (INFER_OUTPUT_DIR or '
-            f'--output), or delete {paths.run_folder} and the results.')
+          f'{paths.result} {"has" if run.get("result") else "is being computed with"} other settings '
+          f'({"; ".join(differences)}). Restore the former settings, choose another output (INFER_OUTPUT_DIR or '
+          f'--output), or delete {paths.run_folder} and the results.'
+        )
 
   def _check_files(self) -> None:
     """Raise if a result of this run would replace a file of another program."""
@@ -82,9 +87,13 @@ class ShardStore:
       merged = paths_lib.read_json(self.paths.run_folder / paths_lib.MERGED_FILE) or {}
       known.append((self.paths.merged, merged.get('file')))
     for path, written in known:
-      if path.exists() and (written is None or path.is_dir() or path.stat().st_size != written['size']):
-        raise ConfigError(f'{path} exists and was not written by this command. Move it, or choose another output '
-                          '(INFER_OUTPUT_DIR or --output).')
+      if path.exists() and (
+        written is None or path.is_dir() or path.stat().st_size != written['size']
+      ):
+        raise ConfigError(
+          f'{path} exists and was not written by this command. Move it, or choose another output '
+          '(INFER_OUTPUT_DIR or --output).'
+        )
 
   def _find_chunks(self) -> list[Chunk]:
     chunks: list[Chunk] = []
@@ -96,8 +105,13 @@ class ShardStore:
       except TypeError:
         chunk = None
       path = self._chunk_path(next_batch)
-      if (chunk is None or chunk.first != next_batch or chunk.num_batches < 1 or not path.exists()
-          or paths_lib.describe(path) != chunk.file):
+      if (
+        chunk is None
+        or chunk.first != next_batch
+        or chunk.num_batches < 1
+        or not path.exists()
+        or paths_lib.describe(path) != chunk.file
+      ):
         return chunks
       chunks.append(chunk)
       next_batch += chunk.num_batches
@@ -114,7 +128,8 @@ class ShardStore:
   def has_all_chunks(self) -> bool:
     """True if the results of all batches are on disk, possibly not yet in one file."""
     return 'num_source_examples' in self._run and self.totals['num_examples'] == self._num_wanted(
-        self._run['num_source_examples'])
+      self._run['num_source_examples']
+    )
 
   @property
   def chunk_paths(self) -> list[files.Path]:
@@ -146,18 +161,32 @@ class ShardStore:
     if not self._run or ('result' in self._run and not self._chunks):
       # 'result' without its file and without chunks: the user has moved the file, and wants new results.
       self._write_run()
-    kept = {self._chunk_path(chunk.first, suffix).name for chunk in self._chunks for suffix in ('.json', '.jsonl')}
+    kept = {
+      self._chunk_path(chunk.first, suffix).name
+      for chunk in self._chunks
+      for suffix in ('.json', '.jsonl')
+    }
     self._remove_chunks(kept)
 
   def _remove_chunks(self, kept: set[str] = frozenset()) -> None:
-    paths = [path for path in self.paths.shard_folder.glob('*') if path.name not in kept
-             and (path.name.startswith(('chunk-', 'merged')) or files.WRITING_INFIX in path.name)]
+    paths = [
+      path
+      for path in self.paths.shard_folder.glob('*')
+      if path.name not in kept
+      and (path.name.startswith(('chunk-', 'merged')) or files.WRITING_INFIX in path.name)
+    ]
     # Descriptions first: a chunk without its description does not count.
     for path in sorted(paths, key=lambda path: (path.suffix != '.json', path.name)):
       files.remove(path)
 
-  def write_chunk(self, first: int, num_batches: int, num_examples: int, num_cut: int,
-                  write_fn: Callable[[pathlib.Path], None]) -> None:
+  def write_chunk(
+    self,
+    first: int,
+    num_batches: int,
+    num_examples: int,
+    num_cut: int,
+    write_fn: Callable[[pathlib.Path], None],
+  ) -> None:
     """Write the results of the next batches.
 
     Args:
@@ -171,10 +200,17 @@ class ShardStore:
       RuntimeError: `first` is not `next_batch`, since the previous chunk could not be written.
     """
     if first != self.next_batch:
-      raise RuntimeError(f'`first` must be {self.next_batch}, the next batch without results, got {first}.')
+      raise RuntimeError(
+        f'`first` must be {self.next_batch}, the next batch without results, got {first}.'
+      )
     path = self._chunk_path(first)
-    chunk = Chunk(first=first, num_batches=num_batches, num_examples=num_examples, num_cut=num_cut,
-                  file=paths_lib.write_described(path, write_fn))
+    chunk = Chunk(
+      first=first,
+      num_batches=num_batches,
+      num_examples=num_examples,
+      num_cut=num_cut,
+      file=paths_lib.write_described(path, write_fn),
+    )
     paths_lib.write_json(self._chunk_path(first, '.json'), dataclasses.asdict(chunk))
     self._chunks.append(chunk)
 
@@ -189,12 +225,16 @@ class ShardStore:
     """
     found, wanted = self.totals['num_examples'], self._num_wanted(num_source_examples)
     if found != wanted:
-      raise DataError(f'The results have {found} examples, but the source now has {wanted} for this shard: it has '
-                      f'changed. Delete {self.paths.shard_folder} and rerun the command.')
+      raise DataError(
+        f'The results have {found} examples, but the source now has {wanted} for this shard: it has '
+        f'changed. Delete {self.paths.shard_folder} and rerun the command.'
+      )
     self._write_run(num_source_examples=num_source_examples)
 
   def _num_wanted(self, num_source_examples: int) -> int:
-    return num_shard_examples(num_source_examples, self._batch_size, self.paths.shard_id, self.paths.num_shards)
+    return num_shard_examples(
+      num_source_examples, self._batch_size, self.paths.shard_id, self.paths.num_shards
+    )
 
   def _write_run(self, **facts: Any) -> None:
     self._run = {'identity': self._identity, **facts}
@@ -217,7 +257,9 @@ class ShardStore:
     self._remove_chunks()
     self._chunks = []
 
-  def _merge_by(self, merge_fn: Callable[[str, str, str, int | None], None], folder: pathlib.Path) -> None:
+  def _merge_by(
+    self, merge_fn: Callable[[str, str, str, int | None], None], folder: pathlib.Path
+  ) -> None:
     """Call `merge_fn` with copies of the chunks in `folder`, and move the files that it writes to the results."""
     name, chunks, output = self.paths.result.name, folder / 'chunks', folder / 'output'
     chunks.mkdir()
@@ -227,15 +269,26 @@ class ShardStore:
     step = self._identity.get('checkpoint', {}).get('step')
     merge_fn(str(output), name, str(chunks), step)
     if not (output / name).is_file():
-      raise checks.invalid('infer', 'merge_fn', f'a function that writes <output_dir>/{name}', merge_fn,
-                           'The chunks are kept: correct it, and rerun the command.')
+      raise checks.invalid(
+        'infer',
+        'merge_fn',
+        f'a function that writes <output_dir>/{name}',
+        merge_fn,
+        'The chunks are kept: correct it, and rerun the command.',
+      )
     for path in sorted(output.iterdir()):
       target = self.paths.folder / path.name
       # Another shard may have written a file of that name.
-      if path.is_dir() or (path.name != name and target.exists() and target.read_bytes() != path.read_bytes()):
+      if path.is_dir() or (
+        path.name != name and target.exists() and target.read_bytes() != path.read_bytes()
+      ):
         raise checks.invalid(
-            'infer', 'merge_fn', 'a function that writes files whose names no other shard or run has written',
-            path.name, f'Begin names with its second argument, here {name!r}. The chunks are kept: rerun the command.')
+          'infer',
+          'merge_fn',
+          'a function that writes files whose names no other shard or run has written',
+          path.name,
+          f'Begin names with its second argument, here {name!r}. The chunks are kept: rerun the command.',
+        )
       if path.name != name:
         files.write(target, path.read_bytes())
     self._write_result(lambda path: shutil.copyfile(output / name, path))
@@ -243,8 +296,13 @@ class ShardStore:
   def _write_result(self, write_fn: Callable[[pathlib.Path], Any]) -> None:
     totals = self.totals
     paths_lib.write_result(
-        self.paths.result, self.paths.shard_folder, write_fn, lambda written: self._write_run(
-            num_source_examples=self._run['num_source_examples'], result={**written, **totals}))
+      self.paths.result,
+      self.paths.shard_folder,
+      write_fn,
+      lambda written: self._write_run(
+        num_source_examples=self._run['num_source_examples'], result={**written, **totals}
+      ),
+    )
 
 
 def num_shard_examples(num_examples: int, batch_size: int, shard_id: int, num_shards: int) -> int:

@@ -8,12 +8,15 @@ from t5x_lite.errors import ExitCode
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.add_argument('inputs', nargs='+', metavar='INPUT', help='JSONL files, read in this order')
-  parser.add_argument('output', metavar='OUTPUT', help='array record file to write; it must not exist')
+  parser.add_argument(
+    'output', metavar='OUTPUT', help='array record file to write; it must not exist'
+  )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   from t5x_lite.data import grain_records, records
+
   lines = records.JsonLines(arguments.inputs)
   num_records = grain_records.write_array_records(arguments.output, records.checked_objects(lines))
   print(f'Wrote {num_records:,} records to {arguments.output}.')

@@ -32,8 +32,13 @@ _NOISE = b'[Gloo] Rank '
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(command: Sequence[str], num_processes: int, *, devices_per_process: int = 1,
-           port: int | None = None) -> int:
+def launch(
+  command: Sequence[str],
+  num_processes: int,
+  *,
+  devices_per_process: int = 1,
+  port: int | None = None,
+) -> int:
   """Run a program in several processes that form a cluster, and return the exit status of the first that failed.
 
   Signals are passed on to all processes. Lines of the output begin with the process.
@@ -51,13 +56,27 @@ def launch(command: Sequence[str], num_processes: int, *, devices_per_process: i
     ConfigError: the machine has too few GPUs, or the program does not exist.
   """
   positive = checks.number(at_least=1, integer=True)
-  checks.check('', {'-n': num_processes, '--devices_per_process': devices_per_process, '--port': port}, **{
-      '-n': positive, '--devices_per_process': positive,
-      '--port': checks.number(at_least=1, below=2**16, integer=True).or_none()})
+  checks.check(
+    '',
+    {'-n': num_processes, '--devices_per_process': devices_per_process, '--port': port},
+    **{
+      '-n': positive,
+      '--devices_per_process': positive,
+      '--port': checks.number(at_least=1, below=2**16, integer=True).or_none(),
+    },
+  )
   if shutil.which(command[0]) is None:
-    raise ConfigError(f'{command[0]!r} is neither a command of t5x_lite nor a program. See t5x_lite --help.')
-  shared = {**os.environ, names.ADDRESS: f'127.0.0.1:{port or _free_port()}', names.COUNT: str(num_processes),
-            names.LAUNCHED: str(os.getpid()), names.COMMAND: shlex.join(sys.orig_argv), 'PYTHONUNBUFFERED': '1'}
+    raise ConfigError(
+      f'{command[0]!r} is neither a command of t5x_lite nor a program. See t5x_lite --help.'
+    )
+  shared = {
+    **os.environ,
+    names.ADDRESS: f'127.0.0.1:{port or _free_port()}',
+    names.COUNT: str(num_processes),
+    names.LAUNCHED: str(os.getpid()),
+    names.COMMAND: shlex.join(sys.orig_argv),
+    'PYTHONUNBUFFERED': '1',
+  }
   devices = _devices(num_processes, devices_per_process, os.environ)
   with contextlib.ExitStack() as stack:
     processes = []
@@ -66,13 +85,25 @@ def launch(command: Sequence[str], num_processes: int, *, devices_per_process: i
     for index in range(num_processes):
       environment = {**shared, **devices[index], names.INDEX: str(index)}
       # Another session, so that Ctrl-C reaches them once, through this process.
-      processes.append(subprocess.Popen(
-          command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-          start_new_session=True))
-    copies = [_copy(index, source, target) for index, process in enumerate(processes)
-              for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))]
+      processes.append(
+        subprocess.Popen(
+          command,
+          env=environment,
+          stdin=subprocess.DEVNULL,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+          start_new_session=True,
+        )
+      )
+    copies = [
+      _copy(index, source, target)
+      for index, process in enumerate(processes)
+      for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    ]
     status = _wait(processes)
-    for process in processes if status else ():  # The children of a script that failed may still run.
+    for process in (
+      processes if status else ()
+    ):  # The children of a script that failed may still run.
       _send_to_group(process, signal.SIGKILL)
     deadline = time.monotonic() + _END_SECONDS  # A child may keep the pipes open.
     for copy in copies:
@@ -90,7 +121,9 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
       first = next((index for index, process in enumerate(processes) if process.poll()), None)
       failed_at = now
       if first is not None and processes[first].returncode < 0:  # It could not tell why.
-        _say(f'process {first} was killed by {signal.Signals(-processes[first].returncode).name}; the others end')
+        _say(
+          f'process {first} was killed by {signal.Signals(-processes[first].returncode).name}; the others end'
+        )
       continue
     limit = _KILLED_SECONDS if processes[first].returncode < 0 else _END_SECONDS
     for number, seconds in ((signal.SIGKILL, limit + _END_SECONDS), (signal.SIGTERM, limit)):
@@ -135,8 +168,11 @@ def _passing_on(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
     del frame
     _send(processes, number)
 
-  before = {number: signal.signal(number, handle) for number in _SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN}
+  before = {
+    number: signal.signal(number, handle)
+    for number in _SIGNALS
+    if signal.getsignal(number) is not signal.SIG_IGN
+  }
   try:
     yield
   finally:
@@ -161,7 +197,7 @@ def _copy(index: int, source: BinaryIO, target) -> threading.Thread:
           if descriptor is None:
             target.write(text.decode(errors='replace'))
           while text and descriptor is not None:
-            text = text[os.write(descriptor, text):]
+            text = text[os.write(descriptor, text) :]
 
   thread = threading.Thread(target=run, name=f'output-{index}', daemon=True)
   thread.start()
@@ -174,7 +210,9 @@ def _free_port() -> int:
     return s.getsockname()[1]
 
 
-def _devices(num_processes: int, per_process: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def _devices(
+  num_processes: int, per_process: int, environment: Mapping[str, str]
+) -> list[dict[str, str]]:
   """Return the environment variables that give each process its devices.
 
   Raises:
@@ -182,14 +220,23 @@ def _devices(num_processes: int, per_process: int, environment: Mapping[str, str
   """
   platforms = environment.get('JAX_PLATFORMS', '')
   if platforms.startswith('tpu') or (not platforms and pathlib.Path('/dev/accel0').exists()):
-    raise ConfigError('launch cannot divide the TPUs of a machine: one process uses all of them. Start the command '
-                      'without launch, once on each machine of the pod.')
+    raise ConfigError(
+      'launch cannot divide the TPUs of a machine: one process uses all of them. Start the command '
+      'without launch, once on each machine of the pod.'
+    )
   gpus = [] if platforms.startswith('cpu') else names.gpus(environment)
   if not gpus:
-    flags = re.sub(r'--xla_force_host_platform_device_count=\d+', '', environment.get('XLA_FLAGS', '')).strip()
+    flags = re.sub(
+      r'--xla_force_host_platform_device_count=\d+', '', environment.get('XLA_FLAGS', '')
+    ).strip()
     return [{'JAX_NUM_CPU_DEVICES': str(per_process), 'XLA_FLAGS': flags}] * num_processes
   if num_processes * per_process > len(gpus):
-    raise ConfigError(f'launch -n {num_processes} with --devices_per_process={per_process} must have '
-                      f'{num_processes * per_process} GPUs, got {len(gpus)}. Reduce a number, or set JAX_PLATFORMS=cpu '
-                      'to try it on virtual devices.')
-  return [{'CUDA_VISIBLE_DEVICES': ','.join(gpus[i * per_process:(i + 1) * per_process])} for i in range(num_processes)]
+    raise ConfigError(
+      f'launch -n {num_processes} with --devices_per_process={per_process} must have '
+      f'{num_processes * per_process} GPUs, got {len(gpus)}. Reduce a number, or set JAX_PLATFORMS=cpu '
+      'to try it on virtual devices.'
+    )
+  return [
+    {'CUDA_VISIBLE_DEVICES': ','.join(gpus[i * per_process : (i + 1) * per_process])}
+    for i in range(num_processes)
+  ]

@@ -62,7 +62,9 @@ class _LineStyle:
   marker: str
 
 
-def draw(runs: Mapping[str, RunPoints], metrics: Sequence[str], *, step_label: str, loss_unit: str) -> Any:
+def draw(
+  runs: Mapping[str, RunPoints], metrics: Sequence[str], *, step_label: str, loss_unit: str
+) -> Any:
   """Draw the metrics of runs, training apart from evaluation; call it within `figures.figure_style`.
 
   Args:
@@ -75,8 +77,12 @@ def draw(runs: Mapping[str, RunPoints], metrics: Sequence[str], *, step_label: s
     A matplotlib figure.
   """
   from matplotlib.figure import Figure  # not pyplot: no display, no global state
-  sections = [section for kinds in (('train',), ('training_eval', 'inference_eval'))
-              if (section := _panels(runs, metrics, kinds, loss_unit))]
+
+  sections = [
+    section
+    for kinds in (('train',), ('training_eval', 'inference_eval'))
+    if (section := _panels(runs, metrics, kinds, loss_unit))
+  ]
   styles = [_line_styles(section, list(runs)) for section in sections]
   header_legend = _shared_legend(styles, len(runs))
   sizes = [len(section) for section in sections]
@@ -85,18 +91,40 @@ def draw(runs: Mapping[str, RunPoints], metrics: Sequence[str], *, step_label: s
   columns = sum(sizes) if is_one_row else min(_MAX_COLUMNS, max(sizes))
   rows = [1 if is_one_row else math.ceil(size / columns) for size in sizes]
   width = _PANEL_WIDTHS[columns] * columns
-  title = textwrap.wrap(_shorten(next(iter(runs))) if len(runs) == 1 else f'Comparison of {len(runs)} runs',
-                        int(8 * width))
-  heights = [0.1 + 0.22 * (len(title) + _legend_shape(header_legend or (), width)[0]),
-             _PANEL_HEIGHT * (1 if is_one_row else sum(rows))]
+  title = textwrap.wrap(
+    _shorten(next(iter(runs))) if len(runs) == 1 else f'Comparison of {len(runs)} runs',
+    int(8 * width),
+  )
+  heights = [
+    0.1 + 0.22 * (len(title) + _legend_shape(header_legend or (), width)[0]),
+    _PANEL_HEIGHT * (1 if is_one_row else sum(rows)),
+  ]
   figure = Figure(figsize=(width, sum(heights)), layout='constrained')
   figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
   header, body = figure.subfigures(2, 1, height_ratios=heights)
-  header.text(0.1 / width, 1 - 0.08 / heights[0], '\n'.join(title), ha='left', va='top', fontsize=13, fontweight='bold')
+  header.text(
+    0.1 / width,
+    1 - 0.08 / heights[0],
+    '\n'.join(title),
+    ha='left',
+    va='top',
+    fontsize=13,
+    fontweight='bold',
+  )
   if header_legend:
-    _add_legend(header, header_legend, width, loc='lower left', bbox_to_anchor=(0.1 / width, 0), borderaxespad=0)
-  parts = body.subfigures(1, len(sections), squeeze=False, width_ratios=sizes) if is_one_row else body.subfigures(
-      len(sections), 1, squeeze=False, height_ratios=rows)
+    _add_legend(
+      header,
+      header_legend,
+      width,
+      loc='lower left',
+      bbox_to_anchor=(0.1 / width, 0),
+      borderaxespad=0,
+    )
+  parts = (
+    body.subfigures(1, len(sections), squeeze=False, width_ratios=sizes)
+    if is_one_row
+    else body.subfigures(len(sections), 1, squeeze=False, height_ratios=rows)
+  )
   drawn = []
   for part, section, style, num_rows in zip(parts.flat, sections, styles, rows, strict=True):
     all_axes = part.subplots(num_rows, len(section) if is_one_row else columns, squeeze=False).flat
@@ -113,21 +141,33 @@ def draw(runs: Mapping[str, RunPoints], metrics: Sequence[str], *, step_label: s
   return figure
 
 
-def _panels(runs: Mapping[str, RunPoints], metrics: Sequence[str], kinds: Sequence[str],
-            loss_unit: str) -> list[Panel]:
+def _panels(
+  runs: Mapping[str, RunPoints], metrics: Sequence[str], kinds: Sequence[str], loss_unit: str
+) -> list[Panel]:
   """Return the panels of the metrics that writers of these kinds have recorded."""
   panels = []
   for kind, metric in itertools.product(kinds, metrics):
-    lines = [Line(run=run, task=writer.partition('/')[2], points=points[metric]) for run, writers in runs.items()
-             for writer, points in writers.items() if writer.split('/')[0] == kind and metric in points]
+    lines = [
+      Line(run=run, task=writer.partition('/')[2], points=points[metric])
+      for run, writers in runs.items()
+      for writer, points in writers.items()
+      if writer.split('/')[0] == kind and metric in points
+    ]
     if lines:
-      panels.append(Panel(metric=metric, title=_title(metric, kind), unit=_unit(metric, loss_unit), lines=lines))
+      panels.append(
+        Panel(metric=metric, title=_title(metric, kind), unit=_unit(metric, loss_unit), lines=lines)
+      )
   return panels
 
 
 def _title(metric: str, kind: str) -> str:
   """Return the title of a panel, e.g. 'Training loss' or 'Exact match (inference)'."""
-  words = metric.removeprefix('timing/').replace('cross_ent_loss', 'cross-entropy').replace('/', ', ').replace('_', ' ')
+  words = (
+    metric.removeprefix('timing/')
+    .replace('cross_ent_loss', 'cross-entropy')
+    .replace('/', ', ')
+    .replace('_', ' ')
+  )
   if kind == 'training_eval':
     return f'Evaluation {words}'
   if kind == 'inference_eval':
@@ -143,49 +183,77 @@ def _unit(metric: str, loss_unit: str) -> str:
   return _UNITS.get(metric, 'per second' if metric.endswith('_per_second') else '')
 
 
-def _line_styles(section: Sequence[Panel], runs: Sequence[str]) -> dict[tuple[str, str], _LineStyle]:
+def _line_styles(
+  section: Sequence[Panel], runs: Sequence[str]
+) -> dict[tuple[str, str], _LineStyle]:
   """Return (run, task) to the look of its lines.
 
   Each run has one colour. The tasks of a single run differ by colour, and the first colour remains for training.
   """
-  keys = list(dict.fromkeys((line.run, line.task) for run in runs for panel in section for line in panel.lines
-                            if line.run == run))
+  keys = list(
+    dict.fromkeys(
+      (line.run, line.task)
+      for run in runs
+      for panel in section
+      for line in panel.lines
+      if line.run == run
+    )
+  )
   tasks = sorted({task for _, task in keys})
   num_named = len(keys) if len(keys) <= _MAX_LEGEND else _MAX_LEGEND - 1
   styles = {}
   for number, (run, task) in enumerate(keys):
-    names = [_shorten(name) for name, many in ((run, len(runs) > 1), (task, len(tasks) > 1)) if many]
+    names = [
+      _shorten(name) for name, many in ((run, len(runs) > 1), (task, len(tasks) > 1)) if many
+    ]
     index = runs.index(run) if len(runs) > 1 else tasks.index(task) + (len(tasks) > 1)
     color = figures.COLORS[index % len(figures.COLORS)] if number < num_named else _OTHER_COLOR
     marker = _MARKERS[tasks.index(task) % len(_MARKERS)] if len(runs) > 1 else 'o'
-    styles[run, task] = _LineStyle(label=': '.join(names) if number < num_named else '', color=color, marker=marker)
+    styles[run, task] = _LineStyle(
+      label=': '.join(names) if number < num_named else '', color=color, marker=marker
+    )
   return styles
 
 
-def _shared_legend(styles: Sequence[Mapping[tuple[str, str], _LineStyle]], num_runs: int
-                   ) -> tuple[_LineStyle, ...] | None:
+def _shared_legend(
+  styles: Sequence[Mapping[tuple[str, str], _LineStyle]], num_runs: int
+) -> tuple[_LineStyle, ...] | None:
   """Return the lines of a legend for all sections; () without a legend, None if sections need different legends."""
   largest = tuple(max(styles, key=len).values())
   if len(largest) == 1:
     return ()
   # The title of the panel is enough to name the training line of a single run.
-  is_shared = all(set(style.values()) <= set(largest) or num_runs == len(style) == 1 for style in styles)
+  is_shared = all(
+    set(style.values()) <= set(largest) or num_runs == len(style) == 1 for style in styles
+  )
   return largest if is_shared else None
 
 
 def _shorten(name: str) -> str:
   """Return a name on one line; the middle of a long one is omitted, because names often differ at the end."""
-  return format_cell(name if len(name) <= _MAX_NAME else f'{name[:_MAX_NAME // 2]}…{name[-_MAX_NAME // 2 + 1:]}')
+  return format_cell(
+    name if len(name) <= _MAX_NAME else f'{name[: _MAX_NAME // 2]}…{name[-_MAX_NAME // 2 + 1 :]}'
+  )
 
 
 def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineStyle]) -> None:
   # Lines that the legend names are in front.
-  for line in sorted(panel.lines, key=lambda line: styles[line.run, line.task].color != _OTHER_COLOR):
+  for line in sorted(
+    panel.lines, key=lambda line: styles[line.run, line.task].color != _OTHER_COLOR
+  ):
     style = styles[line.run, line.task]
     steps, values = zip(*line.points, strict=True)
     finite = [value if math.isfinite(value) else math.nan for value in values]
-    axes.plot(steps, finite, color=style.color, linewidth=1.5, marker=style.marker, markersize=4,
-              markevery=_marked(finite), clip_on=False)
+    axes.plot(
+      steps,
+      finite,
+      color=style.color,
+      linewidth=1.5,
+      marker=style.marker,
+      markersize=4,
+      markevery=_marked(finite),
+      clip_on=False,
+    )
 
 
 def _set_steps(drawn: Sequence[tuple[Any, Panel]], label: str) -> None:
@@ -205,15 +273,29 @@ def _add_titles(drawn: Sequence[tuple[Any, Panel]]) -> None:
   num_lines = max(map(len, notes))
   for (axes, panel), lines in zip(drawn, notes, strict=True):
     axes.set_title(textwrap.fill(panel.title, _TITLE_LENGTH), pad=6 + 11 * num_lines)
-    axes.annotate('\n'.join(lines), (0, 1), (0, 6 + 11 * (num_lines - len(lines))), xycoords='axes fraction',
-                  textcoords='offset points', fontsize=8, color=figures.MUTED, va='bottom', annotation_clip=False)
+    axes.annotate(
+      '\n'.join(lines),
+      (0, 1),
+      (0, 6 + 11 * (num_lines - len(lines))),
+      xycoords='axes fraction',
+      textcoords='offset points',
+      fontsize=8,
+      color=figures.MUTED,
+      va='bottom',
+      annotation_clip=False,
+    )
 
 
 def _set_scale(axes: Any, panel: Panel) -> list[str]:
   """Set the axis of values; return notes for the reader, in lines: the task, the range of the axis, missing values."""
   values = [value for line in panel.lines for _, value in line.points]
   finite = [value for value in values if math.isfinite(value)]
-  if panel.metric.endswith('loss') and finite and min(finite) > 0 and max(finite) >= _LOGARITHMIC * min(finite):
+  if (
+    panel.metric.endswith('loss')
+    and finite
+    and min(finite) > 0
+    and max(finite) >= _LOGARITHMIC * min(finite)
+  ):
     scale = _set_logarithmic(axes)
   else:
     scale = figures.set_linear_limits(axes, finite)
@@ -222,8 +304,15 @@ def _set_scale(axes: Any, panel: Panel) -> list[str]:
   axes.grid(bool(finite))
   if not finite:
     axes.set_yticks([])
-    axes.text(0.5, 0.5, 'all values are NaN or infinite', transform=axes.transAxes, ha='center', va='center',
-              color=figures.MUTED)
+    axes.text(
+      0.5,
+      0.5,
+      'all values are NaN or infinite',
+      transform=axes.transAxes,
+      ha='center',
+      va='center',
+      color=figures.MUTED,
+    )
   tasks = {line.task for line in panel.lines}
   task = _shorten(next(iter(tasks))) if len(tasks) == 1 else ''
   notes = [task, scale, missing if 0 < len(finite) < len(values) else '']
@@ -233,6 +322,7 @@ def _set_scale(axes: Any, panel: Panel) -> list[str]:
 def _set_logarithmic(axes: Any) -> str:
   """Set a logarithmic axis: losses fall by orders of magnitude at first, and runs differ in what comes later."""
   from matplotlib import ticker
+
   axes.set_yscale('log')
   axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
   axes.yaxis.set_major_formatter(ticker.FuncFormatter(figures.short_number))
@@ -244,7 +334,11 @@ def _marked(values: Sequence[float]) -> list[int]:
   """Return the indices of points with a marker: all of a few points, otherwise those without a neighbour."""
   is_finite = [False, *map(math.isfinite, values), False]
   few = sum(is_finite) <= _MAX_MARKED
-  return [k for k in range(len(values)) if is_finite[k + 1] and (few or not (is_finite[k] or is_finite[k + 2]))]
+  return [
+    k
+    for k in range(len(values))
+    if is_finite[k + 1] and (few or not (is_finite[k] or is_finite[k + 2]))
+  ]
 
 
 def _legend_shape(styles: Sequence[_LineStyle], width: float) -> tuple[int, int]:
@@ -258,10 +352,30 @@ def _legend_shape(styles: Sequence[_LineStyle], width: float) -> tuple[int, int]
 def _add_legend(figure: Any, styles: Sequence[_LineStyle], width: float, **place: Any) -> None:
   """Add a legend of lines to a figure of `width` inches; `place` is passed to matplotlib."""
   from matplotlib.lines import Line2D
+
   several_markers = len({style.marker for style in styles}) > 1
   named = [style for style in styles if style.label]
-  handles = [Line2D([], [], color=style.color, linewidth=2, label=style.label, markersize=5,
-                    marker=style.marker if several_markers else '') for style in named]
+  handles = [
+    Line2D(
+      [],
+      [],
+      color=style.color,
+      linewidth=2,
+      label=style.label,
+      markersize=5,
+      marker=style.marker if several_markers else '',
+    )
+    for style in named
+  ]
   if len(named) < len(styles):
-    handles.append(Line2D([], [], color=_OTHER_COLOR, linewidth=2, label=f'and {len(styles) - len(named)} more'))
-  figure.legend(handles=handles, frameon=False, fontsize=9, ncols=_legend_shape(styles, width)[1], borderpad=0, **place)
+    handles.append(
+      Line2D([], [], color=_OTHER_COLOR, linewidth=2, label=f'and {len(styles) - len(named)} more')
+    )
+  figure.legend(
+    handles=handles,
+    frameon=False,
+    fontsize=9,
+    ncols=_legend_shape(styles, width)[1],
+    borderpad=0,
+    **place,
+  )

@@ -20,15 +20,20 @@ _INFERENCE = 'inference_eval/'
 _BOOKKEEPING = ('step', 'wall_time')
 # Value of `loss_normalizing_factor` to the unit of the loss.
 _LOSS_UNITS = {
-    'NUM_REAL_TARGET_TOKENS': 'nats per token',
-    'NUM_TOTAL_TARGET_TOKENS': 'nats per target position',
-    'AVERAGE_PER_SEQUENCE': 'nats per token, mean of sequences',
-    'None': 'nats per batch',
+  'NUM_REAL_TARGET_TOKENS': 'nats per token',
+  'NUM_TOTAL_TARGET_TOKENS': 'nats per target position',
+  'AVERAGE_PER_SEQUENCE': 'nats per token, mean of sequences',
+  'None': 'nats per batch',
 }
 
 
-def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None,
-         metrics: Sequence[str] | None = None, *, from_start: bool = False) -> files.Path:
+def plot(
+  model_dirs: Sequence[str | os.PathLike[str]],
+  out: str | os.PathLike[str] | None = None,
+  metrics: Sequence[str] | None = None,
+  *,
+  from_start: bool = False,
+) -> files.Path:
   """Draw the metrics that runs have written so far; a run may still be training.
 
   At most six runs or tasks have a colour and a name in the legend; if there are more, the rest are gray.
@@ -49,25 +54,36 @@ def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
       step of the run.
   """
   folders = dict(zip(_run_names(model_dirs), model_dirs, strict=True))
-  runs = {name: read_run(folder, _first_step(folder) if from_start else 0) for name, folder in folders.items()}
+  runs = {
+    name: read_run(folder, _first_step(folder) if from_start else 0)
+    for name, folder in folders.items()
+  }
   known = sorted({name for run in runs.values() for points in run.values() for name in points})
   for name in metrics or ():
     if name not in known:
-      raise DataError(f'`plot.metrics` must be names of recorded metrics, got {name!r}.{did_you_mean(name, known)}')
+      raise DataError(
+        f'`plot.metrics` must be names of recorded metrics, got {name!r}.{did_you_mean(name, known)}'
+      )
   chosen = list(dict.fromkeys(metrics or _default_metrics(runs, known)))
   path = files.path(out) if out is not None else files.path(model_dirs[0]) / 'metrics.png'
   if not path.suffix:
     path = path.with_suffix('.png')
   with figures.figure_style():
-    figure = drawing.draw(runs, chosen, loss_unit=_loss_unit(model_dirs),
-                          step_label='steps since the start of the run' if from_start else 'training step')
+    figure = drawing.draw(
+      runs,
+      chosen,
+      loss_unit=_loss_unit(model_dirs),
+      step_label='steps since the start of the run' if from_start else 'training step',
+    )
     try:
       if files.is_remote(path):
         files.write(path, lambda local: figure.savefig(local, dpi=120))
       else:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
-      raise ConfigError(f'Cannot write the plot to {str(path)!r}: {error}. Choose another --out.') from error
+      raise ConfigError(
+        f'Cannot write the plot to {str(path)!r}: {error}. Choose another --out.'
+      ) from error
   return path
 
 
@@ -87,10 +103,15 @@ def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
   for model_dir in model_dirs:
     path = files.path(model_dir) / 'config.gin'
     text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
-    values = {re.sub(r'^%', '', value) for value in re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)}
+    values = {
+      re.sub(r'^%', '', value)
+      for value in re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)
+    }
     macros = dict(re.findall(r'^(\w+) = (\S+)', text, re.MULTILINE))
-    units |= {_LOSS_UNITS.get(macros.get(value, value).strip('\'"').upper().replace('NONE', 'None'), 'nats')
-              for value in values} or {'nats'}
+    units |= {
+      _LOSS_UNITS.get(macros.get(value, value).strip('\'"').upper().replace('NONE', 'None'), 'nats')
+      for value in values
+    } or {'nats'}
   return units.pop() if len(units) == 1 else 'nats'
 
 
@@ -105,11 +126,15 @@ def _first_step(model_dir: str | os.PathLike[str]) -> int:
     if 'start_step' in metadata.get('run', {}):
       return metadata['run']['start_step']
     break
-  raise DataError(f'`plot.from_start` requires a checkpoint with the first step of the run, got none in '
-                  f'{str(model_dir)!r}. Omit from_start (--from_start), or save a checkpoint in the run.')
+  raise DataError(
+    f'`plot.from_start` requires a checkpoint with the first step of the run, got none in '
+    f'{str(model_dir)!r}. Omit from_start (--from_start), or save a checkpoint in the run.'
+  )
 
 
-def read_run(model_dir: str | os.PathLike[str], first_step: int = 0) -> dict[str, dict[str, list[tuple[int, float]]]]:
+def read_run(
+  model_dir: str | os.PathLike[str], first_step: int = 0
+) -> dict[str, dict[str, list[tuple[int, float]]]]:
   """Return writer to metric to (step, value) points, steps counted from `first_step`.
 
   Raises:
@@ -120,14 +145,24 @@ def read_run(model_dir: str | os.PathLike[str], first_step: int = 0) -> dict[str
     for row in summaries.read_metrics(path):
       for name, value in row.items():
         if name not in _BOOKKEEPING:
-          found.setdefault(writer, {}).setdefault(name, []).append((row['step'] - first_step, value))
+          found.setdefault(writer, {}).setdefault(name, []).append(
+            (row['step'] - first_step, value)
+          )
   if not found:
     raise DataError(summaries.no_metrics_message(model_dir))
   return found
 
 
 def _default_metrics(runs: Mapping[str, drawing.RunPoints], known: Sequence[str]) -> list[str]:
-  inferred = {name for run in runs.values() for writer, points in run.items() if writer.startswith(_INFERENCE)
-              for name in points if not name.startswith('timing/')}
-  chosen = [name for name in _DEFAULT_METRICS if name in known] + sorted(inferred - set(_DEFAULT_METRICS))
+  inferred = {
+    name
+    for run in runs.values()
+    for writer, points in run.items()
+    if writer.startswith(_INFERENCE)
+    for name in points
+    if not name.startswith('timing/')
+  }
+  chosen = [name for name in _DEFAULT_METRICS if name in known] + sorted(
+    inferred - set(_DEFAULT_METRICS)
+  )
   return chosen or list(known[:4])

@@ -3,13 +3,13 @@
 import argparse
 
 from t5x_lite.apps.common.flags import (
-    NO_CACHE,
-    add_gin_arguments,
-    add_num_devices,
-    add_seqio_arguments,
-    binds_model,
-    load_configuration,
-    simulate_devices,
+  NO_CACHE,
+  add_gin_arguments,
+  add_num_devices,
+  add_seqio_arguments,
+  binds_model,
+  load_configuration,
+  simulate_devices,
 )
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -19,34 +19,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
   add_num_devices(parser)
-  parser.add_argument('--write_hlo', action='store_true',
-                      help='write the programs as text, before and after optimization, to MODEL_DIR/precompile; always '
-                      'done if a gin file configures `precompile` instead of `train`')
+  parser.add_argument(
+    '--write_hlo',
+    action='store_true',
+    help='write the programs as text, before and after optimization, to MODEL_DIR/precompile; always '
+    'done if a gin file configures `precompile` instead of `train`',
+  )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   if arguments.num_devices is not None:
     if arguments.compilation_cache_dir not in (None, NO_CACHE):
-      raise ConfigError(f'--num_devices={arguments.num_devices} cannot be combined with --compilation_cache_dir: no '
-                        'run on this machine could use programs for simulated devices. Remove one of the flags.')
+      raise ConfigError(
+        f'--num_devices={arguments.num_devices} cannot be combined with --compilation_cache_dir: no '
+        'run on this machine could use programs for simulated devices. Remove one of the flags.'
+      )
     arguments.compilation_cache_dir, arguments.distributed = NO_CACHE, 'off'
   simulate_devices(arguments.num_devices)
   # T5X's run file configures `precompile` instead of `train`; T5X then always writes the programs.
   if binds_model(arguments, 'precompile'):
     arguments.entry, arguments.write_hlo = 't5x_lite.apps.precompile.precompile', True
   # The run directory is only used for the text of the programs.
-  configuration = load_configuration(arguments, None if arguments.write_hlo else {'MODEL_DIR': "'none'"})
+  configuration = load_configuration(
+    arguments, None if arguments.write_hlo else {'MODEL_DIR': "'none'"}
+  )
   from t5x_lite import multihost
   from t5x_lite import runtime
   from t5x_lite.apps.precompile import run as precompile
+
   bound = configuration.uses[0].bound
   # Arguments of the entry point that determine the programs.
-  parts = {name: configuration.argument(name) for name in precompile.TRAIN_ARGUMENTS if name in bound}
+  parts = {
+    name: configuration.argument(name) for name in precompile.TRAIN_ARGUMENTS if name in bound
+  }
   progress = runtime.Progress(enabled=multihost.is_lead())
   try:
     with configuration.locating_errors():
-      programs = precompile.precompile(**parts, write_hlo=arguments.write_hlo, note_fn=progress.note)
+      programs = precompile.precompile(
+        **parts, write_hlo=arguments.write_hlo, note_fn=progress.note
+      )
   finally:
     progress.clear()
   if multihost.is_lead():

@@ -68,7 +68,13 @@ class CompiledProgram:
   @property
   def total_bytes(self) -> int:
     """Bytes on a device while the program runs."""
-    return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes + self.code_bytes
+    return (
+      self.argument_bytes
+      + self.output_bytes
+      - self.alias_bytes
+      + self.temporary_bytes
+      + self.code_bytes
+    )
 
 
 # Arguments of `train` that determine the programs of a run.
@@ -79,12 +85,20 @@ _LEARNING_RATE = 1e-3
 
 
 def precompile(
-    *, model: models.BaseModel, train_dataset_cfg: data.DatasetConfig, partitioner: partitioning.BasePartitioner,
-    model_dir: str, random_seed: int | None = 0,
-    get_dataset_fn: Callable[..., Any] = data.get_dataset,
-    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
-    compilation_cache_dir: str | None = None, write_hlo: bool = False,
-    note_fn: Callable[[str], None] = lambda text: None, **train_arguments: Any) -> list[CompiledProgram]:
+  *,
+  model: models.BaseModel,
+  train_dataset_cfg: data.DatasetConfig,
+  partitioner: partitioning.BasePartitioner,
+  model_dir: str,
+  random_seed: int | None = 0,
+  get_dataset_fn: Callable[..., Any] = data.get_dataset,
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None]
+  | None = data.verify_matching_vocabs,
+  compilation_cache_dir: str | None = None,
+  write_hlo: bool = False,
+  note_fn: Callable[[str], None] = lambda text: None,
+  **train_arguments: Any,
+) -> list[CompiledProgram]:
   """Compile the programs of `train` with the same arguments: initialization, training, evaluation and prediction.
 
   All checks of `train` before its first computation are made: the data is opened, and no parameter is initialized.
@@ -113,14 +127,24 @@ def precompile(
     ConfigError, DataError: as for `train`; or the cache is not writable, or an argument is missing or unknown.
   """
   train_arguments |= {
-      'model': model, 'train_dataset_cfg': train_dataset_cfg, 'partitioner': partitioner, 'model_dir': model_dir,
-      'random_seed': random_seed, 'get_dataset_fn': get_dataset_fn,
-      'verify_matching_vocabs_fn': verify_matching_vocabs_fn}
+    'model': model,
+    'train_dataset_cfg': train_dataset_cfg,
+    'partitioner': partitioner,
+    'model_dir': model_dir,
+    'random_seed': random_seed,
+    'get_dataset_fn': get_dataset_fn,
+    'verify_matching_vocabs_fn': verify_matching_vocabs_fn,
+  }
   checks.bind_arguments('precompile', _SIGNATURE, (), train_arguments)
-  if 'trainer_cls' not in train_arguments and getattr(model.optimizer_def, 'needs_learning_rate', False):
+  if 'trainer_cls' not in train_arguments and getattr(
+    model.optimizer_def, 'needs_learning_rate', False
+  ):
     train_arguments['trainer_cls'] = functools.partial(
-        trainer_lib.Trainer, learning_rate_fn=schedules.create_learning_rate_scheduler(
-            'constant', base_learning_rate=_LEARNING_RATE))
+      trainer_lib.Trainer,
+      learning_rate_fn=schedules.create_learning_rate_scheduler(
+        'constant', base_learning_rate=_LEARNING_RATE
+      ),
+    )
   cfg = parts_lib.RunConfig(**train_arguments)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
@@ -128,7 +152,9 @@ def precompile(
   folder = files.path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:
     run_data = parts_lib.open_data(stack, cfg, note_fn=note_fn)
-    trainer, initializer, init_rng = parts_lib.make_trainer(stack, cfg, run_data, random_seed=seed, summary_dir=None)
+    trainer, initializer, init_rng = parts_lib.make_trainer(
+      stack, cfg, run_data, random_seed=seed, summary_dir=None
+    )
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
 
     programs: list[CompiledProgram] = []
@@ -137,21 +163,37 @@ def precompile(
       note_fn(f'compiling: {name}')
       programs.append(_compile(name, lower_fn, folder))
 
-    compile_program('initial state', lambda: initializer.lower(
-        init_rng, start_lib.initial_stacks(trainer, initializer, cfg.partitioner)))
-    compile_program('training step', lambda: trainer.partitioned_train_step().lower(
-        trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
+    compile_program(
+      'initial state',
+      lambda: initializer.lower(
+        init_rng, start_lib.initial_stacks(trainer, initializer, cfg.partitioner)
+      ),
+    )
+    compile_program(
+      'training step',
+      lambda: trainer.partitioned_train_step().lower(
+        trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)
+      ),
+    )
     for names, metric_fns, eval_spec in run_data.eval_programs:
-      compile_program(f'evaluation step ({", ".join(names)})', lambda fns=metric_fns, spec=eval_spec:
-                      trainer.eval_steps.make(fns).lower(trainer.step_state, spec))
+      compile_program(
+        f'evaluation step ({", ".join(names)})',
+        lambda fns=metric_fns, spec=eval_spec: trainer.eval_steps.make(fns).lower(
+          trainer.step_state, spec
+        ),
+      )
     for each in run_data.evaluations:
       if each.evaluator is not None:
         for name, lower_fn in each.evaluator.programs(state_shape, state_axes).items():
-          compile_program(name if each.name == evaluation.INFERENCE_EVAL else f'{each.name}: {name}', lower_fn)
+          compile_program(
+            name if each.name == evaluation.INFERENCE_EVAL else f'{each.name}: {name}', lower_fn
+          )
   return programs
 
 
-def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: files.Path | None) -> CompiledProgram:
+def _compile(
+  name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: files.Path | None
+) -> CompiledProgram:
   start = time.perf_counter()
   with runtime.count_cache_use() as counts:
     lowered = lower_fn()
@@ -162,35 +204,79 @@ def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: file
   hlo_files = []
   if folder is not None and multihost.is_lead():
     stem = ''.join(c if c.isalnum() else '_' for c in name).strip('_')
-    for suffix, text in (('stablehlo.mlir', lowered.as_text()), ('optimized_hlo.txt', compiled.as_text())):
+    for suffix, text in (
+      ('stablehlo.mlir', lowered.as_text()),
+      ('optimized_hlo.txt', compiled.as_text()),
+    ):
       folder.mkdir(parents=True, exist_ok=True)
       files.write(folder / f'{stem}.{suffix}', text, durable=False)
       hlo_files.append(str(folder / f'{stem}.{suffix}'))
   return CompiledProgram(
-      name=name, seconds=seconds, cache='written' if counts.misses else 'found' if counts.hits else 'none',
-      flops=max(0.0, cost.get('flops', 0.0)), argument_bytes=memory.argument_size_in_bytes,
-      output_bytes=memory.output_size_in_bytes, alias_bytes=memory.alias_size_in_bytes,
-      temporary_bytes=memory.temp_size_in_bytes, code_bytes=memory.generated_code_size_in_bytes,
-      hlo_files=tuple(hlo_files))
+    name=name,
+    seconds=seconds,
+    cache='written' if counts.misses else 'found' if counts.hits else 'none',
+    flops=max(0.0, cost.get('flops', 0.0)),
+    argument_bytes=memory.argument_size_in_bytes,
+    output_bytes=memory.output_size_in_bytes,
+    alias_bytes=memory.alias_size_in_bytes,
+    temporary_bytes=memory.temp_size_in_bytes,
+    code_bytes=memory.generated_code_size_in_bytes,
+    hlo_files=tuple(hlo_files),
+  )
 
 
 def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.PjitPartitioner) -> str:
   """Return a table of the programs, followed by how to use the cache."""
   mesh = partitioner.mesh
   axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
-  rows = [('program', 'seconds', 'cache', 'GFLOP', 'arguments', 'outputs', 'in place', 'temporaries', 'code', 'total')]
+  rows = [
+    (
+      'program',
+      'seconds',
+      'cache',
+      'GFLOP',
+      'arguments',
+      'outputs',
+      'in place',
+      'temporaries',
+      'code',
+      'total',
+    )
+  ]
   for p in programs:
-    rows.append((p.name, f'{p.seconds:.1f}', p.cache, f'{p.flops / 1e9:.3g}', *map(format_bytes, (
-        p.argument_bytes, p.output_bytes, p.alias_bytes, p.temporary_bytes, p.code_bytes, p.total_bytes))))
-  parts = [f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and '
-           'memory are per device', format_table(rows)]
+    rows.append(
+      (
+        p.name,
+        f'{p.seconds:.1f}',
+        p.cache,
+        f'{p.flops / 1e9:.3g}',
+        *map(
+          format_bytes,
+          (
+            p.argument_bytes,
+            p.output_bytes,
+            p.alias_bytes,
+            p.temporary_bytes,
+            p.code_bytes,
+            p.total_bytes,
+          ),
+        ),
+      )
+    )
+  parts = [
+    f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and '
+    'memory are per device',
+    format_table(rows),
+  ]
   folder = jax.config.jax_compilation_cache_dir
   if not folder:
     parts.append('No compilation cache is configured: the programs are not kept.')
   elif folder == str(runtime.default_folder()):
     parts.append(f'The compilation cache is {folder}, the default of all commands.')
   else:
-    parts.append(f'The compilation cache is {folder}: run the command with --compilation_cache_dir={folder}.')
+    parts.append(
+      f'The compilation cache is {folder}: run the command with --compilation_cache_dir={folder}.'
+    )
   files = [path for p in programs for path in p.hlo_files]
   if files:
     parts.append(f'The programs are written in {os.path.dirname(files[0])}.')

@@ -2,6 +2,10 @@
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(),
+  {
     't5x_lite.apps.train.run': ('TRAIN_METRIC_KEY', 'run_actions', 'train'),
-    't5x_lite.apps.train.step_log': ('LogConfig',)})
+    't5x_lite.apps.train.step_log': ('LogConfig',),
+  },
+)

@@ -43,14 +43,22 @@ class TrainBatches:
     has_ended: whether the data ended after the newest batch, as far as `reached_end` has told.
   """
 
-  def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool], facts: Mapping[str, Any],
-               first_step: int, ends_wait: Callable[[], bool] = lambda: False, may_end: bool = False,
-               max_batch_seconds: float | None = None,
-               on_wait: Callable[[], None] = lambda: None,
-               is_computing: Callable[[], bool] = lambda: False,
-               phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-               warning_seconds: float = waiting.WARNING_SECONDS,
-               clock: Callable[[], float] = time.monotonic):
+  def __init__(
+    self,
+    batches: data.GlobalBatches,
+    *,
+    should_stop: Callable[[], bool],
+    facts: Mapping[str, Any],
+    first_step: int,
+    ends_wait: Callable[[], bool] = lambda: False,
+    may_end: bool = False,
+    max_batch_seconds: float | None = None,
+    on_wait: Callable[[], None] = lambda: None,
+    is_computing: Callable[[], bool] = lambda: False,
+    phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    warning_seconds: float = waiting.WARNING_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     """Store the arguments; read nothing.
 
     Args:
@@ -111,7 +119,9 @@ class TrainBatches:
     """Return the position after the newest batch."""
     return self._batches.get_state()
 
-  def rewind(self, data_state: Any, facts: Mapping[str, Any], step: int, *, bad_step_age: int) -> None:
+  def rewind(
+    self, data_state: Any, facts: Mapping[str, Any], step: int, *, bad_step_age: int
+  ) -> None:
     """Return to the position of a checkpoint; the batch of the bad step will be skipped.
 
     Args:
@@ -185,8 +195,9 @@ class TrainBatches:
     self.error = error
     if isinstance(error, StopIteration):
       self.error = DataError(
-          f"The training data must repeat, got the end of the data after {self._num_batches} of the run's batches. Let "
-          'the iterator repeat its data, or set DatasetConfig.num_epochs for data that ends the run.')
+        f"The training data must repeat, got the end of the data after {self._num_batches} of the run's batches. Let "
+        'the iterator repeat its data, or set DatasetConfig.num_epochs for data that ends the run.'
+      )
 
   def _skip(self) -> None:
     """Take the next batches as long as they belong to bad steps."""
@@ -217,16 +228,24 @@ class TrainBatches:
       if limit is not None and waited >= limit:
         runtime.print_stacks(f'No training batch for {waited:.0f} s.')
         raise DataStalledError(
-            f'No training batch for {waited:.0f} s; `max_batch_seconds` is {limit:g}. Check the stacks of the threads '
-            'above, then rerun the command.')
+          f'No training batch for {waited:.0f} s; `max_batch_seconds` is {limit:g}. Check the stacks of the threads '
+          'above, then rerun the command.'
+        )
 
     def warning(waited: float) -> str:
       if jax.process_count() > 1:
-        return (f'No training batch for {waited:.0f} s. The run is waiting; {runtime.signals_that_end_a_wait()} ends '
-                'it without a save.')
-      remedy = ('ends it; `max_batch_seconds` does not limit the first batch' if self._is_opening else
-                'saves it; set `max_batch_seconds` to limit the wait')
-      return f'No training batch for {waited:.0f} s. The run is waiting; SIGTERM or Ctrl-C {remedy}.'
+        return (
+          f'No training batch for {waited:.0f} s. The run is waiting; {runtime.signals_that_end_a_wait()} ends '
+          'it without a save.'
+        )
+      remedy = (
+        'ends it; `max_batch_seconds` does not limit the first batch'
+        if self._is_opening
+        else 'saves it; set `max_batch_seconds` to limit the wait'
+      )
+      return (
+        f'No training batch for {waited:.0f} s. The run is waiting; SIGTERM or Ctrl-C {remedy}.'
+      )
 
     found = poll_fn(0)
     while not found and self._is_computing():
@@ -234,6 +253,7 @@ class TrainBatches:
     if not found:
       with self._phase_fn('data'):
         found = waiting.wait_for(
-            poll_fn, check, warning, warning_seconds=self._warning_seconds, clock=self._clock)
+          poll_fn, check, warning, warning_seconds=self._warning_seconds, clock=self._clock
+        )
     self._is_opening = False
     return found

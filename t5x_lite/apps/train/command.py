@@ -10,11 +10,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
-  parser.add_argument('--dry_run', action='store_true',
-                      help='print the configuration, the parameters and their sharding, memory, batches and the '
-                      'plan of the run, without training')
-  parser.add_argument('--spool_dir', help='local folder that keeps the newest checkpoint if the object store of '
-                      'MODEL_DIR does not take it; the next run with this folder copies it to the store')
+  parser.add_argument(
+    '--dry_run',
+    action='store_true',
+    help='print the configuration, the parameters and their sharding, memory, batches and the '
+    'plan of the run, without training',
+  )
+  parser.add_argument(
+    '--spool_dir',
+    help='local folder that keeps the newest checkpoint if the object store of '
+    'MODEL_DIR does not take it; the next run with this folder copies it to the store',
+  )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -23,6 +29,7 @@ def run_command(arguments: argparse.Namespace) -> int:
   options = {} if arguments.spool_dir is None else {'spool_dir': arguments.spool_dir}
   if arguments.dry_run:
     from t5x_lite import multihost
+
     if multihost.is_lead():
       print(configuration.text)
     configuration.call(dry_run=True, **options)

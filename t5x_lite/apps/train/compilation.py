@@ -42,9 +42,14 @@ class StepCompilation:
   state when its step is traced, and several processes compile in one order.
   """
 
-  def __init__(self, stack: contextlib.ExitStack, trainer: trainer_lib.BaseTrainer, batch: Mapping[str, Any],
-               is_needed: bool = True,
-               phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext):
+  def __init__(
+    self,
+    stack: contextlib.ExitStack,
+    trainer: trainer_lib.BaseTrainer,
+    batch: Mapping[str, Any],
+    is_needed: bool = True,
+    phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+  ):
     """Trace the step and begin to compile it, or leave both to `finish`.
 
     Args:
@@ -56,18 +61,30 @@ class StepCompilation:
     """
     self._phase_fn = phase_fn
     self._trainer, self._batch, self._started = trainer, batch, time.perf_counter()
-    self._compiling, self._executor = None, concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
+    self._compiling, self._executor = (
+      None,
+      concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation'),
+    )
     stack.callback(self._executor.shutdown, wait=False)
     self._all_counts = stack.enter_context(runtime.count_cache_use(all_threads=True))
-    compiles_as_usual = type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
-    if is_needed and jax.process_count() == 1 and type(trainer) is trainer_lib.Trainer and compiles_as_usual:
+    compiles_as_usual = (
+      type(trainer.partitioner).compile is partitioning.BasePjitPartitioner.compile
+    )
+    if (
+      is_needed
+      and jax.process_count() == 1
+      and type(trainer) is trainer_lib.Trainer
+      and compiles_as_usual
+    ):
       with phase_fn('compiling'):
         self._compiling = self._executor.submit(self._run, trainer.lower_train(batch))
 
   def _run(self, compile_fn: Callable[[], None]) -> CompiledStep:
     with runtime.count_cache_use() as counts:
       compile_fn()
-    return CompiledStep(time.perf_counter() - self._started, cache_hit=bool(counts.hits and not counts.misses))
+    return CompiledStep(
+      time.perf_counter() - self._started, cache_hit=bool(counts.hits and not counts.misses)
+    )
 
   def finish(self) -> CompiledStep:
     """Wait until the step is compiled, and raise the error of its compilation.
@@ -85,7 +102,9 @@ class StepCompilation:
 
 
 @contextlib.contextmanager
-def log_compilation(watchdog: runtime.Watchdog, progress: runtime.Progress, name: str) -> Iterator[None]:
+def log_compilation(
+  watchdog: runtime.Watchdog, progress: runtime.Progress, name: str
+) -> Iterator[None]:
   """Context in which the programs of an evaluation are compiled, without a limit of time; logs a line if there are any.
 
   Args:

@@ -15,19 +15,24 @@ from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
 
-_STEPS_REMEDY = ('Steps are int32. total_steps counts from step 0 of the model; relative_steps counts from the '
-                 'checkpoint that the run starts from.')
+_STEPS_REMEDY = (
+  'Steps are int32. total_steps counts from step 0 of the model; relative_steps counts from the '
+  'checkpoint that the run starts from.'
+)
 _PERIOD = checks.number(at_least=1, integer=True).or_none()
 # Number of steps between two summaries if nothing else tells it.
 _SUMMARY_PERIOD = 100
 _ONLY_ORBAX = checks.Expectation(
-    "True, since T5X's former format of checkpoints is not written", lambda use: use is True,
-    t5x_names.remedy('t5x.train', 'train.use_orbax=False'))
+  "True, since T5X's former format of checkpoints is not written",
+  lambda use: use is True,
+  t5x_names.remedy('t5x.train', 'train.use_orbax=False'),
+)
 _SECONDS = checks.number(above=0).or_none()
 _EVENT_FNS = checks.Expectation(
-    'a function of an Event, or a list of them',
-    lambda fns: callable(fns) or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
-    'In gin, write [@name] without parentheses.').or_none()
+  'a function of an Event, or a list of them',
+  lambda fns: callable(fns) or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
+  'In gin, write [@name] without parentheses.',
+).or_none()
 
 
 def _steps(at_least: int) -> checks.Expectation:
@@ -70,7 +75,9 @@ class TrainConfig(RunConfig):
   infer_eval_period: int | None
   event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None
   dry_run: bool
-  actions_by_mode: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] = dataclasses.field(init=False)
+  actions_by_mode: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] = dataclasses.field(
+    init=False
+  )
   event_hooks: Sequence[Callable[[runtime.Event], None]] = dataclasses.field(init=False)
 
   def __post_init__(self):
@@ -78,28 +85,45 @@ class TrainConfig(RunConfig):
     has_infer_eval = self.infer_eval_dataset_cfg is not None
     has_eval = has_infer_eval or self.train_eval_dataset_cfg is not None
     checks.check(
-        'train', vars(self), relative_steps=_steps(1), total_steps=_steps(0), stats_period=_PERIOD,
-        eval_period=checks.number(at_least=0, integer=True).or_none(), use_orbax=_ONLY_ORBAX if (
-            self.checkpoint_cfg.save is not None) else checks.instance(bool, 'True or False'),
-        infer_eval_period=_PERIOD if has_infer_eval else checks.Expectation(
-            'unset without `infer_eval_dataset_cfg`', lambda period: not period),
-        run_eval_before_training=checks.Expectation(
-            'unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`', lambda run: has_eval or not run),
-        gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS, event_fns=_EVENT_FNS,
-        max_store_seconds=checks.number(above=0))
-    object.__setattr__(self, 'event_hooks', (self.event_fns,) if callable(self.event_fns) else tuple(
-        self.event_fns or ()))
+      'train',
+      vars(self),
+      relative_steps=_steps(1),
+      total_steps=_steps(0),
+      stats_period=_PERIOD,
+      eval_period=checks.number(at_least=0, integer=True).or_none(),
+      use_orbax=_ONLY_ORBAX
+      if (self.checkpoint_cfg.save is not None)
+      else checks.instance(bool, 'True or False'),
+      infer_eval_period=_PERIOD
+      if has_infer_eval
+      else checks.Expectation('unset without `infer_eval_dataset_cfg`', lambda period: not period),
+      run_eval_before_training=checks.Expectation(
+        'unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`',
+        lambda run: has_eval or not run,
+      ),
+      gc_period=checks.number(at_least=0, integer=True),
+      max_batch_seconds=_SECONDS,
+      event_fns=_EVENT_FNS,
+      max_store_seconds=checks.number(above=0),
+    )
+    object.__setattr__(
+      self,
+      'event_hooks',
+      (self.event_fns,) if callable(self.event_fns) else tuple(self.event_fns or ()),
+    )
     object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))
 
   @property
   def summary_period(self) -> int:
     """Number of steps between two summaries."""
-    return self.stats_period or max(1, (
-        self.eval_period or self.total_steps or self.relative_steps or 10 * _SUMMARY_PERIOD) // 10)
+    return self.stats_period or max(
+      1, (self.eval_period or self.total_steps or self.relative_steps or 10 * _SUMMARY_PERIOD) // 10
+    )
 
   @property
   def whens(self) -> dict[str, When]:
     """When each evaluation is due, by its name."""
+
     def when(period):
       return When(period=period, at_start=bool(self.run_eval_before_training), at_end=period != 0)
 
@@ -113,17 +137,28 @@ class TrainConfig(RunConfig):
   @property
   def may_end(self) -> bool:
     """Whether the end of the training data ends the run; otherwise it is an error."""
-    return self.train_dataset_cfg.num_epochs is not None or (self.total_steps is None and self.relative_steps is None)
+    return self.train_dataset_cfg.num_epochs is not None or (
+      self.total_steps is None and self.relative_steps is None
+    )
 
   @property
   def longest_period(self) -> int:
     """Largest number of steps between two pauses of the same kind."""
     save_cfg = self.checkpoint_cfg.save
-    saving = None if save_cfg is None else checkpoints.save_policies_from_config(save_cfg).next_step(0)
-    periods = [self.summary_period, self.gc_period, saving, *(when.period for when in self.whens.values())]
+    saving = (
+      None if save_cfg is None else checkpoints.save_policies_from_config(save_cfg).next_step(0)
+    )
+    periods = [
+      self.summary_period,
+      self.gc_period,
+      saving,
+      *(when.period for when in self.whens.values()),
+    ]
     return max(period or 1 for period in periods)
 
-  def plan(self, first_step: int, *, last_step: float, pause_steps: Sequence[int]) -> Iterator[plan_lib.Stretch]:
+  def plan(
+    self, first_step: int, *, last_step: float, pause_steps: Sequence[int]
+  ) -> Iterator[plan_lib.Stretch]:
     """Yield the stretches of steps after `first_step`.
 
     Args:
@@ -133,6 +168,12 @@ class TrainConfig(RunConfig):
     """
     save_cfg = self.checkpoint_cfg.save
     return plan_lib.plan_steps(
-        first_step, last_step, evaluations=self.whens,
-        save=When() if save_cfg is None else plan_lib.SaveTimes(checkpoints.save_policies_from_config(save_cfg)),
-        collect_garbage=When(period=self.gc_period), pause=When(period=self.summary_period, steps=pause_steps))
+      first_step,
+      last_step,
+      evaluations=self.whens,
+      save=When()
+      if save_cfg is None
+      else plan_lib.SaveTimes(checkpoints.save_policies_from_config(save_cfg)),
+      collect_garbage=When(period=self.gc_period),
+      pause=When(period=self.summary_period, steps=pause_steps),
+    )

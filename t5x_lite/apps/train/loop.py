@@ -29,7 +29,13 @@ from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.apps.train.step_log import StepLog
-from t5x_lite.errors import CheckpointDamagedError, DataError, NonFiniteMetricError, StoppedOnSignalError, did_you_mean
+from t5x_lite.errors import (
+  CheckpointDamagedError,
+  DataError,
+  NonFiniteMetricError,
+  StoppedOnSignalError,
+  did_you_mean,
+)
 from t5x_lite.evaluation import Threshold
 from t5x_lite.train_state import TrainState
 
@@ -115,12 +121,20 @@ class TrainLoop:
       self.progress.note('compiling the training step')
       compiled = self.compilation.finish()
       self.progress.log(str(compiled))
-      self.events.emit('compiled', compilation_seconds=compiled.seconds, cache_hit=compiled.cache_hit)
+      self.events.emit(
+        'compiled', compilation_seconds=compiled.seconds, cache_hit=compiled.cache_hit
+      )
       self.progress.note('waiting for the first step')
-    self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
+    self.signals.doing = (
+      'finishing the step' if self.saves is None else 'finishing the step and saving'
+    )
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
-    if self.saves is not None and not self.start.resumes and (reasons := self.saves.reasons(self._first_step)):
+    if (
+      self.saves is not None
+      and not self.start.resumes
+      and (reasons := self.saves.reasons(self._first_step))
+    ):
       with self.watchdog.watching('saving'):
         self.saves.save(reasons, self.evaluation_due)
     self._first_best = self.facts.get('best_metrics', [])
@@ -142,8 +156,13 @@ class TrainLoop:
     with self.watchdog.watching():
       self.profiler.before(stretch.first, lambda: trainer.finish_steps(self._on_step))
       try:
-        summary = trainer.train(self.step_log.logged(self.batches), stretch.num_steps, stretch.first,
-                                on_step=self._on_step, should_stop=self.batches.should_stop)
+        summary = trainer.train(
+          self.step_log.logged(self.batches),
+          stretch.num_steps,
+          stretch.first,
+          on_step=self._on_step,
+          should_stop=self.batches.should_stop,
+        )
         self._look_for_end()
       except trainer_lib.PreemptionError as error:
         self._interrupted = f'PreemptionError: {error}'
@@ -156,8 +175,11 @@ class TrainLoop:
       with self.watchdog.watching():
         trainer.finish_steps(self._on_step)
     if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
-      self._request_stop(run_actions(
-          ActionMode.TRAIN, actions, lambda: trainer.train_state, {TRAIN_METRIC_KEY: values}))
+      self._request_stop(
+        run_actions(
+          ActionMode.TRAIN, actions, lambda: trainer.train_state, {TRAIN_METRIC_KEY: values}
+        )
+      )
     if trainer.step > stretch.first or self.batches.has_ended:
       with self._keeping_error():
         self.evaluation_due = self._due_evaluations(stretch, summary) if self._is_complete else ()
@@ -172,23 +194,38 @@ class TrainLoop:
         raise
       self._error = error
 
-  def _due_evaluations(self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture) -> tuple[str, ...]:
+  def _due_evaluations(
+    self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture
+  ) -> tuple[str, ...]:
     """Return the names of the evaluations at the end of a stretch whose condition holds."""
     whens, step = self.cfg.whens, self.trainer.step
     last_step, names = self.last_step, stretch.evaluations
     if self.batches.has_ended or self._stop == Stop.EARLY:
-      last_step, names = step, tuple(name for name, when in whens.items() if when.is_due(step, step))
+      last_step, names = (
+        step,
+        tuple(name for name, when in whens.items() if when.is_due(step, step)),
+      )
 
     def is_met(when):
       if when.condition is None or when.is_due_at_end(step, last_step):
         return True
-      numbers = {name: float(np.asarray(value.value)) for name, value in summary.result().items()
-                 if isinstance(value, clu.values.Scalar)}
+      numbers = {
+        name: float(np.asarray(value.value))
+        for name, value in summary.result().items()
+        if isinstance(value, clu.values.Scalar)
+      }
       self._warn_of_unknown_metric(when.condition, numbers)
-      holds = checks.call_custom('When', 'condition', 'step, metrics', when.condition, step, numbers)
+      holds = checks.call_custom(
+        'When', 'condition', 'step, metrics', when.condition, step, numbers
+      )
       if holds is None or np.ndim(holds):
-        raise checks.invalid('When', 'condition', 'a function that returns True or False', holds,
-                             'Return True to evaluate.')
+        raise checks.invalid(
+          'When',
+          'condition',
+          'a function that returns True or False',
+          holds,
+          'Return True to evaluate.',
+        )
       # Times differ between processes, which must decide equally.
       return bool(multihost.broadcast_from_lead(np.bool_(bool(holds))))
 
@@ -196,12 +233,18 @@ class TrainLoop:
 
   def _warn_of_unknown_metric(self, condition: Any, metrics: Mapping[str, float]) -> None:
     """Warn once if the metrics of training lack that of a `Threshold`, whose evaluation is then left out."""
-    if not isinstance(condition, Threshold) or not metrics or condition.metric in {*metrics, *self._unknown_metrics}:
+    if (
+      not isinstance(condition, Threshold)
+      or not metrics
+      or condition.metric in {*metrics, *self._unknown_metrics}
+    ):
       return
     self._unknown_metrics.add(condition.metric)
     logging.getLogger(__name__).warning(
-        '`Threshold.metric` is %r, and training has no metric of that name: the evaluation is left out.%s',
-        condition.metric, did_you_mean(condition.metric, metrics, lists_all=False))
+      '`Threshold.metric` is %r, and training has no metric of that name: the evaluation is left out.%s',
+      condition.metric,
+      did_you_mean(condition.metric, metrics, lists_all=False),
+    )
 
   def evaluate(self) -> None:
     """Compute the evaluations that are due, unless the run must stop."""
@@ -217,8 +260,12 @@ class TrainLoop:
     """Save the state if a save is due or the run ends."""
     if self.saves is None or not self._is_sound or self.trainer.step <= self._first_step:
       return
-    if self.signals.requested and self.cfg.spool_dir is not None:  # a machine may soon be taken away
-      files.set_store_seconds(self.cfg.model_dir, min(self.cfg.max_store_seconds, _STORE_SECONDS_AFTER_SIGNAL))
+    if (
+      self.signals.requested and self.cfg.spool_dir is not None
+    ):  # a machine may soon be taken away
+      files.set_store_seconds(
+        self.cfg.model_dir, min(self.cfg.max_store_seconds, _STORE_SECONDS_AFTER_SIGNAL)
+      )
     reasons = []
     if self._is_complete and self._error is None:
       with self._keeping_error():
@@ -228,16 +275,25 @@ class TrainLoop:
     reasons += reasons_to_end
     if reasons or (self._is_complete and self._stretch.save):
       with self.watchdog.watching('saving'):
-        self.saves.save(reasons or ['fixed step'], self.evaluation_due,
-                        is_last=bool(reasons_to_end) and not self._interrupted)
+        self.saves.save(
+          reasons or ['fixed step'],
+          self.evaluation_due,
+          is_last=bool(reasons_to_end) and not self._interrupted,
+        )
         self.watchdog.beat(self.trainer.step)
 
   def _reasons_to_end(self) -> list[str]:
     """Return why no further step follows, for the log; empty if one does."""
     error = self._error or self.batches.error
-    found = {'end of the run': self._has_last_step, self._interrupted.partition(':')[0]: bool(self._interrupted),
-             'action': self._stop != Stop.CONTINUE, f'error {type(error).__name__}': error is not None}
-    return [reason for reason, holds in found.items() if holds] or ['stopped'] * self.trainer.stop_training
+    found = {
+      'end of the run': self._has_last_step,
+      self._interrupted.partition(':')[0]: bool(self._interrupted),
+      'action': self._stop != Stop.CONTINUE,
+      f'error {type(error).__name__}': error is not None,
+    }
+    return [reason for reason, holds in found.items() if holds] or [
+      'stopped'
+    ] * self.trainer.stop_training
 
   def recover(self) -> None:
     """Roll back a non-finite state if the policy allows it; collect garbage if that is due."""
@@ -267,8 +323,11 @@ class TrainLoop:
     if self._last_seen is not None:
       self.progress.update(self._last_seen[0], _shown(self._last_seen[1]), last=True)
     finding = trainer.non_finite.finding
-    has_diverged = self._stop == Stop.NON_FINITE or self._has_given_up or (
-        finding is not None and not trainer.stop_training)
+    has_diverged = (
+      self._stop == Stop.NON_FINITE
+      or self._has_given_up
+      or (finding is not None and not trainer.stop_training)
+    )
     self.progress.note('waiting for the checkpoint')
     with self.watchdog.watching('saving'):
       if self.saves is not None:
@@ -280,17 +339,31 @@ class TrainLoop:
     self.progress.clear()
     saved = None
     if self.saves is not None:
-      saved = self.saves.newest_sound_step() if has_diverged or finding is not None else self.saves.newest_step()
+      saved = (
+        self.saves.newest_sound_step()
+        if has_diverged or finding is not None
+        else self.saves.newest_step()
+      )
     if has_diverged:
       raise NonFiniteMetricError(self._describe_divergence(saved))
-    where = f'step {saved:,} is saved in {self.cfg.model_dir}' if saved is not None else 'no checkpoint was saved'
+    where = (
+      f'step {saved:,} is saved in {self.cfg.model_dir}'
+      if saved is not None
+      else 'no checkpoint was saved'
+    )
     where += f'. To resume:\n  {runtime.command_line()}'
-    if self._interrupted and (not self._has_last_step or self.evaluation_due or finding is not None):
+    if self._interrupted and (
+      not self._has_last_step or self.evaluation_due or finding is not None
+    ):
       of_steps = f' of {self.last_step:,}' if self.last_step < math.inf else ''
       raise StoppedOnSignalError(
-          f'Stopped after step {trainer.step:,}{of_steps} by {self._interrupted}; {where}', signal=self._interrupted)
+        f'Stopped after step {trainer.step:,}{of_steps} by {self._interrupted}; {where}',
+        signal=self._interrupted,
+      )
     if self._error is not None:
-      self.progress.log(f'A function of the configuration failed after step {trainer.step:,}; {where}')
+      self.progress.log(
+        f'A function of the configuration failed after step {trainer.step:,}; {where}'
+      )
       raise self._error
     if self.batches.error is not None:
       self.progress.log(f'The training data failed after step {trainer.step:,}; {where}')
@@ -337,7 +410,9 @@ class TrainLoop:
       try:
         self._request_stop(self.evaluations.evaluate(names))
         if self._stop == Stop.EARLY:  # The run ends here.
-          at_end = [name for name, when in self.cfg.whens.items() if when.at_end and name not in names]
+          at_end = [
+            name for name, when in self.cfg.whens.items() if when.at_end and name not in names
+          ]
           self._request_stop(self.evaluations.evaluate(at_end))
           names += at_end
         self.evaluation_due = ()
@@ -366,9 +441,11 @@ class TrainLoop:
     if step >= self.last_step or not self.batches.reached_end():
       return
     if step == self.facts['start_step']:
-      raise DataError(f'The training data {self.cfg.train_dataset_cfg.name!r} must have at least one batch of '
-                      f'{self.cfg.train_dataset_cfg.batch_size} rows, got its end before the first step. Reduce the '
-                      'batch size or raise DatasetConfig.num_epochs.')
+      raise DataError(
+        f'The training data {self.cfg.train_dataset_cfg.name!r} must have at least one batch of '
+        f'{self.cfg.train_dataset_cfg.batch_size} rows, got its end before the first step. Reduce the '
+        'batch size or raise DatasetConfig.num_epochs.'
+      )
     self.progress.log(f'The training data ended after step {step:,}.')
 
   def _begin_progress(self, step: int) -> None:
@@ -379,7 +456,10 @@ class TrainLoop:
   def _roll_back(self) -> None:
     """Restore the newest sound checkpoint, or else the run's starting point, and plan from there."""
     trainer, cfg = self.trainer, self.cfg
-    finding, bad_step_age = trainer.non_finite.finding, trainer.step - trainer.non_finite.finding.step
+    finding, bad_step_age = (
+      trainer.non_finite.finding,
+      trainer.step - trainer.non_finite.finding.step,
+    )
     try:
       point = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     except CheckpointDamagedError:  # The first steps were bad.
@@ -392,18 +472,27 @@ class TrainLoop:
     recorded = point.metadata.get('run', {}).get('best_metrics', [])
     self.facts['best_metrics'] = self._first_best if point.step == self.start.step else recorded
     log = logging.getLogger(__name__)
-    log.warning('%s is not finite: rolling back to %s at step %d and skipping the batch of this step (rollback %d of '
-                '%d).', finding.what[:1].upper() + finding.what[1:], point.description, point.step,
-                self._num_roll_backs, trainer.non_finite.policy.roll_back_limit)
+    log.warning(
+      '%s is not finite: rolling back to %s at step %d and skipping the batch of this step (rollback %d of '
+      '%d).',
+      finding.what[:1].upper() + finding.what[1:],
+      point.description,
+      point.step,
+      self._num_roll_backs,
+      trainer.non_finite.policy.roll_back_limit,
+    )
     self.profiler.close()
     trainer.rewind(self.initializer.global_train_state_shape)  # Frees the memory of the state.
     self.evaluations.close_files()
     if multihost.is_lead():
       summaries.discard_after(cfg.model_dir, point.step)
     restored = start_lib.set_state(
-        trainer, point, self.initializer, cfg.partitioner, cfg.model, self.init_rng)
+      trainer, point, self.initializer, cfg.partitioner, cfg.model, self.init_rng
+    )
     facts = point.metadata.get('run', {}) if point.resumes else {}
-    actions_lib.set_actions_state(cfg.actions_by_mode, facts.get('actions', self._first_actions_state))
+    actions_lib.set_actions_state(
+      cfg.actions_by_mode, facts.get('actions', self._first_actions_state)
+    )
     trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
     data_state = self.first_data_state if point is self.start else restored and restored.data_state
     if data_state is None:
@@ -411,7 +500,12 @@ class TrainLoop:
     self.batches.rewind(data_state, facts, point.step, bad_step_age=bad_step_age)
     if self.saves is not None:
       self.saves.rewind(point.step)
-    self.events.emit('rollback', to_step=point.step, source=point.description, reason=f'{finding.what} is not finite')
+    self.events.emit(
+      'rollback',
+      to_step=point.step,
+      source=point.description,
+      reason=f'{finding.what} is not finite',
+    )
     self.events.step = point.step
     self._first_step, self.evaluation_due = point.step, ()
     self._stretches = self.plan_fn(point.step)
@@ -425,10 +519,15 @@ class TrainLoop:
       what = f'{finding.what} is not finite'
       if self._has_given_up and self.trainer.non_finite.policy.roll_back_limit:
         what += f', after {self._num_roll_backs} rollback(s)'
-    newest = ('The run has no sound checkpoint' if sound is None else
-              f'The same command resumes from step {sound:,}, the newest sound checkpoint')
-    return (f'Training stopped at step {step:,} in {self.cfg.model_dir}: {what}. {newest}. Lower the learning rate, '
-            'clip gradients, check the data, or set `trainer.NonFinitePolicy.action`.')
+    newest = (
+      'The run has no sound checkpoint'
+      if sound is None
+      else f'The same command resumes from step {sound:,}, the newest sound checkpoint'
+    )
+    return (
+      f'Training stopped at step {step:,} in {self.cfg.model_dir}: {what}. {newest}. Lower the learning rate, '
+      'clip gradients, check the data, or set `trainer.NonFinitePolicy.action`.'
+    )
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -49,49 +49,54 @@ __all__ = ['TRAIN_METRIC_KEY', 'run_actions', 'train']
 
 
 def train(
-    *,
-    model: models.BaseModel,
-    train_dataset_cfg: data.DatasetConfig,
-    train_eval_dataset_cfg: data.DatasetConfig | None,
-    infer_eval_dataset_cfg: data.DatasetConfig | None,
-    checkpoint_cfg: checkpoints.CheckpointConfig,
-    partitioner: partitioning.PjitPartitioner,
-    trainer_cls: trainer_lib.BaseTrainerConstructor,
-    model_dir: str,
-    total_steps: int | None,
-    eval_steps: int | None,
-    eval_period: int | None,
-    relative_steps: int | None = None,
-    stats_period: int | None = None,
-    random_seed: int | None = 0,
-    use_hardware_rng: bool = False,
-    summarize_config_fn: Callable[[str, Any, int], None] | None = None,
-    inference_evaluator_cls: Any = None,
-    get_dataset_fn: Callable[..., Any] = data.get_dataset,
-    actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
-    train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets,
-    run_eval_before_training: bool = False,
-    train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
-    use_orbax: bool = True,
-    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
-    gc_period: int = 0,
-    num_prefetched_batches: int = 2,
-    num_retries: int = 3,
-    max_batch_seconds: float | None = None,
-    max_step_seconds: float | None = None,
-    max_evaluation_seconds: float | None = None,
-    max_saving_seconds: float | None = None,
-    max_store_seconds: float = 300.0,
-    spool_dir: str | None = None,
-    profile_steps: Sequence[int] | runtime.ProfileConfig | None = None,
-    log_cfg: LogConfig = LogConfig(),
-    infer_eval_period: int | None = None,
-    infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
-    concurrent_metrics: bool = True,
-    evaluations: Sequence[evaluation.Evaluation] = (),
-    param_ema: averaging.ParamEma | None = None,
-    event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None = None,
-    dry_run: bool = False,
+  *,
+  model: models.BaseModel,
+  train_dataset_cfg: data.DatasetConfig,
+  train_eval_dataset_cfg: data.DatasetConfig | None,
+  infer_eval_dataset_cfg: data.DatasetConfig | None,
+  checkpoint_cfg: checkpoints.CheckpointConfig,
+  partitioner: partitioning.PjitPartitioner,
+  trainer_cls: trainer_lib.BaseTrainerConstructor,
+  model_dir: str,
+  total_steps: int | None,
+  eval_steps: int | None,
+  eval_period: int | None,
+  relative_steps: int | None = None,
+  stats_period: int | None = None,
+  random_seed: int | None = 0,
+  use_hardware_rng: bool = False,
+  summarize_config_fn: Callable[[str, Any, int], None] | None = None,
+  inference_evaluator_cls: Any = None,
+  get_dataset_fn: Callable[..., Any] = data.get_dataset,
+  actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
+  train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets,
+  run_eval_before_training: bool = False,
+  train_state_initializer_cls: type[
+    state_init.TrainStateInitializer
+  ] = state_init.TrainStateInitializer,
+  use_orbax: bool = True,
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None]
+  | None = data.verify_matching_vocabs,
+  gc_period: int = 0,
+  num_prefetched_batches: int = 2,
+  num_retries: int = 3,
+  max_batch_seconds: float | None = None,
+  max_step_seconds: float | None = None,
+  max_evaluation_seconds: float | None = None,
+  max_saving_seconds: float | None = None,
+  max_store_seconds: float = 300.0,
+  spool_dir: str | None = None,
+  profile_steps: Sequence[int] | runtime.ProfileConfig | None = None,
+  log_cfg: LogConfig = LogConfig(),
+  infer_eval_period: int | None = None,
+  infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
+  concurrent_metrics: bool = True,
+  evaluations: Sequence[evaluation.Evaluation] = (),
+  param_ema: averaging.ParamEma | None = None,
+  event_fns: Callable[[runtime.Event], None]
+  | Sequence[Callable[[runtime.Event], None]]
+  | None = None,
+  dry_run: bool = False,
 ) -> tuple[int, TrainState]:
   """Train a model, with evaluations and checkpoints.
 
@@ -182,27 +187,44 @@ def train(
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       checkpoints.check_is_shared(stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir)))
       checkpoints.recover_spooled(cfg.spool_dir, cfg.model_dir)
-    progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index())
+    progress = runtime.Progress(
+      enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index()
+    )
     stack.callback(progress.clear)
     stack.enter_context(progress.above_line())
     # Before the events, so that signals during the hooks of the first and the last event stop the run as usual.
     signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     events = runtime.EventLog(
-        os.path.join(cfg.model_dir, runtime.EVENTS_FILE), process=jax.process_index(), event_fns=cfg.event_hooks,
-        log_fn=progress.log)
+      os.path.join(cfg.model_dir, runtime.EVENTS_FILE),
+      process=jax.process_index(),
+      event_fns=cfg.event_hooks,
+      log_fn=progress.log,
+    )
     if not cfg.dry_run:
       stack.enter_context(events)
     watchdog = _make_watchdog(cfg, events)
-    opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
+    opening = waiting.DataWaits(
+      signals,
+      lambda doing: StoppedOnSignalError(
         f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.',
-        signal=signals.name))
-    memory = runtime.DeviceMemory(cfg.partitioner.mesh.local_devices, is_enabled=cfg.log_cfg.device_memory)
+        signal=signals.name,
+      ),
+    )
+    memory = runtime.DeviceMemory(
+      cfg.partitioner.mesh.local_devices, is_enabled=cfg.log_cfg.device_memory
+    )
 
     # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
-        stack, cfg, num_prefetched_batches=cfg.num_prefetched_batches, num_retries=cfg.num_retries,
-        concurrent_metrics=cfg.concurrent_metrics, log_dir=None if cfg.dry_run else cfg.model_dir,
-        note_fn=progress.note, open_fn=opening.call)
+      stack,
+      cfg,
+      num_prefetched_batches=cfg.num_prefetched_batches,
+      num_retries=cfg.num_retries,
+      concurrent_metrics=cfg.concurrent_metrics,
+      log_dir=None if cfg.dry_run else cfg.model_dir,
+      note_fn=progress.note,
+      open_fn=opening.call,
+    )
     batches, save_cfg = run_data.batches, cfg.checkpoint_cfg.save
     if save_cfg is not None and save_cfg.save_dataset:
       # A pipeline without a known position is an error now instead of at the first save.
@@ -221,8 +243,14 @@ def train(
 
     # Trainer: built from the state's shapes, so that everything is checked before anything is computed.
     trainer, initializer, init_rng = parts_lib.make_trainer(
-        stack, cfg, run_data, random_seed=facts['random_seed'], summary_dir=None if cfg.dry_run else cfg.model_dir,
-        first_step=first_step, last_step=last_step)
+      stack,
+      cfg,
+      run_data,
+      random_seed=facts['random_seed'],
+      summary_dir=None if cfg.dry_run else cfg.model_dir,
+      first_step=first_step,
+      last_step=last_step,
+    )
     state_shape = initializer.global_train_state_shape
     if not start.is_new:
       checkpoints.check_keeps_dtypes(state_shape.state_dict(), start.restore_cfg)
@@ -239,29 +267,51 @@ def train(
       events.tick()
       progress.note(text)
 
-    evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
-        trainer=trainer, evaluations=run_data.evaluations, summary_dir=None if cfg.dry_run else cfg.model_dir,
-        progress=progress, note_fn=note,
-        compiling_fn=functools.partial(log_compilation, watchdog, progress), actions=cfg.actions_by_mode,
-        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait).iterate)))
+    evaluations = stack.enter_context(
+      contextlib.closing(
+        RunEvaluations(
+          trainer=trainer,
+          evaluations=run_data.evaluations,
+          summary_dir=None if cfg.dry_run else cfg.model_dir,
+          progress=progress,
+          note_fn=note,
+          compiling_fn=functools.partial(log_compilation, watchdog, progress),
+          actions=cfg.actions_by_mode,
+          read_fn=waiting.DataWaits(
+            signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait
+          ).iterate,
+        )
+      )
+    )
     evaluations.check_metric_names(() if save_cfg is None else checkpoints.metric_names(save_cfg))
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
       choices = parts_lib.trace_steps(trainer, run_data)
       text = report.describe(
-          train_state_shape=state_shape, partitioner=cfg.partitioner, specs=run_data.element_specs, start=start,
-          plan=plan_lib.describe_plan(
-              plan_lib.list_stretches(plan_fn(first_step), last_step, cfg.longest_period), last_step, num_epochs),
-          num_microbatches=trainer.num_microbatches, attention_kernels=choices)
+        train_state_shape=state_shape,
+        partitioner=cfg.partitioner,
+        specs=run_data.element_specs,
+        start=start,
+        plan=plan_lib.describe_plan(
+          plan_lib.list_stretches(plan_fn(first_step), last_step, cfg.longest_period),
+          last_step,
+          num_epochs,
+        ),
+        num_microbatches=trainer.num_microbatches,
+        attention_kernels=choices,
+      )
       if multihost.is_lead():
         print(text)
       return first_step, state_shape
 
     # State: restored or new, before anything is written, since a checkpoint may not match. The step compiles meanwhile.
     compilation = StepCompilation(
-        stack, trainer, batches.element_spec, is_needed=first_step < last_step, phase_fn=events.phase)
+      stack, trainer, batches.element_spec, is_needed=first_step < last_step, phase_fn=events.phase
+    )
     progress.note(f'making the state: {start.description}')
-    restored = start_lib.set_state(trainer, start, initializer, cfg.partitioner, cfg.model, init_rng)
+    restored = start_lib.set_state(
+      trainer, start, initializer, cfg.partitioner, cfg.model, init_rng
+    )
     if restored is not None and trainer.non_finite.policy.tests:
       start_lib.check_finite(start, trainer.step_state)
     has_position = restored is not None and restored.data_state is not None
@@ -271,29 +321,42 @@ def train(
       opening.until(batches.open, 'restoring the position in the training data')
     elif start.resumes:
       logging.getLogger(__name__).warning(
-          'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.')
+        'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.'
+      )
     start_lib.record_data(start, facts, cfg.train_dataset_cfg)
     train_batches = TrainBatches(
-        batches, should_stop=signals.is_due, ends_wait=lambda: signals.ends_waits,
-        facts=facts if has_position else {}, first_step=first_step,
-        may_end=cfg.may_end, max_batch_seconds=cfg.max_batch_seconds, on_wait=on_wait,
-        is_computing=lambda: not trainer.step_state.step.is_ready(), phase_fn=events.phase)
+      batches,
+      should_stop=signals.is_due,
+      ends_wait=lambda: signals.ends_waits,
+      facts=facts if has_position else {},
+      first_step=first_step,
+      may_end=cfg.may_end,
+      max_batch_seconds=cfg.max_batch_seconds,
+      on_wait=on_wait,
+      is_computing=lambda: not trainer.step_state.step.is_ready(),
+      phase_fn=events.phase,
+    )
     # The run may have been stopped before this step's evaluation.
     last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
     manager = None
     if save_cfg is not None:
-      manager = stack.enter_context(checkpoints.CheckpointManager(
-          cfg.model_dir, save_cfg=save_cfg, spool_dir=cfg.spool_dir))
+      manager = stack.enter_context(
+        checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg, spool_dir=cfg.spool_dir)
+      )
 
     # Files: results after the starting point are deleted, since they will be written again.
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')
-    progress.log(f'Starting from {start.description} at step {first_step:,}, '
-                 f'{plan_lib.describe_end(last_step, num_epochs)}.')
+    progress.log(
+      f'Starting from {start.description} at step {first_step:,}, '
+      f'{plan_lib.describe_end(last_step, num_epochs)}.'
+    )
     events.step = first_step
     events.emit('restored', source=start.description, resumes=start.resumes)
     events.open()
     if multihost.is_lead():
-      _begin_files(cfg, start, run_data, trainer, progress, state_shape, redo_evaluation=bool(evaluation_due))
+      _begin_files(
+        cfg, start, run_data, trainer, progress, state_shape, redo_evaluation=bool(evaluation_due)
+      )
     if not start.resumes:
       evaluation_due = tuple(name for name, when in cfg.whens.items() if when.at_start)
 
@@ -304,21 +367,48 @@ def train(
       first_data_state = train_batches.get_state()
     saves = None
     if manager is not None:
-      saves = TrainSaves(manager, cfg, trainer=trainer, evaluations=evaluations, batches=train_batches, run_facts=facts,
-                         progress=progress, events=events)
+      saves = TrainSaves(
+        manager,
+        cfg,
+        trainer=trainer,
+        evaluations=evaluations,
+        batches=train_batches,
+        run_facts=facts,
+        progress=progress,
+        events=events,
+      )
     if signals.is_due():
-      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.',
-                                 signal=signals.name)
+      raise StoppedOnSignalError(
+        f'Stopped by {signals.name} before the first step; there is nothing to save.',
+        signal=signals.name,
+      )
     del restored, run_data, state_shape  # Frees their memory for the loop.
     collect_garbage = stack.enter_context(runtime.manual_gc(cfg.gc_period > 0))
     stack.callback(watchdog.close)
     stack.callback(profiler.close)
     loop = TrainLoop(
-        cfg=cfg, trainer=trainer, initializer=initializer, init_rng=init_rng, compilation=compilation,
-        batches=train_batches, evaluations=evaluations, saves=saves, start=start, plan_fn=plan_fn, last_step=last_step,
-        facts=facts, first_data_state=first_data_state, progress=progress, watchdog=watchdog, events=events,
-        profiler=profiler, step_log=StepLog(cfg.log_cfg, progress, memory, trainer.train_metrics_manager, first_step),
-        signals=signals, collect_garbage_fn=collect_garbage, evaluation_due=evaluation_due)
+      cfg=cfg,
+      trainer=trainer,
+      initializer=initializer,
+      init_rng=init_rng,
+      compilation=compilation,
+      batches=train_batches,
+      evaluations=evaluations,
+      saves=saves,
+      start=start,
+      plan_fn=plan_fn,
+      last_step=last_step,
+      facts=facts,
+      first_data_state=first_data_state,
+      progress=progress,
+      watchdog=watchdog,
+      events=events,
+      profiler=profiler,
+      step_log=StepLog(cfg.log_cfg, progress, memory, trainer.train_metrics_manager, first_step),
+      signals=signals,
+      collect_garbage_fn=collect_garbage,
+      evaluation_due=evaluation_due,
+    )
     stack.enter_context(runtime.reporting_errors())
     loop.begin()
     while (stretch := loop.next_stretch()) is not None:
@@ -328,7 +418,12 @@ def train(
       loop.recover()
     step, train_state = loop.end()
     if multihost.is_lead():
-      print(report.final_report(cfg.model_dir, bad_steps_in_a_row=trainer.non_finite.bad_steps_in_a_row), flush=True)
+      print(
+        report.final_report(
+          cfg.model_dir, bad_steps_in_a_row=trainer.non_finite.bad_steps_in_a_row
+        ),
+        flush=True,
+      )
     return step, train_state
 
 
@@ -337,28 +432,50 @@ def _make_watchdog(cfg: TrainConfig, events: runtime.EventLog) -> runtime.Watchd
   options = {}
   if (monitor := runtime.current_monitor()) is not None:
     monitor.state_fn = lambda: events.state
-    monitor.call_at_end(lambda failure: events.stop('other_process', process=failure.process, message=str(failure)))
-    options = {'others_fn': monitor.describe_processes,
-               'on_timeout': lambda message: monitor.end_all(message, ExitCode.WATCHDOG)}
-  return runtime.Watchdog(cfg.max_step_seconds, max_evaluation_seconds=cfg.max_evaluation_seconds,
-                          max_saving_seconds=cfg.max_saving_seconds, phase_fn=events.phase, **options)
+    monitor.call_at_end(
+      lambda failure: events.stop('other_process', process=failure.process, message=str(failure))
+    )
+    options = {
+      'others_fn': monitor.describe_processes,
+      'on_timeout': lambda message: monitor.end_all(message, ExitCode.WATCHDOG),
+    }
+  return runtime.Watchdog(
+    cfg.max_step_seconds,
+    max_evaluation_seconds=cfg.max_evaluation_seconds,
+    max_saving_seconds=cfg.max_saving_seconds,
+    phase_fn=events.phase,
+    **options,
+  )
 
 
 def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step: int) -> float:
   """Return the last step of the configuration, see `plan.last_step_of_run`; raise if `start` is at a later step."""
   last_step = plan_lib.last_step_of_run(cfg.total_steps, cfg.relative_steps, start_step)
-  if cfg.total_steps is not None and cfg.relative_steps is not None:  # T5X's run files always bind total_steps
-    logging.getLogger(__name__).info('relative_steps=%s replaces total_steps=%s: the run ends at step %s.',
-                                     cfg.relative_steps, cfg.total_steps, last_step)
+  if (
+    cfg.total_steps is not None and cfg.relative_steps is not None
+  ):  # T5X's run files always bind total_steps
+    logging.getLogger(__name__).info(
+      'relative_steps=%s replaces total_steps=%s: the run ends at step %s.',
+      cfg.relative_steps,
+      cfg.total_steps,
+      last_step,
+    )
   if start.step > last_step:
-    raise ConfigError(f'{start.path or start.description} is at step {start.step}, past the end of the run at step '
-                      f'{last_step}. Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or '
-                      'choose another model_dir.')
+    raise ConfigError(
+      f'{start.path or start.description} is at step {start.step}, past the end of the run at step '
+      f'{last_step}. Raise total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or '
+      'choose another model_dir.'
+    )
   return last_step
 
 
-def _find_end(last_step: float, batches: TrainBatches, facts: Mapping[str, Any], start: start_lib.StartingPoint,
-              whens: Mapping[str, evaluation.When]) -> tuple[float, tuple[str, ...]]:
+def _find_end(
+  last_step: float,
+  batches: TrainBatches,
+  facts: Mapping[str, Any],
+  start: start_lib.StartingPoint,
+  whens: Mapping[str, evaluation.When],
+) -> tuple[float, tuple[str, ...]]:
   """Return the last step of the run, and the names of the evaluations that are due before the next step.
 
   A resumed run whose data has ended has no further step. If the run was stopped before that was known, the
@@ -372,15 +489,28 @@ def _find_end(last_step: float, batches: TrainBatches, facts: Mapping[str, Any],
     whens: when each evaluation is due, by its name.
   """
   due = due_names(facts.get('evaluation_due', False), tuple(whens))
-  if not start.resumes or not facts['start_step'] < start.step < last_step or not batches.reached_end():
+  if (
+    not start.resumes
+    or not facts['start_step'] < start.step < last_step
+    or not batches.reached_end()
+  ):
     return last_step, due
   is_known = 'data_ended_at' in facts and facts['data_ended_at'] == facts['batch_number']
-  return start.step, due if is_known else tuple(name for name, when in whens.items() if name in due or when.at_end)
+  return start.step, due if is_known else tuple(
+    name for name, when in whens.items() if name in due or when.at_end
+  )
 
 
-def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: parts_lib.RunData,
-                 trainer: trainer_lib.BaseTrainer, progress: runtime.Progress, state_shape: TrainState, *,
-                 redo_evaluation: bool) -> None:
+def _begin_files(
+  cfg: TrainConfig,
+  start: start_lib.StartingPoint,
+  run_data: parts_lib.RunData,
+  trainer: trainer_lib.BaseTrainer,
+  progress: runtime.Progress,
+  state_shape: TrainState,
+  *,
+  redo_evaluation: bool,
+) -> None:
   """Delete results after the starting point, and write everything that is known before the first step.
 
   Args:
@@ -392,16 +522,23 @@ def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: par
     state_shape: shapes of the state.
     redo_evaluation: whether the evaluations at the starting point are repeated.
   """
-  summaries.discard_after(cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation)
-  partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner)
+  summaries.discard_after(
+    cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation
+  )
+  partitioning.write_model_info(
+    os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner
+  )
   partitioning.write_state_tree(
-      os.path.join(cfg.model_dir, 'trainer_state_tree.txt'), state_shape.state_dict(),
-      trainer.train_state_axes.state_dict())
+    os.path.join(cfg.model_dir, 'trainer_state_tree.txt'),
+    state_shape.state_dict(),
+    trainer.train_state_axes.state_dict(),
+  )
   size = report.state_size(state_shape, cfg.partitioner)
   progress.log(size.describe())
   if not start.resumes:
     trainer.train_metrics_manager.write_scalars(start.step, size.metrics(), events_only=True)
     report.report_truncation(
-        run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, start.step)
+      run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, start.step
+    )
   if cfg.summarize_config_fn is not None:
     cfg.summarize_config_fn(cfg.model_dir, trainer.train_metrics_manager.summary_writer, start.step)

@@ -25,7 +25,8 @@ from t5x_lite.evaluation import TRAINING_EVAL
 
 _FAILED = object()
 _OF_ANOTHER_PROCESS = of_other_process(
-    SaveError('Another process could not write its part; see its message.'))
+  SaveError('Another process could not write its part; see its message.')
+)
 
 
 class TrainSaves:
@@ -35,9 +36,18 @@ class TrainSaves:
   evaluation had a finite loss. No older checkpoint is deleted before that.
   """
 
-  def __init__(self, manager: checkpoints.CheckpointManager, cfg: TrainConfig, *, trainer: trainer_lib.BaseTrainer,
-               evaluations: RunEvaluations, batches: TrainBatches, run_facts: dict[str, Any],
-               progress: runtime.Progress, events: runtime.EventLog):
+  def __init__(
+    self,
+    manager: checkpoints.CheckpointManager,
+    cfg: TrainConfig,
+    *,
+    trainer: trainer_lib.BaseTrainer,
+    evaluations: RunEvaluations,
+    batches: TrainBatches,
+    run_facts: dict[str, Any],
+    progress: runtime.Progress,
+    events: runtime.EventLog,
+  ):
     """Store the arguments; save nothing.
 
     Args:
@@ -68,9 +78,17 @@ class TrainSaves:
     # Line of the last checkpoint that the writing thread has committed, for the log of the main thread.
     self._committed = ''
     # Metrics for which a save policy waits; those of users may read any.
-    ours = (checkpoints.WhenBest, checkpoints.EveryNMinutes, checkpoints.EveryNSteps, checkpoints.AtSteps)
-    self._needed = [p.metric_name for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)] if all(
-        isinstance(p, ours) for p in self._cfg.policies) else None
+    ours = (
+      checkpoints.WhenBest,
+      checkpoints.EveryNMinutes,
+      checkpoints.EveryNSteps,
+      checkpoints.AtSteps,
+    )
+    self._needed = (
+      [p.metric_name for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
+      if all(isinstance(p, ours) for p in self._cfg.policies)
+      else None
+    )
     # Policies that look for a new best value; the best values are facts of the run.
     self._best_policies = [p for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
 
@@ -84,8 +102,10 @@ class TrainSaves:
     if not self._cfg.policies:
       return list(map(_name, self._policy.due(step)))
     point = checkpoints.SavePoint(
-        metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step, self._needed), best=self._best,
-        seconds_since_save=time.monotonic() - self._saved_at)
+      metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step, self._needed),
+      best=self._best,
+      seconds_since_save=time.monotonic() - self._saved_at,
+    )
     reasons = list(map(_name, self._due(step, point)))
     self._update_best(point.metrics if self._best_policies else {})
     return reasons
@@ -97,7 +117,9 @@ class TrainSaves:
     requested = [isinstance(policy, checkpoints.OnRequest) for policy in policies]
     decided = multihost.broadcast_from_lead(mine)
     if any(requested):
-      decided = decided | np.array(requested) & multihost.any_process(bool((mine & np.array(requested)).any()))
+      decided = decided | np.array(requested) & multihost.any_process(
+        bool((mine & np.array(requested)).any())
+      )
     return [policy for policy, is_due in zip(policies, decided, strict=True) if is_due]
 
   def record_metrics(self, step: int) -> None:
@@ -106,7 +128,9 @@ class TrainSaves:
     self._manager.record_metrics(step, _finite(numbers))
     self._update_best(numbers)
 
-  def save(self, reasons: Sequence[str], evaluation_due: Sequence[str] = (), *, is_last: bool = False) -> None:
+  def save(
+    self, reasons: Sequence[str], evaluation_due: Sequence[str] = (), *, is_last: bool = False
+  ) -> None:
     """Save the state after all results up to its step are on disk; skip a non-finite state.
 
     Args:
@@ -130,30 +154,52 @@ class TrainSaves:
     if files.is_remote(self._manager.directory) and self._manager.is_writing:
       self._progress.log('Waiting for the previous save, which the store has not yet taken.')
     self.wait()
-    facts = {**self._run_facts, **self._batches.facts,
-             'actions': actions_lib.get_actions_state(self._run_cfg.actions_by_mode),
-             'evaluation_due': evaluation_due, 'bad_steps_in_a_row': trainer.non_finite.bad_steps_in_a_row}
+    facts = {
+      **self._run_facts,
+      **self._batches.facts,
+      'actions': actions_lib.get_actions_state(self._run_cfg.actions_by_mode),
+      'evaluation_due': evaluation_due,
+      'bad_steps_in_a_row': trainer.non_finite.bad_steps_in_a_row,
+    }
     data_state = self._prepare()
     if data_state is _FAILED:
       return
     numbers = self._evaluations.numbers(trainer.step)
-    losses = [value for name, value in numbers.items()
-              if name.startswith(f'{TRAINING_EVAL}/') and name.endswith('/loss')]
+    losses = [
+      value
+      for name, value in numbers.items()
+      if name.startswith(f'{TRAINING_EVAL}/') and name.endswith('/loss')
+    ]
     # Evaluation parameters may be an average, which does not show that the parameters are finite.
-    is_sound = is_last and bool(losses) and all(map(math.isfinite, losses)) and (
-        not trainer.train_state.evaluates_other_params)
+    is_sound = (
+      is_last
+      and bool(losses)
+      and all(map(math.isfinite, losses))
+      and (not trainer.train_state.evaluates_other_params)
+    )
     step, name = trainer.step, os.path.basename(self._manager.checkpoint_path(trainer.step))
     self._events.emit('save_begun', checkpoint=step)
 
     def on_commit() -> None:
       self._events.emit('save_committed', checkpoint=step)
-      self._committed = f'step {step:,}  Saved {name} in {time.monotonic() - start:.1f} s: {", ".join(reasons)}.'
+      self._committed = (
+        f'step {step:,}  Saved {name} in {time.monotonic() - start:.1f} s: {", ".join(reasons)}.'
+      )
 
     try:
       self._is_writing = self._manager.save(
-          step, state, data_state=data_state, metrics=_finite(numbers), on_commit=on_commit,
-          metadata={'run': facts, **start_lib.layout_metadata(self._run_cfg.model),
-                    **start_lib.optimizer_metadata(trainer.train_state)}, is_sound=is_sound)
+        step,
+        state,
+        data_state=data_state,
+        metrics=_finite(numbers),
+        on_commit=on_commit,
+        metadata={
+          'run': facts,
+          **start_lib.layout_metadata(self._run_cfg.model),
+          **start_lib.optimizer_metadata(trainer.train_state),
+        },
+        is_sound=is_sound,
+      )
     except SaveError as error:
       self._count_failure(error)
     else:
@@ -162,10 +208,16 @@ class TrainSaves:
   def confirm(self) -> None:
     """Confirm the last checkpoint once a later step has shown it to be sound; log a save, and warn if it failed."""
     self._log_committed()
-    if self._is_writing and self._manager.has_failed and (
-        jax.process_count() == 1 or self._manager.misses_barriers):
+    if (
+      self._is_writing
+      and self._manager.has_failed
+      and (jax.process_count() == 1 or self._manager.misses_barriers)
+    ):
       self.wait()
-    if self._unconfirmed is not None and self._trainer.non_finite.newest_finite_step > self._unconfirmed:
+    if (
+      self._unconfirmed is not None
+      and self._trainer.non_finite.newest_finite_step > self._unconfirmed
+    ):
       self._manager.confirm(self._unconfirmed)
       self._unconfirmed = None
 
@@ -191,9 +243,15 @@ class TrainSaves:
     if not multihost.any_process(self._last_failure is not None):
       return
     cause = self._last_failure or _OF_ANOTHER_PROCESS
-    remedy = 'Wait for the store' if files.is_remote(self._manager.directory) else 'Free disk space or fix the path'
-    message = (f'The last save of the run failed: {cause} {remedy}, then rerun the command: it resumes from the newest '
-               'checkpoint.')
+    remedy = (
+      'Wait for the store'
+      if files.is_remote(self._manager.directory)
+      else 'Free disk space or fix the path'
+    )
+    message = (
+      f'The last save of the run failed: {cause} {remedy}, then rerun the command: it resumes from the newest '
+      'checkpoint.'
+    )
     if must_succeed:
       raise SaveError(message) from cause
     logging.getLogger(__name__).warning('%s', message)
@@ -223,9 +281,11 @@ class TrainSaves:
     # With skipped updates, a later batch may have shown that the parameters are finite.
     if finding.params_may_be_bad and self._trainer.non_finite.newest_finite_step < finding.step:
       self._manager.mark_unsound(
-          finding.step - 1, self._trainer.step,
-          f'{finding.what[:1].upper()}{finding.what[1:]} was not finite. '
-          'Delete this file to use the checkpoint anyway.')
+        finding.step - 1,
+        self._trainer.step,
+        f'{finding.what[:1].upper()}{finding.what[1:]} was not finite. '
+        'Delete this file to use the checkpoint anyway.',
+      )
 
   def newest_step(self) -> int | None:
     """Return the step of the newest checkpoint of the run, or None."""
@@ -268,16 +328,20 @@ class TrainSaves:
     try:
       data_state = self._batches.get_state() if self._cfg.save_dataset else None
     except (OSError, DataError) as error:
-      failed = SaveError(f'The position in the data at step {self._trainer.step} is unknown, so its checkpoint was '
-                         f'not written: {error}')
+      failed = SaveError(
+        f'The position in the data at step {self._trainer.step} is unknown, so its checkpoint was '
+        f'not written: {error}'
+      )
     if multihost.any_process(failed is not None):
       self._count_failure(failed or _OF_ANOTHER_PROCESS)
       return _FAILED
     return data_state
 
   def _cannot_write(self, error: OSError) -> SaveError:
-    return SaveError(f'The metrics up to step {self._trainer.step} could not be written to '
-                     f'{self._manager.directory!r}, so its checkpoint was not: {error.strerror or error}.')
+    return SaveError(
+      f'The metrics up to step {self._trainer.step} could not be written to '
+      f'{self._manager.directory!r}, so its checkpoint was not: {error.strerror or error}.'
+    )
 
   def _count_failure(self, error: Exception, *, is_last: bool = False) -> None:
     self._failures_in_a_row += 1
@@ -285,10 +349,14 @@ class TrainSaves:
     if getattr(error, 'ends_run', False):
       raise error
     if self._failures_in_a_row >= self._cfg.max_failures_in_a_row:
-      raise SaveError(f'{self._failures_in_a_row} saves in a row failed, the limit of '
-                      f'`SaveCheckpointConfig.max_failures_in_a_row`. Last error: {error}') from error
+      raise SaveError(
+        f'{self._failures_in_a_row} saves in a row failed, the limit of '
+        f'`SaveCheckpointConfig.max_failures_in_a_row`. Last error: {error}'
+      ) from error
     if not is_last:
-      logging.getLogger(__name__).warning('%s Training continues; the next save tries again.', error)
+      logging.getLogger(__name__).warning(
+        '%s Training continues; the next save tries again.', error
+      )
 
 
 def _name(policy: checkpoints.SavePolicy) -> str:

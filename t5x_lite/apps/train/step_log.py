@@ -41,16 +41,29 @@ class LogConfig:
 
   def __post_init__(self):
     count = checks.number(at_least=0, integer=True)
-    checks.check('LogConfig', vars(self), num_batches=count, num_first_steps=count,
-                 period=checks.number(at_least=1, integer=True).or_none(),
-                 device_memory=checks.instance((bool, type(None)), 'True, False or None'))
+    checks.check(
+      'LogConfig',
+      vars(self),
+      num_batches=count,
+      num_first_steps=count,
+      period=checks.number(at_least=1, integer=True).or_none(),
+      device_memory=checks.instance((bool, type(None)), 'True, False or None'),
+    )
 
 
 class StepLog:
   """Logs batches and steps. Nothing here waits for a device: the metrics that are passed are known."""
 
-  def __init__(self, cfg: LogConfig, progress: runtime.Progress, memory: runtime.DeviceMemory,
-               manager: summaries.MetricsManager, first_step: int, *, clock=time.perf_counter):
+  def __init__(
+    self,
+    cfg: LogConfig,
+    progress: runtime.Progress,
+    memory: runtime.DeviceMemory,
+    manager: summaries.MetricsManager,
+    first_step: int,
+    *,
+    clock=time.perf_counter,
+  ):
     """Start the clock.
 
     Args:
@@ -86,8 +99,11 @@ class StepLog:
       if self._num_batches < self._cfg.num_batches:
         self._num_batches += 1
         before, self._shapes = self._shapes, tree_utils.shapes_key(batch)
-        text = 'the same shapes' if self._shapes == before else '  '.join(
-            f'{name} {dtype}{list(shape)}' for name, shape, dtype in self._shapes)
+        text = (
+          'the same shapes'
+          if self._shapes == before
+          else '  '.join(f'{name} {dtype}{list(shape)}' for name, shape, dtype in self._shapes)
+        )
         self._progress.log(f'Batch {self._num_batches}: {text}')
       yield batch
 
@@ -100,7 +116,11 @@ class StepLog:
     """
     self._progress.step = step
     now = self._clock()
-    self._seconds, self._num_steps, self._started = self._seconds + now - self._started, self._num_steps + 1, now
+    self._seconds, self._num_steps, self._started = (
+      self._seconds + now - self._started,
+      self._num_steps + 1,
+      now,
+    )
     is_periodic = self._cfg.period is not None and step % self._cfg.period == 0
     if not is_periodic and not 0 < step - self._first_step <= self._cfg.num_first_steps:
       return
@@ -109,7 +129,12 @@ class StepLog:
     if is_periodic:
       self._manager.write_scalars(step, {'timing/average_step_seconds': average}, events_only=True)
     if self._progress.enabled:
-      parts = [f'step {step:,}', _describe(metrics), f'{format_number(average)} s/step', self._memory.describe()]
+      parts = [
+        f'step {step:,}',
+        _describe(metrics),
+        f'{format_number(average)} s/step',
+        self._memory.describe(),
+      ]
       self._progress.log('  '.join(part for part in parts if part))
 
 
@@ -118,11 +143,32 @@ def _describe(metrics: Mapping[str, Any]) -> str:
 
   Rates, statistics of single parameters and the number of non-finite steps, of which the trainer warns, are left out.
   """
-  chosen = {name: metric for name, metric in metrics.items() if name != NON_FINITE_STEPS
-            and not isinstance(metric, metrics_lib.OfLastStep) and not metrics_lib.is_time_metric(metric)}
+  chosen = {
+    name: metric
+    for name, metric in metrics.items()
+    if name != NON_FINITE_STEPS
+    and not isinstance(metric, metrics_lib.OfLastStep)
+    and not metrics_lib.is_time_metric(metric)
+  }
   values = summaries.compute_values(jax.device_get(chosen), num_steps=1)
   text = report.format_metrics(values)
-  parts = {name: float(value.value) for name, value in values.items() if name.endswith('_loss') and name.count('/') < 2}
+  parts = {
+    name: float(value.value)
+    for name, value in values.items()
+    if name.endswith('_loss') and name.count('/') < 2
+  }
   parts = {name: value for name, value in parts.items() if value}
-  return text if len(parts) < 2 else '  '.join([text, *(
-      f'{name} {format_number(value)}' for name, value in parts.items() if f'{name} ' not in text)])
+  return (
+    text
+    if len(parts) < 2
+    else '  '.join(
+      [
+        text,
+        *(
+          f'{name} {format_number(value)}'
+          for name, value in parts.items()
+          if f'{name} ' not in text
+        ),
+      ]
+    )
+  )

@@ -2,5 +2,6 @@
 
 from t5x_lite.lazy_names import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(globals(), {
-    't5x_lite.apps.vocab.run': ('TrainedVocabulary', 'train_vocabulary')})
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(), {'t5x_lite.apps.vocab.run': ('TrainedVocabulary', 'train_vocabulary')}
+)

@@ -43,8 +43,9 @@ class Coverage:
   first_difference: tuple[str, str] | None
 
 
-def check_vocabulary(vocabulary: SentencePieceVocabulary, texts: Sequence[str],
-                     max_length: int | None = None) -> Coverage:
+def check_vocabulary(
+  vocabulary: SentencePieceVocabulary, texts: Sequence[str], max_length: int | None = None
+) -> Coverage:
   """Encode and decode texts, and count ids, unknown ids and differences.
 
   Args:
@@ -70,11 +71,18 @@ def check_vocabulary(vocabulary: SentencePieceVocabulary, texts: Sequence[str],
       difference = (folded, back)
   percentiles = np.percentile(lengths, _PERCENTILES, method='inverted_cdf').astype(int)
   return Coverage(
-      num_texts=len(texts), num_words=sum(len(text.split()) for text in texts), num_characters=sum(map(len, texts)),
-      num_tokens=sum(lengths) - len(lengths), num_unknown=counts['unknown'], num_bytes=counts['bytes'],
-      length_percentiles=dict(zip(_PERCENTILES, percentiles.tolist(), strict=True)), max_length=max_length,
-      num_longer=0 if max_length is None else sum(length > max_length for length in lengths),
-      num_round_trips=round_trips, first_difference=difference)
+    num_texts=len(texts),
+    num_words=sum(len(text.split()) for text in texts),
+    num_characters=sum(map(len, texts)),
+    num_tokens=sum(lengths) - len(lengths),
+    num_unknown=counts['unknown'],
+    num_bytes=counts['bytes'],
+    length_percentiles=dict(zip(_PERCENTILES, percentiles.tolist(), strict=True)),
+    max_length=max_length,
+    num_longer=0 if max_length is None else sum(length > max_length for length in lengths),
+    num_round_trips=round_trips,
+    first_difference=difference,
+  )
 
 
 def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
@@ -85,25 +93,51 @@ def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
     coverage: result of `check_vocabulary` by task feature.
   """
   percentiles = [f'p{p}' if p < 100 else 'longest' for p in _PERCENTILES]
-  rows = [('feature', 'texts', 'unknown', 'bytes', 'ids/word', 'chars/id', *percentiles, 'length', 'truncated',
-           'round trip')]
+  rows = [
+    (
+      'feature',
+      'texts',
+      'unknown',
+      'bytes',
+      'ids/word',
+      'chars/id',
+      *percentiles,
+      'length',
+      'truncated',
+      'round trip',
+    )
+  ]
   notes = []
   for feature, c in coverage.items():
-    rows.append((feature, f'{c.num_texts:,}', _share(c.num_unknown, c.num_tokens), _share(c.num_bytes, c.num_tokens),
-                 f'{c.num_tokens / max(c.num_words, 1):.2f}', f'{c.num_characters / max(c.num_tokens, 1):.2f}',
-                 *(f'{c.length_percentiles[p]:,}' for p in _PERCENTILES),
-                 '-' if c.max_length is None else f'{c.max_length:,}',
-                 '-' if c.max_length is None else _share(c.num_longer, c.num_texts),
-                 _share(c.num_round_trips, c.num_texts)))
+    rows.append(
+      (
+        feature,
+        f'{c.num_texts:,}',
+        _share(c.num_unknown, c.num_tokens),
+        _share(c.num_bytes, c.num_tokens),
+        f'{c.num_tokens / max(c.num_words, 1):.2f}',
+        f'{c.num_characters / max(c.num_tokens, 1):.2f}',
+        *(f'{c.length_percentiles[p]:,}' for p in _PERCENTILES),
+        '-' if c.max_length is None else f'{c.max_length:,}',
+        '-' if c.max_length is None else _share(c.num_longer, c.num_texts),
+        _share(c.num_round_trips, c.num_texts),
+      )
+    )
     if c.first_difference is not None:
       text, back = (short_repr(each, limit=80) for each in _around_difference(*c.first_difference))
-      notes.append(f'{feature}: the first text that differs after encoding and decoding:\n  {text}\n  {back}')
+      notes.append(
+        f'{feature}: the first text that differs after encoding and decoding:\n  {text}\n  {back}'
+      )
     if c.num_unknown:
-      notes.append(f'{feature}: {c.num_unknown:,} ids are unknown. Train on similar text, raise --character_coverage, '
-                   'or pass --byte_fallback.')
+      notes.append(
+        f'{feature}: {c.num_unknown:,} ids are unknown. Train on similar text, raise --character_coverage, '
+        'or pass --byte_fallback.'
+      )
     if c.num_longer:
-      notes.append(f'{feature}: {c.num_longer:,} of {c.num_texts:,} texts are longer than {c.max_length:,} ids and '
-                   "would be truncated. Raise the task's feature length, or --vocab_size.")
+      notes.append(
+        f'{feature}: {c.num_longer:,} of {c.num_texts:,} texts are longer than {c.max_length:,} ids and '
+        "would be truncated. Raise the task's feature length, or --vocab_size."
+      )
   return '\n'.join([title, format_table(rows), *notes])
 
 

@@ -12,38 +12,103 @@ from t5x_lite.errors import ConfigError, ExitCode
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
-  parser.add_argument('model', metavar='MODEL', help='model file to write, e.g. vocabs/docs.model; without text to '
-                      'train on, an existing model to check')
+  parser.add_argument(
+    'model',
+    metavar='MODEL',
+    help='model file to write, e.g. vocabs/docs.model; without text to '
+    'train on, an existing model to check',
+  )
   text = parser.add_argument_group('text to train on (one kind)')
-  text.add_argument('--text', action='append', default=[], metavar='FILE', help='plain text in UTF-8; may be repeated')
-  text.add_argument('--json_lines', action='append', default=[], metavar='FILE',
-                    help='JSONL file with the text of each object in --key; may be repeated')
-  text.add_argument('--key', default='text', metavar='NAME', help="key of the text in --json_lines; default: 'text'")
-  text.add_argument('--corpus', metavar='NAME', help='embedded corpus: python_docs or python_keyword_cloze')
-  text.add_argument('--from_task', metavar='NAME', help='texts of a task, for all features of --task_feature_lengths')
+  text.add_argument(
+    '--text',
+    action='append',
+    default=[],
+    metavar='FILE',
+    help='plain text in UTF-8; may be repeated',
+  )
+  text.add_argument(
+    '--json_lines',
+    action='append',
+    default=[],
+    metavar='FILE',
+    help='JSONL file with the text of each object in --key; may be repeated',
+  )
+  text.add_argument(
+    '--key', default='text', metavar='NAME', help="key of the text in --json_lines; default: 'text'"
+  )
+  text.add_argument(
+    '--corpus', metavar='NAME', help='embedded corpus: python_docs or python_keyword_cloze'
+  )
+  text.add_argument(
+    '--from_task',
+    metavar='NAME',
+    help='texts of a task, for all features of --task_feature_lengths',
+  )
   training = parser.add_argument_group('training')
-  training.add_argument('--vocab_size', type=int, metavar='N',
-                        help='number of pieces, including padding, end of sequence and unknown, excluding sentinels')
-  training.add_argument('--byte_fallback', action='store_true',
-                        help='encode characters without a piece as bytes (256 of the pieces), so that none is unknown')
-  training.add_argument('--character_coverage', type=float, default=0.9995, metavar='SHARE',
-                        help='share of the characters of the text that have a piece, from 0.98 to 1; default: 0.9995')
-  training.add_argument('--max_lines', type=int, metavar='N', help='train on N random lines, with a fixed seed')
+  training.add_argument(
+    '--vocab_size',
+    type=int,
+    metavar='N',
+    help='number of pieces, including padding, end of sequence and unknown, excluding sentinels',
+  )
+  training.add_argument(
+    '--byte_fallback',
+    action='store_true',
+    help='encode characters without a piece as bytes (256 of the pieces), so that none is unknown',
+  )
+  training.add_argument(
+    '--character_coverage',
+    type=float,
+    default=0.9995,
+    metavar='SHARE',
+    help='share of the characters of the text that have a piece, from 0.98 to 1; default: 0.9995',
+  )
+  training.add_argument(
+    '--max_lines', type=int, metavar='N', help='train on N random lines, with a fixed seed'
+  )
   training.add_argument('--overwrite', action='store_true', help='replace MODEL if it exists')
   check = parser.add_argument_group('check and task')
-  check.add_argument('--extra_ids', type=int, default=100, metavar='N',
-                     help='number of sentinels, with the highest ids; default: 100, as in T5')
-  check.add_argument('--task', action='append', default=[], metavar='NAME',
-                     help='print how MODEL encodes the texts of this task; may be repeated')
-  check.add_argument('--task_feature_lengths', default="{'inputs': 512, 'targets': 114}", metavar='DICT',
-                     help="features of the tasks and their lengths in ids; default: {'inputs': 512, 'targets': 114}")
-  check.add_argument('--split', default='train', metavar='NAME', help="split of corpora and tasks; default: 'train'")
-  check.add_argument('--source', default='builtin', metavar='NAME',
-                     help="registry of the tasks, e.g. 'seqio'; default: 'builtin'")
-  check.add_argument('--module', metavar='MODULE',
-                     help='Python module to import, which registers the tasks or the source')
-  check.add_argument('--max_examples', type=int, default=10_000, metavar='N',
-                     help='maximum number of examples of each task; default: 10,000')
+  check.add_argument(
+    '--extra_ids',
+    type=int,
+    default=100,
+    metavar='N',
+    help='number of sentinels, with the highest ids; default: 100, as in T5',
+  )
+  check.add_argument(
+    '--task',
+    action='append',
+    default=[],
+    metavar='NAME',
+    help='print how MODEL encodes the texts of this task; may be repeated',
+  )
+  check.add_argument(
+    '--task_feature_lengths',
+    default="{'inputs': 512, 'targets': 114}",
+    metavar='DICT',
+    help="features of the tasks and their lengths in ids; default: {'inputs': 512, 'targets': 114}",
+  )
+  check.add_argument(
+    '--split', default='train', metavar='NAME', help="split of corpora and tasks; default: 'train'"
+  )
+  check.add_argument(
+    '--source',
+    default='builtin',
+    metavar='NAME',
+    help="registry of the tasks, e.g. 'seqio'; default: 'builtin'",
+  )
+  check.add_argument(
+    '--module',
+    metavar='MODULE',
+    help='Python module to import, which registers the tasks or the source',
+  )
+  check.add_argument(
+    '--max_examples',
+    type=int,
+    default=10_000,
+    metavar='N',
+    help='maximum number of examples of each task; default: 10,000',
+  )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -58,15 +123,30 @@ def run_command(arguments: argparse.Namespace) -> int:
   if problem:
     raise ConfigError(problem)
   lengths = _literal(arguments.task_feature_lengths)
-  checks.check('', {'--max_examples': arguments.max_examples, '--task_feature_lengths': lengths}, **{
+  checks.check(
+    '',
+    {'--max_examples': arguments.max_examples, '--task_feature_lengths': lengths},
+    **{
       '--max_examples': checks.number(at_least=1, integer=True),
-      '--task_feature_lengths': checks.instance(dict, "a mapping such as {'inputs': 512, 'targets': 114}")})
+      '--task_feature_lengths': checks.instance(
+        dict, "a mapping such as {'inputs': 512, 'targets': 114}"
+      ),
+    },
+  )
   from t5x_lite import data
   from t5x_lite.apps.vocab import run as vocab, check as vocab_check
 
   def task_texts(name, max_examples):
-    cfg = data.DatasetConfig(name, lengths, arguments.split, batch_size=1, shuffle=False, seed=0,
-                             module=arguments.module, source=arguments.source)
+    cfg = data.DatasetConfig(
+      name,
+      lengths,
+      arguments.split,
+      batch_size=1,
+      shuffle=False,
+      seed=0,
+      module=arguments.module,
+      source=arguments.source,
+    )
     return data.read_task_texts(cfg, max_examples)
 
   # Read before the training, which may take long.
@@ -75,22 +155,34 @@ def run_command(arguments: argparse.Namespace) -> int:
     (named,) = filter(None, kinds.values())
     names = [named] if isinstance(named, str) else named
     trained = vocab.train_vocabulary(
-        _lines(arguments, task_texts), arguments.model, vocab_size=arguments.vocab_size, extra_ids=arguments.extra_ids,
-        byte_fallback=arguments.byte_fallback, character_coverage=arguments.character_coverage,
-        max_lines=arguments.max_lines, sources=[f'{given[0]} {name}' for name in names], overwrite=arguments.overwrite)
+      _lines(arguments, task_texts),
+      arguments.model,
+      vocab_size=arguments.vocab_size,
+      extra_ids=arguments.extra_ids,
+      byte_fallback=arguments.byte_fallback,
+      character_coverage=arguments.character_coverage,
+      max_lines=arguments.max_lines,
+      sources=[f'{given[0]} {name}' for name in names],
+      overwrite=arguments.overwrite,
+    )
     print(vocab.describe_training(trained))
   vocabulary = data.SentencePieceVocabulary(arguments.model, arguments.extra_ids)
   for number, (name, by_feature) in enumerate(texts.items()):
-    coverage = {feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
-                for feature, found in by_feature.items()}
+    coverage = {
+      feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
+      for feature, found in by_feature.items()
+    }
     title = f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids'
     print(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
   return ExitCode.OK
 
 
-def _lines(arguments: argparse.Namespace, task_texts: Callable[..., dict[str, list[str]]]) -> Iterable[str]:
+def _lines(
+  arguments: argparse.Namespace, task_texts: Callable[..., dict[str, list[str]]]
+) -> Iterable[str]:
   """Return the lines to train on."""
   from t5x_lite.apps.vocab import run as vocab
+
   if arguments.text:
     return vocab.text_lines(arguments.text)
   if arguments.json_lines:
@@ -105,13 +197,19 @@ def _problem_without_training(arguments: argparse.Namespace) -> str:
   """Return why the flags are invalid without text to train on, or ''."""
   for name in ('vocab_size', 'max_lines', 'byte_fallback', 'overwrite'):
     if getattr(arguments, name):
-      return (f'--{name} requires text to train on: --text, --json_lines, --corpus or --from_task. Add one of them, or '
-              f'remove --{name} to check MODEL.')
+      return (
+        f'--{name} requires text to train on: --text, --json_lines, --corpus or --from_task. Add one of them, or '
+        f'remove --{name} to check MODEL.'
+      )
   if not files.path(arguments.model).is_file():
-    return (f'The file {arguments.model!r} does not exist. To train it, pass --text, --json_lines, --corpus or '
-            '--from_task, and --vocab_size.')
+    return (
+      f'The file {arguments.model!r} does not exist. To train it, pass --text, --json_lines, --corpus or '
+      '--from_task, and --vocab_size.'
+    )
   if not arguments.task:
-    return f'--task is missing: pass a task to check {arguments.model} against, or text to train on.'
+    return (
+      f'--task is missing: pass a task to check {arguments.model} against, or text to train on.'
+    )
   return ''
 
 

@@ -22,9 +22,11 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 # Embedded corpora, by name.
 CORPORA: dict[str, Callable[[str], Iterable[str]]] = {
-    'python_docs': corpora.python_docs,
-    'python_keyword_cloze': lambda split: (
-        line.replace(corpora.SENTINEL_TEXT, keyword) for line, keyword in corpora.python_keyword_cloze(split)),
+  'python_docs': corpora.python_docs,
+  'python_keyword_cloze': lambda split: (
+    line.replace(corpora.SENTINEL_TEXT, keyword)
+    for line, keyword in corpora.python_keyword_cloze(split)
+  ),
 }
 # Padding, end of sequence, unknown.
 _NUM_SPECIAL_PIECES = 3
@@ -52,8 +54,10 @@ def text_lines(paths: Sequence[str]) -> Iterator[str]:
       try:
         yield line.decode('utf-8')
       except UnicodeDecodeError as error:
-        raise DataError(f'{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file, '
-                        'e.g. with iconv.') from None
+        raise DataError(
+          f'{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file, '
+          'e.g. with iconv.'
+        ) from None
 
 
 def json_lines(paths: Sequence[str], key: str) -> Iterator[str]:
@@ -78,7 +82,9 @@ def json_lines(paths: Sequence[str], key: str) -> Iterator[str]:
       text = row.get(key) if isinstance(row, dict) else None
       if not isinstance(text, str):
         hint = did_you_mean(key, row) if isinstance(row, dict) else ''
-        raise DataError(f'{path}, line {number}: {problem}{hint} Set --key, or correct or remove the line.')
+        raise DataError(
+          f'{path}, line {number}: {problem}{hint} Set --key, or correct or remove the line.'
+        )
       yield from text.splitlines()
 
 
@@ -92,8 +98,11 @@ def corpus_lines(name: str, split: str) -> Iterator[str]:
   Raises:
     ConfigError: the corpus or the split does not exist.
   """
-  checks.check('', {'--corpus': name, '--split': split}, **{
-      '--corpus': checks.one_of(CORPORA), '--split': checks.one_of(corpora.SPLITS)})
+  checks.check(
+    '',
+    {'--corpus': name, '--split': split},
+    **{'--corpus': checks.one_of(CORPORA), '--split': checks.one_of(corpora.SPLITS)},
+  )
   for text in CORPORA[name](split):
     yield from text.splitlines()
 
@@ -139,16 +148,16 @@ class TrainedVocabulary:
 
 
 def train_vocabulary(
-    lines: Iterable[str],
-    model_file: str,
-    *,
-    vocab_size: int,
-    extra_ids: int = 100,
-    byte_fallback: bool = False,
-    character_coverage: float = 0.9995,
-    max_lines: int | None = None,
-    sources: Sequence[str] = (),
-    overwrite: bool = False,
+  lines: Iterable[str],
+  model_file: str,
+  *,
+  vocab_size: int,
+  extra_ids: int = 100,
+  byte_fallback: bool = False,
+  character_coverage: float = 0.9995,
+  max_lines: int | None = None,
+  sources: Sequence[str] = (),
+  overwrite: bool = False,
 ) -> TrainedVocabulary:
   """Train a unigram SentencePiece model and write it atomically, with a JSON file of its parameters.
 
@@ -170,23 +179,43 @@ def train_vocabulary(
     DataError: the text is empty.
   """
   checks.check(
-      '', locals(), vocab_size=checks.number(above=_NUM_SPECIAL_PIECES, integer=True),
-      extra_ids=checks.number(at_least=0, integer=True), character_coverage=checks.number(at_least=0.98, at_most=1),
-      max_lines=checks.number(at_least=1, integer=True).or_none())
+    '',
+    locals(),
+    vocab_size=checks.number(above=_NUM_SPECIAL_PIECES, integer=True),
+    extra_ids=checks.number(at_least=0, integer=True),
+    character_coverage=checks.number(at_least=0.98, at_most=1),
+    max_lines=checks.number(at_least=1, integer=True).or_none(),
+  )
   path = files.path(model_file)
   if path.is_dir() or (path.exists() and not overwrite):
-    raise ConfigError(f'{model_file!r} exists, and networks trained with it could not use another vocabulary. Choose '
-                      'another name, or pass --overwrite.')
+    raise ConfigError(
+      f'{model_file!r} exists, and networks trained with it could not use another vocabulary. Choose '
+      'another name, or pass --overwrite.'
+    )
   sentencepiece, _, _ = sentencepiece_modules()
   counted = _CountedLines(lines)
   model = io.BytesIO()
-  sampling = {} if max_lines is None else {'input_sentence_size': max_lines, 'shuffle_input_sentence': True}
+  sampling = (
+    {} if max_lines is None else {'input_sentence_size': max_lines, 'shuffle_input_sentence': True}
+  )
   sentencepiece.set_random_generator_seed(0)
   try:
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(counted), model_writer=model, model_type='unigram', vocab_size=vocab_size,
-        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, byte_fallback=byte_fallback, character_coverage=character_coverage,
-        max_sentence_length=_MAX_LINE_BYTES, num_threads=1, minloglevel=2, **sampling)
+      sentence_iterator=iter(counted),
+      model_writer=model,
+      model_type='unigram',
+      vocab_size=vocab_size,
+      pad_id=0,
+      eos_id=1,
+      unk_id=2,
+      bos_id=-1,
+      byte_fallback=byte_fallback,
+      character_coverage=character_coverage,
+      max_sentence_length=_MAX_LINE_BYTES,
+      num_threads=1,
+      minloglevel=2,
+      **sampling,
+    )
   except RuntimeError as error:
     if counted.error is not None:
       raise counted.error from None
@@ -195,12 +224,22 @@ def train_vocabulary(
     raise counted.error
   content = model.getvalue()
   result = TrainedVocabulary(
-      model_file=model_file, num_pieces=vocab_size, extra_ids=extra_ids, byte_fallback=byte_fallback,
-      character_coverage=character_coverage, max_lines=max_lines, num_lines=counted.num_lines,
-      num_characters=counted.num_characters, sources=tuple(sources), sha256=hashlib.sha256(content).hexdigest(),
-      sentencepiece_version=sentencepiece.__version__)
+    model_file=model_file,
+    num_pieces=vocab_size,
+    extra_ids=extra_ids,
+    byte_fallback=byte_fallback,
+    character_coverage=character_coverage,
+    max_lines=max_lines,
+    num_lines=counted.num_lines,
+    num_characters=counted.num_characters,
+    sources=tuple(sources),
+    sha256=hashlib.sha256(content).hexdigest(),
+    sentencepiece_version=sentencepiece.__version__,
+  )
   path.parent.mkdir(parents=True, exist_ok=True)
-  record = {name: value for name, value in dataclasses.asdict(result).items() if name != 'model_file'}
+  record = {
+    name: value for name, value in dataclasses.asdict(result).items() if name != 'model_file'
+  }
   files.write(path, content)
   files.write(parameters_file(path), json.dumps(record, indent=2) + '\n')
   return result
@@ -243,12 +282,16 @@ def _readable(message: str, vocab_size: int, counted: _CountedLines) -> Exceptio
     return DataError('No text to train a vocabulary on: all lines are empty. Pass another file.')
   too_high = re.search(r'Vocabulary size too high .*<= (\d+)', message)
   if too_high:
-    return ConfigError(f'`vocab_size` must be at most {too_high[1]}, got {vocab_size}: {text} has no more pieces. '
-                       'Lower --vocab_size, or pass more text.')
+    return ConfigError(
+      f'`vocab_size` must be at most {too_high[1]}, got {vocab_size}: {text} has no more pieces. '
+      'Lower --vocab_size, or pass more text.'
+    )
   too_low = re.search(r'smaller than required_chars\. \d+ vs (\d+)', message)
   if too_low:
-    return ConfigError(f'`vocab_size` must be at least {too_low[1]}, got {vocab_size}: {text} has that many different '
-                       'characters and special pieces. Raise --vocab_size, or lower --character_coverage.')
+    return ConfigError(
+      f'`vocab_size` must be at least {too_low[1]}, got {vocab_size}: {text} has that many different '
+      'characters and special pieces. Raise --vocab_size, or lower --character_coverage.'
+    )
   return ConfigError(f'sentencepiece cannot train on {text}: {message}')
 
 
@@ -256,7 +299,8 @@ def describe_training(trained: TrainedVocabulary) -> str:
   """Return a description of the result, with the gin bindings to use it."""
   num_ids = trained.num_pieces + trained.extra_ids
   size = -(-num_ids // _NETWORK_MULTIPLE) * _NETWORK_MULTIPLE
-  return '\n'.join([
+  return '\n'.join(
+    [
       f'Trained {trained.model_file} on {trained.num_lines:,} lines ({trained.num_characters:,} characters): '
       f'{trained.num_pieces:,} pieces, {num_ids:,} ids with {trained.extra_ids} sentinels.',
       f'The options of the training are in {parameters_file(trained.model_file)}. Gin bindings to use the '
@@ -265,4 +309,5 @@ def describe_training(trained: TrainedVocabulary) -> str:
       f'  vocabularies.SentencePieceVocabulary.sentencepiece_model_file = {trained.model_file!r}',
       f'  vocabularies.SentencePieceVocabulary.extra_ids = {trained.extra_ids}',
       f'  network.T5Config.vocab_size = {size}  # for a decoder-only model: network.TransformerConfig.vocab_size',
-  ])
+    ]
+  )

@@ -31,8 +31,13 @@ def _assignment_problem(rules: Any) -> str:
   if rules is not None and (not isinstance(rules, Sequence) or isinstance(rules, str)):
     return f'{rules!r} is not a list.'
   for rule in rules or ():
-    if (not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2 or not isinstance(rule[0], str)
-        or not isinstance(rule[1], str | None)):
+    if (
+      not isinstance(rule, Sequence)
+      or isinstance(rule, str)
+      or len(rule) != 2
+      or not isinstance(rule[0], str)
+      or not isinstance(rule[1], str | None)
+    ):
       return f'The rule {rule!r} is not a pair.'
     try:
       re.compile(rule[0])
@@ -42,8 +47,10 @@ def _assignment_problem(rules: Any) -> str:
 
 
 ASSIGNMENT_MAP = checks.Expectation(
-    'pairs of a regular expression and a replacement or None', lambda rules: not _assignment_problem(rules),
-    _assignment_problem)
+  'pairs of a regular expression and a replacement or None',
+  lambda rules: not _assignment_problem(rules),
+  _assignment_problem,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +81,15 @@ class BuiltState:
   def at_step(self, step: int | None) -> BuiltState:
     """Return a copy with another step, also in `arrays`; None removes it."""
     arrays = {name: array for name, array in self.arrays.items() if name != STEP}
-    return self.replace(step=step, arrays=arrays if step is None else arrays | {STEP: np.asarray(step, np.int32)})
+    return self.replace(
+      step=step, arrays=arrays if step is None else arrays | {STEP: np.asarray(step, np.int32)}
+    )
 
   def without(self, *sections: str) -> BuiltState:
     """Return a copy without the arrays whose names begin with one of `sections`."""
-    return self.replace(arrays={name: array for name, array in self.arrays.items() if not name.startswith(sections)})
+    return self.replace(
+      arrays={name: array for name, array in self.arrays.items() if not name.startswith(sections)}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,4 +185,6 @@ class StateBuilder(abc.ABC):
 
 def shapes_of(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   """Return the shape and dtype of each array of a flat state."""
-  return {name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype) for name, array in arrays.items()}
+  return {
+    name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype) for name, array in arrays.items()
+  }

@@ -18,9 +18,12 @@ Chain = tuple[base.StateBuilder, ...]
 
 
 def chain_of(
-    path: str | os.PathLike[str] | None, cfg: options.RestoreOptions, *,
-    transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
-    is_resuming: bool = False) -> Chain:
+  path: str | os.PathLike[str] | None,
+  cfg: options.RestoreOptions,
+  *,
+  transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
+  is_resuming: bool = False,
+) -> Chain:
   """Return the builders of `cfg`.
 
   Args:
@@ -33,9 +36,11 @@ def chain_of(
   chain = [] if path is None else [reading.Restore(os.fspath(path), rules)]
   if _uses_average(path, cfg) and not is_resuming:
     chain.append(changing.ParamAverage())
-  chain += [fn if isinstance(fn, base.StateBuilder) else changing.Transform(fn)
-            for fn in (*transformation_fns, *cfg.state_transformation_fns)
-            if not isinstance(fn, transforms.AssignmentMap)]  # `Restore` has it, and reads only what it names
+  chain += [
+    fn if isinstance(fn, base.StateBuilder) else changing.Transform(fn)
+    for fn in (*transformation_fns, *cfg.state_transformation_fns)
+    if not isinstance(fn, transforms.AssignmentMap)
+  ]  # `Restore` has it, and reads only what it names
   return (*chain, *(() if is_resuming else cfg.builders))
 
 
@@ -59,8 +64,11 @@ def describe(path: str | None, cfg: options.RestoreOptions) -> str:
 def identity(cfg: options.RestoreOptions) -> dict[str, list[str]]:
   """Return what the builders of `cfg` add to the identity of results, as JSON values; {} without builders."""
   average = {} if cfg.use_param_average is None else {'use_param_average': cfg.use_param_average}
-  return average | ({'builders': [f'{builder!r}: {builder.description}' for builder in cfg.builders]}
-                    if cfg.builders else {})
+  return average | (
+    {'builders': [f'{builder!r}: {builder.description}' for builder in cfg.builders]}
+    if cfg.builders
+    else {}
+  )
 
 
 def _uses_average(path: str | os.PathLike[str] | None, cfg: options.RestoreOptions) -> bool:
@@ -94,12 +102,17 @@ def run_on_shapes(chain: Chain, target: base.TargetState) -> tuple[base.BuiltSta
     state = builder.build(state, target)
     # A function that drops a part does not ask for a new one.
     if not isinstance(builder, changing.Transform):
-      absent |= {section for section in (*base.FROM_PARAMS, *base.FROM_SCRATCH)
-                 if not any(name.startswith(section) for name in state.arrays)}
+      absent |= {
+        section
+        for section in (*base.FROM_PARAMS, *base.FROM_SCRATCH)
+        if not any(name.startswith(section) for name in state.arrays)
+      }
   return state, frozenset(absent)
 
 
-def run_on_arrays(chain: Chain, state: base.BuiltState, target: base.TargetState) -> Mapping[str, Any]:
+def run_on_arrays(
+  chain: Chain, state: base.BuiltState, target: base.TargetState
+) -> Mapping[str, Any]:
   """Run the builders on arrays, which get a complete state and return one like it.
 
   Returns:
@@ -117,7 +130,8 @@ def run_on_arrays(chain: Chain, state: base.BuiltState, target: base.TargetState
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
       raise errors.CheckpointError(
-          f'A builder on arrays must keep names, shapes and dtypes, got other ones from {builder.description}: '
-          f'{first_names([f"{name} was {before.get(name)} and is {after.get(name)}" for name in changed], 1)}.')
+        f'A builder on arrays must keep names, shapes and dtypes, got other ones from {builder.description}: '
+        f'{first_names([f"{name} was {before.get(name)} and is {after.get(name)}" for name in changed], 1)}.'
+      )
     _logger.info('Applied %s to the complete state.', builder.description)
   return state.arrays

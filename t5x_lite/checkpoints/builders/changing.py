@@ -33,9 +33,15 @@ def _is_pattern(pattern: Any) -> bool:
 
 
 _PATTERNS = checks.Expectation(
-    'a list of regular expressions', lambda patterns: isinstance(patterns, Sequence) and not isinstance(patterns, str)
-    and len(patterns) > 0 and all(map(_is_pattern, patterns)),
-    "Names of parameters have no 'target/', and an expression must match a name in full.")
+  'a list of regular expressions',
+  lambda patterns: (
+    isinstance(patterns, Sequence)
+    and not isinstance(patterns, str)
+    and len(patterns) > 0
+    and all(map(_is_pattern, patterns))
+  ),
+  "Names of parameters have no 'target/', and an expression must match a name in full.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +63,17 @@ class ConvertLayout(base.StateBuilder):
     if stored_layout is None or stored_layout == network.param_layout:
       return state
     if target.has_values:
-      _logger.info('Converting the parameters from layout %s to %s.', stored_layout, network.param_layout)
+      _logger.info(
+        'Converting the parameters from layout %s to %s.', stored_layout, network.param_layout
+      )
     tree = tree_utils.unflatten_dict(state.arrays)
     # If the parameters do not fit, they and not the optimizer's state are the problem, or a later builder changes both.
     params = tree_utils.flatten_dict({'target': _in_layout(tree['target'], network)})
-    wanted = {name: tuple(leaf.shape) for name, leaf in target.wanted.items() if name.startswith(base.PARAMS)}
+    wanted = {
+      name: tuple(leaf.shape)
+      for name, leaf in target.wanted.items()
+      if name.startswith(base.PARAMS)
+    }
     fits = {name: array.shape for name, array in params.items()} == wanted
     convert = transforms.convert_param_trees(lambda tree: _in_layout(tree, network))
     tree = convert(tree, target.state_dict if fits else {}, is_resuming=target.is_resuming)
@@ -76,17 +88,26 @@ def in_layout_of_model(state: base.BuiltState, target: base.TargetState) -> base
 def _in_layout(tree: Mapping[str, Any], network: StackConfig) -> dict[str, Any]:
   """Return a tree of parameters in the layout of `network`, as lazy arrays."""
   flat = tree_utils.flatten_dict(tree)
-  planned = layout_plan.plan(flat, network.param_layout, relpos_per_layer=network.relpos_per_layer,
-                             heads=network.num_heads)
+  planned = layout_plan.plan(
+    flat, network.param_layout, relpos_per_layer=network.relpos_per_layer, heads=network.num_heads
+  )
 
   def compute_fn(plan):
     return lambda *arrays: plan.make(dict(zip(plan.inputs, arrays, strict=True)).__getitem__)
 
-  return tree_utils.unflatten_dict({
-      name: flat[name] if name in flat and plan.inputs == (name,) else lazy_arrays.ComputedArray(
-          shape=plan.shape, dtype=plan.dtype, inputs=tuple(flat[each] for each in plan.inputs),
-          compute_fn=compute_fn(plan))
-      for name, plan in planned.items()})
+  return tree_utils.unflatten_dict(
+    {
+      name: flat[name]
+      if name in flat and plan.inputs == (name,)
+      else lazy_arrays.ComputedArray(
+        shape=plan.shape,
+        dtype=plan.dtype,
+        inputs=tuple(flat[each] for each in plan.inputs),
+        compute_fn=compute_fn(plan),
+      )
+      for name, plan in planned.items()
+    }
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +138,12 @@ class Transform(base.StateBuilder):
       values = tree_utils.unflatten_dict(lazy_arrays.read(state.arrays, {}))
       tree = self.fn(values, target.state_dict, is_resuming=target.is_resuming)
     else:
-      tree = transforms.transform_shapes(self.fn, tree_utils.unflatten_dict(base.shapes_of(state.arrays)),
-                                         target.state_dict, is_resuming=target.is_resuming)
+      tree = transforms.transform_shapes(
+        self.fn,
+        tree_utils.unflatten_dict(base.shapes_of(state.arrays)),
+        target.state_dict,
+        is_resuming=target.is_resuming,
+      )
     return state.replace(arrays=tree_utils.flatten_dict(tree))
 
 
@@ -137,15 +162,24 @@ class ParamAverage(base.StateBuilder):
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
     prefix = base.FROM_PARAMS[1]
-    averages = {base.PARAMS + name.removeprefix(prefix): array
-                for name, array in state.arrays.items() if name.startswith(prefix)}
+    averages = {
+      base.PARAMS + name.removeprefix(prefix): array
+      for name, array in state.arrays.items()
+      if name.startswith(prefix)
+    }
     if not averages:
-      raise errors.CheckpointError('`ParamAverage` must follow the restore of a checkpoint with param_average, got a '
-                                   'state without it. Give a checkpoint of a run that averages its parameters.')
-    missing = [name for name in state.arrays if name.startswith(base.PARAMS) and name not in averages]
+      raise errors.CheckpointError(
+        '`ParamAverage` must follow the restore of a checkpoint with param_average, got a '
+        'state without it. Give a checkpoint of a run that averages its parameters.'
+      )
+    missing = [
+      name for name in state.arrays if name.startswith(base.PARAMS) and name not in averages
+    ]
     if missing:
-      raise errors.CheckpointError('`ParamAverage` must get an average of every parameter, got none of '
-                                   f'{first_names(missing)}. Restore another checkpoint.')
+      raise errors.CheckpointError(
+        '`ParamAverage` must get an average of every parameter, got none of '
+        f'{first_names(missing)}. Restore another checkpoint.'
+      )
     rest = state.without(base.PARAMS, *base.FROM_PARAMS)
     return rest.replace(arrays={**averages, **rest.arrays})
 
@@ -177,7 +211,11 @@ class NewVocabulary(base.StateBuilder):
 
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
-    names = [name for name in _matching(self.params, target.wanted, 'NewVocabulary.params') if name in state.arrays]
+    names = [
+      name
+      for name in _matching(self.params, target.wanted, 'NewVocabulary.params')
+      if name in state.arrays
+    ]
     resized = {}
     for name in names:
       old, new = tuple(state.arrays[name].shape), tuple(target.wanted[name].shape)
@@ -185,20 +223,30 @@ class NewVocabulary(base.StateBuilder):
         continue
       dims = [dim for dim, sizes in enumerate(zip(old, new)) if sizes[0] != sizes[1]]
       if len(old) != len(new) or len(dims) != 1:
-        raise errors.CheckpointError(f'`NewVocabulary` must change one dim of {name}, got {old}, and the model has '
-                                     f'{new}. Keep the other sizes of the network.')
+        raise errors.CheckpointError(
+          f'`NewVocabulary` must change one dim of {name}, got {old}, and the model has '
+          f'{new}. Keep the other sizes of the network.'
+        )
       if target.has_values:
-        _logger.info('The vocabulary of %s changes from %d to %d tokens.', name, old[dims[0]], new[dims[0]])
+        _logger.info(
+          'The vocabulary of %s changes from %d to %d tokens.', name, old[dims[0]], new[dims[0]]
+        )
       resized[name] = self._resize(name, state.arrays[name], dims[0], target)
     if not resized:
       return state
     kept = state.without(*base.FROM_PARAMS)
     return kept.replace(arrays={**kept.arrays, **resized})
 
-  def _resize(self, name: str, array: Any, dim: int, target: base.TargetState) -> lazy_arrays.ComputedArray:
+  def _resize(
+    self, name: str, array: Any, dim: int, target: base.TargetState
+  ) -> lazy_arrays.ComputedArray:
     shape = tuple(target.wanted[name].shape)
     num_kept = min(array.shape[dim], shape[dim])
-    inputs = (array, target.initial(name)) if self.new_rows == 'initializer' and num_kept < shape[dim] else (array,)
+    inputs = (
+      (array, target.initial(name))
+      if self.new_rows == 'initializer' and num_kept < shape[dim]
+      else (array,)
+    )
 
     def resize(old, initial=None):
       kept = np.take(old, np.arange(num_kept), axis=dim)
@@ -209,7 +257,9 @@ class NewVocabulary(base.StateBuilder):
         new = np.repeat(mean, shape[dim] - num_kept, axis=dim)
       return np.concatenate([kept, new], axis=dim)
 
-    return lazy_arrays.ComputedArray(shape=shape, dtype=array.dtype, inputs=inputs, compute_fn=resize)
+    return lazy_arrays.ComputedArray(
+      shape=shape, dtype=array.dtype, inputs=inputs, compute_fn=resize
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +286,10 @@ class Reinitialize(base.StateBuilder):
     """See `StateBuilder.build`."""
     names = _matching(self.params, target.wanted, 'Reinitialize.params')
     kept = state.without(*base.FROM_PARAMS)
-    return kept.replace(arrays={**kept.arrays, **{name: target.initial(name) for name in names}},
-                        initialized=kept.initialized | set(names))
+    return kept.replace(
+      arrays={**kept.arrays, **{name: target.initial(name) for name in names}},
+      initialized=kept.initialized | set(names),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +303,9 @@ class StartAtStep(base.StateBuilder):
   step: int = 0
 
   def __post_init__(self):
-    checks.check('StartAtStep', vars(self), step=checks.number(at_least=0, below=2**31, integer=True))
+    checks.check(
+      'StartAtStep', vars(self), step=checks.number(at_least=0, below=2**31, integer=True)
+    )
 
   def first_step(self, step: int | None) -> int | None:
     """See `StateBuilder.first_step`."""
@@ -290,7 +344,9 @@ class OnArrays(base.StateBuilder):
     tree = tree_utils.unflatten_dict(state.arrays)
     on_devices = all(isinstance(array, jax.Array) for array in state.arrays.values())
     shardings = jax.tree.map(lambda array: array.sharding, tree) if on_devices else None
-    return state.replace(arrays=tree_utils.flatten_dict(jax.jit(self.fn, out_shardings=shardings)(tree)))
+    return state.replace(
+      arrays=tree_utils.flatten_dict(jax.jit(self.fn, out_shardings=shardings)(tree))
+    )
 
 
 def _matching(patterns: Sequence[str], wanted: Mapping[str, Any], option: str) -> list[str]:
@@ -300,8 +356,14 @@ def _matching(patterns: Sequence[str], wanted: Mapping[str, Any], option: str) -
     CheckpointError: no parameter matches.
   """
   params = [name.removeprefix(base.PARAMS) for name in wanted if name.startswith(base.PARAMS)]
-  names = [f'{base.PARAMS}{name}' for name in params if any(re.fullmatch(pattern, name) for pattern in patterns)]
+  names = [
+    f'{base.PARAMS}{name}'
+    for name in params
+    if any(re.fullmatch(pattern, name) for pattern in patterns)
+  ]
   if not names:
-    raise errors.CheckpointError(f'`{option}` must match names of parameters in full, such as {params[0]!r}, got '
-                                 f'{list(patterns)}, which match none.')
+    raise errors.CheckpointError(
+      f'`{option}` must match names of parameters in full, such as {params[0]!r}, got '
+      f'{list(patterns)}, which match none.'
+    )
   return names

@@ -21,11 +21,14 @@ from t5x_lite.formatting import first_names
 
 _AVERAGED = (base.PARAMS, *base.FROM_SCRATCH)
 _COUNT = checks.number(at_least=1, integer=True)
-_PATH = checks.Expectation('the path of a checkpoint', lambda path: isinstance(path, str) and bool(path))
+_PATH = checks.Expectation(
+  'the path of a checkpoint', lambda path: isinstance(path, str) and bool(path)
+)
 _PREFIX = checks.Expectation(
-    "a path in the tree of parameters such as 'encoder', or '' for the entire tree",
-    lambda prefix: isinstance(prefix, str) and (not prefix or all(prefix.split('/'))),
-    "Names of parameters have no 'target/', no '/' at their ends and no '//'.")
+  "a path in the tree of parameters such as 'encoder', or '' for the entire tree",
+  lambda prefix: isinstance(prefix, str) and (not prefix or all(prefix.split('/'))),
+  "Names of parameters have no 'target/', no '/' at their ends and no '//'.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +93,29 @@ class Average(base.StateBuilder):
 
   def __post_init__(self):
     several = not isinstance(self.path, str)
-    checks.check('Average', vars(self), path=checks.Expectation(
-        'a run directory, or paths of at least two checkpoints, all different', lambda path: bool(path) and (
-            isinstance(path, str) or (isinstance(path, Sequence) and len(path) > 1 and all(map(_PATH.holds, path))
-                                      and len({os.path.normpath(each) for each in path}) == len(path))),
-        'Give each checkpoint once.'),
-                 last=checks.Expectation('None with several paths', lambda last: last is None) if several
-                 else _COUNT.or_none())
+    checks.check(
+      'Average',
+      vars(self),
+      path=checks.Expectation(
+        'a run directory, or paths of at least two checkpoints, all different',
+        lambda path: (
+          bool(path)
+          and (
+            isinstance(path, str)
+            or (
+              isinstance(path, Sequence)
+              and len(path) > 1
+              and all(map(_PATH.holds, path))
+              and len({os.path.normpath(each) for each in path}) == len(path)
+            )
+          )
+        ),
+        'Give each checkpoint once.',
+      ),
+      last=checks.Expectation('None with several paths', lambda last: last is None)
+      if several
+      else _COUNT.or_none(),
+    )
 
   @functools.cached_property
   def paths_of_model(self) -> tuple[str, ...]:
@@ -107,13 +126,16 @@ class Average(base.StateBuilder):
     """
     if not isinstance(self.path, str):
       return tuple(self.path)
-    found = [discovery.get_checkpoint_dir(self.path, step) for step in discovery.all_steps(self.path)]
+    found = [
+      discovery.get_checkpoint_dir(self.path, step) for step in discovery.all_steps(self.path)
+    ]
     found = [path for path in found if not discovery.is_marked_unsound(path)]
     if len(found) < (self.last or 1):
       raise errors.CheckpointError(
-          f'`Average.path` must be a run directory with at least {self.last or 1} checkpoint(s), got {self.path!r} '
-          f'with {len(found)}.{discovery.hint(self.path)}')
-    return tuple(found[-(self.last or 0):])
+        f'`Average.path` must be a run directory with at least {self.last or 1} checkpoint(s), got {self.path!r} '
+        f'with {len(found)}.{discovery.hint(self.path)}'
+      )
+    return tuple(found[-(self.last or 0) :])
 
   def first_step(self, step: int | None) -> int | None:
     """See `StateBuilder.first_step`."""
@@ -129,19 +151,31 @@ class Average(base.StateBuilder):
     """See `StateBuilder.build`."""
     names = ' '.join(map(os.path.basename, self.paths_of_model))
     multihost.assert_equal(
-        np.uint32(zlib.crc32(names.encode())), f'Processes see different checkpoints of {self.path}.')
+      np.uint32(zlib.crc32(names.encode())), f'Processes see different checkpoints of {self.path}.'
+    )
     opened = [target.open(path) for path in self.paths_of_model]
     newest = max(opened, key=lambda source: source.step or 0)
-    states = [{name: array for name, array in lazy_arrays.stored(source).items() if name.startswith(_AVERAGED)}
-              for source in opened]
+    states = [
+      {
+        name: array
+        for name, array in lazy_arrays.stored(source).items()
+        if name.startswith(_AVERAGED)
+      }
+      for source in opened
+    ]
     _check_equal([source.path for source in opened], states)
     arrays = {}
     for name, array in lazy_arrays.stored(newest).items():
       if not name.startswith(_AVERAGED):
         continue
       inputs = tuple(arrays_of_one[name] for arrays_of_one in states)
-      arrays[name] = array if not jnp.issubdtype(array.dtype, jnp.floating) else lazy_arrays.ComputedArray(
-          shape=array.shape, dtype=array.dtype, inputs=inputs, compute_fn=_mean)
+      arrays[name] = (
+        array
+        if not jnp.issubdtype(array.dtype, jnp.floating)
+        else lazy_arrays.ComputedArray(
+          shape=array.shape, dtype=array.dtype, inputs=inputs, compute_fn=_mean
+        )
+      )
     averaged = base.BuiltState(arrays=arrays).at_step(newest.step or 0)
     return in_layout_of_model(averaged, target)
 
@@ -173,19 +207,28 @@ class Subtree(base.StateBuilder):
   @property
   def description(self) -> str:
     """See `StateBuilder.description`."""
-    return (f'the parameters {self.prefix or "(all)"}{f" of {self.path}" if self.path else ""} as '
-            f'{self.into or "all parameters"}')
+    return (
+      f'the parameters {self.prefix or "(all)"}{f" of {self.path}" if self.path else ""} as '
+      f'{self.into or "all parameters"}'
+    )
 
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
     arrays = state.arrays if self.path is None else lazy_arrays.stored(target.open(self.path))
-    before, after = (f'{base.PARAMS}{prefix}/' if prefix else base.PARAMS for prefix in (self.prefix, self.into))
-    moved = {after + name.removeprefix(before): array for name, array in arrays.items() if name.startswith(before)}
+    before, after = (
+      f'{base.PARAMS}{prefix}/' if prefix else base.PARAMS for prefix in (self.prefix, self.into)
+    )
+    moved = {
+      after + name.removeprefix(before): array
+      for name, array in arrays.items()
+      if name.startswith(before)
+    }
     if not moved:
       tops = dict.fromkeys(name.split('/')[1] for name in arrays if name.startswith(base.PARAMS))
       raise errors.CheckpointError(
-          f'`Subtree.prefix` must be the path of parameters in {self.path or "the state so far"}, got {self.prefix!r}. '
-          f'At the top it has {", ".join(tops) or "no parameters"}.')
+        f'`Subtree.prefix` must be the path of parameters in {self.path or "the state so far"}, got {self.prefix!r}. '
+        f'At the top it has {", ".join(tops) or "no parameters"}.'
+      )
     part = in_layout_of_model(base.BuiltState(arrays=moved), target)
     if self.path is None:
       return part
@@ -208,13 +251,28 @@ def _check_equal(paths: Sequence[str], states: Sequence[Mapping[str, Any]]) -> N
   """Raise CheckpointError if the states differ in names or shapes."""
   for path, arrays in zip(paths[1:], states[1:], strict=True):
     first = states[0]
-    problems = [(words, names) for words, names in (
+    problems = [
+      (words, names)
+      for words, names in (
         ('missing', [name for name in first if name not in arrays]),
         ('additional', [name for name in arrays if name not in first]),
-        ('of another shape', [f'{name} {arrays[name].shape} instead of {first[name].shape}' for name in first
-                              if name in arrays and arrays[name].shape != first[name].shape])) if names]
+        (
+          'of another shape',
+          [
+            f'{name} {arrays[name].shape} instead of {first[name].shape}'
+            for name in first
+            if name in arrays and arrays[name].shape != first[name].shape
+          ],
+        ),
+      )
+      if names
+    ]
     if problems:
       raise errors.CheckpointError(
-          f'The checkpoints of `Average` must be of the same model, got {path!r}, in which, compared with '
-          f'{paths[0]!r}, ' + '; '.join(
-              f'{len(names)} arrays are {words}: {first_names(names)}' for words, names in problems) + '.')
+        f'The checkpoints of `Average` must be of the same model, got {path!r}, in which, compared with '
+        f'{paths[0]!r}, '
+        + '; '.join(
+          f'{len(names)} arrays are {words}: {first_names(names)}' for words, names in problems
+        )
+        + '.'
+      )

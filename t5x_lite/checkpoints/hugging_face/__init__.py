@@ -1,7 +1,13 @@
 """Hugging Face folders (`config.json`, safetensors, tokenizer files), read and written without torch."""
 
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
-from t5x_lite.checkpoints.hugging_face.families import FAMILIES, Family, family_of, get_family, guess_family
+from t5x_lite.checkpoints.hugging_face.families import (
+  FAMILIES,
+  Family,
+  family_of,
+  get_family,
+  guess_family,
+)
 from t5x_lite.checkpoints.hugging_face.folder import HuggingFaceFolder, is_hugging_face_folder
 from t5x_lite.checkpoints.hugging_face.gin_files import GinSuggestion, suggest_gin
 from t5x_lite.checkpoints.hugging_face.names import TensorRule, check_ours, tensor_table
@@ -9,7 +15,19 @@ from t5x_lite.checkpoints.hugging_face.tensor_files import SafetensorsFolder
 from t5x_lite.checkpoints.hugging_face.writer import write_folder
 
 __all__ = [
-    'Architecture', 'FAMILIES', 'Family', 'GinSuggestion', 'HuggingFaceFolder', 'SafetensorsFolder', 'TensorRule',
-    'check_ours', 'family_of', 'get_family', 'guess_family', 'is_hugging_face_folder', 'suggest_gin', 'tensor_table',
-    'write_folder',
+  'Architecture',
+  'FAMILIES',
+  'Family',
+  'GinSuggestion',
+  'HuggingFaceFolder',
+  'SafetensorsFolder',
+  'TensorRule',
+  'check_ours',
+  'family_of',
+  'get_family',
+  'guess_family',
+  'is_hugging_face_folder',
+  'suggest_gin',
+  'tensor_table',
+  'write_folder',
 ]

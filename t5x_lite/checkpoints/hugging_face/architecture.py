@@ -65,20 +65,23 @@ class Architecture:
   def __post_init__(self):
     sparse_layers = self.sparse_encoder_layers + self.sparse_decoder_layers
     problems = {
-        f'mlp_activations={self.mlp_activations!r}, only with one activation of transformers, or one and linear':
-            not config_json.is_expressible(self.mlp_activations),
-        f'mlp_activations={self.mlp_activations!r} and {self.num_experts} experts: Switch Transformers are not gated':
-            self.num_experts and len(self.mlp_activations) != 1,
-        f'sparse layers {sparse_layers} and num_experts=0': sparse_layers and not self.num_experts,
-        'tables of relative position biases per layer and experts: Switch Transformers have one table per stack':
-            self.num_experts and self.relpos_per_layer,
+      f'mlp_activations={self.mlp_activations!r}, only with one activation of transformers, or one and linear': not config_json.is_expressible(
+        self.mlp_activations
+      ),
+      f'mlp_activations={self.mlp_activations!r} and {self.num_experts} experts: Switch Transformers are not gated': self.num_experts
+      and len(self.mlp_activations) != 1,
+      f'sparse layers {sparse_layers} and num_experts=0': sparse_layers and not self.num_experts,
+      'tables of relative position biases per layer and experts: Switch Transformers have one table per stack': self.num_experts
+      and self.relpos_per_layer,
     }
     for problem in (text for text, applies in problems.items() if applies):
       raise CheckpointError(f'transformers has no T5 with {problem}.')
     T5Config(**self.network_config_kwargs())  # checks the sizes
 
   @classmethod
-  def from_config_json(cls, config: Mapping[str, Any], has_head: bool | None = None) -> 'Architecture':
+  def from_config_json(
+    cls, config: Mapping[str, Any], has_head: bool | None = None
+  ) -> 'Architecture':
     """Return the architecture that a `config.json` describes.
 
     Args:
@@ -93,7 +96,8 @@ class Architecture:
 
   @classmethod
   def from_shapes(
-      cls, shapes: Mapping[str, Any], network_metadata: Mapping[str, Any] | None = None) -> 'Architecture':
+    cls, shapes: Mapping[str, Any], network_metadata: Mapping[str, Any] | None = None
+  ) -> 'Architecture':
     """Return the architecture of a checkpoint in the form of t5x_lite or T5X.
 
     Args:
@@ -120,27 +124,27 @@ class Architecture:
     """
     family.check(self)
     result = {
-        'architectures': [family.architecture],
-        'd_ff': self.mlp_dim,
-        'd_kv': self.head_dim,
-        'd_model': self.emb_dim,
-        'decoder_start_token_id': family.decoder_start_token_id,
-        'dropout_rate': 0.1,
-        'eos_token_id': family.eos_token_id,
-        'initializer_factor': 1.0,
-        'is_encoder_decoder': True,
-        'layer_norm_epsilon': self.layer_norm_epsilon,
-        'model_type': family.model_type,
-        'num_decoder_layers': self.num_decoder_layers,
-        'num_heads': self.num_heads,
-        'num_layers': self.num_encoder_layers,
-        'pad_token_id': family.pad_token_id,
-        'relative_attention_max_distance': self.relpos_max_distance,
-        'relative_attention_num_buckets': self.relpos_num_buckets,
-        'tie_word_embeddings': self.logits_via_embedding,
-        'tokenizer_class': family.tokenizer_class,
-        'use_cache': True,
-        'vocab_size': self.vocab_size,
+      'architectures': [family.architecture],
+      'd_ff': self.mlp_dim,
+      'd_kv': self.head_dim,
+      'd_model': self.emb_dim,
+      'decoder_start_token_id': family.decoder_start_token_id,
+      'dropout_rate': 0.1,
+      'eos_token_id': family.eos_token_id,
+      'initializer_factor': 1.0,
+      'is_encoder_decoder': True,
+      'layer_norm_epsilon': self.layer_norm_epsilon,
+      'model_type': family.model_type,
+      'num_decoder_layers': self.num_decoder_layers,
+      'num_heads': self.num_heads,
+      'num_layers': self.num_encoder_layers,
+      'pad_token_id': family.pad_token_id,
+      'relative_attention_max_distance': self.relpos_max_distance,
+      'relative_attention_num_buckets': self.relpos_num_buckets,
+      'tie_word_embeddings': self.logits_via_embedding,
+      'tokenizer_class': family.tokenizer_class,
+      'use_cache': True,
+      'vocab_size': self.vocab_size,
     }
     result |= config_json.feed_forward_proj(self.mlp_activations)
     if not self.scale_tied_logits:
@@ -154,8 +158,12 @@ class Architecture:
 
   def _sparse_json(self) -> dict[str, Any]:
     result = {
-        'num_experts': self.num_experts, 'expert_capacity': self.expert_capacity, 'router_bias': self.router_bias,
-        'router_jitter_noise': self.router_jitter_noise, 'router_dtype': 'float32', 'add_router_probs': False,
+      'num_experts': self.num_experts,
+      'expert_capacity': self.expert_capacity,
+      'router_bias': self.router_bias,
+      'router_jitter_noise': self.router_jitter_noise,
+      'router_dtype': 'float32',
+      'add_router_probs': False,
     }
     for stack in ('encoder', 'decoder'):
       layers = self.sparse_layers_of(stack)
@@ -167,12 +175,20 @@ class Architecture:
   def network_config_kwargs(self) -> dict[str, Any]:
     """Return the arguments of `networks.t5.T5Config` for this network, in the layout 't5', without its experts."""
     return dict(
-        vocab_size=self.vocab_size, emb_dim=self.emb_dim, num_heads=self.num_heads,
-        num_encoder_layers=self.num_encoder_layers, num_decoder_layers=self.num_decoder_layers,
-        head_dim=self.head_dim, mlp_dim=self.mlp_dim, mlp_activations=self.mlp_activations,
-        logits_via_embedding=self.logits_via_embedding, scale_tied_logits=self.scale_tied_logits,
-        relpos_bias_tables='per_layer' if self.relpos_per_layer else 'per_stack',
-        num_relpos_buckets=self.relpos_num_buckets, max_relpos_distance=self.relpos_max_distance)
+      vocab_size=self.vocab_size,
+      emb_dim=self.emb_dim,
+      num_heads=self.num_heads,
+      num_encoder_layers=self.num_encoder_layers,
+      num_decoder_layers=self.num_decoder_layers,
+      head_dim=self.head_dim,
+      mlp_dim=self.mlp_dim,
+      mlp_activations=self.mlp_activations,
+      logits_via_embedding=self.logits_via_embedding,
+      scale_tied_logits=self.scale_tied_logits,
+      relpos_bias_tables='per_layer' if self.relpos_per_layer else 'per_stack',
+      num_relpos_buckets=self.relpos_num_buckets,
+      max_relpos_distance=self.relpos_max_distance,
+    )
 
   def num_layers_of(self, stack: str) -> int:
     """Return the number of layers of `stack`, 'encoder' or 'decoder'."""

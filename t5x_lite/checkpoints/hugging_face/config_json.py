@@ -16,28 +16,56 @@ MODEL_TYPES = ('t5', 'mt5', 'umt5', 'switch_transformers')
 
 # transformers' names of activations to ours. `gelu` is exact there and the approximation by tanh here.
 _OURS = {
-    'relu': 'relu', 'gelu': 'gelu_exact', 'gelu_python': 'gelu_exact', 'gelu_new': 'gelu', 'gelu_fast': 'gelu',
-    'gelu_accurate': 'gelu', 'gelu_pytorch_tanh': 'gelu', 'gelu_python_tanh': 'gelu', 'silu': 'silu', 'swish': 'silu',
-    'sigmoid': 'sigmoid', 'tanh': 'tanh', 'linear': 'linear',
+  'relu': 'relu',
+  'gelu': 'gelu_exact',
+  'gelu_python': 'gelu_exact',
+  'gelu_new': 'gelu',
+  'gelu_fast': 'gelu',
+  'gelu_accurate': 'gelu',
+  'gelu_pytorch_tanh': 'gelu',
+  'gelu_python_tanh': 'gelu',
+  'silu': 'silu',
+  'swish': 'silu',
+  'sigmoid': 'sigmoid',
+  'tanh': 'tanh',
+  'linear': 'linear',
 }
 # transformers reads 'gated-gelu' as the approximation, so the exact function is written as `gelu_python`.
-_THEIRS = {'relu': 'relu', 'gelu': 'gelu_new', 'gelu_exact': 'gelu_python', 'silu': 'silu', 'swish': 'silu',
-           'sigmoid': 'sigmoid', 'tanh': 'tanh', 'linear': 'linear'}
+_THEIRS = {
+  'relu': 'relu',
+  'gelu': 'gelu_new',
+  'gelu_exact': 'gelu_python',
+  'silu': 'silu',
+  'swish': 'silu',
+  'sigmoid': 'sigmoid',
+  'tanh': 'tanh',
+  'linear': 'linear',
+}
 # Default values of missing keys, by type of model.
 _DEFAULTS = {
-    't5': {'feed_forward_proj': 'relu', 'tie_word_embeddings': True},
-    'mt5': {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
-    'umt5': {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
-    'switch_transformers': {'tie_word_embeddings': True},
+  't5': {'feed_forward_proj': 'relu', 'tie_word_embeddings': True},
+  'mt5': {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
+  'umt5': {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
+  'switch_transformers': {'tie_word_embeddings': True},
 }
 _LAYER_NORM_EPSILON = 1e-6
 # Much more than any model has: a damaged file must not fill the memory with names.
 _MAX_LAYERS = 10_000
 _MAX_SIZE = 2**31 - 1
-_DIMS = {'vocab_size': 'vocab_size', 'emb_dim': 'd_model', 'num_heads': 'num_heads', 'head_dim': 'd_kv',
-         'mlp_dim': 'd_ff'}
+_DIMS = {
+  'vocab_size': 'vocab_size',
+  'emb_dim': 'd_model',
+  'num_heads': 'num_heads',
+  'head_dim': 'd_kv',
+  'mlp_dim': 'd_ff',
+}
 # Suffixes of classes whose head is not that of a language model.
-_OTHER_HEADS = ('EncoderModel', 'ForSequenceClassification', 'ForTokenClassification', 'ForQuestionAnswering')
+_OTHER_HEADS = (
+  'EncoderModel',
+  'ForSequenceClassification',
+  'ForTokenClassification',
+  'ForQuestionAnswering',
+)
 
 
 def _has_language_model_head(architectures: Any) -> bool:
@@ -46,22 +74,36 @@ def _has_language_model_head(architectures: Any) -> bool:
 
 
 _TYPE_EXPECTATIONS = {
-    'model_type': checks.one_of(MODEL_TYPES, 'Choose a model of the T5 family.'),
-    'is_encoder_decoder': Expectation('true', lambda value: value is not False, 'Choose an encoder-decoder.'),
-    'is_decoder': Expectation('false', lambda value: value is not True, 'Choose an encoder-decoder.'),
-    'architectures': Expectation('a model ForConditionalGeneration', _has_language_model_head,
-                                 'Our networks have no other heads.'),
-    'quantization_config': Expectation('empty', lambda value: not value,
-                                       'Dequantize the weights with transformers, then call save_pretrained.'),
+  'model_type': checks.one_of(MODEL_TYPES, 'Choose a model of the T5 family.'),
+  'is_encoder_decoder': Expectation(
+    'true', lambda value: value is not False, 'Choose an encoder-decoder.'
+  ),
+  'is_decoder': Expectation('false', lambda value: value is not True, 'Choose an encoder-decoder.'),
+  'architectures': Expectation(
+    'a model ForConditionalGeneration',
+    _has_language_model_head,
+    'Our networks have no other heads.',
+  ),
+  'quantization_config': Expectation(
+    'empty',
+    lambda value: not value,
+    'Dequantize the weights with transformers, then call save_pretrained.',
+  ),
 }
 _FIELD_EXPECTATIONS = {
-    'layer_norm_epsilon': Expectation(f'{_LAYER_NORM_EPSILON}, as in our norms',
-                                      lambda value: value == _LAYER_NORM_EPSILON),
-    'pad_token_id': Expectation('0, the padding of our networks', lambda value: value in (0, None)),
-    'decoder_start_token_id': Expectation('0, the first input of our decoders', lambda value: value in (0, None)),
-    'eos_token_id': Expectation('1, the end of a text in all vocabularies of T5',
-                                lambda value: value in (1, [1], None)),
-    'router_dtype': Expectation("'float32', the dtype of our routers", lambda value: value == 'float32'),
+  'layer_norm_epsilon': Expectation(
+    f'{_LAYER_NORM_EPSILON}, as in our norms', lambda value: value == _LAYER_NORM_EPSILON
+  ),
+  'pad_token_id': Expectation('0, the padding of our networks', lambda value: value in (0, None)),
+  'decoder_start_token_id': Expectation(
+    '0, the first input of our decoders', lambda value: value in (0, None)
+  ),
+  'eos_token_id': Expectation(
+    '1, the end of a text in all vocabularies of T5', lambda value: value in (1, [1], None)
+  ),
+  'router_dtype': Expectation(
+    "'float32', the dtype of our routers", lambda value: value == 'float32'
+  ),
 }
 
 
@@ -125,29 +167,43 @@ def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
     return 'own'
   if not modern:
     raise CheckpointError(
-        'config.json of an mT5 has tie_word_embeddings=true, the folder has no lm_head.weight, and versions before '
-        'transformers 5 scale its logits by d_model**-0.5, later versions do not. In config.json, set "model_type": '
-        '"t5" if its logits are scaled, or "scale_decoder_outputs": false if they are not.')
+      'config.json of an mT5 has tie_word_embeddings=true, the folder has no lm_head.weight, and versions before '
+      'transformers 5 scale its logits by d_model**-0.5, later versions do not. In config.json, set "model_type": '
+      '"t5" if its logits are scaled, or "scale_decoder_outputs": false if they are not.'
+    )
   return 'unscaled'
 
 
 def tied_fields(head: str) -> dict[str, bool]:
   """Return the fields of an `Architecture` that follow from `head`, a result of `output_head` except 'compare'."""
-  return {'logits_via_embedding': head in ('embedding', 'unscaled'), 'scale_tied_logits': head != 'unscaled'}
+  return {
+    'logits_via_embedding': head in ('embedding', 'unscaled'),
+    'scale_tied_logits': head != 'unscaled',
+  }
 
 
 def _activations(config: Mapping[str, Any], kind: str) -> tuple[str, ...]:
   """Return the activations of a feed-forward block, by our names."""
   is_switch = kind == 'switch_transformers'
-  form = 'relu' if is_switch else str(config.get('feed_forward_proj', _DEFAULTS[kind]['feed_forward_proj']))
+  form = (
+    'relu'
+    if is_switch
+    else str(config.get('feed_forward_proj', _DEFAULTS[kind]['feed_forward_proj']))
+  )
   prefix, _, last = form.rpartition('-')
   gated = config.get('is_gated_act', prefix == 'gated')
   name = config.get('dense_act_fn', 'gelu_new' if form == 'gated-gelu' else last)
-  if prefix not in ('', 'gated') or not isinstance(name, str) or name not in _OURS or (is_switch and gated):
+  if (
+    prefix not in ('', 'gated')
+    or not isinstance(name, str)
+    or name not in _OURS
+    or (is_switch and gated)
+  ):
     raise CheckpointError(
-        f"feed_forward_proj of config.json must be one of {', '.join(_OURS)}"
-        f"{', not gated' if is_switch else ', or gated- and one of them'}, got {form!r}, with dense_act_fn={name!r} "
-        f'and is_gated_act={gated}.')
+      f'feed_forward_proj of config.json must be one of {", ".join(_OURS)}'
+      f'{", not gated" if is_switch else ", or gated- and one of them"}, got {form!r}, with dense_act_fn={name!r} '
+      f'and is_gated_act={gated}.'
+    )
   return (_OURS[name], 'linear') if gated else (_OURS[name],)
 
 
@@ -165,10 +221,10 @@ def sparse_layers(num_layers: int, step: int) -> tuple[int, ...]:
 def _sparse_fields(config: Mapping[str, Any], num_layers: Mapping[str, int]) -> dict[str, Any]:
   """Return the fields of an `Architecture` that only Switch Transformers have."""
   fields = {
-      'num_experts': _integer(config, 'num_experts', 8),
-      'router_bias': bool(config.get('router_bias', False)),
-      'router_jitter_noise': float(_number(config, 'router_jitter_noise', 0.01, at_least=0, below=1)),
-      'expert_capacity': _integer(config, 'expert_capacity', 64),
+    'num_experts': _integer(config, 'num_experts', 8),
+    'router_bias': bool(config.get('router_bias', False)),
+    'router_jitter_noise': float(_number(config, 'router_jitter_noise', 0.01, at_least=0, below=1)),
+    'expert_capacity': _integer(config, 'expert_capacity', 64),
   }
   for stack in ('encoder', 'decoder'):
     number = _integer(config, f'num_sparse_{stack}_layers', 3, at_least=0)
@@ -186,8 +242,14 @@ def _number(config: Mapping[str, Any], key: str, default: float | None, **bounds
   return value
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None, *, at_least: int = 1,
-             at_most: int = _MAX_SIZE) -> int:
+def _integer(
+  config: Mapping[str, Any],
+  key: str,
+  default: int | None = None,
+  *,
+  at_least: int = 1,
+  at_most: int = _MAX_SIZE,
+) -> int:
   return _number(config, key, default, at_least=at_least, at_most=at_most, integer=True)
 
 
@@ -212,18 +274,20 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
   # transformers reads a missing key of a Switch Transformer as 12, and null as the encoder's number.
   is_12 = kind == 'switch_transformers' and 'num_decoder_layers' not in config
   fields['num_decoder_layers'] = _integer(
-      config, 'num_decoder_layers', 12 if is_12 else fields['num_encoder_layers'], at_most=_MAX_LAYERS)
+    config, 'num_decoder_layers', 12 if is_12 else fields['num_encoder_layers'], at_most=_MAX_LAYERS
+  )
   fields |= {
-      'mlp_activations': _activations(config, kind),
-      **tied_fields(output_head(config, has_head)),
-      'relpos_per_layer': kind == 'umt5',
-      'relpos_num_buckets': _integer(config, 'relative_attention_num_buckets', 32),
-      'relpos_max_distance': _integer(config, 'relative_attention_max_distance', 128),
-      'layer_norm_epsilon': _LAYER_NORM_EPSILON,
+    'mlp_activations': _activations(config, kind),
+    **tied_fields(output_head(config, has_head)),
+    'relpos_per_layer': kind == 'umt5',
+    'relpos_num_buckets': _integer(config, 'relative_attention_num_buckets', 32),
+    'relpos_max_distance': _integer(config, 'relative_attention_max_distance', 128),
+    'layer_norm_epsilon': _LAYER_NORM_EPSILON,
   }
   if kind == 'switch_transformers':
     fields |= _sparse_fields(
-        config, {'encoder': fields['num_encoder_layers'], 'decoder': fields['num_decoder_layers']})
+      config, {'encoder': fields['num_encoder_layers'], 'decoder': fields['num_decoder_layers']}
+    )
   return fields
 
 

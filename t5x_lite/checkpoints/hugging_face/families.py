@@ -83,44 +83,94 @@ class Family:
     if problem is None:
       return
     others = [family.name for family in FAMILIES.values() if family._problem(architecture) is None]
-    remedy = f'Choose family={" or ".join(map(repr, others))}.' if others else 'No family supports this network.'
+    remedy = (
+      f'Choose family={" or ".join(map(repr, others))}.'
+      if others
+      else 'No family supports this network.'
+    )
     raise CheckpointError(
-        f'A network of family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}')
+      f'A network of family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}'
+    )
 
   def _problem(self, architecture: ArchitectureLike) -> str | None:
     if bool(architecture.num_experts) != self.is_sparse:
-      return f'must have {"some" if self.is_sparse else "no"} experts, got {architecture.num_experts}'
+      return (
+        f'must have {"some" if self.is_sparse else "no"} experts, got {architecture.num_experts}'
+      )
     if architecture.relpos_per_layer != self.relpos_per_layer:
       have, want = ('layer', 'stack') if architecture.relpos_per_layer else ('stack', 'layer')
       return f'must have relative position biases per {want}, got them per {have}'
     if architecture.logits_via_embedding and architecture.scale_tied_logits and not self.can_tie:
-      return ('must have a logits_dense kernel, or scale_tied_logits=False, got logits_via_embedding=True, whose '
-              'logits transformers would not scale')
+      return (
+        'must have a logits_dense kernel, or scale_tied_logits=False, got logits_via_embedding=True, whose '
+        'logits transformers would not scale'
+      )
     for stack in ('encoder', 'decoder'):
       layers = architecture.sparse_layers_of(stack)
-      if self.is_sparse and config_json.sparse_step(architecture.num_layers_of(stack), layers) is None:
-        return (f'must have none or all sparse {stack} layers, or 1, 1 + n, 1 + 2 n and so on, got layers {layers} of '
-                f'{architecture.num_layers_of(stack)}')
+      if (
+        self.is_sparse
+        and config_json.sparse_step(architecture.num_layers_of(stack), layers) is None
+      ):
+        return (
+          f'must have none or all sparse {stack} layers, or 1, 1 + n, 1 + 2 n and so on, got layers {layers} of '
+          f'{architecture.num_layers_of(stack)}'
+        )
     return None
 
 
-_T5 = dict(model_type='t5', architecture='T5ForConditionalGeneration', tokenizer_class='T5Tokenizer', extra_ids=100)
+_T5 = dict(
+  model_type='t5',
+  architecture='T5ForConditionalGeneration',
+  tokenizer_class='T5Tokenizer',
+  extra_ids=100,
+)
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (
+FAMILIES: Mapping[str, Family] = {
+  family.name: family
+  for family in (
     Family(name='t5_1_0', title='T5', paper='https://arxiv.org/abs/1910.10683', **_T5),
     Family(name='t5_1_1', title='T5 1.1', paper='https://arxiv.org/abs/1910.10683', **_T5),
-    Family(name='mt5', title='mT5', model_type='mt5', architecture='MT5ForConditionalGeneration', can_tie=False,
-           # The vocabulary file includes the sentinels.
-           tokenizer_class='T5Tokenizer', extra_ids=0, paper='https://arxiv.org/abs/2010.11934'),
-    Family(name='umt5', title='umT5', model_type='umt5', architecture='UMT5ForConditionalGeneration',
-           tokenizer_class='T5Tokenizer', extra_ids=300, relpos_per_layer=True,
-           paper='https://arxiv.org/abs/2304.09151'),
-    Family(name='byt5', title='ByT5', model_type='t5', architecture='T5ForConditionalGeneration',
-           tokenizer_class='ByT5Tokenizer', extra_ids=125, paper='https://arxiv.org/abs/2105.13626'),
-    Family(name='switch', title='Switch Transformer', model_type='switch_transformers',
-           architecture='SwitchTransformersForConditionalGeneration', tokenizer_class='T5Tokenizer', extra_ids=100,
-           paper='https://arxiv.org/abs/2101.03961'),
-)}
+    Family(
+      name='mt5',
+      title='mT5',
+      model_type='mt5',
+      architecture='MT5ForConditionalGeneration',
+      can_tie=False,
+      # The vocabulary file includes the sentinels.
+      tokenizer_class='T5Tokenizer',
+      extra_ids=0,
+      paper='https://arxiv.org/abs/2010.11934',
+    ),
+    Family(
+      name='umt5',
+      title='umT5',
+      model_type='umt5',
+      architecture='UMT5ForConditionalGeneration',
+      tokenizer_class='T5Tokenizer',
+      extra_ids=300,
+      relpos_per_layer=True,
+      paper='https://arxiv.org/abs/2304.09151',
+    ),
+    Family(
+      name='byt5',
+      title='ByT5',
+      model_type='t5',
+      architecture='T5ForConditionalGeneration',
+      tokenizer_class='ByT5Tokenizer',
+      extra_ids=125,
+      paper='https://arxiv.org/abs/2105.13626',
+    ),
+    Family(
+      name='switch',
+      title='Switch Transformer',
+      model_type='switch_transformers',
+      architecture='SwitchTransformersForConditionalGeneration',
+      tokenizer_class='T5Tokenizer',
+      extra_ids=100,
+      paper='https://arxiv.org/abs/2101.03961',
+    ),
+  )
+}
 # Three special ids, 256 bytes, 125 sentinels.
 BYT5_VOCAB_SIZE = 384
 
@@ -144,7 +194,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
   kind = config_json.model_type(config)
   if kind != 't5':
     return FAMILIES[{'switch_transformers': 'switch'}.get(kind, kind)]
-  if str(config.get('tokenizer_class', '')).startswith('ByT5') or config.get('vocab_size') == BYT5_VOCAB_SIZE:
+  if (
+    str(config.get('tokenizer_class', '')).startswith('ByT5')
+    or config.get('vocab_size') == BYT5_VOCAB_SIZE
+  ):
     return FAMILIES['byt5']
   return FAMILIES['t5_1_0' if config_json.output_head(config) == 'embedding' else 't5_1_1']
 

@@ -13,20 +13,32 @@ from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import config_json, families, names
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.names import LM_HEAD, SHARED, TensorRule
-from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from t5x_lite.checkpoints.hugging_face.tensor_files import (
+  INDEX_FILE,
+  SINGLE_FILE,
+  SafetensorsFolder,
+)
 from t5x_lite.errors import CheckpointError, T5xLiteError
 
 CONFIG_FILE = 'config.json'
-_WEIGHTS = (SINGLE_FILE, INDEX_FILE, 'pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack',
-            'tf_model.h5')
+_WEIGHTS = (
+  SINGLE_FILE,
+  INDEX_FILE,
+  'pytorch_model.bin',
+  'pytorch_model.bin.index.json',
+  'flax_model.msgpack',
+  'tf_model.h5',
+)
 
 
 def is_hugging_face_folder(path: str | os.PathLike[str]) -> bool:
   """Return True if `path` is a folder with a `config.json` and weights of any format, supported or not."""
   folder = files.path(path)
   has_config = (folder / CONFIG_FILE).is_file() or (folder / 'adapter_config.json').is_file()
-  return has_config and (any((folder / name).exists() for name in _WEIGHTS) or
-                         next(folder.glob('*.safetensors'), None) is not None)
+  return has_config and (
+    any((folder / name).exists() for name in _WEIGHTS)
+    or next(folder.glob('*.safetensors'), None) is not None
+  )
 
 
 class HuggingFaceFolder:
@@ -82,20 +94,30 @@ class HuggingFaceFolder:
   def _read_config(self) -> dict[str, Any]:
     if not (self.path / CONFIG_FILE).is_file():
       is_adapter = (self.path / 'adapter_config.json').is_file()
-      remedy = ('It holds only an adapter: merge it with peft, model.merge_and_unload().save_pretrained(folder).'
-                if is_adapter else 'Download that file too.')
+      remedy = (
+        'It holds only an adapter: merge it with peft, model.merge_and_unload().save_pretrained(folder).'
+        if is_adapter
+        else 'Download that file too.'
+      )
       raise CheckpointError(
-          f'{self.path} must be a folder that transformers saved, got one without {CONFIG_FILE}. {remedy}')
+        f'{self.path} must be a folder that transformers saved, got one without {CONFIG_FILE}. {remedy}'
+      )
     return config_json.read(self.path, CONFIG_FILE)
 
   @functools.cached_property
   def _embeddings(self) -> list[str]:
     """Names of the tensors that hold the token embedding."""
-    duplicates = [SHARED, *names.EMBEDDING_DUPLICATES, *([LM_HEAD] if self._head == 'embedding' else [])]
+    duplicates = [
+      SHARED,
+      *names.EMBEDDING_DUPLICATES,
+      *([LM_HEAD] if self._head == 'embedding' else []),
+    ]
     return [name for name in duplicates if name in self.tensors.entries]
 
   def _same_tables(self) -> bool:
-    present = [name for name in (SHARED, *names.EMBEDDING_DUPLICATES) if name in self.tensors.entries]
+    present = [
+      name for name in (SHARED, *names.EMBEDDING_DUPLICATES) if name in self.tensors.entries
+    ]
     return not present or self.tensors.equal(present[0], LM_HEAD)
 
   def _located(self, rule: TensorRule) -> TensorRule:
@@ -109,8 +131,13 @@ class HuggingFaceFolder:
     arch, number = self.architecture, len(self.tensors.entries)
     num_layers = arch.num_encoder_layers + arch.num_decoder_layers
     if max(num_layers, arch.num_experts) > number:
-      names.raise_problems([f'{CONFIG_FILE} has {num_layers} layers and {arch.num_experts} experts, but the folder '
-                            f'holds {number} tensors'], str(self.path))
+      names.raise_problems(
+        [
+          f'{CONFIG_FILE} has {num_layers} layers and {arch.num_experts} experts, but the folder '
+          f'holds {number} tensors'
+        ],
+        str(self.path),
+      )
 
   def _check(self) -> None:
     """Raise if names, shapes or dtypes differ from those of the architecture."""
@@ -123,20 +150,28 @@ class HuggingFaceFolder:
         if name not in entries:
           problems.append(f'missing {rule.ours} {rule.shape} <-> {name} {rule.their_shape}')
         elif entries[name].shape != rule.their_shape:
-          problems.append(f'{rule.ours} {rule.shape} <-> {name} must have shape {rule.their_shape}, got '
-                          f'{entries[name].shape}')
+          problems.append(
+            f'{rule.ours} {rule.shape} <-> {name} must have shape {rule.their_shape}, got '
+            f'{entries[name].shape}'
+          )
         elif entries[name].dtype.kind not in 'fV' or len(dtypes) > 1:
-          problems.append(f'{rule.ours} <-> {name} must have one floating-point dtype in an array, got '
-                          f'{entries[name].dtype.name}')
-    problems += [f'surplus {name} {entries[name].shape}: not part of the network'
-                 for name in sorted(set(entries) - used)]
+          problems.append(
+            f'{rule.ours} <-> {name} must have one floating-point dtype in an array, got '
+            f'{entries[name].dtype.name}'
+          )
+    problems += [
+      f'surplus {name} {entries[name].shape}: not part of the network'
+      for name in sorted(set(entries) - used)
+    ]
     names.raise_problems(problems, str(self.path))
 
   def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape and the stored dtype of each array by our name."""
     entries = self.tensors.entries
-    return {name: jax.ShapeDtypeStruct(rule.shape, entries[rule.theirs[0]].dtype)
-            for name, rule in self._by_name.items()}
+    return {
+      name: jax.ShapeDtypeStruct(rule.shape, entries[rule.theirs[0]].dtype)
+      for name, rule in self._by_name.items()
+    }
 
   def read_array(self, name: str) -> np.ndarray:
     """Return an array by our name, in the shape of the network and its stored dtype.
@@ -152,6 +187,11 @@ class HuggingFaceFolder:
     first, *others = self._embeddings
     for other in others:
       if not self.tensors.equal(first, other):
-        remedy = ('If the model is not tied (T5 1.1), set "tie_word_embeddings": false in config.json.'
-                  if other == LM_HEAD else 'Our networks have one token embedding for both stacks.')
-        names.raise_problems([f'{names.TOKEN_EMBEDDING} <-> {first} and {other} differ. {remedy}'], str(self.path))
+        remedy = (
+          'If the model is not tied (T5 1.1), set "tie_word_embeddings": false in config.json.'
+          if other == LM_HEAD
+          else 'Our networks have one token embedding for both stacks.'
+        )
+        names.raise_problems(
+          [f'{names.TOKEN_EMBEDDING} <-> {first} and {other} differ. {remedy}'], str(self.path)
+        )

@@ -8,24 +8,49 @@ from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
 
 # Sizes of the released models, as in gin/models: emb_dim, num_heads, head_dim, mlp_dim, layers of encoder and decoder.
-_T5_1_1 = {'small': (512, 6, 64, 1024, 8, 8), 'base': (768, 12, 64, 2048, 12, 12),
-           'large': (1024, 16, 64, 2816, 24, 24), 'xl': (2048, 32, 64, 5120, 24, 24),
-           'xxl': (4096, 64, 64, 10240, 24, 24)}
+_T5_1_1 = {
+  'small': (512, 6, 64, 1024, 8, 8),
+  'base': (768, 12, 64, 2048, 12, 12),
+  'large': (1024, 16, 64, 2816, 24, 24),
+  'xl': (2048, 32, 64, 5120, 24, 24),
+  'xxl': (4096, 64, 64, 10240, 24, 24),
+}
 SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    't5_1_0': {'small': (512, 8, 64, 2048, 6, 6), 'base': (768, 12, 64, 3072, 12, 12),
-               'large': (1024, 16, 64, 4096, 24, 24), 'xl': (1024, 32, 128, 16384, 24, 24),
-               'xxl': (1024, 128, 128, 65536, 24, 24)},
-    't5_1_1': _T5_1_1,
-    'mt5': _T5_1_1,
-    'umt5': {size: _T5_1_1[size] for size in ('small', 'base', 'xl', 'xxl')},
-    'byt5': {'small': (1472, 6, 64, 3584, 12, 4), 'base': (1536, 12, 64, 3968, 18, 6),
-             'large': (1536, 16, 64, 3840, 36, 12), 'xl': (2560, 32, 64, 6720, 36, 12),
-             'xxl': (4672, 64, 64, 12352, 36, 12)},
-    'switch': {'base': (768, 12, 64, 3072, 12, 12), 'large': (1024, 16, 64, 4096, 24, 24)},
+  't5_1_0': {
+    'small': (512, 8, 64, 2048, 6, 6),
+    'base': (768, 12, 64, 3072, 12, 12),
+    'large': (1024, 16, 64, 4096, 24, 24),
+    'xl': (1024, 32, 128, 16384, 24, 24),
+    'xxl': (1024, 128, 128, 65536, 24, 24),
+  },
+  't5_1_1': _T5_1_1,
+  'mt5': _T5_1_1,
+  'umt5': {size: _T5_1_1[size] for size in ('small', 'base', 'xl', 'xxl')},
+  'byt5': {
+    'small': (1472, 6, 64, 3584, 12, 4),
+    'base': (1536, 12, 64, 3968, 18, 6),
+    'large': (1536, 16, 64, 3840, 36, 12),
+    'xl': (2560, 32, 64, 6720, 36, 12),
+    'xxl': (4672, 64, 64, 12352, 36, 12),
+  },
+  'switch': {'base': (768, 12, 64, 3072, 12, 12), 'large': (1024, 16, 64, 4096, 24, 24)},
 }
 VOCAB_SIZES: Mapping[str, int] = {
-    't5_1_0': 32128, 't5_1_1': 32128, 'mt5': 250112, 'umt5': 256384, 'byt5': 384, 'switch': 32128}
-_SIZE_FIELDS = ('emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'num_encoder_layers', 'num_decoder_layers')
+  't5_1_0': 32128,
+  't5_1_1': 32128,
+  'mt5': 250112,
+  'umt5': 256384,
+  'byt5': 384,
+  'switch': 32128,
+}
+_SIZE_FIELDS = (
+  'emb_dim',
+  'num_heads',
+  'head_dim',
+  'mlp_dim',
+  'num_encoder_layers',
+  'num_decoder_layers',
+)
 _SWITCH_EXPERTS = 128
 # Experts need a partitioner with an axis for them, also on a single device.
 _EXPERTS_FILE = 'partitioning/moe_expert_partitions.gin'
@@ -70,32 +95,49 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
   # The size with the most equal dims; the first of several.
   size = max(sizes, key=lambda name: sum(map(int.__eq__, sizes[name], wanted)))
   released = _released(family, sizes[size])
-  differing = {name: value for name, value in architecture.network_config_kwargs().items()
-               if name in released and value != released[name]}
+  differing = {
+    name: value
+    for name, value in architecture.network_config_kwargs().items()
+    if name in released and value != released[name]
+  }
   bindings = []
   for name, value in differing.items():
     of_layers = family.is_sparse and name in ('num_encoder_layers', 'num_decoder_layers')
-    bindings.append(f'{name.upper()}={value}' if of_layers else f'network.T5Config.{name}={value!r}')
+    bindings.append(
+      f'{name.upper()}={value}' if of_layers else f'network.T5Config.{name}={value!r}'
+    )
   problem = None
   if family.is_sparse:
     more, problem = _sparse(architecture, sizes[size])
     bindings += more
-  return GinSuggestion(file=f'models/{family.name}_{size}.gin', bindings=tuple(bindings), problem=problem,
-                       files_after_run=(_EXPERTS_FILE,) if architecture.num_experts else ())
+  return GinSuggestion(
+    file=f'models/{family.name}_{size}.gin',
+    bindings=tuple(bindings),
+    problem=problem,
+    files_after_run=(_EXPERTS_FILE,) if architecture.num_experts else (),
+  )
 
 
 def _released(family: Family, size: tuple[int, ...]) -> dict[str, Any]:
   """Return the arguments of `T5Config` in the model file of a size."""
   tied = family.name in ('t5_1_0', 'switch')
   return dict(zip(_SIZE_FIELDS, size, strict=True)) | {
-      'vocab_size': VOCAB_SIZES[family.name], 'logits_via_embedding': tied, 'scale_tied_logits': True,
-      'mlp_activations': ('relu',) if tied else ('gelu', 'linear'), 'num_relpos_buckets': 32,
-      'max_relpos_distance': 128}
+    'vocab_size': VOCAB_SIZES[family.name],
+    'logits_via_embedding': tied,
+    'scale_tied_logits': True,
+    'mlp_activations': ('relu',) if tied else ('gelu', 'linear'),
+    'num_relpos_buckets': 32,
+    'max_relpos_distance': 128,
+  }
 
 
 def _sparse(architecture: Architecture, size: tuple[int, ...]) -> tuple[list[str], str | None]:
   """Return (bindings, problem) of the sparse layers."""
-  bindings = [f'NUM_EXPERTS={architecture.num_experts}'] if architecture.num_experts != _SWITCH_EXPERTS else []
+  bindings = (
+    [f'NUM_EXPERTS={architecture.num_experts}']
+    if architecture.num_experts != _SWITCH_EXPERTS
+    else []
+  )
   if architecture.router_bias:
     bindings.append('moe.TokensChooseRouter.use_bias=True')
   if architecture.router_jitter_noise != 0.01:
@@ -103,8 +145,10 @@ def _sparse(architecture: Architecture, size: tuple[int, ...]) -> tuple[list[str
   for stack, released in (('encoder', size[4]), ('decoder', size[5])):
     layers, depth = architecture.sparse_layers_of(stack), architecture.num_layers_of(stack)
     if layers != _mixed(depth, len(layers)):
-      return bindings, (f'layers {list(layers)} of {depth} in the {stack} are sparse, for which moe.SparseFeedForward '
-                        'has no layout: write a custom feed_forward_fn for the network')
+      return bindings, (
+        f'layers {list(layers)} of {depth} in the {stack} are sparse, for which moe.SparseFeedForward '
+        'has no layout: write a custom feed_forward_fn for the network'
+      )
     if len(layers) != released // 2:
       bindings.append(f'NUM_{stack.upper()}_SPARSE_LAYERS={len(layers)}')
   return bindings, None

@@ -53,8 +53,14 @@ The logits have separate weights and are not scaled (`"tie_word_embeddings": fal
 """
 
 
-def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtype: str, source_note: str = '',
-          has_tokenizer: bool = False) -> None:
+def write(
+  folder: pathlib.Path,
+  architecture: Architecture,
+  family: Family,
+  dtype: str,
+  source_note: str = '',
+  has_tokenizer: bool = False,
+) -> None:
   """Write the model card.
 
   Args:
@@ -65,31 +71,52 @@ def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtyp
     source_note: origin of the weights, as a sentence.
     has_tokenizer: whether the folder holds a tokenizer.
   """
-  files.write(folder / README_FILE, text(architecture, family, dtype, source_note, has_tokenizer), durable=False)
+  files.write(
+    folder / README_FILE,
+    text(architecture, family, dtype, source_note, has_tokenizer),
+    durable=False,
+  )
 
 
-def text(architecture: Architecture, family: Family, dtype: str, source_note: str = '',
-         has_tokenizer: bool = False) -> str:
+def text(
+  architecture: Architecture,
+  family: Family,
+  dtype: str,
+  source_note: str = '',
+  has_tokenizer: bool = False,
+) -> str:
   """Return the text of the model card; the arguments are those of `write`."""
   arch = architecture
   rows = {
-      'vocabulary': arch.vocab_size, 'width (d_model)': arch.emb_dim,
-      'heads': f'{arch.num_heads} of width {arch.head_dim}',
-      'hidden width (d_ff)': arch.mlp_dim, 'layers': f'{arch.num_encoder_layers} + {arch.num_decoder_layers}',
-      'activations': ', '.join(arch.mlp_activations), 'dtype of the weights': dtype,
+    'vocabulary': arch.vocab_size,
+    'width (d_model)': arch.emb_dim,
+    'heads': f'{arch.num_heads} of width {arch.head_dim}',
+    'hidden width (d_ff)': arch.mlp_dim,
+    'layers': f'{arch.num_encoder_layers} + {arch.num_decoder_layers}',
+    'activations': ', '.join(arch.mlp_activations),
+    'dtype of the weights': dtype,
   }
   if arch.num_experts:
-    rows['experts'] = (f'{arch.num_experts}, in layers {list(arch.sparse_encoder_layers)} of the encoder and '
-                       f'{list(arch.sparse_decoder_layers)} of the decoder')
-  parts = [_FRONT_MATTER.format(model_type=family.model_type), f'\n# {family.title}, converted by t5x_lite\n\n']
+    rows['experts'] = (
+      f'{arch.num_experts}, in layers {list(arch.sparse_encoder_layers)} of the encoder and '
+      f'{list(arch.sparse_decoder_layers)} of the decoder'
+    )
+  parts = [
+    _FRONT_MATTER.format(model_type=family.model_type),
+    f'\n# {family.title}, converted by t5x_lite\n\n',
+  ]
   if source_note:
     parts.append(f'{source_note}\n\n')
-  parts.append(f'A model with the architecture of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n')
+  parts.append(
+    f'A model with the architecture of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n'
+  )
   parts += [f'| {name} | {value} |\n' for name, value in rows.items()]
   imported = f'{"AutoTokenizer, " if has_tokenizer else ""}{family.architecture}'
-  parts.append(f'\n```python\nfrom transformers import {imported}\n\n'
-               f'model = {family.architecture}.from_pretrained(folder)\n'
-               f'{_TOKENIZER_LINE if has_tokenizer else ""}```\n')
+  parts.append(
+    f'\n```python\nfrom transformers import {imported}\n\n'
+    f'model = {family.architecture}.from_pretrained(folder)\n'
+    f'{_TOKENIZER_LINE if has_tokenizer else ""}```\n'
+  )
   if not arch.logits_via_embedding:
     parts.append(_UNTIED_UMT5 if family.model_type == 'umt5' else _UNTIED)
   elif not arch.scale_tied_logits:

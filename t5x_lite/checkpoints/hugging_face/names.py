@@ -94,8 +94,12 @@ def _stack_rules(arch: Architecture, stack: str) -> Iterator[TensorRule]:
     theirs = f'{stack}.block.{i}.layer'
     if arch.relpos_per_layer or i == 0:
       ours = f'{stack}/layers_{i}' if arch.relpos_per_layer else stack
-      yield TensorRule(f'{ours}/relpos_bias/rel_embedding',
-                       (f'{theirs}.0.SelfAttention.relative_attention_bias.weight',), relpos, TRANSPOSE)
+      yield TensorRule(
+        f'{ours}/relpos_bias/rel_embedding',
+        (f'{theirs}.0.SelfAttention.relative_attention_bias.weight',),
+        relpos,
+        TRANSPOSE,
+      )
     yield from _layer_rules(arch, stack, i, theirs)
   yield _norm(arch, f'{stack}/{stack}_norm', f'{stack}.final_layer_norm')
 
@@ -105,21 +109,29 @@ def _layer_rules(arch: Architecture, stack: str, layer: int, theirs: str) -> Ite
   if stack == 'encoder':
     attentions = (('attention', 'attention', 'SelfAttention'),)
   else:
-    attentions = (('self_attention', 'self_attention', 'SelfAttention'),
-                  ('encoder_decoder_attention', 'cross_attention', 'EncDecAttention'))
+    attentions = (
+      ('self_attention', 'self_attention', 'SelfAttention'),
+      ('encoder_decoder_attention', 'cross_attention', 'EncDecAttention'),
+    )
   joined = arch.num_heads * arch.head_dim
   for k, (block, norm, their_block) in enumerate(attentions):
     yield _norm(arch, f'{ours}/pre_{norm}_layer_norm', f'{theirs}.{k}.layer_norm')
     for name, letter in (('query', 'q'), ('key', 'k'), ('value', 'v'), ('out', 'o')):
       shape = (joined, arch.emb_dim) if name == 'out' else (arch.emb_dim, joined)
-      yield TensorRule(f'{ours}/{block}/{name}/kernel', (f'{theirs}.{k}.{their_block}.{letter}.weight',), shape,
-                       TRANSPOSE)
+      yield TensorRule(
+        f'{ours}/{block}/{name}/kernel',
+        (f'{theirs}.{k}.{their_block}.{letter}.weight',),
+        shape,
+        TRANSPOSE,
+      )
   k = len(attentions)
   yield _norm(arch, f'{ours}/pre_mlp_layer_norm', f'{theirs}.{k}.layer_norm')
   if layer in arch.sparse_layers_of(stack):
     yield from _sparse_rules(arch, f'{ours}/mlp', f'{theirs}.{k}.mlp')
   else:
-    yield from _mlp_rules(arch, f'{ours}/mlp', f'{theirs}.{k}.{"mlp" if arch.num_experts else "DenseReluDense"}')
+    yield from _mlp_rules(
+      arch, f'{ours}/mlp', f'{theirs}.{k}.{"mlp" if arch.num_experts else "DenseReluDense"}'
+    )
 
 
 def _norm(arch: Architecture, ours: str, theirs: str) -> TensorRule:
@@ -141,10 +153,16 @@ def _mlp_rules(arch: Architecture, ours: str, theirs: str) -> Iterator[TensorRul
 
 def _sparse_rules(arch: Architecture, ours: str, theirs: str) -> Iterator[TensorRule]:
   router = f'{ours}/router/router_weights/w'
-  yield TensorRule(f'{router}/kernel', (f'{theirs}.router.classifier.weight',), (arch.emb_dim, arch.num_experts),
-                   TRANSPOSE)
+  yield TensorRule(
+    f'{router}/kernel',
+    (f'{theirs}.router.classifier.weight',),
+    (arch.emb_dim, arch.num_experts),
+    TRANSPOSE,
+  )
   if arch.router_bias:
-    yield TensorRule(f'{router}/bias', (f'{theirs}.router.classifier.bias',), (arch.num_experts,), COPY)
+    yield TensorRule(
+      f'{router}/bias', (f'{theirs}.router.classifier.bias',), (arch.num_experts,), COPY
+    )
   for name, shape in _projections(arch):
     each = tuple(f'{theirs}.experts.expert_{e}.{name}.weight' for e in range(arch.num_experts))
     yield TensorRule(f'{ours}/expert/{name}/kernel', each, (arch.num_experts, *shape), STACK)
@@ -164,10 +182,16 @@ def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str
   """
   known = {rule.ours: rule for rule in rules}
   problems = [f'missing {describe(rule)}' for name, rule in known.items() if name not in shapes]
-  problems += [f'surplus {name} {tuple(value.shape)}: transformers has no such tensor'
-               for name, value in shapes.items() if name not in known]
-  problems += [f'{describe(rule)} must have this shape, got {tuple(shapes[name].shape)}'
-               for name, rule in known.items() if name in shapes and tuple(shapes[name].shape) != rule.shape]
+  problems += [
+    f'surplus {name} {tuple(value.shape)}: transformers has no such tensor'
+    for name, value in shapes.items()
+    if name not in known
+  ]
+  problems += [
+    f'{describe(rule)} must have this shape, got {tuple(shapes[name].shape)}'
+    for name, rule in known.items()
+    if name in shapes and tuple(shapes[name].shape) != rule.shape
+  ]
   raise_problems(problems, what)
 
 
@@ -182,6 +206,8 @@ def raise_problems(problems: Sequence[str], what: str) -> None:
   if problems:
     shown = '\n  '.join(problems[:10])
     more = f'\n  and {len(problems) - 10} more' if len(problems) > 10 else ''
-    raise CheckpointError(f'{what} does not have the arrays that its network requires (t5x_lite <-> transformers):\n  '
-                          f'{shown}{more}\nCheck that all files are present and that config.json or the manifest is of '
-                          'this model.')
+    raise CheckpointError(
+      f'{what} does not have the arrays that its network requires (t5x_lite <-> transformers):\n  '
+      f'{shown}{more}\nCheck that all files are present and that config.json or the manifest is of '
+      'this model.'
+    )

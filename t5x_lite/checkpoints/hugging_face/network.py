@@ -8,17 +8,29 @@ from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import family_of
-from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE, HuggingFaceFolder, is_hugging_face_folder
+from t5x_lite.checkpoints.hugging_face.folder import (
+  CONFIG_FILE,
+  HuggingFaceFolder,
+  is_hugging_face_folder,
+)
 from t5x_lite.checkpoints.hugging_face.gin_files import suggest_gin
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.t5_config import T5Config
 
 
 def network_config(
-    folder: str | os.PathLike[str], *, dtype: str = 'bfloat16', dropout_rate: float = 0.1,
-    float32_attention_logits: bool = False, remat_policy: str = 'none', remat_offload: Sequence[str] = (),
-    scan_layers: bool | None = None, param_layout: str = 't5', attention_kernel: str = 'auto',
-    loss_chunk_size: int | None = None) -> T5Config:
+  folder: str | os.PathLike[str],
+  *,
+  dtype: str = 'bfloat16',
+  dropout_rate: float = 0.1,
+  float32_attention_logits: bool = False,
+  remat_policy: str = 'none',
+  remat_offload: Sequence[str] = (),
+  scan_layers: bool | None = None,
+  param_layout: str = 't5',
+  attention_kernel: str = 'auto',
+  loss_chunk_size: int | None = None,
+) -> T5Config:
   """Return the configuration of the network in a Hugging Face folder.
 
   Bind it instead of `T5Config`: `network.Transformer.config = @hugging_face.network_config()`. The folder is read
@@ -45,10 +57,18 @@ def network_config(
   discovery.check_path(folder, 'folder', may_be_model=True)
   path = files.path(folder)
   if not (path / CONFIG_FILE).is_file():
-    remedy = ('For a checkpoint of another format, add a model file to runs/finetune.gin instead.' if path.is_dir() else
-              'Restore config.json and the tokenizer files of the missing folder.')
-    raise checks.invalid('network_config', 'folder', f'a Hugging Face folder with {CONFIG_FILE}', str(path),
-                         remedy + discovery.hint(path))
+    remedy = (
+      'For a checkpoint of another format, add a model file to runs/finetune.gin instead.'
+      if path.is_dir()
+      else 'Restore config.json and the tokenizer files of the missing folder.'
+    )
+    raise checks.invalid(
+      'network_config',
+      'folder',
+      f'a Hugging Face folder with {CONFIG_FILE}',
+      str(path),
+      remedy + discovery.hint(path),
+    )
   if is_hugging_face_folder(path):
     read = HuggingFaceFolder(path)
     architecture, family = read.architecture, read.family
@@ -57,11 +77,20 @@ def network_config(
     architecture, family = Architecture.from_config_json(config), family_of(config)
   if architecture.num_experts:
     suggested = suggest_gin(architecture, family)
-    raise ConfigError(f'{str(path)!r} must have a dense network, got one with {architecture.num_experts} experts. '
-                      f'For a sparse network, give {" ".join(suggested.flags)} instead of the folder, and '
-                      f'{" ".join(suggested.flags_after_run)} after runs/finetune.gin.')
+    raise ConfigError(
+      f'{str(path)!r} must have a dense network, got one with {architecture.num_experts} experts. '
+      f'For a sparse network, give {" ".join(suggested.flags)} instead of the folder, and '
+      f'{" ".join(suggested.flags_after_run)} after runs/finetune.gin.'
+    )
   return T5Config(
-      **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
-      float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, remat_offload=remat_offload,
-      scan_layers=scan_layers, param_layout=param_layout, attention_kernel=attention_kernel,
-      loss_chunk_size=loss_chunk_size)
+    **architecture.network_config_kwargs(),
+    dtype=dtype,
+    dropout_rate=dropout_rate,
+    float32_attention_logits=float32_attention_logits,
+    remat_policy=remat_policy,
+    remat_offload=remat_offload,
+    scan_layers=scan_layers,
+    param_layout=param_layout,
+    attention_kernel=attention_kernel,
+    loss_chunk_size=loss_chunk_size,
+  )

@@ -19,29 +19,43 @@ _RELPOS = 'relpos_bias/rel_embedding'
 _ROUTER = 'mlp/router/router_weights/w'
 _EXPERT = 'mlp/expert'
 _KNOWN = re.compile(
-    r'token_embedder/embedding|(encoder/encoder|decoder/decoder)_norm/scale|(en|de)coder/relpos_bias/rel_embedding|'
-    r'decoder/logits_dense/kernel|(en|de)coder/layers_\d+/(pre_(self_|cross_)?(attention|mlp)_layer_norm/scale|'
-    rf'{_KERNEL.pattern}|relpos_bias/rel_embedding|mlp/(wi|wi_\d|wo)/kernel|mlp/expert/(wi|wo)/kernel|'
-    r'mlp/router/router_weights/w/(kernel|bias))')
+  r'token_embedder/embedding|(encoder/encoder|decoder/decoder)_norm/scale|(en|de)coder/relpos_bias/rel_embedding|'
+  r'decoder/logits_dense/kernel|(en|de)coder/layers_\d+/(pre_(self_|cross_)?(attention|mlp)_layer_norm/scale|'
+  rf'{_KERNEL.pattern}|relpos_bias/rel_embedding|mlp/(wi|wi_\d|wo)/kernel|mlp/expert/(wi|wo)/kernel|'
+  r'mlp/router/router_weights/w/(kernel|bias))'
+)
 # Parameters that transformers does not support, by a part of the name.
 _UNSUPPORTED = {
-    r'/extra_mlp/|pre_extra_mlp': 'a second feed-forward block in a layer (extra_mlp)',
-    r'/shared_mlp/': 'an expert for all tokens (shared_expert_dim)',
-    r'/expert/.*bias': 'experts with biases (expert_bias)',
-    r'/expert/wi_\d': 'experts that are gated',
-    r'/(qkv|kv|q_wi|kv_fused|qkv_fused|q_wi_fused|o_wo_fused)(_fused)?/': 'fused projections',
-    r'token_embedder/.+/|/token_embedder/': 'a separate embedding table in a stack',
+  r'/extra_mlp/|pre_extra_mlp': 'a second feed-forward block in a layer (extra_mlp)',
+  r'/shared_mlp/': 'an expert for all tokens (shared_expert_dim)',
+  r'/expert/.*bias': 'experts with biases (expert_bias)',
+  r'/expert/wi_\d': 'experts that are gated',
+  r'/(qkv|kv|q_wi|kv_fused|qkv_fused|q_wi_fused|o_wo_fused)(_fused)?/': 'fused projections',
+  r'token_embedder/.+/|/token_embedder/': 'a separate embedding table in a stack',
 }
 # Fields that the shapes do not show.
-_NOT_IN_SHAPES = frozenset({'mlp_activations', 'relpos_max_distance', 'layer_norm_epsilon', 'router_jitter_noise',
-                            'expert_capacity', 'scale_tied_logits'})
+_NOT_IN_SHAPES = frozenset(
+  {
+    'mlp_activations',
+    'relpos_max_distance',
+    'layer_norm_epsilon',
+    'router_jitter_noise',
+    'expert_capacity',
+    'scale_tied_logits',
+  }
+)
 # Metadata have the names of `T5Config` or those of `Architecture`.
-_CONFIG_NAMES = {'num_relpos_buckets': 'relpos_num_buckets', 'max_relpos_distance': 'relpos_max_distance'}
+_CONFIG_NAMES = {
+  'num_relpos_buckets': 'relpos_num_buckets',
+  'max_relpos_distance': 'relpos_max_distance',
+}
 
 
 def _parameters(shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
   """Return the shapes by name of the arrays in `target/`, or of all arrays if `target/` is empty."""
-  inside = {name.removeprefix(_TARGET): value for name, value in shapes.items() if name.startswith(_TARGET)}
+  inside = {
+    name.removeprefix(_TARGET): value for name, value in shapes.items() if name.startswith(_TARGET)
+  }
   return {name: tuple(value.shape) for name, value in (inside or shapes).items()}
 
 
@@ -49,11 +63,16 @@ def _layer_shapes(name: str, shape: tuple[int, ...]) -> tuple[int, tuple[int, ..
   """Return (number of layers, shape of one layer in the layout 't5') of an array of the layout 'scalable_t5'."""
   kernel = _KERNEL.fullmatch(name)
   if len(shape) < 2 or (kernel and len(shape) != 4):
-    raise CheckpointError(f'The array {name!r} must have a dim of layers, dim 1, and dims of heads, got shape {shape}.')
+    raise CheckpointError(
+      f'The array {name!r} must have a dim of layers, dim 1, and dims of heads, got shape {shape}.'
+    )
   rest = (shape[0], *shape[2:])
   if not kernel:
     return shape[1], rest
-  return shape[1], (rest[0] * rest[1], rest[2]) if kernel[1] == 'out' else (rest[0], rest[1] * rest[2])
+  return shape[1], (rest[0] * rest[1], rest[2]) if kernel[1] == 'out' else (
+    rest[0],
+    rest[1] * rest[2],
+  )
 
 
 def to_t5_layout(shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -74,7 +93,9 @@ def _required_shape(shapes: Mapping[str, tuple[int, ...]], name: str, rank: int)
   shape = shapes.get(name)
   if shape is None or len(shape) != rank:
     found = 'no such array' if shape is None else f'shape {shape}'
-    raise CheckpointError(f'The array {name!r} must have {rank} dims, as in a T5 encoder-decoder, got {found}.')
+    raise CheckpointError(
+      f'The array {name!r} must have {rank} dims, as in a T5 encoder-decoder, got {found}.'
+    )
   return shape
 
 
@@ -84,23 +105,38 @@ def _layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> set[int]:
 
 def _check_form(shapes: Mapping[str, tuple[int, ...]]) -> None:
   """Raise if the arrays are not those of a T5 encoder-decoder in transformers."""
-  found = [] if any(name.startswith('encoder/') for name in shapes) else ['a network without an encoder']
-  found += [f'{name!r} ({reason})' for pattern, reason in _UNSUPPORTED.items() for name in shapes
-            if re.search(pattern, name)]
-  found += [f'{name!r} of shape {shapes[name]} (unknown)' for name in sorted(shapes) if not _KNOWN.fullmatch(name)]
+  found = (
+    [] if any(name.startswith('encoder/') for name in shapes) else ['a network without an encoder']
+  )
+  found += [
+    f'{name!r} ({reason})'
+    for pattern, reason in _UNSUPPORTED.items()
+    for name in shapes
+    if re.search(pattern, name)
+  ]
+  found += [
+    f'{name!r} of shape {shapes[name]} (unknown)'
+    for name in sorted(shapes)
+    if not _KNOWN.fullmatch(name)
+  ]
   for stack in ('encoder', 'decoder'):
     layers = _layers(shapes, stack)
     if not layers or layers != set(range(len(layers))):
       found.append(f'layers {sorted(layers)} in {stack!r}')
-  found += [f'{name!r} without {_ROUTER}/kernel (e.g. HashRouter)' for name in shapes
-            if _EXPERT in name and f'{name.partition(_EXPERT)[0]}{_ROUTER}/kernel' not in shapes]
+  found += [
+    f'{name!r} without {_ROUTER}/kernel (e.g. HashRouter)'
+    for name in shapes
+    if _EXPERT in name and f'{name.partition(_EXPERT)[0]}{_ROUTER}/kernel' not in shapes
+  ]
   num_experts = {shape[-1] for name, shape in shapes.items() if name.endswith(f'{_ROUTER}/kernel')}
   if len(num_experts) > 1:
     found.append(f'layers with {sorted(num_experts)} experts')
   if found:
     more = f' and {len(found) - 1} more' if len(found) > 1 else ''
-    raise CheckpointError(f'The parameters must be those of a T5 encoder-decoder of transformers, got '
-                          f'{found[0]}{more}. Other networks cannot be exported.')
+    raise CheckpointError(
+      f'The parameters must be those of a T5 encoder-decoder of transformers, got '
+      f'{found[0]}{more}. Other networks cannot be exported.'
+    )
 
 
 def _heads(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bool, int, int]:
@@ -116,9 +152,12 @@ def _sparse(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   if not kernels:
     return {}
   first, shape = next(iter(kernels.items()))
-  return {'num_experts': shape[-1], 'router_bias': first.replace('kernel', 'bias') in shapes,
-          'sparse_encoder_layers': tuple(sorted(_layers(kernels, 'encoder'))),
-          'sparse_decoder_layers': tuple(sorted(_layers(kernels, 'decoder')))}
+  return {
+    'num_experts': shape[-1],
+    'router_bias': first.replace('kernel', 'bias') in shapes,
+    'sparse_encoder_layers': tuple(sorted(_layers(kernels, 'encoder'))),
+    'sparse_decoder_layers': tuple(sorted(_layers(kernels, 'decoder'))),
+  }
 
 
 def _hidden(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -147,26 +186,43 @@ def fields_of_shapes(shapes: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
   joined = _required_shape(params, 'encoder/layers_0/attention/query/kernel', 2)[1]
   num_projections, mlp_dim = _hidden(params)
   fields = {
-      'vocab_size': vocab_size, 'emb_dim': emb_dim, 'num_heads': num_heads, 'head_dim': joined // max(num_heads, 1),
-      'mlp_dim': mlp_dim, 'num_encoder_layers': len(_layers(params, 'encoder')),
-      'num_decoder_layers': len(_layers(params, 'decoder')),
-      'mlp_activations': ('relu',) if num_projections == 1 else ('gelu',) + ('linear',) * (num_projections - 1),
-      'logits_via_embedding': 'decoder/logits_dense/kernel' not in params, 'relpos_per_layer': per_layer,
-      'relpos_num_buckets': num_buckets, **_sparse(params),
+    'vocab_size': vocab_size,
+    'emb_dim': emb_dim,
+    'num_heads': num_heads,
+    'head_dim': joined // max(num_heads, 1),
+    'mlp_dim': mlp_dim,
+    'num_encoder_layers': len(_layers(params, 'encoder')),
+    'num_decoder_layers': len(_layers(params, 'decoder')),
+    'mlp_activations': ('relu',)
+    if num_projections == 1
+    else ('gelu',) + ('linear',) * (num_projections - 1),
+    'logits_via_embedding': 'decoder/logits_dense/kernel' not in params,
+    'relpos_per_layer': per_layer,
+    'relpos_num_buckets': num_buckets,
+    **_sparse(params),
   }
-  different = [name for name in fields.keys() & recorded.keys() - _NOT_IN_SHAPES if recorded[name] != fields[name]]
+  different = [
+    name
+    for name in fields.keys() & recorded.keys() - _NOT_IN_SHAPES
+    if recorded[name] != fields[name]
+  ]
   if len(recorded.get('mlp_activations', fields['mlp_activations'])) != num_projections:
     different.append('mlp_activations')
   for name in different:
-    raise CheckpointError(f'`{name}` in the metadata of the checkpoint must be {fields[name]!r}, as in its arrays, got '
-                          f'{recorded[name]!r}. The metadata are of another network.')
+    raise CheckpointError(
+      f'`{name}` in the metadata of the checkpoint must be {fields[name]!r}, as in its arrays, got '
+      f'{recorded[name]!r}. The metadata are of another network.'
+    )
   return fields | {name: recorded[name] for name in _NOT_IN_SHAPES & recorded.keys()}
 
 
 def _normalize(metadata: Mapping[str, Any]) -> dict[str, Any]:
   """Return the metadata by the names and in the types of an `Architecture`, without None."""
-  recorded = {_CONFIG_NAMES.get(name, name): tuple(value) if isinstance(value, list) else value
-              for name, value in metadata.items() if value is not None}
+  recorded = {
+    _CONFIG_NAMES.get(name, name): tuple(value) if isinstance(value, list) else value
+    for name, value in metadata.items()
+    if value is not None
+  }
   tables = recorded.pop('relpos_bias_tables', None)
   if tables is not None:
     recorded['relpos_per_layer'] = tables == 'per_layer'

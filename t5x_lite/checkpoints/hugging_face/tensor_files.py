@@ -25,10 +25,19 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 _POINTER = b'version https://git-lfs'
 _DTYPES: Mapping[str, np.dtype] = {
-    'F64': np.dtype('<f8'), 'F32': np.dtype('<f4'), 'F16': np.dtype('<f2'), 'BF16': np.dtype(ml_dtypes.bfloat16),
-    'I64': np.dtype('<i8'), 'I32': np.dtype('<i4'), 'I16': np.dtype('<i2'), 'I8': np.dtype('i1'),
-    'U64': np.dtype('<u8'), 'U32': np.dtype('<u4'), 'U16': np.dtype('<u2'), 'U8': np.dtype('u1'),
-    'BOOL': np.dtype('?'),
+  'F64': np.dtype('<f8'),
+  'F32': np.dtype('<f4'),
+  'F16': np.dtype('<f2'),
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+  'I64': np.dtype('<i8'),
+  'I32': np.dtype('<i4'),
+  'I16': np.dtype('<i2'),
+  'I8': np.dtype('i1'),
+  'U64': np.dtype('<u8'),
+  'U32': np.dtype('<u4'),
+  'U16': np.dtype('<u2'),
+  'U8': np.dtype('u1'),
+  'BOOL': np.dtype('?'),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _COMPARED_BYTES = 1 << 24
@@ -36,8 +45,14 @@ _COMPARED_BYTES = 1 << 24
 _HEADER_BUFFER_BYTES = 1 << 17
 _PART_BYTES = 1 << 25
 # Weights in formats that are not supported.
-_OTHER_WEIGHTS = ('pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack', 'tf_model.h5',
-                  'adapter_model.safetensors', 'adapter_config.json')
+_OTHER_WEIGHTS = (
+  'pytorch_model.bin',
+  'pytorch_model.bin.index.json',
+  'flax_model.msgpack',
+  'tf_model.h5',
+  'adapter_model.safetensors',
+  'adapter_config.json',
+)
 
 
 def dtype_code(dtype: Any) -> str:
@@ -88,9 +103,13 @@ def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
     with path.open('rb', buffering=_HEADER_BUFFER_BYTES) as file:
       start, size = file.read(len(_POINTER)), path.stat().st_size
       length = int.from_bytes(start[:_LENGTH_BYTES], 'little')
-      problem = (f'it is not a complete safetensors file: its {size} bytes are incomplete or begin with an invalid '
-                 f'length, {length} bytes of header')
-      if len(start) >= _LENGTH_BYTES and 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+      problem = (
+        f'it is not a complete safetensors file: its {size} bytes are incomplete or begin with an invalid '
+        f'length, {length} bytes of header'
+      )
+      if len(start) >= _LENGTH_BYTES and 2 <= length <= min(
+        _MAX_HEADER_BYTES, size - _LENGTH_BYTES
+      ):
         problem = 'its header is not a JSON object, or a key occurs twice'
         file.seek(_LENGTH_BYTES)
         header = json.loads(file.read(length).decode('utf-8'), object_pairs_hook=_unique_keys)
@@ -100,8 +119,11 @@ def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
     header.pop('__metadata__', None)
     problem = _header_problem(header, size - _LENGTH_BYTES - length)
   if problem is not None:
-    remedy = 'Run `git lfs pull` in its folder: it is a pointer of git-lfs.' if start == _POINTER else (
-        'Download it again, or save the model again with transformers.')
+    remedy = (
+      'Run `git lfs pull` in its folder: it is a pointer of git-lfs.'
+      if start == _POINTER
+      else ('Download it again, or save the model again with transformers.')
+    )
     raise CheckpointError(f'{path} cannot be read: {problem}. {remedy}')
   return header, _LENGTH_BYTES + length
 
@@ -116,7 +138,11 @@ def _entry_problem(value: Any) -> str | None:
   if problem is not None:
     return f'shape {problem}'
   if not isinstance(code, str) or code not in _DTYPES:
-    remedy = '; dequantize the weights with transformers' if str(code).startswith(('F8', 'F4', 'F6', 'E8')) else ''
+    remedy = (
+      '; dequantize the weights with transformers'
+      if str(code).startswith(('F8', 'F4', 'F6', 'E8'))
+      else ''
+    )
     return f'dtype must be one of {", ".join(_DTYPES)}, got {untrusted.shorten(code)}{remedy}'
   num_bytes = untrusted.num_bytes(shape, _DTYPES[code])
   if not untrusted.is_count(begin) or not untrusted.is_count(end) or end - begin != num_bytes:
@@ -136,7 +162,9 @@ def _header_problem(header: Mapping[str, Any], num_bytes: int) -> str | None:
     if begin != position:
       return f'{untrusted.shorten(name)} must begin at byte {position}, where {previous} ends, got {begin}'
     position, previous = end, untrusted.shorten(name)
-  return None if position == num_bytes else f'the values must have {position} bytes, got {num_bytes}'
+  return (
+    None if position == num_bytes else f'the values must have {position} bytes, got {num_bytes}'
+  )
 
 
 def read_entries(path: files.Path) -> dict[str, TensorEntry]:
@@ -146,13 +174,21 @@ def read_entries(path: files.Path) -> dict[str, TensorEntry]:
     CheckpointError: the file is damaged, incomplete, or has dtypes that are not supported.
   """
   header, data_offset = _read_header(path)
-  return {name: TensorEntry(path=path, dtype=_DTYPES[value['dtype']], shape=tuple(value['shape']),
-                            offset=data_offset + value['data_offsets'][0]) for name, value in header.items()}
+  return {
+    name: TensorEntry(
+      path=path,
+      dtype=_DTYPES[value['dtype']],
+      shape=tuple(value['shape']),
+      offset=data_offset + value['data_offsets'][0],
+    )
+    for name, value in header.items()
+  }
 
 
 def _read_object(path: files.Path, begin: int, end: int) -> np.ndarray:
   """Return uint8[end - begin] of an object in a store, several parts at a time."""
   from t5x_lite import object_store
+
   values = np.empty(end - begin, np.uint8)
 
   def read(start: int) -> None:
@@ -160,7 +196,7 @@ def _read_object(path: files.Path, begin: int, end: int) -> np.ndarray:
     part = path.read_range(start, stop)
     if len(part) != stop - start:
       raise CheckpointError(f'{path} became shorter while it was being read. Download it again.')
-    values[start - begin:stop - begin] = np.frombuffer(part, np.uint8)
+    values[start - begin : stop - begin] = np.frombuffer(part, np.uint8)
 
   starts = range(begin, end, _PART_BYTES)
   object_store.in_parallel(read, starts) if len(starts) > 1 else list(map(read, starts))
@@ -195,23 +231,36 @@ class SafetensorsFolder:
     weight_map = config_json.read(self._path, INDEX_FILE).get('weight_map')
     is_map = isinstance(weight_map, dict) and bool(weight_map)
     shards = sorted(set(map(str, weight_map.values()))) if is_map else []
-    outside = [file for file in shards
-               if file in ('', '.', '..') or pathlib.PurePosixPath(file).name != file or '\\' in file]
+    outside = [
+      file
+      for file in shards
+      if file in ('', '.', '..') or pathlib.PurePosixPath(file).name != file or '\\' in file
+    ]
     missing = [file for file in shards if file not in outside and not (self._path / file).is_file()]
-    problem = ('weight_map must be an object from tensor names to files' if not is_map else
-               f'the file {outside[0]!r} must be in the folder itself' if outside else
-               f'the file {missing[0]} is missing' if missing else None)
+    problem = (
+      'weight_map must be an object from tensor names to files'
+      if not is_map
+      else f'the file {outside[0]!r} must be in the folder itself'
+      if outside
+      else f'the file {missing[0]} is missing'
+      if missing
+      else None
+    )
     result: dict[str, TensorEntry] = {}
     paths = [self._path / file for file in shards] if problem is None else []
     for file, entries in zip(shards, files.each(read_entries, paths)):
       listed = {name for name, other in weight_map.items() if other == file}
       if listed != set(entries):
-        problem = (f'{file} lacks the tensors {sorted(listed - set(entries))[:3]} and has '
-                   f'{sorted(set(entries) - listed)[:3]}, which are not in the index')
+        problem = (
+          f'{file} lacks the tensors {sorted(listed - set(entries))[:3]} and has '
+          f'{sorted(set(entries) - listed)[:3]}, which are not in the index'
+        )
         break
       result |= entries
     if problem is not None:
-      raise CheckpointError(f'{self._path / INDEX_FILE} is invalid: {problem}. Download the folder again.')
+      raise CheckpointError(
+        f'{self._path / INDEX_FILE} is invalid: {problem}. Download the folder again.'
+      )
     return result
 
   def _explain_absence(self) -> str:
@@ -219,13 +268,19 @@ class SafetensorsFolder:
     if not found:
       return f'{self._path} has neither {SINGLE_FILE} nor {INDEX_FILE}. Download the weights too.'
     if found[0].startswith('adapter'):
-      return (f'{self._path} must hold all weights of a model, got only an adapter ({found[0]}). Merge it with peft: '
-              'model.merge_and_unload().save_pretrained(folder).')
-    flag = {'flax_model.msgpack': ', from_flax=True', 'tf_model.h5': ', from_tf=True'}.get(found[0], '')
-    return (f'{self._path} must hold its weights as safetensors, got only {found[0]}. Save them again with '
-            f'transformers{" 4" if flag else ""}:\n'
-            f'  model = AutoModelForSeq2SeqLM.from_pretrained({str(self._path)!r}{flag})\n'
-            '  model.save_pretrained(folder, safe_serialization=True)')
+      return (
+        f'{self._path} must hold all weights of a model, got only an adapter ({found[0]}). Merge it with peft: '
+        'model.merge_and_unload().save_pretrained(folder).'
+      )
+    flag = {'flax_model.msgpack': ', from_flax=True', 'tf_model.h5': ', from_tf=True'}.get(
+      found[0], ''
+    )
+    return (
+      f'{self._path} must hold its weights as safetensors, got only {found[0]}. Save them again with '
+      f'transformers{" 4" if flag else ""}:\n'
+      f'  model = AutoModelForSeq2SeqLM.from_pretrained({str(self._path)!r}{flag})\n'
+      '  model.save_pretrained(folder, safe_serialization=True)'
+    )
 
   def read(self, name: str) -> np.ndarray:
     """Return the tensor with the given name, in its stored shape and dtype."""
@@ -238,7 +293,9 @@ class SafetensorsFolder:
       return _read_object(entry.path, entry.offset + begin, entry.offset + end)
     values = np.fromfile(entry.path, np.uint8, end - begin, offset=entry.offset + begin)
     if values.size != end - begin:
-      raise CheckpointError(f'{entry.path} became shorter while it was being read. Download it again.')
+      raise CheckpointError(
+        f'{entry.path} became shorter while it was being read. Download it again.'
+      )
     return values
 
   def equal(self, one: str, other: str) -> bool:
@@ -248,6 +305,8 @@ class SafetensorsFolder:
       return False
     for begin in range(0, first.num_bytes, _COMPARED_BYTES):
       end = min(begin + _COMPARED_BYTES, first.num_bytes)
-      if not np.array_equal(self._read_bytes(first, begin, end), self._read_bytes(second, begin, end)):
+      if not np.array_equal(
+        self._read_bytes(first, begin, end), self._read_bytes(second, begin, end)
+      ):
         return False
     return True

@@ -26,15 +26,22 @@ class _File:
     self.names: list[str] = []
     self.num_bytes = 0
     self._entries = {}
-    size = sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names) + len(json.dumps(_METADATA)) + _ENTRY_BYTES
+    size = (
+      sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names)
+      + len(json.dumps(_METADATA))
+      + _ENTRY_BYTES
+    )
     self._header_bytes = -(-size // _ALIGNMENT) * _ALIGNMENT
     self._file: BinaryIO = path.open('xb')
     self._file.seek(8 + self._header_bytes)
 
   def add(self, name: str, tensor: np.ndarray) -> None:
     """Append a tensor of any shape."""
-    self._entries[name] = {'dtype': dtype_code(tensor.dtype), 'shape': list(tensor.shape),
-                           'data_offsets': [self.num_bytes, self.num_bytes + tensor.nbytes]}
+    self._entries[name] = {
+      'dtype': dtype_code(tensor.dtype),
+      'shape': list(tensor.shape),
+      'data_offsets': [self.num_bytes, self.num_bytes + tensor.nbytes],
+    }
     # bfloat16 does not support the buffer protocol.
     self._file.write(memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)))
     self.num_bytes += tensor.nbytes
@@ -42,7 +49,9 @@ class _File:
 
   def close(self) -> None:
     """Write the header, padded with blanks as the format allows, and close the file."""
-    header = json.dumps({'__metadata__': _METADATA, **self._entries}, separators=(',', ':')).encode()
+    header = json.dumps(
+      {'__metadata__': _METADATA, **self._entries}, separators=(',', ':')
+    ).encode()
     self._file.seek(0)
     self._file.write(self._header_bytes.to_bytes(8, 'little') + header.ljust(self._header_bytes))
     self._file.close()
@@ -91,8 +100,14 @@ class SafetensorsWriter:
     dtype_code(tensor.dtype)
     self._remaining.remove(name)
     shard = self._shards[-1] if self._shards else None
-    if shard is None or shard.num_bytes and (
-        shard.num_bytes + tensor.nbytes > self._max_shard_bytes or shard.num_bytes % tensor.dtype.itemsize):
+    if (
+      shard is None
+      or shard.num_bytes
+      and (
+        shard.num_bytes + tensor.nbytes > self._max_shard_bytes
+        or shard.num_bytes % tensor.dtype.itemsize
+      )
+    ):
       if shard is not None:
         shard.close()
       rest = [other for other in self._names if other == name or other in self._remaining]
@@ -103,7 +118,9 @@ class SafetensorsWriter:
   def _finish(self) -> None:
     if self._remaining:
       self._shards[-1].abandon() if self._shards else None
-      raise CheckpointError(f'{len(self._remaining)} tensors were not written, e.g. {min(self._remaining)!r}.')
+      raise CheckpointError(
+        f'{len(self._remaining)} tensors were not written, e.g. {min(self._remaining)!r}.'
+      )
     self._shards[-1].close()
     if len(self._shards) == 1:
       self._shards[0].path.rename(self._folder / SINGLE_FILE)
@@ -113,9 +130,13 @@ class SafetensorsWriter:
       name = f'model-{i:05d}-of-{len(self._shards):05d}.safetensors'
       shard.path.rename(self._folder / name)
       weight_map |= dict.fromkeys(shard.names, name)
-    write_json(self._folder / INDEX_FILE, {
+    write_json(
+      self._folder / INDEX_FILE,
+      {
         'metadata': {'total_size': sum(shard.num_bytes for shard in self._shards)},
-        'weight_map': dict(sorted(weight_map.items()))})
+        'weight_map': dict(sorted(weight_map.items())),
+      },
+    )
 
 
 def write_json(path: pathlib.Path, value: Mapping) -> None:

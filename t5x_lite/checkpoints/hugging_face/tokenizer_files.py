@@ -19,15 +19,21 @@ from t5x_lite.errors import CheckpointError
 
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 # Files of a tokenizer in a Hugging Face folder.
-FILES = (TOKENIZER_CONFIG, tokenizer_folders.TOKENIZER_JSON, tokenizer_folders.MODEL_FILE, 'special_tokens_map.json',
-         'added_tokens.json')
+FILES = (
+  TOKENIZER_CONFIG,
+  tokenizer_folders.TOKENIZER_JSON,
+  tokenizer_folders.MODEL_FILE,
+  'special_tokens_map.json',
+  'added_tokens.json',
+)
 # Pieces 0, 1 and 2, which transformers' class for T5 requires.
 _SPECIAL_PIECES = ('<pad>', '</s>', '<unk>')
 _UNIGRAM = 1
 
 
-def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
-          vocab_size: int | None = None) -> tuple[str, ...]:
+def write(
+  folder: str | os.PathLike[str], family: Family, tokenizer: Any, *, vocab_size: int | None = None
+) -> tuple[str, ...]:
   """Write the tokenizer's files.
 
   Args:
@@ -63,20 +69,36 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
   match kind_of(tokenizer):
     case 'ByteVocabulary':
       _check_size(tokenizer.vocab_size, vocab_size)
-      return (_write_config(root, 'ByT5Tokenizer', reversed(_sentinels(tokenizer.extra_ids)), tokenizer.extra_ids),)
+      return (
+        _write_config(
+          root, 'ByT5Tokenizer', reversed(_sentinels(tokenizer.extra_ids)), tokenizer.extra_ids
+        ),
+      )
     case 'SentencePieceVocabulary':
       model = _read_model(tokenizer)
-      remedy = (' If it was trained with fewer sentinels, write their number to a file next to the model, '
-                f'{tokenizer.sentencepiece_model_file}.json, e.g. {{"extra_ids": 0}}.')
-      _check_size(tokenizer.vocab_size, vocab_size, f'with {tokenizer.extra_ids} sentinels ', remedy if (
-          vocab_size is not None and tokenizer.vocab_size - tokenizer.extra_ids <= vocab_size) else '')
+      remedy = (
+        ' If it was trained with fewer sentinels, write their number to a file next to the model, '
+        f'{tokenizer.sentencepiece_model_file}.json, e.g. {{"extra_ids": 0}}.'
+      )
+      _check_size(
+        tokenizer.vocab_size,
+        vocab_size,
+        f'with {tokenizer.extra_ids} sentinels ',
+        remedy
+        if (vocab_size is not None and tokenizer.vocab_size - tokenizer.extra_ids <= vocab_size)
+        else '',
+      )
       sentinels = _sentinels(tokenizer.extra_ids)
-      (root / tokenizer_folders.MODEL_FILE).write_bytes(files.path(tokenizer.sentencepiece_model_file).read_bytes())
+      (root / tokenizer_folders.MODEL_FILE).write_bytes(
+        files.path(tokenizer.sentencepiece_model_file).read_bytes()
+      )
       _write_json(root / tokenizer_folders.TOKENIZER_JSON, _tokenizer_json(model, sentinels))
       name = _write_config(root, 'T5Tokenizer', sentinels, tokenizer.extra_ids)
       return name, tokenizer_folders.TOKENIZER_JSON, tokenizer_folders.MODEL_FILE
-  raise CheckpointError(f'The tokenizer must be a ByteVocabulary or a SentencePieceVocabulary, which transformers '
-                        f'supports, got {tokenizer!r}. Omit it to write a folder without a tokenizer.')
+  raise CheckpointError(
+    f'The tokenizer must be a ByteVocabulary or a SentencePieceVocabulary, which transformers '
+    f'supports, got {tokenizer!r}. Omit it to write a folder without a tokenizer.'
+  )
 
 
 def _copy(source: files.Path, target: pathlib.Path) -> Iterable[str]:
@@ -94,12 +116,15 @@ def _num_ids(folder: files.Path) -> int:
     return tokenizer_folders.hugging_face_vocabulary(str(folder)).vocab_size
   try:
     tokenizer = json.loads(untrusted.read_limited(folder, path.name))
-    return max(len(tokenizer['model']['vocab']), *(token['id'] + 1 for token in tokenizer['added_tokens']), 0)
+    return max(
+      len(tokenizer['model']['vocab']), *(token['id'] + 1 for token in tokenizer['added_tokens']), 0
+    )
   except CheckpointError:
     raise
   except (ValueError, KeyError, TypeError) as error:
-    raise CheckpointError(f'{path} is not a valid tokenizer ({type(error).__name__}: {error}). Download it again.'
-                          ) from error
+    raise CheckpointError(
+      f'{path} is not a valid tokenizer ({type(error).__name__}: {error}). Download it again.'
+    ) from error
 
 
 def _open(path: files.Path, family: Family) -> Vocabulary:
@@ -108,10 +133,15 @@ def _open(path: files.Path, family: Family) -> Vocabulary:
     return tokenizer_folders.hugging_face_vocabulary(str(path), extra_ids=None)
   is_byt5 = family.tokenizer_class.startswith('ByT5')
   if is_byt5 or not path.is_file():
-    expected = (f'omitted for family={family.name!r}, whose ids are bytes' if is_byt5 else
-                'the path of a sentencepiece model, or of a folder with tokenizer files')
-    raise CheckpointError(f'The tokenizer must be {expected}, got {str(path)!r}. Correct the path or the family, or '
-                          'omit the tokenizer.')
+    expected = (
+      f'omitted for family={family.name!r}, whose ids are bytes'
+      if is_byt5
+      else 'the path of a sentencepiece model, or of a folder with tokenizer files'
+    )
+    raise CheckpointError(
+      f'The tokenizer must be {expected}, got {str(path)!r}. Correct the path or the family, or '
+      'omit the tokenizer.'
+    )
   return SentencePieceVocabulary(str(path), _extra_ids(path, family))
 
 
@@ -120,7 +150,9 @@ def _extra_ids(path: files.Path, family: Family) -> int:
   parameters = path.with_name(f'{path.name}.json')
   if parameters.is_file():
     remedy = 'Delete it, or train the vocabulary again.'
-    number = untrusted.parse_object(parameters.read_bytes(), str(parameters), remedy).get('extra_ids')
+    number = untrusted.parse_object(parameters.read_bytes(), str(parameters), remedy).get(
+      'extra_ids'
+    )
     if isinstance(number, int):
       return number
   return 0 if tokenizer_folders.has_sentinels(str(path)) else family.extra_ids
@@ -134,22 +166,28 @@ def _read_model(vocabulary: Any) -> Any:
   is_reversed = vocabulary.__getstate__()['_reverse_extra_ids']
   problem = _problem(model) if is_reversed else 'has reverse_extra_ids=False'
   if problem is not None:
-    raise CheckpointError(f"The sentencepiece model {path!r} {problem}: transformers' T5Tokenizer would give different "
-                          'ids. Omit the tokenizer, and encode with sentencepiece.')
+    raise CheckpointError(
+      f"The sentencepiece model {path!r} {problem}: transformers' T5Tokenizer would give different "
+      'ids. Omit the tokenizer, and encode with sentencepiece.'
+    )
   return model
 
 
 def _problem(model: Any) -> str | None:
   """Return the property of a sentencepiece model that transformers' class for T5 does not support, or None."""
   trainer, normalizer = model.trainer_spec, model.normalizer_spec
-  names = tuple(piece.piece for piece in model.pieces[:len(_SPECIAL_PIECES)])
+  names = tuple(piece.piece for piece in model.pieces[: len(_SPECIAL_PIECES)])
   if trainer.model_type != _UNIGRAM:
     return 'is not a unigram model'
   if trainer.byte_fallback:
     return 'encodes unknown characters as bytes (byte_fallback)'
   if names != _SPECIAL_PIECES:
     return f'begins with the pieces {names} instead of {_SPECIAL_PIECES}'
-  if not (normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces and normalizer.escape_whitespaces):
+  if not (
+    normalizer.add_dummy_prefix
+    and normalizer.remove_extra_whitespaces
+    and normalizer.escape_whitespaces
+  ):
     return 'keeps spaces unchanged (add_dummy_prefix, remove_extra_whitespaces or escape_whitespaces is off)'
   if any('\u2581' in piece.piece[1:] for piece in model.pieces):
     return 'has pieces of several words'
@@ -159,15 +197,18 @@ def _problem(model: Any) -> str | None:
 def _check_size(num_ids: int, vocab_size: int | None, which: str = '', remedy: str = '') -> None:
   if vocab_size is not None and num_ids > vocab_size:
     raise CheckpointError(
-        f'The tokenizer {which}must have at most vocab_size={vocab_size} ids, the rows of the embedding table, got '
-        f'{num_ids}. Use the tokenizer that the model was trained with, or omit it.{remedy}')
+      f'The tokenizer {which}must have at most vocab_size={vocab_size} ids, the rows of the embedding table, got '
+      f'{num_ids}. Use the tokenizer that the model was trained with, or omit it.{remedy}'
+    )
 
 
 def _sentinels(number: int) -> list[str]:
   return [f'<extra_id_{i}>' for i in range(number)]
 
 
-def _write_config(root: pathlib.Path, tokenizer_class: str, sentinels: Iterable[str], extra_ids: int) -> str:
+def _write_config(
+  root: pathlib.Path, tokenizer_class: str, sentinels: Iterable[str], extra_ids: int
+) -> str:
   """Write tokenizer_config.json and return its name.
 
   Args:
@@ -177,35 +218,68 @@ def _write_config(root: pathlib.Path, tokenizer_class: str, sentinels: Iterable[
     extra_ids: number of the sentinels.
   """
   pad, eos, unk = _SPECIAL_PIECES
-  _write_json(root / TOKENIZER_CONFIG, {
-      'additional_special_tokens': list(sentinels), 'clean_up_tokenization_spaces': False, 'eos_token': eos,
-      'extra_ids': extra_ids, 'pad_token': pad, 'tokenizer_class': tokenizer_class, 'unk_token': unk})
+  _write_json(
+    root / TOKENIZER_CONFIG,
+    {
+      'additional_special_tokens': list(sentinels),
+      'clean_up_tokenization_spaces': False,
+      'eos_token': eos,
+      'extra_ids': extra_ids,
+      'pad_token': pad,
+      'tokenizer_class': tokenizer_class,
+      'unk_token': unk,
+    },
+  )
   return TOKENIZER_CONFIG
 
 
 def _tokenizer_json(model: Any, sentinels: list[str]) -> dict[str, Any]:
   """Return the contents of tokenizer.json, equal to transformers' conversion of T5's sentencepiece model."""
-  pieces = [[piece.piece, piece.score] for piece in model.pieces] + [[text, 0.0] for text in reversed(sentinels)]
+  pieces = [[piece.piece, piece.score] for piece in model.pieces] + [
+    [text, 0.0] for text in reversed(sentinels)
+  ]
   charsmap = base64.b64encode(model.normalizer_spec.precompiled_charsmap).decode()
-  metaspace = {'type': 'Metaspace', 'replacement': '\u2581', 'prepend_scheme': 'always', 'split': True}
+  metaspace = {
+    'type': 'Metaspace',
+    'replacement': '\u2581',
+    'prepend_scheme': 'always',
+    'split': True,
+  }
   eos = _SPECIAL_PIECES[1]
-  a, b, end = ({'Sequence': {'id': 'A', 'type_id': 0}}, {'Sequence': {'id': 'B', 'type_id': 0}},
-               {'SpecialToken': {'id': eos, 'type_id': 0}})
+  a, b, end = (
+    {'Sequence': {'id': 'A', 'type_id': 0}},
+    {'Sequence': {'id': 'B', 'type_id': 0}},
+    {'SpecialToken': {'id': eos, 'type_id': 0}},
+  )
   return {
-      'version': '1.0',
-      'truncation': None,
-      'padding': None,
-      'added_tokens': [
-          {'id': number, 'content': pieces[number][0], 'single_word': False, 'lstrip': False, 'rstrip': False,
-           'normalized': False, 'special': True}
-          for number in (*range(len(_SPECIAL_PIECES)), *range(len(model.pieces), len(pieces)))],
-      'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': charsmap} if charsmap else None,
-      'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': [{'type': 'WhitespaceSplit'}, metaspace]},
-      'post_processor': {
-          'type': 'TemplateProcessing', 'single': [a, end], 'pair': [a, end, b, end],
-          'special_tokens': {eos: {'id': eos, 'ids': [1], 'tokens': [eos]}}},
-      'decoder': metaspace,
-      'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': pieces, 'byte_fallback': False},
+    'version': '1.0',
+    'truncation': None,
+    'padding': None,
+    'added_tokens': [
+      {
+        'id': number,
+        'content': pieces[number][0],
+        'single_word': False,
+        'lstrip': False,
+        'rstrip': False,
+        'normalized': False,
+        'special': True,
+      }
+      for number in (*range(len(_SPECIAL_PIECES)), *range(len(model.pieces), len(pieces)))
+    ],
+    'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': charsmap} if charsmap else None,
+    'pre_tokenizer': {
+      'type': 'Sequence',
+      'pretokenizers': [{'type': 'WhitespaceSplit'}, metaspace],
+    },
+    'post_processor': {
+      'type': 'TemplateProcessing',
+      'single': [a, end],
+      'pair': [a, end, b, end],
+      'special_tokens': {eos: {'id': eos, 'ids': [1], 'tokens': [eos]}},
+    },
+    'decoder': metaspace,
+    'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': pieces, 'byte_fallback': False},
   }
 
 

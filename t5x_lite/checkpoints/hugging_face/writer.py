@@ -26,10 +26,18 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def write_folder(
-    output: str | os.PathLike[str], architecture: Architecture, family: Family,
-    read_array: Callable[[str], np.ndarray], *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer: Any = None, source_note: str = '', order: Sequence[str] | None = None,
-    progress: Callable[[int, int, str], None] | None = None) -> None:
+  output: str | os.PathLike[str],
+  architecture: Architecture,
+  family: Family,
+  read_array: Callable[[str], np.ndarray],
+  *,
+  dtype: str | None = None,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
+  tokenizer: Any = None,
+  source_note: str = '',
+  order: Sequence[str] | None = None,
+  progress: Callable[[int, int, str], None] | None = None,
+) -> None:
   """Write a folder that transformers loads: config.json, weights, tokenizer, a model card.
 
   The folder gets its name when all files are on disk. An interrupted call may leave a folder `<output>.tmp-...`. For an
@@ -55,23 +63,36 @@ def write_folder(
   """
   final = files.path(output)
   rules = _ordered(names.tensor_table(architecture), order)
-  checks.check('write_folder', {'dtype': dtype, 'max_shard_bytes': max_shard_bytes}, error=CheckpointError,
-               dtype=checks.one_of(DTYPES).or_none(), max_shard_bytes=checks.number(at_least=1, integer=True))
+  checks.check(
+    'write_folder',
+    {'dtype': dtype, 'max_shard_bytes': max_shard_bytes},
+    error=CheckpointError,
+    dtype=checks.one_of(DTYPES).or_none(),
+    max_shard_bytes=checks.number(at_least=1, integer=True),
+  )
   discovery.check_free(final)
   architecture.to_config_json(family, dtype)  # raises before anything is read
 
   def write(folder: pathlib.Path) -> None:
     stored = _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress)
-    write_json(folder / GENERATION_CONFIG_FILE, {
-        'decoder_start_token_id': family.decoder_start_token_id, 'eos_token_id': family.eos_token_id,
-        'pad_token_id': family.pad_token_id})
-    has_tokenizer = bool(tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size))
+    write_json(
+      folder / GENERATION_CONFIG_FILE,
+      {
+        'decoder_start_token_id': family.decoder_start_token_id,
+        'eos_token_id': family.eos_token_id,
+        'pad_token_id': family.pad_token_id,
+      },
+    )
+    has_tokenizer = bool(
+      tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
+    )
     model_card.write(folder, architecture, family, stored, source_note, has_tokenizer)
     # Written last: without this file the folder is not valid.
     write_json(folder / CONFIG_FILE, architecture.to_config_json(family, stored))
 
   if files.is_remote(final):
     from t5x_lite import uploads
+
     with uploads.uploaded_folder(final, last=CONFIG_FILE) as local:
       write(local)
       discovery.check_free(final)
@@ -93,15 +114,19 @@ def _ordered(rules: Sequence[TensorRule], order: Sequence[str] | None) -> list[T
   by_name = {rule.ours: rule for rule in rules}
   if order is not None and sorted(order) != sorted(by_name):
     unexpected = sorted(set(order) ^ set(by_name)) or ['a name that occurs twice']
-    raise CheckpointError(f'`order` must list each of the {len(by_name)} arrays of the network exactly once, got '
-                          f'{len(order)} names. Correct {unexpected[0]}.')
+    raise CheckpointError(
+      f'`order` must list each of the {len(by_name)} arrays of the network exactly once, got '
+      f'{len(order)} names. Correct {unexpected[0]}.'
+    )
   return [by_name[name] for name in order or by_name]
 
 
 def _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress) -> str:
   """Write all tensors and return the dtype of most numbers."""
   counts: dict[str, int] = {}
-  with SafetensorsWriter(folder, [name for rule in rules for name in rule.theirs], max_shard_bytes) as writer:
+  with SafetensorsWriter(
+    folder, [name for rule in rules for name in rule.theirs], max_shard_bytes
+  ) as writer:
     for done, rule in enumerate(rules, start=1):
       array = _cast(rule, np.asarray(read_array(rule.ours)), dtype)
       counts[array.dtype.name] = counts.get(array.dtype.name, 0) + array.size
@@ -116,13 +141,20 @@ def _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress) 
 def _cast(rule: TensorRule, array: np.ndarray, dtype: str | None) -> np.ndarray:
   """Return `array` in `dtype`, after a check of its shape, dtype and range."""
   if array.shape != rule.shape or array.dtype.name not in (*DTYPES, 'float64'):
-    names.raise_problems([f'{names.describe(rule)} must have this shape and a dtype of {", ".join(DTYPES)}, got '
-                          f'{array.shape} and {array.dtype.name}'], 'the source')
+    names.raise_problems(
+      [
+        f'{names.describe(rule)} must have this shape and a dtype of {", ".join(DTYPES)}, got '
+        f'{array.shape} and {array.dtype.name}'
+      ],
+      'the source',
+    )
   if dtype is None or array.dtype.name == dtype:
     return array
   with np.errstate(over='ignore'):
     cast = array.astype(np.dtype(dtype))
   if dtype == 'float16' and not np.array_equal(np.isfinite(array), np.isfinite(cast)):
-    raise CheckpointError(f'The array {rule.ours} has values beyond 65504, the maximum of dtype=float16. Choose '
-                          'dtype=bfloat16.')
+    raise CheckpointError(
+      f'The array {rule.ours} has values beyond 65504, the maximum of dtype=float16. Choose '
+      'dtype=bfloat16.'
+    )
   return cast

@@ -32,8 +32,10 @@ class AverageSource(base.StateSource):
     """
     super().__init__(source.path)
     if not has_param_average(source):
-      raise errors.CheckpointError(f'{source.path!r} must have a running average of the parameters (param_average), '
-                                   'got a state without it. Use its parameters, or another checkpoint.')
+      raise errors.CheckpointError(
+        f'{source.path!r} must have a running average of the parameters (param_average), '
+        'got a state without it. Use its parameters, or another checkpoint.'
+      )
     self.format = source.format
     self._source = source
 

@@ -73,8 +73,12 @@ class StateSource(abc.ABC):
     Raises:
       CheckpointDamagedError: a file is damaged or missing.
     """
-    _logger.warning('The checkpoint %s (%s) has no manifest with hashes, like all checkpoints of other programs: '
-                    'damage cannot be detected.', self.path, self.format)
+    _logger.warning(
+      'The checkpoint %s (%s) has no manifest with hashes, like all checkpoints of other programs: '
+      'damage cannot be detected.',
+      self.path,
+      self.format,
+    )
     return False
 
   @functools.cached_property
@@ -91,8 +95,9 @@ class StateSource(abc.ABC):
     step = self.read_array('state/step')
     if step.size != 1 or not 0 <= (number := int(step.item())) == step.item():
       raise errors.CheckpointDamagedError(
-          f'The checkpoint {self.path!r} is damaged: its state/step must be an integer >= 0, got {str(step)[:80]}. '
-          'Copy it again, or restore another checkpoint.')
+        f'The checkpoint {self.path!r} is damaged: its state/step must be an integer >= 0, got {str(step)[:80]}. '
+        'Copy it again, or restore another checkpoint.'
+      )
     return number
 
   @property
@@ -116,6 +121,7 @@ class StateSource(abc.ABC):
     arrays: Iterable[np.ndarray] = map(self.read_array, wanted)
     if files.is_remote(self.path):  # requests take long
       from t5x_lite import object_store
+
       arrays = object_store.in_parallel(self.read_array, wanted)
     result = {}
     for (name, (dtype, sharding)), array in zip(wanted.items(), arrays, strict=True):
@@ -127,7 +133,8 @@ class StateSource(abc.ABC):
 def layout_of(shapes: Mapping[str, Any]) -> str | None:
   """Return the parameter layout of a state, 't5' or 'scalable_t5', by its names; None for other networks."""
   params = tree_utils.unflatten_dict(
-      {name.removeprefix(_PARAMS): name for name in shapes if name.startswith(_PARAMS)})
+    {name.removeprefix(_PARAMS): name for name in shapes if name.startswith(_PARAMS)}
+  )
   try:
     return param_layouts.param_layout(params)
   except errors.ConfigError:

@@ -11,29 +11,60 @@ from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.sources import base, hugging_face, orbax, t5x_native
 
 _SOURCES: Mapping[str, type[base.StateSource]] = {
-    source.format: source
-    for source in (orbax.OwnSource, orbax.OrbaxSource, t5x_native.T5xNativeSource, hugging_face.HuggingFaceSource)}
+  source.format: source
+  for source in (
+    orbax.OwnSource,
+    orbax.OrbaxSource,
+    t5x_native.T5xNativeSource,
+    hugging_face.HuggingFaceSource,
+  )
+}
 FORMATS = tuple(_SOURCES)
 
-_EXPECTED = ('a checkpoint of t5x_lite (manifest.json and state/), of T5X (a file `checkpoint` with folders target.*, '
-             'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)')
+_EXPECTED = (
+  'a checkpoint of t5x_lite (manifest.json and state/), of T5X (a file `checkpoint` with folders target.*, '
+  'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)'
+)
 # A manifest of t5x_lite shows in them what it is.
 _FIRST_BYTES = 200
 # Files of unsupported formats: pattern, contents, remedy.
 _UNSUPPORTED = (
-    ('adapter_config.json', 'an adapter of peft, which is not a model',
-     'Merge it with its model and save the result: model.merge_and_unload().save_pretrained(path).'),
-    ('model.ckpt-*.index', 'a TensorFlow checkpoint of Mesh TensorFlow',
-     'Use the same model in the format of T5X or of Hugging Face: all T5 models are published in both.'),
-    ('*.index', 'a TensorFlow checkpoint', 'Use the same model in the format of T5X or of Hugging Face.'),
-    ('pytorch_model*.bin', 'weights of PyTorch, which execute code when they are read',
-     'Load the folder with transformers and save it again: model.save_pretrained(path), which writes safetensors.'),
-    ('flax_model*.msgpack', "weights of transformers' Flax models",
-     'Load the folder with transformers (from_flax=True) and save it again: model.save_pretrained(path).'),
-    ('tf_model*.h5', "weights of transformers' TensorFlow models",
-     'Load the folder with transformers (from_tf=True) and save it again: model.save_pretrained(path).'),
-    ('*.safetensors', 'safetensors without a config.json', 'Copy the config.json of the model to the folder.'),
-    ('config.json', 'a Hugging Face folder without weights', 'Copy its *.safetensors to the folder.'),
+  (
+    'adapter_config.json',
+    'an adapter of peft, which is not a model',
+    'Merge it with its model and save the result: model.merge_and_unload().save_pretrained(path).',
+  ),
+  (
+    'model.ckpt-*.index',
+    'a TensorFlow checkpoint of Mesh TensorFlow',
+    'Use the same model in the format of T5X or of Hugging Face: all T5 models are published in both.',
+  ),
+  (
+    '*.index',
+    'a TensorFlow checkpoint',
+    'Use the same model in the format of T5X or of Hugging Face.',
+  ),
+  (
+    'pytorch_model*.bin',
+    'weights of PyTorch, which execute code when they are read',
+    'Load the folder with transformers and save it again: model.save_pretrained(path), which writes safetensors.',
+  ),
+  (
+    'flax_model*.msgpack',
+    "weights of transformers' Flax models",
+    'Load the folder with transformers (from_flax=True) and save it again: model.save_pretrained(path).',
+  ),
+  (
+    'tf_model*.h5',
+    "weights of transformers' TensorFlow models",
+    'Load the folder with transformers (from_tf=True) and save it again: model.save_pretrained(path).',
+  ),
+  (
+    '*.safetensors',
+    'safetensors without a config.json',
+    'Copy the config.json of the model to the folder.',
+  ),
+  ('config.json', 'a Hugging Face folder without weights', 'Copy its *.safetensors to the folder.'),
 )
 
 
@@ -84,10 +115,14 @@ def open_source(path: discovery.PathLike) -> base.StateSource:
 def check_readable(path: discovery.PathLike) -> None:
   """Raise CheckpointError if the folder `path` holds weights in an unsupported format."""
   root = files.path(path)
-  for pattern, contents, remedy in _UNSUPPORTED if root.is_dir() and detect_format(path) is None else ():
+  for pattern, contents, remedy in (
+    _UNSUPPORTED if root.is_dir() and detect_format(path) is None else ()
+  ):
     found = sorted(entry.name for entry in root.glob(pattern))
     if found:
-      raise errors.CheckpointError(f'{str(root)!r} must be {_EXPECTED}, got {contents} ({found[0]}). {remedy}')
+      raise errors.CheckpointError(
+        f'{str(root)!r} must be {_EXPECTED}, got {contents} ({found[0]}). {remedy}'
+      )
 
 
 def check_exists(path: discovery.PathLike) -> None:
@@ -101,9 +136,13 @@ def check_exists(path: discovery.PathLike) -> None:
   else:
     entries = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     kind = 'missing path'
-    remedy = errors.did_you_mean(root.name, filter(discovery.is_checkpoint_dir_name, entries)) + discovery.hint(path)
-  raise errors.CheckpointError(f'{os.fspath(path)!r} must be a directory such as MODEL_DIR/checkpoint_1000, got a '
-                               f'{kind}.{remedy}')
+    remedy = errors.did_you_mean(
+      root.name, filter(discovery.is_checkpoint_dir_name, entries)
+    ) + discovery.hint(path)
+  raise errors.CheckpointError(
+    f'{os.fspath(path)!r} must be a directory such as MODEL_DIR/checkpoint_1000, got a '
+    f'{kind}.{remedy}'
+  )
 
 
 def _is_own(root: files.Path) -> bool:
@@ -131,7 +170,11 @@ def _not_a_state(root: files.Path) -> str:
   if steps:
     paths = [discovery.get_checkpoint_dir(root, step) for step in steps]
     newest = ([path for path in paths if not discovery.is_marked_unsound(path)] or paths)[-1]
-    return (f"{str(root)!r} must be a single checkpoint, got a directory of checkpoints. Give the path of one (the "
-            f"newest is {newest!r}), or set RestoreCheckpointConfig.mode to 'latest'.")
-  return (f'{str(root)!r} must be {_EXPECTED}, got a folder with none of them. Give the path of a checkpoint, such as '
-          'MODEL_DIR/checkpoint_1000.' + discovery.hint(root))
+    return (
+      f'{str(root)!r} must be a single checkpoint, got a directory of checkpoints. Give the path of one (the '
+      f"newest is {newest!r}), or set RestoreCheckpointConfig.mode to 'latest'."
+    )
+  return (
+    f'{str(root)!r} must be {_EXPECTED}, got a folder with none of them. Give the path of a checkpoint, such as '
+    'MODEL_DIR/checkpoint_1000.' + discovery.hint(root)
+  )

@@ -27,6 +27,7 @@ class HuggingFaceSource(base.StateSource):
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)
     from t5x_lite.checkpoints.hugging_face import folder  # only this format needs safetensors
+
     self.folder = folder.HuggingFaceFolder(self.path)
 
   def shapes(self) -> base.Shapes:
@@ -35,13 +36,19 @@ class HuggingFaceSource(base.StateSource):
 
   @functools.cached_property
   def _shapes(self) -> base.Shapes:
-    params = {f'{_PREFIX}{name}': jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
-              for name, leaf in self.folder.shapes().items()}
+    params = {
+      f'{_PREFIX}{name}': jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
+      for name, leaf in self.folder.shapes().items()
+    }
     return params | {'state/step': jax.ShapeDtypeStruct((), np.dtype(np.int32))}
 
   def read_array(self, name: str) -> np.ndarray:
     """See `StateSource.read_array`."""
-    return np.asarray(0, np.int32) if name == 'state/step' else self.folder.read_array(name.removeprefix(_PREFIX))
+    return (
+      np.asarray(0, np.int32)
+      if name == 'state/step'
+      else self.folder.read_array(name.removeprefix(_PREFIX))
+    )
 
   def verify(self) -> bool:
     """See `StateSource.verify`; without a warning, since no folder of this format has hashes."""
@@ -54,7 +61,16 @@ class HuggingFaceSource(base.StateSource):
     network = architecture.network_config_kwargs()
     if architecture.num_experts:
       # Not options of our networks, but needed to write the folder again.
-      network |= {name: getattr(architecture, name) for name in ('router_jitter_noise', 'expert_capacity')}
-    return {'param_layout': 't5', 'network': {
-        'config': 'T5Config', **{name: list(value) if isinstance(value, tuple) else value
-                                 for name, value in network.items()}}}
+      network |= {
+        name: getattr(architecture, name) for name in ('router_jitter_noise', 'expert_capacity')
+      }
+    return {
+      'param_layout': 't5',
+      'network': {
+        'config': 'T5Config',
+        **{
+          name: list(value) if isinstance(value, tuple) else value
+          for name, value in network.items()
+        },
+      },
+    }

@@ -48,17 +48,26 @@ class OrbaxSource(base.StateSource):
     With several processes each reads only the parts of its devices.
     """
     stored = self.shapes()
-    self._check_memory({name: stored[name] for name, (_, sharding) in wanted.items() if sharding is None})
+    self._check_memory(
+      {name: stored[name] for name, (_, sharding) in wanted.items() if sharding is None}
+    )
     # Arrays without elements are not stored.
-    empty = {name: np.zeros(stored[name].shape, dtype)
-             for name, (dtype, _) in wanted.items() if 0 in stored[name].shape}
+    empty = {
+      name: np.zeros(stored[name].shape, dtype)
+      for name, (dtype, _) in wanted.items()
+      if 0 in stored[name].shape
+    }
     how = {name: how for name, how in wanted.items() if name not in empty}
     if jax.process_count() == 1:
       # On a single host, reading entire arrays and one transfer take two thirds of the time of reading shards.
       how = {name: (dtype, None) for name, (dtype, _) in how.items()}
     values = state_io.read_arrays(self._directory, how) | empty
-    dtypes = {name: jax.ShapeDtypeStruct(stored[name].shape, dtype) for name, (dtype, _) in wanted.items()}
-    placed = state_io.place(values, dtypes, {name: sharding for name, (_, sharding) in wanted.items()})
+    dtypes = {
+      name: jax.ShapeDtypeStruct(stored[name].shape, dtype) for name, (dtype, _) in wanted.items()
+    }
+    placed = state_io.place(
+      values, dtypes, {name: sharding for name, (_, sharding) in wanted.items()}
+    )
     return {name: placed[name] for name in wanted}
 
   def _check_memory(self, shapes: base.Shapes) -> None:
@@ -66,11 +75,14 @@ class OrbaxSource(base.StateSource):
     num_bytes = sum(untrusted.num_bytes(leaf.shape, leaf.dtype) for leaf in shapes.values())
     available = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if num_bytes > available:
-      largest = max(shapes, key=lambda name: untrusted.num_bytes(shapes[name].shape, shapes[name].dtype))
+      largest = max(
+        shapes, key=lambda name: untrusted.num_bytes(shapes[name].shape, shapes[name].dtype)
+      )
       raise errors.CheckpointError(
-          f'The arrays of {self.path!r} must fit into the {available:,} bytes of memory of this host, got '
-          f'{num_bytes:,} bytes; the largest is {largest} of shape {shapes[largest].shape}. Read them on a larger '
-          'host.')
+        f'The arrays of {self.path!r} must fit into the {available:,} bytes of memory of this host, got '
+        f'{num_bytes:,} bytes; the largest is {largest} of shape {shapes[largest].shape}. Read them on a larger '
+        'host.'
+      )
 
 
 class OwnSource(OrbaxSource):
@@ -97,14 +109,17 @@ class OwnSource(OrbaxSource):
     """Return the manifest; raise CheckpointDamagedError if another process has deleted it meanwhile."""
     if manifest is None:
       raise errors.CheckpointDamagedError(
-          f'The checkpoint {self.path!r} was deleted while it was read. Restore another checkpoint.')
+        f'The checkpoint {self.path!r} was deleted while it was read. Restore another checkpoint.'
+      )
     return manifest
 
   @functools.cached_property
   def _shapes(self) -> base.Shapes:
     # Equal to the shapes in Orbax's index, without opening each array.
-    return {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['dtype']))
-            for name, entry in self._manifest.arrays.items()}
+    return {
+      name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['dtype']))
+      for name, entry in self._manifest.arrays.items()
+    }
 
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
     """See `OrbaxSource.read`; raises CheckpointError if the stored shapes or dtypes differ from the manifest."""
@@ -115,8 +130,9 @@ class OwnSource(OrbaxSource):
       if 0 not in shapes[name].shape and found != shapes[name]:
         got = 'nothing' if found is None else f'{found.dtype} {found.shape}'
         raise errors.CheckpointError(
-            f'The checkpoint {self.path!r} cannot be read: in manifest.json, `arrays[{name!r}]` must be as in the '
-            f'files, {got}, got {shapes[name].dtype} {shapes[name].shape}. Restore another checkpoint.')
+          f'The checkpoint {self.path!r} cannot be read: in manifest.json, `arrays[{name!r}]` must be as in the '
+          f'files, {got}, got {shapes[name].dtype} {shapes[name].shape}. Restore another checkpoint.'
+        )
     return super().read(wanted)
 
   @property

@@ -47,7 +47,7 @@ def begins_like_index(path: files.Path) -> bool:
   """Return True if a file begins like a msgpack map; TensorFlow's `checkpoint` files are text."""
   with untrusted.check_file(path.parent, path.name).open('rb', buffering=_FIRST_BYTES) as file:
     first = file.read(_FIRST_BYTES)
-  return bool(first) and (0x80 <= first[0] <= 0x8f or first[0] in (0xde, 0xdf))
+  return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
 
 
 def read(root: files.Path) -> dict[str, StoredArray | np.ndarray]:
@@ -63,21 +63,36 @@ def read(root: files.Path) -> dict[str, StoredArray | np.ndarray]:
   path = root / FILENAME
   try:
     document = flax.serialization.msgpack_restore(untrusted.check_file(root, FILENAME).read_bytes())
-    version = document.get('version', 0) if isinstance(document, Mapping) and 'optimizer' in document else None
+    version = (
+      document.get('version', 0)
+      if isinstance(document, Mapping) and 'optimizer' in document
+      else None
+    )
     if isinstance(version, int) and version in _VERSIONS_READ:
       leaves = _leaves(document['optimizer'], path)
       return {name: _entry(name, leaf, path) for name, leaf in leaves.items() if leaf is not None}
   except errors.CheckpointError:
     raise
   except Exception as e:  # for damaged bytes, msgpack and NumPy raise exceptions of many types
-    problem = 'the file is missing' if isinstance(e, FileNotFoundError) else f'{type(e).__name__}: {str(e)[:200]}'
+    problem = (
+      'the file is missing'
+      if isinstance(e, FileNotFoundError)
+      else f'{type(e).__name__}: {str(e)[:200]}'
+    )
     raise errors.CheckpointDamagedError(
-        f'The index {str(path)!r} of a T5X checkpoint is damaged: it cannot be decoded ({problem}). {_REMEDY}') from e
-  got = f'version {untrusted.shorten(version)}' if version is not None else (
-      f'{sorted(map(str, document))[:5] if isinstance(document, Mapping) else type(document).__name__}')
+      f'The index {str(path)!r} of a T5X checkpoint is damaged: it cannot be decoded ({problem}). {_REMEDY}'
+    ) from e
+  got = (
+    f'version {untrusted.shorten(version)}'
+    if version is not None
+    else (
+      f'{sorted(map(str, document))[:5] if isinstance(document, Mapping) else type(document).__name__}'
+    )
+  )
   raise errors.CheckpointError(
-      f'{str(path)!r} must be an index of T5X, a map with the entries version (one of {_VERSIONS_READ}) and optimizer, '
-      f'got {got}. Load the checkpoint with the program that wrote it and save it with T5X.')
+    f'{str(path)!r} must be an index of T5X, a map with the entries version (one of {_VERSIONS_READ}) and optimizer, '
+    f'got {got}. Load the checkpoint with the program that wrote it and save it with T5X.'
+  )
 
 
 def _leaves(tree: Mapping[Any, Any], path: files.Path, prefix: str = '') -> dict[str, Any]:
@@ -87,8 +102,10 @@ def _leaves(tree: Mapping[Any, Any], path: files.Path, prefix: str = '') -> dict
     name = f'{prefix}{key}'
     problem = untrusted.name_problem(key) or ("must not contain '/'" if '/' in key else None)
     if problem is not None:
-      raise errors.CheckpointError(f'The index {str(path)!r} cannot be read: the name {untrusted.shorten(name)} '
-                                   f'{problem}. {_REMEDY}')
+      raise errors.CheckpointError(
+        f'The index {str(path)!r} cannot be read: the name {untrusted.shorten(name)} '
+        f'{problem}. {_REMEDY}'
+      )
     if isinstance(value, Mapping) and not isinstance(value.get(_SPEC_KEY), str):
       leaves |= _leaves(value, path, f'{name}/')
     else:
@@ -106,8 +123,9 @@ def _entry(name: str, leaf: Any, path: files.Path) -> StoredArray | np.ndarray:
     array = np.asarray('')
   if array.dtype != np.bool_ and not jnp.issubdtype(array.dtype, jnp.number):
     raise errors.CheckpointError(
-        f'{str(path)!r}: the entry {name} must be an array or the spec of an array, got {untrusted.shorten(leaf)}. '
-        'Save the checkpoint again with T5X.')
+      f'{str(path)!r}: the entry {name} must be an array or the spec of an array, got {untrusted.shorten(leaf)}. '
+      'Save the checkpoint again with T5X.'
+    )
   return array
 
 
@@ -120,18 +138,31 @@ def _stored_array(name: str, spec: Mapping[str, Any], path: files.Path) -> Store
     if (shape_problem := untrusted.shape_problem(shape)) is not None:
       problem = f'shape {shape_problem}'
     elif dtype is None:
-      problem = f"dtype must be the name of a dtype of numbers, got {untrusted.shorten(spec['dtype'])}"
+      problem = (
+        f'dtype must be the name of a dtype of numbers, got {untrusted.shorten(spec["dtype"])}'
+      )
     # Paths in published checkpoints are those of the original machine; only the folder in this checkpoint is read.
-    elif (driver != 'zarr' or kvstore['driver'] not in _KVSTORES or '..' in parts or not parts
-          or parts[-1] != folder_name(name)):
+    elif (
+      driver != 'zarr'
+      or kvstore['driver'] not in _KVSTORES
+      or '..' in parts
+      or not parts
+      or parts[-1] != folder_name(name)
+    ):
       kind = errors.CheckpointError
-      problem = (f'the drivers must be zarr and one of {", ".join(_KVSTORES)}, and the folder {folder_name(name)!r} of '
-                 f'this checkpoint, got {driver!r}, {kvstore["driver"]!r} and {kvstore["path"]!r}')
+      problem = (
+        f'the drivers must be zarr and one of {", ".join(_KVSTORES)}, and the folder {folder_name(name)!r} of '
+        f'this checkpoint, got {driver!r}, {kvstore["driver"]!r} and {kvstore["path"]!r}'
+      )
   except (KeyError, TypeError, AttributeError) as e:
     problem = f'{type(e).__name__}: {e}'
   if problem is not None:
-    raise kind(f'The index {str(path)!r} cannot be read: in the spec of {name}, {problem}. {_REMEDY}')
-  return StoredArray(parts[-1], tuple(shape), np.dtype(jnp.bfloat16) if dtype == np.uint16 else np.dtype(dtype))
+    raise kind(
+      f'The index {str(path)!r} cannot be read: in the spec of {name}, {problem}. {_REMEDY}'
+    )
+  return StoredArray(
+    parts[-1], tuple(shape), np.dtype(jnp.bfloat16) if dtype == np.uint16 else np.dtype(dtype)
+  )
 
 
 def folder_name(name: str) -> str:
@@ -157,13 +188,19 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[
   chunks = list(shape)
   while chunks and math.prod(chunks) * itemsize > max_bytes and max(chunks) > 1:
     dim = chunks.index(max(chunks))
-    divisor = next((d for d in range(2, math.isqrt(chunks[dim]) + 1) if chunks[dim] % d == 0), chunks[dim])
+    divisor = next(
+      (d for d in range(2, math.isqrt(chunks[dim]) + 1) if chunks[dim] % d == 0), chunks[dim]
+    )
     chunks[dim] //= divisor
   return tuple(chunks)
 
 
-def write(root: files.Path, entries: Mapping[str, StoredArray | np.ndarray], chunks: Mapping[str, tuple[int, ...]],
-          compressor: Mapping[str, Any]) -> None:
+def write(
+  root: files.Path,
+  entries: Mapping[str, StoredArray | np.ndarray],
+  chunks: Mapping[str, tuple[int, ...]],
+  compressor: Mapping[str, Any],
+) -> None:
   """Write the index of the checkpoint `root`, byte for byte like T5X.
 
   Args:
@@ -175,9 +212,21 @@ def write(root: files.Path, entries: Mapping[str, StoredArray | np.ndarray], chu
   leaves = {}
   for name in sorted(entries, key=lambda name: name.split('/')):
     entry = entries[name]
-    leaves[name] = entry if isinstance(entry, np.ndarray) else {
-        _SPEC_KEY: 'zarr', 'dtype': np.dtype(entry.dtype).name,
+    leaves[name] = (
+      entry
+      if isinstance(entry, np.ndarray)
+      else {
+        _SPEC_KEY: 'zarr',
+        'dtype': np.dtype(entry.dtype).name,
         'kvstore': {'driver': 'file', 'path': f'{entry.folder}/'},
-        'metadata': {'chunks': list(chunks[name]), 'compressor': dict(compressor), 'shape': list(entry.shape)}}
+        'metadata': {
+          'chunks': list(chunks[name]),
+          'compressor': dict(compressor),
+          'shape': list(entry.shape),
+        },
+      }
+    )
   document = {'version': VERSION, 'optimizer': tree_utils.unflatten_dict(leaves)}
-  files.write(root / FILENAME, flax.serialization.msgpack_serialize(document, in_place=True), durable=False)
+  files.write(
+    root / FILENAME, flax.serialization.msgpack_serialize(document, in_place=True), durable=False
+  )

@@ -28,7 +28,9 @@ _NUM_PROBLEMS_SHOWN = 3
 def is_native(root: files.Path) -> bool:
   """Return True if the folder `root` has this format, complete or damaged."""
   index = root / t5x_index.FILENAME
-  return (index.is_file() and t5x_index.begins_like_index(index)) or any(root.glob('target.*/.zarray'))
+  return (index.is_file() and t5x_index.begins_like_index(index)) or any(
+    root.glob('target.*/.zarray')
+  )
 
 
 class T5xNativeSource(base.StateSource):
@@ -45,8 +47,10 @@ class T5xNativeSource(base.StateSource):
     self._context = store_io.context_of(self._root)
     self._problems: dict[str, str | None] = {}
     self._entries = t5x_index.read(self._root)
-    self._shapes = {name: jax.ShapeDtypeStruct(tuple(entry.shape), entry.dtype)
-                    for name, entry in self._entries.items()}
+    self._shapes = {
+      name: jax.ShapeDtypeStruct(tuple(entry.shape), entry.dtype)
+      for name, entry in self._entries.items()
+    }
 
   def shapes(self) -> base.Shapes:
     """See `StateSource.shapes`."""
@@ -63,8 +67,12 @@ class T5xNativeSource(base.StateSource):
 
   def verify(self) -> bool:
     """Check that the folder, the description and all chunks of every array exist; reads no values."""
-    stored = {entry.folder: entry for entry in self._entries.values() if not isinstance(entry, np.ndarray)}
-    found = files.each(lambda folder: self._problem(stored[folder.name]), [self._root / name for name in stored])
+    stored = {
+      entry.folder: entry for entry in self._entries.values() if not isinstance(entry, np.ndarray)
+    }
+    found = files.each(
+      lambda folder: self._problem(stored[folder.name]), [self._root / name for name in stored]
+    )
     problems = [problem for problem in found if problem is not None]
     if multihost.any_process(bool(problems)):
       shown = '; '.join(problems[:_NUM_PROBLEMS_SHOWN]) or 'see the message of another process'
@@ -79,11 +87,21 @@ class T5xNativeSource(base.StateSource):
     if isinstance(entry, np.ndarray):
       return entry
     import tensorstore  # takes 0.1 s
-    spec = {'driver': 'zarr', 'kvstore': store_io.kvstore(self._root / entry.folder), 'fill_missing_data_reads': False}
+
+    spec = {
+      'driver': 'zarr',
+      'kvstore': store_io.kvstore(self._root / entry.folder),
+      'fill_missing_data_reads': False,
+    }
     problem, value = self._problem(entry), None
     try:
       if problem is None:
-        value = tensorstore.open(spec, open=True, read=True, context=self._context).result().read().result()
+        value = (
+          tensorstore.open(spec, open=True, read=True, context=self._context)
+          .result()
+          .read()
+          .result()
+        )
     except Exception as e:  # for damaged files, TensorStore raises ValueError and other exceptions
       problem = f'{entry.folder} cannot be read ({str(e)[:300]})'
     if problem is not None:
@@ -105,7 +123,11 @@ class T5xNativeSource(base.StateSource):
       return link
     try:
       described = json.loads(untrusted.read_limited(folder, '.zarray'))
-      shape, chunks, compressor = described['shape'], described['chunks'], described.get('compressor')
+      shape, chunks, compressor = (
+        described['shape'],
+        described['chunks'],
+        described.get('compressor'),
+      )
       separator = described.get('dimension_separator', '.')
       codec = None if compressor is None else compressor['id']
       max_compression = untrusted.MAX_COMPRESSION[codec]
@@ -117,29 +139,38 @@ class T5xNativeSource(base.StateSource):
       if (problem := untrusted.shape_problem(value)) is not None:
         return f'in {entry.folder}/.zarray, {field} {problem}'
     if len(chunks) != len(shape) or 0 in chunks or separator not in ('.', '/'):
-      return (f"in {entry.folder}/.zarray, chunks must be a size above 0 for each dim of {shape}, and "
-              f"dimension_separator '.' or '/', got {chunks} and {untrusted.shorten(separator)}")
+      return (
+        f'in {entry.folder}/.zarray, chunks must be a size above 0 for each dim of {shape}, and '
+        f"dimension_separator '.' or '/', got {chunks} and {untrusted.shorten(separator)}"
+      )
     dtype = _dtype(described)
     if tuple(shape) != entry.shape or dtype != entry.dtype:
-      return (f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, but the index has {entry.dtype} '
-              f'of shape {entry.shape}')
+      return (
+        f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, but the index has {entry.dtype} '
+        f'of shape {entry.shape}'
+      )
     if files.is_remote(self._root):
       sizes = self._sizes_in_store[entry.folder]
     else:
-      sizes = {name.removeprefix(f'{entry.folder}/'): size
-               for name, size in untrusted.walk(self._root, entry.folder).items()}
+      sizes = {
+        name.removeprefix(f'{entry.folder}/'): size
+        for name, size in untrusted.walk(self._root, entry.folder).items()
+      }
     num_bytes = untrusted.num_bytes(chunks, dtype)
     for name in _chunk_names(shape, chunks, separator):
       if name not in sizes:
         return f'the chunk {entry.folder}/{name} is missing'
       if num_bytes > sizes[name] * max_compression:
-        return (f'{entry.folder} cannot be read (chunks in .zarray must fit into the files, got {chunks} and a file '
-                f'{name} of {sizes[name]} bytes)')
+        return (
+          f'{entry.folder} cannot be read (chunks in .zarray must fit into the files, got {chunks} and a file '
+          f'{name} of {sizes[name]} bytes)'
+        )
     return None
 
   def _damaged(self, what: str) -> errors.CheckpointDamagedError:
     return errors.CheckpointDamagedError(
-        f'The checkpoint {self.path!r} is damaged: {what}. Copy it again, or restore another checkpoint.')
+      f'The checkpoint {self.path!r} is damaged: {what}. Copy it again, or restore another checkpoint.'
+    )
 
 
 class T5xNativeWriter:
@@ -167,8 +198,13 @@ class T5xNativeWriter:
     self._final = files.path(path).absolute()
     discovery.check_free(self._final)
     self._is_remote, self._context = files.is_remote(self._final), store_io.context_of(self._final)
-    self._root = self._final if self._is_remote else self._final.with_name(
-        f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
+    self._root = (
+      self._final
+      if self._is_remote
+      else self._final.with_name(
+        f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}'
+      )
+    )
     self._entries: dict[str, t5x_index.StoredArray | np.ndarray] = {}
     self._chunks: dict[str, tuple[int, ...]] = {}
 
@@ -192,20 +228,27 @@ class T5xNativeWriter:
     is_number = jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)
     if name in self._entries or '..' in name or folder.startswith('.') or not all(name.split('/')):
       raise errors.CheckpointError(
-          "The name of each array in a T5X checkpoint must be unique and have parts joined by '/', such as "
-          f"'target/encoder/encoder_norm/scale', got {name!r}.")
+        "The name of each array in a T5X checkpoint must be unique and have parts joined by '/', such as "
+        f"'target/encoder/encoder_norm/scale', got {name!r}."
+      )
     if not is_number or array.dtype == np.uint16:
       raise errors.CheckpointError(
-          f'The array {name!r} of a T5X checkpoint must have a float or integer dtype other than uint16, which T5X '
-          f'reads as bfloat16, got {array.dtype}. Convert the array to another dtype.')
+        f'The array {name!r} of a T5X checkpoint must have a float or integer dtype other than uint16, which T5X '
+        f'reads as bfloat16, got {array.dtype}. Convert the array to another dtype.'
+      )
     if _is_in_index(name, array):
       self._entries[name] = array.copy()
       return
     self._chunks[name] = t5x_index.chunk_shape(array.shape, array.dtype.itemsize, _MAX_CHUNK_BYTES)
-    spec = {'driver': 'zarr', 'dtype': array.dtype.name, 'store_data_equal_to_fill_value': True,
-            'kvstore': store_io.kvstore(self._root / folder),
-            'metadata': {'shape': array.shape, 'chunks': self._chunks[name], 'compressor': _COMPRESSOR}}
+    spec = {
+      'driver': 'zarr',
+      'dtype': array.dtype.name,
+      'store_data_equal_to_fill_value': True,
+      'kvstore': store_io.kvstore(self._root / folder),
+      'metadata': {'shape': array.shape, 'chunks': self._chunks[name], 'compressor': _COMPRESSOR},
+    }
     import tensorstore  # see T5xNativeSource.read_array
+
     try:
       tensorstore.open(spec, create=True, context=self._context).result().write(array).result()
     except ValueError as e:
@@ -236,7 +279,9 @@ def _is_in_index(name: str, array: np.ndarray) -> bool:
   """
   if array.ndim == 0 or array.size == 0:
     return True
-  return name.startswith('state/') and (array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_INDEX)
+  return name.startswith('state/') and (
+    array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_INDEX
+  )
 
 
 def _chunk_names(shape: Sequence[int], chunks: Sequence[int], separator: str) -> Iterator[str]:

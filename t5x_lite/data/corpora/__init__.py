@@ -46,9 +46,16 @@ def python_keyword_cloze(split: str) -> tuple[ClozeExample, ...]:
 
   No file of the library has lines in both splits, and no line occurs twice.
   """
-  examples = [ClozeExample(line, keyword)
-              for keyword, lines in _read('python_keyword_cloze')[split].items() for line in lines]
-  return tuple(sorted(examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('utf-8')).digest()))
+  examples = [
+    ClozeExample(line, keyword)
+    for keyword, lines in _read('python_keyword_cloze')[split].items()
+    for line in lines
+  ]
+  return tuple(
+    sorted(
+      examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('utf-8')).digest()
+    )
+  )
 
 
 @functools.cache
@@ -58,9 +65,16 @@ def python_function_cloze(split: str) -> tuple[FunctionExample, ...]:
   The source has whole lines, at most `CONTEXT_BYTES` bytes of ASCII without the body; a body has 64 to 511. No module
   of the library is in both splits, and no body occurs twice.
   """
-  examples = [FunctionExample(_context(module['text'], start, end), module['text'][start:end])
-              for module in _read('python_function_cloze')[split] for start, end in module['bodies']]
-  return tuple(sorted(examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('ascii')).digest()))
+  examples = [
+    FunctionExample(_context(module['text'], start, end), module['text'][start:end])
+    for module in _read('python_function_cloze')[split]
+    for start, end in module['bodies']
+  ]
+  return tuple(
+    sorted(
+      examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('ascii')).digest()
+    )
+  )
 
 
 def _context(text: str, start: int, end: int) -> str:

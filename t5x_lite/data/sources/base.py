@@ -6,13 +6,23 @@ import importlib
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from t5x_lite import checks
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator, SplitLengths
+from t5x_lite.data.interfaces import (
+  EvalBatches,
+  EvalTask,
+  ExampleSource,
+  HostIterator,
+  SplitLengths,
+)
 from t5x_lite.errors import ConfigError
 
 # Options of `DatasetConfig` that only some sources support, and the remedy if another source is used.
 SPECIAL_OPTIONS = {
-    'use_cached': 'Set use_cached = False', 'use_custom_packing_ops': 'Set use_custom_packing_ops = False',
-    'num_prefetch_threads': 'Omit it', 'num_workers': 'Omit it', 'num_epochs': 'Omit it'}
+  'use_cached': 'Set use_cached = False',
+  'use_custom_packing_ops': 'Set use_custom_packing_ops = False',
+  'num_prefetch_threads': 'Omit it',
+  'num_workers': 'Omit it',
+  'num_epochs': 'Omit it',
+}
 
 
 class DataSource(abc.ABC):
@@ -33,7 +43,7 @@ class DataSource(abc.ABC):
 
   def __init__(self, cfg: Any):
     """Args:
-      cfg: a `DatasetConfig`.
+    cfg: a `DatasetConfig`.
     """
     self.cfg = cfg
 
@@ -41,9 +51,16 @@ class DataSource(abc.ABC):
   def check(cls, cfg: Any) -> None:
     """Raise ConfigError if the source does not support a `DatasetConfig`; called by its constructor, reads no data."""
     measures = cls.measure is not DataSource.measure
-    checks.check('DatasetConfig', {'task_feature_lengths': cfg.task_feature_lengths}, task_feature_lengths=(
-        checks.Expectation("a mapping such as {'inputs': 512, 'targets': 114}",
-                           lambda lengths: measures if lengths is None else bool(lengths))))
+    checks.check(
+      'DatasetConfig',
+      {'task_feature_lengths': cfg.task_feature_lengths},
+      task_feature_lengths=(
+        checks.Expectation(
+          "a mapping such as {'inputs': 512, 'targets': 114}",
+          lambda lengths: measures if lengths is None else bool(lengths),
+        )
+      ),
+    )
 
   @abc.abstractmethod
   def get_vocabulary(self) -> tuple[Any, Any]:
@@ -60,7 +77,9 @@ class DataSource(abc.ABC):
     """
     self._raise_unsupported('training', 'open_train_iterator')
 
-  def open_eval_iterators(self, layout: Any, eval_steps: int | None, feature_converter: Any) -> dict[str, EvalBatches]:
+  def open_eval_iterators(
+    self, layout: Any, eval_steps: int | None, feature_converter: Any
+  ) -> dict[str, EvalBatches]:
     """Return task name to the batches for teacher-forced evaluation, with each example of the split once.
 
     Args:
@@ -70,7 +89,9 @@ class DataSource(abc.ABC):
     """
     self._raise_unsupported('evaluation with given targets', 'open_eval_iterators')
 
-  def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+  def open_eval_tasks(
+    self, layout: Any, feature_converter: Any, num_examples: int | None
+  ) -> list[EvalTask]:
     """Return the tasks with metric functions, for evaluation by decoding; `cfg.pack` is False.
 
     Args:
@@ -88,7 +109,9 @@ class DataSource(abc.ABC):
     """
     self._raise_unsupported('inference', 'open_example_sources')
 
-  def measure(self, feature_converter: Any, num_examples: int | None, decodes: bool) -> SplitLengths:
+  def measure(
+    self, feature_converter: Any, num_examples: int | None, decodes: bool
+  ) -> SplitLengths:
     """Return the lengths of the examples of the split, for `task_feature_lengths = None`.
 
     Args:
@@ -115,14 +138,19 @@ class DataSource(abc.ABC):
     self._raise_unsupported('reading texts', 'read_task_texts')
 
   def _raise_unsupported(self, use: str, method: str) -> NoReturn:
-    raise ConfigError(f'DatasetConfig.source must be a source that supports {use}, got {self.cfg.source!r}. Choose '
-                      f'another one, or implement {type(self).__name__}.{method}.')
+    raise ConfigError(
+      f'DatasetConfig.source must be a source that supports {use}, got {self.cfg.source!r}. Choose '
+      f'another one, or implement {type(self).__name__}.{method}.'
+    )
 
 
 # Name to class, or to the full name of one of this package, which is imported when it is needed.
 _SOURCES: dict[str, type[DataSource] | str] = {
-    'seqio': 't5x_lite.data.sources.seqio.SeqioSource', 'builtin': 't5x_lite.data.sources.table.BuiltinSource',
-    'grain': 't5x_lite.data.sources.table.GrainSource', 'synthetic': 't5x_lite.data.sources.table.RandomTableSource'}
+  'seqio': 't5x_lite.data.sources.seqio.SeqioSource',
+  'builtin': 't5x_lite.data.sources.table.BuiltinSource',
+  'grain': 't5x_lite.data.sources.table.GrainSource',
+  'synthetic': 't5x_lite.data.sources.table.RandomTableSource',
+}
 _Source = TypeVar('_Source', bound=type[DataSource])
 
 
@@ -142,7 +170,12 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
     elif not (isinstance(cls, type) and issubclass(cls, DataSource)):
       problem = 'cls', 'a subclass of DataSource', cls
     elif _full_name(known) != _full_name(cls):
-      problem = 'name', 'a new name', name, f'{_full_name(known)} has this name already. Choose another one.'
+      problem = (
+        'name',
+        'a new name',
+        name,
+        f'{_full_name(known)} has this name already. Choose another one.',
+      )
     if problem:
       raise checks.invalid('register_source', *problem)
     _SOURCES[name] = cls
@@ -174,15 +207,25 @@ def check_source(cfg: Any) -> None:
   Raises:
     ConfigError: the source is unknown, or does not support an option.
   """
-  checks.check('DatasetConfig', {'source': cfg.source}, source=checks.one_of(
-      _SOURCES, 'A custom source needs the module that registers it (DatasetConfig.module).'))
+  checks.check(
+    'DatasetConfig',
+    {'source': cfg.source},
+    source=checks.one_of(
+      _SOURCES, 'A custom source needs the module that registers it (DatasetConfig.module).'
+    ),
+  )
   cls = _source_class(cfg.source)
   cls.check(cfg)
   for option, remedy in SPECIAL_OPTIONS.items():
     if getattr(cfg, option) and option not in cls.options:
       having = ' or '.join(repr(name) for name in _SOURCES if option in _source_class(name).options)
-      raise checks.invalid('DatasetConfig', option, f'unset with source = {cfg.source!r}', getattr(cfg, option),
-                           f'{remedy}. It works with source = {having} only.')
+      raise checks.invalid(
+        'DatasetConfig',
+        option,
+        f'unset with source = {cfg.source!r}',
+        getattr(cfg, option),
+        f'{remedy}. It works with source = {having} only.',
+      )
 
 
 def get_source(cfg: Any) -> DataSource:

@@ -10,10 +10,24 @@ from t5x_lite import checks
 from t5x_lite.data import synthetic
 from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, get_builtin
 from t5x_lite.data.example_sources import TableExamples
-from t5x_lite.data.features import FeatureConverter, Row, UNKNOWN_LENGTH, check_lengths, get_converter
+from t5x_lite.data.features import (
+  FeatureConverter,
+  Row,
+  UNKNOWN_LENGTH,
+  check_lengths,
+  get_converter,
+)
 from t5x_lite.data.interfaces import (
-    EvalBatches, EvalTask, ExampleSource, HostBatch, HostIterator, IndexedBatches, SplitLengths, batches_of_rows,
-    warn_of_omitted_tasks)
+  EvalBatches,
+  EvalTask,
+  ExampleSource,
+  HostBatch,
+  HostIterator,
+  IndexedBatches,
+  SplitLengths,
+  batches_of_rows,
+  warn_of_omitted_tasks,
+)
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.sources import base
 from t5x_lite.data.streams import DirectReader, PieceReader, Pieces, TaskStream
@@ -49,23 +63,35 @@ class TableSource(base.DataSource):
     vocabularies = self.tasks()[0].vocabularies
     return vocabularies.get('inputs', vocabularies['targets']), vocabularies['targets']
 
-  def _open(self, feature_converter: Any) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
+  def _open(
+    self, feature_converter: Any
+  ) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
     """Return the converter, and each task with its examples."""
     tasks, lengths = self.tasks(), self.cfg.task_feature_lengths
     converter = self.get_converter(feature_converter)
     for task in tasks:
       converter.check(lengths, list(task.vocabularies), task.name)
     return converter, [
-        (task, TrimmedExamples(task.table(self.cfg.split, lengths), lengths, self.cfg.trim_output_features))
-        for task in tasks]
+      (
+        task,
+        TrimmedExamples(
+          task.table(self.cfg.split, lengths), lengths, self.cfg.trim_output_features
+        ),
+      )
+      for task in tasks
+    ]
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
     """See base class."""
     converter, opened = self._open(feature_converter)
     tables = {task.name: table for task, table in opened}
-    return TableIterator(self.cfg, layout, tables, self.rates(), converter, feature_converter, self.open_reader)
+    return TableIterator(
+      self.cfg, layout, tables, self.rates(), converter, feature_converter, self.open_reader
+    )
 
-  def open_eval_iterators(self, layout: Any, eval_steps: int | None, feature_converter: Any) -> dict[str, EvalBatches]:
+  def open_eval_iterators(
+    self, layout: Any, eval_steps: int | None, feature_converter: Any
+  ) -> dict[str, EvalBatches]:
     """See base class."""
     cfg, own = self.cfg, shard_rows(layout)
     converter, opened = self._open(feature_converter)
@@ -77,21 +103,25 @@ class TableSource(base.DataSource):
       def prepare() -> list[Row]:
         _, examples = self._epoch(name, table, limit)
         rows = self._rows(examples, converter)
-        return rows if eval_steps is None else rows[:eval_steps * layout.batch_size]
+        return rows if eval_steps is None else rows[: eval_steps * layout.batch_size]
 
       rows = prepare()
       keep = rows if cfg.use_memory_cache else None
       num_batches = -(-len(rows) // layout.batch_size)
 
       def batches() -> Iterator[HostBatch]:
-        for _, batch in self._batches(prepare() if keep is None else keep, layout.batch_size, own, converter):
+        for _, batch in self._batches(
+          prepare() if keep is None else keep, layout.batch_size, own, converter
+        ):
           yield batch
 
       return EvalBatches(batches, spec, num_batches, len(rows))
 
     return {task.name: make(task.name, table) for task, table in opened}
 
-  def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+  def open_eval_tasks(
+    self, layout: Any, feature_converter: Any, num_examples: int | None
+  ) -> list[EvalTask]:
     """See base class."""
     cfg, own = self.cfg, shard_rows(layout)
     converter, opened = self._open(feature_converter)
@@ -102,17 +132,31 @@ class TableSource(base.DataSource):
         omitted.append(task.name)
         continue
       numbers, examples = self._epoch(task.name, table, num_examples)
-      examples = [{**example, **table.texts(int(number), cfg.effective_seed)}
-                  for number, example in zip(numbers, examples, strict=True)]
+      examples = [
+        {**example, **table.texts(int(number), cfg.effective_seed)}
+        for number, example in zip(numbers, examples, strict=True)
+      ]
       rows, batches = None, self._indexed_batches(examples, layout.batch_size, own, converter)
       if cfg.use_memory_cache:
-        rows = converter.convert([(example,) for example in examples], cfg.task_feature_lengths, False)
+        rows = converter.convert(
+          [(example,) for example in examples], cfg.task_feature_lengths, False
+        )
         batches = batches_of_rows(rows, layout.batch_size, own)
-      tasks.append(EvalTask(
-          name=task.name, batches=batches, examples=examples, metric_fns=task.metric_fns,
-          postprocess=task.postprocess_fn, output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows,
-          own=own, score_metric_fns=task.score_metric_fns,
-          predict_with_aux_metric_fns=task.predict_with_aux_metric_fns))
+      tasks.append(
+        EvalTask(
+          name=task.name,
+          batches=batches,
+          examples=examples,
+          metric_fns=task.metric_fns,
+          postprocess=task.postprocess_fn,
+          output_vocabulary=task.vocabularies['targets'],
+          element_spec=spec,
+          rows=rows,
+          own=own,
+          score_metric_fns=task.score_metric_fns,
+          predict_with_aux_metric_fns=task.predict_with_aux_metric_fns,
+        )
+      )
     warn_of_omitted_tasks(tasks, omitted)
     return tasks
 
@@ -121,7 +165,9 @@ class TableSource(base.DataSource):
     converter, opened = self._open(feature_converter)
     return [TableExamples(self.cfg, task.name, table, converter) for task, table in opened]
 
-  def measure(self, feature_converter: Any, num_examples: int | None, decodes: bool) -> SplitLengths:
+  def measure(
+    self, feature_converter: Any, num_examples: int | None, decodes: bool
+  ) -> SplitLengths:
     """See base class."""
     cfg, tasks, converter = self.cfg, self.tasks(), self.get_converter(feature_converter)
     tables = {}
@@ -138,8 +184,12 @@ class TableSource(base.DataSource):
           for example in stream.examples(np.arange(first, min(first + _NUM_MEASURED, count))):
             yield {feature: len(ids) for feature, ids in example.items()}
 
-    return SplitLengths(examples=measured(), identity={
-        'content': {name: [len(table), table.fingerprint] for name, table in tables.items()}})
+    return SplitLengths(
+      examples=measured(),
+      identity={
+        'content': {name: [len(table), table.fingerprint] for name, table in tables.items()}
+      },
+    )
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
     """See base class; if a task does not keep texts, its vocabulary decodes the ids."""
@@ -158,35 +208,50 @@ class TableSource(base.DataSource):
         texts.setdefault(feature, []).extend(kept)
     return texts
 
-  def _epoch(self, name: str, table: TrimmedExamples,
-             limit: int | None) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
+  def _epoch(
+    self, name: str, table: TrimmedExamples, limit: int | None
+  ) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
     """Return (numbers, examples) of one epoch of `table`, at most `limit`, in the order of `cfg`."""
     count = len(table) if limit is None else min(limit, len(table))
-    numbers = TaskStream(name, table, self.cfg.effective_seed, self.cfg.shuffle).numbers(np.arange(count))
+    numbers = TaskStream(name, table, self.cfg.effective_seed, self.cfg.shuffle).numbers(
+      np.arange(count)
+    )
     return numbers, table.examples(self.cfg.effective_seed, numbers)
 
-  def _rows(self, examples: Sequence[Mapping[str, np.ndarray]], converter: FeatureConverter) -> list[Row]:
+  def _rows(
+    self, examples: Sequence[Mapping[str, np.ndarray]], converter: FeatureConverter
+  ) -> list[Row]:
     """Return the rows of an evaluation: packed by groups if `cfg.pack`, otherwise one example each."""
     if not self.cfg.pack:
       return [(example,) for example in examples]
     size = converter.pack_group_size(self.cfg.task_feature_lengths)
-    return [row for start in range(0, len(examples), size)
-            for row in converter.pack(examples[start:start + size], self.cfg.task_feature_lengths)]
+    return [
+      row
+      for start in range(0, len(examples), size)
+      for row in converter.pack(examples[start : start + size], self.cfg.task_feature_lengths)
+    ]
 
-  def _batches(self, rows: Sequence[Row], batch_size: int, own: slice,
-               converter: FeatureConverter) -> Iterator[tuple[np.ndarray, HostBatch]]:
+  def _batches(
+    self, rows: Sequence[Row], batch_size: int, own: slice, converter: FeatureConverter
+  ) -> Iterator[tuple[np.ndarray, HostBatch]]:
     """Yield (indices int32[rows], this process's rows) of each batch, padded with rows of index -1."""
     for start in range(0, len(rows), batch_size):
-      batch_rows = list(rows[start:start + batch_size])
+      batch_rows = list(rows[start : start + batch_size])
       indices = np.arange(start, start + batch_size, dtype=np.int32)
-      indices[len(batch_rows):] = -1
+      indices[len(batch_rows) :] = -1
       batch_rows += [()] * (batch_size - len(batch_rows))
-      yield indices[own], converter.convert(batch_rows[own], self.cfg.task_feature_lengths, self.cfg.pack)
+      yield (
+        indices[own],
+        converter.convert(batch_rows[own], self.cfg.task_feature_lengths, self.cfg.pack),
+      )
 
-  def _indexed_batches(self, examples: Sequence[Any], batch_size: int, own: slice,
-                       converter: FeatureConverter) -> IndexedBatches:
-    return IndexedBatches(lambda: self._batches([(example,) for example in examples], batch_size, own, converter),
-                          -(-len(examples) // batch_size))
+  def _indexed_batches(
+    self, examples: Sequence[Any], batch_size: int, own: slice, converter: FeatureConverter
+  ) -> IndexedBatches:
+    return IndexedBatches(
+      lambda: self._batches([(example,) for example in examples], batch_size, own, converter),
+      -(-len(examples) // batch_size),
+    )
 
 
 class BuiltinSource(TableSource):
@@ -217,7 +282,10 @@ class GrainSource(BuiltinSource):
   def open_reader(self, pieces: Pieces) -> PieceReader:
     """See base class."""
     from t5x_lite.data import grain_source
-    return grain_source.GrainReader(pieces, self.cfg.num_workers or 0, self.cfg.num_prefetch_threads or 0)
+
+    return grain_source.GrainReader(
+      pieces, self.cfg.num_workers or 0, self.cfg.num_prefetch_threads or 0
+    )
 
 
 class RandomTableSource(TableSource):
@@ -234,22 +302,33 @@ class RandomTableSource(TableSource):
     """See base class."""
     self.cfg.import_module()
     source = synthetic.get_synthetic(self.cfg.mixture_or_task_name)
-    return [BuiltinTask(
-        name=source.name, splits=(self.cfg.split,),
+    return [
+      BuiltinTask(
+        name=source.name,
+        splits=(self.cfg.split,),
         vocabularies=dict.fromkeys(('inputs', 'targets'), source.vocabulary),
-        table_fn=lambda split, lengths: synthetic.SyntheticExamples(source, split, lengths))]
+        table_fn=lambda split, lengths: synthetic.SyntheticExamples(source, split, lengths),
+      )
+    ]
 
   def get_converter(self, feature_converter: Any) -> FeatureConverter:
     """See base class."""
     cfg, features = self.cfg, synthetic.get_synthetic(self.cfg.mixture_or_task_name).features
     if not features:
       return get_converter(feature_converter)
-    checks.check('DatasetConfig', vars(cfg), task_feature_lengths=checks.Expectation(
-        '{} with SyntheticSource.features', lambda lengths: not lengths), pack=checks.Expectation(
-            'False with SyntheticSource.features', lambda pack: not pack))
+    checks.check(
+      'DatasetConfig',
+      vars(cfg),
+      task_feature_lengths=checks.Expectation(
+        '{} with SyntheticSource.features', lambda lengths: not lengths
+      ),
+      pack=checks.Expectation('False with SyntheticSource.features', lambda pack: not pack),
+    )
     return synthetic.StackConverter(features)
 
-  def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+  def open_eval_tasks(
+    self, layout: Any, feature_converter: Any, num_examples: int | None
+  ) -> list[EvalTask]:
     """See base class."""
     return base.DataSource.open_eval_tasks(self, layout, feature_converter, num_examples)
 

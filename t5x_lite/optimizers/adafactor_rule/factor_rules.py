@@ -49,12 +49,12 @@ HEURISTIC_NAME = 'heuristic'
 FactorRule = tuple[FactorDim, ...] | HeuristicRule | None
 
 _FACTOR_DIM_OF_NAME = {
-    'row': FactorDim.ROW,
-    'col': FactorDim.COLUMN,
-    'column': FactorDim.COLUMN,
-    'batch': FactorDim.BATCH,
-    'none': FactorDim.NONE,
-    'unfactorized': FactorDim.NONE,
+  'row': FactorDim.ROW,
+  'col': FactorDim.COLUMN,
+  'column': FactorDim.COLUMN,
+  'batch': FactorDim.BATCH,
+  'none': FactorDim.NONE,
+  'unfactorized': FactorDim.NONE,
 }
 
 
@@ -76,8 +76,18 @@ def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
     Role by logical axis name.
   """
   columns = (
-      'vocab', 'mlp', 'expert_mlp', 'heads', 'kv', 'joined_kv', 'multiquery_heads', 'kv_fused', 'q_wi_fused',
-      'o_wo_fused', 'mlp_activations')
+    'vocab',
+    'mlp',
+    'expert_mlp',
+    'heads',
+    'kv',
+    'joined_kv',
+    'multiquery_heads',
+    'kv_fused',
+    'q_wi_fused',
+    'o_wo_fused',
+    'mlp_activations',
+  )
   rules = {name: FactorDim.COLUMN for name in columns}
   rules |= {'embed': FactorDim.ROW}
   rules |= {name: FactorDim.BATCH for name in ('layers', 'stack', 'expert')}
@@ -100,8 +110,10 @@ def factor_name_to_factordim(name: str | FactorDim) -> FactorDim:
   if isinstance(name, FactorDim):
     return name
   if not isinstance(name, str) or name.lower() not in _FACTOR_DIM_OF_NAME:
-    raise ConfigError(f'The role of a dim in a factorisation must be one of {", ".join(_FACTOR_DIM_OF_NAME)}, got '
-                      f'{name!r}.{did_you_mean(str(name), _FACTOR_DIM_OF_NAME)}')
+    raise ConfigError(
+      f'The role of a dim in a factorisation must be one of {", ".join(_FACTOR_DIM_OF_NAME)}, got '
+      f'{name!r}.{did_you_mean(str(name), _FACTOR_DIM_OF_NAME)}'
+    )
   return _FACTOR_DIM_OF_NAME[name.lower()]
 
 
@@ -121,7 +133,9 @@ class HParamMap:
       try:
         self._rules.append((re.compile(pattern), value))
       except (re.error, TypeError) as error:
-        raise checks.invalid('HParamMap', 'rules', f'regular expressions ({error}) with values', pattern) from error
+        raise checks.invalid(
+          'HParamMap', 'rules', f'regular expressions ({error}) with values', pattern
+        ) from error
 
   def __getitem__(self, path: str) -> Any:
     for pattern, value in self._rules:
@@ -129,8 +143,9 @@ class HParamMap:
         return value
     shown = [pattern.pattern for pattern, _ in self._rules]
     raise UnmatchedPathError(
-        f"No rule of the HParamMap matches the parameter {path!r}; its expressions are {shown}. Add a last rule for "
-        "'.*'.")
+      f'No rule of the HParamMap matches the parameter {path!r}; its expressions are {shown}. Add a last rule for '
+      "'.*'."
+    )
 
   def __call__(self, params: PyTree) -> PyTree:
     """Return a tree like `params` with the value for its path at each leaf."""
@@ -172,7 +187,9 @@ class FactorPlan:
     return tuple(dim for dim in range(rank) if dim not in self.row_dims)
 
 
-def factor_rule_of_axes(axes: Sequence[str | None], rules: Mapping[str, FactorDim], path: str) -> tuple[FactorDim, ...]:
+def factor_rule_of_axes(
+  axes: Sequence[str | None], rules: Mapping[str, FactorDim], path: str
+) -> tuple[FactorDim, ...]:
   """Return the factor rule of a parameter, given the logical names of its dims.
 
   A rule with rows but no columns, or with columns but no rows, cannot be factored: these dims become NONE.
@@ -192,21 +209,25 @@ def factor_rule_of_axes(axes: Sequence[str | None], rules: Mapping[str, FactorDi
   for name in axes:
     if name is not None and name not in rules:
       raise ConfigError(
-          f'Adafactor has no factor rule for the logical axis {name!r} of the parameter {path!r} with axes '
-          f'{tuple(axes)}.{did_you_mean(str(name), rules)} Add it to logical_factor_rules as row, column, batch or '
-          'none.')
+        f'Adafactor has no factor rule for the logical axis {name!r} of the parameter {path!r} with axes '
+        f'{tuple(axes)}.{did_you_mean(str(name), rules)} Add it to logical_factor_rules as row, column, batch or '
+        'none.'
+      )
     roles.append(FactorDim.NONE if name is None else rules[name])
   if FactorDim.ROW in roles and FactorDim.COLUMN in roles:
     if FactorDim.NONE in roles:
       raise ConfigError(
-          f'Adafactor cannot factor the parameter {path!r} with the logical axes {tuple(axes)} and the roles '
-          f'{[role.name for role in roles]}: with rows and columns there must not be unfactored dims. Make each of '
-          'them row, column or batch.')
+        f'Adafactor cannot factor the parameter {path!r} with the logical axes {tuple(axes)} and the roles '
+        f'{[role.name for role in roles]}: with rows and columns there must not be unfactored dims. Make each of '
+        'them row, column or batch.'
+      )
     return tuple(roles)
   return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
 
 
-def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_to_factor: int) -> FactorPlan:
+def plan_factorization(
+  rule: Any, shape: Sequence[int], path: str, min_dim_size_to_factor: int
+) -> FactorPlan:
   """Return the factorisation of one parameter.
 
   Matrices and vectors without BATCH dims are factored by size, independently of the rule: if both dims have at least
@@ -229,15 +250,20 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
   if rule is HEURISTIC_RULE or rule == HEURISTIC_NAME:
     if rank > 2:
       raise ConfigError(
-          f'Adafactor needs an explicit factor rule for the parameter {path!r} of shape {tuple(shape)}, which has more '
-          'than two dims. Give logical_factor_rules and the axes of the parameters (with_param_axes), a factor_map, or '
-          'factored=False.')
+        f'Adafactor needs an explicit factor rule for the parameter {path!r} of shape {tuple(shape)}, which has more '
+        'than two dims. Give logical_factor_rules and the axes of the parameters (with_param_axes), a factor_map, or '
+        'factored=False.'
+      )
     roles: tuple[FactorDim, ...] = ()
   else:
     if not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != rank:
       raise checks.invalid(
-          'Adafactor', f'factor_map[{path!r}]', f'a role for each dim of {tuple(shape)}, HEURISTIC_RULE (in gin '
-          f'{HEURISTIC_NAME!r}) or None', rule)
+        'Adafactor',
+        f'factor_map[{path!r}]',
+        f'a role for each dim of {tuple(shape)}, HEURISTIC_RULE (in gin '
+        f'{HEURISTIC_NAME!r}) or None',
+        rule,
+      )
     roles = tuple(factor_name_to_factordim(role) for role in rule)
 
   if FactorDim.BATCH not in roles and rank <= 2:

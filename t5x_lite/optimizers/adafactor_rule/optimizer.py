@@ -35,20 +35,21 @@ _STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'log
 
 _NOT_NEGATIVE, _POSITIVE = scalars.scalar(at_least=0), scalars.scalar(above=0)
 _OPTIONS = dict(
-    multiply_by_parameter_scale=checks.instance((bool, HParamMap), 'a bool or an HParamMap'),
-    beta1=scalars.scalar(at_least=0, below=1).or_none(),
-    decay_rate=_NOT_NEGATIVE,
-    step_offset=scalars.scalar(),
-    clipping_threshold=_POSITIVE.or_none(),
-    weight_decay_rate=_NOT_NEGATIVE.or_none(),
-    min_dim_size_to_factor=scalars.scalar(at_least=1),
-    epsilon1=_NOT_NEGATIVE,
-    epsilon2=_NOT_NEGATIVE,
-    dtype_momentum=scalars.FLOATING_DTYPE,
-    factor_map=checks.instance((HParamMap, Mapping), 'an HParamMap').or_none(),
-    weight_decay_rate_lr_exponent=_NOT_NEGATIVE.or_none(),
-    global_norm_clip_threshold=_POSITIVE.or_none(),
-    max_parameter_scale=_POSITIVE.or_none())
+  multiply_by_parameter_scale=checks.instance((bool, HParamMap), 'a bool or an HParamMap'),
+  beta1=scalars.scalar(at_least=0, below=1).or_none(),
+  decay_rate=_NOT_NEGATIVE,
+  step_offset=scalars.scalar(),
+  clipping_threshold=_POSITIVE.or_none(),
+  weight_decay_rate=_NOT_NEGATIVE.or_none(),
+  min_dim_size_to_factor=scalars.scalar(at_least=1),
+  epsilon1=_NOT_NEGATIVE,
+  epsilon2=_NOT_NEGATIVE,
+  dtype_momentum=scalars.FLOATING_DTYPE,
+  factor_map=checks.instance((HParamMap, Mapping), 'an HParamMap').or_none(),
+  weight_decay_rate_lr_exponent=_NOT_NEGATIVE.or_none(),
+  global_norm_clip_threshold=_POSITIVE.or_none(),
+  max_parameter_scale=_POSITIVE.or_none(),
+)
 
 
 class Adafactor(definition.OptimizerDef):
@@ -76,25 +77,26 @@ class Adafactor(definition.OptimizerDef):
 
   @checks.checks_arguments('Adafactor')
   def __init__(
-      self,
-      learning_rate: Any = None,
-      factored: bool = True,
-      multiply_by_parameter_scale: bool | HParamMap = True,
-      beta1: float | None = None,
-      decay_rate: float = 0.8,
-      step_offset: int = 0,
-      clipping_threshold: float | None = 1.0,
-      weight_decay_rate: float | None = None,
-      min_dim_size_to_factor: int = 128,
-      epsilon1: float = 1e-30,
-      epsilon2: float = 1e-3,
-      dtype_momentum: Any = jnp.float32,
-      factor_map: HParamMap | Mapping[str, Any] | None = None,
-      logical_factor_rules: Mapping[str, FactorDim | str] | None = None,
-      weight_decay_rate_lr_exponent: float | None = None,
-      global_norm_clip_threshold: float | None = None,
-      max_parameter_scale: float | None = None,
-      skip_nan_updates: bool | None = False):
+    self,
+    learning_rate: Any = None,
+    factored: bool = True,
+    multiply_by_parameter_scale: bool | HParamMap = True,
+    beta1: float | None = None,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    clipping_threshold: float | None = 1.0,
+    weight_decay_rate: float | None = None,
+    min_dim_size_to_factor: int = 128,
+    epsilon1: float = 1e-30,
+    epsilon2: float = 1e-3,
+    dtype_momentum: Any = jnp.float32,
+    factor_map: HParamMap | Mapping[str, Any] | None = None,
+    logical_factor_rules: Mapping[str, FactorDim | str] | None = None,
+    weight_decay_rate_lr_exponent: float | None = None,
+    global_norm_clip_threshold: float | None = None,
+    max_parameter_scale: float | None = None,
+    skip_nan_updates: bool | None = False,
+  ):
     """Configure the optimizer.
 
     Args:
@@ -131,38 +133,73 @@ class Adafactor(definition.OptimizerDef):
     checks.check('Adafactor', options, **_OPTIONS)
     has_momentum_dtype = jnp.dtype(dtype_momentum) != jnp.float32
     for option, condition, other in (
-        ('factor_map', not factored and factor_map is not None, 'factored=False'),
-        ('max_parameter_scale', multiply_by_parameter_scale is False and max_parameter_scale is not None,
-         'multiply_by_parameter_scale=False'),
-        ('dtype_momentum', beta1 is None and has_momentum_dtype, 'beta1=None')):
+      ('factor_map', not factored and factor_map is not None, 'factored=False'),
+      (
+        'max_parameter_scale',
+        multiply_by_parameter_scale is False and max_parameter_scale is not None,
+        'multiply_by_parameter_scale=False',
+      ),
+      ('dtype_momentum', beta1 is None and has_momentum_dtype, 'beta1=None'),
+    ):
       if condition:
         raise ConfigError(f'`Adafactor.{option}` has no effect with {other}. Remove one of them.')
     if logical_factor_rules is not None:
       logical_factor_rules = flax.core.freeze(
-          {name: rules_lib.factor_name_to_factordim(role) for name, role in logical_factor_rules.items()})
+        {
+          name: rules_lib.factor_name_to_factordim(role)
+          for name, role in logical_factor_rules.items()
+        }
+      )
     if isinstance(factor_map, Mapping):
       factor_map = flax.core.freeze(dict(factor_map))
     self.dtype_momentum = jnp.dtype(dtype_momentum)
-    super().__init__(AdafactorHyperParams(
-        learning_rate=learning_rate, factored=factored, multiply_by_parameter_scale=multiply_by_parameter_scale,
-        beta1=beta1, decay_rate=decay_rate, step_offset=step_offset, clipping_threshold=clipping_threshold,
-        weight_decay_rate=weight_decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon1=epsilon1,
-        epsilon2=epsilon2, factor_map=factor_map, logical_factor_rules=logical_factor_rules,
+    super().__init__(
+      AdafactorHyperParams(
+        learning_rate=learning_rate,
+        factored=factored,
+        multiply_by_parameter_scale=multiply_by_parameter_scale,
+        beta1=beta1,
+        decay_rate=decay_rate,
+        step_offset=step_offset,
+        clipping_threshold=clipping_threshold,
+        weight_decay_rate=weight_decay_rate,
+        min_dim_size_to_factor=min_dim_size_to_factor,
+        epsilon1=epsilon1,
+        epsilon2=epsilon2,
+        factor_map=factor_map,
+        logical_factor_rules=logical_factor_rules,
         weight_decay_rate_lr_exponent=weight_decay_rate_lr_exponent,
-        global_norm_clip_threshold=global_norm_clip_threshold, max_parameter_scale=max_parameter_scale,
-        skip_nan_updates=skip_nan_updates))
+        global_norm_clip_threshold=global_norm_clip_threshold,
+        max_parameter_scale=max_parameter_scale,
+        skip_nan_updates=skip_nan_updates,
+      )
+    )
 
   def __eq__(self, other: Any) -> bool:
     if self is other:
       return True
-    return (type(other) is type(self) and self.hyper_params == other.hyper_params
-            and self.dtype_momentum == other.dtype_momentum and self.update_options == other.update_options
-            and self.param_scales == other.param_scales)
+    return (
+      type(other) is type(self)
+      and self.hyper_params == other.hyper_params
+      and self.dtype_momentum == other.dtype_momentum
+      and self.update_options == other.update_options
+      and self.param_scales == other.param_scales
+    )
 
   def __hash__(self) -> int:
     hp = self.hyper_params
-    return hash((type(self), hp.factored, hp.beta1, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor,
-                 hp.multiply_by_parameter_scale, self.dtype_momentum))
+    return hash(
+      (
+        type(self),
+        hp.factored,
+        hp.beta1,
+        hp.decay_rate,
+        hp.step_offset,
+        hp.min_dim_size_to_factor,
+        hp.multiply_by_parameter_scale,
+        self.dtype_momentum,
+      )
+    )
 
   @property
   def has_param_wise_state(self) -> bool:
@@ -192,8 +229,9 @@ class Adafactor(definition.OptimizerDef):
     for name in _STRUCTURAL:
       if getattr(hyper_params, name) != getattr(self.hyper_params, name):
         raise ConfigError(
-            f'`Adafactor.{name}` determines the structure of the state and cannot be overridden for an update. Set it '
-            'in the definition of the optimizer.')
+          f'`Adafactor.{name}` determines the structure of the state and cannot be overridden for an update. Set it '
+          'in the definition of the optimizer.'
+        )
     return hyper_params
 
   def init_param_state(self, param: Array, path: str) -> AdafactorParamState:
@@ -208,7 +246,9 @@ class Adafactor(definition.OptimizerDef):
     """
     shape = np.shape(param)
     plan = self._plan(shape, path)
-    v_row, v_col, v, m = (jnp.zeros([1], jnp.float32) for _ in range(4))  # one array could be donated only once
+    v_row, v_col, v, m = (
+      jnp.zeros([1], jnp.float32) for _ in range(4)
+    )  # one array could be donated only once
     if plan.is_factored:
       v_row = jnp.zeros([shape[dim] for dim in plan.row_state_dims(len(shape))], jnp.float32)
       v_col = jnp.zeros([shape[dim] for dim in plan.col_state_dims(len(shape))], jnp.float32)
@@ -221,12 +261,21 @@ class Adafactor(definition.OptimizerDef):
   def init_state(self, params: Params) -> definition.OptimizerState:
     """Return step 0 and an `AdafactorParamState` for each parameter."""
     return definition.OptimizerState(
-        step=jnp.zeros([], jnp.int32),
-        param_states=tree_utils.map_with_names(lambda path, param: self.init_param_state(param, path), params))
+      step=jnp.zeros([], jnp.int32),
+      param_states=tree_utils.map_with_names(
+        lambda path, param: self.init_param_state(param, path), params
+      ),
+    )
 
   def apply_param_gradient(
-      self, step: Array, hyper_params: AdafactorHyperParams, param: Array, state: AdafactorParamState, grad: Array,
-      path: str) -> tuple[Array, AdafactorParamState]:
+    self,
+    step: Array,
+    hyper_params: AdafactorHyperParams,
+    param: Array,
+    state: AdafactorParamState,
+    grad: Array,
+    path: str,
+  ) -> tuple[Array, AdafactorParamState]:
     """Update one parameter.
 
     Args:
@@ -248,34 +297,54 @@ class Adafactor(definition.OptimizerDef):
     learning_rate = hp.learning_rate(step) if callable(hp.learning_rate) else hp.learning_rate
     if learning_rate is None:
       raise ConfigError(
-          'Adafactor has no learning rate. Give the trainer a learning_rate_fn, or Adafactor a learning_rate.')
+        'Adafactor has no learning rate. Give the trainer a learning_rate_fn, or Adafactor a learning_rate.'
+      )
     rate_scale, decay_scale = self.param_scales.of(path)
     if rate_scale != 1.0:
       learning_rate = learning_rate * rate_scale
     if decay_scale != 1.0:
-      hp = hp.replace(weight_decay_rate=decay_scale * (1.0 if hp.weight_decay_rate is None else hp.weight_decay_rate))
+      hp = hp.replace(
+        weight_decay_rate=decay_scale
+        * (1.0 if hp.weight_decay_rate is None else hp.weight_decay_rate)
+      )
     use_parameter_scale = hp.multiply_by_parameter_scale
     if isinstance(use_parameter_scale, HParamMap):
       use_parameter_scale = use_parameter_scale[path]
     return update_lib.update_param_traced_once(
-        step, hp, learning_rate, param, state, grad, plan=self._plan(tuple(param.shape), path),
-        use_parameter_scale=bool(use_parameter_scale))
+      step,
+      hp,
+      learning_rate,
+      param,
+      state,
+      grad,
+      plan=self._plan(tuple(param.shape), path),
+      use_parameter_scale=bool(use_parameter_scale),
+    )
 
   def apply_gradient(
-      self, hyper_params: AdafactorHyperParams, params: Params, state: definition.OptimizerState,
-      grads: Params) -> tuple[Params, definition.OptimizerState]:
+    self,
+    hyper_params: AdafactorHyperParams,
+    params: Params,
+    state: definition.OptimizerState,
+    grads: Params,
+  ) -> tuple[Params, definition.OptimizerState]:
     """Make one update of all parameters; see `OptimizerDef.apply_gradient`."""
     named_params = list(tree_utils.named_leaves(params))
     treedef = jax.tree.structure(params)
     grad_leaves = treedef.flatten_up_to(grads)
     param_states = treedef.flatten_up_to(state.param_states)
     if hyper_params.global_norm_clip_threshold is not None:
-      grad_leaves = update_lib.clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
+      grad_leaves = update_lib.clip_by_global_norm(
+        grad_leaves, hyper_params.global_norm_clip_threshold
+      )
     updated = []
-    for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves, strict=True):
+    for (path, param), param_state, grad in zip(
+      named_params, param_states, grad_leaves, strict=True
+    ):
       # All layers of a stacked parameter have the options of the first one, see `stacking_key`.
       update = functools.partial(
-          self.apply_param_gradient, state.step, hyper_params, path=layer_stacks.paths_of(path)[0])
+        self.apply_param_gradient, state.step, hyper_params, path=layer_stacks.paths_of(path)[0]
+      )
       update = jax.vmap(update) if layer_stacks.is_stacked(path) else update
       updated.append(update(param, param_state, grad))
     new_params = treedef.unflatten([param for param, _ in updated])
@@ -288,7 +357,11 @@ class Adafactor(definition.OptimizerDef):
     use_parameter_scale = self.hyper_params.multiply_by_parameter_scale
     if isinstance(use_parameter_scale, HParamMap):
       use_parameter_scale = use_parameter_scale[path]
-    return self._plan(tuple(param.shape), path), bool(use_parameter_scale), self.param_scales.of(path)
+    return (
+      self._plan(tuple(param.shape), path),
+      bool(use_parameter_scale),
+      self.param_scales.of(path),
+    )
 
   def _for_param_scales(self, scales: ParamScales) -> 'Adafactor':
     """See base class; updates read `param_scales`."""
@@ -302,7 +375,8 @@ class Adafactor(definition.OptimizerDef):
     # Sums over the layers: reductions of each array would be an eighth of the kernels of T5 small's step.
     sums: dict[Hashable, Array] = {}
     for path, param_state in tree_utils.named_leaves(
-        new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState)):
+      new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState)
+    ):
       for v in (param_state.v_row, param_state.v):
         key = re.sub(r'\d+', '', path), v.shape
         sums[key] = sums[key] + v if key in sums else v
@@ -319,16 +393,20 @@ class Adafactor(definition.OptimizerDef):
     if rules is None or not self.hyper_params.factored:
       return self
     factor_map = {
-        path: rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
-        for path, axes in tree_utils.named_leaves(param_logical_axes)
+      path: rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
+      for path, axes in tree_utils.named_leaves(param_logical_axes)
     }
     new = copy.copy(self)
     new.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
     return new
 
   def derive_logical_axes(
-      self, optimizer_state: definition.Optimizer | None = None, param_logical_axes: LogicalAxes | None = None, *,
-      optimizer: definition.Optimizer | None = None) -> definition.Optimizer:
+    self,
+    optimizer_state: definition.Optimizer | None = None,
+    param_logical_axes: LogicalAxes | None = None,
+    *,
+    optimizer: definition.Optimizer | None = None,
+  ) -> definition.Optimizer:
     """See `OptimizerDef.derive_logical_axes`; each statistic has the axes of its dims of the parameter.
 
     Args:
@@ -340,8 +418,10 @@ class Adafactor(definition.OptimizerDef):
       ConfigError: both or neither.
     """
     if (optimizer_state is None) == (optimizer is None):
-      raise ConfigError('`Adafactor.derive_logical_axes` must get exactly one of optimizer and optimizer_state, which '
-                        'are two names of the same argument.')
+      raise ConfigError(
+        '`Adafactor.derive_logical_axes` must get exactly one of optimizer and optimizer_state, which '
+        'are two names of the same argument.'
+      )
     optimizer = optimizer_state if optimizer is None else optimizer
     target_axes = names.match_logical_axes(optimizer.target, param_logical_axes)
 
@@ -358,7 +438,9 @@ class Adafactor(definition.OptimizerDef):
       return AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
 
     state_axes = definition.OptimizerState(
-        step=PartitionSpec(), param_states=tree_utils.map_with_names(derive, optimizer.target, target_axes))
+      step=PartitionSpec(),
+      param_states=tree_utils.map_with_names(derive, optimizer.target, target_axes),
+    )
     names.check_logical_axes(optimizer.state, state_axes, 'the Adafactor state')
     return optimizer.replace(state=state_axes, target=target_axes)
 
@@ -373,7 +455,8 @@ class Adafactor(definition.OptimizerDef):
       rule = hp.factor_map[path]
     else:
       raise ConfigError(
-          f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Call '
-          '`with_param_axes` with the axes of all parameters and use the definition that it returns, or add the path '
-          'to factor_map.')
+        f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Call '
+        '`with_param_axes` with the axes of all parameters and use the definition that it returns, or add the path '
+        'to factor_map.'
+      )
     return rules_lib.plan_factorization(rule, shape, path, hp.min_dim_size_to_factor)

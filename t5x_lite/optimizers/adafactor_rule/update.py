@@ -35,7 +35,9 @@ class AdafactorHyperParams:
   epsilon1: float = struct.field(pytree_node=False)
   epsilon2: float = struct.field(pytree_node=False)
   factor_map: HParamMap | Mapping[str, Any] | None = struct.field(pytree_node=False, default=None)
-  logical_factor_rules: Mapping[str, FactorDim] | None = struct.field(pytree_node=False, default=None)
+  logical_factor_rules: Mapping[str, FactorDim] | None = struct.field(
+    pytree_node=False, default=None
+  )
   weight_decay_rate_lr_exponent: float | None = struct.field(pytree_node=False, default=None)
   global_norm_clip_threshold: float | None = struct.field(pytree_node=False, default=None)
   max_parameter_scale: float | None = struct.field(pytree_node=False, default=None)
@@ -89,9 +91,16 @@ def relative_step(max_step: float = 1e-2, warmup_init: bool = False) -> Callable
 
 
 def update_param(
-    step: Array, hyper_params: AdafactorHyperParams, learning_rate: Array | float, param: Array,
-    state: AdafactorParamState, grad: Array, *, plan: FactorPlan, use_parameter_scale: bool) -> tuple[
-        Array, AdafactorParamState]:
+  step: Array,
+  hyper_params: AdafactorHyperParams,
+  learning_rate: Array | float,
+  param: Array,
+  state: AdafactorParamState,
+  grad: Array,
+  *,
+  plan: FactorPlan,
+  use_parameter_scale: bool,
+) -> tuple[Array, AdafactorParamState]:
   """Return the result of an update of one parameter; see `Adafactor` for the formulas.
 
   Args:
@@ -117,7 +126,7 @@ def update_param(
 
   # ---- Second moment and the update it normalises. ----
   t = jnp.maximum((step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)
-  decay = 1.0 - t ** -hp.decay_rate
+  decay = 1.0 - t**-hp.decay_rate
   v_row, v_col, v, m = state.v_row, state.v_col, state.v, state.m
   if plan.is_factored:
     v_row = decay * v_row + (1.0 - decay) * (_mean_square(grad, plan.col_dims) + hp.epsilon1)
@@ -146,7 +155,8 @@ def update_param(
   weight_decay_rate = hp.weight_decay_rate
   if hp.weight_decay_rate_lr_exponent:
     weight_decay_rate = (
-        (1.0 if weight_decay_rate is None else weight_decay_rate) * learning_rate ** hp.weight_decay_rate_lr_exponent)
+      1.0 if weight_decay_rate is None else weight_decay_rate
+    ) * learning_rate**hp.weight_decay_rate_lr_exponent
   if weight_decay_rate is not None:
     new_param -= weight_decay_rate * old_param
 
@@ -154,16 +164,24 @@ def update_param(
   new_state = AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
   if hp.skip_nan_updates:
     new_param, new_state = jax.tree.map(
-        lambda new, old: jnp.where(jnp.isfinite(new), new, old), (new_param, new_state), (param, state))
+      lambda new, old: jnp.where(jnp.isfinite(new), new, old),
+      (new_param, new_state),
+      (param, state),
+    )
   return new_param, new_state
 
 
 def update_param_traced_once(
-    step: Array, hyper_params: AdafactorHyperParams, *arrays: Any, **options: Any) -> tuple[Array, AdafactorParamState]:
+  step: Array, hyper_params: AdafactorHyperParams, *arrays: Any, **options: Any
+) -> tuple[Array, AdafactorParamState]:
   """Return the result of `update_param`, which is traced once for all parameters of equal shapes and options."""
   # The other arguments have these.
   hp = hyper_params.replace(
-      learning_rate=None, multiply_by_parameter_scale=False, factor_map=None, logical_factor_rules=None)
+    learning_rate=None,
+    multiply_by_parameter_scale=False,
+    factor_map=None,
+    logical_factor_rules=None,
+  )
   try:
     hash(hp)
   except TypeError:  # Hyper-parameters that are arrays
@@ -172,7 +190,8 @@ def update_param_traced_once(
 
 
 _update_param_inlined = jax.jit(
-    update_param, static_argnames=('hyper_params', 'plan', 'use_parameter_scale'), inline=True)
+  update_param, static_argnames=('hyper_params', 'plan', 'use_parameter_scale'), inline=True
+)
 
 
 def clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:

@@ -44,8 +44,9 @@ class ParamsLayout:
     """
     if self.params is None:
       raise ConfigError(
-          f'The logical axes of {where} depend on the shapes of the parameters. Pass the parameters, or '
-          'jax.ShapeDtypeStructs of them, as the third argument of derive_optax_logical_axes.')
+        f'The logical axes of {where} depend on the shapes of the parameters. Pass the parameters, or '
+        'jax.ShapeDtypeStructs of them, as the third argument of derive_optax_logical_axes.'
+      )
     return self.params
 
 
@@ -75,7 +76,9 @@ def fields_of(node_class: type) -> tuple[str, ...] | None:
 
 def children_of(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
   """Return the children of one pytree node by name, and the tree definition to rebuild the node."""
-  flat, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
+    node, is_leaf=lambda child: child is not node
+  )
   return {_key_name(path): child for path, child in flat}, treedef
 
 
@@ -113,23 +116,37 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
       if is_array(node) and not path:
         remedy += ' In optax.flatten it is one vector of all parameters, which cannot be sharded: remove optax.flatten.'
       raise ConfigError(
-          f'{where} does not have the structure of the parameters: at {path!r} it has {got}, the parameters have '
-          f'{list(axes_children) or axes!r}. {remedy}')
+        f'{where} does not have the structure of the parameters: at {path!r} it has {got}, the parameters have '
+        f'{list(axes_children) or axes!r}. {remedy}'
+      )
     params_children = {} if param is None else children_of(param)[0]
-    return treedef.unflatten([
-        visit(f'{path}/{name}' if path else name, child, axes_children[name], params_children.get(name))
-        for name, child in children.items()])
+    return treedef.unflatten(
+      [
+        visit(
+          f'{path}/{name}' if path else name, child, axes_children[name], params_children.get(name)
+        )
+        for name, child in children.items()
+      ]
+    )
 
   return visit('', value, layout.axes, layout.params)
 
 
 def _fit_error(kind: str, where: str, path: str, array: Any, expected: str) -> ConfigError:
-  got = f'shape {tuple(np.shape(array))}' if is_array(array) else f'{type(array).__name__} (not an array)'
-  return ConfigError(f'{where} must have {expected} at {path!r}, got {got}. The kind {kind!r} does not fit: register '
-                     'another kind, or a rule function.')
+  got = (
+    f'shape {tuple(np.shape(array))}'
+    if is_array(array)
+    else f'{type(array).__name__} (not an array)'
+  )
+  return ConfigError(
+    f'{where} must have {expected} at {path!r}, got {got}. The kind {kind!r} does not fit: register '
+    'another kind, or a rule function.'
+  )
 
 
-def _per_param(kind: str, expected: str) -> Callable[[Callable[[Any, PartitionSpec, Any], Any]], Kind]:
+def _per_param(
+  kind: str, expected: str
+) -> Callable[[Callable[[Any, PartitionSpec, Any], Any]], Kind]:
   """Return a decorator that makes a kind of a function for the value at one parameter.
 
   Args:
@@ -170,7 +187,11 @@ def derive_params(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec 
   Returns:
     `PartitionSpec` of one entry per dim, or None if the value does not fit.
   """
-  fits = is_array(array) and np.ndim(array) == len(axes) and (param is None or np.shape(array) == np.shape(param))
+  fits = (
+    is_array(array)
+    and np.ndim(array) == len(axes)
+    and (param is None or np.shape(array) == np.shape(param))
+  )
   return axes if fits else None
 
 
@@ -187,13 +208,18 @@ def derive_leading_dims(array: Any, axes: PartitionSpec, param: Any) -> Partitio
     `PartitionSpec` of one entry per dim, or None if the value does not fit.
   """
   num_leading = np.ndim(array) - len(axes)
-  fits = is_array(array) and num_leading >= 0 and (
-      param is None or np.shape(array)[num_leading:] == np.shape(param))
+  fits = (
+    is_array(array)
+    and num_leading >= 0
+    and (param is None or np.shape(array)[num_leading:] == np.shape(param))
+  )
   return PartitionSpec(*(None,) * num_leading, *axes) if fits else None
 
 
 @_per_param('per_parameter_scalar', 'one element')
-def derive_per_parameter_scalar(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
+def derive_per_parameter_scalar(
+  array: Any, axes: PartitionSpec, param: Any
+) -> PartitionSpec | None:
   """Return the axes of one number per parameter: no names.
 
   Args:
@@ -220,9 +246,12 @@ def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
   Returns:
     `PartitionSpec` of one entry per dim for each vector, or None if the value does not fit.
   """
-  fits = isinstance(vectors, Sequence) and len(vectors) == len(axes) and all(
-      np.ndim(vector) == 1 for vector in vectors) and (
-          param is None or tuple(np.shape(vector)[0] for vector in vectors) == np.shape(param))
+  fits = (
+    isinstance(vectors, Sequence)
+    and len(vectors) == len(axes)
+    and all(np.ndim(vector) == 1 for vector in vectors)
+    and (param is None or tuple(np.shape(vector)[0] for vector in vectors) == np.shape(param))
+  )
   return type(vectors)(PartitionSpec(name) for name in axes) if fits else None
 
 
@@ -300,14 +329,14 @@ def derive_matched(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
 
 
 KINDS: dict[str, Kind] = {
-    'params': derive_params,
-    'leading_dims': derive_leading_dims,
-    'per_dim': derive_per_dim,
-    'per_parameter_scalar': derive_per_parameter_scalar,
-    'nested': derive_nested,
-    'scalar': derive_scalar,
-    'matched': derive_matched,
-    'replicated': derive_replicated,
+  'params': derive_params,
+  'leading_dims': derive_leading_dims,
+  'per_dim': derive_per_dim,
+  'per_parameter_scalar': derive_per_parameter_scalar,
+  'nested': derive_nested,
+  'scalar': derive_scalar,
+  'matched': derive_matched,
+  'replicated': derive_replicated,
 }
 
 
@@ -341,4 +370,6 @@ def _holds_states(node: Any) -> bool:
   """Return True if `node` contains a named tuple, as states are, above its arrays."""
   if node is None or is_array(node) or is_masked(node):
     return False
-  return fields_of(type(node)) is not None or any(_holds_states(child) for child in children_of(node)[0].values())
+  return fields_of(type(node)) is not None or any(
+    _holds_states(child) for child in children_of(node)[0].values()
+  )

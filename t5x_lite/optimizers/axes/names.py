@@ -31,7 +31,9 @@ def unnamed_axes(array: Any) -> PartitionSpec:
   return PartitionSpec(*(None,) * np.ndim(array))
 
 
-def match_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str = 'parameter') -> LogicalAxes:
+def match_logical_axes(
+  arrays: PyTree, logical_axes: LogicalAxes, what: str = 'parameter'
+) -> LogicalAxes:
   """Return logical axes in the structure of their arrays.
 
   Paths are matched by name, so that container types (plain and frozen dicts) may differ.
@@ -51,18 +53,25 @@ def match_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str = 'p
   specs = dict(tree_utils.named_leaves(logical_axes, is_leaf=_is_axes_leaf))
   leaves = dict(tree_utils.named_leaves(arrays))
   problems = [
-      f'The {what} {name!r} has no logical axes.{did_you_mean(name, specs.keys() - leaves.keys())} Give every {what} '
-      'its axes, for instance with flax.linen.partitioning.param_with_axes.' if name not in specs else
-      f'The {what} {name!r} has rank {np.ndim(array)} (shape {tuple(np.shape(array))}) but {len(specs[name])} logical '
-      f'axes {tuple(specs[name])}. Give one name, or None, per dim.'
-      for name, array in leaves.items()
-      if name not in specs or (specs[name] is not None and len(specs[name]) != np.ndim(array))]
-  problems += [f'There are logical axes for {name!r}, but no such {what}. Remove them or correct the name.'
-               for name in sorted(specs.keys() - leaves.keys()) if specs[name] is not None]
+    f'The {what} {name!r} has no logical axes.{did_you_mean(name, specs.keys() - leaves.keys())} Give every {what} '
+    'its axes, for instance with flax.linen.partitioning.param_with_axes.'
+    if name not in specs
+    else f'The {what} {name!r} has rank {np.ndim(array)} (shape {tuple(np.shape(array))}) but {len(specs[name])} logical '
+    f'axes {tuple(specs[name])}. Give one name, or None, per dim.'
+    for name, array in leaves.items()
+    if name not in specs or (specs[name] is not None and len(specs[name]) != np.ndim(array))
+  ]
+  problems += [
+    f'There are logical axes for {name!r}, but no such {what}. Remove them or correct the name.'
+    for name in sorted(specs.keys() - leaves.keys())
+    if specs[name] is not None
+  ]
   if problems:
     raise ConfigError(problems[0])
   return tree_utils.map_with_names(
-      lambda name, array: unnamed_axes(array) if specs[name] is None else PartitionSpec(*specs[name]), arrays)
+    lambda name, array: unnamed_axes(array) if specs[name] is None else PartitionSpec(*specs[name]),
+    arrays,
+  )
 
 
 def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> None:
@@ -78,11 +87,16 @@ def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> 
   """
   structure = jax.tree.structure(arrays)
   axes_structure = jax.tree.structure(logical_axes)
-  problem = '' if structure == axes_structure else (
-      f'{what} have the structure {axes_structure}, but the arrays have {structure}')
+  problem = (
+    ''
+    if structure == axes_structure
+    else (f'{what} have the structure {axes_structure}, but the arrays have {structure}')
+  )
   for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes)):
     if not problem and not (isinstance(spec, PartitionSpec) and len(spec) == np.ndim(array)):
       problem = f'{name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}'
   if problem:
-    raise ConfigError(f'The logical axes derived for {problem}. Correct the rule for the axes of the optimizer state: '
-                      'it must give each array a PartitionSpec with one entry per dim.')
+    raise ConfigError(
+      f'The logical axes derived for {problem}. Correct the rule for the axes of the optimizer state: '
+      'it must give each array a PartitionSpec with one entry per dim.'
+    )

@@ -45,8 +45,11 @@ def derive_factored(state: Any, layout: ParamsLayout) -> Any:
   """
   layout.require_params('FactoredState')
   axes = {
-      field: kinds.map_params(_factored_axes(field, removed), getattr(state, field), layout, f'FactoredState.{field}')
-      for field, removed in (('v_row', -1), ('v_col', -2), ('v', None))}
+    field: kinds.map_params(
+      _factored_axes(field, removed), getattr(state, field), layout, f'FactoredState.{field}'
+    )
+    for field, removed in (('v_row', -1), ('v_col', -2), ('v', None))
+  }
   return type(state)(count=PartitionSpec(), **axes)
 
 
@@ -58,14 +61,15 @@ def _factored_axes(field: str, removed: int | None) -> kinds.PerParam:
     if removed is not None and len(shape) >= 2:
       # The same call as in optax, because the order of equal dims depends on NumPy's sort.
       dim = int(np.argsort(shape)[removed])
-      shape, names = shape[:dim] + shape[dim + 1:], names[:dim] + names[dim + 1:]
+      shape, names = shape[:dim] + shape[dim + 1 :], names[:dim] + names[dim + 1 :]
     if np.shape(array) == shape and (removed is None or len(axes) >= 2):
       return PartitionSpec(*names)
     if np.shape(array) == _PLACEHOLDER_SHAPE:
       return PartitionSpec(None)
     raise ConfigError(
-        f'FactoredState.{field} must have the shape {shape} or {_PLACEHOLDER_SHAPE} at {path!r} for a parameter of '
-        f'shape {tuple(np.shape(param))}, got {tuple(np.shape(array))}. Does the state belong to these parameters?')
+      f'FactoredState.{field} must have the shape {shape} or {_PLACEHOLDER_SHAPE} at {path!r} for a parameter of '
+      f'shape {tuple(np.shape(param))}, got {tuple(np.shape(array))}. Does the state belong to these parameters?'
+    )
 
   return derive
 
@@ -108,7 +112,9 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
   """
   layout.require_params('GaLoreState')
   # Which dims are rows follows from the shapes of the base optimizer's copies of projected gradients.
-  copies = [jax.tree.leaves(node) for node in _nodes_like(state.projector, state.base_optimizer_state)]
+  copies = [
+    jax.tree.leaves(node) for node in _nodes_like(state.projector, state.base_optimizer_state)
+  ]
   proxies_by_param = iter(zip(*copies, strict=True)) if copies else itertools.repeat(())
 
   def describe(path: str, projector: Any, axes: PartitionSpec, param: Any) -> _LowRank:
@@ -116,23 +122,33 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
     readings = list(_readings(np.shape(param), axes, np.shape(projector)))
     if np.shape(projector) == (0, 0):
       unprojected = _LowRank(
-          projector_axes=PartitionSpec(None, None), proxy_axes=axes, proxy_shape=tuple(np.shape(param)))
+        projector_axes=PartitionSpec(None, None),
+        proxy_axes=axes,
+        proxy_shape=tuple(np.shape(param)),
+      )
       readings.insert(0, unprojected)
     if not readings:
       raise ConfigError(
-          f'GaLoreState.projector must have a shape that follows from the shape {tuple(np.shape(param))} of the '
-          f'parameter {path!r}, got {tuple(np.shape(projector))}. Does the state belong to these parameters?')
-    return next((reading for reading in readings if reading.proxy_shape in proxy_shapes), readings[0])
+        f'GaLoreState.projector must have a shape that follows from the shape {tuple(np.shape(param))} of the '
+        f'parameter {path!r}, got {tuple(np.shape(projector))}. Does the state belong to these parameters?'
+      )
+    return next(
+      (reading for reading in readings if reading.proxy_shape in proxy_shapes), readings[0]
+    )
 
   low_ranks = kinds.map_params(describe, state.projector, layout, 'GaLoreState.projector')
   proxies = dataclasses.replace(
-      layout,
-      axes=jax.tree.map(lambda low_rank: low_rank.proxy_axes, low_ranks),
-      params=jax.tree.map(lambda low_rank: jax.ShapeDtypeStruct(low_rank.proxy_shape, np.float32), low_ranks))
+    layout,
+    axes=jax.tree.map(lambda low_rank: low_rank.proxy_axes, low_ranks),
+    params=jax.tree.map(
+      lambda low_rank: jax.ShapeDtypeStruct(low_rank.proxy_shape, np.float32), low_ranks
+    ),
+  )
   return type(state)(
-      count=PartitionSpec(),
-      base_optimizer_state=layout.derive(state.base_optimizer_state, proxies),
-      projector=jax.tree.map(lambda low_rank: low_rank.projector_axes, low_ranks))
+    count=PartitionSpec(),
+    base_optimizer_state=layout.derive(state.base_optimizer_state, proxies),
+    projector=jax.tree.map(lambda low_rank: low_rank.projector_axes, low_ranks),
+  )
 
 
 def _nodes_like(tree: PyTree, node: Any) -> Iterator[PyTree]:
@@ -145,12 +161,18 @@ def _nodes_like(tree: PyTree, node: Any) -> Iterator[PyTree]:
 
 
 def _readings(
-    shape: Sequence[int], axes: PartitionSpec, projector_shape: Sequence[int]) -> Iterator[_LowRank]:
+  shape: Sequence[int], axes: PartitionSpec, projector_shape: Sequence[int]
+) -> Iterator[_LowRank]:
   """Yield the reshapings of a parameter to a matrix whose projector has the given shape, the usual ones first."""
   dims = range(len(shape))
   long_size, rank = projector_shape
   contiguous = [tuple(dims[:split]) for split in dims[1:]]
-  scattered = [rows for size in dims[1:] for rows in itertools.combinations(dims, size) if rows not in contiguous]
+  scattered = [
+    rows
+    for size in dims[1:]
+    for rows in itertools.combinations(dims, size)
+    if rows not in contiguous
+  ]
   for rows in contiguous + scattered:
     columns = tuple(dim for dim in dims if dim not in rows)
     for first, second in ((rows, columns), (columns, rows)):
@@ -160,9 +182,10 @@ def _readings(
       m_name, n_name = (_merged_name(shape, axes, group) for group in (first, second))
       is_left = m >= n
       yield _LowRank(
-          projector_axes=PartitionSpec(m_name if is_left else n_name, None),
-          proxy_axes=PartitionSpec(None, n_name) if is_left else PartitionSpec(m_name, None),
-          proxy_shape=(rank, n) if is_left else (m, rank))
+        projector_axes=PartitionSpec(m_name if is_left else n_name, None),
+        proxy_axes=PartitionSpec(None, n_name) if is_left else PartitionSpec(m_name, None),
+        proxy_shape=(rank, n) if is_left else (m, rank),
+      )
 
 
 def _merged_name(shape: Sequence[int], axes: PartitionSpec, dims: Sequence[int]) -> str | None:
@@ -185,11 +208,16 @@ def derive_split_complex(state: Any, layout: ParamsLayout) -> Any:
   """
   params = layout.require_params('SplitRealAndImaginaryState')
   # A transformation that returns its parameters as its state shows how optax splits them.
-  revealing = optax.GradientTransformation(lambda seen: seen, lambda updates, state, params=None: (updates, state))
+  revealing = optax.GradientTransformation(
+    lambda seen: seen, lambda updates, state, params=None: (updates, state)
+  )
   split = jax.eval_shape(optax.contrib.split_real_and_imaginary(revealing).init, params).inner_state
   split_axes = kinds.map_params(
-      lambda path, halves, axes, param: jax.tree.map(lambda half: axes, halves), split, layout,
-      'SplitRealAndImaginaryState')
+    lambda path, halves, axes, param: jax.tree.map(lambda half: axes, halves),
+    split,
+    layout,
+    'SplitRealAndImaginaryState',
+  )
   inner = dataclasses.replace(layout, axes=split_axes, params=split)
   return type(state)(inner_state=layout.derive(state.inner_state, inner))
 
@@ -204,19 +232,23 @@ def derive_lookahead(state: Any, layout: ParamsLayout) -> Any:
   Returns:
     The state with a `PartitionSpec` of logical names for each array.
   """
-  return type(state)(fast_state=layout.derive(state.fast_state, _fast(layout)), steps_since_sync=PartitionSpec())
+  return type(state)(
+    fast_state=layout.derive(state.fast_state, _fast(layout)), steps_since_sync=PartitionSpec()
+  )
 
 
 def derive_lookahead_params(state: Any, layout: ParamsLayout) -> Any:
   """Return the axes of a pair of parameter trees in a state: the parameters' axes for both."""
   fast = _fast(layout)
   return type(state)(
-      fast=kinds.derive_params(state.fast, fast, 'LookaheadParams.fast'),
-      slow=kinds.derive_params(state.slow, fast, 'LookaheadParams.slow'))
+    fast=kinds.derive_params(state.fast, fast, 'LookaheadParams.fast'),
+    slow=kinds.derive_params(state.slow, fast, 'LookaheadParams.slow'),
+  )
 
 
 def _fast(layout: ParamsLayout) -> ParamsLayout:
   if not isinstance(layout.axes, optax.LookaheadParams):
     return layout
   return dataclasses.replace(
-      layout, axes=layout.axes.fast, params=None if layout.params is None else layout.params.fast)
+    layout, axes=layout.axes.fast, params=None if layout.params is None else layout.params.fast
+  )

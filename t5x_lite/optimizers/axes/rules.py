@@ -49,7 +49,9 @@ class OptaxStatePartitionRules:
   _RULES: ClassVar[dict[type, StateRule]] = {}
 
   @classmethod
-  def register(cls, state_class: type, rule: PartitionRule | None = None, /, **field_kinds: str) -> None:
+  def register(
+    cls, state_class: type, rule: PartitionRule | None = None, /, **field_kinds: str
+  ) -> None:
     """Add the rule for a state class and its subclasses; a later rule replaces an earlier one.
 
     Args:
@@ -76,9 +78,12 @@ class OptaxStatePartitionRules:
       return
     if field_kinds or not callable(rule):
       raise ConfigError(
-          f'The rule for {state_class.__name__} must be either a function from (state, logical axes of the parameters) '
-          f'or a kind for each field, got {rule!r} and {field_kinds}.')
-    cls._RULES[state_class] = _rule_by_function(state_class.__name__, lambda state, layout: rule(state, layout.axes))
+        f'The rule for {state_class.__name__} must be either a function from (state, logical axes of the parameters) '
+        f'or a kind for each field, got {rule!r} and {field_kinds}.'
+      )
+    cls._RULES[state_class] = _rule_by_function(
+      state_class.__name__, lambda state, layout: rule(state, layout.axes)
+    )
 
   @classmethod
   def register_with_params(cls, state_class: type, rule: ShapedPartitionRule, /) -> None:
@@ -91,7 +96,8 @@ class OptaxStatePartitionRules:
     """
     name = state_class.__name__
     cls._RULES[state_class] = _rule_by_function(
-        name, lambda state, layout: rule(state, layout.axes, layout.require_params(name)))
+      name, lambda state, layout: rule(state, layout.axes, layout.require_params(name))
+    )
 
   @classmethod
   def has_rule(cls, state_class: type) -> bool:
@@ -100,7 +106,8 @@ class OptaxStatePartitionRules:
 
   @classmethod
   def derive_optax_logical_axes(
-      cls, optax_state: PyTree, params_axes: LogicalAxes, params: Params | None = None) -> PyTree:
+    cls, optax_state: PyTree, params_axes: LogicalAxes, params: Params | None = None
+  ) -> PyTree:
     """Return the logical axes of an optax state.
 
     Args:
@@ -115,7 +122,9 @@ class OptaxStatePartitionRules:
     Raises:
       ConfigError: a state class without a rule, a rule that does not fit the state, or missing parameters.
     """
-    return cls._derive(optax_state, ParamsLayout(axes=params_axes, params=params, derive=cls._derive))
+    return cls._derive(
+      optax_state, ParamsLayout(axes=params_axes, params=params, derive=cls._derive)
+    )
 
   @classmethod
   def derive_params_axes(cls, optax_params: PyTree, params_axes: LogicalAxes) -> LogicalAxes:
@@ -178,10 +187,15 @@ def _rule_by_fields(name: str, field_kinds: Mapping[str, str]) -> StateRule:
     children, treedef = kinds.children_of(state)
     if missing := [field for field in children if field not in field_kinds]:
       raise ConfigError(
-          f'{type(state).__name__} has arrays in {missing}, for which the rule for {name} has no kind. Register a rule '
-          f'for {type(state).__name__} with a kind for each of {list(children)}.')
-    return treedef.unflatten([
-        kinds.KINDS[field_kinds[field]](value, layout, f'{name}.{field}') for field, value in children.items()])
+        f'{type(state).__name__} has arrays in {missing}, for which the rule for {name} has no kind. Register a rule '
+        f'for {type(state).__name__} with a kind for each of {list(children)}.'
+      )
+    return treedef.unflatten(
+      [
+        kinds.KINDS[field_kinds[field]](value, layout, f'{name}.{field}')
+        for field, value in children.items()
+      ]
+    )
 
   return derive
 
@@ -201,8 +215,10 @@ def _fields_with_arrays(state_class: type) -> tuple[str, ...] | None:
   if dataclasses.is_dataclass(state_class):
     # flax.struct and JAX mark static fields in this way.
     return tuple(
-        field.name for field in dataclasses.fields(state_class)
-        if field.metadata.get('pytree_node', True) and not field.metadata.get('static', False))
+      field.name
+      for field in dataclasses.fields(state_class)
+      if field.metadata.get('pytree_node', True) and not field.metadata.get('static', False)
+    )
   return kinds.fields_of(state_class)
 
 
@@ -212,22 +228,25 @@ def _check_field_kinds(state_class: type, field_kinds: Mapping[str, str]) -> Non
   if fields is None or set(fields) != set(field_kinds):
     unknown = [field for field in field_kinds if field not in (fields or ())]
     raise ConfigError(
-        f'The rule for {name} must give a kind for each field with arrays, {list(fields or ())}, got one for '
-        f'{list(field_kinds)}.{did_you_mean(unknown[0], fields) if unknown and fields else ""} For a state that the '
-        f'kinds do not describe register a function: register({name}, rule).')
+      f'The rule for {name} must give a kind for each field with arrays, {list(fields or ())}, got one for '
+      f'{list(field_kinds)}.{did_you_mean(unknown[0], fields) if unknown and fields else ""} For a state that the '
+      f'kinds do not describe register a function: register({name}, rule).'
+    )
   checks.check(name, field_kinds, **dict.fromkeys(field_kinds, checks.one_of(kinds.KINDS)))
 
 
 def _bare_leaf_error(leaf: Any) -> ConfigError:
   if not isinstance(leaf, _ARRAY_TYPES):
     return ConfigError(
-        f'An optax state has an object of type {type(leaf).__name__}, which is not a pytree. Register its class '
-        'with JAX, for instance by flax.struct.dataclass, and its rule with '
-        'optimizers.OptaxStatePartitionRules.register.')
+      f'An optax state has an object of type {type(leaf).__name__}, which is not a pytree. Register its class '
+      'with JAX, for instance by flax.struct.dataclass, and its rule with '
+      'optimizers.OptaxStatePartitionRules.register.'
+    )
   return ConfigError(
-      f'An optax state has an array of shape {tuple(np.shape(leaf))} outside of any state class, so that no rule gives '
-      'its logical axes. Let the transformation return a named tuple as its state, and register this class '
-      'with optimizers.OptaxStatePartitionRules.register.')
+    f'An optax state has an array of shape {tuple(np.shape(leaf))} outside of any state class, so that no rule gives '
+    'its logical axes. Let the transformation return a named tuple as its state, and register this class '
+    'with optimizers.OptaxStatePartitionRules.register.'
+  )
 
 
 def _no_rule_error(state: Any, layout: ParamsLayout) -> ConfigError:
@@ -235,16 +254,28 @@ def _no_rule_error(state: Any, layout: ParamsLayout) -> ConfigError:
   state_class = type(state)
   name = state_class.__name__
   if _fields_with_arrays(state_class) is None:
-    arguments, remark = 'rule', 'where rule is a function from (state, logical axes of the parameters).'
+    arguments, remark = (
+      'rule',
+      'where rule is a function from (state, logical axes of the parameters).',
+    )
   else:
-    proposed = {field: kinds.propose_kind(value, layout) for field, value in kinds.children_of(state)[0].items()}
+    proposed = {
+      field: kinds.propose_kind(value, layout)
+      for field, value in kinds.children_of(state)[0].items()
+    }
     arguments = ', '.join(f'{field}={kind!r}' for field, kind in proposed.items())
     remark = (
-        f'where the kinds, out of {tuple(kinds.KINDS)}, are guessed from the shapes. For a state that the kinds do not '
-        'describe, give a function from (state, logical axes of the parameters) instead.')
+      f'where the kinds, out of {tuple(kinds.KINDS)}, are guessed from the shapes. For a state that the kinds do not '
+      'describe, give a function from (state, logical axes of the parameters) instead.'
+    )
     if unlike := [field for field, kind in proposed.items() if kind == 'replicated']:
-      remark += f' With this call, every device would have a copy of {unlike}, which fit no other kind.'
-  call = f'optimizers.OptaxStatePartitionRules.register({name}{", " if arguments else ""}{arguments})'
+      remark += (
+        f' With this call, every device would have a copy of {unlike}, which fit no other kind.'
+      )
+  call = (
+    f'optimizers.OptaxStatePartitionRules.register({name}{", " if arguments else ""}{arguments})'
+  )
   return ConfigError(
-      f'The optax state {state_class.__module__}.{state_class.__qualname__} has no rule for its logical axes. '
-      f'Add one with {call} {remark}')
+    f'The optax state {state_class.__module__}.{state_class.__qualname__} has no rule for its logical axes. '
+    f'Add one with {call} {remark}'
+  )

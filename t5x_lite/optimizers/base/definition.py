@@ -74,7 +74,8 @@ class OptimizerDef(abc.ABC):
   def __eq__(self, other: Any) -> bool:
     # States made from one definition have equal definitions, so that their structures and compiled steps agree.
     return self is other or (
-        isinstance(other, OptimizerDef) and self._origin is not None and self._origin == other._origin)
+      isinstance(other, OptimizerDef) and self._origin is not None and self._origin == other._origin
+    )
 
   def __hash__(self) -> int:
     return id(self if self._origin is None else self._origin[0])
@@ -119,7 +120,11 @@ class OptimizerDef(abc.ABC):
 
   def decaying_paths(self, params: Params) -> frozenset[str]:
     """Return the '/'-joined paths of the parameters, or of their shapes, whose optimizer has a weight decay."""
-    return frozenset(path for path, _ in tree_utils.named_leaves(params)) if self.has_weight_decay else frozenset()
+    return (
+      frozenset(path for path, _ in tree_utils.named_leaves(params))
+      if self.has_weight_decay
+      else frozenset()
+    )
 
   @property
   def has_param_wise_state(self) -> bool:
@@ -139,7 +144,8 @@ class OptimizerDef(abc.ABC):
 
   @abc.abstractmethod
   def apply_gradient(
-      self, hyper_params: Any, params: Params, state: OptimizerState, grads: Params) -> tuple[Params, OptimizerState]:
+    self, hyper_params: Any, params: Params, state: OptimizerState, grads: Params
+  ) -> tuple[Params, OptimizerState]:
     """Make one update.
 
     Args:
@@ -231,7 +237,9 @@ class OptimizerDef(abc.ABC):
     del state
     return None
 
-  def derive_logical_axes(self, optimizer: 'Optimizer', param_logical_axes: LogicalAxes) -> 'Optimizer':
+  def derive_logical_axes(
+    self, optimizer: 'Optimizer', param_logical_axes: LogicalAxes
+  ) -> 'Optimizer':
     """Return the logical axes of parameters and state, derived from those of the parameters.
 
     Args:
@@ -245,8 +253,9 @@ class OptimizerDef(abc.ABC):
       ConfigError: the class does not implement this method.
     """
     raise ConfigError(
-        f'{type(self).__name__} does not define the logical axes of its state. Implement '
-        'derive_logical_axes(optimizer, param_logical_axes) in the class.')
+      f'{type(self).__name__} does not define the logical axes of its state. Implement '
+      'derive_logical_axes(optimizer, param_logical_axes) in the class.'
+    )
 
   def stacking_key(self, path: str, param: jax.Array, state: OptimizerState) -> Hashable | None:
     """Return a value that is equal for parameters of different layers whose arrays may be stacked for updates.
@@ -263,7 +272,9 @@ class OptimizerDef(abc.ABC):
     del path, param, state
     return None
 
-  def rename_params(self, param_states: PyTree, rename_fn: Callable[[Sequence[str]], tuple[str, ...]]) -> PyTree:
+  def rename_params(
+    self, param_states: PyTree, rename_fn: Callable[[Sequence[str]], tuple[str, ...]]
+  ) -> PyTree:
     """Return `param_states` whose static data has other paths of parameters; most states have no such data.
 
     Args:
@@ -273,7 +284,9 @@ class OptimizerDef(abc.ABC):
     del rename_fn
     return param_states
 
-  def with_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None = None) -> 'OptimizerDef':
+  def with_param_axes(
+    self, param_logical_axes: LogicalAxes, params: Params | None = None
+  ) -> 'OptimizerDef':
     """Return the definition for parameters with these logical axes; `self` is unchanged.
 
     A class that depends on the axes overrides `_for_param_axes`, or T5X's `set_param_axes`, which is called on a copy.
@@ -292,11 +305,16 @@ class OptimizerDef(abc.ABC):
     else:
       definition = origin._for_param_axes(param_logical_axes, params)
     if definition is not origin:
-      definition.update_options, definition.param_scales = origin.update_options, origin.param_scales
+      definition.update_options, definition.param_scales = (
+        origin.update_options,
+        origin.param_scales,
+      )
       definition._origin = (origin, tuple(tree_utils.named_leaves(param_logical_axes)))
     return definition
 
-  def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'OptimizerDef':
+  def _for_param_axes(
+    self, param_logical_axes: LogicalAxes, params: Params | None
+  ) -> 'OptimizerDef':
     """Return a new definition for `with_param_axes`, or `self`."""
     del param_logical_axes, params
     return self
@@ -307,7 +325,9 @@ class OptimizerDef(abc.ABC):
     Args:
       param_logical_axes: a `PartitionSpec` of logical names for each parameter.
     """
-    vars(self).update({**vars(copy.copy(self)._for_param_axes(param_logical_axes, None)), '_origin': None})
+    vars(self).update(
+      {**vars(copy.copy(self)._for_param_axes(param_logical_axes, None)), '_origin': None}
+    )
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
     """Return the hyper-parameters with overrides; the trainer sets the learning rate of a step with it.
@@ -324,11 +344,16 @@ class OptimizerDef(abc.ABC):
     hyper_params = hyper_param_overrides.pop('hyper_params', self.hyper_params)
     if not hyper_param_overrides:
       return hyper_params
-    names = [field.name for field in dataclasses.fields(hyper_params)] if dataclasses.is_dataclass(hyper_params) else []
+    names = (
+      [field.name for field in dataclasses.fields(hyper_params)]
+      if dataclasses.is_dataclass(hyper_params)
+      else []
+    )
     for name in hyper_param_overrides:
       if name not in names:
         raise ConfigError(
-            f'{type(self).__name__} has no hyper-parameter {name!r}.{did_you_mean(name, names)}')
+          f'{type(self).__name__} has no hyper-parameter {name!r}.{did_you_mean(name, names)}'
+        )
     if 'learning_rate' in hyper_param_overrides:
       check_learning_rate(hyper_param_overrides['learning_rate'], type(self).__name__)
     return dataclasses.replace(hyper_params, **hyper_param_overrides)
@@ -342,9 +367,11 @@ class OptimizerDef(abc.ABC):
     if self.update_options != UpdateOptions():
       raise ConfigError(f'{self.name} has `{OWNER}` already. Set all options in one call.')
     if options.scales.weight_decays and not self.has_weight_decay:
-      raise ConfigError(f'`{OWNER}.weight_decay_scales` has no effect: {self.name} has no known weight decay. Set '
-                        'the option of its weight decay, or remove the scales. The weight decay of a transformation '
-                        "that OptaxWrapper wraps is not known: use t5x_lite.optimizers' form of it.")
+      raise ConfigError(
+        f'`{OWNER}.weight_decay_scales` has no effect: {self.name} has no known weight decay. Set '
+        'the option of its weight decay, or remove the scales. The weight decay of a transformation '
+        "that OptaxWrapper wraps is not known: use t5x_lite.optimizers' form of it."
+      )
     definition = self.with_param_scales(options.scales) if options.scales else copy.copy(self)
     definition.update_options, definition._origin = options, None
     return definition
@@ -361,8 +388,10 @@ class OptimizerDef(abc.ABC):
     """Return a new definition for `with_param_scales`, which updates a parameter as if its rates were `scales.of(path)`
     times those of this definition, with the same state."""
     del scales
-    raise ConfigError(f'{self.name} does not support scales by parameter. Implement _for_param_scales(scales) in '
-                      f'{type(self).__name__}.')
+    raise ConfigError(
+      f'{self.name} does not support scales by parameter. Implement _for_param_scales(scales) in '
+      f'{type(self).__name__}.'
+    )
 
   def check_param_scales(self, params: Params) -> None:
     """Raise if a scale of the options has no effect for these parameters, and log the effect of scales."""
@@ -387,13 +416,13 @@ class OptimizerDef(abc.ABC):
       Nodes without arrays (optax has many) are left out, because storage formats disagree about empty nodes.
     """
     return {
-        'target': state_dicts.to_state_dict(target),
-        'state': state_dicts.to_state_dict(state),
+      'target': state_dicts.to_state_dict(target),
+      'state': state_dicts.to_state_dict(state),
     }
 
   def restore_state(
-      self, opt_target: Params, opt_state: OptimizerState,
-      state_dict: Mapping[str, Any]) -> tuple[Params, OptimizerState]:
+    self, opt_target: Params, opt_state: OptimizerState, state_dict: Mapping[str, Any]
+  ) -> tuple[Params, OptimizerState]:
     """Return parameters and state with the values of a state dict; inverse of `state_dict`.
 
     Args:
@@ -407,8 +436,10 @@ class OptimizerDef(abc.ABC):
     Raises:
       CheckpointError: the state dict lacks a value or has an unknown one; the message names its path.
     """
-    return (state_dicts.restore_from_state_dict(opt_target, state_dict, 'target'),
-            state_dicts.restore_from_state_dict(opt_state, state_dict, 'state'))
+    return (
+      state_dicts.restore_from_state_dict(opt_target, state_dict, 'target'),
+      state_dicts.restore_from_state_dict(opt_state, state_dict, 'state'),
+    )
 
 
 class Optimizer(struct.PyTreeNode):
@@ -435,13 +466,20 @@ class Optimizer(struct.PyTreeNode):
     Returns:
       A new `Optimizer`.
     """
-    extra_args = {name: overrides.pop(name) for name in self.optimizer_def.extra_args if name in overrides}
-    rounds, rounding_key = self.optimizer_def.update_options.stochastic_rounding, overrides.pop('rounding_key', None)
+    extra_args = {
+      name: overrides.pop(name) for name in self.optimizer_def.extra_args if name in overrides
+    }
+    rounds, rounding_key = (
+      self.optimizer_def.update_options.stochastic_rounding,
+      overrides.pop('rounding_key', None),
+    )
     hyper_params = self.optimizer_def.update_hyper_params(**overrides)
     grads, target = _in_containers_of(self.target, grads), self.target
     if rounds:
       target, extra_args = rounding.widen(target, extra_args)
-    target, state = self.optimizer_def.apply_gradient(hyper_params, target, self.state, grads, **extra_args)
+    target, state = self.optimizer_def.apply_gradient(
+      hyper_params, target, self.state, grads, **extra_args
+    )
     if rounds:
       target = rounding.round_params(rounding_key, target, self.target)
     return self.replace(target=target, state=state)

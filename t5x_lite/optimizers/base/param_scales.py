@@ -48,7 +48,9 @@ class ParamScales:
     >>> ParamScales(learning_rates=(('^a/', 0.5), ('.*', 2.0))).of('a/kernel')
     (0.5, 1.0)
     """
-    path = layer_stacks.paths_of(path)[0]  # stacked layers have equal factors, see `OptimizerDef.stacking_key`
+    path = layer_stacks.paths_of(path)[
+      0
+    ]  # stacked layers have equal factors, see `OptimizerDef.stacking_key`
     path = path if self.path_fn is None else self.path_fn(path)
     rate, decay = _first_match(self.learning_rates, path), _first_match(self.weight_decays, path)
     return 1.0 if rate is None else rate[1], 1.0 if decay is None else decay[1]
@@ -65,8 +67,10 @@ class ParamScales:
     """
     paths = [path for path, _ in tree_utils.named_leaves(params)]
     decaying = [path for path in paths if path in decaying_paths]
-    for what, option, rules, among in (('learning rate', 'learning_rate_scales', self.learning_rates, paths),
-                                       ('weight decay', 'weight_decay_scales', self.weight_decays, decaying)):
+    for what, option, rules, among in (
+      ('learning rate', 'learning_rate_scales', self.learning_rates, paths),
+      ('weight decay', 'weight_decay_scales', self.weight_decays, decaying),
+    ):
       matched = {rule: [] for rule in rules}
       for path in among:
         if (rule := _first_match(rules, path)) is not None:
@@ -75,10 +79,13 @@ class ParamScales:
         if paths and not found:
           kind = '' if among is paths else ' with weight decay'
           raise ConfigError(
-              f'`{OWNER}.{option}`: {pattern!r} is the first match of no parameter{kind}, such as '
-              f'{(among or paths)[0]!r}. Correct it, move it up, or remove it.')
+            f'`{OWNER}.{option}`: {pattern!r} is the first match of no parameter{kind}, such as '
+            f'{(among or paths)[0]!r}. Correct it, move it up, or remove it.'
+          )
         if found:
-          self.log_once(f'The {what} is multiplied by {scale:g} for {len(found)} parameter(s), such as {found[0]}.')
+          self.log_once(
+            f'The {what} is multiplied by {scale:g} for {len(found)} parameter(s), such as {found[0]}.'
+          )
 
   def log_once(self, text: str) -> None:
     """Write a text to the log, unless it was written for these options before."""
@@ -99,8 +106,10 @@ class UpdateOptions:
     """Raise if the options are not supported for an optimizer that is an argument of another one, the owner."""
     for option in ('param_dtype', 'stochastic_rounding'):
       if getattr(self, option):
-        raise ConfigError(f'`{OWNER}.{option}` applies to all parameters and cannot be set for an argument of {owner}. '
-                          f'Apply {OWNER} to the result of {owner}.')
+        raise ConfigError(
+          f'`{OWNER}.{option}` applies to all parameters and cannot be set for an argument of {owner}. '
+          f'Apply {OWNER} to the result of {owner}.'
+        )
 
   def rounding_key(self, step_key: Array | None) -> Array | None:
     """Return the key for stochastic rounding in a step, given the step's key for dropout; None without one."""
@@ -114,13 +123,21 @@ class UpdateOptions:
     """
     if self.param_dtype is not None:
       params = jax.tree.map(
-          lambda param: param.astype(self.param_dtype) if jnp.issubdtype(param.dtype, jnp.floating) else param, params)
+        lambda param: (
+          param.astype(self.param_dtype) if jnp.issubdtype(param.dtype, jnp.floating) else param
+        ),
+        params,
+      )
     if self.stochastic_rounding and not rounding.has_bfloat16(params):
-      raise ConfigError(f'`{OWNER}.stochastic_rounding` has no effect: no parameter is bfloat16. Set '
-                        f"`{OWNER}.param_dtype` to 'bfloat16', or remove stochastic_rounding.")
+      raise ConfigError(
+        f'`{OWNER}.stochastic_rounding` has no effect: no parameter is bfloat16. Set '
+        f"`{OWNER}.param_dtype` to 'bfloat16', or remove stochastic_rounding."
+      )
     if self.param_dtype is not None or self.stochastic_rounding:
-      self.scales.log_once(f'Parameters are {self.param_dtype or "bfloat16"}, rounded '
-                           f'{"stochastically" if self.stochastic_rounding else "to nearest"} in updates.')
+      self.scales.log_once(
+        f'Parameters are {self.param_dtype or "bfloat16"}, rounded '
+        f'{"stochastically" if self.stochastic_rounding else "to nearest"} in updates.'
+      )
     return params
 
 

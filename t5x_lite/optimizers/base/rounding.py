@@ -53,7 +53,9 @@ def _round(seed: Array, values: Array) -> Array:
   """Return the result of `round_to_bfloat16`, given a random uint32 scalar."""
   # bfloat16 is the upper half of float32. A random number below 2**16, added to the lower half, carries into the upper
   # half with the probability that the lower half is of 2**16.
-  upper = (jax.lax.bitcast_convert_type(values, jnp.uint32) + (_hashes(seed, values.shape) >> 16)) >> 16
+  upper = (
+    jax.lax.bitcast_convert_type(values, jnp.uint32) + (_hashes(seed, values.shape) >> 16)
+  ) >> 16
   rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
   return jnp.where(jnp.isfinite(values), rounded, values.astype(jnp.bfloat16))
 
@@ -61,7 +63,9 @@ def _round(seed: Array, values: Array) -> Array:
 def _seeds(key: Array, paths: Sequence[str]) -> Array:
   """Return a seed for each parameter, uint32 [len(paths)], given a PRNG key and the paths."""
   words = jax.random.bits(key, (2,), jnp.uint32)
-  return _mix(_mix(words[0] ^ np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)) ^ words[1])
+  return _mix(
+    _mix(words[0] ^ np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)) ^ words[1]
+  )
 
 
 def _hashes(seed: Array, shape: tuple[int, ...]) -> Array:
@@ -94,10 +98,15 @@ def widen(params: Params, extra_args: Mapping[str, Any]) -> tuple[Params, dict[s
 
   def of_wide(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda wide, *args, **kwargs: function(
-        jax.tree.map(lambda w, param: w.astype(param.dtype), wide, params), *args, **kwargs)
+      jax.tree.map(lambda w, param: w.astype(param.dtype), wide, params), *args, **kwargs
+    )
 
-  wide = jax.tree.map(lambda param: param.astype(jnp.float32) if param.dtype == jnp.bfloat16 else param, params)
-  return wide, {name: of_wide(value) if callable(value) else value for name, value in extra_args.items()}
+  wide = jax.tree.map(
+    lambda param: param.astype(jnp.float32) if param.dtype == jnp.bfloat16 else param, params
+  )
+  return wide, {
+    name: of_wide(value) if callable(value) else value for name, value in extra_args.items()
+  }
 
 
 def round_params(key: Array | None, wide: Params, params: Params) -> Params:
@@ -115,20 +124,26 @@ def round_params(key: Array | None, wide: Params, params: Params) -> Params:
     ConfigError: the key is missing.
   """
   if key is None:
-    raise ConfigError('An optimizer with stochastic_rounding=True was updated without a key. Pass rounding_key=..., a '
-                      'PRNG key that differs in each step, to apply_gradient.')
+    raise ConfigError(
+      'An optimizer with stochastic_rounding=True was updated without a key. Pass rounding_key=..., a '
+      'PRNG key that differs in each step, to apply_gradient.'
+    )
 
   narrow = [path for path, param in tree_utils.named_leaves(params) if param.dtype == jnp.bfloat16]
   # In one vector, since on a CPU each scalar would be a kernel.
   seeds = _seeds(key, [single for path in narrow for single in layer_stacks.paths_of(path)])
-  starts = dict(zip(narrow, itertools.accumulate((len(layer_stacks.paths_of(path)) for path in narrow), initial=0)))
+  starts = dict(
+    zip(
+      narrow, itertools.accumulate((len(layer_stacks.paths_of(path)) for path in narrow), initial=0)
+    )
+  )
 
   def of_param(path: str, new: Array) -> Array:
     if path not in starts:
       return new
     start = starts[path]
     if layer_stacks.is_stacked(path):
-      return jax.vmap(_round)(seeds[start:start + new.shape[0]], new)
+      return jax.vmap(_round)(seeds[start : start + new.shape[0]], new)
     return _round(seeds[start], new)
 
   return tree_utils.map_with_names(of_param, wide)

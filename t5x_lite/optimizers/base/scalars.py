@@ -22,8 +22,12 @@ def scalar(**bounds: Any) -> checks.Expectation:
 
   def holds(value: Any) -> bool:
     if isinstance(value, jax.Array):
-      return value.ndim == 0 and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
-    return expected.holds(value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
+      return value.ndim == 0 and (
+        jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+      )
+    return expected.holds(
+      value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    )
 
   return expected._replace(holds=holds)
 
@@ -66,4 +70,7 @@ def learning_rates_at(rates: Mapping[str, Any], step: jax.Array) -> dict[str, ja
   Returns:
     Float32 scalars by the same names.
   """
-  return {name: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32) for name, rate in rates.items()}
+  return {
+    name: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)
+    for name, rate in rates.items()
+  }

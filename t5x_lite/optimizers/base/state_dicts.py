@@ -17,8 +17,12 @@ from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_lite.types import PyTree
 
 # Contents of each entry of a train state's state dict, and the configuration that determines its structure.
-_SECTIONS = {'target': ('parameters', 'model'), 'state': ('optimizer', 'optimizer'),
-             'flax_mutables': ('mutable collections', 'model'), 'param_average': ('average of the parameters', 'model')}
+_SECTIONS = {
+  'target': ('parameters', 'model'),
+  'state': ('optimizer', 'optimizer'),
+  'flax_mutables': ('mutable collections', 'model'),
+  'param_average': ('average of the parameters', 'model'),
+}
 
 
 def to_state_dict(tree: PyTree) -> Any:
@@ -39,7 +43,11 @@ def to_state_dict(tree: PyTree) -> Any:
     return node
   children = node if type(node) is dict else _children(node)[0]
   named = {name: to_state_dict(children[key]) for key, name in _names(children).items()}
-  return {name: child for name, child in named.items() if child is not None and (type(child) is not dict or child)}
+  return {
+    name: child
+    for name, child in named.items()
+    if child is not None and (type(child) is not dict or child)
+  }
 
 
 def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key: str) -> PyTree:
@@ -62,7 +70,8 @@ def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key
 def _restored(template: PyTree, given: Any, path: str) -> PyTree:
   # Flax passes on unknown containers, which `_completed` has restored.
   return flax.serialization.from_state_dict(
-      template, _completed(flax.serialization.to_state_dict(template), given, path))
+    template, _completed(flax.serialization.to_state_dict(template), given, path)
+  )
 
 
 def _completed(template: Any, given: Any, path: str) -> Any:
@@ -84,15 +93,23 @@ def _completed(template: Any, given: Any, path: str) -> Any:
   if not isinstance(given, Mapping):
     problem = f'{path!r} must have the entries {sorted(names.values())}, got a single value.'
   elif unknown := [name for name in given if name not in names.values()]:
-    problem = f'unknown value at {path}/{unknown[0]}.{did_you_mean(unknown[0], list(names.values()))}'
+    problem = (
+      f'unknown value at {path}/{unknown[0]}.{did_you_mean(unknown[0], list(names.values()))}'
+    )
   else:
-    missing = [key for key, name in names.items() if name not in given and jax.tree.leaves(children[key])]
+    missing = [
+      key for key, name in names.items() if name not in given and jax.tree.leaves(children[key])
+    ]
     for key in missing[:1]:
-      problem = (f'the value at {_first_path(children[key], f"{path}/{names[key]}")} is missing.'
-                 f'{did_you_mean(names[key], list(given))}')
+      problem = (
+        f'the value at {_first_path(children[key], f"{path}/{names[key]}")} is missing.'
+        f'{did_you_mean(names[key], list(given))}'
+      )
   if problem:
     section, owner = _SECTIONS.get(path.partition('/')[0], ('state', 'model'))
-    raise CheckpointError(f'Cannot restore the {section}: {problem} Was it saved with another {owner}?')
+    raise CheckpointError(
+      f'Cannot restore the {section}: {problem} Was it saved with another {owner}?'
+    )
   for key, name in names.items():
     child = children[key]
     if name in given:
@@ -108,11 +125,15 @@ def _is_container(node: Any) -> bool:
 
 def _children(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
   """Return the children of a pytree node by name, and the tree definition to rebuild the node."""
-  flat, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
+    node, is_leaf=lambda child: child is not node
+  )
   names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
   if len(set(names)) != len(names):
-    raise ConfigError(f'A {type(node).__name__} in the train state has keys that are equal as strings: {names}. '
-                      'Rename one of them.')
+    raise ConfigError(
+      f'A {type(node).__name__} in the train state has keys that are equal as strings: {names}. '
+      'Rename one of them.'
+    )
   return {name: child for name, (_, child) in zip(names, flat, strict=True)}, treedef
 
 
@@ -122,7 +143,7 @@ def _names(keys: Iterable[str]) -> dict[str, str]:
   names = {}
   for key in keys:
     name = re.sub('[%/]', lambda match: f'%{ord(match[0]):02X}', key)
-    prefixes = [key[:match.start()] for match in re.finditer(r'\.', key)]
+    prefixes = [key[: match.start()] for match in re.finditer(r'\.', key)]
     if key in ('.', '..') or not set(prefixes).isdisjoint(keys):
       name = name.replace('.', '%2E')
     names[key] = name or '%00'

@@ -58,7 +58,8 @@ def _full_name(state_class: type) -> str:
 
 
 def register_state_metrics(
-    state_class: type, metrics_fn: StateMetricsFn, *, report: StateReportFn | None = None) -> None:
+  state_class: type, metrics_fn: StateMetricsFn, *, report: StateReportFn | None = None
+) -> None:
   """Register the metrics of a state class, which the trainer reports as `optimizer/<name>`.
 
   If an optimizer contains several states with metrics, a number from 0, in the order of the state's leaves, precedes
@@ -91,7 +92,9 @@ def register_eval_params(state_class: type, eval_params_fn: EvalParamsFn) -> Non
   _register(state_class, eval_params_fn=eval_params_fn)
 
 
-def register_schedule_count(state_class: type, schedule_count_fn: Callable[[Any], jax.Array]) -> None:
+def register_schedule_count(
+  state_class: type, schedule_count_fn: Callable[[Any], jax.Array]
+) -> None:
   """Register the count at which an update evaluates its learning-rate schedule, for a state with its own count.
 
   Args:
@@ -119,10 +122,18 @@ def _states(param_states: PyTree) -> list[tuple[Any, _Hooks]]:
 
 def metrics_of(param_states: PyTree) -> dict[str, jax.Array]:
   """Return the metrics of all states in `param_states`: name to scalar array; see `register_state_metrics`."""
-  each = [dict(hooks.metrics_fn(state)) for state, hooks in _states(param_states) if hooks.metrics_fn is not None]
+  each = [
+    dict(hooks.metrics_fn(state))
+    for state, hooks in _states(param_states)
+    if hooks.metrics_fn is not None
+  ]
   if len(each) == 1:
     return each[0]
-  return {f'{number}/{name}': value for number, metrics in enumerate(each) for name, value in metrics.items()}
+  return {
+    f'{number}/{name}': value
+    for number, metrics in enumerate(each)
+    for name, value in metrics.items()
+  }
 
 
 def report_of(values: Mapping[str, float]) -> list[str]:
@@ -153,17 +164,25 @@ def schedule_count_of(param_states: PyTree) -> jax.Array | None:
 
   It differs from the step if the parameters were restored and the state was not: then the schedule restarts too.
   """
-  counts = (hooks.schedule_count_fn(state) for state, hooks in _states(param_states)
-            if hooks.schedule_count_fn is not None)
+  counts = (
+    hooks.schedule_count_fn(state)
+    for state, hooks in _states(param_states)
+    if hooks.schedule_count_fn is not None
+  )
   return next(counts, None)
 
 
 def unsupported_reason_of(param_states: PyTree) -> str | None:
   """Return why the trainer cannot train with these states, None if it can."""
   if _is_only_plateau(param_states):
-    return ('reduce_on_plateau only scales the updates of another optimizer; alone it adds the gradients to the '
-            'parameters. Put it last in a chain, optimizers.chain([optimizers.adam(), optimizers.reduce_on_plateau()])')
-  return next((hooks.unsupported_reason for _, hooks in _states(param_states) if hooks.unsupported_reason), None)
+    return (
+      'reduce_on_plateau only scales the updates of another optimizer; alone it adds the gradients to the '
+      'parameters. Put it last in a chain, optimizers.chain([optimizers.adam(), optimizers.reduce_on_plateau()])'
+    )
+  return next(
+    (hooks.unsupported_reason for _, hooks in _states(param_states) if hooks.unsupported_reason),
+    None,
+  )
 
 
 def _is_only_plateau(param_states: PyTree) -> bool:
@@ -185,7 +204,9 @@ def _schedule_free_average(state: optax.contrib.ScheduleFreeState, params: Param
     x = (y.astype(z.dtype) - (1 - state.b1) * z) / state.b1
     return x.astype(y.dtype)
 
-  return jax.tree.map(average, state.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+  return jax.tree.map(
+    average, state.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+  )
 
 
 def _params_between_perturbations(state: optax.contrib.SAMState, params: Params) -> Params:
@@ -198,23 +219,32 @@ def _params_between_perturbations(state: optax.contrib.SAMState, params: Params)
       return param
     return jnp.where(state.steps_since_sync == 0, param, cached).astype(param.dtype)
 
-  return jax.tree.map(choose, state.cache, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+  return jax.tree.map(
+    choose, state.cache, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+  )
 
 
 for _state_class in (
-    optax.ScaleByScheduleState, optax.contrib.DAdaptAdamWState, optax.contrib.MadgradState, optax.contrib.MomoState,
-    optax.contrib.MomoAdamState, optax.contrib.ProdigyState):
+  optax.ScaleByScheduleState,
+  optax.contrib.DAdaptAdamWState,
+  optax.contrib.MadgradState,
+  optax.contrib.MomoState,
+  optax.contrib.MomoAdamState,
+  optax.contrib.ProdigyState,
+):
   register_schedule_count(_state_class, lambda state: state.count)
 register_schedule_count(optax.contrib.ScheduleFreeState, lambda state: state.step_count)
 register_eval_params(optax.contrib.ScheduleFreeState, _schedule_free_average)
 register_eval_params(optax.contrib.SAMState, _params_between_perturbations)
 _register(
-    optax.contrib.DifferentiallyPrivateAggregateState,
-    unsupported_reason='differentially private aggregation (dpsgd) clips the gradient of each example, and the trainer '
-    'computes one gradient of the entire batch. Choose another optimizer, or write a training loop that passes '
-    'per-example gradients (jax.vmap of jax.grad) to apply_gradient, with the examples in dim 0')
+  optax.contrib.DifferentiallyPrivateAggregateState,
+  unsupported_reason='differentially private aggregation (dpsgd) clips the gradient of each example, and the trainer '
+  'computes one gradient of the entire batch. Choose another optimizer, or write a training loop that passes '
+  'per-example gradients (jax.vmap of jax.grad) to apply_gradient, with the examples in dim 0',
+)
 _register(
-    optax.LookaheadState,
-    unsupported_reason='lookahead trains a pair of parameter trees (optax.LookaheadParams), and a model has one. '
-    'Choose another optimizer, such as schedule_free, which averages the iterates, or write a training loop that keeps '
-    'the pair')
+  optax.LookaheadState,
+  unsupported_reason='lookahead trains a pair of parameter trees (optax.LookaheadParams), and a model has one. '
+  'Choose another optimizer, such as schedule_free, which averages the iterates, or write a training loop that keeps '
+  'the pair',
+)

@@ -9,17 +9,30 @@ from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales, ScaleRules
 
 _SCALE = checks.number(at_least=0)
 _RULES = checks.Expectation(
-    'a list of pairs (regular expression, number >= 0)',
-    lambda rules: isinstance(rules, (list, tuple)) and all(
-        isinstance(rule, (list, tuple)) and len(rule) == 2 and isinstance(rule[0], str) and _SCALE.holds(rule[1])
-        for rule in rules), "Write [('embedding$', 0.1), ('scale$', 0.0)].")
+  'a list of pairs (regular expression, number >= 0)',
+  lambda rules: (
+    isinstance(rules, (list, tuple))
+    and all(
+      isinstance(rule, (list, tuple))
+      and len(rule) == 2
+      and isinstance(rule[0], str)
+      and _SCALE.holds(rule[1])
+      for rule in rules
+    )
+  ),
+  "Write [('embedding$', 0.1), ('scale$', 0.0)].",
+)
 
 
 @checks.checks_arguments(OWNER)
 def with_update_options(
-    optimizer: OptimizerDef, *, learning_rate_scales: Iterable[tuple[str, float]] = (),
-    weight_decay_scales: Iterable[tuple[str, float]] = (), param_dtype: str | None = None,
-    stochastic_rounding: bool = False) -> OptimizerDef:
+  optimizer: OptimizerDef,
+  *,
+  learning_rate_scales: Iterable[tuple[str, float]] = (),
+  weight_decay_scales: Iterable[tuple[str, float]] = (),
+  param_dtype: str | None = None,
+  stochastic_rounding: bool = False,
+) -> OptimizerDef:
   """Return an optimizer with options that all optimizers of the package have; its state and checkpoints are the same.
 
   Args:
@@ -49,15 +62,25 @@ def with_update_options(
   (0.5, 0.75)
   """
   checks.check(
-      OWNER, locals(), optimizer=checks.instance(
-          OptimizerDef, 'an optimizer such as optimizers.adamw()',
-          'Call the function first, or wrap an optax transformation in OptaxWrapper.'),
-      learning_rate_scales=_RULES, weight_decay_scales=_RULES, param_dtype=checks.one_of(('bfloat16',)).or_none(),
-      stochastic_rounding=checks.instance(bool, 'True or False'))
-  scales = ParamScales(learning_rates=_as_rules('learning_rate_scales', learning_rate_scales),
-                       weight_decays=_as_rules('weight_decay_scales', weight_decay_scales))
+    OWNER,
+    locals(),
+    optimizer=checks.instance(
+      OptimizerDef,
+      'an optimizer such as optimizers.adamw()',
+      'Call the function first, or wrap an optax transformation in OptaxWrapper.',
+    ),
+    learning_rate_scales=_RULES,
+    weight_decay_scales=_RULES,
+    param_dtype=checks.one_of(('bfloat16',)).or_none(),
+    stochastic_rounding=checks.instance(bool, 'True or False'),
+  )
+  scales = ParamScales(
+    learning_rates=_as_rules('learning_rate_scales', learning_rate_scales),
+    weight_decays=_as_rules('weight_decay_scales', weight_decay_scales),
+  )
   return optimizer.with_update_options(
-      UpdateOptions(scales=scales, param_dtype=param_dtype, stochastic_rounding=stochastic_rounding))
+    UpdateOptions(scales=scales, param_dtype=param_dtype, stochastic_rounding=stochastic_rounding)
+  )
 
 
 def _as_rules(option: str, pairs: Iterable[tuple[str, float]]) -> ScaleRules:
@@ -66,6 +89,8 @@ def _as_rules(option: str, pairs: Iterable[tuple[str, float]]) -> ScaleRules:
     try:
       re.compile(pattern)
     except re.error as error:
-      raise checks.invalid(OWNER, option, f'regular expressions with factors ({error})', pattern) from error
+      raise checks.invalid(
+        OWNER, option, f'regular expressions with factors ({error})', pattern
+      ) from error
     rules.append((pattern, float(scale)))
   return tuple(rules)

@@ -14,13 +14,17 @@ from t5x_lite.types import PyTree
 
 _NO_LABEL = object()
 _TRANSFORMS = checks.Expectation(
-    'a mapping from label to optimizer, not all of them None',
-    lambda transforms: isinstance(transforms, Mapping) and any(each is not None for each in transforms.values()))
+  'a mapping from label to optimizer, not all of them None',
+  lambda transforms: (
+    isinstance(transforms, Mapping) and any(each is not None for each in transforms.values())
+  ),
+)
 
 
 @checks.checks_arguments('partition')
 def partition(
-    transforms: Mapping[Hashable, definition.OptimizerDef | None], param_labels: Any) -> optimizer.MultiOptimizer:
+  transforms: Mapping[Hashable, definition.OptimizerDef | None], param_labels: Any
+) -> optimizer.MultiOptimizer:
   """Return a `MultiOptimizer` whose parts are chosen by a label of each parameter, as in `optax.partition`.
 
   Args:
@@ -74,11 +78,16 @@ class LabelTraversal(traversals.SelectedLeaves):
     labels = labels_by_path(self.param_labels, inputs)
     for path, label in labels.items():
       if label not in self.known_labels:
-        found = 'no label' if label is _NO_LABEL else f'the label {label!r}, which transforms does not have'
+        found = (
+          'no label'
+          if label is _NO_LABEL
+          else f'the label {label!r}, which transforms does not have'
+        )
         raise ConfigError(
-            f'partition: the parameter {path!r} has {found}.'
-            f'{did_you_mean(str(label), [str(known) for known in self.known_labels])} Add the label to param_labels or '
-            'transforms, with None to freeze its parameters.')
+          f'partition: the parameter {path!r} has {found}.'
+          f'{did_you_mean(str(label), [str(known) for known in self.known_labels])} Add the label to param_labels or '
+          'transforms, with None to freeze its parameters.'
+        )
     return frozenset(path for path, label in labels.items() if label == self.label)
 
 

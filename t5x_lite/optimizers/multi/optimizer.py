@@ -27,9 +27,9 @@ from t5x_lite.optimizers.axes import names as _axes
 from t5x_lite.optimizers.base import definition, state_dicts
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.multi import (
-    parts as _multi_parts,
-    state_dict as _multi_state_dict,
-    paths as _paths,
+  parts as _multi_parts,
+  state_dict as _multi_state_dict,
+  paths as _paths,
 )
 from t5x_lite.types import LogicalAxes, Params
 
@@ -76,7 +76,8 @@ class MultiOptimizer(definition.OptimizerDef):
 
   @checks.checks_arguments('MultiOptimizer')
   def __init__(
-      self, traversals_and_optimizers: Sequence[Any], *, part_names: Sequence[str] | None = None):
+    self, traversals_and_optimizers: Sequence[Any], *, part_names: Sequence[str] | None = None
+  ):
     """Configure the parts.
 
     Args:
@@ -89,13 +90,17 @@ class MultiOptimizer(definition.OptimizerDef):
       ConfigError: an invalid pair or name.
     """
     traversals, sub_optimizers = _multi_parts.read_pairs(traversals_and_optimizers)
-    names = [str(index) for index in range(len(traversals))] if part_names is None else list(part_names)
+    names = (
+      [str(index) for index in range(len(traversals))] if part_names is None else list(part_names)
+    )
     _multi_parts.check_names(names, len(traversals))
     self.traversals = tuple(traversals)
     self.sub_optimizers = tuple(sub_optimizers)
     self.part_names = tuple(names)
     self._param_axes: LogicalAxes | None = None  # not yet passed to the parts
-    self._logged_paths: set[tuple[tuple[str, ...], ...]] = set()  # shared by the definitions made from this one
+    self._logged_paths: set[tuple[tuple[str, ...], ...]] = (
+      set()
+    )  # shared by the definitions made from this one
 
   @property
   def hyper_params(self) -> list[Any]:
@@ -105,9 +110,14 @@ class MultiOptimizer(definition.OptimizerDef):
   def __eq__(self, other: Any) -> bool:
     if self is other:
       return True
-    return (type(other) is type(self) and self.part_names == other.part_names and self.traversals == other.traversals
-            and self.sub_optimizers == other.sub_optimizers and self.update_options == other.update_options
-            and self._param_axes == other._param_axes)
+    return (
+      type(other) is type(self)
+      and self.part_names == other.part_names
+      and self.traversals == other.traversals
+      and self.sub_optimizers == other.sub_optimizers
+      and self.update_options == other.update_options
+      and self._param_axes == other._param_axes
+    )
 
   def __hash__(self) -> int:
     return hash((type(self), self.part_names, self.sub_optimizers))
@@ -131,7 +141,9 @@ class MultiOptimizer(definition.OptimizerDef):
 
   def decaying_paths(self, params: Params) -> frozenset[str]:
     """See base class."""
-    return frozenset().union(*(part.decaying_paths(part_params) for part, part_params in self._with_params(params)))
+    return frozenset().union(
+      *(part.decaying_paths(part_params) for part, part_params in self._with_params(params))
+    )
 
   @property
   def uses_learning_rate(self) -> bool:
@@ -146,20 +158,29 @@ class MultiOptimizer(definition.OptimizerDef):
   @property
   def owns_learning_rate(self) -> bool:
     """True if the user gave parts a learning rate and no part requires another."""
-    return not self.needs_learning_rate and any(part.owns_learning_rate for part in self.sub_optimizers)
+    return not self.needs_learning_rate and any(
+      part.owns_learning_rate for part in self.sub_optimizers
+    )
 
   @property
   def configured_learning_rates(self) -> dict[str, Any]:
     """Configured learning rates of the parts, as `<name of the part>/<name>`."""
-    return {f'{part_name}/{name}': rate for part_name, part in zip(self.part_names, self.sub_optimizers, strict=True)
-            for name, rate in part.configured_learning_rates.items()}
+    return {
+      f'{part_name}/{name}': rate
+      for part_name, part in zip(self.part_names, self.sub_optimizers, strict=True)
+      for name, rate in part.configured_learning_rates.items()
+    }
 
-  def learning_rates(self, state: definition.OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
+  def learning_rates(
+    self, state: definition.OptimizerState, *, is_passed: bool
+  ) -> dict[str, jax.Array]:
     """See base class and `configured_learning_rates`."""
     return {
-        f'{part.name}/{name}': value
-        for part in self._parts(state) for name, value in part.optimizer_def.learning_rates(
-            part.state, is_passed=is_passed and self._takes_learning_rate(part.optimizer_def)).items()
+      f'{part.name}/{name}': value
+      for part in self._parts(state)
+      for name, value in part.optimizer_def.learning_rates(
+        part.state, is_passed=is_passed and self._takes_learning_rate(part.optimizer_def)
+      ).items()
     }
 
   @property
@@ -170,8 +191,9 @@ class MultiOptimizer(definition.OptimizerDef):
   def metrics(self, state: definition.OptimizerState) -> dict[str, jax.Array]:
     """Return the metrics of the parts, scalar arrays, as `<name of the part>/<metric>`."""
     return {
-        f'{part.name}/{metric}': value
-        for part in self._parts(state) for metric, value in part.optimizer_def.metrics(part.state).items()
+      f'{part.name}/{metric}': value
+      for part in self._parts(state)
+      for metric, value in part.optimizer_def.metrics(part.state).items()
     }
 
   def report(self, values: Mapping[str, float]) -> list[str]:
@@ -179,7 +201,9 @@ class MultiOptimizer(definition.OptimizerDef):
     lines = []
     for name, part in zip(self.part_names, self.sub_optimizers, strict=True):
       prefix = f'{name}/'
-      part_values = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+      part_values = {
+        key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)
+      }
       lines += [f'part {name}: {line}' for line in part.report(part_values)]
     return lines
 
@@ -188,7 +212,9 @@ class MultiOptimizer(definition.OptimizerDef):
     leaves = _paths.by_path(params)
     new_leaves = dict(leaves)
     for part in self._parts(state):
-      new_leaves |= _paths.by_path(part.optimizer_def.eval_params(_paths.subtree(leaves, part.paths), part.state))
+      new_leaves |= _paths.by_path(
+        part.optimizer_def.eval_params(_paths.subtree(leaves, part.paths), part.state)
+      )
     return _paths.like(params, new_leaves)
 
   def frozen_paths(self, params: Params, state: definition.OptimizerState) -> frozenset[str]:
@@ -196,7 +222,9 @@ class MultiOptimizer(definition.OptimizerDef):
     leaves = _paths.by_path(params)
     changed = set()
     for part in self._parts(state):
-      changed |= set(part.paths) - part.optimizer_def.frozen_paths(_paths.subtree(leaves, part.paths), part.state)
+      changed |= set(part.paths) - part.optimizer_def.frozen_paths(
+        _paths.subtree(leaves, part.paths), part.state
+      )
     return frozenset(leaves) - changed
 
   def unsupported_reason(self, state: definition.OptimizerState) -> str | None:
@@ -223,10 +251,13 @@ class MultiOptimizer(definition.OptimizerDef):
     for name in hyper_param_overrides:
       if not any(name in names for names in known):
         raise ConfigError(
-            f'MultiOptimizer: no part has a hyper-parameter {name!r}.'
-            f'{did_you_mean(name, sorted(set().union(*known)))}')
+          f'MultiOptimizer: no part has a hyper-parameter {name!r}.'
+          f'{did_you_mean(name, sorted(set().union(*known)))}'
+        )
     updated = []
-    for part, names, part_hyper_params in zip(self.sub_optimizers, known, hyper_params, strict=True):
+    for part, names, part_hyper_params in zip(
+      self.sub_optimizers, known, hyper_params, strict=True
+    ):
       names = names if self._takes_learning_rate(part) else names - {'learning_rate'}
       overrides = {name: value for name, value in hyper_param_overrides.items() if name in names}
       updated.append(part.update_hyper_params(hyper_params=part_hyper_params, **overrides))
@@ -238,8 +269,12 @@ class MultiOptimizer(definition.OptimizerDef):
     """Return an `Optimizer` of the parameters `target` with an initial state."""
     self.check_param_scales(target)
     target = self.update_options.prepare(target)
-    optimizer_def = self if self._param_axes is None else self._for_param_axes(self._param_axes, target)
-    return definition.Optimizer(optimizer_def=optimizer_def, state=optimizer_def.init_state(target), target=target)
+    optimizer_def = (
+      self if self._param_axes is None else self._for_param_axes(self._param_axes, target)
+    )
+    return definition.Optimizer(
+      optimizer_def=optimizer_def, state=optimizer_def.init_state(target), target=target
+    )
 
   def init_state(self, params: Params) -> definition.OptimizerState:
     """See base class; returns step 0 and the initial state of each part.
@@ -254,14 +289,21 @@ class MultiOptimizer(definition.OptimizerDef):
     _multi_state_dict.check_reserved_names(leaves)
     self._log_selection(leaves, paths)
     parts = tuple(
-        part.init_state(_paths.subtree(leaves, part_paths)).param_states
-        for part, part_paths in zip(self.sub_optimizers, paths, strict=True))
+      part.init_state(_paths.subtree(leaves, part_paths)).param_states
+      for part, part_paths in zip(self.sub_optimizers, paths, strict=True)
+    )
     return definition.OptimizerState(
-        step=jnp.zeros([], jnp.int32), param_states=MultiOptimizerState(parts=parts, paths=paths))
+      step=jnp.zeros([], jnp.int32), param_states=MultiOptimizerState(parts=parts, paths=paths)
+    )
 
   def apply_gradient(
-      self, hyper_params: Sequence[Any], params: Params, state: definition.OptimizerState, grads: Params,
-      **extra_args: Any) -> tuple[Params, definition.OptimizerState]:
+    self,
+    hyper_params: Sequence[Any],
+    params: Params,
+    state: definition.OptimizerState,
+    grads: Params,
+    **extra_args: Any,
+  ) -> tuple[Params, definition.OptimizerState]:
     """Make one update of every part; see `OptimizerDef.apply_gradient`.
 
     Gradients of frozen parameters are ignored and may be None.
@@ -269,16 +311,26 @@ class MultiOptimizer(definition.OptimizerDef):
     leaves, grad_leaves = _paths.by_path(params), _paths.by_path(grads)
     new_leaves, new_parts = dict(leaves), []
     for part, part_hyper_params in zip(self._parts(state), hyper_params, strict=True):
-      part_args = {key: extra_args[key] for key in part.optimizer_def.extra_args if key in extra_args}
+      part_args = {
+        key: extra_args[key] for key in part.optimizer_def.extra_args if key in extra_args
+      }
       new_params, new_state = part.optimizer_def.apply_gradient(
-          part_hyper_params, _paths.subtree(leaves, part.paths), part.state, _paths.subtree(grad_leaves, part.paths),
-          **_paths.part_extra_args(part_args, params, leaves, part.paths))
+        part_hyper_params,
+        _paths.subtree(leaves, part.paths),
+        part.state,
+        _paths.subtree(grad_leaves, part.paths),
+        **_paths.part_extra_args(part_args, params, leaves, part.paths),
+      )
       new_leaves |= _paths.by_path(new_params)
       new_parts.append(new_state.param_states)
     param_states = state.param_states.replace(parts=tuple(new_parts))
-    return _paths.like(params, new_leaves), definition.OptimizerState(step=state.step + 1, param_states=param_states)
+    return _paths.like(params, new_leaves), definition.OptimizerState(
+      step=state.step + 1, param_states=param_states
+    )
 
-  def stacking_key(self, path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
+  def stacking_key(
+    self, path: str, param: jax.Array, state: definition.OptimizerState
+  ) -> Hashable | None:
     """See base class; layers of different parts are not stacked."""
     for part in self._parts(state):
       if path in part.paths:
@@ -288,19 +340,24 @@ class MultiOptimizer(definition.OptimizerDef):
     return 'frozen'
 
   def rename_params(
-      self, param_states: MultiOptimizerState,
-      rename_fn: Callable[[Sequence[str]], tuple[str, ...]]) -> MultiOptimizerState:
+    self, param_states: MultiOptimizerState, rename_fn: Callable[[Sequence[str]], tuple[str, ...]]
+  ) -> MultiOptimizerState:
     """See base class."""
-    parts = (part.rename_params(state, rename_fn)
-             for part, state in zip(self.sub_optimizers, param_states.parts, strict=True))
+    parts = (
+      part.rename_params(state, rename_fn)
+      for part, state in zip(self.sub_optimizers, param_states.parts, strict=True)
+    )
     return MultiOptimizerState(parts=tuple(parts), paths=tuple(map(rename_fn, param_states.paths)))
 
   def _for_param_scales(self, scales: ParamScales) -> 'MultiOptimizer':
     """See base class; the weight decay is scaled in the parts that have one."""
     new = copy.copy(self)
     new.sub_optimizers = tuple(
-        part.with_param_scales(of_part) if (of_part := scales.for_optimizer(part.has_weight_decay)) else part
-        for part in self.sub_optimizers)
+      part.with_param_scales(of_part)
+      if (of_part := scales.for_optimizer(part.has_weight_decay))
+      else part
+      for part in self.sub_optimizers
+    )
     return new
 
   def check_param_scales(self, params: Params) -> None:
@@ -314,11 +371,16 @@ class MultiOptimizer(definition.OptimizerDef):
     """Return the optimizer and the parameters of each part."""
     leaves = _paths.by_path(params)
     selected = self._select(tree_utils.unflatten_dict(leaves))
-    return [(part, _paths.subtree(leaves, paths)) for part, paths in zip(self.sub_optimizers, selected, strict=True)]
+    return [
+      (part, _paths.subtree(leaves, paths))
+      for part, paths in zip(self.sub_optimizers, selected, strict=True)
+    ]
 
   # ---- Axes. ----
 
-  def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'MultiOptimizer':
+  def _for_param_axes(
+    self, param_logical_axes: LogicalAxes, params: Params | None
+  ) -> 'MultiOptimizer':
     """Return the definition whose parts have the axes of their parameters.
 
     If `params` is None, the parts get the axes later, when the selection is known.
@@ -327,35 +389,47 @@ class MultiOptimizer(definition.OptimizerDef):
     new._param_axes = param_logical_axes
     if params is not None:
       leaves = _paths.by_path(params)
-      new.sub_optimizers = new._parts_with_axes(self._select(tree_utils.unflatten_dict(leaves)), leaves)
+      new.sub_optimizers = new._parts_with_axes(
+        self._select(tree_utils.unflatten_dict(leaves)), leaves
+      )
       new._param_axes = None
     return new
 
   def _parts_with_axes(
-      self, paths: tuple[tuple[str, ...], ...],
-      leaves: Mapping[str, Any] | None = None) -> tuple[definition.OptimizerDef, ...]:
+    self, paths: tuple[tuple[str, ...], ...], leaves: Mapping[str, Any] | None = None
+  ) -> tuple[definition.OptimizerDef, ...]:
     """Return the parts for the parameters at `paths`, with the axes in `_param_axes`."""
     if self._param_axes is None:
       return self.sub_optimizers
     axes = dict(tree_utils.named_leaves(self._param_axes))
     return tuple(
-        part.with_param_axes(
-            _paths.subtree(axes, part_paths), None if leaves is None else _paths.subtree(leaves, part_paths))
-        for part, part_paths in zip(self.sub_optimizers, paths, strict=True))
+      part.with_param_axes(
+        _paths.subtree(axes, part_paths),
+        None if leaves is None else _paths.subtree(leaves, part_paths),
+      )
+      for part, part_paths in zip(self.sub_optimizers, paths, strict=True)
+    )
 
   def derive_logical_axes(
-      self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
+    self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes
+  ) -> definition.Optimizer:
     """See `OptimizerDef.derive_logical_axes`; the axes of each part's state follow from its parameters' axes."""
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
     leaves, axes = _paths.by_path(optimizer.target), _paths.by_path(target_axes)
     parts = []
     for part in self._parts(optimizer.state):
       part_optimizer = definition.Optimizer(
-          optimizer_def=part.optimizer_def, state=part.state, target=_paths.subtree(leaves, part.paths))
-      part_axes = part.optimizer_def.derive_logical_axes(part_optimizer, _paths.subtree(axes, part.paths))
+        optimizer_def=part.optimizer_def,
+        state=part.state,
+        target=_paths.subtree(leaves, part.paths),
+      )
+      part_axes = part.optimizer_def.derive_logical_axes(
+        part_optimizer, _paths.subtree(axes, part.paths)
+      )
       parts.append(part_axes.state.param_states)
     state_axes = definition.OptimizerState(
-        step=PartitionSpec(), param_states=optimizer.state.param_states.replace(parts=tuple(parts)))
+      step=PartitionSpec(), param_states=optimizer.state.param_states.replace(parts=tuple(parts))
+    )
     _axes.check_logical_axes(optimizer.state, state_axes, 'the state of MultiOptimizer')
     return optimizer.replace(state=state_axes, target=target_axes)
 
@@ -367,14 +441,18 @@ class MultiOptimizer(definition.OptimizerDef):
     The per-parameter state of a part is at the parameters' paths, as in T5X; other state of a part is in an entry
     'optimizer:<name of the part>'. Frozen parameters have no entry in 'param_states'.
     """
-    state_dict = super().state_dict(target, definition.OptimizerState(step=state.step, param_states={}))
-    if param_states := _multi_state_dict.param_states_dict(self._parts(state), _paths.by_path(target)):
+    state_dict = super().state_dict(
+      target, definition.OptimizerState(step=state.step, param_states={})
+    )
+    if param_states := _multi_state_dict.param_states_dict(
+      self._parts(state), _paths.by_path(target)
+    ):
       state_dict['state']['param_states'] = param_states
     return state_dict
 
   def restore_state(
-      self, opt_target: Params, opt_state: definition.OptimizerState,
-      state_dict: Mapping[str, Any]) -> tuple[Params, definition.OptimizerState]:
+    self, opt_target: Params, opt_state: definition.OptimizerState, state_dict: Mapping[str, Any]
+  ) -> tuple[Params, definition.OptimizerState]:
     """Return (parameters, state) from a state dict; see `OptimizerDef.restore_state`.
 
     Raises:
@@ -382,9 +460,14 @@ class MultiOptimizer(definition.OptimizerDef):
     """
     target = state_dicts.restore_from_state_dict(opt_target, state_dict, 'target')
     step, parts = _multi_state_dict.restore_parts(
-        self._parts(opt_state), _paths.by_path(opt_target), self.state_dict(opt_target, opt_state)['state'],
-        state_dict.get('state', {}))
-    return target, definition.OptimizerState(step=step, param_states=opt_state.param_states.replace(parts=parts))
+      self._parts(opt_state),
+      _paths.by_path(opt_target),
+      self.state_dict(opt_target, opt_state)['state'],
+      state_dict.get('state', {}),
+    )
+    return target, definition.OptimizerState(
+      step=step, param_states=opt_state.param_states.replace(parts=parts)
+    )
 
   # ---- Helpers. ----
 
@@ -392,12 +475,21 @@ class MultiOptimizer(definition.OptimizerDef):
     """Return the parts with their states, each with the shared step."""
     param_states = state.param_states
     return [
-        _multi_state_dict.Part(
-            name=name, description=description, optimizer_def=optimizer_def,
-            state=definition.OptimizerState(step=state.step, param_states=part_state), paths=paths)
-        for name, description, optimizer_def, part_state, paths in zip(
-            self.part_names, self._descriptions(), self._parts_with_axes(param_states.paths), param_states.parts,
-            param_states.paths, strict=True)
+      _multi_state_dict.Part(
+        name=name,
+        description=description,
+        optimizer_def=optimizer_def,
+        state=definition.OptimizerState(step=state.step, param_states=part_state),
+        paths=paths,
+      )
+      for name, description, optimizer_def, part_state, paths in zip(
+        self.part_names,
+        self._descriptions(),
+        self._parts_with_axes(param_states.paths),
+        param_states.parts,
+        param_states.paths,
+        strict=True,
+      )
     ]
 
   def _takes_learning_rate(self, part: definition.OptimizerDef) -> bool:
@@ -405,8 +497,12 @@ class MultiOptimizer(definition.OptimizerDef):
 
   def _descriptions(self) -> list[str]:
     """Return a description of each part for messages."""
-    return [f'part {name!r} ({part.name} on {traversal!r})'
-            for name, part, traversal in zip(self.part_names, self.sub_optimizers, self.traversals, strict=True)]
+    return [
+      f'part {name!r} ({part.name} on {traversal!r})'
+      for name, part, traversal in zip(
+        self.part_names, self.sub_optimizers, self.traversals, strict=True
+      )
+    ]
 
   def _select(self, tree: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Return the paths of the parameters of each part, after checking that the parts are disjoint and not empty."""
@@ -427,4 +523,8 @@ def _hyper_param_names(hyper_params: Any) -> set[str]:
   """Return the names of hyper-parameters, or those of all parts for the list of a `MultiOptimizer`."""
   if isinstance(hyper_params, (list, tuple)):
     return set().union(*map(_hyper_param_names, hyper_params))
-  return {field.name for field in dataclasses.fields(hyper_params)} if dataclasses.is_dataclass(hyper_params) else set()
+  return (
+    {field.name for field in dataclasses.fields(hyper_params)}
+    if dataclasses.is_dataclass(hyper_params)
+    else set()
+  )

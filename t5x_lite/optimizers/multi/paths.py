@@ -17,7 +17,9 @@ def by_path(tree: PyTree) -> dict[str, Any]:
   leaves = {}
   for path, leaf in tree_utils.named_leaves(tree):
     if path in leaves:
-      raise ConfigError(f'MultiOptimizer: two parameters have the path {path!r}. Rename one of them.')
+      raise ConfigError(
+        f'MultiOptimizer: two parameters have the path {path!r}. Rename one of them.'
+      )
     leaves[path] = leaf
   return leaves
 
@@ -33,8 +35,8 @@ def like(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
 
 
 def part_extra_args(
-    extra_args: Mapping[str, Any], params: Params, leaves: Mapping[str, Any],
-    paths: Sequence[str]) -> dict[str, Any]:
+  extra_args: Mapping[str, Any], params: Params, leaves: Mapping[str, Any], paths: Sequence[str]
+) -> dict[str, Any]:
   """Return the extra arguments of an update for a part; the parameters of other parts are constants in them.
 
   Args:
@@ -56,6 +58,11 @@ def part_extra_args(
   def convert_grad_fn(grad_fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda part_params, number: of_part(grad_fn(all_params(part_params), number))
 
-  converters = {'value': lambda value: value, 'grad': of_part, 'value_fn': convert_value_fn,
-                'obj_fn': convert_value_fn, 'grad_fn': convert_grad_fn}
+  converters = {
+    'value': lambda value: value,
+    'grad': of_part,
+    'value_fn': convert_value_fn,
+    'obj_fn': convert_value_fn,
+    'grad_fn': convert_grad_fn,
+  }
   return {name: converters[name](value) for name, value in extra_args.items()}

@@ -53,7 +53,8 @@ def check_reserved_names(leaves: Mapping[str, Any]) -> None:
   for path in leaves:
     if path.startswith(_PREFIX):
       raise ConfigError(
-          f'MultiOptimizer reserves names that begin with {_PREFIX!r} for states. Rename the parameter {path!r}.')
+        f'MultiOptimizer reserves names that begin with {_PREFIX!r} for states. Rename the parameter {path!r}.'
+      )
 
 
 def param_states_dict(parts: Sequence[Part], leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,15 +71,20 @@ def param_states_dict(parts: Sequence[Part], leaves: Mapping[str, Any]) -> dict[
     if part.optimizer_def.has_param_wise_state:
       flat |= tree_utils.flatten_dict(states)
     elif isinstance(states, Mapping):
-      flat |= {f'{part.entry}/{path}': value for path, value in tree_utils.flatten_dict(states).items()}
+      flat |= {
+        f'{part.entry}/{path}': value for path, value in tree_utils.flatten_dict(states).items()
+      }
     else:
       flat[part.entry] = states
   return tree_utils.unflatten_dict(flat)
 
 
 def restore_parts(
-    parts: Sequence[Part], leaves: Mapping[str, Any], expected: Mapping[str, Any],
-    state_dict: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+  parts: Sequence[Part],
+  leaves: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  state_dict: Mapping[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
   """Restore the state of each part.
 
   Args:
@@ -93,7 +99,9 @@ def restore_parts(
   Raises:
     CheckpointError: a missing or unknown value; the message names its path and its part.
   """
-  given = {path: value for path, value in tree_utils.flatten_dict(state_dict).items() if value is not None}
+  given = {
+    path: value for path, value in tree_utils.flatten_dict(state_dict).items() if value is not None
+  }
   _check_given(given, tree_utils.flatten_dict(expected), parts)
   owners = {path: part for part in parts for path in (*part.paths, part.entry)}
   states: dict[str, dict[str, Any]] = {part.name: {} for part in parts}
@@ -101,7 +109,9 @@ def restore_parts(
     if name.startswith(_ROOT):
       path = name.removeprefix(_ROOT)
       part = owners[_known_parent(path, owners)]
-      states[part.name][path if part.optimizer_def.has_param_wise_state else path.removeprefix(part.entry)] = value
+      states[part.name][
+        path if part.optimizer_def.has_param_wise_state else path.removeprefix(part.entry)
+      ] = value
   restored = []
   for part in parts:
     target = _paths.subtree(leaves, part.paths)
@@ -109,7 +119,9 @@ def restore_parts(
     entries = {path.removeprefix('/'): value for path, value in states[part.name].items()}
     if entries:
       # A state of one array is the entry itself.
-      part_dict['state']['param_states'] = entries[''] if '' in entries else tree_utils.unflatten_dict(entries)
+      part_dict['state']['param_states'] = (
+        entries[''] if '' in entries else tree_utils.unflatten_dict(entries)
+      )
     restored.append(part.optimizer_def.restore_state(target, part.state, part_dict)[1].param_states)
   return given['step'], tuple(restored)
 
@@ -120,14 +132,26 @@ def _known_parent(path: str, known: Mapping[str, Any]) -> str | None:
   return next((path[:end] for end in ends if path[:end] in known), None)
 
 
-def _check_given(given: Mapping[str, Any], expected: Mapping[str, Any], parts: Sequence[Part]) -> None:
+def _check_given(
+  given: Mapping[str, Any], expected: Mapping[str, Any], parts: Sequence[Part]
+) -> None:
   """Raise if the names of a given state differ from the expected names."""
   owners = {path: part for part in parts for path in (*part.paths, part.entry)}
-  for name in [name for name in given if name not in expected] + [name for name in expected if name not in given]:
-    problem = 'the value at state/{} is missing' if name in expected else 'unknown value at state/{}'
-    part = owners.get(_known_parent(name.removeprefix(_ROOT), owners)) if name.startswith(_ROOT) else None
+  for name in [name for name in given if name not in expected] + [
+    name for name in expected if name not in given
+  ]:
+    problem = (
+      'the value at state/{} is missing' if name in expected else 'unknown value at state/{}'
+    )
+    part = (
+      owners.get(_known_parent(name.removeprefix(_ROOT), owners))
+      if name.startswith(_ROOT)
+      else None
+    )
     if part is None:
-      reason = ' (no part trains such a parameter or has this name)' if name.startswith(_ROOT) else ''
+      reason = (
+        ' (no part trains such a parameter or has this name)' if name.startswith(_ROOT) else ''
+      )
     elif name in expected:
       reason = f' ({part.description})'
     elif part.optimizer_def.has_param_wise_state or name.startswith(f'{_ROOT}{part.entry}'):
@@ -135,5 +159,6 @@ def _check_given(given: Mapping[str, Any], expected: Mapping[str, Any], parts: S
     else:
       reason = f' ({part.description} trains this parameter and has its state at state/{_ROOT}{part.entry})'
     raise CheckpointError(
-        f'Cannot restore the optimizer: {problem.format(name)}{reason}. Was it saved with another optimizer, or with '
-        'other parts?')
+      f'Cannot restore the optimizer: {problem.format(name)}{reason}. Was it saved with another optimizer, or with '
+      'other parts?'
+    )

@@ -44,7 +44,9 @@ class SelectedLeaves(abc.ABC):
   def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> PyTree:
     """Return a tree like `inputs` with each selected leaf replaced by `fn(leaf)`."""
     selected = self.paths(inputs)
-    return tree_utils.map_with_names(lambda path, leaf: fn(leaf) if path in selected else leaf, inputs)
+    return tree_utils.map_with_names(
+      lambda path, leaf: fn(leaf) if path in selected else leaf, inputs
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,9 @@ class ModelParamTraversal(SelectedLeaves):
 
   def paths(self, inputs: PyTree) -> frozenset[str]:
     """Return the '/'-joined paths of the selected leaves of `inputs`."""
-    return frozenset(path for path, leaf in tree_utils.named_leaves(inputs) if self.filter_fn(f'/{path}', leaf))
+    return frozenset(
+      path for path, leaf in tree_utils.named_leaves(inputs) if self.filter_fn(f'/{path}', leaf)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,9 @@ class PathTraversal(SelectedLeaves):
         try:
           re.compile(pattern)
         except (re.error, TypeError) as error:
-          raise checks.invalid('PathTraversal', name, f'regular expressions ({error})', pattern) from error
+          raise checks.invalid(
+            'PathTraversal', name, f'regular expressions ({error})', pattern
+          ) from error
       object.__setattr__(self, name, tuple(patterns))
 
   def __repr__(self) -> str:
@@ -104,8 +110,10 @@ class PathTraversal(SelectedLeaves):
   def paths(self, inputs: PyTree) -> frozenset[str]:
     """Return the '/'-joined paths of the selected leaves of `inputs`."""
     return frozenset(
-        path for path, _ in tree_utils.named_leaves(inputs)
-        if _matches_any(self.patterns, path) and not _matches_any(self.exclude, path))
+      path
+      for path, _ in tree_utils.named_leaves(inputs)
+      if _matches_any(self.patterns, path) and not _matches_any(self.exclude, path)
+    )
 
 
 def as_traversal(selection: Any, where: str) -> Traversal:
@@ -118,12 +126,18 @@ def as_traversal(selection: Any, where: str) -> Traversal:
   Raises:
     ConfigError: another value.
   """
-  if isinstance(selection, str) or (isinstance(selection, (list, tuple)) and not isinstance(selection, Traversal)):
+  if isinstance(selection, str) or (
+    isinstance(selection, (list, tuple)) and not isinstance(selection, Traversal)
+  ):
     return PathTraversal(selection)
   if isinstance(selection, type) or not isinstance(selection, Traversal):
     raise checks.invalid(
-        'MultiOptimizer', where, 'a traversal, a regular expression of parameter paths, or a list of these', selection,
-        'Wrap a predicate in optimizers.ModelParamTraversal.' if callable(selection) else '')
+      'MultiOptimizer',
+      where,
+      'a traversal, a regular expression of parameter paths, or a list of these',
+      selection,
+      'Wrap a predicate in optimizers.ModelParamTraversal.' if callable(selection) else '',
+    )
   return selection
 
 
@@ -143,11 +157,11 @@ def selected_paths(traversal: Traversal, params: Mapping[str, Any]) -> tuple[str
   paths = [path for path, _ in tree_utils.named_leaves(params)]
   if sorted(marks) != sorted(paths):
     raise ConfigError(
-        f'The traversal {type(traversal).__name__} returned a tree of {len(marks)} leaves for one of {len(paths)}. '
-        'Its update(fn, tree) must return the tree with each selected x replaced by fn(x), without other changes.')
+      f'The traversal {type(traversal).__name__} returned a tree of {len(marks)} leaves for one of {len(paths)}. '
+      'Its update(fn, tree) must return the tree with each selected x replaced by fn(x), without other changes.'
+    )
   return tuple(path for path in paths if marks[path] is chosen)
 
 
 def _matches_any(patterns: Iterable[str], path: str) -> bool:
   return any(re.search(pattern, path) for pattern in patterns)
-

@@ -83,8 +83,13 @@ class Call:
     bound = inspect.BoundArguments(self.bound.signature, arguments)
     return function(*bound.args, **bound.kwargs)
 
-  def _build(self, arguments: Mapping[str, Any], learning_rate: Any, rate_scale: float = 1.0,
-             decay_scale: float = 1.0) -> optax.GradientTransformation:
+  def _build(
+    self,
+    arguments: Mapping[str, Any],
+    learning_rate: Any,
+    rate_scale: float = 1.0,
+    decay_scale: float = 1.0,
+  ) -> optax.GradientTransformation:
     """Return the transformation for arguments by name, a learning rate, and factors of learning rate and decay."""
     arguments = unwrapped(arguments, learning_rate)
     arguments = {**arguments, RATE: learning_rate} if self._takes_rate else arguments
@@ -98,17 +103,29 @@ class Call:
 
   def _wrap(self, build_fn: BuildFn, rebuild: RebuildFn | None) -> OptaxWrapper:
     has_decay = (
-        self._scaled_argument.has_weight_decay if self.scaling.inner else param_scales.has_weight_decay(self._complete))
-    common = dict(self.options, parts=self._inner, rebuild=rebuild, name=self.name,
-                  scale_support=param_scales.ScaleSupport(self._scale, has_decay))
+      self._scaled_argument.has_weight_decay
+      if self.scaling.inner
+      else param_scales.has_weight_decay(self._complete)
+    )
+    common = dict(
+      self.options,
+      parts=self._inner,
+      rebuild=rebuild,
+      name=self.name,
+      scale_support=param_scales.ScaleSupport(self._scale, has_decay),
+    )
     if self._takes_rate or any(part.uses_learning_rate for part in self._inner):
       build_fn(0.0)  # Raises now for invalid options, instead of in the first step.
       return OptaxWrapper(learning_rate_factory=build_fn, **common)
     given_rate = self.bound.arguments.get(RATE)
-    own_rate = given_rate if self.rate_owner in ('trainer', 'optimizer') else own_rate_of(self._inner)
+    own_rate = (
+      given_rate if self.rate_owner in ('trainer', 'optimizer') else own_rate_of(self._inner)
+    )
     owns = self.rate_owner != 'unknown' and given_rate is not None
     owns = owns or any(part.owns_learning_rate for part in self._inner)
-    return OptaxWrapper(build_fn(None), owns_learning_rate=owns, own_learning_rate=own_rate, **common)
+    return OptaxWrapper(
+      build_fn(None), owns_learning_rate=owns, own_learning_rate=own_rate, **common
+    )
 
   def _scale(self, scales: ParamScales) -> OptaxWrapper:
     """Return the optimizer with scales by parameter."""
@@ -120,18 +137,26 @@ class Call:
       return self._call(self.factory, {**self.bound.arguments, scaling.inner: inner})
     arguments, of_variants = self._complete, scales
     if scaling.decay_by_path:
-      arguments = {**arguments, 'weight_decay': param_scales.DecayByPath(arguments['weight_decay'], scales)}
+      arguments = {
+        **arguments,
+        'weight_decay': param_scales.DecayByPath(arguments['weight_decay'], scales),
+      }
       of_variants = dataclasses.replace(scales, weight_decays=())
 
     def build_scaled(learning_rate: Any) -> optax.GradientTransformation:
       return param_scales.scale_per_parameter(
-          functools.partial(self._build, arguments, learning_rate), of_variants,
-          multiplies_updates=not scaling.rate_options,
-          state_fn=scaling.state_fn and (lambda state, rate: scaling.state_fn(state, rate, self._complete)))
+        functools.partial(self._build, arguments, learning_rate),
+        of_variants,
+        multiplies_updates=not scaling.rate_options,
+        state_fn=scaling.state_fn
+        and (lambda state, rate: scaling.state_fn(state, rate, self._complete)),
+      )
 
     rebuild = self._rebuild
     return self._wrap(
-        build_scaled, rebuild and (lambda axes, params: rebuild(axes, params).with_param_scales(scales)))
+      build_scaled,
+      rebuild and (lambda axes, params: rebuild(axes, params).with_param_scales(scales)),
+    )
 
 
 def own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
@@ -173,8 +198,12 @@ def unwrapped(value: Any, learning_rate: Any) -> Any:
   return map_wrapped(transformation_of, value)
 
 
-def rebuild_fn(make: Callable[[Any], OptaxWrapper], arguments: Any) -> Callable[..., OptaxWrapper] | None:
+def rebuild_fn(
+  make: Callable[[Any], OptaxWrapper], arguments: Any
+) -> Callable[..., OptaxWrapper] | None:
   """Return the `rebuild` of a wrapper made by `make(arguments)`; None if no optimizer in them depends on the axes."""
   if not any(part.depends_on_axes for part in wrapped_in(arguments)):
     return None
-  return lambda axes, params: make(map_wrapped(lambda part: part.with_param_axes(axes, params), arguments))
+  return lambda axes, params: make(
+    map_wrapped(lambda part: part.with_param_axes(axes, params), arguments)
+  )

@@ -30,7 +30,9 @@ def noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=None, *, seed=None):
     raise checks.invalid('noisy_sgd', 'seed', 'None if key is given', seed, 'Set only key.')
   key = seed if key is None else key
   return optax.chain(
-      optax.add_noise(eta, gamma, 0 if key is None else key), optax.scale_by_learning_rate(learning_rate))
+    optax.add_noise(eta, gamma, 0 if key is None else key),
+    optax.scale_by_learning_rate(learning_rate),
+  )
 
 
 def dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, nesterov=False):
@@ -47,7 +49,9 @@ def dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, 
   Returns:
     The transformation.
   """
-  aggregate = optax.contrib.differentially_private_aggregate(l2_norm_clip, noise_multiplier, key=seed)
+  aggregate = optax.contrib.differentially_private_aggregate(
+    l2_norm_clip, noise_multiplier, key=seed
+  )
   trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
   return optax.chain(aggregate, trace, optax.scale_by_learning_rate(learning_rate))
 
@@ -67,19 +71,33 @@ def sm3(learning_rate, momentum=0.9):
   # Optax's SM3 fails for scalars, which have no dim; Adagrad's rule replaces it.
   adagrad_rule = optax.chain(optax.scale_by_rss(0.0, eps=1e-8), optax.ema(momentum, debias=False))
   mixed = optax.chain(
-      optax.partition({'array': optax.scale_by_sm3(momentum), 'scalar': adagrad_rule},
-                      lambda tree: jax.tree.map(lambda leaf: 'array' if leaf.ndim else 'scalar', tree)), scale)
+    optax.partition(
+      {'array': optax.scale_by_sm3(momentum), 'scalar': adagrad_rule},
+      lambda tree: jax.tree.map(lambda leaf: 'array' if leaf.ndim else 'scalar', tree),
+    ),
+    scale,
+  )
 
   def chosen(tree):
     return plain if all(leaf.ndim for leaf in jax.tree.leaves(tree)) else mixed
 
   return optax.GradientTransformationExtraArgs(
-      lambda params: chosen(params).init(params),
-      lambda updates, state, params=None, **_: chosen(updates).update(updates, state, params))
+    lambda params: chosen(params).init(params),
+    lambda updates, state, params=None, **_: chosen(updates).update(updates, state, params),
+  )
 
 
 def optimistic_adam(
-    learning_rate, optimism=None, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, mu_dtype=None, *, nesterov=True):
+  learning_rate,
+  optimism=None,
+  b1=0.9,
+  b2=0.999,
+  eps=1e-8,
+  eps_root=0.0,
+  mu_dtype=None,
+  *,
+  nesterov=True,
+):
   """Adam with optimistic gradients in the older parametrisation (Daskalakis et al. 2017); see `optimistic_adam_v2`.
 
   Args:
@@ -99,13 +117,23 @@ def optimistic_adam(
     ConfigError: a schedule together with `optimism`.
   """
   if callable(learning_rate) and optimism is not None:
-    raise checks.invalid('optimistic_adam', 'learning_rate', 'a number if optimism is given', learning_rate,
-                         'Use optimistic_adam_v2, whose alpha and beta are relative to the learning rate.')
-  alpha, beta, rate = (1.0, 1.0, learning_rate) if optimism is None else (learning_rate, optimism, 1.0)
+    raise checks.invalid(
+      'optimistic_adam',
+      'learning_rate',
+      'a number if optimism is given',
+      learning_rate,
+      'Use optimistic_adam_v2, whose alpha and beta are relative to the learning rate.',
+    )
+  alpha, beta, rate = (
+    (1.0, 1.0, learning_rate) if optimism is None else (learning_rate, optimism, 1.0)
+  )
   return optax.chain(
-      optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, mu_dtype=mu_dtype, nesterov=nesterov),
-      optax.scale_by_optimistic_gradient(alpha=alpha, beta=beta),
-      optax.scale_by_learning_rate(rate))
+    optax.scale_by_adam(
+      b1=b1, b2=b2, eps=eps, eps_root=eps_root, mu_dtype=mu_dtype, nesterov=nesterov
+    ),
+    optax.scale_by_optimistic_gradient(alpha=alpha, beta=beta),
+    optax.scale_by_learning_rate(rate),
+  )
 
 
 def rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0):
@@ -129,7 +157,9 @@ def rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_st
   return optax.rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size)
 
 
-def sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=False, batch_axis_name=None):
+def sam(
+  optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=False, batch_axis_name=None
+):
   """Sharpness-aware minimisation (Foret et al. 2020, algorithm 1) around an optimizer.
 
   Args:
@@ -145,7 +175,8 @@ def sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=F
     The transformation.
   """
   sam_transformation = optax.contrib.sam(
-      optimizer, adv_optimizer, sync_period, reset_state, opaque_mode, batch_axis_name)
+    optimizer, adv_optimizer, sync_period, reset_state, opaque_mode, batch_axis_name
+  )
 
   def update(updates, state, params=None, *, grad_fn=None, **extra_args):
     del extra_args  # Optax's update raises for unknown arguments.

@@ -39,9 +39,13 @@ _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
 
 def wrap_optax_optimizer(
-    optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
-    unsupported_reason_fn: UnsupportedReasonFn | None = None, stacking_key_fn: StackingKeyFn | None = None,
-    scaling: Scaling = Scaling()) -> Callable[..., OptaxWrapper]:
+  optax_optimizer: Callable[..., optax.GradientTransformation],
+  *,
+  takes_learning_rate: bool = False,
+  unsupported_reason_fn: UnsupportedReasonFn | None = None,
+  stacking_key_fn: StackingKeyFn | None = None,
+  scaling: Scaling = Scaling(),
+) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
@@ -71,17 +75,30 @@ def wrap_optax_optimizer(
   name = _name_of(optax_optimizer)
   parameters = inspect.signature(optax_optimizer).parameters
   if takes_learning_rate and _RATE not in parameters:
-    raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
-  return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown',
-               unsupported_reason_fn=unsupported_reason_fn, stacking_key_fn=stacking_key_fn, checks_options=False,
-               scaling=scaling)
+    raise ConfigError(
+      f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.'
+    )
+  return _wrap(
+    optax_optimizer,
+    'trainer' if takes_learning_rate else 'unknown',
+    unsupported_reason_fn=unsupported_reason_fn,
+    stacking_key_fn=stacking_key_fn,
+    checks_options=False,
+    scaling=scaling,
+  )
 
 
 def _wrap(
-    optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
-    unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    checks_options: bool = True, is_elementwise: bool = False, stacking_key_fn: StackingKeyFn | None = None,
-    scaling: Scaling = Scaling()) -> Callable[..., OptaxWrapper]:
+  optax_optimizer: Callable[..., optax.GradientTransformation],
+  owner: str,
+  name: str | None = None,
+  *,
+  unsupported_reason_fn: UnsupportedReasonFn | None = None,
+  checks_options: bool = True,
+  is_elementwise: bool = False,
+  stacking_key_fn: StackingKeyFn | None = None,
+  scaling: Scaling = Scaling(),
+) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
 
   Args:
@@ -96,10 +113,14 @@ def _wrap(
     scaling: see `wrap_optax_optimizer`.
   """
   name = name or _name_of(optax_optimizer)
-  signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
+  signature, annotations = _wrapped_signature(
+    optax_optimizer, takes_learning_rate=owner == 'trainer'
+  )
   if checks_options:
     # The errors of `option_checks` are clearer than gin's, which show annotations of all kinds of arrays.
-    annotations = {key: value for key, value in annotations.items() if not option_checks.has_check(name, key)}
+    annotations = {
+      key: value for key, value in annotations.items() if not option_checks.has_check(name, key)
+    }
 
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
@@ -116,10 +137,18 @@ def _wrap(
     reason = None if unsupported_reason_fn is None else unsupported_reason_fn(bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
     return calls.Call(
-        constructor=optax_optimizer, factory=wrapped, name=name, bound=bound, scaling=scaling,
-        rate_owner=owner, options=dict(
-            unsupported_reason=reason, is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn)
-        ).wrapper()
+      constructor=optax_optimizer,
+      factory=wrapped,
+      name=name,
+      bound=bound,
+      scaling=scaling,
+      rate_owner=owner,
+      options=dict(
+        unsupported_reason=reason,
+        is_elementwise=is_elementwise and not has_mask,
+        stacking_key_fn=stacking_key_fn,
+      ),
+    ).wrapper()
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -144,7 +173,8 @@ def _without_examples(constructor: Callable[..., Any]) -> str:
 
 
 def _wrapped_signature(
-    optax_optimizer: Callable[..., Any], *, takes_learning_rate: bool) -> tuple[inspect.Signature, dict[str, Any]]:
+  optax_optimizer: Callable[..., Any], *, takes_learning_rate: bool
+) -> tuple[inspect.Signature, dict[str, Any]]:
   """Return (signature, annotations) of a wrapped constructor: optional learning rate, `OptaxWrapper` as optimizers."""
   signature = inspect.signature(optax_optimizer)
   parameters = dict(signature.parameters)
@@ -161,7 +191,8 @@ def _wrapped_signature(
 
 
 def _with_parameters(
-    signature: inspect.Signature, parameters: dict[str, inspect.Parameter]) -> inspect.Signature:
+  signature: inspect.Signature, parameters: dict[str, inspect.Parameter]
+) -> inspect.Signature:
   """Return `signature` with other parameters; required ones after an optional one get the default `REQUIRED`."""
   ordered, has_default = [], False
   for parameter in parameters.values():
@@ -178,14 +209,21 @@ def _reason_against_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
   """`unsupported_reason_fn` of optimizers that average over a mapped axis."""
   if arguments.get('batch_axis_name') is None:
     return None
-  return (f'batch_axis_name={arguments["batch_axis_name"]!r} is for an update in jax.shard_map over an axis of '
-          'that name; the trainer runs it in jax.jit, with gradients of the entire batch. Leave it out')
+  return (
+    f'batch_axis_name={arguments["batch_axis_name"]!r} is for an update in jax.shard_map over an axis of '
+    'that name; the trainer runs it in jax.jit, with gradients of the entire batch. Leave it out'
+  )
 
 
 def _check_inner(owner: str, option: str, value: Any) -> None:
   if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
-    raise checks.invalid(owner, option, 'an optax transformation or an optimizer such as optimizers.adamw()', value,
-                         'Call the function first.' if callable(value) else '')
+    raise checks.invalid(
+      owner,
+      option,
+      'an optax transformation or an optimizer such as optimizers.adamw()',
+      value,
+      'Call the function first.' if callable(value) else '',
+    )
 
 
 @checks.checks_arguments('chain')
@@ -209,8 +247,13 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   # A GradientTransformation is a tuple of two functions.
   is_one = isinstance(transformations, (optax.GradientTransformation, OptaxWrapper))
   if is_one or not transformations:
-    raise checks.invalid('chain', 'transformations', 'a list of at least one transformation', transformations,
-                         'Write chain([a, b]).')
+    raise checks.invalid(
+      'chain',
+      'transformations',
+      'a list of at least one transformation',
+      transformations,
+      'Write chain([a, b]).',
+    )
   for index, element in enumerate(transformations):
     _check_inner('chain', f'transformations[{index}]', element if element is not None else ())
 
@@ -223,47 +266,75 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   takers = [element.name for element in wrapped if element.uses_learning_rate]
   if len(takers) > 1:
     raise ConfigError(
-        f'chain: {" and ".join(takers)} each take the learning rate of the trainer, so updates would be multiplied '
-        f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
-        'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
+      f'chain: {" and ".join(takers)} each take the learning rate of the trainer, so updates would be multiplied '
+      f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
+      'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.'
+    )
 
-  def stacking_key(path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
-    keys = [_stacking_key(element, path, param, state.replace(param_states=param_states))
-            for element, param_states in zip(transformations, state.param_states, strict=True)]
+  def stacking_key(
+    path: str, param: jax.Array, state: definition.OptimizerState
+  ) -> Hashable | None:
+    keys = [
+      _stacking_key(element, path, param, state.replace(param_states=param_states))
+      for element, param_states in zip(transformations, state.param_states, strict=True)
+    ]
     return None if None in keys else tuple(keys)
 
   # The elements whose rates are scaled by parameter; without any, the updates of the chain are.
-  with_rate = [element for element in wrapped if element.uses_learning_rate or element.owns_learning_rate]
+  with_rate = [
+    element for element in wrapped if element.uses_learning_rate or element.owns_learning_rate
+  ]
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
-  common = dict(parts=wrapped, rebuild=calls.rebuild_fn(chain, list(transformations)), name=name,
-                stacking_key_fn=stacking_key, scale_support=_scale_support(transformations, with_rate))
+  common = dict(
+    parts=wrapped,
+    rebuild=calls.rebuild_fn(chain, list(transformations)),
+    name=name,
+    stacking_key_fn=stacking_key,
+    scale_support=_scale_support(transformations, with_rate),
+  )
   if any(element.uses_learning_rate for element in wrapped):
     return OptaxWrapper(learning_rate_factory=build, **common)
   owns = any(element.owns_learning_rate for element in wrapped)
-  return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=calls.own_rate_of(wrapped), **common)
+  return OptaxWrapper(
+    build(None), owns_learning_rate=owns, own_learning_rate=calls.own_rate_of(wrapped), **common
+  )
 
 
 def _scale_support(
-    transformations: Sequence[Any], with_rate: Sequence[OptaxWrapper]) -> param_scales.ScaleSupport | None:
+  transformations: Sequence[Any], with_rate: Sequence[OptaxWrapper]
+) -> param_scales.ScaleSupport | None:
   """Return the support of scales by parameter of a chain, of which some elements have a learning rate."""
 
   def scale(scales: ParamScales) -> OptaxWrapper:
     if len(with_rate) > 1:
-      raise ConfigError(f'`{OWNER}` needs a chain with one learning rate, got '
-                        f'{" and ".join(element.name for element in with_rate)}.')
-    return chain([element.with_param_scales(scales) if element is with_rate[0] else element
-                  for element in transformations])
+      raise ConfigError(
+        f'`{OWNER}` needs a chain with one learning rate, got '
+        f'{" and ".join(element.name for element in with_rate)}.'
+      )
+    return chain(
+      [
+        element.with_param_scales(scales) if element is with_rate[0] else element
+        for element in transformations
+      ]
+    )
 
   has_decay = any(element.has_weight_decay for element in with_rate)
   return param_scales.ScaleSupport(scale, has_decay) if with_rate else None
 
 
 def _stacking_key(
-    transformation: optax.GradientTransformation | OptaxWrapper, path: str, param: jax.Array,
-    state: definition.OptimizerState) -> Hashable | None:
+  transformation: optax.GradientTransformation | OptaxWrapper,
+  path: str,
+  param: jax.Array,
+  state: definition.OptimizerState,
+) -> Hashable | None:
   """Return the `stacking_key` of an element of a chain with this state."""
   if isinstance(transformation, OptaxWrapper):
-    return transformation.stacking_key(path, param, state) if layer_stacks.is_accepted_by(transformation) else None
+    return (
+      transformation.stacking_key(path, param, state)
+      if layer_stacks.is_accepted_by(transformation)
+      else None
+    )
   # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
   is_clip = getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
   return 'elementwise' if is_clip else None
@@ -274,21 +345,29 @@ _CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)
 # ---- Scales by parameter where multiplied updates are not those of a multiplied learning rate ------------------------
 
 
-def _with_weights_at(state: optax.contrib.ScheduleFreeState, rate_scale: float, arguments: Mapping[str, Any]) -> Any:
+def _with_weights_at(
+  state: optax.contrib.ScheduleFreeState, rate_scale: float, arguments: Mapping[str, Any]
+) -> Any:
   """Return a state with the weights of a multiplied learning rate, so that averages have the same proportions."""
-  return state._replace(max_lr=rate_scale * state.max_lr,
-                        weight_sum=rate_scale ** arguments['weight_lr_power'] * state.weight_sum)
+  return state._replace(
+    max_lr=rate_scale * state.max_lr,
+    weight_sum=rate_scale ** arguments['weight_lr_power'] * state.weight_sum,
+  )
 
 
 _BY_ARGUMENT = Scaling(rate_options=(_RATE,))
 _SCHEDULE_FREE = Scaling(rate_options=(_RATE,), state_fn=_with_weights_at)
-_JOINT_DECAY = Scaling(decay_reason='the weight decay of all parameters is part of the step that it estimates')
+_JOINT_DECAY = Scaling(
+  decay_reason='the weight decay of all parameters is part of the step that it estimates'
+)
 
 # ---- optax -----------------------------------------------------------------------------------------------------------
 
 adabelief = _wrap(optax.adabelief, 'trainer', is_elementwise=True)
 adadelta = _wrap(optax.adadelta, 'trainer', is_elementwise=True)
-adafactor = _wrap(optax.adafactor, 'trainer', scaling=_BY_ARGUMENT)  # its decay does not depend on the rate
+adafactor = _wrap(
+  optax.adafactor, 'trainer', scaling=_BY_ARGUMENT
+)  # its decay does not depend on the rate
 adagrad = _wrap(optax.adagrad, 'trainer', is_elementwise=True)
 adam = _wrap(optax.adam, 'trainer', is_elementwise=True)
 adamax = _wrap(optax.adamax, 'trainer', is_elementwise=True)
@@ -299,7 +378,11 @@ amsgrad = _wrap(optax.amsgrad, 'trainer', is_elementwise=True)
 fromage = _wrap(optax.fromage, 'trainer', scaling=_BY_ARGUMENT)
 lamb = _wrap(optax.lamb, 'trainer')
 lars = _wrap(optax.lars, 'trainer')
-lbfgs = _wrap(optax.lbfgs, 'optimizer', scaling=Scaling(rate_reason='a line search finds one step for all parameters'))
+lbfgs = _wrap(
+  optax.lbfgs,
+  'optimizer',
+  scaling=Scaling(rate_reason='a line search finds one step for all parameters'),
+)
 lion = _wrap(optax.lion, 'trainer', is_elementwise=True)
 nadam = _wrap(optax.nadam, 'trainer', 'nadam', is_elementwise=True)
 nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw', is_elementwise=True)
@@ -307,12 +390,20 @@ noisy_sgd = _wrap(constructors.noisy_sgd, 'trainer')
 novograd = _wrap(optax.novograd, 'trainer')
 optimistic_adam = _wrap(constructors.optimistic_adam, 'trainer', is_elementwise=True)
 optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer', is_elementwise=True)
-optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer', is_elementwise=True)
+optimistic_gradient_descent = _wrap(
+  optax.optimistic_gradient_descent, 'trainer', is_elementwise=True
+)
 polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
 radam = _wrap(optax.radam, 'trainer', is_elementwise=True)
 rmsprop = _wrap(optax.rmsprop, 'trainer', is_elementwise=True)
-rprop = _wrap(constructors.rprop, 'start', is_elementwise=True, scaling=Scaling(
-    rate_reason='its learning rate is the initial step size, which the signs of gradients change'))
+rprop = _wrap(
+  constructors.rprop,
+  'start',
+  is_elementwise=True,
+  scaling=Scaling(
+    rate_reason='its learning rate is the initial step size, which the signs of gradients change'
+  ),
+)
 sgd = _wrap(optax.sgd, 'trainer', is_elementwise=True)
 sign_sgd = _wrap(optax.sign_sgd, 'trainer', is_elementwise=True)
 signum = _wrap(optax.signum, 'trainer', is_elementwise=True)
@@ -324,8 +415,13 @@ yogi = _wrap(optax.yogi, 'trainer', is_elementwise=True)
 acprop = _wrap(optax.contrib.acprop, 'trainer', is_elementwise=True)
 ademamix = _wrap(optax.contrib.ademamix, 'trainer', is_elementwise=True)
 adopt = _wrap(optax.contrib.adopt, 'trainer', is_elementwise=True)
-cocob = _wrap(optax.contrib.cocob, 'trainer', scaling=Scaling(
-    rate_reason='its steps do not depend on the size of gradients, which its learning rate multiplies'))
+cocob = _wrap(
+  optax.contrib.cocob,
+  'trainer',
+  scaling=Scaling(
+    rate_reason='its steps do not depend on the size of gradients, which its learning rate multiplies'
+  ),
+)
 dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
 dog = _wrap(optax.contrib.dog, 'trainer', scaling=_JOINT_DECAY)
 dowg = _wrap(optax.contrib.dowg, 'trainer', scaling=_JOINT_DECAY)
@@ -338,12 +434,21 @@ momo_adam = _wrap(optax.contrib.momo_adam, 'trainer', scaling=_JOINT_DECAY)
 muon = _wrap(optax.contrib.muon, 'trainer')
 prodigy = _wrap(optax.contrib.prodigy, 'trainer')
 reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
-sam = _wrap(constructors.sam, 'unknown', unsupported_reason_fn=_reason_against_mapped_axis,
-            scaling=Scaling(inner='optimizer'))
-schedule_free = _wrap(optax.contrib.schedule_free, 'trainer', scaling=Scaling(inner='base_optimizer'))
+sam = _wrap(
+  constructors.sam,
+  'unknown',
+  unsupported_reason_fn=_reason_against_mapped_axis,
+  scaling=Scaling(inner='optimizer'),
+)
+schedule_free = _wrap(
+  optax.contrib.schedule_free, 'trainer', scaling=Scaling(inner='base_optimizer')
+)
 schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer', scaling=_SCHEDULE_FREE)
 schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer', scaling=_SCHEDULE_FREE)
 simplified_ademamix = _wrap(optax.contrib.simplified_ademamix, 'trainer', is_elementwise=True)
 sophia = _wrap(optax.contrib.sophia, 'trainer')
-split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown', scaling=Scaling(
-    inner='inner', path_fn=functools.partial(re.sub, '/(real|imaginary)$', '')))
+split_real_and_imaginary = _wrap(
+  optax.contrib.split_real_and_imaginary,
+  'unknown',
+  scaling=Scaling(inner='inner', path_fn=functools.partial(re.sub, '/(real|imaginary)$', '')),
+)

@@ -22,8 +22,12 @@ from t5x_lite.types import PyTree
 WEIGHT_DECAYS = ('weight_decay', 'weight_decay_rate', 'adam_weight_decay')
 # States of transformations whose updates lead to a computed point: a part of the way is not a lower learning rate.
 _STATES_OF_POINTS = (
-    optax.contrib.COCOBState, optax.contrib.MadgradState, optax.contrib.MechanicState, optax.contrib.SAMState,
-    optax.contrib.ScheduleFreeState)
+  optax.contrib.COCOBState,
+  optax.contrib.MadgradState,
+  optax.contrib.MechanicState,
+  optax.contrib.SAMState,
+  optax.contrib.ScheduleFreeState,
+)
 
 # Function from (factor of the learning rate, factor of the weight decay) to a transformation.
 VariantFn = Callable[[float, float], optax.GradientTransformation]
@@ -55,13 +59,19 @@ class Scaling:
 
   def check(self, name: str, scales: ParamScales) -> None:
     """Raise if the optimizer `name` does not support the scales."""
-    for option, rules, reason in (('learning_rate_scales', scales.learning_rates, self.rate_reason),
-                                  ('weight_decay_scales', scales.weight_decays, self.decay_reason)):
+    for option, rules, reason in (
+      ('learning_rate_scales', scales.learning_rates, self.rate_reason),
+      ('weight_decay_scales', scales.weight_decays, self.decay_reason),
+    ):
       if rules and reason:
-        raise ConfigError(f'`{OWNER}.{option}` cannot be used with {name}: {reason}. Remove the scales, or choose '
-                          'another optimizer.')
+        raise ConfigError(
+          f'`{OWNER}.{option}` cannot be used with {name}: {reason}. Remove the scales, or choose '
+          'another optimizer.'
+        )
 
-  def apply(self, arguments: Mapping[str, Any], rate_scale: float, decay_scale: float) -> dict[str, Any]:
+  def apply(
+    self, arguments: Mapping[str, Any], rate_scale: float, decay_scale: float
+  ) -> dict[str, Any]:
     """Return the arguments of a constructor with multiplied learning rates and weight decays.
 
     Args:
@@ -69,7 +79,10 @@ class Scaling:
       rate_scale: factor of the learning rates.
       decay_scale: factor of the weight decays.
     """
-    factors = {**dict.fromkeys(self.rate_options, rate_scale), **dict.fromkeys(WEIGHT_DECAYS, decay_scale)}
+    factors = {
+      **dict.fromkeys(self.rate_options, rate_scale),
+      **dict.fromkeys(WEIGHT_DECAYS, decay_scale),
+    }
     return {name: _times(value, factors.get(name, 1.0)) for name, value in arguments.items()}
 
 
@@ -104,13 +117,19 @@ class DecayByPath:
 
 def has_weight_decay(arguments: Mapping[str, Any]) -> bool:
   """Return True if an argument of a constructor, by name and defaults included, is a weight decay other than 0."""
-  return any(callable(value) or (value is not None and value != 0)
-             for value in (arguments.get(name) for name in WEIGHT_DECAYS))
+  return any(
+    callable(value) or (value is not None and value != 0)
+    for value in (arguments.get(name) for name in WEIGHT_DECAYS)
+  )
 
 
 def scale_per_parameter(
-    make_variant: VariantFn, scales: ParamScales, *, multiplies_updates: bool = True,
-    state_fn: Callable[[Any, float], Any] | None = None) -> optax.GradientTransformation:
+  make_variant: VariantFn,
+  scales: ParamScales,
+  *,
+  multiplies_updates: bool = True,
+  state_fn: Callable[[Any, float], Any] | None = None,
+) -> optax.GradientTransformation:
   """Return the transformation that updates each parameter as the variant with the parameter's factors does.
 
   Values of the entire tree, such as norms and estimated learning rates, are those of the variant with the factors 1.
@@ -130,31 +149,42 @@ def scale_per_parameter(
       _check_updates_are_steps(state)
     return state
 
-  def update(updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, Any]:
+  def update(
+    updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+  ) -> tuple[PyTree, Any]:
     factors = [scales.of(path) for path, _ in tree_utils.named_leaves(updates)]
     keys = [(1.0, decay) if multiplies_updates else (rate, decay) for rate, decay in factors]
     results = {}
     for rate, decay in [(1.0, 1.0), *keys]:
       if (rate, decay) not in results:
         variant_state = state if state_fn is None or rate == 1.0 else state_fn(state, rate)
-        results[rate, decay] = make_variant(rate, decay).update(updates, variant_state, params, **extra_args)
+        results[rate, decay] = make_variant(rate, decay).update(
+          updates, variant_state, params, **extra_args
+        )
     treedef = jax.tree.structure(updates)
     variants = list(results)
     chosen = [variants.index(key) for key in keys]
     new_updates, new_state = (
-        _choose(treedef, chosen, [result[i] for result in results.values()]) for i in range(2))
+      _choose(treedef, chosen, [result[i] for result in results.values()]) for i in range(2)
+    )
     if multiplies_updates:
-      leaves = [update if rate == 1.0 else update * rate
-                for update, (rate, _) in zip(treedef.flatten_up_to(new_updates), factors, strict=True)]
+      leaves = [
+        update if rate == 1.0 else update * rate
+        for update, (rate, _) in zip(treedef.flatten_up_to(new_updates), factors, strict=True)
+      ]
       new_updates = treedef.unflatten(leaves)
     return new_updates, new_state
 
   if takes_extra_args:
     return optax.GradientTransformationExtraArgs(init, update)
-  return optax.GradientTransformation(init, lambda updates, state, params=None: update(updates, state, params))
+  return optax.GradientTransformation(
+    init, lambda updates, state, params=None: update(updates, state, params)
+  )
 
 
-def _choose(treedef: jax.tree_util.PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]) -> PyTree:
+def _choose(
+  treedef: jax.tree_util.PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]
+) -> PyTree:
   """Return a tree like each of `nodes`, whose values for a parameter are those of its chosen node.
 
   Args:
@@ -167,10 +197,14 @@ def _choose(treedef: jax.tree_util.PyTreeDef, chosen: Sequence[int], nodes: Sequ
   try:
     columns = [treedef.flatten_up_to(node) for node in nodes]
   except ValueError:  # not a tree like the parameters
-    below, structure = zip(*(jax.tree.flatten(node, is_leaf=lambda x, node=node: x is not node) for node in nodes))
+    below, structure = zip(
+      *(jax.tree.flatten(node, is_leaf=lambda x, node=node: x is not node) for node in nodes)
+    )
     if structure[0] == jax.tree.structure(0):
       return nodes[0]
-    return structure[0].unflatten([_choose(treedef, chosen, children) for children in zip(*below, strict=True)])
+    return structure[0].unflatten(
+      [_choose(treedef, chosen, children) for children in zip(*below, strict=True)]
+    )
   return treedef.unflatten([columns[index][i] for i, index in enumerate(chosen)])
 
 
@@ -184,9 +218,11 @@ def _check_updates_are_steps(state: PyTree) -> None:
 
   jax.tree.flatten(state, is_leaf=visit)
   if found:
-    raise ConfigError(f'`{OWNER}.learning_rate_scales` cannot be used with this optax transformation: the updates of '
-                      f'the one with {found[0].__name__} are not proportional to the learning rate. Use the optimizer '
-                      'of its name in t5x_lite.optimizers, for instance optimizers.schedule_free.')
+    raise ConfigError(
+      f'`{OWNER}.learning_rate_scales` cannot be used with this optax transformation: the updates of '
+      f'the one with {found[0].__name__} are not proportional to the learning rate. Use the optimizer '
+      'of its name in t5x_lite.optimizers, for instance optimizers.schedule_free.'
+    )
 
 
 def _times(value: Any, factor: float) -> Any:

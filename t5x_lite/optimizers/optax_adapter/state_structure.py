@@ -60,9 +60,10 @@ def completed(state: PyTree, params: Params, update_fn: UpdateFn, owner: str) ->
       if _has_empty_monitor(state):
         # Optax's own update fails too: jax.lax.cond requires a state of constant structure.
         raise ConfigError(
-            f'The optimizer {owner} has an optax.monitor inside a transformation that requires a state of constant '
-            f'structure ({str(error).partition(chr(10))[0]}). Move the monitor outside: '
-            'optax.chain(optax.monitor(...), wrapper(...)).') from error
+          f'The optimizer {owner} has an optax.monitor inside a transformation that requires a state of constant '
+          f'structure ({str(error).partition(chr(10))[0]}). Move the monitor outside: '
+          'optax.chain(optax.monitor(...), wrapper(...)).'
+        ) from error
       return state  # The first real update raises the same error.
     if difference(state, following) is None:
       return state
@@ -72,8 +73,9 @@ def completed(state: PyTree, params: Params, update_fn: UpdateFn, owner: str) ->
       first, state = state, _grown(state, following)
       if not _computes_the_same(update_fn, shapes, first, following):
         raise ConfigError(
-            f'The first update of the optimizer {owner} differs from later ones, which read the added arrays: '
-            f'{difference(first, following)}. {_REMEDY}')
+          f'The first update of the optimizer {owner} differs from later ones, which read the added arrays: '
+          f'{difference(first, following)}. {_REMEDY}'
+        )
   check(state, following, owner)
   return state
 
@@ -90,7 +92,9 @@ def check(state: PyTree, following: PyTree, owner: str) -> None:
     ConfigError: names the first difference.
   """
   if (found := difference(state, following)) is not None:
-    raise ConfigError(f'An update of the optimizer {owner} changes the structure of its state: {found}. {_REMEDY}')
+    raise ConfigError(
+      f'An update of the optimizer {owner} changes the structure of its state: {found}. {_REMEDY}'
+    )
 
 
 def difference(state: PyTree, following: PyTree) -> str | None:
@@ -99,11 +103,15 @@ def difference(state: PyTree, following: PyTree) -> str | None:
   for name in sorted(old.keys() ^ new.keys()):
     return f'the array {name!r} is {"added" if name in new else "dropped"}'
   if jax.tree.structure(state) != jax.tree.structure(following):
-    return f'its containers change from {jax.tree.structure(state)} to {jax.tree.structure(following)}'
+    return (
+      f'its containers change from {jax.tree.structure(state)} to {jax.tree.structure(following)}'
+    )
   for name, leaf in old.items():
     if (leaf.shape, leaf.dtype) != (new[name].shape, new[name].dtype):
-      return (f'the array {name!r} changes from {leaf.dtype}{list(leaf.shape)} to '
-              f'{new[name].dtype}{list(new[name].shape)}')
+      return (
+        f'the array {name!r} changes from {leaf.dtype}{list(leaf.shape)} to '
+        f'{new[name].dtype}{list(new[name].shape)}'
+      )
   return None
 
 
@@ -114,9 +122,16 @@ def _may_change(state: PyTree) -> bool:
   def visit(node: Any) -> bool:
     nonlocal found
     node_class = type(node)
-    is_own = node_class.__module__.partition('.')[0] in _OWN_PACKAGES and node_class.__name__ not in _STATES_OF_USERS
-    found = found or not (kinds.is_array(node) or is_own or isinstance(node, _PLAIN_CONTAINERS) and (
-        kinds.fields_of(node_class) is None))
+    is_own = (
+      node_class.__module__.partition('.')[0] in _OWN_PACKAGES
+      and node_class.__name__ not in _STATES_OF_USERS
+    )
+    found = found or not (
+      kinds.is_array(node)
+      or is_own
+      or isinstance(node, _PLAIN_CONTAINERS)
+      and (kinds.fields_of(node_class) is None)
+    )
     return False
 
   jax.tree.leaves(state, is_leaf=visit)
@@ -125,7 +140,10 @@ def _may_change(state: PyTree) -> bool:
 
 def _has_empty_monitor(state: PyTree) -> bool:
   is_monitor = lambda node: isinstance(node, optax.MonitorState)
-  return any(is_monitor(node) and not node.measurements for node in jax.tree.leaves(state, is_leaf=is_monitor))
+  return any(
+    is_monitor(node) and not node.measurements
+    for node in jax.tree.leaves(state, is_leaf=is_monitor)
+  )
 
 
 def _cast(array: jax.Array, following: jax.ShapeDtypeStruct) -> jax.Array:
@@ -145,17 +163,23 @@ def _grown(state: PyTree, following: PyTree) -> PyTree:
   (children, _), (new_children, treedef) = kinds.children_of(state), kinds.children_of(following)
   if not set(children) <= set(new_children):
     return state
-  return treedef.unflatten([_grown(children.get(name), child) for name, child in new_children.items()])
+  return treedef.unflatten(
+    [_grown(children.get(name), child) for name, child in new_children.items()]
+  )
 
 
-def _computes_the_same(update_fn: UpdateFn, params: Params, state: PyTree, following: PyTree) -> bool:
+def _computes_the_same(
+  update_fn: UpdateFn, params: Params, state: PyTree, following: PyTree
+) -> bool:
   """Return True if an update of `state` is the same program as one of the state completed by `_grown`."""
 
   def program(fn):
     # Addresses of functions differ from one trace to the next.
     return re.sub(' at 0x[0-9a-f]+', '', str(jax.make_jaxpr(fn)(params, state)))
 
-  return program(update_fn) == program(lambda params, state: update_fn(params, _grown(state, following)))
+  return program(update_fn) == program(
+    lambda params, state: update_fn(params, _grown(state, following))
+  )
 
 
 @struct.dataclass
@@ -172,7 +196,8 @@ class RawKey:
 
 
 flax.serialization.register_serialization_state(
-    RawKey, lambda key: key.data, lambda key, data: key.replace(data=data), override=True)
+  RawKey, lambda key: key.data, lambda key, data: key.replace(data=data), override=True
+)
 
 
 def keys_to_raw(state: PyTree) -> PyTree:
@@ -189,5 +214,9 @@ def keys_to_raw(state: PyTree) -> PyTree:
 def keys_to_typed(state: PyTree) -> PyTree:
   """Inverse of `keys_to_raw`."""
   return jax.tree.map(
-      lambda leaf: jax.random.wrap_key_data(leaf.data, impl=leaf.impl) if isinstance(leaf, RawKey) else leaf, state,
-      is_leaf=lambda leaf: isinstance(leaf, RawKey))
+    lambda leaf: (
+      jax.random.wrap_key_data(leaf.data, impl=leaf.impl) if isinstance(leaf, RawKey) else leaf
+    ),
+    state,
+    is_leaf=lambda leaf: isinstance(leaf, RawKey),
+  )

@@ -59,20 +59,21 @@ class OptaxWrapper(definition.OptimizerDef):
 
   @checks.checks_arguments('OptaxWrapper')
   def __init__(
-      self,
-      optax_optimizer: optax.GradientTransformation | None = None,
-      *,
-      learning_rate_factory: Callable[[Any], optax.GradientTransformation] | None = None,
-      owns_learning_rate: bool = False,
-      own_learning_rate: Any = None,
-      extra_args: Sequence[str] | None = None,
-      parts: Sequence[definition.OptimizerDef] = (),
-      rebuild: Callable[[LogicalAxes, Params | None], 'OptaxWrapper'] | None = None,
-      unsupported_reason: str | None = None,
-      is_elementwise: bool = False,
-      stacking_key_fn: StackingKeyFn | None = None,
-      scale_support: ScaleSupport | None = None,
-      name: str = 'OptaxWrapper'):
+    self,
+    optax_optimizer: optax.GradientTransformation | None = None,
+    *,
+    learning_rate_factory: Callable[[Any], optax.GradientTransformation] | None = None,
+    owns_learning_rate: bool = False,
+    own_learning_rate: Any = None,
+    extra_args: Sequence[str] | None = None,
+    parts: Sequence[definition.OptimizerDef] = (),
+    rebuild: Callable[[LogicalAxes, Params | None], 'OptaxWrapper'] | None = None,
+    unsupported_reason: str | None = None,
+    is_elementwise: bool = False,
+    stacking_key_fn: StackingKeyFn | None = None,
+    scale_support: ScaleSupport | None = None,
+    name: str = 'OptaxWrapper',
+  ):
     """Wrap a transformation, or a function that builds one from the trainer's learning rate.
 
     Args:
@@ -101,21 +102,38 @@ class OptaxWrapper(definition.OptimizerDef):
     Raises:
       ConfigError: both transformation and factory or neither, or an invalid transformation.
     """
-    given = {'optax_optimizer': optax_optimizer is not None, 'owns_learning_rate': owns_learning_rate,
-             'own_learning_rate': own_learning_rate is not None}
+    given = {
+      'optax_optimizer': optax_optimizer is not None,
+      'owns_learning_rate': owns_learning_rate,
+      'own_learning_rate': own_learning_rate is not None,
+    }
     excluded = [] if learning_rate_factory is None else [name for name in given if given[name]]
     if excluded or (learning_rate_factory is None and optax_optimizer is None):
       raise ConfigError(
-          'OptaxWrapper takes either optax_optimizer, with its learning rate, or learning_rate_factory, got '
-          f'{" and ".join(["learning_rate_factory", *excluded]) if excluded else "neither"}.')
+        'OptaxWrapper takes either optax_optimizer, with its learning rate, or learning_rate_factory, got '
+        f'{" and ".join(["learning_rate_factory", *excluded]) if excluded else "neither"}.'
+      )
     if learning_rate_factory is not None:
       optax_optimizer = _with_learning_rate_argument(learning_rate_factory)
     if not isinstance(optax_optimizer, optax.GradientTransformation):
-      remedy = 'Call the function first: OptaxWrapper(optax.adamw(...)).' if callable(optax_optimizer) else ''
+      remedy = (
+        'Call the function first: OptaxWrapper(optax.adamw(...)).'
+        if callable(optax_optimizer)
+        else ''
+      )
       remedy = 'It is wrapped already.' if isinstance(optax_optimizer, OptaxWrapper) else remedy
-      remedy = 'Pass its .gradient_transformation().' if isinstance(optax_optimizer, optax.MultiSteps) else remedy
+      remedy = (
+        'Pass its .gradient_transformation().'
+        if isinstance(optax_optimizer, optax.MultiSteps)
+        else remedy
+      )
       raise checks.invalid(
-          'OptaxWrapper', 'optax_optimizer', 'an optax gradient transformation', optax_optimizer, remedy)
+        'OptaxWrapper',
+        'optax_optimizer',
+        'an optax gradient transformation',
+        optax_optimizer,
+        remedy,
+      )
     self.optax_optimizer = optax_optimizer
     self.learning_rate_factory = learning_rate_factory
     self._owns_learning_rate = owns_learning_rate
@@ -155,11 +173,15 @@ class OptaxWrapper(definition.OptimizerDef):
     """See base class."""
     return {} if self._own_learning_rate is None else {'learning_rate': self._own_learning_rate}
 
-  def learning_rates(self, state: definition.OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
+  def learning_rates(
+    self, state: definition.OptimizerState, *, is_passed: bool
+  ) -> dict[str, jax.Array]:
     """See base class; a schedule is evaluated at the transformation's own count of updates."""
     del is_passed  # no effect on the transformation's learning rate
     count = state_hooks.schedule_count_of(state.param_states)
-    return scalars.learning_rates_at(self.configured_learning_rates, state.step if count is None else count)
+    return scalars.learning_rates_at(
+      self.configured_learning_rates, state.step if count is None else count
+    )
 
   @property
   def unsupported_options(self) -> str | None:
@@ -167,7 +189,9 @@ class OptaxWrapper(definition.OptimizerDef):
     inner = (part.unsupported_options for part in self._parts if isinstance(part, OptaxWrapper))
     return self._unsupported_reason or next(filter(None, inner), None)
 
-  def stacking_key(self, path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
+  def stacking_key(
+    self, path: str, param: jax.Array, state: definition.OptimizerState
+  ) -> Hashable | None:
     """See base class and the constructor."""
     if self._stacking_key_fn is None:
       return None
@@ -193,7 +217,9 @@ class OptaxWrapper(definition.OptimizerDef):
     if self.learning_rate_factory is None:
       new.optax_optimizer = scaled(self.optax_optimizer)
     else:
-      new.learning_rate_factory = lambda learning_rate: scaled(self.learning_rate_factory(learning_rate))
+      new.learning_rate_factory = lambda learning_rate: scaled(
+        self.learning_rate_factory(learning_rate)
+      )
       new.optax_optimizer = _with_learning_rate_argument(new.learning_rate_factory)
     if self._rebuild is not None:
       new._rebuild = lambda axes, params: self._rebuild(axes, params).with_param_scales(scales)
@@ -210,7 +236,9 @@ class OptaxWrapper(definition.OptimizerDef):
     """True if `with_param_axes` returns another definition."""
     return self._rebuild is not None or type(self).set_param_axes is not OptaxWrapper.set_param_axes
 
-  def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'OptaxWrapper':
+  def _for_param_axes(
+    self, param_logical_axes: LogicalAxes, params: Params | None
+  ) -> 'OptaxWrapper':
     """Return the optimizer rebuilt for the axes."""
     return self if self._rebuild is None else self._rebuild(param_logical_axes, params)
 
@@ -224,27 +252,46 @@ class OptaxWrapper(definition.OptimizerDef):
     conversion = _Conversion(params)
     try:
       # Some transformations fail without parameters.
-      param_states = optax.EmptyState() if conversion.is_empty else _as_state(
-          self.optax_optimizer.init(conversion.to_optax(params)))
+      param_states = (
+        optax.EmptyState()
+        if conversion.is_empty
+        else _as_state(self.optax_optimizer.init(conversion.to_optax(params)))
+      )
     except (TypeError, ValueError, AttributeError) as error:
       if isinstance(error, T5xLiteError):
         raise
       reason = str(error).partition('\n')[0].rstrip('.:')
       remedy = 'Correct its options; --debug shows the traceback.'
       if 'pytree' in reason:
-        names = f', which begins with {", ".join(map(str, params))}' if isinstance(params, Mapping) else ''
-        remedy = ('A mask, labels or another tree in its options must have the structure of the parameters'
-                  f'{names}, or be a function from the parameters to such a tree.')
+        names = (
+          f', which begins with {", ".join(map(str, params))}'
+          if isinstance(params, Mapping)
+          else ''
+        )
+        remedy = (
+          'A mask, labels or another tree in its options must have the structure of the parameters'
+          f'{names}, or be a function from the parameters to such a tree.'
+        )
       raise ConfigError(
-          f'The optimizer {self.name} does not fit the parameters ({reason}). {remedy}') from error
+        f'The optimizer {self.name} does not fit the parameters ({reason}). {remedy}'
+      ) from error
     if not conversion.is_empty:
-      param_states = state_structure.completed(param_states, params, self._update_for_shapes, self.name)
+      param_states = state_structure.completed(
+        param_states, params, self._update_for_shapes, self.name
+      )
     # Copied, because dog, sam, lbfgs and others keep the given arrays, and no array can be donated twice.
-    return definition.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=jax.tree.map(jnp.copy, param_states))
+    return definition.OptimizerState(
+      step=jnp.zeros([], jnp.int32), param_states=jax.tree.map(jnp.copy, param_states)
+    )
 
   def apply_gradient(
-      self, hyper_params: OptaxHyperParams, params: Params, state: definition.OptimizerState, grads: Params,
-      **extra_args: Any) -> tuple[Params, definition.OptimizerState]:
+    self,
+    hyper_params: OptaxHyperParams,
+    params: Params,
+    state: definition.OptimizerState,
+    grads: Params,
+    **extra_args: Any,
+  ) -> tuple[Params, definition.OptimizerState]:
     """Make one update with the transformation; see `OptimizerDef.apply_gradient`.
 
     Raises:
@@ -257,20 +304,29 @@ class OptaxWrapper(definition.OptimizerDef):
       return params, state.replace(step=next_step)
     optax_params, optax_grads = conversion.to_optax(params), conversion.to_optax(grads)
     updates, param_states = self._update(
-        hyper_params, conversion, optax_params, state, optax_grads, extra_args)
+      hyper_params, conversion, optax_params, state, optax_grads, extra_args
+    )
     self._check_updates(optax_params, updates)
     state_structure.check(state.param_states, param_states, self.name)
     params = conversion.from_optax(optax.apply_updates(optax_params, updates))
     return params, definition.OptimizerState(step=next_step, param_states=param_states)
 
   def _update(
-      self, hyper_params: OptaxHyperParams, conversion: '_Conversion', params: Params, state: definition.OptimizerState,
-      grads: Params, extra_args: Mapping[str, Any]) -> tuple[Params, PyTree]:
+    self,
+    hyper_params: OptaxHyperParams,
+    conversion: '_Conversion',
+    params: Params,
+    state: definition.OptimizerState,
+    grads: Params,
+    extra_args: Mapping[str, Any],
+  ) -> tuple[Params, PyTree]:
     """Return (updates, new `param_states`), given converted parameters and gradients."""
     passed = conversion.extra_args_to_optax(extra_args)
     rate = hyper_params.learning_rate
     if self.uses_learning_rate and rate is not None:
-      passed['learning_rate'] = jnp.asarray(rate(state.step) if callable(rate) else rate, jnp.float32)
+      passed['learning_rate'] = jnp.asarray(
+        rate(state.step) if callable(rate) else rate, jnp.float32
+      )
     param_states = state_structure.keys_to_typed(state.param_states)
     try:
       updates, param_states = self.optax_optimizer.update(grads, param_states, params, **passed)
@@ -279,34 +335,47 @@ class OptaxWrapper(definition.OptimizerDef):
       if isinstance(error, T5xLiteError) or not re.search('keyword|must be provided', reason):
         raise
       raise ConfigError(
-          f'The optimizer {self.name} failed: {reason}. Pass the values of the step that it needs to apply_gradient '
-          '(such as value=loss), or list those that it accepts in OptaxWrapper(transformation, extra_args=...).'
-          ) from error
+        f'The optimizer {self.name} failed: {reason}. Pass the values of the step that it needs to apply_gradient '
+        '(such as value=loss), or list those that it accepts in OptaxWrapper(transformation, extra_args=...).'
+      ) from error
     return updates, _as_state(param_states)
 
   def _update_for_shapes(self, params: Params, param_states: PyTree) -> tuple[Params, PyTree]:
     """Return the result of `_update` for tracing, with parameters as gradients and dummy values of the step."""
-    value_fn = lambda params: sum(jnp.sum(param.astype(jnp.float32)) for param in jax.tree.leaves(params))
-    known = {'value': jnp.float32(0.0), 'grad': params, 'value_fn': value_fn, 'obj_fn': value_fn,
-             'grad_fn': lambda params, number: params}
+    value_fn = lambda params: sum(
+      jnp.sum(param.astype(jnp.float32)) for param in jax.tree.leaves(params)
+    )
+    known = {
+      'value': jnp.float32(0.0),
+      'grad': params,
+      'value_fn': value_fn,
+      'obj_fn': value_fn,
+      'grad_fn': lambda params, number: params,
+    }
     conversion, step = _Conversion(params), jnp.zeros([], jnp.int32)
     optax_params = conversion.to_optax(params)
     return self._update(
-        OptaxHyperParams(learning_rate=0.0), conversion, optax_params,
-        definition.OptimizerState(step=step, param_states=param_states), optax_params,
-        {name: known[name] for name in self.extra_args})
+      OptaxHyperParams(learning_rate=0.0),
+      conversion,
+      optax_params,
+      definition.OptimizerState(step=step, param_states=param_states),
+      optax_params,
+      {name: known[name] for name in self.extra_args},
+    )
 
   def _check_updates(self, params: Params, updates: Params) -> None:
     """Raise if an update has another shape than its parameter, which JAX would broadcast, or another kind of number."""
+
     def check(path: str, param: jax.Array, update: jax.Array) -> None:
       update = jnp.asarray(update)
       is_complex = jnp.issubdtype(update.dtype, jnp.complexfloating)
       kinds_differ = is_complex and not jnp.issubdtype(param.dtype, jnp.complexfloating)
       if update.shape != param.shape or kinds_differ or update.dtype == jnp.bool_:
         raise ConfigError(
-            f'The optimizer {self.name} returned an update of shape {list(update.shape)} and dtype {update.dtype} for '
-            f'the parameter {path!r} of shape {list(param.shape)} and dtype {param.dtype}. A transformation must '
-            'return an update with the shape of the parameter, and real numbers for a real parameter.')
+          f'The optimizer {self.name} returned an update of shape {list(update.shape)} and dtype {update.dtype} for '
+          f'the parameter {path!r} of shape {list(param.shape)} and dtype {param.dtype}. A transformation must '
+          'return an update with the shape of the parameter, and real numbers for a real parameter.'
+        )
 
     tree_utils.map_with_names(check, params, updates)
 
@@ -327,19 +396,23 @@ class OptaxWrapper(definition.OptimizerDef):
     return self.unsupported_options or state_hooks.unsupported_reason_of(state.param_states)
 
   def derive_logical_axes(
-      self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
+    self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes
+  ) -> definition.Optimizer:
     """Return the axes of the state by `OptaxStatePartitionRules`; see `OptimizerDef.derive_logical_axes`."""
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
     state_axes = definition.OptimizerState(
-        step=PartitionSpec(),
-        param_states=OptaxStatePartitionRules.derive_optax_logical_axes(
-            optimizer.state.param_states, target_axes, optimizer.target))
+      step=PartitionSpec(),
+      param_states=OptaxStatePartitionRules.derive_optax_logical_axes(
+        optimizer.state.param_states, target_axes, optimizer.target
+      ),
+    )
     _axes.check_logical_axes(optimizer.state, state_axes, 'the optax state')
     return optimizer.replace(state=state_axes, target=target_axes)
 
 
 def _with_learning_rate_argument(
-    factory: Callable[[Any], optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
+  factory: Callable[[Any], optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
   """Return a transformation that calls the factory in each update with the `learning_rate` of the update."""
 
   def init(params: Params) -> PyTree:
@@ -348,10 +421,13 @@ def _with_learning_rate_argument(
   def update(updates, state, params=None, *, learning_rate=None, **extra_args):
     if learning_rate is None:
       raise ConfigError(
-          'An optimizer that uses the learning rate of the trainer was updated without a learning rate. Give the '
-          'trainer a learning_rate_fn, or the optimizer a learning_rate. To join transformations use '
-          'optimizers.chain([...]), which passes the learning rate on.')
-    return optax.with_extra_args_support(factory(learning_rate)).update(updates, state, params, **extra_args)
+        'An optimizer that uses the learning rate of the trainer was updated without a learning rate. Give the '
+        'trainer a learning_rate_fn, or the optimizer a learning_rate. To join transformations use '
+        'optimizers.chain([...]), which passes the learning rate on.'
+      )
+    return optax.with_extra_args_support(factory(learning_rate)).update(
+      updates, state, params, **extra_args
+    )
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -395,8 +471,11 @@ class _Conversion:
 
   def from_optax(self, tree: PyTree) -> PyTree:
     """Return the inverse of `to_optax`, in the dtypes of the parameters."""
-    return jax.tree.map(lambda param, array: param if param.size == 0 else array.astype(param.dtype),
-                        self._params, tree)
+    return jax.tree.map(
+      lambda param, array: param if param.size == 0 else array.astype(param.dtype),
+      self._params,
+      tree,
+    )
 
   def extra_args_to_optax(self, extra_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return converted values of the step; functions take converted parameters and compute with the model's."""
@@ -419,14 +498,20 @@ class _Conversion:
         case 'value_fn' | 'obj_fn':
           converted[name] = value_of(value)
         case 'grad_fn':
-          converted[name] = lambda params, number, fn=value: self.to_optax(fn(self.from_optax(params), number))
+          converted[name] = lambda params, number, fn=value: self.to_optax(
+            fn(self.from_optax(params), number)
+          )
     return converted
 
 
-def _checked_extra_args(names: Sequence[str] | None, transformation: optax.GradientTransformation) -> tuple[str, ...]:
+def _checked_extra_args(
+  names: Sequence[str] | None, transformation: optax.GradientTransformation
+) -> tuple[str, ...]:
   if names is None:
     takes = isinstance(transformation, optax.GradientTransformationExtraArgs)
     return definition.EXTRA_ARGS if takes else ()
   for name in names:
-    checks.check('OptaxWrapper', {'extra_args': name}, extra_args=checks.one_of(definition.EXTRA_ARGS))
+    checks.check(
+      'OptaxWrapper', {'extra_args': name}, extra_args=checks.one_of(definition.EXTRA_ARGS)
+    )
   return tuple(names)

@@ -30,21 +30,41 @@ _POSITIVE = checks.number(above=0)
 _PERIOD = checks.number(at_least=1, integer=True)
 _BOOL = checks.instance(bool, 'True or False')
 _BETAS = checks.Expectation(
-    'two numbers, 0 < betas[0] <= betas[1] < 1', lambda betas: isinstance(betas, (list, tuple)) and len(betas) == 2
-    and all(map(checks.number(above=0, below=1).holds, betas)) and betas[0] <= betas[1])
+  'two numbers, 0 < betas[0] <= betas[1] < 1',
+  lambda betas: (
+    isinstance(betas, (list, tuple))
+    and len(betas) == 2
+    and all(map(checks.number(above=0, below=1).holds, betas))
+    and betas[0] <= betas[1]
+  ),
+)
 _NOT_NEGATIVE = checks.number(at_least=0)
 _OPTIONS = dict(
-    betas=_BETAS, clipping_scale=_POSITIVE.or_none(), scalar_lr_scale=_NOT_NEGATIVE, eps=_POSITIVE,
-    param_max_rms=checks.number(above=0, finite=False),
-    scalar_max=checks.number(above=0, finite=False), size_update_period=_PERIOD, clipping_update_period=_PERIOD,
-    show_dominant_parameters=_BOOL, clip_scale_gradient_only=_BOOL)
+  betas=_BETAS,
+  clipping_scale=_POSITIVE.or_none(),
+  scalar_lr_scale=_NOT_NEGATIVE,
+  eps=_POSITIVE,
+  param_max_rms=checks.number(above=0, finite=False),
+  scalar_max=checks.number(above=0, finite=False),
+  size_update_period=_PERIOD,
+  clipping_update_period=_PERIOD,
+  show_dominant_parameters=_BOOL,
+  clip_scale_gradient_only=_BOOL,
+)
 _PARAM_LABELS = checks.Expectation(
-    'pairs (regular expression, label), a tree of labels, or a function from the parameters to such a tree',
-    lambda labels: callable(labels) or isinstance(labels, Iterable) and not isinstance(labels, str)).or_none()
+  'pairs (regular expression, label), a tree of labels, or a function from the parameters to such a tree',
+  lambda labels: callable(labels) or isinstance(labels, Iterable) and not isinstance(labels, str),
+).or_none()
 _GROUP_OPTIONS = checks.Expectation(
-    'a dict from labels without "/" to dicts of options', lambda groups: isinstance(groups, Mapping) and all(
-        isinstance(label, str) and label and '/' not in label and isinstance(options, Mapping)
-        for label, options in groups.items())).or_none()
+  'a dict from labels without "/" to dicts of options',
+  lambda groups: (
+    isinstance(groups, Mapping)
+    and all(
+      isinstance(label, str) and label and '/' not in label and isinstance(options, Mapping)
+      for label, options in groups.items()
+    )
+  ),
+).or_none()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +89,15 @@ class GroupOptions:
 
   def __post_init__(self):
     scalars.check_learning_rate(self.learning_rate, OWNER)
-    checks.check(OWNER, vars(self), **_OPTIONS, param_min_rms=checks.Expectation(
+    checks.check(
+      OWNER,
+      vars(self),
+      **_OPTIONS,
+      param_min_rms=checks.Expectation(
         f'a number >= 0, at most param_max_rms, {self.param_max_rms}',
-        lambda rms: _NOT_NEGATIVE.holds(rms) and rms <= self.param_max_rms))
+        lambda rms: _NOT_NEGATIVE.holds(rms) and rms <= self.param_max_rms,
+      ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +144,9 @@ class Member:
     """Int [num_units]: index in the batched dims of a unit's parameter; -1 without such dims."""
     num_layers = self.num_units // len(self.parameters)
     has_batch_dims = len(self.batch_dims) > (len(self.parameters) > 1)
-    return np.tile(np.arange(num_layers) if has_batch_dims else np.full([num_layers], -1), len(self.parameters))
+    return np.tile(
+      np.arange(num_layers) if has_batch_dims else np.full([num_layers], -1), len(self.parameters)
+    )
 
   @property
   def is_scalar(self) -> bool:
@@ -189,7 +217,11 @@ class Groups:
   """
 
   def __init__(
-      self, defaults: GroupOptions, param_labels: Any, group_options: Mapping[str, Mapping[str, Any]] | None):
+    self,
+    defaults: GroupOptions,
+    param_labels: Any,
+    group_options: Mapping[str, Mapping[str, Any]] | None,
+  ):
     """Check the options of all groups.
 
     Args:
@@ -208,8 +240,10 @@ class Groups:
       self.options[label] = _override(defaults, label, options)
     if param_labels is None:
       if len(self.options) > 1 or group_options:
-        raise ConfigError(f'`{OWNER}.group_options` has no effect without param_labels. Assign parameters to '
-                          f'{sorted(group_options)}, for instance by param_labels=((regular expression, label), ...).')
+        raise ConfigError(
+          f'`{OWNER}.group_options` has no effect without param_labels. Assign parameters to '
+          f'{sorted(group_options)}, for instance by param_labels=((regular expression, label), ...).'
+        )
     elif not callable(param_labels) and not isinstance(param_labels, Mapping):
       self._set_patterns(param_labels)
 
@@ -222,14 +256,17 @@ class Groups:
       self._patterns.setdefault(label, pattern)
     for label in self.options:
       if label != DEFAULT_LABEL and label not in self._patterns:
-        raise ConfigError(f'`{OWNER}.group_options` has the label {label!r}, which param_labels does not have.'
-                          f'{did_you_mean(label, self._patterns)}')
+        raise ConfigError(
+          f'`{OWNER}.group_options` has the label {label!r}, which param_labels does not have.'
+          f'{did_you_mean(label, self._patterns)}'
+        )
 
   def _check_label(self, label: Any, where: str) -> None:
     if label not in self.options:
       raise ConfigError(
-          f'{OWNER}: {where} has the label {label!r}, which is not in group_options.'
-          f'{did_you_mean(str(label), self.options)} Add {{{label!r}: {{}}}} for a group with the default options.')
+        f'{OWNER}: {where} has the label {label!r}, which is not in group_options.'
+        f'{did_you_mean(str(label), self.options)} Add {{{label!r}: {{}}}} for a group with the default options.'
+      )
 
   def labels_of(self, params: Params, paths: Sequence[str]) -> list[str]:
     """Return the label of each parameter.
@@ -248,8 +285,9 @@ class Groups:
       for label, pattern in self._patterns.items():
         if paths and label not in labels:
           raise ConfigError(
-              f'{OWNER}: no parameter has the label {label!r}: {pattern!r} is not the first match of any path such as '
-              f'{paths[0]!r}.')
+            f'{OWNER}: no parameter has the label {label!r}: {pattern!r} is not the first match of any path such as '
+            f'{paths[0]!r}.'
+          )
       return labels
     tree = self._labels(params) if callable(self._labels) else self._labels
     labels = _labels_by_path(tree, paths, all_used=not callable(self._labels))
@@ -269,8 +307,11 @@ class BatchDims:
   """Batched dims of parameters: dims whose indices count separate parameters."""
 
   def __init__(
-      self, batch_axes: Sequence[str], batch_dims: Sequence[tuple[str, Any]],
-      param_logical_axes: LogicalAxes | None = None):
+    self,
+    batch_axes: Sequence[str],
+    batch_dims: Sequence[tuple[str, Any]],
+    param_logical_axes: LogicalAxes | None = None,
+  ):
     """Check the options.
 
     Args:
@@ -281,12 +322,18 @@ class BatchDims:
     Raises:
       ConfigError: an option that is not a tuple or list, or an invalid regular expression.
     """
-    checks.check(OWNER, locals(), batch_axes=checks.instance((tuple, list), 'a tuple of names'),
-                 batch_dims=checks.instance((tuple, list), 'a tuple of (regular expression, dim) pairs'))
+    checks.check(
+      OWNER,
+      locals(),
+      batch_axes=checks.instance((tuple, list), 'a tuple of names'),
+      batch_dims=checks.instance((tuple, list), 'a tuple of (regular expression, dim) pairs'),
+    )
     self._rules = HParamMap((*batch_dims, ('', None)))
     self._dims_by_path = {
-        path: tuple(dim for dim, name in enumerate(axes) if name in batch_axes)
-        for path, axes in tree_utils.named_leaves({} if param_logical_axes is None else param_logical_axes)
+      path: tuple(dim for dim, name in enumerate(axes) if name in batch_axes)
+      for path, axes in tree_utils.named_leaves(
+        {} if param_logical_axes is None else param_logical_axes
+      )
     }
 
   def of(self, path: str, num_dims: int) -> tuple[int, ...]:
@@ -297,7 +344,9 @@ class BatchDims:
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     for dim in dims:
       if not isinstance(dim, int) or not -num_dims <= dim < num_dims:
-        raise checks.invalid(OWNER, 'batch_dims', f'a dim out of the {num_dims} dims of {path!r}', dim)
+        raise checks.invalid(
+          OWNER, 'batch_dims', f'a dim out of the {num_dims} dims of {path!r}', dim
+        )
     return tuple(sorted({dim % num_dims for dim in dims}))
 
 
@@ -314,7 +363,9 @@ def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[Gr
   """
   named = list(tree_utils.named_leaves(params))
   paths, parameters_of = layer_stacks.single_paths([path for path, _ in named])
-  labels = groups.labels_of(params if len(paths) == len(named) else layer_stacks.single_shapes(params), paths)
+  labels = groups.labels_of(
+    params if len(paths) == len(named) else layer_stacks.single_shapes(params), paths
+  )
   members = {label: [] for label in groups.options}
   for index, ((path, param), parameters) in enumerate(zip(named, parameters_of, strict=True)):
     first = parameters[0]  # stacked layers have its options, by the `stacking_key`
@@ -322,9 +373,12 @@ def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[Gr
     dims = batch_dims.of(paths[first], param.ndim - is_stacked)
     dims = (0, *(dim + 1 for dim in dims)) if is_stacked else dims
     members[labels[first]].append(
-        Member(index=index, shape=tuple(param.shape), batch_dims=dims, parameters=parameters))
-  return [GroupPlan(label=label, options=options, members=tuple(members[label]))
-          for label, options in groups.options.items()]
+      Member(index=index, shape=tuple(param.shape), batch_dims=dims, parameters=parameters)
+    )
+  return [
+    GroupPlan(label=label, options=options, members=tuple(members[label]))
+    for label, options in groups.options.items()
+  ]
 
 
 def _override(defaults: GroupOptions, label: Any, options: Any) -> GroupOptions:
@@ -332,7 +386,9 @@ def _override(defaults: GroupOptions, label: Any, options: Any) -> GroupOptions:
   names = [field.name for field in dataclasses.fields(GroupOptions)]
   for name in options:
     if name not in names:
-      raise ConfigError(f'{OWNER}: group {label!r} has no option {name!r}.{did_you_mean(str(name), names)}')
+      raise ConfigError(
+        f'{OWNER}: group {label!r} has no option {name!r}.{did_you_mean(str(name), names)}'
+      )
   return dataclasses.replace(defaults, **options)
 
 
@@ -349,7 +405,13 @@ def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[
   missing = [path for path, label in zip(paths, labels, strict=True) if label is None]
   unused = sorted(set(by_path) - used) if all_used and paths else []
   if missing or unused:
-    problem = f'no label for the parameter {missing[0]!r}' if missing else f'a label without parameter at {unused[0]!r}'
-    raise ConfigError(f'{OWNER}: param_labels has {problem}.'
-                      f'{did_you_mean(missing[0], by_path) if missing else did_you_mean(unused[0], paths)}')
+    problem = (
+      f'no label for the parameter {missing[0]!r}'
+      if missing
+      else f'a label without parameter at {unused[0]!r}'
+    )
+    raise ConfigError(
+      f'{OWNER}: param_labels has {problem}.'
+      f'{did_you_mean(missing[0], by_path) if missing else did_you_mean(unused[0], paths)}'
+    )
   return labels

@@ -81,17 +81,34 @@ def init_clip_state(options: GroupOptions) -> ScaledAdamClipState:
   dominant = None
   if options.show_dominant_parameters:
     dominant = DominantParameter(
-        step=jnp.full([], -1, jnp.int32), parameter=zero(jnp.int32), layer=jnp.full([], -1, jnp.int32),
-        clip_scale=jnp.ones([], jnp.float32), share=zero(), sumsq=zero(), grad_sumsq=zero(), rms_squared=zero())
+      step=jnp.full([], -1, jnp.int32),
+      parameter=zero(jnp.int32),
+      layer=jnp.full([], -1, jnp.int32),
+      clip_scale=jnp.ones([], jnp.float32),
+      share=zero(),
+      sumsq=zero(),
+      grad_sumsq=zero(),
+      rms_squared=zero(),
+    )
   return ScaledAdamClipState(
-      model_norms=jnp.zeros([options.clipping_update_period], jnp.float32), threshold=zero(),
-      num_clipped=zero(jnp.int32), clip_scale=jnp.ones([], jnp.float32), norm=zero(),
-      quartiles=jnp.zeros([5], jnp.float32), percent_clipped=zero(), dominant=dominant)
+    model_norms=jnp.zeros([options.clipping_update_period], jnp.float32),
+    threshold=zero(),
+    num_clipped=zero(jnp.int32),
+    clip_scale=jnp.ones([], jnp.float32),
+    norm=zero(),
+    quartiles=jnp.zeros([5], jnp.float32),
+    percent_clipped=zero(),
+    dominant=dominant,
+  )
 
 
 def clip(
-    plan: GroupPlan, state: ScaledAdamClipState, count: Array, grad_sumsq_U: Array,
-    rms_squared_U: Array) -> tuple[Array, ScaledAdamClipState]:
+  plan: GroupPlan,
+  state: ScaledAdamClipState,
+  count: Array,
+  grad_sumsq_U: Array,
+  rms_squared_U: Array,
+) -> tuple[Array, ScaledAdamClipState]:
   """Return the factor of the gradients of a group.
 
   Args:
@@ -116,10 +133,13 @@ def clip(
   # ---- Once per period: sorted norms and threshold. ----
   is_report = is_recorded & (count % period == 0)
   indices = np.array([min(period - 1, (period // 4) * n) for n in range(5)])
-  quartiles = jax.lax.cond(is_report, lambda: jnp.sort(model_norms)[indices], lambda: state.quartiles)
+  quartiles = jax.lax.cond(
+    is_report, lambda: jnp.sort(model_norms)[indices], lambda: state.quartiles
+  )
   threshold = jnp.where(is_report, options.clipping_scale * quartiles[2], state.threshold)
   percent_clipped = jnp.where(
-      is_report, state.num_clipped.astype(jnp.float32) * (100.0 / period), state.percent_clipped)
+    is_report, state.num_clipped.astype(jnp.float32) * (100.0 / period), state.percent_clipped
+  )
   num_clipped = jnp.where(is_report, 0, state.num_clipped)
 
   ratio = threshold / (norm + 1e-20)
@@ -128,24 +148,47 @@ def clip(
   dominant = state.dominant
   if dominant is not None:
     latest = _dominant(plan, count, scale, grad_sumsq_U, rms_squared_U, sumsq_U, total)
-    is_held = (dominant.clip_scale < STRONG_CLIPPING) & (count - dominant.step < period) & (scale >= STRONG_CLIPPING)
+    is_held = (
+      (dominant.clip_scale < STRONG_CLIPPING)
+      & (count - dominant.step < period)
+      & (scale >= STRONG_CLIPPING)
+    )
     dominant = jax.tree.map(lambda new, old: jnp.where(is_held, old, new), latest, dominant)
   return scale, ScaledAdamClipState(
-      model_norms=model_norms, threshold=threshold, num_clipped=num_clipped + is_clipped.astype(jnp.int32),
-      clip_scale=scale, norm=norm, quartiles=quartiles, percent_clipped=percent_clipped, dominant=dominant)
+    model_norms=model_norms,
+    threshold=threshold,
+    num_clipped=num_clipped + is_clipped.astype(jnp.int32),
+    clip_scale=scale,
+    norm=norm,
+    quartiles=quartiles,
+    percent_clipped=percent_clipped,
+    dominant=dominant,
+  )
 
 
 def _dominant(
-    plan: GroupPlan, count: Array, scale: Array, grad_sumsq_U: Array, rms_squared_U: Array, sumsq_U: Array,
-    total: Array) -> DominantParameter:
+  plan: GroupPlan,
+  count: Array,
+  scale: Array,
+  grad_sumsq_U: Array,
+  rms_squared_U: Array,
+  sumsq_U: Array,
+  total: Array,
+) -> DominantParameter:
   """Return the dominant parameter of this step."""
   parameters = plan.constants(lambda member: member.parameter_of_unit, np.int32)
   layers = plan.constants(lambda member: member.layer_of_unit, np.int32)
   largest = jnp.argmax(sumsq_U)
   return DominantParameter(
-      step=count, parameter=jnp.asarray(parameters)[largest], layer=jnp.asarray(layers)[largest], clip_scale=scale,
-      share=sumsq_U[largest] / jnp.maximum(total, np.finfo(np.float32).tiny), sumsq=sumsq_U[largest],
-      grad_sumsq=grad_sumsq_U[largest], rms_squared=rms_squared_U[largest])
+    step=count,
+    parameter=jnp.asarray(parameters)[largest],
+    layer=jnp.asarray(layers)[largest],
+    clip_scale=scale,
+    share=sumsq_U[largest] / jnp.maximum(total, np.finfo(np.float32).tiny),
+    sumsq=sumsq_U[largest],
+    grad_sumsq=grad_sumsq_U[largest],
+    rms_squared=rms_squared_U[largest],
+  )
 
 
 def metrics_of(groups: Mapping[str, Any], count: Array) -> dict[str, Array]:
@@ -162,12 +205,17 @@ def metrics_of(groups: Mapping[str, Any], count: Array) -> dict[str, Array]:
   for label, group in groups.items():
     if (clipping := group.clipping) is None:
       continue
-    values = {name: getattr(clipping, name) for name in ('norm', 'clip_scale', 'threshold', 'percent_clipped')}
+    values = {
+      name: getattr(clipping, name)
+      for name in ('norm', 'clip_scale', 'threshold', 'percent_clipped')
+    }
     quartiles = _quartiles_so_far(clipping, count)
     values |= {f'norm_{name}': quartiles[i] for i, name in enumerate(_QUARTILES)}
     if clipping.dominant is not None:
       values |= {f'dominant/{name}': value for name, value in clipping.dominant._asdict().items()}
-    metrics |= {f'{_PREFIX}{label}/{name}': value.astype(jnp.float32) for name, value in values.items()}
+    metrics |= {
+      f'{_PREFIX}{label}/{name}': value.astype(jnp.float32) for name, value in values.items()
+    }
   return metrics
 
 
@@ -186,7 +234,9 @@ def _quartiles_so_far(clipping: ScaledAdamClipState, count: Array) -> Array:
   def until_now():
     # The first norm is not recorded; it is used until there is another.
     num_recorded = jnp.clip(count - 1, 0, period)
-    norms = jnp.where(jnp.arange(period) < num_recorded, jnp.roll(clipping.model_norms, -1), jnp.inf)
+    norms = jnp.where(
+      jnp.arange(period) < num_recorded, jnp.roll(clipping.model_norms, -1), jnp.inf
+    )
     norms = jnp.where(num_recorded == 0, clipping.norm, jnp.sort(norms))
     last = jnp.maximum(num_recorded - 1, 0)
     return norms[(last * jnp.arange(5)) // 4]
@@ -212,8 +262,9 @@ def report_of(values: Mapping[str, float], paths: Sequence[str] = ()) -> list[st
     if group['threshold'] > 0:
       norms = ' '.join(f'{group[f"norm_{name}"]:.3e}' for name in _QUARTILES)
       lines.append(
-          f'scaled_adam, group {label}: quartiles of the gradient norm {norms}, clipped above '
-          f'{group["threshold"]:.3e}; {group["percent_clipped"]:.1f} % of the previous steps were clipped')
+        f'scaled_adam, group {label}: quartiles of the gradient norm {norms}, clipped above '
+        f'{group["threshold"]:.3e}; {group["percent_clipped"]:.1f} % of the previous steps were clipped'
+      )
     if group.get('dominant/clip_scale', 1) < STRONG_CLIPPING:
       lines.append(_dominant_line(label, group, paths))
   return lines
@@ -224,7 +275,8 @@ def _dominant_line(label: str, group: Mapping[str, float], paths: Sequence[str])
   number, layer = int(group['dominant/parameter']), int(group['dominant/layer'])
   name = paths[number] if number < len(paths) else f'parameter {number} of the tree'
   return (
-      f'scaled_adam, group {label}: the gradient of step {group["dominant/step"]:.0f} was scaled by '
-      f'{group["dominant/clip_scale"]:.3g}, and had {100 * group["dominant/share"]:.0f} % of its squared norm in {name}'
-      f'{f", layer {layer}" if layer >= 0 else ""}: {group["dominant/sumsq"]:.3e}, the sum of squares '
-      f'{group["dominant/grad_sumsq"]:.3e} times the mean square of the parameter {group["dominant/rms_squared"]:.3e}')
+    f'scaled_adam, group {label}: the gradient of step {group["dominant/step"]:.0f} was scaled by '
+    f'{group["dominant/clip_scale"]:.3g}, and had {100 * group["dominant/share"]:.0f} % of its squared norm in {name}'
+    f'{f", layer {layer}" if layer >= 0 else ""}: {group["dominant/sumsq"]:.3e}, the sum of squares '
+    f'{group["dominant/grad_sumsq"]:.3e} times the mean square of the parameter {group["dominant/rms_squared"]:.3e}'
+  )

@@ -62,16 +62,24 @@ def init_group(plan: GroupPlan, params: Sequence[Array]) -> ScaledAdamGroupState
   """
   wide = [params[member.index].astype(jnp.float32) for member in plan.members]
   return ScaledAdamGroupState(
-      param_rms=_param_rms(plan, wide),
-      scale_exp_avg_sq=jnp.zeros([plan.num_units], jnp.float32),
-      scale_grad_sum=jnp.zeros([plan.num_units], jnp.float32),
-      scale_grad_sumsq=jnp.zeros([plan.num_units], jnp.float32),
-      clipping=report_lib.init_clip_state(plan.options) if plan.options.clipping_scale is not None else None)
+    param_rms=_param_rms(plan, wide),
+    scale_exp_avg_sq=jnp.zeros([plan.num_units], jnp.float32),
+    scale_grad_sum=jnp.zeros([plan.num_units], jnp.float32),
+    scale_grad_sumsq=jnp.zeros([plan.num_units], jnp.float32),
+    clipping=report_lib.init_clip_state(plan.options)
+    if plan.options.clipping_scale is not None
+    else None,
+  )
 
 
 def update_group(
-    plan: GroupPlan, state: ScaledAdamGroupState, count: Array, rate: Any, params: Sequence[Array],
-    grads: Sequence[Array]) -> tuple[ScaledAdamGroupState, list[UpdateFactors]]:
+  plan: GroupPlan,
+  state: ScaledAdamGroupState,
+  count: Array,
+  rate: Any,
+  params: Sequence[Array],
+  grads: Sequence[Array],
+) -> tuple[ScaledAdamGroupState, list[UpdateFactors]]:
   """Return the result of an update for one number per unit.
 
   Args:
@@ -97,40 +105,50 @@ def update_group(
   clip_scale, clipping = None, state.clipping
   if options.clipping_scale is not None:
     grad_sumsq_U = _unit_sums(plan, [grad * grad for grad in grads])
-    clip_scale, clipping = report_lib.clip(plan, clipping, count, grad_sumsq_U, state.param_rms * state.param_rms)
+    clip_scale, clipping = report_lib.clip(
+      plan, clipping, count, grad_sumsq_U, state.param_rms * state.param_rms
+    )
     size_grad_U = clip_scale * size_grad_U
 
   # ---- Sizes: gradients are summed in every step, sizes change in the last step of a period. ----
   period = options.size_update_period
   position = count % period
   state = state._replace(
-      scale_grad_sum=jnp.where(position == 0, 0.0, state.scale_grad_sum) + size_grad_U,
-      scale_grad_sumsq=jnp.where(position == 0, 0.0, state.scale_grad_sumsq) + size_grad_U * size_grad_U,
-      clipping=clipping)
+    scale_grad_sum=jnp.where(position == 0, 0.0, state.scale_grad_sum) + size_grad_U,
+    scale_grad_sumsq=jnp.where(position == 0, 0.0, state.scale_grad_sumsq)
+    + size_grad_U * size_grad_U,
+    clipping=clipping,
+  )
   state, size_step_U = jax.lax.cond(
-      position == period - 1,
-      lambda: _size_steps(plan, state, count, rate, params),
-      lambda: (state, jnp.zeros_like(state.param_rms)))
+    position == period - 1,
+    lambda: _size_steps(plan, state, count, rate, params),
+    lambda: (state, jnp.zeros_like(state.param_rms)),
+  )
 
   # ---- Factors. Scalars have a lower rate, independent of their size, and a bias correction in every step. ----
   is_scalar_U = _is_scalar(plan)
   correction = 1.0 / _bias_correction(beta2, count + 1)
   late_correction = jnp.where(count < _num_corrected_steps(beta2), correction, 1.0)
-  scale_U = jnp.where(is_scalar_U, options.scalar_lr_scale, jnp.maximum(state.param_rms, options.param_min_rms))
+  scale_U = jnp.where(
+    is_scalar_U, options.scalar_lr_scale, jnp.maximum(state.param_rms, options.param_min_rms)
+  )
   adam_U = rate * (1 - beta1) * scale_U
   size_U = (1 - beta1) * size_step_U
   factors = [
-      UpdateFactors(
-          grad=None if options.clip_scale_gradient_only else clip_scale,
-          correction=correction if member.is_scalar else late_correction,
-          adam=adam.reshape(member.broadcast_shape), size=size.reshape(member.broadcast_shape))
-      for member, adam, size in zip(plan.members, plan.split(adam_U), plan.split(size_U), strict=True)]
+    UpdateFactors(
+      grad=None if options.clip_scale_gradient_only else clip_scale,
+      correction=correction if member.is_scalar else late_correction,
+      adam=adam.reshape(member.broadcast_shape),
+      size=size.reshape(member.broadcast_shape),
+    )
+    for member, adam, size in zip(plan.members, plan.split(adam_U), plan.split(size_U), strict=True)
+  ]
   return state, factors
 
 
 def _size_steps(
-    plan: GroupPlan, state: ScaledAdamGroupState, count: Array, rate: Any,
-    params: Sequence[Array]) -> tuple[ScaledAdamGroupState, Array]:
+  plan: GroupPlan, state: ScaledAdamGroupState, count: Array, rate: Any, params: Sequence[Array]
+) -> tuple[ScaledAdamGroupState, Array]:
   """Return the state with the sizes at the end of a period, and the steps of their logarithms [U]."""
   options = plan.options
   beta2, period = options.betas[1], options.size_update_period
@@ -139,19 +157,27 @@ def _size_steps(
   decay = beta2**period
   mean_sq_U = decay * state.scale_exp_avg_sq + (1 - decay) * state.scale_grad_sumsq / period
   correction = _bias_correction(beta2, (count + 1) // period * period)
-  step_U = -size_rate * jnp.sqrt(correction) * state.scale_grad_sum / (jnp.sqrt(mean_sq_U) + options.eps)
+  step_U = (
+    -size_rate * jnp.sqrt(correction) * state.scale_grad_sum / (jnp.sqrt(mean_sq_U) + options.eps)
+  )
   step_U = jnp.where(rms_U < options.param_min_rms, 0.0, step_U)
   step_U = jnp.where(rms_U > options.param_max_rms, -size_rate * period, step_U)
   # With a period of one step, the first step does not change sizes.
   is_first = count == 0
   mean_sq_U = jnp.where(is_first, state.scale_exp_avg_sq, mean_sq_U)
-  return state._replace(param_rms=rms_U, scale_exp_avg_sq=mean_sq_U), jnp.where(is_first, 0.0, step_U)
+  return state._replace(param_rms=rms_U, scale_exp_avg_sq=mean_sq_U), jnp.where(
+    is_first, 0.0, step_U
+  )
 
 
 def _unit_sums(plan: GroupPlan, arrays: Sequence[Array]) -> Array:
   """Return the sums of units, [U]."""
-  return plan.join([jnp.sum(array, axis=member.reduced_dims).reshape(-1)
-                    for member, array in zip(plan.members, arrays, strict=True)])
+  return plan.join(
+    [
+      jnp.sum(array, axis=member.reduced_dims).reshape(-1)
+      for member, array in zip(plan.members, arrays, strict=True)
+    ]
+  )
 
 
 def _param_rms(plan: GroupPlan, params: Sequence[Array]) -> Array:

@@ -48,23 +48,24 @@ class ScaledAdamState(NamedTuple):
 
 @checks.checks_arguments('scaled_adam')
 def scaled_adam(
-    learning_rate: Any = None,
-    clipping_scale: float | None = None,
-    betas: tuple[float, float] = (0.9, 0.98),
-    scalar_lr_scale: float = 0.1,
-    eps: float = 1e-8,
-    param_min_rms: float = 1e-5,
-    param_max_rms: float = 3.0,
-    scalar_max: float = 10.0,
-    size_update_period: int = 4,
-    clipping_update_period: int = 100,
-    show_dominant_parameters: bool = True,
-    *,
-    clip_scale_gradient_only: bool = False,
-    param_labels: Any = None,
-    group_options: Mapping[str, Mapping[str, Any]] | None = None,
-    batch_axes: Sequence[str] = ('layers', 'stack', 'expert'),
-    batch_dims: Sequence[tuple[str, Any]] = ()) -> OptaxWrapper:
+  learning_rate: Any = None,
+  clipping_scale: float | None = None,
+  betas: tuple[float, float] = (0.9, 0.98),
+  scalar_lr_scale: float = 0.1,
+  eps: float = 1e-8,
+  param_min_rms: float = 1e-5,
+  param_max_rms: float = 3.0,
+  scalar_max: float = 10.0,
+  size_update_period: int = 4,
+  clipping_update_period: int = 100,
+  show_dominant_parameters: bool = True,
+  *,
+  clip_scale_gradient_only: bool = False,
+  param_labels: Any = None,
+  group_options: Mapping[str, Mapping[str, Any]] | None = None,
+  batch_axes: Sequence[str] = ('layers', 'stack', 'expert'),
+  batch_dims: Sequence[tuple[str, Any]] = (),
+) -> OptaxWrapper:
   """Return ScaledAdam (Yao et al. 2023, https://arxiv.org/abs/2310.11230; Daniel Povey's, from the icefall toolkit).
 
   With g the gradient, rms(p) the root mean square of a parameter p, updated in the last step of each period of
@@ -137,10 +138,19 @@ def scaled_adam(
   (['biases', 'default'], (2, 3), (1,))
   """
   defaults = GroupOptions(
-      learning_rate=learning_rate, clipping_scale=clipping_scale, betas=betas, scalar_lr_scale=scalar_lr_scale, eps=eps,
-      param_min_rms=param_min_rms, param_max_rms=param_max_rms, scalar_max=scalar_max,
-      size_update_period=size_update_period, clipping_update_period=clipping_update_period,
-      show_dominant_parameters=show_dominant_parameters, clip_scale_gradient_only=clip_scale_gradient_only)
+    learning_rate=learning_rate,
+    clipping_scale=clipping_scale,
+    betas=betas,
+    scalar_lr_scale=scalar_lr_scale,
+    eps=eps,
+    param_min_rms=param_min_rms,
+    param_max_rms=param_max_rms,
+    scalar_max=scalar_max,
+    size_update_period=size_update_period,
+    clipping_update_period=clipping_update_period,
+    show_dominant_parameters=show_dominant_parameters,
+    clip_scale_gradient_only=clip_scale_gradient_only,
+  )
   groups = groups_lib.Groups(defaults, param_labels, group_options)
   return _ScaledAdamWrapper(groups, functools.partial(groups_lib.BatchDims, batch_axes, batch_dims))
 
@@ -151,10 +161,16 @@ class _ScaledAdamWrapper(OptaxWrapper):
   ACCEPTS_STACKED_LAYERS = True
 
   def __init__(
-      self, groups: groups_lib.Groups, make_batched: Callable[[LogicalAxes | None], groups_lib.BatchDims],
-      param_logical_axes: LogicalAxes | None = None, scales: ParamScales = ParamScales()):
+    self,
+    groups: groups_lib.Groups,
+    make_batched: Callable[[LogicalAxes | None], groups_lib.BatchDims],
+    param_logical_axes: LogicalAxes | None = None,
+    scales: ParamScales = ParamScales(),
+  ):
     batched = make_batched(param_logical_axes)
-    self._make_scaled = lambda scales: _ScaledAdamWrapper(groups, make_batched, param_logical_axes, scales)
+    self._make_scaled = lambda scales: _ScaledAdamWrapper(
+      groups, make_batched, param_logical_axes, scales
+    )
     # For `report`, whose values have only the indices of parameters.
     self._paths = tuple(path for path, _ in tree_utils.named_leaves(param_logical_axes or {}))
     self._reported: list[str] = []
@@ -163,18 +179,29 @@ class _ScaledAdamWrapper(OptaxWrapper):
     def stacking_key(path: str, param: Array, state: definition.OptimizerState) -> Hashable:
       return groups.label_of(state.param_states.delta, path), batched.of(path, param.ndim)
 
-    common = dict(rebuild=lambda axes, _: _ScaledAdamWrapper(groups, make_batched, axes, scales), name='scaled_adam',
-                  stacking_key_fn=stacking_key)
+    common = dict(
+      rebuild=lambda axes, _: _ScaledAdamWrapper(groups, make_batched, axes, scales),
+      name='scaled_adam',
+      stacking_key_fn=stacking_key,
+    )
     if defaults.learning_rate is None:
       super().__init__(
-          learning_rate_factory=lambda rate: _transformation(rate, groups, batched, scales), extra_args=(), **common)
+        learning_rate_factory=lambda rate: _transformation(rate, groups, batched, scales),
+        extra_args=(),
+        **common,
+      )
     else:
       super().__init__(
-          _transformation(defaults.learning_rate, groups, batched, scales), owns_learning_rate=True,
-          own_learning_rate=defaults.learning_rate, **common)
+        _transformation(defaults.learning_rate, groups, batched, scales),
+        owns_learning_rate=True,
+        own_learning_rate=defaults.learning_rate,
+        **common,
+      )
     self._group_rates = {
-        f'scaled_adam/{label}/learning_rate': options.learning_rate for label, options in groups.options.items()
-        if options.learning_rate is not defaults.learning_rate}
+      f'scaled_adam/{label}/learning_rate': options.learning_rate
+      for label, options in groups.options.items()
+      if options.learning_rate is not defaults.learning_rate
+    }
 
   def _for_param_scales(self, scales: ParamScales) -> '_ScaledAdamWrapper':
     """See base class; the learning rate is also that of a parameter's size."""
@@ -194,26 +221,37 @@ class _ScaledAdamWrapper(OptaxWrapper):
 
 
 def _transformation(
-    learning_rate: Any, groups: groups_lib.Groups, batched: groups_lib.BatchDims,
-    scales: ParamScales) -> optax.GradientTransformation:
+  learning_rate: Any, groups: groups_lib.Groups, batched: groups_lib.BatchDims, scales: ParamScales
+) -> optax.GradientTransformation:
   """Return the transformation with `learning_rate` for the groups without one, and `scales` of all learning rates."""
 
   def init(params: Params) -> ScaledAdamState:
     leaves = jax.tree.leaves(params)
-    zeros = [jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params) for _ in range(2)]
+    zeros = [
+      jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params) for _ in range(2)
+    ]
     return ScaledAdamState(
-        count=jnp.zeros([], jnp.int32), delta=zeros[0], exp_avg_sq=zeros[1],
-        groups={plan.label: sizes_lib.init_group(plan, leaves)
-                for plan in groups_lib.make_plans(params, groups, batched)})
+      count=jnp.zeros([], jnp.int32),
+      delta=zeros[0],
+      exp_avg_sq=zeros[1],
+      groups={
+        plan.label: sizes_lib.init_group(plan, leaves)
+        for plan in groups_lib.make_plans(params, groups, batched)
+      },
+    )
 
-  def update(grads: Params, state: ScaledAdamState, params: Params | None = None) -> tuple[Params, ScaledAdamState]:
+  def update(
+    grads: Params, state: ScaledAdamState, params: Params | None = None
+  ) -> tuple[Params, ScaledAdamState]:
     if params is None:
       raise ConfigError('scaled_adam needs the parameters. Call update(grads, state, params).')
     leaves, treedef = jax.tree.flatten(params)
     rate_scales = [scales.of(path)[0] for path, _ in tree_utils.named_leaves(params)]
     wide_params = [param.astype(jnp.float32) for param in leaves]
-    wide_grads = [jnp.zeros_like(param) if grad is None else grad.astype(jnp.float32)
-                  for grad, param in zip(treedef.flatten_up_to(grads), wide_params, strict=True)]
+    wide_grads = [
+      jnp.zeros_like(param) if grad is None else grad.astype(jnp.float32)
+      for grad, param in zip(treedef.flatten_up_to(grads), wide_params, strict=True)
+    ]
     updates = list(leaves)
     delta, exp_avg_sq = treedef.flatten_up_to(state.delta), treedef.flatten_up_to(state.exp_avg_sq)
     group_states = {}
@@ -221,25 +259,42 @@ def _transformation(
       rate = learning_rate if plan.options.learning_rate is None else plan.options.learning_rate
       rate = rate(state.count) if callable(rate) else rate
       group_states[plan.label], factors = sizes_lib.update_group(
-          plan, state.groups[plan.label], state.count, rate, wide_params, wide_grads)
+        plan, state.groups[plan.label], state.count, rate, wide_params, wide_grads
+      )
       for member, of_member in zip(plan.members, factors, strict=True):
         i = member.index
         if (scale := rate_scales[i]) != 1.0:
           of_member = of_member._replace(adam=scale * of_member.adam, size=scale * of_member.size)
         update, delta[i], exp_avg_sq[i] = _update_param(
-            plan.options, member.is_scalar, of_member, wide_params[i], wide_grads[i], delta[i], exp_avg_sq[i])
+          plan.options,
+          member.is_scalar,
+          of_member,
+          wide_params[i],
+          wide_grads[i],
+          delta[i],
+          exp_avg_sq[i],
+        )
         updates[i] = update.astype(leaves[i].dtype)
     new_state = ScaledAdamState(
-        count=optax.safe_increment(state.count), delta=treedef.unflatten(delta),
-        exp_avg_sq=treedef.unflatten(exp_avg_sq), groups=group_states)
+      count=optax.safe_increment(state.count),
+      delta=treedef.unflatten(delta),
+      exp_avg_sq=treedef.unflatten(exp_avg_sq),
+      groups=group_states,
+    )
     return treedef.unflatten(updates), new_state
 
   return optax.GradientTransformation(init, update)
 
 
 def _update_param(
-    options: GroupOptions, is_scalar: bool, factors: sizes_lib.UpdateFactors, param: Array, grad: Array, delta: Array,
-    exp_avg_sq: Array) -> tuple[Array, Array, Array]:
+  options: GroupOptions,
+  is_scalar: bool,
+  factors: sizes_lib.UpdateFactors,
+  param: Array,
+  grad: Array,
+  delta: Array,
+  exp_avg_sq: Array,
+) -> tuple[Array, Array, Array]:
   """Return (update, new delta, new mean of squared gradients) of one parameter, all float32 and of its shape."""
   beta1, beta2 = options.betas
   if factors.grad is not None:
@@ -248,7 +303,11 @@ def _update_param(
   adam_step = factors.adam * grad / (jnp.sqrt(factors.correction * exp_avg_sq) + options.eps)
   if is_scalar:
     delta = beta1 * delta - adam_step
-    return jnp.clip(param, -options.scalar_max, options.scalar_max) - param + delta, delta, exp_avg_sq
+    return (
+      jnp.clip(param, -options.scalar_max, options.scalar_max) - param + delta,
+      delta,
+      exp_avg_sq,
+    )
   delta = beta1 * delta + factors.size * param - adam_step
   return delta, delta, exp_avg_sq
 
@@ -257,10 +316,17 @@ def _derive_axes(state: ScaledAdamState, params_axes: LogicalAxes) -> ScaledAdam
   """Return the parameters' axes for trees; the small states of groups are replicated."""
   axes = OptaxStatePartitionRules.derive_params_axes(state.delta, params_axes)
   return ScaledAdamState(
-      count=PartitionSpec(), delta=axes, exp_avg_sq=axes, groups=jax.tree.map(names.unnamed_axes, state.groups))
+    count=PartitionSpec(),
+    delta=axes,
+    exp_avg_sq=axes,
+    groups=jax.tree.map(names.unnamed_axes, state.groups),
+  )
 
 
 OptaxStatePartitionRules.register(ScaledAdamState, _derive_axes)
 register_schedule_count(ScaledAdamState, lambda state: state.count)
 register_state_metrics(
-    ScaledAdamState, lambda state: report_lib.metrics_of(state.groups, state.count), report=report_lib.report_of)
+  ScaledAdamState,
+  lambda state: report_lib.metrics_of(state.groups, state.count),
+  report=report_lib.report_of,
+)

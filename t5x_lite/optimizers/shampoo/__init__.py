@@ -20,69 +20,70 @@ import optax
 from t5x_lite.optimizers.optax_adapter.factories import wrap_optax_optimizer
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
 from t5x_lite.optimizers.shampoo.config import (
-    GraftingType,
-    ShampooConfig,
-    parse_graft_type,
-    parse_partition_spec,
-    parse_precision,
+  GraftingType,
+  ShampooConfig,
+  parse_graft_type,
+  parse_partition_spec,
+  parse_precision,
 )
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers.shampoo.sharded import sharded_transformation
 from t5x_lite.optimizers.shampoo.state import (
-    GlobalShardedParameterStats,
-    InitFnState,
-    LocalShardedParameterStats,
-    ParameterStats,
-    ShampooState,
-    ShardedShampooStats,
-    TrainingMetrics,
+  GlobalShardedParameterStats,
+  InitFnState,
+  LocalShardedParameterStats,
+  ParameterStats,
+  ShampooState,
+  ShardedShampooStats,
+  TrainingMetrics,
 )
 from t5x_lite.optimizers.shampoo.update import LearningRate, plain_transformation
 
 __all__ = [
-    'GlobalShardedParameterStats',
-    'GraftingType',
-    'InitFnState',
-    'LocalShardedParameterStats',
-    'ParameterStats',
-    'QuantizedValue',
-    'ShampooState',
-    'ShardedShampooStats',
-    'TrainingMetrics',
-    'distributed_shampoo',
+  'GlobalShardedParameterStats',
+  'GraftingType',
+  'InitFnState',
+  'LocalShardedParameterStats',
+  'ParameterStats',
+  'QuantizedValue',
+  'ShampooState',
+  'ShardedShampooStats',
+  'TrainingMetrics',
+  'distributed_shampoo',
 ]
 
 
 def _transformation(
-    learning_rate: LearningRate,
-    block_size: int = 128,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    diagonal_epsilon: float = 1e-10,
-    matrix_epsilon: float = 1e-6,
-    weight_decay: float = 0.0,
-    start_preconditioning_step: int = 5,
-    preconditioning_compute_steps: int = 1,
-    statistics_compute_steps: int = 1,
-    best_effort_shape_interpretation: bool = True,
-    graft_type: GraftingType | str = GraftingType.SGD,
-    nesterov: bool = True,
-    exponent_override: int = 0,
-    batch_axis_name: str | None = None,
-    statistics_partition_spec: PartitionSpec | None = None,
-    preconditioner_partition_spec: PartitionSpec | None = None,
-    num_devices_for_pjit: int | None = None,
-    shard_optimizer_states: bool = False,
-    best_effort_memory_usage_reduction: bool = False,
-    inverse_failure_threshold: float = 0.1,
-    moving_average_for_momentum: bool = False,
-    skip_preconditioning_dim_size_gt: int = 4096,
-    clip_by_scaled_gradient_norm: float | None = None,
-    precision: jax.lax.Precision | str = jax.lax.Precision.HIGHEST,
-    *,
-    root_method: str = 'coupled_newton',
-    spread_roots: bool = False,
-    quantize_statistics: bool | None = None) -> optax.GradientTransformation:
+  learning_rate: LearningRate,
+  block_size: int = 128,
+  beta1: float = 0.9,
+  beta2: float = 0.999,
+  diagonal_epsilon: float = 1e-10,
+  matrix_epsilon: float = 1e-6,
+  weight_decay: float = 0.0,
+  start_preconditioning_step: int = 5,
+  preconditioning_compute_steps: int = 1,
+  statistics_compute_steps: int = 1,
+  best_effort_shape_interpretation: bool = True,
+  graft_type: GraftingType | str = GraftingType.SGD,
+  nesterov: bool = True,
+  exponent_override: int = 0,
+  batch_axis_name: str | None = None,
+  statistics_partition_spec: PartitionSpec | None = None,
+  preconditioner_partition_spec: PartitionSpec | None = None,
+  num_devices_for_pjit: int | None = None,
+  shard_optimizer_states: bool = False,
+  best_effort_memory_usage_reduction: bool = False,
+  inverse_failure_threshold: float = 0.1,
+  moving_average_for_momentum: bool = False,
+  skip_preconditioning_dim_size_gt: int = 4096,
+  clip_by_scaled_gradient_norm: float | None = None,
+  precision: jax.lax.Precision | str = jax.lax.Precision.HIGHEST,
+  *,
+  root_method: str = 'coupled_newton',
+  spread_roots: bool = False,
+  quantize_statistics: bool | None = None,
+) -> optax.GradientTransformation:
   """Distributed Shampoo: gradients multiplied along every dim by an inverse root of their second moments.
 
   For a matrix, `L^(-1/4) G R^(-1/4)` with L and R running sums of `G G^T` and `G^T G`. Then each tensor's update gets
@@ -138,23 +139,41 @@ def _transformation(
     ConfigError: an option that is unknown, out of range, or without effect.
   """
   cfg = ShampooConfig(
-      block_size=block_size, beta1=beta1, beta2=beta2, diagonal_epsilon=diagonal_epsilon,
-      matrix_epsilon=matrix_epsilon, weight_decay=weight_decay,
-      start_preconditioning_step=start_preconditioning_step,
-      preconditioning_compute_steps=preconditioning_compute_steps,
-      statistics_compute_steps=statistics_compute_steps,
-      best_effort_shape_interpretation=best_effort_shape_interpretation, graft_type=parse_graft_type(graft_type),
-      nesterov=nesterov, exponent_override=exponent_override, batch_axis_name=batch_axis_name,
-      statistics_partition_spec=parse_partition_spec('statistics_partition_spec', statistics_partition_spec),
-      preconditioner_partition_spec=parse_partition_spec(
-          'preconditioner_partition_spec', preconditioner_partition_spec),
-      num_devices_for_pjit=num_devices_for_pjit, shard_optimizer_states=shard_optimizer_states,
-      best_effort_memory_usage_reduction=best_effort_memory_usage_reduction,
-      inverse_failure_threshold=inverse_failure_threshold, moving_average_for_momentum=moving_average_for_momentum,
-      skip_preconditioning_dim_size_gt=skip_preconditioning_dim_size_gt,
-      clip_by_scaled_gradient_norm=clip_by_scaled_gradient_norm, precision=parse_precision(precision),
-      root_method=root_method, spread_roots=spread_roots, quantize_statistics=quantize_statistics)
-  return (sharded_transformation if cfg.shard_optimizer_states else plain_transformation)(learning_rate, cfg)
+    block_size=block_size,
+    beta1=beta1,
+    beta2=beta2,
+    diagonal_epsilon=diagonal_epsilon,
+    matrix_epsilon=matrix_epsilon,
+    weight_decay=weight_decay,
+    start_preconditioning_step=start_preconditioning_step,
+    preconditioning_compute_steps=preconditioning_compute_steps,
+    statistics_compute_steps=statistics_compute_steps,
+    best_effort_shape_interpretation=best_effort_shape_interpretation,
+    graft_type=parse_graft_type(graft_type),
+    nesterov=nesterov,
+    exponent_override=exponent_override,
+    batch_axis_name=batch_axis_name,
+    statistics_partition_spec=parse_partition_spec(
+      'statistics_partition_spec', statistics_partition_spec
+    ),
+    preconditioner_partition_spec=parse_partition_spec(
+      'preconditioner_partition_spec', preconditioner_partition_spec
+    ),
+    num_devices_for_pjit=num_devices_for_pjit,
+    shard_optimizer_states=shard_optimizer_states,
+    best_effort_memory_usage_reduction=best_effort_memory_usage_reduction,
+    inverse_failure_threshold=inverse_failure_threshold,
+    moving_average_for_momentum=moving_average_for_momentum,
+    skip_preconditioning_dim_size_gt=skip_preconditioning_dim_size_gt,
+    clip_by_scaled_gradient_norm=clip_by_scaled_gradient_norm,
+    precision=parse_precision(precision),
+    root_method=root_method,
+    spread_roots=spread_roots,
+    quantize_statistics=quantize_statistics,
+  )
+  return (sharded_transformation if cfg.shard_optimizer_states else plain_transformation)(
+    learning_rate, cfg
+  )
 
 
 _transformation.__name__ = 'distributed_shampoo'
@@ -163,16 +182,26 @@ _transformation.__name__ = 'distributed_shampoo'
 def _unsupported_reason(arguments: Mapping[str, Any]) -> str | None:
   """Return why the trainer cannot train with these arguments, None if it can."""
   if (axis := arguments.get('batch_axis_name')) is not None:
-    return (f'batch_axis_name={axis!r} is for an update in jax.pmap or jax.shard_map over an axis of that name; the '
-            'trainer runs it in jax.jit, where the mesh determines the devices. Leave it out; quantize_statistics=True '
-            'stores statistics as integers without it')
-  if (number := arguments.get('num_devices_for_pjit')) is not None and not arguments.get('shard_optimizer_states'):
-    return (f'num_devices_for_pjit={number} has no effect without shard_optimizer_states=True, which pads the '
-            'number of matrices to a multiple of it. Leave it out, or set shard_optimizer_states')
+    return (
+      f'batch_axis_name={axis!r} is for an update in jax.pmap or jax.shard_map over an axis of that name; the '
+      'trainer runs it in jax.jit, where the mesh determines the devices. Leave it out; quantize_statistics=True '
+      'stores statistics as integers without it'
+    )
+  if (number := arguments.get('num_devices_for_pjit')) is not None and not arguments.get(
+    'shard_optimizer_states'
+  ):
+    return (
+      f'num_devices_for_pjit={number} has no effect without shard_optimizer_states=True, which pads the '
+      'number of matrices to a multiple of it. Leave it out, or set shard_optimizer_states'
+    )
   return None
 
 
 # The update of a parameter depends on its shape and its scales alone, so equal layers may be stacked.
 distributed_shampoo = wrap_optax_optimizer(
-    _transformation, takes_learning_rate=True, unsupported_reason_fn=_unsupported_reason,
-    stacking_key_fn=lambda path, param, state: 'shampoo', scaling=Scaling(decay_by_path=True))
+  _transformation,
+  takes_learning_rate=True,
+  unsupported_reason_fn=_unsupported_reason,
+  stacking_key_fn=lambda path, param, state: 'shampoo',
+  scaling=Scaling(decay_by_path=True),
+)

@@ -44,18 +44,29 @@ class BlockGroup:
 
   def cut(self, array: jax.Array) -> jax.Array:
     """Return the blocks [k, *sizes] of an array of the merged shape."""
-    ends = [start + count * size for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True)]
+    ends = [
+      start + count * size
+      for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True)
+    ]
     rank = len(self.sizes)
     region = jax.lax.slice(array, self.starts, ends)
-    region = region.reshape([extent for pair in zip(self.counts, self.sizes, strict=True) for extent in pair])
-    return region.transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]).reshape([-1, *self.sizes])
+    region = region.reshape(
+      [extent for pair in zip(self.counts, self.sizes, strict=True) for extent in pair]
+    )
+    return region.transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]).reshape(
+      [-1, *self.sizes]
+    )
 
   def join(self, blocks: jax.Array) -> jax.Array:
     """Return the region [counts * sizes] of blocks [k, *sizes]; inverse of `cut`."""
     rank = len(self.sizes)
     blocks = blocks.reshape([*self.counts, *self.sizes])
-    blocks = blocks.transpose([axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair])
-    return blocks.reshape([count * size for count, size in zip(self.counts, self.sizes, strict=True)])
+    blocks = blocks.transpose(
+      [axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair]
+    )
+    return blocks.reshape(
+      [count * size for count, size in zip(self.counts, self.sizes, strict=True)]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +91,9 @@ class BlockLayout:
     if not self.merged_shape:
       return ()
     pieces = [_pieces_of_dim(dim, self.block_size) for dim in self.merged_shape]
-    return tuple(BlockGroup(*zip(*combination, strict=True)) for combination in itertools.product(*pieces))
+    return tuple(
+      BlockGroup(*zip(*combination, strict=True)) for combination in itertools.product(*pieces)
+    )
 
   @property
   def is_preconditioned(self) -> bool:
@@ -107,8 +120,14 @@ class BlockLayout:
     """int [num_statistics, 2]: (stack, row in the stack) of each matrix in the order of the module's docstring."""
     rank = len(self.merged_shape)
     # Per dim and block along it: (piece of the dim, index within the piece).
-    blocks = [[(piece, index) for piece, (_, count, _) in enumerate(_pieces_of_dim(dim, self.block_size))
-               for index in range(count)] for dim in self.merged_shape]
+    blocks = [
+      [
+        (piece, index)
+        for piece, (_, count, _) in enumerate(_pieces_of_dim(dim, self.block_size))
+        for index in range(count)
+      ]
+      for dim in self.merged_shape
+    ]
     pieces_per_dim = [len(_pieces_of_dim(dim, self.block_size)) for dim in self.merged_shape]
     order = []
     for block in itertools.product(*blocks) if rank else ():
@@ -140,8 +159,10 @@ class BlockLayout:
     regions = [group.join(array) for group, array in zip(self.groups, blocks, strict=True)]
     for dim in reversed(range(len(self.merged_shape))):
       width = len(_pieces_of_dim(self.merged_shape[dim], self.block_size))
-      regions = [regions[start] if width == 1 else jnp.concatenate(regions[start:start + width], axis=dim)
-                 for start in range(0, len(regions), width)]
+      regions = [
+        regions[start] if width == 1 else jnp.concatenate(regions[start : start + width], axis=dim)
+        for start in range(0, len(regions), width)
+      ]
     return regions[0].reshape(self.shape)
 
   def statistics(self, grad: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
@@ -157,8 +178,8 @@ class BlockLayout:
     return [product for blocks in self.cut(grad) for product in block_statistics(blocks, precision)]
 
   def precondition(
-      self, grad: jax.Array, preconditioners: Sequence[jax.Array],
-      precision: jax.lax.Precision) -> tuple[jax.Array, jax.Array]:
+    self, grad: jax.Array, preconditioners: Sequence[jax.Array], precision: jax.lax.Precision
+  ) -> tuple[jax.Array, jax.Array]:
     """Return the gradient with every dim of every block multiplied by its preconditioner.
 
     Args:
@@ -170,8 +191,10 @@ class BlockLayout:
       (product, float32 of the parameter's shape; its Euclidean norm, a float32 scalar).
     """
     rank = len(self.merged_shape)
-    results = [precondition_blocks(blocks, preconditioners[index * rank:(index + 1) * rank], precision)
-               for index, blocks in enumerate(self.cut(grad))]
+    results = [
+      precondition_blocks(blocks, preconditioners[index * rank : (index + 1) * rank], precision)
+      for index, blocks in enumerate(self.cut(grad))
+    ]
     return self.join(results), norm_of_blocks(results)
 
 
@@ -180,16 +203,21 @@ def block_statistics(blocks: jax.Array, precision: jax.lax.Precision) -> list[ja
   stacks = []
   for dim in range(1, blocks.ndim):
     others = tuple(other for other in range(1, blocks.ndim) if other != dim)
-    stacks.append(jax.lax.dot_general(blocks, blocks, ((others, others), ((0,), (0,))), precision=precision))
+    stacks.append(
+      jax.lax.dot_general(blocks, blocks, ((others, others), ((0,), (0,))), precision=precision)
+    )
   return stacks
 
 
 def precondition_blocks(
-    blocks: jax.Array, preconditioners: Sequence[jax.Array], precision: jax.lax.Precision) -> jax.Array:
+  blocks: jax.Array, preconditioners: Sequence[jax.Array], precision: jax.lax.Precision
+) -> jax.Array:
   """Return blocks float32 [k, *sizes] with every dim multiplied by its preconditioners, float32 [k, n, n] per dim."""
   for matrices in preconditioners:
     # Contracts the first dim and appends the new one last, so that the final order of dims is the original one.
-    blocks = jax.lax.dot_general(blocks, matrices, (((1,), (1,)), ((0,), (0,))), precision=precision)
+    blocks = jax.lax.dot_general(
+      blocks, matrices, (((1,), (1,)), ((0,), (0,))), precision=precision
+    )
   return blocks
 
 
@@ -202,7 +230,8 @@ def norm_of_blocks(groups: Sequence[jax.Array]) -> jax.Array:
 
 
 def make_layout(
-    shape: Sequence[int], *, block_size: int, merge_dims: bool, largest_dim: int) -> BlockLayout:
+  shape: Sequence[int], *, block_size: int, merge_dims: bool, largest_dim: int
+) -> BlockLayout:
   """Return the layout of a parameter.
 
   Args:
@@ -217,7 +246,9 @@ def make_layout(
   shape = tuple(int(dim) for dim in shape)
   if not shape or 0 in shape or max(shape) > largest_dim:
     return BlockLayout(shape, (), block_size)
-  return BlockLayout(shape, merge_small_dims(shape, block_size) if merge_dims else shape, block_size)
+  return BlockLayout(
+    shape, merge_small_dims(shape, block_size) if merge_dims else shape, block_size
+  )
 
 
 def merge_small_dims(shape: Sequence[int], largest: int) -> tuple[int, ...]:

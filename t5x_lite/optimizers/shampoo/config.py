@@ -42,19 +42,36 @@ _COUNT_OR_ZERO = checks.number(at_least=0, integer=True)
 _NOT_NEGATIVE = checks.number(at_least=0, finite=False)
 _BOOL = checks.instance(bool, 'True or False')
 _OPTIONS = dict(
-    block_size=_COUNT, preconditioning_compute_steps=_COUNT, statistics_compute_steps=_COUNT,
-    skip_preconditioning_dim_size_gt=_COUNT, start_preconditioning_step=_COUNT_OR_ZERO,
-    exponent_override=_COUNT_OR_ZERO, num_devices_for_pjit=_COUNT.or_none(), beta1=checks.number(at_least=0, below=1),
-    beta2=checks.number(at_least=0, at_most=1),  # 1 means the sum of all squared gradients, as in Adagrad
-    diagonal_epsilon=_NOT_NEGATIVE, matrix_epsilon=_NOT_NEGATIVE, weight_decay=_NOT_NEGATIVE._replace(
-        holds=lambda value: isinstance(value, DecayByPath) or _NOT_NEGATIVE.holds(value)),
-    inverse_failure_threshold=checks.number(above=0, finite=False),
-    clip_by_scaled_gradient_norm=checks.number(above=0, finite=False).or_none(),
-    best_effort_shape_interpretation=_BOOL, nesterov=_BOOL, shard_optimizer_states=_BOOL,
-    best_effort_memory_usage_reduction=_BOOL, moving_average_for_momentum=_BOOL, spread_roots=_BOOL,
-    quantize_statistics=_BOOL.or_none(), root_method=checks.one_of(METHODS),
-    batch_axis_name=checks.Expectation(
-        'the name of a mapped axis', lambda name: isinstance(name, str) and name != '').or_none())
+  block_size=_COUNT,
+  preconditioning_compute_steps=_COUNT,
+  statistics_compute_steps=_COUNT,
+  skip_preconditioning_dim_size_gt=_COUNT,
+  start_preconditioning_step=_COUNT_OR_ZERO,
+  exponent_override=_COUNT_OR_ZERO,
+  num_devices_for_pjit=_COUNT.or_none(),
+  beta1=checks.number(at_least=0, below=1),
+  beta2=checks.number(
+    at_least=0, at_most=1
+  ),  # 1 means the sum of all squared gradients, as in Adagrad
+  diagonal_epsilon=_NOT_NEGATIVE,
+  matrix_epsilon=_NOT_NEGATIVE,
+  weight_decay=_NOT_NEGATIVE._replace(
+    holds=lambda value: isinstance(value, DecayByPath) or _NOT_NEGATIVE.holds(value)
+  ),
+  inverse_failure_threshold=checks.number(above=0, finite=False),
+  clip_by_scaled_gradient_norm=checks.number(above=0, finite=False).or_none(),
+  best_effort_shape_interpretation=_BOOL,
+  nesterov=_BOOL,
+  shard_optimizer_states=_BOOL,
+  best_effort_memory_usage_reduction=_BOOL,
+  moving_average_for_momentum=_BOOL,
+  spread_roots=_BOOL,
+  quantize_statistics=_BOOL.or_none(),
+  root_method=checks.one_of(METHODS),
+  batch_axis_name=checks.Expectation(
+    'the name of a mapped axis', lambda name: isinstance(name, str) and name != ''
+  ).or_none(),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,15 +113,27 @@ class ShampooConfig:
   def __post_init__(self):
     checks.check(OWNER, vars(self), **_OPTIONS)
     for option, condition, other in (
-        ('batch_axis_name', self.batch_axis_name is not None and self.shard_optimizer_states,
-         'shard_optimizer_states, which distributes roots over a mesh'),
-        ('clip_by_scaled_gradient_norm',
-         self.clip_by_scaled_gradient_norm is not None and self.graft_type not in _RMSPROP,
-         f'graft_type={self.graft_type.name}, only with RMSPROP or RMSPROP_NORMALIZED'),
-        ('quantize_statistics', self.quantize_statistics and self.shard_optimizer_states,
-         'shard_optimizer_states, whose statistics are float32'),
-        ('spread_roots', self.spread_roots and self.preconditioning_compute_steps == 1,
-         'preconditioning_compute_steps=1, only with a larger interval')):
+      (
+        'batch_axis_name',
+        self.batch_axis_name is not None and self.shard_optimizer_states,
+        'shard_optimizer_states, which distributes roots over a mesh',
+      ),
+      (
+        'clip_by_scaled_gradient_norm',
+        self.clip_by_scaled_gradient_norm is not None and self.graft_type not in _RMSPROP,
+        f'graft_type={self.graft_type.name}, only with RMSPROP or RMSPROP_NORMALIZED',
+      ),
+      (
+        'quantize_statistics',
+        self.quantize_statistics and self.shard_optimizer_states,
+        'shard_optimizer_states, whose statistics are float32',
+      ),
+      (
+        'spread_roots',
+        self.spread_roots and self.preconditioning_compute_steps == 1,
+        'preconditioning_compute_steps=1, only with a larger interval',
+      ),
+    ):
       if condition:
         raise ConfigError(f'`{OWNER}.{option}` cannot be used with {other}. Leave out one of them.')
 
@@ -147,11 +176,20 @@ def parse_graft_type(graft_type: Any) -> GraftingType:
   if isinstance(graft_type, str):
     if graft_type.upper() in GraftingType.__members__:
       return GraftingType[graft_type.upper()]
-  elif isinstance(graft_type, int) and not isinstance(graft_type, bool) and graft_type in list(GraftingType):
+  elif (
+    isinstance(graft_type, int)
+    and not isinstance(graft_type, bool)
+    and graft_type in list(GraftingType)
+  ):
     return GraftingType(graft_type)
   names = list(GraftingType.__members__)
-  raise checks.invalid(OWNER, 'graft_type', f'one of {", ".join(names)}', graft_type,
-                       did_you_mean(str(graft_type).upper(), names).strip())
+  raise checks.invalid(
+    OWNER,
+    'graft_type',
+    f'one of {", ".join(names)}',
+    graft_type,
+    did_you_mean(str(graft_type).upper(), names).strip(),
+  )
 
 
 def parse_partition_spec(name: str, spec: Any) -> PartitionSpec | None:
@@ -171,7 +209,11 @@ def parse_partition_spec(name: str, spec: Any) -> PartitionSpec | None:
     return None
   if isinstance(spec, str) or not isinstance(spec, (PartitionSpec, Sequence)) or len(spec) > 3:
     raise checks.invalid(
-        OWNER, name, f"a PartitionSpec of up to three axes, such as ('{STACK_AXIS}', None, None)", spec)
+      OWNER,
+      name,
+      f"a PartitionSpec of up to three axes, such as ('{STACK_AXIS}', None, None)",
+      spec,
+    )
   return PartitionSpec(*spec, *(None,) * (3 - len(spec)))
 
 

@@ -16,7 +16,8 @@ NORM_EPSILON = 1e-16
 
 
 def grafted_update(
-    grad: jax.Array, accumulator: jax.Array | None, cfg: ShampooConfig) -> tuple[jax.Array, jax.Array | None]:
+  grad: jax.Array, accumulator: jax.Array | None, cfg: ShampooConfig
+) -> tuple[jax.Array, jax.Array | None]:
   """Return the grafted method's update of one tensor, without learning rate, momentum or weight decay.
 
   | type | second moments v | update |

@@ -56,7 +56,9 @@ class Devices:
     """Spec of arrays whose dim 0 is divided."""
     return PartitionSpec(self.axis_names)
 
-  def on_each(self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+  def on_each(
+    self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
+  ) -> Callable[..., Any]:
     """Return a function of global arrays, given a function of (number of the device, its parts of the arrays).
 
     The function that is returned has another first argument: False as bool scalar, after which the number of the
@@ -68,7 +70,9 @@ class Devices:
     def of_device(never, *args):
       return fn(lax.axis_index(self.axis_names) + never.astype(jnp.int32), *args)
 
-    return jax.shard_map(of_device, in_specs=(REPLICATED, *in_specs), out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+      of_device, in_specs=(REPLICATED, *in_specs), out_specs=out_specs, check_vma=False
+    )
 
 
 def take_rows(array: jax.Array, rows: Indices) -> jax.Array:
@@ -86,7 +90,11 @@ def set_rows(array: jax.Array, rows: Indices, values: jax.Array) -> jax.Array:
     return array.at[rows].set(values, mode='drop')
   if not _is_range(rows):
     return array.at[rows].set(values, unique_indices=True)
-  return values if len(rows) == len(array) else lax.dynamic_update_slice_in_dim(array, values, int(rows[0]), 0)
+  return (
+    values
+    if len(rows) == len(array)
+    else lax.dynamic_update_slice_in_dim(array, values, int(rows[0]), 0)
+  )
 
 
 def _is_range(rows: np.ndarray) -> bool:
@@ -99,7 +107,9 @@ def rows_of_device(table: np.ndarray, device: int | jax.Array) -> Indices:
   return table[device] if isinstance(device, int) else jnp.asarray(table)[device]
 
 
-def local_rows(indices: np.ndarray, num_devices: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def local_rows(
+  indices: np.ndarray, num_devices: int, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
   """Return tables int32 [D, K] of the rows at ascending `indices` of a stack that is divided among D devices.
 
   Args:
@@ -114,8 +124,12 @@ def local_rows(indices: np.ndarray, num_devices: int, num_rows: int) -> tuple[np
   bounds = np.searchsorted(indices, np.arange(num_devices + 1) * num_rows)
   positions = bounds[:-1, None] + np.arange(max(np.diff(bounds)))
   is_present = positions < bounds[1:, None]
-  rows = indices[np.minimum(positions, len(indices) - 1)] - np.arange(num_devices)[:, None] * num_rows
-  return np.where(is_present, rows, num_rows).astype(np.int32), np.where(is_present, positions, -1).astype(np.int32)
+  rows = (
+    indices[np.minimum(positions, len(indices) - 1)] - np.arange(num_devices)[:, None] * num_rows
+  )
+  return np.where(is_present, rows, num_rows).astype(np.int32), np.where(
+    is_present, positions, -1
+  ).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +161,9 @@ class _Place:
   length: int
   table: np.ndarray
 
-  def rows(self, table: Indices, device: int | jax.Array, *, is_first: bool = False) -> tuple[Indices, Indices]:
+  def rows(
+    self, table: Indices, device: int | jax.Array, *, is_first: bool = False
+  ) -> tuple[Indices, Indices]:
     """Return the device's blocks in one layer: (indices in the group, positions among those of the class).
 
     Args:
@@ -176,7 +192,9 @@ class Placement:
     num_rows: rows R of the global stack on each device.
   """
 
-  def __init__(self, parameters: Sequence[tuple[BlockLayout, Sequence[int]]], devices: Devices, num_rows: int):
+  def __init__(
+    self, parameters: Sequence[tuple[BlockLayout, Sequence[int]]], devices: Devices, num_rows: int
+  ):
     """Place the blocks.
 
     Args:
@@ -191,7 +209,9 @@ class Placement:
       groups = layout.order[::rank, 0] // rank if rank else np.zeros(0)
       for g, group in enumerate(layout.groups):
         for layer, start in enumerate(starts):
-          first_rows.setdefault(group.sizes, {})[i, g, layer] = start + rank * np.flatnonzero(groups == g)
+          first_rows.setdefault(group.sizes, {})[i, g, layer] = start + rank * np.flatnonzero(
+            groups == g
+          )
     self.classes: list[BlockClass] = []
     self._places = [[None] * len(layout.groups) for layout, _ in parameters]
     for sizes, entries in first_rows.items():
@@ -213,8 +233,9 @@ class Placement:
     for (i, g, layer), own_rows in entries.items():
       bounds = np.clip(np.stack([first, first_own, end], axis=1) - offset, 0, len(own_rows))
       position = bounds[:, :1] + offset - first[:, None]
-      tables.setdefault((i, g), np.zeros([num_layers[i], self.devices.count, 4], np.int32))[layer] = (
-          np.concatenate([bounds, position], axis=1))
+      tables.setdefault((i, g), np.zeros([num_layers[i], self.devices.count, 4], np.int32))[
+        layer
+      ] = np.concatenate([bounds, position], axis=1)
       offset += len(own_rows)
     for (i, g), table in tables.items():
       length = max(int((table[..., 2] - table[..., 0]).max()), 1)
@@ -232,11 +253,21 @@ class Placement:
 
   def empty_blocks(self) -> list[jax.Array]:
     """Return zeros float32 [D * K, *sizes] for each class."""
-    return [jnp.zeros([self.devices.count * each.rows.shape[1], *each.sizes], jnp.float32) for each in self.classes]
+    return [
+      jnp.zeros([self.devices.count * each.rows.shape[1], *each.sizes], jnp.float32)
+      for each in self.classes
+    ]
 
   def collect(
-      self, parameter: int, layout: BlockLayout, grad: jax.Array, tables: Sequence[Indices],
-      blocks: Sequence[jax.Array], never: jax.Array, count: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    self,
+    parameter: int,
+    layout: BlockLayout,
+    grad: jax.Array,
+    tables: Sequence[Indices],
+    blocks: Sequence[jax.Array],
+    never: jax.Array,
+    count: jax.Array,
+  ) -> tuple[list[jax.Array], jax.Array]:
     """Return the blocks of the classes with those of one parameter, or layer, and a value for `update.after`.
 
     Args:
@@ -255,7 +286,9 @@ class Placement:
     grad = update_lib.after(never, grad)
     if self.devices.axis_names:
       # Without this, the partitioner gathers the arguments of the computation of `grad`, before their time has come.
-      grad = lax.with_sharding_constraint(grad, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * grad.ndim))
+      grad = lax.with_sharding_constraint(
+        grad, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * grad.ndim)
+      )
 
     def collect(device, grad, tables, blocks, count):
       blocks = list(blocks)
@@ -269,12 +302,18 @@ class Placement:
 
     rows = self.devices.rows
     return self.devices.on_each(
-        collect, (REPLICATED, REPLICATED, rows, REPLICATED), (rows, REPLICATED))(
-            never, grad, tables, list(blocks), count)
+      collect, (REPLICATED, REPLICATED, rows, REPLICATED), (rows, REPLICATED)
+    )(never, grad, tables, list(blocks), count)
 
   def spread(
-      self, parameter: int, layout: BlockLayout, blocks: Sequence[jax.Array], tables: Sequence[Indices],
-      never: jax.Array, count: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    self,
+    parameter: int,
+    layout: BlockLayout,
+    blocks: Sequence[jax.Array],
+    tables: Sequence[Indices],
+    never: jax.Array,
+    count: jax.Array,
+  ) -> tuple[list[jax.Array], jax.Array]:
     """Return the blocks of one parameter, or layer, on all devices, and a value for `update.after`.
 
     Args:
@@ -302,9 +341,9 @@ class Placement:
         results = lax.psum(results, self.devices.axis_names)
       return results, update_lib.never(results, count)
 
-    return self.devices.on_each(
-        spread, (self.devices.rows, *(REPLICATED,) * 3), REPLICATED)(
-        never, list(blocks), tables, never, count)
+    return self.devices.on_each(spread, (self.devices.rows, *(REPLICATED,) * 3), REPLICATED)(
+      never, list(blocks), tables, never, count
+    )
 
   def with_halo(self, matrices: jax.Array) -> jax.Array:
     """Return a device's matrices [R, n, n], followed by the first of the next devices; called on each device."""
@@ -315,4 +354,3 @@ class Placement:
       parts.append(lax.ppermute(matrices[:width], self.devices.axis_names, steps))
       missing, distance = missing - width, distance + 1
     return jnp.concatenate(parts) if len(parts) > 1 else matrices
-

@@ -37,7 +37,9 @@ class QuantizedValue:
   shape: tuple[int, ...] = struct.field(pytree_node=False)
 
   @classmethod
-  def from_float(cls, value: jax.Array, dtype: Any, extract_diagonal: bool = False) -> 'QuantizedValue':
+  def from_float(
+    cls, value: jax.Array, dtype: Any, extract_diagonal: bool = False
+  ) -> 'QuantizedValue':
     """Quantize an array, rounding half to even.
 
     Args:

@@ -43,18 +43,19 @@ class Shares:
 
 
 def compute_roots(
-    statistics: Sequence[jax.Array],
-    exponents: Sequence[int | jax.Array],
-    previous: Sequence[jax.Array],
-    count: jax.Array,
-    *,
-    spread_over: int = 1,
-    options: roots.RootOptions = roots.RootOptions(),
-    failure_threshold: float = 0.1,
-    axis_name: str | None = None,
-    all_at_first: bool = True,
-    ranks: Sequence[np.ndarray] | None = None,
-    shares: Shares | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
+  statistics: Sequence[jax.Array],
+  exponents: Sequence[int | jax.Array],
+  previous: Sequence[jax.Array],
+  count: jax.Array,
+  *,
+  spread_over: int = 1,
+  options: roots.RootOptions = roots.RootOptions(),
+  failure_threshold: float = 0.1,
+  axis_name: str | None = None,
+  all_at_first: bool = True,
+  ranks: Sequence[np.ndarray] | None = None,
+  shares: Shares | None = None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots, of which all or a share are new and the others are the previous ones.
 
   A new root whose error is NaN, or not below the threshold, is replaced by the previous one.
@@ -84,8 +85,10 @@ def compute_roots(
   distribute, num_devices = _devices(axis_name)
   entire = statistics
   if shares:
-    entire = [jax.ShapeDtypeStruct((count, *matrix.shape[1:]), matrix.dtype)
-              for count, matrix in zip(shares.counts, statistics, strict=True)]
+    entire = [
+      jax.ShapeDtypeStruct((count, *matrix.shape[1:]), matrix.dtype)
+      for count, matrix in zip(shares.counts, statistics, strict=True)
+    ]
   batches = _plan(entire, exponents, ranks, num_slots=spread_over, num_devices=num_devices)
   root_fn = functools.partial(roots.inverse_pth_root, options=options)
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
@@ -97,15 +100,27 @@ def compute_roots(
     kept, errors = list(kept), list(errors)
     for batch in batches:
       if shares:
-        i, = batch.entries
+        (i,) = batch.entries
         kept[i], errors[i] = _refresh_share(
-            batch, slot, matrices[i], shares.positions[i], kept[i], errors[i], root_fn=root_fn, axis_name=axis_name,
-            width=num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1)),
-            failure_threshold=failure_threshold)
+          batch,
+          slot,
+          matrices[i],
+          shares.positions[i],
+          kept[i],
+          errors[i],
+          root_fn=root_fn,
+          axis_name=axis_name,
+          width=num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1)),
+          failure_threshold=failure_threshold,
+        )
         continue
       new = _refresh_batch(
-          batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
-          roots_fn=functools.partial(_roots_on_all_devices, root_fn, distribute), failure_threshold=failure_threshold)
+        batch,
+        slot,
+        *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
+        roots_fn=functools.partial(_roots_on_all_devices, root_fn, distribute),
+        failure_threshold=failure_threshold,
+      )
       for i, root, error in zip(batch.entries, *new, strict=True):
         kept[i], errors[i] = root, error
     return kept, errors
@@ -175,7 +190,9 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
       exponent = int(exponent) if isinstance(exponent, (int, np.integer)) else None
       groups.setdefault((matrix.shape[-1], exponent), []).append(i)
   batches, first_slot = [], 0
-  for (size, exponent), entries in sorted(groups.items(), key=lambda group: min(ranks[i].min() for i in group[1])):
+  for (size, exponent), entries in sorted(
+    groups.items(), key=lambda group: min(ranks[i].min() for i in group[1])
+  ):
     positions = np.argsort(np.argsort(np.concatenate([ranks[i] for i in entries])))
     num_rows = len(positions)
     rows_per_slot = _divide_up(num_rows, num_slots)
@@ -184,11 +201,17 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
     piece = _divide_up(rows_per_device, num_pieces)
     num_pieces = _divide_up(rows_per_device, piece)
     batch = _Batch(
-        size=size, exponent=exponent, entries=tuple(entries),
-        positions=tuple(np.split(positions, np.cumsum([len(ranks[i]) for i in entries])[:-1])),
-        num_rows=num_rows, rows_per_slot=rows_per_slot,
-        num_computed=num_devices * num_pieces * piece, piece=piece, num_slots=num_slots,
-        first_slot=first_slot % num_slots)
+      size=size,
+      exponent=exponent,
+      entries=tuple(entries),
+      positions=tuple(np.split(positions, np.cumsum([len(ranks[i]) for i in entries])[:-1])),
+      num_rows=num_rows,
+      rows_per_slot=rows_per_slot,
+      num_computed=num_devices * num_pieces * piece,
+      piece=piece,
+      num_slots=num_slots,
+      first_slot=first_slot % num_slots,
+    )
     batches.append(batch)
     first_slot += batch.num_used_slots
   return batches
@@ -212,7 +235,9 @@ def _num_rows(matrix) -> int:
   return 1 if matrix.ndim == 2 else matrix.shape[0]
 
 
-def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, roots_fn, failure_threshold):
+def _refresh_batch(
+  batch, slot, matrices, exponents, old_roots, old_errors, *, roots_fn, failure_threshold
+):
   """Return the lists of roots and errors of a batch's entries after one slot."""
   slot = (slot - batch.first_slot) % batch.num_slots
 
@@ -237,7 +262,18 @@ def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, r
 
 
 def _refresh_share(
-    batch, slot, matrices, positions, old_roots, old_errors, *, root_fn, axis_name, width, failure_threshold):
+  batch,
+  slot,
+  matrices,
+  positions,
+  old_roots,
+  old_errors,
+  *,
+  root_fn,
+  axis_name,
+  width,
+  failure_threshold,
+):
   """Return the roots and errors of this device's share of a batch after one slot.
 
   In each round the next `width` matrices of the slot are sent to the devices, and all get their roots.
@@ -258,10 +294,14 @@ def _refresh_share(
       new_roots, new_errors = lax.all_gather((new_roots, new_errors), axis_name, tiled=True)
       index = jnp.clip(index, 0, width - 1)
       is_used = is_here & (new_errors[index] < failure_threshold)  # False if NaN
-      return (jnp.where(is_used[:, None, None], new_roots[index], roots),
-              jnp.where(is_here, new_errors[index], errors))
+      return (
+        jnp.where(is_used[:, None, None], new_roots[index], roots),
+        jnp.where(is_here, new_errors[index], errors),
+      )
 
-    return lax.fori_loop(0, _divide_up(batch.rows_per_slot, width), next_round, (old_roots, old_errors))
+    return lax.fori_loop(
+      0, _divide_up(batch.rows_per_slot, width), next_round, (old_roots, old_errors)
+    )
 
   if batch.num_used_slots == batch.num_slots:
     return refreshed(old_roots, old_errors)
@@ -274,12 +314,18 @@ def _rows_of_slot(batch, start, matrices, exponents):
   Padding rows are those of the next slot or, after the last matrix, identities.
   """
   num_extra = (batch.num_used_slots - 1) * batch.rows_per_slot + batch.num_computed - batch.num_rows
-  identities = jnp.broadcast_to(jnp.eye(batch.size, dtype=matrices[0].dtype), (num_extra, batch.size, batch.size))
-  rows = _slice(batch, [*(matrix.reshape(-1, batch.size, batch.size) for matrix in matrices), identities], start)
+  identities = jnp.broadcast_to(
+    jnp.eye(batch.size, dtype=matrices[0].dtype), (num_extra, batch.size, batch.size)
+  )
+  rows = _slice(
+    batch, [*(matrix.reshape(-1, batch.size, batch.size) for matrix in matrices), identities], start
+  )
   if batch.exponent is not None:
     return rows, batch.exponent
-  powers = [jnp.broadcast_to(jnp.asarray(p, jnp.int32), _num_rows(matrix))
-            for p, matrix in zip(exponents, matrices, strict=True)]
+  powers = [
+    jnp.broadcast_to(jnp.asarray(p, jnp.int32), _num_rows(matrix))
+    for p, matrix in zip(exponents, matrices, strict=True)
+  ]
   return rows, _slice(batch, [*powers, jnp.ones(num_extra, jnp.int32)], start)
 
 
@@ -288,14 +334,20 @@ def _slice(batch, parts, start):
   parts = [part for part in parts if part.shape[0]]
   if mesh_to_spread_over():
     # Without a constraint, the compiler shards the concatenation along the dims of the matrices.
-    joined = lax.with_sharding_constraint(jnp.concatenate(
-        [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
+    joined = lax.with_sharding_constraint(
+      jnp.concatenate([lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]),
+      PartitionSpec(),
+    )
   else:
     joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
   order = np.argsort(np.concatenate([*batch.positions, np.arange(batch.num_rows, len(joined))]))
   if np.any(order != np.arange(len(joined))):
     joined = joined[order]
-  return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
+  return (
+    joined
+    if batch.num_used_slots == 1
+    else lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
+  )
 
 
 def _roots_on_all_devices(root_fn, distribute, batch, rows, powers):
@@ -333,7 +385,9 @@ def _devices(axis_name):
   if num_devices is not None:
     return functools.partial(_over_axis, axis_name, num_devices), num_devices
   mesh = mesh_to_spread_over()
-  return (functools.partial(_over_mesh, mesh), mesh.size) if mesh else (lambda fn, args: fn(*args), 1)
+  return (
+    (functools.partial(_over_mesh, mesh), mesh.size) if mesh else (lambda fn, args: fn(*args), 1)
+  )
 
 
 def _size_of_axis(axis_name):
@@ -346,6 +400,7 @@ def _size_of_axis(axis_name):
 
 def _over_axis(axis_name, num_devices, fn, args):
   """Return the results of `fn` for this device's share of the rows, gathered from all devices."""
+
   def share_of(rows):
     num_rows = rows.shape[0] // num_devices
     return lax.dynamic_slice_in_dim(rows, lax.axis_index(axis_name) * num_rows, num_rows)

@@ -65,12 +65,15 @@ class RootOptions:
       ConfigError: the matrix is larger than `padded_size`.
     """
     if self.padded_size is not None and self.padded_size < size:
-      raise checks.invalid('RootOptions', 'padded_size', f'at least the size of the matrix, {size}', self.padded_size)
+      raise checks.invalid(
+        'RootOptions', 'padded_size', f'at least the size of the matrix, {size}', self.padded_size
+      )
     return 0 if self.padded_size is None else self.padded_size - size
 
 
 def inverse_pth_root(
-    matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
+  matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()
+) -> tuple[jax.Array, jax.Array]:
   """Compute `(matrix + ridge I)^(-1/p)`.
 
   Args:
@@ -90,9 +93,13 @@ def inverse_pth_root(
   if options.method == 'auto':
     # Not an argument, because arguments are traced, and a static order saves matrix products.
     return lax.platform_dependent(
-        matrix, cpu=functools.partial(eigh_root, p=p, options=options),
-        default=functools.partial(coupled_newton_root, p=p, options=options))
-  return (coupled_newton_root if options.method == 'coupled_newton' else eigh_root)(matrix, p, options)
+      matrix,
+      cpu=functools.partial(eigh_root, p=p, options=options),
+      default=functools.partial(coupled_newton_root, p=p, options=options),
+    )
+  return (coupled_newton_root if options.method == 'coupled_newton' else eigh_root)(
+    matrix, p, options
+  )
 
 
 def _root_dtype() -> jnp.dtype:
@@ -133,7 +140,9 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
     norm = jnp.sqrt(jnp.sum(vector * vector) + pad_norm * pad_norm)
     vector, pad_norm = vector / norm, pad_norm / norm
     product = jnp.matmul(matrix, vector, precision=options.precision)
-    estimate = jnp.vdot(vector, product, precision=options.precision) + pad_value * pad_norm * pad_norm
+    estimate = (
+      jnp.vdot(vector, product, precision=options.precision) + pad_value * pad_norm * pad_norm
+    )
     return i + 1, product, pad_value * pad_norm, estimate, jnp.abs(estimate - old) > _TOLERANCE
 
   def continues(state):
@@ -145,7 +154,8 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
 
 
 def matrix_power(
-    matrix: jax.Array, p: int | jax.Array, precision: lax.PrecisionLike = lax.Precision.HIGHEST) -> jax.Array:
+  matrix: jax.Array, p: int | jax.Array, precision: lax.PrecisionLike = lax.Precision.HIGHEST
+) -> jax.Array:
   """Compute `matrix^p` by repeated squaring.
 
   Args:
@@ -156,6 +166,7 @@ def matrix_power(
   Returns:
     <float>[..., n, n].
   """
+
   def multiply(a, b):
     return jnp.matmul(a, b, precision=precision)
 
@@ -179,7 +190,8 @@ def matrix_power(
 
 
 def coupled_newton_root(
-    matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
+  matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()
+) -> tuple[jax.Array, jax.Array]:
   """Compute `(matrix + ridge I)^(-1/p)` by the coupled Newton iteration.
 
   Higham, Functions of Matrices (2008), equation 7.18: M converges to I while H converges to the root. The largest
@@ -199,7 +211,9 @@ def coupled_newton_root(
   identity = jnp.eye(matrix.shape[-1], dtype=wide.dtype)
   order = jnp.asarray(p, wide.dtype)
   alpha = -1 / order
-  ridge = options.ridge_epsilon * jnp.maximum(power_iteration(wide, options), _MIN_LARGEST_EIGENVALUE)
+  ridge = options.ridge_epsilon * jnp.maximum(
+    power_iteration(wide, options), _MIN_LARGEST_EIGENVALUE
+  )
 
   def error_of(m, pad_m):
     error = jnp.max(jnp.abs(m - identity))
@@ -210,7 +224,7 @@ def coupled_newton_root(
     factor = (1 - alpha) * identity + alpha * m
     pad_factor = (1 - alpha) + alpha * pad_m
     new_m = jnp.matmul(matrix_power(factor, p, precision), m, precision=precision)
-    new_pad_m = pad_factor ** order * pad_m
+    new_pad_m = pad_factor**order * pad_m
     new_h = jnp.matmul(h, factor, precision=precision)
     new_error = error_of(new_m, new_pad_m)
     return i + 1, new_m, new_pad_m, new_h, h, new_error, new_error < error * _MAX_ERROR_GROWTH
@@ -219,7 +233,9 @@ def coupled_newton_root(
     return (state[0] < _MAX_ITERATIONS) & (state[-2] > _TOLERANCE) & state[-1]
 
   damped = wide + ridge * identity
-  scale = (1 + order) / (2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (options.pad_value + ridge) ** 2))
+  scale = (1 + order) / (
+    2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (options.pad_value + ridge) ** 2)
+  )
   m, pad_m = damped * scale, (options.pad_value + ridge) * scale
   h = identity * scale ** (1 / order)
   state = (jnp.int32(0), m, pad_m, h, h, error_of(m, pad_m), jnp.bool_(True))
@@ -228,7 +244,8 @@ def coupled_newton_root(
 
 
 def eigh_root(
-    matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
+  matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()
+) -> tuple[jax.Array, jax.Array]:
   """Compute `(matrix + ridge I)^(-1/p)` by an eigendecomposition with refinement.
 
   A decomposition in float32 has errors of some roundings of the *largest* eigenvalue, which are as large as the
@@ -274,7 +291,9 @@ def eigh_root(
 
   def continues(state):
     i, _, _, error, old_error = state
-    return (i < _MAX_REFINEMENTS) & (error > 32 * jnp.finfo(error.dtype).eps) & (error < old_error / 2)
+    return (
+      (i < _MAX_REFINEMENTS) & (error > 32 * jnp.finfo(error.dtype).eps) & (error < old_error / 2)
+    )
 
   def body(state):
     i, root, excess, error, _ = state
@@ -308,7 +327,9 @@ def _decompose(matrix, multiply):
 def _decompose_again(values, vectors, gap, num_small, multiply):
   """Return the decomposition with the space of the smallest values decomposed again, at their scale."""
   small, large = slice(None, num_small), slice(num_small, None)
-  small_values, rotation, small_gap = _decompose(jnp.diag(values[small]) + gap[small, small], multiply)
+  small_values, rotation, small_gap = _decompose(
+    jnp.diag(values[small]) + gap[small, small], multiply
+  )
   cross = multiply(rotation.T, gap[small, large])
   gap = jnp.block([[small_gap, cross], [cross.T, gap[large, large]]])
   vectors = jnp.concatenate([multiply(vectors[:, small], rotation), vectors[:, large]], axis=1)
@@ -320,15 +341,20 @@ def _residual(matrix, values, vectors, multiply):
 
   Both factors are split into leading bits, on a grid so coarse that sums of products are exact, and the remainder.
   """
+
   def leading_bits(x, axis):
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
     grid = jnp.ldexp(jnp.ones([], x.dtype), num_bits - exponent)
     return jnp.round(x * grid) / grid
 
-  num_bits = (jnp.finfo(matrix.dtype).nmant + 1 - math.ceil(math.log2(max(matrix.shape[-1], 2)))) // 2
+  num_bits = (
+    jnp.finfo(matrix.dtype).nmant + 1 - math.ceil(math.log2(max(matrix.shape[-1], 2)))
+  ) // 2
   matrix_head, vectors_head = leading_bits(matrix, 1), leading_bits(vectors, 0)
   exact = multiply(matrix_head, vectors_head) - vectors * values
-  return exact + (multiply(matrix_head, vectors - vectors_head) + multiply(matrix - matrix_head, vectors))
+  return exact + (
+    multiply(matrix_head, vectors - vectors_head) + multiply(matrix - matrix_head, vectors)
+  )
 
 
 def _divided_differences(values, order):

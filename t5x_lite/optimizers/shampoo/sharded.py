@@ -22,30 +22,36 @@ import optax
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo import update as update_lib
-from t5x_lite.optimizers.shampoo.blocks import BlockLayout, block_statistics, norm_of_blocks, precondition_blocks
+from t5x_lite.optimizers.shampoo.blocks import (
+  BlockLayout,
+  block_statistics,
+  norm_of_blocks,
+  precondition_blocks,
+)
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
 from t5x_lite.optimizers.shampoo.placement import (
-    REPLICATED,
-    Devices,
-    Placement,
-    local_rows,
-    rows_of_device,
-    set_rows,
-    take_rows,
+  REPLICATED,
+  Devices,
+  Placement,
+  local_rows,
+  rows_of_device,
+  set_rows,
+  take_rows,
 )
 from t5x_lite.optimizers.shampoo.root_plan import Shares
 from t5x_lite.optimizers.shampoo.state import (
-    GlobalShardedParameterStats,
-    InitFnState,
-    LocalShardedParameterStats,
-    ShampooState,
-    ShardedShampooStats,
+  GlobalShardedParameterStats,
+  InitFnState,
+  LocalShardedParameterStats,
+  ShampooState,
+  ShardedShampooStats,
 )
 from t5x_lite.types import Params, PyTree
 
 
 def sharded_transformation(
-    learning_rate: update_lib.LearningRate, cfg: ShampooConfig) -> optax.GradientTransformation:
+  learning_rate: update_lib.LearningRate, cfg: ShampooConfig
+) -> optax.GradientTransformation:
   """Return the transformation of the sharded mode.
 
   Its `init` returns the state for given parameters. `init(None)` returns an `InitFnState`, as in the original, with
@@ -60,31 +66,48 @@ def sharded_transformation(
     if params is not None:
       return init_sharded(params, cfg)
     return InitFnState(
-        init_fn=functools.partial(init_sharded, cfg=cfg),
-        pspec_fn=functools.partial(_partition_specs, cfg=cfg),
-        shape_and_dtype_fn=lambda params: jax.eval_shape(lambda: init_sharded(params, cfg)))
+      init_fn=functools.partial(init_sharded, cfg=cfg),
+      pspec_fn=functools.partial(_partition_specs, cfg=cfg),
+      shape_and_dtype_fn=lambda params: jax.eval_shape(lambda: init_sharded(params, cfg)),
+    )
 
-  def update(grads: Params, state: ShampooState, params: Params | None = None) -> tuple[Params, ShampooState]:
+  def update(
+    grads: Params, state: ShampooState, params: Params | None = None
+  ) -> tuple[Params, ShampooState]:
     leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
     local_stats = treedef.flatten_up_to(state.stats.local_stats)
     global_stats, devices = state.stats.global_stats, Devices.in_context()
     statistics, preconditioners = (
-        _padded(stack, devices) for stack in (global_stats.statistics, global_stats.preconditioners))
+      _padded(stack, devices) for stack in (global_stats.statistics, global_stats.preconditioners)
+    )
     results, never = [], jnp.bool_(False)
     # One device computes parameter by parameter. Of several, each computes all of its blocks of one shape at once.
     for chunk in [[i] for i in range(len(leaves))] if devices.count == 1 else [range(len(leaves))]:
       new, statistics, never = _update_parameters(
-          [leaves[i] for i in chunk], [local_stats[i] for i in chunk], preconditioners, statistics, never,
-          state.count, learning_rate, devices, cfg)
+        [leaves[i] for i in chunk],
+        [local_stats[i] for i in chunk],
+        preconditioners,
+        statistics,
+        never,
+        state.count,
+        learning_rate,
+        devices,
+        cfg,
+      )
       results += new
     preconditioners, errors = _update_roots(
-        statistics, preconditioners, leaves, never, update_lib.after(never, state.count), devices, cfg)
+      statistics, preconditioners, leaves, never, update_lib.after(never, state.count), devices, cfg
+    )
     num_rows = len(global_stats.statistics)
     global_stats = global_stats.replace(
-        statistics=_unpadded(statistics, num_rows), preconditioners=_unpadded(preconditioners, num_rows))
+      statistics=_unpadded(statistics, num_rows),
+      preconditioners=_unpadded(preconditioners, num_rows),
+    )
     updates, new_stats = [], []
     for leaf, stats, (update, fields) in zip(leaves, local_stats, results, strict=True):
-      metrics = update_lib.record_errors(leaf, stats.training_metrics, _errors_of(leaf, errors), cfg)
+      metrics = update_lib.record_errors(
+        leaf, stats.training_metrics, _errors_of(leaf, errors), cfg
+      )
       updates.append(update)
       new_stats.append(stats.replace(training_metrics=metrics, **fields))
     stats = ShardedShampooStats(global_stats, treedef.unflatten(new_stats))
@@ -107,10 +130,14 @@ class MatrixIndex:
 
   def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
     """Return (indices int64[n], size, exponent) for each group of n matrices with equal size and exponent."""
-    exponents = [update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes]
+    exponents = [
+      update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes
+    ]
     keys = list(zip(self.sizes.tolist(), exponents, strict=True))
-    return [(np.array([index for index, key in enumerate(keys) if key == wanted]), *wanted)
-            for wanted in dict.fromkeys(keys)]
+    return [
+      (np.array([index for index, key in enumerate(keys) if key == wanted]), *wanted)
+      for wanted in dict.fromkeys(keys)
+    ]
 
 
 def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
@@ -122,39 +149,55 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
   """
   leaves, treedef = jax.tree.flatten(params)
   index = MatrixIndex([state_lib.layout_of(leaf, cfg) for leaf in leaves])
-  local_stats = [LocalShardedParameterStats(sizes=layout.sizes, **state_lib.init_local(leaf, cfg))
-                 for leaf, layout in zip(leaves, index.layouts, strict=True)]
+  local_stats = [
+    LocalShardedParameterStats(sizes=layout.sizes, **state_lib.init_local(leaf, cfg))
+    for leaf, layout in zip(leaves, index.layouts, strict=True)
+  ]
   num_matrices = len(index.sizes)
   num_devices = cfg.num_devices_for_pjit or jax.device_count()
   # At least one row, so that the arrays have the declared rank without matrices too.
   num_rows = max(-(-num_matrices // num_devices), 1) * num_devices
   max_size = max(index.sizes, default=cfg.block_size)
-  identities = jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_rows, max_size, max_size])
+  identities = jnp.broadcast_to(
+    jnp.eye(max_size, dtype=jnp.float32), [num_rows, max_size, max_size]
+  )
   is_matrix = (np.arange(num_rows) < num_matrices)[:, None, None]
-  exponents = [update_lib.root_exponent(layout, cfg) for layout in index.layouts for _ in layout.sizes]
+  exponents = [
+    update_lib.root_exponent(layout, cfg) for layout in index.layouts for _ in layout.sizes
+  ]
   global_stats = GlobalShardedParameterStats(
-      statistics=identities * jnp.where(is_matrix, jnp.float32(cfg.matrix_epsilon), 1.0),
-      preconditioners=identities,
-      exponents=jnp.array(exponents + [1] * (num_rows - num_matrices), jnp.int32),
-      partition_specs=cfg.partition_specs)
+    statistics=identities * jnp.where(is_matrix, jnp.float32(cfg.matrix_epsilon), 1.0),
+    preconditioners=identities,
+    exponents=jnp.array(exponents + [1] * (num_rows - num_matrices), jnp.int32),
+    partition_specs=cfg.partition_specs,
+  )
   return ShampooState(
-      count=jnp.zeros([], jnp.int32), stats=ShardedShampooStats(global_stats, treedef.unflatten(local_stats)))
+    count=jnp.zeros([], jnp.int32),
+    stats=ShardedShampooStats(global_stats, treedef.unflatten(local_stats)),
+  )
 
 
 def _partition_specs(
-    params: Params, params_partition_spec: PyTree, partition_spec_for_statistics: PartitionSpec, *,
-    cfg: ShampooConfig) -> ShampooState:
+  params: Params,
+  params_partition_spec: PyTree,
+  partition_spec_for_statistics: PartitionSpec,
+  *,
+  cfg: ShampooConfig,
+) -> ShampooState:
   """`InitFnState.pspec_fn`.
 
   The specs of parameters may be shorter than their ranks, or None, as in JAX: the other dims are not sharded.
   """
   state = jax.eval_shape(lambda: init_sharded(params, cfg))
   leaves, treedef = jax.tree.flatten(params)
-  specs = [PartitionSpec(*(spec or ()), *(None,) * (np.ndim(leaf) - len(spec or ())))
-           for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec), strict=True)]
+  specs = [
+    PartitionSpec(*(spec or ()), *(None,) * (np.ndim(leaf) - len(spec or ())))
+    for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec), strict=True)
+  ]
   specs = names.match_logical_axes(params, treedef.unflatten(specs))
   return state_lib.derive_axes(
-      state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None)
+    state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None
+  )
 
 
 def _padded(stack: jax.Array, devices: Devices) -> jax.Array:
@@ -162,7 +205,9 @@ def _padded(stack: jax.Array, devices: Devices) -> jax.Array:
   num_extra = -len(stack) % devices.count
   if num_extra:  # only if `num_devices_for_pjit` is not the number of devices; then not all devices share the state
     identity = jnp.eye(stack.shape[-1], dtype=stack.dtype)
-    stack = jnp.concatenate([_replicated(stack), jnp.broadcast_to(identity, [num_extra, *identity.shape])])
+    stack = jnp.concatenate(
+      [_replicated(stack), jnp.broadcast_to(identity, [num_extra, *identity.shape])]
+    )
     stack = _replicated(stack)
   return jax.lax.with_sharding_constraint(stack, devices.rows) if devices.axis_names else stack
 
@@ -177,10 +222,16 @@ def _replicated(array: jax.Array) -> jax.Array:
 
 
 def _update_parameters(
-    leaves: Sequence[update_lib.Leaf], local_stats: Sequence[LocalShardedParameterStats], preconditioners: jax.Array,
-    statistics: jax.Array, never: jax.Array, count: jax.Array, learning_rate: update_lib.LearningRate,
-    devices: Devices, cfg: ShampooConfig,
-    ) -> tuple[list[tuple[jax.Array, dict[str, Any]]], jax.Array, jax.Array]:
+  leaves: Sequence[update_lib.Leaf],
+  local_stats: Sequence[LocalShardedParameterStats],
+  preconditioners: jax.Array,
+  statistics: jax.Array,
+  never: jax.Array,
+  count: jax.Array,
+  learning_rate: update_lib.LearningRate,
+  devices: Devices,
+  cfg: ShampooConfig,
+) -> tuple[list[tuple[jax.Array, dict[str, Any]]], jax.Array, jax.Array]:
   """Return the updates of parameters and their new state, except for the roots.
 
   Args:
@@ -199,7 +250,10 @@ def _update_parameters(
     `never` for what comes next).
   """
   placement = Placement(
-      [(leaf.layout, leaf.first_matrices) for leaf in leaves], devices, len(statistics) // devices.count)
+    [(leaf.layout, leaf.first_matrices) for leaf in leaves],
+    devices,
+    len(statistics) // devices.count,
+  )
   blocks = placement.empty_blocks()
   for i, leaf in enumerate(leaves):
     if not leaf.layout.is_preconditioned:
@@ -210,8 +264,12 @@ def _update_parameters(
       grad, tables = inputs
       return placement.collect(i, layout, grad, tables, blocks, never, count), None
 
-    (blocks, never), _ = _for_each_layer(collect, leaf, (blocks, never), (leaf.grad, placement.tables(i)))
-  blocks, statistics = _update_blocks(placement, blocks, preconditioners, statistics, never, count, cfg)
+    (blocks, never), _ = _for_each_layer(
+      collect, leaf, (blocks, never), (leaf.grad, placement.tables(i))
+    )
+  blocks, statistics = _update_blocks(
+    placement, blocks, preconditioners, statistics, never, count, cfg
+  )
   results = []
   for i, (leaf, stats) in enumerate(zip(leaves, local_stats, strict=True)):
     update_layer = functools.partial(update_lib.update_layer, leaf, count, learning_rate, cfg)
@@ -231,12 +289,16 @@ def _update_parameters(
         never = update_lib.never([length], count)
       return never, (update, fields)
 
-    never, new = _for_each_layer(spread, leaf, never, (leaf.grad, leaf.param, stats, placement.tables(i)))
+    never, new = _for_each_layer(
+      spread, leaf, never, (leaf.grad, leaf.param, stats, placement.tables(i))
+    )
     results.append(new)
   return results, statistics, never
 
 
-def _for_each_layer(fn: Callable[..., Any], leaf: update_lib.Leaf, carry: PyTree, inputs: PyTree) -> tuple[Any, Any]:
+def _for_each_layer(
+  fn: Callable[..., Any], leaf: update_lib.Leaf, carry: PyTree, inputs: PyTree
+) -> tuple[Any, Any]:
   """Return the result of `jax.lax.scan` over the layers of a parameter, or without a loop if layers are not stacked.
 
   The tables in `inputs`, which are last, have a dim over layers in both cases.
@@ -248,8 +310,14 @@ def _for_each_layer(fn: Callable[..., Any], leaf: update_lib.Leaf, carry: PyTree
 
 
 def _update_blocks(
-    placement: Placement, blocks: Sequence[jax.Array], preconditioners: jax.Array, statistics: jax.Array,
-    never: jax.Array, count: jax.Array, cfg: ShampooConfig) -> tuple[list[jax.Array], jax.Array]:
+  placement: Placement,
+  blocks: Sequence[jax.Array],
+  preconditioners: jax.Array,
+  statistics: jax.Array,
+  never: jax.Array,
+  count: jax.Array,
+  cfg: ShampooConfig,
+) -> tuple[list[jax.Array], jax.Array]:
   """Return the preconditioned blocks, and the statistics with the products of the blocks added if these are due.
 
   Args:
@@ -268,9 +336,16 @@ def _update_blocks(
     rows = [rows_of_device(each.rows, device) for each in placement.classes]
     results = []
     for each, own, own_rows in zip(placement.classes, blocks, rows, strict=True):
-      matrices = take_rows(roots, own_rows.reshape(-1)).reshape([*own_rows.shape, max_size, max_size])
-      results.append(precondition_blocks(
-          own, [matrices[:, dim, :size, :size] for dim, size in enumerate(each.sizes)], cfg.precision))
+      matrices = take_rows(roots, own_rows.reshape(-1)).reshape(
+        [*own_rows.shape, max_size, max_size]
+      )
+      results.append(
+        precondition_blocks(
+          own,
+          [matrices[:, dim, :size, :size] for dim, size in enumerate(each.sizes)],
+          cfg.precision,
+        )
+      )
 
     def updated(statistics):
       for each, own, own_rows in zip(placement.classes, blocks, rows, strict=True):
@@ -278,27 +353,38 @@ def _update_blocks(
         new = jnp.stack(products, axis=1).reshape([-1, max_size, max_size])
         own_rows = own_rows.reshape(-1)
         if not isinstance(own_rows, np.ndarray):
-          own_rows = jnp.where((own_rows >= 0) & (own_rows < len(statistics)), own_rows, len(statistics))
+          own_rows = jnp.where(
+            (own_rows >= 0) & (own_rows < len(statistics)), own_rows, len(statistics)
+          )
         new = _accumulate(take_rows(statistics, own_rows), new, np.tile(each.sizes, len(own)), cfg)
         statistics = set_rows(statistics, own_rows, new)
       return statistics
 
     if cfg.statistics_compute_steps == 1:
       return results, updated(statistics)
-    return results, update_lib.run_if(count % cfg.statistics_compute_steps == 0, updated, statistics)
+    return results, update_lib.run_if(
+      count % cfg.statistics_compute_steps == 0, updated, statistics
+    )
 
   if not placement.classes:
     return [], statistics
   if placement.devices.count == 1:
     preconditioners = update_lib.after(never, preconditioners)  # fused into the slices
   rows = placement.devices.rows
-  return placement.devices.on_each(
-      of_device, (rows, rows, rows, REPLICATED), (rows, rows))(never, blocks, preconditioners, statistics, count)
+  return placement.devices.on_each(of_device, (rows, rows, rows, REPLICATED), (rows, rows))(
+    never, blocks, preconditioners, statistics, count
+  )
 
 
 def _update_roots(
-    statistics: jax.Array, preconditioners: jax.Array, leaves: Sequence[update_lib.Leaf], never: jax.Array,
-    count: jax.Array, devices: Devices, cfg: ShampooConfig) -> tuple[jax.Array, jax.Array]:
+  statistics: jax.Array,
+  preconditioners: jax.Array,
+  leaves: Sequence[update_lib.Leaf],
+  never: jax.Array,
+  count: jax.Array,
+  devices: Devices,
+  cfg: ShampooConfig,
+) -> tuple[jax.Array, jax.Array]:
   """Return the preconditioners [N, n, n] with the roots that are due, and the error of each [N] (`compute_roots`)."""
   index = MatrixIndex(update_lib.single_layouts(leaves))
   batches = index.batches(cfg)
@@ -310,24 +396,45 @@ def _update_roots(
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
     # Spread roots of one step are those of adjacent rows, which few devices have.
-    distribution = {} if not cfg.spread_roots or devices.count == 1 else {
+    distribution = (
+      {}
+      if not cfg.spread_roots or devices.count == 1
+      else {
         'axis_names': devices.axis_names,
-        'shares': Shares([rows_of_device(positions, device) for _, positions in tables],
-                         [len(indices) for indices, _, _ in batches],
-                         max(layout.num_statistics for layout in index.layouts) // 2)}
+        'shares': Shares(
+          [rows_of_device(positions, device) for _, positions in tables],
+          [len(indices) for indices, _, _ in batches],
+          max(layout.num_statistics for layout in index.layouts) // 2,
+        ),
+      }
+    )
 
     def with_new_roots(results):
       old, errors = results
       stacks, old_stacks = (
-          [take_rows(matrices, own)[:, :size, :size] for own, (_, size, _) in zip(rows, batches, strict=True)]
-          for matrices in (statistics, old))
+        [
+          take_rows(matrices, own)[:, :size, :size]
+          for own, (_, size, _) in zip(rows, batches, strict=True)
+        ]
+        for matrices in (statistics, old)
+      )
       if devices.count == 1:
         # All operations that read the old roots are done, so that the new ones may replace them in memory.
         old_stacks = update_lib.after(never, old_stacks)
       roots, root_errors = update_lib.compute_stack_roots(
-          stacks, [exponent for _, _, exponent in batches], old_stacks, count, max_size, cfg, **distribution)
+        stacks,
+        [exponent for _, _, exponent in batches],
+        old_stacks,
+        count,
+        max_size,
+        cfg,
+        **distribution,
+      )
       for own, new, new_errors in zip(rows, roots, root_errors, strict=True):
-        old, errors = set_rows(old, own, _pad_stack(new, max_size)), set_rows(errors, own, new_errors)
+        old, errors = (
+          set_rows(old, own, _pad_stack(new, max_size)),
+          set_rows(errors, own, new_errors),
+        )
       return old, errors
 
     errors = jnp.full([len(statistics)], cfg.inverse_failure_threshold, jnp.float32)
@@ -335,14 +442,17 @@ def _update_roots(
 
   rows = devices.rows
   preconditioners, errors = devices.on_each(of_device, (rows, rows, REPLICATED), rows)(
-      never, statistics, preconditioners, count)
+    never, statistics, preconditioners, count
+  )
   return preconditioners, _replicated(errors) if devices.axis_names else errors
 
 
 def _errors_of(leaf: update_lib.Leaf, errors: jax.Array) -> list[jax.Array]:
   """Return the errors [k], or [num_layers, k], of each stack of a parameter, given the global ones [N]."""
-  return [errors[np.add.outer(leaf.starts, np.flatnonzero(leaf.layout.order[:, 0] == stack))]
-          for stack in range(len(leaf.layout.stack_shapes))]
+  return [
+    errors[np.add.outer(leaf.starts, np.flatnonzero(leaf.layout.order[:, 0] == stack))]
+    for stack in range(len(leaf.layout.stack_shapes))
+  ]
 
 
 def _pad_stack(stack: jax.Array, size: int) -> jax.Array:

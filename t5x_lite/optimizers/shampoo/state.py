@@ -169,8 +169,11 @@ def layout_of(array: Any, cfg: ShampooConfig, *, has_layers: bool = False) -> Bl
     has_layers: True if the first dim is over layers, each of which has the layout.
   """
   return make_layout(
-      np.shape(array)[has_layers:], block_size=cfg.block_size, merge_dims=cfg.best_effort_shape_interpretation,
-      largest_dim=cfg.skip_preconditioning_dim_size_gt)
+    np.shape(array)[has_layers:],
+    block_size=cfg.block_size,
+    merge_dims=cfg.best_effort_shape_interpretation,
+    largest_dim=cfg.skip_preconditioning_dim_size_gt,
+  )
 
 
 def quantize_momentum(momentum: jax.Array, cfg: ShampooConfig) -> QuantizedValue:
@@ -188,7 +191,9 @@ def quantize_stack(stack: jax.Array, cfg: ShampooConfig) -> Any:
 
 def stack_to_float(stack: Any) -> jax.Array:
   """Return matrices, float32 [k, n, n]; inverse of `quantize_stack` up to rounding."""
-  return jax.vmap(lambda value: value.to_float())(stack) if isinstance(stack, QuantizedValue) else stack
+  return (
+    jax.vmap(lambda value: value.to_float())(stack) if isinstance(stack, QuantizedValue) else stack
+  )
 
 
 def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
@@ -202,10 +207,10 @@ def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
   second_moments_of = functools.partial(QuantizedValue.from_float, dtype=jnp.float32)
   num_errors = max(layout_of(param, cfg).num_statistics, 1)
   return {
-      'diagonal_statistics': zeros(second_moments_of) if cfg.has_diagonal_statistics else None,
-      'diagonal_momentum': zeros(momentum_of) if cfg.has_diagonal_momentum else None,
-      'momentum': zeros(momentum_of),
-      'training_metrics': TrainingMetrics(jnp.zeros([num_errors], jnp.float32)),
+    'diagonal_statistics': zeros(second_moments_of) if cfg.has_diagonal_statistics else None,
+    'diagonal_momentum': zeros(momentum_of) if cfg.has_diagonal_momentum else None,
+    'momentum': zeros(momentum_of),
+    'training_metrics': TrainingMetrics(jnp.zeros([num_errors], jnp.float32)),
   }
 
 
@@ -221,22 +226,32 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
     def matrices(scale: float, partition_spec: PartitionSpec) -> BlockMatrices:
       # One matrix is quantized and repeated, because compilers would slowly fold the constants of all matrices.
       stacks = tuple(
-          jax.tree.map(lambda array, count=count: jnp.broadcast_to(array[0], [count, *array.shape[1:]]),
-                       quantize_stack(scale * jnp.eye(size, dtype=jnp.float32)[None], cfg))
-          for count, size in layout.stack_shapes)
+        jax.tree.map(
+          lambda array, count=count: jnp.broadcast_to(array[0], [count, *array.shape[1:]]),
+          quantize_stack(scale * jnp.eye(size, dtype=jnp.float32)[None], cfg),
+        )
+        for count, size in layout.stack_shapes
+      )
       return BlockMatrices(stacks, layout, partition_spec)
 
     statistics_spec, preconditioners_spec = cfg.partition_specs
     return ParameterStats(
-        statistics=matrices(cfg.matrix_epsilon, statistics_spec), preconditioners=matrices(1.0, preconditioners_spec),
-        **init_local(param, cfg))
+      statistics=matrices(cfg.matrix_epsilon, statistics_spec),
+      preconditioners=matrices(1.0, preconditioners_spec),
+      **init_local(param, cfg),
+    )
 
   return ShampooState(count=jnp.zeros([], jnp.int32), stats=jax.tree.map(init_parameter, params))
 
 
 def derive_axes(
-    state: ShampooState, params_axes: LogicalAxes, *, stack_spec: PartitionSpec | None = None,
-    blocks_axis: str | None = BLOCKS_AXIS, exponents_axis: str | None = STACK_AXIS) -> ShampooState:
+  state: ShampooState,
+  params_axes: LogicalAxes,
+  *,
+  stack_spec: PartitionSpec | None = None,
+  blocks_axis: str | None = BLOCKS_AXIS,
+  exponents_axis: str | None = STACK_AXIS,
+) -> ShampooState:
   """Return a `ShampooState` with a `PartitionSpec` of one entry per dim for each array.
 
   Arrays shaped like a parameter have the parameter's axes, column scales of int8 momentum all of them except the first,
@@ -262,32 +277,48 @@ def derive_axes(
     return specs
 
   def of_matrices(matrices: BlockMatrices) -> BlockMatrices:
-    return jax.tree.map(lambda array: PartitionSpec(*matrices.partition_spec[:np.ndim(array)]), matrices)
+    return jax.tree.map(
+      lambda array: PartitionSpec(*matrices.partition_spec[: np.ndim(array)]), matrices
+    )
 
   def of_parameter(stats: Any, axes: PartitionSpec) -> Any:
     if isinstance(stats, optax.MaskedNode):
       return stats
     axes = PartitionSpec() if axes is None else axes
     fields = {
-        'diagonal_statistics': of_quantized(stats.diagonal_statistics, axes),
-        'diagonal_momentum': of_quantized(stats.diagonal_momentum, axes),
-        'momentum': of_quantized(stats.momentum, axes),
-        'training_metrics': TrainingMetrics(PartitionSpec(blocks_axis)),
+      'diagonal_statistics': of_quantized(stats.diagonal_statistics, axes),
+      'diagonal_momentum': of_quantized(stats.diagonal_momentum, axes),
+      'momentum': of_quantized(stats.momentum, axes),
+      'training_metrics': TrainingMetrics(PartitionSpec(blocks_axis)),
     }
     if isinstance(stats, LocalShardedParameterStats):
       return stats.replace(**fields)
     return stats._replace(
-        statistics=of_matrices(stats.statistics), preconditioners=of_matrices(stats.preconditioners), **fields)
+      statistics=of_matrices(stats.statistics),
+      preconditioners=of_matrices(stats.preconditioners),
+      **fields,
+    )
 
   is_sharded = isinstance(state.stats, ShardedShampooStats)
   axes = jax.tree.map(
-      of_parameter, state.stats.local_stats if is_sharded else state.stats, params_axes, is_leaf=_is_parameter_stats)
+    of_parameter,
+    state.stats.local_stats if is_sharded else state.stats,
+    params_axes,
+    is_leaf=_is_parameter_stats,
+  )
   if is_sharded:
     global_stats = state.stats.global_stats
-    statistics, preconditioners = (stack_spec,) * 2 if stack_spec is not None else global_stats.partition_specs
+    statistics, preconditioners = (
+      (stack_spec,) * 2 if stack_spec is not None else global_stats.partition_specs
+    )
     axes = ShardedShampooStats(
-        global_stats.replace(
-            statistics=statistics, preconditioners=preconditioners, exponents=PartitionSpec(exponents_axis)), axes)
+      global_stats.replace(
+        statistics=statistics,
+        preconditioners=preconditioners,
+        exponents=PartitionSpec(exponents_axis),
+      ),
+      axes,
+    )
   else:
     _tell_of_copies(state)
   return ShampooState(count=PartitionSpec(), stats=axes)
@@ -297,16 +328,21 @@ def _tell_of_copies(state: ShampooState) -> None:
   """Log the size of the plain mode's matrices that all devices store in full, if it is large, with the remedy."""
   num_devices = jax.device_count()
   stacks = [
-      array for node in jax.tree.leaves(state.stats, is_leaf=_is_parameter_stats) if isinstance(node, ParameterStats)
-      for matrices in (node.statistics, node.preconditioners) if STACK_AXIS in matrices.partition_spec
-      for array in jax.tree.leaves(matrices)]
+    array
+    for node in jax.tree.leaves(state.stats, is_leaf=_is_parameter_stats)
+    if isinstance(node, ParameterStats)
+    for matrices in (node.statistics, node.preconditioners)
+    if STACK_AXIS in matrices.partition_spec
+    for array in jax.tree.leaves(matrices)
+  ]
   sizes = np.array([array.size * array.dtype.itemsize for array in stacks])
   is_copied = np.array([array.shape[0] % num_devices > 0 for array in stacks], bool)
   if sizes[is_copied].sum() > 0.1 * sizes.sum():
     log_once(
-        f'Shampoo: {sizes[is_copied].sum() / sizes.sum():.0%} of the matrices ({sizes.sum() / 2**30:.3g} GiB) are in '
-        f'stacks that do not divide over all {num_devices} devices, of which several keep copies of them; '
-        'shard_optimizer_states=True shards all over all')
+      f'Shampoo: {sizes[is_copied].sum() / sizes.sum():.0%} of the matrices ({sizes.sum() / 2**30:.3g} GiB) are in '
+      f'stacks that do not divide over all {num_devices} devices, of which several keep copies of them; '
+      'shard_optimizer_states=True shards all over all'
+    )
 
 
 @functools.cache
@@ -330,10 +366,14 @@ def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
     Names `root_error_max` and `root_error_mean` to float32 scalars.
   """
   is_sharded = isinstance(state.stats, ShardedShampooStats)
-  stats = jax.tree.leaves(state.stats.local_stats if is_sharded else state.stats, is_leaf=_is_parameter_stats)
+  stats = jax.tree.leaves(
+    state.stats.local_stats if is_sharded else state.stats, is_leaf=_is_parameter_stats
+  )
   errors = [
-      node.training_metrics.inverse_pth_root_errors.reshape(-1) for node in stats
-      if not isinstance(node, optax.MaskedNode) and len(node.sizes if is_sharded else node.statistics)]
+    node.training_metrics.inverse_pth_root_errors.reshape(-1)
+    for node in stats
+    if not isinstance(node, optax.MaskedNode) and len(node.sizes if is_sharded else node.statistics)
+  ]
   if not errors:
     return {}
   errors = jnp.concatenate(errors)
@@ -348,9 +388,11 @@ def report_roots(values: Mapping[str, float]) -> list[str]:
   """Return a log line for the values of `root_metrics` if the largest error is notable, else no line."""
   if values.get('root_error_max', 0.0) < _NOTABLE_ERROR:
     return []
-  return [f'Shampoo: errors of the last roots: {values["root_error_max"]:.2g} at most, '
-          f'{values["root_error_mean"]:.2g} on average; where they reach inverse_failure_threshold the roots before '
-          'stay in use']
+  return [
+    f'Shampoo: errors of the last roots: {values["root_error_max"]:.2g} at most, '
+    f'{values["root_error_mean"]:.2g} on average; where they reach inverse_failure_threshold the roots before '
+    'stay in use'
+  ]
 
 
 OptaxStatePartitionRules.register(ShampooState, derive_axes)

@@ -28,11 +28,20 @@ from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
 from t5x_lite.optimizers.shampoo.config import OWNER, ShampooConfig
-from t5x_lite.optimizers.shampoo.grafting import NORM_EPSILON, grafted_update, norm, second_moment_weight
+from t5x_lite.optimizers.shampoo.grafting import (
+  NORM_EPSILON,
+  grafted_update,
+  norm,
+  second_moment_weight,
+)
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers.shampoo.root_plan import Shares, compute_roots
 from t5x_lite.optimizers.shampoo.roots import RootOptions
-from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats, ParameterStats, ShampooState
+from t5x_lite.optimizers.shampoo.state import (
+  LocalShardedParameterStats,
+  ParameterStats,
+  ShampooState,
+)
 from t5x_lite.types import Params, PyTree
 
 # A number, a function of the number of previous updates, or a traced scalar.
@@ -41,32 +50,44 @@ LearningRate = float | jax.Array | Callable[[jax.Array], Any]
 Stacks = list[list[Any]]
 
 
-def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> optax.GradientTransformation:
+def plain_transformation(
+  learning_rate: LearningRate, cfg: ShampooConfig
+) -> optax.GradientTransformation:
   """Return the transformation of the plain mode, whose state has one `ParameterStats` per parameter."""
 
   def init(params: Params) -> ShampooState:
     return state_lib.init_plain(params, cfg)
 
-  def update(grads: Params, state: ShampooState, params: Params | None = None) -> tuple[Params, ShampooState]:
+  def update(
+    grads: Params, state: ShampooState, params: Params | None = None
+  ) -> tuple[Params, ShampooState]:
     leaves, treedef = flatten_inputs(grads, params, cfg)
     old_stats = treedef.flatten_up_to(state.stats)
-    statistics = _update_statistics([stats.statistics.stacks for stats in old_stats], leaves, state.count, cfg)
+    statistics = _update_statistics(
+      [stats.statistics.stacks for stats in old_stats], leaves, state.count, cfg
+    )
     preconditioners, errors = _update_preconditioners(
-        statistics, [stats.preconditioners.stacks for stats in old_stats], leaves, state.count, cfg)
+      statistics, [stats.preconditioners.stacks for stats in old_stats], leaves, state.count, cfg
+    )
     updates, new_stats, done = [], [], []
     for leaf, stats, new_statistics, roots, root_errors in zip(
-        leaves, old_stats, statistics, preconditioners, errors, strict=True):
+      leaves, old_stats, statistics, preconditioners, errors, strict=True
+    ):
       leaf = dataclasses.replace(leaf, grad=in_sequence(leaf.grad, done, state.count))
       sequenced = in_sequence(roots, done, state.count) if cfg.statistics_are_quantized else roots
       update, fields, length = leaf.of_each_layer(
-          functools.partial(_precondition_and_update, leaf, state.count, learning_rate, cfg))(
-              leaf.grad, leaf.param, stats, list(sequenced))
+        functools.partial(_precondition_and_update, leaf, state.count, learning_rate, cfg)
+      )(leaf.grad, leaf.param, stats, list(sequenced))
       done = [length]
       updates.append(update)
-      new_stats.append(stats._replace(
+      new_stats.append(
+        stats._replace(
           statistics=stats.statistics.replace(stacks=tuple(new_statistics)),
           preconditioners=stats.preconditioners.replace(stacks=tuple(roots)),
-          training_metrics=record_errors(leaf, stats.training_metrics, root_errors, cfg), **fields))
+          training_metrics=record_errors(leaf, stats.training_metrics, root_errors, cfg),
+          **fields,
+        )
+      )
     return treedef.unflatten(updates), ShampooState(state.count + 1, treedef.unflatten(new_stats))
 
   return optax.GradientTransformation(init, update)
@@ -112,39 +133,62 @@ class Leaf:
     """Int [num_layers * k] per stack: numbers that ascend in the order of the matrices without stacked layers."""
     counts = [count for count, _ in self.layout.stack_shapes]
     offsets = itertools.accumulate(counts, initial=0)
-    return [np.add.outer(self.starts, offset + np.arange(count)).reshape(-1)
-            for offset, count in zip(offsets, counts)]
+    return [
+      np.add.outer(self.starts, offset + np.arange(count)).reshape(-1)
+      for offset, count in zip(offsets, counts)
+    ]
 
   def merge(self, stacks: PyTree) -> PyTree:
     """Return [num_layers * k, ...], given stacks [num_layers, k, ...]; others are returned unchanged."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacks) if self.is_stacked else stacks
+    return (
+      jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacks) if self.is_stacked else stacks
+    )
 
   def divide(self, stacks: PyTree) -> PyTree:
     """Return the inverse of `merge`."""
     num_layers = len(self.first_matrices)
-    return jax.tree.map(lambda x: x.reshape(num_layers, -1, *x.shape[1:]), stacks) if self.is_stacked else stacks
+    return (
+      jax.tree.map(lambda x: x.reshape(num_layers, -1, *x.shape[1:]), stacks)
+      if self.is_stacked
+      else stacks
+    )
 
 
 def flatten_inputs(
-    grads: Params, params: Params | None, cfg: ShampooConfig) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+  grads: Params, params: Params | None, cfg: ShampooConfig
+) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
   """Return gradients and parameters as a list, and the structure of their tree.
 
   Raises:
     ConfigError: weight decay without parameters.
   """
   if params is None and cfg.weight_decay:
-    raise ConfigError(f'`{OWNER}.weight_decay` needs the parameters. Call update(grads, state, params).')
+    raise ConfigError(
+      f'`{OWNER}.weight_decay` needs the parameters. Call update(grads, state, params).'
+    )
   flat_grads, treedef = jax.tree.flatten(grads)
   flat_params = [None] * len(flat_grads) if params is None else treedef.flatten_up_to(params)
   paths = [path for path, _ in tree_utils.named_leaves(grads)]
-  layouts = [state_lib.layout_of(grad, cfg, has_layers=layer_stacks.is_stacked(path))
-             for path, grad in zip(paths, flat_grads, strict=True)]
+  layouts = [
+    state_lib.layout_of(grad, cfg, has_layers=layer_stacks.is_stacked(path))
+    for path, grad in zip(paths, flat_grads, strict=True)
+  ]
   first_matrices = _first_matrices(layouts, layer_stacks.single_paths(paths)[1])
   leaves = [
-      Leaf(grad=jnp.asarray(grad, jnp.float32), param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
-           weight_decay=cfg.weight_decay.of(path) if isinstance(cfg.weight_decay, DecayByPath) else cfg.weight_decay,
-           dtype=jnp.asarray(grad if param is None else param).dtype, layout=layout, first_matrices=first)
-      for path, grad, param, layout, first in zip(paths, flat_grads, flat_params, layouts, first_matrices, strict=True)]
+    Leaf(
+      grad=jnp.asarray(grad, jnp.float32),
+      param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
+      weight_decay=cfg.weight_decay.of(path)
+      if isinstance(cfg.weight_decay, DecayByPath)
+      else cfg.weight_decay,
+      dtype=jnp.asarray(grad if param is None else param).dtype,
+      layout=layout,
+      first_matrices=first,
+    )
+    for path, grad, param, layout, first in zip(
+      paths, flat_grads, flat_params, layouts, first_matrices, strict=True
+    )
+  ]
   return leaves, treedef
 
 
@@ -154,10 +198,17 @@ def single_layouts(leaves: Sequence[Leaf]) -> list[BlockLayout]:
   return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]
 
 
-def _first_matrices(layouts: Sequence[BlockLayout], numbers: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _first_matrices(
+  layouts: Sequence[BlockLayout], numbers: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
   """Return `Leaf.first_matrices` of each array, given the indices of its parameters among those of single layers."""
-  counts = dict(sorted((number, layout.num_statistics)
-                       for layout, layers in zip(layouts, numbers, strict=True) for number in layers))
+  counts = dict(
+    sorted(
+      (number, layout.num_statistics)
+      for layout, layers in zip(layouts, numbers, strict=True)
+      for number in layers
+    )
+  )
   starts = [0, *itertools.accumulate(counts.values())]
   return [tuple(starts[number] for number in layers) for layers in numbers]
 
@@ -203,28 +254,38 @@ def in_sequence(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> 
 
 def never(done: Sequence[jax.Array], count: jax.Array) -> jax.Array:
   """Return False, a bool scalar that the compiler computes after the arrays `done`, as described in `in_sequence`."""
-  return functools.reduce(jnp.logical_and, [array[(0,) * array.ndim] > 0 for array in done], count < 0)
+  return functools.reduce(
+    jnp.logical_and, [array[(0,) * array.ndim] > 0 for array in done], count < 0
+  )
 
 
 def after(never_true: jax.Array, arrays: PyTree) -> PyTree:
   """Return `arrays` such that computations with them start after `never_true` is computed."""
-  return jax.tree.map(lambda array: jnp.where(never_true, jnp.zeros([], array.dtype), array), arrays)
+  return jax.tree.map(
+    lambda array: jnp.where(never_true, jnp.zeros([], array.dtype), array), arrays
+  )
 
 
 def _update_statistics(
-    old: Sequence[Sequence[Any]], leaves: Sequence[Leaf], count: jax.Array, cfg: ShampooConfig) -> Stacks:
+  old: Sequence[Sequence[Any]], leaves: Sequence[Leaf], count: jax.Array, cfg: ShampooConfig
+) -> Stacks:
   """Return the statistics, with the gradients added if an update of the statistics is due."""
 
-  def updated_layer(layout: BlockLayout, stacks: Sequence[Any], grad: jax.Array) -> tuple[list[Any], list[jax.Array]]:
+  def updated_layer(
+    layout: BlockLayout, stacks: Sequence[Any], grad: jax.Array
+  ) -> tuple[list[Any], list[jax.Array]]:
     products = layout.statistics(grad, cfg.precision)
-    return [state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
-            for stack, product in zip(stacks, products, strict=True)], products
+    return [
+      state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
+      for stack, product in zip(stacks, products, strict=True)
+    ], products
 
   def updated(old: Stacks) -> Stacks:
     results, done = [], []
     for stacks, leaf in zip(old, leaves, strict=True):
       new, products = leaf.of_each_layer(functools.partial(updated_layer, leaf.layout))(
-          stacks, in_sequence(leaf.grad, done, count))
+        stacks, in_sequence(leaf.grad, done, count)
+      )
       results.append(new)
       done = products or done
     return results
@@ -236,8 +297,12 @@ def _update_statistics(
 
 
 def _update_preconditioners(
-    statistics: Stacks, old: Sequence[Sequence[Any]], leaves: Sequence[Leaf], count: jax.Array,
-    cfg: ShampooConfig) -> tuple[Stacks, list[list[jax.Array]]]:
+  statistics: Stacks,
+  old: Sequence[Sequence[Any]],
+  leaves: Sequence[Leaf],
+  count: jax.Array,
+  cfg: ShampooConfig,
+) -> tuple[Stacks, list[list[jax.Array]]]:
   """Return the preconditioners, with the roots that are due.
 
   Returns:
@@ -248,19 +313,24 @@ def _update_preconditioners(
   exponents = [root_exponent(leaf.layout, cfg) for leaf in leaf_of]
   padded_size = max((size for leaf in leaves for _, size in leaf.layout.stack_shapes), default=None)
   flat_statistics, flat_old = (
-      [leaf.merge(stack) for leaf, stacks in zip(leaves, each, strict=True) for stack in stacks]
-      for each in (statistics, old))
+    [leaf.merge(stack) for leaf, stacks in zip(leaves, each, strict=True) for stack in stacks]
+    for each in (statistics, old)
+  )
   ranks = [ranks for leaf in leaves for ranks in leaf.ranks]
   take = compute_quantized_roots if cfg.statistics_are_quantized else compute_stack_roots
 
-  def with_new_roots(results: tuple[list[Any], list[jax.Array]]) -> tuple[list[Any], list[jax.Array]]:
+  def with_new_roots(
+    results: tuple[list[Any], list[jax.Array]],
+  ) -> tuple[list[Any], list[jax.Array]]:
     return take(flat_statistics, exponents, results[0], count, padded_size, cfg, ranks)
 
   errors = [jnp.full([len(rows)], cfg.inverse_failure_threshold, jnp.float32) for rows in ranks]
   results = compute_when_due(with_new_roots, (flat_old, errors), count, cfg)
   lengths = [len(leaf.layout.stack_shapes) for leaf in leaves]
-  roots, errors = (_split([leaf.divide(x) for leaf, x in zip(leaf_of, each, strict=True)], lengths)
-                   for each in results)
+  roots, errors = (
+    _split([leaf.divide(x) for leaf, x in zip(leaf_of, each, strict=True)], lengths)
+    for each in results
+  )
   return roots, errors
 
 
@@ -270,45 +340,77 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
 
 
 def compute_stack_roots(
-    statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
-    padded_size: int | None, cfg: ShampooConfig, ranks: Sequence[np.ndarray] | None = None,
-    shares: Shares | None = None, axis_names: tuple[str, ...] = ()) -> tuple[list[jax.Array], list[jax.Array]]:
+  statistics: Sequence[jax.Array],
+  exponents: Sequence[int],
+  old: Sequence[jax.Array],
+  count: jax.Array,
+  padded_size: int | None,
+  cfg: ShampooConfig,
+  ranks: Sequence[np.ndarray] | None = None,
+  shares: Shares | None = None,
+  axis_names: tuple[str, ...] = (),
+) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots of stacks of float32 statistics and their errors, with the options in `cfg`; see `compute_roots`.
 
   Statistics stored as integers are padded by zeros, as the original pads the scales of their columns. Spread roots are
   not all computed in the first step if every root is computed before a preconditioner is used.
   """
   options = RootOptions(
-      method=cfg.root_method, ridge_epsilon=cfg.matrix_epsilon, precision=cfg.precision, padded_size=padded_size,
-      pad_value=0.0 if cfg.statistics_are_quantized else 1.0)
+    method=cfg.root_method,
+    ridge_epsilon=cfg.matrix_epsilon,
+    precision=cfg.precision,
+    padded_size=padded_size,
+    pad_value=0.0 if cfg.statistics_are_quantized else 1.0,
+  )
   return compute_roots(
-      statistics, exponents, old, count, options=options, failure_threshold=cfg.inverse_failure_threshold,
-      spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
-      ranks=ranks if cfg.spread_roots else None,  # without an order, rows need not be moved
-      axis_name=axis_names or cfg.batch_axis_name, shares=shares,
-      all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
+    statistics,
+    exponents,
+    old,
+    count,
+    options=options,
+    failure_threshold=cfg.inverse_failure_threshold,
+    spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
+    ranks=ranks if cfg.spread_roots else None,  # without an order, rows need not be moved
+    axis_name=axis_names or cfg.batch_axis_name,
+    shares=shares,
+    all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps,
+  )
 
 
 def compute_quantized_roots(
-    statistics: Sequence[QuantizedValue], exponents: Sequence[int], old: Sequence[QuantizedValue], count: jax.Array,
-    padded_size: int | None, cfg: ShampooConfig,
-    ranks: Sequence[np.ndarray] | None = None) -> tuple[list[QuantizedValue], list[jax.Array]]:
+  statistics: Sequence[QuantizedValue],
+  exponents: Sequence[int],
+  old: Sequence[QuantizedValue],
+  count: jax.Array,
+  padded_size: int | None,
+  cfg: ShampooConfig,
+  ranks: Sequence[np.ndarray] | None = None,
+) -> tuple[list[QuantizedValue], list[jax.Array]]:
   """Return the results of `compute_stack_roots` for quantized matrices; kept previous roots keep their integers.
 
   Arguments and results have the shapes of `compute_stack_roots`; see there.
   """
   roots, errors = compute_stack_roots(
-      [state_lib.stack_to_float(stack) for stack in statistics], exponents,
-      [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg, ranks)
+    [state_lib.stack_to_float(stack) for stack in statistics],
+    exponents,
+    [state_lib.stack_to_float(stack) for stack in old],
+    count,
+    padded_size,
+    cfg,
+    ranks,
+  )
   new = [state_lib.quantize_stack(root, cfg) for root in roots]
   is_used = [error < jnp.float32(cfg.inverse_failure_threshold) for error in errors]  # False if NaN
-  kept = [jax.tree.map(functools.partial(_where_rows, is_used), *stacks)
-          for is_used, *stacks in zip(is_used, new, old, strict=True)]
+  kept = [
+    jax.tree.map(functools.partial(_where_rows, is_used), *stacks)
+    for is_used, *stacks in zip(is_used, new, old, strict=True)
+  ]
   return kept, errors
 
 
 def compute_when_due(
-    with_new_roots: Callable[[PyTree], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig) -> PyTree:
+  with_new_roots: Callable[[PyTree], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig
+) -> PyTree:
   """Return `with_new_roots(results)` in steps with roots and `results` in other steps, which compute no roots.
 
   Args:
@@ -328,21 +430,28 @@ def _where_rows(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Arr
 
 
 def record_errors(
-    leaf: Leaf, metrics: state_lib.TrainingMetrics, errors: Sequence[jax.Array],
-    cfg: ShampooConfig) -> state_lib.TrainingMetrics:
+  leaf: Leaf, metrics: state_lib.TrainingMetrics, errors: Sequence[jax.Array], cfg: ShampooConfig
+) -> state_lib.TrainingMetrics:
   """Return the metrics of a parameter with the measured errors [k], or [num_layers, k], of its stacks."""
   if not errors:
     return metrics
   errors = jnp.concatenate(errors, axis=-1)[..., leaf.layout.flat_order]
   is_measured = (errors > 0.0) & (errors != jnp.float32(cfg.inverse_failure_threshold))
   return metrics.replace(
-      inverse_pth_root_errors=jnp.where(is_measured, errors, metrics.inverse_pth_root_errors))
+    inverse_pth_root_errors=jnp.where(is_measured, errors, metrics.inverse_pth_root_errors)
+  )
 
 
 def _precondition_and_update(
-    leaf: Leaf, count: jax.Array, learning_rate: LearningRate, cfg: ShampooConfig, grad: jax.Array,
-    param: jax.Array | None, stats: ParameterStats,
-    preconditioners: Sequence[Any]) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+  leaf: Leaf,
+  count: jax.Array,
+  learning_rate: LearningRate,
+  cfg: ShampooConfig,
+  grad: jax.Array,
+  param: jax.Array | None,
+  stats: ParameterStats,
+  preconditioners: Sequence[Any],
+) -> tuple[jax.Array, dict[str, Any], jax.Array]:
   """Return the results of `update_layer`, given the preconditioners in the form of the state, [k, n, n] each."""
   direction = None
   if leaf.layout.is_preconditioned:
@@ -352,9 +461,15 @@ def _precondition_and_update(
 
 
 def update_layer(
-    leaf: Leaf, count: jax.Array, learning_rate: LearningRate, cfg: ShampooConfig, grad: jax.Array,
-    param: jax.Array | None, stats: ParameterStats | LocalShardedParameterStats,
-    direction: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+  leaf: Leaf,
+  count: jax.Array,
+  learning_rate: LearningRate,
+  cfg: ShampooConfig,
+  grad: jax.Array,
+  param: jax.Array | None,
+  stats: ParameterStats | LocalShardedParameterStats,
+  direction: tuple[jax.Array, jax.Array] | None,
+) -> tuple[jax.Array, dict[str, Any], jax.Array]:
   """Return the update of one parameter, or of one layer of stacked parameters.
 
   Until `start_preconditioning_step` the result is the grafted method's update with its momentum; both momenta advance
@@ -384,7 +499,9 @@ def update_layer(
     grafted = grafted + leaf.weight_decay * param
   weight = 1.0 - cfg.beta1 if cfg.moving_average_for_momentum else 1.0
   old_momentum = stats.momentum.to_float()
-  old_grafted_momentum = stats.diagonal_momentum.to_float() if cfg.has_diagonal_momentum else old_momentum
+  old_grafted_momentum = (
+    stats.diagonal_momentum.to_float() if cfg.has_diagonal_momentum else old_momentum
+  )
   momentum = cfg.beta1 * old_momentum + weight * direction
   grafted_momentum = cfg.beta1 * old_grafted_momentum + weight * grafted
   is_shampoo = count >= cfg.start_preconditioning_step
@@ -394,12 +511,19 @@ def update_layer(
   if cfg.nesterov:
     applied = weight * jnp.where(is_shampoo, direction, grafted) + cfg.beta1 * applied
   rate = learning_rate(count) if callable(learning_rate) else learning_rate
-  return (-rate * applied).astype(leaf.dtype), {
-      'diagonal_statistics': None if moments is None else QuantizedValue.from_float(moments, jnp.float32),
-      'diagonal_momentum':
-          state_lib.quantize_momentum(grafted_momentum, cfg) if cfg.has_diagonal_momentum else None,
+  return (
+    (-rate * applied).astype(leaf.dtype),
+    {
+      'diagonal_statistics': None
+      if moments is None
+      else QuantizedValue.from_float(moments, jnp.float32),
+      'diagonal_momentum': state_lib.quantize_momentum(grafted_momentum, cfg)
+      if cfg.has_diagonal_momentum
+      else None,
       'momentum': state_lib.quantize_momentum(momentum, cfg),
-  }, length
+    },
+    length,
+  )
 
 
 def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:

@@ -84,22 +84,34 @@ def test_a_hugging_face_folder_is_asked_with_the_recipe(capsys, monkeypatch, tmp
 def test_each_line_of_a_pipe_is_answered_on_one_line(run, capsys, monkeypatch, tmp_path):
   status, out, err = _chat(capsys, monkeypatch, run, text='\n'.join(_LINES) + '\n')
   assert status == 0 and len(out) == 3
-  assert f'{run}/checkpoint_5' in err and 'step 5' in err and 'Compiled' in err and 'Type' not in err
+  assert (
+    f'{run}/checkpoint_5' in err and 'step 5' in err and 'Compiled' in err and 'Type' not in err
+  )
   # The same model in a notebook.
   opened = notebook.open_run(str(run), output_dir=str(tmp_path), batch_size=1)
   assert opened.step == 5
   pairs, aux = opened.predict_with_aux(_LINES)
   for answer, (_, text), log_prob in zip(out, pairs, aux['scores'], strict=True):
     shown, score = answer.split('\t')
-    assert re.sub('<extra_id_[0-9]+>', '', shown) == chat_app.one_line(text)  # the vocabulary itself drops them
+    assert re.sub('<extra_id_[0-9]+>', '', shown) == chat_app.one_line(
+      text
+    )  # the vocabulary itself drops them
     assert float(score) == pytest.approx(log_prob, rel=1e-4)
   opened.close()
 
 
 @pytest.mark.full
 def test_beams(run, capsys, monkeypatch):
-  status, out, err = _chat(capsys, monkeypatch, run / 'checkpoint_3', '--beam=4', '--num_decodes=2', '--max_length=4',
-                           '--gin.DROPOUT_RATE=0.1', text='abc')
+  status, out, err = _chat(
+    capsys,
+    monkeypatch,
+    run / 'checkpoint_3',
+    '--beam=4',
+    '--num_decodes=2',
+    '--max_length=4',
+    '--gin.DROPOUT_RATE=0.1',
+    text='abc',
+  )
   assert status == 0 and 'step 3' in err and len(out) == 1
   first, p, second, q = out[0].split('\t')
   assert first != second and float(p) > float(q)
@@ -109,8 +121,9 @@ def test_beams(run, capsys, monkeypatch):
 def test_sampling_repeats_and_its_seed_counts(run, capsys, monkeypatch):
   outs = []
   for seed in (0, 0, 1):
-    status, out, err = _chat(capsys, monkeypatch, run / 'checkpoint_3', '--num_decodes=3', f'--seed={seed}',
-                             text='a\na\n')
+    status, out, err = _chat(
+      capsys, monkeypatch, run / 'checkpoint_3', '--num_decodes=3', f'--seed={seed}', text='a\na\n'
+    )
     assert status == 0 and 'step 3' in err
     assert all(float(score) < 0 for line in out for score in line.split('\t')[1::2])
     assert {line.count('\t') for line in out} <= {1, 3, 5}
@@ -137,7 +150,9 @@ class _Loud:
   """In the place of a `Chat`."""
 
   def answer(self, text):
-    return [chat_app.Answer(text.upper(), -0.5), chat_app.Answer(text.title(), -1.5)][:text.count(' ') + 1]
+    return [chat_app.Answer(text.upper(), -0.5), chat_app.Answer(text.title(), -1.5)][
+      : text.count(' ') + 1
+    ]
 
   def score(self, text, target):
     return -float(len(text) + len(target))
@@ -162,8 +177,10 @@ def _type(monkeypatch, lines, end=EOFError):
 
 
 def test_typed_lines_and_commands(monkeypatch):
-  shown = _type(monkeypatch,
-                [':score x', 'hi', 'to you', '', ':score two', '::help', ':help', ':scor', ':quit', 'never'])
+  shown = _type(
+    monkeypatch,
+    [':score x', 'hi', 'to you', '', ':score two', '::help', ':help', ':scor', ':quit', 'never'],
+  )
   assert shown[0] == 'No input yet: type an input first.\n'
   assert shown[1] == 'HI  [-0.5]\n'
   assert shown[2] == '1. TO YOU  [-0.5]\n2. To You  [-1.5]\n'
@@ -183,8 +200,15 @@ def test_the_terminal_is_left_cleanly(monkeypatch, end):
 def test_a_real_terminal(run):
   master, slave = pty.openpty()
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT), 'TERM': 'dumb'}
-  process = subprocess.Popen([sys.executable, '-m', 't5x_lite', 'chat', str(run)], cwd=_ROOT, env=env, stdin=slave,
-                             stdout=slave, stderr=slave, start_new_session=True)
+  process = subprocess.Popen(
+    [sys.executable, '-m', 't5x_lite', 'chat', str(run)],
+    cwd=_ROOT,
+    env=env,
+    stdin=slave,
+    stdout=slave,
+    stderr=slave,
+    start_new_session=True,
+  )
   os.close(slave)
 
   def read_until(pattern):
@@ -223,17 +247,25 @@ def test_options_choose_the_algorithm(run):
   assert beams.decode_fn is decoding.beam_search and arguments['num_decodes'] == 3
   assert model.decode_fn is not beams.decode_fn
   for given, drawn in (
-      ({'num_decodes': 2}, {'temperature': 1.0, 'topk': 0, 'topp': 0.0}),
-      ({'temperature': 0.5}, {'temperature': 0.5, 'topk': 0, 'topp': 0.0}),
-      ({'topk': 5}, {'temperature': 1.0, 'topk': 5, 'topp': 0.0}),
-      ({'topp': 0.9, 'temperature': 2}, {'temperature': 2.0, 'topk': 0, 'topp': 0.9})):
+    ({'num_decodes': 2}, {'temperature': 1.0, 'topk': 0, 'topp': 0.0}),
+    ({'temperature': 0.5}, {'temperature': 0.5, 'topk': 0, 'topp': 0.0}),
+    ({'topk': 5}, {'temperature': 1.0, 'topk': 5, 'topp': 0.0}),
+    ({'topp': 0.9, 'temperature': 2}, {'temperature': 2.0, 'topk': 0, 'topp': 0.9}),
+  ):
     sampling, arguments = options(**given).apply(model)
-    assert sampling.decode_fn is decoding.temperature_sample and arguments['decoder_params'] == drawn
+    assert (
+      sampling.decode_fn is decoding.temperature_sample and arguments['decoder_params'] == drawn
+    )
 
 
-@pytest.mark.parametrize('of_training, lengths', [
-    ({'inputs': 16, 'targets': 6}, {'inputs': 16, 'targets': 6}), ({'targets': 9}, {'inputs': 4, 'targets': 5}),
-    ({'targets': 1}, {'inputs': 1, 'targets': 1})])
+@pytest.mark.parametrize(
+  'of_training, lengths',
+  [
+    ({'inputs': 16, 'targets': 6}, {'inputs': 16, 'targets': 6}),
+    ({'targets': 9}, {'inputs': 4, 'targets': 5}),
+    ({'targets': 1}, {'inputs': 1, 'targets': 1}),
+  ],
+)
 def test_lengths(of_training, lengths):
   assert chat_app.feature_lengths(of_training, None, None) == lengths
   assert chat_app.feature_lengths(of_training, 7, 2) == {'inputs': 7, 'targets': 2}
@@ -242,7 +274,9 @@ def test_lengths(of_training, lengths):
 
 
 def test_a_run_without_lengths_needs_both():
-  with pytest.raises(ConfigError, match='`--max_length` must be .*no length of targets .*Set --max_input'):
+  with pytest.raises(
+    ConfigError, match='`--max_length` must be .*no length of targets .*Set --max_input'
+  ):
     chat_app.feature_lengths({}, 7, None)
   assert chat_app.feature_lengths({}, 7, 2) == {'inputs': 7, 'targets': 2}
 
@@ -250,7 +284,9 @@ def test_a_run_without_lengths_needs_both():
 # ---- Errors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('flags, fragments', [
+@pytest.mark.parametrize(
+  'flags, fragments',
+  [
     (['--beam=0'], ['`--beam` must be', 'got 0']),
     (['--num_decodes=0'], ['num_decodes', '0']),
     (['--num_decodes=3', '--beam=2'], ['--num_decodes=3 and --beam=2 cannot be combined']),
@@ -265,7 +301,8 @@ def test_a_run_without_lengths_needs_both():
     (['--gin.TRAIN_STEPSS=3'], ["Did you mean 'TRAIN_STEPS'?"]),
     (['--gin.network.T5Config.emb_dim=16'], ['checkpoint_5', 'another shape', 'stored', 'wanted']),
     (['--gin.vocabularies.ByteVocabulary.extra_ids=200'], ['459', '384']),
-])
+  ],
+)
 def test_bad_flags_are_rejected(run, capsys, monkeypatch, flags, fragments):
   status, out, err = _chat(capsys, monkeypatch, run, *flags, text='a\n')
   assert status == 2 and not out and err.count('error: ') == 1 and 'Traceback' not in err
@@ -280,9 +317,12 @@ def test_bad_paths_are_rejected(run, tmp_path, capsys, monkeypatch):
   copied.parent.mkdir()
   copied.symlink_to(run / 'checkpoint_5')
   for path, fragments in (
-      (run / 'checkpoint_6', ['got a missing path', "Did you mean 'checkpoint_"]), (tmp_path / 'a_file', ['a file']),
-      (tmp_path / 'empty', ['no checkpoint']), (copied.parent, ['config.gin', '--gin_file=']),
-      (run.parent, ['no checkpoint'])):
+    (run / 'checkpoint_6', ['got a missing path', "Did you mean 'checkpoint_"]),
+    (tmp_path / 'a_file', ['a file']),
+    (tmp_path / 'empty', ['no checkpoint']),
+    (copied.parent, ['config.gin', '--gin_file=']),
+    (run.parent, ['no checkpoint']),
+  ):
     status, out, err = _chat(capsys, monkeypatch, path, text='a\n')
     assert status == 2 and not out and len(err.splitlines()) == 1
     for fragment in fragments:
@@ -293,7 +333,10 @@ def test_bad_paths_are_rejected(run, tmp_path, capsys, monkeypatch):
 def test_gin_files_instead_of_config_gin(run, capsys, monkeypatch, tmp_path):
   (tmp_path / 'checkpoint_5').symlink_to(run / 'checkpoint_5')
   (tmp_path / 'more.gin').write_text(_MORE)
-  flags = ['--gin_file=recipes/keyword_cloze.gin', f'--gin_file={tmp_path}/more.gin',
-           *(f'--gin.{flag}' for flag in cloze_run.bindings(_LENGTHS))]
+  flags = [
+    '--gin_file=recipes/keyword_cloze.gin',
+    f'--gin_file={tmp_path}/more.gin',
+    *(f'--gin.{flag}' for flag in cloze_run.bindings(_LENGTHS)),
+  ]
   status, out, _ = _chat(capsys, monkeypatch, tmp_path, *flags, text='abc\n')
   assert status == 0 and out == _chat(capsys, monkeypatch, run, text='abc\n')[1]

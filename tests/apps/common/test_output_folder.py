@@ -8,8 +8,9 @@ import pytest
 from t5x_lite.apps.common import output_folder
 
 
-@pytest.mark.parametrize('write', [
-    functools.partial(output_folder.replacing, last='x'), output_folder.creating])
+@pytest.mark.parametrize(
+  'write', [functools.partial(output_folder.replacing, last='x'), output_folder.creating]
+)
 def test_ctrl_c_right_after_the_folder_is_made_leaves_nothing(tmp_path, monkeypatch, write):
   made = []
 

@@ -43,33 +43,60 @@ def _damage(path: pathlib.Path) -> None:
 # ---- A damaged newest checkpoint -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('program, words, shows_step', [
+@pytest.mark.parametrize(
+  'program, words, shows_step',
+  [
     pytest.param(
-        't5x_lite', "export RUN --gin.export_lib.save.inference_mode='score'", 'step 3', marks=pytest.mark.full),
+      't5x_lite',
+      "export RUN --gin.export_lib.save.inference_mode='score'",
+      'step 3',
+      marks=pytest.mark.full,
+    ),
     pytest.param('t5x_lite', 'chat RUN', '', marks=pytest.mark.full),
     ('t5x_lite', 'convert RUN OUT --to=t5x_lite', 'checkpoint_3'),
     ('t5x_lite', 'eval RUN --dry_run', 'checkpoint_3'),
-    pytest.param('t5x_lite', 'infer RUN --input=TEXTS --output=OUT.jsonl', 'checkpoint_3', marks=pytest.mark.full),
+    pytest.param(
+      't5x_lite',
+      'infer RUN --input=TEXTS --output=OUT.jsonl',
+      'checkpoint_3',
+      marks=pytest.mark.full,
+    ),
     ('moe', 'surgery show RUN', ''),
-])
+  ],
+)
 def test_commands_take_the_newest_sound_checkpoint_of_a_run(
-    run, tmp_path, capsys, monkeypatch, program, words, shows_step):
+  run, tmp_path, capsys, monkeypatch, program, words, shows_step
+):
   _damage(max((run / 'checkpoint_5/state/d').iterdir(), key=lambda path: path.stat().st_size))
   (tmp_path / 'texts').write_text('<extra_id_0> x\n')
 
   def call(folder):
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'<extra_id_0> x\n')))
-    argv = [word.replace('RUN', str(folder)).replace('TEXTS', f'{tmp_path}/texts').replace('OUT', f'{tmp_path}/out')
-            for word in words.split()]
+    argv = [
+      word.replace('RUN', str(folder))
+      .replace('TEXTS', f'{tmp_path}/texts')
+      .replace('OUT', f'{tmp_path}/out')
+      for word in words.split()
+    ]
     status = cli.main(argv) if program == 't5x_lite' else cli.main(argv, moe_program.PROGRAM)
     return status, *capsys.readouterr()
 
-  if 'show' not in words and 'dry_run' not in words:  # These read no values of a checkpoint that is named.
+  if (
+    'show' not in words and 'dry_run' not in words
+  ):  # These read no values of a checkpoint that is named.
     status, _, err = call(run / 'checkpoint_5')
-    assert status == 2 and 'checkpoint_5' in err and 'is damaged' in err and 'Trying an older checkpoint' not in err
+    assert (
+      status == 2
+      and 'checkpoint_5' in err
+      and 'is damaged' in err
+      and 'Trying an older checkpoint' not in err
+    )
   status, out, err = call(run)
   assert status == 0, err
-  assert f"warning: The checkpoint '{run}/checkpoint_5' is damaged" in err and 'Trying an older checkpoint.' in err
+  assert (
+    f"warning: The checkpoint '{run}/checkpoint_5' is damaged" in err
+    and 'Trying an older checkpoint.' in err
+  )
   assert shows_step in out + err
 
 
@@ -80,7 +107,9 @@ def test_plot_counts_from_the_start_that_any_readable_checkpoint_says(run, tmp_p
   assert 'checkpoint_5' in err and 'An earlier checkpoint is read instead.' in err
   _damage(run / 'checkpoint_3/manifest.json')
   assert cli.main(['plot', str(run), '--from_start', f'--out={tmp_path}/plot.svg']) == 2
-  assert 'Omit from_start (--from_start), or save a checkpoint in the run.' in capsys.readouterr().err
+  assert (
+    'Omit from_start (--from_start), or save a checkpoint in the run.' in capsys.readouterr().err
+  )
 
 
 def test_open_run_takes_the_newest_sound_checkpoint(run, caplog):
@@ -93,9 +122,15 @@ def test_open_run_takes_the_newest_sound_checkpoint(run, caplog):
 
 
 def test_search_paths_must_exist(run, capsys):
-  for argv in (['eval', str(run), '--dry_run'], ['train', '--gin_file=recipes/keyword_cloze.gin', '--dry_run']):
+  for argv in (
+    ['eval', str(run), '--dry_run'],
+    ['train', '--gin_file=recipes/keyword_cloze.gin', '--dry_run'],
+  ):
     assert cli.main([*argv, f'--gin_search_paths={run},/nope']) == 2
-    assert "`--gin_search_paths` must be existing folders, separated by commas, got '/nope'" in capsys.readouterr().err
+    assert (
+      "`--gin_search_paths` must be existing folders, separated by commas, got '/nope'"
+      in capsys.readouterr().err
+    )
 
 
 # ---- Code that a configuration names ---------------------------------------------------------------------------------
@@ -116,8 +151,17 @@ def _plant(run, target, text=_PLANTED):
   last = max(i for i, line in enumerate(lines) if line.startswith(('import ', 'from ')))
   added = text.format(target=str(target)).splitlines()
   imports = [line for line in added if line.startswith(('import ', 'from '))]
-  path.write_text('\n'.join([*lines[:last + 1], *imports, *lines[last + 1:],
-                             *(line for line in added if line not in imports)]) + '\n')
+  path.write_text(
+    '\n'.join(
+      [
+        *lines[: last + 1],
+        *imports,
+        *lines[last + 1 :],
+        *(line for line in added if line not in imports),
+      ]
+    )
+    + '\n'
+  )
   return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if line == imports[0])
 
 
@@ -126,7 +170,10 @@ def test_modules_that_a_run_imports_are_logged_and_can_be_restricted(run, tmp_pa
   argv = ['eval', str(run), '--dry_run']
   assert cli.main([*argv, '--allowed_modules=tests']) == 2
   err = capsys.readouterr().err
-  assert f"config.gin:{line}: `--allowed_modules` must contain 'subprocess'" in err and "got 'tests'" in err
+  assert (
+    f"config.gin:{line}: `--allowed_modules` must contain 'subprocess'" in err
+    and "got 'tests'" in err
+  )
   assert 'importing subprocess' not in err
   cli.main(argv)
   assert f'config.gin:{line}: importing subprocess, which runs its code.' in capsys.readouterr().err
@@ -134,9 +181,14 @@ def test_modules_that_a_run_imports_are_logged_and_can_be_restricted(run, tmp_pa
   assert '`--allowed_modules` must be names of modules' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('name, home', [
-    ('t5x_lite.cli.os.system', 'posix'), ('t5x_lite.cli_errors.sysconfig.sys.exit', 'sys'),
-    ('t5x_lite.cli.contextlib.redirect_stdout', 'contextlib')])
+@pytest.mark.parametrize(
+  'name, home',
+  [
+    ('t5x_lite.cli.os.system', 'posix'),
+    ('t5x_lite.cli_errors.sysconfig.sys.exit', 'sys'),
+    ('t5x_lite.cli.contextlib.redirect_stdout', 'contextlib'),
+  ],
+)
 def test_imports_of_an_allowed_module_are_not_allowed(run, capsys, name, home):
   _plant(run, None, f'import t5x_lite.cli\nSTOLEN = @{name}()\n')
   assert cli.main(['eval', str(run), '--dry_run', '--allowed_modules=tests']) == 2
@@ -152,7 +204,10 @@ def test_a_valid_run_opens_with_its_modules(run, tmp_path, capsys, monkeypatch):
   (tmp_path / 'planted_tasks.py').write_text(f'open({str(tmp_path / "touched")!r}, "w")\n')
   monkeypatch.syspath_prepend(tmp_path)
   assert cli.main([*argv, '--gin.MIXTURE_OR_TASK_MODULE=planted_tasks']) == 2
-  assert "DatasetConfig.module: `--allowed_modules` must contain 'planted_tasks'" in capsys.readouterr().err
+  assert (
+    "DatasetConfig.module: `--allowed_modules` must contain 'planted_tasks'"
+    in capsys.readouterr().err
+  )
   assert not (tmp_path / 'touched').exists()
 
 
@@ -168,8 +223,15 @@ def test_a_run_in_a_store(saved_run, store):
   assert found.model_dir == folder and found.mode == 'latest'
   assert runs.find_run(f'{folder}/checkpoint_3') == (folder, f'{folder}/checkpoint_3', 'specific')
   named = ['runs/eval.gin', f'{folder}/config.gin', 'models/t5_1_1_small.gin']
-  assert runs.gin_files_of(found, named) == ['runs/eval.gin', f'{folder}/config.gin', 'models/t5_1_1_small.gin']
-  with pytest.raises(errors.ConfigError, match="/cloz' must be a run directory .* missing path. Did you mean 'cloze'?"):
+  assert runs.gin_files_of(found, named) == [
+    'runs/eval.gin',
+    f'{folder}/config.gin',
+    'models/t5_1_1_small.gin',
+  ]
+  with pytest.raises(
+    errors.ConfigError,
+    match="/cloz' must be a run directory .* missing path. Did you mean 'cloze'?",
+  ):
     runs.find_run(f'{store.root}/runs/cloz')
   files.path(f'{folder}/config.gin').unlink()
   with pytest.raises(errors.ConfigError, match="/runs/cloze' has no config.gin"):

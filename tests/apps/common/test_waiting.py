@@ -15,7 +15,9 @@ class _Signals:
 
 def test_opening_that_stalls_is_reported_and_sees_signals(monkeypatch):
   signals, released = _Signals(), threading.Event()
-  waits = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(f'while {doing}'), warning_seconds=0.1)
+  waits = waiting.DataWaits(
+    signals, lambda doing: StoppedOnSignalError(f'while {doing}'), warning_seconds=0.1
+  )
   printed = []
 
   def report(message):
@@ -29,7 +31,9 @@ def test_opening_that_stalls_is_reported_and_sees_signals(monkeypatch):
   released.set()
   assert len(printed) == 2 and printed[0].startswith('warning: Opening it has taken 0 s.')
   signals.ends_waits = False
-  assert waits.call(lambda: None, 'opening it') is None and list(waits.iterate(iter([0, None]), 'reading')) == [0, None]
+  assert waits.call(lambda: None, 'opening it') is None and list(
+    waits.iterate(iter([0, None]), 'reading')
+  ) == [0, None]
   with pytest.raises(KeyError, match='mine'):
     waits.call(lambda: {}['mine'], 'opening it')
 
@@ -38,8 +42,11 @@ def test_opening_that_stalls_is_reported_and_sees_signals(monkeypatch):
 def waits(monkeypatch):
   monkeypatch.setattr(waiting, 'POLL_SECONDS', 0.01)
   signals = _Signals()
-  return waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(f'while {doing}'),
-                           on_wait=lambda: setattr(signals, 'ends_waits', True))
+  return waiting.DataWaits(
+    signals,
+    lambda doing: StoppedOnSignalError(f'while {doing}'),
+    on_wait=lambda: setattr(signals, 'ends_waits', True),
+  )
 
 
 def test_an_iteration_reads_in_one_thread_that_ends_with_it(waits):

@@ -25,8 +25,12 @@ def save(directory, state, step=3, **metadata):
   """Save a flat state as a training run would."""
   save_cfg = checkpoints.SaveCheckpointConfig(save_dataset=True)
   with checkpoints.CheckpointManager(directory, save_cfg=save_cfg) as manager:
-    manager.save(step, tree_utils.unflatten_dict(state), metadata={'param_layout': 't5', **metadata},
-                 data_state={'position': b'7'})
+    manager.save(
+      step,
+      tree_utils.unflatten_dict(state),
+      metadata={'param_layout': 't5', **metadata},
+      data_state={'position': b'7'},
+    )
   return checkpoints.get_checkpoint_dir(directory, step)
 
 
@@ -46,8 +50,10 @@ def bits(path):
 def tensor_bits(folder):
   """Return name -> (dtype, shape, bytes) of the tensors of a Hugging Face folder."""
   tensors = hugging_face.SafetensorsFolder(folder)
-  return {name: (entry.dtype.name, entry.shape, tensors.read(name).tobytes())
-          for name, entry in tensors.entries.items()}
+  return {
+    name: (entry.dtype.name, entry.shape, tensors.read(name).tobytes())
+    for name, entry in tensors.entries.items()
+  }
 
 
 class FakeSource(sources.StateSource):
@@ -60,7 +66,9 @@ class FakeSource(sources.StateSource):
     self.state, self.batches, self._metadata = state, [], metadata
 
   def shapes(self):
-    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in self.state.items()}
+    return {
+      name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in self.state.items()
+    }
 
   @property
   def metadata(self):

@@ -20,8 +20,16 @@ from tests.checkpoints.hugging_face import hugging_face_cases as cases
 _ROOT = pathlib.Path(__file__).parents[3]
 _FORMS = ('t5x_lite', 't5x', 'hugging_face')
 # 27 MB, so that writing takes a while.
-_LARGER = dataclasses.replace(cases.SMALL, vocab_size=4000, emb_dim=128, num_heads=4, head_dim=32, mlp_dim=256,
-                              num_encoder_layers=12, num_decoder_layers=12)
+_LARGER = dataclasses.replace(
+  cases.SMALL,
+  vocab_size=4000,
+  emb_dim=128,
+  num_heads=4,
+  head_dim=32,
+  mlp_dim=256,
+  num_encoder_layers=12,
+  num_decoder_layers=12,
+)
 
 
 def _main(capsys, *argv):
@@ -33,46 +41,84 @@ def _main(capsys, *argv):
 
 def _make_folder(path, architecture=cases.SMALL, family='t5_1_1'):
   values = cases.values(architecture)
-  cases.make_folder(path, cases.tensors(architecture, values), cases.config_of(architecture, family))
+  cases.make_folder(
+    path, cases.tensors(architecture, values), cases.config_of(architecture, family)
+  )
   return values
 
 
 def test_help(capsys):
   status, text, _ = _main(capsys, 'convert', '--help')
   assert status == 0
-  for words in ('SOURCE OUTPUT', '--to FORM', 'Flan-T5', '--max_shard_size SIZE', '500MB', 'INITIAL_CHECKPOINT_PATH',
-                't5x_lite convert runs/mine mine_for_transformers --to=hugging_face'):
+  for words in (
+    'SOURCE OUTPUT',
+    '--to FORM',
+    'Flan-T5',
+    '--max_shard_size SIZE',
+    '500MB',
+    'INITIAL_CHECKPOINT_PATH',
+    't5x_lite convert runs/mine mine_for_transformers --to=hugging_face',
+  ):
     assert words in text, words
   assert max(map(len, text.splitlines())) <= 120
 
 
 def test_there_and_back(tmp_path, capsys):
   values = _make_folder(tmp_path / 'folder')
-  status, text, noise = _main(capsys, 'convert', str(tmp_path / 'folder'), str(tmp_path / 'ours'), '--to=t5x_lite',
-                              '--step=12')
-  assert status == 0 and f'Wrote {tmp_path}/ours/checkpoint_12' in text and '--gin_file=models/t5_1_1_small.gin' in text
-  assert 'tensor ' not in noise and '\r' not in noise  # no progress of a few tensors, no line that is drawn over
-  status, text, _ = _main(capsys, 'convert', str(tmp_path / 'ours'), str(tmp_path / 'back'), '--to=hugging_face',
-                          '--dtype=bfloat16', '--max_shard_size=1kB')
+  status, text, noise = _main(
+    capsys,
+    'convert',
+    str(tmp_path / 'folder'),
+    str(tmp_path / 'ours'),
+    '--to=t5x_lite',
+    '--step=12',
+  )
+  assert (
+    status == 0
+    and f'Wrote {tmp_path}/ours/checkpoint_12' in text
+    and '--gin_file=models/t5_1_1_small.gin' in text
+  )
+  assert (
+    'tensor ' not in noise and '\r' not in noise
+  )  # no progress of a few tensors, no line that is drawn over
+  status, text, _ = _main(
+    capsys,
+    'convert',
+    str(tmp_path / 'ours'),
+    str(tmp_path / 'back'),
+    '--to=hugging_face',
+    '--dtype=bfloat16',
+    '--max_shard_size=1kB',
+  )
   assert status == 0 and 'T5ForConditionalGeneration.from_pretrained' in text and 'bfloat16' in text
   back = hugging_face.HuggingFaceFolder(tmp_path / 'back')
   for name, value in values.items():
     assert back.read_array(name).tobytes() == value.astype('bfloat16').tobytes()
 
 
-@pytest.mark.parametrize('flags, words', [
+@pytest.mark.parametrize(
+  'flags, words',
+  [
     ([], 'The following arguments are required: --to'),
     (['--to=hf'], "`--to` must be one of 't5x_lite', 't5x', 'hugging_face'"),
-    (['--to=hugging_face', '--max_shard_size=5 apples'], "must be a size such as 5GB, 500MB or 2GiB, got '5 apples'"),
-    (['--to=t5x', '--max_shard_size=5GB'],
-     '`--max_shard_size` must be absent with --to=t5x, got 5000000000. It requires --to=hugging_face'),
+    (
+      ['--to=hugging_face', '--max_shard_size=5 apples'],
+      "must be a size such as 5GB, 500MB or 2GiB, got '5 apples'",
+    ),
+    (
+      ['--to=t5x', '--max_shard_size=5GB'],
+      '`--max_shard_size` must be absent with --to=t5x, got 5000000000. It requires --to=hugging_face',
+    ),
     (['--to=t5x', '--optimizer_state=keep'], 'has no optimizer state. Remove the flag.'),
     (['--to=t5x', '--stepp=3'], "Did you mean '--step'?"),
     (['--to=t5x', '--gin.X=3'], 'convert has no gin configuration'),
-])
+  ],
+)
 def test_rejections(tmp_path, capsys, flags, words):
   _make_folder(tmp_path / 'folder')
-  status, text, error = _main(capsys, 'convert', str(tmp_path / 'folder'), str(tmp_path / 'out'), *flags)
+  status, text, error = _main(
+    capsys, 'convert', str(tmp_path / 'folder'), str(tmp_path / 'out'), *flags
+  )
   assert (status, text) == (2, '') and words in error
   assert [path.name for path in tmp_path.iterdir()] == ['folder']
 
@@ -104,8 +150,19 @@ sys.exit(cli.main(sys.argv[1:]))
 def _start(tmp_path, output, to, program=('-m', 't5x_lite')):
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT), 'XLA_FLAGS': ''}
   return subprocess.Popen(
-      [sys.executable, *program, 'convert', str(tmp_path / 'source'), str(tmp_path / output), f'--to={to}'],
-      env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    [
+      sys.executable,
+      *program,
+      'convert',
+      str(tmp_path / 'source'),
+      str(tmp_path / output),
+      f'--to={to}',
+    ],
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
 
 
 def _wait_for_its_folder(process, tmp_path, output):
@@ -176,7 +233,9 @@ def test_ctrl_c(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['source']
 
 
-@pytest.mark.parametrize('to', ['t5x_lite', *(pytest.param(to, marks=pytest.mark.full) for to in _FORMS[1:])])
+@pytest.mark.parametrize(
+  'to', ['t5x_lite', *(pytest.param(to, marks=pytest.mark.full) for to in _FORMS[1:])]
+)
 def test_files_that_may_not_be_so_large(tmp_path, to):
   _make_folder(tmp_path / 'source', _LARGER)
   process = _start(tmp_path, 'out', to, ['-c', _LIMITED])

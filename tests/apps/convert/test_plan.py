@@ -23,12 +23,17 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
 
 
 def _trees_like_params(*prefixes, architecture=cases.SMALL):
-  return {f'{prefix}{name}': value for seed, prefix in enumerate(prefixes, start=1)
-          for name, value in cases.values(architecture, seed=seed).items()}
+  return {
+    f'{prefix}{name}': value
+    for seed, prefix in enumerate(prefixes, start=1)
+    for name, value in cases.values(architecture, seed=seed).items()
+  }
 
 
 def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
-  folder, values = given.folder(tmp_path / 'folder', logits_via_embedding=True, scale_tied_logits=False)
+  folder, values = given.folder(
+    tmp_path / 'folder', logits_via_embedding=True, scale_tied_logits=False
+  )
   ours = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite')
   assert ours.num_params == sum(value.size for value in values.values())
   text = convert_report.describe(ours)
@@ -39,8 +44,10 @@ def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
   assert read(back.path) == read(folder) and read(folder)['scale_decoder_outputs'] is False
   # T5X's form has no place to say it: a reader takes it for scaled.
   theirs = convert.convert(ours.path, str(tmp_path / 't5x'), to='t5x', param_layout='scalable_t5')
-  assert any('scale_tied_logits=False' in note and 'decoder_norm/scale by sqrt(emb_dim)' in note
-             for note in theirs.notes)
+  assert any(
+    'scale_tied_logits=False' in note and 'decoder_norm/scale by sqrt(emb_dim)' in note
+    for note in theirs.notes
+  )
   last = convert.convert(theirs.path, str(tmp_path / 'last'), to='hugging_face')
   assert any('set "scale_decoder_outputs": false' in note for note in last.notes)
   assert last.architecture.logits_via_embedding and last.architecture.scale_tied_logits
@@ -48,33 +55,57 @@ def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
 
 def test_layouts_and_back_with_moments_and_average(tmp_path):
   state = given.make_state() | _trees_like_params(
-      'state/param_states/0/mu/', 'state/param_states/0/nu/', 'param_average/')
+    'state/param_states/0/mu/', 'state/param_states/0/nu/', 'param_average/'
+  )
   state['state/param_states/0/count'] = np.asarray(3, np.int32)
   network = {'relpos_bias_tables': 'per_stack', 'mlp_activations': ['silu', 'linear']}
   run = given.save(tmp_path / 'run', state, network=network)
-  stacked = convert.convert(run, str(tmp_path / 'stacked'), to='t5x_lite', param_layout='scalable_t5')
+  stacked = convert.convert(
+    run, str(tmp_path / 'stacked'), to='t5x_lite', param_layout='scalable_t5'
+  )
   metadata = checkpoints.read_metadata(stacked.path)
   assert metadata['param_layout'] == 'scalable_t5'
-  assert metadata['network'] == {'relpos_bias_tables': 'per_layer', 'mlp_activations': ['silu', 'linear']}
+  assert metadata['network'] == {
+    'relpos_bias_tables': 'per_layer',
+    'mlp_activations': ['silu', 'linear'],
+  }
   loaded = checkpoints.load(stacked.path)
-  config = t5.T5Config(param_layout='scalable_t5', **{
-      name: value for name, value in cases.SMALL.network_config_kwargs().items() if name != 'relpos_bias_tables'})
-  for own, path in (('target/', ('target',)), ('param_average/', ('param_average',)),
-                    ('state/param_states/0/mu/', ('state', 'param_states', '0', 'mu'))):
-    tree = tree_utils.unflatten_dict({k.removeprefix(own): v for k, v in state.items() if k.startswith(own)})
+  config = t5.T5Config(
+    param_layout='scalable_t5',
+    **{
+      name: value
+      for name, value in cases.SMALL.network_config_kwargs().items()
+      if name != 'relpos_bias_tables'
+    },
+  )
+  for own, path in (
+    ('target/', ('target',)),
+    ('param_average/', ('param_average',)),
+    ('state/param_states/0/mu/', ('state', 'param_states', '0', 'mu')),
+  ):
+    tree = tree_utils.unflatten_dict(
+      {k.removeprefix(own): v for k, v in state.items() if k.startswith(own)}
+    )
     found = loaded
     for key in path:
       found = found[key]
-    jax.tree.map(np.testing.assert_array_equal, found, param_layouts.convert(tree, 't5', 'scalable_t5', config))
+    jax.tree.map(
+      np.testing.assert_array_equal, found, param_layouts.convert(tree, 't5', 'scalable_t5', config)
+    )
   back = convert.convert(stacked.path, str(tmp_path / 'back'), to='t5x_lite', param_layout='t5')
   assert given.bits(back.path) == given.bits(run)
   assert checkpoints.read_metadata(back.path)['network']['relpos_bias_tables'] == 'per_stack'
-  assert stacked.notes == ('The position in the training data is not converted.',) and back.notes == ()
+  assert (
+    stacked.notes == ('The position in the training data is not converted.',) and back.notes == ()
+  )
   folder = convert.convert(stacked.path, str(tmp_path / 'folder'), to='hugging_face')
   assert folder.family.name == 't5_1_1'
   direct = convert.convert(run, str(tmp_path / 'direct'), to='hugging_face')
   assert given.tensor_bits(folder.path) == given.tensor_bits(direct.path)
-  assert json.loads((tmp_path / 'folder' / 'config.json').read_text())['feed_forward_proj'] == 'gated-silu'
+  assert (
+    json.loads((tmp_path / 'folder' / 'config.json').read_text())['feed_forward_proj']
+    == 'gated-silu'
+  )
 
 
 def test_tables_that_differ_stay_in_the_layers(tmp_path):
@@ -85,7 +116,9 @@ def test_tables_that_differ_stay_in_the_layers(tmp_path):
   back = convert.convert(single.path, str(tmp_path / 'back'), to='hugging_face')
   assert back.family.name == 'umt5' and given.tensor_bits(back.path) == given.tensor_bits(folder)
   with pytest.raises(
-      CheckpointError, match="must have relative position biases per stack, got them per layer. Choose family='umt5'"):
+    CheckpointError,
+    match="must have relative position biases per stack, got them per layer. Choose family='umt5'",
+  ):
     convert.convert(stacked.path, str(tmp_path / 'no'), to='hugging_face', family='t5_1_1')
   assert not (tmp_path / 'no').exists()
 
@@ -95,8 +128,11 @@ def test_the_average_instead_of_the_parameters(tmp_path):
   run = given.save(tmp_path / 'run', state)
   done = convert.convert(run, str(tmp_path / 'average'), to='t5x_lite', param_average=True)
   found = tree_utils.flatten_dict(checkpoints.load(done.path))
-  wanted = {f'target/{name.removeprefix("param_average/")}': value for name, value in state.items()
-            if name.startswith('param_average/')}
+  wanted = {
+    f'target/{name.removeprefix("param_average/")}': value
+    for name, value in state.items()
+    if name.startswith('param_average/')
+  }
   assert set(found) == {*wanted, 'state/step'}
   for name, value in wanted.items():
     np.testing.assert_array_equal(found[name], value)
@@ -105,14 +141,21 @@ def test_the_average_instead_of_the_parameters(tmp_path):
   direct = convert.convert(done.path, str(tmp_path / 'direct'), to='hugging_face')
   assert given.tensor_bits(folder.path) == given.tensor_bits(direct.path)
   assert [note for note in folder.notes if 'average' in note] == [
-      'The parameters are the running average (param_average).']
+    'The parameters are the running average (param_average).'
+  ]
   assert not any('average' in note for note in direct.notes)
-  assert any('add --param_average' in note for note in convert.convert(
-      run, str(tmp_path / 'trained'), to='hugging_face').notes)
+  assert any(
+    'add --param_average' in note
+    for note in convert.convert(run, str(tmp_path / 'trained'), to='hugging_face').notes
+  )
   with pytest.raises(CheckpointError, match='must have a running average of the parameters'):
     convert.convert(done.path, str(tmp_path / 'no'), to='hugging_face', param_average=True)
-  with pytest.raises(ConfigError, match="--optimizer_state` must be absent or 'drop' with --param_average"):
-    convert.convert(run, str(tmp_path / 'no'), to='t5x_lite', param_average=True, optimizer_state='keep')
+  with pytest.raises(
+    ConfigError, match="--optimizer_state` must be absent or 'drop' with --param_average"
+  ):
+    convert.convert(
+      run, str(tmp_path / 'no'), to='t5x_lite', param_average=True, optimizer_state='keep'
+    )
 
 
 # dtypes
@@ -127,32 +170,50 @@ def test_dtype_is_that_of_parameters_alone(tmp_path):
     is_cast = name.startswith(('target/', 'param_average/'))
     expected = value.astype(ml_dtypes.bfloat16) if is_cast else value
     assert loaded[name].dtype == expected.dtype and np.array_equal(loaded[name], expected), name
+
+
 def _plan(state, metadata=None, to='t5x_lite', **options):
   return convert_plan.plan_state(given.FakeSource(state, metadata), to=to, **options)
 
 
 def test_optimizer_state():
-  state = given.make_state(**{'state/param_states/encoder/encoder_norm/scale/v': np.ones(6, np.float32)})
+  state = given.make_state(
+    **{'state/param_states/encoder/encoder_norm/scale/v': np.ones(6, np.float32)}
+  )
   assert _plan(state).with_optimizer_state
-  assert 'state/param_states/encoder/encoder_norm/scale/v' in _plan(state, to='t5x', optimizer_state='keep').arrays
+  assert (
+    'state/param_states/encoder/encoder_norm/scale/v'
+    in _plan(state, to='t5x', optimizer_state='keep').arrays
+  )
   dropped = _plan(state, optimizer_state='drop')
-  assert not dropped.with_optimizer_state and 'is not converted (--optimizer_state=drop)' in dropped.notes[0]
+  assert (
+    not dropped.with_optimizer_state
+    and 'is not converted (--optimizer_state=drop)' in dropped.notes[0]
+  )
   folder = _plan(state, to='hugging_face')
   assert set(folder.arrays) == {name for name in state if name.startswith('target/')}
   assert 'a Hugging Face folder has no optimizer state' in folder.notes[0]
-  with pytest.raises(ConfigError,
-                     match='cannot be converted to another parameter layout: .*/v .*--optimizer_state=drop'):
+  with pytest.raises(
+    ConfigError,
+    match='cannot be converted to another parameter layout: .*/v .*--optimizer_state=drop',
+  ):
     _plan(state, param_layout='scalable_t5')
-  assert _plan(state, param_layout='scalable_t5', optimizer_state='drop').param_layout == 'scalable_t5'
+  assert (
+    _plan(state, param_layout='scalable_t5', optimizer_state='drop').param_layout == 'scalable_t5'
+  )
   with pytest.raises(ConfigError, match='has no optimizer state'):
     _plan(given.make_state(), optimizer_state='keep')
 
 
 def test_average_mutables_and_other_parameters():
-  state = given.make_state(**_trees_like_params('param_average/'),
-                           **{'flax_mutables/router_state/bias': np.zeros(3, np.float32)})
+  state = given.make_state(
+    **_trees_like_params('param_average/'),
+    **{'flax_mutables/router_state/bias': np.zeros(3, np.float32)},
+  )
   kept = _plan(state)
-  assert {'flax_mutables/router_state/bias', 'param_average/token_embedder/embedding'} < set(kept.arrays)
+  assert {'flax_mutables/router_state/bias', 'param_average/token_embedder/embedding'} < set(
+    kept.arrays
+  )
   assert any('mutable arrays' in note for note in kept.notes)
   t5x = _plan(state, to='t5x')
   assert not any(name.startswith('param_average') for name in t5x.arrays)
@@ -165,8 +226,10 @@ def test_average_mutables_and_other_parameters():
   del state['flax_mutables/router_state/bias']
   assert any('running average' in note for note in _plan(state, to='hugging_face').notes)
   optimizer = {'optimizer': {'name': 'schedule_free', 'evaluates_other_params': True}}
-  assert any('schedule_free, derives the parameters to evaluate' in note
-             for note in _plan(given.make_state(), optimizer, to='hugging_face').notes)
+  assert any(
+    'schedule_free, derives the parameters to evaluate' in note
+    for note in _plan(given.make_state(), optimizer, to='hugging_face').notes
+  )
 
 
 def test_missing_and_surplus_arrays_are_named_on_both_sides(tmp_path):
@@ -175,8 +238,10 @@ def test_missing_and_surplus_arrays_are_named_on_both_sides(tmp_path):
   run = given.save(tmp_path / 'run', state)
   with pytest.raises(CheckpointError) as caught:
     convert.convert(run, str(tmp_path / 'out'), to='hugging_face')
-  assert 'decoder/layers_1/mlp/wo/kernel (10, 6) <-> decoder.block.1.layer.2.DenseReluDense.wo.weight (6, 10)' in str(
-      caught.value)
+  assert (
+    'decoder/layers_1/mlp/wo/kernel (10, 6) <-> decoder.block.1.layer.2.DenseReluDense.wo.weight (6, 10)'
+    in str(caught.value)
+  )
   surplus = {'target/encoder/layers_0/mlp/extra/kernel': np.zeros((2, 2), np.float32)}
   run = given.save(tmp_path / 'other', given.make_state(**surplus))
   with pytest.raises(CheckpointError, match=r'encoder/layers_0/mlp/extra/kernel.*\(2, 2\)'):

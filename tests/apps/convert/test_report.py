@@ -12,26 +12,36 @@ from tests.apps.convert import convert_cases as given
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
 
+
 def test_report_of_each_form(tmp_path):
   folder, values = given.folder(tmp_path / 'folder', 'umt5')
   (tmp_path / 'folder' / 'spiece.model').write_bytes(b'')
   size = sum(value.nbytes for value in values.values())
   text = convert_report.describe(convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite'))
   assert f'Wrote {tmp_path}/ours/checkpoint_0' in text and 'Hugging Face, umT5' in text
-  assert f'{len(values) + 1} arrays, {format_bytes(size + 4)}; {size // 4:,} parameters, float32' in text
-  assert '--gin_file=models/umt5_small.gin' in text and '--gin.network.T5Config.num_decoder_layers=2' in text
+  assert (
+    f'{len(values) + 1} arrays, {format_bytes(size + 4)}; {size // 4:,} parameters, float32' in text
+  )
+  assert (
+    '--gin_file=models/umt5_small.gin' in text
+    and '--gin.network.T5Config.num_decoder_layers=2' in text
+  )
   assert f'--gin.INITIAL_CHECKPOINT_PATH={tmp_path}/ours/checkpoint_0' in text
   assert f'--gin.VOCABULARY_FILE={tmp_path}/folder/spiece.model' in text
   done = convert.convert(str(tmp_path / 'ours'), str(tmp_path / 'back'), to='hugging_face')
   text = convert_report.describe(done)
   assert f"UMT5ForConditionalGeneration.from_pretrained('{tmp_path}/back')" in text
   assert 'model.config.tie_word_embeddings = False' in text and '--tokenizer=PATH' in text
-  stacked = convert.convert(str(tmp_path / 'ours'), str(tmp_path / 'stacked'), to='t5x', param_layout='scalable_t5')
+  stacked = convert.convert(
+    str(tmp_path / 'ours'), str(tmp_path / 'stacked'), to='t5x', param_layout='scalable_t5'
+  )
   assert '--gin.network.T5Config.param_layout=scalable_t5' in convert_report.describe(stacked)
   assert 'moe_expert_partitions' not in text
   switch, _ = given.folder(tmp_path / 'switch', 'switch')
   text = convert_report.describe(convert.convert(switch, str(tmp_path / 'sparse'), to='t5x_lite'))
-  assert '--gin_file=partitioning/moe_expert_partitions.gin' in text.partition('runs/finetune.gin')[2]
+  assert (
+    '--gin_file=partitioning/moe_expert_partitions.gin' in text.partition('runs/finetune.gin')[2]
+  )
   mixed = dataclasses.replace(done, dtypes={'float32': 3, 'bfloat16': 2})
   assert 'parameters, 2 in bfloat16 and 3 in float32' in convert_report.describe(mixed)
 
@@ -40,5 +50,6 @@ def test_unknown_activations_are_reported():
   source = given.FakeSource(given.make_state())
   plan = convert_plan.plan_state(source, to='hugging_face')
   from t5x_lite.apps.convert import hugging_face as convert_hugging_face
+
   target = convert_hugging_face.prepare(source, plan, family=None, tokenizer=None)
   assert any("config.json has T5's values: gelu, linear and 128" in note for note in target.notes)

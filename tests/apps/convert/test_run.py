@@ -26,22 +26,37 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
 # There and back
 
 
-@pytest.mark.parametrize('family, to, dtype', [
-    ('mt5', 't5x_lite', 'float16'), ('umt5', 't5x', 'bfloat16'), ('switch', 't5x_lite', 'float32'),
+@pytest.mark.parametrize(
+  'family, to, dtype',
+  [
+    ('mt5', 't5x_lite', 'float16'),
+    ('umt5', 't5x', 'bfloat16'),
+    ('switch', 't5x_lite', 'float32'),
     pytest.param('t5_1_0', 't5x_lite', 'bfloat16', marks=pytest.mark.full),
-    pytest.param('t5_1_1', 't5x', 'float32', marks=pytest.mark.full)])
+    pytest.param('t5_1_1', 't5x', 'float32', marks=pytest.mark.full),
+  ],
+)
 def test_hugging_face_and_back(tmp_path, family, to, dtype):
   folder, values = given.folder(tmp_path / 'folder', family, dtype)
   there = convert.convert(folder, str(tmp_path / 'there'), to=to)
   assert there.path == str(tmp_path / 'there' / 'checkpoint_0')
   stored = given.bits(there.path)
-  assert {name for name in stored if name.startswith('target/')} == {f'target/{name}' for name in values}
+  assert {name for name in stored if name.startswith('target/')} == {
+    f'target/{name}' for name in values
+  }
   for name, value in values.items():
     assert stored[f'target/{name}'] == (dtype, value.shape, value.tobytes())
-  assert (there.num_params, there.dtypes) == (sum(value.size for value in values.values()), {dtype: len(values)})
+  assert (there.num_params, there.dtypes) == (
+    sum(value.size for value in values.values()),
+    {dtype: len(values)},
+  )
   """A converted checkpoint records its family, which T5X's format cannot."""
-  back = convert.convert(str(tmp_path / 'there'), str(tmp_path / 'back'), to='hugging_face',
-                         family=family if to == 't5x' else None)
+  back = convert.convert(
+    str(tmp_path / 'there'),
+    str(tmp_path / 'back'),
+    to='hugging_face',
+    family=family if to == 't5x' else None,
+  )
   assert given.tensor_bits(back.path) == given.tensor_bits(folder)
   assert back.num_arrays == len(given.tensor_bits(folder))
   read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
@@ -66,12 +81,17 @@ def test_every_format_in_a_store(tmp_path, store):
   folder, _ = given.folder(tmp_path / 'folder', 'byt5')
   done = convert.convert(folder, f'{store.root}/published', to='hugging_face', max_shard_size=3000)
   assert given.tensor_bits(done.path) == given.tensor_bits(folder) and done.has_tokenizer
-  assert f'copy it to a disk:\n  {"aws" if store.kind == "s3" else "gcloud"}' in convert_report.describe(done)
+  assert (
+    f'copy it to a disk:\n  {"aws" if store.kind == "s3" else "gcloud"}'
+    in convert_report.describe(done)
+  )
   expected = given.bits(folder)
   for source, to in (('published', 't5x'), ('t5x', 't5x_lite')):
     done = convert.convert(f'{store.root}/{source}', f'{store.root}/{to}', to=to)
     assert done.path == f'{store.root}/{to}/checkpoint_0' and given.bits(done.path) == expected
-  back = convert.convert(f'{store.root}/t5x_lite', str(tmp_path / 'back'), to='hugging_face', family='byt5')
+  back = convert.convert(
+    f'{store.root}/t5x_lite', str(tmp_path / 'back'), to='hugging_face', family='byt5'
+  )
   assert given.tensor_bits(back.path) == given.tensor_bits(folder)
   assert not [name for name in store.names() if 'tmp' in name or 'being-written' in name]
   for output, words in (('published', 'must be a new folder'), ('t5x_lite/x', 'outside of SOURCE')):
@@ -95,7 +115,9 @@ def test_a_name_of_the_hub_is_converted(tmp_path, monkeypatch):
   hub_cache.add(cache, 'google/byt5-tiny', pathlib.Path(folder))
   done = convert.convert('hf://google/byt5-tiny', str(tmp_path / 'out'), to='t5x_lite')
   assert given.bits(done.path) == given.bits(folder)
-  assert checkpoints.read_manifest(done.path).metadata['converted']['from'] == 'hf://google/byt5-tiny'
+  assert (
+    checkpoints.read_manifest(done.path).metadata['converted']['from'] == 'hf://google/byt5-tiny'
+  )
 
 
 def test_shards_and_tokenizer_of_byt5(tmp_path):
@@ -104,7 +126,10 @@ def test_shards_and_tokenizer_of_byt5(tmp_path):
   assert len(list((tmp_path / 'again').glob('model-*-of-*.safetensors'))) > 2
   assert given.tensor_bits(done.path) == given.tensor_bits(folder)
   assert done.has_tokenizer and 'AutoTokenizer' in convert_report.describe(done)
-  assert json.loads((tmp_path / 'again' / 'tokenizer_config.json').read_text())['tokenizer_class'] == 'ByT5Tokenizer'
+  assert (
+    json.loads((tmp_path / 'again' / 'tokenizer_config.json').read_text())['tokenizer_class']
+    == 'ByT5Tokenizer'
+  )
 
 
 def test_overflow_names_the_tensor_and_leaves_nothing(tmp_path):
@@ -113,12 +138,16 @@ def test_overflow_names_the_tensor_and_leaves_nothing(tmp_path):
   state['target/encoder/layers_0/mlp/wo/kernel'][0, 0] = np.inf  # which float16 has, too
   run = given.save(tmp_path / 'run', state)
   for to in convert.FORMATS:
-    with pytest.raises(ConfigError,
-                       match=r'float16 cannot represent 1 values of target/decoder/layers_1/mlp/wo/kernel, '
-                             r'the largest 65520; the maximum of float16 is 65504'):
+    with pytest.raises(
+      ConfigError,
+      match=r'float16 cannot represent 1 values of target/decoder/layers_1/mlp/wo/kernel, '
+      r'the largest 65520; the maximum of float16 is 65504',
+    ):
       convert.convert(run, str(tmp_path / 'half'), to=to, dtype='float16')
     assert [path.name for path in tmp_path.iterdir()] == ['run']
-  assert convert_plan.cast('x', np.float32([65519.0, np.nan, np.inf]), np.dtype('float16'))[0] == 65504.0
+  assert (
+    convert_plan.cast('x', np.float32([65519.0, np.nan, np.inf]), np.dtype('float16'))[0] == 65504.0
+  )
   with pytest.raises(ConfigError, match='bfloat16 cannot represent'):
     convert_plan.cast('x', np.float32([3.4e38]), np.dtype(ml_dtypes.bfloat16))
 
@@ -131,8 +160,12 @@ def _plan(state, metadata=None, to='t5x_lite', **options):
 
 
 def test_each_array_is_read_once_and_few_at_a_time():
-  flat = {f'target/{name}': value for name, value in cases.values(dataclasses.replace(
-      cases.SMALL, num_encoder_layers=6, num_decoder_layers=6)).items()}
+  flat = {
+    f'target/{name}': value
+    for name, value in cases.values(
+      dataclasses.replace(cases.SMALL, num_encoder_layers=6, num_decoder_layers=6)
+    ).items()
+  }
   for layout in ('t5', 'scalable_t5', 't5', 'scalable_t5'):
     source = given.FakeSource(flat)
     # The first look at tables of position biases is not counted.
@@ -154,14 +187,18 @@ def test_each_array_is_read_once_and_few_at_a_time():
     for name in plan.arrays:
       reader.make(name)
   sizes = [sum(flat[name].nbytes for name in batch) for batch in source.batches]
-  assert all(size <= 500 or len(batch) == 1 for size, batch in zip(sizes, source.batches, strict=True))
+  assert all(
+    size <= 500 or len(batch) == 1 for size, batch in zip(sizes, source.batches, strict=True)
+  )
   assert max(sizes) == largest > 500 and len(sizes) > 5
 
 
 def test_custom_blocks_keep_their_parameters_and_have_no_hugging_face_folder():
   state = {name: value for name, value in given.make_state().items() if 'relpos_bias' not in name}
   network = {'num_heads': cases.SMALL.num_heads, 'custom_blocks': ['position_encoding']}
-  with pytest.raises(ConfigError, match='--to=hugging_face does not support the custom position_encoding'):
+  with pytest.raises(
+    ConfigError, match='--to=hugging_face does not support the custom position_encoding'
+  ):
     _plan(state, {'network': network}, to='hugging_face')
   with pytest.raises(ConfigError, match='The number of heads is not known'):
     _plan(state, param_layout='scalable_t5')
@@ -170,13 +207,20 @@ def test_custom_blocks_keep_their_parameters_and_have_no_hugging_face_folder():
     assert 'custom position_encoding' in plan.notes[0] and plan.network == network
     query = plan.arrays['target/encoder/encoder/attention/query/kernel'].shape
     assert query[2:] == (cases.SMALL.num_heads, cases.SMALL.head_dim)
-  assert not any('custom' in note for note in _plan(given.make_state(), {'network': {'num_heads': 3}}).notes)
+  assert not any(
+    'custom' in note for note in _plan(given.make_state(), {'network': {'num_heads': 3}}).notes
+  )
 
 
 def test_step():
-  make = lambda plan: plan.arrays['state/step'].make({'state/step': np.asarray(3, np.int32)}.__getitem__)
+  make = lambda plan: plan.arrays['state/step'].make(
+    {'state/step': np.asarray(3, np.int32)}.__getitem__
+  )
   assert make(_plan(given.make_state())) == 3
-  assert make(_plan(given.make_state(), step=12)) == 12 and make(_plan(given.make_state(), step=12)).dtype == np.int32
+  assert (
+    make(_plan(given.make_state(), step=12)) == 12
+    and make(_plan(given.make_state(), step=12)).dtype == np.int32
+  )
   without = given.make_state()
   del without['state/step']
   assert make(_plan(without)) == 0
@@ -211,36 +255,61 @@ def test_newest_sound_checkpoint_of_a_directory(tmp_path):
 def test_invalid_sources(tmp_path):
   (tmp_path / 'empty').mkdir()
   (tmp_path / 'file').write_text('x')
-  for source, words in (('empty', 'none of them'), ('file', 'got a file'), ('none', 'got a missing path')):
+  for source, words in (
+    ('empty', 'none of them'),
+    ('file', 'got a file'),
+    ('none', 'got a missing path'),
+  ):
     with pytest.raises(CheckpointError, match=words):
       convert.convert(str(tmp_path / source), str(tmp_path / 'out'), to='t5x')
   assert sorted(path.name for path in tmp_path.iterdir()) == ['empty', 'file']
 
 
-@pytest.mark.parametrize('options, words', [
+@pytest.mark.parametrize(
+  'options, words',
+  [
     ({'to': 'huggingface'}, "`--to` must be .* got 'huggingface'. Did you mean 'hugging_face'"),
     ({'to': 't5x', 'dtype': 'float64'}, '--dtype'),
     ({'to': 't5x', 'param_layout': 'stacked'}, '--param_layout'),
     ({'to': 't5x', 'optimizer_state': 'leave'}, '--optimizer_state'),
-    ({'to': 't5x', 'family': 't5_1_1'},
-     '--family` must be absent with --to=t5x, .*requires --to=hugging_face'),
-    ({'to': 't5x_lite', 'tokenizer': 'spiece.model'},
-     '--tokenizer` must be absent with --to=t5x_lite, .*requires --to=hugging_face'),
-    ({'to': 't5x', 'max_shard_size': 10},
-     '--max_shard_size` must be absent with --to=t5x, .*requires --to=hugging_face'),
-    ({'to': 'hugging_face', 'param_layout': 't5'},
-     '--param_layout` must be absent with --to=hugging_face, .*requires --to=t5x_lite'),
-    ({'to': 'hugging_face', 'step': 5},
-     '--step` must be absent with --to=hugging_face, .*requires --to=t5x_lite'),
-    ({'to': 'hugging_face', 'optimizer_state': 'keep'},
-     '--optimizer_state` must be absent with --to=hugging_face, .*requires --to=t5x_lite'),
+    (
+      {'to': 't5x', 'family': 't5_1_1'},
+      '--family` must be absent with --to=t5x, .*requires --to=hugging_face',
+    ),
+    (
+      {'to': 't5x_lite', 'tokenizer': 'spiece.model'},
+      '--tokenizer` must be absent with --to=t5x_lite, .*requires --to=hugging_face',
+    ),
+    (
+      {'to': 't5x', 'max_shard_size': 10},
+      '--max_shard_size` must be absent with --to=t5x, .*requires --to=hugging_face',
+    ),
+    (
+      {'to': 'hugging_face', 'param_layout': 't5'},
+      '--param_layout` must be absent with --to=hugging_face, .*requires --to=t5x_lite',
+    ),
+    (
+      {'to': 'hugging_face', 'step': 5},
+      '--step` must be absent with --to=hugging_face, .*requires --to=t5x_lite',
+    ),
+    (
+      {'to': 'hugging_face', 'optimizer_state': 'keep'},
+      '--optimizer_state` must be absent with --to=hugging_face, .*requires --to=t5x_lite',
+    ),
     ({'to': 't5x', 'step': -1}, '--step` must be .* got -1'),
     ({'to': 't5x', 'step': 2**31}, '--step` must be .* got 2147483648'),
     ({'to': 'hugging_face', 'max_shard_size': 0}, '--max_shard_size` must be .* got 0'),
     ({'to': 'hugging_face', 'family': 't5_2'}, "family` must be one of .*got 't5_2'"),
-    ({'to': 'hugging_face', 'family': 'umt5'}, "family 'umt5'.*must have relative position biases per layer"),
-    ({'to': 'hugging_face', 'tokenizer': '/nonexistent/spiece.model'}, 'The tokenizer must be the path'),
-])
+    (
+      {'to': 'hugging_face', 'family': 'umt5'},
+      "family 'umt5'.*must have relative position biases per layer",
+    ),
+    (
+      {'to': 'hugging_face', 'tokenizer': '/nonexistent/spiece.model'},
+      'The tokenizer must be the path',
+    ),
+  ],
+)
 def test_rejected_options(tmp_path, options, words):
   folder, _ = given.folder(tmp_path / 'folder')
   with pytest.raises((ConfigError, CheckpointError), match=words):
@@ -253,23 +322,27 @@ def test_rejected_outputs(tmp_path):
   (tmp_path / 'there').mkdir()
   os.symlink(tmp_path / 'nowhere', tmp_path / 'link')
   for output, error, words in (
-      (tmp_path / 'there', CheckpointError, 'must be a new folder, got an existing path'),
-      (tmp_path / 'link', CheckpointError, 'must be a new folder, got an existing path'),
-      (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'outside of SOURCE'),
-      (folder, ConfigError, 'outside of SOURCE'),
-      ('ftp://bucket/x', ConfigError, 'must be the path of a directory'),
-      ('hf://bucket/x', ConfigError, 'must be the path of a directory'),
-      ('', ConfigError, 'must be the path of a directory')):
+    (tmp_path / 'there', CheckpointError, 'must be a new folder, got an existing path'),
+    (tmp_path / 'link', CheckpointError, 'must be a new folder, got an existing path'),
+    (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'outside of SOURCE'),
+    (folder, ConfigError, 'outside of SOURCE'),
+    ('ftp://bucket/x', ConfigError, 'must be the path of a directory'),
+    ('hf://bucket/x', ConfigError, 'must be the path of a directory'),
+    ('', ConfigError, 'must be the path of a directory'),
+  ):
     with pytest.raises(error, match=words):
       convert.convert(folder, str(output), to='t5x_lite')
-  assert sorted(path.name for path in (tmp_path / 'folder').iterdir()) == ['config.json', 'model.safetensors']
+  assert sorted(path.name for path in (tmp_path / 'folder').iterdir()) == [
+    'config.json',
+    'model.safetensors',
+  ]
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
   folder, _ = given.folder(tmp_path / 'folder')
   usage = convert.shutil.disk_usage(tmp_path)
   monkeypatch.setattr(convert.shutil, 'disk_usage', lambda path: usage._replace(free=1000))
-  with pytest.raises(CheckpointError, match=r"needs \d.* KiB, and the disk has 1000 B free"):
+  with pytest.raises(CheckpointError, match=r'needs \d.* KiB, and the disk has 1000 B free'):
     convert.convert(folder, str(tmp_path / 'a' / 'out'), to='t5x')
   assert [path.name for path in tmp_path.iterdir()] == ['folder']
 

@@ -29,10 +29,17 @@ from tests.networks import network_cases as cases
 _HAS_TENSORFLOW = importlib.util.find_spec('tensorflow') is not None
 _LENGTHS = {'inputs': 10, 'targets': 6}
 _VOCABULARY = data.ByteVocabulary(125)
-_SIZES = dict(vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, mlp_activations=('gelu', 'linear'),
-              dropout_rate=0.0)
+_SIZES = dict(
+  vocab_size=384,
+  emb_dim=8,
+  num_heads=2,
+  head_dim=4,
+  mlp_dim=16,
+  mlp_activations=('gelu', 'linear'),
+  dropout_rate=0.0,
+)
 # Modules that users of an export may import; t5x_lite and its other requirements count as not installed.
-_FORBID = textwrap.dedent('''
+_FORBID = textwrap.dedent("""
     import runpy, sys
     class Forbidden:
       def find_spec(self, name, path=None, target=None):
@@ -40,17 +47,21 @@ _FORBID = textwrap.dedent('''
           raise ImportError(f'{name} is forbidden here')
     sys.meta_path.insert(0, Forbidden())
     runpy.run_path(sys.argv[1], run_name='__main__')
-''')
+""")
 
 
 def _encoder_decoder(**kwargs):
   config = network.T5Config(num_encoder_layers=1, num_decoder_layers=1, **_SIZES)
-  return models.EncoderDecoderModel(network.Transformer(config), _VOCABULARY, _VOCABULARY, None, **kwargs)
+  return models.EncoderDecoderModel(
+    network.Transformer(config), _VOCABULARY, _VOCABULARY, None, **kwargs
+  )
 
 
 def _decoder_only(**kwargs):
   config = decoder_only_network.TransformerConfig(num_layers=1, **_SIZES)
-  return models.DecoderOnlyModel(decoder_only_network.DecoderWrapper(config), _VOCABULARY, None, **kwargs)
+  return models.DecoderOnlyModel(
+    decoder_only_network.DecoderWrapper(config), _VOCABULARY, None, **kwargs
+  )
 
 
 @pytest.fixture(scope='module')
@@ -59,38 +70,69 @@ def stored(tmp_path_factory):
   found = {}
   for name, model in (('encoder_decoder', _encoder_decoder()), ('decoder_only', _decoder_only())):
     spec = get_converter(model.FEATURE_CONVERTER).element_spec(_LENGTHS, 8, False)
-    variables = jax.eval_shape(lambda m=model, s=spec: m.get_initial_variables(
-        jax.random.key(0), {feature: leaf.shape for feature, leaf in s.items()}))
+    variables = jax.eval_shape(
+      lambda m=model, s=spec: m.get_initial_variables(
+        jax.random.key(0), {feature: leaf.shape for feature, leaf in s.items()}
+      )
+    )
     rng = np.random.default_rng(3)
-    params = jax.tree.map(lambda x: (rng.standard_normal(x.shape) / 3).astype(np.float32), variables['params'])
+    params = jax.tree.map(
+      lambda x: (rng.standard_normal(x.shape) / 3).astype(np.float32), variables['params']
+    )
     folder = tmp_path_factory.mktemp(name)
-    with checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    with checkpoints.CheckpointManager(
+      folder, save_cfg=checkpoints.SaveCheckpointConfig()
+    ) as manager:
       manager.save(7, {'target': params, 'state': {'step': np.int32(7)}})
     found[name] = (str(folder / 'checkpoint_7'), params)
   return found
 
 
-@pytest.mark.parametrize('platforms', [
-    ('cpu', 'cuda'), *(pytest.param(platforms, marks=pytest.mark.full) for platforms in (('cpu', 'tpu'), ('cuda',)))])
-def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch, tmp_path, platforms):
+@pytest.mark.parametrize(
+  'platforms',
+  [
+    ('cpu', 'cuda'),
+    *(pytest.param(platforms, marks=pytest.mark.full) for platforms in (('cpu', 'tpu'), ('cuda',))),
+  ],
+)
+def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(
+  monkeypatch, tmp_path, platforms
+):
   """'auto' takes the fused kernel for this model there, which lowers for CUDA alone and cannot be serialized."""
   sizes = {**_SIZES, 'head_dim': 8, 'dtype': 'bfloat16', 'mlp_activations': ('relu',)}
 
   def make(kernel):
-    config = network.T5Config(num_encoder_layers=1, num_decoder_layers=1, **sizes, attention_kernel=kernel)
+    config = network.T5Config(
+      num_encoder_layers=1, num_decoder_layers=1, **sizes, attention_kernel=kernel
+    )
     return models.EncoderDecoderModel(network.Transformer(config), _VOCABULARY, _VOCABULARY, None)
 
   model = make('auto')
-  shapes = {name: leaf.shape for name, leaf in get_converter(model.FEATURE_CONVERTER).element_spec(
-      _LENGTHS, 2, False).items()}
-  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))['params']
+  shapes = {
+    name: leaf.shape
+    for name, leaf in get_converter(model.FEATURE_CONVERTER)
+    .element_spec(_LENGTHS, 2, False)
+    .items()
+  }
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))[
+    'params'
+  ]
   params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), variables)
-  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     manager.save(7, {'target': params, 'state': {'step': np.int32(7)}})
 
   def save(model):
-    return _save(tmp_path, model, _restore_cfg(str(tmp_path / 'checkpoint_7')), batch_size=2, inference_mode='score',
-                 native_lowering_platforms=platforms, overwrite=True)
+    return _save(
+      tmp_path,
+      model,
+      _restore_cfg(str(tmp_path / 'checkpoint_7')),
+      batch_size=2,
+      inference_mode='score',
+      native_lowering_platforms=platforms,
+      overwrite=True,
+    )
 
   use_gpu(monkeypatch, H100, 90800)
   # Without the export, it is taken.
@@ -99,8 +141,10 @@ def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch,
 
   program = jax.export.deserialize(bytearray((save(model) / 'score.stablehlo').read_bytes()))
   assert program.platforms == platforms and '__cudnn$' not in program.mlir_module()
-  with pytest.raises(ConfigError,
-                     match="attention_kernel='cudnn' is not supported: .*cannot serialize programs.*'auto'"):
+  with pytest.raises(
+    ConfigError,
+    match="attention_kernel='cudnn' is not supported: .*cannot serialize programs.*'auto'",
+  ):
     save(make('cudnn'))
 
 
@@ -110,8 +154,12 @@ def _restore_cfg(path, **kwargs):
 
 def _save(tmp_path, model, cfg, **kwargs):
   defaults = dict(
-      restore_checkpoint_cfg=cfg, partitioner=partitioning.PjitPartitioner(num_partitions=2),
-      task_feature_lengths=_LENGTHS, output_dir=str(tmp_path), model_name='model')
+    restore_checkpoint_cfg=cfg,
+    partitioner=partitioning.PjitPartitioner(num_partitions=2),
+    task_feature_lengths=_LENGTHS,
+    output_dir=str(tmp_path),
+    model_name='model',
+  )
   return pathlib.Path(export.save(model=model, **{**defaults, **kwargs}))
 
 
@@ -127,18 +175,28 @@ def _ids(num_rows, length, seed=0):
 
 def _batch(model, inputs, targets):
   """The model's features, by the converter that training uses."""
-  rows = [({'inputs': a[a > 0], 'targets': b[b > 0]},) for a, b in zip(inputs, targets, strict=True)]
+  rows = [
+    ({'inputs': a[a > 0], 'targets': b[b > 0]},) for a, b in zip(inputs, targets, strict=True)
+  ]
   return get_converter(model.FEATURE_CONVERTER).convert(rows, _LENGTHS, False)
 
 
 def _load(folder, name):
   manifest = json.loads((folder / 'manifest.json').read_text())
   with np.load(folder / 'params.npz') as arrays:
-    variables = {key: arrays[key].view(leaf['dtype']) for key, leaf in manifest['variables'].items()}
-  return manifest, variables, jax.export.deserialize(bytearray((folder / f'{name}.stablehlo').read_bytes()))
+    variables = {
+      key: arrays[key].view(leaf['dtype']) for key, leaf in manifest['variables'].items()
+    }
+  return (
+    manifest,
+    variables,
+    jax.export.deserialize(bytearray((folder / f'{name}.stablehlo').read_bytes())),
+  )
 
 
-@pytest.mark.parametrize('converter', ['encoder_decoder', 'prefix_lm', 'decoder_only', 'prefix_lm_with_loss_on_inputs'])
+@pytest.mark.parametrize(
+  'converter', ['encoder_decoder', 'prefix_lm', 'decoder_only', 'prefix_lm_with_loss_on_inputs']
+)
 def test_batches_are_those_of_the_feature_converter(converter):
   model = _encoder_decoder(feature_converter_cls=converter)
   inputs, targets = _ids(12, _LENGTHS['inputs']), _ids(12, _LENGTHS['targets'], seed=1)
@@ -154,14 +212,22 @@ def test_batches_are_those_of_the_feature_converter(converter):
 def exported(tmp_path_factory, stored):
   """Return (folder of an export, inputs, targets, outputs of the model)."""
   path, params = stored['encoder_decoder']
-  model = _encoder_decoder(decode_fn=decoding.beam_search, default_decoder_params=models.DecoderParams(num_decodes=2))
-  folder = _save(tmp_path_factory.mktemp('exports'), model, _restore_cfg(path), saved_model=_HAS_TENSORFLOW)
+  model = _encoder_decoder(
+    decode_fn=decoding.beam_search, default_decoder_params=models.DecoderParams(num_decodes=2)
+  )
+  folder = _save(
+    tmp_path_factory.mktemp('exports'), model, _restore_cfg(path), saved_model=_HAS_TENSORFLOW
+  )
   inputs, targets = _ids(5, 10), _ids(5, 6, seed=1)
 
   @cases.jit
   def reference(batch):
     tokens, aux = model.predict_batch_with_aux(params, batch)
-    return {'tokens': tokens, 'prediction_scores': aux['scores'], 'scores': model.score_batch(params, batch)}
+    return {
+      'tokens': tokens,
+      'prediction_scores': aux['scores'],
+      'scores': model.score_batch(params, batch),
+    }
 
   return folder, inputs, targets, reference(_batch(model, inputs, targets))
 
@@ -171,9 +237,14 @@ def test_ten_lines_run_it_without_this_package(tmp_path, exported, stored):
   script = (folder / 'run.py').read_text()
   assert len(script.splitlines()) == 10 and 't5x_lite' not in script
   assert script in (folder / 'README.md').read_text()
-  done = subprocess.run([sys.executable, '-c', _FORBID, str(folder / 'run.py')],
-                        input=json.dumps([row[row > 0].tolist() for row in inputs]), cwd=tmp_path,
-                        capture_output=True, text=True, timeout=300)
+  done = subprocess.run(
+    [sys.executable, '-c', _FORBID, str(folder / 'run.py')],
+    input=json.dumps([row[row > 0].tolist() for row in inputs]),
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr
   found = ast.literal_eval(done.stdout)
   np.testing.assert_array_equal(found['tokens'], expected['tokens'])
@@ -183,11 +254,23 @@ def test_ten_lines_run_it_without_this_package(tmp_path, exported, stored):
   found = cases.jit(score.call)(variables, inputs[:3], targets[:3])['scores']
   np.testing.assert_allclose(found, expected['scores'][:3], rtol=1e-5)
   # The manifest.
-  assert manifest['functions']['predict']['inputs'] == {'inputs': {'shape': ['batch', 10], 'dtype': 'int32'}}
-  assert manifest['functions']['score']['outputs'] == {'scores': {'shape': ['batch'], 'dtype': 'float32'}}
-  assert manifest['functions']['predict']['platforms'] == ['cpu', 'cuda', 'tpu'] == list(score.platforms)
+  assert manifest['functions']['predict']['inputs'] == {
+    'inputs': {'shape': ['batch', 10], 'dtype': 'int32'}
+  }
+  assert manifest['functions']['score']['outputs'] == {
+    'scores': {'shape': ['batch'], 'dtype': 'float32'}
+  }
+  assert (
+    manifest['functions']['predict']['platforms'] == ['cpu', 'cuda', 'tpu'] == list(score.platforms)
+  )
   assert manifest['vocabularies']['inputs'] == {
-      'kind': 'ByteVocabulary', 'size': 384, 'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'extra_ids': 125}
+    'kind': 'ByteVocabulary',
+    'size': 384,
+    'pad_id': 0,
+    'eos_id': 1,
+    'unk_id': 2,
+    'extra_ids': 125,
+  }
   path, params = stored['encoder_decoder']
   assert (manifest['batch_size'], manifest['checkpoint'], manifest['step']) == (None, path, 7)
   for name, value in tree_utils.flatten_dict({'params': params}).items():
@@ -200,27 +283,43 @@ def test_ten_lines_run_it_without_this_package(tmp_path, exported, stored):
 @pytest.mark.skipif(not _HAS_TENSORFLOW, reason='TensorFlow is not installed')
 def test_saved_model(exported):
   import tensorflow as tf
+
   folder, inputs, targets, expected = exported
   loaded = tf.saved_model.load(str(folder / 'saved_model'))
   assert set(loaded.signatures) == {'serving_default', 'predict', 'score'}
   found = loaded.signatures['serving_default'](inputs=tf.constant(inputs))
   np.testing.assert_array_equal(found['tokens'].numpy(), expected['tokens'])
   np.testing.assert_allclose(found['scores'].numpy(), expected['prediction_scores'], rtol=1e-5)
-  found = loaded.signatures['score'](inputs=tf.constant(inputs[:2]), targets=tf.constant(targets[:2]))
+  found = loaded.signatures['score'](
+    inputs=tf.constant(inputs[:2]), targets=tf.constant(targets[:2])
+  )
   np.testing.assert_allclose(found['scores'].numpy(), expected['scores'][:2], rtol=1e-5)
 
 
 def test_decoder_only_with_a_seed_in_bfloat16(tmp_path, stored):
   path, params = stored['decoder_only']
-  model = _decoder_only(inputs_bidirectional_attention=True,
-                        decode_fn=functools.partial(decoding.temperature_sample, topk=0))
-  folder = _save(tmp_path, model, _restore_cfg(path, dtype='bfloat16'), inference_mode='predict', seed_input=True,
-                 batch_size=4, native_lowering_platforms=('cpu',))
+  model = _decoder_only(
+    inputs_bidirectional_attention=True,
+    decode_fn=functools.partial(decoding.temperature_sample, topk=0),
+  )
+  folder = _save(
+    tmp_path,
+    model,
+    _restore_cfg(path, dtype='bfloat16'),
+    inference_mode='predict',
+    seed_input=True,
+    batch_size=4,
+    native_lowering_platforms=('cpu',),
+  )
   manifest, variables, predict = _load(folder, 'predict')
-  assert {value.dtype.name for value in variables.values()} == {'bfloat16'} and manifest['step'] == 7
+  assert {value.dtype.name for value in variables.values()} == {'bfloat16'} and manifest[
+    'step'
+  ] == 7
   assert {leaf['dtype'] for leaf in manifest['variables'].values()} == {'bfloat16'}
   assert manifest['functions']['predict']['inputs'] == {
-      'inputs': {'shape': [4, 10], 'dtype': 'int32'}, 'seed': {'shape': [], 'dtype': 'int32'}}
+    'inputs': {'shape': [4, 10], 'dtype': 'int32'},
+    'seed': {'shape': [], 'dtype': 'int32'},
+  }
   assert 'np.zeros((4, 10), np.int32)' in (folder / 'run.py').read_text()
   inputs = _ids(4, 10)
   call, reference = cases.jit(predict.call), cases.jit(model.predict_batch)
@@ -228,7 +327,9 @@ def test_decoder_only_with_a_seed_in_bfloat16(tmp_path, stored):
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
   batch = _batch(model, inputs, np.zeros((4, 6), np.int32))
   for seed, found in tokens.items():
-    np.testing.assert_array_equal(found, reference(params, batch, rng=jax.random.key(seed)), err_msg=str(seed))
+    np.testing.assert_array_equal(
+      found, reference(params, batch, rng=jax.random.key(seed)), err_msg=str(seed)
+    )
   assert (tokens[0] != tokens[5]).any()
   with pytest.raises(ValueError, match='shape'):
     predict.call(variables, inputs[:3], np.int32(0))
@@ -237,27 +338,48 @@ def test_decoder_only_with_a_seed_in_bfloat16(tmp_path, stored):
 @pytest.fixture(scope='module')
 def sentencepiece_model(tmp_path_factory):
   from t5x_lite.apps.vocab import run as vocab
+
   path = tmp_path_factory.mktemp('vocab') / 'a.model'
-  return vocab.train_vocabulary(['the cat sat on the mat'] * 9, str(path), vocab_size=13, extra_ids=2).model_file
+  return vocab.train_vocabulary(
+    ['the cat sat on the mat'] * 9, str(path), vocab_size=13, extra_ids=2
+  ).model_file
 
 
-def test_the_vocabulary_is_copied_and_exports_replace_each_other(tmp_path, stored, sentencepiece_model):
+def test_the_vocabulary_is_copied_and_exports_replace_each_other(
+  tmp_path, stored, sentencepiece_model
+):
   def save(file=sentencepiece_model, dtype=None, **kwargs):
     vocabulary = data.SentencePieceVocabulary(file, extra_ids=2)
     model = models.EncoderDecoderModel(_encoder_decoder().module, vocabulary, vocabulary, None)
     if file != sentencepiece_model:
       pathlib.Path(file).unlink()
-    return _save(tmp_path / 'exports', model, _restore_cfg(stored['encoder_decoder'][0], dtype=dtype),
-                 inference_mode='score', native_lowering_platforms=('cpu',), **kwargs)
+    return _save(
+      tmp_path / 'exports',
+      model,
+      _restore_cfg(stored['encoder_decoder'][0], dtype=dtype),
+      inference_mode='score',
+      native_lowering_platforms=('cpu',),
+      **kwargs,
+    )
 
   folder = save()
   facts = json.loads((folder / 'manifest.json').read_text())['vocabularies']['targets']
-  assert facts == {'kind': 'SentencePieceVocabulary', 'size': 15, 'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'extra_ids': 2,
-                   'file': 'targets.sentencepiece'}
+  assert facts == {
+    'kind': 'SentencePieceVocabulary',
+    'size': 15,
+    'pad_id': 0,
+    'eos_id': 1,
+    'unk_id': 2,
+    'extra_ids': 2,
+    'file': 'targets.sentencepiece',
+  }
   assert (folder / facts['file']).read_bytes() == pathlib.Path(sentencepiece_model).read_bytes()
   script = (folder / 'run.py').read_text()
-  assert len(script.splitlines()) == 10 and 'score.stablehlo' in script and '[[[5, 6, 7, 1], [5, 6, 7, 1]]]' in (
-      folder / 'README.md').read_text()
+  assert (
+    len(script.splitlines()) == 10
+    and 'score.stablehlo' in script
+    and '[[[5, 6, 7, 1], [5, 6, 7, 1]]]' in (folder / 'README.md').read_text()
+  )
   content = {path.name: path.read_bytes() for path in folder.iterdir()}
   with pytest.raises(ConfigError, match='exists.*--overwrite'):
     save()
@@ -277,14 +399,22 @@ def test_the_vocabulary_is_copied_and_exports_replace_each_other(tmp_path, store
 def test_an_export_in_a_store(tmp_path, stored, store):
   def save(model='encoder_decoder', where=None, **kwargs):
     return export.save(
-        model=_encoder_decoder(), restore_checkpoint_cfg=_restore_cfg(stored[model][0]), output_dir=where or store.root,
-        partitioner=partitioning.PjitPartitioner(num_partitions=2), task_feature_lengths=_LENGTHS, model_name='model',
-        inference_mode='score', native_lowering_platforms=('cpu',), **kwargs)
+      model=_encoder_decoder(),
+      restore_checkpoint_cfg=_restore_cfg(stored[model][0]),
+      output_dir=where or store.root,
+      partitioner=partitioning.PjitPartitioner(num_partitions=2),
+      task_feature_lengths=_LENGTHS,
+      model_name='model',
+      inference_mode='score',
+      native_lowering_platforms=('cpu',),
+      **kwargs,
+    )
 
   local = pathlib.Path(save(where=str(tmp_path)))
   folder = save()
-  assert folder == f'{store.root}/model' and export.describe(folder) == export.describe(str(local)).replace(
-      str(local), folder).replace('to run it.', 'to run it from a copy on a disk.')
+  assert folder == f'{store.root}/model' and export.describe(folder) == export.describe(
+    str(local)
+  ).replace(str(local), folder).replace('to run it.', 'to run it from a copy on a disk.')
   assert store.names() == sorted(f'model/{path.name}' for path in local.iterdir())
   assert files.path(f'{folder}/params.npz').read_bytes() == (local / 'params.npz').read_bytes()
   files.write(f'{folder}/former', b'')
@@ -294,7 +424,10 @@ def test_an_export_in_a_store(tmp_path, stored, store):
   with pytest.raises(CheckpointError):
     save('decoder_only', overwrite=True)
   assert 'model/former' in store.names()
-  with store.proxy.fault(status=403, operation='write', name='manifest.json'), pytest.raises(PermissionError):
+  with (
+    store.proxy.fault(status=403, operation='write', name='manifest.json'),
+    pytest.raises(PermissionError),
+  ):
     save(overwrite=True)
   assert store.names() == []
   save(overwrite=True)
@@ -310,7 +443,9 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path):
         (folder / 'half').write_text('')
         os.kill(os.getpid(), signal.SIGKILL)
       """)
-  done = subprocess.run([sys.executable, '-c', code, str(target)], cwd=pathlib.Path(__file__).parents[3], timeout=300)
+  done = subprocess.run(
+    [sys.executable, '-c', code, str(target)], cwd=pathlib.Path(__file__).parents[3], timeout=300
+  )
   assert done.returncode == -9
   (left,) = tmp_path.iterdir()
   with output_folder.replacing(target, last='x') as at_work:
@@ -326,8 +461,13 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['model'] and (target / 'whole').exists()
 
 
-@pytest.mark.parametrize('kwargs, fragments', [
-    ({'inference_mode': 'predicts'}, ['inference_mode', "got ['predicts']", 'list of predict, score']),
+@pytest.mark.parametrize(
+  'kwargs, fragments',
+  [
+    (
+      {'inference_mode': 'predicts'},
+      ['inference_mode', "got ['predicts']", 'list of predict, score'],
+    ),
     ({'inference_mode': ()}, ['inference_mode', 'predict, score']),
     ({'native_lowering_platforms': ('gpu',)}, ["'gpu'", 'cuda']),
     ({'native_lowering_platforms': 'cpu'}, ['must be a list of cpu', "got 'cpu'"]),
@@ -339,8 +479,12 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path):
     ({'output_dir': ''}, ['MODEL_OUTPUT_DIR']),
     ({'model_name': '../x'}, ["'../x'", 'plain folder name']),
     ({'restore_checkpoint_cfg': None}, ['checkpoint', 'CHECKPOINT_PATH']),
-    ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')}, ["'all'"]),
-])
+    (
+      {'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')},
+      ["'all'"],
+    ),
+  ],
+)
 def test_rejected(tmp_path, kwargs, fragments):
   with pytest.raises((ConfigError, CheckpointError)) as error:
     _save(tmp_path, _encoder_decoder(), _restore_cfg(str(tmp_path / 'none')), **kwargs)
@@ -364,8 +508,12 @@ def test_tracing_errors_have_a_remedy(tmp_path, stored):
   def impossible(inputs, cache, tokens_to_logits, eos_id, num_decodes, **kwargs):
     return jnp.zeros((inputs.shape[0], 1, int(inputs.shape[0]))), jnp.zeros((inputs.shape[0], 1))
 
-  with pytest.raises(ConfigError, match="exported for 'predict'.*batch_size.*native_lowering_platforms"):
-    _save(tmp_path, _encoder_decoder(decode_fn=impossible), _restore_cfg(stored['encoder_decoder'][0]))
+  with pytest.raises(
+    ConfigError, match="exported for 'predict'.*batch_size.*native_lowering_platforms"
+  ):
+    _save(
+      tmp_path, _encoder_decoder(decode_fn=impossible), _restore_cfg(stored['encoder_decoder'][0])
+    )
   assert not list(tmp_path.iterdir())
 
 
@@ -373,9 +521,16 @@ def test_command(tmp_path, capsys, stored):
   path = stored['encoder_decoder'][0]
   run = pathlib.Path(path).parent
   sizes = {**_SIZES, 'num_encoder_layers': 1, 'num_decoder_layers': 1}
-  model = ['--gin_file=recipes/keyword_cloze.gin', "--gin.export_lib.save.inference_mode='score'",
-           *(f'--gin.network.T5Config.{name}={value!r}' for name, value in sizes.items())]
-  where = [f'--gin.MODEL_OUTPUT_DIR={tmp_path}/exports', '--gin.MODEL_NAME=a', f'--gin.CHECKPOINT_PATH={path}']
+  model = [
+    '--gin_file=recipes/keyword_cloze.gin',
+    "--gin.export_lib.save.inference_mode='score'",
+    *(f'--gin.network.T5Config.{name}={value!r}' for name, value in sizes.items()),
+  ]
+  where = [
+    f'--gin.MODEL_OUTPUT_DIR={tmp_path}/exports',
+    '--gin.MODEL_NAME=a',
+    f'--gin.CHECKPOINT_PATH={path}',
+  ]
 
   def error_of(*flags):
     assert cli.main(['export', *flags]) == 2
@@ -390,5 +545,8 @@ def test_command(tmp_path, capsys, stored):
   # A run is enough, and its name is the default of where the export goes.
   assert cli.main(['export', str(run), *model]) == 0
   out = capsys.readouterr().out
-  assert f'Exported {path} (step 7, ' in out and 'inputs int32[batch, 64], targets int32[batch, 12]' in out
+  assert (
+    f'Exported {path} (step 7, ' in out
+    and 'inputs int32[batch, 64], targets int32[batch, 12]' in out
+  )
   assert (run / 'exports' / 'checkpoint_7' / 'score.stablehlo').is_file()

@@ -51,11 +51,17 @@ class DyingDisk:
 
     def dying_fsync(path):
       self.step()
-      assert path.exists()  # waiting for the disk itself is slow, and changes nothing that a process can see
+      assert (
+        path.exists()
+      )  # waiting for the disk itself is slow, and changes nothing that a process can see
 
     with pytest.MonkeyPatch.context() as patch:
-      for name, function in (('write', dying_write), ('rename', dying_rename), ('remove', dying_remove),
-                             ('fsync', dying_fsync)):
+      for name, function in (
+        ('write', dying_write),
+        ('rename', dying_rename),
+        ('remove', dying_remove),
+        ('fsync', dying_fsync),
+      ):
         patch.setattr(files, name, function)
       yield
 
@@ -71,25 +77,45 @@ def make_lines(num_examples):
 
 def batches_of(num_examples, shard_id, num_shards):
   lines = make_lines(num_examples)
-  batches = [lines[start:start + BATCH_SIZE] for start in range(0, num_examples, BATCH_SIZE)]
+  batches = [lines[start : start + BATCH_SIZE] for start in range(0, num_examples, BATCH_SIZE)]
   return batches[shard_id::num_shards]
 
 
-def work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None, has_plain_name=True, identity=None,
-          stop_after=None):
+def work(
+  folder,
+  num_examples,
+  *,
+  shard_id=0,
+  num_shards=1,
+  period=2,
+  disk=None,
+  has_plain_name=True,
+  identity=None,
+  stop_after=None,
+):
   """Write results with a store like the app; the results are the numbers of the examples."""
   with (disk or DyingDisk()).in_use():
-    paths = ResultPaths(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards,
-                        has_plain_name=has_plain_name)
+    paths = ResultPaths(
+      folder=folder,
+      name='r.jsonl',
+      shard_id=shard_id,
+      num_shards=num_shards,
+      has_plain_name=has_plain_name,
+    )
     paths.shard_folder.mkdir(parents=True, exist_ok=True)
     store = ShardStore(paths, identity or IDENTITY, BATCH_SIZE)
     if not store.has_all_chunks:
       store.begin()
       batches = batches_of(num_examples, shard_id, num_shards)[:stop_after]
       for first in range(store.next_batch, len(batches), period):
-        chunk = [line for batch in batches[first:first + period] for line in batch]
-        store.write_chunk(first, len(batches[first:first + period]), len(chunk), 0,
-                          lambda path, text=''.join(chunk): path.write_text(text))
+        chunk = [line for batch in batches[first : first + period] for line in batch]
+        store.write_chunk(
+          first,
+          len(batches[first : first + period]),
+          len(chunk),
+          0,
+          lambda path, text=''.join(chunk): path.write_text(text),
+        )
       if stop_after is not None:
         return store
       store.end_chunks(num_examples)

@@ -22,31 +22,60 @@ from tests.apps.infer import toy_infer
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _NUM_LINES = 12_000  # some seconds of work, in 750 chunks
-_CONFIG = {'vocab_size': 384, 'dtype': 'float32', 'emb_dim': 8, 'num_heads': 4, 'num_encoder_layers': 1,
-           'num_decoder_layers': 1, 'head_dim': 4, 'mlp_dim': 8, 'mlp_activations': ('gelu', 'linear'),
-           'logits_via_embedding': False}
+_CONFIG = {
+  'vocab_size': 384,
+  'dtype': 'float32',
+  'emb_dim': 8,
+  'num_heads': 4,
+  'num_encoder_layers': 1,
+  'num_decoder_layers': 1,
+  'head_dim': 4,
+  'mlp_dim': 8,
+  'mlp_activations': ('gelu', 'linear'),
+  'logits_via_embedding': False,
+}
 
 
 def _save_checkpoint(folder):
   vocabulary = data.ByteVocabulary(extra_ids=125)
-  model = models.EncoderDecoderModel(t5.Transformer(t5.T5Config(**_CONFIG)), vocabulary, vocabulary, optimizers.adamw())
+  model = models.EncoderDecoderModel(
+    t5.Transformer(t5.T5Config(**_CONFIG)), vocabulary, vocabulary, optimizers.adamw()
+  )
   shapes = {'encoder_input_tokens': (8, 16), 'decoder_input_tokens': (8, 6)}
   return toy_infer.save_new_state(folder, model, shapes, 1)
 
 
 def _command(checkpoint, source, output, shard_id, num_shards):
   sizes = [f'--gin.network.T5Config.{name}={value!r}' for name, value in _CONFIG.items()]
-  return [sys.executable, '-m', 't5x_lite', 'infer', '--gin_file=recipes/keyword_cloze.gin', *sizes,
-          f'--gin.CHECKPOINT_PATH={checkpoint}', '--gin.BATCH_SIZE=8', f'--input={source}', f'--output={output}',
-          "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 6}", '--gin.infer_script.infer.checkpoint_period=2',
-          '--gin.infer_script.infer.mode=predict_with_aux', f'--num_shards={num_shards}', f'--shard_id={shard_id}']
+  return [
+    sys.executable,
+    '-m',
+    't5x_lite',
+    'infer',
+    '--gin_file=recipes/keyword_cloze.gin',
+    *sizes,
+    f'--gin.CHECKPOINT_PATH={checkpoint}',
+    '--gin.BATCH_SIZE=8',
+    f'--input={source}',
+    f'--output={output}',
+    "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 6}",
+    '--gin.infer_script.infer.checkpoint_period=2',
+    '--gin.infer_script.infer.mode=predict_with_aux',
+    f'--num_shards={num_shards}',
+    f'--shard_id={shard_id}',
+  ]
 
 
 def _start(command):
-  environment = {**os.environ, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu',
-                 'XLA_FLAGS': processes.xla_flags(2)}
-  return subprocess.Popen(command, cwd=_ROOT, env=environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  environment = {
+    **os.environ,
+    'PYTHONPATH': str(_ROOT),
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': processes.xla_flags(2),
+  }
+  return subprocess.Popen(
+    command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  )
 
 
 def _finish(command):
@@ -63,13 +92,17 @@ def test_kills_lose_and_double_nothing(tmp_path, num_shards, num_kills):
   print(f'T5X_LITE_TEST_SEED={seed} chooses the moments of the kills.')
   rng = random.Random(seed)
   checkpoint = _save_checkpoint(tmp_path / 'run')
-  lines = [f'{i} {"".join(rng.choices("abcdef <>", k=rng.randrange(10)))}' for i in range(_NUM_LINES)]
+  lines = [
+    f'{i} {"".join(rng.choices("abcdef <>", k=rng.randrange(10)))}' for i in range(_NUM_LINES)
+  ]
   (tmp_path / 'in.txt').write_text('\n'.join(lines) + '\n')
   _finish(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'whole.jsonl', 0, 1))
   kills = 0
   for number in range(num_kills):
     shard_id = number % num_shards
-    process = _start(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards))
+    process = _start(
+      _command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards)
+    )
     folder = tmp_path / 'killed.jsonl.run'
     before = len(list(folder.rglob('chunk-*.json')))
     goal = before + rng.randrange(60)  # 0: while it starts
@@ -83,10 +116,15 @@ def test_kills_lose_and_double_nothing(tmp_path, num_shards, num_kills):
     kills += alive
     print(f'kill {number}: {len(list(folder.rglob("chunk-*.json")))} chunks')
   for shard_id in range(num_shards):
-    _finish(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards))
+    _finish(
+      _command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards)
+    )
   assert kills
   assert (tmp_path / 'killed.jsonl').read_bytes() == (tmp_path / 'whole.jsonl').read_bytes()
-  rows = [json.loads(line) for line in (tmp_path / 'killed.jsonl').read_text(encoding='utf-8').split('\n')[:-1]]
+  rows = [
+    json.loads(line)
+    for line in (tmp_path / 'killed.jsonl').read_text(encoding='utf-8').split('\n')[:-1]
+  ]
   assert [row['inputs']['inputs_pretokenized'] for row in rows] == lines
   assert not list(folder.rglob('chunk-*')) and not list(folder.rglob('*.tmp'))
 
@@ -115,7 +153,9 @@ def test_kills_with_results_in_a_store(tmp_path, store):
   command = _command(checkpoint, f'{store.root}/in.txt', f'{store.root}/out.jsonl', 0, 1)
   for goal in (0, 3, 20):
     process = _start(command)
-    while process.poll() is None and len([name for name in store.names() if 'chunk-' in name]) <= goal:
+    while (
+      process.poll() is None and len([name for name in store.names() if 'chunk-' in name]) <= goal
+    ):
       time.sleep(0.01)
     assert process.poll() is None
     process.kill()

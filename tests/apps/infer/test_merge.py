@@ -46,9 +46,13 @@ def test_shards_in_any_order_make_one_file_in_the_order_of_the_source(tmp_path, 
 
 def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   cases.work(tmp_path, 7, shard_id=0, num_shards=2)
-  paths = ResultPaths(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, has_plain_name=True)
+  paths = ResultPaths(
+    folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, has_plain_name=True
+  )
   elsewhere = dataclasses.replace(paths, folder=tmp_path / 'empty')
-  stores = [ShardStore(elsewhere, {**cases.IDENTITY, 'mode': 'other'}, cases.BATCH_SIZE) for _ in range(2)]
+  stores = [
+    ShardStore(elsewhere, {**cases.IDENTITY, 'mode': 'other'}, cases.BATCH_SIZE) for _ in range(2)
+  ]
   stores[0].paths = paths  # as if shard 0 had begun after this one was opened
   with pytest.raises(errors.ConfigError, match="mode: was .* now 'other'"):
     stores[0].begin()
@@ -114,7 +118,11 @@ def test_shards_in_a_store(store):
   cases.work(folder, 11, shard_id=0, num_shards=2)
   assert (folder / 'r.jsonl').read_text() == ''.join(cases.make_lines(11))
   assert sorted(path.name for path in folder.iterdir()) == [
-      'r.jsonl', 'r.jsonl-00000-of-00002', 'r.jsonl-00001-of-00002', 'r.jsonl.run']
+    'r.jsonl',
+    'r.jsonl-00000-of-00002',
+    'r.jsonl-00001-of-00002',
+    'r.jsonl.run',
+  ]
   files.write(folder / 'r.jsonl', 'of another program')
   with pytest.raises(errors.ConfigError, match='was not written by this command'):
     cases.work(folder, 11, shard_id=0, num_shards=2)

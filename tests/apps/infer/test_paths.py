@@ -22,8 +22,12 @@ def test_other_settings_are_rejected_by_name(tmp_path, stop_after):
   before = {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
   with pytest.raises(errors.ConfigError) as caught:
     cases.work(tmp_path, 7, identity={'mode': 'score', 'checkpoint': {'step': 6}})
-  for text in ("mode: was 'predict', now 'score'", 'checkpoint.step: was 5, now 6', 'r.jsonl.run',
-               'INFER_OUTPUT_DIR'):
+  for text in (
+    "mode: was 'predict', now 'score'",
+    'checkpoint.step: was 5, now 6',
+    'r.jsonl.run',
+    'INFER_OUTPUT_DIR',
+  ):
     assert text in str(caught.value)
   assert before == {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
 
@@ -34,15 +38,21 @@ def test_a_shard_with_other_settings_than_other_shards_is_rejected(tmp_path):
     cases.work(tmp_path, 7, shard_id=1, num_shards=2, identity={**cases.IDENTITY, 'mode': 'score'})
 
 
-@pytest.mark.parametrize('num_shards, name', [(1, 'r.jsonl'), (2, 'r.jsonl-00000-of-00002'), (2, 'r.jsonl')])
+@pytest.mark.parametrize(
+  'num_shards, name', [(1, 'r.jsonl'), (2, 'r.jsonl-00000-of-00002'), (2, 'r.jsonl')]
+)
 def test_a_file_of_another_program_is_never_replaced(tmp_path, num_shards, name):
   (tmp_path / name).write_text('mine')
-  with pytest.raises(errors.ConfigError, match=f'{name} exists and was not written by this command'):
+  with pytest.raises(
+    errors.ConfigError, match=f'{name} exists and was not written by this command'
+  ):
     cases.work(tmp_path, 7, num_shards=num_shards)
   assert (tmp_path / name).read_text() == 'mine'
 
 
-@pytest.mark.parametrize('num_shards, name', [(1, 'r.jsonl'), (2, 'r.jsonl-00001-of-00002'), (2, 'r.jsonl')])
+@pytest.mark.parametrize(
+  'num_shards, name', [(1, 'r.jsonl'), (2, 'r.jsonl-00001-of-00002'), (2, 'r.jsonl')]
+)
 def test_a_file_written_by_another_program_in_the_meantime_is_kept(tmp_path, num_shards, name):
   for shard_id in range(num_shards - 1):
     cases.work(tmp_path, 7, num_shards=num_shards, shard_id=shard_id)
@@ -75,11 +85,20 @@ def test_the_record_can_be_read(tmp_path):
 def test_differences_are_readable():
   def told(step, path, content, source='a'):
     return paths_lib.differences(
-        {'checkpoint': {'step': 5, 'path': '/r/checkpoint_5', 'content': 'x'}, 'source': {'content': 'a'}},
-        {'checkpoint': {'step': step, 'path': path, 'content': content}, 'source': {'content': source}})
+      {
+        'checkpoint': {'step': 5, 'path': '/r/checkpoint_5', 'content': 'x'},
+        'source': {'content': 'a'},
+      },
+      {
+        'checkpoint': {'step': step, 'path': path, 'content': content},
+        'source': {'content': source},
+      },
+    )
 
   assert told(5, '/r/checkpoint_5', 'x') == []
   assert told(6, '/r/checkpoint_6', 'y', 'b') == ['checkpoint.step: was 5, now 6']
   assert told(5, '/r/checkpoint_5', 'y') == ["checkpoint.content: was 'x', now 'y'"]
   assert told(6, '/s/checkpoint_6', 'y') == [
-      'checkpoint.step: was 5, now 6', "checkpoint.path: was '/r/checkpoint_5', now '/s/checkpoint_6'"]
+    'checkpoint.step: was 5, now 6',
+    "checkpoint.path: was '/r/checkpoint_5', now '/s/checkpoint_6'",
+  ]

@@ -43,7 +43,9 @@ def test_many_deaths_one_after_the_other(tmp_path):
     folder, total, done = tmp_path / str(number), rng.randrange(1, 40), False
     while not done:
       try:
-        cases.work(folder, total, disk=cases.DyingDisk(rng.randrange(5, 60)), period=rng.randrange(1, 4))
+        cases.work(
+          folder, total, disk=cases.DyingDisk(rng.randrange(5, 60)), period=rng.randrange(1, 4)
+        )
         done = True
       except cases.Killed:
         pass
@@ -70,7 +72,11 @@ def test_complete_results_that_were_changed_or_moved(tmp_path):
   cases.work(tmp_path, 7)
   (tmp_path / 'r.jsonl').rename(tmp_path / 'kept.jsonl')
   cases.work(tmp_path, 7)  # somebody wants them once more
-  assert (tmp_path / 'r.jsonl').read_text() == (tmp_path / 'kept.jsonl').read_text() == ''.join(cases.make_lines(7))
+  assert (
+    (tmp_path / 'r.jsonl').read_text()
+    == (tmp_path / 'kept.jsonl').read_text()
+    == ''.join(cases.make_lines(7))
+  )
   (tmp_path / 'r.jsonl').write_text('edited')
   with pytest.raises(errors.ConfigError, match='was not written by this command'):
     cases.work(tmp_path, 7)

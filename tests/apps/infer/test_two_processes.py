@@ -5,7 +5,7 @@ import pathlib
 from tests import processes
 from tests.apps.infer import toy_infer
 
-_PROGRAM = '''
+_PROGRAM = """
     import sys
     from t5x_lite import runtime
     process, source, checkpoint, out = runtime.join(runtime.ClusterConfig()).process, *sys.argv[1:]
@@ -26,7 +26,7 @@ _PROGRAM = '''
     paths = toy_infer.infer(cfg, checkpoint, out)
     assert bool(paths) == (process == 0)
     assert toy_infer.infer(cfg, checkpoint, out) == paths
-'''
+"""
 
 
 def test_two_processes_equal_one(tmp_path):

@@ -53,15 +53,20 @@ def partitioner():
 
 
 def params():
-  return train_state_lib.InferenceState.create(model().get_initial_variables(
-      jax.random.key(3), {'decoder_input_tokens': (2, LENGTH)})).params
+  return train_state_lib.InferenceState.create(
+    model().get_initial_variables(jax.random.key(3), {'decoder_input_tokens': (2, LENGTH)})
+  ).params
 
 
 def save_checkpoint(model_dir, step=5):
   """Save a checkpoint like a training run of the model, and return its path."""
   state = train_state_lib.FlaxOptimTrainState.create(
-      model().optimizer_def, model().get_initial_variables(jax.random.key(3), {'decoder_input_tokens': (2, LENGTH)}))
-  with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
+    model().optimizer_def,
+    model().get_initial_variables(jax.random.key(3), {'decoder_input_tokens': (2, LENGTH)}),
+  )
+  with checkpoints.CheckpointManager(
+    model_dir, save_cfg=checkpoints.SaveCheckpointConfig(period=1)
+  ) as manager:
     manager.save(step, jax.device_get(state.state_dict()))
     manager.wait()
   return checkpoints.get_checkpoint_dir(model_dir, step)
@@ -69,9 +74,14 @@ def save_checkpoint(model_dir, step=5):
 
 def save_new_state(model_dir, any_model, shapes, step):
   """Save a new state of any model like a training run, for inputs of `shapes`; return the checkpoint's path."""
-  state = jax.jit(lambda: train_state_lib.FlaxOptimTrainState.create(
-      any_model.optimizer_def, any_model.get_initial_variables(jax.random.key(0), shapes)))()
-  with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
+  state = jax.jit(
+    lambda: train_state_lib.FlaxOptimTrainState.create(
+      any_model.optimizer_def, any_model.get_initial_variables(jax.random.key(0), shapes)
+    )
+  )()
+  with checkpoints.CheckpointManager(
+    model_dir, save_cfg=checkpoints.SaveCheckpointConfig(period=1)
+  ) as manager:
     manager.save(step, jax.device_get(state.state_dict()), metadata={'param_layout': 't5'})
     manager.wait()
   return checkpoints.get_checkpoint_dir(model_dir, step)
@@ -87,13 +97,22 @@ def texts(num, seed=0):
 
 
 def text_cfg(path, batch_size=4, **kwargs):
-  return data.TextFileConfig(path=str(path), task_feature_lengths=LENGTHS, batch_size=batch_size, **kwargs)
+  return data.TextFileConfig(
+    path=str(path), task_feature_lengths=LENGTHS, batch_size=batch_size, **kwargs
+  )
 
 
 def infer(dataset_cfg, checkpoint, output_dir, **kwargs):
   """Call the app; any argument may be replaced."""
   arguments = {
-      'mode': 'predict', 'model': model(), 'partitioner': partitioner(), 'checkpoint_period': 2,
-      'summarize_config_fn': None,
-      'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path=str(checkpoint), mode='specific'), **kwargs}
+    'mode': 'predict',
+    'model': model(),
+    'partitioner': partitioner(),
+    'checkpoint_period': 2,
+    'summarize_config_fn': None,
+    'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(
+      path=str(checkpoint), mode='specific'
+    ),
+    **kwargs,
+  }
   return infer_app.infer(dataset_cfg=dataset_cfg, output_dir=str(output_dir), **arguments)

@@ -17,48 +17,68 @@ from t5x_lite.errors import ConfigError
 def _launch(program, num_processes, *arguments):
   """Starts `launch` for a Python program in a process of its own."""
   return subprocess.Popen(
-      [sys.executable, '-m', 't5x_lite', 'launch', '-n', str(num_processes), '--', sys.executable, '-c',
-       textwrap.dedent(program), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-      env=os.environ | {'JAX_PLATFORMS': 'cpu'})
+    [
+      sys.executable,
+      '-m',
+      't5x_lite',
+      'launch',
+      '-n',
+      str(num_processes),
+      '--',
+      sys.executable,
+      '-c',
+      textwrap.dedent(program),
+      *map(str, arguments),
+    ],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
 
 
 def test_each_process_knows_its_place_and_lines_name_it():
-  process = _launch('''
+  process = _launch(
+    """
       import os, sys
       i = os.environ['JAX_PROCESS_ID']
       print('place', i, 'of', os.environ['JAX_NUM_PROCESSES'], 'at', os.environ['JAX_COORDINATOR_ADDRESS'])
       print('[Gloo] Rank 0 is connected to 2 peer ranks.')
       print(f'[process {i}] has its name\\nlast line without end', end='', file=sys.stderr)
-      ''', 3)
+      """,
+    3,
+  )
   out, err = process.communicate(timeout=60)
   assert process.returncode == 0
   lines = sorted(out.splitlines())
   address = lines[0].rpartition(' ')[2]
   assert lines == [f'[process {i}] place {i} of 3 at {address}' for i in range(3)]
   assert sorted(err.splitlines()) == sorted(
-      [f'[process {i}] has its name' for i in range(3)] + [f'[process {i}] last line without end' for i in range(3)])
+    [f'[process {i}] has its name' for i in range(3)]
+    + [f'[process {i}] last line without end' for i in range(3)]
+  )
 
 
 def test_all_end_with_the_status_of_the_first_that_fails(monkeypatch):
   monkeypatch.setattr(run, '_END_SECONDS', 0.5)
   began = time.monotonic()
-  program = '''
+  program = """
       import os, signal, sys, time
       signal.signal(signal.SIGTERM, lambda *args: sys.exit(9))
       if os.environ['JAX_PROCESS_ID'] == '1': sys.exit(3)
       if os.environ['JAX_PROCESS_ID'] == '2': signal.signal(signal.SIGTERM, signal.SIG_IGN)
       time.sleep(600)
-      '''
+      """
   assert run.launch([sys.executable, '-c', textwrap.dedent(program)], 3) == 3
   assert time.monotonic() - began < 60
 
 
 def test_a_killed_process_ends_the_others_at_once(capfd):
-  program = '''
+  program = """
       import os, signal, time
       if os.environ['JAX_PROCESS_ID'] == '0': os.kill(os.getpid(), signal.SIGKILL)
       time.sleep(600)
-      '''
+      """
   began = time.monotonic()
   assert run.launch([sys.executable, '-c', textwrap.dedent(program)], 2) == 128 + signal.SIGKILL
   assert time.monotonic() - began < 10  # not after _END_SECONDS
@@ -68,16 +88,21 @@ def test_a_killed_process_ends_the_others_at_once(capfd):
 def test_what_a_script_has_started_ends_too(tmp_path, monkeypatch):
   monkeypatch.setattr(run, '_END_SECONDS', 1.0)
   began = time.monotonic()
-  script = f'if [ $JAX_PROCESS_ID = 1 ]; then exit 3; fi; sleep 600 & echo $! > {tmp_path}/pid; wait'
+  script = (
+    f'if [ $JAX_PROCESS_ID = 1 ]; then exit 3; fi; sleep 600 & echo $! > {tmp_path}/pid; wait'
+  )
   assert run.launch(['bash', '-c', script], 2) == 3
   assert time.monotonic() - began < 60
   status = pathlib.Path('/proc', (tmp_path / 'pid').read_text().strip(), 'status')
-  assert not status.exists() or 'State:\tZ' in status.read_text()  # ended, though nobody may have asked for its status
+  assert (
+    not status.exists() or 'State:\tZ' in status.read_text()
+  )  # ended, though nobody may have asked for its status
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_passed_on(number):
-  process = _launch('''
+  process = _launch(
+    """
       import os, signal, sys, time
       def handle(number, frame):
         print('got', number, flush=True)
@@ -85,7 +110,9 @@ def test_signals_are_passed_on(number):
       for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, handle)
       print('ready', flush=True)
       time.sleep(600)
-      ''', 2)
+      """,
+    2,
+  )
   for _ in range(2):
     assert 'ready' in process.stdout.readline()
   process.send_signal(number)
@@ -94,19 +121,34 @@ def test_signals_are_passed_on(number):
   assert process.returncode == 75 and 'the others end' not in err
 
 
-@pytest.mark.parametrize('environment, expected', [
-    ({'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'},
-     [{'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': ''}] * 2),
-    ({'CUDA_VISIBLE_DEVICES': '3,1,0,2'}, [{'CUDA_VISIBLE_DEVICES': '3,1'}, {'CUDA_VISIBLE_DEVICES': '0,2'}]),
-    ({'CUDA_VISIBLE_DEVICES': '', 'XLA_FLAGS': '--xla_a=1 --xla_force_host_platform_device_count=8'},
-     [{'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': '--xla_a=1'}] * 2),
-])
+@pytest.mark.parametrize(
+  'environment, expected',
+  [
+    (
+      {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'},
+      [{'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': ''}] * 2,
+    ),
+    (
+      {'CUDA_VISIBLE_DEVICES': '3,1,0,2'},
+      [{'CUDA_VISIBLE_DEVICES': '3,1'}, {'CUDA_VISIBLE_DEVICES': '0,2'}],
+    ),
+    (
+      {
+        'CUDA_VISIBLE_DEVICES': '',
+        'XLA_FLAGS': '--xla_a=1 --xla_force_host_platform_device_count=8',
+      },
+      [{'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': '--xla_a=1'}] * 2,
+    ),
+  ],
+)
 def test_devices(environment, expected):
   assert run._devices(2, 2, environment) == expected
 
 
 def test_too_few_gpus_and_tpus():
-  with pytest.raises(ConfigError, match=r'launch -n 2 with --devices_per_process=2 must have 4 GPUs, got 3'):
+  with pytest.raises(
+    ConfigError, match=r'launch -n 2 with --devices_per_process=2 must have 4 GPUs, got 3'
+  ):
     run._devices(2, 2, {'CUDA_VISIBLE_DEVICES': '0,1,2'})
   with pytest.raises(ConfigError, match='one process uses all of them'):
     run._devices(2, 1, {'JAX_PLATFORMS': 'tpu'})

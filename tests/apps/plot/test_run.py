@@ -17,10 +17,14 @@ _PNG = b'\x89PNG\r\n'
 
 def _run(folder, *, scale=1.0):
   rows = {
-      'train': [{'step': s, 'wall_time': 0.0, 'loss': scale / s, 'learning_rate': 0.1, 'timing/seconds': 1.0}
-                for s in range(1, 6)],
-      'training_eval/task': [{'step': 5, 'wall_time': 0.0, 'loss': scale, 'accuracy': 'NaN'}],
-      'inference_eval/task': [{'step': 5, 'wall_time': 0.0, 'exact_match': 0.5, 'timing/seconds': 1.0}],
+    'train': [
+      {'step': s, 'wall_time': 0.0, 'loss': scale / s, 'learning_rate': 0.1, 'timing/seconds': 1.0}
+      for s in range(1, 6)
+    ],
+    'training_eval/task': [{'step': 5, 'wall_time': 0.0, 'loss': scale, 'accuracy': 'NaN'}],
+    'inference_eval/task': [
+      {'step': 5, 'wall_time': 0.0, 'exact_match': 0.5, 'timing/seconds': 1.0}
+    ],
   }
   for writer, lines in rows.items():
     (folder / writer).mkdir(parents=True)
@@ -34,17 +38,38 @@ def test_default_metrics_and_file(tmp_path):
   path = plot_lib.plot([run])
   assert path == run / 'metrics.png' and path.read_bytes().startswith(_PNG)
   text = plot_lib.plot([run], tmp_path / 'a.svg').read_text()
-  for title in ('Training loss', 'Learning rate', 'Evaluation loss', 'Evaluation accuracy', 'Exact match (inference)'):
+  for title in (
+    'Training loss',
+    'Learning rate',
+    'Evaluation loss',
+    'Evaluation accuracy',
+    'Exact match (inference)',
+  ):
     assert f'>{title}<' in text
   assert 'econds' not in text
 
 
-@pytest.mark.parametrize('config, unit', [
-    ("LOSS = 'NUM_REAL_TARGET_TOKENS'\na.Model.loss_normalizing_factor = %LOSS\n", 'nats per token'),
-    ("a.Model.loss_normalizing_factor = \\\n    'average_per_sequence'\n", 'nats per token, mean of sequences'),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+@pytest.mark.parametrize(
+  'config, unit',
+  [
+    (
+      "LOSS = 'NUM_REAL_TARGET_TOKENS'\na.Model.loss_normalizing_factor = %LOSS\n",
+      'nats per token',
+    ),
+    (
+      "a.Model.loss_normalizing_factor = \\\n    'average_per_sequence'\n",
+      'nats per token, mean of sequences',
+    ),
+    *(
+      pytest.param(*case, marks=pytest.mark.full)
+      for case in (
         ('a.Model.loss_normalizing_factor = None\n', 'nats per batch'),
-        ('a.Model.loss_normalizing_factor = 1024\n', 'nats'), (None, 'nats')))])
+        ('a.Model.loss_normalizing_factor = 1024\n', 'nats'),
+        (None, 'nats'),
+      )
+    ),
+  ],
+)
 def test_unit_of_the_loss_is_that_of_the_configuration(tmp_path, config, unit):
   run = _run(tmp_path / 'a')
   if config is not None:
@@ -76,14 +101,25 @@ def _without_lines(folder):
   (folder / 'train/metrics.jsonl').touch()
 
 
-@pytest.mark.parametrize('make, arguments, fragments', [
+@pytest.mark.parametrize(
+  'make, arguments, fragments',
+  [
     (lambda path: None, {}, ['got no directory', 'train/metrics.jsonl']),
     (lambda path: path.mkdir(), {}, ['got a directory without metrics']),
     (_without_lines, {}, ['got a directory without metrics']),
-    (_run, {'metrics': ['los']}, ["`plot.metrics` must be names of recorded metrics, got 'los'. Did you mean 'loss'?"]),
-    (_run, {'out': 'no/such/folder/x.png'}, ["Cannot write the plot to 'no/such/folder/x.png'", '--out']),
+    (
+      _run,
+      {'metrics': ['los']},
+      ["`plot.metrics` must be names of recorded metrics, got 'los'. Did you mean 'loss'?"],
+    ),
+    (
+      _run,
+      {'out': 'no/such/folder/x.png'},
+      ["Cannot write the plot to 'no/such/folder/x.png'", '--out'],
+    ),
     (_run, {'out': 'x.docx'}, ["'x.docx'", 'png']),
-])
+  ],
+)
 def test_errors(tmp_path, make, arguments, fragments):
   make(tmp_path / 'a')
   with pytest.raises(errors.T5xLiteError) as caught:
@@ -94,7 +130,9 @@ def test_errors(tmp_path, make, arguments, fragments):
 
 def test_steps_from_the_start_of_each_run(tmp_path):
   runs = [_run(tmp_path / 'scratch'), _run(tmp_path / 'tuned')]
-  with pytest.raises(errors.DataError, match=r'`plot.from_start` requires a checkpoint .*scratch.*--from_start'):
+  with pytest.raises(
+    errors.DataError, match=r'`plot.from_start` requires a checkpoint .*scratch.*--from_start'
+  ):
     plot_lib.plot(runs, from_start=True)
   for run, start_step in zip(runs, (0, 3), strict=True):
     manager = checkpoints.CheckpointManager(run, save_cfg=checkpoints.SaveCheckpointConfig())
@@ -120,13 +158,17 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 def test_command(tmp_path, capsys):
   run = _run(tmp_path / 'a')
   assert cli.main(['plot', str(run), f'--out={tmp_path / "x.png"}', '--metric=loss']) == 0
-  assert capsys.readouterr().out.strip() == str(tmp_path / 'x.png') and (tmp_path / 'x.png').exists()
+  assert (
+    capsys.readouterr().out.strip() == str(tmp_path / 'x.png') and (tmp_path / 'x.png').exists()
+  )
 
 
 def test_plot_of_a_run_in_a_store(store, tmp_path):
   local = _run(tmp_path / 'a')
   for path in local.rglob('*.jsonl'):
-    files.write(files.path(store.root) / 'a' / path.relative_to(local).as_posix(), path.read_bytes())
+    files.write(
+      files.path(store.root) / 'a' / path.relative_to(local).as_posix(), path.read_bytes()
+    )
   path = plot_lib.plot([f'{store.root}/a', local])
   assert str(path) == f'{store.root}/a/metrics.png' and path.read_bytes().startswith(_PNG)
   assert repr(plot_lib.read_run(f'{store.root}/a')) == repr(plot_lib.read_run(local))

@@ -23,14 +23,29 @@ from tests.apps.precompile.toy_precompile import GIN, kept_settings
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
-_RUN = ['--gin_file=models/t5_1_1_tiny.gin', '--gin_file=runs/precompile.gin', '--gin_file=data/synthetic.gin',
-        '--gin_file=optimizers/sgd.gin',
-        '--gin.BATCH_SIZE=8', "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}", '--gin.DROPOUT_RATE=0.0',
-        '--gin.VOCABULARY_SIZE=100', '--gin.network.T5Config.vocab_size=128',
-        '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1']
-_PROGRAMS = ['initial state', 'training step', 'evaluation step (letters)', 'predict 8 x 6 (letters)']
-_WITH_EVAL = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
-              'infer_eval_dataset_cfg': toy_run.dataset('validation')}
+_RUN = [
+  '--gin_file=models/t5_1_1_tiny.gin',
+  '--gin_file=runs/precompile.gin',
+  '--gin_file=data/synthetic.gin',
+  '--gin_file=optimizers/sgd.gin',
+  '--gin.BATCH_SIZE=8',
+  "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}",
+  '--gin.DROPOUT_RATE=0.0',
+  '--gin.VOCABULARY_SIZE=100',
+  '--gin.network.T5Config.vocab_size=128',
+  '--gin.network.T5Config.num_encoder_layers=1',
+  '--gin.network.T5Config.num_decoder_layers=1',
+]
+_PROGRAMS = [
+  'initial state',
+  'training step',
+  'evaluation step (letters)',
+  'predict 8 x 6 (letters)',
+]
+_WITH_EVAL = {
+  'train_eval_dataset_cfg': toy_run.dataset('validation'),
+  'infer_eval_dataset_cfg': toy_run.dataset('validation'),
+}
 
 
 @pytest.fixture
@@ -41,17 +56,26 @@ def jax_cache_settings():
 
 def _precompile(tmp_path, **kwargs):
   arguments = dict(
-      model=toy_run.model(), train_dataset_cfg=toy_run.dataset('train'), partitioner=toy_run.partitioner(),
-      model_dir=str(tmp_path), random_seed=0,
-      trainer_cls=functools.partial(trainer.Trainer, learning_rate_fn=toy_run.RATE, num_microbatches=2))
+    model=toy_run.model(),
+    train_dataset_cfg=toy_run.dataset('train'),
+    partitioner=toy_run.partitioner(),
+    model_dir=str(tmp_path),
+    random_seed=0,
+    trainer_cls=functools.partial(
+      trainer.Trainer, learning_rate_fn=toy_run.RATE, num_microbatches=2
+    ),
+  )
   return precompile_lib.precompile(**{**arguments, **kwargs})
 
 
 def _state_shape():
   model = toy_run.model()
   return state_init.TrainStateInitializer(
-      model.optimizer_def, model.get_initial_variables,
-      {'decoder_input_tokens': (toy_run.BATCH_SIZE, toy_run.LENGTH)}, toy_run.partitioner()).global_train_state_shape
+    model.optimizer_def,
+    model.get_initial_variables,
+    {'decoder_input_tokens': (toy_run.BATCH_SIZE, toy_run.LENGTH)},
+    toy_run.partitioner(),
+  ).global_train_state_shape
 
 
 @pytest.fixture(scope='module')
@@ -59,7 +83,9 @@ def compiled(tmp_path_factory):
   """The programs of a run with both evaluations, the cache that they are in, and the model directory."""
   root = tmp_path_factory.mktemp('compiled')
   with kept_settings():
-    programs = _precompile(root, **_WITH_EVAL, compilation_cache_dir=str(root / 'cache'), write_hlo=True)
+    programs = _precompile(
+      root, **_WITH_EVAL, compilation_cache_dir=str(root / 'cache'), write_hlo=True
+    )
   return programs, root / 'cache', root
 
 
@@ -86,7 +112,9 @@ def test_costs(compiled):
 def test_texts(compiled):
   programs, _, root = compiled
   names = {path.name for path in (root / 'precompile').iterdir()}
-  assert len(names) == 8 and {'training_step.stablehlo.mlir', 'training_step.optimized_hlo.txt'} <= names
+  assert (
+    len(names) == 8 and {'training_step.stablehlo.mlir', 'training_step.optimized_hlo.txt'} <= names
+  )
   before, after = (pathlib.Path(path).read_text() for path in programs[1].hlo_files)
   assert 'stablehlo.dot_general' in before and 'num_partitions = 4' in before
   assert after.startswith('HloModule') and 'all-reduce' in after
@@ -95,24 +123,35 @@ def test_texts(compiled):
 def test_a_run_loads_precompiled_programs(compiled, tmp_path, jax_cache_settings):
   _, cache, _ = compiled
   filled = set(cache.iterdir())
-  code = textwrap.dedent('''
+  code = textwrap.dedent("""
       import jax
       from tests.apps.train import toy_run
       events = []  # of all threads
       jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
       toy_run.main()
       print('hits', events.count('/jax/compilation_cache/cache_hits'))
-  ''')
+  """)
   # JAX reads these environment variables; the flag of the commands is tested below.
-  environment = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': str(cache),
-                 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
-  done = subprocess.run([sys.executable, '-c', code, str(tmp_path / 'run'), 'total_steps=10'], cwd=_ROOT,
-                        env=environment, capture_output=True, text=True, timeout=300)
+  environment = {
+    **os.environ,
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+  }
+  done = subprocess.run(
+    [sys.executable, '-c', code, str(tmp_path / 'run'), 'total_steps=10'],
+    cwd=_ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr
   assert int(re.search(r'^hits (\d+)$', done.stdout, re.MULTILINE)[1]) >= len(_PROGRAMS)
   # Only small programs, e.g. sums of metrics, were compiled in addition.
-  names = [{re.sub(r'-[0-9a-f]+-.*', '', path.name) for path in paths}
-           for paths in (filled, set(cache.iterdir()) - filled)]
+  names = [
+    {re.sub(r'-[0-9a-f]+-.*', '', path.name) for path in paths}
+    for paths in (filled, set(cache.iterdir()) - filled)
+  ]
   large = {'jit_init_train_state', 'jit_step_fn', 'jit_fn_of_this_partitioner'}
   assert large <= names[0] and not large & names[1] and 'jit_merge_metrics' in names[1]
 
@@ -123,7 +162,9 @@ def test_the_seed_is_part_of_a_step_with_dropout(compiled, tmp_path, jax_cache_s
   assert [p.cache for p in programs] == ['found', 'written', 'found', 'found']
 
 
-@pytest.mark.parametrize('flags', [['--gin_file={toy}'], pytest.param(_RUN, marks=pytest.mark.full)], ids=['toy', 't5'])
+@pytest.mark.parametrize(
+  'flags', [['--gin_file={toy}'], pytest.param(_RUN, marks=pytest.mark.full)], ids=['toy', 't5']
+)
 def test_command(tmp_path, capsys, jax_cache_settings, flags):
   (tmp_path / 'toy.gin').write_text(GIN)
   flags = [flag.replace('{toy}', str(tmp_path / 'toy.gin')) for flag in flags]
@@ -131,10 +172,12 @@ def test_command(tmp_path, capsys, jax_cache_settings, flags):
   out = capsys.readouterr().out
   assert re.search(r'^initial state +[\d.]+ +written +', out, re.MULTILINE)
   assert re.search(r'^training step +[\d.]+ +written +', out, re.MULTILINE)
-  assert {'jit_step_fn', 'jit_init_train_state'} <= {path.name.split('-')[0] for path in (tmp_path / 'cache').iterdir()}
+  assert {'jit_step_fn', 'jit_init_train_state'} <= {
+    path.name.split('-')[0] for path in (tmp_path / 'cache').iterdir()
+  }
 
 
-_T5X = '''
+_T5X = """
 from __gin__ import dynamic_registration
 import __main__ as train_script
 from tests.apps.train import toy_run
@@ -146,12 +189,16 @@ train_script.precompile:
   model_dir = %MODEL_DIR
   random_seed = None
 toy_run.dataset.split = 'train'
-'''
+"""
 
 
 def test_a_file_of_t5x_that_configures_precompile(tmp_path, capsys, jax_cache_settings):
   (tmp_path / 't5x.gin').write_text(_T5X)
-  flags = ['precompile', f'--gin_file={tmp_path}/t5x.gin', f'--compilation_cache_dir={tmp_path}/cache']
+  flags = [
+    'precompile',
+    f'--gin_file={tmp_path}/t5x.gin',
+    f'--compilation_cache_dir={tmp_path}/cache',
+  ]
   assert cli.main(flags) == 2
   assert 'MODEL_DIR' in capsys.readouterr().err
   assert cli.main([*flags, f'--gin.MODEL_DIR={tmp_path}/run']) == 0
@@ -171,11 +218,19 @@ def test_defaults_are_those_of_training():
 
 def test_rejected(tmp_path, capsys, jax_cache_settings):
   with pytest.raises(DataError, match='Did you mean'):
-    _precompile(tmp_path, train_dataset_cfg=data.DatasetConfig(
-        'python_keyword_close', {'inputs': 16, 'targets': 8}, 'train', 16, True, 0, source='builtin'))
-  with pytest.raises(ConfigError, match="^precompile: got an unexpected .* 'eval_step'. Did you mean 'eval_steps'"):
+    _precompile(
+      tmp_path,
+      train_dataset_cfg=data.DatasetConfig(
+        'python_keyword_close', {'inputs': 16, 'targets': 8}, 'train', 16, True, 0, source='builtin'
+      ),
+    )
+  with pytest.raises(
+    ConfigError, match="^precompile: got an unexpected .* 'eval_step'. Did you mean 'eval_steps'"
+  ):
     _precompile(tmp_path, eval_step=2)
-  with pytest.raises(ConfigError, match="^precompile: got an unexpected keyword argument 'num_retries'"):
+  with pytest.raises(
+    ConfigError, match="^precompile: got an unexpected keyword argument 'num_retries'"
+  ):
     _precompile(tmp_path, num_retries=2)
   with pytest.raises(TypeError, match="missing 4 required .* 'model'"):
     precompile_lib.precompile()

@@ -25,8 +25,12 @@ toy_run.dataset.split = 'train'
 @contextlib.contextmanager
 def kept_settings():
   """Restores the settings that `use_compilation_cache` changes."""
-  names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs',
-           'jax_persistent_cache_min_entry_size_bytes', 'jax_enable_compilation_cache')
+  names = (
+    'jax_compilation_cache_dir',
+    'jax_persistent_cache_min_compile_time_secs',
+    'jax_persistent_cache_min_entry_size_bytes',
+    'jax_enable_compilation_cache',
+  )
   before = {name: getattr(jax.config, name) for name in names}
   yield
   for name, value in before.items():

@@ -20,11 +20,20 @@ def train_and_evaluate(model_dir, partitioner):
   always = EarlyStoppingAction(('letters', 'loss'), 'max', patience=2, atol=100.0)
   # Two evaluations of this second part, at 6 and 8, make the action ask to stop, which only the lead process sees.
   step, state = toy_run.train(
-      model_dir, 20, actions={'TRAIN_EVAL': [always]}, partitioner=partitioner, **_EVALUATIONS,
-      **{**COMMON, 'eval_period': 2})
+    model_dir,
+    20,
+    actions={'TRAIN_EVAL': [always]},
+    partitioner=partitioner,
+    **_EVALUATIONS,
+    **{**COMMON, 'eval_period': 2},
+  )
   assert step == int(state.step) == 8, step
-  arguments = {'model': toy_run.model(), 'dataset_cfg': _EVALUATED, 'partitioner': partitioner,
-               'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(str(model_dir), mode='all'),
-               'output_dir': f'{model_dir}-eval'}
+  arguments = {
+    'model': toy_run.model(),
+    'dataset_cfg': _EVALUATED,
+    'partitioner': partitioner,
+    'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(str(model_dir), mode='all'),
+    'output_dir': f'{model_dir}-eval',
+  }
   results = evaluate.evaluate(**arguments)
   assert list(results) == [3, 4, 6, 8] and evaluate.evaluate(**arguments) == results

@@ -25,7 +25,13 @@ from t5x_lite.apps.common import waiting
 from t5x_lite.apps.train import batches as train_batches
 from t5x_lite.data import global_batches
 from t5x_lite.data import positions
-from t5x_lite.errors import ConfigError, DataError, DataStalledError, DataUnavailableError, StoppedOnSignalError
+from t5x_lite.errors import (
+  ConfigError,
+  DataError,
+  DataStalledError,
+  DataUnavailableError,
+  StoppedOnSignalError,
+)
 from tests.apps.train import toy_run
 
 _STEPS = 9
@@ -106,7 +112,9 @@ class _Raise:
 
 
 def _opener(fault, has_cheap_state):
-  return lambda *args, **kwargs: _Faulty(data.open_train_iterator(*args, **kwargs), fault, has_cheap_state)
+  return lambda *args, **kwargs: _Faulty(
+    data.open_train_iterator(*args, **kwargs), fault, has_cheap_state
+  )
 
 
 def _batches(fault, has_cheap_state, **kwargs):
@@ -142,7 +150,9 @@ def delays(monkeypatch):
 
 @pytest.mark.parametrize('has_cheap_state', [True, False])
 @pytest.mark.parametrize('saved_after', [None, 3])
-def test_the_position_is_known_while_the_source_stalls(expected, delays, has_cheap_state, saved_after):
+def test_the_position_is_known_while_the_source_stalls(
+  expected, delays, has_cheap_state, saved_after
+):
   stall = _Stall(at=7)
   batches, _ = _batches(stall, has_cheap_state, prefetch=2)
   for number in range(1, 7):
@@ -169,7 +179,9 @@ def test_the_position_is_known_while_the_source_stalls(expected, delays, has_che
 
 
 @pytest.mark.parametrize('at', [3, None])
-def test_a_source_that_stalls_is_waited_for_once_and_closed_when_the_stall_ends(delays, monkeypatch, at):
+def test_a_source_that_stalls_is_waited_for_once_and_closed_when_the_stall_ends(
+  delays, monkeypatch, at
+):
   stall, closed, timeouts, join = _Stall(at=at), [], [], threading.Thread.join
   batches, source = _batches(stall, has_cheap_state=False, prefetch=1)
   source.close = lambda: closed.append(threading.current_thread())
@@ -178,7 +190,9 @@ def test_a_source_that_stalls_is_waited_for_once_and_closed_when_the_stall_ends(
     pass
   batches.get_state()  # where the source stalls, it waits for the position in vain
   thread = source.thread
-  monkeypatch.setattr(threading.Thread, 'join', lambda self, timeout: timeouts.append(timeout) or join(self, timeout))
+  monkeypatch.setattr(
+    threading.Thread, 'join', lambda self, timeout: timeouts.append(timeout) or join(self, timeout)
+  )
   batches.close()
   if at is None:
     assert closed == [threading.current_thread()] and timeouts == [_PATIENCE_SECONDS]
@@ -191,7 +205,9 @@ def test_a_source_that_stalls_is_waited_for_once_and_closed_when_the_stall_ends(
 
 @pytest.mark.parametrize('has_cheap_state', [True, False])
 @pytest.mark.parametrize('error', [ConnectionResetError('reset'), DataUnavailableError('away')])
-def test_retries_give_the_batches_of_an_undisturbed_source(expected, delays, has_cheap_state, error, caplog):
+def test_retries_give_the_batches_of_an_undisturbed_source(
+  expected, delays, has_cheap_state, error, caplog
+):
   # Batch 6 is read again in every attempt of a source that must be reopened at an earlier position.
   fault = _Raise(7, error, times=3)
   batches, source = _batches(fault, has_cheap_state, num_retries=3)
@@ -199,7 +215,11 @@ def test_retries_give_the_batches_of_an_undisturbed_source(expected, delays, has
     for rows in expected:
       np.testing.assert_array_equal(_ids(next(batches)), rows)
   assert source.num_set == 3
-  assert [record.args[2:5] for record in caplog.records] == [(1, 3, 0.001), (2, 3, 0.002), (3, 3, 0.004)]
+  assert [record.args[2:5] for record in caplog.records] == [
+    (1, 3, 0.001),
+    (2, 3, 0.002),
+    (3, 3, 0.004),
+  ]
 
 
 @pytest.mark.parametrize('has_cheap_state', [True, False])
@@ -298,10 +318,15 @@ class _ReadsAhead(_Faulty):
 
 
 @pytest.mark.parametrize('num_retries', [0, 2])
-def test_an_error_inside_the_newest_position_is_left_by_the_one_before(expected, delays, num_retries):
+def test_an_error_inside_the_newest_position_is_left_by_the_one_before(
+  expected, delays, num_retries
+):
   cfg, partitioner = toy_run.dataset('train'), toy_run.partitioner()
-  source = _ReadsAhead(data.open_train_iterator(cfg, partitioner.get_data_layout(cfg.batch_size)),
-                       _Raise(7, OSError('once'), times=1), False)
+  source = _ReadsAhead(
+    data.open_train_iterator(cfg, partitioner.get_data_layout(cfg.batch_size)),
+    _Raise(7, OSError('once'), times=1),
+    False,
+  )
   with data.GlobalBatches(source, partitioner, num_retries=num_retries, prefetch=1) as batches:
     for number, rows in enumerate(expected[:6], start=1):
       np.testing.assert_array_equal(_ids(next(batches)), rows)
@@ -344,7 +369,9 @@ class _Opening(_Faulty):
 def _opening(cfg=None, layout=None, feature_converter='encoder_decoder', **faults):
   cfg = cfg or toy_run.dataset('train')
   layout = layout or toy_run.partitioner().get_data_layout(cfg.batch_size)
-  return _Opening(data.open_train_iterator(cfg, layout, feature_converter=feature_converter), **faults)
+  return _Opening(
+    data.open_train_iterator(cfg, layout, feature_converter=feature_converter), **faults
+  )
 
 
 @pytest.mark.parametrize('times', [3, 4])
@@ -418,7 +445,9 @@ class _Scripted:
 
 
 def _train_batches(source, **kwargs):
-  return train_batches.TrainBatches(source, should_stop=lambda: False, facts={}, first_step=0, **kwargs)
+  return train_batches.TrainBatches(
+    source, should_stop=lambda: False, facts={}, first_step=0, **kwargs
+  )
 
 
 def _reports(monkeypatch):
@@ -430,13 +459,19 @@ def _reports(monkeypatch):
 def test_a_slow_source_is_reported_every_five_minutes(monkeypatch):
   printed, source = _reports(monkeypatch), _Scripted(700, 299, 1000, 1)
   beats = []
-  batches = _train_batches(source, clock=lambda: source.now, on_wait=lambda: beats.append(source.now))
+  batches = _train_batches(
+    source, clock=lambda: source.now, on_wait=lambda: beats.append(source.now)
+  )
   next(batches), next(batches)
   assert [line.partition(' for ')[2].partition(' s.')[0] for line in printed] == ['300', '600']
   assert all('does not limit the first batch' in line for line in printed)
   assert len(beats) > 999 / waiting.POLL_SECONDS - 5
   next(batches), next(batches)
-  assert [line.partition(' for ')[2].partition(' s.')[0] for line in printed[2:]] == ['300', '600', '900']
+  assert [line.partition(' for ')[2].partition(' s.')[0] for line in printed[2:]] == [
+    '300',
+    '600',
+    '900',
+  ]
   assert all('set `max_batch_seconds` to limit' in line for line in printed[2:])
   assert batches.error is None
 
@@ -451,7 +486,9 @@ def test_the_wait_for_data_begins_when_the_device_has_finished():
     yield
     waits.append((name, round(source.now - begun, 1)))
 
-  batches = _train_batches(source, clock=lambda: source.now, is_computing=lambda: source.now < 5, phase_fn=phase)
+  batches = _train_batches(
+    source, clock=lambda: source.now, is_computing=lambda: source.now < 5, phase_fn=phase
+  )
   assert [round(next(batches)['batch'], 1) for _ in range(3)] == [0, 2.5, 8.5]
   assert waits == [('data', 3.5)]
 
@@ -465,7 +502,11 @@ def test_max_batch_seconds_exempts_the_first_batch(monkeypatch):
   assert not printed
   with pytest.raises(StopIteration):
     next(batches)
-  assert isinstance(batches.error, DataStalledError) and batches.error.exit_code == 4 and batches.should_stop()
+  assert (
+    isinstance(batches.error, DataStalledError)
+    and batches.error.exit_code == 4
+    and batches.should_stop()
+  )
   assert len(printed) == 1 and 'max_batch_seconds' in str(batches.error)
 
 
@@ -477,7 +518,9 @@ def test_the_first_batch_after_going_back_is_exempt(monkeypatch):
   next(batches), next(batches)
   batches.rewind({}, {}, 0, bad_step_age=1)
   next(batches)
-  assert source._waits == [11] and batches.error is None  # The batch of the bad step, and its replacement.
+  assert (
+    source._waits == [11] and batches.error is None
+  )  # The batch of the bad step, and its replacement.
   assert next(batches, None) is None and isinstance(batches.error, DataStalledError)
 
 
@@ -500,7 +543,9 @@ def whole(tmp_path_factory):
 
 
 def _assert_equal(model_dir, whole):
-  (state, position), (expected_state, expected_position) = (toy_run.saved(run, _STEPS) for run in (model_dir, whole))
+  (state, position), (expected_state, expected_position) = (
+    toy_run.saved(run, _STEPS) for run in (model_dir, whole)
+  )
   jax.tree.map(np.testing.assert_array_equal, state, expected_state)
   # Both runs were saved by a source that knew its position.
   assert position == expected_position
@@ -532,10 +577,18 @@ def _stall_and_signal(released):
   assert released.wait(60)
 
 
-@pytest.mark.parametrize('at, doing', [
-    ('opening', 'opening the training data'), ('asking', 'reading the position'),
-    ('setting', 'restoring the position'), ('evaluation', 'opening the evaluation data')])
-def test_sigterm_ends_a_run_whose_source_stalls_while_it_is_opened(whole, tmp_path, delays, at, doing, capfd):
+@pytest.mark.parametrize(
+  'at, doing',
+  [
+    ('opening', 'opening the training data'),
+    ('asking', 'reading the position'),
+    ('setting', 'restoring the position'),
+    ('evaluation', 'opening the evaluation data'),
+  ],
+)
+def test_sigterm_ends_a_run_whose_source_stalls_while_it_is_opened(
+  whole, tmp_path, delays, at, doing, capfd
+):
   released = threading.Event()
 
   def stall():
@@ -548,45 +601,79 @@ def test_sigterm_ends_a_run_whose_source_stalls_while_it_is_opened(whole, tmp_pa
 
   shutil.copytree(whole, tmp_path / 'run')
   files = sorted(tmp_path.rglob('*'))
-  evaluation = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
-                'train_eval_get_dataset_fn': lambda *args, **kwargs: stall()} if at == 'evaluation' else {}
+  evaluation = (
+    {
+      'train_eval_dataset_cfg': toy_run.dataset('validation'),
+      'train_eval_get_dataset_fn': lambda *args, **kwargs: stall(),
+    }
+    if at == 'evaluation'
+    else {}
+  )
   try:
-    with pytest.raises(StoppedOnSignalError, match=f'SIGTERM before the first step, while {doing}.*; there is nothing'):
-      toy_run.train(tmp_path / 'run', 12, **{**_QUICK, **evaluation}, save={'period': 4}, get_dataset_fn=open_iterator)
+    with pytest.raises(
+      StoppedOnSignalError,
+      match=f'SIGTERM before the first step, while {doing}.*; there is nothing',
+    ):
+      toy_run.train(
+        tmp_path / 'run',
+        12,
+        **{**_QUICK, **evaluation},
+        save={'period': 4},
+        get_dataset_fn=open_iterator,
+      )
   finally:
     released.set()
   assert sorted(tmp_path.rglob('*')) == files
-  assert 'SIGTERM: ending before the first step; send SIGTERM again to exit immediately.' in capfd.readouterr().err
+  assert (
+    'SIGTERM: ending before the first step; send SIGTERM again to exit immediately.'
+    in capfd.readouterr().err
+  )
 
 
 def test_sigterm_postpones_an_evaluation_whose_data_stalls(whole, tmp_path, delays):
   released = threading.Event()
 
   def open_evaluation(*args, **kwargs):
-    (name, batches), = data.open_eval_iterators(*args, **kwargs).items()
+    ((name, batches),) = data.open_eval_iterators(*args, **kwargs).items()
 
     def stalling():
       yield next(iter(batches))
       _stall_and_signal(released)
 
-    return {name: data.EvalBatches(stalling, batches.element_spec, len(batches), batches.num_examples)}
+    return {
+      name: data.EvalBatches(stalling, batches.element_spec, len(batches), batches.num_examples)
+    }
 
   try:
-    with pytest.raises(StoppedOnSignalError, match='Stopped after step 4 of 9 by SIGTERM; step 4 is saved'):
-      toy_run.train(tmp_path, _STEPS, save={'period': 4}, eval_period=4, infer_eval_dataset_cfg=None,
-                    train_eval_get_dataset_fn=open_evaluation)
+    with pytest.raises(
+      StoppedOnSignalError, match='Stopped after step 4 of 9 by SIGTERM; step 4 is saved'
+    ):
+      toy_run.train(
+        tmp_path,
+        _STEPS,
+        save={'period': 4},
+        eval_period=4,
+        infer_eval_dataset_cfg=None,
+        train_eval_get_dataset_fn=open_evaluation,
+      )
   finally:
     released.set()
-  assert checkpoints.read_metadata(tmp_path / 'checkpoint_4')['run']['evaluation_due'] == ['training_eval']
+  assert checkpoints.read_metadata(tmp_path / 'checkpoint_4')['run']['evaluation_due'] == [
+    'training_eval'
+  ]
 
 
-def test_the_wait_for_evaluation_data_does_not_count_as_evaluation(whole, tmp_path, delays, monkeypatch):
+def test_the_wait_for_evaluation_data_does_not_count_as_evaluation(
+  whole, tmp_path, delays, monkeypatch
+):
   """The limit of an evaluation ends the process without a save, so a source that is slow must not run into it."""
   ended = []
-  monkeypatch.setattr(runtime, 'Watchdog', functools.partial(runtime.Watchdog, on_timeout=ended.append))
+  monkeypatch.setattr(
+    runtime, 'Watchdog', functools.partial(runtime.Watchdog, on_timeout=ended.append)
+  )
 
   def open_evaluation(*args, **kwargs):
-    (name, batches), = data.open_eval_iterators(*args, **kwargs).items()
+    ((name, batches),) = data.open_eval_iterators(*args, **kwargs).items()
 
     def slow():
       time.sleep(1.5)
@@ -594,8 +681,14 @@ def test_the_wait_for_evaluation_data_does_not_count_as_evaluation(whole, tmp_pa
 
     return {name: data.EvalBatches(slow, batches.element_spec, len(batches), batches.num_examples)}
 
-  toy_run.train(tmp_path, 4, eval_period=4, infer_eval_dataset_cfg=None, max_evaluation_seconds=1.0,
-                train_eval_get_dataset_fn=open_evaluation)
+  toy_run.train(
+    tmp_path,
+    4,
+    eval_period=4,
+    infer_eval_dataset_cfg=None,
+    max_evaluation_seconds=1.0,
+    train_eval_get_dataset_fn=open_evaluation,
+  )
   assert not ended and checkpoints.latest_step(tmp_path) == 4
 
 
@@ -615,8 +708,13 @@ def test_a_run_whose_source_raises_is_saved_and_resumes(whole, tmp_path, delays,
 
 def test_an_error_of_the_data_ends_a_run_with_its_own_status():
   statuses = []
-  for error in (DataError('bad'), DataUnavailableError('away'), DataStalledError('stuck'), KeyError('text'),
-                OSError('gone')):
+  for error in (
+    DataError('bad'),
+    DataUnavailableError('away'),
+    DataStalledError('stuck'),
+    KeyError('text'),
+    OSError('gone'),
+  ):
     batches, _ = _batches(_Raise(1, error, times=1), True)
     with batches:
       stopping = _train_batches(batches)
@@ -625,7 +723,10 @@ def test_an_error_of_the_data_ends_a_run_with_its_own_status():
     statuses.append(report.exit_code)
   assert statuses == [2, 2, 4, 1, 2]
   # The source is at fault, and its frames are shown.
-  assert report.message.startswith('error: The training data could not be read') and 'in __call__' in report.message
+  assert (
+    report.message.startswith('error: The training data could not be read')
+    and 'in __call__' in report.message
+  )
 
 
 def test_a_run_whose_source_raises_once_is_the_undisturbed_run(whole, tmp_path, delays):
@@ -647,7 +748,7 @@ def test_a_run_whose_source_stalls_too_long_is_saved(whole, tmp_path, delays, ca
 
 
 def test_an_error_of_our_own_ends_a_process_whose_source_stalls():
-  program = textwrap.dedent('''
+  program = textwrap.dedent("""
       import concurrent.futures, threading
       from t5x_lite import cli
 
@@ -658,15 +759,17 @@ def test_an_error_of_our_own_ends_a_process_whose_source_stalls():
 
       cli.main = fail
       cli.run_program()
-      ''')
+      """)
   environment = {**os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parents[3])}
-  done = subprocess.run([sys.executable, '-c', program], env=environment, capture_output=True, text=True, timeout=60)
+  done = subprocess.run(
+    [sys.executable, '-c', program], env=environment, capture_output=True, text=True, timeout=60
+  )
   assert done.returncode == 1 and done.stderr.endswith('RuntimeError: ours\n'), done.stderr
 
 
 def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole, tmp_path):
   """Also if a pool of threads stalls, which Python would wait for at its end."""
-  program = textwrap.dedent(f'''
+  program = textwrap.dedent(f"""
       import concurrent.futures, sys, threading
       from t5x_lite import cli
       from tests.apps.train import test_batches as faults
@@ -684,10 +787,15 @@ def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole,
       cli.T5X_LITE.commands['train'] = command
       sys.argv = ['t5x_lite', 'train']
       cli.run_program()
-      ''')
+      """)
   environment = {**os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parents[3])}
-  process = subprocess.Popen([sys.executable, '-c', program], env=environment, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True)
+  process = subprocess.Popen(
+    [sys.executable, '-c', program],
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
   try:
     assert process.stdout.readline() == 'stalls\n'
     time.sleep(0.5)
@@ -707,7 +815,11 @@ def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole,
 def _changes(caplog):
   messages = [record.getMessage() for record in caplog.records]
   caplog.clear()
-  return [message.partition(': ')[2].partition('. ')[0] for message in messages if 'training data differs' in message]
+  return [
+    message.partition(': ')[2].partition('. ')[0]
+    for message in messages
+    if 'training data differs' in message
+  ]
 
 
 def test_another_batch_size_or_order_at_a_restart_is_reported_once(whole, tmp_path, caplog):
@@ -720,5 +832,7 @@ def test_another_batch_size_or_order_at_a_restart_is_reported_once(whole, tmp_pa
   toy_run.train(tmp_path / 'b', 1, **_QUICK, save={'save_dataset': False})
   other = dataclasses.replace(toy_run.dataset('train'), seed=5, shuffle=False)
   for total_steps, changes in (2, ['seed was 0 and is 5, shuffle was True and is False']), (3, []):
-    toy_run.train(tmp_path / 'b', total_steps, **_QUICK, save={'save_dataset': False}, train_dataset_cfg=other)
+    toy_run.train(
+      tmp_path / 'b', total_steps, **_QUICK, save={'save_dataset': False}, train_dataset_cfg=other
+    )
     assert _changes(caplog) == changes

@@ -28,15 +28,36 @@ class _OwnPartitioner(partitioning.PjitPartitioner):
 
 
 def _make(trainer_cls=trainer_lib.Trainer, partitioner=None, summary_dir=None):
-  model, partitioner, batch = toy_run.model(), partitioner or toy_run.partitioner(), toy_model.make_batch()
+  model, partitioner, batch = (
+    toy_run.model(),
+    partitioner or toy_run.partitioner(),
+    toy_model.make_batch(),
+  )
   initializer = state_init.TrainStateInitializer(
-      model.optimizer_def, model.get_initial_variables, {name: x.shape for name, x in batch.items()}, partitioner)
-  return trainer_cls(
-      model, initializer.global_train_state_shape, partitioner, [], summary_dir, initializer.train_state_axes,
-      jax.random.key(0), lambda step: 1e-3), initializer, batch
+    model.optimizer_def,
+    model.get_initial_variables,
+    {name: x.shape for name, x in batch.items()},
+    partitioner,
+  )
+  return (
+    trainer_cls(
+      model,
+      initializer.global_train_state_shape,
+      partitioner,
+      [],
+      summary_dir,
+      initializer.train_state_axes,
+      jax.random.key(0),
+      lambda step: 1e-3,
+    ),
+    initializer,
+    batch,
+  )
 
 
-def test_our_step_is_traced_here_and_compiles_in_a_thread_that_writes_nothing(tmp_path, monkeypatch):
+def test_our_step_is_traced_here_and_compiles_in_a_thread_that_writes_nothing(
+  tmp_path, monkeypatch
+):
   trainer, _, batch = _make(summary_dir=str(tmp_path))
   begun, may_compile, lower_train = threading.Event(), threading.Event(), trainer.lower_train
 
@@ -57,20 +78,27 @@ def test_our_step_is_traced_here_and_compiles_in_a_thread_that_writes_nothing(tm
     compilation = StepCompilation(stack, trainer, batch)
     assert begun.wait(60) and trainer._compiled_train_step is None
     may_compile.set()
-    assert str(compilation.finish()).startswith(('Compiled the training step in ', 'Loaded the training step from '))
+    assert str(compilation.finish()).startswith(
+      ('Compiled the training step in ', 'Loaded the training step from ')
+    )
     # Otherwise the process would end without Python's own clean-up.
-    assert not any(thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate())
+    assert not any(
+      thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate()
+    )
     assert trainer._compiled_train_step is not None and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('trainer_cls, partitioner', [
-    (_Subclass, None), (trainer_lib.Trainer, _OwnPartitioner(num_partitions=2))])
+@pytest.mark.parametrize(
+  'trainer_cls, partitioner',
+  [(_Subclass, None), (trainer_lib.Trainer, _OwnPartitioner(num_partitions=2))],
+)
 def test_what_others_compile_is_compiled_when_it_is_needed(trainer_cls, partitioner):
   trainer, _, batch = _make(trainer_cls, partitioner)
   with contextlib.closing(trainer), contextlib.ExitStack() as stack:
     compilation = StepCompilation(stack, trainer, batch)
     assert trainer._compiled_train_step is None and not any(
-        thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate())
+      thread.name.startswith('t5x_lite-compilation') for thread in threading.enumerate()
+    )
     assert ' the training step ' in str(compilation.finish())
     assert trainer._compiled_train_step is not None
 
@@ -110,7 +138,9 @@ executor.submit(time.sleep, 300)
 sys.argv = ['t5x_lite', '--version']
 cli.run_program()
 """
-  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=False)
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=False
+  )
   assert done.returncode == 0 and done.stdout.startswith('t5x_lite ')
 
 
@@ -119,7 +149,9 @@ def test_the_time_of_compilation_is_written_with_the_first_steps():
   written = []
   with contextlib.closing(trainer):
     trainer.compile_train(batch)
-    trainer.train_metrics_manager.write_scalars = lambda step, values, **_: written.append((step, *values))
+    trainer.train_metrics_manager.write_scalars = lambda step, values, **_: written.append(
+      (step, *values)
+    )
     trainer.train_state = initializer.from_scratch(jax.random.key(1))
     sharding = jax.NamedSharding(trainer.partitioner.mesh, trainer.partitioner.data_partition_spec)
     for _ in range(2):

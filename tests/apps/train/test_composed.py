@@ -18,10 +18,20 @@ from t5x_lite.configuration import syntax as gin_syntax
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
-_TINY = {'network.T5Config.emb_dim': '8', 'network.T5Config.num_heads': '2', 'network.T5Config.head_dim': '4',
-         'network.T5Config.mlp_dim': '8', 'network.T5Config.num_encoder_layers': '1',
-         'network.T5Config.num_decoder_layers': '1', 'BATCH_SIZE': '8', 'EVAL_STEPS': '2', 'DATA_SOURCE': "'builtin'",
-         'TASK_FEATURE_LENGTHS': "{'inputs': 16, 'targets': 4}", 'EVAL_PERIOD': '30', 'SAVING_PERIOD': '25'}
+_TINY = {
+  'network.T5Config.emb_dim': '8',
+  'network.T5Config.num_heads': '2',
+  'network.T5Config.head_dim': '4',
+  'network.T5Config.mlp_dim': '8',
+  'network.T5Config.num_encoder_layers': '1',
+  'network.T5Config.num_decoder_layers': '1',
+  'BATCH_SIZE': '8',
+  'EVAL_STEPS': '2',
+  'DATA_SOURCE': "'builtin'",
+  'TASK_FEATURE_LENGTHS': "{'inputs': 16, 'targets': 4}",
+  'EVAL_PERIOD': '30',
+  'SAVING_PERIOD': '25',
+}
 _HEAD = """
 from __gin__ import dynamic_registration
 
@@ -39,7 +49,9 @@ from t5x_lite.apps import train as train_script
 from t5x_lite.checkpoints import builders
 """
 # A mesh rule, a chain of builders, two evaluations by name, an average, saves of the best.
-_FIRST = _HEAD + """
+_FIRST = (
+  _HEAD
+  + """
 MESH_RULES = [('gpu-.*', None), ('cpu-8', '''
     partitioning.PjitPartitioner.num_partitions = 2
     trainer.Trainer.num_microbatches = 2
@@ -94,8 +106,11 @@ checkpoints.WhenBest:
 trainer.Trainer.param_noise = @step_params.GaussianParamNoise()
 step_params.GaussianParamNoise.stddevs = [('kernel$', 0.001)]
 """
+)
 # The end of the data, frozen parameters, bfloat16 parameters with stochastic rounding, the dtype of the step.
-_SECOND = _HEAD + """
+_SECOND = (
+  _HEAD
+  + """
 MESH_RULES = [('cpu-.*', None)]
 TRAIN_STEPS = None
 NUM_EPOCHS = 1
@@ -115,6 +130,7 @@ optimizers.with_update_options:
 optimizers.MultiOptimizer.traversals_and_optimizers = [('decoder/', @optimizers.adamw())]
 optimizers.adamw.weight_decay = 0.01
 """
+)
 
 
 @pytest.fixture(autouse=True)
@@ -125,30 +141,55 @@ def _clear():
 
 def _make_sources(folder):
   """Save two checkpoints of a model inside another one, and return their paths."""
-  flags = [gin_syntax.read_flag(name, value, f'--gin.{name}={value}')
-           for name, value in {**_TINY, 'MODEL_DIR': "'x'"}.items()]
-  model = gin_utils.load(runs.ENTRY, gin_utils.read(['recipes/keyword_cloze.gin'], flags)).argument('model')
+  flags = [
+    gin_syntax.read_flag(name, value, f'--gin.{name}={value}')
+    for name, value in {**_TINY, 'MODEL_DIR': "'x'"}.items()
+  ]
+  model = gin_utils.load(runs.ENTRY, gin_utils.read(['recipes/keyword_cloze.gin'], flags)).argument(
+    'model'
+  )
   gin.clear_config()
-  batch = {'encoder_input_tokens': (1, 8), 'decoder_input_tokens': (1, 4), 'decoder_target_tokens': (1, 4)}
-  shapes = jax.eval_shape(lambda key: model.get_initial_variables(key, batch)['params'], jax.random.key(0))
+  batch = {
+    'encoder_input_tokens': (1, 8),
+    'decoder_input_tokens': (1, 4),
+    'decoder_target_tokens': (1, 4),
+  }
+  shapes = jax.eval_shape(
+    lambda key: model.get_initial_variables(key, batch)['params'], jax.random.key(0)
+  )
   rng = np.random.default_rng(0)
-  with checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  with checkpoints.CheckpointManager(
+    folder, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     for step in (1, 2):
-      tree = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype) / 4, shapes)
+      tree = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype) / 4, shapes
+      )
       manager.save(step, {'target': {'wrapped': tree}, 'state': {'step': np.int32(step)}})
   return [str(folder / f'checkpoint_{step}') for step in (1, 2)]
 
 
 def _arguments(gin_file, run, options):
-  return ['train', '--gin_file=recipes/keyword_cloze.gin', f'--gin_file={gin_file}', f'--gin.MODEL_DIR={run}',
-          *(f'--gin.{name}={value}' for name, value in {**_TINY, **options}.items())]
+  return [
+    'train',
+    '--gin_file=recipes/keyword_cloze.gin',
+    f'--gin_file={gin_file}',
+    f'--gin.MODEL_DIR={run}',
+    *(f'--gin.{name}={value}' for name, value in {**_TINY, **options}.items()),
+  ]
 
 
 def _kill_after(arguments, run, step):
   """Start the command in another process, and kill it when the checkpoint of `step` or a later one exists."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
-  process = subprocess.Popen([sys.executable, '-m', 't5x_lite', *arguments], cwd=_ROOT, env=environment,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  process = subprocess.Popen(
+    [sys.executable, '-m', 't5x_lite', *arguments],
+    cwd=_ROOT,
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
   while process.poll() is None and (checkpoints.latest_step(run) or 0) < step:
     time.sleep(0.005)
   process.send_signal(signal.SIGKILL)
@@ -167,8 +208,13 @@ def test_mesh_rule_builders_evaluations_average_and_best(tmp_path, capsys):
   options = {'TRAIN_STEPS': '160'}
   assert cli.main(_arguments(gin_file, whole, options)) == 0
   log = capsys.readouterr().err
-  for words in ("rule 'cpu-8' sets", 'the average of 2 checkpoints', 'then a new first step at step 10, to step 160',
-                'An average of the parameters is kept and evaluated', 'param_noise = GaussianParamNoise'):
+  for words in (
+    "rule 'cpu-8' sets",
+    'the average of 2 checkpoints',
+    'then a new first step at step 10, to step 160',
+    'An average of the parameters is kept and evaluated',
+    'param_noise = GaussianParamNoise',
+  ):
     assert words in log
   _kill_after(_arguments(gin_file, killed, options), killed, 50)
   assert cli.main(_arguments(gin_file, killed, options)) == 0
@@ -176,7 +222,16 @@ def test_mesh_rule_builders_evaluations_average_and_best(tmp_path, capsys):
   _assert_same(whole, killed, 160)
   rows = toy_run.lines(whole)
   assert [row['step'] for row in rows['training_eval/seen/python_keyword_cloze']] == [
-      10, 20, 40, 60, 80, 100, 120, 140, 160]
+    10,
+    20,
+    40,
+    60,
+    80,
+    100,
+    120,
+    140,
+    160,
+  ]
   assert [row['step'] for row in rows['inference_eval/texts/python_keyword_cloze']] == [50, 160]
   kinds = [event.kind for event in runtime.read_events(killed / 'events.jsonl')]
   assert kinds.count('start') == 2 and kinds[-1] == 'summary'
@@ -196,5 +251,7 @@ def test_end_of_data_frozen_parameters_and_dtypes(tmp_path, capsys):
   assert cli.main(_arguments(gin_file, killed, options)) == 0
   _assert_same(whole, killed, last)
   state = tree_utils.flatten_dict(checkpoints.load(whole / f'checkpoint_{last}'))
-  assert not any('encoder/layers' in name for name in state if name.startswith('state/param_states'))
+  assert not any(
+    'encoder/layers' in name for name in state if name.startswith('state/param_states')
+  )
   assert [event.kind for event in runtime.read_events(whole / 'events.jsonl')][-1] == 'summary'

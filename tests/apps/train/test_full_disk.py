@@ -17,7 +17,7 @@ from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
 # Each run is undisturbed but for `fills_at` and `empties_at`, between whose steps no file may grow past a size.
-_SCRIPT = '''
+_SCRIPT = """
 import pathlib, resource, sys
 from t5x_lite.actions import BaseAction
 from t5x_lite.errors import SaveError
@@ -45,14 +45,20 @@ train('undisturbed', Disk(), {}, **evaluation)
 train('refilled', Disk(4, 8, size=100), {'keep': 1}, **evaluation)
 train('last', Disk(10), {})
 train('in_a_row', Disk(2), {'max_failures_in_a_row': 2})
-'''
+"""
 
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
   root = tmp_path_factory.mktemp('full_disk')
-  done = subprocess.run([sys.executable, '-c', _SCRIPT, str(root)], capture_output=True, text=True, timeout=300,
-                        check=False, env={**os.environ, 'PYTHONPATH': str(_ROOT)})
+  done = subprocess.run(
+    [sys.executable, '-c', _SCRIPT, str(root)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+    env={**os.environ, 'PYTHONPATH': str(_ROOT)},
+  )
   assert done.returncode == 0, done.stderr
   return root, done.stdout, done.stderr
 
@@ -68,27 +74,43 @@ def test_a_save_that_fails_is_warned_of_and_tried_again(runs):
   # Step 6 is missing and nothing partial with it; step 3 stayed, with keep=1, until a later one was sound.
   assert _files(root / 'refilled') == ['checkpoint_12', 'checkpoint_9']
   for step in (9, 12):
-    expected, found = (checkpoints.load(checkpoints.get_checkpoint_dir(root / name, step))['target']
-                       for name in ('undisturbed', 'refilled'))
+    expected, found = (
+      checkpoints.load(checkpoints.get_checkpoint_dir(root / name, step))['target']
+      for name in ('undisturbed', 'refilled')
+    )
     jax.tree.map(np.testing.assert_array_equal, expected, found)
   # The lines that the disk would not take were written later, in order.
-  lines = [[(row['step'], row['loss']) for row in summaries.read_metrics(root / name / 'train/metrics.jsonl')]
-           for name in ('undisturbed', 'refilled')]
+  lines = [
+    [
+      (row['step'], row['loss'])
+      for row in summaries.read_metrics(root / name / 'train/metrics.jsonl')
+    ]
+    for name in ('undisturbed', 'refilled')
+  ]
   assert lines[0] == lines[1] and len(lines[0]) == 12
   # So were the results of an evaluation at step 5, which did not end the run.
-  expected, found = (toy_run.lines(root / name)['inference_eval/letters'] for name in ('undisturbed', 'refilled'))
+  expected, found = (
+    toy_run.lines(root / name)['inference_eval/letters'] for name in ('undisturbed', 'refilled')
+  )
   assert expected == found and [row['step'] for row in found] == [5, 10, 12]
   for step in (5, 10, 12):
-    expected, found = ((root / name / f'inference_eval/letters/predictions-{step}.jsonl').read_bytes()
-                       for name in ('undisturbed', 'refilled'))
+    expected, found = (
+      (root / name / f'inference_eval/letters/predictions-{step}.jsonl').read_bytes()
+      for name in ('undisturbed', 'refilled')
+    )
     assert expected == found and len(found) > 100
 
 
 def test_a_last_save_that_fails_has_its_exit_status(runs):
   root, out, _ = runs
   line = next(line for line in out.splitlines() if line.startswith('last '))
-  assert re.match('last 74 The last save of the run failed: The .* step 12 could not be', line), line
-  assert _files(root / 'last')[:2] == ['checkpoint_3', 'checkpoint_6']  # 9 may not have been on the disk at step 10
+  assert re.match('last 74 The last save of the run failed: The .* step 12 could not be', line), (
+    line
+  )
+  assert _files(root / 'last')[:2] == [
+    'checkpoint_3',
+    'checkpoint_6',
+  ]  # 9 may not have been on the disk at step 10
   assert not list((root / 'last').glob('*.tmp-*'))
 
 
@@ -104,11 +126,13 @@ def test_a_real_full_disk(tmp_path):
   """A file system of 2 MB, filled and freed while the command runs in it."""
   if os.geteuid() != 0 or shutil.which('unshare') is None:
     pytest.skip('Mounting a small file system takes root and unshare.')
-  command = (f'{sys.executable} -m t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.DATA_SOURCE=builtin '
-             '--gin.MODEL_DIR=disk/run --gin.TRAIN_STEPS=60 --gin.EVAL_PERIOD=60 --gin.SAVING_PERIOD=10 '
-             '--gin.checkpoints.SaveCheckpointConfig.keep=1 --gin.checkpoints.SaveCheckpointConfig'
-             '.max_failures_in_a_row=100')
-  script = f'''set -e
+  command = (
+    f'{sys.executable} -m t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.DATA_SOURCE=builtin '
+    '--gin.MODEL_DIR=disk/run --gin.TRAIN_STEPS=60 --gin.EVAL_PERIOD=60 --gin.SAVING_PERIOD=10 '
+    '--gin.checkpoints.SaveCheckpointConfig.keep=1 --gin.checkpoints.SaveCheckpointConfig'
+    '.max_failures_in_a_row=100'
+  )
+  script = f"""set -e
 mkdir -p disk && mount -t tmpfs -o size=16m tmpfs disk
 {command} & pid=$!
 until [ -d disk/run/checkpoint_10 ]; do sleep 0.2; done
@@ -117,10 +141,17 @@ until grep -q 'next save tries again' log; do sleep 0.2; kill -0 $pid; done
 rm disk/filler
 wait $pid
 ls disk/run; cp -r disk/run kept
-'''
+"""
   with open(tmp_path / 'log', 'w') as log:
-    done = subprocess.run(['unshare', '-m', 'bash', '-c', script], cwd=tmp_path, stdout=log, stderr=log, timeout=300,
-                          check=False, env={**os.environ, 'PYTHONPATH': str(_ROOT)})
+    done = subprocess.run(
+      ['unshare', '-m', 'bash', '-c', script],
+      cwd=tmp_path,
+      stdout=log,
+      stderr=log,
+      timeout=300,
+      check=False,
+      env={**os.environ, 'PYTHONPATH': str(_ROOT)},
+    )
   text = (tmp_path / 'log').read_text()
   if 'unshare failed' in text or 'permission denied' in text.lower():
     pytest.skip('This machine does not let root mount a file system.')

@@ -34,17 +34,29 @@ def test_a_killed_run_tells_what_it_lost(tmp_path):
   killed = list(runtime.read_events(path))
   # The save of step 6 may be committed while step 7 to 10 are computed.
   assert [(event.kind, event.step) for event in killed if event.kind != 'save_committed'] == [
-      ('start', None), ('restored', 0), ('compiled', 0), ('first_step', 1), ('save_begun', 6), ('evaluation_begun', 10)]
+    ('start', None),
+    ('restored', 0),
+    ('compiled', 0),
+    ('first_step', 1),
+    ('save_begun', 6),
+    ('evaluation_begun', 10),
+  ]
   with path.open('a') as file:
     file.write('{"event": "progress", "wall_ti')
   toy_run.train(tmp_path, 12, save={'period': 6}, eval_period=10, infer_eval_dataset_cfg=None)
   events = list(runtime.read_events(path))
-  second = events[len(killed):]
+  second = events[len(killed) :]
   assert (second[0].kind, second[1].kind, second[1].step) == ('start', 'restored', 6)
   assert second[1].details == {'source': f'{tmp_path}/checkpoint_6 (this run)', 'resumes': True}
-  assert events[:len(killed)] == killed and events[-1].kind == 'summary' and events[-1].details['num_starts'] == 2
+  assert (
+    events[: len(killed)] == killed
+    and events[-1].kind == 'summary'
+    and events[-1].details['num_starts'] == 2
+  )
   total = events[-1].details['total_seconds']
-  lost = [sum(event.seconds.values()) for event in killed if event.step is not None and event.step > 6]
+  lost = [
+    sum(event.seconds.values()) for event in killed if event.step is not None and event.step > 6
+  ]
   assert total['repeated'] == pytest.approx(sum(lost), abs=0.01) and total['repeated'] > 0
   assert total['down'] == pytest.approx(second[0].wall_time - killed[-1].wall_time, abs=0.01)
   assert sum(total.values()) == pytest.approx(events[-1].wall_time - events[0].wall_time, abs=0.05)
@@ -83,25 +95,39 @@ def hook(event):
     file.write(event.to_line())
 
 
-def test_the_command_shows_the_goodput_and_calls_the_hook_of_a_gin_file(tmp_path, capsys, monkeypatch):
+def test_the_command_shows_the_goodput_and_calls_the_hook_of_a_gin_file(
+  tmp_path, capsys, monkeypatch
+):
   (tmp_path / 'hook.gin').write_text(
-      'from __gin__ import dynamic_registration\n'
-      'from t5x_lite.apps import train as train_script\n'
-      'from tests.apps.train import test_goodput\n'
-      'train_script.train.event_fns = [@test_goodput.hook]\n')
+    'from __gin__ import dynamic_registration\n'
+    'from t5x_lite.apps import train as train_script\n'
+    'from tests.apps.train import test_goodput\n'
+    'train_script.train.event_fns = [@test_goodput.hook]\n'
+  )
   (tmp_path / 'one.gin').write_text(cloze_run.ONE_DEVICE)
   monkeypatch.setenv('T5X_LITE_TEST_EVENTS', str(tmp_path / 'hooked.jsonl'))
   flags = [f'--gin.{flag}' for flag in cloze_run.bindings("{'inputs': 16, 'targets': 4}")]
-  status = cli.main([
-      'train', '--gin_file=recipes/keyword_cloze.gin', f'--gin_file={tmp_path}/hook.gin',
-      f'--gin_file={tmp_path}/one.gin', f'--gin.MODEL_DIR={tmp_path}/run', '--gin.TRAIN_STEPS=4', '--gin.EVAL_STEPS=1',
-      '--gin.train_script.train.infer_eval_dataset_cfg=None', *flags])
+  status = cli.main(
+    [
+      'train',
+      '--gin_file=recipes/keyword_cloze.gin',
+      f'--gin_file={tmp_path}/hook.gin',
+      f'--gin_file={tmp_path}/one.gin',
+      f'--gin.MODEL_DIR={tmp_path}/run',
+      '--gin.TRAIN_STEPS=4',
+      '--gin.EVAL_STEPS=1',
+      '--gin.train_script.train.infer_eval_dataset_cfg=None',
+      *flags,
+    ]
+  )
   gin.clear_config()
   assert status == 0
-  line, = [line for line in capsys.readouterr().err.splitlines() if 'Time of the run ' in line]
+  (line,) = [line for line in capsys.readouterr().err.splitlines() if 'Time of the run ' in line]
   assert '% training steps, ' in line and '% compiling' in line
   start, *others = runtime.read_events(tmp_path / 'run' / runtime.EVENTS_FILE)
   assert start.kind == 'start' and 'start' not in {event.kind for event in others}
   # Also without a selector of mesh rules the file tells the hardware.
   assert start.details['hardware'] == 'cpu-8' and start.details['command']
-  assert (tmp_path / 'hooked.jsonl').read_text() == (tmp_path / 'run' / runtime.EVENTS_FILE).read_text()
+  assert (tmp_path / 'hooked.jsonl').read_text() == (
+    tmp_path / 'run' / runtime.EVENTS_FILE
+  ).read_text()

@@ -26,7 +26,6 @@ def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
   activities, steps, limits, seen = [None], [], {}, {}
 
   class Recorder(runtime.Watchdog):
-
     def __init__(self, *args, **kwargs):
       super().__init__(*args, **kwargs)
       limits.update(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
@@ -57,8 +56,16 @@ def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
   record(non_finite.Monitor, 'observe')
   record(trainer_lib.Trainer, 'eval')
   record(StepCompilation, 'finish')
-  toy_run.train(tmp_path, 4, save={'period': 2}, eval_period=2, infer_eval_dataset_cfg=None, max_step_seconds=700,
-                max_evaluation_seconds=800, max_saving_seconds=900)
+  toy_run.train(
+    tmp_path,
+    4,
+    save={'period': 2},
+    eval_period=2,
+    infer_eval_dataset_cfg=None,
+    max_step_seconds=700,
+    max_evaluation_seconds=800,
+    max_saving_seconds=900,
+  )
   assert seen.pop('wait') <= {'saving', None}  # without a limit where nothing is left to wait for
   assert seen == {'observe': {'step'}, 'eval': {'evaluation'}, 'save': {'saving'}, 'finish': {None}}
   names = ('max_step_seconds', 'max_evaluation_seconds', 'max_saving_seconds')
@@ -106,14 +113,25 @@ _HANGS = """
 @pytest.mark.full
 def test_a_run_whose_step_hangs_ends_and_keeps_its_checkpoints(tmp_path):
   environment = {**os.environ, 'PYTHONPATH': str(_ROOT)}
-  done = subprocess.run([sys.executable, '-c', textwrap.dedent(_HANGS), str(tmp_path)], cwd=_ROOT, env=environment,
-                        capture_output=True, text=True, timeout=300)
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_HANGS), str(tmp_path)],
+    cwd=_ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 4, done.stderr
-  assert 'no step was completed within 8 seconds after step 4' in done.stderr and ' in hangs_here\n' in done.stderr
+  assert (
+    'no step was completed within 8 seconds after step 4' in done.stderr
+    and ' in hangs_here\n' in done.stderr
+  )
   for path in tmp_path.glob('checkpoint_*'):
     if '.tmp-' not in path.name:
       assert checkpoints.verify_checkpoint(path) is not None
   assert 2 in checkpoints.all_steps(tmp_path)
   toy_run.train(tmp_path, 8, save={'period': 2}, eval_period=4, infer_eval_dataset_cfg=None)
-  toy_run.train(tmp_path / 'whole', 8, save={'period': 2}, eval_period=4, infer_eval_dataset_cfg=None)
+  toy_run.train(
+    tmp_path / 'whole', 8, save={'period': 2}, eval_period=4, infer_eval_dataset_cfg=None
+  )
   toy_run.assert_same_run(tmp_path / 'whole', tmp_path, 8)

@@ -19,17 +19,30 @@ _SAVE_PERIOD = 5
 
 
 def _options(num_steps):
-  return {'total_steps': num_steps, 'save': {'period': _SAVE_PERIOD, 'keep': 3, 'keep_period': num_steps // 2},
-          'eval_period': 30}
+  return {
+    'total_steps': num_steps,
+    'save': {'period': _SAVE_PERIOD, 'keep': 3, 'keep_period': num_steps // 2},
+    'eval_period': 30,
+  }
 
 
 def _start(model_dir, num_steps):
   """Start the run in a separate process."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
   return subprocess.Popen(
-      [sys.executable, '-m', 'tests.apps.train.toy_run', str(model_dir),
-       *(f'{name}={value}' for name, value in _options(num_steps).items())],
-      cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    [
+      sys.executable,
+      '-m',
+      'tests.apps.train.toy_run',
+      str(model_dir),
+      *(f'{name}={value}' for name, value in _options(num_steps).items()),
+    ],
+    cwd=_ROOT,
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
 
 
 def _num_rows(model_dir):
@@ -70,7 +83,9 @@ def _check_killed_runs(tmp_path, num_kills, num_steps):
   while kills < num_kills:
     kills += _kill_at_random(_start(killed, num_steps), killed, rng, num_steps)
     steps = checkpoints.all_steps(killed)
-    for step in steps:  # Whatever has the name of a checkpoint is one, and none that was there is lost.
+    for (
+      step
+    ) in steps:  # Whatever has the name of a checkpoint is one, and none that was there is lost.
       assert checkpoints.verify_checkpoint(killed / f'checkpoint_{step}') is not None
     assert not newest > max(steps, default=-1)
     newest = max(steps, default=-1)
@@ -80,7 +95,9 @@ def _check_killed_runs(tmp_path, num_kills, num_steps):
   _finish(_start(killed, num_steps))
   toy_run.assert_same_run(whole, killed, num_steps)
   assert checkpoints.all_steps(killed) == checkpoints.all_steps(whole)
-  leftovers = [path.name for path in killed.iterdir() if '.tmp-' in path.name or '.deleted-' in path.name]
+  leftovers = [
+    path.name for path in killed.iterdir() if '.tmp-' in path.name or '.deleted-' in path.name
+  ]
   assert not leftovers
   assert kills, 'the run ended before it could be killed'
 

@@ -27,8 +27,12 @@ _OPTIONS = {'save': {'period': 6}, 'eval_period': 10}
 
 
 def _train(model_dir, num_epochs, total_steps=None, **kwargs):
-  return toy_run.train(model_dir, total_steps, train_dataset_cfg=toy_run.dataset('train', num_epochs=num_epochs),
-                       **{**_OPTIONS, **kwargs})
+  return toy_run.train(
+    model_dir,
+    total_steps,
+    train_dataset_cfg=toy_run.dataset('train', num_epochs=num_epochs),
+    **{**_OPTIONS, **kwargs},
+  )
 
 
 @pytest.fixture(scope='module')
@@ -46,7 +50,6 @@ def _sends_sigterm(after):
     iterator, left = data.open_train_iterator(*args, **kwargs), [after + 1]
 
     class Signalling(type(iterator)):
-
       def __next__(self):
         left[0] -= 1
         if left[0] == 0:
@@ -67,23 +70,41 @@ def test_the_end_of_the_data_ends_a_run_as_the_same_number_of_steps_does(whole, 
   assert 'at step 0, to the end of the data (num_epochs = 2).' in err
   assert 'The training data ended after step 15.' in err
   assert 'step 15  loss' in err and 'ETA' not in err and 'step 15/' not in err
-  stop = next(event for event in runtime.read_events(tmp_path / runtime.EVENTS_FILE) if event.kind == 'stop')
+  stop = next(
+    event for event in runtime.read_events(tmp_path / runtime.EVENTS_FILE) if event.kind == 'stop'
+  )
   assert stop.details == {'cause': 'completed'} and stop.step == 15
   # Once more: nothing is left. Then another epoch.
   lines = toy_run.lines(tmp_path)
   assert _train(tmp_path, 2)[0] == 15 and toy_run.lines(tmp_path) == lines
   err = capsys.readouterr().err
-  assert 'Compiled' not in err and 'Loaded' not in err and 'at step 15, to step 15 or the end of the data' in err
+  assert (
+    'Compiled' not in err
+    and 'Loaded' not in err
+    and 'at step 15, to step 15 or the end of the data' in err
+  )
   assert _train(tmp_path, 3, infer_eval_dataset_cfg=None)[0] == 22
-  assert [row['step'] for row in toy_run.lines(tmp_path)['training_eval/letters']] == [10, 15, 20, 22]
+  assert [row['step'] for row in toy_run.lines(tmp_path)['training_eval/letters']] == [
+    10,
+    15,
+    20,
+    22,
+  ]
 
 
-def test_a_run_that_was_stopped_at_the_end_of_the_data_before_it_was_known_evaluates(whole, tmp_path):
+def test_a_run_that_was_stopped_at_the_end_of_the_data_before_it_was_known_evaluates(
+  whole, tmp_path
+):
   # The steps are those of a run that ends at step 15; the data tells its end later.
-  toy_run.train(tmp_path, 15, **{**_OPTIONS, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None})
+  toy_run.train(
+    tmp_path, 15, **{**_OPTIONS, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+  )
   assert _train(tmp_path, 2)[0] == 15
   assert [row['step'] for row in toy_run.lines(tmp_path)['training_eval/letters']] == [15]
-  assert toy_run.lines(tmp_path)['training_eval/letters'] == toy_run.lines(whole)['training_eval/letters'][1:]
+  assert (
+    toy_run.lines(tmp_path)['training_eval/letters']
+    == toy_run.lines(whole)['training_eval/letters'][1:]
+  )
 
 
 @pytest.mark.parametrize('after', [9, 15])
@@ -91,10 +112,14 @@ def test_a_signal_before_and_at_the_end_of_the_data(whole, tmp_path, after):
   try:
     _train(tmp_path, 2, get_dataset_fn=_sends_sigterm(after), num_prefetched_batches=1)
   except StoppedOnSignalError as error:
-    assert 'Stopped after step ' in str(error) and ' of ' not in str(error).partition(' by SIGTERM')[0]
+    assert (
+      'Stopped after step ' in str(error) and ' of ' not in str(error).partition(' by SIGTERM')[0]
+    )
   assert _train(tmp_path, 2)[0] == 15
   rows, expected = toy_run.lines(tmp_path), toy_run.lines(whole)
-  assert {k: v for k, v in rows.items() if k != 'train'} == {k: v for k, v in expected.items() if k != 'train'}
+  assert {k: v for k, v in rows.items() if k != 'train'} == {
+    k: v for k, v in expected.items() if k != 'train'
+  }
   assert toy_run.saved(tmp_path, 15)[1] == toy_run.saved(whole, 15)[1]
 
 
@@ -105,7 +130,6 @@ def test_the_number_of_steps_counts_if_it_comes_first(whole, tmp_path):
 
 def test_without_a_limit_a_run_continues_until_an_action_or_a_signal(tmp_path, capsys):
   class StopAt(BaseAction):
-
     def run(self, train_state, metrics_by_task):
       return int(train_state.step) >= 8
 
@@ -116,16 +140,29 @@ def test_without_a_limit_a_run_continues_until_an_action_or_a_signal(tmp_path, c
     _train(tmp_path, None, get_dataset_fn=_sends_sigterm(4), **kwargs)
   assert 'at step 8, until the run is stopped.' in capsys.readouterr().err
   events = list(runtime.read_events(tmp_path / runtime.EVENTS_FILE))
-  assert [event.details.get('cause') for event in events if event.kind == 'stop'] == ['action', 'signal']
+  assert [event.details.get('cause') for event in events if event.kind == 'stop'] == [
+    'action',
+    'signal',
+  ]
   # Data that ends without being asked to is an error if the number of steps is set.
   with pytest.raises(DataError, match='must repeat.*or set DatasetConfig.num_epochs'):
-    toy_run.train(tmp_path, 99, get_dataset_fn=lambda cfg, *args, **kwargs: data.open_train_iterator(
-        toy_run.dataset('train', num_epochs=2), *args, **kwargs), **kwargs)
+    toy_run.train(
+      tmp_path,
+      99,
+      get_dataset_fn=lambda cfg, *args, **kwargs: data.open_train_iterator(
+        toy_run.dataset('train', num_epochs=2), *args, **kwargs
+      ),
+      **kwargs,
+    )
 
 
 def test_data_without_a_batch(tmp_path):
-  with pytest.raises(DataError, match='at least one batch of 64 rows, got its end before the first step'):
-    toy_run.train(tmp_path, None, train_dataset_cfg=toy_run.dataset('train', batch_size=64, num_epochs=1))
+  with pytest.raises(
+    DataError, match='at least one batch of 64 rows, got its end before the first step'
+  ):
+    toy_run.train(
+      tmp_path, None, train_dataset_cfg=toy_run.dataset('train', batch_size=64, num_epochs=1)
+    )
 
 
 class _Batches:
@@ -163,48 +200,77 @@ def test_processes_agree_on_the_end(monkeypatch, other_ends_after):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(train_batches.multihost, 'any_process', any_process)
   num_taken = [0]
-  batches = train_batches.TrainBatches(_Batches(3), should_stop=lambda: False, facts={}, first_step=0, may_end=True)
+  batches = train_batches.TrainBatches(
+    _Batches(3), should_stop=lambda: False, facts={}, first_step=0, may_end=True
+  )
   while not batches.has_ended:
     if next(batches, None) is not None:
       num_taken[0] += 1
       if num_taken[0] % 2 == 0:
         batches.reached_end()
-  assert num_taken[0] == min(3, other_ends_after) and batches.should_stop() and batches.error is None
+  assert (
+    num_taken[0] == min(3, other_ends_after) and batches.should_stop() and batches.error is None
+  )
   assert len(asked) == num_taken[0] + num_taken[0] // 2 + num_taken[0] % 2
 
 
 def test_batches_of_bad_steps_at_the_end_are_left_out():
   facts = {'batch_number': 1, 'left_out_batches': [3, 4]}
-  batches = train_batches.TrainBatches(_Batches(3), should_stop=lambda: False, facts=facts, first_step=1, may_end=True)
+  batches = train_batches.TrainBatches(
+    _Batches(3), should_stop=lambda: False, facts=facts, first_step=1, may_end=True
+  )
   assert not batches.reached_end() and next(batches)
   assert batches.facts == {'batch_number': 2, 'left_out_batches': [3, 4]}
   assert batches.reached_end() and batches.facts == {
-      'batch_number': 4, 'left_out_batches': [3, 4], 'data_ended_at': 4}
+    'batch_number': 4,
+    'left_out_batches': [3, 4],
+    'data_ended_at': 4,
+  }
 
 
 def test_the_command_with_epochs(tmp_path, capsys):
   (tmp_path / 'one.gin').write_text(cloze_run.ONE_DEVICE)
-  argv = ['train', '--gin_file=recipes/keyword_cloze.gin', f'--gin_file={tmp_path}/one.gin',
-          f'--gin.MODEL_DIR={tmp_path}/run', '--gin.TRAIN_STEPS=None', '--gin.NUM_EPOCHS=2', '--gin.BATCH_SIZE=4000',
-          '--gin.EVAL_STEPS=1', '--gin.train_script.train.infer_eval_dataset_cfg=None',
-          *(f'--gin.{flag}' for flag in cloze_run.bindings("{'inputs': 8, 'targets': 2}"))]
+  argv = [
+    'train',
+    '--gin_file=recipes/keyword_cloze.gin',
+    f'--gin_file={tmp_path}/one.gin',
+    f'--gin.MODEL_DIR={tmp_path}/run',
+    '--gin.TRAIN_STEPS=None',
+    '--gin.NUM_EPOCHS=2',
+    '--gin.BATCH_SIZE=4000',
+    '--gin.EVAL_STEPS=1',
+    '--gin.train_script.train.infer_eval_dataset_cfg=None',
+    *(f'--gin.{flag}' for flag in cloze_run.bindings("{'inputs': 8, 'targets': 2}")),
+  ]
   # The schedule of the recipe needs the number of steps.
   assert cli.main(argv) == 2
   assert 'steps_per_cycle' in capsys.readouterr().err
   gin.clear_config()
   argv.append('--gin.schedules.create_learning_rate_scheduler.steps_per_cycle=5')
   assert cli.main([*argv, '--dry_run']) == 0
-  assert 'steps        1 to the end of the data (num_epochs = 2)\nsummaries    25, 50, ' in capsys.readouterr().out
+  assert (
+    'steps        1 to the end of the data (num_epochs = 2)\nsummaries    25, 50, '
+    in capsys.readouterr().out
+  )
   gin.clear_config()
   assert cli.main(argv) == 0
   gin.clear_config()
   assert 'The training data ended after step 5.' in capsys.readouterr().err
-  assert json.loads((tmp_path / 'run/training_eval/python_keyword_cloze/metrics.jsonl').read_text())['step'] == 5
+  assert (
+    json.loads((tmp_path / 'run/training_eval/python_keyword_cloze/metrics.jsonl').read_text())[
+      'step'
+    ]
+    == 5
+  )
   assert checkpoints.all_steps(tmp_path / 'run') == [5]
 
 
 def test_evaluations_that_are_due_when_the_end_of_the_data_is_found_are_made():
-  whens = {'periodic': evaluation.When(period=5), 'last': evaluation.When(at_end=True), 'other': evaluation.When()}
+  whens = {
+    'periodic': evaluation.When(period=5),
+    'last': evaluation.When(at_end=True),
+    'other': evaluation.When(),
+  }
   batches = types.SimpleNamespace(reached_end=lambda: True)
   start = types.SimpleNamespace(resumes=True, step=15)
   facts = {'start_step': 0, 'evaluation_due': ['periodic']}

@@ -37,8 +37,14 @@ def test_ten_and_ten_steps_equal_twenty(whole, tmp_path):
 
 @functools.cache
 def _rounding_model(rounds):
-  return toy_run.model(optimizers.with_update_options(
-      optimizers.adamw(), param_dtype='bfloat16', stochastic_rounding=rounds, weight_decay_scales=[('logits', 0.0)]))
+  return toy_run.model(
+    optimizers.with_update_options(
+      optimizers.adamw(),
+      param_dtype='bfloat16',
+      stochastic_rounding=rounds,
+      weight_decay_scales=[('logits', 0.0)],
+    )
+  )
 
 
 def test_bfloat16_parameters_with_stochastic_rounding_resume_bitwise(tmp_path):
@@ -49,12 +55,16 @@ def test_bfloat16_parameters_with_stochastic_rounding_resume_bitwise(tmp_path):
   train(tmp_path / 'parts', 9, model=_rounding_model(True), save=dtype)
   assert {leaf.dtype for leaf in jax.tree.leaves(whole.params)} == {np.dtype(jnp.bfloat16)}
   (stored, _), (narrow, _) = (toy_run.saved(tmp_path / name, 9) for name in ('whole', 'parts'))
-  for left, right in zip(jax.tree.leaves(stored['target']), jax.tree.leaves(narrow['target']), strict=True):
+  for left, right in zip(
+    jax.tree.leaves(stored['target']), jax.tree.leaves(narrow['target']), strict=True
+  ):
     assert left.dtype == np.float32 and right.dtype == jnp.bfloat16  # SaveCheckpointConfig.dtype
     np.testing.assert_array_equal(left, right.astype(np.float32))
   jax.tree.map(np.testing.assert_array_equal, stored['state'], narrow['state'])
   _, nearest = train(tmp_path / 'nearest', 9, model=_rounding_model(False))
-  assert any(map(lambda a, b: np.any(a != b), jax.tree.leaves(whole.params), jax.tree.leaves(nearest.params)))
+  assert any(
+    map(lambda a, b: np.any(a != b), jax.tree.leaves(whole.params), jax.tree.leaves(nearest.params))
+  )
 
 
 def test_lines_written_after_the_last_checkpoint_are_written_once(whole, tmp_path):
@@ -79,7 +89,9 @@ class _Raiser:
       os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize('count', [5, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 11))])
+@pytest.mark.parametrize(
+  'count', [5, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 11))]
+)
 def test_a_signal_in_training(whole, tmp_path, count, capsys):
   raiser = _Raiser(count)
 
@@ -88,7 +100,6 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
     step = iterator.__next__
 
     class Signalling(type(iterator)):
-
       def __next__(self):
         raiser()
         return step()
@@ -108,15 +119,26 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
   toy_run.train(tmp_path)
   rows, expected = toy_run.lines(tmp_path), toy_run.lines(whole)
   # The step of the stop has an additional summary, which splits that of the period; evaluations are the same.
-  assert {k: v for k, v in rows.items() if k != 'train'} == {k: v for k, v in expected.items() if k != 'train'}
-  (state, position), (expected_state, expected_position) = toy_run.saved(tmp_path, 20), toy_run.saved(whole, 20)
+  assert {k: v for k, v in rows.items() if k != 'train'} == {
+    k: v for k, v in expected.items() if k != 'train'
+  }
+  (state, position), (expected_state, expected_position) = (
+    toy_run.saved(tmp_path, 20),
+    toy_run.saved(whole, 20),
+  )
   jax.tree.map(np.testing.assert_array_equal, state, expected_state)
   assert position == expected_position
 
 
-@pytest.mark.parametrize('count, step', [
-    pytest.param(2, 10, marks=pytest.mark.full), (3 + 2, 10), pytest.param(6 + 1, 20, marks=pytest.mark.full),
-    pytest.param(6 + 3 + 2, 20, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'count, step',
+  [
+    pytest.param(2, 10, marks=pytest.mark.full),
+    (3 + 2, 10),
+    pytest.param(6 + 1, 20, marks=pytest.mark.full),
+    pytest.param(6 + 3 + 2, 20, marks=pytest.mark.full),
+  ],
+)
 def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, count, step):
   raiser = _Raiser(count)  # There are 3 batches in each of the two evaluations.
   to_global_arrays = data.to_global_arrays
@@ -195,4 +217,8 @@ def test_the_best_value_of_an_interrupted_evaluation_is_known_after_the_restart(
     with pytest.raises(StoppedOnSignalError, match='after step 10'):
       train(tmp_path / 'stopped')
   train(tmp_path / 'stopped')
-  assert checkpoints.all_steps(tmp_path / 'stopped') == checkpoints.all_steps(tmp_path / 'whole') == [10, 25]
+  assert (
+    checkpoints.all_steps(tmp_path / 'stopped')
+    == checkpoints.all_steps(tmp_path / 'whole')
+    == [10, 25]
+  )

@@ -30,7 +30,13 @@ def _saved(capsys):
 
 
 def _train(model_dir, total_steps, policies=(), **kwargs):
-  toy_run.train(model_dir, total_steps, save={'period': 4, 'policies': policies}, infer_eval_dataset_cfg=None, **kwargs)
+  toy_run.train(
+    model_dir,
+    total_steps,
+    save={'period': 4, 'policies': policies},
+    infer_eval_dataset_cfg=None,
+    **kwargs,
+  )
 
 
 class _EvenSteps:
@@ -55,16 +61,27 @@ def test_each_save_has_one_line_with_all_its_reasons(tmp_path, capsys):
   policies = [checkpoints.AtSteps([0]), best, _EvenSteps()]
   _train(tmp_path, 10, policies, eval_period=6)
   assert _saved(capsys) == [
-      (0, 'AtSteps'), (2, '_EvenSteps'), (4, 'EveryNSteps, _EvenSteps'), (6, 'WhenBest training_eval/letters/loss'),
-      (8, 'EveryNSteps'), (10, 'WhenBest training_eval/letters/loss, end of the run')]
+    (0, 'AtSteps'),
+    (2, '_EvenSteps'),
+    (4, 'EveryNSteps, _EvenSteps'),
+    (6, 'WhenBest training_eval/letters/loss'),
+    (8, 'EveryNSteps'),
+    (10, 'WhenBest training_eval/letters/loss, end of the run'),
+  ]
   assert checkpoints.all_steps(tmp_path) == [0, 2, 4, 6, 8, 10]
 
 
-@pytest.mark.parametrize('of_lead, requested_elsewhere, expected', [
-    ([True, False, False], False, ['AtSteps']), ([False, True, False], False, ['_EvenSteps']),
-    ([False, False, False], True, ['OnRequest'])])
+@pytest.mark.parametrize(
+  'of_lead, requested_elsewhere, expected',
+  [
+    ([True, False, False], False, ['AtSteps']),
+    ([False, True, False], False, ['_EvenSteps']),
+    ([False, False, False], True, ['OnRequest']),
+  ],
+)
 def test_several_processes_save_what_the_lead_decides_and_what_any_requests(
-    monkeypatch, of_lead, requested_elsewhere, expected):
+  monkeypatch, of_lead, requested_elsewhere, expected
+):
   monkeypatch.setattr(multihost, 'broadcast_from_lead', lambda mine: np.array(of_lead))
   monkeypatch.setattr(multihost, 'any_process', lambda mine: mine or requested_elsewhere)
   policies = [checkpoints.AtSteps([4]), _EvenSteps(), checkpoints.OnRequest()]
@@ -81,7 +98,6 @@ def test_a_run_that_ends_early_says_why_it_saved(tmp_path, capsys):
     start, numbers = type(iterator).__next__, iter(range(100))
 
     class Signalling(type(iterator)):
-
       def __next__(self):
         if next(numbers) == 3:
           os.kill(os.getpid(), signal.SIGTERM)
@@ -92,7 +108,7 @@ def test_a_run_that_ends_early_says_why_it_saved(tmp_path, capsys):
 
   with pytest.raises(StoppedOnSignalError):
     _train(tmp_path / 'signal', 20, get_dataset_fn=open_iterator, num_prefetched_batches=1)
-  (step, reason), = _saved(capsys)
+  ((step, reason),) = _saved(capsys)
   assert step < 6 and reason.endswith('SIGTERM')
 
 
@@ -106,14 +122,22 @@ def test_a_failed_save_has_no_line(tmp_path, capsys, monkeypatch):
   assert not _saved(capsys)
 
 
-@pytest.mark.parametrize('dtype, optimizer', [
-    ('bfloat16', None), ('float32', optimizers.with_update_options(optimizers.adamw(), param_dtype='bfloat16'))])
+@pytest.mark.parametrize(
+  'dtype, optimizer',
+  [
+    ('bfloat16', None),
+    ('float32', optimizers.with_update_options(optimizers.adamw(), param_dtype='bfloat16')),
+  ],
+)
 def test_restored_parameters_keep_the_dtype_of_the_training_step(tmp_path, dtype, optimizer):
   _train(tmp_path / 'first', 2)
   options = {} if optimizer is None else {'model': toy_run.model(optimizer)}
   restore = lambda dtype: checkpoints.RestoreCheckpointConfig(str(tmp_path / 'first'), dtype=dtype)
   for dry_run in (True, False):
-    with pytest.raises(ConfigError, match=r'^`RestoreCheckpointConfig.dtype` must be None or .* in training, the dtype '
-                       f"of target/embedding, got '{dtype}'. Set it to None; "):
+    with pytest.raises(
+      ConfigError,
+      match=r'^`RestoreCheckpointConfig.dtype` must be None or .* in training, the dtype '
+      f"of target/embedding, got '{dtype}'. Set it to None; ",
+    ):
       _train(tmp_path / 'second', 4, restore=restore(dtype), dry_run=dry_run, **options)
   _train(tmp_path / 'second', 4, restore=restore(None), **options)

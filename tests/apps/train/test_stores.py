@@ -40,11 +40,24 @@ def on_disk(tmp_path_factory):
 @stores.mostly('s3')
 def test_a_killed_and_resumed_run_equals_one_on_a_disk(store, on_disk):
   process = subprocess.Popen(
-      [sys.executable, '-m', 'tests.apps.train.toy_run', store.root, 'total_steps=20',
-       *(f'{name}={value}' for name, value in _OPTIONS.items())],
-      cwd=_ROOT, env={**os.environ, **store.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    [
+      sys.executable,
+      '-m',
+      'tests.apps.train.toy_run',
+      store.root,
+      'total_steps=20',
+      *(f'{name}={value}' for name, value in _OPTIONS.items()),
+    ],
+    cwd=_ROOT,
+    env={**os.environ, **store.env},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
   deadline = time.monotonic() + 120
-  while not checkpoints.all_steps(store.root) and time.monotonic() < deadline and process.poll() is None:
+  while (
+    not checkpoints.all_steps(store.root) and time.monotonic() < deadline and process.poll() is None
+  ):
     time.sleep(0.02)
   process.send_signal(signal.SIGKILL)
   output, _ = process.communicate()
@@ -52,8 +65,12 @@ def test_a_killed_and_resumed_run_equals_one_on_a_disk(store, on_disk):
   toy_run.train(store.root, 20, **_OPTIONS)
   _check_equal(store.root, on_disk)
   config = checkpoints.RestoreCheckpointConfig(store.root, mode='all')
-  arguments = {'model': toy_run.model(), 'dataset_cfg': toy_run.dataset('validation'),
-               'partitioner': toy_run.partitioner(), 'restore_checkpoint_cfg': config}
+  arguments = {
+    'model': toy_run.model(),
+    'dataset_cfg': toy_run.dataset('validation'),
+    'partitioner': toy_run.partitioner(),
+    'restore_checkpoint_cfg': config,
+  }
   results = evaluate.evaluate(**arguments, output_dir=f'{store.root}/eval')
   assert list(results) == list(checkpoints.all_steps(store.root)) == [15, 20]
   assert evaluate.evaluate(**arguments, output_dir=f'{store.root}/eval') == results
@@ -62,8 +79,10 @@ def test_a_killed_and_resumed_run_equals_one_on_a_disk(store, on_disk):
 
 def test_training_continues_while_a_store_fails(s3_store, on_disk, monkeypatch):
   monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.05)
-  with s3_store.proxy.fault(method='PUT', status=503, times=10), s3_store.proxy.fault(
-      operation='write', name='checkpoint_', cut_upload=500, times=3):
+  with (
+    s3_store.proxy.fault(method='PUT', status=503, times=10),
+    s3_store.proxy.fault(operation='write', name='checkpoint_', cut_upload=500, times=3),
+  ):
     toy_run.train(s3_store.root, 20, max_store_seconds=20.0, **_OPTIONS)
   _check_equal(s3_store.root, on_disk)
 
@@ -83,11 +102,13 @@ def test_a_store_that_is_lost_in_the_middle(s3_store, on_disk, tmp_path, monkeyp
 
 
 def test_a_spool_folder_needs_a_store(tmp_path):
-  with pytest.raises(Exception, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object store'):
+  with pytest.raises(
+    Exception, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object store'
+  ):
     toy_run.train(tmp_path / 'run', 2, spool_dir=str(tmp_path / 'spool'))
 
 
-_TWO = '''
+_TWO = """
     import sys
     from t5x_lite import runtime
     runtime.join(runtime.ClusterConfig())
@@ -98,38 +119,67 @@ _TWO = '''
                'infer_eval_dataset_cfg': None}
     toy_run.train(model_dir, int(steps), spool_dir=spool, partitioner=partitioning.PjitPartitioner(num_partitions=4),
                   max_store_seconds=20.0, **options)
-'''
+"""
 
 
 @stores.mostly('gcs')
 def test_two_processes_write_below_one_prefix(store, tmp_path):
-  options = {'save': {'period': 4}, 'eval_period': None, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
+  options = {
+    'save': {'period': 4},
+    'eval_period': None,
+    'train_eval_dataset_cfg': None,
+    'infer_eval_dataset_cfg': None,
+  }
   toy_run.train(tmp_path / 'one', 12, **options)
   spool = tmp_path / 'spool'
   with store.proxy.fault(operation='write', name='checkpoint_8/dataset/process_1', status=403):
     outputs = processes.run(_TWO, store.root, 8, spool, num_devices=2, status=ExitCode.SAVE_FAILED)
-  assert 'kept in' in ''.join(outputs) and 'of step 8 could not be written' in ''.join(outputs), outputs
+  assert 'kept in' in ''.join(outputs) and 'of step 8 could not be written' in ''.join(outputs), (
+    outputs
+  )
   assert list(checkpoints.all_steps(store.root)) == [4]
   # Copied to the store, and continued by one process.
   toy_run.train(store.root, 12, spool_dir=str(spool), **options)
   assert list(checkpoints.all_steps(store.root)) == [4, 8, 12]
-  found, expected = (checkpoints.load(checkpoints.get_checkpoint_dir(folder, 12)) for folder in (
-      store.root, tmp_path / 'one'))
+  found, expected = (
+    checkpoints.load(checkpoints.get_checkpoint_dir(folder, 12))
+    for folder in (store.root, tmp_path / 'one')
+  )
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
-  assert any('ocdbt.process_1/' in name for name in store.names() if name.startswith('checkpoint_4'))
+  assert any(
+    'ocdbt.process_1/' in name for name in store.names() if name.startswith('checkpoint_4')
+  )
 
 
 @pytest.mark.full
 def test_a_signal_while_a_store_does_not_answer(s3_store, tmp_path):
-  options = {'save': {'period': 10000}, 'stats_period': 5000, 'eval_period': 10000, 'spool_dir': str(tmp_path)}
+  options = {
+    'save': {'period': 10000},
+    'stats_period': 5000,
+    'eval_period': 10000,
+    'spool_dir': str(tmp_path),
+  }
   process = subprocess.Popen(
-      [sys.executable, '-m', 'tests.apps.train.toy_run', s3_store.root, 'total_steps=1000000',
-       *(f'{name}={value!r}' for name, value in options.items())],
-      cwd=_ROOT, env={**os.environ, **s3_store.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    [
+      sys.executable,
+      '-m',
+      'tests.apps.train.toy_run',
+      s3_store.root,
+      'total_steps=1000000',
+      *(f'{name}={value!r}' for name, value in options.items()),
+    ],
+    cwd=_ROOT,
+    env={**os.environ, **s3_store.env},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
   while process.poll() is None and 'step 3 ' not in process.stdout.readline():
     pass
   with s3_store.proxy.fault(unreachable=True):
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
-  assert time.monotonic() - start < 60 and list(tmp_path.glob('*/checkpoint_*/manifest.json')), output
+  assert time.monotonic() - start < 60 and list(tmp_path.glob('*/checkpoint_*/manifest.json')), (
+    output
+  )

@@ -58,13 +58,21 @@ def test_two_processes_equal_one(tmp_path):
     assert 'resumes from step 8, the newest sound checkpoint' in output
     assert output.count('ended at step 4') == 2
   assert checkpoints.all_steps(tmp_path / 'two-ended') == [3, 4]
-  assert [row['step'] for row in toy_run.lines(tmp_path / 'two-ended')['training_eval/letters']] == [4]
+  assert [
+    row['step'] for row in toy_run.lines(tmp_path / 'two-ended')['training_eval/letters']
+  ] == [4]
   events = list(runtime.read_events(tmp_path / 'two-ended' / runtime.EVENTS_FILE))
-  assert [(event.process, event.details['cause']) for event in events if event.kind == 'stop'] == [(0, 'completed')] * 2
+  assert [(event.process, event.details['cause']) for event in events if event.kind == 'stop'] == [
+    (0, 'completed')
+  ] * 2
   outputs = [output.partition('now diverging')[0] for output in outputs]
   assert (tmp_path / 'two/checkpoint_9/UNSOUND').exists()
   # One process speaks for both.
-  assert 'Final metrics' in outputs[0] and 'Final metrics' not in outputs[1] and 'step 8' not in outputs[1]
+  assert (
+    'Final metrics' in outputs[0]
+    and 'Final metrics' not in outputs[1]
+    and 'step 8' not in outputs[1]
+  )
   one, two = toy_run.lines(tmp_path / 'one'), toy_run.lines(tmp_path / 'two')
   assert one.keys() == two.keys()
   for name, rows in one.items():
@@ -80,8 +88,12 @@ def test_two_processes_equal_one(tmp_path):
   for step in (3, 4):
     path = f'inference_eval/letters/predictions-{step}.jsonl'
     expected = (tmp_path / 'one' / path).read_text()
-    assert all((tmp_path / f'{name}-eval' / path).read_text() == expected for name in ('one', 'two'))
+    assert all(
+      (tmp_path / f'{name}-eval' / path).read_text() == expected for name in ('one', 'two')
+    )
   assert 'already evaluated' in outputs[0] and 'already evaluated' not in outputs[1]
-  predictions = [(tmp_path / name / 'inference_eval/letters/predictions-3.jsonl').read_text()
-                 for name in ('one', 'two')]
+  predictions = [
+    (tmp_path / name / 'inference_eval/letters/predictions-3.jsonl').read_text()
+    for name in ('one', 'two')
+  ]
   assert predictions[0] == predictions[1]

@@ -1,6 +1,6 @@
 """A whole run of the toy model on 60 made-up examples, in this process or, as a program, in one that tests may kill.
 
-    python -m tests.apps.train.toy_run MODEL_DIR NAME=VALUE...
+python -m tests.apps.train.toy_run MODEL_DIR NAME=VALUE...
 """
 
 import ast
@@ -33,7 +33,9 @@ def _table(split, lengths):
   rng = np.random.default_rng(['train', 'validation'].index(split))
   examples, texts = [], []
   for _ in range(60 if split == 'train' else 20):
-    targets = np.append(rng.integers(2, toy_model.VOCAB_SIZE, rng.integers(1, LENGTH)), 1).astype(np.int32)
+    targets = np.append(rng.integers(2, toy_model.VOCAB_SIZE, rng.integers(1, LENGTH)), 1).astype(
+      np.int32
+    )
     examples.append({'inputs': targets[::-1].copy(), 'targets': targets})
     text = _VOCABULARY.decode(targets)
     texts.append({'inputs_pretokenized': text[::-1], 'targets_pretokenized': text})
@@ -41,20 +43,36 @@ def _table(split, lengths):
 
 
 TASK = data.BuiltinTask(
-    name='letters', splits=('train', 'validation'), vocabularies={'inputs': _VOCABULARY, 'targets': _VOCABULARY},
-    table_fn=_table, metric_fns=(data.exact_match,))
+  name='letters',
+  splits=('train', 'validation'),
+  vocabularies={'inputs': _VOCABULARY, 'targets': _VOCABULARY},
+  table_fn=_table,
+  metric_fns=(data.exact_match,),
+)
 
 
 def dataset(split, *, batch_size=BATCH_SIZE, **kwargs):
-  return data.DatasetConfig(TASK, {'inputs': LENGTH, 'targets': LENGTH}, split, batch_size, split == 'train', 0,
-                            source='builtin', **kwargs)
+  return data.DatasetConfig(
+    TASK,
+    {'inputs': LENGTH, 'targets': LENGTH},
+    split,
+    batch_size,
+    split == 'train',
+    0,
+    source='builtin',
+    **kwargs,
+  )
 
 
 @functools.cache
 def model(optimizer_def=None):
   built = toy_model.ToyModel(
-      toy_model.ToyNetwork(dropout_rate=0.1), _VOCABULARY, _VOCABULARY, optimizer_def or optimizers.adamw(),
-      loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+    toy_model.ToyNetwork(dropout_rate=0.1),
+    _VOCABULARY,
+    _VOCABULARY,
+    optimizer_def or optimizers.adamw(),
+    loss_normalizing_factor='NUM_REAL_TARGET_TOKENS',
+  )
   return built
 
 
@@ -65,27 +83,42 @@ def partitioner():
   return partitioning.PjitPartitioner(mesh=mesh)
 
 
-RATE = schedules.create_learning_rate_scheduler('constant * linear_warmup', base_learning_rate=0.05, warmup_steps=4)
+RATE = schedules.create_learning_rate_scheduler(
+  'constant * linear_warmup', base_learning_rate=0.05, warmup_steps=4
+)
 
 
 def train(model_dir, total_steps=20, *, save=None, restore=None, trainer_kwargs=None, **kwargs):
   """Call the train app; any argument may be replaced."""
   arguments = {
-      'model': model(), 'train_dataset_cfg': dataset('train'), 'train_eval_dataset_cfg': dataset('validation'),
-      'infer_eval_dataset_cfg': dataset('validation'), 'partitioner': kwargs.get('partitioner') or partitioner(),
-      'checkpoint_cfg': checkpoints.CheckpointConfig(save=checkpoints.SaveCheckpointConfig(**(save or {'period': 6})),
-                                                     restore=restore),
-      'trainer_cls': functools.partial(trainer.Trainer, **{'learning_rate_fn': RATE, 'num_microbatches': 2,
-                                                           **(trainer_kwargs or {})}),
-      'eval_steps': None, 'eval_period': 10, 'stats_period': 4, **kwargs}
+    'model': model(),
+    'train_dataset_cfg': dataset('train'),
+    'train_eval_dataset_cfg': dataset('validation'),
+    'infer_eval_dataset_cfg': dataset('validation'),
+    'partitioner': kwargs.get('partitioner') or partitioner(),
+    'checkpoint_cfg': checkpoints.CheckpointConfig(
+      save=checkpoints.SaveCheckpointConfig(**(save or {'period': 6})), restore=restore
+    ),
+    'trainer_cls': functools.partial(
+      trainer.Trainer, **{'learning_rate_fn': RATE, 'num_microbatches': 2, **(trainer_kwargs or {})}
+    ),
+    'eval_steps': None,
+    'eval_period': 10,
+    'stats_period': 4,
+    **kwargs,
+  }
   return train_app.train(model_dir=str(model_dir), total_steps=total_steps, **arguments)
 
 
 def lines(model_dir):
   """Return the contents of a run's metrics files, without times."""
-  return {name: [{k: v for k, v in row.items() if k != 'wall_time' and not k.startswith('timing/')}
-                 for row in summaries.read_metrics(path)]
-          for name, path in summaries.metrics_files(model_dir).items()}
+  return {
+    name: [
+      {k: v for k, v in row.items() if k != 'wall_time' and not k.startswith('timing/')}
+      for row in summaries.read_metrics(path)
+    ]
+    for name, path in summaries.metrics_files(model_dir).items()
+  }
 
 
 def saved(model_dir, step):
@@ -107,11 +140,19 @@ def assert_same_run(a, b, step, *, b_was_stopped=False):
   assert position_a == position_b and position_a
   lines_a, lines_b = lines(a), lines(b)
   if b_was_stopped:
-    rows_a, rows_b = ({row['step']: row for row in found.pop('train')} for found in (lines_a, lines_b))
+    rows_a, rows_b = (
+      {row['step']: row for row in found.pop('train')} for found in (lines_a, lines_b)
+    )
     stops = set(rows_b) - set(rows_a)
-    whole = [after for before, after in zip([0, *rows_a], rows_a) if not any(before < stop < after for stop in stops)]
+    whole = [
+      after
+      for before, after in zip([0, *rows_a], rows_a)
+      if not any(before < stop < after for stop in stops)
+    ]
     assert len(whole) > len(rows_a) // 2
-    assert [rows_a[step] for step in whole] == [rows_b[step] for step in whole] and set(rows_a) <= set(rows_b)
+    assert [rows_a[step] for step in whole] == [rows_b[step] for step in whole] and set(
+      rows_a
+    ) <= set(rows_b)
   assert lines_a == lines_b
   for path in sorted(pathlib.Path(a).rglob('predictions-*.jsonl')):
     assert path.read_bytes() == (files.path(b) / path.relative_to(a)).read_bytes()

@@ -7,7 +7,12 @@ from t5x_lite.apps.vocab import run as vocab, check as vocab_check
 from t5x_lite.data import corpora
 from t5x_lite.errors import ConfigError, DataError
 
-_WORDS = ['the cat sat on the mat', 'a dog ate the cat', 'the dog sat', 'mats and cats and dogs'] * 5
+_WORDS = [
+  'the cat sat on the mat',
+  'a dog ate the cat',
+  'the dog sat',
+  'mats and cats and dogs',
+] * 5
 
 
 def _train(path, lines=_WORDS, **kwargs):
@@ -18,8 +23,12 @@ def test_byte_fallback_leaves_nothing_unknown(tmp_path):
   plain = _train(tmp_path / 'a.model')
   bytewise = _train(tmp_path / 'b.model', vocab_size=276, byte_fallback=True)
   text = 'the cat sat in Überlingen'
-  by_model = {t.model_file: vocab_check.check_vocabulary(data.SentencePieceVocabulary(t.model_file, 4), [text], 12)
-              for t in (plain, bytewise)}
+  by_model = {
+    t.model_file: vocab_check.check_vocabulary(
+      data.SentencePieceVocabulary(t.model_file, 4), [text], 12
+    )
+    for t in (plain, bytewise)
+  }
   unknown, spelt = by_model[plain.model_file], by_model[bytewise.model_file]
   assert unknown.num_unknown >= 1 and unknown.num_bytes == 0 and unknown.num_round_trips == 0
   # The first letter is two bytes.
@@ -32,12 +41,20 @@ def test_check_counts(tmp_path):
   lengths = [len(vocabulary.encode(text)) for text in texts]
   found = vocab_check.check_vocabulary(vocabulary, texts, max_length=lengths[1])
   assert (found.num_texts, found.num_words, found.num_tokens) == (3, 6, sum(lengths))
-  assert found.length_percentiles[100] == max(lengths) + 1 and found.length_percentiles[50] == sorted(lengths)[1] + 1
+  assert (
+    found.length_percentiles[100] == max(lengths) + 1
+    and found.length_percentiles[50] == sorted(lengths)[1] + 1
+  )
   # Folded white space does not count as a difference; the end of sequence makes the second text one id too long.
   assert (found.num_unknown, found.num_round_trips, found.num_longer) == (1, 2, 1)
   assert found.first_difference[0] == 'ZZZ'
   text = vocab_check.describe_coverage('a task', {'inputs': found})
-  assert '66.67 %' in text and "'ZZZ'" in text and 'would be truncated' in text and '--byte_fallback' in text
+  assert (
+    '66.67 %' in text
+    and "'ZZZ'" in text
+    and 'would be truncated' in text
+    and '--byte_fallback' in text
+  )
   with pytest.raises(DataError, match='no texts'):
     vocab_check.check_vocabulary(vocabulary, [])
 

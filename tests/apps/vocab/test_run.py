@@ -11,7 +11,12 @@ from t5x_lite.apps.vocab import run as vocab
 from t5x_lite.data import corpora
 from t5x_lite.errors import ConfigError, DataError
 
-_WORDS = ['the cat sat on the mat', 'a dog ate the cat', 'the dog sat', 'mats and cats and dogs'] * 5
+_WORDS = [
+  'the cat sat on the mat',
+  'a dog ate the cat',
+  'the dog sat',
+  'mats and cats and dogs',
+] * 5
 
 
 def _train(path, lines=_WORDS, **kwargs):
@@ -21,13 +26,23 @@ def _train(path, lines=_WORDS, **kwargs):
 def test_ids_are_those_of_t5(tmp_path):
   trained = _train(tmp_path / 'new' / 'cats.model')
   vocabulary = data.SentencePieceVocabulary(trained.model_file, extra_ids=4)
-  assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id, vocabulary.vocab_size) == (0, 1, 2, 24)
+  assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id, vocabulary.vocab_size) == (
+    0,
+    1,
+    2,
+    24,
+  )
   assert vocabulary.decode(vocabulary.encode('the cat ate')) == 'the cat ate'
   # Sentinels are the last ids, the first sentinel last, and are not in the file.
   assert vocabulary.encode('<extra_id_0> <extra_id_3>') == [23, 20]
   assert data.SentencePieceVocabulary(trained.model_file).vocab_size == 20
   processor = sentencepiece.SentencePieceProcessor(model_file=trained.model_file)
-  assert (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id()) == (0, 1, 2, -1)
+  assert (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id()) == (
+    0,
+    1,
+    2,
+    -1,
+  )
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path):
@@ -44,11 +59,15 @@ def test_the_same_text_gives_the_same_bytes(tmp_path):
 
 
 def test_long_lines_are_not_left_out(tmp_path):
-  vocabulary = data.SentencePieceVocabulary(_train(tmp_path / 'a.model', [' '.join(_WORDS * 100)]).model_file)
+  vocabulary = data.SentencePieceVocabulary(
+    _train(tmp_path / 'a.model', [' '.join(_WORDS * 100)]).model_file
+  )
   assert vocabulary.unk_id not in vocabulary.encode('dogs and cats')
 
 
-@pytest.mark.parametrize('kwargs, fragments', [
+@pytest.mark.parametrize(
+  'kwargs, fragments',
+  [
     ({'vocab_size': 5000}, ['vocab_size` must be at most', 'got 5000', '--vocab_size']),
     ({'vocab_size': 5}, ['vocab_size` must be at least', 'got 5', '--character_coverage']),
     ({'vocab_size': 3}, ['an integer > 3']),
@@ -56,7 +75,8 @@ def test_long_lines_are_not_left_out(tmp_path):
     ({'vocab_size': 20, 'extra_ids': -1}, ['extra_ids` must be', 'got -1.']),
     ({'vocab_size': 20, 'max_lines': 0}, ['max_lines` must be', 'got 0.']),
     ({'lines': ['', ' ']}, ['No text']),
-])
+  ],
+)
 def test_rejected(tmp_path, kwargs, fragments):
   with pytest.raises((ConfigError, DataError)) as error:
     _train(tmp_path / 'a.model', **kwargs)
@@ -85,11 +105,16 @@ def test_sources(tmp_path):
   assert list(vocab.json_lines([str(rows)], 'text')) == ['x', 'y', 'z']
   with pytest.raises(DataError, match="a.jsonl, line 1: .*'txt'.*Did you mean 'text'"):
     list(vocab.json_lines([str(rows)], 'txt'))
-  assert not any(corpora.SENTINEL_TEXT in line for line in vocab.corpus_lines('python_keyword_cloze', 'validation'))
+  assert not any(
+    corpora.SENTINEL_TEXT in line
+    for line in vocab.corpus_lines('python_keyword_cloze', 'validation')
+  )
   plain.write_bytes(b'good\n\xff\xfe\n')
   rows.write_text('{"text": "x"}\n{"text": \n')
-  for lines, place in ((vocab.text_lines([str(plain)]), 'a.txt, line 2'),
-                       (vocab.json_lines([str(rows)], 'text'), 'a.jsonl, line 2')):
+  for lines, place in (
+    (vocab.text_lines([str(plain)]), 'a.txt, line 2'),
+    (vocab.json_lines([str(rows)], 'text'), 'a.jsonl, line 2'),
+  ):
     # The original error is raised through the code of the trainer.
     with pytest.raises(DataError, match=place):
       _train(tmp_path / 'a.model', lines)

@@ -22,7 +22,12 @@ def build(builder, state, goal):
 
 def restore_with(chain, target_state, path=None, **kwargs):
   """Restore a chain of builders."""
-  options = {name: kwargs.pop(name) for name in list(kwargs)
-             if name in checkpoints.RestoreCheckpointConfig.__dataclass_fields__}
-  cfg = checkpoints.RestoreCheckpointConfig(path=path and str(path), mode='specific', builders=chain, **options)
+  options = {
+    name: kwargs.pop(name)
+    for name in list(kwargs)
+    if name in checkpoints.RestoreCheckpointConfig.__dataclass_fields__
+  }
+  cfg = checkpoints.RestoreCheckpointConfig(
+    path=path and str(path), mode='specific', builders=chain, **options
+  )
   return checkpoints.restore_checkpoint(path, target_state, restore_cfg=cfg, **kwargs)

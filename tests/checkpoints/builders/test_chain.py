@@ -23,15 +23,22 @@ def _initial():
 def _begin(state):
   """Return optimizer state with the values of the parameters."""
   params = tree_utils.flatten_dict(state['target'])
-  moments = {f'state/param_states/0/{moment}/{name}': value
-             for moment in ('mu', 'nu') for name, value in params.items()}
+  moments = {
+    f'state/param_states/0/{moment}/{name}': value
+    for moment in ('mu', 'nu')
+    for name, value in params.items()
+  }
   return tree_utils.unflatten_dict(moments | {'state/param_states/0/count': np.int32(0)})
 
 
 def _begun(flat, step):
   """Return the complete state that begins with the parameters of `flat`."""
-  params = tree_utils.unflatten_dict({name: value for name, value in flat.items() if name.startswith('target/')})
-  made = {name: np.asarray(value) for name, value in tree_utils.flatten_dict(_begin(params)).items()}
+  params = tree_utils.unflatten_dict(
+    {name: value for name, value in flat.items() if name.startswith('target/')}
+  )
+  made = {
+    name: np.asarray(value) for name, value in tree_utils.flatten_dict(_begin(params)).items()
+  }
   return tree_utils.flatten_dict(params) | made | {'state/step': np.asarray(np.int32(step))}
 
 
@@ -47,32 +54,58 @@ class Add(builders.StateBuilder):
 
 
 def test_a_configuration_is_the_short_form_of_a_chain(saved):
-  path, fn, rules = str(saved / 'checkpoint_2'), lambda state, wanted, *, is_resuming: state, (('state/step', None),)
+  path, fn, rules = (
+    str(saved / 'checkpoint_2'),
+    lambda state, wanted, *, is_resuming: state,
+    (('state/step', None),),
+  )
   own = builders.StartAtStep(4)
-  cfg = Restore(str(saved), assignment_map=rules, state_transformation_fns=[fn, Add('a')], builders=[own])
+  cfg = Restore(
+    str(saved), assignment_map=rules, state_transformation_fns=[fn, Add('a')], builders=[own]
+  )
   assert builders.chain_of(path, cfg) == (
-      builders.Restore(path, rules), builders.Transform(fn), Add('a'), own)
+    builders.Restore(path, rules),
+    builders.Transform(fn),
+    Add('a'),
+    own,
+  )
   # A run that resumes is neither renamed nor changed.
   assert builders.chain_of(path, cfg, is_resuming=True) == (
-      builders.Restore(path), builders.Transform(fn), Add('a'))
+    builders.Restore(path),
+    builders.Transform(fn),
+    Add('a'),
+  )
   assert builders.first_step(builders.chain_of(path, cfg)) == 4
-  assert builders.first_step(builders.chain_of(path, Restore(str(saved), assignment_map=rules))) is None
+  assert (
+    builders.first_step(builders.chain_of(path, Restore(str(saved), assignment_map=rules))) is None
+  )
   assert builders.first_step(builders.chain_of(path, Restore(str(saved)))) == 2
   assert builders.describe(path, cfg) == f'{path}, then a new first step'
 
 
 def test_a_complete_state_is_used_as_it_is(saved):
-  restored = restore_with([builders.StartAtStep(5)], states.target(), saved / 'checkpoint_2',
-                          initial_state_fn=_initial, from_params_fn=_begin)
+  restored = restore_with(
+    [builders.StartAtStep(5)],
+    states.target(),
+    saved / 'checkpoint_2',
+    initial_state_fn=_initial,
+    from_params_fn=_begin,
+  )
   states.assert_same(restored.state, states.flat_numpy(2) | {'state/step': np.asarray(np.int32(5))})
   assert restored.step == 5 and restored.is_verified
 
 
 def test_the_optimizer_begins_with_built_parameters(saved, caplog):
   with caplog.at_level(logging.INFO, 't5x_lite'):
-    restored = restore_with([builders.Average(str(saved))], states.target(), from_params_fn=_begin,
-                            shardings=states.shardings())
-  mean = {name: (value + states.flat_numpy(2)[name]) / 2 for name, value in states.flat_numpy(1).items()}
+    restored = restore_with(
+      [builders.Average(str(saved))],
+      states.target(),
+      from_params_fn=_begin,
+      shardings=states.shardings(),
+    )
+  mean = {
+    name: (value + states.flat_numpy(2)[name]) / 2 for name, value in states.flat_numpy(1).items()
+  }
   states.assert_same(restored.state, _begun({n: v.astype(np.float32) for n, v in mean.items()}, 2))
   assert (restored.step, restored.path, restored.data_state) == (2, None, None)
   assert jax.tree.map(lambda leaf: leaf.sharding, restored.state) == states.shardings()
@@ -83,10 +116,15 @@ def test_the_optimizer_begins_with_built_parameters(saved, caplog):
 def test_a_partial_state_of_parameters_is_completed_by_initialisation(saved, caplog):
   chain = [builders.Subtree('encoder', 'encoder', path=str(saved / 'checkpoint_1'))]
   with caplog.at_level(logging.INFO, 't5x_lite'):
-    restored = restore_with(chain, states.target(), initial_state_fn=_initial, from_params_fn=_begin)
+    restored = restore_with(
+      chain, states.target(), initial_state_fn=_initial, from_params_fn=_begin
+    )
   initial = tree_utils.flatten_dict(_initial())
   states.assert_same(restored.state, _begun(initial | {WI: states.flat_numpy(1)[WI]}, 0))
-  assert 'initialised from scratch: target/decoder/decoder_norm/scale, target/token_embedder/embedding' in caplog.text
+  assert (
+    'initialised from scratch: target/decoder/decoder_norm/scale, target/token_embedder/embedding'
+    in caplog.text
+  )
   # Without an initialisation, as for inference, every parameter must be built.
   with pytest.raises(errors.CheckpointError, match='2 missing from the checkpoint'):
     restore_with(chain, {'target': states.target()['target']})
@@ -109,24 +147,36 @@ def test_parameters_are_never_made_up(saved):
   part = [Add('state/param_states/0/mu/encoder/layers_0/mlp/wi/kernel'), Add(WI)]
   with pytest.raises(errors.CheckpointError, match='8 missing from the checkpoint'):
     restore_with(part, states.target(), initial_state_fn=_initial)
-  new = tree_utils.flatten_dict(states.target()) | {'target/new': jax.ShapeDtypeStruct((2,), np.float32)}
+  new = tree_utils.flatten_dict(states.target()) | {
+    'target/new': jax.ShapeDtypeStruct((2,), np.float32)
+  }
   chain, target = [builders.Reinitialize(['decoder/.*'])], tree_utils.unflatten_dict(new)
   with pytest.raises(errors.CheckpointError, match='missing from the checkpoint:\n    target/new'):
     restore_with(chain, target, saved / 'checkpoint_2', **begin)
 
 
 def test_a_chain_that_builds_nothing_is_not_a_run_from_scratch():
-  message = "must build parameters, got 'a new vocabulary, then a new first step', which builds none"
+  message = (
+    "must build parameters, got 'a new vocabulary, then a new first step', which builds none"
+  )
   with pytest.raises(errors.CheckpointError, match=message):
-    restore_with([builders.NewVocabulary(), builders.StartAtStep(3)], states.target(), initial_state_fn=_initial,
-                 from_params_fn=_begin)
+    restore_with(
+      [builders.NewVocabulary(), builders.StartAtStep(3)],
+      states.target(),
+      initial_state_fn=_initial,
+      from_params_fn=_begin,
+    )
 
 
 def test_initial_values_need_an_initialisation(saved):
   chain, path = [builders.Reinitialize(['decoder/.*'])], saved / 'checkpoint_2'
-  with pytest.raises(errors.ConfigError, match='initial values of target/decoder/decoder_norm/scale.*fallback_init'):
+  with pytest.raises(
+    errors.ConfigError, match='initial values of target/decoder/decoder_norm/scale.*fallback_init'
+  ):
     restore_with(chain, states.target(), path, from_params_fn=_begin)
-  restored = restore_with(chain, states.target(), path, from_params_fn=_begin, initial_state_fn=_initial)
+  restored = restore_with(
+    chain, states.target(), path, from_params_fn=_begin, initial_state_fn=_initial
+  )
   initial = {'target/decoder/decoder_norm/scale': np.full(8, 7, np.float32)}
   states.assert_same(restored.state, _begun(states.flat_numpy(2) | initial, 2))
 
@@ -139,14 +189,21 @@ def test_a_check_runs_the_chain_without_reading_values(saved, monkeypatch):
   for method in ('read', 'verify'):
     monkeypatch.setattr(source, method, no_values)
   wanted = tree_utils.flatten_dict(states.target()) | {
-      'target/token_embedder/embedding': jax.ShapeDtypeStruct((20, 8), np.float32)}
+    'target/token_embedder/embedding': jax.ShapeDtypeStruct((20, 8), np.float32)
+  }
   for name in list(wanted):
     if name.endswith('token_embedder/embedding') and name.startswith('state/'):
       wanted[name] = jax.ShapeDtypeStruct((20, 8), np.float32)
-  chain = [builders.Average(str(saved)), builders.NewVocabulary('initializer'), builders.OnArrays(no_values)]
+  chain = [
+    builders.Average(str(saved)),
+    builders.NewVocabulary('initializer'),
+    builders.OnArrays(no_values),
+  ]
   wanted = tree_utils.unflatten_dict(wanted)
   checkpoints.check_fits(None, wanted, restore_cfg=Restore(builders=chain), may_begin=True)
-  with pytest.raises(errors.CheckpointError, match=r'embedding: stored \(16, 8\), wanted \(20, 8\)'):
+  with pytest.raises(
+    errors.CheckpointError, match=r'embedding: stored \(16, 8\), wanted \(20, 8\)'
+  ):
     checkpoints.check_fits(None, wanted, restore_cfg=Restore(builders=chain[:1]), may_begin=True)
 
 
@@ -154,11 +211,24 @@ def test_the_identity_of_results_names_builders_and_their_checkpoints(saved):
   assert builders.identity(Restore('a')) == {}
   cfg = Restore(builders=[builders.Average(str(saved), last=1), builders.OnArrays(_begin)])
   average, function = builders.identity(cfg)['builders']
-  assert 'last=1' in average and 'checkpoint_2' in average and function == f'OnArrays(): {__name__}._begin'
+  assert (
+    'last=1' in average
+    and 'checkpoint_2' in average
+    and function == f'OnArrays(): {__name__}._begin'
+  )
 
 
-@pytest.mark.parametrize('chain', [['x'], [builders.NewVocabulary], builders.NewVocabulary(),
-                                   [builders.OnArrays(_begin), builders.StartAtStep()]])
+@pytest.mark.parametrize(
+  'chain',
+  [
+    ['x'],
+    [builders.NewVocabulary],
+    builders.NewVocabulary(),
+    [builders.OnArrays(_begin), builders.StartAtStep()],
+  ],
+)
 def test_invalid_chains(chain):
-  with pytest.raises(errors.ConfigError, match='builders` must be a sequence of builders, those on shapes before'):
+  with pytest.raises(
+    errors.ConfigError, match='builders` must be a sequence of builders, those on shapes before'
+  ):
     Restore(builders=chain)

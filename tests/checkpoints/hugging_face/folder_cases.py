@@ -21,7 +21,8 @@ def check(path, ours, arch):
   folder = HuggingFaceFolder(path)
   assert folder.architecture == arch
   assert {name: (leaf.shape, leaf.dtype) for name, leaf in folder.shapes().items()} == {
-      name: (array.shape, array.dtype) for name, array in ours.items()}
+    name: (array.shape, array.dtype) for name, array in ours.items()
+  }
   for name, array in ours.items():
     np.testing.assert_array_equal(folder.read_array(name).view(np.uint8), array.view(np.uint8))
   return folder

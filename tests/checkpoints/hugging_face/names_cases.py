@@ -14,7 +14,9 @@ def network(arch, **kwargs):
   if not arch.num_experts:
     return t5.Transformer(config)
   block = moe.SparseBlock(
-      num_experts=arch.num_experts, router=moe.TokensChooseRouter(arch.num_experts, use_bias=arch.router_bias))
+    num_experts=arch.num_experts,
+    router=moe.TokensChooseRouter(arch.num_experts, use_bias=arch.router_bias),
+  )
 
   def feed_forward(stack, layer):
     return block if layer in arch.sparse_layers_of(stack) else t5.dense_feed_forward
@@ -26,5 +28,7 @@ def shapes(network, *, decoder=False):
   """Return name -> shape of the parameters; a `decoder` takes two arrays of tokens, other networks three."""
   tokens = jnp.ones([1, 2], jnp.int32)
   args = (tokens, tokens) if decoder else (tokens, tokens, tokens)
-  variables = jax.eval_shape(lambda key: network.init(key, *args, enable_dropout=False), jax.random.key(0))
+  variables = jax.eval_shape(
+    lambda key: network.init(key, *args, enable_dropout=False), jax.random.key(0)
+  )
   return dict(tree_utils.named_leaves(variables['params']))

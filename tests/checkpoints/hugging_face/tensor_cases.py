@@ -11,8 +11,12 @@ DTYPES = ('float32', 'float16', 'float64', ml_dtypes.bfloat16)
 def tensors(seed=0, dtypes=DTYPES, number=9):
   """Return name -> array of 1 to 3 dimensions of 1 to 5 elements; the dtypes alternate."""
   rng = np.random.default_rng(seed)
-  return {f'layer.{i}.weight': rng.standard_normal(rng.integers(1, 6, rng.integers(1, 4))).astype(
-      dtypes[i % len(dtypes)]) for i in range(number)}
+  return {
+    f'layer.{i}.weight': rng.standard_normal(rng.integers(1, 6, rng.integers(1, 4))).astype(
+      dtypes[i % len(dtypes)]
+    )
+    for i in range(number)
+  }
 
 
 def assert_same(one, other):

@@ -19,14 +19,21 @@ def test_families_know_their_own_files(name):
   assert guess_family(dataclasses.replace(cases.SMALL, vocab_size=250112)).name == 'mt5'
 
 
-@pytest.mark.parametrize('name, arch, match', [
+@pytest.mark.parametrize(
+  'name, arch, match',
+  [
     ('mt5', cases.TIED, "scale_tied_logits=False.*logits_via_embedding=True.*'t5_1_0'"),
     ('t5_1_1', cases.UMT5, "must have .* per stack, got them per layer.*'umt5'"),
     ('umt5', cases.SMALL, 'must have .* per layer, got them per stack'),
     ('t5_1_0', cases.SWITCH, "must have no experts, got 3. Choose family='switch'"),
     ('switch', cases.TIED, 'must have some experts, got 0'),
-    ('switch', dataclasses.replace(cases.SWITCH, sparse_encoder_layers=(0, 2)), r'layers \(0, 2\).*No family supports'),
-])
+    (
+      'switch',
+      dataclasses.replace(cases.SWITCH, sparse_encoder_layers=(0, 2)),
+      r'layers \(0, 2\).*No family supports',
+    ),
+  ],
+)
 def test_networks_that_transformers_does_not_support_are_rejected(name, arch, match):
   with pytest.raises(CheckpointError, match=match):
     arch.to_config_json(FAMILIES[name])

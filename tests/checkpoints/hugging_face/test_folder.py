@@ -10,7 +10,12 @@ from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import tensor_files
 from t5x_lite.checkpoints.hugging_face import (
-    FAMILIES, Architecture, HuggingFaceFolder, is_hugging_face_folder, write_folder)
+  FAMILIES,
+  Architecture,
+  HuggingFaceFolder,
+  is_hugging_face_folder,
+  write_folder,
+)
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.network import network_config
 from t5x_lite.errors import CheckpointError
@@ -42,15 +47,24 @@ def test_duplicate_and_unused_tensors_of_old_folders_are_accepted(tmp_path, fami
   folders.check(path, ours, cases.BY_FAMILY[family])
 
 
-@pytest.mark.parametrize('name', ['encoder.embed_tokens.weight', 'decoder.embed_tokens.weight', 'lm_head.weight'])
+@pytest.mark.parametrize(
+  'name', ['encoder.embed_tokens.weight', 'decoder.embed_tokens.weight', 'lm_head.weight']
+)
 def test_the_embedding_is_read_under_any_of_its_names(tmp_path, name):
-  path, ours = folders.make(tmp_path, 't5_1_0',
-                            change=lambda tensors: tensors.update({name: tensors.pop('shared.weight')}))
+  path, ours = folders.make(
+    tmp_path, 't5_1_0', change=lambda tensors: tensors.update({name: tensors.pop('shared.weight')})
+  )
   folders.check(path, ours, cases.TIED)
 
 
-@pytest.mark.parametrize('family, name', [
-    ('t5_1_0', 'lm_head.weight'), ('t5_1_0', 'encoder.embed_tokens.weight'), ('mt5', 'decoder.embed_tokens.weight')])
+@pytest.mark.parametrize(
+  'family, name',
+  [
+    ('t5_1_0', 'lm_head.weight'),
+    ('t5_1_0', 'encoder.embed_tokens.weight'),
+    ('mt5', 'decoder.embed_tokens.weight'),
+  ],
+)
 def test_duplicates_that_differ_are_rejected_by_both_names(tmp_path, family, name):
   def change(tensors):
     tensors[name] = tensors['shared.weight'].copy()
@@ -58,30 +72,47 @@ def test_duplicates_that_differ_are_rejected_by_both_names(tmp_path, family, nam
 
   path, ours = folders.make(tmp_path, family, change=change)
   folder = HuggingFaceFolder(path)
-  np.testing.assert_array_equal(folder.read_array('decoder/decoder_norm/scale'), ours['decoder/decoder_norm/scale'])
+  np.testing.assert_array_equal(
+    folder.read_array('decoder/decoder_norm/scale'), ours['decoder/decoder_norm/scale']
+  )
   with pytest.raises(CheckpointError, match=f'{_EMBEDDING} <-> shared.weight and {name} differ'):
     folder.read_array(_EMBEDDING)
 
 
 @pytest.mark.parametrize('version', ['4.30.0', '5.23.0'])
 def test_a_umt5_that_is_said_to_be_tied_is_so_if_its_tables_are_equal(tmp_path, version):
-  path, ours = folders.make(tmp_path, 'umt5', tie_word_embeddings=True, transformers_version=version)
+  path, ours = folders.make(
+    tmp_path, 'umt5', tie_word_embeddings=True, transformers_version=version
+  )
   folders.check(path, ours, cases.UMT5)
   tied = dataclasses.replace(cases.UMT5, logits_via_embedding=True)
   (tmp_path / 'tied').mkdir()
-  path, ours = folders.make(tmp_path / 'tied', 'umt5', tied, transformers_version=version,
-                     change=lambda tensors: tensors.update({'lm_head.weight': tensors['shared.weight']}))
+  path, ours = folders.make(
+    tmp_path / 'tied',
+    'umt5',
+    tied,
+    transformers_version=version,
+    change=lambda tensors: tensors.update({'lm_head.weight': tensors['shared.weight']}),
+  )
   folders.check(path, ours, tied)
 
 
-@pytest.mark.parametrize('family, config', [
+@pytest.mark.parametrize(
+  'family, config',
+  [
     ('t5_1_1', dict(scale_decoder_outputs=False, tie_word_embeddings=True)),
-    ('mt5', dict(tie_word_embeddings=True, transformers_version='5.23.0'))])
+    ('mt5', dict(tie_word_embeddings=True, transformers_version='5.23.0')),
+  ],
+)
 def test_shared_weights_without_a_scale_are_one_array(tmp_path, family, config):
-  path, ours = folders.make(tmp_path, family, change=lambda tensors: tensors.pop('lm_head.weight'), **config)
+  path, ours = folders.make(
+    tmp_path, family, change=lambda tensors: tensors.pop('lm_head.weight'), **config
+  )
   ours.pop(_LOGITS)
   folder = folders.check(path, ours, cases.UNSCALED)
-  assert network_config(path) == T5Config(**cases.UNSCALED.network_config_kwargs(), dtype='bfloat16')
+  assert network_config(path) == T5Config(
+    **cases.UNSCALED.network_config_kwargs(), dtype='bfloat16'
+  )
   write_folder(tmp_path / 'again', folder.architecture, folder.family, folder.read_array)
   again = HuggingFaceFolder(tmp_path / 'again')
   assert set(again.tensors.entries) == set(folder.tensors.entries)
@@ -91,20 +122,29 @@ def test_shared_weights_without_a_scale_are_one_array(tmp_path, family, config):
 
 def test_an_untied_switch_transformer_may_lack_the_copies_of_its_embedding(tmp_path):
   arch = dataclasses.replace(cases.SWITCH, logits_via_embedding=False)
-  path, ours = folders.make(tmp_path, 'switch', arch, change=lambda tensors: [tensors.pop(name) for name in _TABLES])
+  path, ours = folders.make(
+    tmp_path, 'switch', arch, change=lambda tensors: [tensors.pop(name) for name in _TABLES]
+  )
   folders.check(path, ours, arch)
   write_folder(tmp_path / 'out', arch, FAMILIES['switch'], ours.__getitem__)
-  assert {'shared.weight', *_TABLES} < set(folders.check(tmp_path / 'out', ours, arch).tensors.entries)
+  assert {'shared.weight', *_TABLES} < set(
+    folders.check(tmp_path / 'out', ours, arch).tensors.entries
+  )
 
 
 def test_a_missing_logits_kernel_is_not_a_tied_one(tmp_path):
   path, _ = folders.make(tmp_path, 't5_1_1', change=lambda tensors: tensors.pop('lm_head.weight'))
-  with pytest.raises(CheckpointError, match=re.escape(f'missing {_LOGITS} (6, 13) <-> lm_head.weight (13, 6)')):
+  with pytest.raises(
+    CheckpointError, match=re.escape(f'missing {_LOGITS} (6, 13) <-> lm_head.weight (13, 6)')
+  ):
     HuggingFaceFolder(path)
 
 
 def test_problems_name_both_sides(tmp_path):
-  wo, q = 'encoder.block.0.layer.1.DenseReluDense.wo.weight', 'decoder.block.1.layer.1.EncDecAttention.q.weight'
+  wo, q = (
+    'encoder.block.0.layer.1.DenseReluDense.wo.weight',
+    'decoder.block.1.layer.1.EncDecAttention.q.weight',
+  )
 
   def change(tensors):
     tensors[wo] = np.ones([6, 11], np.float32)
@@ -116,33 +156,53 @@ def test_problems_name_both_sides(tmp_path):
   with pytest.raises(CheckpointError) as error:
     HuggingFaceFolder(path)
   text = str(error.value)
-  assert f'missing decoder/layers_1/encoder_decoder_attention/query/kernel (6, 6) <-> {q} (6, 6)' in text
-  assert f'encoder/layers_0/mlp/wo/kernel (10, 6) <-> {wo} must have shape (6, 10), got (6, 11)' in text
+  assert (
+    f'missing decoder/layers_1/encoder_decoder_attention/query/kernel (6, 6) <-> {q} (6, 6)' in text
+  )
+  assert (
+    f'encoder/layers_0/mlp/wo/kernel (10, 6) <-> {wo} must have shape (6, 10), got (6, 11)' in text
+  )
   assert 'surplus classifier.weight (2, 6)' in text
-  assert 'encoder/encoder_norm/scale <-> encoder.final_layer_norm.weight must have one' in text and 'int8' in text
+  assert (
+    'encoder/encoder_norm/scale <-> encoder.final_layer_norm.weight must have one' in text
+    and 'int8' in text
+  )
   assert str(path) in text
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):
   name = 'encoder.block.1.layer.1.mlp.experts.expert_0.wi.weight'
   path, _ = folders.make(tmp_path, 'switch', change=lambda tensors: tensors.pop(name))
-  with pytest.raises(CheckpointError, match=re.escape(
-      f'missing encoder/layers_1/mlp/expert/wi/kernel (3, 6, 10) <-> {name} (10, 6)')):
+  with pytest.raises(
+    CheckpointError,
+    match=re.escape(f'missing encoder/layers_1/mlp/expert/wi/kernel (3, 6, 10) <-> {name} (10, 6)'),
+  ):
     HuggingFaceFolder(path)
 
 
 def test_experts_of_several_dtypes_are_rejected(tmp_path):
   name = 'encoder.block.1.layer.1.mlp.experts.expert_1.wi.weight'
-  path, _ = folders.make(tmp_path, 'switch', change=lambda tensors: tensors.update({name: tensors[name].astype('f2')}))
+  path, _ = folders.make(
+    tmp_path, 'switch', change=lambda tensors: tensors.update({name: tensors[name].astype('f2')})
+  )
   with pytest.raises(CheckpointError, match='one floating-point dtype in an array, got float'):
     HuggingFaceFolder(path)
 
 
-@pytest.mark.parametrize('family, config, match', [
-    ('t5_1_1', dict(num_layers=10**4), '10002 layers'), ('switch', dict(num_experts=10**9), '1000000000 experts'),
-    ('t5_1_1', dict(model_type='longt5'), 'longt5'), ('t5_1_1', dict(num_layers=4), 'missing encoder/layers_3'),
-    ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*must have shape \(14, 6\), got \(13, 6\)'),
-])
+@pytest.mark.parametrize(
+  'family, config, match',
+  [
+    ('t5_1_1', dict(num_layers=10**4), '10002 layers'),
+    ('switch', dict(num_experts=10**9), '1000000000 experts'),
+    ('t5_1_1', dict(model_type='longt5'), 'longt5'),
+    ('t5_1_1', dict(num_layers=4), 'missing encoder/layers_3'),
+    (
+      't5_1_1',
+      dict(vocab_size=14),
+      r'token_embedder/embedding \(14, 6\).*must have shape \(14, 6\), got \(13, 6\)',
+    ),
+  ],
+)
 def test_a_config_json_of_another_model_is_rejected(tmp_path, family, config, match):
   path, _ = folders.make(tmp_path, family, **config)
   with pytest.raises(CheckpointError, match=match):
@@ -152,7 +212,11 @@ def test_a_config_json_of_another_model_is_rejected(tmp_path, family, config, ma
 def test_incomplete_folders_are_rejected(tmp_path):
   path, _ = folders.make(tmp_path)
   config = (path / CONFIG_FILE).read_text()
-  for content, match in (('{', 'invalid JSON'), ('[]', 'got a list'), ('[' * 100_000, 'invalid JSON')):
+  for content, match in (
+    ('{', 'invalid JSON'),
+    ('[]', 'got a list'),
+    ('[' * 100_000, 'invalid JSON'),
+  ):
     (path / CONFIG_FILE).write_text(content)
     with pytest.raises(CheckpointError, match=match):
       HuggingFaceFolder(path)
@@ -170,7 +234,6 @@ def test_incomplete_folders_are_rejected(tmp_path):
     HuggingFaceFolder(path)
 
 
-
 def test_the_architecture_of_our_parameters_and_of_their_folder_is_one(tmp_path):
   path, ours = folders.make(tmp_path, 'switch')
   assert Architecture.from_shapes(ours) == HuggingFaceFolder(path).architecture
@@ -186,7 +249,9 @@ def test_large_tensors_in_a_store_are_read_in_parts(tmp_path, store, monkeypatch
   with files.path(f'{store.root}/model.safetensors').open('rb') as file:
     content = file.read()
   folder = HuggingFaceFolder(store.root)
-  files.write(f'{store.root}/model.safetensors', content[:-100])  # it was replaced while it was open
+  files.write(
+    f'{store.root}/model.safetensors', content[:-100]
+  )  # it was replaced while it was open
   with pytest.raises(CheckpointError, match='became shorter'):
     for name in ours:
       folder.read_array(name)

@@ -20,21 +20,37 @@ def _config(name: str) -> dict:
   for included in re.findall(r"^include 'models/(\w+\.gin)'", text, re.MULTILINE):
     result |= _config(included)
   block = re.search(r'^network\.T5Config:\n((?:  .*\n)+)', text, re.MULTILINE)
-  lines = (block[1] if block else '') + ''.join(re.findall(r'^network\.T5Config\.\w+ = .*\n', text, re.MULTILINE))
+  lines = (block[1] if block else '') + ''.join(
+    re.findall(r'^network\.T5Config\.\w+ = .*\n', text, re.MULTILINE)
+  )
   for key, value in [*_FIELD.findall(lines), *_MACRO.findall(text)]:
     if not value.startswith(('%', '@')):
       result[key] = eval(value, {})  # pylint: disable=eval-used
     elif key not in result:
       result[key] = value.strip()
-  return {key: result.get(str(value)[1:], value) if str(value).startswith('%') else value
-          for key, value in result.items()}
+  return {
+    key: result.get(str(value)[1:], value) if str(value).startswith('%') else value
+    for key, value in result.items()
+  }
 
 
-@pytest.mark.parametrize('family, size', [(family, size) for family in SIZES for size in SIZES[family]])
+@pytest.mark.parametrize(
+  'family, size', [(family, size) for family in SIZES for size in SIZES[family]]
+)
 def test_the_file_of_a_size_has_no_other_bindings(family, size):
   config = _config(f'{family}_{size}.gin')
-  fields = {key: config[key] for key in ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim',
-                                         'mlp_activations', 'logits_via_embedding')}
+  fields = {
+    key: config[key]
+    for key in (
+      'vocab_size',
+      'emb_dim',
+      'num_heads',
+      'head_dim',
+      'mlp_dim',
+      'mlp_activations',
+      'logits_via_embedding',
+    )
+  }
   for stack in ('encoder', 'decoder'):
     layers = config[f'NUM_{stack.upper()}_LAYERS' if family == 'switch' else f'num_{stack}_layers']
     fields[f'num_{stack}_layers'] = layers
@@ -51,6 +67,10 @@ def test_the_file_of_a_size_has_no_other_bindings(family, size):
 
 
 def test_every_released_size_has_a_file():
-  files = {path.stem for path in _MODELS.glob('*.gin') if path.stem.startswith(tuple(f'{name}_' for name in SIZES))}
+  files = {
+    path.stem
+    for path in _MODELS.glob('*.gin')
+    if path.stem.startswith(tuple(f'{name}_' for name in SIZES))
+  }
   tests = {'t5_1_0_tiny', 't5_1_1_tiny'}
   assert {f'{family}_{size}' for family in SIZES for size in SIZES[family]} == files - tests

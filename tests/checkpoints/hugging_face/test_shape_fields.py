@@ -21,7 +21,10 @@ _SEEDS = range(40)
 @pytest.mark.parametrize('seed', _SEEDS)
 def test_names_and_shapes_tell_the_architecture(seed):
   arch = cases.random_architecture(seed)
-  shapes = {f'target/{rule.ours}': jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(arch)}
+  shapes = {
+    f'target/{rule.ours}': jax.ShapeDtypeStruct(rule.shape, jnp.float32)
+    for rule in tensor_table(arch)
+  }
   shapes['state/step'] = jax.ShapeDtypeStruct((), jnp.int32)
   network = {'config': 'T5Config', **arch.network_config_kwargs()}
   network['mlp_activations'] = list(network['mlp_activations'])
@@ -34,26 +37,38 @@ def test_names_and_shapes_tell_the_architecture(seed):
   assert Architecture.from_shapes(shapes, dataclasses.asdict(expected)) == expected
   usual = ('relu',) if len(arch.mlp_activations) == 1 else ('gelu', 'linear')
   assert Architecture.from_shapes(shapes) == dataclasses.replace(
-      expected, mlp_activations=usual, relpos_max_distance=128, scale_tied_logits=True)
+    expected, mlp_activations=usual, relpos_max_distance=128, scale_tied_logits=True
+  )
 
 
 @pytest.mark.parametrize('tied', [False, True])
 def test_the_stacked_layout_tells_the_same(tied):
   arch = dataclasses.replace(cases.UMT5, logits_via_embedding=tied)
-  shapes = networks.shapes(networks.network(arch, param_layout='scalable_t5', relpos_bias_tables=None))
+  shapes = networks.shapes(
+    networks.network(arch, param_layout='scalable_t5', relpos_bias_tables=None)
+  )
   assert Architecture.from_shapes(shapes) == arch
   # A model with one table per stack has equal ones there.
   shared = dataclasses.replace(arch, relpos_per_layer=False)
   assert Architecture.from_shapes(shapes, shared.network_config_kwargs()) == shared
 
 
-@pytest.mark.parametrize('change, named', [
-    ({'vocab_size': 14}, 'vocab_size'), ({'num_heads': 2}, 'num_heads'), ({'num_decoder_layers': 9}, 'decoder_layers'),
-    ({'mlp_activations': ['relu']}, 'mlp_activations'), ({'relpos_bias_tables': 'per_layer'}, 'relpos_per_layer'),
-    ({'num_relpos_buckets': 64}, 'num_buckets'), ({'logits_via_embedding': True}, 'logits_via_embedding'),
-])
+@pytest.mark.parametrize(
+  'change, named',
+  [
+    ({'vocab_size': 14}, 'vocab_size'),
+    ({'num_heads': 2}, 'num_heads'),
+    ({'num_decoder_layers': 9}, 'decoder_layers'),
+    ({'mlp_activations': ['relu']}, 'mlp_activations'),
+    ({'relpos_bias_tables': 'per_layer'}, 'relpos_per_layer'),
+    ({'num_relpos_buckets': 64}, 'num_buckets'),
+    ({'logits_via_embedding': True}, 'logits_via_embedding'),
+  ],
+)
 def test_the_recorded_network_must_agree_with_the_arrays(change, named):
-  shapes = {rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SMALL)}
+  shapes = {
+    rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SMALL)
+  }
   with pytest.raises(CheckpointError, match=f'{named}` in the metadata of the checkpoint must be'):
     Architecture.from_shapes(shapes, cases.SMALL.network_config_kwargs() | change)
 
@@ -67,11 +82,16 @@ def _sparse_network(**kwargs):
   return moe.sparse_transformer(config, block, num_encoder_sparse_layers=1, **layout)
 
 
-@pytest.mark.parametrize('kwargs, named', [
-    (dict(extra_mlp=True), 'extra_mlp'), (dict(shared_expert_dim=4), 'shared_expert_dim'),
-    (dict(expert_bias=True), 'expert_bias'), (dict(activations=('gelu', 'linear')), 'gated'),
+@pytest.mark.parametrize(
+  'kwargs, named',
+  [
+    (dict(extra_mlp=True), 'extra_mlp'),
+    (dict(shared_expert_dim=4), 'shared_expert_dim'),
+    (dict(expert_bias=True), 'expert_bias'),
+    (dict(activations=('gelu', 'linear')), 'gated'),
     (dict(router=moe.HashRouter(2)), 'HashRouter'),
-])
+  ],
+)
 def test_sparse_networks_that_transformers_does_not_have_are_rejected(kwargs, named):
   with pytest.raises(CheckpointError, match=named):
     Architecture.from_shapes(networks.shapes(_sparse_network(**kwargs)))
@@ -80,18 +100,24 @@ def test_sparse_networks_that_transformers_does_not_have_are_rejected(kwargs, na
 def test_other_networks_are_rejected_by_name():
   kwargs = cases.SMALL.network_config_kwargs()
   num_layers = kwargs.pop('num_encoder_layers'), kwargs.pop('num_decoder_layers')
-  decoder = decoder_only.DecoderWrapper(decoder_only.TransformerConfig(num_layers=num_layers[0], **kwargs))
+  decoder = decoder_only.DecoderWrapper(
+    decoder_only.TransformerConfig(num_layers=num_layers[0], **kwargs)
+  )
   with pytest.raises(CheckpointError, match='without an encoder'):
     Architecture.from_shapes(networks.shapes(decoder, decoder=True))
-  shapes = {rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SMALL)}
+  shapes = {
+    rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SMALL)
+  }
   for name, shape, match in (
-      ('encoder/layers_0/attention/qkv/kernel', (6, 18), 'fused'),
-      ('encoder/layers_0/attention/query/bias', (6,), 'query/bias.*unknown'),
-      ('encoder/layers_7/mlp/wi/kernel', (6, 10), 'layers'),
+    ('encoder/layers_0/attention/qkv/kernel', (6, 18), 'fused'),
+    ('encoder/layers_0/attention/query/bias', (6,), 'query/bias.*unknown'),
+    ('encoder/layers_7/mlp/wi/kernel', (6, 10), 'layers'),
   ):
     with pytest.raises(CheckpointError, match=match):
       Architecture.from_shapes(shapes | {name: jax.ShapeDtypeStruct(shape, jnp.float32)})
-  three = {name.replace('wi_1', 'wi_2'): leaf for name, leaf in shapes.items() if 'wi_1' in name} | shapes
+  three = {
+    name.replace('wi_1', 'wi_2'): leaf for name, leaf in shapes.items() if 'wi_1' in name
+  } | shapes
   with pytest.raises(CheckpointError, match=re.escape("('gelu', 'linear', 'linear')")):
     Architecture.from_shapes(three)
   with pytest.raises(CheckpointError, match='relpos_bias/rel_embedding'):
@@ -99,7 +125,11 @@ def test_other_networks_are_rejected_by_name():
 
 
 def test_experts_of_two_numbers_are_rejected():
-  shapes = {rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SWITCH)}
-  shapes['encoder/layers_1/mlp/router/router_weights/w/kernel'] = jax.ShapeDtypeStruct((6, 5), jnp.float32)
+  shapes = {
+    rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SWITCH)
+  }
+  shapes['encoder/layers_1/mlp/router/router_weights/w/kernel'] = jax.ShapeDtypeStruct(
+    (6, 5), jnp.float32
+  )
   with pytest.raises(CheckpointError, match=r'\[3, 5\] experts'):
     Architecture.from_shapes(shapes)

@@ -17,7 +17,10 @@ from t5x_lite.errors import CheckpointError
 
 @pytest.mark.parametrize('seed', range(5))
 def test_files_of_the_reference_implementation_are_read(tmp_path, seed):
-  tensors = tensor_cases.tensors(seed) | {'empty': np.zeros([0, 3], np.float32), 'one': np.ones([1], np.float16)}
+  tensors = tensor_cases.tensors(seed) | {
+    'empty': np.zeros([0, 3], np.float32),
+    'one': np.ones([1], np.float16),
+  }
   safetensors.numpy.save_file(tensors, tmp_path / SINGLE_FILE, {'format': 'pt'})
   folder = SafetensorsFolder(tmp_path)
   assert set(folder.entries) == set(tensors)
@@ -27,8 +30,15 @@ def test_files_of_the_reference_implementation_are_read(tmp_path, seed):
 
 def test_equality_is_bitwise(tmp_path):
   nan = np.array([np.nan, 1.0], np.float32)
-  tensors = {'a': nan, 'b': nan.copy(), 'c': np.array([np.nan, -1.0], np.float32), 'd': nan.reshape(1, 2),
-             'e': nan.astype(np.float16), 'zero': np.zeros([2], 'f4'), 'minus': -np.zeros([2], 'f4')}
+  tensors = {
+    'a': nan,
+    'b': nan.copy(),
+    'c': np.array([np.nan, -1.0], np.float32),
+    'd': nan.reshape(1, 2),
+    'e': nan.astype(np.float16),
+    'zero': np.zeros([2], 'f4'),
+    'minus': -np.zeros([2], 'f4'),
+  }
   cases.write_safetensors(tmp_path / SINGLE_FILE, tensors)
   folder = SafetensorsFolder(tmp_path)
   assert folder.equal('a', 'b')
@@ -44,28 +54,49 @@ def _entry(begin=0, end=8, shape=(2,), dtype='F32'):
   return {'dtype': dtype, 'shape': list(shape), 'data_offsets': [begin, end]}
 
 
-@pytest.mark.parametrize('content, match', [
-    (b'', 'not a complete safetensors'), (b'\x10\0\0', 'not a complete safetensors'),
+@pytest.mark.parametrize(
+  'content, match',
+  [
+    (b'', 'not a complete safetensors'),
+    (b'\x10\0\0', 'not a complete safetensors'),
     (b'version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n', 'git lfs pull'),
-    (_raw({}, length=10**6), '1000000 bytes of header'), (_raw({}, length=2**62), 'not a complete safetensors'),
-    (_raw(b'{"a": '), 'header cannot be read'), (_raw(b'[1, 2]'), 'not a JSON object'),
-    (_raw(b'\xff\xfe\xff'), 'header cannot be read'), (_raw(b'[' * 100_000), 'header cannot be read'),
+    (_raw({}, length=10**6), '1000000 bytes of header'),
+    (_raw({}, length=2**62), 'not a complete safetensors'),
+    (_raw(b'{"a": '), 'header cannot be read'),
+    (_raw(b'[1, 2]'), 'not a JSON object'),
+    (_raw(b'\xff\xfe\xff'), 'header cannot be read'),
+    (_raw(b'[' * 100_000), 'header cannot be read'),
     (_raw(b'{"a": {}, "a": {}}'), 'occurs twice'),
-    (_raw({'a': 5}), "'a': must be an object"), (_raw({'a': {'dtype': 'F32'}}), "'a': must be an object"),
+    (_raw({'a': 5}), "'a': must be an object"),
+    (_raw({'a': {'dtype': 'F32'}}), "'a': must be an object"),
     (_raw({'a': _entry(shape=(-2,))}, bytes(8)), r'shape must be .*got \[-2\]'),
     (_raw({'a': _entry(shape=(2.0,))}, bytes(8)), r'shape must be .*got \[2.0\]'),
     (_raw({'a': _entry(begin=-8, end=0)}), '8 bytes apart'),
-    (_raw({'a': _entry(end=4)}, bytes(4)), '8 bytes apart'), (_raw({'a': _entry(begin=8, end=0)}), '8 bytes apart'),
+    (_raw({'a': _entry(end=4)}, bytes(4)), '8 bytes apart'),
+    (_raw({'a': _entry(begin=8, end=0)}), '8 bytes apart'),
     (_raw({'a': _entry(shape=(2**40, 2**40))}, bytes(8)), 'fewer than 2'),
     (_raw({'a': _entry(dtype='F8_E4M3', end=2)}, bytes(2)), "'F8_E4M3'.*dequantize"),
     (_raw({'a': _entry(dtype='C64', end=16)}, bytes(16)), "'C64'.*again"),
     (_raw({'a': _entry()}, bytes(7)), 'must have 8 bytes, got 7'),
     (_raw({'a': _entry()}, bytes(9)), 'must have 8 bytes, got 9'),
-    (_raw({'a': _entry(), 'b': _entry(4, 12)}, bytes(12)), "'b' must begin at byte 8, where 'a' ends, got 4"),
-    (_raw({'a': _entry(), 'b': _entry(12, 20)}, bytes(20)), "'b' must begin at byte 8, where 'a' ends, got 12"),
-    (_raw({'a': _entry(4, 12)}, bytes(12)), "'a' must begin at byte 0, where the header ends, got 4"),
-    (_raw({'a': _entry(), 'b': _entry()}, bytes(8)), "must begin at byte 8, where '[ab]' ends, got 0"),
-])
+    (
+      _raw({'a': _entry(), 'b': _entry(4, 12)}, bytes(12)),
+      "'b' must begin at byte 8, where 'a' ends, got 4",
+    ),
+    (
+      _raw({'a': _entry(), 'b': _entry(12, 20)}, bytes(20)),
+      "'b' must begin at byte 8, where 'a' ends, got 12",
+    ),
+    (
+      _raw({'a': _entry(4, 12)}, bytes(12)),
+      "'a' must begin at byte 0, where the header ends, got 4",
+    ),
+    (
+      _raw({'a': _entry(), 'b': _entry()}, bytes(8)),
+      "must begin at byte 8, where '[ab]' ends, got 0",
+    ),
+  ],
+)
 def test_bad_files_are_rejected_before_anything_is_read(tmp_path, content, match):
   (tmp_path / SINGLE_FILE).write_bytes(content)
   with pytest.raises(CheckpointError, match=match) as error:
@@ -79,27 +110,45 @@ def test_every_truncation_is_noticed(tmp_path, cut):
   content = (tmp_path / SINGLE_FILE).read_bytes()
   for size in range(0, len(content), cut):
     (tmp_path / SINGLE_FILE).write_bytes(content[:size])
-    with pytest.raises(CheckpointError, match=r'not a complete safetensors file|must have \d+ bytes, got .* Download'):
+    with pytest.raises(
+      CheckpointError, match=r'not a complete safetensors file|must have \d+ bytes, got .* Download'
+    ):
       SafetensorsFolder(tmp_path)
 
 
 def _shards(tmp_path):
-  tensor_cases.write(tmp_path, {'a': np.ones([2], 'f4'), 'b': np.ones([3], 'f4'), 'c': np.ones([4], 'f4')}, 20)
+  tensor_cases.write(
+    tmp_path, {'a': np.ones([2], 'f4'), 'b': np.ones([3], 'f4'), 'c': np.ones([4], 'f4')}, 20
+  )
   return json.loads((tmp_path / INDEX_FILE).read_text())
 
 
-@pytest.mark.parametrize('change, match', [
-    (lambda index: index['weight_map'].update(a='../elsewhere.safetensors'),
-     "'../elsewhere.safetensors' must be in the"),
-    (lambda index: index['weight_map'].update(a='/tmp/elsewhere.safetensors'), 'must be in the folder itself'),
+@pytest.mark.parametrize(
+  'change, match',
+  [
+    (
+      lambda index: index['weight_map'].update(a='../elsewhere.safetensors'),
+      "'../elsewhere.safetensors' must be in the",
+    ),
+    (
+      lambda index: index['weight_map'].update(a='/tmp/elsewhere.safetensors'),
+      'must be in the folder itself',
+    ),
     (lambda index: index['weight_map'].update(a='..'), 'must be in the folder itself'),
     (lambda index: index['weight_map'].update(a='sub\\x'), 'must be in the folder itself'),
-    (lambda index: index['weight_map'].update(a='model-00009-of-00002.safetensors'), 'model-00009.* is missing'),
-    (lambda index: index['weight_map'].update(d='model-00001-of-00002.safetensors'), r"lacks the tensors \['d'\]"),
+    (
+      lambda index: index['weight_map'].update(a='model-00009-of-00002.safetensors'),
+      'model-00009.* is missing',
+    ),
+    (
+      lambda index: index['weight_map'].update(d='model-00001-of-00002.safetensors'),
+      r"lacks the tensors \['d'\]",
+    ),
     (lambda index: index['weight_map'].pop('b'), r"\['b'\], which are not in the index"),
     (lambda index: index.pop('weight_map'), 'weight_map must be an object'),
     (lambda index: index.update(weight_map=[1]), 'weight_map must be an object'),
-])
+  ],
+)
 def test_an_index_that_does_not_fit_is_rejected(tmp_path, change, match):
   index = _shards(tmp_path)
   SafetensorsFolder(tmp_path)
@@ -126,11 +175,17 @@ def test_links_to_files_elsewhere_are_followed(tmp_path):
   assert set(SafetensorsFolder(tmp_path / 'snapshot').entries) == {'a'}
 
 
-@pytest.mark.parametrize('files, match', [
-    ((), 'neither model.safetensors nor'), (('pytorch_model.bin',), 'safe_serialization=True'),
-    (('pytorch_model.bin.index.json',), 'safe_serialization=True'), (('flax_model.msgpack',), 'from_flax=True'),
-    (('tf_model.h5',), 'from_tf=True'), (('adapter_config.json', 'adapter_model.safetensors'), 'merge_and_unload'),
-])
+@pytest.mark.parametrize(
+  'files, match',
+  [
+    ((), 'neither model.safetensors nor'),
+    (('pytorch_model.bin',), 'safe_serialization=True'),
+    (('pytorch_model.bin.index.json',), 'safe_serialization=True'),
+    (('flax_model.msgpack',), 'from_flax=True'),
+    (('tf_model.h5',), 'from_tf=True'),
+    (('adapter_config.json', 'adapter_model.safetensors'), 'merge_and_unload'),
+  ],
+)
 def test_weights_in_other_formats_are_rejected_with_the_remedy(tmp_path, files, match):
   for name in files:
     (tmp_path / name).write_bytes(b'x')

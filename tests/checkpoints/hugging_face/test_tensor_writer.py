@@ -34,7 +34,9 @@ def test_the_reference_implementation_reads_written_files(tmp_path, seed, max_sh
     tensor_cases.assert_same(loaded[name], tensor)
     tensor_cases.assert_same(folder.read(name), tensor)
   if max_shard_bytes == 1:
-    assert [file.name for file in files] == [f'model-{i:05d}-of-00009.safetensors' for i in range(1, 10)]
+    assert [file.name for file in files] == [
+      f'model-{i:05d}-of-00009.safetensors' for i in range(1, 10)
+    ]
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     assert index['metadata'] == {'total_size': sum(tensor.nbytes for tensor in tensors.values())}
     assert list(index['weight_map']) == sorted(tensors)
@@ -43,7 +45,9 @@ def test_the_reference_implementation_reads_written_files(tmp_path, seed, max_sh
 
 def test_a_tensor_that_cannot_be_mapped_at_its_offset_begins_a_shard(tmp_path):
   tensor_cases.write(
-      tmp_path, {'a': np.ones([3], ml_dtypes.bfloat16), 'b': np.ones([2], np.float32), 'c': np.ones([1], 'f4')})
+    tmp_path,
+    {'a': np.ones([3], ml_dtypes.bfloat16), 'b': np.ones([2], np.float32), 'c': np.ones([1], 'f4')},
+  )
   index = json.loads((tmp_path / INDEX_FILE).read_text())['weight_map']
   assert index['a'] != index['b'] == index['c']
 

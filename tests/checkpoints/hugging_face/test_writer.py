@@ -10,7 +10,12 @@ import pytest
 
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from t5x_lite import files
-from t5x_lite.checkpoints.hugging_face import FAMILIES, HuggingFaceFolder, is_hugging_face_folder, write_folder
+from t5x_lite.checkpoints.hugging_face import (
+  FAMILIES,
+  HuggingFaceFolder,
+  is_hugging_face_folder,
+  write_folder,
+)
 from t5x_lite.checkpoints.hugging_face import model_card
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.errors import CheckpointError
@@ -21,11 +26,15 @@ _EMBEDDING, _LOGITS = 'token_embedder/embedding', 'decoder/logits_dense/kernel'
 
 @pytest.mark.parametrize('family', ['t5_1_1', 'mt5', 'umt5', 'switch'])
 def test_tied_logits_without_a_scale_are_written_and_read(tmp_path, family):
-  arch = dataclasses.replace(cases.BY_FAMILY[family], logits_via_embedding=True, scale_tied_logits=False)
+  arch = dataclasses.replace(
+    cases.BY_FAMILY[family], logits_via_embedding=True, scale_tied_logits=False
+  )
   ours = cases.values(arch)
   write_folder(tmp_path / 'out', arch, FAMILIES[family], ours.__getitem__)
   folder = folders.check(tmp_path / 'out', ours, arch)
-  assert folder.config['tie_word_embeddings'] is True and 'lm_head.weight' not in folder.tensors.entries
+  assert (
+    folder.config['tie_word_embeddings'] is True and 'lm_head.weight' not in folder.tensors.entries
+  )
   card = (tmp_path / 'out' / 'README.md').read_text()
   assert 'model.config.tie_word_embeddings = False' in card and 'not scaled' in card
   assert ('before version 5' in card) == (family in ('t5_1_1', 'mt5'))
@@ -42,8 +51,15 @@ def test_written_weights_are_read_bitwise(tmp_path, family, max_shard_bytes):
   arch = cases.BY_FAMILY[family]
   ours = cases.values(arch, 'bfloat16' if family == 'mt5' else 'float32')
   seen = []
-  write_folder(tmp_path / 'out', arch, FAMILIES[family], ours.__getitem__, max_shard_bytes=max_shard_bytes,
-               source_note='Made by a test.', progress=lambda *args: seen.append(args))
+  write_folder(
+    tmp_path / 'out',
+    arch,
+    FAMILIES[family],
+    ours.__getitem__,
+    max_shard_bytes=max_shard_bytes,
+    source_note='Made by a test.',
+    progress=lambda *args: seen.append(args),
+  )
   folders.check(tmp_path / 'out', ours, arch)
   assert seen[-1][:2] == (len(ours), len(ours)) and [name for _, _, name in seen] == list(ours)
   config = json.loads((tmp_path / 'out' / CONFIG_FILE).read_text())
@@ -53,7 +69,11 @@ def test_written_weights_are_read_bitwise(tmp_path, family, max_shard_bytes):
   card = (tmp_path / 'out' / 'README.md').read_text()
   assert card.startswith('---\nlibrary_name: transformers\n') and 'Made by a test.' in card
   assert ('model.config.tie_word_embeddings = False' in card) == (family == 'umt5')
-  assert ('AutoTokenizer' in card) == (family == 'byt5') == (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  assert (
+    ('AutoTokenizer' in card)
+    == (family == 'byt5')
+    == (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  )
   assert ('expert_capacity' in card) == (family == 'switch')
   assert (tmp_path / 'out' / 'model.safetensors.index.json').exists() == (max_shard_bytes == 1000)
   assert [path.name for path in tmp_path.iterdir()] == ['out']
@@ -73,7 +93,10 @@ def test_folders_pass_through_unchanged(tmp_path):
 def test_the_dtype_is_cast_on_the_way(tmp_path, dtype):
   ours = cases.values(cases.SMALL, 'float32')
   write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], ours.__getitem__, dtype=dtype)
-  cast = {name: array.astype(ml_dtypes.bfloat16 if dtype == 'bfloat16' else dtype) for name, array in ours.items()}
+  cast = {
+    name: array.astype(ml_dtypes.bfloat16 if dtype == 'bfloat16' else dtype)
+    for name, array in ours.items()
+  }
   folders.check(tmp_path / 'out', cast, cases.SMALL)
   assert json.loads((tmp_path / 'out' / CONFIG_FILE).read_text())['torch_dtype'] == dtype
 
@@ -86,7 +109,9 @@ def test_arrays_are_read_in_the_order_that_is_asked_for(tmp_path):
     seen.append(name)
     return ours[name]
 
-  write_folder(tmp_path / 'out', cases.SWITCH, FAMILIES['switch'], read, order=order, max_shard_bytes=1000)
+  write_folder(
+    tmp_path / 'out', cases.SWITCH, FAMILIES['switch'], read, order=order, max_shard_bytes=1000
+  )
   assert seen == order
   folders.check(tmp_path / 'out', ours, cases.SWITCH)
   for bad, match in ((order[1:], 'Correct ' + order[0]), (order + order[:1], 'twice')):
@@ -96,7 +121,9 @@ def test_arrays_are_read_in_the_order_that_is_asked_for(tmp_path):
 
 def test_jax_arrays_are_written_too(tmp_path):
   ours = cases.values(cases.TIED)
-  write_folder(tmp_path / 'out', cases.TIED, FAMILIES['t5_1_0'], lambda name: jax.numpy.asarray(ours[name]))
+  write_folder(
+    tmp_path / 'out', cases.TIED, FAMILIES['t5_1_0'], lambda name: jax.numpy.asarray(ours[name])
+  )
   folders.check(tmp_path / 'out', ours, cases.TIED)
 
 
@@ -151,12 +178,20 @@ def test_no_complete_folder_exists_before_the_end(tmp_path):
   write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], read, max_shard_bytes=1000)
 
 
-@pytest.mark.parametrize('kwargs, match', [
-    (dict(dtype='float64'), "dtype.*got 'float64'"), (dict(max_shard_bytes=0), 'max_shard_bytes.*got 0'),
-    (dict(family='umt5'), 'per layer'), (dict(arrays={_EMBEDDING: np.ones([2, 6], 'f4')}), r'got \(2, 6\)'),
+@pytest.mark.parametrize(
+  'kwargs, match',
+  [
+    (dict(dtype='float64'), "dtype.*got 'float64'"),
+    (dict(max_shard_bytes=0), 'max_shard_bytes.*got 0'),
+    (dict(family='umt5'), 'per layer'),
+    (dict(arrays={_EMBEDDING: np.ones([2, 6], 'f4')}), r'got \(2, 6\)'),
     (dict(arrays={_EMBEDDING: np.ones([13, 6], int)}), 'got .* and int64'),
-    (dict(arrays={_EMBEDDING: np.full([13, 6], 1e5, 'f4')}, dtype='float16'), 'beyond 65504.*bfloat16'),
-])
+    (
+      dict(arrays={_EMBEDDING: np.full([13, 6], 1e5, 'f4')}, dtype='float16'),
+      'beyond 65504.*bfloat16',
+    ),
+  ],
+)
 def test_unsupported_weights_are_rejected(tmp_path, kwargs, match):
   arrays = cases.values(cases.SMALL) | kwargs.pop('arrays', {})
   family = FAMILIES[kwargs.pop('family', 't5_1_1')]
@@ -169,5 +204,7 @@ def test_an_existing_output_is_unchanged(tmp_path):
   (tmp_path / 'out').mkdir()
   (tmp_path / 'out' / 'mine').write_text('x')
   with pytest.raises(CheckpointError, match='must be a new folder'):
-    write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], cases.values(cases.SMALL).__getitem__)
+    write_folder(
+      tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], cases.values(cases.SMALL).__getitem__
+    )
   assert (tmp_path / 'out' / 'mine').read_text() == 'x' and len(list(tmp_path.iterdir())) == 1

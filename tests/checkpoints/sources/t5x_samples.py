@@ -15,7 +15,11 @@ from tests.networks import network_cases
 NAME = 'net_t5_1_1_tiny'
 STEP = 7
 _FOLDER = pathlib.Path(__file__).parents[2] / 'golden' / 't5x_checkpoints'
-INPUT_SHAPES = {'encoder_input_tokens': (8, 6), 'decoder_input_tokens': (8, 5), 'decoder_target_tokens': (8, 5)}
+INPUT_SHAPES = {
+  'encoder_input_tokens': (8, 6),
+  'decoder_input_tokens': (8, 5),
+  'decoder_target_tokens': (8, 5),
+}
 
 
 def unpack(folder):
@@ -36,7 +40,8 @@ def read_chunks(checkpoint):
       described = json.loads((folder / '.zarray').read_text())
       chunk = folder / '.'.join('0' for _ in described['shape'])
       arrays[folder.name.replace('.', '/')] = np.frombuffer(
-          gzip.decompress(chunk.read_bytes()), described['dtype']).reshape(described['shape'])
+        gzip.decompress(chunk.read_bytes()), described['dtype']
+      ).reshape(described['shape'])
   return arrays
 
 
@@ -53,4 +58,5 @@ def model(optimizer_def=None, **overrides):
 
 def initializer(its_model, partitioner, shapes=None):
   return state_init.TrainStateInitializer(
-      its_model.optimizer_def, its_model.get_initial_variables, shapes or INPUT_SHAPES, partitioner)
+    its_model.optimizer_def, its_model.get_initial_variables, shapes or INPUT_SHAPES, partitioner
+  )

@@ -16,7 +16,9 @@ def _save(path, **sections):
 
 
 def test_names_and_values(tmp_path):
-  opened = _save(tmp_path, param_average={'w': np.ones(2, np.float32)}, flax_mutables={'c': {'n': np.int32(5)}})
+  opened = _save(
+    tmp_path, param_average={'w': np.ones(2, np.float32)}, flax_mutables={'c': {'n': np.int32(5)}}
+  )
   average = sources.AverageSource(opened)
   assert set(average.shapes()) == {'target/w', 'state/step', 'flax_mutables/c/n'}
   np.testing.assert_array_equal(average.read_array('target/w'), np.ones(2))

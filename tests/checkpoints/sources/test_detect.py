@@ -23,7 +23,10 @@ from tests.checkpoints.sources import t5x_samples as samples
 @pytest.fixture(scope='module')
 def forms(tmp_path_factory):
   """T5X's samples: name of the form -> folder of the checkpoint."""
-  return {name: folder / 'checkpoint_7' for name, folder in samples.unpack(tmp_path_factory.mktemp('forms')).items()}
+  return {
+    name: folder / 'checkpoint_7'
+    for name, folder in samples.unpack(tmp_path_factory.mktemp('forms')).items()
+  }
 
 
 @pytest.fixture
@@ -34,15 +37,25 @@ def folder(tmp_path):
   return path
 
 
-@pytest.mark.parametrize('name, message', [
-    ('google/flan-t5-small',
-     "run `hf download google/flan-t5-small --local-dir flan-t5-small` .*give the path 'flan-t5-small'"),
+@pytest.mark.parametrize(
+  'name, message',
+  [
+    (
+      'google/flan-t5-small',
+      "run `hf download google/flan-t5-small --local-dir flan-t5-small` .*give the path 'flan-t5-small'",
+    ),
     ('t5-small', 'hf download t5-small'),
-    ('https://huggingface.co/google/flan-t5-small/tree/main',
-     'must be a path on a disk.*hf download google/flan-t5-small'),
-    ('ftp://t5-data/checkpoint_1', 'must be a path on a disk or in an object store.*gs:// and s3://'),
+    (
+      'https://huggingface.co/google/flan-t5-small/tree/main',
+      'must be a path on a disk.*hf download google/flan-t5-small',
+    ),
+    (
+      'ftp://t5-data/checkpoint_1',
+      'must be a path on a disk or in an object store.*gs:// and s3://',
+    ),
     ('~/models/flan', r"got '~/models/flan'.*write '.*/models/flan'"),
-])
+  ],
+)
 def test_names_that_are_not_paths(name, message, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(errors.T5xLiteError, match=message):
@@ -80,17 +93,22 @@ def test_the_cache_of_a_hub(folder, tmp_path):
 
 
 def test_a_missing_folder(tmp_path):
-  with pytest.raises(errors.ConfigError, match='folder with config.json, got .*gone.* Restore config.json'):
+  with pytest.raises(
+    errors.ConfigError, match='folder with config.json, got .*gone.* Restore config.json'
+  ):
     network.network_config(tmp_path / 'gone')
 
 
-@pytest.mark.parametrize('change, message', [
+@pytest.mark.parametrize(
+  'change, message',
+  [
     ({'pad_token_id': 1}, '`config.json.pad_token_id` must be 0.*got 1'),
     ({'eos_token_id': 2}, '`config.json.eos_token_id` must be 1.*got 2'),
     ({'decoder_start_token_id': 2}, '`config.json.decoder_start_token_id` must be 0.*got 2'),
     ({'model_type': 'bert'}, "`config.json.model_type` must be one of .*got 'bert'"),
     ({'relative_attention_max_distance': 8}, 'max_relpos_distance` must be .*, got 8'),
-])
+  ],
+)
 def test_errors_of_config_json_name_the_folder(folder, change, message):
   said = json.loads((folder / 'config.json').read_text())
   (folder / 'config.json').write_text(json.dumps(said | change))
@@ -106,7 +124,9 @@ def test_a_step_that_is_not_a_number_of_steps(forms, tmp_path, step):
   index = flax.serialization.msgpack_restore((copy / 'checkpoint').read_bytes())
   index['optimizer']['state']['step'] = step
   (copy / 'checkpoint').write_bytes(flax.serialization.msgpack_serialize(index))
-  with pytest.raises(errors.CheckpointDamagedError, match='state/step must be an integer >= 0, got '):
+  with pytest.raises(
+    errors.CheckpointDamagedError, match='state/step must be an integer >= 0, got '
+  ):
     convert.convert(str(copy), str(tmp_path / 'converted'), to='t5x_lite')
   assert [path.name for path in tmp_path.iterdir()] == ['copy']
 
@@ -115,7 +135,9 @@ def test_a_step_that_is_not_a_number_of_steps(forms, tmp_path, step):
 def test_a_damaged_index_of_orbax_says_what_to_do(forms, tmp_path, content):
   copy = shutil.copytree(forms['t5x_orbax'], tmp_path / 'copy')
   (copy / 'state/_METADATA').write_bytes(content)
-  with pytest.raises(errors.CheckpointError, match='index of .*_METADATA.*Copy the checkpoint again'):
+  with pytest.raises(
+    errors.CheckpointError, match='index of .*_METADATA.*Copy the checkpoint again'
+  ):
     checkpoints.open_source(copy).shapes()
 
 
@@ -136,10 +158,17 @@ def test_a_lost_file_of_orbax_says_what_to_do(forms, tmp_path):
     shutil.rmtree(data)
   (copies[1] / 'state/manifest.ocdbt').unlink()
   # In a separate process: TensorStore's threads log errors about Orbax's closed event loop later.
-  done = subprocess.run([sys.executable, '-c', textwrap.dedent(_READ_ALL), *map(str, copies)], capture_output=True,
-                        text=True, timeout=300)
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_READ_ALL), *map(str, copies)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert done.returncode == 0, done.stderr
-  found = re.findall(r'The (?:index|data) of .*(data|manifest).*cannot be read.*Copy the checkpoint again', done.stdout)
+  found = re.findall(
+    r'The (?:index|data) of .*(data|manifest).*cannot be read.*Copy the checkpoint again',
+    done.stdout,
+  )
   assert found == ['data', 'manifest'], done.stdout
 
 

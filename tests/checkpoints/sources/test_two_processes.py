@@ -11,7 +11,7 @@ from tests import processes
 from tests.checkpoints.sources import t5x_samples as samples
 from tests.networks import network_cases
 
-PROGRAM = '''
+PROGRAM = """
     import pathlib, sys
     import jax
     from t5x_lite import runtime
@@ -48,7 +48,7 @@ PROGRAM = '''
       raise AssertionError('no error')
     except errors.CheckpointDamagedError as e:
       assert 'is missing' in str(e), e
-'''
+"""
 
 
 @pytest.mark.full
@@ -57,6 +57,10 @@ def test_two_processes(tmp_path):
   shutil.copytree(found['t5x'] / 'checkpoint_7', tmp_path / 'damaged')
   os.remove(tmp_path / 'damaged/target.token_embedder.embedding/0.0')
   params = tree_utils.flatten_dict(network_cases.golden_params(samples.NAME))
-  hugging_face.write_folder(tmp_path / 'hugging_face', hugging_face.Architecture.from_shapes(params),
-                            hugging_face.FAMILIES['t5_1_1'], params.__getitem__)
+  hugging_face.write_folder(
+    tmp_path / 'hugging_face',
+    hugging_face.Architecture.from_shapes(params),
+    hugging_face.FAMILIES['t5_1_1'],
+    params.__getitem__,
+  )
   processes.run(PROGRAM, tmp_path, num_devices=2)

@@ -15,7 +15,9 @@ def examples(split: str, shuffle_files: bool = False, seed: int | None = None) -
   del shuffle_files, seed
   rng = random.Random(split)
   words = [''.join(rng.choices(LETTERS, k=rng.randint(2, 6))) for _ in range(SIZES[split])]
-  return tf.data.Dataset.from_tensor_slices({'inputs': words, 'targets': [word[::-1] for word in words]})
+  return tf.data.Dataset.from_tensor_slices(
+    {'inputs': words, 'targets': [word[::-1] for word in words]}
+  )
 
 
 def exact_match(targets: list[str], predictions: list[str]) -> dict[str, float]:
@@ -24,8 +26,9 @@ def exact_match(targets: list[str], predictions: list[str]) -> dict[str, float]:
 
 
 seqio.TaskRegistry.add(
-    'reverse_words',
-    source=seqio.FunctionDataSource(examples, splits=tuple(SIZES), num_input_examples=SIZES),
-    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
-    output_features={name: seqio.Feature(VOCABULARY, add_eos=True) for name in ('inputs', 'targets')},
-    metric_fns=[exact_match])
+  'reverse_words',
+  source=seqio.FunctionDataSource(examples, splits=tuple(SIZES), num_input_examples=SIZES),
+  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
+  output_features={name: seqio.Feature(VOCABULARY, add_eos=True) for name in ('inputs', 'targets')},
+  metric_fns=[exact_match],
+)

@@ -49,7 +49,9 @@ def _inputs(width, hidden, num_rows=100):
 def _oracle(params, rows, sizes, spec, keep=None):
   """Every expert on every row."""
   buffers = jnp.broadcast_to(rows, (4, *rows.shape))
-  keep = None if keep is None else jnp.broadcast_to(keep.of_all(), (4, rows.shape[0], keep.hidden_dim))
+  keep = (
+    None if keep is None else jnp.broadcast_to(keep.of_all(), (4, rows.shape[0], keep.hidden_dim))
+  )
   all_results = dispatch.batched_mlp(params, buffers, spec, keep)
   expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side='right')
   return jnp.einsum('end,ne->nd', all_results, jax.nn.one_hot(expert, 4, dtype=all_results.dtype))
@@ -60,8 +62,10 @@ def test_padded_tiles_are_exact(sizes):
   params, rows = _inputs(8, 12)
   spec = MlpSpec(('gelu', 'linear'), dropout_rate=0.2)
   keep = DropoutMask(jax.random.key(0), jnp.arange(100), 12, 0.2)
-  assert_close(_grads(accelerators.padded_mlp, params, rows, sizes, spec, keep),
-               _grads(_oracle, params, rows, sizes, spec, keep))
+  assert_close(
+    _grads(accelerators.padded_mlp, params, rows, sizes, spec, keep),
+    _grads(_oracle, params, rows, sizes, spec, keep),
+  )
 
 
 def _leaving_nans(rows, kernels, group_sizes):
@@ -78,21 +82,30 @@ def test_rows_without_an_expert_may_have_any_values():
   for sizes in (_SIZES[0], [10, 0, 7, 3]):
     (_, rows_grad), y = got = _grads(mlp_fn, params, rows, sizes, spec, keep)
     assert_close(got, _grads(_oracle, params, rows, sizes, spec, keep))
-    assert not np.any(y[sum(sizes):]) and not np.any(rows_grad[sum(sizes):])
+    assert not np.any(y[sum(sizes) :]) and not np.any(rows_grad[sum(sizes) :])
 
 
 def test_gradients_of_biases_are_summed_in_float32():
   """A sum of ones in bfloat16 stops at 256."""
-  params = MlpParams(wi=(jnp.zeros((2, 8, 8)),), wo=jnp.zeros((2, 8, 8)), wi_bias=(jnp.zeros((2, 8)),),
-                     wo_bias=jnp.zeros((2, 8)))
+  params = MlpParams(
+    wi=(jnp.zeros((2, 8, 8)),),
+    wo=jnp.zeros((2, 8, 8)),
+    wi_bias=(jnp.zeros((2, 8)),),
+    wo_bias=jnp.zeros((2, 8)),
+  )
   spec, sizes = MlpSpec(('relu',), dtype=jnp.bfloat16), jnp.array([600, 400], jnp.int32)
 
   def product(rows, kernels, group_sizes):
     expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0]), side='right')
     return jnp.einsum('ni,nio->no', rows, jnp.take(kernels, expert, axis=0, mode='clip'))
 
-  grads = jax.grad(lambda params: jnp.sum(accelerators.mlp_by_products(
-      product, params, jnp.ones((1000, 8), jnp.bfloat16), sizes, spec).astype(jnp.float32)))(params)
+  grads = jax.grad(
+    lambda params: jnp.sum(
+      accelerators.mlp_by_products(
+        product, params, jnp.ones((1000, 8), jnp.bfloat16), sizes, spec
+      ).astype(jnp.float32)
+    )
+  )(params)
   np.testing.assert_array_equal(grads.wo_bias[:, 0], [600, 400])
 
 
@@ -101,8 +114,14 @@ def test_products_without_a_loop_have_names_for_policies():
   params, rows = _inputs(8, 12)
   sizes, spec = jnp.array(_SIZES[0], jnp.int32), MlpSpec(('gelu', 'linear'))
   mlp = lambda params: accelerators.mlp_by_products(_leaving_nans, params, rows, sizes, spec)
-  products = {policy: str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(remat.remat(mlp, policy, in_loop=True)(
-      params))))(params)).count('dot_general') for policy in ('minimal', 'full')}
+  products = {
+    policy: str(
+      jax.make_jaxpr(
+        jax.grad(lambda params: jnp.sum(remat.remat(mlp, policy, in_loop=True)(params)))
+      )(params)
+    ).count('dot_general')
+    for policy in ('minimal', 'full')
+  }
   assert products['minimal'] < products['full']
 
 
@@ -112,11 +131,18 @@ def test_second_derivatives_of_products_raise(monkeypatch, name):
     devices = [types.SimpleNamespace(core_count=148)]
     for devices_fn in ('devices', 'local_devices'):
       monkeypatch.setattr(jax, devices_fn, lambda *args: devices)
-  product, shape = getattr(accelerators, f'{name}_product'), jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
-  args = (shape, jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32))
+  product, shape = (
+    getattr(accelerators, f'{name}_product'),
+    jax.ShapeDtypeStruct((256, 128), jnp.bfloat16),
+  )
+  args = (
+    shape,
+    jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16),
+    jax.ShapeDtypeStruct((2,), jnp.int32),
+  )
 
   def norm(rows, *others):
-    grad = jax.grad(lambda rows: jnp.sum(product(rows, *others).astype(jnp.float32)**2))(rows)
+    grad = jax.grad(lambda rows: jnp.sum(product(rows, *others).astype(jnp.float32) ** 2))(rows)
     return jnp.sum(grad.astype(jnp.float32))
 
   with pytest.raises(ConfigError, match='no second derivatives'):
@@ -124,25 +150,41 @@ def test_second_derivatives_of_products_raise(monkeypatch, name):
 
 
 _interpreted_megablox = functools.partial(
-    accelerators.mlp_by_products, functools.partial(accelerators.megablox_product, interpret=True))
+  accelerators.mlp_by_products, functools.partial(accelerators.megablox_product, interpret=True)
+)
 
 
-@pytest.mark.parametrize('sizes', [
-    _SIZES[0], *(pytest.param(sizes, marks=pytest.mark.full) for sizes in (*_SIZES[1:], [10, 0, 7, 3]))])
+@pytest.mark.parametrize(
+  'sizes',
+  [
+    _SIZES[0],
+    *(pytest.param(sizes, marks=pytest.mark.full) for sizes in (*_SIZES[1:], [10, 0, 7, 3])),
+  ],
+)
 def test_megablox_is_exact(sizes):
   params, rows = _inputs(128, 128)
   spec = MlpSpec(('gelu', 'linear'))
   mlp_fn = _interpreted_megablox
-  assert_close(_grads(mlp_fn, params, rows, sizes, spec), _grads(_oracle, params, rows, sizes, spec), tol=1e-4)
+  assert_close(
+    _grads(mlp_fn, params, rows, sizes, spec), _grads(_oracle, params, rows, sizes, spec), tol=1e-4
+  )
 
 
 def _lower(mlp_fn, platform, dtype, width=128, balanced_rows=None):
   """Return the program of gradients; with `balanced_rows`, of a receive buffer for many more rows."""
   params, rows = _inputs(width, 2 * width, 100 if balanced_rows is None else 20 * balanced_rows)
   spec = MlpSpec(('gelu', 'linear'), dtype=dtype)
-  fn = jax.jit(jax.grad(lambda params, rows, sizes: jnp.sum(
-      mlp_fn(params, rows, sizes, spec, None, balanced_rows).astype(jnp.float32)), argnums=(0, 1)))
-  return fn.trace(params, rows, jnp.zeros(4, jnp.int32)).lower(lowering_platforms=(platform,)).as_text()
+  fn = jax.jit(
+    jax.grad(
+      lambda params, rows, sizes: jnp.sum(
+        mlp_fn(params, rows, sizes, spec, None, balanced_rows).astype(jnp.float32)
+      ),
+      argnums=(0, 1),
+    )
+  )
+  return (
+    fn.trace(params, rows, jnp.zeros(4, jnp.int32)).lower(lowering_platforms=(platform,)).as_text()
+  )
 
 
 @pytest.mark.full
@@ -150,7 +192,9 @@ def test_hopper_kernels_lower_for_cuda(monkeypatch):
   # One of the kernels asks the first device for its number of multiprocessors.
   monkeypatch.setattr(jax, 'devices', lambda *args: [types.SimpleNamespace(core_count=132)])
   for width in (64, 192, 256):
-    program = _lower(accelerators.mosaic_gpu_mlp, 'cuda', jnp.bfloat16, width, None if width == 64 else 100)
+    program = _lower(
+      accelerators.mosaic_gpu_mlp, 'cuda', jnp.bfloat16, width, None if width == 64 else 100
+    )
     assert program.count('@mosaic_gpu') >= 5, program.count('@mosaic_gpu')
 
 
@@ -188,29 +232,40 @@ def test_exported_experts_lower_for_every_platform(monkeypatch):
   monkeypatch.setattr(jax, 'devices', lambda *args: [H100])
   assert grouped.select_kernel('auto', 'gpu', params, spec) == 'mosaic_gpu'
   with layers.portable_programs():
-    exported = jax.export.export(jax.jit(lambda *args: grouped.grouped_mlp(*args, spec)),
-                                 platforms=('cpu', 'cuda', 'tpu'))(params, rows, sizes)
+    exported = jax.export.export(
+      jax.jit(lambda *args: grouped.grouped_mlp(*args, spec)), platforms=('cpu', 'cuda', 'tpu')
+    )(params, rows, sizes)
   monkeypatch.undo()
-  assert_close(exported.call(params, rows, sizes).astype(jnp.float32), expected.astype(jnp.float32), tol=2e-2)
+  assert_close(
+    exported.call(params, rows, sizes).astype(jnp.float32), expected.astype(jnp.float32), tol=2e-2
+  )
 
 
 def test_the_first_choice_is_logged_with_its_reason(monkeypatch, caplog):
   params = _inputs(128, 256)[0]
 
   def logged(capability, backend='gpu'):
-    monkeypatch.setattr(jax, 'devices', lambda: [types.SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(
+      jax, 'devices', lambda: [types.SimpleNamespace(compute_capability=capability)]
+    )
     monkeypatch.setattr(grouped, '_has_logged_choice', False)
     caplog.clear()
     with caplog.at_level(logging.INFO):
       for _ in range(2):
-        grouped.select_kernel('auto', backend, params, MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16))
+        grouped.select_kernel(
+          'auto', backend, params, MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16)
+        )
     return [record.getMessage() for record in caplog.records]
 
-  line, = logged('8.0')
-  assert "takes 'padded'" in line and "'mosaic_gpu' needs a Hopper GPU" in line and "'blackwell' needs" in line, line
-  line, = logged('10.0')
+  (line,) = logged('8.0')
+  assert (
+    "takes 'padded'" in line
+    and "'mosaic_gpu' needs a Hopper GPU" in line
+    and "'blackwell' needs" in line
+  ), line
+  (line,) = logged('10.0')
   assert "takes 'blackwell'" in line and 'got 10.0' in line
-  line, = logged('9.0')
+  (line,) = logged('9.0')
   assert "takes 'mosaic_gpu'" in line and 'device, dtype and dims allow it' in line
   assert len(logged(None, 'tpu')) == 1 and not logged(None, 'cpu')
 
@@ -233,7 +288,9 @@ def test_the_kernel_follows_the_device(monkeypatch):
   bf16, f32 = (MlpSpec(('gelu', 'linear'), dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
 
   def selected(backend, params, spec, capability=None):
-    monkeypatch.setattr(jax, 'devices', lambda: [types.SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(
+      jax, 'devices', lambda: [types.SimpleNamespace(compute_capability=capability)]
+    )
     return grouped.select_kernel('auto', backend, params, spec)
 
   assert selected('gpu', large, bf16, '9.0') == 'mosaic_gpu'
@@ -250,5 +307,7 @@ def test_the_kernel_follows_the_device(monkeypatch):
     selected('gpu', large, bf16, '8.0') and grouped.select_kernel('mosaic_gpu', 'gpu', large, bf16)
   with pytest.raises(ConfigError, match='multiples of 128, got 48 and 96'):
     grouped.select_kernel('megablox', 'tpu', small, bf16)
-  with pytest.raises(ConfigError, match="one of 'auto', 'tiles', 'padded', got .*another backend than 'cpu'"):
+  with pytest.raises(
+    ConfigError, match="one of 'auto', 'tiles', 'padded', got .*another backend than 'cpu'"
+  ):
     grouped.select_kernel('mosaic_gpu', 'cpu', large, bf16)

@@ -14,14 +14,21 @@ from t5x_lite.layers import ACTIVATIONS
 
 def make_params(rng, num_experts, width, hidden, num_branches, biases=False):
   def draw(*shape):
-    return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) == 3 else 1.0), jnp.float32)
+    return jnp.asarray(
+      rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) == 3 else 1.0), jnp.float32
+    )
+
   return types.MlpParams(
-      wi=tuple(draw(num_experts, width, hidden) for _ in range(num_branches)), wo=draw(num_experts, hidden, width),
-      wi_bias=tuple(draw(num_experts, hidden) for _ in range(num_branches)) if biases else None,
-      wo_bias=draw(num_experts, width) if biases else None)
+    wi=tuple(draw(num_experts, width, hidden) for _ in range(num_branches)),
+    wo=draw(num_experts, hidden, width),
+    wi_bias=tuple(draw(num_experts, hidden) for _ in range(num_branches)) if biases else None,
+    wo_bias=draw(num_experts, width) if biases else None,
+  )
 
 
-def make_token_choice(rng, groups, tokens, num_selected, num_experts, *, capacity=None, ignored=0.0, skew=None):
+def make_token_choice(
+  rng, groups, tokens, num_selected, num_experts, *, capacity=None, ignored=0.0, skew=None
+):
   """Random distinct choices; places are given out first choices first, in the order of the tokens."""
   load = np.ones(num_experts) if skew is None else np.asarray(skew, float)
   index = np.zeros((groups, tokens, num_selected), np.int32)
@@ -45,9 +52,15 @@ def make_token_choice(rng, groups, tokens, num_selected, num_experts, *, capacit
     gates = np.where(position < capacity, gates, 0.0)
   gates = np.where(index < num_experts, gates, 0.0)
   return TokenChoice(
-      expert_index=jnp.asarray(index), gates=jnp.asarray(gates, jnp.float32),
-      position=None if position is None else jnp.asarray(position), probs=jnp.zeros((groups, tokens, num_experts)),
-      auxiliary_loss=jnp.zeros([]), router_z_loss=jnp.zeros([]), num_experts=num_experts, capacity=capacity)
+    expert_index=jnp.asarray(index),
+    gates=jnp.asarray(gates, jnp.float32),
+    position=None if position is None else jnp.asarray(position),
+    probs=jnp.zeros((groups, tokens, num_experts)),
+    auxiliary_loss=jnp.zeros([]),
+    router_z_loss=jnp.zeros([]),
+    num_experts=num_experts,
+    capacity=capacity,
+  )
 
 
 def make_expert_choice(rng, groups, tokens, num_experts, capacity):
@@ -56,12 +69,16 @@ def make_expert_choice(rng, groups, tokens, num_experts, capacity):
   for g in range(groups):
     for e in range(num_experts):
       chosen = rng.permutation(tokens)[:capacity]
-      index[g, e, :len(chosen)] = chosen
+      index[g, e, : len(chosen)] = chosen
   gates = np.where(index < tokens, rng.uniform(0.1, 1.0, size=index.shape), 0.0)
   return ExpertChoice(
-      token_index=jnp.asarray(index), gates=jnp.asarray(gates, jnp.float32),
-      probs=jnp.zeros((groups, tokens, num_experts)), auxiliary_loss=jnp.zeros([]), router_z_loss=jnp.zeros([]),
-      num_tokens=tokens)
+    token_index=jnp.asarray(index),
+    gates=jnp.asarray(gates, jnp.float32),
+    probs=jnp.zeros((groups, tokens, num_experts)),
+    auxiliary_loss=jnp.zeros([]),
+    router_z_loss=jnp.zeros([]),
+    num_tokens=tokens,
+  )
 
 
 def all_experts(x, routing, gates, params, spec):
@@ -102,11 +119,16 @@ def assert_close(got, expected, tol=1e-5):
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert a.shape == b.shape
-    assert np.linalg.norm(a - b) <= tol * max(np.linalg.norm(b), 1e-3), (np.linalg.norm(a - b), np.linalg.norm(b))
+    assert np.linalg.norm(a - b) <= tol * max(np.linalg.norm(b), 1e-3), (
+      np.linalg.norm(a - b),
+      np.linalg.norm(b),
+    )
 
 
 def by(method):
-  return lambda x, routing, params, spec: dispatch.apply_experts(x, routing, params, spec, method=method)[0]
+  return lambda x, routing, params, spec: dispatch.apply_experts(
+    x, routing, params, spec, method=method
+  )[0]
 
 
 def run(fn, x, routing, params, spec):
@@ -118,21 +140,37 @@ def oracle(x, routing, params, spec):
   return all_experts(x, routing, routing.gates, params, spec)
 
 
-@pytest.mark.parametrize('seed', [
-    seed if seed in (1, 2) else pytest.param(seed, marks=pytest.mark.full) for seed in range(24)])
+@pytest.mark.parametrize(
+  'seed',
+  [seed if seed in (1, 2) else pytest.param(seed, marks=pytest.mark.full) for seed in range(24)],
+)
 def test_dropless_is_exact(seed):
   rng = np.random.default_rng(seed)
   num_experts = int(rng.choice([1, 2, 5, 8]))
   num_selected = int(rng.integers(1, min(num_experts, 3) + 1))
   groups, tokens, width, hidden = (int(n) for n in (rng.integers(1, 4), rng.integers(1, 60), 8, 12))
-  activations = [('gelu',), ('silu', 'linear'), ('relu',), *((name,) for name in sorted(ACTIVATIONS))][seed % 14]
+  activations = [
+    ('gelu',),
+    ('silu', 'linear'),
+    ('relu',),
+    *((name,) for name in sorted(ACTIVATIONS)),
+  ][seed % 14]
   params = make_params(rng, num_experts, width, hidden, len(activations), biases=seed % 2 == 1)
-  routing = make_token_choice(rng, groups, tokens, num_selected, num_experts, ignored=0.2 * (seed % 2),
-                              skew=[[1] * num_experts, [1] + [0] * (num_experts - 1)][seed % 2])
+  routing = make_token_choice(
+    rng,
+    groups,
+    tokens,
+    num_selected,
+    num_experts,
+    ignored=0.2 * (seed % 2),
+    skew=[[1] * num_experts, [1] + [0] * (num_experts - 1)][seed % 2],
+  )
   x = jnp.asarray(rng.normal(size=(groups, tokens, width)), jnp.float32)
   spec = types.MlpSpec(activations)
-  assert_close(loss_and_grads(by('grouped'), x, routing, params, spec),
-               loss_and_grads(oracle, x, routing, params, spec))
+  assert_close(
+    loss_and_grads(by('grouped'), x, routing, params, spec),
+    loss_and_grads(oracle, x, routing, params, spec),
+  )
 
 
 @pytest.mark.parametrize('kind', ['token', 'expert'])
@@ -140,13 +178,18 @@ def test_capacity_forms_are_exact(kind):
   rng = np.random.default_rng(3)
   params = make_params(rng, 4, 8, 12, 2, biases=True)
   x = jnp.asarray(rng.normal(size=(3, 16, 8)), jnp.float32)
-  routing = (make_token_choice(rng, 3, 16, 2, 4, capacity=6, ignored=0.1) if kind == 'token'
-             else make_expert_choice(rng, 3, 16, 4, 5))
+  routing = (
+    make_token_choice(rng, 3, 16, 2, 4, capacity=6, ignored=0.1)
+    if kind == 'token'
+    else make_expert_choice(rng, 3, 16, 4, 5)
+  )
   spec = types.MlpSpec(('gelu', 'linear'))
   expected = loss_and_grads(oracle, x, routing, params, spec)
   for method in ('einsum', 'capacity', 'grouped'):
     if (kind, method) == ('expert', 'grouped'):
-      with pytest.raises(ConfigError, match="must be one of 'auto', 'capacity', 'einsum', got 'grouped'"):
+      with pytest.raises(
+        ConfigError, match="must be one of 'auto', 'capacity', 'einsum', got 'grouped'"
+      ):
         by(method)(x, routing, params, spec)
       continue
     assert_close(loss_and_grads(by(method), x, routing, params, spec), expected)
@@ -159,10 +202,22 @@ def test_choices_dropped_or_ignored_or_of_one_expert():
   x = jnp.asarray(rng.normal(size=(1, 90, 8)), jnp.float32)
   spec = types.MlpSpec(('gelu',))
   routing = make_token_choice(rng, 1, 90, 1, 4)
-  grad_fns = [jax.jit(jax.value_and_grad(lambda x, routing, params, fn=fn: jnp.sum(fn(x, routing, params, spec)**2),
-                                         argnums=(0, 2))) for fn in (by('grouped'), oracle)]
-  for experts in (np.full(90, 3), np.full(90, 0), np.full(90, 4), np.where(np.arange(90) < 5, 1, 4),
-                  np.repeat([0, 2, 3], [1, 17, 72]), rng.integers(0, 5, 90)):
+  grad_fns = [
+    jax.jit(
+      jax.value_and_grad(
+        lambda x, routing, params, fn=fn: jnp.sum(fn(x, routing, params, spec) ** 2), argnums=(0, 2)
+      )
+    )
+    for fn in (by('grouped'), oracle)
+  ]
+  for experts in (
+    np.full(90, 3),
+    np.full(90, 0),
+    np.full(90, 4),
+    np.where(np.arange(90) < 5, 1, 4),
+    np.repeat([0, 2, 3], [1, 17, 72]),
+    rng.integers(0, 5, 90),
+  ):
     index = jnp.asarray(experts, jnp.int32).reshape(1, 90, 1)
     case = routing.replace(expert_index=index, gates=jnp.where(index < 4, 0.7, 0.0))
     assert_close(*(jax.tree.map(np.asarray, fn(x, case, params)) for fn in grad_fns))
@@ -188,7 +243,8 @@ def test_shared_capacity_has_one_group_of_all_tokens():
   expected = run(oracle, x.reshape(1, 20, 8), routing, params, spec)
   for method in ('einsum', 'capacity', 'grouped', 'auto'):
     np.testing.assert_allclose(
-        run(by(method), x, routing, params, spec).reshape(1, 20, 8), expected, atol=1e-5)
+      run(by(method), x, routing, params, spec).reshape(1, 20, 8), expected, atol=1e-5
+    )
 
 
 @pytest.mark.full  # by default, test_layers.py compares the forms with dropout
@@ -200,12 +256,17 @@ def test_dropout_drops_the_same_units_in_every_form():
   routing = make_token_choice(rng, 2, 16, 2, 4, capacity=16)
 
   def loss(params, method, seed):
-    y, _ = dispatch.apply_experts(x, routing, params, spec, method=method, dropout_rng=jax.random.key(seed))
+    y, _ = dispatch.apply_experts(
+      x, routing, params, spec, method=method, dropout_rng=jax.random.key(seed)
+    )
     return jnp.sum(y**2)
 
   step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-  results = {(method, seed): step(params, method, seed)
-             for method in ('einsum', 'capacity', 'grouped') for seed in (0, 1)}
+  results = {
+    (method, seed): step(params, method, seed)
+    for method in ('einsum', 'capacity', 'grouped')
+    for seed in (0, 1)
+  }
   for seed in (0, 1):
     assert_close(results['capacity', seed], results['einsum', seed])
     assert_close(results['grouped', seed], results['einsum', seed])
@@ -216,9 +277,13 @@ def test_dropout_drops_the_same_units_in_every_form():
   y = np.zeros((32, 8))
   for choice in range(64):
     expert = int(routing.expert_index.reshape(-1)[choice])
-    hidden = np.maximum(np.asarray(x).reshape(32, 8)[choice // 2] @ np.asarray(params.wi[0][expert]), 0)
+    hidden = np.maximum(
+      np.asarray(x).reshape(32, 8)[choice // 2] @ np.asarray(params.wi[0][expert]), 0
+    )
     hidden = hidden * np.asarray(keep[choice]) / (1 - round(0.4 * 65536) / 65536)
-    y[choice // 2] += np.asarray(routing.gates).reshape(-1)[choice] * (hidden @ np.asarray(params.wo[expert]))
+    y[choice // 2] += np.asarray(routing.gates).reshape(-1)[choice] * (
+      hidden @ np.asarray(params.wo[expert])
+    )
   np.testing.assert_allclose(results['grouped', 0][0], np.sum(y**2), rtol=1e-5)
 
 
@@ -228,8 +293,11 @@ def test_experts_that_choose_have_dropout_too():
   x = jnp.asarray(rng.normal(size=(2, 16, 8)), jnp.float32)
   spec = types.MlpSpec(('relu',), dropout_rate=0.5)
   routing = make_expert_choice(rng, 2, 16, 4, 6)
-  dropping = lambda method: lambda x, routing, params, spec: dispatch.apply_experts(
-      x, routing, params, spec, method=method, dropout_rng=jax.random.key(0))[0]
+  dropping = lambda method: (
+    lambda x, routing, params, spec: dispatch.apply_experts(
+      x, routing, params, spec, method=method, dropout_rng=jax.random.key(0)
+    )[0]
+  )
   a, b = (run(dropping(method), x, routing, params, spec) for method in ('einsum', 'capacity'))
   np.testing.assert_allclose(a, b, atol=1e-5)
   assert np.max(np.abs(a - run(by('capacity'), x, routing, params, spec))) > 1e-2
@@ -241,11 +309,15 @@ def test_bfloat16_compute_keeps_float32_gradients_of_parameters():
   x = jnp.asarray(rng.normal(size=(1, 70, 8)), jnp.float32)
   routing = make_token_choice(rng, 1, 70, 2, 4)
   spec = types.MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16)
-  shape = jax.eval_shape(lambda x, routing, params: by('grouped')(x, routing, params, spec), x, routing, params)
+  shape = jax.eval_shape(
+    lambda x, routing, params: by('grouped')(x, routing, params, spec), x, routing, params
+  )
   assert shape.dtype == jnp.bfloat16
   got = loss_and_grads(by('grouped'), x, routing, params, spec)
   assert {g.dtype for g in jax.tree.leaves(got[1])} == {np.dtype('float32')}
-  assert_close(got, loss_and_grads(oracle, x, routing, params, types.MlpSpec(('gelu', 'linear'))), tol=2e-2)
+  assert_close(
+    got, loss_and_grads(oracle, x, routing, params, types.MlpSpec(('gelu', 'linear'))), tol=2e-2
+  )
 
 
 @pytest.mark.parametrize('method', ['einsum', 'capacity', 'grouped'])
@@ -262,7 +334,9 @@ def test_bfloat16_experts_multiply_bfloat16_tokens_and_sum_in_float32(method):
   assert got.dtype == jnp.float32
   assert_close(got, run(oracle, x, routing, wide, types.MlpSpec(('relu',))), tol=1e-6)
   # The tokens are rounded like the experts.
-  assert_close(got, run(by(method), x * (1 + 2.0**-12), routing, params, types.MlpSpec(('relu',))), tol=1e-6)
+  assert_close(
+    got, run(by(method), x * (1 + 2.0**-12), routing, params, types.MlpSpec(('relu',))), tol=1e-6
+  )
 
 
 def test_grouped_mlp_leaves_rows_past_the_end_at_zero():
@@ -276,11 +350,15 @@ def test_grouped_mlp_leaves_rows_past_the_end_at_zero():
     y = dispatch.grouped_mlp(params, rows, sizes, spec)
     return jnp.sum(y**2), y
 
-  (_, y), (rows_grad, params_grad) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(rows, params)
+  (_, y), (rows_grad, params_grad) = jax.jit(
+    jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+  )(rows, params)
   by_expert = [np.asarray(one_expert(params, rows, expert, spec)) for expert in range(3)]
   np.testing.assert_allclose(y[:7], by_expert[0][:7], atol=1e-5)
   np.testing.assert_allclose(y[7:19], by_expert[2][7:19], atol=1e-5)
-  assert not np.any(y[19:]) and not np.any(rows_grad[19:]) and np.all(np.any(rows_grad[:19], axis=1))
+  assert (
+    not np.any(y[19:]) and not np.any(rows_grad[19:]) and np.all(np.any(rows_grad[:19], axis=1))
+  )
   assert not any(np.any(g[1]) for g in jax.tree.leaves(params_grad))
   none = dispatch.grouped_mlp(params, rows[:0], jnp.zeros(3, jnp.int32), spec)
   assert none.shape == (0, 8)
@@ -296,10 +374,12 @@ def test_batches_and_raises_for_second_derivatives():
   params = make_params(rng, 3, 8, 12, 1)
   rows = jnp.asarray(rng.normal(size=(2, 20, 8)), jnp.float32)
   sizes = jnp.asarray([[5, 10, 5], [20, 0, 0]], jnp.int32)
-  fn = jax.jit(lambda rows, sizes: dispatch.grouped_mlp(params, rows, sizes, types.MlpSpec(('relu',))))
+  fn = jax.jit(
+    lambda rows, sizes: dispatch.grouped_mlp(params, rows, sizes, types.MlpSpec(('relu',)))
+  )
   alone = np.stack([fn(*args) for args in zip(rows, sizes, strict=True)])
   np.testing.assert_allclose(jax.vmap(fn)(rows, sizes), alone, atol=1e-6)
-  loss = lambda rows: jnp.sum(fn(rows, sizes[0])**2)
+  loss = lambda rows: jnp.sum(fn(rows, sizes[0]) ** 2)
   with pytest.raises(ConfigError, match='no second derivatives'):
     jax.grad(lambda rows: jnp.sum(jax.grad(loss)(rows)))(rows[0])
   with pytest.raises(TypeError, match='forward-mode'):
@@ -310,9 +390,16 @@ def test_errors():
   rng = np.random.default_rng(12)
   params, spec = make_params(rng, 3, 8, 12, 1), types.MlpSpec(('relu',))
   x = jnp.zeros((1, 6, 8))
-  dropless, dropping = make_token_choice(rng, 1, 6, 1, 3), make_token_choice(rng, 1, 6, 1, 3, capacity=4)
-  for method, match in (('ragged_dot', 'every row with every expert'), ('einsum', 'dropless'),
-                        ('capacity', 'capacity factor'), ('groupd', "Did you mean 'grouped'")):
+  dropless, dropping = (
+    make_token_choice(rng, 1, 6, 1, 3),
+    make_token_choice(rng, 1, 6, 1, 3, capacity=4),
+  )
+  for method, match in (
+    ('ragged_dot', 'every row with every expert'),
+    ('einsum', 'dropless'),
+    ('capacity', 'capacity factor'),
+    ('groupd', "Did you mean 'grouped'"),
+  ):
     with pytest.raises(ConfigError, match=match):
       by(method)(x, dropless, params, spec)
   for backend in ('gpu', 'tpu'):
@@ -333,7 +420,11 @@ def test_errors():
     by('auto')(x, dropless, params, types.MlpSpec(('relu', 'linear')))
   with pytest.raises(ConfigError, match='receive_factor'):
     dispatch.apply_experts(x, dropless, params, spec, receive_factor=0.0)
-  for options, match in (({'activations': 'relu'}, 'tuple'), ({'activations': ('rely',)}, "'relu'"),
-                         ({'dropout_rate': 1.0}, 'dropout_rate'), ({'dtype': jnp.int32}, 'floating')):
+  for options, match in (
+    ({'activations': 'relu'}, 'tuple'),
+    ({'activations': ('rely',)}, "'relu'"),
+    ({'dropout_rate': 1.0}, 'dropout_rate'),
+    ({'dtype': jnp.int32}, 'floating'),
+  ):
     with pytest.raises(ConfigError, match=match):
       types.MlpSpec(**options)

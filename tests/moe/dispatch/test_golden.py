@@ -33,13 +33,24 @@ def _layer(params, x, case, factor, method):
   capacity = routing.expert_capacity(division.group_size, case['E'], factor, case['mincap'])
   choice = _route(case, params, groups, capacity)
   experts = dispatch.MlpParams.from_tree(params['expert'])
-  y, _ = dispatch.apply_experts(groups, choice, experts, dispatch.MlpSpec(tuple(case['acts'])), method=method)
+  y, _ = dispatch.apply_experts(
+    groups, choice, experts, dispatch.MlpSpec(tuple(case['acts'])), method=method
+  )
   return division.merge(y, *x.shape[:2]), (choice.auxiliary_loss, choice.router_z_loss)
 
 
-@pytest.mark.parametrize('index, method', [
-    (1, 'einsum'), (3, 'capacity'), (4, 'grouped'), *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        (0, 'capacity'), (2, 'capacity'), (3, 'einsum')))])
+@pytest.mark.parametrize(
+  'index, method',
+  [
+    (1, 'einsum'),
+    (3, 'capacity'),
+    (4, 'grouped'),
+    *(
+      pytest.param(*case, marks=pytest.mark.full)
+      for case in ((0, 'capacity'), (2, 'capacity'), (3, 'einsum'))
+    ),
+  ],
+)
 def test_layer(index, method):
   case, arrays = _DESCRIPTION['cases'][index], golden_data.subtree(_ARRAYS, f'case{index}')
   layer = functools.partial(_layer, case=case, method=method)
@@ -53,8 +64,10 @@ def test_layer(index, method):
   tol = _DESCRIPTION['tol']['floats']
   np.testing.assert_allclose(out, arrays['train']['out'], atol=tol)
   np.testing.assert_allclose(x_grad, arrays['grad_x'], atol=tol)
-  for (path, got), (_, expected) in zip(*(
-      jax.tree_util.tree_leaves_with_path(tree) for tree in (params_grad, arrays['grad'])), strict=True):
+  for (path, got), (_, expected) in zip(
+    *(jax.tree_util.tree_leaves_with_path(tree) for tree in (params_grad, arrays['grad'])),
+    strict=True,
+  ):
     np.testing.assert_allclose(got, expected, atol=tol, err_msg=str(path))
   out, _ = jax.jit(functools.partial(layer, factor=case['ecf']))(arrays['params'], arrays['x'])
   np.testing.assert_allclose(out, arrays['eval']['out'], atol=tol)

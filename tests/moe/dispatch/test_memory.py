@@ -15,17 +15,21 @@ from tests.moe.dispatch.test_apply import make_params, make_token_choice
 
 def _temporaries(num_experts, mlp_fn, num_rows=4096, width=32, hidden=64):
   """Bytes of temporaries of forward and backward."""
-  params = types.MlpParams(wi=(jax.ShapeDtypeStruct((num_experts, width, hidden), jnp.float32),),
-                           wo=jax.ShapeDtypeStruct((num_experts, hidden, width), jnp.float32))
+  params = types.MlpParams(
+    wi=(jax.ShapeDtypeStruct((num_experts, width, hidden), jnp.float32),),
+    wo=jax.ShapeDtypeStruct((num_experts, hidden, width), jnp.float32),
+  )
   rows = jax.ShapeDtypeStruct((num_rows, width), jnp.float32)
   sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
-  loss = lambda params, rows, sizes: jnp.sum(mlp_fn(params, rows, sizes)**2)
+  loss = lambda params, rows, sizes: jnp.sum(mlp_fn(params, rows, sizes) ** 2)
   compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, rows, sizes).compile()
   return compiled.memory_analysis().temp_size_in_bytes
 
 
 def _ragged(params, rows, sizes):
-  return jax.lax.ragged_dot(jax.nn.gelu(jax.lax.ragged_dot(rows, params.wi[0], sizes)), params.wo, sizes)
+  return jax.lax.ragged_dot(
+    jax.nn.gelu(jax.lax.ragged_dot(rows, params.wi[0], sizes)), params.wo, sizes
+  )
 
 
 def test_temporaries_are_flat_in_the_number_of_experts():
@@ -33,19 +37,37 @@ def test_temporaries_are_flat_in_the_number_of_experts():
   grouped = lambda *args: dispatch.grouped_mlp(*args, spec)
   few, many = _temporaries(4, grouped), _temporaries(64, grouped)
   assert many < 1.1 * few
-  assert many < 4096 * (64 + 2 * 32) * 4 * 1.5  # Pre-activations and two buffers of rows, half as much again.
+  assert (
+    many < 4096 * (64 + 2 * 32) * 4 * 1.5
+  )  # Pre-activations and two buffers of rows, half as much again.
   assert 10 * many < _temporaries(64, _ragged)
 
 
-_RULES = (('batch', ('expert', 'data')), ('expert', 'expert'), ('expert_replicas', 'data'), ('expert_mlp', 'model'),
-          ('embed', None))
+_RULES = (
+  ('batch', ('expert', 'data')),
+  ('expert', 'expert'),
+  ('expert_replicas', 'data'),
+  ('expert_mlp', 'model'),
+  ('embed', None),
+)
 
 
-@pytest.mark.parametrize('method, shape', [
-    ('einsum', (2, 2, 2)), *(
-        pytest.param(method, shape, marks=pytest.mark.full) for method, shape in (
-            ('einsum', (1, 8, 1)), ('capacity', (1, 8, 1)), ('capacity', (2, 2, 2)), ('grouped', (1, 8, 1)),
-            ('grouped', (2, 2, 2))))])
+@pytest.mark.parametrize(
+  'method, shape',
+  [
+    ('einsum', (2, 2, 2)),
+    *(
+      pytest.param(method, shape, marks=pytest.mark.full)
+      for method, shape in (
+        ('einsum', (1, 8, 1)),
+        ('capacity', (1, 8, 1)),
+        ('capacity', (2, 2, 2)),
+        ('grouped', (1, 8, 1)),
+        ('grouped', (2, 2, 2)),
+      )
+    ),
+  ],
+)
 def test_right_under_a_mesh(method, shape):
   num_experts = 8
   rng = np.random.default_rng(0)
@@ -64,7 +86,11 @@ def test_right_under_a_mesh(method, shape):
   batch = NamedSharding(mesh, PartitionSpec(('expert', 'data')))
   kernels = NamedSharding(mesh, PartitionSpec('expert'))
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
-    got = jax.jit(fn)(jax.device_put(x, batch), jax.device_put(params, kernels), jax.device_put(routing.gates, batch))
+    got = jax.jit(fn)(
+      jax.device_put(x, batch),
+      jax.device_put(params, kernels),
+      jax.device_put(routing.gates, batch),
+    )
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -75,9 +101,15 @@ def test_experts_that_do_not_divide_raise():
   routing = make_token_choice(np.random.default_rng(0), 8, 16, 2, 4, capacity=6)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
     for method in ('einsum', 'capacity', 'grouped'):
-      with pytest.raises(ConfigError, match='multiple of 8, the devices .*got 4. Alternatively, use 4 expert'):
-        jax.eval_shape(lambda x, method=method: dispatch.apply_experts(
-            x, routing, params, types.MlpSpec(('gelu',)), method=method)[0], jnp.zeros((8, 16, 8)))
+      with pytest.raises(
+        ConfigError, match='multiple of 8, the devices .*got 4. Alternatively, use 4 expert'
+      ):
+        jax.eval_shape(
+          lambda x, method=method: dispatch.apply_experts(
+            x, routing, params, types.MlpSpec(('gelu',)), method=method
+          )[0],
+          jnp.zeros((8, 16, 8)),
+        )
 
 
 def test_buffers_lie_on_their_experts_devices():
@@ -86,6 +118,11 @@ def test_buffers_lie_on_their_experts_devices():
   params = make_params(np.random.default_rng(0), 4, 8, 16, 1)
   x = jnp.zeros((4, 6, 8))
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
-    text = jax.jit(lambda x: dispatch.batched_mlp(params, x, types.MlpSpec(('tanh',)))).lower(x).compile().as_text()
+    text = (
+      jax.jit(lambda x: dispatch.batched_mlp(params, x, types.MlpSpec(('tanh',))))
+      .lower(x)
+      .compile()
+      .as_text()
+    )
   # 4 experts, 6 places and 16 hidden units, each halved.
   assert 'f32[2,3,8]' in text and 'f32[4,6,16]' not in text, text

@@ -33,8 +33,21 @@ def fill_buffers(index, num_experts, capacity, order_of):
   return position, kept
 
 
-def tokens_choose(logits, k, *, capacity=None, score='softmax', normalize=False, prioritized=False, shared=False,
-                  mask=None, padding_uses_capacity=False, padding_in_losses=True, bias=None, rounded=None):
+def tokens_choose(
+  logits,
+  k,
+  *,
+  capacity=None,
+  score='softmax',
+  normalize=False,
+  prioritized=False,
+  shared=False,
+  mask=None,
+  padding_uses_capacity=False,
+  padding_in_losses=True,
+  bias=None,
+  rounded=None,
+):
   """Return dict(index, gates, position, kept, auxiliary_loss, router_z_loss).
 
   `rounded` [groups, tokens, experts] are the scores in the float32 of the code under test: rounding decides ties.
@@ -72,18 +85,30 @@ def tokens_choose(logits, k, *, capacity=None, score='softmax', normalize=False,
   gates = raw / np.maximum(raw.sum(-1, keepdims=True), 1e-300) if normalize else raw
   position, kept = None, index < num_experts
   if capacity is not None:
-    first = np.where(index[..., 0] < num_experts, np.take_along_axis(
-        rounded, np.minimum(index[..., :1], num_experts - 1), -1)[..., 0], 0)
+    first = np.where(
+      index[..., 0] < num_experts,
+      np.take_along_axis(rounded, np.minimum(index[..., :1], num_experts - 1), -1)[..., 0],
+      0,
+    )
 
     def order_of(g):
       places = range(index.shape[1])
       return sorted(places, key=lambda t: (-first[g, t], t)) if prioritized else places
+
     position, kept = fill_buffers(index, num_experts, capacity, order_of)
-  return dict(index=index, gates=np.where(kept, gates, 0), position=position, kept=kept, auxiliary_loss=auxiliary,
-              router_z_loss=z)
+  return dict(
+    index=index,
+    gates=np.where(kept, gates, 0),
+    position=position,
+    kept=kept,
+    auxiliary_loss=auxiliary,
+    router_z_loss=z,
+  )
 
 
-def experts_choose(logits, capacity, *, mask=None, padding_uses_capacity=False, padding_in_losses=True, rounded=None):
+def experts_choose(
+  logits, capacity, *, mask=None, padding_uses_capacity=False, padding_in_losses=True, rounded=None
+):
   """Return dict(index [G, E, C'], gates, router_z_loss) with C' = min(C, T); `rounded` as above."""
   groups, tokens, num_experts = logits.shape
   probs, logits = softmax(np.asarray(logits, np.float64)), np.array(logits, np.float64)
@@ -91,7 +116,10 @@ def experts_choose(logits, capacity, *, mask=None, padding_uses_capacity=False, 
   rounded = np.asarray(probs, np.float32) if rounded is None else np.array(rounded)
   probs[~real], rounded[~real], logits[~real] = 0, 0, 0
   places = min(capacity, tokens)
-  index, gates = np.full((groups, num_experts, places), tokens), np.zeros((groups, num_experts, places))
+  index, gates = (
+    np.full((groups, num_experts, places), tokens),
+    np.zeros((groups, num_experts, places)),
+  )
   for g in range(groups):
     for e in range(num_experts):
       candidates = [t for t in range(tokens) if real[g, t] or padding_uses_capacity]
@@ -99,5 +127,5 @@ def experts_choose(logits, capacity, *, mask=None, padding_uses_capacity=False, 
       for c, t in enumerate(candidates[:places]):
         index[g, e, c], gates[g, e, c] = t, probs[g, t, e]
   counted = np.ones_like(real) if padding_in_losses else real
-  z = (np.log(np.exp(logits).sum(-1))**2 * counted).sum() / max(counted.sum(), 1)
+  z = (np.log(np.exp(logits).sum(-1)) ** 2 * counted).sum() / max(counted.sum(), 1)
   return dict(index=index, gates=gates, router_z_loss=z)

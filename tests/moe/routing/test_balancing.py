@@ -20,21 +20,33 @@ def _case(**fields):
   config = cases.tiny_config(num_encoder_layers=2, num_decoder_layers=2, **fields)
   depth = 2 if config.param_layout == 'scalable_t5' else 1
   module = networks.sparse_transformer(
-      config, block, num_encoder_sparse_layers=depth, num_decoder_sparse_layers=depth)
+    config, block, num_encoder_sparse_layers=depth, num_decoder_sparse_layers=depth
+  )
   model = models.MoeEncoderDecoderModel(module, *[vocabularies.PassThroughVocabulary(40)] * 2, None)
   batch = cases.tiny_batch()
-  shapes = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
+  shapes = jax.eval_shape(
+    lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0)
+  )
   rng = np.random.default_rng(0)
-  params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, shapes['params'])
+  params = jax.tree.map(
+    lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, shapes['params']
+  )
   state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes['router_state'])
   batch['decoder_loss_weights'] = (batch['decoder_target_tokens'] > 0).astype(jnp.float32)
   return model, types.SimpleNamespace(params=params, flax_mutables={'router_state': state}), batch
 
 
 @pytest.mark.full  # by default, routing/test_token_routers.py and test_microbatches.py do this
-@pytest.mark.parametrize('fields', [
-    {}, *(pytest.param(fields, marks=pytest.mark.full) for fields in (
-        dict(scan_layers=True), dict(scan_layers=True, param_layout='scalable_t5')))])
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {},
+    *(
+      pytest.param(fields, marks=pytest.mark.full)
+      for fields in (dict(scan_layers=True), dict(scan_layers=True, param_layout='scalable_t5'))
+    ),
+  ],
+)
 def test_micro_batches_change_the_bias_like_the_full_batch(fields):
   model, state, batch = _case(**fields)
 
@@ -42,7 +54,9 @@ def test_micro_batches_change_the_bias_like_the_full_batch(fields):
     def step(params, mutables):
       state = types.SimpleNamespace(params=params, flax_mutables=mutables)
       return train_step.accumulate_grads_microbatched(
-          model, state, batch, jax.random.key(0), num_microbatches)[2]
+        model, state, batch, jax.random.key(0), num_microbatches
+      )[2]
+
     step = cases.jit(step)
     first = step(state.params, state.flax_mutables)
     return first, step(state.params, first)

@@ -22,16 +22,25 @@ def _router(case, num_experts):
   if case['kind'] == 'experts_choose':
     return routing.ExpertsChooseRouter(padding_uses_capacity=pads, **common)
   return routing.TokensChooseRouter(
-      num_selected=case['k'], batch_prioritized_routing=case.get('bpr', False),
-      padding_uses_capacity=pads and case['kind'] == 'scatter', **common)
+    num_selected=case['k'],
+    batch_prioritized_routing=case.get('bpr', False),
+    padding_uses_capacity=pads and case['kind'] == 'scatter',
+    **common,
+  )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _apply(router, params, x, capacity):
   """Return (routing, which choices are kept, T5X's metrics), as one program: op by op it takes much longer."""
   routed = router.apply({'params': params}, x, capacity=capacity)
-  return routed, routed.kept(), {name: getattr(routed, name)() for name in (
-      'fraction_tokens_left_behind', 'expert_usage', 'router_confidence')}
+  return (
+    routed,
+    routed.kept(),
+    {
+      name: getattr(routed, name)()
+      for name in ('fraction_tokens_left_behind', 'expert_usage', 'router_confidence')
+    },
+  )
 
 
 def _masks(routed, kept, capacity):
@@ -40,11 +49,15 @@ def _masks(routed, kept, capacity):
   dispatch = np.zeros((groups, tokens, num_experts, capacity), np.int8)
   combine = np.zeros(dispatch.shape, np.float32)
   if isinstance(routed, routing.TokenChoice):
-    places = [((g, t, routed.expert_index[g, t, k], routed.position[g, t, k]), routed.gates[g, t, k])
-              for g, t, k in np.argwhere(kept)]
+    places = [
+      ((g, t, routed.expert_index[g, t, k], routed.position[g, t, k]), routed.gates[g, t, k])
+      for g, t, k in np.argwhere(kept)
+    ]
   else:
-    places = [((g, routed.token_index[g, e, c], e, c), routed.gates[g, e, c])
-              for g, e, c in np.argwhere(kept)]
+    places = [
+      ((g, routed.token_index[g, e, c], e, c), routed.gates[g, e, c])
+      for g, e, c in np.argwhere(kept)
+    ]
   for place, gate in places:
     dispatch[place], combine[place] = 1, gate
   return dispatch, combine
@@ -63,7 +76,8 @@ def test_routers(number):
   routed, kept, _ = jax.device_get(_apply(router, {'router_weights': {'w': weights}}, x, capacity))
   if case['kind'] == 'scatter':
     np.testing.assert_array_equal(
-        np.stack([routed.expert_index, routed.position], -1), recorded['dispatch_indices'])
+      np.stack([routed.expert_index, routed.position], -1), recorded['dispatch_indices']
+    )
     np.testing.assert_allclose(routed.gates, recorded['combine_weights'], atol=2e-5)
   else:
     dispatch, combine = _masks(routed, kept, capacity)
@@ -81,11 +95,15 @@ def test_losses_and_their_gradients(number):
   def balance(logits):
     return routing.load_balancing_loss(jax.nn.softmax(logits), case['expert_index'])
 
-  for loss_fn, value, gradient in ((balance, 'load_balancing_loss', 'd_lb_dlogits'),
-                                   (routing.router_z_loss, 'router_z_loss', 'd_z_dlogits')):
+  for loss_fn, value, gradient in (
+    (balance, 'load_balancing_loss', 'd_lb_dlogits'),
+    (routing.router_z_loss, 'router_z_loss', 'd_z_dlogits'),
+  ):
     got, got_gradient = jax.jit(jax.value_and_grad(loss_fn))(logits)
     np.testing.assert_allclose(got, case[value], rtol=1e-5)
-    np.testing.assert_allclose(got_gradient, case[gradient], atol=1e-5 * np.abs(case[gradient]).max())
+    np.testing.assert_allclose(
+      got_gradient, case[gradient], atol=1e-5 * np.abs(case[gradient]).max()
+    )
 
 
 # Groups and tokens of a group into which T5X divided the recorded batches. It pads sequences of 7 to 8 first.
@@ -101,7 +119,8 @@ def test_layer_metrics(number, mode):
   x = np.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0))).reshape(groups, tokens, -1)
   params = golden_data.subtree(_LAYER_ARRAYS, f'case{number}/params')['router']
   capacity = routing.expert_capacity(
-      tokens, case['E'], case['tcf' if mode == 'train' else 'ecf'], min_capacity=case['mincap'])
+    tokens, case['E'], case['tcf' if mode == 'train' else 'ecf'], min_capacity=case['mincap']
+  )
   router = _router(case, case['E']).clone(use_bias=bool(case.get('rbias')))
   routed, _, metrics = _apply(router, params, jnp.asarray(x), capacity)
   recorded = case['metrics'][mode]

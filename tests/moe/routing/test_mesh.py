@@ -13,20 +13,23 @@ from moe import routing
 
 _EXPERTS = 8
 _ROUTERS = {
-    'tokens': routing.TokensChooseRouter(
-        _EXPERTS, num_selected=2, jitter_noise=0.1, batch_prioritized_routing=True, bias_update_rate=0.1),
-    'global': routing.TokensChooseRouter(_EXPERTS, num_selected=2, jitter_noise=0.1, capacity_scope='global'),
-    'sinkhorn': routing.SinkhornRouter(_EXPERTS, jitter_noise=0.1),
-    'experts': routing.ExpertsChooseRouter(_EXPERTS, jitter_noise=0.1),
+  'tokens': routing.TokensChooseRouter(
+    _EXPERTS, num_selected=2, jitter_noise=0.1, batch_prioritized_routing=True, bias_update_rate=0.1
+  ),
+  'global': routing.TokensChooseRouter(
+    _EXPERTS, num_selected=2, jitter_noise=0.1, capacity_scope='global'
+  ),
+  'sinkhorn': routing.SinkhornRouter(_EXPERTS, jitter_noise=0.1),
+  'experts': routing.ExpertsChooseRouter(_EXPERTS, jitter_noise=0.1),
 }
 # Mesh (data, expert, model), sharding of the tokens [G, T, D], sharding of the kernel [D, E].
 _MESHES = [
-    ((8, 1, 1), PartitionSpec(('expert', 'data')), PartitionSpec()),
-    ((2, 4, 1), PartitionSpec(('expert', 'data')), PartitionSpec()),
-    ((2, 2, 2), PartitionSpec(('expert', 'data'), None, 'model'), PartitionSpec('model')),
-    ((1, 1, 8), PartitionSpec(None, None, 'model'), PartitionSpec('model')),
-    ((4, 1, 2), PartitionSpec('data', 'model'), PartitionSpec('data')),
-    ((1, 8, 1), PartitionSpec(None, 'expert'), PartitionSpec('expert')),
+  ((8, 1, 1), PartitionSpec(('expert', 'data')), PartitionSpec()),
+  ((2, 4, 1), PartitionSpec(('expert', 'data')), PartitionSpec()),
+  ((2, 2, 2), PartitionSpec(('expert', 'data'), None, 'model'), PartitionSpec('model')),
+  ((1, 1, 8), PartitionSpec(None, None, 'model'), PartitionSpec('model')),
+  ((4, 1, 2), PartitionSpec('data', 'model'), PartitionSpec('data')),
+  ((1, 8, 1), PartitionSpec(None, 'expert'), PartitionSpec('expert')),
 ]
 
 
@@ -42,9 +45,16 @@ def _route(router, x, params):
 
   def objective(x, params):
     routed, updates = router.apply(
-        {'params': params, 'router_state': state}, x, capacity=6, rngs={'jitter': jax.random.key(2)},
-        mutable=['router_state'])
-    return jnp.sum(routed.gates**2) + routed.auxiliary_loss + routed.router_z_loss, (routed, updates)
+      {'params': params, 'router_state': state},
+      x,
+      capacity=6,
+      rngs={'jitter': jax.random.key(2)},
+      mutable=['router_state'],
+    )
+    return jnp.sum(routed.gates**2) + routed.auxiliary_loss + routed.router_z_loss, (
+      routed,
+      updates,
+    )
 
   return jax.grad(objective, argnums=(0, 1), has_aux=True)(x, params)
 
@@ -59,8 +69,10 @@ _CASES = [(name, number) for name in _ROUTERS for number in range(len(_MESHES))]
 _SHORT = [('tokens', 4), ('experts', 5)]
 
 
-@pytest.mark.parametrize('name, number', [
-    case if case in _SHORT else pytest.param(*case, marks=pytest.mark.full) for case in _CASES])
+@pytest.mark.parametrize(
+  'name, number',
+  [case if case in _SHORT else pytest.param(*case, marks=pytest.mark.full) for case in _CASES],
+)
 def test_routing_depends_on_no_mesh(name, number):
   shape, tokens_spec, kernel_spec = _MESHES[number]
   mesh = jax.make_mesh(shape, ('data', 'expert', 'model'), axis_types=(AxisType.Auto,) * 3)
@@ -71,7 +83,10 @@ def test_routing_depends_on_no_mesh(name, number):
     got = jax.device_get(jax.jit(functools.partial(_route, _ROUTERS[name]))(x, params))
   expected = _on_one_device(name)
   for (path, a), (_, b) in zip(
-      jax.tree_util.tree_leaves_with_path(got), jax.tree_util.tree_leaves_with_path(expected), strict=True):
+    jax.tree_util.tree_leaves_with_path(got),
+    jax.tree_util.tree_leaves_with_path(expected),
+    strict=True,
+  ):
     if not np.issubdtype(a.dtype, np.floating):
       np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
     else:
@@ -89,12 +104,16 @@ def test_groups_are_routed_without_talk_between_devices():
 
   def route(x, params):
     routed = _ROUTERS['tokens'].apply(
-        {'params': params}, x, capacity=6, deterministic=True, mutable=['router_state'])[0]
+      {'params': params}, x, capacity=6, deterministic=True, mutable=['router_state']
+    )[0]
     return routed.expert_index, routed.gates, routed.position
 
   with jax.set_mesh(mesh):
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec('data')))
     program = jax.jit(route).lower(x, params).compile().as_text()
-  talk = [line for line in program.splitlines()
-          if re.search('(all-gather|all-reduce|all-to-all|collective-permute)\\(', line)]
+  talk = [
+    line
+    for line in program.splitlines()
+    if re.search('(all-gather|all-reduce|all-to-all|collective-permute)\\(', line)
+  ]
   assert not talk

@@ -27,16 +27,27 @@ def test_drop_rate_is_that_of_a_simulation(exponent, num_selected):
 def test_one_expert_with_everything():
   sizes = planner.Sizes(tokens_per_group=32, num_selected=2, min_capacity=1)
   # The first expert is chosen by every token, whatever its load beyond that; the others share the second choices.
-  np.testing.assert_allclose(planner.choice_probabilities(np.array([0.98, 0.01, 0.01]), 2), [1.0, 0.5, 0.5])
+  np.testing.assert_allclose(
+    planner.choice_probabilities(np.array([0.98, 0.01, 0.01]), 2), [1.0, 0.5, 0.5]
+  )
   assert planner.drop_rate(np.array([1.0, 1.0]), sizes, 16) == pytest.approx(0.5)
   assert planner.drop_rate(np.array([1.0, 1.0]), sizes, 32) == 0.0
 
 
 def test_options_count_rows_and_bytes():
-  sizes = planner.Sizes(tokens_per_group=64, width=8, hidden=16, num_inputs=2, bytes_per_number=2, min_capacity=1)
+  sizes = planner.Sizes(
+    tokens_per_group=64, width=8, hidden=16, num_inputs=2, bytes_per_number=2, min_capacity=1
+  )
   option, whole = planner.capacity_options(planner.zipf_load(4, 0.0), sizes, (1.0, 100.0))
-  assert (option.num_slots, option.rows_per_choice, option.bytes) == (16, 1.0, 64 * (2 * 8 + 3 * 16) * 2)
-  assert (whole.drop_rate, whole.rows_per_choice) == (0.0, 4.0)  # A buffer has no more places than there are tokens.
+  assert (option.num_slots, option.rows_per_choice, option.bytes) == (
+    16,
+    1.0,
+    64 * (2 * 8 + 3 * 16) * 2,
+  )
+  assert (whole.drop_rate, whole.rows_per_choice) == (
+    0.0,
+    4.0,
+  )  # A buffer has no more places than there are tokens.
 
 
 def test_suggestion_is_the_smallest_that_will_do():
@@ -60,15 +71,25 @@ def test_receive_buffers_of_shards():
 def test_invalid_arguments():
   sizes = planner.Sizes(tokens_per_group=8)
   for call, match in (
-      (lambda: planner.Sizes(tokens_per_group=0), 'tokens_per_group` must be an integer >= 1, got 0'),
-      (lambda: planner.Sizes(tokens_per_group=8, routed_share=1.5), r'share` must be a number in \(0, 1\], got 1.5'),
-      (lambda: planner.zipf_load(0, 1.0), 'num_experts` must be .*, got 0'),
-      (lambda: planner.zipf_load(4, -1.0), 'zipf` must be .*, got -1'),
-      (lambda: planner.choice_probabilities(np.array([1.0, np.nan]), 1), 'load'),
-      (lambda: planner.choice_probabilities(np.zeros(3), 1), 'load'),
-      (lambda: planner.choice_probabilities(np.ones(2), 3), 'num_selected` must be a number <= 2, got 3'),
-      (lambda: planner.receive_options(np.ones(6), sizes, 4, (1.0,)), 'a divisor of the number of experts 6, got 4'),
-      (lambda: planner.suggest_factor(np.ones(6), sizes, 1.5), 'max_drop')):
+    (lambda: planner.Sizes(tokens_per_group=0), 'tokens_per_group` must be an integer >= 1, got 0'),
+    (
+      lambda: planner.Sizes(tokens_per_group=8, routed_share=1.5),
+      r'share` must be a number in \(0, 1\], got 1.5',
+    ),
+    (lambda: planner.zipf_load(0, 1.0), 'num_experts` must be .*, got 0'),
+    (lambda: planner.zipf_load(4, -1.0), 'zipf` must be .*, got -1'),
+    (lambda: planner.choice_probabilities(np.array([1.0, np.nan]), 1), 'load'),
+    (lambda: planner.choice_probabilities(np.zeros(3), 1), 'load'),
+    (
+      lambda: planner.choice_probabilities(np.ones(2), 3),
+      'num_selected` must be a number <= 2, got 3',
+    ),
+    (
+      lambda: planner.receive_options(np.ones(6), sizes, 4, (1.0,)),
+      'a divisor of the number of experts 6, got 4',
+    ),
+    (lambda: planner.suggest_factor(np.ones(6), sizes, 1.5), 'max_drop'),
+  ):
     with pytest.raises(ConfigError, match=match):
       call()
 

@@ -25,7 +25,9 @@ _KERNEL = f'target/{_LAYER}/expert/wi_0/kernel'
 
 
 def _network(**options):
-  return up.sparse_network('decoder_only', num_layers=1, every=1, mlp_activations=('gelu', 'linear'), **options)
+  return up.sparse_network(
+    'decoder_only', num_layers=1, every=1, mlp_activations=('gelu', 'linear'), **options
+  )
 
 
 @pytest.fixture(scope='module')
@@ -35,8 +37,10 @@ def source(tmp_path_factory):
   state = up.state_of(_network(), optimizers.adamw())
   path = up.save(state, run, data_state={'position': b'12'}, metadata={'param_layout': 't5'})
   (run / 'train').mkdir()
-  lines = [{'step': step, 'wall_time': 0.0, 'loss': 1.0, 'experts/decoder/layers_0/load': load}
-           for step, load in ((1, [0.1, 0.2, 0.3, 0.4]), (2, [0.1, 0.4, 0.1, 0.4]))]
+  lines = [
+    {'step': step, 'wall_time': 0.0, 'loss': 1.0, 'experts/decoder/layers_0/load': load}
+    for step, load in ((1, [0.1, 0.2, 0.3, 0.4]), (2, [0.1, 0.4, 0.1, 0.4]))
+  ]
   (run / 'train' / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
   return path, up.flat(state)
 
@@ -58,10 +62,14 @@ def test_a_checkpoint_is_rewritten(source, tmp_path, capsys):
     axis = -1 if 'router' in name else 0
     wanted = np.take(value, [3, 1, 0, 2], axis) if 'expert/' in name or 'router' in name else value
     np.testing.assert_array_equal(flat[name], wanted, err_msg=name)
-  restored = checkpoints.restore_checkpoint(new, up.state_shapes(_network(), optimizers.adamw()).state_dict())
+  restored = checkpoints.restore_checkpoint(
+    new, up.state_shapes(_network(), optimizers.adamw()).state_dict()
+  )
   assert restored.step == 7 and restored.data_state == {'position': b'12'}
   assert restored.metadata['param_layout'] == 't5'
-  assert restored.metadata['surgery'] == [{'of': path, 'what': 'permute --permutation=[3, 1, 0, 2]'}]
+  assert restored.metadata['surgery'] == [
+    {'of': path, 'what': 'permute --permutation=[3, 1, 0, 2]'}
+  ]
   assert surgery_files.find_checkpoint(str(tmp_path / 'new')) == new
 
 
@@ -78,13 +86,20 @@ def test_a_checkpoint_in_a_store_is_rewritten(source, store):
 
 
 def test_parameters_keep_their_dtype(tmp_path):
-  state = {'target': {'mlp': {'expert': {'wi': {'kernel': np.ones((2, 4, 8), ml_dtypes.bfloat16)}}}},
-           'state': {'step': np.int32(3)}}
+  state = {
+    'target': {'mlp': {'expert': {'wi': {'kernel': np.ones((2, 4, 8), ml_dtypes.bfloat16)}}}},
+    'state': {'step': np.int32(3)},
+  }
   with checkpoints.CheckpointManager(
-      tmp_path / 'a', save_cfg=checkpoints.SaveCheckpointConfig(dtype='bfloat16')) as manager:
+    tmp_path / 'a', save_cfg=checkpoints.SaveCheckpointConfig(dtype='bfloat16')
+  ) as manager:
     manager.save(3, state)
   written = surgery_files.rewrite(
-      str(tmp_path / 'a' / 'checkpoint_3'), str(tmp_path / 'b'), lambda s: surgery.split(s, 2), 'split')
+    str(tmp_path / 'a' / 'checkpoint_3'),
+    str(tmp_path / 'b'),
+    lambda s: surgery.split(s, 2),
+    'split',
+  )
   kernel = checkpoints.load(written)['target']['mlp']['expert']['wi']['kernel']
   assert kernel.dtype == ml_dtypes.bfloat16 and kernel.shape == (4, 4, 4)
 
@@ -113,7 +128,16 @@ def test_failed_surgery_writes_nothing(source, tmp_path):
 def test_least_loaded_experts_are_pruned(source, tmp_path):
   path, old = source
   run = path.rpartition('/')[0]
-  _run('prune', run, tmp_path / 'new', '--least_loaded=2', '--load', run, '--layers', 'decoder/layers_0')
+  _run(
+    'prune',
+    run,
+    tmp_path / 'new',
+    '--least_loaded=2',
+    '--load',
+    run,
+    '--layers',
+    'decoder/layers_0',
+  )
   # Means of the two lines: 0.1, 0.3, 0.2, 0.4.
   new = tree_utils.flatten_dict(checkpoints.load(tmp_path / 'new' / 'checkpoint_7'))
   np.testing.assert_array_equal(new[_KERNEL], old[_KERNEL][[1, 3]])
@@ -125,14 +149,17 @@ def test_least_loaded_experts_are_pruned(source, tmp_path):
     surgery_files.recorded_load(str(tmp_path), {_LAYER: 4})
 
 
-@pytest.mark.parametrize('flags, message', [
+@pytest.mark.parametrize(
+  'flags, message',
+  [
     (('permute',), 'exactly one of --permutation'),
     (('prune',), 'exactly one of --experts, --least_loaded'),
     (('prune', '--least_loaded=1'), '--least_loaded and --load need each other'),
     (('merge', '--to=2', '--groups', '0,1'), 'exactly one of --groups, --to'),
     (('split', '--slices=2', '--times=2'), '--times belongs to another operation'),
     (('replicate', '--times=2', '--seed=1'), 'no effect without --noise_stddev'),
-])
+  ],
+)
 def test_flags(source, tmp_path, flags, message):
   with pytest.raises(ConfigError, match=message):
     _run(flags[0], source[0], tmp_path / 'new', *flags[1:])
@@ -160,12 +187,20 @@ def test_the_program_has_the_command(source, tmp_path):
 # ---- Other numbers of partitions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('counts', [(2, 4), pytest.param((4, 2), marks=pytest.mark.full),
-                                    pytest.param((1, 8), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'counts',
+  [
+    (2, 4),
+    pytest.param((4, 2), marks=pytest.mark.full),
+    pytest.param((1, 8), marks=pytest.mark.full),
+  ],
+)
 def test_a_checkpoint_goes_to_another_number_of_expert_partitions(tmp_path, counts):
   module = _network(num_experts=8)
   shapes = up.state_shapes(module, optimizers.adamw())
-  loss_fn = lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False).mean()
+  loss_fn = lambda params, batch: module.apply(
+    {'params': params}, **batch, enable_dropout=False
+  ).mean()
   results = []
   batch = up.batch_of(module, batch=8)
   for i, count in enumerate(counts):
@@ -179,7 +214,8 @@ def test_a_checkpoint_goes_to_another_number_of_expert_partitions(tmp_path, coun
       up.save(state, tmp_path)
     else:
       restored = checkpoints.restore_checkpoint(
-          tmp_path / 'checkpoint_7', shapes.state_dict(), shardings=shardings.state_dict())
+        tmp_path / 'checkpoint_7', shapes.state_dict(), shardings=shardings.state_dict()
+      )
       state = shapes.restore_state(restored.state)
     kernel = state.params['decoder']['layers_0']['mlp']['expert']['wi_0']['kernel']
     assert kernel.sharding.shard_shape(kernel.shape)[0] == 8 // count

@@ -10,9 +10,15 @@ from tests import golden_data
 
 STANDARD = adafactor.standard_logical_factor_rules()
 RULES = {
-    'standard': STANDARD,
-    'moe': {**STANDARD, 'expert': 'batch', 'expert_mlp': 'column', 'mlp_embed': 'row', 'unmodeled': 'none'},
-    None: None,
+  'standard': STANDARD,
+  'moe': {
+    **STANDARD,
+    'expert': 'batch',
+    'expert_mlp': 'column',
+    'mlp_embed': 'row',
+    'unmodeled': 'none',
+  },
+  None: None,
 }
 
 
@@ -25,7 +31,9 @@ def golden(case):
     assert options['multiply_by_parameter_scale'] == "HParamMap([('scale$', False), ('.*', True)])"
     options['multiply_by_parameter_scale'] = HParamMap([('scale$', False), ('.*', True)])
   optimizer_def = adafactor.Adafactor(**options)
-  axes = tree_utils.unflatten_dict({path: P(*names) for path, names in description['param_axes'].items()})
+  axes = tree_utils.unflatten_dict(
+    {path: P(*names) for path, names in description['param_axes'].items()}
+  )
   params = jax.tree.map(jnp.asarray, golden_data.subtree(arrays, 'params0'))
   optimizer = optimizer_def.with_param_axes(axes).create(params)
   return description, arrays, optimizer, axes

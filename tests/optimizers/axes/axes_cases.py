@@ -8,8 +8,12 @@ from t5x_lite import optimizers
 
 AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}
 SHAPES = {
-    'dense': {'kernel': jax.ShapeDtypeStruct([4, 6], jnp.float32), 'bias': jax.ShapeDtypeStruct([6], jnp.float32)},
-    'scale': jax.ShapeDtypeStruct([], jnp.float32)}
+  'dense': {
+    'kernel': jax.ShapeDtypeStruct([4, 6], jnp.float32),
+    'bias': jax.ShapeDtypeStruct([6], jnp.float32),
+  },
+  'scale': jax.ShapeDtypeStruct([], jnp.float32),
+}
 derive = optimizers.OptaxStatePartitionRules.derive_optax_logical_axes
 
 

@@ -41,7 +41,6 @@ class _JaxState:
 
 @jax.tree_util.register_pytree_node_class
 class _Node:
-
   def __init__(self, momentum):
     self.momentum = momentum
 
@@ -74,22 +73,30 @@ class _MappingState(Mapping):
 
 def _counted_tx(momentum_of=jnp.zeros_like):
   return optax.GradientTransformation(
-      lambda params: _Counted(jnp.zeros([], jnp.int32), jax.tree.map(momentum_of, params)),
-      lambda updates, state, params=None: (updates, state))
+    lambda params: _Counted(jnp.zeros([], jnp.int32), jax.tree.map(momentum_of, params)),
+    lambda updates, state, params=None: (updates, state),
+  )
 
 
 def test_an_unknown_state_is_rejected_until_registered_by_the_call_in_the_error(rules):
   tx = optax.chain(optax.clip(1.0), optax.masked(_counted_tx(), {'dense': True, 'scale': False}))
-  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES))
+  optimizer = optimizers.OptaxWrapper(tx).create(
+    jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES)
+  )
   with pytest.raises(ConfigError) as error:
     optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
   message = str(error.value)
   assert f'{__name__}._Counted has no rule' in message
   call = re.search(r'optimizers\.OptaxStatePartitionRules\.register\(.*?\)', message).group()
-  assert call == "optimizers.OptaxStatePartitionRules.register(_Counted, count='scalar', momentum='params')"
+  assert (
+    call
+    == "optimizers.OptaxStatePartitionRules.register(_Counted, count='scalar', momentum='params')"
+  )
   eval(call)  # pylint: disable=eval-used
   axes = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
-  assert axes.state.param_states[1].inner_state == _Counted(P(), {**AXES, 'scale': optax.MaskedNode()})
+  assert axes.state.param_states[1].inner_state == _Counted(
+    P(), {**AXES, 'scale': optax.MaskedNode()}
+  )
   assert rules.has_rule(_Counted)
 
 
@@ -99,8 +106,9 @@ def test_a_rule_may_be_a_function(rules):
     return state._replace(count=P(), momentum=jax.tree.map(lambda axes: P(*axes[:1]), params_axes))
 
   rules.register(_Counted, row_axes)
-  assert derive(_Counted(zeros(), each(lambda shape: zeros(*shape[:1]))), AXES).momentum['dense']['kernel'] == (
-      P('embed'))
+  assert derive(_Counted(zeros(), each(lambda shape: zeros(*shape[:1]))), AXES).momentum['dense'][
+    'kernel'
+  ] == (P('embed'))
   # A rule that does not fit the state is rejected wherever the state is.
   with pytest.raises(ConfigError, match='_Counted by its rule.*the array has rank 2'):
     derive((optax.MaskedState(_Counted(zeros(), SHAPES)),), AXES)
@@ -120,18 +128,25 @@ def test_a_rule_may_need_the_shapes_of_the_parameters(rules):
 
   rules.register_with_params(_Counted, columns)
   state = _Counted(zeros(), each(lambda shape: zeros(*sorted(shape)[-1:])))
-  assert derive(state, AXES, SHAPES).momentum == {'dense': {'kernel': P('mlp'), 'bias': P('mlp')}, 'scale': P()}
+  assert derive(state, AXES, SHAPES).momentum == {
+    'dense': {'kernel': P('mlp'), 'bias': P('mlp')},
+    'scale': P(),
+  }
   with pytest.raises(ConfigError, match='axes of _Counted depend on the shapes of the parameters'):
     derive(state, AXES)
   # The wrapper passes them.
   tx = _counted_tx(lambda param: jnp.zeros(sorted(param.shape)[-1:]))
-  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES))
+  optimizer = optimizers.OptaxWrapper(tx).create(
+    jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES)
+  )
   axes = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
   assert axes.state.param_states.momentum['dense']['kernel'] == P('mlp')
 
 
-@pytest.mark.parametrize('state_class,static', [
-    (_FlaxState, {'decay': 0.5}), (_JaxState, {'decay': 0.5}), (_MappingState, {})])
+@pytest.mark.parametrize(
+  'state_class,static',
+  [(_FlaxState, {'decay': 0.5}), (_JaxState, {'decay': 0.5}), (_MappingState, {})],
+)
 def test_dataclasses(rules, state_class, static):
   state = state_class(count=zeros(), momentum=SHAPES, **static)
   with pytest.raises(ConfigError) as error:
@@ -141,7 +156,9 @@ def test_dataclasses(rules, state_class, static):
   axes = derive((state,), AXES, SHAPES)[0]
   assert type(axes) is state_class and axes.momentum == AXES and axes.count == P()
   assert all(getattr(axes, field) == value for field, value in static.items())
-  with pytest.raises(ConfigError, match=r"a kind for each field with arrays.*got one for .*'decay'"):
+  with pytest.raises(
+    ConfigError, match=r"a kind for each field with arrays.*got one for .*'decay'"
+  ):
     rules.register(state_class, count='scalar', momentum='params', decay='scalar')
 
 
@@ -167,7 +184,9 @@ def test_a_subclass_has_the_rule_of_its_base(rules):
     extra: Any = None
 
   rules.register(_FlaxState, count='scalar', momentum='params')
-  with pytest.raises(ConfigError, match=r"More has arrays in \['extra'\], for which the rule for _FlaxState"):
+  with pytest.raises(
+    ConfigError, match=r"More has arrays in \['extra'\], for which the rule for _FlaxState"
+  ):
     derive(More(count=zeros(), momentum=SHAPES, extra=SHAPES), AXES)
   rules.register(More, count='scalar', momentum='params', extra='params')
   assert derive(More(count=zeros(), momentum=SHAPES, extra=SHAPES), AXES).extra == AXES
@@ -179,22 +198,40 @@ def test_a_custom_rule_replaces_that_of_optax(rules, forget_rules):
   # The same before any class of optax was looked up.
   forget_rules()
   rules.register(optax.TraceState, trace='replicated')
-  assert derive(optax.sgd(0.1, momentum=0.9).init({'w': jnp.ones([3])}), {'w': P('embed')})[0].trace['w'] == P(None)
+  assert derive(optax.sgd(0.1, momentum=0.9).init({'w': jnp.ones([3])}), {'w': P('embed')})[
+    0
+  ].trace['w'] == P(None)
   assert derive(optax.EmaState(zeros(), SHAPES), AXES).ema == AXES
 
 
-@pytest.mark.parametrize('register,message', [
-    (lambda rules: rules.register(_Counted, count='scalar'), r"\['count', 'momentum'\], got one for \['count'\]"),
-    (lambda rules: rules.register(_Counted, count='scalar', momentun='params', momentum='params'),
-     "got one for .*'momentun'.*Did you mean 'momentum'"),
-    (lambda rules: rules.register(_Counted, count='replicate', momentum='params'), "Did you mean 'replicated'"),
-    (lambda rules: rules.register(_Counted, count='scalar', momentum=3),
-     '`_Counted.momentum` must be one of .*, got 3'),
+@pytest.mark.parametrize(
+  'register,message',
+  [
+    (
+      lambda rules: rules.register(_Counted, count='scalar'),
+      r"\['count', 'momentum'\], got one for \['count'\]",
+    ),
+    (
+      lambda rules: rules.register(_Counted, count='scalar', momentun='params', momentum='params'),
+      "got one for .*'momentun'.*Did you mean 'momentum'",
+    ),
+    (
+      lambda rules: rules.register(_Counted, count='replicate', momentum='params'),
+      "Did you mean 'replicated'",
+    ),
+    (
+      lambda rules: rules.register(_Counted, count='scalar', momentum=3),
+      '`_Counted.momentum` must be one of .*, got 3',
+    ),
     (lambda rules: rules.register(_Counted, rule=lambda s, a: s), r'register\(_Counted, rule\)'),
     (lambda rules: rules.register(dict), r'register\(dict, rule\)'),
-    (lambda rules: rules.register(_Counted, lambda s, a: s, count='scalar'), 'must be either a function'),
+    (
+      lambda rules: rules.register(_Counted, lambda s, a: s, count='scalar'),
+      'must be either a function',
+    ),
     (lambda rules: rules.register(_Counted, 'params'), "must be either a function .* got 'params'"),
-])
+  ],
+)
 def test_registration_is_checked(rules, register, message):
   with pytest.raises(ConfigError, match=message):
     register(rules)
@@ -202,7 +239,9 @@ def test_registration_is_checked(rules, register, message):
 
 
 def test_states_without_a_class_are_rejected():
-  with pytest.raises(ConfigError, match=r'an array of shape \(4, 6\)|an array of shape \(6,\) outside'):
+  with pytest.raises(
+    ConfigError, match=r'an array of shape \(4, 6\)|an array of shape \(6,\) outside'
+  ):
     derive({'momentum': SHAPES}, AXES, SHAPES)
 
   class NoTree:
@@ -211,23 +250,42 @@ def test_states_without_a_class_are_rejected():
   with pytest.raises(ConfigError, match='an object of type NoTree, which is not a pytree'):
     derive((NoTree(),), AXES)
   # A vector of all parameters has no named dims.
-  flat = optax.flatten(optax.adam(0.1)).init(jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES))
-  with pytest.raises(ConfigError, match='ScaleByAdamState.mu does not have the structure.*remove optax.flatten'):
+  flat = optax.flatten(optax.adam(0.1)).init(
+    jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES)
+  )
+  with pytest.raises(
+    ConfigError, match='ScaleByAdamState.mu does not have the structure.*remove optax.flatten'
+  ):
     derive(flat, AXES, SHAPES)
 
 
-@pytest.mark.parametrize('state,message', [
-    (optax.FactoredState(zeros(), each(lambda shape: zeros(1)), each(lambda shape: zeros(2)), SHAPES),
-     r"FactoredState.v_col must have the shape .* at 'dense/.*got \(2,\)"),
-    (optax.FactoredState(zeros(), SHAPES, SHAPES, SHAPES), 'Does the state belong to these parameters'),
-    (optax.contrib.GaLoreState(zeros(), (), each(lambda shape: zeros(5, 2))), r'GaLoreState.projector.*\(5, 2\)'),
-])
+@pytest.mark.parametrize(
+  'state,message',
+  [
+    (
+      optax.FactoredState(
+        zeros(), each(lambda shape: zeros(1)), each(lambda shape: zeros(2)), SHAPES
+      ),
+      r"FactoredState.v_col must have the shape .* at 'dense/.*got \(2,\)",
+    ),
+    (
+      optax.FactoredState(zeros(), SHAPES, SHAPES, SHAPES),
+      'Does the state belong to these parameters',
+    ),
+    (
+      optax.contrib.GaLoreState(zeros(), (), each(lambda shape: zeros(5, 2))),
+      r'GaLoreState.projector.*\(5, 2\)',
+    ),
+  ],
+)
 def test_reduced_states_of_other_parameters_are_rejected(state, message):
   with pytest.raises(ConfigError, match=message):
     derive(state, AXES, SHAPES)
 
 
-def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(rules, forget_rules, monkeypatch):
+def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(
+  rules, forget_rules, monkeypatch
+):
 
   class TraceState(NamedTuple):
     trace: Any
@@ -244,9 +302,10 @@ def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(ru
 def test_importing_the_rules_imports_nothing_more_of_optax():
   # The table itself: a public function that asks for a rule adds those for optax.
   code = (
-      'import sys, optax; before = set(sys.modules);'
-      'from t5x_lite.optimizers.axes import rules as partition_rules;'
-      'new = {name for name in set(sys.modules) - before if name.startswith("optax")};'
-      'assert not new, new; rules = partition_rules.OptaxStatePartitionRules._RULES;'
-      'assert not [known for known in rules if known.__module__.startswith("optax")]')
+    'import sys, optax; before = set(sys.modules);'
+    'from t5x_lite.optimizers.axes import rules as partition_rules;'
+    'new = {name for name in set(sys.modules) - before if name.startswith("optax")};'
+    'assert not new, new; rules = partition_rules.OptaxStatePartitionRules._RULES;'
+    'assert not [known for known in rules if known.__module__.startswith("optax")]'
+  )
   subprocess.run([sys.executable, '-c', code], check=True)

@@ -17,8 +17,11 @@ _AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}
 def _params(seed=0):
   rng = np.random.default_rng(seed)
   return {
-      'dense': {'kernel': rng.normal(size=[4, 6]).astype(np.float32), 'bias': rng.normal(size=[6]).astype(np.float32)},
-      'scale': np.float32(1.5),
+    'dense': {
+      'kernel': rng.normal(size=[4, 6]).astype(np.float32),
+      'bias': rng.normal(size=[6]).astype(np.float32),
+    },
+    'scale': np.float32(1.5),
   }
 
 
@@ -35,12 +38,18 @@ def test_axes_of_adamw():
 
 
 def test_axes_may_be_axis_names_as_in_t5x():
-  names = {'dense': {'kernel': partitioning.AxisNames('embed', 'mlp'), 'bias': partitioning.AxisNames('mlp')},
-           'scale': partitioning.AxisNames()}
+  names = {
+    'dense': {
+      'kernel': partitioning.AxisNames('embed', 'mlp'),
+      'bias': partitioning.AxisNames('mlp'),
+    },
+    'scale': partitioning.AxisNames(),
+  }
   optimizer_def = adafactor.Adafactor()
   optimizer = optimizer_def.create(_params())
   assert optimizer_def.derive_logical_axes(optimizer=optimizer, param_logical_axes=names) == (
-      optimizer_def.derive_logical_axes(optimizer=optimizer, param_logical_axes=_AXES))
+    optimizer_def.derive_logical_axes(optimizer=optimizer, param_logical_axes=_AXES)
+  )
 
 
 def test_axes_of_masked_parameters_stay_masked():
@@ -56,11 +65,17 @@ def test_axes_are_found_in_frozen_and_plain_dicts_and_none_means_no_names():
   assert axes.state.param_states[0].mu['dense']['kernel'] == P(None, None)
 
 
-@pytest.mark.parametrize('axes,message', [
+@pytest.mark.parametrize(
+  'axes,message',
+  [
     ({'dense': {'kernel': P('embed', 'mlp')}, 'scale': P()}, "'dense/bias' has no logical axes"),
-    ({**_AXES, 'dense': {'kernel': P('embed'), 'bias': P('mlp')}}, r"'dense/kernel' has rank 2 \(shape \(4, 6\)\)"),
+    (
+      {**_AXES, 'dense': {'kernel': P('embed'), 'bias': P('mlp')}},
+      r"'dense/kernel' has rank 2 \(shape \(4, 6\)\)",
+    ),
     ({**_AXES, 'more': P('embed')}, "'more', but no such parameter"),
-])
+  ],
+)
 def test_axes_that_do_not_fit_the_parameters_are_rejected(axes, message):
   for optimizer_def in (optimizers.adamw(), optimizers.Adafactor()):
     with pytest.raises(ConfigError, match=message):

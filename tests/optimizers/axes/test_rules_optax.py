@@ -15,27 +15,33 @@ from tests.optimizers.axes import partition_samples as samples
 
 # Classes of optax that look like states, each with the reason why it is not one.
 _NO_STATES = {
-    'optax._src.base.GradientTransformation': 'a pair of functions',
-    'optax._src.base.GradientTransformationExtraArgs': 'a pair of functions',
-    'optax._src.factorized._UpdateResult': 'only within an update',
-    'optax.contrib._complex_valued.SplitRealAndImaginaryArrays': 'replaces one parameter in a tree',
-    'optax.contrib._galore.GaLoreDimensionNumbers': 'an option',
-    'optax.contrib._muon.MuonDimensionNumbers': 'an option',
-    'optax.experimental._aggregating.Aggregator': 'a pair of functions',
-    'optax.microbatching._microbatching.Accumulator': 'a set of functions',
-    'optax.microbatching._microbatching.Aux': 'the results of a function over micro-batches',
-    'optax.transforms._masking.MaskedNode': 'replaces parameters in a tree; kept unchanged',
-    'optax.tree_utils._state_utils.NamedTupleKey': 'a key of a path',
-    'optax.tree_utils._state_utils._ParamsPlaceholder': 'replaces the parameters during a search in a state',
+  'optax._src.base.GradientTransformation': 'a pair of functions',
+  'optax._src.base.GradientTransformationExtraArgs': 'a pair of functions',
+  'optax._src.factorized._UpdateResult': 'only within an update',
+  'optax.contrib._complex_valued.SplitRealAndImaginaryArrays': 'replaces one parameter in a tree',
+  'optax.contrib._galore.GaLoreDimensionNumbers': 'an option',
+  'optax.contrib._muon.MuonDimensionNumbers': 'an option',
+  'optax.experimental._aggregating.Aggregator': 'a pair of functions',
+  'optax.microbatching._microbatching.Accumulator': 'a set of functions',
+  'optax.microbatching._microbatching.Aux': 'the results of a function over micro-batches',
+  'optax.transforms._masking.MaskedNode': 'replaces parameters in a tree; kept unchanged',
+  'optax.tree_utils._state_utils.NamedTupleKey': 'a key of a path',
+  'optax.tree_utils._state_utils._ParamsPlaceholder': 'replaces the parameters during a search in a state',
 }
 # States within an update, and one of older releases.
 _NOT_MADE_BY_INIT = {
-    'BacktrackingLineSearchState', 'InjectHyperparamsState', 'LookaheadParams', 'ZoomLinesearchState'}
+  'BacktrackingLineSearchState',
+  'InjectHyperparamsState',
+  'LookaheadParams',
+  'ZoomLinesearchState',
+}
 
 
 def _without_rule(classes: dict[str, type]) -> list[str]:
   has_rule = optimizers.OptaxStatePartitionRules.has_rule
-  return sorted(name for name, value in classes.items() if not has_rule(value) and name not in _NO_STATES)
+  return sorted(
+    name for name, value in classes.items() if not has_rule(value) and name not in _NO_STATES
+  )
 
 
 def test_every_state_class_of_optax_has_a_rule():
@@ -46,7 +52,9 @@ def test_every_state_class_of_optax_has_a_rule():
   assert not samples.local_classes()
   assert set(_NO_STATES) <= set(classes)
   # Nothing is both a state and none.
-  assert not [name for name in _NO_STATES if optimizers.OptaxStatePartitionRules.has_rule(classes[name])]
+  assert not [
+    name for name in _NO_STATES if optimizers.OptaxStatePartitionRules.has_rule(classes[name])
+  ]
 
 
 def test_a_new_class_would_be_named():
@@ -72,12 +80,17 @@ def test_the_samples_are_of_every_class_that_has_a_rule():
   met = set()
   for tx in samples.SAMPLES.values():
     met |= samples.classes_in(jax.eval_shape(tx.init, samples.SHAPES))
-  known = {getattr(sys.modules[module], name) for module, rows in OPTAX_STATES.items() for name in rows}
+  known = {
+    getattr(sys.modules[module], name) for module, rows in OPTAX_STATES.items() for name in rows
+  }
   assert {known.__name__ for known in known - met} == _NOT_MADE_BY_INIT
 
 
 def test_no_row_of_the_table_is_stale():
-  classes = {f'{value.__module__}.{value.__qualname__}' for value in optimizers.OptaxStatePartitionRules._RULES}
+  classes = {
+    f'{value.__module__}.{value.__qualname__}'
+    for value in optimizers.OptaxStatePartitionRules._RULES
+  }
   assert classes
   for module, rows in OPTAX_STATES.items():
     for name in rows:

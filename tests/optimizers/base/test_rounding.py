@@ -36,8 +36,14 @@ def test_the_mean_of_rounded_numbers_is_the_number(value):
 def test_random_numbers_are_uniform_and_not_correlated():
   shape = (8, 256, 128)
   # pylint: disable=protected-access
-  draw = jax.jit(lambda key: jnp.stack([
-      rounding._hashes(seed, shape) >> 16 for seed in rounding._seeds(key, ['a/kernel', 'b/kernel'])]))
+  draw = jax.jit(
+    lambda key: jnp.stack(
+      [
+        rounding._hashes(seed, shape) >> 16
+        for seed in rounding._seeds(key, ['a/kernel', 'b/kernel'])
+      ]
+    )
+  )
   numbers = np.concatenate([draw(jax.random.key(seed)) for seed in (0, 1, 2)])
   counts = np.stack([np.bincount(each.reshape(-1) >> 8, minlength=256) for each in numbers])
   expected = numbers[0].size / 256
@@ -53,22 +59,31 @@ def test_random_numbers_are_uniform_and_not_correlated():
 
 def test_numbers_of_bfloat16_infinities_and_nan_are_kept():
   numbers = np.arange(2**16, dtype=np.uint32).astype(np.uint16).view(jnp.bfloat16)
-  rounded = np.asarray(rounding.round_to_bfloat16(jax.random.key(0), jnp.asarray(numbers).astype(jnp.float32)))
+  rounded = np.asarray(
+    rounding.round_to_bfloat16(jax.random.key(0), jnp.asarray(numbers).astype(jnp.float32))
+  )
   is_nan = np.isnan(numbers.astype(np.float32))
   np.testing.assert_array_equal(np.isnan(rounded.astype(np.float32)), is_nan)
   np.testing.assert_array_equal(rounded.view(np.uint16)[~is_nan], numbers.view(np.uint16)[~is_nan])
   # NaN whose bits would overflow, in the half that bfloat16 does not have.
   odd = jnp.asarray(np.array([0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32))
-  assert np.isnan(np.asarray(rounding.round_to_bfloat16(jax.random.key(0), odd)).astype(np.float32)).all()
+  assert np.isnan(
+    np.asarray(rounding.round_to_bfloat16(jax.random.key(0), odd)).astype(np.float32)
+  ).all()
 
 
 def _stochastic(optimizer_def, **options):
-  return optimizers.with_update_options(optimizer_def, param_dtype='bfloat16', stochastic_rounding=True, **options)
+  return optimizers.with_update_options(
+    optimizer_def, param_dtype='bfloat16', stochastic_rounding=True, **options
+  )
 
 
 def _params(seed=0):
   draw = lambda *shape: np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
-  return {'encoder': {f'layers_{i}': {'kernel': draw(8, 16) + i} for i in range(3)}, 'embedding': draw(16, 8)}
+  return {
+    'encoder': {f'layers_{i}': {'kernel': draw(8, 16) + i} for i in range(3)},
+    'embedding': draw(16, 8),
+  }
 
 
 def _update(optimizer, grads, key=jax.random.key(1)):
@@ -76,32 +91,48 @@ def _update(optimizer, grads, key=jax.random.key(1)):
 
 
 def test_random_numbers_depend_on_the_path_alone_not_on_other_parameters_stacks_or_meshes():
-  optimizer, grads = _stochastic(optimizers.sgd(0.1)).create(jax.tree.map(jnp.asarray, _params())), _params(1)
+  optimizer, grads = (
+    _stochastic(optimizers.sgd(0.1)).create(jax.tree.map(jnp.asarray, _params())),
+    _params(1),
+  )
   whole = jax.device_get(_update(optimizer, grads).target)
   arrays = [whole['embedding'], *(layer['kernel'] for layer in whole['encoder'].values())]
   assert all(array.dtype == jnp.bfloat16 for array in arrays)
 
   part = _stochastic(optimizers.sgd(0.1)).create({'embedding': jnp.asarray(_params()['embedding'])})
-  np.testing.assert_array_equal(_update(part, {'embedding': grads['embedding']}).target['embedding'], arrays[0])
+  np.testing.assert_array_equal(
+    _update(part, {'embedding': grads['embedding']}).target['embedding'], arrays[0]
+  )
 
   stacks = LayerStacks((('encoder', (0, 1, 2)),))
   stacked = _update(stacks.stack(jax.device_get(optimizer)), stacks.stack(grads))
   jax.tree.map(np.testing.assert_array_equal, stacks.unstack(jax.device_get(stacked.target)), whole)
 
-  mesh = Mesh(np.reshape(jax.devices()[:8], (2, 4)), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+  mesh = Mesh(
+    np.reshape(jax.devices()[:8], (2, 4)), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
+  )
   sharded = jax.device_put((optimizer, grads), NamedSharding(mesh, P()))
   place = lambda tree: jax.tree.map(
-      lambda x: jax.device_put(x, NamedSharding(mesh, P('data', 'model') if x.ndim == 2 else P())), tree)
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(_update(*map(place, sharded)).target), whole)
+    lambda x: jax.device_put(x, NamedSharding(mesh, P('data', 'model') if x.ndim == 2 else P())),
+    tree,
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.device_get(_update(*map(place, sharded)).target), whole
+  )
 
   # Equal numbers of different parameters are not rounded alike.
   equal = {'a': jnp.full([8, 16], 1.0), 'b': jnp.full([8, 16], 1.0)}
-  rounded = _update(_stochastic(optimizers.sgd(0.01)).create(equal), jax.tree.map(jnp.cos, equal)).target
+  rounded = _update(
+    _stochastic(optimizers.sgd(0.01)).create(equal), jax.tree.map(jnp.cos, equal)
+  ).target
   assert np.any(np.asarray(rounded['a'] != rounded['b']))
 
   other = jax.device_get(_update(optimizer, grads, jax.random.key(2)).target)
-  nearest = jax.tree.map(lambda param, grad: (param.astype(jnp.float32) - 0.1 * grad).astype(jnp.bfloat16),
-                         optimizer.target, grads)
+  nearest = jax.tree.map(
+    lambda param, grad: (param.astype(jnp.float32) - 0.1 * grad).astype(jnp.bfloat16),
+    optimizer.target,
+    grads,
+  )
   for result in (other, nearest):
     assert np.mean(np.asarray(result['embedding']) != arrays[0]) > 0.1
 
@@ -109,72 +140,126 @@ def test_random_numbers_depend_on_the_path_alone_not_on_other_parameters_stacks_
 def test_updates_are_those_of_float32_for_every_kind_of_optimizer():
   params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), _params())
   wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-  loss = lambda params: sum(jnp.sum(jnp.square(param.astype(jnp.float32))) for param in jax.tree.leaves(params))
+  loss = lambda params: sum(
+    jnp.sum(jnp.square(param.astype(jnp.float32))) for param in jax.tree.leaves(params)
+  )
 
   def value_fn(params):
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} <= {jnp.dtype(jnp.bfloat16)}, 'the dtype of the model'
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} <= {jnp.dtype(jnp.bfloat16)}, (
+      'the dtype of the model'
+    )
     return loss(params)
 
-  for make in (lambda: optimizers.adamw(0.1), lambda: optimizers.Adafactor(0.1, min_dim_size_to_factor=4),
-               lambda: optimizers.sophia(0.1), lambda: optimizers.MultiOptimizer([('kernel', optimizers.lion(0.1))])):
+  for make in (
+    lambda: optimizers.adamw(0.1),
+    lambda: optimizers.Adafactor(0.1, min_dim_size_to_factor=4),
+    lambda: optimizers.sophia(0.1),
+    lambda: optimizers.MultiOptimizer([('kernel', optimizers.lion(0.1))]),
+  ):
     plain, rounded = make().create(wide), _stochastic(make()).create(params)
     extra_args = {'obj_fn': value_fn} if 'obj_fn' in plain.optimizer_def.extra_args else {}
     wide_args = {'obj_fn': loss} if extra_args else {}
-    plain, rounded = jax.jit(lambda plain, rounded: (
+    plain, rounded = jax.jit(
+      lambda plain, rounded: (
         plain.apply_gradient(_params(1), **wide_args),
-        rounded.apply_gradient(_params(1), rounding_key=jax.random.key(0), **extra_args)))(plain, rounded)
-    for left, right in zip(jax.tree.leaves(plain.state), jax.tree.leaves(rounded.state), strict=True):
+        rounded.apply_gradient(_params(1), rounding_key=jax.random.key(0), **extra_args),
+      )
+    )(plain, rounded)
+    for left, right in zip(
+      jax.tree.leaves(plain.state), jax.tree.leaves(rounded.state), strict=True
+    ):
       assert left.dtype == right.dtype
       np.testing.assert_allclose(left, right, rtol=2e-2, atol=1e-5)
-    for before, left, right in zip(*map(jax.tree.leaves, (params, plain.target, rounded.target)), strict=True):
+    for before, left, right in zip(
+      *map(jax.tree.leaves, (params, plain.target, rounded.target)), strict=True
+    ):
       assert right.dtype == jnp.bfloat16
       low, high = np.vectorize(_neighbours)(left)
       right = np.asarray(right).astype(np.float64)
       assert np.mean((right == low) | (right == high)) > 0.99
-      assert make().name.startswith('Multi') or np.mean(right != np.asarray(before).astype(np.float64)) > 0.9
+      assert (
+        make().name.startswith('Multi')
+        or np.mean(right != np.asarray(before).astype(np.float64)) > 0.9
+      )
 
 
 def _final_losses(rounds, make, num_steps=400):
   """Return the first and the last loss of a regression whose updates are small compared to the parameters."""
   rng = np.random.default_rng(0)
-  inputs, target = rng.normal(size=[256, 16]).astype(np.float32), rng.normal(size=[16, 4]).astype(np.float32)
-  loss = lambda params: jnp.mean((inputs @ (params['w'].astype(jnp.float32) - 1.0) - inputs @ target * 0.2) ** 2)
+  inputs, target = (
+    rng.normal(size=[256, 16]).astype(np.float32),
+    rng.normal(size=[16, 4]).astype(np.float32),
+  )
+  loss = lambda params: jnp.mean(
+    (inputs @ (params['w'].astype(jnp.float32) - 1.0) - inputs @ target * 0.2) ** 2
+  )
   optimizer = optimizers.with_update_options(
-      make(), param_dtype='bfloat16', stochastic_rounding=rounds).create({'w': jnp.ones([16, 4])})
+    make(), param_dtype='bfloat16', stochastic_rounding=rounds
+  ).create({'w': jnp.ones([16, 4])})
 
   def step(optimizer, key):
     value, grads = jax.value_and_grad(loss)(optimizer.target)
     return optimizer.apply_gradient(grads, **({'rounding_key': key} if rounds else {})), value
 
-  losses = jax.jit(lambda o: jax.lax.scan(step, o, jax.random.split(jax.random.key(0), num_steps)))(optimizer)[1]
+  losses = jax.jit(lambda o: jax.lax.scan(step, o, jax.random.split(jax.random.key(0), num_steps)))(
+    optimizer
+  )[1]
   return float(losses[0]), float(losses[-1])
 
 
-@pytest.mark.parametrize('make', [
-    lambda: optimizers.adamw(1e-3), lambda: optimizers.Adafactor(1e-3, min_dim_size_to_factor=4)],
-                         ids=['adamw', 'adafactor'])
+@pytest.mark.parametrize(
+  'make',
+  [lambda: optimizers.adamw(1e-3), lambda: optimizers.Adafactor(1e-3, min_dim_size_to_factor=4)],
+  ids=['adamw', 'adafactor'],
+)
 def test_small_updates_train_where_rounding_to_nearest_stalls(make):
   first, nearest = _final_losses(False, make)
-  assert nearest > 0.98 * first  # steps of 0.001 next to parameters of 1, whose neighbours are 0.004 below
+  assert (
+    nearest > 0.98 * first
+  )  # steps of 0.001 next to parameters of 1, whose neighbours are 0.004 below
   assert _final_losses(True, make)[1] < 0.2 * first
 
 
 def test_off_it_leaves_the_compiled_update_as_it_is():
-  text = lambda optimizer_def: jax.jit(lambda o, g: o.apply_gradient(g).target).lower(
-      optimizer_def.create(_params()), _params()).as_text()
+  text = lambda optimizer_def: (
+    jax.jit(lambda o, g: o.apply_gradient(g).target)
+    .lower(optimizer_def.create(_params()), _params())
+    .as_text()
+  )
   plain = optimizers.adamw(0.1)
-  assert text(plain) == text(optimizers.with_update_options(plain)) and 'threefry' not in text(plain)
+  assert text(plain) == text(optimizers.with_update_options(plain)) and 'threefry' not in text(
+    plain
+  )
 
 
-@pytest.mark.parametrize('make, message', [
-    (lambda: _stochastic(optimizers.sgd(0.1)).create(_params()).apply_gradient(_params()), 'Pass rounding_key='),
-    (lambda: optimizers.with_update_options(optimizers.sgd(0.1), stochastic_rounding=True).create(_params()),
-     'stochastic_rounding` has no effect: no parameter is bfloat16.*param_dtype'),
-    (lambda: optimizers.MultiOptimizer([('kernel', _stochastic(optimizers.sgd(0.1)))]), 'set for an argument of Multi'),
-    (lambda: optimizers.chain([optax.clip(1.0), _stochastic(optimizers.sgd(0.1))]), 'argument of chain'),
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    (
+      lambda: _stochastic(optimizers.sgd(0.1)).create(_params()).apply_gradient(_params()),
+      'Pass rounding_key=',
+    ),
+    (
+      lambda: optimizers.with_update_options(optimizers.sgd(0.1), stochastic_rounding=True).create(
+        _params()
+      ),
+      'stochastic_rounding` has no effect: no parameter is bfloat16.*param_dtype',
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([('kernel', _stochastic(optimizers.sgd(0.1)))]),
+      'set for an argument of Multi',
+    ),
+    (
+      lambda: optimizers.chain([optax.clip(1.0), _stochastic(optimizers.sgd(0.1))]),
+      'argument of chain',
+    ),
     (lambda: optimizers.mechanize(_stochastic(optimizers.sgd(0.1))), 'argument of mechanize'),
-    (lambda: optimizers.with_update_options(optimizers.sgd(0.1), param_dtype='float16'), 'one of .bfloat16. or None'),
-])
+    (
+      lambda: optimizers.with_update_options(optimizers.sgd(0.1), param_dtype='float16'),
+      'one of .bfloat16. or None',
+    ),
+  ],
+)
 def test_options_without_effect_are_rejected(make, message):
   with pytest.raises(ConfigError, match=message):
     make()

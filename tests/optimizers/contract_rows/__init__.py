@@ -12,8 +12,18 @@ from typing import Any
 from t5x_lite import optimizers
 
 # The checks of tests/optimizers/test_contract.py that a row may be excepted from.
-CHECKS = ('minimises', 'one_trace', 'state_dict', 'checkpoint', 'axes', 'sharded', 'bfloat16', 'odd_trees',
-          'learning_rate', 'needs')
+CHECKS = (
+  'minimises',
+  'one_trace',
+  'state_dict',
+  'checkpoint',
+  'axes',
+  'sharded',
+  'bfloat16',
+  'odd_trees',
+  'learning_rate',
+  'needs',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +46,9 @@ class Row:
   per_example: bool = False
 
   def __post_init__(self):
-    assert all(name in CHECKS and len(reason) > 20 for name, reason in self.exceptions.items()), self.exceptions
+    assert all(name in CHECKS and len(reason) > 20 for name, reason in self.exceptions.items()), (
+      self.exceptions
+    )
     assert all(name in optimizers.EXTRA_ARGS for name in self.needs), self.needs
 
   @property
@@ -49,7 +61,9 @@ def _all_rows() -> dict[str, Row]:
   rows = {}
   for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
     more = importlib.import_module(f'{__name__}.{module}').ROWS
-    assert not set(rows) & set(more), f'{module}: rows that others have too: {sorted(set(rows) & set(more))}'
+    assert not set(rows) & set(more), (
+      f'{module}: rows that others have too: {sorted(set(rows) & set(more))}'
+    )
     rows |= more
   return rows
 

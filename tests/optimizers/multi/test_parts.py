@@ -16,17 +16,43 @@ from tests.optimizers.multi import multi_cases as cases
 _OWN_SCHEDULE = optax.constant_schedule(0.01)
 
 
-@pytest.mark.parametrize('left,right,needs,owns,moved_by_trainer', [
+@pytest.mark.parametrize(
+  'left,right,needs,owns,moved_by_trainer',
+  [
     (adafactor.Adafactor, optimizers.adamw, True, False, (True, True)),
     (adafactor.Adafactor, lambda: optimizers.adamw(0.01), True, False, (True, False)),
     (lambda: adafactor.Adafactor(0.01), optimizers.adamw, True, False, (False, True)),
     (lambda: adafactor.Adafactor(0.01), adafactor.Adafactor, True, False, (False, True)),
-    (lambda: adafactor.Adafactor(0.01), lambda: adafactor.Adafactor(_OWN_SCHEDULE), False, True, (True, True)),
-    (lambda: adafactor.Adafactor(0.01), lambda: optimizers.adamw(_OWN_SCHEDULE), False, True, (True, False)),
-    (lambda: optimizers.OptaxWrapper(optax.sgd(0.1)), lambda: optimizers.sgd(0.1), False, True, (False, False)),
-    (lambda: optimizers.OptaxWrapper(optax.sgd(0.1)), lambda: optimizers.OptaxWrapper(optax.adam(0.1)), False, False,
-     (False, False)),
-])
+    (
+      lambda: adafactor.Adafactor(0.01),
+      lambda: adafactor.Adafactor(_OWN_SCHEDULE),
+      False,
+      True,
+      (True, True),
+    ),
+    (
+      lambda: adafactor.Adafactor(0.01),
+      lambda: optimizers.adamw(_OWN_SCHEDULE),
+      False,
+      True,
+      (True, False),
+    ),
+    (
+      lambda: optimizers.OptaxWrapper(optax.sgd(0.1)),
+      lambda: optimizers.sgd(0.1),
+      False,
+      True,
+      (False, False),
+    ),
+    (
+      lambda: optimizers.OptaxWrapper(optax.sgd(0.1)),
+      lambda: optimizers.OptaxWrapper(optax.adam(0.1)),
+      False,
+      False,
+      (False, False),
+    ),
+  ],
+)
 def test_every_learning_rate_has_one_owner(left, right, needs, owns, moved_by_trainer):
   optimizer_def = optimizers.MultiOptimizer([('a', left()), ('b', right())])
   assert (optimizer_def.needs_learning_rate, optimizer_def.owns_learning_rate) == (needs, owns)
@@ -36,23 +62,39 @@ def test_every_learning_rate_has_one_owner(left, right, needs, owns, moved_by_tr
   if needs:
     with pytest.raises(ConfigError, match='learning_rate_fn'):
       optimizer.apply_gradient(grads)
-  small, large = (optimizer.apply_gradient(grads, learning_rate=rate).target for rate in (1e-3, 1e-1))
-  assert tuple(not np.array_equal(small[name], large[name]) for name in ('a', 'b')) == moved_by_trainer
+  small, large = (
+    optimizer.apply_gradient(grads, learning_rate=rate).target for rate in (1e-3, 1e-1)
+  )
+  assert (
+    tuple(not np.array_equal(small[name], large[name]) for name in ('a', 'b')) == moved_by_trainer
+  )
 
 
 def test_one_rate_overrides_those_of_all_parts():
-  optimizer_def = optimizers.MultiOptimizer([('a', adafactor.Adafactor(0.3)), ('b', adafactor.Adafactor(0.4))])
+  optimizer_def = optimizers.MultiOptimizer(
+    [('a', adafactor.Adafactor(0.3)), ('b', adafactor.Adafactor(0.4))]
+  )
   assert [hp.learning_rate for hp in optimizer_def.hyper_params] == [0.3, 0.4]
-  assert [hp.learning_rate for hp in optimizer_def.update_hyper_params(learning_rate=0.1)] == [0.1, 0.1]
+  assert [hp.learning_rate for hp in optimizer_def.update_hyper_params(learning_rate=0.1)] == [
+    0.1,
+    0.1,
+  ]
 
 
 def test_hyper_params_of_every_part():
-  optimizer_def = optimizers.MultiOptimizer([
-      ('a', adafactor.Adafactor()), ('b', adafactor.Adafactor(decay_rate=0.5)), ('c', optimizers.sgd()),
-      ('d', optimizers.MultiOptimizer([('d', adafactor.Adafactor(epsilon2=0.5))]))])
+  optimizer_def = optimizers.MultiOptimizer(
+    [
+      ('a', adafactor.Adafactor()),
+      ('b', adafactor.Adafactor(decay_rate=0.5)),
+      ('c', optimizers.sgd()),
+      ('d', optimizers.MultiOptimizer([('d', adafactor.Adafactor(epsilon2=0.5))])),
+    ]
+  )
   updated = optimizer_def.update_hyper_params(learning_rate=0.1, decay_rate=0.7)
   assert [hp.learning_rate for hp in (*updated[:3], *updated[3])] == [0.1] * 4
-  assert [hp.decay_rate for hp in (*updated[:2], *updated[3])] == [0.7] * 3 and updated[3][0].epsilon2 == 0.5
+  assert [hp.decay_rate for hp in (*updated[:2], *updated[3])] == [0.7] * 3 and updated[3][
+    0
+  ].epsilon2 == 0.5
   assert optimizer_def.hyper_params[1].decay_rate == 0.5
   # Given whole, one by one, then overridden.
   given = optimizer_def.hyper_params
@@ -84,8 +126,12 @@ def test_parts_get_their_share_of_the_further_arguments():
 
     def apply_gradient(self, hyper_params, params, state, grads, **extra):
       doubled = jax.tree.map(lambda p: 2 * p, params)
-      seen.update(extra, loss=extra['value_fn'](doubled), objective=extra['obj_fn'](doubled),
-                  grads=extra['grad_fn'](doubled, 3))
+      seen.update(
+        extra,
+        loss=extra['value_fn'](doubled),
+        objective=extra['obj_fn'](doubled),
+        grads=extra['grad_fn'](doubled, 3),
+      )
       return params, state
 
     def metrics(self, state):
@@ -101,14 +147,20 @@ def test_parts_get_their_share_of_the_further_arguments():
       return 'too curious'
 
   optimizer_def = optimizers.MultiOptimizer(
-      [('^a', optimizers.sgd(0.1)), ('^b', Curious())], part_names=['plain', 'nosy'])
+    [('^a', optimizers.sgd(0.1)), ('^b', Curious())], part_names=['plain', 'nosy']
+  )
   assert set(optimizer_def.extra_args) == set(optimizers.EXTRA_ARGS)
   params = {'a': jnp.float32(1.0), 'b': {'x': jnp.float32(3.0)}, 'c': jnp.float32(10.0)}
   loss = lambda p: p['a'] + p['b']['x'] * p['c']
   optimizer = optimizer_def.create(params)
   updated = optimizer.apply_gradient(
-      params, value=loss(params), grad=params, value_fn=loss, obj_fn=loss,
-      grad_fn=lambda p, number: jax.tree.map(lambda g: number * g, jax.grad(loss)(p)))
+    params,
+    value=loss(params),
+    grad=params,
+    value_fn=loss,
+    obj_fn=loss,
+    grad_fn=lambda p, number: jax.tree.map(lambda g: number * g, jax.grad(loss)(p)),
+  )
   assert seen['value'] == 31 and seen['loss'] == seen['objective'] == 61
   # The other parameters are constants for the part.
   assert seen['grad'] == {'b': {'x': 3.0}} and seen['grads'] == {'b': {'x': 30.0}}
@@ -123,7 +175,10 @@ def test_parts_get_their_share_of_the_further_arguments():
 def test_parts_that_need_more_than_gradients_train_as_alone(make):
   params = {'a': jnp.asarray([1.0, -2.0]), 'b': jnp.asarray([0.5])}
   loss = lambda p: jnp.sum(p['a'] ** 2) + jnp.sum(p['a']) * jnp.sum(p.get('b', params['b']))
-  alone, mixed = make().create({'a': params['a']}), optimizers.MultiOptimizer([('a', make())]).create(params)
+  alone, mixed = (
+    make().create({'a': params['a']}),
+    optimizers.MultiOptimizer([('a', make())]).create(params),
+  )
   for _ in range(2):
     results = []
     for optimizer in (alone, mixed):
@@ -133,7 +188,8 @@ def test_parts_that_need_more_than_gradients_train_as_alone(make):
   np.testing.assert_array_equal(mixed.target['a'], alone.target['a'])
   evaluated = mixed.optimizer_def.eval_params(mixed.target, mixed.state)
   np.testing.assert_array_equal(
-      evaluated['a'], alone.optimizer_def.eval_params(alone.target, alone.state)['a'])
+    evaluated['a'], alone.optimizer_def.eval_params(alone.target, alone.state)['a']
+  )
   np.testing.assert_array_equal(evaluated['b'], params['b'])
 
 
@@ -143,14 +199,17 @@ def test_the_log_has_the_selection_of_each_part_once(caplog):
     for _ in range(2):
       optimizer_def.init_state(cases.small())
   assert [record.getMessage() for record in caplog.records] == [
-      "MultiOptimizer: part '0' (sgd on PathTraversal(['kernel'])) trains 1 arrays.",
-      'MultiOptimizer: the other 1 arrays are frozen.']
+    "MultiOptimizer: part '0' (sgd on PathTraversal(['kernel'])) trains 1 arrays.",
+    'MultiOptimizer: the other 1 arrays are frozen.',
+  ]
 
 
 def _sized(mutate):
   """Return (optimizer, its part before it was made) of a selection that needs the sizes of the parameters."""
   part = cases.make_adafactor()
-  optimizer_def = optimizers.MultiOptimizer([(optimizers.ModelParamTraversal(lambda _, p: p.size > 90), part)])
+  optimizer_def = optimizers.MultiOptimizer(
+    [(optimizers.ModelParamTraversal(lambda _, p: p.size > 90), part)]
+  )
   if mutate:
     optimizer_def.set_param_axes(cases.AXES)
     return optimizer_def.create(cases.random(0)), part
@@ -173,8 +232,12 @@ def test_each_part_knows_the_axes_of_its_parameters_alone(mutate):
 @pytest.mark.parametrize('mutate', [False, True])
 def test_axes_given_before_the_parameters_apply_in_state_and_update(mutate):
   by_batch = optimizers.scaled_adam(0.1, batch_axes=('layers',))
-  definition = optimizers.MultiOptimizer([
-      ('inner', optimizers.MultiOptimizer([('stack', by_batch)])), ('factored', cases.make_adafactor())])
+  definition = optimizers.MultiOptimizer(
+    [
+      ('inner', optimizers.MultiOptimizer([('stack', by_batch)])),
+      ('factored', cases.make_adafactor()),
+    ]
+  )
   params = {name: jnp.arange(1.0, 41.0).reshape([2, 4, 5]) for name in ('inner/stack', 'factored')}
   params = tree_utils.unflatten_dict(params)
   axes = {'inner': {'stack': P('layers', 'embed', 'mlp')}, 'factored': P('layers', 'embed', 'mlp')}
@@ -187,7 +250,9 @@ def test_axes_given_before_the_parameters_apply_in_state_and_update(mutate):
   cases.assert_same(state, want.state)
   assert state.param_states.parts[0].parts[0].groups['default'].param_rms.shape == (2,)
   hyper_params = definition.update_hyper_params(learning_rate=0.1)
-  got = jax.jit(lambda params, state: definition.apply_gradient(hyper_params, params, state, params))(params, state)
+  got = jax.jit(
+    lambda params, state: definition.apply_gradient(hyper_params, params, state, params)
+  )(params, state)
   want = jax.jit(lambda want, grads: want.apply_gradient(grads, learning_rate=0.1))(want, params)
   cases.assert_same(got, (want.target, want.state))
 
@@ -196,61 +261,115 @@ def test_one_optimizer_object_may_be_in_two_parts():
   shared = cases.make_adafactor()
   optimizer = cases.create(optimizers.MultiOptimizer([('encoder', shared), ('decoder', shared)]))
   apart = cases.create(
-      optimizers.MultiOptimizer([('encoder', cases.make_adafactor()), ('decoder', cases.make_adafactor())]))
+    optimizers.MultiOptimizer(
+      [('encoder', cases.make_adafactor()), ('decoder', cases.make_adafactor())]
+    )
+  )
   cases.assert_same(optimizer.state_dict(), apart.state_dict())
   left, right = optimizer.optimizer_def.hyper_params
-  assert set(left.factor_map) == {'encoder/mlp/kernel', 'encoder/attention/kernel', 'encoder/norm/scale'}
+  assert set(left.factor_map) == {
+    'encoder/mlp/kernel',
+    'encoder/attention/kernel',
+    'encoder/norm/scale',
+  }
   assert set(right.factor_map) == {'decoder/mlp/kernel', 'decoder/norm/scale'}
 
 
 def test_definitions_compare_by_their_parts():
   make = lambda **options: optimizers.MultiOptimizer(
-      [('kernel', cases.make_adafactor(**options)), ('scale', cases.make_adafactor())])
+    [('kernel', cases.make_adafactor(**options)), ('scale', cases.make_adafactor())]
+  )
   assert make() == make() and hash(make()) == hash(make()) and make() != make(beta1=0.5)
-  assert jax.tree.structure(make().create(cases.small())) == jax.tree.structure(make().create(cases.small()))
+  assert jax.tree.structure(make().create(cases.small())) == jax.tree.structure(
+    make().create(cases.small())
+  )
 
 
-@pytest.mark.parametrize('make,message', [
+@pytest.mark.parametrize(
+  'make,message',
+  [
     (lambda: optimizers.MultiOptimizer([]), 'at least one pair'),
     (lambda: optimizers.MultiOptimizer({'a': optimizers.sgd()}), 'optimizers.partition'),
     (lambda: optimizers.MultiOptimizer([optimizers.sgd()]), 'at least one pair'),
     (lambda: optimizers.MultiOptimizer([(optimizers.sgd(), 'kernel')]), 'must be a traversal'),
     (lambda: optimizers.MultiOptimizer([('kernel', 'scale')]), 'The traversal is the first'),
-    (lambda: optimizers.MultiOptimizer([('kernel', optimizers.sgd)]),
-     'must be an optimizer such as .*got <function sgd.* Call the function first'),
-    (lambda: optimizers.MultiOptimizer([('kernel', optax.sgd(0.1))]),
-     'Wrap the optax transformation in optimizers.OptaxWrapper'),
+    (
+      lambda: optimizers.MultiOptimizer([('kernel', optimizers.sgd)]),
+      'must be an optimizer such as .*got <function sgd.* Call the function first',
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([('kernel', optax.sgd(0.1))]),
+      'Wrap the optax transformation in optimizers.OptaxWrapper',
+    ),
     (lambda: optimizers.MultiOptimizer([('kernel', None)]), 'To freeze parameters, omit the pair'),
-    (lambda: optimizers.MultiOptimizer([(lambda path: True, optimizers.sgd())]), 'ModelParamTraversal'),
+    (
+      lambda: optimizers.MultiOptimizer([(lambda path: True, optimizers.sgd())]),
+      'ModelParamTraversal',
+    ),
     (lambda: optimizers.MultiOptimizer([('(', optimizers.sgd())]), 'regular expression'),
     (lambda: _create_small([([], optimizers.sgd())]), 'selects no parameter out of'),
-    (lambda: optimizers.MultiOptimizer([('a', optimizers.sgd())], part_names=['a', 'b']), 'must be 1 different'),
+    (
+      lambda: optimizers.MultiOptimizer([('a', optimizers.sgd())], part_names=['a', 'b']),
+      'must be 1 different',
+    ),
     (lambda: optimizers.MultiOptimizer([('a', optimizers.sgd())], part_names=['a/b']), "'a/b'"),
     (lambda: optimizers.partition([], 'a'), 'must be a mapping'),
     (lambda: optimizers.partition({'a': None}, 'a'), 'not all of them None'),
-    (lambda: optimizers.partition({'kernl': optimizers.sgd()}, [('.', 'kernel')]).create(cases.small()),
-     "Did you mean 'kernl'"),
+    (
+      lambda: optimizers.partition({'kernl': optimizers.sgd()}, [('.', 'kernel')]).create(
+        cases.small()
+      ),
+      "Did you mean 'kernl'",
+    ),
     (lambda: optimizers.partition({'a': optimizers.sgd()}, [('(', 'a')]), 'regular expression'),
-    (lambda: _create_small([('kernel', optimizers.sgd()), ('k.r', optimizers.adam())]),
-     r"'kernel' must be .*, got part '0' \(sgd on .*'kernel'.*\) and part '1' \(adam on "),
-    (lambda: _create_small([('kernel', optimizers.sgd()), ('karnel', optimizers.adam())]),
-     r"part '1' \(adam on .*'karnel'.*\) selects no parameter out of 2"),
-    (lambda: _create_small([('optimizer:', optimizers.sgd())], {'optimizer:0': jnp.ones([2])}),
-     "Rename the parameter 'optimizer:0'"),
-    (lambda: _create_small([(types.SimpleNamespace(iterate=iter, update=lambda fn, tree: {}), optimizers.sgd())]),
-     'must return the tree'),
-    (lambda: optimizers.partition(
-        {'a': optimizers.sgd()}, lambda p: {'kernel': 'a', 'scale': 'b'}).create(cases.small()),
-     "'scale' has the label 'b'"),
-    (lambda: optimizers.partition({'a': optimizers.sgd()}, {'kernel': 'a'}).create(cases.small()),
-     "'scale' has no label"),
-    (lambda: optimizers.partition({'a': optimizers.sgd(), 'b': optimizers.sgd()}, 'a').create(cases.small()),
-     "part 'b' .* selects no parameter"),
-    (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(decay_rat=0.1),
-     "Did you mean 'decay_rate'"),
-    (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(learning_rate=-1.0),
-     'must be a number >= 0'),
-])
+    (
+      lambda: _create_small([('kernel', optimizers.sgd()), ('k.r', optimizers.adam())]),
+      r"'kernel' must be .*, got part '0' \(sgd on .*'kernel'.*\) and part '1' \(adam on ",
+    ),
+    (
+      lambda: _create_small([('kernel', optimizers.sgd()), ('karnel', optimizers.adam())]),
+      r"part '1' \(adam on .*'karnel'.*\) selects no parameter out of 2",
+    ),
+    (
+      lambda: _create_small([('optimizer:', optimizers.sgd())], {'optimizer:0': jnp.ones([2])}),
+      "Rename the parameter 'optimizer:0'",
+    ),
+    (
+      lambda: _create_small(
+        [(types.SimpleNamespace(iterate=iter, update=lambda fn, tree: {}), optimizers.sgd())]
+      ),
+      'must return the tree',
+    ),
+    (
+      lambda: optimizers.partition(
+        {'a': optimizers.sgd()}, lambda p: {'kernel': 'a', 'scale': 'b'}
+      ).create(cases.small()),
+      "'scale' has the label 'b'",
+    ),
+    (
+      lambda: optimizers.partition({'a': optimizers.sgd()}, {'kernel': 'a'}).create(cases.small()),
+      "'scale' has no label",
+    ),
+    (
+      lambda: optimizers.partition({'a': optimizers.sgd(), 'b': optimizers.sgd()}, 'a').create(
+        cases.small()
+      ),
+      "part 'b' .* selects no parameter",
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(
+        decay_rat=0.1
+      ),
+      "Did you mean 'decay_rate'",
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(
+        learning_rate=-1.0
+      ),
+      'must be a number >= 0',
+    ),
+  ],
+)
 def test_invalid_parts_are_rejected(make, message):
   with pytest.raises(ConfigError, match=message):
     make()

@@ -17,31 +17,49 @@ from tests.optimizers.multi import multi_cases as cases
 
 
 def test_state_dict_of_adafactors_is_that_of_t5x():
-  optimizer_def = optimizers.MultiOptimizer([('kernel', adafactor.Adafactor(min_dim_size_to_factor=2)),
-                                             ('scale', adafactor.Adafactor(factored=False, beta1=0.9))])
+  optimizer_def = optimizers.MultiOptimizer(
+    [
+      ('kernel', adafactor.Adafactor(min_dim_size_to_factor=2)),
+      ('scale', adafactor.Adafactor(factored=False, beta1=0.9)),
+    ]
+  )
   trained = optimizer_def.create({'layer': {**cases.small(), 'frozen': jnp.ones([2])}})
   trained = trained.apply_gradient({'layer': {**cases.small(), 'frozen': None}}, learning_rate=0.1)
   state_dict = trained.state_dict()
   names = {name: tuple(leaf.shape) for name, leaf in tree_utils.flatten_dict(state_dict).items()}
   assert names == {
-      'target/layer/kernel': (2, 3), 'target/layer/scale': (3,), 'target/layer/frozen': (2,), 'state/step': (),
-      'state/param_states/layer/kernel/v_row': (2,), 'state/param_states/layer/kernel/v_col': (3,),
-      'state/param_states/layer/kernel/v': (1,), 'state/param_states/layer/kernel/m': (1,),
-      'state/param_states/layer/scale/v_row': (1,), 'state/param_states/layer/scale/v_col': (1,),
-      'state/param_states/layer/scale/v': (3,), 'state/param_states/layer/scale/m': (3,)}
+    'target/layer/kernel': (2, 3),
+    'target/layer/scale': (3,),
+    'target/layer/frozen': (2,),
+    'state/step': (),
+    'state/param_states/layer/kernel/v_row': (2,),
+    'state/param_states/layer/kernel/v_col': (3,),
+    'state/param_states/layer/kernel/v': (1,),
+    'state/param_states/layer/kernel/m': (1,),
+    'state/param_states/layer/scale/v_row': (1,),
+    'state/param_states/layer/scale/v_col': (1,),
+    'state/param_states/layer/scale/v': (3,),
+    'state/param_states/layer/scale/m': (3,),
+  }
   # T5X has None for frozen parameters.
   state_dict['state']['param_states']['layer']['frozen'] = None
   fresh = optimizer_def.create(jax.tree.map(jnp.zeros_like, trained.target))
   cases.assert_same(fresh.restore_state(state_dict), trained)
 
 
-@pytest.mark.parametrize('make', [
+@pytest.mark.parametrize(
+  'make',
+  [
     cases.mix,
-    lambda: optimizers.MultiOptimizer([('encoder', _mix_of_kernels()), ('decoder', optimizers.adam())]),
-    lambda: optimizers.partition({'a': optimizers.chain([optax.clip(1.0), optimizers.adam()]),
-                                  'b': cases.make_adafactor()},
-                                 [('encoder', 'a'), ('', 'b')]),
-])
+    lambda: optimizers.MultiOptimizer(
+      [('encoder', _mix_of_kernels()), ('decoder', optimizers.adam())]
+    ),
+    lambda: optimizers.partition(
+      {'a': optimizers.chain([optax.clip(1.0), optimizers.adam()]), 'b': cases.make_adafactor()},
+      [('encoder', 'a'), ('', 'b')],
+    ),
+  ],
+)
 def test_state_dicts_restore(make):
   fresh = cases.create(make())
   trained = cases.train(fresh)
@@ -60,21 +78,37 @@ def test_state_dicts_restore(make):
 
 
 def _mix_of_kernels():
-  return optimizers.MultiOptimizer([('mlp', optimizers.adam()), ('attention', cases.make_adafactor())])
+  return optimizers.MultiOptimizer(
+    [('mlp', optimizers.adam()), ('attention', cases.make_adafactor())]
+  )
 
 
-@pytest.mark.parametrize('other,message', [
-    (lambda: optimizers.MultiOptimizer([('kernel', adafactor.Adafactor()), ('scale', optimizers.sgd(momentum=0.9))]),
-     r"state/param_states/optimizer:1/0/count \(part '1' \(sgd on .*'scale'.* has no such value"),
-    (lambda: optimizers.MultiOptimizer([('kernel', adafactor.Adafactor())]),
-     r'state/param_states/optimizer:1/0/count \(no part trains such a parameter or has this name\)'),
-    (lambda: optimizers.MultiOptimizer([('', optimizers.adam())]),
-     r"state/param_states/kernel/v_row \(part '0' \(adam on .* trains this parameter and has its state at "
-     'state/param_states/optimizer:0'),
-    (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]), 'state/param_states/optimizer:1/0/count'),
+@pytest.mark.parametrize(
+  'other,message',
+  [
+    (
+      lambda: optimizers.MultiOptimizer(
+        [('kernel', adafactor.Adafactor()), ('scale', optimizers.sgd(momentum=0.9))]
+      ),
+      r"state/param_states/optimizer:1/0/count \(part '1' \(sgd on .*'scale'.* has no such value",
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([('kernel', adafactor.Adafactor())]),
+      r'state/param_states/optimizer:1/0/count \(no part trains such a parameter or has this name\)',
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([('', optimizers.adam())]),
+      r"state/param_states/kernel/v_row \(part '0' \(adam on .* trains this parameter and has its state at "
+      'state/param_states/optimizer:0',
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]),
+      'state/param_states/optimizer:1/0/count',
+    ),
     (lambda: optimizers.adam(), 'state/param_states/kernel'),
     (lambda: adafactor.Adafactor(), 'state/param_states/optimizer:1'),
-])
+  ],
+)
 def test_state_of_another_mix_is_rejected(other, message):
   mix = optimizers.MultiOptimizer([('kernel', adafactor.Adafactor()), ('scale', optimizers.adam())])
   with pytest.raises(CheckpointError, match=message):
@@ -82,9 +116,13 @@ def test_state_of_another_mix_is_rejected(other, message):
 
 
 def test_missing_state_names_its_part():
-  mix = lambda scale: optimizers.MultiOptimizer([('kernel', adafactor.Adafactor()), ('scale', scale)])
+  mix = lambda scale: optimizers.MultiOptimizer(
+    [('kernel', adafactor.Adafactor()), ('scale', scale)]
+  )
   state_dict = mix(optimizers.sgd()).create(cases.small()).state_dict()
-  with pytest.raises(CheckpointError, match=r"optimizer:1/0/count is missing \(part '1' \(adam on "):
+  with pytest.raises(
+    CheckpointError, match=r"optimizer:1/0/count is missing \(part '1' \(adam on "
+  ):
     mix(optimizers.adam()).create(cases.small()).restore_state(state_dict)
 
 
@@ -94,8 +132,12 @@ def _variables():
 
 
 def _suffixed(tree):
-  return {f'{key}_axes' if not isinstance(value, dict) else key: _suffixed(value) if isinstance(value, dict) else value
-          for key, value in tree.items()}
+  return {
+    f'{key}_axes' if not isinstance(value, dict) else key: _suffixed(value)
+    if isinstance(value, dict)
+    else value
+    for key, value in tree.items()
+  }
 
 
 def test_a_checkpoint_of_a_mix_resumes_bitwise(tmp_path):
@@ -108,7 +150,9 @@ def test_a_checkpoint_of_a_mix_resumes_bitwise(tmp_path):
 
   for seed in range(2):
     state = step_fn(state, seed)
-  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     manager.save(2, state.state_dict())
     restored = manager.restore(None, jax.eval_shape(lambda: state).state_dict())
   fresh = train_state.FlaxOptimTrainState.create(cases.mix(), _variables())
@@ -119,8 +163,14 @@ def test_a_checkpoint_of_a_mix_resumes_bitwise(tmp_path):
   cases.assert_same(again, state)
   # Another mix does not fit.
   other = train_state.FlaxOptimTrainState.create(
-      optimizers.MultiOptimizer([('kernel$', cases.make_adafactor()), ('scale$', optimizers.adamw())]), _variables())
-  with pytest.raises(CheckpointError, match='state/param_states/optimizer:2/0/trace/token_embedder/embedding'):
+    optimizers.MultiOptimizer(
+      [('kernel$', cases.make_adafactor()), ('scale$', optimizers.adamw())]
+    ),
+    _variables(),
+  )
+  with pytest.raises(
+    CheckpointError, match='state/param_states/optimizer:2/0/trace/token_embedder/embedding'
+  ):
     checkpoints.restore_checkpoint(restored.path, jax.eval_shape(lambda: other).state_dict())
 
 
@@ -128,35 +178,64 @@ def test_a_checkpoint_of_a_mix_resumes_bitwise(tmp_path):
 def test_a_run_resumes_bitwise(tmp_path):
 
   def model():
-    optimizer_def = optimizers.MultiOptimizer([
-        ('logits', adafactor.Adafactor(min_dim_size_to_factor=4)), ('embedding', optimizers.adamw(0.01))])
+    optimizer_def = optimizers.MultiOptimizer(
+      [
+        ('logits', adafactor.Adafactor(min_dim_size_to_factor=4)),
+        ('embedding', optimizers.adamw(0.01)),
+      ]
+    )
     return toy_run.model(optimizer_def)
 
   kwargs = dict(train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, save={'period': 4})
   toy_run.train(tmp_path / 'whole', 8, model=model(), **kwargs)
   toy_run.train(tmp_path / 'halves', 4, model=model(), **kwargs)
   toy_run.train(tmp_path / 'halves', 8, model=model(), **kwargs)
-  whole, halves = (checkpoints.load(tmp_path / name / 'checkpoint_8') for name in ('whole', 'halves'))
+  whole, halves = (
+    checkpoints.load(tmp_path / name / 'checkpoint_8') for name in ('whole', 'halves')
+  )
   cases.assert_same(halves, whole)
   names = tree_utils.flatten_dict(whole['state']['param_states'])
-  assert any(name.startswith('optimizer:1/0/mu/') for name in names) and any(n.endswith('/v_row') for n in names)
+  assert any(name.startswith('optimizer:1/0/mu/') for name in names) and any(
+    n.endswith('/v_row') for n in names
+  )
 
 
-@pytest.mark.parametrize('pairs,unsupported', [
+@pytest.mark.parametrize(
+  'pairs,unsupported',
+  [
     ([('.', optimizers.adamw)], None),
-    ([('kernel$', optimizers.adamw), ('scale$', cases.make_adafactor)], 'state/param_states/optimizer:0/0/mu/'),
+    (
+      [('kernel$', optimizers.adamw), ('scale$', cases.make_adafactor)],
+      'state/param_states/optimizer:0/0/mu/',
+    ),
     ([('decoder/.*kernel$', cases.make_adafactor)], 'state/param_states/decoder/layers_0/'),
-])
+  ],
+)
 def test_into_the_other_parameter_layout(pairs, unsupported):
   tokens = jnp.ones((1, 4), jnp.int32)
 
   def create(layout):
     config = t5.T5Config(
-        vocab_size=8, emb_dim=4, num_heads=1, num_encoder_layers=1, num_decoder_layers=1, head_dim=4, mlp_dim=8,
-        mlp_activations=('relu',), param_layout=layout, relpos_bias_tables='per_layer')
+      vocab_size=8,
+      emb_dim=4,
+      num_heads=1,
+      num_encoder_layers=1,
+      num_decoder_layers=1,
+      head_dim=4,
+      mlp_dim=8,
+      mlp_activations=('relu',),
+      param_layout=layout,
+      relpos_bias_tables='per_layer',
+    )
     optimizer_def = optimizers.MultiOptimizer([(pattern, make()) for pattern, make in pairs])
-    shapes = jax.eval_shape(lambda: train_state.FlaxOptimTrainState.create(optimizer_def, t5.Transformer(config).init(
-        jax.random.key(0), tokens, tokens, tokens, enable_dropout=False)))
+    shapes = jax.eval_shape(
+      lambda: train_state.FlaxOptimTrainState.create(
+        optimizer_def,
+        t5.Transformer(config).init(
+          jax.random.key(0), tokens, tokens, tokens, enable_dropout=False
+        ),
+      )
+    )
     rng = np.random.default_rng(0)
     return config, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes)
 

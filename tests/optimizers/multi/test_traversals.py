@@ -32,24 +32,43 @@ class _OwnTraversal:
 
 
 # Made when they are used: pytest looks at the attributes of parameters, which warns for Flax's.
-@pytest.mark.parametrize('make_selection,want', [
+@pytest.mark.parametrize(
+  'make_selection,want',
+  [
     (lambda: 'scale$', 'decoder/norm/scale encoder/norm/scale'),
     (lambda: ['^encoder/mlp', 'embedding'], 'encoder/mlp/kernel token_embedder/embedding'),
-    (lambda: optimizers.PathTraversal('.*', exclude=['kernel', 'norm']), 'temperature token_embedder/embedding'),
-    (lambda: optimizers.ModelParamTraversal(lambda path, value: path.endswith('/scale') and value.ndim == 1),
-     'decoder/norm/scale encoder/norm/scale'),
-    (lambda: optimizers.ModelParamTraversal(lambda _, value: value.size > 100), 'token_embedder/embedding'),
+    (
+      lambda: optimizers.PathTraversal('.*', exclude=['kernel', 'norm']),
+      'temperature token_embedder/embedding',
+    ),
+    (
+      lambda: optimizers.ModelParamTraversal(
+        lambda path, value: path.endswith('/scale') and value.ndim == 1
+      ),
+      'decoder/norm/scale encoder/norm/scale',
+    ),
+    (
+      lambda: optimizers.ModelParamTraversal(lambda _, value: value.size > 100),
+      'token_embedder/embedding',
+    ),
     (lambda: _flax_traversal(lambda path, _: path == '/temperature'), 'temperature'),
     (lambda: _flax_traversal(lambda _, value: value.ndim == 3), 'encoder/attention/kernel'),
     (lambda: cases.flax_items('decoder'), 'decoder/mlp/kernel decoder/norm/scale'),
     (lambda: _OwnTraversal(), 'decoder/mlp/kernel'),
-])
+  ],
+)
 def test_selections(make_selection, want):
-  optimizer = optimizers.MultiOptimizer([(make_selection(), optimizers.sgd(0.1))]).create(cases.random(0))
+  optimizer = optimizers.MultiOptimizer([(make_selection(), optimizers.sgd(0.1))]).create(
+    cases.random(0)
+  )
   updated = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, cases.random(0)))
-  moved = [name for (name, new), old in zip(
-      tree_utils.named_leaves(updated.target), jax.tree.leaves(optimizer.target), strict=True)
-           if not np.array_equal(new, old)]
+  moved = [
+    name
+    for (name, new), old in zip(
+      tree_utils.named_leaves(updated.target), jax.tree.leaves(optimizer.target), strict=True
+    )
+    if not np.array_equal(new, old)
+  ]
   assert moved == want.split()
   assert optimizer.state.param_states.paths == (tuple(moved),)
 

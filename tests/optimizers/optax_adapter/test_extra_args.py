@@ -35,25 +35,47 @@ class _Recorder(optimizers.OptimizerDef):
     assert set(extra_args) == set(optimizers.EXTRA_ARGS)
     value_fn, moved = extra_args['value_fn'], jax.tree.map(lambda p: p + 0.1, params)
     self.given = {
-        'value': extra_args['value'], 'value_here': value_fn(params), 'value_elsewhere': value_fn(moved),
-        'obj_elsewhere': extra_args['obj_fn'](moved), 'grad': extra_args['grad'], 'grads': grads,
-        'grad_here': extra_args['grad_fn'](params, 0), 'slope': jax.grad(value_fn)(params)}
+      'value': extra_args['value'],
+      'value_here': value_fn(params),
+      'value_elsewhere': value_fn(moved),
+      'obj_elsewhere': extra_args['obj_fn'](moved),
+      'grad': extra_args['grad'],
+      'grads': grads,
+      'grad_here': extra_args['grad_fn'](params, 0),
+      'slope': jax.grad(value_fn)(params),
+    }
     return params, state.replace(step=state.step + 1)
 
 
-@pytest.mark.parametrize('num_microbatches,sows,counts', [
-    pytest.param(None, False, True, marks=pytest.mark.full), (4, True, True)])
+@pytest.mark.parametrize(
+  'num_microbatches,sows,counts',
+  [pytest.param(None, False, True, marks=pytest.mark.full), (4, True, True)],
+)
 def test_values_of_the_step_are_those_of_the_gradients(num_microbatches, sows, counts):
   recorder = _Recorder()
-  model = toy_model.make_model(recorder, dropout_rate=0.2, sows=sows, counts=counts,
-                               loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+  model = toy_model.make_model(
+    recorder,
+    dropout_rate=0.2,
+    sows=sows,
+    counts=counts,
+    loss_normalizing_factor='NUM_REAL_TARGET_TOKENS',
+  )
   state, batch, key = toy_model.make_state(model), toy_model.make_batch(), jax.random.key(3)
 
   def step(state):
     _, metrics = train_step.train_with_lr(
-        state, batch, None, key, model, num_microbatches, gradient_transform=lambda g: jax.tree.map(jnp.negative, g))
+      state,
+      batch,
+      None,
+      key,
+      model,
+      num_microbatches,
+      gradient_transform=lambda g: jax.tree.map(jnp.negative, g),
+    )
     moved = state.replace_params(jax.tree.map(lambda p: p + 0.1, state.params))
-    metrics_elsewhere = train_step.accumulate_grads_microbatched(model, moved, batch, key, num_microbatches)[1]
+    metrics_elsewhere = train_step.accumulate_grads_microbatched(
+      model, moved, batch, key, num_microbatches
+    )[1]
     grads = train_step.accumulate_grads_microbatched(model, state, batch, key, num_microbatches)[0]
     return recorder.given, metrics['loss'], metrics_elsewhere['loss'], grads
 
@@ -82,8 +104,9 @@ class _Halving(optimizers.OptimizerDef):
 def test_a_definition_with_four_arguments_trains():
   model = toy_model.make_model(_Halving(optimizers.adamw().hyper_params))
   state = toy_model.make_state(model)
-  updated, metrics = jax.jit(functools.partial(train_step.train_with_lr, model=model, num_microbatches=None))(
-      state, toy_model.make_batch(), 0.1, None)
+  updated, metrics = jax.jit(
+    functools.partial(train_step.train_with_lr, model=model, num_microbatches=None)
+  )(state, toy_model.make_batch(), 0.1, None)
   np.testing.assert_array_equal(updated.params['hidden'], state.params['hidden'] / 2)
   assert not [name for name in metrics if name.startswith('optimizer/')]
 
@@ -101,20 +124,28 @@ def test_an_unknown_value_of_the_step_is_rejected_at_start():
 
 
 _NEED_THE_LOSS = {
-    'lbfgs': lambda: optimizers.lbfgs(memory_size=3),
-    'sophia': lambda: optimizers.sophia(update_interval=2),
-    'sam': lambda: optimizers.sam(optimizers.sgd(), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
-                                  opaque_mode=True),
-    'momo': optimizers.momo,
-    'momo_adam': optimizers.momo_adam,
-    'polyak_sgd': optimizers.polyak_sgd,
-    'reduce_on_plateau': lambda: optimizers.chain([optimizers.adam(), optimizers.reduce_on_plateau(patience=2)]),
+  'lbfgs': lambda: optimizers.lbfgs(memory_size=3),
+  'sophia': lambda: optimizers.sophia(update_interval=2),
+  'sam': lambda: optimizers.sam(
+    optimizers.sgd(), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+  ),
+  'momo': optimizers.momo,
+  'momo_adam': optimizers.momo_adam,
+  'polyak_sgd': optimizers.polyak_sgd,
+  'reduce_on_plateau': lambda: optimizers.chain(
+    [optimizers.adam(), optimizers.reduce_on_plateau(patience=2)]
+  ),
 }
 
 
 @pytest.mark.full  # by default, the values that an update gets are compared
-@pytest.mark.parametrize('name', [
-    name if name == 'sophia' else pytest.param(name, marks=pytest.mark.full) for name in _NEED_THE_LOSS])
+@pytest.mark.parametrize(
+  'name',
+  [
+    name if name == 'sophia' else pytest.param(name, marks=pytest.mark.full)
+    for name in _NEED_THE_LOSS
+  ],
+)
 def test_optimizers_that_need_the_loss_train(name):
   optimizer_def = _NEED_THE_LOSS[name]()
   rate = toy_trainer.RATE if optimizer_def.uses_learning_rate else None
@@ -128,8 +159,12 @@ def test_optimizers_that_need_the_loss_train(name):
 
 def test_missing_and_unknown_values_are_named():
   params = {'p': jnp.ones([3])}
-  for make, names in ((optimizers.lbfgs, "'value', 'grad', and 'value_fn'"), (optimizers.polyak_sgd, 'value'),
-                      (_NEED_THE_LOSS['sophia'], 'obj_fn'), (_NEED_THE_LOSS['sam'], 'grad_fn')):
+  for make, names in (
+    (optimizers.lbfgs, "'value', 'grad', and 'value_fn'"),
+    (optimizers.polyak_sgd, 'value'),
+    (_NEED_THE_LOSS['sophia'], 'obj_fn'),
+    (_NEED_THE_LOSS['sam'], 'grad_fn'),
+  ):
     optimizer = make().create(params)
     overrides = {'learning_rate': 0.1} if optimizer.optimizer_def.uses_learning_rate else {}
     with pytest.raises(ConfigError, match=f'failed: .*{names}.*Pass the values of the step'):

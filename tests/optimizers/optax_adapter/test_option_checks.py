@@ -15,16 +15,19 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.optax_adapter import option_checks
 
 _FACTORIES = {
-    name: factory for name, factory in ((name, getattr(optimizers, name)) for name in dir(optimizers))
-    if inspect.isfunction(factory) and factory.__module__ == optimizers.adamw.__module__
-    and name not in ('chain', 'distributed_shampoo', 'wrap_optax_optimizer')}
+  name: factory
+  for name, factory in ((name, getattr(optimizers, name)) for name in dir(optimizers))
+  if inspect.isfunction(factory)
+  and factory.__module__ == optimizers.adamw.__module__
+  and name not in ('chain', 'distributed_shampoo', 'wrap_optax_optimizer')
+}
 _REQUIRED = {
-    'dpsgd': {'l2_norm_clip': 1.0, 'noise_multiplier': 0.1},
-    'mechanize': {'base_optimizer': optax.adam(0.1)},
-    'rprop': {'learning_rate': 0.1},
-    'sam': {'optimizer': optax.sgd(0.1), 'adv_optimizer': optax.sgd(0.1)},
-    'schedule_free': {'base_optimizer': optax.sgd(0.1)},
-    'split_real_and_imaginary': {'inner': optax.sgd(0.1)},
+  'dpsgd': {'l2_norm_clip': 1.0, 'noise_multiplier': 0.1},
+  'mechanize': {'base_optimizer': optax.adam(0.1)},
+  'rprop': {'learning_rate': 0.1},
+  'sam': {'optimizer': optax.sgd(0.1), 'adv_optimizer': optax.sgd(0.1)},
+  'schedule_free': {'base_optimizer': optax.sgd(0.1)},
+  'split_real_and_imaginary': {'inner': optax.sgd(0.1)},
 }
 
 
@@ -38,8 +41,12 @@ def _options(name):
 
 def test_every_option_of_every_factory_is_checked_or_listed_as_unchecked():
   assert len(_FACTORIES) > 50 and {'adamw', 'sam', 'muon', 'lbfgs'} <= set(_FACTORIES)
-  unknown = [f'{name}.{option}' for name in _FACTORIES for option in _options(name)
-             if not option_checks.has_check(name, option) and option not in option_checks.UNCHECKED]
+  unknown = [
+    f'{name}.{option}'
+    for name in _FACTORIES
+    for option in _options(name)
+    if not option_checks.has_check(name, option) and option not in option_checks.UNCHECKED
+  ]
   assert not unknown, 'add a check, or an entry in UNCHECKED'
   everywhere = {option for name in _FACTORIES for option in _options(name)}
   # Rows without an option, which no public function shows.
@@ -49,8 +56,11 @@ def test_every_option_of_every_factory_is_checked_or_listed_as_unchecked():
 
 @pytest.mark.parametrize('name', _FACTORIES)
 def test_a_text_is_rejected_for_every_checked_option_and_defaults_are_accepted(name):
-  defaults = {option: parameter.default for option, parameter in _options(name).items()
-              if parameter.default is not parameter.empty and 'REQUIRED' not in repr(parameter.default)}
+  defaults = {
+    option: parameter.default
+    for option, parameter in _options(name).items()
+    if parameter.default is not parameter.empty and 'REQUIRED' not in repr(parameter.default)
+  }
   option_checks.check_options(name, defaults)
   for option in _options(name):
     if option_checks.has_check(name, option):
@@ -59,19 +69,44 @@ def test_a_text_is_rejected_for_every_checked_option_and_defaults_are_accepted(n
 
 
 _ABSURD = [
-    ('adamw', 'b1', 1.5), ('adamw', 'b1', 1), ('adamw', 'b2', -0.1), ('adamw', 'eps', -1), ('adamw', 'b1', True),
-    ('adamw', 'weight_decay', -1), ('adamw', 'b1', float('nan')), ('adamw', 'eps', float('inf')),
-    ('adamw', 'nesterov', 1), ('adamw', 'mu_dtype', 'bfloat61'), ('adamw', 'mu_dtype', 'int8'),
-    ('adamw', 'mask', {'a': 1}), ('adamw', 'b1', jnp.ones([2])), ('adamw', 'b1', np.float32(2)),
-    ('adamw', 'b2', lambda step: 0.9), ('adamw', 'weight_decay', lambda: 0.1), ('sgd', 'momentum', 1.0),
-    ('rmsprop', 'decay', 1.0), ('adadelta', 'rho', 1.1), ('prodigy', 'betas', (0.9, 1.0)), ('prodigy', 'betas', 0.9),
-    ('prodigy', 'weight_decay', lambda step: 0.1), ('schedule_free', 'b1', 0.0), ('dog', 'init_step', ('distant', 1.0)),
-    ('muon', 'preconditioning', 'frobenious'), ('polyak_sgd', 'variant', 'sps++'), ('lbfgs', 'memory_size', 0),
-    ('reduce_on_plateau', 'patience', 0), ('reduce_on_plateau', 'factor', 1.0),
-    ('noisy_sgd', 'eta', -0.1), ('rprop', 'eta_minus', 0.0), ('rprop', 'eta_plus', 0.9),
-    ('dpsgd', 'l2_norm_clip', 0), ('lars', 'trust_coefficient', 0), ('muon', 'adam_learning_rate', -1.0),
-    ('muon', 'muon_weight_dimension_numbers', {'a': 2}), ('sophia', 'update_interval', 2.5),
-    ('adafactor', 'decay_rate', -1),
+  ('adamw', 'b1', 1.5),
+  ('adamw', 'b1', 1),
+  ('adamw', 'b2', -0.1),
+  ('adamw', 'eps', -1),
+  ('adamw', 'b1', True),
+  ('adamw', 'weight_decay', -1),
+  ('adamw', 'b1', float('nan')),
+  ('adamw', 'eps', float('inf')),
+  ('adamw', 'nesterov', 1),
+  ('adamw', 'mu_dtype', 'bfloat61'),
+  ('adamw', 'mu_dtype', 'int8'),
+  ('adamw', 'mask', {'a': 1}),
+  ('adamw', 'b1', jnp.ones([2])),
+  ('adamw', 'b1', np.float32(2)),
+  ('adamw', 'b2', lambda step: 0.9),
+  ('adamw', 'weight_decay', lambda: 0.1),
+  ('sgd', 'momentum', 1.0),
+  ('rmsprop', 'decay', 1.0),
+  ('adadelta', 'rho', 1.1),
+  ('prodigy', 'betas', (0.9, 1.0)),
+  ('prodigy', 'betas', 0.9),
+  ('prodigy', 'weight_decay', lambda step: 0.1),
+  ('schedule_free', 'b1', 0.0),
+  ('dog', 'init_step', ('distant', 1.0)),
+  ('muon', 'preconditioning', 'frobenious'),
+  ('polyak_sgd', 'variant', 'sps++'),
+  ('lbfgs', 'memory_size', 0),
+  ('reduce_on_plateau', 'patience', 0),
+  ('reduce_on_plateau', 'factor', 1.0),
+  ('noisy_sgd', 'eta', -0.1),
+  ('rprop', 'eta_minus', 0.0),
+  ('rprop', 'eta_plus', 0.9),
+  ('dpsgd', 'l2_norm_clip', 0),
+  ('lars', 'trust_coefficient', 0),
+  ('muon', 'adam_learning_rate', -1.0),
+  ('muon', 'muon_weight_dimension_numbers', {'a': 2}),
+  ('sophia', 'update_interval', 2.5),
+  ('adafactor', 'decay_rate', -1),
 ]
 
 
@@ -82,18 +117,36 @@ def test_absurd_values_are_rejected(name, option, value):
 
 
 _VALID = [
-    ('adamw', {'b1': 0, 'eps': 0, 'weight_decay': optax.linear_schedule(0.1, 0.0, 5), 'mu_dtype': 'bfloat16'}),
-    ('adamw', {'b1': np.float32(0.9), 'b2': jnp.float32(0.99), 'eps': np.array(1e-8), 'mu_dtype': jnp.bfloat16}),
-    ('adamw', {'mask': {'p': True}}), ('adamw', {'mask': lambda params: jax.tree.map(jnp.ndim, params)}),
-    ('adamw', {'mask': True, 'nesterov': np.bool_(True), 'mu_dtype': None}),
-    ('ademamix', {'b3': optax.linear_schedule(0.9, 0.999, 5), 'alpha': optax.constant_schedule(2.0)}),
-    ('optimistic_gradient_descent', {'alpha': optax.constant_schedule(2.0), 'beta': -1.0}),
-    ('schedule_free', {'b1': 1.0}), ('adafactor', {'clipping_threshold': None, 'weight_decay_rate': 0.1}),
-    ('polyak_sgd', {'scaling': optax.constant_schedule(0.5), 'variant': 'sps+', 'f_min': -1.0}),
-    ('muon', {'ns_coeffs': 'dion', 'adam_learning_rate': optax.constant_schedule(0.1)}),
-    ('muon', {'muon_weight_dimension_numbers': {'p': optax.contrib.MuonDimensionNumbers(0, 1), 'q': None}}),
-    ('muon', {'weight_decay': optax.constant_schedule(0.1)}), ('lbfgs', {'linesearch': None}),
-    ('dog', {'init_step': ('distance', 0.1), 'weight_decay': 0.1}), ('lion', {'mu_dtype': np.float32}),
+  (
+    'adamw',
+    {'b1': 0, 'eps': 0, 'weight_decay': optax.linear_schedule(0.1, 0.0, 5), 'mu_dtype': 'bfloat16'},
+  ),
+  (
+    'adamw',
+    {
+      'b1': np.float32(0.9),
+      'b2': jnp.float32(0.99),
+      'eps': np.array(1e-8),
+      'mu_dtype': jnp.bfloat16,
+    },
+  ),
+  ('adamw', {'mask': {'p': True}}),
+  ('adamw', {'mask': lambda params: jax.tree.map(jnp.ndim, params)}),
+  ('adamw', {'mask': True, 'nesterov': np.bool_(True), 'mu_dtype': None}),
+  ('ademamix', {'b3': optax.linear_schedule(0.9, 0.999, 5), 'alpha': optax.constant_schedule(2.0)}),
+  ('optimistic_gradient_descent', {'alpha': optax.constant_schedule(2.0), 'beta': -1.0}),
+  ('schedule_free', {'b1': 1.0}),
+  ('adafactor', {'clipping_threshold': None, 'weight_decay_rate': 0.1}),
+  ('polyak_sgd', {'scaling': optax.constant_schedule(0.5), 'variant': 'sps+', 'f_min': -1.0}),
+  ('muon', {'ns_coeffs': 'dion', 'adam_learning_rate': optax.constant_schedule(0.1)}),
+  (
+    'muon',
+    {'muon_weight_dimension_numbers': {'p': optax.contrib.MuonDimensionNumbers(0, 1), 'q': None}},
+  ),
+  ('muon', {'weight_decay': optax.constant_schedule(0.1)}),
+  ('lbfgs', {'linesearch': None}),
+  ('dog', {'init_step': ('distance', 0.1), 'weight_decay': 0.1}),
+  ('lion', {'mu_dtype': np.float32}),
 ]
 
 
@@ -111,12 +164,21 @@ def test_options_may_be_traced():
   np.testing.assert_allclose(update(0.5), 1 - 1 - 1.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize('make,message', [
-    (lambda: optimizers.reduce_on_plateau(rtol=0.0, atol=0.0), 'reduce_on_plateau has invalid options: At least one'),
+@pytest.mark.parametrize(
+  'make,message',
+  [
+    (
+      lambda: optimizers.reduce_on_plateau(rtol=0.0, atol=0.0),
+      'reduce_on_plateau has invalid options: At least one',
+    ),
     # Before the trainer passes a learning rate.
     (lambda: optimizers.muon(ns_coeffs='muonn'), 'muon has invalid options: .*muonn'),
-    (lambda: optimizers.lbfgs(linesearch=optax.sgd), "lbfgs has invalid options: .*no attribute 'init'"),
-])
+    (
+      lambda: optimizers.lbfgs(linesearch=optax.sgd),
+      "lbfgs has invalid options: .*no attribute 'init'",
+    ),
+  ],
+)
 def test_errors_of_optax_are_configuration_errors(make, message):
   with pytest.raises(ConfigError, match=message):
     make()
@@ -127,19 +189,42 @@ def test_constructors_of_others_may_mean_something_else_by_a_name():
     del b1, eps
     return optax.sgd(learning_rate)
 
-  assert optimizers.wrap_optax_optimizer(make, takes_learning_rate=True)(b1='median').uses_learning_rate
+  assert optimizers.wrap_optax_optimizer(make, takes_learning_rate=True)(
+    b1='median'
+  ).uses_learning_rate
 
 
-@pytest.mark.parametrize('make,message', [
-    (lambda: optimizers.Adafactor(factord=False), r"^Adafactor: .*'factord'\. Did you mean 'factored'\?"),
-    (lambda: optimizers.MultiOptimizer([], part_name=['a']), "^MultiOptimizer: .*Did you mean 'part_names'"),
-    (lambda: optimizers.MultiOptimizer(), "^MultiOptimizer: missing a required argument.*Its arguments are trav"),
-    (lambda: optimizers.partition({'a': None}, param_label='a'), "^partition: .*Did you mean 'param_labels'"),
+@pytest.mark.parametrize(
+  'make,message',
+  [
+    (
+      lambda: optimizers.Adafactor(factord=False),
+      r"^Adafactor: .*'factord'\. Did you mean 'factored'\?",
+    ),
+    (
+      lambda: optimizers.MultiOptimizer([], part_name=['a']),
+      "^MultiOptimizer: .*Did you mean 'part_names'",
+    ),
+    (
+      lambda: optimizers.MultiOptimizer(),
+      '^MultiOptimizer: missing a required argument.*Its arguments are trav',
+    ),
+    (
+      lambda: optimizers.partition({'a': None}, param_label='a'),
+      "^partition: .*Did you mean 'param_labels'",
+    ),
     (lambda: optimizers.chain(transformation=[]), "^chain: .*Did you mean 'transformations'"),
-    (lambda: optimizers.OptaxWrapper(optax.sgd(0.1), nam='a'), "^OptaxWrapper: .*Did you mean 'name'"),
+    (
+      lambda: optimizers.OptaxWrapper(optax.sgd(0.1), nam='a'),
+      "^OptaxWrapper: .*Did you mean 'name'",
+    ),
     (lambda: optimizers.scaled_adam(lr=0.1), '^scaled_adam: .*Known names'),
-    (lambda: optimizers.distributed_shampoo(blocksize=2), "^distributed_shampoo: .*mean 'block_size'"),
-])
+    (
+      lambda: optimizers.distributed_shampoo(blocksize=2),
+      "^distributed_shampoo: .*mean 'block_size'",
+    ),
+  ],
+)
 def test_unknown_arguments_are_explained(make, message):
   with pytest.raises(ConfigError, match=message) as caught:
     make()
@@ -147,5 +232,8 @@ def test_unknown_arguments_are_explained(make, message):
 
 
 def test_a_checked_constructor_still_shows_its_arguments():
-  assert list(inspect.signature(optimizers.Adafactor).parameters)[:2] == ['learning_rate', 'factored']
+  assert list(inspect.signature(optimizers.Adafactor).parameters)[:2] == [
+    'learning_rate',
+    'factored',
+  ]
   assert 'part_names' in inspect.getfullargspec(optimizers.MultiOptimizer.__init__).kwonlyargs

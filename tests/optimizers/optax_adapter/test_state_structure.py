@@ -27,7 +27,9 @@ class _Holder(NamedTuple):
   held: Any
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=['mean', 'count'], meta_fields=['name'])
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=['mean', 'count'], meta_fields=['name']
+)
 @dataclasses.dataclass
 class _Mean:
   """A dataclass that JAX knows and Flax does not."""
@@ -67,47 +69,79 @@ def _momentum_in(make, get):
 
 def _last_norm(updates, held):
   del held
-  return updates, {'last': optax.tree.norm(updates), 'means': [updates['dense']['bias'].mean(keepdims=True)]}
+  return updates, {
+    'last': optax.tree.norm(updates),
+    'means': [updates['dense']['bias'].mean(keepdims=True)],
+  }
 
 
 def _monitor():
-  return optax.monitor({
-      'norm': optax.tree.norm, 'updates': lambda updates: updates,
+  return optax.monitor(
+    {
+      'norm': optax.tree.norm,
+      'updates': lambda updates: updates,
       # Of bools, which begin as such and become float32.
-      'clipped': optax.measure_with_ema(lambda updates: optax.tree.norm(updates) > 1.0, decay=0.9)})
+      'clipped': optax.measure_with_ema(lambda updates: optax.tree.norm(updates) > 1.0, decay=0.9),
+    }
+  )
 
 
 _CHAINS = {
-    'named_chain': lambda: optax.named_chain(('clip', optax.clip(1.0)), ('adam', optax.adam(0.1))),
-    'keys': lambda: optax.named_chain(*(
-        (name, optax.trace(0.5)) for name in ('a/b', 'a.b', 'a', 'a%2Fb', '.', '..', '', 'é [0]', '%', "'", 'b', '0'))),
-    'monitor': lambda: optax.chain(_monitor(), optax.trace(0.9)),
-    'masked_monitor': lambda: optax.chain(optax.masked(
-        optax.named_chain(('b', _monitor()), ('a', optax.trace(0.9))), {'dense': {'kernel': True, 'bias': False}})),
-    'snapshot': lambda: optax.chain(
-        optax.snapshot('all/of it', lambda updates: collections.OrderedDict(z=updates, a=optax.tree.norm(updates))),
-        optax.trace(0.9)),
-    'ordered': lambda: _momentum_in(lambda tree: collections.OrderedDict(z={'momentum': tree}, a=jnp.zeros([])),
-                                    lambda held: held['z']['momentum']),
-    'default_dict': lambda: _momentum_in(lambda tree: collections.defaultdict(list, m=[tree, None, ()]),
-                                         lambda held: held['m'][0]),
-    'dataclass_in_dict': lambda: _momentum_in(
-        lambda tree: {'b': collections.OrderedDict(m=_Mean(tree, jnp.int32(3))), 'a': _Holder(jnp.ones([]))},
-        lambda held: held['b']['m'].mean),
-    'added_by_the_first_update': lambda: optax.chain(_holding(lambda params: None, _last_norm), optax.trace(0.9)),
-    'filled_by_the_first_update': lambda: optax.chain(
-        _holding(lambda params: {'means': ()}, _last_norm), optax.trace(0.9)),
+  'named_chain': lambda: optax.named_chain(('clip', optax.clip(1.0)), ('adam', optax.adam(0.1))),
+  'keys': lambda: optax.named_chain(
+    *(
+      (name, optax.trace(0.5))
+      for name in ('a/b', 'a.b', 'a', 'a%2Fb', '.', '..', '', 'é [0]', '%', "'", 'b', '0')
+    )
+  ),
+  'monitor': lambda: optax.chain(_monitor(), optax.trace(0.9)),
+  'masked_monitor': lambda: optax.chain(
+    optax.masked(
+      optax.named_chain(('b', _monitor()), ('a', optax.trace(0.9))),
+      {'dense': {'kernel': True, 'bias': False}},
+    )
+  ),
+  'snapshot': lambda: optax.chain(
+    optax.snapshot(
+      'all/of it', lambda updates: collections.OrderedDict(z=updates, a=optax.tree.norm(updates))
+    ),
+    optax.trace(0.9),
+  ),
+  'ordered': lambda: _momentum_in(
+    lambda tree: collections.OrderedDict(z={'momentum': tree}, a=jnp.zeros([])),
+    lambda held: held['z']['momentum'],
+  ),
+  'default_dict': lambda: _momentum_in(
+    lambda tree: collections.defaultdict(list, m=[tree, None, ()]), lambda held: held['m'][0]
+  ),
+  'dataclass_in_dict': lambda: _momentum_in(
+    lambda tree: {
+      'b': collections.OrderedDict(m=_Mean(tree, jnp.int32(3))),
+      'a': _Holder(jnp.ones([])),
+    },
+    lambda held: held['b']['m'].mean,
+  ),
+  'added_by_the_first_update': lambda: optax.chain(
+    _holding(lambda params: None, _last_norm), optax.trace(0.9)
+  ),
+  'filled_by_the_first_update': lambda: optax.chain(
+    _holding(lambda params: {'means': ()}, _last_norm), optax.trace(0.9)
+  ),
 }
 
 
 def _random_params(seed):
   rng = np.random.default_rng(seed)
-  return {'dense': {'kernel': jnp.asarray(rng.normal(size=[4, 8]), jnp.float32),
-                    'bias': jnp.asarray(rng.normal(size=[8]), jnp.float32)}}
+  return {
+    'dense': {
+      'kernel': jnp.asarray(rng.normal(size=[4, 8]), jnp.float32),
+      'bias': jnp.asarray(rng.normal(size=[8]), jnp.float32),
+    }
+  }
 
 
 def _mesh(shape):
-  devices = np.array(jax.devices()[:np.prod(shape)]).reshape(shape)
+  devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
   return Mesh(devices, ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -127,13 +161,21 @@ def _check_resumes(transformation, mesh, directory):
   optimizer = jax.jit(create, out_shardings=shardings)(_random_params(0))
   _assert_same(optimizer_def.create(_random_params(0)), optimizer)
   update = lambda optimizer, grads: optimizer.apply_gradient(grads)
-  step = jax.jit(update, donate_argnums=0, out_shardings=shardings).lower(optimizer, _random_params(1)).compile()
-  with checkpoints.CheckpointManager(str(directory), save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+  step = (
+    jax.jit(update, donate_argnums=0, out_shardings=shardings)
+    .lower(optimizer, _random_params(1))
+    .compile()
+  )
+  with checkpoints.CheckpointManager(
+    str(directory), save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
     for number in range(1, 5):
       optimizer = step(optimizer, _random_params(number))
       if number == 2:
         manager.save(2, optimizer.state_dict())
-    names = {name: leaf.sharding for name, leaf in tree_utils.flatten_dict(optimizer.state_dict()).items()}
+    names = {
+      name: leaf.sharding for name, leaf in tree_utils.flatten_dict(optimizer.state_dict()).items()
+    }
     assert len(names) == len(jax.tree.leaves(optimizer))
     restored = manager.restore(2, shapes.state_dict(), shardings=tree_utils.unflatten_dict(names))
   resumed = shapes.restore_state(restored.state)
@@ -143,9 +185,16 @@ def _check_resumes(transformation, mesh, directory):
   return jax.device_get(optimizer)
 
 
-@pytest.mark.parametrize('name', [
-    name if name in ('keys', 'masked_monitor', 'snapshot', 'dataclass_in_dict', 'filled_by_the_first_update')
-    else pytest.param(name, marks=pytest.mark.full) for name in _CHAINS])
+@pytest.mark.parametrize(
+  'name',
+  [
+    name
+    if name
+    in ('keys', 'masked_monitor', 'snapshot', 'dataclass_in_dict', 'filled_by_the_first_update')
+    else pytest.param(name, marks=pytest.mark.full)
+    for name in _CHAINS
+  ],
+)
 def test_a_chain_resumes_bitwise(name, tmp_path):
   last = _check_resumes(_CHAINS[name](), _mesh((4, 2)), tmp_path)
   if name == 'keys':
@@ -157,11 +206,18 @@ def test_a_chain_resumes_bitwise(name, tmp_path):
   for number in range(1, 5):
     updates, state = transformation.update(_random_params(number), state, params)
     params = optax.apply_updates(params, updates)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), last.target, params)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), last.target, params
+  )
 
 
-@pytest.mark.parametrize('name', [
-    pytest.param(name, marks=[] if name in ('keys', 'masked_monitor') else pytest.mark.full) for name in _CHAINS])
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=[] if name in ('keys', 'masked_monitor') else pytest.mark.full)
+    for name in _CHAINS
+  ],
+)
 def test_a_chain_resumes_bitwise_on_one_device(name, tmp_path):
   _check_resumes(_CHAINS[name](), _mesh((1, 1)), tmp_path)
 
@@ -173,38 +229,68 @@ def test_measurements_are_those_of_optax():
   optimizer = optimizer.apply_gradient(_random_params(1))
   norm = optax.tree.norm(_random_params(1))
   np.testing.assert_allclose(optax.tree.get(optimizer.state.param_states, 'norm'), norm, rtol=1e-6)
-  np.testing.assert_allclose(optax.tree.get(optimizer.state.param_states, 'clipped'), 1.0, rtol=1e-6)
+  np.testing.assert_allclose(
+    optax.tree.get(optimizer.state.param_states, 'clipped'), 1.0, rtol=1e-6
+  )
 
 
 def _starts_with_the_first(updates, held):
-  return updates, updates if held is None else jax.tree.map(lambda old, new: (old + new) / 2, held, updates)
+  return updates, updates if held is None else jax.tree.map(
+    lambda old, new: (old + new) / 2, held, updates
+  )
 
 
 def _scales_all_but_the_first(updates, held):
-  return updates if held is None else jax.tree.map(lambda update: update / 2, updates), jnp.zeros([])
+  return updates if held is None else jax.tree.map(lambda update: update / 2, updates), jnp.zeros(
+    []
+  )
 
 
 _REJECTED = {
-    'reads the added arrays': (lambda params: None, _starts_with_the_first, "first.*read.*'1/held/dense/bias'"),
-    'depends on the presence of an array': (lambda params: None, _scales_all_but_the_first,
-                                            "first update .*'1/held' is added"),
-    'grows': (lambda params: (jnp.zeros([]),), lambda updates, held: (updates, (*held, held[0])),
-              "'1/held/1' is added"),
-    'shrinks': (lambda params: [jnp.ones([2]), jnp.ones([])], lambda updates, held: (updates, held[1:]),
-                "'1/held/1' is dropped"),
-    'gets longer': (lambda params: jnp.ones([2]), lambda updates, held: (updates, jnp.append(held, 1.0)),
-                    r"'1/held' changes from float32\[2\] to float32\[3\]"),
-    'gets narrower': (lambda params: jnp.ones([]), lambda updates, held: (updates, jnp.int32(held)),
-                      r"'1/held' changes from float32\[\] to int32\[\]"),
-    'dict JAX does not know': (lambda params: _Attributes(a=jnp.ones([])), lambda updates, held: (updates, held),
-                               'does not fit the parameters .*not a valid JAX array'),
+  'reads the added arrays': (
+    lambda params: None,
+    _starts_with_the_first,
+    "first.*read.*'1/held/dense/bias'",
+  ),
+  'depends on the presence of an array': (
+    lambda params: None,
+    _scales_all_but_the_first,
+    "first update .*'1/held' is added",
+  ),
+  'grows': (
+    lambda params: (jnp.zeros([]),),
+    lambda updates, held: (updates, (*held, held[0])),
+    "'1/held/1' is added",
+  ),
+  'shrinks': (
+    lambda params: [jnp.ones([2]), jnp.ones([])],
+    lambda updates, held: (updates, held[1:]),
+    "'1/held/1' is dropped",
+  ),
+  'gets longer': (
+    lambda params: jnp.ones([2]),
+    lambda updates, held: (updates, jnp.append(held, 1.0)),
+    r"'1/held' changes from float32\[2\] to float32\[3\]",
+  ),
+  'gets narrower': (
+    lambda params: jnp.ones([]),
+    lambda updates, held: (updates, jnp.int32(held)),
+    r"'1/held' changes from float32\[\] to int32\[\]",
+  ),
+  'dict JAX does not know': (
+    lambda params: _Attributes(a=jnp.ones([])),
+    lambda updates, held: (updates, held),
+    'does not fit the parameters .*not a valid JAX array',
+  ),
 }
 
 
 @pytest.mark.parametrize('name', _REJECTED)
 def test_a_state_that_cannot_be_compiled_is_rejected_before_the_first_update(name):
   init_fn, update_fn, message = _REJECTED[name]
-  optimizer_def = optimizers.OptaxWrapper(optax.chain(optax.clip(1.0), _holding(init_fn, update_fn)), name='mine')
+  optimizer_def = optimizers.OptaxWrapper(
+    optax.chain(optax.clip(1.0), _holding(init_fn, update_fn)), name='mine'
+  )
   with pytest.raises(ConfigError, match=message):
     jax.eval_shape(optimizer_def.create, _random_params(0))
 
@@ -220,10 +306,16 @@ def test_a_state_of_optax_that_an_update_changes_is_rejected():
     del params
     return updates, optax.TraceState((state.trace, state.trace))
 
-  transformation = optax.GradientTransformation(lambda params: optax.TraceState(jnp.zeros([])), update)
+  transformation = optax.GradientTransformation(
+    lambda params: optax.TraceState(jnp.zeros([])), update
+  )
   optimizer = optimizers.OptaxWrapper(transformation).create(_random_params(0))
-  with pytest.raises(ConfigError, match="changes the structure of its state: the array 'trace' is dropped"):
-    jax.eval_shape(lambda optimizer, grads: optimizer.apply_gradient(grads), optimizer, _random_params(1))
+  with pytest.raises(
+    ConfigError, match="changes the structure of its state: the array 'trace' is dropped"
+  ):
+    jax.eval_shape(
+      lambda optimizer, grads: optimizer.apply_gradient(grads), optimizer, _random_params(1)
+    )
 
 
 def test_keys_that_are_equal_as_strings_are_rejected():
@@ -242,22 +334,40 @@ def test_messages_name_values_in_odd_containers():
 
 def test_a_run_resumes_bitwise(tmp_path, capfd):
   # Of texts that are cut, which a run says and writes once, too.
-  chain = optax.named_chain(('clip/1', optax.clip(1.0)), ('watch', _monitor()), ('adam.w', optax.adam(0.05)))
+  chain = optax.named_chain(
+    ('clip/1', optax.clip(1.0)), ('watch', _monitor()), ('adam.w', optax.adam(0.05))
+  )
   arguments = {
-      'model': toy_run.model(optimizers.OptaxWrapper(chain)), 'save': {'period': 2}, 'train_eval_dataset_cfg': None,
-      'infer_eval_dataset_cfg': None, 'trainer_kwargs': {'learning_rate_fn': None, 'num_microbatches': None},
-      'train_dataset_cfg': dataclasses.replace(
-          toy_run.dataset('train'), task_feature_lengths={'inputs': toy_run.LENGTH, 'targets': 3})}
+    'model': toy_run.model(optimizers.OptaxWrapper(chain)),
+    'save': {'period': 2},
+    'train_eval_dataset_cfg': None,
+    'infer_eval_dataset_cfg': None,
+    'trainer_kwargs': {'learning_rate_fn': None, 'num_microbatches': None},
+    'train_dataset_cfg': dataclasses.replace(
+      toy_run.dataset('train'), task_feature_lengths={'inputs': toy_run.LENGTH, 'targets': 3}
+    ),
+  }
   toy_run.train(tmp_path / 'whole', 4, **arguments)
   shutil.copytree(tmp_path / 'whole', tmp_path / 'resumed')
   shutil.rmtree(tmp_path / 'resumed/checkpoint_4')
   toy_run.train(tmp_path / 'resumed', 4, **arguments)
   toy_run.assert_same_run(tmp_path / 'whole', tmp_path / 'resumed', 4)
   assert capfd.readouterr().err.count("have 'targets' cut to 3 tokens") == 1
-  fractions = [row for row in toy_run.lines(tmp_path / 'resumed')['train']
-               if 'data/truncated_examples_fraction/targets' in row]
-  sizes = [len(example['targets']) for example in toy_run.TASK.table('train', {}).examples(0, np.arange(60))]
-  assert [row['step'] for row in fractions] == [0] and 'data/truncated_tokens_fraction/inputs' not in fractions[0]
+  fractions = [
+    row
+    for row in toy_run.lines(tmp_path / 'resumed')['train']
+    if 'data/truncated_examples_fraction/targets' in row
+  ]
+  sizes = [
+    len(example['targets'])
+    for example in toy_run.TASK.table('train', {}).examples(0, np.arange(60))
+  ]
+  assert [row['step'] for row in fractions] == [
+    0
+  ] and 'data/truncated_tokens_fraction/inputs' not in fractions[0]
   # 256 examples are four epochs of 60, and 16 more.
   np.testing.assert_allclose(
-      fractions[0]['data/truncated_examples_fraction/targets'], np.mean([size > 3 for size in sizes]), atol=0.05)
+    fractions[0]['data/truncated_examples_fraction/targets'],
+    np.mean([size > 3 for size in sizes]),
+    atol=0.05,
+  )

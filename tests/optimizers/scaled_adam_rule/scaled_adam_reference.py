@@ -41,15 +41,21 @@ class Reference:
     for name, p in self.params.items():
       group = groups[group_of[name]]
       self.memory[name] = {
-          'delta': np.zeros_like(p), 'v': np.zeros_like(p), 'rms': np.sqrt(np.mean(p**2)) if p.size else 0.0,
-          'w': 0.0, 'h': np.zeros(group.size_update_period)}
+        'delta': np.zeros_like(p),
+        'v': np.zeros_like(p),
+        'rms': np.sqrt(np.mean(p**2)) if p.size else 0.0,
+        'w': 0.0,
+        'h': np.zeros(group.size_update_period),
+      }
     self.clip_scale = {label: 1.0 for label in groups}
     self.dominant = {label: None for label in groups}
 
   def step(self, grads):
     """Make one step; a gradient that is None is zero."""
-    grads = {name: np.zeros_like(p) if grads[name] is None else np.asarray(grads[name], np.float64)
-             for name, p in self.params.items()}
+    grads = {
+      name: np.zeros_like(p) if grads[name] is None else np.asarray(grads[name], np.float64)
+      for name, p in self.params.items()
+    }
     for label, group in self.groups.items():
       members = [name for name in self.params if self.group_of[name] == label]
       self.clip_scale[label] = self._clip(label, group, members, grads)
@@ -60,12 +66,19 @@ class Reference:
   def _clip(self, label, group, members, grads):
     if group.clipping_scale is None or self.t == 0:
       return 1.0
-    sumsq = {name: np.sum(grads[name]**2) * (1.0 if self.params[name].size == 1 else self.memory[name]['rms']**2)
-             for name in members}
+    sumsq = {
+      name: np.sum(grads[name] ** 2)
+      * (1.0 if self.params[name].size == 1 else self.memory[name]['rms'] ** 2)
+      for name in members
+    }
     norm = np.sqrt(sum(sumsq.values()))
     if members:
       largest = max(members, key=sumsq.get)
-      self.dominant[label] = (largest, sumsq[largest] / max(norm**2, 1e-38), np.sum(grads[largest]**2))
+      self.dominant[label] = (
+        largest,
+        sumsq[largest] / max(norm**2, 1e-38),
+        np.sum(grads[largest] ** 2),
+      )
     period = group.clipping_update_period
     group.norms[self.t % period] = norm
     if self.t % period == 0:
@@ -88,7 +101,7 @@ class Reference:
     grad = grad if group.clip_scale_gradient_only else clipped
     memory['delta'] = beta1 * memory['delta']
     memory['v'] = beta2 * memory['v'] + (1 - beta2) * grad**2
-    correction = 1 - beta2**(self.t + 1)
+    correction = 1 - beta2 ** (self.t + 1)
     if p.size == 1:
       root = np.sqrt(memory['v'] / correction) + group.eps
       memory['delta'] -= lr * group.scalar_lr_scale * (1 - beta1) * grad / root
@@ -108,11 +121,11 @@ class Reference:
 
   def _size_step(self, group, memory, lr):
     period, rate = group.size_update_period, lr * group.scalar_lr_scale
-    decay = group.betas[1]**period
-    memory['w'] = decay * memory['w'] + (1 - decay) * np.mean(memory['h']**2)
+    decay = group.betas[1] ** period
+    memory['w'] = decay * memory['w'] + (1 - decay) * np.mean(memory['h'] ** 2)
     if memory['rms'] > group.param_max_rms:
       return -rate * period
     if memory['rms'] < group.param_min_rms:
       return 0.0
-    correction = 1 - decay**((self.t + 1) // period)
+    correction = 1 - decay ** ((self.t + 1) // period)
     return -rate * np.sqrt(correction) * np.sum(memory['h']) / (np.sqrt(memory['w']) + group.eps)

@@ -33,9 +33,10 @@ def test_quartile_and_dominant_parameter_reports():
   optimizer = optimizer.with_param_axes(jax.tree.map(lambda _: P('embed', 'mlp'), params))
   opt = optimizer.create(params)
   reference = scaled_adam_reference.Reference(
-      {'big': params['big']['w'], 'tiny': params['tiny']['w']},
-      {'default': scaled_adam_reference.Group(1e-4, 2.0, clipping_update_period=period)},
-      {'big': 'default', 'tiny': 'default'})
+    {'big': params['big']['w'], 'tiny': params['tiny']['w']},
+    {'default': scaled_adam_reference.Group(1e-4, 2.0, clipping_update_period=period)},
+    {'big': 'default', 'tiny': 'default'},
+  )
   assert _reported(optimizer, opt)[1] == []
   norms = []
   for t in range(3 * period):
@@ -51,13 +52,22 @@ def test_quartile_and_dominant_parameter_reports():
       np.testing.assert_allclose(values[f'{prefix}dominant/share'], share, rtol=1e-5)
       np.testing.assert_allclose(values[f'{prefix}dominant/grad_sumsq'], grad_sumsq, rtol=1e-5)
     if group.quartiles is not None:
-      shown = [values[f'{prefix}norm_{what}'] for what in ('min', 'quartile_1', 'median', 'quartile_3', 'max')]
+      shown = [
+        values[f'{prefix}norm_{what}']
+        for what in ('min', 'quartile_1', 'median', 'quartile_3', 'max')
+      ]
       np.testing.assert_allclose(shown, group.quartiles, rtol=1e-5)
       np.testing.assert_allclose(values[f'{prefix}threshold'], group.threshold, rtol=1e-5)
     else:  # Until there is a first period, the norms so far; the first step's is not recorded.
-      norms = norms[t == 1:] + [values[f'{prefix}norm']]
-      assert (values[f'{prefix}norm_min'], values[f'{prefix}norm_max']) == (min(norms), max(norms)) and min(norms) > 0
-      assert min(norms) <= values[f'{prefix}norm_median'] <= max(norms) and values[f'{prefix}threshold'] == 0
+      norms = norms[t == 1 :] + [values[f'{prefix}norm']]
+      assert (values[f'{prefix}norm_min'], values[f'{prefix}norm_max']) == (
+        min(norms),
+        max(norms),
+      ) and min(norms) > 0
+      assert (
+        min(norms) <= values[f'{prefix}norm_median'] <= max(norms)
+        and values[f'{prefix}threshold'] == 0
+      )
     # Said once a period, and when a step is clipped strongly.
     if t > 0 and t % period == 0:
       assert f'{group.threshold:.3e}' in lines[0] and f'{group.percent_clipped:.1f} %' in lines[0]
@@ -65,7 +75,10 @@ def test_quartile_and_dominant_parameter_reports():
       assert 'tiny/w' in lines[0] and f'scaled by {reference.clip_scale["default"]:.3g}' in lines[0]
     assert len(lines) == (t > 0 and t % period == 0) + (t == 2 * period + 3)
   # The step that was clipped strongly is kept for a summary after it.
-  assert values[f'{prefix}dominant/step'] == 2 * period + 3 and values[f'{prefix}dominant/clip_scale'] < 0.1
+  assert (
+    values[f'{prefix}dominant/step'] == 2 * period + 3
+    and values[f'{prefix}dominant/clip_scale'] < 0.1
+  )
   # Without paths, as in a chain: the number instead.
   chained = optimizers.chain([optax.identity(), optimizer])
   assert any('parameter 1 of the tree' in line for line in chained.report(values))
@@ -73,12 +86,21 @@ def test_quartile_and_dominant_parameter_reports():
 
 def test_reports_cost_nothing_where_they_are_not_wanted():
   params = {'w': jnp.ones([4, 4])}
-  for optimizer, has_norm in ((optimizers.scaled_adam(0.1), False),
-                              (optimizers.scaled_adam(0.1, 2.0, show_dominant_parameters=False), True)):
+  for optimizer, has_norm in (
+    (optimizers.scaled_adam(0.1), False),
+    (optimizers.scaled_adam(0.1, 2.0, show_dominant_parameters=False), True),
+  ):
     values, lines = _reported(optimizer, optimizer.create(params))
     assert lines == [] and not [name for name in values if 'dominant' in name]
     assert bool(values) == has_norm
   with_it, without = (
-      str(jax.make_jaxpr(lambda p, o=optimizers.scaled_adam(0.1, 2.0, show_dominant_parameters=show).optax_optimizer:
-                         o.update(p, o.init(p), p))(params)) for show in (True, False))
+    str(
+      jax.make_jaxpr(
+        lambda p, o=optimizers.scaled_adam(0.1, 2.0, show_dominant_parameters=show).optax_optimizer: (
+          o.update(p, o.init(p), p)
+        )
+      )(params)
+    )
+    for show in (True, False)
+  )
   assert 'argmax' in with_it and 'argmax' not in without

@@ -22,5 +22,7 @@ def load(name):
 @functools.cache
 def root_fn(method='coupled_newton', **options):
   """Return fn(matrix [n, n], order) -> (root, error), compiled once per shape: the order is traced."""
-  return jax.jit(functools.partial(roots.inverse_pth_root, options=roots.RootOptions(method=method, **options)),
-                 compiler_options=FAST_COMPILE)
+  return jax.jit(
+    functools.partial(roots.inverse_pth_root, options=roots.RootOptions(method=method, **options)),
+    compiler_options=FAST_COMPILE,
+  )

@@ -9,13 +9,28 @@ from typing import Any
 import numpy as np
 
 DEFAULTS = {
-    'learning_rate': 0.1, 'block_size': 4, 'beta1': 0.9, 'beta2': 0.999, 'diagonal_epsilon': 1e-10,
-    'matrix_epsilon': 1e-6, 'weight_decay': 0.0, 'start_preconditioning_step': 5, 'preconditioning_compute_steps': 1,
-    'statistics_compute_steps': 1, 'best_effort_shape_interpretation': True, 'graft_type': 'SGD', 'nesterov': True,
-    'exponent_override': 0, 'shard_optimizer_states': False, 'best_effort_memory_usage_reduction': False,
-    'batch_axis_name': None, 'quantize_statistics': None, 'inverse_failure_threshold': 0.1,
-    'moving_average_for_momentum': False,
-    'skip_preconditioning_dim_size_gt': 4096, 'clip_by_scaled_gradient_norm': None,
+  'learning_rate': 0.1,
+  'block_size': 4,
+  'beta1': 0.9,
+  'beta2': 0.999,
+  'diagonal_epsilon': 1e-10,
+  'matrix_epsilon': 1e-6,
+  'weight_decay': 0.0,
+  'start_preconditioning_step': 5,
+  'preconditioning_compute_steps': 1,
+  'statistics_compute_steps': 1,
+  'best_effort_shape_interpretation': True,
+  'graft_type': 'SGD',
+  'nesterov': True,
+  'exponent_override': 0,
+  'shard_optimizer_states': False,
+  'best_effort_memory_usage_reduction': False,
+  'batch_axis_name': None,
+  'quantize_statistics': None,
+  'inverse_failure_threshold': 0.1,
+  'moving_average_for_momentum': False,
+  'skip_preconditioning_dim_size_gt': 4096,
+  'clip_by_scaled_gradient_norm': None,
 }
 
 
@@ -82,18 +97,31 @@ class Reference:
       self.int16 = o['quantize_statistics']
     self.slices, self.dims, self.statistics, self.roots, self.errors = {}, {}, {}, {}, {}
     for name, param in self.params.items():
-      skipped = not param.ndim or max(param.shape) > o['skip_preconditioning_dim_size_gt'] or not param.size
-      dims = merged(param.shape, o['block_size']) if o['best_effort_shape_interpretation'] else list(param.shape)
+      skipped = (
+        not param.ndim or max(param.shape) > o['skip_preconditioning_dim_size_gt'] or not param.size
+      )
+      dims = (
+        merged(param.shape, o['block_size'])
+        if o['best_effort_shape_interpretation']
+        else list(param.shape)
+      )
       self.dims[name] = [] if skipped else dims
-      cuts = [[slice(start, min(start + o['block_size'], dim)) for start in range(0, dim, o['block_size'])]
-              for dim in self.dims[name]]
+      cuts = [
+        [
+          slice(start, min(start + o['block_size'], dim))
+          for start in range(0, dim, o['block_size'])
+        ]
+        for dim in self.dims[name]
+      ]
       self.slices[name] = [] if skipped else list(itertools.product(*cuts))
       sizes = [part.stop - part.start for block in self.slices[name] for part in block]
       self.statistics[name] = [o['matrix_epsilon'] * np.eye(size) for size in sizes]
       self.roots[name] = [np.eye(size) for size in sizes]
       self.errors[name] = np.zeros(max(len(sizes), 1))
     self.size = max([len(root) for roots in self.roots.values() for root in roots], default=0)
-    self.second, self.m_graft, self.m = ({n: np.zeros(p.shape) for n, p in self.params.items()} for _ in range(3))
+    self.second, self.m_graft, self.m = (
+      {n: np.zeros(p.shape) for n, p in self.params.items()} for _ in range(3)
+    )
 
   def step(self, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Make one update; return the change of the parameters."""
@@ -148,9 +176,9 @@ class Reference:
     if kind.endswith('_NORMALIZED'):
       grad = grad / (np.linalg.norm(grad) + 1e-16)
     if kind.startswith('ADAGRAD'):
-      self.second[name] = self.second[name] + grad ** 2
+      self.second[name] = self.second[name] + grad**2
     else:
-      self.second[name] = self._second_moment(self.second[name], grad ** 2)
+      self.second[name] = self._second_moment(self.second[name], grad**2)
     update = grad / (np.sqrt(self.second[name]) + self.o['diagonal_epsilon'])
     if self.o['clip_by_scaled_gradient_norm']:
       rms = np.linalg.norm(update) / np.sqrt(max(update.size, 1))
@@ -177,7 +205,9 @@ class Reference:
     shared = o['graft_type'] == 'SQRT_N'
     m = o['beta1'] * self.m[name] + w * direction
     m_graft = o['beta1'] * (self.m if shared else self.m_graft)[name] + w * graft
-    chosen, m_chosen = (direction, m) if self.count >= o['start_preconditioning_step'] else (graft, m_graft)
+    chosen, m_chosen = (
+      (direction, m) if self.count >= o['start_preconditioning_step'] else (graft, m_graft)
+    )
     keep = (lambda x: quantize(x, 8)) if o['best_effort_memory_usage_reduction'] else (lambda x: x)
     self.m[name], self.m_graft[name] = keep(m_chosen if shared else m), keep(m_graft)
     step = w * chosen + o['beta1'] * m_chosen if o['nesterov'] else m_chosen

@@ -28,7 +28,9 @@ def _parameters(num_layers):
 def _in_context(num_devices):
   axis_types = (AxisType.Auto,) * 2
   shape = (num_devices // 2, 2) if num_devices > 1 else (1, 1)
-  return jax.set_mesh(Mesh(np.reshape(jax.devices()[:num_devices], shape), ('data', 'model'), axis_types=axis_types))
+  return jax.set_mesh(
+    Mesh(np.reshape(jax.devices()[:num_devices], shape), ('data', 'model'), axis_types=axis_types)
+  )
 
 
 @pytest.mark.parametrize('num_devices,num_layers', [(1, 1), (8, 1), (8, 3)])
@@ -65,7 +67,9 @@ def test_spreading_collected_blocks_gives_the_parameters(num_devices, num_layers
 def test_each_matrix_is_on_one_device_and_each_block_with_its_matrices(num_devices):
   parameters, num_matrices = _parameters(num_layers=2)
   num_rows = -(-num_matrices // num_devices)
-  placed = placement.Placement(parameters, placement.Devices(('x',) * (num_devices > 1), num_devices), num_rows)
+  placed = placement.Placement(
+    parameters, placement.Devices(('x',) * (num_devices > 1), num_devices), num_rows
+  )
   rows = []
   for each in placed.classes:
     assert each.rows.max() < num_rows + placed.halo
@@ -87,7 +91,9 @@ def test_rows_of_a_stack_by_device():
 def test_fixed_rows_are_those_of_traced_rows(rows):
   array, values = np.arange(8.0).reshape(4, 2), -np.ones([len(rows), 2])
   np.testing.assert_array_equal(placement.take_rows(jnp.asarray(array), rows), array[rows])
-  np.testing.assert_array_equal(placement.take_rows(jnp.asarray(array), jnp.asarray(rows)), array[rows])
+  np.testing.assert_array_equal(
+    placement.take_rows(jnp.asarray(array), jnp.asarray(rows)), array[rows]
+  )
   for indices in (rows, jnp.asarray(rows)):
     changed = placement.set_rows(jnp.asarray(array), indices, jnp.asarray(values))
     np.testing.assert_array_equal(changed[rows], values)

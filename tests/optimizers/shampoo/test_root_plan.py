@@ -46,6 +46,7 @@ _num_traces = collections.Counter()
 @functools.cache
 def _jitted(**options):
   """`compute_roots` compiled; `_num_traces` counts how often, by options."""
+
   def fn(statistics, previous, count):
     _num_traces[tuple(options.items())] += 1
     return root_plan.compute_roots(statistics, _EXPONENTS, previous, count, **options)
@@ -55,15 +56,22 @@ def _jitted(**options):
 
 def _flat(arrays):
   """Every matrix, or every error, on its own."""
-  return [np.asarray(row) for array, shape in zip(arrays, _SHAPES, strict=True) for row in np.reshape(array, (-1, *(
-      shape[-2:] if np.ndim(array) == len(shape) else ())))]
+  return [
+    np.asarray(row)
+    for array, shape in zip(arrays, _SHAPES, strict=True)
+    for row in np.reshape(array, (-1, *(shape[-2:] if np.ndim(array) == len(shape) else ())))
+  ]
 
 
 def _assert_all_computed(roots_, errors, expected):
   for shape, root, error in zip(_SHAPES, roots_, errors, strict=True):
-    assert root.shape == shape and error.shape == shape[:-2] and error.dtype == root.dtype == jnp.float32
+    assert (
+      root.shape == shape and error.shape == shape[:-2] and error.dtype == root.dtype == jnp.float32
+    )
   expected = [pair for entry in expected for pair in entry]
-  for root, error, (one_root, one_error) in zip(_flat(roots_), _flat(errors), expected, strict=True):
+  for root, error, (one_root, one_error) in zip(
+    _flat(roots_), _flat(errors), expected, strict=True
+  ):
     np.testing.assert_allclose(root, one_root, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(error, one_error, atol=2e-6)
 
@@ -89,25 +97,36 @@ def test_each_root_is_computed_by_one_device(axis_name):
   statistics = [np.broadcast_to(np.eye(6, dtype=np.float32), (40, 6, 6))]
 
   def decomposed(num_devices):
-    mesh = jax.make_mesh((num_devices,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
+    mesh = jax.make_mesh(
+      (num_devices,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices]
+    )
     options = roots.RootOptions(method='eigh')
     fn = lambda matrices: root_plan.compute_roots(
-        matrices, [4], matrices, 0, options=options, axis_name=axis_name)[0]
+      matrices, [4], matrices, 0, options=options, axis_name=axis_name
+    )[0]
     if axis_name is not None:
       fn = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with jax.set_mesh(mesh):
       text = jax.jit(fn).lower(statistics).compile().as_text()
-    return [re.search(r'f32\[(\d+),(\d+),\d+\]', line).groups()
-            for line in text.splitlines() if 'custom-call' in line and 'syevd' in line]
+    return [
+      re.search(r'f32\[(\d+),(\d+),\d+\]', line).groups()
+      for line in text.splitlines()
+      if 'custom-call' in line and 'syevd' in line
+    ]
 
   for num_devices in (1, 8):
     # All of a matrix, then the half of its smallest eigenvalues.
     assert decomposed(num_devices) == [(str(40 // num_devices), size) for size in ('6', '3')]
 
 
-@pytest.mark.parametrize('every,num_devices', [(7, 1)] + [
+@pytest.mark.parametrize(
+  'every,num_devices',
+  [(7, 1)]
+  + [
     pytest.param(every, num_devices, marks=pytest.mark.full)
-    for every, num_devices in ((3, 8), (2, 1), (4, 1), (30, 1), (2, 8), (30, 8))])
+    for every, num_devices in ((3, 8), (2, 1), (4, 1), (30, 1), (2, 8), (30, 8))
+  ],
+)
 def test_spread_roots(every, num_devices):
   """All at count 0; then over any interval each matrix once, of the statistics of its step, about as many a step."""
   with jax.set_mesh(_mesh()) if num_devices > 1 else contextlib.nullcontext():
@@ -137,7 +156,9 @@ def test_spread_roots(every, num_devices):
     # A full interval on unchanging statistics gives what one step does without spreading.
     for count in range(3 * every + 2, 4 * every + 2):
       results, _ = fn(constant, results, count)
-    for spread, at_once in zip(_flat(results), _flat(_jitted()(constant, _identities(), 0)[0]), strict=True):
+    for spread, at_once in zip(
+      _flat(results), _flat(_jitted()(constant, _identities(), 0)[0]), strict=True
+    ):
       np.testing.assert_allclose(spread, at_once, rtol=1e-5, atol=1e-5)
   assert _num_traces[tuple(options.items())] == num_traces
 
@@ -156,8 +177,13 @@ def test_spread_roots_without_a_full_first_step():
     np.testing.assert_allclose(matrix, root, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('options', [
-    pytest.param({'axis_name': 'batch'}, marks=pytest.mark.full), {'axis_name': 'batch', 'spread_over': 2}])
+@pytest.mark.parametrize(
+  'options',
+  [
+    pytest.param({'axis_name': 'batch'}, marks=pytest.mark.full),
+    {'axis_name': 'batch', 'spread_over': 2},
+  ],
+)
 def test_roots_are_distributed_over_a_mapped_axis(options):
   statistics = _random_statistics(0)
   mesh = jax.make_mesh((4,), ('batch',), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -165,28 +191,35 @@ def test_roots_are_distributed_over_a_mapped_axis(options):
   def fn(statistics, previous, count):
     return root_plan.compute_roots(statistics, _EXPONENTS, previous, count, **options)
 
-  mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False),
-                   compiler_options=cases.FAST_COMPILE)
+  mapped = jax.jit(
+    jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False),
+    compiler_options=cases.FAST_COMPILE,
+  )
   _assert_all_computed(*mapped(statistics, _identities(), 0), _one_by_one(statistics))
   # Outside of an axis of that name, the mesh in context or one device does.
   alone = jax.jit(fn, compiler_options=cases.FAST_COMPILE)
   _assert_all_computed(*alone(statistics, _identities(), 0), _one_by_one(statistics))
 
 
-@pytest.mark.parametrize('method,spread', [
-    ('coupled_newton', False), pytest.param('eigh', True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'method,spread', [('coupled_newton', False), pytest.param('eigh', True, marks=pytest.mark.full)]
+)
 def test_a_failed_root_keeps_the_old_one(method, spread):
   statistics, previous = _random_statistics(2), [3 * matrix for matrix in _identities()]
   statistics[0][2, 1, 0] = np.nan
   statistics[3][0, 0] = np.inf
   options = {'spread_over': 4} if spread else {}
-  results, errors = _jitted(options=roots.RootOptions(method=method), **options)(statistics, previous, 0)
+  results, errors = _jitted(options=roots.RootOptions(method=method), **options)(
+    statistics, previous, 0
+  )
   np.testing.assert_array_equal(results[0][2], previous[0][2])
   np.testing.assert_array_equal(results[3], previous[3])
   assert np.isnan(errors[0][2]) and np.isnan(errors[3])
   expected = [pair for entry in _one_by_one(statistics, method) for pair in entry]
   bad = {2, 12}
-  for i, (result, error, (root, one_error)) in enumerate(zip(_flat(results), _flat(errors), expected, strict=True)):
+  for i, (result, error, (root, one_error)) in enumerate(
+    zip(_flat(results), _flat(errors), expected, strict=True)
+  ):
     if i not in bad:
       np.testing.assert_allclose(result, root, rtol=1e-5, atol=1e-5)
       np.testing.assert_allclose(error, one_error, atol=2e-6)
@@ -197,14 +230,16 @@ def test_an_error_at_the_threshold_is_a_failure():
   matrix = cases.load('invroot_matrices')['A/2_4']
   error = cases.load('invroot_out_p2')['table'][2, 2]
   for threshold, is_kept in ((0.1, True), (float(np.float32(error)), True), (0.9, False)):
-    (root,), (reported,) = jax.jit(functools.partial(root_plan.compute_roots, failure_threshold=threshold))(
-        [matrix], [jnp.int32([2])], [np.eye(2, dtype=np.float32)], 0)
+    (root,), (reported,) = jax.jit(
+      functools.partial(root_plan.compute_roots, failure_threshold=threshold)
+    )([matrix], [jnp.int32([2])], [np.eye(2, dtype=np.float32)], 0)
     assert np.array_equal(root, np.eye(2)) == is_kept
     np.testing.assert_allclose(reported, error, rtol=1e-5)
 
 
 def test_one_root_function_for_all_matrices_of_a_size():
   """Program text grows with the number of stacks by little, with the number of matrices not at all."""
+
   def num_loops(num_stacks, num_matrices):
     stacks = [np.broadcast_to(np.eye(4, dtype=np.float32), (num_matrices, 4, 4))] * num_stacks
     fn = jax.jit(lambda stacks: root_plan.compute_roots(stacks, [4] * num_stacks, stacks, 0)[0])
@@ -227,6 +262,10 @@ def test_large_batches_go_in_pieces(monkeypatch):
   # No option: data of the real size would make the test slow.
   monkeypatch.setattr(root_plan, '_piece_bytes', lambda: 2 * 4 * 16)
   statistics = _random_statistics(4)
-  compute = jax.jit(lambda statistics, previous: root_plan.compute_roots(statistics, _EXPONENTS, previous, 0))
-  with jax.set_mesh(jax.make_mesh((2,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])):
+  compute = jax.jit(
+    lambda statistics, previous: root_plan.compute_roots(statistics, _EXPONENTS, previous, 0)
+  )
+  with jax.set_mesh(
+    jax.make_mesh((2,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+  ):
     _assert_all_computed(*compute(statistics, _identities()), _one_by_one(statistics))

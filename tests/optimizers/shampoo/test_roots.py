@@ -32,8 +32,10 @@ def _distance(x, y):
 
 
 # Every size costs a compilation.
-_SIZES = [size if size in (5, 64) else pytest.param(size, marks=pytest.mark.full)
-          for size in (2, 3, 4, 5, 8, 12, 16, 24, 32, 48, 64)]
+_SIZES = [
+  size if size in (5, 64) else pytest.param(size, marks=pytest.mark.full)
+  for size in (2, 3, 4, 5, 8, 12, 16, 24, 32, 48, 64)
+]
 
 
 def _recorded(size):
@@ -65,14 +67,20 @@ def test_a_static_order_gives_the_same_root_as_a_traced_one():
   matrix = cases.load('invroot_matrices')['A/8_2']
   for p in (6,):
     static, _ = jax.jit(functools.partial(roots.inverse_pth_root, p=p))(matrix)
-    np.testing.assert_allclose(static, cases.root_fn()(matrix, jnp.int32(p))[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+      static, cases.root_fn()(matrix, jnp.int32(p))[0], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_float64_roots_where_jax_allows_them():
   p = 2
   matrices, recorded = cases.load('invroot_matrices'), cases.load(f'invroot_out_p{p}')
   with jax.enable_x64(True):
-    for name in ('2_4', '8_4', '8_6'):  # the first one stops after one iteration, far from converged
+    for name in (
+      '2_4',
+      '8_4',
+      '8_6',
+    ):  # the first one stops after one iteration, far from converged
       matrix = matrices[f'A/{name}'].astype(np.float64)
       root, error = cases.root_fn()(matrix, jnp.int32(p))
       assert root.dtype == jnp.float64 and error.dtype == jnp.float32
@@ -120,15 +128,19 @@ def _padded_root(matrix, p, padded_size, pad_value, num_iters=100, tolerance=1e-
   return result[:size, :size], error, turns
 
 
-@pytest.mark.parametrize('size,padded_size,pad_value', [
-    (1, 1, 1), (1, 7, 1), (3, 40, 1), (4, 4, 1), (9, 50, 1), (12, 13, 1), (1, 3, 0), (5, 9, 0)])
+@pytest.mark.parametrize(
+  'size,padded_size,pad_value',
+  [(1, 1, 1), (1, 7, 1), (3, 40, 1), (4, 4, 1), (9, 50, 1), (12, 13, 1), (1, 3, 0), (5, 9, 0)],
+)
 def test_padding_as_a_scalar_equals_padding(size, padded_size, pad_value):
   rng = np.random.default_rng([size, padded_size])
   num_turns = set()
   with jax.enable_x64(True):
     options = roots.RootOptions(padded_size=padded_size, pad_value=pad_value)
-    root_fn = jax.jit(functools.partial(roots.inverse_pth_root, options=options),
-                      compiler_options=cases.FAST_COMPILE)
+    root_fn = jax.jit(
+      functools.partial(roots.inverse_pth_root, options=options),
+      compiler_options=cases.FAST_COMPILE,
+    )
     for p in (1, 2, 3, 4, 6, 8):
       for scale in (1e-6, 1e-2, 1.0, 30.0):
         matrix = scale * _random_matrix(rng, size, 10.0 ** rng.integers(0, 7)).astype(np.float64)
@@ -148,7 +160,9 @@ def test_padding_as_a_scalar_equals_padding_in_float32():
       padded = np.eye(padded_size, dtype=np.float32)
       padded[:size, :size] = matrix
       root, _ = cases.root_fn(padded_size=padded_size)(matrix, jnp.int32(p))
-      assert _distance(root, np.asarray(cases.root_fn()(padded, jnp.int32(p))[0])[:size, :size]) < 1e-5
+      assert (
+        _distance(root, np.asarray(cases.root_fn()(padded, jnp.int32(p))[0])[:size, :size]) < 1e-5
+      )
 
 
 @pytest.mark.parametrize('size', _SIZES)
@@ -180,7 +194,9 @@ def test_eigh_takes_the_ridge_of_the_padded_matrix():
     assert _distance(root, _exact_root(matrix, 4, largest=1.0)) < 1e-5
 
 
-@pytest.mark.parametrize('method', ['coupled_newton', 'auto', pytest.param('eigh', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'method', ['coupled_newton', 'auto', pytest.param('eigh', marks=pytest.mark.full)]
+)
 def test_odd_matrices(method):
   root_fn = cases.root_fn(method)
   for size in (1, 5):
@@ -192,7 +208,9 @@ def test_odd_matrices(method):
         matrix = np.eye(size, dtype=np.float32)
         matrix[0, 0] = bad
         assert np.isnan(root_fn(matrix, jnp.int32(p))[1])
-  negative = np.diag(np.array([1, 0.5, 0.1, -1e-8, -3e-8], np.float32))  # as rounding leaves a null space
+  negative = np.diag(
+    np.array([1, 0.5, 0.1, -1e-8, -3e-8], np.float32)
+  )  # as rounding leaves a null space
   root, error = root_fn(negative, jnp.int32(2))
   np.testing.assert_allclose(np.diagonal(root), np.diagonal(_exact_root(negative, 2)), rtol=0.03)
   assert error < 1e-5
@@ -201,9 +219,12 @@ def test_odd_matrices(method):
 def test_auto_is_eigh_on_cpu():
   matrix = _random_matrix(np.random.default_rng(0), 5, 1e5)
   np.testing.assert_array_equal(
-      cases.root_fn('auto')(matrix, jnp.int32(4))[0], cases.root_fn('eigh')(matrix, jnp.int32(4))[0])
+    cases.root_fn('auto')(matrix, jnp.int32(4))[0], cases.root_fn('eigh')(matrix, jnp.int32(4))[0]
+  )
 
 
 def test_a_padded_size_below_the_size_is_rejected():
-  with pytest.raises(ConfigError, match='padded_size` must be at least the size of the matrix, 3, got 2'):
+  with pytest.raises(
+    ConfigError, match='padded_size` must be at least the size of the matrix, 3, got 2'
+  ):
     roots.inverse_pth_root(jnp.eye(3), 2, roots.RootOptions(padded_size=2))

@@ -14,7 +14,21 @@ from t5x_lite.optimizers.shampoo import update
 from tests import golden_data
 from tests.optimizers.shampoo import shampoo_reference
 
-_SHAPES = [(6, 4), (9, 5), (7,), (3,), (1,), (1, 1), (4, 3, 6), (2, 3, 2, 5), (), (5, 1, 4), (8, 8), (0, 3), (12, 8)]
+_SHAPES = [
+  (6, 4),
+  (9, 5),
+  (7,),
+  (3,),
+  (1,),
+  (1, 1),
+  (4, 3, 6),
+  (2, 3, 2, 5),
+  (),
+  (5, 1, 4),
+  (8, 8),
+  (0, 3),
+  (12, 8),
+]
 # Tests compile more than they compute.
 _FAST_COMPILE = {'xla_backend_optimization_level': 0}
 
@@ -26,12 +40,20 @@ def _relative(got, want):
 # The original's recorded runs.
 
 
-@pytest.mark.parametrize('name', [
-    'graft_SGD_b4', 'graft_RMSPROP_NORMALIZED_b4', pytest.param('graft_ADAGRAD_b4', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'graft_SGD_b4',
+    'graft_RMSPROP_NORMALIZED_b4',
+    pytest.param('graft_ADAGRAD_b4', marks=pytest.mark.full),
+  ],
+)
 def test_equals_the_recorded_run(name):
   description, arrays = golden_data.load(f'optimizers/shampoo_{name}')
   options = dict(description['hyper'])
-  options['statistics_partition_spec'] = options['preconditioner_partition_spec'] = P('x', None, None)
+  options['statistics_partition_spec'] = options['preconditioner_partition_spec'] = P(
+    'x', None, None
+  )
   tx = optimizers.distributed_shampoo(**options).optax_optimizer
   params = golden_data.subtree(arrays, 'init')
   state = tx.init(params)
@@ -67,15 +89,24 @@ def _random_case(seed):
   rng = np.random.default_rng(seed)
   pick = lambda *values: values[rng.integers(len(values))]
   options = {
-      'graft_type': list(optimizers.GraftingType.__members__)[seed % 6], 'block_size': pick(1, 2, 3, 4, 5, 8, 16),
-      'beta1': pick(0.0, 0.5, 0.9), 'beta2': pick(0.9, 0.999, 1.0), 'weight_decay': pick(0.0, 0.1),
-      'start_preconditioning_step': pick(0, 1, 3), 'preconditioning_compute_steps': pick(1, 1, 2, 3),
-      'statistics_compute_steps': pick(1, 1, 2, 3), 'best_effort_shape_interpretation': pick(True, False),
-      'nesterov': pick(True, False), 'exponent_override': pick(0, 0, 0, 1, 3),
-      'shard_optimizer_states': pick(True, False), 'moving_average_for_momentum': pick(True, False),
-      'skip_preconditioning_dim_size_gt': pick(4096, 4096, 7), 'inverse_failure_threshold': pick(0.1, 0.5),
-      # Nearly singular matrices have no well-defined root in float32: the recorded runs are the test of those.
-      'matrix_epsilon': pick(1e-2, 1e-3), 'learning_rate': pick(0.1, lambda count: 0.1 / (1.0 + count)),
+    'graft_type': list(optimizers.GraftingType.__members__)[seed % 6],
+    'block_size': pick(1, 2, 3, 4, 5, 8, 16),
+    'beta1': pick(0.0, 0.5, 0.9),
+    'beta2': pick(0.9, 0.999, 1.0),
+    'weight_decay': pick(0.0, 0.1),
+    'start_preconditioning_step': pick(0, 1, 3),
+    'preconditioning_compute_steps': pick(1, 1, 2, 3),
+    'statistics_compute_steps': pick(1, 1, 2, 3),
+    'best_effort_shape_interpretation': pick(True, False),
+    'nesterov': pick(True, False),
+    'exponent_override': pick(0, 0, 0, 1, 3),
+    'shard_optimizer_states': pick(True, False),
+    'moving_average_for_momentum': pick(True, False),
+    'skip_preconditioning_dim_size_gt': pick(4096, 4096, 7),
+    'inverse_failure_threshold': pick(0.1, 0.5),
+    # Nearly singular matrices have no well-defined root in float32: the recorded runs are the test of those.
+    'matrix_epsilon': pick(1e-2, 1e-3),
+    'learning_rate': pick(0.1, lambda count: 0.1 / (1.0 + count)),
   }
   if options['graft_type'].startswith('RMSPROP'):
     options['clip_by_scaled_gradient_norm'] = pick(None, 0.5)
@@ -92,7 +123,10 @@ def _compare(options, params, *, tolerance, num_steps=7, seed=0):
   step = jax.jit(tx.update, compiler_options=_FAST_COMPILE)
   means = {name: rng.normal(size=param.shape) * 0.3 for name, param in params.items()}
   for t in range(num_steps):
-    grads = {name: np.asarray(rng.normal(size=mean.shape) * 0.3 + mean, np.float32) for name, mean in means.items()}
+    grads = {
+      name: np.asarray(rng.normal(size=mean.shape) * 0.3 + mean, np.float32)
+      for name, mean in means.items()
+    }
     now = {name: np.asarray(param, np.float32) for name, param in reference.params.items()}
     updates, state = step(grads, state, now)
     for name, want in reference.step(grads).items():
@@ -100,37 +134,68 @@ def _compare(options, params, *, tolerance, num_steps=7, seed=0):
   stats = state.stats.local_stats if options.get('shard_optimizer_states') else state.stats
   for name, want in reference.errors.items():
     np.testing.assert_allclose(
-        stats[name].training_metrics.inverse_pth_root_errors, want, atol=2e-5, rtol=1e-2, err_msg=name)
+      stats[name].training_metrics.inverse_pth_root_errors, want, atol=2e-5, rtol=1e-2, err_msg=name
+    )
   return state
 
 
 @pytest.mark.parametrize(
-    'seed', [seed if seed == 2 else pytest.param(seed, marks=pytest.mark.full) for seed in range(48)])
+  'seed', [seed if seed == 2 else pytest.param(seed, marks=pytest.mark.full) for seed in range(48)]
+)
 def test_equals_the_reference_for_random_options(seed):
   _compare(*_random_case(seed), tolerance=1e-4, seed=seed)
 
 
-@pytest.mark.parametrize('options', [
-    {'best_effort_memory_usage_reduction': True, 'batch_axis_name': 'batch', 'graft_type': 'RMSPROP'},
-    pytest.param({'best_effort_memory_usage_reduction': True, 'graft_type': 'SQRT_N'}, marks=pytest.mark.full),
-    pytest.param({'best_effort_memory_usage_reduction': True, 'shard_optimizer_states': True}, marks=pytest.mark.full),
-    pytest.param({'quantize_statistics': True, 'preconditioning_compute_steps': 2}, marks=pytest.mark.full),
-])
+@pytest.mark.parametrize(
+  'options',
+  [
+    {
+      'best_effort_memory_usage_reduction': True,
+      'batch_axis_name': 'batch',
+      'graft_type': 'RMSPROP',
+    },
+    pytest.param(
+      {'best_effort_memory_usage_reduction': True, 'graft_type': 'SQRT_N'}, marks=pytest.mark.full
+    ),
+    pytest.param(
+      {'best_effort_memory_usage_reduction': True, 'shard_optimizer_states': True},
+      marks=pytest.mark.full,
+    ),
+    pytest.param(
+      {'quantize_statistics': True, 'preconditioning_compute_steps': 2}, marks=pytest.mark.full
+    ),
+  ],
+)
 def test_equals_the_reference_quantized(options):
   params = {f'p{shape}': np.ones(shape, np.float32) for shape in [(6, 4), (3,), ()]}
   # A value next to the middle between two integers may be rounded either way: one bucket of 127.
-  _compare({'learning_rate': 0.1, 'block_size': 4, 'start_preconditioning_step': 1, 'matrix_epsilon': 1e-2, **options},
-           params,
-           tolerance=2e-2 if options.get('best_effort_memory_usage_reduction') else 1e-3)
+  _compare(
+    {
+      'learning_rate': 0.1,
+      'block_size': 4,
+      'start_preconditioning_step': 1,
+      'matrix_epsilon': 1e-2,
+      **options,
+    },
+    params,
+    tolerance=2e-2 if options.get('best_effort_memory_usage_reduction') else 1e-3,
+  )
 
 
-@pytest.mark.parametrize('options', [
-    {}, {'quantize_statistics': True}, pytest.param({'shard_optimizer_states': True}, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    {'quantize_statistics': True},
+    pytest.param({'shard_optimizer_states': True}, marks=pytest.mark.full),
+  ],
+)
 def test_roots_are_taken_at_the_interval_only(options):
   """Inside a scan, where structure, shapes and dtypes cannot change."""
   params = {'w': np.ones((6, 4), np.float32)}
   tx = optimizers.distributed_shampoo(
-      0.1, 4, preconditioning_compute_steps=3, matrix_epsilon=1e-2, **options).optax_optimizer
+    0.1, 4, preconditioning_compute_steps=3, matrix_epsilon=1e-2, **options
+  ).optax_optimizer
   grads = {'w': np.random.default_rng(0).normal(size=(5, 6, 4)).astype(np.float32)}
 
   def body(state, grad):
@@ -169,19 +234,38 @@ def test_one_cpu_holds_the_products_of_one_parameter_at_a_time(monkeypatch):
 
 
 @pytest.mark.full  # by default, test_root_plan.py compares batches of roots with single ones
-@pytest.mark.parametrize('options', [
-    {}, *(pytest.param({name: True}, marks=pytest.mark.full) for name in (
-        'shard_optimizer_states', 'quantize_statistics'))])
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    *(
+      pytest.param({name: True}, marks=pytest.mark.full)
+      for name in ('shard_optimizer_states', 'quantize_statistics')
+    ),
+  ],
+)
 def test_the_order_of_the_parameters_changes_no_number(options, monkeypatch):
-  params = {name: np.ones(shape, np.float32) for name, shape in {'a': (6, 4), 'b': (5,), 'c': (), 'd': (8, 8)}.items()}
+  params = {
+    name: np.ones(shape, np.float32)
+    for name, shape in {'a': (6, 4), 'b': (5,), 'c': (), 'd': (8, 8)}.items()
+  }
   rng = np.random.default_rng(0)
-  grads = [{name: rng.normal(size=param.shape).astype(np.float32) for name, param in params.items()} for _ in range(3)]
+  grads = [
+    {name: rng.normal(size=param.shape).astype(np.float32) for name, param in params.items()}
+    for _ in range(3)
+  ]
   grads[1]['a'][0, 0] = np.nan
   results = []
   for backend in ('cpu', 'gpu'):
     monkeypatch.setattr(jax, 'default_backend', lambda backend=backend: backend)
     tx = optimizers.distributed_shampoo(
-        0.1, 4, start_preconditioning_step=0, preconditioning_compute_steps=3, root_method='eigh', **options)
+      0.1,
+      4,
+      start_preconditioning_step=0,
+      preconditioning_compute_steps=3,
+      root_method='eigh',
+      **options,
+    )
     tx = tx.optax_optimizer
     state = tx.init(params)
     step = jax.jit(lambda *args, tx=tx: tx.update(*args), compiler_options=_FAST_COMPILE)
@@ -194,27 +278,46 @@ def test_the_order_of_the_parameters_changes_no_number(options, monkeypatch):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('options', [
-    {'spread_roots': True, 'preconditioning_compute_steps': 3, 'graft_type': 'RMSPROP', 'weight_decay': 0.1,
-     'clip_by_scaled_gradient_norm': 0.5},
+@pytest.mark.parametrize(
+  'options',
+  [
+    {
+      'spread_roots': True,
+      'preconditioning_compute_steps': 3,
+      'graft_type': 'RMSPROP',
+      'weight_decay': 0.1,
+      'clip_by_scaled_gradient_norm': 0.5,
+    },
     {'shard_optimizer_states': True, 'preconditioning_compute_steps': 2, 'graft_type': 'SQRT_N'},
-    *(pytest.param({'graft_type': 'ADAGRAD_NORMALIZED', **options}, marks=pytest.mark.full) for options in (
-        {}, {'shard_optimizer_states': True, 'spread_roots': True, 'preconditioning_compute_steps': 4},
-        {'quantize_statistics': True, 'statistics_compute_steps': 2}))])
+    *(
+      pytest.param({'graft_type': 'ADAGRAD_NORMALIZED', **options}, marks=pytest.mark.full)
+      for options in (
+        {},
+        {'shard_optimizer_states': True, 'spread_roots': True, 'preconditioning_compute_steps': 4},
+        {'quantize_statistics': True, 'statistics_compute_steps': 2},
+      )
+    ),
+  ],
+)
 def test_layers_in_stacked_arrays_train_as_single_layers(options):
   rng = np.random.default_rng(0)
   stacks = LayerStacks((('encoder', (2, 10)),))
 
   def draw():
-    layer = lambda: {name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-                     for name, shape in {'kernel': (6, 4), 'scale': (3,)}.items()}
+    layer = lambda: {
+      name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+      for name, shape in {'kernel': (6, 4), 'scale': (3,)}.items()
+    }
     return {'encoder': {f'layers_{i}': layer() for i in (2, 3, 10)}}
 
   single = optimizers.distributed_shampoo(
-      0.1, 4, start_preconditioning_step=2, matrix_epsilon=1e-2, **options).create(draw())
+    0.1, 4, start_preconditioning_step=2, matrix_epsilon=1e-2, **options
+  ).create(draw())
   stacked = stacks.stack(single)
   assert set(stacked.target['encoder']) == {'layers_2,10', 'layers_3'}
-  update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads), compiler_options=_FAST_COMPILE)
+  update = jax.jit(
+    lambda optimizer, grads: optimizer.apply_gradient(grads), compiler_options=_FAST_COMPILE
+  )
   for step in range(6):
     grads = draw()
     if step == 5:  # the other layers do not get the NaN
@@ -243,11 +346,19 @@ def test_metrics_are_those_of_the_preconditioned_parameters():
   optimizer = optimizers.distributed_shampoo(0.1, 4).create(params)
   stats = optimizer.state.param_states.stats
   errors = jnp.array([1e-6, 0.5, 2e-6, 0.0])
-  stats = {**stats, 'w': stats['w']._replace(
-      training_metrics=stats['w'].training_metrics.replace(inverse_pth_root_errors=errors))}
+  stats = {
+    **stats,
+    'w': stats['w']._replace(
+      training_metrics=stats['w'].training_metrics.replace(inverse_pth_root_errors=errors)
+    ),
+  }
   state = optimizer.state.replace(param_states=optimizer.state.param_states._replace(stats=stats))
   values = optimizer.optimizer_def.metrics(state)
-  np.testing.assert_allclose([values['root_error_max'], values['root_error_mean']], [0.5, 0.1250008], rtol=1e-5)
+  np.testing.assert_allclose(
+    [values['root_error_max'], values['root_error_mean']], [0.5, 0.1250008], rtol=1e-5
+  )
   assert '0.5 at most' in optimizer.optimizer_def.report(values)[0]
   scalars = optimizers.distributed_shampoo(0.1, 4).create({'s': jnp.float32(1.0)})
-  assert scalars.optimizer_def.metrics(scalars.state) == {} and scalars.optimizer_def.report({}) == []
+  assert (
+    scalars.optimizer_def.metrics(scalars.state) == {} and scalars.optimizer_def.report({}) == []
+  )
