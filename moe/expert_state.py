@@ -17,8 +17,11 @@ import numpy as np
 
 from t5x_lite.errors import CheckpointError
 
-EXPERT, ROUTER = 'expert', 'router'
-TARGET, PARAM_STATES, MUTABLES = 'target/', 'state/param_states/', 'flax_mutables/'
+EXPERT = 'expert'
+ROUTER = 'router'
+TARGET = 'target/'
+PARAM_STATES = 'state/param_states/'
+MUTABLES = 'flax_mutables/'
 # Parts of a state that are trees of parameters.
 PARAM_TREES = (TARGET, 'param_average/')
 
@@ -78,7 +81,9 @@ class ArrayName:
   @property
   def kind(self) -> str:
     """The name that the optimizer has given to this kind of state."""
-    return self.after[0] if self.after else self.before[-1]
+    if self.after:
+      return self.after[0]
+    return self.before[-1]
 
   @property
   def starts_at_zero(self) -> bool:
@@ -95,7 +100,9 @@ class ArrayName:
     """Power of the gradient whose mean the array is; None if the name does not determine it."""
     if self.after == ('v',):  # Adafactor's; other optimizers use the name differently.
       return 2
-    return _POWERS.get(self.kind) if len(self.after) <= 1 else None
+    if len(self.after) <= 1:
+      return _POWERS.get(self.kind)
+    return None
 
 
 class ArrayNames:
@@ -144,19 +151,23 @@ def dims_of(path: str, ndim: int) -> Dims:
   (('e', 'f', 'd'), ('d', 'l', 'e'))
   """
   _, part, rest = split_path(path)
-  first, is_bias = rest.split('/', 1)[0], rest.endswith('bias')
+  first = rest.split('/', 1)[0]
+  is_bias = rest.endswith('bias')
   layers_at = 1
   if part == ROUTER and first == 'router_weights':
     own = ('e',) if is_bias else ('d', 'e')
   elif part == ROUTER:  # Mutable state.
-    own, layers_at = () if first == 'num_passes' else ('e',), 0
+    own = () if first == 'num_passes' else ('e',)
+    layers_at = 0
   elif first == 'wo':
     own = ('e', 'd') if is_bias else ('e', 'f', 'd')
   elif first.startswith('wi'):
     own = ('e', 'f') if is_bias else ('e', 'd', 'f')
   else:
     return ('e', *(f'x{i}' for i in range(ndim - 1)))
-  return own if ndim <= len(own) else with_layers(own, layers_at)
+  if ndim <= len(own):
+    return own
+  return with_layers(own, layers_at)
 
 
 def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[str]) -> None:
@@ -231,10 +242,14 @@ def state_dims(
   if name.after and name.after[0].isdigit():  # One array for each dim.
     number = int(name.after[0])
     fits = number < len(dims) and tuple(shape) == (param_shape[number],)
-    return (dims[number],) if fits else None
+    if fits:
+      return (dims[number],)
+    return None
   found = kept_dims(shape, param_shape, dims)
   alike = {tuple(dim if dim[0] in matter else '' for dim in kept) for kept in found}
-  return min(found) if len(alike) == 1 else None
+  if len(alike) == 1:
+    return min(found)
+  return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,9 +289,9 @@ class Change:
     axis = dims.index('e')
     if not self.mixes:
       taken = np.take(array, [group[0] for group in self.sources], axis)
-      return (
-        taken if self.slices == 1 or 'f' not in dims else self._slice(taken, axis, dims.index('f'))
-      )
+      if self.slices == 1 or 'f' not in dims:
+        return taken
+      return self._slice(taken, axis, dims.index('f'))
     if array.dtype.kind in 'iub':
       return None
     wide = array.astype(np.float64)
@@ -342,7 +357,9 @@ def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray |
   """
   dims = dims_of(path, array.ndim)
   is_bias = split_path(path)[1:] == (ROUTER, 'bias')
-  return change.share(array, dims.index('e')) if is_bias else change.apply(array, dims)
+  if is_bias:
+    return change.share(array, dims.index('e'))
+  return change.apply(array, dims)
 
 
 def change_state(
@@ -380,7 +397,9 @@ def change_state(
     return changed
   if name.power is not None:
     return scaled(changed, float(change.slices) ** -name.power)
-  return np.zeros_like(changed) if name.starts_at_zero else None
+  if name.starts_at_zero:
+    return np.zeros_like(changed)
+  return None
 
 
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:

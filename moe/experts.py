@@ -55,7 +55,10 @@ class ExpertMlp:
 
   def spec(self, dtype: Any) -> MlpSpec:
     """Return the computation of an expert for dispatch, in the compute dtype `dtype`."""
-    activations = self.activations if isinstance(self.activations, str) else tuple(self.activations)
+    if isinstance(self.activations, str):
+      activations = self.activations
+    else:
+      activations = tuple(self.activations)
     return MlpSpec(activations=activations, dropout_rate=float(self.dropout_rate), dtype=dtype)
 
 
@@ -124,7 +127,10 @@ class ExpertParams(nn.Module):
 
     wi = [projection(name, (width, self.mlp.dim), ('embed', 'expert_mlp')) for name in names]
     wo, wo_bias = projection('wo', (self.mlp.dim, width), ('expert_mlp', 'embed'))
-    biases = tuple(bias for _, bias in wi) if self.mlp.use_bias else None
+    if self.mlp.use_bias:
+      biases = tuple(bias for _, bias in wi)
+    else:
+      biases = None
     return MlpParams(wi=tuple(kernel for kernel, _ in wi), wo=wo, wi_bias=biases, wo_bias=wo_bias)
 
 
@@ -151,7 +157,8 @@ def apply_blocks(
       f'an ExpertMlp with a router that returns a {type(routing).__name__}',
       type(block).__name__,
     )
-  (token, gates), tokens = routing.slots(), x.astype(dtype).reshape(-1, x.shape[-1])
+  (token, gates) = routing.slots()
+  tokens = x.astype(dtype).reshape(-1, x.shape[-1])
   # Empty slots point past the end: they read zeros, and their outputs are dropped.
   buffers = constrain(jnp.take(tokens, token, axis=0, mode='fill', fill_value=0), BUFFER_AXES)
   mapped = nn_partitioning.vmap_with_axes(

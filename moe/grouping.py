@@ -125,7 +125,8 @@ def divide_microbatch(
       f'makes {groups.batch} rows of {batch}, with num_microbatches={num_microbatches}. Set a batch size that is a '
       f'multiple of {multiple}, or num_groups_multiple=1.'
     )
-  rows, tokens = batch // num_microbatches, groups.batch * groups.length
+  rows = batch // num_microbatches
+  tokens = groups.batch * groups.length
   if batch % num_microbatches or rows % groups.rows_together:
     num_groups = groups.num_groups
     while tokens % num_groups or num_groups % math.lcm(num_microbatches, multiple):
@@ -147,4 +148,6 @@ def _pad(batch: int, length: int, multiple: int) -> tuple[int, int]:
     return batch, length
   rows = next(n for n in range(1, multiple + 1) if (batch + n) * length % multiple == 0)
   columns = next(n for n in range(1, multiple + 1) if batch * (length + n) % multiple == 0)
-  return (batch + rows, length) if columns * batch > rows * length else (batch, length + columns)
+  if columns * batch > rows * length:
+    return (batch + rows, length)
+  return (batch, length + columns)

@@ -130,7 +130,9 @@ class MoeLayer(nn.Module):
     y, stats = self._experts(grouped, routing, decode, deterministic)
     self._sow_metrics(routing, stats, groups)
     y = constrain(groups.merge(y, rows, tokens), ('batch', 'length', 'embed'))
-    return y + self._shared(x, deterministic) if self.shared_expert_dim else y
+    if self.shared_expert_dim:
+      return y + self._shared(x, deterministic)
+    return y
 
   def _experts(self, x, routing, decode, deterministic):
     """Return (<dtype>[G, T, D], statistics of dispatch)."""
@@ -170,13 +172,21 @@ class MoeLayer(nn.Module):
 
   def _capacity(self, group_size: int, decode: bool, deterministic: bool) -> int | None:
     """Return the number of slots of an expert for a group; None for dropless routing."""
-    factor = self.eval_capacity_factor if deterministic or decode else self.train_capacity_factor
+    if deterministic or decode:
+      factor = self.eval_capacity_factor
+    else:
+      factor = self.train_capacity_factor
     if decode and not self.router.needs_capacity:
       # Custom experts need buffers, with a slot for every token, as a token chooses an expert at most once.
-      return None if isinstance(self.expert, ExpertMlp) else group_size
+      if isinstance(self.expert, ExpertMlp):
+        return None
+      return group_size
     if factor is None:
       return None
-    least = _DEFAULT_MIN_CAPACITY if self.min_expert_capacity is None else self.min_expert_capacity
+    if self.min_expert_capacity is None:
+      least = _DEFAULT_MIN_CAPACITY
+    else:
+      least = self.min_expert_capacity
     return expert_capacity(group_size, self.num_experts, factor, least)
 
   def _split(
@@ -244,7 +254,8 @@ class MoeLayer(nn.Module):
         'In gin, router = @moe.TokensChooseRouter().',
       ),
     )
-    count, factor = checks.number(at_least=1, integer=True), checks.number(above=0).or_none()
+    count = checks.number(at_least=1, integer=True)
+    factor = checks.number(above=0).or_none()
     is_mlp = isinstance(self.expert, ExpertMlp)
     factors = (self.train_capacity_factor, self.eval_capacity_factor)
     needs_factor = {
@@ -256,7 +267,10 @@ class MoeLayer(nn.Module):
     if users:
       factor = checks.number(above=0, remedy=f'It is required by {users}.')
     has_buffers = is_mlp and self.dispatch != 'grouped' and None not in factors
-    no_capacity = '' if factors != (None, None) else ' without capacity factors'
+    if factors != (None, None):
+      no_capacity = ''
+    else:
+      no_capacity = ' without capacity factors'
     checks.check(
       'MoeLayer',
       {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

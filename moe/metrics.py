@@ -88,7 +88,10 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
         continue
       blocks = _sparse_blocks(layer_tree)
       for block, values in blocks.items():
-        which = '' if len(blocks) == 1 or block == 'mlp' else f'/{block}'
+        if len(blocks) == 1 or block == 'mlp':
+          which = ''
+        else:
+          which = f'/{block}'
         if child.startswith('layers_'):
           found[stack, int(child.removeprefix('layers_')), which] = values
         elif child == stack:
@@ -238,11 +241,9 @@ def _mean_over_layers(layers: Layers, name: str) -> Array:
 
 
 def _loss(layers: Layers, factors: Mapping[str, float]) -> Array | float:
-  return (
-    sum(factor * _mean_over_layers(layers, name) for name, factor in factors.items())
-    if layers
-    else 0.0
-  )
+  if layers:
+    return sum(factor * _mean_over_layers(layers, name) for name, factor in factors.items())
+  return 0.0
 
 
 def _metrics(layers: Layers, factors: Mapping[str, float]) -> MetricsMap:

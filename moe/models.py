@@ -109,7 +109,10 @@ class _SparseModel(models.BaseTransformerModel):
     num_rows = next(iter(batch.values())).shape[0]
     blocks = self._blocks()
     # For an unknown network, consecutive rows are the most likely to be entire groups; its layers check that.
-    model.rows_together = 1 if blocks else max(num_rows // num_microbatches, 1)
+    if blocks:
+      model.rows_together = 1
+    else:
+      model.rows_together = max(num_rows // num_microbatches, 1)
     for stack, block in blocks.items():
       groups = grouping.divide_microbatch(
         num_rows,
@@ -221,7 +224,10 @@ class _SparseModel(models.BaseTransformerModel):
     """
     recording.check_record(record, with_gates=replay_gates)
     model = copy.copy(self)
-    model._replayed = record if replay_gates else recording.without_gates(record)
+    if replay_gates:
+      model._replayed = record
+    else:
+      model._replayed = recording.without_gates(record)
     return model
 
 

@@ -40,7 +40,10 @@ def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -
   >>> sparse_layers('mixed', num_layers=12, num_sparse_layers=3), sparse_layers('every_5', 12, None)
   ((3, 7, 11), (4, 9))
   """
-  every = _EVERY.fullmatch(layout) if isinstance(layout, str) else None
+  if isinstance(layout, str):
+    every = _EVERY.fullmatch(layout)
+  else:
+    every = None
   period = int(every[1]) if every else 0
   number = checks.number(at_least=0, at_most=num_layers, integer=True)
   is_mixed = layout == 'mixed'
@@ -178,7 +181,10 @@ class SparseBlock(t5.TokenFeedForwardFactory):
 
   def unbound_router(self) -> Router:
     """Return a copy of the router, since layers with the same object would share its weights."""
-    router = TokensChooseRouter(self.num_experts) if self.router is None else self.router
+    if self.router is None:
+      router = TokensChooseRouter(self.num_experts)
+    else:
+      router = self.router
     return router.clone(parent=None)
 
   def _layer(self, expert, dtype, **module_fields) -> MoeLayer:
@@ -317,7 +323,8 @@ class SparseFeedForward:
       )
 
   def _sparse_layers(self, stack: str) -> tuple[int, ...]:
-    layout, number = getattr(self, f'{stack}_layout'), getattr(self, f'num_{stack}_sparse_layers')
+    layout = getattr(self, f'{stack}_layout')
+    number = getattr(self, f'num_{stack}_sparse_layers')
     if number is None and layout in LAYOUTS:
       number = 0
     return sparse_layers(layout, getattr(self, f'num_{stack}_layers'), number)
@@ -329,13 +336,16 @@ class SparseFeedForward:
 
   def __call__(self, stack: str, layer: int) -> t5.FeedForward:
     """Return the factory, or two, of the feed-forward blocks of layer `layer` of `stack`."""
-    sparse, num_layers = self._sparse_layers(stack), getattr(self, f'num_{stack}_layers')
+    sparse = self._sparse_layers(stack)
+    num_layers = getattr(self, f'num_{stack}_layers')
     if not sparse:
       return t5.dense_feed_forward
     if layer not in sparse:
       return _DenseOfStack(stack=stack, num_layers=num_layers)
     block = _OfStack(block=self.blocks()[stack], stack=stack, num_layers=num_layers)
-    return (block, t5.dense_feed_forward) if self.extra_mlp else block
+    if self.extra_mlp:
+      return (block, t5.dense_feed_forward)
+    return block
 
 
 def sparse_transformer(config: t5.T5Config, block: SparseBlock, **layout: Any) -> t5.Transformer:

@@ -176,11 +176,10 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
   @property
   def data_partition_spec(self) -> PartitionSpec:
     """Sharding of the arrays of a batch."""
-    spec = (
-      PartitionSpec(moe_rules_lib.HEAD_DATA_AXES)
-      if self._num_experts is None
-      else moe_rules_lib.data_partition_spec(self.two_data_axes)
-    )
+    if self._num_experts is None:
+      spec = PartitionSpec(moe_rules_lib.HEAD_DATA_AXES)
+    else:
+      spec = moe_rules_lib.data_partition_spec(self.two_data_axes)
     if not self._has_replicas:
       return spec
     return PartitionSpec((moe_rules_lib.REPLICA_AXIS, *rules_lib.axes_of(spec[0])))
@@ -226,7 +225,10 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     """
     if self._num_experts is None:
       return self._given_mesh or self._mesh_with_expert_axis()
-    mesh = self._two_data_axes_mesh() if self.two_data_axes else super().make_mesh()
+    if self.two_data_axes:
+      mesh = self._two_data_axes_mesh()
+    else:
+      mesh = super().make_mesh()
     rules = self.logical_axis_rules
     mesh_axis = next(
       (mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None
@@ -298,19 +300,22 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       ici_mesh_shape=self._ici_mesh_shape,
       dcn_mesh_shape=self._dcn_mesh_shape,
     )
-    is_auto, num_experts = self._num_expert_partitions == AUTO, self._experts_per_layer
+    is_auto = self._num_expert_partitions == AUTO
+    num_experts = self._experts_per_layer
     mesh = make(_AUTO_AT_MOST if is_auto else self._num_expert_partitions)
     size = mesh.shape['expert']
-    num_data = (
-      mesh.shape['data'] * size if self._ici_mesh_shape is None else self._ici_mesh_shape[1]
-    )
+    if self._ici_mesh_shape is None:
+      num_data = mesh.shape['data'] * size
+    else:
+      num_data = self._ici_mesh_shape[1]
     if is_auto:
       # Exchanges of tokens use the fast links of a slice.
-      within_slice = (
-        num_data
-        if self._ici_mesh_shape is not None
-        else math.gcd(num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model'])
-      )
+      if self._ici_mesh_shape is not None:
+        within_slice = num_data
+      else:
+        within_slice = math.gcd(
+          num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model']
+        )
       fitting = moe_mesh_lib.largest_divisor(
         math.gcd(num_experts or within_slice, within_slice), _AUTO_AT_MOST
       )
@@ -360,7 +365,10 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
 
   def _check_given_mesh(self, mesh: Mesh) -> None:
     """Raise ConfigError if the axes of `mesh` contradict the form, its number of partitions or of experts."""
-    names = ('data', 'model') if self._num_experts is not None else moe_mesh_lib.AXIS_NAMES
+    if self._num_experts is not None:
+      names = ('data', 'model')
+    else:
+      names = moe_mesh_lib.AXIS_NAMES
     if {*mesh.axis_names} - {moe_rules_lib.REPLICA_AXIS} != {*names}:
       raise checks.invalid(
         'MoePjitPartitioner',
@@ -393,7 +401,10 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
   def _form(self) -> str:
     if self._num_experts is None:
       return f'num_expert_partitions={self._num_expert_partitions}'
-    axes = 'two data axes' if self.two_data_axes else 'one data axis'
+    if self.two_data_axes:
+      axes = 'two data axes'
+    else:
+      axes = 'one data axis'
     return f'num_experts={self._num_experts} on {len(mesh_lib.devices_of(self._backend))} devices ({axes})'
 
   @property

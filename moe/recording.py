@@ -21,7 +21,8 @@ from t5x_lite import tree_utils
 from t5x_lite.types import Array
 
 # Collections of the layers that write, or read, routing decisions.
-ROUTING, REPLAY = 'routing', 'routing_replay'
+ROUTING = 'routing'
+REPLAY = 'routing_replay'
 # Name of the weights in both; the other names are those of indices.
 GATES = 'gates'
 Record = Mapping[str, Any]
@@ -100,7 +101,10 @@ class RoutingFiles:
     path = self._path(step)
     if not path.exists():
       found = self.steps()
-      has = f'records of {len(found)} steps, {found[0]} to {found[-1]}' if found else 'no records'
+      if found:
+        has = f'records of {len(found)} steps, {found[0]} to {found[-1]}'
+      else:
+        has = 'no records'
       raise errors.DataError(
         f'Step {step} has no record in {str(self._folder)!r}, which holds {has}.'
       )

@@ -75,7 +75,9 @@ def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
   >>> data_partition_spec(False), data_partition_spec(True)
   (P('data',), P(('data', 'model'),))
   """
-  return PartitionSpec(TWO_DATA_AXES) if two_data_axes else PartitionSpec('data')
+  if two_data_axes:
+    return PartitionSpec(TWO_DATA_AXES)
+  return PartitionSpec('data')
 
 
 def standard_logical_axis_rules(
@@ -301,4 +303,6 @@ def replace_raw_specs(
 def _replaced(
   resource: PyTree, replacements: Mapping[PartitionSpec, PartitionSpec | None]
 ) -> PyTree:
-  return replacements.get(resource, resource) if isinstance(resource, PartitionSpec) else resource
+  if isinstance(resource, PartitionSpec):
+    return replacements.get(resource, resource)
+  return resource

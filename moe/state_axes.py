@@ -66,7 +66,9 @@ def infer_state_filter_fn(
       for path, shape in experts.items()
     )
   )
-  return selected.__contains__ if selected else None
+  if selected:
+    return selected.__contains__
+  return None
 
 
 def prepend_expert_axis(
@@ -96,7 +98,8 @@ def prepend_expert_axis(
   def prepend(name: str, spec: Any) -> Any:
     if name not in shapes or not state_filter_fn(name) or EXPERT_AXIS in (spec or ()):
       return spec
-    names, shape = tuple(spec or ()), shapes[name]
+    names = tuple(spec or ())
+    shape = shapes[name]
     if len(names) == len(shape) and names[:1] == (None,):
       names = names[1:]  # the first dim has no name
     if len(names) >= len(shape) or shape[0] not in expert_counts:

@@ -140,7 +140,9 @@ class _Upcycling:
   """One upcycling: the new arrays and their sources."""
 
   def __init__(self, options: _Upcycle, stored: Mapping[str, Any], wanted: Mapping[str, Any]):
-    self._options, self._stored, self._wanted = options, stored, wanted
+    self._options = options
+    self._stored = stored
+    self._wanted = wanted
     # Values of dense arrays by name while a new array is computed; None while only shapes are computed.
     self._values: Mapping[str, np.ndarray] | None = None
     self._used: list[
@@ -173,15 +175,15 @@ class _Upcycling:
       dense = path
       for pattern, replacement in _EXTRA_BLOCKS:
         dense = pattern.sub(replacement, dense)
-    return None if path.endswith('/bias') and dense not in self._dense else dense
+    if path.endswith('/bias') and dense not in self._dense:
+      return None
+    return dense
 
   def run(self) -> dict[str, Any]:
     """Return the flat sparse state; its new arrays are lazy."""
     self._check()
-    new_names, dense_names = (
-      expert_state.ArrayNames(self._sources),
-      expert_state.ArrayNames(self._replaced),
-    )
+    new_names = expert_state.ArrayNames(self._sources)
+    dense_names = expert_state.ArrayNames(self._replaced)
     result = {}
     for name, leaf in self._stored.items():
       if name.startswith(PARAM_STATES):
@@ -247,17 +249,16 @@ class _Upcycling:
 
   def _param(self, path: str, prefix: str, wanted: Any) -> np.ndarray:
     """Return a new parameter, made of the arrays of the state whose names start with `prefix`."""
-    shape, source = tuple(wanted.shape), self._sources[path]
+    shape = tuple(wanted.shape)
+    source = self._sources[path]
     if source is None:
-      return (
-        self._router(path, shape, wanted.dtype)
-        if path.endswith('/kernel')
-        else np.zeros(shape, wanted.dtype)
-      )
+      if path.endswith('/kernel'):
+        return self._router(path, shape, wanted.dtype)
+      return np.zeros(shape, wanted.dtype)
     dense = self._stored_array(f'{prefix}{source}')
-    return (
-      self._expert(path, dense, shape) if path in self._experts else self._extra(path, dense, shape)
-    )
+    if path in self._experts:
+      return self._expert(path, dense, shape)
+    return self._extra(path, dense, shape)
 
   def _expert(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     granularity = self._options.granularity
@@ -273,9 +274,10 @@ class _Upcycling:
     )
     if self._values is None:
       return _blank(shape, dense.dtype)
-    experts = (
-      expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
-    )
+    if granularity > 1:
+      experts = expert_state.change_param(path, lifted, self._slices(shape[0]))
+    else:
+      experts = lifted
     experts = np.ascontiguousarray(experts)
     if self._options.noise_stddev:
       stddev = self._options.noise_stddev * np.std(dense.astype(np.float32))
@@ -334,7 +336,8 @@ class _Upcycling:
 
   def _state(self, name: ArrayName, wanted: Any) -> tuple[np.ndarray | None, bool]:
     """Return (optimizer state of a new parameter or None if unknown, whether it is copied from the dense block)."""
-    shape, source = tuple(wanted.shape), self._sources[name.param]
+    shape = tuple(wanted.shape)
+    source = self._sources[name.param]
     if name.is_copy and shape == tuple(self._sparse[name.param].shape):
       prefix = f'{"/".join(name.before)}/'
       if source is None or f'{prefix}{source}' in self._stored:
@@ -347,7 +350,8 @@ class _Upcycling:
 
   def _statistics(self, name: ArrayName, shape: tuple[int, ...]) -> np.ndarray | None:
     """Return the optimizer's statistics for experts, None if those of the dense block have other dims."""
-    source, param_shape = self._sources[name.param], tuple(self._sparse[name.param].shape)
+    source = self._sources[name.param]
+    param_shape = tuple(self._sparse[name.param].shape)
     dims = expert_state.dims_of(name.param, len(param_shape))
     kept = expert_state.state_dims(name, shape, param_shape, dims)
     for after in _names_of_same(name.after):
@@ -357,8 +361,11 @@ class _Upcycling:
       dense = self._stored_array(dense_name)
       if math.prod(shape) <= 1:
         # A number for the parameter, or the placeholder of a statistic that is not kept.
-        return dense if dense.shape == shape else None
-      dense_shape, dense_dims = self._dense[source].shape, _dense_dims(dims)
+        if dense.shape == shape:
+          return dense
+        return None
+      dense_shape = self._dense[source].shape
+      dense_dims = _dense_dims(dims)
       found = expert_state.state_dims(
         dataclasses.replace(name, after=after), dense.shape, dense_shape, dense_dims
       )
@@ -368,24 +375,24 @@ class _Upcycling:
       # Shape of the parameter before slicing.
       unsliced = [lifted.shape[0] if d == 'e' else dense_shape[dense_dims.index(d)] for d in dims]
       change = self._slices(shape[0])
-      experts = (
-        lifted if change.slices == 1 else expert_state.change_state(name, lifted, unsliced, change)
-      )
+      if change.slices == 1:
+        experts = lifted
+      else:
+        experts = expert_state.change_state(name, lifted, unsliced, change)
       if experts is not None and experts.shape == shape:
-        return (
-          _blank(shape, experts.dtype) if self._values is None else np.ascontiguousarray(experts)
-        )
+        if self._values is None:
+          return _blank(shape, experts.dtype)
+        return np.ascontiguousarray(experts)
     return None
 
   def _check(self) -> None:
     """Raise CheckpointError unless the states belong to a dense and a sparse variant of the same network."""
     already = [path for path in self._dense if expert_state.split_path(path) is not None]
     if already or not self._experts:
-      problem = (
-        f'the checkpoint already has experts ({already[0]}); `python -m moe surgery` changes their number'
-        if already
-        else 'the network has no experts; give it sparse layers (moe.SparseFeedForward)'
-      )
+      if already:
+        problem = f'the checkpoint already has experts ({already[0]}); `python -m moe surgery` changes their number'
+      else:
+        problem = 'the network has no experts; give it sparse layers (moe.SparseFeedForward)'
       raise errors.CheckpointError(
         f'Cannot upcycle: {problem}. To restore without upcycling, remove moe.upcycle '
         'from the builders of RestoreCheckpointConfig.'
@@ -455,7 +462,9 @@ def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _dense_dims(dims: Dims) -> Dims:
   """Return the dims of the dense parameter, given those of the experts."""
   own = tuple(dim for dim in dims if dim not in 'el')
-  return expert_state.with_layers(own) if 'l' in dims else own
+  if 'l' in dims:
+    return expert_state.with_layers(own)
+  return own
 
 
 def repeat_for_experts(dense: np.ndarray, dims: Dims, num_experts: int) -> np.ndarray | None:

@@ -102,7 +102,8 @@ class EarlyStoppingAction(BaseAction):
     self._task, self._metric = metric
     self._mode = mode
     self._patience = patience
-    self._atol, self._rtol = atol, rtol
+    self._atol = atol
+    self._rtol = rtol
     self._history: list[float] = []
 
   def run(self, train_state: Any, metrics_by_task: MetricsByTask) -> Stop:
@@ -134,7 +135,9 @@ class EarlyStoppingAction(BaseAction):
 
   def _improves(self, value: float, previous: float) -> bool:
     margin = self._atol + self._rtol * abs(previous)
-    return value > previous + margin if self._mode == 'max' else value < previous - margin
+    if self._mode == 'max':
+      return value > previous + margin
+    return value < previous - margin
 
 
 class TerminateOnNanAction(BaseAction):
@@ -214,7 +217,10 @@ def run_actions(
   if not members:
     return Stop.CONTINUE
   if callable(train_state):
-    train_state = train_state() if any(map(_reads_train_state, members)) else None
+    if any(map(_reads_train_state, members)):
+      train_state = train_state()
+    else:
+      train_state = None
   request = Stop.CONTINUE
   if multihost.is_lead():
     # All actions run, since each may count steps.

@@ -136,4 +136,6 @@ class Warmup:
 
 
 def _average_dtype(dtype) -> np.dtype:
-  return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+  if jnp.issubdtype(dtype, jnp.inexact):
+    return jnp.promote_types(dtype, jnp.float32)
+  return dtype

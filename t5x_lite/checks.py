@@ -101,7 +101,10 @@ def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:
 
   def hint(value: Any) -> str:
     names = [each for each in choices if isinstance(each, str)]
-    suggestion = did_you_mean(value, names, lists_all=False) if isinstance(value, str) else ''
+    if isinstance(value, str):
+      suggestion = did_you_mean(value, names, lists_all=False)
+    else:
+      suggestion = ''
     return f'{suggestion} {remedy}'.strip()
 
   # Not `value in choices`: values such as arrays have no truth value, and lists have no hash.
@@ -203,7 +206,9 @@ def about(
 
 def _shown(value: Any) -> str:
   shown = repr(value)
-  return f'{shown[:_MAX_SHOWN]}...' if len(shown) > _MAX_SHOWN else shown
+  if len(shown) > _MAX_SHOWN:
+    return f'{shown[:_MAX_SHOWN]}...'
+  return shown
 
 
 def accept_former_name(name: str, former_name: str) -> Callable[[Any], Any]:
@@ -276,7 +281,8 @@ def call_custom(
   try:
     return function(*args, **kwargs)
   except TypeError as error:
-    frame, code = error.__traceback__, _code(function)
+    frame = error.__traceback__
+    code = _code(function)
     while frame is not None and frame.tb_frame.f_code is not code:
       frame = frame.tb_next
     if code is None or frame is not None:  # raised inside the function
@@ -339,7 +345,10 @@ def bind_arguments(
   except TypeError as error:
     unknown = [key for key in kwargs if key not in signature.parameters]
     names = [name for name in signature.parameters if name != 'self']
-    hint = did_you_mean(unknown[0], names) if unknown else f' Its arguments are {", ".join(names)}.'
+    if unknown:
+      hint = did_you_mean(unknown[0], names)
+    else:
+      hint = f' Its arguments are {", ".join(names)}.'
     raise ConfigError(f'{owner}: {error}.{hint}') from error
   return bound
 

@@ -373,11 +373,10 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
       f'`{program.call} {argv[0]} -n 2 -- train {unknown[0]}`.'
     )
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
-  problem = (
-    _unknown_argument(unknown[0], arguments.command, command.entry is not None, options)
-    if unknown
-    else ''
-  )
+  if unknown:
+    problem = _unknown_argument(unknown[0], arguments.command, command.entry is not None, options)
+  else:
+    problem = ''
   if incomplete is not None:
     problem = f'{incomplete} requires a value. Write {incomplete}=VALUE.'
   elif gin_flags and command.entry is None:
@@ -388,27 +387,32 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   if others:
     # A command of this program is started like this process.
     own = [sys.executable, *(['-P'] if sys.flags.safe_path else []), '-m', program.name]
-    arguments.others = own + others if others[0] in program.commands else others
-  arguments.gin_flags, arguments.jax_flags = gin_flags, jax_flags
+    if others[0] in program.commands:
+      arguments.others = own + others
+    else:
+      arguments.others = others
+  arguments.gin_flags = gin_flags
+  arguments.jax_flags = jax_flags
   return arguments
 
 
 def _options(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argparse.Action]:
   """Return argparse's actions of a command by flag; empty if there is no such command."""
   sub = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-  return sub.choices[command]._option_string_actions if command in sub.choices else {}
+  if command in sub.choices:
+    return sub.choices[command]._option_string_actions
+  return {}
 
 
 def _unknown_argument(argument: str, command: str, has_gin: bool, options: Iterable[str]) -> str:
   if not argument.startswith('-'):
     name, equals, _ = argument.partition('=')
-    remedy = (
-      f'--gin_file={argument}'
-      if argument.endswith('.gin')
-      else f'--gin.{argument}'
-      if equals and name.isidentifier()
-      else ''
-    )
+    if argument.endswith('.gin'):
+      remedy = f'--gin_file={argument}'
+    elif equals and name.isidentifier():
+      remedy = f'--gin.{argument}'
+    else:
+      remedy = ''
     return f'{command} does not accept the argument {argument!r}.' + (
       f' Did you mean {remedy}?' if remedy else ''
     )
@@ -479,7 +483,8 @@ def _plain_messages() -> Iterator[logging.Handler]:
   handler.setFormatter(_Formatter())
   ours = _our_loggers()
   propagated = [logger.propagate for logger in ours]
-  levels, root_level = _logger_levels(), logging.root.level
+  levels = _logger_levels()
+  root_level = logging.root.level
   last_resort, logging.lastResort = logging.lastResort, handler  # for packages that set up no log
   with warnings.catch_warnings():
     warnings.showwarning = _show_warning
@@ -593,7 +598,10 @@ class _Formatter(logging.Formatter):
 
   def format(self, record: logging.LogRecord) -> str:
     """See base class."""
-    level = '' if record.levelno < logging.WARNING else f'{record.levelname.lower()}: '
+    if record.levelno < logging.WARNING:
+      level = ''
+    else:
+      level = f'{record.levelname.lower()}: '
     return f'{getattr(record, "prefix", "")}{level}{super().format(record)}'
 
 

@@ -37,7 +37,10 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
   """
   frames = _user_frames(error, own_paths)
   if isinstance(error, T5xLiteError):
-    kind = '' if isinstance(error, StoppedOnSignalError) else 'error: '
+    if isinstance(error, StoppedOnSignalError):
+      kind = ''
+    else:
+      kind = 'error: '
     # With any error class: the same command works with free disk space.
     is_full = error.exit_code == ExitCode.INVALID_INPUT and any(map(is_disk_full, _chain(error)))
     return Report(
@@ -54,12 +57,18 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
     return Report(f'error: {platform}', ExitCode.INVALID_INPUT)
   is_full = is_disk_full(error) and not frames
   if isinstance(error, OSError) and (is_full or _is_about_our_files(error, own_paths)):
-    where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
+    if error.filename is not None:
+      where = f'{os.fspath(error.filename)!r}: '
+    else:
+      where = ''
     if is_full or error.errno == errno.EIO:
       is_remote = error.filename is not None and files.is_remote(os.fsdecode(error.filename))
-      remedy = (
-        'Free disk space' if is_full else 'Check the network' if is_remote else 'Check the disk'
-      )
+      if is_full:
+        remedy = 'Free disk space'
+      elif is_remote:
+        remedy = 'Check the network'
+      else:
+        remedy = 'Check the disk'
       return Report(
         f'error: {where}{error.strerror}. {remedy}, then rerun the command; --debug shows more.',
         ExitCode.SAVE_FAILED,
@@ -91,7 +100,9 @@ def _text(error: BaseException) -> str:
 
 def _shown(frames: Sequence[traceback.FrameSummary]) -> str:
   lines = ''.join(traceback.StackSummary.from_list(frames).format()).rstrip('\n')
-  return f'\n{lines}' if lines else ''
+  if lines:
+    return f'\n{lines}'
+  return ''
 
 
 def _user_frames(error: BaseException, own_paths: Sequence[str]) -> list[traceback.FrameSummary]:

@@ -49,7 +49,10 @@ def expand_flagfiles(arguments: Sequence[str], within: Sequence[str] = ()) -> li
       with open(path, encoding='utf-8') as file:
         lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
-      reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+      if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
+      else:
+        reason = error
       raise ConfigError(
         f'--flagfile must name a text file with a flag in each line, got {path!r}: {reason}.'
       ) from None
@@ -75,9 +78,10 @@ def plain(arguments: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     if flag.startswith('-') and f'-{flag}' in options:
       flag = f'-{flag}'
     flag = flag if flag in options else _SHORT.get(flag, flag)
-    name = (
-      flag if flag in options or not flag.startswith('--no') else f'--{flag.removeprefix("--no")}'
-    )
+    if flag in options or not flag.startswith('--no'):
+      name = flag
+    else:
+      name = f'--{flag.removeprefix("--no")}'
     if not _is_boolean(options.get(name)):
       if flag == '--gin_bindings' and not equals:
         value = next(iterator, '')

@@ -30,7 +30,10 @@ def check_xla_flags() -> None:
     ConfigError: a flag is unknown, a value is invalid, or a file of flags is missing.
   """
   flags = os.environ.get('XLA_FLAGS', '').replace(runtime.FAST_COMPILATION_FLAG, '').strip()
-  complaint = _complaint(flags) if not all(map(_VIRTUAL_DEVICES.fullmatch, flags.split())) else ''
+  if not all(map(_VIRTUAL_DEVICES.fullmatch, flags.split())):
+    complaint = _complaint(flags)
+  else:
+    complaint = ''
   if complaint:
     raise ConfigError(
       f'XLA_FLAGS must be flags that XLA knows, or the path of a file of them, got {flags!r}: '
@@ -63,7 +66,9 @@ def _complaint(flags: str) -> str:
     return ''  # An error of the probe itself.
   # Lines such as `F1122 17:47:33.436029  7791 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1`.
   lines = re.findall(r'(?:command_line_flags|parse_flags_from_env)\.cc:\d+\] (.+)', done.stderr)
-  return lines[0].partition(' (We assumed')[0].rstrip('. ') if done.returncode and lines else ''
+  if done.returncode and lines:
+    return lines[0].partition(' (We assumed')[0].rstrip('. ')
+  return ''
 
 
 def platform_message(error: BaseException) -> str | None:

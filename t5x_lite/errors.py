@@ -49,7 +49,9 @@ class InvalidOptions:
   """
 
   def __init__(self, owner: str, shown: Mapping[str, str], end: int):
-    self.owner, self.shown, self.end = owner, shown, end
+    self.owner = owner
+    self.shown = shown
+    self.end = end
     self.argument = ''
     self.locations: Sequence[str] = ()
 
@@ -63,7 +65,8 @@ class T5xLiteError(Exception):
   exit_code: ExitCode = ExitCode.INVALID_INPUT
 
   def __str__(self) -> str:
-    text, options = super().__str__(), getattr(self, 'options', None)
+    text = super().__str__()
+    options = getattr(self, 'options', None)
     if options is None or not options.locations:
       return text
     return f'{text[: options.end]} ({", ".join(options.locations)}){text[options.end :]}'

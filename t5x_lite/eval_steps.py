@@ -74,10 +74,14 @@ class EvalSteps:
     Returns:
       Seconds of the compilation; None if nothing was compiled.
     """
-    key, seconds = program_key(metric_fns, batch), None
+    key = program_key(metric_fns, batch)
+    seconds = None
     if key not in self._programs:
       start = time.perf_counter()
-      step = self._step_of_model if metric_fns is None else self.make(metric_fns)
+      if metric_fns is None:
+        step = self._step_of_model
+      else:
+        step = self.make(metric_fns)
       self._programs[key] = self._partitioner.compile(step, state, tree_utils.shapes(batch))
       seconds = time.perf_counter() - start
     self._program_of[name] = self._programs[key]

@@ -75,7 +75,9 @@ def path(name: PathLike) -> Path:
       raise errors.ConfigError(
         f'A path in a store must begin with {found[1]}://, got {os.fspath(name)!r}.'
       )
-    return name if isinstance(name, pathlib.Path) else pathlib.Path(name)
+    if isinstance(name, pathlib.Path):
+      return name
+    return pathlib.Path(name)
   scheme = os.fspath(name).partition('://')[0]
   if scheme not in STORES:
     raise errors.ConfigError(
@@ -272,7 +274,9 @@ def each(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 def real_path(name: PathLike) -> str:
   """Return the absolute path without links, which is equal for two names of one folder."""
-  return str(path(name)) if '://' in os.fspath(name) else os.path.realpath(name)
+  if '://' in os.fspath(name):
+    return str(path(name))
+  return os.path.realpath(name)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -320,7 +324,9 @@ def _numbered(first: object_store.StorePath, number: int) -> object_store.StoreP
 
 def _number_of(part: object_store.StorePath) -> int:
   match = re.fullmatch(rf'.*{re.escape(_PART_INFIX)}(\d+)', part.name)
-  return int(match.group(1)) if match else 0
+  if match:
+    return int(match.group(1))
+  return 0
 
 
 def appended(
@@ -356,7 +362,9 @@ class AppendedFile:
 
   def former_parts(self) -> list[Path]:
     """Return the file if it exists; for a writer that has not yet written."""
-    return [self._path] if self._path.exists() else []
+    if self._path.exists():
+      return [self._path]
+    return []
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append `content` to the buffer and try to write it: immediately, or when the buffer is full."""
@@ -464,13 +472,11 @@ class AppendedParts:
   def unwritten(self) -> tuple[object_store.StorePath, bytes] | None:
     """Return (part, its content) if the store has not yet taken all that was appended."""
     with self._lock:
+      if len(self._content) == self._num_written:
+        return None
       return (
-        None
-        if len(self._content) == self._num_written
-        else (
-          self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'),
-          bytes(self._content),
-        )
+        self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'),
+        bytes(self._content),
       )
 
   def former_parts(self) -> list[Path]:
@@ -489,7 +495,8 @@ class AppendedParts:
   def close(self) -> None:
     """Write the remaining bytes."""
     with self._lock:
-      is_first, self._closed = not self._closed, True
+      is_first = not self._closed
+      self._closed = True
       if self._timer is not None:
         self._timer.cancel()
     if is_first:
@@ -533,7 +540,8 @@ class AppendedParts:
           self._content[len(self._header) : len(self._header)] = first
         self._first_fn = None
       with self._lock:
-        content, self._last_write = bytes(self._content), time.monotonic()
+        content = bytes(self._content)
+        self._last_write = time.monotonic()
       if self._part is None:
         self._part = self._next_part()
         self._first_number = _number_of(self._part)

@@ -16,10 +16,14 @@ def format_duration(seconds: float) -> str:
   """
   seconds = int(seconds)
   days, rest = divmod(seconds, 86400)
-  hours, minutes, seconds = rest // 3600, rest // 60 % 60, rest % 60
+  hours = rest // 3600
+  minutes = rest // 60 % 60
+  seconds = rest % 60
   if days:
     return f'{days}d {hours:02d}:{minutes:02d}'
-  return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes}:{seconds:02d}'
+  if hours:
+    return f'{hours}:{minutes:02d}:{seconds:02d}'
+  return f'{minutes}:{seconds:02d}'
 
 
 def format_number(value: float) -> str:
@@ -72,7 +76,9 @@ def short_repr(value: Any, limit: int = 60) -> str:
   "'abcd..."
   """
   text = repr(value)
-  return text if len(text) <= limit else f'{text[: limit - 3]}...'
+  if len(text) <= limit:
+    return text
+  return f'{text[: limit - 3]}...'
 
 
 def first_names(names: Sequence[str], limit: int = 3) -> str:
@@ -109,7 +115,12 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
 
 def format_cell(value: Any) -> str:
   """Return a value on one line, truncated for a table cell."""
-  text = format_number(value) if isinstance(value, float) else str(value)
+  if isinstance(value, float):
+    text = format_number(value)
+  else:
+    text = str(value)
   # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
   text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
-  return text if len(text) <= _MAX_CELL else text[: _MAX_CELL - 1] + '…'
+  if len(text) <= _MAX_CELL:
+    return text
+  return text[: _MAX_CELL - 1] + '…'

@@ -149,11 +149,18 @@ class Configuration:
 
   def _scope(self, message: str, argument: str) -> tuple[str, ...] | None:
     """Return the scope in which gin has made the argument, or else the object of an error; None if it is not known."""
-    reference = _value_of(self.uses[0].bound[argument]) if argument in self.uses[0].bound else None
+    if argument in self.uses[0].bound:
+      reference = _value_of(self.uses[0].bound[argument])
+    else:
+      reference = None
     if isinstance(reference, gin_config.ConfigurableReference):
       return tuple(reference.scopes)
     innermost = re.search(_NOTE, message)
-    return None if innermost is None else tuple(innermost[2].split('/')) if innermost[2] else ()
+    if innermost is None:
+      return None
+    if innermost[2]:
+      return tuple(innermost[2].split('/'))
+    return ()
 
 
 def _value_of(key: gin_check.Key) -> Any:
@@ -250,7 +257,10 @@ def load(
     function_name == 'train'
   ):  # Files for training may be used for other commands too, which need less.
     _log_unused(binder.bound, read_keys, texts)
-  mesh_rule = '' if choice is None else mesh_rules.describe(choice, changes, read_keys)
+  if choice is None:
+    mesh_rule = ''
+  else:
+    mesh_rule = mesh_rules.describe(choice, changes, read_keys)
   in_files = {
     statement.location
     for text in texts
@@ -285,7 +295,8 @@ def _bind(
       )
     binder.bind(texts)
     return binder, texts, None, {}
-  files, rest = texts[:position], texts[position + 1 :]
+  files = texts[:position]
+  rest = texts[position + 1 :]
   binder.bind(files)
   choice = mesh_rules.choose(texts[position], mesh_selector, binder.imports)
   texts = [*files, *choice.texts, *rest]
@@ -306,7 +317,10 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     for source in users
     if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours
   ]
-  sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.'] if users else []
+  if users:
+    sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.']
+  else:
+    sentences = []
   if ours:
     sentences.append(f"Of T5X's files, those of t5x_lite are used: {', '.join(ours)}.")
     last = {
@@ -333,7 +347,8 @@ def _log_unused(
   texts: Sequence[gin_syntax.Text],
 ) -> None:
   """Log which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
-  mentioned, registry = gin_syntax.mentioned_macros(texts), gin_check.configurables()
+  mentioned = gin_syntax.mentioned_macros(texts)
+  registry = gin_check.configurables()
   others = (
     f'/{_CONFIG_FILE}',
     *(f'/{name}' for name in gin_syntax.packaged_files(gin_syntax.T5X_FILES)),
@@ -389,7 +404,9 @@ def plain_message(error: BaseException) -> str:
   name, scope = notes[0]
   if not isinstance(error, T5xLiteError):
     return f'{name}: {text}'
-  return f'{text} (in {scope}/{name})' if scope and not gin_check.is_macro_scope(scope) else text
+  if scope and not gin_check.is_macro_scope(scope):
+    return f'{text} (in {scope}/{name})'
+  return text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -411,7 +428,10 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
       if not equals:
         raise ConfigError(f'{argument} requires a value. Write --gin.{key}=VALUE.')
       binding = gin_syntax.read_flag(key, value, argument).statements[0]
-      shown = repr(binding.value) if isinstance(binding.value, str) else value
+      if isinstance(binding.value, str):
+        shown = repr(binding.value)
+      else:
+        shown = value
       argument = f'--gin_bindings={key} = {shown}'
     rewritten.append(argument)
   return rewritten
@@ -545,7 +565,8 @@ def write_config(model_dir: files.Path, text: str, step: int) -> files.Path:
     former = _read_any(path)
     if former == text:
       return path
-    kept, count = model_dir / f'config-until-{step}.gin', 1
+    kept = model_dir / f'config-until-{step}.gin'
+    count = 1
     while kept.exists() and _read_any(kept) != former:
       count += 1
       kept = model_dir / f'config-until-{step}-{count}.gin'
@@ -603,7 +624,9 @@ def string_split_fn(
   """
   _check_given('string_split_fn', text=text, separator=separator)
   parts = text.split(separator, maxsplit)
-  return parts if index is None else parts[index]
+  if index is None:
+    return parts
+  return parts[index]
 
 
 def _check_given(function: str, **arguments: Any) -> None:

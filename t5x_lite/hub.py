@@ -21,7 +21,9 @@ _logger = logging.getLogger(__name__)
 _SCHEME = 'hf://'
 # The owner is missing in a few old names. A revision is a branch, a tag or a commit.
 _NAME_RE = re.compile(rf'{_SCHEME}((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w./-]*?))?/?')
-_CONFIG, _WEIGHTS, _INDEX = 'config.json', 'model.safetensors', 'model.safetensors.index.json'
+_CONFIG = 'config.json'
+_WEIGHTS = 'model.safetensors'
+_INDEX = 'model.safetensors.index.json'
 _TOKENIZER = ('spiece.model', 'tokenizer_config.json')
 # Everything but the weights. It is downloaded first, so that a folder with weights has it.
 _SMALL_FILES = (
@@ -62,7 +64,8 @@ def local_folder(name: str) -> pathlib.Path:
   with errors.needs_packages(f'The path {name!r}', 'huggingface_hub', extra='hub'):
     import huggingface_hub
     import huggingface_hub.errors
-  model, revision = match[1], match[2] or 'main'
+  model = match[1]
+  revision = match[2] or 'main'
   download = functools.partial(huggingface_hub.snapshot_download, model, revision=revision)
   # The last is an error of the HTTP client, of another package in each version.
   failures = (OSError, ValueError, huggingface_hub.errors.HTTPError)

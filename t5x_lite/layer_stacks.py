@@ -45,7 +45,9 @@ def layers_of(name: str) -> tuple[int, ...]:
   """
   numbers = name.removeprefix(_PREFIX).split(',')
   is_stacked = name.startswith(_PREFIX) and len(numbers) > 1 and all(map(str.isdecimal, numbers))
-  return tuple(map(int, numbers)) if is_stacked else ()
+  if is_stacked:
+    return tuple(map(int, numbers))
+  return ()
 
 
 def paths_of(path: str) -> list[str]:
@@ -129,12 +131,11 @@ class LayerStacks:
     """
 
     def describe(layers):
-      first, last = layers[0], layers[-1]
-      return (
-        f'{first}-{last}'
-        if layers == tuple(range(first, last + 1))
-        else ', '.join(map(str, layers))
-      )
+      first = layers[0]
+      last = layers[-1]
+      if layers == tuple(range(first, last + 1)):
+        return f'{first}-{last}'
+      return ', '.join(map(str, layers))
 
     return '; '.join(f'{stack} {describe(layers)}' for stack, layers in self.groups) or 'none'
 
@@ -255,12 +256,17 @@ class HeldState:
   def stacked_shapes(self) -> Any:
     """The shapes of `stacked`, without a conversion of arrays."""
     shapes = tree_utils.shapes(self._state)
-    return shapes if self._is_stacked or not self.stacks else shapes.stack_layers(self.stacks)
+    if self._is_stacked or not self.stacks:
+      return shapes
+    return shapes.stack_layers(self.stacks)
 
   def _converted(self, *, is_stacked: bool) -> Any:
     if is_stacked != self._is_stacked and self._state is not None:
       leaves, treedef = jax.tree.flatten(self._state)
-      convert = type(self._state).stack_layers if is_stacked else type(self._state).unstack_layers
+      if is_stacked:
+        convert = type(self._state).stack_layers
+      else:
+        convert = type(self._state).unstack_layers
       self._state = None  # its arrays are freed one by one
       self._state = _convert_arrays(lambda state: convert(state, self.stacks), leaves, treedef)
       self._is_stacked = is_stacked
@@ -279,7 +285,8 @@ class _Cell:
     self._leaf = leaf
 
   def take(self) -> Any:
-    leaf, self._leaf = self._leaf, None
+    leaf = self._leaf
+    self._leaf = None
     return leaf
 
 

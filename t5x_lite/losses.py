@@ -64,7 +64,8 @@ def cross_entropy_with_logits(logits: Array, targets: Array, z_loss: float) -> t
 
 
 def _soft_forward(logits, targets, z_loss):
-  logits_32, targets_32 = logits.astype(jnp.float32), targets.astype(jnp.float32)
+  logits_32 = logits.astype(jnp.float32)
+  targets_32 = targets.astype(jnp.float32)
   largest, log_sum = _log_sum_exp_parts(logits_32)
   log_softmax = logits_32 - largest - log_sum
   z = z_loss * jnp.square(largest + log_sum)[..., 0]
@@ -155,7 +156,10 @@ def token_forward(logits, target_ids, label_smoothing, z_loss):
   if off_mass:
     loss -= off_mass * jnp.sum(logits_32 - largest, axis=-1)
   # Without a z-loss nothing is squared, because 0 * inf would be NaN after an overflow.
-  z = z_loss * jnp.square(largest + log_sum)[..., 0] if z_loss else jnp.zeros_like(loss)
+  if z_loss:
+    z = z_loss * jnp.square(largest + log_sum)[..., 0]
+  else:
+    z = jnp.zeros_like(loss)
   return (loss + z, z), (logits, target_ids, largest, log_sum)
 
 
@@ -246,11 +250,14 @@ def compute_weighted_cross_entropy(
     weight_sum = jnp.asarray(targets.size, jnp.float32)
   else:
     weights = weights.astype(jnp.float32)
-    loss, z = loss * weights, z * weights
+    loss = loss * weights
+    z = z * weights
     weight_sum = jnp.sum(weights)
-  loss, z = jnp.sum(loss), jnp.sum(z)
+  loss = jnp.sum(loss)
+  z = jnp.sum(z)
   if loss_normalizing_factor is not None:
-    loss, z = loss / loss_normalizing_factor, z / loss_normalizing_factor
+    loss = loss / loss_normalizing_factor
+    z = z / loss_normalizing_factor
   return loss, z, weight_sum
 
 

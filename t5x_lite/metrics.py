@@ -143,7 +143,8 @@ class OfLastStep(clu_metrics.Metric):
   def separate(self) -> dict[str, clu_metrics.Metric]:
     """Return the metrics by name, the inverse of `join`."""
     structure, shapes = self.layout
-    leaves, ends = [], dict.fromkeys(self.numbers, 0)
+    leaves = []
+    ends = dict.fromkeys(self.numbers, 0)
     for shape, dtype in shapes:
       start = ends[dtype]
       ends[dtype] = start + math.prod(shape)

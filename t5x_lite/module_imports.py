@@ -41,9 +41,10 @@ def restrict(allowed: str | None) -> None:
     ConfigError: an entry is not the name of a module.
   """
   global _allowed
-  names = (
-    None if allowed is None else tuple(name.strip() for name in allowed.split(',') if name.strip())
-  )
+  if allowed is None:
+    names = None
+  else:
+    names = tuple(name.strip() for name in allowed.split(',') if name.strip())
   for name in names or ():
     if not all(part.isidentifier() for part in name.split('.')):
       raise checks.invalid('', '--allowed_modules', 'names of modules, separated by commas', name)
@@ -122,11 +123,10 @@ def import_module(module: str, *, what: str = 'Module') -> None:
       problem = f'there is no module {error.name!r}'
       if not _is_view(error.name):
         is_own = f'{module}.'.startswith(f'{error.name}.')
-        folder = (
-          'run the command in its folder, or add the folder to PYTHONPATH'
-          if is_own
-          else 'correct the import'
-        )
+        if is_own:
+          folder = 'run the command in its folder, or add the folder to PYTHONPATH'
+        else:
+          folder = 'correct the import'
         remedy = f' Install it, or {folder}.{" Omit the suffix .py." if module.endswith(".py") else ""}{remedy}'
     elif remedy:
       problem = str(error)
@@ -143,8 +143,13 @@ def remedy_for(missing: str, error: BaseException | None = None) -> str:
     sentence = t5x_names.why_no_module(missing) or (
       found and t5x_views.why_no_name(missing, found[1])
     )
-    return f' {sentence}' if sentence else ''
-  frames = [] if error is None else traceback.walk_tb(error.__traceback__)
+    if sentence:
+      return f' {sentence}'
+    return ''
+  if error is None:
+    frames = []
+  else:
+    frames = traceback.walk_tb(error.__traceback__)
   importers = [frame.f_globals.get('__name__', '') for frame, _ in frames]
   if not any(f'{name}.'.startswith('t5x.') for name in (missing, *importers)):
     return ''

@@ -71,12 +71,16 @@ class NonFinitePolicy:
   @property
   def skip_limit(self) -> int:
     """Number of consecutive bad steps at which the run stops or rolls back."""
-    return (self.max_skips_in_a_row or _MAX_SKIPS_IN_A_ROW) if self.action == 'skip' else 1
+    if self.action == 'skip':
+      return self.max_skips_in_a_row or _MAX_SKIPS_IN_A_ROW
+    return 1
 
   @property
   def roll_back_limit(self) -> int:
     """Number of times that the run may roll back."""
-    return (self.max_roll_backs or _MAX_ROLL_BACKS) if self.action == 'roll_back' else 0
+    if self.action == 'roll_back':
+      return self.max_roll_backs or _MAX_ROLL_BACKS
+    return 0
 
 
 @flax.struct.dataclass
@@ -145,12 +149,14 @@ class Monitor:
     count = metrics.get(NON_FINITE_STEPS)
     loss, gradient = (0, 0) if count is None else jax.device_get((count.loss, count.gradient))
     if not loss and not gradient:
-      self.newest_finite_step, self.bad_steps_in_a_row = step, 0
+      self.newest_finite_step = step
+      self.bad_steps_in_a_row = 0
       return
     self.bad_steps_in_a_row += 1
     what = 'loss' if loss else 'gradient norm'
     if self.finding is None and self.bad_steps_in_a_row >= self.policy.skip_limit:
-      first, in_a_row = step - self.bad_steps_in_a_row + 1, ''
+      first = step - self.bad_steps_in_a_row + 1
+      in_a_row = ''
       if self.bad_steps_in_a_row > 1:
         in_a_row = f' (the first of {self.bad_steps_in_a_row} bad steps in a row)'
       self.finding = Finding(
@@ -215,9 +221,10 @@ def drop_non_finite(
     numbers = [
       x for x in jax.tree.leaves(metric) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     ]
-    is_spoilt = (
-      is_bad & ~jnp.stack([jnp.isfinite(x).all() for x in numbers]).all() if numbers else False
-    )
+    if numbers:
+      is_spoilt = is_bad & ~jnp.stack([jnp.isfinite(x).all() for x in numbers]).all()
+    else:
+      is_spoilt = False
     return jax.tree.map(lambda x: jnp.where(is_spoilt, jnp.zeros_like(x), x), metric)
 
   def drop_parts(metric):
@@ -259,7 +266,10 @@ def _bad_arrays(flat: dict[str, Array]) -> dict[str, Array]:
     num_layer_dims = int(layer_stacks.is_stacked(name))
     if name.startswith('state/') and x.ndim == num_layer_dims:
       return jnp.isnan(x)
-    is_finite = jnp.all(jnp.isfinite(x), axis=-1) if x.ndim > num_layer_dims else jnp.isfinite(x)
+    if x.ndim > num_layer_dims:
+      is_finite = jnp.all(jnp.isfinite(x), axis=-1)
+    else:
+      is_finite = jnp.isfinite(x)
     return ~jnp.all(is_finite, axis=range(num_layer_dims, is_finite.ndim))
 
   return {name: is_bad(name, x) for name, x in flat.items()}

@@ -64,7 +64,8 @@ _KINDS = {
 }
 # Statuses of HTTP that another attempt may change.
 _TEMPORARY = {408, 429, *range(500, 600)}
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
 # Attempts of a package within one of ours.
 _NUM_ATTEMPTS = 3
 # In an outage the time of all requests counts from the first that failed, but each gets this many seconds.
@@ -114,7 +115,9 @@ class StorePath(gpath.PosixGPath):
     """Return the path without '..': there are no links."""
     del strict
     scheme, _, name = str(self).partition('://')
-    return self if '..' not in self.parts else StorePath(f'{scheme}://{posixpath.normpath(name)}')
+    if '..' not in self.parts:
+      return self
+    return StorePath(f'{scheme}://{posixpath.normpath(name)}')
 
   def expanduser(self) -> StorePath:
     """Return the path."""
@@ -180,9 +183,9 @@ class StorePath(gpath.PosixGPath):
 
   def read_range(self, start: int, end: int) -> bytes:
     """Return the bytes from `start` to before `end`."""
-    return (
-      self._call(lambda fs, name: fs.cat_file(name, start=start, end=end)) if end > start else b''
-    )
+    if end > start:
+      return self._call(lambda fs, name: fs.cat_file(name, start=start, end=end))
+    return b''
 
   def read_text(
     self, encoding: str | None = None, errors: str | None = None, newline: str | None = None
@@ -205,9 +208,9 @@ class StorePath(gpath.PosixGPath):
         f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.'
       )
     binary = io.BufferedReader(_Reader(self), buffering if buffering > 1 else _BLOCK_BYTES)
-    return (
-      binary if mode == 'rb' else io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
-    )
+    if mode == 'rb':
+      return binary
+    return io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
 
   def iterdir(self) -> Iterator[StorePath]:
     """Yield the objects and folders in this folder, in alphabetical order.
@@ -259,11 +262,12 @@ class StorePath(gpath.PosixGPath):
     first, _, rest = pattern.partition('/')
     is_name = not set('*?[') & set(first)
     try:
-      entries = (
-        [self / first]
-        if is_name
-        else [entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)]
-      )
+      if is_name:
+        entries = [self / first]
+      else:
+        entries = [
+          entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)
+        ]
     except FileNotFoundError:
       return
     for entry in entries:
@@ -348,7 +352,9 @@ class StorePath(gpath.PosixGPath):
 def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
   """Return `fn()`, which is repeated while it fails for a temporary reason; errors name `path`."""
   scheme = path.parts[1]
-  start, pause, is_first = time.monotonic(), _FIRST_PAUSE, True
+  start = time.monotonic()
+  pause = _FIRST_PAUSE
+  is_first = True
   while True:
     try:
       result = fn()
@@ -368,7 +374,10 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
       began, last = _outages.get(scheme, (start, now))
       began = start if now - last > 2 * _LONGEST_PAUSE else began
       _outages[scheme] = began, now
-      limit = _retry_seconds if scheme in _reached else min(_FIRST_REQUEST_SECONDS, _retry_seconds)
+      if scheme in _reached:
+        limit = _retry_seconds
+      else:
+        limit = min(_FIRST_REQUEST_SECONDS, _retry_seconds)
       seconds_left = max(start + min(_LEAST_SECONDS, limit), began + limit) - now
       if seconds_left <= 0:
         raise StoreUnavailableError(
@@ -380,7 +389,8 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
         '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit
       )
       time.sleep(min(pause * random.uniform(0.5, 1), seconds_left))
-      pause, is_first = min(2 * pause, _LONGEST_PAUSE), False
+      pause = min(2 * pause, _LONGEST_PAUSE)
+      is_first = False
 
 
 def is_in_outage(path: StorePath) -> bool:
@@ -428,9 +438,13 @@ def kvstore_context(retries: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _retries() -> dict[str, Any]:
-  num_doublings, total, pause = 0, 0.0, _FIRST_PAUSE
+  num_doublings = 0
+  total = 0.0
+  pause = _FIRST_PAUSE
   while total < _retry_seconds:
-    total, pause, num_doublings = total + pause, min(2 * pause, _LONGEST_PAUSE), num_doublings + 1
+    total = total + pause
+    pause = min(2 * pause, _LONGEST_PAUSE)
+    num_doublings = num_doublings + 1
   return {
     'max_retries': max(1, num_doublings),
     'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
@@ -483,7 +497,10 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
   kind = _KINDS[path.parts[1]]
   names = {base.__name__ for base in type(error).__mro__}
   # An answer that ends too early has the status 400 as its cause.
-  status = None if names & {'ClientPayloadError', 'ClientConnectionError'} else _status(error)
+  if names & {'ClientPayloadError', 'ClientConnectionError'}:
+    status = None
+  else:
+    status = _status(error)
   if errors.is_disk_full(error):  # of the local file of an upload or download
     return error
   if isinstance(error, FileNotFoundError) or status == 404:
@@ -546,11 +563,10 @@ def _status(error: BaseException | None) -> int | None:
   """Return the status of HTTP that caused an exception of gcsfs, s3fs or their libraries; None without an answer."""
   while error is not None:
     response = getattr(error, 'response', None)
-    found = (
-      response.get('ResponseMetadata', {}).get('HTTPStatusCode')
-      if isinstance(response, dict)
-      else None
-    )
+    if isinstance(response, dict):
+      found = response.get('ResponseMetadata', {}).get('HTTPStatusCode')
+    else:
+      found = None
     for value in (found, getattr(error, 'code', None), getattr(error, 'status', None)):
       with contextlib.suppress(TypeError, ValueError):
         if int(value) >= 100:
@@ -561,7 +577,9 @@ def _status(error: BaseException | None) -> int | None:
 
 def _text(error: BaseException) -> str:
   text = ' '.join(str(error).split())[:300].rstrip('.')
-  return f'{type(error).__name__}: {text}' if text else type(error).__name__
+  if text:
+    return f'{type(error).__name__}: {text}'
+  return type(error).__name__
 
 
 class _Reader(io.RawIOBase):

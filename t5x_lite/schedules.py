@@ -45,7 +45,8 @@ class _Schedule:
   min_learning_rate: float
 
   def __post_init__(self) -> None:
-    owner, not_negative = 'create_learning_rate_scheduler', checks.number(at_least=0)
+    owner = 'create_learning_rate_scheduler'
+    not_negative = checks.number(at_least=0)
     checks.check(
       owner,
       vars(self),
@@ -197,10 +198,8 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
     except Exception as error:  # users' functions may raise anything
       # JAX and gin append call sites in further lines.
       reason = str(error).partition('\n')[0].rstrip('.')
-      got, cause = (
-        f'a function that fails for a traced step ({type(error).__name__}: {reason})',
-        error,
-      )
+      got = f'a function that fails for a traced step ({type(error).__name__}: {reason})'
+      cause = error
     else:
       got = f'a function that returns {rate!r}'
       if isinstance(rate, jax.ShapeDtypeStruct):

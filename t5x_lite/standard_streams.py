@@ -30,7 +30,9 @@ class _LossyFile(io.FileIO):
         _discard(self.fileno())
       written = None
     # Also None for a full pipe that another process has made non-blocking.
-    return len(data) if written is None else written
+    if written is None:
+      return len(data)
+    return written
 
 
 class _Nowhere(io.RawIOBase):
@@ -114,7 +116,10 @@ def _lossy(stream: TextIO | None) -> TextIO:
     return stream
   _flush_or_discard(stream)
   file = _LossyFile(fd, 'wb', closefd=False)
-  buffer = file if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(file)
+  if isinstance(stream.buffer, io.FileIO):
+    buffer = file
+  else:
+    buffer = io.BufferedWriter(file)
   return io.TextIOWrapper(
     buffer,
     encoding=stream.encoding,
@@ -129,7 +134,9 @@ def _descriptor(stream: TextIO | None) -> int | None:
   """Return the file descriptor of a text stream, or None."""
   buffer = getattr(stream, 'buffer', None)
   raw = getattr(buffer, 'raw', buffer)  # `python -u` uses no buffer.
-  return raw.fileno() if isinstance(raw, io.FileIO) and not raw.closed else None
+  if isinstance(raw, io.FileIO) and not raw.closed:
+    return raw.fileno()
+  return None
 
 
 def _flush_or_discard(stream: TextIO | None) -> None:

@@ -79,7 +79,8 @@ class TrainStateInitializer:
 
   def _init_fn(self, stacks: LayerStacks) -> Callable[[jax.Array], PyTree]:
     if stacks not in self._init_fns:
-      init_train_state, axes = self._init_train_state, self.train_state_axes
+      init_train_state = self._init_train_state
+      axes = self.train_state_axes
       if stacks:
         axes = axes.stack_layers(stacks)
 
@@ -178,7 +179,9 @@ class TrainStateInitializer:
   ) -> PyTree:
     """Return the state of the only checkpoint, or a newly initialised state without one."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
-    return self.from_scratch(init_rng) if state is None else state
+    if state is None:
+      return self.from_scratch(init_rng)
+    return state
 
   def _restore_each(
     self,
@@ -258,7 +261,9 @@ class TrainStateInitializer:
       begin, in_axis_resources=(axes['target'],), out_axis_resources=only(axes)
     )
     made = begin(state_dict['target'])
-    return made if self._params_on_devices else jax.tree.map(np.asarray, made)
+    if self._params_on_devices:
+      return made
+    return jax.tree.map(np.asarray, made)
 
 
 def stack_config(model: Any) -> StackConfig | None:
@@ -266,9 +271,10 @@ def stack_config(model: Any) -> StackConfig | None:
 
   This field declares that the parameters of a module are T5's. Other networks have one parameter layout only.
   """
-  config = (
-    getattr(model.module, 'config', None)
-    if isinstance(model, models.BaseTransformerModel)
-    else None
-  )
-  return config if isinstance(config, StackConfig) else None
+  if isinstance(model, models.BaseTransformerModel):
+    config = getattr(model.module, 'config', None)
+  else:
+    config = None
+  if isinstance(config, StackConfig):
+    return config
+  return None

@@ -204,7 +204,9 @@ class StepParams:
     if isinstance(rules, (str, np.dtype, type)):
       rules = [('', rules)]
     dtype = first_match(rules, layer_stacks.paths_of(path)[0])
-    return None if dtype is None else jnp.dtype(dtype)
+    if dtype is None:
+      return None
+    return jnp.dtype(dtype)
 
   def cast(self, tree: PyTree, prefix: str = '') -> PyTree:
     """Return the tree with its float arrays in the dtypes of their paths, which begin with `prefix`."""
@@ -212,14 +214,21 @@ class StepParams:
       return tree
 
     def convert(path, x):
-      dtype = self.dtype_of(prefix + path) if jnp.issubdtype(x.dtype, jnp.floating) else None
-      return x if dtype is None else x.astype(dtype)
+      if jnp.issubdtype(x.dtype, jnp.floating):
+        dtype = self.dtype_of(prefix + path)
+      else:
+        dtype = None
+      if dtype is None:
+        return x
+      return x.astype(dtype)
 
     return tree_utils.map_with_names(convert, tree)
 
   def cast_batch(self, batch: Batch) -> Batch:
     """Return the batch with its float arrays in the dtypes of their names, 'batch/<feature>'."""
-    return self.cast(dict(batch), f'{_BATCH}/') if self.train_dtype is not None else batch
+    if self.train_dtype is not None:
+      return self.cast(dict(batch), f'{_BATCH}/')
+    return batch
 
   def for_loss(self, params: Params) -> Params:
     """Return the parameters that the loss gets for the trained `params`."""

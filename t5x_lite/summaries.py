@@ -156,7 +156,9 @@ class SummaryWriter:
     Raises:
       DataError: a value is not a `Scalar`, `Summary` (an array) or `Text`.
     """
-    scalars, arrays, texts = {}, {}, {}
+    scalars = {}
+    arrays = {}
+    texts = {}
     for name, value in values.items():
       if isinstance(value, clu.values.Scalar):
         scalars[name] = value.value
@@ -268,7 +270,10 @@ class MetricsManager:
       summary_dir: the model directory; with None nothing is written.
     """
     self._name = name
-    self.summary_dir = None if summary_dir is None else str(files.path(summary_dir) / name)
+    if summary_dir is None:
+      self.summary_dir = None
+    else:
+      self.summary_dir = str(files.path(summary_dir) / name)
     self._writes = summary_dir is not None and multihost.is_lead()
     self._writer: SummaryWriter | None = None
     self._worker = concurrent.futures.ThreadPoolExecutor(
@@ -332,13 +337,15 @@ class MetricsManager:
       raise RuntimeError(
         'Call start_duration_timer() before write_metrics_summary(): rates need a duration.'
       )
-    start, self._start = self._start, None
+    start = self._start
+    self._start = None
 
     def summarize():
       host_metrics = jax.device_get(dict(metrics))
       end = time.perf_counter()
       # Dispatch is asynchronous: the device starts these steps after those of the last period have ended.
-      duration, self._last_end = end - max(start, self._last_end), end
+      duration = end - max(start, self._last_end)
+      self._last_end = end
       values = compute_values(host_metrics, num_steps=num_steps, duration=duration)
       values |= {name: clu.values.Scalar(value) for name, value in self.host_metrics_fn().items()}
       if self._writes:
@@ -353,7 +360,8 @@ class MetricsManager:
     Raises:
       OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
     """
-    pending, self._pending = self._pending, []
+    pending = self._pending
+    self._pending = []
     concurrent.futures.wait(
       pending
     )  # all of them, even if one raises: then the thread has stopped writing
@@ -430,7 +438,10 @@ def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, files.Path]:
 
 def no_metrics_message(model_dir: str | os.PathLike[str]) -> str:
   """Return the message of an error about a directory without metrics."""
-  got = 'a directory without metrics' if files.path(model_dir).is_dir() else 'no directory'
+  if files.path(model_dir).is_dir():
+    got = 'a directory without metrics'
+  else:
+    got = 'no directory'
   return (
     f'The model directory of a run must have {WRITER_FOLDERS[0]}/{METRICS_FILE}, got {got} at '
     f'{str(model_dir)!r}. Check the path, or wait until the run has written its first metrics.'
@@ -454,7 +465,10 @@ def discard_after(
   """
   files.flush(model_dir)  # nothing of later steps is written afterwards
   for name, path in _files_of_lines(model_dir):
-    last = step - 1 if redo_evaluation and name != 'train' else step
+    if redo_evaluation and name != 'train':
+      last = step - 1
+    else:
+      last = step
     _keep_lines(path, lambda found, last=last: found <= last)
     for predictions in _files_of_predictions(path):
       if int(predictions.stem.rpartition('-')[2]) > last:
@@ -500,7 +514,8 @@ def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
     kept = [
       line for line, row in json_lines.read_file(part) if _has_step(row) and keep_fn(row['step'])
     ]
-    new, old = ''.join(f'{line}\n' for line in kept).encode(), part.read_bytes()
+    new = ''.join(f'{line}\n' for line in kept).encode()
+    old = part.read_bytes()
     if not new and is_last and part is not first:
       part.unlink()
       continue
@@ -532,7 +547,9 @@ def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _is_numbers(value: Any) -> bool:
   if isinstance(value, list):
     return all(_is_numbers(item) for item in value)
-  return value in _NOT_IN_JSON if isinstance(value, str) else isinstance(value, (int, float))
+  if isinstance(value, str):
+    return value in _NOT_IN_JSON
+  return isinstance(value, (int, float))
 
 
 def _to_json(value: float | list) -> float | str | list:
@@ -540,4 +557,8 @@ def _to_json(value: float | list) -> float | str | list:
     return [_to_json(item) for item in value]
   if math.isnan(value):
     return 'NaN'
-  return value if math.isfinite(value) else ('Infinity' if value > 0 else '-Infinity')
+  if math.isfinite(value):
+    return value
+  if value > 0:
+    return 'Infinity'
+  return '-Infinity'

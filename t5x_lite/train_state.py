@@ -277,7 +277,10 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     Returns:
       A new state, also with the new `param_average`.
     """
-    overrides = {} if learning_rate is None else {'learning_rate': learning_rate}
+    if learning_rate is None:
+      overrides = {}
+    else:
+      overrides = {'learning_rate': learning_rate}
     state = self.replace(
       _optimizer=self._optimizer.apply_gradient(grads, **overrides, **extra_args)
     )
@@ -285,7 +288,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       state = state.replace(
         param_average=self.param_ema.update(self.param_average, state.params, state.step)
       )
-    return state if flax_mutables is None else state.replace_flax_mutables(flax_mutables)
+    if flax_mutables is None:
+      return state
+    return state.replace_flax_mutables(flax_mutables)
 
   def optimizer_metrics(self) -> dict[str, Array]:
     """Return scalars about the last update by name; see `OptimizerDef.metrics`."""
@@ -504,11 +509,9 @@ def _no_optimizer(name: str) -> ConfigError:
 
 def _as_step(step: Any) -> Any:
   """Return `step` as an int32 array, or unchanged if it is a spec or a shape."""
-  return (
-    jnp.asarray(step, jnp.int32)
-    if isinstance(step, (int, np.integer, np.ndarray, jax.Array))
-    else step
-  )
+  if isinstance(step, (int, np.integer, np.ndarray, jax.Array)):
+    return jnp.asarray(step, jnp.int32)
+  return step
 
 
 def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -529,7 +532,10 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
       'Pass the result of module.init.'
     )
   for name in axes:
-    what = 'parameter' if name == 'params' else f'variable of the collection {name}'
+    if name == 'params':
+      what = 'parameter'
+    else:
+      what = f'variable of the collection {name}'
     _axis_names(axes[name], collections[name], what)
   return collections, axes
 

@@ -69,10 +69,14 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
   Raises:
     ConfigError: `batch_size` is not a multiple of `num_microbatches * data_mesh_size`.
   """
-  num_microbatches = 1 if num_microbatches is None else num_microbatches
+  if num_microbatches is None:
+    num_microbatches = 1
+  else:
+    num_microbatches = num_microbatches
   divisor = num_microbatches * data_mesh_size
   if batch_size % divisor:
-    below, above = batch_size - batch_size % divisor, batch_size - batch_size % divisor + divisor
+    below = batch_size - batch_size % divisor
+    above = batch_size - batch_size % divisor + divisor
     nearest = f'{below} or {above}' if below else f'{above}'
     raise ConfigError(
       f'A batch of {batch_size} rows cannot be divided into {num_microbatches} micro-batches on {data_mesh_size} '
@@ -296,7 +300,9 @@ def _loss(model, params, batch, rng, mutables):
 
 
 def _fold_in(rng: Array | None, index: Array) -> Array | None:
-  return None if rng is None else jax.random.fold_in(rng, index)
+  if rng is None:
+    return None
+  return jax.random.fold_in(rng, index)
 
 
 def accumulate_gradients(
@@ -510,7 +516,10 @@ def log_optimizer_report(
 
   def log(summary):
     # Errors are raised by `summary.result()` elsewhere.
-    metrics = {} if summary.exception() is not None else summary.result()
+    if summary.exception() is not None:
+      metrics = {}
+    else:
+      metrics = summary.result()
     values = {
       name.removeprefix(prefix): float(metric.value)
       for name, metric in metrics.items()

@@ -171,11 +171,9 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
   @property
   def step_state_axes(self) -> PyTree:
     """Mesh PartitionSpecs of `step_state`."""
-    return (
-      self._train_state_axes.stack_layers(self.stacked_layers)
-      if self.stacked_layers
-      else self._train_state_axes
-    )
+    if self.stacked_layers:
+      return self._train_state_axes.stack_layers(self.stacked_layers)
+    return self._train_state_axes
 
   # ---- Methods of subclasses -----------------------------------------------------------------------------------------
 
@@ -253,7 +251,10 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
   def _hold(self, state: TrainState, *, is_stacked: bool) -> None:
     self._held = layer_stacks.HeldState(state, self.stacked_layers, is_stacked=is_stacked)
     self._step_shapes = self._held.stacked_shapes
-    self.step = None if isinstance(state.step, jax.ShapeDtypeStruct) else int(state.step)
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+      self.step = None
+    else:
+      self.step = int(state.step)
 
   def __exit__(self, *exc_info) -> None:
     self.close()
@@ -337,7 +338,8 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     first = self.step if start_step is None else start_step
     end = first + num_steps
     step_fn = self._compiled_train_step or self._train_step
-    metrics, num_done = None, 0
+    metrics = None
+    num_done = 0
     if self._compilation_seconds is not None:  # Files are written by the thread that trains.
       self.train_metrics_manager.write_scalars(
         first, {'timing/compilation_seconds': self._compilation_seconds}, events_only=True
@@ -361,7 +363,10 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
         self._held.stacked, step_metrics = step_fn(
           self._held.stacked, batch, *self.step_arguments(is_last=step + 1 == end)
         )
-        metrics = step_metrics if metrics is None else merge_metrics(metrics, step_metrics)
+        if metrics is None:
+          metrics = step_metrics
+        else:
+          metrics = merge_metrics(metrics, step_metrics)
       num_done += 1
       self.step = step + 1
       self._in_flight.append((self.step, step_metrics))
@@ -440,15 +445,21 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     Raises:
       DataError: a dataset is empty.
     """
-    futures, state = {}, self.step_state
+    futures = {}
+    state = self.step_state
     for name, batches in batch_iters.items():
       step_fn = self.eval_steps[name]
       manager = self.eval_metrics_managers[name]
-      metrics, previous, num_batches = None, None, 0
+      metrics = None
+      previous = None
+      num_batches = 0
       manager.start_duration_timer(state.step)
       for batch in batches:
         batch_metrics = step_fn(state, batch)
-        metrics = batch_metrics if metrics is None else merge_metrics(metrics, batch_metrics)
+        if metrics is None:
+          metrics = batch_metrics
+        else:
+          metrics = merge_metrics(metrics, batch_metrics)
         # One batch ahead of the device, as in training.
         jax.block_until_ready(previous)
         previous = batch_metrics
@@ -535,7 +546,10 @@ class Trainer(BaseTrainer):
     has_rate = trains and learning_rate_fn is not None
     self.has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
     self._learning_rate_is_ignored = has_rate and not train_state.optimizer_def.uses_learning_rate
-    self.learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
+    if self._learning_rate_is_ignored:
+      self.learning_rate_fn = None
+    else:
+      self.learning_rate_fn = learning_rate_fn
     self._num_microbatches = num_microbatches or None
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
@@ -566,7 +580,9 @@ class Trainer(BaseTrainer):
 
   def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
     """Return (bool scalar, True to compute the statistics of parameters), or () without `weight_metrics_computer`."""
-    return () if self._weight_metrics_computer is None else (np.bool_(is_last),)
+    if self._weight_metrics_computer is None:
+      return ()
+    return (np.bool_(is_last),)
 
   def partitioned_train_step(self) -> PartitionedTrainCallable:
     """See base class."""
@@ -579,11 +595,9 @@ class Trainer(BaseTrainer):
         'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.'
       )
     data_spec = self._partitioner.data_partition_spec
-    stacks, transform, computer = (
-      self.stacked_layers,
-      self._gradient_transform,
-      self._weight_metrics_computer,
-    )
+    stacks = self.stacked_layers
+    transform = self._gradient_transform
+    computer = self._weight_metrics_computer
     if stacks:  # functions of users get a subtree per layer
       transform = transform and (
         lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads)))
@@ -594,9 +608,10 @@ class Trainer(BaseTrainer):
 
     def step_fn(train_state, batch, computes_weight_metrics=None):
       rate_fn = self.learning_rate_fn
-      learning_rate = (
-        None if rate_fn is None else jnp.asarray(rate_fn(train_state.step), jnp.float32)
-      )
+      if rate_fn is None:
+        learning_rate = None
+      else:
+        learning_rate = jnp.asarray(rate_fn(train_state.step), jnp.float32)
       return train_with_lr(
         train_state,
         batch,
@@ -627,9 +642,10 @@ class Trainer(BaseTrainer):
     self, metric_fns: eval_steps.MetricFns = None
   ) -> PartitionedEvalCallable:
     """See base class."""
-    model = (
-      self._model if metric_fns is None else self._model.with_metric_fns(metric_fns, 'Evaluation')
-    )
+    if metric_fns is None:
+      model = self._model
+    else:
+      model = self._model.with_metric_fns(metric_fns, 'Evaluation')
     return self._partitioner.partition(
       functools.partial(eval_step, model),
       in_axis_resources=(self.step_state_axes, self._partitioner.data_partition_spec),

@@ -107,7 +107,9 @@ def prune_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_dict(tree: PyTree) -> PyTree:
   """Return `tree` with every `FrozenDict` replaced by a plain dict; other nodes are kept."""
-  return flax.core.unfreeze(tree) if isinstance(tree, flax.core.FrozenDict) else tree
+  if isinstance(tree, flax.core.FrozenDict):
+    return flax.core.unfreeze(tree)
+  return tree
 
 
 def shapes(tree: PyTree) -> PyTree:

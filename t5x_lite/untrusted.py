@@ -94,7 +94,8 @@ def file_problem(root: files.Path, name: str) -> str | None:
   if files.is_remote(root):  # a store has neither links nor devices
     return None
   path = root / name
-  base, real = os.path.realpath(root), os.path.realpath(path)
+  base = os.path.realpath(root)
+  real = os.path.realpath(path)
   above = os.path.dirname(base)
   allowed = (base, os.path.join(above, 'blobs'), os.path.join(os.path.dirname(above), 'blobs'))
   if not any(real == folder or real.startswith(folder + os.sep) for folder in allowed):
@@ -103,9 +104,9 @@ def file_problem(root: files.Path, name: str) -> str | None:
     mode = os.stat(path).st_mode
   except OSError:
     return None
-  return (
-    None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else f'{name} is neither a file nor a folder'
-  )
+  if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+    return None
+  return f'{name} is neither a file nor a folder'
 
 
 def check_file(root: files.Path, name: str) -> files.Path:
@@ -152,7 +153,10 @@ def parse_object(content: bytes, path: str, remedy: str = 'Download it again.') 
   """
   try:
     value = json.loads(content.decode('utf-8', errors='replace'))
-    problem = None if isinstance(value, dict) else f'a {type(value).__name__}'
+    if isinstance(value, dict):
+      problem = None
+    else:
+      problem = f'a {type(value).__name__}'
   except (ValueError, RecursionError) as error:
     problem = f'invalid JSON ({error})'
   if problem is not None:
@@ -170,7 +174,8 @@ def walk(root: files.Path, folder: str = '') -> dict[str, int]:
     return {
       f'{folder}/{name}' if folder else name: size for name, size in (root / folder).find().items()
     }
-  found, waiting = {}, [folder]
+  found = {}
+  waiting = [folder]
   while waiting:
     below = waiting.pop()
     try:

@@ -39,7 +39,8 @@ class WeightMetricsComputer:
       Metric name to `AveragePerStep`. For trees in the form of `layer_stacks`, one metric has the values of all layers
       in its `total`, float32 [layers], and `summaries` writes them by layer.
     """
-    old, new = _float32(old_train_state.params), _float32(new_train_state.params)
+    old = _float32(old_train_state.params)
+    new = _float32(new_train_state.params)
     gradients = _float32(gradients)
     updates = jax.tree.map(jnp.subtract, new, old)
     # Elements whose weight is zero (initial biases) have the relative update zero; T5X divides by zero.
@@ -66,9 +67,9 @@ class WeightMetricsComputer:
 def unstacking(computer: WeightMetricsComputer, stacks: LayerStacks) -> WeightMetricsComputer:
   """Return a computer of the same metrics for trees in the form of `layer_stacks`."""
   # A subclass may read single layers.
-  return (
-    computer if type(computer) is WeightMetricsComputer else _UnstackingComputer(computer, stacks)
-  )
+  if type(computer) is WeightMetricsComputer:
+    return computer
+  return _UnstackingComputer(computer, stacks)
 
 
 class _UnstackingComputer(WeightMetricsComputer):
@@ -76,7 +77,8 @@ class _UnstackingComputer(WeightMetricsComputer):
 
   def __init__(self, computer: WeightMetricsComputer, stacks: LayerStacks):
     """Store the computer and what is stacked."""
-    self._computer, self._stacks = computer, stacks
+    self._computer = computer
+    self._stacks = stacks
 
   def compute_metrics(
     self, gradients: PyTree, old_train_state: Any, new_train_state: Any
@@ -100,7 +102,8 @@ def _parameter_dims(path: str, x: Array) -> tuple[int, ...]:
 
 def _rms(name: str, tree: PyTree) -> dict[str, Array]:
   """Return the root mean squares of parameters by the names of metrics, [] or [layers]."""
-  sums, sizes = {}, []
+  sums = {}
+  sizes = []
   for path, x in tree_utils.named_leaves(tree):
     sums[f'{name}/{path}'] = jnp.sum(jnp.square(x), axis=_parameter_dims(path, x))
     sizes.append(x.size // sums[f'{name}/{path}'].size)

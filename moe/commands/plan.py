@@ -168,8 +168,14 @@ def _of_zipf(arguments):
   source = (
     f'artificial, {arguments.num_experts} experts with popularity rank ** -{arguments.zipf:g}'
   )
-  num_selected = 1 if arguments.num_selected is None else arguments.num_selected
-  share = 1.0 if arguments.routed_share is None else arguments.routed_share
+  if arguments.num_selected is None:
+    num_selected = 1
+  else:
+    num_selected = arguments.num_selected
+  if arguments.routed_share is None:
+    share = 1.0
+  else:
+    share = arguments.routed_share
   return (
     source,
     {name: planner.zipf_load(arguments.num_experts, arguments.zipf)},
@@ -202,15 +208,19 @@ def _of_run(arguments):
   )
   layers = [layer for layer in history.layers if arguments.layer in (None, layer.name)]
   if arguments.step is None:
-    when, take = history.end, history.at_end
+    when = history.end
+    take = history.at_end
   else:
     index = steps.index(arguments.step)
-    when, take = f'the period that ends with step {arguments.step}', lambda values: values[index]
+    when = f'the period that ends with step {arguments.step}'
+    take = lambda values: values[index]
   settings = dict(page.gin_settings(history.run))
-  num_selected, said_by = arguments.num_selected, '--num_selected'
+  num_selected = arguments.num_selected
+  said_by = '--num_selected'
   if num_selected is None:
     num_selected, said_by = _num_selected(history.run)
-  loads, shares = {}, {}
+  loads = {}
+  shares = {}
   for layer in layers:
     loads[layer.name] = take(layer.load)
     routed = history.totals.get(f'non_padding_fraction/{_FEATURES.get(layer.stack)}')
@@ -224,7 +234,10 @@ def _of_run(arguments):
 def _num_selected(run) -> tuple[int, str]:
   """Return (number of experts of a token in a run, source of this number in words)."""
   path = run / 'config.gin'
-  lines = path.read_text(encoding='utf-8', errors='replace').splitlines() if path.is_file() else ()
+  if path.is_file():
+    lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
+  else:
+    lines = ()
   # Indented lines are not bindings of the run, e.g. those of mesh rules.
   values = {
     name.strip(): value.strip()

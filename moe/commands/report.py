@@ -32,11 +32,10 @@ def _run(arguments: argparse.Namespace) -> int:
   from moe.tools.report import findings
 
   history = report.read(arguments.run, arguments.writer)
-  out = (
-    files.path(arguments.run) / _FOLDER / arguments.writer
-    if arguments.out is None
-    else arguments.out
-  )
+  if arguments.out is None:
+    out = files.path(arguments.run) / _FOLDER / arguments.writer
+  else:
+    out = arguments.out
   path = report.write(history, out)
   for finding in findings.findings(history, findings.layer_states(history)):
     print(f'{finding.title}: {finding.text}')

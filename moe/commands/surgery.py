@@ -51,7 +51,8 @@ _OWN_FLAGS = (
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
-  parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
+  parser.description = _DESCRIPTION
+  parser.epilog = _EXAMPLES
   parser.add_argument(
     'operation', choices=tuple(_NEEDED), metavar='OPERATION', help='one of the operations above'
   )
@@ -170,7 +171,10 @@ def _run(arguments: argparse.Namespace) -> int:
   layers = {
     layer: number for layer, number in surgery.expert_layers(shapes).items() if layer in chosen
   }
-  load = None if arguments.load is None else surgery_files.recorded_load(arguments.load, layers)
+  if arguments.load is None:
+    load = None
+  else:
+    load = surgery_files.recorded_load(arguments.load, layers)
   operate = _operation(arguments, load)
   after = {}
 
@@ -202,9 +206,10 @@ def _operation(arguments, load):
   if arguments.operation == 'permute':
     return functools.partial(surgery.permute, permutation=arguments.permutation)
   if arguments.operation == 'prune':
-    experts = (
-      arguments.experts if load is None else surgery.least_loaded(load, arguments.least_loaded)
-    )
+    if load is None:
+      experts = arguments.experts
+    else:
+      experts = surgery.least_loaded(load, arguments.least_loaded)
     return functools.partial(surgery.prune, experts=experts)
   if arguments.operation == 'replicate':
     return functools.partial(
@@ -229,14 +234,14 @@ def _advice(arguments, uneven: bool) -> str:
     f'num_selected by {arguments.slices}.',
     'merge': 'Set num_experts, and num_selected to at most num_experts.',
   }
-  uneven_text = (
-    ' The layers now have different numbers of experts: give each its own block.' if uneven else ''
-  )
-  drop_text = (
-    ''
-    if arguments.optimizer_state == 'follow'
-    else " The optimizer's state is omitted: restore with fallback_to_scratch=True."
-  )
+  if uneven:
+    uneven_text = ' The layers now have different numbers of experts: give each its own block.'
+  else:
+    uneven_text = ''
+  if arguments.optimizer_state == 'follow':
+    drop_text = ''
+  else:
+    drop_text = " The optimizer's state is omitted: restore with fallback_to_scratch=True."
   return texts[arguments.operation] + uneven_text + drop_text
 
 

@@ -32,10 +32,12 @@ from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
 
 # Bounds of `padded`'s tiles. For fewer rows the copy of the weights takes longer than the products.
-_LARGEST_PADDED_TILE, _SMALLEST_PADDED_TILE = 1024, 8
+_LARGEST_PADDED_TILE = 1024
+_SMALLEST_PADDED_TILE = 8
 # Space for loads that are nearly balanced: an expert with up to this multiple of an even share has one tile, and a
 # device with up to the other multiple of its share one block.
-_TILE_MARGIN, _BLOCK_MARGIN = 1.25, 1.125
+_TILE_MARGIN = 1.25
+_BLOCK_MARGIN = 1.125
 # Blocks of `padded` per even share: more of them compute fewer empty tiles, and give a GPU less to do at a time.
 _BLOCKS_PER_SHARE = 8
 
@@ -81,7 +83,9 @@ _HOPPER_ROWS = 128
 
 
 def _block(size: int) -> int:
-  return 128 if size % 128 == 0 else 64
+  if size % 128 == 0:
+    return 128
+  return 64
 
 
 @jax.custom_vjp
@@ -376,7 +380,10 @@ def mlp_by_products(
   Returns:
     <spec.dtype>[N, D].
   """
-  num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
+  if plan is None:
+    num_rows = x.shape[0]
+  else:
+    num_rows = plan.row_choice.shape[0]
   if num_rows == 0:
     return jnp.zeros((0, x.shape[1]), spec.dtype)
   block_rows = _in_row_tiles(int(_BLOCK_MARGIN * (balanced_rows or num_rows)))
@@ -384,9 +391,15 @@ def mlp_by_products(
     return mlp_in_blocks(
       ProductBlocks(product_fn, block_rows), params, x, group_sizes, spec, keep, plan
     )
-  rows = x.astype(spec.dtype) if plan is None else plans.dispatch(x.astype(spec.dtype), plan)
+  if plan is None:
+    rows = x.astype(spec.dtype)
+  else:
+    rows = plans.dispatch(x.astype(spec.dtype), plan)
   padding = ((0, _in_row_tiles(num_rows) - num_rows), (0, 0))
-  keep_rows = None if keep is None else jnp.pad(keep.of_all(), padding)
+  if keep is None:
+    keep_rows = None
+  else:
+    keep_rows = jnp.pad(keep.of_all(), padding)
   return _product_mlp(product_fn, params, jnp.pad(rows, padding), group_sizes, spec, keep_rows)[
     :num_rows
   ]
@@ -405,9 +418,9 @@ def _product_mlp(product_fn, params, rows, group_sizes, spec, keep):
     # Uninitialized memory may contain NaN or infinity, whose products with 0 are NaN.
     y = jnp.where(is_valid, y, 0)
     # The cast follows the copy, so that gradients of an expert's rows are summed in float32.
-    return (
-      y if biases is None else y + jnp.take(biases, expert, axis=0, mode='clip').astype(spec.dtype)
-    )
+    if biases is None:
+      return y
+    return y + jnp.take(biases, expert, axis=0, mode='clip').astype(spec.dtype)
 
   biases = params.wi_bias or (None,) * len(params.wi)
   pre = [project(rows, *each) for each in zip(params.wi, biases, strict=True)]
@@ -462,12 +475,14 @@ class PaddedBlocks:
     return -(-self._tile_ends(group_sizes)[-1] // self.num_tiles)
 
   def block(self, group_sizes: jax.Array, index: jax.Array) -> Block:
-    row_ends, tile_ends = jnp.cumsum(group_sizes), self._tile_ends(group_sizes)
+    row_ends = jnp.cumsum(group_sizes)
+    tile_ends = self._tile_ends(group_sizes)
     tile = index * self.num_tiles + jnp.arange(self.num_tiles, dtype=jnp.int32)
     expert = jnp.minimum(
       jnp.searchsorted(tile_ends, tile, side='right'), group_sizes.shape[0] - 1
     ).astype(jnp.int32)
-    ends, sizes = jnp.take(row_ends, expert), jnp.take(group_sizes, expert)
+    ends = jnp.take(row_ends, expert)
+    sizes = jnp.take(group_sizes, expert)
     of_expert = tile - jnp.take(tile_ends, expert) + -(-sizes // self.tile_rows)
     starts = jnp.minimum(ends - sizes + of_expert * self.tile_rows, row_ends[-1])
     return Block(starts, jnp.clip(ends - starts, 0, self.tile_rows), expert)
@@ -497,7 +512,10 @@ def padded_mlp(
   plan: RowPlan | None = None,
 ) -> jax.Array:
   """Return the experts' outputs for their rows, by batched products of tiles; see `mlp_by_products`."""
-  num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
+  if plan is None:
+    num_rows = x.shape[0]
+  else:
+    num_rows = plan.row_choice.shape[0]
   if num_rows == 0:
     return jnp.zeros((0, x.shape[1]), spec.dtype)
   blocks = PaddedBlocks.for_rows(balanced_rows or num_rows, group_sizes.shape[0])

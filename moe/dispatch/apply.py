@@ -54,7 +54,8 @@ def apply_experts(
   """
   method = select_method(method, routing, layers.traced_platform())
   _check(x, routing, params, spec, receive_factor)
-  groups, no_drops = _groups(routing), DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
+  groups = _groups(routing)
+  no_drops = DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
   layout = expert_parallel.find_layout(
     math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1]
   )

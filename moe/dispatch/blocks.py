@@ -178,10 +178,17 @@ class _Loop:
   """Loop over the blocks of a buffer of `num_rows` rows."""
 
   def __init__(self, blocks, x, plan, group_sizes):
-    self.num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
-    self._blocks, self._group_sizes = blocks, group_sizes
+    if plan is None:
+      self.num_rows = x.shape[0]
+    else:
+      self.num_rows = plan.row_choice.shape[0]
+    self._blocks = blocks
+    self._group_sizes = group_sizes
     # One token has num_rows / num_tokens rows.
-    self._source = None if plan is None else plan.row_choice // (self.num_rows // x.shape[0])
+    if plan is None:
+      self._source = None
+    else:
+      self._source = plan.row_choice // (self.num_rows // x.shape[0])
 
   def run(self, step, init):
     return jax.lax.fori_loop(0, self._blocks.num_blocks(self._group_sizes), step, init)
@@ -197,7 +204,10 @@ class _Loop:
     return _Tiles(block, rows, (offset < block.counts[:, None])[:, :, None])
 
   def take(self, x, tiles):
-    index = tiles.rows if self._source is None else jnp.take(self._source, tiles.rows, mode='clip')
+    if self._source is None:
+      index = tiles.rows
+    else:
+      index = jnp.take(self._source, tiles.rows, mode='clip')
     return jnp.take(x, index, axis=0, mode='clip')
 
   def put(self, buffer, values, tiles):

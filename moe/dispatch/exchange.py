@@ -18,7 +18,9 @@ def select_form(backend: str) -> str:
   per token instead of one per choice), but not fewer with smaller buffers, and would not test the algorithm of
   accelerators.
   """
-  return 'ragged' if backend in ('gpu', 'tpu') else 'blocks'
+  if backend in ('gpu', 'tpu'):
+    return 'ragged'
+  return 'blocks'
 
 
 def exchange(

@@ -90,7 +90,8 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
   def num_shards(axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
-  batch, expert = mesh_axes_of('batch'), mesh_axes_of('expert')
+  batch = mesh_axes_of('batch')
+  expert = mesh_axes_of('expert')
   if num_experts % num_shards(expert):
     raise ConfigError(
       f'The number of experts must be a multiple of {num_shards(expert)}, the devices along mesh axes {expert} of '
@@ -135,9 +136,10 @@ def num_receive_rows(
   ((800, 200), (400, 100), (250, 200))
   """
   block = num_tokens * min(num_selected, num_experts)
-  num_rows = (
-    num_shards * block if num_slots is None else min(num_shards * block, num_experts * num_slots)
-  )
+  if num_slots is None:
+    num_rows = num_shards * block
+  else:
+    num_rows = min(num_shards * block, num_experts * num_slots)
   if receive_factor is not None:
     num_rows = min(num_rows, max(math.ceil(receive_factor * num_tokens * num_selected), 1))
   return num_rows, min(block, num_rows)
@@ -174,9 +176,10 @@ def sharded_grouped(
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
   num_tokens = tokens.shape[0]
   form = exchange_form or exchange_lib.select_form(layers.traced_platform())
-  num_slots = (
-    None if routing.position is None else routing.num_slots * routing.expert_index.shape[0]
-  )
+  if routing.position is None:
+    num_slots = None
+  else:
+    num_slots = routing.num_slots * routing.expert_index.shape[0]
   shard = _Shard(
     layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, num_slots
   )
@@ -246,7 +249,8 @@ def _map(
   """
 
   def mapped(tokens, arrays):
-    width, dims = tokens.shape[-1], tokens.ndim
+    width = tokens.shape[-1]
+    dims = tokens.ndim
     # The sum over parts of the hidden units can be scattered over devices.
     scatters = layout.num_mlp_shards > 1 and width % layout.num_mlp_shards == 0
 
@@ -279,7 +283,8 @@ def _map(
 
 
 def _params_specs(params: MlpParams, layout: Layout) -> MlpParams:
-  expert, mlp = layout.expert_axes or None, layout.mlp_axes or None
+  expert = layout.expert_axes or None
+  mlp = layout.mlp_axes or None
   return MlpParams(
     wi=tuple(PartitionSpec(expert, None, mlp) for _ in params.wi),
     wo=PartitionSpec(expert, mlp, None),
@@ -370,11 +375,9 @@ class _Shard:
 
   def _exchange(self, tokens, gates, expert_index, params, rng):
     """Send tokens to the devices of their experts, apply these, and return the outputs."""
-    axes, num_shards, local = (
-      self.layout.expert_axes,
-      self.layout.num_expert_shards,
-      self._num_local_experts,
-    )
+    axes = self.layout.expert_axes
+    num_shards = self.layout.num_expert_shards
+    local = self._num_local_experts
     num_rows, block = num_receive_rows(
       *gates.shape, local, num_shards, self.receive_factor, self.num_slots
     )

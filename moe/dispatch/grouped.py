@@ -94,7 +94,9 @@ def select_kernel(
 
   def unsupported_reason(name):
     fn = KERNELS[name].unsupported_reason_fn
-    return None if fn is None or params is None else fn(params, spec)
+    if fn is None or params is None:
+      return None
+    return fn(params, spec)
 
   if method == 'auto':
     name = next(name for name in kernels if unsupported_reason(name) is None)

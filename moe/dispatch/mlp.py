@@ -138,4 +138,6 @@ def _project(x, kernel, bias, spec):
   y = jnp.einsum(
     'eci,eio->eco', x.astype(operands), kernel.astype(operands), preferred_element_type=spec.dtype
   )
-  return y if bias is None else y + bias.astype(spec.dtype)[:, None, :]
+  if bias is None:
+    return y
+  return y + bias.astype(spec.dtype)[:, None, :]

@@ -20,7 +20,8 @@ def constrain(x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
   Returns:
     `x`, constrained.
   """
-  mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
+  mesh = jax.sharding.get_abstract_mesh()
+  rules = nn_partitioning.get_axis_rules()
   if not rules or mesh.empty or mesh.size == 1:
     return x
   known = {name for name, _ in rules}

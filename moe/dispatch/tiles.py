@@ -24,7 +24,9 @@ from moe.routing.plan import RowPlan
 from t5x_lite import layers
 
 # Bounds of tile sizes. Larger tiles are not faster and need more memory for intermediates.
-_SMALLEST_TILE, _LARGEST_SMALL_TILE, _LARGEST_TILE = 16, 64, 1024
+_SMALLEST_TILE = 16
+_LARGEST_SMALL_TILE = 64
+_LARGEST_TILE = 1024
 
 
 def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
@@ -112,7 +114,10 @@ class _Tiles:
   """
 
   def __init__(self, sizes, x, gates, plan, group_sizes):
-    self.num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
+    if plan is None:
+      self.num_rows = x.shape[0]
+    else:
+      self.num_rows = plan.row_choice.shape[0]
     self.sizes = sizes
     self.space = self.num_rows + self.sizes[0]
     self.counts = group_sizes.astype(jnp.int32)
@@ -217,7 +222,9 @@ def _dot(a, b, contracted, dtype=jnp.float32):
 def _project(x, kernel, bias, dtype):
   operands = layers.operand_dtype(kernel, dtype)
   y = _dot(x.astype(operands), kernel.astype(operands), (1, 0), dtype)
-  return y if bias is None else y + bias.astype(dtype)
+  if bias is None:
+    return y
+  return y + bias.astype(dtype)
 
 
 def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
@@ -239,14 +246,20 @@ def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
       hidden = activate(pre, None if keep is None else keep.of_rows(tiles.rows(start, size)), spec)
       out = _project(hidden, weights.wo, weights.wo_bias, spec.dtype)
       gate = tiles.gates(start, size)
-      out = out if gate is None else (out.astype(jnp.float32) * gate).astype(spec.dtype)
+      if gate is None:
+        out = out
+      else:
+        out = (out.astype(jnp.float32) * gate).astype(spec.dtype)
       out = jnp.where((start + jnp.arange(size) < total)[:, None], out, 0)
       return (out, tuple(pre) if save else ()), ()
 
     carry, _ = tiles.over_expert(run, carry, end - count, count)
     return carry, None
 
-  saved = tuple(tiles.zeros(params.wo.shape[1], spec.dtype) for _ in params.wi) if save else ()
+  if save:
+    saved = tuple(tiles.zeros(params.wo.shape[1], spec.dtype) for _ in params.wi)
+  else:
+    saved = ()
   y = tiles.zeros(x.shape[1], spec.dtype)
   (y, saved), _ = jax.lax.scan(expert, (y, saved), (params, tiles.ends, tiles.counts))
   return (y[: tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
@@ -266,7 +279,10 @@ def _backward(spec, sizes, residuals, grad):
       # Rows of other experts get a gradient of 0, so that they do not contribute.
       dy = jnp.where((jnp.arange(size) < num_valid)[:, None], _take(grad, source), 0)
       tokens = _take(x, source)
-      tile_keep = None if keep is None else keep.of_rows(tiles.rows(start, size))
+      if keep is None:
+        tile_keep = None
+      else:
+        tile_keep = keep.of_rows(tiles.rows(start, size))
       hidden, pull = jax.vjp(
         lambda pre: activate(pre, tile_keep, spec), [_slice(p, start, size) for p in pre]
       )
@@ -280,7 +296,8 @@ def _backward(spec, sizes, residuals, grad):
           dgate += jnp.sum(
             weights.wo_bias.astype(spec.dtype).astype(jnp.float32) * dy.astype(jnp.float32), axis=1
           )
-        dhidden, dy = dhidden * gate, (dy.astype(jnp.float32) * gate).astype(spec.dtype)
+        dhidden = dhidden * gate
+        dy = (dy.astype(jnp.float32) * gate).astype(spec.dtype)
       (dpre,) = pull(dhidden.astype(spec.dtype))
       terms = MlpParams(
         wi=tuple(_dot(tokens, d, (0, 0)) for d in dpre),
@@ -300,7 +317,10 @@ def _backward(spec, sizes, residuals, grad):
     return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
   x_grad = tiles.zeros(x.shape[1], spec.dtype)
-  gate_grad = None if gates is None else jnp.zeros((tiles.space,), jnp.float32)
+  if gates is None:
+    gate_grad = None
+  else:
+    gate_grad = jnp.zeros((tiles.space,), jnp.float32)
   (x_grad, gate_grad), params_grad = jax.lax.scan(
     expert, (x_grad, gate_grad), (params, tiles.ends, tiles.counts)
   )

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 # Multiples of this, in both dims of a tile.
 LANES = 128
 VMEM_BUDGET = 14 * 2**20  # of 16 MiB: the rest is the compiler's
-_LARGEST_ROWS, _LARGEST_DIM = 512, 1024
+_LARGEST_ROWS = 512
+_LARGEST_DIM = 1024
 
 # (in, out, bytes of an element) -> tile of a kernel, where the rule below has only small ones: the hidden units of T5
 # 1.1 large (2816 = 22 * 128) and of fine-grained experts (1408 = 11 * 128) have no divisors between 2 and 11 lanes.
@@ -76,7 +77,9 @@ def product_tiling(
   itemsize = jnp.dtype(dtype).itemsize
   tm = row_tile(num_rows, rows_per_expert)
   known = _KERNEL_TILES.get((dim_in, dim_out, itemsize))
-  return (tm, *known) if known else _largest_fitting(tm, dim_in, dim_out, itemsize, product_vmem)
+  if known:
+    return (tm, *known)
+  return _largest_fitting(tm, dim_in, dim_out, itemsize, product_vmem)
 
 
 def kernel_grad_tiling(

@@ -46,7 +46,10 @@ class MlpParams:
       tree: `wi`, or `wi_0`, `wi_1`, ..., and `wo`, each with a `kernel` and optionally a `bias`, of the attributes'
         shapes.
     """
-    names = ['wi'] if 'wi' in tree else sorted(name for name in tree if name.startswith('wi_'))
+    if 'wi' in tree:
+      names = ['wi']
+    else:
+      names = sorted(name for name in tree if name.startswith('wi_'))
     has_bias = 'bias' in tree['wo']
     return cls(
       wi=tuple(tree[name]['kernel'] for name in names),

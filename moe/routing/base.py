@@ -223,7 +223,9 @@ class Router(nn.Module):
     """Return bool [G, T], the tokens that are routed; None for all."""
     if not self.ignore_padding_tokens:
       return None
-    return jnp.any(x != 0, axis=-1) if token_mask is None else token_mask.astype(bool)
+    if token_mask is None:
+      return jnp.any(x != 0, axis=-1)
+    return token_mask.astype(bool)
 
   def logits(self, x: jax.Array, deterministic: bool) -> jax.Array:
     """Return the logits, float32 [G, T, E].

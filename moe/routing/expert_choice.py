@@ -49,7 +49,8 @@ def experts_choose(
   gates = None
   if recorded is not None:
     recorded.check(shape)
-    token_index, gates = recorded.index.astype(jnp.int32), recorded.gates
+    token_index = recorded.index.astype(jnp.int32)
+    gates = recorded.gates
   else:
     token_index = _choose(by_expert, shape[-1], None if padding_uses_capacity else token_mask)
   if gates is None:

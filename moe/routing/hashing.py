@@ -142,7 +142,8 @@ class HashRouter(Router):
     gates = None
     if recorded is not None:
       recorded.check((*x.shape[:2], self.num_selected))
-      expert_index, gates = recorded.index.astype(jnp.int32), recorded.gates
+      expert_index = recorded.index.astype(jnp.int32)
+      gates = recorded.gates
     elif self.hash_fn == 'balanced':
       table = balanced_table(self.vocab_size, self.num_experts, self.num_selected, self.seed)
       expert_index = jnp.asarray(table)[token_ids % self.vocab_size]

@@ -177,7 +177,8 @@ def plan_buffers(
   Returns:
     Plan of E * G * C rows and G * T * K choices.
   """
-  num_groups, num_choices = expert_index.shape[0], expert_index.size
+  num_groups = expert_index.shape[0]
+  num_choices = expert_index.size
   num_rows = num_experts * num_groups * capacity
   group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
   is_kept = (expert_index < num_experts) & (position >= 0) & (position < capacity)

@@ -106,11 +106,10 @@ class Routing(abc.ABC):
     Returns:
       float32 [] by name of the loss or metric; [num_bins] for `drops_by_position`.
     """
-    tokens = (
-      self.probs.shape[0] * self.probs.shape[1]
-      if self.token_mask is None
-      else jnp.sum(self.token_mask)
-    )
+    if self.token_mask is None:
+      tokens = self.probs.shape[0] * self.probs.shape[1]
+    else:
+      tokens = jnp.sum(self.token_mask)
     counts = {
       'fraction_tokens_left_behind': tokens,
       'router_entropy': tokens,

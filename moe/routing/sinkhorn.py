@@ -32,11 +32,10 @@ def sinkhorn_scores(
     float32 [G, T, E], `logits / temperature + v`: the largest of a row is the largest of the plan. Without gradient.
   """
   scaled = lax.stop_gradient(logits) / temperature
-  weight = (
-    jnp.ones(logits.shape[:2], jnp.float32)
-    if token_mask is None
-    else token_mask.astype(jnp.float32)
-  )
+  if token_mask is None:
+    weight = jnp.ones(logits.shape[:2], jnp.float32)
+  else:
+    weight = token_mask.astype(jnp.float32)
   # Log of a column's sum, up to a constant; groups without tokens need no balance.
   column = jnp.log(jnp.maximum(jnp.sum(weight, axis=1), 1.0) / logits.shape[-1])[:, None]
 

@@ -95,7 +95,10 @@ def tokens_choose(
       token_mask=token_mask,
       gates=recorded.gates,
     )
-  scores = SCORE_FNS[options.score](logits) if selection_scores is None else selection_scores
+  if selection_scores is None:
+    scores = SCORE_FNS[options.score](logits)
+  else:
+    scores = selection_scores
   scores = lax.stop_gradient(scores)
   if selection_bias is not None:
     scores += selection_bias
@@ -173,7 +176,10 @@ def make_token_choice(
     probs = jnp.where(token_mask[..., None], probs, 0.0)
     logits = jnp.where(token_mask[..., None], logits, 0.0)
   loss_mask = None if options.padding_in_losses else token_mask
-  distribution = probs if options.score == 'softmax' else _normalized(probs)
+  if options.score == 'softmax':
+    distribution = probs
+  else:
+    distribution = _normalized(probs)
   return assign_slots(
     expert_index,
     probs,
@@ -209,17 +215,30 @@ def assign_slots(
   Returns:
     The routing.
   """
-  groups, num_experts, capacity = probs.shape[0], probs.shape[-1], options.capacity
+  groups = probs.shape[0]
+  num_experts = probs.shape[-1]
+  capacity = options.capacity
   if capacity is not None and options.shared_capacity:
-    expert_index, probs = _one_group(expert_index), _one_group(probs)
-    token_mask = None if token_mask is None else token_mask.reshape(1, -1)
+    expert_index = _one_group(expert_index)
+    probs = _one_group(probs)
+    if token_mask is None:
+      token_mask = None
+    else:
+      token_mask = token_mask.reshape(1, -1)
     capacity *= groups
   raw_gates = gates_of(probs, expert_index)
   if gates is None:
-    gates = _normalized(raw_gates) if options.normalize_gates else raw_gates
-  kept, position = expert_index < num_experts, None
+    if options.normalize_gates:
+      gates = _normalized(raw_gates)
+    else:
+      gates = raw_gates
+  kept = expert_index < num_experts
+  position = None
   if capacity is not None:
-    priority = lax.stop_gradient(raw_gates[..., 0]) if options.batch_prioritized else None
+    if options.batch_prioritized:
+      priority = lax.stop_gradient(raw_gates[..., 0])
+    else:
+      priority = None
     position = jnp.where(kept, buffer_positions(expert_index, num_experts, priority), capacity)
     kept = position < capacity
   return TokenChoice(

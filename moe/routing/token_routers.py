@@ -14,7 +14,9 @@ from t5x_lite.types import PyTree
 # Scopes of the buffer of an expert.
 CAPACITY_SCOPES = ('group', 'global')
 # Collections of loss-free balancing, its state and its input; and the name of a variable of both.
-STATE, STEP, NUM_PASSES = 'router_state', 'router_step', 'num_passes'
+STATE = 'router_state'
+STEP = 'router_step'
+NUM_PASSES = 'num_passes'
 
 
 class TokensChooseRouter(Router):
@@ -92,11 +94,10 @@ class TokensChooseRouter(Router):
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids
     logits = self.logits(x, deterministic)
-    bias = (
-      self.variable(STATE, 'bias', jnp.zeros, (self.num_experts,), jnp.float32)
-      if self.bias_update_rate
-      else None
-    )
+    if self.bias_update_rate:
+      bias = self.variable(STATE, 'bias', jnp.zeros, (self.num_experts,), jnp.float32)
+    else:
+      bias = None
     choice = functions.tokens_choose(
       logits,
       self.num_selected,
@@ -115,9 +116,10 @@ class TokensChooseRouter(Router):
     num_passes = self.variable(STATE, NUM_PASSES, jnp.zeros, (), jnp.int32)
     if deterministic or self.is_initializing() or not self.is_mutable_collection(STATE):
       return
-    passes_of_step = (
-      self.get_variable(STEP, NUM_PASSES) if self.has_variable(STEP, NUM_PASSES) else 1
-    )
+    if self.has_variable(STEP, NUM_PASSES):
+      passes_of_step = self.get_variable(STEP, NUM_PASSES)
+    else:
+      passes_of_step = 1
     chosen = jnp.sum(choice.choice_counts(), axis=0).astype(jnp.float32)
     bias.value, counts.value, num_passes.value = balancing_step(
       bias.value, counts.value + chosen, num_passes.value + 1, self.bias_update_rate, passes_of_step

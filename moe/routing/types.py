@@ -82,7 +82,9 @@ class TokenChoice(_Choice):
   @property
   def forms(self) -> tuple[str, ...]:
     """Supported forms of dispatch."""
-    return ('grouped',) if self.position is None else ('capacity', 'einsum', 'grouped')
+    if self.position is None:
+      return ('grouped',)
+    return ('capacity', 'einsum', 'grouped')
 
   @property
   def num_slots(self) -> int:
@@ -274,7 +276,8 @@ class ExpertChoice(_Choice):
 
   def slots(self) -> tuple[jax.Array, jax.Array]:
     """Return the token of each slot, int32 [E, G, C], and its gate."""
-    num_groups, num_tokens = self.token_index.shape[0], self.num_tokens
+    num_groups = self.token_index.shape[0]
+    num_tokens = self.num_tokens
     group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
     token = jnp.where(
       self.kept(), group * num_tokens + self.token_index, num_groups * num_tokens

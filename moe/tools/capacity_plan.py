@@ -157,7 +157,8 @@ def _plan_layer(
     )
   factors = factors or [factor * sizes.num_selected for factor in planner.DEFAULT_FACTORS]
   suggested = planner.suggest_factor(load, sizes, max_drop_rate)
-  received, receive_suggestion = (), None
+  received = ()
+  receive_suggestion = None
   if num_shards > 1:
     device = dataclasses.replace(
       sizes, tokens_per_group=tokens_per_device or sizes.tokens_per_group
@@ -212,7 +213,10 @@ def as_text(plan: Plan) -> str:
   if len(plan.layers) > 1:
     parts.append(_layers_table(plan))
   shown = plan.widest
-  of = f'{shown.name}, which needs the largest' if len(plan.layers) > 1 else shown.name
+  if len(plan.layers) > 1:
+    of = f'{shown.name}, which needs the largest'
+  else:
+    of = shown.name
   parts.append(
     f'Capacity factors ({of}; *: the least for at most {format_percent(plan.max_drop_rate)} dropped)\n'
     f'{_options_table(shown)}'

@@ -249,11 +249,10 @@ def receive_options(
   for factor in factors:
     num_slots, _ = expert_parallel.num_receive_rows(*layout, factor)
     # The choices of one token are assumed to be independent here, as those of different tokens.
-    overflow = (
-      0.0
-      if num_slots >= worst_case
-      else expected_overflow(num_shards * sizes.num_choices, share, num_slots).sum()
-    )
+    if num_slots >= worst_case:
+      overflow = 0.0
+    else:
+      overflow = expected_overflow(num_shards * sizes.num_choices, share, num_slots).sum()
     options.append(
       Option(
         factor=num_slots / even_share if factor is None else factor,
@@ -305,7 +304,8 @@ def suggest_receive_factor(
 def _smallest(largest: float, max_drop_rate: float, option_fn: Callable[[float], Option]) -> float:
   """Return the smallest factor up to `largest` whose option has at most this drop rate, by bisection."""
   checks.check('', {'max_drop': max_drop_rate}, max_drop=checks.number(at_least=0, below=1))
-  low, high = 1, math.ceil(largest / _FINEST_STEP)
+  low = 1
+  high = math.ceil(largest / _FINEST_STEP)
   while low < high:
     middle = (low + high) // 2
     if option_fn(round(middle * _FINEST_STEP, 2)).drop_rate <= max_drop_rate:

@@ -98,7 +98,10 @@ def prune(
   """
 
   def change(layer, num_experts):
-    removed = _of_layer('prune', experts, layer) if isinstance(experts, Mapping) else experts
+    if isinstance(experts, Mapping):
+      removed = _of_layer('prune', experts, layer)
+    else:
+      removed = experts
     _check_experts('prune.experts', layer, num_experts, removed, at_most=num_experts - 1)
     return Change.of_index(i for i in range(num_experts) if i not in set(removed))
 
@@ -143,11 +146,15 @@ def replicate(
   result = change_experts(state, change, layers, optimizer_state=optimizer_state)
   if not noise_stddev:
     return result
-  flat, changed = tree_utils.flatten_dict(result), chosen_layers(state, layers)
+  flat = tree_utils.flatten_dict(result)
+  changed = chosen_layers(state, layers)
   names = expert_state.ArrayNames(expert_state.params_of(flat))
   for name, leaf in flat.items():
     parts = names.split(name)
-    found = expert_state.split_path(parts.param) if parts is not None else None
+    if parts is not None:
+      found = expert_state.split_path(parts.param)
+    else:
+      found = None
     if (
       found is not None
       and found[:2] in [(layer, expert_state.EXPERT) for layer in changed]
@@ -233,22 +240,20 @@ def merge(
   """
 
   def change(layer, num_experts):
-    sources = (
-      _consecutive(layer, num_experts, groups)
-      if isinstance(groups, int)
-      else [list(g) for g in groups]
-    )
+    if isinstance(groups, int):
+      sources = _consecutive(layer, num_experts, groups)
+    else:
+      sources = [list(g) for g in groups]
     _check_experts('merge.groups', layer, num_experts, [i for group in sources for i in group])
     _check(
       sources and all(sources), 'merge.groups', layer, 'groups of at least one expert', sources
     )
     merged = {i for group in sources for i in group}
     sources += [[i] for i in range(num_experts) if i not in merged]
-    weights = (
-      np.ones(num_experts)
-      if load is None
-      else np.asarray(_of_layer('merge', load, layer), np.float64)
-    )
+    if load is None:
+      weights = np.ones(num_experts)
+    else:
+      weights = np.asarray(_of_layer('merge', load, layer), np.float64)
     _check(
       weights.shape == (num_experts,) and np.all((weights >= 0) & np.isfinite(weights)),
       'merge.load',
@@ -293,14 +298,16 @@ def change_experts(
     ConfigError: an unknown `optimizer_state`.
   """
   checks.check('', locals(), optimizer_state=checks.one_of(OPTIMIZER_STATES))
-  flat, counts = tree_utils.flatten_dict(state), expert_layers(state)
+  flat = tree_utils.flatten_dict(state)
+  counts = expert_layers(state)
   changes = {layer: change_fn(layer, counts[layer]) for layer in chosen_layers(state, layers)}
   params = expert_state.params_of(flat)
   expert_state.check_routers('surgery', params, changes)
   names = expert_state.ArrayNames(
     path for path in params if expert_state.split_path(path) is not None
   )
-  result, stuck = {}, []
+  result = {}
+  stuck = []
   for name, leaf in flat.items():
     if name.startswith(PARAM_STATES) and optimizer_state == 'drop':
       continue
@@ -308,7 +315,10 @@ def change_experts(
     if parts is not None:
       path = parts.param
     else:
-      path = name.split('/', 2)[-1] if name.startswith(expert_state.MUTABLES) else ''
+      if name.startswith(expert_state.MUTABLES):
+        path = name.split('/', 2)[-1]
+      else:
+        path = ''
     found = expert_state.split_path(path)
     change = changes.get(found[0]) if found is not None else None
     if change is None:
@@ -402,4 +412,6 @@ def _check(is_valid: bool, option: str, layer: str, expectation: str, value: Any
 def _shares(weights: np.ndarray) -> tuple[float, ...]:
   total = float(weights.sum())
   # Experts that no token has chosen get equal weights.
-  return tuple((weights / total).tolist()) if total > 0 else (1.0 / len(weights),) * len(weights)
+  if total > 0:
+    return tuple((weights / total).tolist())
+  return (1.0 / len(weights),) * len(weights)

@@ -19,7 +19,8 @@ from t5x_lite.checkpoints import discovery
 
 _logger = logging.getLogger(__name__)
 
-_PREFIX, _LOAD = 'experts/', '/load'
+_PREFIX = 'experts/'
+_LOAD = '/load'
 # Parts of the state that are saved with the dtype SaveCheckpointConfig.dtype.
 _CAST = ('target/', 'param_average/')
 
@@ -73,7 +74,10 @@ def rewrite(
   state = checkpoints.load(source)
   result = fn(state)
   flat = tree_utils.flatten_dict(result)
-  step = found.step if found is not None else int(np.asarray(flat['state/step']))
+  if found is not None:
+    step = found.step
+  else:
+    step = int(np.asarray(flat['state/step']))
   metadata = dict(found.metadata) if found is not None else {}
   metadata['surgery'] = [
     *metadata.get('surgery', []),
@@ -100,12 +104,18 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
     CheckpointError: no recorded load, or loads of other layers or numbers of experts.
   """
   path = os.path.join(run, 'train', summaries.METRICS_FILE)
-  found = summaries.read_arrays(path) if files.path(path).is_file() else []
+  if files.path(path).is_file():
+    found = summaries.read_arrays(path)
+  else:
+    found = []
   lines = [line for line in found if any(name.endswith(_LOAD) for name in line)][-last:]
   result = {}
   for layer, num_experts in layers.items():
     own = layer.rpartition('/')[0]
-    stack = own.split('/')[0] if own == '/'.join([own.split('/')[0]] * 2) else None
+    if own == '/'.join([own.split('/')[0]] * 2):
+      stack = own.split('/')[0]
+    else:
+      stack = None
     wanted = lambda name, own=own, stack=stack: (
       name == f'{_PREFIX}{own}{_LOAD}'
       or (stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))
@@ -134,7 +144,9 @@ def _float_dtype(flat: Mapping[str, Any]) -> str:
     default=np.dtype(np.float32),
   )
   mixed_halves = len(floating) > 1 and widest.itemsize < 4
-  return 'float32' if mixed_halves else widest.name
+  if mixed_halves:
+    return 'float32'
+  return widest.name
 
 
 def _data_state(source: str, found: checkpoints.Manifest | None) -> dict[str, bytes] | None:

@@ -77,13 +77,13 @@ class Checkpointer:
     """
     train_states.check_iterator(type(self).__name__, dataset_iterator)
     self.checkpoints_dir = checkpoints_dir
-    self.keep, self.keep_dataset_checkpoints = keep, keep_dataset_checkpoints
-    self.save_dtype, self.restore_dtype = save_dtype, restore_dtype
-    self._train_state, self._partitioner, self._dataset_iterator = (
-      train_state,
-      partitioner,
-      dataset_iterator,
-    )
+    self.keep = keep
+    self.keep_dataset_checkpoints = keep_dataset_checkpoints
+    self.save_dtype = save_dtype
+    self.restore_dtype = restore_dtype
+    self._train_state = train_state
+    self._partitioner = partitioner
+    self._dataset_iterator = dataset_iterator
 
   @property
   def builders(self) -> Sequence[base.StateBuilder]:
@@ -257,7 +257,8 @@ class SaveBestCheckpointer(Checkpointer):
       restore_dtype=restore_dtype,
       keep_dataset_checkpoints=keep_dataset_checkpoints,
     )
-    self.metric_name_to_monitor, self.metric_mode = metric_name_to_monitor, metric_mode
+    self.metric_name_to_monitor = metric_name_to_monitor
+    self.metric_mode = metric_mode
     self.keep_checkpoints_without_metrics = keep_checkpoints_without_metrics
     self.force_keep_period = force_keep_period
 

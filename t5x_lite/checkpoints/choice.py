@@ -131,8 +131,13 @@ def _below(path: str, mode: str) -> list[str]:
   if has_steps and mode == 'all':
     return [discovery.get_checkpoint_dir(path, step) for step in steps]
   if has_steps:
-    step = newest_sound_step(path) if has_own else newest_of_others(path)
-    return [] if step is None else [discovery.get_checkpoint_dir(path, step)]
+    if has_own:
+      step = newest_sound_step(path)
+    else:
+      step = newest_of_others(path)
+    if step is None:
+      return []
+    return [discovery.get_checkpoint_dir(path, step)]
   if stored_as is not None:
     _logger.info('Restoring %s itself (%s): it is not a directory of checkpoints.', path, stored_as)
     return [path]

@@ -52,7 +52,9 @@ class PendingCheckpoint:
   @property
   def own_folder(self) -> str:
     """Folder below those of arrays and of data states: of this attempt in a store, '' on a disk."""
-    return f'{discovery.ATTEMPT_PREFIX}{self.attempt}' if files.is_remote(self.final) else ''
+    if files.is_remote(self.final):
+      return f'{discovery.ATTEMPT_PREFIX}{self.attempt}'
+    return ''
 
   @property
   def state(self) -> files.Path:
@@ -63,11 +65,10 @@ class PendingCheckpoint:
 def new_save(directory: files.Path, step: int, attempt: str, **fields: Any) -> PendingCheckpoint:
   """Return a save of `step` below a model directory; `attempt` distinguishes it from all others."""
   final = directory / f'{discovery.CHECKPOINT_PREFIX}_{step}'
-  temporary = (
-    final
-    if files.is_remote(directory)
-    else final.with_name(f'{final.name}{discovery.WRITING_INFIX}{attempt}')
-  )
+  if files.is_remote(directory):
+    temporary = final
+  else:
+    temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{attempt}')
   return PendingCheckpoint(step=step, temporary=temporary, final=final, attempt=attempt, **fields)
 
 
@@ -156,7 +157,8 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
     OSError: a file cannot be written; `pending.final` is then unchanged.
   """
   root = pending.temporary
-  in_store, hashes = files.is_remote(root), {}
+  in_store = files.is_remote(root)
+  hashes = {}
   if jax.process_count() > 1:
     marks = [_mark(pending, i) for i in range(jax.process_count())]
     missing = [i for i, mark in enumerate(marks) if not mark.exists()]
@@ -171,15 +173,14 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
     for mark in marks:
       mark.unlink()
   store_io.merge(pending.state)
-  names = (
-    manifest.list_files(root)
-    if not in_store
-    else [
+  if not in_store:
+    names = manifest.list_files(root)
+  else:
+    names = [
       name
       for name in store_io.list_complete(root, pending.state)
       if f'/{pending.own_folder}/' in name
     ]
-  )
   hashes = {name: hashes.get(name) for name in names} | manifest.hash_files(
     root, [name for name in names if name not in hashes]
   )

@@ -154,7 +154,9 @@ def _check_classes(cfg: options.SaveOptions | options.RestoreOptions, method: st
 
   def makes_one(constructor):
     made = _class_of(constructor)
-    return callable(constructor) if made is None else callable(getattr(made, method, None))
+    if made is None:
+      return callable(constructor)
+    return callable(getattr(made, method, None))
 
   expected = checks.Expectation(
     f'a class with the method {method}, or a function that makes an instance', makes_one
@@ -171,7 +173,9 @@ def _class_of(constructor: Any) -> type | None:
   """Return the class of a constructor, also of one with bound arguments; None for functions."""
   while isinstance(constructor, functools.partial):
     constructor = constructor.func
-  return constructor if isinstance(constructor, type) else None
+  if isinstance(constructor, type):
+    return constructor
+  return None
 
 
 def _made_of(constructor: Any, hook: str, **kwargs: Any) -> Any:
@@ -224,11 +228,10 @@ def check_standard(cfg: CheckpointConfig) -> None:
   ):
     for option, standard in _CLASSES.items() if part is not None else ():
       constructor = getattr(part, option)
-      problem = (
-        ''
-        if is_standard(constructor, method)
-        else f'whose `{method}` is that of {standard.__name__}'
-      )
+      if is_standard(constructor, method):
+        problem = ''
+      else:
+        problem = f'whose `{method}` is that of {standard.__name__}'
       made = None if constructor is None else _class_of(constructor)
       if made is not None and issubclass(made, Checkpointer) and _is_of_user(made.__init__):
         # Only its properties are read, so other options that the constructor sets would have no effect.

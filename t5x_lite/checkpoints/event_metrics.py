@@ -11,9 +11,13 @@ from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 
 _EVENT_FILES = 'events.out.tfevents.*'
-_NUM_HEADER_BYTES, _NUM_FOOTER_BYTES = 12, 4
+_NUM_HEADER_BYTES = 12
+_NUM_FOOTER_BYTES = 4
 # Numbers of TensorFlow's float dtypes in events.
-_FLOAT, _DOUBLE, _HALF, _BFLOAT16 = 1, 2, 19, 14
+_FLOAT = 1
+_DOUBLE = 2
+_HALF = 19
+_BFLOAT16 = 14
 _DTYPES = {_FLOAT: np.float32, _DOUBLE: np.float64, _HALF: np.float16, _BFLOAT16: jnp.bfloat16}
 
 
@@ -30,9 +34,11 @@ def populate_metrics_for_steps(
   Returns:
     step -> value, the one written last; steps without a value are missing.
   """
-  parts, found = metric_name.split('/'), {}
+  parts = metric_name.split('/')
+  found = {}
   for length in range(1, len(parts)):
-    folder, tag = files.path(checkpoints_dir) / '/'.join(parts[:length]), '/'.join(parts[length:])
+    folder = files.path(checkpoints_dir) / '/'.join(parts[:length])
+    tag = '/'.join(parts[length:])
     for path in sorted(folder.glob(_EVENT_FILES)) if folder.is_dir() else ():
       found |= {
         step: value
@@ -54,7 +60,10 @@ def _scalars(data: bytes) -> Iterator[tuple[int, str, float]]:
       return
     event = event_pb2.Event.FromString(data[start:end])
     for value in event.summary.value:
-      number = value.simple_value if value.HasField('simple_value') else _number_of(value.tensor)
+      if value.HasField('simple_value'):
+        number = value.simple_value
+      else:
+        number = _number_of(value.tensor)
       if number is not None:
         yield event.step, value.tag, float(number)
     at = end + _NUM_FOOTER_BYTES
@@ -67,5 +76,7 @@ def _number_of(tensor) -> float | None:
       return values[0]
   if tensor.dtype in _DTYPES:
     numbers = np.frombuffer(tensor.tensor_content, _DTYPES[tensor.dtype])
-    return numbers[0] if numbers.size == 1 else None
+    if numbers.size == 1:
+      return numbers[0]
+    return None
   return None

@@ -24,7 +24,9 @@ def param_layout_fns(
   """
   stored_layout = sources.layout_of(sources.open_source(path).shapes())
   # The restore checks networks of unknown layout.
-  return () if stored_layout in (None, config.param_layout) else (changing.ConvertLayout(config),)
+  if stored_layout in (None, config.param_layout):
+    return ()
+  return (changing.ConvertLayout(config),)
 
 
 def check_other_layout_fits(

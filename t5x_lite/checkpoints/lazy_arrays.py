@@ -150,7 +150,8 @@ def place(
   """
   result: dict[str, Any] = {}
   by_source: dict[sources.StateSource, dict[str, StoredArray]] = collections.defaultdict(dict)
-  computed, others = {}, {}
+  computed = {}
+  others = {}
   for name, array in arrays.items():
     if isinstance(array, StoredArray):
       by_source[array.source][name] = array
@@ -179,13 +180,15 @@ def _inputs(array: Any) -> Iterator[Any]:
 
 def _groups(arrays: Mapping[str, LazyArray]) -> Iterator[dict[str, Any]]:
   """Yield `arrays` in groups, each of at most `_BATCH_BYTES` with its inputs unless it is a single array."""
-  group, size = {}, 0
+  group = {}
+  size = 0
   for name, array in arrays.items():
     leaves = {id(leaf): leaf for leaf in (array, *_inputs(array))}.values()
     num_bytes = sum(untrusted.num_bytes(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
     if group and size + num_bytes > _BATCH_BYTES:
       yield group
-      group, size = {}, 0
+      group = {}
+      size = 0
     group[name] = array
     size += num_bytes
   if group:

@@ -52,7 +52,9 @@ class Lease:
     (
       folder / name
     ).is_file()  # reports missing packages, buckets and credentials better than TensorStore
-    self._path, self._name, self._in_use = folder / name, name, in_use
+    self._path = folder / name
+    self._name = name
+    self._in_use = in_use
     self._store = _open(folder)
     self.holder = json.dumps(
       {
@@ -111,7 +113,10 @@ class Lease:
     """Write the object with the condition that it is missing or expired, and return its generation."""
     from t5x_lite import object_store
 
-    seen, since, start, num_vain = None, 0.0, _now(), 0
+    seen = None
+    since = 0.0
+    start = _now()
+    num_vain = 0
     while True:
       found = object_store.retrying(self._read, self._path)
       is_there = found.state == 'value'
@@ -121,7 +126,8 @@ class Lease:
         self._valid_until = start + LEASE_SECONDS
         return found.stamp.generation
       if is_there and seen is None:
-        seen, since = found.stamp.generation, _now()
+        seen = found.stamp.generation
+        since = _now()
         if not _has_ended(found.value):
           _logger.info(
             '%s names %s; waiting for up to %g seconds to see whether it still runs.',
@@ -179,7 +185,8 @@ class Lease:
         ):  # deleted by hand, or by a run that has ended
           generation = self._write(found.stamp.generation)
       if generation:
-        self._generation, self._valid_until = generation, start + LEASE_SECONDS
+        self._generation = generation
+        self._valid_until = start + LEASE_SECONDS
       else:
         self._lost = errors.DirectoryInUseError(
           f'{self._in_use.format(holder=holder_name(found.value))} That process took the lease {str(self._path)!r} '
@@ -250,7 +257,8 @@ def _has_ended(content: bytes) -> bool:
   """Return True if the holder was a process of this machine that has ended."""
   try:
     holder = json.loads(content)
-    pid, machine = int(holder['pid']), holder['machine']
+    pid = int(holder['pid'])
+    machine = holder['machine']
   except (ValueError, KeyError, TypeError):
     return False
   if machine is None or machine != _machine() or holder.get('host') != socket.gethostname():
@@ -266,9 +274,9 @@ def _has_ended(content: bytes) -> bool:
 
 def _now() -> float:
   """Return seconds of a clock that also runs while the machine is suspended, where there is one."""
-  return (
-    time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else time.monotonic()
-  )
+  if hasattr(time, 'CLOCK_BOOTTIME'):
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+  return time.monotonic()
 
 
 def _machine() -> str | None:

@@ -41,7 +41,8 @@ class LegacyCheckpointer:
       restore_checkpointer: checkpointer of `restore`; None if it only saves.
       strict: passed to `restore_from_tf_checkpoint`.
     """
-    self._save_checkpointer, self._restore_checkpointer = save_checkpointer, restore_checkpointer
+    self._save_checkpointer = save_checkpointer
+    self._restore_checkpointer = restore_checkpointer
     self._strict = strict
 
   def save(
@@ -149,8 +150,13 @@ class LegacyCheckpointManager:
       ds_iter: data iterator whose position is saved and restored, if the configurations say so; None for none.
       model_dir: directory of `save`.
     """
-    self._save_cfg, self._model_dir, self._saving = save_cfg, model_dir, None
-    self._save_iterator = ds_iter if save_cfg is not None and save_cfg.save_dataset else None
+    self._save_cfg = save_cfg
+    self._model_dir = model_dir
+    self._saving = None
+    if save_cfg is not None and save_cfg.save_dataset:
+      self._save_iterator = ds_iter
+    else:
+      self._save_iterator = None
     if save_cfg is not None and not config.is_standard(save_cfg.checkpointer_cls, 'save'):
       self._saving = save_cfg.checkpointer_cls(
         train_state=train_state_shape,
@@ -161,11 +167,10 @@ class LegacyCheckpointManager:
         keep=save_cfg.keep,
         keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
       )
-    self._restoring = (
-      None
-      if restore_cfg is None
-      else restore_checkpointer(restore_cfg, train_state_shape, partitioner, ds_iter)
-    )
+    if restore_cfg is None:
+      self._restoring = None
+    else:
+      self._restoring = restore_checkpointer(restore_cfg, train_state_shape, partitioner, ds_iter)
 
   def wait_until_finished(self) -> None:
     """Do nothing: every save is finished when `save` returns."""
@@ -251,11 +256,10 @@ def restore(
       )
       continue
     # Custom classes have T5X's arguments.
-    more = (
-      {'restore_cfg': restore_cfg}
-      if config.is_standard(type(checkpoint_manager), 'restore')
-      else {}
-    )
+    if config.is_standard(type(checkpoint_manager), 'restore'):
+      more = {'restore_cfg': restore_cfg}
+    else:
+      more = {}
     restored.append(
       checkpoint_manager.restore(
         path=path,
@@ -264,7 +268,9 @@ def restore(
         **more,
       )
     )
-  return restored[0] if len(restored) == 1 else restored
+  if len(restored) == 1:
+    return restored[0]
+  return restored
 
 
 def get_fallback_state(
@@ -327,7 +333,8 @@ def create_orbax_checkpoint_manager(
       classes,
       'Set it in both, or in neither.',
     )
-  make, kwargs = classes[0] or manager_interface.OrbaxCheckpointManagerInterface, {}
+  make = classes[0] or manager_interface.OrbaxCheckpointManagerInterface
+  kwargs = {}
   if save_cfg is not None and config.is_standard(make, 'save', '__init__'):
     kwargs['save_cfg'] = dataclasses.replace(save_cfg, state_transformation_fns=())
   elif save_cfg is not None:

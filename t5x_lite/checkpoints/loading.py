@@ -47,7 +47,9 @@ def folder_of(path: discovery.PathLike) -> str:
   """Return the folder of a checkpoint, given it or T5X's file `checkpoint` in it."""
   root = files.path(path)
   # Names of models of the Hugging Face hub stay as they are.
-  return str(root.parent) if root.name == t5x_index.FILENAME and root.is_file() else os.fspath(path)
+  if root.name == t5x_index.FILENAME and root.is_file():
+    return str(root.parent)
+  return os.fspath(path)
 
 
 def find_checkpoint(path: discovery.PathLike, step: int | None = None) -> str:
@@ -65,9 +67,9 @@ def find_checkpoint(path: discovery.PathLike, step: int | None = None) -> str:
   if step is not None or steps:
     root = files.path(discovery.get_checkpoint_dir(root, steps[-1] if step is None else step))
   source = sources.open_source(root)
-  return (
-    str(root / t5x_index.FILENAME) if source.format == sources.T5xNativeSource.format else str(root)
-  )
+  if source.format == sources.T5xNativeSource.format:
+    return str(root / t5x_index.FILENAME)
+  return str(root)
 
 
 def load_t5x_checkpoint(
@@ -136,7 +138,10 @@ def detect_checkpoint_type(
     CheckpointError: no checkpoint of these formats.
   """
   root = files.path(checkpoint_path)
-  root = root.parent if root.name == t5x_index.FILENAME and not root.is_dir() else root
+  if root.name == t5x_index.FILENAME and not root.is_dir():
+    root = root.parent
+  else:
+    root = root
   index = root / t5x_index.FILENAME
   found = sources.detect_format(root)
   if found in (sources.OwnSource.format, sources.OrbaxSource.format):

@@ -199,16 +199,18 @@ def lock_model_dir(
       from t5x_lite import object_store
 
       # The status of an outage tells a scheduler to try again.
-      kind = (
-        errors.SaveError
-        if isinstance(e, object_store.StoreUnavailableError)
-        else errors.CheckpointError
-      )
+      if isinstance(e, object_store.StoreUnavailableError):
+        kind = errors.SaveError
+      else:
+        kind = errors.CheckpointError
       raise kind(
         f'The {what} {str(path)!r} cannot be written: {getattr(e, "strerror", None) or e}.'
       ) from e
     is_full = errors.is_disk_full(e)
-    remedy = 'Free disk space, then rerun the command' if is_full else 'Change its permissions'
+    if is_full:
+      remedy = 'Free disk space, then rerun the command'
+    else:
+      remedy = 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(
       f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.'
     ) from e

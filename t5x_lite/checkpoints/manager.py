@@ -91,7 +91,10 @@ class CheckpointManager:
     self._writer: state_io.StateWriter | None = None
     self._lock: lock_lib.ModelDirLock | None = None
     self._in_store = files.is_remote(self._directory)
-    self._spool = None if spool_dir is None else spool_lib.Spool(spool_dir, self._directory)
+    if spool_dir is None:
+      self._spool = None
+    else:
+      self._spool = spool_lib.Spool(spool_dir, self._directory)
     self._recorder = concurrent.futures.ThreadPoolExecutor(
       1, thread_name_prefix='checkpoint-metrics'
     )
@@ -106,7 +109,10 @@ class CheckpointManager:
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'
         self._num_saves = 0
-        self._writer = None if self._in_store else state_io.StateWriter()
+        if self._in_store:
+          self._writer = None
+        else:
+          self._writer = state_io.StateWriter()
       except BaseException:
         self._release()
         raise
@@ -308,7 +314,8 @@ class CheckpointManager:
     finally:
       self._recorder.shutdown()
       if self._writer is not None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         with contextlib.suppress(Exception):  # Orbax raises the error of a failed save again
           writer.close()
         deadline = time.monotonic() + _LATE_WRITES_SECONDS
@@ -358,11 +365,10 @@ class CheckpointManager:
       step_or_path = choice.newest_sound_step(self._directory)
       if step_or_path is None:
         raise errors.CheckpointError(f'There is no checkpoint in {self.directory!r} to restore.')
-    path = (
-      self.checkpoint_path(step_or_path)
-      if isinstance(step_or_path, int)
-      else os.fspath(step_or_path)
-    )
+    if isinstance(step_or_path, int):
+      path = self.checkpoint_path(step_or_path)
+    else:
+      path = os.fspath(step_or_path)
     parent = files.path(path).absolute().parent
     restored = restore_lib.restore_checkpoint(
       path,
@@ -389,14 +395,13 @@ class CheckpointManager:
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
-    kept = (
-      (
+    if hasattr(error, 'kept_at'):
+      kept = (
         f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to '
         'the store.'
       )
-      if hasattr(error, 'kept_at')
-      else ''
-    )
+    else:
+      kept = ''
     found = errors.SaveError(
       f'The checkpoint of step {step} could not be written to {self.directory!r}: '
       f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}'
@@ -567,7 +572,8 @@ class CheckpointManager:
 
   def _release(self) -> None:
     if self._lock is not None:
-      lock, self._lock = self._lock, None
+      lock = self._lock
+      self._lock = None
       _saving_directories.discard(files.real_path(self._directory))
       lock.release()
 

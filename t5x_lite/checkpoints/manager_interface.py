@@ -100,14 +100,13 @@ class OrbaxCheckpointManagerInterface:
     )
     self._policy = policies.save_policies_from_config(self._options)
     path = os.fspath(directory)
-    self._directory = (
-      str(files.path(path).parent) if discovery.is_checkpoint_dir_name(path) else path
-    )
-    self._train_state, self._partitioner, self._dataset_iterator = (
-      train_state,
-      partitioner,
-      dataset_iterator,
-    )
+    if discovery.is_checkpoint_dir_name(path):
+      self._directory = str(files.path(path).parent)
+    else:
+      self._directory = path
+    self._train_state = train_state
+    self._partitioner = partitioner
+    self._dataset_iterator = dataset_iterator
     self._restore_dtype = restore_dtype
 
   @property

@@ -166,7 +166,10 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     )
   body = document['2_contents']
   surplus = sorted(set(document) - {'1_sha256', '2_contents'})
-  version = body.get('format_version') if isinstance(body, dict) else None
+  if isinstance(body, dict):
+    version = body.get('format_version')
+  else:
+    version = None
   if (
     untrusted.is_count(version) and version != FORMAT_VERSION
   ):  # before fields that are unknown in this version
@@ -175,7 +178,10 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       f'{untrusted.shorten(body.get("versions"))}'
     )
   else:
-    problem = f'`{surplus[0]}` is unknown' if surplus else _problem(body)
+    if surplus:
+      problem = f'`{surplus[0]}` is unknown'
+    else:
+      problem = _problem(body)
   if problem is not None:
     raise errors.CheckpointError(
       f'The checkpoint {os.fspath(checkpoint_dir)!r} cannot be read: in {discovery.MANIFEST_FILENAME}, {problem}. '
@@ -348,7 +354,9 @@ def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
 
 
 def _is_of_kind(value: Any, kinds: type | tuple[type, ...]) -> bool:
-  return untrusted.is_count(value, _MAX_COUNT) if kinds is int else isinstance(value, kinds)
+  if kinds is int:
+    return untrusted.is_count(value, _MAX_COUNT)
+  return isinstance(value, kinds)
 
 
 # Checkpoints verified by this process: path -> result of `os.stat` for each file. Avoids a second reading when a caller
@@ -378,7 +386,8 @@ def attempts(root: files.Path) -> Iterator[str]:
 
 
 def _attempts_of(manifest: Manifest) -> Iterator[str]:
-  start, end = f'{discovery.STATE_DIRNAME}/{discovery.ATTEMPT_PREFIX}', '/_METADATA'
+  start = f'{discovery.STATE_DIRNAME}/{discovery.ATTEMPT_PREFIX}'
+  end = '/_METADATA'
   return (
     name.removesuffix(end)
     for name in manifest.files
@@ -472,14 +481,14 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
     before = _stats(root, names)
     if _verified.get(str(root)) == before:
       return None
-    share = (
-      sorted(manifest.files)[jax.process_index() :: jax.process_count()]
-      if is_shared
-      else sorted(manifest.files)
-    )
+    if is_shared:
+      share = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
+    else:
+      share = sorted(manifest.files)
     for name, found in hash_files(root, share).items():
       if found != manifest.files[name]:
-        size, wanted_size = found['bytes'], manifest.files[name]['bytes']
+        size = found['bytes']
+        wanted_size = manifest.files[name]['bytes']
         problems.append(
           f'{name} has '
           + (

@@ -86,7 +86,8 @@ class SaveOptions:
   policies: Sequence[Any] = ()
 
   def __post_init__(self):
-    optional, has_metric = _COUNT.or_none(), self.metric_name_to_monitor is not None
+    optional = _COUNT.or_none()
+    has_metric = self.metric_name_to_monitor is not None
     checks.check(
       'SaveCheckpointConfig',
       vars(self),
@@ -173,4 +174,6 @@ class RestoreOptions:
   @property
   def paths(self) -> tuple[str, ...]:
     """`path` as a tuple, also if it is a single string."""
-    return (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
+    if isinstance(self.path, str):
+      return (self.path,)
+    return tuple(self.path or ())

@@ -339,11 +339,10 @@ def save_policies_from_config(cfg: options.SaveOptions) -> AnySavePolicy:
 
 def metric_names(cfg: options.SaveOptions) -> list[tuple[str, str]]:
   """Return (option, full name) of each metric on which saving or keeping depends."""
-  names = (
-    []
-    if cfg.keep_best is None
-    else [('SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor)]
-  )
+  if cfg.keep_best is None:
+    names = []
+  else:
+    names = [('SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor)]
   return names + [
     ('WhenBest.metric_name', policy.metric_name)
     for policy in cfg.policies

@@ -136,11 +136,10 @@ def restore_checkpoint(
     initializes=initial_state_fn is not None,
   )
   missing = [name for name in goal.wanted if name not in built.arrays]
-  begun = (
-    []
-    if from_params_fn is None or is_resuming
-    else [name for name in missing if name.startswith(base.FROM_PARAMS)]
-  )
+  if from_params_fn is None or is_resuming:
+    begun = []
+  else:
+    begun = [name for name in missing if name.startswith(base.FROM_PARAMS)]
   arrays = {name: array for name, array in built.arrays.items() if name in goal.wanted}
   state = _placed(
     arrays, [name for name in missing if name not in begun], goal, flat_shardings, initial_state_fn

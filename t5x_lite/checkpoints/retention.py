@@ -77,7 +77,10 @@ def apply(
   ]
   path = {step: discovery.get_checkpoint_dir(checkpoints_dir, step) for step in steps}
   pinned = [step for step in steps if discovery.is_pinned_checkpoint(path[step])]
-  metrics = metrics_by_step(checkpoints_dir, steps) if with_metrics else {}
+  if with_metrics:
+    metrics = metrics_by_step(checkpoints_dir, steps)
+  else:
+    metrics = {}
   for policy in retention:
     if isinstance(policy, policies.KeepBest):
       _warn_of_unknown_metric(policy.metric_name, metrics)

@@ -220,19 +220,19 @@ def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
   """
   if spool_dir is None:
     return
-  kept, failed = Spool(spool_dir, model_dir), None
+  kept = Spool(spool_dir, model_dir)
+  failed = None
   if multihost.is_lead():
     try:
       kept.recover()
     except (OSError, errors.CheckpointError) as e:
-      failed = (
-        e
-        if isinstance(e, errors.CheckpointError)
-        else errors.CheckpointError(
+      if isinstance(e, errors.CheckpointError):
+        failed = e
+      else:
+        failed = errors.CheckpointError(
           f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the '
           'command again when the store can be reached.'
         )
-      )
   if multihost.any_process(failed is not None):
     raise failed or errors.of_other_process(
       errors.CheckpointError('The lead process failed; see its message.')

@@ -111,7 +111,10 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
     elif not is_on_host(leaf):
       result[name] = leaf
     else:
-      leaf = leaf.addressable_data(0) if name in becomes_numpy else leaf
+      if name in becomes_numpy:
+        leaf = leaf.addressable_data(0)
+      else:
+        leaf = leaf
       result[name] = jax.device_put(
         leaf, leaf.sharding, may_alias=False
       )  # copies of all arrays in parallel
@@ -325,9 +328,11 @@ def place(
   Returns:
     name -> array, of the same shape.
   """
-  placed, to_devices = {}, {}
+  placed = {}
+  to_devices = {}
   for name, value in flat_values.items():
-    sharding, dtype = shardings[name], wanted[name].dtype
+    sharding = shardings[name]
+    dtype = wanted[name].dtype
     if sharding is None:
       placed[name] = np.asarray(value).astype(dtype, copy=False)
     elif isinstance(value, jax.Array) or jax.process_count() == 1:

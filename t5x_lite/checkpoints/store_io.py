@@ -21,7 +21,8 @@ import numpy as np
 from t5x_lite import errors, files, untrusted
 from t5x_lite.checkpoints import discovery
 
-_INDEX, _DATABASE = '_METADATA', 'manifest.ocdbt'
+_INDEX = '_METADATA'
+_DATABASE = 'manifest.ocdbt'
 # Orbax takes a folder on gs:// for incomplete without it.
 _COMMITTED = 'commit_success.txt'
 # Larger arrays are divided into chunks, so that a process that needs a part of an array reads little more.
@@ -106,7 +107,8 @@ def write_one_by_one(
     read_fn: function from a name to the array.
   """
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
-  base, context = _database(directory, 0, 1), context_of(directory)
+  base = _database(directory, 0, 1)
+  context = context_of(directory)
   # Together, because each commit of the database takes several requests.
   opened = _results(
     {
@@ -115,7 +117,8 @@ def write_one_by_one(
     },
     directory,
   )
-  writes, num_bytes = [], 0
+  writes = []
+  num_bytes = 0
   try:
     for name, array in opened.items():
       values = read_fn(name)
@@ -123,7 +126,8 @@ def write_one_by_one(
       num_bytes += values.nbytes
       if num_bytes > _MAX_CHUNK_BYTES:
         _wait_for(writes, directory)
-        writes, num_bytes = [], 0
+        writes = []
+        num_bytes = 0
   finally:  # nothing is written after an error
     for write in writes:
       write.exception()
@@ -223,14 +227,17 @@ def read_arrays(
   """Read the named arrays; see `state_io.read_arrays`."""
   stored = _Stored(directory)
   arrays = {name: stored.open(name) for name in wanted}
-  result, group, num_bytes = {}, {}, 0
+  result = {}
+  group = {}
+  num_bytes = 0
   for name, (dtype, sharding) in wanted.items():
     array = arrays[name].result()
     group[name] = _Read(array, np.dtype(dtype), sharding)
     num_bytes += group[name].num_bytes
     if num_bytes > _GROUP_BYTES:
       result |= {name: read.result() for name, read in group.items()}
-      group, num_bytes = {}, 0
+      group = {}
+      num_bytes = 0
   return result | {name: read.result() for name, read in group.items()}
 
 
@@ -269,7 +276,10 @@ class _Stored:
     self._index = json.loads(untrusted.read_limited(directory, _INDEX))
     self.is_zarr3 = bool(self._index.get('use_zarr3', False))
     has_database = (directory / _DATABASE).is_file()
-    self._base = _database(directory, 0, 1) if has_database else kvstore(directory)
+    if has_database:
+      self._base = _database(directory, 0, 1)
+    else:
+      self._base = kvstore(directory)
     self._context = context_of(directory)
     self._kvstore = tensorstore.KvStore.open(self._base, context=self._context).result()
 
@@ -312,19 +322,21 @@ class _Read:
   """Parts of an array for the devices of this process, being read."""
 
   def __init__(self, array: Any, dtype: np.dtype, sharding: jax.sharding.Sharding | None):
-    self._shape, self._dtype, self._sharding = tuple(array.shape), dtype, sharding
+    self._shape = tuple(array.shape)
+    self._dtype = dtype
+    self._sharding = sharding
     self._parts: dict[str, Any] = {}
-    indices = (
-      [()] if sharding is None else sharding.addressable_devices_indices_map(self._shape).values()
-    )
+    if sharding is None:
+      indices = [()]
+    else:
+      indices = sharding.addressable_devices_indices_map(self._shape).values()
     for index in indices:
       if str(index) not in self._parts:
         self._parts[str(index)] = array[index].read() if index else array.read()
-    share = (
-      1
-      if sharding is None
-      else math.prod(sharding.shard_shape(self._shape)) / max(1, math.prod(self._shape))
-    )
+    if sharding is None:
+      share = 1
+    else:
+      share = math.prod(sharding.shard_shape(self._shape)) / max(1, math.prod(self._shape))
     self.num_bytes = int(math.prod(self._shape) * dtype.itemsize * share * len(self._parts))
 
   def result(self) -> jax.Array | np.ndarray:
@@ -343,7 +355,9 @@ class _Read:
 def _own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:
   """Return (index, values on the host) of the parts of an array that this process writes."""
   if not isinstance(leaf, jax.Array):
-    return [((), leaf)] if jax.process_index() == 0 else []
+    if jax.process_index() == 0:
+      return [((), leaf)]
+    return []
   return [(shard.index, np.asarray(shard.data)) for shard in _own_shards(leaf)]
 
 
@@ -352,7 +366,10 @@ def _own_shards(leaf: jax.Array) -> list[Any]:
 
 
 def _chunk_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:
-  shape = leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+  if isinstance(leaf, jax.Array):
+    shape = leaf.sharding.shard_shape(leaf.shape)
+  else:
+    shape = leaf.shape
   return _halved(tuple(shape), np.dtype(leaf.dtype))
 
 
@@ -434,7 +451,10 @@ def _files_of_database(directory: files.Path) -> set[str]:
   with _explained(directory):
     base = tensorstore.KvStore.open(kvstore(directory), context=context_of(directory)).result()
     newest = tensorstore.ocdbt.dump(base).result()['versions'][-1]
-    nodes = [newest['root']['location']] if 'location' in newest['root'] else []
+    if 'location' in newest['root']:
+      nodes = [newest['root']['location']]
+    else:
+      nodes = []
     while nodes:
       place = nodes.pop()
       found.add(_file_of(place))
@@ -470,7 +490,10 @@ def kvstore(directory: files.Path) -> dict[str, Any]:
 
 
 def _database(directory: files.Path, process_index: int, num_processes: int) -> dict[str, Any]:
-  folder = directory if num_processes == 1 else part_of(directory, process_index)
+  if num_processes == 1:
+    folder = directory
+  else:
+    folder = part_of(directory, process_index)
   return {'driver': 'ocdbt', 'base': kvstore(folder)}
 
 

@@ -32,7 +32,8 @@ class _Leaf:
   """Placeholder for an array that is read later; Orbax uses `shape` and `dtype`."""
 
   def __init__(self, name: str, order: int, shape: Any, read_fn: Callable[[str], np.ndarray]):
-    self.name, self.order = name, order
+    self.name = name
+    self.order = order
     self.shape, self.dtype = tuple(shape.shape), np.dtype(shape.dtype)
     self._read_fn = read_fn
 
@@ -65,11 +66,13 @@ def _handler_class():
     async def serialize(self, values, infos, args=None):
       """See base class; all leaves are written on return."""
       del args
-      group, num_bytes = [], 0
+      group = []
+      num_bytes = 0
       for leaf, info in sorted(zip(values, infos, strict=True), key=lambda pair: pair[0].order):
         if group and (len(group) == _GROUP_ARRAYS or num_bytes + leaf.num_bytes > _GROUP_BYTES):
           await self._write(group)
-          group, num_bytes = [], 0
+          group = []
+          num_bytes = 0
         group.append((leaf.read(), info))
         num_bytes += leaf.num_bytes
       if group:

@@ -70,9 +70,9 @@ def check_iterator(owner: str, dataset_iterator: Any) -> None:
 
 def get_local_data(x: Any) -> Any:
   """Return the first shard of a `jax.Array` on this process, and any other value unchanged."""
-  return (
-    x.addressable_data(0) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else x
-  )
+  if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    return x.addressable_data(0)
+  return x
 
 
 def save_train_state(
@@ -161,9 +161,13 @@ def restore_train_state(
     CheckpointError: the checkpoint does not exist or does not fit.
     DataError: the position belongs to other data.
   """
-  target, shardings = train_state.state_dict(), None
+  target = train_state.state_dict()
+  shardings = None
   if partitioner.params_on_devices:
-    axes = partitioner.get_mesh_axes(train_state) if train_state_axes is None else train_state_axes
+    if train_state_axes is None:
+      axes = partitioner.get_mesh_axes(train_state)
+    else:
+      axes = train_state_axes
     shardings = partitioner.get_shardings(axes).state_dict()
   restored = restore.restore_checkpoint(
     loading.folder_of(path),
@@ -189,7 +193,9 @@ def newest_path(directory: discovery.PathLike) -> str | None:
   _, paths = choice.get_first_valid_restore_config_and_paths(
     [options.RestoreOptions(os.fspath(directory))]
   )
-  return paths[0] if paths else None
+  if paths:
+    return paths[0]
+  return None
 
 
 def _position(iterator: HasPosition | SavesPosition) -> dict[str, bytes]:

@@ -131,7 +131,8 @@ def get_name_tree(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict
 
 def intersect_state(state_dict: StateDict, intersect_state_dict: StateDict) -> dict[str, Any]:
   """Return `state_dict` without the names that are not in `intersect_state_dict`; logs the omitted names."""
-  flat, other = flatten_state_dict(state_dict), flatten_state_dict(intersect_state_dict)
+  flat = flatten_state_dict(state_dict)
+  other = flatten_state_dict(intersect_state_dict)
   _log_names(
     'Not restored, since the target state does not have', [n for n in flat if n not in other]
   )
@@ -151,7 +152,8 @@ def merge_state(
   Returns:
     The merged state.
   """
-  flat, scratch = flatten_state_dict(state_dict), flatten_state_dict(from_scratch_state)
+  flat = flatten_state_dict(state_dict)
+  scratch = flatten_state_dict(from_scratch_state)
   added = {name: leaf for name, leaf in scratch.items() if overwrite or name not in flat}
   _log_names('Initialised from scratch', list(added))
   return tree_utils.unflatten_dict(flat | added)
@@ -185,8 +187,11 @@ def assignment(
   >>> assignment(['old/w', 'b'], ['new/w', 'b', 'c'], [(r'new/(.*)', r'old/\\1')])
   {'new/w': 'old/w', 'b': 'b'}
   """
-  stored, wanted = set(stored_names), set(wanted_names)
-  result, used_rules, renamed_sources = {}, set(), set()
+  stored = set(stored_names)
+  wanted = set(wanted_names)
+  result = {}
+  used_rules = set()
+  renamed_sources = set()
 
   def first_match(name):
     for number, (pattern, replacement) in enumerate(assignment_map):
@@ -206,11 +211,10 @@ def assignment(
       continue
     try:
       source = match.expand(replacement)
-      problem = (
-        None
-        if source in stored
-        else (f'the checkpoint does not hold {source!r}.{errors.did_you_mean(source, stored)}')
-      )
+      if source in stored:
+        problem = None
+      else:
+        problem = f'the checkpoint does not hold {source!r}.{errors.did_you_mean(source, stored)}'
     except (re.error, IndexError) as e:
       problem = f'the replacement does not suit the expression: {e}.'
     if problem is not None:
@@ -324,9 +328,10 @@ def convert_param_trees(
       stuck = [name for name, leaf in left if np.ndim(leaf) and name not in wanted]
       if stuck and any(name.startswith('state/param_states/') for name in wanted):
         # A run that resumes ignores assignment_map.
-        where = (
-          'Keep the param_layout of this run; or, in another MODEL_DIR, r' if is_resuming else 'R'
-        )
+        if is_resuming:
+          where = 'Keep the param_layout of this run; or, in another MODEL_DIR, r'
+        else:
+          where = 'R'
         raise errors.CheckpointError(
           f'Optimizer state whose shapes differ from those of the parameters cannot be converted to another '
           f"param_layout: {first_names(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], "

@@ -56,7 +56,9 @@ class _LastFolder:
   ) -> importlib.machinery.ModuleSpec | None:
     """Return the specification of a module or package in the folder, for Python's import."""
     del target
-    return importlib.machinery.PathFinder.find_spec(name, [self.folder]) if path is None else None
+    if path is None:
+      return importlib.machinery.PathFinder.find_spec(name, [self.folder])
+    return None
 
 
 def set_up_process(folder: str = '', *, installs: bool = True) -> None:

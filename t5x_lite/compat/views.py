@@ -90,14 +90,16 @@ def resolve(view: View, attributes: Sequence[str]) -> tuple[names.Place | None, 
     place = find(view.__name__, attribute)
     if place is None:
       return None, why_no_name(view.__name__, attribute)
-    value, path = _get(place), place.name
+    value = _get(place)
+    path = place.name
     for inner in attributes[position + 1 :]:
       if not hasattr(value, inner):
         return (
           None,
           f'{view.__name__}.{path} has no {inner!r}.{did_you_mean(inner, _public(value), lists_all=False)}',
         )
-      value, path = getattr(value, inner), f'{path}.{inner}'
+      value = getattr(value, inner)
+      path = f'{path}.{inner}'
     return names.Place(place.module, path), ''
   return None, f'{view.__name__} is a module. Name a function or class in it.'
 

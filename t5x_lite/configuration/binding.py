@@ -241,11 +241,10 @@ class _Names(gin_config.ParseContext):
         f'gin has no {module.partition(".")[2]!r}. Write `from __gin__ import dynamic_registration`'
       )
     elif root == '__gin__' and self.imports:
-      remedy = (
-        'Remove it: flags may use all imports of the files'
-        if statement.location.on_command_line
-        else 'Move it before all other imports'
-      )
+      if statement.location.on_command_line:
+        remedy = 'Remove it: flags may use all imports of the files'
+      else:
+        remedy = 'Move it before all other imports'
       problem = f'`from __gin__ import dynamic_registration` must be the first import. {remedy}'
     if problem:
       raise ConfigError(f'{statement.location}: {problem}.')
@@ -265,7 +264,8 @@ class _Names(gin_config.ParseContext):
 
   def _add_view(self, statement: gin_syntax.Import) -> None:
     """Import a module of T5X on behalf of the file: a view of our objects, even if T5X is installed."""
-    module, name = statement.statement.module, statement.statement.bound_name()
+    module = statement.statement.module
+    name = statement.statement.bound_name()
     try:
       view = t5x_views.module(module)
     except ConfigError as error:
@@ -281,14 +281,18 @@ class _Names(gin_config.ParseContext):
     Raises:
       ConfigError: the name is unknown, ambiguous, or not a function or class.
     """
-    symbols, root, place = self._symbol_table, selector.partition('.')[0], None
+    symbols = self._symbol_table
+    root = selector.partition('.')[0]
+    place = None
     if isinstance(symbols.get(root), t5x_views.View):
       place, problem = t5x_views.resolve(symbols[root], selector.split('.')[1:])
       find = None
     elif root in symbols or (self._dynamic_registration and not location.on_command_line):
-      problem, find = self._import_problem(selector), super().get_configurable
+      problem = self._import_problem(selector)
+      find = super().get_configurable
     else:
-      problem, find = self._registry_problem(selector, location), self._registered
+      problem = self._registry_problem(selector, location)
+      find = self._registered
       place = self._place_by_t5x_name(selector) if problem else None
     if problem and place is None:
       raise ConfigError(f'{location}: {problem}')
@@ -336,7 +340,10 @@ class _Names(gin_config.ParseContext):
           return super()._register(attr_names, attr_values)
     source, path = known.import_source
     is_path = not source.is_from and not source.alias
-    root = source.module.split('.') if is_path else [source.bound_name()]
+    if is_path:
+      root = source.module.split('.')
+    else:
+      root = [source.bound_name()]
     with self._source_of(root[0], source):
       return super()._register([*root, *path.split('.'), attr_names[-1]], attr_values)
 
@@ -359,14 +366,19 @@ class _Names(gin_config.ParseContext):
         f'{root!r} in {selector!r} is not imported by this file.{did_you_mean(root, known)} Add '
         f'{" or ".join(self._imports_of(selector))}.'
       )
-    found, owner = root, self._symbol_table[root]
+    found = root
+    owner = self._symbol_table[root]
     for attribute in attributes:
       if not hasattr(owner, attribute):
         return f'{found} has no {attribute!r}.{did_you_mean(attribute, _public_names(owner))}'
-      found, owner = f'{found}.{attribute}', getattr(owner, attribute)
+      found = f'{found}.{attribute}'
+      owner = getattr(owner, attribute)
     if callable(owner) and attributes:
       return ''
-    remedy = '. Name a function or class in it' if inspect.ismodule(owner) else ''
+    if inspect.ismodule(owner):
+      remedy = '. Name a function or class in it'
+    else:
+      remedy = ''
     return f'{selector} must be a function or a class, got a {type(owner).__name__}{remedy}.'
 
   def _imports_of(self, selector: str) -> list[str]:
@@ -376,10 +388,8 @@ class _Names(gin_config.ParseContext):
       program = (
         'precompile' if attributes == ['precompile'] else _PROGRAMS[root]
       )  # T5X's is in its train
-      theirs, ours = (
-        [f'`import __main__ as {root}`'],
-        [f'`from t5x_lite.apps import {program} as {root}`'],
-      )
+      theirs = [f'`import __main__ as {root}`']
+      ours = [f'`from t5x_lite.apps import {program} as {root}`']
     else:
       modules = t5x_names.modules_ending_with(root)
       having = [
@@ -400,18 +410,22 @@ class _Names(gin_config.ParseContext):
       getattr(module, '__name__', '').split('.')[0] == 't5x_lite'
       for module in self._symbol_table.values()
     )
-    in_order = (ours, theirs) if imports_ours and not self.uses_t5x else (theirs, ours)
-    installed = (
-      [f'`import {root}`'] if module_imports.exists(root) else [f'`from PACKAGE import {root}`']
-    )
+    if imports_ours and not self.uses_t5x:
+      in_order = (ours, theirs)
+    else:
+      in_order = (theirs, ours)
+    if module_imports.exists(root):
+      installed = [f'`import {root}`']
+    else:
+      installed = [f'`from PACKAGE import {root}`']
     return in_order[0] or in_order[1] or installed
 
   def _matches(self, selector: str) -> list[str]:
     """Return the registered names that end with `selector`; only `selector` if it is a complete name."""
     known = self._known()
-    return (
-      [selector] if selector in known else [name for name in known if name.endswith('.' + selector)]
-    )
+    if selector in known:
+      return [selector]
+    return [name for name in known if name.endswith('.' + selector)]
 
   def _known(self) -> dict[str, gin_config.Configurable]:
     """Return what this configuration has used and what Python has registered, by complete name."""
@@ -426,7 +440,8 @@ class _Names(gin_config.ParseContext):
 
     Several modules of T5X have the same last name, e.g. `network`; the one whose object is configured is meant.
     """
-    parts, found = selector.split('.'), {}
+    parts = selector.split('.')
+    found = {}
     for length in range(1, len(parts)):
       for module in t5x_names.modules_ending_with('.'.join(parts[:length])):
         place, _ = t5x_views.resolve(t5x_views.module(module), parts[length:])
@@ -438,7 +453,9 @@ class _Names(gin_config.ParseContext):
       if (known := _configurable_of(each)) is not None and known.selector in self._used
     ]
     places = configured or list(found.values())
-    return places[0] if len(places) == 1 else None
+    if len(places) == 1:
+      return places[0]
+    return None
 
   def _registered(self, selector: str) -> gin_config.Configurable:
     return gin_check.configurables()[self._matches(selector)[0]]
@@ -476,7 +493,8 @@ class _Names(gin_config.ParseContext):
   def _why_no_parameter(
     self, configurable: gin_config.Configurable, binding: gin_syntax.Binding
   ) -> str:
-    name, parameter = binding.selector, binding.arg_name
+    name = binding.selector
+    parameter = binding.arg_name
     if configurable.import_source is not None:
       statement, path = configurable.import_source
       sentence = t5x_names.parameter_sentence(t5x_names.Place(statement.module, path), parameter)
@@ -526,10 +544,10 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
     near = did_you_mean(
       missing, ('t5x_lite', 'seqio', 'moe', 'optax', 'jax', 'flax'), lists_all=False
     )
+    if missing in _EXTRAS:
+      return f'no module {missing!r}.{_extra(missing, error)}'
     return (
-      f'no module {missing!r}.{_extra(missing, error)}'
-      if missing in _EXTRAS
-      else f'no module {missing!r}. Install it, run the command in its folder, or add the folder to '
+      f'no module {missing!r}. Install it, run the command in its folder, or add the folder to '
       f'PYTHONPATH.{near}'
     )
   names = [
@@ -540,11 +558,9 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
 
 def _extra(package: str, error: ModuleNotFoundError) -> str:
   extra = _EXTRAS.get(package.split('.')[0])
-  return (
-    f' Install it with `{install_command(extra)}`.'
-    if extra
-    else module_imports.remedy_for(package, error)
-  )
+  if extra:
+    return f' Install it with `{install_command(extra)}`.'
+  return module_imports.remedy_for(package, error)
 
 
 def _public_names(owner: Any) -> list[str]:

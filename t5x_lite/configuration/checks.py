@@ -63,7 +63,10 @@ class Use:
   @property
   def name(self) -> str:
     """Name of the configurable as users write it, with its scope unless that is a macro's."""
-    scope = () if is_macro_scope('/'.join(self.scope)) else self.scope
+    if is_macro_scope('/'.join(self.scope)):
+      scope = ()
+    else:
+      scope = self.scope
     return '/'.join((*scope, short_name(self.configurable)))
 
 
@@ -106,13 +109,12 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
     for key in bound.values():
       for reference in _references(value_of(key)):
         # A reference without a scope runs in the active one. Callables run later, without a scope.
-        scopes = (
-          [tuple(reference.scopes)]
-          if reference.scopes
-          else [scope]
-          if reference.evaluate
-          else [scope, ()]
-        )
+        if reference.scopes:
+          scopes = [tuple(reference.scopes)]
+        elif reference.evaluate:
+          scopes = [scope]
+        else:
+          scopes = [scope, ()]
         waiting += [(reference.configurable, inner, reference.evaluate) for inner in scopes]
     if inspect.isclass(configurable.wrapped):
       waiting += [
@@ -350,11 +352,15 @@ def location_of(
     locations: locations of bindings.
     scope: scope in which the owner is called; None if unknown.
   """
-  equal, similar = set(), set()
+  equal = set()
+  similar = set()
   for use in uses:
     wrapped = use.configurable.wrapped
     parameter = (_signature(wrapped) or {}).get(name)
-    kinds = wrapped.__mro__ if inspect.isclass(wrapped) else (wrapped,)
+    if inspect.isclass(wrapped):
+      kinds = wrapped.__mro__
+    else:
+      kinds = (wrapped,)
     owners = (
       use.configurable.selector,
       *(f'{kind.__module__}.{kind.__qualname__}' for kind in kinds),
@@ -365,14 +371,19 @@ def location_of(
       or (owner and not any(f'.{each}'.endswith(f'.{owner}') for each in owners))
     ):
       continue
-    key = path_to_value(use.bound[name])[-1] if name in use.bound else None
+    if name in use.bound:
+      key = path_to_value(use.bound[name])[-1]
+    else:
+      key = None
     value = parameter.default if key is None else value_of(key)
     if repr(value) == shown:
       equal.add(locations.get(key))
     elif owner and (shown.strip('\'".') in repr(value) or [*_references(value)]):
       similar.add(locations.get(key))
   location, *others = equal or similar or (None,)
-  return None if others else location
+  if others:
+    return None
+  return location
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -418,10 +429,19 @@ def _check_type(
     _check_reference(use, parameter, hint, value, locations.get(path[-1]))
   if fits(value, hint):
     return
-  name = path[-1][0] if len(path) > 1 else f'{use.name}.{parameter.name}'
-  for_what = f' for {use.name}.{parameter.name}' if len(path) > 1 else ''
+  if len(path) > 1:
+    name = path[-1][0]
+  else:
+    name = f'{use.name}.{parameter.name}'
+  if len(path) > 1:
+    for_what = f' for {use.name}.{parameter.name}'
+  else:
+    for_what = ''
   location = locations.get(path[-1])
-  where = '' if location is None or location.on_command_line else f' ({location})'
+  if location is None or location.on_command_line:
+    where = ''
+  else:
+    where = f' ({location})'
   remedy = ''
   if value is None and name in _NEEDS:
     remedy = f' {use.name} needs {_NEEDS[name]}: set {name}, or --gin.{use.name}.{parameter.name} to a number.'
@@ -444,7 +464,8 @@ def _check_reference(
 ) -> None:
   """Raise for `@Class` instead of an instance, `@Class()` instead of a class, and classes of the wrong type."""
   fn_or_cls = value.configurable.wrapped
-  made, kinds = _made(fn_or_cls), [kind for kind in _alternatives(hint) if kind is not type(None)]
+  made = _made(fn_or_cls)
+  kinds = [kind for kind in _alternatives(hint) if kind is not type(None)]
   _check_protocol(use, kinds, value)
   if made is None:
     return
@@ -479,11 +500,10 @@ def _full_name(made: type) -> str:
 
 def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableReference) -> None:
   """Raise for bindings of keyword-only parameters of a protocol, which its callers pass."""
-  protocols = (
-    []
-    if value.evaluate
-    else [kind for kind in kinds if _is_protocol(kind) and '__call__' in vars(kind)]
-  )
+  if value.evaluate:
+    protocols = []
+  else:
+    protocols = [kind for kind in kinds if _is_protocol(kind) and '__call__' in vars(kind)]
   passed = {
     parameter.name
     for kind in protocols
@@ -507,12 +527,16 @@ def _made(fn_or_cls: Any) -> type | None:
   known = (
     inspect.isclass(made) and typing.get_origin(made) is None and made not in (type(None), Any)
   )
-  return made if known else None
+  if known:
+    return made
+  return None
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
   is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-  return typing.get_args(hint) if is_union else (hint,)
+  if is_union:
+    return typing.get_args(hint)
+  return (hint,)
 
 
 def _is_protocol(kind: Any) -> bool:
@@ -570,7 +594,8 @@ _SCALARS = {bool: bool, int: int, float: (int, float), str: str}
 
 
 def _fits_one(value: Any, hint: Any) -> bool:
-  origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  origin = typing.get_origin(hint)
+  arguments = typing.get_args(hint)
   plain = origin or hint
   if origin is typing.Literal:
     return any(value == choice and type(value) is type(choice) for choice in arguments)
@@ -609,14 +634,18 @@ def _kinds(hint: Any) -> list[Any] | None:
   """Return the alternatives of `hint`; None if one of them accepts any plain value."""
   if typing.get_origin(hint) in (typing.Union, types.UnionType):
     kinds = [_kinds(argument) for argument in typing.get_args(hint)]
-    return None if any(kind is None for kind in kinds) else [one for kind in kinds for one in kind]
+    if any(kind is None for kind in kinds):
+      return None
+    return [one for kind in kinds for one in kind]
   if typing.get_origin(hint) in (typing.Annotated, typing.ClassVar, typing.Final):
     return _kinds(typing.get_args(hint)[0])
   plain = typing.get_origin(hint) or hint
   decidable = (
     plain in (int, float, str, bool, None, type(None), typing.Literal) or plain in _CONTAINERS
   )
-  return [hint] if decidable or _is_known_class(hint) or _takes_a_callable(hint) else None
+  if decidable or _is_known_class(hint) or _takes_a_callable(hint):
+    return [hint]
+  return None
 
 
 def describe(hint: Any) -> str:

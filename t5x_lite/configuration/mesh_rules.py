@@ -131,7 +131,8 @@ def take(texts: Sequence[Text], search_paths: Sequence[str]) -> tuple[list[Text]
   if not found or not found[-1][0].value:
     return remaining, None
   binding, path = found[-1]
-  rules, location = [], _shown(binding.location)
+  rules = []
+  location = _shown(binding.location)
   expected = 'a list of pairs (regular expression, change)'
   if not isinstance(binding.value, (list, tuple)):
     raise _invalid(location, MESH_RULES, expected, binding.value)
@@ -151,7 +152,10 @@ def take(texts: Sequence[Text], search_paths: Sequence[str]) -> tuple[list[Text]
         pattern,
         "A wildcard is '.*'.",
       ) from error
-    changes = change if isinstance(change, (list, tuple)) else (change,)
+    if isinstance(change, (list, tuple)):
+      changes = change
+    else:
+      changes = (change,)
     label = f'{location} (mesh rule {pattern!r})'
     rules.append(
       MeshRule(pattern, tuple(_read_change(each, label, path, search_paths) for each in changes))
@@ -173,7 +177,9 @@ def _without_rules(text: Text, found: list[tuple[Binding, files.Path | None]]) -
 
 
 def _shown(location: Location) -> str:
-  return f'--gin.{MESH_RULES}' if location.on_command_line else str(location)
+  if location.on_command_line:
+    return f'--gin.{MESH_RULES}'
+  return str(location)
 
 
 def _invalid(
@@ -275,9 +281,10 @@ class Choice:
   def description(self) -> str:
     """Selector and rule in words."""
     origin = 'detected' if self.is_detected else '--mesh_selector'
-    rule = (
-      f'no rule of {MESH_RULES} matches' if self.rule is None else f'rule {self.rule.pattern!r}'
-    )
+    if self.rule is None:
+      rule = f'no rule of {MESH_RULES} matches'
+    else:
+      rule = f'rule {self.rule.pattern!r}'
     return f'Mesh selector {self.selector!r} ({origin}): {rule}'
 
 
@@ -294,14 +301,13 @@ def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]
   """
   chosen = detected_selector() if selector is None else selector
   rule = rules.first_match(chosen)
-  texts = (
-    ()
-    if rule is None
-    else tuple(
+  if rule is None:
+    texts = ()
+  else:
+    texts = tuple(
       _automatic_mesh(rule) if change is None else change
       for change in _changes_with_imports(rule, imports)
     )
-  )
   if rule is not None and None in rule.changes and not any(text.statements for text in texts):
     raise ConfigError(
       f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
@@ -315,7 +321,8 @@ def _automatic_mesh(rule: MeshRule) -> Text:
   from t5x_lite.types import ChoosesMesh  # Imports JAX, too.
 
   source = f'automatic mesh of mesh rule {rule.pattern!r}'
-  table, classes = gin_check.bindings(), gin_check.configurables()
+  table = gin_check.bindings()
+  classes = gin_check.configurables()
   statements = []
   for scope, selector in table:
     cls = classes[selector].wrapped
@@ -335,7 +342,8 @@ def _automatic_mesh(rule: MeshRule) -> Text:
 
 def _changes_with_imports(rule: MeshRule, imports: Mapping[str, Import]) -> list[Text | None]:
   """Return the changes of a rule; a text without imports may use those of the files and of earlier changes."""
-  known, changes = dict(imports), []
+  known = dict(imports)
+  changes = []
   for change in rule.changes:
     changes.append(None if change is None else _with_imports(change, known))
     for statement in change.walk() if change is not None else ():
@@ -439,8 +447,14 @@ def describe(
     str(statement) + ('' if key in read else ' (not used by this command)')
     for key, statement in changes.items()
   ]
-  more = f', and {len(shown) - _MOST_SHOWN} more' if len(shown) > _MOST_SHOWN else ''
-  changed = f'sets {", ".join(shown[:_MOST_SHOWN])}{more}' if shown else 'changes nothing'
+  if len(shown) > _MOST_SHOWN:
+    more = f', and {len(shown) - _MOST_SHOWN} more'
+  else:
+    more = ''
+  if shown:
+    changed = f'sets {", ".join(shown[:_MOST_SHOWN])}{more}'
+  else:
+    changed = 'changes nothing'
   return f'{choice.description}{"" if choice.rule is None else f" {changed}"}'
 
 
@@ -513,7 +527,9 @@ def _recorded_rules(
 
 def _pieces(text: Text) -> list[Text]:
   """Return a text as texts without includes, each with the imports of its file."""
-  pieces, imports, bindings = [], [], []
+  pieces = []
+  imports = []
+  bindings = []
 
   def end_piece() -> None:
     if bindings:

@@ -52,7 +52,9 @@ class Location:
     return self.line == 0
 
   def __str__(self) -> str:
-    return f'{self.source}:{self.line}' if self.line else self.source
+    if self.line:
+      return f'{self.source}:{self.line}'
+    return self.source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +93,20 @@ class Binding:
     """Name of the macro that this binding defines; None for a parameter."""
     if self.arg_name:
       return None
-    return f'{self.scope}/{self.selector}' if self.scope else self.selector
+    if self.scope:
+      return f'{self.scope}/{self.selector}'
+    return self.selector
 
   @property
   def key(self) -> str:
     """Left side of the binding as written."""
-    selector = f'{self.scope}/{self.selector}' if self.scope else self.selector
-    return f'{selector}.{self.arg_name}' if self.arg_name else selector
+    if self.scope:
+      selector = f'{self.scope}/{self.selector}'
+    else:
+      selector = self.selector
+    if self.arg_name:
+      return f'{selector}.{self.arg_name}'
+    return selector
 
   @property
   def target(self) -> str | tuple[str, str, str]:
@@ -170,7 +179,9 @@ def packaged_folder() -> pathlib.Path:
   """Return the folder of the gin files of t5x_lite, in a checkout (`gin/`) or in an installed wheel."""
   package = pathlib.Path(__file__).resolve().parent.parent
   installed = package / 'gin_files'
-  return installed if installed.is_dir() else package.parent / 'gin'
+  if installed.is_dir():
+    return installed
+  return package.parent / 'gin'
 
 
 def packaged_files(kind: str = '') -> list[str]:
@@ -212,19 +223,24 @@ def find_file(
   packaged = packaged_folder()
   wanted = files.path(name).expanduser()
   if files.is_remote(name):
-    folders, candidates = [], [wanted]
+    folders = []
+    candidates = [wanted]
   else:
     folders = [pathlib.Path('.')]
     if included_from is not None:
       folders.append(included_from.parent)
     folders += [files.path(folder).expanduser() for folder in search_paths]
-    parts, ours = wanted.parts, [packaged / wanted]
+    parts = wanted.parts
+    ours = [packaged / wanted]
     if parts[:1] == ('gin',):
       ours.append(packaged.joinpath(*parts[1:]))
     ours += [
       packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES
     ]
-    theirs = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
+    if wanted.is_absolute():
+      theirs = [wanted]
+    else:
+      theirs = [folder / wanted for folder in folders]
     # Files of t5x_lite include each other, whatever is in the current folder.
     is_ours = included_from is not None and packaged in included_from.parents
     candidates = [*([*ours, *theirs] if is_ours else [*theirs, *ours]), *_in_package(wanted)]
@@ -239,11 +255,10 @@ def find_file(
   hint = did_you_mean(wanted.name if files.is_remote(name) else name, known, lists_all=False)
   if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
-    hint = (
-      f' Did you mean {same_name[0]!r}?'
-      if same_name
-      else f' Recipes: {", ".join(packaged_files("recipes"))}.'
-    )
+    if same_name:
+      hint = f' Did you mean {same_name[0]!r}?'
+    else:
+      hint = f' Recipes: {", ".join(packaged_files("recipes"))}.'
   first = wanted.parts[0] if len(wanted.parts) > 1 else ''
   if first.isidentifier() and not any((root / first).exists() for root in [*folders, packaged]):
     hint = f' If it belongs to a package, install the package {first}, or add its parent folder to --gin_search_paths.'
@@ -358,11 +373,15 @@ def _syntax_message(
     what, (line, _) = error.args
     what = f'{what}: a bracket or a quotation mark is not closed'
   else:
-    what, line = error.msg, error.lineno or 0
+    what = error.msg
+    line = error.lineno or 0
   lines = text.splitlines()
-  shown = (
-    lines[line - 1].strip() if 0 < line <= len(lines) else (lines[-1].strip() if lines else '')
-  )
+  if 0 < line <= len(lines):
+    shown = lines[line - 1].strip()
+  elif lines:
+    shown = lines[-1].strip()
+  else:
+    shown = ''
   where = f'{source}:{line}' if in_file else source
   what = ' '.join(
     re.sub(r'malformed node or string.*?: <.*?>', 'names in values need quotes.', what).split()
@@ -399,7 +418,9 @@ def read_flag(key: str, value: str, flag: str) -> Text:
   value = value.strip()
   if re.match(r'^\\(["\']).*\\\1$', value, re.DOTALL):  # \"runs/a\" with backslashes.
     value = value[1:-2] + value[-1]
-  constant, statements, problem = _LOWER_CASE_CONSTANTS.get(value.lower()), (), ''
+  constant = _LOWER_CASE_CONSTANTS.get(value.lower())
+  statements = ()
+  problem = ''
   if not _KEY.match(key):
     problem = (
       f'{key!r} is not the name of a macro or parameter. Write --gin.NAME=VALUE or '

@@ -242,11 +242,10 @@ class BuiltinMixture:
     tasks = [get_builtin(name) for name in self.rates]
     for task in tasks:
       if not isinstance(task, BuiltinTask) or task.vocabularies != tasks[0].vocabularies:
-        got = (
-          f'with {dict(task.vocabularies)}'
-          if isinstance(task, BuiltinTask)
-          else 'which is a mixture'
-        )
+        if isinstance(task, BuiltinTask):
+          got = f'with {dict(task.vocabularies)}'
+        else:
+          got = 'which is a mixture'
         raise ConfigError(
           f'The tasks of the mixture {self.name!r} must have the features and vocabularies of '
           f'{tasks[0].name!r}, got {task.name!r}, {got}.'
@@ -432,15 +431,19 @@ def split_remedy(splits: Iterable[str]) -> str:
   ' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT=validation.'
   """
   splits = list(splits)
-  proposed = 'validation' if 'validation' in splits else next(iter(splits), None)
-  return (
-    f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.' if proposed else ''
-  )
+  if 'validation' in splits:
+    proposed = 'validation'
+  else:
+    proposed = next(iter(splits), None)
+  if proposed:
+    return f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.'
+  return ''
 
 
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
   """Return the ids of `text`, with one id for each sentinel `<extra_id_0>`, `<extra_id_1>`... of the vocabulary."""
-  ids, start = [], 0
+  ids = []
+  start = 0
   for marker in _SENTINEL_TEXT.finditer(text):
     sentinel = sentinel_id(vocabulary) - int(marker[1])
     if int(marker[1]) < vocabulary.extra_ids or vocabulary.encode(marker[0]) == [sentinel]:

@@ -134,12 +134,16 @@ class DatasetConfig:
   def name(self) -> str:
     """Name of the task or mixture."""
     task = self.mixture_or_task_name
-    return task if isinstance(task, str) else task.name
+    if isinstance(task, str):
+      return task
+    return task.name
 
   @property
   def effective_seed(self) -> int:
     """`seed`, or 0 for None."""
-    return 0 if self.seed is None else self.seed
+    if self.seed is None:
+      return 0
+    return self.seed
 
   def check_lengths_are_given(self, use: str, argument: str = '') -> None:
     """Raise ConfigError if `task_feature_lengths` is None.

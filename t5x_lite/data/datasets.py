@@ -82,7 +82,10 @@ def get_dataset(
     ),
   )
   cfg.check_lengths_are_given('training')
-  cfg = cfg if num_epochs is None else dataclasses.replace(cfg, num_epochs=num_epochs)
+  if num_epochs is None:
+    cfg = cfg
+  else:
+    cfg = dataclasses.replace(cfg, num_epochs=num_epochs)
   log_seed(cfg)
   return get_source(cfg).get_dataset(_layout(cfg, shard_id, num_shards), feature_converter_cls)
 
@@ -284,7 +287,8 @@ def _as_eval_batches(
       'Return the dataset instead of its iterator.',
     )
   start_fn = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))
-  number, first = 0, None
+  number = 0
+  first = None
   for number, each in enumerate(start_fn(), 1):
     first = each if first is None else first
   check_not_empty(first, cfg.split, name)

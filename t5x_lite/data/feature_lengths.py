@@ -69,19 +69,24 @@ def with_feature_lengths(
       }
     )
   )
-  path = None if folder is None or split.identity is None else files.path(folder) / LENGTHS_FILE
-  entries = [] if path is None or not multihost.is_lead() else _read(path)
+  if folder is None or split.identity is None:
+    path = None
+  else:
+    path = files.path(folder) / LENGTHS_FILE
+  if path is None or not multihost.is_lead():
+    entries = []
+  else:
+    entries = _read(path)
   lengths = next(
     (entry['task_feature_lengths'] for entry in entries if entry['data'] == identity), None
   )
   lengths = multihost.broadcast_json(lengths)
-  origin = (
-    ''
-    if path is None
-    else f'from {os.fspath(path)}'
-    if lengths is not None
-    else f'kept in {os.fspath(path)}'
-  )
+  if path is None:
+    origin = ''
+  elif lengths is not None:
+    origin = f'from {os.fspath(path)}'
+  else:
+    origin = f'kept in {os.fspath(path)}'
   if lengths is None:
     lengths = multihost.broadcast_json(_longest(cfg, split))
     if path is not None and multihost.is_lead():

@@ -180,7 +180,8 @@ class DecoderFeatureConverter(FeatureConverter):
     loss_on_targets_only: whether positions that predict inputs have no loss.
     """
     if inputs_required:
-      self.TASK_FEATURES, self.OPTIONAL_TASK_FEATURES = ('inputs', 'targets'), ()
+      self.TASK_FEATURES = ('inputs', 'targets')
+      self.OPTIONAL_TASK_FEATURES = ()
     self._loss_on_targets_only = loss_on_targets_only
 
   def row_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
@@ -241,9 +242,9 @@ def _decoder_features(rows: Sequence[Row], length: int, pack: bool) -> HostBatch
     'decoder_target_tokens': targets,
     'decoder_loss_weights': (targets != 0).astype(np.int32),
   }
-  return (
-    batch | {'decoder_segment_ids': segments, 'decoder_positions': positions} if pack else batch
-  )
+  if pack:
+    return batch | {'decoder_segment_ids': segments, 'decoder_positions': positions}
+  return batch
 
 
 def _lay_out(
@@ -307,14 +308,16 @@ def check_lengths(
   Raises:
     ConfigError: the message names the feature.
   """
-  known = tuple(task_features) if optional is None else (*required, *optional)
+  if optional is None:
+    known = tuple(task_features)
+  else:
+    known = (*required, *optional)
   for feature in dict.fromkeys((*required, *lengths)):
     if feature not in task_features or feature not in lengths or feature not in known:
-      remedy = (
-        f"Add '{feature}': <number of ids>."
-        if feature not in lengths and feature in task_features
-        else f'{task_name!r} has the features {", ".join(sorted(task_features))}.{did_you_mean(feature, known)}'
-      )
+      if feature not in lengths and feature in task_features:
+        remedy = f"Add '{feature}': <number of ids>."
+      else:
+        remedy = f'{task_name!r} has the features {", ".join(sorted(task_features))}.{did_you_mean(feature, known)}'
       expected = f'a mapping {"with" if feature in required else "without"} the feature {feature!r}'
       raise checks.invalid(
         '', 'task_feature_lengths', f'{expected} for {task_name!r}', dict(lengths), remedy

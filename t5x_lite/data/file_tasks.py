@@ -248,11 +248,10 @@ def _located(where: Where, what: str) -> Iterator[None]:
   except ConfigError:
     raise
   except Exception as error:
-    problem = (
-      str(error)
-      if isinstance(error, DataError)
-      else (f'{what} failed: {type(error).__name__}: {error}. Correct it, or the record.')
-    )
+    if isinstance(error, DataError):
+      problem = str(error)
+    else:
+      problem = f'{what} failed: {type(error).__name__}: {error}. Correct it, or the record.'
     raise DataError(f'{where}: {problem}') from error
 
 
@@ -301,10 +300,14 @@ def file_task(
     ConfigError: the format is unknown, there are no splits, or features lack a vocabulary.
   """
   keys = dict(_DEFAULT_KEYS if keys is None else keys)
-  vocabularies = (
-    dict(vocabulary) if isinstance(vocabulary, Mapping) else dict.fromkeys(keys, vocabulary)
-  )
-  ends = dict(add_eos) if isinstance(add_eos, Mapping) else dict.fromkeys(keys, add_eos)
+  if isinstance(vocabulary, Mapping):
+    vocabularies = dict(vocabulary)
+  else:
+    vocabularies = dict.fromkeys(keys, vocabulary)
+  if isinstance(add_eos, Mapping):
+    ends = dict(add_eos)
+  else:
+    ends = dict.fromkeys(keys, add_eos)
   without_eos = [
     feature for feature, vocabulary in vocabularies.items() if vocabulary.eos_id is None
   ]

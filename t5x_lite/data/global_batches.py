@@ -146,7 +146,8 @@ class _Producer:
         if self._closed:
           self._saw_close = True
           break
-        generation, state_wanted = self._generation, self._state_wanted
+        generation = self._generation
+        state_wanted = self._state_wanted
       if state_wanted:
         self._find_position()
         continue
@@ -163,11 +164,15 @@ class _Producer:
           )
           # The newest position may contain the error, unless opening it failed.
           if (self._num_failures or is_final) and self._older is not None and not self._must_reopen:
-            self._known, self._older = self._older, None
+            self._known = self._older
+            self._older = None
           self._must_reopen = True
           self._changed.notify_all()
           if is_final:
-            self._error = _as_source_error(error, self._num_failures) if is_transient else error
+            if is_transient:
+              self._error = _as_source_error(error, self._num_failures)
+            else:
+              self._error = error
             if self._closed:
               continue
             return
@@ -189,7 +194,8 @@ class _Producer:
   def _find_position(self) -> None:
     """Record the position after the last returned batch."""
     with self._changed:
-      undelivered, number = [host_batch for host_batch, _, _ in self._ready], self._num_taken
+      undelivered = [host_batch for host_batch, _, _ in self._ready]
+      number = self._num_taken
       generation = self._generation
       # Not after a failure, and not before batches that were returned earlier are read again.
       can_ask = not self._must_reopen and self._num_read == self._num_queued
@@ -225,7 +231,9 @@ class _Producer:
       if generation != self._generation:
         return
       if known is not None:
-        self._num_read, self._must_reopen, self._stalls = number, False, False
+        self._num_read = number
+        self._must_reopen = False
+        self._stalls = False
         self._changed.notify_all()
       if not self._is_read:
         return
@@ -245,7 +253,8 @@ class _Producer:
         if is_new:
           self._num_queued += 1
           self._ready.append((host_batch, batch, state))
-          self._stalls, self._num_failures = False, 0
+          self._stalls = False
+          self._num_failures = 0
           self._changed.notify_all()
           return
 
@@ -264,7 +273,8 @@ class _Producer:
         raise self._error
       self._check_open()
       if self._known is None and self._state_error is not None:
-        error, self._state_error = self._state_error, None
+        error = self._state_error
+        self._state_error = None
         raise error
       self._stalls = not self._is_open()
       return not self._stalls
@@ -327,22 +337,23 @@ class _Producer:
       # Before the first batch, the first known position is valid.
       if not self._must_reopen and (self._is_read or self._known is None):
         self._start()
-        self._state_wanted, self._state_error = True, None
+        self._state_wanted = True
+        self._state_error = None
         self._changed.notify_all()
-        patience = (
-          None
-          if not self._is_read
-          else _STALLED_SAVE_SECONDS
-          if self._stalls
-          else _PATIENCE_SECONDS
-        )
+        if not self._is_read:
+          patience = None
+        elif self._stalls:
+          patience = _STALLED_SAVE_SECONDS
+        else:
+          patience = _PATIENCE_SECONDS
         if not self._changed.wait_for(
           lambda: not self._state_wanted or self._must_reopen or self._closed, patience
         ):
           self._stalls = True  # `close` then waits for a shorter time
       if self._state_taken is not None:
         return self._state_taken
-      known, error = self._known, self._state_error
+      known = self._known
+      error = self._state_error
       if known is None or known[1] > self._num_taken:
         raise error or DataError(
           'The position in the training data is unknown: the source stalls or failed before it returned a position.'
@@ -366,7 +377,8 @@ class _Producer:
 
   def set_state(self, state: DataState) -> None:
     """Drop prepared batches; the thread goes to `state` when the source is opened or read."""
-    state, num_skipped = dict(state), 0
+    state = dict(state)
+    num_skipped = 0
     if _SKIP_FILE in state:
       skip = json.loads(state.pop(_SKIP_FILE))
       num_skipped = skip['num_batches']
@@ -378,12 +390,17 @@ class _Producer:
     with self._changed:
       self._generation += 1
       self._ready.clear()
-      self._known, self._older = (state, 0), None
-      self._num_read, self._num_queued, self._num_taken = 0, num_skipped, num_skipped
+      self._known = (state, 0)
+      self._older = None
+      self._num_read = 0
+      self._num_queued = num_skipped
+      self._num_taken = num_skipped
       # While batches must be skipped, the source's position is not the one that was set.
       self._tells_each_state = self._host_iterator.has_cheap_state and not num_skipped
       self._state_taken = state if self._tells_each_state else None
-      self._state_error, self._num_failures, self._must_reopen = None, 0, True
+      self._state_error = None
+      self._num_failures = 0
+      self._must_reopen = True
       if self._error is not None:
         # The thread ended with the error; a new one is started when the source is opened or read.
         self._error = self._thread = None

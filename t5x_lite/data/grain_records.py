@@ -131,11 +131,10 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
     # With groups of one record, each record can be read separately.
     writer = array_record_module.ArrayRecordWriter(str(unfinished), 'group_size:1')
     for record in records:
-      content = (
-        record
-        if isinstance(record, bytes)
-        else json.dumps(record, ensure_ascii=False).encode('utf-8')
-      )
+      if isinstance(record, bytes):
+        content = record
+      else:
+        content = json.dumps(record, ensure_ascii=False).encode('utf-8')
       _checked(path, writer.write, content)
       count += 1
     _checked(path, writer.close)

@@ -127,7 +127,8 @@ class GrainReader(PieceReader):
 
   def _leave(self) -> None:
     _close_all(self._opened)
-    self._number, self._piece = None, {}
+    self._number = None
+    self._piece = {}
 
   def close(self) -> None:
     """See base class."""

@@ -265,9 +265,12 @@ def _checked(
   source: DataSource, method: str, result: Any, cls: type, container: type | None = None
 ) -> Any:
   """Return what a method of a source returned; raise if it is not a `cls`, or a list or dict of them."""
-  values = (
-    [result] if container is None else list(result.values()) if isinstance(result, dict) else result
-  )
+  if container is None:
+    values = [result]
+  elif isinstance(result, dict):
+    values = list(result.values())
+  else:
+    values = result
   if (container is not None and not isinstance(result, container)) or not all(
     isinstance(value, cls) for value in values
   ):

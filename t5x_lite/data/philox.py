@@ -39,18 +39,21 @@ def philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndar
     uint64[..., 4], each below 2**32.
   """
   key, counter_high, counter_low = np.broadcast_arrays(key, counter_high, counter_low)
-  c0, c1 = counter_low & _LOW, counter_low >> _SHIFT
-  c2, c3 = counter_high & _LOW, counter_high >> _SHIFT
-  k0, k1 = key & _LOW, key >> _SHIFT
+  c0 = counter_low & _LOW
+  c1 = counter_low >> _SHIFT
+  c2 = counter_high & _LOW
+  c3 = counter_high >> _SHIFT
+  k0 = key & _LOW
+  k1 = key >> _SHIFT
   for _ in range(10):
-    product_0, product_1 = _MULTIPLIER_0 * c0, _MULTIPLIER_1 * c2
-    c0, c1, c2, c3 = (
-      (product_1 >> _SHIFT) ^ c1 ^ k0,
-      product_1 & _LOW,
-      (product_0 >> _SHIFT) ^ c3 ^ k1,
-      product_0 & _LOW,
-    )
-    k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
+    product_0 = _MULTIPLIER_0 * c0
+    product_1 = _MULTIPLIER_1 * c2
+    c0 = (product_1 >> _SHIFT) ^ c1 ^ k0
+    c1 = product_1 & _LOW
+    c2 = (product_0 >> _SHIFT) ^ c3 ^ k1
+    c3 = product_0 & _LOW
+    k0 = (k0 + _WEYL_0) & _LOW
+    k1 = (k1 + _WEYL_1) & _LOW
   return np.stack([c0, c1, c2, c3], axis=-1)
 
 
@@ -78,7 +81,8 @@ def random_words(seeds: np.ndarray, num_words: int) -> np.ndarray:
     uint64[..., num_words], each below 2**32.
   """
   mixed = philox_words(_SCRAMBLE_KEY, seeds[..., 1], seeds[..., 0])
-  key, counter_high = _join(mixed[..., 0], mixed[..., 1]), _join(mixed[..., 2], mixed[..., 3])
+  key = _join(mixed[..., 0], mixed[..., 1])
+  counter_high = _join(mixed[..., 2], mixed[..., 3])
   blocks = np.arange(-(-num_words // 4), dtype=np.uint64)
   words = philox_words(key[..., None], counter_high[..., None], blocks)
   return words.reshape(*words.shape[:-2], -1)[..., :num_words]

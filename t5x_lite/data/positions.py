@@ -56,7 +56,10 @@ def read_state(state: DataState) -> dict[str, Any]:
   Raises:
     DataError: the position is missing, or a later version of t5x_lite wrote it.
   """
-  decoded = json.loads(state[STATE_FILE]) if STATE_FILE in state else {}
+  if STATE_FILE in state:
+    decoded = json.loads(state[STATE_FILE])
+  else:
+    decoded = {}
   if decoded.get('version') != 1:
     raise DataError(
       f'The saved data position must have {STATE_FILE!r} of version 1, got {sorted(state)} of version '

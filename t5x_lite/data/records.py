@@ -150,7 +150,10 @@ def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndar
   """
   with reading(name):
     size = os.path.getsize(path)
-    content = np.memmap(path, np.uint8, mode='r') if size else np.zeros(0, np.uint8)
+    if size:
+      content = np.memmap(path, np.uint8, mode='r')
+    else:
+      content = np.zeros(0, np.uint8)
   ends = []
   for offset in range(0, size, _CHUNK):
     chunk = content[offset : offset + _CHUNK]
@@ -160,10 +163,14 @@ def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndar
   ends = np.concatenate([np.zeros(0, np.int64), *ends])
   if size and content[-1] != _NEWLINE:
     ends = np.append(ends, size)
-  starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
-  ends = (
-    np.where((ends > starts) & (content[ends - 1] == _RETURN), ends - 1, ends) if size else ends
-  )
+  if len(ends):
+    starts = np.concatenate([[0], ends[:-1] + 1])
+  else:
+    starts = ends
+  if size:
+    ends = np.where((ends > starts) & (content[ends - 1] == _RETURN), ends - 1, ends)
+  else:
+    ends = ends
   lengths = ends - starts
   # A line between braces is parsed when it is read; any other line is parsed now.
   is_plain = (
@@ -196,9 +203,11 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
     DataError: the text is not a JSON object; the message has its location `where`.
   """
   try:
-    record, problem = json.loads(text), 'not an object'
+    record = json.loads(text)
+    problem = 'not an object'
   except (ValueError, RecursionError) as error:
-    record, problem = None, f'not JSON ({error})'
+    record = None
+    problem = f'not JSON ({error})'
   if not isinstance(record, dict):
     raise DataError(
       f'{where} must be one JSON object, such as {{"inputs": "a text", "targets": "another"}}, '
@@ -230,11 +239,12 @@ def read_tsv(path: str | os.PathLike[str], num_fields: int = 2) -> list[tuple[st
     try:
       text = line.decode('utf-8').removesuffix('\r')
       fields = tuple(text.split('\t'))
-      problem = (
-        None
-        if not text or len(fields) == num_fields
-        else (f'must have {num_fields} fields separated by tabs, got {len(fields)}: {_shown(line)}')
-      )
+      if not text or len(fields) == num_fields:
+        problem = None
+      else:
+        problem = (
+          f'must have {num_fields} fields separated by tabs, got {len(fields)}: {_shown(line)}'
+        )
     except UnicodeDecodeError as error:
       problem = f'must be UTF-8, got {error.reason} at byte {error.start + 1} of the line'
     if problem is not None:
@@ -270,7 +280,8 @@ def parse_record(content: bytes, where: object) -> dict[str, Any]:
     record = msgpack.unpackb(content)
     problem = f'a {type(record).__name__}'
   except (ValueError, msgpack.UnpackException) as error:
-    record, problem = None, f'invalid msgpack ({error or type(error).__name__})'
+    record = None
+    problem = f'invalid msgpack ({error or type(error).__name__})'
   if not isinstance(record, dict):
     raise DataError(
       f'{where} must be a JSON object or a msgpack map, got {problem}: {_shown(content)}.'
@@ -298,7 +309,10 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
     paths = _matches(pattern)
     twice = set(paths).intersection(found)
     if twice or not paths:
-      at = '' if os.path.isabs(pattern) or files.is_remote(pattern) else f' in {os.getcwd()!r}'
+      if os.path.isabs(pattern) or files.is_remote(pattern):
+        at = ''
+      else:
+        at = f' in {os.getcwd()!r}'
       raise DataError(
         f'{what}: '
         + (

@@ -33,8 +33,12 @@ def open_eval_iterators(
   cfg: DatasetConfig, layout: Any, eval_steps: int | None, feature_converter: Any
 ) -> dict[str, EvalBatches]:
   """Return task name to batches; see `DataSource.open_eval_iterators`."""
-  result, own = {}, shard_rows(layout)
-  limit = -1 if eval_steps is None else eval_steps * layout.batch_size
+  result = {}
+  own = shard_rows(layout)
+  if eval_steps is None:
+    limit = -1
+  else:
+    limit = eval_steps * layout.batch_size
   for task, converter in _tasks(cfg, feature_converter):
     dataset = convert(converter, task_dataset(task, cfg, num_epochs=1), cfg, task).take(limit)
     rows = _materialize(dataset, task, cfg)
@@ -46,7 +50,9 @@ def open_eval_tasks(
   cfg: DatasetConfig, layout: Any, feature_converter: Any, num_examples: int | None
 ) -> list[EvalTask]:
   """Return the tasks with metrics; see `DataSource.open_eval_tasks`."""
-  result, omitted, own = [], [], shard_rows(layout)
+  result = []
+  omitted = []
+  own = shard_rows(layout)
   for task, converter in _tasks(cfg, feature_converter):
     with quiet():
       if not task.metric_objs:
@@ -89,7 +95,8 @@ def make_eval_task(
     cfg: options of the dataset.
   """
   batches = _eval_batches(features, rows, layout, own, task, cfg)
-  table, indexed = None, _with_indices(batches, layout, own)
+  table = None
+  indexed = _with_indices(batches, layout, own)
   if cfg.use_memory_cache:
     table = {
       name: np.stack([row[name] for row in rows]).astype(spec.dtype, copy=False)
@@ -185,7 +192,10 @@ def _eval_batches(
   keep = rows if cfg.use_memory_cache else None
 
   def batches() -> Iterator[HostBatch]:
-    current = _materialize(dataset, task, cfg) if keep is None else keep
+    if keep is None:
+      current = _materialize(dataset, task, cfg)
+    else:
+      current = keep
     for start in range(0, num_examples, layout.batch_size):
       mine = current[start : start + layout.batch_size][own]
       batch = {

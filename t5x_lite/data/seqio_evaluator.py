@@ -236,7 +236,9 @@ def _as_lists(tree: Any) -> Any:
   """Return a tree with a list of the values of each example instead of each array [num_examples, ...]."""
   if isinstance(tree, Mapping):
     return {name: _as_lists(branch) for name, branch in tree.items()}
-  return type(tree)(map(_as_lists, tree)) if isinstance(tree, tuple) else list(tree)
+  if isinstance(tree, tuple):
+    return type(tree)(map(_as_lists, tree))
+  return list(tree)
 
 
 class _LossyLogger:

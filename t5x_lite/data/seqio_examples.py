@@ -125,7 +125,8 @@ def batches_from_task(
   task = seqio_features.find(name, 'Import the module that registers it.')
   seqio_features.check_split(task, split)
   suffix = '_pretokenized' if pretokenized else ''
-  wanted, examples = batch_size * num_batches, []
+  wanted = batch_size * num_batches
+  examples = []
   with _preparing(()):
     dataset = task.get_dataset(sequence_length=sequence_length, split=split, **options).take(wanted)
     for element in dataset.as_numpy_iterator():
@@ -234,12 +235,13 @@ def _preparing(preprocessors: Sequence[Any]) -> contextlib.AbstractContextManage
   names = ', '.join(
     getattr(preprocessor, '__name__', repr(preprocessor)) for preprocessor in preprocessors
   )
-  remedy = (
-    f'. The preprocessors {names} were called with a tf.data.Dataset each; wrap a function of plain Python in '
-    'map_over_examples or over_examples.'
-    if preprocessors
-    else ''
-  )
+  if preprocessors:
+    remedy = (
+      f'. The preprocessors {names} were called with a tf.data.Dataset each; wrap a function of plain Python in '
+      'map_over_examples or over_examples.'
+    )
+  else:
+    remedy = ''
   return explained(
     'The examples cannot be prepared',
     AttributeError,
@@ -252,4 +254,6 @@ def _preparing(preprocessors: Sequence[Any]) -> contextlib.AbstractContextManage
 
 
 def _as_text(value: Any) -> Any:
-  return value.decode('utf-8', errors='replace') if isinstance(value, bytes) else value
+  if isinstance(value, bytes):
+    return value.decode('utf-8', errors='replace')
+  return value

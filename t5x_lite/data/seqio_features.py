@@ -56,7 +56,8 @@ def find(name: Any, remedy: str) -> Any:
   Raises:
     DataError: the name is not registered.
   """
-  tasks, mixtures = set(seqio.TaskRegistry.names()), set(seqio.MixtureRegistry.names())
+  tasks = set(seqio.TaskRegistry.names())
+  mixtures = set(seqio.MixtureRegistry.names())
   if not isinstance(name, str) or name not in tasks | mixtures:
     raise DataError(
       f'seqio has no task or mixture {name!r}.{did_you_mean(str(name), tasks | mixtures)} {remedy}'
@@ -159,7 +160,9 @@ def features_of(converter: Any, provider: Any) -> list[str]:
 
 
 def _optional_features(converter: Any) -> tuple[str, ...]:
-  return _OPTIONAL_OF_DECODER if isinstance(converter, seqio.DecoderFeatureConverter) else ()
+  if isinstance(converter, seqio.DecoderFeatureConverter):
+    return _OPTIONAL_OF_DECODER
+  return ()
 
 
 def check_split(provider: Any, split: str) -> None:
@@ -187,7 +190,8 @@ def rates(provider: Any) -> dict[str, float]:
     # A rate of 0 disables a task.
     is_valid = min(values.values()) >= 0 and sum(values.values()) > 0
   except (TypeError, ValueError) as error:
-    values, is_valid = error, False
+    values = error
+    is_valid = False
   if not is_valid:
     raise checks.invalid(
       f'Mixture {provider.name}',

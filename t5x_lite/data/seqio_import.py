@@ -58,7 +58,10 @@ except RuntimeError:
 
 def summary(error: Exception) -> str:
   """Return the first line of TensorFlow's message, without names of graph nodes; the last one for code in a graph."""
-  message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+  if isinstance(error, tf.errors.OpError):
+    message = error.message
+  else:
+    message = str(error)
   if found := re.search(
     r"File system scheme '(\w+)' not implemented(?: \(file: '(.*?)'\))?", message
   ):
@@ -67,7 +70,9 @@ def summary(error: Exception) -> str:
       'JSON lines with data.file_task'
     )
   first, *others = re.sub(r'\{\{.*?\}\}\s*', '', message).strip().split('\n')
-  return others[-1].strip() if others and first == 'in user code:' else first
+  if others and first == 'in user code:':
+    return others[-1].strip()
+  return first
 
 
 @contextlib.contextmanager

@@ -41,7 +41,8 @@ class _SeqioSource(ExampleSource):
   def __init__(self, cfg: DatasetConfig, task: Any, converter: Any):
     self.name = task.name
     self.has_targets = not seqio_tfexample.lacks_targets(task.name)
-    self._cfg, self._task = cfg, task
+    self._cfg = cfg
+    self._task = task
     examples = task_dataset(task, cfg, num_epochs=1)
     rows = convert(converter, examples, cfg, task)
     # Read the task twice in parallel, since a converter drops texts and other unknown fields.

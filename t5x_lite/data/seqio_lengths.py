@@ -86,7 +86,9 @@ def _check_needs_no_lengths(task: Any) -> None:
 
 
 def _function(preprocessor: Any) -> Any:
-  return preprocessor.func if isinstance(preprocessor, functools.partial) else preprocessor
+  if isinstance(preprocessor, functools.partial):
+    return preprocessor.func
+  return preprocessor
 
 
 def _content(task: Any, cfg: DatasetConfig) -> dict[str, Any]:

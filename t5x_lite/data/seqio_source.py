@@ -53,12 +53,13 @@ def task_dataset(
     if not task.supports_caching:
       _warn_of_no_cache(task.name)
   failure = f'seqio cannot read the split {cfg.split!r} of {provider.name!r}'
-  remedy = (
-    ' Set --seqio_additional_cache_dirs to the folder with the caches, or USE_CACHED_TASKS=False to compute '
-    'the examples.'
-    if cfg.use_cached
-    else ''
-  )
+  if cfg.use_cached:
+    remedy = (
+      ' Set --seqio_additional_cache_dirs to the folder with the caches, or USE_CACHED_TASKS=False to compute '
+      'the examples.'
+    )
+  else:
+    remedy = ''
   with explained(failure, ValueError, AssertionError, OSError, remedy=remedy):
     dataset = provider.get_dataset(
       sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None,
@@ -83,7 +84,10 @@ def _check_tasks(provider: Any, cfg: DatasetConfig, shard_info: Any) -> None:
   Raises:
     DataError: a task gives no example in one epoch.
   """
-  where = f' to data shard {shard_info.index} of {shard_info.num_shards}' if shard_info else ''
+  if shard_info:
+    where = f' to data shard {shard_info.index} of {shard_info.num_shards}'
+  else:
+    where = ''
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
     dataset = task_dataset(
       task, dataclasses.replace(cfg, shuffle=False), num_epochs=1, shard_info=shard_info
@@ -126,11 +130,10 @@ def open_dataset(
   converter = seqio_features.get_converter(cfg, feature_converter, provider)
   seqio_features.rates(provider)
   own = positions.shard_rows(layout)
-  shard_info = (
-    seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards)
-    if layout.num_shards > 1
-    else None
-  )
+  if layout.num_shards > 1:
+    shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards)
+  else:
+    shard_info = None
   _check_tasks(provider, cfg, shard_info)
   dataset = task_dataset(provider, cfg, num_epochs=cfg.num_epochs, shard_info=shard_info)
   rows = convert(converter, dataset, cfg, provider).batch(own.stop - own.start, drop_remainder=True)
@@ -166,7 +169,8 @@ class SeqioIterator(TfDatasetIterator):
       },
       may_end=cfg.num_epochs is not None,
     )
-    self._cfg, self._provider = cfg, provider
+    self._cfg = cfg
+    self._provider = provider
 
   def sample_truncation(self) -> Truncation | None:
     """See base class; the sample is the first examples in the order of the files.

@@ -85,7 +85,10 @@ class TfDatasetIterator(HostIterator):
     return dict(self._spec)
 
   def __next__(self) -> HostBatch:
-    batch = self._waiting.popleft() if self._waiting else self._read()
+    if self._waiting:
+      batch = self._waiting.popleft()
+    else:
+      batch = self._read()
     self._num_batches += 1
     return batch
 
@@ -101,7 +104,10 @@ class TfDatasetIterator(HostIterator):
         'per process: its pipeline does not repeat. Train for fewer steps, or let it repeat.'
       ) from None
     except tf.errors.OpError as error:
-      kind = DataUnavailableError if isinstance(error, _TRANSIENT_ERRORS) else DataError
+      if isinstance(error, _TRANSIENT_ERRORS):
+        kind = DataUnavailableError
+      else:
+        kind = DataError
       raise kind(f'{self._description} failed while reading: {summary(error)}') from error
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
@@ -124,13 +130,16 @@ class TfDatasetIterator(HostIterator):
         is_disk = isinstance(
           error, (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError)
         )
-        remedy = (
-          f'Free disk space in the temporary folder {folder!r}, or set TMPDIR to another folder.'
-          if is_disk
-          else 'TensorFlow cannot save the position of from_generator, py_function and unseeded random numbers: build the '
-          'pipeline from files or tensors, or set SaveCheckpointConfig.save_dataset = False, so that resumed runs '
-          'restart the data.'
-        )
+        if is_disk:
+          remedy = (
+            f'Free disk space in the temporary folder {folder!r}, or set TMPDIR to another folder.'
+          )
+        else:
+          remedy = (
+            'TensorFlow cannot save the position of from_generator, py_function and unseeded random numbers: build the '
+            'pipeline from files or tensors, or set SaveCheckpointConfig.save_dataset = False, so that resumed runs '
+            'restart the data.'
+          )
         raise DataError(
           f'{self._description}: the position cannot be saved: {summary(error)} {remedy}'
         ) from error
@@ -143,9 +152,10 @@ class TfDatasetIterator(HostIterator):
     if saved.get('sharding', self._sharding) != self._sharding:
       raise self._sharding_error(saved['sharding'])
     positions.check_identity(saved['identity'], self._identity)
-    waiting = (
-      positions.unpack_batches(state[_UNDELIVERED_FILE]) if _UNDELIVERED_FILE in state else []
-    )
+    if _UNDELIVERED_FILE in state:
+      waiting = positions.unpack_batches(state[_UNDELIVERED_FILE])
+    else:
+      waiting = []
     with tempfile.TemporaryDirectory(prefix='t5x_lite_data_') as folder:
       for name, content in state.items():
         if name.startswith(_TF_PREFIX):
@@ -158,14 +168,13 @@ class TfDatasetIterator(HostIterator):
       except (tf.errors.OpError, AssertionError) as error:
         is_transient = isinstance(error, _TRANSIENT_ERRORS) and not _lacks_part_of_pipeline(error)
         reason = summary(error).partition(' Make sure the dataset definition')[0]
-        remedy = (
-          ''
-          if is_transient
-          else (
+        if is_transient:
+          remedy = ''
+        else:
+          remedy = (
             '. The task, its preprocessors, or the version of TensorFlow have changed: undo the change, or '
             f'{positions.RESTART_REMEDY}.'
           )
-        )
         raise (DataUnavailableError if is_transient else DataError)(
           f'{self._description} cannot be opened at the saved position: {reason}{remedy}'
         ) from error

@@ -205,6 +205,9 @@ def get_zeros_batch_like_dataset(
   )
   spec = {}
   for name, leaf in dataset.element_spec.items():
-    shape = tuple(leaf.shape) if batch_size is None else (batch_size, *leaf.shape[1:])
+    if batch_size is None:
+      shape = tuple(leaf.shape)
+    else:
+      shape = (batch_size, *leaf.shape[1:])
     spec[name] = jax.ShapeDtypeStruct(shape, getattr(leaf.dtype, 'as_numpy_dtype', leaf.dtype))
   return get_zeros_batch_like_spec(spec)

@@ -38,7 +38,10 @@ class _Recent:
     results = self._results
     if number not in results:
       # A new dict, since other threads may be reading the old one.
-      kept = dict(list(results.items())[-self._size + 1 :]) if self._size > 1 else {}
+      if self._size > 1:
+        kept = dict(list(results.items())[-self._size + 1 :])
+      else:
+        kept = {}
       results = self._results = {**kept, number: self._fn(number)}
     return results[number]
 
@@ -74,11 +77,9 @@ class TaskStream(Stream):
   def _draw_order(self, epoch: int) -> np.ndarray:
     """Return the order of an epoch, int64[number of examples], or its seed, uint64[2], if the epoch is large."""
     seed = philox.fold(self._seed, self._name, 'order', epoch)
-    return (
-      philox.permutation(seed, len(self._table))
-      if len(self._table) <= _LARGEST_KEPT_ORDER
-      else seed
-    )
+    if len(self._table) <= _LARGEST_KEPT_ORDER:
+      return philox.permutation(seed, len(self._table))
+    return seed
 
   def numbers(self, positions: np.ndarray) -> np.ndarray:
     """Return the number of the example at each position; both int64[n]."""
@@ -198,7 +199,10 @@ class Pieces:
     self._group_size = converter.pack_group_size(self._lengths)
     # Difference between the numbers of consecutive pieces.
     self.step = 1 if cfg.pack else cfg.batch_size
-    self._num_examples = None if cfg.num_epochs is None else stream.num_examples(cfg.num_epochs)
+    if cfg.num_epochs is None:
+      self._num_examples = None
+    else:
+      self._num_examples = stream.num_examples(cfg.num_epochs)
 
   def num_from(self, number: int) -> int:
     """Return the number of pieces from `number` on; of endless data, as many as can be counted.
@@ -207,7 +211,10 @@ class Pieces:
     """
     if self._num_examples is None:
       return (sys.maxsize - number) // self.step
-    end = -(-self._num_examples // self._group_size) if self._pack else self._num_examples
+    if self._pack:
+      end = -(-self._num_examples // self._group_size)
+    else:
+      end = self._num_examples
     return max(0, (end - number) // self.step)
 
   def make(self, number: int) -> HostBatch:
@@ -227,11 +234,10 @@ class Pieces:
     else:
       positions = number + np.arange(self._own.start, self._own.stop)
     examples = self._stream.examples(positions)
-    rows = (
-      self._converter.pack(examples, self._lengths)
-      if self._pack
-      else [(example,) for example in examples]
-    )
+    if self._pack:
+      rows = self._converter.pack(examples, self._lengths)
+    else:
+      rows = [(example,) for example in examples]
     return self._converter.convert(rows, self._lengths, self._pack)
 
 

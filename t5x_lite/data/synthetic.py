@@ -33,11 +33,10 @@ class SyntheticFeature:
 
   def __post_init__(self) -> None:
     kind = np.dtype(self.dtype).kind
-    maximum = (
-      checks.number(above=0)
-      if kind not in 'iu'
-      else checks.number(at_least=1, at_most=min(2**32, int(np.iinfo(self.dtype).max) + 1))
-    )
+    if kind not in 'iu':
+      maximum = checks.number(above=0)
+    else:
+      maximum = checks.number(at_least=1, at_most=min(2**32, int(np.iinfo(self.dtype).max) + 1))
     checks.check(
       'SyntheticFeature',
       vars(self),

@@ -75,11 +75,9 @@ class TableIterator(HostIterator):
       streams = [
         TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()
       ]
-      return (
-        streams[0]
-        if len(streams) == 1
-        else MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
-      )
+      if len(streams) == 1:
+        return streams[0]
+      return MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
 
     stream = stream_of(tables)
     self._whole_stream = stream_of({name: table.whole for name, table in tables.items()})

@@ -90,7 +90,9 @@ def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
     return str(vocabulary.decode(ids))
   if vocabulary.eos_id in ids:
     ids = ids[: ids.index(vocabulary.eos_id)]
-  first, parts, start = builtin_tasks.sentinel_id(vocabulary), [], 0
+  first = builtin_tasks.sentinel_id(vocabulary)
+  parts = []
+  start = 0
   for index, i in enumerate(ids):
     if first - vocabulary.extra_ids < i <= first:
       parts += [vocabulary.decode(ids[start:index]), f'<extra_id_{first - i}>']
@@ -194,7 +196,8 @@ class ExampleReader:
     """Return the features of one example as ids, with their texts."""
     finished: dict[str, Any] = {}
     for name, feature in self.features.items():
-      value, vocabulary = example[name], feature.vocabulary
+      value = example[name]
+      vocabulary = feature.vocabulary
       ids = as_ids(value, vocabulary, f'{name!r} of example {number}')
       is_text = isinstance(value, (str, bytes))
       text = value if is_text else example.get(name + _PRETOKENIZED)
@@ -249,11 +252,10 @@ def as_dicts(
 def _as_dict(example: Any, number: int, feature_of_texts: str) -> dict[str, Any]:
   if isinstance(example, (str, bytes)):
     return {feature_of_texts: example}
-  named = (
-    {_T5X_NAMES.get(name, name): value for name, value in example.items()}
-    if (isinstance(example, Mapping))
-    else None
-  )
+  if isinstance(example, Mapping):
+    named = {_T5X_NAMES.get(name, name): value for name, value in example.items()}
+  else:
+    named = None
   if named is None or len(named) < len(example):
     raise DataError(
       f"Example {number} must be a text, or a mapping such as {{'input': 'a text', 'target': 'another'}} "
@@ -273,16 +275,23 @@ def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
   Raises:
     DataError: the value is neither, an id is outside of the vocabulary, or the vocabulary encodes no texts.
   """
-  ids, got = np.asarray(None), f'{short_repr(value)} of type {type(value).__name__}'
+  ids = np.asarray(None)
+  got = f'{short_repr(value)} of type {type(value).__name__}'
   try:
-    text = value.decode('utf-8') if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+      text = value.decode('utf-8')
+    else:
+      text = value
     ids = np.asarray(encode_text(text, vocabulary) if isinstance(text, str) else text)
   except UnicodeError as error:  # not UTF-8, or half of a surrogate pair
     got = str(error)
   except (TypeError, ValueError):  # lists of unequal lengths
     pass
   is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in 'iu')
-  outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)] if is_ids and ids.size else ()
+  if is_ids and ids.size:
+    outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)]
+  else:
+    outside = ()
   if not is_ids or len(outside):
     has_texts = kind_of(vocabulary) != 'PassThroughVocabulary'
     raise DataError(

@@ -133,12 +133,14 @@ class TextSource(ConvertedSource):
     self._vocabularies = {name: vocabularies[name] for name in cfg.task_feature_lengths}
     self._keys = {'inputs': cfg.inputs_key, 'targets': cfg.targets_key}
     if 'inputs' not in self._vocabularies:  # the model has only targets
-      self._required, self._line_feature = ('targets',), 'targets'
+      self._required = ('targets',)
+      self._line_feature = 'targets'
     else:
-      self._required, self._line_feature = (
-        ('inputs', 'targets') if needs_targets else ('inputs',),
-        'inputs',
-      )
+      if needs_targets:
+        self._required = ('inputs', 'targets')
+      else:
+        self._required = ('inputs',)
+      self._line_feature = 'inputs'
     if not cfg.is_jsonl and len(self._required) > 1:
       raise ConfigError(
         f'{_shown(cfg.path)} is a text file, which has only inputs, but scoring needs targets too. Use '
@@ -155,7 +157,10 @@ class TextSource(ConvertedSource):
           'Choose another one, or infer from a task.',
         )
     self._append_eos = {'inputs': cfg.append_eos_to_inputs, 'targets': cfg.append_eos_to_targets}
-    stem = 'stdin' if cfg.path == STANDARD_INPUT else pathlib.PurePath(cfg.path).stem
+    if cfg.path == STANDARD_INPUT:
+      stem = 'stdin'
+    else:
+      stem = pathlib.PurePath(cfg.path).stem
     self.name = cfg.name or stem
     self._spooled: BinaryIO | None = None
     if cfg.path == STANDARD_INPUT or not _is_regular(cfg.path):
@@ -188,7 +193,9 @@ class TextSource(ConvertedSource):
 
   def _scan(self) -> tuple[int, int, str]:
     """Return (number of examples, number of unusable lines, hash of the content); warns of unusable lines."""
-    digest, count, skipped = hashlib.sha256(), 0, []
+    digest = hashlib.sha256()
+    count = 0
+    skipped = []
     with self._open() as stream:
       for number, line in enumerate(stream, start=1):
         digest.update(line)
@@ -198,11 +205,10 @@ class TextSource(ConvertedSource):
           skipped.append((number, problem))
     where = _shown(self._cfg.path)
     if not count:
-      reason = (
-        'it is empty'
-        if not skipped
-        else (f'all {len(skipped)} lines are unusable. Line {skipped[0][0]}: {skipped[0][1]}')
-      )
+      if not skipped:
+        reason = 'it is empty'
+      else:
+        reason = f'all {len(skipped)} lines are unusable. Line {skipped[0][0]}: {skipped[0][1]}'
       raise DataError(f'{where} must have at least one usable line, but {reason}.')
     for number, problem in skipped[:_MAX_NAMED]:
       _logger.warning('%s, line %d is skipped: %s.', where, number, problem)
@@ -257,7 +263,8 @@ class TextSource(ConvertedSource):
     Raises:
       DataError: the file has changed since this source was made.
     """
-    digest, count = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    count = 0
     with self._open() as stream:
       for number, line in enumerate(stream, start=1):
         digest.update(line)
@@ -274,14 +281,17 @@ class TextSource(ConvertedSource):
 
   def prepare(self, record: dict[str, Any]) -> Example:
     """See base class."""
-    row, fields, is_cut = {}, dict(record), False
+    row = {}
+    fields = dict(record)
+    is_cut = False
     for feature, vocabulary in self._vocabularies.items():
       text = fields.pop(feature, None)
       if text is None:
         row[feature] = np.zeros(0, np.int32)
         continue
       fields[f'{feature}_pretokenized'] = text
-      ids, length = text_examples.encode_text(text, vocabulary), self._lengths[feature]
+      ids = text_examples.encode_text(text, vocabulary)
+      length = self._lengths[feature]
       is_cut |= len(ids) + self._append_eos[feature] > length
       row[feature] = (
         append_eos_after_trim(np.asarray(ids, np.int32), vocabulary.eos_id, length)
@@ -360,7 +370,9 @@ def _temporary() -> Iterator[BinaryIO]:
 
 
 def _shown(path: str) -> str:
-  return 'standard input' if path == STANDARD_INPUT else path
+  if path == STANDARD_INPUT:
+    return 'standard input'
+  return path
 
 
 def _similar(path: str) -> str:

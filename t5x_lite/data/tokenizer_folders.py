@@ -35,7 +35,10 @@ _BYT5_EXTRA_IDS = 125
 _BYT5_VOCAB_SIZE = 384
 _SENTINEL = re.compile(r'\u2581?<extra_id_\d+>')
 # Kinds of pieces in a sentencepiece model.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
 
 
 def hugging_face_vocabulary(
@@ -97,7 +100,10 @@ def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) ->
   if (root / MODEL_FILE).is_file():
     path = str(untrusted.check_file(root, MODEL_FILE))
     if number is None:
-      number = 0 if has_sentinels(path) else _EXTRA_IDS.get(str(config.get('model_type')))
+      if has_sentinels(path):
+        number = 0
+      else:
+        number = _EXTRA_IDS.get(str(config.get('model_type')))
     if number is None:
       raise checks.invalid(
         'hugging_face_vocabulary',
@@ -110,12 +116,13 @@ def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) ->
   is_byt5 = config.get('model_type') == 't5' and config.get('vocab_size') == _BYT5_VOCAB_SIZE
   if name.startswith('ByT5') or (is_byt5 and not (root / TOKENIZER_JSON).is_file()):
     return ByteVocabulary(_BYT5_EXTRA_IDS if number is None else number)
-  remedy = (
-    f'Write it from {TOKENIZER_JSON}, once: python -c "from t5x_lite.data import tokenizer_folders; '
-    f'tokenizer_folders.write_sentencepiece_model({str(root)!r})"'
-    if (root / TOKENIZER_JSON).is_file()
-    else 'Copy the tokenizer of the original model into the folder, or bind VOCABULARY to its vocabulary.'
-  )
+  if (root / TOKENIZER_JSON).is_file():
+    remedy = (
+      f'Write it from {TOKENIZER_JSON}, once: python -c "from t5x_lite.data import tokenizer_folders; '
+      f'tokenizer_folders.write_sentencepiece_model({str(root)!r})"'
+    )
+  else:
+    remedy = 'Copy the tokenizer of the original model into the folder, or bind VOCABULARY to its vocabulary.'
   raise ConfigError(
     f'{str(root)!r} must contain {MODEL_FILE}, or the tokenizer_config.json of a ByT5, got neither. '
     f'{remedy}'
@@ -139,7 +146,9 @@ def _recorded_extra_ids(
       ]
       if sentinels := {text for text in texts if _SENTINEL.fullmatch(text)}:
         return len(sentinels)
-  return 0 if is_number and 'additional_special_tokens' in tokenizer else None
+  if is_number and 'additional_special_tokens' in tokenizer:
+    return 0
+  return None
 
 
 def has_sentinels(model_file: str) -> bool:
@@ -157,7 +166,8 @@ def read_sentencepiece_model(model_file: str) -> Any:
     OSError: the file cannot be read.
   """
   _, model_pb2, decode_error = sentencepiece_modules()
-  model, problem = model_pb2.ModelProto(), 'it has no pieces'
+  model = model_pb2.ModelProto()
+  problem = 'it has no pieces'
   serialized = files.path(model_file).read_bytes()
   try:
     model.ParseFromString(serialized)
@@ -190,7 +200,10 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
     ConfigError: the type of tokenizer is not supported, or the output exists.
   """
   source = files.path(folder) / TOKENIZER_JSON
-  target = files.path(output) if output is not None else files.path(folder) / MODEL_FILE
+  if output is not None:
+    target = files.path(output)
+  else:
+    target = files.path(folder) / MODEL_FILE
   if target.exists() or not source.is_file():
     raise ConfigError(
       f'{str(target)!r} must be a new file, got an existing one. Give another output, or delete it.'
@@ -213,7 +226,8 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
     )
   while pieces and _SENTINEL.fullmatch(pieces[-1][0]) and not pieces[-1][0].startswith('\u2581'):
     pieces = pieces[:-1]
-  model, unk_id = sentencepiece_modules()[1].ModelProto(), unigram.get('unk_id', 2)
+  model = sentencepiece_modules()[1].ModelProto()
+  unk_id = unigram.get('unk_id', 2)
   special = {token['id'] for token in tokenizer.get('added_tokens', ()) if token.get('special')}
   for number, (piece, score) in enumerate(pieces):
     if number == unk_id:
@@ -227,8 +241,10 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
   model.trainer_spec.vocab_size = len(pieces)
   ids = {piece: number for number, (piece, _) in enumerate(pieces[:10])}
   model.trainer_spec.pad_id, model.trainer_spec.eos_id = ids.get('<pad>', -1), ids.get('</s>', -1)
-  model.trainer_spec.unk_id, model.trainer_spec.bos_id = unk_id, -1
-  model.trainer_spec.pad_piece, model.trainer_spec.eos_piece = '<pad>', '</s>'
+  model.trainer_spec.unk_id = unk_id
+  model.trainer_spec.bos_id = -1
+  model.trainer_spec.pad_piece = '<pad>'
+  model.trainer_spec.eos_piece = '</s>'
   model.trainer_spec.unk_piece = pieces[unk_id][0]
   model.normalizer_spec.name = 'from tokenizer.json'
   model.normalizer_spec.precompiled_charsmap = _charsmap(tokenizer.get('normalizer'), path)
@@ -240,7 +256,10 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
 
 def _charsmap(normalizer: Mapping[str, Any] | None, path: str) -> bytes:
   """Return sentencepiece's normalization table in a `normalizer` of `tokenizer.json`, empty without one."""
-  parts = [] if normalizer is None else normalizer.get('normalizers', [normalizer])
+  if normalizer is None:
+    parts = []
+  else:
+    parts = normalizer.get('normalizers', [normalizer])
   charsmap = b''
   for part in parts:
     if part.get('type') == 'Precompiled':
@@ -259,8 +278,6 @@ def _charsmap(normalizer: Mapping[str, Any] | None, path: str) -> bytes:
 
 def _read_json(path: files.Path) -> Mapping[str, Any]:
   """Return the JSON object in a file, empty if the file does not exist."""
-  return (
-    untrusted.parse_object(untrusted.read_limited(path.parent, path.name), str(path))
-    if path.is_file()
-    else {}
-  )
+  if path.is_file():
+    return untrusted.parse_object(untrusted.read_limited(path.parent, path.name), str(path))
+  return {}

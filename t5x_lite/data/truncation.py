@@ -49,18 +49,18 @@ class Truncation:
       for feature, count in self.num_cut.items()
       if count
     ]
+    if not parts:
+      return ''
     return (
-      ''
-      if not parts
-      else (
-        f'Of {self.num_examples} training examples that were sampled, {" and ".join(parts)}. Raise '
-        'task_feature_lengths (TASK_FEATURE_LENGTHS) to avoid this.'
-      )
+      f'Of {self.num_examples} training examples that were sampled, {" and ".join(parts)}. Raise '
+      'task_feature_lengths (TASK_FEATURE_LENGTHS) to avoid this.'
     )
 
 
 def _percent(fraction: float) -> str:
-  return 'less than 1%' if fraction < 0.01 else f'{fraction:.0%}'
+  if fraction < 0.01:
+    return 'less than 1%'
+  return f'{fraction:.0%}'
 
 
 def sample_truncation(

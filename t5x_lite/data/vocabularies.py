@@ -249,7 +249,10 @@ class SentencePieceVocabulary(Vocabulary):
         ConfigError,
         decode_error,
       ) as error:  # ConfigError: the store's.
-        reason = error.strerror if isinstance(error, OSError) else ' '.join(str(error).split())
+        if isinstance(error, OSError):
+          reason = error.strerror
+        else:
+          reason = ' '.join(str(error).split())
         raise checks.invalid(
           'SentencePieceVocabulary',
           'sentencepiece_model_file',
@@ -314,7 +317,9 @@ def kind_of(vocabulary: Any) -> str:
   """
   cls = type(vocabulary)
   is_known = cls.__module__.partition('.')[0] in ('t5x_lite', 'seqio')
-  return cls.__name__ if is_known else f'{cls.__module__}.{cls.__qualname__}'
+  if is_known:
+    return cls.__name__
+  return f'{cls.__module__}.{cls.__qualname__}'
 
 
 def _identity(vocabulary: Any) -> tuple[Any, ...]:

@@ -153,15 +153,19 @@ def beam_search(
       ),
     ),
   )
-  batch_size, length = (
-    inputs.shape[0],
-    inputs.shape[1] if max_decode_len is None else max_decode_len,
-  )
+  batch_size = inputs.shape[0]
+  if max_decode_len is None:
+    length = inputs.shape[1]
+  else:
+    length = max_decode_len
   ends = options.end_token_ids(eos_id, stop_token_ids)
   initial_index = options.int32_or_none(initial_index)
   padding_mask = options.mask_or_zeros(padding_mask, batch_size)
   is_prefilled = initial_index is not None
-  num_cached = initial_index if is_prefilled else jnp.zeros((batch_size,), jnp.int32)
+  if is_prefilled:
+    num_cached = initial_index
+  else:
+    num_cached = jnp.zeros((batch_size,), jnp.int32)
 
   # Column s: input token of step 0 (s = 0) or forced choice of step s - 1; 0 if not forced. One column more than steps.
   forced = _shift_left(jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length + 1))), num_cached)[
@@ -250,7 +254,9 @@ def beam_search(
       finished_flags=finished_flags,
       cache=new_cache,
     )
-    return _keep_complete_rows(is_complete(state), state, new_state) if is_prefilled else new_state
+    if is_prefilled:
+      return _keep_complete_rows(is_complete(state), state, new_state)
+    return new_state
 
   initial = beam_init(
     batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index
@@ -291,8 +297,10 @@ def _best_extensions(
     equal.
   """
   batch_size, beam_size, vocab_size = logits.shape
-  num_best, num_of_beam = 2 * beam_size, min(2 * beam_size, vocab_size)
-  logits, before = logits.reshape(-1, vocab_size), live_logprobs.reshape(-1, 1)
+  num_best = 2 * beam_size
+  num_of_beam = min(2 * beam_size, vocab_size)
+  logits = logits.reshape(-1, vocab_size)
+  before = live_logprobs.reshape(-1, 1)
   largest = jnp.max(logits, axis=-1, keepdims=True)
   log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
   # The best of each beam, then the best of these, ranked by log-probabilities: ranking by logits gives the same order

@@ -35,12 +35,17 @@ def cache_map(
   >>> cache_map(lambda x: x + 1, {'layer': {'cached_key': 1, 'cache_index': 1}})
   {'layer': {'cached_key': 2, 'cache_index': 1}}
   """
-  skipped = _NOT_PER_ROW if apply_to_index else (*_NOT_PER_ROW, 'cache_index')
+  if apply_to_index:
+    skipped = _NOT_PER_ROW
+  else:
+    skipped = (*_NOT_PER_ROW, 'cache_index')
 
   def visit(node, name):
     if isinstance(node, Mapping):
       return {key: visit(value, key) for key, value in node.items()}
-    return node if name in skipped else jax.tree.map(fn, node)
+    if name in skipped:
+      return node
+    return jax.tree.map(fn, node)
 
   return like_cache(visit(cache, ''), cache)
 
@@ -49,7 +54,9 @@ def like_cache(new_cache: Mapping[str, Any], cache: Mapping[str, Any]) -> Mappin
   """Return `new_cache` as a FrozenDict if `cache` is one, else as a dict; the state of a loop must not change type."""
   if isinstance(cache, flax.core.FrozenDict):
     return flax.core.freeze(new_cache)
-  return flax.core.unfreeze(new_cache) if isinstance(new_cache, flax.core.FrozenDict) else new_cache
+  if isinstance(new_cache, flax.core.FrozenDict):
+    return flax.core.unfreeze(new_cache)
+  return new_cache
 
 
 def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
@@ -103,7 +110,9 @@ def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
   >>> flat_batch_beam_expand(np.array([[1, 2], [3, 4]]), 2).tolist()
   [[1, 2], [1, 2], [3, 4], [3, 4]]
   """
-  return jnp.repeat(x, beam_size, axis=offset) if beam_size > 1 else jnp.asarray(x)
+  if beam_size > 1:
+    return jnp.repeat(x, beam_size, axis=offset)
+  return jnp.asarray(x)
 
 
 def cache_gather_beams(
@@ -188,10 +197,8 @@ def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, 
 
   def check(x):
     # `take` clips indices, so wrong sizes would give wrong beams silently.
-    shapes, expected = (
-      (beam_indices.shape, x.shape[offset : offset + 2]),
-      ((batch_size, new_beam_size), (batch_size, old_beam_size)),
-    )
+    shapes = (beam_indices.shape, x.shape[offset : offset + 2])
+    expected = ((batch_size, new_beam_size), (batch_size, old_beam_size))
     if shapes != expected:
       raise ConfigError(
         f'The shape of beam_indices and dims {offset} and {offset + 1} of arrays of beams must be '
@@ -214,4 +221,6 @@ def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, 
     take = lambda beams, indices: jnp.take(beams, indices, axis=offset, mode='clip')
     return jax.vmap(take, in_axes=(offset, 0), out_axes=offset)(x, beam_indices)
 
-  return by_contraction if one_hot else by_index
+  if one_hot:
+    return by_contraction
+  return by_index

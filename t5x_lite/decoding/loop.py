@@ -54,7 +54,8 @@ def decode_tokens(
     (<int32>[rows, length] tokens, <float32>[rows] sums of the log-probabilities of decoded tokens, the end token
     included and forced tokens excluded).
   """
-  (num_rows, length), padding_mask = rows.tokens.shape, rows.padding_mask
+  (num_rows, length) = rows.tokens.shape
+  padding_mask = rows.padding_mask
   inputs = jnp.where(padding_mask[:, None], 0, rows.tokens)
   sequences = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, _EXTRA_COLUMNS)))
   columns = jnp.arange(length + _EXTRA_COLUMNS)

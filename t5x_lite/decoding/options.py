@@ -24,7 +24,9 @@ def concrete(value: Any) -> np.ndarray | None:
   ):
     return None
   known = np.asarray(value)
-  return np.full(known.shape, np.nan) if known.dtype.kind in 'OSU' else known
+  if known.dtype.kind in 'OSU':
+    return np.full(known.shape, np.nan)
+  return known
 
 
 def numbers(
@@ -122,7 +124,8 @@ def initial_index(inputs: Array) -> Expectation:
       return True
     if jnp.shape(value) != (batch,) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
       return False
-    index, tokens = concrete(value), concrete(inputs)
+    index = concrete(value)
+    tokens = concrete(inputs)
     return index is None or bool(
       np.all((index >= 0) & (index < length))
       and (tokens is None or np.all((index == 0) | (tokens[np.arange(batch), index] != 0)))
@@ -166,9 +169,13 @@ def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectatio
 
 def mask_or_zeros(mask: Array | None, batch_size: int) -> Array:
   """Return `mask` as <bool>[`batch_size`]; None means no padding."""
-  return jnp.zeros((batch_size,), bool) if mask is None else jnp.asarray(mask)
+  if mask is None:
+    return jnp.zeros((batch_size,), bool)
+  return jnp.asarray(mask)
 
 
 def int32_or_none(value: Any) -> Array | None:
   """Return `value` as int32, or None."""
-  return None if value is None else jnp.asarray(value, jnp.int32)
+  if value is None:
+    return None
+  return jnp.asarray(value, jnp.int32)

@@ -208,11 +208,10 @@ def _choose_fn(
     is_certain = (jnp.sum(scaled == largest[:, None], axis=-1) == 1) & (
       largest > _CLEARLY_ABOVE_MASKED
     )
-    log_prob = (
-      jnp.zeros_like(largest)
-      if rescale
-      else _log_prob(logits, jnp.max(logits, axis=-1), _at(logits, token))
-    )
+    if rescale:
+      log_prob = jnp.zeros_like(largest)
+    else:
+      log_prob = _log_prob(logits, jnp.max(logits, axis=-1), _at(logits, token))
     return jax.lax.cond(jnp.all(is_certain), lambda: (token, log_prob), draw_from_kept)
 
   known = options.concrete(temperature)

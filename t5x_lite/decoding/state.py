@@ -222,11 +222,10 @@ def contract_of(decode_fn: Callable[..., Any]) -> DecodeContract:
         f'The attribute takes_filling_rows of decode_fn={getattr(decode_fn, "__name__", repr(decode_fn))} has no '
         'effect. Decorate the function or class with @decoding.declare(padding_mask=True) instead.'
       )
-    inner = (
-      decode_fn.func
-      if isinstance(decode_fn, functools.partial)
-      else getattr(decode_fn, '__wrapped__', None)
-    )
+    if isinstance(decode_fn, functools.partial):
+      inner = decode_fn.func
+    else:
+      inner = getattr(decode_fn, '__wrapped__', None)
     if inner is None:
       return DecodeContract()
     decode_fn = inner

@@ -77,39 +77,50 @@ def by_length(
   )
   if not known or kind == 'score_with_intermediates':
     return in_order(num_examples, batch_size)
-  encoder, decoder = sorted(set(rows) & _ENCODER_FEATURES), sorted(set(rows) & _DECODER_FEATURES)
-  encoder_needs, decoder_needs = (
-    _needed(rows, encoder, num_examples),
-    _needed(rows, decoder, num_examples),
-  )
+  encoder = sorted(set(rows) & _ENCODER_FEATURES)
+  decoder = sorted(set(rows) & _DECODER_FEATURES)
+  encoder_needs = _needed(rows, encoder, num_examples)
+  decoder_needs = _needed(rows, decoder, num_examples)
   if kind == 'predict' or kind == 'predict_with_aux':
     # The length of the decoder's features is the number of tokens to decode.
-    cut, needs, also = encoder, encoder_needs, {}
+    cut = encoder
+    needs = encoder_needs
+    also = {}
   elif encoder:
-    cut, needs = encoder, encoder_needs
+    cut = encoder
+    needs = encoder_needs
     also = {name: _round_up(int(decoder_needs.max()), rows[name].shape[1]) for name in decoder}
   else:
-    cut, needs, also = decoder, decoder_needs, {}
-  lengths = (
-    [0]
-    if not cut
-    else choose_lengths(
+    cut = decoder
+    needs = decoder_needs
+    also = {}
+  if not cut:
+    lengths = [0]
+  else:
+    lengths = choose_lengths(
       needs,
       rows[cut[0]].shape[1],
       max_num_lengths=min(
         max_num_lengths, max(1, num_examples // (batch_size * _MIN_BATCHES_PER_LENGTH))
       ),
     )
-  )
   # Within one length, rows with targets of similar length, which probably finish together.
   order = np.lexsort((np.arange(num_examples), decoder_needs))
-  planned, carried = [], np.zeros(0, np.int32)
-  bins = np.searchsorted(lengths, needs[order]) if cut else np.zeros(num_examples, np.int32)
+  planned = []
+  carried = np.zeros(0, np.int32)
+  if cut:
+    bins = np.searchsorted(lengths, needs[order])
+  else:
+    bins = np.zeros(num_examples, np.int32)
   for i, length in enumerate(lengths):
     pool = np.concatenate([carried, order[bins == i].astype(np.int32)])
     # Examples that do not fill a batch of this length join those of the next length.
-    num_ready = len(pool) if i == len(lengths) - 1 else len(pool) // batch_size * batch_size
-    ready, carried = pool[:num_ready], pool[num_ready:]
+    if i == len(lengths) - 1:
+      num_ready = len(pool)
+    else:
+      num_ready = len(pool) // batch_size * batch_size
+    ready = pool[:num_ready]
+    carried = pool[num_ready:]
     cuts = {**also, **{name: length for name in cut}}
     planned += [PlannedBatch(indices, cuts) for indices in _padded_batches(ready, batch_size)]
   return planned[::-1]
@@ -135,7 +146,8 @@ def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int)
   candidates, counts = np.unique(rounded, return_counts=True)
   num_up_to = np.cumsum(counts)
   # costs[k][j]: positions of all rows up to candidate j with k + 1 lengths, the largest of which is candidate j.
-  costs, before = [np.asarray(candidates * num_up_to, np.float64)], []
+  costs = [np.asarray(candidates * num_up_to, np.float64)]
+  before = []
   for _ in range(1, min(max_num_lengths, len(candidates))):
     with_previous = costs[-1][:, None] + candidates[None] * (num_up_to[None] - num_up_to[:, None])
     with_previous[np.tril_indices(len(candidates))] = np.inf

@@ -128,5 +128,8 @@ class Evaluation:
   @property
   def folder(self) -> str:
     """Folder of the results, below the run directory."""
-    kind = metric_names.INFERENCE_EVAL if self.decode else metric_names.TRAINING_EVAL
+    if self.decode:
+      kind = metric_names.INFERENCE_EVAL
+    else:
+      kind = metric_names.TRAINING_EVAL
     return f'{kind}/{self.name}'

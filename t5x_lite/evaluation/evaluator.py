@@ -109,7 +109,10 @@ class InferenceEvaluator:
     if verify_matching_vocabs_fn is not None:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
     layout = partitioner.get_data_layout(infer_eval_dataset_cfg.batch_size)
-    self._folder = None if log_dir is None else files.path(log_dir) / folder
+    if log_dir is None:
+      self._folder = None
+    else:
+      self._folder = files.path(log_dir) / folder
     self._seqio = None
     if inference_evaluator_cls is None:
       self._tasks = data.open_eval_tasks(
@@ -204,7 +207,8 @@ class InferenceEvaluator:
     Raises:
       OSError: e.g. the disk is full; no result is lost, and the next flush tries again.
     """
-    pending, self._pending = self._pending, []
+    pending = self._pending
+    self._pending = []
     concurrent.futures.wait(pending)  # Also if one raises: afterwards, the thread no longer writes.
     for future in pending:
       future.result()
@@ -256,7 +260,8 @@ class InferenceEvaluator:
       metric that cannot be written. Results that a full disk cannot hold are kept for `flush`.
     """
     step = int(train_state.step) if step is None else step
-    parts, outputs = [], {}
+    parts = []
+    outputs = {}
     for task in self._tasks:
       start = time.perf_counter()
       outputs[task.name] = found = self._runner.run(

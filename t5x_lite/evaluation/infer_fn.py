@@ -105,7 +105,8 @@ def get_infer_fn(
   )
 
   def infer_fn(ds, train_state, rng=None):
-    indices, outputs = [], []
+    indices = []
+    outputs = []
     for numbers, batch in _batches(ds, batch_size, partitioner):
       step_rng = None
       if rng is not None:

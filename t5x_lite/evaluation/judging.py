@@ -84,7 +84,9 @@ def as_numpy(tree: PyTree) -> PyTree:
   def convert(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
       return np.asarray(x, np.float64)
-    return np.asarray(x, np.int64) if jnp.issubdtype(x.dtype, jnp.integer) else np.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+      return np.asarray(x, np.int64)
+    return np.asarray(x)
 
   return jax.tree.map(convert, tree)
 
@@ -99,11 +101,9 @@ def decode_texts(task: data.EvalTask, outputs: Mapping[str, PyTree]) -> list[Any
     return None
 
   def decode(row):
-    return (
-      [decode(part) for part in row]
-      if row.ndim > 1
-      else task.output_vocabulary.decode(row.tolist())
-    )
+    if row.ndim > 1:
+      return [decode(part) for part in row]
+    return task.output_vocabulary.decode(row.tolist())
 
   return [decode(row) for row in tokens]
 
@@ -170,7 +170,10 @@ def as_value(name: str, value: Any) -> clu.values.Value:
   if isinstance(value, _value_classes('Scalar')):
     return clu.values.Scalar(float(np.asarray(value.value)))
   if isinstance(value, _value_classes('Text')):
-    text = value.value if isinstance(value, clu.values.Text) else value.textdata
+    if isinstance(value, clu.values.Text):
+      text = value.value
+    else:
+      text = value.textdata
     return clu.values.Text(
       text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text)
     )
@@ -187,7 +190,10 @@ def as_number(name: str, value: Any) -> float:
   Raises:
     DataError: the result is not a number.
   """
-  number = value.value if isinstance(value, _value_classes('Scalar')) else value
+  if isinstance(value, _value_classes('Scalar')):
+    number = value.value
+  else:
+    number = value
   try:
     return float(np.asarray(number))
   except (TypeError, ValueError):

@@ -105,11 +105,10 @@ def check_metric_name(
   ):
     return
   candidates = [f'{folder}/{metric}' for folder, names in folders.items() for metric in names or ()]
-  hint = (
-    did_you_mean(name, candidates)
-    if candidates
-    else did_you_mean(name, [f'{folder}/...' for folder in folders])
-  )
+  if candidates:
+    hint = did_you_mean(name, candidates)
+  else:
+    hint = did_you_mean(name, [f'{folder}/...' for folder in folders])
   if not folders:
     hint = ' Nothing is evaluated: configure an evaluation, or remove the option.'
   owner, _, option = option.rpartition('.')

@@ -92,7 +92,9 @@ class PredictRunner:
       rng = jax.random.fold_in(jax.random.key(seed), number)
       outputs = _call_model(self._model, kind, train_state, batch, rng, options)
       _check_rows(kind, outputs, next(iter(batch.values())).shape[0])
-      return outputs if indices is None else (indices, outputs)
+      if indices is None:
+        return outputs
+      return (indices, outputs)
 
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in spec.items()}
     partitioned = self._partitioner.partition(

@@ -153,11 +153,10 @@ class InteractiveModel:
     )
 
     spec = text_inference.element_spec(model, self._task_feature_lengths, batch_size)
-    shapes = (
-      {name: s.shape for name, s in spec.items()}
-      if input_shapes is None
-      else {name: tuple(int(n) for n in shape) for name, shape in input_shapes.items()}
-    )
+    if input_shapes is None:
+      shapes = {name: s.shape for name, s in spec.items()}
+    else:
+      shapes = {name: tuple(int(n) for n in shape) for name, shape in input_shapes.items()}
     initializer = state_init.TrainStateInitializer(
       model.optimizer_def, model.get_initial_variables, shapes, partitioner, input_types
     )
@@ -247,11 +246,9 @@ class InteractiveModel:
     """(path, mode) of the newest checkpoint saved here, else of the restored checkpoint, else None."""
     if self._saved_steps:
       return checkpoints.get_checkpoint_dir(self._output_dir, self._saved_steps[-1]), 'specific'
-    return (
-      None
-      if self._restore_checkpoint_cfg is None
-      else (self._restore_checkpoint_cfg.path, self._restore_checkpoint_cfg.mode)
-    )
+    if self._restore_checkpoint_cfg is None:
+      return None
+    return (self._restore_checkpoint_cfg.path, self._restore_checkpoint_cfg.mode)
 
   @property
   def features(self) -> Mapping[str, text_examples.TextFeature]:
@@ -461,7 +458,10 @@ class InteractiveModel:
     checks.check(
       'train_loop', locals(), num_steps=_COUNT, eval_period=_COUNT.or_none(), eval_batches=pair
     )
-    batches = itertools.cycle(_as_batches(train_batches)) if train_batches else None
+    if train_batches:
+      batches = itertools.cycle(_as_batches(train_batches))
+    else:
+      batches = None
     to_evaluate = _flat(eval_batches)
     metrics = None
     with contextlib.closing(summaries.MetricsManager(_EVALUATION, self._output_dir)) as writer:
@@ -476,16 +476,23 @@ class InteractiveModel:
           )
         if is_last:
           break
-    predictions = self.predict_with_aux(_flat(predict_batches))[0] if predict_batches else None
-    scores = self.score(_flat(score_batches)) if score_batches else None
+    if predict_batches:
+      predictions = self.predict_with_aux(_flat(predict_batches))[0]
+    else:
+      predictions = None
+    if score_batches:
+      scores = self.score(_flat(score_batches))
+    else:
+      scores = None
     return predictions, scores, metrics
 
 
 def _default_trainer_cls(model: models.BaseTransformerModel) -> trainer_lib.BaseTrainerConstructor:
   """Return the trainer with T5X's default schedule, or without a schedule if the optimizer has a learning rate."""
-  schedule = (
-    schedules.create_learning_rate_scheduler() if model.optimizer_def.needs_learning_rate else None
-  )
+  if model.optimizer_def.needs_learning_rate:
+    schedule = schedules.create_learning_rate_scheduler()
+  else:
+    schedule = None
   return functools.partial(trainer_lib.Trainer, learning_rate_fn=schedule)
 
 
@@ -504,9 +511,13 @@ def _starting_point(cfg: checkpoints.RestoreCheckpointConfig | None) -> start_li
 
 def _as_batches(batches: Batches) -> list[Sequence[TextExample]]:
   """Return a list of batches, also for a single batch."""
-  return [batches] if isinstance(batches[0], (str, bytes, Mapping)) else list(batches)
+  if isinstance(batches[0], (str, bytes, Mapping)):
+    return [batches]
+  return list(batches)
 
 
 def _flat(batches: Batches | None) -> list[TextExample]:
   """Return all examples of all batches."""
-  return [example for batch in _as_batches(batches) for example in batch] if batches else []
+  if batches:
+    return [example for batch in _as_batches(batches) for example in batch]
+  return []

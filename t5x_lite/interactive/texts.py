@@ -267,7 +267,9 @@ class TextInference:
 def _by_example(*batches: np.ndarray) -> list[Any]:
   """Return a list with one value per example, from the outputs of several batches."""
   rows = np.concatenate(batches)
-  return rows.tolist() if rows.ndim == 1 else list(rows)
+  if rows.ndim == 1:
+    return rows.tolist()
+  return list(rows)
 
 
 def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:

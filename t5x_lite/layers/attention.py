@@ -67,7 +67,10 @@ class MultiHeadDotProductAttention(nn.Module):
   encode_positions_fn: EncodePositionsFn | None = dataclasses.field(default=None, kw_only=True)
 
   def setup(self):
-    heads_axes = ('joined_kv',) if self.flat_kernels else ('heads', 'kv')
+    if self.flat_kernels:
+      heads_axes = ('joined_kv',)
+    else:
+      heads_axes = ('heads', 'kv')
     project = functools.partial(
       DenseGeneral,
       (self.num_heads, self.head_dim),
@@ -117,9 +120,10 @@ class MultiHeadDotProductAttention(nn.Module):
     """Attend, without the output projection; see `dot_product_attention`."""
     dropout = not deterministic and self.dropout_rate > 0.0
     # The result is not used in initialization, and its choice of a kernel must not be logged.
-    kernel = (
-      'dot' if self.attention_kernel == 'auto' and self.is_initializing() else self.attention_kernel
-    )
+    if self.attention_kernel == 'auto' and self.is_initializing():
+      kernel = 'dot'
+    else:
+      kernel = self.attention_kernel
     return dot_product_attention(
       query,
       key,
@@ -179,7 +183,10 @@ class MultiHeadDotProductAttention(nn.Module):
     key, value = map(checkpoint_name, self.project_key_value(inputs_kv), ('key', 'value'))
     if self.encode_positions_fn is not None:
       # A step's positions follow those in the cache.
-      first = self.get_variable('cache', 'cache_index', 0) if decode and not prefill else 0
+      if decode and not prefill:
+        first = self.get_variable('cache', 'cache_index', 0)
+      else:
+        first = 0
       query, key = (
         self._encode_positions(
           x, jnp.reshape(first, (-1, 1)) + jnp.arange(x.shape[1], dtype=jnp.int32)
@@ -195,7 +202,8 @@ class MultiHeadDotProductAttention(nn.Module):
     ):
       bias = rows_at(bias, self.get_variable('cache', 'cache_index'), length)
     bias = _merge(mask, bias)
-    shape, is_step = query.shape, False
+    shape = query.shape
+    is_step = False
     if prefill:
       self._prefill_cache(key, value, prefill_lengths, cache_length or length)
     elif decode and self.has_variable('cache', 'cached_key'):
@@ -317,11 +325,9 @@ class MultiHeadDotProductAttention(nn.Module):
     """Like `_append_to_cache`, for a cache with slots for beams; also return queries [batch, beam * new, ...]."""
     slot_key, slot_value = (self.get_variable('cache', name) for name in ('slot_key', 'slot_value'))
     index, table = (self.get_variable('cache', name) for name in ('cache_index', 'slot_table'))
-    (rows, num_new, *head_dims), (batch, _, num_slots, _), length = (
-      key.shape,
-      slot_key.shape,
-      table.shape[1],
-    )
+    (rows, num_new, *head_dims) = key.shape
+    (batch, _, num_slots, _) = slot_key.shape
+    length = table.shape[1]
     num_beams = num_slots // length
     _check_rows(rows, batch * num_beams)
     # All beams of an example are at the same position.

@@ -23,7 +23,8 @@ from t5x_lite.layers.masks import AttentionBias, sum_over_batch
 ATTENTION_KERNELS = ('auto', 'dot', 'blockwise', 'cudnn', 'splash')
 # Least number of scores per row and head for which 'auto' takes 'blockwise'. On a CPU 'dot' is as fast below; on
 # accelerators it costs memory for scores, which blocks of this size hold once.
-_MIN_BLOCKWISE_SCORES_CPU, _MIN_BLOCKWISE_SCORES = 1024 * 1024, 512 * 512
+_MIN_BLOCKWISE_SCORES_CPU = 1024 * 1024
+_MIN_BLOCKWISE_SCORES = 512 * 512
 
 _logger = logging.getLogger(__name__)
 
@@ -92,9 +93,10 @@ def select_attention_kernel(kernel: str, **conditions: Any) -> str:
   if kernel != 'auto':
     reason = reasons[kernel]
     if reason is not None:
-      alternative = (
-        '' if reason.endswith(fused_attention.USE_AUTO) else "; or use attention_kernel='auto'"
-      )
+      if reason.endswith(fused_attention.USE_AUTO):
+        alternative = ''
+      else:
+        alternative = "; or use attention_kernel='auto'"
       raise ConfigError(f'attention_kernel={kernel!r} is not supported: {reason}{alternative}.')
     return kernel
   choice = KernelChoice(q_len, k_len, *_choose(platform, q_len * k_len, reasons))
@@ -119,7 +121,9 @@ def _choose(platform: str, num_scores: int, reasons: dict[str, str | None]) -> t
 
 
 def _min_blockwise_scores(platform: str) -> int:
-  return _MIN_BLOCKWISE_SCORES_CPU if platform == 'cpu' else _MIN_BLOCKWISE_SCORES
+  if platform == 'cpu':
+    return _MIN_BLOCKWISE_SCORES_CPU
+  return _MIN_BLOCKWISE_SCORES
 
 
 def uses_arrays(kernel: str, q_len: int, k_len: int) -> bool:
@@ -171,8 +175,13 @@ def _add_bias(scores: jax.Array, bias: AttentionBias | None) -> jax.Array:
   bias = bias.with_arrays()
   if bias.shared is not None:
     spread = bias.shared.shape == (1, *scores.shape[1:])
-    scores = _add_shared(scores, bias.shared) if spread else scores + bias.shared
-  return scores if bias.per_example is None else scores + bias.per_example
+    if spread:
+      scores = _add_shared(scores, bias.shared)
+    else:
+      scores = scores + bias.shared
+  if bias.per_example is None:
+    return scores
+  return scores + bias.per_example
 
 
 @jax.custom_jvp
@@ -230,7 +239,8 @@ def _dot(query, key, value, bias, heads_first=False):
 
 def _platform(bias: AttentionBias | None) -> dict[str, str | None]:
   """Return `platform` and `gpu` of `cudnn_unsupported_reason`, for the platform of the traced program."""
-  platform, gpu = platforms.traced_platform(), None
+  platform = platforms.traced_platform()
+  gpu = None
   if platform == 'gpu':
     gpu = fused_attention.gpu_unsupported_reason(
       jax.local_devices()[0],
@@ -292,12 +302,14 @@ def dot_product_attention(
     )
   if bias is not None and not isinstance(bias, AttentionBias):
     bias = AttentionBias.from_array(bias)
-  query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)
+  query = query.astype(dtype)
+  key = key.astype(dtype)
+  value = value.astype(dtype)
   value = drop_keys(value, dropout_rng if dropout else None, dropout_rate, heads_first)
-  chosen = (
-    'dot'
-    if heads_first or kernel == 'dot'
-    else select_attention_kernel(
+  if heads_first or kernel == 'dot':
+    chosen = 'dot'
+  else:
+    chosen = select_attention_kernel(
       kernel,
       **_platform(bias),
       dtype=dtype,
@@ -306,7 +318,6 @@ def dot_product_attention(
       k_len=key.shape[1],
       bias=bias,
     )
-  )
   if chosen == 'cudnn':
     return fused_attention.cudnn_attention(query, key, value, bias, fallback=blockwise_attention)
   if chosen == 'splash':
@@ -314,5 +325,6 @@ def dot_product_attention(
   if chosen == 'blockwise':
     return blockwise_attention(query, key, value, bias)
   if float32_logits:
-    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    query = query.astype(jnp.float32)
+    key = key.astype(jnp.float32)
   return _dot(query, key, value, bias, heads_first)

@@ -26,11 +26,14 @@ from t5x_lite.layers.shards import on_each_device
 from t5x_lite.types import PyTree
 
 # Largest numbers of queries and keys of a block. On a CPU the scores of a block and a head then fit into its caches.
-_CPU_BLOCK, _ACCELERATOR_BLOCK = 256, 512
+_CPU_BLOCK = 256
+_ACCELERATOR_BLOCK = 512
 # Block sizes are multiples of these numbers.
-_CPU_MULTIPLE, _ACCELERATOR_MULTIPLE = 8, 128
+_CPU_MULTIPLE = 8
+_ACCELERATOR_MULTIPLE = 128
 # Scores of masked keys, and the least maximum of a query: the difference of a query without a visible key has exp = 0.
-_MASKED, _LEAST_MAX = -1e30, -1e20
+_MASKED = -1e30
+_LEAST_MAX = -1e20
 _NO_SEGMENT = np.iinfo(np.int32).max
 
 
@@ -78,7 +81,10 @@ class _Blocks:
     The second is None if all have one.
     """
     below = self._is_below()
-    static = below if self.causal and bias.prefix is None else np.ones_like(below)
+    if self.causal and bias.prefix is None:
+      static = below
+    else:
+      static = np.ones_like(below)
     pairs = np.argwhere(static).astype(np.int32)
     if bias.key_segments is None:
       return pairs, None
@@ -112,13 +118,16 @@ class _Blocks:
     for array in bias.arrays:
       scores += self.cut_array(array, i, j)
     visible = self._visible(bias, i, j)
-    return scores if visible is None else jnp.where(visible[:, None], scores, _MASKED)
+    if visible is None:
+      return scores
+    return jnp.where(visible[:, None], scores, _MASKED)
 
   def _visible(self, bias: _Bias, i: jax.Array, j: jax.Array) -> jax.Array | None:
     """Return bool [batch or 1, q_block or 1, k_block], or None if all keys are visible."""
     parts = []
     if self.causal:
-      first_query, first_key = i * self.q_block, j * self.k_block
+      first_query = i * self.q_block
+      first_key = j * self.k_block
       queries, keys = (
         lax.broadcasted_iota(jnp.int32, (1, self.q_block, self.k_block), dim) for dim in (1, 2)
       )
@@ -135,7 +144,9 @@ class _Blocks:
         _cut(bias.query_segments, i, self.q_block, 1)[:, :, None]
         == _cut(bias.key_segments, j, self.k_block, 1)[:, None]
       )
-    return functools.reduce(jnp.logical_and, parts) if parts else None
+    if parts:
+      return functools.reduce(jnp.logical_and, parts)
+    return None
 
   def distances(self, values: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     """Return float32 [heads, q_block + k_block - 1], the biases of the distances in block (i, j)."""
@@ -289,13 +300,17 @@ def _backward(
   def update(part, i, j):
     query_bar, key_bar, value_bar, distances_bar, array_bars = part
     largest, total = jnp.unstack(_cut(statistics, i, blocks.q_block)[..., None], axis=3)
-    means, out_bar = _cut(mean, i, blocks.q_block), _cut(output_bar, i, blocks.q_block)
+    means = _cut(mean, i, blocks.q_block)
+    out_bar = _cut(output_bar, i, blocks.q_block)
     weights = jnp.exp(blocks.scores(query, key, bias, i, j) - largest) / total
     value_bar += _product('bhqk,bhqd->bhkd', weights.astype(value.dtype), out_bar)
     weights_bar = _product('bhqd,bhkd->bhqk', out_bar, _cut(value, j, blocks.k_block))
     scores_bar = weights * (weights_bar - means[..., None])
     if distances_bar is not None:
-      per_head = scores_bar[0] if scores_bar.shape[0] == 1 else sum_over_batch(scores_bar)
+      if scores_bar.shape[0] == 1:
+        per_head = scores_bar[0]
+      else:
+        per_head = sum_over_batch(scores_bar)
       distances_bar += _sum_diagonals(per_head)
     array_bars = [
       bar
@@ -499,28 +514,29 @@ def blockwise_attention(
   is_cpu = platforms.traced_platform() == 'cpu'
   largest = max_block or (_CPU_BLOCK if is_cpu else _ACCELERATOR_BLOCK)
   multiple = min(largest, _CPU_MULTIPLE if is_cpu else _ACCELERATOR_MULTIPLE)
-  (batch, q_len), k_len = query.shape[:2], key.shape[1]
+  (batch, q_len) = query.shape[:2]
+  k_len = key.shape[1]
   q_block, num_q = _block_size(q_len, largest, multiple)
   k_block, num_k = _block_size(k_len, largest, multiple)
-  padded_q, padded_k = q_block * num_q, k_block * num_k
+  padded_q = q_block * num_q
+  padded_k = k_block * num_k
 
   bias = bias or AttentionBias()
-  distances = (
-    None
-    if bias.distances is None
-    else jnp.pad(bias.distances.values, ((0, 0), (padded_q - q_len, padded_k - k_len)))
-  )
+  if bias.distances is None:
+    distances = None
+  else:
+    distances = jnp.pad(bias.distances.values, ((0, 0), (padded_q - q_len, padded_k - k_len)))
   arrays = [array for array in (bias.position, bias.extra) if array is not None]
-  query_segments, key_segments, prefix = bias.query_segments, bias.key_segments, bias.prefix
+  query_segments = bias.query_segments
+  key_segments = bias.key_segments
+  prefix = bias.prefix
   if padded_k > k_len and key_segments is None:
     query_segments, key_segments = (
       jnp.zeros((batch, length), jnp.int32) for length in (q_len, k_len)
     )
   if key_segments is not None:
-    query_segments, key_segments = (
-      _pad(query_segments, 1, padded_q, NO_KEY),
-      _pad(key_segments, 1, padded_k, NO_QUERY),
-    )
+    query_segments = _pad(query_segments, 1, padded_q, NO_KEY)
+    key_segments = _pad(key_segments, 1, padded_k, NO_QUERY)
   if prefix is not None:
     prefix = _pad(prefix, 1, max(padded_q, padded_k), False)
   arrays = [array.astype(jnp.float32) for array in arrays]

@@ -30,7 +30,9 @@ def operand_dtype(weights: jax.Array, dtype: Any) -> jnp.dtype:
 
 
 def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
-  return (value,) if isinstance(value, int) else tuple(value)
+  if isinstance(value, int):
+    return (value,)
+  return tuple(value)
 
 
 def _needs_dims(initializer: Initializer) -> bool:
@@ -99,7 +101,8 @@ class DenseGeneral(nn.Module):
       axes=self.kernel_axes,
     )
     operands = operand_dtype(kernel, self.dtype)
-    inputs, kernel = inputs.astype(operands), kernel.astype(operands)
+    inputs = inputs.astype(operands)
+    kernel = kernel.astype(operands)
     if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
       # One matrix product of rows, so that the kernel's gradient contracts one dim. With separate dims for batch and
       # length the CPU compiler makes transposed copies of the operands, which cost as much as the products. Batch comes

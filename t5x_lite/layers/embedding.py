@@ -76,9 +76,10 @@ class Embed(nn.Module):
         (inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype)
       )
     # The gather precedes the cast, so that the table is not copied and its gradient is summed in the table's dtype.
-    take = (
-      _take_bits if self.embedding.dtype == jnp.bfloat16 else functools.partial(jnp.take, axis=0)
-    )
+    if self.embedding.dtype == jnp.bfloat16:
+      take = _take_bits
+    else:
+      take = functools.partial(jnp.take, axis=0)
     return take(self.embedding, inputs).astype(self.dtype)
 
   def attend(self, query: jax.Array) -> jax.Array:
@@ -90,7 +91,10 @@ class Embed(nn.Module):
     Returns:
       <attend_dtype>[..., num_embeddings].
     """
-    dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
+    if self.attend_dtype is None:
+      dtype = self.dtype
+    else:
+      dtype = self.attend_dtype
     # One matrix product of rows, for the reason in `DenseGeneral`.
     operands = operand_dtype(self.embedding, dtype)
     rows = query.astype(operands).reshape(-1, self.features)

@@ -13,7 +13,8 @@ from t5x_lite.layers.shards import on_each_device
 # cuDNN's limit on all supported GPUs (Hopper's is higher).
 _CUDNN_MAX_HEAD_DIM = 128
 # Compute capability of the oldest GPUs with cuDNN's fused attention, Ampere, and with that of packed rows, Hopper.
-_CUDNN_MIN_CAPABILITY, _CUDNN_MIN_PACKED_CAPABILITY = (8, 0), (9, 0)
+_CUDNN_MIN_CAPABILITY = (8, 0)
+_CUDNN_MIN_PACKED_CAPABILITY = (9, 0)
 # Smallest cuDNN version by compute capability, for those that need a later cuDNN than JAX does.
 _CUDNN_MIN_VERSIONS = {(10, 3): 91100}
 # Largest number of examples of a packed row for cuDNN, whose statistics of the softmax have a row for each.
@@ -184,7 +185,8 @@ def cudnn_attention(
         value,
       )
 
-    others, dims = (bias.query_segments, bias.key_segments), ('b.', 'b.')
+    others = (bias.query_segments, bias.key_segments)
+    dims = ('b.', 'b.')
   else:
 
     def run(query, key, value, position, query_lengths, key_lengths):
@@ -206,7 +208,10 @@ def cudnn_attention(
       bias.query_lengths,
       bias.key_lengths,
     )
-    heads = '.h..' if position is not None and position.shape[1] > 1 else '....'
+    if position is not None and position.shape[1] > 1:
+      heads = '.h..'
+    else:
+      heads = '....'
     dims = tuple(
       None if other is None else dim for other, dim in zip(others, (heads, 'b', 'b'), strict=True)
     )
@@ -221,7 +226,8 @@ def _is_in_order(query_segments: jax.Array, key_segments: jax.Array) -> jax.Arra
     is_fine &= jnp.all(segments <= _CUDNN_MAX_SEGMENTS) & jnp.all(segments != 0)
     following = segments[:, 1:]
     is_fine &= jnp.all((following >= segments[:, :-1]) & (segments[:, :-1] > 0) | (following < 0))
-  num_queries, num_keys = _segment_lengths(query_segments), _segment_lengths(key_segments)
+  num_queries = _segment_lengths(query_segments)
+  num_keys = _segment_lengths(key_segments)
   return is_fine & jnp.all((num_queries == 0) | (num_keys > 0))
 
 
@@ -267,7 +273,10 @@ def _cudnn_packed(query, key, value, bias):
     jnp.where(mask, x, 0) for mask, x in ((is_query, query), (is_key, key), (is_key, value))
   )
   q_lengths, k_lengths, q_offsets, k_offsets = packed_layout(bias.query_segments, bias.key_segments)
-  mask_type = cudnn.MaskType.PADDING_CAUSAL if bias.causal else cudnn.MaskType.PADDING
+  if bias.causal:
+    mask_type = cudnn.MaskType.PADDING_CAUSAL
+  else:
+    mask_type = cudnn.MaskType.PADDING
   output = cudnn.dot_product_attention(
     query,
     key,
@@ -303,7 +312,10 @@ def splash_attention(
     <dtype>[batch, q, heads, head_dim].
   """
   bias = bias or AttentionBias()
-  segments = () if bias.key_segments is None else (bias.query_segments, bias.key_segments)
+  if bias.key_segments is None:
+    segments = ()
+  else:
+    segments = (bias.query_segments, bias.key_segments)
   fn = functools.partial(_splash, causal=bias.causal, interpret=interpret)
   output = jnp.swapaxes(
     on_each_device(
@@ -317,7 +329,9 @@ def splash_attention(
     2,
   )
   # The kernel's derivative is too large for queries without a key, whose log of a sum it rounds away.
-  return jnp.where(_has_key(bias)[:, :, None, None], output, 0) if segments else output
+  if segments:
+    return jnp.where(_has_key(bias)[:, :, None, None], output, 0)
+  return output
 
 
 def _has_key(bias: AttentionBias) -> jax.Array:
@@ -337,7 +351,9 @@ def _splash(query, key, value, *segments, causal, interpret):
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-  heads, q_len, k_len = query.shape[1], query.shape[2], key.shape[2]
+  heads = query.shape[1]
+  q_len = query.shape[2]
+  k_len = key.shape[2]
   mask = (masks.CausalMask if causal else masks.FullMask)((q_len, k_len))
   q_tile, k_tile = (
     next(tile for tile in _SPLASH_TILES if length % tile == 0) for length in (q_len, k_len)

@@ -56,9 +56,9 @@ def product_dtype(hidden: jax.Array, kernel: jax.Array) -> jnp.dtype:
   It is bfloat16 if one of the arrays is. T5X converts both to float32, but on a TPU such a product has bfloat16
   operands by default. (float16 has too small a range for T5's activations.)
   """
-  return (
-    jnp.dtype(jnp.bfloat16) if hidden.dtype == jnp.bfloat16 else operand_dtype(kernel, jnp.float32)
-  )
+  if hidden.dtype == jnp.bfloat16:
+    return jnp.dtype(jnp.bfloat16)
+  return operand_dtype(kernel, jnp.float32)
 
 
 def multiply(rows: jax.Array, kernel: jax.Array, vocab_dim: int, dtype: Any) -> jax.Array:

@@ -19,7 +19,8 @@ from t5x_lite.errors import ConfigError
 # Bias of masked keys. It is finite, so that a row with only masked keys stays finite.
 MASKED_BIAS = -1e10
 # Segments of padding: queries that attend to no key, and keys that no query attends to.
-NO_KEY, NO_QUERY = -2, -1
+NO_KEY = -2
+NO_QUERY = -1
 
 
 def make_attention_mask(
@@ -282,17 +283,22 @@ class AttentionBias:
 
   def position_array(self) -> jax.Array | None:
     """Return float32 [1, heads or 1, q or 1, k], the biases of positions, or None."""
-    return self.position if self.distances is None else self.distances.to_array()
+    if self.distances is None:
+      return self.position
+    return self.distances.to_array()
 
   def with_arrays(self) -> 'AttentionBias':
     """Return this bias with `shared` and `per_example`."""
-    return self if self.has_arrays else self.replace(has_arrays=True)._with_new_arrays()
+    if self.has_arrays:
+      return self
+    return self.replace(has_arrays=True)._with_new_arrays()
 
   def _with_new_arrays(self) -> 'AttentionBias':
     """Return this bias with the arrays of its description, if it has arrays."""
     if not self.has_arrays:
       return self
-    shared, per_example = [self.position_array()], []
+    shared = [self.position_array()]
+    per_example = []
     if self.causal and self.prefix is None:
       shared.append(causal_bias(self.query_segments.shape[1], self.key_segments.shape[1]))
     if self.key_segments is not None:
@@ -389,4 +395,6 @@ def make_attention_bias(
     bias = bias.replace(query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid))
   if position is not None:
     bias = bias.with_position(position)
-  return bias.with_arrays() if arrays else bias
+  if arrays:
+    return bias.with_arrays()
+  return bias

@@ -27,4 +27,6 @@ def traced_platform() -> str:
   if _is_portable.get():
     return PORTABLE
   device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.default_backend() if device is None else device.platform
+  if device is None:
+    return jax.default_backend()
+  return device.platform

@@ -125,9 +125,9 @@ class RelativePositionBiases(nn.Module):
       visible = lax.dynamic_slice_in_dim(values, klen - qlen - offset, qlen + klen - 1, axis=1)
       return expand_diagonals(visible, qlen, klen)
 
-    return (
-      window(query_offset)[None] if jnp.ndim(query_offset) == 0 else jax.vmap(window)(query_offset)
-    )
+    if jnp.ndim(query_offset) == 0:
+      return window(query_offset)[None]
+    return jax.vmap(window)(query_offset)
 
 
 class CachedRelativePositionBiases(RelativePositionBiases):

@@ -34,15 +34,24 @@ def on_each_device(
     result_dims: strings of the results. A result without the batch (or heads) is summed over it.
     is_kernel: True for a function that XLA cannot partition, which all devices then compute where no dim is divided.
   """
-  mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
+  mesh = jax.sharding.get_abstract_mesh()
+  rules = nn_partitioning.get_axis_rules()
   axes, free = {}, set() if mesh.empty else set(mesh.axis_names) - set(mesh.manual_axes)
   if rules and free and mesh.size > 1:
     leaves, names = jax.tree.leaves(args), jax.tree.leaves(dims)
     for letter, entry in zip(
       _LOGICAL_AXES, _mesh_axes(tuple(_LOGICAL_AXES.values()), rules), strict=True
     ):
-      found = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,) if entry else ()
-      shards = math.prod(mesh.shape[axis] for axis in found) if set(found) <= free else 1
+      if isinstance(entry, (tuple, list)):
+        found = tuple(entry)
+      elif entry:
+        found = (entry,)
+      else:
+        found = ()
+      if set(found) <= free:
+        shards = math.prod(mesh.shape[axis] for axis in found)
+      else:
+        shards = 1
       sizes = [
         array.shape[dim.index(letter)]
         for array, dim in zip(leaves, names, strict=True)
@@ -85,4 +94,6 @@ def _mesh_axes(names: tuple[str, ...], rules: Any) -> tuple[Any, ...]:
 
 def _sum(array: jax.Array, groups: list[tuple[str, ...]]) -> jax.Array:
   axes = tuple(axis for group in groups for axis in group)
-  return lax.psum(array, axes) if axes else array
+  if axes:
+    return lax.psum(array, axes)
+  return array

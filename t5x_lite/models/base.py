@@ -276,7 +276,10 @@ class BaseTransformerModel(BaseModel):
     _check_decode_fn(decode_fn)
     _check_network(module)
     # The vocabularies of any other network are checked against its logits when it is initialized.
-    network_vocab_size = module.vocab_size if isinstance(module, Network) else None
+    if isinstance(module, Network):
+      network_vocab_size = module.vocab_size
+    else:
+      network_vocab_size = None
     if network_vocab_size is not None:
       vocabulary_size.check_vocabulary_fits(
         'input_vocabulary', input_vocabulary, network_vocab_size
@@ -302,16 +305,16 @@ class BaseTransformerModel(BaseModel):
   def scanned_layers(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
     """See base class; those of a network, if network and model accept stacked layers."""
     accepts = isinstance(self.module, Network) and layer_stacks.is_accepted_by(self, self.module)
-    return self.module.scanned_layers if accepts else {}
+    if accepts:
+      return self.module.scanned_layers
+    return {}
 
   @property
   def min_stacked_layers(self) -> int:
     """See base class."""
-    return (
-      self.module.min_stacked_layers
-      if isinstance(self.module, Network)
-      else super().min_stacked_layers
-    )
+    if isinstance(self.module, Network):
+      return self.module.min_stacked_layers
+    return super().min_stacked_layers
 
   @property
   def input_vocabulary(self) -> Any:
@@ -456,12 +459,13 @@ class BaseTransformerModel(BaseModel):
       return 1.0
     if _AUXILIARY_WEIGHT in batch:
       return batch[_AUXILIARY_WEIGHT]
-    num_targets = (
-      jnp.float32(batch['decoder_target_tokens'].size)
-      if weights is None
-      else jnp.sum(weights, dtype=jnp.float32)
-    )
-    return num_targets if factor is None else num_targets / factor
+    if weights is None:
+      num_targets = jnp.float32(batch['decoder_target_tokens'].size)
+    else:
+      num_targets = jnp.sum(weights, dtype=jnp.float32)
+    if factor is None:
+      return num_targets
+    return num_targets / factor
 
   def _rngs(self, rng: Array | None) -> dict[str, Array] | None:
     """Return a key for each random stream, derived from `rng`; None if `rng` is None."""
@@ -519,8 +523,12 @@ def _check_network(module):
     return
   for name in ('cache_offset', 'share_beams'):
     if hasattr(module, name):
-      owner, value = type(module).__name__, getattr(module, name)
-      attribute = f'method {name}' if callable(value) else f'attribute {name}={value!r}'
+      owner = type(module).__name__
+      value = getattr(module, name)
+      if callable(value):
+        attribute = f'method {name}'
+      else:
+        attribute = f'attribute {name}={value!r}'
       raise errors.ConfigError(
         f'The {attribute} of module class {owner} has an effect only in a networks.Network. '
         f'Write `class {owner}(networks.Network)` instead of `nn.Module`, or remove it.'

@@ -109,7 +109,10 @@ def compute_weighted_accuracy(
     targets: <int>[...].
     weights: <float>[...], or None for ones.
   """
-  weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+  if weights is None:
+    weights = jnp.ones(targets.shape, jnp.float32)
+  else:
+    weights = weights.astype(jnp.float32)
   return jnp.sum(jnp.where(is_argmax(logits, targets), weights, 0.0)), jnp.sum(weights)
 
 
@@ -191,7 +194,10 @@ def metrics_of_batch(
   Returns:
     Metrics by name.
   """
-  mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
+  if mask is None:
+    mask = jnp.ones(targets.shape, jnp.float32)
+  else:
+    mask = mask
   num_seqs = targets.shape[0]
   # Token counts are floats: an int32 would overflow between two summaries of a large run.
   num_target_tokens = float(targets.size)

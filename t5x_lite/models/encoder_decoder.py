@@ -121,7 +121,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     def ones(name):
       return jnp.ones(input_shapes[name], input_types.get(name, jnp.int32))
 
-    encoder_inputs, decoder_inputs = ones('encoder_input_tokens'), ones('decoder_input_tokens')
+    encoder_inputs = ones('encoder_input_tokens')
+    decoder_inputs = ones('decoder_input_tokens')
     logits, variables = self.module.init_with_output(
       rng,
       encoder_inputs,
@@ -208,7 +209,10 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     """
     self.check_prediction_features(batch)
     defaults = self._default_decoder_params
-    num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
+    if num_decodes is None:
+      num_decodes = defaults.num_decodes
+    else:
+      num_decodes = num_decodes
     options = generation.decode_options(
       self.decode_fn,
       decoder_params,
@@ -219,11 +223,10 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       prefilled=prompt_with_targets,
     )
     decoder_inputs = batch['decoder_input_tokens']
-    prompt = (
-      generation.prompt_from_targets(decoder_inputs, options['eos_id'])
-      if prompt_with_targets
-      else jnp.zeros_like(decoder_inputs)
-    )
+    if prompt_with_targets:
+      prompt = generation.prompt_from_targets(decoder_inputs, options['eos_id'])
+    else:
+      prompt = jnp.zeros_like(decoder_inputs)
     sequences, scores = generation.generate(
       self.module,
       params,

@@ -141,7 +141,10 @@ def call_decode_fn(
   result = checks.call_custom(
     '', 'decode_fn', ', '.join(f'{name}=' for name in sorted(options)), decode_fn, **options
   )
-  results = list(result) if isinstance(result, (tuple, list)) else [result]
+  if isinstance(result, (tuple, list)):
+    results = list(result)
+  else:
+    results = [result]
   shapes = [getattr(x, 'shape', type(x).__name__) for x in results]
   rows = (inputs.shape[0], num_decodes)
   if len(shapes) != 2 or len(shapes[0]) != 3 or shapes[0][:2] != rows or shapes[1] != rows:
@@ -296,10 +299,16 @@ def decode_options(
       f'Prompts need a decode_fn with the argument initial_index, the number of prompt tokens of each row, got '
       f'{_name(decode_fn)}. Use decoding.temperature_sample, or decode without prompts.'
     )
-  supported = arguments if contract.options is None else contract.options
+  if contract.options is None:
+    supported = arguments
+  else:
+    supported = contract.options
   options = {'decode_rng': rng, 'eos_id': eos_id}
   for name, value in (decoder_params or {}).items():
-    known = None if supported is None else {*supported, *options} - set_by_model.keys()
+    if supported is None:
+      known = None
+    else:
+      known = {*supported, *options} - set_by_model.keys()
     remedy = set_by_model.get(name)
     if name == 'decode_rng' and rng is not None:
       remedy = 'Pass a key as rng or in decoder_params, not both.'
@@ -361,14 +370,13 @@ def check_features(features: Collection[str], needed: Mapping[str, str]) -> None
     needed: features that predictions read, and a description of each.
   """
   packed = sorted(name for name in features if name.endswith('_segment_ids'))
-  problems = (
-    [
+  if packed:
+    problems = [
       f'one example per row, got a packed batch (features {", ".join(packed)}). Set pack=False in the dataset '
       'config of inference.'
     ]
-    if packed
-    else []
-  )
+  else:
+    problems = []
   problems += [
     f'the feature {name!r}, {meaning}, got {sorted(features)}.{errors.did_you_mean(name, features)}'
     for name, meaning in needed.items()

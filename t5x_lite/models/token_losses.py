@@ -49,7 +49,9 @@ def logits_arguments(model: Any, module: Any, metric_fns: Sequence[Any]) -> dict
     module: its network.
     metric_fns: functions of (logits, batch).
   """
-  return {'return_logits': False} if is_supported_by(model, module) and not metric_fns else {}
+  if is_supported_by(model, module) and not metric_fns:
+    return {'return_logits': False}
+  return {}
 
 
 def check_chunk_size(model: Any, module: Any, owner: str, metric_fns: Sequence[Any]) -> None:
@@ -64,13 +66,16 @@ def check_chunk_size(model: Any, module: Any, owner: str, metric_fns: Sequence[A
   Raises:
     ConfigError: the option has no effect.
   """
-  size = module.loss_chunk_size if isinstance(module, Network) else None
+  if isinstance(module, Network):
+    size = module.loss_chunk_size
+  else:
+    size = None
   if not size:
     return
-  reason = (
-    f'{owner}.metric_fns, which need all logits'
-    if metric_fns
-    else next(
+  if metric_fns:
+    reason = f'{owner}.metric_fns, which need all logits'
+  else:
+    reason = next(
       (
         f'the class {type(each).__name__}, which does not declare SUPPORTS_CHUNKED_LOSS'
         for each in (model, module)
@@ -78,7 +83,6 @@ def check_chunk_size(model: Any, module: Any, owner: str, metric_fns: Sequence[A
       ),
       None,
     )
-  )
   if reason is not None:
     raise checks.invalid(
       type(module).__name__,
@@ -143,11 +147,10 @@ def find_chunks(
   token_bytes = 4 * projection.vocab_size // vocab_shards
   size = projection.chunk_size
   if size is None:
-    size = (
-      0
-      if tokens * token_bytes <= MAX_LOGITS_BYTES
-      else max(MAX_LOGITS_BYTES // token_bytes, MIN_CHUNK_SIZE)
-    )
+    if tokens * token_bytes <= MAX_LOGITS_BYTES:
+      size = 0
+    else:
+      size = max(MAX_LOGITS_BYTES // token_bytes, MIN_CHUNK_SIZE)
   if size == 0 or size >= tokens:
     return None
   # A part of the gradient is not larger than the logits of a chunk, whose memory it takes.
@@ -194,19 +197,24 @@ def weighted_loss(
   Raises:
     ConfigError: see `losses.compute_weighted_cross_entropy`.
   """
-  chunks = (
-    find_chunks(outputs, label_smoothing, z_loss)
-    if isinstance(outputs, layers.OutputProjection)
-    else None
-  )
+  if isinstance(outputs, layers.OutputProjection):
+    chunks = find_chunks(outputs, label_smoothing, z_loss)
+  else:
+    chunks = None
   if chunks is None:
-    logits = outputs.logits() if isinstance(outputs, layers.OutputProjection) else outputs
+    if isinstance(outputs, layers.OutputProjection):
+      logits = outputs.logits()
+    else:
+      logits = outputs
     loss, z, _ = losses.compute_weighted_cross_entropy(
       logits, targets, weights, label_smoothing, z_loss, loss_normalizing_factor
     )
     return loss, jax.lax.stop_gradient(z), batch_metrics.is_argmax(logits, targets)
   losses.check_targets((*outputs.hidden.shape[:2], outputs.vocab_size), targets, weights)
-  weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+  if weights is None:
+    weights = jnp.ones(targets.shape, jnp.float32)
+  else:
+    weights = weights.astype(jnp.float32)
   if (
     loss_normalizing_factor is not None
   ):  # before the gradients, which may be rounded to half precision
@@ -227,9 +235,15 @@ def token_losses(outputs: Outputs, targets: Array) -> Array:
     outputs: see `weighted_loss`.
     targets: <int>[batch, length] token ids.
   """
-  chunks = find_chunks(outputs, 0.0, 0.0) if isinstance(outputs, layers.OutputProjection) else None
+  if isinstance(outputs, layers.OutputProjection):
+    chunks = find_chunks(outputs, 0.0, 0.0)
+  else:
+    chunks = None
   if chunks is None:
-    logits = outputs.logits() if isinstance(outputs, layers.OutputProjection) else outputs
+    if isinstance(outputs, layers.OutputProjection):
+      logits = outputs.logits()
+    else:
+      logits = outputs
     return losses.token_cross_entropy(logits, targets)[0]
   losses.check_targets((*outputs.hidden.shape[:2], outputs.vocab_size), targets)
   kernel = _gather_kernel(outputs.hidden, outputs.kernel, outputs.vocab_dim)
@@ -341,13 +355,17 @@ def _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_grad
 
 def _add_kernel_gradient(kernel_bar, rows, logits_bar, vocab_dim, dtype, chunks):
   """Return `kernel_bar` plus the gradient of the kernel of a chunk, computed in parts along `embed`."""
-  num_shards = chunks.num_shards if chunks.num_shards > 1 else None
+  if chunks.num_shards > 1:
+    num_shards = chunks.num_shards
+  else:
+    num_shards = None
   rows = rows.reshape(-1, rows.shape[-1])
   if chunks.num_parts == 1:
     return kernel_bar + _constrain_kernel(
       products.kernel_gradient(rows, logits_bar, vocab_dim, dtype, num_shards), vocab_dim
     )
-  size, embed_dim = rows.shape[-1] // chunks.num_parts, kernel_bar.ndim - 1 - vocab_dim
+  size = rows.shape[-1] // chunks.num_parts
+  embed_dim = kernel_bar.ndim - 1 - vocab_dim
 
   def add_part(i, kernel_bar):
     part = products.kernel_gradient(

@@ -144,11 +144,9 @@ def _is_layered(stack: str, rest: str) -> bool:
 def _attention_projection(name: str) -> str | None:
   """Return 'query', 'key', 'value' or 'out' for a kernel of attention, by its name within a layer."""
   parts = name.split('/')
-  return (
-    parts[-2]
-    if len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel'
-    else None
-  )
+  if len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel':
+    return parts[-2]
+  return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -216,7 +214,9 @@ def _split_shape(rest: str, shape: tuple[int, ...], heads: int) -> tuple[int, ..
   if projection is None:
     return shape
   split = (heads, (shape[0] if projection == 'out' else shape[-1]) // heads)
-  return (*split, shape[1]) if projection == 'out' else (shape[0], *split)
+  if projection == 'out':
+    return (*split, shape[1])
+  return (shape[0], *split)
 
 
 def _stacked(names: tuple[str, ...], layer_shape: tuple[int, ...], dtype: np.dtype) -> PlannedArray:
@@ -252,7 +252,8 @@ def _plan_layers(
   (num_layers,) = counts
   result = {}
   for rest, leaf in stacked.items():
-    source, dtype = f'{stack}/{stack}/{rest}', np.dtype(leaf.dtype)
+    source = f'{stack}/{stack}/{rest}'
+    dtype = np.dtype(leaf.dtype)
     shape = _joined_shape(rest, (*leaf.shape[:_LAYERS_DIM], *leaf.shape[_LAYERS_DIM + 1 :]))
     if rest == _TABLE and not relpos_per_layer:
       result[f'{stack}/{_TABLE}'] = PlannedArray(

@@ -47,7 +47,10 @@ class _SharedPositions(nn.Module):
     position = None
     if self.relative_embedding is not None:
       position = self.relative_embedding(k_len, k_len, bidirectional)
-      position = position if offset is None else layers.rows_at(position, offset, q_len)
+      if offset is None:
+        position = position
+      else:
+        position = layers.rows_at(position, offset, q_len)
     return stacks.masked_bias(mask, position)
 
   def _cache_use(self, use: CacheUse) -> CacheUse:
@@ -132,7 +135,8 @@ class DecoderLayer(t5_blocks.DecoderLayer, _SharedPositions):
     )
 
   def _apply(self, layer_fn, inputs, encoded, masks, deterministic, cache):
-    cache, length = self._cache_use(cache), inputs.shape[1]
+    cache = self._cache_use(cache)
+    length = inputs.shape[1]
     bias = self._bias(
       masks.decoder,
       length,

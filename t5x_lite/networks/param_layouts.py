@@ -46,7 +46,9 @@ def param_layout(params: Params) -> str:
 
 def _xp(leaf: Any) -> Any:
   """Return NumPy for NumPy arrays, which stay on the host, else `jax.numpy`."""
-  return np if isinstance(leaf, np.ndarray) else jax.numpy
+  if isinstance(leaf, np.ndarray):
+    return np
+  return jax.numpy
 
 
 def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
@@ -55,7 +57,9 @@ def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
   def visit(name, leaf):
     parts = name.split('/')
     is_kernel = len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel'
-    return fn(parts[-2], leaf) if is_kernel else leaf
+    if is_kernel:
+      return fn(parts[-2], leaf)
+    return leaf
 
   return tree_utils.map_with_names(visit, layer)
 
@@ -65,11 +69,9 @@ def _flatten_kernel(projection: str, kernel: Any) -> Any:
   _check_kernel(
     projection, kernel, kernel.ndim == 3, 'three dims, with one for heads and one for kv'
   )
-  return (
-    kernel.reshape(-1, kernel.shape[-1])
-    if projection == 'out'
-    else kernel.reshape(kernel.shape[0], -1)
-  )
+  if projection == 'out':
+    return kernel.reshape(-1, kernel.shape[-1])
+  return kernel.reshape(kernel.shape[0], -1)
 
 
 def _unflatten_kernel(config: StackConfig, projection: str, kernel: Any) -> Any:
@@ -104,7 +106,8 @@ def _read_stack(
   names = [f'layers_{i}' for i in range(num_layers)]
   if layout == 't5':
     found = [key for key in subtree if key.startswith('layers_')]
-    is_valid, got = sorted(found) == sorted(names), len(found)
+    is_valid = sorted(found) == sorted(names)
+    got = len(found)
   else:
     stacked = tree_utils.to_dict(subtree[stack])
     got = {

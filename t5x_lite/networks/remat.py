@@ -98,7 +98,8 @@ def remat(
   checks.check('', {'remat_policy': policy}, remat_policy=checks.one_of(REMAT_POLICIES))
   if policy == 'none' and not in_loop:
     return fn
-  on_cpu, reason = layers.traced_platform() == 'cpu', None
+  on_cpu = layers.traced_platform() == 'cpu'
+  reason = None
   unrolled_on_cpu, several_devices = (
     on_cpu and not in_loop,
     jax.sharding.get_abstract_mesh().size > 1,
@@ -123,16 +124,20 @@ def remat(
     if primitive.name == _CUDNN_FORWARD:
       name = 'attention_context'
     if name in offload:
-      return ad_checkpoint.Saveable if on_cpu else _ON_HOST
+      if on_cpu:
+        return ad_checkpoint.Saveable
+      return _ON_HOST
     is_stored = name in _STORED_NAMES[policy] or _stores_primitive(
       policy, primitive, *avals, **params
     )
-    return ad_checkpoint.Saveable if is_stored else ad_checkpoint.Recompute
+    if is_stored:
+      return ad_checkpoint.Saveable
+    return ad_checkpoint.Recompute
 
   rematerialized = jax.checkpoint(fn, policy=decide, prevent_cse=not in_loop)
-  return (
-    _after_cotangents(rematerialized) if unrolled_on_cpu and not several_devices else rematerialized
-  )
+  if unrolled_on_cpu and not several_devices:
+    return _after_cotangents(rematerialized)
+  return rematerialized
 
 
 def _stores_primitive(policy: str, primitive: Any, *avals: Any, **params: Any) -> bool:

@@ -67,7 +67,9 @@ class LayerTree:
 
   def axis(self, collection: str, ndim: int) -> int:
     """Return the position of the dim over layers in an array with `ndim` dims per layer."""
-    return min(self.param_axis, ndim) if collection in ('params', 'params_axes') else 0
+    if collection in ('params', 'params_axes'):
+      return min(self.param_axis, ndim)
+    return 0
 
 
 def stack_trees(trees: Sequence[PyTree], axis: Callable[[int], int]) -> PyTree:
@@ -114,7 +116,10 @@ class _Store:
   """Access to the variables of a stack's layers in the scope of the module that owns them."""
 
   def __init__(self, owner: nn.Module, tree: LayerTree, num_layers: int, fresh: Sequence[str] = ()):
-    self._owner, self._tree, self._num_layers, self._fresh = owner, tree, num_layers, fresh
+    self._owner = owner
+    self._tree = tree
+    self._num_layers = num_layers
+    self._fresh = fresh
 
   def _axis(self, collection: str) -> Callable[[int], int]:
     return lambda ndim: self._tree.axis(collection, ndim)
@@ -177,7 +182,10 @@ class _Store:
         if len(numbers) > 1 and stacked in tree:  # a single layer has this name too
           variables[collection] = tree_utils.to_dict(tree[stacked])
           continue
-        subtrees = self._subtrees(collection, tree) if subtrees is None else subtrees
+        if subtrees is None:
+          subtrees = self._subtrees(collection, tree)
+        else:
+          subtrees = subtrees
         parts = [subtrees[i] for i in numbers if i in subtrees]
         if len(parts) == len(numbers):
           variables[collection] = stack_trees(parts, lambda ndim: 0)
@@ -199,7 +207,8 @@ class _Store:
   def _put(self, collection: str, parts: Mapping[int, PyTree]) -> None:
     """Store the variables of layers in `collection`, by layer number."""
     if self._tree.is_stacked(collection):
-      axis, trees = self._axis(collection), list(parts.values())
+      axis = self._axis(collection)
+      trees = list(parts.values())
       if len(trees) != self._num_layers or any(_form(tree) != _form(trees[0]) for tree in trees):
         raise ConfigError(
           f"With param_layout='scalable_t5' all layers must have equal variables, but those of collection "
@@ -245,15 +254,22 @@ def read_first_layer(
   node = owner.variables.get(collection, {}).get(tree.layer_name(0), {})
   for name in path:
     node = node.get(name, {})
-  return None if isinstance(node, Mapping) else node
+  if isinstance(node, Mapping):
+    return None
+  return node
 
 
 class _Runner:
   """Application of layers to the residual stream, in loops or one by one; see `run_layers` for the arguments."""
 
   def __init__(self, owner, layers, operands, store, remat_fn, method, options):
-    self._owner, self._layers, self._operands, self._store = owner, layers, operands, store
-    self._remat, self._method, self._options = remat_fn, method, options
+    self._owner = owner
+    self._layers = layers
+    self._operands = operands
+    self._store = store
+    self._remat = remat_fn
+    self._method = method
+    self._options = options
     self._mutable = owner.scope.mutable
     self._keys = {stream: owner.make_rng(stream) for stream in owner.scope.rngs}
     self._bodies: list[tuple[nn.Module, Callable]] = []
@@ -379,7 +395,8 @@ def run_layers(
   store = _Store(owner, tree, len(layers), fresh)
   remat_fn = functools.partial(remat, policy=remat_policy, offload=remat_offload)
   runner = _Runner(owner, layers, operands, store, remat_fn, method, options)
-  kinds, is_step = kinds_of(layers), False
+  kinds = kinds_of(layers)
+  is_step = False
   alike = not any(kinds)
   if scan and tree.stacked and not alike:
     raise ConfigError(
@@ -391,12 +408,14 @@ def run_layers(
     in_loop = alike or not tree.stacked
   elif 'cache' in owner.variables and 'cache' not in fresh:
     # A step of decoding is always unrolled, so that it does not copy the cache.
-    in_loop, is_step = False, True
+    in_loop = False
+    is_step = True
   elif scan is None and tree.stacked:
     in_loop = alike
   elif scan is None:
     kinds = store.kinds_by_stack(kinds)
-    in_loop, alike = len(set(kinds)) < len(kinds), not any(kinds)
+    in_loop = len(set(kinds)) < len(kinds)
+    alike = not any(kinds)
   else:
     in_loop = scan
   if in_loop and alike:
@@ -405,11 +424,10 @@ def run_layers(
   if in_loop:
     for segment in find_segments(kinds):
       first = segment.start
-      x = (
-        runner.loop(segment, x)
-        if segment.repeats > 1
-        else runner.one_by_one({first: layer_variables[first]}, x)
-      )
+      if segment.repeats > 1:
+        x = runner.loop(segment, x)
+      else:
+        x = runner.one_by_one({first: layer_variables[first]}, x)
     return x
   if is_step and tree.stacked:
     # The slices of stacked parameters are the same in all steps. Without a barrier the compiler does not move them out

@@ -58,7 +58,8 @@ def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
       candidates.append((cost, -segment.period * segment.repeats, segment))
     cost, _, segment = min(candidates)
     best[start] = (cost, segment)
-  result, start = [], 0
+  result = []
+  start = 0
   while start < num_layers:
     segment = best[start][1]
     result.append(segment)

@@ -64,11 +64,10 @@ class Stack(nn.Module):
   position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def setup(self):
-    self.embedding = (
-      token_embedding(self.config, name='token_embedder')
-      if self.shared_embedding is None
-      else self.shared_embedding
-    )
+    if self.shared_embedding is None:
+      self.embedding = token_embedding(self.config, name='token_embedder')
+    else:
+      self.embedding = self.shared_embedding
 
   def _run_layers(
     self, layer_cls: Callable[..., nn.Module], stack: str, x: Any, *operands: Any, **options: Any
@@ -235,7 +234,8 @@ class Decoder(Stack):
     if cache.fill:
       return run(None, encoder.encoded, None, None, None, cache, deterministic=True)
 
-    length, kernel = decoder_input_tokens.shape[1], self.config.attention_kernel
+    length = decoder_input_tokens.shape[1]
+    kernel = self.config.attention_kernel
     if cache.is_used:
       if decoder_segment_ids is not None or (
         encoder is not None and encoder.segment_ids is not None
@@ -247,9 +247,10 @@ class Decoder(Stack):
       )
       # No mask is needed: the positions of a prompt do not attend to later ones, which steps overwrite.
       valid = prompt_positions(decoder_input_tokens, None)
-      real = (
-        prompt_positions(decoder_input_tokens, cache.prefill_lengths) if cache.prefill else valid
-      )
+      if cache.prefill:
+        real = prompt_positions(decoder_input_tokens, cache.prefill_lengths)
+      else:
+        real = valid
     else:
       valid = real = (
         decoder_target_tokens if masks is None else jnp.ones_like(decoder_input_tokens)
@@ -258,7 +259,10 @@ class Decoder(Stack):
       bias = self._masked_bias(masks.decoder, length, cache)
     elif cache.index is None:
       # Teacher forcing; a prompt; or with `decode`, a pass over dummy inputs that makes a cache, as in T5X.
-      prefix = None if decoder_causal_attention is None else decoder_causal_attention > 0
+      if decoder_causal_attention is None:
+        prefix = None
+      else:
+        prefix = decoder_causal_attention > 0
       bias = layers.make_attention_bias(
         valid,
         valid,
@@ -276,7 +280,8 @@ class Decoder(Stack):
       )
     else:
       bias = self._step_bias(length, cache.max_decode_length, cache.index)
-    encoded, cross_bias = None if encoder is None else encoder.encoded, None
+    encoded = None if encoder is None else encoder.encoded
+    cross_bias = None
     if masks is not None:
       cross_bias = masked_bias(masks.encoder_decoder)
     elif encoder is not None:
@@ -300,7 +305,9 @@ class Decoder(Stack):
       fresh=('cache',) if cache.prefill else (),
     )
     projection = self._project(y, deterministic)
-    return projection.logits() if return_logits else projection
+    if return_logits:
+      return projection.logits()
+    return projection
 
   def _cached(self, name: str) -> jax.Array | None:
     """Return an array of the first layer's self-attention cache; None without cache."""
@@ -314,10 +321,14 @@ class Decoder(Stack):
     Raises:
       ConfigError: both are given and differ.
     """
-    cached_key, slot_table = self._cached('cached_key'), self._cached('slot_table')
+    cached_key = self._cached('cached_key')
+    slot_table = self._cached('slot_table')
     if cached_key is None and slot_table is None:
       return max_decode_length
-    length = cached_key.shape[2] if slot_table is None else slot_table.shape[1]
+    if slot_table is None:
+      length = cached_key.shape[2]
+    else:
+      length = slot_table.shape[1]
     if max_decode_length not in (None, length):
       raise checks.invalid(
         '',
@@ -334,15 +345,18 @@ class Decoder(Stack):
     It has no mask: the cache masks later positions and positions that are not filled.
     """
     position = self._position(q_len, cache_length, False, index)
-    return (
-      layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
-    )
+    if position is None:
+      return layers.AttentionBias()
+    return layers.AttentionBias().with_position(position)
 
   def _masked_bias(
     self, mask: jax.Array | None, length: int, cache: CacheUse
   ) -> layers.AttentionBias:
     """Return the bias of self-attention for a given mask, see `DecoderMasks`."""
-    k_len = length if cache.index is None else cache.max_decode_length
+    if cache.index is None:
+      k_len = length
+    else:
+      k_len = cache.max_decode_length
     return masked_bias(mask, self._position(length, k_len, False, cache.index))
 
   def _project(self, y: jax.Array, deterministic: bool) -> layers.OutputProjection:
@@ -369,12 +383,13 @@ def masked_bias(
   mask: jax.Array | None, position: jax.Array | layers.DistanceBias | None = None
 ) -> layers.AttentionBias:
   """Return the bias of attention for a mask and position biases, both optional; see `layers.make_attention_mask`."""
-  bias = (
-    layers.AttentionBias()
-    if mask is None
-    else layers.AttentionBias.from_array(layers.mask_to_bias(mask))
-  )
-  return bias if position is None else bias.with_position(position)
+  if mask is None:
+    bias = layers.AttentionBias()
+  else:
+    bias = layers.AttentionBias.from_array(layers.mask_to_bias(mask))
+  if position is None:
+    return bias
+  return bias.with_position(position)
 
 
 def prompt_positions(tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -482,7 +497,8 @@ class StackNetwork(Network):
   @property
   def scanned_layers(self) -> dict[str, list[tuple[int, ...]]]:
     """Numbers of the layers that a loop runs at one position of its body, by stack, as `scan.run_layers` does."""
-    result, scan_layers = {}, self.config.scan_layers
+    result = {}
+    scan_layers = self.config.scan_layers
     if scan_layers is not False and not self.config.stacked_params:
       for stack in self.config.LAYER_COUNTS:
         layers_of_stack = range(self.config.num_layers_of(stack))
@@ -500,7 +516,9 @@ class StackNetwork(Network):
   @property
   def min_stacked_layers(self) -> int:
     """Least number of layers that are stacked."""
-    return 2 if self.config.scan_layers else scan.MIN_LAYERS_OF_A_LOOP
+    if self.config.scan_layers:
+      return 2
+    return scan.MIN_LAYERS_OF_A_LOOP
 
   @staticmethod
   def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:

@@ -94,7 +94,10 @@ def feed_forward_factories(feed_forward: FeedForward) -> tuple[FeedForwardFactor
   Raises:
     ConfigError: a tuple of another length than 1 or 2.
   """
-  factories = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,)
+  if isinstance(feed_forward, tuple):
+    factories = feed_forward
+  else:
+    factories = (feed_forward,)
   if not 1 <= len(factories) <= len(_FEED_FORWARD_NAMES):
     raise checks.invalid(
       '',
@@ -288,7 +291,9 @@ class Residual(nn.Module):
     if not self.config.relpos_per_layer:
       return bias
     position = self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
-    return bias if position is None else (bias or layers.AttentionBias()).with_position(position)
+    if position is None:
+      return bias
+    return (bias or layers.AttentionBias()).with_position(position)
 
   def _norm(self, x: jax.Array, name: str) -> jax.Array:
     return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
@@ -398,7 +403,10 @@ class DecoderLayer(Residual):
       return None
 
     q_len = inputs.shape[1]
-    k_len = q_len if cache.index is None else cache.max_decode_length
+    if cache.index is None:
+      k_len = q_len
+    else:
+      k_len = cache.max_decode_length
     bias = self._with_layer_positions(bias, q_len, k_len, False, cache.index)
     x = self._norm(inputs, 'pre_self_attention_layer_norm')
     x = self._self_attention('self_attention')(

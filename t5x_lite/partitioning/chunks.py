@@ -45,7 +45,10 @@ class LocalChunker:
     Raises:
       ConfigError: the devices of the process are not a block of the mesh.
     """
-    process = jax.process_index() if process_index is None else process_index
+    if process_index is None:
+      process = jax.process_index()
+    else:
+      process = process_index
     owner = layout.process_of_devices(global_mesh, process)
     coordinates = np.argwhere(owner == process)
     start = coordinates.min(axis=0)

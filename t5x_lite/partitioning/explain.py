@@ -95,7 +95,9 @@ class SectionTotals:
   def replicated_share(self) -> float:
     """Share of the memory of all devices that holds further copies of arrays; 0 is fully sharded."""
     in_use = self.bytes_per_device * self.num_devices
-    return 1.0 - self.bytes_total / in_use if in_use else 0.0
+    if in_use:
+      return 1.0 - self.bytes_total / in_use
+    return 0.0
 
   def cells(self) -> tuple[str, str, str]:
     """Return bytes of one copy, bytes per device and the share of copies, as text for a table."""
@@ -142,9 +144,10 @@ class ShardingReport:
     """
     parts = [self._header()]
     for section in self.sections:
-      table = (
-        self._slot_table() if fold and section == 'optimizer state' else self._table(section, fold)
-      )
+      if fold and section == 'optimizer state':
+        table = self._slot_table()
+      else:
+        table = self._table(section, fold)
       parts.append(f'{section.capitalize()}\n{table}')
     parts += ['Totals\n' + self._totals_table(), *self._largest_copies()]
     if self.num_indivisible:
@@ -195,7 +198,10 @@ class ShardingReport:
     for logical_axis, mesh_axis in self.rules:
       by_mesh_axis.setdefault(mesh_axis, []).append(logical_axis)
     for index, (mesh_axis, names) in enumerate(by_mesh_axis.items()):
-      target = 'replicated' if mesh_axis is None else rules_lib.format_mesh_axis(mesh_axis)
+      if mesh_axis is None:
+        target = 'replicated'
+      else:
+        target = rules_lib.format_mesh_axis(mesh_axis)
       lines.append(f'{"Rules" if index == 0 else "":<5}  {target}: {", ".join(names)}')
     return '\n'.join(lines)
 
@@ -353,7 +359,10 @@ def make_report(
       parameters[name] = row
     if row.is_indivisible:
       # An array of a parameter's state is replicated where the parameter is, even if it is larger.
-      parameter = _split_slot(name, parameters)[1] if section == 'optimizer state' else name
+      if section == 'optimizer state':
+        parameter = _split_slot(name, parameters)[1]
+      else:
+        parameter = name
       belongs = section in ('optimizer state', 'parameter average') and parameter in parameters
       _check_size(
         title, row, parameters[parameter].shape if belongs else row.shape, mesh, max_replicated_size
@@ -384,7 +393,8 @@ def _make_row(
   rules: LogicalAxisRules,
   mesh: Mesh,
 ) -> ShardingRow:
-  shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+  shape = tuple(leaf.shape)
+  dtype = np.dtype(leaf.dtype)
   logical_axes = tuple(names)
   if logical_axes and len(logical_axes) != len(shape):
     raise errors.ConfigError(

@@ -32,7 +32,9 @@ def batch_axes(data_partition_spec: PartitionSpec) -> tuple[str, ...]:
   >>> batch_axes(PartitionSpec('data')), batch_axes(PartitionSpec(('expert', 'data')))
   (('data',), ('expert', 'data'))
   """
-  return rules_lib.axes_of(data_partition_spec[0]) if len(data_partition_spec) else ()
+  if len(data_partition_spec):
+    return rules_lib.axes_of(data_partition_spec[0])
+  return ()
 
 
 def process_of_devices(mesh: Mesh, process_index: int) -> np.ndarray:
@@ -138,7 +140,10 @@ def make_data_layout(
   batch_size = num_devices if batch_size is None else batch_size
   if batch_size < 1 or batch_size % num_devices:
     lower = batch_size // num_devices * num_devices
-    nearest = f'{lower} or {lower + num_devices}' if lower > 0 else str(num_devices)
+    if lower > 0:
+      nearest = f'{lower} or {lower + num_devices}'
+    else:
+      nearest = str(num_devices)
     raise errors.ConfigError(
       f'Batch size {batch_size} must be divisible by {num_devices}, the number of devices along mesh axes {axes} of '
       f'{dict(mesh.shape)}. Use {nearest}, or more model partitions.'

@@ -75,7 +75,10 @@ def get_mesh(
   """
   tile = tuple(int(extent) for extent in model_parallel_submesh)
   devices = list(input_devices) or devices_of(backend)
-  slices = _by_slice(devices) if is_in_torus(devices[0]) else [devices]
+  if is_in_torus(devices[0]):
+    slices = _by_slice(devices)
+  else:
+    slices = [devices]
   blocks = [
     tiles.tile_slice(tile, members, input_local_devices, tile_by_host_if_needed)
     for members in slices
@@ -162,11 +165,13 @@ def mesh_by_topology(devices: Sequence[jax.Device], num_partitions: int) -> Mesh
     ConfigError: `num_partitions` does not divide the devices of a process, then of a slice, then over slices; groups
       are unequal; or `mesh_utils` has no mesh for a slice.
   """
-  slices, processes = _by_slice(devices), _by_process(devices)
+  slices = _by_slice(devices)
+  processes = _by_process(devices)
   # Devices with coordinates have fast links across processes.
-  levels = (
-    {'slices': slices} if is_in_torus(devices[0]) else {'slices': slices, 'processes': processes}
-  )
+  if is_in_torus(devices[0]):
+    levels = {'slices': slices}
+  else:
+    levels = {'slices': slices, 'processes': processes}
   for name, groups in levels.items():
     sizes = sorted({len(group) for group in groups}, reverse=True)
     if len(sizes) > 1:
@@ -209,7 +214,8 @@ def _model_axis_sizes(sizes: Sequence[int]) -> list[int]:
   >>> _model_axis_sizes([4, 12])
   [1, 2, 4, 12]
   """
-  possible, inner = {1}, 1
+  possible = {1}
+  inner = 1
   for size in sizes:
     possible |= {
       inner * number for number in range(1, size // inner + 1) if size // inner % number == 0
@@ -268,7 +274,8 @@ def hybrid_mesh(
     ConfigError: the shapes do not have three extents or do not match the numbers of slices and devices, or `mesh_utils`
       has no mesh for a slice.
   """
-  ici, dcn = tuple(ici_mesh_shape), tuple(dcn_mesh_shape)
+  ici = tuple(ici_mesh_shape)
+  dcn = tuple(dcn_mesh_shape)
   devices = _in_order(devices_of(backend))
   slice_numbers = [[getattr(device, 'slice_index', None) for device in devices]]
   if devices[0].platform != 'tpu':

@@ -176,14 +176,20 @@ class BasePartitioner(ChoosesMesh):
         'Use num_partitions=1 for data parallelism alone.',
       )
     if data_axes is None:
-      data_axes = 'data' if ici_mesh_shape is None else ('replica', 'data')
+      if ici_mesh_shape is None:
+        data_axes = 'data'
+      else:
+        data_axes = ('replica', 'data')
     self._num_partitions = num_partitions
     self._model_parallel_submesh = model_parallel_submesh
     self._ici_mesh_shape = ici_mesh_shape
     self._dcn_mesh_shape = dcn_mesh_shape
     self._backend = backend
     self._given_mesh = mesh
-    self._data_axes = data_axes if isinstance(data_axes, str) else tuple(data_axes)
+    if isinstance(data_axes, str):
+      self._data_axes = data_axes
+    else:
+      self._data_axes = tuple(data_axes)
     self.params_on_devices = params_on_devices
 
   @classmethod
@@ -243,12 +249,18 @@ class BasePartitioner(ChoosesMesh):
       ConfigError: the batch size is not divisible by the number of devices along the data axes, or two processes share
         only some positions along these axes.
     """
-    process_index = jax.process_index() if host_index is None else host_index
+    if host_index is None:
+      process_index = jax.process_index()
+    else:
+      process_index = host_index
     return layout.make_data_layout(self.mesh, self.data_partition_spec, process_index, batch_size)
 
   def get_rows(self, batch_size: int, host_index: int | None = None) -> np.ndarray:
     """Return the rows of a global batch that the devices of a process hold; see `layout.rows_of_process`."""
-    process_index = jax.process_index() if host_index is None else host_index
+    if host_index is None:
+      process_index = jax.process_index()
+    else:
+      process_index = host_index
     return layout.rows_of_process(self.mesh, self.data_partition_spec, process_index, batch_size)
 
   def get_local_chunk_info(
@@ -430,9 +442,10 @@ class PjitPartitioner(BasePjitPartitioner):
       mesh=mesh,
       data_axes=data_axes,
     )
-    rules = (
-      rules_lib.standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
-    )
+    if logical_axis_rules is None:
+      rules = rules_lib.standard_logical_axis_rules()
+    else:
+      rules = logical_axis_rules
     if ici_mesh_shape is not None:
       rules = [
         (name, ('replica', 'data') if name == 'batch' and axis == 'data' else axis)

@@ -139,7 +139,9 @@ def axes_of(entry: MeshAxis) -> tuple[str, ...]:
   """
   if entry is None:
     return ()
-  return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+  if isinstance(entry, (tuple, list)):
+    return tuple(entry)
+  return (entry,)
 
 
 def num_shards(entry: MeshAxis, mesh_shape: Mapping[str, int]) -> int:
@@ -342,11 +344,10 @@ def check_divisible(
   for dim, (size, entry) in enumerate(zip(shape, spec)):
     pieces = num_shards(entry, mesh_shape)
     if size % pieces:
-      called = (
-        f' ({logical_axes[dim]!r})'
-        if logical_axes is not None and logical_axes[dim] is not None
-        else ''
-      )
+      if logical_axes is not None and logical_axes[dim] is not None:
+        called = f' ({logical_axes[dim]!r})'
+      else:
+        called = ''
       raise errors.ConfigError(
         f'{name}: dim {dim}{called} of shape {tuple(shape)} must be a multiple of {pieces}, the size of mesh axis '
         f'{entry!r} in {dict(mesh_shape)}, got {size}. Change the size (round a vocabulary up), use fewer '

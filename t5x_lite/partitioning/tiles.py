@@ -119,7 +119,8 @@ def _order_without_tiling(tile: HardwareMesh, grid_shape: HardwareMesh) -> tuple
   """
   if len(grid_shape) != 4:
     return None
-  (gx, gy, gz, _), (mx, my, mz, _) = grid_shape, tile
+  (gx, gy, gz, _) = grid_shape
+  (mx, my, mz, _) = tile
   if (mx == gx > 1 and my == mz == 1) or (mx == 1 and my == gy > 1 and mz == gz > 1):
     return (0, 2, 1, 3)
   if (my == gy > 1 and mx == mz == 1) or (my == 1 and mx == gx > 1 and mz == gz > 1):
@@ -172,7 +173,13 @@ def default_tile(
   if num_partitions in (8, 16) and z >= num_partitions:
     return (1, 1, num_partitions, 1)
   if num_partitions == 16:
-    return (8, 2, 1, 1) if x >= 8 else (4, 4, 1, 1) if x >= 4 else (2, 2, 4, 1)
+    if x >= 8:
+      return (8, 2, 1, 1)
+    if x >= 4:
+      return (4, 4, 1, 1)
+    return (2, 2, 4, 1)
   if num_partitions == 4:
-    return (4, 1, 1, 1) if x >= 4 else (2, 2, 1, 1)
+    if x >= 4:
+      return (4, 1, 1, 1)
+    return (2, 2, 1, 1)
   return {1: (1, 1, 1, 1), 2: (1, 2, 1, 1), 8: (4, 2, 1, 1)}.get(num_partitions)

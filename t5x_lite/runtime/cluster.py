@@ -41,7 +41,8 @@ _JAX_MARGIN = 30
 # Time in which all processes, which have done their work, leave JAX's cluster.
 _SHUTDOWN_SECONDS = 5.0
 # Limits against mistyped numbers, for which JAX raises internal errors.
-_MAX_PROCESSES, _MAX_SECONDS = 10**6, 10**8
+_MAX_PROCESSES = 10**6
+_MAX_SECONDS = 10**8
 # Seconds after which a process says that it waits.
 _SILENT_SECONDS = 10
 
@@ -297,9 +298,13 @@ def _complete(spec: ProcessSpec, cfg: ClusterConfig) -> ProcessSpec:
     warnings.simplefilter('always')
     try:
       found = _detect(spec, cfg.initialization_timeout)
-      problem = ' '.join(str(caught[0].message).split()) if caught and found is None else ''
+      if caught and found is None:
+        problem = ' '.join(str(caught[0].message).split())
+      else:
+        problem = ''
     except Exception as error:  # a scheduler may set anything, and JAX may rename its detectors
-      found, problem = None, f'{type(error).__name__}: {error}'
+      found = None
+      problem = f'{type(error).__name__}: {error}'
   if problem and (cfg.mode == 'on' or cfg.is_explicit):
     raise ConfigError(
       f'The cluster cannot be detected: {problem.rstrip(".")}. Pass --coordinator_address, '
@@ -311,7 +316,9 @@ def _complete(spec: ProcessSpec, cfg: ClusterConfig) -> ProcessSpec:
       'and --process_index for several processes, or --distributed=off for one.',
       problem,
     )
-  return spec if found is None else found
+  if found is None:
+    return spec
+  return found
 
 
 def _detect(spec: ProcessSpec, timeout: int) -> ProcessSpec | None:
@@ -326,7 +333,10 @@ def _detect(spec: ProcessSpec, timeout: int) -> ProcessSpec | None:
       return ProcessSpec(
         address=None, count=1, index=0, origin=_NAMES.get(detector.__name__, detector.__name__)
       )
-    local = None if _has_own_gpus() else detector.get_local_process_id()
+    if _has_own_gpus():
+      local = None
+    else:
+      local = detector.get_local_process_id()
     return ProcessSpec(
       address=spec.address
       or detector.get_coordinator_address(
@@ -384,7 +394,9 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
   ):
     counts += [int(count)] * int(times or 1)
   node = _number(environment, 'SLURM_NODEID')
-  return counts[node] if node is not None and node < len(counts) else None
+  if node is not None and node < len(counts):
+    return counts[node]
+  return None
 
 
 def _check_port(address: str) -> None:

@@ -9,10 +9,13 @@ import sys
 # Values of --distributed.
 MODES = ('auto', 'on', 'off')
 # Defaults of flags, in seconds.
-INITIALIZATION_TIMEOUT, HEARTBEAT_TIMEOUT = 300, 30
+INITIALIZATION_TIMEOUT = 300
+HEARTBEAT_TIMEOUT = 30
 
 # Host and port of process 0, number of processes, and index of this process.
-ADDRESS, COUNT, INDEX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
+ADDRESS = 'JAX_COORDINATOR_ADDRESS'
+COUNT = 'JAX_NUM_PROCESSES'
+INDEX = 'JAX_PROCESS_ID'
 # The devices of the machine that the process uses, separated by commas.
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'
 # Id of the process of `t5x_lite launch` that has started this one.
@@ -37,4 +40,6 @@ def gpus(environment: Mapping[str, str]) -> list[str]:
   if visible is not None:
     return [name for name in visible.split(',') if name and name != '-1']
   folder = pathlib.Path('/proc/driver/nvidia/gpus')
-  return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
+  if folder.is_dir():
+    return [str(i) for i in range(len(list(folder.iterdir())))]
+  return []

@@ -141,7 +141,8 @@ def _clean(folder: pathlib.Path, max_bytes: int) -> None:
   files that are newer than the last call are read.
   """
   checked = folder / 'checked'
-  last, now = checked.stat().st_mtime if checked.exists() else 0.0, time.time()
+  last = checked.stat().st_mtime if checked.exists() else 0.0
+  now = time.time()
   programs = []
   for path in folder.glob('*-cache'):
     with contextlib.suppress(FileNotFoundError):  # another process has deleted it
@@ -190,7 +191,12 @@ class CacheCounts:
 
   def __str__(self) -> str:
     """Return e.g. '3 programs in 1.5 s, 2 from the compilation cache'."""
-    hits = 'none' if not self.hits else 'all' if self.hits == self.programs else f'{self.hits:,}'
+    if not self.hits:
+      hits = 'none'
+    elif self.hits == self.programs:
+      hits = 'all'
+    else:
+      hits = f'{self.hits:,}'
     return (
       f'{self.programs:,} program{"" if self.programs == 1 else "s"} in {self.seconds:.1f} s, {hits} from the '
       'compilation cache'
@@ -237,7 +243,10 @@ def log_compilations() -> Iterator[None]:
 
   def listen_to_durations(event: str, seconds: float, **details) -> None:
     if event == _COMPILATION:
-      verb = 'Loaded' if getattr(loaded, 'value', False) else 'Compiled'
+      if getattr(loaded, 'value', False):
+        verb = 'Loaded'
+      else:
+        verb = 'Compiled'
       loaded.value = False
       logging.getLogger(__name__).debug(
         '%s %s in %.3f s.', verb, details.get('fun_name', 'a program'), seconds

@@ -74,8 +74,6 @@ def hold_aborts() -> None:
   """
   with contextlib.suppress(OSError, AttributeError, ValueError):
     library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = (
-      [ctypes.c_int, ctypes.c_void_p],
-      ctypes.c_void_p,
-    )
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal.restype = ctypes.c_void_p
     library.signal(int(signal.SIGABRT), ctypes.cast(library.sleep, ctypes.c_void_p))

@@ -33,7 +33,10 @@ class DeviceMemory:
     """
     self._warned: set[tuple[str, int]] = set()
     reads = is_enabled or (is_enabled is None and devices[0].platform != 'cpu')
-    self._devices = [device for device in devices if self._read(device)] if reads else []
+    if reads:
+      self._devices = [device for device in devices if self._read(device)]
+    else:
+      self._devices = []
     if is_enabled and len(self._devices) < len(devices):
       raise checks.invalid(
         'LogConfig',
@@ -76,7 +79,8 @@ class DeviceMemory:
     """Return the statistics of each device that reports, by id."""
     found = {device.id: stats for device in self._devices if (stats := self._read(device))}
     for device, stats in found.items():
-      peak, limit = stats.get('peak_bytes_in_use', 0), stats.get('bytes_limit', 0)
+      peak = stats.get('peak_bytes_in_use', 0)
+      limit = stats.get('bytes_limit', 0)
       if limit and peak > _HIGH_SHARE * limit:
         self._warn(
           'is full',

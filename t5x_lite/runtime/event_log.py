@@ -150,7 +150,8 @@ class EventLog(contextlib.AbstractContextManager):
   def _change_phase(self, name: str) -> str:
     with self._lock:
       self._count()
-      outer, self._phase = self._phase, name
+      outer = self._phase
+      self._phase = name
       return outer
 
   def _count(self) -> None:
@@ -168,7 +169,8 @@ class EventLog(contextlib.AbstractContextManager):
 
   def tick(self) -> None:
     """Emit 'progress' after some time without events; for calls within long phases."""
-    now, (shortest, longest) = self._clock(), _PROGRESS_SECONDS
+    now = self._clock()
+    (shortest, longest) = _PROGRESS_SECONDS
     if now - self._emitted_at >= min(
       longest, max(shortest, _PROGRESS_FRACTION * (now - self._started))
     ):
@@ -315,7 +317,10 @@ def _cause(error: BaseException | None) -> dict[str, Any]:
     return {'cause': 'completed'}
   if isinstance(error, StoppedOnSignalError):
     return {'cause': 'signal', 'signal': error.signal}
-  cause = 'non_finite' if isinstance(error, NonFiniteMetricError) else 'error'
+  if isinstance(error, NonFiniteMetricError):
+    cause = 'non_finite'
+  else:
+    cause = 'error'
   return {'cause': cause, 'error': type(error).__name__, 'message': str(error)[:_MAX_MESSAGE]}
 
 

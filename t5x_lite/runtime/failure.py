@@ -28,7 +28,10 @@ class Failure:
 
   def __str__(self) -> str:
     """Return a sentence without a full stop."""
-    where = '' if self.step is None else f'after step {self.step:,}'
+    if self.step is None:
+      where = ''
+    else:
+      where = f'after step {self.step:,}'
     if self.error:
       return f'process {self.process} failed{where and " " + where}: {self.error}'
     last = ' '.join(part for part in (where, self.phase and f'in the phase {self.phase!r}') if part)

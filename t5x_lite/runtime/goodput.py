@@ -65,7 +65,10 @@ class Goodput:
       for name, tenth in zip(self.seconds, tenths, strict=True)
       if tenth
     )
-    starts = f', started {self.num_starts} times' if self.num_starts > 1 else ''
+    if self.num_starts > 1:
+      starts = f', started {self.num_starts} times'
+    else:
+      starts = ''
     return f'Time of the run {format_duration(self.total_seconds)}{starts}: {shares}.'
 
 
@@ -74,7 +77,10 @@ def measure(events: Iterable[Event]) -> Goodput:
   total = dict.fromkeys(SHARES, 0.0)
   # Time by phase that a restart may turn into repeated work, with the steps at its end, which never decrease.
   kept: list[tuple[int, Mapping[str, float]]] = []
-  num_starts, previous, is_complete, was_complete = 0, None, True, False
+  num_starts = 0
+  previous = None
+  is_complete = True
+  was_complete = False
 
   def repeat_after(step: int) -> None:
     while kept and kept[-1][0] > step:

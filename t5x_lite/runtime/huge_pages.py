@@ -9,7 +9,8 @@ import pathlib
 import sys
 
 # The switch of the GNU C library (2.35 and later), in the environment of a process from its start.
-_VARIABLE, _TUNABLE = 'GLIBC_TUNABLES', 'glibc.malloc.hugetlb'
+_VARIABLE = 'GLIBC_TUNABLES'
+_TUNABLE = 'glibc.malloc.hugetlb'
 # The id of a process that has restarted.
 _RESTARTED = 'T5X_LITE_RESTARTED_PROCESS'
 _KERNEL = pathlib.Path('/sys/kernel/mm/transparent_hugepage/enabled')

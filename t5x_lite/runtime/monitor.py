@@ -86,7 +86,8 @@ class Monitor:
     """
     self.state_fn: Callable[[], tuple[int | None, str]] = lambda: (None, 'starting')
     self.describe_fn: Callable[[BaseException], tuple[str, int]] = describe_error
-    self.process, self.num_processes = process, num_processes
+    self.process = process
+    self.num_processes = num_processes
     self.stops = StopAgreement()
     self._store = store
     self._timeout = heartbeat_timeout_seconds
@@ -114,7 +115,8 @@ class Monitor:
     self._num_values = 0
     self._end_fns: list[Callable[[Failure], None]] = []
     self._is_suspicious = False
-    self._all_done, self._all_are_there = threading.Event(), True
+    self._all_done = threading.Event()
+    self._all_are_there = True
     self._signal_pipe: tuple[int, int] | None = None
     self._former_wakeup_fd = -1
 
@@ -200,7 +202,8 @@ class Monitor:
 
   def _prints_first(self) -> bool:
     with self._lock:
-      is_first, self._has_printed = not self._has_printed, True
+      is_first = not self._has_printed
+      self._has_printed = True
     return is_first
 
   def _fail(self, text: str, status: int) -> Failure:
@@ -237,11 +240,10 @@ class Monitor:
       or not self._prints_first()
     ):
       return
-    more = (
-      'Its output has the whole message'
-      if failure.error
-      else 'Rerun the command on all machines to resume'
-    )
+    if failure.error:
+      more = 'Its output has the whole message'
+    else:
+      more = 'Rerun the command on all machines to resume'
     text = f't5x_lite: [process {self.process}] ends because {failure}. {more}.\n'
     with contextlib.suppress(OSError):
       os.write(2, text.encode())
@@ -322,12 +324,17 @@ class Monitor:
       names = ', '.join(str(process) for process, _ in members[:8]) + (
         ', ...' if len(members) > 8 else ''
       )
-      where = 'before the first step' if step < 0 else f'after step {step:,}'
+      if step < 0:
+        where = 'before the first step'
+      else:
+        where = f'after step {step:,}'
       parts.append(
         f'process{"es" if len(members) > 1 else ""} {names} {where} in {phase!r} for '
         f'{max(seconds for _, seconds in members):.0f} s'
       )
-    return f'Processes, the last one first: {"; ".join(parts)}.' if parts else ''
+    if parts:
+      return f'Processes, the last one first: {"; ".join(parts)}.'
+    return ''
 
   # ---- Threads -------------------------------------------------------------------------------------------------------
 
@@ -375,14 +382,16 @@ class Monitor:
     beats = self._store.key_value_dir_get(f'{_ROOT}/beat/')
     now = self._clock()
     for key, text in beats:
-      process, beat = int(key.rpartition('/')[2]), json.loads(text)
+      process = int(key.rpartition('/')[2])
+      beat = json.loads(text)
       old = self._beats.get(process)
       if old is None or old[0]['at'] != beat['at']:
         self._beats[process] = beat, now
 
   def _judge(self) -> None:
     """On the lead: find silent processes, the point at which all stop, and the end of all."""
-    before, self._judged_at = self._judged_at, self._clock()
+    before = self._judged_at
+    self._judged_at = self._clock()
     awake = awake_seconds(
       self._judged_at - before, 2 * _BEAT_SECONDS
     )  # not time in which this process was stopped
@@ -459,11 +468,16 @@ class Monitor:
   @property
   def _limit(self) -> float:
     """Seconds of silence that are tolerated."""
-    return min(self._timeout, _SUSPICIOUS_SILENCE) if self._is_suspicious else self._timeout
+    if self._is_suspicious:
+      return min(self._timeout, _SUSPICIOUS_SILENCE)
+    return self._timeout
 
   def _watch(self) -> None:
     """Watch for signals, and for a store that does not answer."""
-    seen, seconds, now, num_signals = self._contact_at, 0.0, self._clock(), 0
+    seen = self._contact_at
+    seconds = 0.0
+    now = self._clock()
+    num_signals = 0
     is_abandoned = False
     while not self._closed.is_set():
       num_signals = self._look_for_signals(num_signals)
@@ -471,9 +485,11 @@ class Monitor:
         is_abandoned = True
         ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # below nohup
         os.kill(os.getpid(), signal.SIGTERM if ignores else signal.SIGHUP)
-      before, now = now, self._clock()
+      before = now
+      now = self._clock()
       if seen != self._contact_at:
-        seen, seconds = self._contact_at, 0.0
+        seen = self._contact_at
+        seconds = 0.0
         continue
       seconds += awake_seconds(now - before, 2 * _BEAT_SECONDS)
       if seconds > self._limit or (seconds > 2 * _BEAT_SECONDS and self._is_gone_fn()):

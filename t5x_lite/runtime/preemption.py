@@ -16,11 +16,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def signals_that_end_a_wait() -> str:
   """Return them for a message."""
-  return (
-    'SIGTERM or Ctrl-C'
-    if jax.process_count() == 1
-    else 'SIGTERM or Ctrl-C, sent twice to all processes,'
-  )
+  if jax.process_count() == 1:
+    return 'SIGTERM or Ctrl-C'
+  return 'SIGTERM or Ctrl-C, sent twice to all processes,'
 
 
 class StopSignals:
@@ -58,7 +56,9 @@ class StopSignals:
     monitor = monitor_lib.current_monitor()
     if monitor is not None and monitor.stops.request:
       return monitor.stops.request
-    return '' if self._received is None else self._received.name
+    if self._received is None:
+      return ''
+    return self._received.name
 
   @property
   def ends_waits(self) -> bool:
@@ -110,7 +110,10 @@ class StopSignals:
     if number == signal.SIGINT:
       again = 'press Ctrl-C again'
     else:
-      again = 'send SIGTERM again' if self._asked else 'send SIGTERM twice'
+      if self._asked:
+        again = 'send SIGTERM again'
+      else:
+        again = 'send SIGTERM twice'
     # `print` is not reentrant: the handler may interrupt a `print` of the main program.
     with contextlib.suppress(OSError):  # After SIGHUP the terminal is closed.
       new_line = '\n' if os.isatty(2) else ''  # after the ^C of the terminal

@@ -92,7 +92,8 @@ class StepProfiler:
     self._local: tempfile.TemporaryDirectory | None = (
       None  # of the running profile, if `folder` is in a store
     )
-    self._starts, self._skipped = [], []
+    self._starts = []
+    self._skipped = []
     for start in sorted(set(steps.start_steps)) if steps else ():
       is_too_close = self._starts and start < self._starts[-1] + steps.num_steps
       (self._skipped if is_too_close else self._starts).append(start)
@@ -183,7 +184,8 @@ class StepProfiler:
   def close(self) -> None:
     """End a running profile and write it."""
     if self._start is not None:
-      start, self._start = self._start, None
+      start = self._start
+      self._start = None
       try:
         jax.profiler.stop_trace()
         self._upload()

@@ -76,11 +76,10 @@ class Progress:
     if not self._enabled:
       return False
     now = self._clock()
-    interval = (
-      _REDRAW_SECONDS
-      if self._in_place
-      else max(_LINE_SECONDS, _LINE_FRACTION * (now - self._started))
-    )
+    if self._in_place:
+      interval = _REDRAW_SECONDS
+    else:
+      interval = max(_LINE_SECONDS, _LINE_FRACTION * (now - self._started))
     return now - self._drawn_at >= interval
 
   def begin(self, total_steps: int, first_step: int, *, tokens_per_step: int = 0) -> None:
@@ -91,7 +90,9 @@ class Progress:
       first_step: step at which the run starts.
       tokens_per_step: number of tokens per batch, for the rate; 0 shows no rate of tokens.
     """
-    self._total, self._first, self._tokens_per_step = total_steps, first_step, tokens_per_step
+    self._total = total_steps
+    self._first = first_step
+    self._tokens_per_step = tokens_per_step
     self._started = self._drawn_at = self._rate_at = self._clock()
     self._rate_step = first_step
     self._rate: float | None = None
@@ -167,7 +168,10 @@ class Progress:
     """
     if self._process is None:
       return ''
-    step = '' if self.step is None or _STEP.match(text) else f'step {self.step:,}  '
+    if self.step is None or _STEP.match(text):
+      step = ''
+    else:
+      step = f'step {self.step:,}  '
     return f'[process {self._process}] {step}'
 
   @contextlib.contextmanager
@@ -203,9 +207,16 @@ class Progress:
     if step <= self._rate_step or elapsed <= 0:
       return
     rate = (step - self._rate_step) / elapsed
-    weight = 1.0 if self._rate is None else elapsed / (elapsed + _RATE_MEMORY_SECONDS)
-    self._rate = rate if self._rate is None else self._rate + weight * (rate - self._rate)
-    self._rate_step, self._rate_at = step, now
+    if self._rate is None:
+      weight = 1.0
+    else:
+      weight = elapsed / (elapsed + _RATE_MEMORY_SECONDS)
+    if self._rate is None:
+      self._rate = rate
+    else:
+      self._rate = self._rate + weight * (rate - self._rate)
+    self._rate_step = step
+    self._rate_at = now
 
   def _draw(self, line: str, keep: bool) -> None:
     if not self._in_place:
@@ -214,6 +225,9 @@ class Progress:
     if keep:
       line = self.prefix(line) + line
     columns = shutil.get_terminal_size().columns
-    shown = line if len(line) < columns else line[: max(columns - 2, 0)] + '…'
+    if len(line) < columns:
+      shown = line
+    else:
+      shown = line[: max(columns - 2, 0)] + '…'
     print(f'\r{shown}\x1b[K', end='\n' if keep else '', file=self._stream, flush=True)
     self._line = '' if keep else line

@@ -35,7 +35,8 @@ class StopAgreement:
     """Note a request; only the first counts."""
     with self._lock:
       if not self.request:
-        self.request, self.limit = request, self._point + 1
+        self.request = request
+        self.limit = self._point + 1
 
   def agree(self, stop_at: int) -> None:
     """Note the point at which all stop, the largest limit of all processes."""

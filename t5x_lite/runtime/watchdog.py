@@ -166,12 +166,17 @@ class Watchdog:
     return text and f' {text}'
 
   def _watch(self) -> None:
-    seen, seconds, warned = None, 0.0, False
+    seen = None
+    seconds = 0.0
+    warned = False
     now = time.monotonic()
     while not self._closed.wait(self._period):
-      previous, now = now, time.monotonic()
+      previous = now
+      now = time.monotonic()
       if self._watched is not seen:
-        seen, seconds, warned = self._watched, 0.0, False
+        seen = self._watched
+        seconds = 0.0
+        warned = False
         continue
       seconds += awake_seconds(now - previous, self._period)
       activity, step = seen
@@ -200,7 +205,9 @@ def awake_seconds(elapsed: float, expected: float) -> float:
   >>> awake_seconds(1.5, expected=1.0), awake_seconds(3600.0, expected=1.0)
   (1.5, 1.0)
   """
-  return elapsed if elapsed <= 2 * expected else expected
+  if elapsed <= 2 * expected:
+    return elapsed
+  return expected
 
 
 def _print_stacks_and_exit(message: str) -> None:

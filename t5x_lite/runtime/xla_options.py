@@ -2,7 +2,8 @@
 
 import os
 
-_VARIABLE, _OPTION = 'XLA_FLAGS', '--xla_backend_extra_options='
+_VARIABLE = 'XLA_FLAGS'
+_OPTION = '--xla_backend_extra_options='
 # Unrolled loops and code in tiles take a fifth of the time of compilation. Training, decoding and experts of T5 small
 # measured the same without them: most of their time is in matrix products, which have separate code, and in memory.
 FAST_COMPILATION_FLAG = f'{_OPTION}xla_cpu_disable_loop_unrolling,xla_cpu_disable_tiled_emitter'

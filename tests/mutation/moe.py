@@ -55,7 +55,10 @@ MUTANTS = (
   Mutant(
     'the_bias_changes_gates',
     'moe/routing/token_choice.py',
-    'gates = _normalized(raw_gates) if options.normalize_gates else raw_gates',
+    'if options.normalize_gates:\n'
+    '      gates = _normalized(raw_gates)\n'
+    '    else:\n'
+    '      gates = raw_gates',
     'gates = _normalized(raw_gates)',
     'tests/moe/routing/test_token_choice.py::test_token_choice_is_the_loops',
   ),

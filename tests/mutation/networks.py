@@ -97,8 +97,9 @@ MUTANTS = (
   Mutant(
     'bias_gradients_are_not_summed_over_devices',
     't5x_lite/layers/shards.py',
-    'return lax.psum(array, axes) if axes else array',
-    'return array',
+    '  if axes:\n'
+    '    return lax.psum(array, axes)\n',
+    ,
     'tests/layers/test_shards.py::test_each_device_gets_its_part',
   ),
   Mutant(
@@ -118,8 +119,8 @@ MUTANTS = (
   Mutant(
     'splash_attends_between_packed_examples',
     't5x_lite/layers/fused_attention.py',
-    'segments = () if bias.key_segments is None else',
-    'segments = () if True else',
+    'if bias.key_segments is None:',
+    'if True:',
     'tests/layers/test_fused_attention.py::test_splash_equals_the_plain_form',
   ),
   Mutant(
@@ -188,16 +189,17 @@ MUTANTS = (
   Mutant(
     'unrolled_layers_are_computed_again_at_once',
     't5x_lite/networks/remat.py',
-    'return (\n'
-    '    _after_cotangents(rematerialized) if unrolled_on_cpu and not several_devices else rematerialized\n'
-    '  )',
-    'return rematerialized',
+    '  if unrolled_on_cpu and not several_devices:\n'
+    '    return _after_cotangents(rematerialized)\n',
+    ,
     'tests/networks/test_remat.py::test_policies_save_memory_outside_of_loops_on_a_cpu',
   ),
   Mutant(
     'offloaded_results_stay_on_the_device',
     't5x_lite/networks/remat.py',
-    'return ad_checkpoint.Saveable if on_cpu else _ON_HOST',
+    'if on_cpu:\n'
+    '        return ad_checkpoint.Saveable\n'
+    '      return _ON_HOST',
     'return ad_checkpoint.Saveable',
     'tests/networks/test_remat.py::test_tpus_offload_the_chosen_results_to_the_host',
   ),
@@ -211,8 +213,8 @@ MUTANTS = (
   Mutant(
     'layers_are_stacked_in_front',
     't5x_lite/networks/scan.py',
-    'return min(self.param_axis, ndim) if',
-    'return 0 if',
+    'return min(self.param_axis, ndim)',
+    'return 0',
     'tests/networks/test_t5.py::test_parameter_tree_and_logical_axes_are_t5xs',
   ),
   Mutant(
@@ -246,8 +248,8 @@ MUTANTS = (
   Mutant(
     'metric_functions_get_no_logits',
     't5x_lite/models/token_losses.py',
-    'is_supported_by(model, module) and not metric_fns else',
-    'is_supported_by(model, module) else',
+    'if is_supported_by(model, module) and not metric_fns:',
+    'if is_supported_by(model, module):',
     'tests/models/test_token_losses.py::test_a_subclass_gets_all_logits_and_an_explicit_size_is_an_error',
   ),
   Mutant(
@@ -260,10 +262,9 @@ MUTANTS = (
   Mutant(
     'bfloat16_hidden_states_are_converted_for_the_logits',
     't5x_lite/layers/logits.py',
-    'return (\n'
-    '    jnp.dtype(jnp.bfloat16) if hidden.dtype == jnp.bfloat16 else operand_dtype(kernel, jnp.float32)\n'
-    '  )',
-    'return operand_dtype(kernel, jnp.float32)',
+    '  if hidden.dtype == jnp.bfloat16:\n'
+    '    return jnp.dtype(jnp.bfloat16)\n',
+    ,
     'tests/layers/test_logits.py::test_operands_and_gradients_are_bfloat16_if_one_array_is_and_sums_float32',
   ),
   Mutant(

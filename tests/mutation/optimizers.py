@@ -91,8 +91,8 @@ MUTANTS = (
   Mutant(
     'stochastic_rounding_is_that_of_dropout',
     't5x_lite/optimizers/base/rounding.py',
-    'else jax.random.fold_in(step_key, _STREAM)',
-    'else step_key',
+    'return jax.random.fold_in(step_key, _STREAM)',
+    'return step_key',
     'tests/test_train_step.py::test_stochastic_rounding_depends_on_the_key_of_the_step_but_not_on_dropout',
   ),
   Mutant(
@@ -130,8 +130,8 @@ MUTANTS = (
   Mutant(
     'layers_with_other_scales_are_stacked',
     't5x_lite/optimizers/optax_adapter/wrapper.py',
-    'if key is not None and self.param_scales else key',
-    'if key is None else key',
+    'if key is not None and self.param_scales:',
+    'if key is None:',
     'tests/test_layer_stacks.py::test_layers_that_differ_are_stacked_apart[options 1]',
   ),
   Mutant(
@@ -180,8 +180,9 @@ MUTANTS = (
   Mutant(
     'parts_with_their_own_rate_take_the_trainers',
     't5x_lite/optimizers/multi/optimizer.py',
-    'part.needs_learning_rate if self.needs_learning_rate else part.uses_learning_rate',
-    'part.uses_learning_rate',
+    '    if self.needs_learning_rate:\n'
+    '      return part.needs_learning_rate\n',
+    ,
     'tests/optimizers/multi/test_parts.py::test_every_learning_rate_has_one_owner',
   ),
   Mutant(
@@ -223,7 +224,9 @@ MUTANTS = (
   Mutant(
     'numbers_of_units_have_the_order_of_the_arrays',
     't5x_lite/optimizers/scaled_adam_rule/groups.py',
-    'return joined if self._is_in_order else joined[self._order]',
+    'if self._is_in_order:\n'
+    '      return joined\n'
+    '    return joined[self._order]',
     'return joined',
     'tests/optimizers/scaled_adam_rule/test_transformation.py'
     '::test_layers_in_stacked_arrays_train_as_single_layers',
@@ -301,8 +304,9 @@ MUTANTS = (
   Mutant(
     'each_device_computes_all_rows',
     't5x_lite/optimizers/shampoo/placement.py',
-    'return cls(mesh.axis_names, mesh.size) if mesh else cls()',
-    'return cls()',
+    '    if mesh:\n'
+    '      return cls(mesh.axis_names, mesh.size)\n',
+    ,
     'tests/optimizers/shampoo/test_sharded.py::test_devices_share_the_matrices',
   ),
   Mutant(
@@ -315,8 +319,8 @@ MUTANTS = (
   Mutant(
     'devices_have_no_halo',
     't5x_lite/optimizers/shampoo/placement.py',
-    'parts, missing, distance = [matrices], self.halo, 1',
-    'parts, missing, distance = [matrices], 0, 1',
+    'missing = self.halo',
+    'missing = 0',
     'tests/optimizers/shampoo/test_sharded.py::test_devices_change_no_matrix',
   ),
   Mutant(

@@ -87,8 +87,11 @@ MUTANTS = (
   Mutant(
     'a_task_takes_the_gpu_of_its_number_among_its_own',
     _CLUSTER,
-    'local = None if _has_own_gpus() else',
-    'local =',
+    'if _has_own_gpus():\n'
+    '      local = None\n'
+    '    else:\n'
+    '      local = detector.get_local_process_id()',
+    'local = detector.get_local_process_id()',
     _CLUSTER_TEST + 'test_places',
   ),
   Mutant(

@@ -85,8 +85,8 @@ MUTANTS = (
   Mutant(
     'attempts_of_a_save_share_a_folder',
     't5x_lite/checkpoints/commit.py',
-    "return f'{discovery.ATTEMPT_PREFIX}{self.attempt}' if files.is_remote(self.final) else ''",
-    "return f'{discovery.ATTEMPT_PREFIX}1' if files.is_remote(self.final) else ''",
+    "return f'{discovery.ATTEMPT_PREFIX}{self.attempt}'",
+    "return f'{discovery.ATTEMPT_PREFIX}1'",
     'tests/checkpoints/test_store_io.py::test_each_attempt_has_separate_folders',
   ),
 )

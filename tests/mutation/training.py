@@ -83,8 +83,10 @@ MUTANTS = (
   Mutant(
     'the_average_time_is_since_the_start',
     't5x_lite/apps/train/step_log.py',
-    '    self._seconds, self._num_steps = 0.0, 0\n    if',
-    '    if',
+    'average = self._seconds / self._num_steps\n'
+    '    self._seconds = 0.0\n'
+    '    self._num_steps = 0',
+    'average = self._seconds / self._num_steps',
     'tests/apps/train/test_step_log.py::test_steps_after_the_start_and_then_every_period',
   ),
   Mutant(
@@ -153,7 +155,9 @@ MUTANTS = (
   Mutant(
     'microbatches_share_dropout_masks',
     't5x_lite/train_step.py',
-    'return None if rng is None else jax.random.fold_in(rng, index)',
+    'if rng is None:\n'
+    '    return None\n'
+    '  return jax.random.fold_in(rng, index)',
     'return rng',
     'tests/test_train_step.py::test_microbatches_draw_different_dropout_and_repeat_exactly',
   ),
@@ -258,8 +262,8 @@ MUTANTS = (
   Mutant(
     'z_loss_of_the_sum_without_the_largest_logit',
     't5x_lite/losses.py',
-    'jnp.square(largest + log_sum)[..., 0] if z_loss',
-    'jnp.square(log_sum)[..., 0] if z_loss',
+    '    z = z_loss * jnp.square(largest + log_sum)[..., 0]',
+    '    z = z_loss * jnp.square(log_sum)[..., 0]',
     'tests/test_losses.py::test_token_cross_entropy_equals_its_definition',
   ),
   Mutant(
@@ -279,8 +283,8 @@ MUTANTS = (
   Mutant(
     'z_loss_counts_padding',
     't5x_lite/losses.py',
-    'loss, z = loss * weights, z * weights',
-    'loss, z = loss * weights, z',
+    'z = z * weights',
+    'z = z',
     'tests/test_losses.py::test_weighted_cross_entropy_equals_t5x',
   ),
   Mutant(
@@ -328,14 +332,19 @@ MUTANTS = (
   Mutant(
     'evaluation_counts_the_last_batch_alone',
     't5x_lite/trainer.py',
-    'metrics = batch_metrics if metrics is None else merge_metrics(metrics, batch_metrics)',
+    'if metrics is None:\n'
+    '          metrics = batch_metrics\n'
+    '        else:\n'
+    '          metrics = merge_metrics(metrics, batch_metrics)',
     'metrics = batch_metrics',
     'tests/test_trainer.py::test_evaluation_averages_over_batches_and_leaves_the_state',
   ),
   Mutant(
     'updates_drop_mutables',
     't5x_lite/train_state.py',
-    'return state if flax_mutables is None else state.replace_flax_mutables(flax_mutables)',
+    'if flax_mutables is None:\n'
+    '      return state\n'
+    '    return state.replace_flax_mutables(flax_mutables)',
     'return state',
     'tests/test_train_state.py::test_apply_gradient_uses_the_learning_rate_and_carries_the_rest',
   ),
@@ -412,7 +421,9 @@ MUTANTS = (
   Mutant(
     'layers_of_a_new_state_are_stacked_for_any_initializer',
     't5x_lite/apps/common/start.py',
-    'return trainer.stacked_layers if accepts else LayerStacks()',
+    'if accepts:\n'
+    '    return trainer.stacked_layers\n'
+    '  return LayerStacks()',
     'return trainer.stacked_layers',
     'tests/apps/common/test_start.py::test_a_new_state_is_stacked_from_the_beginning_by_our_initializer',
   ),
@@ -447,7 +458,9 @@ MUTANTS = (
   Mutant(
     'short_loops_are_stacked',
     't5x_lite/networks/stacks.py',
-    'return 2 if self.config.scan_layers else scan.MIN_LAYERS_OF_A_LOOP',
+    'if self.config.scan_layers:\n'
+    '      return 2\n'
+    '    return scan.MIN_LAYERS_OF_A_LOOP',
     'return 2',
     'tests/test_layer_stacks.py::test_the_trainer_stacks_long_loops_unless_told_otherwise',
   ),
@@ -461,14 +474,17 @@ MUTANTS = (
   Mutant(
     'bad_steps_are_counted_over_the_whole_run',
     't5x_lite/non_finite.py',
-    'self.newest_finite_step, self.bad_steps_in_a_row = step, 0',
-    'self.newest_finite_step = step',
+    '      self.bad_steps_in_a_row = 0\n',
+    ,
     'tests/test_non_finite.py::test_skip_ends_after_the_limit_in_a_row',
   ),
   Mutant(
     'stacked_layers_share_statistics',
     't5x_lite/optimizers/adafactor_rule/optimizer.py',
-    'update = jax.vmap(update) if layer_stacks.is_stacked(path) else update',
+    'if layer_stacks.is_stacked(path):\n'
+    '        update = jax.vmap(update)\n'
+    '      else:\n'
+    '        update = update',
     'pass',
     'tests/test_layer_stacks.py::test_an_update_of_stacked_layers_is_the_update_of_each[adafactor_all_options]',
   ),
@@ -496,8 +512,8 @@ MUTANTS = (
   Mutant(
     'conversion_keeps_all_arrays',
     't5x_lite/layer_stacks.py',
-    'leaf, self._leaf = self._leaf, None',
-    'leaf = self._leaf',
+    '    self._leaf = None\n',
+    ,
     'tests/test_layer_stacks.py::test_each_array_is_freed_when_it_is_converted',
   ),
   Mutant(
@@ -545,8 +561,18 @@ MUTANTS = (
   Mutant(
     'conditions_of_evaluations_are_not_asked',
     't5x_lite/apps/train/loop.py',
-    'if when.condition is None or when.is_due_at_end(step, last_step):',
-    'if True:',
+    'last_step, names = (\n'
+    '        step,\n'
+    '        tuple(name for name, when in whens.items() if when.is_due(step, step)),\n'
+    '      )\n'
+    '\n'
+    '    def is_met(when):\n'
+    '      if when.condition is None or when.is_due_at_end(step, last_step):',
+    'last_step = step\n'
+    '      names = tuple(name for name, when in whens.items() if when.is_due(step, step))\n'
+    '\n'
+    '    def is_met(when):\n'
+    '      if True:',
     'tests/apps/common/test_evaluations.py::test_each_evaluation_has_its_steps_data_and_metrics',
   ),
   Mutant(

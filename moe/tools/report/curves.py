@@ -101,8 +101,12 @@ def _set_ylabel(panels: Sequence[Any], label: str, is_narrow: bool) -> None:
 def _scale(layer: Layer, kind: str) -> float:
   """Return the factor from recorded to drawn numbers; the entropy of a single expert is not a share of anything."""
   if kind == 'entropy':
-    return 100.0 / np.log(layer.num_experts) if layer.num_experts > 1 else np.nan
-  return 100.0 if kind == 'share' else 1.0
+    if layer.num_experts > 1:
+      return 100.0 / np.log(layer.num_experts)
+    return np.nan
+  if kind == 'share':
+    return 100.0
+  return 1.0
 
 
 def _set_limits(panels: Sequence[Any], kind: str, values: Sequence[float]) -> None:
@@ -169,4 +173,6 @@ def _name_lines(
 
 def _marker(values: np.ndarray) -> str | None:
   """Return a marker if there are few points, because a line needs two neighbours."""
-  return 'o' if np.isfinite(values).sum() <= 12 else None
+  if np.isfinite(values).sum() <= 12:
+    return 'o'
+  return None

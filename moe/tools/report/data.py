@@ -61,7 +61,9 @@ class Layer:
 
   def over_time(self, name: str) -> np.ndarray | None:
     """Return float64 [S] of a recorded or derived number; None if it was not recorded."""
-    return self.num_dead if name == 'num_dead' else self.series.get(name)
+    if name == 'num_dead':
+      return self.num_dead
+    return self.series.get(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +103,11 @@ class History:
   def end(self) -> str:
     """The steps at the end, in words. Of the first period only the last step is known."""
     before = len(self.steps) - self.num_end - 1
-    first, last = int(self.steps[before] + 1 if before >= 0 else self.steps[0]), int(self.steps[-1])
-    return f'step {last}' if first == last else f'steps {first} to {last}'
+    first = int(self.steps[before] + 1 if before >= 0 else self.steps[0])
+    last = int(self.steps[-1])
+    if first == last:
+      return f'step {last}'
+    return f'steps {first} to {last}'
 
   def at_end(self, values: np.ndarray) -> np.ndarray:
     """Return the mean of [S, ...] over the periods at the end, without missing values; NaN if all are missing."""

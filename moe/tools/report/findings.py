@@ -109,7 +109,9 @@ def _state(history: History, layer: Layer) -> LayerState:
 
 def _at_end(history: History, layer: Layer, name: str) -> float:
   values = layer.over_time(name)
-  return math.nan if values is None else float(history.at_end(values))
+  if values is None:
+    return math.nan
+  return float(history.at_end(values))
 
 
 def _balance(states: Sequence[LayerState]) -> Finding:
@@ -144,11 +146,10 @@ def _dead(states: Sequence[LayerState]) -> Finding:
   num_experts = sum(s.layer.num_experts for s in states)
   num_dead = sum(len(s.dead) for s in states)
   num_starved = sum(s.num_starved for s in states) - num_dead
-  starved = (
-    f'Of the {"others" if num_dead else "experts"}, {num_starved} got less than {STARVED:g} of an even share.'
-    if num_starved
-    else 'No expert is starved.'
-  )
+  if num_starved:
+    starved = f'Of the {"others" if num_dead else "experts"}, {num_starved} got less than {STARVED:g} of an even share.'
+  else:
+    starved = 'No expert is starved.'
   if not num_dead:
     return Finding(
       title='Dead experts',
@@ -174,12 +175,11 @@ def _drops(states: Sequence[LayerState]) -> Finding:
       return Finding(
         title='Drops, worst layer', value='unknown', is_good=None, text='The run recorded no drops.'
       )
-    dropped, what = [s.tokens_left_behind for s in worst], 'tokens were computed by no expert'
+    dropped = [s.tokens_left_behind for s in worst]
+    what = 'tokens were computed by no expert'
   else:
-    dropped, what = (
-      [s.choices_dropped for s in worst],
-      'choices were dropped because a buffer was full',
-    )
+    dropped = [s.choices_dropped for s in worst]
+    what = 'choices were dropped because a buffer was full'
   if dropped[0] == 0:
     return Finding(
       title='Drops, worst layer',
@@ -209,7 +209,8 @@ def _entropy(states: Sequence[LayerState]) -> Finding:
       is_good=None,
       text='The run recorded no entropy of its routers.',
     )
-  most, least = known[0], known[-1]
+  most = known[0]
+  least = known[-1]
   value = f'{100 * least.entropy:.0f}–{100 * most.entropy:.0f}%'
   return Finding(
     title='Router entropy',
@@ -247,4 +248,6 @@ def _names(states, say=None) -> str:
 
 
 def _periods(count: int) -> str:
-  return 'period' if count == 1 else f'{count} periods'
+  if count == 1:
+    return 'period'
+  return f'{count} periods'

@@ -43,15 +43,14 @@ def load_at_end(history: History, is_narrow: bool) -> Any:
 
 def load_over_time(history: History, is_narrow: bool) -> Any:
   """Draw step by expert, a map for each layer."""
-  most = (
-    1
-    if is_narrow and len(history.layers) <= 4
-    else 2
-    if is_narrow
-    else 4
-    if len(history.layers) <= 16
-    else 6
-  )
+  if is_narrow and len(history.layers) <= 4:
+    most = 1
+  elif is_narrow:
+    most = 2
+  elif len(history.layers) <= 16:
+    most = 4
+  else:
+    most = 6
   columns = min(len(history.layers), most)
   num_rows = -(-len(history.layers) // columns)
   figure, panels = style.panels(
@@ -195,7 +194,9 @@ def _number(value: float, digits: int) -> str:
   if value == 0:
     return '0'
   least = 10.0**-digits
-  return f'{value:.{digits}f}' if value >= least / 2 else '<' + f'{least:g}'.removeprefix('0')
+  if value >= least / 2:
+    return f'{value:.{digits}f}'
+  return '<' + f'{least:g}'.removeprefix('0')
 
 
 def _label_layers(axes: Any, layers: Sequence[Layer]) -> None:

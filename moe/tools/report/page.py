@@ -141,9 +141,10 @@ def page(history: History, drawn: Sequence[Figure]) -> str:
 
 def _header(history: History, name: str) -> Iterator[str]:
   counts = sorted({layer.num_experts for layer in history.layers})
-  num_experts = (
-    _count(counts[0], 'expert') if len(counts) == 1 else f'{" or ".join(map(str, counts))} experts'
-  )
+  if len(counts) == 1:
+    num_experts = _count(counts[0], 'expert')
+  else:
+    num_experts = f'{" or ".join(map(str, counts))} experts'
   yield f'<header><h1>Routing report: {name}</h1>'
   yield (
     f'<p class="lead">{_count(len(history.layers), "sparse layer")} of {num_experts}'
@@ -313,11 +314,17 @@ def _footer(history: History, drawn: Sequence[Figure]) -> Iterator[str]:
 def _ratio(value: float) -> str:
   if value == 0:
     return '0'
-  return 'unknown' if value != value else f'{value:.2f}×' if value >= 0.005 else '<0.01×'
+  if value != value:
+    return 'unknown'
+  if value >= 0.005:
+    return f'{value:.2f}×'
+  return '<0.01×'
 
 
 def _share(value: float) -> str:
-  return '–' if value != value else format_percent(value)
+  if value != value:
+    return '–'
+  return format_percent(value)
 
 
 def _count(number: int, what: str) -> str:
@@ -325,8 +332,11 @@ def _count(number: int, what: str) -> str:
 
 
 def _steps(history: History) -> str:
-  first, last = int(history.steps[0]), int(history.steps[-1])
-  return f'step {last}' if first == last else f'steps {first} to {last}'
+  first = int(history.steps[0])
+  last = int(history.steps[-1])
+  if first == last:
+    return f'step {last}'
+  return f'steps {first} to {last}'
 
 
 def _time(seconds: float) -> str:

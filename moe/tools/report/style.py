@@ -18,7 +18,9 @@ import numpy as np
 from moe.tools.report.data import History
 from t5x_lite.apps.common import figures
 
-INK, MUTED, BLANK = figures.INK, figures.MUTED, '#b9c0ca'
+INK = figures.INK
+MUTED = figures.MUTED
+BLANK = '#b9c0ca'
 _VARIABLES = {figures.INK: '--ink', figures.MUTED: '--muted', figures.GRID: '--grid'}
 _DPI = 144
 # Widths of figures in inches: on phones, text must not be scaled down.
@@ -184,7 +186,9 @@ def integer_ticks(axis: Any, count: int, start: int = 0, most: int = 16) -> None
 
 
 def _fraction(value: float, _: Any) -> str:
-  return f'{value:g}' if value >= 1 else str(fractions.Fraction(value).limit_denominator(2**20))
+  if value >= 1:
+    return f'{value:g}'
+  return str(fractions.Fraction(value).limit_denominator(2**20))
 
 
 def log2_axis(axes: Any, values: Sequence[float]) -> None:
@@ -192,7 +196,8 @@ def log2_axis(axes: Any, values: Sequence[float]) -> None:
   from matplotlib import ticker
 
   known = [v for v in values if np.isfinite(v) and v > 0] or [1.0]
-  low, high = min(*known, 0.9), max(*known, 2.0)
+  low = min(*known, 0.9)
+  high = max(*known, 2.0)
   axes.set_yscale('log', base=2)
   # A narrow range needs ticks between the powers of 2.
   axes.yaxis.set_major_locator(ticker.LogLocator(2, subs=(1.0, 1.5) if high / low < 6 else (1.0,)))

@@ -314,7 +314,10 @@ def on_terminal(talk: Chat, out: TextIO) -> None:
           return
         _command(talk, command, argument.strip(), last, out)
       elif line.strip():
-        last = line.removeprefix(':') if line.startswith('::') else line
+        if line.startswith('::'):
+          last = line.removeprefix(':')
+        else:
+          last = line
         _print_answers(talk, last, out)
   except EOFError:
     _print('', out)  # The shell's prompt starts on a new line.

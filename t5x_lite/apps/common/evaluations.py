@@ -51,9 +51,9 @@ class OpenEvaluation:
   @property
   def tasks(self) -> list[str]:
     """Names of the tasks."""
-    return (
-      [task.name for task in self.evaluator.eval_tasks] if self.evaluator else list(self.batches)
-    )
+    if self.evaluator:
+      return [task.name for task in self.evaluator.eval_tasks]
+    return list(self.batches)
 
   def task_of_run(self, task: str) -> str:
     """Return the name of a task among all tasks of its kind, for the trainer and actions: '<name>/<task>'."""
@@ -144,8 +144,12 @@ class RunEvaluations:
     """
     self._collect_pending()
     # Numbers of evaluations before these, of the same state.
-    numbers = self._numbers if self._step == self._trainer.step else {}
-    self._step, self._numbers = None, {}
+    if self._step == self._trainer.step:
+      numbers = self._numbers
+    else:
+      numbers = {}
+    self._step = None
+    self._numbers = {}
     pending = []
     results_of: dict[ActionMode, dict[str, Any]] = {
       mode: {} for mode in ActionMode
@@ -187,7 +191,9 @@ class RunEvaluations:
             ),
           )
         )
-    self._step, self._numbers, self._pending = trainer.step, numbers, pending
+    self._step = trainer.step
+    self._numbers = numbers
+    self._pending = pending
     is_done = all(future.done() for _, future in pending)
     if pending and (ActionMode.INFER_EVAL in self._actions or is_done):
       self._collect_pending()
@@ -219,7 +225,9 @@ class RunEvaluations:
       name.startswith(f'{each.folder}/') for each, _ in self._pending for name in needed
     ):
       self._collect_pending()
-    return dict(self._numbers) if self._step == step else {}
+    if self._step == step:
+      return dict(self._numbers)
+    return {}
 
   def flush(self) -> None:
     """Wait until all results are reported and on disk.
@@ -238,7 +246,8 @@ class RunEvaluations:
     cannot hold are dropped, see `MetricsManager.close_files`.
     """
     self._collect_pending()
-    self._step, self._numbers = None, {}
+    self._step = None
+    self._numbers = {}
     for each in (*self._evaluators, *self._mean_managers.values()):
       each.close_files()
 
@@ -279,7 +288,8 @@ class RunEvaluations:
 
   def _collect_pending(self) -> None:
     """Wait for pending metrics and report them."""
-    pending, self._pending = self._pending, []
+    pending = self._pending
+    self._pending = []
     for each, future in pending:
       self._numbers |= self._report(self._step, each, future.result())
 
@@ -308,7 +318,9 @@ def due_names(recorded: Any, names: Sequence[str]) -> tuple[str, ...]:
   (('inference_eval',), ('training_eval',))
   """
   if isinstance(recorded, bool):
-    return tuple(names) if recorded else ()
+    if recorded:
+      return tuple(names)
+    return ()
   return tuple(name for name in names if name in recorded)
 
 
@@ -319,4 +331,6 @@ def _by_task_of_run(
 
 
 def _with_mean(results: MetricsByTask) -> MetricsByTask:
-  return {**results, MEAN: evaluation.mean_over_tasks(results)} if len(results) > 1 else results
+  if len(results) > 1:
+    return {**results, MEAN: evaluation.mean_over_tasks(results)}
+  return results

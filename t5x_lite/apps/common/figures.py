@@ -7,7 +7,9 @@ from typing import Any
 
 from t5x_lite.errors import needs_packages
 
-INK, MUTED, GRID = '#1d2733', '#5b6776', '#d3d9e1'
+INK = '#1d2733'
+MUTED = '#5b6776'
+GRID = '#d3d9e1'
 # Okabe and Ito: distinct with every form of colour blindness.
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#56b4e9', '#e69f00', INK)
 # An axis starts at 0 unless the smallest value is more than this share of the largest.
@@ -74,7 +76,8 @@ def set_linear_limits(axes: Any, values: Sequence[float]) -> str:
   from matplotlib import ticker
 
   finite = [value for value in values if math.isfinite(value)]
-  low, high = min(finite, default=0.0), max(finite, default=1.0)
+  low = min(finite, default=0.0)
+  high = max(finite, default=1.0)
   is_zoomed = low < high and (
     low > _MAX_SHARE_BELOW_DATA * high > 0 or high < _MAX_SHARE_BELOW_DATA * low < 0
   )
@@ -85,7 +88,9 @@ def set_linear_limits(axes: Any, values: Sequence[float]) -> str:
   axes.yaxis.set_major_locator(locator)
   axes.yaxis.set_major_formatter(ticker.FuncFormatter(short_number))
   axes.set_ylim(ticks[0], ticks[-1])
-  return f'axis from {ticks[0]:g} to {ticks[-1]:g}' if is_zoomed else ''
+  if is_zoomed:
+    return f'axis from {ticks[0]:g} to {ticks[-1]:g}'
+  return ''
 
 
 def set_step_ticks(axes: Any, max_ticks: int = 5) -> None:

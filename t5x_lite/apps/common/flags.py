@@ -331,7 +331,10 @@ def join_cluster(arguments: argparse.Namespace) -> None:
         'No effect of %s: --multiprocess_gpu=false starts one process.', given
       )
     vars(arguments).update(dict.fromkeys(place), distributed='off')
-  mode = 'on' if arguments.multiprocess_gpu else arguments.distributed
+  if arguments.multiprocess_gpu:
+    mode = 'on'
+  else:
+    mode = arguments.distributed
   monitor = runtime.join(
     runtime.ClusterConfig(
       mode=mode,
@@ -537,7 +540,8 @@ def _set_jax_options(flags: Sequence[str], shows_warnings: bool = True) -> None:
   for flag in flags:
     name, equals, text = flag.lstrip('-').partition('=')
     if name.startswith('no') and not equals:
-      name, text = name.removeprefix('no'), 'false'
+      name = name.removeprefix('no')
+      text = 'false'
     if name not in jax.config.values:
       raise ConfigError(
         f'JAX has no option {name}.{did_you_mean(name, jax.config.values, lists_all=False)}'
@@ -558,7 +562,10 @@ def _set_jax_options(flags: Sequence[str], shows_warnings: bool = True) -> None:
         value = kind(text) if kind in (int, float) else text
       jax.config.update(name, value)
     except (KeyError, TypeError, ValueError) as error:
-      expectation = 'true or false' if kind is bool else f'a value that JAX accepts ({error})'
+      if kind is bool:
+        expectation = 'true or false'
+      else:
+        expectation = f'a value that JAX accepts ({error})'
       raise checks.invalid('', f'--{name}', expectation, text) from error
 
 

@@ -134,11 +134,10 @@ def remove_leftovers(target: files.Path) -> None:
   if files.is_remote(target):  # they were in folders of temporary files
     return
   prefix = f'.{target.name}{INFIX}'
-  left = (
-    [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
-    if target.parent.is_dir()
-    else []
-  )
+  if target.parent.is_dir():
+    left = [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
+  else:
+    left = []
   # In reverse order, the replaced folder comes before its replacement, whose lock covers both.
   for folder in sorted(left, reverse=True):
     is_former = folder.name.endswith(_FORMER)

@@ -104,7 +104,9 @@ class RunConfig:
   @property
   def rng_impl(self) -> str:
     """Name of JAX's random number generator."""
-    return random_numbers.HARDWARE_IMPL if self.use_hardware_rng else 'threefry2x32'
+    if self.use_hardware_rng:
+      return random_numbers.HARDWARE_IMPL
+    return 'threefry2x32'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,8 @@ def open_data(
       differ.
     DataError: the data is unknown or empty.
   """
-  partitioner, converter = cfg.partitioner, cfg.model.FEATURE_CONVERTER
+  partitioner = cfg.partitioner
+  converter = cfg.model.FEATURE_CONVERTER
   layout = partitioner.get_data_layout(cfg.train_dataset_cfg.batch_size)
   for _, _, each in _evaluations(cfg):
     evaluation.check_eval_batch(each.dataset_cfg, partitioner)
@@ -336,7 +339,10 @@ def make_trainer(
     )
   )
   _check_train_method(trainer)
-  last_steps = [last_step - 1] if first_step < last_step < math.inf else []
+  if first_step < last_step < math.inf:
+    last_steps = [last_step - 1]
+  else:
+    last_steps = []
   start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, *last_steps])
   if cfg.param_ema is not None:
     skips = trainer.non_finite.policy.action == 'skip'

@@ -142,7 +142,9 @@ def last_step_of_run(total_steps: int | None, relative_steps: int | None, start_
   """
   if relative_steps is not None:
     return start_step + relative_steps
-  return math.inf if total_steps is None else total_steps
+  if total_steps is None:
+    return math.inf
+  return total_steps
 
 
 def describe_end(last_step: float, num_epochs: int | None) -> str:
@@ -159,7 +161,9 @@ def describe_end(last_step: float, num_epochs: int | None) -> str:
   """
   ends = [f'step {last_step:,}'] * (last_step < math.inf)
   ends += [f'the end of the data (num_epochs = {num_epochs})'] * (num_epochs is not None)
-  return f'to {" or ".join(ends)}' if ends else 'until the run is stopped'
+  if ends:
+    return f'to {" or ".join(ends)}'
+  return 'until the run is stopped'
 
 
 def list_stretches(
@@ -205,9 +209,11 @@ def describe_plan(
   for stretch in stretches:
     for name in stretch.evaluations:
       steps.setdefault(name, []).append(stretch.last)
-  evaluations, decodings = steps.pop(TRAINING_EVAL), steps.pop(INFERENCE_EVAL)
+  evaluations = steps.pop(TRAINING_EVAL)
+  decodings = steps.pop(INFERENCE_EVAL)
   if not evaluations or not decodings or evaluations == decodings:
-    evaluations, decodings = evaluations or decodings, []
+    evaluations = evaluations or decodings
+    decodings = []
   rows = [
     ('summaries', [s.last for s in stretches]),
     ('evaluations', evaluations),

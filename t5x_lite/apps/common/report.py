@@ -267,7 +267,10 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
     sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ()))
   )
   if num_skipped:
-    newest = f', including the last {bad_steps_in_a_row}' if bad_steps_in_a_row else ''
+    if bad_steps_in_a_row:
+      newest = f', including the last {bad_steps_in_a_row}'
+    else:
+      newest = ''
     lines.append(
       f'  skipped           {num_skipped:,} step(s) with a non-finite loss or gradient norm{newest}'
     )

@@ -122,7 +122,10 @@ def restore_for_inference(
         applies_transforms=applies_transforms,
       )
     todo.append((start, step, start_initializer))
-  init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
+  if fallback_init_rng is None:
+    init_rng = None
+  else:
+    init_rng = jax.random.key(fallback_init_rng)
   return _restore_each(
     todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done
   )
@@ -171,13 +174,17 @@ def _needs_optimizer_state(path: str, model: models.BaseModel, shape: InferenceS
       shape.params,
     ).evaluates_other_params
   if recorded is not None and not has_eval_params:
-    given = optimizer_def.name if isinstance(optimizer_def, optimizers.OptimizerDef) else 'none'
-    remedy = (
-      f"The model's optimizer is {given}: configure the optimizer of the run (OPTIMIZER, or the gin file that "
-      'binds it).'
-      if source.has_optimizer_state
-      else 'The optimizer state is missing: use a checkpoint that contains it.'
-    )
+    if isinstance(optimizer_def, optimizers.OptimizerDef):
+      given = optimizer_def.name
+    else:
+      given = 'none'
+    if source.has_optimizer_state:
+      remedy = (
+        f"The model's optimizer is {given}: configure the optimizer of the run (OPTIMIZER, or the gin file that "
+        'binds it).'
+      )
+    else:
+      remedy = 'The optimizer state is missing: use a checkpoint that contains it.'
     raise CheckpointError(
       f'{path!r} was trained with the optimizer {recorded["name"]}, which derives the parameters '
       f'to evaluate from its state. {remedy}'
@@ -197,11 +204,10 @@ def _find(
     return [start_lib.StartingPoint(path=path, restore_cfg=cfg) for path in paths]
   if cfg is not None and cfg.builders and not cfg.paths:
     return [start_lib.StartingPoint(restore_cfg=cfg)]
-  where = (
-    'No checkpoint is configured'
-    if cfg is None or not cfg.paths
-    else (f'No checkpoint found below {", ".join(cfg.paths)} (mode={cfg.mode!r})')
-  )
+  if cfg is None or not cfg.paths:
+    where = 'No checkpoint is configured'
+  else:
+    where = f'No checkpoint found below {", ".join(cfg.paths)} (mode={cfg.mode!r})'
   if not may_be_random:
     raise CheckpointError(
       f'{where}. Set RestoreCheckpointConfig.path (CHECKPOINT_PATH) to a run directory with '
@@ -244,7 +250,10 @@ def _restore_each(
         )
         continue
     # Without `fallback_to_scratch`, all parameters must be restored; builders may initialise parts of them.
-    rng = init_rng if start.is_new or cfg.fallback_to_scratch or cfg.builders else None
+    if start.is_new or cfg.fallback_to_scratch or cfg.builders:
+      rng = init_rng
+    else:
+      rng = None
     try:
       state, restored = start_lib.make_state(start, initializer, partitioner, model, rng)
     except CheckpointDamagedError as error:

@@ -142,5 +142,8 @@ def load_run(run: FoundRun, arguments: argparse.Namespace) -> Any:
   """
   gin_files = gin_files_of(run, arguments.gin_file)
   has_config = files.path(os.path.join(run.model_dir, CONFIG_FILE)).is_file()
-  arguments.gin_file = gin_files if has_config else [_RUN_FILE, *gin_files]
+  if has_config:
+    arguments.gin_file = gin_files
+  else:
+    arguments.gin_file = [_RUN_FILE, *gin_files]
   return load_configuration(arguments, _PLACEHOLDERS)

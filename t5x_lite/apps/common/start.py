@@ -78,18 +78,16 @@ class StartingPoint:
     """Text for the log."""
     if self.is_new:
       return 'new parameters'
-    return (
-      f'{self.path} (this run)' if self.resumes else builders.describe(self.path, self.restore_cfg)
-    )
+    if self.resumes:
+      return f'{self.path} (this run)'
+    return builders.describe(self.path, self.restore_cfg)
 
   @property
   def chain(self) -> builders.Chain:
     """Builders of the state; empty for new parameters."""
-    return (
-      ()
-      if self.is_new
-      else builders.chain_of(self.path, self.restore_cfg, is_resuming=self.resumes)
-    )
+    if self.is_new:
+      return ()
+    return builders.chain_of(self.path, self.restore_cfg, is_resuming=self.resumes)
 
   @property
   def step(self) -> int:
@@ -137,7 +135,8 @@ def check_optimizer(model: models.BaseModel) -> None:
     return
   import optax  # Only for this message: importing it takes long.
 
-  shown, remedy = repr(given), 'Set OPTIMIZER.'
+  shown = repr(given)
+  remedy = 'Set OPTIMIZER.'
   if isinstance(given, optax.GradientTransformation):
     shown = 'a bare optax transformation'
     remedy = 'Wrap it, optimizers.OptaxWrapper(transformation), or use the optimizer of that name in `optimizers`.'
@@ -177,7 +176,9 @@ def choose_seed(random_seed: int | None) -> int:
     logging.getLogger(__name__).info(
       'The random seed is None, which is %s here (in T5X, the clock).', DEFAULT_SEED
     )
-  return DEFAULT_SEED if random_seed is None else random_seed
+  if random_seed is None:
+    return DEFAULT_SEED
+  return random_seed
 
 
 def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any]:
@@ -187,7 +188,10 @@ def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any
     start: the starting point.
     random_seed: configured seed; None keeps the seed of the resumed run.
   """
-  recorded = start.metadata.get('run', {}) if start.resumes else {}
+  if start.resumes:
+    recorded = start.metadata.get('run', {})
+  else:
+    recorded = {}
   if random_seed is None and 'random_seed' in recorded:
     random_seed = recorded['random_seed']
   return {'start_step': start.step, **recorded, 'random_seed': choose_seed(random_seed)}
@@ -224,9 +228,10 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     return StartingPoint(restore_cfg=configured)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
   if len(paths) != 1 or configured.mode == 'all':
-    found = (
-      f'got {", ".join(paths)}' if paths else f'found none below {", ".join(configured.paths)}'
-    )
+    if paths:
+      found = f'got {", ".join(paths)}'
+    else:
+      found = f'found none below {", ".join(configured.paths)}'
     raise CheckpointError(
       '`RestoreCheckpointConfig.path` must be one checkpoint to train from, a run directory with '
       f"checkpoint_<step> (mode='latest') or a Hugging Face folder, {found} "
@@ -276,13 +281,15 @@ def check_start(
   """
   if start.is_new:
     return
-  config, chain = state_init.stack_config(model), start.chain
+  config = state_init.stack_config(model)
+  chain = start.chain
   for path in dict.fromkeys(path for builder in chain for path in builder.paths_of_model):
     if config is not None:
       _check_tied_logits(path, config, checkpoints.read_metadata(path).get('network') or {})
   if any(builder.needs_values for builder in chain) and not applies_transforms:
     return
-  saved_with, own = None, None
+  saved_with = None
+  own = None
   if start.path is not None and not isinstance(state_shape, InferenceState):
     saved_with = checkpoints.read_metadata(start.path).get('optimizer', {}).get('name')
     own = state_shape.optimizer_def.name
@@ -406,7 +413,9 @@ def initial_stacks(
 ) -> LayerStacks:
   """Return the layers that a new state has stacked; none in host memory or if the initializer's class is a user's."""
   accepts = layer_stacks.is_accepted_by(initializer) and partitioner.params_on_devices
-  return trainer.stacked_layers if accepts else LayerStacks()
+  if accepts:
+    return trainer.stacked_layers
+  return LayerStacks()
 
 
 def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:
@@ -479,7 +488,10 @@ def check_finite(start: StartingPoint, state: TrainState) -> None:
   """
   names = non_finite.find_in_state(state.state_dict())
   if names:
-    more = f' and {len(names) - 1} more arrays' if len(names) > 1 else ''
+    if len(names) > 1:
+      more = f' and {len(names) - 1} more arrays'
+    else:
+      more = ''
     raise CheckpointError(
       f'{start.description} has non-finite values in {names[0]}{more}. Start from another '
       "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values."

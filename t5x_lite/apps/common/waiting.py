@@ -39,9 +39,12 @@ def wait_for(
   Raises:
     Exception: errors of `poll_fn` and `check_fn`.
   """
-  now, waited, num_warnings = clock(), 0.0, 0
+  now = clock()
+  waited = 0.0
+  num_warnings = 0
   while not (found := poll_fn(POLL_SECONDS)):
-    before, now = now, clock()
+    before = now
+    now = clock()
     waited += runtime.awake_seconds(now - before, POLL_SECONDS)
     check_fn(waited)
     if waited >= warning_seconds * (num_warnings + 1):

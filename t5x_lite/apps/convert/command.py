@@ -41,7 +41,8 @@ _SIZE = re.compile(r'(\d+(?:\.\d+)?) ?([a-zA-Z]*)')
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
-  parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+  parser.description = _DESCRIPTION
+  parser.epilog = _EPILOG
   parser.add_argument(
     'source',
     metavar='SOURCE',

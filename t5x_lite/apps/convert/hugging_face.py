@@ -71,7 +71,9 @@ def known_family(source: sources.StateSource) -> hugging_face.Family | None:
   if isinstance(source, sources.HuggingFaceSource):
     return source.folder.family
   name = (source.metadata.get('converted') or {}).get('family')
-  return None if name is None else hugging_face.get_family(name)
+  if name is None:
+    return None
+  return hugging_face.get_family(name)
 
 
 def prepare(
@@ -94,7 +96,10 @@ def prepare(
       unusable.
   """
   notes = []
-  folder = source.folder if isinstance(source, sources.HuggingFaceSource) else None
+  if isinstance(source, sources.HuggingFaceSource):
+    folder = source.folder
+  else:
+    folder = None
   architecture = architecture_of(source, plan)
   if folder is None and not plan.network.get('mlp_activations'):
     notes.append(
@@ -107,7 +112,10 @@ def prepare(
         'The checkpoint does not record whether tied logits are scaled. config.json says that they are, as '
         'in T5X. If they are not, set "scale_decoder_outputs": false in config.json.'
       )
-  family = hugging_face.guess_family(architecture) if family is None else family
+  if family is None:
+    family = hugging_face.guess_family(architecture)
+  else:
+    family = family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
   if folder is None and architecture.num_experts:

@@ -14,12 +14,10 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import layout_plan
 from t5x_lite.networks.layout_plan import PlannedArray
 
-PARAMS, PARAM_STATES, AVERAGE, MUTABLES = (
-  'target/',
-  'state/param_states/',
-  'param_average/',
-  'flax_mutables/',
-)
+PARAMS = 'target/'
+PARAM_STATES = 'state/param_states/'
+AVERAGE = 'param_average/'
+MUTABLES = 'flax_mutables/'
 STEP = 'state/step'
 DTYPES = ('float32', 'bfloat16', 'float16')
 # Arrays that --dtype applies to; the optimizer state keeps its dtypes.
@@ -82,7 +80,9 @@ class Reader:
       plan: plan of the output; arrays are read fastest in its order.
       dtype: floating-point dtype of the parameters; None for the stored ones.
     """
-    self._source, self._plan, self._dtype = source, plan, dtype
+    self._source = source
+    self._plan = plan
+    self._dtype = dtype
     self._order = list(
       dict.fromkeys(name for planned in plan.arrays.values() for name in planned.inputs)
     )
@@ -113,7 +113,9 @@ class Reader:
 
   def _group(self, first: str) -> list[str]:
     """Return `first` and the names that follow it in the order, up to a total size."""
-    shapes, names, num_bytes = self._source.shapes(), [], 0
+    shapes = self._source.shapes()
+    names = []
+    num_bytes = 0
     for name in self._order[self._position[first] :]:
       num_bytes += int(np.prod(shapes[name].shape, dtype=np.int64)) * shapes[name].dtype.itemsize
       if names and num_bytes > _GROUP_BYTES:
@@ -131,7 +133,9 @@ def dtype_of(name: str, stored: Any, wanted: str | None) -> np.dtype:
     wanted: requested dtype, or None.
   """
   is_cast = wanted is not None and name.startswith(_CAST) and jnp.issubdtype(stored, jnp.floating)
-  return np.dtype(jnp.dtype(wanted)) if is_cast else np.dtype(stored)
+  if is_cast:
+    return np.dtype(jnp.dtype(wanted))
+  return np.dtype(stored)
 
 
 def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -200,7 +204,10 @@ def plan_state(
   layout = source.metadata.get('param_layout')
   wanted = 't5' if to == 'hugging_face' else param_layout
   if layout is None and wanted is not None:
-    flag = '--to=hugging_face' if to == 'hugging_face' else '--param_layout'
+    if to == 'hugging_face':
+      flag = '--to=hugging_face'
+    else:
+      flag = '--param_layout'
     raise ConfigError(
       f'{flag} requires a T5 or decoder-only network of t5x_lite; the names of {source.path!r} differ '
       f'(e.g. {next(iter(params))}).'
@@ -269,13 +276,12 @@ def _check_hugging_face(
   """Raise if a Hugging Face folder does not support parts of the network; add notes on other parts."""
   custom = ' and '.join(map(str, (source.metadata.get('network') or {}).get('custom_blocks', ())))
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
-  unsupported = (
-    f'custom {custom}'
-    if custom
-    else f'mutable collections ({mutables[0]}, ...)'
-    if mutables
-    else ''
-  )
+  if custom:
+    unsupported = f'custom {custom}'
+  elif mutables:
+    unsupported = f'mutable collections ({mutables[0]}, ...)'
+  else:
+    unsupported = ''
   if unsupported and to == 'hugging_face':
     raise ConfigError(
       f'--to=hugging_face does not support the {unsupported} of the network of {source.path!r}. '
@@ -407,17 +413,17 @@ def _optimizer_state(
       )
     return {}
   if to == 'hugging_face' or wanted == 'drop':
-    why = (
-      ': a Hugging Face folder has no optimizer state'
-      if to == 'hugging_face'
-      else ' (--optimizer_state=drop)'
-    )
+    if to == 'hugging_face':
+      why = ': a Hugging Face folder has no optimizer state'
+    else:
+      why = ' (--optimizer_state=drop)'
     notes.append(f'The optimizer state, {len(states)} arrays, is not converted{why}.')
     return {}
   if change is _no_change:
     return _no_change(states)
   param_shapes = {name: _stored_shape(leaf) for name, leaf in params.items()}
-  result, left = {}, dict(states)
+  result = {}
+  left = dict(states)
   for prefix in _tree_prefixes(states, next(iter(params))):
     tree = _section(states, prefix)
     if {name: _stored_shape(leaf) for name, leaf in tree.items()} == param_shapes:

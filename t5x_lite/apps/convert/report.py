@@ -22,32 +22,42 @@ _NAMES = {
 
 def describe(done: Conversion) -> str:
   """Return the report."""
-  family = '' if done.family is None else f', {done.family.title}'
+  if done.family is None:
+    family = ''
+  else:
+    family = f', {done.family.title}'
   lines = [
     f'Wrote {done.path} ({_NAMES[done.format]}) from {done.source} ({_NAMES[done.source_format]}{family}):'
   ]
   dtypes = ', '.join(sorted(done.dtypes))
   if len(done.dtypes) > 1:
     dtypes = ' and '.join(f'{number} in {name}' for name, number in sorted(done.dtypes.items()))
-  arrays = 'tensors' if done.format == 'hugging_face' else 'arrays'
+  if done.format == 'hugging_face':
+    arrays = 'tensors'
+  else:
+    arrays = 'arrays'
   size = format_bytes(done.num_bytes)
   lines.append(f'  {done.num_arrays:,} {arrays}, {size}; {done.num_params:,} parameters, {dtypes}')
   lines += [f'  {note}' for note in done.notes]
-  use = _transformers_lines(done) if done.format == 'hugging_face' else _gin_lines(done)
+  if done.format == 'hugging_face':
+    use = _transformers_lines(done)
+  else:
+    use = _gin_lines(done)
   return '\n'.join([*lines, '', *use])
 
 
 def _transformers_lines(done: Conversion) -> list[str]:
-  family, architecture = done.family, done.architecture
+  family = done.family
+  architecture = done.architecture
   classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
-  lines, path = ['To load it with transformers:'], done.path
+  lines = ['To load it with transformers:']
+  path = done.path
   if files.is_remote(path):
     path = files.path(path).name
-    copy = (
-      f'gcloud storage cp -r {done.path} .'
-      if done.path.startswith('gs://')
-      else f'aws s3 cp --recursive {done.path} {path}'
-    )
+    if done.path.startswith('gs://'):
+      copy = f'gcloud storage cp -r {done.path} .'
+    else:
+      copy = f'aws s3 cp --recursive {done.path} {path}'
     lines = ['To load it with transformers, copy it to a disk:', f'  {copy}']
   lines += [
     f'  from transformers import {classes}',
@@ -130,4 +140,6 @@ def _quoted(flag: str) -> str:
   """Return `flag` quoted for a shell, if necessary."""
   if re.fullmatch(r'[\w./:=@%+,-]+', flag):
     return flag
-  return shlex.quote(flag) if re.search(r'["$`\\!]', flag) else f'"{flag}"'
+  if re.search(r'["$`\\!]', flag):
+    return shlex.quote(flag)
+  return f'"{flag}"'

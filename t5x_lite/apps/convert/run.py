@@ -111,10 +111,12 @@ class ConvertConfig:
   def __post_init__(self) -> None:
     flags = {f'--{name}': value for name, value in vars(self).items()}
     if self.to == 'hugging_face':
-      others, supported = ['--param_layout', '--step'], '--to=t5x_lite or --to=t5x'
+      others = ['--param_layout', '--step']
+      supported = '--to=t5x_lite or --to=t5x'
       others += ['--optimizer_state'] if self.optimizer_state == 'keep' else []
     else:
-      others, supported = ['--family', '--tokenizer', '--max_shard_size'], '--to=hugging_face'
+      others = ['--family', '--tokenizer', '--max_shard_size']
+      supported = '--to=hugging_face'
     checks.check(
       '',
       flags,
@@ -170,11 +172,10 @@ def convert(
   opened = open_newest(source)
   if cfg.param_average:
     opened = sources.AverageSource(opened)
-  family = (
-    convert_hugging_face.known_family(opened)
-    if cfg.family is None
-    else hugging_face.get_family(cfg.family)
-  )
+  if cfg.family is None:
+    family = convert_hugging_face.known_family(opened)
+  else:
+    family = hugging_face.get_family(cfg.family)
   plan = convert_plan.plan_state(
     opened,
     to=cfg.to,
@@ -205,7 +206,10 @@ def convert(
     opened.verify()
   make = _Counter(Reader(opened, plan, cfg.dtype), len(plan.arrays), progress)
   at_step = (opened.step or 0) if cfg.step is None else cfg.step
-  path = output if target is not None else checkpoints.get_checkpoint_dir(output, at_step)
+  if target is not None:
+    path = output
+  else:
+    path = checkpoints.get_checkpoint_dir(output, at_step)
   final = files.path(output if files.is_remote(output) else os.path.abspath(output))
   with output_folder.creating(final) as made, _named_errors(made, output):
     if target is not None:
@@ -245,11 +249,10 @@ def open_newest(path: str) -> sources.StateSource:
     CheckpointError: no checkpoint is readable.
   """
   if sources.detect_format(path) is None:
-    step = (
-      checkpoints.newest_sound_step(path)
-      if checkpoints.all_steps(path)
-      else checkpoints.newest_of_others(path)
-    )
+    if checkpoints.all_steps(path):
+      step = checkpoints.newest_sound_step(path)
+    else:
+      step = checkpoints.newest_of_others(path)
     if step is not None:
       path = checkpoints.get_checkpoint_dir(path, step)
   return sources.open_source(path)
@@ -298,7 +301,8 @@ class _Counter:
   """Computes arrays, and updates the progress line."""
 
   def __init__(self, reader: Reader, total: int, progress: runtime.Progress):
-    self._reader, self._progress = reader, progress
+    self._reader = reader
+    self._progress = progress
     self._num_made = self._num_bytes = 0
     progress.begin(total, 0)
 

@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
-  placeholders, overrides = dict(_PLACEHOLDERS), ''
-  run, problem = None if arguments.run is None else resolve_run(arguments), ''
+  placeholders = dict(_PLACEHOLDERS)
+  overrides = ''
+  run = None if arguments.run is None else resolve_run(arguments)
+  problem = ''
   if arguments.all and (run is None or run.mode == 'specific'):
     problem = (
       f'--all requires a run directory, got {"no RUN" if run is None else repr(arguments.run)}. Pass one, '

@@ -78,7 +78,9 @@ class EvaluateConfig:
   @property
   def summary_dir(self) -> str | None:
     """Folder of metrics; None in a dry run."""
-    return None if self.dry_run else self.output_dir
+    if self.dry_run:
+      return None
+    return self.output_dir
 
   def identity(
     self,
@@ -91,7 +93,8 @@ class EvaluateConfig:
       evaluator: evaluator by decoding, or None.
       eval_batches: teacher-forced batches by task name; may be empty.
     """
-    dataset_cfg, restore_cfg = self.dataset_cfg, self.restore_checkpoint_cfg
+    dataset_cfg = self.dataset_cfg
+    restore_cfg = self.restore_checkpoint_cfg
     names = ('split', 'shuffle', 'use_cached', 'pack', 'trim_output_features', 'source')
     identity = {
       'dataset': {

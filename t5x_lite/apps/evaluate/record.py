@@ -120,7 +120,8 @@ class EvalRecord:
         )
       return body
     if multihost.is_lead():
-      aside, number = self._path.with_name(f'{FILENAME}.damaged'), 1
+      aside = self._path.with_name(f'{FILENAME}.damaged')
+      number = 1
       while aside.exists():
         number += 1
         aside = self._path.with_name(f'{FILENAME}.damaged-{number}')
@@ -146,7 +147,10 @@ def _read_on_lead(path: files.Path) -> bytes | None:
   length = int(multihost.broadcast_from_lead(np.int32(-1 if data is None else len(data))))
   if length < 0:
     return None
-  content = np.zeros(length, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+  if data is None:
+    content = np.zeros(length, np.uint8)
+  else:
+    content = np.frombuffer(data, np.uint8)
   return multihost.broadcast_from_lead(content).tobytes()
 
 
@@ -157,7 +161,9 @@ def write_json(path: files.Path, value: Any) -> None:
 
 def _to_json(value: float) -> float | str:
   """Return a number as a JSON value that `float` converts back."""
-  return value if abs(value) < float('inf') else repr(value)
+  if abs(value) < float('inf'):
+    return value
+  return repr(value)
 
 
 def _digest(body: Any) -> str:
@@ -167,12 +173,10 @@ def _digest(body: Any) -> str:
 def _fingerprint(path: str) -> str | None:
   """Return the hash of a checkpoint's manifest, which has the hashes of its files; None without a manifest."""
   try:
-    return (
-      None
-      if (found := checkpoints.read_manifest(path)) is None
-      else _digest(
-        {name: entry for name, entry in found.files.items() if name.startswith('state/')}
-      )
+    if (found := checkpoints.read_manifest(path)) is None:
+      return None
+    return _digest(
+      {name: entry for name, entry in found.files.items() if name.startswith('state/')}
     )
   except CheckpointError:
     return None
@@ -186,4 +190,6 @@ def _differences(former: Any, now: Any, name: str = '') -> list[str]:
       for key in sorted({*former, *now})
       for part in _differences(former.get(key), now.get(key), f'{name}.{key}' if name else key)
     ]
-  return [] if former == now else [f'{name} was {former!r} and is {now!r}']
+  if former == now:
+    return []
+  return [f'{name} was {former!r} and is {now!r}']

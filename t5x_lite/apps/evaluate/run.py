@@ -241,7 +241,9 @@ def evaluate(
         _write_best(cfg, record, numbers)
       unfinished.clear()
 
-    damage, stopped, is_first = None, False, True
+    damage = None
+    stopped = False
+    is_first = True
     signals.doing = 'finishing the batch'
     progress.begin(max(len(todo.paths), 1) * evaluations.num_batches, 0)
     try:

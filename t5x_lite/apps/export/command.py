@@ -50,7 +50,8 @@ def run_command(arguments: argparse.Namespace) -> int:
       'RUN is missing. Pass a run directory, e.g. `t5x_lite export runs/my_run`, or --gin_file, '
       '--gin.CHECKPOINT_PATH, --gin.MODEL_OUTPUT_DIR and --gin.MODEL_NAME.'
     )
-  placeholders, overrides = dict(_PLACEHOLDERS), ''
+  placeholders = dict(_PLACEHOLDERS)
+  overrides = ''
   if arguments.run is not None:
     run = resolve_run(arguments)
     path = run.checkpoint

@@ -148,7 +148,10 @@ def save(
     CheckpointError: the checkpoint does not exist or does not match the model.
   """
   # --- Options ------------------------------------------------------------------------------------------------------
-  modes = [inference_mode] if isinstance(inference_mode, str) else list(inference_mode)
+  if isinstance(inference_mode, str):
+    modes = [inference_mode]
+  else:
+    modes = list(inference_mode)
   checks.check(
     'save',
     {**locals(), 'inference_mode': modes},
@@ -432,7 +435,10 @@ _FOLDER_NAME = checks.Expectation(
 
 
 def _check_single(restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None) -> None:
-  mode = None if restore_checkpoint_cfg is None else restore_checkpoint_cfg.mode
+  if restore_checkpoint_cfg is None:
+    mode = None
+  else:
+    mode = restore_checkpoint_cfg.mode
   if mode == 'all' or jax.process_count() > 1:
     raise ConfigError(
       "Export requires one checkpoint (RestoreCheckpointConfig.mode 'specific' or 'latest') and one "

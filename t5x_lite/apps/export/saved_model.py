@@ -32,10 +32,8 @@ def check_tensorflow() -> None:
     ConfigError: with the versions.
   """
   _, xla = _import()
-  ours, theirs = (
-    jax.config.jax_export_calling_convention_version,
-    xla.call_module_maximum_supported_version(),
-  )
+  ours = jax.config.jax_export_calling_convention_version
+  theirs = xla.call_module_maximum_supported_version()
   if ours > theirs:
     raise ConfigError(
       f'`save.saved_model` requires a TensorFlow that supports calling convention {ours} of the '

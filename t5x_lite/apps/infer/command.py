@@ -137,7 +137,8 @@ def _check_alone(arguments: argparse.Namespace) -> None:
 
 def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   """Run inference; with --output, results go to `folder/name`."""
-  placeholders, overrides = dict(_PLACEHOLDERS), [_HEADER]
+  placeholders = dict(_PLACEHOLDERS)
+  overrides = [_HEADER]
   if arguments.run is not None:
     run = resolve_run(arguments)
     placeholders['CHECKPOINT_PATH'] = 'None'
@@ -162,9 +163,10 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
     if (value := getattr(arguments, flag)) is not None
   ]
   configuration = load_configuration(arguments, placeholders, ''.join(overrides))
-  num_shards = (
-    configuration.argument('num_shards') if 'num_shards' in configuration.uses[0].bound else 1
-  )
+  if 'num_shards' in configuration.uses[0].bound:
+    num_shards = configuration.argument('num_shards')
+  else:
+    num_shards = 1
   if arguments.output == _STANDARD and num_shards != 1:
     raise ConfigError(
       f'num_shards={num_shards} and --output=- cannot be combined: results of several workers are '

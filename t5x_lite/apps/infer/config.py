@@ -169,12 +169,14 @@ def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
     return {'path': None, 'step': step}
   found = checkpoints.read_manifest(path)
   # Without the position in the training data, which a running training may delete.
-  hashes = (
-    []
-    if found is None
-    else sorted(
+  if found is None:
+    hashes = []
+  else:
+    hashes = sorted(
       (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/')
     )
-  )
-  content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16] if hashes else None
+  if hashes:
+    content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
+  else:
+    content = None
   return {'path': files.real_path(path), 'step': int(step), 'content': content}

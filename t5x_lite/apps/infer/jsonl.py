@@ -78,7 +78,10 @@ def write_inferences_to_file(
       'Remove one of them.'
     )
   predictions, aux = inferences
-  examples = task_ds.as_numpy_iterator() if hasattr(task_ds, 'as_numpy_iterator') else task_ds
+  if hasattr(task_ds, 'as_numpy_iterator'):
+    examples = task_ds.as_numpy_iterator()
+  else:
+    examples = task_ds
   if input_fields_to_include is not None:
     wanted = {
       *input_fields_to_include,
@@ -124,4 +127,6 @@ def _tokens(ids: Any) -> list[Any]:
   ids = np.asarray(ids)
   if ids.ndim > 1:
     return [_tokens(row) for row in ids]
-  return ids[: np.argmax(ids == 0)].tolist() if (ids == 0).any() else ids.tolist()
+  if (ids == 0).any():
+    return ids[: np.argmax(ids == 0)].tolist()
+  return ids.tolist()

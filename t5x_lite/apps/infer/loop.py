@@ -49,7 +49,8 @@ class _Reader:
     """Yield (examples of a batch, its number in the source, global arrays)."""
     size = self._cfg.layout.batch_size
     number = self._first * size
-    batch, records = self._first, []
+    batch = self._first
+    records = []
     for record in self._source.records(number):
       number += 1
       if batch % self._cfg.shard.num_shards == self._cfg.shard.shard_id:
@@ -57,17 +58,17 @@ class _Reader:
       if number == (batch + 1) * size:
         if records:
           yield self._make(batch, records)
-        batch, records = batch + 1, []
+        batch = batch + 1
+        records = []
     if records:
       yield self._make(batch, records)
     if number > self._first * size:
       self.num_examples = number
     else:  # The source ends earlier: the rest of this shard is empty.
-      self.num_examples = (
-        self._source.num_examples
-        if self._source.is_exact
-        else sum(1 for _ in self._source.records())
-      )
+      if self._source.is_exact:
+        self.num_examples = self._source.num_examples
+      else:
+        self.num_examples = sum(1 for _ in self._source.records())
 
   def _make(self, number, records):
     examples = [self._source.prepare(record) for record in records]
@@ -161,7 +162,10 @@ def infer_source(
         for examples, outputs in runner.run(
           cfg.mode, read_batches(), train_state, train_state_axes, seed=cfg.random_seed
         ):
-          outputs = outputs if cfg.mode == 'predict_with_aux' else (outputs, {})
+          if cfg.mode == 'predict_with_aux':
+            outputs = outputs
+          else:
+            outputs = (outputs, {})
           chunk.append((examples, jax.tree.map(lambda rows, n=len(examples): rows[:n], outputs)))
           on_batch(len(examples))
           if len(chunk) == cfg.checkpoint_period:
@@ -177,7 +181,9 @@ def infer_source(
         [read for read in reads if not read.cancelled()], _PATIENCE_SECONDS if stopped else None
       )
     finish_writing()
-  return None if stopped else reader.num_examples
+  if stopped:
+    return None
+  return reader.num_examples
 
 
 def _join(

@@ -100,7 +100,8 @@ def _check_mergeable(shards: list[paths_lib.ResultPaths], runs: list[Mapping[str
   """Raise if a shard's file was modified, or if shards have different settings or sources."""
   total = runs[0]['num_source_examples']
   for shard, run in zip(shards, runs, strict=True):
-    result, problem = run['result'], None
+    result = run['result']
+    problem = None
     if differences := paths_lib.differences(runs[0]['identity'], run['identity']):
       problem = ConfigError(
         f'{shard.result} has other settings than {shards[0].result} ({"; ".join(differences)}). '
@@ -127,7 +128,8 @@ def _check_mergeable(shards: list[paths_lib.ResultPaths], runs: list[Mapping[str
 
 def _merge(shards: list[paths_lib.ResultPaths], run: Mapping[str, Any]) -> None:
   """Write the file of all shards; `run` is the record of one of them."""
-  target, folder = shards[0].merged, shards[0].run_folder
+  target = shards[0].merged
+  folder = shards[0].run_folder
   for left in folder.glob(f'merged*{files.WRITING_INFIX}*'):  # Of killed workers.
     files.remove(left)
   paths_lib.write_result(

@@ -27,7 +27,8 @@ from t5x_lite import files
 from t5x_lite.errors import ConfigError
 
 # Files in a shard's folder and in the run's folder.
-RUN_FILE, MERGED_FILE = 'run.json', 'merged.json'
+RUN_FILE = 'run.json'
+MERGED_FILE = 'merged.json'
 # Counts of each chunk and each result.
 TOTALS = ('num_examples', 'num_cut')
 # Suffixes of settings whose values are hashes, which are not readable.
@@ -103,7 +104,9 @@ def read_json(path: files.Path) -> dict[str, Any] | None:
     if files.is_remote(path) and not isinstance(error, FileNotFoundError):
       raise
     return None
-  return found if isinstance(found, dict) else None
+  if isinstance(found, dict):
+    return found
+  return None
 
 
 def write_json(path: files.Path, value: Mapping[str, Any]) -> None:
@@ -163,7 +166,9 @@ def write_result(
 
 def describe(path: files.Path) -> dict[str, int | str]:
   """Return size, hash and number of lines of a file."""
-  digest, size, lines = hashlib.sha256(), 0, 0
+  digest = hashlib.sha256()
+  size = 0
+  lines = 0
   with path.open('rb') as stream:
     while block := stream.read(1 << 20):
       digest.update(block)
@@ -205,7 +210,8 @@ def _leaves_that_differ(
 ) -> dict[str, tuple]:
   found = {}
   for key in sorted({*saved, *now}):
-    before, after = saved.get(key), now.get(key)
+    before = saved.get(key)
+    after = now.get(key)
     if isinstance(before, Mapping) and isinstance(after, Mapping):
       found |= _leaves_that_differ(before, after, f'{prefix}{key}.')
     elif before != after:
@@ -215,4 +221,6 @@ def _leaves_that_differ(
 
 def _shown(value: Any) -> str:
   text = repr(value)
-  return text if len(text) <= 80 else f'{text[:40]}...{text[-37:]}'
+  if len(text) <= 80:
+    return text
+  return f'{text[:40]}...{text[-37:]}'

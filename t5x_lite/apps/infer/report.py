@@ -56,7 +56,10 @@ def _lines(outcome: Outcome) -> list[str]:
     rate = format_number(outcome.num_new / outcome.seconds)
     counts += '' if outcome.num_new == outcome.num_examples else f', the last {outcome.num_new:,}'
     counts += f' in {format_duration(outcome.seconds)} ({rate} examples/s)'
-  total = counts if outcome.num_merged is None else _count(outcome.num_merged, 'example')
+  if outcome.num_merged is None:
+    total = counts
+  else:
+    total = _count(outcome.num_merged, 'example')
   lines = [f'Results are in {outcome.file or paths.shard_folder}: {total}.']
   if outcome.num_skipped:
     lines.append(
@@ -97,7 +100,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _verb(number: int) -> str:
-  return 'was' if number == 1 else 'were'
+  if number == 1:
+    return 'was'
+  return 'were'
 
 
 def _first_results(path: files.Path | None) -> list[dict[str, Any]]:
@@ -121,8 +126,6 @@ def _first_results(path: files.Path | None) -> list[dict[str, Any]]:
 
 def _best(values: Any) -> Any:
   """Return the last of several decodes, which is the best; any other value unchanged."""
-  return (
-    values[-1]
-    if isinstance(values, list) and values and isinstance(values[-1], (str, float))
-    else values
-  )
+  if isinstance(values, list) and values and isinstance(values[-1], (str, float)):
+    return values[-1]
+  return values

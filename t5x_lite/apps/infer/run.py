@@ -337,7 +337,8 @@ def _open_sources(cfg: InferConfig) -> list[data.ExampleSource]:
 
 def _on_lead(fn: Callable[[], Any]) -> Any:
   """Return the result of `fn` on the lead process, and None elsewhere; an error there raises on all processes."""
-  result, error = None, None
+  result = None
+  error = None
   if multihost.is_lead():
     try:
       result = fn()
@@ -362,7 +363,8 @@ def _begin(store: ShardStore, cfg: InferConfig, step: int) -> None:
 def _finish(store: ShardStore, outcome: Outcome, cfg: InferConfig) -> None:
   """Merge chunks and shards, and update `outcome`."""
   totals = store.totals
-  outcome.num_examples, outcome.num_cut = totals['num_examples'], totals['num_cut']
+  outcome.num_examples = totals['num_examples']
+  outcome.num_cut = totals['num_cut']
   outcome.first_file = next(iter(store.chunk_paths), None)
   if not cfg.merge_chunked_results and not store.is_complete:
     return
@@ -376,16 +378,16 @@ def _finish(store: ShardStore, outcome: Outcome, cfg: InferConfig) -> None:
     if not outcome.missing_shards:
       outcome.file = outcome.first_file = store.paths.merged
       merged = merged_totals(store.paths)
-      outcome.num_merged, outcome.num_cut = merged['num_examples'], merged['num_cut']
+      outcome.num_merged = merged['num_examples']
+      outcome.num_cut = merged['num_cut']
 
 
 def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
   """Return the writer of chunks; it writes only on the lead process."""
-  vocabulary = (
-    cfg.model.input_vocabulary
-    if cfg.output_vocab_feature_name == 'inputs'
-    else cfg.model.output_vocabulary
-  )
+  if cfg.output_vocab_feature_name == 'inputs':
+    vocabulary = cfg.model.input_vocabulary
+  else:
+    vocabulary = cfg.model.output_vocabulary
 
   def write(first, num_batches, examples, inferences):
     if store is None:
@@ -417,14 +419,14 @@ class _Counter:
     self, progress: runtime.Progress, source: data.ExampleSource, cfg: InferConfig, done: int
   ):
     self._progress = progress
-    self._total = (
-      0
-      if source.num_examples is None
-      else num_shard_examples(
+    if source.num_examples is None:
+      self._total = 0
+    else:
+      self._total = num_shard_examples(
         source.num_examples, cfg.layout.batch_size, cfg.shard.shard_id, cfg.shard.num_shards
       )
-    )
-    self.done, self._first = done, done
+    self.done = done
+    self._first = done
     progress.begin(self._total, done)
 
   @property

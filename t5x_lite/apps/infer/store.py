@@ -62,7 +62,10 @@ class ShardStore:
     self._run: dict[str, Any] = run if run is not None and 'identity' in run else {}
     self._check_identities()
     self._check_files()
-    self._chunks = self._find_chunks() if self._run and not self.is_complete else []
+    if self._run and not self.is_complete:
+      self._chunks = self._find_chunks()
+    else:
+      self._chunks = []
 
   def _check_identities(self) -> None:
     """Raise if the settings differ from those of existing results of this shard or of others."""
@@ -139,7 +142,9 @@ class ShardStore:
   @property
   def next_batch(self) -> int:
     """Number of the first batch, within the shard, without results."""
-    return self._chunks[-1].first + self._chunks[-1].num_batches if self._chunks else 0
+    if self._chunks:
+      return self._chunks[-1].first + self._chunks[-1].num_batches
+    return 0
 
   @property
   def totals(self) -> dict[str, int]:
@@ -223,7 +228,8 @@ class ShardStore:
     Raises:
       DataError: the number of examples differs, since the source has changed during the run.
     """
-    found, wanted = self.totals['num_examples'], self._num_wanted(num_source_examples)
+    found = self.totals['num_examples']
+    wanted = self._num_wanted(num_source_examples)
     if found != wanted:
       raise DataError(
         f'The results have {found} examples, but the source now has {wanted} for this shard: it has '
@@ -261,7 +267,9 @@ class ShardStore:
     self, merge_fn: Callable[[str, str, str, int | None], None], folder: pathlib.Path
   ) -> None:
     """Call `merge_fn` with copies of the chunks in `folder`, and move the files that it writes to the results."""
-    name, chunks, output = self.paths.result.name, folder / 'chunks', folder / 'output'
+    name = self.paths.result.name
+    chunks = folder / 'chunks'
+    output = folder / 'output'
     chunks.mkdir()
     output.mkdir()
     for number, path in enumerate(self.chunk_paths):

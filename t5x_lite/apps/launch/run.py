@@ -113,7 +113,9 @@ def launch(
 
 def _wait(processes: Sequence[subprocess.Popen]) -> int:
   """Wait for all processes; end the others when one fails. Return the status of the first that failed, or 0."""
-  first, failed_at, sent = None, 0.0, None
+  first = None
+  failed_at = 0.0
+  sent = None
   while any(process.poll() is None for process in processes):
     time.sleep(_POLL_SECONDS)
     now = time.monotonic()
@@ -125,7 +127,10 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
           f'process {first} was killed by {signal.Signals(-processes[first].returncode).name}; the others end'
         )
       continue
-    limit = _KILLED_SECONDS if processes[first].returncode < 0 else _END_SECONDS
+    if processes[first].returncode < 0:
+      limit = _KILLED_SECONDS
+    else:
+      limit = _END_SECONDS
     for number, seconds in ((signal.SIGKILL, limit + _END_SECONDS), (signal.SIGTERM, limit)):
       if now - failed_at > seconds and sent not in (number, signal.SIGKILL):
         sent = number
@@ -134,7 +139,9 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
   if first is None:
     first = next((index for index, process in enumerate(processes) if process.returncode), 0)
   code = processes[first].returncode
-  return code if code >= 0 else 128 - code
+  if code >= 0:
+    return code
+  return 128 - code
 
 
 def _say(text: str) -> None:
@@ -224,7 +231,10 @@ def _devices(
       'launch cannot divide the TPUs of a machine: one process uses all of them. Start the command '
       'without launch, once on each machine of the pod.'
     )
-  gpus = [] if platforms.startswith('cpu') else names.gpus(environment)
+  if platforms.startswith('cpu'):
+    gpus = []
+  else:
+    gpus = names.gpus(environment)
   if not gpus:
     flags = re.sub(
       r'--xla_force_host_platform_device_count=\d+', '', environment.get('XLA_FLAGS', '')

@@ -88,7 +88,10 @@ def draw(
   sizes = [len(section) for section in sections]
   # A few panels fit into one row; otherwise, and if sections have legends, each section starts a new row.
   is_one_row = sum(sizes) <= _MAX_COLUMNS and header_legend is not None
-  columns = sum(sizes) if is_one_row else min(_MAX_COLUMNS, max(sizes))
+  if is_one_row:
+    columns = sum(sizes)
+  else:
+    columns = min(_MAX_COLUMNS, max(sizes))
   rows = [1 if is_one_row else math.ceil(size / columns) for size in sizes]
   width = _PANEL_WIDTHS[columns] * columns
   title = textwrap.wrap(
@@ -120,11 +123,10 @@ def draw(
       bbox_to_anchor=(0.1 / width, 0),
       borderaxespad=0,
     )
-  parts = (
-    body.subfigures(1, len(sections), squeeze=False, width_ratios=sizes)
-    if is_one_row
-    else body.subfigures(len(sections), 1, squeeze=False, height_ratios=rows)
-  )
+  if is_one_row:
+    parts = body.subfigures(1, len(sections), squeeze=False, width_ratios=sizes)
+  else:
+    parts = body.subfigures(len(sections), 1, squeeze=False, height_ratios=rows)
   drawn = []
   for part, section, style, num_rows in zip(parts.flat, sections, styles, rows, strict=True):
     all_axes = part.subplots(num_rows, len(section) if is_one_row else columns, squeeze=False).flat
@@ -173,7 +175,9 @@ def _title(metric: str, kind: str) -> str:
   if kind == 'inference_eval':
     return f'{words[:1].upper()}{words[1:]} (inference)'
   is_also_evaluated = metric == 'accuracy' or 'loss' in metric
-  return f'Training {words}' if is_also_evaluated else words[:1].upper() + words[1:]
+  if is_also_evaluated:
+    return f'Training {words}'
+  return words[:1].upper() + words[1:]
 
 
 def _unit(metric: str, loss_unit: str) -> str:
@@ -200,15 +204,27 @@ def _line_styles(
     )
   )
   tasks = sorted({task for _, task in keys})
-  num_named = len(keys) if len(keys) <= _MAX_LEGEND else _MAX_LEGEND - 1
+  if len(keys) <= _MAX_LEGEND:
+    num_named = len(keys)
+  else:
+    num_named = _MAX_LEGEND - 1
   styles = {}
   for number, (run, task) in enumerate(keys):
     names = [
       _shorten(name) for name, many in ((run, len(runs) > 1), (task, len(tasks) > 1)) if many
     ]
-    index = runs.index(run) if len(runs) > 1 else tasks.index(task) + (len(tasks) > 1)
-    color = figures.COLORS[index % len(figures.COLORS)] if number < num_named else _OTHER_COLOR
-    marker = _MARKERS[tasks.index(task) % len(_MARKERS)] if len(runs) > 1 else 'o'
+    if len(runs) > 1:
+      index = runs.index(run)
+    else:
+      index = tasks.index(task) + (len(tasks) > 1)
+    if number < num_named:
+      color = figures.COLORS[index % len(figures.COLORS)]
+    else:
+      color = _OTHER_COLOR
+    if len(runs) > 1:
+      marker = _MARKERS[tasks.index(task) % len(_MARKERS)]
+    else:
+      marker = 'o'
     styles[run, task] = _LineStyle(
       label=': '.join(names) if number < num_named else '', color=color, marker=marker
     )
@@ -226,7 +242,9 @@ def _shared_legend(
   is_shared = all(
     set(style.values()) <= set(largest) or num_runs == len(style) == 1 for style in styles
   )
-  return largest if is_shared else None
+  if is_shared:
+    return largest
+  return None
 
 
 def _shorten(name: str) -> str:
@@ -259,7 +277,8 @@ def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineS
 def _set_steps(drawn: Sequence[tuple[Any, Panel]], label: str) -> None:
   """Set the axes of steps, which have the same limits in all panels."""
   steps = [step for _, panel in drawn for line in panel.lines for step, _ in line.points]
-  low, high = min(0, *steps), max(0, *steps)
+  low = min(0, *steps)
+  high = max(0, *steps)
   margin = 0.03 * (high - low) or 1.0
   for axes, _ in drawn:
     axes.set_xlim(low - margin, high + margin)

@@ -65,7 +65,10 @@ def plot(
         f'`plot.metrics` must be names of recorded metrics, got {name!r}.{did_you_mean(name, known)}'
       )
   chosen = list(dict.fromkeys(metrics or _default_metrics(runs, known)))
-  path = files.path(out) if out is not None else files.path(model_dirs[0]) / 'metrics.png'
+  if out is not None:
+    path = files.path(out)
+  else:
+    path = files.path(model_dirs[0]) / 'metrics.png'
   if not path.suffix:
     path = path.with_suffix('.png')
   with figures.figure_style():
@@ -102,7 +105,10 @@ def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
   units = set()
   for model_dir in model_dirs:
     path = files.path(model_dir) / 'config.gin'
-    text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
+    if path.is_file():
+      text = path.read_text(encoding='utf-8', errors='replace')
+    else:
+      text = ''
     values = {
       re.sub(r'^%', '', value)
       for value in re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)
@@ -112,7 +118,9 @@ def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
       _LOSS_UNITS.get(macros.get(value, value).strip('\'"').upper().replace('NONE', 'None'), 'nats')
       for value in values
     } or {'nats'}
-  return units.pop() if len(units) == 1 else 'nats'
+  if len(units) == 1:
+    return units.pop()
+  return 'nats'
 
 
 def _first_step(model_dir: str | os.PathLike[str]) -> int:

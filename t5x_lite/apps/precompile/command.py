@@ -35,11 +35,13 @@ def run_command(arguments: argparse.Namespace) -> int:
         f'--num_devices={arguments.num_devices} cannot be combined with --compilation_cache_dir: no '
         'run on this machine could use programs for simulated devices. Remove one of the flags.'
       )
-    arguments.compilation_cache_dir, arguments.distributed = NO_CACHE, 'off'
+    arguments.compilation_cache_dir = NO_CACHE
+    arguments.distributed = 'off'
   simulate_devices(arguments.num_devices)
   # T5X's run file configures `precompile` instead of `train`; T5X then always writes the programs.
   if binds_model(arguments, 'precompile'):
-    arguments.entry, arguments.write_hlo = 't5x_lite.apps.precompile.precompile', True
+    arguments.entry = 't5x_lite.apps.precompile.precompile'
+    arguments.write_hlo = True
   # The run directory is only used for the text of the programs.
   configuration = load_configuration(
     arguments, None if arguments.write_hlo else {'MODEL_DIR': "'none'"}

@@ -149,13 +149,17 @@ def precompile(
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
   seed = start_lib.choose_seed(cfg.random_seed)
-  folder = files.path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
+  if write_hlo:
+    folder = files.path(cfg.model_dir) / HLO_FOLDER
+  else:
+    folder = None
   with contextlib.ExitStack() as stack:
     run_data = parts_lib.open_data(stack, cfg, note_fn=note_fn)
     trainer, initializer, init_rng = parts_lib.make_trainer(
       stack, cfg, run_data, random_seed=seed, summary_dir=None
     )
-    state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
+    state_shape = initializer.global_train_state_shape
+    state_axes = initializer.train_state_axes
 
     programs: list[CompiledProgram] = []
 

@@ -112,7 +112,8 @@ class TrainBatches:
   @property
   def tokens_per_step(self) -> int:
     """Number of input and target positions in a batch."""
-    spec, names = self.element_spec, ('encoder_input_tokens', 'decoder_target_tokens')
+    spec = self.element_spec
+    names = ('encoder_input_tokens', 'decoder_target_tokens')
     return sum(math.prod(spec[name].shape) for name in names if name in spec)
 
   def get_state(self) -> Any:
@@ -134,7 +135,8 @@ class TrainBatches:
       return
     bad = self._numbers[-1 - bad_step_age]
     self._batches.set_state(data_state)
-    self._is_opening, self.has_ended = True, False
+    self._is_opening = True
+    self.has_ended = False
     self._resume(facts, step)
     self._skipped.add(bad)
 
@@ -238,11 +240,10 @@ class TrainBatches:
           f'No training batch for {waited:.0f} s. The run is waiting; {runtime.signals_that_end_a_wait()} ends '
           'it without a save.'
         )
-      remedy = (
-        'ends it; `max_batch_seconds` does not limit the first batch'
-        if self._is_opening
-        else 'saves it; set `max_batch_seconds` to limit the wait'
-      )
+      if self._is_opening:
+        remedy = 'ends it; `max_batch_seconds` does not limit the first batch'
+      else:
+        remedy = 'saves it; set `max_batch_seconds` to limit the wait'
       return (
         f'No training batch for {waited:.0f} s. The run is waiting; SIGTERM or Ctrl-C {remedy}.'
       )

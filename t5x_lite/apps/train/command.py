@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   configuration = load_configuration(arguments)
-  options = {} if arguments.spool_dir is None else {'spool_dir': arguments.spool_dir}
+  if arguments.spool_dir is None:
+    options = {}
+  else:
+    options = {'spool_dir': arguments.spool_dir}
   if arguments.dry_run:
     from t5x_lite import multihost
 

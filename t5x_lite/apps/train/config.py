@@ -145,9 +145,10 @@ class TrainConfig(RunConfig):
   def longest_period(self) -> int:
     """Largest number of steps between two pauses of the same kind."""
     save_cfg = self.checkpoint_cfg.save
-    saving = (
-      None if save_cfg is None else checkpoints.save_policies_from_config(save_cfg).next_step(0)
-    )
+    if save_cfg is None:
+      saving = None
+    else:
+      saving = checkpoints.save_policies_from_config(save_cfg).next_step(0)
     periods = [
       self.summary_period,
       self.gc_period,

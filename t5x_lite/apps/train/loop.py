@@ -125,9 +125,10 @@ class TrainLoop:
         'compiled', compilation_seconds=compiled.seconds, cache_hit=compiled.cache_hit
       )
       self.progress.note('waiting for the first step')
-    self.signals.doing = (
-      'finishing the step' if self.saves is None else 'finishing the step and saving'
-    )
+    if self.saves is None:
+      self.signals.doing = 'finishing the step'
+    else:
+      self.signals.doing = 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
     if (
@@ -150,7 +151,8 @@ class TrainLoop:
 
   def train(self, stretch: Stretch) -> None:
     """Train a stretch, unless the run must stop earlier, and call the training actions with its metrics."""
-    trainer, summary = self.trainer, None
+    trainer = self.trainer
+    summary = None
     self._stretch = stretch
     self.step_log.start_clock()
     with self.watchdog.watching():
@@ -182,7 +184,10 @@ class TrainLoop:
       )
     if trainer.step > stretch.first or self.batches.has_ended:
       with self._keeping_error():
-        self.evaluation_due = self._due_evaluations(stretch, summary) if self._is_complete else ()
+        if self._is_complete:
+          self.evaluation_due = self._due_evaluations(stretch, summary)
+        else:
+          self.evaluation_due = ()
 
   @contextlib.contextmanager
   def _keeping_error(self) -> Iterator[None]:
@@ -198,8 +203,10 @@ class TrainLoop:
     self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture
   ) -> tuple[str, ...]:
     """Return the names of the evaluations at the end of a stretch whose condition holds."""
-    whens, step = self.cfg.whens, self.trainer.step
-    last_step, names = self.last_step, stretch.evaluations
+    whens = self.cfg.whens
+    step = self.trainer.step
+    last_step = self.last_step
+    names = stretch.evaluations
     if self.batches.has_ended or self._stop == Stop.EARLY:
       last_step, names = (
         step,
@@ -339,23 +346,24 @@ class TrainLoop:
     self.progress.clear()
     saved = None
     if self.saves is not None:
-      saved = (
-        self.saves.newest_sound_step()
-        if has_diverged or finding is not None
-        else self.saves.newest_step()
-      )
+      if has_diverged or finding is not None:
+        saved = self.saves.newest_sound_step()
+      else:
+        saved = self.saves.newest_step()
     if has_diverged:
       raise NonFiniteMetricError(self._describe_divergence(saved))
-    where = (
-      f'step {saved:,} is saved in {self.cfg.model_dir}'
-      if saved is not None
-      else 'no checkpoint was saved'
-    )
+    if saved is not None:
+      where = f'step {saved:,} is saved in {self.cfg.model_dir}'
+    else:
+      where = 'no checkpoint was saved'
     where += f'. To resume:\n  {runtime.command_line()}'
     if self._interrupted and (
       not self._has_last_step or self.evaluation_due or finding is not None
     ):
-      of_steps = f' of {self.last_step:,}' if self.last_step < math.inf else ''
+      if self.last_step < math.inf:
+        of_steps = f' of {self.last_step:,}'
+      else:
+        of_steps = ''
       raise StoppedOnSignalError(
         f'Stopped after step {trainer.step:,}{of_steps} by {self._interrupted}; {where}',
         signal=self._interrupted,
@@ -404,7 +412,8 @@ class TrainLoop:
   def _evaluate(self, *, record_metrics: bool = False) -> None:
     """Compute the evaluations that are due; `record_metrics` adds the results to the checkpoint of this step."""
     remembered = copy.deepcopy(actions_lib.get_actions_state(self.cfg.actions_by_mode))
-    names, is_interrupted = list(self.evaluation_due), False
+    names = list(self.evaluation_due)
+    is_interrupted = False
     self.events.emit('evaluation_begun', evaluations=names)
     with self.watchdog.watching('evaluation'):
       try:
@@ -455,7 +464,8 @@ class TrainLoop:
 
   def _roll_back(self) -> None:
     """Restore the newest sound checkpoint, or else the run's starting point, and plan from there."""
-    trainer, cfg = self.trainer, self.cfg
+    trainer = self.trainer
+    cfg = self.cfg
     finding, bad_step_age = (
       trainer.non_finite.finding,
       trainer.step - trainer.non_finite.finding.step,
@@ -494,7 +504,10 @@ class TrainLoop:
       cfg.actions_by_mode, facts.get('actions', self._first_actions_state)
     )
     trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
-    data_state = self.first_data_state if point is self.start else restored and restored.data_state
+    if point is self.start:
+      data_state = self.first_data_state
+    else:
+      data_state = restored and restored.data_state
     if data_state is None:
       log.warning('The position in the data is unknown: the data continues after the bad step.')
     self.batches.rewind(data_state, facts, point.step, bad_step_age=bad_step_age)
@@ -507,23 +520,24 @@ class TrainLoop:
       reason=f'{finding.what} is not finite',
     )
     self.events.step = point.step
-    self._first_step, self.evaluation_due = point.step, ()
+    self._first_step = point.step
+    self.evaluation_due = ()
     self._stretches = self.plan_fn(point.step)
     self._begin_progress(point.step)
 
   def _describe_divergence(self, sound: int | None) -> str:
     """Return the error message; `sound` is the step of the newest sound checkpoint."""
-    finding, step = self.trainer.non_finite.finding, self.trainer.step
+    finding = self.trainer.non_finite.finding
+    step = self.trainer.step
     what = 'a watched metric is not finite (see the lines above)'
     if finding is not None:
       what = f'{finding.what} is not finite'
       if self._has_given_up and self.trainer.non_finite.policy.roll_back_limit:
         what += f', after {self._num_roll_backs} rollback(s)'
-    newest = (
-      'The run has no sound checkpoint'
-      if sound is None
-      else f'The same command resumes from step {sound:,}, the newest sound checkpoint'
-    )
+    if sound is None:
+      newest = 'The run has no sound checkpoint'
+    else:
+      newest = f'The same command resumes from step {sound:,}, the newest sound checkpoint'
     return (
       f'Training stopped at step {step:,} in {self.cfg.model_dir}: {what}. {newest}. Lower the learning rate, '
       'clip gradients, check the data, or set `trainer.NonFinitePolicy.action`.'

@@ -225,7 +225,8 @@ def train(
       note_fn=progress.note,
       open_fn=opening.call,
     )
-    batches, save_cfg = run_data.batches, cfg.checkpoint_cfg.save
+    batches = run_data.batches
+    save_cfg = cfg.checkpoint_cfg.save
     if save_cfg is not None and save_cfg.save_dataset:
       # A pipeline without a known position is an error now instead of at the first save.
       opening.until(batches.open, 'reading the position in the training data')
@@ -234,7 +235,8 @@ def train(
     stack.enter_context(runtime.reporting_errors())
     progress.note('looking for checkpoints')
     start = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
-    first_step, facts = start.step, start_lib.facts_of_run(start, cfg.random_seed)
+    first_step = start.step
+    facts = start_lib.facts_of_run(start, cfg.random_seed)
     last_step = _find_last_step(cfg, start, facts['start_step'])
     num_epochs = cfg.train_dataset_cfg.num_epochs
     progress.step = first_step

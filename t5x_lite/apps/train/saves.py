@@ -84,11 +84,12 @@ class TrainSaves:
       checkpoints.EveryNSteps,
       checkpoints.AtSteps,
     )
-    self._needed = (
-      [p.metric_name for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
-      if all(isinstance(p, ours) for p in self._cfg.policies)
-      else None
-    )
+    if all(isinstance(p, ours) for p in self._cfg.policies):
+      self._needed = [
+        p.metric_name for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)
+      ]
+    else:
+      self._needed = None
     # Policies that look for a new best value; the best values are facts of the run.
     self._best_policies = [p for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
 
@@ -112,7 +113,8 @@ class TrainSaves:
 
   def _due(self, step: int, point: checkpoints.SavePoint) -> list[checkpoints.SavePolicy]:
     """Return the policies that save a step, the same on all processes: those of the lead, and requests to any."""
-    policies, due = self._policy.policies, self._policy.due(step, point)
+    policies = self._policy.policies
+    due = self._policy.due(step, point)
     mine = np.array([any(policy is each for each in due) for policy in policies])
     requested = [isinstance(policy, checkpoints.OnRequest) for policy in policies]
     decided = multihost.broadcast_from_lead(mine)
@@ -203,7 +205,10 @@ class TrainSaves:
     except SaveError as error:
       self._count_failure(error)
     else:
-      self._unconfirmed = step if self._is_writing and not is_sound else None
+      if self._is_writing and not is_sound:
+        self._unconfirmed = step
+      else:
+        self._unconfirmed = None
 
   def confirm(self) -> None:
     """Confirm the last checkpoint once a later step has shown it to be sound; log a save, and warn if it failed."""
@@ -243,11 +248,10 @@ class TrainSaves:
     if not multihost.any_process(self._last_failure is not None):
       return
     cause = self._last_failure or _OF_ANOTHER_PROCESS
-    remedy = (
-      'Wait for the store'
-      if files.is_remote(self._manager.directory)
-      else 'Free disk space or fix the path'
-    )
+    if files.is_remote(self._manager.directory):
+      remedy = 'Wait for the store'
+    else:
+      remedy = 'Free disk space or fix the path'
     message = (
       f'The last save of the run failed: {cause} {remedy}, then rerun the command: it resumes from the newest '
       'checkpoint.'
@@ -267,7 +271,8 @@ class TrainSaves:
       self._count_failure(error, is_last=is_last)
     else:
       self._log_committed()
-      self._failures_in_a_row, self._last_failure = 0, None
+      self._failures_in_a_row = 0
+      self._last_failure = None
 
   def _log_committed(self) -> None:
     if self._committed:
@@ -319,14 +324,18 @@ class TrainSaves:
 
   def _prepare(self) -> Any:
     """Write all results that the checkpoint covers; return the position in the data or `_FAILED`."""
-    failed, data_state = None, None
+    failed = None
+    data_state = None
     try:
       self._trainer.flush()
       self._evaluations.flush()
     except OSError as error:
       failed = self._cannot_write(error)
     try:
-      data_state = self._batches.get_state() if self._cfg.save_dataset else None
+      if self._cfg.save_dataset:
+        data_state = self._batches.get_state()
+      else:
+        data_state = None
     except (OSError, DataError) as error:
       failed = SaveError(
         f'The position in the data at step {self._trainer.step} is unknown, so its checkpoint was '
@@ -362,7 +371,9 @@ class TrainSaves:
 def _name(policy: checkpoints.SavePolicy) -> str:
   """Return the name of a policy, with its metric."""
   name = type(policy).__name__
-  return f'{name} {policy.metric_name}' if isinstance(policy, checkpoints.WhenBest) else name
+  if isinstance(policy, checkpoints.WhenBest):
+    return f'{name} {policy.metric_name}'
+  return name
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

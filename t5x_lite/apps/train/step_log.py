@@ -80,9 +80,11 @@ class StepLog:
     self._manager = manager
     self._first_step = first_step
     self._clock = clock
-    self._num_batches, self._shapes = 0, None
+    self._num_batches = 0
+    self._shapes = None
     # Seconds of the steps since the last line, and their number.
-    self._seconds, self._num_steps = 0.0, 0
+    self._seconds = 0.0
+    self._num_steps = 0
     manager.host_metrics_fn = memory.metrics
     self.start_clock()
 
@@ -92,18 +94,20 @@ class StepLog:
 
   def logged(self, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Return an iterator over `batches` that logs the shapes of the first ones."""
-    return self._log_shapes(batches) if self._num_batches < self._cfg.num_batches else batches
+    if self._num_batches < self._cfg.num_batches:
+      return self._log_shapes(batches)
+    return batches
 
   def _log_shapes(self, batches: Iterator[Batch]) -> Iterator[Batch]:
     for batch in batches:
       if self._num_batches < self._cfg.num_batches:
         self._num_batches += 1
-        before, self._shapes = self._shapes, tree_utils.shapes_key(batch)
-        text = (
-          'the same shapes'
-          if self._shapes == before
-          else '  '.join(f'{name} {dtype}{list(shape)}' for name, shape, dtype in self._shapes)
-        )
+        before = self._shapes
+        self._shapes = tree_utils.shapes_key(batch)
+        if self._shapes == before:
+          text = 'the same shapes'
+        else:
+          text = '  '.join(f'{name} {dtype}{list(shape)}' for name, shape, dtype in self._shapes)
         self._progress.log(f'Batch {self._num_batches}: {text}')
       yield batch
 
@@ -116,16 +120,15 @@ class StepLog:
     """
     self._progress.step = step
     now = self._clock()
-    self._seconds, self._num_steps, self._started = (
-      self._seconds + now - self._started,
-      self._num_steps + 1,
-      now,
-    )
+    self._seconds = self._seconds + now - self._started
+    self._num_steps = self._num_steps + 1
+    self._started = now
     is_periodic = self._cfg.period is not None and step % self._cfg.period == 0
     if not is_periodic and not 0 < step - self._first_step <= self._cfg.num_first_steps:
       return
     average = self._seconds / self._num_steps
-    self._seconds, self._num_steps = 0.0, 0
+    self._seconds = 0.0
+    self._num_steps = 0
     if is_periodic:
       self._manager.write_scalars(step, {'timing/average_step_seconds': average}, events_only=True)
     if self._progress.enabled:
@@ -158,17 +161,13 @@ def _describe(metrics: Mapping[str, Any]) -> str:
     if name.endswith('_loss') and name.count('/') < 2
   }
   parts = {name: value for name, value in parts.items() if value}
-  return (
-    text
-    if len(parts) < 2
-    else '  '.join(
-      [
-        text,
-        *(
-          f'{name} {format_number(value)}'
-          for name, value in parts.items()
-          if f'{name} ' not in text
-        ),
-      ]
-    )
+  if len(parts) < 2:
+    return text
+  return '  '.join(
+    [
+      text,
+      *(
+        f'{name} {format_number(value)}' for name, value in parts.items() if f'{name} ' not in text
+      ),
+    ]
   )

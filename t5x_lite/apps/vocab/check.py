@@ -59,13 +59,17 @@ def check_vocabulary(
   if not texts:
     raise DataError('There are no texts for checking the vocabulary.')
   byte_ids = vocabulary.byte_ids
-  lengths, counts, round_trips, difference = [], {'unknown': 0, 'bytes': 0}, 0, None
+  lengths = []
+  counts = {'unknown': 0, 'bytes': 0}
+  round_trips = 0
+  difference = None
   for text in texts:
     ids = vocabulary.encode(text)
     lengths.append(len(ids) + 1)
     counts['unknown'] += ids.count(vocabulary.unk_id)
     counts['bytes'] += sum(i in byte_ids for i in ids)
-    folded, back = ' '.join(text.split()), ' '.join(vocabulary.decode(ids).split())
+    folded = ' '.join(text.split())
+    back = ' '.join(vocabulary.decode(ids).split())
     round_trips += back == folded
     if back != folded and difference is None:
       difference = (folded, back)
@@ -142,7 +146,9 @@ def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
 
 
 def _share(part: int, total: int) -> str:
-  return '0' if not part else f'{100 * part / total:.2f} %'
+  if not part:
+    return '0'
+  return f'{100 * part / total:.2f} %'
 
 
 def _around_difference(text: str, back: str) -> tuple[str, str]:

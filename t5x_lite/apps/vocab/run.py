@@ -76,9 +76,11 @@ def json_lines(paths: Sequence[str], key: str) -> Iterator[str]:
       if not line.strip():
         continue
       try:
-        row, problem = json.loads(line), f'the line must be an object with a text in {key!r}.'
+        row = json.loads(line)
+        problem = f'the line must be an object with a text in {key!r}.'
       except ValueError as error:
-        row, problem = None, f'not JSON ({error}).'
+        row = None
+        problem = f'not JSON ({error}).'
       text = row.get(key) if isinstance(row, dict) else None
       if not isinstance(text, str):
         hint = did_you_mean(key, row) if isinstance(row, dict) else ''
@@ -195,9 +197,10 @@ def train_vocabulary(
   sentencepiece, _, _ = sentencepiece_modules()
   counted = _CountedLines(lines)
   model = io.BytesIO()
-  sampling = (
-    {} if max_lines is None else {'input_sentence_size': max_lines, 'shuffle_input_sentence': True}
-  )
+  if max_lines is None:
+    sampling = {}
+  else:
+    sampling = {'input_sentence_size': max_lines, 'shuffle_input_sentence': True}
   sentencepiece.set_random_generator_seed(0)
   try:
     sentencepiece.SentencePieceTrainer.train(

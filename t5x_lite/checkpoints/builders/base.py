@@ -17,9 +17,11 @@ from t5x_lite.checkpoints import lazy_arrays, sources
 from t5x_lite.networks.t5_config import StackConfig
 
 # Inputs of builders; see `StateBuilder.INPUT`.
-SHAPES, ARRAYS = 'shapes', 'arrays'
+SHAPES = 'shapes'
+ARRAYS = 'arrays'
 
-PARAMS, STEP = 'target/', 'state/step'
+PARAMS = 'target/'
+STEP = 'state/step'
 # Parts of a state that an optimizer or an average begins from the parameters.
 FROM_PARAMS = ('state/param_states/', 'param_average/')
 # Parts that come from a newly initialised state.

@@ -33,7 +33,10 @@ def chain_of(
     is_resuming: whether the checkpoint is the run's own, which is neither renamed nor changed by builders.
   """
   rules = () if is_resuming else tuple(cfg.assignment_map or ())
-  chain = [] if path is None else [reading.Restore(os.fspath(path), rules)]
+  if path is None:
+    chain = []
+  else:
+    chain = [reading.Restore(os.fspath(path), rules)]
   if _uses_average(path, cfg) and not is_resuming:
     chain.append(changing.ParamAverage())
   chain += [
@@ -63,7 +66,10 @@ def describe(path: str | None, cfg: options.RestoreOptions) -> str:
 
 def identity(cfg: options.RestoreOptions) -> dict[str, list[str]]:
   """Return what the builders of `cfg` add to the identity of results, as JSON values; {} without builders."""
-  average = {} if cfg.use_param_average is None else {'use_param_average': cfg.use_param_average}
+  if cfg.use_param_average is None:
+    average = {}
+  else:
+    average = {'use_param_average': cfg.use_param_average}
   return average | (
     {'builders': [f'{builder!r}: {builder.description}' for builder in cfg.builders]}
     if cfg.builders
@@ -95,7 +101,8 @@ def run_on_shapes(chain: Chain, target: base.TargetState) -> tuple[base.BuiltSta
     CheckpointError: a builder cannot build its part.
     ValuesNeededError: a function cannot be applied to shapes.
   """
-  state, absent = base.BuiltState(), set()
+  state = base.BuiltState()
+  absent = set()
   for builder in chain:
     if builder.INPUT == base.ARRAYS:
       continue

@@ -59,7 +59,10 @@ class ConvertLayout(base.StateBuilder):
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
     network = self.network or target.network
-    stored_layout = None if network is None else sources.layout_of(state.arrays)
+    if network is None:
+      stored_layout = None
+    else:
+      stored_layout = sources.layout_of(state.arrays)
     if stored_layout is None or stored_layout == network.param_layout:
       return state
     if target.has_values:
@@ -218,7 +221,8 @@ class NewVocabulary(base.StateBuilder):
     ]
     resized = {}
     for name in names:
-      old, new = tuple(state.arrays[name].shape), tuple(target.wanted[name].shape)
+      old = tuple(state.arrays[name].shape)
+      new = tuple(target.wanted[name].shape)
       if old == new:
         continue
       dims = [dim for dim, sizes in enumerate(zip(old, new)) if sizes[0] != sizes[1]]
@@ -242,11 +246,10 @@ class NewVocabulary(base.StateBuilder):
   ) -> lazy_arrays.ComputedArray:
     shape = tuple(target.wanted[name].shape)
     num_kept = min(array.shape[dim], shape[dim])
-    inputs = (
-      (array, target.initial(name))
-      if self.new_rows == 'initializer' and num_kept < shape[dim]
-      else (array,)
-    )
+    if self.new_rows == 'initializer' and num_kept < shape[dim]:
+      inputs = (array, target.initial(name))
+    else:
+      inputs = (array,)
 
     def resize(old, initial=None):
       kept = np.take(old, np.arange(num_kept), axis=dim)
@@ -343,7 +346,10 @@ class OnArrays(base.StateBuilder):
     """See `StateBuilder.build`."""
     tree = tree_utils.unflatten_dict(state.arrays)
     on_devices = all(isinstance(array, jax.Array) for array in state.arrays.values())
-    shardings = jax.tree.map(lambda array: array.sharding, tree) if on_devices else None
+    if on_devices:
+      shardings = jax.tree.map(lambda array: array.sharding, tree)
+    else:
+      shardings = None
     return state.replace(
       arrays=tree_utils.flatten_dict(jax.jit(self.fn, out_shardings=shardings)(tree))
     )

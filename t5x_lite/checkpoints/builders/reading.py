@@ -202,7 +202,9 @@ class Subtree(base.StateBuilder):
 
   def first_step(self, step: int | None) -> int | None:
     """See `StateBuilder.first_step`."""
-    return None if self.path is None else step
+    if self.path is None:
+      return None
+    return step
 
   @property
   def description(self) -> str:
@@ -214,7 +216,10 @@ class Subtree(base.StateBuilder):
 
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
-    arrays = state.arrays if self.path is None else lazy_arrays.stored(target.open(self.path))
+    if self.path is None:
+      arrays = state.arrays
+    else:
+      arrays = lazy_arrays.stored(target.open(self.path))
     before, after = (
       f'{base.PARAMS}{prefix}/' if prefix else base.PARAMS for prefix in (self.prefix, self.into)
     )

@@ -192,8 +192,12 @@ class Architecture:
 
   def num_layers_of(self, stack: str) -> int:
     """Return the number of layers of `stack`, 'encoder' or 'decoder'."""
-    return self.num_encoder_layers if stack == 'encoder' else self.num_decoder_layers
+    if stack == 'encoder':
+      return self.num_encoder_layers
+    return self.num_decoder_layers
 
   def sparse_layers_of(self, stack: str) -> tuple[int, ...]:
     """Return the indices of the sparse layers of `stack`, 'encoder' or 'decoder'."""
-    return self.sparse_encoder_layers if stack == 'encoder' else self.sparse_decoder_layers
+    if stack == 'encoder':
+      return self.sparse_encoder_layers
+    return self.sparse_decoder_layers

@@ -69,7 +69,10 @@ _OTHER_HEADS = (
 
 
 def _has_language_model_head(architectures: Any) -> bool:
-  names = architectures if isinstance(architectures, list | tuple) else (architectures,)
+  if isinstance(architectures, list | tuple):
+    names = architectures
+  else:
+    names = (architectures,)
   return not any(str(name).endswith(_OTHER_HEADS) for name in names)
 
 
@@ -152,17 +155,27 @@ def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
   if kind == 't5':
     if config.get('scale_decoder_outputs', tied is not False):
       return 'embedding'
-    return 'unscaled' if has_head is False and 'scale_decoder_outputs' in config else 'own'
+    if has_head is False and 'scale_decoder_outputs' in config:
+      return 'unscaled'
+    return 'own'
   if config.get('scale_decoder_outputs') is False and not has_head:
     return 'unscaled'
   if kind == 'switch_transformers':
-    return 'embedding' if tied else 'own'
+    if tied:
+      return 'embedding'
+    return 'own'
   if has_head is None:
-    return 'embedding' if tied and kind == 'umt5' and not modern else 'own'
+    if tied and kind == 'umt5' and not modern:
+      return 'embedding'
+    return 'own'
   if kind == 'umt5':
     if has_head:
-      return 'compare' if tied else 'own'
-    return 'embedding' if tied else 'own'
+      if tied:
+        return 'compare'
+      return 'own'
+    if tied:
+      return 'embedding'
+    return 'own'
   if has_head or not tied:
     return 'own'
   if not modern:
@@ -185,11 +198,10 @@ def tied_fields(head: str) -> dict[str, bool]:
 def _activations(config: Mapping[str, Any], kind: str) -> tuple[str, ...]:
   """Return the activations of a feed-forward block, by our names."""
   is_switch = kind == 'switch_transformers'
-  form = (
-    'relu'
-    if is_switch
-    else str(config.get('feed_forward_proj', _DEFAULTS[kind]['feed_forward_proj']))
-  )
+  if is_switch:
+    form = 'relu'
+  else:
+    form = str(config.get('feed_forward_proj', _DEFAULTS[kind]['feed_forward_proj']))
   prefix, _, last = form.rpartition('-')
   gated = config.get('is_gated_act', prefix == 'gated')
   name = config.get('dense_act_fn', 'gelu_new' if form == 'gated-gelu' else last)
@@ -204,7 +216,9 @@ def _activations(config: Mapping[str, Any], kind: str) -> tuple[str, ...]:
       f'{", not gated" if is_switch else ", or gated- and one of them"}, got {form!r}, with dense_act_fn={name!r} '
       f'and is_gated_act={gated}.'
     )
-  return (_OURS[name], 'linear') if gated else (_OURS[name],)
+  if gated:
+    return (_OURS[name], 'linear')
+  return (_OURS[name],)
 
 
 def sparse_layers(num_layers: int, step: int) -> tuple[int, ...]:
@@ -214,7 +228,9 @@ def sparse_layers(num_layers: int, step: int) -> tuple[int, ...]:
   ((1, 3, 5), (0, 1, 2, 3, 4, 5), (), (1,))
   """
   if step <= 1:
-    return tuple(range(num_layers)) if step == 1 else ()
+    if step == 1:
+      return tuple(range(num_layers))
+    return ()
   return tuple(range(1, num_layers, step))
 
 
@@ -229,7 +245,10 @@ def _sparse_fields(config: Mapping[str, Any], num_layers: Mapping[str, int]) -> 
   for stack in ('encoder', 'decoder'):
     number = _integer(config, f'num_sparse_{stack}_layers', 3, at_least=0)
     # As in transformers, the step without sparse layers is the depth, which makes one layer sparse.
-    step = num_layers[stack] // number if number else num_layers[stack]
+    if number:
+      step = num_layers[stack] // number
+    else:
+      step = num_layers[stack]
     step = _integer(config, f'{stack}_sparse_step', step, at_least=0)
     fields[f'sparse_{stack}_layers'] = sparse_layers(num_layers[stack], step)
   return fields
@@ -297,8 +316,14 @@ def feed_forward_proj(activations: tuple[str, ...]) -> dict[str, Any]:
   >>> feed_forward_proj(('gelu', 'linear'))
   {'feed_forward_proj': 'gated-gelu', 'dense_act_fn': 'gelu_new', 'is_gated_act': True}
   """
-  name, gated = _THEIRS[activations[0]], len(activations) == 2
-  form = name if not gated else 'gated-gelu' if name == 'gelu_new' else f'gated-{name}'
+  name = _THEIRS[activations[0]]
+  gated = len(activations) == 2
+  if not gated:
+    form = name
+  elif name == 'gelu_new':
+    form = 'gated-gelu'
+  else:
+    form = f'gated-{name}'
   return {'feed_forward_proj': form, 'dense_act_fn': name, 'is_gated_act': gated}
 
 

@@ -83,11 +83,10 @@ class Family:
     if problem is None:
       return
     others = [family.name for family in FAMILIES.values() if family._problem(architecture) is None]
-    remedy = (
-      f'Choose family={" or ".join(map(repr, others))}.'
-      if others
-      else 'No family supports this network.'
-    )
+    if others:
+      remedy = f'Choose family={" or ".join(map(repr, others))}.'
+    else:
+      remedy = 'No family supports this network.'
     raise CheckpointError(
       f'A network of family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}'
     )

@@ -94,11 +94,10 @@ class HuggingFaceFolder:
   def _read_config(self) -> dict[str, Any]:
     if not (self.path / CONFIG_FILE).is_file():
       is_adapter = (self.path / 'adapter_config.json').is_file()
-      remedy = (
-        'It holds only an adapter: merge it with peft, model.merge_and_unload().save_pretrained(folder).'
-        if is_adapter
-        else 'Download that file too.'
-      )
+      if is_adapter:
+        remedy = 'It holds only an adapter: merge it with peft, model.merge_and_unload().save_pretrained(folder).'
+      else:
+        remedy = 'Download that file too.'
       raise CheckpointError(
         f'{self.path} must be a folder that transformers saved, got one without {CONFIG_FILE}. {remedy}'
       )
@@ -128,7 +127,8 @@ class HuggingFaceFolder:
 
   def _check_size(self) -> None:
     """Raise if config.json has more layers or experts than there are tensors, before their names are listed."""
-    arch, number = self.architecture, len(self.tensors.entries)
+    arch = self.architecture
+    number = len(self.tensors.entries)
     num_layers = arch.num_encoder_layers + arch.num_decoder_layers
     if max(num_layers, arch.num_experts) > number:
       names.raise_problems(
@@ -142,7 +142,8 @@ class HuggingFaceFolder:
   def _check(self) -> None:
     """Raise if names, shapes or dtypes differ from those of the architecture."""
     entries = self.tensors.entries
-    problems, used = [], {*names.IGNORED, *self._embeddings}
+    problems = []
+    used = {*names.IGNORED, *self._embeddings}
     for rule in self._by_name.values():
       used.update(rule.theirs)
       dtypes = {entries[name].dtype for name in rule.theirs if name in entries}
@@ -187,11 +188,12 @@ class HuggingFaceFolder:
     first, *others = self._embeddings
     for other in others:
       if not self.tensors.equal(first, other):
-        remedy = (
-          'If the model is not tied (T5 1.1), set "tie_word_embeddings": false in config.json.'
-          if other == LM_HEAD
-          else 'Our networks have one token embedding for both stacks.'
-        )
+        if other == LM_HEAD:
+          remedy = (
+            'If the model is not tied (T5 1.1), set "tie_word_embeddings": false in config.json.'
+          )
+        else:
+          remedy = 'Our networks have one token embedding for both stacks.'
         names.raise_problems(
           [f'{names.TOKEN_EMBEDDING} <-> {first} and {other} differ. {remedy}'], str(self.path)
         )

@@ -133,17 +133,17 @@ def _released(family: Family, size: tuple[int, ...]) -> dict[str, Any]:
 
 def _sparse(architecture: Architecture, size: tuple[int, ...]) -> tuple[list[str], str | None]:
   """Return (bindings, problem) of the sparse layers."""
-  bindings = (
-    [f'NUM_EXPERTS={architecture.num_experts}']
-    if architecture.num_experts != _SWITCH_EXPERTS
-    else []
-  )
+  if architecture.num_experts != _SWITCH_EXPERTS:
+    bindings = [f'NUM_EXPERTS={architecture.num_experts}']
+  else:
+    bindings = []
   if architecture.router_bias:
     bindings.append('moe.TokensChooseRouter.use_bias=True')
   if architecture.router_jitter_noise != 0.01:
     bindings.append(f'JITTER_NOISE={architecture.router_jitter_noise!r}')
   for stack, released in (('encoder', size[4]), ('decoder', size[5])):
-    layers, depth = architecture.sparse_layers_of(stack), architecture.num_layers_of(stack)
+    layers = architecture.sparse_layers_of(stack)
+    depth = architecture.num_layers_of(stack)
     if layers != _mixed(depth, len(layers)):
       return bindings, (
         f'layers {list(layers)} of {depth} in the {stack} are sparse, for which moe.SparseFeedForward '
@@ -157,5 +157,7 @@ def _sparse(architecture: Architecture, size: tuple[int, ...]) -> tuple[list[str
 def _mixed(depth: int, number: int) -> tuple[int, ...] | None:
   """Return the sparse layers of the layout 'mixed', the last of each block of equal size; None if impossible."""
   if number == 0 or depth % number:
-    return None if number else ()
+    if number:
+      return None
+    return ()
   return tuple(range(depth // number - 1, depth, depth // number))

@@ -120,7 +120,10 @@ def text(
   if not arch.logits_via_embedding:
     parts.append(_UNTIED_UMT5 if family.model_type == 'umt5' else _UNTIED)
   elif not arch.scale_tied_logits:
-    template = _UNSCALED_BY_FLAG if family.needs_untied_flag(arch) else _UNSCALED
+    if family.needs_untied_flag(arch):
+      template = _UNSCALED_BY_FLAG
+    else:
+      template = _UNSCALED
     parts.append(template.format(architecture=family.architecture))
   if arch.num_experts:
     parts.append(_SPARSE.format(capacity=arch.expert_capacity))

@@ -13,9 +13,13 @@ import numpy as np
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.errors import CheckpointError
 
-COPY, TRANSPOSE, STACK = 'copy', 'transpose', 'stack'
-TOKEN_EMBEDDING, LOGITS_KERNEL = 'token_embedder/embedding', 'decoder/logits_dense/kernel'
-SHARED, LM_HEAD = 'shared.weight', 'lm_head.weight'
+COPY = 'copy'
+TRANSPOSE = 'transpose'
+STACK = 'stack'
+TOKEN_EMBEDDING = 'token_embedder/embedding'
+LOGITS_KERNEL = 'decoder/logits_dense/kernel'
+SHARED = 'shared.weight'
+LM_HEAD = 'lm_head.weight'
 # Further names of the token embedding in folders.
 EMBEDDING_DUPLICATES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 # Old versions of transformers write it and never read it: attention to the encoder has no position biases.
@@ -42,7 +46,9 @@ class TensorRule:
   def their_shape(self) -> tuple[int, ...]:
     """Shape of each of their tensors."""
     one = self.shape[1:] if self.transform == STACK else self.shape
-    return one if self.transform == COPY else one[::-1]
+    if self.transform == COPY:
+      return one
+    return one[::-1]
 
   def to_ours(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
     """Return our array.
@@ -79,7 +85,10 @@ def tensor_table(architecture: Architecture) -> list[TensorRule]:
   """Return the rules for all arrays of `architecture`; each array and each tensor occurs exactly once."""
   arch = architecture
   # In transformers an untied Switch Transformer has a table per stack: write equal ones.
-  copies = EMBEDDING_DUPLICATES if arch.num_experts and not arch.logits_via_embedding else ()
+  if arch.num_experts and not arch.logits_via_embedding:
+    copies = EMBEDDING_DUPLICATES
+  else:
+    copies = ()
   rules = [TensorRule(TOKEN_EMBEDDING, (SHARED, *copies), (arch.vocab_size, arch.emb_dim), COPY)]
   for stack in ('encoder', 'decoder'):
     rules += _stack_rules(arch, stack)
@@ -93,7 +102,10 @@ def _stack_rules(arch: Architecture, stack: str) -> Iterator[TensorRule]:
   for i in range(arch.num_layers_of(stack)):
     theirs = f'{stack}.block.{i}.layer'
     if arch.relpos_per_layer or i == 0:
-      ours = f'{stack}/layers_{i}' if arch.relpos_per_layer else stack
+      if arch.relpos_per_layer:
+        ours = f'{stack}/layers_{i}'
+      else:
+        ours = stack
       yield TensorRule(
         f'{ours}/relpos_bias/rel_embedding',
         (f'{theirs}.0.SelfAttention.relative_attention_bias.weight',),
@@ -117,7 +129,10 @@ def _layer_rules(arch: Architecture, stack: str, layer: int, theirs: str) -> Ite
   for k, (block, norm, their_block) in enumerate(attentions):
     yield _norm(arch, f'{ours}/pre_{norm}_layer_norm', f'{theirs}.{k}.layer_norm')
     for name, letter in (('query', 'q'), ('key', 'k'), ('value', 'v'), ('out', 'o')):
-      shape = (joined, arch.emb_dim) if name == 'out' else (arch.emb_dim, joined)
+      if name == 'out':
+        shape = (joined, arch.emb_dim)
+      else:
+        shape = (arch.emb_dim, joined)
       yield TensorRule(
         f'{ours}/{block}/{name}/kernel',
         (f'{theirs}.{k}.{their_block}.{letter}.weight',),
@@ -197,7 +212,10 @@ def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str
 
 def describe(rule: TensorRule) -> str:
   """Return the names and shapes of both sides of `rule`, for error messages."""
-  more = f' and {len(rule.theirs) - 1} more' if len(rule.theirs) > 1 else ''
+  if len(rule.theirs) > 1:
+    more = f' and {len(rule.theirs) - 1} more'
+  else:
+    more = ''
   return f'{rule.ours} {rule.shape} <-> {rule.theirs[0]} {rule.their_shape}{more}'
 
 
@@ -205,7 +223,10 @@ def raise_problems(problems: Sequence[str], what: str) -> None:
   """Raise CheckpointError with the first ten of `problems`, if there are any."""
   if problems:
     shown = '\n  '.join(problems[:10])
-    more = f'\n  and {len(problems) - 10} more' if len(problems) > 10 else ''
+    if len(problems) > 10:
+      more = f'\n  and {len(problems) - 10} more'
+    else:
+      more = ''
     raise CheckpointError(
       f'{what} does not have the arrays that its network requires (t5x_lite <-> transformers):\n  '
       f'{shown}{more}\nCheck that all files are present and that config.json or the manifest is of '

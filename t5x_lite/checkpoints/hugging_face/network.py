@@ -57,11 +57,10 @@ def network_config(
   discovery.check_path(folder, 'folder', may_be_model=True)
   path = files.path(folder)
   if not (path / CONFIG_FILE).is_file():
-    remedy = (
-      'For a checkpoint of another format, add a model file to runs/finetune.gin instead.'
-      if path.is_dir()
-      else 'Restore config.json and the tokenizer files of the missing folder.'
-    )
+    if path.is_dir():
+      remedy = 'For a checkpoint of another format, add a model file to runs/finetune.gin instead.'
+    else:
+      remedy = 'Restore config.json and the tokenizer files of the missing folder.'
     raise checks.invalid(
       'network_config',
       'folder',
@@ -71,10 +70,12 @@ def network_config(
     )
   if is_hugging_face_folder(path):
     read = HuggingFaceFolder(path)
-    architecture, family = read.architecture, read.family
+    architecture = read.architecture
+    family = read.family
   else:
     config = config_json.read(path, CONFIG_FILE)
-    architecture, family = Architecture.from_config_json(config), family_of(config)
+    architecture = Architecture.from_config_json(config)
+    family = family_of(config)
   if architecture.num_experts:
     suggested = suggest_gin(architecture, family)
     raise ConfigError(

@@ -83,7 +83,8 @@ def to_t5_layout(shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if stacked is None:
       result[name] = shape
       continue
-    stack, inner = stacked[1] or stacked[3], stacked[2] or stacked[4]
+    stack = stacked[1] or stacked[3]
+    inner = stacked[2] or stacked[4]
     number, one = _layer_shapes(inner, shape)
     result.update({f'{stack}/layers_{i}/{inner}': one for i in range(number)})
   return result
@@ -105,9 +106,10 @@ def _layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> set[int]:
 
 def _check_form(shapes: Mapping[str, tuple[int, ...]]) -> None:
   """Raise if the arrays are not those of a T5 encoder-decoder in transformers."""
-  found = (
-    [] if any(name.startswith('encoder/') for name in shapes) else ['a network without an encoder']
-  )
+  if any(name.startswith('encoder/') for name in shapes):
+    found = []
+  else:
+    found = ['a network without an encoder']
   found += [
     f'{name!r} ({reason})'
     for pattern, reason in _UNSUPPORTED.items()
@@ -142,7 +144,10 @@ def _check_form(shapes: Mapping[str, tuple[int, ...]]) -> None:
 def _heads(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bool, int, int]:
   """Return (tables per layer, heads, buckets)."""
   per_layer = f'encoder/layers_0/{_RELPOS}' in shapes
-  name = f'encoder/layers_0/{_RELPOS}' if per_layer else f'encoder/{_RELPOS}'
+  if per_layer:
+    name = f'encoder/layers_0/{_RELPOS}'
+  else:
+    name = f'encoder/{_RELPOS}'
   return per_layer, *_required_shape(shapes, name, 2)
 
 

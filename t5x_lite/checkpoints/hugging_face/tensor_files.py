@@ -92,16 +92,20 @@ class TensorEntry:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
   """Return the JSON object with these keys and values; None if a key occurs twice."""
   result = dict(pairs)
-  return result if len(result) == len(pairs) else None
+  if len(result) == len(pairs):
+    return result
+  return None
 
 
 def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
   """Return (header without metadata, offset of the values in bytes) of a valid file."""
   untrusted.check_file(path.parent, path.name)
-  start, header = b'', None
+  start = b''
+  header = None
   try:
     with path.open('rb', buffering=_HEADER_BUFFER_BYTES) as file:
-      start, size = file.read(len(_POINTER)), path.stat().st_size
+      start = file.read(len(_POINTER))
+      size = path.stat().st_size
       length = int.from_bytes(start[:_LENGTH_BYTES], 'little')
       problem = (
         f'it is not a complete safetensors file: its {size} bytes are incomplete or begin with an invalid '
@@ -119,11 +123,10 @@ def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
     header.pop('__metadata__', None)
     problem = _header_problem(header, size - _LENGTH_BYTES - length)
   if problem is not None:
-    remedy = (
-      'Run `git lfs pull` in its folder: it is a pointer of git-lfs.'
-      if start == _POINTER
-      else ('Download it again, or save the model again with transformers.')
-    )
+    if start == _POINTER:
+      remedy = 'Run `git lfs pull` in its folder: it is a pointer of git-lfs.'
+    else:
+      remedy = 'Download it again, or save the model again with transformers.'
     raise CheckpointError(f'{path} cannot be read: {problem}. {remedy}')
   return header, _LENGTH_BYTES + length
 
@@ -131,18 +134,19 @@ def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
 def _entry_problem(value: Any) -> str | None:
   """Return the problem of a header's entry, which must have a dtype, a shape and two offsets; None if it is valid."""
   try:
-    code, shape, (begin, end) = value['dtype'], value['shape'], value['data_offsets']
+    code = value['dtype']
+    shape = value['shape']
+    (begin, end) = value['data_offsets']
   except (TypeError, KeyError, ValueError) as error:
     return f'must be an object with dtype, shape and data_offsets, got {untrusted.shorten(value)} ({error!r})'
   problem = untrusted.shape_problem(shape)
   if problem is not None:
     return f'shape {problem}'
   if not isinstance(code, str) or code not in _DTYPES:
-    remedy = (
-      '; dequantize the weights with transformers'
-      if str(code).startswith(('F8', 'F4', 'F6', 'E8'))
-      else ''
-    )
+    if str(code).startswith(('F8', 'F4', 'F6', 'E8')):
+      remedy = '; dequantize the weights with transformers'
+    else:
+      remedy = ''
     return f'dtype must be one of {", ".join(_DTYPES)}, got {untrusted.shorten(code)}{remedy}'
   num_bytes = untrusted.num_bytes(shape, _DTYPES[code])
   if not untrusted.is_count(begin) or not untrusted.is_count(end) or end - begin != num_bytes:
@@ -156,15 +160,17 @@ def _header_problem(header: Mapping[str, Any], num_bytes: int) -> str | None:
     problem = _entry_problem(value)
     if problem is not None:
       return f'in the header, {untrusted.shorten(name)}: {problem}'
-  position, previous = 0, 'the header'
+  position = 0
+  previous = 'the header'
   for name, value in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
     begin, end = value['data_offsets']
     if begin != position:
       return f'{untrusted.shorten(name)} must begin at byte {position}, where {previous} ends, got {begin}'
-    position, previous = end, untrusted.shorten(name)
-  return (
-    None if position == num_bytes else f'the values must have {position} bytes, got {num_bytes}'
-  )
+    position = end
+    previous = untrusted.shorten(name)
+  if position == num_bytes:
+    return None
+  return f'the values must have {position} bytes, got {num_bytes}'
 
 
 def read_entries(path: files.Path) -> dict[str, TensorEntry]:
@@ -230,24 +236,29 @@ class SafetensorsFolder:
   def _read_shards(self) -> dict[str, TensorEntry]:
     weight_map = config_json.read(self._path, INDEX_FILE).get('weight_map')
     is_map = isinstance(weight_map, dict) and bool(weight_map)
-    shards = sorted(set(map(str, weight_map.values()))) if is_map else []
+    if is_map:
+      shards = sorted(set(map(str, weight_map.values())))
+    else:
+      shards = []
     outside = [
       file
       for file in shards
       if file in ('', '.', '..') or pathlib.PurePosixPath(file).name != file or '\\' in file
     ]
     missing = [file for file in shards if file not in outside and not (self._path / file).is_file()]
-    problem = (
-      'weight_map must be an object from tensor names to files'
-      if not is_map
-      else f'the file {outside[0]!r} must be in the folder itself'
-      if outside
-      else f'the file {missing[0]} is missing'
-      if missing
-      else None
-    )
+    if not is_map:
+      problem = 'weight_map must be an object from tensor names to files'
+    elif outside:
+      problem = f'the file {outside[0]!r} must be in the folder itself'
+    elif missing:
+      problem = f'the file {missing[0]} is missing'
+    else:
+      problem = None
     result: dict[str, TensorEntry] = {}
-    paths = [self._path / file for file in shards] if problem is None else []
+    if problem is None:
+      paths = [self._path / file for file in shards]
+    else:
+      paths = []
     for file, entries in zip(shards, files.each(read_entries, paths)):
       listed = {name for name, other in weight_map.items() if other == file}
       if listed != set(entries):
@@ -300,7 +311,8 @@ class SafetensorsFolder:
 
   def equal(self, one: str, other: str) -> bool:
     """Return True if two tensors have the same dtype, shape and bytes; reads small parts at a time."""
-    first, second = self.entries[one], self.entries[other]
+    first = self.entries[one]
+    second = self.entries[other]
     if (first.dtype, first.shape) != (second.dtype, second.shape):
       return False
     for begin in range(0, first.num_bytes, _COMPARED_BYTES):

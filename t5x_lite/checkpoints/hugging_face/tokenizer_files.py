@@ -133,11 +133,10 @@ def _open(path: files.Path, family: Family) -> Vocabulary:
     return tokenizer_folders.hugging_face_vocabulary(str(path), extra_ids=None)
   is_byt5 = family.tokenizer_class.startswith('ByT5')
   if is_byt5 or not path.is_file():
-    expected = (
-      f'omitted for family={family.name!r}, whose ids are bytes'
-      if is_byt5
-      else 'the path of a sentencepiece model, or of a folder with tokenizer files'
-    )
+    if is_byt5:
+      expected = f'omitted for family={family.name!r}, whose ids are bytes'
+    else:
+      expected = 'the path of a sentencepiece model, or of a folder with tokenizer files'
     raise CheckpointError(
       f'The tokenizer must be {expected}, got {str(path)!r}. Correct the path or the family, or '
       'omit the tokenizer.'
@@ -155,7 +154,9 @@ def _extra_ids(path: files.Path, family: Family) -> int:
     )
     if isinstance(number, int):
       return number
-  return 0 if tokenizer_folders.has_sentinels(str(path)) else family.extra_ids
+  if tokenizer_folders.has_sentinels(str(path)):
+    return 0
+  return family.extra_ids
 
 
 def _read_model(vocabulary: Any) -> Any:
@@ -164,7 +165,10 @@ def _read_model(vocabulary: Any) -> Any:
   model = tokenizer_folders.read_sentencepiece_model(path)
   # seqio has no public attribute for the order of the sentinels; its own equality compares this state.
   is_reversed = vocabulary.__getstate__()['_reverse_extra_ids']
-  problem = _problem(model) if is_reversed else 'has reverse_extra_ids=False'
+  if is_reversed:
+    problem = _problem(model)
+  else:
+    problem = 'has reverse_extra_ids=False'
   if problem is not None:
     raise CheckpointError(
       f"The sentencepiece model {path!r} {problem}: transformers' T5Tokenizer would give different "
@@ -175,7 +179,8 @@ def _read_model(vocabulary: Any) -> Any:
 
 def _problem(model: Any) -> str | None:
   """Return the property of a sentencepiece model that transformers' class for T5 does not support, or None."""
-  trainer, normalizer = model.trainer_spec, model.normalizer_spec
+  trainer = model.trainer_spec
+  normalizer = model.normalizer_spec
   names = tuple(piece.piece for piece in model.pieces[: len(_SPECIAL_PIECES)])
   if trainer.model_type != _UNIGRAM:
     return 'is not a unigram model'
@@ -246,11 +251,9 @@ def _tokenizer_json(model: Any, sentinels: list[str]) -> dict[str, Any]:
     'split': True,
   }
   eos = _SPECIAL_PIECES[1]
-  a, b, end = (
-    {'Sequence': {'id': 'A', 'type_id': 0}},
-    {'Sequence': {'id': 'B', 'type_id': 0}},
-    {'SpecialToken': {'id': eos, 'type_id': 0}},
-  )
+  a = {'Sequence': {'id': 'A', 'type_id': 0}}
+  b = {'Sequence': {'id': 'B', 'type_id': 0}}
+  end = {'SpecialToken': {'id': eos, 'type_id': 0}}
   return {
     'version': '1.0',
     'truncation': None,

@@ -13,7 +13,9 @@ from t5x_lite import errors
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints.sources import base
 
-_PARAMS, _AVERAGE, _OPTIMIZER_STATE = 'target/', 'param_average/', 'state/param_states/'
+_PARAMS = 'target/'
+_AVERAGE = 'param_average/'
+_OPTIMIZER_STATE = 'state/param_states/'
 
 
 def has_param_average(source: base.StateSource) -> bool:

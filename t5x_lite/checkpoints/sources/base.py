@@ -85,7 +85,9 @@ class StateSource(abc.ABC):
   def metadata(self) -> Mapping[str, Any]:
     """Known metadata of the state, of `param_layout`, `network` and `optimizer`."""
     layout = layout_of(self.shapes())
-    return {} if layout is None else {'param_layout': layout}
+    if layout is None:
+      return {}
+    return {'param_layout': layout}
 
   @property
   def step(self) -> int | None:

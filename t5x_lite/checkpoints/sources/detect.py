@@ -132,9 +132,13 @@ def check_exists(path: discovery.PathLike) -> None:
     return
   parent = root.parent
   if root.exists():
-    kind, remedy = 'file', f' Give its folder, {str(parent)!r}.'
+    kind = 'file'
+    remedy = f' Give its folder, {str(parent)!r}.'
   else:
-    entries = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    if parent.is_dir():
+      entries = [entry.name for entry in parent.iterdir()]
+    else:
+      entries = []
     kind = 'missing path'
     remedy = errors.did_you_mean(
       root.name, filter(discovery.is_checkpoint_dir_name, entries)

@@ -44,11 +44,9 @@ class HuggingFaceSource(base.StateSource):
 
   def read_array(self, name: str) -> np.ndarray:
     """See `StateSource.read_array`."""
-    return (
-      np.asarray(0, np.int32)
-      if name == 'state/step'
-      else self.folder.read_array(name.removeprefix(_PREFIX))
-    )
+    if name == 'state/step':
+      return np.asarray(0, np.int32)
+    return self.folder.read_array(name.removeprefix(_PREFIX))
 
   def verify(self) -> bool:
     """See `StateSource.verify`; without a warning, since no folder of this format has hashes."""

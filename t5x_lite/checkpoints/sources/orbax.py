@@ -128,7 +128,10 @@ class OwnSource(OrbaxSource):
     for name in wanted:
       found = stored.get(name)
       if 0 not in shapes[name].shape and found != shapes[name]:
-        got = 'nothing' if found is None else f'{found.dtype} {found.shape}'
+        if found is None:
+          got = 'nothing'
+        else:
+          got = f'{found.dtype} {found.shape}'
         raise errors.CheckpointError(
           f'The checkpoint {self.path!r} cannot be read: in manifest.json, `arrays[{name!r}]` must be as in the '
           f'files, {got}, got {shapes[name].dtype} {shapes[name].shape}. Restore another checkpoint.'

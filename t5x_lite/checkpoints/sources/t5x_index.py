@@ -63,32 +63,27 @@ def read(root: files.Path) -> dict[str, StoredArray | np.ndarray]:
   path = root / FILENAME
   try:
     document = flax.serialization.msgpack_restore(untrusted.check_file(root, FILENAME).read_bytes())
-    version = (
-      document.get('version', 0)
-      if isinstance(document, Mapping) and 'optimizer' in document
-      else None
-    )
+    if isinstance(document, Mapping) and 'optimizer' in document:
+      version = document.get('version', 0)
+    else:
+      version = None
     if isinstance(version, int) and version in _VERSIONS_READ:
       leaves = _leaves(document['optimizer'], path)
       return {name: _entry(name, leaf, path) for name, leaf in leaves.items() if leaf is not None}
   except errors.CheckpointError:
     raise
   except Exception as e:  # for damaged bytes, msgpack and NumPy raise exceptions of many types
-    problem = (
-      'the file is missing'
-      if isinstance(e, FileNotFoundError)
-      else f'{type(e).__name__}: {str(e)[:200]}'
-    )
+    if isinstance(e, FileNotFoundError):
+      problem = 'the file is missing'
+    else:
+      problem = f'{type(e).__name__}: {str(e)[:200]}'
     raise errors.CheckpointDamagedError(
       f'The index {str(path)!r} of a T5X checkpoint is damaged: it cannot be decoded ({problem}). {_REMEDY}'
     ) from e
-  got = (
-    f'version {untrusted.shorten(version)}'
-    if version is not None
-    else (
-      f'{sorted(map(str, document))[:5] if isinstance(document, Mapping) else type(document).__name__}'
-    )
-  )
+  if version is not None:
+    got = f'version {untrusted.shorten(version)}'
+  else:
+    got = f'{sorted(map(str, document))[:5] if isinstance(document, Mapping) else type(document).__name__}'
   raise errors.CheckpointError(
     f'{str(path)!r} must be an index of T5X, a map with the entries version (one of {_VERSIONS_READ}) and optimizer, '
     f'got {got}. Load the checkpoint with the program that wrote it and save it with T5X.'
@@ -130,11 +125,14 @@ def _entry(name: str, leaf: Any, path: files.Path) -> StoredArray | np.ndarray:
 
 
 def _stored_array(name: str, spec: Mapping[str, Any], path: files.Path) -> StoredArray:
-  problem, kind = None, errors.CheckpointDamagedError
+  problem = None
+  kind = errors.CheckpointDamagedError
   try:
-    kvstore, driver = spec['kvstore'], spec[_SPEC_KEY]
+    kvstore = spec['kvstore']
+    driver = spec[_SPEC_KEY]
     parts = [part for part in f'{kvstore["path"]}/{spec.get("path", "")}'.split('/') if part]
-    shape, dtype = spec['metadata']['shape'], untrusted.parse_dtype(spec['dtype'])
+    shape = spec['metadata']['shape']
+    dtype = untrusted.parse_dtype(spec['dtype'])
     if (shape_problem := untrusted.shape_problem(shape)) is not None:
       problem = f'shape {shape_problem}'
     elif dtype is None:

@@ -93,7 +93,8 @@ class T5xNativeSource(base.StateSource):
       'kvstore': store_io.kvstore(self._root / entry.folder),
       'fill_missing_data_reads': False,
     }
-    problem, value = self._problem(entry), None
+    problem = self._problem(entry)
+    value = None
     try:
       if problem is None:
         value = (
@@ -106,7 +107,9 @@ class T5xNativeSource(base.StateSource):
       problem = f'{entry.folder} cannot be read ({str(e)[:300]})'
     if problem is not None:
       raise self._damaged(problem)
-    return value.view(jnp.bfloat16) if value.dtype == np.uint16 else value
+    if value.dtype == np.uint16:
+      return value.view(jnp.bfloat16)
+    return value
 
   def _problem(self, entry: t5x_index.StoredArray) -> str | None:
     """Return the first problem of an array's files, or None; reads no values. In a store it is found once."""
@@ -123,11 +126,9 @@ class T5xNativeSource(base.StateSource):
       return link
     try:
       described = json.loads(untrusted.read_limited(folder, '.zarray'))
-      shape, chunks, compressor = (
-        described['shape'],
-        described['chunks'],
-        described.get('compressor'),
-      )
+      shape = described['shape']
+      chunks = described['chunks']
+      compressor = described.get('compressor')
       separator = described.get('dimension_separator', '.')
       codec = None if compressor is None else compressor['id']
       max_compression = untrusted.MAX_COMPRESSION[codec]
@@ -198,13 +199,12 @@ class T5xNativeWriter:
     self._final = files.path(path).absolute()
     discovery.check_free(self._final)
     self._is_remote, self._context = files.is_remote(self._final), store_io.context_of(self._final)
-    self._root = (
-      self._final
-      if self._is_remote
-      else self._final.with_name(
+    if self._is_remote:
+      self._root = self._final
+    else:
+      self._root = self._final.with_name(
         f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}'
       )
-    )
     self._entries: dict[str, t5x_index.StoredArray | np.ndarray] = {}
     self._chunks: dict[str, tuple[int, ...]] = {}
 
@@ -298,4 +298,6 @@ def _chunk_names(shape: Sequence[int], chunks: Sequence[int], separator: str) ->
 def _dtype(described: Mapping[str, Any]) -> np.dtype | None:
   """Return the dtype in a .zarray file, bfloat16 for uint16."""
   dtype = untrusted.parse_dtype(described.get('dtype'))
-  return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
+  if dtype == np.uint16:
+    return np.dtype(jnp.bfloat16)
+  return dtype

@@ -164,7 +164,8 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
   """
 
   def register(cls: _Source) -> _Source:
-    known, problem = _SOURCES.get(name, cls), None
+    known = _SOURCES.get(name, cls)
+    problem = None
     if not isinstance(name, str) or not name:
       problem = 'name', 'a text', name
     elif not (isinstance(cls, type) and issubclass(cls, DataSource)):
@@ -185,7 +186,9 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
 
 
 def _full_name(source: type[DataSource] | str) -> str:
-  return source if isinstance(source, str) else f'{source.__module__}.{source.__qualname__}'
+  if isinstance(source, str):
+    return source
+  return f'{source.__module__}.{source.__qualname__}'
 
 
 def _source_class(name: str) -> type[DataSource]:

@@ -67,7 +67,8 @@ class TableSource(base.DataSource):
     self, feature_converter: Any
   ) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
     """Return the converter, and each task with its examples."""
-    tasks, lengths = self.tasks(), self.cfg.task_feature_lengths
+    tasks = self.tasks()
+    lengths = self.cfg.task_feature_lengths
     converter = self.get_converter(feature_converter)
     for task in tasks:
       converter.check(lengths, list(task.vocabularies), task.name)
@@ -97,13 +98,18 @@ class TableSource(base.DataSource):
     converter, opened = self._open(feature_converter)
     spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, cfg.pack)
     # Packed rows hold at least one example, so this number of examples is sufficient.
-    limit = None if eval_steps is None or cfg.pack else eval_steps * layout.batch_size
+    if eval_steps is None or cfg.pack:
+      limit = None
+    else:
+      limit = eval_steps * layout.batch_size
 
     def make(name: str, table: TrimmedExamples) -> EvalBatches:
       def prepare() -> list[Row]:
         _, examples = self._epoch(name, table, limit)
         rows = self._rows(examples, converter)
-        return rows if eval_steps is None else rows[: eval_steps * layout.batch_size]
+        if eval_steps is None:
+          return rows
+        return rows[: eval_steps * layout.batch_size]
 
       rows = prepare()
       keep = rows if cfg.use_memory_cache else None
@@ -123,10 +129,12 @@ class TableSource(base.DataSource):
     self, layout: Any, feature_converter: Any, num_examples: int | None
   ) -> list[EvalTask]:
     """See base class."""
-    cfg, own = self.cfg, shard_rows(layout)
+    cfg = self.cfg
+    own = shard_rows(layout)
     converter, opened = self._open(feature_converter)
     spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
-    tasks, omitted = [], []
+    tasks = []
+    omitted = []
     for task, table in opened:
       if not task.has_metrics:
         omitted.append(task.name)
@@ -136,7 +144,8 @@ class TableSource(base.DataSource):
         {**example, **table.texts(int(number), cfg.effective_seed)}
         for number, example in zip(numbers, examples, strict=True)
       ]
-      rows, batches = None, self._indexed_batches(examples, layout.batch_size, own, converter)
+      rows = None
+      batches = self._indexed_batches(examples, layout.batch_size, own, converter)
       if cfg.use_memory_cache:
         rows = converter.convert(
           [(example,) for example in examples], cfg.task_feature_lengths, False
@@ -178,7 +187,10 @@ class TableSource(base.DataSource):
 
     def measured() -> Iterator[dict[str, int]]:
       for name, table in tables.items():
-        count = len(table) if num_examples is None else min(num_examples, len(table))
+        if num_examples is None:
+          count = len(table)
+        else:
+          count = min(num_examples, len(table))
         stream = TaskStream(name, table, cfg.effective_seed, cfg.shuffle)
         for first in range(0, count, _NUM_MEASURED):
           for example in stream.examples(np.arange(first, min(first + _NUM_MEASURED, count))):
@@ -203,7 +215,10 @@ class TableSource(base.DataSource):
       for feature in cfg.task_feature_lengths:
         kept = [table.texts(int(number)).get(f'{feature}_pretokenized') for number in numbers]
         if None in kept:
-          examples = table.examples(cfg.effective_seed, numbers) if examples is None else examples
+          if examples is None:
+            examples = table.examples(cfg.effective_seed, numbers)
+          else:
+            examples = examples
           kept = [task.vocabularies[feature].decode(example[feature]) for example in examples]
         texts.setdefault(feature, []).extend(kept)
     return texts
@@ -262,12 +277,16 @@ class BuiltinSource(TableSource):
   def tasks(self) -> Sequence[BuiltinTask]:
     """See base class."""
     found = self._task_or_mixture()
-    return found.tasks if isinstance(found, BuiltinMixture) else [found]
+    if isinstance(found, BuiltinMixture):
+      return found.tasks
+    return [found]
 
   def rates(self) -> Sequence[float]:
     """See base class."""
     found = self._task_or_mixture()
-    return list(found.rates.values()) if isinstance(found, BuiltinMixture) else [1.0]
+    if isinstance(found, BuiltinMixture):
+      return list(found.rates.values())
+    return [1.0]
 
   def _task_or_mixture(self) -> BuiltinTask | BuiltinMixture:
     self.cfg.import_module()

@@ -33,7 +33,8 @@ from t5x_lite.types import Array, LogicalAxes, Params
 # Hyper-parameters that determine the structure of the state, which is fixed when the state is made.
 _STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'logical_factor_rules')
 
-_NOT_NEGATIVE, _POSITIVE = scalars.scalar(at_least=0), scalars.scalar(above=0)
+_NOT_NEGATIVE = scalars.scalar(at_least=0)
+_POSITIVE = scalars.scalar(above=0)
 _OPTIONS = dict(
   multiply_by_parameter_scale=checks.instance((bool, HParamMap), 'a bool or an HParamMap'),
   beta1=scalars.scalar(at_least=0, below=1).or_none(),
@@ -210,7 +211,9 @@ class Adafactor(definition.OptimizerDef):
   def has_weight_decay(self) -> bool:
     """True if parameters are decayed at a rate other than 0."""
     rate = self.hyper_params.weight_decay_rate
-    return bool(self.hyper_params.weight_decay_rate_lr_exponent) if rate is None else rate != 0
+    if rate is None:
+      return bool(self.hyper_params.weight_decay_rate_lr_exponent)
+    return rate != 0
 
   @property
   def needs_learning_rate(self) -> bool:
@@ -221,7 +224,9 @@ class Adafactor(definition.OptimizerDef):
   def configured_learning_rates(self) -> dict[str, Any]:
     """See base class."""
     rate = self.hyper_params.learning_rate
-    return {} if rate is None else {'learning_rate': rate}
+    if rate is None:
+      return {}
+    return {'learning_rate': rate}
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> AdafactorHyperParams:
     """See base class; hyper-parameters that determine the structure of the state cannot be overridden."""
@@ -293,8 +298,12 @@ class Adafactor(definition.OptimizerDef):
       ConfigError: neither this update nor the definition has a learning rate.
     """
     hp = hyper_params
-    param, grad = jnp.asarray(param), jnp.asarray(grad)
-    learning_rate = hp.learning_rate(step) if callable(hp.learning_rate) else hp.learning_rate
+    param = jnp.asarray(param)
+    grad = jnp.asarray(grad)
+    if callable(hp.learning_rate):
+      learning_rate = hp.learning_rate(step)
+    else:
+      learning_rate = hp.learning_rate
     if learning_rate is None:
       raise ConfigError(
         'Adafactor has no learning rate. Give the trainer a learning_rate_fn, or Adafactor a learning_rate.'
@@ -345,7 +354,10 @@ class Adafactor(definition.OptimizerDef):
       update = functools.partial(
         self.apply_param_gradient, state.step, hyper_params, path=layer_stacks.paths_of(path)[0]
       )
-      update = jax.vmap(update) if layer_stacks.is_stacked(path) else update
+      if layer_stacks.is_stacked(path):
+        update = jax.vmap(update)
+      else:
+        update = update
       updated.append(update(param, param_state, grad))
     new_params = treedef.unflatten([param for param, _ in updated])
     new_param_states = treedef.unflatten([param_state for _, param_state in updated])

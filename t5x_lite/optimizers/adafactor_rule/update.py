@@ -127,7 +127,10 @@ def update_param(
   # ---- Second moment and the update it normalises. ----
   t = jnp.maximum((step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)
   decay = 1.0 - t**-hp.decay_rate
-  v_row, v_col, v, m = state.v_row, state.v_col, state.v, state.m
+  v_row = state.v_row
+  v_col = state.v_col
+  v = state.v
+  m = state.m
   if plan.is_factored:
     v_row = decay * v_row + (1.0 - decay) * (_mean_square(grad, plan.col_dims) + hp.epsilon1)
     v_col = decay * v_col + (1.0 - decay) * (_mean_square(same_grad, plan.row_dims) + hp.epsilon1)

@@ -71,7 +71,9 @@ def is_array(node: Any) -> bool:
 
 def fields_of(node_class: type) -> tuple[str, ...] | None:
   """Return the field names of a named-tuple class, None for any other class."""
-  return getattr(node_class, '_fields', None) if issubclass(node_class, tuple) else None
+  if issubclass(node_class, tuple):
+    return getattr(node_class, '_fields', None)
+  return None
 
 
 def children_of(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
@@ -111,7 +113,10 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
     children, treedef = children_of(node)
     axes_children = {} if is_array(axes) else children_of(axes)[0]
     if is_array(node) or children.keys() != axes_children.keys():
-      got = 'an array' if is_array(node) else f'{type(node).__name__} of {list(children)}'
+      if is_array(node):
+        got = 'an array'
+      else:
+        got = f'{type(node).__name__} of {list(children)}'
       remedy = 'Register a rule function for this state class.'
       if is_array(node) and not path:
         remedy += ' In optax.flatten it is one vector of all parameters, which cannot be sharded: remove optax.flatten.'
@@ -119,7 +124,10 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
         f'{where} does not have the structure of the parameters: at {path!r} it has {got}, the parameters have '
         f'{list(axes_children) or axes!r}. {remedy}'
       )
-    params_children = {} if param is None else children_of(param)[0]
+    if param is None:
+      params_children = {}
+    else:
+      params_children = children_of(param)[0]
     return treedef.unflatten(
       [
         visit(
@@ -133,11 +141,10 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
 
 
 def _fit_error(kind: str, where: str, path: str, array: Any, expected: str) -> ConfigError:
-  got = (
-    f'shape {tuple(np.shape(array))}'
-    if is_array(array)
-    else f'{type(array).__name__} (not an array)'
-  )
+  if is_array(array):
+    got = f'shape {tuple(np.shape(array))}'
+  else:
+    got = f'{type(array).__name__} (not an array)'
   return ConfigError(
     f'{where} must have {expected} at {path!r}, got {got}. The kind {kind!r} does not fit: register '
     'another kind, or a rule function.'
@@ -192,7 +199,9 @@ def derive_params(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec 
     and np.ndim(array) == len(axes)
     and (param is None or np.shape(array) == np.shape(param))
   )
-  return axes if fits else None
+  if fits:
+    return axes
+  return None
 
 
 @_per_param('leading_dims', 'the dims {dims} of the parameter after any leading dims')
@@ -213,7 +222,9 @@ def derive_leading_dims(array: Any, axes: PartitionSpec, param: Any) -> Partitio
     and num_leading >= 0
     and (param is None or np.shape(array)[num_leading:] == np.shape(param))
   )
-  return PartitionSpec(*(None,) * num_leading, *axes) if fits else None
+  if fits:
+    return PartitionSpec(*(None,) * num_leading, *axes)
+  return None
 
 
 @_per_param('per_parameter_scalar', 'one element')
@@ -231,7 +242,9 @@ def derive_per_parameter_scalar(
     `PartitionSpec` of one entry per dim, or None if the value does not fit.
   """
   del axes, param
-  return names.unnamed_axes(array) if is_array(array) and np.size(array) == 1 else None
+  if is_array(array) and np.size(array) == 1:
+    return names.unnamed_axes(array)
+  return None
 
 
 @_per_param('per_dim', 'one vector for each of the dims {dims}')
@@ -252,7 +265,9 @@ def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
     and all(np.ndim(vector) == 1 for vector in vectors)
     and (param is None or tuple(np.shape(vector)[0] for vector in vectors) == np.shape(param))
   )
-  return type(vectors)(PartitionSpec(name) for name in axes) if fits else None
+  if fits:
+    return type(vectors)(PartitionSpec(name) for name in axes)
+  return None
 
 
 def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
@@ -352,7 +367,10 @@ def propose_kind(value: Any, layout: ParamsLayout) -> str:
   """
   if jax.tree.leaves(value) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(value)):
     # One number per parameter is a tree of numbers; a single number is a counter.
-    candidates = ['scalar'] if is_array(value) else ['params', 'per_parameter_scalar', 'scalar']
+    if is_array(value):
+      candidates = ['scalar']
+    else:
+      candidates = ['params', 'per_parameter_scalar', 'scalar']
   elif _holds_states(value):
     return 'nested'
   else:

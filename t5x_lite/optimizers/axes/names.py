@@ -87,11 +87,10 @@ def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> 
   """
   structure = jax.tree.structure(arrays)
   axes_structure = jax.tree.structure(logical_axes)
-  problem = (
-    ''
-    if structure == axes_structure
-    else (f'{what} have the structure {axes_structure}, but the arrays have {structure}')
-  )
+  if structure == axes_structure:
+    problem = ''
+  else:
+    problem = f'{what} have the structure {axes_structure}, but the arrays have {structure}'
   for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes)):
     if not problem and not (isinstance(spec, PartitionSpec) and len(spec) == np.ndim(array)):
       problem = f'{name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}'

@@ -57,11 +57,13 @@ def _factored_axes(field: str, removed: int | None) -> kinds.PerParam:
   """Return the rule of a field; `removed` is the index, in the order of sizes, of the dim it lacks, None for `v`."""
 
   def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
-    shape, names = np.shape(param), tuple(axes)
+    shape = np.shape(param)
+    names = tuple(axes)
     if removed is not None and len(shape) >= 2:
       # The same call as in optax, because the order of equal dims depends on NumPy's sort.
       dim = int(np.argsort(shape)[removed])
-      shape, names = shape[:dim] + shape[dim + 1 :], names[:dim] + names[dim + 1 :]
+      shape = shape[:dim] + shape[dim + 1 :]
+      names = names[:dim] + names[dim + 1 :]
     if np.shape(array) == shape and (removed is None or len(axes) >= 2):
       return PartitionSpec(*names)
     if np.shape(array) == _PLACEHOLDER_SHAPE:
@@ -115,7 +117,10 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
   copies = [
     jax.tree.leaves(node) for node in _nodes_like(state.projector, state.base_optimizer_state)
   ]
-  proxies_by_param = iter(zip(*copies, strict=True)) if copies else itertools.repeat(())
+  if copies:
+    proxies_by_param = iter(zip(*copies, strict=True))
+  else:
+    proxies_by_param = itertools.repeat(())
 
   def describe(path: str, projector: Any, axes: PartitionSpec, param: Any) -> _LowRank:
     proxy_shapes = {np.shape(proxy) for proxy in next(proxies_by_param)}

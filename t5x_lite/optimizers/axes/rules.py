@@ -254,10 +254,8 @@ def _no_rule_error(state: Any, layout: ParamsLayout) -> ConfigError:
   state_class = type(state)
   name = state_class.__name__
   if _fields_with_arrays(state_class) is None:
-    arguments, remark = (
-      'rule',
-      'where rule is a function from (state, logical axes of the parameters).',
-    )
+    arguments = 'rule'
+    remark = 'where rule is a function from (state, logical axes of the parameters).'
   else:
     proposed = {
       field: kinds.propose_kind(value, layout)

@@ -12,7 +12,10 @@ from t5x_lite.optimizers.axes.kinds import StateRule
 # Module to class name to the kinds of its fields, or to a rule if fields depend on each other.
 StateTable = Mapping[str, Mapping[str, Mapping[str, str] | StateRule]]
 
-_COPY, _INNER, _COUNT, _SMALL = 'params', 'nested', 'scalar', 'replicated'
+_COPY = 'params'
+_INNER = 'nested'
+_COUNT = 'scalar'
+_SMALL = 'replicated'
 
 OPTAX_STATES: StateTable = {
   'optax': {

@@ -120,11 +120,9 @@ class OptimizerDef(abc.ABC):
 
   def decaying_paths(self, params: Params) -> frozenset[str]:
     """Return the '/'-joined paths of the parameters, or of their shapes, whose optimizer has a weight decay."""
-    return (
-      frozenset(path for path, _ in tree_utils.named_leaves(params))
-      if self.has_weight_decay
-      else frozenset()
-    )
+    if self.has_weight_decay:
+      return frozenset(path for path, _ in tree_utils.named_leaves(params))
+    return frozenset()
 
   @property
   def has_param_wise_state(self) -> bool:
@@ -170,7 +168,9 @@ class OptimizerDef(abc.ABC):
     Returns:
       Name to float32 scalar.
     """
-    return {} if is_passed else learning_rates_at(self.configured_learning_rates, state.step)
+    if is_passed:
+      return {}
+    return learning_rates_at(self.configured_learning_rates, state.step)
 
   def metrics(self, state: OptimizerState) -> dict[str, jax.Array]:
     """Return metrics of the last update; traced in every train step, so they should be cheap.
@@ -305,10 +305,8 @@ class OptimizerDef(abc.ABC):
     else:
       definition = origin._for_param_axes(param_logical_axes, params)
     if definition is not origin:
-      definition.update_options, definition.param_scales = (
-        origin.update_options,
-        origin.param_scales,
-      )
+      definition.update_options = origin.update_options
+      definition.param_scales = origin.param_scales
       definition._origin = (origin, tuple(tree_utils.named_leaves(param_logical_axes)))
     return definition
 
@@ -344,11 +342,10 @@ class OptimizerDef(abc.ABC):
     hyper_params = hyper_param_overrides.pop('hyper_params', self.hyper_params)
     if not hyper_param_overrides:
       return hyper_params
-    names = (
-      [field.name for field in dataclasses.fields(hyper_params)]
-      if dataclasses.is_dataclass(hyper_params)
-      else []
-    )
+    if dataclasses.is_dataclass(hyper_params):
+      names = [field.name for field in dataclasses.fields(hyper_params)]
+    else:
+      names = []
     for name in hyper_param_overrides:
       if name not in names:
         raise ConfigError(
@@ -372,8 +369,12 @@ class OptimizerDef(abc.ABC):
         'the option of its weight decay, or remove the scales. The weight decay of a transformation '
         "that OptaxWrapper wraps is not known: use t5x_lite.optimizers' form of it."
       )
-    definition = self.with_param_scales(options.scales) if options.scales else copy.copy(self)
-    definition.update_options, definition._origin = options, None
+    if options.scales:
+      definition = self.with_param_scales(options.scales)
+    else:
+      definition = copy.copy(self)
+    definition.update_options = options
+    definition._origin = None
     return definition
 
   def with_param_scales(self, scales: ParamScales) -> 'OptimizerDef':
@@ -381,7 +382,8 @@ class OptimizerDef(abc.ABC):
     if self.param_scales:
       raise ConfigError(f'{self.name} has scales by parameter already. Set them in one place.')
     definition = self._for_param_scales(scales)
-    definition.param_scales, definition._origin = scales, None
+    definition.param_scales = scales
+    definition._origin = None
     return definition
 
   def _for_param_scales(self, scales: ParamScales) -> 'OptimizerDef':
@@ -469,12 +471,11 @@ class Optimizer(struct.PyTreeNode):
     extra_args = {
       name: overrides.pop(name) for name in self.optimizer_def.extra_args if name in overrides
     }
-    rounds, rounding_key = (
-      self.optimizer_def.update_options.stochastic_rounding,
-      overrides.pop('rounding_key', None),
-    )
+    rounds = self.optimizer_def.update_options.stochastic_rounding
+    rounding_key = overrides.pop('rounding_key', None)
     hyper_params = self.optimizer_def.update_hyper_params(**overrides)
-    grads, target = _in_containers_of(self.target, grads), self.target
+    grads = _in_containers_of(self.target, grads)
+    target = self.target
     if rounds:
       target, extra_args = rounding.widen(target, extra_args)
     target, state = self.optimizer_def.apply_gradient(

@@ -40,7 +40,9 @@ class ParamScales:
 
   def for_optimizer(self, has_weight_decay: bool) -> 'ParamScales':
     """Return the scales without those of the weight decay if the optimizer has none."""
-    return self if has_weight_decay else dataclasses.replace(self, weight_decays=())
+    if has_weight_decay:
+      return self
+    return dataclasses.replace(self, weight_decays=())
 
   def of(self, path: str) -> tuple[float, float]:
     """Return (factor of the learning rate, factor of the weight decay) at a '/'-joined path.
@@ -52,7 +54,8 @@ class ParamScales:
       0
     ]  # stacked layers have equal factors, see `OptimizerDef.stacking_key`
     path = path if self.path_fn is None else self.path_fn(path)
-    rate, decay = _first_match(self.learning_rates, path), _first_match(self.weight_decays, path)
+    rate = _first_match(self.learning_rates, path)
+    decay = _first_match(self.weight_decays, path)
     return 1.0 if rate is None else rate[1], 1.0 if decay is None else decay[1]
 
   def check(self, params: Params, decaying_paths: Collection[str]) -> None:

@@ -28,7 +28,9 @@ _STREAM = np.uint32(2**31 | zlib.crc32(b'stochastic_rounding'))
 
 def key_of_step(step_key: Array | None) -> Array | None:
   """Return the key for the rounding of a step, given the step's key for dropout or None."""
-  return None if step_key is None else jax.random.fold_in(step_key, _STREAM)
+  if step_key is None:
+    return None
+  return jax.random.fold_in(step_key, _STREAM)
 
 
 def round_to_bfloat16(key: Array, values: Array) -> Array:

@@ -89,7 +89,8 @@ def _completed(template: Any, given: Any, path: str) -> Any:
   is_known = type(template) is dict
   children, treedef = (template, None) if is_known else _children(template)
   names = _names(children)
-  complete, problem = {}, ''
+  complete = {}
+  problem = ''
   if not isinstance(given, Mapping):
     problem = f'{path!r} must have the entries {sorted(names.values())}, got a single value.'
   elif unknown := [name for name in given if name not in names.values()]:
@@ -116,7 +117,9 @@ def _completed(template: Any, given: Any, path: str) -> Any:
       complete[key] = (_completed if is_known else _restored)(child, given[name], f'{path}/{name}')
     else:
       complete[key] = child
-  return complete if is_known else treedef.unflatten(complete.values())
+  if is_known:
+    return complete
+  return treedef.unflatten(complete.values())
 
 
 def _is_container(node: Any) -> bool:

@@ -48,7 +48,8 @@ def partition(
   if isinstance(param_labels, (list, tuple)):
     traversals.PathTraversal([pattern for pattern, _ in param_labels])  # checks the expressions
   known = tuple(transforms)
-  pairs, names = [], []
+  pairs = []
+  names = []
   for label, optimizer_def in transforms.items():
     if optimizer_def is not None:
       pairs.append((LabelTraversal(param_labels, label, known), optimizer_def))
@@ -78,11 +79,10 @@ class LabelTraversal(traversals.SelectedLeaves):
     labels = labels_by_path(self.param_labels, inputs)
     for path, label in labels.items():
       if label not in self.known_labels:
-        found = (
-          'no label'
-          if label is _NO_LABEL
-          else f'the label {label!r}, which transforms does not have'
-        )
+        if label is _NO_LABEL:
+          found = 'no label'
+        else:
+          found = f'the label {label!r}, which transforms does not have'
         raise ConfigError(
           f'partition: the parameter {path!r} has {found}.'
           f'{did_you_mean(str(label), [str(known) for known in self.known_labels])} Add the label to param_labels or '
@@ -107,7 +107,10 @@ def labels_by_path(param_labels: Any, params: PyTree) -> dict[str, Hashable]:
     def label_of(path):
       return next((label for pattern, label in rules if re.search(pattern, path)), _NO_LABEL)
   else:
-    tree = param_labels(params) if callable(param_labels) else param_labels
+    if callable(param_labels):
+      tree = param_labels(params)
+    else:
+      tree = param_labels
     labels = dict(tree_utils.named_leaves(tree))
 
     def label_of(path):

@@ -90,9 +90,10 @@ class MultiOptimizer(definition.OptimizerDef):
       ConfigError: an invalid pair or name.
     """
     traversals, sub_optimizers = _multi_parts.read_pairs(traversals_and_optimizers)
-    names = (
-      [str(index) for index in range(len(traversals))] if part_names is None else list(part_names)
-    )
+    if part_names is None:
+      names = [str(index) for index in range(len(traversals))]
+    else:
+      names = list(part_names)
     _multi_parts.check_names(names, len(traversals))
     self.traversals = tuple(traversals)
     self.sub_optimizers = tuple(sub_optimizers)
@@ -246,7 +247,10 @@ class MultiOptimizer(definition.OptimizerDef):
       ConfigError: a hyper-parameter that no part has, or an invalid learning rate.
     """
     hyper_params = hyper_param_overrides.pop('hyper_params', None)
-    hyper_params = self.hyper_params if hyper_params is None else hyper_params
+    if hyper_params is None:
+      hyper_params = self.hyper_params
+    else:
+      hyper_params = hyper_params
     known = [_hyper_param_names(part_hyper_params) for part_hyper_params in hyper_params]
     for name in hyper_param_overrides:
       if not any(name in names for names in known):
@@ -258,7 +262,10 @@ class MultiOptimizer(definition.OptimizerDef):
     for part, names, part_hyper_params in zip(
       self.sub_optimizers, known, hyper_params, strict=True
     ):
-      names = names if self._takes_learning_rate(part) else names - {'learning_rate'}
+      if self._takes_learning_rate(part):
+        names = names
+      else:
+        names = names - {'learning_rate'}
       overrides = {name: value for name, value in hyper_param_overrides.items() if name in names}
       updated.append(part.update_hyper_params(hyper_params=part_hyper_params, **overrides))
     return updated
@@ -269,9 +276,10 @@ class MultiOptimizer(definition.OptimizerDef):
     """Return an `Optimizer` of the parameters `target` with an initial state."""
     self.check_param_scales(target)
     target = self.update_options.prepare(target)
-    optimizer_def = (
-      self if self._param_axes is None else self._for_param_axes(self._param_axes, target)
-    )
+    if self._param_axes is None:
+      optimizer_def = self
+    else:
+      optimizer_def = self._for_param_axes(self._param_axes, target)
     return definition.Optimizer(
       optimizer_def=optimizer_def, state=optimizer_def.init_state(target), target=target
     )
@@ -308,8 +316,10 @@ class MultiOptimizer(definition.OptimizerDef):
 
     Gradients of frozen parameters are ignored and may be None.
     """
-    leaves, grad_leaves = _paths.by_path(params), _paths.by_path(grads)
-    new_leaves, new_parts = dict(leaves), []
+    leaves = _paths.by_path(params)
+    grad_leaves = _paths.by_path(grads)
+    new_leaves = dict(leaves)
+    new_parts = []
     for part, part_hyper_params in zip(self._parts(state), hyper_params, strict=True):
       part_args = {
         key: extra_args[key] for key in part.optimizer_def.extra_args if key in extra_args
@@ -335,8 +345,13 @@ class MultiOptimizer(definition.OptimizerDef):
     for part in self._parts(state):
       if path in part.paths:
         accepts = layer_stacks.is_accepted_by(part.optimizer_def)
-        key = part.optimizer_def.stacking_key(path, param, part.state) if accepts else None
-        return None if key is None else (part.name, key)
+        if accepts:
+          key = part.optimizer_def.stacking_key(path, param, part.state)
+        else:
+          key = None
+        if key is None:
+          return None
+        return (part.name, key)
     return 'frozen'
 
   def rename_params(
@@ -415,7 +430,8 @@ class MultiOptimizer(definition.OptimizerDef):
   ) -> definition.Optimizer:
     """See `OptimizerDef.derive_logical_axes`; the axes of each part's state follow from its parameters' axes."""
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
-    leaves, axes = _paths.by_path(optimizer.target), _paths.by_path(target_axes)
+    leaves = _paths.by_path(optimizer.target)
+    axes = _paths.by_path(target_axes)
     parts = []
     for part in self._parts(optimizer.state):
       part_optimizer = definition.Optimizer(
@@ -493,7 +509,9 @@ class MultiOptimizer(definition.OptimizerDef):
     ]
 
   def _takes_learning_rate(self, part: definition.OptimizerDef) -> bool:
-    return part.needs_learning_rate if self.needs_learning_rate else part.uses_learning_rate
+    if self.needs_learning_rate:
+      return part.needs_learning_rate
+    return part.uses_learning_rate
 
   def _descriptions(self) -> list[str]:
     """Return a description of each part for messages."""
@@ -523,8 +541,6 @@ def _hyper_param_names(hyper_params: Any) -> set[str]:
   """Return the names of hyper-parameters, or those of all parts for the list of a `MultiOptimizer`."""
   if isinstance(hyper_params, (list, tuple)):
     return set().union(*map(_hyper_param_names, hyper_params))
-  return (
-    {field.name for field in dataclasses.fields(hyper_params)}
-    if dataclasses.is_dataclass(hyper_params)
-    else set()
-  )
+  if dataclasses.is_dataclass(hyper_params):
+    return {field.name for field in dataclasses.fields(hyper_params)}
+  return set()

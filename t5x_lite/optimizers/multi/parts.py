@@ -35,7 +35,8 @@ def read_pairs(pairs: Any) -> tuple[list[_traversals.Traversal], list[definition
   checks.check(
     'MultiOptimizer', {'traversals_and_optimizers': pairs}, traversals_and_optimizers=_PAIRS
   )
-  traversals, optimizer_defs = [], []
+  traversals = []
+  optimizer_defs = []
   for index, (traversal, optimizer_def) in enumerate(pairs):
     traversals.append(_traversals.as_traversal(traversal, f'traversals_and_optimizers[{index}][0]'))
     optimizer_defs.append(
@@ -96,7 +97,10 @@ def select(
 
 def _as_optimizer_def(optimizer_def: Any, where: str) -> definition.OptimizerDef:
   if not isinstance(optimizer_def, definition.OptimizerDef):
-    remedy = 'Call the function first.' if callable(optimizer_def) else ''
+    if callable(optimizer_def):
+      remedy = 'Call the function first.'
+    else:
+      remedy = ''
     if isinstance(optimizer_def, optax.GradientTransformation):
       remedy = 'Wrap the optax transformation in optimizers.OptaxWrapper.'
     elif isinstance(optimizer_def, (_traversals.Traversal, str)):

@@ -140,18 +140,19 @@ def _check_given(
   for name in [name for name in given if name not in expected] + [
     name for name in expected if name not in given
   ]:
-    problem = (
-      'the value at state/{} is missing' if name in expected else 'unknown value at state/{}'
-    )
-    part = (
-      owners.get(_known_parent(name.removeprefix(_ROOT), owners))
-      if name.startswith(_ROOT)
-      else None
-    )
+    if name in expected:
+      problem = 'the value at state/{} is missing'
+    else:
+      problem = 'unknown value at state/{}'
+    if name.startswith(_ROOT):
+      part = owners.get(_known_parent(name.removeprefix(_ROOT), owners))
+    else:
+      part = None
     if part is None:
-      reason = (
-        ' (no part trains such a parameter or has this name)' if name.startswith(_ROOT) else ''
-      )
+      if name.startswith(_ROOT):
+        reason = ' (no part trains such a parameter or has this name)'
+      else:
+        reason = ''
     elif name in expected:
       reason = f' ({part.description})'
     elif part.optimizer_def.has_param_wise_state or name.startswith(f'{_ROOT}{part.entry}'):

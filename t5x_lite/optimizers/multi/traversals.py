@@ -104,7 +104,10 @@ class PathTraversal(SelectedLeaves):
       object.__setattr__(self, name, tuple(patterns))
 
   def __repr__(self) -> str:
-    exclude = f', exclude={list(self.exclude)}' if self.exclude else ''
+    if self.exclude:
+      exclude = f', exclude={list(self.exclude)}'
+    else:
+      exclude = ''
     return f'PathTraversal({list(self.patterns)}{exclude})'
 
   def paths(self, inputs: PyTree) -> frozenset[str]:

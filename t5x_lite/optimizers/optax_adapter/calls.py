@@ -69,7 +69,9 @@ class Call:
   def _scaled_argument(self) -> OptaxWrapper:
     """The argument `scaling.inner`."""
     optimizer = self._complete[self.scaling.inner]
-    return optimizer if isinstance(optimizer, OptaxWrapper) else OptaxWrapper(optimizer)
+    if isinstance(optimizer, OptaxWrapper):
+      return optimizer
+    return OptaxWrapper(optimizer)
 
   @property
   def _takes_rate(self) -> bool:
@@ -92,7 +94,10 @@ class Call:
   ) -> optax.GradientTransformation:
     """Return the transformation for arguments by name, a learning rate, and factors of learning rate and decay."""
     arguments = unwrapped(arguments, learning_rate)
-    arguments = {**arguments, RATE: learning_rate} if self._takes_rate else arguments
+    if self._takes_rate:
+      arguments = {**arguments, RATE: learning_rate}
+    else:
+      arguments = arguments
     try:
       return self._call(self.constructor, self.scaling.apply(arguments, rate_scale, decay_scale))
     except (TypeError, ValueError, AttributeError) as error:
@@ -102,11 +107,10 @@ class Call:
       raise ConfigError(f'The optimizer {self.name} has invalid options: {message}.') from error
 
   def _wrap(self, build_fn: BuildFn, rebuild: RebuildFn | None) -> OptaxWrapper:
-    has_decay = (
-      self._scaled_argument.has_weight_decay
-      if self.scaling.inner
-      else param_scales.has_weight_decay(self._complete)
-    )
+    if self.scaling.inner:
+      has_decay = self._scaled_argument.has_weight_decay
+    else:
+      has_decay = param_scales.has_weight_decay(self._complete)
     common = dict(
       self.options,
       parts=self._inner,
@@ -118,9 +122,10 @@ class Call:
       build_fn(0.0)  # Raises now for invalid options, instead of in the first step.
       return OptaxWrapper(learning_rate_factory=build_fn, **common)
     given_rate = self.bound.arguments.get(RATE)
-    own_rate = (
-      given_rate if self.rate_owner in ('trainer', 'optimizer') else own_rate_of(self._inner)
-    )
+    if self.rate_owner in ('trainer', 'optimizer'):
+      own_rate = given_rate
+    else:
+      own_rate = own_rate_of(self._inner)
     owns = self.rate_owner != 'unknown' and given_rate is not None
     owns = owns or any(part.owns_learning_rate for part in self._inner)
     return OptaxWrapper(
@@ -135,7 +140,8 @@ class Call:
       scales = dataclasses.replace(scales, path_fn=scaling.path_fn or scales.path_fn)
       inner = self._scaled_argument.with_param_scales(scales)
       return self._call(self.factory, {**self.bound.arguments, scaling.inner: inner})
-    arguments, of_variants = self._complete, scales
+    arguments = self._complete
+    of_variants = scales
     if scaling.decay_by_path:
       arguments = {
         **arguments,
@@ -162,7 +168,9 @@ class Call:
 def own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
   """Return the configured learning rate of `parts`; None unless exactly one has one."""
   rates = [rate for part in parts for rate in part.configured_learning_rates.values()]
-  return rates[0] if len(rates) == 1 else None
+  if len(rates) == 1:
+    return rates[0]
+  return None
 
 
 def wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
@@ -193,7 +201,9 @@ def unwrapped(value: Any, learning_rate: Any) -> Any:
 
   def transformation_of(wrapper: OptaxWrapper) -> optax.GradientTransformation:
     takes_rate = wrapper.learning_rate_factory is not None
-    return wrapper.learning_rate_factory(learning_rate) if takes_rate else wrapper.optax_optimizer
+    if takes_rate:
+      return wrapper.learning_rate_factory(learning_rate)
+    return wrapper.optax_optimizer
 
   return map_wrapped(transformation_of, value)
 

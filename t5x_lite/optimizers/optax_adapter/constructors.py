@@ -52,7 +52,10 @@ def dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, 
   aggregate = optax.contrib.differentially_private_aggregate(
     l2_norm_clip, noise_multiplier, key=seed
   )
-  trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
+  if momentum is None:
+    trace = optax.identity()
+  else:
+    trace = optax.trace(momentum, nesterov)
   return optax.chain(aggregate, trace, optax.scale_by_learning_rate(learning_rate))
 
 
@@ -79,7 +82,9 @@ def sm3(learning_rate, momentum=0.9):
   )
 
   def chosen(tree):
-    return plain if all(leaf.ndim for leaf in jax.tree.leaves(tree)) else mixed
+    if all(leaf.ndim for leaf in jax.tree.leaves(tree)):
+      return plain
+    return mixed
 
   return optax.GradientTransformationExtraArgs(
     lambda params: chosen(params).init(params),

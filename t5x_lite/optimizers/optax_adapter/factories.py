@@ -134,7 +134,10 @@ def _wrap(
       part.update_options.check_part(name)
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(name, key, bound.arguments[key])
-    reason = None if unsupported_reason_fn is None else unsupported_reason_fn(bound.arguments)
+    if unsupported_reason_fn is None:
+      reason = None
+    else:
+      reason = unsupported_reason_fn(bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
     return calls.Call(
       constructor=optax_optimizer,
@@ -194,7 +197,8 @@ def _with_parameters(
   signature: inspect.Signature, parameters: dict[str, inspect.Parameter]
 ) -> inspect.Signature:
   """Return `signature` with other parameters; required ones after an optional one get the default `REQUIRED`."""
-  ordered, has_default = [], False
+  ordered = []
+  has_default = False
   for parameter in parameters.values():
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
       if has_default and parameter.default is parameter.empty:
@@ -278,13 +282,18 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
       _stacking_key(element, path, param, state.replace(param_states=param_states))
       for element, param_states in zip(transformations, state.param_states, strict=True)
     ]
-    return None if None in keys else tuple(keys)
+    if None in keys:
+      return None
+    return tuple(keys)
 
   # The elements whose rates are scaled by parameter; without any, the updates of the chain are.
   with_rate = [
     element for element in wrapped if element.uses_learning_rate or element.owns_learning_rate
   ]
-  name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
+  if wrapped:
+    name = f'chain of {" and ".join(element.name for element in wrapped)}'
+  else:
+    name = 'chain'
   common = dict(
     parts=wrapped,
     rebuild=calls.rebuild_fn(chain, list(transformations)),
@@ -319,7 +328,9 @@ def _scale_support(
     )
 
   has_decay = any(element.has_weight_decay for element in with_rate)
-  return param_scales.ScaleSupport(scale, has_decay) if with_rate else None
+  if with_rate:
+    return param_scales.ScaleSupport(scale, has_decay)
+  return None
 
 
 def _stacking_key(
@@ -330,14 +341,14 @@ def _stacking_key(
 ) -> Hashable | None:
   """Return the `stacking_key` of an element of a chain with this state."""
   if isinstance(transformation, OptaxWrapper):
-    return (
-      transformation.stacking_key(path, param, state)
-      if layer_stacks.is_accepted_by(transformation)
-      else None
-    )
+    if layer_stacks.is_accepted_by(transformation):
+      return transformation.stacking_key(path, param, state)
+    return None
   # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
   is_clip = getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
-  return 'elementwise' if is_clip else None
+  if is_clip:
+    return 'elementwise'
+  return None
 
 
 _CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)

@@ -157,7 +157,10 @@ def scale_per_parameter(
     results = {}
     for rate, decay in [(1.0, 1.0), *keys]:
       if (rate, decay) not in results:
-        variant_state = state if state_fn is None or rate == 1.0 else state_fn(state, rate)
+        if state_fn is None or rate == 1.0:
+          variant_state = state
+        else:
+          variant_state = state_fn(state, rate)
         results[rate, decay] = make_variant(rate, decay).update(
           updates, variant_state, params, **extra_args
         )
@@ -228,4 +231,6 @@ def _check_updates_are_steps(state: PyTree) -> None:
 def _times(value: Any, factor: float) -> Any:
   if value is None or factor == 1.0:
     return value
-  return (lambda step: factor * value(step)) if callable(value) else factor * value
+  if callable(value):
+    return lambda step: factor * value(step)
+  return factor * value

@@ -70,7 +70,8 @@ def completed(state: PyTree, params: Params, update_fn: UpdateFn, owner: str) ->
     if jax.tree.structure(state) == jax.tree.structure(following):
       state = jax.tree.map(_cast, state, following)
     else:
-      first, state = state, _grown(state, following)
+      first = state
+      state = _grown(state, following)
       if not _computes_the_same(update_fn, shapes, first, following):
         raise ConfigError(
           f'The first update of the optimizer {owner} differs from later ones, which read the added arrays: '
@@ -148,7 +149,9 @@ def _has_empty_monitor(state: PyTree) -> bool:
 
 def _cast(array: jax.Array, following: jax.ShapeDtypeStruct) -> jax.Array:
   is_wider = jnp.promote_types(array.dtype, following.dtype) == following.dtype
-  return array.astype(following.dtype) if is_wider else array
+  if is_wider:
+    return array.astype(following.dtype)
+  return array
 
 
 def _grown(state: PyTree, following: PyTree) -> PyTree:
@@ -160,7 +163,8 @@ def _grown(state: PyTree, following: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), following)
   if kinds.is_array(following) or kinds.is_array(state):
     return state
-  (children, _), (new_children, treedef) = kinds.children_of(state), kinds.children_of(following)
+  (children, _) = kinds.children_of(state)
+  (new_children, treedef) = kinds.children_of(following)
   if not set(children) <= set(new_children):
     return state
   return treedef.unflatten(

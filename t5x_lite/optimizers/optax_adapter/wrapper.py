@@ -107,7 +107,10 @@ class OptaxWrapper(definition.OptimizerDef):
       'owns_learning_rate': owns_learning_rate,
       'own_learning_rate': own_learning_rate is not None,
     }
-    excluded = [] if learning_rate_factory is None else [name for name in given if given[name]]
+    if learning_rate_factory is None:
+      excluded = []
+    else:
+      excluded = [name for name in given if given[name]]
     if excluded or (learning_rate_factory is None and optax_optimizer is None):
       raise ConfigError(
         'OptaxWrapper takes either optax_optimizer, with its learning rate, or learning_rate_factory, got '
@@ -116,17 +119,18 @@ class OptaxWrapper(definition.OptimizerDef):
     if learning_rate_factory is not None:
       optax_optimizer = _with_learning_rate_argument(learning_rate_factory)
     if not isinstance(optax_optimizer, optax.GradientTransformation):
-      remedy = (
-        'Call the function first: OptaxWrapper(optax.adamw(...)).'
-        if callable(optax_optimizer)
-        else ''
-      )
-      remedy = 'It is wrapped already.' if isinstance(optax_optimizer, OptaxWrapper) else remedy
-      remedy = (
-        'Pass its .gradient_transformation().'
-        if isinstance(optax_optimizer, optax.MultiSteps)
-        else remedy
-      )
+      if callable(optax_optimizer):
+        remedy = 'Call the function first: OptaxWrapper(optax.adamw(...)).'
+      else:
+        remedy = ''
+      if isinstance(optax_optimizer, OptaxWrapper):
+        remedy = 'It is wrapped already.'
+      else:
+        remedy = remedy
+      if isinstance(optax_optimizer, optax.MultiSteps):
+        remedy = 'Pass its .gradient_transformation().'
+      else:
+        remedy = remedy
       raise checks.invalid(
         'OptaxWrapper',
         'optax_optimizer',
@@ -143,7 +147,10 @@ class OptaxWrapper(definition.OptimizerDef):
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
     self._parts = tuple(parts)
     self._rebuild = rebuild
-    self._stacking_key_fn = (lambda *_: 'elementwise') if is_elementwise else stacking_key_fn
+    if is_elementwise:
+      self._stacking_key_fn = lambda *_: 'elementwise'
+    else:
+      self._stacking_key_fn = stacking_key_fn
     self._scale_support = scale_support
     self._name = name
     super().__init__(OptaxHyperParams())
@@ -171,7 +178,9 @@ class OptaxWrapper(definition.OptimizerDef):
   @property
   def configured_learning_rates(self) -> dict[str, Any]:
     """See base class."""
-    return {} if self._own_learning_rate is None else {'learning_rate': self._own_learning_rate}
+    if self._own_learning_rate is None:
+      return {}
+    return {'learning_rate': self._own_learning_rate}
 
   def learning_rates(
     self, state: definition.OptimizerState, *, is_passed: bool
@@ -198,7 +207,9 @@ class OptaxWrapper(definition.OptimizerDef):
     if param.size == 0:  # masked, see `_Conversion`
       return 'empty'
     key = self._stacking_key_fn(path, param, state)
-    return (key, self.param_scales.of(path)) if key is not None and self.param_scales else key
+    if key is not None and self.param_scales:
+      return (key, self.param_scales.of(path))
+    return key
 
   @property
   def has_weight_decay(self) -> bool:
@@ -240,7 +251,9 @@ class OptaxWrapper(definition.OptimizerDef):
     self, param_logical_axes: LogicalAxes, params: Params | None
   ) -> 'OptaxWrapper':
     """Return the optimizer rebuilt for the axes."""
-    return self if self._rebuild is None else self._rebuild(param_logical_axes, params)
+    if self._rebuild is None:
+      return self
+    return self._rebuild(param_logical_axes, params)
 
   def init_state(self, params: Params) -> definition.OptimizerState:
     """Return step 0 and the transformation's initial state; see `OptimizerDef.init_state`.
@@ -252,22 +265,20 @@ class OptaxWrapper(definition.OptimizerDef):
     conversion = _Conversion(params)
     try:
       # Some transformations fail without parameters.
-      param_states = (
-        optax.EmptyState()
-        if conversion.is_empty
-        else _as_state(self.optax_optimizer.init(conversion.to_optax(params)))
-      )
+      if conversion.is_empty:
+        param_states = optax.EmptyState()
+      else:
+        param_states = _as_state(self.optax_optimizer.init(conversion.to_optax(params)))
     except (TypeError, ValueError, AttributeError) as error:
       if isinstance(error, T5xLiteError):
         raise
       reason = str(error).partition('\n')[0].rstrip('.:')
       remedy = 'Correct its options; --debug shows the traceback.'
       if 'pytree' in reason:
-        names = (
-          f', which begins with {", ".join(map(str, params))}'
-          if isinstance(params, Mapping)
-          else ''
-        )
+        if isinstance(params, Mapping):
+          names = f', which begins with {", ".join(map(str, params))}'
+        else:
+          names = ''
         remedy = (
           'A mask, labels or another tree in its options must have the structure of the parameters'
           f'{names}, or be a function from the parameters to such a tree.'
@@ -302,7 +313,8 @@ class OptaxWrapper(definition.OptimizerDef):
     next_step = state.step + 1
     if conversion.is_empty:
       return params, state.replace(step=next_step)
-    optax_params, optax_grads = conversion.to_optax(params), conversion.to_optax(grads)
+    optax_params = conversion.to_optax(params)
+    optax_grads = conversion.to_optax(grads)
     updates, param_states = self._update(
       hyper_params, conversion, optax_params, state, optax_grads, extra_args
     )
@@ -352,7 +364,8 @@ class OptaxWrapper(definition.OptimizerDef):
       'obj_fn': value_fn,
       'grad_fn': lambda params, number: params,
     }
-    conversion, step = _Conversion(params), jnp.zeros([], jnp.int32)
+    conversion = _Conversion(params)
+    step = jnp.zeros([], jnp.int32)
     optax_params = conversion.to_optax(params)
     return self._update(
       OptaxHyperParams(learning_rate=0.0),
@@ -465,7 +478,9 @@ class _Conversion:
         return optax.MaskedNode()
       array = _as_array(array)
       is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
-      return array.astype(jnp.float32) if is_narrow else array
+      if is_narrow:
+        return array.astype(jnp.float32)
+      return array
 
     return jax.tree.map(convert, self._params, tree)
 
@@ -509,7 +524,9 @@ def _checked_extra_args(
 ) -> tuple[str, ...]:
   if names is None:
     takes = isinstance(transformation, optax.GradientTransformationExtraArgs)
-    return definition.EXTRA_ARGS if takes else ()
+    if takes:
+      return definition.EXTRA_ARGS
+    return ()
   for name in names:
     checks.check(
       'OptaxWrapper', {'extra_args': name}, extra_args=checks.one_of(definition.EXTRA_ARGS)

@@ -185,12 +185,20 @@ class GroupPlan:
 
   def join(self, numbers: Sequence[Array]) -> Array:
     """Return a vector [U] of the numbers [num_units] of each member."""
-    joined = jnp.concatenate(numbers) if numbers else jnp.zeros([0], jnp.float32)
-    return joined if self._is_in_order else joined[self._order]
+    if numbers:
+      joined = jnp.concatenate(numbers)
+    else:
+      joined = jnp.zeros([0], jnp.float32)
+    if self._is_in_order:
+      return joined
+    return joined[self._order]
 
   def split(self, numbers_U: Array) -> list[Array]:
     """Return the numbers [num_units] of each member, the inverse of `join`."""
-    ordered = numbers_U if self._is_in_order else numbers_U[np.argsort(self._order)]
+    if self._is_in_order:
+      ordered = numbers_U
+    else:
+      ordered = numbers_U[np.argsort(self._order)]
     return jnp.split(ordered, np.cumsum([member.num_units for member in self.members])[:-1])
 
   def constants(self, value_of: Callable[[Member], Any], dtype: Any) -> np.ndarray:
@@ -289,7 +297,10 @@ class Groups:
             f'{paths[0]!r}.'
           )
       return labels
-    tree = self._labels(params) if callable(self._labels) else self._labels
+    if callable(self._labels):
+      tree = self._labels(params)
+    else:
+      tree = self._labels
     labels = _labels_by_path(tree, paths, all_used=not callable(self._labels))
     for path, label in zip(paths, labels, strict=True):
       self._check_label(label, f'the parameter {path!r}')
@@ -298,8 +309,13 @@ class Groups:
   def label_of(self, params: Params, path: str) -> str:
     """Return the label of the parameter at `path` of a tree that `labels_of` accepts."""
     if self._labels is None or isinstance(self._labels, HParamMap):
-      return DEFAULT_LABEL if self._labels is None else self._labels[path]
-    tree = self._labels(params) if callable(self._labels) else self._labels
+      if self._labels is None:
+        return DEFAULT_LABEL
+      return self._labels[path]
+    if callable(self._labels):
+      tree = self._labels(params)
+    else:
+      tree = self._labels
     return _labels_by_path(tree, [path], all_used=False)[0]
 
 
@@ -395,7 +411,8 @@ def _override(defaults: GroupOptions, label: Any, options: Any) -> GroupOptions:
 def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[Any]:
   """Return the label at each path of a tree of labels, in which a label applies to all parameters below it."""
   by_path = dict(tree_utils.named_leaves(tree, is_leaf=lambda node: isinstance(node, str)))
-  labels, used = [], set()
+  labels = []
+  used = set()
   for path in paths:
     parts = path.split('/')
     prefixes = ['/'.join(parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -403,13 +420,15 @@ def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[
     labels.append(by_path.get(found))
     used.add(found)
   missing = [path for path, label in zip(paths, labels, strict=True) if label is None]
-  unused = sorted(set(by_path) - used) if all_used and paths else []
+  if all_used and paths:
+    unused = sorted(set(by_path) - used)
+  else:
+    unused = []
   if missing or unused:
-    problem = (
-      f'no label for the parameter {missing[0]!r}'
-      if missing
-      else f'a label without parameter at {unused[0]!r}'
-    )
+    if missing:
+      problem = f'no label for the parameter {missing[0]!r}'
+    else:
+      problem = f'a label without parameter at {unused[0]!r}'
     raise ConfigError(
       f'{OWNER}: param_labels has {problem}.'
       f'{did_you_mean(missing[0], by_path) if missing else did_you_mean(unused[0], paths)}'

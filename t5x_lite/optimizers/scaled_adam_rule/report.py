@@ -272,8 +272,12 @@ def report_of(values: Mapping[str, float], paths: Sequence[str] = ()) -> list[st
 
 def _dominant_line(label: str, group: Mapping[str, float], paths: Sequence[str]) -> str:
   """Return the line for the parameter with the largest share of the norm."""
-  number, layer = int(group['dominant/parameter']), int(group['dominant/layer'])
-  name = paths[number] if number < len(paths) else f'parameter {number} of the tree'
+  number = int(group['dominant/parameter'])
+  layer = int(group['dominant/layer'])
+  if number < len(paths):
+    name = paths[number]
+  else:
+    name = f'parameter {number} of the tree'
   return (
     f'scaled_adam, group {label}: the gradient of step {group["dominant/step"]:.0f} was scaled by '
     f'{group["dominant/clip_scale"]:.3g}, and had {100 * group["dominant/share"]:.0f} % of its squared norm in {name}'

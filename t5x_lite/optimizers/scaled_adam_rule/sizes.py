@@ -102,7 +102,8 @@ def update_group(
   size_grad_U = _unit_sums(plan, [param * grad for param, grad in zip(params, grads, strict=True)])
 
   # ---- Clipping, with the sizes of the last period. ----
-  clip_scale, clipping = None, state.clipping
+  clip_scale = None
+  clipping = state.clipping
   if options.clipping_scale is not None:
     grad_sumsq_U = _unit_sums(plan, [grad * grad for grad in grads])
     clip_scale, clipping = report_lib.clip(
@@ -151,7 +152,8 @@ def _size_steps(
 ) -> tuple[ScaledAdamGroupState, Array]:
   """Return the state with the sizes at the end of a period, and the steps of their logarithms [U]."""
   options = plan.options
-  beta2, period = options.betas[1], options.size_update_period
+  beta2 = options.betas[1]
+  period = options.size_update_period
   size_rate = rate * options.scalar_lr_scale
   rms_U = _param_rms(plan, params)
   decay = beta2**period

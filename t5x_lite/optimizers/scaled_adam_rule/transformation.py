@@ -253,10 +253,14 @@ def _transformation(
       for grad, param in zip(treedef.flatten_up_to(grads), wide_params, strict=True)
     ]
     updates = list(leaves)
-    delta, exp_avg_sq = treedef.flatten_up_to(state.delta), treedef.flatten_up_to(state.exp_avg_sq)
+    delta = treedef.flatten_up_to(state.delta)
+    exp_avg_sq = treedef.flatten_up_to(state.exp_avg_sq)
     group_states = {}
     for plan in groups_lib.make_plans(params, groups, batched):
-      rate = learning_rate if plan.options.learning_rate is None else plan.options.learning_rate
+      if plan.options.learning_rate is None:
+        rate = learning_rate
+      else:
+        rate = plan.options.learning_rate
       rate = rate(state.count) if callable(rate) else rate
       group_states[plan.label], factors = sizes_lib.update_group(
         plan, state.groups[plan.label], state.count, rate, wide_params, wide_grads

@@ -58,7 +58,9 @@ def grafted_update(
 
 def second_moment_weight(cfg: ShampooConfig) -> float:
   """Return the weight of a new square in a running second moment: 1 - beta2, or 1 for a sum (beta2 = 1)."""
-  return 1.0 if cfg.beta2 == 1.0 else 1.0 - cfg.beta2
+  if cfg.beta2 == 1.0:
+    return 1.0
+  return 1.0 - cfg.beta2
 
 
 def norm(array: jax.Array) -> jax.Array:

@@ -49,7 +49,9 @@ class Devices:
   def in_context(cls) -> 'Devices':
     """Return the devices of the mesh in context if it has several and all its axes are of type Auto, else one."""
     mesh = root_plan.mesh_to_spread_over()
-    return cls(mesh.axis_names, mesh.size) if mesh else cls()
+    if mesh:
+      return cls(mesh.axis_names, mesh.size)
+    return cls()
 
   @property
   def rows(self) -> PartitionSpec:
@@ -81,7 +83,9 @@ def take_rows(array: jax.Array, rows: Indices) -> jax.Array:
     return array.at[rows].get(mode='clip')
   if not _is_range(rows):
     return array[rows]
-  return array if len(rows) == len(array) else lax.slice_in_dim(array, rows[0], rows[-1] + 1)
+  if len(rows) == len(array):
+    return array
+  return lax.slice_in_dim(array, rows[0], rows[-1] + 1)
 
 
 def set_rows(array: jax.Array, rows: Indices, values: jax.Array) -> jax.Array:
@@ -90,11 +94,9 @@ def set_rows(array: jax.Array, rows: Indices, values: jax.Array) -> jax.Array:
     return array.at[rows].set(values, mode='drop')
   if not _is_range(rows):
     return array.at[rows].set(values, unique_indices=True)
-  return (
-    values
-    if len(rows) == len(array)
-    else lax.dynamic_update_slice_in_dim(array, values, int(rows[0]), 0)
-  )
+  if len(rows) == len(array):
+    return values
+  return lax.dynamic_update_slice_in_dim(array, values, int(rows[0]), 0)
 
 
 def _is_range(rows: np.ndarray) -> bool:
@@ -104,7 +106,9 @@ def _is_range(rows: np.ndarray) -> bool:
 
 def rows_of_device(table: np.ndarray, device: int | jax.Array) -> Indices:
   """Return the entry of a table [D, ...] for a device."""
-  return table[device] if isinstance(device, int) else jnp.asarray(table)[device]
+  if isinstance(device, int):
+    return table[device]
+  return jnp.asarray(table)[device]
 
 
 def local_rows(
@@ -202,11 +206,15 @@ class Placement:
       devices: the devices.
       num_rows: rows R of the global stack on each device.
     """
-    self.devices, self.num_rows = devices, num_rows
+    self.devices = devices
+    self.num_rows = num_rows
     first_rows: dict[tuple[int, ...], dict[Any, np.ndarray]] = {}
     for i, (layout, starts) in enumerate(parameters):
       rank = len(layout.merged_shape)
-      groups = layout.order[::rank, 0] // rank if rank else np.zeros(0)
+      if rank:
+        groups = layout.order[::rank, 0] // rank
+      else:
+        groups = np.zeros(0)
       for g, group in enumerate(layout.groups):
         for layer, start in enumerate(starts):
           first_rows.setdefault(group.sizes, {})[i, g, layer] = start + rank * np.flatnonzero(
@@ -221,9 +229,11 @@ class Placement:
     """Add a class of blocks, given the first rows of the blocks for each (parameter, group, layer)."""
     # A parameter has one group of this shape, so that blocks in this order have ascending rows.
     entries = dict(sorted(entries.items(), key=lambda entry: entry[1][0]))
-    rows, rank = np.concatenate(list(entries.values())), len(sizes)
+    rows = np.concatenate(list(entries.values()))
+    rank = len(sizes)
     starts = np.arange(self.devices.count) * self.num_rows
-    first, first_own = np.searchsorted(rows + rank - 1, starts), np.searchsorted(rows, starts)
+    first = np.searchsorted(rows + rank - 1, starts)
+    first_own = np.searchsorted(rows, starts)
     end = np.searchsorted(rows, starts + self.num_rows)
     numbers = first[:, None] + np.arange(max(end - first))
     local = rows[np.minimum(numbers, len(rows) - 1)] - starts[:, None]
@@ -347,10 +357,16 @@ class Placement:
 
   def with_halo(self, matrices: jax.Array) -> jax.Array:
     """Return a device's matrices [R, n, n], followed by the first of the next devices; called on each device."""
-    parts, missing, distance = [matrices], self.halo, 1
+    parts = [matrices]
+    missing = self.halo
+    distance = 1
     while missing > 0:
-      width, count = min(missing, self.num_rows), self.devices.count
+      width = min(missing, self.num_rows)
+      count = self.devices.count
       steps = [(source, (source - distance) % count) for source in range(count)]
       parts.append(lax.ppermute(matrices[:width], self.devices.axis_names, steps))
-      missing, distance = missing - width, distance + 1
-    return jnp.concatenate(parts) if len(parts) > 1 else matrices
+      missing = missing - width
+      distance = distance + 1
+    if len(parts) > 1:
+      return jnp.concatenate(parts)
+    return matrices

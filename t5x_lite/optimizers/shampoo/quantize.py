@@ -59,7 +59,10 @@ class QuantizedValue:
       diagonal = jnp.diagonal(value)
       value = value - jnp.diag(diagonal)
     # `initial` gives a column without elements the scale 0.
-    largest = jnp.max(jnp.abs(value), axis=0, initial=0) if value.ndim else jnp.abs(value)
+    if value.ndim:
+      largest = jnp.max(jnp.abs(value), axis=0, initial=0)
+    else:
+      largest = jnp.abs(value)
     bucket_size = largest / _LARGEST_INTEGER[dtype]
     integers = jnp.round(value / jnp.where(bucket_size > 0, bucket_size, 1))
     return cls(integers.astype(dtype), diagonal, bucket_size, dtype, extract_diagonal, value.shape)
@@ -70,4 +73,6 @@ class QuantizedValue:
     if self.dtype in _FLOAT_DTYPES:
       return value
     value = value * self.bucket_size
-    return value + jnp.diag(self.diagonal) if self.extract_diagonal else value
+    if self.extract_diagonal:
+      return value + jnp.diag(self.diagonal)
+    return value

@@ -97,7 +97,8 @@ def compute_roots(
     # XLA moves loop-invariant computations out of loops: all slots would be computed in every step. Therefore the
     # statistics depend on the state of the loop below, and of a loop of the caller.
     slot, matrices, (kept, errors) = lax.optimization_barrier((slot, list(statistics), results))
-    kept, errors = list(kept), list(errors)
+    kept = list(kept)
+    errors = list(errors)
     for batch in batches:
       if shares:
         (i,) = batch.entries
@@ -122,7 +123,8 @@ def compute_roots(
         failure_threshold=failure_threshold,
       )
       for i, root, error in zip(batch.entries, *new, strict=True):
-        kept[i], errors[i] = root, error
+        kept[i] = root
+        errors[i] = error
     return kept, errors
 
   results = (list(previous), skipped)
@@ -131,7 +133,10 @@ def compute_roots(
   if spread_over == 1:
     return refresh(0, results)
   slot = count % spread_over
-  num_slots = jnp.where(count == 0, spread_over, 1) if all_at_first else 1
+  if all_at_first:
+    num_slots = jnp.where(count == 0, spread_over, 1)
+  else:
+    num_slots = 1
   return lax.fori_loop(slot, slot + num_slots, refresh, results)
 
 
@@ -187,9 +192,13 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
   groups: dict[tuple[int, int | None], list[int]] = {}
   for i, (matrix, exponent) in enumerate(zip(statistics, exponents, strict=True)):
     if matrix.size:
-      exponent = int(exponent) if isinstance(exponent, (int, np.integer)) else None
+      if isinstance(exponent, (int, np.integer)):
+        exponent = int(exponent)
+      else:
+        exponent = None
       groups.setdefault((matrix.shape[-1], exponent), []).append(i)
-  batches, first_slot = [], 0
+  batches = []
+  first_slot = 0
   for (size, exponent), entries in sorted(
     groups.items(), key=lambda group: min(ranks[i].min() for i in group[1])
   ):
@@ -222,7 +231,9 @@ def _piece_bytes() -> int:
 
   Memory for intermediate results is about ten times as much.
   """
-  return 2**19 if jax.default_backend() == 'cpu' else 2**26
+  if jax.default_backend() == 'cpu':
+    return 2**19
+  return 2**26
 
 
 def _divide_up(a: int, b: int) -> int:
@@ -232,7 +243,9 @@ def _divide_up(a: int, b: int) -> int:
 
 def _num_rows(matrix) -> int:
   """Return the number of matrices in an entry."""
-  return 1 if matrix.ndim == 2 else matrix.shape[0]
+  if matrix.ndim == 2:
+    return 1
+  return matrix.shape[0]
 
 
 def _refresh_batch(
@@ -339,15 +352,16 @@ def _slice(batch, parts, start):
       PartitionSpec(),
     )
   else:
-    joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    if len(parts) == 1:
+      joined = parts[0]
+    else:
+      joined = jnp.concatenate(parts)
   order = np.argsort(np.concatenate([*batch.positions, np.arange(batch.num_rows, len(joined))]))
   if np.any(order != np.arange(len(joined))):
     joined = joined[order]
-  return (
-    joined
-    if batch.num_used_slots == 1
-    else lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
-  )
+  if batch.num_used_slots == 1:
+    return joined
+  return lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
 
 
 def _roots_on_all_devices(root_fn, distribute, batch, rows, powers):
@@ -381,13 +395,16 @@ def _roots_on_all_devices(root_fn, distribute, batch, rows, powers):
 
 def _devices(axis_name):
   """Return (a function of (fn, args) that calls fn with the rows of args distributed, number of devices)."""
-  num_devices = None if axis_name is None else _size_of_axis(axis_name)
+  if axis_name is None:
+    num_devices = None
+  else:
+    num_devices = _size_of_axis(axis_name)
   if num_devices is not None:
     return functools.partial(_over_axis, axis_name, num_devices), num_devices
   mesh = mesh_to_spread_over()
-  return (
-    (functools.partial(_over_mesh, mesh), mesh.size) if mesh else (lambda fn, args: fn(*args), 1)
-  )
+  if mesh:
+    return (functools.partial(_over_mesh, mesh), mesh.size)
+  return (lambda fn, args: fn(*args), 1)
 
 
 def _size_of_axis(axis_name):

@@ -68,7 +68,9 @@ class RootOptions:
       raise checks.invalid(
         'RootOptions', 'padded_size', f'at least the size of the matrix, {size}', self.padded_size
       )
-    return 0 if self.padded_size is None else self.padded_size - size
+    if self.padded_size is None:
+      return 0
+    return self.padded_size - size
 
 
 def inverse_pth_root(
@@ -131,14 +133,16 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
     <float>[], the eigenvalue; 0 for a zero matrix.
   """
   size = matrix.shape[-1]
-  num_padded, pad_value = options.num_padded(size), options.pad_value
+  num_padded = options.num_padded(size)
+  pad_value = options.pad_value
   start = np.random.RandomState(1729).uniform(-1.0, 1.0, size + num_padded).astype(matrix.dtype)
   pad_norm = jnp.asarray(np.linalg.norm(start[size:]), matrix.dtype)
 
   def body(state):
     i, vector, pad_norm, old, _ = state
     norm = jnp.sqrt(jnp.sum(vector * vector) + pad_norm * pad_norm)
-    vector, pad_norm = vector / norm, pad_norm / norm
+    vector = vector / norm
+    pad_norm = pad_norm / norm
     product = jnp.matmul(matrix, vector, precision=options.precision)
     estimate = (
       jnp.vdot(vector, product, precision=options.precision) + pad_value * pad_norm * pad_norm
@@ -206,7 +210,8 @@ def coupled_newton_root(
   Returns:
     The root, in the dtype of `matrix`, and the largest entry of M - I of the last iteration, float32.
   """
-  num_padded, precision = options.num_padded(matrix.shape[-1]), options.precision
+  num_padded = options.num_padded(matrix.shape[-1])
+  precision = options.precision
   wide = matrix.astype(_root_dtype())
   identity = jnp.eye(matrix.shape[-1], dtype=wide.dtype)
   order = jnp.asarray(p, wide.dtype)
@@ -217,7 +222,9 @@ def coupled_newton_root(
 
   def error_of(m, pad_m):
     error = jnp.max(jnp.abs(m - identity))
-    return jnp.maximum(error, jnp.abs(pad_m - 1)) if num_padded else error
+    if num_padded:
+      return jnp.maximum(error, jnp.abs(pad_m - 1))
+    return error
 
   def body(state):
     i, m, pad_m, h, _, error, _ = state
@@ -236,7 +243,8 @@ def coupled_newton_root(
   scale = (1 + order) / (
     2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (options.pad_value + ridge) ** 2)
   )
-  m, pad_m = damped * scale, (options.pad_value + ridge) * scale
+  m = damped * scale
+  pad_m = (options.pad_value + ridge) * scale
   h = identity * scale ** (1 / order)
   state = (jnp.int32(0), m, pad_m, h, h, error_of(m, pad_m), jnp.bool_(True))
   _, _, _, h, old_h, error, is_converging = lax.while_loop(continues, body, state)
@@ -274,7 +282,10 @@ def eigh_root(
   wide = jnp.where(is_finite, matrix.astype(identity.dtype), identity)
   order = jnp.asarray(p, identity.dtype)
   multiply = functools.partial(jnp.matmul, precision=options.precision)
-  pad_value = options.pad_value if options.num_padded(size) else 0.0
+  if options.num_padded(size):
+    pad_value = options.pad_value
+  else:
+    pad_value = 0.0
 
   values, vectors, gap = _decompose(wide, multiply)
   for num_small in (size // 2, size // 4):
@@ -326,7 +337,8 @@ def _decompose(matrix, multiply):
 
 def _decompose_again(values, vectors, gap, num_small, multiply):
   """Return the decomposition with the space of the smallest values decomposed again, at their scale."""
-  small, large = slice(None, num_small), slice(num_small, None)
+  small = slice(None, num_small)
+  large = slice(num_small, None)
   small_values, rotation, small_gap = _decompose(
     jnp.diag(values[small]) + gap[small, small], multiply
   )
@@ -350,7 +362,8 @@ def _residual(matrix, values, vectors, multiply):
   num_bits = (
     jnp.finfo(matrix.dtype).nmant + 1 - math.ceil(math.log2(max(matrix.shape[-1], 2)))
   ) // 2
-  matrix_head, vectors_head = leading_bits(matrix, 1), leading_bits(vectors, 0)
+  matrix_head = leading_bits(matrix, 1)
+  vectors_head = leading_bits(vectors, 0)
   exact = multiply(matrix_head, vectors_head) - vectors * values
   return exact + (
     multiply(matrix_head, vectors - vectors_head) + multiply(matrix - matrix_head, vectors)

@@ -76,11 +76,13 @@ def sharded_transformation(
   ) -> tuple[Params, ShampooState]:
     leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
     local_stats = treedef.flatten_up_to(state.stats.local_stats)
-    global_stats, devices = state.stats.global_stats, Devices.in_context()
+    global_stats = state.stats.global_stats
+    devices = Devices.in_context()
     statistics, preconditioners = (
       _padded(stack, devices) for stack in (global_stats.statistics, global_stats.preconditioners)
     )
-    results, never = [], jnp.bool_(False)
+    results = []
+    never = jnp.bool_(False)
     # One device computes parameter by parameter. Of several, each computes all of its blocks of one shape at once.
     for chunk in [[i] for i in range(len(leaves))] if devices.count == 1 else [range(len(leaves))]:
       new, statistics, never = _update_parameters(
@@ -103,7 +105,8 @@ def sharded_transformation(
       statistics=_unpadded(statistics, num_rows),
       preconditioners=_unpadded(preconditioners, num_rows),
     )
-    updates, new_stats = [], []
+    updates = []
+    new_stats = []
     for leaf, stats, (update, fields) in zip(leaves, local_stats, results, strict=True):
       metrics = update_lib.record_errors(
         leaf, stats.training_metrics, _errors_of(leaf, errors), cfg
@@ -209,12 +212,16 @@ def _padded(stack: jax.Array, devices: Devices) -> jax.Array:
       [_replicated(stack), jnp.broadcast_to(identity, [num_extra, *identity.shape])]
     )
     stack = _replicated(stack)
-  return jax.lax.with_sharding_constraint(stack, devices.rows) if devices.axis_names else stack
+  if devices.axis_names:
+    return jax.lax.with_sharding_constraint(stack, devices.rows)
+  return stack
 
 
 def _unpadded(stack: jax.Array, num_rows: int) -> jax.Array:
   """Return the first rows of a stack; inverse of `_padded`."""
-  return stack if len(stack) == num_rows else _replicated(stack)[:num_rows]
+  if len(stack) == num_rows:
+    return stack
+  return _replicated(stack)[:num_rows]
 
 
 def _replicated(array: jax.Array) -> jax.Array:
@@ -396,10 +403,10 @@ def _update_roots(
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
     # Spread roots of one step are those of adjacent rows, which few devices have.
-    distribution = (
-      {}
-      if not cfg.spread_roots or devices.count == 1
-      else {
+    if not cfg.spread_roots or devices.count == 1:
+      distribution = {}
+    else:
+      distribution = {
         'axis_names': devices.axis_names,
         'shares': Shares(
           [rows_of_device(positions, device) for _, positions in tables],
@@ -407,7 +414,6 @@ def _update_roots(
           max(layout.num_statistics for layout in index.layouts) // 2,
         ),
       }
-    )
 
     def with_new_roots(results):
       old, errors = results
@@ -431,10 +437,8 @@ def _update_roots(
         **distribution,
       )
       for own, new, new_errors in zip(rows, roots, root_errors, strict=True):
-        old, errors = (
-          set_rows(old, own, _pad_stack(new, max_size)),
-          set_rows(errors, own, new_errors),
-        )
+        old = set_rows(old, own, _pad_stack(new, max_size))
+        errors = set_rows(errors, own, new_errors)
       return old, errors
 
     errors = jnp.full([len(statistics)], cfg.inverse_failure_threshold, jnp.float32)

@@ -178,7 +178,10 @@ def layout_of(array: Any, cfg: ShampooConfig, *, has_layers: bool = False) -> Bl
 
 def quantize_momentum(momentum: jax.Array, cfg: ShampooConfig) -> QuantizedValue:
   """Return momentum (float32, shaped like a parameter) in the form of the state."""
-  dtype = jnp.int8 if cfg.best_effort_memory_usage_reduction else jnp.float32
+  if cfg.best_effort_memory_usage_reduction:
+    dtype = jnp.int8
+  else:
+    dtype = jnp.float32
   return QuantizedValue.from_float(momentum, dtype, False)
 
 
@@ -191,9 +194,9 @@ def quantize_stack(stack: jax.Array, cfg: ShampooConfig) -> Any:
 
 def stack_to_float(stack: Any) -> jax.Array:
   """Return matrices, float32 [k, n, n]; inverse of `quantize_stack` up to rounding."""
-  return (
-    jax.vmap(lambda value: value.to_float())(stack) if isinstance(stack, QuantizedValue) else stack
-  )
+  if isinstance(stack, QuantizedValue):
+    return jax.vmap(lambda value: value.to_float())(stack)
+  return stack
 
 
 def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:

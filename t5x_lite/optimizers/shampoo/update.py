@@ -69,12 +69,17 @@ def plain_transformation(
     preconditioners, errors = _update_preconditioners(
       statistics, [stats.preconditioners.stacks for stats in old_stats], leaves, state.count, cfg
     )
-    updates, new_stats, done = [], [], []
+    updates = []
+    new_stats = []
+    done = []
     for leaf, stats, new_statistics, roots, root_errors in zip(
       leaves, old_stats, statistics, preconditioners, errors, strict=True
     ):
       leaf = dataclasses.replace(leaf, grad=in_sequence(leaf.grad, done, state.count))
-      sequenced = in_sequence(roots, done, state.count) if cfg.statistics_are_quantized else roots
+      if cfg.statistics_are_quantized:
+        sequenced = in_sequence(roots, done, state.count)
+      else:
+        sequenced = roots
       update, fields, length = leaf.of_each_layer(
         functools.partial(_precondition_and_update, leaf, state.count, learning_rate, cfg)
       )(leaf.grad, leaf.param, stats, list(sequenced))
@@ -121,7 +126,9 @@ class Leaf:
 
   def of_each_layer(self, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of arrays like `grad`, given a function of arrays of one layer."""
-    return jax.vmap(fn) if self.is_stacked else fn
+    if self.is_stacked:
+      return jax.vmap(fn)
+    return fn
 
   @property
   def starts(self) -> np.ndarray:
@@ -140,18 +147,16 @@ class Leaf:
 
   def merge(self, stacks: PyTree) -> PyTree:
     """Return [num_layers * k, ...], given stacks [num_layers, k, ...]; others are returned unchanged."""
-    return (
-      jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacks) if self.is_stacked else stacks
-    )
+    if self.is_stacked:
+      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacks)
+    return stacks
 
   def divide(self, stacks: PyTree) -> PyTree:
     """Return the inverse of `merge`."""
     num_layers = len(self.first_matrices)
-    return (
-      jax.tree.map(lambda x: x.reshape(num_layers, -1, *x.shape[1:]), stacks)
-      if self.is_stacked
-      else stacks
-    )
+    if self.is_stacked:
+      return jax.tree.map(lambda x: x.reshape(num_layers, -1, *x.shape[1:]), stacks)
+    return stacks
 
 
 def flatten_inputs(
@@ -167,7 +172,10 @@ def flatten_inputs(
       f'`{OWNER}.weight_decay` needs the parameters. Call update(grads, state, params).'
     )
   flat_grads, treedef = jax.tree.flatten(grads)
-  flat_params = [None] * len(flat_grads) if params is None else treedef.flatten_up_to(params)
+  if params is None:
+    flat_params = [None] * len(flat_grads)
+  else:
+    flat_params = treedef.flatten_up_to(params)
   paths = [path for path, _ in tree_utils.named_leaves(grads)]
   layouts = [
     state_lib.layout_of(grad, cfg, has_layers=layer_stacks.is_stacked(path))
@@ -281,7 +289,8 @@ def _update_statistics(
     ], products
 
   def updated(old: Stacks) -> Stacks:
-    results, done = [], []
+    results = []
+    done = []
     for stacks, leaf in zip(old, leaves, strict=True):
       new, products = leaf.of_each_layer(functools.partial(updated_layer, leaf.layout))(
         stacks, in_sequence(leaf.grad, done, count)
@@ -317,7 +326,10 @@ def _update_preconditioners(
     for each in (statistics, old)
   )
   ranks = [ranks for leaf in leaves for ranks in leaf.ranks]
-  take = compute_quantized_roots if cfg.statistics_are_quantized else compute_stack_roots
+  if cfg.statistics_are_quantized:
+    take = compute_quantized_roots
+  else:
+    take = compute_stack_roots
 
   def with_new_roots(
     results: tuple[list[Any], list[jax.Array]],
@@ -490,18 +502,25 @@ def update_layer(
     (update in the parameter's dtype; new values of the fields `diagonal_statistics`, `diagonal_momentum` and
     `momentum` of `stats`; length of the direction before grafting, float32, for `in_sequence`).
   """
-  old_moments = None if stats.diagonal_statistics is None else stats.diagonal_statistics.to_float()
+  if stats.diagonal_statistics is None:
+    old_moments = None
+  else:
+    old_moments = stats.diagonal_statistics.to_float()
   grafted, moments = grafted_update(grad, old_moments, cfg)
   direction, length = (grafted, norm(grafted)) if direction is None else direction
   direction = direction * (norm(grafted) / (length + NORM_EPSILON))
   if leaf.weight_decay:
     direction = direction + leaf.weight_decay * param
     grafted = grafted + leaf.weight_decay * param
-  weight = 1.0 - cfg.beta1 if cfg.moving_average_for_momentum else 1.0
+  if cfg.moving_average_for_momentum:
+    weight = 1.0 - cfg.beta1
+  else:
+    weight = 1.0
   old_momentum = stats.momentum.to_float()
-  old_grafted_momentum = (
-    stats.diagonal_momentum.to_float() if cfg.has_diagonal_momentum else old_momentum
-  )
+  if cfg.has_diagonal_momentum:
+    old_grafted_momentum = stats.diagonal_momentum.to_float()
+  else:
+    old_grafted_momentum = old_momentum
   momentum = cfg.beta1 * old_momentum + weight * direction
   grafted_momentum = cfg.beta1 * old_grafted_momentum + weight * grafted
   is_shampoo = count >= cfg.start_preconditioning_step
@@ -510,7 +529,10 @@ def update_layer(
     momentum = applied
   if cfg.nesterov:
     applied = weight * jnp.where(is_shampoo, direction, grafted) + cfg.beta1 * applied
-  rate = learning_rate(count) if callable(learning_rate) else learning_rate
+  if callable(learning_rate):
+    rate = learning_rate(count)
+  else:
+    rate = learning_rate
   return (
     (-rate * applied).astype(leaf.dtype),
     {
