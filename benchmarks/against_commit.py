@@ -14,6 +14,7 @@ same model (`common.t5_small`) in a process that is set up before.
 """
 
 import argparse
+from collections.abc import Iterator
 import functools
 import json
 import os
@@ -23,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 
 import common
 
@@ -116,6 +116,7 @@ def _setup() -> tuple:
   """Return (namespace of `common.t5_small`, new state, training step as a partitioned function)."""
   import jax
   import jax.numpy as jnp
+
   from t5x_lite import train_step
 
   setup = common.t5_small(
@@ -155,7 +156,9 @@ def _step() -> Iterator[Measured]:
 def _statistics(num_steps: int = 10) -> Iterator[Measured]:
   """Yield the seconds of the steps before a line of metrics, with and without statistics of every parameter."""
   import itertools
+
   import jax
+
   from t5x_lite import trainer
 
   setup, state, _ = _setup()
@@ -194,6 +197,7 @@ def _compile(
 ) -> Iterator[Measured]:
   """Yield the seconds for tracing and compiling the step of `Trainer` for `layers` layers in each stack."""
   import jax
+
   from t5x_lite import trainer
 
   setup = common.t5_small(
@@ -218,6 +222,7 @@ def _compile(
 
 def _decode() -> Iterator[Measured]:
   import jax
+
   from t5x_lite import decoding
   from t5x_lite import layers
 
@@ -238,11 +243,12 @@ def _decode() -> Iterator[Measured]:
       None,
       decode_fn,
     )
-    predict = lambda params, batch, model=model, num_decodes=num_decodes: (
-      model.predict_batch_with_aux(
+
+    def predict(params, batch, model=model, num_decodes=num_decodes):
+      return model.predict_batch_with_aux(
         params, batch, rng=jax.random.key(2), num_decodes=num_decodes, decoder_params=never_ends
       )[0]
-    )
+
     for title, params in (
       (name, state.params),
       (f'{name}, weights in bfloat16 if it has such products', half),
@@ -259,6 +265,7 @@ def _decode() -> Iterator[Measured]:
 
 def _save() -> Iterator[Measured]:
   import jax
+
   from t5x_lite import checkpoints
 
   _, state, _ = _setup()

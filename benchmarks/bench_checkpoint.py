@@ -25,6 +25,7 @@ def main() -> None:
   args = t5x_process.parse_args(parser)
   import jax
   import numpy as np
+
   from t5x_lite import checkpoints
 
   arrays = common.checkpoint_arrays(args.megabytes)

@@ -17,6 +17,7 @@ def main() -> None:
   )
   args = parser.parse_args()
   import jax
+
   from t5x_lite import data
   from t5x_lite import partitioning
 

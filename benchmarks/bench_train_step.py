@@ -33,7 +33,10 @@ def _gradients(loss_fn, params, batch):
   import jax
 
   program = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch).compile()
-  run = lambda: jax.block_until_ready(program(params, batch))
+
+  def run():
+    return jax.block_until_ready(program(params, batch))
+
   run()  # touches fresh memory
   return lambda: common.timed(run)[0], common.program_facts(program)['temporaries']
 
@@ -170,6 +173,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Rows]:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', args.num_devices)
   import jax.numpy as jnp
+
   from t5x_lite import trainer as trainer_lib
   from t5x_lite import tree_utils
   from t5x_lite.networks import t5  # noqa: F401  For the seconds of imports: `common.t5_small` imports it too.

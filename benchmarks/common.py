@@ -4,6 +4,7 @@ The speed of machines varies; a figure is only comparable relative to the matmul
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 import os
 import pathlib
 import platform
@@ -11,7 +12,6 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
 from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -112,6 +112,7 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
   """
   import jax
   import jax.numpy as jnp
+
   from t5x_lite import adafactor
   from t5x_lite import models
   from t5x_lite import optimizers
@@ -161,12 +162,12 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
     model.get_initial_variables,
     shapes,
     partitioner,
-    {name: jnp.int32 for name in shapes},
+    dict.fromkeys(shapes, jnp.int32),
   )
   keys = jax.random.split(jax.random.key(1), len(shapes))
   batch = {
     name: jax.random.randint(key, shape, 2, 32000)
-    for key, (name, shape) in zip(keys, shapes.items())
+    for key, (name, shape) in zip(keys, shapes.items(), strict=False)
   }
   batch['decoder_loss_weights'] = jnp.ones_like(batch['decoder_loss_weights'])
   batch = jax.device_put(

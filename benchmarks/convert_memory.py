@@ -43,10 +43,8 @@ _CASES = {
 def _measure(arguments: list[str]) -> dict[str, float]:
   """Run a conversion in this process; return its seconds and bytes."""
   from t5x_lite import cli
-  from t5x_lite.apps.convert import (
-    run as convert,
-    report as convert_report,
-  )  # Before the measurement.
+  from t5x_lite.apps.convert import report as convert_report  # Before the measurement.
+  from t5x_lite.apps.convert import run as convert  # Before the measurement.
 
   del convert, convert_report
   before = _resident()
@@ -68,6 +66,7 @@ def _resident() -> int:
 def _make_folder(path: pathlib.Path, scale: int) -> int:
   """Write random weights; return their bytes."""
   import numpy as np
+
   from t5x_lite.checkpoints import hugging_face
   from t5x_lite.checkpoints.hugging_face import writer
 

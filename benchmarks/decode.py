@@ -47,15 +47,16 @@ def main() -> None:
   )
   args = t5x_process.parse_args(parser)
 
+  from flax import traverse_util
   import jax
   import jax.numpy as jnp
   import numpy as np
-  from flax import traverse_util
+  import peer_decode
+
   from t5x_lite import decoding
   from t5x_lite import models
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
-  import peer_decode
 
   before = common.matmul_gflops()
   config = t5.T5Config(
@@ -111,7 +112,10 @@ def main() -> None:
   def compiled(fn, params, batch):
     """Return (compile seconds, tokens, a function that returns the seconds of a decoding, temporaries in MB)."""
     spent, program = common.timed(lambda: jax.jit(fn).lower(params, batch, rng).compile())
-    run = lambda: jax.block_until_ready(program(params, batch, rng))
+
+    def run():
+      return jax.block_until_ready(program(params, batch, rng))
+
     return (
       spent,
       np.asarray(run()),
@@ -195,7 +199,7 @@ def main() -> None:
       peer_compile_seconds, peer_tokens, peer_run, _ = compiled(rebuilt(*search), params, batch)
       runs.append(peer_run)
     seconds = [[run() for run in runs] for _ in range(args.repeats)]
-    mine, *others = (statistics.median(column) for column in zip(*seconds))
+    mine, *others = (statistics.median(column) for column in zip(*seconds, strict=False))
     medians[name] = mine
     peer_cells = []
     if others:

@@ -26,10 +26,13 @@ _RULES = (
 
 def compile_layer(num_partitions, kernel):
   """Return the compiled loss and gradients of dropless experts on a mesh of expert partitions."""
+  from flax.linen import partitioning as nn_partitioning
   import jax
   import jax.numpy as jnp
-  from flax.linen import partitioning as nn_partitioning
-  from jax.sharding import AxisType, NamedSharding, PartitionSpec
+  from jax.sharding import AxisType
+  from jax.sharding import NamedSharding
+  from jax.sharding import PartitionSpec
+
   from moe import dispatch
   from moe.dispatch import grouped
   from moe.routing.types import TokenChoice
@@ -97,6 +100,7 @@ def main() -> None:
   args = parser.parse_args()
   import jax
   import numpy as np
+
   from moe.dispatch.accelerators import PaddedBlocks
 
   jax.config.update('jax_platforms', 'cpu')

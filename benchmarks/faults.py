@@ -21,6 +21,7 @@ import tempfile
 import time
 
 import common
+
 import gin
 
 _AT = 20
@@ -40,6 +41,7 @@ _FAULTS = {
 def open_faulty(*args, **kwargs):
   """Open training data that fails as the environment says: FAULT=<kind>, FAULT_FILE=<file that gets the time>."""
   import jax
+
   from t5x_lite import data
 
   iterator = data.open_train_iterator(*args, **kwargs)

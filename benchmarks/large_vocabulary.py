@@ -18,6 +18,7 @@ def _loss_and_gradients(args, vocab_size, chunk_size):
   """Return (compiled function, its arguments' shapes)."""
   import jax
   import jax.numpy as jnp
+
   from t5x_lite import layers
   from t5x_lite.models import token_losses
 
@@ -68,6 +69,7 @@ def _seconds(program, arguments):
 def _compile_step(args, chunk_size):
   """Return the compiled train step of T5 1.1 small."""
   import jax
+
   from t5x_lite import trainer as trainer_lib
 
   small = argparse.Namespace(
@@ -113,7 +115,7 @@ def main():
       pairs = common.in_turn(
         [lambda: _seconds(whole, arguments), lambda: _seconds(chunks, arguments)], args.pairs
       )
-      ratios = [b / a for a, b in zip(*pairs)]
+      ratios = [b / a for a, b in zip(*pairs, strict=False)]
       span = f'{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})'
       seconds = (*map(statistics.median, pairs), span)
     rows.append((vocab_size, before, after, before / after, *seconds))

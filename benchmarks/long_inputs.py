@@ -19,6 +19,7 @@ def _attention(kernel: str, causal: bool, num_examples: int, length: int, args: 
   """Return (compiled gradients of one attention, their arguments)."""
   import jax
   import jax.numpy as jnp
+
   from t5x_lite import layers
 
   shape = (args.batch, length, args.heads, 64)
@@ -81,6 +82,7 @@ def _layers(args: argparse.Namespace) -> None:
   """Print the temporaries of the gradients of one encoder and one decoder layer."""
   import jax
   import jax.numpy as jnp
+
   from t5x_lite.networks import t5
 
   table = []

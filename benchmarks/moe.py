@@ -39,6 +39,7 @@ _CAPACITY_FACTOR = 1.25
 def spec_of(case):
   """Return the function of an expert."""
   import jax.numpy as jnp
+
   from moe import dispatch
 
   return dispatch.MlpSpec(case.activations, dtype=jnp.dtype(case.dtype))
@@ -47,6 +48,7 @@ def spec_of(case):
 def make_arrays(case):
   """Return (parameters of the layer, parameters of the dense peer, tokens, weights of the loss)."""
   import jax
+
   from moe import dispatch
 
   keys = iter(jax.random.split(jax.random.key(0), 16))
@@ -74,6 +76,7 @@ def make_arrays(case):
 def layer_loss(params, x, weights, case, method):
   """Return the loss of the expert layer, with the router's losses."""
   import jax.numpy as jnp
+
   from moe import dispatch
   from moe import routing
 

@@ -55,6 +55,7 @@ def _resident() -> int:
 def _save(root: str, num_mb: int) -> dict[str, float]:
   """Save below `root`; return seconds and MB."""
   import jax
+
   from t5x_lite import checkpoints
 
   state = _state(num_mb)
@@ -77,6 +78,7 @@ def _restore(root: str, num_mb: int) -> dict[str, float]:
   """Restore what `_save` has saved; return seconds and MB beyond the arrays."""
   import jax
   import numpy as np
+
   from t5x_lite import checkpoints
 
   shapes = _shapes(num_mb)
@@ -145,6 +147,7 @@ def main() -> None:
     return
   sys.path.insert(0, str(_ROOT))
   import pytest
+
   from tests import stores
 
   rows = []

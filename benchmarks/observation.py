@@ -37,11 +37,14 @@ def _rows(trainer, averaging_trainer, batch, folder: str) -> list[Row]:
   """Return the rows; the first one is the baseline, whose summaries are computed once and not written."""
   import io
   import itertools
+
   import jax
   import jax.numpy as jnp
+
   from t5x_lite import runtime
   from t5x_lite import summaries
-  from t5x_lite.apps.train.step_log import LogConfig, StepLog
+  from t5x_lite.apps.train.step_log import LogConfig
+  from t5x_lite.apps.train.step_log import StepLog
 
   batches = itertools.repeat(batch)
   silent, written = summaries.MetricsManager('train'), summaries.MetricsManager('train', folder)
@@ -106,6 +109,7 @@ def main() -> None:
   args = parser.parse_args()
 
   import jax
+
   from t5x_lite import averaging
   from t5x_lite import state_init
   from t5x_lite import trainer as trainer_lib

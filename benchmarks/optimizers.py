@@ -45,6 +45,7 @@ _ENOUGH = 3.0  # seconds, after which no step or interval is added
 def names():
   """Return the names of all rows: of the files of gin/optimizers/, and of files with other bindings."""
   import pathlib
+
   from t5x_lite.configuration import syntax as gin_syntax
 
   return sorted(
@@ -55,8 +56,8 @@ def names():
 def make(name, axes=None):
   """Return the optimizer's definition, which has been told the axes of the parameters."""
   import gin
-  from t5x_lite.configuration import syntax as gin_syntax
   from t5x_lite import gin_utils
+  from t5x_lite.configuration import syntax as gin_syntax
 
   bindings = {'MODEL_DIR': "'runs/x'", **_BINDINGS.get(name, {})}
   flags = [
@@ -77,6 +78,7 @@ def shapes_of(params_name):
   import jax
   import jax.numpy as jnp
   from jax.sharding import PartitionSpec
+
   from t5x_lite import optimizers
 
   if params_name == 'set':
@@ -88,6 +90,7 @@ def shapes_of(params_name):
     }
     return shapes, jax.tree.map(lambda _: PartitionSpec('embed', 'mlp'), shapes)
   from flax.linen import partitioning as flax_partitioning
+
   from t5x_lite import models
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
@@ -106,10 +109,9 @@ def shapes_of(params_name):
   )
   vocabulary = vocabularies.PassThroughVocabulary(32128)
   model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, None)
-  batch = {
-    feature: (1, 8)
-    for feature in ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-  }
+  batch = dict.fromkeys(
+    ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens'), (1, 8)
+  )
   variables = jax.eval_shape(lambda rng: model.get_initial_variables(rng, batch), jax.random.key(0))
   axes = flax_partitioning.get_axis_names(variables['params_axes'])
   return variables['params'], optimizers.match_logical_axes(variables['params'], axes)
@@ -128,6 +130,7 @@ class Setting:
   def __init__(self, params_name):
     import jax
     import optax
+
     from t5x_lite import tree_utils
 
     shapes, self.axes = shapes_of(params_name)
@@ -156,6 +159,7 @@ def measure(name, setting, num_steps):
   """Return (compile seconds, seconds of each step, seconds of each step of optax.adam, bytes of state)."""
   import jax
   import jax.numpy as jnp
+
   from t5x_lite import tree_utils
 
   definition = make(name, setting.axes)
@@ -288,7 +292,7 @@ def _normal(shapes, seed, scale):
     structure,
     [
       jnp.array(buffer[start : start + leaf.size].reshape(leaf.shape))
-      for start, leaf in zip(starts, leaves)
+      for start, leaf in zip(starts, leaves, strict=False)
     ],
   )
 

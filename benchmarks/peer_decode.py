@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 import peer_t5
 
 _MINUS_INFINITY = -1e7
@@ -152,7 +151,9 @@ def sample(
     sequences = sequences + token[:, None] * jax.nn.one_hot(index, length, dtype=jnp.int32)
     return index + 1, token[:, None], sequences, cache, rng, log_prob + token_log_prob
 
-  zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+  def zeros(*shape):
+    return jnp.zeros(shape, jnp.int32)
+
   state = (
     zeros(),
     zeros(rows, 1),

@@ -17,6 +17,7 @@ import common
 def _program(args: argparse.Namespace, policy: str, in_loops: bool):
   """Return (compiled function of parameters and batch, shapes of the parameters, batch)."""
   import jax
+
   from t5x_lite.layer_stacks import LayerStacks
 
   setup = common.t5_small(args, remat_policy=policy, scan_layers=in_loops)

@@ -25,6 +25,7 @@ def main() -> None:
 
   import jax
   import jax.numpy as jnp
+
   from t5x_lite import non_finite
   from t5x_lite import runtime
   from t5x_lite import train_step

@@ -131,6 +131,7 @@ def _median_seconds(fn, repeats):
 def _roots(stacks, repeats, num_matrices):
   """Print the seconds of one batched eigendecomposition and of all roots by either method."""
   import jax.numpy as jnp
+
   from t5x_lite.optimizers.shampoo import root_plan
   from t5x_lite.optimizers.shampoo.roots import RootOptions
 
@@ -170,6 +171,7 @@ def _accuracy(stacks, num_samples=24):
   import jax
   import jax.numpy as jnp
   import numpy as np
+
   from t5x_lite.optimizers.shampoo import roots
 
   matrices = jnp.concatenate(stacks)
@@ -201,6 +203,7 @@ def _products_fn(params, grad, block):
   """
   import jax
   import jax.numpy as jnp
+
   from t5x_lite.optimizers.shampoo import blocks
 
   layouts = {
@@ -220,7 +223,9 @@ def _products_fn(params, grad, block):
     del memory
     results = []
     for name, groups in cut.items():
-      for group, (left, right) in zip(groups, zip(*[iter(matrices[name])] * 2)):
+      for group, (left, right) in zip(
+        groups, zip(*[iter(matrices[name])] * 2, strict=False), strict=False
+      ):
         results += [
           multiply(group, group, 2),
           multiply(group, group, 1),
@@ -281,6 +286,7 @@ def _steps(params, grads, args):
   """Print the seconds of entire updates and of their matrix products."""
   import numpy as np
   import optax
+
   from t5x_lite import optimizers
 
   products_fn = _products_fn(params, grads[0], args.block)

@@ -5,6 +5,7 @@ T5X has other dependencies than this package, so it runs in a separate process, 
 """
 
 import argparse
+from collections.abc import Mapping
 import contextlib
 import json
 import os
@@ -13,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 _WORKER = pathlib.Path(__file__).with_name('t5x_worker.py')

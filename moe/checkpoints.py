@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import numpy as np
 
-from moe import expert_state, upcycling
-from t5x_lite import checkpoints, checks, errors
-from t5x_lite.checkpoints import builders, lazy_arrays
+from moe import expert_state
+from moe import upcycling
+from t5x_lite import checkpoints
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite.checkpoints import builders
+from t5x_lite.checkpoints import lazy_arrays
 
 
 class UpcycleCheckpointer(checkpoints.Checkpointer):

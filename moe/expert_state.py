@@ -8,9 +8,9 @@ hidden units of an expert, and 'x0', 'x1', ... those of experts other than MLPs.
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np

@@ -1,21 +1,23 @@
 """Experts of a layer: T5's feed-forward block with parameters for every expert, or a custom block."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any, Protocol
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as nn_partitioning
 
-from moe.dispatch import MlpParams, MlpSpec
+from moe.dispatch import MlpParams
+from moe.dispatch import MlpSpec
 from moe.dispatch.capacity import BUFFER_AXES
 from moe.dispatch.sharding import constrain
 from moe.routing import Routing
 from t5x_lite import checks
 from t5x_lite import partitioning
-from t5x_lite.layers.dense import Initializer, default_kernel_init
+from t5x_lite.layers.dense import Initializer
+from t5x_lite.layers.dense import default_kernel_init
 
 partitioning.register_axis_remedy(
   ('expert', 'expert_mlp', 'unmodeled'),
@@ -87,7 +89,9 @@ class _Projections(nn.Module):
     """Return (float32 [E, *shape], float32 [E, shape[1]] or None)."""
 
     def init(rng, shape, dtype):
-      one = lambda key: self.mlp.kernel_init(key, shape[1:], dtype)
+      def one(key):
+        return self.mlp.kernel_init(key, shape[1:], dtype)
+
       return jax.vmap(one)(jax.random.split(rng, shape[0]))
 
     kernel = nn_partitioning.param_with_axes(

@@ -10,9 +10,16 @@ import jax.numpy as jnp
 from moe import dispatch as dispatch_lib
 from moe import recording
 from moe.dispatch.sharding import constrain
-from moe.experts import ExpertFactory, ExpertMlp, ExpertParams, apply_blocks
-from moe.grouping import Grouping, divide_microbatch
-from moe.routing import RecordedChoice, Router, Routing, expert_capacity
+from moe.experts import ExpertFactory
+from moe.experts import ExpertMlp
+from moe.experts import ExpertParams
+from moe.experts import apply_blocks
+from moe.grouping import Grouping
+from moe.grouping import divide_microbatch
+from moe.routing import RecordedChoice
+from moe.routing import Router
+from moe.routing import Routing
+from moe.routing import expert_capacity
 from t5x_lite import checks
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError

@@ -1,9 +1,9 @@
 """Models of networks with sparse layers, with losses of routers and metrics of experts."""
 
+from collections.abc import Mapping, Sequence
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn

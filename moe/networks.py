@@ -3,19 +3,21 @@
 The networks are the dense ones, whose layers have feed-forward blocks as arguments.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import flax.linen as nn
 
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
-from moe.routing import Router, TokensChooseRouter
+from moe.routing import Router
+from moe.routing import TokensChooseRouter
 from t5x_lite import checks
-from t5x_lite.networks import decoder_only, t5
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import t5
 from t5x_lite.networks.t5_config import StackConfig
 
 _logger = logging.getLogger(__name__)
@@ -167,7 +169,10 @@ class SparseBlock(t5.TokenFeedForwardFactory):
     if self.expert is None:
       expert = self._mlp(config.mlp_dim, tuple(config.mlp_activations), config.dropout_rate)
     else:
-      expert = lambda *, name: self.expert(config, name)
+
+      def expert(*, name):
+        return self.expert(config, name)
+
     return self._layer(expert, config.dtype, name=name)
 
   def _mlp(self, dim, activations, dropout_rate) -> ExpertMlp:

@@ -15,7 +15,8 @@ import logging
 import math
 from typing import Any
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
 
 from moe import mesh as moe_mesh_lib
 from moe import rules as moe_rules_lib

@@ -5,9 +5,9 @@ tokens, choices], and `gates`, float32 of that shape. `models.MoeEncoderDecoderM
 `with_replayed_routing` routes by one. A file is a NumPy archive with the values under '/'-joined names.
 """
 
+from collections.abc import Mapping
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 import zipfile
 

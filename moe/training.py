@@ -1,7 +1,7 @@
 """Gradients of experts as in T5X: multiplied by the number of expert partitions."""
 
-import re
 from collections.abc import Callable, Sequence
+import re
 from typing import Any
 
 from moe.state_axes import match_fn

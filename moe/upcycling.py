@@ -8,24 +8,29 @@ al. 2024, https://arxiv.org/abs/2410.07524, section 4.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import copy
 import dataclasses
 import logging
 import math
 import re
-import zlib
-from collections.abc import Callable, Mapping
 from typing import Any
+import zlib
 
 import numpy as np
 
 from moe import expert_state
-from moe.expert_state import PARAM_STATES, PARAM_TREES, ArrayName, Change, Dims
+from moe.expert_state import PARAM_STATES
+from moe.expert_state import PARAM_TREES
+from moe.expert_state import ArrayName
+from moe.expert_state import Change
+from moe.expert_state import Dims
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
-from t5x_lite.checkpoints import builders, lazy_arrays
+from t5x_lite.checkpoints import builders
+from t5x_lite.checkpoints import lazy_arrays
 from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)

@@ -1,11 +1,11 @@
 """Actions: hooks that get the metrics after training and evaluation, and may stop a run."""
 
 import abc
+from collections.abc import Mapping, Sequence
 import enum
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import clu.values

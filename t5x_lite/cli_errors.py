@@ -9,8 +9,9 @@ import sys
 import sysconfig
 import traceback
 
-from t5x_lite import cli_platform, files
-from t5x_lite.errors import ExitCode, is_disk_full, StoppedOnSignalError, T5xLiteError
+from t5x_lite import cli_platform
+from t5x_lite import files
+from t5x_lite.errors import ExitCode, StoppedOnSignalError, T5xLiteError, is_disk_full
 
 _STANDARD_LIBRARY = tuple(
   {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')}

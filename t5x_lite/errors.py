@@ -4,12 +4,12 @@ Messages have the owner, the option, the expectation, the value and the remedy; 
 misspelt name.
 """
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import enum
 import errno
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 class ExitCode(enum.IntEnum):

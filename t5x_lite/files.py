@@ -16,11 +16,12 @@ import shutil
 import sys
 import threading
 import time
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 import uuid
 
-from t5x_lite import errors, hub
-from t5x_lite.errors import ConfigError, T5xLiteError
+from t5x_lite import errors
+from t5x_lite import hub
+from t5x_lite.errors import T5xLiteError
 
 if TYPE_CHECKING:
   from t5x_lite import object_store

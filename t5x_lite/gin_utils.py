@@ -15,8 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 import gin
 from gin import config as gin_config
-
-from t5x_lite import checks, files
+from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check

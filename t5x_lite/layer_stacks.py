@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from t5x_lite import tree_utils
@@ -186,7 +187,9 @@ class LayerStacks:
 
     def rename(path):
       names = path.split('/')
-      return '/'.join([*names[:1], *(renamed.get(pair, pair[1]) for pair in zip(names, names[1:]))])
+      return '/'.join(
+        [*names[:1], *(renamed.get(pair, pair[1]) for pair in zip(names, names[1:], strict=False))]
+      )
 
     return _in_order(map(rename, paths))
 

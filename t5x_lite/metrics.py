@@ -15,6 +15,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from t5x_lite.types import Array, ArrayLike, PyTree
 
 __all__ = [

@@ -6,13 +6,13 @@ against surprises and is not a sandbox: an allowed module can execute any code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import importlib
 import importlib.util
 import logging
 import re
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 from t5x_lite import checks

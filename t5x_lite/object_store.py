@@ -10,6 +10,7 @@ TensorStore's own drivers, see `kvstore_spec`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -22,8 +23,7 @@ import pathlib
 import posixpath
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, IO
+from typing import IO, Any
 
 # Read when these libraries are imported. TensorFlow would be imported for each path, and has no s3://; the other
 # variable adds a request for the kind of each bucket.

@@ -9,6 +9,7 @@ A resumed run first calls `discard_after`, which deletes the lines after the res
 again. The files of a resumed run are then the same as those of an uninterrupted run.
 """
 
+from collections.abc import Callable, Collection, Mapping
 import concurrent.futures
 import contextlib
 import functools
@@ -20,7 +21,6 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import clu.metrics
@@ -45,7 +45,8 @@ def _tensorboardx() -> tuple[Any, Any, Any]:
   if hides:
     sys.modules['torch'] = None  # None makes the import of the module fail
   try:
-    from tensorboardX import record_writer, summary
+    from tensorboardX import record_writer
+    from tensorboardX import summary
     from tensorboardX.proto import event_pb2
   finally:
     if hides:

@@ -8,8 +8,8 @@ logical axes of each array, the input of a partitioner.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-import flax.core
 from flax import struct
+import flax.core
 from flax.linen import partitioning as flax_partitioning
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,12 @@ from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.layer_stacks import LayerStacks
-from t5x_lite.optimizers import (
-  Optimizer,
-  OptimizerDef,
-  match_logical_axes,
-  restore_from_state_dict,
-  to_state_dict,
-  unnamed_axes,
-)
+from t5x_lite.optimizers import Optimizer
+from t5x_lite.optimizers import OptimizerDef
+from t5x_lite.optimizers import match_logical_axes
+from t5x_lite.optimizers import restore_from_state_dict
+from t5x_lite.optimizers import to_state_dict
+from t5x_lite.optimizers import unnamed_axes
 from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 
 # T5X's name for "no mutable collections".
@@ -335,7 +333,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
     def add(path, fact):
       names = path.split('/')
-      for i, pair in enumerate(zip(names, names[1:])):
+      for i, pair in enumerate(zip(names, names[1:], strict=False)):
         if pair in candidates:
           facts[pair][(*names[:i], *names[i + 2 :])] = fact
           return True

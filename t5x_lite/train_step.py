@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import clu.metrics
 import jax
-from jax.sharding import PartitionSpec
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from t5x_lite import checks
 from t5x_lite import metrics as metrics_lib
@@ -22,8 +22,11 @@ from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.layer_stacks import LayerStacks
-from t5x_lite.optimizers import EXTRA_ARGS, OptimizerDef, OptimizerState
-from t5x_lite.schedules import check_learning_rate_fn, check_learning_rate_values
+from t5x_lite.optimizers import EXTRA_ARGS
+from t5x_lite.optimizers import OptimizerDef
+from t5x_lite.optimizers import OptimizerState
+from t5x_lite.schedules import check_learning_rate_fn
+from t5x_lite.schedules import check_learning_rate_values
 from t5x_lite.step_params import StepParams
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Array, Batch, PyTree
@@ -484,9 +487,12 @@ def train_with_lr(
     others,
   )
   if is_optional and weight_metrics_computer is not None:
-    compute = lambda: metrics_lib.OfLastStep.join(
-      weight_metrics_computer.compute_metrics(grads, train_state, new_state)
-    )
+
+    def compute():
+      return metrics_lib.OfLastStep.join(
+        weight_metrics_computer.compute_metrics(grads, train_state, new_state)
+      )
+
     zeros = metrics_lib.shape_obj_to_defined_obj(jax.eval_shape(compute))
     metrics[WEIGHT_METRICS] = jax.lax.cond(computes_weight_metrics, compute, lambda: zeros)
   if non_finite_action == 'ignore':

@@ -24,34 +24,34 @@ from t5x_lite import layer_stacks
 from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import subclassing
-from t5x_lite import summaries
 from t5x_lite import train_step as train_step_lib
 from t5x_lite import tree_utils
-from t5x_lite.actions import (
-  ActionMode,
-  BaseAction,
-  EarlyStoppingAction,
-  run_actions,
-  Stop,
-  TerminateOnNanAction,
-  TRAIN_METRIC_KEY,
-)
+from t5x_lite.actions import TRAIN_METRIC_KEY
+from t5x_lite.actions import ActionMode
+from t5x_lite.actions import BaseAction
+from t5x_lite.actions import EarlyStoppingAction
+from t5x_lite.actions import Stop
+from t5x_lite.actions import TerminateOnNanAction
+from t5x_lite.actions import run_actions
 from t5x_lite.errors import ConfigError, DataError, PreemptionError
-from t5x_lite.metrics import merge_metrics, OfLastStep
+from t5x_lite.metrics import OfLastStep
+from t5x_lite.metrics import merge_metrics
 from t5x_lite.models import BaseModel
 from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
-from t5x_lite.step_params import ParamNoise, StepParams
-from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
-from t5x_lite.train_state import FlaxOptimTrainState, InferenceState, TrainState
-from t5x_lite.train_step import (
-  accumulate_grads_microbatched,
-  apply_grads,
-  eval_step,
-  PartitionedEvalCallable,
-  PartitionedTrainCallable,
-  train_with_lr,
-)
+from t5x_lite.step_params import ParamNoise
+from t5x_lite.step_params import StepParams
+from t5x_lite.summaries import MetricsManager
+from t5x_lite.summaries import MetricValueMapFuture
+from t5x_lite.train_state import FlaxOptimTrainState
+from t5x_lite.train_state import InferenceState
+from t5x_lite.train_state import TrainState
+from t5x_lite.train_step import PartitionedEvalCallable
+from t5x_lite.train_step import PartitionedTrainCallable
+from t5x_lite.train_step import accumulate_grads_microbatched
+from t5x_lite.train_step import apply_grads
+from t5x_lite.train_step import eval_step
+from t5x_lite.train_step import train_with_lr
 from t5x_lite.types import (
   Array,
   ArrayMapFuture,
@@ -60,7 +60,8 @@ from t5x_lite.types import (
   SummarizeMetricsCallable,
   TimeFuture,
 )
-from t5x_lite.weight_metrics import unstacking, WeightMetricsComputer
+from t5x_lite.weight_metrics import WeightMetricsComputer
+from t5x_lite.weight_metrics import unstacking
 
 __all__ = [
   'ActionMode',

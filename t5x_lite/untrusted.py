@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, files
+from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite.formatting import short_repr
 
 # Maximum size of files that are parsed at once; 100,000 arrays need a quarter of it.

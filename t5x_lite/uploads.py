@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import contextlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
 
-from t5x_lite import errors, object_store
+from t5x_lite import errors
+from t5x_lite import object_store
 
 
 @contextlib.contextmanager

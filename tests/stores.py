@@ -5,6 +5,7 @@ elsewhere. Each process of tests starts its own emulators once. They end with it
 """
 
 import atexit
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any, Iterator
+from typing import Any
 import urllib.parse
 from xml.etree import ElementTree
 
@@ -653,7 +654,8 @@ def clear_client_caches() -> None:
     if protocol in ('gcs', 'gs', 's3'):
       filesystem.clear_instance_cache()
   if 't5x_lite.object_store' in sys.modules:
-    from t5x_lite import files, object_store
+    from t5x_lite import files
+    from t5x_lite import object_store
 
     object_store._file_system.cache_clear()
     object_store._outages.clear()

@@ -4,7 +4,10 @@ import clu.values
 import pytest
 
 from t5x_lite import actions as actions_lib
-from t5x_lite.actions import ActionMode, EarlyStoppingAction, Stop, TerminateOnNanAction
+from t5x_lite.actions import ActionMode
+from t5x_lite.actions import EarlyStoppingAction
+from t5x_lite.actions import Stop
+from t5x_lite.actions import TerminateOnNanAction
 from t5x_lite.errors import ConfigError
 
 
@@ -97,7 +100,10 @@ def test_a_state_is_made_only_for_actions_that_read_it():
 
   watches, reads = (cls(('train', 'loss'), 'min') for cls in (EarlyStoppingAction, Reads))
   calls = []
-  make = lambda: calls.append(1) or 'state'
+
+  def make():
+    return calls.append(1) or 'state'
+
   assert (
     not actions_lib.run_actions(ActionMode.TRAIN, {ActionMode.TRAIN: [watches]}, make, {})
     and not calls

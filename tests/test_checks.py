@@ -86,7 +86,9 @@ def test_a_call_of_a_custom_function_with_other_parameters_names_the_option():
   def inside(logits, batch):
     return len(logits, batch)
 
-  call = lambda fn: checks.call_custom('Model', 'metric_fns', 'logits, batch', fn, 1, 2)
+  def call(fn):
+    return checks.call_custom('Model', 'metric_fns', 'logits, batch', fn, 1, 2)
+
   assert call(lambda logits, batch: logits + batch) == 3
   for fn, got in (
     (lambda logits: 0, r'lambda>.* takes 1 positional argument'),

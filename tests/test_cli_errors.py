@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from t5x_lite import cli
-from t5x_lite.apps import commands
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import partitioning
+from t5x_lite.apps import commands
 from t5x_lite.evaluation import judging
 
 _ROOT = pathlib.Path(__file__).parents[1]

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from t5x_lite import errors, files
+from t5x_lite import errors
+from t5x_lite import files
 
 
 def _half_and_full(path):

@@ -7,7 +7,9 @@ import urllib.parse
 
 import pytest
 
-from t5x_lite import errors, files, hub
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import hub
 from tests import hub_cache
 
 pytest.importorskip('huggingface_hub')

@@ -2,7 +2,8 @@
 
 import pytest
 
-from t5x_lite import files, json_lines
+from t5x_lite import files
+from t5x_lite import json_lines
 
 
 @pytest.mark.parametrize('text', ['a\u2028b\x85c\u2029d\x1ee\rf\ng', '\ud800', 'grün'])

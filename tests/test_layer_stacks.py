@@ -5,8 +5,11 @@ import itertools
 import weakref
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -40,9 +43,14 @@ _SHAPES = {
 def _tree(make):
   """Return a tree like parameters with `make(number, shape)` at each leaf."""
   numbers = itertools.count()
-  layer = lambda: jax.tree.map(
-    lambda shape: make(next(numbers), shape), _SHAPES, is_leaf=lambda node: isinstance(node, tuple)
-  )
+
+  def layer():
+    return jax.tree.map(
+      lambda shape: make(next(numbers), shape),
+      _SHAPES,
+      is_leaf=lambda node: isinstance(node, tuple),
+    )
+
   return {
     'encoder': {**{f'layers_{i}': layer() for i in range(3)}, 'norm': make(next(numbers), (4,))},
     'decoder': {f'layers_{i}': layer() for i in range(4)},
@@ -124,13 +132,17 @@ def test_each_array_is_freed_when_it_is_converted():
       largest = max(largest, sum(array.nbytes for array in alive))
 
   class State(dict):
-    stack_layers = lambda state, stacks: _as(Tracked, stacks.stack(dict(state)))
+    def stack_layers(state, stacks):
+      return _as(Tracked, stacks.stack(dict(state)))
 
   jax.tree_util.register_pytree_node(
     State, lambda s: ([dict(s)], None), lambda _, children: State(children[0])
   )
+
   # Ten layers of three arrays each: two copies would be twice the bytes, one more array of all layers a third.
-  make = lambda: np.zeros(100).view(Tracked)
+  def make():
+    return np.zeros(100).view(Tracked)
+
   held = layer_stacks.HeldState(
     State(encoder={f'layers_{i}': [make(), make(), make()] for i in range(10)}),
     LayerStacks((('encoder', tuple(range(10))),)),

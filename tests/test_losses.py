@@ -3,8 +3,10 @@
 import re
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -132,9 +134,9 @@ def test_both_outputs_are_differentiable_in_logits_and_targets(which, z_loss):
   # Neither one-hot nor normalised: the derivative must not assume a distribution.
   targets = jnp.asarray(rng.uniform(size=logits.shape), jnp.float32)
   pick = {'loss': (1.0, 0.0), 'z': (0.0, 1.0), 'both': (1.0, -0.5)}[which]
-  total = lambda values: sum(
-    share * jnp.sum(value * weights) for share, value in zip(pick, values, strict=True)
-  )
+
+  def total(values):
+    return sum(share * jnp.sum(value * weights) for share, value in zip(pick, values, strict=True))
 
   def gradients(fn):
     return jax.jit(jax.grad(lambda l, t: total(fn(l, t, z_loss)), argnums=(0, 1)))(logits, targets)
@@ -212,7 +214,10 @@ def test_bfloat16_logits_are_computed_in_float32(soft):
 def test_large_logits_stay_accurate():
   logits = jnp.asarray([[1e4, 1e4 - 1.0, -1e4], [3e38, 0.0, -3e38]], jnp.float32)
   ids = jnp.asarray([1, 0], jnp.int32)
-  fn = lambda l: jnp.sum(losses.token_cross_entropy(l, ids)[0])
+
+  def fn(l):
+    return jnp.sum(losses.token_cross_entropy(l, ids)[0])
+
   value, gradient = jax.jit(jax.value_and_grad(fn))(logits)
   assert float(value) == pytest.approx(float(np.log1p(np.e)), rel=1e-6)
   softmax = 1.0 / (1.0 + np.e)
@@ -247,9 +252,15 @@ def num_logits_sized_residuals(fn, logits):
 @pytest.mark.parametrize('label_smoothing', [0.0, 0.1])
 def test_backward_pass_keeps_nothing_of_the_logits_size_but_the_logits(label_smoothing):
   logits, ids, weights = random_case(vocab_size=50)
-  ours = lambda l: losses.compute_weighted_cross_entropy(l, ids, weights, label_smoothing, 1e-4)[0]
+
+  def ours(l):
+    return losses.compute_weighted_cross_entropy(l, ids, weights, label_smoothing, 1e-4)[0]
+
   targets = smoothed_one_hot(ids, 50, label_smoothing)
-  plain = lambda l: jnp.sum(plain_cross_entropy(l, targets, 1e-4)[0] * weights)
+
+  def plain(l):
+    return jnp.sum(plain_cross_entropy(l, targets, 1e-4)[0] * weights)
+
   assert num_logits_sized_residuals(ours, logits) == (0, 1)
   assert num_logits_sized_residuals(plain, logits)[0] >= 1
 
@@ -257,10 +268,12 @@ def test_backward_pass_keeps_nothing_of_the_logits_size_but_the_logits(label_smo
 def test_compiled_memory_is_below_that_of_the_definition():
   logits = jax.ShapeDtypeStruct((4, 64, 4096), jnp.float32)
   ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
-  ours = lambda l, ids: jnp.sum(
-    losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=1e-4)[0]
-  )
-  plain = lambda l, ids: jnp.sum(plain_cross_entropy(l, smoothed_one_hot(ids, 4096, 0.1), 1e-4)[0])
+
+  def ours(l, ids):
+    return jnp.sum(losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=1e-4)[0])
+
+  def plain(l, ids):
+    return jnp.sum(plain_cross_entropy(l, smoothed_one_hot(ids, 4096, 0.1), 1e-4)[0])
 
   def temporaries(fn):
     # A network's logits are themselves a temporary, so both start from one.

@@ -370,9 +370,9 @@ def test_older_checkpoints_are_deleted_when_a_newer_one_is_confirmed(tmp_path):
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
-  rate = lambda step: jnp.where(
-    step == 5, jnp.inf, 0.01
-  )  # step 6 has a finite loss and infinite parameters
+  def rate(step):
+    return jnp.where(step == 5, jnp.inf, 0.01)  # step 6 has a finite loss and infinite parameters
+
   with pytest.raises(
     NonFiniteMetricError,
     match=r'state after step 6 \(target/.*\) is not finite.*resumes from step 3, the newest sound',

@@ -9,7 +9,9 @@ import time
 
 import pytest
 
-from t5x_lite import errors, files, object_store
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import object_store
 
 
 def _write_tree(root):
@@ -22,7 +24,10 @@ def _facts(root):
   """Return what the methods of a path say of a tree of files."""
   with (root / 'f.txt').open(encoding='utf-8', errors='replace', newline='\n') as f:
     lines = list(f)
-  relative = lambda paths: sorted(str(path.relative_to(root)) for path in paths)
+
+  def relative(paths):
+    return sorted(str(path.relative_to(root)) for path in paths)
+
   return {
     'iterdir': relative(root.iterdir()),
     'glob': relative(root.glob('a/*')),

@@ -13,8 +13,8 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite.apps import commands
 from t5x_lite import standard_streams
+from t5x_lite.apps import commands
 from tests import processes
 
 _ROOT = pathlib.Path(__file__).parents[1]

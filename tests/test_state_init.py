@@ -2,8 +2,9 @@
 
 from flax.linen import partitioning as flax_partitioning
 import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -180,9 +181,11 @@ def test_dims_that_do_not_divide_are_rejected_before_computing():
 
 def test_random_numbers_that_depend_on_the_mesh_are_rejected():
   initializer = make_small_initializer(make_partitioner())
-  with jax.threefry_partitionable(False):
-    with pytest.raises(errors.ConfigError, match='jax_threefry_partitionable'):
-      initializer.from_scratch(jax.random.key(0))
+  with (
+    jax.threefry_partitionable(False),
+    pytest.raises(errors.ConfigError, match='jax_threefry_partitionable'),
+  ):
+    initializer.from_scratch(jax.random.key(0))
 
 
 class _OwnCheckpointer:

@@ -73,6 +73,9 @@ def test_optimizers(make):
 
   with jax.numpy_dtype_promotion('strict'):
     before, after = jax.eval_shape(update, params, jnp.float32(0.1))
+
   # As lists: both have other definitions.
-  kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+  def kinds(tree):
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
   assert kinds(before) == kinds(after)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from t5x_lite import errors, models, trainer
+from t5x_lite import errors
+from t5x_lite import models
+from t5x_lite import trainer
 from tests.models import model_cases as cases
 
 

@@ -8,7 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, models, optimizers, schedules, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import models
+from t5x_lite import optimizers
+from t5x_lite import schedules
+from t5x_lite import tree_utils
 from t5x_lite.networks import t5
 from t5x_lite.train_state import FlaxOptimTrainState
 from tests import golden_data
@@ -95,7 +99,9 @@ def test_training_follows_the_recorded_losses(name):
   )
 
   def step(state, batch):
-    loss_fn = lambda params: model.loss_fn(params, batch, jax.random.key(0))
+    def loss_fn(params):
+      return model.loss_fn(params, batch, jax.random.key(0))
+
     (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     learning_rate = None if learning_rate_fn is None else learning_rate_fn(state.step)
     return state.apply_gradient(grads, learning_rate), (

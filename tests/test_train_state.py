@@ -10,9 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, optimizers, train_state as train_state_lib, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import optimizers
+from t5x_lite import train_state as train_state_lib
+from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
-from t5x_lite.train_state import FlaxOptimTrainState, InferenceState
+from t5x_lite.train_state import FlaxOptimTrainState
+from t5x_lite.train_state import InferenceState
 
 
 class _Layer(nn.Module):

@@ -4,10 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 from t5x_lite import data
 from t5x_lite import metrics as metrics_lib
@@ -319,7 +319,10 @@ def test_weight_metrics():
   )
   grads, _, _ = _grads(model, state, batch, None)
   got = _values(metrics)
-  rms = lambda x: np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
+
+  def rms(x):
+    return np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
+
   squares = 0.0
   for name in state.params:
     old, new, grad = (

@@ -81,7 +81,9 @@ def _params(trainer):
 
 
 def test_training_equals_the_step_called_by_hand(tmp_path):
-  rate_fn = lambda step: 0.1 / (1.0 + step)
+  def rate_fn(step):
+    return 0.1 / (1.0 + step)
+
   with _trainer(tmp_path, learning_rate_fn=rate_fn) as trainer:
     trainer.compile_train(_specs(toy_model.make_batch()))
     values = trainer.train(_batches(), 3).result()
@@ -90,7 +92,7 @@ def test_training_equals_the_step_called_by_hand(tmp_path):
     trainer.flush()
   state, losses = _state(_MODEL), []
   step = jax.jit(functools.partial(train_step.train_with_lr, model=_MODEL, num_microbatches=None))
-  for i, batch in zip(range(3), _batches()):
+  for i, batch in zip(range(3), _batches(), strict=False):
     state, metrics = step(
       state, batch, jnp.float32(rate_fn(i)), jax.random.fold_in(jax.random.key(0), i)
     )
@@ -159,7 +161,9 @@ def test_steps_are_reported_one_late_and_in_order():
     asked.append([step for step, _ in seen])
     return False
 
-  on_step = lambda step, metrics: seen.append((step, float(metrics['loss'].compute())))
+  def on_step(step, metrics):
+    return seen.append((step, float(metrics['loss'].compute())))
+
   trainer.train(_batches(), 3, on_step=on_step, should_stop=should_stop)
   # Before step 3 is dispatched, step 1 alone has been waited for; the last stays in flight.
   assert asked == [[], [], [1]] and [step for step, _ in seen] == [1, 2]

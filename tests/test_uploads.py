@@ -4,7 +4,8 @@ import errno
 
 import pytest
 
-from t5x_lite import files, uploads
+from t5x_lite import files
+from t5x_lite import uploads
 
 
 def _write(local, text):

@@ -18,7 +18,8 @@ import sys
 import flax.serialization
 import numpy as np
 
-from t5x_lite import checkpoints, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import tree_utils
 from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError
 from tests.checkpoints.hugging_face import hugging_face_cases

@@ -213,7 +213,10 @@ def _of_run(arguments):
   else:
     index = steps.index(arguments.step)
     when = f'the period that ends with step {arguments.step}'
-    take = lambda values: values[index]
+
+    def take(values):
+      return values[index]
+
   settings = dict(page.gin_settings(history.run))
   num_selected = arguments.num_selected
   said_by = '--num_selected'

@@ -157,7 +157,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
   _check(arguments)
-  from moe.tools import surgery, surgery_files
+  from moe.tools import surgery
+  from moe.tools import surgery_files
   from t5x_lite import checkpoints
 
   if arguments.output is not None:

@@ -4,10 +4,15 @@
 rows sorted by expert.
 """
 
-from moe.dispatch.apply import METHODS, apply_experts, select_method
+from moe.dispatch.apply import METHODS
+from moe.dispatch.apply import apply_experts
+from moe.dispatch.apply import select_method
 from moe.dispatch.grouped import grouped_mlp
-from moe.dispatch.mlp import batched_mlp, dropout_keep
-from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
+from moe.dispatch.mlp import batched_mlp
+from moe.dispatch.mlp import dropout_keep
+from moe.dispatch.types import DispatchStats
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
 
 __all__ = [
   'METHODS',

@@ -14,20 +14,25 @@ grouped product for GPUs before Hopper (`jax.lax.ragged_dot` multiplies every ro
 module of its Triton form is missing).
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from moe.dispatch import tilings
-from moe.dispatch.blocks import Block, mlp_in_blocks, without_second_derivatives
-from moe.dispatch.mlp import DropoutMask, activate, batched_mlp
-from moe.dispatch.types import MlpParams, MlpSpec
+from moe.dispatch.blocks import Block
+from moe.dispatch.blocks import mlp_in_blocks
+from moe.dispatch.blocks import without_second_derivatives
+from moe.dispatch.mlp import DropoutMask
+from moe.dispatch.mlp import activate
+from moe.dispatch.mlp import batched_mlp
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
 
@@ -166,7 +171,8 @@ def blackwell_unsupported_reason(params: MlpParams, spec: MlpSpec) -> str | None
 @jax.custom_vjp
 def blackwell_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
   """Return products of rows, see `GroupedProduct`; N is a multiple of 256, and arbitrary rows are finite."""
-  from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
+  from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu
+  from jax.experimental.pallas.ops.gpu import blackwell_ragged_dot_mgpu
 
   # Two multiprocessors share a tile of twice these rows and columns: JAX 0.10 cannot trace the form with one.
   config = blackwell_ragged_dot_mgpu.TuningConfig(

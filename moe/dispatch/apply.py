@@ -6,15 +6,22 @@ import jax
 import jax.numpy as jnp
 
 from moe.dispatch import expert_parallel
-from moe.dispatch.capacity import MaskFn, capacity_dispatch, einsum_dispatch
-from moe.dispatch.grouped import KERNELS_OF_BACKEND, grouped_tokens, select_kernel
+from moe.dispatch.capacity import MaskFn
+from moe.dispatch.capacity import capacity_dispatch
+from moe.dispatch.capacity import einsum_dispatch
+from moe.dispatch.grouped import KERNELS_OF_BACKEND
+from moe.dispatch.grouped import grouped_tokens
+from moe.dispatch.grouped import select_kernel
 from moe.dispatch.mlp import DropoutMask
-from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params
+from moe.dispatch.types import DispatchStats
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
+from moe.dispatch.types import check_params
 from moe.routing import plan as plans
 from moe.routing.result import Routing
 from moe.routing.types import TokenChoice
-from t5x_lite import layers
 from t5x_lite import checks
+from t5x_lite import layers
 
 METHODS = ('auto', 'einsum', 'capacity', 'grouped')
 
@@ -89,7 +96,10 @@ def apply_experts(
     )
   mask_fn = None
   if dropout_rng is not None and spec.dropout_rate > 0:
-    mask_fn = lambda ids: DropoutMask(dropout_rng, ids, params.wo.shape[1], spec.dropout_rate)
+
+    def mask_fn(ids):
+      return DropoutMask(dropout_rng, ids, params.wo.shape[1], spec.dropout_rate)
+
   y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, mask_fn).reshape(
     x.shape
   )

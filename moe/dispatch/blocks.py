@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from moe.dispatch.mlp import DropoutMask
-from moe.dispatch.types import MlpParams, MlpSpec
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
 from t5x_lite.errors import ConfigError

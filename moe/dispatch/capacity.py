@@ -4,16 +4,19 @@ It needs no kernel, so it is fast on every backend; routings need a capacity, wh
 masks are T5X's default. Their cost per token grows with the size of the group, so groups should be small.
 """
 
-import functools
 from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from moe.dispatch.mlp import DropoutMask, batched_mlp
+from moe.dispatch.mlp import DropoutMask
+from moe.dispatch.mlp import batched_mlp
 from moe.dispatch.sharding import constrain
-from moe.dispatch.types import MlpParams, MlpSpec
-from moe.routing.result import ExpertsFn, Routing
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
+from moe.routing.result import ExpertsFn
+from moe.routing.result import Routing
 
 # Ids of the choices of N rows, int32 [N] -> hidden units that dropout keeps.
 MaskFn = Callable[[jax.Array], DropoutMask]

@@ -6,21 +6,24 @@ every device applies its experts to the rows that it received, and the outputs r
 which sum them weighted by the gates. With a capacity, and entire groups on every device, entire buffers move.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as nn_partitioning
 from jax.sharding import PartitionSpec
 
 from moe.dispatch import exchange as exchange_lib
 from moe.dispatch.capacity import capacity_dispatch
 from moe.dispatch.grouped import grouped_tokens
-from moe.dispatch.mlp import DropoutMask, batched_mlp
-from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
+from moe.dispatch.mlp import DropoutMask
+from moe.dispatch.mlp import batched_mlp
+from moe.dispatch.types import DispatchStats
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
 from moe.routing import plan as plans
 from moe.routing.result import Routing
 from moe.routing.types import TokenChoice
@@ -214,7 +217,10 @@ def sharded_capacity(
     <spec.dtype>[G, T, D].
   """
   shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1])
-  fn = lambda x, routing, params, rng: shard.capacity(x, routing, params, rng, dispatch_fn)
+
+  def fn(x, routing, params, rng):
+    return shard.capacity(x, routing, params, rng, dispatch_fn)
+
   return _map(fn, params, dropout_rng, layout)(x.astype(spec.dtype), routing.for_dispatch())[0]
 
 

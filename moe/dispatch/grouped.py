@@ -1,19 +1,21 @@
 """Dropless expert MLP on rows sorted by expert, with any number of rows per expert."""
 
+from collections.abc import Callable, Mapping
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
 
 import jax
 
 from moe.dispatch import accelerators
 from moe.dispatch import tiles
 from moe.dispatch.mlp import DropoutMask
-from moe.dispatch.types import MlpParams, MlpSpec, check_params
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
+from moe.dispatch.types import check_params
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
-from t5x_lite import layers
 from t5x_lite import checks
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 
 

@@ -1,16 +1,18 @@
 """Experts' feed-forward blocks on buffers of equal size, and the dropout of all forms of dispatch."""
 
+from collections.abc import Sequence
 import functools
 import operator
-from collections.abc import Sequence
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from moe.dispatch import sharding
-from moe.dispatch.types import MlpParams, MlpSpec, check_params
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
+from moe.dispatch.types import check_params
 from t5x_lite import layers
 
 _DROPOUT_LEVELS = 1 << 16

@@ -1,7 +1,7 @@
 """Sharding constraints by logical axis names, where the mesh in context supports them."""
 
-import jax
 from flax.linen import partitioning as nn_partitioning
+import jax
 from jax.sharding import PartitionSpec
 
 from t5x_lite.partitioning import rules as axis_rules

@@ -13,12 +13,14 @@ Experts run one after the other, which suits a CPU, where each product uses all 
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from moe.dispatch.blocks import without_second_derivatives
-from moe.dispatch.mlp import DropoutMask, activate
-from moe.dispatch.types import MlpParams, MlpSpec
+from moe.dispatch.mlp import DropoutMask
+from moe.dispatch.mlp import activate
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
 from t5x_lite import layers

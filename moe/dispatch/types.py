@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
+import dataclasses
 from typing import Any
 
 import flax.struct

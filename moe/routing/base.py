@@ -5,9 +5,9 @@ import dataclasses
 import inspect
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as nn_partitioning
 
 from moe.routing.result import Routing
 from moe.routing.types import RecordedChoice

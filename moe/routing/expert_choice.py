@@ -1,12 +1,13 @@
 """Expert choice: every expert chooses its tokens."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 from moe.routing import losses
 from moe.routing.base import Router
-from moe.routing.types import ExpertChoice, RecordedChoice
+from moe.routing.types import ExpertChoice
+from moe.routing.types import RecordedChoice
 from t5x_lite import checks
 
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe.routing import token_choice as functions
-from moe.routing.base import Router, default_bias_init, default_router_init
+from moe.routing.base import Router
+from moe.routing.base import default_bias_init
+from moe.routing.base import default_router_init
 from moe.routing.types import TokenChoice
 from t5x_lite import checks
 

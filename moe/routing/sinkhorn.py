@@ -1,8 +1,8 @@
 """Balanced routing by Sinkhorn's algorithm."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 from moe.routing import token_choice as functions
 from moe.routing.base import Router

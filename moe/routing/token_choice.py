@@ -1,15 +1,16 @@
 """Token choice, where every token chooses its experts: pure functions. `token_routers` has the modules."""
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 from moe.routing import losses
 from moe.routing.positions import buffer_positions
-from moe.routing.types import RecordedChoice, TokenChoice
+from moe.routing.types import RecordedChoice
+from moe.routing.types import TokenChoice
 from t5x_lite import checks
 
 # Functions from logits [..., E] to scores, from which gates are selected.

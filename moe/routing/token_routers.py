@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from moe.routing import token_choice as functions
 from moe.routing.base import Router
 from moe.routing.types import TokenChoice
-from t5x_lite import tree_utils
 from t5x_lite import checks
+from t5x_lite import tree_utils
 from t5x_lite.types import PyTree
 
 # Scopes of the buffer of an expert.

@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from moe.routing import plan as plans
-from moe.routing.result import NUM_POSITION_BINS, ExpertsFn, Routing, ratio
+from moe.routing.result import NUM_POSITION_BINS
+from moe.routing.result import ExpertsFn
+from moe.routing.result import Routing
+from moe.routing.result import ratio
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 

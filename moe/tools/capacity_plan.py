@@ -1,8 +1,8 @@
 """The plan of `python -m moe plan`: buffers of layers for a recorded or an artificial load, as text and as data."""
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ import numpy as np
 from moe.tools import planner
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
-from t5x_lite.formatting import format_bytes, format_percent, format_table
+from t5x_lite.formatting import format_bytes
+from t5x_lite.formatting import format_percent
+from t5x_lite.formatting import format_table
 
 # Maximum of rows per choice for which buffers of equal size are suggested; dropless dispatch has to sort tokens.
 _WORTH_BUFFERS = 1.25

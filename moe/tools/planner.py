@@ -8,9 +8,9 @@ sampling. Tokens of one text are more similar than that, so real drops are somew
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -122,9 +122,10 @@ def choice_probabilities(load: np.ndarray, num_selected: int) -> np.ndarray:
     ConfigError: an invalid load, or fewer experts than choices.
   """
   load = np.asarray(load, np.float64)
-  is_load = lambda load: (
-    load.ndim == 1 and np.all(np.isfinite(load)) and np.all(load >= 0) and load.sum() > 0
-  )
+
+  def is_load(load):
+    return load.ndim == 1 and np.all(np.isfinite(load)) and np.all(load >= 0) and load.sum() > 0
+
   checks.check(
     '',
     locals(),

@@ -13,14 +13,16 @@ expert are not supported.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+import zlib
 
 import numpy as np
 
 from moe import expert_state
-from moe.expert_state import PARAM_STATES, PARAM_TREES, Change
+from moe.expert_state import PARAM_STATES
+from moe.expert_state import PARAM_TREES
+from moe.expert_state import Change
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
@@ -142,7 +144,10 @@ def replicate(
     times=checks.number(at_least=1, integer=True),
     noise_stddev=checks.number(at_least=0),
   )
-  change = lambda layer, num_experts: Change.of_index(np.repeat(np.arange(num_experts), times))
+
+  def change(layer, num_experts):
+    return Change.of_index(np.repeat(np.arange(num_experts), times))
+
   result = change_experts(state, change, layers, optimizer_state=optimizer_state)
   if not noise_stddev:
     return result
@@ -208,9 +213,10 @@ def split(
         f'Cannot split {path} of shape {tuple(leaf.shape)} with slices={slices}: only kernels and biases of '
         'moe.ExpertMlp can be split, and slices must divide their hidden units.'
       )
-  change = lambda layer, num_experts: Change.of_index(
-    np.repeat(np.arange(num_experts), slices), slices
-  )
+
+  def change(layer, num_experts):
+    return Change.of_index(np.repeat(np.arange(num_experts), slices), slices)
+
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
 
 

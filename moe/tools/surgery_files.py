@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import logging
 import os
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -116,10 +116,12 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
       stack = own.split('/')[0]
     else:
       stack = None
-    wanted = lambda name, own=own, stack=stack: (
-      name == f'{_PREFIX}{own}{_LOAD}'
-      or (stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))
-    )
+
+    def wanted(name, own=own, stack=stack):
+      return name == f'{_PREFIX}{own}{_LOAD}' or (
+        stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD)
+      )
+
     loads = [values for line in lines for name, values in line.items() if wanted(name)]
     if not loads or any(np.shape(load) != (num_experts,) for load in loads):
       raise errors.CheckpointError(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from t5x_lite import checks, errors, multihost
-from t5x_lite.checkpoints import discovery, loading, options, train_states, transforms
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import multihost
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import loading
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import train_states
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import logging
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
-from t5x_lite import errors, files, multihost
-from t5x_lite.checkpoints import discovery, manifest, options, sources
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import sources
 
 _logger = logging.getLogger(__name__)
 

@@ -8,19 +8,24 @@ complete checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import json
 import logging
 import pathlib
 import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from t5x_lite import errors, files, multihost, untrusted
-from t5x_lite.checkpoints import discovery, manifest, store_io
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite import untrusted
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import store_io
 
 _logger = logging.getLogger(__name__)
 

@@ -6,13 +6,15 @@ are errors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite.checkpoints import checkpointer, manager_interface, options
+from t5x_lite.checkpoints import checkpointer
+from t5x_lite.checkpoints import manager_interface
+from t5x_lite.checkpoints import options
 
 Checkpointer = checkpointer.Checkpointer
 OrbaxCheckpointManagerInterface = manager_interface.OrbaxCheckpointManagerInterface

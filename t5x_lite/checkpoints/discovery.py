@@ -16,6 +16,7 @@ object INCOMPLETE is written, which distinguishes remains from checkpoints of ot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 import logging
 import os
@@ -23,9 +24,11 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Sequence
 
-from t5x_lite import checks, errors, files, untrusted
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import untrusted
 
 _logger = logging.getLogger(__name__)
 
@@ -108,9 +111,8 @@ def hint(path: PathLike) -> str:
     not root.exists()
     and _HUB_NAME_RE.fullmatch(os.fspath(path))
     and not is_checkpoint_dir_name(path)
-  ):
-    if '/' not in os.fspath(path) or not root.parent.exists():
-      return f' If it is the name of a model: {_download_remedy(os.fspath(path))}'
+  ) and ('/' not in os.fspath(path) or not root.parent.exists()):
+    return f' If it is the name of a model: {_download_remedy(os.fspath(path))}'
   return ''
 
 

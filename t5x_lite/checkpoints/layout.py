@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from t5x_lite.checkpoints import discovery, options, restore, sources, transforms
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import restore
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import changing
 from t5x_lite.networks.t5_config import StackConfig
 

@@ -7,15 +7,16 @@ have `shape` and `dtype`, so that a state is compared with another one before va
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
 from t5x_lite import untrusted
-from t5x_lite.checkpoints import sources, state_io
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import state_io
 
 # Bytes of arrays that are in host memory at a time while they are read, computed and placed.
 _BATCH_BYTES = 2**28

@@ -16,10 +16,11 @@ import os
 import socket
 import threading
 import time
-import uuid
 from typing import Any
+import uuid
 
-from t5x_lite import errors, files
+from t5x_lite import errors
+from t5x_lite import files
 
 _logger = logging.getLogger(__name__)
 
@@ -289,8 +290,9 @@ def _machine() -> str | None:
 
 
 def _open(folder: files.Path) -> Any:
-  from t5x_lite import object_store
   import tensorstore  # takes 0.1 s
+
+  from t5x_lite import object_store
 
   # Few retries: the thread tries again anyway, and must notice that the lease is getting old.
   retries = {'max_retries': 3, 'initial_delay': '500ms', 'max_delay': '2s'}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import enum
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from flax import serialization
 
-from t5x_lite import checks, errors, files
-from t5x_lite.checkpoints import discovery, options, restore, sources, transforms
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import restore
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.compat import names as t5x_names
 
@@ -177,8 +183,8 @@ def get_restore_parameters(directory: discovery.PathLike, structure: Any) -> Any
   Returns:
     A tree like `structure` of `orbax.checkpoint.type_handlers.ParamInfo`; empty nodes stay.
   """
-  import orbax.checkpoint as ocp
   from etils import epath
+  import orbax.checkpoint as ocp
 
   handlers = ocp.type_handlers
   root = epath.Path(directory)

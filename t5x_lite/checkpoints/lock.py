@@ -20,8 +20,11 @@ import zlib
 import jax
 import numpy as np
 
-from t5x_lite import errors, files, multihost
-from t5x_lite.checkpoints import discovery, lease
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import lease
 
 LOCK_FILENAME = '.lock'
 

@@ -7,6 +7,7 @@ or `close` raises errors of the background thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import functools
@@ -18,29 +19,30 @@ import re
 import shutil
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+import uuid
 
 import jax
 import numpy as np
 
-from t5x_lite import checks, errors, files, multihost
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import (
-  choice,
-  discovery,
-  manifest,
-  options,
-  policies,
-  retention,
-  state_io,
-  store_io,
-)
-from t5x_lite.checkpoints import store_save, transforms
+from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lock as lock_lib
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import policies
 from t5x_lite.checkpoints import restore as restore_lib
+from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool as spool_lib
+from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints import store_io
+from t5x_lite.checkpoints import store_save
+from t5x_lite.checkpoints import transforms
 
 _logger = logging.getLogger(__name__)
 # After a failure TensorStore's threads may still create folders for this time.

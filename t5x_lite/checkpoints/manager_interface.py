@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+import os
 from typing import Any, NoReturn, Protocol
 
 from t5x_lite import files
-from t5x_lite.checkpoints import (
-  checkpointer,
-  discovery,
-  loading,
-  options,
-  policies,
-  train_states,
-  transforms,
-)
+from t5x_lite.checkpoints import checkpointer
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import loading
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import policies
+from t5x_lite.checkpoints import train_states
+from t5x_lite.checkpoints import transforms
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
 

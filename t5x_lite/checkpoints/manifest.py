@@ -7,6 +7,7 @@ the interpreter lock meanwhile, and `sha256sum` can check a file.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -17,13 +18,16 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from t5x_lite import __version__, errors, files, multihost, untrusted
+from t5x_lite import __version__
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 
 FORMAT_VERSION = 1

@@ -3,14 +3,15 @@
 `config` derives the public configurations, whose documentation describes the fields.
 """
 
-import dataclasses
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
 from t5x_lite import checks
-from t5x_lite.checkpoints import discovery, transforms
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 
 RESTORE_MODES = ('specific', 'latest', 'all')

@@ -7,17 +7,16 @@ checkpoints to keep. A checkpoint is kept if any policy selects it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.checkpoints import options
-
 
 _COUNT = checks.number(at_least=1, integer=True)
 _STEP = checks.number(at_least=0, integer=True)

@@ -5,27 +5,29 @@ Checkpoints are verified, the result is compared with the target, and only the n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 import os
-import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+import urllib.parse
 
 import jax
 import jax.numpy as jnp
 
-from t5x_lite import checks, errors, files, tree_utils
-from t5x_lite.checkpoints import (
-  discovery,
-  lazy_arrays,
-  manifest,
-  options,
-  sources,
-  state_io,
-  transforms,
-)
-from t5x_lite.checkpoints.builders import base, chain
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import tree_utils
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import lazy_arrays
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.builders import base
+from t5x_lite.checkpoints.builders import chain
 from t5x_lite.formatting import first_names
 from t5x_lite.networks.t5_config import StackConfig
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import json
 import logging
-from collections.abc import Mapping, Sequence
 
-
-from t5x_lite import errors, files
-from t5x_lite.checkpoints import commit, discovery, manifest, policies
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import policies
 
 _logger = logging.getLogger(__name__)
 

@@ -8,18 +8,23 @@ The next run of the same command copies them to the store first. With several pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import contextlib
 import logging
 import os
 import pathlib
 import time
 import urllib.parse
-from collections.abc import Callable
 
 import jax
 
-from t5x_lite import checks, errors, files, multihost
-from t5x_lite.checkpoints import commit, discovery, manifest, store_io
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import manifest
 
 _logger = logging.getLogger(__name__)
 

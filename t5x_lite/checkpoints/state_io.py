@@ -6,6 +6,7 @@ any program with Orbax can read.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import itertools
@@ -15,15 +16,18 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, files, tree_utils, untrusted
-from t5x_lite.checkpoints import discovery, manifest, store_io
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import tree_utils
+from t5x_lite import untrusted
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import store_io
 
 # Weights hardly compress: zstd makes the files 8 % smaller and the write 50 % slower.
 HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
@@ -225,9 +229,11 @@ def read_shapes(directory: files.Path) -> dict[str, jax.ShapeDtypeStruct]:
     _check_sizes(directory, shapes, chunks)
     return shapes
   ocp = orbax()
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    with _explained(f'index of {str(directory)!r}'):
-      tree = checkpointer.metadata(directory).item_metadata.tree
+  with (
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+    _explained(f'index of {str(directory)!r}'),
+  ):
+    tree = checkpointer.metadata(directory).item_metadata.tree
   leaves = {
     name: leaf for name, leaf in tree_utils.flatten_dict(tree).items() if hasattr(leaf, 'shape')
   }
@@ -303,13 +309,15 @@ def read_arrays(
       return ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(dtype))
     return ocp.ArrayRestoreArgs(restore_type=jax.Array, dtype=np.dtype(dtype), sharding=sharding)
 
-  item = tree_utils.unflatten_dict({name: 0 for name in wanted})
+  item = tree_utils.unflatten_dict(dict.fromkeys(wanted, 0))
   args = tree_utils.unflatten_dict({name: restore_args(*how) for name, how in wanted.items()})
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    with _explained(f'data of {str(directory)!r}'):
-      tree = checkpointer.restore(
-        directory, args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
-      )
+  with (
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+    _explained(f'data of {str(directory)!r}'),
+  ):
+    tree = checkpointer.restore(
+      directory, args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+    )
   return tree_utils.flatten_dict(tree)
 
 

@@ -6,20 +6,21 @@ writes a separate database (OCDBT), and `merge` combines them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import errno
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from t5x_lite import errors, files, untrusted
-from t5x_lite.checkpoints import discovery
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import untrusted
 
 _INDEX = '_METADATA'
 _DATABASE = 'manifest.ocdbt'

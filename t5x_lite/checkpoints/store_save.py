@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
 
 import jax
 
-from t5x_lite import errors, files, multihost
-from t5x_lite.checkpoints import commit, restore, spool, state_io, store_io
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints import restore
+from t5x_lite.checkpoints import spool
+from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints import store_io
 
 _logger = logging.getLogger(__name__)
 

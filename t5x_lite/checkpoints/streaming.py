@@ -7,21 +7,27 @@ A custom handler gives Orbax the value of each leaf when it is written, so the f
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 import concurrent.futures
 import contextlib
 import functools
 import json
 import pathlib
 import threading
-import uuid
-from collections.abc import Callable, Mapping
 from typing import Any
+import uuid
 
 import numpy as np
 
-from t5x_lite import errors, files, tree_utils
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import tree_utils
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import discovery, lock, manifest, state_io, store_io
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import lock
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints import store_io
 
 # Small arrays are written together up to this size, which saves files; larger arrays are written separately.
 _GROUP_BYTES = 2**24

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from t5x_lite import checks, files, multihost
-from t5x_lite.checkpoints import (
-  choice,
-  discovery,
-  event_metrics,
-  loading,
-  manager,
-  options,
-  restore,
-  transforms,
-)
+from t5x_lite import checks
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite.checkpoints import choice
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import event_metrics
+from t5x_lite.checkpoints import loading
+from t5x_lite.checkpoints import manager
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import restore
+from t5x_lite.checkpoints import transforms
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState

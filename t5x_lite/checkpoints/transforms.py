@@ -8,17 +8,18 @@ and `dtype`, since renaming does not need values. A restore transform has T5X's 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, tree_utils
+from t5x_lite import errors
+from t5x_lite import tree_utils
 from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)

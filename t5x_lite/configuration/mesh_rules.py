@@ -13,13 +13,16 @@ from typing import Any
 
 import gin
 from gin import config_parser
-
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
-from t5x_lite.configuration.syntax import MESH_RULES, Binding, Import, Location, Text
+from t5x_lite.configuration.syntax import MESH_RULES
+from t5x_lite.configuration.syntax import Binding
+from t5x_lite.configuration.syntax import Import
+from t5x_lite.configuration.syntax import Location
+from t5x_lite.configuration.syntax import Text
 from t5x_lite.errors import ConfigError, did_you_mean
 
 _KEY = (MESH_RULES, 'gin.macro', 'value')

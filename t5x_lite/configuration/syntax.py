@@ -16,8 +16,8 @@ import tokenize
 from typing import Any
 
 from gin import config_parser
-
-from t5x_lite import checks, files
+from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.errors import ConfigError, did_you_mean
 
 # Left side of a binding: maybe/some/scope/module.Class.parameter, or the name of a macro.

@@ -18,22 +18,28 @@ the embedded tasks in seqio under the same names.
 """
 
 import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data import corpora, philox, span_corruption
+from t5x_lite.data import corpora
+from t5x_lite.data import philox
+from t5x_lite.data import span_corruption
 from t5x_lite.data.features import trim
-from t5x_lite.data.interfaces import MetricFn, identity_postprocess
-from t5x_lite.data.text_metrics import edit_similarity, exact_match
-from t5x_lite.data.vocabularies import ByteVocabulary, Vocabulary, sentinel_id
+from t5x_lite.data.interfaces import MetricFn
+from t5x_lite.data.interfaces import identity_postprocess
+from t5x_lite.data.text_metrics import edit_similarity
+from t5x_lite.data.text_metrics import exact_match
+from t5x_lite.data.vocabularies import ByteVocabulary
+from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 NOISE_DENSITY = 0.15

@@ -1,13 +1,13 @@
 """Options of a dataset: T5X's `DatasetConfig`."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
-from t5x_lite import checks, module_imports
+from t5x_lite import checks
+from t5x_lite import module_imports
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.data.sources import base
-from t5x_lite.errors import ConfigError
 
 _LENGTHS = checks.Expectation(
   "a mapping such as {'inputs': 512, 'targets': 114} to integers >= 1",

@@ -8,7 +8,9 @@ import numpy as np
 
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter
-from t5x_lite.data.interfaces import Example, ExampleSource, HostBatch
+from t5x_lite.data.interfaces import Example
+from t5x_lite.data.interfaces import ExampleSource
+from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.trimming import TrimmedExamples
 
 

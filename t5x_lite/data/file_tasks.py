@@ -15,28 +15,34 @@ A record is a mapping of names to values. Preprocessors transform it; then each 
 demand, so a split may be larger than the memory.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data import philox, span_corruption
-from t5x_lite.data.builtin_tasks import (
-  MEAN_NOISE_SPAN_LENGTH,
-  NOISE_DENSITY,
-  BuiltinTask,
-  ExampleTable,
-)
+from t5x_lite.data import philox
+from t5x_lite.data import span_corruption
+from t5x_lite.data.builtin_tasks import MEAN_NOISE_SPAN_LENGTH
+from t5x_lite.data.builtin_tasks import NOISE_DENSITY
+from t5x_lite.data.builtin_tasks import BuiltinTask
+from t5x_lite.data.builtin_tasks import ExampleTable
 from t5x_lite.data.features import trim
-from t5x_lite.data.interfaces import MetricFn, identity_postprocess
-from t5x_lite.data.records import JsonLines, Records, Where, find_files, parse_json, parse_record
+from t5x_lite.data.interfaces import MetricFn
+from t5x_lite.data.interfaces import identity_postprocess
+from t5x_lite.data.records import JsonLines
+from t5x_lite.data.records import Records
+from t5x_lite.data.records import Where
+from t5x_lite.data.records import find_files
+from t5x_lite.data.records import parse_json
+from t5x_lite.data.records import parse_record
 from t5x_lite.data.text_examples import as_ids
-from t5x_lite.data.vocabularies import Vocabulary, sentinel_id
+from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 FORMATS = ('jsonl', 'array_record')

@@ -1,20 +1,23 @@
 """Global arrays on the devices from each process's rows, prepared in the background during the training step."""
 
 import collections
+from collections.abc import Iterator, Mapping
 import json
 import logging
 import threading
-import weakref
-from collections.abc import Iterator, Mapping
 from typing import Any
+import weakref
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
+import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.positions import MAX_UNDELIVERED, RESTART_REMEDY
+from t5x_lite.data.interfaces import DataState
+from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.positions import MAX_UNDELIVERED
+from t5x_lite.data.positions import RESTART_REMEDY
 from t5x_lite.errors import DataError, DataUnavailableError
 
 # Time that saving and closing wait for a batch in preparation; shorter if an earlier wait for a batch timed out.

@@ -5,18 +5,19 @@ Our records are mappings from names to values, as UTF-8 JSON or msgpack; `write_
 `t5x_lite jsonl_to_array_record` write JSON.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t5x_lite import files
 from t5x_lite.data.local_copies import local_paths
-from t5x_lite.data.records import Records, reading
+from t5x_lite.data.records import Records
+from t5x_lite.data.records import reading
 from t5x_lite.errors import DataError, needs_packages
 
 with needs_packages(
@@ -25,8 +26,8 @@ with needs_packages(
   extra='grain',
   otherwise='read JSON lines with --gin.DATA_SOURCE=builtin',
 ):
-  import grain as grain
   from array_record.python import array_record_module
+  import grain as grain
 
 # Bytes at the beginning and at the end of a file, where the index is, for the fingerprint.
 _HASHED_BYTES = 1 << 16

@@ -14,15 +14,16 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from typing import Any
+import weakref
 
 from absl import flags
 
 from t5x_lite import compat
 from t5x_lite.data.grain_records import grain
 from t5x_lite.data.interfaces import HostBatch
-from t5x_lite.data.streams import PieceReader, Pieces
+from t5x_lite.data.streams import PieceReader
+from t5x_lite.data.streams import Pieces
 from t5x_lite.errors import DataError, T5xLiteError
 
 # Default number of pieces that are prepared in parallel, and pieces in the queue. A piece is a batch, or the rows of a

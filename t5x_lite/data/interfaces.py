@@ -1,8 +1,8 @@
 """Interfaces of data sources: host iterators, batches and tasks for evaluation, examples for inference."""
 
 import abc
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
 import logging
 from typing import Any
 

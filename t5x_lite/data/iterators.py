@@ -7,8 +7,12 @@ from typing import Any
 from t5x_lite import checks
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.feature_lengths import with_feature_lengths
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
-from t5x_lite.data.sources.base import DataSource, get_source
+from t5x_lite.data.interfaces import EvalBatches
+from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.data.interfaces import ExampleSource
+from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.sources.base import DataSource
+from t5x_lite.data.sources.base import get_source
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout

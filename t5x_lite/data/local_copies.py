@@ -1,6 +1,7 @@
 """Local copies of objects in stores, for files that are read at random positions, or by libraries without stores."""
 
 import atexit
+from collections.abc import Sequence
 import contextlib
 import fcntl
 import hashlib
@@ -10,7 +11,6 @@ import pathlib
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
 
 from t5x_lite import files
 from t5x_lite.errors import DataError

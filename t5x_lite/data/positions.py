@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data.interfaces import DataState, HostBatch
+from t5x_lite.data.interfaces import DataState
+from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.errors import DataError
 
 STATE_FILE = 'data_state.json'

@@ -8,12 +8,12 @@ lines and other kinds of files are errors before any computation. Array records 
 
 import abc
 import codecs
+from collections.abc import Iterator, Sequence
 import contextlib
 import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np

@@ -14,18 +14,20 @@ import numpy as np
 from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.interfaces import (
-  EvalBatches,
-  EvalTask,
-  HostBatch,
-  IndexedBatches,
-  OutputMetric,
-  batches_of_rows,
-  warn_of_omitted_tasks,
-)
+from t5x_lite.data.interfaces import EvalBatches
+from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.interfaces import IndexedBatches
+from t5x_lite.data.interfaces import OutputMetric
+from t5x_lite.data.interfaces import batches_of_rows
+from t5x_lite.data.interfaces import warn_of_omitted_tasks
 from t5x_lite.data.positions import shard_rows
-from t5x_lite.data.seqio_import import quiet, reading, seqio, tf
-from t5x_lite.data.seqio_source import convert, task_dataset
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import reading
+from t5x_lite.data.seqio_import import seqio
+from t5x_lite.data.seqio_import import tf
+from t5x_lite.data.seqio_source import convert
+from t5x_lite.data.seqio_source import task_dataset
 from t5x_lite.errors import DataError
 
 

@@ -17,15 +17,21 @@ import weakref
 
 from absl import logging as absl_logging
 
+from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.interfaces import EvalTask, warn_of_omitted_tasks
+from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.data.interfaces import warn_of_omitted_tasks
 from t5x_lite.data.positions import shard_rows
-from t5x_lite.data.seqio_evaluation import KINDS, make_eval_task
-from t5x_lite import checks
-from t5x_lite import files
-from t5x_lite.data.seqio_import import explained, quiet, reading, summary, tf
+from t5x_lite.data.seqio_evaluation import KINDS
+from t5x_lite.data.seqio_evaluation import make_eval_task
+from t5x_lite.data.seqio_import import explained
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import reading
+from t5x_lite.data.seqio_import import summary
+from t5x_lite.data.seqio_import import tf
 from t5x_lite.errors import ConfigError
 
 # Interval of the lines about reading that takes long.

@@ -1,7 +1,7 @@
 """Interactive examples with seqio: preprocessors of tf.data, Tasks of given examples, and examples of Tasks."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,10 @@ from t5x_lite import checks
 from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
 from t5x_lite.data import vocabularies
-from t5x_lite.data.seqio_import import explained, quiet, seqio, tf
+from t5x_lite.data.seqio_import import explained
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import seqio
+from t5x_lite.data.seqio_import import tf
 from t5x_lite.errors import ConfigError, DataError
 
 _SPLITS = ('train', 'validation')

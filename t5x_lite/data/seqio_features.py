@@ -1,8 +1,8 @@
 """Lookup of the names of a `DatasetConfig` in seqio: Task or Mixture, split, lengths, rates, and feature converter."""
 
+from collections.abc import Sequence
 import functools
 import importlib.util
-from collections.abc import Sequence
 from typing import Any
 
 from t5x_lite import checks
@@ -10,7 +10,8 @@ from t5x_lite.data import builtin_tasks
 from t5x_lite.data import features as features_lib
 from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.seqio_import import quiet, seqio
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import seqio
 from t5x_lite.errors import DataError, did_you_mean
 
 # Names that models give, and seqio's classes for them.

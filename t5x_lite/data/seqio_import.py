@@ -3,12 +3,12 @@
 The import takes about ten CPU-seconds, so modules that use this one are imported only when a run reads seqio data.
 """
 
+from collections.abc import Iterator
 import contextlib
 import os
 import re
-import warnings
-from collections.abc import Iterator
 from typing import Any
+import warnings
 
 from absl import logging
 

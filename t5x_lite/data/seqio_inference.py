@@ -1,8 +1,8 @@
 """Examples of seqio Tasks for inference, read as a stream since their number is unknown, and their texts."""
 
+from collections.abc import Iterator, Sequence
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,14 @@ from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.example_sources import task_identity
 from t5x_lite.data.features import check_lengths
-from t5x_lite.data.interfaces import Example, ExampleSource, HostBatch
-from t5x_lite.data.seqio_import import quiet, reading, tf
-from t5x_lite.data.seqio_source import convert, task_dataset
+from t5x_lite.data.interfaces import Example
+from t5x_lite.data.interfaces import ExampleSource
+from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import reading
+from t5x_lite.data.seqio_import import tf
+from t5x_lite.data.seqio_source import convert
+from t5x_lite.data.seqio_source import task_dataset
 
 
 def open_example_sources(cfg: DatasetConfig, feature_converter: Any) -> list[ExampleSource]:

@@ -15,7 +15,10 @@ from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import SplitLengths
-from t5x_lite.data.seqio_import import explained, quiet, reading, tf
+from t5x_lite.data.seqio_import import explained
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import reading
+from t5x_lite.data.seqio_import import tf
 from t5x_lite.data.seqio_source import task_dataset
 from t5x_lite.errors import ConfigError
 

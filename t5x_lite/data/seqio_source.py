@@ -12,9 +12,14 @@ from t5x_lite.data import positions
 from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.seqio_import import explained, quiet, reading, seqio, tf
+from t5x_lite.data.seqio_import import explained
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import reading
+from t5x_lite.data.seqio_import import seqio
+from t5x_lite.data.seqio_import import tf
 from t5x_lite.data.seqio_tf_data import TfDatasetIterator
-from t5x_lite.data.truncation import Truncation, sample_truncation
+from t5x_lite.data.truncation import Truncation
+from t5x_lite.data.truncation import sample_truncation
 from t5x_lite.errors import ConfigError
 
 _logger = logging.getLogger(__name__)

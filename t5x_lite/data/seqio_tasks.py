@@ -22,9 +22,13 @@ Importing this module registers the tasks. t5x_lite imports it when a run reads 
 
 import functools
 
-from t5x_lite.data import corpora, span_corruption
-from t5x_lite.data.seqio_import import quiet, seqio, tf
-from t5x_lite.data.text_metrics import edit_similarity, exact_match
+from t5x_lite.data import corpora
+from t5x_lite.data import span_corruption
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import seqio
+from t5x_lite.data.seqio_import import tf
+from t5x_lite.data.text_metrics import edit_similarity
+from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import needs_packages
 

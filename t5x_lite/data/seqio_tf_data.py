@@ -5,16 +5,20 @@ the prefetched batches that were not used.
 """
 
 import collections
+from collections.abc import Mapping, Sequence
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from t5x_lite.data import positions
-from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.seqio_import import quiet, summary, tf
+from t5x_lite.data.interfaces import DataState
+from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import summary
+from t5x_lite.data.seqio_import import tf
 from t5x_lite.errors import DataError, DataUnavailableError
 
 _TF_PREFIX = 'tf_iterator'

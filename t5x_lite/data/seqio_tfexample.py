@@ -1,9 +1,9 @@
 """Registration of a seqio Task for files of TFExamples with texts."""
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ from t5x_lite import checks
 from t5x_lite.data import records
 from t5x_lite.data import text_examples
 from t5x_lite.data.seqio_examples import as_seqio_vocabulary
-from t5x_lite.data.seqio_import import quiet, seqio, tf
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import seqio
+from t5x_lite.data.seqio_import import tf
 
 # File types and their readers. T5X's other types have no reader outside Google.
 _READERS = {'tfrecord': tf.data.TFRecordDataset}

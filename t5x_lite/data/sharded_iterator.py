@@ -1,7 +1,7 @@
 """Iterators of other packages as sources of a run, and T5X's functions for batches on devices."""
 
-from collections.abc import Iterator, Mapping, Sequence
 import collections
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import pathlib
 import tempfile
@@ -13,8 +13,11 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.data import positions
-from t5x_lite.data.global_batches import GlobalBatches, to_global_arrays
-from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
+from t5x_lite.data.global_batches import GlobalBatches
+from t5x_lite.data.global_batches import to_global_arrays
+from t5x_lite.data.interfaces import DataState
+from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.interfaces import HostIterator
 from t5x_lite.errors import DataError
 from t5x_lite.partitioning import DataLayout
 

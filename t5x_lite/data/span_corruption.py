@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data import features, philox
+from t5x_lite.data import features
+from t5x_lite.data import philox
 
 
 def random_spans_lengths(

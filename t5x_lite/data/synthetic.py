@@ -1,7 +1,7 @@
 """Random data of any shape, for benchmarks and for tests of a model without a dataset."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite.data import philox
 from t5x_lite.data.builtin_tasks import ExampleTable
-from t5x_lite.data.features import FeatureConverter, Row
+from t5x_lite.data.features import FeatureConverter
+from t5x_lite.data.features import Row
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.vocabularies import PassThroughVocabulary
 

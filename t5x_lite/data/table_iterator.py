@@ -6,8 +6,8 @@ change between runs.
 """
 
 import collections
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+import itertools
 from typing import Any
 
 import jax
@@ -17,17 +17,18 @@ from t5x_lite.data import positions
 from t5x_lite.data.builtin_tasks import ExampleTable
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter
-from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.streams import (
-  DirectReader,
-  MixtureStream,
-  PieceReader,
-  Pieces,
-  Stream,
-  TaskStream,
-)
+from t5x_lite.data.interfaces import DataState
+from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.streams import DirectReader
+from t5x_lite.data.streams import MixtureStream
+from t5x_lite.data.streams import PieceReader
+from t5x_lite.data.streams import Pieces
+from t5x_lite.data.streams import Stream
+from t5x_lite.data.streams import TaskStream
 from t5x_lite.data.trimming import TrimmedExamples
-from t5x_lite.data.truncation import Truncation, sample_truncation
+from t5x_lite.data.truncation import Truncation
+from t5x_lite.data.truncation import sample_truncation
 
 # Examples that are read together for the sample of trimmed ids.
 _NUM_READ = 16

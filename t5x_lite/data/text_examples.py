@@ -3,9 +3,9 @@
 Only preprocessors of tf.data need TensorFlow; they use `seqio_examples`.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -190,7 +190,7 @@ class ExampleReader:
         )
 
   def _completed(self, dicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{**{name: '' for name in self.features}, **example} for example in dicts]
+    return [{**dict.fromkeys(self.features, ''), **example} for example in dicts]
 
   def _finish(self, example: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the features of one example as ids, with their texts."""

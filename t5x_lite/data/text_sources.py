@@ -5,6 +5,7 @@ has the number of each unusable line, which is skipped.
 """
 
 import codecs
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import difflib
@@ -17,12 +18,12 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from t5x_lite import checks, files
+from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.data import text_examples
 from t5x_lite.data.builtin_tasks import append_eos_after_trim
 from t5x_lite.data.example_sources import ConvertedSource

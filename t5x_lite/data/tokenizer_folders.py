@@ -12,18 +12,18 @@ transformers `<extra_id_0>` is its first sentinel, and the published weights wer
 """
 
 import base64
+from collections.abc import Mapping
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from t5x_lite import checks, files, untrusted
-from t5x_lite.data.vocabularies import (
-  ByteVocabulary,
-  SentencePieceVocabulary,
-  Vocabulary,
-  sentencepiece_modules,
-)
+from t5x_lite import checks
+from t5x_lite import files
+from t5x_lite import untrusted
+from t5x_lite.data.vocabularies import ByteVocabulary
+from t5x_lite.data.vocabularies import SentencePieceVocabulary
+from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.data.vocabularies import sentencepiece_modules
 from t5x_lite.errors import ConfigError
 
 MODEL_FILE = 'spiece.model'

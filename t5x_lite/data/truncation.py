@@ -1,8 +1,8 @@
 """Statistics of trimmed training examples, of a sample at the start of a run."""
 
+from collections.abc import Iterable, Mapping
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def sample_truncation(
     The counts, or None without examples or lengths.
   """
   num_examples = 0
-  num_cut, num_tokens, num_lost = ({feature: 0 for feature in lengths} for _ in range(3))
+  num_cut, num_tokens, num_lost = (dict.fromkeys(lengths, 0) for _ in range(3))
   deadline = time.monotonic() + _MAX_SECONDS
   for example in examples if lengths else ():
     num_examples += 1

@@ -5,12 +5,13 @@ Models accept vocabularies of both packages: they use only `vocab_size`, `eos_id
 """
 
 import abc
+from collections.abc import Iterable, Sequence
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from t5x_lite import checks, files
+from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.errors import ConfigError, needs_packages
 
 PAD_ID = 0
@@ -202,8 +203,8 @@ def sentencepiece_modules() -> tuple[Any, Any, type[Exception]]:
     command='pip install sentencepiece protobuf',
     otherwise='use ByteVocabulary',
   ):
-    import sentencepiece
     from google.protobuf.message import DecodeError
+    import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
   return sentencepiece, sentencepiece_model_pb2, DecodeError
 

@@ -6,16 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from t5x_lite import checks
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import options
-from t5x_lite.decoding.state import (
-  NEG_INF_VALUE,
-  BeamState,
-  DecodingState,
-  TokensIdsToLogitsCallable,
-  declare,
-)
+from t5x_lite.decoding.state import NEG_INF_VALUE
+from t5x_lite.decoding.state import BeamState
+from t5x_lite.decoding.state import DecodingState
+from t5x_lite.decoding.state import TokensIdsToLogitsCallable
+from t5x_lite.decoding.state import declare
 from t5x_lite.decoding.topk import top_k_two_stage
 from t5x_lite.types import Array, ArrayLike
 

@@ -10,6 +10,7 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
+
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, PyTree
 
@@ -217,8 +218,11 @@ def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, 
 
   def by_index(x):
     check(x)
+
     # A map over the batch dim, instead of one gather from [batch, beam], keeps a sharded batch on its devices.
-    take = lambda beams, indices: jnp.take(beams, indices, axis=offset, mode='clip')
+    def take(beams, indices):
+      return jnp.take(beams, indices, axis=offset, mode='clip')
+
     return jax.vmap(take, in_axes=(offset, 0), out_axes=offset)(x, beam_indices)
 
   if one_hot:

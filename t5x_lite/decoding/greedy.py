@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+
 from t5x_lite import checks
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
 from t5x_lite.decoding import sampling
-from t5x_lite.decoding.state import Rows, TokensIdsToLogitsCallable, declare
+from t5x_lite.decoding.state import Rows
+from t5x_lite.decoding.state import TokensIdsToLogitsCallable
+from t5x_lite.decoding.state import declare
 from t5x_lite.types import Array
 
 

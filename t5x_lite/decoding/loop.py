@@ -5,16 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from t5x_lite.decoding.cache import like_cache
 from t5x_lite.decoding.options import is_end_token
-from t5x_lite.decoding.state import (
-  DecodingState,
-  LogitCallbackFn,
-  Rows,
-  SamplingLoopState,
-  StateCallbackFn,
-  TokensIdsToLogitsCallable,
-)
+from t5x_lite.decoding.state import DecodingState
+from t5x_lite.decoding.state import LogitCallbackFn
+from t5x_lite.decoding.state import Rows
+from t5x_lite.decoding.state import SamplingLoopState
+from t5x_lite.decoding.state import StateCallbackFn
+from t5x_lite.decoding.state import TokensIdsToLogitsCallable
 from t5x_lite.types import Array
 
 # (key, <float32>[rows, vocab] logits) -> (<int32>[rows] tokens, <float32>[rows] their log-probabilities).

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from t5x_lite import checks
 from t5x_lite.checks import Expectation
 from t5x_lite.types import Array

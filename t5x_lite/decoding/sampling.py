@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from t5x_lite import checks
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
-from t5x_lite.decoding.state import (
-  MIN_TEMPERATURE,
-  NEG_INF_VALUE,
-  LogitCallbackFn,
-  Rows,
-  StateCallbackFn,
-  TokensIdsToLogitsCallable,
-  declare,
-)
-from t5x_lite.decoding.topk import first_argmax, topk_mask, topp_mask
+from t5x_lite.decoding.state import MIN_TEMPERATURE
+from t5x_lite.decoding.state import NEG_INF_VALUE
+from t5x_lite.decoding.state import LogitCallbackFn
+from t5x_lite.decoding.state import Rows
+from t5x_lite.decoding.state import StateCallbackFn
+from t5x_lite.decoding.state import TokensIdsToLogitsCallable
+from t5x_lite.decoding.state import declare
+from t5x_lite.decoding.topk import first_argmax
+from t5x_lite.decoding.topk import topk_mask
+from t5x_lite.decoding.topk import topp_mask
 from t5x_lite.types import Array, ArrayLike
 
 _MIN_TEMPERATURE = float(MIN_TEMPERATURE)
@@ -246,7 +247,10 @@ def _mask(scaled: Array, topk: ArrayLike, topp: ArrayLike) -> Array:
   for limit, mask_fn in ((topk, topk_mask), (topp, topp_mask)):
     known = options.concrete(limit)
     if known is None:
-      masked = lambda mask_fn=mask_fn, limit=limit, x=scaled: mask_fn(x, limit, NEG_INF_VALUE)
+
+      def masked(mask_fn=mask_fn, limit=limit, x=scaled):
+        return mask_fn(x, limit, NEG_INF_VALUE)
+
       scaled = jax.lax.cond(limit > 0, masked, lambda x=scaled: x)
     elif known:
       scaled = mask_fn(scaled, limit, NEG_INF_VALUE)

@@ -1,12 +1,13 @@
 """States and signatures shared by decoding functions, their loops and callbacks, and the step of the network."""
 
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import flax
 import numpy as np
+
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from t5x_lite import checks
 from t5x_lite.decoding import options
 from t5x_lite.types import Array, ArrayLike

@@ -121,7 +121,7 @@ def by_length(
       num_ready = len(pool) // batch_size * batch_size
     ready = pool[:num_ready]
     carried = pool[num_ready:]
-    cuts = {**also, **{name: length for name in cut}}
+    cuts = {**also, **dict.fromkeys(cut, length)}
     planned += [PlannedBatch(indices, cuts) for indices in _padded_batches(ready, batch_size)]
   return planned[::-1]
 

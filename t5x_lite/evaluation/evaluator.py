@@ -380,19 +380,15 @@ def check_evaluator_cls(
       'num_examples': cfg.num_examples,
       'metric_fns': cfg.metric_fns,
     },
-    **{
-      'inference_evaluator_cls': checks.Expectation(
-        expectation, lambda _: not expectation, 'With None, t5x_lite computes the same metrics.'
-      ),
-      'num_examples': checks.Expectation(
-        'None with an inference_evaluator_cls',
-        lambda number: number is None,
-        'Set seqio.Evaluator.num_examples instead.',
-      ),
-      'metric_fns': checks.Expectation(
-        'None with an inference_evaluator_cls', lambda fns: fns is None
-      ),
-    },
+    inference_evaluator_cls=checks.Expectation(
+      expectation, lambda _: not expectation, 'With None, t5x_lite computes the same metrics.'
+    ),
+    num_examples=checks.Expectation(
+      'None with an inference_evaluator_cls',
+      lambda number: number is None,
+      'Set seqio.Evaluator.num_examples instead.',
+    ),
+    metric_fns=checks.Expectation('None with an inference_evaluator_cls', lambda fns: fns is None),
   )
 
 

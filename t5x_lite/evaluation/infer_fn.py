@@ -15,7 +15,6 @@ from t5x_lite.errors import DataError
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch, PyTree
 
-
 _PAIR = checks.Expectation(
   'pairs (index, example)',
   lambda pair: isinstance(pair, (tuple, list)) and len(pair) == 2,

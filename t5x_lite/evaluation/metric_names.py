@@ -8,7 +8,8 @@ import warnings
 import clu.values
 import numpy as np
 
-from t5x_lite import checks, data
+from t5x_lite import checks
+from t5x_lite import data
 from t5x_lite.errors import ConfigError, did_you_mean
 
 TRAINING_EVAL = 'training_eval'

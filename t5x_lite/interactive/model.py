@@ -10,12 +10,12 @@
 only for preprocessors of tf.data and for the functions of seqio's Tasks.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import enum
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import clu.values
@@ -35,16 +35,16 @@ from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.data import text_examples
-from t5x_lite.data.text_examples import TextExample, map_over_examples, over_examples
+from t5x_lite.data.text_examples import TextExample
+from t5x_lite.data.text_examples import map_over_examples
+from t5x_lite.data.text_examples import over_examples
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.interactive import texts as text_inference
-from t5x_lite.interactive.tasks import (
-  T5XScriptType,
-  get_batches_from_seqio,
-  get_dataset_from_natural_text_examples,
-  get_gin_config_from_interactive_model,
-  get_seqio_task_from_examples,
-)
+from t5x_lite.interactive.tasks import T5XScriptType
+from t5x_lite.interactive.tasks import get_batches_from_seqio
+from t5x_lite.interactive.tasks import get_dataset_from_natural_text_examples
+from t5x_lite.interactive.tasks import get_gin_config_from_interactive_model
+from t5x_lite.interactive.tasks import get_seqio_task_from_examples
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch, PyTree
 

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x_lite.apps.common.flags import NO_CACHE
-from t5x_lite.apps.common.runs import ENTRY, find_run, load_run
+from t5x_lite.apps.common.runs import ENTRY
+from t5x_lite.apps.common.runs import find_run
+from t5x_lite.apps.common.runs import load_run
 from t5x_lite.interactive.model import InteractiveModel
 
 

@@ -1,7 +1,7 @@
 """T5X's functions between notebooks and commands: seqio Tasks from examples, examples from Tasks, and gin files."""
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
+import enum
 from typing import Any
 
 from t5x_lite.data import text_examples

@@ -1,22 +1,26 @@
 """Multi-head attention with T5's parameters, and caches for decoding."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
+import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import beam_cache
 from t5x_lite.layers.attention_kernels import dot_product_attention
-from t5x_lite.layers.dense import DenseGeneral, Initializer
-from t5x_lite.layers.masks import AttentionBias, causal_bias, mask_to_bias, rows_at
+from t5x_lite.layers.dense import DenseGeneral
+from t5x_lite.layers.dense import Initializer
+from t5x_lite.layers.masks import AttentionBias
+from t5x_lite.layers.masks import causal_bias
+from t5x_lite.layers.masks import mask_to_bias
+from t5x_lite.layers.masks import rows_at
 
 # (queries or keys <dtype>[batch, length, heads, head_dim], positions int32 [batch or 1, length]) -> queries or keys of
 # the same shape with encoded positions.

@@ -1,21 +1,23 @@
 """Dot-product attention, without scaling, and the choice of its kernel."""
 
+from collections.abc import Iterator
 import contextlib
 import contextvars
-from collections.abc import Iterator
 import logging
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
-from t5x_lite.layers import fused_attention, platforms
+from t5x_lite.layers import fused_attention
+from t5x_lite.layers import platforms
 from t5x_lite.layers.blockwise import blockwise_attention
-from t5x_lite.layers.masks import AttentionBias, sum_over_batch
+from t5x_lite.layers.masks import AttentionBias
+from t5x_lite.layers.masks import sum_over_batch
 
 # 'dot' is two einsums around a softmax and 'blockwise' the same in blocks, for every backend; 'cudnn' is NVIDIA's fused
 # kernel and 'splash' JAX's for TPUs. 'auto' is a fused kernel where it computes the same result, else 'blockwise' for

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x_lite.layers.masks import AttentionBias, mask_to_bias
+from t5x_lite.layers.masks import AttentionBias
+from t5x_lite.layers.masks import mask_to_bias
 
 
 def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:

@@ -15,13 +15,17 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+import numpy as np
 
 from t5x_lite.layers import platforms
-from t5x_lite.layers.masks import NO_KEY, NO_QUERY, AttentionBias, expand_diagonals, sum_over_batch
+from t5x_lite.layers.masks import NO_KEY
+from t5x_lite.layers.masks import NO_QUERY
+from t5x_lite.layers.masks import AttentionBias
+from t5x_lite.layers.masks import expand_diagonals
+from t5x_lite.layers.masks import sum_over_batch
 from t5x_lite.layers.shards import on_each_device
 from t5x_lite.types import PyTree
 
@@ -360,9 +364,12 @@ def _sum_diagonals(scores: jax.Array) -> jax.Array:
 
 def _row(bias: _Bias, row: jax.Array) -> _Bias:
   """Return the bias of one row of the batch."""
-  cut = lambda array: (
-    array if array is None or array.shape[0] == 1 else lax.dynamic_slice_in_dim(array, row, 1, 0)
-  )
+
+  def cut(array):
+    return (
+      array if array is None or array.shape[0] == 1 else lax.dynamic_slice_in_dim(array, row, 1, 0)
+    )
+
   return _Bias(bias.distances, *(jax.tree.map(cut, part) for part in bias[1:]))
 
 
@@ -412,9 +419,13 @@ _HEADS_FIRST = 'bh..'
 
 def _bias_dims(bias: _Bias) -> _Bias:
   """Return the dims of the arrays of a bias for `on_each_device`."""
-  of_array = lambda array: (
-    ''.join('.' if size == 1 else name for name, size in zip('bh', array.shape)) + '..'
-  )
+
+  def of_array(array):
+    return (
+      ''.join('.' if size == 1 else name for name, size in zip('bh', array.shape, strict=False))
+      + '..'
+    )
+
   return _Bias(
     None if bias.distances is None else 'h.',
     tuple(map(of_array, bias.arrays)),

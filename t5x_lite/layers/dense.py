@@ -1,16 +1,16 @@
 """Linear projections without bias, over one or several dims at once."""
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
+import jax
 from jax import lax
+import jax.numpy as jnp
 
 Initializer = Callable[..., jax.Array]
 

@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
+import jax
 from jax import lax
+import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite.layers.dense import Initializer

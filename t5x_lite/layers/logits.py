@@ -4,13 +4,15 @@ import functools
 from typing import Any
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import flax.struct
 import jax
-import jax.numpy as jnp
-from flax.linen import partitioning as nn_partitioning
 from jax import lax
+import jax.numpy as jnp
 
-from t5x_lite.layers.dense import Initializer, default_kernel_init, operand_dtype
+from t5x_lite.layers.dense import Initializer
+from t5x_lite.layers.dense import default_kernel_init
+from t5x_lite.layers.dense import operand_dtype
 
 
 @flax.struct.dataclass

@@ -10,8 +10,8 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError

@@ -1,18 +1,20 @@
 """Feed-forward block of a layer."""
 
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
+import jax
 from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from t5x_lite import checks
-from t5x_lite.layers.dense import DenseGeneral, Initializer, default_kernel_init
+from t5x_lite.layers.dense import DenseGeneral
+from t5x_lite.layers.dense import Initializer
+from t5x_lite.layers.dense import default_kernel_init
 
 # Activations by their names in T5 configurations. `gelu` is the tanh approximation, as in T5 1.1.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {

@@ -8,7 +8,8 @@ import dataclasses
 import flax.linen as nn
 import jax
 
-from t5x_lite.layers import attention, dense
+from t5x_lite.layers import attention
+from t5x_lite.layers import dense
 from t5x_lite.layers.dense import Initializer
 
 

@@ -7,15 +7,16 @@ import math
 from typing import Any
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen import partitioning as nn_partitioning
-from jax import lax
 
 from t5x_lite.layers.dense import Initializer
 from t5x_lite.layers.embedding import default_embedding_init
-from t5x_lite.layers.masks import DistanceBias, expand_diagonals
+from t5x_lite.layers.masks import DistanceBias
+from t5x_lite.layers.masks import expand_diagonals
 
 
 def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:

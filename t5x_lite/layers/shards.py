@@ -4,8 +4,8 @@ from collections.abc import Callable
 import math
 from typing import Any
 
-import jax
 from flax.linen import partitioning as nn_partitioning
+import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import errors

@@ -7,6 +7,7 @@ from typing import Any
 from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
+
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import metrics as metrics_lib

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import losses

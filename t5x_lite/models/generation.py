@@ -6,12 +6,13 @@ import inspect
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import errors
-from t5x_lite.models.base import FlaxMutables, apply_module
+from t5x_lite.models.base import FlaxMutables
+from t5x_lite.models.base import apply_module
 from t5x_lite.networks.network import Network
 from t5x_lite.types import Array, Batch, Params
 

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 from flax.linen import partitioning as nn_partitioning
+import jax
 import jax.numpy as jnp
 
 from t5x_lite import checks

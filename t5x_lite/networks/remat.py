@@ -4,16 +4,17 @@ A policy says which results of a layer are stored for its backward pass, which c
 2016, https://arxiv.org/abs/1604.06174, section 3. Layers name their results with `jax.ad_checkpoint.checkpoint_name`.
 """
 
+from collections.abc import Callable, Sequence
 import functools
 import logging
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import ad_checkpoint
+import jax.numpy as jnp
 
-from t5x_lite import checks, layers
+from t5x_lite import checks
+from t5x_lite import layers
 
 PyTree = Any
 

@@ -8,7 +8,11 @@ import dataclasses
 from t5x_lite import checks
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.networks import t5_config
-from t5x_lite.networks.t5 import Decoder, DecoderLayer, Encoder, EncoderLayer, Transformer
+from t5x_lite.networks.t5 import Decoder
+from t5x_lite.networks.t5 import DecoderLayer
+from t5x_lite.networks.t5 import Encoder
+from t5x_lite.networks.t5 import EncoderLayer
+from t5x_lite.networks.t5 import Transformer
 
 __all__ = ['Decoder', 'DecoderLayer', 'Encoder', 'EncoderLayer', 'T5Config', 'Transformer']
 

@@ -10,22 +10,25 @@ Layers are applied as functions of their variables, which are read from and writ
 the stack. So every collection (parameters, their axes, caches, intermediates) keeps the variables of each layer.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
-from jax import ad_checkpoint, lax
+import jax
+from jax import ad_checkpoint
+from jax import lax
+import jax.numpy as jnp
 
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.remat import remat
-from t5x_lite.networks.segments import Segment, find_segments, kinds_of
+from t5x_lite.networks.segments import Segment
+from t5x_lite.networks.segments import find_segments
+from t5x_lite.networks.segments import kinds_of
 
 PyTree = Any
 Variables = dict[str, PyTree]

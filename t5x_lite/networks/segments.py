@@ -1,7 +1,7 @@
 """Division of a sequence of layers of several kinds into segments that can run as loops."""
 
-import functools
 from collections.abc import Hashable, Sequence
+import functools
 from typing import NamedTuple
 
 

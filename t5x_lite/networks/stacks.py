@@ -1,39 +1,40 @@
 """Encoder and decoder stacks (embedding, layers, norm, cache, logits), and the base class of networks made of them."""
 
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_lite import checks, layers
+from t5x_lite import checks
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import scan
 from t5x_lite.networks.network import Network
-from t5x_lite.networks.segments import find_segments, kinds_of
-from t5x_lite.networks.t5_blocks import (
-  NO_CACHE,
-  RELATIVE_POSITIONS,
-  AttentionFn,
-  CacheUse,
-  DecoderLayer,
-  EncoderLayer,
-  FeedForwardFn,
-  PositionEncoding,
-  TokenFeedForwardFactory,
-  Tokens,
-  constrain_activations,
-  dense_everywhere,
-  feed_forward_factories,
-  t5_attention,
-  t5_attention_everywhere,
-  token_embedding,
-)
-from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
+from t5x_lite.networks.segments import find_segments
+from t5x_lite.networks.segments import kinds_of
+from t5x_lite.networks.t5_blocks import NO_CACHE
+from t5x_lite.networks.t5_blocks import RELATIVE_POSITIONS
+from t5x_lite.networks.t5_blocks import AttentionFn
+from t5x_lite.networks.t5_blocks import CacheUse
+from t5x_lite.networks.t5_blocks import DecoderLayer
+from t5x_lite.networks.t5_blocks import EncoderLayer
+from t5x_lite.networks.t5_blocks import FeedForwardFn
+from t5x_lite.networks.t5_blocks import PositionEncoding
+from t5x_lite.networks.t5_blocks import TokenFeedForwardFactory
+from t5x_lite.networks.t5_blocks import Tokens
+from t5x_lite.networks.t5_blocks import constrain_activations
+from t5x_lite.networks.t5_blocks import dense_everywhere
+from t5x_lite.networks.t5_blocks import feed_forward_factories
+from t5x_lite.networks.t5_blocks import t5_attention
+from t5x_lite.networks.t5_blocks import t5_attention_everywhere
+from t5x_lite.networks.t5_blocks import token_embedding
+from t5x_lite.networks.t5_config import RELPOS_FIELDS
+from t5x_lite.networks.t5_config import StackConfig
 
 
 def layer_tree(config: StackConfig, stack: str) -> scan.LayerTree:

@@ -9,26 +9,31 @@ import jax
 
 from t5x_lite import layers
 from t5x_lite.networks import stacks
-from t5x_lite.networks.masked import Decoder, DecoderLayer, EncoderLayer
-from t5x_lite.networks.stacks import Encoder, EncoderOutput, StackNetwork, layer_tree
-from t5x_lite.networks.t5_blocks import (
-  RELATIVE_POSITIONS,
-  AttentionFactory,
-  AttentionFn,
-  CacheUse,
-  FeedForward,
-  FeedForwardFactory,
-  FeedForwardFn,
-  PositionEncoding,
-  TokenFeedForwardFactory,
-  Tokens,
-  dense_everywhere,
-  dense_feed_forward,
-  t5_attention,
-  t5_attention_everywhere,
-  token_embedding,
-)
-from t5x_lite.networks.t5_config import PARAM_LAYOUTS, RELPOS_BIAS_TABLES, T5Config
+from t5x_lite.networks.masked import Decoder
+from t5x_lite.networks.masked import DecoderLayer
+from t5x_lite.networks.masked import EncoderLayer
+from t5x_lite.networks.stacks import Encoder
+from t5x_lite.networks.stacks import EncoderOutput
+from t5x_lite.networks.stacks import StackNetwork
+from t5x_lite.networks.stacks import layer_tree
+from t5x_lite.networks.t5_blocks import RELATIVE_POSITIONS
+from t5x_lite.networks.t5_blocks import AttentionFactory
+from t5x_lite.networks.t5_blocks import AttentionFn
+from t5x_lite.networks.t5_blocks import CacheUse
+from t5x_lite.networks.t5_blocks import FeedForward
+from t5x_lite.networks.t5_blocks import FeedForwardFactory
+from t5x_lite.networks.t5_blocks import FeedForwardFn
+from t5x_lite.networks.t5_blocks import PositionEncoding
+from t5x_lite.networks.t5_blocks import TokenFeedForwardFactory
+from t5x_lite.networks.t5_blocks import Tokens
+from t5x_lite.networks.t5_blocks import dense_everywhere
+from t5x_lite.networks.t5_blocks import dense_feed_forward
+from t5x_lite.networks.t5_blocks import t5_attention
+from t5x_lite.networks.t5_blocks import t5_attention_everywhere
+from t5x_lite.networks.t5_blocks import token_embedding
+from t5x_lite.networks.t5_config import PARAM_LAYOUTS
+from t5x_lite.networks.t5_config import RELPOS_BIAS_TABLES
+from t5x_lite.networks.t5_config import T5Config
 
 __all__ = [
   'AttentionFactory',

@@ -1,17 +1,18 @@
 """Layers of T5 stacks, with attention, position encoding and feed-forward blocks as arguments."""
 
 import abc
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import flax
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as nn_partitioning
 
-from t5x_lite import checks, layers
+from t5x_lite import checks
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.t5_config import StackConfig
 

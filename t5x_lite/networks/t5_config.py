@@ -1,14 +1,16 @@
 """Hyper-parameters of networks of T5's layers: common ones, and those of each architecture."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from t5x_lite import checks
-from t5x_lite.layers import ATTENTION_KERNELS, activation_fn
-from t5x_lite.networks.remat import REMAT_POLICIES, RESULT_NAMES
+from t5x_lite.layers import ATTENTION_KERNELS
+from t5x_lite.layers import activation_fn
+from t5x_lite.networks.remat import REMAT_POLICIES
+from t5x_lite.networks.remat import RESULT_NAMES
 
 # Layouts of the parameter tree, those of T5X's `examples/t5` and `examples/scalable_t5`.
 PARAM_LAYOUTS = ('t5', 'scalable_t5')

@@ -9,12 +9,14 @@ import dataclasses
 import math
 import re
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import tree_utils
-from t5x_lite.formatting import format_bytes, format_table
+from t5x_lite.formatting import format_bytes
+from t5x_lite.formatting import format_table
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.types import LogicalAxisRules, PyTree
 
@@ -174,7 +176,7 @@ class ShardingReport:
           if decision.mesh_axis is None
           else rules_lib.format_mesh_axis(decision.mesh_axis)
         )
-        for decision, size in zip(row.decisions, row.shape)
+        for decision, size in zip(row.decisions, row.shape, strict=False)
         if decision.indivisible
       ]
       lines.append(f'  {name} ({_format_shape(row.shape)}): {", ".join(dims)}')
@@ -406,7 +408,7 @@ def _make_row(
   spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
   shard_shape = tuple(
     size // rules_lib.num_shards(entry, mesh.shape)
-    for size, entry in zip(shape, tuple(spec) or (None,) * len(shape))
+    for size, entry in zip(shape, tuple(spec) or (None,) * len(shape), strict=False)
   )
   used = {axis for entry in spec for axis in rules_lib.axes_of(entry)}
   free = tuple(axis for axis, size in mesh.shape.items() if axis not in used and size > 1)

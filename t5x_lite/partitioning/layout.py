@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from t5x_lite import errors

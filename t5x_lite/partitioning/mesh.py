@@ -11,12 +11,15 @@ import math
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
+from jax.sharding import Mesh
 import numpy as np
 
-from t5x_lite import checks, errors
+from t5x_lite import checks
+from t5x_lite import errors
 from t5x_lite.partitioning import tiles
-from t5x_lite.partitioning.tiles import HardwareMesh, is_in_torus
+from t5x_lite.partitioning.tiles import HardwareMesh
+from t5x_lite.partitioning.tiles import is_in_torus
 
 # Axes of a mesh that spans several slices (ICI within a slice, DCN between slices).
 HYBRID_AXIS_NAMES = ('replica', 'data', 'model')

@@ -16,19 +16,22 @@ from typing import Any
 from flax.linen import partitioning as flax_partitioning
 import jax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+from jax.sharding import Sharding
 import numpy as np
 
-from t5x_lite import checks, errors
+from t5x_lite import checks
 from t5x_lite import multihost
 from t5x_lite import tree_utils
 from t5x_lite.partitioning import explain as explain_lib
 from t5x_lite.partitioning import layout
 from t5x_lite.partitioning import mesh as mesh_lib
 from t5x_lite.partitioning import rules as rules_lib
-from t5x_lite.partitioning.chunks import LocalChunker, LocalChunkInfo
+from t5x_lite.partitioning.chunks import LocalChunker
+from t5x_lite.partitioning.chunks import LocalChunkInfo
 from t5x_lite.types import ChoosesMesh, LogicalAxisRules, PyTree
-
 
 _logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ import itertools
 import jax
 from jax.sharding import PartitionSpec
 
-from t5x_lite import checks, errors
+from t5x_lite import checks
+from t5x_lite import errors
 from t5x_lite.types import LogicalAxisRules
 
 # A mesh axis, a tuple of mesh axes (the dim is sharded over their product), or None (replicated).
@@ -287,7 +288,7 @@ def with_optimizer_rules(
   (('optimizer_stack', ('data',)),)
   """
   known = {logical_axis for logical_axis, _ in rules}
-  for axis, size in zip(logical_axes, shape):
+  for axis, size in zip(logical_axes, shape, strict=False):
     if axis == STACK_AXIS and axis not in known:
       choices = [
         axes
@@ -341,7 +342,7 @@ def check_divisible(
     logical_axes: the logical axes that led to `spec`, for errors.
   """
   check_mesh_axes(name, spec, mesh_shape)
-  for dim, (size, entry) in enumerate(zip(shape, spec)):
+  for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
     pieces = num_shards(entry, mesh_shape)
     if size % pieces:
       if logical_axes is not None and logical_axes[dim] is not None:

@@ -6,7 +6,8 @@ import math
 import jax
 import numpy as np
 
-from t5x_lite import checks, errors
+from t5x_lite import checks
+from t5x_lite import errors
 
 # (x, y, z, core) on TPU, (process, local device) elsewhere.
 HardwareMesh = tuple[int, int, int, int] | tuple[int, int]
@@ -64,7 +65,7 @@ def tile_slice(
   if all(extent == 1 for extent in tile):  # T5X's four extents on other devices than TPUs
     tile = (1,) * len(grid_shape)
   if len(tile) != len(grid_shape) or any(
-    extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)
+    extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape, strict=False)
   ):
     raise checks.invalid(
       '',

@@ -27,14 +27,12 @@ from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.runtime import cluster_environment as names
 from t5x_lite.runtime import connections
 from t5x_lite.runtime import monitor as monitor_lib
-from t5x_lite.runtime.cluster_environment import (
-  ADDRESS,
-  COUNT,
-  INDEX,
-  LAUNCHED,
-  LOCAL_DEVICES,
-  MODES,
-)
+from t5x_lite.runtime.cluster_environment import ADDRESS
+from t5x_lite.runtime.cluster_environment import COUNT
+from t5x_lite.runtime.cluster_environment import INDEX
+from t5x_lite.runtime.cluster_environment import LAUNCHED
+from t5x_lite.runtime.cluster_environment import LOCAL_DEVICES
+from t5x_lite.runtime.cluster_environment import MODES
 
 # JAX aborts processes, with a stack of C++, after these seconds more than we wait.
 _JAX_MARGIN = 30

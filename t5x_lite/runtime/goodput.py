@@ -5,7 +5,8 @@ import dataclasses
 from typing import Any
 
 from t5x_lite.formatting import format_duration
-from t5x_lite.runtime.events import Event, PHASES
+from t5x_lite.runtime.events import PHASES
+from t5x_lite.runtime.events import Event
 
 # Shares of the time of a run, and their names for people.
 SHARES: Mapping[str, str] = {

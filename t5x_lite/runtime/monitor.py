@@ -23,9 +23,12 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from t5x_lite.errors import ExitCode, is_of_other_process, StoppedOnSignalError
-from t5x_lite.runtime.connections import is_connection_error, returns_within, Store
-from t5x_lite.runtime.failure import describe_error, Failure
+from t5x_lite.errors import ExitCode, StoppedOnSignalError, is_of_other_process
+from t5x_lite.runtime.connections import Store
+from t5x_lite.runtime.connections import is_connection_error
+from t5x_lite.runtime.connections import returns_within
+from t5x_lite.runtime.failure import Failure
+from t5x_lite.runtime.failure import describe_error
 from t5x_lite.runtime.stacks import print_stacks
 from t5x_lite.runtime.stop_agreement import StopAgreement
 from t5x_lite.runtime.watchdog import awake_seconds
@@ -311,7 +314,7 @@ class Monitor:
     if self.process and not returns_within(_CALL_SECONDS, self._read_beats):
       return ''
     groups: dict[tuple[int, str], list[tuple[int, float]]] = {}
-    for process, (beat, at) in sorted(list(self._beats.items())):
+    for process, (beat, at) in sorted(self._beats.items()):
       step = -1 if beat['step'] is None else beat['step']
       groups.setdefault((step, beat['phase']), []).append(
         (process, beat['seconds'] + self._clock() - at)

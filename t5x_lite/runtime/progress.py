@@ -9,7 +9,8 @@ import sys
 import time
 from typing import TextIO
 
-from t5x_lite.formatting import format_duration, format_number
+from t5x_lite.formatting import format_duration
+from t5x_lite.formatting import format_number
 
 # Seconds between two updates of the line on a terminal.
 _REDRAW_SECONDS = 0.2

@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 
-from t5x_lite import checkpoints, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import tree_utils
 from tests.checkpoints import checkpoint_states as states
 
 Restore = checkpoints.RestoreCheckpointConfig

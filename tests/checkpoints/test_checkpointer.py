@@ -6,7 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, partitioning, summaries, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import partitioning
+from t5x_lite import summaries
+from t5x_lite import tree_utils
 from tests.checkpoints.sources import t5x_samples as samples
 
 

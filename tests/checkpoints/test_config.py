@@ -8,7 +8,9 @@ import typing
 import jax.numpy as jnp
 import pytest
 
-from t5x_lite import checkpoints, errors, gin_utils
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import gin_utils
 
 
 def test_t5x_positional_order():

@@ -2,7 +2,8 @@
 
 import tensorboardX.proto.event_pb2 as event_pb2
 
-from t5x_lite import checkpoints, summaries
+from t5x_lite import checkpoints
+from t5x_lite import summaries
 
 
 def write_event(path, step, **value):

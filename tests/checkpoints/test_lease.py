@@ -9,8 +9,11 @@ import time
 
 import pytest
 
-from t5x_lite import checkpoints, errors, files
-from t5x_lite.checkpoints import lease, lock
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite.checkpoints import lease
+from t5x_lite.checkpoints import lock
 
 _IN_USE = 'The directory is in use by {holder}.'
 _HOLD = """

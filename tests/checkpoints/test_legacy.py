@@ -6,7 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, partitioning, state_init
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import partitioning
+from t5x_lite import state_init
 from t5x_lite.checkpoints import legacy
 from tests.checkpoints import test_train_states
 

@@ -9,7 +9,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from t5x_lite import checkpoints, errors, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import tree_utils
 from t5x_lite.checkpoints import loading
 from tests.checkpoints import checkpoint_states as states
 from tests.checkpoints.sources import t5x_samples as samples

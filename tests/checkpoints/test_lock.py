@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from t5x_lite import checkpoints, errors
+from t5x_lite import checkpoints
+from t5x_lite import errors
 from t5x_lite.checkpoints import lock as lock_lib
 from tests import processes
 

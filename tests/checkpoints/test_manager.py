@@ -15,8 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, files, tree_utils
-from t5x_lite.checkpoints import manifest, state_io
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import tree_utils
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import state_io
 from tests.checkpoints import checkpoint_states as states
 
 Cfg = checkpoints.SaveCheckpointConfig

@@ -2,7 +2,9 @@
 
 import pytest
 
-from t5x_lite import checkpoints, errors, partitioning
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import partitioning
 from tests.checkpoints.test_train_states import make_state
 
 Interface = checkpoints.OrbaxCheckpointManagerInterface

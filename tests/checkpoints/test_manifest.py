@@ -11,7 +11,8 @@ import shutil
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors
+from t5x_lite import checkpoints
+from t5x_lite import errors
 from t5x_lite.checkpoints import manifest
 from tests.checkpoints import checkpoint_states as states
 

@@ -124,7 +124,10 @@ def test_retention_against_brute_force():
     30: {'acc': 0.9},
     40: {'loss': 1.0},
   }
-  best = lambda count, mode='max', spare=False: checkpoints.KeepBest(count, 'acc', mode, spare)
+
+  def best(count, mode='max', spare=False):
+    return checkpoints.KeepBest(count, 'acc', mode, spare)
+
   cases = [
     ([checkpoints.KeepAll()], [], []),
     ([checkpoints.KeepLast(2)], [], [0, 10, 20, 30]),

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors
+from t5x_lite import checkpoints
+from t5x_lite import errors
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import sources
 from tests import processes

@@ -5,7 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, files, object_store
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import object_store
 from t5x_lite.checkpoints import spool
 
 _CFG = checkpoints.SaveCheckpointConfig()
@@ -91,11 +94,11 @@ def test_an_old_or_a_damaged_one_is_not_copied(s3_store, tmp_path, monkeypatch, 
 def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):
   _keep(s3_store, tmp_path, 2, monkeypatch)
   monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
-  with s3_store.proxy.fault(name='manifest', method='P', status=503):
-    with pytest.raises(
-      errors.CheckpointError, match='could not be copied .* Run the command again'
-    ):
-      checkpoints.recover_spooled(str(tmp_path), s3_store.root)
+  with (
+    s3_store.proxy.fault(name='manifest', method='P', status=503),
+    pytest.raises(errors.CheckpointError, match='could not be copied .* Run the command again'),
+  ):
+    checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert list(checkpoints.all_steps(s3_store.root)) == []
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert _value(s3_store.root, 2) == 2

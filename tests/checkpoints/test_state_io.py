@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, optimizers, train_state, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import optimizers
+from t5x_lite import train_state
+from t5x_lite import tree_utils
 from t5x_lite.checkpoints import state_io
-from t5x_lite.networks import param_layouts, t5
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
 
 
 def config(layout):
@@ -134,9 +139,9 @@ def test_into_the_other_layout(variables, states, name, tmp_path):
     )
   )
   wanted = state_shapes(OPTIMIZERS[name](), shapes)
-  convert = lambda tree: param_layouts.convert(
-    jax.tree.map(np.asarray, tree), layout, other, config(other)
-  )
+
+  def convert(tree):
+    return param_layouts.convert(jax.tree.map(np.asarray, tree), layout, other, config(other))
 
   if name == 'adafactor':
     with pytest.raises(

@@ -7,8 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, files, object_store
-from t5x_lite.checkpoints import discovery, manifest, state_io, store_io, streaming
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import object_store
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints import store_io
+from t5x_lite.checkpoints import streaming
 
 _SAVE = checkpoints.SaveCheckpointConfig(keep=2)
 
@@ -160,9 +167,7 @@ def test_one_by_one(store):
   assert path == f'{store.root}/checkpoint_7'
   with pytest.raises(errors.CheckpointError, match='must be a new folder'):
     streaming.write_checkpoint(store.root, 7, state, state.__getitem__)
-  found = state_io.read_arrays(
-    state_io.state_dir(path), {name: (np.float32, None) for name in state}
-  )
+  found = state_io.read_arrays(state_io.state_dir(path), dict.fromkeys(state, (np.float32, None)))
   _check_equal(found, state)
 
   def fails(name):

@@ -10,8 +10,14 @@ import time
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, files, object_store
-from t5x_lite.checkpoints import commit, discovery, manifest, store_io
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import object_store
+from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import store_io
 
 _CFG = checkpoints.SaveCheckpointConfig()
 _KILLED = """
@@ -182,14 +188,14 @@ def test_metrics_of_a_resumed_run_that_the_store_did_not_take(s3_store, monkeypa
   file.append(b'1\n', at_once=True)
   file.close()
   resumed = files.appended(name)
-  with checkpoints.CheckpointManager(
-    s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)
-  ) as manager:
-    with s3_store.proxy.fault(name='checkpoint_|metrics', status=503):
-      resumed.append(b'2\n', at_once=True)
-      manager.save(1, _state(1))
-      with pytest.raises(errors.SaveError, match='kept in'):
-        manager.wait()
+  with (
+    checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager,
+    s3_store.proxy.fault(name='checkpoint_|metrics', status=503),
+  ):
+    resumed.append(b'2\n', at_once=True)
+    manager.save(1, _state(1))
+    with pytest.raises(errors.SaveError, match='kept in'):
+      manager.wait()
   files._open_parts.discard(resumed)  # as if the process had ended
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert b''.join(part.read_bytes() for part in files.parts(name)) == b'1\n2\n'
@@ -276,13 +282,13 @@ def test_a_manifest_comes_after_all_that_was_written_before(s3_store, monkeypatc
 
 def test_a_kept_checkpoint_that_is_damaged(s3_store, monkeypatch, tmp_path):
   monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
-  with checkpoints.CheckpointManager(
-    s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)
-  ) as manager:
-    with s3_store.proxy.fault(name='checkpoint_', method='P', status=503):
-      manager.save(3, _state(3))
-      with pytest.raises(errors.SaveError):
-        manager.wait()
+  with (
+    checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager,
+    s3_store.proxy.fault(name='checkpoint_', method='P', status=503),
+  ):
+    manager.save(3, _state(3))
+    with pytest.raises(errors.SaveError):
+      manager.wait()
   (next(tmp_path.glob('*/checkpoint_3')) / 'state/_METADATA').write_text('{}')
   with pytest.raises(
     errors.CheckpointDamagedError, match='To go on without it, from step 0 in .*, delete'

@@ -115,7 +115,9 @@ def test_arrays_are_asked_for_once_and_in_order(tmp_path):
   ],
 )
 def test_failed_writes_leave_no_files(tmp_path, wrong, error, words):
-  read = lambda name: wrong(_STATE[name]) if name == 'target/dense/kernel' else _STATE[name]
+  def read(name):
+    return wrong(_STATE[name]) if name == 'target/dense/kernel' else _STATE[name]
+
   with pytest.raises(error, match=words):
     _write(tmp_path / 'run', read_fn=read)
   assert not (tmp_path / 'run').exists()

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, partitioning, train_state
+from t5x_lite import checkpoints
+from t5x_lite import partitioning
+from t5x_lite import train_state
 
 
 class OurIterator:

@@ -4,9 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import tree_utils
 from tests.checkpoints import checkpoint_states as states
-from tests.checkpoints.restore_cases import flat_target, nested, restore, spec
+from tests.checkpoints.restore_cases import flat_target
+from tests.checkpoints.restore_cases import nested
+from tests.checkpoints.restore_cases import restore
+from tests.checkpoints.restore_cases import spec
 
 
 def test_assignment_map(saved):

@@ -14,12 +14,13 @@ import json
 import pathlib
 
 import flax.core
-import gin
 import jax
 import numpy as np
 import pytest
 
-from t5x_lite.compat import names, views
+import gin
+from t5x_lite.compat import names
+from t5x_lite.compat import views
 
 _RECORDED = json.loads(
   (pathlib.Path(__file__).parents[1] / 'golden' / 't5x_signatures.json').read_text()

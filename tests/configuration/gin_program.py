@@ -1,7 +1,7 @@
 """Small program for gin configurations: a model, a dataset and a train function, without computation."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 from typing import Any, Literal
 
 from t5x_lite import checks

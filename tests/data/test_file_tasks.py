@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.data import corpora, span_corruption
+from t5x_lite.data import corpora
+from t5x_lite.data import span_corruption
 from t5x_lite.errors import DataError
 from tests.data.builtin_cases import assert_equal
 

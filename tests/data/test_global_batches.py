@@ -7,9 +7,9 @@ import time
 import traceback
 
 import jax
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from t5x_lite import data
 from t5x_lite.errors import ConfigError, DataError

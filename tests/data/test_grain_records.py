@@ -28,7 +28,7 @@ def test_array_records_of_json_and_msgpack(tmp_path):
     {'inputs': 'é', 'targets': [5, 6]},
     msgpack.packb({'inputs': [7, 8, 1], 'targets': 'b'}),
     msgpack.packb({'inputs': b'c', 'targets': ''}),
-    '{"inputs": "d", "targets": "d"}'.encode(),
+    b'{"inputs": "d", "targets": "d"}',
   ]
   assert grain_records.write_array_records(str(path), written) == 4
   assert [p.name for p in path.parent.iterdir()] == ['a.array_record']
@@ -118,7 +118,7 @@ def test_array_records_in_stores(store, capsys):
   ]
   batches = [
     next(cases.open(cases.make_cfg(task, num_workers=workers)))
-    for task, workers in zip(tasks, (0, 1))
+    for task, workers in zip(tasks, (0, 1), strict=False)
   ]
   for name in batches[0]:
     np.testing.assert_array_equal(batches[0][name], batches[1][name])

@@ -22,7 +22,6 @@ if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
 
 from tests.data import grain_cases as cases  # noqa: E402
 
-
 # --- The builtin source gives the same --------------------------------------------------------------------------------
 
 

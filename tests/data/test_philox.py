@@ -28,7 +28,7 @@ def test_permuted_positions_are_independent(size):
   """No drift, and no memory of the places before: neighbours correlate no more than those of independent draws."""
   first = philox.permuted(philox.fold(3, 'order', 0), size, np.arange(20_000)) / size
   second = philox.permuted(philox.fold(3, 'order', 1), size, np.arange(20_000)) / size
-  assert len(set(first)) > 19_500 and 0 <= first.min() and first.max() < 1
+  assert len(set(first)) > 19_500 and first.min() >= 0 and first.max() < 1
   np.testing.assert_allclose(np.histogram(first, bins=10, range=(0, 1))[0], 2000, atol=200)
   for lag in (1, 2, 3, 4, 8):
     assert abs(np.corrcoef(first[:-lag], first[lag:])[0, 1]) < 0.03
@@ -40,7 +40,7 @@ def test_philox_derived():
   assert sorted(order.tolist()) == list(range(1000)) and (order != np.arange(1000)).any()
   values = philox.uniform(philox.as_seeds(np.arange(4), 7), 5000)
   assert values.shape == (4, 5000) and values.dtype == np.float32
-  assert 0 <= values.min() and values.max() < 1
+  assert values.min() >= 0 and values.max() < 1
   np.testing.assert_allclose(values.mean(axis=1), 0.5, atol=0.02)
   assert (
     len(

@@ -33,7 +33,7 @@ def test_read_tsv(tmp_path):
 
 def test_files_in_stores(store):
   for name in ('a/train-1.jsonl', 'a/train-0.jsonl', 'a/b/c/train-2.jsonl', 'a/other.jsonl'):
-    files.write(f'{store.root}/{name}', '\n{"inputs": "%s"}\n' % name)
+    files.write(f'{store.root}/{name}', f'\n{{"inputs": "{name}"}}\n')
   found = [f'{store.root}/a/train-{number}.jsonl' for number in range(2)]
   assert records.find_files(f'{store.root}/a/train-*.jsonl', 'x') == found
   assert records.find_files(f'{store.root}/?/train-[1].jsonl', 'x') == found[1:]

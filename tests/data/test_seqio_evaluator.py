@@ -20,7 +20,8 @@ from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite.data import seqio_evaluator
-from t5x_lite.data.seqio_import import quiet, tf
+from t5x_lite.data.seqio_import import quiet
+from t5x_lite.data.seqio_import import tf
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.evaluation import judging
 from t5x_lite.networks import t5

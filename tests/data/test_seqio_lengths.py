@@ -10,7 +10,8 @@ from t5x_lite.errors import ConfigError
 seqio = pytest.importorskip('seqio')
 pytest.importorskip('t5')
 
-from t5x_lite.data import seqio_import, seqio_tasks  # noqa: E402
+from t5x_lite.data import seqio_import  # noqa: E402
+from t5x_lite.data import seqio_tasks  # noqa: E402
 
 tf = seqio_import.tf
 

@@ -13,15 +13,22 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.data import corpora, global_batches, philox, span_corruption
+from t5x_lite.data import corpora
+from t5x_lite.data import global_batches
+from t5x_lite.data import philox
+from t5x_lite.data import span_corruption
 from t5x_lite.data import vocabularies as vocabularies_lib
 from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
-from t5x_lite.partitioning import DataLayout, PjitPartitioner
+from t5x_lite.partitioning import DataLayout
+from t5x_lite.partitioning import PjitPartitioner
 
 pytest.importorskip('seqio')
 pytest.importorskip('t5')
 
-from t5x_lite.data import seqio_features, seqio_import, seqio_source, seqio_tasks  # noqa: E402
+from t5x_lite.data import seqio_features  # noqa: E402
+from t5x_lite.data import seqio_import  # noqa: E402
+from t5x_lite.data import seqio_source  # noqa: E402
+from t5x_lite.data import seqio_tasks  # noqa: E402
 
 seqio, tf = seqio_import.seqio, seqio_import.tf
 

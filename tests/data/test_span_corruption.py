@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.data import philox, span_corruption
+from t5x_lite.data import philox
+from t5x_lite.data import span_corruption
 from t5x_lite.errors import ConfigError
 
 # --- Span corruption ---------------------------------------------------------------------

@@ -11,7 +11,6 @@ from t5x_lite.data.synthetic import SyntheticExamples
 from t5x_lite.errors import DataError
 from tests.data import builtin_cases as cases
 
-
 # --- Position ------------------------------------------------------------------------
 
 

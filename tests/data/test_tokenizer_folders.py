@@ -9,8 +9,11 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import files
-from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
-from t5x_lite.data import builtin_tasks, corpora, tokenizer_folders
+from t5x_lite.checkpoints.hugging_face import get_family
+from t5x_lite.checkpoints.hugging_face import tokenizer_files
+from t5x_lite.data import builtin_tasks
+from t5x_lite.data import corpora
+from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError
 
 _SENTINELS = [f'<extra_id_{i}>' for i in range(7)]
@@ -194,6 +197,7 @@ def test_model_from_tokenizer_json(tmp_path, model_file, line):
 def _tokenizer_json(model_file):
   """Returns a `tokenizer.json` of the model and 7 sentinels, as transformers makes it."""
   import base64
+
   from sentencepiece import sentencepiece_model_pb2
 
   model = sentencepiece_model_pb2.ModelProto.FromString(model_file.read_bytes())

@@ -9,7 +9,8 @@ import pytest
 from t5x_lite import data
 from t5x_lite import files
 from t5x_lite import object_store
-from t5x_lite.data import text_examples, vocabularies
+from t5x_lite.data import text_examples
+from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 
 

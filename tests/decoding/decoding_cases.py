@@ -92,7 +92,7 @@ def all_finished(model, context, length, ends=(EOS,), prompt=()):
     for middle in itertools.product(others, repeat=n):
       for end in ends:
         history, total, tokens = context, 0.0, (*prompt, *middle, end)
-        for i, (fed, chosen) in enumerate(zip((0, *tokens), tokens)):
+        for i, (fed, chosen) in enumerate(zip((0, *tokens), tokens, strict=False)):
           history = int(_fold(history, fed))
           if i >= len(prompt):
             total += log_probs[history, chosen]

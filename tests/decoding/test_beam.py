@@ -4,20 +4,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
 from t5x_lite import decoding
 from t5x_lite.errors import ConfigError
-from tests.decoding.decoding_cases import (
-  EOS,
-  HistoryModel,
-  all_finished,
-  jit,
-  lengths,
-  prompts_to_inputs,
-)
+from tests.decoding.decoding_cases import EOS
+from tests.decoding.decoding_cases import HistoryModel
+from tests.decoding.decoding_cases import all_finished
+from tests.decoding.decoding_cases import jit
+from tests.decoding.decoding_cases import lengths
+from tests.decoding.decoding_cases import prompts_to_inputs
 
 
 def _search(model, inputs, cache, **options):
@@ -33,7 +33,7 @@ def _ranked(found, alpha):
 def _check_equal(sequences, scores, expected):
   """Compare the best of one row's beams with [(score, tokens)]."""
   for tokens, score, (expected_score, expected_tokens) in zip(
-    sequences[::-1], scores[::-1], expected[::-1]
+    sequences[::-1], scores[::-1], expected[::-1], strict=False
   ):
     np.testing.assert_allclose(score, expected_score, rtol=1e-4, atol=1e-5)
     assert tuple(int(token) for token in tokens if token) == tuple(expected_tokens)
@@ -207,7 +207,10 @@ def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options):
   fn = jit(lambda inputs, cache, index: decode(inputs=inputs, cache=cache, initial_index=index))
   expected = fn(inputs, cache, lengths(prompts))
   mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
-  place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec('data')))
+
+  def place(x):
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec('data')))
+
   with jax.set_mesh(mesh):
     sequences, scores = fn(*jax.tree.map(place, (inputs, cache, lengths(prompts))))
   np.testing.assert_array_equal(sequences, expected[0])

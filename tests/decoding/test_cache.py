@@ -32,7 +32,10 @@ def test_cache_map_does_not_change_values_without_rows():
     'position_embedder_index': 4,
     'other': 5,
   }
-  add = lambda x: x + 10
+
+  def add(x):
+    return x + 10
+
   expected = {
     'a': {'cached_key': 11, 'cache_index': 2, 'cached_bias': 3},
     'position_embedder_index': 4,

@@ -6,7 +6,8 @@ import pytest
 
 from t5x_lite import decoding
 from tests import golden_data
-from tests.decoding.decoding_cases import jit, lengths
+from tests.decoding.decoding_cases import jit
+from tests.decoding.decoding_cases import lengths
 
 _BEAM, _BEAM_ARRAYS = golden_data.load('t5x/decode_beam')
 _SAMPLE, _SAMPLE_ARRAYS = golden_data.load('t5x/decode_sample')

@@ -8,7 +8,11 @@ import pytest
 from t5x_lite import decoding
 from t5x_lite import errors
 from tests import golden_data
-from tests.decoding.decoding_cases import EOS, HistoryModel, jit, lengths, prompts_to_inputs
+from tests.decoding.decoding_cases import EOS
+from tests.decoding.decoding_cases import HistoryModel
+from tests.decoding.decoding_cases import jit
+from tests.decoding.decoding_cases import lengths
+from tests.decoding.decoding_cases import prompts_to_inputs
 
 
 def tabulated(table_TV, position_PV=None, context_CV=None):

@@ -10,7 +10,11 @@ import pytest
 
 from t5x_lite import decoding
 from t5x_lite.errors import ConfigError
-from tests.decoding.decoding_cases import EOS, HistoryModel, jit, lengths, prompts_to_inputs
+from tests.decoding.decoding_cases import EOS
+from tests.decoding.decoding_cases import HistoryModel
+from tests.decoding.decoding_cases import jit
+from tests.decoding.decoding_cases import lengths
+from tests.decoding.decoding_cases import prompts_to_inputs
 
 _KEY = jax.random.PRNGKey(7)
 
@@ -37,7 +41,10 @@ def test_draws_follow_the_distribution_that_the_options_leave():
   rows = 4000
   probs = np.array([0.0, 0.4, 0.25, 0.15, 0.15, 0.05])
   logits = jnp.log(jnp.asarray(probs, jnp.float32) + 1e-9)
-  step = lambda state: (jnp.broadcast_to(logits, (rows, 6)), state.cache)
+
+  def step(state):
+    return (jnp.broadcast_to(logits, (rows, 6)), state.cache)
+
   fn = jit(
     lambda temperature, topk, topp: decoding.temperature_sample(
       jnp.zeros((rows, 1), jnp.int32),
@@ -111,7 +118,10 @@ def test_low_temperatures_and_topk_1_are_greedy_search():
 
 def test_equal_best_tokens_are_drawn_among_with_topk_1():
   logits = jnp.asarray([0.0, 1.0, 3.0, 3.0])
-  step = lambda state: (jnp.broadcast_to(logits, (200, 4)), state.cache)
+
+  def step(state):
+    return (jnp.broadcast_to(logits, (200, 4)), state.cache)
+
   sequences, log_probs = jit(
     lambda: decoding.temperature_sample(
       jnp.zeros((200, 1), jnp.int32), {}, step, EOS, decode_rng=_KEY
@@ -289,9 +299,11 @@ def test_state_callbacks_see_every_step_and_may_force_and_end():
     is_3 = jnp.take_along_axis(state.sequences, state.cur_index[:, None], axis=1) == 3
     return state.replace(sequences=jnp.where(behind & is_3 & ~state.ended, EOS, state.sequences))
 
-  fn = lambda **options: _sample(
-    model, prompts_to_inputs([[], [4, 3], [6]], 20), model.cache([0, 1, 2]), topk=0, **options
-  )
+  def fn(**options):
+    return _sample(
+      model, prompts_to_inputs([[], [4, 3], [6]], 20), model.cache([0, 1, 2]), topk=0, **options
+    )
+
   sequences, _ = jit(lambda: fn(state_callback_fn=end_behind_a_3))()
   jax.block_until_ready(sequences)
   jax.effects_barrier()

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 import inspect
 
-import gin
 import pytest
 
+import gin
 from t5x_lite import decoding
 from t5x_lite import errors
 
@@ -98,7 +98,9 @@ def test_accepts_padding_rows_keeps_the_rest_of_a_declaration():
 
 
 def test_former_attribute_instead_of_a_declaration_raises():
-  decode_fn = lambda **options: None
+  def decode_fn(**options):
+    return None
+
   decode_fn.takes_filling_rows = True
   for undeclared in (decode_fn, functools.partial(decode_fn)):
     with pytest.raises(

@@ -29,8 +29,11 @@ def test_two_stages_equal_top_k(n, k):
 def test_two_stages_rank_by_a_score(n, k):
   x = np.random.default_rng(n).normal(size=(5, n)).astype(np.float32)
   before = np.float32([[-3.0], [-1e3], [-1e5], [-1e7], [0.0]])
+
   # Rounding makes ties of entries that differ.
-  score_fn = lambda x: x - np.float32(0.3) + before
+  def score_fn(x):
+    return x - np.float32(0.3) + before
+
   scores, indices = jit(lambda x: decoding.top_k_two_stage(x, k, score_fn))(x)
   expected_scores, expected_indices = jax.lax.top_k(score_fn(x), k)
   assert len(np.unique(score_fn(x)[3])) < 10

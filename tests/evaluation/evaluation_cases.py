@@ -13,7 +13,6 @@ from t5x_lite.data.interfaces import EvalTask
 from tests.apps.train import toy_run
 from tests.models import toy_model
 
-
 _VOCABULARY = toy_model.ToyVocabulary()  # Tasks of a mixture have equal vocabularies.
 
 

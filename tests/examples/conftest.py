@@ -1,7 +1,8 @@
 """Fixtures of the tests of examples."""
 
-import gin
 import pytest
+
+import gin
 
 
 @pytest.fixture(autouse=True)

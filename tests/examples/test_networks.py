@@ -4,16 +4,21 @@ import functools
 import pathlib
 import re
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import gin_utils, tree_utils
+import gin
+from t5x_lite import gin_utils
+from t5x_lite import tree_utils
 from t5x_lite.configuration import syntax as gin_syntax
-from t5x_lite.networks import decoder_only, layout_plan, param_layouts, t5
-from tests.examples import query_key_norm, rotary
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import layout_plan
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
+from tests.examples import query_key_norm
+from tests.examples import rotary
 from tests.networks import network_cases as cases
 
 _FIELDS = {
@@ -51,7 +56,7 @@ def _decoder_only(**fields):
 @pytest.mark.parametrize(
   'layout',
   [
-    dict(),
+    {},
     pytest.param(dict(param_layout='scalable_t5', scan_layers=True), marks=pytest.mark.full),
   ],
 )

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, optimizers
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import optimizers
 from t5x_lite.checkpoints import builders
 from tests.examples import repeat_layers
 from tests.moe import upcycling_cases as cases

@@ -3,16 +3,17 @@
 import pathlib
 import re
 
-import gin
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
-from jax.sharding import AxisType
 
+import gin
 import moe
-from moe import dispatch, rules
+from moe import dispatch
+from moe import rules
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
@@ -104,9 +105,12 @@ def test_mesh_makes_no_difference(shape):
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 8)), jnp.float32)
   layer = _layer(moe.ExpertMlp(dim=12, dropout_rate=0.2))
   params = _init(layer, x, None)
-  run = lambda: jax.jit(
-    lambda params: layer.apply({'params': params}, x, rngs={'dropout': jax.random.key(0)})
-  )(params)
+
+  def run():
+    return jax.jit(
+      lambda params: layer.apply({'params': params}, x, rngs={'dropout': jax.random.key(0)})
+    )(params)
+
   expected = run()
   mesh = jax.make_mesh(shape, ('data', 'expert', 'model'), axis_types=(AxisType.Auto,) * 3)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(tuple(rules.head_logical_axis_rules(1))):

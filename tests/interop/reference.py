@@ -4,12 +4,12 @@ The converter here walks from their names to ours by patterns and does not impor
 so that the tests can compare that package with it.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
 import re
 import types
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,9 +21,12 @@ import transformers
 
 import moe
 from moe import networks as moe_networks
-from t5x_lite import checkpoints, models, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import models
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import start
-from t5x_lite.networks import param_layouts, t5
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
 from tests.networks import network_cases
 
 NUM_EXPERTS = 4

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers.models.t5 import modeling_t5
 
-from t5x_lite.apps.convert import run as convert, report as convert_report
+from t5x_lite.apps.convert import report as convert_report
+from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints.hugging_face import network
 from t5x_lite.layers import relative_position
 from t5x_lite.networks import param_layouts

@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from t5x_lite import checkpoints, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import tree_utils
 from t5x_lite.apps.convert import run as convert
 from tests import golden_data
 from tests.checkpoints.sources import t5x_samples

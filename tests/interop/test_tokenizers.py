@@ -8,8 +8,10 @@ import transformers
 
 from t5x_lite import data
 from t5x_lite.apps.vocab import run as vocab
-from t5x_lite.checkpoints.hugging_face import families, tokenizer_files
-from t5x_lite.data import corpora, tokenizer_folders
+from t5x_lite.checkpoints.hugging_face import families
+from t5x_lite.checkpoints.hugging_face import tokenizer_files
+from t5x_lite.data import corpora
+from t5x_lite.data import tokenizer_folders
 
 _TEXTS = [
   'The statement is a name',

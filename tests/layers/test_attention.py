@@ -106,7 +106,10 @@ def test_softmax_is_float32_and_the_option_keeps_scores_so():
     ).item()
     for exact in (False, True)
   }
-  softmax = lambda gap: np.exp(gap) / (np.exp(gap) + 100)
+
+  def softmax(gap):
+    return np.exp(gap) / (np.exp(gap) + 100)
+
   assert abs(weight[True] - softmax(1.5)) < 1e-3
   assert min(abs(weight[False] - softmax(gap)) for gap in (1.0, 2.0)) < 1e-3
 

@@ -39,7 +39,10 @@ def test_beams_with_slots_attend_as_those_whose_cache_is_reordered(per_row, chun
     mutable=['cache'],
   )
   slotted = layers.share_beams(variables['cache'], num_beams)
-  rows = lambda leaf: jnp.repeat(leaf, num_beams, axis=0) if leaf.ndim else leaf
+
+  def rows(leaf):
+    return jnp.repeat(leaf, num_beams, axis=0) if leaf.ndim else leaf
+
   ordinary = jax.tree.map(rows, variables['cache'])
   slotted.update({name: rows(slotted[name]) for name in ('slot_table', 'cache_index')})
 

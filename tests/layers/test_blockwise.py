@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import layers, partitioning
+from t5x_lite import layers
+from t5x_lite import partitioning
 from t5x_lite.layers import blockwise
 from t5x_lite.networks import t5
 
@@ -41,12 +42,14 @@ class Case:
     """Return the bias of three rows, with the given biases of positions."""
     lengths = [np.array([n, n - 7, n // 2]) for n in (self.q_len, self.k_len)]
     valid = [
-      jnp.arange(n) < length[:, None] for n, length in zip((self.q_len, self.k_len), lengths)
+      jnp.arange(n) < length[:, None]
+      for n, length in zip((self.q_len, self.k_len), lengths, strict=False)
     ]
     options = {}
     if self.packed:
       ids = [
-        jnp.where(v, 1 + jnp.arange(n) * 3 // n, 0) for n, v in zip((self.q_len, self.k_len), valid)
+        jnp.where(v, 1 + jnp.arange(n) * 3 // n, 0)
+        for n, v in zip((self.q_len, self.k_len), valid, strict=False)
       ]
       options = dict(query_segment_ids=ids[0], key_segment_ids=ids[1])
     if self.prefix:
@@ -143,7 +146,10 @@ def test_queries_without_a_key_get_zeros():
     and np.all(np.asarray(out)[~is_padding])
   )
   empty = layers.make_attention_bias(jnp.ones((3, 40), bool), jnp.zeros((3, 40), bool))
-  attend = lambda x: layers.blockwise_attention(x, x, x, empty, max_block=16)
+
+  def attend(x):
+    return layers.blockwise_attention(x, x, x, empty, max_block=16)
+
   assert not np.any(attend(x)) and not np.any(jax.grad(lambda x: jnp.sum(attend(x)))(x))
 
 
@@ -214,7 +220,7 @@ def test_memory_of_an_attention_is_linear_in_the_length():
     return _temporaries(loss, x)
 
   sizes = [program_size(length) for length in (512, 1024, 2048, 4096)]
-  assert all(after < 2.1 * before for before, after in zip(sizes, sizes[1:])), sizes
+  assert all(after < 2.1 * before for before, after in zip(sizes, sizes[1:], strict=False)), sizes
   assert sizes[-1] < 4 * 4096 * 4096  # of one head's scores
 
 

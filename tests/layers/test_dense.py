@@ -1,10 +1,10 @@
 """Dense layers equal plain NumPy: contracted dims, forms of the kernel, dtypes."""
 
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import layers
 

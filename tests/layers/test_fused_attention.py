@@ -3,16 +3,19 @@
 import functools
 import re
 
+from flax.linen.partitioning import axis_rules
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen.partitioning import axis_rules
 
-from t5x_lite import layers, partitioning
+from t5x_lite import layers
+from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import fused_attention
-from tests.layers.test_attention_kernels import H100, FakeGpu, use_gpu
+from tests.layers.test_attention_kernels import H100
+from tests.layers.test_attention_kernels import FakeGpu
+from tests.layers.test_attention_kernels import use_gpu
 
 
 def _random(*shape, seed=0):
@@ -144,9 +147,12 @@ def test_splash_is_taken_and_lowers_for_tpus(monkeypatch):
 
 def test_blockwise_lowers_for_every_platform():
   x = jax.ShapeDtypeStruct((2, 1024, 2, 64), jnp.bfloat16)
-  loss = lambda x: jnp.sum(
-    layers.blockwise_attention(x, x, x, _packed_bias(np.ones((2, 1024)))).astype(jnp.float32)
-  )
+
+  def loss(x):
+    return jnp.sum(
+      layers.blockwise_attention(x, x, x, _packed_bias(np.ones((2, 1024)))).astype(jnp.float32)
+    )
+
   for platform in ('cuda', 'tpu', 'rocm'):
     assert (
       'while' in jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=(platform,)).as_text()

@@ -34,13 +34,16 @@ def test_operands_and_gradients_are_bfloat16_if_one_array_is_and_sums_float32(
 ):
   hidden, kernel = _operands(vocab_dim, hidden_dtype, kernel_dtype)
   cotangent = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 23)), jnp.float32)
-  compute = lambda hidden, kernel: layers.OutputProjection(
-    hidden, kernel, vocab_dim=vocab_dim, divisor=4.0
-  ).logits()
+
+  def compute(hidden, kernel):
+    return layers.OutputProjection(hidden, kernel, vocab_dim=vocab_dim, divisor=4.0).logits()
+
   logits, pull_back = jax.vjp(compute, hidden, kernel)
   hidden_bar, kernel_bar = pull_back(cotangent)
 
-  rounded = lambda x: np.asarray(x.astype(operands), np.float64)
+  def rounded(x):
+    return np.asarray(x.astype(operands), np.float64)
+
   matrix = rounded(kernel) if vocab_dim == 1 else rounded(kernel).T
   assert logits.dtype == jnp.float32 and (hidden_bar.dtype, kernel_bar.dtype) == (
     hidden.dtype,
@@ -48,9 +51,10 @@ def test_operands_and_gradients_are_bfloat16_if_one_array_is_and_sums_float32(
   )
   np.testing.assert_allclose(logits, rounded(hidden) @ matrix / 4, rtol=1e-5, atol=1e-6)
   gradient = rounded(cotangent / 4)
-  tolerance = lambda x: dict(
-    rtol={'float32': 1e-5, 'bfloat16': 1e-2, 'float16': 1e-3}[x.dtype.name], atol=1e-5
-  )
+
+  def tolerance(x):
+    return dict(rtol={'float32': 1e-5, 'bfloat16': 1e-2, 'float16': 1e-3}[x.dtype.name], atol=1e-5)
+
   np.testing.assert_allclose(
     hidden_bar.astype(jnp.float32), gradient @ matrix.T, **tolerance(hidden_bar)
   )

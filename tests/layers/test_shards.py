@@ -11,7 +11,10 @@ from t5x_lite.layers.shards import on_each_device
 
 def test_a_kernel_is_never_left_to_the_compiler():
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
-  run = lambda x, is_kernel: on_each_device(jnp.sin, (x,), ('bh.',), 'bh.', is_kernel=is_kernel)
+
+  def run(x, is_kernel):
+    return on_each_device(jnp.sin, (x,), ('bh.',), 'bh.', is_kernel=is_kernel)
+
   for is_kernel in (False, True):
     with jax.set_mesh(partitioner.mesh):
       assert (
@@ -32,7 +35,10 @@ def test_each_device_gets_its_part(batch, heads, local):
 
   x = jnp.arange(batch * heads * 5, dtype=jnp.float32).reshape(batch, heads, 5)
   scale = jnp.arange(1.0, 1.0 + heads)
-  run = lambda x, scale: on_each_device(fn, (x, scale), ('bh.', 'h'), ('bh.', 'h.'))
+
+  def run(x, scale):
+    return on_each_device(fn, (x, scale), ('bh.', 'h'), ('bh.', 'h.'))
+
   want = run(x, scale)
   assert shapes.pop() == (batch, heads)
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
@@ -41,16 +47,22 @@ def test_each_device_gets_its_part(batch, heads, local):
   assert set(shapes) == {local}
   # Inside of `shard_map` over some axes, only the others are divided.
   shapes.clear()
-  over_data = lambda x, scale: jax.shard_map(
-    run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), axis_names={'data'}, check_vma=False
-  )(x, scale)
+
+  def over_data(x, scale):
+    return jax.shard_map(
+      run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), axis_names={'data'}, check_vma=False
+    )(x, scale)
+
   got = partitioner.partition(over_data, None, None)(x, scale)
   jax.tree.map(np.testing.assert_allclose, got, want)
   assert set(shapes) == {(batch, local[1])}
   shapes.clear()
-  inner = lambda x, scale: jax.shard_map(
-    run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False
-  )(x, scale)
+
+  def inner(x, scale):
+    return jax.shard_map(run, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False)(
+      x, scale
+    )
+
   got = partitioner.partition(inner, None, None)(x, scale)
   jax.tree.map(np.testing.assert_allclose, got, want)
   assert set(shapes) == {(batch, heads)}

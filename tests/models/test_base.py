@@ -4,8 +4,10 @@ import functools
 
 from clu import metrics as clu_metrics
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -60,7 +62,10 @@ def test_loss_is_the_weighted_sum_of_token_losses_and_metrics_say_so(batch):
 def test_dropout_only_with_a_key(batch):
   model = cases.make_model(cases.TinySeq2Seq(dropout_rate=0.5))
   loss_fn = jax.jit(model.loss_fn)
-  loss = lambda key: float(loss_fn(cases.initial_params(), batch, key)[0])
+
+  def loss(key):
+    return float(loss_fn(cases.initial_params(), batch, key)[0])
+
   assert loss(jax.random.key(1)) == loss(jax.random.key(1))
   assert loss(jax.random.key(1)) != loss(jax.random.key(2))
   assert loss(None) == float(
@@ -90,7 +95,10 @@ def test_micro_batch_losses_and_gradients_sum_to_those_of_the_batch(factor, weig
     z_loss=1e-3,
   )
   params = cases.initial_params()
-  loss_of = lambda model: jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, None)[0]))
+
+  def loss_of(model):
+    return jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, None)[0]))
+
   expected_loss, expected_grads = loss_of(model)(params, batch)
 
   _, whole, fixed = model.for_microbatches(batch, 2)
@@ -260,10 +268,13 @@ def test_losses_and_predictions_on_a_mesh_equal_those_of_one_device():
   mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
   batch, params = cases.make_batch(rows=8), cases.initial_params()
   model = cases.make_model(loss_normalizing_factor='AVERAGE_PER_SEQUENCE', label_smoothing=0.1)
-  fns = lambda params, batch: (
-    model.eval_fn(params, batch)[0],
-    *model.predict_batch_with_aux(params, batch),
-  )
+
+  def fns(params, batch):
+    return (
+      model.eval_fn(params, batch)[0],
+      *model.predict_batch_with_aux(params, batch),
+    )
+
   with jax.set_mesh(mesh):
     sharded = jax.jit(fns, in_shardings=(NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))))
     loss, tokens, aux = sharded(params, batch)
@@ -328,15 +339,20 @@ def test_a_metric_function_with_other_parameters_raises():
 
 
 def test_other_metric_functions():
-  count = lambda logits, batch: {
-    'one': clu_metrics.Average(total=jnp.float32(1), count=jnp.float32(1))
-  }
+  def count(logits, batch):
+    return {'one': clu_metrics.Average(total=jnp.float32(1), count=jnp.float32(1))}
+
   model = cases.make_model(metric_fns=[count])
-  names = lambda model: set(
-    jax.eval_shape(
-      lambda params, batch: model.eval_fn(params, batch), cases.initial_params(), cases.make_batch()
-    )[1]
-  )
+
+  def names(model):
+    return set(
+      jax.eval_shape(
+        lambda params, batch: model.eval_fn(params, batch),
+        cases.initial_params(),
+        cases.make_batch(),
+      )[1]
+    )
+
   assert names(model) - names(model.with_metric_fns([], 'Evaluation')) == {'one'}
   with pytest.raises(
     errors.ConfigError, match='of `Evaluation.metric_fns` must return a dict of clu'

@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import decoding, models, partitioning, tree_utils
+from t5x_lite import decoding
+from t5x_lite import models
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import DecoderWrapper, TransformerConfig
+from t5x_lite.networks import DecoderWrapper
+from t5x_lite.networks import TransformerConfig
 from tests import golden_data
 from tests.models import model_cases
 from tests.networks import network_cases as cases
@@ -254,7 +258,7 @@ def _greedy_by_full_passes(model, params, batch):
 
 @pytest.mark.parametrize(
   'bidirectional, options',
-  [(True, dict()), pytest.param(False, dict(scan_layers=True), marks=pytest.mark.full)],
+  [(True, {}), pytest.param(False, dict(scan_layers=True), marks=pytest.mark.full)],
 )
 def test_greedy_decoding_is_that_of_full_passes(bidirectional, options):
   model = _model(

@@ -121,7 +121,9 @@ def test_attributes_of_a_cache_need_a_network(module, message):
 
 
 def test_the_error_for_the_former_attribute_of_a_decode_fn_names_the_declaration():
-  decode_fn = lambda **options: None
+  def decode_fn(**options):
+    return None
+
   decode_fn.takes_filling_rows = True
   model = cases.make_model()
   for make in (

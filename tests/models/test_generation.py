@@ -8,8 +8,10 @@ import types
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 _LENGTH = 6
-_LAYOUTS = {'t5': dict(), 'scalable': dict(param_layout='scalable_t5', scan_layers=True)}
+_LAYOUTS = {'t5': {}, 'scalable': dict(param_layout='scalable_t5', scan_layers=True)}
 _VOCABULARY = types.SimpleNamespace(vocab_size=40, eos_id=1, pad_id=0)
 
 
@@ -95,16 +97,19 @@ def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(
     model, params, batch, prompt_with_targets=True, return_all_decodes=True, num_decodes=num_decodes
   )
   prompt = generation.prompt_from_targets(_prompts(), 1)
-  force = lambda params, inputs: generation.generate(
-    model.module,
-    params,
-    inputs,
-    prompt,
-    decode_fn,
-    eos_id=1,
-    num_decodes=num_decodes,
-    decode_rng=None,
-  )
+
+  def force(params, inputs):
+    return generation.generate(
+      model.module,
+      params,
+      inputs,
+      prompt,
+      decode_fn,
+      eos_id=1,
+      num_decodes=num_decodes,
+      decode_rng=None,
+    )
+
   sequences, scores = cases.jit(force)(params, batch['encoder_input_tokens'])
   _assert_same(got, (sequences, {'scores': scores}))
   for row, length in enumerate((2, 0, 5, 3)):
@@ -151,13 +156,16 @@ def test_sequences_longer_than_the_cache_raise_and_shorter_ones_are_the_same_sea
     _model(decode_fn=decoding.beam_search),
     jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params())),
   )
-  search = lambda decode_fn: jax.eval_shape(
-    functools.partial(
-      model.with_decode_fn(decode_fn).predict_batch_with_aux, num_decodes=np.int64(2)
-    ),
-    params,
-    _batch(),
-  )
+
+  def search(decode_fn):
+    return jax.eval_shape(
+      functools.partial(
+        model.with_decode_fn(decode_fn).predict_batch_with_aux, num_decodes=np.int64(2)
+      ),
+      params,
+      _batch(),
+    )
+
   with pytest.raises(ConfigError, match=f'at most {_LENGTH} tokens, .*, got {_LENGTH + 1}.'):
     search(functools.partial(decoding.beam_search, max_decode_len=_LENGTH + 1))
   for length in (_LENGTH, _LENGTH - 2):
@@ -335,9 +343,12 @@ def test_a_decode_fn_with_the_arguments_of_t5x_gets_no_padding_mask():
 
 def test_padding_mask_depends_on_all_tokens_and_on_other_rows():
   inputs, decoder_inputs = np.zeros((3, 4), np.int32), np.zeros((3, 2), np.int32)
-  mask = lambda **features: generation.padding_mask(
-    {'encoder_input_tokens': inputs, 'decoder_input_tokens': decoder_inputs, **features}
-  ).tolist()
+
+  def mask(**features):
+    return generation.padding_mask(
+      {'encoder_input_tokens': inputs, 'decoder_input_tokens': decoder_inputs, **features}
+    ).tolist()
+
   # The batch of an unconditional model has no inputs.
   assert mask() == [False] * 3
   inputs[0, 3], decoder_inputs[1, 1] = 5, 6

@@ -4,9 +4,9 @@ import re
 
 from flax.linen import partitioning as flax_partitioning
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,31 +73,38 @@ def test_chunks_equal_all_logits(chunk_size, tied, smoothing, z_loss, weighted, 
   hidden, kernel, weights, targets = _arrays(tied)
   arrays = (hidden, kernel, weights if weighted else None, targets)
   options = dict(tied=tied, smoothing=smoothing, z_loss=z_loss, factor=factor)
-  run = lambda size: jax.jit(
-    jax.value_and_grad(
-      lambda *arrays: _loss(*arrays, size, **options),
-      (0, 1, 2) if weighted else (0, 1),
-      has_aux=True,
-    )
-  )(*arrays)
+
+  def run(size):
+    return jax.jit(
+      jax.value_and_grad(
+        lambda *arrays: _loss(*arrays, size, **options),
+        (0, 1, 2) if weighted else (0, 1),
+        has_aux=True,
+      )
+    )(*arrays)
+
   _close(run(chunk_size), run(0))
   _close(jax.jit(lambda: _loss(*arrays, chunk_size, **options))(), run(0)[0])
 
 
 def test_chunks_work_under_vmap_and_in_rematerialized_functions():
   hidden, *rest = _arrays(False)
-  gradients = lambda size: jax.jit(
-    jax.vmap(jax.grad(jax.checkpoint(lambda hidden: _loss(hidden, *rest, size)[0])))
-  )(jnp.stack([hidden, 2 * hidden]))
+
+  def gradients(size):
+    return jax.jit(
+      jax.vmap(jax.grad(jax.checkpoint(lambda hidden: _loss(hidden, *rest, size)[0])))
+    )(jnp.stack([hidden, 2 * hidden]))
+
   _close(gradients(5), gradients(0))
 
 
 @pytest.mark.parametrize('tied', [False, True])
 def test_bfloat16_chunks_equal_all_logits_and_have_no_float32_operand(tied):
   arrays = _arrays(tied, dtype='bfloat16')
-  gradients = lambda size: jax.value_and_grad(
-    lambda *x: _loss(*x, size, tied=tied, z_loss=1e-2)[0], (0, 1)
-  )
+
+  def gradients(size):
+    return jax.value_and_grad(lambda *x: _loss(*x, size, tied=tied, z_loss=1e-2)[0], (0, 1))
+
   (loss, bars), (expected, expected_bars) = (jax.jit(gradients(size))(*arrays) for size in (5, 0))
   _close(loss, expected)
   _close(bars, expected_bars, rtol=1e-2)
@@ -113,12 +120,15 @@ def test_bfloat16_chunks_equal_all_logits_and_have_no_float32_operand(tied):
 
 def test_a_frozen_kernel_has_no_gradient_in_the_program():
   shapes = jax.eval_shape(lambda: _arrays(False, vocab=50_000, embed=64, batch=2, length=64))
-  flops = lambda argnums: (
-    jax.jit(jax.grad(lambda *x: _loss(*x, 16)[0], argnums))
-    .lower(*shapes)
-    .compile()
-    .cost_analysis()['flops']
-  )
+
+  def flops(argnums):
+    return (
+      jax.jit(jax.grad(lambda *x: _loss(*x, 16)[0], argnums))
+      .lower(*shapes)
+      .compile()
+      .cost_analysis()['flops']
+    )
+
   # A loop counts once, here one chunk of 16 tokens and one of 4 parts of the gradient.
   assert flops((0, 1)) - flops((0,)) > 2 * 16 * 16 * 50_000
 
@@ -242,12 +252,13 @@ def _models(size, **options):
     dropout_rate=0.0,
     loss_chunk_size=size,
   )
-  config = lambda **fields: t5.T5Config(
-    num_encoder_layers=1, num_decoder_layers=1, **common, **fields
-  )
-  of_t5 = lambda network: models.EncoderDecoderModel(
-    network, _VOCABULARY, _VOCABULARY, None, **options
-  )
+
+  def config(**fields):
+    return t5.T5Config(num_encoder_layers=1, num_decoder_layers=1, **common, **fields)
+
+  def of_t5(network):
+    return models.EncoderDecoderModel(network, _VOCABULARY, _VOCABULARY, None, **options)
+
   return {
     'untied': lambda: of_t5(t5.Transformer(config())),
     'tied': lambda: of_t5(t5.Transformer(config(logits_via_embedding=True))),
@@ -289,7 +300,10 @@ def test_losses_gradients_metrics_and_scores_of_models_are_equal(name):
 
     def compute(params):
       (loss, metrics), grads = jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, None)
-      score = lambda params: jnp.sum(model.score_batch(params, batch) * jnp.arange(4.0))
+
+      def score(params):
+        return jnp.sum(model.score_batch(params, batch) * jnp.arange(4.0))
+
       return loss, metrics, grads, model.eval_fn(params, batch), jax.value_and_grad(score)(params)
 
     result = network_cases.jit(compute)(params)
@@ -338,15 +352,15 @@ class _Subnetwork(t5.Transformer):
 
 
 def test_a_subclass_gets_all_logits_and_an_explicit_size_is_an_error():
-  make = lambda size, model_cls=models.EncoderDecoderModel, network_cls=t5.Transformer, **options: (
-    model_cls(
+  def make(size, model_cls=models.EncoderDecoderModel, network_cls=t5.Transformer, **options):
+    return model_cls(
       network_cls(network_cases.tiny_config(loss_chunk_size=size)),
       _VOCABULARY,
       _VOCABULARY,
       None,
       **options,
     )
-  )
+
   for classes in ({'model_cls': _Capped}, {'network_cls': _Subnetwork}):
     assert (
       token_losses.logits_arguments(make(None, **classes), make(None, **classes).module, ()) == {}

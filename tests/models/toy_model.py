@@ -7,8 +7,8 @@ import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import models
@@ -109,9 +109,12 @@ def make_model(
 
 def make_state(model, batch_size=8, length=6):
   shapes = {'decoder_input_tokens': (batch_size, length)}
-  init = lambda rng: train_state_lib.FlaxOptimTrainState.create(
-    model.optimizer_def, model.get_initial_variables(rng, shapes)
-  )
+
+  def init(rng):
+    return train_state_lib.FlaxOptimTrainState.create(
+      model.optimizer_def, model.get_initial_variables(rng, shapes)
+    )
+
   return jax.jit(init)(jax.random.key(0))
 
 

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import moe
-from t5x_lite import checkpoints, errors, optimizers, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from tests.moe import upcycling_cases as up
 
 MAP = [

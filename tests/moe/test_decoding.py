@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe import models, networks, routing
+from moe import models
+from moe import networks
+from moe import routing
 from t5x_lite import decoding
 from t5x_lite.data import vocabularies
 from t5x_lite.networks import decoder_only
@@ -78,14 +80,16 @@ def test_prompts_and_steps_do_not_depend_on_other_rows_though_there_is_a_capacit
 
   # The prompt alone, also without `decode`; teacher forcing uses the capacity of evaluation.
   def logits(rows, **options):
-    run = lambda params, tokens: model.module.apply(
-      {'params': params}, tokens, tokens, enable_dropout=False, mutable=['cache'], **options
-    )[0]
+    def run(params, tokens):
+      return model.module.apply(
+        {'params': params}, tokens, tokens, enable_dropout=False, mutable=['cache'], **options
+      )[0]
+
     return np.asarray(cases.jit(run)(params, tokens[:rows])[:1])
 
-  prompts = lambda rows: logits(
-    rows, prefill=True, prefill_lengths=jnp.full([rows], 10), max_decode_length=10
-  )
+  def prompts(rows):
+    return logits(rows, prefill=True, prefill_lengths=jnp.full([rows], 10), max_decode_length=10)
+
   np.testing.assert_allclose(prompts(6), prompts(1), rtol=1e-4, atol=1e-5)
   assert np.abs(logits(6) - logits(1)).max() > 1e-3
 

@@ -2,17 +2,18 @@
 
 import math
 
-import gin
 import jax
 import jax.numpy as jnp
 import pytest
 
+import gin
 from moe import models
 from moe import routing
 from t5x_lite import cli
 from t5x_lite import train_state
 from t5x_lite.configuration import syntax as gin_syntax
-from t5x_lite.networks import decoder_only, t5
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import t5
 from tests.repository.gin_model_files import load_model
 
 # Size, layers of a stack, sparse ones, experts, input kernels of a block, hidden units; the dense model's parameters.

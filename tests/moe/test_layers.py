@@ -4,19 +4,23 @@ import functools
 import math
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
 
-from moe import grouping, routing
+from moe import grouping
+from moe import routing
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
-from t5x_lite import layers, partitioning, tree_utils
+from t5x_lite import layers
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from tests import golden_data
-from tests.networks.network_cases import assert_trees_close, jit
+from tests.networks.network_cases import assert_trees_close
+from tests.networks.network_cases import jit
 
 _NAME = 't5x/moe_layer'
 
@@ -45,9 +49,10 @@ def _apply(layer, params, x, mutable=False, rngs=None, collections=None, **call)
   """Apply `layer` as one compiled program: op by op it takes several times as long."""
   arrays = {name: value for name, value in call.items() if isinstance(value, jax.Array)}
   static = {name: value for name, value in call.items() if name not in arrays}
-  run = lambda variables, x, rngs, arrays: layer.apply(
-    variables, x, rngs=rngs, mutable=mutable, **arrays, **static
-  )
+
+  def run(variables, x, rngs, arrays):
+    return layer.apply(variables, x, rngs=rngs, mutable=mutable, **arrays, **static)
+
   return jit(run)({'params': params, **(collections or {})}, x, rngs, arrays)
 
 
@@ -313,9 +318,10 @@ def test_padding_changes_nothing_for_other_tokens(factors):
   layer = _layer(min_expert_capacity=5 if factors else None, **factors)
   x = _x(2, 6)
   params = _params(layer, x)
-  apply = lambda x, mask: _apply(
-    layer, params, x, token_mask=mask, deterministic=True, mutable=['intermediates']
-  )
+
+  def apply(x, mask):
+    return _apply(layer, params, x, token_mask=mask, deterministic=True, mutable=['intermediates'])
+
   y, sown = apply(x, jnp.ones((2, 6), bool))
   longer = jnp.concatenate([x, 3 * _x(2, 3, seed=5)], axis=1)
   mask = jnp.arange(9) < 6 + jnp.zeros((2, 1), jnp.int32)

@@ -34,7 +34,7 @@ def _given(shape, names):
 )
 def test_experts_are_within_a_slice(devices, ici, dcn):
   """Both forms: every device once, groups of experts in one slice, and batches loaded by process."""
-  extents = dict(zip(('replica', 'data', 'model'), np.multiply(ici, dcn)))
+  extents = dict(zip(('replica', 'data', 'model'), np.multiply(ici, dcn), strict=False))
   with use_devices(devices[::-1], 0):
     for num_expert_partitions in (1, 2, 3, 4, 8, 'auto'):
       partitioner = MoePjitPartitioner(

@@ -3,15 +3,20 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe import models, networks, routing, rules, training
+from moe import models
+from moe import networks
+from moe import routing
+from moe import rules
+from moe import training
 from moe.partitioner import MoePjitPartitioner
-from t5x_lite import optimizers, schedules, tree_utils
+from t5x_lite import optimizers
+from t5x_lite import schedules
 from t5x_lite import train_state as train_state_lib
 from t5x_lite import trainer as trainer_lib
+from t5x_lite import tree_utils
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 from tests.networks import network_cases as cases

@@ -3,20 +3,26 @@
 import functools
 
 import flax.linen as nn
-import gin
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moe import networks, routing
+import gin
+from moe import networks
+from moe import routing
 from moe.layers import MoeLayer
-from t5x_lite import partitioning, tree_utils
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.layer_stacks import LayerStacks
-from t5x_lite.networks import decoder_only, remat, t5
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import remat
+from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 from tests.networks.test_remat import count_flops
 
@@ -126,7 +132,10 @@ def test_layers_are_sparse_where_the_layout_says():
     _block(), config, encoder=2, decoder=None, encoder_layout='middle', decoder_layout='every_3'
   )
   params = _init(module, cases.tiny_batch())
-  is_sparse = lambda stack, i: 'router' in params[stack][f'layers_{i}']['mlp']
+
+  def is_sparse(stack, i):
+    return 'router' in params[stack][f'layers_{i}']['mlp']
+
   assert [is_sparse('encoder', i) for i in range(4)] == [False, True, True, False]
   assert [is_sparse('decoder', i) for i in range(3)] == [False, False, True]
   assert params['encoder']['layers_1']['mlp']['expert']['wi_1']['kernel'].shape == (4, 16, 12)
@@ -137,9 +146,10 @@ def test_without_sparse_layers_the_network_is_the_dense_one():
   params = cases.random_params(config)
   programs = []
   for module in (t5.Transformer(config), _transformer(_block(), config, encoder=0, decoder=0)):
-    apply = lambda params, module=module: module.apply(
-      {'params': params}, **batch, enable_dropout=False
-    )
+
+    def apply(params, module=module):
+      return module.apply({'params': params}, **batch, enable_dropout=False)
+
     programs.append(str(jax.make_jaxpr(apply)(params)))
   assert programs[0] == programs[1]
 
@@ -437,16 +447,19 @@ def test_policies_of_remat_store_results_of_experts(dispatch):
     variables = jax.eval_shape(
       lambda key, batch: module.init(key, **batch, enable_dropout=False), jax.random.key(0), batch
     )
-    loss = lambda params, batch: jnp.sum(
-      module.apply({'params': params}, **batch, enable_dropout=False)
-    )
+
+    def loss(params, batch):
+      return jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+
     return jax.jit(jax.grad(loss)).trace(variables['params'], batch)
 
-  temporaries = lambda traced: traced.lower().compile().memory_analysis().temp_size_in_bytes
+  def temporaries(traced):
+    return traced.lower().compile().memory_analysis().temp_size_in_bytes
+
   policies = ('none', 'minimal', 'save_attention', 'save_dots_except_mlp', 'full')
   programs = {policy: trace(policy, True) for policy in policies}
   flops = {policy: count_flops(program.jaxpr.jaxpr) for policy, program in programs.items()}
-  assert [policy for policy in sorted(policies, key=flops.get)] == list(policies), flops
+  assert list(sorted(policies, key=flops.get)) == list(policies), flops
   # 'none' computes nothing again, and 'minimal' no experts.
   assert flops['none'] == count_flops(trace('none', False).jaxpr.jaxpr)
   projections = 2 * 6 * 4 * 32 * 2 * 16 * 128
@@ -631,7 +644,10 @@ def test_sharded_networks_compute_the_same_as_one_device(network, fields, shape=
     specs = nn_partitioning.logical_to_mesh(
       nn_partitioning.get_axis_names(variables['params_axes'])
     )
-    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def place(leaf, spec):
+      return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
     flat_specs = tree_utils.flatten_dict(tree_utils.to_dict(specs))
     sharded = tree_utils.map_with_names(lambda name, leaf: place(leaf, flat_specs[name]), params)
     wo = sharded['decoder']['layers_1']['mlp']['expert']['wo']['kernel']

@@ -4,8 +4,9 @@ import itertools
 from unittest import mock
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -16,7 +17,8 @@ from t5x_lite import adafactor
 from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
 from tests.partitioning import test_mesh as topologies
-from tests.partitioning.fake_pods import make_pod, use_devices
+from tests.partitioning.fake_pods import make_pod
+from tests.partitioning.fake_pods import use_devices
 from tests.partitioning.test_golden import FakeGpuDevice
 
 _EXPERT_KERNEL = ('expert', 'embed', 'expert_mlp')
@@ -438,7 +440,10 @@ def test_raw_data_specs_are_the_partitioner_s_data_axes(options, rows, kernel):
   state = {'kernel': jnp.ones([8, 2])}
   key = np.ones([8], np.float32)
   state, batch, key = fn(state, np.zeros([16, 4], np.float32), key)
-  place = lambda spec: NamedSharding(partitioner.mesh, spec)
+
+  def place(spec):
+    return NamedSharding(partitioner.mesh, spec)
+
   assert state['kernel'].sharding == place(kernel) and batch.sharding == place(rows)
   # With two data axes nothing is parted by `model`.
   assert key.sharding.is_fully_replicated

@@ -15,8 +15,8 @@ from unittest import mock
 import flax.core
 from flax.linen import partitioning as flax_partitioning
 import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import pytest
 
 from moe import rules as rules_lib
@@ -28,7 +28,8 @@ from t5x_lite import train_state as train_state_lib
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from tests import golden_data
-from tests.partitioning.fake_pods import fake_pod, use_devices
+from tests.partitioning.fake_pods import fake_pod
+from tests.partitioning.fake_pods import use_devices
 
 GOLDEN, _ = golden_data.load('t5x/moe_partitioning')
 PODS, POD_ARRAYS = golden_data.load('t5x/partitioning')
@@ -51,9 +52,9 @@ def _as_tuples(entries):
 
 
 def test_head_rules():
-  as_lists = lambda rules: [
-    [name, list(axis) if isinstance(axis, tuple) else axis] for name, axis in rules
-  ]
+  def as_lists(rules):
+    return [[name, list(axis) if isinstance(axis, tuple) else axis] for name, axis in rules]
+
   assert as_lists(rules_lib.head_logical_axis_rules()) == GOLDEN['rules']['default(2,1)']
   assert as_lists(rules_lib.head_logical_axis_rules(1, 1)) == GOLDEN['rules']['(1,1)']
   assert 'TypeError' in GOLDEN['rules']['(2,2)'] and rules_lib.head_logical_axis_rules(2, 2)
@@ -164,9 +165,10 @@ class AdafactorOfT5x(adafactor.Adafactor):
 
   def derive_logical_axes(self, optimizer, param_logical_axes):
     axes = super().derive_logical_axes(optimizer, param_logical_axes)
-    silent = lambda name, spec: (
-      None if name.endswith(('/v_row', '/v_col')) or not any(spec) else spec
-    )
+
+    def silent(name, spec):
+      return None if name.endswith(('/v_row', '/v_col')) or not any(spec) else spec
+
     param_states = tree_utils.map_with_names(silent, axes.state.param_states)
     return axes.replace(state=axes.state.replace(param_states=param_states))
 

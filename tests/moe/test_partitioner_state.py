@@ -10,8 +10,9 @@ import re
 
 from flax.linen import partitioning as flax_partitioning
 import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -19,7 +20,6 @@ from moe import rules as rules_lib
 from moe import state_axes
 from moe.partitioner import MoePjitPartitioner
 from t5x_lite import optimizers
-from t5x_lite import partitioning
 from t5x_lite import train_state as train_state_lib
 from t5x_lite import tree_utils
 from tests.optimizers.contract_rows import ROWS
@@ -290,9 +290,12 @@ def test_state_without_logical_axes_gets_those_of_experts():
 def test_a_filter_of_one_s_own_selects():
   rules = rules_lib.logical_factor_rules()
   kernel = 'encoder/layers_1/mlp/expert/wi/kernel'
-  silent = lambda pattern: _logical_axes(
-    SilentAdafactor(logical_factor_rules=rules, beta1=0.9), state_axes.match_fn(pattern)
-  )
+
+  def silent(pattern):
+    return _logical_axes(
+      SilentAdafactor(logical_factor_rules=rules, beta1=0.9), state_axes.match_fn(pattern)
+    )
+
   axes = silent('.*expert.*/kernel/v_.*')
   assert axes[f'{kernel}/v_row'] == ('expert', None) and axes[f'{kernel}/m'] == (None,) * 3
   assert not any('expert' in spec for spec in silent('').values())
@@ -338,7 +341,10 @@ def _check_updates(row, form, num_experts, num_partitions, parameter_dims):
   """Three sharded updates by recorded gradients equal those of one device, and leave everything where it was."""
   optimizer_def = ROWS[row].factory()
   rng = np.random.default_rng(0)
-  draw = lambda shape: (rng.normal(size=shape) * 0.3).astype(np.float32)
+
+  def draw(shape):
+    return (rng.normal(size=shape) * 0.3).astype(np.float32)
+
   state = train_state_lib.FlaxOptimTrainState.create(optimizer_def, _variables(num_experts, draw))
   grads = [_variables(num_experts, draw)['params'] for _ in range(3)]
 
@@ -408,7 +414,10 @@ def test_scaled_adam_counts_every_expert_as_a_parameter():
   """The gradient of one expert does not affect another, and each has a separate size."""
   optimizer_def = optimizers.scaled_adam(0.05, size_update_period=2)
   rng = np.random.default_rng(0)
-  draw = lambda shape: rng.normal(size=shape).astype(np.float32)
+
+  def draw(shape):
+    return rng.normal(size=shape).astype(np.float32)
+
   state = train_state_lib.FlaxOptimTrainState.create(optimizer_def, _variables(4, draw))
   num_units = sum(
     math.prod(4 if name == 'expert' else 2 for name in names if name in ('expert', 'layers'))

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe import models, networks, recording, routing
+from moe import models
+from moe import networks
+from moe import recording
+from moe import routing
 from t5x_lite import errors
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
@@ -67,11 +70,15 @@ def test_losses_replay_to_the_bit_and_gates_decide_who_gets_gradients(tmp_path):
   by_gates_loss, by_gates = run(model.with_replayed_routing(record, replay_gates=True))
   assert loss == by_index_loss == by_gates_loss
   cases.assert_trees_close(by_index, grads, 1e-5)
-  kernel = lambda grads: grads['decoder']['layers_0']['mlp']['router']['router_weights']['w'][
-    'kernel'
-  ]
+
+  def kernel(grads):
+    return grads['decoder']['layers_0']['mlp']['router']['router_weights']['w']['kernel']
+
   assert np.linalg.norm(kernel(grads)) > 1e-3 and not np.any(kernel(by_gates))
-  experts = lambda grads: grads['decoder']['layers_0']['mlp']['expert']
+
+  def experts(grads):
+    return grads['decoder']['layers_0']['mlp']['expert']
+
   cases.assert_trees_close(experts(by_gates), experts(grads), 1e-5)
 
 

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from moe import networks, routing
+from moe import networks
+from moe import routing
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import t5
 from tests.networks import network_cases as cases

@@ -8,7 +8,9 @@ import pytest
 
 import moe
 from moe import training
-from t5x_lite import optimizers, partitioning, trainer
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import trainer
 from t5x_lite.errors import ConfigError
 from tests.models import toy_model
 

@@ -3,14 +3,19 @@
 import dataclasses
 import re
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe import rules, upcycling
-from t5x_lite import adafactor, gin_utils, optimizers, train_state, tree_utils
+import gin
+from moe import rules
+from moe import upcycling
+from t5x_lite import adafactor
+from t5x_lite import gin_utils
+from t5x_lite import optimizers
+from t5x_lite import train_state
+from t5x_lite import tree_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only
@@ -290,9 +295,10 @@ def test_soft_routers_are_new_and_cannot_be_sliced():
     up.state_of(up.dense_network()).state_dict(),
     soft_router.SoftRouter(4, num_slots=2),
   )
-  wanted = lambda **block: up.state_shapes(
-    up.sparse_network(block=dict(router=router, **block))
-  ).state_dict()
+
+  def wanted(**block):
+    return up.state_shapes(up.sparse_network(block=dict(router=router, **block))).state_dict()
+
   made = tree_utils.flatten_dict(upcycling.upcycle()(stored, wanted()))
   kernels = [
     leaf for name, leaf in made.items() if name.startswith('target/') and 'router_weights' in name

@@ -1,12 +1,16 @@
 """`--dry_run` of an upcycling: the builder runs on shapes, and raises the errors of the run."""
 
-import gin
 import jax
 import numpy as np
 import pytest
 
+import gin
 from moe import upcycling
-from t5x_lite import cli, errors, gin_utils, train_state, tree_utils
+from t5x_lite import cli
+from t5x_lite import errors
+from t5x_lite import gin_utils
+from t5x_lite import train_state
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.checkpoints import builders
 from t5x_lite.configuration import syntax as gin_syntax

@@ -2,14 +2,18 @@
 
 import functools
 
+from flax.linen import partitioning as flax_partitioning
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen import partitioning as flax_partitioning
 
-from moe import networks, routing
-from t5x_lite import checkpoints, train_state, tree_utils
-from t5x_lite.networks import decoder_only, t5
+from moe import networks
+from moe import routing
+from t5x_lite import checkpoints
+from t5x_lite import train_state
+from t5x_lite import tree_utils
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 SIZES = dict(num_encoder_layers=2, num_decoder_layers=2)
@@ -121,7 +125,9 @@ def state_shapes(module, optimizer=None):
 
 
 def _zeros(variables):
-  is_axes = lambda leaf: isinstance(leaf, flax_partitioning.AxisMetadata)
+  def is_axes(leaf):
+    return isinstance(leaf, flax_partitioning.AxisMetadata)
+
   return jax.tree.map(
     lambda leaf: leaf if is_axes(leaf) else jnp.zeros(leaf.shape, leaf.dtype),
     variables,

@@ -9,7 +9,6 @@ import json
 import sys
 
 import gin
-
 from t5x_lite import cli
 from t5x_lite.runtime import cluster
 

@@ -9,6 +9,8 @@ share compiled programs; JAX_COMPILATION_CACHE_DIR names a folder that keeps the
 
 import argparse
 import collections
+from collections.abc import Iterator, Sequence
+from concurrent import futures
 import contextlib
 import os
 import pathlib
@@ -18,8 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent import futures
 
 from tests.mutation import table
 from tests.mutation.mutant import Mutant

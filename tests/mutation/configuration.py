@@ -77,9 +77,8 @@ MUTANTS = (
   Mutant(
     'one_of_several_bindings_is_named',
     't5x_lite/configuration/checks.py',
-    '  if others:\n'
-    '    return None\n',
-    ,
+    '  if others:\n    return None\n',
+    '',
     'tests/configuration/test_binding.py::test_a_line_is_only_named_if_one_binding_can_be_meant',
   ),
   Mutant(

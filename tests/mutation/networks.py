@@ -97,9 +97,8 @@ MUTANTS = (
   Mutant(
     'bias_gradients_are_not_summed_over_devices',
     't5x_lite/layers/shards.py',
-    '  if axes:\n'
-    '    return lax.psum(array, axes)\n',
-    ,
+    '  if axes:\n    return lax.psum(array, axes)\n',
+    '',
     'tests/layers/test_shards.py::test_each_device_gets_its_part',
   ),
   Mutant(
@@ -189,17 +188,14 @@ MUTANTS = (
   Mutant(
     'unrolled_layers_are_computed_again_at_once',
     't5x_lite/networks/remat.py',
-    '  if unrolled_on_cpu and not several_devices:\n'
-    '    return _after_cotangents(rematerialized)\n',
-    ,
+    '  if unrolled_on_cpu and not several_devices:\n    return _after_cotangents(rematerialized)\n',
+    '',
     'tests/networks/test_remat.py::test_policies_save_memory_outside_of_loops_on_a_cpu',
   ),
   Mutant(
     'offloaded_results_stay_on_the_device',
     't5x_lite/networks/remat.py',
-    'if on_cpu:\n'
-    '        return ad_checkpoint.Saveable\n'
-    '      return _ON_HOST',
+    'if on_cpu:\n        return ad_checkpoint.Saveable\n      return _ON_HOST',
     'return ad_checkpoint.Saveable',
     'tests/networks/test_remat.py::test_tpus_offload_the_chosen_results_to_the_host',
   ),
@@ -262,9 +258,8 @@ MUTANTS = (
   Mutant(
     'bfloat16_hidden_states_are_converted_for_the_logits',
     't5x_lite/layers/logits.py',
-    '  if hidden.dtype == jnp.bfloat16:\n'
-    '    return jnp.dtype(jnp.bfloat16)\n',
-    ,
+    '  if hidden.dtype == jnp.bfloat16:\n    return jnp.dtype(jnp.bfloat16)\n',
+    '',
     'tests/layers/test_logits.py::test_operands_and_gradients_are_bfloat16_if_one_array_is_and_sums_float32',
   ),
   Mutant(

@@ -180,9 +180,8 @@ MUTANTS = (
   Mutant(
     'parts_with_their_own_rate_take_the_trainers',
     't5x_lite/optimizers/multi/optimizer.py',
-    '    if self.needs_learning_rate:\n'
-    '      return part.needs_learning_rate\n',
-    ,
+    '    if self.needs_learning_rate:\n      return part.needs_learning_rate\n',
+    '',
     'tests/optimizers/multi/test_parts.py::test_every_learning_rate_has_one_owner',
   ),
   Mutant(
@@ -224,9 +223,7 @@ MUTANTS = (
   Mutant(
     'numbers_of_units_have_the_order_of_the_arrays',
     't5x_lite/optimizers/scaled_adam_rule/groups.py',
-    'if self._is_in_order:\n'
-    '      return joined\n'
-    '    return joined[self._order]',
+    'if self._is_in_order:\n      return joined\n    return joined[self._order]',
     'return joined',
     'tests/optimizers/scaled_adam_rule/test_transformation.py'
     '::test_layers_in_stacked_arrays_train_as_single_layers',
@@ -304,9 +301,8 @@ MUTANTS = (
   Mutant(
     'each_device_computes_all_rows',
     't5x_lite/optimizers/shampoo/placement.py',
-    '    if mesh:\n'
-    '      return cls(mesh.axis_names, mesh.size)\n',
-    ,
+    '    if mesh:\n      return cls(mesh.axis_names, mesh.size)\n',
+    '',
     'tests/optimizers/shampoo/test_sharded.py::test_devices_share_the_matrices',
   ),
   Mutant(

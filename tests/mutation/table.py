@@ -1,19 +1,17 @@
 """All mutants."""
 
-from tests.mutation import (
-  checkpoints,
-  configuration,
-  data,
-  decoding,
-  moe,
-  multiprocess,
-  networks,
-  optimizers,
-  processes,
-  sharding,
-  stores,
-  training,
-)
+from tests.mutation import checkpoints
+from tests.mutation import configuration
+from tests.mutation import data
+from tests.mutation import decoding
+from tests.mutation import moe
+from tests.mutation import multiprocess
+from tests.mutation import networks
+from tests.mutation import optimizers
+from tests.mutation import processes
+from tests.mutation import sharding
+from tests.mutation import stores
+from tests.mutation import training
 
 MUTANTS = (
   *training.MUTANTS,

@@ -83,9 +83,7 @@ MUTANTS = (
   Mutant(
     'the_average_time_is_since_the_start',
     't5x_lite/apps/train/step_log.py',
-    'average = self._seconds / self._num_steps\n'
-    '    self._seconds = 0.0\n'
-    '    self._num_steps = 0',
+    'average = self._seconds / self._num_steps\n    self._seconds = 0.0\n    self._num_steps = 0',
     'average = self._seconds / self._num_steps',
     'tests/apps/train/test_step_log.py::test_steps_after_the_start_and_then_every_period',
   ),
@@ -155,9 +153,7 @@ MUTANTS = (
   Mutant(
     'microbatches_share_dropout_masks',
     't5x_lite/train_step.py',
-    'if rng is None:\n'
-    '    return None\n'
-    '  return jax.random.fold_in(rng, index)',
+    'if rng is None:\n    return None\n  return jax.random.fold_in(rng, index)',
     'return rng',
     'tests/test_train_step.py::test_microbatches_draw_different_dropout_and_repeat_exactly',
   ),
@@ -421,9 +417,7 @@ MUTANTS = (
   Mutant(
     'layers_of_a_new_state_are_stacked_for_any_initializer',
     't5x_lite/apps/common/start.py',
-    'if accepts:\n'
-    '    return trainer.stacked_layers\n'
-    '  return LayerStacks()',
+    'if accepts:\n    return trainer.stacked_layers\n  return LayerStacks()',
     'return trainer.stacked_layers',
     'tests/apps/common/test_start.py::test_a_new_state_is_stacked_from_the_beginning_by_our_initializer',
   ),
@@ -458,9 +452,7 @@ MUTANTS = (
   Mutant(
     'short_loops_are_stacked',
     't5x_lite/networks/stacks.py',
-    'if self.config.scan_layers:\n'
-    '      return 2\n'
-    '    return scan.MIN_LAYERS_OF_A_LOOP',
+    'if self.config.scan_layers:\n      return 2\n    return scan.MIN_LAYERS_OF_A_LOOP',
     'return 2',
     'tests/test_layer_stacks.py::test_the_trainer_stacks_long_loops_unless_told_otherwise',
   ),
@@ -475,7 +467,7 @@ MUTANTS = (
     'bad_steps_are_counted_over_the_whole_run',
     't5x_lite/non_finite.py',
     '      self.bad_steps_in_a_row = 0\n',
-    ,
+    '',
     'tests/test_non_finite.py::test_skip_ends_after_the_limit_in_a_row',
   ),
   Mutant(
@@ -513,7 +505,7 @@ MUTANTS = (
     'conversion_keeps_all_arrays',
     't5x_lite/layer_stacks.py',
     '    self._leaf = None\n',
-    ,
+    '',
     'tests/test_layer_stacks.py::test_each_array_is_freed_when_it_is_converted',
   ),
   Mutant(

@@ -1,14 +1,15 @@
 """Networks and batches for the tests of layers and networks."""
 
-import functools
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import losses, tree_utils
+from t5x_lite import losses
+from t5x_lite import tree_utils
 from t5x_lite.networks import t5
 from tests import golden_data
 

@@ -13,7 +13,7 @@ from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 _VARIANTS = {
-  't5': dict(),
+  't5': {},
   't5-looped': dict(scan_layers=True),
   't5-unscaled-logits': dict(logits_via_embedding=True, scale_tied_logits=False),
   't5-relpos-per-layer': dict(relpos_bias_tables='per_layer'),

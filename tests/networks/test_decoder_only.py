@@ -4,16 +4,19 @@ import dataclasses
 import functools
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
 
-from t5x_lite import losses, tree_utils
+from t5x_lite import losses
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import blockwise
-from t5x_lite.networks import decoder_only, param_layouts, t5
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
 from tests import golden_data
 from tests.networks import network_cases as cases
 
@@ -192,7 +195,7 @@ def test_padding_and_packing_change_nothing():
 
 @pytest.mark.parametrize(
   'options, bidirectional',
-  [(dict(), False), (dict(param_layout='scalable_t5', scan_layers=True), True)],
+  [({}, False), (dict(param_layout='scalable_t5', scan_layers=True), True)],
 )
 def test_prompts_of_uneven_length_then_steps_give_the_uncached_logits(options, bidirectional):
   config = _config(num_layers=2, **options)

@@ -49,7 +49,9 @@ def _random_params(rng, config):
 
 
 def _random_config(rng, **kwargs):
-  number = lambda low, high: int(rng.integers(low, high))
+  def number(low, high):
+    return int(rng.integers(low, high))
+
   return t5.T5Config(
     vocab_size=number(5, 9),
     emb_dim=number(2, 7),

@@ -10,7 +10,10 @@ import pytest
 
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import decoder_only, scalable_t5, t5, t5_blocks
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import scalable_t5
+from t5x_lite.networks import t5
+from t5x_lite.networks import t5_blocks
 from t5x_lite.networks import t5_config
 from tests.networks import network_cases as cases
 

@@ -1,18 +1,18 @@
 """Policies of rematerialization: what each stores and computes again, in loops and outside of them; offloading."""
 
-import functools
 import logging
 import math
 import re
 
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core as jax_core
 
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import remat, t5
+from t5x_lite.networks import remat
+from t5x_lite.networks import t5
 from tests.layers import test_attention_kernels
 from tests.networks import network_cases as cases
 
@@ -120,10 +120,15 @@ def test_results_with_dropout_are_those_without_remat(in_loop):
         scan_layers=in_loop,
       )
     )
-    loss = lambda params: jnp.mean(
-      module.apply({'params': params}, tokens, method='encode', rngs={'dropout': jax.random.key(1)})
-      ** 2
-    )
+
+    def loss(params):
+      return jnp.mean(
+        module.apply(
+          {'params': params}, tokens, method='encode', rngs={'dropout': jax.random.key(1)}
+        )
+        ** 2
+      )
+
     return cases.jit(jax.value_and_grad(loss))(params)
 
   expected = run('none', False)

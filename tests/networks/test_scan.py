@@ -12,7 +12,8 @@ import pytest
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import param_layouts, t5
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 # ---- Programs -------------------------------------------------------------------------------------------------------
@@ -26,7 +27,10 @@ def _step_text(num_layers, **fields):
   params = jax.eval_shape(
     lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
   )
-  loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+
+  def loss(params):
+    return jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+
   return jax.jit(jax.value_and_grad(loss)).lower(params).as_text()
 
 
@@ -103,9 +107,10 @@ def test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat(num_d
   params = jax.eval_shape(
     lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
   )
-  loss = lambda params, key: jnp.sum(
-    module.apply({'params': params}, **batch, rngs={'dropout': key})
-  )
+
+  def loss(params, key):
+    return jnp.sum(module.apply({'params': params}, **batch, rngs={'dropout': key}))
+
   partitioner = partitioning.PjitPartitioner(
     mesh=jax.sharding.Mesh(
       np.array(jax.devices()[:num_devices]).reshape(num_devices, 1), ('data', 'model')
@@ -145,7 +150,10 @@ def test_conversion_between_layouts_is_exact_and_keeps_the_function():
   stacked = cases.tiny_config(param_layout='scalable_t5')
   params = cases.random_params(apart)
   there = param_layouts.convert(params, 't5', 'scalable_t5', stacked)
-  shapes = lambda tree: {name: leaf.shape for name, leaf in tree_utils.named_leaves(tree)}
+
+  def shapes(tree):
+    return {name: leaf.shape for name, leaf in tree_utils.named_leaves(tree)}
+
   assert shapes(there) == shapes(cases.random_params(stacked))
   assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(there))
   _assert_same_function(apart, params, stacked, there)

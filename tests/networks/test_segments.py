@@ -6,16 +6,18 @@ import itertools
 import re
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import decoder_only, t5
-from t5x_lite.networks.segments import find_segments, kinds_of
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import t5
+from t5x_lite.networks.segments import find_segments
+from t5x_lite.networks.segments import kinds_of
 from tests.networks import network_cases as cases
 
 # ---- Segments -------------------------------------------------------------------------------------------------------
@@ -144,14 +146,16 @@ def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized(remat_p
   layout = _Layout('dsdss', 'd')
   plain, looped = _module(layout), _module(layout, scan_layers=True)
   batch = dict(encoder_input_tokens=cases.tiny_batch()['encoder_input_tokens'], method='encode')
-  init = lambda module: cases.jit(lambda key: module.init(key, **batch, enable_dropout=False))(
-    jax.random.key(0)
-  )
+
+  def init(module):
+    return cases.jit(lambda key: module.init(key, **batch, enable_dropout=False))(jax.random.key(0))
+
   variables, again = init(plain), init(looped)
   cases.assert_trees_close(again['params'], variables['params'], 1e-6)
-  axes = lambda variables: tree_utils.flatten_dict(
-    nn_partitioning.get_axis_names(variables['params_axes'])
-  )
+
+  def axes(variables):
+    return tree_utils.flatten_dict(nn_partitioning.get_axis_names(variables['params_axes']))
+
   assert axes(variables) == axes(again)
   assert tuple(axes(again)['encoder/layers_4/mlp/factor']) == ('embed',)
   assert set(again['params']['encoder']['layers_2']['mlp']) == {'wi_0', 'wi_1', 'wo'}

@@ -2,15 +2,18 @@
 
 import collections
 
+from flax.linen import partitioning as nn_partitioning
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
-from jax.extend import core as jax_core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from t5x_lite import layers, tree_utils
+from t5x_lite import layers
+from t5x_lite import tree_utils
 from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
@@ -57,7 +60,10 @@ def _constraints(num_encoder_layers, num_decoder_layers, **fields):
   params = jax.eval_shape(
     lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
   )
-  forward = lambda params: module.apply({'params': params}, **batch, enable_dropout=False)
+
+  def forward(params):
+    return module.apply({'params': params}, **batch, enable_dropout=False)
+
   return _count(jax.make_jaxpr(forward)(params).jaxpr, 'sharding_constraint')
 
 
@@ -90,7 +96,10 @@ def test_constraints_reach_the_lowered_step():
   params = jax.eval_shape(
     lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0)
   )
-  loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+
+  def loss(params):
+    return jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+
   with jax.set_mesh(_mesh(4, 2)), nn_partitioning.axis_rules(_RULES):
     text = jax.jit(jax.grad(loss)).lower(params).as_text()
   assert text.count('sharding_constraint') >= 18 + 28  # one body of each kind of layer at least
@@ -122,9 +131,12 @@ def test_loss_and_gradients_are_those_of_one_device(layout, scan_layers, shape):
   batch = cases.tiny_batch(batch=8)
   params = cases.random_params(config)
   module = t5.Transformer(config)
-  loss_fn = lambda params, batch: jnp.mean(
-    jax.nn.logsumexp(module.apply({'params': params}, **batch, enable_dropout=False), axis=-1)
-  )
+
+  def loss_fn(params, batch):
+    return jnp.mean(
+      jax.nn.logsumexp(module.apply({'params': params}, **batch, enable_dropout=False), axis=-1)
+    )
+
   loss, grads = cases.jit(jax.value_and_grad(loss_fn))(params, batch)
   mesh = _mesh(*shape)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
@@ -145,7 +157,10 @@ def test_a_table_sharded_over_its_rows_is_looked_up_where_it_is():
   table = jnp.asarray(np.random.default_rng(0).standard_normal((vocab, width)), jnp.float32)
   ids = jnp.asarray(np.random.default_rng(1).integers(0, vocab, (4, 6)), jnp.int32)
   module = layers.Embed(vocab, width)
-  loss = lambda table: jnp.sum(module.apply({'params': {'embedding': table}}, ids) ** 3)
+
+  def loss(table):
+    return jnp.sum(module.apply({'params': {'embedding': table}}, ids) ** 3)
+
   want = jax.value_and_grad(loss)(table)
   mesh = _mesh(1, 8)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):

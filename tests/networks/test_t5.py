@@ -3,18 +3,19 @@
 import functools
 
 import flax.linen as nn
+from flax.linen import partitioning as nn_partitioning
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
-from jax.extend import core as jax_core
 
 from t5x_lite import layers
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import blockwise
-from t5x_lite.networks import decoder_only, t5
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 # ---- Numbers of T5X -------------------------------------------------------------------------------------------------
@@ -242,7 +243,9 @@ def test_options_of_position_biases_have_an_effect_or_raise(fields):
 
 
 def test_invalid_position_encodings_raise():
-  encode = lambda x, positions: x[..., :4]
+  def encode(x, positions):
+    return x[..., :4]
+
   with pytest.raises(
     ConfigError, match=r'`Transformer.position_encoding` must be a `PositionEncoding`, .*@name\(\)'
   ):
@@ -285,7 +288,10 @@ def test_half_precision_computes_near_float32_and_returns_float32_logits():
   assert (
     jax.eval_shape(encode, {'params': params}, batch['encoder_input_tokens']).dtype == jnp.bfloat16
   )
-  loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+
+  def loss(params):
+    return jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+
   assert all(
     leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(jax.eval_shape(jax.grad(loss), params))
   )
@@ -336,9 +342,9 @@ def test_no_dtype_is_promoted_by_chance(fields):
   config = cases.tiny_config(**fields)
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
-  loss = lambda params: jnp.sum(
-    module.apply({'params': params}, **batch, rngs={'dropout': jax.random.key(0)})
-  )
+
+  def loss(params):
+    return jnp.sum(module.apply({'params': params}, **batch, rngs={'dropout': jax.random.key(0)}))
 
   def step(params, encoded):
     inputs, tokens = batch['encoder_input_tokens'], batch['decoder_input_tokens']

@@ -11,13 +11,19 @@ from typing import Any
 import flax.core
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, optimizers, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
-from tests.optimizers.contract_rows import CHECKS, ROWS
+from tests.optimizers.contract_rows import CHECKS
+from tests.optimizers.contract_rows import ROWS
 
 _AXES = {
   'encoder': {
@@ -97,9 +103,10 @@ def _random_params(seed: int, per_example: bool = False, step: int | None = None
   rng = np.random.default_rng(seed)
   lead = [2] if per_example else []
   lead = lead if step is None else [step, *lead]
-  draw = lambda axes: np.asarray(
-    rng.normal(size=[*lead, *(_SIZES[name] for name in axes)]) * 0.3, np.float32
-  )
+
+  def draw(axes):
+    return np.asarray(rng.normal(size=[*lead, *(_SIZES[name] for name in axes)]) * 0.3, np.float32)
+
   return jax.tree.map(draw, _AXES, is_leaf=_is_axes)
 
 
@@ -120,9 +127,10 @@ def _update(
   overrides: dict[str, Any] | None = None,
 ) -> optimizers.Optimizer:
   """Make one update with the values of the step that the row needs, of `loss_fn` or by default of another loss."""
-  squares = lambda params: [
-    jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)
-  ]
+
+  def squares(params):
+    return [jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)]
+
   loss_fn = loss_fn or (lambda params: sum(squares(params), start=jnp.float32(0)))
   known = {
     'value': lambda: loss_fn(optimizer.target),
@@ -140,10 +148,13 @@ def _update(
 @functools.cache
 def _shapes(row: str) -> tuple[optimizers.Optimizer, optimizers.Optimizer]:
   """Return the shapes of an optimizer before and after an update; half of the parameters are bfloat16."""
-  narrow = lambda tree: {
-    **jax.tree.map(jnp.asarray, tree),
-    'encoder': jax.tree.map(lambda array: jnp.asarray(array, jnp.bfloat16), tree['encoder']),
-  }
+
+  def narrow(tree):
+    return {
+      **jax.tree.map(jnp.asarray, tree),
+      'encoder': jax.tree.map(lambda array: jnp.asarray(array, jnp.bfloat16), tree['encoder']),
+    }
+
   optimizer = jax.eval_shape(
     lambda params: _definition(row).create(narrow(params)), _random_params(0)
   )
@@ -356,7 +367,9 @@ def test_minimises_two_functions_within_scan(row):
   axes = {'w': P('embed', 'mlp'), 'b': P('mlp')}
   optimizer_def = ROWS[row].factory().with_param_axes({'regression': axes, 'valley': axes})
   optimizer = optimizer_def.create({'regression': start, 'valley': start})
-  total = lambda params: jnp.sum(losses_of(params))
+
+  def total(params):
+    return jnp.sum(losses_of(params))
 
   def step(optimizer, _):
     grads = jax.grad(total)(optimizer.target)
@@ -492,7 +505,10 @@ def test_learning_rate_has_one_owner(row):
   shape = [2, 4] if ROWS[row].per_example else [4]
   # Small, so that first steps of optimizers that compute their step size are not lost in rounding.
   optimizer, grads = optimizer_def.create({'w': jnp.full([4], 1e-3)}), {'w': jnp.full(shape, 0.3)}
-  loss_fn = lambda params: 100.0 + jnp.sum(jnp.square(params['w']))
+
+  def loss_fn(params):
+    return 100.0 + jnp.sum(jnp.square(params['w']))
+
   if optimizer_def.needs_learning_rate:
     assert learning_rate is not None
     with pytest.raises(ConfigError, match='learning_rate_fn'):

@@ -2,8 +2,8 @@
 
 from flax import struct
 import jax
-from jax.sharding import PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 
 @struct.dataclass

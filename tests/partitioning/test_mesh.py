@@ -10,7 +10,8 @@ import pytest
 from t5x_lite import errors
 from t5x_lite import partitioning
 from tests.partitioning.fake_pods import use_devices
-from tests.partitioning.test_golden import FakeGpuDevice, SlicedTpuDevice
+from tests.partitioning.test_golden import FakeGpuDevice
+from tests.partitioning.test_golden import SlicedTpuDevice
 
 
 def tpu_slices(kind, chips, host, num_slices=1):

@@ -4,8 +4,10 @@ import dataclasses
 import functools
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 

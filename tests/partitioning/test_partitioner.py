@@ -3,8 +3,11 @@
 from flax import struct
 from flax.linen import partitioning as flax_partitioning
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 

@@ -22,7 +22,9 @@ def test_every_submesh_gives_tiles_and_process_blocks(submesh):
     )
     for tile in mesh.devices:
       places = [partitioning.get_coords(device) for device in tile]
-      assert tuple(max(column) - min(column) + 1 for column in zip(*places)) == submesh
+      assert (
+        tuple(max(column) - min(column) + 1 for column in zip(*places, strict=False)) == submesh
+      )
     for process in range(16):
       partitioning.LocalChunker(mesh, process_index=process)
 
@@ -51,7 +53,7 @@ def test_default_tile(kind, bounds, num_partitions, tile):
     expected = partitioning.get_mesh(tile)
     assert mesh.devices.tolist() == expected.devices.tolist()
     coordinates = [partitioning.get_coords(device) for device in mesh.devices[0]]
-    assert tuple(max(column) + 1 for column in zip(*coordinates)) == tile
+    assert tuple(max(column) + 1 for column in zip(*coordinates, strict=False)) == tile
 
 
 @pytest.mark.parametrize('kind,num_partitions', [('TPU v3', 3), ('TPU v4', 32), ('TPU v9', 2)])
@@ -63,9 +65,11 @@ def test_no_default_tile(kind, num_partitions):
 
 def test_grid_with_a_hole():
   devices = fake_pods.make_pod('TPU v3', (4, 4, 1, 2))
-  with fake_pods.use_devices(devices, 0):
-    with pytest.raises(errors.ConfigError, match='31 devices do not fill the grid'):
-      partitioning.get_mesh((1, 1, 1, 2), input_devices=devices[1:])
+  with (
+    fake_pods.use_devices(devices, 0),
+    pytest.raises(errors.ConfigError, match='31 devices do not fill the grid'),
+  ):
+    partitioning.get_mesh((1, 1, 1, 2), input_devices=devices[1:])
 
 
 def test_bounds_and_coords():

@@ -21,20 +21,18 @@ import shlex
 import subprocess
 import sys
 
-import gin
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
+import gin
 import moe
 from moe import __main__ as moe_program
 from moe import metrics as moe_metrics
 from moe import models as moe_models
 from t5x_lite import cli
-from t5x_lite.apps import commands
-from t5x_lite.apps.chat import command as chat
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import gin_utils
@@ -44,6 +42,8 @@ from t5x_lite import optimizers
 from t5x_lite import runtime
 from t5x_lite import schedules
 from t5x_lite import tree_utils
+from t5x_lite.apps import commands
+from t5x_lite.apps.chat import command as chat
 from t5x_lite.apps.common import runs
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.apps.explain_sharding import command as explain_sharding

@@ -4,20 +4,22 @@ import json
 import math
 import re
 
-import gin
 import jax
 import numpy as np
 import pytest
 
+import gin
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import gin_utils
 from t5x_lite import tree_utils
-from t5x_lite.apps.convert import run as convert, report as convert_report
+from t5x_lite.apps.convert import report as convert_report
+from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints.hugging_face import network
 from t5x_lite.configuration import syntax as gin_syntax
-from t5x_lite.data import ByteVocabulary, tokenizer_folders
+from t5x_lite.data import ByteVocabulary
+from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import t5
 from tests import hub_cache

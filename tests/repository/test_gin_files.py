@@ -10,17 +10,18 @@ import os
 import pathlib
 import re
 
-import gin
 import jax
 import jax.numpy as jnp
 import pytest
 
+import gin
 from t5x_lite import errors
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5
-from t5x_lite.optimizers import Adafactor, OptaxWrapper
+from t5x_lite.optimizers import Adafactor
+from t5x_lite.optimizers import OptaxWrapper
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _GOLDEN = _ROOT / 'tests' / 'golden' / 'gin'

@@ -103,7 +103,8 @@ def own_task(tmp_path):
   """Write array records of texts and a module with a task that reads them; return their folder."""
   if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
     pytest.importorskip('grain')
-  from t5x_lite.data import corpora, grain_records
+  from t5x_lite.data import corpora
+  from t5x_lite.data import grain_records
 
   for split, num in (('train', 64), ('validation', 8)):
     grain_records.write_array_records(

@@ -19,7 +19,6 @@ import zipfile
 from packaging.requirements import Requirement
 import pytest
 
-import moe.commands
 import t5x_lite
 from t5x_lite.apps import commands
 from tests import processes

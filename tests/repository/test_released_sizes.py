@@ -6,9 +6,9 @@ share a row: the LM-adapted T5 1.1 and Flan-T5 have the config.json of T5 1.1 bu
 
 import dataclasses
 
-import gin
 import pytest
 
+import gin
 from moe import networks as moe_networks
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.configuration import syntax as gin_syntax
@@ -194,7 +194,7 @@ def test_the_file_has_the_published_dims(row):
   } | {
     'relpos_bias_tables': 'per_layer' if module.config.relpos_per_layer else 'per_stack'
   } == wanted
-  sparse = {stack: () for stack in ('encoder', 'decoder')}
+  sparse = dict.fromkeys(('encoder', 'decoder'), ())
   if published.num_experts:
     blocks = module.feed_forward_fn
     assert blocks.block.num_experts == published.num_experts

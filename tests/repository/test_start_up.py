@@ -106,8 +106,6 @@ def test_a_start_imports_only_the_modules_that_it_uses(tmp_path, code, unneeded)
 
 
 def test_errors_of_gin_files_do_not_wait_for_jax(tmp_path):
-  code = 'from t5x_lite import cli; assert cli.main([*{}, "--gin.TRAIN_STEP=1"]) == 2'.format(
-    _RECIPE
-  )
+  code = f'from t5x_lite import cli; assert cli.main([*{_RECIPE}, "--gin.TRAIN_STEP=1"]) == 2'
   imported = _imported(code, tmp_path)
   assert 't5x_lite.configuration.syntax' in imported and not imported & {'jax', 'numpy'}

@@ -13,7 +13,8 @@ import pytest
 
 from t5x_lite.errors import ConfigError
 from t5x_lite.runtime import cluster
-from t5x_lite.runtime.cluster import ClusterConfig, ProcessSpec
+from t5x_lite.runtime.cluster import ClusterConfig
+from t5x_lite.runtime.cluster import ProcessSpec
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SLURM = {

@@ -124,15 +124,13 @@ def test_a_long_time_without_events_is_written(make, clock, tmp_path):
 
 def test_a_start_that_fails_is_written_only_in_a_run_that_has_the_file(make, tmp_path):
   for is_run in (False, True):
-    with pytest.raises(errors.ConfigError):
-      with make() as log:
-        if is_run:
-          log.open()
-        raise errors.ConfigError('bad')
+    with pytest.raises(errors.ConfigError), make() as log:
+      if is_run:
+        log.open()
+      raise errors.ConfigError('bad')
     assert (tmp_path / runtime.EVENTS_FILE).exists() == is_run
-  with pytest.raises(KeyError):
-    with make():
-      raise KeyError('x')
+  with pytest.raises(KeyError), make():
+    raise KeyError('x')
   assert [event.details.get('error') for event in _events(tmp_path) if event.kind == 'stop'] == [
     'ConfigError',
     'KeyError',
@@ -329,9 +327,8 @@ def test_hooks_are_called_again_after_one_that_exits(make):
     if event.kind == 'progress':
       sys.exit(3)
 
-  with pytest.raises(SystemExit):
-    with make(event_fns=[hook]) as log:
-      log.emit('progress')
+  with pytest.raises(SystemExit), make(event_fns=[hook]) as log:
+    log.emit('progress')
   assert called == ['start', 'progress', 'stop']
 
 

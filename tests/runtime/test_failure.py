@@ -3,7 +3,8 @@
 import pytest
 
 from t5x_lite.errors import DataStalledError
-from t5x_lite.runtime.failure import describe_error, Failure
+from t5x_lite.runtime.failure import Failure
+from t5x_lite.runtime.failure import describe_error
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from t5x_lite.errors import ConfigError, of_other_process, SaveError, StoppedOnSignalError
+from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError, of_other_process
 from t5x_lite.runtime import monitor as monitor_lib
 from tests.runtime.fake_store import FakeStore
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from moe.tools.report import style
-from moe.tools.report.data import History, Layer
+from moe.tools.report.data import History
+from moe.tools.report.data import Layer
 
 # A legend names at most this many layers; of more, it names those with the highest and the lowest values.
 _MOST_IN_LEGEND = 6

@@ -1,10 +1,10 @@
 """Recorded routing of a run as arrays over time; `moe.metrics` explains the names."""
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from moe.tools.report import curves, maps, style
+from moe.tools.report import curves
+from moe.tools.report import maps
+from moe.tools.report import style
 from moe.tools.report.data import History
 
 # Figures that are drawn only if a value is above 0, and their names on the page.

@@ -1,12 +1,13 @@
 """Findings about the routing of a run in words, by thresholds that the report states."""
 
+from collections.abc import Sequence
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
-from moe.tools.report.data import History, Layer
+from moe.tools.report.data import History
+from moe.tools.report.data import Layer
 from t5x_lite.formatting import format_percent
 
 # A layer is unbalanced if its busiest expert has at least this multiple of an even share.

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from moe.tools.report import style
-from moe.tools.report.data import History, Layer
+from moe.tools.report.data import History
+from moe.tools.report.data import Layer
 
 # Columns of a map over time; more periods than this are averaged.
 _MAP_COLUMNS = 200

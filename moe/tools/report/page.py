@@ -1,15 +1,16 @@
 """Write a routing report: one HTML page that needs no network, and each figure as a PNG next to it."""
 
+from collections.abc import Callable, Iterator, Sequence
 import datetime
 import html
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
 
 from moe.tools.report import figures
 from moe.tools.report import findings as findings_lib
 from moe.tools.report.data import History
-from moe.tools.report.findings import Finding, LayerState
+from moe.tools.report.findings import Finding
+from moe.tools.report.findings import LayerState
 from moe.tools.report.style import Figure
 from t5x_lite import files
 from t5x_lite.errors import ConfigError
@@ -342,6 +343,4 @@ def _steps(history: History) -> str:
 def _time(seconds: float) -> str:
   if seconds != seconds:
     return ''
-  return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(
-    '%Y-%m-%d %H:%M UTC'
-  )
+  return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime('%Y-%m-%d %H:%M UTC')

@@ -4,13 +4,13 @@ Each figure is drawn twice: with panels side by side, and with panels below each
 colours of text and grid are CSS variables of the page, so they follow its light or dark theme.
 """
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import fractions
 import html
 import io
 import re
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np

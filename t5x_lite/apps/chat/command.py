@@ -3,7 +3,8 @@
 import argparse
 
 from t5x_lite.apps.common.flags import add_gin_arguments
-from t5x_lite.apps.common.runs import find_run, load_run
+from t5x_lite.apps.common.runs import find_run
+from t5x_lite.apps.common.runs import load_run
 from t5x_lite.errors import ExitCode
 
 

@@ -18,7 +18,8 @@ from t5x_lite import models
 from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import ActionMode, Stop
+from t5x_lite.actions import ActionMode
+from t5x_lite.actions import Stop
 from t5x_lite.apps.common import report
 from t5x_lite.evaluation import MEAN
 

@@ -1,8 +1,8 @@
 """Style of the figures that commands draw with matplotlib: colours, fonts, axis limits and tick labels."""
 
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t5x_lite.errors import needs_packages

@@ -444,9 +444,9 @@ def load_configuration(
   Raises:
     ConfigError: no gin file is given, or the configuration is invalid.
   """
-  from t5x_lite.configuration import syntax as gin_syntax
   from t5x_lite import gin_utils
   from t5x_lite import module_imports
+  from t5x_lite.configuration import syntax as gin_syntax
 
   if not arguments.gin_file:
     raise ConfigError(
@@ -533,6 +533,7 @@ def _set_jax_options(flags: Sequence[str], shows_warnings: bool = True) -> None:
   if not flags:
     return
   import jax
+
   from t5x_lite import checks
 
   if shows_warnings:
@@ -580,7 +581,8 @@ def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> Non
   cache_dirs = _folders(getattr(arguments, 'seqio_additional_cache_dirs', ()))
   if not data_dir and not cache_dirs:
     return
-  from t5x_lite import checks, data
+  from t5x_lite import checks
+  from t5x_lite import data
 
   datasets = configuration.arguments_of(data.DatasetConfig)
   if (

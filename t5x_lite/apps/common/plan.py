@@ -10,7 +10,9 @@ from typing import Protocol
 
 from t5x_lite import checkpoints
 from t5x_lite.errors import ConfigError
-from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
+from t5x_lite.evaluation import INFERENCE_EVAL
+from t5x_lite.evaluation import TRAINING_EVAL
+from t5x_lite.evaluation import When
 
 # Maximum number of steps that the description of a plan shows of each kind.
 _NUM_SHOWN = 8

@@ -22,7 +22,10 @@ from t5x_lite import partitioning
 from t5x_lite import summaries
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.formatting import format_bytes, format_cell, format_number, format_table
+from t5x_lite.formatting import format_bytes
+from t5x_lite.formatting import format_cell
+from t5x_lite.formatting import format_number
+from t5x_lite.formatting import format_table
 from t5x_lite.types import PyTree
 
 # Shown first, in this order; the others follow by name. Rates, counts and optimizer metrics are only in the files.

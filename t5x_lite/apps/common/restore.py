@@ -22,7 +22,8 @@ from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError
-from t5x_lite.train_state import FlaxOptimTrainState, InferenceState
+from t5x_lite.train_state import FlaxOptimTrainState
+from t5x_lite.train_state import InferenceState
 from t5x_lite.types import PyTree
 
 _logger = logging.getLogger(__name__)

@@ -29,8 +29,10 @@ from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks.stacks import StackNetwork
-from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
-from t5x_lite.train_state import InferenceState, TrainState
+from t5x_lite.networks.t5_config import RELPOS_FIELDS
+from t5x_lite.networks.t5_config import StackConfig
+from t5x_lite.train_state import InferenceState
+from t5x_lite.train_state import TrainState
 
 # Seed of a run without one.
 DEFAULT_SEED = 0

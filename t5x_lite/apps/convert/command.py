@@ -124,7 +124,8 @@ def run_command(arguments: argparse.Namespace) -> int:
   # Conversion needs no accelerator.
   jax.config.update('jax_platforms', 'cpu')
   from t5x_lite import runtime
-  from t5x_lite.apps.convert import run as convert, report as convert_report
+  from t5x_lite.apps.convert import report as convert_report
+  from t5x_lite.apps.convert import run as convert
 
   progress = runtime.Progress(unit='tensor')
   try:

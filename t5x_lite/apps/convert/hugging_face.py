@@ -8,7 +8,8 @@ import tempfile
 import numpy as np
 
 from t5x_lite import files
-from t5x_lite.apps.convert.plan import PARAMS, StatePlan
+from t5x_lite.apps.convert.plan import PARAMS
+from t5x_lite.apps.convert.plan import StatePlan
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face import tokenizer_files

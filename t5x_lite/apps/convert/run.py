@@ -28,7 +28,8 @@ from t5x_lite import runtime
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.convert import hugging_face as convert_hugging_face
 from t5x_lite.apps.convert import plan as convert_plan
-from t5x_lite.apps.convert.plan import Reader, StatePlan
+from t5x_lite.apps.convert.plan import Reader
+from t5x_lite.apps.convert.plan import StatePlan
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources

@@ -30,13 +30,15 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted, OpenEvaluation, RunEvaluations
+from t5x_lite.apps.common.evaluations import EvaluationInterrupted
+from t5x_lite.apps.common.evaluations import OpenEvaluation
+from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.apps.evaluate.config import EvaluateConfig
 from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
-from t5x_lite.formatting import format_number
 from t5x_lite.evaluation import InferenceEvaluator
+from t5x_lite.formatting import format_number
 
 # T5X's names.
 __all__ = ['InferenceEvaluator', 'evaluate']

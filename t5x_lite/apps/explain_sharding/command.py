@@ -2,12 +2,10 @@
 
 import argparse
 
-from t5x_lite.apps.common.flags import (
-  add_gin_arguments,
-  add_num_devices,
-  load_configuration,
-  simulate_devices,
-)
+from t5x_lite.apps.common.flags import add_gin_arguments
+from t5x_lite.apps.common.flags import add_num_devices
+from t5x_lite.apps.common.flags import load_configuration
+from t5x_lite.apps.common.flags import simulate_devices
 from t5x_lite.errors import ExitCode
 
 # Values of required macros that do not affect shardings.

@@ -4,7 +4,8 @@ from t5x_lite import state_init
 from t5x_lite.data import DatasetConfig
 from t5x_lite.data.features import get_converter
 from t5x_lite.models import BaseModel
-from t5x_lite.partitioning import PjitPartitioner, ShardingReport
+from t5x_lite.partitioning import PjitPartitioner
+from t5x_lite.partitioning import ShardingReport
 
 
 def explain_sharding(

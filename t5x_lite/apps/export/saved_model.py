@@ -8,8 +8,8 @@ version that supports them.
 
 from collections.abc import Mapping, Sequence
 import os
-import warnings
 from typing import Any
+import warnings
 
 import jax
 import numpy as np
@@ -139,8 +139,10 @@ def _signature(
 
 def _for_tensorflow(exported: jax.export.Exported) -> bytes:
   """Return the program's StableHLO without composites, in an old version."""
-  from jax.extend.mlir import ir, passmanager
-  from jax.extend.mlir.dialects import chlo, stablehlo
+  from jax.extend.mlir import ir
+  from jax.extend.mlir import passmanager
+  from jax.extend.mlir.dialects import chlo
+  from jax.extend.mlir.dialects import stablehlo
 
   stablehlo.register_stablehlo_passes()
   with ir.Context() as context:

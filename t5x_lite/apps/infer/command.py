@@ -9,13 +9,11 @@ import sys
 import tempfile
 
 from t5x_lite import files
-from t5x_lite.apps.common.flags import (
-  add_gin_arguments,
-  add_seqio_arguments,
-  join_cluster,
-  load_configuration,
-  prepend_run_file,
-)
+from t5x_lite.apps.common.flags import add_gin_arguments
+from t5x_lite.apps.common.flags import add_seqio_arguments
+from t5x_lite.apps.common.flags import join_cluster
+from t5x_lite.apps.common.flags import load_configuration
+from t5x_lite.apps.common.flags import prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 

@@ -14,7 +14,8 @@ from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
-from t5x_lite.apps.common import output_folder, start
+from t5x_lite.apps.common import output_folder
+from t5x_lite.apps.common import start
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.checkpoints import builders
 

@@ -10,7 +10,8 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.errors import ConfigError
-from t5x_lite.json_lines import JsonEncoder, to_line
+from t5x_lite.json_lines import JsonEncoder
+from t5x_lite.json_lines import to_line
 
 # Predictions or scores of examples, and auxiliary outputs; the first axis of every array is the example.
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]

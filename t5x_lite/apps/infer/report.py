@@ -8,7 +8,10 @@ from typing import Any
 from t5x_lite import files
 from t5x_lite import json_lines
 from t5x_lite.apps.infer.paths import ResultPaths
-from t5x_lite.formatting import format_cell, format_duration, format_number, format_table
+from t5x_lite.formatting import format_cell
+from t5x_lite.formatting import format_duration
+from t5x_lite.formatting import format_number
+from t5x_lite.formatting import format_table
 
 _NUM_SHOWN = 3
 

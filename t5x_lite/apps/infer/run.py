@@ -29,12 +29,17 @@ from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.infer import report as infer_report
 from t5x_lite.apps.infer.config import InferConfig
-from t5x_lite.apps.infer.jsonl import Examples, write_inferences_to_file
-from t5x_lite.apps.infer.loop import ChunkWriter, infer_source
-from t5x_lite.apps.infer.merge import merge_chunks_to_file, merge_shards, merged_totals
+from t5x_lite.apps.infer.jsonl import Examples
+from t5x_lite.apps.infer.jsonl import write_inferences_to_file
+from t5x_lite.apps.infer.loop import ChunkWriter
+from t5x_lite.apps.infer.loop import infer_source
+from t5x_lite.apps.infer.merge import merge_chunks_to_file
+from t5x_lite.apps.infer.merge import merge_shards
+from t5x_lite.apps.infer.merge import merged_totals
 from t5x_lite.apps.infer.report import Outcome
-from t5x_lite.apps.infer.store import ShardStore, num_shard_examples
-from t5x_lite.errors import ConfigError, of_other_process, StoppedOnSignalError
+from t5x_lite.apps.infer.store import ShardStore
+from t5x_lite.apps.infer.store import num_shard_examples
+from t5x_lite.errors import ConfigError, StoppedOnSignalError, of_other_process
 
 # T5X's names.
 __all__ = [

@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
-  from t5x_lite.data import grain_records, records
+  from t5x_lite.data import grain_records
+  from t5x_lite.data import records
 
   lines = records.JsonLines(arguments.inputs)
   num_records = grain_records.write_array_records(arguments.output, records.checked_objects(lines))

@@ -1,9 +1,9 @@
 """Panels of the plot of metrics: their titles, units, lines and legends."""
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
 import textwrap
 from typing import Any
 

@@ -2,15 +2,13 @@
 
 import argparse
 
-from t5x_lite.apps.common.flags import (
-  NO_CACHE,
-  add_gin_arguments,
-  add_num_devices,
-  add_seqio_arguments,
-  binds_model,
-  load_configuration,
-  simulate_devices,
-)
+from t5x_lite.apps.common.flags import NO_CACHE
+from t5x_lite.apps.common.flags import add_gin_arguments
+from t5x_lite.apps.common.flags import add_num_devices
+from t5x_lite.apps.common.flags import add_seqio_arguments
+from t5x_lite.apps.common.flags import binds_model
+from t5x_lite.apps.common.flags import load_configuration
+from t5x_lite.apps.common.flags import simulate_devices
 from t5x_lite.errors import ConfigError, ExitCode
 
 

@@ -32,7 +32,8 @@ from t5x_lite import schedules
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.formatting import format_bytes, format_table
+from t5x_lite.formatting import format_bytes
+from t5x_lite.formatting import format_table
 
 HLO_FOLDER = 'precompile'
 

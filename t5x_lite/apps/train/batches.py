@@ -17,7 +17,6 @@ from t5x_lite.apps.common import waiting
 from t5x_lite.errors import DataError, DataStalledError
 from t5x_lite.types import Batch
 
-
 T = TypeVar('T')
 
 # Interval at which the device is looked at while it computes and no batch is ready.

@@ -2,7 +2,9 @@
 
 import argparse
 
-from t5x_lite.apps.common.flags import add_gin_arguments, add_seqio_arguments, load_configuration
+from t5x_lite.apps.common.flags import add_gin_arguments
+from t5x_lite.apps.common.flags import add_seqio_arguments
+from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import ExitCode
 
 

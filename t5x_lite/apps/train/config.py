@@ -13,7 +13,9 @@ from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.parts import RunConfig
 from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.compat import names as t5x_names
-from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL, When
+from t5x_lite.evaluation import INFERENCE_EVAL
+from t5x_lite.evaluation import TRAINING_EVAL
+from t5x_lite.evaluation import When
 
 _STEPS_REMEDY = (
   'Steps are int32. total_steps counts from step 0 of the model; relative_steps counts from the '

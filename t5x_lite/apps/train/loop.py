@@ -20,9 +20,13 @@ from t5x_lite import runtime
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import ActionMode, Stop, TRAIN_METRIC_KEY, run_actions
+from t5x_lite.actions import TRAIN_METRIC_KEY
+from t5x_lite.actions import ActionMode
+from t5x_lite.actions import Stop
+from t5x_lite.actions import run_actions
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluations
+from t5x_lite.apps.common.evaluations import EvaluationInterrupted
+from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.common.plan import Stretch
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.compilation import StepCompilation

@@ -28,19 +28,25 @@ from t5x_lite import standard_streams
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import ActionMode, run_actions, TRAIN_METRIC_KEY
+from t5x_lite.actions import TRAIN_METRIC_KEY
+from t5x_lite.actions import ActionMode
+from t5x_lite.actions import run_actions
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import due_names, EvaluationInterrupted, RunEvaluations
+from t5x_lite.apps.common.evaluations import EvaluationInterrupted
+from t5x_lite.apps.common.evaluations import RunEvaluations
+from t5x_lite.apps.common.evaluations import due_names
 from t5x_lite.apps.train.batches import TrainBatches
-from t5x_lite.apps.train.compilation import log_compilation, StepCompilation
+from t5x_lite.apps.train.compilation import StepCompilation
+from t5x_lite.apps.train.compilation import log_compilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.loop import TrainLoop
 from t5x_lite.apps.train.saves import TrainSaves
-from t5x_lite.apps.train.step_log import LogConfig, StepLog
+from t5x_lite.apps.train.step_log import LogConfig
+from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 

@@ -20,7 +20,7 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.config import TrainConfig
-from t5x_lite.errors import CheckpointDamagedError, DataError, of_other_process, SaveError
+from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, of_other_process
 from t5x_lite.evaluation import TRAINING_EVAL
 
 _FAILED = object()

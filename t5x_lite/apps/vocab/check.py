@@ -7,7 +7,8 @@ import numpy as np
 
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.errors import DataError
-from t5x_lite.formatting import format_table, short_repr
+from t5x_lite.formatting import format_table
+from t5x_lite.formatting import short_repr
 
 _PERCENTILES = (50, 90, 99, 100)
 
@@ -153,6 +154,9 @@ def _share(part: int, total: int) -> str:
 
 def _around_difference(text: str, back: str) -> tuple[str, str]:
   """Return both texts from shortly before the first difference."""
-  first = next((i for i, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
+  first = next(
+    (i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b),
+    min(len(text), len(back)),
+  )
   start = max(0, first - 20)
   return text[start:], back[start:]

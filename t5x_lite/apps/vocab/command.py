@@ -134,7 +134,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     },
   )
   from t5x_lite import data
-  from t5x_lite.apps.vocab import run as vocab, check as vocab_check
+  from t5x_lite.apps.vocab import check as vocab_check
+  from t5x_lite.apps.vocab import run as vocab
 
   def task_texts(name, max_examples):
     cfg = data.DatasetConfig(

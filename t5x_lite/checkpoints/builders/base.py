@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.checkpoints import lazy_arrays, sources
+from t5x_lite.checkpoints import lazy_arrays
+from t5x_lite.checkpoints import sources
 from t5x_lite.networks.t5_config import StackConfig
 
 # Inputs of builders; see `StateBuilder.INPUT`.

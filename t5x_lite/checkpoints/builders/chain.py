@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import logging
 import os
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x_lite import errors
-from t5x_lite.checkpoints import options, sources, transforms
-from t5x_lite.checkpoints.builders import base, changing, reading
+from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.builders import base
+from t5x_lite.checkpoints.builders import changing
+from t5x_lite.checkpoints.builders import reading
 from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from t5x_lite import checks, errors, tree_utils
-from t5x_lite.checkpoints import lazy_arrays, sources, transforms
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import tree_utils
+from t5x_lite.checkpoints import lazy_arrays
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.formatting import first_names
 from t5x_lite.networks import layout_plan
@@ -225,7 +229,7 @@ class NewVocabulary(base.StateBuilder):
       new = tuple(target.wanted[name].shape)
       if old == new:
         continue
-      dims = [dim for dim, sizes in enumerate(zip(old, new)) if sizes[0] != sizes[1]]
+      dims = [dim for dim, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
       if len(old) != len(new) or len(dims) != 1:
         raise errors.CheckpointError(
           f'`NewVocabulary` must change one dim of {name}, got {old}, and the model has '

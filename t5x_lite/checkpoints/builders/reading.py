@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import os
 import re
-import zlib
-from collections.abc import Mapping, Sequence
 from typing import Any
+import zlib
 
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import checks, errors, multihost
-from t5x_lite.checkpoints import discovery, lazy_arrays, sources, transforms
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite import multihost
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import lazy_arrays
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.checkpoints.builders.changing import in_layout_of_model
 from t5x_lite.formatting import first_names

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from t5x_lite.checkpoints.hugging_face import config_json, shape_fields
+from t5x_lite.checkpoints.hugging_face import config_json
+from t5x_lite.checkpoints.hugging_face import shape_fields
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.errors import CheckpointError
 from t5x_lite.networks.t5_config import T5Config

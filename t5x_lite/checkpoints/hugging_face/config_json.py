@@ -8,7 +8,9 @@ from, as in transformers.
 from collections.abc import Mapping
 from typing import Any
 
-from t5x_lite import checks, files, untrusted
+from t5x_lite import checks
+from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.checks import Expectation
 from t5x_lite.errors import CheckpointError
 

@@ -10,14 +10,16 @@ import jax
 import numpy as np
 
 from t5x_lite import files
-from t5x_lite.checkpoints.hugging_face import config_json, families, names
+from t5x_lite.checkpoints.hugging_face import config_json
+from t5x_lite.checkpoints.hugging_face import families
+from t5x_lite.checkpoints.hugging_face import names
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
-from t5x_lite.checkpoints.hugging_face.names import LM_HEAD, SHARED, TensorRule
-from t5x_lite.checkpoints.hugging_face.tensor_files import (
-  INDEX_FILE,
-  SINGLE_FILE,
-  SafetensorsFolder,
-)
+from t5x_lite.checkpoints.hugging_face.names import LM_HEAD
+from t5x_lite.checkpoints.hugging_face.names import SHARED
+from t5x_lite.checkpoints.hugging_face.names import TensorRule
+from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import SINGLE_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import SafetensorsFolder
 from t5x_lite.errors import CheckpointError, T5xLiteError
 
 CONFIG_FILE = 'config.json'

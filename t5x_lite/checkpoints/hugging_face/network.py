@@ -1,18 +1,17 @@
 """Configuration of our network with the sizes of a Hugging Face folder, for gin files."""
 
-import os
 from collections.abc import Sequence
+import os
 
-from t5x_lite import checks, files
+from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import family_of
-from t5x_lite.checkpoints.hugging_face.folder import (
-  CONFIG_FILE,
-  HuggingFaceFolder,
-  is_hugging_face_folder,
-)
+from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
+from t5x_lite.checkpoints.hugging_face.folder import HuggingFaceFolder
+from t5x_lite.checkpoints.hugging_face.folder import is_hugging_face_folder
 from t5x_lite.checkpoints.hugging_face.gin_files import suggest_gin
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.t5_config import T5Config

@@ -14,7 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from t5x_lite import files, untrusted
+from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.errors import CheckpointError
 
@@ -259,7 +260,7 @@ class SafetensorsFolder:
       paths = [self._path / file for file in shards]
     else:
       paths = []
-    for file, entries in zip(shards, files.each(read_entries, paths)):
+    for file, entries in zip(shards, files.each(read_entries, paths), strict=False):
       listed = {name for name, other in weight_map.items() if other == file}
       if listed != set(entries):
         problem = (

@@ -8,7 +8,9 @@ from typing import BinaryIO
 import numpy as np
 
 from t5x_lite import files
-from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE, dtype_code
+from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import SINGLE_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import dtype_code
 from t5x_lite.errors import CheckpointError
 
 _ALIGNMENT = 8

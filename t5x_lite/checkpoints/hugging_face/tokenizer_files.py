@@ -5,16 +5,20 @@ transformers 5 prefers and that its `AutoTokenizer` requires for umT5. All, and 
 """
 
 import base64
+from collections.abc import Iterable
 import json
 import os
 import pathlib
-from collections.abc import Iterable
 from typing import Any
 
-from t5x_lite import files, untrusted
+from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
-from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary, kind_of
+from t5x_lite.data.vocabularies import ByteVocabulary
+from t5x_lite.data.vocabularies import SentencePieceVocabulary
+from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import CheckpointError
 
 TOKENIZER_CONFIG = 'tokenizer_config.json'

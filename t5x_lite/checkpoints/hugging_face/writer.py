@@ -9,14 +9,18 @@ import uuid
 
 import numpy as np
 
-from t5x_lite import checks, files
+from t5x_lite import checks
+from t5x_lite import files
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints.hugging_face import model_card, names, tokenizer_files
+from t5x_lite.checkpoints.hugging_face import model_card
+from t5x_lite.checkpoints.hugging_face import names
+from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.names import TensorRule
-from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter, write_json
+from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter
+from t5x_lite.checkpoints.hugging_face.tensor_writer import write_json
 from t5x_lite.errors import CheckpointError
 
 GENERATION_CONFIG_FILE = 'generation_config.json'

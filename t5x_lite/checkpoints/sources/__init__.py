@@ -4,18 +4,20 @@
 values on demand, so that other modules do not depend on formats.
 """
 
-from t5x_lite.checkpoints.sources.average import AverageSource, has_param_average
-from t5x_lite.checkpoints.sources.base import StateSource, layout_of
-from t5x_lite.checkpoints.sources.detect import (
-  FORMATS,
-  check_exists,
-  check_readable,
-  detect_format,
-  open_source,
-)
+from t5x_lite.checkpoints.sources.average import AverageSource
+from t5x_lite.checkpoints.sources.average import has_param_average
+from t5x_lite.checkpoints.sources.base import StateSource
+from t5x_lite.checkpoints.sources.base import layout_of
+from t5x_lite.checkpoints.sources.detect import FORMATS
+from t5x_lite.checkpoints.sources.detect import check_exists
+from t5x_lite.checkpoints.sources.detect import check_readable
+from t5x_lite.checkpoints.sources.detect import detect_format
+from t5x_lite.checkpoints.sources.detect import open_source
 from t5x_lite.checkpoints.sources.hugging_face import HuggingFaceSource
-from t5x_lite.checkpoints.sources.orbax import OrbaxSource, OwnSource
-from t5x_lite.checkpoints.sources.t5x_native import T5xNativeSource, T5xNativeWriter
+from t5x_lite.checkpoints.sources.orbax import OrbaxSource
+from t5x_lite.checkpoints.sources.orbax import OwnSource
+from t5x_lite.checkpoints.sources.t5x_native import T5xNativeSource
+from t5x_lite.checkpoints.sources.t5x_native import T5xNativeWriter
 
 __all__ = (
   'AverageSource',

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable, Mapping
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from t5x_lite import errors, files, tree_utils
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import tree_utils
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.networks import param_layouts

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import json
 import os
-from collections.abc import Mapping
 
-from t5x_lite import errors, files, untrusted
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints.sources import base, hugging_face, orbax, t5x_native
+from t5x_lite.checkpoints.sources import base
+from t5x_lite.checkpoints.sources import hugging_face
+from t5x_lite.checkpoints.sources import orbax
+from t5x_lite.checkpoints.sources import t5x_native
 
 _SOURCES: Mapping[str, type[base.StateSource]] = {
   source.format: source

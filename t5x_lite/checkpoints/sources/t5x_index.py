@@ -6,16 +6,19 @@ is small or no mesh axis divides it) or the TensorStore spec of a zarr array nex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import flax.serialization
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, files, tree_utils, untrusted
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import tree_utils
+from t5x_lite import untrusted
 
 FILENAME = 'checkpoint'
 VERSION = 3

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator, Mapping, Sequence
 import functools
 import json
 import math
 import os
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+import uuid
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, files, multihost, untrusted
-from t5x_lite.checkpoints import discovery, store_io
-from t5x_lite.checkpoints.sources import base, t5x_index
+from t5x_lite import errors
+from t5x_lite import files
+from t5x_lite import multihost
+from t5x_lite import untrusted
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import store_io
+from t5x_lite.checkpoints.sources import base
+from t5x_lite.checkpoints.sources import t5x_index
 
 _COMPRESSOR = {'id': 'gzip', 'level': 1}
 _MAX_CHUNK_BYTES = 64 * 2**20

@@ -6,13 +6,11 @@ import importlib
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from t5x_lite import checks
-from t5x_lite.data.interfaces import (
-  EvalBatches,
-  EvalTask,
-  ExampleSource,
-  HostIterator,
-  SplitLengths,
-)
+from t5x_lite.data.interfaces import EvalBatches
+from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.data.interfaces import ExampleSource
+from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.interfaces import SplitLengths
 from t5x_lite.errors import ConfigError
 
 # Options of `DatasetConfig` that only some sources support, and the remedy if another source is used.

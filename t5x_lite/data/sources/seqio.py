@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from t5x_lite.data.interfaces import (
-  EvalBatches,
-  EvalTask,
-  ExampleSource,
-  HostIterator,
-  SplitLengths,
-)
+from t5x_lite.data.interfaces import EvalBatches
+from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.data.interfaces import ExampleSource
+from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.interfaces import SplitLengths
 from t5x_lite.data.sources import base
 
 

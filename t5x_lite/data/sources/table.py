@@ -8,32 +8,32 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.data import synthetic
-from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, get_builtin
+from t5x_lite.data.builtin_tasks import BuiltinMixture
+from t5x_lite.data.builtin_tasks import BuiltinTask
+from t5x_lite.data.builtin_tasks import get_builtin
 from t5x_lite.data.example_sources import TableExamples
-from t5x_lite.data.features import (
-  FeatureConverter,
-  Row,
-  UNKNOWN_LENGTH,
-  check_lengths,
-  get_converter,
-)
-from t5x_lite.data.interfaces import (
-  EvalBatches,
-  EvalTask,
-  ExampleSource,
-  HostBatch,
-  HostIterator,
-  IndexedBatches,
-  SplitLengths,
-  batches_of_rows,
-  warn_of_omitted_tasks,
-)
+from t5x_lite.data.features import UNKNOWN_LENGTH
+from t5x_lite.data.features import FeatureConverter
+from t5x_lite.data.features import Row
+from t5x_lite.data.features import check_lengths
+from t5x_lite.data.features import get_converter
+from t5x_lite.data.interfaces import EvalBatches
+from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.data.interfaces import ExampleSource
+from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.interfaces import IndexedBatches
+from t5x_lite.data.interfaces import SplitLengths
+from t5x_lite.data.interfaces import batches_of_rows
+from t5x_lite.data.interfaces import warn_of_omitted_tasks
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.sources import base
-from t5x_lite.data.streams import DirectReader, PieceReader, Pieces, TaskStream
+from t5x_lite.data.streams import DirectReader
+from t5x_lite.data.streams import PieceReader
+from t5x_lite.data.streams import Pieces
+from t5x_lite.data.streams import TaskStream
 from t5x_lite.data.table_iterator import TableIterator
 from t5x_lite.data.trimming import TrimmedExamples
-
 
 # Examples that are made together to find their lengths.
 _NUM_MEASURED = 256

@@ -88,10 +88,10 @@ def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
     'o_wo_fused',
     'mlp_activations',
   )
-  rules = {name: FactorDim.COLUMN for name in columns}
+  rules = dict.fromkeys(columns, FactorDim.COLUMN)
   rules |= {'embed': FactorDim.ROW}
-  rules |= {name: FactorDim.BATCH for name in ('layers', 'stack', 'expert')}
-  rules |= {name: FactorDim.NONE for name in ('relpos_buckets', 'layer_norm_scale', 'unmodeled')}
+  rules |= dict.fromkeys(('layers', 'stack', 'expert'), FactorDim.BATCH)
+  rules |= dict.fromkeys(('relpos_buckets', 'layer_norm_scale', 'unmodeled'), FactorDim.NONE)
   return flax.core.freeze(rules)
 
 

@@ -22,11 +22,13 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.adafactor_rule import factor_rules as rules_lib
 from t5x_lite.optimizers.adafactor_rule import update as update_lib
-from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorDim, HParamMap
-from t5x_lite.optimizers.adafactor_rule.update import AdafactorHyperParams, AdafactorParamState
+from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorDim
+from t5x_lite.optimizers.adafactor_rule.factor_rules import HParamMap
+from t5x_lite.optimizers.adafactor_rule.update import AdafactorHyperParams
+from t5x_lite.optimizers.adafactor_rule.update import AdafactorParamState
 from t5x_lite.optimizers.axes import names
-from t5x_lite.optimizers.base import definition, scalars
-from t5x_lite.optimizers.base.param_scales import ParamScales
+from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.types import Array, LogicalAxes, Params
 

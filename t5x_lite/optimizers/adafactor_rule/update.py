@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from t5x_lite import checks
-from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorDim, FactorPlan, HParamMap
+from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorDim
+from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorPlan
+from t5x_lite.optimizers.adafactor_rule.factor_rules import HParamMap
 from t5x_lite.types import Array
 
 

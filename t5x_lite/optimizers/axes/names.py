@@ -91,7 +91,9 @@ def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> 
     problem = ''
   else:
     problem = f'{what} have the structure {axes_structure}, but the arrays have {structure}'
-  for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes)):
+  for (name, array), spec in zip(
+    tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes), strict=False
+  ):
     if not problem and not (isinstance(spec, PartitionSpec) and len(spec) == np.ndim(array)):
       problem = f'{name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}'
   if problem:

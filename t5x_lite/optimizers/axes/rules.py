@@ -29,8 +29,10 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers.axes import names, kinds
-from t5x_lite.optimizers.axes.kinds import ParamsLayout, StateRule
+from t5x_lite.optimizers.axes import kinds
+from t5x_lite.optimizers.axes import names
+from t5x_lite.optimizers.axes.kinds import ParamsLayout
+from t5x_lite.optimizers.axes.kinds import StateRule
 from t5x_lite.optimizers.axes.rules_optax import OPTAX_STATES
 from t5x_lite.types import LogicalAxes, Params, PyTree
 

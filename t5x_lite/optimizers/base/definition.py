@@ -19,16 +19,20 @@ import copy
 import dataclasses
 from typing import Any
 
+from flax import struct
 import flax.core
 from flax.core import FrozenDict
-from flax import struct
 import jax
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers.base import rounding, state_dicts
-from t5x_lite.optimizers.base.scalars import check_learning_rate, learning_rates_at
-from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales, UpdateOptions
+from t5x_lite.optimizers.base import rounding
+from t5x_lite.optimizers.base import state_dicts
+from t5x_lite.optimizers.base.param_scales import OWNER
+from t5x_lite.optimizers.base.param_scales import ParamScales
+from t5x_lite.optimizers.base.param_scales import UpdateOptions
+from t5x_lite.optimizers.base.scalars import check_learning_rate
+from t5x_lite.optimizers.base.scalars import learning_rates_at
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 # Values of a step that an optimizer may need:

@@ -136,7 +136,9 @@ def round_params(key: Array | None, wide: Params, params: Params) -> Params:
   seeds = _seeds(key, [single for path in narrow for single in layer_stacks.paths_of(path)])
   starts = dict(
     zip(
-      narrow, itertools.accumulate((len(layer_stacks.paths_of(path)) for path in narrow), initial=0)
+      narrow,
+      itertools.accumulate((len(layer_stacks.paths_of(path)) for path in narrow), initial=0),
+      strict=False,
     )
   )
 

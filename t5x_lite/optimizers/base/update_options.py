@@ -5,7 +5,10 @@ import re
 
 from t5x_lite import checks
 from t5x_lite.optimizers.base.definition import OptimizerDef
-from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales, ScaleRules, UpdateOptions
+from t5x_lite.optimizers.base.param_scales import OWNER
+from t5x_lite.optimizers.base.param_scales import ParamScales
+from t5x_lite.optimizers.base.param_scales import ScaleRules
+from t5x_lite.optimizers.base.param_scales import UpdateOptions
 
 _SCALE = checks.number(at_least=0)
 _RULES = checks.Expectation(

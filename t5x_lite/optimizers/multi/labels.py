@@ -9,7 +9,8 @@ from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.base import definition
-from t5x_lite.optimizers.multi import optimizer, traversals
+from t5x_lite.optimizers.multi import optimizer
+from t5x_lite.optimizers.multi import traversals
 from t5x_lite.types import PyTree
 
 _NO_LABEL = object()

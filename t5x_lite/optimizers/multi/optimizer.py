@@ -24,13 +24,12 @@ from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.axes import names as _axes
-from t5x_lite.optimizers.base import definition, state_dicts
+from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base import state_dicts
 from t5x_lite.optimizers.base.param_scales import ParamScales
-from t5x_lite.optimizers.multi import (
-  parts as _multi_parts,
-  state_dict as _multi_state_dict,
-  paths as _paths,
-)
+from t5x_lite.optimizers.multi import parts as _multi_parts
+from t5x_lite.optimizers.multi import paths as _paths
+from t5x_lite.optimizers.multi import state_dict as _multi_state_dict
 from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)

@@ -25,11 +25,17 @@ import optax.contrib
 from t5x_lite import checks
 from t5x_lite import layer_stacks
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers.base import definition, scalars
-from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales
-from t5x_lite.optimizers.optax_adapter import calls, constructors, option_checks, param_scales
+from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base import scalars
+from t5x_lite.optimizers.base.param_scales import OWNER
+from t5x_lite.optimizers.base.param_scales import ParamScales
+from t5x_lite.optimizers.optax_adapter import calls
+from t5x_lite.optimizers.optax_adapter import constructors
+from t5x_lite.optimizers.optax_adapter import option_checks
+from t5x_lite.optimizers.optax_adapter import param_scales
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
-from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper, StackingKeyFn
+from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
+from t5x_lite.optimizers.optax_adapter.wrapper import StackingKeyFn
 
 _RATE = calls.RATE
 # Function from arguments by name to the reason why the trainer cannot train with them, or None.

@@ -13,7 +13,9 @@ import optax.contrib
 
 from t5x_lite import checks
 from t5x_lite.checks import Expectation
-from t5x_lite.optimizers.base.scalars import FLOATING_DTYPE, check_learning_rate, scalar
+from t5x_lite.optimizers.base.scalars import FLOATING_DTYPE
+from t5x_lite.optimizers.base.scalars import check_learning_rate
+from t5x_lite.optimizers.base.scalars import scalar
 from t5x_lite.schedules import check_learning_rate_fn
 
 

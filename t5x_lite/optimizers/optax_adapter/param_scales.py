@@ -13,9 +13,10 @@ import jax
 import optax
 import optax.contrib
 
-from t5x_lite.errors import ConfigError
 from t5x_lite import tree_utils
-from t5x_lite.optimizers.base.param_scales import OWNER, ParamScales
+from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.base.param_scales import OWNER
+from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.types import PyTree
 
 # Names of the options that are weight decays of single parameters.
@@ -201,7 +202,8 @@ def _choose(
     columns = [treedef.flatten_up_to(node) for node in nodes]
   except ValueError:  # not a tree like the parameters
     below, structure = zip(
-      *(jax.tree.flatten(node, is_leaf=lambda x, node=node: x is not node) for node in nodes)
+      *(jax.tree.flatten(node, is_leaf=lambda x, node=node: x is not node) for node in nodes),
+      strict=False,
     )
     if structure[0] == jax.tree.structure(0):
       return nodes[0]

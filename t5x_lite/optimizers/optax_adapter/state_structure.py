@@ -11,8 +11,8 @@ from collections.abc import Callable
 import re
 from typing import Any
 
-import flax.serialization
 from flax import struct
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,7 +140,9 @@ def _may_change(state: PyTree) -> bool:
 
 
 def _has_empty_monitor(state: PyTree) -> bool:
-  is_monitor = lambda node: isinstance(node, optax.MonitorState)
+  def is_monitor(node):
+    return isinstance(node, optax.MonitorState)
+
   return any(
     is_monitor(node) and not node.measurements
     for node in jax.tree.leaves(state, is_leaf=is_monitor)

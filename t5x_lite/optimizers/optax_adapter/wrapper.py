@@ -21,10 +21,13 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.optimizers.axes import names as _axes
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
-from t5x_lite.optimizers.base import definition, scalars, state_hooks
+from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base import scalars
+from t5x_lite.optimizers.base import state_hooks
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.optax_adapter import state_structure
-from t5x_lite.optimizers.optax_adapter.param_scales import scale_per_parameter, ScaleSupport
+from t5x_lite.optimizers.optax_adapter.param_scales import ScaleSupport
+from t5x_lite.optimizers.optax_adapter.param_scales import scale_per_parameter
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 # Function with the arguments and result of `OptimizerDef.stacking_key`.
@@ -354,9 +357,10 @@ class OptaxWrapper(definition.OptimizerDef):
 
   def _update_for_shapes(self, params: Params, param_states: PyTree) -> tuple[Params, PyTree]:
     """Return the result of `_update` for tracing, with parameters as gradients and dummy values of the step."""
-    value_fn = lambda params: sum(
-      jnp.sum(param.astype(jnp.float32)) for param in jax.tree.leaves(params)
-    )
+
+    def value_fn(params):
+      return sum(jnp.sum(param.astype(jnp.float32)) for param in jax.tree.leaves(params))
+
     known = {
       'value': jnp.float32(0.0),
       'grad': params,

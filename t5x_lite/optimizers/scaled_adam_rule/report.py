@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite.optimizers.scaled_adam_rule.groups import GroupOptions, GroupPlan
+from t5x_lite.optimizers.scaled_adam_rule.groups import GroupOptions
+from t5x_lite.optimizers.scaled_adam_rule.groups import GroupPlan
 from t5x_lite.types import Array
 
 # A step whose gradient is scaled by less is reported with its dominant parameter.

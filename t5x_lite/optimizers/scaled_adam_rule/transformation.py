@@ -21,7 +21,8 @@ from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.base.param_scales import ParamScales
-from t5x_lite.optimizers.base.state_hooks import register_schedule_count, register_state_metrics
+from t5x_lite.optimizers.base.state_hooks import register_schedule_count
+from t5x_lite.optimizers.base.state_hooks import register_state_metrics
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.optimizers.scaled_adam_rule import groups as groups_lib
 from t5x_lite.optimizers.scaled_adam_rule import report as report_lib

@@ -19,25 +19,22 @@ import optax
 
 from t5x_lite.optimizers.optax_adapter.factories import wrap_optax_optimizer
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
-from t5x_lite.optimizers.shampoo.config import (
-  GraftingType,
-  ShampooConfig,
-  parse_graft_type,
-  parse_partition_spec,
-  parse_precision,
-)
+from t5x_lite.optimizers.shampoo.config import GraftingType
+from t5x_lite.optimizers.shampoo.config import ShampooConfig
+from t5x_lite.optimizers.shampoo.config import parse_graft_type
+from t5x_lite.optimizers.shampoo.config import parse_partition_spec
+from t5x_lite.optimizers.shampoo.config import parse_precision
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers.shampoo.sharded import sharded_transformation
-from t5x_lite.optimizers.shampoo.state import (
-  GlobalShardedParameterStats,
-  InitFnState,
-  LocalShardedParameterStats,
-  ParameterStats,
-  ShampooState,
-  ShardedShampooStats,
-  TrainingMetrics,
-)
-from t5x_lite.optimizers.shampoo.update import LearningRate, plain_transformation
+from t5x_lite.optimizers.shampoo.state import GlobalShardedParameterStats
+from t5x_lite.optimizers.shampoo.state import InitFnState
+from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats
+from t5x_lite.optimizers.shampoo.state import ParameterStats
+from t5x_lite.optimizers.shampoo.state import ShampooState
+from t5x_lite.optimizers.shampoo.state import ShardedShampooStats
+from t5x_lite.optimizers.shampoo.state import TrainingMetrics
+from t5x_lite.optimizers.shampoo.update import LearningRate
+from t5x_lite.optimizers.shampoo.update import plain_transformation
 
 __all__ = [
   'GlobalShardedParameterStats',

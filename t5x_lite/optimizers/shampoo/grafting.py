@@ -9,7 +9,8 @@ https://arxiv.org/abs/2002.09018).
 import jax
 import jax.numpy as jnp
 
-from t5x_lite.optimizers.shampoo.config import GraftingType, ShampooConfig
+from t5x_lite.optimizers.shampoo.config import GraftingType
+from t5x_lite.optimizers.shampoo.config import ShampooConfig
 
 # Keeps a division by the norm of a tensor of zeros finite.
 NORM_EPSILON = 1e-16

@@ -14,7 +14,6 @@ other matrices, the *halo*.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax

@@ -20,7 +20,8 @@ import itertools
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from t5x_lite.optimizers.shampoo import roots
@@ -188,7 +189,10 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
   """Return the batches of the entries, with their slots."""
   if ranks is None:
     starts = itertools.accumulate(map(_num_rows, statistics), initial=0)
-    ranks = [start + np.arange(_num_rows(matrix)) for start, matrix in zip(starts, statistics)]
+    ranks = [
+      start + np.arange(_num_rows(matrix))
+      for start, matrix in zip(starts, statistics, strict=False)
+    ]
   groups: dict[tuple[int, int | None], list[int]] = {}
   for i, (matrix, exponent) in enumerate(zip(statistics, exponents, strict=True)):
     if matrix.size:

@@ -22,30 +22,24 @@ import optax
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo import update as update_lib
-from t5x_lite.optimizers.shampoo.blocks import (
-  BlockLayout,
-  block_statistics,
-  norm_of_blocks,
-  precondition_blocks,
-)
+from t5x_lite.optimizers.shampoo.blocks import BlockLayout
+from t5x_lite.optimizers.shampoo.blocks import block_statistics
+from t5x_lite.optimizers.shampoo.blocks import norm_of_blocks
+from t5x_lite.optimizers.shampoo.blocks import precondition_blocks
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
-from t5x_lite.optimizers.shampoo.placement import (
-  REPLICATED,
-  Devices,
-  Placement,
-  local_rows,
-  rows_of_device,
-  set_rows,
-  take_rows,
-)
+from t5x_lite.optimizers.shampoo.placement import REPLICATED
+from t5x_lite.optimizers.shampoo.placement import Devices
+from t5x_lite.optimizers.shampoo.placement import Placement
+from t5x_lite.optimizers.shampoo.placement import local_rows
+from t5x_lite.optimizers.shampoo.placement import rows_of_device
+from t5x_lite.optimizers.shampoo.placement import set_rows
+from t5x_lite.optimizers.shampoo.placement import take_rows
 from t5x_lite.optimizers.shampoo.root_plan import Shares
-from t5x_lite.optimizers.shampoo.state import (
-  GlobalShardedParameterStats,
-  InitFnState,
-  LocalShardedParameterStats,
-  ShampooState,
-  ShardedShampooStats,
-)
+from t5x_lite.optimizers.shampoo.state import GlobalShardedParameterStats
+from t5x_lite.optimizers.shampoo.state import InitFnState
+from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats
+from t5x_lite.optimizers.shampoo.state import ShampooState
+from t5x_lite.optimizers.shampoo.state import ShardedShampooStats
 from t5x_lite.types import Params, PyTree
 
 

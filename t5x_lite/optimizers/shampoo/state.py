@@ -20,9 +20,13 @@ import optax
 
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
-from t5x_lite.optimizers.base.state_hooks import register_schedule_count, register_state_metrics
-from t5x_lite.optimizers.shampoo.blocks import BlockLayout, make_layout
-from t5x_lite.optimizers.shampoo.config import BLOCKS_AXIS, STACK_AXIS, ShampooConfig
+from t5x_lite.optimizers.base.state_hooks import register_schedule_count
+from t5x_lite.optimizers.base.state_hooks import register_state_metrics
+from t5x_lite.optimizers.shampoo.blocks import BlockLayout
+from t5x_lite.optimizers.shampoo.blocks import make_layout
+from t5x_lite.optimizers.shampoo.config import BLOCKS_AXIS
+from t5x_lite.optimizers.shampoo.config import STACK_AXIS
+from t5x_lite.optimizers.shampoo.config import ShampooConfig
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.types import LogicalAxes, Params, PyTree
 

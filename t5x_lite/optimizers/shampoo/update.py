@@ -27,21 +27,19 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
-from t5x_lite.optimizers.shampoo.config import OWNER, ShampooConfig
-from t5x_lite.optimizers.shampoo.grafting import (
-  NORM_EPSILON,
-  grafted_update,
-  norm,
-  second_moment_weight,
-)
+from t5x_lite.optimizers.shampoo.config import OWNER
+from t5x_lite.optimizers.shampoo.config import ShampooConfig
+from t5x_lite.optimizers.shampoo.grafting import NORM_EPSILON
+from t5x_lite.optimizers.shampoo.grafting import grafted_update
+from t5x_lite.optimizers.shampoo.grafting import norm
+from t5x_lite.optimizers.shampoo.grafting import second_moment_weight
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
-from t5x_lite.optimizers.shampoo.root_plan import Shares, compute_roots
+from t5x_lite.optimizers.shampoo.root_plan import Shares
+from t5x_lite.optimizers.shampoo.root_plan import compute_roots
 from t5x_lite.optimizers.shampoo.roots import RootOptions
-from t5x_lite.optimizers.shampoo.state import (
-  LocalShardedParameterStats,
-  ParameterStats,
-  ShampooState,
-)
+from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats
+from t5x_lite.optimizers.shampoo.state import ParameterStats
+from t5x_lite.optimizers.shampoo.state import ShampooState
 from t5x_lite.types import Params, PyTree
 
 # A number, a function of the number of previous updates, or a traced scalar.
@@ -142,7 +140,7 @@ class Leaf:
     offsets = itertools.accumulate(counts, initial=0)
     return [
       np.add.outer(self.starts, offset + np.arange(count)).reshape(-1)
-      for offset, count in zip(offsets, counts)
+      for offset, count in zip(offsets, counts, strict=False)
     ]
 
   def merge(self, stacks: PyTree) -> PyTree:

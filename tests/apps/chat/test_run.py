@@ -12,17 +12,18 @@ import subprocess
 import sys
 import time
 
-import gin
 import pytest
 
+import gin
 from t5x_lite import cli
 from t5x_lite import decoding
 from t5x_lite import notebook
 from t5x_lite.apps.chat import run as chat_app
-from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
+from t5x_lite.checkpoints.hugging_face import get_family
+from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.errors import ConfigError
-from tests.apps.common import cloze_run
 from tests import hub_cache
+from tests.apps.common import cloze_run
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 _ROOT = pathlib.Path(__file__).parents[3]

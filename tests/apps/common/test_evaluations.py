@@ -339,7 +339,9 @@ def test_invalid_periods(tmp_path, kwargs, fragment):
 
 
 def test_plans():
-  every = lambda period: plan_lib.When(period=period, at_end=True)
+  def every(period):
+    return plan_lib.When(period=period, at_end=True)
+
   evaluations = {'training_eval': every(6), 'inference_eval': every(4)}
   stretches = list(plan_lib.plan_steps(0, 12, evaluations=evaluations))
   assert [(s.last, s.evaluations) for s in stretches] == [
@@ -362,7 +364,7 @@ def test_plans():
 def _count(targets, predictions):
   return {
     'count': float(len(predictions)),
-    'same': float(np.mean([t == p for t, p in zip(targets, predictions)])),
+    'same': float(np.mean([t == p for t, p in zip(targets, predictions, strict=False)])),
   }
 
 

@@ -360,9 +360,12 @@ def _by_a_method_of_arrays(state, wanted, *, is_resuming):
 def test_a_dry_run_applies_transforms_to_shapes(saved):
   model = _model('t5')
   shape = _initializer(model).global_train_state_shape
-  check = lambda *fns: start_lib.check_start(
-    _start(saved[0], state_transformation_fns=fns), shape, model, applies_transforms=True
-  )
+
+  def check(*fns):
+    return start_lib.check_start(
+      _start(saved[0], state_transformation_fns=fns), shape, model, applies_transforms=True
+    )
+
   check(lambda state, wanted, *, is_resuming: state)
   with pytest.raises(CheckpointError, match=r'embedding: stored \(64, 8\), wanted \(32, 8\)'):
     check(_renamed)

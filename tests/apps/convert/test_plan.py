@@ -16,8 +16,8 @@ from t5x_lite.apps.convert import run as convert
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks import t5
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.apps.convert import convert_cases as given
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
 
@@ -40,7 +40,10 @@ def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
   assert '--gin.network.T5Config.scale_tied_logits=False' in text and 'Careful' not in text
   back = convert.convert(ours.path, str(tmp_path / 'back'), to='hugging_face')
   assert given.tensor_bits(back.path) == given.tensor_bits(folder)
-  read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
+
+  def read(path):
+    return json.loads((pathlib.Path(path) / 'config.json').read_text())
+
   assert read(back.path) == read(folder) and read(folder)['scale_decoder_outputs'] is False
   # T5X's form has no place to say it: a reader takes it for scaled.
   theirs = convert.convert(ours.path, str(tmp_path / 't5x'), to='t5x', param_layout='scalable_t5')

@@ -14,11 +14,11 @@ from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
-from tests import stores
 from tests import hub_cache
+from tests import stores
+from tests.apps.convert import convert_cases as given
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.checkpoints.sources import t5x_samples
-from tests.apps.convert import convert_cases as given
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
 
@@ -59,7 +59,10 @@ def test_hugging_face_and_back(tmp_path, family, to, dtype):
   )
   assert given.tensor_bits(back.path) == given.tensor_bits(folder)
   assert back.num_arrays == len(given.tensor_bits(folder))
-  read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
+
+  def read(path):
+    return json.loads((pathlib.Path(path) / 'config.json').read_text())
+
   assert read(back.path) == read(folder)
 
 
@@ -213,9 +216,9 @@ def test_custom_blocks_keep_their_parameters_and_have_no_hugging_face_folder():
 
 
 def test_step():
-  make = lambda plan: plan.arrays['state/step'].make(
-    {'state/step': np.asarray(3, np.int32)}.__getitem__
-  )
+  def make(plan):
+    return plan.arrays['state/step'].make({'state/step': np.asarray(3, np.int32)}.__getitem__)
+
   assert make(_plan(given.make_state())) == 3
   assert (
     make(_plan(given.make_state(), step=12)) == 12

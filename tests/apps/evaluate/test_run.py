@@ -285,7 +285,10 @@ def test_a_dry_run_writes_nothing(run, tmp_path, capsys):
   assert (
     '3 checkpoint(s) will be evaluated on 6 batches each' in out and f'{run}/checkpoint_12' in out
   )
-  drop = lambda state, wanted, *, is_resuming: {**state, 'target': {}}
+
+  def drop(state, wanted, *, is_resuming):
+    return {**state, 'target': {}}
+
   with pytest.raises(CheckpointError, match='target/'):
     _evaluate(run, tmp_path / 'out', dry_run=True, restore={'state_transformation_fns': (drop,)})
   assert not (tmp_path / 'out').exists()

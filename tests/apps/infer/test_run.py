@@ -58,16 +58,17 @@ def _expected(texts, batch_size=4, seed=0):
   for number in range(-(-len(texts) // batch_size)):
     rows = np.zeros((batch_size, toy_infer.LENGTH), np.int32)
     batch = texts[number * batch_size : (number + 1) * batch_size]
-    for row, text in zip(rows, batch):
+    for row, text in zip(rows, batch, strict=False):
       ids = [*toy_infer.VOCABULARY.encode(text), 1]
       row[: len(ids)] = ids
     rng = jax.random.fold_in(jax.random.key(seed), number)
     tokens, aux = toy_infer.model().predict_batch_with_aux(
       toy_infer.params(), {'encoder_input_tokens': rows}, rng=rng
     )
-    found += [(toy_infer.VOCABULARY.decode(t), float(s)) for t, s in zip(tokens, aux['scores'])][
-      : len(batch)
-    ]
+    found += [
+      (toy_infer.VOCABULARY.decode(t), float(s))
+      for t, s in zip(tokens, aux['scores'], strict=False)
+    ][: len(batch)]
   return found
 
 
@@ -589,7 +590,10 @@ def test_the_class_of_the_initializer_restores(tmp_path, lines, checkpoint):
 
 def test_measurements_reach_listeners():
   found = []
-  listen = lambda name, value, **kwargs: found.append((name, value, kwargs))
+
+  def listen(name, value, **kwargs):
+    return found.append((name, value, kwargs))
+
   jax.monitoring.register_scalar_listener(listen)
   try:
     infer_package.update_measurement_series('writing_total_sec', 3, 0.5)

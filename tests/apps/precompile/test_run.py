@@ -11,15 +11,19 @@ import sys
 import textwrap
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
-from t5x_lite import cli, data, runtime, state_init, trainer
+from t5x_lite import cli
+from t5x_lite import data
+from t5x_lite import runtime
+from t5x_lite import state_init
+from t5x_lite import trainer
 from t5x_lite.apps.common import parts
 from t5x_lite.apps.precompile import run as precompile_lib
 from t5x_lite.apps.train import run as train_lib
 from t5x_lite.errors import ConfigError, DataError
-from tests.apps.precompile.toy_precompile import GIN, kept_settings
+from tests.apps.precompile.toy_precompile import GIN
+from tests.apps.precompile.toy_precompile import kept_settings
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]

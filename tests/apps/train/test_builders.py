@@ -4,12 +4,15 @@ import logging
 import re
 import shutil
 
-import gin
 import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, cli, gin_utils, tree_utils
+import gin
+from t5x_lite import checkpoints
+from t5x_lite import cli
+from t5x_lite import gin_utils
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import runs
 from t5x_lite.configuration import syntax as gin_syntax
 

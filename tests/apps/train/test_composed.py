@@ -7,12 +7,16 @@ import subprocess
 import sys
 import time
 
-import gin
 import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, cli, gin_utils, runtime, tree_utils
+import gin
+from t5x_lite import checkpoints
+from t5x_lite import cli
+from t5x_lite import gin_utils
+from t5x_lite import runtime
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import runs
 from t5x_lite.configuration import syntax as gin_syntax
 from tests.apps.train import toy_run

@@ -7,11 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, data, decoding, models, optimizers
+from t5x_lite import checkpoints
+from t5x_lite import data
+from t5x_lite import decoding
+from t5x_lite import models
+from t5x_lite import optimizers
 from t5x_lite.apps.common import restore
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import DecoderWrapper, TransformerConfig
+from t5x_lite.networks import DecoderWrapper
+from t5x_lite.networks import TransformerConfig
 from tests.apps.train import toy_run
 from tests.models import toy_model
 from tests.networks import network_cases as cases

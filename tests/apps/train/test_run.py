@@ -18,7 +18,9 @@ from t5x_lite import errors
 from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import BaseAction, EarlyStoppingAction, TerminateOnNanAction
+from t5x_lite.actions import BaseAction
+from t5x_lite.actions import EarlyStoppingAction
+from t5x_lite.actions import TerminateOnNanAction
 from t5x_lite.apps.common import report
 from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError, NonFiniteMetricError
 from tests.apps.train import toy_run
@@ -395,7 +397,9 @@ def test_data_without_a_position_is_rejected_before_anything_is_computed(tmp_pat
 @pytest.mark.full  # by default, tests/test_non_finite.py and tests/test_actions.py
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
   # The rate is infinite at step 7 only: an infinite first or last rate is rejected at the start.
-  rate = lambda step: jax.numpy.where(step == 7, jax.numpy.inf, 0.01)
+  def rate(step):
+    return jax.numpy.where(step == 7, jax.numpy.inf, 0.01)
+
   with pytest.raises(
     NonFiniteMetricError, match='resumes from step 6, the newest sound checkpoint'
   ) as raised:

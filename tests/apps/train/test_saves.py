@@ -132,7 +132,10 @@ def test_a_failed_save_has_no_line(tmp_path, capsys, monkeypatch):
 def test_restored_parameters_keep_the_dtype_of_the_training_step(tmp_path, dtype, optimizer):
   _train(tmp_path / 'first', 2)
   options = {} if optimizer is None else {'model': toy_run.model(optimizer)}
-  restore = lambda dtype: checkpoints.RestoreCheckpointConfig(str(tmp_path / 'first'), dtype=dtype)
+
+  def restore(dtype):
+    return checkpoints.RestoreCheckpointConfig(str(tmp_path / 'first'), dtype=dtype)
+
   for dry_run in (True, False):
     with pytest.raises(
       ConfigError,

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, files, object_store
+from t5x_lite import checkpoints
+from t5x_lite import files
+from t5x_lite import object_store
 from t5x_lite.apps import evaluate
 from t5x_lite.errors import ExitCode, SaveError
-from tests import stores
 from tests import processes
+from tests import stores
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]

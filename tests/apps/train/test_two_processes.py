@@ -7,7 +7,8 @@ from t5x_lite import checkpoints
 from t5x_lite import runtime
 from t5x_lite.errors import ExitCode
 from tests import processes
-from tests.apps.train import stopped_run, toy_run
+from tests.apps.train import stopped_run
+from tests.apps.train import toy_run
 
 _PROGRAM = '''
     import sys

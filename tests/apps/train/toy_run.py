@@ -146,7 +146,7 @@ def assert_same_run(a, b, step, *, b_was_stopped=False):
     stops = set(rows_b) - set(rows_a)
     whole = [
       after
-      for before, after in zip([0, *rows_a], rows_a)
+      for before, after in zip([0, *rows_a], rows_a, strict=False)
       if not any(before < stop < after for stop in stops)
     ]
     assert len(whole) > len(rows_a) // 2

@@ -3,7 +3,8 @@
 import pytest
 
 from t5x_lite import data
-from t5x_lite.apps.vocab import run as vocab, check as vocab_check
+from t5x_lite.apps.vocab import check as vocab_check
+from t5x_lite.apps.vocab import run as vocab
 from t5x_lite.data import corpora
 from t5x_lite.errors import ConfigError, DataError
 
@@ -66,7 +67,7 @@ def test_texts_of_tasks():
     cfg = data.DatasetConfig(name, lengths, 'validation', 1, False, 0, source=source)
     return data.read_task_texts(cfg, max_examples)
 
-  lines, keywords = zip(*corpora.python_keyword_cloze('validation')[:3])
+  lines, keywords = zip(*corpora.python_keyword_cloze('validation')[:3], strict=False)
   assert read('python_keyword_cloze') == {'inputs': list(lines), 'targets': list(keywords)}
   mixed = read('python_cloze_and_docs', max_examples=1)
   assert mixed['inputs'][0] == lines[0] and len(mixed['inputs']) == 2

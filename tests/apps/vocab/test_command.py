@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from t5x_lite import cli, data, files
+from t5x_lite import cli
+from t5x_lite import data
+from t5x_lite import files
 from t5x_lite.data import builtin_tasks
 
 

@@ -2,14 +2,16 @@
 
 import numpy as np
 
-from t5x_lite import checkpoints, tree_utils
-from t5x_lite.checkpoints import builders, lazy_arrays
+from t5x_lite import checkpoints
+from t5x_lite import tree_utils
+from t5x_lite.checkpoints import builders
+from t5x_lite.checkpoints import lazy_arrays
 from tests.checkpoints import checkpoint_states as states
 
 
 def target(flat=None, **kwargs):
   """Return the wanted state, by default that of `checkpoint_states`."""
-  flat = flat or {name: leaf for name, leaf in tree_utils.flatten_dict(states.target()).items()}
+  flat = flat or dict(tree_utils.flatten_dict(states.target()).items())
   return builders.TargetState(state_dict=tree_utils.unflatten_dict(flat), wanted=flat, **kwargs)
 
 

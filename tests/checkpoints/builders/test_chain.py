@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import tree_utils
 from t5x_lite.checkpoints import builders
 from tests.checkpoints import checkpoint_states as states
 from tests.checkpoints.builders.builder_cases import restore_with

@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import errors, tree_utils
-from t5x_lite.checkpoints import builders, transforms
+from t5x_lite import errors
+from t5x_lite import tree_utils
+from t5x_lite.checkpoints import builders
+from t5x_lite.checkpoints import transforms
 from tests.checkpoints import checkpoint_states as states
-from tests.checkpoints.builders.builder_cases import build, restore_with, target
+from tests.checkpoints.builders.builder_cases import build
+from tests.checkpoints.builders.builder_cases import restore_with
+from tests.checkpoints.builders.builder_cases import target
 
 EMBEDDING, NORM = 'target/token_embedder/embedding', 'target/decoder/decoder_norm/scale'
 

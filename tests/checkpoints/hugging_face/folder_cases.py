@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 
 def make(tmp_path, family='t5_1_1', arch=None, change=None, dtype='float32', **config):

@@ -7,7 +7,9 @@ import random
 import ml_dtypes
 import numpy as np
 
-from t5x_lite.checkpoints.hugging_face import FAMILIES, Architecture, tensor_table
+from t5x_lite.checkpoints.hugging_face import FAMILIES
+from t5x_lite.checkpoints.hugging_face import Architecture
+from t5x_lite.checkpoints.hugging_face import tensor_table
 
 SMALL = Architecture(
   vocab_size=13,

@@ -2,16 +2,14 @@
 
 import pytest
 
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
-from t5x_lite.checkpoints.hugging_face import (
-  FAMILIES,
-  Architecture,
-  family_of,
-  guess_family,
-  suggest_gin,
-)
+from t5x_lite.checkpoints.hugging_face import FAMILIES
+from t5x_lite.checkpoints.hugging_face import Architecture
 from t5x_lite.checkpoints.hugging_face import config_json
+from t5x_lite.checkpoints.hugging_face import family_of
+from t5x_lite.checkpoints.hugging_face import guess_family
+from t5x_lite.checkpoints.hugging_face import suggest_gin
 from t5x_lite.errors import CheckpointError
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 # As the first release of T5 small has it: many later keys are not there.
 _OLD_T5 = {

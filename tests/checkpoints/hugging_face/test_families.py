@@ -4,9 +4,12 @@ import dataclasses
 
 import pytest
 
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
-from t5x_lite.checkpoints.hugging_face import FAMILIES, family_of, get_family, guess_family
+from t5x_lite.checkpoints.hugging_face import FAMILIES
+from t5x_lite.checkpoints.hugging_face import family_of
+from t5x_lite.checkpoints.hugging_face import get_family
+from t5x_lite.checkpoints.hugging_face import guess_family
 from t5x_lite.errors import CheckpointError
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 
 @pytest.mark.parametrize('name', FAMILIES)

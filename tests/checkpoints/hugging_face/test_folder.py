@@ -6,21 +6,19 @@ import re
 import numpy as np
 import pytest
 
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from t5x_lite import files
+from t5x_lite.checkpoints.hugging_face import FAMILIES
+from t5x_lite.checkpoints.hugging_face import Architecture
+from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
+from t5x_lite.checkpoints.hugging_face import is_hugging_face_folder
 from t5x_lite.checkpoints.hugging_face import tensor_files
-from t5x_lite.checkpoints.hugging_face import (
-  FAMILIES,
-  Architecture,
-  HuggingFaceFolder,
-  is_hugging_face_folder,
-  write_folder,
-)
+from t5x_lite.checkpoints.hugging_face import write_folder
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.network import network_config
 from t5x_lite.errors import CheckpointError
 from t5x_lite.networks.t5_config import T5Config
 from tests.checkpoints.hugging_face import folder_cases as folders
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 _SURPLUS = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 _TABLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
@@ -39,7 +37,7 @@ def test_each_family_is_read(tmp_path, family, dtype):
 def test_duplicate_and_unused_tensors_of_old_folders_are_accepted(tmp_path, family):
   def change(tensors):
     tensors[_SURPLUS] = np.ones([32, 3], np.float32)
-    tensors.update({name: tensors['shared.weight'] for name in _TABLES})
+    tensors.update(dict.fromkeys(_TABLES, tensors['shared.weight']))
     if family != 't5_1_1':
       tensors['lm_head.weight'] = tensors['shared.weight']
 

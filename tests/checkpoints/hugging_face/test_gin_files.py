@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from t5x_lite.checkpoints.hugging_face import FAMILIES, Architecture, suggest_gin
+from t5x_lite.checkpoints.hugging_face import FAMILIES
+from t5x_lite.checkpoints.hugging_face import Architecture
+from t5x_lite.checkpoints.hugging_face import suggest_gin
 from t5x_lite.checkpoints.hugging_face.gin_files import SIZES
 
 _MODELS = pathlib.Path(__file__).parents[3] / 'gin' / 'models'

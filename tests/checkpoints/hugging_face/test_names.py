@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
-from t5x_lite.checkpoints.hugging_face import check_ours, tensor_table
+from t5x_lite.checkpoints.hugging_face import check_ours
+from t5x_lite.checkpoints.hugging_face import tensor_table
 from t5x_lite.errors import CheckpointError
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.checkpoints.hugging_face import names_cases as networks
 
 _SEEDS = range(40)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import moe
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
-from t5x_lite.checkpoints.hugging_face import Architecture, tensor_table
+from t5x_lite.checkpoints.hugging_face import Architecture
+from t5x_lite.checkpoints.hugging_face import tensor_table
 from t5x_lite.errors import CheckpointError
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks.t5_config import T5Config
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.checkpoints.hugging_face import names_cases as networks
 
 _SEEDS = range(40)

@@ -8,11 +8,12 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from t5x_lite.checkpoints.hugging_face import SafetensorsFolder
+from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import SINGLE_FILE
+from t5x_lite.errors import CheckpointError
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.checkpoints.hugging_face import tensor_cases
-from t5x_lite.checkpoints.hugging_face import SafetensorsFolder
-from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE
-from t5x_lite.errors import CheckpointError
 
 
 @pytest.mark.parametrize('seed', range(5))

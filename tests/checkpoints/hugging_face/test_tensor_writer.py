@@ -9,7 +9,9 @@ import safetensors
 import safetensors.numpy
 
 from t5x_lite.checkpoints.hugging_face import SafetensorsFolder
-from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE, read_entries
+from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import SINGLE_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import read_entries
 from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter
 from t5x_lite.errors import CheckpointError
 from tests.checkpoints.hugging_face import tensor_cases
@@ -63,6 +65,8 @@ def test_written_tensors_are_the_announced_ones(tmp_path):
     for name in ('a', 'd'):
       with pytest.raises(KeyError, match=repr(name)):
         writer.write(name, np.ones([1], np.float32))
-  with pytest.raises(KeyError, match='complex64'):
-    with SafetensorsWriter(tmp_path / 'third', ['a'], 10**9) as writer:
-      writer.write('a', np.ones([1], np.complex64))
+  with (
+    pytest.raises(KeyError, match='complex64'),
+    SafetensorsWriter(tmp_path / 'third', ['a'], 10**9) as writer,
+  ):
+    writer.write('a', np.ones([1], np.complex64))

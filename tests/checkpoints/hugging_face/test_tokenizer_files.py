@@ -2,9 +2,11 @@
 
 import pytest
 
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
-from t5x_lite.checkpoints.hugging_face import FAMILIES, HuggingFaceFolder, write_folder
+from t5x_lite.checkpoints.hugging_face import FAMILIES
+from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
+from t5x_lite.checkpoints.hugging_face import write_folder
 from t5x_lite.errors import CheckpointError
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 
 def test_a_byt5_of_other_ids_gets_no_tokenizer(tmp_path):

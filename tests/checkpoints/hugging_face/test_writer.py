@@ -8,18 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from t5x_lite import files
-from t5x_lite.checkpoints.hugging_face import (
-  FAMILIES,
-  HuggingFaceFolder,
-  is_hugging_face_folder,
-  write_folder,
-)
+from t5x_lite.checkpoints.hugging_face import FAMILIES
+from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
+from t5x_lite.checkpoints.hugging_face import is_hugging_face_folder
 from t5x_lite.checkpoints.hugging_face import model_card
+from t5x_lite.checkpoints.hugging_face import write_folder
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.errors import CheckpointError
 from tests.checkpoints.hugging_face import folder_cases as folders
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 _EMBEDDING, _LOGITS = 'token_embedder/embedding', 'decoder/logits_dense/kernel'
 

@@ -8,7 +8,9 @@ import types
 
 import numpy as np
 
-from t5x_lite import adafactor, models, state_init
+from t5x_lite import adafactor
+from t5x_lite import models
+from t5x_lite import state_init
 from t5x_lite.networks import t5
 from tests.networks import network_cases
 

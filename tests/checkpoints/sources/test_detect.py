@@ -11,7 +11,8 @@ import flax.serialization
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors
+from t5x_lite import checkpoints
+from t5x_lite import errors
 from t5x_lite.apps.convert import command as convert_command
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import hugging_face

@@ -12,11 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import adafactor, checkpoints, errors, optimizers, partitioning, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.checkpoints import hugging_face, sources
-from t5x_lite.networks import decoder_only, param_layouts, t5
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints import sources
+from t5x_lite.networks import decoder_only
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
 from t5x_lite.train_state import FlaxOptimTrainState
 from tests import golden_data
 from tests.checkpoints.sources import t5x_samples as samples
@@ -551,7 +559,9 @@ def test_other_parameters_cannot_be_evaluated_without_the_state_that_says_them(s
 def test_mutable_collections_are_not_made_up_for_an_evaluation(tmp_path):
   """Nor does the want of a seed show as an error of Flax."""
   from moe import models as moe_models
-  from moe import networks, partitioner as moe_partitioner, routing
+  from moe import networks
+  from moe import partitioner as moe_partitioner
+  from moe import routing
 
   block = networks.SparseBlock(
     num_experts=4,
@@ -604,7 +614,9 @@ def test_mutable_collections_are_not_made_up_for_an_evaluation(tmp_path):
 @pytest.mark.parametrize('name', FEW_FORMATS)
 def test_a_sparse_model_begins_with_any_form(stored, name, caplog):
   """Upcycled on the way; its router's mutable state and the optimizer's are initialised if they are not stored."""
-  from moe import networks, routing, upcycling
+  from moe import networks
+  from moe import routing
+  from moe import upcycling
   from tests.moe import upcycling_cases
 
   config = network_cases.golden_config(samples.NAME)

@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors
+from t5x_lite import checkpoints
+from t5x_lite import errors
 
 
 def write_index(root, tree, version=3):

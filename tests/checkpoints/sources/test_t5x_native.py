@@ -12,13 +12,18 @@ import numpy as np
 import pytest
 import tensorstore
 
-from t5x_lite import adafactor, checkpoints, errors, optimizers, partitioning, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import checkpoints
+from t5x_lite import errors
 from t5x_lite import files as stores_files
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.sources import t5x_index
-from tests import stores
 from tests import golden_data
+from tests import stores
 from tests.checkpoints.sources import t5x_samples as samples
 
 NORM = 'target/encoder/encoder_norm/scale'
@@ -458,15 +463,17 @@ def test_chunks_divide_arrays_evenly(seed):
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path):
-  with pytest.raises(KeyboardInterrupt):
-    with checkpoints.T5xNativeWriter(tmp_path / 'checkpoint_1') as writer:
-      writer.write('target/w', np.ones(3, np.float32))
-      # One that was killed here would leave a name that is not a checkpoint's.
-      assert (
-        checkpoints.all_steps(tmp_path, require_manifest=False) == []
-        and len(os.listdir(tmp_path)) == 1
-      )
-      raise KeyboardInterrupt
+  with (
+    pytest.raises(KeyboardInterrupt),
+    checkpoints.T5xNativeWriter(tmp_path / 'checkpoint_1') as writer,
+  ):
+    writer.write('target/w', np.ones(3, np.float32))
+    # One that was killed here would leave a name that is not a checkpoint's.
+    assert (
+      checkpoints.all_steps(tmp_path, require_manifest=False) == []
+      and len(os.listdir(tmp_path)) == 1
+    )
+    raise KeyboardInterrupt
   assert os.listdir(tmp_path) == []
 
 

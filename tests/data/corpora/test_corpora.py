@@ -14,7 +14,8 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite.data import corpora
-from t5x_lite.data.builtin_tasks import BYTE_VOCABULARY, encode_with_sentinel
+from t5x_lite.data.builtin_tasks import BYTE_VOCABULARY
+from t5x_lite.data.builtin_tasks import encode_with_sentinel
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _FOLDER = pathlib.Path(corpora.__file__).parent
@@ -103,7 +104,10 @@ def test_context_has_whole_lines_around_the_body(monkeypatch):
   text = ''.join(f'line {number}\n' for number in range(10, 99))
   monkeypatch.setattr(corpora, 'CONTEXT_BYTES', 40)
   monkeypatch.setattr(corpora, '_BYTES_BEFORE', 24)
-  place = lambda line: (text.index(line), text.index(line) + len(line))
+
+  def place(line):
+    return (text.index(line), text.index(line) + len(line))
+
   assert (
     corpora._context(text, *place('line 50'))
     == 'line 47\nline 48\nline 49\n<extra_id_0>\nline 51\n'

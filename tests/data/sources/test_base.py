@@ -59,7 +59,7 @@ def _small_seqio_task():
   source = seqio.FunctionDataSource(
     lambda split, shuffle_files, seed=None: task.source.get_dataset(split, shuffle_files).take(100),
     splits=task.splits,
-    num_input_examples={split: 100 for split in task.splits},
+    num_input_examples=dict.fromkeys(task.splits, 100),
   )
   return task.replace(source=source, shuffle_buffer_size=32)
 

@@ -149,7 +149,7 @@ def test_mixture_draws_by_rates_and_keeps_each_tasks_order(mixture):
   # Up to 4 a number may come from either task; from 5 on it is the second one's.
   large = [n for n in numbers if n >= 5]
   assert abs(len(large) / len(numbers) - 0.75) < 0.05
-  assert large == [n for n in range(5, 1000)] + [n for n in range(5, 1000)][: len(large) - 995]
+  assert large == list(range(5, 1000)) + list(range(5, 1000))[: len(large) - 995]
 
 
 def test_eval_takes_a_mixture_task_by_task():

@@ -12,7 +12,8 @@ from moe import __main__ as program
 from moe import networks
 from moe.commands import COMMANDS
 from moe.dispatch import expert_parallel
-from moe.tools import capacity_plan, planner
+from moe.tools import capacity_plan
+from moe.tools import planner
 from t5x_lite import cli
 from t5x_lite.errors import ConfigError
 from tests.moe.tools import recorded_runs

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 
 from moe import dispatch
-from moe.dispatch import accelerators, grouped
+from moe.dispatch import accelerators
+from moe.dispatch import grouped
 from moe.dispatch.mlp import DropoutMask
-from moe.dispatch.types import MlpParams, MlpSpec
+from moe.dispatch.types import MlpParams
+from moe.dispatch.types import MlpSpec
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import remat
-from tests.layers.test_attention_kernels import H100, use_gpu
-from tests.moe.dispatch.test_apply import assert_close, make_params
+from tests.layers.test_attention_kernels import H100
+from tests.layers.test_attention_kernels import use_gpu
+from tests.moe.dispatch.test_apply import assert_close
+from tests.moe.dispatch.test_apply import make_params
 
 _SIZES = ([60, 0, 37, 3], [0, 0, 100, 0], [0, 0, 0, 0], [25, 25, 25, 25])
 
@@ -113,7 +117,10 @@ def test_products_without_a_loop_have_names_for_policies():
   """Otherwise 'minimal' would compute the products of experts again: they have no primitive that it stores."""
   params, rows = _inputs(8, 12)
   sizes, spec = jnp.array(_SIZES[0], jnp.int32), MlpSpec(('gelu', 'linear'))
-  mlp = lambda params: accelerators.mlp_by_products(_leaving_nans, params, rows, sizes, spec)
+
+  def mlp(params):
+    return accelerators.mlp_by_products(_leaving_nans, params, rows, sizes, spec)
+
   products = {
     policy: str(
       jax.make_jaxpr(

@@ -7,7 +7,8 @@ import pytest
 
 from moe import dispatch
 from moe.dispatch import types
-from moe.routing.types import ExpertChoice, TokenChoice
+from moe.routing.types import ExpertChoice
+from moe.routing.types import TokenChoice
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import ACTIVATIONS
 
@@ -293,11 +294,12 @@ def test_experts_that_choose_have_dropout_too():
   x = jnp.asarray(rng.normal(size=(2, 16, 8)), jnp.float32)
   spec = types.MlpSpec(('relu',), dropout_rate=0.5)
   routing = make_expert_choice(rng, 2, 16, 4, 6)
-  dropping = lambda method: (
-    lambda x, routing, params, spec: dispatch.apply_experts(
+
+  def dropping(method):
+    return lambda x, routing, params, spec: dispatch.apply_experts(
       x, routing, params, spec, method=method, dropout_rng=jax.random.key(0)
     )[0]
-  )
+
   a, b = (run(dropping(method), x, routing, params, spec) for method in ('einsum', 'capacity'))
   np.testing.assert_allclose(a, b, atol=1e-5)
   assert np.max(np.abs(a - run(by('capacity'), x, routing, params, spec))) > 1e-2
@@ -379,7 +381,10 @@ def test_batches_and_raises_for_second_derivatives():
   )
   alone = np.stack([fn(*args) for args in zip(rows, sizes, strict=True)])
   np.testing.assert_allclose(jax.vmap(fn)(rows, sizes), alone, atol=1e-6)
-  loss = lambda rows: jnp.sum(fn(rows, sizes[0]) ** 2)
+
+  def loss(rows):
+    return jnp.sum(fn(rows, sizes[0]) ** 2)
+
   with pytest.raises(ConfigError, match='no second derivatives'):
     jax.grad(lambda rows: jnp.sum(jax.grad(loss)(rows)))(rows[0])
   with pytest.raises(TypeError, match='forward-mode'):

@@ -3,21 +3,27 @@
 import functools
 import itertools
 
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe import dispatch
-from moe.dispatch import accelerators, grouped, tiles
+from moe.dispatch import accelerators
+from moe.dispatch import grouped
+from moe.dispatch import tiles
 from moe.dispatch.accelerators import PaddedBlocks
 from moe.dispatch.mlp import DropoutMask
 from moe.dispatch.types import MlpSpec
 from moe.routing import plan as plans
 from t5x_lite.errors import ConfigError
-from tests.moe.dispatch.test_apply import assert_close, make_params, make_token_choice
+from tests.moe.dispatch.test_apply import assert_close
+from tests.moe.dispatch.test_apply import make_params
+from tests.moe.dispatch.test_apply import make_token_choice
 
 # Products of a gated MLP's forward and derivative over those without the projections that the derivative repeats.
 _AGAIN_GATED = 11 / 9

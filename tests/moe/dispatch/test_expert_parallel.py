@@ -2,23 +2,25 @@
 
 import re
 
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moe import dispatch, rules
-from moe.dispatch import exchange, expert_parallel
+from moe import dispatch
+from moe import rules
+from moe.dispatch import exchange
+from moe.dispatch import expert_parallel
 from moe.dispatch.types import MlpSpec
 from t5x_lite.errors import ConfigError
-from tests.moe.dispatch.test_apply import (
-  assert_close,
-  make_expert_choice,
-  make_params,
-  make_token_choice,
-)
+from tests.moe.dispatch.test_apply import assert_close
+from tests.moe.dispatch.test_apply import make_expert_choice
+from tests.moe.dispatch.test_apply import make_params
+from tests.moe.dispatch.test_apply import make_token_choice
 
 _HEAD = tuple(rules.head_logical_axis_rules(activation_partitioning_dims=1))
 # Rules of the first form; with two data axes, and with one.
@@ -116,8 +118,11 @@ def test_buffers_on_meshes(name, kind, method):
 
 def _sharded(mesh, axis_rules, x, routing, params):
   """Return the arguments where the rules put them."""
-  layout = {name: axes for name, axes in reversed(axis_rules)}
-  put = lambda tree, *axes: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
+  layout = dict(reversed(axis_rules))
+
+  def put(tree, *axes):
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
+
   routing = routing.replace(auxiliary_loss=None, router_z_loss=None)
   x, routing = (
     put(x, layout['batch']),

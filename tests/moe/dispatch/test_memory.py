@@ -1,16 +1,19 @@
 """Temporaries of dropless dispatch do not grow with the number of experts; buffers are right on any mesh."""
 
+from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from flax.linen import partitioning as nn_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe import dispatch
 from moe.dispatch import types
 from t5x_lite.errors import ConfigError
-from tests.moe.dispatch.test_apply import make_params, make_token_choice
+from tests.moe.dispatch.test_apply import make_params
+from tests.moe.dispatch.test_apply import make_token_choice
 
 
 def _temporaries(num_experts, mlp_fn, num_rows=4096, width=32, hidden=64):
@@ -21,7 +24,10 @@ def _temporaries(num_experts, mlp_fn, num_rows=4096, width=32, hidden=64):
   )
   rows = jax.ShapeDtypeStruct((num_rows, width), jnp.float32)
   sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
-  loss = lambda params, rows, sizes: jnp.sum(mlp_fn(params, rows, sizes) ** 2)
+
+  def loss(params, rows, sizes):
+    return jnp.sum(mlp_fn(params, rows, sizes) ** 2)
+
   compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, rows, sizes).compile()
   return compiled.memory_analysis().temp_size_in_bytes
 
@@ -34,7 +40,10 @@ def _ragged(params, rows, sizes):
 
 def test_temporaries_are_flat_in_the_number_of_experts():
   spec = types.MlpSpec(('gelu',))
-  grouped = lambda *args: dispatch.grouped_mlp(*args, spec)
+
+  def grouped(*args):
+    return dispatch.grouped_mlp(*args, spec)
+
   few, many = _temporaries(4, grouped), _temporaries(64, grouped)
   assert many < 1.1 * few
   assert (

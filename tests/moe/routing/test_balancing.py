@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe import models, networks, routing
+from moe import models
+from moe import networks
+from moe import routing
 from t5x_lite import train_step
 from t5x_lite.data import vocabularies
 from tests.networks import network_cases as cases

@@ -11,7 +11,6 @@ from moe import routing
 from t5x_lite.errors import ConfigError
 from tests.moe.routing import routing_reference as reference
 
-
 _tokens_choose = jax.jit(routing.tokens_choose, static_argnums=(1, 2))
 
 

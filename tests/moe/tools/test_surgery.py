@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-from moe import rules, upcycling
+from moe import rules
+from moe import upcycling
 from moe.tools import surgery
-from t5x_lite import adafactor, optimizers, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests.examples import soft_router
 from tests.moe import upcycling_cases as up
@@ -124,9 +127,11 @@ def test_merging_undoes_replication_and_weighs_by_load(before):
 
 
 def test_upcycling_in_slices_is_upcycling_and_splitting():
-  make = lambda: adafactor.Adafactor(
-    0.01, min_dim_size_to_factor=8, logical_factor_rules=rules.logical_factor_rules()
-  )
+  def make():
+    return adafactor.Adafactor(
+      0.01, min_dim_size_to_factor=8, logical_factor_rules=rules.logical_factor_rules()
+    )
+
   dense = up.state_of(up.dense_network('decoder_only', num_layers=1), make()).state_dict()
   coarse, fine = (
     up.state_shapes(_network(num_experts=n, granularity=g), make()).state_dict()

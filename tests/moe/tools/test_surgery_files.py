@@ -12,8 +12,11 @@ import pytest
 
 from moe.commands.surgery import COMMAND
 from moe.partitioner import MoePjitPartitioner
-from moe.tools import surgery, surgery_files
-from t5x_lite import checkpoints, optimizers, tree_utils
+from moe.tools import surgery
+from moe.tools import surgery_files
+from t5x_lite import checkpoints
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.checkpoints import commit
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests import stores
@@ -198,9 +201,10 @@ def test_the_program_has_the_command(source, tmp_path):
 def test_a_checkpoint_goes_to_another_number_of_expert_partitions(tmp_path, counts):
   module = _network(num_experts=8)
   shapes = up.state_shapes(module, optimizers.adamw())
-  loss_fn = lambda params, batch: module.apply(
-    {'params': params}, **batch, enable_dropout=False
-  ).mean()
+
+  def loss_fn(params, batch):
+    return module.apply({'params': params}, **batch, enable_dropout=False).mean()
+
   results = []
   batch = up.batch_of(module, batch=8)
   for i, count in enumerate(counts):

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from t5x_lite import adafactor, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import tree_utils
 from t5x_lite.adafactor import HParamMap
 from tests import golden_data
 

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from t5x_lite import adafactor, tree_utils
-from t5x_lite.adafactor import FactorDim, HParamMap
+from t5x_lite import adafactor
+from t5x_lite import tree_utils
+from t5x_lite.adafactor import FactorDim
+from t5x_lite.adafactor import HParamMap
 from t5x_lite.errors import ConfigError
 from tests.optimizers.adafactor_rule import adafactor_cases as cases
 

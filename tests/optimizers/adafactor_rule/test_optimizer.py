@@ -6,7 +6,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from t5x_lite import adafactor, checkpoints, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import checkpoints
+from t5x_lite import tree_utils
 from t5x_lite.adafactor import HParamMap
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests import golden_data

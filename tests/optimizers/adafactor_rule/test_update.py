@@ -121,7 +121,10 @@ def _read_independently(params, grads, rates, options, rules, start):
         rows, cols = ((0,), (1,)) if p.shape[0] <= p.shape[1] else ((1,), (0,))
       rows, cols = (rows, cols) if rows and cols else ((), ())
       mean_dims = tuple(dim for dim in range(p.ndim) if dim not in batch)
-      rms = lambda x: np.sqrt((x**2).mean(mean_dims, keepdims=True))
+
+      def rms(x):
+        return np.sqrt((x**2).mean(mean_dims, keepdims=True))
+
       squares = g**2 + get['epsilon1']
       if rows:
         # Averaged dims have size 1.
@@ -168,7 +171,9 @@ _ARRAYS = {
 
 
 def _random_options(rng):
-  maybe = lambda *values: values[rng.integers(len(values))]
+  def maybe(*values):
+    return values[rng.integers(len(values))]
+
   options = {
     'factored': maybe(True, True, True, False),
     'beta1': maybe(None, 0.0, 0.5, 0.9),
@@ -198,10 +203,13 @@ def test_equals_an_independent_reading(seed):
   rng = np.random.default_rng(seed)
   options = _random_options(rng)
   rules = {name: rule for name, (_, rule) in _ARRAYS.items()}
-  draw = lambda: {
-    name: rng.normal(size=shape).astype(np.float32) * np.float32(10.0 ** rng.uniform(-2, 2))
-    for name, (shape, _) in _ARRAYS.items()
-  }
+
+  def draw():
+    return {
+      name: rng.normal(size=shape).astype(np.float32) * np.float32(10.0 ** rng.uniform(-2, 2))
+      for name, (shape, _) in _ARRAYS.items()
+    }
+
   params, grads, start = draw(), [draw() for _ in range(5)], int(rng.integers(0, 12))
   rates = rng.uniform(0.01, 0.3, 5).astype(np.float32)
   factor_map = HParamMap(

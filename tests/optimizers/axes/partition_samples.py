@@ -112,9 +112,8 @@ def _factories(module: Any, home: str) -> Iterator[Callable[..., Any]]:
       inspect.isfunction(value)
       and value.__module__.startswith(home)
       and name not in _NO_TRANSFORMATIONS
-    ):
-      if not name.startswith('_'):
-        yield value
+    ) and not name.startswith('_'):
+      yield value
 
 
 _NO_TRANSFORMATIONS = ('schedule_free_eval_params',)

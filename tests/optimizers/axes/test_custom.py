@@ -16,7 +16,11 @@ import pytest
 
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
-from tests.optimizers.axes.axes_cases import AXES, SHAPES, derive, each, zeros
+from tests.optimizers.axes.axes_cases import AXES
+from tests.optimizers.axes.axes_cases import SHAPES
+from tests.optimizers.axes.axes_cases import derive
+from tests.optimizers.axes.axes_cases import each
+from tests.optimizers.axes.axes_cases import zeros
 
 
 class _Counted(NamedTuple):

@@ -10,7 +10,8 @@ from optax import contrib
 from optax._src import linesearch
 import pytest
 
-from t5x_lite import optimizers, tree_utils
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from tests.optimizers.axes import partition_samples as samples
 
 _AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}

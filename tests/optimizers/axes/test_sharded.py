@@ -4,13 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 from optax import contrib
 import pytest
 
-from t5x_lite import optimizers, tree_utils
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.partitioning import rules as rules_lib
 from tests.optimizers.axes import partition_samples as samples
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import gin
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import gin
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
 
@@ -34,7 +34,10 @@ def test_one_gin_line_binds_an_optimizer():
         ]
       )
     )
-    macro = lambda name: gin.query_parameter(f'{name}/macro.value').scoped_configurable_fn()
+
+    def macro(name):
+      return gin.query_parameter(f'{name}/macro.value').scoped_configurable_fn()
+
     for name in ('OPTIMIZER', 'CHAIN', 'ADAFACTOR'):
       optimizer_def = macro(name)
       assert isinstance(optimizer_def, optimizers.OptimizerDef) and optimizer_def.uses_learning_rate

@@ -54,13 +54,17 @@ def test_a_factor_of_0_keeps_parameters_or_does_not_decay_them():
 
 
 def test_parts_of_a_multi_optimizer_and_the_whole():
-  decaying = lambda: optimizers.adamw(0.5, weight_decay=0.2, b1=0.0)
-  parts = lambda **options: optimizers.MultiOptimizer(
-    [
-      ('^a/', _with(optimizers.sgd(0.5), **options) if options else optimizers.sgd(0.5)),
-      ('^b/', decaying()),
-    ]
-  )
+  def decaying():
+    return optimizers.adamw(0.5, weight_decay=0.2, b1=0.0)
+
+  def parts(**options):
+    return optimizers.MultiOptimizer(
+      [
+        ('^a/', _with(optimizers.sgd(0.5), **options) if options else optimizers.sgd(0.5)),
+        ('^b/', decaying()),
+      ]
+    )
+
   assert _moved(parts()) == [0.5, 0.5, 0.6]
   assert _moved(
     _with(parts(), learning_rate_scales=[('kernel', 0.5)], weight_decay_scales=[('.', 0.0)])
@@ -76,9 +80,14 @@ def test_parts_of_a_multi_optimizer_and_the_whole():
 
 
 def test_definitions_with_equal_options_are_equal():
-  make = lambda factor: _with(optimizers.Adafactor(0.1), learning_rate_scales=[('bias', factor)])
+  def make(factor):
+    return _with(optimizers.Adafactor(0.1), learning_rate_scales=[('bias', factor)])
+
   assert make(0.5) == make(0.5) != make(0.25) and make(0.5) != optimizers.Adafactor(0.1)
-  multi = lambda factor: optimizers.MultiOptimizer([('a', make(factor))])
+
+  def multi(factor):
+    return optimizers.MultiOptimizer([('a', make(factor))])
+
   assert multi(0.5) == multi(0.5) != multi(0.25)
 
 

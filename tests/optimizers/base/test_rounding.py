@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -79,7 +82,9 @@ def _stochastic(optimizer_def, **options):
 
 
 def _params(seed=0):
-  draw = lambda *shape: np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
+  def draw(*shape):
+    return np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
+
   return {
     'encoder': {f'layers_{i}': {'kernel': draw(8, 16) + i} for i in range(3)},
     'embedding': draw(16, 8),
@@ -112,10 +117,13 @@ def test_random_numbers_depend_on_the_path_alone_not_on_other_parameters_stacks_
     np.reshape(jax.devices()[:8], (2, 4)), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
   )
   sharded = jax.device_put((optimizer, grads), NamedSharding(mesh, P()))
-  place = lambda tree: jax.tree.map(
-    lambda x: jax.device_put(x, NamedSharding(mesh, P('data', 'model') if x.ndim == 2 else P())),
-    tree,
-  )
+
+  def place(tree):
+    return jax.tree.map(
+      lambda x: jax.device_put(x, NamedSharding(mesh, P('data', 'model') if x.ndim == 2 else P())),
+      tree,
+    )
+
   jax.tree.map(
     np.testing.assert_array_equal, jax.device_get(_update(*map(place, sharded)).target), whole
   )
@@ -140,9 +148,9 @@ def test_random_numbers_depend_on_the_path_alone_not_on_other_parameters_stacks_
 def test_updates_are_those_of_float32_for_every_kind_of_optimizer():
   params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), _params())
   wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-  loss = lambda params: sum(
-    jnp.sum(jnp.square(param.astype(jnp.float32))) for param in jax.tree.leaves(params)
-  )
+
+  def loss(params):
+    return sum(jnp.sum(jnp.square(param.astype(jnp.float32))) for param in jax.tree.leaves(params))
 
   def value_fn(params):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} <= {jnp.dtype(jnp.bfloat16)}, (
@@ -190,9 +198,10 @@ def _final_losses(rounds, make, num_steps=400):
     rng.normal(size=[256, 16]).astype(np.float32),
     rng.normal(size=[16, 4]).astype(np.float32),
   )
-  loss = lambda params: jnp.mean(
-    (inputs @ (params['w'].astype(jnp.float32) - 1.0) - inputs @ target * 0.2) ** 2
-  )
+
+  def loss(params):
+    return jnp.mean((inputs @ (params['w'].astype(jnp.float32) - 1.0) - inputs @ target * 0.2) ** 2)
+
   optimizer = optimizers.with_update_options(
     make(), param_dtype='bfloat16', stochastic_rounding=rounds
   ).create({'w': jnp.ones([16, 4])})
@@ -221,11 +230,13 @@ def test_small_updates_train_where_rounding_to_nearest_stalls(make):
 
 
 def test_off_it_leaves_the_compiled_update_as_it_is():
-  text = lambda optimizer_def: (
-    jax.jit(lambda o, g: o.apply_gradient(g).target)
-    .lower(optimizer_def.create(_params()), _params())
-    .as_text()
-  )
+  def text(optimizer_def):
+    return (
+      jax.jit(lambda o, g: o.apply_gradient(g).target)
+      .lower(optimizer_def.create(_params()), _params())
+      .as_text()
+    )
+
   plain = optimizers.adamw(0.1)
   assert text(plain) == text(optimizers.with_update_options(plain)) and 'threefry' not in text(
     plain

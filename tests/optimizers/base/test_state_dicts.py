@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import optimizers, tree_utils
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError
 
 

@@ -113,7 +113,7 @@ def _decay_options(stem):
 
 
 def _definition(stem, decay=None, **scales):
-  decays = {} if decay is None else {option: decay for option in _decay_options(stem)}
+  decays = {} if decay is None else dict.fromkeys(_decay_options(stem), decay)
   optimizer_def = optimizer_files.definition(stem, **_OPTIONS.get(stem, {}), **decays)
   optimizer_def = (
     optimizers.with_update_options(optimizer_def, **scales) if scales else optimizer_def

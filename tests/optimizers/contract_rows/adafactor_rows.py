@@ -6,7 +6,6 @@ import optax
 from t5x_lite import adafactor
 from tests.optimizers.contract_rows import Row
 
-
 _RULES = adafactor.standard_logical_factor_rules().copy(
   {'expert': adafactor.FactorDim.BATCH, 'expert_mlp': adafactor.FactorDim.COLUMN}
 )

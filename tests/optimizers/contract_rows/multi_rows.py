@@ -3,9 +3,9 @@
 import jax
 import optax
 
-from t5x_lite import adafactor, optimizers
+from t5x_lite import adafactor
+from t5x_lite import optimizers
 from tests.optimizers.contract_rows import Row
-
 
 _RULES = adafactor.standard_logical_factor_rules().copy(
   {'expert': adafactor.FactorDim.BATCH, 'expert_mlp': adafactor.FactorDim.COLUMN}

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from t5x_lite import adafactor, optimizers, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 
 AXES = {
   'encoder': {

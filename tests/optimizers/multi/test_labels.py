@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, optimizers, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from tests.optimizers.multi import multi_cases as cases
 
 _LABELS = {
@@ -70,7 +72,9 @@ def test_optimizers_by_label(labels):
 
 
 def test_the_same_labels_in_optax_train_the_same():
-  labels = lambda params: jax.tree.map(lambda p: 'matrix' if p.ndim >= 2 else 'vector', params)
+  def labels(params):
+    return jax.tree.map(lambda p: 'matrix' if p.ndim >= 2 else 'vector', params)
+
   ours = optimizers.partition(
     {'matrix': optimizers.adam(0.1), 'vector': optimizers.sgd(0.2, momentum=0.5)}, labels
   )

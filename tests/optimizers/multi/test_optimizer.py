@@ -3,13 +3,17 @@
 import flax.core
 import flax.linen.partitioning
 import flax.traverse_util
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import adafactor, gin_utils, optimizers, train_state, tree_utils
+import gin
+from t5x_lite import adafactor
+from t5x_lite import gin_utils
+from t5x_lite import optimizers
+from t5x_lite import train_state
+from t5x_lite import tree_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from tests.optimizers.contract_rows import ROWS
 from tests.optimizers.multi import multi_cases as cases
@@ -22,9 +26,10 @@ def test_each_part_trains_as_its_optimizer_would_alone():
     ('encoder/norm/scale decoder/norm/scale', optimizers.adamw(0.01, weight_decay=0.1)),
     ('token_embedder/embedding', optimizers.sgd(momentum=0.9)),
   ]
-  subtree = lambda tree, paths: tree_utils.unflatten_dict(
-    {path: cases.flat(tree)[path] for path in paths.split()}
-  )
+
+  def subtree(tree, paths):
+    return tree_utils.unflatten_dict({path: cases.flat(tree)[path] for path in paths.split()})
+
   separate = {}
   for paths, optimizer_def in alone:
     optimizer_def = optimizer_def.with_param_axes(subtree(cases.AXES, paths))
@@ -140,7 +145,10 @@ def test_every_optimizer_serves_as_a_part(row):
     [(['encoder', 'decoder', 'temperature'], rows.factory())]
   )
   optimizer_def = optimizer_def.with_param_axes(axes, params)
-  loss = lambda p: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+
+  def loss(p):
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+
   known = {
     'value': jnp.float32(1.0),
     'grad': params,

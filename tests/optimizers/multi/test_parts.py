@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, optimizers, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from tests.optimizers.multi import multi_cases as cases
 
@@ -151,7 +153,10 @@ def test_parts_get_their_share_of_the_further_arguments():
   )
   assert set(optimizer_def.extra_args) == set(optimizers.EXTRA_ARGS)
   params = {'a': jnp.float32(1.0), 'b': {'x': jnp.float32(3.0)}, 'c': jnp.float32(10.0)}
-  loss = lambda p: p['a'] + p['b']['x'] * p['c']
+
+  def loss(p):
+    return p['a'] + p['b']['x'] * p['c']
+
   optimizer = optimizer_def.create(params)
   updated = optimizer.apply_gradient(
     params,
@@ -174,7 +179,10 @@ def test_parts_get_their_share_of_the_further_arguments():
 @pytest.mark.parametrize('make', [optimizers.polyak_sgd, optimizers.schedule_free_adamw])
 def test_parts_that_need_more_than_gradients_train_as_alone(make):
   params = {'a': jnp.asarray([1.0, -2.0]), 'b': jnp.asarray([0.5])}
-  loss = lambda p: jnp.sum(p['a'] ** 2) + jnp.sum(p['a']) * jnp.sum(p.get('b', params['b']))
+
+  def loss(p):
+    return jnp.sum(p['a'] ** 2) + jnp.sum(p['a']) * jnp.sum(p.get('b', params['b']))
+
   alone, mixed = (
     make().create({'a': params['a']}),
     optimizers.MultiOptimizer([('a', make())]).create(params),
@@ -276,9 +284,11 @@ def test_one_optimizer_object_may_be_in_two_parts():
 
 
 def test_definitions_compare_by_their_parts():
-  make = lambda **options: optimizers.MultiOptimizer(
-    [('kernel', cases.make_adafactor(**options)), ('scale', cases.make_adafactor())]
-  )
+  def make(**options):
+    return optimizers.MultiOptimizer(
+      [('kernel', cases.make_adafactor(**options)), ('scale', cases.make_adafactor())]
+    )
+
   assert make() == make() and hash(make()) == hash(make()) and make() != make(beta1=0.5)
   assert jax.tree.structure(make().create(cases.small())) == jax.tree.structure(
     make().create(cases.small())

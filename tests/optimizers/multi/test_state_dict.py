@@ -9,9 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, checkpoints, optimizers, train_state, tree_utils
+from t5x_lite import adafactor
+from t5x_lite import checkpoints
+from t5x_lite import optimizers
+from t5x_lite import train_state
+from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError
-from t5x_lite.networks import param_layouts, t5
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
 from tests.apps.train import toy_run
 from tests.optimizers.multi import multi_cases as cases
 
@@ -116,9 +121,9 @@ def test_state_of_another_mix_is_rejected(other, message):
 
 
 def test_missing_state_names_its_part():
-  mix = lambda scale: optimizers.MultiOptimizer(
-    [('kernel', adafactor.Adafactor()), ('scale', scale)]
-  )
+  def mix(scale):
+    return optimizers.MultiOptimizer([('kernel', adafactor.Adafactor()), ('scale', scale)])
+
   state_dict = mix(optimizers.sgd()).create(cases.small()).state_dict()
   with pytest.raises(
     CheckpointError, match=r"optimizer:1/0/count is missing \(part '1' \(adam on "
@@ -240,7 +245,10 @@ def test_into_the_other_parameter_layout(pairs, unsupported):
     return config, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes)
 
   (_, stored), (config, wanted) = create('t5'), create('scalable_t5')
-  fn = lambda tree: param_layouts.convert(tree, 't5', 'scalable_t5', config)
+
+  def fn(tree):
+    return param_layouts.convert(tree, 't5', 'scalable_t5', config)
+
   transform = checkpoints.convert_param_trees(fn)
   if unsupported:
     message = f'cannot be converted to another param_layout: .*{unsupported}.*assignment_map'
@@ -248,5 +256,8 @@ def test_into_the_other_parameter_layout(pairs, unsupported):
       transform(stored.state_dict(), wanted.state_dict())
     return
   converted = wanted.restore_state(transform(stored.state_dict(), wanted.state_dict()))
-  moments = lambda state: state.param_states.parts[0][0].mu
+
+  def moments(state):
+    return state.param_states.parts[0][0].mu
+
   cases.assert_same(moments(converted), fn(moments(stored)))

@@ -4,7 +4,6 @@ import functools
 import inspect
 import re
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 
+import gin
 from t5x_lite import optimizers
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
@@ -108,7 +108,10 @@ _PARAMS = {
 
 def _update(name, optimizer, **overrides):
   """Make one update with all values of the step."""
-  loss_fn = lambda params: sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+
+  def loss_fn(params):
+    return sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+
   grads = jax.grad(loss_fn)(optimizer.target)
   if name == 'dpsgd':
     grads = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
@@ -264,7 +267,7 @@ def test_invalid_options_are_rejected(make, message):
 
 # ---- gin files -------------------------------------------------------------------------------------------------------
 
-_FILES = [name for name in gin_syntax.packaged_files('optimizers')]
+_FILES = list(gin_syntax.packaged_files('optimizers'))
 
 
 def test_every_factory_has_a_gin_file():

@@ -8,12 +8,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 
-from t5x_lite import checkpoints, optimizers, tree_utils
+from t5x_lite import checkpoints
+from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests.apps.train import toy_run
 
@@ -154,13 +159,19 @@ def _assert_same(left, right):
 def _check_resumes(transformation, mesh, directory):
   """Make 4 updates, and 2 from a checkpoint after 2; returns the last state."""
   optimizer_def = optimizers.OptaxWrapper(transformation)
-  create = lambda params: optimizer_def.create(params)
+
+  def create(params):
+    return optimizer_def.create(params)
+
   shapes = jax.eval_shape(create, _random_params(0))
   specs = optimizer_def.derive_logical_axes(shapes, _AXES)
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, P(*map(_MESH_AXES.get, spec))), specs)
   optimizer = jax.jit(create, out_shardings=shardings)(_random_params(0))
   _assert_same(optimizer_def.create(_random_params(0)), optimizer)
-  update = lambda optimizer, grads: optimizer.apply_gradient(grads)
+
+  def update(optimizer, grads):
+    return optimizer.apply_gradient(grads)
+
   step = (
     jax.jit(update, donate_argnums=0, out_shardings=shardings)
     .lower(optimizer, _random_params(1))

@@ -47,8 +47,8 @@ class Reference:
         'w': 0.0,
         'h': np.zeros(group.size_update_period),
       }
-    self.clip_scale = {label: 1.0 for label in groups}
-    self.dominant = {label: None for label in groups}
+    self.clip_scale = dict.fromkeys(groups, 1.0)
+    self.dominant = dict.fromkeys(groups)
 
   def step(self, grads):
     """Make one step; a gradient that is None is zero."""

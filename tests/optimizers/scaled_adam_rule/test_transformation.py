@@ -125,7 +125,10 @@ def test_a_missing_gradient_is_zero_and_momentum_still_moves():
 def test_stacked_layers_train_as_unstacked_ones():
   rng = np.random.default_rng(0)
   layers, steps = 3, 30
-  make = lambda *shape: np.asarray(rng.normal(size=shape), np.float32)  # pylint: disable=unnecessary-lambda-assignment
+
+  def make(*shape):
+    return np.asarray(rng.normal(size=shape), np.float32)  # pylint: disable=unnecessary-lambda-assignment
+
   unstacked = {
     f'layer_{i}': {'kernel': make(4, 5) * 0.3 * (i + 1), 'gate': make(1)} for i in range(layers)
   }
@@ -134,7 +137,8 @@ def test_stacked_layers_train_as_unstacked_ones():
 
   def stack(tree, dim):
     kernels, gates = zip(
-      *[(tree[f'layer_{i}']['kernel'], tree[f'layer_{i}']['gate']) for i in range(layers)]
+      *[(tree[f'layer_{i}']['kernel'], tree[f'layer_{i}']['gate']) for i in range(layers)],
+      strict=False,
     )
     return {
       'stack': {'kernel': np.stack(kernels, 1 + dim), 'gate': np.concatenate(gates, dim)},
@@ -188,10 +192,12 @@ def test_layers_in_stacked_arrays_train_as_single_layers():
   stacks = LayerStacks((('encoder', (1, 2, 10)), ('encoder', (3, 4))))
 
   def draw(scale):
-    layer = lambda: {
-      name: jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
-      for name, shape in shapes.items()
-    }
+    def layer():
+      return {
+        name: jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+      }
+
     return {
       'encoder': {f'layers_{i}': layer() for i in (0, 1, 2, 3, 4, 10)},
       'head': layer()['kernel'],
@@ -225,7 +231,7 @@ def test_layers_in_stacked_arrays_train_as_single_layers():
     found.append(
       (int(clipping.dominant.parameter), int(clipping.dominant.layer), float(clipping.clip_scale))
     )
-  parameters, layers, scales = zip(*found)
+  parameters, layers, scales = zip(*found, strict=False)
   assert len(set(parameters)) > 3 and max(layers) == 1 and min(scales) < 1
 
 

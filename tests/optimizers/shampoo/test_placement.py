@@ -1,8 +1,9 @@
 """Placement of blocks on devices: each block reaches the devices of its matrices, and the results all devices."""
 
 import jax
-from jax.sharding import AxisType, Mesh
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import Mesh
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ def _parameters(num_layers):
   per_layer = sum(layout.num_statistics for layout in layouts)
   offsets = np.cumsum([0, *(layout.num_statistics for layout in layouts)])
   starts = [[layer * per_layer + offset for layer in range(num_layers)] for offset in offsets]
-  return list(zip(layouts, starts)), num_layers * per_layer
+  return list(zip(layouts, starts, strict=False)), num_layers * per_layer
 
 
 def _in_context(num_devices):

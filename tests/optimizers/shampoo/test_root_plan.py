@@ -7,11 +7,13 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from t5x_lite.optimizers.shampoo import root_plan, roots
+from t5x_lite.optimizers.shampoo import root_plan
+from t5x_lite.optimizers.shampoo import roots
 from tests.optimizers.shampoo import roots_cases as cases
 
 # Stacks and single matrices; orders that are static, traced, and none at all.
@@ -101,9 +103,12 @@ def test_each_root_is_computed_by_one_device(axis_name):
       (num_devices,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices]
     )
     options = roots.RootOptions(method='eigh')
-    fn = lambda matrices: root_plan.compute_roots(
-      matrices, [4], matrices, 0, options=options, axis_name=axis_name
-    )[0]
+
+    def fn(matrices):
+      return root_plan.compute_roots(
+        matrices, [4], matrices, 0, options=options, axis_name=axis_name
+      )[0]
+
     if axis_name is not None:
       fn = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with jax.set_mesh(mesh):

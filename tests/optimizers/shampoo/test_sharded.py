@@ -9,11 +9,16 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from t5x_lite import optimizers, partitioning, tree_utils
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers.shampoo import InitFnState
 from t5x_lite.optimizers.shampoo import state as shampoo_state
@@ -286,7 +291,10 @@ def test_a_mesh_changes_no_number(options):
 )
 def test_a_mesh_changes_no_number_of_stacked_layers(options):
   stacks = LayerStacks((('encoder', (2, 10)),))
-  draw = lambda seed: {'encoder': {f'layers_{i}': _draw(10 * seed + i)['a'] for i in (2, 3, 10)}}
+
+  def draw(seed):
+    return {'encoder': {f'layers_{i}': _draw(10 * seed + i)['a'] for i in (2, 3, 10)}}
+
   single = optimizers.distributed_shampoo(
     0.1, 4, start_preconditioning_step=1, matrix_epsilon=1e-2, **options
   ).create(draw(0))
@@ -353,7 +361,10 @@ def test_devices_change_no_matrix(options):
     shard_optimizer_states=True,
     **{'num_devices_for_pjit': 8, **options},
   ).optax_optimizer
-  step = lambda grads, state: tx.update(grads, state)
+
+  def step(grads, state):
+    return tx.update(grads, state)
+
   state = tx.init(_draw(0))
   expected = state
   with jax.set_mesh(_mesh(4, 2)):

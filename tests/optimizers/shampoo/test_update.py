@@ -87,7 +87,10 @@ def _check_matrices(state, arrays, when):
 def _random_case(seed):
   """Return (options, parameters) drawn at random."""
   rng = np.random.default_rng(seed)
-  pick = lambda *values: values[rng.integers(len(values))]
+
+  def pick(*values):
+    return values[rng.integers(len(values))]
+
   options = {
     'graft_type': list(optimizers.GraftingType.__members__)[seed % 6],
     'block_size': pick(1, 2, 3, 4, 5, 8, 16),
@@ -304,10 +307,12 @@ def test_layers_in_stacked_arrays_train_as_single_layers(options):
   stacks = LayerStacks((('encoder', (2, 10)),))
 
   def draw():
-    layer = lambda: {
-      name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-      for name, shape in {'kernel': (6, 4), 'scale': (3,)}.items()
-    }
+    def layer():
+      return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in {'kernel': (6, 4), 'scale': (3,)}.items()
+      }
+
     return {'encoder': {f'layers_{i}': layer() for i in (2, 3, 10)}}
 
   single = optimizers.distributed_shampoo(

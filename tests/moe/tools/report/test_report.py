@@ -11,8 +11,15 @@ import pytest
 
 from moe import __main__ as program
 from moe.tools import report
-from moe.tools.report import curves, data, figures, findings, maps, page, style
-from t5x_lite import cli, files
+from moe.tools.report import curves
+from moe.tools.report import data
+from moe.tools.report import figures
+from moe.tools.report import findings
+from moe.tools.report import maps
+from moe.tools.report import page
+from moe.tools.report import style
+from t5x_lite import cli
+from t5x_lite import files
 from t5x_lite.errors import ConfigError, DataError
 from tests.moe.tools import recorded_runs
 
