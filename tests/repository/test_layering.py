@@ -77,7 +77,6 @@ _LAYERS = {
       'launch',
     )
   },
-  't5x_lite.inference': 8,
   'moe': 8,
   't5x_lite.apps': 9,
   't5x_lite.cli': 9,
