@@ -30,7 +30,33 @@ unexport PYTHONDONTWRITEBYTECODE
 
 T5X ?=
 
-.PHONY: help train test test-full test-t5x mutants soak bench docs clean
+# What `make lint` and `make format` read.
+CODE := t5x_lite moe tests benchmarks scripts docs setup.py README.md CONTRIBUTING.md
+
+# A first answer in a minute: the arithmetic and the rules of the repository, without programs and stores.
+FAST_TESTS := FAST
+
+BENCHMARKS := \
+  bench_checkpoint \
+  bench_input \
+  bench_startup \
+  bench_train_step \
+  convert_memory \
+  decode \
+  expert_partitions \
+  faults \
+  function_cloze \
+  large_vocabulary \
+  long_inputs \
+  moe \
+  object_stores \
+  observation \
+  optimizers \
+  remat \
+  safety \
+  shampoo
+
+.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -39,8 +65,11 @@ help: ## list the targets
 train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included); resumes a stopped run
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
-test: $(STAMP) $(INTEROP_STAMP) ## run the test suite on 8 virtual CPU devices
+test: $(STAMP) $(INTEROP_STAMP) lint ## run the linter and the test suite on 8 virtual CPU devices
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-fast: $(STAMP) lint ## run the linter and tests that answer within a minute
+	$(PY) -m pytest -n $(WORKERS) -q --durations=0 --durations-min=5 $(FAST_TESTS) $(ARGS)
 
 test-full: $(STAMP) $(INTEROP_STAMP) ## the same and the long tests: many random kills, whole recipes
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
@@ -54,8 +83,19 @@ mutants: $(STAMP) ## apply small changes to a copy of the code, each of which a 
 soak: $(STAMP) ## 2,000 small steps under 30 random kills, signals and errors, compared bitwise (about 10 minutes)
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu $(PY) -m tests.soak $(ARGS)
 
-bench: $(STAMP) $(INTEROP_STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
-	for script in benchmarks/bench_*.py benchmarks/decode.py benchmarks/optimizers.py benchmarks/remat.py benchmarks/shampoo.py benchmarks/moe.py benchmarks/expert_partitions.py benchmarks/convert_memory.py benchmarks/safety.py benchmarks/observation.py benchmarks/faults.py benchmarks/object_stores.py benchmarks/long_inputs.py benchmarks/function_cloze.py benchmarks/large_vocabulary.py; do $(PY) $$script || exit 1; done
+bench: $(STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
+	for name in $(BENCHMARKS); do $(PY) benchmarks/$$name.py || exit 1; done
+
+lint: $(STAMP) ## check the rules of pyproject.toml and the format (seconds)
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/ruff format --check --quiet $(CODE) || { echo 'Run `make format`.' >&2; exit 1; }
+
+format: $(STAMP) ## sort the imports and format the code
+	$(VENV)/bin/ruff check --quiet --select I --fix $(CODE)
+	$(VENV)/bin/ruff format $(CODE)
+
+types: $(STAMP) ## check the types of the packages (a minute)
+	$(VENV)/bin/pyright
 
 docs: $(STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
 	$(PY) -m pip install -q -e '.[docs]'
