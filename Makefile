@@ -56,7 +56,7 @@ BENCHMARKS := \
   safety \
   shampoo
 
-.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs clean
+.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs dist clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -100,6 +100,11 @@ types: $(STAMP) ## check the types of the packages (a minute)
 docs: $(STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
 	$(PY) -m pip install -q -e '.[docs]'
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
+
+dist: $(STAMP) ## build the source distribution and the wheel in dist/
+	rm -rf dist build *.egg-info
+	mkdir dist
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
 
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
