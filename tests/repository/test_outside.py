@@ -95,7 +95,7 @@ def test_each_python_has_a_lock():
 
 def test_caches_depend_on_files_that_exist():
   for file, name, step in _steps():
-    paths = step.get('with', {}).get('cache-dependency-path', '').split()
+    paths = step.get('with', {}).get('cache-dependency-path', '').splitlines()
     for path in paths:
       pattern = path.replace('${{ matrix.python }}', '3.12')
       assert list(_ROOT.glob(pattern)), (file, name, path)
