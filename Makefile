@@ -57,7 +57,7 @@ BENCHMARKS := \
   safety \
   shampoo
 
-.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs locks clean
+.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -108,6 +108,11 @@ COMPILE := $(UV) pip compile -q --upgrade --python-platform x86_64-unknown-linux
 
 locks: ## resolve requirements/lock-*.txt again; needs uv
 	COMPILE='$(COMPILE)' sh requirements/make_locks.sh
+
+dist: $(STAMP) ## build the source distribution and the wheel in dist/
+	rm -rf dist build *.egg-info
+	mkdir dist
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
 
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
