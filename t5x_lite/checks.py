@@ -123,9 +123,8 @@ def instance(types: type | tuple[type, ...], text: str, remedy: str = '') -> Exp
 def check(
   owner: str,
   values: Mapping[str, Any],
-  /,
-  *,
   error: type[T5xLiteError] = ConfigError,
+  /,
   **expectations: Expectation,
 ) -> None:
   """Raise for the first option whose value is not as expected.

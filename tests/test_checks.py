@@ -73,7 +73,7 @@ def test_the_first_invalid_option_is_named():
   positive = checks.number(above=0)
   checks.check('me', values, a=positive)
   with pytest.raises(CheckpointError, match='^`me.b` must be a number > 0, got -1.$'):
-    checks.check('me', values, error=CheckpointError, a=positive, b=positive, c=positive)
+    checks.check('me', values, CheckpointError, a=positive, b=positive, c=positive)
 
 
 def test_long_values_are_cut():

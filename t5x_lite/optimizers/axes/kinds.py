@@ -76,7 +76,7 @@ def fields_of(node_class: type) -> tuple[str, ...] | None:
   return None
 
 
-def children_of(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
+def children_of(node: Any) -> tuple[dict[str, Any], PyTreeDef]:
   """Return the children of one pytree node by name, and the tree definition to rebuild the node."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(
     node, is_leaf=lambda child: child is not node

@@ -187,7 +187,7 @@ def scale_per_parameter(
 
 
 def _choose(
-  treedef: jax.tree_util.PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]
+  treedef: PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]
 ) -> PyTree:
   """Return a tree like each of `nodes`, whose values for a parameter are those of its chosen node.
 

@@ -159,7 +159,7 @@ class Leaf:
 
 def flatten_inputs(
   grads: Params, params: Params | None, cfg: ShampooConfig
-) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+) -> tuple[list[Leaf], PyTreeDef]:
   """Return gradients and parameters as a list, and the structure of their tree.
 
   Raises:
