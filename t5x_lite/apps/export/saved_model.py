@@ -15,6 +15,7 @@ import warnings
 import jax
 import numpy as np
 
+from t5x_lite import module_imports
 from t5x_lite.errors import ConfigError, needs_packages
 
 _DEFAULT_SIGNATURE = 'serving_default'
@@ -53,6 +54,7 @@ def _import() -> tuple[Any, Any]:
     ),
   ):
     warnings.simplefilter('ignore')
+    module_imports.import_triton_first()
     import tensorflow as tf
     from tensorflow.compiler.tf2xla.python import xla
   with contextlib.suppress(RuntimeError):  # TensorFlow was initialized before.
