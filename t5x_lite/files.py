@@ -250,7 +250,7 @@ def rename(source: pathlib.Path, target: pathlib.Path, *, durable: bool = True) 
     fsync(target.parent)
 
 
-def remove(path: pathlib.Path) -> None:
+def remove(path: Path) -> None:
   """Remove a file if it exists."""
   path.unlink(missing_ok=True)
 
