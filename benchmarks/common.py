@@ -186,8 +186,12 @@ def program_facts(program: Any) -> dict[str, float]:
   }
 
 
-def peak_memory_mb(usage: 'resource.struct_rusage | None' = None) -> float:
-  """Return the largest resident size of this process so far, or that of a resource `usage`, in MB (10^6 bytes)."""
+def peak_memory_mb(usage: Any = None) -> float:
+  """Return the largest resident size in MB (10^6 bytes) of this process so far.
+
+  Args:
+    usage: a `resource.struct_rusage`, whose size is returned instead.
+  """
   import resource
 
   scale = 1 if sys.platform == 'darwin' else 1024

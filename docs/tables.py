@@ -1,9 +1,10 @@
 """Tables of the documentation that are made of code: parameters by signature and docstring, flags by `--help`.
 
-A page has a block ```` ```{parameters} ```` with the dotted name of a class or function, and optionally `without` and the
-names of parameters to leave out; a block ```` ```{flags} ```` with the name of a command; or a block
+A page has a block ```` ```{parameters} ```` with the dotted name of a class or function, and optionally `without` and
+the names of parameters to leave out; a block ```` ```{flags} ```` with the name of a command; or a block
 ```` ```{t5x} ```` with one of `modules`, `names` and `left_out`: T5X's names by the table of `t5x_lite.compat.names`.
-`conf.py` replaces these blocks when the pages are built, and `tests/repository/test_docs.py` checks that every parameter has a description.
+`conf.py` replaces these blocks when the pages are built, and `tests/repository/test_docs.py` checks that every
+parameter has a description.
 """
 
 import argparse

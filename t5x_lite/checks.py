@@ -123,9 +123,8 @@ def instance(types: type | tuple[type, ...], text: str, remedy: str = '') -> Exp
 def check(
   owner: str,
   values: Mapping[str, Any],
-  /,
-  *,
   error: type[T5xLiteError] = ConfigError,
+  /,
   **expectations: Expectation,
 ) -> None:
   """Raise for the first option whose value is not as expected.
@@ -209,46 +208,6 @@ def _shown(value: Any) -> str:
   if len(shown) > _MAX_SHOWN:
     return f'{shown[:_MAX_SHOWN]}...'
   return shown
-
-
-def accept_former_name(name: str, former_name: str) -> Callable[[Any], Any]:
-  """Return a decorator of functions and classes that accept an option also by its former name, a keyword.
-
-  Signatures include the former name, for gin. Classes are changed in place. Giving both names raises ConfigError.
-  """
-
-  def decorate(function: Any) -> Any:
-    if isinstance(function, type):
-      function.__init__ = decorate(function.__init__)
-      return function
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-      if former_name in kwargs:
-        if name in kwargs:
-          owner = function.__qualname__.removesuffix('.__init__')
-          raise invalid(
-            owner,
-            former_name,
-            f'omitted if {name} is set',
-            kwargs[former_name],
-            'Remove this former name.',
-          )
-        kwargs[name] = kwargs.pop(former_name)
-      return function(*args, **kwargs)
-
-    functools.update_wrapper(call, function)
-    del call.__wrapped__  # gin would read the parameters of the wrapped function.
-    signature = inspect.signature(function)
-    own = signature.parameters[name]
-    former = own.replace(
-      name=former_name,
-      kind=inspect.Parameter.KEYWORD_ONLY,
-      default=None if own.default is own.empty else own.default,
-    )
-    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), former])
-    return call
-
-  return decorate
 
 
 def call_custom(

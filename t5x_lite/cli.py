@@ -126,6 +126,17 @@ class _Parser(argparse.ArgumentParser):
     raise ConfigError(f'{message[0].upper()}{message[1:]}. See {self.prog} --help.')
 
 
+class _ShowVersions(argparse.Action):
+  """Prints the versions that a bug report needs, and ends the program."""
+
+  def __call__(self, parser, namespace, values, option_string=None) -> NoReturn:
+    """See base class."""
+    from t5x_lite import versions  # Reading metadata takes longer than the rest of a start.
+
+    print(versions.describe())
+    parser.exit()
+
+
 def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
   """Run a command line and return the exit status.
 
@@ -444,7 +455,12 @@ def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
     epilog=program.epilog.format(commands=table),
     **shape,
   )
-  parser.add_argument('--version', action='version', version=f't5x_lite {t5x_lite.__version__}')
+  parser.add_argument(
+    '--version',
+    action=_ShowVersions,
+    nargs=0,
+    help='show the versions of t5x_lite and its libraries',
+  )
   commands = parser.add_subparsers(
     dest='command', metavar='COMMAND', required=True, prog=program.call, help=argparse.SUPPRESS
   )

@@ -33,8 +33,6 @@ class ExitCode(enum.IntEnum):
   # machines (sysexits' EX_TEMPFAIL).
   SAVED_ON_SIGNAL = 75
   RESTART = 75
-  # Former name.
-  REFUSED = 2
 
 
 class InvalidOptions:

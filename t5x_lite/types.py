@@ -2,10 +2,18 @@
 
 import abc
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+  # These classes of JAX are compiled, without types.
+  Device = Any
+  PyTreeDef = Any
+else:
+  Device = jax.Device
+  PyTreeDef = jax.tree_util.PyTreeDef
 
 # A device array, or a tracer of one.
 Array = jax.Array

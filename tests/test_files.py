@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 import time
 
 import pytest
@@ -57,7 +58,7 @@ def test_names_that_cannot_be_written_and_other_errors(tmp_path):
       files.write(path, 'text')
     assert caught.value.filename == str(path)
   with pytest.raises(OSError, match="'/elsewhere'"):
-    files.write(tmp_path / 'a', lambda path: open('/elsewhere', encoding='utf-8'))
+    files.write(tmp_path / 'a', lambda path: pathlib.Path('/elsewhere').read_text())
   with pytest.raises(KeyboardInterrupt):
     files.write(
       tmp_path / 'a',

@@ -139,7 +139,7 @@ def test_both_outputs_are_differentiable_in_logits_and_targets(which, z_loss):
     return sum(share * jnp.sum(value * weights) for share, value in zip(pick, values, strict=True))
 
   def gradients(fn):
-    return jax.jit(jax.grad(lambda l, t: total(fn(l, t, z_loss)), argnums=(0, 1)))(logits, targets)
+    return jax.jit(jax.grad(lambda x, t: total(fn(x, t, z_loss)), argnums=(0, 1)))(logits, targets)
 
   for ours, expected in zip(
     gradients(losses.cross_entropy_with_logits), gradients(plain_cross_entropy), strict=True
@@ -148,11 +148,11 @@ def test_both_outputs_are_differentiable_in_logits_and_targets(which, z_loss):
 
   by_ids = jax.jit(
     jax.grad(
-      lambda l: total(losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=z_loss))
+      lambda x: total(losses.token_cross_entropy(x, ids, label_smoothing=0.1, z_loss=z_loss))
     )
   )(logits)
   smoothed = smoothed_one_hot(ids, logits.shape[-1], 0.1)
-  expected = jax.jit(jax.grad(lambda l: total(plain_cross_entropy(l, smoothed, z_loss))))(logits)
+  expected = jax.jit(jax.grad(lambda x: total(plain_cross_entropy(x, smoothed, z_loss))))(logits)
   np.testing.assert_allclose(by_ids, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -171,8 +171,8 @@ def test_an_id_outside_of_the_vocabulary_counts_as_a_one_hot_row_of_zeros(ids):
   logits, _, _ = random_case(shape=(2,))
   ids = jnp.full((2,), ids, jnp.int32)
   fns = [
-    lambda l: jnp.sum(losses.token_cross_entropy(l, ids, label_smoothing=0.2, z_loss=1e-2)[0]),
-    lambda l: jnp.sum(plain_cross_entropy(l, smoothed_one_hot(ids, 17, 0.2), 1e-2)[0]),
+    lambda x: jnp.sum(losses.token_cross_entropy(x, ids, label_smoothing=0.2, z_loss=1e-2)[0]),
+    lambda x: jnp.sum(plain_cross_entropy(x, smoothed_one_hot(ids, 17, 0.2), 1e-2)[0]),
   ]
   (ours, ours_gradient), (expected, expected_gradient) = (
     jax.jit(jax.value_and_grad(fn))(logits) for fn in fns
@@ -183,7 +183,7 @@ def test_an_id_outside_of_the_vocabulary_counts_as_a_one_hot_row_of_zeros(ids):
 
 def test_ids_of_a_narrow_dtype_reach_every_position_of_a_larger_vocabulary():
   logits = random_case(shape=(2,), vocab_size=300)[0]
-  gradient = jax.jit(jax.grad(lambda l, ids: jnp.sum(losses.token_cross_entropy(l, ids)[0])))
+  gradient = jax.jit(jax.grad(lambda x, ids: jnp.sum(losses.token_cross_entropy(x, ids)[0])))
   np.testing.assert_array_equal(
     gradient(logits, jnp.asarray([3, 200], jnp.uint8)),
     gradient(logits, jnp.asarray([3, 200], jnp.int32)),
@@ -215,8 +215,8 @@ def test_large_logits_stay_accurate():
   logits = jnp.asarray([[1e4, 1e4 - 1.0, -1e4], [3e38, 0.0, -3e38]], jnp.float32)
   ids = jnp.asarray([1, 0], jnp.int32)
 
-  def fn(l):
-    return jnp.sum(losses.token_cross_entropy(l, ids)[0])
+  def fn(x):
+    return jnp.sum(losses.token_cross_entropy(x, ids)[0])
 
   value, gradient = jax.jit(jax.value_and_grad(fn))(logits)
   assert float(value) == pytest.approx(float(np.log1p(np.e)), rel=1e-6)
@@ -253,13 +253,13 @@ def num_logits_sized_residuals(fn, logits):
 def test_backward_pass_keeps_nothing_of_the_logits_size_but_the_logits(label_smoothing):
   logits, ids, weights = random_case(vocab_size=50)
 
-  def ours(l):
-    return losses.compute_weighted_cross_entropy(l, ids, weights, label_smoothing, 1e-4)[0]
+  def ours(x):
+    return losses.compute_weighted_cross_entropy(x, ids, weights, label_smoothing, 1e-4)[0]
 
   targets = smoothed_one_hot(ids, 50, label_smoothing)
 
-  def plain(l):
-    return jnp.sum(plain_cross_entropy(l, targets, 1e-4)[0] * weights)
+  def plain(x):
+    return jnp.sum(plain_cross_entropy(x, targets, 1e-4)[0] * weights)
 
   assert num_logits_sized_residuals(ours, logits) == (0, 1)
   assert num_logits_sized_residuals(plain, logits)[0] >= 1
@@ -269,15 +269,15 @@ def test_compiled_memory_is_below_that_of_the_definition():
   logits = jax.ShapeDtypeStruct((4, 64, 4096), jnp.float32)
   ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
 
-  def ours(l, ids):
-    return jnp.sum(losses.token_cross_entropy(l, ids, label_smoothing=0.1, z_loss=1e-4)[0])
+  def ours(x, ids):
+    return jnp.sum(losses.token_cross_entropy(x, ids, label_smoothing=0.1, z_loss=1e-4)[0])
 
-  def plain(l, ids):
-    return jnp.sum(plain_cross_entropy(l, smoothed_one_hot(ids, 4096, 0.1), 1e-4)[0])
+  def plain(x, ids):
+    return jnp.sum(plain_cross_entropy(x, smoothed_one_hot(ids, 4096, 0.1), 1e-4)[0])
 
   def temporaries(fn):
     # A network's logits are themselves a temporary, so both start from one.
-    step = jax.jit(jax.grad(lambda l, ids: fn(jnp.tanh(l), ids)))
+    step = jax.jit(jax.grad(lambda x, ids: fn(jnp.tanh(x), ids)))
     return step.lower(logits, ids).compile().memory_analysis().temp_size_in_bytes
 
   assert temporaries(ours) < temporaries(plain)
@@ -287,7 +287,7 @@ def test_vocabulary_sharded_logits_are_not_gathered():
   mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
   logits, ids, weights = random_case(shape=(8, 6), vocab_size=64)
   fn = jax.value_and_grad(
-    lambda l, ids: losses.compute_weighted_cross_entropy(l, ids, weights, 0.1, 1e-3)[0]
+    lambda x, ids: losses.compute_weighted_cross_entropy(x, ids, weights, 0.1, 1e-3)[0]
   )
   sharding = NamedSharding(mesh, P('data', None, 'model'))
   step = jax.jit(

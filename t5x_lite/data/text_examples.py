@@ -238,7 +238,7 @@ def as_dicts(
   checks.check(
     '',
     {'examples': examples},
-    error=DataError,
+    DataError,
     examples=checks.Expectation(
       "a non-empty list of texts or of mappings such as {'input': 'a text', 'target': 'another'}",
       lambda value: (

@@ -142,7 +142,7 @@ def _batches(
   while chunk := list(itertools.islice(examples, batch_size)):
     rows = []
     for pair in chunk:
-      checks.check('infer_fn', {'ds': pair}, error=DataError, ds=_PAIR)
+      checks.check('infer_fn', {'ds': pair}, DataError, ds=_PAIR)
       index, example = pair
       rows.append(example)
       found = {name: np.shape(value) for name, value in example.items()}

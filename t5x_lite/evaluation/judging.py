@@ -74,10 +74,6 @@ def compute_metrics(
   return EvaluationResult(metrics=metrics, predictions=predictions)
 
 
-# Former name.
-judge = compute_metrics
-
-
 def as_numpy(tree: PyTree) -> PyTree:
   """Return arrays with 64-bit dtypes, as seqio converts Python's numbers, so that metrics get the same values."""
 

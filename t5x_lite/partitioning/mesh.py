@@ -20,6 +20,7 @@ from t5x_lite import errors
 from t5x_lite.partitioning import tiles
 from t5x_lite.partitioning.tiles import HardwareMesh
 from t5x_lite.partitioning.tiles import is_in_torus
+from t5x_lite.types import Device
 
 # Axes of a mesh that spans several slices (ICI within a slice, DCN between slices).
 HYBRID_AXIS_NAMES = ('replica', 'data', 'model')
@@ -35,7 +36,7 @@ def make_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
   return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
-def devices_of(backend: str | None) -> list[jax.Device]:
+def devices_of(backend: str | None) -> list[Device]:
   """Return all devices of a platform, by default of JAX's default platform.
 
   Raises:
@@ -51,8 +52,8 @@ def devices_of(backend: str | None) -> list[jax.Device]:
 
 def get_mesh(
   model_parallel_submesh: HardwareMesh,
-  input_devices: Sequence[jax.Device] = (),
-  input_local_devices: Sequence[jax.Device] = (),
+  input_devices: Sequence[Device] = (),
+  input_local_devices: Sequence[Device] = (),
   tile_by_host_if_needed: bool = True,
   backend: str | None = None,
 ) -> Mesh:
@@ -114,7 +115,7 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
   return mesh_by_topology(devices_of('gpu'), num_partitions)
 
 
-def _in_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
+def _in_order(devices: Sequence[Device]) -> list[Device]:
   """Return the devices in the order that `mesh_utils` expects: by z, y, x and core, or by process and number."""
 
   def key(device):
@@ -125,13 +126,13 @@ def _in_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
   return sorted(devices, key=key)
 
 
-def _by_process(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+def _by_process(devices: Sequence[Device]) -> list[list[Device]]:
   """Return the devices of each process, both levels sorted."""
   devices = _in_order(devices)
   return _group(devices, [device.process_index for device in devices])
 
 
-def _by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+def _by_slice(devices: Sequence[Device]) -> list[list[Device]]:
   """Return the devices of each slice, both levels sorted; devices without `slice_index` form one slice."""
   devices = _in_order(devices)
   return _group(devices, [getattr(device, 'slice_index', None) or 0 for device in devices])
@@ -142,15 +143,15 @@ def num_slices(mesh: Mesh) -> int:
   return len(_by_slice(mesh.devices.ravel().tolist()))
 
 
-def _group(devices: Sequence[jax.Device], numbers: Sequence[int]) -> list[list[jax.Device]]:
+def _group(devices: Sequence[Device], numbers: Sequence[int]) -> list[list[Device]]:
   """Return the devices grouped by their `numbers`, in ascending order of the numbers."""
-  groups: dict[int, list[jax.Device]] = {}
+  groups: dict[int, list[Device]] = {}
   for device, number in zip(devices, numbers, strict=True):
     groups.setdefault(number, []).append(device)
   return [groups[number] for number in sorted(groups)]
 
 
-def mesh_by_topology(devices: Sequence[jax.Device], num_partitions: int) -> Mesh:
+def mesh_by_topology(devices: Sequence[Device], num_partitions: int) -> Mesh:
   """Return a (`data`, `model`) mesh whose model axis uses the fastest links first.
 
   The fastest links are those within a process, for devices without coordinates, then those within a slice (ICI between
@@ -228,7 +229,7 @@ def _model_axis_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _join_slices(
-  slices: Sequence[Sequence[jax.Device]], ici_shape: Sequence[int], dcn_shape: Sequence[int]
+  slices: Sequence[Sequence[Device]], ici_shape: Sequence[int], dcn_shape: Sequence[int]
 ) -> np.ndarray:
   """Return devices as `mesh_utils.create_hybrid_device_mesh` does; the slices are arguments, not read from devices.
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import errors
+from t5x_lite.types import Device
 
 # (x, y, z, core) on TPU, (process, local device) elsewhere.
-HardwareMesh = tuple[int, int, int, int] | tuple[int, int]
+HardwareMesh = tuple[int, ...]
 # Model-parallel tiles (x, y, z, core) of TPU v2 and v3 (two cores a chip) by number of partitions.
 _TWO_CORE_TILES = {
   1: (1, 1, 1, 1),
@@ -24,19 +25,19 @@ _TWO_CORE_KINDS = ('TPU v2', 'TPU v3')
 T5X_KINDS = (*_TWO_CORE_KINDS, 'TPU v4', 'TPU v4 lite')
 
 
-def is_in_torus(device: jax.Device) -> bool:
+def is_in_torus(device: Device) -> bool:
   """Return whether the device has coordinates (x, y, z, core) in a torus. The `coords` of a GPU are its local id."""
   return device.platform == 'tpu'
 
 
-def get_coords(device: jax.Device) -> HardwareMesh:
+def get_coords(device: Device) -> HardwareMesh:
   """Return the coordinates of a device: (x, y, z, core) on TPU, else (process, local index)."""
   if is_in_torus(device):
     return (*device.coords, device.core_on_chip)
   return (device.process_index, device.id % jax.local_device_count())
 
 
-def bounds_from_last_device(last_device: jax.Device) -> HardwareMesh:
+def bounds_from_last_device(last_device: Device) -> HardwareMesh:
   """Return the extents of the hardware grid, given the device with the largest coordinates."""
   if is_in_torus(last_device):
     return tuple(coordinate + 1 for coordinate in get_coords(last_device))
@@ -45,8 +46,8 @@ def bounds_from_last_device(last_device: jax.Device) -> HardwareMesh:
 
 def tile_slice(
   tile: HardwareMesh,
-  devices: Sequence[jax.Device],
-  local_devices: Sequence[jax.Device],
+  devices: Sequence[Device],
+  local_devices: Sequence[Device],
   tile_by_host_if_needed: bool,
 ) -> np.ndarray:
   """Return the devices of one slice as an array [data, model]; see `mesh.get_mesh`.

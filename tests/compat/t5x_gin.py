@@ -65,7 +65,10 @@ EXPECTED = {
   'trainer.Trainer.num_microbatches': 'None for 0, which means the same',
   'partitioning.PjitPartitioner.num_partitions': 'T5X ignores it next to a submesh',
   'partitioning.PjitPartitioner.logical_axis_rules': 'the default rules',
-  r'partitioner.MoePjitPartitioner.logical_axis_rules|moe.head_logical_axis_rules.additional_rules': 'T5X replicates axes without a rule; here mlp_embed needs one',
+  r'partitioner.MoePjitPartitioner.logical_axis_rules|'
+  r'moe.head_logical_axis_rules.additional_rules': (
+    'T5X replicates axes without a rule; here mlp_embed needs one'
+  ),
 }
 # Files of T5X that cannot be compared, and why.
 UNREADABLE = {

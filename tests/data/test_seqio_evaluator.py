@@ -10,8 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-seqio = pytest.importorskip('seqio')
-
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
@@ -26,6 +24,8 @@ from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.evaluation import judging
 from t5x_lite.networks import t5
 from tests import stores
+
+seqio = pytest.importorskip('seqio')
 
 with quiet():
   from t5.evaluation import metrics as t5_metrics

@@ -459,7 +459,7 @@ def test_policies_of_remat_store_results_of_experts(dispatch):
   policies = ('none', 'minimal', 'save_attention', 'save_dots_except_mlp', 'full')
   programs = {policy: trace(policy, True) for policy in policies}
   flops = {policy: count_flops(program.jaxpr.jaxpr) for policy, program in programs.items()}
-  assert list(sorted(policies, key=flops.get)) == list(policies), flops
+  assert sorted(policies, key=flops.get) == list(policies), flops
   # 'none' computes nothing again, and 'minimal' no experts.
   assert flops['none'] == count_flops(trace('none', False).jaxpr.jaxpr)
   projections = 2 * 6 * 4 * 32 * 2 * 16 * 128

@@ -66,7 +66,7 @@ _PAGES = {
 }
 
 sys.path.insert(0, str(_ROOT / 'docs'))
-import tables  # pylint: disable=wrong-import-position
+tables = importlib.import_module('tables')
 
 sys.path.pop(0)
 

@@ -135,7 +135,7 @@ def test_a_profile_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
 
 def test_a_profile_is_copied_to_a_store(store, caplog):
   profiler = runtime.StepProfiler((1, 2), f'{store.root}/train')
-  for path, effects in (('step_1', None), (None, {'status': 403})):
+  for _path, effects in (('step_1', None), (None, {'status': 403})):
     with contextlib.ExitStack() as stack:
       if effects:
         stack.enter_context(store.proxy.fault(operation='write', **effects))

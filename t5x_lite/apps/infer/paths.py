@@ -86,10 +86,6 @@ class ResultPaths:
     return dataclasses.replace(self, shard_id=int(shard_id), num_shards=int(num_shards))
 
 
-# Former name.
-Place = ResultPaths
-
-
 def read_json(path: files.Path) -> dict[str, Any] | None:
   """Return the JSON object in a file; None if it is missing or invalid.
 

@@ -122,7 +122,7 @@ def model_type(config: Mapping[str, Any]) -> str:
   if found is None and 'T5' in str(config.get('architectures', '')):
     found = 't5'  # early versions of transformers do not write the type
   values = {key: config.get(key) for key in _TYPE_EXPECTATIONS} | {'model_type': found}
-  checks.check('config.json', values, error=CheckpointError, **_TYPE_EXPECTATIONS)
+  checks.check('config.json', values, CheckpointError, **_TYPE_EXPECTATIONS)
   return found
 
 
@@ -259,7 +259,7 @@ def _sparse_fields(config: Mapping[str, Any], num_layers: Mapping[str, int]) -> 
 def _number(config: Mapping[str, Any], key: str, default: float | None, **bounds: Any) -> float:
   value = config.get(key)
   value = default if value is None else value
-  checks.check('config.json', {key: value}, error=CheckpointError, **{key: checks.number(**bounds)})
+  checks.check('config.json', {key: value}, CheckpointError, **{key: checks.number(**bounds)})
   return value
 
 
@@ -289,7 +289,7 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
   values = {key: config.get(key, defaults.get(key)) for key in _FIELD_EXPECTATIONS}
   if kind != 'switch_transformers':
     values['router_dtype'] = 'float32'  # others have no routers
-  checks.check('config.json', values, error=CheckpointError, **_FIELD_EXPECTATIONS)
+  checks.check('config.json', values, CheckpointError, **_FIELD_EXPECTATIONS)
   fields = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
   fields['num_encoder_layers'] = _integer(config, 'num_layers', at_most=_MAX_LAYERS)
   # transformers reads a missing key of a Switch Transformer as 12, and null as the encoder's number.

@@ -180,7 +180,7 @@ def get_family(name: str) -> Family:
   Raises:
     CheckpointError: the name is unknown.
   """
-  checks.check('', {'family': name}, family=checks.one_of(FAMILIES), error=CheckpointError)
+  checks.check('', {'family': name}, CheckpointError, family=checks.one_of(FAMILIES))
   return FAMILIES[name]
 
 

@@ -70,7 +70,7 @@ def write_folder(
   checks.check(
     'write_folder',
     {'dtype': dtype, 'max_shard_bytes': max_shard_bytes},
-    error=CheckpointError,
+    CheckpointError,
     dtype=checks.one_of(DTYPES).or_none(),
     max_shard_bytes=checks.number(at_least=1, integer=True),
   )

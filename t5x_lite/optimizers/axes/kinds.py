@@ -16,7 +16,7 @@ import optax
 
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import names
-from t5x_lite.types import LogicalAxes, PyTree
+from t5x_lite.types import LogicalAxes, PyTree, PyTreeDef
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def fields_of(node_class: type) -> tuple[str, ...] | None:
   return None
 
 
-def children_of(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
+def children_of(node: Any) -> tuple[dict[str, Any], PyTreeDef]:
   """Return the children of one pytree node by name, and the tree definition to rebuild the node."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(
     node, is_leaf=lambda child: child is not node

@@ -14,7 +14,7 @@ import flax.serialization
 import jax
 
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
-from t5x_lite.types import PyTree
+from t5x_lite.types import PyTree, PyTreeDef
 
 # Contents of each entry of a train state's state dict, and the configuration that determines its structure.
 _SECTIONS = {
@@ -126,7 +126,7 @@ def _is_container(node: Any) -> bool:
   return node is not None and not jax.tree_util.all_leaves([node])
 
 
-def _children(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
+def _children(node: Any) -> tuple[dict[str, Any], PyTreeDef]:
   """Return the children of a pytree node by name, and the tree definition to rebuild the node."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(
     node, is_leaf=lambda child: child is not node

@@ -40,7 +40,7 @@ from t5x_lite.optimizers.shampoo.roots import RootOptions
 from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats
 from t5x_lite.optimizers.shampoo.state import ParameterStats
 from t5x_lite.optimizers.shampoo.state import ShampooState
-from t5x_lite.types import Params, PyTree
+from t5x_lite.types import Params, PyTree, PyTreeDef
 
 # A number, a function of the number of previous updates, or a traced scalar.
 LearningRate = float | jax.Array | Callable[[jax.Array], Any]
@@ -159,7 +159,7 @@ class Leaf:
 
 def flatten_inputs(
   grads: Params, params: Params | None, cfg: ShampooConfig
-) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+) -> tuple[list[Leaf], PyTreeDef]:
   """Return gradients and parameters as a list, and the structure of their tree.
 
   Raises:

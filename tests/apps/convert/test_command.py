@@ -201,16 +201,17 @@ def _check_kills(tmp_path, num_kills, seconds):
       _check_sound(tmp_path, to, to, values)
       if kills < num_kills:
         (tmp_path / to).rename(tmp_path / f'whole_{kills}')
-  for to in _FORMS if num_kills > 1 else [to]:
-    left = list(tmp_path.glob(f'.{to}-*'))
-    if (tmp_path / to).exists():
+  forms = _FORMS if num_kills > 1 else [to]
+  for form in forms:
+    left = list(tmp_path.glob(f'.{form}-*'))
+    if (tmp_path / form).exists():
       continue
-    process = _start(tmp_path, to, to)
+    process = _start(tmp_path, form, form)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert all(f'Removing {folder}, which a killed process has left' in output for folder in left)
-    _check_sound(tmp_path, to, to, values)
-    assert not list(tmp_path.glob(f'.{to}-*'))
+    _check_sound(tmp_path, form, form, values)
+    assert not list(tmp_path.glob(f'.{form}-*'))
 
 
 def test_a_kill(tmp_path):

@@ -207,7 +207,7 @@ def test_a_checkpoint_goes_to_another_number_of_expert_partitions(tmp_path, coun
 
   results = []
   batch = up.batch_of(module, batch=8)
-  for i, count in enumerate(counts):
+  for count in counts:
     partitioner = MoePjitPartitioner(num_expert_partitions=count, num_partitions=1)
     shardings = partitioner.get_shardings(partitioner.get_mesh_axes(shapes))
     if not results:

@@ -145,7 +145,7 @@ def test_metrics_of_states_are_found_everywhere():
 
 @pytest.mark.usefixtures('_registered')
 def test_a_module_that_is_loaded_twice_reports_once():
-  again = NamedTuple('_NormState', [('norm', Any)])  # as a second load of this module makes it
+  again = NamedTuple('_NormState', [('norm', Any)])  # noqa: UP014 (as a second load of this module makes it)
   again.__module__, again.__qualname__ = _NormState.__module__, _NormState.__qualname__
   optimizers.register_state_metrics(
     again, lambda state: {'norm': state.norm}, report=lambda values: [f'norm {values["norm"]:.2g}']

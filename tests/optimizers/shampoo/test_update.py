@@ -60,8 +60,8 @@ def test_equals_the_recorded_run(name):
   step = jax.jit(tx.update, compiler_options=_FAST_COMPILE)
   for t in range(description['steps']):
     updates, state = step({name: arrays[f'grad/{name}'][t] for name in params}, state, params)
-    for name, update in updates.items():
-      assert _relative(update, arrays[f'update/{name}'][t]) < 1e-5, (name, t)
+    for name, got in updates.items():
+      assert _relative(got, arrays[f'update/{name}'][t]) < 1e-5, (name, t)
       errors = state.stats[name].training_metrics.inverse_pth_root_errors
       np.testing.assert_allclose(errors, arrays[f'error/{name}'][t], atol=2e-6, err_msg=name)
     params = jax.tree.map(np.add, params, updates)
