@@ -349,9 +349,15 @@ def loaded(
     model, notes = _libraries().load(str(folder))
     live.append(model)
     values = _libraries().state_dict(model)
-    by_digest = {records.digest(value): tensor for tensor, value in tensors.items()}
-    # Every loaded array has the bits of a tensor of the folder.
-    sources = [[name, by_digest[records.digest(value)]] for name, value in values.items()]
+    by_digest = {
+      records.digest(value.astype(dtype)): tensor
+      for tensor, value in tensors.items()
+      for dtype in (np.float32, value.dtype)
+    }
+    # Every loaded array is a tensor of the folder; with float16, transformers keeps some in float32.
+    sources = [
+      [name, by_digest[records.digest(value)], value.dtype.name] for name, value in values.items()
+    ]
     return {**notes, **_libraries().structure(model), 'sources': sources}
 
   if weights_vary:
@@ -371,19 +377,19 @@ def loaded(
     has_effects=True,
   )
   assert (found['class'], found['notes']) == (f'{kind}ForConditionalGeneration', []), found
-  sources = dict(found['sources'])
+  values = {
+    key: tensors[source].astype(_CODES[_NAMES[dtype]]) for key, source, dtype in found['sources']
+  }
   model = HFModel(
     name=f'{name}.loaded',
-    parameters={key: tensors[sources[key]] for key, _ in found['parameters']},
+    parameters={key: values[key] for key, _ in found['parameters']},
     state=dict(found['state']),
     config=found['config'],
     num_parameters=found['num_parameters'],
     notes={key: found[key] for key in ('dtype', 'is_tied')},
     live=live[0] if live else None,
   )
-  assert all(
-    tensors[source].tobytes() == model.tensors[key].tobytes() for key, source in sources.items()
-  )
+  assert all(value.tobytes() == model.tensors[key].tobytes() for key, value in values.items())
   if untied_flag:
     model = dataclasses.replace(model.with_tied_flag(False), name=model.name)
   return model
