@@ -159,13 +159,15 @@ class Records:
     return {key: self._decode(value) for key, value in self._entries[name]['values'].items()}
 
   def _encode(self, value: Any) -> Any:
-    kind = ''
-    if isinstance(value, str) and len(value) > _LONG_TEXT:
-      kind, value = 'text', np.frombuffer(value.encode(), np.uint8)
-    elif isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray):
       kind = 'array'
-    if not kind:
-      return json.loads(json.dumps(value))
+    else:
+      text = json.dumps(value)
+      if len(text) <= _LONG_TEXT:
+        return json.loads(text)
+      kind = 'json'
+      value = np.frombuffer(text.encode(), np.uint8)
+    # Equal values are stored once, compressed.
     key = digest(value)
     self._arrays[key] = value
     return {kind: key}
@@ -174,8 +176,8 @@ class Records:
     if isinstance(value, dict) and len(value) == 1:
       if 'array' in value:
         return self._arrays[value['array']].copy()
-      if 'text' in value:
-        return self._arrays[value['text']].tobytes().decode()
+      if 'json' in value:
+        return json.loads(self._arrays[value['json']].tobytes())
     return value
 
   def write(self, versions: Mapping[str, str]) -> None:
@@ -242,7 +244,7 @@ class RecordedTree:
   percent: a change of one value, a transposition or a permutation is noticed as in the arrays themselves.
 
   Attributes:
-    sums: float64 [arrays, 1 + 32], by order of names: the norm, and the sums with signs.
+    sums: float32 [arrays, 1 + 32], by order of names: the norm, and the sums with signs.
     layout: names and shapes, one line per array.
     tree: the arrays themselves, None where they were recorded.
   """
@@ -256,7 +258,7 @@ class RecordedTree:
     """Return the sums of a tree, with the tree."""
     leaves = sorted((name, np.asarray(leaf)) for name, leaf in tree_utils.named_leaves(tree))
     return cls(
-      np.stack([_signed_sums(name, leaf) for name, leaf in leaves]),
+      np.stack([_signed_sums(name, leaf) for name, leaf in leaves]).astype(np.float32),
       '\n'.join(f'{name} {list(leaf.shape)}' for name, leaf in leaves),
       tree,
     )
@@ -267,7 +269,8 @@ class RecordedTree:
       network_cases.assert_trees_close(got, self.tree, rtol)
     other = RecordedTree.of(got)
     assert other.layout == self.layout
-    for line, ours, want in zip(self.layout.split('\n'), other.sums, self.sums, strict=True):
+    rows = (sums.astype(np.float64) for sums in (other.sums, self.sums))
+    for line, ours, want in zip(self.layout.split('\n'), *rows, strict=True):
       error = np.sqrt(np.mean((ours[1:] - want[1:]) ** 2))
       assert error <= rtol * want[0] + 1e-30, (line, error / max(want[0], 1e-30))
       assert abs(ours[0] - want[0]) <= rtol * want[0] + 1e-30, (line, ours[0], want[0])
