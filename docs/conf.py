@@ -77,7 +77,6 @@ _MODULES = {
     't5x_lite.notebook',
     't5x_lite.interactive',
     't5x_lite.interactive_model',
-    't5x_lite.inference',
     't5x_lite.gin_utils',
   ],
   'Training': [

@@ -42,7 +42,6 @@ _MODULES = {
     'standard_logical_axis_rules',
   ),
   'moe.state_axes': ('match_fn',),
-  'moe.tools': ('planner', 'report', 'surgery'),
   'moe.training': (
     'MoeTrainer',
     'scale_expert_gradients',

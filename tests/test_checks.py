@@ -1,6 +1,5 @@
 """The validator of options: intervals, choices, wording."""
 
-import inspect
 import math
 
 import numpy as np
@@ -106,21 +105,3 @@ def test_a_call_of_a_custom_function_with_other_parameters_names_the_option():
         call(fn)
   with pytest.raises(TypeError, match='len'):
     call(inside)
-
-
-def test_a_former_name_is_accepted():
-
-  @checks.accept_former_name('size', 'extent')
-  def area(width, size=2, *, scale=1):
-    return width * size * scale
-
-  assert (
-    area(3) == 6
-    and area(3, 4) == area(3, size=4) == area(3, extent=4) == area(3, extent=2, scale=2) == 12
-  )
-  assert [*inspect.signature(area).parameters] == ['width', 'size', 'scale', 'extent']
-  with pytest.raises(
-    ConfigError,
-    match='area.extent` must be omitted if size is set, got 4. Remove this former name.',
-  ):
-    area(3, size=4, extent=4)

@@ -70,7 +70,8 @@ def test_every_command_has_help(capsys, command):
 
 
 def test_version(capsys):
-  assert _main(capsys, '--version')[:2] == (0, f't5x_lite {t5x_lite.__version__}\n')
+  status, out, _ = _main(capsys, '--version')
+  assert status == 0 and out.splitlines()[0] == f't5x_lite {t5x_lite.__version__}'
 
 
 def test_a_missing_command_shows_help_and_fails(capsys):

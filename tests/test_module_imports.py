@@ -1,6 +1,9 @@
 """Modules that options name are imported, or the message says what is missing; tests/apps has their restriction."""
 
+import os
+import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -40,3 +43,84 @@ def test_a_folder_t5x_is_not_t5x(tmp_path, monkeypatch, line):
   ):
     gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([str(tmp_path / 'a.gin')]))
   sys.modules.pop('t5x', None)
+
+
+# A module that imports PyTorch after TensorFlow, as tasks of seqio do.
+_TASK = """
+import tensorflow
+import triton._C.libtriton
+"""
+_TENSORFLOW = """
+import types
+config = types.SimpleNamespace(set_visible_devices=lambda *arguments: None)
+errors = types.SimpleNamespace(OpError=RuntimeError)
+"""
+# The real library ends the process by a segmentation fault.
+_TRITON = """
+import os
+import sys
+if 'tensorflow' in sys.modules:
+  os._exit(139)
+"""
+
+
+@pytest.mark.parametrize(
+  'code',
+  [
+    """
+    from t5x_lite.data import seqio_import
+    import triton._C.libtriton
+    """,
+    """
+    from t5x_lite.apps.export import saved_model
+    saved_model._import()
+    import triton._C.libtriton
+    """,
+    """
+    from t5x_lite import module_imports
+    module_imports.import_module('task_with_triton')
+    """,
+    """
+    import pathlib
+    import sys
+    from t5x_lite import gin_utils
+    pathlib.Path('a.gin').write_text('import task_with_triton')
+    try:
+      gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(['a.gin']))
+    except gin_utils.ConfigError:  # nothing else is configured
+      assert 'task_with_triton' in sys.modules
+    """,
+  ],
+  ids=['seqio', 'saved_model', 'module', 'gin'],
+)
+def test_triton_is_imported_before_tensorflow(code, tmp_path):
+  """Fake packages stand for the real ones, of which triton (and PyTorch) is not in the tests' environment."""
+  files = {
+    'tensorflow/__init__.py': _TENSORFLOW,
+    'tensorflow/compiler/tf2xla/python/xla.py': '',
+    'seqio.py': 'import tensorflow',
+    'triton/_C/libtriton.py': _TRITON,
+    'task_with_triton.py': _TASK,
+  }
+  for name, text in files.items():
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+  root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+  ended = subprocess.run(
+    [sys.executable, '-c', f'{textwrap.dedent(code)}\nprint("imported")'],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{root}'},
+    capture_output=True,
+    text=True,
+  )
+  assert (ended.returncode, ended.stdout) == (0, 'imported\n'), ended.stderr
+
+
+def test_a_triton_that_cannot_be_imported_is_ignored(tmp_path, monkeypatch):
+  (tmp_path / 'triton' / '_C').mkdir(parents=True)
+  (tmp_path / 'triton' / '_C' / 'libtriton.py').write_text('raise OSError("no driver")')
+  monkeypatch.syspath_prepend(tmp_path)
+  for name in ('tensorflow', 'triton', 'triton._C', 'triton._C.libtriton'):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  module_imports.import_triton_first()
+  assert 'triton._C.libtriton' not in sys.modules

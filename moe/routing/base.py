@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import inspect
 
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
@@ -99,11 +98,6 @@ class Router(nn.Module):
   use_bias: bool = False
   kernel_init: Initializer = default_router_init
   bias_init: Initializer = default_bias_init
-
-  def __init_subclass__(cls, **kwargs):
-    super().__init_subclass__(**kwargs)
-    if 'padding_uses_capacity' in inspect.signature(cls.__init__).parameters:
-      checks.accept_former_name('padding_uses_capacity', 'padding_takes_places')(cls)
 
   def __post_init__(self):
     values = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(self)}

@@ -11,7 +11,6 @@ from moe.routing.types import RecordedChoice
 from t5x_lite import checks
 
 
-@checks.accept_former_name('padding_uses_capacity', 'padding_takes_places')
 def experts_choose(
   logits: jax.Array,
   capacity: int,

@@ -20,7 +20,6 @@ SCORE_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@checks.accept_former_name('padding_uses_capacity', 'padding_takes_places')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceOptions:
   """Options of token choice.

@@ -144,9 +144,6 @@ def choice_probabilities(load: np.ndarray, num_selected: int) -> np.ndarray:
   return np.minimum(probability, 1.0)
 
 
-check_load = choice_probabilities  # former name
-
-
 def expected_overflow(num_trials: int, probability: np.ndarray, num_slots: int) -> np.ndarray:
   """Return E[max(X - num_slots, 0)] for binomial X, float64 [buffers].
 

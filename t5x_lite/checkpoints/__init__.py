@@ -45,7 +45,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'unpin_checkpoint',
     ),
     't5x_lite.checkpoints.event_metrics': ('populate_metrics_for_steps',),
-    't5x_lite.checkpoints.layout': ('check_other_layout_fits', 'param_layout_fns'),
+    't5x_lite.checkpoints.layout': ('param_layout_fns',),
     't5x_lite.checkpoints.legacy': (
       'LegacyCheckpointManager',
       'LegacyCheckpointer',

@@ -163,7 +163,6 @@ def is_checkpoint_dir_name(path: PathLike) -> bool:
   return _STEP_RE.fullmatch(files.path(path).name) is not None
 
 
-@checks.accept_former_name('checkpoints_dir', 'checkpoint_dir')
 def get_step_from_checkpoint_dir(checkpoints_dir: PathLike) -> tuple[str, int]:
   """Return (parent directory, step) of a checkpoint's path.
 

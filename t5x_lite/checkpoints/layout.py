@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import options
-from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import changing
 from t5x_lite.networks.t5_config import StackConfig
 
@@ -31,20 +28,3 @@ def param_layout_fns(
   if stored_layout in (None, config.param_layout):
     return ()
   return (changing.ConvertLayout(config),)
-
-
-def check_other_layout_fits(
-  path: discovery.PathLike,
-  target: transforms.StateDict,
-  config: StackConfig,
-  restore_cfg: options.RestoreOptions,
-) -> None:
-  """Call `check_fits` with the network; a former name.
-
-  Args:
-    path: see `restore.check_fits`.
-    target: see `restore.check_fits`.
-    config: see `network` of `restore.check_fits`.
-    restore_cfg: see `restore.check_fits`.
-  """
-  restore.check_fits(path, target, restore_cfg=restore_cfg, may_begin=True, network=config)

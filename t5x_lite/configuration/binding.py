@@ -249,6 +249,7 @@ class _Names(gin_config.ParseContext):
       raise ConfigError(f'{statement.location}: {problem}.')
     if root != '__gin__':
       module_imports.check_import(module, str(statement.location))
+      module_imports.import_triton_first(module)
     try:
       self.process_import(statement.statement)
     except ModuleNotFoundError as error:

@@ -12,6 +12,7 @@ import warnings
 
 from absl import logging
 
+from t5x_lite import module_imports
 from t5x_lite.errors import DataError, T5xLiteError, needs_packages
 
 # TensorFlow's C++ library reads these variables once, when it is loaded; values set by the user are kept.
@@ -43,6 +44,8 @@ with (
     otherwise='set --gin.DATA_SOURCE=builtin for the embedded tasks and those of data.text_task',
   ),
 ):
+  # A task's module may import PyTorch later.
+  module_imports.import_triton_first()
   import seqio as seqio
   import tensorflow as tf
 

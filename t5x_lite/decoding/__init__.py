@@ -33,7 +33,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'accepts_padding_rows',
       'contract_of',
       'declare',
-      'takes_filling_rows',
     ),
     't5x_lite.decoding.topk': (
       'float32_bsearch',

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import flax
 import numpy as np
 
-from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array
 
 # Score or logit of an impossible choice: finite, so that sums and differences of it are not NaN.
@@ -213,16 +212,8 @@ def contract_of(decode_fn: Callable[..., Any]) -> DecodeContract:
 
   >>> contract_of(lambda **options: None) == DecodeContract()
   True
-
-  Raises:
-    ConfigError: the function has the attribute `takes_filling_rows` of earlier versions instead of a declaration.
   """
   while (contract := getattr(decode_fn, _ATTRIBUTE, None)) is None:
-    if getattr(decode_fn, 'takes_filling_rows', False):
-      raise ConfigError(
-        f'The attribute takes_filling_rows of decode_fn={getattr(decode_fn, "__name__", repr(decode_fn))} has no '
-        'effect. Decorate the function or class with @decoding.declare(padding_mask=True) instead.'
-      )
     if isinstance(decode_fn, functools.partial):
       inner = decode_fn.func
     else:
@@ -237,6 +228,3 @@ def accepts_padding_rows(decode_fn: _Function) -> _Function:
   """Declare that `decode_fn` accepts `padding_mask`, and keep the rest of its declaration; see `declare`."""
   setattr(decode_fn, _ATTRIBUTE, dataclasses.replace(contract_of(decode_fn), padding_mask=True))
   return decode_fn
-
-
-takes_filling_rows = accepts_padding_rows  # former name

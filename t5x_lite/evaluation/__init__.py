@@ -30,7 +30,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'EvaluationResult',
       'as_number',
       'compute_metrics',
-      'judge',
       'write_predictions',
     ),
     't5x_lite.evaluation.metric_names': (

@@ -19,9 +19,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.layers.dense': ('DenseGeneral', 'operand_dtype'),
     't5x_lite.layers.embedding': ('Embed',),
     't5x_lite.layers.fused_attention': (
-      'cudnn_refusal',
       'cudnn_unsupported_reason',
-      'gpu_refusal',
       'gpu_unsupported_reason',
       'splash_unsupported_reason',
     ),

@@ -152,9 +152,6 @@ def splash_unsupported_reason(
   return None
 
 
-gpu_refusal, cudnn_refusal = gpu_unsupported_reason, cudnn_unsupported_reason  # former names
-
-
 def cudnn_attention(
   query: jax.Array, key: jax.Array, value: jax.Array, bias: AttentionBias | None, fallback: Any
 ) -> jax.Array:

@@ -8,7 +8,6 @@ import pytest
 
 import gin
 from t5x_lite import decoding
-from t5x_lite import errors
 
 _OF_MODELS = {
   'inputs',
@@ -92,22 +91,8 @@ def test_accepts_padding_rows_keeps_the_rest_of_a_declaration():
   assert decoding.contract_of(decoding.accepts_padding_rows(decode_fn)) == decoding.DecodeContract(
     max_num_decodes=3, padding_mask=True
   )
-  assert decoding.takes_filling_rows is decoding.accepts_padding_rows
   with pytest.raises(dataclasses.FrozenInstanceError, match='padding_mask'):
     decoding.contract_of(decode_fn).padding_mask = False
-
-
-def test_former_attribute_instead_of_a_declaration_raises():
-  def decode_fn(**options):
-    return None
-
-  decode_fn.takes_filling_rows = True
-  for undeclared in (decode_fn, functools.partial(decode_fn)):
-    with pytest.raises(
-      errors.ConfigError, match=r'takes_filling_rows of .*@decoding.declare\(padding_mask=True\)'
-    ):
-      decoding.contract_of(undeclared)
-  assert decoding.contract_of(decoding.declare(max_num_decodes=2)(decode_fn)).max_num_decodes == 2
 
 
 def hold(decode_fns):

@@ -120,20 +120,6 @@ def test_attributes_of_a_cache_need_a_network(module, message):
     cases.make_model(module)
 
 
-def test_the_error_for_the_former_attribute_of_a_decode_fn_names_the_declaration():
-  def decode_fn(**options):
-    return None
-
-  decode_fn.takes_filling_rows = True
-  model = cases.make_model()
-  for make in (
-    lambda: cases.make_model(decode_fn=decode_fn),
-    lambda: model.with_decode_fn(decode_fn),
-  ):
-    with pytest.raises(errors.ConfigError, match=r'decoding.declare\(padding_mask=True\)'):
-      make()
-
-
 def test_prompt_with_targets_forces_targets_without_their_ends(batch):
   batch = {
     **batch,

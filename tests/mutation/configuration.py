@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'tensorflow_is_imported_before_triton',
+    't5x_lite/module_imports.py',
+    "if exists('triton') and exists('tensorflow'):",
+    'if False:',
+    'tests/test_module_imports.py::test_triton_is_imported_before_tensorflow[seqio]',
+  ),
+  Mutant(
+    'gin_files_import_tensorflow_before_triton',
+    't5x_lite/configuration/binding.py',
+    'module_imports.import_triton_first(module)',
+    'pass',
+    'tests/test_module_imports.py::test_triton_is_imported_before_tensorflow[gin]',
+  ),
+  Mutant(
     'objects_made_of_each_other_pass',
     't5x_lite/configuration/checks.py',
     'for reference in references\n      if reference.evaluate\n    }',

@@ -28,6 +28,7 @@ _LAYERS = {
   't5x_lite.lazy_names': 0,
   't5x_lite.layer_stacks': 0,
   't5x_lite.hub': 0,
+  't5x_lite.versions': 0,
   't5x_lite.compat': 0,
   't5x_lite.losses': 1,
   't5x_lite.schedules': 1,
@@ -77,7 +78,6 @@ _LAYERS = {
       'launch',
     )
   },
-  't5x_lite.inference': 8,
   'moe': 8,
   't5x_lite.apps': 9,
   't5x_lite.cli': 9,

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 
+from packaging.requirements import Requirement
 import pytest
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -21,6 +22,9 @@ _ROOT = pathlib.Path(__file__).parents[2]
     'CHANGELOG.md',
     'CONTRIBUTING.md',
     'LICENSE',
+    'CITATION.cff',
+    'SECURITY.md',
+    '.github/workflows/ci.yml',
     'requirements',
     'docs/design.md',
     'benchmarks',
@@ -59,15 +63,50 @@ def test_no_leftover_markers():
         assert not pattern.search(path.read_text()), path
 
 
-def test_locks_agree_between_pythons():
-  """The locks of 3.11 and 3.12 pin the same packages; versions differ only where a wheel needs it."""
-  pins = {}
-  for version in ('3.11', '3.12'):
-    lines = (_ROOT / f'requirements/lock-{version}.txt').read_text().splitlines()
-    pins[version] = dict(line.split('==') for line in lines if line and not line.startswith('#'))
-  assert set(pins['3.11']) == set(pins['3.12'])
-  differing = {name for name in pins['3.11'] if pins['3.11'][name] != pins['3.12'][name]}
-  assert differing <= {'contourpy', 'scipy'}, differing
+# Python: (JAX, Flax) of its lock.
+_VERSIONS = {
+  '3.11': ('0.10', '0.12.8'),
+  '3.12': ('0.12', '0.12.12'),
+  '3.13': ('0.12', '0.12.12'),
+}
+
+
+def _pins(name):
+  """Returns the versions of requirements/lock-<name>.txt by package."""
+  lines = (_ROOT / f'requirements/lock-{name}.txt').read_text().splitlines()
+  return dict(line.split('==') for line in lines if line and not line.startswith('#'))
+
+
+@pytest.mark.parametrize('version', _VERSIONS)
+def test_locks_have_the_tested_versions(version):
+  jax_version, flax_version = _VERSIONS[version]
+  pins = _pins(version)
+  assert pins['jax'].startswith(f'{jax_version}.') and pins['jaxlib'] == pins['jax']
+  assert pins['flax'] == flax_version and pins['numpy'].startswith('2.')
+  first_line = (_ROOT / f'requirements/lock-{version}.txt').read_text().splitlines()[0]
+  assert f'Python {version},' in first_line
+
+
+def test_locks_of_all_pythons_pin_the_same_packages():
+  assert set(_pins('3.11')) == set(_pins('3.12')) == set(_pins('3.13'))
+  # The core is a part: TensorFlow and what needs it are left out.
+  core = set(_pins('core-3.14'))
+  assert core < set(_pins('3.13')) and 'jax' in core and not core & {'seqio', 'tensorflow-cpu'}
+
+
+def test_all_places_name_the_tested_pythons():
+  setup = (_ROOT / 'setup.py').read_text()
+  classifiers = re.findall(r'Programming Language :: Python :: (3\.\d+)', setup)
+  assert classifiers == list(_VERSIONS)
+  assert f"python_requires='>={classifiers[0]}'" in setup
+  makefile = (_ROOT / 'Makefile').read_text()
+  first, last = (version.replace('.', ', ') for version in (classifiers[0], classifiers[-1]))
+  assert f'({first}) <= sys.version_info[:2] <= ({last})' in makefile
+  tried = re.search(r'^FIND_PYTHON := for p in (.*); do', makefile, re.MULTILINE)[1]
+  assert re.findall(r'python(3\.\d+)', tried) == classifiers[::-1]
+  listed = 'Python 3.11, 3.12 or 3.13'
+  for page in ('README.md', 'docs/first_steps.md'):
+    assert listed in (_ROOT / page).read_text(), page
 
 
 @pytest.mark.skipif(
@@ -93,16 +132,11 @@ def test_packages_of_the_lock_are_installed(name):
   )
 
 
-def test_locks_satisfy_setup_ranges():
-  from packaging.requirements import Requirement
-
+@pytest.mark.parametrize('version', _VERSIONS)
+def test_locks_satisfy_setup_ranges(version):
   text = (_ROOT / 'setup.py').read_text()
   block = text[text.index('install_requires') : text.index('extras_require')]
-  pins = dict(
-    line.split('==')
-    for line in (_ROOT / 'requirements/lock-3.11.txt').read_text().lower().splitlines()
-    if line and not line.startswith('#')
-  )
+  pins = _pins(version)
   requirements = [
     Requirement(found) for found in re.findall(r"'([^']+)'", block) if found != 'install_requires'
   ]
@@ -115,5 +149,16 @@ def test_make_lists_its_targets():
   listed = subprocess.run(
     ['make', '-s'], cwd=_ROOT, capture_output=True, text=True, check=True
   ).stdout
-  for target in ('train', 'test', 'test-full', 'bench', 'docs', 'clean'):
+  for target in (
+    'train',
+    'test',
+    'test-fast',
+    'test-full',
+    'lint',
+    'format',
+    'types',
+    'bench',
+    'docs',
+    'clean',
+  ):
     assert re.search(rf'^  {target}\s', listed, re.MULTILINE), listed

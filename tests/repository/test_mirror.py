@@ -19,9 +19,6 @@ _TESTED_IN = {
   'moe/experts.py': 'moe/test_layers.py',
   'moe/grouping.py': 'moe/test_layers.py',
   'moe/__main__.py': 'moe/commands/test_plan.py',
-  **{
-    f'moe/{name}.py': 'repository/test_public_names.py' for name in ('planner', 'report', 'surgery')
-  },
   'moe/routing/base.py': 'moe/routing/test_token_routers.py',
   'moe/routing/capacity.py': 'moe/routing/test_token_choice.py',
   'moe/routing/expert_choice.py': 'moe/routing/test_token_choice.py',
@@ -90,7 +87,6 @@ _TESTED_IN = {
   't5x_lite/decoding/loop.py': 'decoding/test_sampling.py',
   't5x_lite/decoding/options.py': 'decoding/test_sampling.py',
   't5x_lite/evaluation/config.py': 'evaluation/test_evaluator.py',
-  't5x_lite/inference.py': 'repository/test_public_names.py',
   't5x_lite/interactive/opening.py': 'apps/common/test_runs.py',
   't5x_lite/interactive/tasks.py': 'interactive/test_model.py',
   't5x_lite/interactive/texts.py': 'apps/chat/test_run.py',

@@ -38,20 +38,6 @@ def test_opens(name):
   assert {'model', 'partitioner', 'train_dataset_cfg', 'trainer_cls', 'checkpoint_cfg'} <= set(made)
 
 
-@pytest.mark.parametrize('router', ['TokensChooseRouter', 'ExpertsChooseRouter'])
-def test_opens_with_the_former_name_of_an_option(router, tmp_path):
-  path = tmp_path / 'config.gin'
-  path.write_text(f"""{(_FOLDER / 'keyword_cloze_moe.gin').read_text()}
-ROUTER = @moe.{router}()
-TRAIN_EXPERT_CAPACITY_FACTOR = 2.0
-EVAL_EXPERT_CAPACITY_FACTOR = 2.0
-moe.{router}.padding_takes_places = True
-""")
-  configuration = gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([str(path)]))
-  made = configuration.argument('model').module.feed_forward_fn.block.router
-  assert type(made).__name__ == router and made.padding_uses_capacity
-
-
 @pytest.mark.parametrize(
   'name',
   [

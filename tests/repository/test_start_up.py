@@ -76,9 +76,9 @@ def _imported(code: str, tmp_path: pathlib.Path) -> set[str]:
       {
         'jax',
         'numpy',
+        'flax',
         'gin',
-        'dataclasses',
-        'inspect',
+        'dataclasses',  # importlib.metadata of Python 3.12 imports inspect, but not dataclasses
         'subprocess',
         'difflib',
         't5x_lite.apps.train.command',

@@ -86,10 +86,6 @@ class ResultPaths:
     return dataclasses.replace(self, shard_id=int(shard_id), num_shards=int(num_shards))
 
 
-# Former name.
-Place = ResultPaths
-
-
 def read_json(path: files.Path) -> dict[str, Any] | None:
   """Return the JSON object in a file; None if it is missing or invalid.
 
@@ -155,10 +151,11 @@ def write_result(
     write_fn(local)
     record(local)
 
-  if files.is_remote(path):  # A store cannot rename, but an object appears as a whole.
+  merged = state_folder / 'merged'
+  if not isinstance(path, pathlib.Path) or not isinstance(merged, pathlib.Path):
+    # A store cannot rename, but an object appears as a whole.
     files.write(path, write_and_record)
     return
-  merged = state_folder / 'merged'
   files.write(merged, write_fn)
   record(merged)
   files.rename(merged, path)

@@ -410,21 +410,6 @@ def test_hash_routes_only_by_ids():
   assert not routed.auxiliary_loss and not routed.router_z_loss
 
 
-@pytest.mark.parametrize('router', (routing.TokensChooseRouter, routing.ExpertsChooseRouter))
-def test_former_name_of_padding_uses_capacity(router):
-
-  class Subclass(router):
-    extra: int = 0
-
-  assert router(_EXPERTS, padding_takes_places=True) == router(_EXPERTS, padding_uses_capacity=True)
-  assert router(_EXPERTS, padding_takes_places=True).clone().padding_uses_capacity
-  assert Subclass(_EXPERTS, padding_takes_places=True).padding_uses_capacity
-  with pytest.raises(
-    ConfigError, match=r'Router.padding_takes_places` must be omitted .*, got True'
-  ):
-    router(_EXPERTS, padding_takes_places=True, padding_uses_capacity=False)
-
-
 @pytest.mark.parametrize(
   'router,options,message',
   [

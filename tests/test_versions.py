@@ -1,0 +1,39 @@
+"""Versions that `t5x_lite --version` prints for bug reports."""
+
+import importlib.metadata
+import platform
+
+import t5x_lite
+from t5x_lite import versions
+
+
+def test_required_versions_are_those_of_the_modules():
+  found = versions.installed_versions()
+  assert [*found][:2] == ['t5x_lite', 'python']
+  assert found['t5x_lite'] == t5x_lite.__version__
+  assert found['python'] == platform.python_version()
+  for name in ('jax', 'jaxlib', 'flax', 'optax', 'numpy'):
+    assert found[name] == __import__(name).__version__
+  assert found['orbax-checkpoint'] == importlib.metadata.version('orbax-checkpoint')
+
+
+def test_optional_packages_are_left_out_and_required_ones_are_named_if_missing(monkeypatch):
+  installed = {'jax': '0.12.0', 'grain': '0.2.18'}
+
+  def version(name):
+    if name not in installed:
+      raise importlib.metadata.PackageNotFoundError(name)
+    return installed[name]
+
+  monkeypatch.setattr(importlib.metadata, 'version', version)
+  found = versions.installed_versions()
+  assert found['jax'] == '0.12.0' and found['grain'] == '0.2.18'
+  assert found['flax'] == 'not installed'
+  assert not {'seqio', 'tensorflow', 'tensorflow-cpu', 'libtpu'} & set(found)
+
+
+def test_description_has_a_line_for_each():
+  lines = versions.describe().splitlines()
+  assert lines[0] == f't5x_lite {t5x_lite.__version__}'
+  assert lines[-1] == f'platform {platform.system()} {platform.machine()}'
+  assert {line.partition(' ')[0] for line in lines[:-1]} == set(versions.installed_versions())
