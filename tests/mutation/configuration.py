@@ -154,8 +154,8 @@ MUTANTS = (
   Mutant(
     'an_automatic_mesh_keeps_the_size_of_the_expert_axis',
     'moe/partitioner.py',
-    "(\n      {'num_expert_partitions': AUTO} if has_expert_axis else {}\n    )",
-    '({} if has_expert_axis else {})',
+    "arguments = arguments | {'num_expert_partitions': AUTO}",
+    'pass',
     'tests/apps/test_mesh_rules.py::test_meshes_of_both_partitioners',
   ),
   Mutant(

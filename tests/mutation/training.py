@@ -181,7 +181,7 @@ MUTANTS = (
   Mutant(
     'evidence_of_the_last_layer_alone',
     't5x_lite/optimizers/adafactor_rule/optimizer.py',
-    'sums[key] = sums[key] + v if key in sums else v',
+    'sums[key] = sums[key] + v',
     'sums[key] = v',
     'tests/test_non_finite.py::test_statistics_of_adafactor_tell_of_each_layer',
   ),
@@ -473,10 +473,7 @@ MUTANTS = (
   Mutant(
     'stacked_layers_share_statistics',
     't5x_lite/optimizers/adafactor_rule/optimizer.py',
-    'if layer_stacks.is_stacked(path):\n'
-    '        update = jax.vmap(update)\n'
-    '      else:\n'
-    '        update = update',
+    'if layer_stacks.is_stacked(path):\n        update = jax.vmap(update)',
     'pass',
     'tests/test_layer_stacks.py::test_an_update_of_stacked_layers_is_the_update_of_each[adafactor_all_options]',
   ),
