@@ -98,21 +98,23 @@ class ParamEma:
       decay = jnp.asarray(self.decay(jnp.maximum(count - 1, 0)), jnp.float32)
       weight = 1 - decay
     else:
-      decay, weight = np.float32(self.decay), np.float32(1 - self.decay)
-    if self.debias:
-      # The parts of the updates add up to 1 - decay ** count.
-      weight = weight / -jnp.expm1(
-        count.astype(jnp.float32) * np.float32(np.log(max(self.decay, 1e-30)))
-      )
-      decay = 1 - weight
-    decay, weight = jnp.where(count < 1, 0, decay), jnp.where(count < 1, 1, weight)
-    return jax.tree.map(
-      lambda a, p: (
-        decay * a + weight * p.astype(a.dtype) if jnp.issubdtype(a.dtype, jnp.inexact) else p
-      ),
-      average,
-      params,
-    )
+      decay = np.float32(self.decay)
+      weight = np.float32(1 - self.decay)
+      if self.debias:
+        # The parts of the updates add up to 1 - decay ** count.
+        log_decay = np.float32(np.log(max(self.decay, 1e-30)))
+        weight = weight / -jnp.expm1(count.astype(jnp.float32) * log_decay)
+        decay = 1 - weight
+    # Up to `start_step`, the average is a copy of the parameters.
+    decay = jnp.where(count < 1, 0, decay)
+    weight = jnp.where(count < 1, 1, weight)
+
+    def average_of(a: Array, p: Array) -> Array:
+      if jnp.issubdtype(a.dtype, jnp.inexact):
+        return decay * a + weight * p.astype(a.dtype)
+      return p
+
+    return jax.tree.map(average_of, average, params)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

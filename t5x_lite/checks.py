@@ -62,21 +62,26 @@ def number(
   >>> number(at_least=1, integer=True).text
   'an integer >= 1'
   """
-  kind = numbers.Integral if integer else numbers.Real
-  low = above if at_least is None else at_least
-  high = below if at_most is None else at_most
-  interval = _interval(low, high, at_least is not None, at_most is not None)
+  kind: Any = numbers.Real
+  noun = 'a number'
+  if integer:
+    kind = numbers.Integral
+    noun = 'an integer'
+  includes_low = at_least is not None
+  includes_high = at_most is not None
+  low = at_least if includes_low else above
+  high = at_most if includes_high else below
 
   def holds(value: Any) -> bool:
     if not isinstance(value, kind) or isinstance(value, bool) or value != value:
       return False
-    return (
-      (low is None or value > low or (value == low and at_least is not None))
-      and (high is None or value < high or (value == high and at_most is not None))
-      and (not finite or integer or math.isfinite(value))
-    )
+    if low is not None and not (value > low or (includes_low and value == low)):
+      return False
+    if high is not None and not (value < high or (includes_high and value == high)):
+      return False
+    return not finite or integer or math.isfinite(value)
 
-  return Expectation(f'{"an integer" if integer else "a number"}{interval}', holds, remedy)
+  return Expectation(f'{noun}{_interval(low, high, includes_low, includes_high)}', holds, remedy)
 
 
 def _interval(
@@ -84,7 +89,9 @@ def _interval(
 ) -> str:
   """Return an interval as text, e.g. ' in (0, 1]' or ' >= 1'; empty without bounds."""
   if low is not None and high is not None:
-    return f' in {"[" if includes_low else "("}{low}, {high}{"]" if includes_high else ")"}'
+    left = '[' if includes_low else '('
+    right = ']' if includes_high else ')'
+    return f' in {left}{low}, {high}{right}'
   if low is not None:
     return f' {">=" if includes_low else ">"} {low}'
   if high is not None:
@@ -100,19 +107,17 @@ def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:
   """
 
   def hint(value: Any) -> str:
+    if not isinstance(value, str):
+      return remedy.strip()
     names = [each for each in choices if isinstance(each, str)]
-    if isinstance(value, str):
-      suggestion = did_you_mean(value, names, lists_all=False)
-    else:
-      suggestion = ''
+    suggestion = did_you_mean(value, names, lists_all=False)
     return f'{suggestion} {remedy}'.strip()
 
-  # Not `value in choices`: values such as arrays have no truth value, and lists have no hash.
-  return Expectation(
-    f'one of {", ".join(map(repr, choices))}',
-    lambda value: any(type(value) is type(each) and value == each for each in choices),
-    hint,
-  )
+  def holds(value: Any) -> bool:
+    # Not `value in choices`: values such as arrays have no truth value, and lists have no hash.
+    return any(type(value) is type(each) and value == each for each in choices)
+
+  return Expectation(f'one of {", ".join(map(repr, choices))}', holds, hint)
 
 
 def instance(types: type | tuple[type, ...], text: str, remedy: str = '') -> Expectation:
@@ -151,9 +156,9 @@ def check(
       is_valid = False
     if not is_valid:
       remedy = expectation.remedy
-      raise invalid(
-        owner, option, expectation.text, value, remedy(value) if callable(remedy) else remedy, error
-      )
+      if callable(remedy):
+        remedy = remedy(value)
+      raise invalid(owner, option, expectation.text, value, remedy, error)
 
 
 def invalid(
@@ -174,10 +179,8 @@ def invalid(
     remedy: what to do instead, a sentence; may be empty.
     error: class of the error.
   """
-  name = f'{owner}.{option}' if owner else option
-  return about(
-    owner, {option: value}, f'`{name}` must be {expectation}, got {_shown(value)}', remedy, error
-  )
+  problem = f'`{_full_name(owner, option)}` must be {expectation}, got {_shown(value)}'
+  return about(owner, {option: value}, problem, remedy, error)
 
 
 def about(
@@ -196,11 +199,19 @@ def about(
     remedy: see `invalid`.
     error: class of the error.
   """
-  made = error(f'{problem}.{" " if remedy else ""}{remedy}')
-  made.options = InvalidOptions(
-    owner, {name: _shown(value) for name, value in values.items()}, len(problem)
-  )
+  message = f'{problem}.'
+  if remedy:
+    message += f' {remedy}'
+  made = error(message)
+  shown = {name: _shown(value) for name, value in values.items()}
+  made.options = InvalidOptions(owner, shown, len(problem))
   return made
+
+
+def _full_name(owner: str, option: str) -> str:
+  if owner:
+    return f'{owner}.{option}'
+  return option
 
 
 def _shown(value: Any) -> str:
@@ -246,10 +257,9 @@ def call_custom(
       frame = frame.tb_next
     if code is None or frame is not None:  # raised inside the function
       raise
-    reason = str(error).partition('\n')[0]
-    name = f'{owner}.{option}' if owner else option
+    reason = str(error).partition('\n')[0].rstrip('.')
     raise ConfigError(
-      f'`{name}` must be {expectation}, got {_describe(function)}: {reason.rstrip(".")}. '
+      f'`{_full_name(owner, option)}` must be {expectation}, got {_describe(function)}: {reason}. '
       'Change its parameters, or bind them.'
     ) from error
 
@@ -327,16 +337,16 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
   t5x_lite.errors.ConfigError: mine: got an unexpected keyword argument 'rat'. Did you mean 'rate'?
   """
 
-  def decorate(function):
+  def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
-    @functools.wraps(function)
     def checked(*args, **kwargs):
       bind_arguments(owner, signature, args, kwargs)
       return function(*args, **kwargs)
 
+    wrapper: Any = functools.wraps(function)(checked)
     # gin reads this attribute, and not that of the wrapped function.
-    checked.__signature__ = signature
-    return checked
+    wrapper.__signature__ = signature
+    return wrapper
 
   return decorate

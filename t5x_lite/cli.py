@@ -198,19 +198,18 @@ def _describe(
   if isinstance(error, KeyboardInterrupt):
     return f'{who}interrupted.', _INTERRUPTED
   if isinstance(error, SystemExit):
-    is_failure = isinstance(error.code, int) and error.code != 0
-    return (
-      f'{who}error: your code called sys.exit({error.code!r}).',
-      error.code if is_failure else ExitCode.ERROR,
-    )
+    status = ExitCode.ERROR.value
+    if isinstance(error.code, int) and error.code != 0:
+      status = error.code
+    return f'{who}error: your code called sys.exit({error.code!r}).', status
   report = cli_errors.report(error, _own_paths(program))
   trace = ''.join(traceback.format_exception(error))
   if report is None:
-    return (
-      f'{trace}{who}error: an exception in the code of {program.name}, see above.',
-      ExitCode.ERROR,
-    )
-  return f'{trace if _shows_tracebacks(argv) else ""}{who}{report.message}', int(report.exit_code)
+    message = f'{trace}{who}error: an exception in the code of {program.name}, see above.'
+    return message, ExitCode.ERROR
+  if not _shows_tracebacks(argv):
+    trace = ''
+  return f'{trace}{who}{report.message}', int(report.exit_code)
 
 
 @contextlib.contextmanager
@@ -311,12 +310,14 @@ def _shows_tracebacks(argv: Sequence[str]) -> bool:
 def _own_paths(program: Program) -> list[str]:
   """Return the files and folders of the program's code; other code that is not installed belongs to the user."""
   folder = os.path.dirname(t5x_lite.__file__)
-  moe = os.path.join(
-    os.path.dirname(folder), 'moe'
-  )  # Installed with t5x_lite, which never imports it.
-  codes = [getattr(command.run, '__code__', None) for command in program.commands.values()]
-  files = [code.co_filename for code in codes if code is not None]
-  return [folder, moe, os.path.dirname(program.package.__file__), *files]
+  # Installed with t5x_lite, which never imports it.
+  moe = os.path.join(os.path.dirname(folder), 'moe')
+  paths = [folder, moe, os.path.dirname(str(program.package.__file__))]
+  for command in program.commands.values():
+    code = getattr(command.run, '__code__', None)
+    if code is not None:
+      paths.append(code.co_filename)
+  return paths
 
 
 def _run(argv: Sequence[str], program: Program, handler: logging.Handler) -> int:
@@ -397,11 +398,12 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   arguments.entry = command.entry
   if others:
     # A command of this program is started like this process.
-    own = [sys.executable, *(['-P'] if sys.flags.safe_path else []), '-m', program.name]
+    own = [sys.executable, '-m', program.name]
+    if sys.flags.safe_path:
+      own.insert(1, '-P')
     if others[0] in program.commands:
-      arguments.others = own + others
-    else:
-      arguments.others = others
+      others = [*own, *others]
+    arguments.others = others
   arguments.gin_flags = gin_flags
   arguments.jax_flags = jax_flags
   return arguments

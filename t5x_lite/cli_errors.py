@@ -29,7 +29,7 @@ class Report:
   exit_code: ExitCode
 
 
-def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
+def report(error: BaseException, own_paths: Sequence[str]) -> Report | None:
   """Return the message and status of an exception; None for an error of the program itself, which needs a traceback.
 
   Args:

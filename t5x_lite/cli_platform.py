@@ -84,7 +84,7 @@ def platform_message(error: BaseException) -> str | None:
     return None
   import jax
 
-  wanted = jax.config.jax_platforms
+  wanted = jax.config.values['jax_platforms']
   reason = str(error).partition('\n')[0].partition(" (set JAX_PLATFORMS=''")[0].rstrip('. ')
   reason = re.sub("^Unable to initialize backend '.*?': ", '', reason)
   if not wanted:

@@ -10,6 +10,7 @@ import enum
 import errno
 import pathlib
 import re
+from typing import Any
 
 
 class ExitCode(enum.IntEnum):
@@ -57,14 +58,15 @@ class InvalidOptions:
 class T5xLiteError(Exception):
   """Base of all errors that this package raises for users; `exit_code` is the exit status of a command.
 
-  The errors of `checks` about options have the attribute `options`, `InvalidOptions`.
+  The errors of `checks` about options have the attribute `options`.
   """
 
   exit_code: ExitCode = ExitCode.INVALID_INPUT
+  options: InvalidOptions | None = None
 
   def __str__(self) -> str:
     text = super().__str__()
-    options = getattr(self, 'options', None)
+    options = self.options
     if options is None or not options.locations:
       return text
     return f'{text[: options.end]} ({", ".join(options.locations)}){text[options.end :]}'
@@ -139,7 +141,8 @@ class StoppedOnSignalError(T5xLiteError, RuntimeError):
 
 def of_other_process(error: Exception) -> Exception:
   """Return an error that this process raises because another one has failed, which reports the cause."""
-  error.is_of_other_process = True
+  marked: Any = error
+  marked.is_of_other_process = True
   return error
 
 

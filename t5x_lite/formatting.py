@@ -8,6 +8,15 @@ from typing import Any
 _MAX_CELL = 56
 
 
+def capitalized(text: str) -> str:
+  """Return a text with a capital first letter.
+
+  >>> capitalized('loss of step 3')
+  'Loss of step 3'
+  """
+  return text[:1].upper() + text[1:]
+
+
 def format_duration(seconds: float) -> str:
   """Return a duration in seconds as text.
 
@@ -61,12 +70,19 @@ def format_bytes(num_bytes: int) -> str:
   """
   if num_bytes < 1024:
     return f'{num_bytes} B'
-  size = float(num_bytes)
-  for unit in ('KiB', 'MiB', 'GiB', 'TiB'):
-    size /= 1024
+  size = num_bytes / 1024
+  unit = 'KiB'
+  for larger in ('MiB', 'GiB', 'TiB'):
     # 999.5 would be printed as 1000, with four digits: use the next unit instead.
-    if size < 999.5 or unit == 'TiB':
-      return f'{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}'
+    if size < 999.5:
+      break
+    size /= 1024
+    unit = larger
+  if size < 9.995:
+    return f'{size:.2f} {unit}'
+  if size < 99.95:
+    return f'{size:.1f} {unit}'
+  return f'{size:.0f} {unit}'
 
 
 def short_repr(value: Any, limit: int = 60) -> str:

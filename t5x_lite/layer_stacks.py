@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -149,16 +150,16 @@ class LayerStacks:
     """
 
     def convert(path, node):
-      if not isinstance(node, Mapping):
+      if not isinstance(node, Mapping) or not path:
         return node
+      parent = getattr(path[-1], 'key', None)
       for stack, layers in self.groups:
         names = list(map(layer_name, layers))
-        if path and getattr(path[-1], 'key', None) == stack and all(name in node for name in names):
-          stacked = jax.tree.map(lambda *leaves: _stack(leaves), *(node[name] for name in names))
-          node = type(node)(
-            {name: child for name, child in node.items() if name not in names}
-            | {stacked_name(layers): stacked}
-          )
+        if parent == stack and all(name in node for name in names):
+          single = [node[name] for name in names]
+          others = {name: child for name, child in node.items() if name not in names}
+          others[stacked_name(layers)] = jax.tree.map(lambda *leaves: _stack(leaves), *single)
+          node = _like(node, others)
       return node
 
     first = {layer_name(layers[0]) for _, layers in self.groups}
@@ -185,11 +186,10 @@ class LayerStacks:
       for layer in layers
     }
 
-    def rename(path):
+    def rename(path: str) -> str:
       names = path.split('/')
-      return '/'.join(
-        [*names[:1], *(renamed.get(pair, pair[1]) for pair in zip(names, names[1:], strict=False))]
-      )
+      pairs = zip(names, names[1:], strict=False)
+      return '/'.join([*names[:1], *(renamed.get(pair, pair[1]) for pair in pairs)])
 
     return _in_order(map(rename, paths))
 
@@ -220,7 +220,12 @@ def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
       }
     else:
       result[name] = child
-  return type(tree)(result)
+  return _like(tree, result)
+
+
+def _like(node: Any, children: dict[str, PyTree]) -> Any:
+  """Return a node of the class of `node`, a mapping, with other children."""
+  return type(node)(children)
 
 
 def _in_order(paths: Iterable[str]) -> tuple[str, ...]:

@@ -6,12 +6,13 @@ of steps: see `set_time_metrics_duration` and `set_step_metrics_num_steps`.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import math
 from typing import Any
 
 from clu import metrics as clu_metrics
 from clu import values as clu_values
-import flax
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,11 +41,15 @@ __all__ = [
   'worst_of_layers',
 ]
 
+# `ArrayLike`, or None until the number is known.
+MaybeNumber = Any
+# Tree structure of metrics, and the shape and dtype of each leaf.
+_Layout = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]
 # Prefix of layers' metrics to short name to metric; see `report_worst_layer`.
 _WORST_OF_LAYERS: dict[str, Mapping[str, str]] = {}
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Sum(clu_metrics.Metric):
   """Sum of all values.
 
@@ -68,7 +73,7 @@ class Sum(clu_metrics.Metric):
     return self.total
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Step(clu_metrics.Metric):
   """Metric with the number of steps over which it was accumulated.
 
@@ -79,18 +84,18 @@ class Step(clu_metrics.Metric):
     steps: number of steps, or of merged parts until it is replaced.
   """
 
-  steps: ArrayLike | None = 1
+  steps: MaybeNumber = 1
 
   def replace_steps(self, steps: int) -> 'Step':
     """Return this metric over `steps` steps."""
-    return self.replace(steps=steps)
+    return dataclasses.replace(self, steps=steps)
 
   def compute(self) -> ArrayLike:
     """Return the number of steps, an int or int32 scalar."""
     return _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class AveragePerStep(Step):
   """Sum of all values, divided by the number of steps.
 
@@ -98,7 +103,7 @@ class AveragePerStep(Step):
     total: sum so far, a scalar; or one for each of stacked layers, which `summaries` separates.
   """
 
-  total: ArrayLike | None = None
+  total: MaybeNumber = None
 
   @classmethod
   def from_model_output(cls, values: ArrayLike, steps: int | None = 1, **_) -> 'AveragePerStep':
@@ -114,7 +119,7 @@ class AveragePerStep(Step):
     return self.total / _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class OfLastStep(clu_metrics.Metric):
   """Metrics of the last of the merged steps alone; the other steps need not compute them.
 
@@ -125,8 +130,8 @@ class OfLastStep(clu_metrics.Metric):
     layout: (tree structure of the metrics, shape and dtype of each leaf).
   """
 
-  numbers: dict[str, ArrayLike]
-  layout: tuple[Any, tuple[tuple[tuple[int, ...], str], ...]] = flax.struct.field(pytree_node=False)
+  numbers: dict[str, Array]
+  layout: _Layout = struct.field(pytree_node=False)
 
   @classmethod
   def join(cls, metrics: Mapping[str, clu_metrics.Metric]) -> 'OfLastStep':
@@ -165,11 +170,14 @@ def separate(metrics: Mapping[str, clu_metrics.Metric]) -> dict[str, clu_metrics
   """Return metrics by name, with the metrics of an `OfLastStep` instead of itself."""
   separated = {}
   for name, metric in metrics.items():
-    separated.update(metric.separate() if isinstance(metric, OfLastStep) else {name: metric})
+    if isinstance(metric, OfLastStep):
+      separated.update(metric.separate())
+    else:
+      separated[name] = metric
   return separated
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class ArrayAverage(clu_metrics.Metric):
   """Elementwise mean of arrays of one shape, such as the load of every expert.
 
@@ -180,8 +188,8 @@ class ArrayAverage(clu_metrics.Metric):
     count: float32 scalar, number of arrays.
   """
 
-  total: ArrayLike
-  count: ArrayLike
+  total: Array
+  count: Array
 
   @classmethod
   def from_model_output(cls, values: ArrayLike, **_) -> 'ArrayAverage':
@@ -192,7 +200,7 @@ class ArrayAverage(clu_metrics.Metric):
     """Return the mean over the arrays of both."""
     return type(self)(total=self.total + other.total, count=self.count + other.count)
 
-  def compute(self) -> ArrayLike:
+  def compute(self) -> Array:
     """Return the mean, float32 of the shape of the arrays."""
     return self.total / self.count
 
@@ -201,7 +209,7 @@ class ArrayAverage(clu_metrics.Metric):
     return clu_values.Summary(self.compute(), metadata=None)
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Time(clu_metrics.Metric):
   """Duration of the accumulated steps in seconds, set by the host.
 
@@ -222,10 +230,10 @@ class Time(clu_metrics.Metric):
 
   def replace_duration(self, duration: ArrayLike) -> 'Time':
     """Return this metric over `duration` seconds, a scalar."""
-    return self.replace(duration=duration)
+    return dataclasses.replace(self, duration=duration)
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class TimeRate(Time):
   """Count per second.
 
@@ -233,7 +241,7 @@ class TimeRate(Time):
     numerator: count so far, a scalar.
   """
 
-  numerator: ArrayLike | None = None
+  numerator: MaybeNumber = None
 
   @classmethod
   def from_model_output(cls, numerator: ArrayLike, **_) -> 'TimeRate':
@@ -254,7 +262,7 @@ class TimeRate(Time):
     return self.numerator / _require(self, 'duration', self.duration, 'set_time_metrics_duration')
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class StepsPerTime(Step, Time):
   """Steps per second."""
 
@@ -367,11 +375,11 @@ def worst_of_layers(values: Mapping[str, Any]) -> dict[str, float]:
   found = {}
   for prefix, names in _WORST_OF_LAYERS.items():
     for short, metric in names.items():
-      layers = [
-        value
-        for name, value in values.items()
-        if name.startswith(f'{prefix}/') and name.count('/') > 1 and name.endswith(f'/{metric}')
-      ]
-      if worst := max((float(np.asarray(layer)) for layer in layers), default=0.0):
+      layers = []
+      for name, value in values.items():
+        is_of_layer = name.startswith(f'{prefix}/') and name.count('/') > 1
+        if is_of_layer and name.endswith(f'/{metric}'):
+          layers.append(float(np.asarray(value)))
+      if worst := max(layers, default=0.0):
         found[short] = worst
   return found

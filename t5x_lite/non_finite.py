@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import clu.metrics
-import flax
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,21 +46,22 @@ class NonFinitePolicy:
   max_roll_backs: int | None = None
 
   def __post_init__(self):
-    count = checks.number(at_least=1, integer=True).or_none()
     checks.check(
       'NonFinitePolicy',
       vars(self),
       action=checks.one_of(ACTIONS),
-      **{
-        name: count
-        if self.action == action
-        else checks.Expectation(
-          f'None with action={self.action!r}',
-          lambda value: value is None,
-          f'Or set action={action!r}.',
-        )
-        for name, action in (('max_skips_in_a_row', 'skip'), ('max_roll_backs', 'roll_back'))
-      },
+      max_skips_in_a_row=self._limit_of('skip'),
+      max_roll_backs=self._limit_of('roll_back'),
+    )
+
+  def _limit_of(self, action: str) -> checks.Expectation:
+    """Return the expectation on the limit of an action."""
+    if self.action == action:
+      return checks.number(at_least=1, integer=True).or_none()
+    return checks.Expectation(
+      f'None with action={self.action!r}',
+      lambda value: value is None,
+      f'Or set action={action!r}.',
     )
 
   @property
@@ -83,7 +84,7 @@ class NonFinitePolicy:
     return 0
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class NonFiniteSteps(clu.metrics.Metric):
   """Number of steps whose loss or gradient norm was not finite.
 

@@ -29,6 +29,7 @@ class LearningRateCallable(Protocol):
 
   def __call__(self, step: ArrayLike) -> Array:
     """Return the learning rate, a float32 scalar, of the update that follows `step` earlier ones."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
 
 
 def check_learning_rate_values(
-  learning_rate_fn: LearningRateCallable, what: str, steps: Iterable[int]
+  learning_rate_fn: Callable[..., Any], what: str, steps: Iterable[int]
 ) -> None:
   """Raise if a schedule gives an invalid learning rate at one of some steps; computes them on the host.
 

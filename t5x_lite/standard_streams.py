@@ -12,7 +12,7 @@ import io
 import os
 import select
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 # Errors after which no reader returns: the pipe or the terminal is closed. A full disk may recover.
 _PERMANENT_ERRORS = (errno.EPIPE, errno.EIO)
@@ -65,8 +65,9 @@ def lossy_output(*names: str) -> Iterator[None]:
   finally:
     for name, stream in before.items():
       lossy[name].flush()
-      if reader_is_gone(stream):
-        _discard(_descriptor(stream))
+      fd = _descriptor(stream)
+      if fd is not None and reader_is_gone(stream):
+        _discard(fd)
       setattr(sys, name, stream)
 
 
@@ -89,9 +90,8 @@ def open_closed_descriptors() -> None:
     try:
       os.fstat(fd)
     except OSError:
-      os.set_inheritable(
-        os.open(os.devnull, os.O_RDWR), True
-      )  # Opens the lowest free number, which is `fd`.
+      opened = os.open(os.devnull, os.O_RDWR)  # The lowest free number, which is `fd`.
+      os.set_inheritable(opened, True)
 
 
 def discard_unwritten_at_exit() -> None:
@@ -105,7 +105,7 @@ def _discard_unwritten() -> None:
     _flush_or_discard(stream)
 
 
-def _lossy(stream: TextIO | None) -> TextIO:
+def _lossy(stream: Any) -> TextIO:
   """Return a stream with the same destination as `stream` that never raises OSError."""
   if stream is None:
     return io.TextIOWrapper(
@@ -140,7 +140,8 @@ def _descriptor(stream: TextIO | None) -> int | None:
 
 
 def _flush_or_discard(stream: TextIO | None) -> None:
-  if (fd := _descriptor(stream)) is None:
+  fd = _descriptor(stream)
+  if stream is None or fd is None:
     return
   try:
     stream.flush()

@@ -28,6 +28,7 @@ class InitFnCallable(Protocol):
     input_types: Mapping[str, Any] | None = None,
   ) -> Mapping[str, PyTree]:
     """Return variable collections: `params`, `params_axes`, and other collections with their `_axes`."""
+    ...
 
 
 class TrainStateInitializer:
@@ -79,13 +80,15 @@ class TrainStateInitializer:
 
   def _init_fn(self, stacks: LayerStacks) -> Callable[[jax.Array], PyTree]:
     if stacks not in self._init_fns:
-      init_train_state = self._init_train_state
       axes = self.train_state_axes
       if stacks:
         axes = axes.stack_layers(stacks)
 
-        def init_train_state(rng):
-          return self._init_train_state(rng).stack_layers(stacks)
+      def init_train_state(rng: jax.Array) -> PyTree:
+        state: Any = self._init_train_state(rng)
+        if stacks:
+          state = state.stack_layers(stacks)
+        return state
 
       self._init_fns[stacks] = self._partitioner.partition(
         init_train_state, in_axis_resources=None, out_axis_resources=axes
@@ -113,7 +116,7 @@ class TrainStateInitializer:
     Raises:
       ConfigError: JAX's random numbers depend on the mesh, or arrays in host memory would be split over several hosts.
     """
-    if not jax.config.jax_threefry_partitionable:
+    if not jax.config.values['jax_threefry_partitionable']:
       raise errors.ConfigError(
         'With jax_threefry_partitionable off, initial values depend on the mesh. Unset '
         'JAX_THREEFRY_PARTITIONABLE.'
@@ -188,14 +191,16 @@ class TrainStateInitializer:
     cfg: checkpoints.RestoreCheckpointConfig | None,
     paths: Sequence[str],
     ds_iter: Any,
-    init_rng: jax.Array | None,
+    init_rng: Any,
   ) -> Iterator[tuple[PyTree, str]]:
 
     def initial_state():
+      assert init_rng is not None  # otherwise it is not called
       return self.from_scratch(init_rng).state_dict()
 
     shape = self.global_train_state_shape
     for path in paths:
+      assert cfg is not None  # paths are those of a configuration
       if checkpoints.is_standard(cfg.checkpointer_cls, 'restore'):
         is_inference = isinstance(shape, train_state_lib.InferenceState)
         state = checkpoints.restore_train_state(
@@ -244,15 +249,14 @@ class TrainStateInitializer:
       }
 
     def begin(params):
-      variables = {'params': params} | (
-        {} if shape.params_axes is None else {'params_axes': shape.params_axes}
-      )
+      variables = {'params': params}
+      if shape.params_axes is not None:
+        variables['params_axes'] = shape.params_axes
       state = train_state_lib.FlaxOptimTrainState.create(
         shape.optimizer_def, variables, shape.param_ema
       )
-      if (
-        shape.param_average is not None and state.param_average is None
-      ):  # an average that updates do not change
+      # An average that updates do not change.
+      if shape.param_average is not None and state.param_average is None:
         state = state.replace(param_average=params)
       return only(state.state_dict())
 

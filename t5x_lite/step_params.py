@@ -37,6 +37,7 @@ class ParamNoise(Protocol):
       key: PRNG key of the step, the same in all its micro-batches and on all processes.
       params: nested dict with a subtree per layer, in the dtype of the computation.
     """
+    ...
 
 
 def _are_rules(rules: Any, is_value: Callable[[Any], bool]) -> bool:

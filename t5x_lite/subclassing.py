@@ -43,7 +43,7 @@ class WithFeatureConverter(WithoutNamesOfT5x):
     super().__init_subclass__(**kwargs)
     if 'FEATURE_CONVERTER_CLS' in vars(cls):
       cls.FEATURE_CONVERTER = cls.FEATURE_CONVERTER_CLS
-      del cls.FEATURE_CONVERTER_CLS
+      delattr(cls, 'FEATURE_CONVERTER_CLS')
 
   @property
   def FEATURE_CONVERTER_CLS(self) -> str | type:  # pylint: disable=invalid-name

@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import clu.metrics
 import clu.values
@@ -43,7 +43,8 @@ def _tensorboardx() -> tuple[Any, Any, Any]:
   # tensorboardX imports PyTorch if it is installed, which takes seconds; no PyTorch tensors are written here.
   hides = 'torch' not in sys.modules
   if hides:
-    sys.modules['torch'] = None  # None makes the import of the module fail
+    modules: dict[str, Any] = sys.modules
+    modules['torch'] = None  # None makes the import of the module fail
   try:
     from tensorboardX import record_writer
     from tensorboardX import summary
@@ -68,6 +69,7 @@ class MetricValueMapFuture(Protocol):
 
   def result(self) -> Mapping[str, clu.values.Value]:
     """Wait for the values and return them, or raise the exception of the computation."""
+    ...
 
 
 class SummaryWriter:
@@ -100,15 +102,14 @@ class SummaryWriter:
     """Return the event that hides the events of steps after the lines of earlier writers; b'' for the first writer."""
     if not any(self._folder.glob('events.out.tfevents.*')):
       return b''
-    former = (
-      row['step']
-      for part in self._lines.former_parts()
-      for _, row in json_lines.read_file(part)
-      if _has_step(row)
-    )
+    last = -1
+    for part in self._lines.former_parts():
+      for _, row in json_lines.read_file(part):
+        if _has_step(row):
+          last = max(last, row['step'])
     _, _, event_pb2 = _tensorboardx()
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    return _event_record(step=1 + max(former, default=-1), session_log=start)
+    return _event_record(step=1 + last, session_log=start)
 
   def write_scalars(
     self,
@@ -288,7 +289,7 @@ class MetricsManager:
   @property
   def summary_writer(self) -> SummaryWriter | None:
     """The writer of this process, created on first use; None if this process does not write."""
-    if self._writer is None and self._writes:
+    if self._writer is None and self._writes and self.summary_dir is not None:
       self._writer = SummaryWriter(self.summary_dir)
     return self._writer
 
@@ -320,7 +321,7 @@ class MetricsManager:
 
   def write_metrics_summary(
     self, metrics: Mapping[str, clu.metrics.Metric], step: int, num_steps: int
-  ) -> MetricValueMapFuture:
+  ) -> concurrent.futures.Future:
     """Compute the values of accumulated device metrics and write them; the caller does not wait for the device.
 
     Args:
@@ -349,8 +350,9 @@ class MetricsManager:
       self._last_end = end
       values = compute_values(host_metrics, num_steps=num_steps, duration=duration)
       values |= {name: clu.values.Scalar(value) for name, value in self.host_metrics_fn().items()}
-      if self._writes:
-        self.summary_writer.write_values(step, values)
+      writer = self.summary_writer
+      if self._writes and writer is not None:
+        writer.write_values(step, values)
       return values
 
     return self._submit(summarize)
@@ -394,8 +396,14 @@ class MetricsManager:
       self._writer = None
 
   def _write(self, fn: Callable[[SummaryWriter], None]) -> None:
+
+    def write() -> None:
+      writer = self.summary_writer
+      assert writer is not None  # since this process writes
+      fn(writer)
+
     if self._writes:
-      self._submit(lambda: fn(self.summary_writer))
+      self._submit(write)
 
   def _submit(self, fn: Callable[[], Any]) -> concurrent.futures.Future:
     self._pending = [f for f in self._pending if not f.done() or f.exception() is not None]
@@ -512,10 +520,11 @@ def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
   first, *others = files.parts(path)
   is_last = True
   for part in (*reversed(others), first):
-    kept = [
-      line for line, row in json_lines.read_file(part) if _has_step(row) and keep_fn(row['step'])
-    ]
-    new = ''.join(f'{line}\n' for line in kept).encode()
+    kept = []
+    for line, row in json_lines.read_file(part):
+      if _has_step(row) and keep_fn(row['step']):
+        kept.append(f'{line}\n')
+    new = ''.join(kept).encode()
     old = part.read_bytes()
     if not new and is_last and part is not first:
       part.unlink()
@@ -533,16 +542,16 @@ def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
       files.write(part, new)
 
 
-def _has_step(row: Mapping[str, Any] | None) -> bool:
+def _has_step(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
   return row is not None and isinstance(row.get('step'), int)
 
 
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  return [
-    row
-    for _, row in json_lines.read(path)
-    if _has_step(row) and all(map(_is_numbers, row.values()))
-  ]
+  rows = []
+  for _, row in json_lines.read(path):
+    if _has_step(row) and all(map(_is_numbers, row.values())):
+      rows.append(row)
+  return rows
 
 
 def _is_numbers(value: Any) -> bool:

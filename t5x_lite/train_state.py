@@ -35,51 +35,72 @@ EMPTY_DICT = flax.core.freeze({})
 _AXES_SUFFIX = '_axes'
 
 
-class TrainState(Protocol):
+class EvaluationState(Protocol):
+  """Interface of states for evaluation and decoding."""
+
+  @property
+  def step(self) -> Array | None:
+    """Number of updates made, int32 scalar; None if it is unknown."""
+    ...
+
+  @property
+  def params(self) -> Params:
+    """Nested dict of parameters."""
+    ...
+
+  @property
+  def eval_params(self) -> Params:
+    """Parameters for evaluation, decoding and export; `params` for most optimizers."""
+    ...
+
+  @property
+  def flax_mutables(self) -> Mapping[str, Any]:
+    """Mutable collections of the model by name; empty for most models."""
+    ...
+
+
+class TrainState(EvaluationState, Protocol):
   """Interface of train states for the trainer and checkpoints."""
 
   @property
   def step(self) -> Array:
     """Number of updates made, int32 scalar."""
-
-  @property
-  def params(self) -> Params:
-    """Nested dict of parameters."""
-
-  @property
-  def eval_params(self) -> Params:
-    """Parameters for evaluation, decoding and export; `params` for most optimizers."""
+    ...
 
   @property
   def evaluates_other_params(self) -> bool:
     """True if `eval_params` are not `params`; computed from shapes, so leaves may be shapes."""
+    ...
 
   @property
   def param_states(self) -> PyTree:
     """State of the optimizer without the step."""
+    ...
 
   @property
   def optimizer_def(self) -> OptimizerDef:
     """Definition of the optimizer."""
-
-  @property
-  def flax_mutables(self) -> Mapping[str, Any]:
-    """Mutable collections of the model by name; empty for most models."""
+    ...
 
   def state_dict(self) -> dict[str, Any]:
     """Return {'target', 'state', ...}: nested dicts whose leaves are the arrays."""
+    ...
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> 'TrainState':
     """Return a state like this one with the values of `state_dict`."""
+    ...
 
   def replace_params(self, params: Params) -> 'TrainState':
     """Return a state with other parameters, a tree with the same structure, shapes and dtypes."""
+    ...
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'TrainState':
     """Return a state with other mutable collections, nested dicts by name of the collection."""
+    ...
 
   def replace_step(self, step: Array) -> 'TrainState':
     """Return a state with another step, an int or an int32 scalar."""
+    ...
 
   def apply_gradient(
     self,
@@ -89,12 +110,15 @@ class TrainState(Protocol):
     **extra_args: Any,
   ) -> 'TrainState':
     """Return the state after one update; see `OptimizerDef.extra_args` for `extra_args`."""
+    ...
 
   def optimizer_metrics(self) -> dict[str, Array]:
     """Return scalars about the last update by name; see `OptimizerDef.metrics`."""
+    ...
 
   def as_logical_axes(self) -> 'TrainState':
     """Return the same tree with a `PartitionSpec` of logical axis names for each array."""
+    ...
 
 
 class FlaxOptimTrainState(struct.PyTreeNode):
@@ -245,11 +269,11 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   def replace_params(self, params: Params) -> 'FlaxOptimTrainState':
     """Return a state with other parameters, a tree like `params`, and the same optimizer state and step."""
-    return self.replace(_optimizer=self._optimizer.replace(target=flax.core.unfreeze(params)))
+    return self.replace(_optimizer=self._optimizer.replace(target=_plain(params)))
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'FlaxOptimTrainState':
     """Return a state with other mutable collections, nested dicts by name of the collection."""
-    return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
+    return self.replace(flax_mutables=_plain(flax_mutables))
 
   def replace_step(self, step: Array) -> 'FlaxOptimTrainState':
     """Return a state with another step, an int or an int32 scalar, and the same counters in optax states."""
@@ -275,14 +299,11 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     Returns:
       A new state, also with the new `param_average`.
     """
-    if learning_rate is None:
-      overrides = {}
-    else:
-      overrides = {'learning_rate': learning_rate}
-    state = self.replace(
-      _optimizer=self._optimizer.apply_gradient(grads, **overrides, **extra_args)
-    )
+    if learning_rate is not None:
+      extra_args['learning_rate'] = learning_rate
+    state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **extra_args))
     if self.param_ema is not None:
+      assert self.param_average is not None  # `create` makes both
       state = state.replace(
         param_average=self.param_ema.update(self.param_average, state.params, state.step)
       )
@@ -476,11 +497,11 @@ class InferenceState(struct.PyTreeNode):
 
   def replace_params(self, params: Params) -> 'InferenceState':
     """Return a state with other parameters, a tree with the same structure, shapes and dtypes."""
-    return self.replace(params=flax.core.unfreeze(params))
+    return self.replace(params=_plain(params))
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'InferenceState':
     """Return a state with other mutable collections, nested dicts by name of the collection."""
-    return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
+    return self.replace(flax_mutables=_plain(flax_mutables))
 
   def replace_step(self, step: Array) -> 'InferenceState':
     """Return a state with another step, an int or an int32 scalar."""
@@ -497,6 +518,11 @@ class InferenceState(struct.PyTreeNode):
       params=_required_axis_names(self.params_axes, self.params),
       flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes),
     )
+
+
+def _plain(tree: Any) -> dict[str, Any]:
+  """Return nested mappings, which may be frozen, as nested dicts."""
+  return flax.core.unfreeze(tree)
 
 
 def _no_optimizer(name: str) -> ConfigError:
@@ -518,7 +544,7 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
   Raises:
     ConfigError: no `params`, or axes that do not fit the variables.
   """
-  collections = flax.core.unfreeze(model_variables)
+  collections = _plain(model_variables)
   axes = {
     name.removesuffix(_AXES_SUFFIX): collections.pop(name)
     for name in list(collections)

@@ -29,7 +29,7 @@ from t5x_lite.schedules import check_learning_rate_fn
 from t5x_lite.schedules import check_learning_rate_values
 from t5x_lite.step_params import StepParams
 from t5x_lite.train_state import TrainState
-from t5x_lite.types import Array, Batch, PyTree
+from t5x_lite.types import Array, ArrayLike, Batch, PyTree
 from t5x_lite.weight_metrics import WeightMetricsComputer
 
 Metrics = dict[str, clu.metrics.Metric]
@@ -43,7 +43,7 @@ class PartitionedTrainCallable(Protocol):
   """A training step compiled over the mesh."""
 
   def __call__(
-    self, train_state: TrainState, batch: Batch, *arguments: Array
+    self, train_state: TrainState, batch: Batch, *arguments: ArrayLike
   ) -> tuple[TrainState, Metrics]:
     """Return the new state and the metrics of the step; the old state's buffers are consumed.
 
@@ -52,6 +52,15 @@ class PartitionedTrainCallable(Protocol):
       batch: feature name to array `[batch, ...]`.
       *arguments: those of `BaseTrainer.step_arguments`.
     """
+    ...
+
+  def trace(self, *arguments: Any) -> Any:
+    """Return the traced step, as `jax.jit(...).trace` does; arguments may be shapes."""
+    ...
+
+  def lower(self, *arguments: Any) -> jax.stages.Lowered:
+    """Return the lowered step, as `jax.jit(...).lower` does; arguments may be shapes."""
+    ...
 
 
 class PartitionedEvalCallable(Protocol):
@@ -59,6 +68,7 @@ class PartitionedEvalCallable(Protocol):
 
   def __call__(self, train_state: TrainState, batch: Batch) -> Metrics:
     """Return the metrics of a batch."""
+    ...
 
 
 def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_size: int) -> None:
@@ -166,7 +176,7 @@ def check_schedules(
   Raises:
     ConfigError: names the schedule, the learning rate and the step.
   """
-  schedules = {'Trainer.learning_rate_fn': learning_rate_fn}
+  schedules: dict[str, Any] = {'Trainer.learning_rate_fn': learning_rate_fn}
   for name, rate in optimizer_def.configured_learning_rates.items():
     schedules[f'{optimizer_def.name}.{name}'] = rate
   for what, schedule in schedules.items():
@@ -233,10 +243,10 @@ def accumulate_grads_microbatched(
   Returns:
     (gradients, float32 if accumulated; metrics of the batch; new mutable collections, or None if the state has none).
   """
-  _, *rest = accumulate_gradients(
+  _, gradients, metrics, flax_mutables = accumulate_gradients(
     model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec
   )
-  return tuple(rest)
+  return gradients, metrics, flax_mutables
 
 
 def make_value_fn(
@@ -521,18 +531,15 @@ def log_optimizer_report(
   prefix = f'{OPTIMIZER_METRICS}/'
 
   def log(summary):
-    # Errors are raised by `summary.result()` elsewhere.
-    if summary.exception() is not None:
-      metrics = {}
-    else:
-      metrics = summary.result()
-    values = {
-      name.removeprefix(prefix): float(metric.value)
-      for name, metric in metrics.items()
-      if name.startswith(prefix)
-    }
-    for line in optimizer_def.report(values) if values else ():
-      logging.getLogger(__name__).info('step %d  optimizer: %s', step, line)
+    if summary.exception() is not None:  # raised by `summary.result()` elsewhere
+      return
+    values = {}
+    for name, metric in summary.result().items():
+      if name.startswith(prefix):
+        values[name.removeprefix(prefix)] = float(metric.value)
+    if values:
+      for line in optimizer_def.report(values):
+        logging.getLogger(__name__).info('step %d  optimizer: %s', step, line)
 
   summary.add_done_callback(log)
 
@@ -553,7 +560,11 @@ def eval_step(model: Any, train_state: Any, batch: Batch) -> Metrics:
 
 def merge_stacked(metric: clu.metrics.Metric, num: int) -> clu.metrics.Metric:
   """Return the merged metric of `num` partial results in the leading dim of its arrays, in order."""
-  merged = jax.tree.map(lambda x: x[0], metric)
+
+  def part(i: int) -> clu.metrics.Metric:
+    return jax.tree.map(lambda x: x[i], metric)
+
+  merged = part(0)
   for i in range(1, num):
-    merged = merged.merge(jax.tree.map(lambda x: x[i], metric))  # pylint: disable=cell-var-from-loop
+    merged = merged.merge(part(i))
   return merged

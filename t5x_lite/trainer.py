@@ -54,6 +54,7 @@ from t5x_lite.train_step import eval_step
 from t5x_lite.train_step import train_with_lr
 from t5x_lite.types import (
   Array,
+  ArrayLike,
   ArrayMapFuture,
   Batch,
   PyTree,
@@ -102,7 +103,6 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
 
   Attributes:
     stop_training: set it to True to end `train` before its next step; the trainer never resets it.
-    step: number of dispatched steps since the model's first one, known without waiting for the device.
     stacked_layers: layers whose arrays are stacked in `step_state`.
     non_finite: monitor of non-finite steps; `train` ends if it has a `finding`.
     learning_rate_fn: learning-rate schedule of the trainer; None if the optimizer gets no rate from it.
@@ -141,18 +141,16 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     self.stop_training = False
     self.learning_rate_fn: LearningRateCallable | None = None
     self.has_two_learning_rates = False
-    self.step: int | None = None
     self.stacked_layers = self.find_layer_stacks(train_state)
-    self.train_state = train_state  # sets `step` too
+    self.train_state = train_state  # sets `_step` too
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
-    self._compiled_train_step: PartitionedTrainCallable | None = None
+    self._compiled_train_step: Callable[..., tuple[TrainState, Metrics]] | None = None
     self._compilation_seconds: float | None = None  # until they are written
     self.eval_steps = eval_steps.EvalSteps(
       type(self).__name__, self.partitioned_eval_step, partitioner
     )
-    self._in_flight: list[
-      tuple[int, Metrics]
-    ] = []  # metrics of steps that are not read yet, oldest first
+    # Metrics of steps that are not read yet, oldest first.
+    self._in_flight: list[tuple[int, Metrics]] = []
     self._made_at = time.time()
     self.train_metrics_manager = MetricsManager('train', summary_dir)
     self.eval_metrics_managers = {
@@ -192,7 +190,7 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       metric_fns: metric functions that replace those of the model; passed only for an evaluation that has them.
     """
 
-  def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
+  def step_arguments(self, is_last: bool) -> tuple[ArrayLike, ...]:
     """Return the arguments of the training step after state and batch.
 
     Args:
@@ -253,9 +251,22 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     self._held = layer_stacks.HeldState(state, self.stacked_layers, is_stacked=is_stacked)
     self._step_shapes = self._held.stacked_shapes
     if isinstance(state.step, jax.ShapeDtypeStruct):
-      self.step = None
+      self._step = None
     else:
-      self.step = int(state.step)
+      self._step = int(state.step)
+
+  @property
+  def step(self) -> int:
+    """Number of dispatched steps since the model's first one, known without waiting for the device.
+
+    Raises:
+      ConfigError: the trainer has only the shapes of a state.
+    """
+    if self._step is None:
+      raise ConfigError(
+        'The trainer has only the shapes of a state. Set trainer.train_state before training.'
+      )
+    return self._step
 
   def __exit__(self, *exc_info) -> None:
     self.close()
@@ -332,11 +343,9 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       DataError: the iterator ended.
       ConfigError: the trainer has only the shapes of a state.
     """
-    if self.step is None:
-      raise ConfigError(
-        'The trainer has only the shapes of a state. Set trainer.train_state before training.'
-      )
-    first = self.step if start_step is None else start_step
+    first = self.step
+    if start_step is not None:
+      first = start_step
     end = first + num_steps
     step_fn = self._compiled_train_step or self._train_step
     metrics = None
@@ -369,8 +378,8 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
         else:
           metrics = merge_metrics(metrics, step_metrics)
       num_done += 1
-      self.step = step + 1
-      self._in_flight.append((self.step, step_metrics))
+      self._step = step + 1
+      self._in_flight.append((self._step, step_metrics))
       self._observe(_MAX_STEPS_AHEAD, on_step)
     if metrics is None:
       empty = concurrent.futures.Future()
@@ -380,12 +389,8 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       metrics = {
         name: metric for name, metric in metrics.items() if not isinstance(metric, OfLastStep)
       }
-    metrics = {
-      **metrics,
-      'timing/uptime': clu.metrics.LastValue.from_model_output(
-        np.asarray([time.time() - self._made_at], np.float32)
-      ),
-    }
+    uptime: Any = np.asarray([time.time() - self._made_at], np.float32)
+    metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(uptime)}
     summary = self.train_metrics_manager.write_metrics_summary(metrics, self.step, num_done)
     train_step_lib.log_optimizer_report(self._held.stacked.optimizer_def, self.step, summary)
     return summary
@@ -429,7 +434,7 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
       seconds = self.eval_steps.compile(name, self._step_shapes, batch, metric_fns)
       if seconds is not None:
         self.eval_metrics_managers[name].write_scalars(
-          self.step or 0, {'timing/compilation_seconds': seconds}, events_only=True
+          self._step or 0, {'timing/compilation_seconds': seconds}, events_only=True
         )
 
   def eval(
@@ -473,6 +478,15 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     return {name: future.result() for name, future in futures.items()}
 
 
+def _on_single_layers(
+  transform: Callable[[PyTree], PyTree] | None, stacks: layer_stacks.LayerStacks
+) -> Callable[[PyTree], PyTree] | None:
+  """Return a transformation of gradients that is called with a subtree per layer."""
+  if transform is None:
+    return None
+  return lambda grads: stacks.stack(transform(stacks.unstack(grads)))
+
+
 class BaseTrainerConstructor(Protocol):
   """Constructor of a trainer: a subclass of `BaseTrainer` with its further arguments bound, e.g. by gin."""
 
@@ -487,6 +501,7 @@ class BaseTrainerConstructor(Protocol):
     rng: Array,
   ) -> BaseTrainer:
     """Return the trainer."""
+    ...
 
 
 class Trainer(BaseTrainer):
@@ -564,8 +579,10 @@ class Trainer(BaseTrainer):
 
   def find_layer_stacks(self, train_state: TrainState) -> layer_stacks.LayerStacks:
     """See base class; none in a subclass, whose steps may read single layers."""
-    accepts = layer_stacks.is_accepted_by(self) and isinstance(train_state, FlaxOptimTrainState)
-    if not accepts or not (loops := self._model.scanned_layers):
+    loops = self._model.scanned_layers
+    if not loops or not layer_stacks.is_accepted_by(self):
+      return layer_stacks.LayerStacks()
+    if not isinstance(train_state, FlaxOptimTrainState):
       return layer_stacks.LayerStacks()
     stacks = train_state.find_layer_stacks(
       loops, self._train_state_axes, self._model.min_stacked_layers, self._step_params.dtype_of
@@ -579,11 +596,12 @@ class Trainer(BaseTrainer):
     """See base class."""
     return self._num_microbatches or 1
 
-  def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
-    """Return (bool scalar, True to compute the statistics of parameters), or () without `weight_metrics_computer`."""
+  def step_arguments(self, is_last: bool) -> tuple[ArrayLike, ...]:
+    """See base class: (bool scalar, True to compute the statistics of parameters), or () if none are computed."""
     if self._weight_metrics_computer is None:
       return ()
-    return (np.bool_(is_last),)
+    computes: Any = np.bool_(is_last)
+    return (computes,)
 
   def partitioned_train_step(self) -> PartitionedTrainCallable:
     """See base class."""
@@ -600,19 +618,15 @@ class Trainer(BaseTrainer):
     transform = self._gradient_transform
     computer = self._weight_metrics_computer
     if stacks:  # functions of users get a subtree per layer
-      transform = transform and (
-        lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads)))
-      )
+      transform = _on_single_layers(transform, stacks)
       computer = computer and unstacking(computer, stacks)
 
     step_params = train_step_lib.step_params_of(self._step_shapes, self._step_params, stacks)
 
     def step_fn(train_state, batch, computes_weight_metrics=None):
-      rate_fn = self.learning_rate_fn
-      if rate_fn is None:
-        learning_rate = None
-      else:
-        learning_rate = jnp.asarray(rate_fn(train_state.step), jnp.float32)
+      learning_rate = None
+      if self.learning_rate_fn is not None:
+        learning_rate = jnp.asarray(self.learning_rate_fn(train_state.step), jnp.float32)
       return train_with_lr(
         train_state,
         batch,
@@ -628,13 +642,10 @@ class Trainer(BaseTrainer):
         step_params=step_params.at_step(self._base_rng, train_state.step),
       )
 
+    argument_axes = [None for _ in self.step_arguments(is_last=False)]
     return self._partitioner.partition(
       step_fn,
-      in_axis_resources=(
-        self.step_state_axes,
-        data_spec,
-        *(None for _ in self.step_arguments(False)),
-      ),
+      in_axis_resources=(self.step_state_axes, data_spec, *argument_axes),
       out_axis_resources=(self.step_state_axes, None),
       donate_argnums=(0,),
     )
@@ -643,10 +654,9 @@ class Trainer(BaseTrainer):
     self, metric_fns: eval_steps.MetricFns = None
   ) -> PartitionedEvalCallable:
     """See base class."""
-    if metric_fns is None:
-      model = self._model
-    else:
-      model = self._model.with_metric_fns(metric_fns, 'Evaluation')
+    model = self._model
+    if metric_fns is not None:
+      model = model.with_metric_fns(metric_fns, 'Evaluation')
     return self._partitioner.partition(
       functools.partial(eval_step, model),
       in_axis_resources=(self.step_state_axes, self._partitioner.data_partition_spec),

@@ -38,6 +38,7 @@ class ArrayMapFuture(Protocol):
 
   def result(self) -> Mapping[str, ArrayLike]:
     """Wait for the arrays and return them, or raise the exception of the computation."""
+    ...
 
 
 class TimeFuture(Protocol):
@@ -45,6 +46,7 @@ class TimeFuture(Protocol):
 
   def result(self) -> float:
     """Wait for the end and return the seconds."""
+    ...
 
 
 class SummarizeMetricsCallable(Protocol):
@@ -60,6 +62,7 @@ class SummarizeMetricsCallable(Protocol):
       duration: seconds of the steps.
       num_steps: number of steps.
     """
+    ...
 
 
 class ChoosesMesh(abc.ABC):

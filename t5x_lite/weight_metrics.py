@@ -109,8 +109,8 @@ def _rms(name: str, tree: PyTree) -> dict[str, Array]:
     sizes.append(x.size // sums[f'{name}/{path}'].size)
   # Means and roots of one array, instead of kernels for each parameter.
   bounds = np.cumsum([0, *(x.size for x in sums.values())])
-  means = jnp.concatenate([x.ravel() for x in sums.values()]) / np.repeat(
-    np.float32(sizes), np.diff(bounds)
-  )
+  # [number of sums]: number of squares in each sum.
+  counts = np.repeat(np.asarray(sizes, np.float32), np.diff(bounds))
+  means = jnp.concatenate([x.ravel() for x in sums.values()]) / counts
   roots = jnp.split(jnp.sqrt(means), bounds[1:-1])
   return {name: root.reshape(x.shape) for (name, x), root in zip(sums.items(), roots, strict=True)}

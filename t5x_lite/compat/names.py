@@ -206,7 +206,8 @@ MODULES: dict[str, Module] = {
   't5x.gin_utils': Module(
     here='t5x_lite.gin_utils',
     left_out={
-      'get_gin_config_str.show_provenance=True': 'The text does not show the file of each setting; search the gin files for its name.',
+      'get_gin_config_str.show_provenance=True': 'The text does not show the file of each setting; '
+      'search the gin files for its name.',
     },
   ),
   't5x.infer': Module(here='t5x_lite.apps.infer'),
@@ -228,8 +229,8 @@ MODULES: dict[str, Module] = {
     left_out={
       'train.use_gda': _ARRAYS,
       'train.use_jax_array': _ARRAYS,
-      'train.use_orbax=False': 'Remove it: checkpoints of both formats are read, and `t5x_lite convert --to=t5x` writes the former '
-      'one.',
+      'train.use_orbax=False': 'Remove it: checkpoints of both formats are read, and `t5x_lite '
+      'convert --to=t5x` writes the former one.',
     },
   ),
   't5x.train_state': Module(here='t5x_lite.train_state'),
@@ -280,15 +281,16 @@ MODULES: dict[str, Module] = {
       'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
     },
     left_out={
-      'DatasetConfig.runtime_preprocessors=[...]': "They belong to AirIO, which is not supported: the model's converter converts and packs the examples. "
-      'Add others to the task.',
+      'DatasetConfig.runtime_preprocessors=[...]': 'They belong to AirIO, which is not '
+      "supported: the model's converter converts and packs the examples. Add others to the task.",
       'LegacyCheckpointer.restore.lazy_parameters=True': _NOT_LAZY,
       'LegacyCheckpointer.save.concurrent_gb=64': _SAVE_MEMORY,
       'LegacyCheckpointer.save.custom_metadata={...}': 'CheckpointManager.save has metadata.',
       'LegacyCheckpointer.save.force=True': 'Delete the existing checkpoint to replace it.',
       'RestoreCheckpointConfig.use_gda': _ARRAYS,
       'SaveCheckpointConfig.use_gda': _ARRAYS,
-      'get_training_eval_datasets.deterministic=True': 'The order of the data is always determined by DatasetConfig.seed.',
+      'get_training_eval_datasets.deterministic=True': 'The order of the data is '
+      'always determined by DatasetConfig.seed.',
       'get_training_eval_datasets.model_dir=...': _ONE_ORDER,
       'get_training_eval_datasets.start_step=1': _ONE_ORDER,
     },

@@ -89,9 +89,7 @@ class Evaluation:
       vars(self),
       name=checks.Expectation(
         f"a name of letters, digits, '_' and '-' other than {', '.join(kinds)}",
-        lambda name: (
-          isinstance(name, str) and re.fullmatch(r'[\w-]+', name, re.ASCII) and name not in kinds
-        ),
+        lambda name: bool(re.fullmatch(r'[\w-]+', name, re.ASCII)) and name not in kinds,
       ),
       dataset_cfg=checks.instance(data.DatasetConfig, 'a DatasetConfig'),
       when=checks.Expectation(

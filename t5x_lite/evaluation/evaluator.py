@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import clu.values
 import jax
-import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import data
@@ -32,7 +31,7 @@ from t5x_lite.evaluation import metric_names
 from t5x_lite.evaluation.config import InferenceEvalConfig
 from t5x_lite.evaluation.outputs import OutputRunner
 from t5x_lite.models import BaseModel
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import EvaluationState
 from t5x_lite.types import PyTree
 
 MetricsByTask = dict[str, dict[str, clu.values.Value]]
@@ -47,9 +46,11 @@ class AllMetricsFuture(Protocol):
 
   def result(self) -> MetricsByTask:
     """Wait for the metrics and return them by task and name; raise errors of the computation."""
+    ...
 
   def done(self) -> bool:
     """Return whether `result` returns or raises immediately."""
+    ...
 
 
 class EvaluatorConstructor(Protocol):
@@ -67,6 +68,7 @@ class EvaluatorConstructor(Protocol):
     use_memory_cache: bool,
   ) -> Any:
     """Return the Evaluator; the arguments are those of `seqio.Evaluator`."""
+    ...
 
 
 class InferenceEvaluator:
@@ -113,7 +115,7 @@ class InferenceEvaluator:
       self._folder = None
     else:
       self._folder = files.path(log_dir) / folder
-    self._seqio = None
+    self._seqio: Any = None
     if inference_evaluator_cls is None:
       self._tasks = data.open_eval_tasks(
         data.with_feature_lengths(
@@ -183,7 +185,8 @@ class InferenceEvaluator:
     shapes: dict[str, tuple[int, ...]] = {}
     for task in self._tasks:
       for name, spec in task.element_spec.items():
-        shapes[name] = tuple(np.maximum(shapes.get(name, spec.shape), spec.shape).tolist())
+        shape: Any = spec.shape
+        shapes[name] = tuple(map(max, shapes.setdefault(name, shape), shape))
     return shapes
 
   @property
@@ -192,12 +195,12 @@ class InferenceEvaluator:
     return sum(map(self._runner.num_batches, self._tasks))
 
   def programs(
-    self, train_state: TrainState, train_state_axes: PyTree
+    self, train_state: EvaluationState, train_state_axes: PyTree
   ) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """Return the programs that `evaluate` compiles; see `OutputRunner.programs`."""
     return self._runner.programs(self._tasks, train_state, train_state_axes)
 
-  def check(self, train_state: TrainState, train_state_axes: PyTree) -> None:
+  def check(self, train_state: EvaluationState, train_state_axes: PyTree) -> None:
     """Raise if the model does not support the tasks or its decoding options; see `OutputRunner.check`."""
     self._runner.check(self._tasks, train_state, train_state_axes)
 
@@ -236,7 +239,7 @@ class InferenceEvaluator:
 
   def evaluate(
     self,
-    train_state: TrainState,
+    train_state: EvaluationState,
     train_state_axes: PyTree,
     *,
     step: int | None = None,
@@ -259,7 +262,9 @@ class InferenceEvaluator:
       Future of metrics by task and name, the same on every process. The future, or `flush`, raises DataError for a
       metric that cannot be written. Results that a full disk cannot hold are kept for `flush`.
     """
-    step = int(train_state.step) if step is None else step
+    if step is None:
+      current: Any = train_state.step
+      step = int(current)
     parts = []
     outputs = {}
     for task in self._tasks:
@@ -280,9 +285,8 @@ class InferenceEvaluator:
     else:
       future = concurrent.futures.Future()
       future.set_result(fn(*args))
-    self._pending = [f for f in self._pending if not f.done() or f.exception() is not None] + [
-      future
-    ]
+    self._pending = [f for f in self._pending if not f.done() or f.exception() is not None]
+    self._pending.append(future)
     return future
 
   def _compute_metrics(

@@ -12,7 +12,7 @@ from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import partitioning
 from t5x_lite.errors import DataError
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import EvaluationState
 from t5x_lite.types import Batch, PyTree
 
 _PAIR = checks.Expectation(
@@ -50,7 +50,7 @@ class InferFnCallable(Protocol):
   def __call__(
     self,
     ds: Iterable[tuple[int, Mapping[str, np.ndarray]]],
-    train_state: TrainState,
+    train_state: EvaluationState,
     rng: jax.Array | None = None,
   ) -> Any:
     """Return the outputs of a dataset; see `get_infer_fn`."""
@@ -59,7 +59,7 @@ class InferFnCallable(Protocol):
 def get_infer_fn(
   infer_step: InferStepWithRngCallable | InferStepWithoutRngCallable,
   batch_size: int,
-  train_state_axes: TrainState,
+  train_state_axes: EvaluationState,
   partitioner: partitioning.BasePartitioner,
   keep_aux_as_numpy: bool = False,
 ) -> InferFnCallable:

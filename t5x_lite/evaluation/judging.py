@@ -122,12 +122,10 @@ def prediction_rows(
   scores = outputs.get('score', outputs.get('score_with_intermediates', (None,))[0])
   aux = outputs.get('predict_with_aux', (None, {}))[1]
   for i, example in enumerate(task.examples[:num_rows]):
-    row = {'index': i}
-    row |= {
-      name: example[f'{name}_pretokenized']
-      for name in ('inputs', 'targets')
-      if f'{name}_pretokenized' in example
-    }
+    row: dict[str, Any] = {'index': i}
+    for name in ('inputs', 'targets'):
+      if f'{name}_pretokenized' in example:
+        row[name] = example[f'{name}_pretokenized']
     if texts is not None:
       row['prediction'] = texts[i]
     if scores is not None:
@@ -163,16 +161,17 @@ def as_value(name: str, value: Any) -> clu.values.Value:
   """
   if isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and np.size(value) == 1:
     return clu.values.Scalar(float(np.asarray(value).reshape(())))
+  found: Any = value
   if isinstance(value, _value_classes('Scalar')):
-    return clu.values.Scalar(float(np.asarray(value.value)))
+    return clu.values.Scalar(float(np.asarray(found.value)))
   if isinstance(value, _value_classes('Text')):
     if isinstance(value, clu.values.Text):
       text = value.value
     else:
-      text = value.textdata
-    return clu.values.Text(
-      text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text)
-    )
+      text = found.textdata
+    if isinstance(text, bytes):
+      text = text.decode('utf-8', errors='replace')
+    return clu.values.Text(str(text))
   raise DataError(
     f'The metric {name!r} must be a number, or a Scalar or Text of clu or seqio, got a '
     f'{type(value).__name__}. For other kinds, set inference_evaluator_cls = @seqio.Evaluator and its '

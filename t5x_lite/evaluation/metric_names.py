@@ -81,6 +81,16 @@ def names_of_metrics(task: data.EvalTask) -> set[str] | None:
   return None
 
 
+def _union(sets: Iterable[set[str] | None]) -> set[str] | None:
+  """Return the union of sets of names; None if one of them is unknown."""
+  union: set[str] = set()
+  for names in sets:
+    if names is None:
+      return None
+    union |= names
+  return union
+
+
 def check_metric_name(
   option: str, name: Any, known: Mapping[str, Mapping[str, set[str] | None]]
 ) -> None:
@@ -95,17 +105,19 @@ def check_metric_name(
     ConfigError: with the known names.
   """
   name = str(name)
-  folders = {}
+  folders: dict[str, set[str] | None] = {}
   for folder, tasks in known.items():
-    folders |= {f'{folder}/{task}': names for task, names in tasks.items()}
-    folders[f'{folder}/{MEAN}'] = None if None in tasks.values() else set().union(*tasks.values())
-  of_folder = [folder for folder in folders if name.startswith(f'{folder}/')]
-  if any(
-    folders[folder] is None or name.removeprefix(f'{folder}/') in folders[folder]
-    for folder in of_folder
-  ):
+    for task, names in tasks.items():
+      folders[f'{folder}/{task}'] = names
+    folders[f'{folder}/{MEAN}'] = _union(tasks.values())
+  candidates = []
+  for folder, names in folders.items():
+    if names is None and name.startswith(f'{folder}/'):
+      return
+    for metric in names or ():
+      candidates.append(f'{folder}/{metric}')
+  if name in candidates:
     return
-  candidates = [f'{folder}/{metric}' for folder, names in folders.items() for metric in names or ()]
   if candidates:
     hint = did_you_mean(name, candidates)
   else:

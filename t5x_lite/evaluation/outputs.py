@@ -16,7 +16,7 @@ from t5x_lite.evaluation import batching
 from t5x_lite.evaluation import runner
 from t5x_lite.evaluation.config import InferenceEvalConfig
 from t5x_lite.models import BaseModel
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import EvaluationState
 from t5x_lite.types import Batch, PyTree
 
 # Kinds of output that include another kind as their first part.
@@ -46,7 +46,7 @@ class OutputRunner:
     return sum(len(self._plan(task, kind)) for kind in _to_compute(task))
 
   def programs(
-    self, tasks: Sequence[data.EvalTask], train_state: TrainState, train_state_axes: PyTree
+    self, tasks: Sequence[data.EvalTask], train_state: EvaluationState, train_state_axes: PyTree
   ) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """Return the programs that `run` compiles for some tasks: functions that lower, by name.
 
@@ -70,7 +70,7 @@ class OutputRunner:
     return dict(zip(names, (fn for _, fn in found.values()), strict=True))
 
   def check(
-    self, tasks: Sequence[data.EvalTask], train_state: TrainState, train_state_axes: PyTree
+    self, tasks: Sequence[data.EvalTask], train_state: EvaluationState, train_state_axes: PyTree
   ) -> None:
     """Raise if the model does not support a task or its decoding options, by tracing a program of each kind.
 
@@ -89,7 +89,7 @@ class OutputRunner:
   def run(
     self,
     task: data.EvalTask,
-    train_state: TrainState,
+    train_state: EvaluationState,
     train_state_axes: PyTree,
     note_fn: Callable[[str], None] = lambda text: None,
     compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -211,16 +211,17 @@ def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTas
   """Return the outputs in the order of the task's examples; rows of index -1 are padding."""
   num_examples = len(task.examples)
   seen = np.zeros(num_examples, bool)
-  collected: list[np.ndarray] | None = None
-  treedef = None
+  collected: list[np.ndarray] = []
+  treedef: Any = None
   for indices, outputs in batches:
     leaves, treedef = jax.tree.flatten(outputs)
-    if collected is None:
+    if not collected:
       collected = [np.zeros((num_examples, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-    real = indices >= 0
+    is_real = indices >= 0
+    positions = indices[is_real]
     for array, leaf in zip(collected, leaves, strict=True):
-      array[indices[real]] = leaf[real]
-    seen[indices[real]] = True
+      array[positions] = leaf[is_real]
+    seen[positions] = True
   if not seen.all():
     missing = np.flatnonzero(~seen)
     raise DataError(

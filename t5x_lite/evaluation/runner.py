@@ -13,7 +13,7 @@ from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseModel
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import EvaluationState
 from t5x_lite.types import Array, Batch, PyTree
 
 T = TypeVar('T')
@@ -44,7 +44,7 @@ class PredictRunner:
     self,
     kind: str,
     spec: Mapping[str, Any],
-    train_state: TrainState,
+    train_state: EvaluationState,
     train_state_axes: PyTree,
     options: Mapping[str, Any] = _NO_OPTIONS,
   ) -> jax.stages.Lowered:
@@ -68,7 +68,7 @@ class PredictRunner:
     self,
     kind: str,
     spec: Mapping[str, Any],
-    train_state: TrainState,
+    train_state: EvaluationState,
     train_state_axes: PyTree,
     options: Mapping[str, Any] = _NO_OPTIONS,
   ) -> None:
@@ -80,7 +80,7 @@ class PredictRunner:
     self,
     kind: str,
     spec: Mapping[str, Any],
-    train_state: TrainState,
+    train_state: EvaluationState,
     train_state_axes: PyTree,
     options: Mapping[str, Any],
   ) -> tuple[Any, tuple[Any, ...]]:
@@ -113,7 +113,7 @@ class PredictRunner:
     self,
     kind: str,
     spec: Mapping[str, Any],
-    train_state: TrainState,
+    train_state: EvaluationState,
     train_state_axes: PyTree,
     options: Mapping[str, Any] = _NO_OPTIONS,
     compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -131,7 +131,7 @@ class PredictRunner:
     self,
     kind: str,
     batches: Iterable[tuple[T, int, Batch]],
-    train_state: TrainState,
+    train_state: EvaluationState,
     train_state_axes: PyTree,
     *,
     seed: int = 0,
@@ -181,7 +181,7 @@ def _options_key(kind: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
 def _call_model(
   model: BaseModel,
   kind: str,
-  train_state: TrainState,
+  train_state: EvaluationState,
   batch: Batch,
   rng: Array,
   options: Mapping[str, Any],

@@ -470,7 +470,7 @@ class InteractiveModel:
           self.train_step(next(batches))
         is_last = number + 1 == num_steps or self._trainer.stop_training
         if to_evaluate and (is_last or (eval_period is not None and number % eval_period == 0)):
-          metrics = self.evaluate(to_evaluate, metrics_fns)
+          metrics = self.evaluate(to_evaluate, metrics_fns or ())
           writer.write_scalars(
             self.step, {name: evaluation.as_number(name, value) for name, value in metrics.items()}
           )
@@ -509,8 +509,8 @@ def _starting_point(cfg: checkpoints.RestoreCheckpointConfig | None) -> start_li
   return start_lib.StartingPoint(path=paths[0], restore_cfg=cfg)
 
 
-def _as_batches(batches: Batches) -> list[Sequence[TextExample]]:
-  """Return a list of batches, also for a single batch."""
+def _as_batches(batches: Any) -> list[Sequence[TextExample]]:
+  """Return a list of batches, also for a single batch; see `Batches`."""
   if isinstance(batches[0], (str, bytes, Mapping)):
     return [batches]
   return list(batches)

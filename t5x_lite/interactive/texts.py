@@ -19,7 +19,7 @@ from t5x_lite.data import features as features_lib
 from t5x_lite.data import text_examples
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseTransformerModel
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import EvaluationState
 from t5x_lite.types import PyTree
 
 # Kinds of output by method.
@@ -131,7 +131,7 @@ class TextInference:
 
   def predict(
     self,
-    train_state: TrainState,
+    train_state: EvaluationState,
     examples: Sequence[Mapping[str, Any]],
     *,
     seed: int = 0,
@@ -155,12 +155,13 @@ class TextInference:
 
   def text(self, ids: np.ndarray) -> str | list[str]:
     """Return the text of predicted ids, int32[length], or a list of texts for int32[num_decodes, length]."""
+    decode = self._model.output_vocabulary.decode
     if ids.ndim > 1:
-      return [self.text(row) for row in ids]
-    return self._model.output_vocabulary.decode(ids.tolist())
+      return [decode(row.tolist()) for row in ids]
+    return decode(ids.tolist())
 
   def score(
-    self, train_state: TrainState, examples: Sequence[Mapping[str, Any]], **options: Any
+    self, train_state: EvaluationState, examples: Sequence[Mapping[str, Any]], **options: Any
   ) -> tuple[list[float], dict[str, Any]]:
     """Compute the log-likelihood of each example's targets.
 
@@ -177,7 +178,7 @@ class TextInference:
 
   def evaluate(
     self,
-    train_state: TrainState,
+    train_state: EvaluationState,
     examples: Sequence[Mapping[str, Any]],
     metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
     postprocessor: Callable[..., Any] | None = None,
@@ -233,7 +234,7 @@ class TextInference:
       return example['targets_pretokenized']
     return self._model.output_vocabulary.decode(example['targets'].tolist())
 
-  def compile(self, kind: str, train_state: TrainState, **options: Any) -> None:
+  def compile(self, kind: str, train_state: EvaluationState, **options: Any) -> None:
     """Compile 'predict' or 'score' with these options ahead of time; otherwise the first call compiles."""
     self._runner.compile(
       _KINDS[kind], self.element_spec, tree_utils.shapes(train_state), self._axes, options
@@ -242,7 +243,7 @@ class TextInference:
   def _run(
     self,
     kind: str,
-    train_state: TrainState,
+    train_state: EvaluationState,
     examples: Sequence[Mapping[str, Any]],
     seed: int,
     first: int,

@@ -20,6 +20,7 @@ from t5x_lite import errors
 from t5x_lite.partitioning import tiles
 from t5x_lite.partitioning.tiles import HardwareMesh
 from t5x_lite.partitioning.tiles import is_in_torus
+from t5x_lite.types import Device
 
 # Axes of a mesh that spans several slices (ICI within a slice, DCN between slices).
 HYBRID_AXIS_NAMES = ('replica', 'data', 'model')

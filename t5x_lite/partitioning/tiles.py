@@ -8,6 +8,7 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import errors
+from t5x_lite.types import Device
 
 # (x, y, z, core) on TPU, (process, local device) elsewhere.
 HardwareMesh = tuple[int, ...]

@@ -314,8 +314,8 @@ MUTANTS = (
   Mutant(
     'the_loop_reads_the_step_of_the_device',
     't5x_lite/trainer.py',
-    'self.step = step + 1',
-    'self.step = int(self.step_state.step)',
+    'self._step = step + 1',
+    'self._step = int(self.step_state.step)',
     'tests/test_trainer.py::test_no_value_of_a_step_is_read_before_the_next_is_dispatched',
   ),
   Mutant(
@@ -511,8 +511,8 @@ MUTANTS = (
   Mutant(
     'the_average_forgets_at_the_wrong_rate',
     't5x_lite/averaging.py',
-    'decay * a + weight * p.astype(a.dtype) if jnp.issubdtype(a.dtype, jnp.inexact) else p',
-    'weight * a + decay * p.astype(a.dtype) if jnp.issubdtype(a.dtype, jnp.inexact) else p',
+    'return decay * a + weight * p.astype(a.dtype)',
+    'return weight * a + decay * p.astype(a.dtype)',
     'tests/test_averaging.py::test_definition',
   ),
   Mutant(
@@ -553,18 +553,8 @@ MUTANTS = (
   Mutant(
     'conditions_of_evaluations_are_not_asked',
     't5x_lite/apps/train/loop.py',
-    'last_step, names = (\n'
-    '        step,\n'
-    '        tuple(name for name, when in whens.items() if when.is_due(step, step)),\n'
-    '      )\n'
-    '\n'
-    '    def is_met(when):\n'
-    '      if when.condition is None or when.is_due_at_end(step, last_step):',
-    'last_step = step\n'
-    '      names = tuple(name for name, when in whens.items() if when.is_due(step, step))\n'
-    '\n'
-    '    def is_met(when):\n'
-    '      if True:',
+    'if when.condition is None or when.is_due_at_end(step, last_step):',
+    'if True:',
     'tests/apps/common/test_evaluations.py::test_each_evaluation_has_its_steps_data_and_metrics',
   ),
   Mutant(

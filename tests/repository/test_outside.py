@@ -95,10 +95,9 @@ def test_each_python_has_a_lock():
 
 def test_caches_depend_on_files_that_exist():
   for file, name, step in _steps():
-    paths = step.get('with', {}).get('cache-dependency-path', '').split()
-    for path in paths:
-      pattern = path.replace('${{ matrix.python }}', '3.12')
-      assert list(_ROOT.glob(pattern)), (file, name, path)
+    paths = step.get('with', {}).get('cache-dependency-path', '')
+    for pattern in paths.replace('${{ matrix.python }}', '3.12').split():
+      assert list(_ROOT.glob(pattern)), (file, name, pattern)
 
 
 def test_interop_runs_on_changes_of_what_it_compares():

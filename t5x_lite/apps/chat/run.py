@@ -5,6 +5,7 @@ echo '<extra_id_0> x in numbers:' | t5x_lite chat runs/keyword_cloze/checkpoint_
 """
 
 from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -210,7 +211,7 @@ class Chat:
       self._state, [{**example, 'targets': row} for row in decodes]
     )
     return [
-      Answer(one_line(text_examples.decode_ids(row, self._vocabulary)), log_prob)
+      Answer(one_line(text_examples.decode_ids(row.tolist(), self._vocabulary)), log_prob)
       for row, log_prob in zip(decodes, log_probs, strict=True)
     ]
 
@@ -290,7 +291,7 @@ def _from_pipe(talk: Chat, lines: TextIO, out: TextIO) -> None:
     _logger.warning('Standard input was empty.')
 
 
-def _lines(stream: TextIO) -> Iterator[str]:
+def _lines(stream: Any) -> Iterator[str]:
   """Yield lines without line ends; bytes that are not UTF-8 become surrogates."""
   stream.reconfigure(errors='surrogateescape')
   for line in stream:
@@ -299,10 +300,8 @@ def _lines(stream: TextIO) -> Iterator[str]:
 
 def on_terminal(talk: Chat, out: TextIO) -> None:
   """Answer inputs typed at a terminal until the input ends."""
-  try:
+  with contextlib.suppress(ImportError):
     import readline as readline  # Line editing and history of `input`.
-  except ImportError:
-    pass
   _print('Type an input; :help lists the commands, Ctrl-D quits.', out)
   last = None
   try:
@@ -393,12 +392,12 @@ def feature_lengths(
     _COUNT.holds,
     'Set --max_input_length and --max_length.',
   )
-  checks.check(
-    '',
-    given,
-    **dict.fromkeys(given, _COUNT.or_none())
-    | ({} if 'targets' in lengths else {_LENGTHS['targets']: required}),
-  )
-  return lengths | {
-    feature: given[flag] for feature, flag in _LENGTHS.items() if given[flag] is not None
-  }
+  expectations = dict.fromkeys(given, _COUNT.or_none())
+  if 'targets' not in lengths:
+    expectations[_LENGTHS['targets']] = required
+  checks.check('', given, **expectations)
+  for feature, flag in _LENGTHS.items():
+    length = given[flag]
+    if length is not None:
+      lengths[feature] = length
+  return lengths

@@ -292,6 +292,7 @@ class RunEvaluations:
     pending = self._pending
     self._pending = []
     for each, future in pending:
+      assert self._step is not None  # set by the evaluation that made `_pending`
       self._numbers |= self._report(self._step, each, future.result())
 
   def _report(self, step: int, each: OpenEvaluation, results: MetricsByTask) -> dict[str, float]:

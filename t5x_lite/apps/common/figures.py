@@ -59,7 +59,8 @@ def figure_style(extra: Mapping[str, Any] | None = None) -> Iterator[None]:
   }
   with matplotlib.rc_context():
     matplotlib.rcdefaults()
-    matplotlib.rcParams.update(rc | dict(extra or {}))
+    params: Any = matplotlib.rcParams
+    params.update(rc | dict(extra or {}))
     yield
 
 

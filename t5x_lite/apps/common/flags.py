@@ -7,10 +7,13 @@ import json
 import logging
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.runtime import cluster_environment as names
+
+if TYPE_CHECKING:
+  from t5x_lite import gin_utils
 
 
 class Command(NamedTuple):
@@ -432,8 +435,8 @@ def _folders(texts: Iterable[str]) -> list[str]:
 
 def load_configuration(
   arguments: argparse.Namespace, placeholders: Mapping[str, str] | None = None, overrides: str = ''
-) -> Any:
-  """Return the `gin_utils.Configuration` of a command line.
+) -> 'gin_utils.Configuration':
+  """Return the configuration of a command line.
 
   Args:
     arguments: parsed command line, with `entry`, `gin_flags` and `jax_flags` as `cli` sets them. Activates its
@@ -460,17 +463,16 @@ def load_configuration(
     runtime.use_compilation_cache(cache)
   module_imports.restrict(arguments.allowed_modules)
   flags = []
-  for flag in [
-    *(f'--gin_bindings={text}' for text in arguments.gin_bindings),
-    *arguments.gin_flags,
-  ]:
+  bindings = [f'--gin_bindings={text}' for text in arguments.gin_bindings]
+  for flag in [*bindings, *arguments.gin_flags]:
     text = flag.removeprefix('--gin.').removeprefix('--gin_bindings=')
     key, equals, value = text.partition('=')
-    one_line = (
-      equals and '\n' not in text and key.strip().replace('.', '').replace('/', '').isidentifier()
-    )
-    if one_line or flag.startswith('--gin.'):
-      flags.append(gin_syntax.read_flag(key.strip() if one_line else key, value, flag))
+    name = key.strip()
+    is_name = name.replace('.', '').replace('/', '').isidentifier()
+    if equals and is_name and '\n' not in text:
+      flags.append(gin_syntax.read_flag(name, value, flag))
+    elif flag.startswith('--gin.'):
+      flags.append(gin_syntax.read_flag(key, value, flag))
     else:
       flags.append(gin_syntax.read_text(text, flag))
   folders = _search_folders(arguments)

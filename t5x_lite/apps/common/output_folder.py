@@ -57,7 +57,7 @@ def replacing(target: files.Path, *, last: str) -> Iterator[pathlib.Path]:
     target: folder to write; its parent must exist.
     last: name of the file that makes the folder valid.
   """
-  if files.is_remote(target):
+  if not isinstance(target, pathlib.Path):  # in a store
     from t5x_lite import uploads
 
     with uploads.uploaded_folder(target, last=last) as temporary:
@@ -83,7 +83,7 @@ def creating(target: files.Path) -> Iterator[files.Path]:
   Raises:
     CheckpointError: another process has created `target` in the meantime.
   """
-  if files.is_remote(target):
+  if not isinstance(target, pathlib.Path):  # in a store
     yield target
     return
   parents = [folder for folder in target.parents if not folder.exists()]
@@ -119,9 +119,8 @@ def _temporary_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
   remove_leftovers(target)
   temporary = target.with_name(f'.{target.name}{INFIX}{secrets.token_hex(8)}')
   try:
-    temporary.mkdir(
-      mode=0o700
-    )  # Within the block, which removes it even if Ctrl-C comes right after its creation.
+    # Within the block, which removes it even if Ctrl-C comes right after its creation.
+    temporary.mkdir(mode=0o700)
     with _locked(temporary):
       yield temporary
   except BaseException:
@@ -151,7 +150,7 @@ def remove_leftovers(target: files.Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
+def _locked(folder: files.Path) -> Iterator[None]:
   """Lock a folder; raise OSError if another process has locked it."""
   descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
   try:

@@ -339,11 +339,10 @@ def make_trainer(
     )
   )
   _check_train_method(trainer)
+  steps = [first_step]
   if first_step < last_step < math.inf:
-    last_steps = [last_step - 1]
-  else:
-    last_steps = []
-  start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, [first_step, *last_steps])
+    steps.append(int(last_step) - 1)
+  start_lib.check_learning_rates(trainer, cfg.model.optimizer_def, steps)
   if cfg.param_ema is not None:
     skips = trainer.non_finite.policy.action == 'skip'
     checks.check(
@@ -355,7 +354,7 @@ def make_trainer(
         'It counts skipped steps as updates. Set start_step or a schedule instead, or another action.',
       ),
     )
-    cfg.param_ema.check_decay([first_step, *last_steps])
+    cfg.param_ema.check_decay(steps)
     logging.getLogger(__name__).info(
       'An average of the parameters is kept%s: %s.',
       (' and evaluated' if cfg.param_ema.evaluate else ''),

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import types
-from typing import Protocol
+from typing import Any, Protocol
 
 from t5x_lite import checkpoints
 from t5x_lite.errors import ConfigError
@@ -47,9 +47,11 @@ class Times(Protocol):
 
   def is_due(self, step: int, last_step: float) -> bool:
     """Return whether it is due after `step` of a run that ends at `last_step`, or never if that is `math.inf`."""
+    ...
 
   def next_step(self, step: int) -> int | None:
     """Return the first step after `step` at which it may be due, or None."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,19 +102,24 @@ def plan_steps(
   """
   step = first_step
   while step < last_step:
-    known = (when.next_step(step) for when in (*evaluations.values(), save, collect_garbage, pause))
-    stop = min([last_step, *(each for each in known if each is not None)])
+    known: list[Any] = [last_step]
+    for when in (*evaluations.values(), save, collect_garbage, pause):
+      following = when.next_step(step)
+      if following is not None:
+        known.append(following)
+    stop = min(known)
     if stop <= step:
       raise ConfigError(
         f'`next_step({step})` of a policy must be a later step or None, got {stop}. Correct the policy '
         'in `SaveCheckpointConfig.policies`.'
       )
+    due = [name for name, when in evaluations.items() if when.is_due(stop, last_step)]
     yield Stretch(
       first=step,
       last=stop,
       save=save.is_due(stop, last_step),
       collect_garbage=collect_garbage.is_due(stop, last_step),
-      evaluations=tuple(name for name, when in evaluations.items() if when.is_due(stop, last_step)),
+      evaluations=tuple(due),
     )
     step = stop
 

@@ -7,7 +7,6 @@ import threading
 from typing import Any, NamedTuple
 
 import clu.values
-import jax
 import numpy as np
 
 from t5x_lite import checkpoints
@@ -50,7 +49,7 @@ def describe(
   *,
   train_state_shape: PyTree,
   partitioner: partitioning.PjitPartitioner,
-  specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
+  specs: Mapping[str, Mapping[str, Any]],
   start: start_lib.StartingPoint,
   plan: str,
   num_microbatches: int,

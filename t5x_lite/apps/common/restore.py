@@ -105,9 +105,11 @@ def restore_for_inference(
   )
   todo = []
   for start in starts:
-    step = None if start.path is None else _known_step(start.path)
-    if step is not None and is_done(start.path, step):
-      continue
+    step = None
+    if start.path is not None:
+      step = _known_step(start.path)
+      if step is not None and is_done(start.path, step):
+        continue
     start_initializer = initializer
     is_there = start.path is None or (step is not None and files.path(start.path).is_dir())
     if cfg is not None and (cfg.mode != 'all' or is_there):
@@ -239,42 +241,48 @@ def _known_step(path: str) -> int | None:
     return None
 
 
+def _exists(path: str) -> bool:
+  """Return whether the lead process finds a checkpoint."""
+  return bool(multihost.broadcast_from_lead(files.path(path).is_dir()))
+
+
 def _restore_each(
   todo, axes, partitioner, model, init_rng, cfg, is_done
 ) -> Iterator[RestoredModel]:
   damaged = []
   for start, known_step, initializer in todo:
-    if cfg is not None and cfg.mode == 'all' and start.path is not None:
-      if not multihost.broadcast_from_lead(files.path(start.path).is_dir()):
-        _logger.warning(
-          'Skipping the checkpoint %s, which has been deleted in the meantime.', start.path
-        )
-        continue
+    is_of_all = cfg is not None and cfg.mode == 'all'
+    if is_of_all and start.path is not None and not _exists(start.path):
+      _logger.warning(
+        'Skipping the checkpoint %s, which has been deleted in the meantime.', start.path
+      )
+      continue
     # Without `fallback_to_scratch`, all parameters must be restored; builders may initialise parts of them.
-    if start.is_new or cfg.fallback_to_scratch or cfg.builders:
+    may_begin = cfg is None or cfg.fallback_to_scratch or bool(cfg.builders)
+    rng = None
+    if start.is_new or may_begin:
       rng = init_rng
-    else:
-      rng = None
     try:
       state, restored = start_lib.make_state(start, initializer, partitioner, model, rng)
     except CheckpointDamagedError as error:
-      if cfg.mode != 'all':
+      if not is_of_all:
         raise
       _logger.warning('%s Skipping this checkpoint.', error)
       damaged.append(start.path)
       continue
-    step = 0 if restored is None else restored.step
-    if known_step is None and restored is not None and is_done(start.path, step):
-      continue
+    step = 0
+    if restored is not None:
+      step = restored.step
+      if known_step is None and is_done(start.path, step):
+        continue
     if isinstance(state, FlaxOptimTrainState):
       state = partitioner.partition(
         FlaxOptimTrainState.for_inference,
         in_axis_resources=(initializer.train_state_axes,),
         out_axis_resources=axes,
       )(state)
-    result = RestoredModel(
-      state, axes, start.path, step, None if start.is_new else start.description
-    )
+    description = None if start.is_new else start.description
+    result = RestoredModel(state, axes, start.path, step, description)
     del state, restored
     yield result
     del result

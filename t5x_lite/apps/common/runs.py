@@ -3,11 +3,14 @@
 import argparse
 from collections.abc import Sequence
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from t5x_lite import files
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+  from t5x_lite import gin_utils
 
 CONFIG_FILE = 'config.gin'
 # The function that a run's config.gin configures.
@@ -52,22 +55,24 @@ def find_run(path: str) -> FoundRun:
       [entry.name for entry in folder.parent.glob('*') if entry.is_dir()],
       lists_all=False,
     )
+    found = 'file' if folder.exists() else 'missing path'
     raise ConfigError(
       f'{path!r} must be a run directory (MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/'
-      f'checkpoint_500, got a {"file" if folder.exists() else "missing path"}.{near}'
+      f'checkpoint_500, got a {found}.{near}'
     )
   from t5x_lite import checkpoints
   from t5x_lite.checkpoints import discovery
 
-  absolute = files.path(path if files.is_remote(path) else os.path.abspath(path))
+  absolute = folder
+  if not files.is_remote(path):
+    absolute = files.path(os.path.abspath(path))
   # A renamed checkpoint has a manifest; a checkpoint of T5X has the name.
   if (folder / discovery.MANIFEST_FILENAME).exists() or discovery.is_checkpoint_dir_name(path):
     return FoundRun(str(absolute.parent), path, 'specific')
   if checkpoints.latest_step(path) is None:
     if checkpoints.detect_format(path) is not None:
-      return FoundRun(
-        str(absolute), path, 'specific'
-      )  # Weights in a folder with another name, e.g. of Hugging Face.
+      # Weights in a folder with another name, e.g. of Hugging Face.
+      return FoundRun(str(absolute), path, 'specific')
     others = checkpoints.all_steps(path, require_manifest=False)
     remedy = 'Name the directory of a run that has saved a checkpoint.'
     if others:
@@ -104,15 +109,17 @@ def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
       f'{run.model_dir!r} has no {CONFIG_FILE}, which defines the model. Pass gin files that define '
       f'it, e.g. {flags}.'
     )
-  others = [name for name in named if files.real_path(name) != files.real_path(config)]
-  return [
-    *(name for name in others if name.startswith('runs/')),
-    config,
-    *(name for name in others if not name.startswith('runs/')),
-  ]
+  packaged = []
+  others = []
+  for name in named:
+    if name.startswith('runs/'):
+      packaged.append(name)
+    elif files.real_path(name) != files.real_path(config):
+      others.append(name)
+  return [*packaged, config, *others]
 
 
-def resolve_run(arguments: argparse.Namespace) -> Any:
+def resolve_run(arguments: argparse.Namespace) -> FoundRun:
   """Return the `FoundRun` of `arguments.run`; insert its config.gin before the given gin files.
 
   Raises:
@@ -130,8 +137,8 @@ def resolve_run(arguments: argparse.Namespace) -> Any:
   return run
 
 
-def load_run(run: FoundRun, arguments: argparse.Namespace) -> Any:
-  """Return the `gin_utils.Configuration` of a run: its config.gin, then the given gin files.
+def load_run(run: FoundRun, arguments: argparse.Namespace) -> 'gin_utils.Configuration':
+  """Return the configuration of a run: its config.gin, then the given gin files.
 
   Args:
     run: result of `find_run`.

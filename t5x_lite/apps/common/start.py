@@ -33,6 +33,7 @@ from t5x_lite.networks.t5_config import RELPOS_FIELDS
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.train_state import InferenceState
 from t5x_lite.train_state import TrainState
+from t5x_lite.types import PyTree
 
 # Seed of a run without one.
 DEFAULT_SEED = 0
@@ -319,7 +320,8 @@ def check_start(
         f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.'
       ) from error
     raise
-  if is_other and not start.restore_cfg.builders:  # most builders drop the state of the optimizer
+  has_builders = start.restore_cfg is not None and bool(start.restore_cfg.builders)
+  if is_other and not has_builders:  # most builders drop the state of the optimizer
     logging.getLogger(__name__).warning(
       '%s was saved with the optimizer %s; this run continues from its state with %s.',
       start.path,
@@ -346,7 +348,7 @@ def make_state(
   partitioner: partitioning.PjitPartitioner,
   model: models.BaseModel,
   init_rng: jax.Array | None,
-) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
+) -> tuple[PyTree, checkpoints.RestoredCheckpoint | None]:
   """Restore or initialize the state, with each array on its devices.
 
   The state is that of the chain of builders. If it has parameters alone, the optimizer starts with them.
@@ -365,20 +367,29 @@ def make_state(
   restored = None
   config = state_init.stack_config(model)
   if start.is_new:
+    assert init_rng is not None  # new parameters need a key
     state = initializer.from_scratch(init_rng)
   else:
     shapes = initializer.global_train_state_shape
-    on_devices = partitioner.params_on_devices
+    shardings = None
+    if partitioner.params_on_devices:
+      shardings = partitioner.get_shardings(axes).state_dict()
+
+    def initial_state() -> Mapping[str, Any]:
+      assert init_rng is not None  # otherwise it is not called
+      return initializer.from_scratch(init_rng).state_dict()
+
+    from_params_fn = None
+    if not isinstance(shapes, InferenceState):
+      from_params_fn = initializer.begin_from_params
     restored = checkpoints.restore_checkpoint(
       start.path,
       shapes.state_dict(),
-      shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
+      shardings=shardings,
       restore_cfg=start.restore_cfg,
       network=config,
-      initial_state_fn=None
-      if init_rng is None
-      else lambda: initializer.from_scratch(init_rng).state_dict(),
-      from_params_fn=None if isinstance(shapes, InferenceState) else initializer.begin_from_params,
+      initial_state_fn=None if init_rng is None else initial_state,
+      from_params_fn=from_params_fn,
       is_resuming=start.resumes,
     )
     state = shapes.restore_state(restored.state)
@@ -502,10 +513,12 @@ def check_finite(start: StartingPoint, state: TrainState) -> None:
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:
   """Return the checkpoint metadata about the optimizer; the leaves of `train_state` may be shapes."""
+  without_average: Any = train_state
+  without_average = without_average.replace(param_average=None)
   return {
     'optimizer': {
       'name': train_state.optimizer_def.name,
-      'evaluates_other_params': train_state.replace(param_average=None).evaluates_other_params,
+      'evaluates_other_params': without_average.evaluates_other_params,
     }
   }
 

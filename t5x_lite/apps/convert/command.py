@@ -111,10 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_num_bytes(text: str) -> int:
   """Return the number of bytes of a text such as '5GB' or '2GiB'."""
   match = _SIZE.fullmatch(text.strip())
-  unit = None if match is None else _UNITS.get(match[2].upper())
-  if unit is None:
+  if match is None or match[2].upper() not in _UNITS:
     raise argparse.ArgumentTypeError(f'must be a size such as 5GB, 500MB or 2GiB, got {text!r}')
-  return int(decimal.Decimal(match[1]) * unit)
+  return int(decimal.Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
 def run_command(arguments: argparse.Namespace) -> int:

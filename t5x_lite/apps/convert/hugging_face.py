@@ -97,10 +97,9 @@ def prepare(
       unusable.
   """
   notes = []
+  folder = None
   if isinstance(source, sources.HuggingFaceSource):
     folder = source.folder
-  else:
-    folder = None
   architecture = architecture_of(source, plan)
   if folder is None and not plan.network.get('mlp_activations'):
     notes.append(
@@ -115,8 +114,6 @@ def prepare(
       )
   if family is None:
     family = hugging_face.guess_family(architecture)
-  else:
-    family = family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
   if folder is None and architecture.num_experts:

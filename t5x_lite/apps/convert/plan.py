@@ -104,11 +104,11 @@ class Reader:
     if name not in self._held:
       self._held = {}  # Frees the memory of the previous group.
       shapes = self._source.shapes()
-      values = self._source.read({each: (shapes[each].dtype, None) for each in self._group(name)})
+      todo = {each: (shapes[each].dtype, None) for each in self._group(name)}
+      values: dict[str, Any] = self._source.read(todo)
       for each in list(values):
-        self._held[each] = cast(
-          each, values.pop(each), dtype_of(each, shapes[each].dtype, self._dtype)
-        )
+        dtype = dtype_of(each, shapes[each].dtype, self._dtype)
+        self._held[each] = cast(each, values.pop(each), dtype)
     return self._held[name]
 
   def _group(self, first: str) -> list[str]:

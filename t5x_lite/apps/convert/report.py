@@ -49,6 +49,7 @@ def describe(done: Conversion) -> str:
 def _transformers_lines(done: Conversion) -> list[str]:
   family = done.family
   architecture = done.architecture
+  assert family is not None and architecture is not None  # known for the format 'hugging_face'
   classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
   lines = ['To load it with transformers:']
   path = done.path
@@ -102,6 +103,7 @@ def _family(done: Conversion) -> Family:
   if done.family is not None:
     return done.family
   architecture = done.architecture
+  assert architecture is not None  # otherwise `_gin_lines` suggests no flags
   if done.param_layout == 'scalable_t5':  # This layout has a table per layer in every family.
     architecture = dataclasses.replace(architecture, relpos_per_layer=False)
   return hugging_face.guess_family(architecture)
@@ -114,7 +116,10 @@ def _path_flag(done: Conversion) -> str:
 def _layout_flags(done: Conversion) -> list[str]:
   if done.param_layout == 'scalable_t5':
     return ['--gin.network.T5Config.param_layout=scalable_t5']
-  if done.architecture.relpos_per_layer and _family(done).name != 'umt5':
+  architecture = done.architecture
+  if architecture is None or not architecture.relpos_per_layer:
+    return []
+  if _family(done).name != 'umt5':
     return ['--gin.network.T5Config.relpos_bias_tables=per_layer']
   return []
 

@@ -167,9 +167,9 @@ def convert(
     CheckpointError: the source cannot be read, the output exists, or it cannot be written.
   """
   cfg = ConvertConfig(**options)
-  progress = progress or runtime.Progress(enabled=False)
+  shown = progress or runtime.Progress(enabled=False)
   _check_output(source, output)
-  progress.note('reading the source')
+  shown.note('reading the source')
   opened = open_newest(source)
   if cfg.param_average:
     opened = sources.AverageSource(opened)
@@ -203,9 +203,9 @@ def convert(
       'the disk of temporary files (TMPDIR)',
     )
   if opened.format != 'hugging_face':  # Opening a Hugging Face folder verifies it.
-    progress.note('verifying the source')
+    shown.note('verifying the source')
     opened.verify()
-  make = _Counter(Reader(opened, plan, cfg.dtype), len(plan.arrays), progress)
+  make = _Counter(Reader(opened, plan, cfg.dtype), len(plan.arrays), shown)
   at_step = (opened.step or 0) if cfg.step is None else cfg.step
   if target is not None:
     path = output
@@ -219,8 +219,8 @@ def convert(
       streaming.write_checkpoint(made, at_step, plan.arrays, make, metadata=_metadata(plan, opened))
     else:
       _write_t5x(made, at_step, plan, make)
-    progress.note('waiting for the disk')
-  progress.clear()
+    shown.note('waiting for the disk')
+  shown.clear()
   return Conversion(
     path=path,
     format=cfg.to,

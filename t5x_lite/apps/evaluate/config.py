@@ -120,7 +120,7 @@ class EvaluateConfig:
       },
       'settings': dict(self.settings or {}),
     }
-    if evaluator is not None:
+    if evaluator is not None and self.infer_eval_cfg is not None:
       identity['inference_eval'] = {
         'tasks': {task.name: len(task.examples) for task in evaluator.eval_tasks},
         'num_examples': self.infer_eval_cfg.num_examples,

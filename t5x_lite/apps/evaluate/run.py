@@ -141,8 +141,9 @@ def evaluate(
       ).call,
       doing='opening the evaluation data',
     )
-    if cfg.verify_matching_vocabs_fn is not None:
-      open_fn(lambda: cfg.verify_matching_vocabs_fn(cfg.dataset_cfg, cfg.model))
+    verify_fn = cfg.verify_matching_vocabs_fn
+    if verify_fn is not None:
+      open_fn(lambda: verify_fn(cfg.dataset_cfg, cfg.model))
     evaluator = _open_evaluator(cfg, open_fn, progress)
     if evaluator is not None:
       stack.callback(evaluator.close)
@@ -426,21 +427,23 @@ def _write_best(
   cfg: EvaluateConfig, record: eval_record.EvalRecord, found: Mapping[str, float]
 ) -> None:
   """Write the best checkpoint to best.json; raise if the metric is not in the results."""
-  if cfg.best_metric is not None and cfg.best_metric not in found:
+  metric = cfg.best_metric
+  if metric is None:
+    return
+  if metric not in found:
     raise ConfigError(
-      f'`evaluate.best_metric` is {cfg.best_metric!r}, which is not in the results.'
-      f'{did_you_mean(cfg.best_metric, found)} The results are kept; rerun the command with another '
-      'metric.'
+      f'`evaluate.best_metric` is {metric!r}, which is not in the results.'
+      f'{did_you_mean(metric, found)} The results are kept; rerun the command with another metric.'
     )
   best = _best(cfg, record)
   if multihost.is_lead() and best is not None:
     eval_record.write_json(
       files.path(cfg.output_dir) / BEST_FILENAME,
       {
-        'metric': cfg.best_metric,
+        'metric': metric,
         'mode': cfg.best_metric_mode,
         'step': best,
-        'value': record.results[best][cfg.best_metric],
+        'value': record.results[best][metric],
         'path': record.path(best),
       },
     )
@@ -451,9 +454,11 @@ def _print_results(
 ) -> None:
   results = record.results
   print(report.format_evaluations(results, tasks), flush=True)
-  if (best := _best(cfg, record)) is not None:
+  metric = cfg.best_metric
+  best = _best(cfg, record)
+  if metric is not None and best is not None:
     print(
-      f'\nBest by {cfg.best_metric} ({cfg.best_metric_mode}): step {best:,}, '
-      f'{format_number(results[best][cfg.best_metric])}, {record.path(best)}'
+      f'\nBest by {metric} ({cfg.best_metric_mode}): step {best:,}, '
+      f'{format_number(results[best][metric])}, {record.path(best)}'
     )
   print(f'\nResults are in {cfg.output_dir}.', flush=True)

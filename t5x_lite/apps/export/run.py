@@ -215,7 +215,7 @@ def save(
     _write_variables(temporary / PARAMS_FILE, variables)
     functions = {}
     for program in programs:
-      content = program.exported.serialize()
+      content = bytes(program.exported.serialize())
       files.write(temporary / f'{program.name}.stablehlo', content, durable=False)
       functions[program.name] = _describe_program(program, len(variables), content)
     if saved_model:
@@ -356,7 +356,8 @@ def _write_variables(path: pathlib.Path, variables: Mapping[str, np.ndarray]) ->
     return np.ascontiguousarray(value).view(f'uint{8 * value.dtype.itemsize}')
 
   with open(path, 'wb') as file:
-    np.savez(file, **{name: plain(value) for name, value in variables.items()})
+    arrays: dict[str, Any] = {name: plain(value) for name, value in variables.items()}
+    np.savez(file, **arrays)
 
 
 def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ version that supports them.
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import os
 from typing import Any
 import warnings
@@ -33,7 +34,7 @@ def check_tensorflow() -> None:
     ConfigError: with the versions.
   """
   _, xla = _import()
-  ours = jax.config.jax_export_calling_convention_version
+  ours = jax.config.values['jax_export_calling_convention_version']
   theirs = xla.call_module_maximum_supported_version()
   if ours > theirs:
     raise ConfigError(
@@ -56,10 +57,8 @@ def _import() -> tuple[Any, Any]:
     module_imports.import_triton_first()
     import tensorflow as tf
     from tensorflow.compiler.tf2xla.python import xla
-  try:
+  with contextlib.suppress(RuntimeError):  # TensorFlow was initialized before.
     tf.config.set_visible_devices([], 'GPU')  # JAX uses the memory of accelerators.
-  except RuntimeError:
-    pass  # TensorFlow was initialized before.
   return tf, xla
 
 
@@ -128,7 +127,7 @@ def _signature(
       Sout=list(map(shape, exported.out_avals)),
       platforms=[platform.upper() for platform in exported.platforms],
       disabled_checks=[str(check) for check in exported.disabled_safety_checks],
-      use_shardy_partitioner=bool(jax.config.jax_use_shardy_partitioner),
+      use_shardy_partitioner=bool(jax.config.values['jax_use_shardy_partitioner']),
     )
     return dict(zip(sorted(out_avals), results, strict=True))
 

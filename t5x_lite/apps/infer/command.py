@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 from t5x_lite import files
 from t5x_lite.apps.common.flags import add_gin_arguments
@@ -113,10 +114,11 @@ def run_command(arguments: argparse.Namespace) -> int:
   with tempfile.TemporaryDirectory(prefix='t5x_lite_infer_') as temporary:
     with contextlib.redirect_stdout(io.StringIO()) as report:
       paths = _infer(arguments, temporary, 'results.jsonl')
+    out: Any = sys.stdout
     for path in paths:
       with open(path, encoding='utf-8', newline='') as results:
-        shutil.copyfileobj(results, sys.stdout)
-      sys.stdout.flush()
+        shutil.copyfileobj(results, out)
+      out.flush()
       print(report.getvalue().replace(path, 'standard output'), end='', file=sys.stderr)
   return ExitCode.OK
 

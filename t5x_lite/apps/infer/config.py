@@ -111,14 +111,10 @@ class InferConfig:
         ('targets', 'inputs'), 'For another vocabulary, set a write_fn that knows it.'
       ),
     )
-    object.__setattr__(
-      self,
-      'shard',
-      Shard(
-        shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id,
-        num_shards=self.num_shards,
-      ),
-    )
+    options: dict[str, Any] = {'shard_id': self.shard_id, 'num_shards': self.num_shards}
+    if options == {'shard_id': None, 'num_shards': 1}:
+      options['shard_id'] = 0
+    object.__setattr__(self, 'shard', Shard(**options))
     object.__setattr__(
       self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size)
     )

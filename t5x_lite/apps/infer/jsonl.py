@@ -12,6 +12,7 @@ from t5x_lite import files
 from t5x_lite.errors import ConfigError
 from t5x_lite.json_lines import JsonEncoder
 from t5x_lite.json_lines import to_line
+from t5x_lite.types import PyTree
 
 # Predictions or scores of examples, and auxiliary outputs; the first axis of every array is the example.
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
@@ -79,10 +80,9 @@ def write_inferences_to_file(
       'Remove one of them.'
     )
   predictions, aux = inferences
-  if hasattr(task_ds, 'as_numpy_iterator'):
-    examples = task_ds.as_numpy_iterator()
-  else:
-    examples = task_ds
+  examples: Any = task_ds
+  if hasattr(examples, 'as_numpy_iterator'):
+    examples = examples.as_numpy_iterator()
   if input_fields_to_include is not None:
     wanted = {
       *input_fields_to_include,
@@ -105,9 +105,7 @@ def write_inferences_to_file(
         if output_ids:
           line['prediction_tokens'] = _tokens(found)
       if mode == 'predict_with_aux' or aux:
-        line['aux'] = jax.tree.map(
-          lambda values: values[i], aux, is_leaf=lambda node: isinstance(node, list)
-        )
+        line['aux'] = _row(aux, i)
       yield to_line(line, cls=json_encoder_cls)
 
   if files.is_remote(path):
@@ -115,6 +113,11 @@ def write_inferences_to_file(
     return
   with open(path, 'w', encoding='utf-8', newline='\n') as file:
     file.writelines(lines())
+
+
+def _row(aux: PyTree, i: int) -> PyTree:
+  """Return the values of an example, of arrays or lists of values per example."""
+  return jax.tree.map(lambda values: values[i], aux, is_leaf=lambda node: isinstance(node, list))
 
 
 def _decode(ids: Any, vocabulary: Any) -> Any:

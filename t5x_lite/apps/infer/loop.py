@@ -15,7 +15,7 @@ from t5x_lite import runtime
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.infer.config import InferConfig
 from t5x_lite.apps.infer.jsonl import Inferences
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import EvaluationState
 from t5x_lite.types import Array, PyTree
 
 # Number of batches that are prepared ahead, and of chunks that may wait to be written.
@@ -84,7 +84,7 @@ def infer_source(
   source: data.ExampleSource,
   cfg: InferConfig,
   runner: evaluation.PredictRunner,
-  train_state: TrainState,
+  train_state: EvaluationState,
   train_state_axes: PyTree,
   *,
   first_batch: int,

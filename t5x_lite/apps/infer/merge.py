@@ -89,14 +89,17 @@ def merge_shards(paths: paths_lib.ResultPaths) -> list[int]:
 
 def merged_totals(paths: paths_lib.ResultPaths) -> dict[str, int]:
   """Return 'num_examples' and 'num_cut' over all shards, after `merge_shards` has merged them."""
-  results = [
-    paths_lib.read_json(paths.of_shard(i).shard_folder / paths_lib.RUN_FILE)['result']
-    for i in range(paths.num_shards)
-  ]
+  results = []
+  for i in range(paths.num_shards):
+    run = paths_lib.read_json(paths.of_shard(i).shard_folder / paths_lib.RUN_FILE)
+    assert run is not None  # `merge_shards` has read it
+    results.append(run['result'])
   return {name: sum(result[name] for result in results) for name in paths_lib.TOTALS}
 
 
-def _check_mergeable(shards: list[paths_lib.ResultPaths], runs: list[Mapping[str, Any]]) -> None:
+def _check_mergeable(
+  shards: Sequence[paths_lib.ResultPaths], runs: Sequence[Mapping[str, Any]]
+) -> None:
   """Raise if a shard's file was modified, or if shards have different settings or sources."""
   total = runs[0]['num_source_examples']
   for shard, run in zip(shards, runs, strict=True):

@@ -151,10 +151,11 @@ def write_result(
     write_fn(local)
     record(local)
 
-  if files.is_remote(path):  # A store cannot rename, but an object appears as a whole.
+  merged = state_folder / 'merged'
+  if not isinstance(path, pathlib.Path) or not isinstance(merged, pathlib.Path):
+    # A store cannot rename, but an object appears as a whole.
     files.write(path, write_and_record)
     return
-  merged = state_folder / 'merged'
   files.write(merged, write_fn)
   record(merged)
   files.rename(merged, path)

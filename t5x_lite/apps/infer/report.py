@@ -110,21 +110,28 @@ def _verb(number: int) -> str:
 
 def _first_results(path: files.Path | None) -> list[dict[str, Any]]:
   """Return the first results as flat dicts; [] if a user's `write_fn` has another format."""
+  if path is None:
+    return []
   rows = []
-  if path is not None:
-    for _, found in itertools.islice(json_lines.read(path), _NUM_SHOWN):
-      try:
-        inputs = found['inputs']
-        texts = {
-          name: inputs.get(f'{name}_pretokenized', inputs.get(name, ''))
-          for name in ('inputs', 'targets')
-        }
-        score = found.get('score', (found.get('aux') or {}).get('scores'))
-      except (KeyError, TypeError, AttributeError):
-        return []
-      shown = {'prediction': _best(found.get('prediction')), 'score': _best(score), **texts}
-      rows.append({name: value for name, value in shown.items() if value not in (None, '')})
+  for _, row in itertools.islice(json_lines.read(path), _NUM_SHOWN):
+    try:
+      rows.append(_flat(row))
+    except (KeyError, TypeError, AttributeError):
+      return []
   return rows
+
+
+def _flat(row: Any) -> dict[str, Any]:
+  """Return what to show of a result in T5X's format, without empty values; raise for another format."""
+  inputs = row['inputs']
+  aux = row.get('aux') or {}
+  shown = {
+    'prediction': _best(row.get('prediction')),
+    'score': _best(row.get('score', aux.get('scores'))),
+  }
+  for name in ('inputs', 'targets'):
+    shown[name] = inputs.get(f'{name}_pretokenized', inputs.get(name, ''))
+  return {name: value for name, value in shown.items() if value not in (None, '')}
 
 
 def _best(values: Any) -> Any:

@@ -8,6 +8,7 @@ The same command resumes a run that was stopped or killed; the results are those
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import functools
 import inspect
 import time
 from typing import Any
@@ -179,19 +180,15 @@ def infer(
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoint and former results of this run, both checked before the checkpoint is restored
     # ------------------------------------------------------------------------------------------------------------------
-    stores: list[ShardStore | None] = []
+    stores: list[Any] = []  # a `ShardStore` per source; None except on the lead process
 
     def open_stores(path: str | None, step: int) -> bool:
       """Open the stores; return whether all results are on disk."""
-      stores[:] = [
-        _on_lead(
-          lambda o=outcome, s=source: ShardStore(
-            o.paths, cfg.identity(s, path, step), cfg.layout.batch_size
-          )
-        )
-        for outcome, source in zip(outcomes, sources, strict=True)
-      ]
-      return _agreed(all(store.has_all_chunks for store in stores if store is not None))
+      stores.clear()
+      for outcome, source in zip(outcomes, sources, strict=True):
+        open_fn = functools.partial(_open_store, outcome, source, cfg, path, step)
+        stores.append(_on_lead(open_fn))
+      return _agreed(all(map(_has_all_chunks, stores)))
 
     progress.note('looking for the checkpoint')
     spec = sources[0].element_spec(cfg.layout.batch_size)
@@ -215,11 +212,11 @@ def infer(
       if not stores:
         open_stores(path, step)
       for source, store, outcome in zip(sources, stores, outcomes, strict=True):
-        first_batch = int(
-          multihost.broadcast_from_lead(np.int32(0 if store is None else store.next_batch))
-        )
-        if _agreed(store is None or store.has_all_chunks):
-          _on_lead(lambda s=store: _begin(s, cfg, step))
+        begin = functools.partial(_begin, store, cfg, step)
+        next_batch, num_done = _position(store)
+        first_batch = int(multihost.broadcast_from_lead(np.int32(next_batch)))
+        if _agreed(_has_all_chunks(store)):
+          _on_lead(begin)
           continue
         progress.note('compiling')
         started = time.perf_counter()
@@ -231,10 +228,8 @@ def infer(
           f'{origin or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.'
         )
         # Recorded after compiling, which raises for invalid decoding options.
-        _on_lead(lambda s=store: _begin(s, cfg, step))
-        counter = _Counter(
-          progress, source, cfg, 0 if store is None else store.totals['num_examples']
-        )
+        _on_lead(begin)
+        counter = _Counter(progress, source, cfg, num_done)
         started = time.perf_counter()
         num_source_examples = infer_source(
           source,
@@ -249,12 +244,14 @@ def infer(
           on_batch=counter.add,
         )
         counter.end()
-        outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
+        outcome.num_new = counter.num_new
+        outcome.seconds = time.perf_counter() - started
         if num_source_examples is None:
+          signal = signals.name or 'a signal to another process'
+          hint = ' (with the same input)' if cfg.is_stream else ''
           raise StoppedOnSignalError(
-            f'Stopped after {counter.done:,} examples of {source.name!r} by '
-            f'{signals.name or "a signal to another process"}; the results so far are saved. To '
-            f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {runtime.command_line()}'
+            f'Stopped after {counter.done:,} examples of {source.name!r} by {signal}; the results '
+            f'so far are saved. To resume{hint}:\n  {runtime.command_line()}'
           )
         _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
       del train_state
@@ -263,7 +260,7 @@ def infer(
     # Write: merge the chunks, and the shards if this was the last one; print the report
     # ------------------------------------------------------------------------------------------------------------------
     for store, outcome in zip(stores, outcomes, strict=True):
-      _on_lead(lambda s=store, o=outcome: _finish(s, o, cfg))
+      _on_lead(functools.partial(_finish, store, outcome, cfg))
     progress.clear()
     if not is_lead:
       return []
@@ -314,7 +311,7 @@ def update_measurement_series(series_name: str, step: int, value: float) -> None
 def _check_workers(cfg: InferConfig) -> None:
   """Raise if the processes of a cluster have different shards, which are separate runs."""
   if cfg.num_shards > 1 and multihost.any_process(
-    bool(multihost.broadcast_from_lead(np.int32(cfg.shard_id)) != cfg.shard_id)
+    bool(multihost.broadcast_from_lead(np.int32(cfg.shard.shard_id)) != cfg.shard.shard_id)
   ):
     raise ConfigError(
       f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '
@@ -357,6 +354,23 @@ def _on_lead(fn: Callable[[], Any]) -> Any:
 def _agreed(flag: bool) -> bool:
   """Return the lead process's `flag`."""
   return bool(multihost.broadcast_from_lead(np.bool_(flag)))
+
+
+def _open_store(
+  outcome: Outcome, source: data.ExampleSource, cfg: InferConfig, path: str | None, step: int
+) -> ShardStore:
+  return ShardStore(outcome.paths, cfg.identity(source, path, step), cfg.layout.batch_size)
+
+
+def _has_all_chunks(store: ShardStore | None) -> bool:
+  return store is None or store.has_all_chunks
+
+
+def _position(store: ShardStore | None) -> tuple[int, int]:
+  """Return the next batch and the number of examples that are done; (0, 0) without the store."""
+  if store is None:
+    return 0, 0
+  return store.next_batch, store.totals['num_examples']
 
 
 def _begin(store: ShardStore, cfg: InferConfig, step: int) -> None:

@@ -3,7 +3,7 @@
 `paths` describes the files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import json
 import pathlib
@@ -173,13 +173,12 @@ class ShardStore:
     }
     self._remove_chunks(kept)
 
-  def _remove_chunks(self, kept: set[str] = frozenset()) -> None:
-    paths = [
-      path
-      for path in self.paths.shard_folder.glob('*')
-      if path.name not in kept
-      and (path.name.startswith(('chunk-', 'merged')) or files.WRITING_INFIX in path.name)
-    ]
+  def _remove_chunks(self, kept: Collection[str] = ()) -> None:
+    paths = []
+    for path in self.paths.shard_folder.glob('*'):
+      is_ours = path.name.startswith(('chunk-', 'merged')) or files.WRITING_INFIX in path.name
+      if is_ours and path.name not in kept:
+        paths.append(path)
     # Descriptions first: a chunk without its description does not count.
     for path in sorted(paths, key=lambda path: (path.suffix != '.json', path.name)):
       files.remove(path)

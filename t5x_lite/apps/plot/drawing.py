@@ -103,8 +103,10 @@ def draw(
     _PANEL_HEIGHT * (1 if is_one_row else sum(rows)),
   ]
   figure = Figure(figsize=(width, sum(heights)), layout='constrained')
-  figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
-  header, body = figure.subfigures(2, 1, height_ratios=heights)
+  layout: Any = figure.get_layout_engine()
+  layout.set(w_pad=0.1, h_pad=0.06)
+  parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+  header, body = parts
   header.text(
     0.1 / width,
     1 - 0.08 / heights[0],

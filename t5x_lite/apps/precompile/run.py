@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import time
 from typing import Any
 
@@ -204,18 +205,18 @@ def _compile(
     lowered = lower_fn()
     compiled = lowered.compile()
   seconds = time.perf_counter() - start
-  memory = compiled.memory_analysis()
+  memory: Any = compiled.memory_analysis()
   cost = compiled.cost_analysis() or {}
   hlo_files = []
   if folder is not None and multihost.is_lead():
-    stem = ''.join(c if c.isalnum() else '_' for c in name).strip('_')
-    for suffix, text in (
-      ('stablehlo.mlir', lowered.as_text()),
-      ('optimized_hlo.txt', compiled.as_text()),
-    ):
+    stem = re.sub(r'\W', '_', name).strip('_')
+    texts = {'stablehlo.mlir': lowered.as_text(), 'optimized_hlo.txt': compiled.as_text()}
+    for suffix, text in texts.items():
+      assert text is not None  # the backends of XLA have texts
+      path = folder / f'{stem}.{suffix}'
       folder.mkdir(parents=True, exist_ok=True)
-      files.write(folder / f'{stem}.{suffix}', text, durable=False)
-      hlo_files.append(str(folder / f'{stem}.{suffix}'))
+      files.write(path, text, durable=False)
+      hlo_files.append(str(path))
   return CompiledProgram(
     name=name,
     seconds=seconds,
@@ -234,46 +235,36 @@ def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.Pjit
   """Return a table of the programs, followed by how to use the cache."""
   mesh = partitioner.mesh
   axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
-  rows = [
-    (
-      'program',
-      'seconds',
-      'cache',
-      'GFLOP',
-      'arguments',
-      'outputs',
-      'in place',
-      'temporaries',
-      'code',
-      'total',
-    )
-  ]
+  titles = (
+    'program',
+    'seconds',
+    'cache',
+    'GFLOP',
+    'arguments',
+    'outputs',
+    'in place',
+    'temporaries',
+    'code',
+    'total',
+  )
+  rows: list[tuple[str, ...]] = [titles]
   for p in programs:
-    rows.append(
-      (
-        p.name,
-        f'{p.seconds:.1f}',
-        p.cache,
-        f'{p.flops / 1e9:.3g}',
-        *map(
-          format_bytes,
-          (
-            p.argument_bytes,
-            p.output_bytes,
-            p.alias_bytes,
-            p.temporary_bytes,
-            p.code_bytes,
-            p.total_bytes,
-          ),
-        ),
-      )
+    sizes = (
+      p.argument_bytes,
+      p.output_bytes,
+      p.alias_bytes,
+      p.temporary_bytes,
+      p.code_bytes,
+      p.total_bytes,
     )
+    numbers = (f'{p.seconds:.1f}', p.cache, f'{p.flops / 1e9:.3g}')
+    rows.append((p.name, *numbers, *map(format_bytes, sizes)))
   parts = [
     f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and '
     'memory are per device',
     format_table(rows),
   ]
-  folder = jax.config.jax_compilation_cache_dir
+  folder = jax.config.values['jax_compilation_cache_dir']
   if not folder:
     parts.append('No compilation cache is configured: the programs are not kept.')
   elif folder == str(runtime.default_folder()):

@@ -207,7 +207,7 @@ class TrainBatches:
 
   def _take(self) -> Batch:
     """Return the next batch; raise StopIteration if the data has ended on this or, if they agree, on any process."""
-    batch = None
+    batch: Any = None
     try:
       batch = self._wait(self._batches.take)
     except StopIteration:

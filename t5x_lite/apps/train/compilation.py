@@ -31,7 +31,7 @@ class CompiledStep:
   def __str__(self) -> str:
     what = 'Compiled the training step'
     if self.cache_hit:
-      what = f'Loaded the training step from {jax.config.jax_compilation_cache_dir}'
+      what = f'Loaded the training step from {jax.config.values["jax_compilation_cache_dir"]}'
     return f'{what} in {self.seconds:.1f} s with tracing; step and state: {self.all_programs}.'
 
 

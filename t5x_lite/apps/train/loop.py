@@ -41,6 +41,7 @@ from t5x_lite.errors import (
   did_you_mean,
 )
 from t5x_lite.evaluation import Threshold
+from t5x_lite.formatting import capitalized
 from t5x_lite.train_state import TrainState
 
 # After a signal, a store that does not answer has this time before the checkpoint goes to the spool folder.
@@ -135,13 +136,11 @@ class TrainLoop:
       self.signals.doing = 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
-    if (
-      self.saves is not None
-      and not self.start.resumes
-      and (reasons := self.saves.reasons(self._first_step))
-    ):
-      with self.watchdog.watching('saving'):
-        self.saves.save(reasons, self.evaluation_due)
+    if self.saves is not None and not self.start.resumes:
+      reasons = self.saves.reasons(self._first_step)
+      if reasons:
+        with self.watchdog.watching('saving'):
+          self.saves.save(reasons, self.evaluation_due)
     self._first_best = self.facts.get('best_metrics', [])
     self._begin_progress(self._first_step)
 
@@ -180,18 +179,17 @@ class TrainLoop:
       # Metrics are read one step late: read the last ones before evaluating or saving.
       with self.watchdog.watching():
         trainer.finish_steps(self._on_step)
-    if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
-      self._request_stop(
-        run_actions(
-          ActionMode.TRAIN, actions, lambda: trainer.train_state, {TRAIN_METRIC_KEY: values}
-        )
-      )
+    if summary is not None and ActionMode.TRAIN in actions:
+      values = summary.result()
+      if values:
+        metrics = {TRAIN_METRIC_KEY: values}
+        stop = run_actions(ActionMode.TRAIN, actions, lambda: trainer.train_state, metrics)
+        self._request_stop(stop)
     if trainer.step > stretch.first or self.batches.has_ended:
       with self._keeping_error():
+        self.evaluation_due = ()
         if self._is_complete:
           self.evaluation_due = self._due_evaluations(stretch, summary)
-        else:
-          self.evaluation_due = ()
 
   @contextlib.contextmanager
   def _keeping_error(self) -> Iterator[None]:
@@ -204,7 +202,7 @@ class TrainLoop:
       self._error = error
 
   def _due_evaluations(
-    self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture
+    self, stretch: Stretch, summary: trainer_lib.MetricValueMapFuture | None
   ) -> tuple[str, ...]:
     """Return the names of the evaluations at the end of a stretch whose condition holds."""
     whens = self.cfg.whens
@@ -212,19 +210,17 @@ class TrainLoop:
     last_step = self.last_step
     names = stretch.evaluations
     if self.batches.has_ended or self._stop == Stop.EARLY:
-      last_step, names = (
-        step,
-        tuple(name for name, when in whens.items() if when.is_due(step, step)),
-      )
+      last_step = step
+      names = tuple(name for name, when in whens.items() if when.is_due(step, step))
 
     def is_met(when):
       if when.condition is None or when.is_due_at_end(step, last_step):
         return True
-      numbers = {
-        name: float(np.asarray(value.value))
-        for name, value in summary.result().items()
-        if isinstance(value, clu.values.Scalar)
-      }
+      assert summary is not None  # the stretch has steps
+      numbers = {}
+      for name, value in summary.result().items():
+        if isinstance(value, clu.values.Scalar):
+          numbers[name] = float(np.asarray(value.value))
       self._warn_of_unknown_metric(when.condition, numbers)
       holds = checks.call_custom(
         'When', 'condition', 'step, metrics', when.condition, step, numbers
@@ -244,11 +240,9 @@ class TrainLoop:
 
   def _warn_of_unknown_metric(self, condition: Any, metrics: Mapping[str, float]) -> None:
     """Warn once if the metrics of training lack that of a `Threshold`, whose evaluation is then left out."""
-    if (
-      not isinstance(condition, Threshold)
-      or not metrics
-      or condition.metric in {*metrics, *self._unknown_metrics}
-    ):
+    if not isinstance(condition, Threshold) or not metrics:
+      return
+    if condition.metric in {*metrics, *self._unknown_metrics}:
       return
     self._unknown_metrics.add(condition.metric)
     logging.getLogger(__name__).warning(
@@ -280,11 +274,11 @@ class TrainLoop:
     reasons = []
     if self._is_complete and self._error is None:
       with self._keeping_error():
-        reasons = self.saves.reasons(self.trainer.step, self.evaluation_due)
+        reasons = list(self.saves.reasons(self.trainer.step, self.evaluation_due))
     self.trainer.stop_training |= self._error is not None
     reasons_to_end = self._reasons_to_end()
     reasons += reasons_to_end
-    if reasons or (self._is_complete and self._stretch.save):
+    if reasons or (self._is_complete and self._stretch is not None and self._stretch.save):
       with self.watchdog.watching('saving'):
         self.saves.save(
           reasons or ['fixed step'],
@@ -314,7 +308,7 @@ class TrainLoop:
       self._has_given_up = self._num_roll_backs >= self.trainer.non_finite.policy.roll_back_limit
       if not self._has_given_up and not self.trainer.stop_training:
         self._roll_back()
-    elif self._is_complete and self._stretch.collect_garbage:
+    elif self._is_complete and self._stretch is not None and self._stretch.collect_garbage:
       self.collect_garbage_fn()
 
   # ---- After the last step -------------------------------------------------------------------------------------------
@@ -387,6 +381,7 @@ class TrainLoop:
 
   @property
   def _is_complete(self) -> bool:
+    assert self._stretch is not None  # set by `train`
     return self.trainer.step == self._stretch.last or self.batches.has_ended
 
   @property
@@ -423,13 +418,14 @@ class TrainLoop:
       try:
         self._request_stop(self.evaluations.evaluate(names))
         if self._stop == Stop.EARLY:  # The run ends here.
-          at_end = [
-            name for name, when in self.cfg.whens.items() if when.at_end and name not in names
-          ]
+          at_end = []
+          for name, when in self.cfg.whens.items():
+            if when.at_end and name not in names:
+              at_end.append(name)
           self._request_stop(self.evaluations.evaluate(at_end))
           names += at_end
         self.evaluation_due = ()
-        if record_metrics:
+        if record_metrics and self.saves is not None:
           self.saves.record_metrics(self.trainer.step)
       except EvaluationInterrupted:
         # The evaluation will be repeated, so actions must forget this one.
@@ -470,10 +466,9 @@ class TrainLoop:
     """Restore the newest sound checkpoint, or else the run's starting point, and plan from there."""
     trainer = self.trainer
     cfg = self.cfg
-    finding, bad_step_age = (
-      trainer.non_finite.finding,
-      trainer.step - trainer.non_finite.finding.step,
-    )
+    finding = trainer.non_finite.finding
+    assert finding is not None  # checked by `recover`
+    bad_step_age = trainer.step - finding.step
     try:
       point = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     except CheckpointDamagedError:  # The first steps were bad.
@@ -484,12 +479,14 @@ class TrainLoop:
       point = self.start
     self.facts['num_roll_backs'] = self._num_roll_backs + 1
     recorded = point.metadata.get('run', {}).get('best_metrics', [])
-    self.facts['best_metrics'] = self._first_best if point.step == self.start.step else recorded
+    if point.step == self.start.step:
+      recorded = self._first_best
+    self.facts['best_metrics'] = recorded
     log = logging.getLogger(__name__)
     log.warning(
       '%s is not finite: rolling back to %s at step %d and skipping the batch of this step (rollback %d of '
       '%d).',
-      finding.what[:1].upper() + finding.what[1:],
+      capitalized(finding.what),
       point.description,
       point.step,
       self._num_roll_backs,

@@ -268,6 +268,10 @@ def train(
       watchdog.beat()
       events.tick()
 
+    def is_computing() -> bool:
+      step: Any = trainer.step_state.step
+      return not step.is_ready()
+
     def note(text: str) -> None:
       if signals.is_due():
         raise EvaluationInterrupted
@@ -275,23 +279,22 @@ def train(
       events.tick()
       progress.note(text)
 
-    evaluations = stack.enter_context(
-      contextlib.closing(
-        RunEvaluations(
-          trainer=trainer,
-          evaluations=run_data.evaluations,
-          summary_dir=None if cfg.dry_run else cfg.model_dir,
-          progress=progress,
-          note_fn=note,
-          compiling_fn=functools.partial(log_compilation, watchdog, progress),
-          actions=cfg.actions_by_mode,
-          read_fn=waiting.DataWaits(
-            signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait
-          ).iterate,
-        )
-      )
+    waits = waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait)
+    run_evaluations = RunEvaluations(
+      trainer=trainer,
+      evaluations=run_data.evaluations,
+      summary_dir=None if cfg.dry_run else cfg.model_dir,
+      progress=progress,
+      note_fn=note,
+      compiling_fn=functools.partial(log_compilation, watchdog, progress),
+      actions=cfg.actions_by_mode,
+      read_fn=waits.iterate,
     )
-    evaluations.check_metric_names(() if save_cfg is None else checkpoints.metric_names(save_cfg))
+    stack.enter_context(contextlib.closing(run_evaluations))
+    names = ()
+    if save_cfg is not None:
+      names = checkpoints.metric_names(save_cfg)
+    run_evaluations.check_metric_names(names)
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
       choices = parts_lib.trace_steps(trainer, run_data)
@@ -320,10 +323,12 @@ def train(
     restored = start_lib.set_state(
       trainer, start, initializer, cfg.partitioner, cfg.model, init_rng
     )
-    if restored is not None and trainer.non_finite.policy.tests:
-      start_lib.check_finite(start, trainer.step_state)
-    has_position = restored is not None and restored.data_state is not None
-    if has_position:
+    has_position = False
+    if restored is not None:
+      if trainer.non_finite.policy.tests:
+        start_lib.check_finite(start, trainer.step_state)
+      has_position = restored.data_state is not None
+    if restored is not None and has_position:
       start_lib.warn_of_process_count(start, restored.num_data_processes, batches)
       batches.set_state(restored.data_state)
       opening.until(batches.open, 'restoring the position in the training data')
@@ -341,7 +346,7 @@ def train(
       may_end=cfg.may_end,
       max_batch_seconds=cfg.max_batch_seconds,
       on_wait=on_wait,
-      is_computing=lambda: not trainer.step_state.step.is_ready(),
+      is_computing=is_computing,
       phase_fn=events.phase,
     )
     # The run may have been stopped before this step's evaluation.
@@ -379,7 +384,7 @@ def train(
         manager,
         cfg,
         trainer=trainer,
-        evaluations=evaluations,
+        evaluations=run_evaluations,
         batches=train_batches,
         run_facts=facts,
         progress=progress,
@@ -401,7 +406,7 @@ def train(
       init_rng=init_rng,
       compilation=compilation,
       batches=train_batches,
-      evaluations=evaluations,
+      evaluations=run_evaluations,
       saves=saves,
       start=start,
       plan_fn=plan_fn,

@@ -22,6 +22,7 @@ from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, of_other_process
 from t5x_lite.evaluation import TRAINING_EVAL
+from t5x_lite.formatting import capitalized
 
 _FAILED = object()
 _OF_ANOTHER_PROCESS = of_other_process(
@@ -283,12 +284,13 @@ class TrainSaves:
     """Mark the checkpoints whose parameters caused the non-finite loss that the trainer found."""
     self.wait()
     finding = self._trainer.non_finite.finding
+    assert finding is not None  # the reason of this call
     # With skipped updates, a later batch may have shown that the parameters are finite.
     if finding.params_may_be_bad and self._trainer.non_finite.newest_finite_step < finding.step:
       self._manager.mark_unsound(
         finding.step - 1,
         self._trainer.step,
-        f'{finding.what[:1].upper()}{finding.what[1:]} was not finite. '
+        f'{capitalized(finding.what)} was not finite. '
         'Delete this file to use the checkpoint anyway.',
       )
 

@@ -115,10 +115,13 @@ def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   kinds = {name: getattr(arguments, name) for name in ('text', 'json_lines', 'corpus', 'from_task')}
   given = [f'--{name}' for name, value in kinds.items() if value]
-  problem = '' if given else _problem_without_training(arguments)
-  if len(given) > 1:
+  num_pieces: int | None = arguments.vocab_size
+  problem = ''
+  if not given:
+    problem = _problem_without_training(arguments)
+  elif len(given) > 1:
     problem = f'{" and ".join(given)} cannot be combined. Choose one kind of text to train on.'
-  elif given and arguments.vocab_size is None:
+  elif num_pieces is None:
     problem = f'{given[0]} requires --vocab_size, the number of pieces, e.g. --vocab_size=900.'
   if problem:
     raise ConfigError(problem)

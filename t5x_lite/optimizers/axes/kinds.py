@@ -16,7 +16,7 @@ import optax
 
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import names
-from t5x_lite.types import LogicalAxes, PyTree
+from t5x_lite.types import LogicalAxes, PyTree, PyTreeDef
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

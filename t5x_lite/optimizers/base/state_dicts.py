@@ -14,7 +14,7 @@ import flax.serialization
 import jax
 
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
-from t5x_lite.types import PyTree
+from t5x_lite.types import PyTree, PyTreeDef
 
 # Contents of each entry of a train state's state dict, and the configuration that determines its structure.
 _SECTIONS = {

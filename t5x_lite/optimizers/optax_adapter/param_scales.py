@@ -17,7 +17,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.base.param_scales import OWNER
 from t5x_lite.optimizers.base.param_scales import ParamScales
-from t5x_lite.types import PyTree
+from t5x_lite.types import PyTree, PyTreeDef
 
 # Names of the options that are weight decays of single parameters.
 WEIGHT_DECAYS = ('weight_decay', 'weight_decay_rate', 'adam_weight_decay')
@@ -186,9 +186,7 @@ def scale_per_parameter(
   )
 
 
-def _choose(
-  treedef: PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]
-) -> PyTree:
+def _choose(treedef: PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]) -> PyTree:
   """Return a tree like each of `nodes`, whose values for a parameter are those of its chosen node.
 
   Args:

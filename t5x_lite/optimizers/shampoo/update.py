@@ -40,7 +40,7 @@ from t5x_lite.optimizers.shampoo.roots import RootOptions
 from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats
 from t5x_lite.optimizers.shampoo.state import ParameterStats
 from t5x_lite.optimizers.shampoo.state import ShampooState
-from t5x_lite.types import Params, PyTree
+from t5x_lite.types import Params, PyTree, PyTreeDef
 
 # A number, a function of the number of previous updates, or a traced scalar.
 LearningRate = float | jax.Array | Callable[[jax.Array], Any]
