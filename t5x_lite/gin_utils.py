@@ -142,13 +142,14 @@ class Configuration:
       options = getattr(error, 'options', None)
       if options is not None:
         scope = self._scope(str(error), options.argument)
-        options.locations = []
+        found = []
         for name, shown in options.shown.items():
           location = gin_check.location_of(
             options.owner, name, shown, self.uses, self.locations, scope
           )
           if location is not None:
-            options.locations.append(str(location))
+            found.append(str(location))
+        options.locations = found
       raise
 
   def _scope(self, message: str, argument: str) -> tuple[str, ...] | None:

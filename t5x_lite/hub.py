@@ -74,8 +74,7 @@ def local_folder(name: str) -> pathlib.Path:
   cached = None
   with contextlib.suppress(*failures):  # it is not in the cache
     cached = pathlib.Path(download(local_files_only=True, allow_patterns=[_CONFIG]))
-  is_complete = cached is not None and _has_weights(cached)
-  if is_complete and any((cached / file).is_file() for file in _TOKENIZER):
+  if cached is not None and _has_weights(cached) and _has_tokenizer(cached):
     return cached
   _logger.info('Downloading %s from the Hugging Face hub.', name)
   try:
@@ -101,6 +100,10 @@ def _has_weights(folder: pathlib.Path) -> bool:
     return True
   shards = _shards(folder)
   return bool(shards) and all((folder / shard).is_file() for shard in shards)
+
+
+def _has_tokenizer(folder: pathlib.Path) -> bool:
+  return any((folder / file).is_file() for file in _TOKENIZER)
 
 
 def _shards(folder: pathlib.Path) -> set[str]:

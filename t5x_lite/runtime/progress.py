@@ -55,10 +55,8 @@ class Progress:
     self.step: int | None = None
     self._unit = unit
     self._process = process
-    if stream is None:
-      stream = sys.stderr
-    self._stream = stream
-    self._enabled = enabled and _shows_info(stream)
+    self._stream = stream or sys.stderr
+    self._enabled = enabled and _shows_info(self._stream)
     self._clock = clock
     self._in_place = self._enabled and self._stream.isatty()
     self._line = ''
