@@ -69,8 +69,8 @@ MUTANTS = (
   Mutant(
     'all_processes_profile',
     't5x_lite/runtime/profiling.py',
-    'jax.process_index() in self._cfg.processes\n    )',
-    'self._cfg.processes)',
+    'jax.process_index() not in self._cfg.processes',
+    'not self._cfg.processes',
     'tests/runtime/test_profiling.py::test_the_chosen_process_alone_writes_after_waiting',
   ),
   Mutant(
@@ -111,7 +111,7 @@ MUTANTS = (
   Mutant(
     'progress_ignores_the_level_of_the_log',
     't5x_lite/runtime/progress.py',
-    'enabled and all(each.level <= logging.INFO for each in (logger, *same))',
+    'enabled and _shows_info(self._stream)',
     'enabled',
     'tests/runtime/test_progress.py::test_nothing_is_shown_above_the_level_of_the_log[WARNING-False]',
   ),
