@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -52,17 +54,11 @@ class StatePlan:
   @property
   def num_params(self) -> int:
     """Number of parameters."""
-    return sum(
-      _num_elements(planned) for name, planned in self.arrays.items() if name.startswith(PARAMS)
-    )
+    return sum(map(_num_elements, self.params().values()))
 
   def params(self) -> dict[str, PlannedArray]:
     """Return the plans of the parameters by their paths, without `target/`."""
-    return {
-      name.removeprefix(PARAMS): planned
-      for name, planned in self.arrays.items()
-      if name.startswith(PARAMS)
-    }
+    return _section(self.arrays, PARAMS)
 
 
 def _num_elements(planned: PlannedArray) -> int:
@@ -83,9 +79,8 @@ class Reader:
     self._source = source
     self._plan = plan
     self._dtype = dtype
-    self._order = list(
-      dict.fromkeys(name for planned in plan.arrays.values() for name in planned.inputs)
-    )
+    inputs = itertools.chain.from_iterable(planned.inputs for planned in plan.arrays.values())
+    self._order = list(dict.fromkeys(inputs))
     self._position = {name: i for i, name in enumerate(self._order)}
     self._held: dict[str, np.ndarray] = {}
 
@@ -117,7 +112,7 @@ class Reader:
     names = []
     num_bytes = 0
     for name in self._order[self._position[first] :]:
-      num_bytes += int(np.prod(shapes[name].shape, dtype=np.int64)) * shapes[name].dtype.itemsize
+      num_bytes += math.prod(shapes[name].shape) * shapes[name].dtype.itemsize
       if names and num_bytes > _GROUP_BYTES:
         break
       names.append(name)
@@ -230,11 +225,9 @@ def plan_state(
   if to != 'hugging_face':
     arrays |= _param_average(shapes, to, change, notes)
     arrays |= _mutables(shapes, layout, wanted, notes)
-    arrays |= {
-      name: layout_plan.unchanged(name, leaf)
-      for name, leaf in shapes.items()
-      if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES))
-    }
+    for name, leaf in shapes.items():
+      if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES)):
+        arrays[name] = layout_plan.unchanged(name, leaf)
     arrays[STEP] = _step(source, shapes, step)
   states = _optimizer_state(source, shapes, params, to, change, optimizer_state, notes)
   _note_missing_state(source, to, bool(states), notes)
@@ -305,10 +298,13 @@ def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> i
   return (source.metadata.get('network') or {}).get('num_heads')
 
 
-def _section(shapes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-  return {
-    name.removeprefix(prefix): leaf for name, leaf in shapes.items() if name.startswith(prefix)
-  }
+def _section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+  """Return the values whose names begin with `prefix`, by the rest of their names."""
+  section = {}
+  for name, value in values.items():
+    if name.startswith(prefix):
+      section[name.removeprefix(prefix)] = value
+  return section
 
 
 def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, PlannedArray]:
@@ -317,14 +313,13 @@ def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, Plann
   def make(planned, read):
     return planned.make(lambda name: read(f'{prefix}{name}'))
 
-  return {
-    f'{prefix}{name}': dataclasses.replace(
-      planned,
-      inputs=tuple(f'{prefix}{name}' for name in planned.inputs),
-      make=functools.partial(make, planned),
+  prefixed = {}
+  for name, planned in plans.items():
+    inputs = tuple(f'{prefix}{each}' for each in planned.inputs)
+    prefixed[f'{prefix}{name}'] = dataclasses.replace(
+      planned, inputs=inputs, make=functools.partial(make, planned)
     )
-    for name, planned in plans.items()
-  }
+  return prefixed
 
 
 def _tables_differ(source: sources.StateSource, params: Mapping[str, Any]) -> bool:
@@ -338,7 +333,9 @@ def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | No
   leaf = shapes.get(STEP, jax.ShapeDtypeStruct((), np.dtype(np.int32)))
   if step is None and STEP in shapes:
     return layout_plan.unchanged(STEP, leaf)
-  value = np.full(leaf.shape, (source.step or 0) if step is None else step, leaf.dtype)
+  if step is None:
+    step = source.step or 0
+  value = np.full(leaf.shape, step, leaf.dtype)
   return PlannedArray(
     inputs=(), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), make=lambda read: value
   )
