@@ -93,12 +93,14 @@ class _RepeatForExperts(builders.StateBuilder):
     """See `StateBuilder.build`."""
     arrays = dict(state.arrays)
     for name, array in state.arrays.items():
-      path = name.removeprefix(expert_state.TARGET)
       wanted = target.wanted.get(name)
-      is_of_expert = (
-        path != name and (expert_state.split_path(path) or ('', ''))[1] == expert_state.EXPERT
-      )
-      if is_of_expert and wanted is not None and array.ndim == len(wanted.shape) - 1:
+      if wanted is None or not name.startswith(expert_state.TARGET):
+        continue
+      path = name.removeprefix(expert_state.TARGET)
+      found = expert_state.split_path(path)
+      if found is None or found[1] != expert_state.EXPERT:
+        continue
+      if array.ndim == len(wanted.shape) - 1:
         arrays[name] = self._repeated(path, array, tuple(wanted.shape))
     return state.replace(arrays=arrays)
 
@@ -117,9 +119,8 @@ class _RepeatForExperts(builders.StateBuilder):
     def compute(dense: np.ndarray) -> np.ndarray:
       return np.ascontiguousarray(upcycling.repeat_for_experts(dense, dims, num_experts))
 
-    blank = upcycling.repeat_for_experts(
-      np.broadcast_to(np.zeros((), array.dtype), array.shape), dims, num_experts
-    )
+    blank_dense = np.broadcast_to(np.zeros((), array.dtype), array.shape)
+    blank = upcycling.repeat_for_experts(blank_dense, dims, num_experts)
     if blank is None or blank.shape != shape:
       raise errors.CheckpointError(
         f'Cannot upcycle an array of shape {tuple(array.shape)} to {path} of shape {shape}. Give the checkpoint of a '

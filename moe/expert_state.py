@@ -144,27 +144,43 @@ def split_path(path: str) -> tuple[str, str, str] | None:
   return '/'.join(parts[:at]), parts[at], '/'.join(parts[at + 1 :])
 
 
+def parts_of(path: str) -> tuple[str, str, str]:
+  """Return `split_path` of a parameter of an expert or a router."""
+  found = split_path(path)
+  assert found is not None, path
+  return found
+
+
 def dims_of(path: str, ndim: int) -> Dims:
   """Return the names of the dims of a parameter of an expert or a router, or of a router's mutable state.
 
   >>> dims_of('layers_0/mlp/expert/wo/kernel', 3), dims_of('decoder/mlp/router/router_weights/w/kernel', 3)
   (('e', 'f', 'd'), ('d', 'l', 'e'))
   """
-  _, part, rest = split_path(path)
+  _, part, rest = parts_of(path)
   first = rest.split('/', 1)[0]
   is_bias = rest.endswith('bias')
+  own: Dims
   layers_at = 1
   if part == ROUTER and first == 'router_weights':
-    own = ('e',) if is_bias else ('d', 'e')
+    own = ('d', 'e')
+    bias = ('e',)
   elif part == ROUTER:  # Mutable state.
-    own = () if first == 'num_passes' else ('e',)
+    own = ('e',)
+    bias = ('e',)
     layers_at = 0
+    if first == 'num_passes':
+      own = ()
   elif first == 'wo':
-    own = ('e', 'd') if is_bias else ('e', 'f', 'd')
+    own = ('e', 'f', 'd')
+    bias = ('e', 'd')
   elif first.startswith('wi'):
-    own = ('e', 'f') if is_bias else ('e', 'd', 'f')
+    own = ('e', 'd', 'f')
+    bias = ('e', 'f')
   else:
     return ('e', *(f'x{i}' for i in range(ndim - 1)))
+  if is_bias:
+    own = bias
   if ndim <= len(own):
     return own
   return with_layers(own, layers_at)
@@ -178,17 +194,21 @@ def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[st
     params: all parameters of a sparse model: path to an array or anything else with a shape.
     layers: paths of the blocks to check.
   """
-  sparse = {
-    path: found
-    for path in params
-    if (found := split_path(path)) is not None and found[0] in set(layers)
-  }
-  counts = {
-    found[0]: int(params[path].shape[0]) for path, found in sparse.items() if found[1] == EXPERT
-  }
-  for path, (layer, part, _) in sparse.items():
+  layers = set(layers)
+  counts = {}
+  routers = {}
+  for path, param in params.items():
+    found = split_path(path)
+    if found is None or found[0] not in layers:
+      continue
+    layer, part, _ = found
+    if part == EXPERT:
+      counts[layer] = int(param.shape[0])
+    else:
+      routers[path] = layer
+  for path, layer in routers.items():
     shape = tuple(params[path].shape)
-    if part != ROUTER or layer not in counts:
+    if layer not in counts:
       continue
     dims = dims_of(path, len(shape))
     if 'e' not in dims or shape[dims.index('e')] != counts[layer]:
@@ -214,11 +234,11 @@ def kept_dims(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> s
   >>> kept_dims((4, 16), (4, 16, 32), ('e', 'd', 'f')), len(kept_dims((8,), (8, 8), ('d', 'e')))
   ({('e', 'd')}, 2)
   """
-  return {
-    tuple(dims[i] for i in kept)
-    for kept in itertools.combinations(range(len(param_shape)), len(shape))
-    if tuple(param_shape[i] for i in kept) == tuple(shape)
-  }
+  found = set()
+  for kept in itertools.combinations(range(len(param_shape)), len(shape)):
+    if tuple(param_shape[i] for i in kept) == tuple(shape):
+      found.add(tuple(dims[i] for i in kept))
+  return found
 
 
 def state_dims(
@@ -241,8 +261,7 @@ def state_dims(
     return None
   if name.after and name.after[0].isdigit():  # One array for each dim.
     number = int(name.after[0])
-    fits = number < len(dims) and tuple(shape) == (param_shape[number],)
-    if fits:
+    if number < len(dims) and tuple(shape) == (param_shape[number],):
       return (dims[number],)
     return None
   found = kept_dims(shape, param_shape, dims)
@@ -295,10 +314,10 @@ class Change:
     if array.dtype.kind in 'iub':
       return None
     wide = array.astype(np.float64)
-    means = [
-      sum(np.take(wide, i, axis) * w for i, w in zip(group, weights, strict=True))
-      for group, weights in zip(self.sources, self.weights, strict=True)
-    ]
+    means = []
+    for group, weights in zip(self.sources, self.weights, strict=True):
+      terms = [np.take(wide, i, axis) * w for i, w in zip(group, weights, strict=True)]
+      means.append(sum(terms))
     return np.stack(means, axis).astype(array.dtype)
 
   def share(self, array: np.ndarray, axis: int) -> np.ndarray:
@@ -310,16 +329,21 @@ class Change:
     """
     uses = collections.Counter(i for group in self.sources for i in group)
     wide = array.astype(np.float64)
-    sums = [sum(np.take(wide, i, axis) / uses[i] for i in group) for group in self.sources]
+    sums = []
+    for group in self.sources:
+      shares = [np.take(wide, i, axis) / uses[i] for i in group]
+      sums.append(sum(shares))
     return np.stack(sums, axis).astype(array.dtype)
 
   def _slice(self, array: np.ndarray, expert_axis: int, hidden_axis: int) -> np.ndarray:
     size = array.shape[hidden_axis] // self.slices
     rows = np.moveaxis(array, (expert_axis, hidden_axis), (0, 1))
-    parts = [
-      row[(j % self.slices) * size : (j % self.slices + 1) * size] for j, row in enumerate(rows)
-    ]
-    return np.ascontiguousarray(np.moveaxis(np.stack(parts), (0, 1), (expert_axis, hidden_axis)))
+    parts = []
+    for j, row in enumerate(rows):
+      start = (j % self.slices) * size
+      parts.append(row[start : start + size])
+    sliced = np.moveaxis(np.stack(parts), (0, 1), (expert_axis, hidden_axis))
+    return np.ascontiguousarray(sliced)
 
 
 def is_output(path: str) -> bool:
@@ -356,8 +380,7 @@ def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray |
     change: composition of the new experts.
   """
   dims = dims_of(path, array.ndim)
-  is_bias = split_path(path)[1:] == (ROUTER, 'bias')
-  if is_bias:
+  if parts_of(path)[1:] == (ROUTER, 'bias'):
     return change.share(array, dims.index('e'))
   return change.apply(array, dims)
 
@@ -378,18 +401,15 @@ def change_state(
     change: composition of the new experts.
   """
   if array.size <= 1:
-    return (
-      array  # One number for the parameter, or the placeholder of a statistic that is not kept.
-    )
+    # One number for the parameter, or the placeholder of a statistic that is not kept.
+    return array
   if name.is_copy and array.shape == tuple(param_shape):
     return change_param(name.param, array, change)
-  dims = state_dims(
-    name,
-    array.shape,
-    param_shape,
-    dims_of(name.param, len(param_shape)),
-    'ef' if change.slices > 1 else 'e',
-  )
+  matter = 'e'
+  if change.slices > 1:
+    matter = 'ef'
+  param_dims = dims_of(name.param, len(param_shape))
+  dims = state_dims(name, array.shape, param_shape, param_dims, matter)
   if dims is None or (change.slices > 1 and 'f' in dims and 'e' not in dims):
     return None
   changed = change.apply(array, dims)

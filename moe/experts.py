@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
@@ -14,6 +14,7 @@ from moe.dispatch import MlpSpec
 from moe.dispatch.capacity import BUFFER_AXES
 from moe.dispatch.sharding import constrain
 from moe.routing import Routing
+from moe.routing.types import ChoiceRouting
 from t5x_lite import checks
 from t5x_lite import partitioning
 from t5x_lite.layers.dense import Initializer
@@ -57,10 +58,10 @@ class ExpertMlp:
 
   def spec(self, dtype: Any) -> MlpSpec:
     """Return the computation of an expert for dispatch, in the compute dtype `dtype`."""
-    if isinstance(self.activations, str):
-      activations = self.activations
-    else:
-      activations = tuple(self.activations)
+    activations = self.activations
+    if not isinstance(activations, str):
+      activations = tuple(activations)
+    activations = cast(Any, activations)  # `MlpSpec` rejects a string.
     return MlpSpec(activations=activations, dropout_rate=float(self.dropout_rate), dtype=dtype)
 
 
@@ -129,13 +130,17 @@ class ExpertParams(nn.Module):
     def projection(name, shape, axes):
       return _Projections(self.num_experts, shape, axes, self.mlp, name=name)()
 
-    wi = [projection(name, (width, self.mlp.dim), ('embed', 'expert_mlp')) for name in names]
+    kernels = []
+    biases = []
+    for name in names:
+      kernel, bias = projection(name, (width, self.mlp.dim), ('embed', 'expert_mlp'))
+      kernels.append(kernel)
+      biases.append(bias)
     wo, wo_bias = projection('wo', (self.mlp.dim, width), ('expert_mlp', 'embed'))
+    wi_bias = None
     if self.mlp.use_bias:
-      biases = tuple(bias for _, bias in wi)
-    else:
-      biases = None
-    return MlpParams(wi=tuple(kernel for kernel, _ in wi), wo=wo, wi_bias=biases, wo_bias=wo_bias)
+      wi_bias = tuple(biases)
+    return MlpParams(wi=tuple(kernels), wo=wo, wi_bias=wi_bias, wo_bias=wo_bias)
 
 
 def apply_blocks(
@@ -161,17 +166,23 @@ def apply_blocks(
       f'an ExpertMlp with a router that returns a {type(routing).__name__}',
       type(block).__name__,
     )
-  (token, gates) = routing.slots()
+  token, gates = cast(ChoiceRouting, routing).slots()
   tokens = x.astype(dtype).reshape(-1, x.shape[-1])
-  # Empty slots point past the end: they read zeros, and their outputs are dropped.
+  # [experts, groups, slots, width]: empty slots point past the end: they read zeros, and their outputs are dropped.
   buffers = constrain(jnp.take(tokens, token, axis=0, mode='fill', fill_value=0), BUFFER_AXES)
+
+  def apply_block(block, rows):
+    return block(rows, decode=decode, deterministic=deterministic)
+
   mapped = nn_partitioning.vmap_with_axes(
-    lambda block, rows: block(rows, decode=decode, deterministic=deterministic),
-    in_axes=(0,),
+    apply_block,
+    in_axes=(0,),  # pyright: ignore[reportArgumentType]  # Flax passes it to jax.vmap, which takes tuples.
     variable_axes={'params': 0, 'intermediates': 0},
     split_rngs={'params': True, 'dropout': True},
     partitioning_axis_names={'params': 'expert'},
   )
-  outputs = constrain(mapped(block, buffers), BUFFER_AXES).astype(jnp.float32) * gates[..., None]
-  total = jnp.zeros(tokens.shape, jnp.float32).at[token].add(outputs, mode='drop')
+  outputs = constrain(mapped(block, buffers), BUFFER_AXES).astype(jnp.float32)
+  weighted = outputs * gates[..., None]
+  # [groups * tokens, width]: float32, since a token sums outputs of several experts.
+  total = jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop')
   return total.astype(dtype).reshape(x.shape)

@@ -30,12 +30,11 @@ class Grouping(NamedTuple):
 
   def split(self, x: jax.Array) -> jax.Array:
     """Return [G, T, ...] of `x` [rows, tokens, ...], padded with zeros (False)."""
-    padding = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])] + [(0, 0)] * (
-      x.ndim - 2
-    )
-    if any(after for _, after in padding):
-      x = jnp.pad(x, padding)
-    return x.reshape(self.num_groups, self.group_size, *x.shape[2:])
+    rows, tokens, *rest = x.shape
+    if (rows, tokens) != (self.batch, self.length):
+      padding = [(0, self.batch - rows), (0, self.length - tokens)]
+      x = jnp.pad(x, padding + [(0, 0)] * len(rest))
+    return x.reshape(self.num_groups, self.group_size, *rest)
 
   def merge(self, x: jax.Array, rows: int, tokens: int) -> jax.Array:
     """Return [`rows`, `tokens`, ...] of `x` [G, T, ...], the inverse of `split`."""
@@ -81,12 +80,14 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
   checks.check('batch', {'rows': batch, 'tokens': length}, rows=size, tokens=size)
   batch, length = _pad(batch, length, multiple)
   tokens = batch * length
+
+  def fits(num_groups):
+    if tokens % num_groups or num_groups % multiple:
+      return False
+    return multiple > 1 or tokens <= num_groups * group_size
+
   num_groups = max(tokens // group_size, multiple)
-  while (
-    tokens % num_groups
-    or num_groups % multiple
-    or (multiple == 1 and tokens > num_groups * group_size)
-  ):
+  while not fits(num_groups):
     num_groups += 1
   found = tokens // num_groups
   if multiple == 1 and found * _LEAST_SHARE < min(group_size, tokens):
@@ -131,13 +132,18 @@ def divide_microbatch(
     num_groups = groups.num_groups
     while tokens % num_groups or num_groups % math.lcm(num_microbatches, multiple):
       num_groups += 1
+    fitting = 'None'
     largest = math.gcd(groups.num_groups, batch)
+    if largest > 1:
+      fitting = f'a divisor of {largest}'
+    plural = 's'
+    if groups.num_groups == 1:
+      plural = ''
     raise ConfigError(
       f'`MoeLayer.group_size` must make groups that are within one micro-batch, got group_size={group_size} '
-      f'({groups.num_groups} group{"s"[: groups.num_groups - 1]} of {groups.group_size} tokens) for a batch of '
+      f'({groups.num_groups} group{plural} of {groups.group_size} tokens) for a batch of '
       f'{batch} rows of {length} tokens and num_microbatches={num_microbatches}. Set group_size='
-      f'{tokens // num_groups} (GROUP_SIZE in gin), or num_microbatches to '
-      f'{f"a divisor of {largest}" if largest > 1 else "None"}.'
+      f'{tokens // num_groups} (GROUP_SIZE in gin), or num_microbatches to {fitting}.'
     )
   return Grouping(rows, groups.length, groups.num_groups // num_microbatches, groups.group_size)
 

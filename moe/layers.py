@@ -118,6 +118,7 @@ class MoeLayer(nn.Module):
     groups = divide_microbatch(
       rows * num_microbatches, tokens, num_microbatches, self.group_size, self.num_groups_multiple
     )
+    # [groups, tokens, width]: groups are independent, so that devices route their groups without communication.
     grouped = constrain(groups.split(x), ('batch', None, None))
     capacity = self._capacity(groups.group_size, decode, deterministic)
     if num_microbatches > 1 and capacity is not None and self.router.shares_capacity:
@@ -154,28 +155,37 @@ class MoeLayer(nn.Module):
       )
       return y, dispatch_lib.DispatchStats(receive_drops=jnp.zeros([], jnp.float32))
     params = ExpertParams(self.num_experts, self.expert, name='expert')(x.shape[-1])
-    drops_out = self.expert.dropout_rate > 0 and not deterministic
-    # Decoding drops no choices; buffers for that would have the size of the group.
-    is_free = decode and routing.forms == ('grouped',)
+    dropout_rng = None
+    if self.expert.dropout_rate > 0 and not deterministic:
+      dropout_rng = self.make_rng('dropout')
+    method = self.dispatch
+    receive_factor = self.receive_factor
+    if decode:
+      # Decoding drops no choices; buffers for that would have the size of the group.
+      receive_factor = None
+      if routing.forms == ('grouped',):
+        method = 'auto'
     return dispatch_lib.apply_experts(
       x,
       routing,
       params,
       self.expert.spec(self.dtype),
-      method='auto' if is_free else self.dispatch,
-      dropout_rng=self.make_rng('dropout') if drops_out else None,
-      receive_factor=None if decode else self.receive_factor,
+      method=method,
+      dropout_rng=dropout_rng,
+      receive_factor=receive_factor,
     )
 
   def _shared(self, x, deterministic):
-    return layers.MlpBlock(
+    assert isinstance(self.expert, ExpertMlp)  # Required by `shared_expert_dim`.
+    block = layers.MlpBlock(
       intermediate_dim=self.shared_expert_dim,
       activations=tuple(self.expert.activations),
       kernel_init=self.expert.kernel_init,
       intermediate_dropout_rate=self.expert.dropout_rate,
       dtype=self.dtype,
       name='shared_mlp',
-    )(x, deterministic=deterministic)
+    )
+    return block(x, deterministic=deterministic)
 
   def _capacity(self, group_size: int, decode: bool, deterministic: bool) -> int | None:
     """Return the number of slots of an expert for a group; None for dropless routing."""
@@ -190,10 +200,9 @@ class MoeLayer(nn.Module):
       return group_size
     if factor is None:
       return None
-    if self.min_expert_capacity is None:
+    least = self.min_expert_capacity
+    if least is None:
       least = _DEFAULT_MIN_CAPACITY
-    else:
-      least = self.min_expert_capacity
     return expert_capacity(group_size, self.num_experts, factor, least)
 
   def _split(
@@ -201,15 +210,11 @@ class MoeLayer(nn.Module):
   ) -> jax.Array | None:
     if array is None:
       return None
-    checks.check(
-      'MoeLayer',
-      {name: array},
-      **{
-        name: checks.Expectation(
-          f'an array of shape {x.shape[:2]}', lambda array: array.shape == x.shape[:2]
-        )
-      },
+    shape = x.shape[:2]
+    expectation = checks.Expectation(
+      f'an array of shape {shape}', lambda array: array.shape == shape
     )
+    checks.check('MoeLayer', {name: array}, **{name: expectation})
     return groups.split(array)
 
   def _recorded(self) -> RecordedChoice | None:
@@ -217,11 +222,11 @@ class MoeLayer(nn.Module):
     name = self.router.record_name
     if not self.has_variable(recording.REPLAY, name):
       return None
+    index = self.get_variable(recording.REPLAY, name)
     gates = self.get_variable(recording.REPLAY, recording.GATES)
-    return RecordedChoice(
-      jnp.asarray(self.get_variable(recording.REPLAY, name)),
-      None if gates is None else jnp.asarray(gates),
-    )
+    if gates is not None:
+      gates = jnp.asarray(gates)
+    return RecordedChoice(jnp.asarray(index), gates)
 
   def _record(self, routing: Routing) -> None:
     """Write the choices into the collection `routing` if it is mutable."""
@@ -235,7 +240,7 @@ class MoeLayer(nn.Module):
   ) -> None:
     if not self.is_mutable_collection('intermediates'):
       return
-    for name, value in {
+    values = {
       'auxiliary_loss': routing.auxiliary_loss,
       'router_z_loss': routing.router_z_loss,
       'fraction_tokens_left_behind': routing.fraction_tokens_left_behind(),
@@ -246,7 +251,8 @@ class MoeLayer(nn.Module):
       'choices_dropped': routing.dropped_fraction(),
       'drops_by_position': routing.drops_by_position(groups.batch, groups.length),
       'receive_drops': stats.receive_drops,
-    }.items():
+    }
+    for name, value in values.items():
       self.sow('intermediates', name, value)
     self.sow('intermediates', 'metric_weights', routing.weights(groups.batch, groups.length))
 
@@ -265,62 +271,62 @@ class MoeLayer(nn.Module):
     factor = checks.number(above=0).or_none()
     is_mlp = isinstance(self.expert, ExpertMlp)
     factors = (self.train_capacity_factor, self.eval_capacity_factor)
-    needs_factor = {
-      type(self.router).__name__: self.router.needs_capacity,
-      f'dispatch={self.dispatch!r}': self.dispatch in _BUFFERED,
-      'custom experts': not is_mlp,
-    }
-    users = ' and '.join(name for name, needed in needs_factor.items() if needed)
+    users = []
+    if self.router.needs_capacity:
+      users.append(type(self.router).__name__)
+    if self.dispatch in _BUFFERED:
+      users.append(f'dispatch={self.dispatch!r}')
+    if not is_mlp:
+      users.append('custom experts')
     if users:
-      factor = checks.number(above=0, remedy=f'It is required by {users}.')
-    has_buffers = is_mlp and self.dispatch != 'grouped' and None not in factors
-    if factors != (None, None):
-      no_capacity = ''
-    else:
-      no_capacity = ' without capacity factors'
-    checks.check(
-      'MoeLayer',
-      {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-      | {
-        'router.num_experts': self.router.num_experts,
-        'router options': self.router.capacity_options,
-      },
-      num_experts=count,
-      group_size=count,
-      num_groups_multiple=count,
-      dispatch=_DISPATCH
-      if is_mlp
-      else checks.one_of(('auto', 'capacity'), 'The experts are custom.'),
-      train_capacity_factor=factor,
-      eval_capacity_factor=factor,
-      min_expert_capacity=checks.Expectation(
-        f'None{no_capacity}' if no_capacity else 'an integer >= 0 or None',
-        lambda value: (
-          value is None
-          or (not no_capacity and checks.number(at_least=0, integer=True).holds(value))
-        ),
-      ),
-      shared_expert_dim=checks.number(at_least=0, integer=True)
-      if is_mlp
-      else checks.one_of((0,), 'The experts are custom.'),
-      receive_factor=checks.number(above=0).or_none()
-      if is_mlp and not has_buffers
-      else checks.Expectation(
+      names = ' and '.join(users)
+      factor = checks.number(above=0, remedy=f'It is required by {names}.')
+    dispatch = _DISPATCH
+    shared_expert_dim = checks.number(at_least=0, integer=True)
+    if not is_mlp:
+      dispatch = checks.one_of(('auto', 'capacity'), 'The experts are custom.')
+      shared_expert_dim = checks.one_of((0,), 'The experts are custom.')
+    receive_factor = checks.number(above=0).or_none()
+    has_buffers = self.dispatch != 'grouped' and None not in factors
+    if has_buffers or not is_mlp:
+      receive_factor = checks.Expectation(
         'None with custom experts or buffers of equal size',
         lambda value: value is None,
         "Set dispatch='grouped' or no capacity factors.",
-      ),
-      expert=checks.Expectation(
+      )
+    min_expert_capacity = checks.number(at_least=0, integer=True).or_none()
+    if factors == (None, None):
+      min_expert_capacity = checks.Expectation(
+        'None without capacity factors', lambda value: value is None
+      )
+
+    def is_expert(expert):
+      return is_mlp or (callable(expert) and not isinstance(expert, nn.Module))
+
+    values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    values['router.num_experts'] = self.router.num_experts
+    values['router options'] = self.router.capacity_options
+    expectations = {
+      'num_experts': count,
+      'group_size': count,
+      'num_groups_multiple': count,
+      'dispatch': dispatch,
+      'train_capacity_factor': factor,
+      'eval_capacity_factor': factor,
+      'min_expert_capacity': min_expert_capacity,
+      'shared_expert_dim': shared_expert_dim,
+      'receive_factor': receive_factor,
+      'expert': checks.Expectation(
         'an ExpertMlp, or a function of a name that returns a module',
-        lambda expert: is_mlp or (callable(expert) and not isinstance(expert, nn.Module)),
+        is_expert,
         'For a module use functools.partial(MyBlock, ...).',
       ),
-      **{
-        'router.num_experts': checks.Expectation(
-          f'num_experts={self.num_experts}', lambda number: number == self.num_experts
-        ),
-        'router options': checks.Expectation(
-          f'the defaults{no_capacity}', lambda options: not options or not no_capacity
-        ),
-      },
-    )
+      'router.num_experts': checks.Expectation(
+        f'num_experts={self.num_experts}', lambda number: number == self.num_experts
+      ),
+    }
+    if factors == (None, None):
+      expectations['router options'] = checks.Expectation(
+        'the defaults without capacity factors', lambda options: not options
+      )
+    checks.check('MoeLayer', values, **expectations)

@@ -32,10 +32,11 @@ def compute_num_model_partitions(
   >>> compute_num_model_partitions(None, (2, 2, 1, 2)), compute_num_model_partitions(2, (1, 2))
   (8, 2)
   """
-  sizes = {
-    None if model_parallel_submesh is None else math.prod(model_parallel_submesh),
-    num_model_partitions,
-  } - {None}
+  sizes = set()
+  if model_parallel_submesh is not None:
+    sizes.add(math.prod(model_parallel_submesh))
+  if num_model_partitions is not None:
+    sizes.add(num_model_partitions)
   if len(sizes) != 1:
     raise checks.invalid(
       '',
@@ -63,9 +64,8 @@ def get_cpu_mesh() -> Mesh:
 
 def get_gpu_mesh() -> Mesh:
   """Return the mesh of the GPUs with the devices of a process along the expert axis: (processes, GPUs of each, 1)."""
-  return _without_model_axis(
-    mesh_lib.get_gpu_mesh(len(mesh_lib.devices_of('gpu')) // jax.process_count())
-  )
+  gpus_of_process = len(mesh_lib.devices_of('gpu')) // jax.process_count()
+  return _without_model_axis(mesh_lib.get_gpu_mesh(gpus_of_process))
 
 
 def _without_model_axis(base: Mesh) -> Mesh:
@@ -114,7 +114,6 @@ def default_moe_mesh(
     num_within_slice = base.shape['data']
   num_expert = largest_divisor(num_within_slice, num_expert_partitions)
   *num_replicas, num_data, num_model = base.devices.shape
-  return mesh_lib.make_mesh(
-    base.devices.reshape(*num_replicas, num_data // num_expert, num_expert, num_model),
-    (*base.axis_names[:-2], *AXIS_NAMES),
-  )
+  shape = (*num_replicas, num_data // num_expert, num_expert, num_model)
+  axis_names = (*base.axis_names[:-2], *AXIS_NAMES)
+  return mesh_lib.make_mesh(base.devices.reshape(shape), axis_names)

@@ -18,6 +18,7 @@ A step of several micro-batches has the values of the entire batch: micro-batche
 """
 
 from collections.abc import Mapping
+import operator
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -95,27 +96,35 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
         if child.startswith('layers_'):
           found[stack, int(child.removeprefix('layers_')), which] = values
         elif child == stack:
-          for i in range(jax.tree.leaves(values)[0].shape[0]):
-            found[stack, i, which] = jax.tree.map(lambda value: value[i], values)  # pylint: disable=cell-var-from-loop
-  in_order = sorted(found, key=lambda key: (key[0] != 'encoder', key))
-  return {f'{stack}/layers_{i}{which}': found[stack, i, which] for stack, i, which in in_order}
+          num_layers = jax.tree.leaves(values)[0].shape[0]
+          for i in range(num_layers):
+            found[stack, i, which] = jax.tree.map(operator.itemgetter(i), values)
+  result = {}
+  for stack, i, which in sorted(found, key=lambda key: (key[0] != 'encoder', key)):
+    result[f'{stack}/layers_{i}{which}'] = found[stack, i, which]
+  return result
 
 
 def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
   """Return the sown values of the sparse blocks of a layer, by their '/'-joined path in the layer."""
-  # Of a block with several calls, only the values of the last call count.
-  values = {
-    name: node[-1] if isinstance(node, tuple) else node
-    for name, node in tree.items()
-    if name in SOWN and not isinstance(node, Mapping)
-  }
+  values = {}
+  for name, node in tree.items():
+    if name not in SOWN or isinstance(node, Mapping):
+      continue
+    if isinstance(node, tuple):
+      # Of a block with several calls, only the values of the last call count.
+      node = node[-1]
+    values[name] = node
   if values:
     # Values sown by custom experts are not included.
-    return {path: values | {name: tree[name][-1] for name in (WEIGHTS,) if name in tree}}
+    if WEIGHTS in tree:
+      values[WEIGHTS] = tree[WEIGHTS][-1]
+    return {path: values}
   blocks = {}
   for name, node in tree.items():
     if isinstance(node, Mapping):
-      blocks |= _sparse_blocks(node, f'{path}/{name}' if path else name)
+      child = f'{path}/{name}'.removeprefix('/')
+      blocks |= _sparse_blocks(node, child)
   return blocks
 
 
@@ -158,10 +167,12 @@ class MicrobatchSums(clu_metrics.Metric):
 
   def compute(self) -> Layers:
     """Return the means, arrays by layer and name."""
-    # Weights are numbers of tokens or choices; if a weight is 0, the total is 0.
-    return jax.tree.map(
-      lambda total, weight: total / jnp.maximum(weight, 1.0), self.totals, self.weights
-    )
+
+    def mean(total, weight):
+      # Weights are numbers of tokens or choices; if a weight is 0, the total is 0.
+      return total / jnp.maximum(weight, 1.0)
+
+    return jax.tree.map(mean, self.totals, self.weights)
 
 
 def microbatch_losses_and_sums(
@@ -191,21 +202,17 @@ def microbatch_losses_and_sums(
   _check_factors(factors, layers)
   if not layers:
     return 0.0, {}
-  own_weights = {layer: values.get(WEIGHTS, {}) for layer, values in layers.items()}
-  weights = {
-    layer: {
-      name: own.get(name, jnp.ones([], jnp.float32)) for name in SOWN if name in layers[layer]
-    }
-    for layer, own in own_weights.items()
-  }
-  totals = {
-    layer: {name: layers[layer][name] * weight for name, weight in each.items()}
-    for layer, each in weights.items()
-  }
+  weights = {}
+  totals = {}
+  for layer, values in layers.items():
+    own_weights = values.get(WEIGHTS, {})
+    names = [name for name in SOWN if name in values]
+    weights[layer] = {name: own_weights.get(name, jnp.ones([], jnp.float32)) for name in names}
+    totals[layer] = {name: values[name] * weights[layer][name] for name in names}
   shares = {}
   for layer, values in layers.items():
     shares[layer] = {name: values[name] for name in _LOSSES}
-    for name in set(_LOSSES) & set(own_weights[layer]):
+    for name in set(_LOSSES) & set(values.get(WEIGHTS, {})):
       stack = layer.split('/')[0]
       if stack not in num_tokens:
         raise errors.ConfigError(
@@ -249,10 +256,10 @@ def _loss(layers: Layers, factors: Mapping[str, float]) -> Array | float:
 def _metrics(layers: Layers, factors: Mapping[str, float]) -> MetricsMap:
   if not layers:
     return {}
-  metrics = {
-    f'{PREFIX}/{name}': _mean(factors.get(name, 1.0) * _mean_over_layers(layers, name))
-    for name in MOE_METRICS
-  }
+  metrics: MetricsMap = {}
+  for name in MOE_METRICS:
+    value = factors.get(name, 1.0) * _mean_over_layers(layers, name)
+    metrics[f'{PREFIX}/{name}'] = _mean(value)
   for layer, values in layers.items():
     for name, value in _layer_metrics(values).items():
       metrics[f'{PREFIX}/{layer}/{name}'] = value
@@ -260,25 +267,34 @@ def _metrics(layers: Layers, factors: Mapping[str, float]) -> MetricsMap:
 
 
 def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
-  values = {name: value for name, value in values.items() if name in SOWN}
-  load = values.pop('expert_load', None)
-  # Flaxformer's layers sow numbers as arrays with one element, and no load.
-  scalars = {name: jnp.mean(value) for name, value in values.items() if SOWN[name] == 0}
-  arrays = {name: value for name, value in values.items() if SOWN[name] == 1}
+  scalars = {}
+  arrays = {}
+  load = values.get('expert_load')
+  if load is not None:
+    arrays['load'] = load
+  for name, value in values.items():
+    if name == 'expert_load' or name not in SOWN:
+      continue
+    if SOWN[name] == 0:
+      # Flaxformer's layers sow numbers as arrays with one element, and no load.
+      scalars[name] = jnp.mean(value)
+    else:
+      arrays[name] = value
   if load is not None:
     # The load of a batch of only padding is 0.
     scalars['max_over_mean_load'] = jnp.max(load) * load.size
     scalars['dead_experts'] = jnp.sum(load == 0, dtype=jnp.float32)
-    arrays = {'load': load} | arrays
-  return {
-    **{name: _mean(value) for name, value in scalars.items()},
-    **{name: metrics_lib.ArrayAverage.from_model_output(value) for name, value in arrays.items()},
-  }
+  metrics: MetricsMap = {name: _mean(value) for name, value in scalars.items()}
+  for name, value in arrays.items():
+    metrics[name] = metrics_lib.ArrayAverage.from_model_output(value)
+  return metrics
 
 
 def _mean(value: Array) -> clu_metrics.Average:
   """Return a metric that averages over steps."""
-  return clu_metrics.Average(total=jnp.asarray(value, jnp.float32), count=jnp.ones([], jnp.float32))
+  # clu's dataclasses are decorated without types.
+  make_average: Any = clu_metrics.Average
+  return make_average(total=jnp.asarray(value, jnp.float32), count=jnp.ones([], jnp.float32))
 
 
 def _check_factors(factors: Mapping[str, float], layers: Layers) -> None:

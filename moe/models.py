@@ -55,11 +55,9 @@ class _SparseModel(models.BaseTransformerModel):
       ('auxiliary_loss', 'aux_loss_factor', self._aux_loss_factor),
       ('router_z_loss', 'router_z_loss_factor', self._router_z_loss_factor),
     ):
-      if (
-        value
-        and routers_of_network
-        and not any(loss in router.losses for router in routers_of_network)
-      ):
+      if not value or not routers_of_network:
+        continue
+      if not any(loss in router.losses for router in routers_of_network):
         names = ' and '.join(sorted({type(router).__name__ for router in routers_of_network}))
         _logger.warning(
           '%s=%g has no effect: the routers of this network (%s) have no such loss. Set the factor to 0.',
@@ -70,11 +68,12 @@ class _SparseModel(models.BaseTransformerModel):
 
   def _blocks(self) -> dict[str, networks.SparseBlock]:
     """Return the blocks of the sparse layers by stack; {} for networks that are not of this package."""
-    if not isinstance(self.module, StackNetwork) or not isinstance(
-      self.module.feed_forward_fn, networks.SparseFeedForward
-    ):
+    if not isinstance(self.module, StackNetwork):
       return {}
-    return self.module.feed_forward_fn.blocks()
+    feed_forward = self.module.feed_forward_fn
+    if not isinstance(feed_forward, networks.SparseFeedForward):
+      return {}
+    return feed_forward.blocks()
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Initialize all variables; see `BaseModel.get_initial_variables`."""
@@ -122,9 +121,10 @@ class _SparseModel(models.BaseTransformerModel):
         block.num_groups_multiple,
       )
       model.rows_together = math.lcm(model.rows_together, groups.rows_together)
-    num_tokens = {
-      _NUM_TOKENS[stack]: jnp.sum(batch[_TOKENS[stack]] > 0).astype(jnp.float32) for stack in blocks
-    }
+    num_tokens = {}
+    for stack in blocks:
+      is_token = batch[_TOKENS[stack]] > 0
+      num_tokens[_NUM_TOKENS[stack]] = jnp.sum(is_token).astype(jnp.float32)
     return model, batch, fixed | num_tokens
 
   def metrics_of_microbatches(self, metrics):
@@ -142,7 +142,7 @@ class _SparseModel(models.BaseTransformerModel):
   ):
     """Run the network, with recorded routing if it is set; see `BaseTransformerModel.compute_logits`."""
     if self._num_microbatches > 1:
-      if routers.STATE in (flax_mutables or {}):
+      if flax_mutables is not None and routers.STATE in flax_mutables:
         step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
         flax_mutables = {**flax_mutables, routers.STEP: step}
       with nn.intercept_methods(self._with_num_microbatches):

@@ -42,36 +42,40 @@ def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -
   >>> sparse_layers('mixed', num_layers=12, num_sparse_layers=3), sparse_layers('every_5', 12, None)
   ((3, 7, 11), (4, 9))
   """
+  every = None
   if isinstance(layout, str):
     every = _EVERY.fullmatch(layout)
-  else:
-    every = None
-  period = int(every[1]) if every else 0
   number = checks.number(at_least=0, at_most=num_layers, integer=True)
   is_mixed = layout == 'mixed'
-  expectation = f'None with {layout!r}' if every else number.text
+  period = 0
+  layouts = (*LAYOUTS, 'every_2')
+  expectation = number.text
+  layers_remedy = ''
+  remedy = ''
+  if every:
+    period = int(every[1])
+    layouts = (layout,)
+    expectation = f'None with {layout!r}'
+    layers_remedy = (
+      f"Set the number of layers for {layout!r}; for a dense stack leave the layout at 'mixed'."
+    )
   if is_mixed:
     expectation = f'0 or a divisor of the {num_layers} layers with {layout!r}'
+    remedy = "Alternatively, use 'every_<n>', 'bottom', 'middle' or 'top'."
+
+  def fits(n):
+    if every:
+      return n is None
+    if not number.holds(n):
+      return False
+    return not (is_mixed and n and num_layers % n)
+
   checks.check(
     'sparse_layers',
     locals(),
-    layout=checks.one_of(
-      (layout,) if every else (*LAYOUTS, 'every_2'), "'every_<n>' may have any n."
-    ),
-    num_layers=checks.number(
-      at_least=period,
-      integer=True,
-      remedy=(
-        f"Set the number of layers for {layout!r}; for a dense stack leave the layout at 'mixed'."
-        if every
-        else ''
-      ),
-    ),
-    num_sparse_layers=checks.Expectation(
-      expectation,
-      lambda n: n is None if every else number.holds(n) and not (is_mixed and n and num_layers % n),
-      "Alternatively, use 'every_<n>', 'bottom', 'middle' or 'top'." if is_mixed else '',
-    ),
+    layout=checks.one_of(layouts, "'every_<n>' may have any n."),
+    num_layers=checks.number(at_least=period, integer=True, remedy=layers_remedy),
+    num_sparse_layers=checks.Expectation(expectation, fits, remedy),
   )
   if every:
     return tuple(range(period - 1, num_layers, period))
@@ -137,15 +141,14 @@ class SparseBlock(t5.TokenFeedForwardFactory):
   num_groups_multiple: int = 1
 
   def __post_init__(self):
-    if isinstance(self.expert_activations, Sequence) and not isinstance(
-      self.expert_activations, str
-    ):
+    activations = self.expert_activations
+    if isinstance(activations, Sequence) and not isinstance(activations, str):
       # gin gives lists, which have no hash.
-      object.__setattr__(self, 'expert_activations', tuple(self.expert_activations))
+      object.__setattr__(self, 'expert_activations', tuple(activations))
     mlp_options = ('expert_dim', 'expert_activations', 'expert_dropout_rate')
-    given = [name for name in mlp_options if getattr(self, name) is not None] + [
-      'expert_bias'
-    ] * self.expert_bias
+    given = [name for name in mlp_options if getattr(self, name) is not None]
+    if self.expert_bias:
+      given.append('expert_bias')
     checks.check(
       'SparseBlock',
       vars(self),
@@ -161,26 +164,36 @@ class SparseBlock(t5.TokenFeedForwardFactory):
       ).or_none(),
     )
     # Check options now, not when a network is built.
-    mlp = self._mlp(1 if self.expert_dim is None else self.expert_dim, ('relu',), 0.0)
-    self._layer(mlp if self.expert is None else _no_block, 'float32', parent=None)
+    mlp = self._mlp(1, ('relu',), 0.0)
+    if self.expert is None:
+      self._layer(mlp, 'float32', parent=None)
+    else:
+      self._layer(_no_block, 'float32', parent=None)
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
     """Return the sparse layer named `name`; see `t5.FeedForwardFactory`."""
-    if self.expert is None:
-      expert = self._mlp(config.mlp_dim, tuple(config.mlp_activations), config.dropout_rate)
-    else:
+    make_expert = self.expert
+    if make_expert is None:
+      mlp = self._mlp(config.mlp_dim, tuple(config.mlp_activations), config.dropout_rate)
+      return self._layer(mlp, config.dtype, name=name)
 
-      def expert(*, name):
-        return self.expert(config, name)
+    def expert(*, name):
+      return make_expert(config, name)
 
     return self._layer(expert, config.dtype, name=name)
 
   def _mlp(self, dim, activations, dropout_rate) -> ExpertMlp:
     """Return the hyper-parameters of an expert, given the values of options that are None."""
+    if self.expert_dim is not None:
+      dim = self.expert_dim
+    if self.expert_activations is not None:
+      activations = self.expert_activations
+    if self.expert_dropout_rate is not None:
+      dropout_rate = self.expert_dropout_rate
     return ExpertMlp(
-      dim=dim if self.expert_dim is None else self.expert_dim,
-      activations=activations if self.expert_activations is None else self.expert_activations,
-      dropout_rate=dropout_rate if self.expert_dropout_rate is None else self.expert_dropout_rate,
+      dim=dim,
+      activations=activations,
+      dropout_rate=dropout_rate,
       use_bias=self.expert_bias,
     )
 
@@ -292,19 +305,21 @@ class SparseFeedForward:
   def __post_init__(self):
     block = checks.instance(SparseBlock, 'a SparseBlock', 'In gin, write @moe.SparseBlock().')
     count = checks.number(at_least=0, integer=True)
+    if self._sparse_layers('decoder'):
+      decoder_block_expectation = block.or_none()
+    else:
+      decoder_block_expectation = checks.Expectation(
+        'None without sparse layers in the decoder',
+        lambda value: value is None,
+        'Alternatively, set num_decoder_sparse_layers.',
+      )
     checks.check(
       'SparseFeedForward',
       vars(self),
       block=block,
       num_encoder_layers=count,
       num_decoder_layers=count,
-      decoder_block=block.or_none()
-      if self._sparse_layers('decoder')
-      else checks.Expectation(
-        'None without sparse layers in the decoder',
-        lambda value: value is None,
-        'Alternatively, set num_decoder_sparse_layers.',
-      ),
+      decoder_block=decoder_block_expectation,
     )
     decoder_block = self.blocks().get('decoder')
     if decoder_block is not None:
@@ -361,10 +376,13 @@ def sparse_transformer(config: t5.T5Config, block: SparseBlock, **layout: Any) -
     block: factory of the sparse feed-forward block.
     **layout: fields of `SparseFeedForward` that select the sparse layers.
   """
-  depths = dict(
-    num_encoder_layers=config.num_encoder_layers, num_decoder_layers=config.num_decoder_layers
+  feed_forward = SparseFeedForward(
+    block=block,
+    num_encoder_layers=config.num_encoder_layers,
+    num_decoder_layers=config.num_decoder_layers,
+    **layout,
   )
-  return t5.Transformer(config, SparseFeedForward(block=block, **depths, **layout))
+  return t5.Transformer(config, feed_forward)
 
 
 def sparse_decoder_only(
@@ -377,6 +395,5 @@ def sparse_decoder_only(
     block: factory of the sparse feed-forward block.
     **layout: fields of `SparseFeedForward` that select the sparse layers.
   """
-  return decoder_only.DecoderWrapper(
-    config, SparseFeedForward(block=block, num_decoder_layers=config.num_layers, **layout)
-  )
+  feed_forward = SparseFeedForward(block=block, num_decoder_layers=config.num_layers, **layout)
+  return decoder_only.DecoderWrapper(config, feed_forward)

@@ -102,20 +102,26 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
         axis of `mesh` is invalid.
     """
     count = checks.number(at_least=1, integer=True)
+
+    def is_num_partitions(value):
+      if num_experts is not None:
+        return value is None
+      return value == AUTO or count.holds(value)
+
+    if num_experts is None:
+      layer_expectation = count.or_none()
+    else:
+      layer_expectation = checks.Expectation('None with num_experts', lambda value: value is None)
     checks.check(
       'MoePjitPartitioner',
       locals(),
       num_experts=checks.number(at_least=0, integer=True).or_none(),
       num_expert_partitions=checks.Expectation(
         f"None with num_experts, and otherwise {count.text} or '{AUTO}'",
-        lambda value: (
-          value is None if num_experts is not None else value == AUTO or count.holds(value)
-        ),
+        is_num_partitions,
         'Use num_experts for a (data, model) mesh, num_expert_partitions for a (data, expert, model) mesh.',
       ),
-      experts_per_layer=count.or_none()
-      if num_experts is None
-      else checks.Expectation('None with num_experts', lambda value: value is None),
+      experts_per_layer=layer_expectation,
       state_filter_fn=checks.Expectation(
         "a function from a name to True or False, such as moe.match_fn('.*expert.*/kernel/v_.*'),",
         callable,
@@ -147,10 +153,10 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     Args:
       configured: the configured arguments by name.
     """
-    has_expert_axis = configured.get('num_expert_partitions') is not None
-    return super().automatic_mesh(configured) | (
-      {'num_expert_partitions': AUTO} if has_expert_axis else {}
-    )
+    arguments = super().automatic_mesh(configured)
+    if configured.get('num_expert_partitions') is not None:
+      arguments = arguments | {'num_expert_partitions': AUTO}
+    return arguments
 
   @functools.cached_property
   def two_data_axes(self) -> bool:
@@ -197,11 +203,10 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     elif self._num_experts is None:
       rules = rules_lib.freeze_rules(moe_rules_lib.head_logical_axis_rules())
     else:
-      rules = rules_lib.freeze_rules(
-        moe_rules_lib.standard_logical_axis_rules(
-          self._num_experts, two_data_axes=self.two_data_axes
-        )
+      standard = moe_rules_lib.standard_logical_axis_rules(
+        self._num_experts, two_data_axes=self.two_data_axes
       )
+      rules = rules_lib.freeze_rules(standard)
     if self._has_replicas:
       rules = moe_rules_lib.with_replica_axis(rules)
     expected = rules_lib.axes_of(self.data_partition_spec[0])
@@ -227,26 +232,29 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     if self._num_experts is None:
       return self._given_mesh or self._mesh_with_expert_axis()
     if self.two_data_axes:
-      mesh = self._two_data_axes_mesh()
+      mesh = self._two_data_axes_mesh(self._num_experts)
     else:
       mesh = super().make_mesh()
-    rules = self.logical_axis_rules
-    mesh_axis = next(
-      (mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None
-    )
+    mesh_axis = None
+    for logical_axis, mesh_axis_of_rule in self.logical_axis_rules:
+      if logical_axis == 'expert':
+        mesh_axis = mesh_axis_of_rule
+        break
     # A missing mesh axis raises in the check of all rules.
-    num_shards = rules_lib.num_shards(
-      mesh_axis, {**dict.fromkeys(rules_lib.axes_of(mesh_axis), 1), **mesh.shape}
-    )
+    mesh_shape = {**dict.fromkeys(rules_lib.axes_of(mesh_axis), 1), **mesh.shape}
+    num_shards = rules_lib.num_shards(mesh_axis, mesh_shape)
     if self._num_experts % num_shards:
+      if self._given_mesh is not None:
+        remedy = 'Choose another size of the axis.'
+      else:
+        fitting = math.gcd(self._num_experts, num_shards)
+        remedy = f'Alternatively, set num_expert_partitions={fitting} instead of num_experts.'
       raise checks.invalid(
         'MoePjitPartitioner',
         'num_experts',
         f'a multiple of {num_shards}, the devices along mesh axis {mesh_axis!r} of {dict(mesh.shape)}',
         self._num_experts,
-        'Choose another size of the axis.'
-        if self._given_mesh is not None
-        else f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_shards)} instead of num_experts.',
+        remedy,
       )
     return mesh
 
@@ -280,7 +288,9 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     two data axes a raw `PartitionSpec('model')` means replicated. Only a single spec, or specs directly in a tuple or
     list, are replaced.
     """
-    replacements = {PartitionSpec('data'): self.data_partition_spec}
+    replacements: dict[PartitionSpec, PartitionSpec | None] = {
+      PartitionSpec('data'): self.data_partition_spec
+    }
     if self.two_data_axes:
       replacements[PartitionSpec('model')] = None
     return super().partition(
@@ -301,25 +311,25 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       ici_mesh_shape=self._ici_mesh_shape,
       dcn_mesh_shape=self._dcn_mesh_shape,
     )
-    is_auto = self._num_expert_partitions == AUTO
+    if isinstance(self._num_expert_partitions, int):
+      at_most = self._num_expert_partitions
+    else:
+      at_most = _AUTO_AT_MOST
     num_experts = self._experts_per_layer
-    mesh = make(_AUTO_AT_MOST if is_auto else self._num_expert_partitions)
+    mesh = make(num_expert_partitions=at_most)
     size = mesh.shape['expert']
     if self._ici_mesh_shape is None:
       num_data = mesh.shape['data'] * size
     else:
       num_data = self._ici_mesh_shape[1]
-    if is_auto:
+    if self._num_expert_partitions == AUTO:
       # Exchanges of tokens use the fast links of a slice.
-      if self._ici_mesh_shape is not None:
-        within_slice = num_data
-      else:
-        within_slice = math.gcd(
-          num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model']
-        )
-      fitting = moe_mesh_lib.largest_divisor(
-        math.gcd(num_experts or within_slice, within_slice), _AUTO_AT_MOST
-      )
+      within_slice = num_data
+      if self._ici_mesh_shape is None:
+        devices_of_slice = mesh.size // mesh_lib.num_slices(mesh)
+        within_slice = math.gcd(num_data, devices_of_slice // mesh.shape['model'])
+      divided = math.gcd(num_experts or within_slice, within_slice)
+      fitting = moe_mesh_lib.largest_divisor(divided, _AUTO_AT_MOST)
       if fitting == size:
         return mesh
       _logger.info(
@@ -330,7 +340,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
         num_experts,
         within_slice,
       )
-      return make(fitting)
+      return make(num_expert_partitions=fitting)
     if num_experts is None or num_experts % size == 0:
       return mesh
     fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts, num_data), size)
@@ -343,25 +353,26 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       f"Use num_expert_partitions={fitting} or '{AUTO}'.",
     )
 
-  def _two_data_axes_mesh(self) -> Mesh:
+  def _two_data_axes_mesh(self, num_experts: int) -> Mesh:
     """Return the mesh with the experts along `data` and their copies along `model`."""
     num_devices = len(mesh_lib.devices_of(self._backend))
-    if num_devices % self._num_experts:
+    if num_devices % num_experts:
+      fitting = math.gcd(num_experts, num_devices)
       raise checks.invalid(
         'MoePjitPartitioner',
         'num_experts',
         f'a divisor or multiple of {num_devices} devices',
-        self._num_experts,
-        f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_devices)} instead of '
-        'num_experts.',
+        num_experts,
+        f'Alternatively, set num_expert_partitions={fitting} instead of num_experts.',
       )
+    num_copies = num_devices // num_experts
     try:
-      return mesh_lib.default_mesh(num_devices // self._num_experts, backend=self._backend)
+      return mesh_lib.default_mesh(num_copies, backend=self._backend)
     except ConfigError as error:
       raise ConfigError(
-        f'num_experts={self._num_experts} on {num_devices} devices needs {num_devices // self._num_experts} devices '
+        f'num_experts={num_experts} on {num_devices} devices needs {num_copies} devices '
         f'for the copies of each expert, but there is no mesh for them: {error} Set '
-        f'num_expert_partitions={self._num_experts} instead of num_experts.'
+        f'num_expert_partitions={num_experts} instead of num_experts.'
       ) from error
 
   def _check_given_mesh(self, mesh: Mesh) -> None:
@@ -406,7 +417,8 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       axes = 'two data axes'
     else:
       axes = 'one data axis'
-    return f'num_experts={self._num_experts} on {len(mesh_lib.devices_of(self._backend))} devices ({axes})'
+    num_devices = len(mesh_lib.devices_of(self._backend))
+    return f'num_experts={self._num_experts} on {num_devices} devices ({axes})'
 
   @property
   def _rules_function(self) -> str:

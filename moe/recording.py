@@ -28,6 +28,8 @@ GATES = 'gates'
 Record = Mapping[str, Any]
 
 _FILE = re.compile(r'routing_(\d+)\.npz')
+# Whether the arrays of a record with this name are integers.
+_IS_INTEGER = {'expert_index': True, 'token_index': True, GATES: False}
 
 
 def as_record(collection: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,11 +44,16 @@ def as_record(collection: Mapping[str, Any]) -> dict[str, Any]:
       'The network has no sparse layers, so no routing was recorded. Give it a '
       'moe.SparseFeedForward.'
     )
-  return jax.tree.map(
-    lambda leaf: leaf[-1] if isinstance(leaf, tuple) else leaf,
-    tree,
-    is_leaf=lambda leaf: isinstance(leaf, tuple),
-  )
+
+  def is_sown(node):
+    return isinstance(node, tuple)
+
+  def last(node):
+    if is_sown(node):
+      return node[-1]
+    return node
+
+  return jax.tree.map(last, tree, is_leaf=is_sown)
 
 
 class RoutingFiles:
@@ -78,10 +85,8 @@ class RoutingFiles:
       Path of the file.
     """
     checks.check('RoutingFiles.write', locals(), step=checks.number(at_least=0, integer=True))
-    arrays = {
-      name: np.asarray(value)
-      for name, value in tree_utils.flatten_dict(jax.device_get(dict(record))).items()
-    }
+    flat = tree_utils.flatten_dict(jax.device_get(dict(record)))
+    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in flat.items()}
     self._folder.mkdir(parents=True, exist_ok=True)
     path = self._path(step)
 
@@ -131,22 +136,20 @@ def check_record(record: Record, with_gates: bool = False) -> None:
     ConfigError: the first problem, with the name of the array.
   """
   flat = tree_utils.flatten_dict(record)
-  problems = [] if flat else ['it has no layers']
+  problems = []
+  if not flat:
+    problems.append('it has no layers')
   for name, value in flat.items():
-    is_integer = {'expert_index': True, 'token_index': True, GATES: False}.get(
-      name.rsplit('/', 1)[-1]
-    )
+    is_integer = _IS_INTEGER.get(_last_part(name))
     if np.issubdtype(value.dtype, np.integer) != is_integer or np.ndim(value) < 3:
       problems.append(
         f'{name!r} has shape {np.shape(value)} and type {value.dtype}; records have int32 arrays named '
         'expert_index or token_index and float32 arrays named gates, with at least 3 dims'
       )
   if with_gates:
-    problems += [
-      f'layer {layer!r} has no gates, which replay_gates=True needs'
-      for layer, values in layers_of(record).items()
-      if GATES not in values
-    ]
+    for layer, values in layers_of(record).items():
+      if GATES not in values:
+        problems.append(f'layer {layer!r} has no gates, which replay_gates=True needs')
   if problems:
     raise errors.ConfigError(
       f'Invalid record of routing: {problems[0]}. Use the result of record_routing.'
@@ -163,25 +166,28 @@ def check_layers(record: Record, routing: Record) -> None:
   Raises:
     ConfigError: the first array that only one of them has.
   """
-  recorded, made = (
-    sorted(name for name in tree_utils.flatten_dict(tree) if name.rsplit('/', 1)[-1] != GATES)
-    for tree in (record, routing)
-  )
+  recorded = set(tree_utils.flatten_dict(without_gates(record)))
+  made = set(tree_utils.flatten_dict(without_gates(routing)))
   if recorded != made:
-    odd = sorted(set(recorded) ^ set(made))[0]
+    odd = min(recorded ^ made)
+    owner = 'network'
+    if odd in recorded:
+      owner = 'record'
     raise errors.ConfigError(
       f'The record of routing has {len(recorded)} layers, the network routes in {len(made)}: only the '
-      f'{"record" if odd in recorded else "network"} has {odd!r}. Record again, with the same layers, routers and '
-      'param_layout.'
+      f'{owner} has {odd!r}. Record again, with the same layers, routers and param_layout.'
     )
 
 
 def without_gates(record: Record) -> dict[str, Any]:
   """Return a record without gates; a pass that replays it computes its gates from its parameters."""
   flat = tree_utils.flatten_dict(record)
-  return tree_utils.unflatten_dict(
-    {name: value for name, value in flat.items() if name.rsplit('/', 1)[-1] != GATES}
-  )
+  kept = {name: value for name, value in flat.items() if _last_part(name) != GATES}
+  return tree_utils.unflatten_dict(kept)
+
+
+def _last_part(name: str) -> str:
+  return name.rsplit('/', 1)[-1]
 
 
 def layers_of(record: Record) -> dict[str, dict[str, Array]]:

@@ -61,9 +61,10 @@ def uses_two_data_axes(
   )
   if num_experts == 0 or len(mesh_lib.devices_of(backend)) <= num_experts:
     return False
-  return (
-    num_partitions if model_parallel_submesh is None else math.prod(model_parallel_submesh)
-  ) <= 1
+  if model_parallel_submesh is not None:
+    num_partitions = math.prod(model_parallel_submesh)
+  assert num_partitions is not None  # The check above.
+  return num_partitions <= 1
 
 
 def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
@@ -136,32 +137,37 @@ def standard_logical_axis_rules(
       num_partitions=unused,
       model_parallel_submesh=unused,
     )
-  mesh_axis_of = {'model': None} if two_data_axes else {}
-  moe_rules = [
+  mesh_axis_of: dict[MeshAxis, MeshAxis] = {}
+  batch_axis: MeshAxis = 'data'
+  embed_axes: tuple[MeshAxis, ...] = ('data',)
+  mlp_axis: MeshAxis = 'model'
+  replicas_axis: MeshAxis = None
+  if two_data_axes:
+    mesh_axis_of = {'model': None}
+    batch_axis = TWO_DATA_AXES
+    embed_axes = (TWO_DATA_AXES, 'model')
+    mlp_axis = None
+    replicas_axis = 'model'
+  moe_rules: list[Rule] = [
     ('expert', 'data'),
-    ('expert_mlp', mesh_axis_of.get('model', 'model')),
+    ('expert_mlp', mlp_axis),
     ('expert_group', None),
-    ('expert_replicas', 'model' if two_data_axes else None),
+    ('expert_replicas', replicas_axis),
     ('unmodeled', None),
   ]
-  batch_axis = TWO_DATA_AXES if two_data_axes else 'data'
   rules = _join(
     activation_partitioning_dims,
     parameter_partitioning_dims,
     moe_rules,
     batch_axis=batch_axis,
-    embed_axes=(TWO_DATA_AXES, 'model') if two_data_axes else ('data',),
+    embed_axes=embed_axes,
     mesh_axis_of=mesh_axis_of,
   )
   for logical_axis, mesh_axis in rules_lib.freeze_rules(additional_rules or ()):
-    rules.append(
-      (
-        logical_axis,
-        batch_axis
-        if logical_axis == 'batch' and two_data_axes
-        else mesh_axis_of.get(mesh_axis, mesh_axis),
-      )
-    )
+    if logical_axis == 'batch' and two_data_axes:
+      rules.append((logical_axis, batch_axis))
+    else:
+      rules.append((logical_axis, mesh_axis_of.get(mesh_axis, mesh_axis)))
   return rules
 
 
@@ -229,13 +235,13 @@ def _join(
     mesh_axis_of: replacements of mesh axes of the dense rules.
   """
   rules: list[Rule] = []
-  for logical_axis, mesh_axis in partitioning.standard_logical_axis_rules(
-    activation_dims, parameter_dims
-  ):
+  dense_rules = partitioning.standard_logical_axis_rules(activation_dims, parameter_dims)
+  for logical_axis, mesh_axis in dense_rules:
     if logical_axis == 'batch':
       rules.append((logical_axis, batch_axis))
-      # Experts have precedence over `embed`.
-      rules += moe_rules if parameter_dims == 2 else ()
+      if parameter_dims == 2:
+        # Experts have precedence over `embed`.
+        rules += moe_rules
     elif (logical_axis, mesh_axis) == ('embed', 'data'):
       rules += [(logical_axis, choice) for choice in embed_axes]
     elif (logical_axis, parameter_dims) == ('embed', 2) and mesh_axis in mesh_axis_of:
@@ -243,7 +249,9 @@ def _join(
       continue
     else:
       rules.append((logical_axis, mesh_axis_of.get(mesh_axis, mesh_axis)))
-  return rules + (list(moe_rules) if parameter_dims == 1 else [])
+  if parameter_dims == 1:
+    rules += moe_rules
+  return rules
 
 
 def with_replica_axis(rules: LogicalAxisRules) -> LogicalAxisRules:
@@ -252,12 +260,13 @@ def with_replica_axis(rules: LogicalAxisRules) -> LogicalAxisRules:
   >>> with_replica_axis((('batch', ('expert', 'data')), ('expert', 'expert'), ('expert_replicas', None)))
   (('batch', ('replica', 'expert', 'data')), ('expert', 'expert'), ('expert_replicas', ('replica',)))
   """
-  return tuple(
-    (name, (REPLICA_AXIS, *rules_lib.axes_of(axis)))
-    if name in ('batch', 'expert_replicas') and REPLICA_AXIS not in rules_lib.axes_of(axis)
-    else (name, axis)
-    for name, axis in rules
-  )
+  result = []
+  for name, axis in rules:
+    axes = rules_lib.axes_of(axis)
+    if name in ('batch', 'expert_replicas') and REPLICA_AXIS not in axes:
+      axis = (REPLICA_AXIS, *axes)
+    result.append((name, axis))
+  return tuple(result)
 
 
 def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:

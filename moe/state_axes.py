@@ -48,24 +48,23 @@ def infer_state_filter_fn(
     Predicate on names within `param_states`; None if it selects nothing.
   """
   shapes = _shapes(train_state.params)
-  experts = {
-    name: shapes[name]
-    for name, spec in tree_utils.named_leaves(logical_axes.params)
-    if tuple(spec)[:1] == (EXPERT_AXIS,)
-  }
+  experts = {}
+  for name, spec in tree_utils.named_leaves(logical_axes.params):
+    if tuple(spec)[:1] == (EXPERT_AXIS,):
+      experts[name] = shapes[name]
   if not experts:
     return None
   state_shapes = _shapes(train_state.param_states)
-  selected = frozenset(
-    name
-    for name, spec in tree_utils.named_leaves(logical_axes.param_states, is_leaf=_is_spec)
-    if name in state_shapes
-    and not any(spec or ())
-    and any(
-      f'/{path}/' in f'/{name}/' and _is_reduced(state_shapes[name], shape)
-      for path, shape in experts.items()
-    )
-  )
+
+  def is_of_experts(name):
+    shapes_of_params = [shape for path, shape in experts.items() if f'/{path}/' in f'/{name}/']
+    return any(_is_reduced(state_shapes[name], shape) for shape in shapes_of_params)
+
+  selected = set()
+  for name, spec in tree_utils.named_leaves(logical_axes.param_states, is_leaf=_is_spec):
+    has_names = any(spec or ())
+    if name in state_shapes and not has_names and is_of_experts(name):
+      selected.add(name)
   if selected:
     return selected.__contains__
   return None
@@ -88,18 +87,17 @@ def prepend_expert_axis(
   """
   shapes = _shapes(train_state.param_states)
   param_shapes = _shapes(train_state.params)
-  expert_counts = {
-    size
-    for name, spec in tree_utils.named_leaves(logical_axes.params)
-    for axis, size in zip(spec, param_shapes[name], strict=True)
-    if axis == EXPERT_AXIS
-  }
+  expert_counts = set()
+  for name, spec in tree_utils.named_leaves(logical_axes.params):
+    for axis, size in zip(spec, param_shapes[name], strict=True):
+      if axis == EXPERT_AXIS:
+        expert_counts.add(size)
 
   def prepend(name: str, spec: Any) -> Any:
     if name not in shapes or not state_filter_fn(name) or EXPERT_AXIS in (spec or ()):
       return spec
     names = tuple(spec or ())
-    shape = shapes[name]
+    shape = shapes[name]  # [experts, ...], if the array has a dim of experts
     if len(names) == len(shape) and names[:1] == (None,):
       names = names[1:]  # the first dim has no name
     if len(names) >= len(shape) or shape[0] not in expert_counts:
@@ -108,9 +106,8 @@ def prepend_expert_axis(
 
   optimizer = logical_axes._optimizer  # pylint: disable=protected-access
   param_states = tree_utils.map_with_names(prepend, optimizer.state.param_states, is_leaf=_is_spec)
-  return logical_axes.replace(
-    _optimizer=optimizer.replace(state=optimizer.state.replace(param_states=param_states))
-  )
+  state = optimizer.state.replace(param_states=param_states)
+  return logical_axes.replace(_optimizer=optimizer.replace(state=state))
 
 
 def _shapes(tree: Any) -> Mapping[str, tuple[int, ...]]:

@@ -29,9 +29,13 @@ def tree_map_with_names(
     param_tree: nested dicts of parameters.
     match_name_fn: predicate on the '/'-joined name of a leaf.
   """
-  return tree_utils.map_with_names(
-    lambda name, leaf: f(leaf) if match_name_fn(name) else leaf, param_tree
-  )
+
+  def apply_if_matching(name, leaf):
+    if match_name_fn(name):
+      return f(leaf)
+    return leaf
+
+  return tree_utils.map_with_names(apply_if_matching, param_tree)
 
 
 def scale_sharded_grads(

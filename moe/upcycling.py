@@ -127,13 +127,11 @@ class _Upcycle(checkpoints.StateBuilder):
     """See `upcycle`."""
     if is_resuming:
       return dict(state_dict)
-    wanted = {
-      name: leaf
-      for name, leaf in tree_utils.flatten_dict(target_state_dict).items()
-      if leaf is not None
-    }
+    flat_target = tree_utils.flatten_dict(target_state_dict)
+    wanted = {name: leaf for name, leaf in flat_target.items() if leaf is not None}
     target = builders.TargetState(state_dict=target_state_dict, wanted=wanted)
-    built = self.build(builders.BuiltState(arrays=tree_utils.flatten_dict(state_dict)), target)
+    state = builders.BuiltState(arrays=tree_utils.flatten_dict(state_dict))
+    built = self.build(state, target)
     return tree_utils.unflatten_dict(lazy_arrays.read(built.arrays, {}))
 
   def rng(self, path: str) -> np.random.Generator:
@@ -150,25 +148,33 @@ class _Upcycling:
     self._wanted = wanted
     # Values of dense arrays by name while a new array is computed; None while only shapes are computed.
     self._values: Mapping[str, np.ndarray] | None = None
-    self._used: list[
-      str
-    ] = []  # names of the dense arrays of which the shapes of a new array were computed
-    self._copied, self._new, self._left = [], [], []  # names of optimizer state
-    self._dense, self._sparse = expert_state.params_of(stored), expert_state.params_of(wanted)
+    # Names of the dense arrays of which the shapes of a new array were computed.
+    self._used: list[str] = []
+    # Names of optimizer state.
+    self._copied: list[str] = []
+    self._new: list[str] = []
+    self._left: list[str] = []
+    self._dense = expert_state.params_of(stored)
+    self._sparse = expert_state.params_of(wanted)
     # Path of each new parameter -> path of its dense source, None for routers and biases.
     self._sources = {path: self._source(path) for path in self._sparse if self._is_new(path)}
-    self._experts = {
-      path for path in self._sources if (expert_state.split_path(path) or ('', ''))[1] == 'expert'
-    }
+    self._experts: set[str] = set()
     # Parameters of dense blocks that experts replace.
-    self._replaced = {self._sources[path] for path in self._experts} - {None}
+    self._replaced: set[str] = set()
+    for path, source in self._sources.items():
+      found = expert_state.split_path(path)
+      if found is None or found[1] != expert_state.EXPERT:
+        continue
+      self._experts.add(path)
+      if source is not None:
+        self._replaced.add(source)
 
   def _is_new(self, path: str) -> bool:
     if expert_state.split_path(path) is not None:
       return True
-    return path not in self._dense and any(
-      pattern.search(f'/{path}/') for pattern, _ in _EXTRA_BLOCKS
-    )
+    if path in self._dense:
+      return False
+    return any(pattern.search(f'/{path}/') for pattern, _ in _EXTRA_BLOCKS)
 
   def _source(self, path: str) -> str | None:
     found = expert_state.split_path(path)
@@ -192,9 +198,10 @@ class _Upcycling:
     result = {}
     for name, leaf in self._stored.items():
       if name.startswith(PARAM_STATES):
-        if dense_names.split(name) is not None and name not in self._wanted:
+        wanted = self._wanted.get(name)
+        if wanted is None and dense_names.split(name) is not None:
           continue
-        if name in self._wanted and tuple(self._wanted[name].shape) != tuple(leaf.shape):
+        if wanted is not None and tuple(wanted.shape) != tuple(leaf.shape):
           self._left.append(name)  # For example one number for each parameter of the model.
           continue
       elif name.startswith(PARAM_TREES) and name.split('/', 1)[1] in self._replaced:
@@ -202,25 +209,37 @@ class _Upcycling:
       result[name] = leaf
     for name, leaf in self._wanted.items():
       split = new_names.split(name)
+      value = None
       if split is None:
-        if (
-          name.startswith(expert_state.MUTABLES)
-          and name not in self._stored
-          and expert_state.split_path(name)
-        ):
-          result[name] = _zeros(leaf)
+        is_new = name not in self._stored and expert_state.split_path(name) is not None
+        if is_new and name.startswith(expert_state.MUTABLES):
+          value = _zeros(leaf)
       elif name.startswith(PARAM_TREES):
-        prefix = f'{name.split("/", 1)[0]}/'
-        result[name] = self._lazy(
-          lambda each, s=split, p=prefix, w=leaf: each._param(s.param, p, w)
-        )
+        value = self._lazy_param(name, split.param, leaf)
       elif name.startswith(PARAM_STATES):
-        _, is_copied = self._state(split, leaf)
-        value = self._lazy(lambda each, s=split, w=leaf: each._state(s, w)[0])
-        (self._left if value is None else self._copied if is_copied else self._new).append(name)
-        if value is not None:
-          result[name] = value
+        value = self._lazy_state(name, split, leaf)
+      if value is not None:
+        result[name] = value
     return result
+
+  def _lazy_param(self, name: str, path: str, wanted: Any) -> lazy_arrays.ComputedArray | None:
+    """Return a new array of one of the trees of parameters."""
+    tree = name.split('/', 1)[0]
+    return self._lazy(lambda each: each._param(path, f'{tree}/', wanted))
+
+  def _lazy_state(
+    self, name: str, split: ArrayName, wanted: Any
+  ) -> lazy_arrays.ComputedArray | None:
+    """Return new optimizer state, None if it is unknown; take note of its origin."""
+    _, is_copied = self._state(split, wanted)
+    value = self._lazy(lambda each: each._state(split, wanted)[0])
+    if value is None:
+      self._left.append(name)
+    elif is_copied:
+      self._copied.append(name)
+    else:
+      self._new.append(name)
+    return value
 
   def _lazy(
     self, make_fn: Callable[[_Upcycling], np.ndarray | None]
@@ -235,7 +254,9 @@ class _Upcycling:
     def compute(*arrays):
       with_values = copy.copy(self)
       with_values._values = dict(zip(names, arrays, strict=True))
-      return make_fn(with_values)
+      array = make_fn(with_values)
+      assert array is not None  # Whether there is an array depends on shapes, as above.
+      return array
 
     return lazy_arrays.ComputedArray(
       shape=blank.shape,
@@ -269,20 +290,20 @@ class _Upcycling:
     granularity = self._options.granularity
     dims = expert_state.dims_of(path, len(shape))
     lifted = _lift(dense, _dense_dims(dims), dims, shape[0] // granularity)
-    self._check_shapes(
-      lifted is not None and shape == self._expert_shape(lifted, dims, shape[0]),
-      path,
-      dense.shape,
-      shape,
-      f"granularity={granularity} must divide the number of experts, and expert_dim must be the dense block's "
-      f'divided by {granularity}. Change the sizes of the sparse model, or granularity.',
-    )
+    if lifted is None or shape != self._expert_shape(lifted, dims, shape[0]):
+      raise self._other_shapes(
+        path,
+        dense.shape,
+        shape,
+        f"granularity={granularity} must divide the number of experts, and expert_dim must be the dense block's "
+        f'divided by {granularity}. Change the sizes of the sparse model, or granularity.',
+      )
     if self._values is None:
       return _blank(shape, dense.dtype)
+    experts = lifted
     if granularity > 1:
       experts = expert_state.change_param(path, lifted, self._slices(shape[0]))
-    else:
-      experts = lifted
+      assert experts is not None  # Slices are not averaged.
     experts = np.ascontiguousarray(experts)
     if self._options.noise_stddev:
       stddev = self._options.noise_stddev * np.std(dense.astype(np.float32))
@@ -294,50 +315,52 @@ class _Upcycling:
   def _expert_shape(
     self, lifted: np.ndarray, dims: Dims, num_experts: int
   ) -> tuple[int, ...] | None:
+    """Return the shape of the experts; None if sizes are no multiples of the granularity."""
     granularity = self._options.granularity
-    if num_experts % granularity or ('f' in dims and lifted.shape[dims.index('f')] % granularity):
-      return None
     sizes = dict(zip(dims, lifted.shape, strict=True)) | {'e': num_experts}
-    return tuple(size // granularity if dim == 'f' else size for dim, size in sizes.items())
+    if num_experts % granularity or sizes.get('f', 0) % granularity:
+      return None
+    if 'f' in sizes:
+      sizes['f'] //= granularity
+    return tuple(sizes.values())
 
   def _slices(self, num_experts: int) -> Change:
     granularity = self._options.granularity
-    return Change.of_index(
-      np.repeat(np.arange(num_experts // granularity), granularity), granularity
-    )
+    copies = np.arange(num_experts // granularity)
+    return Change.of_index(np.repeat(copies, granularity), granularity)
 
   def _extra(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return a parameter of an additional block, which contributes nothing at first."""
     if '/wo/' in path:
       return np.zeros(shape, dense.dtype)
-    self._check_shapes(
-      len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1],
-      path,
-      dense.shape,
-      shape,
-      'give the checkpoint of a dense model of the same width.',
-    )
+    if len(shape) != dense.ndim or shape[:-1] != dense.shape[:-1]:
+      raise self._other_shapes(
+        path,
+        dense.shape,
+        shape,
+        'give the checkpoint of a dense model of the same width.',
+      )
     if self._values is None:
       return _blank(shape, dense.dtype)
-    return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
+    columns = np.arange(shape[-1]) % dense.shape[-1]
+    return np.take(dense, columns, axis=-1)
 
-  def _check_shapes(
-    self, fits: bool, path: str, dense_shape: tuple[int, ...], shape: tuple[int, ...], remedy: str
-  ) -> None:
-    if not fits:
-      raise errors.CheckpointError(
-        f'Cannot upcycle {self._sources[path]} of shape {dense_shape} to {path} of shape {shape}: {remedy}'
-      )
+  def _other_shapes(
+    self, path: str, dense_shape: tuple[int, ...], shape: tuple[int, ...], remedy: str
+  ) -> errors.CheckpointError:
+    return errors.CheckpointError(
+      f'Cannot upcycle {self._sources[path]} of shape {dense_shape} to {path} of shape {shape}: {remedy}'
+    )
 
   def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return a new router; the slices of a copy have equal columns."""
     granularity = self._options.granularity
     if self._values is None:
       return _blank(shape, dtype)
-    columns = self._options.rng(path).standard_normal(
-      (*shape[:-1], shape[-1] // granularity), np.float32
-    )
-    return np.repeat(columns * self._options.router_init_stddev, granularity, axis=-1).astype(dtype)
+    num_columns = shape[-1] // granularity
+    columns = self._options.rng(path).standard_normal((*shape[:-1], num_columns), np.float32)
+    columns = columns * self._options.router_init_stddev
+    return np.repeat(columns, granularity, axis=-1).astype(dtype)
 
   def _state(self, name: ArrayName, wanted: Any) -> tuple[np.ndarray | None, bool]:
     """Return (optimizer state of a new parameter or None if unknown, whether it is copied from the dense block)."""
@@ -348,14 +371,15 @@ class _Upcycling:
       if source is None or f'{prefix}{source}' in self._stored:
         return self._param(name.param, prefix, wanted), source is not None
     if name.param in self._experts and source is not None:
-      statistics = self._statistics(name, shape)
+      statistics = self._statistics(name, source, shape)
       if statistics is not None:
         return statistics, True
-    return (np.zeros(shape, wanted.dtype) if name.starts_at_zero else None), False
+    if name.starts_at_zero:
+      return np.zeros(shape, wanted.dtype), False
+    return None, False
 
-  def _statistics(self, name: ArrayName, shape: tuple[int, ...]) -> np.ndarray | None:
+  def _statistics(self, name: ArrayName, source: str, shape: tuple[int, ...]) -> np.ndarray | None:
     """Return the optimizer's statistics for experts, None if those of the dense block have other dims."""
-    source = self._sources[name.param]
     param_shape = tuple(self._sparse[name.param].shape)
     dims = expert_state.dims_of(name.param, len(param_shape))
     kept = expert_state.state_dims(name, shape, param_shape, dims)
@@ -376,14 +400,15 @@ class _Upcycling:
       )
       if kept is None or found is None or 'e' not in kept or set(found) != set(kept) - {'e'}:
         continue
-      lifted = _lift(dense, found, kept, shape[0] // self._options.granularity)
-      # Shape of the parameter before slicing.
-      unsliced = [lifted.shape[0] if d == 'e' else dense_shape[dense_dims.index(d)] for d in dims]
+      num_copies = shape[0] // self._options.granularity
+      experts = _lift(dense, found, kept, num_copies)
+      assert experts is not None  # `found` are the dims of `dense`.
       change = self._slices(shape[0])
-      if change.slices == 1:
-        experts = lifted
-      else:
-        experts = expert_state.change_state(name, lifted, unsliced, change)
+      if change.slices > 1:
+        # Shape of the parameter before slicing.
+        sizes = dict(zip(dense_dims, dense_shape, strict=True)) | {'e': experts.shape[0]}
+        unsliced = [sizes[dim] for dim in dims]
+        experts = expert_state.change_state(name, experts, unsliced, change)
       if experts is not None and experts.shape == shape:
         if self._values is None:
           return _blank(shape, experts.dtype)
@@ -403,43 +428,46 @@ class _Upcycling:
         'from the builders of RestoreCheckpointConfig.'
       )
     if self._options.granularity > 1:
-      layers = {expert_state.split_path(path)[0] for path in self._experts}
       expert_state.check_routers(
-        f'upcycle with granularity={self._options.granularity}', self._sparse, layers
+        f'upcycle with granularity={self._options.granularity}', self._sparse, self._layers()
       )
     kept = {path: leaf for path, leaf in self._sparse.items() if path not in self._sources}
     needed = dict.fromkeys((*kept, *filter(None, self._sources.values())))
     missing = [path for path in needed if path not in self._dense]
     surplus = [path for path in self._dense if path not in kept and path not in self._replaced]
-    shapes = {
-      path: (tuple(self._dense[path].shape), tuple(leaf.shape))
-      for path, leaf in kept.items()
-      if path in self._dense
-    }
-    other = [
-      f'{path} (stored {old}, wanted {new})' for path, (old, new) in shapes.items() if old != new
-    ]
-    problems = [
-      f'{what}: {first_names(names)}'
-      for what, names in (
-        ('missing from the checkpoint', missing),
-        ('in the checkpoint only', surplus),
-        ('of another shape', other),
-      )
-      if names
-    ]
+    other = []
+    for path, leaf in kept.items():
+      if path not in self._dense:
+        continue
+      stored = tuple(self._dense[path].shape)
+      wanted = tuple(leaf.shape)
+      if stored != wanted:
+        other.append(f'{path} (stored {stored}, wanted {wanted})')
+    problems = []
+    for what, names in (
+      ('missing from the checkpoint', missing),
+      ('in the checkpoint only', surplus),
+      ('of another shape', other),
+    ):
+      if names:
+        problems.append(f'{what}: {first_names(names)}')
     if problems:
       raise errors.CheckpointError(
         f'Cannot upcycle: the models differ not only in their experts; {"; ".join(problems)}. Give the checkpoint of '
         'a dense model with the same layers, sizes and activations; assignment_map renames or drops names.'
       )
 
+  def _layers(self) -> set[str]:
+    """Return the paths of the sparse blocks."""
+    return {expert_state.parts_of(path)[0] for path in self._experts}
+
   def log(self) -> None:
     """Log what `run` has done."""
-    layers = {expert_state.split_path(path)[0] for path in self._experts}
-    _logger.info(
-      'Upcycled the feed-forward blocks of %d layer%s.', len(layers), 's' if len(layers) > 1 else ''
-    )
+    num_layers = len(self._layers())
+    plural = ''
+    if num_layers > 1:
+      plural = 's'
+    _logger.info('Upcycled the feed-forward blocks of %d layer%s.', num_layers, plural)
     for what, names in (
       ('copied from the dense blocks', self._copied),
       ('new', self._new),
@@ -482,7 +510,8 @@ def _lift(dense: np.ndarray, dims: Dims, wanted_dims: Dims, num_copies: int) -> 
   if len(dims) != dense.ndim:
     return None
   order = [dims.index(dim) for dim in wanted_dims if dim != 'e']
-  copies = np.broadcast_to(dense.transpose(order), (num_copies, *(dense.shape[i] for i in order)))
+  ordered = dense.transpose(order)
+  copies = np.broadcast_to(ordered, (num_copies, *ordered.shape))
   return np.moveaxis(copies, 0, wanted_dims.index('e'))
 
 
@@ -491,5 +520,8 @@ def _names_of_same(after: tuple[str, ...]) -> list[tuple[str, ...]]:
 
   Adafactor names v_row and v_col by the sizes of the dims of a matrix, but by axes for more than two dims.
   """
-  swapped = {'v_row': 'v_col', 'v_col': 'v_row'}
-  return [after, *([(swapped[after[0]],)] if after in (('v_row',), ('v_col',)) else [])]
+  if after == ('v_row',):
+    return [after, ('v_col',)]
+  if after == ('v_col',):
+    return [after, ('v_row',)]
+  return [after]

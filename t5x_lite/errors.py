@@ -62,11 +62,12 @@ class T5xLiteError(Exception):
   """
 
   exit_code: ExitCode = ExitCode.INVALID_INPUT
-  options: InvalidOptions | None = None
+  # Without a value: gin looks up in the original error only what the class of its own error lacks.
+  options: InvalidOptions | None
 
   def __str__(self) -> str:
     text = super().__str__()
-    options = self.options
+    options = getattr(self, 'options', None)
     if options is None or not options.locations:
       return text
     locations = ', '.join(options.locations)

@@ -105,9 +105,10 @@ def _run(arguments: argparse.Namespace) -> int:
   _check(arguments)
   from moe.tools import capacity_plan
 
-  source, loads, num_selected, shares = (
-    _of_zipf(arguments) if arguments.run is None else _of_run(arguments)
-  )
+  if arguments.run is None:
+    source, loads, num_selected, shares = _of_zipf(arguments)
+  else:
+    source, loads, num_selected, shares = _of_run(arguments)
   plan = capacity_plan.make(
     source,
     loads,
@@ -122,9 +123,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from t5x_lite import files
 
-    files.write(
-      arguments.json, json.dumps(capacity_plan.as_data(plan), indent=2) + '\n', durable=False
-    )
+    text = json.dumps(capacity_plan.as_data(plan), indent=2)
+    files.write(arguments.json, f'{text}\n', durable=False)
   print(capacity_plan.as_text(plan))
   return ExitCode.OK
 
@@ -133,31 +133,26 @@ def _check(arguments: argparse.Namespace) -> None:
   """Raise ConfigError for flags that contradict each other, have no effect, or have invalid values."""
   positive = checks.number(at_least=1, integer=True)
   given = {name: value is not None for name, value in vars(arguments).items()}
-  problems = {
-    'Pass either --run=RUN or --zipf=S --num_experts=E.': given['run'] == given['zipf'],
-    '--zipf needs --num_experts=E.': given['zipf'] and not given['num_experts'],
-    '--num_experts has no effect with --run; remove it.': given['run'] and given['num_experts'],
-    '--tokens_per_device has no effect with one expert partition; pass --expert_partitions=P or remove it.': given[
-      'tokens_per_device'
-    ]
-    and arguments.expert_partitions == 1,
-  }
-  problems |= {
-    f'--{name} has no effect with --zipf; remove it.': given['zipf'] and given[name]
-    for name in ('writer', 'layer', 'step')
-  }
-  for message in (message for message, is_wrong in problems.items() if is_wrong):
-    raise ConfigError(message)
+  if given['run'] == given['zipf']:
+    raise ConfigError('Pass either --run=RUN or --zipf=S --num_experts=E.')
+  if given['zipf'] and not given['num_experts']:
+    raise ConfigError('--zipf needs --num_experts=E.')
+  if given['run'] and given['num_experts']:
+    raise ConfigError('--num_experts has no effect with --run; remove it.')
+  if given['tokens_per_device'] and arguments.expert_partitions == 1:
+    raise ConfigError(
+      '--tokens_per_device has no effect with one expert partition; pass --expert_partitions=P or remove it.'
+    )
+  for name in ('writer', 'layer', 'step'):
+    if given['zipf'] and given[name]:
+      raise ConfigError(f'--{name} has no effect with --zipf; remove it.')
   values = {f'--{name}': value for name, value in vars(arguments).items()}
-  checks.check(
-    '',
-    values,
-    **{
-      '--dtype': checks.one_of(_BYTES),
-      '--expert_partitions': positive,
-      '--tokens_per_device': positive.or_none(),
-    },
-  )
+  expectations = {
+    '--dtype': checks.one_of(_BYTES),
+    '--expert_partitions': positive,
+    '--tokens_per_device': positive.or_none(),
+  }
+  checks.check('', values, **expectations)
 
 
 def _of_zipf(arguments):
@@ -176,12 +171,8 @@ def _of_zipf(arguments):
     share = 1.0
   else:
     share = arguments.routed_share
-  return (
-    source,
-    {name: planner.zipf_load(arguments.num_experts, arguments.zipf)},
-    num_selected,
-    {name: share},
-  )
+  load = planner.zipf_load(arguments.num_experts, arguments.zipf)
+  return source, {name: load}, num_selected, {name: share}
 
 
 def _of_run(arguments):
@@ -191,21 +182,23 @@ def _of_run(arguments):
 
   history = report.read(arguments.run, arguments.writer or 'train')
   steps = history.steps.tolist()
-  checks.check(
-    '',
-    {'--layer': arguments.layer, '--step': arguments.step},
-    **{
-      '--layer': checks.one_of(
-        [layer.name for layer in history.layers],
-        f'They are the sparse layers of {arguments.run!r}.',
-      ).or_none(),
-      '--step': checks.Expectation(
-        f'the last step of one of the {len(steps)} periods of {history.writer}, {steps[0]} to {steps[-1]}',
-        steps.__contains__,
-        lambda step: f'The closest is {min(steps, key=lambda found: abs(found - step))}.',
-      ).or_none(),
-    },
-  )
+
+  def closest(step):
+    found = min(steps, key=lambda recorded: abs(recorded - step))
+    return f'The closest is {found}.'
+
+  expectations = {
+    '--layer': checks.one_of(
+      [layer.name for layer in history.layers],
+      f'They are the sparse layers of {arguments.run!r}.',
+    ).or_none(),
+    '--step': checks.Expectation(
+      f'the last step of one of the {len(steps)} periods of {history.writer}, {steps[0]} to {steps[-1]}',
+      steps.__contains__,
+      closest,
+    ).or_none(),
+  }
+  checks.check('', {'--layer': arguments.layer, '--step': arguments.step}, **expectations)
   layers = [layer for layer in history.layers if arguments.layer in (None, layer.name)]
   if arguments.step is None:
     when = history.end
@@ -227,9 +220,13 @@ def _of_run(arguments):
   for layer in layers:
     loads[layer.name] = take(layer.load)
     routed = history.totals.get(f'non_padding_fraction/{_FEATURES.get(layer.stack)}')
-    ignored = settings.get('ignore_padding_tokens', 'True') == 'True' and routed is not None
-    recorded = float(take(routed)) if ignored else 1.0
-    shares[layer.name] = recorded if arguments.routed_share is None else arguments.routed_share
+    ignores_padding = settings.get('ignore_padding_tokens', 'True') == 'True'
+    share = arguments.routed_share
+    if share is None and ignores_padding and routed is not None:
+      share = float(take(routed))
+    elif share is None:
+      share = 1.0
+    shares[layer.name] = share
   source = f'{history.writer} of {history.run}, {when}; num_selected={num_selected} ({said_by})'
   return source, loads, num_selected, shares
 
@@ -241,16 +238,20 @@ def _num_selected(run) -> tuple[int, str]:
     lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
   else:
     lines = ()
-  # Indented lines are not bindings of the run, e.g. those of mesh rules.
-  values = {
-    name.strip(): value.strip()
-    for name, _, value in (line.partition('=') for line in lines)
-    if not name.startswith(' ')
-  }
-  bound = [value for name, value in values.items() if name.rpartition('.')[2] == 'num_selected']
-  found = sorted(
-    {values.get(value[1:], value) if value.startswith('%') else value for value in bound}
-  )
+  values = {}
+  for line in lines:
+    # Indented lines are not bindings of the run, e.g. those of mesh rules.
+    if not line.startswith(' '):
+      name, _, value = line.partition('=')
+      values[name.strip()] = value.strip()
+  bound = set()
+  for name, value in values.items():
+    if name.rpartition('.')[2] != 'num_selected':
+      continue
+    if value.startswith('%'):
+      value = values.get(value[1:], value)
+    bound.add(value)
+  found = sorted(bound)
   if not found:
     return 1, 'the default, as config.gin says nothing'
   if len(found) > 1 or not found[0].isdecimal():
@@ -264,13 +265,16 @@ def _num_selected(run) -> tuple[int, str]:
 def _sizes(arguments, num_selected: int, routed_share: float):
   from moe.tools import planner
 
+  num_inputs = 1
+  if arguments.gated:
+    num_inputs = 2
   return planner.Sizes(
     tokens_per_group=arguments.tokens_per_group,
     routed_share=routed_share,
     num_selected=num_selected,
     width=arguments.width,
     hidden=arguments.hidden,
-    num_inputs=2 if arguments.gated else 1,
+    num_inputs=num_inputs,
     bytes_per_number=_BYTES[arguments.dtype],
     min_capacity=arguments.min_capacity,
   )

@@ -127,32 +127,37 @@ def integers(text: str) -> list[int]:
 
 def _check(arguments: argparse.Namespace) -> None:
   """Raise ConfigError for missing flags, flags of other operations, and invalid values."""
-  operation, needed = arguments.operation, _NEEDED[arguments.operation]
-  given = {name for name, value in vars(arguments).items() if value is not None}
-  other = sorted(given & set(_OWN_FLAGS) - {*needed, *_FURTHER.get(operation, ())})
-  problems = {
-    f'exactly one of {", ".join(f"--{name}" for name in needed)} must be set': len(
-      given & set(needed)
-    )
-    != bool(needed),
-    f'--{other[0] if other else ""} belongs to another operation': other,
-    'it writes nothing; remove OUTPUT': operation == 'show' and 'output' in given,
-    'OUTPUT is missing: the path of the new model directory': operation != 'show'
-    and 'output' not in given,
-    '--least_loaded and --load need each other': operation == 'prune'
-    and len(given & {'least_loaded', 'load'}) == 1,
-    '--seed has no effect without --noise_stddev': 'seed' in given and not arguments.noise_stddev,
-  }
-  for problem in (problem for problem, is_wrong in problems.items() if is_wrong):
+  operation = arguments.operation
+  problem = _problem(arguments, operation)
+  if problem is not None:
     raise ConfigError(f'surgery {operation}: {problem}. See python -m moe surgery --help.')
-  checks.check(
-    '',
-    {f'--{name}': value for name, value in vars(arguments).items()},
-    **{
-      '--least_loaded': checks.number(at_least=1, integer=True).or_none(),
-      '--seed': checks.number(at_least=0, integer=True).or_none(),
-    },
-  )
+  expectations = {
+    '--least_loaded': checks.number(at_least=1, integer=True).or_none(),
+    '--seed': checks.number(at_least=0, integer=True).or_none(),
+  }
+  values = {f'--{name}': value for name, value in vars(arguments).items()}
+  checks.check('', values, **expectations)
+
+
+def _problem(arguments: argparse.Namespace, operation: str) -> str | None:
+  """Return the first problem of the flags; None if they fit the operation."""
+  given = {name for name, value in vars(arguments).items() if value is not None}
+  needed = _NEEDED[operation]
+  if len(given & set(needed)) != bool(needed):
+    flags = ', '.join(f'--{name}' for name in needed)
+    return f'exactly one of {flags} must be set'
+  other = sorted(given & set(_OWN_FLAGS) - {*needed, *_FURTHER.get(operation, ())})
+  if other:
+    return f'--{other[0]} belongs to another operation'
+  if operation == 'show' and 'output' in given:
+    return 'it writes nothing; remove OUTPUT'
+  if operation != 'show' and 'output' not in given:
+    return 'OUTPUT is missing: the path of the new model directory'
+  if operation == 'prune' and len(given & {'least_loaded', 'load'}) == 1:
+    return '--least_loaded and --load need each other'
+  if 'seed' in given and not arguments.noise_stddev:
+    return '--seed has no effect without --noise_stddev'
+  return None
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -168,10 +173,9 @@ def _run(arguments: argparse.Namespace) -> int:
   if arguments.operation == 'show':
     print(f'{source}:\n{surgery_files.describe(shapes)}')
     return ExitCode.OK
+  num_experts = surgery.expert_layers(shapes)
   chosen = surgery.chosen_layers(shapes, arguments.layers)
-  layers = {
-    layer: number for layer, number in surgery.expert_layers(shapes).items() if layer in chosen
-  }
+  layers = {layer: number for layer, number in num_experts.items() if layer in chosen}
   if arguments.load is None:
     load = None
   else:
@@ -184,13 +188,13 @@ def _run(arguments: argparse.Namespace) -> int:
     after.update(surgery.expert_layers(result))
     return result
 
-  flags = {
-    name: getattr(arguments, name)
-    for name in (*_OWN_FLAGS, 'layers')
-    if getattr(arguments, name) is not None
-  }
-  what = ' '.join([arguments.operation, *(f'--{name}={value}' for name, value in flags.items())])
-  written = surgery_files.rewrite(source, arguments.output, change, what)
+  words = [arguments.operation]
+  for name in (*_OWN_FLAGS, 'layers'):
+    value = getattr(arguments, name)
+    if value is not None:
+      words.append(f'--{name}={value}')
+  assert arguments.output is not None  # Required by `_check`.
+  written = surgery_files.rewrite(source, arguments.output, change, ' '.join(words))
   print(f'Wrote {written}:')
   for layer, number in layers.items():
     print(f'  {layer}: {number} -> {after[layer]} experts')
@@ -221,9 +225,10 @@ def _operation(arguments, load):
     )
   if arguments.operation == 'split':
     return functools.partial(surgery.split, slices=arguments.slices)
-  return functools.partial(
-    surgery.merge, groups=arguments.to if arguments.groups is None else arguments.groups, load=load
-  )
+  groups = arguments.groups
+  if groups is None:
+    groups = arguments.to
+  return functools.partial(surgery.merge, groups=groups, load=load)
 
 
 def _advice(arguments, uneven: bool) -> str:
@@ -235,15 +240,12 @@ def _advice(arguments, uneven: bool) -> str:
     f'num_selected by {arguments.slices}.',
     'merge': 'Set num_experts, and num_selected to at most num_experts.',
   }
+  text = texts[arguments.operation]
   if uneven:
-    uneven_text = ' The layers now have different numbers of experts: give each its own block.'
-  else:
-    uneven_text = ''
-  if arguments.optimizer_state == 'follow':
-    drop_text = ''
-  else:
-    drop_text = " The optimizer's state is omitted: restore with fallback_to_scratch=True."
-  return texts[arguments.operation] + uneven_text + drop_text
+    text += ' The layers now have different numbers of experts: give each its own block.'
+  if arguments.optimizer_state == 'drop':
+    text += " The optimizer's state is omitted: restore with fallback_to_scratch=True."
+  return text
 
 
 COMMAND = Command(

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import importlib
 import math
+from typing import cast
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -256,13 +257,11 @@ def megablox_product(
 
 
 def _megablox_product(rows, kernels, group_sizes, interpret, *, transpose):
-  num_experts, *dims = kernels.shape
-  tiling = tilings.product_tiling(
-    rows.shape[0],
-    rows.shape[0] // num_experts,
-    *(reversed(dims) if transpose else dims),
-    rows.dtype,
-  )
+  num_rows = rows.shape[0]
+  num_experts, dim_in, dim_out = kernels.shape
+  if transpose:
+    dim_in, dim_out = dim_out, dim_in
+  tiling = tilings.product_tiling(num_rows, num_rows // num_experts, dim_in, dim_out, rows.dtype)
   return _megablox().gmm(
     rows,
     kernels,
@@ -285,9 +284,10 @@ def _megablox_product_fwd(rows, kernels, group_sizes, interpret):
 
 def _megablox_product_bwd(interpret, residuals, grad):
   rows, kernels, group_sizes = residuals
-  num_experts, *dims = kernels.shape
+  num_rows = rows.shape[0]
+  num_experts, dim_in, dim_out = kernels.shape
   tiling = tilings.kernel_grad_tiling(
-    rows.shape[0], rows.shape[0] // num_experts, *dims, rows.dtype
+    num_rows, num_rows // num_experts, dim_in, dim_out, rows.dtype
   )
   kernels_grad = _megablox().tgmm(
     rows.swapaxes(0, 1),
@@ -319,7 +319,8 @@ def megablox_mlp(
   plan: RowPlan | None = None,
 ) -> jax.Array:
   """Return the experts' outputs for their rows, on a TPU; see `mlp_by_products`."""
-  return mlp_by_products(megablox_product, params, x, group_sizes, spec, keep, balanced_rows, plan)
+  product_fn = cast(GroupedProduct, megablox_product)
+  return mlp_by_products(product_fn, params, x, group_sizes, spec, keep, balanced_rows, plan)
 
 
 # ---- Grouped products -----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Application of experts, with the choice of the form of dispatch."""
 
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -59,51 +60,49 @@ def apply_experts(
   Raises:
     ConfigError: a form that the routing or the backend does not support, or inconsistent shapes.
   """
-  method = select_method(method, routing, layers.traced_platform())
+  backend = layers.traced_platform()
+  method = select_method(method, routing, backend)
   _check(x, routing, params, spec, receive_factor)
   groups = _groups(routing)
+  # [groups of the routing, tokens, width]: all groups are one if they share buffers.
+  tokens = x.reshape(*groups, x.shape[-1])
+  hidden_dim = params.wo.shape[1]
   no_drops = DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
-  layout = expert_parallel.find_layout(
-    math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1]
-  )
-  if (
-    layout is not None and method != 'grouped' and expert_parallel.divides_groups(layout, groups[0])
-  ):
-    y = expert_parallel.sharded_capacity(
-      x.reshape(*groups, x.shape[-1]),
-      routing,
-      params,
-      spec,
-      layout,
-      dropout_rng=dropout_rng,
-      dispatch_fn=_FORMS[method],
-    )
-    return y.reshape(x.shape), no_drops
-  if (
-    layout is not None
-    and 'grouped' in routing.forms
-    and layers.traced_platform() in KERNELS_OF_BACKEND
-  ):
-    # In every form the rows of groups that span devices travel one by one: to fill their buffers would gather tokens.
-    return expert_parallel.sharded_grouped(
-      x,
-      routing,
-      params,
-      spec,
-      layout,
-      dropout_rng=dropout_rng,
-      receive_factor=receive_factor if method == 'grouped' else None,
-    )
-  mask_fn = None
+  layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, hidden_dim)
+  if layout is not None:
+    if method != 'grouped' and expert_parallel.divides_groups(layout, groups[0]):
+      y = expert_parallel.sharded_capacity(
+        tokens,
+        routing,
+        params,
+        spec,
+        layout,
+        dropout_rng=dropout_rng,
+        dispatch_fn=_FORMS[method],
+      )
+      return y.reshape(x.shape), no_drops
+    if 'grouped' in routing.forms and backend in KERNELS_OF_BACKEND:
+      if method != 'grouped':
+        receive_factor = None
+      # In every form the rows of groups that span devices travel one by one: to fill their buffers would gather tokens.
+      return expert_parallel.sharded_grouped(
+        x,
+        cast(TokenChoice, routing),  # the only routing with this form
+        params,
+        spec,
+        layout,
+        dropout_rng=dropout_rng,
+        receive_factor=receive_factor,
+      )
+  mask_fn: MaskFn | None = None
   if dropout_rng is not None and spec.dropout_rate > 0:
 
-    def mask_fn(ids):
-      return DropoutMask(dropout_rng, ids, params.wo.shape[1], spec.dropout_rate)
+    def draw_mask(ids):
+      return DropoutMask(dropout_rng, ids, hidden_dim, spec.dropout_rate)
 
-  y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, mask_fn).reshape(
-    x.shape
-  )
-  return y, no_drops
+    mask_fn = draw_mask
+  y = _FORMS[method](tokens, routing, params, spec, mask_fn)
+  return y.reshape(x.shape), no_drops
 
 
 def select_method(method: str, routing: Routing, backend: str) -> str:
@@ -119,17 +118,13 @@ def select_method(method: str, routing: Routing, backend: str) -> str:
   """
   if method == 'ragged_dot':
     select_kernel(method, backend)
-  is_dropless = routing.forms == ('grouped',)
-  checks.check(
-    '',
-    {'dispatch': method},
-    dispatch=checks.one_of(
-      METHODS if method not in METHODS else ('auto', *routing.forms),
-      f'The {type(routing).__name__} is dropless: set a capacity factor for buffers.'
-      if is_dropless
-      else '',
-    ),
-  )
+  remedy = ''
+  if routing.forms == ('grouped',):
+    remedy = f'The {type(routing).__name__} is dropless: set a capacity factor for buffers.'
+  methods = METHODS
+  if method in METHODS:
+    methods = ('auto', *routing.forms)
+  checks.check('', {'dispatch': method}, dispatch=checks.one_of(methods, remedy))
   if method == 'auto':
     method = routing.forms[0]
   if method == 'grouped':
@@ -139,18 +134,21 @@ def select_method(method: str, routing: Routing, backend: str) -> str:
 
 def _groups(routing: Routing) -> tuple[int, int]:
   """Return (G, T) of the routing."""
-  return routing.probs.shape[:2]
+  num_groups, group_size, _ = routing.probs.shape
+  return num_groups, group_size
 
 
 def _check(x, routing, params, spec, receive_factor):
   check_params(params, spec, x.shape[-1])
-  num_experts, shape = routing.num_experts, _groups(routing)
+  num_experts = params.num_experts
+  num_tokens = math.prod(x.shape[:2])
+  routed = (routing.num_experts, math.prod(_groups(routing)))
   checks.check(
     'apply_experts',
-    {'routing': (num_experts, math.prod(shape)), 'receive_factor': receive_factor},
+    {'routing': routed, 'receive_factor': receive_factor},
     routing=checks.Expectation(
-      f'of {params.num_experts} experts, those of params, and {math.prod(x.shape[:2])} tokens, those of x',
-      lambda got: got == (params.num_experts, math.prod(x.shape[:2])),
+      f'of {num_experts} experts, those of params, and {num_tokens} tokens, those of x',
+      lambda got: got == (num_experts, num_tokens),
     ),
     receive_factor=checks.number(above=0).or_none(),
   )
@@ -159,11 +157,14 @@ def _check(x, routing, params, spec, receive_factor):
 def _grouped(x, routing: TokenChoice, params, spec, mask_fn: MaskFn | None):
   """Apply the experts to rows sorted by expert, without padding to a capacity."""
   tokens = x.astype(spec.dtype).reshape(-1, x.shape[-1])
+  # [groups, tokens, choices]: dropped choices have no expert, like those of padding.
   expert_index = routing.expert_index
-  if routing.position is not None:
+  if routing.position is not None and routing.capacity is not None:
     expert_index = jnp.where(routing.position < routing.capacity, expert_index, routing.num_experts)
   plan, group_sizes = plans.sort_by_expert(expert_index.reshape(-1), routing.num_experts)
-  keep = None if mask_fn is None else mask_fn(plan.row_choice)
+  keep = None
+  if mask_fn is not None:
+    keep = mask_fn(plan.row_choice)
   gates = routing.gates.reshape(tokens.shape[0], -1)
   return grouped_tokens(params, tokens, gates, plan, group_sizes, spec, keep).reshape(x.shape)
 

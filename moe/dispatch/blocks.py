@@ -39,30 +39,34 @@ class Block:
 
 
 class Blocks(Protocol):
-  """Division of rows sorted by expert into blocks, and the MLP of a block; hashable, compared by value.
+  """Division of rows sorted by expert into blocks, and the MLP of a block; hashable, compared by value."""
 
-  Attributes:
-    tile_rows: number of rows of a tile.
-  """
-
-  tile_rows: int
+  @property
+  def tile_rows(self) -> int:
+    """Number of rows of a tile."""
+    ...
 
   def num_blocks(self, group_sizes: jax.Array) -> jax.Array:
     """Return int32 [], the number of blocks of rows with these `group_sizes` int32 [E]."""
+    ...
 
   def block(self, group_sizes: jax.Array, index: jax.Array) -> Block:
     """Return the block with this `index` int32 []."""
+    ...
 
   def params_of(self, params: MlpParams, block: Block) -> MlpParams:
     """Return the parameters that `mlp` needs for the block."""
+    ...
 
   def add_grads(self, total: MlpParams, grads: MlpParams, block: Block) -> MlpParams:
     """Return float32 gradients of all parameters plus those of `params_of`."""
+    ...
 
   def mlp(
     self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None
   ) -> jax.Array:
     """Return outputs <dtype>[T, tile_rows, D] of `rows` of this shape; rows after a tile's count are arbitrary."""
+    ...
 
 
 def mlp_in_blocks(

@@ -17,6 +17,7 @@ from moe.dispatch.types import MlpParams
 from moe.dispatch.types import MlpSpec
 from moe.routing.result import ExpertsFn
 from moe.routing.result import Routing
+from moe.routing.types import ChoiceRouting
 
 # Ids of the choices of N rows, int32 [N] -> hidden units that dropout keeps.
 MaskFn = Callable[[jax.Array], DropoutMask]
@@ -26,7 +27,7 @@ BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
 def capacity_dispatch(
   x: jax.Array,
-  routing: Routing,
+  routing: ChoiceRouting,
   params: MlpParams,
   spec: MlpSpec,
   mask_fn: MaskFn | None = None,
@@ -66,9 +67,12 @@ def einsum_dispatch(
   experts_fn = experts_fn or functools.partial(
     _apply_to_buffers, params=params, spec=spec, mask_fn=mask_fn
   )
+  # [groups, tokens, experts, slots] each.
   dispatch_mask, combine_weights = routing.masks()
+  # [experts, groups, slots, width]: products with 0 and 1, which are exact in any dtype.
   buffers = jnp.einsum('gtec,gtd->egcd', dispatch_mask.astype(spec.dtype), x.astype(spec.dtype))
   buffers = experts_fn(buffers, routing.choice_ids())
+  # [groups, tokens, width]: sum of the outputs of a token's experts, weighted by the gates.
   y = jnp.einsum('gtec,egcd->gtd', combine_weights.astype(spec.dtype), buffers)
   return constrain(y, ('batch', None, None))
 
@@ -82,9 +86,14 @@ def _apply_to_buffers(
   mask_fn: MaskFn | None,
 ) -> jax.Array:
   """Return the experts' outputs <dtype>[E, G, C, D] for `buffers` of the same shape; see `ExpertsFn`."""
-  shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
+  shape = buffers.shape
+  num_experts = shape[0]
   keep = None
   if mask_fn is not None:
-    keep = mask_fn(choice_ids.reshape(-1)).of_all().reshape(num_experts, -1, params.wo.shape[1])
-  buffers = constrain(buffers, BUFFER_AXES).reshape(num_experts, -1, width)
-  return constrain(batched_mlp(params, buffers, spec, keep).reshape(shape), BUFFER_AXES)
+    # [experts, groups * slots, hidden units]: drawn by choice, so that dropout is the same in all forms of dispatch.
+    mask = mask_fn(choice_ids.reshape(-1)).of_all()
+    keep = mask.reshape(num_experts, -1, params.wo.shape[1])
+  # [experts, groups * slots, width]: an expert has the same parameters for all groups.
+  rows = constrain(buffers, BUFFER_AXES).reshape(num_experts, -1, shape[-1])
+  outputs = batched_mlp(params, rows, spec, keep)
+  return constrain(outputs.reshape(shape), BUFFER_AXES)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
+from typing import Any
 
-from flax.linen import partitioning as nn_partitioning
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -79,7 +80,8 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
   Raises:
     ConfigError: the number of experts is not divisible by their mesh axes.
   """
-  mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
+  mesh = jax.sharding.get_abstract_mesh()
+  rules = nn.get_logical_axis_rules()
   if not rules or mesh.empty or mesh.size == 1 or mesh.manual_axes:
     return None
 
@@ -289,16 +291,18 @@ def _map(
 
 
 def _params_specs(params: MlpParams, layout: Layout) -> MlpParams:
+  """Return the mesh axes of the parameters, in their structure."""
   expert = layout.expert_axes or None
   mlp = layout.mlp_axes or None
-  return MlpParams(
-    wi=tuple(PartitionSpec(expert, None, mlp) for _ in params.wi),
-    wo=PartitionSpec(expert, mlp, None),
-    wi_bias=None
-    if params.wi_bias is None
-    else tuple(PartitionSpec(expert, mlp) for _ in params.wi_bias),
-    wo_bias=None if params.wo_bias is None else PartitionSpec(expert, None),
-  )
+  specs: dict[str, Any] = {
+    'wi': (PartitionSpec(expert, None, mlp),) * len(params.wi),
+    'wo': PartitionSpec(expert, mlp, None),
+  }
+  if params.wi_bias is not None:
+    specs['wi_bias'] = (PartitionSpec(expert, mlp),) * len(params.wi_bias)
+  if params.wo_bias is not None:
+    specs['wo_bias'] = PartitionSpec(expert, None)
+  return MlpParams(**specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,15 +350,17 @@ class _Shard:
       keep = None
       if rng is not None and self.spec.dropout_rate > 0:
         choice_ids = move(self._global_ids(choice_ids, routing.num_choices))
-        ids = choice_ids.reshape(-1)
-        keep = self._mask(rng, ids).of_all().reshape(choice_ids.shape[0], -1, params.wo.shape[1])
+        mask = self._mask(rng, choice_ids.reshape(-1))
+        assert mask is not None  # There is a key and a rate.
+        keep = mask.of_all().reshape(choice_ids.shape[0], -1, params.wo.shape[1])
+      # [experts of this device, groups of all devices, slots, width].
       buffers = move(buffers)
       flat = buffers.reshape(buffers.shape[0], -1, buffers.shape[-1])
-      return move(batched_mlp(params, flat, self.spec, keep).reshape(buffers.shape), back=True)
+      outputs = batched_mlp(params, flat, self.spec, keep)
+      return move(outputs.reshape(buffers.shape), back=True)
 
-    return dispatch_fn(x, routing, params, self.spec, experts_fn=experts_fn), jnp.zeros(
-      [], jnp.float32
-    )
+    y = dispatch_fn(x, routing, params, self.spec, experts_fn=experts_fn)
+    return y, jnp.zeros([], jnp.float32)
 
   @property
   def _num_local_experts(self):
@@ -365,7 +371,9 @@ class _Shard:
     local = self._num_local_experts
     if self.layout.expert_axes:
       expert_index = expert_index - jax.lax.axis_index(self.layout.expert_axes) * local
-    expert_index = jnp.where((expert_index >= 0) & (expert_index < local), expert_index, local)
+    # [tokens, choices]: experts of other devices are no experts here; their devices compute them.
+    is_local = (expert_index >= 0) & (expert_index < local)
+    expert_index = jnp.where(is_local, expert_index, local)
     plan, group_sizes = plans.sort_by_expert(expert_index.reshape(-1), local)
     keep = self._mask(rng, self._choice_ids(plan, gates))
     return grouped_tokens(
@@ -384,11 +392,13 @@ class _Shard:
     axes = self.layout.expert_axes
     num_shards = self.layout.num_expert_shards
     local = self._num_local_experts
+    num_tokens, num_selected = gates.shape
     num_rows, block = num_receive_rows(
-      *gates.shape, local, num_shards, self.receive_factor, self.num_slots
+      num_tokens, num_selected, local, num_shards, self.receive_factor, self.num_slots
     )
     plan, kept, drops = self._admit(expert_index.reshape(-1), num_rows, block)
-    kept = kept.reshape(num_shards, num_shards, local)  # [from, to, expert]
+    # [from, to, expert]: number of rows that fit into the receive buffers.
+    kept = kept.reshape(num_shards, num_shards, local)
     sizes = jnp.sum(kept, axis=2)
     send = functools.partial(
       exchange_lib.exchange,
@@ -401,9 +411,8 @@ class _Shard:
     received = send(plans.dispatch(tokens, plan))
     # Rows arrive ordered by sender, and those of a sender by expert.
     ends = jnp.cumsum(kept[:, jax.lax.axis_index(axes)].reshape(-1))
-    run = jnp.searchsorted(ends, jnp.arange(num_rows, dtype=jnp.int32), side='right').astype(
-      jnp.int32
-    )
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    run = jnp.searchsorted(ends, rows, side='right').astype(jnp.int32)
     expert = jnp.where(run < ends.shape[0], run % local, local)
     received_plan, group_sizes = plans.sort_by_expert(expert, local)
     keep = None

@@ -78,40 +78,40 @@ def select_kernel(
       kernels.
   """
   kernels = KERNELS_OF_BACKEND.get(backend, ())
-  checks.check(
-    '',
-    {'backend': backend, 'grouped kernel': method},
-    backend=checks.one_of(KERNELS_OF_BACKEND, "Use dispatch='capacity' with a capacity factor."),
-    **{
-      'grouped kernel': checks.one_of(
-        ('auto', *kernels),
-        f'On {backend!r} jax.lax.ragged_dot would multiply every row with every expert.'
-        if method == 'ragged_dot'
-        else f'It is for another backend than {backend!r}.'
-        if method in KERNELS
-        else '',
-      )
-    },
-  )
+  if method == 'ragged_dot':
+    remedy = f'On {backend!r} jax.lax.ragged_dot would multiply every row with every expert.'
+  elif method in KERNELS:
+    remedy = f'It is for another backend than {backend!r}.'
+  else:
+    remedy = ''
+  expectations = {
+    'backend': checks.one_of(KERNELS_OF_BACKEND, "Use dispatch='capacity' with a capacity factor."),
+    'grouped kernel': checks.one_of(('auto', *kernels), remedy),
+  }
+  checks.check('', {'backend': backend, 'grouped kernel': method}, **expectations)
 
   def unsupported_reason(name):
     fn = KERNELS[name].unsupported_reason_fn
-    if fn is None or params is None:
+    if fn is None or params is None or spec is None:
       return None
     return fn(params, spec)
 
   if method == 'auto':
-    name = next(name for name in kernels if unsupported_reason(name) is None)
+    reasons = []
+    for name in kernels:
+      reason = unsupported_reason(name)
+      if reason is None:
+        break
+      reasons.append(f'{name!r} {reason}')
+    else:
+      raise AssertionError(f'No kernel of {backend!r} supports all parameters.')
     if params is not None and backend in ('gpu', 'tpu'):
-      reasons = [
-        f'{other!r} {unsupported_reason(other)}' for other in kernels[: kernels.index(name)]
-      ]
       _log_choice(name, '; '.join(reasons) or 'device, dtype and dims allow it')
     return name
-  if unsupported_reason(method) is not None:
+  reason = unsupported_reason(method)
+  if reason is not None:
     raise ConfigError(
-      f"The grouped kernel {method!r} {unsupported_reason(method)}. Use 'auto', or meet this "
-      'requirement.'
+      f"The grouped kernel {method!r} {reason}. Use 'auto', or meet this requirement."
     )
   return method
 

@@ -69,9 +69,11 @@ def dropout_keep(
   def words(choice):
     return jax.random.bits(jax.random.fold_in(rng, choice), (num_words,), jnp.uint32)
 
+  # [choices, words]: a choice's bits depend on its id only, wherever its row is.
   bits = jax.vmap(words)(choice_ids.reshape(-1))
   halves = jnp.concatenate([bits & 0xFFFF, bits >> 16], axis=-1)[:, :hidden_dim]
-  return (halves >= _dropped_levels(dropout_rate)).reshape(*choice_ids.shape, hidden_dim)
+  keep = halves >= _dropped_levels(dropout_rate)
+  return keep.reshape(*choice_ids.shape, hidden_dim)
 
 
 @flax.struct.dataclass
@@ -96,11 +98,11 @@ class DropoutMask:
 
   def of_rows(self, rows: jax.Array) -> jax.Array:
     """Return bool [..., F of this device] for `rows` int32 [...], row numbers."""
-    keep = dropout_keep(
-      self.rng, jnp.take(self.choice_ids, rows, mode='clip'), self.hidden_dim, self.dropout_rate
-    )
-    if self.first is None:
+    choice_ids = jnp.take(self.choice_ids, rows, mode='clip')
+    keep = dropout_keep(self.rng, choice_ids, self.hidden_dim, self.dropout_rate)
+    if self.first is None or self.size is None:
       return keep
+    # A device draws the bits of all hidden units and keeps its own, so that results do not depend on the mesh.
     return jax.lax.dynamic_slice_in_dim(keep, self.first, self.size, axis=keep.ndim - 1)
 
   def of_all(self) -> jax.Array:
@@ -128,10 +130,13 @@ def batched_mlp(
   check_params(params, spec, x.shape[-1])
   x = x.astype(spec.dtype)
   biases = params.wi_bias or (None,) * len(params.wi)
+  # [experts, slots, hidden units] each: one projection for each factor of a gated activation.
   pre = [_project(x, kernel, bias, spec) for kernel, bias in zip(params.wi, biases, strict=True)]
   hidden = activate(checkpoint_name(pre, 'expert_hidden'), keep, spec)
   hidden = sharding.constrain(hidden, ('expert', 'expert_replicas', 'expert_mlp'))
-  return checkpoint_name(_project(hidden, params.wo, params.wo_bias, spec), 'expert_output')
+  # [experts, slots, width].
+  outputs = _project(hidden, params.wo, params.wo_bias, spec)
+  return checkpoint_name(outputs, 'expert_output')
 
 
 def _project(x, kernel, bias, spec):

@@ -1,6 +1,7 @@
 """Sharding constraints by logical axis names, where the mesh in context supports them."""
 
-from flax.linen import partitioning as nn_partitioning
+import flax.linen as nn
+from flax.linen.spmd import logical_to_mesh_axes
 import jax
 from jax.sharding import PartitionSpec
 
@@ -21,17 +22,22 @@ def constrain(x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
     `x`, constrained.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  rules = nn_partitioning.get_axis_rules()
+  rules = nn.get_logical_axis_rules()
   if not rules or mesh.empty or mesh.size == 1:
     return x
   known = {name for name, _ in rules}
   names = tuple(name if name in known else None for name in logical_axes)
   entries = []
-  for size, entry in zip(x.shape, nn_partitioning.logical_to_mesh_axes(names, rules), strict=True):
+  mesh_axes = logical_to_mesh_axes(names, rules)
+  assert mesh_axes is not None  # `names` is not None.
+  for size, entry in zip(x.shape, mesh_axes, strict=True):
     axes = axis_rules.axes_of(entry)
     usable = not set(axes) & set(mesh.manual_axes) and set(axes) <= set(mesh.axis_names)
     fits = usable and size % axis_rules.num_shards(entry, mesh.shape) == 0
-    entries.append(entry if fits and axes else PartitionSpec.UNCONSTRAINED)
+    if fits and axes:
+      entries.append(entry)
+    else:
+      entries.append(PartitionSpec.UNCONSTRAINED)
   if all(entry is PartitionSpec.UNCONSTRAINED for entry in entries):
     return x
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))

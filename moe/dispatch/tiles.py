@@ -124,8 +124,10 @@ class _Tiles:
     self.space = self.num_rows + self.sizes[0]
     self.counts = group_sizes.astype(jnp.int32)
     self.ends = jnp.cumsum(self.counts, dtype=jnp.int32)
-    self._num_selected = None if gates is None else gates.shape[1]
-    if plan is not None:
+    self._num_selected = None
+    if gates is not None:
+      self._num_selected = gates.shape[1]
+    if plan is not None and gates is not None:
       # Only these arrays, with one number per row, are padded.
       pad = (0, self.sizes[0])
       self._choices = jnp.pad(plan.row_choice, pad)
@@ -216,9 +218,9 @@ def _put_all(buffers, updates, start):
 
 
 def _dot(a, b, contracted, dtype=jnp.float32):
-  return jax.lax.dot_general(
-    a, b, (((contracted[0],), (contracted[1],)), ((), ())), preferred_element_type=dtype
-  )
+  contracting_dims = ((contracted[0],), (contracted[1],))
+  batch_dims = ((), ())
+  return jax.lax.dot_general(a, b, (contracting_dims, batch_dims), preferred_element_type=dtype)
 
 
 def _project(x, kernel, bias, dtype):
@@ -245,15 +247,19 @@ def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
         _project(tokens, kernel, bias, spec.dtype)
         for kernel, bias in zip(weights.wi, biases, strict=True)
       ]
-      hidden = activate(pre, None if keep is None else keep.of_rows(tiles.rows(start, size)), spec)
+      tile_keep = None
+      if keep is not None:
+        tile_keep = keep.of_rows(tiles.rows(start, size))
+      hidden = activate(pre, tile_keep, spec)
       out = _project(hidden, weights.wo, weights.wo_bias, spec.dtype)
       gate = tiles.gates(start, size)
-      if gate is None:
-        out = out
-      else:
+      if gate is not None:
         out = (out.astype(jnp.float32) * gate).astype(spec.dtype)
-      out = jnp.where((start + jnp.arange(size) < total)[:, None], out, 0)
-      return (out, tuple(pre) if save else ()), ()
+      is_row = start + jnp.arange(size) < total
+      out = jnp.where(is_row[:, None], out, 0)
+      if save:
+        return (out, tuple(pre)), ()
+      return (out, ()), ()
 
     carry, _ = tiles.over_expert(run, carry, end - count, count)
     return carry, None
@@ -264,7 +270,9 @@ def _forward(spec, sizes, params, x, gates, plan, group_sizes, keep, *, save):
     saved = ()
   y = tiles.zeros(x.shape[1], spec.dtype)
   (y, saved), _ = jax.lax.scan(expert, (y, saved), (params, tiles.ends, tiles.counts))
-  return (y[: tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
+  if plan is None:
+    return y[: tiles.num_rows], saved
+  return plans.sum_of_choices(y, plan, x.shape[0]), saved
 
 
 @functools.partial(without_second_derivatives, static_argnums=(0, 1))
@@ -281,9 +289,8 @@ def _backward(spec, sizes, residuals, grad):
       # Rows of other experts get a gradient of 0, so that they do not contribute.
       dy = jnp.where((jnp.arange(size) < num_valid)[:, None], _take(grad, source), 0)
       tokens = _take(x, source)
-      if keep is None:
-        tile_keep = None
-      else:
+      tile_keep = None
+      if keep is not None:
         tile_keep = keep.of_rows(tiles.rows(start, size))
       hidden, pull = jax.vjp(
         lambda pre: activate(pre, tile_keep, spec), [_slice(p, start, size) for p in pre]
@@ -295,20 +302,21 @@ def _backward(spec, sizes, residuals, grad):
         # <out, dy> without `out`: <hidden @ wo + bias, dy>.
         dgate = jnp.sum(hidden.astype(jnp.float32) * dhidden, axis=1)
         if weights.wo_bias is not None:
-          dgate += jnp.sum(
-            weights.wo_bias.astype(spec.dtype).astype(jnp.float32) * dy.astype(jnp.float32), axis=1
-          )
+          bias = weights.wo_bias.astype(spec.dtype).astype(jnp.float32)
+          dgate += jnp.sum(bias * dy.astype(jnp.float32), axis=1)
         dhidden = dhidden * gate
         dy = (dy.astype(jnp.float32) * gate).astype(spec.dtype)
       (dpre,) = pull(dhidden.astype(spec.dtype))
-      terms = MlpParams(
-        wi=tuple(_dot(tokens, d, (0, 0)) for d in dpre),
-        wo=_dot(hidden, dy, (0, 0)),
-        wi_bias=None
-        if weights.wi_bias is None
-        else tuple(jnp.sum(d, 0, dtype=jnp.float32) for d in dpre),
-        wo_bias=None if weights.wo_bias is None else jnp.sum(dy, 0, dtype=jnp.float32),
-      )
+      # Gradients of the expert's parameters by the rows of this tile, in float32, as tiles are summed.
+      wi_grad = tuple(_dot(tokens, d, (0, 0)) for d in dpre)
+      wo_grad = _dot(hidden, dy, (0, 0))
+      wi_bias_grad = None
+      wo_bias_grad = None
+      if weights.wi_bias is not None:
+        wi_bias_grad = tuple(jnp.sum(d, 0, dtype=jnp.float32) for d in dpre)
+      if weights.wo_bias is not None:
+        wo_bias_grad = jnp.sum(dy, 0, dtype=jnp.float32)
+      terms = MlpParams(wi=wi_grad, wo=wo_grad, wi_bias=wi_bias_grad, wo_bias=wo_bias_grad)
       dx = sum(
         _dot(d, kernel.astype(spec.dtype), (1, 1))
         for d, kernel in zip(dpre, weights.wi, strict=True)
@@ -326,7 +334,7 @@ def _backward(spec, sizes, residuals, grad):
   (x_grad, gate_grad), params_grad = jax.lax.scan(
     expert, (x_grad, gate_grad), (params, tiles.ends, tiles.counts)
   )
-  if plan is None:
+  if plan is None or gates is None or gate_grad is None:  # Rows of tokens have gates.
     return params_grad, x_grad[: tiles.num_rows], None
   gates_grad = _take(gate_grad, plan.choice_row).reshape(gates.shape)
   return params_grad, plans.sum_of_choices(x_grad, plan, x.shape[0]), gates_grad

@@ -51,11 +51,16 @@ class MlpParams:
     else:
       names = sorted(name for name in tree if name.startswith('wi_'))
     has_bias = 'bias' in tree['wo']
+    wi_bias = None
+    wo_bias = None
+    if has_bias:
+      wi_bias = tuple(tree[name]['bias'] for name in names)
+      wo_bias = tree['wo']['bias']
     return cls(
       wi=tuple(tree[name]['kernel'] for name in names),
       wo=tree['wo']['kernel'],
-      wi_bias=tuple(tree[name]['bias'] for name in names) if has_bias else None,
-      wo_bias=tree['wo']['bias'] if has_bias else None,
+      wi_bias=wi_bias,
+      wo_bias=wo_bias,
     )
 
 
@@ -117,27 +122,26 @@ def check_params(params: MlpParams, spec: MlpSpec, width: int) -> None:
   """
   num_experts, hidden, out_width = params.wo.shape
   count = len(spec.activations)
-  expected = {
+  expected: dict[str, Any] = {
     'wi': [(num_experts, width, hidden)] * count,
     'wo': (num_experts, hidden, width),
-    'wi_bias': None if params.wi_bias is None else [(num_experts, hidden)] * count,
-    'wo_bias': None if params.wo_bias is None else (num_experts, out_width),
+    'wi_bias': None,
+    'wo_bias': None,
   }
-  values = {name: getattr(params, name) for name in expected}
-  shapes = {
-    name: [x.shape for x in value]
-    if isinstance(value, (tuple, list))
-    else getattr(value, 'shape', None)
-    for name, value in values.items()
-  }
-  checks.check(
-    'MlpParams',
-    shapes,
-    **{
-      name: checks.Expectation(
-        f'of shape {shape} for inputs of size {width} and activations {spec.activations}',
-        lambda got, shape=shape: got == shape,
-      )
-      for name, shape in expected.items()
-    },
-  )
+  if params.wi_bias is not None:
+    expected['wi_bias'] = [(num_experts, hidden)] * count
+  if params.wo_bias is not None:
+    expected['wo_bias'] = (num_experts, out_width)
+  shapes = {}
+  expectations = {}
+  for name, shape in expected.items():
+    value = getattr(params, name)
+    if isinstance(value, (tuple, list)):
+      shapes[name] = [array.shape for array in value]
+    else:
+      shapes[name] = getattr(value, 'shape', None)
+    expectations[name] = checks.Expectation(
+      f'of shape {shape} for inputs of size {width} and activations {spec.activations}',
+      lambda got, shape=shape: got == shape,
+    )
+  checks.check('MlpParams', shapes, **expectations)

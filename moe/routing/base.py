@@ -35,9 +35,10 @@ class _Dense(nn.Module):
       jnp.float32,
       axes=('embed', 'unmodeled'),
     )
+    # [groups * tokens, width] and [width, experts]: float32 for any dtype of the tokens.
     rows = _replicate_last_dims(x.astype(jnp.float32)).reshape(-1, x.shape[-1])
-    # Highest precision on all backends, since choices depend on the last bits.
     kernel = _replicate_last_dims(kernel.astype(jnp.float32), num_dims=2)
+    # Highest precision on all backends, since choices depend on the last bits.
     logits = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
     if self.use_bias:
       bias = nn_partitioning.param_with_axes(
@@ -195,22 +196,29 @@ class Router(nn.Module):
     """Route tokens after checks; see `__call__`. `token_mask` is None if no token is ignored."""
 
   def _check_inputs(self, x, capacity, token_mask, token_ids):
-    count = checks.number(at_least=1, integer=True)
-    per_token = checks.Expectation(
-      f'an array of shape {x.shape[:2]}',
-      lambda array: array is not None and array.shape == x.shape[:2],
-    )
-    ids = per_token._replace(
-      text=f'integers of shape {x.shape[:2]}',
-      holds=lambda array: per_token.holds(array) and jnp.issubdtype(array.dtype, jnp.integer),
-    )
+    shape = x.shape[:2]
+
+    def is_per_token(array):
+      return array is not None and array.shape == shape
+
+    def are_ids(array):
+      return is_per_token(array) and jnp.issubdtype(array.dtype, jnp.integer)
+
+    per_token = checks.Expectation(f'an array of shape {shape}', is_per_token).or_none()
+    capacities = checks.number(at_least=1, integer=True)
+    if not self.needs_capacity:
+      capacities = capacities.or_none()
+    if self.needs_token_ids:
+      ids = checks.Expectation(f'integers of shape {shape}', are_ids)
+    else:
+      ids = per_token
     checks.check(
       type(self).__name__,
       {'x': x, 'capacity': capacity, 'token_mask': token_mask, 'token_ids': token_ids},
       x=checks.Expectation('an array [groups, tokens of a group, width]', lambda x: x.ndim == 3),
-      capacity=count if self.needs_capacity else count.or_none(),
-      token_mask=per_token.or_none(),
-      token_ids=ids if self.needs_token_ids else per_token.or_none(),
+      capacity=capacities,
+      token_mask=per_token,
+      token_ids=ids,
     )
 
   def _routed_tokens(self, x, token_mask):
@@ -231,14 +239,16 @@ class Router(nn.Module):
     x = x.astype(jnp.float32)
     if self.jitter_noise > 0 and not deterministic and not self.is_initializing():
       x *= self._jitter(x.shape)
-    return RouterWeights(
+    project = RouterWeights(
       self.num_experts, self.use_bias, self.kernel_init, self.bias_init, name='router_weights'
-    )(x)
+    )
+    return project(x)
 
   def _jitter(self, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.uniform(
-      self.make_rng('jitter'), shape, jnp.float32, 1.0 - self.jitter_noise, 1.0 + self.jitter_noise
-    )
+    rng = self.make_rng('jitter')
+    low = 1.0 - self.jitter_noise
+    high = 1.0 + self.jitter_noise
+    return jax.random.uniform(rng, shape, jnp.float32, low, high)
 
 
 def _replicate_last_dims(x: jax.Array, num_dims: int = 1) -> jax.Array:
@@ -248,7 +258,7 @@ def _replicate_last_dims(x: jax.Array, num_dims: int = 1) -> jax.Array:
   """
   if jax.sharding.get_abstract_mesh().empty:
     return x
-  free = jax.sharding.PartitionSpec.UNCONSTRAINED
-  return jax.lax.with_sharding_constraint(
-    x, jax.sharding.PartitionSpec(*[free] * (x.ndim - num_dims), *[None] * num_dims)
-  )
+  free = [jax.sharding.PartitionSpec.UNCONSTRAINED] * (x.ndim - num_dims)
+  replicated = [None] * num_dims
+  spec = jax.sharding.PartitionSpec(*free, *replicated)
+  return jax.lax.with_sharding_constraint(x, spec)

@@ -28,6 +28,12 @@ def expert_capacity(
   """
   count = checks.number(at_least=1, integer=True)
   positive = checks.number(above=0)
+
+  def is_factor(factor):
+    return positive.holds(factor) and (
+      min_capacity > 0 or round(factor * tokens_per_group / num_experts) > 0
+    )
+
   checks.check(
     'expert_capacity',
     locals(),
@@ -36,11 +42,9 @@ def expert_capacity(
     min_capacity=checks.number(at_least=0, integer=True),
     factor=checks.Expectation(
       'a capacity factor > 0 that gives each expert at least one slot',
-      lambda factor: (
-        positive.holds(factor)
-        and (min_capacity > 0 or round(factor * tokens_per_group / num_experts) > 0)
-      ),
+      is_factor,
       'Increase it, or set min_expert_capacity >= 1.',
     ),
   )
-  return max(int(round(factor * tokens_per_group / num_experts)), min_capacity)
+  share = factor * tokens_per_group / num_experts
+  return max(int(round(share)), min_capacity)

@@ -40,28 +40,38 @@ def experts_choose(
     ConfigError: recorded choices of another shape.
   """
   groups, num_tokens, num_experts = logits.shape
-  shape = (groups, num_experts, min(capacity, num_tokens))
+  num_slots = min(capacity, num_tokens)
+  # [groups, tokens, experts]: normalized over experts, as in token choice, so that the gates of a token are comparable.
   probs = jax.nn.softmax(logits)
   if token_mask is not None:
-    probs = jnp.where(token_mask[..., None], probs, 0.0)
-    logits = jnp.where(token_mask[..., None], logits, 0.0)
+    is_routed = token_mask[..., None]
+    probs = jnp.where(is_routed, probs, 0.0)
+    logits = jnp.where(is_routed, logits, 0.0)
+  # [groups, experts, tokens]: an expert chooses along the last dim.
   by_expert = jnp.swapaxes(probs, 1, 2)
   gates = None
   if recorded is not None:
-    recorded.check(shape)
+    recorded.check((groups, num_experts, num_slots))
     token_index = recorded.index.astype(jnp.int32)
     gates = recorded.gates
+  elif padding_uses_capacity:
+    token_index = _choose(by_expert, num_slots, None)
   else:
-    token_index = _choose(by_expert, shape[-1], None if padding_uses_capacity else token_mask)
+    token_index = _choose(by_expert, num_slots, token_mask)
   if gates is None:
+    # [groups, experts, slots]: the gate of a slot is the probability of the expert for its token.
     safe = jnp.minimum(token_index, num_tokens - 1)
     gates = jnp.take_along_axis(by_expert, safe, axis=-1)
+  if padding_in_losses:
+    loss_mask = None
+  else:
+    loss_mask = token_mask
   return ExpertChoice(
     token_index=token_index,
     gates=jnp.where(token_index < num_tokens, gates, 0.0),
     probs=probs,
     auxiliary_loss=jnp.zeros([], jnp.float32),
-    router_z_loss=losses.router_z_loss(logits, None if padding_in_losses else token_mask),
+    router_z_loss=losses.router_z_loss(logits, loss_mask),
     num_tokens=num_tokens,
     token_mask=token_mask,
     padding_in_losses=padding_in_losses,

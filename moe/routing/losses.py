@@ -25,11 +25,16 @@ def load_balancing_loss(
     float32 [].
   """
   num_experts = probs.shape[-1]
+  # [groups, experts]: f of equation (5) times the number of tokens, without gradient.
   counts = choice_counts(expert_index, num_experts).astype(jnp.float32)
+  # [groups, experts]: P of equation (6) times the number of tokens, in float32, as it sums over a group.
   sums = jnp.sum(probs.astype(jnp.float32), axis=1)
   if token_mask is None:
     num_tokens = probs.shape[1]
-    return jnp.mean((counts / num_tokens) * (sums / num_tokens)) * num_experts**2
+    share_of_choices = counts / num_tokens
+    mean_probs = sums / num_tokens
+    return jnp.mean(share_of_choices * mean_probs) * num_experts**2
+  # [groups, 1]: groups have different numbers of tokens, which are their weights in the mean.
   num_tokens = jnp.sum(token_mask, axis=1, keepdims=True).astype(jnp.float32)
   per_group = jnp.sum(counts * sums / jnp.maximum(num_tokens, 1.0), axis=-1)
   return jnp.sum(per_group) / jnp.maximum(jnp.sum(num_tokens), 1.0) * num_experts
@@ -47,9 +52,11 @@ def router_z_loss(logits: jax.Array, token_mask: jax.Array | None = None) -> jax
   Returns:
     float32 [].
   """
-  squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+  # [groups, tokens]: float32, since rounding of large logits would dominate the logarithm.
+  log_normalizer = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+  squares = jnp.square(log_normalizer)
   if token_mask is None:
     return jnp.mean(squares)
-  return jnp.sum(jnp.where(token_mask, squares, 0.0)) / jnp.maximum(jnp.sum(token_mask), 1).astype(
-    jnp.float32
-  )
+  total = jnp.sum(jnp.where(token_mask, squares, 0.0))
+  num_tokens = jnp.maximum(jnp.sum(token_mask), 1)
+  return total / num_tokens.astype(jnp.float32)

@@ -37,21 +37,20 @@ def sort_by_expert(expert_index: jax.Array, num_experts: int) -> tuple[RowPlan, 
   num_choices = expert_index.shape[0]
   choices = jnp.arange(num_choices, dtype=jnp.int32)
   if (num_experts + 1) * num_choices < 2**31:
-    # A combined key: sorting one array is cheaper than sorting one array by another.
+    # [choices]: a combined key, since sorting one array is cheaper than sorting one array by another.
     keys = jax.lax.sort(expert_index * num_choices + choices)
     row_choice = keys % max(num_choices, 1)
-    ends = jnp.searchsorted(
-      keys, num_choices * jnp.arange(1, num_experts + 1, dtype=jnp.int32), side='left'
-    )
+    # [experts]: the end of an expert's rows is where the keys of the next expert start.
+    first_keys = num_choices * jnp.arange(1, num_experts + 1, dtype=jnp.int32)
+    ends = jnp.searchsorted(keys, first_keys, side='left')
   else:
     keys, row_choice = jax.lax.sort((expert_index, choices), num_keys=1, is_stable=True)
     ends = jnp.searchsorted(keys, jnp.arange(num_experts, dtype=jnp.int32), side='right')
   group_sizes = jnp.diff(ends.astype(jnp.int32), prepend=0)
-  choice_row = (
-    jnp.zeros_like(choices)
-    .at[row_choice]
-    .set(choices, unique_indices=True, mode='promise_in_bounds')
-  )
+  # [choices]: the inverse permutation, so that outputs and gradients return by a gather.
+  rows = choices
+  choice_row = jnp.zeros_like(choices)
+  choice_row = choice_row.at[row_choice].set(rows, unique_indices=True, mode='promise_in_bounds')
   return RowPlan(row_choice, choice_row, is_full=True), group_sizes
 
 
@@ -60,9 +59,8 @@ def _take(x, index):
 
 
 def _masked(values, is_valid):
-  return jnp.where(
-    is_valid.reshape(is_valid.shape + (1,) * (values.ndim - is_valid.ndim)), values, 0
-  )
+  missing_dims = (1,) * (values.ndim - is_valid.ndim)
+  return jnp.where(is_valid.reshape(is_valid.shape + missing_dims), values, 0)
 
 
 def _gather_rows(x, plan, num_choices_per_token):
@@ -81,7 +79,8 @@ def dispatch(x: jax.Array, plan: RowPlan) -> jax.Array:
   Returns:
     <float>[R, D]; rows without a choice have an arbitrary token.
   """
-  return _gather_rows(x, plan, plan.choice_row.shape[0] // x.shape[0])
+  num_choices_per_token = plan.choice_row.shape[0] // x.shape[0]
+  return _gather_rows(x, plan, num_choices_per_token)
 
 
 def _dispatch_fwd(x, plan):
@@ -111,14 +110,19 @@ def sum_of_choices(
     <float>[num_tokens, D] in the dtype of `rows`; sums are float32.
   """
   choice_row = plan.choice_row.reshape(num_tokens, -1)
-  total = None
+  # [tokens, width]: one choice after the other, so that only one term in float32 exists at a time.
+  total: jax.Array | None = None
   for k in range(choice_row.shape[1]):
     term = _take(rows, choice_row[:, k]).astype(jnp.float32)
     if gates is not None:
       term = term * gates[:, k, None]
     if not plan.is_full:
       term = _masked(term, choice_row[:, k] < plan.row_choice.shape[0])
-    total = term if total is None else total + term
+    if total is None:
+      total = term
+    else:
+      total = total + term
+  assert total is not None  # A token has at least one choice.
   return total.astype(rows.dtype)
 
 
@@ -144,6 +148,7 @@ def _combine_fwd(rows, gates, plan):
 def _combine_bwd(residuals, grad):
   rows, gates, plan = residuals
   num_tokens, num_selected = gates.shape
+  # [rows, width] and [rows]: gradient of the output of each row's token, and the gate of each row's choice.
   row_grad = _gather_rows(grad, plan, num_selected).astype(jnp.float32)
   row_gate = _take(gates.reshape(-1), plan.row_choice)
   if not plan.is_full:
@@ -153,11 +158,9 @@ def _combine_bwd(residuals, grad):
   gate_grad = _take(row_gate_grad, plan.choice_row)
   if not plan.is_full:
     gate_grad = _masked(gate_grad, plan.choice_row < plan.row_choice.shape[0])
-  return (
-    (row_grad * row_gate[:, None]).astype(rows.dtype),
-    gate_grad.reshape(num_tokens, num_selected).astype(gates.dtype),
-    None,
-  )
+  rows_grad = (row_grad * row_gate[:, None]).astype(rows.dtype)
+  gates_grad = gate_grad.reshape(num_tokens, num_selected).astype(gates.dtype)
+  return rows_grad, gates_grad, None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
@@ -182,11 +185,12 @@ def plan_buffers(
   num_rows = num_experts * num_groups * capacity
   group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
   is_kept = (expert_index < num_experts) & (position >= 0) & (position < capacity)
-  row = jnp.where(is_kept, (expert_index * num_groups + group) * capacity + position, num_rows)
+  # [groups, tokens, choices]: row of the slot in the buffers [experts, groups, slots]; one past the end if dropped.
+  buffer = expert_index * num_groups + group
+  row = jnp.where(is_kept, buffer * capacity + position, num_rows)
   choice_row = row.reshape(-1).astype(jnp.int32)
-  row_choice = (
-    jnp.full((num_rows,), num_choices, jnp.int32)
-    .at[choice_row]
-    .set(jnp.arange(num_choices, dtype=jnp.int32), mode='drop')
-  )
+  # [rows]: a scatter of integers, so that tokens themselves need only gathers.
+  choices = jnp.arange(num_choices, dtype=jnp.int32)
+  row_choice = jnp.full((num_rows,), num_choices, jnp.int32)
+  row_choice = row_choice.at[choice_row].set(choices, mode='drop')
   return RowPlan(row_choice, choice_row)

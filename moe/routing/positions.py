@@ -25,20 +25,21 @@ def rank_within_expert(expert_index: jax.Array, num_experts: int) -> jax.Array:
   """
   groups, num_entries = expert_index.shape
   padding = -num_entries % _BLOCK
-  blocks = jnp.pad(expert_index, ((0, 0), (0, padding)), constant_values=num_experts).reshape(
-    groups, -1, _BLOCK
-  )
+  padded = jnp.pad(expert_index, ((0, 0), (0, padding)), constant_values=num_experts)
+  blocks = padded.reshape(groups, -1, _BLOCK)
+  # [groups, blocks, entries, entries]: True for earlier entries of the block with the same expert.
   earlier = jnp.tri(_BLOCK, k=-1, dtype=bool)
   same = blocks[..., :, None] == blocks[..., None, :]
   within_block = jnp.sum(jnp.logical_and(same, earlier), axis=-1, dtype=jnp.int32)
-  counts = jnp.sum(
-    blocks[..., None] == jnp.arange(num_experts, dtype=blocks.dtype), axis=2, dtype=jnp.int32
-  )
+  # [groups, blocks, experts]: entries of each expert in a block, then in all earlier blocks.
+  experts = jnp.arange(num_experts, dtype=blocks.dtype)
+  counts = jnp.sum(blocks[..., None] == experts, axis=2, dtype=jnp.int32)
   in_earlier_blocks = jnp.cumsum(counts, axis=1) - counts
-  in_earlier_blocks = jnp.take_along_axis(
-    in_earlier_blocks, jnp.minimum(blocks, num_experts - 1), axis=2
-  )
-  return (within_block + in_earlier_blocks).reshape(groups, -1)[:, :num_entries]
+  # [groups, blocks, entries]: that number for the expert of each entry.
+  safe = jnp.minimum(blocks, num_experts - 1)
+  in_earlier_blocks = jnp.take_along_axis(in_earlier_blocks, safe, axis=2)
+  ranks = (within_block + in_earlier_blocks).reshape(groups, -1)
+  return ranks[:, :num_entries]
 
 
 def buffer_positions(
@@ -58,15 +59,19 @@ def buffer_positions(
     int32 [G, T, K], from 0, without limit; undefined for ignored choices.
   """
   groups, tokens, choices = expert_index.shape
+  order = None
   if priority is not None:
+    # [groups, tokens]: tokens of high priority get the first slots; the sort is stable for equal priorities.
     order = jnp.argsort(-priority, axis=-1, stable=True)
     expert_index = jnp.take_along_axis(expert_index, order[..., None], axis=1)
+  # [groups, choices * tokens]: all first choices come before all second choices, so that these are dropped first.
   by_choice = jnp.swapaxes(expert_index, 1, 2).reshape(groups, choices * tokens)
-  positions = jnp.swapaxes(
-    rank_within_expert(by_choice, num_experts).reshape(groups, choices, tokens), 1, 2
-  )
-  if priority is None:
+  ranks = rank_within_expert(by_choice, num_experts)
+  positions = jnp.swapaxes(ranks.reshape(groups, choices, tokens), 1, 2)
+  if order is None:
     return positions
-  return jax.vmap(
-    lambda position, token: jnp.zeros_like(position).at[token].set(position, unique_indices=True)
-  )(positions, order)
+
+  def in_token_order(position, token):
+    return jnp.zeros_like(position).at[token].set(position, unique_indices=True)
+
+  return jax.vmap(in_token_order)(positions, order)

@@ -5,6 +5,8 @@ Dims: G groups, T tokens of a group, E experts, C slots of an expert's buffer fo
 
 import abc
 from collections.abc import Callable
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,13 @@ class Routing(abc.ABC):
   `router_z_loss`, float32 []; `num_experts`; `token_mask` bool [G, T], False for ignored padding, or None; and
   `padding_in_losses`, True if the means of losses include ignored padding.
   """
+
+  probs: jax.Array
+  auxiliary_loss: jax.Array
+  router_z_loss: jax.Array
+  num_experts: int
+  token_mask: jax.Array | None
+  padding_in_losses: bool
 
   @property
   @abc.abstractmethod
@@ -52,7 +61,11 @@ class Routing(abc.ABC):
 
   def for_dispatch(self) -> 'Routing':
     """Return the routing without fields that dispatch does not read; only arrays with a dim over groups remain."""
-    return self.replace(probs=None, auxiliary_loss=None, router_z_loss=None, token_mask=None)
+    # Every routing is a dataclass.
+    routing: Any = self
+    return dataclasses.replace(
+      routing, probs=None, auxiliary_loss=None, router_z_loss=None, token_mask=None
+    )
 
   def record(self) -> dict[str, jax.Array]:
     """Return the choices by name, with which a later pass can repeat this routing; {} if not supported."""
@@ -61,9 +74,7 @@ class Routing(abc.ABC):
   def router_confidence(self) -> jax.Array:
     """Return float32 [], the mean over tokens of their largest weight."""
     largest = jnp.max(self.probs, axis=-1)
-    if self.token_mask is None:
-      return jnp.mean(largest)
-    return ratio(jnp.sum(jnp.where(self.token_mask, largest, 0.0)), jnp.sum(self.token_mask))
+    return _mean_over_tokens(largest, self.token_mask)
 
   def expert_load(self) -> jax.Array:
     """Return float32 [E], each expert's share of all tokens, with sum 1."""
@@ -135,9 +146,17 @@ def _entropy(probs: jax.Array, token_mask: jax.Array | None) -> jax.Array:
   # Scores such as sigmoids are normalized to a distribution; padding of probability 0 has entropy 0.
   total = jnp.sum(probs, axis=-1, keepdims=True)
   probs = probs / jnp.where(total > 1e-18, total, 1.0)
-  entropy = -jnp.sum(
-    jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0), axis=-1
-  )
+  # [groups, tokens, experts]: terms p log(p), 0 at p = 0, where the logarithm and its gradient are infinite.
+  is_positive = probs > 0
+  log_probs = jnp.log(jnp.where(is_positive, probs, 1.0))
+  terms = jnp.where(is_positive, probs * log_probs, 0.0)
+  entropy = -jnp.sum(terms, axis=-1)
+  return _mean_over_tokens(entropy, token_mask)
+
+
+def _mean_over_tokens(values: jax.Array, token_mask: jax.Array | None) -> jax.Array:
+  """Return float32 [], the mean of `values` [G, T] over the tokens that are not ignored."""
   if token_mask is None:
-    return jnp.mean(entropy)
-  return ratio(jnp.sum(jnp.where(token_mask, entropy, 0.0)), jnp.sum(token_mask))
+    return jnp.mean(values)
+  total = jnp.sum(jnp.where(token_mask, values, 0.0))
+  return ratio(total, jnp.sum(token_mask))

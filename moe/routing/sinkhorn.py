@@ -36,20 +36,25 @@ def sinkhorn_scores(
     weight = jnp.ones(logits.shape[:2], jnp.float32)
   else:
     weight = token_mask.astype(jnp.float32)
-  # Log of a column's sum, up to a constant; groups without tokens need no balance.
-  column = jnp.log(jnp.maximum(jnp.sum(weight, axis=1), 1.0) / logits.shape[-1])[:, None]
+  num_groups, _, num_experts = logits.shape
+  # [groups, 1]: log of a column's sum, up to a constant; groups without tokens need no balance.
+  num_tokens = jnp.maximum(jnp.sum(weight, axis=1), 1.0)
+  column = jnp.log(num_tokens / num_experts)[:, None]
 
   def scale(_, v):
+    # [groups, tokens]: every token is assigned once.
     u = -jax.nn.logsumexp(scaled + v[:, None], axis=-1)
-    # Masked tokens have weight 0. The minimum keeps the log finite if all are masked.
+    # [groups, tokens, experts]: masked tokens have weight 0.
     rows = jnp.where(weight[..., None] > 0, scaled + u[..., None], -jnp.inf)
+    # [groups, experts]: sums over tokens in logs, relative to the largest term. The minimum keeps the log finite if all
+    # tokens are masked.
     top = jnp.maximum(jnp.max(rows, axis=1), jnp.finfo(jnp.float32).min)
     total = jnp.sum(jnp.exp(rows - top[:, None]), axis=1)
-    return jnp.where(total > 0, column - (top + jnp.log(jnp.where(total > 0, total, 1.0))), 0.0)
+    log_total = top + jnp.log(jnp.where(total > 0, total, 1.0))
+    return jnp.where(total > 0, column - log_total, 0.0)
 
-  v = lax.fori_loop(
-    0, num_iterations, scale, jnp.zeros((logits.shape[0], logits.shape[-1]), jnp.float32)
-  )
+  initial = jnp.zeros((num_groups, num_experts), jnp.float32)
+  v = lax.fori_loop(0, num_iterations, scale, initial)
   return scaled + v[:, None]
 
 

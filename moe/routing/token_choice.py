@@ -95,6 +95,7 @@ def tokens_choose(
       token_mask=token_mask,
       gates=recorded.gates,
     )
+  # [groups, tokens, experts]: scores for the choice, which may differ from those of the gates.
   if selection_scores is None:
     scores = SCORE_FNS[options.score](logits)
   else:
@@ -102,9 +103,9 @@ def tokens_choose(
   scores = lax.stop_gradient(scores)
   if selection_bias is not None:
     scores += selection_bias
-  return make_token_choice(
-    top_k_index(scores, num_selected), logits, options, token_mask=token_mask
-  )
+  # [groups, tokens, choices]: the choice has no gradient; the router learns by the gates and its losses.
+  expert_index = top_k_index(scores, num_selected)
+  return make_token_choice(expert_index, logits, options, token_mask=token_mask)
 
 
 def top_k_index(scores: jax.Array, num_selected: int) -> jax.Array:
@@ -126,7 +127,9 @@ def top_k_index(scores: jax.Array, num_selected: int) -> jax.Array:
   for _ in range(num_selected):
     largest = jnp.max(scores, axis=-1, keepdims=True)
     # NaN equals nothing; the last expert then keeps indices in range.
-    index = jnp.min(jnp.where(scores == largest, experts, num_experts - 1), axis=-1)
+    candidates = jnp.where(scores == largest, experts, num_experts - 1)
+    # [..., 1 choice]: of equal scores the lower index, as in `lax.top_k`.
+    index = jnp.min(candidates, axis=-1)
     chosen.append(index)
     scores = jnp.where(experts == index[..., None], -jnp.inf, scores)
   return jnp.stack(chosen, axis=-1)
@@ -168,14 +171,19 @@ def make_token_choice(
   Returns:
     The routing; its `probs` are 0 for ignored padding.
   """
+  # [groups, tokens, experts]: weight of each expert, float32 because gates and losses depend on small differences.
   probs = SCORE_FNS[options.score](logits)
   if token_mask is not None:
-    expert_index = jnp.where(
-      token_mask[..., None], expert_index, _experts_of_padding(expert_index, logits, options)
-    )
-    probs = jnp.where(token_mask[..., None], probs, 0.0)
-    logits = jnp.where(token_mask[..., None], logits, 0.0)
-  loss_mask = None if options.padding_in_losses else token_mask
+    is_routed = token_mask[..., None]
+    of_padding = _experts_of_padding(expert_index, logits, options)
+    expert_index = jnp.where(is_routed, expert_index, of_padding)
+    # Zeros, as in T5X: padding adds nothing to the load-balancing loss, and log(experts)^2 to the z-loss.
+    probs = jnp.where(is_routed, probs, 0.0)
+    logits = jnp.where(is_routed, logits, 0.0)
+  if options.padding_in_losses:
+    loss_mask = None
+  else:
+    loss_mask = token_mask
   if options.score == 'softmax':
     distribution = probs
   else:
@@ -221,11 +229,10 @@ def assign_slots(
   if capacity is not None and options.shared_capacity:
     expert_index = _one_group(expert_index)
     probs = _one_group(probs)
-    if token_mask is None:
-      token_mask = None
-    else:
+    if token_mask is not None:
       token_mask = token_mask.reshape(1, -1)
     capacity *= groups
+  # [groups, tokens, choices]: weights of the chosen experts, of which the gates are made.
   raw_gates = gates_of(probs, expert_index)
   if gates is None:
     if options.normalize_gates:
@@ -235,15 +242,18 @@ def assign_slots(
   kept = expert_index < num_experts
   position = None
   if capacity is not None:
+    priority = None
     if options.batch_prioritized:
       priority = lax.stop_gradient(raw_gates[..., 0])
-    else:
-      priority = None
-    position = jnp.where(kept, buffer_positions(expert_index, num_experts, priority), capacity)
+    # [groups, tokens, choices]: slot in the buffer of the chosen expert; slots past the capacity do not exist.
+    position = buffer_positions(expert_index, num_experts, priority)
+    position = jnp.where(kept, position, capacity)
     kept = position < capacity
+  # Dropped choices have a gate of 0, so that they add nothing to the output and get no gradient.
+  gates = jnp.where(kept, gates.reshape(kept.shape), 0.0)
   return TokenChoice(
     expert_index=expert_index,
-    gates=jnp.where(kept, gates.reshape(kept.shape), 0.0),
+    gates=gates,
     position=position,
     probs=probs,
     auxiliary_loss=auxiliary_loss,
@@ -257,8 +267,10 @@ def assign_slots(
 
 def gates_of(probs: jax.Array, expert_index: jax.Array) -> jax.Array:
   """Return float32 [G, T, K], the `probs` [G, T, E] of `expert_index` [G, T, K]; 0 for ignored choices."""
-  safe = jnp.minimum(expert_index, probs.shape[-1] - 1)
-  return jnp.where(expert_index < probs.shape[-1], jnp.take_along_axis(probs, safe, axis=-1), 0.0)
+  num_experts = probs.shape[-1]
+  safe = jnp.minimum(expert_index, num_experts - 1)
+  gates = jnp.take_along_axis(probs, safe, axis=-1)
+  return jnp.where(expert_index < num_experts, gates, 0.0)
 
 
 def _experts_of_padding(expert_index, logits, options):

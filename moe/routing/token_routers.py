@@ -71,9 +71,12 @@ class TokensChooseRouter(Router):
   @property
   def capacity_options(self) -> tuple[str, ...]:
     """Names of options with other than default values that have an effect only with a capacity."""
-    return (('batch_prioritized_routing',) if self.batch_prioritized_routing else ()) + (
-      ('capacity_scope',) if self.capacity_scope == 'global' else ()
-    )
+    names = []
+    if self.batch_prioritized_routing:
+      names.append('batch_prioritized_routing')
+    if self.capacity_scope == 'global':
+      names.append('capacity_scope')
+    return tuple(names)
 
   @property
   def shares_capacity(self) -> bool:
@@ -94,16 +97,18 @@ class TokensChooseRouter(Router):
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids
     logits = self.logits(x, deterministic)
+    bias = None
+    selection_bias = None
     if self.bias_update_rate:
+      # [experts]: float32, since updates are much smaller than the bias.
       bias = self.variable(STATE, 'bias', jnp.zeros, (self.num_experts,), jnp.float32)
-    else:
-      bias = None
+      selection_bias = bias.value
     choice = functions.tokens_choose(
       logits,
       self.num_selected,
       self._options(capacity),
       token_mask=token_mask,
-      selection_bias=None if bias is None else bias.value,
+      selection_bias=selection_bias,
       recorded=recorded,
     )
     if bias is not None:
@@ -120,6 +125,7 @@ class TokensChooseRouter(Router):
       passes_of_step = self.get_variable(STEP, NUM_PASSES)
     else:
       passes_of_step = 1
+    # [experts]: choices before drops, so that the bias follows what tokens want.
     chosen = jnp.sum(choice.choice_counts(), axis=0).astype(jnp.float32)
     bias.value, counts.value, num_passes.value = balancing_step(
       bias.value, counts.value + chosen, num_passes.value + 1, self.bias_update_rate, passes_of_step
@@ -146,6 +152,7 @@ def balancing_step(
     New (bias, counts, num_passes); counts and num_passes are 0 after an update.
   """
   complete = num_passes >= passes_of_step
+  # [experts]: only the sign of an expert's deviation from the mean load counts, as in the paper.
   updated = bias + rate * jnp.sign(jnp.mean(counts) - counts)
   return (
     jnp.where(complete, updated, bias),
@@ -163,11 +170,8 @@ def step_of(state: PyTree, num_passes: int) -> PyTree:
     state: collection `router_state`.
     num_passes: number of passes of a step.
   """
-  flat = tree_utils.flatten_dict(tree_utils.to_dict(state))
-  return tree_utils.unflatten_dict(
-    {
-      name: jnp.full_like(value, num_passes)
-      for name, value in flat.items()
-      if name.rsplit('/', 1)[-1] == NUM_PASSES
-    }
-  )
+  step = {}
+  for name, value in tree_utils.flatten_dict(tree_utils.to_dict(state)).items():
+    if name.rsplit('/', 1)[-1] == NUM_PASSES:
+      step[name] = jnp.full_like(value, num_passes)
+  return tree_utils.unflatten_dict(step)

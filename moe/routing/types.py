@@ -19,8 +19,10 @@ from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 
 
-class _Choice(Routing):
+class ChoiceRouting(Routing):
   """Base class of token choice and expert choice."""
+
+  gates: jax.Array
 
   @abc.abstractmethod
   def kept(self) -> jax.Array:
@@ -48,7 +50,7 @@ class _Choice(Routing):
 
 
 @flax.struct.dataclass
-class TokenChoice(_Choice):
+class TokenChoice(ChoiceRouting):
   """Result of token choice: the experts of every token.
 
   Attributes:
@@ -92,6 +94,7 @@ class TokenChoice(_Choice):
   @property
   def num_slots(self) -> int:
     """Number of slots: C, or T if smaller, since a token chooses an expert at most once."""
+    assert self.capacity is not None  # A dropless routing has no buffers.
     return min(self.capacity, self.expert_index.shape[1])
 
   @property
@@ -101,17 +104,22 @@ class TokenChoice(_Choice):
 
   def _buffers(self) -> tuple[plans.RowPlan, tuple[int, int, int]]:
     """Return the plan of the buffers, and their shape (E, G, C)."""
+    assert self.position is not None  # A dropless routing has no buffers.
     plan = plans.plan_buffers(self.expert_index, self.position, self.num_experts, self.num_slots)
-    return plan, (self.num_experts, self.expert_index.shape[0], self.num_slots)
+    num_groups = self.expert_index.shape[0]
+    return plan, (self.num_experts, num_groups, self.num_slots)
 
   def masks(self) -> tuple[jax.Array, jax.Array]:
     """Return (dispatch weights, combine weights), float32 [G, T, E, C] each."""
+    # [groups, tokens, choices, experts] and [..., slots]: rows of zeros for ignored choices, whose expert is out of
+    # range, and for dropped ones, whose slot is.
     experts = jax.nn.one_hot(self.expert_index, self.num_experts, dtype=jnp.float32)
     slots = jax.nn.one_hot(self.position, self.num_slots, dtype=jnp.float32)
-    return (
-      jnp.einsum('gtke,gtkc->gtec', experts, slots),
-      jnp.einsum('gtke,gtkc,gtk->gtec', experts, slots, self.gates),
-    )
+    # [groups, tokens, experts, slots]: 1 where a token is, and its gate there. Choices of a token are distinct, so that
+    # the sum over choices adds zeros only.
+    dispatch = jnp.einsum('gtke,gtkc->gtec', experts, slots)
+    combine = jnp.einsum('gtke,gtkc,gtk->gtec', experts, slots, self.gates)
+    return dispatch, combine
 
   def choice_ids(self) -> jax.Array:
     """Return int32 [E, G, C], the choice of each slot."""
@@ -121,9 +129,10 @@ class TokenChoice(_Choice):
   def slots(self) -> tuple[jax.Array, jax.Array]:
     """Return the token of each slot, int32 [E, G, C], and its gate."""
     choice = self.choice_ids()
-    return choice // self.num_selected, jnp.take(
-      self.gates.reshape(-1), choice, mode='fill', fill_value=0
-    )
+    token = choice // self.num_selected
+    # Empty slots have ids past the end of the choices, and a gate of 0.
+    gates = jnp.take(self.gates.reshape(-1), choice, mode='fill', fill_value=0)
+    return token, gates
 
   def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
     """Return the experts' weighted outputs, with buffers filled by gathers.
@@ -133,12 +142,12 @@ class TokenChoice(_Choice):
       experts_fn: function from the slots of all experts to their outputs.
     """
     plan, shape = self._buffers()
-    rows = experts_fn(
-      plans.dispatch(tokens, plan).reshape(*shape, -1), plan.row_choice.reshape(shape)
-    )
-    return plans.combine(
-      rows.reshape(-1, tokens.shape[-1]), self.gates.reshape(tokens.shape[0], -1), plan
-    )
+    num_tokens, width = tokens.shape
+    # [experts, groups, slots, width]: equal buffers, so that experts are one batched product.
+    buffers = plans.dispatch(tokens, plan).reshape(*shape, -1)
+    rows = experts_fn(buffers, plan.row_choice.reshape(shape))
+    gates = self.gates.reshape(num_tokens, -1)
+    return plans.combine(rows.reshape(-1, width), gates, plan)
 
   def record(self) -> dict[str, jax.Array]:
     """Return `expert_index`, int32 [G, T, K], and `gates`, float32 [G, T, K], by name."""
@@ -150,7 +159,7 @@ class TokenChoice(_Choice):
 
   def kept(self) -> jax.Array:
     """Return bool [G, T, K], True for computed choices."""
-    if self.position is None:
+    if self.position is None or self.capacity is None:
       return self.chosen()
     return jnp.logical_and(self.chosen(), self.position < self.capacity)
 
@@ -213,7 +222,7 @@ class TokenChoice(_Choice):
 
 
 @flax.struct.dataclass
-class ExpertChoice(_Choice):
+class ExpertChoice(ChoiceRouting):
   """Result of expert choice: the tokens of every expert.
 
   Attributes:
@@ -264,8 +273,11 @@ class ExpertChoice(_Choice):
 
   def masks(self) -> tuple[jax.Array, jax.Array]:
     """Return (dispatch weights, combine weights), float32 [G, T, E, C] each."""
-    chosen = jax.nn.one_hot(self.token_index, self.num_tokens, dtype=jnp.float32)  # [G, E, C, T]
-    return jnp.moveaxis(chosen, 3, 1), jnp.einsum('gect,gec->gtec', chosen, self.gates)
+    # [groups, experts, slots, tokens]: zeros for empty slots, whose token is out of range.
+    chosen = jax.nn.one_hot(self.token_index, self.num_tokens, dtype=jnp.float32)
+    dispatch = jnp.moveaxis(chosen, 3, 1)
+    combine = jnp.einsum('gect,gec->gtec', chosen, self.gates)
+    return dispatch, combine
 
   def choice_ids(self) -> jax.Array:
     """Return int32 [E, G, C], the choice of each slot."""
@@ -275,16 +287,17 @@ class ExpertChoice(_Choice):
         f'The number of choices of {num_experts} experts among {num_groups} x {self.num_tokens} tokens '
         'must be below 2**31. Use a smaller batch, or micro-batches.'
       )
-    return self.slots()[0] * num_experts + jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
+    token, _ = self.slots()
+    expert = jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
+    return token * num_experts + expert
 
   def slots(self) -> tuple[jax.Array, jax.Array]:
     """Return the token of each slot, int32 [E, G, C], and its gate."""
     num_groups = self.token_index.shape[0]
-    num_tokens = self.num_tokens
     group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
-    token = jnp.where(
-      self.kept(), group * num_tokens + self.token_index, num_groups * num_tokens
-    ).astype(jnp.int32)
+    # [groups, experts, slots]: tokens numbered over all groups; one past the end for empty slots.
+    in_batch = group * self.num_tokens + self.token_index
+    token = jnp.where(self.kept(), in_batch, num_groups * self.num_tokens).astype(jnp.int32)
     return jnp.moveaxis(token, 1, 0), jnp.moveaxis(self.gates, 1, 0)
 
   def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
@@ -295,11 +308,13 @@ class ExpertChoice(_Choice):
       experts_fn: function from the slots of all experts to their outputs.
     """
     token, gates = self.slots()
-    rows = jnp.take(tokens, token, axis=0, mode='fill', fill_value=0)
-    weighted = experts_fn(rows, self.choice_ids()).astype(jnp.float32) * gates[..., None]
-    return (
-      jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(tokens.dtype)
-    )
+    # [experts, groups, slots, width]: zeros in empty slots.
+    buffers = jnp.take(tokens, token, axis=0, mode='fill', fill_value=0)
+    outputs = experts_fn(buffers, self.choice_ids()).astype(jnp.float32)
+    weighted = outputs * gates[..., None]
+    # [groups * tokens, width]: float32, since a token sums outputs of any number of experts.
+    total = jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop')
+    return total.astype(tokens.dtype)
 
   def record(self) -> dict[str, jax.Array]:
     """Return `token_index`, int32 [G, E, C], and `gates`, float32 [G, E, C], by name."""
@@ -348,9 +363,8 @@ class ExpertChoice(_Choice):
       num_bins: number of equal parts of a sequence. A part without tokens has 0.
     """
     tokens = self._counted_tokens()
-    return _share_by_position(
-      jnp.where(self.times_chosen() > 0, 0, tokens), tokens, batch, length, num_bins
-    )
+    left_behind = jnp.where(self.times_chosen() > 0, 0, tokens)
+    return _share_by_position(left_behind, tokens, batch, length, num_bins)
 
   def _counted_tokens(self) -> jax.Array:
     """Return int32 [G, T], 1 for tokens and 0 for ignored padding."""
@@ -382,8 +396,11 @@ class RecordedChoice:
 
   def check(self, shape: tuple[int, ...]) -> None:
     """Raise ConfigError unless `index` are integers of `shape`, and `gates` have the same shape."""
-    shapes = [tuple(array.shape) for array in (self.index, self.gates) if array is not None]
-    if set(shapes) != {tuple(shape)} or not jnp.issubdtype(self.index.dtype, jnp.integer):
+    shapes = [tuple(self.index.shape)]
+    if self.gates is not None:
+      shapes.append(tuple(self.gates.shape))
+    is_integer = jnp.issubdtype(self.index.dtype, jnp.integer)
+    if set(shapes) != {tuple(shape)} or not is_integer:
       raise checks.invalid(
         '',
         'recorded',
@@ -404,14 +421,17 @@ def _left_behind(computed: jax.Array, token_mask: jax.Array | None) -> jax.Array
   if token_mask is None:
     return 1.0 - jnp.sum(computed).astype(jnp.float32) / computed.size
   num_tokens = jnp.sum(token_mask)
-  return ratio(num_tokens - jnp.sum(jnp.logical_and(computed, token_mask)), num_tokens)
+  num_computed = jnp.sum(jnp.logical_and(computed, token_mask))
+  return ratio(num_tokens - num_computed, num_tokens)
 
 
 def _share_by_position(
   part: jax.Array, whole: jax.Array, batch: int, length: int, num_bins: int
 ) -> jax.Array:
   """Return float32 [num_bins], sums of `part` over sums of `whole`, int32 [G, T] each, by part of the sequence."""
-  return ratio(*(_sum_by_position(counts, batch, length, num_bins) for counts in (part, whole)))
+  part_by_bin = _sum_by_position(part, batch, length, num_bins)
+  whole_by_bin = _sum_by_position(whole, batch, length, num_bins)
+  return ratio(part_by_bin, whole_by_bin)
 
 
 def _sum_by_position(counts: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
@@ -421,6 +441,9 @@ def _sum_by_position(counts: jax.Array, batch: int, length: int, num_bins: int) 
       f'The batch must have at most as many tokens as were routed, {counts.size}, got {batch} '
       f'sequences of {length} tokens.'
     )
+  # [length]: the part of the sequence that a position belongs to.
   bins = jnp.arange(length) * num_bins // length
-  by_position = jnp.sum(counts.reshape(-1)[: batch * length].reshape(batch, length), axis=0)
+  # Groups are consecutive tokens of the batch, and padded to equal sizes at the end.
+  of_batch = counts.reshape(-1)[: batch * length]
+  by_position = jnp.sum(of_batch.reshape(batch, length), axis=0)
   return jnp.zeros([num_bins], jnp.int32).at[bins].add(by_position.astype(jnp.int32))

@@ -80,23 +80,25 @@ class Plan:
     """The smallest factor large enough for all layers; None (worst case) without shards or if no drops are allowed."""
     if self.num_shards == 1 or not self.max_drop_rate:
       return None
-    return max(layer.receive_suggestion.factor for layer in self.layers)
+    return max(map(_receive_factor, self.layers))
+
+  @property
+  def rows_per_choice(self) -> float:
+    """Slots of all buffers of equal size divided by the choices, in the layer with the most."""
+    return max(_at(layer, self.capacity_factor).rows_per_choice for layer in self.layers)
 
   @property
   def prefers_buffers(self) -> bool:
     """True if buffers of equal size have few rows per choice in every layer."""
-    return (
-      max(_at(layer, self.capacity_factor).rows_per_choice for layer in self.layers)
-      <= _WORTH_BUFFERS
-    )
+    return self.rows_per_choice <= _WORTH_BUFFERS
 
   def gin_lines(self, buffers: bool) -> list[str]:
     """Return the settings in gin, with capacity buffers or dropless."""
     lines = ['moe.SparseBlock:']
     if buffers:
       lines += [
-        f'  {name} = {self.capacity_factor:g}'
-        for name in ('train_capacity_factor', 'eval_capacity_factor')
+        f'  train_capacity_factor = {self.capacity_factor:g}',
+        f'  eval_capacity_factor = {self.capacity_factor:g}',
       ]
       minimum = self.layers[0].sizes.min_capacity
       if minimum != planner.DEFAULT_MIN_CAPACITY:
@@ -181,6 +183,12 @@ def _plan_layer(
   )
 
 
+def _receive_factor(layer: LayerPlan) -> float:
+  """Return the suggested receive factor of a layer, whose plan is for several shards."""
+  assert layer.receive_suggestion is not None, layer.name
+  return layer.receive_suggestion.factor
+
+
 def _at(layer: LayerPlan, factor: float) -> planner.Option:
   """Return the option of a factor for a balanced load, whose costs are those of any load."""
   even = np.full(layer.num_experts, 1 / layer.num_experts)
@@ -224,7 +232,7 @@ def as_text(plan: Plan) -> str:
     f'{_options_table(shown)}'
   )
   if plan.num_shards > 1:
-    fullest = max(plan.layers, key=lambda layer: layer.receive_suggestion.factor)
+    fullest = max(plan.layers, key=_receive_factor)
     parts.append(
       f'Receive factors of dropless dispatch over {plan.num_shards} expert shards, experts in their order,\n'
       f'{plan.tokens_per_device:,} tokens a device ({fullest.name}; None: the worst case)\n'
@@ -242,10 +250,15 @@ buffers of the exchange of tokens are not included."""
 
 
 def _sizes_in_words(sizes: planner.Sizes) -> str:
-  kernels = 'gated, ' if sizes.num_inputs > 1 else ''
+  kernels = ''
+  if sizes.num_inputs > 1:
+    kernels = 'gated, '
+  experts = 'expert'
+  if sizes.num_selected > 1:
+    experts = 'experts'
   text = (
     f'Groups of {sizes.tokens_per_group:,} tokens, each of which chooses {sizes.num_selected} '
-    f'expert{"s" * (sizes.num_selected > 1)}; experts {sizes.width} wide with {sizes.hidden} hidden units '
+    f'{experts}; experts {sizes.width} wide with {sizes.hidden} hidden units '
     f'({kernels}{sizes.bytes_per_number} bytes a number), with at least {sizes.min_capacity} slots.'
   )
   return textwrap.fill(text, _TEXT_WIDTH)
@@ -292,48 +305,56 @@ def _receive_table(layer: LayerPlan) -> str:
   rows = [('factor', 'rows', 'dropped', 'rows/choice', 'memory')]
   *some, worst = layer.receive_options
   rows += _option_rows(some, layer.receive_suggestion)
-  return table([*rows, ('None', *_option_rows([worst], None)[0][1:])])
+  (worst_row,) = _option_rows([worst], None)
+  return table([*rows, ('None', *worst_row[1:])])
 
 
 def _option_rows(
   options: Sequence[planner.Option], least: planner.Option | None
 ) -> list[tuple[str, ...]]:
   """Return rows by factor, among them the one of the smallest factor that is large enough."""
-  by_factor = {option.factor: option for option in options} | (
-    {least.factor: least} if least else {}
-  )
-  return [
-    (
-      f'{factor:g}{" *" if least and factor == least.factor else ""}',
-      f'{option.num_slots:,}',
-      format_percent(option.drop_rate),
-      f'{option.rows_per_choice:.2f}',
-      format_bytes(option.bytes),
+  by_factor = {option.factor: option for option in options}
+  if least is not None:
+    by_factor[least.factor] = least
+  rows = []
+  for factor, option in sorted(by_factor.items()):
+    label = f'{factor:g}'
+    if option is least:
+      label += ' *'
+    rows.append(
+      (
+        label,
+        f'{option.num_slots:,}',
+        format_percent(option.drop_rate),
+        f'{option.rows_per_choice:.2f}',
+        format_bytes(option.bytes),
+      )
     )
-    for factor, option in sorted(by_factor.items())
-  ]
+  return rows
 
 
 def _suggestion(plan: Plan) -> str:
-  cost = max(_at(layer, plan.capacity_factor).rows_per_choice for layer in plan.layers)
-  chosen, other = ('buffers', 'dropless') if plan.prefers_buffers else ('dropless', 'buffers')
   reason = (
     f'A capacity factor of {plan.capacity_factor:g} drops at most {format_percent(plan.max_drop_rate)}, and '
-    f'computes {cost:.2f} rows per choice; dropless dispatch computes 1. Buffers are suggested for at most '
-    f'{_WORTH_BUFFERS:g} rows per choice.'
+    f'computes {plan.rows_per_choice:.2f} rows per choice; dropless dispatch computes 1. Buffers are suggested for '
+    f'at most {_WORTH_BUFFERS:g} rows per choice.'
   )
   if plan.num_shards > 1:
     reason += (
       ' Dropless dispatch over shards needs receive buffers; None makes them large enough for the worst '
       'case.'
     )
-  words = {'buffers': 'buffers of equal size', 'dropless': 'dropless'}
-  texts = [
-    f'{lead}: {words[kind]}\n'
-    + '\n'.join(f'  {line}' for line in plan.gin_lines(kind == 'buffers'))
-    for lead, kind in (('Suggested', chosen), ('Or', other))
-  ]
-  return '\n'.join([textwrap.fill(reason, _TEXT_WIDTH), *texts])
+  lines = [textwrap.fill(reason, _TEXT_WIDTH)]
+  for lead, buffers in (
+    ('Suggested', plan.prefers_buffers),
+    ('Or', not plan.prefers_buffers),
+  ):
+    form = 'dropless'
+    if buffers:
+      form = 'buffers of equal size'
+    lines.append(f'{lead}: {form}')
+    lines += [f'  {line}' for line in plan.gin_lines(buffers)]
+  return '\n'.join(lines)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

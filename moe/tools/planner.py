@@ -53,10 +53,10 @@ class Sizes:
   min_capacity: int = DEFAULT_MIN_CAPACITY
 
   def __post_init__(self):
-    expected = {
-      field.name: checks.number(at_least=1, integer=True) for field in dataclasses.fields(self)
-    }
-    checks.check('', vars(self), **expected | {'routed_share': checks.number(above=0, at_most=1)})
+    count = checks.number(at_least=1, integer=True)
+    expected = {field.name: count for field in dataclasses.fields(self)}
+    expected['routed_share'] = checks.number(above=0, at_most=1)
+    checks.check('', vars(self), **expected)
 
   @property
   def num_routed(self) -> int:
@@ -124,7 +124,9 @@ def choice_probabilities(load: np.ndarray, num_selected: int) -> np.ndarray:
   load = np.asarray(load, np.float64)
 
   def is_load(load):
-    return load.ndim == 1 and np.all(np.isfinite(load)) and np.all(load >= 0) and load.sum() > 0
+    if load.ndim != 1 or not np.all(np.isfinite(load)) or np.any(load < 0):
+      return False
+    return bool(load.sum() > 0)
 
   checks.check(
     '',
@@ -155,13 +157,16 @@ def expected_overflow(num_trials: int, probability: np.ndarray, num_slots: int) 
   """
   if num_slots >= num_trials:
     return np.zeros(len(probability))
+  # [numbers of tokens above the number of slots]: logarithms of the binomial coefficients.
   counts = np.arange(num_slots + 1, num_trials + 1)
   log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, num_trials + 1)))])
   log_choose = log_factorials[-1] - log_factorials[counts] - log_factorials[num_trials - counts]
 
   def overflow(p):
-    if p <= 0 or p >= 1:
-      return (num_trials - num_slots) * float(p >= 1)
+    if p <= 0:
+      return 0.0
+    if p >= 1:
+      return float(num_trials - num_slots)
     log_pmf = log_choose + counts * math.log(p) + (num_trials - counts) * math.log1p(-p)
     return np.sum(np.exp(log_pmf) * (counts - num_slots))
 
@@ -236,24 +241,32 @@ def receive_options(
       'The flag is --expert_partitions.',
     ),
   )
-  share = (
-    choice_probabilities(load, sizes.num_selected).reshape(num_shards, -1).sum(axis=1)
-    / sizes.num_selected
-  )
+  # [shards]: probability of a choice to go to each shard.
+  probabilities = choice_probabilities(load, sizes.num_selected)
+  share = probabilities.reshape(num_shards, -1).sum(axis=1) / sizes.num_selected
   even_share = sizes.tokens_per_group * sizes.num_selected
-  layout = (sizes.tokens_per_group, sizes.num_selected, len(load) // num_shards, num_shards)
-  worst_case, _ = expert_parallel.num_receive_rows(*layout, None)
+  num_local_experts = len(load) // num_shards
+
+  def num_receive_rows(factor):
+    num_rows, _ = expert_parallel.num_receive_rows(
+      sizes.tokens_per_group, sizes.num_selected, num_local_experts, num_shards, factor
+    )
+    return num_rows
+
+  worst_case = num_receive_rows(None)
   options = []
   for factor in factors:
-    num_slots, _ = expert_parallel.num_receive_rows(*layout, factor)
+    num_slots = num_receive_rows(factor)
     # The choices of one token are assumed to be independent here, as those of different tokens.
     if num_slots >= worst_case:
       overflow = 0.0
     else:
       overflow = expected_overflow(num_shards * sizes.num_choices, share, num_slots).sum()
+    if factor is None:
+      factor = num_slots / even_share
     options.append(
       Option(
-        factor=num_slots / even_share if factor is None else factor,
+        factor=factor,
         num_slots=num_slots,
         drop_rate=float(overflow / (num_shards * sizes.num_choices)),
         rows_per_choice=num_slots / sizes.num_choices,
@@ -274,10 +287,12 @@ def suggest_factor(load: np.ndarray, sizes: Sizes, max_drop_rate: float) -> floa
   Raises:
     ConfigError: a rate outside [0, 1).
   """
+
+  def option(factor):
+    return capacity_options(load, sizes, (factor,))[0]
+
   # With a factor of E every token gets a slot.
-  return _smallest(
-    len(load), max_drop_rate, lambda factor: capacity_options(load, sizes, (factor,))[0]
-  )
+  return _smallest(len(load), max_drop_rate, option)
 
 
 def suggest_receive_factor(
@@ -294,9 +309,11 @@ def suggest_receive_factor(
   Raises:
     ConfigError: a rate outside [0, 1), or `num_shards` does not divide the number of experts.
   """
-  return _smallest(
-    num_shards, max_drop_rate, lambda factor: receive_options(load, sizes, num_shards, (factor,))[0]
-  )
+
+  def option(factor):
+    return receive_options(load, sizes, num_shards, (factor,))[0]
+
+  return _smallest(num_shards, max_drop_rate, option)
 
 
 def _smallest(largest: float, max_drop_rate: float, option_fn: Callable[[float], Option]) -> float:

@@ -14,6 +14,7 @@ expert are not supported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import itertools
 from typing import Any
 import zlib
 
@@ -152,27 +153,24 @@ def replicate(
   if not noise_stddev:
     return result
   flat = tree_utils.flatten_dict(result)
-  changed = chosen_layers(state, layers)
+  changed = {(layer, expert_state.EXPERT) for layer in chosen_layers(state, layers)}
   names = expert_state.ArrayNames(expert_state.params_of(flat))
   for name, leaf in flat.items():
     parts = names.split(name)
-    if parts is not None:
-      found = expert_state.split_path(parts.param)
-    else:
-      found = None
-    if (
-      found is not None
-      and found[:2] in [(layer, expert_state.EXPERT) for layer in changed]
-      and (name.startswith(PARAM_TREES) or parts.is_copy)
-      and name.endswith('/kernel')
-    ):
-      # The same noise for all arrays that hold values of a parameter.
-      noise = np.random.default_rng([seed, zlib.crc32(parts.param.encode())]).standard_normal(
-        leaf.shape, np.float32
-      )
-      noise[::times] = 0
-      wide = leaf.astype(np.float32)
-      flat[name] = (wide + noise * (noise_stddev * np.std(wide))).astype(leaf.dtype)
+    if parts is None or not name.endswith('/kernel'):
+      continue
+    found = expert_state.split_path(parts.param)
+    if found is None or found[:2] not in changed:
+      continue
+    if not name.startswith(PARAM_TREES) and not parts.is_copy:
+      continue
+    # The same noise for all arrays that hold values of a parameter.
+    rng = np.random.default_rng([seed, zlib.crc32(parts.param.encode())])
+    noise = rng.standard_normal(leaf.shape, np.float32)
+    noise[::times] = 0
+    wide = leaf.astype(np.float32)
+    stddev = noise_stddev * np.std(wide)
+    flat[name] = (wide + noise * stddev).astype(leaf.dtype)
   return tree_utils.unflatten_dict(flat)
 
 
@@ -206,9 +204,8 @@ def split(
     if found is None or found[1] != expert_state.EXPERT:
       continue
     dims = expert_state.dims_of(path, leaf.ndim)
-    if any(dim.startswith('x') for dim in dims) or (
-      'f' in dims and leaf.shape[dims.index('f')] % slices
-    ):
+    is_custom = any(dim.startswith('x') for dim in dims)
+    if is_custom or ('f' in dims and leaf.shape[dims.index('f')] % slices):
       raise errors.CheckpointError(
         f'Cannot split {path} of shape {tuple(leaf.shape)} with slices={slices}: only kernels and biases of '
         'moe.ExpertMlp can be split, and slices must divide their hidden units.'
@@ -250,24 +247,27 @@ def merge(
       sources = _consecutive(layer, num_experts, groups)
     else:
       sources = [list(g) for g in groups]
-    _check_experts('merge.groups', layer, num_experts, [i for group in sources for i in group])
-    _check(
-      sources and all(sources), 'merge.groups', layer, 'groups of at least one expert', sources
-    )
-    merged = {i for group in sources for i in group}
+    merged = list(itertools.chain.from_iterable(sources))
+    _check_experts('merge.groups', layer, num_experts, merged)
+    has_members = bool(sources) and all(sources)
+    _check(has_members, 'merge.groups', layer, 'groups of at least one expert', sources)
     sources += [[i] for i in range(num_experts) if i not in merged]
     if load is None:
       weights = np.ones(num_experts)
     else:
       weights = np.asarray(_of_layer('merge', load, layer), np.float64)
+    is_load = weights.shape == (num_experts,) and bool(
+      np.all((weights >= 0) & np.isfinite(weights))
+    )
     _check(
-      weights.shape == (num_experts,) and np.all((weights >= 0) & np.isfinite(weights)),
+      is_load,
       'merge.load',
       layer,
       f'one finite number >= 0 for each of the {num_experts} experts',
       weights.tolist(),
     )
-    return Change(tuple(map(tuple, sources)), tuple(_shares(weights[group]) for group in sources))
+    shares = tuple(_shares(weights[group]) for group in sources)
+    return Change(tuple(map(tuple, sources)), shares)
 
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
 
@@ -278,10 +278,11 @@ def least_loaded(load: Mapping[str, Sequence[float]], number: int) -> dict[str, 
   >>> least_loaded({'encoder/layers_1': [0.5, 0.1, 0.3, 0.1]}, 2)
   {'encoder/layers_1': [1, 3]}
   """
-  return {
-    layer: sorted(np.argsort(np.asarray(values), kind='stable')[:number].tolist())
-    for layer, values in load.items()
-  }
+  result = {}
+  for layer, values in load.items():
+    in_order = np.argsort(np.asarray(values), kind='stable')
+    result[layer] = sorted(in_order[:number].tolist())
+  return result
 
 
 def change_experts(
@@ -309,34 +310,33 @@ def change_experts(
   changes = {layer: change_fn(layer, counts[layer]) for layer in chosen_layers(state, layers)}
   params = expert_state.params_of(flat)
   expert_state.check_routers('surgery', params, changes)
-  names = expert_state.ArrayNames(
-    path for path in params if expert_state.split_path(path) is not None
-  )
+  of_experts = [path for path in params if expert_state.split_path(path) is not None]
+  names = expert_state.ArrayNames(of_experts)
   result = {}
   stuck = []
   for name, leaf in flat.items():
     if name.startswith(PARAM_STATES) and optimizer_state == 'drop':
       continue
     parts = names.split(name)
+    path = ''
     if parts is not None:
       path = parts.param
-    else:
-      if name.startswith(expert_state.MUTABLES):
-        path = name.split('/', 2)[-1]
-      else:
-        path = ''
+    elif name.startswith(expert_state.MUTABLES):
+      path = name.split('/', 2)[-1]
     found = expert_state.split_path(path)
-    change = changes.get(found[0]) if found is not None else None
+    change = None
+    if found is not None:
+      change = changes.get(found[0])
     if change is None:
       if name.startswith(PARAM_STATES) and any(part in f'/{name}' for part in _GLOBAL_STATE):
         stuck.append(name)
       result[name] = leaf
       continue
     array = np.asarray(leaf)
-    if name.startswith(PARAM_STATES):
-      new = expert_state.change_state(parts, array, params[path].shape, change)
-    elif parts is None:
+    if parts is None:
       new = expert_state.change_mutable(path, array, change)
+    elif name.startswith(PARAM_STATES):
+      new = expert_state.change_state(parts, array, params[path].shape, change)
     else:
       new = expert_state.change_param(path, array, change)
     if new is None:
@@ -365,7 +365,10 @@ def chosen_layers(state: StateDict, layers: Sequence[str] | None) -> list[str]:
     )
   if layers is None:
     return list(known)
-  by_name = {name: layer for layer in known for name in (layer, layer.rpartition('/')[0])}
+  by_name = {}
+  for layer in known:
+    by_name[layer] = layer
+    by_name[layer.rpartition('/')[0]] = layer
   for name in layers:
     if name not in by_name:
       raise errors.CheckpointError(
@@ -386,9 +389,13 @@ def _of_layer(owner: str, values: Mapping[str, Any], layer: str) -> Any:
 def _check_experts(
   option: str, layer: str, num_experts: int, experts: Sequence[int], at_most: int | None = None
 ) -> None:
-  count = num_experts if at_most is None else at_most
+  if at_most is None:
+    count = num_experts
+  else:
+    count = at_most
+  valid = set(experts) & set(range(num_experts))
   _check(
-    len(set(experts) & set(range(num_experts))) == len(experts) <= count,
+    len(valid) == len(experts) <= count,
     option,
     layer,
     f'at most {count} different numbers from 0 to {num_experts - 1}',

@@ -76,13 +76,12 @@ def rewrite(
   flat = tree_utils.flatten_dict(result)
   if found is not None:
     step = found.step
+    metadata = dict(found.metadata)
   else:
     step = int(np.asarray(flat['state/step']))
-  metadata = dict(found.metadata) if found is not None else {}
-  metadata['surgery'] = [
-    *metadata.get('surgery', []),
-    {'of': str(files.path(source).absolute()), 'what': what},
-  ]
+    metadata = {}
+  operation = {'of': str(files.path(source).absolute()), 'what': what}
+  metadata['surgery'] = [*metadata.get('surgery', []), operation]
   save_cfg = checkpoints.SaveCheckpointConfig(dtype=_float_dtype(flat))
   with checkpoints.CheckpointManager(output, save_cfg=save_cfg) as manager:
     manager.save(step, result, data_state=_data_state(source, found), metadata=metadata)
@@ -108,21 +107,12 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
     found = summaries.read_arrays(path)
   else:
     found = []
-  lines = [line for line in found if any(name.endswith(_LOAD) for name in line)][-last:]
+  with_load = [line for line in found if any(name.endswith(_LOAD) for name in line)]
   result = {}
   for layer, num_experts in layers.items():
-    own = layer.rpartition('/')[0]
-    if own == '/'.join([own.split('/')[0]] * 2):
-      stack = own.split('/')[0]
-    else:
-      stack = None
-
-    def wanted(name, own=own, stack=stack):
-      return name == f'{_PREFIX}{own}{_LOAD}' or (
-        stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD)
-      )
-
-    loads = [values for line in lines for name, values in line.items() if wanted(name)]
+    loads = []
+    for line in with_load[-last:]:
+      loads += [values for name, values in line.items() if _is_load_of(name, layer)]
     if not loads or any(np.shape(load) != (num_experts,) for load in loads):
       raise errors.CheckpointError(
         f'No recorded load of the {num_experts} experts of {layer} in {path!r}. Give the '
@@ -130,6 +120,16 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
       )
     result[layer] = np.mean(loads, axis=0)
   return result
+
+
+def _is_load_of(name: str, layer: str) -> bool:
+  """Return whether a metric is the load of a layer, or of one of the layers of a stack with stacked layers."""
+  own = layer.rpartition('/')[0]
+  if name == f'{_PREFIX}{own}{_LOAD}':
+    return True
+  stack = own.split('/')[0]
+  is_stacked = own == f'{stack}/{stack}'
+  return is_stacked and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD)
 
 
 def _float_dtype(flat: Mapping[str, Any]) -> str:

@@ -45,31 +45,25 @@ class LocalChunker:
     Raises:
       ConfigError: the devices of the process are not a block of the mesh.
     """
-    if process_index is None:
+    process = process_index
+    if process is None:
       process = jax.process_index()
-    else:
-      process = process_index
     owner = layout.process_of_devices(global_mesh, process)
     coordinates = np.argwhere(owner == process)
     start = coordinates.min(axis=0)
     extent = coordinates.max(axis=0) - start + 1
-    if (
-      math.prod(extent.tolist()) != len(coordinates)
-      or (start % extent).any()
-      or (owner.shape % extent).any()
-    ):
+    is_full = math.prod(extent.tolist()) == len(coordinates)
+    is_aligned = not (start % extent).any() and not (owner.shape % extent).any()
+    if not is_full or not is_aligned:
       raise errors.ConfigError(
         f'The {len(coordinates)} devices of process {process} must form a block of the mesh '
         f'{dict(global_mesh.shape)}. Choose another model_parallel_submesh or num_partitions.'
       )
     self.global_mesh = global_mesh
-    self.num_chunks = {
-      axis: int(size)
-      for axis, size in zip(global_mesh.axis_names, owner.shape // extent, strict=True)
-    }
-    self.chunk_ids = {
-      axis: int(index) for axis, index in zip(global_mesh.axis_names, start // extent, strict=True)
-    }
+    num_chunks = (owner.shape // extent).tolist()
+    chunk_ids = (start // extent).tolist()
+    self.num_chunks = dict(zip(global_mesh.axis_names, num_chunks, strict=True))
+    self.chunk_ids = dict(zip(global_mesh.axis_names, chunk_ids, strict=True))
 
   def get_local_chunk_info(
     self, global_shape: Sequence[int], mesh_axes: Sequence[rules_lib.MeshAxis]
@@ -117,7 +111,8 @@ class LocalChunker:
   def get_replica_id(self, sharded_mesh_axes: str | Sequence[str] | Set[str | None]) -> int:
     """Return the row-major index of this process's chunk along all mesh axes but the given ones."""
     sharded = self._ordered(sharded_mesh_axes)
-    return self.get_shard_id([axis for axis in self.global_mesh.axis_names if axis not in sharded])
+    others = [axis for axis in self.global_mesh.axis_names if axis not in sharded]
+    return self.get_shard_id(others)
 
   def _ordered(self, mesh_axes: str | Sequence[str] | Set[str | None]) -> tuple[str, ...]:
     if isinstance(mesh_axes, str):

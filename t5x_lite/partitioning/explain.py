@@ -73,7 +73,9 @@ class ShardingRow:
     for decision in self.decisions:
       if decision.logical_axis is None:
         continue
-      axis = decision.mesh_axis if decision.rule else None
+      axis = None
+      if decision.rule:
+        axis = decision.mesh_axis
       text = f'{decision.logical_axis}->{rules_lib.format_mesh_axis(axis)}'
       if decision.blocked:
         text += f' ({_format_mesh_axes(decision.blocked)} was taken)'
@@ -209,20 +211,25 @@ class ShardingReport:
 
   def _table(self, section: str, fold: bool) -> str:
     rows = [row for row in self.rows if row.section == section]
-    header = (
-      'name',
-      'arrays',
-      'dtype',
-      'shape',
-      'logical axes',
-      'mesh axes',
-      'on a device',
-      'per device',
-      'copies',
-      'decided by',
-    )
-    lines = [header]
-    for name, group in fold_rows(rows) if fold else [(row.name, [row]) for row in rows]:
+    lines: list[tuple[str, ...]] = [
+      (
+        'name',
+        'arrays',
+        'dtype',
+        'shape',
+        'logical axes',
+        'mesh axes',
+        'on a device',
+        'per device',
+        'copies',
+        'decided by',
+      )
+    ]
+    if fold:
+      groups = fold_rows(rows)
+    else:
+      groups = [(row.name, [row]) for row in rows]
+    for name, group in groups:
       row = group[0]
       lines.append(
         (
@@ -246,17 +253,21 @@ class ShardingReport:
     slots: dict[str, list[tuple[ShardingRow, ShardingRow | None]]] = {}
     for row in self.rows:
       if row.section == 'optimizer state':
-        slot, parameter = _split_slot(row.name, parameters)
-        slots.setdefault(slot, []).append((row, parameters.get(parameter)))
+        slot, name = _split_slot(row.name, parameters)
+        parameter = None
+        if name is not None:
+          parameter = parameters[name]
+        slots.setdefault(slot, []).append((row, parameter))
     lines = [
       ('slot', 'arrays', 'like parameter', 'dtype', 'bytes once', 'per device', "copies' share")
     ]
     for slot, pairs in slots.items():
-      alike = sum(
-        parameter is not None
-        and (row.shape, row.mesh_axes) == (parameter.shape, parameter.mesh_axes)
-        for row, parameter in pairs
-      )
+      alike = 0
+      for row, parameter in pairs:
+        if parameter is None or row.shape != parameter.shape:
+          continue
+        if row.mesh_axes == parameter.mesh_axes:
+          alike += 1
       totals = _sum_rows([row for row, _ in pairs], self.mesh.size)
       lines.append(
         (
@@ -340,7 +351,7 @@ def make_report(
     tree_utils.named_leaves(logical_axes, is_leaf=lambda node: node is None or _is_names(node))
   )
   leaves = [(path, leaf, *_section(path)) for path, leaf in tree_utils.named_leaves(train_state)]
-  rows: list[ShardingRow | None] = [None] * len(leaves)
+  rows: dict[int, ShardingRow] = {}
   # Parameters first: an error in the axes of a parameter is also one in its statistics.
   order = sorted(range(len(leaves)), key=lambda index: leaves[index][2] != 'parameters')
   paths = dict.fromkeys(leaves[index][0] for index in order)
@@ -355,23 +366,29 @@ def make_report(
   parameters: dict[str, ShardingRow] = {}
   for index in order:
     path, leaf, section, name = leaves[index]
-    title = name if section == 'other' else f'{section}: {name}'
+    title = name
+    if section != 'other':
+      title = f'{section}: {name}'
     row = _make_row(title, name, section, leaf, axes_of_leaf[path] or (), rules, mesh)
     if section == 'parameters':
       parameters[name] = row
     if row.is_indivisible:
       # An array of a parameter's state is replicated where the parameter is, even if it is larger.
+      parameter = None
       if section == 'optimizer state':
-        parameter = _split_slot(name, parameters)[1]
-      else:
+        _, parameter = _split_slot(name, parameters)
+      elif section == 'parameter average':
         parameter = name
-      belongs = section in ('optimizer state', 'parameter average') and parameter in parameters
-      _check_size(
-        title, row, parameters[parameter].shape if belongs else row.shape, mesh, max_replicated_size
-      )
+      shape = row.shape
+      if parameter in parameters:
+        shape = parameters[parameter].shape
+      _check_size(title, row, shape, mesh, max_replicated_size)
     rows[index] = row
   return ShardingReport(
-    rows=tuple(rows), mesh=mesh, rules=rules, data_partition_spec=data_partition_spec
+    rows=tuple(rows[index] for index in range(len(leaves))),
+    mesh=mesh,
+    rules=rules,
+    data_partition_spec=data_partition_spec,
   )
 
 
@@ -482,7 +499,9 @@ def _split_slot(name: str, parameters: Mapping[str, ShardingRow]) -> tuple[str, 
       parameter = '/'.join(parts[start : start + length])
       if parameter in parameters:
         rest = parts[:start] + parts[start + length :]
-        return '/'.join(rest[1:] if rest[0] == 'param_states' else rest), parameter
+        if rest[0] == 'param_states':
+          rest = rest[1:]
+        return '/'.join(rest), parameter
   return name.removeprefix('param_states/'), None
 
 

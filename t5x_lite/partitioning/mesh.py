@@ -8,6 +8,7 @@ CPU test sees the mesh of an accelerator.
 
 from collections.abc import Sequence
 import math
+from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
@@ -281,7 +282,7 @@ def hybrid_mesh(
   ici = tuple(ici_mesh_shape)
   dcn = tuple(dcn_mesh_shape)
   devices = _in_order(devices_of(backend))
-  slice_numbers = [[getattr(device, 'slice_index', None) for device in devices]]
+  slice_numbers: list[list[Any]] = [[getattr(device, 'slice_index', None) for device in devices]]
   if devices[0].platform != 'tpu':
     slice_numbers.append([device.process_index for device in devices])
   if devices[0].platform == 'cpu':
@@ -289,11 +290,10 @@ def hybrid_mesh(
   # Devices without `slice_index` cannot be grouped by it.
   candidates = [_group(devices, numbers) for numbers in slice_numbers if None not in numbers]
   sizes = [sorted({len(members) for members in slices}) for slices in candidates]
-  fitting = [
-    slices
-    for slices, size in zip(candidates, sizes, strict=True)
-    if len(slices) == math.prod(dcn) and size == [math.prod(ici)]
-  ]
+  fitting = []
+  for slices, size in zip(candidates, sizes, strict=True):
+    if len(slices) == math.prod(dcn) and size == [math.prod(ici)]:
+      fitting.append(slices)
   if not fitting or len(ici) != 3 or len(dcn) != 3:
     got = (
       ' or '.join(

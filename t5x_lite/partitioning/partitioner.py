@@ -13,7 +13,7 @@ import logging
 import math
 from typing import Any
 
-from flax.linen import partitioning as flax_partitioning
+import flax.linen as nn
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -81,11 +81,20 @@ class PjittedFnWithContext:
   @contextlib.contextmanager
   def _context(self) -> Iterator[None]:
     """Set the mesh and the logical axis rules that the traced code sees."""
+    with nn.logical_axis_rules(self._logical_axis_rules), self._mesh_context():
+      yield
+
+  def _mesh_context(self) -> contextlib.AbstractContextManager[Any]:
     # If this is traced as part of another function, the mesh is already set and `jax.set_mesh` is not allowed.
-    is_set = jax.sharding.get_abstract_mesh() == self._abstract_mesh
-    with flax_partitioning.axis_rules(self._logical_axis_rules):
-      with contextlib.nullcontext() if is_set else jax.set_mesh(self._mesh):
-        yield
+    if jax.sharding.get_abstract_mesh() == self._abstract_mesh:
+      return contextlib.nullcontext()
+    return jax.set_mesh(self._mesh)
+
+
+def _uses_shardy() -> bool:
+  """Return the value of JAX's option, which its `Config` gets at run time."""
+  config: Any = jax.config
+  return bool(config.jax_use_shardy_partitioner)
 
 
 class BasePartitioner(ChoosesMesh):
@@ -128,12 +137,13 @@ class BasePartitioner(ChoosesMesh):
     Raises:
       ConfigError: none or several ways are given, or the arguments contradict each other.
     """
+    hybrid_shape = dcn_mesh_shape
+    if hybrid_shape is None:
+      hybrid_shape = ici_mesh_shape
     ways = {
       'num_partitions': num_partitions,
       'model_parallel_submesh': model_parallel_submesh,
-      'ici_mesh_shape with dcn_mesh_shape': ici_mesh_shape
-      if dcn_mesh_shape is None
-      else dcn_mesh_shape,
+      'ici_mesh_shape with dcn_mesh_shape': hybrid_shape,
       'mesh': mesh,
     }
     chosen = [name for name, value in ways.items() if value is not None]
@@ -148,7 +158,7 @@ class BasePartitioner(ChoosesMesh):
           f'It is the size of the model axis of ici_mesh_shape={ici_mesh_shape} and '
           f'dcn_mesh_shape={dcn_mesh_shape}.',
         )
-      else:
+      elif model_parallel_submesh is not None:
         expected = checks.one_of(
           (1, math.prod(model_parallel_submesh)),
           f'model_parallel_submesh={model_parallel_submesh} sets the size of the model axis.',
@@ -208,7 +218,7 @@ class BasePartitioner(ChoosesMesh):
   @property
   def use_shardy_partitioner(self) -> bool:
     """True if JAX propagates shardings with Shardy."""
-    return bool(jax.config.jax_use_shardy_partitioner)
+    return _uses_shardy()
 
   @property
   @abc.abstractmethod
@@ -456,7 +466,7 @@ class PjitPartitioner(BasePjitPartitioner):
       ]
     self._logical_axis_rules = rules_lib.freeze_rules(rules)
     self._max_replicated_size = max_replicated_size
-    self._use_shardy_partitioner = bool(jax.config.jax_use_shardy_partitioner)
+    self._use_shardy_partitioner = _uses_shardy()
     self._shown_warnings: set[str] = set()
 
   @property
@@ -482,7 +492,7 @@ class PjitPartitioner(BasePjitPartitioner):
     Raises:
       ConfigError: `jax_use_shardy_partitioner` has changed since this partitioner was made.
     """
-    if bool(jax.config.jax_use_shardy_partitioner) != self._use_shardy_partitioner:
+    if _uses_shardy() != self._use_shardy_partitioner:
       raise checks.invalid(
         '',
         'jax_use_shardy_partitioner',

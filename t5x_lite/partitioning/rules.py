@@ -253,21 +253,30 @@ def resolve(
     if taken.intersection(axes_of(mesh_axis)):
       blocked.setdefault(dim, []).append(rule)
       continue
-    if shape is not None and shape[dim] % num_shards(mesh_axis, mesh_shape):
+    if shape is None or mesh_shape is None:
+      is_divisible = True
+    else:
+      is_divisible = shape[dim] % num_shards(mesh_axis, mesh_shape) == 0
+    if not is_divisible:
       indivisible.setdefault(dim, []).append(rule)
       continue
     decided[dim] = rule
     taken.update(axes_of(mesh_axis))
-  return tuple(
-    DimDecision(
-      logical_axis=axis,
-      mesh_axis=decided[dim][1] if dim in decided else None,
-      rule=decided.get(dim),
-      blocked=tuple(blocked.get(dim, ())),
-      indivisible=tuple(indivisible.get(dim, ())),
+  decisions = []
+  for dim, axis in enumerate(logical_axes):
+    mesh_axis = None
+    if dim in decided:
+      _, mesh_axis = decided[dim]
+    decisions.append(
+      DimDecision(
+        logical_axis=axis,
+        mesh_axis=mesh_axis,
+        rule=decided.get(dim),
+        blocked=tuple(blocked.get(dim, ())),
+        indivisible=tuple(indivisible.get(dim, ())),
+      )
     )
-    for dim, axis in enumerate(logical_axes)
-  )
+  return tuple(decisions)
 
 
 def with_optimizer_rules(
@@ -290,20 +299,26 @@ def with_optimizer_rules(
   known = {logical_axis for logical_axis, _ in rules}
   for axis, size in zip(logical_axes, shape, strict=False):
     if axis == STACK_AXIS and axis not in known:
-      choices = [
-        axes
-        for count in range(len(mesh_shape), 0, -1)
-        for axes in itertools.combinations(mesh_shape, count)
-        if size % num_shards(axes, mesh_shape) == 0
-      ]
-      # max returns the first of equal choices, which has the most axes.
-      rules = (
-        *rules,
-        (axis, max(choices, key=lambda axes: num_shards(axes, mesh_shape), default=None)),
-      )
+      rules = (*rules, (axis, _most_shards(size, mesh_shape)))
     elif axis == BLOCKS_AXIS and axis not in known:
       rules = (*rules, (axis, None))
   return rules
+
+
+def _most_shards(size: int, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
+  """Return the mesh axes that divide a dim of this size into the most shards; None if no axis divides it.
+
+  Of equal choices it is the one with the most axes.
+  """
+  best = None
+  largest = 0
+  for count in range(len(mesh_shape), 0, -1):
+    for axes in itertools.combinations(mesh_shape, count):
+      shards = num_shards(axes, mesh_shape)
+      if size % shards == 0 and shards > largest:
+        best = axes
+        largest = shards
+  return best
 
 
 def logical_to_mesh_axes(
@@ -345,10 +360,9 @@ def check_divisible(
   for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
     pieces = num_shards(entry, mesh_shape)
     if size % pieces:
+      called = ''
       if logical_axes is not None and logical_axes[dim] is not None:
         called = f' ({logical_axes[dim]!r})'
-      else:
-        called = ''
       raise errors.ConfigError(
         f'{name}: dim {dim}{called} of shape {tuple(shape)} must be a multiple of {pieces}, the size of mesh axis '
         f'{entry!r} in {dict(mesh_shape)}, got {size}. Change the size (round a vocabulary up), use fewer '

@@ -65,9 +65,11 @@ def tile_slice(
   grid_shape = bounds_from_last_device(devices[-1])
   if all(extent == 1 for extent in tile):  # T5X's four extents on other devices than TPUs
     tile = (1,) * len(grid_shape)
-  if len(tile) != len(grid_shape) or any(
-    extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape, strict=False)
-  ):
+  fits = len(tile) == len(grid_shape)
+  for extent, bound in zip(tile, grid_shape, strict=False):
+    if extent < 1 or bound % extent:
+      fits = False
+  if not fits:
     raise checks.invalid(
       '',
       'model_parallel_submesh',
@@ -86,11 +88,13 @@ def tile_slice(
   for device in devices:
     grid[get_coords(device)] = device
 
-  process_devices = list(local_devices) or [
-    d for d in devices if d.process_index == devices[0].process_index
-  ]
+  process_devices = list(local_devices)
+  if not process_devices:
+    first_process = devices[0].process_index
+    process_devices = [device for device in devices if device.process_index == first_process]
   coordinates = np.array([get_coords(device) for device in process_devices])
-  block = tuple(int(extent) for extent in coordinates.max(axis=0) - coordinates.min(axis=0) + 1)
+  extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
+  block = tuple(extents.tolist())
 
   order = _order_without_tiling(tile, grid_shape)
   if order is not None:
@@ -99,17 +103,12 @@ def tile_slice(
   elif tile_by_host_if_needed:
     return _tile_by_process(grid, tile, block)
   # Split each hardware axis into (tile, position in the tile), then gather the former as data, the latter as model.
-  split = grid.reshape(
-    [
-      part
-      for bound, extent in zip(grid.shape, tile, strict=True)
-      for part in (bound // extent, extent)
-    ]
-  )
-  ndim = len(tile)
-  gathered = split.transpose(
-    [2 * axis for axis in range(ndim)] + [2 * axis + 1 for axis in range(ndim)]
-  )
+  parts = []
+  for bound, extent in zip(grid.shape, tile, strict=True):
+    parts += [bound // extent, extent]
+  data_axes = range(0, len(parts), 2)
+  model_axes = range(1, len(parts), 2)
+  gathered = grid.reshape(parts).transpose([*data_axes, *model_axes])
   return gathered.reshape(-1, math.prod(tile))
 
 
@@ -147,10 +146,10 @@ def _tile_by_process(grid: np.ndarray, tile: HardwareMesh, block: HardwareMesh) 
         tile,
         'Alternatively, set num_partitions instead.',
       )
-  ndim = len(tile)
-  gathered = grid.reshape(parts).transpose(
-    [4 * axis + part for part in range(4) for axis in range(ndim)]
-  )
+  order = []
+  for part in range(4):
+    order += range(part, len(parts), 4)
+  gathered = grid.reshape(parts).transpose(order)
   return gathered.reshape(-1, math.prod(tile))
 
 

@@ -41,8 +41,8 @@ MUTANTS = (
   Mutant(
     'equal_scores_choose_the_last_expert',
     'moe/routing/token_choice.py',
-    'jnp.min(jnp.where(scores == largest, experts, num_experts - 1), axis=-1)',
-    'jnp.max(jnp.where(scores == largest, experts, 0), axis=-1)',
+    'index = jnp.min(candidates, axis=-1)',
+    'index = jnp.max(jnp.where(scores == largest, experts, 0), axis=-1)',
     'tests/moe/routing/test_token_choice.py::test_token_choice_is_the_loops',
   ),
   Mutant(
@@ -79,8 +79,8 @@ MUTANTS = (
   Mutant(
     'capacity_is_rounded_down',
     'moe/routing/capacity.py',
-    'int(round(factor * tokens_per_group / num_experts))',
-    'int(factor * tokens_per_group / num_experts)',
+    'int(round(share))',
+    'int(share)',
     'tests/moe/routing/test_token_choice.py::test_capacity_rounds_halves_to_even',
   ),
   Mutant(

@@ -137,8 +137,8 @@ MUTANTS = (
   Mutant(
     'optax_takes_the_rate_of_the_next_step',
     't5x_lite/optimizers/optax_adapter/wrapper.py',
-    'rate(state.step) if callable(rate)',
-    'rate(state.step + 1) if callable(rate)',
+    'scalars.value_at(rate, state.step)',
+    'scalars.value_at(rate, state.step + 1)',
     'tests/optimizers/optax_adapter/test_wrapper.py::test_the_rate_of_an_update_may_be_a_schedule',
   ),
   Mutant(
@@ -208,7 +208,7 @@ MUTANTS = (
   Mutant(
     'scalars_are_clamped_after_the_update',
     't5x_lite/optimizers/scaled_adam_rule/transformation.py',
-    'jnp.clip(param, -options.scalar_max, options.scalar_max) - param + delta',
+    'clipped - param + delta',
     'jnp.clip(param + delta, -options.scalar_max, options.scalar_max) - param',
     'tests/optimizers/scaled_adam_rule/test_transformation.py::test_random_options_against_the_reference',
   ),
@@ -266,15 +266,15 @@ MUTANTS = (
   Mutant(
     'stacked_layers_change_the_order_of_spread_roots',
     't5x_lite/optimizers/shampoo/update.py',
-    'ranks=ranks if cfg.spread_roots else None,',
-    'ranks=None,',
+    '    ranks=ranks,\n',
+    '    ranks=None,\n',
     'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers',
   ),
   Mutant(
     'matrices_of_stacked_layers_follow_the_arrays',
     't5x_lite/optimizers/shampoo/update.py',
-    'counts = dict(\n    sorted(\n      (number, layout.num_statistics)',
-    'counts = dict(list((number, layout.num_statistics)',
+    'for number in sorted(counts)',
+    'for number in counts',
     'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers',
   ),
   Mutant(
@@ -308,8 +308,8 @@ MUTANTS = (
   Mutant(
     'blocks_on_two_devices_are_added_twice',
     't5x_lite/optimizers/shampoo/placement.py',
-    'first_own if is_first else first',
-    'first',
+    'first_counted = first_own',
+    'first_counted = first',
     'tests/optimizers/shampoo/test_placement.py::test_spreading_collected_blocks_gives_the_parameters',
   ),
   Mutant(

@@ -27,15 +27,15 @@ MUTANTS = (
   Mutant(
     'optimizer_state_does_not_follow_its_parameter',
     't5x_lite/partitioning/explain.py',
-    'parameters[parameter].shape if belongs else row.shape',
-    'row.shape',
+    'shape = parameters[parameter].shape',
+    'pass',
     'tests/partitioning/test_explain.py::test_what_belongs_to_a_parameter_follows_it',
   ),
   Mutant(
     'rules_need_not_divide',
     't5x_lite/partitioning/rules.py',
-    'if shape is not None and shape[dim] % num_shards(mesh_axis, mesh_shape):',
-    'if shape is None:',
+    'is_divisible = shape[dim] % num_shards(mesh_axis, mesh_shape) == 0',
+    'is_divisible = True',
     'tests/partitioning/test_rules.py::test_a_rule_that_does_not_divide_its_dim_is_skipped',
   ),
   Mutant(
@@ -55,7 +55,7 @@ MUTANTS = (
   Mutant(
     'misaligned_blocks_are_taken',
     't5x_lite/partitioning/chunks.py',
-    ' or (start % extent).any()',
+    'not (start % extent).any() and ',
     '',
     'tests/partitioning/test_layout.py::test_process_without_a_block',
   ),

@@ -69,8 +69,8 @@ MUTANTS = (
   Mutant(
     'all_processes_profile',
     't5x_lite/runtime/profiling.py',
-    'jax.process_index() in self._cfg.processes\n    )',
-    'self._cfg.processes)',
+    'jax.process_index() not in self._cfg.processes',
+    'not self._cfg.processes',
     'tests/runtime/test_profiling.py::test_the_chosen_process_alone_writes_after_waiting',
   ),
   Mutant(
@@ -111,7 +111,7 @@ MUTANTS = (
   Mutant(
     'progress_ignores_the_level_of_the_log',
     't5x_lite/runtime/progress.py',
-    'enabled and all(each.level <= logging.INFO for each in (logger, *same))',
+    'enabled and _shows_info(self._stream)',
     'enabled',
     'tests/runtime/test_progress.py::test_nothing_is_shown_above_the_level_of_the_log[WARNING-False]',
   ),
@@ -181,7 +181,7 @@ MUTANTS = (
   Mutant(
     'evidence_of_the_last_layer_alone',
     't5x_lite/optimizers/adafactor_rule/optimizer.py',
-    'sums[key] = sums[key] + v if key in sums else v',
+    'sums[key] = sums[key] + v',
     'sums[key] = v',
     'tests/test_non_finite.py::test_statistics_of_adafactor_tell_of_each_layer',
   ),
@@ -475,10 +475,7 @@ MUTANTS = (
   Mutant(
     'stacked_layers_share_statistics',
     't5x_lite/optimizers/adafactor_rule/optimizer.py',
-    'if layer_stacks.is_stacked(path):\n'
-    '        update = jax.vmap(update)\n'
-    '      else:\n'
-    '        update = update',
+    'if layer_stacks.is_stacked(path):\n        update = jax.vmap(update)',
     'pass',
     'tests/test_layer_stacks.py::test_an_update_of_stacked_layers_is_the_update_of_each[adafactor_all_options]',
   ),

@@ -23,20 +23,25 @@ def load_by_rank(history: History, is_narrow: bool) -> Any:
   stacks = history.stacks
   figure, panels = _stack_panels(1, stacks, 3.0, is_narrow)
   for axes, (stack, layers) in zip(panels[0], stacks.items(), strict=True):
-    shares = {layer.name: np.sort(history.at_end(layer.relative_load))[::-1] for layer in layers}
     lines = []
+    limits = []
+    most_experts = 0
     for layer, color in zip(layers, style.shades(len(layers)), strict=True):
-      # The logarithm of 0 is infinite: dead experts are not drawn, and the line ends before them.
-      share = np.where(shares[layer.name] > 0, shares[layer.name], np.nan)
+      share = np.sort(history.at_end(layer.relative_load))[::-1]
       ranks = np.arange(1, len(share) + 1)
-      (line,) = axes.plot(
-        ranks, share, color=color, marker='o' if len(share) <= 16 else None, markersize=3
-      )
-      lines.append((layer, line, float(shares[layer.name][0])))
+      marker = None
+      if len(share) <= 16:
+        marker = 'o'
+      # The logarithm of 0 is infinite: dead experts are not drawn, and the line ends before them.
+      drawn = np.where(share > 0, share, np.nan)
+      (line,) = axes.plot(ranks, drawn, color=color, marker=marker, markersize=3)
+      lines.append((layer, line, float(share[0])))
+      limits += [max(s, _FLOOR) for s in share]
+      most_experts = max(most_experts, len(share))
     axes.axhline(1.0, color=style.MUTED, linewidth=0.8, linestyle='--')
-    style.log2_axis(axes, [max(s, _FLOOR) for share in shares.values() for s in share])
+    style.log2_axis(axes, limits)
     axes.set_xlabel('rank of the expert')
-    style.integer_ticks(axes.xaxis, max(len(s) for s in shares.values()), start=1, most=8)
+    style.integer_ticks(axes.xaxis, most_experts, start=1, most=8)
     _name_lines(axes, stack, lines, 'at the busiest expert', '{:.2f}×', is_narrow)
   _set_ylabel(panels[0], 'load / even share (log scale)', is_narrow)
   return figure
@@ -67,13 +72,11 @@ def over_steps(history: History, rows: Sequence[tuple[str, str, str]], is_narrow
         axes.set_xlabel('step')
       style.step_ticks(axes, history)
       _name_lines(axes, stack, lines, 'at the end', _FORMS.get(kind, '{:.3g}'), is_narrow)
-    values = [
-      y
-      for axes in panels[row]
-      for line in axes.get_lines()
-      for y in np.atleast_1d(line.get_ydata())
-    ]
-    _set_limits(panels[row], kind, values)
+    drawn = []
+    for axes in panels[row]:
+      for line in axes.get_lines():
+        drawn += list(np.atleast_1d(line.get_ydata()))
+    _set_limits(panels[row], kind, drawn)
     _set_ylabel(panels[row], label + _UNITS.get(kind, ''), is_narrow)
   return figure
 
@@ -84,18 +87,20 @@ def _stack_panels(
   """Return (figure, axes [rows, stacks]); for phones all panels are below each other."""
   if not is_narrow:
     return style.panels(rows, len(stacks), row_height * rows + 0.3, is_narrow=False, sharey='row')
-  has_legends = any(len(layers) > 1 for layers in stacks.values())
+  panel_height = 2.5
+  if any(len(layers) > 1 for layers in stacks.values()):
+    panel_height = 3.2  # with a legend
   num_panels = rows * len(stacks)
-  figure, panels = style.panels(
-    num_panels, 1, (3.2 if has_legends else 2.5) * num_panels, is_narrow=True
-  )
+  figure, panels = style.panels(num_panels, 1, panel_height * num_panels, is_narrow=True)
   for axes in panels.flat:
     axes.grid(True)
   return figure, panels.reshape(rows, len(stacks))
 
 
 def _set_ylabel(panels: Sequence[Any], label: str, is_narrow: bool) -> None:
-  for axes in panels if is_narrow else panels[:1]:
+  if not is_narrow:
+    panels = panels[:1]
+  for axes in panels:
     axes.set_ylabel(label)
 
 
@@ -140,15 +145,20 @@ def _name_lines(
     axes.set_title(f'{stack} layer {layer.index}: {form.format(value)} {what}')
     return
   axes.set_title(stack)
-  ranked = sorted(
-    lines, key=lambda item: (-item[2] if np.isfinite(item[2]) else np.inf, item[0].index)
-  )
+
+  def rank(item):
+    layer, _, value = item
+    if np.isfinite(value):
+      return -value, layer.index
+    return np.inf, layer.index
+
+  ranked = sorted(lines, key=rank)
   title = what
   if len(ranked) > _MOST_IN_LEGEND:
     title = f'{what}: highest, lowest\nof {len(ranked)} (light: late layers)'
     ranked = [*ranked[:4], *ranked[-2:]]
   if ranked:
-    position = {'bbox_to_anchor': (1.0, 1.02)}
+    position: dict[str, Any] = {'bbox_to_anchor': (1.0, 1.02)}
     if is_narrow:  # below the label of the x axis
       below = transforms.ScaledTranslation(0.0, -34 / 72, axes.figure.dpi_scale_trans)
       position = {

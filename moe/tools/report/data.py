@@ -103,7 +103,10 @@ class History:
   def end(self) -> str:
     """The steps at the end, in words. Of the first period only the last step is known."""
     before = len(self.steps) - self.num_end - 1
-    first = int(self.steps[before] + 1 if before >= 0 else self.steps[0])
+    if before >= 0:
+      first = int(self.steps[before]) + 1
+    else:
+      first = int(self.steps[0])
     last = int(self.steps[-1])
     if first == last:
       return f'step {last}'
@@ -137,29 +140,28 @@ def read(model_dir: str | os.PathLike[str], writer: str = 'train') -> History:
       f'{did_you_mean(writer, found)}'
     )
   rows = _merge(summaries.read_metrics(found[writer]), summaries.read_arrays(found[writer]))
-  keys = {
-    name: match.groups()
-    for row in rows.values()
-    for name in row
-    if (match := _LAYER_METRIC.fullmatch(name)) is not None
-  }
-  with_load = sorted(
-    {(stack, int(index)) for stack, index, what in keys.values() if what == 'load'},
-    key=lambda key: (key[0] != 'encoder', key),
-  )
+  keys = {}
+  for row in rows.values():
+    for name in row:
+      match = _LAYER_METRIC.fullmatch(name)
+      if match is not None:
+        keys[name] = match.groups()
+  with_load = {(stack, int(index)) for stack, index, what in keys.values() if what == 'load'}
   if not with_load:
     raise DataError(_nothing_about_experts(model_dir, writer, found))
+  in_order = sorted(with_load, key=lambda key: (key[0] != 'encoder', key))
   # The file may have other lines, without routing.
   rows = {step: row for step, row in sorted(rows.items()) if any(name in keys for name in row)}
+  wall_times = [row['wall_time'] for row in rows.values() if 'wall_time' in row]
+  if not wall_times:
+    wall_times = [np.nan]
   return History(
     run=run,
     writer=writer,
     steps=np.array(list(rows), np.int64),
     totals=_totals(rows),
-    layers=tuple(_layer(rows, stack, index, keys) for stack, index in with_load),
-    wall_times=np.array(
-      [row['wall_time'] for row in rows.values() if 'wall_time' in row] or [np.nan]
-    )[[0, -1]],
+    layers=tuple(_layer(rows, stack, index, keys) for stack, index in in_order),
+    wall_times=np.array([wall_times[0], wall_times[-1]]),
   )
 
 
@@ -176,9 +178,10 @@ def _merge(
 def _nothing_about_experts(model_dir, writer, found) -> str:
   others = []
   for name, path in found.items():
-    if name != writer and any(
-      _LAYER_METRIC.fullmatch(key) for row in summaries.read_arrays(path) for key in row
-    ):
+    if name == writer:
+      continue
+    names = {key for row in summaries.read_arrays(path) for key in row}
+    if any(map(_LAYER_METRIC.fullmatch, names)):
       others.append(name)
   if others:
     return (
@@ -194,37 +197,35 @@ def _nothing_about_experts(model_dir, writer, found) -> str:
 
 def _layer(rows, stack, index, keys) -> Layer:
   prefix = f'{moe_metrics.PREFIX}/{stack}/layers_{index}/'
-  names = sorted(
-    {
-      what
-      for found_stack, found_index, what in keys.values()
-      if (found_stack, int(found_index)) == (stack, index)
-    }
-  )
-  columns = {what: [row.get(prefix + what) for row in rows.values()] for what in names}
-  is_array = {
-    what: any(isinstance(value, np.ndarray) for value in column) for what, column in columns.items()
-  }
-  arrays = {what: _stack_arrays(column) for what, column in columns.items() if is_array[what]}
+  names = set()
+  for found_stack, found_index, what in keys.values():
+    if (found_stack, int(found_index)) == (stack, index):
+      names.add(what)
+  arrays = {}
+  series = {}
+  for what in sorted(names):
+    column = [row.get(prefix + what) for row in rows.values()]
+    if any(isinstance(value, np.ndarray) for value in column):
+      arrays[what] = _stack_arrays(column)
+    else:
+      series[what] = _numbers(column)
   return Layer(
     stack=stack,
     index=index,
     load=arrays['load'],
     drops_by_position=arrays.get('drops_by_position'),
-    series={what: _numbers(column) for what, column in columns.items() if not is_array[what]},
+    series=series,
   )
 
 
 def _stack_arrays(column: Sequence[np.ndarray | None]) -> np.ndarray:
   """Return [S, n] with n of the last array; arrays of other sizes and missing arrays are NaN."""
   size = next(value.size for value in reversed(column) if isinstance(value, np.ndarray))
-  nothing = np.full(size, np.nan)
-  return np.stack(
-    [
-      value if isinstance(value, np.ndarray) and value.shape == (size,) else nothing
-      for value in column
-    ]
-  )
+  result = np.full((len(column), size), np.nan)
+  for row, value in zip(result, column, strict=True):
+    if isinstance(value, np.ndarray) and value.shape == (size,):
+      row[:] = value
+  return result
 
 
 def _numbers(column: Sequence[float | None]) -> np.ndarray:
@@ -232,13 +233,12 @@ def _numbers(column: Sequence[float | None]) -> np.ndarray:
 
 
 def _totals(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-  names = {
-    name
-    for row in rows.values()
-    for name, value in row.items()
-    if isinstance(value, (int, float)) and not _LAYER_METRIC.fullmatch(name)
-  }
-  return {
-    name: _numbers([row.get(name) for row in rows.values()])
-    for name in sorted(names - {'step', 'wall_time'})
-  }
+  names = set()
+  for row in rows.values():
+    for name, value in row.items():
+      if isinstance(value, (int, float)) and not _LAYER_METRIC.fullmatch(name):
+        names.add(name)
+  totals = {}
+  for name in sorted(names - {'step', 'wall_time'}):
+    totals[name] = _numbers([row.get(name) for row in rows.values()])
+  return totals

@@ -35,13 +35,13 @@ def draw(history: History) -> list[style.Figure]:
   Raises:
     ConfigError: matplotlib is missing.
   """
+  drawn = []
   with style.report_style():
-    return [
-      style.finish(
-        draw_fn(*arguments, is_narrow=False), draw_fn(*arguments, is_narrow=True), **words
-      )
-      for draw_fn, arguments, words in _drawings(history)
-    ]
+    for draw_fn, arguments, words in _drawings(history):
+      wide = draw_fn(*arguments, is_narrow=False)
+      narrow = draw_fn(*arguments, is_narrow=True)
+      drawn.append(style.finish(wide, narrow, **words))
+  return drawn
 
 
 def _drawings(history: History) -> Iterator[_Drawing]:
@@ -135,11 +135,9 @@ def _drawings(history: History) -> Iterator[_Drawing]:
 
 
 def _positions(history: History, at_the_end: str) -> Iterator[_Drawing]:
-  if any(
-    np.nansum(layer.drops_by_position) > 0
-    for layer in history.layers
-    if layer.drops_by_position is not None
-  ):
+  recorded = [layer.drops_by_position for layer in history.layers]
+  known = [drops for drops in recorded if drops is not None]
+  if any(np.nansum(drops) > 0 for drops in known):
     yield (
       maps.drops_by_position,
       (history,),
@@ -155,7 +153,8 @@ def _positions(history: History, at_the_end: str) -> Iterator[_Drawing]:
 def _is_worth_drawing(history: History, name: str, label: str, kind: str) -> bool:
   """Return True if a number is known; for drops and dead experts, if one is above 0."""
   del label
-  known = [values for layer in history.layers if (values := layer.over_time(name)) is not None]
+  recorded = [layer.over_time(name) for layer in history.layers]
+  known = [values for values in recorded if values is not None]
   if kind in ('share', 'count'):
     return any(np.nansum(values) > 0 for values in known)
   return any(np.isfinite(values).any() for values in known)

@@ -82,8 +82,8 @@ def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
         title='Unknown',
         value=str(len(unknown)),
         is_good=False,
-        text=f'{_names(unknown)} recorded no finite load in the last {_periods(history.num_end)}: no token was routed, '
-        'or the numbers are not finite.',
+        text=f'{_names(unknown)} recorded no finite load in the last {_periods(history.num_end)}: '
+        'no token was routed, or the numbers are not finite.',
       )
     )
   return found
@@ -91,17 +91,24 @@ def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
 
 def _state(history: History, layer: Layer) -> LayerState:
   relative = history.at_end(layer.relative_load)
-  known = bool(np.isfinite(relative).all())
-  entropy = _at_end(history, layer, 'router_entropy')
+  largest = math.nan
+  smallest = math.nan
+  busiest = None
+  if np.isfinite(relative).all():
+    largest = float(relative.max())
+    smallest = float(relative.min())
+    busiest = int(relative.argmax())
+  entropy = math.nan
+  if layer.num_experts > 1:  # The maximum is 0 for a single expert.
+    entropy = _at_end(history, layer, 'router_entropy') / math.log(layer.num_experts)
   return LayerState(
     layer=layer,
-    largest=float(relative.max()) if known else math.nan,
-    busiest=int(relative.argmax()) if known else None,
-    smallest=float(relative.min()) if known else math.nan,
+    largest=largest,
+    busiest=busiest,
+    smallest=smallest,
     dead=tuple(np.flatnonzero(relative == 0).tolist()),
     num_starved=int((relative < STARVED).sum()),
-    # The maximum is 0 for a single expert.
-    entropy=entropy / math.log(layer.num_experts) if layer.num_experts > 1 else math.nan,
+    entropy=entropy,
     choices_dropped=_at_end(history, layer, 'choices_dropped'),
     tokens_left_behind=_at_end(history, layer, 'fraction_tokens_left_behind'),
     receive_drops=_at_end(history, layer, 'receive_drops'),
@@ -121,11 +128,12 @@ def _balance(states: Sequence[LayerState]) -> Finding:
     return Finding(
       title='Balance, worst layer', value='unknown', is_good=None, text='No layer recorded a load.'
     )
+  first = worst[0]
   unbalanced = [s for s in worst if s.largest >= UNBALANCED]
-  value = f'{worst[0].largest:.2f}×'
+  value = f'{first.largest:.2f}×'
   top = (
-    f'The busiest expert anywhere is expert {worst[0].busiest} of {worst[0].layer.name}, with '
-    f'{worst[0].largest:.2f} times an even share.'
+    f'The busiest expert anywhere is expert {first.busiest} of {first.layer.name}, with '
+    f'{first.largest:.2f} times an even share.'
   )
   if not unbalanced:
     return Finding(
@@ -134,12 +142,15 @@ def _balance(states: Sequence[LayerState]) -> Finding:
       is_good=True,
       text=f'All {len(worst)} layers are balanced. {top}',
     )
+  verb = 'are'
+  if len(unbalanced) == 1:
+    verb = 'is'
+  names = _names(unbalanced, lambda s: f'{s.largest:.2f}×')
   return Finding(
     title='Balance, worst layer',
     value=value,
     is_good=False,
-    text=f'{len(unbalanced)} of {len(worst)} layers {"is" if len(unbalanced) == 1 else "are"} unbalanced: '
-    f'{_names(unbalanced, lambda s: f"{s.largest:.2f}×")}. {top}',
+    text=f'{len(unbalanced)} of {len(worst)} layers {verb} unbalanced: {names}. {top}',
   )
 
 
@@ -147,24 +158,26 @@ def _dead(states: Sequence[LayerState]) -> Finding:
   num_experts = sum(s.layer.num_experts for s in states)
   num_dead = sum(len(s.dead) for s in states)
   num_starved = sum(s.num_starved for s in states) - num_dead
+  starved = 'No expert is starved.'
+  value = '0'
   if num_starved:
-    starved = f'Of the {"others" if num_dead else "experts"}, {num_starved} got less than {STARVED:g} of an even share.'
-  else:
-    starved = 'No expert is starved.'
+    others = 'others' if num_dead else 'experts'
+    starved = f'Of the {others}, {num_starved} got less than {STARVED:g} of an even share.'
+    value = f'0, {num_starved} starved'
   if not num_dead:
     return Finding(
       title='Dead experts',
-      value=f'0, {num_starved} starved' if num_starved else '0',
+      value=value,
       is_good=not num_starved,
       text=f'Each of the {num_experts} experts got tokens. {starved}',
     )
   with_dead = _by([s for s in states if s.dead], lambda s: len(s.dead))
+  names = _names(with_dead, lambda s: f'{len(s.dead)} of {s.layer.num_experts}')
   return Finding(
     title='Dead experts',
     value=str(num_dead),
     is_good=False,
-    text=f'{num_dead} of {num_experts} experts got no token: '
-    f'{_names(with_dead, lambda s: f"{len(s.dead)} of {s.layer.num_experts}")}. {starved}',
+    text=f'{num_dead} of {num_experts} experts got no token: {names}. {starved}',
   )
 
 
@@ -188,14 +201,17 @@ def _drops(states: Sequence[LayerState]) -> Finding:
       is_good=True,
       text='No choice was dropped: the layers are dropless, or their buffers were large enough.',
     )
-  high = [s for s, share in zip(worst, dropped, strict=True) if share > HIGH_DROPS]
-  text = f'On average over the layers, {format_percent(float(np.mean(dropped)))} of the {what}.'
+  shares = {s.layer.name: share for s, share in zip(worst, dropped, strict=True)}
+  high = [s for s in worst if shares[s.layer.name] > HIGH_DROPS]
+  mean = format_percent(float(np.mean(dropped)))
+  text = f'On average over the layers, {mean} of the {what}.'
   if high:
-    shares = {s.layer.name: share for s, share in zip(worst, dropped, strict=True)}
-    text += f' More than {format_percent(HIGH_DROPS)}: {_names(high, lambda s: format_percent(shares[s.layer.name]))}.'
+    names = _names(high, lambda s: format_percent(shares[s.layer.name]))
+    text += f' More than {format_percent(HIGH_DROPS)}: {names}.'
   behind = [s.tokens_left_behind for s in states if not math.isnan(s.tokens_left_behind)]
   if behind and what.startswith('choices'):
-    text += f' {format_percent(float(np.mean(behind)))} of the tokens were computed by no expert.'
+    mean_behind = format_percent(float(np.mean(behind)))
+    text += f' {mean_behind} of the tokens were computed by no expert.'
   return Finding(
     title='Drops, worst layer', value=format_percent(dropped[0]), is_good=not high, text=text
   )
@@ -212,40 +228,50 @@ def _entropy(states: Sequence[LayerState]) -> Finding:
     )
   most = known[0]
   least = known[-1]
-  value = f'{100 * least.entropy:.0f}–{100 * most.entropy:.0f}%'
+  high = f'{100 * most.entropy:.0f}%'
+  low = f'{100 * least.entropy:.0f}'
   return Finding(
     title='Router entropy',
-    value=value,
+    value=f'{low}–{high}',
     is_good=None,
     text='Mean entropy of the distribution of a token over the experts, as a share of its maximum: from '
-    f'{100 * least.entropy:.0f}% ({least.layer.name}) to {100 * most.entropy:.0f}% ({most.layer.name}). Near '
+    f'{low}% ({least.layer.name}) to {high} ({most.layer.name}). Near '
     '100% a router does not prefer any expert; near 0% it is certain.',
   )
 
 
 def _receive_drops(states: Sequence[LayerState]) -> Finding:
   worst = _by([s for s in states if s.receive_drops > 0], lambda s: s.receive_drops)
+  most = worst[0].receive_drops
+  names = _names(worst, lambda s: format_percent(s.receive_drops))
   return Finding(
     title='Receive drops',
-    value=format_percent(worst[0].receive_drops),
-    is_good=worst[0].receive_drops <= HIGH_DROPS,
+    value=format_percent(most),
+    is_good=most <= HIGH_DROPS,
     text='Share of the choices dropped because a receive buffer of an expert shard was full (receive_factor): '
-    f'{_names(worst, lambda s: format_percent(s.receive_drops))}.',
+    f'{names}.',
   )
 
 
 def _by(states, key) -> list[LayerState]:
   """Return the states with a known key, the largest first."""
-  return sorted(
-    (s for s in states if not math.isnan(key(s))), key=lambda s: (-key(s), s.layer.name)
-  )
+  known = [s for s in states if not math.isnan(key(s))]
+  return sorted(known, key=lambda s: (-key(s), s.layer.name))
 
 
 def _names(states, say=None) -> str:
   """Return the names of the first few layers, each with its value."""
-  shown = [s.layer.name + (f' ({say(s)})' if say else '') for s in states[:_MOST_NAMED]]
+  shown = []
+  for state in states[:_MOST_NAMED]:
+    name = state.layer.name
+    if say is not None:
+      name += f' ({say(state)})'
+    shown.append(name)
+  text = ', '.join(shown)
   rest = len(states) - len(shown)
-  return ', '.join(shown) + (f' and {rest} more' if rest else '')
+  if rest:
+    text += f' and {rest} more'
+  return text
 
 
 def _periods(count: int) -> str:

@@ -24,11 +24,8 @@ _SCALE = 3
 def load_at_end(history: History, is_narrow: bool) -> Any:
   """Draw layer by expert, a map for each stack."""
   stacks = history.stacks
-  cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
-  heights = [max(1, len(layers)) * cell for layers in stacks.values()]
-  figure, panels = style.panels(
-    len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow, heights=heights
-  )
+  figure, panels = _layer_panels(history, list(stacks.values()), is_narrow)
+  image = None
   for axes, (stack, layers) in zip(panels[:, 0], stacks.items(), strict=True):
     rows = _padded([history.at_end(layer.relative_load) for layer in layers])
     image = _load_map(axes, rows)
@@ -54,10 +51,12 @@ def load_over_time(history: History, is_narrow: bool) -> Any:
     most = 6
   columns = min(len(history.layers), most)
   num_rows = -(-len(history.layers) // columns)
-  figure, panels = style.panels(
-    num_rows, columns, num_rows * (1.9 if columns <= 4 else 1.35) + 0.3, is_narrow=is_narrow
-  )
+  row_height = 1.35
+  if columns <= 4:
+    row_height = 1.9
+  figure, panels = style.panels(num_rows, columns, num_rows * row_height + 0.3, is_narrow=is_narrow)
   edges = bin_edges(history.steps)
+  image = None
   for k, axes in enumerate(panels.flat):
     if k >= len(history.layers):
       axes.set_axis_off()
@@ -85,27 +84,31 @@ def load_over_time(history: History, is_narrow: bool) -> Any:
 
 def drops_by_position(history: History, is_narrow: bool) -> Any:
   """Draw layer by position, a map for each stack; layers that did not record it are omitted."""
-  stacks = {
-    stack: kept
-    for stack, layers in history.stacks.items()
-    if (kept := [layer for layer in layers if layer.drops_by_position is not None])
-  }
-  cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
-  heights = [len(layers) * cell for layers in stacks.values()]
-  figure, panels = style.panels(
-    len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow, heights=heights
-  )
-  maps = [
-    100 * _padded([history.at_end(layer.drops_by_position) for layer in layers])
-    for layers in stacks.values()
-  ]
-  largest = max([1e-2, *(np.nanmax(values) for values in maps if np.isfinite(values).any())])
+  stacks: dict[str, list[Layer]] = {}
+  rows: dict[str, list[np.ndarray]] = {}
+  for layer in history.layers:
+    if layer.drops_by_position is not None:
+      stacks.setdefault(layer.stack, []).append(layer)
+      rows.setdefault(layer.stack, []).append(history.at_end(layer.drops_by_position))
+  figure, panels = _layer_panels(history, list(stacks.values()), is_narrow)
+  maps = [100 * _padded(rows_of_stack) for rows_of_stack in rows.values()]
+  largest = 1e-2
+  for values in maps:
+    if np.isfinite(values).any():
+      largest = max(largest, np.nanmax(values))
+  if largest >= 10:
+    digits = 0
+  elif largest >= 1:
+    digits = 1
+  else:
+    digits = 2
+  image = None
   for axes, (stack, layers), values in zip(panels[:, 0], stacks.items(), maps, strict=True):
     image = axes.imshow(
       values, aspect='auto', cmap=_colormap('drops'), vmin=0, vmax=largest, interpolation='nearest'
     )
     if len(layers) <= _MOST_TALL and values.shape[1] <= _MOST_ANNOTATED[is_narrow]:
-      _annotate(axes, values, image, digits=0 if largest >= 10 else 1 if largest >= 1 else 2)
+      _annotate(axes, values, image, digits=digits)
     _label_layers(axes, layers)
     num_parts = values.shape[1]
     axes.set_xticks(np.linspace(-0.5, num_parts - 0.5, 5), ['0%', '25%', '50%', '75%', '100%'])
@@ -116,15 +119,26 @@ def drops_by_position(history: History, is_narrow: bool) -> Any:
   return figure
 
 
+def _layer_panels(
+  history: History, stacks: Sequence[Sequence[Layer]], is_narrow: bool
+) -> tuple[Any, np.ndarray]:
+  """Return (figure, axes [stacks, 1]) for maps with a row for each layer."""
+  cell = 0.16
+  if len(history.layers) <= _MOST_TALL:
+    cell = 0.27
+  heights = [len(layers) * cell for layers in stacks]
+  height = sum(heights) + 0.75 * len(stacks) + 0.2
+  return style.panels(len(stacks), 1, height, is_narrow=is_narrow, heights=heights)
+
+
 def _load_map(axes: Any, relative: np.ndarray, **kwargs: Any) -> Any:
   """Draw log2 of loads within the scale; only loads of 0 are below the scale."""
   with np.errstate(divide='ignore'):
-    shown = np.log2(relative)
-  shown = np.ma.masked_invalid(
-    np.where(np.isneginf(shown), -100.0, np.clip(shown, -_SCALE, _SCALE))
-  )
+    logs = np.log2(relative)
+  clipped = np.clip(logs, -_SCALE, _SCALE)
+  shown = np.where(np.isneginf(logs), -100.0, clipped)
   return axes.imshow(
-    shown,
+    np.ma.masked_invalid(shown),
     aspect='auto',
     cmap=_colormap('load'),
     vmin=-_SCALE,
@@ -174,7 +188,9 @@ def _annotate(axes: Any, values: np.ndarray, image: Any, digits: int = 2) -> Non
   for (row, column), value in np.ndenumerate(values):
     if np.isfinite(value):
       red, green, blue, _ = image.cmap(image.norm(image.get_array()[row, column]))
-      is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+      ink = '#101010'
+      if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5:
+        ink = '#ffffff'
       axes.text(
         column,
         row,
@@ -182,7 +198,7 @@ def _annotate(axes: Any, values: np.ndarray, image: Any, digits: int = 2) -> Non
         ha='center',
         va='center',
         fontsize=6.5,
-        color='#ffffff' if is_dark else '#101010',
+        color=ink,
       )
 
 
@@ -201,7 +217,9 @@ def _number(value: float, digits: int) -> str:
 
 
 def _label_layers(axes: Any, layers: Sequence[Layer]) -> None:
-  stride = 1 if len(layers) <= _MOST_TALL else 2
+  stride = 1
+  if len(layers) > _MOST_TALL:
+    stride = 2
   axes.set_yticks(
     range(0, len(layers), stride),
     [f'layer {layer.index}' for layer in layers[::stride]],
@@ -212,36 +230,39 @@ def _label_layers(axes: Any, layers: Sequence[Layer]) -> None:
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
   """Return rows of different lengths as one array, padded with NaN."""
   width = max(len(row) for row in rows)
-  return np.stack(
-    [
-      np.pad(np.asarray(row, np.float64), (0, width - len(row)), constant_values=np.nan)
-      for row in rows
-    ]
-  )
+  padded = np.full((len(rows), width), np.nan)
+  for padded_row, row in zip(padded, rows, strict=True):
+    padded_row[: len(row)] = row
+  return padded
 
 
 def bin_edges(steps: np.ndarray) -> np.ndarray:
   """Return the limits of periods, float64 [S + 1]; the first period is assumed to be as long as the second."""
-  first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
-  return np.concatenate([[max(first, 0) if steps[0] > 0 else first], steps]).astype(np.float64)
+  period = 1
+  if len(steps) > 1:
+    period = steps[1] - steps[0]
+  first = steps[0] - period
+  if steps[0] > 0:
+    first = max(first, 0)
+  return np.concatenate([[first], steps]).astype(np.float64)
 
 
 def resampled(edges: np.ndarray, values: np.ndarray) -> np.ndarray:
   """Return [columns, n] means of [S, n] over columns with equal numbers of steps; periods may differ in length."""
   widths = np.diff(edges)
   # No more columns than are needed to show every period; equal periods are not averaged.
-  num_columns = int(min(_MAP_COLUMNS, max(1, round((edges[-1] - edges[0]) / widths.min()))))
+  num_shortest = round((edges[-1] - edges[0]) / widths.min())
+  num_columns = int(min(_MAP_COLUMNS, max(1, num_shortest)))
   columns = np.linspace(edges[0], edges[-1], num_columns + 1)
   known = np.isfinite(values)
 
-  def integral(y):
-    total = np.concatenate([np.zeros((1, y.shape[1])), np.cumsum(y * widths[:, None], axis=0)])
-    at_columns = np.stack(
-      [np.interp(columns, edges, total[:, k]) for k in range(y.shape[1])], axis=1
-    )
-    return np.diff(at_columns, axis=0)
+  def integral(y: np.ndarray) -> np.ndarray:
+    sums = np.cumsum(y * widths[:, None], axis=0)
+    total = np.concatenate([np.zeros((1, y.shape[1])), sums])
+    at_columns = [np.interp(columns, edges, curve) for curve in total.T]
+    return np.diff(np.stack(at_columns, axis=1), axis=0)
 
   weight = integral(known.astype(np.float64))
-  return np.where(
-    weight > 0, integral(np.where(known, values, 0.0)) / np.where(weight > 0, weight, 1.0), np.nan
-  )
+  total = integral(np.where(known, values, 0.0))
+  means = total / np.where(weight > 0, weight, 1.0)
+  return np.where(weight > 0, means, np.nan)

@@ -33,6 +33,8 @@ _MACROS = (
   'NUM_EXPERT_PARTITIONS',
 )
 _CLASSES = re.compile(r'(?:.*[./])?(?:\w+Router|SparseBlock)')
+# `Finding.is_good` -> (class of the element, words).
+_VERDICTS = {True: ('good', '✓ good'), False: ('bad', '▲ look here'), None: ('', '')}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --muted: #5b6776; --grid: #d3d9e1; --paper: #ffffff; --card: #f4f6f9;
   --good: #00674f; --bad: #a63d00; }
@@ -123,16 +125,16 @@ def page(history: History, drawn: Sequence[Figure]) -> str:
   """Return the page as text. The same numbers give the same text."""
   states = findings_lib.layer_states(history)
   name = html.escape(history.run.resolve().name)
-  body = '\n'.join(
-    [
-      *_header(history, name),
-      *_summary(history, states),
-      *_facts(history),
-      *_table(history, states),
-      *(line for figure in drawn for line in _figure(figure)),
-      *_footer(history, drawn),
-    ]
-  )
+  lines = [
+    *_header(history, name),
+    *_summary(history, states),
+    *_facts(history),
+    *_table(history, states),
+  ]
+  for figure in drawn:
+    lines += _figure(figure)
+  lines += _footer(history, drawn)
+  body = '\n'.join(lines)
   return (
     f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
     f'content="width=device-width, initial-scale=1">\n<title>Routing report: {name}</title>\n'
@@ -145,7 +147,8 @@ def _header(history: History, name: str) -> Iterator[str]:
   if len(counts) == 1:
     num_experts = _count(counts[0], 'expert')
   else:
-    num_experts = f'{" or ".join(map(str, counts))} experts'
+    numbers = ' or '.join(map(str, counts))
+    num_experts = f'{numbers} experts'
   yield f'<header><h1>Routing report: {name}</h1>'
   yield (
     f'<p class="lead">{_count(len(history.layers), "sparse layer")} of {num_experts}'
@@ -168,9 +171,7 @@ def _summary(history: History, states: Sequence[LayerState]) -> Iterator[str]:
 
 
 def _finding(finding: Finding) -> str:
-  kind, verdict = {True: ('good', '✓ good'), False: ('bad', '▲ look here'), None: ('', '')}[
-    finding.is_good
-  ]
+  kind, verdict = _VERDICTS[finding.is_good]
   return (
     f'<div class="finding {kind}"><span class="verdict">{verdict}</span><h3>{html.escape(finding.title)}</h3>'
     f'<div class="value">{html.escape(finding.value)}</div><p>{html.escape(finding.text)}</p></div>'
@@ -187,7 +188,9 @@ def _facts(history: History) -> Iterator[str]:
 
 def _definitions(title: str, kind: str, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
   """Yield a heading and a list of names with values; those of settings are code."""
-  tag = ('<code>', '</code>') if kind == 'settings' else ('', '')
+  tag = ('', '')
+  if kind == 'settings':
+    tag = ('<code>', '</code>')
   yield f'<h2>{title}</h2>\n<dl class="{kind}">'
   for name, value in pairs:
     yield f'<dt>{html.escape(name).join(tag)}</dt><dd>{html.escape(value).join(tag)}</dd>'
@@ -199,16 +202,19 @@ def _run_facts(history: History) -> Iterator[tuple[str, str]]:
   for stack, layers in history.stacks.items():
     yield f'Sparse layers of the {stack}', ', '.join(str(layer.index) for layer in layers)
   yield 'Recorded', f'{_count(len(history.steps), "period")}, {_steps(history)}'
-  started, ended = (_time(t) for t in history.wall_times)
-  if started:
-    yield 'Written', started if started == ended else f'{started} to {ended}'
+  started, ended = map(_time, history.wall_times)
+  if started and started == ended:
+    yield 'Written', started
+  elif started:
+    yield 'Written', f'{started} to {ended}'
   for name, label in (
     ('loss', 'Loss'),
     ('experts/auxiliary_loss', 'Included load-balancing loss'),
     ('experts/router_z_loss', 'Included router z-loss'),
   ):
     if name in history.totals:
-      yield label, f'{float(history.at_end(history.totals[name])):.4g}'
+      value = float(history.at_end(history.totals[name]))
+      yield label, f'{value:.4g}'
 
 
 def gin_settings(run: files.Path) -> list[tuple[str, str]]:
@@ -227,15 +233,23 @@ def gin_settings(run: files.Path) -> list[tuple[str, str]]:
       continue
     if _CLASSES.fullmatch(owner):
       scope = owner.rpartition('/')[0]
-      found[f'{scope}/{parameter}' if scope else parameter] = value
+      found[f'{scope}/{parameter}'.removeprefix('/')] = value
     elif name in _MACROS:
       found[name] = value
   order = {name: rank for rank, name in enumerate(_MACROS)}
   return sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
 
 
-_COLUMNS: tuple[tuple[str, Callable[[LayerState], str], Callable[[LayerState], bool]], ...] = (
-  ('busiest expert', lambda s: '–' if s.busiest is None else str(s.busiest), lambda s: False),
+def _busiest(state: LayerState) -> str:
+  if state.busiest is None:
+    return '–'
+  return str(state.busiest)
+
+
+# Heading, function of a cell's text, and predicate on bad values.
+_Column = tuple[str, Callable[[LayerState], str], Callable[[LayerState], bool]]
+_COLUMNS: tuple[_Column, ...] = (
+  ('busiest expert', _busiest, lambda s: False),
   ('its load / even', lambda s: _ratio(s.largest), lambda s: s.largest >= findings_lib.UNBALANCED),
   ('least load / even', lambda s: _ratio(s.smallest), lambda s: s.smallest < findings_lib.STARVED),
   ('dead', lambda s: str(len(s.dead)), lambda s: bool(s.dead)),
@@ -261,30 +275,26 @@ _COLUMNS: tuple[tuple[str, Callable[[LayerState], str], Callable[[LayerState], b
 
 def _table(history: History, states: Sequence[LayerState]) -> Iterator[str]:
   yield '<h2>Layers at the end</h2>\n<div class="scroll"><table>'
-  yield (
-    '<thead><tr>'
-    + ''.join(
-      f'<th scope="col">{name}</th>'
-      for name in ('layer', 'experts', *(name for name, _, _ in _COLUMNS))
-    )
-    + '</tr></thead>\n<tbody>'
-  )
+  headings = ['layer', 'experts', *(name for name, _, _ in _COLUMNS)]
+  cells = ''.join(f'<th scope="col">{heading}</th>' for heading in headings)
+  yield f'<thead><tr>{cells}</tr></thead>\n<tbody>'
   for state in states:
-    cells = ''.join(
-      f'<td{" class=bad" if is_bad(state) else ""}>{html.escape(text(state))}</td>'
-      for _, text, is_bad in _COLUMNS
-    )
+    cells = ''
+    for _, text, is_bad in _COLUMNS:
+      tag = '<td>'
+      if is_bad(state):
+        tag = '<td class=bad>'
+      cells += f'{tag}{html.escape(text(state))}</td>'
     yield f'<tr><td>{html.escape(state.layer.name)}</td><td>{state.layer.num_experts}</td>{cells}</tr>'
   yield '</tbody></table></div>'
-  missing = [
-    what
-    for name, what in (
-      ('choices_dropped', 'choices dropped'),
-      ('router_entropy', 'entropy'),
-      ('receive_drops', 'receive drops'),
-    )
-    if all(layer.over_time(name) is None for layer in history.layers)
-  ]
+  missing = []
+  for name, what in (
+    ('choices_dropped', 'choices dropped'),
+    ('router_entropy', 'entropy'),
+    ('receive_drops', 'receive drops'),
+  ):
+    if all(layer.over_time(name) is None for layer in history.layers):
+      missing.append(what)
   if missing:
     yield f'<p class="note">Not recorded by this run: {", ".join(missing)}.</p>'
 
@@ -296,11 +306,8 @@ def _figure(figure: Figure) -> Iterator[str]:
 
 
 def _footer(history: History, drawn: Sequence[Figure]) -> Iterator[str]:
-  absent = [
-    title
-    for name, title in figures.ONLY_IF_ANY.items()
-    if name not in {figure.name for figure in drawn}
-  ]
+  drawn_names = {figure.name for figure in drawn}
+  absent = [title for name, title in figures.ONLY_IF_ANY.items() if name not in drawn_names]
   if absent:
     yield f'<p class="note">Never above 0, so without a figure: {", ".join(absent)}.</p>'
   if len(history.steps) == 1:
@@ -329,7 +336,9 @@ def _share(value: float) -> str:
 
 
 def _count(number: int, what: str) -> str:
-  return f'{number} {what}' + ('' if number == 1 else 's')
+  if number == 1:
+    return f'{number} {what}'
+  return f'{number} {what}s'
 
 
 def _steps(history: History) -> str:

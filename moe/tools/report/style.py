@@ -11,7 +11,7 @@ import fractions
 import html
 import io
 import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -79,7 +79,7 @@ def panels(
   *,
   is_narrow: bool,
   heights: Sequence[float] | None = None,
-  sharey: bool | str = False,
+  sharey: bool | Literal['none', 'all', 'row', 'col'] = False,
 ) -> tuple[Any, np.ndarray]:
   """Return (a matplotlib figure, its axes [rows, columns]).
 
@@ -92,18 +92,23 @@ def panels(
     sharey: as `matplotlib.figure.Figure.subplots` takes it.
   """
   from matplotlib.figure import Figure as Canvas  # not pyplot: no display, no global state
+  from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-  figure = Canvas(
-    figsize=(_NARROW_WIDTH if is_narrow else _WIDTH, max(height, 1.6)), layout='constrained'
-  )
+  layout_engine = ConstrainedLayoutEngine()
+  width = _WIDTH
   if is_narrow:
-    figure.get_layout_engine().set(h_pad=0.1)
+    width = _NARROW_WIDTH
+    layout_engine.set(h_pad=0.1)
+  figure = Canvas(figsize=(width, max(height, 1.6)), layout=layout_engine)
+  gridspec_kw = None
+  if heights is not None:
+    gridspec_kw = {'height_ratios': heights}
   panels = figure.subplots(
     rows,
     columns,
     squeeze=False,
     sharey=sharey,
-    gridspec_kw=None if heights is None else {'height_ratios': heights},
+    gridspec_kw=gridspec_kw,
   )
   if heights is None and sharey:
     for axes in panels.flat:
@@ -115,10 +120,8 @@ def finish(wide: Any, narrow: Any, *, name: str, title: str, caption: str) -> Fi
   """Convert both drawings of a figure. The title is part of the PNG; on the page it is above the figure."""
   from matplotlib.transforms import Bbox
 
-  svg, narrow_svg = (
-    _for_page(_svg(drawing), prefix, title)
-    for drawing, prefix in ((wide, name), (narrow, f'narrow-{name}'))
-  )
+  svg = _for_page(_svg(wide), name, title)
+  narrow_svg = _for_page(_svg(narrow), f'narrow-{name}', title)
   # The layout stays as it is; the title is added above it.
   wide.set_layout_engine('none')
   width, height = wide.get_size_inches()
@@ -200,7 +203,10 @@ def log2_axis(axes: Any, values: Sequence[float]) -> None:
   high = max(*known, 2.0)
   axes.set_yscale('log', base=2)
   # A narrow range needs ticks between the powers of 2.
-  axes.yaxis.set_major_locator(ticker.LogLocator(2, subs=(1.0, 1.5) if high / low < 6 else (1.0,)))
+  subs = (1.0,)
+  if high / low < 6:
+    subs = (1.0, 1.5)
+  axes.yaxis.set_major_locator(ticker.LogLocator(2, subs=subs))
   axes.set_ylim(low / 1.15, high * 1.15)
   axes.yaxis.set_major_formatter(ticker.FuncFormatter(_fraction))
   axes.yaxis.set_minor_locator(ticker.NullLocator())

@@ -6,6 +6,7 @@ https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are t
 
 from collections.abc import Hashable, Mapping
 import copy
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -302,10 +303,7 @@ class Adafactor(definition.OptimizerDef):
     hp = hyper_params
     param = jnp.asarray(param)
     grad = jnp.asarray(grad)
-    if callable(hp.learning_rate):
-      learning_rate = hp.learning_rate(step)
-    else:
-      learning_rate = hp.learning_rate
+    learning_rate = scalars.value_at(hp.learning_rate, step)
     if learning_rate is None:
       raise ConfigError(
         'Adafactor has no learning rate. Give the trainer a learning_rate_fn, or Adafactor a learning_rate.'
@@ -314,10 +312,10 @@ class Adafactor(definition.OptimizerDef):
     if rate_scale != 1.0:
       learning_rate = learning_rate * rate_scale
     if decay_scale != 1.0:
-      hp = hp.replace(
-        weight_decay_rate=decay_scale
-        * (1.0 if hp.weight_decay_rate is None else hp.weight_decay_rate)
-      )
+      decay_rate = hp.weight_decay_rate
+      if decay_rate is None:
+        decay_rate = 1.0
+      hp = dataclasses.replace(hp, weight_decay_rate=decay_scale * decay_rate)
     use_parameter_scale = hp.multiply_by_parameter_scale
     if isinstance(use_parameter_scale, HParamMap):
       use_parameter_scale = use_parameter_scale[path]
@@ -353,13 +351,12 @@ class Adafactor(definition.OptimizerDef):
       named_params, param_states, grad_leaves, strict=True
     ):
       # All layers of a stacked parameter have the options of the first one, see `stacking_key`.
+      first_path = layer_stacks.paths_of(path)[0]
       update = functools.partial(
-        self.apply_param_gradient, state.step, hyper_params, path=layer_stacks.paths_of(path)[0]
+        self.apply_param_gradient, state.step, hyper_params, path=first_path
       )
       if layer_stacks.is_stacked(path):
         update = jax.vmap(update)
-      else:
-        update = update
       updated.append(update(param, param_state, grad))
     new_params = treedef.unflatten([param for param, _ in updated])
     new_param_states = treedef.unflatten([param_state for _, param_state in updated])
@@ -388,12 +385,16 @@ class Adafactor(definition.OptimizerDef):
       return grads
     # Sums over the layers: reductions of each array would be an eighth of the kernels of T5 small's step.
     sums: dict[Hashable, Array] = {}
-    for path, param_state in tree_utils.named_leaves(
+    param_states = tree_utils.named_leaves(
       new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState)
-    ):
+    )
+    for path, param_state in param_states:
       for v in (param_state.v_row, param_state.v):
         key = re.sub(r'\d+', '', path), v.shape
-        sums[key] = sums[key] + v if key in sums else v
+        if key in sums:
+          sums[key] = sums[key] + v
+        else:
+          sums[key] = v
     return list(sums.values())
 
   def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'Adafactor':
@@ -406,10 +407,9 @@ class Adafactor(definition.OptimizerDef):
     rules = self.hyper_params.logical_factor_rules
     if rules is None or not self.hyper_params.factored:
       return self
-    factor_map = {
-      path: rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
-      for path, axes in tree_utils.named_leaves(param_logical_axes)
-    }
+    factor_map = {}
+    for path, axes in tree_utils.named_leaves(param_logical_axes):
+      factor_map[path] = rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
     new = copy.copy(self)
     new.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
     return new
@@ -431,30 +431,30 @@ class Adafactor(definition.OptimizerDef):
     Raises:
       ConfigError: both or neither.
     """
-    if (optimizer_state is None) == (optimizer is None):
+    given = [value for value in (optimizer, optimizer_state) if value is not None]
+    if len(given) != 1:
       raise ConfigError(
         '`Adafactor.derive_logical_axes` must get exactly one of optimizer and optimizer_state, which '
         'are two names of the same argument.'
       )
-    optimizer = optimizer_state if optimizer is None else optimizer
+    (optimizer,) = given
     target_axes = names.match_logical_axes(optimizer.target, param_logical_axes)
 
     def derive(path: str, param: Array, axes: PartitionSpec) -> AdafactorParamState:
       plan = self._plan(np.shape(param), path)
-      v_row = v_col = v = m = PartitionSpec(None)
+      # Statistics that a plan does not use are empty arrays of one dim.
+      state: dict[str, Any] = dict.fromkeys(('v_row', 'v_col', 'v', 'm'), PartitionSpec(None))
       if plan.is_factored:
-        v_row = PartitionSpec(*(axes[dim] for dim in plan.row_state_dims(len(axes))))
-        v_col = PartitionSpec(*(axes[dim] for dim in plan.col_state_dims(len(axes))))
+        state['v_row'] = PartitionSpec(*(axes[dim] for dim in plan.row_state_dims(len(axes))))
+        state['v_col'] = PartitionSpec(*(axes[dim] for dim in plan.col_state_dims(len(axes))))
       else:
-        v = axes
+        state['v'] = axes
       if self.hyper_params.beta1 is not None:
-        m = axes
-      return AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
+        state['m'] = axes
+      return AdafactorParamState(**state)
 
-    state_axes = definition.OptimizerState(
-      step=PartitionSpec(),
-      param_states=tree_utils.map_with_names(derive, optimizer.target, target_axes),
-    )
+    param_states = tree_utils.map_with_names(derive, optimizer.target, target_axes)
+    state_axes = definition.axes_of_state(param_states)
     names.check_logical_axes(optimizer.state, state_axes, 'the Adafactor state')
     return optimizer.replace(state=state_axes, target=target_axes)
 

@@ -5,6 +5,7 @@ https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are t
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import functools
 import math
 import operator
@@ -87,7 +88,10 @@ def relative_step(max_step: float = 1e-2, warmup_init: bool = False) -> Callable
 
   def schedule(step: Array) -> Array:
     t = jnp.asarray(step, jnp.float32) + 1.0
-    return jnp.minimum(1e-6 * t if warmup_init else max_step, jax.lax.rsqrt(t))
+    bound = max_step
+    if warmup_init:
+      bound = 1e-6 * t
+    return jnp.minimum(bound, jax.lax.rsqrt(t))
 
   return schedule
 
@@ -127,6 +131,7 @@ def update_param(
   same_grad = jax.lax.optimization_barrier(grad)
 
   # ---- Second moment and the update it normalises. ----
+  # []: the decay grows with the step, section 7.2 of the paper, so that no bias correction is needed.
   t = jnp.maximum((step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)
   decay = 1.0 - t**-hp.decay_rate
   v_row = state.v_row
@@ -134,6 +139,7 @@ def update_param(
   v = state.v
   m = state.m
   if plan.is_factored:
+    # The parameter's shape without its columns, and without its rows: means of the squares, algorithm 4.
     v_row = decay * v_row + (1.0 - decay) * (_mean_square(grad, plan.col_dims) + hp.epsilon1)
     v_col = decay * v_col + (1.0 - decay) * (_mean_square(same_grad, plan.row_dims) + hp.epsilon1)
     factors = _factors(v_row, v_col, plan)
@@ -142,6 +148,7 @@ def update_param(
     factors = (jax.lax.rsqrt(v),)
 
   # ---- Step size, momentum, weight decay. ----
+  # [] or the parameter's shape with dims of size 1: steps relative to the size of the parameter, section 8.
   update_scale = learning_rate
   if use_parameter_scale:
     param_scale = jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)
@@ -149,6 +156,7 @@ def update_param(
       param_scale = jnp.minimum(param_scale, hp.max_parameter_scale)
     update_scale = learning_rate * param_scale
   if hp.clipping_threshold is not None:
+    # Clipping by the root mean square of the update, section 6: larger updates mean that the second moment is outdated.
     factors = jax.lax.optimization_barrier(factors)
     same_update = _product(same_grad, *jax.lax.optimization_barrier(factors))
     update_scale /= jnp.maximum(1.0, _rms(same_update, plan.averaging_dims) / hp.clipping_threshold)
@@ -159,20 +167,20 @@ def update_param(
   new_param = old_param - update
   weight_decay_rate = hp.weight_decay_rate
   if hp.weight_decay_rate_lr_exponent:
-    weight_decay_rate = (
-      1.0 if weight_decay_rate is None else weight_decay_rate
-    ) * learning_rate**hp.weight_decay_rate_lr_exponent
+    if weight_decay_rate is None:
+      weight_decay_rate = 1.0
+    weight_decay_rate = weight_decay_rate * learning_rate**hp.weight_decay_rate_lr_exponent
   if weight_decay_rate is not None:
     new_param -= weight_decay_rate * old_param
 
   new_param = new_param.astype(param.dtype)
   new_state = AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
   if hp.skip_nan_updates:
-    new_param, new_state = jax.tree.map(
-      lambda new, old: jnp.where(jnp.isfinite(new), new, old),
-      (new_param, new_state),
-      (param, state),
-    )
+
+    def finite_or_old(new, old):
+      return jnp.where(jnp.isfinite(new), new, old)
+
+    new_param, new_state = jax.tree.map(finite_or_old, (new_param, new_state), (param, state))
   return new_param, new_state
 
 
@@ -181,7 +189,8 @@ def update_param_traced_once(
 ) -> tuple[Array, AdafactorParamState]:
   """Return the result of `update_param`, which is traced once for all parameters of equal shapes and options."""
   # The other arguments have these.
-  hp = hyper_params.replace(
+  hp = dataclasses.replace(
+    hyper_params,
     learning_rate=None,
     multiply_by_parameter_scale=False,
     factor_map=None,
@@ -214,7 +223,8 @@ def _rms(array: Array, dims: tuple[int, ...]) -> Array:
 
 def _mean_square(array: Array, dims: tuple[int, ...]) -> Array:
   """Return the mean of squares over `dims`, 0 over no elements."""
-  return jnp.sum(array * array, axis=dims) / max(math.prod(array.shape[dim] for dim in dims), 1)
+  num_elements = math.prod(array.shape[dim] for dim in dims)
+  return jnp.sum(array * array, axis=dims) / max(num_elements, 1)
 
 
 def _factors(v_row: Array, v_col: Array, plan: FactorPlan) -> tuple[Array, Array]:

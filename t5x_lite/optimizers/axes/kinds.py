@@ -259,15 +259,15 @@ def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
   Returns:
     `PartitionSpec` of one entry per dim for each vector, or None if the value does not fit.
   """
-  fits = (
-    isinstance(vectors, Sequence)
-    and len(vectors) == len(axes)
-    and all(np.ndim(vector) == 1 for vector in vectors)
-    and (param is None or tuple(np.shape(vector)[0] for vector in vectors) == np.shape(param))
-  )
-  if fits:
-    return type(vectors)(PartitionSpec(name) for name in axes)
-  return None
+  if not isinstance(vectors, Sequence) or len(vectors) != len(axes):
+    return None
+  if any(np.ndim(vector) != 1 for vector in vectors):
+    return None
+  sizes = tuple(np.shape(vector)[0] for vector in vectors)
+  if param is not None and sizes != np.shape(param):
+    return None
+  make_sequence: Any = type(vectors)
+  return make_sequence(PartitionSpec(name) for name in axes)
 
 
 def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:

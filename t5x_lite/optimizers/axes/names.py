@@ -52,26 +52,32 @@ def match_logical_axes(
   """
   specs = dict(tree_utils.named_leaves(logical_axes, is_leaf=_is_axes_leaf))
   leaves = dict(tree_utils.named_leaves(arrays))
-  problems = [
-    f'The {what} {name!r} has no logical axes.{did_you_mean(name, specs.keys() - leaves.keys())} Give every {what} '
-    'its axes, for instance with flax.linen.partitioning.param_with_axes.'
-    if name not in specs
-    else f'The {what} {name!r} has rank {np.ndim(array)} (shape {tuple(np.shape(array))}) but {len(specs[name])} logical '
-    f'axes {tuple(specs[name])}. Give one name, or None, per dim.'
-    for name, array in leaves.items()
-    if name not in specs or (specs[name] is not None and len(specs[name]) != np.ndim(array))
-  ]
-  problems += [
-    f'There are logical axes for {name!r}, but no such {what}. Remove them or correct the name.'
-    for name in sorted(specs.keys() - leaves.keys())
-    if specs[name] is not None
-  ]
-  if problems:
-    raise ConfigError(problems[0])
-  return tree_utils.map_with_names(
-    lambda name, array: unnamed_axes(array) if specs[name] is None else PartitionSpec(*specs[name]),
-    arrays,
-  )
+  surplus = sorted(specs.keys() - leaves.keys())
+  for name, array in leaves.items():
+    if name not in specs:
+      raise ConfigError(
+        f'The {what} {name!r} has no logical axes.{did_you_mean(name, surplus)} Give every {what} '
+        'its axes, for instance with flax.linen.partitioning.param_with_axes.'
+      )
+    axes = specs[name]
+    if axes is not None and len(axes) != np.ndim(array):
+      shape = tuple(np.shape(array))
+      raise ConfigError(
+        f'The {what} {name!r} has rank {len(shape)} (shape {shape}) but {len(axes)} logical '
+        f'axes {tuple(axes)}. Give one name, or None, per dim.'
+      )
+  for name in surplus:
+    if specs[name] is not None:
+      raise ConfigError(
+        f'There are logical axes for {name!r}, but no such {what}. Remove them or correct the name.'
+      )
+
+  def axes_of(name, array):
+    if specs[name] is None:
+      return unnamed_axes(array)
+    return PartitionSpec(*specs[name])
+
+  return tree_utils.map_with_names(axes_of, arrays)
 
 
 def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> None:

@@ -212,10 +212,15 @@ def derive_split_complex(state: Any, layout: ParamsLayout) -> Any:
     ConfigError: the layout has no parameters.
   """
   params = layout.require_params('SplitRealAndImaginaryState')
+
+  def init(params: PyTree) -> PyTree:
+    return params
+
+  def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+    return updates, state
+
   # A transformation that returns its parameters as its state shows how optax splits them.
-  revealing = optax.GradientTransformation(
-    lambda seen: seen, lambda updates, state, params=None: (updates, state)
-  )
+  revealing = optax.GradientTransformation(init, update)
   split = jax.eval_shape(optax.contrib.split_real_and_imaginary(revealing).init, params).inner_state
   split_axes = kinds.map_params(
     lambda path, halves, axes, param: jax.tree.map(lambda half: axes, halves),

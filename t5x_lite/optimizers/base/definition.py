@@ -17,12 +17,13 @@ import abc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 from flax import struct
 import flax.core
 from flax.core import FrozenDict
 import jax
+from jax.sharding import PartitionSpec
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
@@ -55,6 +56,18 @@ class OptimizerState:
 
   step: jax.Array
   param_states: Any
+
+
+def axes_of_state(param_states: LogicalAxes) -> OptimizerState:
+  """Return the logical axes of a state: none for the step, a scalar, and those of `param_states`."""
+  axes: dict[str, Any] = {'step': PartitionSpec(), 'param_states': param_states}
+  return OptimizerState(**axes)
+
+
+def _field_names(hyper_params: Any) -> list[str]:
+  if not dataclasses.is_dataclass(hyper_params):
+    return []
+  return [field.name for field in dataclasses.fields(hyper_params)]
 
 
 class OptimizerDef(abc.ABC):
@@ -346,10 +359,7 @@ class OptimizerDef(abc.ABC):
     hyper_params = hyper_param_overrides.pop('hyper_params', self.hyper_params)
     if not hyper_param_overrides:
       return hyper_params
-    if dataclasses.is_dataclass(hyper_params):
-      names = [field.name for field in dataclasses.fields(hyper_params)]
-    else:
-      names = []
+    names = _field_names(hyper_params)
     for name in hyper_param_overrides:
       if name not in names:
         raise ConfigError(
@@ -381,7 +391,7 @@ class OptimizerDef(abc.ABC):
     definition._origin = None
     return definition
 
-  def with_param_scales(self, scales: ParamScales) -> 'OptimizerDef':
+  def with_param_scales(self, scales: ParamScales) -> Self:
     """Return this definition with other learning rates and weight decays by parameter, see `_for_param_scales`."""
     if self.param_scales:
       raise ConfigError(f'{self.name} has scales by parameter already. Set them in one place.')
@@ -390,7 +400,7 @@ class OptimizerDef(abc.ABC):
     definition._origin = None
     return definition
 
-  def _for_param_scales(self, scales: ParamScales) -> 'OptimizerDef':
+  def _for_param_scales(self, scales: ParamScales) -> Self:
     """Return a new definition for `with_param_scales`, which updates a parameter as if its rates were `scales.of(path)`
     times those of this definition, with the same state."""
     del scales

@@ -1,6 +1,6 @@
 """Numbers among the options of optimizers: expectations, and learning rates."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,12 +22,12 @@ def scalar(**bounds: Any) -> checks.Expectation:
 
   def holds(value: Any) -> bool:
     if isinstance(value, jax.Array):
-      return value.ndim == 0 and (
-        jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-      )
-    return expected.holds(
-      value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
-    )
+      is_floating = jnp.issubdtype(value.dtype, jnp.floating)
+      is_number = is_floating or jnp.issubdtype(value.dtype, jnp.integer)
+      return value.ndim == 0 and is_number
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+      value = value.item()
+    return expected.holds(value)
 
   return expected._replace(holds=holds)
 
@@ -70,7 +70,12 @@ def learning_rates_at(rates: Mapping[str, Any], step: jax.Array) -> dict[str, ja
   Returns:
     Float32 scalars by the same names.
   """
-  return {
-    name: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)
-    for name, rate in rates.items()
-  }
+  return {name: jnp.asarray(value_at(rate, step), jnp.float32) for name, rate in rates.items()}
+
+
+def value_at(rate: Any, step: jax.Array) -> Any:
+  """Return the value of a schedule at a step; a number itself."""
+  if callable(rate):
+    schedule: Callable[[jax.Array], Any] = rate
+    return schedule(step)
+  return rate

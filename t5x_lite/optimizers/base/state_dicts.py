@@ -69,9 +69,8 @@ def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key
 
 def _restored(template: PyTree, given: Any, path: str) -> PyTree:
   # Flax passes on unknown containers, which `_completed` has restored.
-  return flax.serialization.from_state_dict(
-    template, _completed(flax.serialization.to_state_dict(template), given, path)
-  )
+  complete = _completed(flax.serialization.to_state_dict(template), given, path)
+  return flax.serialization.from_state_dict(template, complete)
 
 
 def _completed(template: Any, given: Any, path: str) -> Any:
@@ -86,8 +85,12 @@ def _completed(template: Any, given: Any, path: str) -> Any:
   """
   if not _is_container(template):
     return given
-  is_known = type(template) is dict
-  children, treedef = (template, None) if is_known else _children(template)
+  restore = _completed
+  children = template
+  treedef = None
+  if type(template) is not dict:
+    restore = _restored
+    children, treedef = _children(template)
   names = _names(children)
   complete = {}
   problem = ''
@@ -98,14 +101,11 @@ def _completed(template: Any, given: Any, path: str) -> Any:
       f'unknown value at {path}/{unknown[0]}.{did_you_mean(unknown[0], list(names.values()))}'
     )
   else:
-    missing = [
-      key for key, name in names.items() if name not in given and jax.tree.leaves(children[key])
-    ]
-    for key in missing[:1]:
-      problem = (
-        f'the value at {_first_path(children[key], f"{path}/{names[key]}")} is missing.'
-        f'{did_you_mean(names[key], list(given))}'
-      )
+    for key, name in names.items():
+      if name not in given and jax.tree.leaves(children[key]):
+        missing = _first_path(children[key], f'{path}/{name}')
+        problem = f'the value at {missing} is missing.{did_you_mean(name, list(given))}'
+        break
   if problem:
     section, owner = _SECTIONS.get(path.partition('/')[0], ('state', 'model'))
     raise CheckpointError(
@@ -114,10 +114,10 @@ def _completed(template: Any, given: Any, path: str) -> Any:
   for key, name in names.items():
     child = children[key]
     if name in given:
-      complete[key] = (_completed if is_known else _restored)(child, given[name], f'{path}/{name}')
+      complete[key] = restore(child, given[name], f'{path}/{name}')
     else:
       complete[key] = child
-  if is_known:
+  if treedef is None:
     return complete
   return treedef.unflatten(complete.values())
 

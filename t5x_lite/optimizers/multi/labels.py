@@ -1,6 +1,6 @@
 """Optimizers by label: each parameter has a label and each label an optimizer, as in `optax.partition`."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -102,20 +102,27 @@ def labels_by_path(param_labels: Any, params: PyTree) -> dict[str, Hashable]:
   Returns:
     Labels; `_NO_LABEL` for a parameter without one.
   """
+  paths = [path for path, _ in tree_utils.named_leaves(params)]
   if isinstance(param_labels, (list, tuple)):
-    rules = param_labels
-
-    def label_of(path):
-      return next((label for pattern, label in rules if re.search(pattern, path)), _NO_LABEL)
+    return {path: _label_by_patterns(param_labels, path) for path in paths}
+  if callable(param_labels):
+    tree = param_labels(params)
   else:
-    if callable(param_labels):
-      tree = param_labels(params)
-    else:
-      tree = param_labels
-    labels = dict(tree_utils.named_leaves(tree))
+    tree = param_labels
+  labels = dict(tree_utils.named_leaves(tree))
+  return {path: _label_of_parent(labels, path) for path in paths}
 
-    def label_of(path):
-      prefixes = [path, *(path[:i] for i in range(len(path) - 1, 0, -1) if path[i] == '/'), '']
-      return next((labels[prefix] for prefix in prefixes if prefix in labels), _NO_LABEL)
 
-  return {path: label_of(path) for path, _ in tree_utils.named_leaves(params)}
+def _label_by_patterns(rules: Sequence[tuple[str, Hashable]], path: str) -> Hashable:
+  """Return the label of the first regular expression that matches a part of the path."""
+  for pattern, label in rules:
+    if re.search(pattern, path):
+      return label
+  return _NO_LABEL
+
+
+def _label_of_parent(labels: Mapping[str, Hashable], path: str) -> Hashable:
+  """Return the label of the path, or of its closest parent with one."""
+  while path and path not in labels:
+    path = path.rpartition('/')[0]
+  return labels.get(path, _NO_LABEL)

@@ -17,7 +17,6 @@ from typing import Any
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from t5x_lite import checks
 from t5x_lite import layer_stacks
@@ -442,9 +441,8 @@ class MultiOptimizer(definition.OptimizerDef):
         part_optimizer, _paths.subtree(axes, part.paths)
       )
       parts.append(part_axes.state.param_states)
-    state_axes = definition.OptimizerState(
-      step=PartitionSpec(), param_states=optimizer.state.param_states.replace(parts=tuple(parts))
-    )
+    param_states = optimizer.state.param_states.replace(parts=tuple(parts))
+    state_axes = definition.axes_of_state(param_states)
     _axes.check_logical_axes(optimizer.state, state_axes, 'the state of MultiOptimizer')
     return optimizer.replace(state=state_axes, target=target_axes)
 

@@ -71,9 +71,8 @@ def param_states_dict(parts: Sequence[Part], leaves: Mapping[str, Any]) -> dict[
     if part.optimizer_def.has_param_wise_state:
       flat |= tree_utils.flatten_dict(states)
     elif isinstance(states, Mapping):
-      flat |= {
-        f'{part.entry}/{path}': value for path, value in tree_utils.flatten_dict(states).items()
-      }
+      for path, value in tree_utils.flatten_dict(states).items():
+        flat[f'{part.entry}/{path}'] = value
     else:
       flat[part.entry] = states
   return tree_utils.unflatten_dict(flat)
@@ -99,60 +98,71 @@ def restore_parts(
   Raises:
     CheckpointError: a missing or unknown value; the message names its path and its part.
   """
-  given = {
-    path: value for path, value in tree_utils.flatten_dict(state_dict).items() if value is not None
-  }
+  flat = tree_utils.flatten_dict(state_dict)
+  given = {path: value for path, value in flat.items() if value is not None}
   _check_given(given, tree_utils.flatten_dict(expected), parts)
-  owners = {path: part for part in parts for path in (*part.paths, part.entry)}
+  owners = _owners(parts)
   states: dict[str, dict[str, Any]] = {part.name: {} for part in parts}
   for name, value in given.items():
-    if name.startswith(_ROOT):
-      path = name.removeprefix(_ROOT)
-      part = owners[_known_parent(path, owners)]
-      states[part.name][
-        path if part.optimizer_def.has_param_wise_state else path.removeprefix(part.entry)
-      ] = value
+    if not name.startswith(_ROOT):
+      continue
+    path = name.removeprefix(_ROOT)
+    part = _owner(path, owners)
+    assert part is not None  # `_check_given` raises for unknown names.
+    if not part.optimizer_def.has_param_wise_state:
+      path = path.removeprefix(part.entry)
+    states[part.name][path] = value
   restored = []
   for part in parts:
     target = _paths.subtree(leaves, part.paths)
     part_dict = {'target': target, 'state': {'step': given['step']}}
     entries = {path.removeprefix('/'): value for path, value in states[part.name].items()}
-    if entries:
+    if '' in entries:
       # A state of one array is the entry itself.
-      part_dict['state']['param_states'] = (
-        entries[''] if '' in entries else tree_utils.unflatten_dict(entries)
-      )
-    restored.append(part.optimizer_def.restore_state(target, part.state, part_dict)[1].param_states)
+      part_dict['state']['param_states'] = entries['']
+    elif entries:
+      part_dict['state']['param_states'] = tree_utils.unflatten_dict(entries)
+    _, state = part.optimizer_def.restore_state(target, part.state, part_dict)
+    restored.append(state.param_states)
   return given['step'], tuple(restored)
 
 
-def _known_parent(path: str, known: Mapping[str, Any]) -> str | None:
-  """Return the path in `known` that is `path` or a parent of it."""
+def _owners(parts: Sequence[Part]) -> dict[str, Part]:
+  """Return the parts by their entries and by the paths of their parameters."""
+  owners = {}
+  for part in parts:
+    owners |= dict.fromkeys((*part.paths, part.entry), part)
+  return owners
+
+
+def _owner(path: str, owners: Mapping[str, Part]) -> Part | None:
+  """Return the part of the path, or of a parent of it."""
   ends = [i for i, letter in enumerate(path) if letter == '/'] + [len(path)]
-  return next((path[:end] for end in ends if path[:end] in known), None)
+  for end in ends:
+    if path[:end] in owners:
+      return owners[path[:end]]
+  return None
 
 
 def _check_given(
   given: Mapping[str, Any], expected: Mapping[str, Any], parts: Sequence[Part]
 ) -> None:
   """Raise if the names of a given state differ from the expected names."""
-  owners = {path: part for part in parts for path in (*part.paths, part.entry)}
-  for name in [name for name in given if name not in expected] + [
-    name for name in expected if name not in given
-  ]:
+  owners = _owners(parts)
+  unknown = [name for name in given if name not in expected]
+  missing = [name for name in expected if name not in given]
+  for name in unknown + missing:
     if name in expected:
-      problem = 'the value at state/{} is missing'
+      problem = f'the value at state/{name} is missing'
     else:
-      problem = 'unknown value at state/{}'
+      problem = f'unknown value at state/{name}'
+    part = None
+    reason = ''
     if name.startswith(_ROOT):
-      part = owners.get(_known_parent(name.removeprefix(_ROOT), owners))
-    else:
-      part = None
+      part = _owner(name.removeprefix(_ROOT), owners)
+      reason = ' (no part trains such a parameter or has this name)'
     if part is None:
-      if name.startswith(_ROOT):
-        reason = ' (no part trains such a parameter or has this name)'
-      else:
-        reason = ''
+      pass
     elif name in expected:
       reason = f' ({part.description})'
     elif part.optimizer_def.has_param_wise_state or name.startswith(f'{_ROOT}{part.entry}'):
@@ -160,6 +170,6 @@ def _check_given(
     else:
       reason = f' ({part.description} trains this parameter and has its state at state/{_ROOT}{part.entry})'
     raise CheckpointError(
-      f'Cannot restore the optimizer: {problem.format(name)}{reason}. Was it saved with another optimizer, or with '
+      f'Cannot restore the optimizer: {problem}{reason}. Was it saved with another optimizer, or with '
       'other parts?'
     )

@@ -24,9 +24,11 @@ class Traversal(Protocol):
 
   def iterate(self, inputs: PyTree) -> Iterator[Any]:
     """Yield the selected leaves or subtrees of `inputs`."""
+    ...
 
   def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> PyTree:
     """Return a copy of `inputs` with each selected x replaced by `fn(x)`."""
+    ...
 
 
 class SelectedLeaves(abc.ABC):

@@ -82,7 +82,7 @@ class Call:
     return rebuild_fn(functools.partial(self._call, self.factory), self.bound.arguments)
 
   def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    bound = inspect.BoundArguments(self.bound.signature, arguments)
+    bound = inspect.BoundArguments(self.bound.signature, dict(arguments))
     return function(*bound.args, **bound.kwargs)
 
   def _build(
@@ -96,8 +96,6 @@ class Call:
     arguments = unwrapped(arguments, learning_rate)
     if self._takes_rate:
       arguments = {**arguments, RATE: learning_rate}
-    else:
-      arguments = arguments
     try:
       return self._call(self.constructor, self.scaling.apply(arguments, rate_scale, decay_scale))
     except (TypeError, ValueError, AttributeError) as error:
@@ -149,20 +147,33 @@ class Call:
       }
       of_variants = dataclasses.replace(scales, weight_decays=())
 
+    state_fn = None
+    if scaling.state_fn is not None:
+      state_fn = functools.partial(_call_with, scaling.state_fn, self._complete)
+
     def build_scaled(learning_rate: Any) -> optax.GradientTransformation:
       return param_scales.scale_per_parameter(
         functools.partial(self._build, arguments, learning_rate),
         of_variants,
         multiplies_updates=not scaling.rate_options,
-        state_fn=scaling.state_fn
-        and (lambda state, rate: scaling.state_fn(state, rate, self._complete)),
+        state_fn=state_fn,
       )
 
     rebuild = self._rebuild
-    return self._wrap(
-      build_scaled,
-      rebuild and (lambda axes, params: rebuild(axes, params).with_param_scales(scales)),
-    )
+    if rebuild is None:
+      return self._wrap(build_scaled, None)
+
+    def rebuild_scaled(axes: Any, params: Any) -> OptaxWrapper:
+      return rebuild(axes, params).with_param_scales(scales)
+
+    return self._wrap(build_scaled, rebuild_scaled)
+
+
+def _call_with(
+  state_fn: Callable[..., Any], arguments: Mapping[str, Any], state: Any, rate: float
+) -> Any:
+  """Return the result of `Scaling.state_fn` with the arguments of a constructor."""
+  return state_fn(state, rate, arguments)
 
 
 def own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
@@ -200,9 +211,9 @@ def unwrapped(value: Any, learning_rate: Any) -> Any:
   """Return an argument with its wrapped optimizers as transformations, built for the learning rate if they take it."""
 
   def transformation_of(wrapper: OptaxWrapper) -> optax.GradientTransformation:
-    takes_rate = wrapper.learning_rate_factory is not None
-    if takes_rate:
-      return wrapper.learning_rate_factory(learning_rate)
+    factory = wrapper.learning_rate_factory
+    if factory is not None:
+      return factory(learning_rate)
     return wrapper.optax_optimizer
 
   return map_wrapped(transformation_of, value)
@@ -214,6 +225,8 @@ def rebuild_fn(
   """Return the `rebuild` of a wrapper made by `make(arguments)`; None if no optimizer in them depends on the axes."""
   if not any(part.depends_on_axes for part in wrapped_in(arguments)):
     return None
-  return lambda axes, params: make(
-    map_wrapped(lambda part: part.with_param_axes(axes, params), arguments)
-  )
+
+  def rebuild(axes: Any, params: Any) -> OptaxWrapper:
+    return make(map_wrapped(lambda part: part.with_param_axes(axes, params), arguments))
+
+  return rebuild

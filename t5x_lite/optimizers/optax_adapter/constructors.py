@@ -3,6 +3,8 @@
 They return optax transformations, which `factories` wraps.
 """
 
+from typing import Any
+
 import jax
 import optax
 import optax.contrib
@@ -121,7 +123,14 @@ def optimistic_adam(
   Raises:
     ConfigError: a schedule together with `optimism`.
   """
-  if callable(learning_rate) and optimism is not None:
+  alpha: Any = 1.0
+  beta: Any = 1.0
+  rate: Any = learning_rate
+  if optimism is not None:
+    alpha = learning_rate
+    beta = optimism
+    rate = 1.0
+  if callable(alpha):
     raise checks.invalid(
       'optimistic_adam',
       'learning_rate',
@@ -129,9 +138,6 @@ def optimistic_adam(
       learning_rate,
       'Use optimistic_adam_v2, whose alpha and beta are relative to the learning rate.',
     )
-  alpha, beta, rate = (
-    (1.0, 1.0, learning_rate) if optimism is None else (learning_rate, optimism, 1.0)
-  )
   return optax.chain(
     optax.scale_by_adam(
       b1=b1, b2=b2, eps=eps, eps_root=eps_root, mu_dtype=mu_dtype, nesterov=nesterov

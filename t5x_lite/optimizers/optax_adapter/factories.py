@@ -13,6 +13,7 @@ Optimizers that need the loss, or a function that computes it, get it from the t
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+import dataclasses
 import functools
 import inspect
 import re
@@ -124,9 +125,8 @@ def _wrap(
   )
   if checks_options:
     # The errors of `option_checks` are clearer than gin's, which show annotations of all kinds of arrays.
-    annotations = {
-      key: value for key, value in annotations.items() if not option_checks.has_check(name, key)
-    }
+    checked = {key for key in annotations if option_checks.has_check(name, key)}
+    annotations = {key: value for key, value in annotations.items() if key not in checked}
 
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
@@ -140,9 +140,8 @@ def _wrap(
       part.update_options.check_part(name)
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(name, key, bound.arguments[key])
-    if unsupported_reason_fn is None:
-      reason = None
-    else:
+    reason = None
+    if unsupported_reason_fn is not None:
       reason = unsupported_reason_fn(bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
     return calls.Call(
@@ -164,7 +163,8 @@ def _wrap(
   wrapped.__doc__ = _without_examples(optax_optimizer)
   # Shown by help() and gin: the constructor's arguments, with None as default of the learning rate.
   wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
-  wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
+  function: Any = wrapped
+  function.__signature__ = signature.replace(return_annotation=OptaxWrapper)
   return wrapped
 
 
@@ -275,8 +275,9 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     element.update_options.check_part('chain')
   takers = [element.name for element in wrapped if element.uses_learning_rate]
   if len(takers) > 1:
+    names = ' and '.join(takers)
     raise ConfigError(
-      f'chain: {" and ".join(takers)} each take the learning rate of the trainer, so updates would be multiplied '
+      f'chain: {names} each take the learning rate of the trainer, so updates would be multiplied '
       f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
       'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.'
     )
@@ -284,10 +285,10 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   def stacking_key(
     path: str, param: jax.Array, state: definition.OptimizerState
   ) -> Hashable | None:
-    keys = [
-      _stacking_key(element, path, param, state.replace(param_states=param_states))
-      for element, param_states in zip(transformations, state.param_states, strict=True)
-    ]
+    keys = []
+    for element, param_states in zip(transformations, state.param_states, strict=True):
+      own_state = dataclasses.replace(state, param_states=param_states)
+      keys.append(_stacking_key(element, path, param, own_state))
     if None in keys:
       return None
     return tuple(keys)
@@ -296,10 +297,10 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   with_rate = [
     element for element in wrapped if element.uses_learning_rate or element.owns_learning_rate
   ]
+  name = 'chain'
   if wrapped:
-    name = f'chain of {" and ".join(element.name for element in wrapped)}'
-  else:
-    name = 'chain'
+    names = ' and '.join(element.name for element in wrapped)
+    name = f'chain of {names}'
   common = dict(
     parts=wrapped,
     rebuild=calls.rebuild_fn(chain, list(transformations)),
@@ -322,16 +323,15 @@ def _scale_support(
 
   def scale(scales: ParamScales) -> OptaxWrapper:
     if len(with_rate) > 1:
-      raise ConfigError(
-        f'`{OWNER}` needs a chain with one learning rate, got '
-        f'{" and ".join(element.name for element in with_rate)}.'
-      )
-    return chain(
-      [
-        element.with_param_scales(scales) if element is with_rate[0] else element
-        for element in transformations
-      ]
-    )
+      names = ' and '.join(element.name for element in with_rate)
+      raise ConfigError(f'`{OWNER}` needs a chain with one learning rate, got {names}.')
+    (scaled,) = with_rate
+    elements = []
+    for element in transformations:
+      if element is scaled:
+        element = scaled.with_param_scales(scales)
+      elements.append(element)
+    return chain(elements)
 
   has_decay = any(element.has_weight_decay for element in with_rate)
   if with_rate:
@@ -351,13 +351,12 @@ def _stacking_key(
       return transformation.stacking_key(path, param, state)
     return None
   # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
-  is_clip = getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
-  if is_clip:
+  if getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.__code__:
     return 'elementwise'
   return None
 
 
-_CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)
+_CLIP_BY_GLOBAL_NORM: Any = optax.clip_by_global_norm(1.0).update
 
 # ---- Scales by parameter where multiplied updates are not those of a multiplied learning rate ------------------------
 

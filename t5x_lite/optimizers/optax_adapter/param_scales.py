@@ -168,14 +168,13 @@ def scale_per_parameter(
     treedef = jax.tree.structure(updates)
     variants = list(results)
     chosen = [variants.index(key) for key in keys]
-    new_updates, new_state = (
-      _choose(treedef, chosen, [result[i] for result in results.values()]) for i in range(2)
-    )
+    new_updates = _choose(treedef, chosen, [updates for updates, _ in results.values()])
+    new_state = _choose(treedef, chosen, [state for _, state in results.values()])
     if multiplies_updates:
-      leaves = [
-        update if rate == 1.0 else update * rate
-        for update, (rate, _) in zip(treedef.flatten_up_to(new_updates), factors, strict=True)
-      ]
+      leaves = treedef.flatten_up_to(new_updates)
+      for i, (rate, _) in enumerate(factors):
+        if rate != 1.0:
+          leaves[i] = leaves[i] * rate
       new_updates = treedef.unflatten(leaves)
     return new_updates, new_state
 
@@ -232,5 +231,6 @@ def _times(value: Any, factor: float) -> Any:
   if value is None or factor == 1.0:
     return value
   if callable(value):
-    return lambda step: factor * value(step)
+    schedule: Callable[[Any], Any] = value
+    return lambda step: factor * schedule(step)
   return factor * value

@@ -7,13 +7,13 @@ the trainer's has no effect on it, as in T5X; a function from a learning rate to
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 import copy
+import dataclasses
 import re
 from typing import Any
 
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import optax
 
 from t5x_lite import checks
@@ -191,9 +191,9 @@ class OptaxWrapper(definition.OptimizerDef):
     """See base class; a schedule is evaluated at the transformation's own count of updates."""
     del is_passed  # no effect on the transformation's learning rate
     count = state_hooks.schedule_count_of(state.param_states)
-    return scalars.learning_rates_at(
-      self.configured_learning_rates, state.step if count is None else count
-    )
+    if count is None:
+      count = state.step
+    return scalars.learning_rates_at(self.configured_learning_rates, count)
 
   @property
   def unsupported_options(self) -> str | None:
@@ -228,15 +228,15 @@ class OptaxWrapper(definition.OptimizerDef):
       return scale_per_parameter(lambda rate_scale, decay_scale: transformation, scales)
 
     new = copy.copy(self)
-    if self.learning_rate_factory is None:
+    factory = self.learning_rate_factory
+    if factory is None:
       new.optax_optimizer = scaled(self.optax_optimizer)
     else:
-      new.learning_rate_factory = lambda learning_rate: scaled(
-        self.learning_rate_factory(learning_rate)
-      )
+      new.learning_rate_factory = lambda learning_rate: scaled(factory(learning_rate))
       new.optax_optimizer = _with_learning_rate_argument(new.learning_rate_factory)
-    if self._rebuild is not None:
-      new._rebuild = lambda axes, params: self._rebuild(axes, params).with_param_scales(scales)
+    rebuild = self._rebuild
+    if rebuild is not None:
+      new._rebuild = lambda axes, params: rebuild(axes, params).with_param_scales(scales)
     return new
 
   def check_param_scales(self, params: Params) -> None:
@@ -315,7 +315,7 @@ class OptaxWrapper(definition.OptimizerDef):
     conversion = _Conversion(params)
     next_step = state.step + 1
     if conversion.is_empty:
-      return params, state.replace(step=next_step)
+      return params, dataclasses.replace(state, step=next_step)
     optax_params = conversion.to_optax(params)
     optax_grads = conversion.to_optax(grads)
     updates, param_states = self._update(
@@ -334,14 +334,13 @@ class OptaxWrapper(definition.OptimizerDef):
     state: definition.OptimizerState,
     grads: Params,
     extra_args: Mapping[str, Any],
-  ) -> tuple[Params, PyTree]:
+  ) -> tuple[PyTree, PyTree]:
     """Return (updates, new `param_states`), given converted parameters and gradients."""
     passed = conversion.extra_args_to_optax(extra_args)
     rate = hyper_params.learning_rate
     if self.uses_learning_rate and rate is not None:
-      passed['learning_rate'] = jnp.asarray(
-        rate(state.step) if callable(rate) else rate, jnp.float32
-      )
+      value = scalars.value_at(rate, state.step)
+      passed['learning_rate'] = jnp.asarray(value, jnp.float32)
     param_states = state_structure.keys_to_typed(state.param_states)
     try:
       updates, param_states = self.optax_optimizer.update(grads, param_states, params, **passed)
@@ -417,12 +416,10 @@ class OptaxWrapper(definition.OptimizerDef):
   ) -> definition.Optimizer:
     """Return the axes of the state by `OptaxStatePartitionRules`; see `OptimizerDef.derive_logical_axes`."""
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
-    state_axes = definition.OptimizerState(
-      step=PartitionSpec(),
-      param_states=OptaxStatePartitionRules.derive_optax_logical_axes(
-        optimizer.state.param_states, target_axes, optimizer.target
-      ),
+    param_states = OptaxStatePartitionRules.derive_optax_logical_axes(
+      optimizer.state.param_states, target_axes, optimizer.target
     )
+    state_axes = definition.axes_of_state(param_states)
     _axes.check_logical_axes(optimizer.state, state_axes, 'the optax state')
     return optimizer.replace(state=state_axes, target=target_axes)
 
@@ -432,7 +429,7 @@ def _with_learning_rate_argument(
 ) -> optax.GradientTransformationExtraArgs:
   """Return a transformation that calls the factory in each update with the `learning_rate` of the update."""
 
-  def init(params: Params) -> PyTree:
+  def init(params: PyTree) -> PyTree:
     return factory(0.0).init(params)
 
   def update(updates, state, params=None, *, learning_rate=None, **extra_args):
@@ -442,9 +439,8 @@ def _with_learning_rate_argument(
         'trainer a learning_rate_fn, or the optimizer a learning_rate. To join transformations use '
         'optimizers.chain([...]), which passes the learning rate on.'
       )
-    return optax.with_extra_args_support(factory(learning_rate)).update(
-      updates, state, params, **extra_args
-    )
+    transformation = optax.with_extra_args_support(factory(learning_rate))
+    return transformation.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(init, update)
 

@@ -247,7 +247,7 @@ class Groups:
     for label, options in (group_options or {}).items():
       self.options[label] = _override(defaults, label, options)
     if param_labels is None:
-      if len(self.options) > 1 or group_options:
+      if group_options:
         raise ConfigError(
           f'`{OWNER}.group_options` has no effect without param_labels. Assign parameters to '
           f'{sorted(group_options)}, for instance by param_labels=((regular expression, label), ...).'
@@ -308,9 +308,9 @@ class Groups:
 
   def label_of(self, params: Params, path: str) -> str:
     """Return the label of the parameter at `path` of a tree that `labels_of` accepts."""
-    if self._labels is None or isinstance(self._labels, HParamMap):
-      if self._labels is None:
-        return DEFAULT_LABEL
+    if self._labels is None:
+      return DEFAULT_LABEL
+    if isinstance(self._labels, HParamMap):
       return self._labels[path]
     if callable(self._labels):
       tree = self._labels(params)
@@ -414,23 +414,21 @@ def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[
   labels = []
   used = set()
   for path in paths:
-    parts = path.split('/')
-    prefixes = ['/'.join(parts[:depth]) for depth in range(len(parts), -1, -1)]
-    found = next((prefix for prefix in prefixes if prefix in by_path), None)
-    labels.append(by_path.get(found))
-    used.add(found)
+    prefix = path
+    while prefix and prefix not in by_path:
+      prefix = prefix.rpartition('/')[0]
+    labels.append(by_path.get(prefix))
+    used.add(prefix)
   missing = [path for path, label in zip(paths, labels, strict=True) if label is None]
-  if all_used and paths:
-    unused = sorted(set(by_path) - used)
-  else:
-    unused = []
-  if missing or unused:
-    if missing:
-      problem = f'no label for the parameter {missing[0]!r}'
-    else:
-      problem = f'a label without parameter at {unused[0]!r}'
+  if missing:
     raise ConfigError(
-      f'{OWNER}: param_labels has {problem}.'
-      f'{did_you_mean(missing[0], by_path) if missing else did_you_mean(unused[0], paths)}'
+      f'{OWNER}: param_labels has no label for the parameter {missing[0]!r}.'
+      f'{did_you_mean(missing[0], by_path)}'
+    )
+  unused = sorted(set(by_path) - used)
+  if unused and all_used and paths:
+    raise ConfigError(
+      f'{OWNER}: param_labels has a label without parameter at {unused[0]!r}.'
+      f'{did_you_mean(unused[0], paths)}'
     )
   return labels

@@ -61,14 +61,15 @@ def init_group(plan: GroupPlan, params: Sequence[Array]) -> ScaledAdamGroupState
     params: leaves of the entire tree, <float>[...] each.
   """
   wide = [params[member.index].astype(jnp.float32) for member in plan.members]
+  clipping = None
+  if plan.options.clipping_scale is not None:
+    clipping = report_lib.init_clip_state(plan.options)
   return ScaledAdamGroupState(
     param_rms=_param_rms(plan, wide),
     scale_exp_avg_sq=jnp.zeros([plan.num_units], jnp.float32),
     scale_grad_sum=jnp.zeros([plan.num_units], jnp.float32),
     scale_grad_sumsq=jnp.zeros([plan.num_units], jnp.float32),
-    clipping=report_lib.init_clip_state(plan.options)
-    if plan.options.clipping_scale is not None
-    else None,
+    clipping=clipping,
   )
 
 
@@ -99,25 +100,28 @@ def update_group(
   beta1, beta2 = options.betas
   params = [params[member.index] for member in plan.members]
   grads = [grads[member.index] for member in plan.members]
-  size_grad_U = _unit_sums(plan, [param * grad for param, grad in zip(params, grads, strict=True)])
+  # [units]: derivative of the loss by the logarithm of the size of each unit.
+  products = [param * grad for param, grad in zip(params, grads, strict=True)]
+  size_grad_U = _unit_sums(plan, products)
 
   # ---- Clipping, with the sizes of the last period. ----
   clip_scale = None
   clipping = state.clipping
   if options.clipping_scale is not None:
+    assert clipping is not None  # `init_group`
     grad_sumsq_U = _unit_sums(plan, [grad * grad for grad in grads])
-    clip_scale, clipping = report_lib.clip(
-      plan, clipping, count, grad_sumsq_U, state.param_rms * state.param_rms
-    )
+    mean_square_U = state.param_rms * state.param_rms
+    clip_scale, clipping = report_lib.clip(plan, clipping, count, grad_sumsq_U, mean_square_U)
     size_grad_U = clip_scale * size_grad_U
 
   # ---- Sizes: gradients are summed in every step, sizes change in the last step of a period. ----
   period = options.size_update_period
   position = count % period
+  old_sum_U = jnp.where(position == 0, 0.0, state.scale_grad_sum)
+  old_sumsq_U = jnp.where(position == 0, 0.0, state.scale_grad_sumsq)
   state = state._replace(
-    scale_grad_sum=jnp.where(position == 0, 0.0, state.scale_grad_sum) + size_grad_U,
-    scale_grad_sumsq=jnp.where(position == 0, 0.0, state.scale_grad_sumsq)
-    + size_grad_U * size_grad_U,
+    scale_grad_sum=old_sum_U + size_grad_U,
+    scale_grad_sumsq=old_sumsq_U + size_grad_U * size_grad_U,
     clipping=clipping,
   )
   state, size_step_U = jax.lax.cond(
@@ -130,20 +134,22 @@ def update_group(
   is_scalar_U = _is_scalar(plan)
   correction = 1.0 / _bias_correction(beta2, count + 1)
   late_correction = jnp.where(count < _num_corrected_steps(beta2), correction, 1.0)
-  scale_U = jnp.where(
-    is_scalar_U, options.scalar_lr_scale, jnp.maximum(state.param_rms, options.param_min_rms)
-  )
+  size_of_unit_U = jnp.maximum(state.param_rms, options.param_min_rms)
+  scale_U = jnp.where(is_scalar_U, options.scalar_lr_scale, size_of_unit_U)
+  # [units]: steps are relative to the size of a unit; 1 - beta1 because `delta` sums steps with decay beta1.
   adam_U = rate * (1 - beta1) * scale_U
   size_U = (1 - beta1) * size_step_U
-  factors = [
-    UpdateFactors(
-      grad=None if options.clip_scale_gradient_only else clip_scale,
+  if options.clip_scale_gradient_only:
+    clip_scale = None
+  factors = []
+  for member, adam, size in zip(plan.members, plan.split(adam_U), plan.split(size_U), strict=True):
+    of_member = UpdateFactors(
+      grad=clip_scale,
       correction=correction if member.is_scalar else late_correction,
       adam=adam.reshape(member.broadcast_shape),
       size=size.reshape(member.broadcast_shape),
     )
-    for member, adam, size in zip(plan.members, plan.split(adam_U), plan.split(size_U), strict=True)
-  ]
+    factors.append(of_member)
   return state, factors
 
 
@@ -159,27 +165,24 @@ def _size_steps(
   decay = beta2**period
   mean_sq_U = decay * state.scale_exp_avg_sq + (1 - decay) * state.scale_grad_sumsq / period
   correction = _bias_correction(beta2, (count + 1) // period * period)
-  step_U = (
-    -size_rate * jnp.sqrt(correction) * state.scale_grad_sum / (jnp.sqrt(mean_sq_U) + options.eps)
-  )
+  # [units]: Adam's step of the logarithm of the size, with the gradients of the period.
+  numerator_U = -size_rate * jnp.sqrt(correction) * state.scale_grad_sum
+  step_U = numerator_U / (jnp.sqrt(mean_sq_U) + options.eps)
   step_U = jnp.where(rms_U < options.param_min_rms, 0.0, step_U)
   step_U = jnp.where(rms_U > options.param_max_rms, -size_rate * period, step_U)
   # With a period of one step, the first step does not change sizes.
   is_first = count == 0
   mean_sq_U = jnp.where(is_first, state.scale_exp_avg_sq, mean_sq_U)
-  return state._replace(param_rms=rms_U, scale_exp_avg_sq=mean_sq_U), jnp.where(
-    is_first, 0.0, step_U
-  )
+  new_state = state._replace(param_rms=rms_U, scale_exp_avg_sq=mean_sq_U)
+  return new_state, jnp.where(is_first, 0.0, step_U)
 
 
 def _unit_sums(plan: GroupPlan, arrays: Sequence[Array]) -> Array:
   """Return the sums of units, [U]."""
-  return plan.join(
-    [
-      jnp.sum(array, axis=member.reduced_dims).reshape(-1)
-      for member, array in zip(plan.members, arrays, strict=True)
-    ]
-  )
+  sums = []
+  for member, array in zip(plan.members, arrays, strict=True):
+    sums.append(jnp.sum(array, axis=member.reduced_dims).reshape(-1))
+  return plan.join(sums)
 
 
 def _param_rms(plan: GroupPlan, params: Sequence[Array]) -> Array:

@@ -7,7 +7,7 @@ results this module reproduces.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
 from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count
 from t5x_lite.optimizers.base.state_hooks import register_state_metrics
@@ -28,7 +29,7 @@ from t5x_lite.optimizers.scaled_adam_rule import groups as groups_lib
 from t5x_lite.optimizers.scaled_adam_rule import report as report_lib
 from t5x_lite.optimizers.scaled_adam_rule import sizes as sizes_lib
 from t5x_lite.optimizers.scaled_adam_rule.groups import GroupOptions
-from t5x_lite.types import Array, LogicalAxes, Params, PyTree
+from t5x_lite.types import Array, LogicalAxes, PyTree
 
 
 class ScaledAdamState(NamedTuple):
@@ -226,49 +227,51 @@ def _transformation(
 ) -> optax.GradientTransformation:
   """Return the transformation with `learning_rate` for the groups without one, and `scales` of all learning rates."""
 
-  def init(params: Params) -> ScaledAdamState:
+  def zeros_like(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
+
+  def init(params: PyTree) -> PyTree:
     leaves = jax.tree.leaves(params)
-    zeros = [
-      jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params) for _ in range(2)
-    ]
+    group_states = {}
+    for plan in groups_lib.make_plans(params, groups, batched):
+      group_states[plan.label] = sizes_lib.init_group(plan, leaves)
     return ScaledAdamState(
       count=jnp.zeros([], jnp.int32),
-      delta=zeros[0],
-      exp_avg_sq=zeros[1],
-      groups={
-        plan.label: sizes_lib.init_group(plan, leaves)
-        for plan in groups_lib.make_plans(params, groups, batched)
-      },
+      delta=zeros_like(params),
+      exp_avg_sq=zeros_like(params),
+      groups=group_states,
     )
 
   def update(
-    grads: Params, state: ScaledAdamState, params: Params | None = None
-  ) -> tuple[Params, ScaledAdamState]:
+    grads: PyTree, state: ScaledAdamState, params: PyTree | None = None
+  ) -> tuple[PyTree, ScaledAdamState]:
     if params is None:
       raise ConfigError('scaled_adam needs the parameters. Call update(grads, state, params).')
     leaves, treedef = jax.tree.flatten(params)
     rate_scales = [scales.of(path)[0] for path, _ in tree_utils.named_leaves(params)]
     wide_params = [param.astype(jnp.float32) for param in leaves]
-    wide_grads = [
-      jnp.zeros_like(param) if grad is None else grad.astype(jnp.float32)
-      for grad, param in zip(treedef.flatten_up_to(grads), wide_params, strict=True)
-    ]
+    wide_grads = []
+    for grad, param in zip(treedef.flatten_up_to(grads), wide_params, strict=True):
+      if grad is None:
+        wide_grads.append(jnp.zeros_like(param))
+      else:
+        wide_grads.append(grad.astype(jnp.float32))
     updates = list(leaves)
     delta = treedef.flatten_up_to(state.delta)
     exp_avg_sq = treedef.flatten_up_to(state.exp_avg_sq)
     group_states = {}
     for plan in groups_lib.make_plans(params, groups, batched):
-      if plan.options.learning_rate is None:
+      rate = plan.options.learning_rate
+      if rate is None:
         rate = learning_rate
-      else:
-        rate = plan.options.learning_rate
-      rate = rate(state.count) if callable(rate) else rate
+      rate = scalars.value_at(rate, state.count)
       group_states[plan.label], factors = sizes_lib.update_group(
         plan, state.groups[plan.label], state.count, rate, wide_params, wide_grads
       )
       for member, of_member in zip(plan.members, factors, strict=True):
         i = member.index
-        if (scale := rate_scales[i]) != 1.0:
+        scale = rate_scales[i]
+        if scale != 1.0:
           of_member = of_member._replace(adam=scale * of_member.adam, size=scale * of_member.size)
         update, delta[i], exp_avg_sq[i] = _update_param(
           plan.options,
@@ -281,14 +284,15 @@ def _transformation(
         )
         updates[i] = update.astype(leaves[i].dtype)
     new_state = ScaledAdamState(
-      count=optax.safe_increment(state.count),
+      count=jnp.asarray(optax.safe_increment(state.count)),
       delta=treedef.unflatten(delta),
       exp_avg_sq=treedef.unflatten(exp_avg_sq),
       groups=group_states,
     )
     return treedef.unflatten(updates), new_state
 
-  return optax.GradientTransformation(init, update)
+  # Gradients are `updates` in optax's protocol.
+  return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
 def _update_param(
@@ -304,15 +308,13 @@ def _update_param(
   beta1, beta2 = options.betas
   if factors.grad is not None:
     grad = factors.grad * grad
+  # The parameter's shape: Adam's second moment; the factors have dims of size 1 where a unit has several elements.
   exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
   adam_step = factors.adam * grad / (jnp.sqrt(factors.correction * exp_avg_sq) + options.eps)
   if is_scalar:
     delta = beta1 * delta - adam_step
-    return (
-      jnp.clip(param, -options.scalar_max, options.scalar_max) - param + delta,
-      delta,
-      exp_avg_sq,
-    )
+    clipped = jnp.clip(param, -options.scalar_max, options.scalar_max)
+    return clipped - param + delta, delta, exp_avg_sq
   delta = beta1 * delta + factors.size * param - adam_step
   return delta, delta, exp_avg_sq
 
@@ -320,7 +322,7 @@ def _update_param(
 def _derive_axes(state: ScaledAdamState, params_axes: LogicalAxes) -> ScaledAdamState:
   """Return the parameters' axes for trees; the small states of groups are replicated."""
   axes = OptaxStatePartitionRules.derive_params_axes(state.delta, params_axes)
-  return ScaledAdamState(
+  return state._replace(
     count=PartitionSpec(),
     delta=axes,
     exp_avg_sq=axes,

@@ -43,8 +43,10 @@ def grafted_update(
       return grad, None
     case GraftingType.SQRT_N:
       return jnp.sign(grad), None
+  assert accumulator is not None  # The other types have second moments.
   if cfg.graft_type in (GraftingType.ADAGRAD_NORMALIZED, GraftingType.RMSPROP_NORMALIZED):
     grad = grad / (norm(grad) + NORM_EPSILON)
+  # Second moments in the shape of the gradient: one learning rate for each element.
   if cfg.graft_type in (GraftingType.ADAGRAD, GraftingType.ADAGRAD_NORMALIZED):
     accumulator = accumulator + jnp.square(grad)
   else:

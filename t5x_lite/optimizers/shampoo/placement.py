@@ -103,7 +103,7 @@ def _is_range(rows: np.ndarray) -> bool:
   return len(rows) > 0 and np.array_equal(rows, rows[0] + np.arange(len(rows)))
 
 
-def rows_of_device(table: np.ndarray, device: int | jax.Array) -> Indices:
+def rows_of_device(table: Indices, device: int | jax.Array) -> Indices:
   """Return the entry of a table [D, ...] for a device."""
   if isinstance(device, int):
     return table[device]
@@ -127,12 +127,11 @@ def local_rows(
   bounds = np.searchsorted(indices, np.arange(num_devices + 1) * num_rows)
   positions = bounds[:-1, None] + np.arange(max(np.diff(bounds)))
   is_present = positions < bounds[1:, None]
-  rows = (
-    indices[np.minimum(positions, len(indices) - 1)] - np.arange(num_devices)[:, None] * num_rows
-  )
-  return np.where(is_present, rows, num_rows).astype(np.int32), np.where(
-    is_present, positions, -1
-  ).astype(np.int32)
+  first_rows = np.arange(num_devices)[:, None] * num_rows
+  rows = indices[np.minimum(positions, len(indices) - 1)] - first_rows
+  local = np.where(is_present, rows, num_rows)
+  found = np.where(is_present, positions, -1)
+  return local.astype(np.int32), found.astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +176,16 @@ class _Place:
     Returns:
       Int [length] each; the first is negative for blocks that do not count.
     """
-    table = rows_of_device(table, device)
-    xp = np if isinstance(table, np.ndarray) else jnp
-    first, first_own, end, position = table
+    entry = rows_of_device(table, device)
+    xp = np if isinstance(entry, np.ndarray) else jnp
+    first, first_own, end, position = entry
+    if is_first:
+      first_counted = first_own
+    else:
+      first_counted = first
     offsets = np.arange(self.length)
     index = first + offsets
-    counts = (index >= (first_own if is_first else first)) & (index < end)
+    counts = (index >= first_counted) & (index < end)
     return xp.where(counts, index, -1), position + offsets
 
 
@@ -215,14 +218,17 @@ class Placement:
       else:
         groups = np.zeros(0)
       for g, group in enumerate(layout.groups):
+        offsets = rank * np.flatnonzero(groups == g)
         for layer, start in enumerate(starts):
-          first_rows.setdefault(group.sizes, {})[i, g, layer] = start + rank * np.flatnonzero(
-            groups == g
-          )
+          first_rows.setdefault(group.sizes, {})[i, g, layer] = start + offsets
     self.classes: list[BlockClass] = []
-    self._places = [[None] * len(layout.groups) for layout, _ in parameters]
+    self._places_by_group: dict[tuple[int, int], _Place] = {}
+    num_layers = [len(starts) for _, starts in parameters]
     for sizes, entries in first_rows.items():
-      self._place_class(sizes, entries, [len(starts) for _, starts in parameters])
+      self._place_class(sizes, entries, num_layers)
+    self._places: list[list[_Place]] = []
+    for i, (layout, _) in enumerate(parameters):
+      self._places.append([self._places_by_group[i, g] for g in range(len(layout.groups))])
 
   def _place_class(self, sizes, entries, num_layers):
     """Add a class of blocks, given the first rows of the blocks for each (parameter, group, layer)."""
@@ -235,26 +241,31 @@ class Placement:
     first_own = np.searchsorted(rows, starts)
     end = np.searchsorted(rows, starts + self.num_rows)
     numbers = first[:, None] + np.arange(max(end - first))
+    # [devices, blocks]: first row of each block on the device, then [devices, blocks, rank] the rows of its matrices.
     local = rows[np.minimum(numbers, len(rows) - 1)] - starts[:, None]
-    local = np.add.outer(np.where(numbers < end[:, None], local, -rank), np.arange(rank))
+    local = np.where(numbers < end[:, None], local, -rank)
+    local = np.add.outer(local, np.arange(rank))
     tables: dict[tuple[int, int], np.ndarray] = {}
     offset = 0
+    limits = np.stack([first, first_own, end], axis=1)
     for (i, g, layer), own_rows in entries.items():
-      bounds = np.clip(np.stack([first, first_own, end], axis=1) - offset, 0, len(own_rows))
+      bounds = np.clip(limits - offset, 0, len(own_rows))
       position = bounds[:, :1] + offset - first[:, None]
-      tables.setdefault((i, g), np.zeros([num_layers[i], self.devices.count, 4], np.int32))[
-        layer
-      ] = np.concatenate([bounds, position], axis=1)
+      if (i, g) not in tables:
+        tables[i, g] = np.zeros([num_layers[i], self.devices.count, 4], np.int32)
+      tables[i, g][layer] = np.concatenate([bounds, position], axis=1)
       offset += len(own_rows)
-    for (i, g), table in tables.items():
-      length = max(int((table[..., 2] - table[..., 0]).max()), 1)
-      self._places[i][g] = _Place(len(self.classes), length, table)
+    for key, table in tables.items():
+      num_blocks = table[..., 2] - table[..., 0]
+      length = max(int(num_blocks.max()), 1)
+      self._places_by_group[key] = _Place(len(self.classes), length, table)
     self.classes.append(BlockClass(sizes, local.astype(np.int32)))
 
   @property
   def halo(self) -> int:
     """Number of rows of the next devices that a device needs."""
-    return max([0, *(int(each.rows.max()) + 1 - self.num_rows for each in self.classes)])
+    ends = [int(each.rows.max()) + 1 for each in self.classes]
+    return max([self.num_rows, *ends]) - self.num_rows
 
   def tables(self, parameter: int) -> list[np.ndarray]:
     """Return, per group of a parameter, the int32 [num_layers, D, 4] with which `collect` and `spread` find blocks."""
@@ -262,10 +273,11 @@ class Placement:
 
   def empty_blocks(self) -> list[jax.Array]:
     """Return zeros float32 [D * K, *sizes] for each class."""
-    return [
-      jnp.zeros([self.devices.count * each.rows.shape[1], *each.sizes], jnp.float32)
-      for each in self.classes
-    ]
+    blocks = []
+    for each in self.classes:
+      num_blocks = self.devices.count * each.rows.shape[1]
+      blocks.append(jnp.zeros([num_blocks, *each.sizes], jnp.float32))
+    return blocks
 
   def collect(
     self,
@@ -295,9 +307,8 @@ class Placement:
     grad = update_lib.after(never, grad)
     if self.devices.axis_names:
       # Without this, the partitioner gathers the arguments of the computation of `grad`, before their time has come.
-      grad = lax.with_sharding_constraint(
-        grad, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * grad.ndim)
-      )
+      unconstrained = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * grad.ndim)
+      grad = lax.with_sharding_constraint(grad, unconstrained)
 
     def collect(device, grad, tables, blocks, count):
       blocks = list(blocks)
@@ -310,9 +321,10 @@ class Placement:
       return blocks, update_lib.never([blocks[places[-1].block_class]], count)
 
     rows = self.devices.rows
-    return self.devices.on_each(
+    collect_on_each = self.devices.on_each(
       collect, (REPLICATED, REPLICATED, rows, REPLICATED), (rows, REPLICATED)
-    )(never, grad, tables, list(blocks), count)
+    )
+    return collect_on_each(never, grad, tables, list(blocks), count)
 
   def spread(
     self,
@@ -344,15 +356,17 @@ class Placement:
         index, positions = place.rows(table, device, is_first=True)
         if not isinstance(index, np.ndarray):
           index = jnp.where(index < 0, group.num_blocks, index)
+        # [blocks of the group, *sizes]: zeros for the blocks of other devices, so that the sum over devices has all.
         zeros = jnp.full([group.num_blocks, *group.sizes], never.astype(jnp.float32))
-        results.append(set_rows(zeros, index, take_rows(blocks[place.block_class], positions)))
+        own = take_rows(blocks[place.block_class], positions)
+        results.append(set_rows(zeros, index, own))
       if self.devices.axis_names:
         results = lax.psum(results, self.devices.axis_names)
       return results, update_lib.never(results, count)
 
-    return self.devices.on_each(spread, (self.devices.rows, *(REPLICATED,) * 3), REPLICATED)(
-      never, list(blocks), tables, never, count
-    )
+    in_specs = (self.devices.rows, REPLICATED, REPLICATED, REPLICATED)
+    spread_on_each = self.devices.on_each(spread, in_specs, REPLICATED)
+    return spread_on_each(never, list(blocks), tables, never, count)
 
   def with_halo(self, matrices: jax.Array) -> jax.Array:
     """Return a device's matrices [R, n, n], followed by the first of the next devices; called on each device."""

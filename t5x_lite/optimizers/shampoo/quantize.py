@@ -58,7 +58,7 @@ class QuantizedValue:
     if extract_diagonal:
       diagonal = jnp.diagonal(value)
       value = value - jnp.diag(diagonal)
-    # `initial` gives a column without elements the scale 0.
+    # [shape without dim 0]: the scale of a column is that of its largest element; 0 for a column without elements.
     if value.ndim:
       largest = jnp.max(jnp.abs(value), axis=0, initial=0)
     else:
@@ -72,7 +72,8 @@ class QuantizedValue:
     value = self.quantized.astype(jnp.float32)
     if self.dtype in _FLOAT_DTYPES:
       return value
+    assert self.bucket_size is not None  # Integers have scales.
     value = value * self.bucket_size
-    if self.extract_diagonal:
+    if self.diagonal is not None:
       return value + jnp.diag(self.diagonal)
     return value

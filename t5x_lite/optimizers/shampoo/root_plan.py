@@ -52,7 +52,7 @@ def compute_roots(
   spread_over: int = 1,
   options: roots.RootOptions = roots.RootOptions(),
   failure_threshold: float = 0.1,
-  axis_name: str | None = None,
+  axis_name: str | tuple[str, ...] | None = None,
   all_at_first: bool = True,
   ranks: Sequence[np.ndarray] | None = None,
   shares: Shares | None = None,

@@ -16,7 +16,6 @@ Arithmetic is float32, or float64 if `jax_enable_x64` is on, as in the original.
 import dataclasses
 import functools
 import math
-from typing import Literal
 
 import jax
 from jax import lax
@@ -25,7 +24,6 @@ import numpy as np
 
 from t5x_lite import checks
 
-RootMethod = Literal['coupled_newton', 'eigh', 'auto']
 METHODS = ('coupled_newton', 'eigh', 'auto')
 
 # Limits of the coupled Newton iteration and the power iteration: number of steps; and the error, or change of the
@@ -52,7 +50,7 @@ class RootOptions:
     pad_value: value on the padded diagonal: 1, or 0 for quantized statistics.
   """
 
-  method: RootMethod = 'coupled_newton'
+  method: str = 'coupled_newton'
   ridge_epsilon: float = 1e-6
   precision: lax.PrecisionLike = lax.Precision.HIGHEST
   padded_size: int | None = None
@@ -99,9 +97,9 @@ def inverse_pth_root(
       cpu=functools.partial(eigh_root, p=p, options=options),
       default=functools.partial(coupled_newton_root, p=p, options=options),
     )
-  return (coupled_newton_root if options.method == 'coupled_newton' else eigh_root)(
-    matrix, p, options
-  )
+  if options.method == 'coupled_newton':
+    return coupled_newton_root(matrix, p, options)
+  return eigh_root(matrix, p, options)
 
 
 def _root_dtype() -> jnp.dtype:
@@ -144,10 +142,10 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
     vector = vector / norm
     pad_norm = pad_norm / norm
     product = jnp.matmul(matrix, vector, precision=options.precision)
-    estimate = (
-      jnp.vdot(vector, product, precision=options.precision) + pad_value * pad_norm * pad_norm
-    )
-    return i + 1, product, pad_value * pad_norm, estimate, jnp.abs(estimate - old) > _TOLERANCE
+    quotient = jnp.vdot(vector, product, precision=options.precision)
+    estimate = quotient + pad_value * pad_norm * pad_norm
+    has_changed = jnp.abs(estimate - old) > _TOLERANCE
+    return i + 1, product, pad_value * pad_norm, estimate, has_changed
 
   def continues(state):
     return (state[0] < _MAX_ITERATIONS) & state[-1]
@@ -177,10 +175,13 @@ def matrix_power(
   if isinstance(p, (int, np.integer)):
     power = None
     while True:
-      if p % 2:
-        power = matrix if power is None else multiply(matrix, power)
+      if p % 2 and power is None:
+        power = matrix
+      elif p % 2:
+        power = multiply(matrix, power)
       p //= 2
       if not p:
+        assert power is not None  # `p` is positive, so that its last bit is 1.
         return power
       matrix = multiply(matrix, matrix)
 
@@ -216,9 +217,8 @@ def coupled_newton_root(
   identity = jnp.eye(matrix.shape[-1], dtype=wide.dtype)
   order = jnp.asarray(p, wide.dtype)
   alpha = -1 / order
-  ridge = options.ridge_epsilon * jnp.maximum(
-    power_iteration(wide, options), _MIN_LARGEST_EIGENVALUE
-  )
+  largest = jnp.maximum(power_iteration(wide, options), _MIN_LARGEST_EIGENVALUE)
+  ridge = options.ridge_epsilon * largest
 
   def error_of(m, pad_m):
     error = jnp.max(jnp.abs(m - identity))
@@ -240,9 +240,10 @@ def coupled_newton_root(
     return (state[0] < _MAX_ITERATIONS) & (state[-2] > _TOLERANCE) & state[-1]
 
   damped = wide + ridge * identity
-  scale = (1 + order) / (
-    2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (options.pad_value + ridge) ** 2)
-  )
+  # [] Frobenius norm of the damped matrix with its padding, an upper bound of the largest eigenvalue.
+  sum_of_squares = jnp.sum(damped * damped) + num_padded * (options.pad_value + ridge) ** 2
+  scale = (1 + order) / (2 * jnp.sqrt(sum_of_squares))
+  # [n, n]: eigenvalues in (0, (1 + p) / 2], where the iteration converges.
   m = damped * scale
   pad_m = (options.pad_value + ridge) * scale
   h = identity * scale ** (1 / order)
@@ -302,9 +303,8 @@ def eigh_root(
 
   def continues(state):
     i, _, _, error, old_error = state
-    return (
-      (i < _MAX_REFINEMENTS) & (error > 32 * jnp.finfo(error.dtype).eps) & (error < old_error / 2)
-    )
+    is_inexact = error > 32 * jnp.finfo(error.dtype).eps
+    return (i < _MAX_REFINEMENTS) & is_inexact & (error < old_error / 2)
 
   def body(state):
     i, root, excess, error, _ = state
@@ -314,7 +314,8 @@ def eigh_root(
     return i + 1, root, excess, jnp.max(jnp.abs(excess)), error
 
   def excess_of(root):
-    return multiply(scaled, matrix_power(root, p, options.precision) * scales) - identity
+    power = matrix_power(root, p, options.precision)
+    return multiply(scaled, power * scales) - identity
 
   root = jnp.diag(damped ** (-1 / order)) + differences * gap
   excess = excess_of(root)
@@ -339,9 +340,8 @@ def _decompose_again(values, vectors, gap, num_small, multiply):
   """Return the decomposition with the space of the smallest values decomposed again, at their scale."""
   small = slice(None, num_small)
   large = slice(num_small, None)
-  small_values, rotation, small_gap = _decompose(
-    jnp.diag(values[small]) + gap[small, small], multiply
-  )
+  small_matrix = jnp.diag(values[small]) + gap[small, small]
+  small_values, rotation, small_gap = _decompose(small_matrix, multiply)
   cross = multiply(rotation.T, gap[small, large])
   gap = jnp.block([[small_gap, cross], [cross.T, gap[large, large]]])
   vectors = jnp.concatenate([multiply(vectors[:, small], rotation), vectors[:, large]], axis=1)
@@ -359,15 +359,14 @@ def _residual(matrix, values, vectors, multiply):
     grid = jnp.ldexp(jnp.ones([], x.dtype), num_bits - exponent)
     return jnp.round(x * grid) / grid
 
-  num_bits = (
-    jnp.finfo(matrix.dtype).nmant + 1 - math.ceil(math.log2(max(matrix.shape[-1], 2)))
-  ) // 2
+  # A sum of n products of heads fits into the mantissa.
+  bits_of_sum = math.ceil(math.log2(max(matrix.shape[-1], 2)))
+  num_bits = (jnp.finfo(matrix.dtype).nmant + 1 - bits_of_sum) // 2
   matrix_head = leading_bits(matrix, 1)
   vectors_head = leading_bits(vectors, 0)
   exact = multiply(matrix_head, vectors_head) - vectors * values
-  return exact + (
-    multiply(matrix_head, vectors - vectors_head) + multiply(matrix - matrix_head, vectors)
-  )
+  rest = multiply(matrix_head, vectors - vectors_head) + multiply(matrix - matrix_head, vectors)
+  return exact + rest
 
 
 def _divided_differences(values, order):

@@ -11,7 +11,7 @@ those that are spread over steps are distributed again in each step (`root_plan`
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def sharded_transformation(
     cfg: options.
   """
 
-  def init(params: Params | None) -> ShampooState | InitFnState:
+  def init(params: PyTree | None) -> Any:
     if params is not None:
       return init_sharded(params, cfg)
     return InitFnState(
@@ -66,19 +66,23 @@ def sharded_transformation(
     )
 
   def update(
-    grads: Params, state: ShampooState, params: Params | None = None
-  ) -> tuple[Params, ShampooState]:
+    grads: PyTree, state: ShampooState, params: PyTree | None = None
+  ) -> tuple[PyTree, ShampooState]:
     leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
     local_stats = treedef.flatten_up_to(state.stats.local_stats)
     global_stats = state.stats.global_stats
     devices = Devices.in_context()
-    statistics, preconditioners = (
-      _padded(stack, devices) for stack in (global_stats.statistics, global_stats.preconditioners)
-    )
+    statistics = _padded(global_stats.statistics, devices)
+    preconditioners = _padded(global_stats.preconditioners, devices)
     results = []
     never = jnp.bool_(False)
     # One device computes parameter by parameter. Of several, each computes all of its blocks of one shape at once.
-    for chunk in [[i] for i in range(len(leaves))] if devices.count == 1 else [range(len(leaves))]:
+    numbers = list(range(len(leaves)))
+    if devices.count == 1:
+      chunks = [[i] for i in numbers]
+    else:
+      chunks = [numbers]
+    for chunk in chunks:
       new, statistics, never = _update_parameters(
         [leaves[i] for i in chunk],
         [local_stats[i] for i in chunk],
@@ -91,8 +95,9 @@ def sharded_transformation(
         cfg,
       )
       results += new
+    count = update_lib.after(never, state.count)
     preconditioners, errors = _update_roots(
-      statistics, preconditioners, leaves, never, update_lib.after(never, state.count), devices, cfg
+      statistics, preconditioners, leaves, never, count, devices, cfg
     )
     num_rows = len(global_stats.statistics)
     global_stats = global_stats.replace(
@@ -102,15 +107,15 @@ def sharded_transformation(
     updates = []
     new_stats = []
     for leaf, stats, (update, fields) in zip(leaves, local_stats, results, strict=True):
-      metrics = update_lib.record_errors(
-        leaf, stats.training_metrics, _errors_of(leaf, errors), cfg
-      )
+      own_errors = _errors_of(leaf, errors)
+      metrics = update_lib.record_errors(leaf, stats.training_metrics, own_errors, cfg)
       updates.append(update)
       new_stats.append(stats.replace(training_metrics=metrics, **fields))
     stats = ShardedShampooStats(global_stats, treedef.unflatten(new_stats))
     return treedef.unflatten(updates), ShampooState(state.count + 1, stats)
 
-  return optax.GradientTransformation(init, update)
+  # Gradients are `updates` in optax's protocol.
+  return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
 class MatrixIndex:
@@ -127,14 +132,18 @@ class MatrixIndex:
 
   def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
     """Return (indices int64[n], size, exponent) for each group of n matrices with equal size and exponent."""
-    exponents = [
-      update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes
-    ]
-    keys = list(zip(self.sizes.tolist(), exponents, strict=True))
-    return [
-      (np.array([index for index, key in enumerate(keys) if key == wanted]), *wanted)
-      for wanted in dict.fromkeys(keys)
-    ]
+    indices: dict[tuple[int, int], list[int]] = {}
+    keys = zip(self.sizes.tolist(), self.exponents(cfg), strict=True)
+    for index, key in enumerate(keys):
+      indices.setdefault(key, []).append(index)
+    return [(np.array(found), size, exponent) for (size, exponent), found in indices.items()]
+
+  def exponents(self, cfg: ShampooConfig) -> list[int]:
+    """Return the order of the root of every matrix."""
+    exponents = []
+    for layout in self.layouts:
+      exponents += [update_lib.root_exponent(layout, cfg)] * len(layout.sizes)
+    return exponents
 
 
 def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
@@ -153,19 +162,19 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
   num_matrices = len(index.sizes)
   num_devices = cfg.num_devices_for_pjit or jax.device_count()
   # At least one row, so that the arrays have the declared rank without matrices too.
-  num_rows = max(-(-num_matrices // num_devices), 1) * num_devices
+  rows_of_device = max(-(-num_matrices // num_devices), 1)
+  num_rows = rows_of_device * num_devices
   max_size = max(index.sizes, default=cfg.block_size)
-  identities = jnp.broadcast_to(
-    jnp.eye(max_size, dtype=jnp.float32), [num_rows, max_size, max_size]
-  )
+  # [rows, largest size, largest size]: padding is the identity, whose root is the identity too.
+  identity = jnp.eye(max_size, dtype=jnp.float32)
+  identities = jnp.broadcast_to(identity, [num_rows, max_size, max_size])
   is_matrix = (np.arange(num_rows) < num_matrices)[:, None, None]
-  exponents = [
-    update_lib.root_exponent(layout, cfg) for layout in index.layouts for _ in layout.sizes
-  ]
+  scales = jnp.where(is_matrix, jnp.float32(cfg.matrix_epsilon), 1.0)
+  exponents = index.exponents(cfg) + [1] * (num_rows - num_matrices)
   global_stats = GlobalShardedParameterStats(
-    statistics=identities * jnp.where(is_matrix, jnp.float32(cfg.matrix_epsilon), 1.0),
+    statistics=identities * scales,
     preconditioners=identities,
-    exponents=jnp.array(exponents + [1] * (num_rows - num_matrices), jnp.int32),
+    exponents=jnp.array(exponents, jnp.int32),
     partition_specs=cfg.partition_specs,
   )
   return ShampooState(
@@ -187,13 +196,14 @@ def _partition_specs(
   """
   state = jax.eval_shape(lambda: init_sharded(params, cfg))
   leaves, treedef = jax.tree.flatten(params)
-  specs = [
-    PartitionSpec(*(spec or ()), *(None,) * (np.ndim(leaf) - len(spec or ())))
-    for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec), strict=True)
-  ]
-  specs = names.match_logical_axes(params, treedef.unflatten(specs))
+  specs = []
+  for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec), strict=True):
+    given = tuple(spec or ())
+    others = (None,) * (np.ndim(leaf) - len(given))
+    specs.append(PartitionSpec(*given, *others))
+  axes = names.match_logical_axes(params, treedef.unflatten(specs))
   return state_lib.derive_axes(
-    state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None
+    state, axes, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None
   )
 
 
@@ -202,9 +212,8 @@ def _padded(stack: jax.Array, devices: Devices) -> jax.Array:
   num_extra = -len(stack) % devices.count
   if num_extra:  # only if `num_devices_for_pjit` is not the number of devices; then not all devices share the state
     identity = jnp.eye(stack.shape[-1], dtype=stack.dtype)
-    stack = jnp.concatenate(
-      [_replicated(stack), jnp.broadcast_to(identity, [num_extra, *identity.shape])]
-    )
+    extra = jnp.broadcast_to(identity, [num_extra, *identity.shape])
+    stack = jnp.concatenate([_replicated(stack), extra])
     stack = _replicated(stack)
   if devices.axis_names:
     return jax.lax.with_sharding_constraint(stack, devices.rows)
@@ -337,16 +346,11 @@ def _update_blocks(
     rows = [rows_of_device(each.rows, device) for each in placement.classes]
     results = []
     for each, own, own_rows in zip(placement.classes, blocks, rows, strict=True):
-      matrices = take_rows(roots, own_rows.reshape(-1)).reshape(
-        [*own_rows.shape, max_size, max_size]
-      )
-      results.append(
-        precondition_blocks(
-          own,
-          [matrices[:, dim, :size, :size] for dim, size in enumerate(each.sizes)],
-          cfg.precision,
-        )
-      )
+      # [blocks, rank, largest size, largest size]: the roots of each block, one per dim, without their padding.
+      flat = take_rows(roots, own_rows.reshape(-1))
+      matrices = flat.reshape([*own_rows.shape, max_size, max_size])
+      roots_of_dims = [matrices[:, dim, :size, :size] for dim, size in enumerate(each.sizes)]
+      results.append(precondition_blocks(own, roots_of_dims, cfg.precision))
 
     def updated(statistics):
       for each, own, own_rows in zip(placement.classes, blocks, rows, strict=True):
@@ -354,27 +358,26 @@ def _update_blocks(
         new = jnp.stack(products, axis=1).reshape([-1, max_size, max_size])
         own_rows = own_rows.reshape(-1)
         if not isinstance(own_rows, np.ndarray):
-          own_rows = jnp.where(
-            (own_rows >= 0) & (own_rows < len(statistics)), own_rows, len(statistics)
-          )
-        new = _accumulate(take_rows(statistics, own_rows), new, np.tile(each.sizes, len(own)), cfg)
+          is_own = (own_rows >= 0) & (own_rows < len(statistics))
+          own_rows = jnp.where(is_own, own_rows, len(statistics))
+        sizes = np.tile(each.sizes, len(own))
+        new = _accumulate(take_rows(statistics, own_rows), new, sizes, cfg)
         statistics = set_rows(statistics, own_rows, new)
       return statistics
 
     if cfg.statistics_compute_steps == 1:
       return results, updated(statistics)
-    return results, update_lib.run_if(
-      count % cfg.statistics_compute_steps == 0, updated, statistics
-    )
+    is_due = count % cfg.statistics_compute_steps == 0
+    return results, update_lib.run_if(is_due, updated, statistics)
 
   if not placement.classes:
     return [], statistics
   if placement.devices.count == 1:
     preconditioners = update_lib.after(never, preconditioners)  # fused into the slices
   rows = placement.devices.rows
-  return placement.devices.on_each(of_device, (rows, rows, rows, REPLICATED), (rows, rows))(
-    never, blocks, preconditioners, statistics, count
-  )
+  in_specs = (rows, rows, rows, REPLICATED)
+  update_on_each = placement.devices.on_each(of_device, in_specs, (rows, rows))
+  return update_on_each(never, blocks, preconditioners, statistics, count)
 
 
 def _update_roots(
@@ -391,44 +394,39 @@ def _update_roots(
   batches = index.batches(cfg)
   if not batches:
     return preconditioners, jnp.zeros(len(preconditioners))
-  max_size, num_rows = statistics.shape[-1], len(statistics) // devices.count
+  max_size = statistics.shape[-1]
+  num_rows = len(statistics) // devices.count
+  sizes = [size for _, size, _ in batches]
+  exponents = [exponent for _, _, exponent in batches]
   tables = [local_rows(rows, devices.count, num_rows) for rows, _, _ in batches]
 
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
     # Spread roots of one step are those of adjacent rows, which few devices have.
-    if not cfg.spread_roots or devices.count == 1:
-      distribution = {}
-    else:
-      distribution = {
-        'axis_names': devices.axis_names,
-        'shares': Shares(
-          [rows_of_device(positions, device) for _, positions in tables],
-          [len(indices) for indices, _, _ in batches],
-          max(layout.num_statistics for layout in index.layouts) // 2,
-        ),
-      }
+    distribution = {}
+    if cfg.spread_roots and devices.count > 1:
+      shares = Shares(
+        [jnp.asarray(rows_of_device(positions, device)) for _, positions in tables],
+        [len(indices) for indices, _, _ in batches],
+        max(layout.num_statistics for layout in index.layouts) // 2,
+      )
+      distribution = {'axis_names': devices.axis_names, 'shares': shares}
+
+    def unpadded(matrices):
+      """Return float32 [k, n, n] for each batch of equal sizes, given those of the device."""
+      return [
+        take_rows(matrices, own)[:, :size, :size] for own, size in zip(rows, sizes, strict=True)
+      ]
 
     def with_new_roots(results):
       old, errors = results
-      stacks, old_stacks = (
-        [
-          take_rows(matrices, own)[:, :size, :size]
-          for own, (_, size, _) in zip(rows, batches, strict=True)
-        ]
-        for matrices in (statistics, old)
-      )
+      stacks = unpadded(statistics)
+      old_stacks = unpadded(old)
       if devices.count == 1:
         # All operations that read the old roots are done, so that the new ones may replace them in memory.
         old_stacks = update_lib.after(never, old_stacks)
       roots, root_errors = update_lib.compute_stack_roots(
-        stacks,
-        [exponent for _, _, exponent in batches],
-        old_stacks,
-        count,
-        max_size,
-        cfg,
-        **distribution,
+        stacks, exponents, old_stacks, count, max_size, cfg, **distribution
       )
       for own, new, new_errors in zip(rows, roots, root_errors, strict=True):
         old = set_rows(old, own, _pad_stack(new, max_size))
@@ -439,18 +437,21 @@ def _update_roots(
     return update_lib.compute_when_due(with_new_roots, (preconditioners, errors), count, cfg)
 
   rows = devices.rows
-  preconditioners, errors = devices.on_each(of_device, (rows, rows, REPLICATED), rows)(
-    never, statistics, preconditioners, count
-  )
-  return preconditioners, _replicated(errors) if devices.axis_names else errors
+  update_on_each = devices.on_each(of_device, (rows, rows, REPLICATED), rows)
+  preconditioners, errors = update_on_each(never, statistics, preconditioners, count)
+  if devices.axis_names:
+    errors = _replicated(errors)
+  return preconditioners, errors
 
 
 def _errors_of(leaf: update_lib.Leaf, errors: jax.Array) -> list[jax.Array]:
   """Return the errors [k], or [num_layers, k], of each stack of a parameter, given the global ones [N]."""
-  return [
-    errors[np.add.outer(leaf.starts, np.flatnonzero(leaf.layout.order[:, 0] == stack))]
-    for stack in range(len(leaf.layout.stack_shapes))
-  ]
+  stack_of_matrix = leaf.layout.order[:, 0]
+  found = []
+  for stack in range(len(leaf.layout.stack_shapes)):
+    matrices = np.flatnonzero(stack_of_matrix == stack)
+    found.append(errors[np.add.outer(leaf.starts, matrices)])
+  return found
 
 
 def _pad_stack(stack: jax.Array, size: int) -> jax.Array:

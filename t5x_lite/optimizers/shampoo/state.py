@@ -213,9 +213,15 @@ def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
   momentum_of = functools.partial(quantize_momentum, cfg=cfg)
   second_moments_of = functools.partial(QuantizedValue.from_float, dtype=jnp.float32)
   num_errors = max(layout_of(param, cfg).num_statistics, 1)
+  diagonal_statistics = None
+  if cfg.has_diagonal_statistics:
+    diagonal_statistics = zeros(second_moments_of)
+  diagonal_momentum = None
+  if cfg.has_diagonal_momentum:
+    diagonal_momentum = zeros(momentum_of)
   return {
-    'diagonal_statistics': zeros(second_moments_of) if cfg.has_diagonal_statistics else None,
-    'diagonal_momentum': zeros(momentum_of) if cfg.has_diagonal_momentum else None,
+    'diagonal_statistics': diagonal_statistics,
+    'diagonal_momentum': diagonal_momentum,
     'momentum': zeros(momentum_of),
     'training_metrics': TrainingMetrics(jnp.zeros([num_errors], jnp.float32)),
   }
@@ -231,15 +237,13 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
     layout = layout_of(param, cfg)
 
     def matrices(scale: float, partition_spec: PartitionSpec) -> BlockMatrices:
-      # One matrix is quantized and repeated, because compilers would slowly fold the constants of all matrices.
-      stacks = tuple(
-        jax.tree.map(
-          lambda array, count=count: jnp.broadcast_to(array[0], [count, *array.shape[1:]]),
-          quantize_stack(scale * jnp.eye(size, dtype=jnp.float32)[None], cfg),
-        )
-        for count, size in layout.stack_shapes
-      )
-      return BlockMatrices(stacks, layout, partition_spec)
+      stacks = []
+      for count, size in layout.stack_shapes:
+        # One matrix is quantized and repeated, because compilers would slowly fold the constants of all matrices.
+        single = quantize_stack(scale * jnp.eye(size, dtype=jnp.float32)[None], cfg)
+        repeat = functools.partial(_repeat_row, count=count)
+        stacks.append(jax.tree.map(repeat, single))
+      return BlockMatrices(tuple(stacks), layout, partition_spec)
 
     statistics_spec, preconditioners_spec = cfg.partition_specs
     return ParameterStats(
@@ -249,6 +253,11 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
     )
 
   return ShampooState(count=jnp.zeros([], jnp.int32), stats=jax.tree.map(init_parameter, params))
+
+
+def _repeat_row(array: jax.Array, count: int) -> jax.Array:
+  """Return [count, ...], given [1, ...]."""
+  return jnp.broadcast_to(array[0], [count, *array.shape[1:]])
 
 
 def derive_axes(
@@ -275,28 +284,31 @@ def derive_axes(
   def of_quantized(value: QuantizedValue | None, axes: PartitionSpec) -> QuantizedValue | None:
     if value is None:
       return None
-    axes = tuple(axes) + (None,) * (np.ndim(value.quantized) - len(axes))
+    names_of_dims = tuple(axes) + (None,) * (np.ndim(value.quantized) - len(axes))
     specs = jax.tree.map(names.unnamed_axes, value)
-    specs = specs.replace(quantized=PartitionSpec(*axes))
+    specs = specs.replace(quantized=PartitionSpec(*names_of_dims))
     # Integers have one scale per column, float arrays have no scales.
     if value.bucket_size is not None and jnp.issubdtype(value.dtype, jnp.integer):
-      specs = specs.replace(bucket_size=PartitionSpec(*axes[1:]))
+      specs = specs.replace(bucket_size=PartitionSpec(*names_of_dims[1:]))
     return specs
 
   def of_matrices(matrices: BlockMatrices) -> BlockMatrices:
-    return jax.tree.map(
-      lambda array: PartitionSpec(*matrices.partition_spec[: np.ndim(array)]), matrices
-    )
+    def of_stack(array):
+      return PartitionSpec(*matrices.partition_spec[: np.ndim(array)])
 
-  def of_parameter(stats: Any, axes: PartitionSpec) -> Any:
+    return jax.tree.map(of_stack, matrices)
+
+  def of_parameter(stats: Any, axes: PartitionSpec | None) -> Any:
     if isinstance(stats, optax.MaskedNode):
       return stats
-    axes = PartitionSpec() if axes is None else axes
+    if axes is None:
+      axes = PartitionSpec()
+    metrics: TrainingMetrics = stats.training_metrics
     fields = {
       'diagonal_statistics': of_quantized(stats.diagonal_statistics, axes),
       'diagonal_momentum': of_quantized(stats.diagonal_momentum, axes),
       'momentum': of_quantized(stats.momentum, axes),
-      'training_metrics': TrainingMetrics(PartitionSpec(blocks_axis)),
+      'training_metrics': metrics.replace(inverse_pth_root_errors=PartitionSpec(blocks_axis)),
     }
     if isinstance(stats, LocalShardedParameterStats):
       return stats.replace(**fields)
@@ -306,47 +318,52 @@ def derive_axes(
       **fields,
     )
 
-  is_sharded = isinstance(state.stats, ShardedShampooStats)
   axes = jax.tree.map(
-    of_parameter,
-    state.stats.local_stats if is_sharded else state.stats,
-    params_axes,
-    is_leaf=_is_parameter_stats,
+    of_parameter, _stats_of_parameters(state), params_axes, is_leaf=_is_parameter_stats
   )
-  if is_sharded:
+  if isinstance(state.stats, ShardedShampooStats):
     global_stats = state.stats.global_stats
-    statistics, preconditioners = (
-      (stack_spec,) * 2 if stack_spec is not None else global_stats.partition_specs
+    statistics, preconditioners = global_stats.partition_specs
+    if stack_spec is not None:
+      statistics = stack_spec
+      preconditioners = stack_spec
+    global_axes = global_stats.replace(
+      statistics=statistics,
+      preconditioners=preconditioners,
+      exponents=PartitionSpec(exponents_axis),
     )
-    axes = ShardedShampooStats(
-      global_stats.replace(
-        statistics=statistics,
-        preconditioners=preconditioners,
-        exponents=PartitionSpec(exponents_axis),
-      ),
-      axes,
-    )
+    axes = ShardedShampooStats(global_axes, axes)
   else:
     _tell_of_copies(state)
-  return ShampooState(count=PartitionSpec(), stats=axes)
+  return state._replace(count=PartitionSpec(), stats=axes)
+
+
+def _stats_of_parameters(state: ShampooState) -> PyTree:
+  """Return the tree like the parameters with the state of each, in either mode."""
+  if isinstance(state.stats, ShardedShampooStats):
+    return state.stats.local_stats
+  return state.stats
 
 
 def _tell_of_copies(state: ShampooState) -> None:
   """Log the size of the plain mode's matrices that all devices store in full, if it is large, with the remedy."""
   num_devices = jax.device_count()
-  stacks = [
-    array
-    for node in jax.tree.leaves(state.stats, is_leaf=_is_parameter_stats)
-    if isinstance(node, ParameterStats)
-    for matrices in (node.statistics, node.preconditioners)
-    if STACK_AXIS in matrices.partition_spec
-    for array in jax.tree.leaves(matrices)
-  ]
-  sizes = np.array([array.size * array.dtype.itemsize for array in stacks])
-  is_copied = np.array([array.shape[0] % num_devices > 0 for array in stacks], bool)
-  if sizes[is_copied].sum() > 0.1 * sizes.sum():
+  total = 0
+  copied = 0
+  for node in jax.tree.leaves(state.stats, is_leaf=_is_parameter_stats):
+    if not isinstance(node, ParameterStats):
+      continue
+    for matrices in (node.statistics, node.preconditioners):
+      if STACK_AXIS not in matrices.partition_spec:
+        continue
+      for array in jax.tree.leaves(matrices):
+        size = array.size * array.dtype.itemsize
+        total += size
+        if array.shape[0] % num_devices:
+          copied += size
+  if copied > 0.1 * total:
     log_once(
-      f'Shampoo: {sizes[is_copied].sum() / sizes.sum():.0%} of the matrices ({sizes.sum() / 2**30:.3g} GiB) are in '
+      f'Shampoo: {copied / total:.0%} of the matrices ({total / 2**30:.3g} GiB) are in '
       f'stacks that do not divide over all {num_devices} devices, of which several keep copies of them; '
       'shard_optimizer_states=True shards all over all'
     )
@@ -372,19 +389,20 @@ def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
   Returns:
     Names `root_error_max` and `root_error_mean` to float32 scalars.
   """
-  is_sharded = isinstance(state.stats, ShardedShampooStats)
-  stats = jax.tree.leaves(
-    state.stats.local_stats if is_sharded else state.stats, is_leaf=_is_parameter_stats
-  )
-  errors = [
-    node.training_metrics.inverse_pth_root_errors.reshape(-1)
-    for node in stats
-    if not isinstance(node, optax.MaskedNode) and len(node.sizes if is_sharded else node.statistics)
-  ]
+  errors = []
+  for node in jax.tree.leaves(_stats_of_parameters(state), is_leaf=_is_parameter_stats):
+    if isinstance(node, optax.MaskedNode):
+      continue
+    if isinstance(node, LocalShardedParameterStats):
+      num_matrices = len(node.sizes)
+    else:
+      num_matrices = len(node.statistics)
+    if num_matrices:
+      errors.append(node.training_metrics.inverse_pth_root_errors.reshape(-1))
   if not errors:
     return {}
-  errors = jnp.concatenate(errors)
-  return {'root_error_max': jnp.max(errors), 'root_error_mean': jnp.mean(errors)}
+  all_errors = jnp.concatenate(errors)
+  return {'root_error_max': jnp.max(all_errors), 'root_error_mean': jnp.mean(all_errors)}
 
 
 # Smallest error of a root that the log reports.
@@ -393,11 +411,13 @@ _NOTABLE_ERROR = 1e-2
 
 def report_roots(values: Mapping[str, float]) -> list[str]:
   """Return a log line for the values of `root_metrics` if the largest error is notable, else no line."""
-  if values.get('root_error_max', 0.0) < _NOTABLE_ERROR:
+  largest = values.get('root_error_max', 0.0)
+  if largest < _NOTABLE_ERROR:
     return []
+  mean = values['root_error_mean']
   return [
-    f'Shampoo: errors of the last roots: {values["root_error_max"]:.2g} at most, '
-    f'{values["root_error_mean"]:.2g} on average; where they reach inverse_failure_threshold the roots before '
+    f'Shampoo: errors of the last roots: {largest:.2g} at most, '
+    f'{mean:.2g} on average; where they reach inverse_failure_threshold the roots before '
     'stay in use'
   ]
 

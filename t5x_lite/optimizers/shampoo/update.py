@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import optax
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
@@ -53,19 +54,19 @@ def plain_transformation(
 ) -> optax.GradientTransformation:
   """Return the transformation of the plain mode, whose state has one `ParameterStats` per parameter."""
 
-  def init(params: Params) -> ShampooState:
+  def init(params: PyTree) -> ShampooState:
     return state_lib.init_plain(params, cfg)
 
   def update(
-    grads: Params, state: ShampooState, params: Params | None = None
-  ) -> tuple[Params, ShampooState]:
+    grads: PyTree, state: ShampooState, params: PyTree | None = None
+  ) -> tuple[PyTree, ShampooState]:
     leaves, treedef = flatten_inputs(grads, params, cfg)
     old_stats = treedef.flatten_up_to(state.stats)
-    statistics = _update_statistics(
-      [stats.statistics.stacks for stats in old_stats], leaves, state.count, cfg
-    )
+    old_statistics = [stats.statistics.stacks for stats in old_stats]
+    statistics = _update_statistics(old_statistics, leaves, state.count, cfg)
+    old_preconditioners = [stats.preconditioners.stacks for stats in old_stats]
     preconditioners, errors = _update_preconditioners(
-      statistics, [stats.preconditioners.stacks for stats in old_stats], leaves, state.count, cfg
+      statistics, old_preconditioners, leaves, state.count, cfg
     )
     updates = []
     new_stats = []
@@ -78,9 +79,10 @@ def plain_transformation(
         sequenced = in_sequence(roots, done, state.count)
       else:
         sequenced = roots
-      update, fields, length = leaf.of_each_layer(
+      update_layers = leaf.of_each_layer(
         functools.partial(_precondition_and_update, leaf, state.count, learning_rate, cfg)
-      )(leaf.grad, leaf.param, stats, list(sequenced))
+      )
+      update, fields, length = update_layers(leaf.grad, leaf.param, stats, list(sequenced))
       done = [length]
       updates.append(update)
       new_stats.append(
@@ -93,7 +95,8 @@ def plain_transformation(
       )
     return treedef.unflatten(updates), ShampooState(state.count + 1, treedef.unflatten(new_stats))
 
-  return optax.GradientTransformation(init, update)
+  # Gradients are `updates` in optax's protocol.
+  return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +134,20 @@ class Leaf:
   @property
   def starts(self) -> np.ndarray:
     """`first_matrices` as int32 [num_layers], or as an int32 scalar if layers are not stacked."""
-    return np.array(self.first_matrices if self.is_stacked else self.first_matrices[0], np.int32)
+    if self.is_stacked:
+      return np.array(self.first_matrices, np.int32)
+    return np.array(self.first_matrices[0], np.int32)
 
   @property
   def ranks(self) -> list[np.ndarray]:
     """Int [num_layers * k] per stack: numbers that ascend in the order of the matrices without stacked layers."""
-    counts = [count for count, _ in self.layout.stack_shapes]
-    offsets = itertools.accumulate(counts, initial=0)
-    return [
-      np.add.outer(self.starts, offset + np.arange(count)).reshape(-1)
-      for offset, count in zip(offsets, counts, strict=False)
-    ]
+    ranks = []
+    offset = 0
+    for count, _ in self.layout.stack_shapes:
+      of_layer = offset + np.arange(count)
+      ranks.append(np.add.outer(self.starts, of_layer).reshape(-1))
+      offset += count
+    return ranks
 
   def merge(self, stacks: PyTree) -> PyTree:
     """Return [num_layers * k, ...], given stacks [num_layers, k, ...]; others are returned unchanged."""
@@ -180,21 +186,26 @@ def flatten_inputs(
     for path, grad in zip(paths, flat_grads, strict=True)
   ]
   first_matrices = _first_matrices(layouts, layer_stacks.single_paths(paths)[1])
-  leaves = [
-    Leaf(
+  leaves = []
+  for path, grad, param, layout, first in zip(
+    paths, flat_grads, flat_params, layouts, first_matrices, strict=True
+  ):
+    dtype = jnp.asarray(grad if param is None else param).dtype
+    decayed_param = None
+    if cfg.weight_decay:
+      decayed_param = jnp.asarray(param, jnp.float32)
+    weight_decay = cfg.weight_decay
+    if isinstance(weight_decay, DecayByPath):
+      weight_decay = weight_decay.of(path)
+    leaf = Leaf(
       grad=jnp.asarray(grad, jnp.float32),
-      param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
-      weight_decay=cfg.weight_decay.of(path)
-      if isinstance(cfg.weight_decay, DecayByPath)
-      else cfg.weight_decay,
-      dtype=jnp.asarray(grad if param is None else param).dtype,
+      param=decayed_param,
+      weight_decay=weight_decay,
+      dtype=dtype,
       layout=layout,
       first_matrices=first,
     )
-    for path, grad, param, layout, first in zip(
-      paths, flat_grads, flat_params, layouts, first_matrices, strict=True
-    )
-  ]
+    leaves.append(leaf)
   return leaves, treedef
 
 
@@ -208,14 +219,12 @@ def _first_matrices(
   layouts: Sequence[BlockLayout], numbers: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
   """Return `Leaf.first_matrices` of each array, given the indices of its parameters among those of single layers."""
-  counts = dict(
-    sorted(
-      (number, layout.num_statistics)
-      for layout, layers in zip(layouts, numbers, strict=True)
-      for number in layers
-    )
-  )
-  starts = [0, *itertools.accumulate(counts.values())]
+  counts = {}
+  for layout, layers in zip(layouts, numbers, strict=True):
+    for number in layers:
+      counts[number] = layout.num_statistics
+  in_order = [counts[number] for number in sorted(counts)]
+  starts = [0, *itertools.accumulate(in_order)]
   return [tuple(starts[number] for number in layers) for layers in numbers]
 
 
@@ -260,9 +269,11 @@ def in_sequence(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> 
 
 def never(done: Sequence[jax.Array], count: jax.Array) -> jax.Array:
   """Return False, a bool scalar that the compiler computes after the arrays `done`, as described in `in_sequence`."""
-  return functools.reduce(
-    jnp.logical_and, [array[(0,) * array.ndim] > 0 for array in done], count < 0
-  )
+  result = count < 0
+  for array in done:
+    first_element = array[(0,) * array.ndim]
+    result = jnp.logical_and(result, first_element > 0)
+  return result
 
 
 def after(never_true: jax.Array, arrays: PyTree) -> PyTree:
@@ -280,19 +291,20 @@ def _update_statistics(
   def updated_layer(
     layout: BlockLayout, stacks: Sequence[Any], grad: jax.Array
   ) -> tuple[list[Any], list[jax.Array]]:
+    # [k, n, n] per stack: products G G^T of the gradient with itself along one dim of each block.
     products = layout.statistics(grad, cfg.precision)
-    return [
-      state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
-      for stack, product in zip(stacks, products, strict=True)
-    ], products
+    new = []
+    for stack, product in zip(stacks, products, strict=True):
+      total = accumulate(state_lib.stack_to_float(stack), product, cfg)
+      new.append(state_lib.quantize_stack(total, cfg))
+    return new, products
 
   def updated(old: Stacks) -> Stacks:
     results = []
     done = []
     for stacks, leaf in zip(old, leaves, strict=True):
-      new, products = leaf.of_each_layer(functools.partial(updated_layer, leaf.layout))(
-        stacks, in_sequence(leaf.grad, done, count)
-      )
+      update_layers = leaf.of_each_layer(functools.partial(updated_layer, leaf.layout))
+      new, products = update_layers(stacks, in_sequence(leaf.grad, done, count))
       results.append(new)
       done = products or done
     return results
@@ -319,10 +331,8 @@ def _update_preconditioners(
   leaf_of = [leaf for leaf in leaves for _ in leaf.layout.stack_shapes]
   exponents = [root_exponent(leaf.layout, cfg) for leaf in leaf_of]
   padded_size = max((size for leaf in leaves for _, size in leaf.layout.stack_shapes), default=None)
-  flat_statistics, flat_old = (
-    [leaf.merge(stack) for leaf, stacks in zip(leaves, each, strict=True) for stack in stacks]
-    for each in (statistics, old)
-  )
+  flat_statistics = _merge_all(leaves, statistics)
+  flat_old = _merge_all(leaves, old)
   ranks = [ranks for leaf in leaves for ranks in leaf.ranks]
   if cfg.statistics_are_quantized:
     take = compute_quantized_roots
@@ -337,11 +347,18 @@ def _update_preconditioners(
   errors = [jnp.full([len(rows)], cfg.inverse_failure_threshold, jnp.float32) for rows in ranks]
   results = compute_when_due(with_new_roots, (flat_old, errors), count, cfg)
   lengths = [len(leaf.layout.stack_shapes) for leaf in leaves]
-  roots, errors = (
-    _split([leaf.divide(x) for leaf, x in zip(leaf_of, each, strict=True)], lengths)
-    for each in results
-  )
-  return roots, errors
+  roots, errors = results
+  divided_roots = [leaf.divide(stack) for leaf, stack in zip(leaf_of, roots, strict=True)]
+  divided_errors = [leaf.divide(error) for leaf, error in zip(leaf_of, errors, strict=True)]
+  return _split(divided_roots, lengths), _split(divided_errors, lengths)
+
+
+def _merge_all(leaves: Sequence[Leaf], stacks: Sequence[Sequence[Any]]) -> list[Any]:
+  """Return the stacks of all parameters as one list of stacks without a dim over layers."""
+  merged = []
+  for leaf, stacks_of_leaf in zip(leaves, stacks, strict=True):
+    merged += [leaf.merge(stack) for stack in stacks_of_leaf]
+  return merged
 
 
 def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
@@ -365,13 +382,21 @@ def compute_stack_roots(
   Statistics stored as integers are padded by zeros, as the original pads the scales of their columns. Spread roots are
   not all computed in the first step if every root is computed before a preconditioner is used.
   """
+  pad_value = 1.0
+  if cfg.statistics_are_quantized:
+    pad_value = 0.0
   options = RootOptions(
     method=cfg.root_method,
     ridge_epsilon=cfg.matrix_epsilon,
     precision=cfg.precision,
     padded_size=padded_size,
-    pad_value=0.0 if cfg.statistics_are_quantized else 1.0,
+    pad_value=pad_value,
   )
+  spread_over = 1
+  if cfg.spread_roots:
+    spread_over = cfg.preconditioning_compute_steps
+  else:
+    ranks = None  # Without an order, rows need not be moved.
   return compute_roots(
     statistics,
     exponents,
@@ -379,8 +404,8 @@ def compute_stack_roots(
     count,
     options=options,
     failure_threshold=cfg.inverse_failure_threshold,
-    spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
-    ranks=ranks if cfg.spread_roots else None,  # without an order, rows need not be moved
+    spread_over=spread_over,
+    ranks=ranks,
     axis_name=axis_names or cfg.batch_axis_name,
     shares=shares,
     all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps,
@@ -400,21 +425,17 @@ def compute_quantized_roots(
 
   Arguments and results have the shapes of `compute_stack_roots`; see there.
   """
+  float_statistics = [state_lib.stack_to_float(stack) for stack in statistics]
+  float_old = [state_lib.stack_to_float(stack) for stack in old]
   roots, errors = compute_stack_roots(
-    [state_lib.stack_to_float(stack) for stack in statistics],
-    exponents,
-    [state_lib.stack_to_float(stack) for stack in old],
-    count,
-    padded_size,
-    cfg,
-    ranks,
+    float_statistics, exponents, float_old, count, padded_size, cfg, ranks
   )
   new = [state_lib.quantize_stack(root, cfg) for root in roots]
   is_used = [error < jnp.float32(cfg.inverse_failure_threshold) for error in errors]  # False if NaN
-  kept = [
-    jax.tree.map(functools.partial(_where_rows, is_used), *stacks)
-    for is_used, *stacks in zip(is_used, new, old, strict=True)
-  ]
+  kept = []
+  for condition, new_stack, old_stack in zip(is_used, new, old, strict=True):
+    choose = functools.partial(_where_rows, condition)
+    kept.append(jax.tree.map(choose, new_stack, old_stack))
   return kept, errors
 
 
@@ -436,7 +457,8 @@ def compute_when_due(
 
 def _where_rows(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
   """Return rows of `new` where `condition` [k] holds, else of `old`."""
-  return jnp.where(condition.reshape(condition.shape + (1,) * (new.ndim - 1)), new, old)
+  dims_of_row = (1,) * (new.ndim - 1)
+  return jnp.where(condition.reshape(condition.shape + dims_of_row), new, old)
 
 
 def record_errors(
@@ -445,11 +467,11 @@ def record_errors(
   """Return the metrics of a parameter with the measured errors [k], or [num_layers, k], of its stacks."""
   if not errors:
     return metrics
-  errors = jnp.concatenate(errors, axis=-1)[..., leaf.layout.flat_order]
-  is_measured = (errors > 0.0) & (errors != jnp.float32(cfg.inverse_failure_threshold))
-  return metrics.replace(
-    inverse_pth_root_errors=jnp.where(is_measured, errors, metrics.inverse_pth_root_errors)
-  )
+  # [matrices], or [layers, matrices], in the order of blocks.
+  new = jnp.concatenate(errors, axis=-1)[..., leaf.layout.flat_order]
+  is_measured = (new > 0.0) & (new != jnp.float32(cfg.inverse_failure_threshold))
+  kept = jnp.where(is_measured, new, metrics.inverse_pth_root_errors)
+  return metrics.replace(inverse_pth_root_errors=kept)
 
 
 def _precondition_and_update(
@@ -500,50 +522,51 @@ def update_layer(
     (update in the parameter's dtype; new values of the fields `diagonal_statistics`, `diagonal_momentum` and
     `momentum` of `stats`; length of the direction before grafting, float32, for `in_sequence`).
   """
-  if stats.diagonal_statistics is None:
-    old_moments = None
-  else:
+  # All arrays have the parameter's shape, in float32.
+  old_moments = None
+  if stats.diagonal_statistics is not None:
     old_moments = stats.diagonal_statistics.to_float()
   grafted, moments = grafted_update(grad, old_moments, cfg)
-  direction, length = (grafted, norm(grafted)) if direction is None else direction
-  direction = direction * (norm(grafted) / (length + NORM_EPSILON))
+  if direction is None:
+    preconditioned = grafted
+    length = norm(grafted)
+  else:
+    preconditioned, length = direction
+  # Grafting: Shampoo's direction with the length of the grafted method's update.
+  step = preconditioned * (norm(grafted) / (length + NORM_EPSILON))
   if leaf.weight_decay:
-    direction = direction + leaf.weight_decay * param
+    assert param is not None  # `flatten_inputs` raises without parameters.
+    step = step + leaf.weight_decay * param
     grafted = grafted + leaf.weight_decay * param
+  weight = 1.0
   if cfg.moving_average_for_momentum:
     weight = 1.0 - cfg.beta1
-  else:
-    weight = 1.0
   old_momentum = stats.momentum.to_float()
-  if cfg.has_diagonal_momentum:
+  old_grafted_momentum = old_momentum
+  if stats.diagonal_momentum is not None:
     old_grafted_momentum = stats.diagonal_momentum.to_float()
-  else:
-    old_grafted_momentum = old_momentum
-  momentum = cfg.beta1 * old_momentum + weight * direction
+  momentum = cfg.beta1 * old_momentum + weight * step
   grafted_momentum = cfg.beta1 * old_grafted_momentum + weight * grafted
+  # Both are computed in all steps: the first roots are of few gradients, and the switch needs a warm momentum.
   is_shampoo = count >= cfg.start_preconditioning_step
   applied = jnp.where(is_shampoo, momentum, grafted_momentum)
   if not cfg.has_diagonal_momentum:
     momentum = applied
   if cfg.nesterov:
-    applied = weight * jnp.where(is_shampoo, direction, grafted) + cfg.beta1 * applied
-  if callable(learning_rate):
-    rate = learning_rate(count)
-  else:
-    rate = learning_rate
-  return (
-    (-rate * applied).astype(leaf.dtype),
-    {
-      'diagonal_statistics': None
-      if moments is None
-      else QuantizedValue.from_float(moments, jnp.float32),
-      'diagonal_momentum': state_lib.quantize_momentum(grafted_momentum, cfg)
-      if cfg.has_diagonal_momentum
-      else None,
-      'momentum': state_lib.quantize_momentum(momentum, cfg),
-    },
-    length,
-  )
+    applied = weight * jnp.where(is_shampoo, step, grafted) + cfg.beta1 * applied
+  rate = scalars.value_at(learning_rate, count)
+  new_moments = None
+  if moments is not None:
+    new_moments = QuantizedValue.from_float(moments, jnp.float32)
+  diagonal_momentum = None
+  if cfg.has_diagonal_momentum:
+    diagonal_momentum = state_lib.quantize_momentum(grafted_momentum, cfg)
+  fields = {
+    'diagonal_statistics': new_moments,
+    'diagonal_momentum': diagonal_momentum,
+    'momentum': state_lib.quantize_momentum(momentum, cfg),
+  }
+  return (-rate * applied).astype(leaf.dtype), fields, length
 
 
 def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
