@@ -49,7 +49,10 @@ class StatePlan:
   @property
   def num_bytes(self) -> int:
     """Total size of the arrays in bytes."""
-    return sum(_num_elements(planned) * planned.dtype.itemsize for planned in self.arrays.values())
+    total = 0
+    for planned in self.arrays.values():
+      total += _num_elements(planned) * planned.dtype.itemsize
+    return total
 
   @property
   def num_params(self) -> int:
@@ -112,7 +115,8 @@ class Reader:
     names = []
     num_bytes = 0
     for name in self._order[self._position[first] :]:
-      num_bytes += math.prod(shapes[name].shape) * shapes[name].dtype.itemsize
+      leaf = shapes[name]
+      num_bytes += math.prod(leaf.shape) * leaf.dtype.itemsize
       if names and num_bytes > _GROUP_BYTES:
         break
       names.append(name)
@@ -127,7 +131,8 @@ def dtype_of(name: str, stored: Any, wanted: str | None) -> np.dtype:
     stored: its dtype in the source.
     wanted: requested dtype, or None.
   """
-  is_cast = wanted is not None and name.startswith(_CAST) and jnp.issubdtype(stored, jnp.floating)
+  is_param = name.startswith(_CAST)
+  is_cast = wanted is not None and is_param and jnp.issubdtype(stored, jnp.floating)
   if is_cast:
     return np.dtype(jnp.dtype(wanted))
   return np.dtype(stored)
@@ -146,7 +151,8 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
   if not np.isfinite(result).all():
     lost = np.isfinite(array) & ~np.isfinite(result)
     if lost.any():
-      largest = float(np.max(np.abs(array[lost].astype(np.float64))))
+      magnitudes = np.abs(array[lost].astype(np.float64))
+      largest = float(np.max(magnitudes))
       raise ConfigError(
         f'--dtype={dtype.name} cannot represent {int(lost.sum())} values of {name}, the largest '
         f'{largest:.6g}; the maximum of {dtype.name} is {float(jnp.finfo(dtype).max):.6g}. Choose '
@@ -186,10 +192,10 @@ def plan_state(
     CheckpointError: the source has no parameters.
     ConfigError: the output format does not support part of the source; the message has the remedy.
   """
-  shapes = {
-    name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, leaf.dtype, dtype))
-    for name, leaf in source.shapes().items()
-  }
+  shapes = {}
+  for name, leaf in source.shapes().items():
+    out_dtype = dtype_of(name, leaf.dtype, dtype)
+    shapes[name] = jax.ShapeDtypeStruct(leaf.shape, out_dtype)
   params = _section(shapes, PARAMS)
   if not params:
     raise CheckpointError(
@@ -232,7 +238,9 @@ def plan_state(
   states = _optimizer_state(source, shapes, params, to, change, optimizer_state, notes)
   _note_missing_state(source, to, bool(states), notes)
   arrays |= states
-  ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].inputs, item[0])))
+  # Arrays with the same inputs are next to each other, so that inputs are read once.
+  names = sorted(arrays, key=lambda name: (arrays[name].inputs, name))
+  ordered = {name: arrays[name] for name in names}
   return StatePlan(
     arrays=ordered,
     param_layout=wanted or layout,
@@ -255,10 +263,8 @@ def _network(
   """Return the recorded options of the network, updated for the new layout."""
   network = dict(source.metadata.get('network') or {})
   if tables_per_layer is not None:
-    changed = {
-      'param_layout': layout,
-      'relpos_bias_tables': 'per_layer' if tables_per_layer else 'per_stack',
-    }
+    tables = 'per_layer' if tables_per_layer else 'per_stack'
+    changed = {'param_layout': layout, 'relpos_bias_tables': tables}
     network |= {key: value for key, value in changed.items() if key in network}
   return network
 
@@ -267,7 +273,8 @@ def _check_hugging_face(
   source: sources.StateSource, shapes: Mapping[str, Any], to: str, notes: list[str]
 ) -> None:
   """Raise if a Hugging Face folder does not support parts of the network; add notes on other parts."""
-  custom = ' and '.join(map(str, (source.metadata.get('network') or {}).get('custom_blocks', ())))
+  network = source.metadata.get('network') or {}
+  custom = ' and '.join(map(str, network.get('custom_blocks', ())))
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
   if custom:
     unsupported = f'custom {custom}'
@@ -323,10 +330,10 @@ def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, Plann
 
 
 def _tables_differ(source: sources.StateSource, params: Mapping[str, Any]) -> bool:
-  return not all(
-    layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}'))
-    for name in layout_plan.layer_tables(params)
-  )
+  for name in layout_plan.layer_tables(params):
+    if not layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}')):
+      return True
+  return False
 
 
 def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | None) -> PlannedArray:
@@ -425,7 +432,9 @@ def _optimizer_state(
     tree = _section(states, prefix)
     if {name: _stored_shape(leaf) for name, leaf in tree.items()} == param_shapes:
       result |= _prefixed(prefix, change(tree))
-      left = {name: leaf for name, leaf in left.items() if not name.startswith(prefix)}
+      taken = [name for name in left if name.startswith(prefix)]
+      for name in taken:
+        del left[name]
   stuck = [name for name, leaf in left.items() if leaf.shape]
   if stuck:
     raise ConfigError(

@@ -12,7 +12,8 @@ from t5x_lite.formatting import capitalized
 from t5x_lite.formatting import format_cell
 
 # Writer to metric to (step, value) points.
-RunPoints = Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+Points = Sequence[tuple[int, float]]
+RunPoints = Mapping[str, Mapping[str, Points]]
 
 # Maximum number of entries of a legend. If there are more lines, the last entry counts the others, which are gray.
 _MAX_LEGEND = 6
@@ -251,7 +252,9 @@ def _shared_legend(
 def _shorten(name: str) -> str:
   """Return a name on one line; the middle of a long one is omitted, because names often differ at the end."""
   if len(name) > _MAX_NAME:
-    name = f'{name[: _MAX_NAME // 2]}…{name[-_MAX_NAME // 2 + 1 :]}'
+    beginning = name[: _MAX_NAME // 2]
+    end = name[-_MAX_NAME // 2 + 1 :]
+    name = f'{beginning}…{end}'
   return format_cell(name)
 
 
@@ -279,7 +282,10 @@ def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineS
 
 def _set_steps(drawn: Sequence[tuple[Any, Panel]], label: str) -> None:
   """Set the axes of steps, which have the same limits in all panels."""
-  steps = [step for _, panel in drawn for line in panel.lines for step, _ in line.points]
+  steps = []
+  for _, panel in drawn:
+    for line in panel.lines:
+      steps += [step for step, _ in line.points]
   low = min(0, *steps)
   high = max(0, *steps)
   margin = 0.03 * (high - low) or 1.0
@@ -381,18 +387,20 @@ def _add_legend(figure: Any, styles: Sequence[_LineStyle], width: float, **place
 
   several_markers = len({style.marker for style in styles}) > 1
   named = [style for style in styles if style.label]
-  handles = [
-    Line2D(
-      [],
-      [],
-      color=style.color,
-      linewidth=2,
-      label=style.label,
-      markersize=5,
-      marker=style.marker if several_markers else '',
+  handles = []
+  for style in named:
+    marker = style.marker if several_markers else ''
+    handles.append(
+      Line2D(
+        [],
+        [],
+        color=style.color,
+        linewidth=2,
+        label=style.label,
+        markersize=5,
+        marker=marker,
+      )
     )
-    for style in named
-  ]
   if len(named) < len(styles):
     handles.append(
       Line2D([], [], color=_OTHER_COLOR, linewidth=2, label=f'and {len(styles) - len(named)} more')
