@@ -8,7 +8,7 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import inference
+from t5x_lite.apps import infer as inference
 from t5x_lite import json_lines
 
 _BYTES = data.ByteVocabulary(extra_ids=125)
