@@ -13,8 +13,8 @@ MUTANTS = (
   Mutant(
     'z_loss_has_half_its_gradient',
     't5x_lite/losses.py',
-    'jnp.where(ids == target_ids[..., None], on_mass, off_mass)\n  logits_bar = softmax * (loss_bar * target_mass + z_slope)',
-    'jnp.where(ids == target_ids[..., None], on_mass, off_mass)\n  logits_bar = softmax * (loss_bar * target_mass + z_slope / 2)',
+    '[..., None], on_mass, off_mass)\n  logits_bar = softmax * (loss_bar * target_mass + z_slope)',
+    '[..., None], on_mass, off_mass)\n  logits_bar = softmax * (loss_bar * target_mass + z_slope / 2)',
     'tests/interop/test_fine_tuning_step.py::test_summed_loss_with_z_loss_and_gradients[umt5-t5]',
   ),
   Mutant(
