@@ -274,10 +274,12 @@ def _map(
         y = jax.lax.psum(y, layout.mlp_axes)
       return y, number
 
-    by_token = PartitionSpec(layout.token_axes or None)
-    out_spec = PartitionSpec(
-      layout.token_axes or None, *[None] * (dims - 2), layout.mlp_axes if scatters else None
-    )
+    token_axes = layout.token_axes or None
+    by_token = PartitionSpec(token_axes)
+    width_axes = None
+    if scatters:
+      width_axes = layout.mlp_axes
+    out_spec = PartitionSpec(token_axes, *[None] * (dims - 2), width_axes)
     return jax.shard_map(
       on_device,
       in_specs=(by_token, by_token, _params_specs(params, layout), PartitionSpec()),
@@ -343,7 +345,12 @@ class _Shard:
     def move(buffers, *, back=False):
       if self.layout.num_expert_shards == 1:
         return buffers
-      split, concat = (1, 0) if back else (0, 1)
+      # [experts, groups, ...]: devices have all experts of their groups, or all groups of their experts.
+      split = 0
+      concat = 1
+      if back:
+        split = 1
+        concat = 0
       return jax.lax.all_to_all(buffers, self.layout.expert_axes, split, concat, tiled=True)
 
     def experts_fn(buffers, choice_ids):

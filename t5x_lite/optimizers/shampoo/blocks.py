@@ -159,10 +159,10 @@ class BlockLayout:
     regions = [group.join(array) for group, array in zip(self.groups, blocks, strict=True)]
     for dim in reversed(range(len(self.merged_shape))):
       width = len(_pieces_of_dim(self.merged_shape[dim], self.block_size))
-      regions = [
-        regions[start] if width == 1 else jnp.concatenate(regions[start : start + width], axis=dim)
-        for start in range(0, len(regions), width)
-      ]
+      if width == 1:
+        continue
+      starts = range(0, len(regions), width)
+      regions = [jnp.concatenate(regions[start : start + width], axis=dim) for start in starts]
     return regions[0].reshape(self.shape)
 
   def statistics(self, grad: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
@@ -246,9 +246,10 @@ def make_layout(
   shape = tuple(int(dim) for dim in shape)
   if not shape or 0 in shape or max(shape) > largest_dim:
     return BlockLayout(shape, (), block_size)
-  return BlockLayout(
-    shape, merge_small_dims(shape, block_size) if merge_dims else shape, block_size
-  )
+  merged_shape = shape
+  if merge_dims:
+    merged_shape = merge_small_dims(shape, block_size)
+  return BlockLayout(shape, merged_shape, block_size)
 
 
 def merge_small_dims(shape: Sequence[int], largest: int) -> tuple[int, ...]:
@@ -278,4 +279,7 @@ def _pieces_of_dim(dim: int, block_size: int) -> list[tuple[int, int, int]]:
   if dim <= block_size:
     return [(0, 1, dim)]
   count, rest = divmod(dim, block_size)
-  return [(0, count, block_size)] + ([(count * block_size, 1, rest)] if rest else [])
+  pieces = [(0, count, block_size)]
+  if rest:
+    pieces.append((count * block_size, 1, rest))
+  return pieces
