@@ -4,13 +4,17 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-INTEROP_STAMP := $(VENV)/.installed_interop
+STORES_STAMP := $(VENV)/.installed_stores
+# PyTorch crashes next to TensorFlow (docs/limits.md), so it has an environment of its own.
+INTEROP_VENV := .venv-interop
+INTEROP_PY := $(INTEROP_VENV)/bin/python
+INTEROP_STAMP := $(INTEROP_VENV)/.installed
 RUN ?= runs/keyword_cloze
 RECIPE ?= recipes/keyword_cloze.gin
 # Each worker of the tests takes up to 3 GB and has 8 virtual devices; more than cores do not help.
 WORKERS ?= 2
-# PyTorch and transformers, which tests/interop compares with, and emulators of object stores: `no` goes without them.
-INTEROP ?= yes
+# Emulators of object stores: `no` goes without them.
+STORES ?= yes
 ARGS ?=
 
 # The first interpreter that is 3.11 to 3.13; override with `make PYTHON=/path/to/python ...`.
@@ -57,7 +61,7 @@ BENCHMARKS := \
   safety \
   shampoo
 
-.PHONY: help train test test-fast test-full test-t5x lint format types mutants soak bench docs dist locks clean
+.PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench docs dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -66,14 +70,17 @@ help: ## list the targets
 train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included); resumes a stopped run
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
-test: $(STAMP) $(INTEROP_STAMP) lint ## run the linter and the test suite on 8 virtual CPU devices
+test: $(STAMP) $(STORES_STAMP) lint ## run the linter and the test suite on 8 virtual CPU devices
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) lint ## run the linter and tests that answer within a minute
 	$(PY) -m pytest -n $(WORKERS) -q --durations=0 --durations-min=5 $(FAST_TESTS) $(ARGS)
 
-test-full: $(STAMP) $(INTEROP_STAMP) ## the same and the long tests: many random kills, whole recipes
+test-full: $(STAMP) $(STORES_STAMP) ## the same and the long tests: many random kills, whole recipes
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
+
+test-interop: $(INTEROP_STAMP) ## compare the recorded results of PyTorch and transformers with these libraries
+	$(INTEROP_PY) -m tests.interop.record $(ARGS)
 
 test-t5x: $(STAMP) ## T5X=PATH: T5X's gin files and own tests from a checkout, with t5x_lite's objects (2 minutes)
 	$(PY) -m tests.t5x '$(T5X)'
@@ -115,7 +122,7 @@ dist: $(STAMP) ## build the source distribution and the wheel in dist/
 	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
 
 clean: ## remove the environment and build products (never runs/)
-	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
+	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
 
 $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \
@@ -132,19 +139,23 @@ $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	fi
 	@touch $(STAMP)
 
-# PyTorch and transformers with their dependencies, which differ between CPU and CUDA builds of torch. Where that fails,
-# the tests are skipped and the next `make test` tries again.
-$(INTEROP_STAMP): $(STAMP) $(wildcard requirements/lock-interop-*.txt)
-	@version=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
-	install='$(PY) -m pip install -q --no-compile --disable-pip-version-check --no-warn-conflicts'; \
-	stores=requirements/lock-interop-stores.txt; \
-	if [ '$(INTEROP)' = no ]; then \
-	  echo 'INTEROP=no: the tests of object stores are skipped where the emulators are not installed, those in'; \
-	  echo 'tests/interop where PyTorch and transformers are not.'; exit 0; fi; \
-	echo 'Adding emulators of object stores (95 MB), and PyTorch and transformers for tests/interop (200 MB; a registry'; \
-	echo 'that has only CUDA builds: 3 GB; `make INTEROP=no $(MAKECMDGOALS)` goes without them)'; \
-	$$install --no-deps -r $$stores || { \
-	  echo 'The emulators could not be installed: the tests of object stores are skipped.' >&2; failed=yes; }; \
-	$$install -c requirements/lock-$$version.txt -c $$stores -r requirements/lock-interop-$$version.txt || { \
-	  echo 'PyTorch and transformers could not be installed: the tests in tests/interop are skipped.' >&2; failed=yes; }; \
-	if [ -z "$$failed" ]; then touch $@; fi
+# Where this fails, the tests of object stores are skipped and the next `make test` tries again.
+$(STORES_STAMP): $(STAMP) requirements/lock-stores.txt
+	@if [ '$(STORES)' = no ]; then \
+	  echo 'STORES=no: the tests of object stores are skipped where the emulators are not installed.'; exit 0; fi; \
+	echo 'Adding emulators of object stores (95 MB; `make STORES=no $(MAKECMDGOALS)` goes without them)'; \
+	if $(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r requirements/lock-stores.txt; \
+	  then touch $@; else \
+	  echo 'The emulators could not be installed: the tests of object stores are skipped.' >&2; fi
+
+# With dependencies, which differ between CPU and CUDA builds of torch. TensorFlow is not among them.
+$(INTEROP_STAMP): setup.py requirements/lock-interop.txt $(wildcard requirements/lock-3.*.txt)
+	@python=$$($(FIND_PYTHON)); \
+	if [ -z "$$python" ]; then \
+	  echo 'No supported Python found. Name it: make PYTHON=/path/to/python3.13 test-interop' >&2; exit 2; fi; \
+	lock=requirements/lock-$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	echo "Making $(INTEROP_VENV) with $$($$python --version), PyTorch and transformers (1.5 GB; 5 GB with a CUDA build)"; \
+	set -e; $$python -m venv --clear $(INTEROP_VENV); \
+	$(INTEROP_PY) -m pip install -q --no-compile --disable-pip-version-check -c $$lock -c requirements/lock-interop.txt \
+	  -e '.[test-interop]'
+	@touch $@

@@ -101,9 +101,8 @@ setuptools.setup(
       'setuptools>=77',  # tests/test_packaging.py builds without downloading it
       'safetensors>=0.5',  # the reference that our own reading and writing are compared with
     ],
-    # What tests/interop compares with, and the object stores that tests/stores.py emulates. The locks are
-    # requirements/lock-interop-*.txt.
-    'test-interop': [
+    # The object stores that tests/stores.py emulates; the lock is requirements/lock-stores.txt.
+    'test-stores': [
       'flask>=3',  # with flask-cors, what moto's server needs for S3; its extra `server` brings 60 MB more
       'flask-cors>=5',
       'gcp-storage-emulator>=2026.7',
@@ -111,6 +110,11 @@ setuptools.setup(
       'huggingface_hub>=1.0',
       'moto[s3]>=5',
       's3fs>=2025.1',
+    ],
+    # `make test-interop`, in an environment without TensorFlow; the lock is requirements/lock-interop.txt.
+    'test-interop': [
+      'pytest>=8.3',
+      'safetensors>=0.5',
       'torch>=2.6',
       'transformers>=5',
     ],

@@ -2,7 +2,7 @@
 
     python benchmarks/object_stores.py [--mb 300] [--runs 3] [--kinds disk gcs s3]
 
-Needs the packages of requirements/lock-interop-stores.txt. Each measurement is a new process that makes arrays like
+Needs the packages of requirements/lock-stores.txt. Each measurement is a new process that makes arrays like
 those of a model, saves them with `CheckpointManager`, and restores them with the hashes verified. The emulators and a
 proxy run in other processes of this machine and are programs in Python: so the limit of a store is the row "one
 object", TensorStore's write and read of the same bytes through the same emulator. Memory is the largest that the

@@ -180,18 +180,13 @@ def resolve_actions(
   for key, members in (actions or {}).items():
     name = key.name if isinstance(key, ActionMode) else key
     option = f'actions[{name!r}]'
-    checks.check(
-      'train',
-      {'actions': name, option: members},
-      actions=checks.one_of(list(ActionMode.__members__)),
-      **{
-        option: checks.Expectation(
-          'instances of BaseAction',
-          lambda members: all(isinstance(member, BaseAction) for member in members),
-          'In gin, write @trainer.TerminateOnNanAction() with parentheses.',
-        )
-      },
+    are_actions = checks.Expectation(
+      'instances of BaseAction',
+      lambda members: all(isinstance(member, BaseAction) for member in members),
+      'In gin, write @trainer.TerminateOnNanAction() with parentheses.',
     )
+    checks.check('train', {'actions': name}, actions=checks.one_of(list(ActionMode.__members__)))
+    checks.check('train', {option: members}, **{option: are_actions})
     resolved[ActionMode[name]] = list(members)
   return resolved
 
@@ -224,7 +219,8 @@ def run_actions(
   request = Stop.CONTINUE
   if multihost.is_lead():
     # All actions run, since each may count steps.
-    request = max(Stop(int(action.run(train_state, metrics_by_task) or 0)) for action in members)
+    stops = [action.run(train_state, metrics_by_task) for action in members]
+    request = max(Stop(int(stop or 0)) for stop in stops)
   return Stop(int(multihost.broadcast_from_lead(np.int32(request))))
 
 
@@ -234,9 +230,9 @@ def _reads_train_state(action: BaseAction) -> bool:
 
 def get_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]]) -> dict[str, list[Any]]:
   """Return the memory of the actions, as JSON values by mode name."""
-  state = {
-    mode.name: [action.get_state() for action in members] for mode, members in actions.items()
-  }
+  state = {}
+  for mode, members in actions.items():
+    state[mode.name] = [action.get_state() for action in members]
   json.dumps(state)  # Memory that JSON does not support raises here instead of at the next resume.
   return state
 
@@ -256,12 +252,17 @@ def set_actions_state(
 def _scalar(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:
   """Return a metric as a float, or None with a warning if it is absent or not a scalar."""
   values = metrics_by_task.get(task)
-  value = None if values is None else values.get(metric)
-  if isinstance(value, clu.values.Scalar):
-    return float(np.asarray(value.value))
-  if isinstance(value, (int, float)):
-    return float(value)
-  missing, known = (task, metrics_by_task) if values is None else (metric, values)
+  if values is None:
+    missing = task
+    known = metrics_by_task
+  else:
+    value = values.get(metric)
+    if isinstance(value, clu.values.Scalar):
+      return float(np.asarray(value.value))
+    if isinstance(value, (int, float)):
+      return float(value)
+    missing = metric
+    known = values
   logging.getLogger(__name__).warning(
     'The metrics have no scalar %r for an action.%s', missing, did_you_mean(missing, known)
   )

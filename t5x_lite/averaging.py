@@ -58,10 +58,13 @@ class ParamEma:
 
   def check_decay(self, steps: Sequence[int]) -> None:
     """Raise ConfigError if the schedule leaves [0, 1) when some numbers of updates have been made."""
-    for step in steps if callable(self.decay) else ():
+    if not callable(self.decay):
+      return
+    for step in steps:
       count = max(0, step - self.start_step)
       decay = checks.call_custom('ParamEma', 'decay', 'count', self.decay, np.int32(count))
-      if isinstance(decay, (np.generic, np.ndarray, jax.Array)) and not np.shape(decay):
+      is_array = isinstance(decay, (np.generic, np.ndarray, jax.Array))
+      if is_array and not np.shape(decay):
         decay = decay.item()
       if not isinstance(decay, (float, int)) or not 0 <= decay < 1:
         raise checks.invalid('ParamEma', 'decay', f'in [0, 1) after {count} updates', decay)
@@ -72,18 +75,23 @@ class ParamEma:
     `debias` and schedules count updates from `start_step`. For an average that begins later, the count is too large.
     """
     if step > self.start_step and (self.debias or callable(self.decay)):
+      option = 'debias' if self.debias else 'a schedule as decay'
       raise checks.invalid(
         'ParamEma',
         'start_step',
-        f'at least {step} with {"debias" if self.debias else "a schedule as decay"}, since '
-        f'the average begins with the parameters of step {step}',
+        f'at least {step} with {option}, since the average begins with the parameters of step '
+        f'{step}',
         self.start_step,
         f'Set it to {step}.',
       )
 
   def init(self, params: Params) -> Params:
     """Return the average before the first update: copies of `params`, in float32 at least."""
-    return jax.tree.map(lambda p: jnp.array(p, _average_dtype(p.dtype), copy=True), params)
+
+    def copied(p: Array) -> Array:
+      return jnp.array(p, _average_dtype(p.dtype), copy=True)
+
+    return jax.tree.map(copied, params)
 
   def update(self, average: Params, params: Params, step: Array) -> Params:
     """Return the average after an update of the parameters.
@@ -95,7 +103,8 @@ class ParamEma:
     """
     count = step - self.start_step
     if callable(self.decay):
-      decay = jnp.asarray(self.decay(jnp.maximum(count - 1, 0)), jnp.float32)
+      num_before = jnp.maximum(count - 1, 0)
+      decay = jnp.asarray(self.decay(num_before), jnp.float32)
       weight = 1 - decay
     else:
       decay = np.float32(self.decay)

@@ -31,9 +31,11 @@ class Expectation(NamedTuple):
 
   def or_none(self) -> 'Expectation':
     """Return the same expectation of an option that may also be None."""
-    return Expectation(
-      f'{self.text} or None', lambda value: value is None or self.holds(value), self.remedy
-    )
+
+    def holds(value: Any) -> bool:
+      return value is None or self.holds(value)
+
+    return Expectation(f'{self.text} or None', holds, self.remedy)
 
 
 def number(
@@ -93,9 +95,11 @@ def _interval(
     right = ']' if includes_high else ')'
     return f' in {left}{low}, {high}{right}'
   if low is not None:
-    return f' {">=" if includes_low else ">"} {low}'
+    above = '>=' if includes_low else '>'
+    return f' {above} {low}'
   if high is not None:
-    return f' {"<=" if includes_high else "<"} {high}'
+    below = '<=' if includes_high else '<'
+    return f' {below} {high}'
   return ''
 
 

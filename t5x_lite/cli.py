@@ -29,6 +29,7 @@ from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError, did_you_mean
+from t5x_lite.formatting import capitalized
 
 # Third-party packages with log lines at start-up that users do not need; errors are still shown.
 _NOISY_LOGGERS = (
@@ -123,7 +124,7 @@ class _Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn:
     """See base class."""
-    raise ConfigError(f'{message[0].upper()}{message[1:]}. See {self.prog} --help.')
+    raise ConfigError(f'{capitalized(message)}. See {self.prog} --help.')
 
 
 class _ShowVersions(argparse.Action):
@@ -276,10 +277,8 @@ def run_program(may_restart: bool = False) -> NoReturn:
     sys.modules['t5x_lite.runtime.cluster'].end(status)
   # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
   # else is closed.
-  if any(
-    thread.name.startswith(('t5x_lite-data', 't5x_lite-compilation'))
-    for thread in threading.enumerate()
-  ):
+  names = [thread.name for thread in threading.enumerate()]
+  if any(name.startswith(('t5x_lite-data', 't5x_lite-compilation')) for name in names):
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(AttributeError, OSError, ValueError):
         stream.flush()
@@ -363,7 +362,9 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   others = []
   passes_on = command is not None and command.passes_on
   if passes_on and '--' in argv:
-    argv, others = argv[: argv.index('--')], argv[argv.index('--') + 1 :]
+    end = argv.index('--')
+    others = argv[end + 1 :]
+    argv = argv[:end]
   jax_flags = []
   if command is not None and command.entry is not None:
     argv = [argv[0], *cli_flags.expand_flagfiles(argv[1:])]
@@ -376,7 +377,9 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   arguments, unknown = parser.parse_known_args(
     [argument for argument in argv if not argument.startswith(('--gin.', '--gin_bindings='))]
   )
-  ignored = [name for text in getattr(arguments, 'undefok', ()) for name in text.split(',') if name]
+  ignored = []
+  for text in getattr(arguments, 'undefok', ()):
+    ignored += filter(None, text.split(','))
   unknown = [argument for argument in unknown if not cli_flags.is_named(argument, ignored)]
   command = program.commands[arguments.command]
   if passes_on and unknown and not others:
@@ -426,9 +429,10 @@ def _unknown_argument(argument: str, command: str, has_gin: bool, options: Itera
       remedy = f'--gin.{argument}'
     else:
       remedy = ''
-    return f'{command} does not accept the argument {argument!r}.' + (
-      f' Did you mean {remedy}?' if remedy else ''
-    )
+    problem = f'{command} does not accept the argument {argument!r}.'
+    if remedy:
+      problem += f' Did you mean {remedy}?'
+    return problem
   flag = argument.partition('=')[0]
   if flag.startswith(('-gin.', '--gin-', '-gin_')) or (flag.startswith('--gin') and '.' in flag):
     return f'{command} has no flag {flag}. Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
@@ -447,9 +451,8 @@ def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
   }
   # argparse's table breaks lines after long names.
   width = max(map(len, program.commands)) + 2
-  table = '\n'.join(
-    f'  {name:<{width}}{command.help}' for name, command in program.commands.items()
-  )
+  rows = [f'  {name:<{width}}{command.help}' for name, command in program.commands.items()]
+  table = '\n'.join(rows)
   parser = _Parser(
     prog=program.call,
     usage=f'{program.call} COMMAND ...',
@@ -467,7 +470,7 @@ def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
     dest='command', metavar='COMMAND', required=True, prog=program.call, help=argparse.SUPPRESS
   )
   for name, command in program.commands.items():
-    description = command.help[0].upper() + command.help[1:] + '.'
+    description = f'{capitalized(command.help)}.'
     sub = commands.add_parser(name, description=description, **shape)
     if argv and argv[0] == name:
       command.add_arguments(sub)

@@ -43,10 +43,10 @@ def report(error: BaseException, own_paths: Sequence[str]) -> Report | None:
     else:
       kind = 'error: '
     # With any error class: the same command works with free disk space.
-    is_full = error.exit_code == ExitCode.INVALID_INPUT and any(map(is_disk_full, _chain(error)))
-    return Report(
-      f'{kind}{_text(error)}{_shown(frames)}', ExitCode.SAVE_FAILED if is_full else error.exit_code
-    )
+    status = error.exit_code
+    if status == ExitCode.INVALID_INPUT and any(map(is_disk_full, _chain(error))):
+      status = ExitCode.SAVE_FAILED
+    return Report(f'{kind}{_text(error)}{_shown(frames)}', status)
   if isinstance(error, SyntaxError) and _is_users_file(error.filename, own_paths):
     line = f': `{error.text.strip()}`' if error.text else ''
     return Report(
@@ -80,9 +80,10 @@ def report(error: BaseException, own_paths: Sequence[str]) -> Report | None:
       ExitCode.INVALID_INPUT,
     )
   if frames:
-    notes = ''.join(
-      f'\n{note}' for note in getattr(error, '__notes__', ()) if 'JAX has removed' not in note
-    )
+    notes = ''
+    for note in getattr(error, '__notes__', ()):
+      if 'JAX has removed' not in note:
+        notes += f'\n{note}'
     return Report(
       f'error: your code raised {type(error).__name__}: {_text(error)}{notes}{_shown(frames)}\n'
       'Correct this code, then rerun the command; --debug shows all frames.',

@@ -42,7 +42,9 @@ def expand_flagfiles(arguments: Sequence[str], within: Sequence[str] = ()) -> li
     if flag.removeprefix('-') not in ('-flagfile', 'flagfile') or not flag.startswith('-'):
       expanded.append(argument)
       continue
-    path = os.path.abspath(os.path.expanduser(path if equals else next(iterator, '')))
+    if not equals:
+      path = next(iterator, '')
+    path = os.path.abspath(os.path.expanduser(path))
     try:
       if path in within:
         raise OSError('it contains itself')
@@ -77,7 +79,8 @@ def plain(arguments: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     flag, equals, value = argument.partition('=')
     if flag.startswith('-') and f'-{flag}' in options:
       flag = f'-{flag}'
-    flag = flag if flag in options else _SHORT.get(flag, flag)
+    if flag not in options:
+      flag = _SHORT.get(flag, flag)
     if flag in options or not flag.startswith('--no'):
       name = flag
     else:
@@ -123,14 +126,10 @@ def remedy(flag: str) -> str:
     from t5x_lite.compat import names  # Only errors need it.
 
     return names.LEFT_OUT_MODULES['t5x.main']
-  return next(
-    (
-      f'{sentence}.'
-      for start, sentence in _REMEDIES.items()
-      if name.startswith(start) or name.removeprefix('no').startswith(start)
-    ),
-    '',
-  )
+  for start, sentence in _REMEDIES.items():
+    if name.startswith(start) or name.removeprefix('no').startswith(start):
+      return f'{sentence}.'
+  return ''
 
 
 def is_named(argument: str, flags: Sequence[str]) -> bool:

@@ -71,31 +71,35 @@ def _complaint(flags: str) -> str:
   return ''
 
 
+def _finds_backends(frame: traceback.FrameSummary) -> bool:
+  """Return whether a frame is that of JAX in which it finds its backends."""
+  module = pathlib.PurePath(frame.filename).parts[-3:]
+  return module == _JAX_PLATFORMS_MODULE and frame.name == 'backends'
+
+
 def platform_message(error: BaseException) -> str | None:
   """Return the message for an exception of JAX about a missing platform; None for any other exception."""
   if not isinstance(error, (RuntimeError, AssertionError)):
     return None
-  in_jax = any(
-    pathlib.PurePath(frame.filename).parts[-3:] == _JAX_PLATFORMS_MODULE
-    and frame.name == 'backends'
-    for frame in traceback.extract_tb(error.__traceback__)
-  )
-  if not in_jax:
+  if not any(map(_finds_backends, traceback.extract_tb(error.__traceback__))):
     return None
   import jax
 
   wanted = jax.config.values['jax_platforms']
-  reason = str(error).partition('\n')[0].partition(" (set JAX_PLATFORMS=''")[0].rstrip('. ')
+  reason = str(error).partition('\n')[0]
+  reason = reason.partition(" (set JAX_PLATFORMS=''")[0].rstrip('. ')
   reason = re.sub("^Unable to initialize backend '.*?': ", '', reason)
   if not wanted:
     return f'JAX finds no usable device: {reason}. Set JAX_PLATFORMS=cpu to use the CPU.'
-  hint = next(
-    (did_you_mean(name, _PLATFORMS) for name in wanted.split(',') if name not in _PLATFORMS), ''
-  )
+  unknown = [name for name in wanted.split(',') if name not in _PLATFORMS]
+  hint = ''
+  if unknown:
+    hint = did_you_mean(unknown[0], _PLATFORMS)
   remedy = 'Unset JAX_PLATFORMS to use the devices of this machine'
   if not hint and wanted in ('cuda', 'gpu', 'tpu'):
-    remedy += f', or install JAX for this platform with `{install_command("tpu" if wanted == "tpu" else "cuda")}`'
-  return (
-    f'JAX_PLATFORMS must name platforms that this machine has, got {wanted!r}'
-    f'{f": {reason}" if reason else ""}.{hint} {remedy}.'
-  )
+    extra = 'tpu' if wanted == 'tpu' else 'cuda'
+    remedy += f', or install JAX for this platform with `{install_command(extra)}`'
+  problem = f'JAX_PLATFORMS must name platforms that this machine has, got {wanted!r}'
+  if reason:
+    problem += f': {reason}'
+  return f'{problem}.{hint} {remedy}.'

@@ -62,14 +62,16 @@ class T5xLiteError(Exception):
   """
 
   exit_code: ExitCode = ExitCode.INVALID_INPUT
-  options: InvalidOptions | None = None
+  # Without a value: gin looks up in the original error only what the class of its own error lacks.
+  options: InvalidOptions | None
 
   def __str__(self) -> str:
     text = super().__str__()
-    options = self.options
+    options = getattr(self, 'options', None)
     if options is None or not options.locations:
       return text
-    return f'{text[: options.end]} ({", ".join(options.locations)}){text[options.end :]}'
+    locations = ', '.join(options.locations)
+    return f'{text[: options.end]} ({locations}){text[options.end :]}'
 
 
 class ConfigError(T5xLiteError, ValueError):
@@ -205,11 +207,10 @@ def install_command(extra: str) -> str:
   requirements = []
   with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     requirements = importlib.metadata.requires('t5x_lite') or []
-  names = [
-    requirement.partition(';')[0].strip()
-    for requirement in requirements
-    if re.search(rf'extra\s*==\s*["\']{extra}["\']', requirement)
-  ]
+  names = []
+  for requirement in requirements:
+    if re.search(rf'extra\s*==\s*["\']{extra}["\']', requirement):
+      names.append(requirement.partition(';')[0].strip())
   if not names:  # a checkout that is not installed
     return f"pip install -e '{pathlib.Path(__file__).resolve().parents[1]}[{extra}]'"
   return 'pip install ' + ' '.join(f"'{name}'" for name in names)
@@ -234,7 +235,9 @@ def needs_packages(
   try:
     yield
   except ImportError as error:
+    remedy = f'Install with `{command or install_command(extra)}`'
+    if otherwise:
+      remedy += f', or {otherwise}'
     raise ConfigError(
-      f'{use} needs {packages}, which cannot be imported ({error}). Install with '
-      f'`{command or install_command(extra)}`{f", or {otherwise}" if otherwise else ""}.'
+      f'{use} needs {packages}, which cannot be imported ({error}). {remedy}.'
     ) from error

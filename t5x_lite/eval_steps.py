@@ -21,9 +21,10 @@ def program_key(metric_fns: MetricFns, batch: Batch) -> tuple[Any, ...]:
     metric_fns: `evaluation.Evaluation.metric_fns`.
     batch: arrays or shapes by feature.
   """
-  return None if metric_fns is None else tuple(map(id, metric_fns)), tree_utils.shapes_key(
-    tree_utils.shapes(batch)
-  )
+  functions = None
+  if metric_fns is not None:
+    functions = tuple(map(id, metric_fns))
+  return functions, tree_utils.shapes_key(tree_utils.shapes(batch))
 
 
 class EvalSteps:

@@ -16,7 +16,7 @@ import shutil
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 import uuid
 
 from t5x_lite import errors
@@ -24,6 +24,8 @@ from t5x_lite import hub
 from t5x_lite.errors import T5xLiteError
 
 if TYPE_CHECKING:
+  from typing_extensions import TypeIs
+
   from t5x_lite import object_store
 
   Path = pathlib.Path | object_store.StorePath
@@ -50,6 +52,10 @@ STORES = ('gs', 's3')
 _ONE_SLASH_RE = re.compile(r'(gs|s3|hf):/(?!/)')
 
 
+@overload
+def is_remote(name: Path) -> TypeIs[object_store.StorePath]: ...
+@overload
+def is_remote(name: PathLike) -> bool: ...
 def is_remote(name: PathLike) -> bool:
   """Return True if a path names an object store, as gs://bucket/name does."""
   return '://' in os.fspath(name) and not hub.is_name(name)
@@ -70,9 +76,8 @@ def path(name: PathLike) -> Path:
   if not is_remote(name):
     if hub.is_name(name):
       return hub.local_folder(os.fspath(name))
-    if found := _ONE_SLASH_RE.match(
-      os.fspath(name)
-    ):  # otherwise a local folder 's3:' would be made
+    found = _ONE_SLASH_RE.match(os.fspath(name))
+    if found:  # otherwise a local folder 's3:' would be made
       raise errors.ConfigError(
         f'A path in a store must begin with {found[1]}://, got {os.fspath(name)!r}.'
       )
@@ -81,10 +86,8 @@ def path(name: PathLike) -> Path:
     return pathlib.Path(name)
   scheme = os.fspath(name).partition('://')[0]
   if scheme not in STORES:
-    raise errors.ConfigError(
-      f'Paths in stores must begin with {" or ".join(f"{store}://" for store in STORES)}, got '
-      f'{os.fspath(name)!r}.'
-    )
+    known = ' or '.join(f'{store}://' for store in STORES)
+    raise errors.ConfigError(f'Paths in stores must begin with {known}, got {os.fspath(name)!r}.')
   from t5x_lite import object_store  # takes 0.1 s
 
   if isinstance(name, object_store.StorePath):
@@ -161,10 +164,8 @@ def write(
   except BaseException as error:
     with contextlib.suppress(OSError):
       remove(temporary)
-    if isinstance(error, OSError) and error.filename in (
-      None,
-      str(temporary),
-    ):  # A full disk gives no name.
+    # A full disk gives no name.
+    if isinstance(error, OSError) and error.filename in (None, str(temporary)):
       error.filename = str(path)
     raise
 
@@ -172,13 +173,20 @@ def write(
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
   from t5x_lite import uploads
 
-  target = path(name)
+  target = _store_path(name)
   if not callable(content):
     target.write_bytes(content)
     return
   with uploads.local_file(target.suffix) as local:
     content(local)
     target.upload(local)
+
+
+def _store_path(name: PathLike) -> object_store.StorePath:
+  """Return the path of a name that is in a store."""
+  found = path(name)
+  assert is_remote(found)
+  return found
 
 
 # Path -> content of objects that `write` has been told to write behind.
@@ -204,11 +212,12 @@ def flush(name: PathLike) -> None:
 
 def _write_behind(bucket: Sequence[str] | None = None) -> None:
   with _behind_lock:
-    for name in [
-      name for name in list(_behind) if bucket is None or path(name).parts[1:3] == bucket
-    ]:
+    for name in list(_behind):
+      target = _store_path(name)
+      if bucket is not None and target.parts[1:3] != bucket:
+        continue
       content = _behind[name]
-      path(name).write_bytes(content, fence_of(name))
+      target.write_bytes(content, fence_of(name))
       if _behind[name] is content:  # and not replaced meanwhile
         del _behind[name]
 
@@ -223,13 +232,15 @@ def _start_writing_behind() -> None:
 
 def unwritten(folder: PathLike) -> dict[str, bytes]:
   """Return path -> content of the objects below a folder of a store that wait for the store to take them."""
-  found = dict(filter(None, (parts_of_file.unwritten() for parts_of_file in list(_open_parts))))
+  found: dict[str, bytes] = {}
+  for parts_of_file in list(_open_parts):
+    waiting = parts_of_file.unwritten()
+    if waiting is not None:
+      part, content = waiting
+      found[str(part)] = content
+  found |= dict(_behind)
   start = f'{path(folder)}/'
-  return {
-    str(name): content
-    for name, content in {**found, **dict(_behind)}.items()
-    if str(name).startswith(start)
-  }
+  return {name: content for name, content in found.items() if name.startswith(start)}
 
 
 def write_unwritten(name: str, content: bytes) -> None:
@@ -238,7 +249,7 @@ def write_unwritten(name: str, content: bytes) -> None:
   if first == name:
     write(name, content)
     return
-  file = AppendedParts(path(first))
+  file = AppendedParts(_store_path(first))
   file.append(content, at_once=True)
   file.close()
 
@@ -260,8 +271,11 @@ def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
   if not is_remote(folder):
     shutil.rmtree(folder, ignore_errors=ignore_errors)
     return
-  with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+  try:
     folder.rmtree()
+  except OSError:
+    if not ignore_errors:
+      raise
 
 
 def each(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -303,19 +317,14 @@ def parts(name: PathLike) -> list[Path]:
   A local file has one part. In an object store, further parts are called `<name>.part-00001` and so on.
   """
   first = path(name)
-  if not is_remote(name):
+  if not is_remote(first):
     return [first]
-  found = [
-    first,
-    *sorted(
-      (path for path in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(path)),
-      key=_number_of,
-    ),
-  ]
-  while (
-    following := _numbered(first, _number_of(found[-1]) + 1)
-  ).is_file():  # A listing may miss new objects.
+  listed = [part for part in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(part)]
+  found: list[Path] = [first, *sorted(listed, key=_number_of)]
+  following = _numbered(first, _number_of(found[-1]) + 1)
+  while following.is_file():  # A listing may miss new objects.
     found.append(following)
+    following = _numbered(first, _number_of(following) + 1)
   return found
 
 
@@ -323,7 +332,7 @@ def _numbered(first: object_store.StorePath, number: int) -> object_store.StoreP
   return first.with_name(f'{first.name}{_PART_INFIX}{number:05d}')
 
 
-def _number_of(part: object_store.StorePath) -> int:
+def _number_of(part: Path) -> int:
   match = re.fullmatch(rf'.*{re.escape(_PART_INFIX)}(\d+)', part.name)
   if match:
     return int(match.group(1))
@@ -341,9 +350,10 @@ def appended(
     first_fn: returns the bytes after the first header; called now, or in a store by the thread that writes, so that it
       may make requests.
   """
-  if is_remote(name):
-    return AppendedParts(path(name), header=header, first_fn=first_fn)
-  file = AppendedFile(path(name))
+  target = path(name)
+  if is_remote(target):
+    return AppendedParts(target, header=header, first_fn=first_fn)
+  file = AppendedFile(target)
   if first := header + first_fn():
     file.append(first, at_once=False)
   return file
@@ -376,8 +386,7 @@ class AppendedFile:
 
   def flush(self) -> None:
     """Write the buffer and wait until it is on disk; raise OSError if the disk is full."""
-    self._write()
-    os.fsync(self._fd)
+    os.fsync(self._write())
 
   def close(self) -> None:
     """Write the buffer and close the file."""
@@ -390,12 +399,15 @@ class AppendedFile:
       if self._fd is not None:
         os.close(self._fd)
 
-  def _write(self) -> None:
+  def _write(self) -> int:
+    """Write the buffer, and return the descriptor of the file."""
     if self._fd is None:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     while self._unwritten:
-      del self._unwritten[: os.write(self._fd, self._unwritten)]
+      num_written = os.write(self._fd, self._unwritten)
+      del self._unwritten[:num_written]
+    return self._fd
 
 
 # Folder in a store -> function that raises if this process may not write below it.
@@ -415,10 +427,10 @@ def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
 
 def fence_of(name: PathLike) -> Callable[[], None]:
   """Return the function of `fence` for a path, or one that does nothing."""
-  return next(
-    (check_fn for folder, check_fn in list(_fences.items()) if str(name).startswith(f'{folder}/')),
-    lambda: None,
-  )
+  for folder, check_fn in list(_fences.items()):
+    if str(name).startswith(f'{folder}/'):
+      return check_fn
+  return lambda: None
 
 
 # Files of `AppendedParts` that are not closed.
@@ -475,10 +487,8 @@ class AppendedParts:
     with self._lock:
       if len(self._content) == self._num_written:
         return None
-      return (
-        self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}'),
-        bytes(self._content),
-      )
+      part = self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}')
+      return part, bytes(self._content)
 
   def former_parts(self) -> list[Path]:
     """Return the parts that other writers have written before."""

@@ -104,7 +104,10 @@ def first_names(names: Sequence[str], limit: int = 3) -> str:
   'a, b, c and 2 more'
   """
   more = len(names) - limit
-  return ', '.join(names[:limit]) + (f' and {more} more' if more > 0 else '')
+  text = ', '.join(names[:limit])
+  if more > 0:
+    text += f' and {more} more'
+  return text
 
 
 def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:
@@ -115,18 +118,38 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
     right_aligned: headings of right-aligned columns.
   """
   right = set(right_aligned)
-  widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
   def render(line):
-    cells = [
-      cell.rjust(width) if heading in right else cell.ljust(width)
-      for cell, width, heading in zip(line, widths, lines[0], strict=True)
-    ]
+    cells = []
+    for cell, width, heading in zip(line, widths, lines[0], strict=True):
+      if heading in right:
+        cells.append(cell.rjust(width))
+      else:
+        cells.append(cell.ljust(width))
     return '  '.join(cells).rstrip()
 
-  return '\n'.join(
-    [render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])]
-  )
+  rule = '  '.join('-' * width for width in widths)
+  return '\n'.join([render(lines[0]), rule, *map(render, lines[1:])])
+
+
+def printable(text: str) -> str:
+  r"""Return a text on one line, with escapes for characters that cannot be printed.
+
+  Control characters would move the cursor and break a table; a lone surrogate cannot be printed at all.
+
+  >>> printable('a\tb')
+  'a\\tb'
+  """
+  if text.isprintable():
+    return text
+  characters = []
+  for c in text:
+    if c.isprintable():
+      characters.append(c)
+    else:
+      characters.append(c.encode('unicode_escape').decode('ascii'))
+  return ''.join(characters)
 
 
 def format_cell(value: Any) -> str:
@@ -134,9 +157,7 @@ def format_cell(value: Any) -> str:
   if isinstance(value, float):
     text = format_number(value)
   else:
-    text = str(value)
-  # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
-  text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
+    text = printable(str(value))
   if len(text) <= _MAX_CELL:
     return text
   return text[: _MAX_CELL - 1] + '…'

@@ -43,6 +43,8 @@ _REMEDIES = {
   'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
   'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
+# gin's default of parameters that must be bound, for parameters of any type.
+_REQUIRED: Any = gin.REQUIRED
 # Sentences about macros that not all run files use.
 _UNUSED = {
   'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it.',
@@ -74,21 +76,22 @@ class Configuration:
     Args:
       left_out: prefixes of modules whose bindings are omitted.
     """
-
-    return {
-      f'{use.name}.{parameter}': repr(_value_of(key))
-      for use in self.uses
-      if not use.configurable.wrapped.__module__.startswith(tuple(left_out))
-      for parameter, key in use.bound.items()
-    }
+    values = {}
+    for use in self.uses:
+      if use.configurable.wrapped.__module__.startswith(tuple(left_out)):
+        continue
+      for parameter, key in use.bound.items():
+        values[f'{use.name}.{parameter}'] = repr(_value_of(key))
+    return values
 
   def arguments_of(self, cls: type) -> list[dict[str, Any]]:
     """Return the bound arguments of each use of a class or its subclasses, unevaluated, without macros."""
-    return [
-      {parameter: _value_of(key) for parameter, key in use.bound.items()}
-      for use in self.uses
-      if isinstance(use.configurable.wrapped, type) and issubclass(use.configurable.wrapped, cls)
-    ]
+    found = []
+    for use in self.uses:
+      wrapped = use.configurable.wrapped
+      if isinstance(wrapped, type) and issubclass(wrapped, cls):
+        found.append({parameter: _value_of(key) for parameter, key in use.bound.items()})
+    return found
 
   def call(self, **arguments: Any) -> Any:
     """Call the entry point with the bound values; `arguments` override them.
@@ -101,10 +104,8 @@ class Configuration:
     """
     # Arguments are evaluated here instead of by gin, to distinguish their errors from those of the run.
     bound = {name: self.argument(name) for name in self.uses[0].bound if name not in arguments}
-    with (
-      self.locating_errors(),
-      gin.unlock_config(),
-    ):  # The run may import a task module that registers configurables.
+    # The run may import a task module that registers configurables.
+    with self.locating_errors(), gin.unlock_config():
       return self.entry(**bound, **arguments)
 
   def argument(self, name: str) -> Any:
@@ -138,23 +139,25 @@ class Configuration:
     try:
       yield
     except T5xLiteError as error:
-      if (options := getattr(error, 'options', None)) is not None:
+      options = getattr(error, 'options', None)
+      if options is not None:
         scope = self._scope(str(error), options.argument)
-        found = [
-          gin_check.location_of(options.owner, name, shown, self.uses, self.locations, scope)
-          for name, shown in options.shown.items()
-        ]
-        options.locations = [str(location) for location in found if location is not None]
+        found = []
+        for name, shown in options.shown.items():
+          location = gin_check.location_of(
+            options.owner, name, shown, self.uses, self.locations, scope
+          )
+          if location is not None:
+            found.append(str(location))
+        options.locations = found
       raise
 
   def _scope(self, message: str, argument: str) -> tuple[str, ...] | None:
     """Return the scope in which gin has made the argument, or else the object of an error; None if it is not known."""
     if argument in self.uses[0].bound:
       reference = _value_of(self.uses[0].bound[argument])
-    else:
-      reference = None
-    if isinstance(reference, gin_config.ConfigurableReference):
-      return tuple(reference.scopes)
+      if isinstance(reference, gin_config.ConfigurableReference):
+        return tuple(reference.scopes)
     innermost = re.search(_NOTE, message)
     if innermost is None:
       return None
@@ -187,31 +190,30 @@ def read(
     ConfigError: a file is missing, gin syntax is invalid, or a macro is missing or not used. With mesh rules, `load`
       raises for missing and unused macros.
   """
-  texts, rules = mesh_rules.take(
-    [gin_syntax.read_file(name, search_paths) for name in gin_files] + list(flags), search_paths
-  )
+  of_files = [gin_syntax.read_file(name, search_paths) for name in gin_files]
+  texts, rules = mesh_rules.take([*of_files, *flags], search_paths)
   unset = gin_syntax.missing_macros(texts)
   if rules is not None:
     mesh_rules.check_macros(rules, texts)
-  additional = [
-    gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
-    for name, value in (placeholders or {}).items()
-    if name in unset
-  ]
   # Rules override files and placeholders, and flags override rules.
-  texts[len(gin_files) : len(gin_files)] = additional if rules is None else [*additional, rules]
-  if (
-    rules is None
-  ):  # The rule that applies, which may set macros, is known after the imports of the files.
+  additional: list[gin_syntax.Text] = []
+  for name, value in (placeholders or {}).items():
+    if name in unset:
+      additional.append(gin_syntax.read_text(f'{name} = {value}', name, is_flag=False))
+  if rules is not None:
+    additional.append(rules)
+  texts[len(gin_files) : len(gin_files)] = additional
+  # The rule that applies, which may set macros, is known after the imports of the files.
+  if rules is None:
     _check_macros(texts)
   return texts
 
 
 def _check_macros(texts: Sequence[gin_syntax.Text]) -> None:
-  reads_checkpoint = 'CHECKPOINT_PATH' in gin_syntax.mentioned_macros(
-    texts
-  )  # of which it then is a misspelling
-  gin_syntax.check_macros(texts, _REMEDIES, {} if reads_checkpoint else _UNUSED)
+  unused = _UNUSED
+  if 'CHECKPOINT_PATH' in gin_syntax.mentioned_macros(texts):
+    unused = {}  # An unused macro is then a misspelling of it.
+  gin_syntax.check_macros(texts, _REMEDIES, unused)
   for sentence in gin_syntax.misspelt_macros(texts):
     logging.getLogger(__name__).warning(sentence)
 
@@ -241,32 +243,23 @@ def load(
       f'No file configures {entry}. Add a run file, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
-  macros_of_files = {
-    statement.macro_name
-    for text in texts
-    for statement in text.walk()
-    if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line
-  }
+  macros_of_files = set()
+  for binding in gin_syntax.bindings_of(texts):
+    if binding.macro_name is not None and not binding.location.on_command_line:
+      macros_of_files.add(binding.macro_name)
   uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
   for sentence in gin_check.misspelt_scopes(uses, binder.locations):
     logging.getLogger(__name__).warning(sentence)
   text = get_gin_config_str()
   _finalize()
   read_keys = {key for use in uses for key in use.bound.values()}
-  if (
-    function_name == 'train'
-  ):  # Files for training may be used for other commands too, which need less.
+  # Files for training may be used for other commands too, which need less.
+  if function_name == 'train':
     _log_unused(binder.bound, read_keys, texts)
-  if choice is None:
-    mesh_rule = ''
-  else:
+  mesh_rule = ''
+  if choice is not None:
     mesh_rule = mesh_rules.describe(choice, changes, read_keys)
-  in_files = {
-    statement.location
-    for text in texts
-    for statement, file in text.walk_files()
-    if file.path is not None
-  }
+  in_files = {statement.location for statement, file in _statements(texts) if file.path is not None}
   locations = {key: location for key, location in binder.locations.items() if location in in_files}
   return Configuration(function, text, uses, mesh_rule, locations)
 
@@ -284,10 +277,8 @@ def _bind(
   `options` are those of the binder.
   """
   binder = gin_apply.Binder(**options)
-  position = next(
-    (index for index, text in enumerate(texts) if isinstance(text, mesh_rules.MeshRules)), None
-  )
-  if position is None:
+  rules = next((text for text in texts if isinstance(text, mesh_rules.MeshRules)), None)
+  if rules is None:
     if mesh_selector is not None:
       raise ConfigError(
         f'--mesh_selector={mesh_selector} has no effect: the configuration has no '
@@ -295,13 +286,22 @@ def _bind(
       )
     binder.bind(texts)
     return binder, texts, None, {}
+  position = texts.index(rules)
   files = texts[:position]
   rest = texts[position + 1 :]
   binder.bind(files)
-  choice = mesh_rules.choose(texts[position], mesh_selector, binder.imports)
+  choice = mesh_rules.choose(rules, mesh_selector, binder.imports)
   texts = [*files, *choice.texts, *rest]
   _check_macros(texts)
   return binder, texts, choice, mesh_rules.bind(choice, binder, rest)
+
+
+def _statements(
+  texts: Sequence[gin_syntax.Text],
+) -> Iterator[tuple[gin_syntax.Statement, gin_syntax.Text]]:
+  """Yield all statements in the order in which they take effect, each with the text that has it."""
+  for text in texts:
+    yield from text.walk_files()
 
 
 def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
@@ -311,34 +311,41 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     users: names of the files and flags that import modules of T5X.
     texts: files and flags in the order of application.
   """
-  ours = dict.fromkeys(text.source for top in texts for text in _files_of_t5x(top))
+  ours: list[str] = []
+  for top in texts:
+    ours += [text.source for text in _files_of_t5x(top) if text.source not in ours]
   users = [
     source
     for source in users
     if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours
   ]
+  sentences = []
   if users:
-    sentences = [f'Names of T5X in {", ".join(users)} mean those of t5x_lite.']
-  else:
-    sentences = []
+    sentences.append(f'Names of T5X in {", ".join(users)} mean those of t5x_lite.')
   if ours:
     sentences.append(f"Of T5X's files, those of t5x_lite are used: {', '.join(ours)}.")
-    last = {
-      statement.macro_name: (statement, text)
-      for top in texts
-      for statement, text in top.walk_files()
-      if isinstance(statement, gin_syntax.Binding)
-    }
-    defaults = [
-      f'{name} = {last[name][0].value!r} (T5X: {theirs})'
-      for name, theirs in t5x_names.DEFAULTS.items()
-      if name in last
-      and last[name][1].is_packaged()
-      and last[name][1].path.name in ('train.gin', 'precompile.gin')
-    ]
-    sentences += [f"Defaults that are not T5X's: {', '.join(defaults)}."] if defaults else []
+    defaults = _other_defaults(texts)
+    if defaults:
+      sentences.append(f"Defaults that are not T5X's: {', '.join(defaults)}.")
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+
+
+def _other_defaults(texts: Sequence[gin_syntax.Text]) -> list[str]:
+  """Return the macros whose values are defaults of t5x_lite that are not those of T5X, with both values."""
+  last: dict[str | None, tuple[gin_syntax.Binding, gin_syntax.Text]] = {}
+  for statement, text in _statements(texts):
+    if isinstance(statement, gin_syntax.Binding):
+      last[statement.macro_name] = (statement, text)
+  defaults = []
+  for name, theirs in t5x_names.DEFAULTS.items():
+    if name not in last:
+      continue
+    binding, text = last[name]
+    in_program = text.path is not None and text.path.name in ('train.gin', 'precompile.gin')
+    if in_program and text.is_packaged():
+      defaults.append(f'{name} = {binding.value!r} (T5X: {theirs})')
+  return defaults
 
 
 def _log_unused(
@@ -349,26 +356,23 @@ def _log_unused(
   """Log which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
   mentioned = gin_syntax.mentioned_macros(texts)
   registry = gin_check.configurables()
-  others = (
-    f'/{_CONFIG_FILE}',
-    *(f'/{name}' for name in gin_syntax.packaged_files(gin_syntax.T5X_FILES)),
-  )
+  names_of_others = (_CONFIG_FILE, *gin_syntax.packaged_files(gin_syntax.T5X_FILES))
+  others = tuple(f'/{name}' for name in names_of_others)
   owned = {
     id(statement)
-    for top in texts
-    for statement, text in top.walk_files()
+    for statement, text in _statements(texts)
     if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)
   }
-  unused = [
-    f'{statement.key} ({statement.location})'
-    for key, statement in bound.items()
-    if id(statement) in owned
-    and (
-      statement.macro_name not in mentioned
-      if statement.macro_name
-      else key not in read_keys and registry[key[1]].import_source is not None
-    )
-  ]
+  unused = []
+  for key, statement in bound.items():
+    if id(statement) not in owned:
+      continue
+    if statement.macro_name:
+      is_unused = statement.macro_name not in mentioned
+    else:
+      is_unused = key not in read_keys and registry[key[1]].import_source is not None
+    if is_unused:
+      unused.append(f'{statement.key} ({statement.location})')
   if unused:
     logging.getLogger(__name__).info('Not used for training: %s.', ', '.join(unused))
 
@@ -428,11 +432,9 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
       if not equals:
         raise ConfigError(f'{argument} requires a value. Write --gin.{key}=VALUE.')
       binding = gin_syntax.read_flag(key, value, argument).statements[0]
-      if isinstance(binding.value, str):
-        shown = repr(binding.value)
-      else:
-        shown = value
-      argument = f'--gin_bindings={key} = {shown}'
+      if isinstance(binding, gin_syntax.Binding) and isinstance(binding.value, str):
+        value = repr(binding.value)
+      argument = f'--gin_bindings={key} = {value}'
     rewritten.append(argument)
   return rewritten
 
@@ -576,16 +578,15 @@ def write_config(model_dir: files.Path, text: str, step: int) -> files.Path:
 
 
 def _read_any(path: files.Path) -> str:
-  return path.read_text(
-    encoding='utf-8', errors='surrogateescape'
-  )  # The user may have edited it in any encoding.
+  # The user may have edited it in any encoding.
+  return path.read_text(encoding='utf-8', errors='surrogateescape')
 
 
 def _write(path: files.Path, text: str) -> None:
   files.write(path, text.encode('utf-8', errors='surrogateescape'))
 
 
-def sum_fn(var1: float = gin.REQUIRED, var2: float = gin.REQUIRED) -> float:
+def sum_fn(var1: float = _REQUIRED, var2: float = _REQUIRED) -> float:
   """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`.
 
   Raises:
@@ -595,7 +596,7 @@ def sum_fn(var1: float = gin.REQUIRED, var2: float = gin.REQUIRED) -> float:
   return var1 + var2
 
 
-def bool_fn(var1: Any = gin.REQUIRED) -> bool:
+def bool_fn(var1: Any = _REQUIRED) -> bool:
   """Return `bool(var1)`, for gin files.
 
   Raises:
@@ -606,8 +607,8 @@ def bool_fn(var1: Any = gin.REQUIRED) -> bool:
 
 
 def string_split_fn(
-  text: str = gin.REQUIRED,
-  separator: str = gin.REQUIRED,
+  text: str = _REQUIRED,
+  separator: str = _REQUIRED,
   maxsplit: int = -1,
   index: int | None = None,
 ) -> list[str] | str:

@@ -6,6 +6,7 @@ in the cache of the package huggingface_hub (HF_HUB_CACHE); a model that is comp
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -67,18 +68,13 @@ def local_folder(name: str) -> pathlib.Path:
   model = match[1]
   revision = match[2] or 'main'
   download = functools.partial(huggingface_hub.snapshot_download, model, revision=revision)
-  # The last is an error of the HTTP client, of another package in each version.
-  failures = (OSError, ValueError, huggingface_hub.errors.HTTPError)
+  # The error of the HTTP client is of another package in each version, so that only this name is in all of them.
+  http_error = huggingface_hub.errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+  failures = (OSError, ValueError, http_error)
   cached = None
-  try:
+  with contextlib.suppress(*failures):  # it is not in the cache
     cached = pathlib.Path(download(local_files_only=True, allow_patterns=[_CONFIG]))
-  except failures:
-    pass  # it is not in the cache
-  if (
-    cached is not None
-    and _has_weights(cached)
-    and any((cached / file).is_file() for file in _TOKENIZER)
-  ):
+  if cached is not None and _has_weights(cached) and _has_tokenizer(cached):
     return cached
   _logger.info('Downloading %s from the Hugging Face hub.', name)
   try:
@@ -98,10 +94,16 @@ def local_folder(name: str) -> pathlib.Path:
 
 def _has_weights(folder: pathlib.Path) -> bool:
   """Return True if config.json and all safetensors are there."""
-  shards = _shards(folder) or {_WEIGHTS}
-  return (folder / _CONFIG).is_file() and (
-    (folder / _WEIGHTS).is_file() or all((folder / shard).is_file() for shard in shards)
-  )
+  if not (folder / _CONFIG).is_file():
+    return False
+  if (folder / _WEIGHTS).is_file():
+    return True
+  shards = _shards(folder)
+  return bool(shards) and all((folder / shard).is_file() for shard in shards)
+
+
+def _has_tokenizer(folder: pathlib.Path) -> bool:
+  return any((folder / file).is_file() for file in _TOKENIZER)
 
 
 def _shards(folder: pathlib.Path) -> set[str]:
@@ -116,7 +118,8 @@ def _shards(folder: pathlib.Path) -> set[str]:
 def _explain(name: str, model: str, revision: str, error: Exception) -> str:
   import huggingface_hub.errors
 
-  reason = ' '.join(str(error).split()).partition('. ')[0][:200].rstrip('.') or type(error).__name__
+  first_sentence = ' '.join(str(error).split()).partition('. ')[0]
+  reason = first_sentence[:200].rstrip('.') or type(error).__name__
   folder = model.rpartition('/')[2]
   at = '' if revision == 'main' else f' --revision {revision}'
   if isinstance(error, huggingface_hub.errors.RepositoryNotFoundError):

@@ -63,4 +63,6 @@ def read_file(path: files.Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
         row = json.loads(line)
       except ValueError:
         row = None
-      yield line.removesuffix('\n'), row if isinstance(row, dict) else None
+      if not isinstance(row, dict):
+        row = None
+      yield line.removesuffix('\n'), row

@@ -45,9 +45,10 @@ def layers_of(name: str) -> tuple[int, ...]:
   >>> layers_of('layers_0,2,4'), layers_of('layers_0'), layers_of('mlp')
   ((0, 2, 4), (), ())
   """
+  if not name.startswith(_PREFIX):
+    return ()
   numbers = name.removeprefix(_PREFIX).split(',')
-  is_stacked = name.startswith(_PREFIX) and len(numbers) > 1 and all(map(str.isdecimal, numbers))
-  if is_stacked:
+  if len(numbers) > 1 and all(map(str.isdecimal, numbers)):
     return tuple(map(int, numbers))
   return ()
 
@@ -60,8 +61,11 @@ def paths_of(path: str) -> list[str]:
   """
   names = path.split('/')
   for i, name in enumerate(names):
-    if layers := layers_of(name):
-      return ['/'.join([*names[:i], layer_name(layer), *names[i + 1 :]]) for layer in layers]
+    layers = layers_of(name)
+    if layers:
+      before = names[:i]
+      after = names[i + 1 :]
+      return ['/'.join([*before, layer_name(layer), *after]) for layer in layers]
   return [path]
 
 
@@ -81,7 +85,8 @@ def single_paths(paths: Sequence[str]) -> tuple[list[str], list[tuple[int, ...]]
     return list(paths), [(i,) for i in range(len(paths))]
   ordered = _in_order(path for stacked in paths for path in paths_of(stacked))
   index_of = {path: i for i, path in enumerate(ordered)}
-  return list(ordered), [tuple(index_of[path] for path in paths_of(stacked)) for stacked in paths]
+  indices = [tuple(map(index_of.__getitem__, paths_of(stacked))) for stacked in paths]
+  return list(ordered), indices
 
 
 def is_stacked(path: str) -> bool:
@@ -139,7 +144,9 @@ class LayerStacks:
         return f'{first}-{last}'
       return ', '.join(map(str, layers))
 
-    return '; '.join(f'{stack} {describe(layers)}' for stack, layers in self.groups) or 'none'
+    if not self.groups:
+      return 'none'
+    return '; '.join(f'{stack} {describe(layers)}' for stack, layers in self.groups)
 
   def stack(self, tree: PyTree) -> PyTree:
     """Return a tree with a subtree per layer in the stacked form.
@@ -172,19 +179,14 @@ class LayerStacks:
   def unstack(self, tree: PyTree) -> PyTree:
     """Return a tree in the stacked form with a subtree per layer, the inverse of `stack`."""
     names = {stacked_name(layers) for _, layers in self.groups}
-    return jax.tree.map(
-      lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node,
-      tree,
-      is_leaf=lambda node: isinstance(node, Mapping) and any(name in node for name in names),
-    )
+    return _unstack_nodes(tree, names.__contains__)
 
   def stack_paths(self, paths: Sequence[str]) -> tuple[str, ...]:
     """Return the paths in the stacked form of arrays at '/'-joined paths, in the order in which JAX flattens dicts."""
-    renamed = {
-      (stack, layer_name(layer)): stacked_name(layers)
-      for stack, layers in self.groups
-      for layer in layers
-    }
+    renamed = {}
+    for stack, layers in self.groups:
+      for layer in layers:
+        renamed[stack, layer_name(layer)] = stacked_name(layers)
 
     def rename(path: str) -> str:
       names = path.split('/')
@@ -200,11 +202,21 @@ class LayerStacks:
 
 def single_shapes(tree: PyTree) -> PyTree:
   """Return a tree of arrays with a subtree per layer and a `jax.ShapeDtypeStruct` for each array."""
-  return jax.tree.map(
-    lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node,
-    tree_utils.shapes(tree),
-    is_leaf=lambda node: isinstance(node, Mapping) and any(layers_of(str(name)) for name in node),
-  )
+  return _unstack_nodes(tree_utils.shapes(tree), lambda name: bool(layers_of(str(name))))
+
+
+def _unstack_nodes(tree: PyTree, is_stacked_name: Callable[[str], bool]) -> PyTree:
+  """Return a tree in which each mapping with a stacked name has a subtree per layer instead."""
+
+  def is_parent(node: Any) -> bool:
+    return isinstance(node, Mapping) and any(map(is_stacked_name, node))
+
+  def convert(node: Any) -> Any:
+    if isinstance(node, Mapping):
+      return unstack_subtrees(node)
+    return node
+
+  return jax.tree.map(convert, tree, is_leaf=is_parent)
 
 
 def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
@@ -214,10 +226,8 @@ def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
     if layers := layers_of(name):
       leaves, treedef = jax.tree.flatten(child)
       columns = [_unstack(leaf, len(layers)) for leaf in leaves]
-      result |= {
-        layer_name(layer): treedef.unflatten([column[i] for column in columns])
-        for i, layer in enumerate(layers)
-      }
+      for i, layer in enumerate(layers):
+        result[layer_name(layer)] = treedef.unflatten([column[i] for column in columns])
     else:
       result[name] = child
   return _like(tree, result)
@@ -244,7 +254,8 @@ class HeldState:
       is_stacked: True if `state` has these layers stacked, False if it has a subtree per layer.
     """
     self.stacks = stacks
-    self._state, self._is_stacked = state, is_stacked and bool(stacks)
+    self._state = state
+    self._is_stacked = is_stacked and bool(stacks)
 
   @property
   def single(self) -> Any:
@@ -258,7 +269,8 @@ class HeldState:
 
   @stacked.setter
   def stacked(self, state: Any) -> None:
-    self._state, self._is_stacked = state, bool(self.stacks)
+    self._state = state
+    self._is_stacked = bool(self.stacks)
 
   @property
   def stacked_shapes(self) -> Any:
@@ -298,6 +310,13 @@ class _Cell:
     return leaf
 
 
+def _taken(leaf: Any) -> Any:
+  """Return the leaf of a cell, and any other leaf unchanged."""
+  if isinstance(leaf, _Cell):
+    return leaf.take()
+  return leaf
+
+
 def _convert_arrays(fn: Callable[[PyTree], PyTree], leaves: list[Any], treedef: Any) -> PyTree:
   """Return `fn(tree)`, and drop each array of the tree once it is converted.
 
@@ -308,12 +327,12 @@ def _convert_arrays(fn: Callable[[PyTree], PyTree], leaves: list[Any], treedef: 
   """
   cells = treedef.unflatten(map(_Cell, leaves))
   leaves.clear()
-  return jax.tree.map(lambda cell: cell.take() if isinstance(cell, _Cell) else cell, fn(cells))
+  return jax.tree.map(_taken, fn(cells))
 
 
 def _stack(leaves: Sequence[Any]) -> Any:
   """Return the stacked leaf of equal leaves of the layers."""
-  leaves = [leaf.take() if isinstance(leaf, _Cell) else leaf for leaf in leaves]
+  leaves = list(map(_taken, leaves))
   first = leaves[0]
   if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
     return jnp.stack(jnp.broadcast_arrays(*leaves))  # some may be constants
@@ -353,9 +372,10 @@ def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
 def _copy(values: np.ndarray, like: jax.Array, sharding: NamedSharding | None) -> jax.Array:
   """Return an array of its own memory, which a step may overwrite, on the device of `like`."""
   # `jax.device_put` reads a NumPy array in place, even with may_alias=False.
-  return jnp.array(
-    values, copy=True, device=sharding or (like.sharding if like.committed else None)
-  )
+  device: Any = sharding
+  if device is None and like.committed:
+    device = like.sharding
+  return jnp.array(values, copy=True, device=device)
 
 
 def _is_on_one_cpu(array: jax.Array) -> bool:

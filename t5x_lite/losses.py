@@ -33,8 +33,10 @@ def _log_sum_exp_parts(logits: Array) -> tuple[Array, Array]:
   They are separate because `logits - largest - log_sum` is exact to float32 rounding, whereas `logits - log_z` also has
   the rounding error of `log_z`.
   """
+  # [..., 1]: subtracted first, so that no exponential overflows.
   largest = jnp.max(logits, axis=-1, keepdims=True)
-  log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+  exponentials = jnp.exp(logits - largest)
+  log_sum = jnp.log(jnp.sum(exponentials, axis=-1, keepdims=True))
   return largest, log_sum
 
 
@@ -67,7 +69,9 @@ def _soft_forward(logits, targets, z_loss):
   logits_32 = logits.astype(jnp.float32)
   targets_32 = targets.astype(jnp.float32)
   largest, log_sum = _log_sum_exp_parts(logits_32)
+  # [..., vocab]: logarithm of each id's probability.
   log_softmax = logits_32 - largest - log_sum
+  # [...]: coefficient * log(Z)**2 of each position.
   z = z_loss * jnp.square(largest + log_sum)[..., 0]
   loss = z - jnp.sum(targets_32 * log_softmax, axis=-1)
   return (loss, z), (logits, targets, largest, log_sum, z_loss)
@@ -75,12 +79,17 @@ def _soft_forward(logits, targets, z_loss):
 
 def _soft_backward(residuals, cotangents):
   logits, targets, largest, log_sum, z_loss = residuals
+  # [..., 1] each: gradients of the loss and of z.
   loss_bar, z_bar = (cotangent[..., None] for cotangent in cotangents)
   targets_32 = targets.astype(jnp.float32)
   log_softmax = logits.astype(jnp.float32) - largest - log_sum
+  # [..., 1]: gradient of log(Z); z is also a part of the loss.
   z_slope = 2.0 * z_loss * (largest + log_sum) * (loss_bar + z_bar)
+  # [..., 1]: 1 for a distribution, but targets may be any weights.
   target_mass = jnp.sum(targets_32, axis=-1, keepdims=True)
-  logits_bar = jnp.exp(log_softmax) * (loss_bar * target_mass + z_slope) - loss_bar * targets_32
+  # [..., vocab]: softmax - target for each id, plus the softmax times the gradient of log(Z).
+  softmax_slope = loss_bar * target_mass + z_slope
+  logits_bar = jnp.exp(log_softmax) * softmax_slope - loss_bar * targets_32
   targets_bar = -loss_bar * log_softmax
   return logits_bar.astype(logits.dtype), targets_bar.astype(targets.dtype), None
 
@@ -143,16 +152,16 @@ def token_forward(logits, target_ids, label_smoothing, z_loss):
   logits_32 = logits.astype(jnp.float32)
   largest, log_sum = _log_sum_exp_parts(logits_32)
 
+  # [...]: False for ids outside of the vocabulary, which have no target logit.
   is_id = (target_ids >= 0) & (target_ids < vocab_size)
-  target_logit = jnp.take_along_axis(
-    logits, jnp.where(is_id, target_ids, 0)[..., None], axis=-1, mode='promise_in_bounds'
-  )
-  target_shifted = jnp.where(is_id, target_logit[..., 0].astype(jnp.float32) - largest[..., 0], 0.0)
-  # sum(targets * log_softmax), expanded so that only the smoothing term reads all logits again.
-  loss = (
-    log_sum[..., 0] * _target_mass(is_id, on_mass, off_mass, vocab_size)
-    - (on_mass - off_mass) * target_shifted
-  )
+  safe_ids = jnp.where(is_id, target_ids, 0)[..., None]
+  target_logit = jnp.take_along_axis(logits, safe_ids, axis=-1, mode='promise_in_bounds')
+  # [...]: logit of the target minus the largest, 0 for ids outside of the vocabulary.
+  shifted = target_logit[..., 0].astype(jnp.float32) - largest[..., 0]
+  shifted = jnp.where(is_id, shifted, 0.0)
+  target_mass = _target_mass(is_id, on_mass, off_mass, vocab_size)
+  # [...]: sum(targets * log_softmax), expanded so that only the smoothing term reads all logits again.
+  loss = log_sum[..., 0] * target_mass - (on_mass - off_mass) * shifted
   if off_mass:
     loss -= off_mass * jnp.sum(logits_32 - largest, axis=-1)
   # Without a z-loss nothing is squared, because 0 * inf would be NaN after an overflow.
@@ -171,22 +180,20 @@ def token_backward(label_smoothing, z_loss, residuals, cotangents):
   on_mass, off_mass = _smoothed_masses(label_smoothing, vocab_size)
   is_id = (target_ids >= 0) & (target_ids < vocab_size)
   softmax = jnp.exp(logits.astype(jnp.float32) - largest - log_sum)
+  # [..., 1]: gradient of log(Z); z is also a part of the loss.
   z_slope = 2.0 * z_loss * (largest + log_sum) * (loss_bar + z_bar)
   target_mass = _target_mass(is_id, on_mass, off_mass, vocab_size)[..., None]
-  is_target = (
-    jax.lax.broadcasted_iota(target_ids.dtype, logits.shape, logits.ndim - 1)
-    == target_ids[..., None]
-  )
-  targets = jnp.where(is_target, on_mass, off_mass)
+  # [..., vocab]: the smoothed one-hot target, computed where it is used, so that it needs no memory.
+  ids = jax.lax.broadcasted_iota(target_ids.dtype, logits.shape, logits.ndim - 1)
+  targets = jnp.where(ids == target_ids[..., None], on_mass, off_mass)
   logits_bar = softmax * (loss_bar * target_mass + z_slope) - loss_bar * targets
   return logits_bar.astype(logits.dtype), None
 
 
 def _target_mass(is_id: Array, on_mass: float, off_mass: float, vocab_size: int) -> Array:
   """Return the sum of each position's target distribution, <float32>[...]: 1 for valid ids."""
-  return jnp.where(is_id, on_mass + (vocab_size - 1) * off_mass, vocab_size * off_mass).astype(
-    jnp.float32
-  )
+  mass = on_mass + (vocab_size - 1) * off_mass
+  return jnp.where(is_id, mass, vocab_size * off_mass).astype(jnp.float32)
 
 
 _token_cross_entropy.defvjp(token_forward, token_backward)
@@ -196,11 +203,11 @@ def check_targets(
   logits_shape: tuple[int, ...], targets: Array, weights: Array | None = None
 ) -> None:
   """Raise ConfigError unless targets and weights are those of the positions of logits [batch, length, vocab]."""
-  shapes = [
-    tuple(logits_shape),
-    *(tuple(array.shape) for array in (targets, weights) if array is not None),
-  ]
-  if any(shape != shapes[0][:-1] for shape in shapes[1:]):
+  shapes = [tuple(logits_shape), tuple(targets.shape)]
+  if weights is not None:
+    shapes.append(tuple(weights.shape))
+  positions = shapes[0][:-1]
+  if any(shape != positions for shape in shapes[1:]):
     raise errors.ConfigError(
       'Logits [batch, length, vocab], targets [batch, length] and weights [batch, length] must match, got the shapes '
       f'{", ".join(map(str, shapes))}. For one-hot targets use cross_entropy_with_logits.'
@@ -263,13 +270,12 @@ def compute_weighted_cross_entropy(
 
 def smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
   """Return the entropy, in nats, of a one-hot distribution after label smoothing."""
-  return -sum(
-    count * mass * math.log(mass)
-    for count, mass in zip(
-      (1, vocab_size - 1), _smoothed_masses(label_smoothing, vocab_size), strict=True
-    )
-    if mass > 0.0
-  )
+  on_mass, off_mass = _smoothed_masses(label_smoothing, vocab_size)
+  total = 0
+  for count, mass in ((1, on_mass), (vocab_size - 1, off_mass)):
+    if mass > 0.0:
+      total += count * mass * math.log(mass)
+  return -total
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,8 +354,9 @@ def get_loss_normalizing_factor_and_weights(
 
   if FACTOR_OF_BATCH in batch:
     return batch[FACTOR_OF_BATCH], weights
-  targets = batch['decoder_target_tokens']
-  weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
+  if weights is None:
+    weights = batch['decoder_target_tokens'] > 0
+  weights = jnp.asarray(weights, jnp.float32)
   return _SPECIAL_FACTORS[loss_normalizing_factor](weights, batch.get('decoder_segment_ids'))
 
 
@@ -369,14 +376,14 @@ def _average_per_sequence(weights, segment_ids):
   else:
     # [batch, length, length], which the compiler fuses with the sum. Segment 0 is padding, which is not a sequence even
     # if it has weights.
-    same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[
-      :, :, None
-    ]
+    is_real = (segment_ids != 0)[:, :, None]
+    same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & is_real
+    # [batch, length]: sum of the weights of each position's own sequence.
     sequence_sum = jnp.sum(jnp.where(same_segment, weights[:, None, :], 0.0), axis=-1)
   # A sequence without weights (padding) has weight 0.
-  weights = jnp.where(
-    sequence_sum == 0.0, 0.0, weights / jnp.where(sequence_sum == 0.0, 1.0, sequence_sum)
-  )
+  is_empty = sequence_sum == 0.0
+  divisor = jnp.where(is_empty, 1.0, sequence_sum)
+  weights = jnp.where(is_empty, 0.0, weights / divisor)
   return _sum_or_one(weights), weights
 
 
@@ -385,9 +392,9 @@ def _sum_or_one(weights):
   return jnp.where(total == 0.0, 1.0, total)
 
 
-_SPECIAL_FACTORS: dict[
-  SpecialLossNormalizingFactor, Callable[[Array, Array | None], tuple[Array, Array]]
-] = {
+# Function of (weights, segment ids or None) that returns (factor, weights).
+_FactorFn = Callable[[Array, Array | None], tuple[Array, Array]]
+_SPECIAL_FACTORS: dict[SpecialLossNormalizingFactor, _FactorFn] = {
   SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS: _real_target_tokens,
   SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS: _total_target_tokens,
   SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE: _average_per_sequence,

@@ -148,7 +148,10 @@ class Monitor:
       metrics: metrics of the step; without `non_finite_steps` if the step function does not test its loss.
     """
     count = metrics.get(NON_FINITE_STEPS)
-    loss, gradient = (0, 0) if count is None else jax.device_get((count.loss, count.gradient))
+    loss = 0
+    gradient = 0
+    if count is not None:
+      loss, gradient = jax.device_get((count.loss, count.gradient))
     if not loss and not gradient:
       self.newest_finite_step = step
       self.bad_steps_in_a_row = 0
@@ -175,11 +178,21 @@ class Monitor:
     """Return True if a state may be saved; otherwise record a finding. See `find_in_state`."""
     names = find_in_state(state_dict) if self.policy.tests else []
     if names and self.finding is None:
-      more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+      more = ''
+      if len(names) > 1:
+        more = f' and {len(names) - 1} more'
       self.finding = Finding(
         step=step, what=f'the state after step {step:,} ({names[0]}{more})', params_may_be_bad=False
       )
     return not names
+
+
+def _sum_of_magnitudes(x: Array) -> Array:
+  """Return a scalar that is finite only if all numbers of an array are."""
+  magnitudes = _magnitude(x)
+  if x.ndim:
+    return jnp.sum(jnp.sum(magnitudes, axis=-1))
+  return magnitudes
 
 
 def count_of_step(loss: Array, evidence: PyTree) -> NonFiniteSteps:
@@ -193,10 +206,7 @@ def count_of_step(loss: Array, evidence: PyTree) -> NonFiniteSteps:
     The metric, with a count of 0 or 1.
   """
   # Rows first: XLA's CPU compiler splits this reduction over threads, but not a reduction to a scalar.
-  sums = (
-    jnp.sum(jnp.sum(_magnitude(x), axis=-1)) if x.ndim else _magnitude(x)
-    for x in jax.tree.leaves(evidence)
-  )
+  sums = map(_sum_of_magnitudes, jax.tree.leaves(evidence))
   loss_is_finite = jnp.isfinite(loss)
   norm_is_finite = jnp.isfinite(sum(sums, jnp.float32(0)))
   return NonFiniteSteps(
@@ -219,11 +229,10 @@ def drop_non_finite(
   is_bad = count.compute() > 0
 
   def drop(metric):
-    numbers = [
-      x for x in jax.tree.leaves(metric) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    ]
+    numbers = list(filter(_is_inexact, jax.tree.leaves(metric)))
     if numbers:
-      is_spoilt = is_bad & ~jnp.stack([jnp.isfinite(x).all() for x in numbers]).all()
+      are_finite = jnp.stack([jnp.isfinite(x).all() for x in numbers])
+      is_spoilt = is_bad & ~are_finite.all()
     else:
       is_spoilt = False
     return jax.tree.map(lambda x: jnp.where(is_spoilt, jnp.zeros_like(x), x), metric)
@@ -245,20 +254,25 @@ def find_in_state(state_dict: PyTree) -> list[str]:
     state_dict: nested dict of global arrays, the result of `TrainState.state_dict`; layers may be stacked. All
       processes call this together.
   """
-  flat = {
-    name: leaf
-    for name, leaf in tree_utils.flatten_dict(state_dict).items()
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
-  }
+  flat = {}
+  for name, leaf in tree_utils.flatten_dict(state_dict).items():
+    if isinstance(leaf, jax.Array) and _is_inexact(leaf) and leaf.size:
+      flat[name] = leaf
   if not flat:
     return []
   bad = jax.device_get(_bad_arrays(flat))
-  return [
-    path
-    for name in flat
-    for path, is_bad in zip(layer_stacks.paths_of(name), np.atleast_1d(bad[name]), strict=True)
-    if is_bad
-  ]
+  names = []
+  for name in flat:
+    paths = layer_stacks.paths_of(name)
+    for path, is_bad in zip(paths, np.atleast_1d(bad[name]), strict=True):
+      if is_bad:
+        names.append(path)
+  return names
+
+
+def _is_inexact(x: Any) -> bool:
+  """Return whether numbers have a floating or complex dtype."""
+  return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 @jax.jit

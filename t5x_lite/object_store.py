@@ -64,6 +64,25 @@ _KINDS = {
 }
 # Statuses of HTTP that another attempt may change.
 _TEMPORARY = {408, 429, *range(500, 600)}
+# Names of exceptions of the packages: missing credentials, and requests without an answer.
+_NO_CREDENTIALS = {
+  'NoCredentialsError',
+  'PartialCredentialsError',
+  'DefaultCredentialsError',
+  'ProfileNotFound',
+}
+_NO_ANSWER = {
+  'ClientError',
+  'RequestException',
+  'TimeoutError',
+  'ConnectionError',
+  'HTTPClientError',
+  'FSTimeoutError',
+  'TransportError',
+  'RefreshError',
+  'ChecksumError',
+  'IncompleteRead',
+}
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 # Attempts of a package within one of ours.
@@ -145,10 +164,8 @@ class StorePath(gpath.PosixGPath):
     if len(self.parts) == 3:  # a bucket, which some keys may not list
       return True
     try:
-      return (
-        bool(self._call(lambda fs, name: fs.ls(name, detail=True, refresh=True)))
-        and not self.is_file()
-      )
+      entries = self._call(lambda fs, name: fs.ls(name, detail=True, refresh=True))
+      return bool(entries) and not self.is_file()
     except FileNotFoundError:
       return False
 
@@ -156,21 +173,12 @@ class StorePath(gpath.PosixGPath):
     """Return a result in which only `st_size` and `st_mtime` (0 if unknown) are meaningful, and 0 for a folder."""
     info = self._info()
     changed = info.get('LastModified') or info.get('mtime')
-    seconds = changed.timestamp() if changed is not None else 0
-    return os.stat_result(
-      (
-        0o100644 if info['type'] == 'file' else 0o040755,
-        0,
-        0,
-        1,
-        0,
-        0,
-        info.get('size') or 0,
-        seconds,
-        seconds,
-        seconds,
-      )
-    )
+    seconds = 0
+    if changed is not None:
+      seconds = changed.timestamp()
+    mode = 0o100644 if info['type'] == 'file' else 0o040755
+    size = info.get('size') or 0
+    return os.stat_result((mode, 0, 0, 1, 0, 0, size, seconds, seconds, seconds))
 
   def version(self) -> str:
     """Return a text that differs between any two contents of the object."""
@@ -207,7 +215,9 @@ class StorePath(gpath.PosixGPath):
       raise ValueError(
         f'{self} can only be read, got mode {mode!r}: `files.write` writes objects of stores.'
       )
-    binary = io.BufferedReader(_Reader(self), buffering if buffering > 1 else _BLOCK_BYTES)
+    if buffering <= 1:
+      buffering = _BLOCK_BYTES
+    binary = io.BufferedReader(_Reader(self), buffering)
     if mode == 'rb':
       return binary
     return io.TextIOWrapper(binary, encoding or 'utf-8', errors, newline)
@@ -218,12 +228,12 @@ class StorePath(gpath.PosixGPath):
     Raises:
       FileNotFoundError: nothing is below this path.
     """
-    names = {
-      name.rstrip('/').rpartition('/')[2]
-      for name in self._call(lambda fs, name: fs.ls(name, detail=False, refresh=True))
-      if name.rstrip('/') != self._name
-    }
-    yield from (self / name for name in sorted(names) if name)
+    found = self._call(lambda fs, name: fs.ls(name, detail=False, refresh=True))
+    keys = {key.rstrip('/') for key in found} - {self._name}
+    names = {key.rpartition('/')[2] for key in keys}
+    for name in sorted(names):
+      if name:
+        yield self / name
 
   def find(self) -> dict[str, int]:
     """Return relative path -> size of every object below this folder, in alphabetical order; may be empty."""
@@ -232,32 +242,27 @@ class StorePath(gpath.PosixGPath):
     except FileNotFoundError:
       return {}
     start = len(self._name) + 1
-    sizes = {name[start:]: info['size'] for name, info in found.items() if not name.endswith('/')}
-    return {name: sizes[name] for name in sorted(sizes) if name}
+    sizes = {}
+    for key in sorted(found):
+      name = key[start:]
+      if name and not key.endswith('/'):
+        sizes[name] = found[key]['size']
+    return sizes
 
   def rglob(self, pattern: str) -> Iterator[StorePath]:
     """Yield the objects, without folders, at any depth whose last component matches `pattern`."""
-    return (
-      path
-      for path in map(self.joinpath, self.find())
-      if pathlib.PurePosixPath(path.name).match(pattern)
-    )
+    for name in self.find():
+      path = self / name
+      if _name_matches(path, pattern):
+        yield path
 
   def glob(self, pattern: str) -> Iterator[StorePath]:
     """Yield the objects and folders that match a pattern, in alphabetical order; '**' is any number of folders."""
     if pattern.startswith('**/'):
-      folders = {
-        self,
-        *(
-          folder
-          for name in self.find()
-          for folder in (self / name).parents
-          if self in folder.parents
-        ),
-      }
-      yield from sorted(
-        {path for folder in folders for path in folder.glob(pattern.removeprefix('**/'))}
-      )
+      found = set()
+      for folder in self._folders():
+        found |= set(folder.glob(pattern.removeprefix('**/')))
+      yield from sorted(found)
       return
     first, _, rest = pattern.partition('/')
     is_name = not set('*?[') & set(first)
@@ -265,9 +270,7 @@ class StorePath(gpath.PosixGPath):
       if is_name:
         entries = [self / first]
       else:
-        entries = [
-          entry for entry in self.iterdir() if pathlib.PurePosixPath(entry.name).match(first)
-        ]
+        entries = [entry for entry in self.iterdir() if _name_matches(entry, first)]
     except FileNotFoundError:
       return
     for entry in entries:
@@ -275,6 +278,13 @@ class StorePath(gpath.PosixGPath):
         yield from entry.glob(rest)
       elif not is_name or entry.exists():
         yield entry
+
+  def _folders(self) -> set[StorePath]:
+    """Return this folder and all folders below it."""
+    folders: set[StorePath] = {self}
+    for name in self.find():
+      folders.update(folder for folder in (self / name).parents if self in folder.parents)
+    return folders
 
   # ---- writing ------------------------------------------------------------------------------------------------------
 
@@ -349,6 +359,10 @@ class StorePath(gpath.PosixGPath):
     return retrying(lambda: fn(_file_system(scheme), self._name), self)
 
 
+def _name_matches(path: StorePath, pattern: str) -> bool:
+  return pathlib.PurePosixPath(path.name).match(pattern)
+
+
 def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
   """Return `fn()`, which is repeated while it fails for a temporary reason; errors name `path`."""
   scheme = path.parts[1]
@@ -372,7 +386,8 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
         raise problem from e
       now = time.monotonic()
       began, last = _outages.get(scheme, (start, now))
-      began = start if now - last > 2 * _LONGEST_PAUSE else began
+      if now - last > 2 * _LONGEST_PAUSE:
+        began = start
       _outages[scheme] = began, now
       if scheme in _reached:
         limit = _retry_seconds
@@ -385,9 +400,8 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
           f'the store did not answer for {limit:g} seconds, last error: {_text(e)}',
           str(path),
         ) from e
-      (_logger.warning if is_first and began == start else _logger.debug)(
-        '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit
-      )
+      level = logging.WARNING if is_first and began == start else logging.DEBUG
+      _logger.log(level, '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit)
       time.sleep(min(pause * random.uniform(0.5, 1), seconds_left))
       pause = min(2 * pause, _LONGEST_PAUSE)
       is_first = False
@@ -428,7 +442,8 @@ def kvstore_spec(path: StorePath) -> dict[str, Any]:
 
 def kvstore_context(retries: dict[str, Any] | None = None) -> dict[str, Any]:
   """Return TensorStore's context for stores: credentials, and retries, by default for about `retry_seconds()`."""
-  retries = _retries() if retries is None else retries
+  if retries is None:
+    retries = _retries()
   context = {'gcs_request_retries': retries, 's3_request_retries': retries}
   # Otherwise TensorStore first looks for files, and prints that they are missing. The specification of an open store
   # would not keep the choice.
@@ -442,9 +457,9 @@ def _retries() -> dict[str, Any]:
   total = 0.0
   pause = _FIRST_PAUSE
   while total < _retry_seconds:
-    total = total + pause
+    total += pause
     pause = min(2 * pause, _LONGEST_PAUSE)
-    num_doublings = num_doublings + 1
+    num_doublings += 1
   return {
     'max_retries': max(1, num_doublings),
     'initial_delay': f'{round(1000 * _FIRST_PAUSE)}ms',
@@ -455,10 +470,8 @@ def _retries() -> dict[str, Any]:
 @functools.cache
 def _file_system(scheme: str) -> Any:
   kind = _KINDS[scheme]
-  for name in (
-    'gcsfs',
-    'aiobotocore.credentials',
-  ):  # each failed attempt as an error, with a traceback
+  # They log each failed attempt as an error, with a traceback.
+  for name in ('gcsfs', 'aiobotocore.credentials'):
     if logging.getLogger(name).level == logging.NOTSET:  # not set by the user
       logging.getLogger(name).setLevel(logging.CRITICAL)
   # The packages repeat requests for a minute, which `retrying` would not count; parts of large files need a few.
@@ -486,8 +499,10 @@ def _file_system(scheme: str) -> Any:
         requests_timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30),
       )
       # Without the name of this decorator, which is private, it only takes longer until an error is known.
-      if (once := getattr(type(found)._request, '__wrapped__', None)) is not None:  # pylint: disable=protected-access
-        request = retry.retry_request(retries=_NUM_ATTEMPTS)(once)
+      once = getattr(type(found)._request, '__wrapped__', None)  # pylint: disable=protected-access
+      if once is not None:
+        retry_request: Any = retry.retry_request  # has optional arguments by `decorator`
+        request = retry_request(retries=_NUM_ATTEMPTS)(once)
         found._request = functools.partial(request, found)  # pylint: disable=protected-access
     return found
 
@@ -511,12 +526,7 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
   if isinstance(error, FileExistsError) or status == 412:
     return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-  if names & {
-    'NoCredentialsError',
-    'PartialCredentialsError',
-    'DefaultCredentialsError',
-    'ProfileNotFound',
-  } or (status == 401):
+  if names & _NO_CREDENTIALS or status == 401:
     return errors.ConfigError(
       f'{kind.name} needs credentials for {str(path)!r} ({_text(error)}): {kind.credentials}.'
     )
@@ -529,28 +539,14 @@ def _explained(error: BaseException, path: StorePath) -> BaseException | None:
     )
   if isinstance(error, (IsADirectoryError, NotADirectoryError)):
     return error
-  if status is not None:
+  if status is None:
+    is_temporary = isinstance(error, (OSError, EOFError)) or bool(names & _NO_ANSWER)
+  else:
     # S3 has codes with the statuses 400 (RequestTimeout) and 409 (OperationAborted) for what may pass.
     is_temporary = (
       status in _TEMPORARY
       or isinstance(error, TimeoutError)
       or getattr(error, 'errno', 0) == errno.EBUSY
-    )
-  else:  # no answer
-    is_temporary = isinstance(error, (OSError, EOFError)) or bool(
-      names
-      & {
-        'ClientError',
-        'RequestException',
-        'TimeoutError',
-        'ConnectionError',
-        'HTTPClientError',
-        'FSTimeoutError',
-        'TransportError',
-        'RefreshError',
-        'ChecksumError',
-        'IncompleteRead',
-      }
     )
   if is_temporary:
     return None
@@ -568,6 +564,8 @@ def _status(error: BaseException | None) -> int | None:
     else:
       found = None
     for value in (found, getattr(error, 'code', None), getattr(error, 'status', None)):
+      if value is None:
+        continue
       with contextlib.suppress(TypeError, ValueError):
         if int(value) >= 100:
           return int(value)
@@ -606,9 +604,8 @@ class _Reader(io.RawIOBase):
 
   def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
     """See base class."""
-    self._position = (
-      offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-    )
+    origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+    self._position = origin + offset
     return self._position
 
   def readinto(self, buffer: Any) -> int:

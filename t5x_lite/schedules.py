@@ -204,9 +204,10 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
     else:
       got = f'a function that returns {rate!r}'
       if isinstance(rate, jax.ShapeDtypeStruct):
-        if rate.shape == () and (
-          jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(rate.dtype, jnp.integer)
-        ):
+        is_real = jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(
+          rate.dtype, jnp.integer
+        )
+        if rate.shape == () and is_real:
           return
         got = f'a function that returns an array of shape {list(rate.shape)} and dtype {rate.dtype}'
   raise errors.ConfigError(
@@ -230,9 +231,8 @@ def check_learning_rate_values(
   """
   steps = sorted(set(steps))
   with jax.default_device(jax.local_devices(backend='cpu')[0]):
-    rates = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])(
-      [np.int32(step) for step in steps]
-    )
+    rates_of = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])
+    rates = rates_of([np.int32(step) for step in steps])
   for step, rate in zip(steps, rates, strict=True):
     if not 0 <= float(rate) < math.inf:
       raise errors.ConfigError(

@@ -78,7 +78,8 @@ def reader_is_gone(stream: TextIO | None) -> bool:
     return False
   poll = select.poll()
   poll.register(fd, select.POLLOUT)
-  return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+  gone = select.POLLERR | select.POLLHUP
+  return any(events & gone for _, events in poll.poll(0))
 
 
 def open_closed_descriptors() -> None:

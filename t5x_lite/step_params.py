@@ -53,7 +53,10 @@ def first_match(rules: Sequence[tuple[str, Any]], path: str, default: Any = None
   >>> first_match([('norm', 'float32'), ('.*', 'bfloat16')], 'encoder/norm/scale')
   'float32'
   """
-  return next((value for pattern, value in rules if re.search(pattern, path)), default)
+  for pattern, value in rules:
+    if re.search(pattern, path):
+      return value
+  return default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +93,8 @@ class GaussianParamNoise:
       stddev = first_match(self.stddevs, path)
       if not stddev or not jnp.issubdtype(param.dtype, jnp.inexact):
         return param
-      noise = jax.random.normal(
-        jax.random.fold_in(key, zlib.crc32(path.encode())), param.shape, param.dtype
-      )
+      param_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+      noise = jax.random.normal(param_key, param.shape, param.dtype)
       return param + jnp.asarray(stddev, param.dtype) * noise
 
     return tree_utils.map_with_names(add, params)
@@ -102,10 +104,8 @@ def check_matches(owner: str, option: str, rules: Any, paths: Sequence[str]) -> 
   """Raise ConfigError if a rule of an option matches none of `paths`; a value that is not a list of rules passes."""
   if not isinstance(rules, (list, tuple)):
     return
-  used = {
-    first_match([(pattern, index) for index, (pattern, _) in enumerate(rules)], path)
-    for path in paths
-  }
+  numbered = [(pattern, index) for index, (pattern, _) in enumerate(rules)]
+  used = {first_match(numbered, path) for path in paths}
   for index, (pattern, _) in enumerate(rules):
     if index not in used:
       raise checks.invalid(
@@ -126,21 +126,20 @@ def check_train_dtype(train_dtype: Any) -> None:
     except TypeError:
       return False
 
-  checks.check(
-    'Trainer',
-    {'train_dtype': train_dtype},
-    train_dtype=checks.Expectation(
-      "None, 'float32', 'bfloat16' or 'float16', or pairs of a regular expression and one of these",
-      lambda given: (
-        given is None
-        or is_dtype(given)
-        or isinstance(given, (list, tuple))
-        and len(given) > 0
-        and _are_rules(given, lambda dtype: dtype is None or is_dtype(dtype))
-      ),
-      "For example 'bfloat16'.",
-    ),
+  def is_dtype_or_none(dtype):
+    return dtype is None or is_dtype(dtype)
+
+  def is_option(given):
+    if isinstance(given, (list, tuple)) and given and _are_rules(given, is_dtype_or_none):
+      return True
+    return is_dtype_or_none(given)
+
+  expected = checks.Expectation(
+    "None, 'float32', 'bfloat16' or 'float16', or pairs of a regular expression and one of these",
+    is_option,
+    "For example 'bfloat16'.",
   )
+  checks.check('Trainer', {'train_dtype': train_dtype}, train_dtype=expected)
 
 
 def _shape_and_dtype(x: Any) -> tuple[Any, Any]:

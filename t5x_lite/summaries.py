@@ -219,15 +219,23 @@ def _by_layer(metrics: Mapping[str, clu.metrics.Metric]) -> dict[str, clu.metric
   result = {}
   for name, metric in metrics.items():
     paths = layer_stacks.paths_of(name)
-    result |= (
-      {name: metric}
-      if paths == [name]
-      else {
-        path: jax.tree.map(lambda x, i=i: x[i] if np.ndim(x) else x, metric)
-        for i, path in enumerate(paths)
-      }
-    )
+    if paths == [name]:
+      result[name] = metric
+    else:
+      for i, path in enumerate(paths):
+        result[path] = _of_layer(metric, i)
   return result
+
+
+def _of_layer(metric: clu.metrics.Metric, i: int) -> clu.metrics.Metric:
+  """Return the metric of one of stacked layers; scalars are the same for all layers."""
+
+  def select(x):
+    if np.ndim(x):
+      return x[i]
+    return x
+
+  return jax.tree.map(select, metric)
 
 
 def compute_values(
@@ -349,7 +357,8 @@ class MetricsManager:
       duration = end - max(start, self._last_end)
       self._last_end = end
       values = compute_values(host_metrics, num_steps=num_steps, duration=duration)
-      values |= {name: clu.values.Scalar(value) for name, value in self.host_metrics_fn().items()}
+      for name, value in self.host_metrics_fn().items():
+        values[name] = clu.values.Scalar(value)
       writer = self.summary_writer
       if self._writes and writer is not None:
         writer.write_values(step, values)
@@ -414,23 +423,26 @@ class MetricsManager:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Return the numbers in the lines of a `metrics.jsonl`, a dict for each, without incomplete lines."""
-  return [
-    {
-      name: float(value) if isinstance(value, str) else value
-      for name, value in row.items()
-      if not isinstance(value, list)
-    }
-    for row in _rows(path)
-  ]
+  found = []
+  for row in _rows(path):
+    numbers = {}
+    for name, value in row.items():
+      if isinstance(value, str):
+        numbers[name] = float(value)
+      elif not isinstance(value, list):
+        numbers[name] = value
+    found.append(numbers)
+  return found
 
 
 def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Return `step` and float64 arrays by name, for each line of a `metrics.jsonl` that has arrays."""
   found = []
   for row in _rows(path):
-    arrays = {
-      name: np.asarray(value, np.float64) for name, value in row.items() if isinstance(value, list)
-    }
+    arrays = {}
+    for name, value in row.items():
+      if isinstance(value, list):
+        arrays[name] = np.asarray(value, np.float64)
     if arrays:
       found.append({'step': row['step'], **arrays})
   return found
@@ -439,10 +451,11 @@ def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, files.Path]:
   """Return writer name (`train`, `training_eval/<task>`, ...) to its `metrics.jsonl`, for existing files."""
   root = files.path(model_dir)
-  found = (
-    path for folder in WRITER_FOLDERS for path in sorted((root / folder).rglob(METRICS_FILE))
-  )
-  return {path.parent.relative_to(root).as_posix(): path for path in found}
+  found = {}
+  for folder in WRITER_FOLDERS:
+    for path in sorted((root / folder).rglob(METRICS_FILE)):
+      found[path.parent.relative_to(root).as_posix()] = path
+  return found
 
 
 def no_metrics_message(model_dir: str | os.PathLike[str]) -> str:
@@ -504,11 +517,8 @@ def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, files.Pat
 def _files_of_predictions(path: files.Path) -> list[files.Path]:
   """Return the files of predictions of a file of metrics, one for each step."""
   prefix = path.name.removesuffix(METRICS_FILE) or PREDICTIONS_PREFIX
-  return [
-    found
-    for found in path.parent.glob('*.jsonl')
-    if re.fullmatch(rf'{re.escape(prefix)}\d+\.jsonl', found.name, re.ASCII)
-  ]
+  pattern = re.compile(rf'{re.escape(prefix)}\d+\.jsonl', re.ASCII)
+  return [found for found in path.parent.glob('*.jsonl') if pattern.fullmatch(found.name)]
 
 
 def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:

@@ -6,6 +6,7 @@ logical axes of each array, the input of a partitioner.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import operator
 from typing import Any, ClassVar, Protocol
 
 from flax import struct
@@ -210,8 +211,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
     def compare(state):
       nonlocal is_other
-      pairs = zip(jax.tree.leaves(state.eval_params), jax.tree.leaves(state.params), strict=True)
-      is_other = any(left is not right for left, right in pairs)
+      evaluated = jax.tree.leaves(state.eval_params)
+      trained = jax.tree.leaves(state.params)
+      is_other = any(map(operator.is_not, evaluated, trained))
 
     jax.eval_shape(compare, self)
     return is_other
@@ -344,27 +346,25 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     """
     if not layer_stacks.is_accepted_by(self, self.optimizer_def):
       return LayerStacks()
-    candidates = {
-      (stack, layer_stacks.layer_name(layer))
-      for stack, groups in loops.items()
-      for group in groups
-      for layer in group
-    }
-    facts = {candidate: {} for candidate in candidates}
+    # Facts by layer, (stack, name of the layer), and by path without the layer.
+    facts: dict[tuple[str, str], dict[tuple[str, ...], Any]] = {}
+    for stack, groups in loops.items():
+      for group in groups:
+        for layer in group:
+          facts[stack, layer_stacks.layer_name(layer)] = {}
 
     def add(path, fact):
       names = path.split('/')
       for i, pair in enumerate(zip(names, names[1:], strict=False)):
-        if pair in candidates:
-          facts[pair][(*names[:i], *names[i + 2 :])] = fact
+        if pair in facts:
+          others = (*names[:i], *names[i + 2 :])
+          facts[pair][others] = fact
           return True
       return False
 
-    arrays, specs = (
-      jax.tree.leaves((state._optimizer, state.param_average)) for state in (self, axes)
-    )
-    names = [name for name, _ in tree_utils.named_leaves((self._optimizer, self.param_average))]
-    for name, array, spec in zip(names, arrays, specs, strict=True):
+    arrays = tree_utils.named_leaves((self._optimizer, self.param_average))
+    specs = jax.tree.leaves((axes._optimizer, axes.param_average))
+    for (name, array), spec in zip(arrays, specs, strict=True):
       add(name, (array.shape, array.dtype, spec))
     for path, param in tree_utils.named_leaves(self.params):
       key = self.optimizer_def.stacking_key(path, param, self._optimizer.state)
@@ -374,12 +374,17 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     for stack, groups in loops.items():
       for group in groups:
         while group:  # divide the group into layers with equal facts
-          first = facts[stack, layer_stacks.layer_name(group[0])]
-          equal = tuple(
-            layer for layer in group if facts[stack, layer_stacks.layer_name(layer)] == first
-          )
-          stacks += [(stack, equal)] if len(equal) >= min_layers else []
-          group = tuple(layer for layer in group if layer not in equal)
+          facts_of = [facts[stack, layer_stacks.layer_name(layer)] for layer in group]
+          equal = []
+          others = []
+          for layer, found in zip(group, facts_of, strict=True):
+            if found == facts_of[0]:
+              equal.append(layer)
+            else:
+              others.append(layer)
+          if len(equal) >= min_layers:
+            stacks.append((stack, tuple(equal)))
+          group = others
     return LayerStacks(tuple(stacks))
 
   def stack_layers(self, stacks: LayerStacks) -> 'FlaxOptimTrainState':
@@ -407,14 +412,13 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       ConfigError: the model declares no axes for its parameters.
     """
     param_axes = _required_axis_names(self.params_axes, self.params)
+    average_axes = None
+    if self.param_average is not None:
+      average_axes = match_logical_axes(self.param_average, param_axes, 'averaged parameter')
     return self.replace(
       _optimizer=self._optimizer.optimizer_def.derive_logical_axes(self._optimizer, param_axes),
       flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes),
-      param_average=(
-        None
-        if self.param_average is None
-        else match_logical_axes(self.param_average, param_axes, 'averaged parameter')
-      ),
+      param_average=average_axes,
     )
 
 
@@ -470,10 +474,9 @@ class InferenceState(struct.PyTreeNode):
 
   def state_dict(self) -> dict[str, Any]:
     """Return {'target', 'state': {'step'}}, with 'flax_mutables' if they exist."""
-    state_dict = {
-      'target': to_state_dict(self.params),
-      'state': {} if self.step is None else {'step': self.step},
-    }
+    state_dict = {'target': to_state_dict(self.params), 'state': {}}
+    if self.step is not None:
+      state_dict['state']['step'] = self.step
     if self.flax_mutables:
       state_dict['flax_mutables'] = to_state_dict(self.flax_mutables)
     return state_dict
@@ -513,8 +516,11 @@ class InferenceState(struct.PyTreeNode):
     Raises:
       ConfigError: the model declares no axes for its parameters.
     """
+    step_axes = None
+    if self.step is not None:
+      step_axes = PartitionSpec()
     return self.replace(
-      step=None if self.step is None else PartitionSpec(),
+      step=step_axes,
       params=_required_axis_names(self.params_axes, self.params),
       flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes),
     )
@@ -545,11 +551,10 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
     ConfigError: no `params`, or axes that do not fit the variables.
   """
   collections = _plain(model_variables)
-  axes = {
-    name.removesuffix(_AXES_SUFFIX): collections.pop(name)
-    for name in list(collections)
-    if name.endswith(_AXES_SUFFIX)
-  }
+  axes = {}
+  for name in list(collections):
+    if name.endswith(_AXES_SUFFIX):
+      axes[name.removesuffix(_AXES_SUFFIX)] = collections.pop(name)
   if missing := {'params', *axes} - set(collections):
     raise ConfigError(
       f"The model's variables must have the collections {sorted(missing)}, got {sorted(collections)}. "
@@ -582,9 +587,12 @@ def _mutables_axes(
   mutables: Mapping[str, Any], mutables_axes: Mapping[str, Any] | None
 ) -> dict[str, Any]:
   """Return the logical axes of the mutable collections; a collection without axes metadata has unnamed dims."""
-  return {
-    name: _axis_names((mutables_axes or {})[name], collection, f'variable of the collection {name}')
-    if name in (mutables_axes or {})
-    else jax.tree.map(unnamed_axes, collection)
-    for name, collection in mutables.items()
-  }
+  declared = mutables_axes or {}
+  axes = {}
+  for name, collection in mutables.items():
+    if name in declared:
+      what = f'variable of the collection {name}'
+      axes[name] = _axis_names(declared[name], collection, what)
+    else:
+      axes[name] = jax.tree.map(unnamed_axes, collection)
+  return axes

@@ -114,14 +114,11 @@ def step_params_of(
   """
   optimizer_state = OptimizerState(train_state.step, train_state.param_states)
   frozen = train_state.optimizer_def.frozen_paths(train_state.params, optimizer_state)
-  notes = [
-    f'{option} = {value}'
-    for option, value in (
-      ('train_dtype', step_params.train_dtype),
-      ('param_noise', step_params.noise),
-    )
-    if value is not None
-  ]
+  notes = []
+  if step_params.train_dtype is not None:
+    notes.append(f'train_dtype = {step_params.train_dtype}')
+  if step_params.noise is not None:
+    notes.append(f'param_noise = {step_params.noise}')
   if frozen:
     num_arrays = len(jax.tree.leaves(train_state.params))
     notes.append(f'no gradients for {len(frozen)} of {num_arrays} arrays of parameters')
@@ -211,8 +208,11 @@ def split_microbatches(
   spec = PartitionSpec(None, *data_partition_spec)
 
   def split(x_B):
-    x_bMr = x_B.reshape(-1, num_microbatches, rows_together, *x_B.shape[1:])
-    x_Mb = jnp.moveaxis(x_bMr, 1, 0).reshape(num_microbatches, -1, *x_B.shape[1:])
+    features = x_B.shape[1:]
+    # [blocks, micro-batches, rows of a block, ...]: consecutive blocks belong to different micro-batches.
+    x_bMr = x_B.reshape(-1, num_microbatches, rows_together, *features)
+    # [micro-batches, rows, ...]
+    x_Mb = jnp.moveaxis(x_bMr, 1, 0).reshape(num_microbatches, -1, *features)
     return partitioning.with_sharding_constraint(x_Mb, spec)
 
   return {name: split(x) for name, x in batch.items()}
@@ -336,13 +336,14 @@ def accumulate_gradients(
   """
   # Only parameters with gradients are differentiated, so that nothing is computed or accumulated for the others.
   trained, merge = step_params.split(train_state.params)
-  grads_of = jax.value_and_grad(
-    lambda trained, *arguments: _loss(
-      arguments[0], step_params.for_loss(merge(trained, lambda param: param)), *arguments[1:]
-    ),
-    has_aux=True,
-  )
-  mutables, batch = tree_utils.to_dict(train_state.flax_mutables), step_params.cast_batch(batch)
+
+  def loss_of(trained, model, batch, rng, mutables):
+    params = merge(trained, lambda param: param)
+    return _loss(model, step_params.for_loss(params), batch, rng, mutables)
+
+  grads_of = jax.value_and_grad(loss_of, has_aux=True)
+  mutables = tree_utils.to_dict(train_state.flax_mutables)
+  batch = step_params.cast_batch(batch)
   if num_microbatches is None or num_microbatches <= 1:
     (loss, (metrics, mutables)), grads = grads_of(trained, model, batch, dropout_rng, mutables)
     return loss.astype(jnp.float32), merge(grads, jnp.zeros_like), metrics, mutables or None
@@ -357,6 +358,7 @@ def accumulate_gradients(
     (loss, (metrics, mutables)), grads = grads_of(
       trained, model, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables
     )
+    # Sums in float32: a sum of many bfloat16 gradients would lose the small ones.
     total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
     return (total, mutables), (loss.astype(jnp.float32), metrics)
 

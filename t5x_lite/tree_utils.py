@@ -1,11 +1,11 @@
 """Paths, sizes and maps over nested dicts and other pytrees."""
 
 from collections.abc import Callable, Iterator, Mapping
+import math
 from typing import Any
 
 import flax.core
 import jax
-import numpy as np
 
 PyTree = Any
 
@@ -97,12 +97,14 @@ def prune_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
   >>> prune_empty({'a': {'b': {}, 'c': {'d': {}}}, 'e': {'f': 0, 'g': {}}})
   {'e': {'f': 0}}
   """
-  pruned = {
-    key: prune_empty(value) if isinstance(value, Mapping) else value for key, value in tree.items()
-  }
-  return {
-    key: value for key, value in pruned.items() if not (isinstance(value, dict) and not value)
-  }
+  pruned = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      value = prune_empty(value)
+      if not value:
+        continue
+    pruned[key] = value
+  return pruned
 
 
 def to_dict(tree: PyTree) -> PyTree:
@@ -119,19 +121,18 @@ def shapes(tree: PyTree) -> PyTree:
 
 def shapes_key(batch: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
   """Return name, shape and dtype of the arrays of `batch`, or of their shapes, which identify a compiled program."""
-  return tuple(sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in batch.items()))
+  facts = [(name, leaf.shape, str(leaf.dtype)) for name, leaf in batch.items()]
+  return tuple(sorted(facts))
 
 
 def num_elements(tree: PyTree) -> int:
   """Return the number of array elements in `tree` (arrays or `jax.ShapeDtypeStruct`s)."""
-  return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in jax.tree.leaves(tree))
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def num_bytes(tree: PyTree) -> int:
   """Return the size in bytes of the arrays of `tree`: all shards, without replicas."""
-  return sum(
-    int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-  )
+  return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,11 +67,8 @@ def name_problem(value: Any) -> str | None:
   """Return why `value` is not a valid relative path of a file, or None."""
   if not isinstance(value, str) or not value:
     return f'must be a relative path, got {shorten(value)}'
-  if (
-    '\\' in value
-    or not value.isprintable()
-    or any(part in ('', '.', '..') for part in value.split('/'))
-  ):
+  has_dots = any(part in ('', '.', '..') for part in value.split('/'))
+  if has_dots or '\\' in value or not value.isprintable():
     return f"must be a relative path without '..', '.', '\\' and control characters, got {shorten(value)}"
   return None
 
@@ -97,9 +94,11 @@ def file_problem(root: files.Path, name: str) -> str | None:
   path = root / name
   base = os.path.realpath(root)
   real = os.path.realpath(path)
-  above = os.path.dirname(base)
-  allowed = (base, os.path.join(above, 'blobs'), os.path.join(os.path.dirname(above), 'blobs'))
-  if not any(real == folder or real.startswith(folder + os.sep) for folder in allowed):
+  parent = os.path.dirname(base)
+  grandparent = os.path.dirname(parent)
+  allowed = (base, os.path.join(parent, 'blobs'), os.path.join(grandparent, 'blobs'))
+  is_inside = any(real == folder or real.startswith(folder + os.sep) for folder in allowed)
+  if not is_inside:
     return f'{name} is a link to a file outside of the folder, {real!r}'
   try:
     mode = os.stat(path).st_mode
@@ -154,15 +153,13 @@ def parse_object(content: bytes, path: str, remedy: str = 'Download it again.') 
   """
   try:
     value = json.loads(content.decode('utf-8', errors='replace'))
-    if isinstance(value, dict):
-      problem = None
-    else:
-      problem = f'a {type(value).__name__}'
   except (ValueError, RecursionError) as error:
     problem = f'invalid JSON ({error})'
-  if problem is not None:
-    raise errors.CheckpointError(f'{path} must hold a JSON object, got {problem}. {remedy}')
-  return value
+  else:
+    if isinstance(value, dict):
+      return value
+    problem = f'a {type(value).__name__}'
+  raise errors.CheckpointError(f'{path} must hold a JSON object, got {problem}. {remedy}')
 
 
 def walk(root: files.Path, folder: str = '') -> dict[str, int]:
@@ -172,9 +169,10 @@ def walk(root: files.Path, folder: str = '') -> dict[str, int]:
   yields an empty result.
   """
   if files.is_remote(root):
-    return {
-      f'{folder}/{name}' if folder else name: size for name, size in (root / folder).find().items()
-    }
+    objects = (root / folder).find()
+    if not folder:
+      return objects
+    return {f'{folder}/{name}': size for name, size in objects.items()}
   found = {}
   waiting = [folder]
   while waiting:
@@ -199,13 +197,16 @@ def tree_problem(root: files.Path, folder: str) -> str | None:
   """Return the first problem, see `file_problem`, of `folder` in `root` and of all files below it, or None."""
   if files.is_remote(root):
     return None
-  problem = file_problem(root, folder) if folder else None
-  for name in () if problem is not None else walk(root, folder):
+  if folder:
+    problem = file_problem(root, folder)
+    if problem is not None:
+      return problem
+  for name in walk(root, folder):
     if not stat.S_ISREG(os.lstat(root / name).st_mode):
       problem = file_problem(root, name)
       if problem is not None:
-        break
-  return problem
+        return problem
+  return None
 
 
 def tree_bytes(root: files.Path) -> int:

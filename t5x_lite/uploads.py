@@ -25,15 +25,14 @@ def uploaded_folder(target: object_store.StorePath, *, last: str) -> Iterator[pa
     local = pathlib.Path(folder)
     with _naming(folder):
       yield local
-    names = [str(path.relative_to(local)) for path in sorted(local.rglob('*')) if path.is_file()]
+    paths = [path for path in sorted(local.rglob('*')) if path.is_file()]
+    names = [str(path.relative_to(local)) for path in paths]
     try:
       (target / last).unlink(missing_ok=True)
-      object_store.in_parallel(
-        lambda name: (target / name).unlink(missing_ok=True), sorted(set(target.find()) - {*names})
-      )
-      object_store.in_parallel(
-        lambda name: (target / name).upload(local / name), [name for name in names if name != last]
-      )
+      surplus = sorted(set(target.find()) - set(names))
+      object_store.in_parallel(lambda name: (target / name).unlink(missing_ok=True), surplus)
+      others = [name for name in names if name != last]
+      object_store.in_parallel(lambda name: (target / name).upload(local / name), others)
       (target / last).upload(local / last)
     except BaseException as error:
       if not isinstance(error, object_store.StoreUnavailableError):

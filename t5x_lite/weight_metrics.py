@@ -43,25 +43,22 @@ class WeightMetricsComputer:
     new = _float32(new_train_state.params)
     gradients = _float32(gradients)
     updates = jax.tree.map(jnp.subtract, new, old)
-    # Elements whose weight is zero (initial biases) have the relative update zero; T5X divides by zero.
-    relative = jax.tree.map(
-      lambda u, w: jnp.where(w == 0, 0, u / jnp.where(w == 0, 1, w)), updates, old
-    )
-    squared_norm = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
+
+    relative = jax.tree.map(_relative_update, updates, old)
+    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)]
     values = {
       **_rms('weight_rms', new),
       **_rms('weight_gradient_rms', gradients),
-      'weight_gradient_norm': jnp.sqrt(squared_norm),
+      'weight_gradient_norm': jnp.sqrt(sum(squares)),
       **_rms('weight_update_rms', updates),
       **_rms('weight_update_divided_by_weight_rms', relative),
-      **{
-        f'weight_max/{path}': jnp.max(jnp.abs(w), axis=_parameter_dims(path, w))
-        for path, w in tree_utils.named_leaves(new)
-      },
     }
-    return {
-      name: metrics_lib.AveragePerStep(total=value, steps=1) for name, value in values.items()
-    }
+    for path, w in tree_utils.named_leaves(new):
+      values[f'weight_max/{path}'] = jnp.max(jnp.abs(w), axis=_parameter_dims(path, w))
+    metrics = {}
+    for name, value in values.items():
+      metrics[name] = metrics_lib.AveragePerStep(total=value, steps=1)
+    return metrics
 
 
 def unstacking(computer: WeightMetricsComputer, stacks: LayerStacks) -> WeightMetricsComputer:
@@ -91,6 +88,12 @@ class _UnstackingComputer(WeightMetricsComputer):
     )
 
 
+def _relative_update(u: Array, w: Array) -> Array:
+  # Elements whose weight is zero (initial biases) have the relative update zero; T5X divides by zero.
+  is_zero = w == 0
+  return jnp.where(is_zero, 0, u / jnp.where(is_zero, 1, w))
+
+
 def _float32(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree_utils.to_dict(tree))
 
@@ -105,12 +108,17 @@ def _rms(name: str, tree: PyTree) -> dict[str, Array]:
   sums = {}
   sizes = []
   for path, x in tree_utils.named_leaves(tree):
-    sums[f'{name}/{path}'] = jnp.sum(jnp.square(x), axis=_parameter_dims(path, x))
-    sizes.append(x.size // sums[f'{name}/{path}'].size)
+    # [] or [layers]: sum of squares of each parameter.
+    total = jnp.sum(jnp.square(x), axis=_parameter_dims(path, x))
+    sums[f'{name}/{path}'] = total
+    sizes.append(x.size // total.size)
   # Means and roots of one array, instead of kernels for each parameter.
   bounds = np.cumsum([0, *(x.size for x in sums.values())])
   # [number of sums]: number of squares in each sum.
   counts = np.repeat(np.asarray(sizes, np.float32), np.diff(bounds))
   means = jnp.concatenate([x.ravel() for x in sums.values()]) / counts
   roots = jnp.split(jnp.sqrt(means), bounds[1:-1])
-  return {name: root.reshape(x.shape) for (name, x), root in zip(sums.items(), roots, strict=True)}
+  found = {}
+  for (name, total), root in zip(sums.items(), roots, strict=True):
+    found[name] = root.reshape(total.shape)
+  return found

@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 
+from packaging import version
 import pytest
 
 import gin

@@ -673,7 +673,7 @@ def opened(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
   """Opens an empty folder of a store, with the environment that reaches it. Skips where a package is not installed."""
   missing = [name for name in _PACKAGES[kind] if importlib.util.find_spec(name) is None]
   if missing:
-    pytest.skip(f'not installed, see requirements/lock-interop-stores.txt: {", ".join(missing)}')
+    pytest.skip(f'not installed, see requirements/lock-stores.txt: {", ".join(missing)}')
   proxy = _proxy(kind)
   if not _open[kind]:
     proxy.clear()

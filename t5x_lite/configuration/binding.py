@@ -95,8 +95,10 @@ class Binder:
     """
     for text in texts:
       on_command_line = all(statement.location.on_command_line for statement in text.walk())
-      # A flag may use every name that files have imported.
-      self._bind_text(text, tuple(self.imports.values()) if on_command_line else ())
+      if on_command_line:  # A flag may use every name that files have imported.
+        self._bind_text(text, tuple(self.imports.values()))
+      else:
+        self._bind_text(text, ())
 
   def _bind_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
     names = _Names(text.source, self._main_is_t5x, self._used)
@@ -111,9 +113,7 @@ class Binder:
         match statement:
           case gin_syntax.Text():
             self._bind_text(statement, ())
-          case gin_syntax.Import() | gin_syntax.Block() | gin_syntax.Binding() if self._skips(
-            names, statement
-          ):
+          case _ if self._skips(names, statement):
             _logger.info(
               '%s: skipped, because a name in it is unknown (skip_unknown).', statement.location
             )
@@ -126,9 +126,8 @@ class Binder:
           case gin_syntax.Binding():
             key = names.bind(statement)
             if key in self.bound:
-              forgotten = {*gin_syntax.macros_in(self.bound[key].value)} - {
-                *gin_syntax.macros_in(statement.value)
-              }
+              former = set(gin_syntax.macros_in(self.bound[key].value))
+              forgotten = former - set(gin_syntax.macros_in(statement.value))
               self.replaced |= dict.fromkeys(forgotten, statement.location)
             self.bound[key] = statement
     finally:
@@ -137,27 +136,27 @@ class Binder:
       self.t5x_sources[text.source] = None
     gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
 
-  def _skips(
-    self, names: '_Names', statement: gin_syntax.Import | gin_syntax.Block | gin_syntax.Binding
-  ) -> bool:
+  def _skips(self, names: '_Names', statement: gin_syntax.Statement) -> bool:
     """Return True for a statement that `skip_unknown` allows to skip and whose module or configurable is unknown."""
-    if not self._skip_unknown or (
-      isinstance(statement, gin_syntax.Binding) and statement.macro_name is not None
-    ):
+    if not self._skip_unknown:
       return False
-    if isinstance(statement, gin_syntax.Import) and statement.statement.module.startswith(
-      '__gin__'
-    ):
+    match statement:
+      case gin_syntax.Import():
+        if statement.statement.module.startswith('__gin__'):
+          return False
+        try:
+          names.add_import(statement)
+        except ConfigError as error:
+          return isinstance(error.__cause__, ImportError)
+        return False
+      case gin_syntax.Binding() if statement.macro_name is not None:
+        return False
+    if self._skip_unknown is not True and statement.selector not in self._skip_unknown:
       return False
     try:
-      if isinstance(statement, gin_syntax.Import):
-        names.add_import(statement)
-      elif self._skip_unknown is True or statement.selector in self._skip_unknown:
-        names.configurable(statement.selector, statement.location)
-    except ConfigError as error:
-      return not isinstance(statement, gin_syntax.Import) or isinstance(
-        error.__cause__, ImportError
-      )
+      names.configurable(statement.selector, statement.location)
+    except ConfigError:
+      return True
     return False
 
 
@@ -271,9 +270,9 @@ class _Names(gin_config.ParseContext):
     except ConfigError as error:
       raise ConfigError(f'{statement.location}: {error}') from None
     root = module.partition('.')[0]
-    self._symbol_table[name] = (
-      view if statement.statement.alias or name != root else t5x_views.module(root)
-    )
+    if name == root and not statement.statement.alias:
+      view = t5x_views.module(root)
+    self._symbol_table[name] = view
 
   def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
     """Return the configurable of `selector`, as written in the file; register it at its first use.
@@ -284,20 +283,23 @@ class _Names(gin_config.ParseContext):
     symbols = self._symbol_table
     root = selector.partition('.')[0]
     place = None
+    find = self._registered
     if isinstance(symbols.get(root), t5x_views.View):
       place, problem = t5x_views.resolve(symbols[root], selector.split('.')[1:])
-      find = None
     elif root in symbols or (self._dynamic_registration and not location.on_command_line):
       problem = self._import_problem(selector)
-      find = super().get_configurable
+      find = self._imported
     else:
       problem = self._registry_problem(selector, location)
-      find = self._registered
-      place = self._place_by_t5x_name(selector) if problem else None
+      if problem:
+        place = self._place_by_t5x_name(selector)
     if problem and place is None:
       raise ConfigError(f'{location}: {problem}')
     try:
-      found = find(selector) if place is None else self._at(place)
+      if place is None:
+        found = find(selector)
+      else:
+        found = self._at(place)
     except ValueError as error:
       if 'was registered with a custom module' not in str(error):
         raise
@@ -307,6 +309,12 @@ class _Names(gin_config.ParseContext):
       ) from error
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
+    return found
+
+  def _imported(self, selector: str) -> gin_config.Configurable:
+    """Return the configurable of a function or class of an imported module."""
+    found = super().get_configurable(selector)
+    assert found is not None  # `_import_problem` has found it
     return found
 
   def _at(self, place: t5x_names.Place) -> gin_config.Configurable:
@@ -334,16 +342,13 @@ class _Names(gin_config.ParseContext):
       try:
         return super()._register(attr_names, attr_values)
       except ValueError:  # Another file has imported another module by the same name.
-        with self._source_of(
-          attr_names[0], self._symbol_source[attr_names[0]]._replace(alias=None)
-        ):
+        name = attr_names[0]
+        with self._source_of(name, self._symbol_source[name]._replace(alias=None)):
           return super()._register(attr_names, attr_values)
     source, path = known.import_source
-    is_path = not source.is_from and not source.alias
-    if is_path:
+    root = [source.bound_name()]
+    if not source.is_from and not source.alias:
       root = source.module.split('.')
-    else:
-      root = [source.bound_name()]
     with self._source_of(root[0], source):
       return super()._register([*root, *path.split('.'), attr_names[-1]], attr_values)
 
@@ -375,50 +380,37 @@ class _Names(gin_config.ParseContext):
       owner = getattr(owner, attribute)
     if callable(owner) and attributes:
       return ''
+    remedy = ''
     if inspect.ismodule(owner):
       remedy = '. Name a function or class in it'
-    else:
-      remedy = ''
     return f'{selector} must be a function or a class, got a {type(owner).__name__}{remedy}.'
 
   def _imports_of(self, selector: str) -> list[str]:
     """Return the statements that import the root of a selector: T5X's unless the file only has names of t5x_lite."""
     root, *attributes = selector.split('.')
+    ours = []
     if root in _PROGRAMS:
-      program = (
-        'precompile' if attributes == ['precompile'] else _PROGRAMS[root]
-      )  # T5X's is in its train
+      program = _PROGRAMS[root]
+      if attributes == ['precompile']:  # T5X's is in its train
+        program = 'precompile'
       theirs = [f'`import __main__ as {root}`']
-      ours = [f'`from t5x_lite.apps import {program} as {root}`']
+      ours.append(f'`from t5x_lite.apps import {program} as {root}`')
     else:
-      modules = t5x_names.modules_ending_with(root)
-      having = [
-        module
-        for module in modules
-        if t5x_views.resolve(t5x_views.module(module), attributes)[0] is not None
-      ]
-      # t5x.trainer, not t5x.contrib.moe.trainer
-      depth = min((module.count('.') for module in having or modules), default=0)
-      theirs = [
-        f'`from {module.rpartition(".")[0]} import {root}`'
-        for module in having or modules
-        if module.count('.') == depth
-      ]
-      is_ours = any(found.name == root for found in pkgutil.iter_modules(t5x_lite.__path__))
-      ours = [f'`from t5x_lite import {root}`'] if is_ours else []
-    imports_ours = any(
-      getattr(module, '__name__', '').split('.')[0] == 't5x_lite'
-      for module in self._symbol_table.values()
-    )
-    if imports_ours and not self.uses_t5x:
-      in_order = (ours, theirs)
-    else:
-      in_order = (theirs, ours)
+      theirs = _imports_of_t5x(root, attributes)
+      if any(found.name == root for found in pkgutil.iter_modules(t5x_lite.__path__)):
+        ours.append(f'`from t5x_lite import {root}`')
+    if theirs or ours:
+      if self._imports_ours() and not self.uses_t5x:
+        return ours or theirs
+      return theirs or ours
     if module_imports.exists(root):
-      installed = [f'`import {root}`']
-    else:
-      installed = [f'`from PACKAGE import {root}`']
-    return in_order[0] or in_order[1] or installed
+      return [f'`import {root}`']
+    return [f'`from PACKAGE import {root}`']
+
+  def _imports_ours(self) -> bool:
+    """Return whether the file imports a module of t5x_lite."""
+    names = [getattr(module, '__name__', '') for module in self._symbol_table.values()]
+    return any(name.split('.')[0] == 't5x_lite' for name in names)
 
   def _matches(self, selector: str) -> list[str]:
     """Return the registered names that end with `selector`; only `selector` if it is a complete name."""
@@ -447,11 +439,11 @@ class _Names(gin_config.ParseContext):
         place, _ = t5x_views.resolve(t5x_views.module(module), parts[length:])
         if place is not None:
           found[_objects(place)[-1]] = place
-    configured = [
-      place
-      for each, place in found.items()
-      if (known := _configurable_of(each)) is not None and known.selector in self._used
-    ]
+    configured = []
+    for each, place in found.items():
+      known = _configurable_of(each)
+      if known is not None and known.selector in self._used:
+        configured.append(place)
     places = configured or list(found.values())
     if len(places) == 1:
       return places[0]
@@ -522,6 +514,20 @@ class _Names(gin_config.ParseContext):
     return value
 
 
+def _imports_of_t5x(root: str, attributes: Sequence[str]) -> list[str]:
+  """Return the statements that import a module of T5X by its last name: t5x.trainer, not t5x.contrib.moe.trainer."""
+  modules = t5x_names.modules_ending_with(root)
+  having = []
+  for module in modules:
+    place, _ = t5x_views.resolve(t5x_views.module(module), attributes)
+    if place is not None:
+      having.append(module)
+  candidates = having or modules
+  depth = min((module.count('.') for module in candidates), default=0)
+  parents = [module.rpartition('.')[0] for module in candidates if module.count('.') == depth]
+  return [f'`from {parent} import {root}`' for parent in parents]
+
+
 def _objects(place: t5x_names.Place) -> list[Any]:
   """Return the module of a place and the objects on the path to its end."""
   values = [importlib.import_module(place.module)]
@@ -550,10 +556,10 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
       f'no module {missing!r}. Install it, run the command in its folder, or add the folder to '
       f'PYTHONPATH.{near}'
     )
-  names = [
-    found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))
-  ]
-  return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, [n for n in names if not n.startswith("_")])}'
+  folders = getattr(sys.modules.get(parent), '__path__', [])
+  names = [found.name for found in pkgutil.iter_modules(folders)]
+  public = [name for name in names if not name.startswith('_')]
+  return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, public)}'
 
 
 def _extra(package: str, error: ModuleNotFoundError) -> str:
@@ -565,6 +571,5 @@ def _extra(package: str, error: ModuleNotFoundError) -> str:
 
 def _public_names(owner: Any) -> list[str]:
   """Return the names of functions and classes in a module or class, for suggestions."""
-  return [
-    name for name in dir(owner) if not name.startswith('_') and callable(getattr(owner, name, None))
-  ]
+  names = [name for name in dir(owner) if not name.startswith('_')]
+  return [name for name in names if callable(getattr(owner, name, None))]

@@ -24,6 +24,8 @@ from t5x_lite.formatting import short_repr
 
 # (scope, complete selector, parameter), as in gin.
 Key = tuple[str, str, str]
+# Active scopes, outermost first.
+Scope = tuple[str, ...]
 _MACRO = 'gin.macro'
 # Modules whose classes accept values of other types, e.g. int for float, or a list for an array.
 _LOOSELY_TYPED = (
@@ -55,23 +57,30 @@ class Use:
   """
 
   configurable: gin_config.Configurable
-  scope: tuple[str, ...]
+  scope: Scope
   evaluated: bool
   bound: Mapping[str, Key]
 
   @property
   def name(self) -> str:
     """Name of the configurable as users write it, with its scope unless that is a macro's."""
+    name = short_name(self.configurable)
     if is_macro_scope('/'.join(self.scope)):
-      scope = ()
-    else:
-      scope = self.scope
-    return '/'.join((*scope, short_name(self.configurable)))
+      return name
+    return '/'.join((*self.scope, name))
 
 
 def short_name(configurable: gin_config.Configurable) -> str:
   """Return the last two parts of the full name (three for a method), e.g. `data.DatasetConfig`."""
-  return '.'.join(configurable.selector.split('.')[-3 if configurable.is_method else -2 :])
+  num_parts = 3 if configurable.is_method else 2
+  return '.'.join(configurable.selector.split('.')[-num_parts:])
+
+
+def configurable_of(reference: gin_config.ConfigurableReference) -> gin_config.Configurable:
+  """Return the configurable that a reference names."""
+  configurable = reference.configurable
+  assert configurable is not None  # gin sets it when it makes the reference
+  return configurable
 
 
 def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
@@ -92,8 +101,8 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
   """
   registry = configurables()
   by_object = {id(configurable.wrapped): configurable for configurable in registry.values()}
-  found: dict[tuple[str, tuple[str, ...], bool], Use] = {}
-  waiting = [(by_object[id(entry)], (), True)]
+  found: dict[tuple[str, Scope, bool], Use] = {}
+  waiting: list[tuple[gin_config.Configurable, Scope, bool]] = [(by_object[id(entry)], (), True)]
   while waiting:
     configurable, scope, evaluated = waiting.pop(0)
     if (configurable.selector, scope, evaluated) in found:
@@ -114,14 +123,13 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
           scopes = [scope]
         else:
           scopes = [scope, ()]
-        waiting += [(reference.configurable, inner, reference.evaluate) for inner in scopes]
+        referenced = configurable_of(reference)
+        waiting += [(referenced, inner, reference.evaluate) for inner in scopes]
     if inspect.isclass(configurable.wrapped):
-      waiting += [
-        (method, inner, False)
-        for method in registry.values()
-        for inner in {scope, ()}
-        if method.is_method and method.selector.startswith(configurable.selector + '.')
-      ]
+      start = f'{configurable.selector}.'
+      for method in registry.values():
+        if method.is_method and method.selector.startswith(start):
+          waiting += [(method, inner, False) for inner in {scope, ()}]
   return list(found.values())
 
 
@@ -145,10 +153,9 @@ def _references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
 
 def is_macro(reference: Any) -> bool:
   """Return whether a value is `%NAME` for a macro, as opposed to a constant."""
-  return (
-    isinstance(reference, gin_config.ConfigurableReference)
-    and reference.configurable.selector == _MACRO
-  )
+  if not isinstance(reference, gin_config.ConfigurableReference):
+    return False
+  return configurable_of(reference).selector == _MACRO
 
 
 def is_macro_scope(scope: str) -> bool:
@@ -181,25 +188,17 @@ def check(
   for use in uses:
     if use.configurable.selector == _MACRO and not use.bound:
       name = '/'.join(use.scope)
-      reader = next(
-        (
-          location
-          for key, location in locations.items()
-          for reference in _references(value_of(key))
-          if is_macro(reference) and '/'.join(reference.scopes) == name
-        ),
-        'The configuration',
-      )
       raise ConfigError(
-        f'{reader}: the macro {name!r} is not defined. Write a value, or a macro that a file sets.'
+        f'{_reader_of(name, locations)}: the macro {name!r} is not defined. Write a value, or a macro '
+        'that a file sets.'
       )
   _check_cycles(uses)
-  signatures = [
-    (use, parameters)
-    for use in uses
-    if use.configurable.selector != _MACRO
-    and (parameters := _signature(use.configurable.wrapped)) is not None
-  ]
+  signatures = []
+  for use in uses:
+    if use.configurable.selector != _MACRO:
+      parameters = _signature(use.configurable.wrapped)
+      if parameters is not None:
+        signatures.append((use, parameters))
   for use, parameters in signatures:
     hints = _type_hints(use.configurable.wrapped)
     for name, key in use.bound.items():
@@ -207,13 +206,7 @@ def check(
         _check_type(use, parameters[name], hints[name], key, locations)
   for use, parameters in signatures:
     if use.evaluated:
-      unbound = [
-        name
-        for name, parameter in parameters.items()
-        if (parameter.default is parameter.empty or parameter.default is gin_config.REQUIRED)
-        and name not in use.bound
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-      ]
+      unbound = _unbound(use, parameters)
       if unbound:
         raise ConfigError(
           f'{use.name} requires {", ".join(unbound)}, which is not bound. Set '
@@ -222,26 +215,48 @@ def check(
   return uses
 
 
+def _reader_of(macro: str, locations: Mapping[Key, Location]) -> Location | str:
+  """Return the location of the first binding that reads a macro."""
+  for key, location in locations.items():
+    for reference in _references(value_of(key)):
+      if is_macro(reference) and '/'.join(reference.scopes) == macro:
+        return location
+  return 'The configuration'
+
+
+def _unbound(use: Use, parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+  """Return the names of the required parameters that are not bound."""
+  unbound = []
+  for name, parameter in parameters.items():
+    default = parameter.default
+    is_required = default is parameter.empty or default is gin_config.REQUIRED
+    if is_required and name not in use.bound and _can_be_bound(parameter):
+      unbound.append(name)
+  return unbound
+
+
 def _check_cycles(uses: list[Use]) -> None:
   """Raise if an object is an argument of itself."""
   by_object = {(use.configurable.selector, use.scope): use for use in uses if use.evaluated}
   graph = {}
   for node, use in by_object.items():
-    references = [
-      reference for key in use.bound.values() for reference in _references(value_of(key))
-    ]
-    graph[node] = {
-      (reference.configurable.selector, tuple(reference.scopes) or use.scope)
-      for reference in references
-      if reference.evaluate
-    }
+    arguments = set()
+    for key in use.bound.values():
+      for reference in _references(value_of(key)):
+        if reference.evaluate:
+          scope = tuple(reference.scopes) or use.scope
+          arguments.add((configurable_of(reference).selector, scope))
+    graph[node] = arguments
   try:
     graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
-    names = [
-      by_object[node].name if node[0] != _MACRO else f'%{"/".join(node[1])}'
-      for node in error.args[1]
-    ]
+    names = []
+    for node in error.args[1]:
+      selector, scope = node
+      if selector == _MACRO:
+        names.append(f'%{"/".join(scope)}')
+      else:
+        names.append(by_object[node].name)
     raise ConfigError(
       f'{names[0]} is an argument of itself: {" -> ".join(names)}. Bind something else to one of '
       'them.'
@@ -261,12 +276,10 @@ def _check_effect(
   for key, location in locations.items():
     scope, selector, parameter = key
     configurable = registry[selector]
+    if key in read or not location.on_command_line:
+      continue
     # User code may call a function that it has registered itself without a reference.
-    if (
-      not location.on_command_line
-      or key in read
-      or (selector != _MACRO and configurable.import_source is None)
-    ):
+    if selector != _MACRO and configurable.import_source is None:
       continue
     used = [use for use in uses if use.configurable.selector == selector]
     wanted = tuple(scope.split('/')) if scope else ()
@@ -284,9 +297,8 @@ def _check_effect(
       reason = f'the scope {scope!r} is not used. Set {names}.'
     else:
       name = short_name(configurable)
-      reason = (
-        f'{name} is not used.{did_you_mean(name, [u.name for u in uses if not _is_builtin(u)])}'
-      )
+      known = [each.name for each in uses if not _is_builtin(each)]
+      reason = f'{name} is not used.{did_you_mean(name, known)}'
     raise ConfigError(f'{location} has no effect: {reason}')
 
 
@@ -297,10 +309,11 @@ def misspelt_scopes(uses: list[Use], locations: Mapping[Key, Location]) -> list[
   """
   used: dict[str, set[str]] = {}
   for use in uses:
-    scopes = {'/'.join(use.scope[: length + 1]) for length in range(len(use.scope))}
-    used.setdefault(use.configurable.selector, set()).update(
-      each for each in scopes if not is_macro_scope(each)
-    )
+    scopes = used.setdefault(use.configurable.selector, set())
+    for length in range(len(use.scope)):
+      scope = '/'.join(use.scope[: length + 1])
+      if not is_macro_scope(scope):
+        scopes.add(scope)
   sentences = []
   for (scope, selector, parameter), location in locations.items():
     known = used.get(selector, set())
@@ -339,7 +352,7 @@ def location_of(
   shown: str,
   uses: Collection[Use],
   locations: Mapping[Key, Location],
-  scope: tuple[str, ...] | None,
+  scope: Scope | None,
 ) -> Location | None:
   """Return the location of the binding of an invalid option; None if not exactly one binding can be meant.
 
@@ -351,38 +364,38 @@ def location_of(
     locations: locations of bindings.
     scope: scope in which the owner is called; None if unknown.
   """
-  equal = set()
-  similar = set()
+  equal: set[Location | None] = set()
+  similar: set[Location | None] = set()
   for use in uses:
-    wrapped = use.configurable.wrapped
-    parameter = (_signature(wrapped) or {}).get(name)
-    if inspect.isclass(wrapped):
-      kinds = wrapped.__mro__
-    else:
-      kinds = (wrapped,)
-    owners = (
-      use.configurable.selector,
-      *(f'{kind.__module__}.{kind.__qualname__}' for kind in kinds),
-    )
-    if (
-      parameter is None
-      or scope not in (None, use.scope)
-      or (owner and not any(f'.{each}'.endswith(f'.{owner}') for each in owners))
-    ):
+    parameter = (_signature(use.configurable.wrapped) or {}).get(name)
+    if parameter is None or scope not in (None, use.scope) or not _is_owner(use, owner):
       continue
     if name in use.bound:
       key = path_to_value(use.bound[name])[-1]
+      value = value_of(key)
+      location = locations.get(key)
     else:
-      key = None
-    value = parameter.default if key is None else value_of(key)
+      value = parameter.default
+      location = None
     if repr(value) == shown:
-      equal.add(locations.get(key))
+      equal.add(location)
     elif owner and (shown.strip('\'".') in repr(value) or [*_references(value)]):
-      similar.add(locations.get(key))
-  location, *others = equal or similar or (None,)
+      similar.add(location)
+  found, *others = equal or similar or (None,)
   if others:
     return None
-  return location
+  return found
+
+
+def _is_owner(use: Use, owner: str) -> bool:
+  """Return whether `owner` is the end of the name of a configurable or of a base; True if it is empty."""
+  if not owner:
+    return True
+  wrapped = use.configurable.wrapped
+  kinds = wrapped.__mro__ if inspect.isclass(wrapped) else (wrapped,)
+  names = [use.configurable.selector]
+  names += [f'{kind.__module__}.{kind.__qualname__}' for kind in kinds]
+  return any(f'.{name}'.endswith(f'.{owner}') for name in names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -398,23 +411,23 @@ def _signature(fn_or_cls: Any) -> Mapping[str, inspect.Parameter] | None:
 
 def parameter_names(fn_or_cls: Any) -> list[str]:
   """Return the names that can be bound for a function or class, for suggestions."""
+  parameters = _signature(fn_or_cls) or {}
   return [
-    name
-    for name, parameter in (_signature(fn_or_cls) or {}).items()
-    if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    and name != 'self'
+    name for name, parameter in parameters.items() if name != 'self' and _can_be_bound(parameter)
   ]
+
+
+def _can_be_bound(parameter: inspect.Parameter) -> bool:
+  return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def _type_hints(fn_or_cls: Any) -> Mapping[str, Any]:
   try:
-    return typing.get_type_hints(fn_or_cls.__init__ if inspect.isclass(fn_or_cls) else fn_or_cls)
-  except (
-    NameError,
-    TypeError,
-    AttributeError,
-  ):  # Annotations that only a type checker can resolve.
-    return {}
+    if inspect.isclass(fn_or_cls):
+      return typing.get_type_hints(fn_or_cls.__init__)
+    return typing.get_type_hints(fn_or_cls)
+  except (NameError, TypeError, AttributeError):
+    return {}  # Only a type checker can resolve the annotations.
 
 
 def _check_type(
@@ -428,22 +441,20 @@ def _check_type(
     _check_reference(use, parameter, hint, value, locations.get(path[-1]))
   if fits(value, hint):
     return
-  if len(path) > 1:
+  option = f'{use.name}.{parameter.name}'
+  if len(path) > 1:  # through a macro
     name = path[-1][0]
+    for_what = f' for {option}'
   else:
-    name = f'{use.name}.{parameter.name}'
-  if len(path) > 1:
-    for_what = f' for {use.name}.{parameter.name}'
-  else:
+    name = option
     for_what = ''
+  where = ''
   location = locations.get(path[-1])
-  if location is None or location.on_command_line:
-    where = ''
-  else:
+  if location is not None and not location.on_command_line:
     where = f' ({location})'
   remedy = ''
   if value is None and name in _NEEDS:
-    remedy = f' {use.name} needs {_NEEDS[name]}: set {name}, or --gin.{use.name}.{parameter.name} to a number.'
+    remedy = f' {use.name} needs {_NEEDS[name]}: set {name}, or --gin.{option} to a number.'
   elif isinstance(value, float) and value.is_integer() and fits(int(value), hint):
     remedy = f' Write {int(value)}.'
   elif value is not None and not isinstance(value, str) and fits('', hint):
@@ -462,13 +473,14 @@ def _check_reference(
   location: Location | None,
 ) -> None:
   """Raise for `@Class` instead of an instance, `@Class()` instead of a class, and classes of the wrong type."""
-  fn_or_cls = value.configurable.wrapped
+  configurable = configurable_of(value)
+  fn_or_cls = configurable.wrapped
   made = _made(fn_or_cls)
   kinds = [kind for kind in _alternatives(hint) if kind is not type(None)]
   _check_protocol(use, kinds, value)
   if made is None:
     return
-  written = f'@{short_name(value.configurable)}'
+  written = f'@{short_name(configurable)}'
   all_classes = bool(kinds) and all(map(_is_known_class, kinds))
   problem = ''
   if not value.evaluate:
@@ -500,20 +512,20 @@ def _full_name(made: type) -> str:
 def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableReference) -> None:
   """Raise for bindings of keyword-only parameters of a protocol, which its callers pass."""
   if value.evaluate:
-    protocols = []
-  else:
-    protocols = [kind for kind in kinds if _is_protocol(kind) and '__call__' in vars(kind)]
-  passed = {
-    parameter.name
-    for kind in protocols
-    for parameter in inspect.signature(kind.__call__).parameters.values()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-  }
+    return
+  passed = set()
+  for kind in kinds:
+    if _is_protocol(kind) and '__call__' in vars(kind):
+      for parameter in inspect.signature(kind.__call__).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+          passed.add(parameter.name)
+  configurable = configurable_of(value)
   for length in range(len(value.scopes) + 1):
-    bound = bindings().get(('/'.join(value.scopes[:length]), value.configurable.selector), {})
+    scope = '/'.join(value.scopes[:length])
+    bound = bindings().get((scope, configurable.selector), {})
     for name in sorted(passed & set(bound)):
       raise ConfigError(
-        f'{short_name(value.configurable)}.{name} has no effect: {use.name} passes {name} itself. '
+        f'{short_name(configurable)}.{name} has no effect: {use.name} passes {name} itself. '
         f'Remove the binding, and set {name} in {use.name}.'
       )
 
@@ -523,25 +535,26 @@ def _made(fn_or_cls: Any) -> type | None:
   made = fn_or_cls
   if not inspect.isclass(made):  # One annotation that cannot be resolved hides the others.
     made = _type_hints(made).get('return') or getattr(made, '__annotations__', {}).get('return')
-  known = (
-    inspect.isclass(made) and typing.get_origin(made) is None and made not in (type(None), Any)
-  )
-  if known:
-    return made
-  return None
+  if not inspect.isclass(made) or typing.get_origin(made) is not None:
+    return None
+  if made in (type(None), Any):
+    return None
+  return made
+
+
+def _is_union(hint: Any) -> bool:
+  return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-  is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-  if is_union:
+  if _is_union(hint):
     return typing.get_args(hint)
   return (hint,)
 
 
 def _is_protocol(kind: Any) -> bool:
-  return getattr(
-    kind, '_is_protocol', False
-  )  # typing has a public function for this from Python 3.13 on.
+  # typing has a public function for this from Python 3.13 on.
+  return getattr(kind, '_is_protocol', False)
 
 
 def _is_known_class(kind: Any) -> bool:
@@ -567,11 +580,11 @@ def _takes_a_callable(kind: Any) -> bool:
 
 def _related(made: type, kind: type) -> bool:
   """Return whether two classes share a user-defined base, so that one may replace the other."""
-  return any(
-    base.__module__.split('.')[0] not in (*_LOOSELY_TYPED, 'flax')
-    for base in made.__mro__
-    if base in kind.__mro__
-  ) or issubclass(made, kind)
+  for base in made.__mro__:
+    package = base.__module__.split('.')[0]
+    if base in kind.__mro__ and package not in (*_LOOSELY_TYPED, 'flax'):
+      return True
+  return issubclass(made, kind)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -601,12 +614,16 @@ def _fits_one(value: Any, hint: Any) -> bool:
   if plain is type(None) or hint is None:
     return value is None
   if plain in _SCALARS:
-    return isinstance(value, _SCALARS[plain]) and (plain is bool or not isinstance(value, bool))
+    if isinstance(value, bool):
+      return plain is bool
+    return isinstance(value, _SCALARS[plain])
   if plain in (dict, collections.abc.Mapping):
-    return isinstance(value, dict) and (
-      len(arguments) != 2
-      or all(fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items())
-    )
+    if not isinstance(value, dict):
+      return False
+    if len(arguments) != 2:
+      return True
+    key_hint, item_hint = arguments
+    return all(fits(key, key_hint) and fits(item, item_hint) for key, item in value.items())
   if _is_known_class(hint) or _takes_a_callable(hint) or not isinstance(value, (list, tuple)):
     return False
   return _items_fit(value, plain, arguments)
@@ -631,11 +648,14 @@ _CONTAINERS = (
 
 def _kinds(hint: Any) -> list[Any] | None:
   """Return the alternatives of `hint`; None if one of them accepts any plain value."""
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
-    kinds = [_kinds(argument) for argument in typing.get_args(hint)]
-    if any(kind is None for kind in kinds):
-      return None
-    return [one for kind in kinds for one in kind]
+  if _is_union(hint):
+    alternatives = []
+    for argument in typing.get_args(hint):
+      kinds = _kinds(argument)
+      if kinds is None:
+        return None
+      alternatives += kinds
+    return alternatives
   if typing.get_origin(hint) in (typing.Annotated, typing.ClassVar, typing.Final):
     return _kinds(typing.get_args(hint)[0])
   plain = typing.get_origin(hint) or hint
@@ -654,8 +674,10 @@ def describe(hint: Any) -> str:
   ('int or None', 'Mapping[str, int]')
   """
   kinds = _kinds(hint)
+  if kinds is None:
+    kinds = [hint]
   names = []
-  for kind in kinds if kinds is not None else [hint]:
+  for kind in kinds:
     if kind is type(None):
       names.append('None')
     elif typing.get_origin(kind) is typing.Literal:

@@ -61,12 +61,13 @@ def hardware_selector(platform: str, device_kind: str, num_devices: int) -> str:
   if platform == 'tpu':
     kind = kind.removeprefix('tpu').strip()
     kind = _TPU_NAMES.get(kind, kind)
-  words = [
-    word
-    for word in re.findall(r'[a-z0-9]+', kind)
-    if not _GPU_WORDS.fullmatch(word) and word != platform
-  ]
-  return '-'.join((platform, *([''.join(words)] if words else ()), str(num_devices)))
+  model = ''
+  for word in re.findall(r'[a-z0-9]+', kind):
+    if word != platform and not _GPU_WORDS.fullmatch(word):
+      model += word
+  if not model:
+    return f'{platform}-{num_devices}'
+  return f'{platform}-{model}-{num_devices}'
 
 
 def detected_selector() -> str:
@@ -155,14 +156,11 @@ def take(texts: Sequence[Text], search_paths: Sequence[str]) -> tuple[list[Text]
         pattern,
         "A wildcard is '.*'.",
       ) from error
-    if isinstance(change, (list, tuple)):
-      changes = change
-    else:
-      changes = (change,)
+    if not isinstance(change, (list, tuple)):
+      change = (change,)
     label = f'{location} (mesh rule {pattern!r})'
-    rules.append(
-      MeshRule(pattern, tuple(_read_change(each, label, path, search_paths) for each in changes))
-    )
+    changes = tuple(_read_change(each, label, path, search_paths) for each in change)
+    rules.append(MeshRule(pattern, changes))
   return remaining, MeshRules(MESH_RULES, (), rules=tuple(rules))
 
 
@@ -218,14 +216,11 @@ def _read_change(
       )
     except ConfigError as error:
       raise ConfigError(f'{label}: {error}') from None
-  nested = next(
-    (binding for binding in gin_syntax.bindings_of([text]) if binding.macro_name == MESH_RULES),
-    None,
-  )
-  if nested is not None:
-    raise ConfigError(
-      f'{label}: a rule cannot set {MESH_RULES}, which {nested.location} does. Name another file.'
-    )
+  for binding in gin_syntax.bindings_of([text]):
+    if binding.macro_name == MESH_RULES:
+      raise ConfigError(
+        f'{label}: a rule cannot set {MESH_RULES}, which {binding.location} does. Name another file.'
+      )
   return text
 
 
@@ -246,9 +241,7 @@ def check_macros(rules: MeshRules, texts: Sequence[Text]) -> None:
     texts_of_rule = [change for change in rule.changes if change is not None]
     known = mentioned | gin_syntax.mentioned_macros(texts_of_rule)
     for text in texts_of_rule:
-      if text.path is not None or any(
-        isinstance(statement, Import) for statement in text.statements
-      ):
+      if _has_own_imports(text):
         continue
       for binding in gin_syntax.bindings_of([text]):
         if binding.macro_name is not None and binding.macro_name not in known:
@@ -304,19 +297,27 @@ def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]
   """
   chosen = detected_selector() if selector is None else selector
   rule = rules.first_match(chosen)
-  if rule is None:
-    texts = ()
-  else:
-    texts = tuple(
-      _automatic_mesh(rule) if change is None else change
-      for change in _changes_with_imports(rule, imports)
-    )
-  if rule is not None and None in rule.changes and not any(text.statements for text in texts):
-    raise ConfigError(
-      f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
-      'the partitioner, or replace None by bindings.'
-    )
-  return Choice(rules=rules, selector=chosen, is_detected=selector is None, rule=rule, texts=texts)
+  texts = []
+  if rule is not None:
+    texts = _texts_of(rule, imports)
+    if None in rule.changes and not any(text.statements for text in texts):
+      raise ConfigError(
+        f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
+        'the partitioner, or replace None by bindings.'
+      )
+  return Choice(
+    rules=rules, selector=chosen, is_detected=selector is None, rule=rule, texts=tuple(texts)
+  )
+
+
+def _texts_of(rule: MeshRule, imports: Mapping[str, Import]) -> list[Text]:
+  """Return what a rule binds, with the imports that it needs."""
+  texts = []
+  for change in _changes_with_imports(rule, imports):
+    if change is None:
+      change = _automatic_mesh(rule)
+    texts.append(change)
+  return texts
 
 
 def _automatic_mesh(rule: MeshRule) -> Text:
@@ -331,15 +332,11 @@ def _automatic_mesh(rule: MeshRule) -> Text:
     cls = classes[selector].wrapped
     if isinstance(cls, type) and issubclass(cls, ChoosesMesh):
       parts = scope.split('/') if scope else []
-      configured = {
-        name: value
-        for length in range(len(parts) + 1)
-        for name, value in table.get(('/'.join(parts[:length]), selector), {}).items()
-      }
-      statements += [
-        Binding(scope, selector, name, value, Location(source, 1))
-        for name, value in cls.automatic_mesh(configured).items()
-      ]
+      configured = {}
+      for length in range(len(parts) + 1):  # Inner scopes have priority, as in gin.
+        configured |= table.get(('/'.join(parts[:length]), selector), {})
+      for name, value in cls.automatic_mesh(configured).items():
+        statements.append(Binding(scope, selector, name, value, Location(source, 1)))
   return Text(source, tuple(statements))
 
 
@@ -348,39 +345,45 @@ def _changes_with_imports(rule: MeshRule, imports: Mapping[str, Import]) -> list
   known = dict(imports)
   changes = []
   for change in rule.changes:
-    changes.append(None if change is None else _with_imports(change, known))
-    for statement in change.walk() if change is not None else ():
+    if change is None:
+      changes.append(None)
+      continue
+    changes.append(_with_imports(change, known))
+    for statement in change.walk():
       if isinstance(statement, Import) and not statement.statement.module.startswith('__gin__'):
         known[statement.statement.bound_name()] = statement
   return changes
 
 
+def _has_own_imports(text: Text) -> bool:
+  """Return whether a text is a file or has import statements, and so uses only names that it imports."""
+  if text.path is not None:
+    return True
+  return any(isinstance(statement, Import) for statement in text.statements)
+
+
 def _with_imports(text: Text, imports: Mapping[str, Import]) -> Text:
   """Return a text without imports with the import statements of the names that it uses."""
-  if text.path is not None or any(isinstance(statement, Import) for statement in text.statements):
+  if _has_own_imports(text):
     return text
   bindings = [statement for statement in text.statements if isinstance(statement, Binding)]
   used = [binding.selector for binding in bindings if binding.macro_name is None]
-  used += [
-    part.scoped_selector
-    for binding in bindings
-    for part in gin_syntax.parts_of(binding.value)
-    if isinstance(part, gin_syntax.Reference)
-  ]
+  for binding in bindings:
+    for part in gin_syntax.parts_of(binding.value):
+      if isinstance(part, gin_syntax.Reference):
+        used.append(part.scoped_selector)
   names = dict.fromkeys(selector.rpartition('/')[2].partition('.')[0] for selector in used)
   needed = [imports[name] for name in names if name in imports]
   if not needed:
     return text
-  return dataclasses.replace(
-    text, statements=(_dynamic_registration(text.source), *needed, *text.statements)
-  )
+  statements = (_dynamic_registration(text.source), *needed, *text.statements)
+  return dataclasses.replace(text, statements=statements)
 
 
 def _dynamic_registration(source: str) -> Import:
-  location = Location(source, 1)
-  return Import(
-    config_parser.ImportStatement('__gin__.dynamic_registration', True, None, location), location
-  )
+  location = config_parser.Location(source, 1, None, '')
+  statement = config_parser.ImportStatement('__gin__.dynamic_registration', True, None, location)
+  return Import(statement, Location(source, 1))
 
 
 def bind(
@@ -399,12 +402,12 @@ def bind(
   Raises:
     ConfigError: a name does not exist.
   """
-  values = {
-    (*name, parameter): value
-    for name, bound in gin_check.bindings().items()
-    for parameter, value in bound.items()
-  }
-  imports, files_imports = gin_apply.imports(), dict(binder.imports)
+  values: dict[gin_check.Key, Any] = {}
+  for name, bound in gin_check.bindings().items():
+    for parameter, value in bound.items():
+      values[*name, parameter] = value
+  imports = gin_apply.imports()
+  files_imports = dict(binder.imports)
   binder.bind(choice.texts)
   added_imports = gin_apply.imports() - imports
   binder.bind(rest)
@@ -429,11 +432,11 @@ def bind(
 
 def _comment(choice: Choice, changes: Mapping[gin_check.Key, Binding]) -> str:
   """Return the comment of a recorded configuration on the rule that applied."""
-  lines = [
-    f'{choice.description}{", which changes these values of the configuration below:" if changes else "."}'
-  ]
-  lines += [f'  {statement}' for statement in changes.values()]
-  return ''.join(f'# {line}\n' for line in lines)
+  if not changes:
+    return f'# {choice.description}.\n'
+  lines = [f'# {choice.description}, which changes these values of the configuration below:\n']
+  lines += [f'#   {statement}\n' for statement in changes.values()]
+  return ''.join(lines)
 
 
 def describe(
@@ -446,19 +449,20 @@ def describe(
     changes: result of `bind`.
     read: bindings that the command reads.
   """
-  shown = [
-    str(statement) + ('' if key in read else ' (not used by this command)')
-    for key, statement in changes.items()
-  ]
+  if choice.rule is None:
+    return choice.description
+  if not changes:
+    return f'{choice.description} changes nothing'
+  shown = []
+  for key, statement in changes.items():
+    text = str(statement)
+    if key not in read:
+      text += ' (not used by this command)'
+    shown.append(text)
+  more = ''
   if len(shown) > _MOST_SHOWN:
     more = f', and {len(shown) - _MOST_SHOWN} more'
-  else:
-    more = ''
-  if shown:
-    changed = f'sets {", ".join(shown[:_MOST_SHOWN])}{more}'
-  else:
-    changed = 'changes nothing'
-  return f'{choice.description}{"" if choice.rule is None else f" {changed}"}'
+  return f'{choice.description} sets {", ".join(shown[:_MOST_SHOWN])}{more}'
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -492,9 +496,8 @@ def configuration_text() -> str:
   record = gin_check.bindings().get(_KEY[:2], {}).get(_KEY[2])
   if not isinstance(record, _Record):
     return gin.config_str()
-  return (
-    f'{record.comment}\n{gin_apply.text_with(record.values_without_rule, record.imports_of_rule)}'
-  )
+  text = gin_apply.text_with(record.values_without_rule, record.imports_of_rule)
+  return f'{record.comment}\n{text}'
 
 
 def _recorded_rules(
@@ -517,13 +520,19 @@ def _recorded_rules(
     changes: list[Text | None] = []
     targets = []
     for change in _changes_with_imports(rule, files_imports):
-      targets += gin_syntax.bindings_of([_automatic_mesh(rule) if change is None else change])
-      changes += [None] if change is None else _pieces(change)
-    overriding = {
-      binding.target: flags[binding.target] for binding in targets if binding.target in flags
-    }
+      if change is None:
+        targets += gin_syntax.bindings_of([_automatic_mesh(rule)])
+        changes.append(None)
+      else:
+        targets += gin_syntax.bindings_of([change])
+        changes += _pieces(change)
+    overriding = {}
+    for binding in targets:
+      if binding.target in flags:
+        overriding[binding.target] = flags[binding.target]
     if overriding:
-      changes.append(_with_imports(Text(MESH_RULES, tuple(overriding.values())), imports))
+      text = Text(MESH_RULES, tuple(overriding.values()))
+      changes.append(_with_imports(text, imports))
     recorded.append(MeshRule(rule.pattern, tuple(changes)))
   return MeshRules(MESH_RULES, (), rules=tuple(recorded))
 

@@ -35,6 +35,8 @@ REQUIRED = 'gin.REQUIRED'
 MESH_RULES = 'MESH_RULES'
 # Folder of the files that have the names of T5X's.
 T5X_FILES = 't5x'
+# Types of the token after a value that is alone in its line.
+_ENDS = (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.COMMENT)
 # First characters of values in gin's syntax.
 _OPENING = '\'"([{@%'
 
@@ -75,7 +77,9 @@ class Reference:
   evaluate: bool
 
   def __repr__(self) -> str:
-    return f'@{self.scoped_selector}{"()" if self.evaluate else ""}'
+    if self.evaluate:
+      return f'@{self.scoped_selector}()'
+    return f'@{self.scoped_selector}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,20 +137,23 @@ class Import:
   location: Location
 
 
+Statement = Binding | Block | Import
+
+
 @dataclasses.dataclass(frozen=True)
 class Text:
   """One file (or the command line) as a sequence of statements; an included file is a nested Text."""
 
   source: str
-  statements: tuple['Binding | Block | Import | Text', ...]
+  statements: tuple['Statement | Text', ...]
   path: files.Path | None = None
 
-  def walk(self) -> Iterator[Binding | Block | Import]:
+  def walk(self) -> Iterator[Statement]:
     """Yield all statements in the order in which they take effect."""
     for statement, _ in self.walk_files():
       yield statement
 
-  def walk_files(self) -> Iterator[tuple[Binding | Block | Import, 'Text']]:
+  def walk_files(self) -> Iterator[tuple[Statement, 'Text']]:
     """Yield all statements in the order in which they take effect, each with the text that has it."""
     for statement in self.statements:
       if isinstance(statement, Text):
@@ -220,66 +227,84 @@ def find_file(
   Raises:
     ConfigError: the file does not exist.
   """
-  packaged = packaged_folder()
   wanted = files.path(name).expanduser()
-  if files.is_remote(name):
-    folders = []
-    candidates = [wanted]
+  if files.is_remote(wanted):
+    folders: list[files.Path] = []
+    candidates: list[files.Path] = [wanted]
   else:
     folders = [pathlib.Path('.')]
     if included_from is not None:
       folders.append(included_from.parent)
     folders += [files.path(folder).expanduser() for folder in search_paths]
-    parts = wanted.parts
-    ours = [packaged / wanted]
-    if parts[:1] == ('gin',):
-      ours.append(packaged.joinpath(*parts[1:]))
-    ours += [
-      packaged.joinpath(*parts[start:]) for start, part in enumerate(parts) if part == T5X_FILES
-    ]
-    if wanted.is_absolute():
-      theirs = [wanted]
-    else:
-      theirs = [folder / wanted for folder in folders]
-    # Files of t5x_lite include each other, whatever is in the current folder.
-    is_ours = included_from is not None and packaged in included_from.parents
-    candidates = [*([*ours, *theirs] if is_ours else [*theirs, *ours]), *_in_package(wanted)]
+    candidates = _candidates(wanted, folders, included_from)
   for candidate in candidates:
-    candidate = (
-      candidate.resolve() if files.is_remote(candidate) else candidate
-    )  # Stores have no '..'.
+    if files.is_remote(candidate):  # Stores have no '..'.
+      candidate = candidate.resolve()
     if candidate.is_file():
       return candidate
-  near = [path.name for folder in [*folders[1:], wanted.parent] for path in folder.glob('*.gin')]
-  known = [*packaged_files(T5X_FILES if T5X_FILES in wanted.parts else ''), *near]
-  hint = did_you_mean(wanted.name if files.is_remote(name) else name, known, lists_all=False)
-  if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
-    same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
-    if same_name:
-      hint = f' Did you mean {same_name[0]!r}?'
-    else:
-      hint = f' Recipes: {", ".join(packaged_files("recipes"))}.'
-  first = wanted.parts[0] if len(wanted.parts) > 1 else ''
-  if first.isidentifier() and not any((root / first).exists() for root in [*folders, packaged]):
-    hint = f' If it belongs to a package, install the package {first}, or add its parent folder to --gin_search_paths.'
-  searched = ', '.join(
-    dict.fromkeys(str(folder) for folder in [*folders, packaged if folders else wanted.parent])
+  searched = [*folders, packaged_folder()] if folders else [wanted.parent]
+  names = dict.fromkeys(map(str, searched))
+  raise ConfigError(
+    f'The gin file {name!r} does not exist in {", ".join(names)}.{_hint(name, wanted, folders)}'
   )
-  raise ConfigError(f'The gin file {name!r} does not exist in {searched}.{hint}')
+
+
+def _candidates(
+  wanted: pathlib.Path, folders: Sequence[files.Path], included_from: files.Path | None
+) -> list[files.Path]:
+  """Return the paths that a name on the disk may mean, in the order of `find_file`."""
+  packaged = packaged_folder()
+  parts = wanted.parts
+  ours = [packaged / wanted]
+  if parts[:1] == ('gin',):
+    ours.append(packaged.joinpath(*parts[1:]))
+  for start, part in enumerate(parts):
+    if part == T5X_FILES:
+      ours.append(packaged.joinpath(*parts[start:]))
+  if wanted.is_absolute():
+    theirs = [wanted]
+  else:
+    theirs = [folder / wanted for folder in folders]
+  # Files of t5x_lite include each other, whatever is in the current folder.
+  if included_from is not None and packaged in included_from.parents:
+    return [*ours, *theirs, *_in_package(wanted)]
+  return [*theirs, *ours, *_in_package(wanted)]
+
+
+def _hint(name: str, wanted: files.Path, folders: Sequence[files.Path]) -> str:
+  """Return a sentence about a missing file: a similar name, the recipes, or a package to install."""
+  is_in_store = files.is_remote(wanted)
+  first = ''
+  if len(wanted.parts) > 1:
+    first = wanted.parts[0]
+  roots = [*folders, packaged_folder()]
+  if first.isidentifier() and not any((root / first).exists() for root in roots):
+    return f' If it belongs to a package, install the package {first}, or add its parent folder to --gin_search_paths.'
+  known = packaged_files(T5X_FILES if T5X_FILES in wanted.parts else '')
+  for folder in [*folders[1:], wanted.parent]:
+    known += [path.name for path in folder.glob('*.gin')]
+  hint = did_you_mean(wanted.name if is_in_store else name, known, lists_all=False)
+  if hint:
+    return hint
+  # The folder may be missing: models/t5_1_1_small.gin.
+  for file in known:
+    if pathlib.PurePath(file).name == wanted.name:
+      return f' Did you mean {file!r}?'
+  return f' Recipes: {", ".join(packaged_files("recipes"))}.'
 
 
 def _in_package(name: pathlib.Path) -> list[pathlib.Path]:
   """Return the paths of a file in the Python package that its first folder names, without importing the package."""
   first, *rest = name.parts or ('',)
+  if not rest or not first.isidentifier():
+    return []
   # `importlib.util.find_spec` knows of an installed T5X only the views that are imported instead.
-  specs = (
-    finder.find_spec(first, None) for finder in sys.meta_path if rest and first.isidentifier()
-  )
-  spec = next(filter(None, specs), None)
-  return [
-    pathlib.Path(folder).joinpath(*rest)
-    for folder in spec and spec.submodule_search_locations or ()
-  ]
+  for finder in sys.meta_path:
+    spec = finder.find_spec(first, None)
+    if spec is not None:
+      folders = spec.submodule_search_locations or ()
+      return [pathlib.Path(folder).joinpath(*rest) for folder in folders]
+  return []
 
 
 def read_file(
@@ -307,7 +332,8 @@ def _read_path(
   path: files.Path, name: str, search_paths: Sequence[str], stack: tuple[files.Path, ...]
 ) -> Text:
   if path.resolve() in stack:
-    raise ConfigError(f'{name} includes itself: {" -> ".join(p.name for p in (*stack, path))}.')
+    chain = ' -> '.join(each.name for each in (*stack, path))
+    raise ConfigError(f'{name} includes itself: {chain}.')
   try:
     text = path.read_text(encoding='utf-8-sig')  # Some editors write a byte order mark.
   except (OSError, UnicodeDecodeError) as error:
@@ -342,12 +368,8 @@ def _read(
     for statement in config_parser.ConfigParser(io.StringIO(text), _Delegate()):
       location = Location(source, 0 if is_flag else statement.location.line_num)
       match statement:
-        case config_parser.BindingStatement():
-          statements.append(
-            Binding(
-              statement.scope, statement.selector, statement.arg_name, statement.value, location
-            )
-          )
+        case config_parser.BindingStatement(scope, selector, arg_name, value):
+          statements.append(Binding(scope, selector, arg_name, value, location))
         case config_parser.BlockDeclaration():
           statements.append(Block(statement.selector, location))
         case config_parser.ImportStatement():
@@ -375,17 +397,15 @@ def _syntax_message(
   else:
     what = error.msg
     line = error.lineno or 0
+  shown = ''
   lines = text.splitlines()
   if 0 < line <= len(lines):
     shown = lines[line - 1].strip()
   elif lines:
     shown = lines[-1].strip()
-  else:
-    shown = ''
   where = f'{source}:{line}' if in_file else source
-  what = ' '.join(
-    re.sub(r'malformed node or string.*?: <.*?>', 'names in values need quotes.', what).split()
-  )
+  what = re.sub(r'malformed node or string.*?: <.*?>', 'names in values need quotes.', what)
+  what = ' '.join(what.split())
   hint = ''
   value = shown.partition('=')[2].strip()
   if value.lower() in _LOWER_CASE_CONSTANTS:
@@ -419,8 +439,6 @@ def read_flag(key: str, value: str, flag: str) -> Text:
   if re.match(r'^\\(["\']).*\\\1$', value, re.DOTALL):  # \"runs/a\" with backslashes.
     value = value[1:-2] + value[-1]
   constant = _LOWER_CASE_CONSTANTS.get(value.lower())
-  statements = ()
-  problem = ''
   if not _KEY.match(key):
     problem = (
       f'{key!r} is not the name of a macro or parameter. Write --gin.NAME=VALUE or '
@@ -435,9 +453,9 @@ def read_flag(key: str, value: str, flag: str) -> Text:
     )
   else:
     # A value in gin's syntax with an error is read as it is, to raise gin's error.
-    read = read_text(
-      f'{key} = {value if _is_value(value) or value[0] in _OPENING else repr(value)}', flag
-    )
+    if not _is_value(value) and value[0] not in _OPENING:
+      value = repr(value)
+    read = read_text(f'{key} = {value}', flag)
     if len(read.statements) == 1:
       return read
     problem = (
@@ -456,12 +474,8 @@ def _is_value(text: str) -> bool:
     return False
   except RecursionError:
     return True  # Reading it raises the error.
-  return parser.current_token.type in (
-    tokenize.NEWLINE,
-    tokenize.NL,
-    tokenize.ENDMARKER,
-    tokenize.COMMENT,
-  )
+  token = parser.current_token
+  return token is not None and token.type in _ENDS
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -510,12 +524,16 @@ def check_macros(
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   mentioned = mentioned_macros(texts) - {REQUIRED}
   missing = missing_macros(texts)
-  problems = [
-    f'{binding.location}: the macro {name!r} is not used in the configuration.'
-    f'{" " + unused[name] if name in unused else did_you_mean(name, mentioned)}'
-    for name, binding in definitions.items()
-    if binding.location.on_command_line and name not in mentioned
-  ]
+  problems = []
+  for name, binding in definitions.items():
+    if binding.location.on_command_line and name not in mentioned:
+      if name in unused:
+        hint = f' {unused[name]}'
+      else:
+        hint = did_you_mean(name, mentioned)
+      problems.append(
+        f'{binding.location}: the macro {name!r} is not used in the configuration.{hint}'
+      )
   for name, location in missing.items():
     near = did_you_mean(name, definitions.keys() - missing.keys(), lists_all=False)
     if near and name not in definitions and name not in remedies:
@@ -533,13 +551,11 @@ def misspelt_macros(texts: Sequence[Text]) -> list[str]:
   Unused macros are allowed, since a file may be used for several commands.
   """
   mentioned = mentioned_macros(texts) | {MESH_RULES}
-  unread = {
-    binding.macro_name: binding.location
-    for binding in bindings_of(texts)
-    if binding.macro_name
-    and binding.macro_name not in mentioned
-    and not binding.location.on_command_line
-  }
+  unread: dict[str, Location] = {}
+  for binding in bindings_of(texts):
+    name = binding.macro_name
+    if name and name not in mentioned and not binding.location.on_command_line:
+      unread[name] = binding.location
   sentences = []
   for name, location in unread.items():
     near = difflib.get_close_matches(name, mentioned, n=1, cutoff=0.85)
@@ -565,14 +581,12 @@ def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
   """Return the macros without a value, with the location that requires each."""
   bindings = bindings_of(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
-  effective = {
-    binding.target: binding for binding in bindings
-  }  # The last binding of a parameter applies.
-  missing = {
-    name: binding.location
-    for name, binding in definitions.items()
-    if binding.value == Macro(REQUIRED)
-  }
+  # The last binding of a parameter applies.
+  effective = {binding.target: binding for binding in bindings}
+  missing: dict[str, Location] = {}
+  for name, binding in definitions.items():
+    if binding.value == Macro(REQUIRED):
+      missing[name] = binding.location
   for binding in effective.values():
     for name in macros_in(binding.value):
       if name not in definitions and '.' not in name:  # A name with a dot is a constant.
@@ -582,21 +596,20 @@ def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
 
 def bindings_of(texts: Sequence[Text]) -> list[Binding]:
   """Return all bindings in the order in which they take effect."""
-  return [
-    statement for text in texts for statement in text.walk() if isinstance(statement, Binding)
-  ]
+  found = []
+  for text in texts:
+    found += [statement for statement in text.walk() if isinstance(statement, Binding)]
+  return found
 
 
 def _missing_message(
   missing: Mapping[str, Location], bindings: Sequence[Binding], remedies: Mapping[str, str]
 ) -> str:
   names = sorted(missing)
-  many = len(names) > 1
-  lines = [
-    f'{len(names)} required values are missing: {", ".join(names)}.'
-    if many
-    else f'A required value is missing: {names[0]}.'
-  ]
+  if len(names) > 1:
+    lines = [f'{len(names)} required values are missing: {", ".join(names)}.']
+  else:
+    lines = [f'A required value is missing: {names[0]}.']
   for name in names:
     remedy = remedies.get(name, f'set --gin.{name}=VALUE')
     earlier = [b for b in bindings if b.macro_name == name and b.value != Macro(REQUIRED)]

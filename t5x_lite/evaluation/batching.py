@@ -53,10 +53,8 @@ def in_order(num_examples: int, batch_size: int) -> list[PlannedBatch]:
   >>> [batch.indices.tolist() for batch in in_order(3, 2)]
   [[0, 1], [2, -1]]
   """
-  return [
-    PlannedBatch(indices, {})
-    for indices in _padded_batches(np.arange(num_examples, dtype=np.int32), batch_size)
-  ]
+  examples = np.arange(num_examples, dtype=np.int32)
+  return [PlannedBatch(indices, {}) for indices in _padded_batches(examples, batch_size)]
 
 
 def by_length(
@@ -72,38 +70,30 @@ def by_length(
     max_num_lengths: maximum number of different lengths.
   """
   num_examples = len(next(iter(rows.values())))
-  known = set(rows) <= _ENCODER_FEATURES | _DECODER_FEATURES and all(
-    array.ndim == 2 for array in rows.values()
-  )
-  if not known or kind == 'score_with_intermediates':
+  are_known = set(rows) <= _ENCODER_FEATURES | _DECODER_FEATURES
+  have_lengths = all(array.ndim == 2 for array in rows.values())
+  if not are_known or not have_lengths or kind == 'score_with_intermediates':
     return in_order(num_examples, batch_size)
   encoder = sorted(set(rows) & _ENCODER_FEATURES)
   decoder = sorted(set(rows) & _DECODER_FEATURES)
   encoder_needs = _needed(rows, encoder, num_examples)
   decoder_needs = _needed(rows, decoder, num_examples)
-  if kind == 'predict' or kind == 'predict_with_aux':
-    # The length of the decoder's features is the number of tokens to decode.
-    cut = encoder
-    needs = encoder_needs
-    also = {}
-  elif encoder:
-    cut = encoder
-    needs = encoder_needs
-    also = {name: _round_up(int(decoder_needs.max()), rows[name].shape[1]) for name in decoder}
-  else:
-    cut = decoder
-    needs = decoder_needs
-    also = {}
-  if not cut:
-    lengths = [0]
-  else:
-    lengths = choose_lengths(
-      needs,
-      rows[cut[0]].shape[1],
-      max_num_lengths=min(
-        max_num_lengths, max(1, num_examples // (batch_size * _MIN_BATCHES_PER_LENGTH))
-      ),
-    )
+  cut = encoder
+  needs = encoder_needs
+  also = {}
+  # For predictions, the length of the decoder's features is the number of tokens to decode.
+  if kind not in ('predict', 'predict_with_aux'):
+    if encoder:
+      longest = int(decoder_needs.max())
+      also = {name: _round_up(longest, rows[name].shape[1]) for name in decoder}
+    else:
+      cut = decoder
+      needs = decoder_needs
+  lengths = [0]
+  if cut:
+    num_worthwhile = num_examples // (batch_size * _MIN_BATCHES_PER_LENGTH)
+    max_num_lengths = min(max_num_lengths, max(1, num_worthwhile))
+    lengths = choose_lengths(needs, rows[cut[0]].shape[1], max_num_lengths=max_num_lengths)
   # Within one length, rows with targets of similar length, which probably finish together.
   order = np.lexsort((np.arange(num_examples), decoder_needs))
   planned = []
@@ -142,19 +132,25 @@ def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int)
   [8, 32, 64]
   """
   multiple = -(-full_length // _MAX_CANDIDATES // _MULTIPLE) * _MULTIPLE
-  rounded = np.minimum(np.maximum(-(-needs // multiple), 1) * multiple, full_length)
+  # [examples]: each length rounded up to a multiple.
+  num_multiples = np.maximum(-(-needs // multiple), 1)
+  rounded = np.minimum(num_multiples * multiple, full_length)
   candidates, counts = np.unique(rounded, return_counts=True)
+  # [candidates]: number of rows that fit into each candidate.
   num_up_to = np.cumsum(counts)
   # costs[k][j]: positions of all rows up to candidate j with k + 1 lengths, the largest of which is candidate j.
   costs = [np.asarray(candidates * num_up_to, np.float64)]
   before = []
   for _ in range(1, min(max_num_lengths, len(candidates))):
-    with_previous = costs[-1][:, None] + candidates[None] * (num_up_to[None] - num_up_to[:, None])
+    # [i, j]: costs if i is the length before j: rows longer than i are padded to j.
+    num_between = num_up_to[None] - num_up_to[:, None]
+    with_previous = costs[-1][:, None] + candidates[None] * num_between
     with_previous[np.tril_indices(len(candidates))] = np.inf
     before.append(with_previous.argmin(axis=0))
     costs.append(with_previous.min(axis=0))
+  totals = [cost[-1] for cost in costs]
   count = 1
-  while count < len(costs) and costs[count][-1] <= (1 - _MIN_SAVING) * costs[count - 1][-1]:
+  while count < len(totals) and totals[count] <= (1 - _MIN_SAVING) * totals[count - 1]:
     count += 1
   chosen = [len(candidates) - 1]
   for back in reversed(before[: count - 1]):

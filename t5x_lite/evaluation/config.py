@@ -14,6 +14,9 @@ from t5x_lite.evaluation.when import When
 _COUNT = checks.number(at_least=1, integer=True)
 
 
+_TaskMetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferenceEvalConfig:
   """Options of an evaluation by decoding.
@@ -35,7 +38,7 @@ class InferenceEvalConfig:
   num_examples_to_write: int | None = 1000
   batch_by_length: bool = True
   max_num_lengths: int = 4
-  metric_fns: Sequence[Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]] | None = None
+  metric_fns: Sequence[_TaskMetricFn] | None = None
 
   def __post_init__(self):
     checks.check(
@@ -50,6 +53,12 @@ class InferenceEvalConfig:
         lambda fns: fns is None or (len(fns) > 0 and all(map(callable, fns))),
       ),
     )
+
+
+def _none_with_decode(instead: str) -> checks.Expectation:
+  return checks.Expectation(
+    'None with decode=True', lambda value: value is None, f'Set InferenceEvalConfig.{instead}.'
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,15 @@ class Evaluation:
 
   def __post_init__(self):
     kinds = (metric_names.TRAINING_EVAL, metric_names.INFERENCE_EVAL, metric_names.MEAN)
+    num_batches = _COUNT.or_none()
+    metric_fns = checks.Expectation(
+      'a list of functions of (logits, batch), or None',
+      lambda fns: fns is None or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
+      'In gin, write metric_fns = [@my_module.my_metric] without parentheses.',
+    )
+    if self.decode:
+      num_batches = _none_with_decode('num_examples')
+      metric_fns = _none_with_decode('metric_fns')
     checks.check(
       'Evaluation',
       vars(self),
@@ -97,24 +115,8 @@ class Evaluation:
         lambda when: isinstance(when, When) and not when.is_never,
         'Set its period, steps, at_start, at_end or condition.',
       ),
-      num_batches=checks.Expectation(
-        'None with decode=True',
-        lambda number: number is None,
-        'Set InferenceEvalConfig.num_examples.',
-      )
-      if self.decode
-      else _COUNT.or_none(),
-      metric_fns=checks.Expectation(
-        'None with decode=True',
-        lambda fns: fns is None,
-        'Set InferenceEvalConfig.metric_fns.',
-      )
-      if self.decode
-      else checks.Expectation(
-        'a list of functions of (logits, batch), or None',
-        lambda fns: fns is None or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
-        'In gin, write metric_fns = [@my_module.my_metric] without parentheses.',
-      ),
+      num_batches=num_batches,
+      metric_fns=metric_fns,
       infer_eval_cfg=checks.Expectation(
         'an InferenceEvalConfig, unset without decode=True',
         lambda cfg: (

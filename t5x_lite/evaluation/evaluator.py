@@ -302,10 +302,9 @@ class InferenceEvaluator:
   def _compute_metrics_by_seqio(
     self, outputs: Mapping[str, Mapping[str, PyTree]], step: int
   ) -> MetricsByTask:
-    plain = {
-      name: {kind: judging.as_numpy(tree) for kind, tree in found.items()}
-      for name, found in outputs.items()
-    }
+    plain = {}
+    for name, found in outputs.items():
+      plain[name] = {kind: judging.as_numpy(tree) for kind, tree in found.items()}
     metrics = {}
     for name, found in self._seqio.judge(step, plain).items():
       metrics[name] = {}

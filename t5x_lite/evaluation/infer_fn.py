@@ -111,9 +111,9 @@ def get_infer_fn(
       if rng is not None:
         step_rng, rng = jax.random.split(rng)
       found = program(train_state.params, batch, step_rng, train_state.flax_mutables)
-      outputs.append(
-        jax.tree.map(lambda rows, n=len(numbers): np.asarray(rows)[:n], jax.device_get(found))
-      )
+      # Without the rows that pad the last batch.
+      is_example = slice(len(numbers))
+      outputs.append(_select(jax.device_get(found), is_example))
       indices += numbers
     if not indices:
       raise DataError(
@@ -123,9 +123,8 @@ def get_infer_fn(
     if not isinstance(joined, tuple):
       return _pairs(indices, joined)
     predictions, aux = joined
-    return _pairs(indices, predictions), jax.tree.map(
-      list if keep_aux_as_numpy else np.ndarray.tolist, aux
-    )
+    as_list = list if keep_aux_as_numpy else np.ndarray.tolist
+    return _pairs(indices, predictions), jax.tree.map(as_list, aux)
 
   return infer_fn
 
@@ -152,20 +151,20 @@ def _batches(
           f'Example {index} must have the shapes of the first one, {shapes}, got {found}. Pad the '
           'features to one length.'
         )
-    spec = {
-      name: jax.ShapeDtypeStruct((batch_size, *np.shape(value)), np.asarray(value).dtype)
-      for name, value in rows[0].items()
-    }
-    local = {
-      name: np.stack(
-        [rows[row][name] if row < len(rows) else np.zeros_like(rows[0][name]) for row in own]
-      )
-      for name in spec
-    }
+    padding = {name: np.zeros_like(value) for name, value in rows[0].items()}
+    rows += [padding] * (batch_size - len(rows))
+    spec = {}
+    local = {}
+    for name, value in padding.items():
+      spec[name] = jax.ShapeDtypeStruct((batch_size, *value.shape), value.dtype)
+      local[name] = np.stack([rows[row][name] for row in own])
     yield [int(index) for index, _ in chunk], data.to_global_arrays(local, partitioner, spec)
 
 
+def _select(outputs: PyTree, rows: int | slice) -> PyTree:
+  """Return rows of the arrays of a tree."""
+  return jax.tree.map(lambda array: np.asarray(array)[rows], outputs)
+
+
 def _pairs(indices: Sequence[int], outputs: PyTree) -> list[tuple[int, PyTree]]:
-  return [
-    (index, jax.tree.map(lambda rows, i=i: rows[i], outputs)) for i, index in enumerate(indices)
-  ]
+  return [(index, _select(outputs, i)) for i, index in enumerate(indices)]

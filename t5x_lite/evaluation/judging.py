@@ -159,7 +159,8 @@ def as_value(name: str, value: Any) -> clu.values.Value:
   Raises:
     DataError: the result is neither a number nor a text.
   """
-  if isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and np.size(value) == 1:
+  is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
+  if is_number and np.size(value) == 1:
     return clu.values.Scalar(float(np.asarray(value).reshape(())))
   found: Any = value
   if isinstance(value, _value_classes('Scalar')):

@@ -33,7 +33,8 @@ def mean_over_tasks(
     for name, value in metrics.items():
       if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING):
         numbers.setdefault(name, []).append(float(np.asarray(value.value)))
-  return {name: clu.values.Scalar(float(np.mean(values))) for name, values in numbers.items()}
+  means = {name: float(np.mean(values)) for name, values in numbers.items()}
+  return {name: clu.values.Scalar(mean) for name, mean in means.items()}
 
 
 def full_names(
@@ -41,12 +42,12 @@ def full_names(
 ) -> dict[str, float]:
   """Return the numbers of each task, and their means, by full name, without rates and times."""
   everything = {**metrics_by_task, MEAN: mean_over_tasks(metrics_by_task)}
-  return {
-    f'{folder}/{task}/{name}': float(np.asarray(value.value))
-    for task, metrics in everything.items()
-    for name, value in metrics.items()
-    if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING)
-  }
+  numbers = {}
+  for task, metrics in everything.items():
+    for name, value in metrics.items():
+      if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING):
+        numbers[f'{folder}/{task}/{name}'] = float(np.asarray(value.value))
+  return numbers
 
 
 def check_task_names(names: Iterable[str]) -> None:

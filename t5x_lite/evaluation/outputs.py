@@ -55,19 +55,22 @@ class OutputRunner:
       train_state: the state, or its shapes.
       train_state_axes: mesh PartitionSpecs of the state.
     """
-    found: dict[tuple[Any, ...], tuple[list[str], Callable[[], jax.stages.Lowered]]] = {}
+    # By kind and shapes of a batch: names of the tasks with such batches, and the shapes.
+    task_names: dict[tuple[Any, ...], list[str]] = {}
+    specs = {}
     for task in tasks:
       for kind in _to_compute(task):
         for spec in self._batch_specs(task, kind):
-          fn = functools.partial(
-            self._runner.lower, kind, _with_indices(spec), train_state, train_state_axes
-          )
-          found.setdefault((kind, tree_utils.shapes_key(spec)), ([], fn))[0].append(task.name)
-    names = [
-      f'{kind} {_short_shape(shapes)} ({", ".join(tasks)})'
-      for (kind, shapes), (tasks, _) in found.items()
-    ]
-    return dict(zip(names, (fn for _, fn in found.values()), strict=True))
+          key = (kind, tree_utils.shapes_key(spec))
+          task_names.setdefault(key, []).append(task.name)
+          specs.setdefault(key, spec)
+    programs = {}
+    for (kind, shapes), spec in specs.items():
+      names = ', '.join(task_names[kind, shapes])
+      programs[f'{kind} {_short_shape(shapes)} ({names})'] = functools.partial(
+        self._runner.lower, kind, _with_indices(spec), train_state, train_state_axes
+      )
+    return programs
 
   def check(
     self, tasks: Sequence[data.EvalTask], train_state: EvaluationState, train_state_axes: PyTree
@@ -82,7 +85,10 @@ class OutputRunner:
     Raises:
       ConfigError, DataError: see `PredictRunner.lower`.
     """
-    first = {kind: task.element_spec for task in reversed(tasks) for kind in _to_compute(task)}
+    first = {}
+    for task in tasks:
+      for kind in _to_compute(task):
+        first.setdefault(kind, task.element_spec)
     for kind, spec in first.items():
       self._runner.trace(kind, _with_indices(spec), train_state, train_state_axes)
 
@@ -187,11 +193,11 @@ def _cut(
   spec: Mapping[str, jax.ShapeDtypeStruct], lengths: Mapping[str, int]
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """Return the shapes of a batch with some features cut to lengths."""
-  cut = {
-    name: jax.ShapeDtypeStruct((spec[name].shape[0], length), spec[name].dtype)
-    for name, length in lengths.items()
-  }
-  return {**spec, **cut}
+  cut = dict(spec)
+  for name, length in lengths.items():
+    num_rows = spec[name].shape[0]
+    cut[name] = jax.ShapeDtypeStruct((num_rows, length), spec[name].dtype)
+  return cut
 
 
 def _short_shape(features: Sequence[tuple[str, tuple[int, ...], str]]) -> str:

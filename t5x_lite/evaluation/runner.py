@@ -187,7 +187,8 @@ def _call_model(
   options: Mapping[str, Any],
 ) -> PyTree:
   mutables = tree_utils.to_dict(train_state.flax_mutables)
-  options = {**options, **({'flax_mutables': mutables} if mutables else {})}
+  if mutables:
+    options = {**options, 'flax_mutables': mutables}
   params = train_state.eval_params
   match kind:
     case 'predict':

@@ -99,13 +99,12 @@ class Threshold:
   above: float | None = None
 
   def __post_init__(self):
-    number = checks.number()
     checks.check(
       'Threshold',
       vars(self),
       metric=checks.instance(str, 'the name of a metric'),
-      below=number.or_none(),
-      above=(number if self.below is None else checks.number(below=self.below)).or_none(),
+      below=checks.number().or_none(),
+      above=checks.number(below=self.below).or_none(),
     )
     if self.below is None and self.above is None:
       raise checks.invalid(

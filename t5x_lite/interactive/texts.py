@@ -92,21 +92,17 @@ class TextInference:
     if not isinstance(add_eos, Mapping):
       add_eos = {'inputs': add_eos, 'targets': add_eos}
     vocabularies = {'inputs': model.input_vocabulary, 'targets': model.output_vocabulary}
+    features = {}
+    for name, vocabulary in vocabularies.items():
+      features[name] = text_examples.TextFeature(vocabulary=vocabulary, add_eos=add_eos[name])
     self.reader = text_examples.ExampleReader(
-      self._converter,
-      {
-        name: text_examples.TextFeature(vocabulary=vocabulary, add_eos=add_eos[name])
-        for name, vocabulary in vocabularies.items()
-      },
-      task_feature_lengths,
-      length_remedies,
+      self._converter, features, task_feature_lengths, length_remedies
     )
     self._model = model
     self._partitioner = partitioner
     self._axes = train_state_axes
-    partitioner.get_data_layout(
-      batch_size
-    )  # Raises if the batch is not divisible by the data axes.
+    # Raises if the batch is not divisible by the data axes.
+    partitioner.get_data_layout(batch_size)
     self._local_rows = partitioner.get_rows(batch_size)
     self._batch_size = batch_size
     self._runner = evaluation.PredictRunner(model, partitioner)
@@ -120,14 +116,15 @@ class TextInference:
       examples: result of `reader.read`, the same on every process.
     """
     for start in range(0, len(examples), self._batch_size):
-      rows = [(example,) for example in examples[start : start + self._batch_size]]
-      padded = [*rows, *[()] * (self._batch_size - len(rows))]
-      task_rows = [
-        [{name: e[name] for name in self.reader.lengths} for e in padded[row]]
-        for row in self._local_rows
-      ]
-      batch = self._converter.convert(task_rows, self.reader.lengths, False)
-      yield len(rows), data.to_global_arrays(batch, self._partitioner, self.element_spec)
+      # A row is a list of examples, which is empty in the rows that pad the last batch.
+      rows: list[list[dict[str, Any]]] = []
+      for example in examples[start : start + self._batch_size]:
+        rows.append([{name: example[name] for name in self.reader.lengths}])
+      num_examples = len(rows)
+      rows += [[]] * (self._batch_size - num_examples)
+      local_rows = [rows[row] for row in self._local_rows]
+      batch = self._converter.convert(local_rows, self.reader.lengths, False)
+      yield num_examples, data.to_global_arrays(batch, self._partitioner, self.element_spec)
 
   def predict(
     self,
@@ -256,13 +253,15 @@ class TextInference:
     found = self._runner.run(
       _KINDS[kind], batches, train_state, self._axes, seed=seed, options=options
     )
-    results = [
-      jax.tree.map(
-        lambda rows, n=count: rows[:n], outputs if isinstance(outputs, tuple) else (outputs, {})
-      )
-      for count, outputs in found
-    ]
+    results = [_first_rows(outputs, count) for count, outputs in found]
     return jax.tree.map(_by_example, *results)
+
+
+def _first_rows(outputs: PyTree, count: int) -> tuple[PyTree, PyTree]:
+  """Return (outputs, auxiliary values) of the first rows of a batch."""
+  if not isinstance(outputs, tuple):
+    outputs = (outputs, {})
+  return jax.tree.map(lambda rows: rows[:count], outputs)
 
 
 def _by_example(*batches: np.ndarray) -> list[Any]:
@@ -275,11 +274,8 @@ def _by_example(*batches: np.ndarray) -> list[Any]:
 
 def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
   """Return the names of a metric function's required parameters, which, as in seqio, determine its arguments."""
-  names = tuple(
-    name
-    for name, parameter in inspect.signature(fn).parameters.items()
-    if parameter.default is parameter.empty
-  )
+  parameters = inspect.signature(fn).parameters.values()
+  names = tuple(each.name for each in parameters if each.default is each.empty)
   if names not in (
     ('targets', 'predictions'),
     ('targets', 'predictions', 'aux_values'),

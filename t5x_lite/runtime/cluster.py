@@ -95,7 +95,8 @@ class ClusterConfig:
   @property
   def is_explicit(self) -> bool:
     """True if a flag says where this process is."""
-    return not (self.coordinator_address is self.process_count is self.process_index is None)
+    flags = (self.coordinator_address, self.process_count, self.process_index)
+    return any(value is not None for value in flags)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,8 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   if spec.count == 1:
     logging.getLogger(__name__).info('1 process (%s).', spec.origin)
     return None
+  # See `find_process`.
+  assert spec.address is not None and spec.index is not None and spec.count is not None
   _check_share(spec)
   # Stops are agreed by the monitor.
   jax.config.update('jax_enable_preemption_service', False)
@@ -158,8 +161,10 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   # JAX has no public name for the store.
   from jax._src import distributed
 
+  store = distributed.global_state.client
+  assert store is not None
   monitor = monitor_lib.Monitor(
-    distributed.global_state.client,
+    store,
     spec.index,
     spec.count,
     heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
@@ -233,17 +238,7 @@ def find_process(
     origin='flags',
   )
   if not cfg.is_explicit:
-    in_environment = {COUNT, ADDRESS, INDEX} & {
-      name for name, value in environment.items() if value
-    }
-    spec = dataclasses.replace(
-      spec,
-      origin='launch'
-      if in_environment and environment.get(LAUNCHED)
-      else 'environment variables'
-      if in_environment
-      else '',
-    )
+    spec = dataclasses.replace(spec, origin=_origin(environment))
   spec = dataclasses.replace(
     spec,
     address=_first(spec.address, environment.get(ADDRESS) or None),
@@ -256,22 +251,20 @@ def find_process(
     return None
   if spec.count == 1 and not spec.index:
     return spec
-  missing = [
-    f'{flag} ({name})'
-    for flag, name, value in (
-      ('--coordinator_address', ADDRESS, spec.address),
-      ('--process_count', COUNT, spec.count),
-      ('--process_index', INDEX, spec.index),
-    )
-    if value is None
-  ]
+  missing = []
+  if spec.address is None:
+    missing.append(f'--coordinator_address ({ADDRESS})')
+  if spec.count is None:
+    missing.append(f'--process_count ({COUNT})')
+  if spec.index is None:
+    missing.append(f'--process_index ({INDEX})')
   if not spec.origin:
     raise ConfigError(
       '--distributed=on must be used in a cluster, and neither flags, environment variables nor a scheduler that JAX '
       f'knows describe one. Pass {", ".join(missing)}, start all processes of one machine with `t5x_lite launch -n N '
       '-- COMMAND`, or remove --distributed=on or --multiprocess_gpu.'
     )
-  if missing:
+  if spec.address is None or spec.count is None or spec.index is None:
     raise ConfigError(
       f'A cluster ({spec.origin}) must have an address, a number of processes and an index of this '
       f'process, got no {", ".join(missing)}. Set it, or unset the others.'
@@ -289,17 +282,25 @@ def find_process(
   return spec
 
 
+def _origin(environment: Mapping[str, str]) -> str:
+  """Return the origin of the values of environment variables; empty if none is set."""
+  if not any(environment.get(name) for name in (COUNT, ADDRESS, INDEX)):
+    return ''
+  if environment.get(LAUNCHED):
+    return 'launch'
+  return 'environment variables'
+
+
 def _complete(spec: ProcessSpec, cfg: ClusterConfig) -> ProcessSpec:
   """Return a spec with what JAX's detectors know in addition; a detector that fails means one process."""
   # A detector without the package that it needs warns and finds nothing.
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     try:
+      problem = ''
       found = _detect(spec, cfg.initialization_timeout)
       if caught and found is None:
         problem = ' '.join(str(caught[0].message).split())
-      else:
-        problem = ''
     except Exception as error:  # a scheduler may set anything, and JAX may rename its detectors
       found = None
       problem = f'{type(error).__name__}: {error}'
@@ -326,25 +327,24 @@ def _detect(spec: ProcessSpec, timeout: int) -> ProcessSpec | None:
   for detector in clusters.ClusterEnv._cluster_types:
     if detector.opt_in_only_method or not detector.is_env_present():
       continue
+    origin = _NAMES.get(detector.__name__, detector.__name__)
     count = _first(spec.count, detector.get_process_count())
-    if count == 1 and spec.address is None:
-      return ProcessSpec(
-        address=None, count=1, index=0, origin=_NAMES.get(detector.__name__, detector.__name__)
+    address = spec.address
+    if count == 1 and address is None:
+      return ProcessSpec(address=None, count=1, index=0, origin=origin)
+    # A scheduler of TPUs gives each process its own ones.
+    local_devices = spec.local_devices
+    local = None if _has_own_gpus() else detector.get_local_process_id()
+    if not local_devices and local is not None:
+      local_devices = (local,)
+    if not address:
+      port = os.environ.get('JAX_COORDINATOR_PORT')
+      address = detector.get_coordinator_address(
+        timeout_secs=timeout, override_coordinator_port=port
       )
-    if _has_own_gpus():
-      local = None
-    else:
-      local = detector.get_local_process_id()
+    index = _first(spec.index, detector.get_process_id())
     return ProcessSpec(
-      address=spec.address
-      or detector.get_coordinator_address(
-        timeout_secs=timeout, override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT')
-      ),
-      count=count,
-      index=_first(spec.index, detector.get_process_id()),
-      # A scheduler of TPUs gives each process its own ones.
-      local_devices=spec.local_devices or (None if local is None else (local,)),
-      origin=_NAMES.get(detector.__name__, detector.__name__),
+      address=address, count=count, index=index, local_devices=local_devices, origin=origin
     )
   return None
 
@@ -387,9 +387,8 @@ def _check_share(spec: ProcessSpec, environment: Mapping[str, str] = os.environ)
 def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
   """Return the number of tasks of this node: SLURM writes '2(x3),1' for three nodes with two tasks and one with one."""
   counts = []
-  for count, times in re.findall(
-    r'(\d+)(?:\(x(\d+)\))?', environment.get('SLURM_STEP_TASKS_PER_NODE', '')
-  ):
+  text = environment.get('SLURM_STEP_TASKS_PER_NODE', '')
+  for count, times in re.findall(r'(\d+)(?:\(x(\d+)\))?', text):
     counts += [int(count)] * int(times or 1)
   node = _number(environment, 'SLURM_NODEID')
   if node is not None and node < len(counts):
@@ -402,9 +401,8 @@ def _check_port(address: str) -> None:
   port = int(address.rpartition(':')[2])
   for family, host in ((socket.AF_INET6, '::'), (socket.AF_INET, '0.0.0.0')):
     with contextlib.suppress(OSError), socket.socket(family) as probe:
-      probe.setsockopt(
-        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-      )  # A run that has ended does not count.
+      # A run that has ended does not count.
+      probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       try:
         probe.bind((host, port))
       except OSError as error:
@@ -427,23 +425,19 @@ def _waiting_for_others(spec: ProcessSpec, timeout: int) -> Iterator[None]:
       return
     os.write(2, f't5x_lite: {who} waits for the others.\n'.encode())
     if not has_joined.wait(timeout - min(_SILENT_SECONDS, timeout)):
-      os.write(
-        2,
-        (
-          f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
-          'that all of them were started, each with its own index, and that process 0 runs on this host and '
-          'can be reached at this port. Then rerun the command on all machines.\n'
-        ).encode(),
+      text = (
+        f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
+        'that all of them were started, each with its own index, and that process 0 runs on this host and '
+        'can be reached at this port. Then rerun the command on all machines.\n'
       )
+      os.write(2, text.encode())
       os._exit(ExitCode.RESTART)
 
   threading.Thread(target=limit, name='t5x_lite-cluster', daemon=True).start()
   # JAX does not return to Python, whose handler would wait.
   handler = signal.getsignal(signal.SIGINT)
-  is_replaced = threading.current_thread() is threading.main_thread() and handler not in (
-    signal.SIG_IGN,
-    None,
-  )
+  is_main = threading.current_thread() is threading.main_thread()
+  is_replaced = is_main and handler not in (signal.SIG_IGN, None)
   if is_replaced:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
@@ -493,11 +487,9 @@ def _end_with_program(monitor: monitor_lib.Monitor) -> None:
 def _launcher_has_ended(environment: Mapping[str, str] = os.environ) -> bool:
   """Return whether `launch` has started this process and does not run any more, e.g. because it was killed."""
   launcher = _number(environment, LAUNCHED)
-  return (
-    launcher is not None
-    and not pathlib.Path(f'/proc/{launcher}').exists()
-    and pathlib.Path('/proc/self').exists()
-  )
+  if launcher is None or not pathlib.Path('/proc/self').exists():
+    return False
+  return not pathlib.Path(f'/proc/{launcher}').exists()
 
 
 def is_address(text: str) -> bool:
@@ -507,7 +499,10 @@ def is_address(text: str) -> bool:
 
 
 def _first(*values: Any) -> Any:
-  return next((value for value in values if value is not None), None)
+  for value in values:
+    if value is not None:
+      return value
+  return None
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

@@ -11,11 +11,12 @@ import platform
 import sys
 import threading
 import time
+from typing import Any
 import zlib
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-import jaxlib
+import jaxlib.version
 
 from t5x_lite import files
 
@@ -73,9 +74,8 @@ def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
     max_bytes: size of all programs above which some are deleted.
   """
   folder = default_folder()
-  is_set = (
-    jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
-  )
+  config: Any = jax.config  # JAX adds the options as attributes
+  is_set = config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache
   if folder is None or is_set or jax.distributed.is_initialized():
     return
   try:
@@ -101,9 +101,9 @@ def default_folder() -> pathlib.Path | None:
   home = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
   if not os.path.isabs(home) or _is_remote(home):
     return None
-  name = hashlib.sha256(
-    '\n'.join((platform.machine(), jaxlib.__version__, _cpu_features())).encode()
-  ).hexdigest()
+  # Equal names are equal programs.
+  identity = '\n'.join((platform.machine(), jaxlib.version.__version__, _cpu_features()))
+  name = hashlib.sha256(identity.encode()).hexdigest()
   return pathlib.Path(home) / 't5x_lite' / f'programs-{name[:12]}'
 
 
@@ -113,24 +113,29 @@ def _cpu_features() -> str:
     lines = pathlib.Path('/proc/cpuinfo').read_text(errors='replace').splitlines()
   except OSError:
     return ''
-  return next((line for line in lines if line.lower().startswith(('flags', 'features'))), '')
+  for line in lines:
+    if line.lower().startswith(('flags', 'features')):
+      return line
+  return ''
 
 
 def _is_remote(path: str) -> bool:
   """Return whether `path`, which may not exist yet, is on a network file system."""
   path = os.path.realpath(path)
   try:
-    mounts = [line.split() for line in pathlib.Path('/proc/self/mounts').read_bytes().splitlines()]
+    lines = pathlib.Path('/proc/self/mounts').read_bytes().splitlines()
   except OSError:
     return False
-  # Spaces are written as octal numbers; other bytes are those of the path.
-  kinds = {
-    os.fsdecode(point.decode('unicode_escape').encode('latin-1')): kind.decode()
-    for _, point, kind, *_ in mounts
-  }
-  # In a chroot, the path may be in none of them.
+  kinds = {}
+  for line in lines:
+    _, escaped, kind, *_ = line.split()
+    # Spaces are written as octal numbers; other bytes are those of the path.
+    point = os.fsdecode(escaped.decode('unicode_escape').encode('latin-1'))
+    kinds[point] = kind.decode()
   found = [point for point in kinds if os.path.commonpath((path, point)) == point]
-  kind = kinds[max(found, key=len)] if found else ''
+  if not found:  # In a chroot, the path may be in none of them.
+    return False
+  kind = kinds[max(found, key=len)]
   return kind in _REMOTE or kind.startswith('fuse.')
 
 
@@ -197,10 +202,8 @@ class CacheCounts:
       hits = 'all'
     else:
       hits = f'{self.hits:,}'
-    return (
-      f'{self.programs:,} program{"" if self.programs == 1 else "s"} in {self.seconds:.1f} s, {hits} from the '
-      'compilation cache'
-    )
+    noun = 'program' if self.programs == 1 else 'programs'
+    return f'{self.programs:,} {noun} in {self.seconds:.1f} s, {hits} from the compilation cache'
 
 
 @contextlib.contextmanager
@@ -210,7 +213,8 @@ def count_cache_use(*, all_threads: bool = False) -> Iterator[CacheCounts]:
   Args:
     all_threads: count those of all threads instead of this thread alone.
   """
-  counts, thread = CacheCounts(), threading.get_ident()
+  counts = CacheCounts()
+  thread = threading.get_ident()
 
   def is_counted() -> bool:
     return all_threads or threading.get_ident() == thread

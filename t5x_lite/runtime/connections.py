@@ -23,12 +23,15 @@ class Store(Protocol):
 
   def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
     """Set a value; raise for an existing key, unless it may be overwritten."""
+    ...
 
   def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
     """Return the keys below a folder, and their values."""
+    ...
 
   def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
     """Return a value as soon as it exists; raise after the time."""
+    ...
 
 
 def returns_within(seconds: float, fn: Callable[[], object]) -> bool:

@@ -32,11 +32,9 @@ class DeviceMemory:
       ConfigError: `is_enabled` is True and a device does not report its memory.
     """
     self._warned: set[tuple[str, int]] = set()
-    reads = is_enabled or (is_enabled is None and devices[0].platform != 'cpu')
-    if reads:
+    self._devices = []
+    if is_enabled or (is_enabled is None and devices[0].platform != 'cpu'):
       self._devices = [device for device in devices if self._read(device)]
-    else:
-      self._devices = []
     if is_enabled and len(self._devices) < len(devices):
       raise checks.invalid(
         'LogConfig',
@@ -55,29 +53,32 @@ class DeviceMemory:
     if not self._devices:
       return {}
     found = self._read_all()
-    return {
-      'memory/num_devices': float(len(found)),
-      **{
-        f'memory/{name}/device_{device}': float(stats[name])
-        for device, stats in found.items()
-        for name in _STATISTICS
-        if name in stats
-      },
-    }
+    metrics = {'memory/num_devices': float(len(found))}
+    for device, stats in found.items():
+      for name in _STATISTICS:
+        if name in stats:
+          metrics[f'memory/{name}/device_{device}'] = float(stats[name])
+    return metrics
 
   def describe(self) -> str:
     """Return the largest numbers of all devices as text, e.g. 'memory 9.50 GiB, peak 12.0 GiB of 79.0 GiB', or ''."""
     found = self._read_all().values()
     if not found:
       return ''
-    in_use, peak, limit = (max(stats.get(name, 0) for stats in found) for name in _STATISTICS)
-    return f'memory {format_bytes(in_use)}, peak {format_bytes(peak)}' + (
-      f' of {format_bytes(limit)}' if limit else ''
-    )
+    largest = [max(stats.get(name, 0) for stats in found) for name in _STATISTICS]
+    in_use, peak, limit = largest
+    text = f'memory {format_bytes(in_use)}, peak {format_bytes(peak)}'
+    if limit:
+      text += f' of {format_bytes(limit)}'
+    return text
 
   def _read_all(self) -> dict[int, Mapping[str, int]]:
     """Return the statistics of each device that reports, by id."""
-    found = {device.id: stats for device in self._devices if (stats := self._read(device))}
+    found = {}
+    for device in self._devices:
+      stats = self._read(device)
+      if stats:
+        found[device.id] = stats
     for device, stats in found.items():
       peak = stats.get('peak_bytes_in_use', 0)
       limit = stats.get('bytes_limit', 0)

@@ -34,6 +34,9 @@ _LOGGERS = ('t5x_lite', 'moe')
 _MAX_MESSAGE = 1000  # characters
 
 
+_File = files.AppendedFile | files.AppendedParts
+
+
 class EventLog(contextlib.AbstractContextManager):
   """Log of the events of one process of a run, and clock of its phases.
 
@@ -83,7 +86,7 @@ class EventLog(contextlib.AbstractContextManager):
     self._seconds: dict[str, float] = {}
     self._started = self._counted_at = self._emitted_at = clock()
     self._pending: list[Event] = []
-    self._file: files.AppendedFile | files.AppendedParts | None = None
+    self._file: _File | None = None
     self._handler = _WarningHandler(self)
     self._failed_fns: list[Callable[[Event], None]] = []
     self._has_trained = self._has_stopped = False
@@ -131,7 +134,7 @@ class EventLog(contextlib.AbstractContextManager):
       if _is_cut(self._path):
         self._file.append(b'\n', at_once=False)
       for event in self._pending:
-        self._write(event)
+        _write(self._file, event)
       self._pending.clear()
 
   @property
@@ -146,7 +149,9 @@ class EventLog(contextlib.AbstractContextManager):
     try:
       yield
     finally:
-      self._change_phase('other' if name == 'step' and outer == 'starting' else outer)
+      if name == 'step' and outer == 'starting':
+        outer = 'other'
+      self._change_phase(outer)
 
   def _change_phase(self, name: str) -> str:
     with self._lock:
@@ -171,10 +176,10 @@ class EventLog(contextlib.AbstractContextManager):
   def tick(self) -> None:
     """Emit 'progress' after some time without events; for calls within long phases."""
     now = self._clock()
-    (shortest, longest) = _PROGRESS_SECONDS
-    if now - self._emitted_at >= min(
-      longest, max(shortest, _PROGRESS_FRACTION * (now - self._started))
-    ):
+    shortest, longest = _PROGRESS_SECONDS
+    interval = _PROGRESS_FRACTION * (now - self._started)
+    interval = min(longest, max(shortest, interval))
+    if now - self._emitted_at >= interval:
       self.emit('progress')
 
   def emit(self, kind: str, **details: Any) -> None:
@@ -196,10 +201,10 @@ class EventLog(contextlib.AbstractContextManager):
       )
       self._seconds = {}
       self._emitted_at = self._counted_at
-      if self._file is None:
-        self._pending += [] if self._process else [event]
-      else:
-        self._write(event)
+      if self._file is not None:
+        _write(self._file, event)
+      elif self._process == 0:
+        self._pending.append(event)
       if not self._event_fns or self._comes_from_hooks(event):
         return
       self._for_hooks.append(event)
@@ -227,7 +232,7 @@ class EventLog(contextlib.AbstractContextManager):
     if self._file is None:
       return
     try:
-      if files.is_remote(self._path):
+      if isinstance(self._file, files.AppendedParts):
         self._file.check_outage()
         self._file.write_now()
       measured = goodput.measure(read_events(self._path))
@@ -243,15 +248,14 @@ class EventLog(contextlib.AbstractContextManager):
     self.emit('summary', **measured.details)
     self._log_fn(line)
 
-  def _write(self, event: Event) -> None:
-    self._file.append(event.to_line().encode(), at_once=True)
-
   def _comes_from_hooks(self, event: Event) -> bool:
     """Return whether an event is not passed to the hooks, see the class; the caller holds the lock."""
     current = self._event_of_hooks
-    return current is not None and (
-      self._calling_thread == threading.get_ident() or event.kind == current.kind == 'warning'
-    )
+    if current is None:
+      return False
+    if self._calling_thread == threading.get_ident():
+      return True
+    return event.kind == 'warning' and current.kind == 'warning'
 
   def _next_for_hooks(self) -> Event | None:
     """Return the next event for the hooks; None ends the calls of this thread."""
@@ -298,7 +302,8 @@ class _WarningHandler(logging.Handler):
 
   def handle(self, record: logging.LogRecord) -> bool | logging.LogRecord:
     """See base class, but without its lock: hooks may wait for a thread that logs."""
-    if kept := self.filter(record):
+    kept = self.filter(record)
+    if kept:
       self.emit(record)
     return kept
 
@@ -310,6 +315,10 @@ class _WarningHandler(logging.Handler):
       logger=record.name,
       message=record.getMessage()[:_MAX_MESSAGE],
     )
+
+
+def _write(file: _File, event: Event) -> None:
+  file.append(event.to_line().encode(), at_once=True)
 
 
 def _cause(error: BaseException | None) -> dict[str, Any]:

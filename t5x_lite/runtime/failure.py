@@ -28,14 +28,15 @@ class Failure:
 
   def __str__(self) -> str:
     """Return a sentence without a full stop."""
-    if self.step is None:
-      where = ''
-    else:
-      where = f'after step {self.step:,}'
+    last = ''
+    if self.step is not None:
+      last += f' after step {self.step:,}'
     if self.error:
-      return f'process {self.process} failed{where and " " + where}: {self.error}'
-    last = ' '.join(part for part in (where, self.phase and f'in the phase {self.phase!r}') if part)
-    last = last and f', the last {last}'
+      return f'process {self.process} failed{last}: {self.error}'
+    if self.phase:
+      last += f' in the phase {self.phase!r}'
+    if last:
+      last = f', the last{last}'
     return (
       f'process {self.process} has given no sign of life for {self.seconds:.0f} s{last}: it was killed, or its '
       'machine or network has failed'
@@ -45,9 +46,9 @@ class Failure:
 def describe_error(error: BaseException) -> tuple[str, int]:
   """Return the traceback of an error, and the exit status of a program that it ends."""
   if isinstance(error, SystemExit):
-    return f'sys.exit({error.code!r})', error.code if isinstance(
-      error.code, int
-    ) and error.code else 1
-  return ''.join(traceback.format_exception(error)).rstrip(), int(
-    getattr(error, 'exit_code', ExitCode.ERROR)
-  )
+    status = 1
+    if isinstance(error.code, int) and error.code:
+      status = error.code
+    return f'sys.exit({error.code!r})', status
+  text = ''.join(traceback.format_exception(error)).rstrip()
+  return text, int(getattr(error, 'exit_code', ExitCode.ERROR))

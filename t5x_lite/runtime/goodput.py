@@ -58,19 +58,16 @@ class Goodput:
     >>> print(Goodput(seconds={'step': 50.0, 'data': 0.0, 'saving': 25.0, 'down': 25.0}, num_starts=2).describe())
     Time of the run 1:40, started 2 times: 50.0% training steps, 25.0% saving, 25.0% down.
     """
-    tenths = _rounded(
-      [1000 * seconds / max(self.total_seconds, 1e-9) for seconds in self.seconds.values()]
-    )
-    shares = ', '.join(
-      f'{tenth // 10}.{tenth % 10}% {SHARES[name]}'
-      for name, tenth in zip(self.seconds, tenths, strict=True)
-      if tenth
-    )
+    total = max(self.total_seconds, 1e-9)
+    tenths = _rounded([1000 * seconds / total for seconds in self.seconds.values()])
+    shares = []
+    for name, tenth in zip(self.seconds, tenths, strict=True):
+      if tenth:
+        shares.append(f'{tenth // 10}.{tenth % 10}% {SHARES[name]}')
+    starts = ''
     if self.num_starts > 1:
       starts = f', started {self.num_starts} times'
-    else:
-      starts = ''
-    return f'Time of the run {format_duration(self.total_seconds)}{starts}: {shares}.'
+    return f'Time of the run {format_duration(self.total_seconds)}{starts}: {", ".join(shares)}.'
 
 
 def measure(events: Iterable[Event]) -> Goodput:
@@ -79,17 +76,19 @@ def measure(events: Iterable[Event]) -> Goodput:
   # Time by phase that a restart may turn into repeated work, with the steps at its end, which never decrease.
   kept: list[tuple[int, Mapping[str, float]]] = []
   num_starts = 0
-  previous = None
+  previous = 0.0
   is_complete = True
   was_complete = False
 
   def repeat_after(step: int) -> None:
     while kept and kept[-1][0] > step:
-      total['repeated'] += sum(kept.pop()[1].values())
+      _, seconds = kept.pop()
+      total['repeated'] += sum(seconds.values())
 
   def add(seconds: Mapping[str, float]) -> None:
     for phase, value in seconds.items():
-      total[phase if phase in PHASES else 'other'] += value
+      share = phase if phase in PHASES else 'other'
+      total[share] += value
 
   for event in events:
     if event.kind == 'start':
@@ -104,11 +103,10 @@ def measure(events: Iterable[Event]) -> Goodput:
       is_complete = cause in _COMPLETE or was_complete and cause == 'error'
     elif event.kind == 'first_step':
       was_complete = False
-    elif event.kind == 'restored':
+    elif event.kind == 'restored' and event.step is not None:
       repeat_after(event.step)
-    if (
-      event.step is None or event.kind == 'restored'
-    ):  # the time of a start, which is not repeated work
+    # The time of a start is not repeated work.
+    if event.step is None or event.kind == 'restored':
       add(event.seconds)
     else:
       kept.append((event.step, event.seconds))
@@ -124,6 +122,7 @@ def _rounded(values: list[float]) -> list[int]:
   """Round to integers whose sum is the rounded sum of `values`."""
   whole = [int(value) for value in values]
   by_remainder = sorted(range(len(values)), key=lambda i: whole[i] - values[i])
-  for i in by_remainder[: round(sum(values)) - sum(whole)]:
+  num_missing = round(sum(values)) - sum(whole)
+  for i in by_remainder[:num_missing]:
     whole[i] += 1
   return whole

@@ -13,6 +13,7 @@ The first 'failed' counts, whatever else fails afterwards. The lead reads all be
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -50,6 +51,8 @@ _GRACE_SECONDS = 4.0
 _LINGER_SECONDS = 8.0
 # Silence after which a process counts as lost if there are other signs: a broken connection, or a stop that it ignores.
 _SUSPICIOUS_SILENCE = 8.0
+# The beat of a process before its first one.
+_NO_BEAT = {'stage': 'running', 'step': None, 'phase': 'starting'}
 
 
 class Monitor:
@@ -134,9 +137,8 @@ class Monitor:
         os.set_blocking(end, False)
       # Python's handlers wait for the main thread, which may hang in a collective; this pipe does not.
       self._former_wakeup_fd = signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
-      os.register_at_fork(
-        after_in_child=_forget_signals
-      )  # a signal to a child is none to this process
+      # A signal to a child is none to this process.
+      os.register_at_fork(after_in_child=_forget_signals)
     for run in (self._beat, self._listen, self._watch):
       thread = threading.Thread(target=run, name=f't5x_lite-monitor{run.__name__}', daemon=True)
       self._threads.append(thread)
@@ -210,13 +212,14 @@ class Monitor:
     return is_first
 
   def _fail(self, text: str, status: int) -> Failure:
-    if self._failure is None:
-      step, phase = self._read_state()
-      failure = Failure(process=self.process, status=status, error=text, step=step, phase=phase)
-      self._post('failed', **dataclasses.asdict(failure))
-      if not self._has_failed.wait(_CALL_SECONDS):  # the store is gone
-        self._on_failure(failure)
-    return self._failure
+    if self._failure is not None:
+      return self._failure
+    step, phase = self._read_state()
+    failure = Failure(process=self.process, status=status, error=text, step=step, phase=phase)
+    self._post('failed', **dataclasses.asdict(failure))
+    if not self._has_failed.wait(_CALL_SECONDS):  # the store is gone
+      self._on_failure(failure)
+    return self._failure or failure
 
   @contextlib.contextmanager
   def reporting(self) -> Iterator[None]:
@@ -237,11 +240,10 @@ class Monitor:
   def print_reason(self) -> None:
     """Print once why this process ends, if another one has failed."""
     failure = self._failure
-    if (
-      failure is None
-      or (failure.process == self.process and failure.error)
-      or not self._prints_first()
-    ):
+    if failure is None:
+      return
+    is_own = failure.process == self.process and failure.error
+    if is_own or not self._prints_first():
       return
     if failure.error:
       more = 'Its output has the whole message'
@@ -268,11 +270,11 @@ class Monitor:
     if not returns_within(_CALL_SECONDS, self._read_beats):
       return True
     now = self._clock()
-    return all(
-      beat['stage'] == 'ending' or now - at > _SUSPICIOUS_SILENCE
-      for process, (beat, at) in list(self._beats.items())
-      if process
-    )
+    for process, (beat, at) in list(self._beats.items()):
+      has_left = beat['stage'] == 'ending' or now - at > _SUSPICIOUS_SILENCE
+      if process and not has_left:
+        return False
+    return True
 
   def _on_failure(self, failure: Failure) -> None:
     with self._lock:
@@ -280,17 +282,19 @@ class Monitor:
         return
       self._failure = failure
     self._has_failed.set()
-    threading.Thread(target=self._end_after_grace, name='t5x_lite-monitor-end', daemon=True).start()
+    threading.Thread(
+      target=self._end_after_grace, args=(failure,), name='t5x_lite-monitor-end', daemon=True
+    ).start()
 
-  def _end_after_grace(self) -> None:
+  def _end_after_grace(self, failure: Failure) -> None:
     """End the process, whose main thread may hang in a collective with the one that failed."""
-    failure = self._failure
     try:
       if failure.error:
         self._closed.wait(_GRACE_SECONDS)
       self.print_reason()
-      for fn in self._end_fns if failure.process != self.process else ():
-        returns_within(_FLUSH_SECONDS, lambda fn=fn: fn(failure))
+      if failure.process != self.process:
+        for fn in self._end_fns:
+          returns_within(_FLUSH_SECONDS, functools.partial(fn, failure))
     finally:
       self.leave(failure.status)
 
@@ -313,31 +317,19 @@ class Monitor:
     """Return a sentence that says where each process is, those that are behind first; empty if it is unknown."""
     if self.process and not returns_within(_CALL_SECONDS, self._read_beats):
       return ''
-    groups: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    groups: dict[tuple[int, str], dict[int, float]] = {}
     for process, (beat, at) in sorted(self._beats.items()):
-      step = -1 if beat['step'] is None else beat['step']
-      groups.setdefault((step, beat['phase']), []).append(
-        (process, beat['seconds'] + self._clock() - at)
-      )
-    parts = []
+      step = beat['step']
+      if step is None:
+        step = -1
+      seconds_of = groups.setdefault((step, beat['phase']), {})
+      seconds_of[process] = beat['seconds'] + self._clock() - at
+    if not groups:
+      return ''
     # Those that wait for another one at the same step are in the collectives of 'step'.
-    for (step, phase), members in sorted(
-      groups.items(), key=lambda item: (item[0][0], item[0][1] == 'step', len(item[1]))
-    ):
-      names = ', '.join(str(process) for process, _ in members[:8]) + (
-        ', ...' if len(members) > 8 else ''
-      )
-      if step < 0:
-        where = 'before the first step'
-      else:
-        where = f'after step {step:,}'
-      parts.append(
-        f'process{"es" if len(members) > 1 else ""} {names} {where} in {phase!r} for '
-        f'{max(seconds for _, seconds in members):.0f} s'
-      )
-    if parts:
-      return f'Processes, the last one first: {"; ".join(parts)}.'
-    return ''
+    in_order = sorted(groups, key=lambda group: (group[0], group[1] == 'step', len(groups[group])))
+    parts = [_describe_group(step, phase, groups[step, phase]) for step, phase in in_order]
+    return f'Processes, the last one first: {"; ".join(parts)}.'
 
   # ---- Threads -------------------------------------------------------------------------------------------------------
 
@@ -359,26 +351,22 @@ class Monitor:
     with contextlib.suppress(Exception):
       state = self.state_fn()
     if state != self._state:
-      self._state, self._state_at = state, self._clock()
+      self._state = state
+      self._state_at = self._clock()
     return state
 
   def _send_beat(self) -> None:
     step, phase = self._read_state()
     now = self._clock()
-    self._store.key_value_set(
-      f'{_ROOT}/beat/{self.process}',
-      json.dumps(
-        {
-          'at': now,
-          'step': step,
-          'phase': phase,
-          'seconds': now - self._state_at,
-          'limit': self.stops.limit,
-          'stage': self._stage,
-        }
-      ),
-      True,
-    )
+    beat = {
+      'at': now,
+      'step': step,
+      'phase': phase,
+      'seconds': now - self._state_at,
+      'limit': self.stops.limit,
+      'stage': self._stage,
+    }
+    self._store.key_value_set(f'{_ROOT}/beat/{self.process}', json.dumps(beat), True)
     self._contact_at = self._clock()
 
   def _read_beats(self) -> None:
@@ -395,40 +383,32 @@ class Monitor:
     """On the lead: find silent processes, the point at which all stop, and the end of all."""
     before = self._judged_at
     self._judged_at = self._clock()
-    awake = awake_seconds(
-      self._judged_at - before, 2 * _BEAT_SECONDS
-    )  # not time in which this process was stopped
-    beats = [self._beats.get(process) for process in range(self.num_processes)]
-    for process, found in enumerate(beats):
-      beat, at = found or (
-        {'stage': 'running', 'step': None, 'phase': 'starting'},
-        self._started_at,
-      )
-      self._silences[process] = 0.0 if at > before else self._silences[process] + awake
-      if (
-        self._failure is None
-        and beat['stage'] == 'running'
-        and self._silences[process] > self._limit
-      ):
-        self._post(
-          'failed',
-          **dataclasses.asdict(
-            Failure(
-              process=process,
-              status=int(ExitCode.RESTART),
-              step=beat['step'],
-              phase=beat['phase'],
-              seconds=self._silences[process],
-            )
-          ),
+    # Without the time in which this process was stopped.
+    awake = awake_seconds(self._judged_at - before, 2 * _BEAT_SECONDS)
+    for process in range(self.num_processes):
+      beat, at = self._beats.get(process, (_NO_BEAT, self._started_at))
+      if at > before:
+        self._silences[process] = 0.0
+      else:
+        self._silences[process] += awake
+      is_lost = beat['stage'] == 'running' and self._silences[process] > self._limit
+      if is_lost and self._failure is None:
+        failure = Failure(
+          process=process,
+          status=int(ExitCode.RESTART),
+          step=beat['step'],
+          phase=beat['phase'],
+          seconds=self._silences[process],
         )
+        self._post('failed', **dataclasses.asdict(failure))
         return
-    if None in beats:
+    if len(self._beats) < self.num_processes:
       return
-    limits = [beat['limit'] for beat, _ in beats if beat['stage'] == 'running']
+    beats = [beat for beat, _ in list(self._beats.values())]
+    limits = [beat['limit'] for beat in beats if beat['stage'] == 'running']
     if self.stops.is_pending and limits and None not in limits:
       self._post('stop_at', point=max(limits))
-    stages = {beat['stage'] for beat, _ in beats}
+    stages = {beat['stage'] for beat in beats}
     if 'running' not in stages and not self._all_done.is_set():
       self._post('done', all_are_there='ending' not in stages)
 
@@ -534,6 +514,18 @@ class Monitor:
           number += 1
 
     returns_within(_CALL_SECONDS, write)
+
+
+def _describe_group(step: int, phase: str, seconds: Mapping[int, float]) -> str:
+  """Return where the processes of one step and phase are, and for how long; the step is negative before the first."""
+  names = ', '.join(map(str, list(seconds)[:8]))
+  if len(seconds) > 8:
+    names += ', ...'
+  where = 'before the first step'
+  if step >= 0:
+    where = f'after step {step:,}'
+  noun = 'processes' if len(seconds) > 1 else 'process'
+  return f'{noun} {names} {where} in {phase!r} for {max(seconds.values()):.0f} s'
 
 
 def _forget_signals() -> None:

@@ -85,18 +85,21 @@ class StepProfiler:
       ConfigError: `steps` is neither.
     """
     checks.check('train', {'profile_steps': steps}, profile_steps=_STEPS)
-    if isinstance(steps, (list, tuple)):
-      steps = ProfileConfig(start_steps=[steps[0]], num_steps=steps[1] - steps[0])
+    if steps is not None and not isinstance(steps, ProfileConfig):
+      first, last = steps
+      steps = ProfileConfig(start_steps=[first], num_steps=last - first)
     self._cfg = steps
     self._folder = folder
-    self._local: tempfile.TemporaryDirectory | None = (
-      None  # of the running profile, if `folder` is in a store
-    )
-    self._starts = []
-    self._skipped = []
-    for start in sorted(set(steps.start_steps)) if steps else ():
-      is_too_close = self._starts and start < self._starts[-1] + steps.num_steps
-      (self._skipped if is_too_close else self._starts).append(start)
+    # Of the running profile, if `folder` is in a store.
+    self._local: tempfile.TemporaryDirectory | None = None
+    self._starts: list[int] = []
+    self._skipped: list[int] = []
+    if steps is not None:
+      for start in sorted(set(steps.start_steps)):
+        if self._starts and start < self._starts[-1] + steps.num_steps:
+          self._skipped.append(start)
+        else:
+          self._starts.append(start)
     self._start: int | None = None  # of the running profile
 
   def check(self, start_step: int, last_step: float) -> None:
@@ -109,16 +112,19 @@ class StepProfiler:
     Raises:
       ConfigError: the run does not contain the steps of a profile, or has no such process.
     """
+    if self._cfg is None:
+      return
     for start in self._starts:
-      if not start_step <= start < start + self._cfg.num_steps <= last_step:
+      end = start + self._cfg.num_steps
+      if not start_step <= start < end <= last_step:
         raise checks.invalid(
           'train',
           'profile_steps',
           f'within the steps of the run, {start_step} to {last_step}',
-          (start, start + self._cfg.num_steps),
+          (start, end),
           'Choose other steps, or raise TRAIN_STEPS.',
         )
-    if self._cfg is not None and self._cfg.processes is not None:
+    if self._cfg.processes is not None:
       checks.check(
         'ProfileConfig',
         vars(self._cfg),
@@ -138,7 +144,12 @@ class StepProfiler:
   @property
   def pause_steps(self) -> tuple[int, ...]:
     """Steps at which the loop must pause."""
-    return tuple(step for start in self._starts for step in (start, start + self._cfg.num_steps))
+    if self._cfg is None:
+      return ()
+    steps = []
+    for start in self._starts:
+      steps += [start, start + self._cfg.num_steps]
+    return tuple(steps)
 
   def before(self, step: int, wait_fn: Callable[[], None]) -> None:
     """Start a profile if one starts after `step`; call this before the next step is dispatched.
@@ -147,10 +158,9 @@ class StepProfiler:
       step: number of dispatched steps.
       wait_fn: waits for these steps, so that they are not in the profile.
     """
-    is_chosen = step in self._starts and (
-      self._cfg.processes is None or jax.process_index() in self._cfg.processes
-    )
-    if not is_chosen or self._start is not None:
+    if self._cfg is None or step not in self._starts or self._start is not None:
+      return
+    if self._cfg.processes is not None and jax.process_index() not in self._cfg.processes:
       return
     wait_fn()
     options = jax.profiler.ProfileOptions()
@@ -159,11 +169,11 @@ class StepProfiler:
     # The default is the current second, in which another profile or process may start.
     options.session_id = f'step_{step}'
     try:
-      if files.is_remote(self._folder):
+      folder = self._folder
+      if files.is_remote(folder):
         self._local = tempfile.TemporaryDirectory(prefix='t5x_lite-profile-')
-      jax.profiler.start_trace(
-        self._local.name if self._local else self._folder, profiler_options=options
-      )
+        folder = self._local.name
+      jax.profiler.start_trace(folder, profiler_options=options)
     except (OSError, RuntimeError) as error:  # e.g. another profile is running
       _warn('started', step, error)
       if self._local is not None:
@@ -177,7 +187,9 @@ class StepProfiler:
 
   def after(self, step: int, wait_fn: Callable[[], None]) -> None:
     """End the profile if it ends at `step`, which was dispatched, after `wait_fn` has waited for it."""
-    if self._start is not None and step >= self._start + self._cfg.num_steps:
+    if self._cfg is None or self._start is None:
+      return
+    if step >= self._start + self._cfg.num_steps:
       wait_fn()
       self.close()
 
@@ -203,12 +215,12 @@ class StepProfiler:
     if self._local is None:
       return
     with self._local as name:
-      self._local, local = None, pathlib.Path(name)
+      self._local = None
+      local = pathlib.Path(name)
+      target = files.path(self._folder)
       for path in local.rglob('*'):
         if path.is_file():
-          files.write(
-            files.path(self._folder) / path.relative_to(local).as_posix(), path.read_bytes()
-          )
+          files.write(target / path.relative_to(local).as_posix(), path.read_bytes())
 
 
 def _warn(what: str, step: int, error: Exception) -> None:

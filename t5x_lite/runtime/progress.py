@@ -55,12 +55,8 @@ class Progress:
     self.step: int | None = None
     self._unit = unit
     self._process = process
-    self._stream = sys.stderr if stream is None else stream
-    logger = logging.getLogger('t5x_lite')
-    same = [
-      handler for handler in logger.handlers if getattr(handler, 'stream', None) is self._stream
-    ]
-    self._enabled = enabled and all(each.level <= logging.INFO for each in (logger, *same))
+    self._stream = stream or sys.stderr
+    self._enabled = enabled and _shows_info(self._stream)
     self._clock = clock
     self._in_place = self._enabled and self._stream.isatty()
     self._line = ''
@@ -126,15 +122,16 @@ class Progress:
       parts = [f'{self._unit} {step:,}']
     parts += [f'{name} {format_number(value)}' for name, value in values.items()]
     if self._rate:
-      parts.append(
-        f'{format_number(self._rate)} {self._unit}{"es" if self._unit.endswith("ch") else "s"}/s'
-      )
+      ending = 'es' if self._unit.endswith('ch') else 's'
+      parts.append(f'{format_number(self._rate)} {self._unit}{ending}/s')
       if self._tokens_per_step:
         parts.append(f'{format_number(self._rate * self._tokens_per_step)} tokens/s')
+    elapsed = now - self._started
     if done > 0 and step < self._total:
-      parts.append(f'ETA {format_duration((now - self._started) / done * (self._total - step))}')
+      remaining = elapsed / done * (self._total - step)
+      parts.append(f'ETA {format_duration(remaining)}')
     elif last or 0 < self._total <= step:
-      parts.append(f'took {format_duration(now - self._started)}')
+      parts.append(f'took {format_duration(elapsed)}')
     self._draw('  '.join(parts), keep=last)
     self._drawn_at = now
 
@@ -169,11 +166,10 @@ class Progress:
     """
     if self._process is None:
       return ''
+    prefix = f'[process {self._process}] '
     if self.step is None or _STEP.match(text):
-      step = ''
-    else:
-      step = f'step {self.step:,}  '
-    return f'[process {self._process}] {step}'
+      return prefix
+    return f'{prefix}step {self.step:,}  '
 
   @contextlib.contextmanager
   def above_line(self) -> Iterator[None]:
@@ -209,13 +205,10 @@ class Progress:
       return
     rate = (step - self._rate_step) / elapsed
     if self._rate is None:
-      weight = 1.0
-    else:
-      weight = elapsed / (elapsed + _RATE_MEMORY_SECONDS)
-    if self._rate is None:
       self._rate = rate
     else:
-      self._rate = self._rate + weight * (rate - self._rate)
+      weight = elapsed / (elapsed + _RATE_MEMORY_SECONDS)
+      self._rate += weight * (rate - self._rate)
     self._rate_step = step
     self._rate_at = now
 
@@ -225,10 +218,23 @@ class Progress:
       return
     if keep:
       line = self.prefix(line) + line
+    shown = line
     columns = shutil.get_terminal_size().columns
-    if len(line) < columns:
-      shown = line
-    else:
+    if len(line) >= columns:
       shown = line[: max(columns - 2, 0)] + '…'
-    print(f'\r{shown}\x1b[K', end='\n' if keep else '', file=self._stream, flush=True)
-    self._line = '' if keep else line
+    shown = f'\r{shown}\x1b[K'
+    if keep:
+      print(shown, file=self._stream, flush=True)
+      self._line = ''
+    else:
+      print(shown, end='', file=self._stream, flush=True)
+      self._line = line
+
+
+def _shows_info(stream: TextIO) -> bool:
+  """Return whether the logger of the package, and its handlers for a stream, show records of the level INFO."""
+  logger = logging.getLogger('t5x_lite')
+  for handler in logger.handlers:
+    if getattr(handler, 'stream', None) is stream and handler.level > logging.INFO:
+      return False
+  return logger.level <= logging.INFO

@@ -50,5 +50,7 @@ class StopAgreement:
       if self.limit is None or self._point < self.limit:
         return False
     self._is_known.wait()
-    self.has_agreed |= self._point >= self._stop_at
-    return self._point >= self._stop_at
+    assert self._stop_at is not None  # `agree` has set it
+    is_due = self._point >= self._stop_at
+    self.has_agreed |= is_due
+    return is_due

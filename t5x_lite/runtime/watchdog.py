@@ -166,7 +166,7 @@ class Watchdog:
     return text and f' {text}'
 
   def _watch(self) -> None:
-    seen = None
+    seen = (None, None)
     seconds = 0.0
     warned = False
     now = time.monotonic()

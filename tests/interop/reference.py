@@ -1,5 +1,6 @@
-"""Random models of the `transformers` library, and an independent reading of their weights into our parameter trees.
+"""Random models of `transformers` by family, and an independent reading of their weights into our parameter trees.
 
+What the library gives for them is recorded (`tests.interop.hf_models`).
 The converter here walks from their names to ours by patterns and does not import `t5x_lite.checkpoints.hugging_face`,
 so that the tests can compare that package with it.
 """
@@ -16,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 
 import moe
 from moe import networks as moe_networks
@@ -27,12 +26,13 @@ from t5x_lite import tree_utils
 from t5x_lite.apps.common import start
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks import t5
+from tests.interop import hf_models
+from tests.interop import records
 from tests.networks import network_cases
 
 NUM_EXPERTS = 4
 VOCAB_SIZE = 96
 VOCABULARY = types.SimpleNamespace(vocab_size=VOCAB_SIZE, eos_id=1, pad_id=0)
-_HEAD_DIM = 6
 _ENCODER_LENGTH, _DECODER_LENGTH = 19, 11
 
 
@@ -111,12 +111,12 @@ def cases(*default: tuple[str, str]) -> list[Any]:
 # ---- Their side -----------------------------------------------------------------------------------------------------
 
 
-def torch_config(family: Family, **overrides: Any) -> Any:
-  """Returns a configuration of `transformers`, without dropout and jitter."""
+def hf_fields(family: Family, **overrides: Any) -> dict[str, Any]:
+  """Return fields of a configuration of `transformers`, without dropout and jitter."""
   fields = dict(
     vocab_size=VOCAB_SIZE,
     d_model=32,
-    d_kv=_HEAD_DIM,
+    d_kv=hf_models.HEAD_DIM,
     d_ff=40,
     num_heads=4,
     num_layers=family.num_encoder_layers,
@@ -135,81 +135,25 @@ def torch_config(family: Family, **overrides: Any) -> Any:
     fields.update(
       feed_forward_proj='gated-gelu' if family.gated else 'relu', tie_word_embeddings=family.tied
     )
-  return getattr(transformers, f'{family.kind}Config')(
-    **{**fields, **dict(family.options), **overrides}
+  return {**fields, **dict(family.options), **overrides}
+
+
+def _has_wrong_flag(family: Family) -> bool:
+  """Return whether `transformers` says of untied embeddings that they are tied."""
+  return family.kind == 'UMT5' and not family.tied
+
+
+def hf_model(family: Family, seed: int = 0, **overrides: Any) -> hf_models.HFModel:
+  """Return a model of `transformers` with random weights."""
+  name = ','.join([family.name, *(f'{key}={value}' for key, value in overrides.items())])
+  return hf_models.made(
+    name,
+    family.kind,
+    hf_fields(family, **overrides),
+    family.tied,
+    _has_wrong_flag(family),
+    seed,
   )
-
-
-def loaded(model: Any, family: Family) -> Any:
-  """Return `model`, made or loaded by `transformers`, with the right flag for umT5."""
-  if family.kind == 'UMT5' and not family.tied:
-    model.config.tie_word_embeddings = False
-  return model.eval()
-
-
-def torch_model(family: Family, seed: int = 0, **overrides: Any) -> Any:
-  """Returns a model with random weights, none of which is as initialisers leave it: norm scales are not 1 either."""
-  cls = getattr(transformers, f'{family.kind}ForConditionalGeneration')
-  model = cls(torch_config(family, **overrides))
-  if not family.tied:
-    # `transformers` ties tables that its configuration cannot untie, and leaves separately loaded tables untied.
-    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-  randomize(model, seed)
-  return loaded(model, family)
-
-
-def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-  """Draws all weights of `model`, of sizes at which every one of them matters to the logits."""
-  rng = np.random.default_rng(seed)
-  for name, parameter in model.named_parameters():
-    shape = tuple(parameter.shape)
-    value = rng.standard_normal(shape)
-    if name.endswith('norm.weight'):
-      value = 1 + 0.4 * value
-    elif name.endswith('relative_attention_bias.weight'):
-      value = 0.8 * value
-    elif not name.endswith('shared.weight'):
-      # Attention scores are not divided by sqrt(d_kv). Were they large, rounding alone would move logits by 1e-4.
-      value *= 1.4 * (shape[1] * (_HEAD_DIM if name.endswith('.q.weight') else 1)) ** -0.5
-    with torch.no_grad():
-      parameter.copy_(torch.from_numpy(value.astype(np.float32)))
-
-
-def state_dict(model: torch.nn.Module) -> dict[str, np.ndarray]:
-  """Returns a model's weights as NumPy arrays."""
-  return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
-
-
-def torch_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
-  """Returns the gradients that a backward pass left, by the names of `state_dict`; of tied tensors once."""
-  # An expert without tokens has none.
-  return {
-    name: np.zeros(parameter.shape, np.float32)
-    if parameter.grad is None
-    else parameter.grad.numpy()
-    for name, parameter in model.named_parameters()
-  }
-
-
-def torch_logits(model: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Returns float32 [batch, length, vocab] for a batch in our form."""
-  with torch.no_grad():
-    return torch_forward(model, batch).numpy()
-
-
-def torch_forward(model: Any, batch: Mapping[str, np.ndarray]) -> torch.Tensor:
-  """Runs `model` on a batch in our form, with attention masks made of its padding."""
-  inputs, targets = (
-    torch.from_numpy(np.asarray(batch[name], np.int64))
-    for name in ('encoder_input_tokens', 'decoder_target_tokens')
-  )
-  return model(
-    input_ids=inputs,
-    attention_mask=(inputs > 0).long(),
-    decoder_attention_mask=(targets > 0).long(),
-    decoder_input_ids=torch.from_numpy(np.asarray(batch['decoder_input_tokens'], np.int64)),
-    use_cache=False,
-  ).logits
 
 
 # ---- Our side -------------------------------------------------------------------------------------------------------
@@ -220,7 +164,7 @@ def our_config(family: Family, **overrides: Any) -> t5.T5Config:
   fields = dict(
     vocab_size=VOCAB_SIZE,
     emb_dim=32,
-    head_dim=_HEAD_DIM,
+    head_dim=hf_models.HEAD_DIM,
     mlp_dim=40,
     num_heads=4,
     num_encoder_layers=family.num_encoder_layers,
@@ -253,16 +197,31 @@ def our_module(family: Family, layout: str = 't5', **block_options: Any) -> t5.T
   )
 
 
+def end_if_writing() -> None:
+  """End the test while records are written; tests ask for all results of the libraries before they compile ours."""
+  if records.get().mode is records.Mode.WRITE:
+    pytest.skip('the results of the libraries are recorded')
+
+
+def jit(function: Any) -> Any:
+  """Return a compiled function of ours; a call ends the test while records are written."""
+  compiled = network_cases.jit(function)
+
+  def call(*arguments):
+    end_if_writing()
+    return compiled(*arguments)
+
+  return call
+
+
 @functools.cache
 def logits_fn(family: Family, layout: str = 't5'):
   """Returns a compiled function from (parameters, batch) to our logits."""
   module = our_module(family, layout)
-  return network_cases.jit(
-    lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False)
-  )
+  return jit(lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False))
 
 
-def random_batch(seed: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
+def random_batch(seed: int = 0, rows: int = 3) -> hf_models.Batch:
   """Returns rows of several lengths, padded, with 0 as the start token."""
   rng = np.random.default_rng(seed)
 
@@ -277,7 +236,8 @@ def random_batch(seed: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
   arrays = dict(
     encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets
   )
-  return {name: value.astype(np.int32) for name, value in arrays.items()}
+  label = f'batch{seed}' if rows == 3 else f'batch{seed}x{rows}'
+  return hf_models.Batch(label, {name: value.astype(np.int32) for name, value in arrays.items()})
 
 
 def our_model(module: t5.Transformer, **options: Any) -> models.EncoderDecoderModel:
@@ -303,7 +263,7 @@ def random_params(family: Family, seed: int = 0, layout: str = 't5') -> dict[str
     if name.endswith('scale'):
       value = 1 + 0.4 * value
     elif 'embed' not in name:
-      value *= 1.4 * (leaf.shape[-2] * (_HEAD_DIM if '/query/' in name else 1)) ** -0.5
+      value *= 1.4 * (leaf.shape[-2] * (hf_models.HEAD_DIM if '/query/' in name else 1)) ** -0.5
     return value.astype(np.float32)
 
   return tree_utils.map_with_names(draw, shapes)
@@ -431,19 +391,13 @@ def as_jax(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
 # ---- Files ----------------------------------------------------------------------------------------------------------
 
 
-def save_theirs(model: Any, path: pathlib.Path, **options: Any) -> str:
-  """Writes a model as `transformers` does; returns the path."""
-  model.save_pretrained(path, **options)
-  return str(path)
-
-
-def load_theirs(path: Any, family: Family) -> Any:
-  """Returns a model as `transformers` loads it; all of its weights must be in the folder, and no others."""
-  model, found = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, output_loading_info=True)
-  assert type(model).__name__ == f'{family.kind}ForConditionalGeneration' and not any(
-    found.values()
-  ), found
-  return loaded(model, family)
+def load_theirs(
+  name: str, path: Any, family: Family, weights_vary: bool = False
+) -> hf_models.HFModel:
+  """Return a model as `transformers` loads it; all of its weights must be in the folder, and no others."""
+  return hf_models.loaded(
+    name, path, family.kind, _has_wrong_flag(family), weights_vary=weights_vary
+  )
 
 
 def save_ours(params: Any, path: pathlib.Path, module: t5.Transformer, step: int = 7) -> str:

@@ -7,14 +7,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
-from transformers.models.t5 import modeling_t5
 
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints.hugging_face import network
 from t5x_lite.layers import relative_position
 from t5x_lite.networks import param_layouts
+from tests.interop import hf_models
 from tests.interop import reference
 
 _TOLERANCE = 1e-5
@@ -30,14 +29,13 @@ _CASES = reference.cases(
 @pytest.mark.parametrize('name, layout', _CASES)
 def test_their_weights_here(name, layout, tmp_path):
   family, batch = reference.FAMILIES[name], reference.random_batch()
-  model = reference.torch_model(family)
-  folder = reference.save_theirs(model, tmp_path / 'theirs')
+  model = reference.hf_model(family)
+  want = model.logits(batch)
+  folder = model.save(tmp_path / 'theirs')
   params = reference.restore(folder, family, layout)
-  reference.assert_same_bits(
-    params, reference.our_tree(reference.state_dict(model), family, layout)
-  )
+  reference.assert_same_bits(params, reference.our_tree(model.tensors, family, layout))
   logits = reference.logits_fn(family, layout)(params, batch)
-  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
+  assert reference.max_error(logits, want, batch) < _TOLERANCE
   # And by way of a converted checkpoint.
   made = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite', param_layout=layout)
   assert (made.source_format, made.param_layout) == ('hugging_face', layout)
@@ -54,29 +52,26 @@ def test_our_weights_there(name, layout, tmp_path):
   made = convert.convert(
     run, str(tmp_path / 'theirs'), to='hugging_face', family=_FAMILY_FLAGS.get(name)
   )
-  model = reference.load_theirs(made.path, family)
-  reference.assert_same_bits(
-    reference.our_tree(reference.state_dict(model), family, layout), params
-  )
+  model = reference.load_theirs(f'{name}.1/ours', made.path, family)
+  reference.assert_same_bits(reference.our_tree(model.tensors, family, layout), params)
+  want = model.logits(batch)
   logits = reference.logits_fn(family, layout)(params, batch)
-  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
+  assert reference.max_error(logits, want, batch) < _TOLERANCE
 
 
 def test_umt5_without_tied_embeddings_needs_the_flag_that_its_configuration_does_not_read(tmp_path):
   family, batch = reference.FAMILIES['umt5'], reference.random_batch()
-  model = reference.torch_model(family)
-  right = reference.torch_logits(model, batch)
-  model.config.tie_word_embeddings = True
-  np.testing.assert_allclose(
-    reference.torch_logits(model, batch), right * 32**-0.5, rtol=1e-4, atol=1e-5
-  )
+  model = reference.hf_model(family)
+  right = model.logits(batch)
+  model = model.with_tied_flag(True)
+  np.testing.assert_allclose(model.logits(batch), right * 32**-0.5, rtol=1e-4, atol=1e-5)
   # As `transformers` saves a model that it has loaded. That the tables differ says that they are not tied.
-  folder = reference.save_theirs(model, tmp_path / 'theirs')
+  folder = model.save(tmp_path / 'theirs')
   reference.assert_same_bits(
-    reference.restore(folder, family), reference.our_tree(reference.state_dict(model), family)
+    reference.restore(folder, family), reference.our_tree(model.tensors, family)
   )
   np.testing.assert_array_equal(
-    reference.torch_logits(reference.load_theirs(folder, family), batch), right
+    reference.load_theirs(f'{model.name}/saved', folder, family).logits(batch), right
   )
 
 
@@ -87,6 +82,7 @@ def test_tied_models_whose_logits_are_not_scaled_stay_one_table(name, needs_flag
   family, batch = (
     dataclasses.replace(
       reference.FAMILIES[name],
+      name=f'{name}_tied_unscaled',
       tied=True,
       our_options=(('logits_via_embedding', True), ('scale_tied_logits', False)),
     ),
@@ -95,33 +91,35 @@ def test_tied_models_whose_logits_are_not_scaled_stay_one_table(name, needs_flag
   module, params = reference.our_module(family), reference.random_params(family)
   run = reference.save_ours(params, tmp_path / 'run', module)
   made = convert.convert(run, str(tmp_path / 'folder'), to='hugging_face', family=name)
-  model = reference.load_theirs(made.path, family)
-  assert model.lm_head.weight is model.shared.weight
+  model = reference.load_theirs(f'{family.name}/ours', made.path, family)
+  assert model.notes['is_tied']
   text = convert_report.describe(made)
   assert ('model.config.tie_word_embeddings = False' in text) == needs_flag
   if needs_flag:
-    model.config.tie_word_embeddings = False
-  logits = reference.logits_fn(family)(params, batch)
-  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
+    model = model.with_tied_flag(False)
+  want = model.logits(batch)
   # Saved by `transformers`, it is still the same network.
-  again = reference.save_theirs(model, tmp_path / 'again')
+  again = model.save(tmp_path / 'again')
   reference.assert_same_bits(reference.restore(again, family), params)
   if name != 'switch':
     config = network.network_config(again)
     assert config.logits_via_embedding and not config.scale_tied_logits
+  logits = reference.logits_fn(family)(params, batch)
+  assert reference.max_error(logits, want, batch) < _TOLERANCE
 
 
 @pytest.mark.full
 def test_umt5_with_tied_logits(tmp_path):
   """No such model was published, and `transformers` makes nothing else of its default configuration."""
   family, batch = (
-    dataclasses.replace(reference.FAMILIES['umt5'], tied=True),
+    dataclasses.replace(reference.FAMILIES['umt5'], name='umt5_tied', tied=True),
     reference.random_batch(),
   )
-  model = reference.torch_model(family)
-  params = reference.restore(reference.save_theirs(model, tmp_path / 'theirs'), family)
+  model = reference.hf_model(family)
+  params = reference.restore(model.save(tmp_path / 'theirs'), family)
+  want = model.logits(batch)
   logits = reference.logits_fn(family)(params, batch)
-  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
+  assert reference.max_error(logits, want, batch) < _TOLERANCE
 
 
 @pytest.mark.full
@@ -138,24 +136,24 @@ def test_umt5_with_tied_logits(tmp_path):
 )
 def test_other_activations(theirs, ours, tmp_path):
   family = reference.Family(
-    name='other',
+    name=f'activation_{theirs}',
     gated=len(ours) > 1,
     options=(('feed_forward_proj', theirs),),
     our_options=(('mlp_activations', ours),),
   )
   batch = reference.random_batch()
-  model = reference.torch_model(family)
-  folder = reference.save_theirs(model, tmp_path / 'theirs')
+  model = reference.hf_model(family)
+  folder = model.save(tmp_path / 'theirs')
   assert network.network_config(folder, dtype='float32', dropout_rate=0.0).mlp_activations == ours
   params = reference.restore(folder, family)
-  logits = reference.logits_fn(family)(params, batch)
-  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
   # And back, by a run of a network with these activations.
   run = reference.save_ours(params, tmp_path / 'run', reference.our_module(family))
-  back = reference.load_theirs(
-    convert.convert(run, str(tmp_path / 'back'), to='hugging_face').path, family
-  )
-  assert reference.max_error(reference.torch_logits(back, batch), logits, batch) < _TOLERANCE
+  path = convert.convert(run, str(tmp_path / 'back'), to='hugging_face').path
+  back = reference.load_theirs(f'{family.name}/back', path, family)
+  there_and_back = [model.logits(batch), back.logits(batch)]
+  logits = reference.logits_fn(family)(params, batch)
+  for want in there_and_back:
+    assert reference.max_error(logits, want, batch) < _TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,5 @@ def test_buckets_of_relative_positions_are_theirs_at_every_distance(
   distances = np.arange(-3 * max_distance, 3 * max_distance + 1)
   np.testing.assert_array_equal(
     relative_position.relative_position_bucket(distances, bidirectional, num_buckets, max_distance),
-    modeling_t5.T5Attention._relative_position_bucket(
-      torch.from_numpy(distances), bidirectional, num_buckets, max_distance
-    ),
+    hf_models.relative_position_buckets(distances, bidirectional, num_buckets, max_distance),
   )

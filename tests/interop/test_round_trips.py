@@ -6,46 +6,35 @@ import pathlib
 import numpy as np
 import pytest
 import safetensors.numpy
-import safetensors.torch
-import torch
-import transformers
 
 from t5x_lite import checkpoints
 from t5x_lite import tree_utils
 from t5x_lite.apps.convert import run as convert
 from tests import golden_data
 from tests.checkpoints.sources import t5x_samples
+from tests.interop import hf_models
 from tests.interop import reference
-
-_DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
 def _tensors(folder):
-  """Returns name -> (dtype, shape, bits) of all tensors of a folder of theirs, from one file or from shards."""
-  found = {}
-  for path in sorted(pathlib.Path(folder).glob('*.safetensors')):
-    for name, tensor in safetensors.torch.load_file(path).items():
-      assert name not in found
-      found[name] = (
-        str(tensor.dtype),
-        tuple(tensor.shape),
-        tensor.contiguous().view(torch.uint8).numpy().tobytes(),
-      )
-  return found
+  """Return name -> (dtype, shape, bits) of all tensors of a folder of theirs, from one file or from shards."""
+  return {
+    name: (str(tensor.dtype), tensor.shape, tensor.tobytes())
+    for name, tensor in hf_models.read_tensors(folder).items()
+  }
 
 
-def _config(folder):
-  """Returns a folder's configuration as `transformers` reads it, without what says how it was saved."""
-  config = transformers.AutoConfig.from_pretrained(folder)
+def _config(name, folder):
+  """Return a folder's configuration as `transformers` reads it, without what says how it was saved."""
+  config = hf_models.read_config(name, folder)
   # Ours writes its activation as all of the T5 family do, too: to Switch Transformers, `dense_act_fn` says it.
   unread = (
-    ('feed_forward_proj', 'is_gated_act') if config.model_type == 'switch_transformers' else ()
+    ('feed_forward_proj', 'is_gated_act') if config['model_type'] == 'switch_transformers' else ()
   )
   return {
     key: value
-    for key, value in config.to_dict().items()
-    if key
-    not in ('_name_or_path', 'tokenizer_class', 'transformers_version', 'dropout_rate', *unread)
+    for key, value in config.items()
+    if key not in ('tokenizer_class', 'dropout_rate', *unread)
   }
 
 
@@ -69,14 +58,14 @@ def _config(folder):
 )
 def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
   family = reference.FAMILIES[name]
-  model = (
-    reference.torch_model(family, router_jitter_noise=0.01, expert_capacity=5)
-    if family.sparse
-    else (reference.torch_model(family))
-  )
-  model = model.to(_DTYPES[dtype])
-  num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-  there = reference.save_theirs(model, tmp_path / 'theirs', max_shard_size=num_bytes // shards)
+  if family.sparse:
+    model = reference.hf_model(family, router_jitter_noise=0.01, expert_capacity=5)
+  else:
+    model = reference.hf_model(family)
+  if dtype != 'float32':
+    model = model.cast(dtype)
+  num_bytes = model.num_bytes
+  there = model.save(tmp_path / 'theirs', shards)
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x_lite')
   assert here.dtypes == {dtype: here.num_arrays - 1}
   back = convert.convert(
@@ -89,11 +78,13 @@ def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
   assert len(list(pathlib.Path(there).glob('*.safetensors'))) >= shards
   assert len(list(pathlib.Path(back.path).glob('*.safetensors'))) >= shards
   assert _tensors(back.path) == _tensors(there)
-  assert _config(back.path) == _config(there)
+  assert _config(f'{model.name}/back', back.path) == _config(model.name, there)
   # A run has float32 parameters whatever the folder has.
   reference.assert_same_bits(
     reference.restore(there, family),
-    reference.our_tree(reference.state_dict(model.float()), family),
+    reference.our_tree(
+      {key: value.astype(np.float32) for key, value in model.tensors.items()}, family
+    ),
   )
 
 
@@ -113,25 +104,23 @@ def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
   ],
 )
 def test_which_layers_are_sparse(layers, tmp_path):
-  there = reference.save_theirs(
-    reference.torch_model(reference.FAMILIES['switch'], **layers), tmp_path / 'theirs'
-  )
+  theirs = reference.hf_model(reference.FAMILIES['switch'], **layers)
+  there = theirs.save(tmp_path / 'theirs')
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x_lite')
   back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
   assert _tensors(back.path) == _tensors(there)
-  model = reference.load_theirs(back.path, reference.FAMILIES['switch'])
-  assert model.config.encoder_sparse_step == _config(there)['encoder_sparse_step']
+  model = reference.load_theirs(f'{theirs.name}/back', back.path, reference.FAMILIES['switch'])
+  assert model.config['encoder_sparse_step'] == _config(theirs.name, there)['encoder_sparse_step']
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_rounding_is_that_of_pytorch(dtype, tmp_path):
-  model = reference.torch_model(reference.FAMILIES['t5_1_0'])
-  there = reference.save_theirs(model, tmp_path / 'theirs')
+  model = reference.hf_model(reference.FAMILIES['t5_1_0'])
+  there = model.save(tmp_path / 'theirs')
   cast = convert.convert(there, str(tmp_path / 'cast'), to='hugging_face', dtype=dtype).path
-  assert _tensors(cast) == _tensors(
-    reference.save_theirs(model.to(getattr(torch, dtype)), tmp_path / 'want')
-  )
-  assert reference.load_theirs(cast, reference.FAMILIES['t5_1_0']).dtype == getattr(torch, dtype)
+  assert _tensors(cast) == _tensors(model.cast(dtype).save(tmp_path / 'want'))
+  loaded = reference.load_theirs(f't5_1_0/cast_{dtype}', cast, reference.FAMILIES['t5_1_0'])
+  assert loaded.notes['dtype'] == dtype
 
 
 @pytest.mark.parametrize(
@@ -145,24 +134,23 @@ def test_rounding_is_that_of_pytorch(dtype, tmp_path):
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_theirs_to_t5x_and_back(name, layout, tmp_path):
   """In T5X's form only names and shapes describe the network; stacked, all layers have a table."""
-  there = reference.save_theirs(
-    reference.torch_model(reference.FAMILIES[name]), tmp_path / 'theirs'
-  )
+  model = reference.hf_model(reference.FAMILIES[name])
+  there = model.save(tmp_path / 'theirs')
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x', param_layout=layout)
   assert (here.format, here.param_layout) == ('t5x', layout)
   back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
   assert _tensors(back.path) == _tensors(there)
-  assert _config(back.path) == _config(there)
+  assert _config(f'{model.name}/back_from_t5x', back.path) == _config(model.name, there)
 
 
 def test_a_folder_as_they_were_published_first(tmp_path):
   """With copies of the embedding table, positions of the attention to the encoder, and the flag of untied models."""
   family = reference.FAMILIES['t5_1_1']
-  tensors = reference.state_dict(reference.torch_model(family))
+  tensors = reference.hf_model(family).tensors
   tensors['decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'] = np.ones(
     (32, 4), np.float32
   )
-  config = reference.torch_config(family).to_dict()
+  config = dict(reference.hf_model(family).config)
   del config['scale_decoder_outputs'], config['dense_act_fn'], config['is_gated_act']
   safetensors.numpy.save_file(tensors, tmp_path / 'model.safetensors')
   (tmp_path / 'config.json').write_text(json.dumps({**config, 'tie_word_embeddings': False}))
@@ -198,10 +186,10 @@ def test_of_t5x_to_theirs_and_back(samples, form, tmp_path):
 def test_pytorch_gives_the_results_of_t5x_from_its_checkpoint(samples, tmp_path):
   description, arrays = golden_data.load(f't5x/{t5x_samples.NAME}')
   folder = convert.convert(str(samples['t5x']), str(tmp_path / 'theirs'), to='hugging_face').path
-  model = reference.load_theirs(folder, reference.FAMILIES['t5_1_1'])
-  assert model.config.num_layers == description['config']['num_encoder_layers']
-  batch = golden_data.subtree(arrays, 'batch')
-  logits = reference.torch_logits(model, batch)
+  model = reference.load_theirs('t5x_sample', folder, reference.FAMILIES['t5_1_1'])
+  assert model.config['num_layers'] == description['config']['num_encoder_layers']
+  batch = hf_models.Batch('t5x', golden_data.subtree(arrays, 'batch'))
+  logits = model.logits(batch)
   assert reference.max_error(logits, arrays['out/logits'], batch) < 1e-5
   params = golden_data.subtree(arrays, 'params')
-  assert sum(leaf.size for _, leaf in tree_utils.named_leaves(params)) == model.num_parameters()
+  assert sum(leaf.size for _, leaf in tree_utils.named_leaves(params)) == model.num_parameters

@@ -11,7 +11,6 @@ import pytest
 
 from t5x_lite.apps.convert import run as convert
 from tests.interop import reference
-from tests.networks import network_cases
 
 _FAMILY = reference.FAMILIES['switch']
 
@@ -19,8 +18,8 @@ _FAMILY = reference.FAMILIES['switch']
 @pytest.mark.parametrize('capacity', [2, pytest.param(3, marks=pytest.mark.full)])
 def test_with_a_group_for_each_sequence_the_same_tokens_are_dropped(capacity):
   batch = reference.random_batch()
-  model = reference.torch_model(_FAMILY, expert_capacity=capacity)
-  params = reference.our_tree(reference.state_dict(model), _FAMILY)
+  model = reference.hf_model(_FAMILY, expert_capacity=capacity)
+  params = reference.our_tree(model.tensors, _FAMILY)
   length = batch['encoder_input_tokens'].shape[1]
   # The decoder's rows are shorter: the largest groups that divide its tokens are its rows.
   assert batch['decoder_input_tokens'].shape == (3, 11) and length == 19
@@ -31,16 +30,13 @@ def test_with_a_group_for_each_sequence_the_same_tokens_are_dropped(capacity):
     eval_capacity_factor=0.01,
     min_expert_capacity=capacity,
   )
-  logits = network_cases.jit(
+  want, without_capacity = model.logits(batch), reference.hf_model(_FAMILY).logits(batch)
+  logits = reference.jit(
     lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False)
   )(params, batch)
-  want = reference.torch_logits(model, batch)
   assert reference.max_error(logits, want, batch) < 1e-5
   # And it matters.
-  assert (
-    reference.max_error(reference.torch_logits(reference.torch_model(_FAMILY), batch), want, batch)
-    > 0.01
-  )
+  assert reference.max_error(without_capacity, want, batch) > 0.01
 
 
 @pytest.mark.full
@@ -53,7 +49,8 @@ def test_logits_that_are_not_tied(tmp_path):
     str(tmp_path / 'theirs'),
     to='hugging_face',
   ).path
-  model = reference.load_theirs(folder, family)
-  logits = reference.logits_fn(family)(params, batch)
-  assert reference.max_error(reference.torch_logits(model, batch), logits, batch) < 1e-5
+  model = reference.load_theirs('switch_untied/ours', folder, family)
   reference.assert_same_bits(reference.restore(folder, family), params)
+  want = model.logits(batch)
+  logits = reference.logits_fn(family)(params, batch)
+  assert reference.max_error(want, logits, batch) < 1e-5

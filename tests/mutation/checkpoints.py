@@ -3,6 +3,35 @@
 from tests.mutation.mutant import Mutant
 
 MUTANTS = (
+  # Of folders for transformers, noticed by its recorded results.
+  Mutant(
+    'experts_are_stacked_in_another_order',
+    't5x_lite/checkpoints/hugging_face/names.py',
+    'result[i] = read(name).T',
+    'result[-i] = read(name).T',
+    'tests/interop/test_logits.py::test_their_weights_here[switch-t5]',
+  ),
+  Mutant(
+    'transformers_read_other_distances',
+    't5x_lite/checkpoints/hugging_face/architecture.py',
+    "'relative_attention_max_distance': self.relpos_max_distance,",
+    "'relative_attention_max_distance': 128,",
+    'tests/interop/test_logits.py::test_our_weights_there[tied_gated-t5]',
+  ),
+  Mutant(
+    'transformers_scale_logits_that_are_not',
+    't5x_lite/checkpoints/hugging_face/architecture.py',
+    "result['scale_decoder_outputs'] = False",
+    'pass',
+    'tests/interop/test_logits.py::test_our_weights_there[tied_unscaled-t5]',
+  ),
+  Mutant(
+    'transformers_tokenize_without_a_leading_space',
+    't5x_lite/checkpoints/hugging_face/tokenizer_files.py',
+    "'prepend_scheme': 'always',",
+    "'prepend_scheme': 'never',",
+    'tests/interop/test_tokenizers.py::test_sentencepiece[mt5]',
+  ),
   Mutant(
     'a_checkpoint_without_its_manifest_is_read',
     't5x_lite/checkpoints/sources/orbax.py',

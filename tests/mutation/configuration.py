@@ -20,9 +20,8 @@ MUTANTS = (
   Mutant(
     'objects_made_of_each_other_pass',
     't5x_lite/configuration/checks.py',
-    'for reference in references\n      if reference.evaluate\n    }',
-    'for reference in references\n'
-    '                   if reference.evaluate and reference.configurable.selector == node[0]}',
+    '        if reference.evaluate:\n          scope',
+    '        if reference.evaluate and configurable_of(reference).selector == node[0]:\n          scope',
     'tests/apps/test_bad_input.py::test_rejected',
   ),
   Mutant(
@@ -42,8 +41,8 @@ MUTANTS = (
   Mutant(
     'true_is_an_integer',
     't5x_lite/configuration/checks.py',
-    ' and (plain is bool or not isinstance(value, bool))',
-    '',
+    'return plain is bool',
+    'return plain in (bool, int)',
     'tests/configuration/test_syntax.py::test_rejected_flags',
   ),
   Mutant(
@@ -105,8 +104,8 @@ MUTANTS = (
   Mutant(
     'files_of_an_installed_t5x_are_hidden_by_views',
     't5x_lite/configuration/syntax.py',
-    'for finder in sys.meta_path if rest',
-    'for finder in sys.meta_path if rest and first not in sys.modules',
+    '  if not rest or not first.isidentifier():\n',
+    '  if not rest or not first.isidentifier() or first in sys.modules:\n',
     'tests/configuration/test_syntax.py::test_files_of_python_packages_are_found_last',
   ),
   Mutant(
@@ -147,8 +146,8 @@ MUTANTS = (
   Mutant(
     'recorded_mesh_rules_override_flags_of_the_run',
     't5x_lite/configuration/mesh_rules.py',
-    'for binding in targets if binding.target in flags\n    }',
-    'for binding in targets[:0]}',
+    '    for binding in targets:\n      if binding.target in flags',
+    '    for binding in targets[:0]:\n      if binding.target in flags',
     'tests/configuration/test_mesh_rules.py::test_flags_of_a_run_stay_above_its_rules_on_other_hardware',
   ),
   Mutant(
@@ -192,22 +191,22 @@ MUTANTS = (
   Mutant(
     'unknown_names_of_a_list_are_skipped_as_all_others',
     't5x_lite/configuration/binding.py',
-    'elif self._skip_unknown is True or statement.selector in self._skip_unknown:',
-    'elif self._skip_unknown:',
+    'if self._skip_unknown is not True and statement.selector not in self._skip_unknown:',
+    'if not self._skip_unknown:',
     'tests/test_gin_utils.py::test_unknown_names_are_skipped_on_request',
   ),
   Mutant(
     'files_of_t5x_lite_come_before_those_of_the_user',
     't5x_lite/configuration/syntax.py',
-    '[*ours, *theirs] if is_ours else [*theirs, *ours]',
-    '[*ours, *theirs]',
+    'return [*theirs, *ours, *_in_package(wanted)]',
+    'return [*ours, *theirs, *_in_package(wanted)]',
     'tests/configuration/test_t5x_names.py::test_a_file_of_t5x_that_is_found_has_priority',
   ),
   Mutant(
     'defaults_that_the_user_set_are_called_ours',
     't5x_lite/gin_utils.py',
-    'last[name][1].is_packaged()\n      and last',
-    'last',
+    'if in_program and text.is_packaged():',
+    'if in_program:',
     'tests/configuration/test_t5x_names.py::test_log_says_once_which_files_and_defaults_are_ours',
   ),
   Mutant(

@@ -42,8 +42,8 @@ MUTANTS = (
   Mutant(
     'processes_that_wait_at_a_step_are_the_laggards',
     _MONITOR,
-    "item[0][1] == 'step', len(item[1])",
-    "item[0][1] != 'step', len(item[1])",
+    "group[1] == 'step', len(groups[group])",
+    "group[1] != 'step', len(groups[group])",
     _MONITOR_TEST + 'test_the_process_that_is_behind_comes_first[42-0, 3-0]',
   ),
   Mutant(

@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'distances_are_spaced_beyond_the_last_bucket',
+    't5x_lite/layers/relative_position.py',
+    'math.log(max_distance / num_exact) * (num_buckets - num_exact)',
+    'math.log(max_distance / num_exact) * (num_buckets - num_exact - 1)',
+    'tests/interop/test_logits.py::test_buckets_of_relative_positions_are_theirs_at_every_distance[True-8-14]',
+  ),
+  Mutant(
+    'z_loss_has_half_its_gradient',
+    't5x_lite/losses.py',
+    'jnp.where(is_target, on_mass, off_mass)\n  logits_bar = softmax * (loss_bar * target_mass + z_slope)',
+    'jnp.where(is_target, on_mass, off_mass)\n  logits_bar = softmax * (loss_bar * target_mass + z_slope / 2)',
+    'tests/interop/test_fine_tuning_step.py::test_summed_loss_with_z_loss_and_gradients[umt5-t5]',
+  ),
+  Mutant(
     'bfloat16_weights_are_converted_for_each_product',
     't5x_lite/layers/dense.py',
     'jnp.dtype(jnp.bfloat16 if is_mixed else dtype)',

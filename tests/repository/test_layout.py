@@ -94,6 +94,19 @@ def test_locks_of_all_pythons_pin_the_same_packages():
   assert core < set(_pins('3.13')) and 'jax' in core and not core & {'seqio', 'tensorflow-cpu'}
 
 
+def test_pytorch_is_in_no_environment_with_tensorflow():
+  """`make test-interop` installs lock-interop.txt next to a lock's core; elsewhere neither library is pinned."""
+  interop = _pins('interop')
+  assert {'torch', 'transformers', 'tokenizers'} <= set(interop)
+  assert not set(interop) & {'tensorflow', 'tensorflow-cpu', 'seqio', 't5'}
+  for name in (*_VERSIONS, 'core-3.14', 'stores'):
+    pins = _pins(name)
+    assert not set(pins) & {'torch', 'transformers', 'triton'}, name
+    assert all(interop[package] == pins[package] for package in set(interop) & set(pins)), name
+  extra = re.search(r"'test-interop': \[(.*?)\]", (_ROOT / 'setup.py').read_text(), re.DOTALL)[1]
+  assert 'torch' in extra and 'tensorflow' not in extra and 'seqio' not in extra
+
+
 def test_all_places_name_the_tested_pythons():
   setup = (_ROOT / 'setup.py').read_text()
   classifiers = re.findall(r'Programming Language :: Python :: (3\.\d+)', setup)

@@ -95,8 +95,8 @@ def test_each_python_has_a_lock():
 
 def test_caches_depend_on_files_that_exist():
   for file, name, step in _steps():
-    paths = step.get('with', {}).get('cache-dependency-path', '')
-    for pattern in paths.replace('${{ matrix.python }}', '3.12').split():
+    patterns = step.get('with', {}).get('cache-dependency-path', '')
+    for pattern in patterns.replace('${{ matrix.python }}', '3.12').split():
       assert list(_ROOT.glob(pattern)), (file, name, pattern)
 
 

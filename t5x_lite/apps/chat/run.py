@@ -25,6 +25,7 @@ from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.data import text_examples
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.formatting import printable
 from t5x_lite.interactive import texts as text_inference
 from t5x_lite.train_state import InferenceState
 
@@ -64,9 +65,8 @@ class DecodingOptions:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    flags = {
-      f'--{"beam" if name == "beam_size" else name}': value for name, value in vars(self).items()
-    }
+    flags = {f'--{name}': value for name, value in vars(self).items()}
+    flags['--beam'] = flags.pop('--beam_size')
     checks.check(
       '',
       flags,
@@ -87,10 +87,9 @@ class DecodingOptions:
     if self.beam_size is not None and self.num_decodes > self.beam_size:
       conflicts.append(('--num_decodes', '--beam'))
     for pair in conflicts:
-      raise ConfigError(
-        f'{" and ".join(f"{name}={flags[name]}" for name in pair)} cannot be combined. '
-        + ('Increase --beam.' if '--num_decodes' in pair else 'Remove one of them.')
-      )
+      both = ' and '.join(f'{name}={flags[name]}' for name in pair)
+      remedy = 'Increase --beam.' if '--num_decodes' in pair else 'Remove one of them.'
+      raise ConfigError(f'{both} cannot be combined. {remedy}')
 
   def apply(
     self, model: models.BaseTransformerModel
@@ -210,10 +209,11 @@ class Chat:
     log_probs, _ = self._inference.score(
       self._state, [{**example, 'targets': row} for row in decodes]
     )
-    return [
-      Answer(one_line(text_examples.decode_ids(row.tolist(), self._vocabulary)), log_prob)
-      for row, log_prob in zip(decodes, log_probs, strict=True)
-    ]
+    answers = []
+    for row, log_prob in zip(decodes, log_probs, strict=True):
+      text = text_examples.decode_ids(row.tolist(), self._vocabulary)
+      answers.append(Answer(one_line(text), log_prob))
+    return answers
 
   def score(self, text: str, target: str) -> float:
     """Return the log-probability of a target as the answer to an input."""
@@ -228,7 +228,9 @@ class Chat:
     if len(ends):
       return ids[: ends[0] + 1]
     used = np.flatnonzero(ids)
-    return ids[: used[-1] + 1 if len(used) else 0]
+    if not len(used):
+      return ids[:0]
+    return ids[: used[-1] + 1]
 
 
 def chat(
@@ -331,7 +333,8 @@ def _print_answers(talk: Chat, line: str, out: TextIO) -> None:
     _print(f'{error}', out)
     return
   for rank, (text, log_prob) in enumerate(answers, start=1):
-    _print(f'{f"{rank}. " if len(answers) > 1 else ""}{text}  [{log_prob:.4g}]', out)
+    number = f'{rank}. ' if len(answers) > 1 else ''
+    _print(f'{number}{text}  [{log_prob:.4g}]', out)
 
 
 def _command(talk: Chat, command: str, argument: str, last: str | None, out: TextIO) -> None:
@@ -360,7 +363,7 @@ def one_line(text: str) -> str:
   >>> print(one_line('a\\nb\\x1b[K é'))
   a\\nb\\x1b[K é
   """
-  return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
+  return printable(text)
 
 
 def _print(line: str, out: TextIO) -> None:

@@ -125,10 +125,13 @@ class RunEvaluations:
   @property
   def num_batches(self) -> int:
     """Number of batches per evaluation."""
-    return sum(
-      each.evaluator.num_batches if each.evaluator else sum(map(len, each.batches.values()))
-      for each in self._evaluations.values()
-    )
+    total = 0
+    for each in self._evaluations.values():
+      if each.evaluator:
+        total += each.evaluator.num_batches
+      else:
+        total += sum(map(len, each.batches.values()))
+    return total
 
   @property
   def _evaluators(self) -> list[evaluation.InferenceEvaluator]:
@@ -152,9 +155,8 @@ class RunEvaluations:
     self._step = None
     self._numbers = {}
     pending = []
-    results_of: dict[ActionMode, dict[str, Any]] = {
-      mode: {} for mode in ActionMode
-    }  # by the action's name of the task
+    # By the action's name of the task.
+    results_of: dict[ActionMode, dict[str, Any]] = {mode: {} for mode in ActionMode}
     trainer = self._trainer
     due = [each for name, each in self._evaluations.items() if name in names]
     for each in due:
@@ -276,15 +278,14 @@ class RunEvaluations:
         if not str(name).startswith(f'{each.folder}/'):
           continue
         if each.evaluator is not None:
-          known[each.folder] = {
-            task.name: evaluation.names_of_metrics(task) for task in each.evaluator.eval_tasks
-          }
+          tasks = each.evaluator.eval_tasks
+          known[each.folder] = {task.name: evaluation.names_of_metrics(task) for task in tasks}
         else:
           step_fn = self._trainer.eval_steps.make(each.metric_fns)
-          known[each.folder] = {
-            task: set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
-            for task, batches in each.batches.items()
-          }
+          known[each.folder] = {}
+          for task, batches in each.batches.items():
+            lowered = step_fn.lower(self._trainer.step_state, batches.element_spec)
+            known[each.folder][task] = set(lowered.out_info)
       evaluation.check_metric_name(option, name, known)
 
   def _collect_pending(self) -> None:

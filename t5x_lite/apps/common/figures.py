@@ -83,7 +83,10 @@ def set_linear_limits(axes: Any, values: Sequence[float]) -> str:
     low > _MAX_SHARE_BELOW_DATA * high > 0 or high < _MAX_SHARE_BELOW_DATA * low < 0
   )
   if not is_zoomed:
-    low, high = min(low, 0.0), max(high, 0.0) or (1.0 if low == 0 else 0.0)
+    low = min(low, 0.0)
+    high = max(high, 0.0)
+    if low == high == 0:
+      high = 1.0
   locator = ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
   ticks = locator.tick_values(low, high)
   axes.yaxis.set_major_locator(locator)

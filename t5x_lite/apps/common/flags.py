@@ -202,7 +202,8 @@ def _stderr_threshold(text: str) -> int:
     **{name: name for name in (*names, 'debug', 'warn')},
   }
   try:
-    return min(logging.getLevelNamesMapping()[levels[text.lower()].upper()], logging.ERROR)
+    level = logging.getLevelNamesMapping()[levels[text.lower()].upper()]
+    return min(level, logging.ERROR)
   except KeyError:
     raise argparse.ArgumentTypeError(
       'must be debug, info, warning, error, fatal or a number from 0 (info) to 3 '
@@ -408,29 +409,21 @@ def binds_model(arguments: argparse.Namespace, function_name: str) -> bool:
   from t5x_lite.configuration import syntax as gin_syntax
 
   folders = _folders(arguments.gin_search_paths)
-  statements = [
-    statement
-    for name in arguments.gin_file
-    for statement in gin_syntax.read_file(name, folders).walk()
-  ]
-  return any(
-    isinstance(statement, gin_syntax.Binding)
-    and statement.arg_name == 'model'
-    and statement.selector.rpartition('.')[2] == function_name
-    for statement in statements
-  )
+  statements = []
+  for name in arguments.gin_file:
+    statements += gin_syntax.read_file(name, folders).walk()
+  bindings = [each for each in statements if isinstance(each, gin_syntax.Binding)]
+  names = [each.selector.rpartition('.')[2] for each in bindings if each.arg_name == 'model']
+  return function_name in names
 
 
 def _folders(texts: Iterable[str]) -> list[str]:
   """Return the folders of a flag with lists, which absl reads as lines of CSV."""
   import csv  # Not needed for --help.
 
-  return [
-    folder.strip()
-    for row in csv.reader(texts, skipinitialspace=True)
-    for folder in row
-    if folder.strip()
-  ]
+  rows = csv.reader(texts, skipinitialspace=True)
+  folders = [folder.strip() for row in rows for folder in row]
+  return list(filter(None, folders))
 
 
 def load_configuration(

@@ -126,11 +126,11 @@ class RunData:
   @property
   def eval_batches(self) -> dict[str, data.EvalBatches]:
     """Batches of the teacher-forced evaluations, by the trainer's name of the task."""
-    return {
-      each.task_of_run(task): batches
-      for each in self.evaluations
-      for task, batches in each.batches.items()
-    }
+    batches_by_task = {}
+    for each in self.evaluations:
+      for task, batches in each.batches.items():
+        batches_by_task[each.task_of_run(task)] = batches
+    return batches_by_task
 
   @property
   def eval_programs(self) -> list[tuple[list[str], eval_steps.MetricFns, Batch]]:
@@ -150,13 +150,11 @@ class RunData:
     """Shapes and dtypes of global batches, by dataset and feature name."""
     specs = {'training': self.batches.element_spec}
     for each in self.evaluations:
-      specs |= {
-        f'{each.folder}/{name}': batches.element_spec for name, batches in each.batches.items()
-      }
+      for name, batches in each.batches.items():
+        specs[f'{each.folder}/{name}'] = batches.element_spec
       if each.evaluator is not None:
-        specs |= {
-          f'{each.folder}/{task.name}': task.element_spec for task in each.evaluator.eval_tasks
-        }
+        for task in each.evaluator.eval_tasks:
+          specs[f'{each.folder}/{task.name}'] = task.element_spec
     return specs
 
 

@@ -233,12 +233,12 @@ def describe_plan(
   ]
   width = max(13, *(len(name) + 2 for name, _ in rows))
   end = describe_end(last_step, num_epochs).replace('to step ', 'to ')
-  lines = [
-    f'{"steps":<{width}}{stretches[0].first + 1:,}{" " if end.startswith("to ") else ", "}{end}'
-  ]
-  lines += [
-    f'{name:<{width}}{_shortened(steps, last_step == math.inf)}' for name, steps in rows if steps
-  ]
+  separator = ' ' if end.startswith('to ') else ', '
+  lines = [f'{"steps":<{width}}{stretches[0].first + 1:,}{separator}{end}']
+  is_endless = last_step == math.inf
+  for name, numbers in rows:
+    if numbers:
+      lines.append(f'{name:<{width}}{_shortened(numbers, is_endless)}')
   return '\n'.join(lines)
 
 
@@ -247,5 +247,6 @@ def _shortened(steps: Sequence[int], is_endless: bool) -> str:
   if is_endless:
     return f'{first}, ...'
   if len(steps) <= _NUM_SHOWN:
-    return f'{len(steps):,}: {", ".join(f"{step:,}" for step in steps)}'
+    shown = ', '.join(f'{step:,}' for step in steps)
+    return f'{len(steps):,}: {shown}'
   return f'{len(steps):,}: {first}, ..., {steps[-1]:,}'

@@ -1,8 +1,9 @@
 """Text that a run prints about itself: before its start (`describe`) and after its end (`final_report`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import contextlib
 import math
+import textwrap
 import threading
 from typing import Any, NamedTuple
 
@@ -75,21 +76,17 @@ def describe(
       rows.append(
         (name, feature, np.dtype(leaf.dtype).name, _shape(leaf.shape), _shape(per_device))
       )
+  batches = f'Batches\n{format_table(rows)}'
+  if num_microbatches > 1:
+    batches += f'\nTraining batches are split into {num_microbatches} micro-batches.'
   parts = [
     report.to_text().rstrip(),
     f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
-    'Batches\n'
-    + format_table(rows)
-    + (
-      f'\nTraining batches are split into {num_microbatches} micro-batches.'
-      if num_microbatches > 1
-      else ''
-    ),
-    *(
-      ['Attention kernels\n' + '\n'.join(map(str, attention_kernels))] if attention_kernels else []
-    ),
-    f'Plan\nstart        {start.description}\n{plan}',
+    batches,
   ]
+  if attention_kernels:
+    parts.append('\n'.join(['Attention kernels', *map(str, attention_kernels)]))
+  parts.append(f'Plan\nstart        {start.description}\n{plan}')
   return '\n\n'.join(parts)
 
 
@@ -99,7 +96,9 @@ def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitio
   mesh = partitioner.mesh
   axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
   kind = mesh.devices.ravel()[0].device_kind
-  devices = f'{mesh.size} {kind} device' + ('s' if mesh.size > 1 else '')
+  devices = f'{mesh.size} {kind} device'
+  if mesh.size > 1:
+    devices += 's'
   return f'{num_params:,} parameters on {devices} ({axes})'
 
 
@@ -179,19 +178,26 @@ def format_metrics(values: Mapping[str, Any]) -> str:
   >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
   'loss 2  accuracy 0.5  bleu 31.25'
   """
-  plain = {
-    name: value.value if isinstance(value, clu.values.Value) else value
-    for name, value in values.items()
-    if not isinstance(value, clu.values.Summary)
-  }
-  numbers = {
-    name: float(np.asarray(number))
-    for name, number in plain.items()
-    if not _is_hidden(name) and not isinstance(number, str)
-  }
-  names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - {*_FIRST_METRICS})
+  plain = {}
+  for name, value in values.items():
+    if isinstance(value, clu.values.Summary):
+      continue
+    if isinstance(value, clu.values.Value):
+      value = value.value
+    plain[name] = value
+  numbers = {}
+  for name, number in plain.items():
+    if not _is_hidden(name) and not isinstance(number, str):
+      numbers[name] = float(np.asarray(number))
+  names = _in_order(numbers)
   shown = {**{name: numbers[name] for name in names}, **metrics_lib.worst_of_layers(plain)}
   return '  '.join(f'{name} {format_number(number)}' for name, number in shown.items())
+
+
+def _in_order(names: Collection[str]) -> list[str]:
+  """Return the names of metrics, the most important ones first."""
+  first = [name for name in _FIRST_METRICS if name in names]
+  return first + sorted(set(names) - set(first))
 
 
 def _is_hidden(name: str) -> bool:
@@ -218,23 +224,22 @@ def format_evaluations(
   parts = []
   for kind, names in tasks.items():
     rows: dict[tuple[int, str], dict[str, float]] = {}
+    if len(names) > 1:
+      names = [*names, evaluation.MEAN]
     for step, metrics in results.items():
-      for task in (*names, evaluation.MEAN) if len(names) > 1 else names:
+      for task in names:
         prefix = f'{kind}/{task}/'
-        found = {
-          name.removeprefix(prefix): value
-          for name, value in metrics.items()
-          if name.startswith(prefix)
-        }
+        found = {}
+        for name, value in metrics.items():
+          if name.startswith(prefix):
+            found[name.removeprefix(prefix)] = value
         rows[step, task] = {name: value for name, value in found.items() if not _is_hidden(name)}
-    found = {name for metrics in rows.values() for name in metrics}
-    columns = [n for n in _FIRST_METRICS if n in found] + sorted(found - set(_FIRST_METRICS))
+    columns = _in_order(set().union(*rows.values()))
     table = [('step', 'task', *columns)]
-    table += [
-      (f'{step:,}', task, *(format_number(metrics[n]) if n in metrics else '' for n in columns))
-      for (step, task), metrics in rows.items()
-    ]
-    parts.append('\n'.join([kind, *('  ' + line for line in format_table(table).splitlines())]))
+    for (step, task), metrics in rows.items():
+      cells = [format_number(metrics[name]) if name in metrics else '' for name in columns]
+      table.append((f'{step:,}', task, *cells))
+    parts.append(f'{kind}\n{textwrap.indent(format_table(table), "  ")}')
   return '\n\n'.join(parts)
 
 
@@ -251,20 +256,23 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
   saved = checkpoints.all_steps(root)
   lines = [f'Outputs are in {model_dir}:']
   if saved:
-    lines.append(
-      f'  checkpoints       {", ".join(str(step) for step in saved[-5:])}'
-      + (f' (and {len(saved) - 5} older)' if len(saved) > 5 else '')
-    )
+    line = f'  checkpoints       {", ".join(map(str, saved[-5:]))}'
+    if len(saved) > 5:
+      line += f' (and {len(saved) - 5} older)'
+    lines.append(line)
   metrics_files = summaries.metrics_files(root)
   if metrics_files:
     folders = ', '.join(f'{name}/' for name in metrics_files)
     lines.append(f'  metrics           {folders} (TensorBoard events and metrics.jsonl)')
   for name in ('config.gin', 'model-info.txt'):
     if (root / name).exists():
-      lines.append(f'  {"configuration" if name == "config.gin" else "parameters":<18}{name}')
-  metrics = {
-    name: read for name, path in metrics_files.items() if (read := summaries.read_metrics(path))
-  }
+      kind = 'configuration' if name == 'config.gin' else 'parameters'
+      lines.append(f'  {kind:<18}{name}')
+  metrics = {}
+  for name, path in metrics_files.items():
+    rows = summaries.read_metrics(path)
+    if rows:
+      metrics[name] = rows
   num_skipped = int(
     sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ()))
   )
@@ -280,7 +288,8 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
     lines += ['', 'Final metrics:']
     for name, rows in metrics.items():
       values = {k: v for k, v in rows[-1].items() if k not in ('step', 'wall_time')}
-      lines.append(f'  {name}, step {rows[-1]["step"]:,}: {format_metrics(values)}')
+      step = rows[-1]['step']
+      lines.append(f'  {name}, step {step:,}: {format_metrics(values)}')
   for task, step, predictions in _newest_predictions(root):
     lines += ['', f'Predictions of {task} at step {step:,}:', *prediction_table(predictions)]
   return '\n'.join(lines)
@@ -296,7 +305,8 @@ def _newest_predictions(root: files.Path) -> list[tuple[str, int, list[dict[str,
       newest[path.parent] = max(int(step), newest.get(path.parent, -1))
   found = []
   for folder, step in newest.items():
-    rows = [row for _, row in json_lines.read(folder / f'{prefix}{step}.jsonl') if row is not None]
+    rows = [row for _, row in json_lines.read(folder / f'{prefix}{step}.jsonl')]
+    rows = [row for row in rows if row is not None]
     found.append((folder.relative_to(root / 'inference_eval').as_posix(), step, rows))
   return found
 
@@ -304,14 +314,15 @@ def _newest_predictions(root: files.Path) -> list[tuple[str, int, list[dict[str,
 def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
   """Return table lines of some predictions, evenly spaced among all."""
   count = min(_NUM_PREDICTIONS, len(predictions))
-  chosen = [predictions[math.floor(i * len(predictions) / count)] for i in range(count)]
-  columns = [
-    c for c in ('targets', 'prediction', 'score', 'inputs') if any(c in row for row in chosen)
-  ]
+  positions = [math.floor(i * len(predictions) / count) for i in range(count)]
+  chosen = [predictions[position] for position in positions]
+  known = set().union(*chosen)
+  columns = [name for name in ('targets', 'prediction', 'score', 'inputs') if name in known]
   titles = {'targets': 'target'}
   table = [tuple(titles.get(c, c) for c in columns)]
-  table += [tuple(format_cell(row.get(c, '')) for c in columns) for row in chosen]
-  return ['  ' + line for line in format_table(table).splitlines()]
+  for row in chosen:
+    table.append(tuple(format_cell(row.get(name, '')) for name in columns))
+  return textwrap.indent(format_table(table), '  ').splitlines()
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError
 from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.train_state import InferenceState
-from t5x_lite.types import PyTree
+from t5x_lite.types import Params, PyTree
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def restore_for_inference(
     is_there = start.path is None or (step is not None and files.path(start.path).is_dir())
     if cfg is not None and (cfg.mode != 'all' or is_there):
       shape = initializer.global_train_state_shape
-      paths = dict.fromkeys(path for builder in start.chain for path in builder.paths_of_model)
+      paths = start.paths_of_models
       if any(_needs_optimizer_state(path, model, shape) for path in paths):
         start_initializer = full_state_initializer()
       start_lib.check_start(
@@ -137,9 +137,8 @@ def restore_for_inference(
 def for_inference(cfg: checkpoints.RestoreCheckpointConfig) -> checkpoints.RestoreCheckpointConfig:
   """Return how inference restores: without the position in the training data, and by default the average."""
   averages = cfg.use_param_average is None and not cfg.builders
-  return dataclasses.replace(
-    cfg, restore_dataset=False, use_param_average=True if averages else cfg.use_param_average
-  )
+  use_param_average = averages or cfg.use_param_average
+  return dataclasses.replace(cfg, restore_dataset=False, use_param_average=use_param_average)
 
 
 def _seed(cfg: checkpoints.RestoreCheckpointConfig | None) -> checks.Expectation:
@@ -169,13 +168,15 @@ def _needs_optimizer_state(path: str, model: models.BaseModel, shape: InferenceS
   optimizer_def = model.optimizer_def
   has_eval_params = False
   if source.has_optimizer_state and isinstance(optimizer_def, optimizers.OptimizerDef):
-    variables = {'params': shape.params} | (
-      {} if shape.params_axes is None else {'params_axes': shape.params_axes}
-    )
-    has_eval_params = jax.eval_shape(
-      lambda params: FlaxOptimTrainState.create(optimizer_def, {**variables, 'params': params}),
-      shape.params,
-    ).evaluates_other_params
+    variables = {}
+    if shape.params_axes is not None:
+      variables['params_axes'] = shape.params_axes
+
+    def state_of(params: Params) -> FlaxOptimTrainState:
+      return FlaxOptimTrainState.create(optimizer_def, {**variables, 'params': params})
+
+    state_shape = jax.eval_shape(state_of, shape.params)
+    has_eval_params = state_shape.evaluates_other_params
   if recorded is not None and not has_eval_params:
     if isinstance(optimizer_def, optimizers.OptimizerDef):
       given = optimizer_def.name

@@ -93,6 +93,14 @@ class StartingPoint:
     return builders.chain_of(self.path, self.restore_cfg, is_resuming=self.resumes)
 
   @property
+  def paths_of_models(self) -> list[str]:
+    """Paths of the models whose parameters the builders read."""
+    paths = []
+    for builder in self.chain:
+      paths += builder.paths_of_model
+    return list(dict.fromkeys(paths))
+
+  @property
   def step(self) -> int:
     """Step at which training begins: that of the chain of builders; 0 if no builder knows it."""
     return builders.first_step(self.chain) or 0
@@ -144,7 +152,8 @@ def check_optimizer(model: models.BaseModel) -> None:
     shown = 'a bare optax transformation'
     remedy = 'Wrap it, optimizers.OptaxWrapper(transformation), or use the optimizer of that name in `optimizers`.'
   elif callable(given):
-    shown = f'the {"class" if isinstance(given, type) else "function"} {getattr(given, "__name__", given)}'
+    kind = 'class' if isinstance(given, type) else 'function'
+    shown = f'the {kind} {getattr(given, "__name__", given)}'
     remedy = 'Call it, as in OPTIMIZER = @optimizers.adamw() with parentheses.'
   raise ConfigError(
     f'`{type(model).__name__}.optimizer_def` must be an OptimizerDef, e.g. the result of '
@@ -286,7 +295,7 @@ def check_start(
     return
   config = state_init.stack_config(model)
   chain = start.chain
-  for path in dict.fromkeys(path for builder in chain for path in builder.paths_of_model):
+  for path in start.paths_of_models:
     if config is not None:
       _check_tied_logits(path, config, checkpoints.read_metadata(path).get('network') or {})
   if any(builder.needs_values for builder in chain) and not applies_transforms:
@@ -336,9 +345,10 @@ def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any
     return
   scaled = bool(network.get('scale_tied_logits', True))  # Older checkpoints lack the field.
   if scaled != config.scale_tied_logits:
+    how = 'scaled' if scaled else 'not scaled'
     raise CheckpointError(
-      f'`{type(config).__name__}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits are '
-      f'{"scaled" if scaled else "not scaled"}, got {config.scale_tied_logits}. Set it to {scaled}.'
+      f'`{type(config).__name__}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits '
+      f'are {how}, got {config.scale_tied_logits}. Set it to {scaled}.'
     )
 
 
@@ -445,16 +455,13 @@ def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.Datas
     'seed': cfg.effective_seed,
     'task_feature_lengths': dict(cfg.task_feature_lengths),
   }
-  now |= {
-    name: getattr(cfg, name)
-    for name in ('split', 'shuffle', 'pack', 'source', 'trim_output_features')
-  }
+  for name in ('split', 'shuffle', 'pack', 'source', 'trim_output_features'):
+    now[name] = getattr(cfg, name)
   before = run_facts.get('data', {}) if start.resumes else {}
-  changes = [
-    f'{name} was {before[name]!r} and is {now[name]!r}'
-    for name in now
-    if name in before and before[name] != now[name]
-  ]
+  changes = []
+  for name, value in now.items():
+    if name in before and before[name] != value:
+      changes.append(f'{name} was {before[name]!r} and is {value!r}')
   if changes:
     logging.getLogger(__name__).warning(
       'The training data differs from that of %s: %s. If this is not intended, set the former values of '
@@ -533,13 +540,13 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
   config = state_init.stack_config(model)
   if config is None:
     return {}
-  fields = [
-    field.name for field in dataclasses.fields(config) if field.name not in _FIELDS_OF_A_RUN
-  ]
-  network = {
-    name: list(value) if isinstance(value := getattr(config, name), tuple) else value
-    for name in fields
-  }
+  network = {}
+  for field in dataclasses.fields(config):
+    if field.name not in _FIELDS_OF_A_RUN:
+      value = getattr(config, field.name)
+      if isinstance(value, tuple):
+        value = list(value)
+      network[field.name] = value
   network['relpos_bias_tables'] = 'per_layer' if config.relpos_per_layer else 'per_stack'
   if isinstance(model.module, StackNetwork):
     if not model.module.has_position_biases:
