@@ -191,21 +191,24 @@ class BlockLayout:
       (product, float32 of the parameter's shape; its Euclidean norm, a float32 scalar).
     """
     rank = len(self.merged_shape)
-    results = [
-      precondition_blocks(blocks, preconditioners[index * rank : (index + 1) * rank], precision)
-      for index, blocks in enumerate(self.cut(grad))
-    ]
+    results = []
+    for index, blocks in enumerate(self.cut(grad)):
+      of_group = preconditioners[index * rank : (index + 1) * rank]
+      results.append(precondition_blocks(blocks, of_group, precision))
     return self.join(results), norm_of_blocks(results)
 
 
 def block_statistics(blocks: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
   """Return the statistics [k, n, n] of blocks float32 [k, *sizes], one stack per dim."""
   stacks = []
+  batch_dims = ((0,), (0,))
   for dim in range(1, blocks.ndim):
+    # [k, n, n]: G G^T of the block as a matrix with this dim as rows, that is, contracted over all other dims.
     others = tuple(other for other in range(1, blocks.ndim) if other != dim)
-    stacks.append(
-      jax.lax.dot_general(blocks, blocks, ((others, others), ((0,), (0,))), precision=precision)
+    product = jax.lax.dot_general(
+      blocks, blocks, ((others, others), batch_dims), precision=precision
     )
+    stacks.append(product)
   return stacks
 
 
