@@ -12,11 +12,20 @@ from t5x_lite.errors import CheckpointError
 class ArchitectureLike(Protocol):
   """Properties of an `architecture.Architecture` by which families differ; see there."""
 
-  vocab_size: int
-  logits_via_embedding: bool
-  scale_tied_logits: bool
-  relpos_per_layer: bool
-  num_experts: int
+  @property
+  def vocab_size(self) -> int: ...
+
+  @property
+  def logits_via_embedding(self) -> bool: ...
+
+  @property
+  def scale_tied_logits(self) -> bool: ...
+
+  @property
+  def relpos_per_layer(self) -> bool: ...
+
+  @property
+  def num_experts(self) -> int: ...
 
   def num_layers_of(self, stack: str) -> int:
     """Return the number of layers of `stack`."""
@@ -93,31 +102,30 @@ class Family:
 
   def _problem(self, architecture: ArchitectureLike) -> str | None:
     if bool(architecture.num_experts) != self.is_sparse:
-      return (
-        f'must have {"some" if self.is_sparse else "no"} experts, got {architecture.num_experts}'
-      )
-    if architecture.relpos_per_layer != self.relpos_per_layer:
-      have, want = ('layer', 'stack') if architecture.relpos_per_layer else ('stack', 'layer')
-      return f'must have relative position biases per {want}, got them per {have}'
+      wanted = 'some' if self.is_sparse else 'no'
+      return f'must have {wanted} experts, got {architecture.num_experts}'
+    if architecture.relpos_per_layer and not self.relpos_per_layer:
+      return 'must have relative position biases per stack, got them per layer'
+    if self.relpos_per_layer and not architecture.relpos_per_layer:
+      return 'must have relative position biases per layer, got them per stack'
     if architecture.logits_via_embedding and architecture.scale_tied_logits and not self.can_tie:
       return (
         'must have a logits_dense kernel, or scale_tied_logits=False, got logits_via_embedding=True, whose '
         'logits transformers would not scale'
       )
-    for stack in ('encoder', 'decoder'):
-      layers = architecture.sparse_layers_of(stack)
-      if (
-        self.is_sparse
-        and config_json.sparse_step(architecture.num_layers_of(stack), layers) is None
-      ):
-        return (
-          f'must have none or all sparse {stack} layers, or 1, 1 + n, 1 + 2 n and so on, got layers {layers} of '
-          f'{architecture.num_layers_of(stack)}'
-        )
+    if self.is_sparse:
+      for stack in ('encoder', 'decoder'):
+        layers = architecture.sparse_layers_of(stack)
+        num_layers = architecture.num_layers_of(stack)
+        if config_json.sparse_step(num_layers, layers) is None:
+          return (
+            f'must have none or all sparse {stack} layers, or 1, 1 + n, 1 + 2 n and so on, got layers {layers} of '
+            f'{num_layers}'
+          )
     return None
 
 
-_T5 = dict(
+_T5: Mapping[str, Any] = dict(
   model_type='t5',
   architecture='T5ForConditionalGeneration',
   tokenizer_class='T5Tokenizer',
