@@ -39,7 +39,38 @@ T5X ?=
 CODE := t5x_lite moe tests benchmarks scripts docs setup.py README.md CONTRIBUTING.md
 
 # A first answer in a minute: the arithmetic and the rules of the repository, without programs and stores.
-FAST_TESTS := FAST
+FAST_TESTS := \
+  tests/configuration/test_checks.py \
+  tests/data/sources/test_table.py \
+  tests/data/test_streams.py \
+  tests/data/test_text_sources.py \
+  tests/data/test_vocabularies.py \
+  tests/decoding/test_topk.py \
+  tests/evaluation/test_batching.py \
+  tests/evaluation/test_when.py \
+  tests/layers/test_attention_kernels.py \
+  tests/layers/test_dense.py \
+  tests/moe/routing/test_golden.py \
+  tests/moe/test_mesh.py \
+  tests/moe/test_partitioner.py \
+  tests/moe/test_partitioner_golden.py \
+  tests/mutation/test_table.py \
+  tests/optimizers/axes/test_rules.py \
+  tests/optimizers/optax_adapter/test_option_checks.py \
+  tests/partitioning \
+  tests/repository/test_layering.py \
+  tests/repository/test_layout.py \
+  tests/repository/test_mirror.py \
+  tests/repository/test_outside.py \
+  tests/test_checks.py \
+  tests/test_cli_flags.py \
+  tests/test_errors.py \
+  tests/test_formatting.py \
+  tests/test_losses.py \
+  tests/test_metrics.py \
+  tests/test_schedules.py \
+  tests/test_train_golden.py \
+  tests/test_train_state.py
 
 BENCHMARKS := \
   bench_checkpoint \
