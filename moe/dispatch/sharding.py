@@ -1,7 +1,6 @@
 """Sharding constraints by logical axis names, where the mesh in context supports them."""
 
 import flax.linen as nn
-from flax.linen.spmd import logical_to_mesh_axes
 import jax
 from jax.sharding import PartitionSpec
 
@@ -28,7 +27,7 @@ def constrain(x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
   known = {name for name, _ in rules}
   names = tuple(name if name in known else None for name in logical_axes)
   entries = []
-  mesh_axes = logical_to_mesh_axes(names, rules)
+  mesh_axes = nn.logical_to_mesh_axes(names, rules)
   assert mesh_axes is not None  # `names` is not None.
   for size, entry in zip(x.shape, mesh_axes, strict=True):
     axes = axis_rules.axes_of(entry)

@@ -16,7 +16,7 @@ import zlib
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-import jaxlib.version
+import jaxlib
 
 from t5x_lite import files
 
@@ -102,7 +102,7 @@ def default_folder() -> pathlib.Path | None:
   if not os.path.isabs(home) or _is_remote(home):
     return None
   # Equal names are equal programs.
-  identity = '\n'.join((platform.machine(), jaxlib.version.__version__, _cpu_features()))
+  identity = '\n'.join((platform.machine(), jaxlib.__version__, _cpu_features()))
   name = hashlib.sha256(identity.encode()).hexdigest()
   return pathlib.Path(home) / 't5x_lite' / f'programs-{name[:12]}'
 
