@@ -136,7 +136,7 @@ class Family:
     return None
 
 
-_T5 = dict(
+_T5: dict[str, Any] = dict(
   model_type='t5',
   architecture='T5ForConditionalGeneration',
   tokenizer_class='T5Tokenizer',
